@@ -1,0 +1,142 @@
+"""The mathematics a device must offer: about ten functions, tensors in and tensors out.
+
+`reference.py` is the specification in plain torch, obvious and slow. Every other backend is an optimisation of it and
+is tested against it. This package imports nothing of ours, so it could be lifted into another project.
+
+Two rules every backend keeps, because exactness rests on them:
+- The bits of one row of a result do not depend on how many other rows there are, nor on the row's place among them.
+- Attention reads what the cache stores: K and V are rounded (or quantized) when written and read back in that form,
+  within the step that wrote them too. All writes of a step come before its reads, so requests of one step may share
+  blocks that this very step fills.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from torch import Tensor
+
+from twostroke.ops.formats import Stored
+
+BLOCK = 16  # tokens in one KV block
+
+Activation = Literal["silu", "gelu_tanh"]
+KVFormat = Literal["float32", "float16", "bfloat16", "int8", "int4"]
+
+Weight = Any  # a matrix as the backend packed it; only the backend that made it looks inside
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Norm:
+    """RMS norm: x / sqrt(mean(x²) + eps) · weight. `weight` is float32 (an offset such as Gemma's +1 is already in it)."""
+
+    weight: Tensor
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """Gated activation of a (T, 2F) tensor holding gate | up: activation(gate) · up, of shape (T, F)."""
+
+    activation: Activation
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RopeTable:
+    """Rotation of the first `2·cos.shape[1]` dimensions of each head, in rotate-half order (i pairs with i + dim/2)."""
+
+    cos: Tensor  # (positions, rotary_dim / 2) float32, any attention factor multiplied in
+    sin: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Attention:
+    """What one layer's attention does, apart from the data: the constants of `attend`."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float  # multiplies q·k
+    window: int = 0  # a token sees itself and the window - 1 tokens before it; 0: everything before it
+    softcap: float = 0.0  # scores become softcap · tanh(score / softcap); 0: off
+    rope: RopeTable | None = None
+    query_norm: Norm | None = None  # over each head's head_dim, before the rotation
+    key_norm: Norm | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KVLayer:
+    """One layer's share of the block pool. Strided views: the same block of all layers of a group lies together.
+
+    int8: width = head_dim, value = code · scale. int4: width = head_dim / 2 (uint8; low nibble = even element),
+    value = (code - 8) · scale. One scale for each token and head; in the float formats there are none.
+    """
+
+    format: KVFormat
+    keys: Tensor  # (blocks, kv_heads, BLOCK, width)
+    values: Tensor
+    key_scales: Tensor | None = None  # (blocks, kv_heads, BLOCK) float32
+    value_scales: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupBlocks:
+    """Where a step's tokens live, for the layers of one KV group (layers of one group share a block table)."""
+
+    slots: Tensor  # (T,) int64: block · BLOCK + offset where the row's K and V are written
+    tables: Tensor  # (R, columns) int32: block of request r that holds positions [c·BLOCK, (c+1)·BLOCK); columns past its
+    # context, and those a window has released, hold any valid block id and must not influence the result
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """The rows of one step: T new tokens of R requests, each request's rows contiguous and in order.
+
+    Request r owns rows starts[r] : starts[r+1]; its last row is at position contexts[r] - 1.
+    """
+
+    tokens: Tensor  # (T,) int64
+    positions: Tensor  # (T,) int64
+    starts: Tensor  # (R + 1,) int32
+    contexts: Tensor  # (R,) int32: tokens of the request in the cache once this step has written its own
+    groups: tuple[GroupBlocks, ...]  # one for each KV group
+    logit_rows: Tensor  # (S,) int64: the rows whose logits somebody wants
+
+
+class Ops(Protocol):
+    """One backend. All activations are float32 on a CPU, bfloat16 or float32 on a GPU: the backend decides in `embed`."""
+
+    name: str
+
+    def pack(self, parts: Sequence[Stored], bias: Tensor | None = None) -> Weight:
+        """One (out, in) matrix made of `parts` stacked along the output, in the layout this backend multiplies best."""
+        ...
+
+    def weight_bytes(self, weight: Weight) -> int:
+        """Bytes that one product with `weight` reads."""
+        ...
+
+    def embed(self, table: Weight, tokens: Tensor, scale: float) -> Tensor:
+        """Rows of the table, times scale: (T, hidden). The table may be the output head's matrix too."""
+        ...
+
+    def norm(self, x: Tensor, norm: Norm) -> Tensor: ...
+
+    def linear(
+        self, x: Tensor, weight: Weight, *, before: Norm | Gate | None = None, add_to: Tensor | None = None
+    ) -> Tensor:
+        """before(x) @ weight.T + bias. With `add_to` the result is added into it in place, and it is returned."""
+        ...
+
+    def attend(self, qkv: Tensor, attention: Attention, kv: KVLayer, batch: Batch, group: int) -> Tensor:
+        """Norm and rotate q and k, write K and V to the cache, attend causally over the cached context.
+
+        qkv: (T, (heads + 2·kv_heads) · head_dim), heads in the order q… k… v…; result: (T, heads · head_dim).
+        """
+        ...
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        """(S, V) -> (S,) int64: the lowest index among equals."""
+        ...
