@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from math import ceil
 
 from twostroke.model.arch import Arch
+from twostroke.ops.interface import BLOCK
 
-BLOCK = 16  # tokens in one block
 KV_ELEMENT_BYTES = {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0, "int8": 1.0, "int4": 0.5}
 KV_SCALE_BYTES = {"int8": 4, "int4": 4}  # one float32 scale for each token and head
 

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from torch import Tensor
+if TYPE_CHECKING:  # the block bookkeeping reads BLOCK from here where torch is not installed
+    from torch import Tensor
 
-from twostroke.ops.formats import Stored
+    from twostroke.ops.formats import Stored
 
 BLOCK = 16  # tokens in one KV block
 
