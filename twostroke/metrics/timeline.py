@@ -1,0 +1,76 @@
+"""Where one answer's time went. One clock, three phases, and E2E = queue + prefill + decode for every request.
+
+    arrival ──queue──▶ first scheduled ──prefill──▶ first token ──decode──▶ end
+            └──────────── TTFT ─────────────────────┘
+
+Time lost to preemption counts in the phase where it happens. A request that ends early (aborted, failed) closes the
+phase it was in, so the identity holds for it too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Timeline:
+    """Written by the scheduler as things happen; all times in seconds of the engine's clock."""
+
+    arrival: float
+    scheduled: float | None = None
+    end: float | None = None
+    token_times: list[float] = field(default_factory=list)
+    prompt_tokens: int = 0
+    cached_tokens: int = 0  # prompt tokens found in the prefix cache when first scheduled
+    chunks: int = 0  # steps that computed a part of the prompt, the last one included
+    preemptions: int = 0
+    recomputed_tokens: int = 0
+
+    @property
+    def first_token(self) -> float | None:
+        return self.token_times[0] if self.token_times else None
+
+    def _until(self, moment: float | None) -> float:
+        """`moment`, or the end of a request that never reached it, or its last sign of life."""
+        if moment is not None:
+            return moment
+        if self.end is not None:
+            return self.end
+        return self.token_times[-1] if self.token_times else self.scheduled or self.arrival
+
+    @property
+    def queue(self) -> float:
+        return self._until(self.scheduled) - self.arrival
+
+    @property
+    def prefill(self) -> float:
+        return self._until(self.first_token) - self.scheduled if self.scheduled is not None else 0.0
+
+    @property
+    def decode(self) -> float:
+        return self._until(self.end) - self.first_token if self.first_token is not None else 0.0
+
+    @property
+    def ttft(self) -> float | None:
+        return self.first_token - self.arrival if self.first_token is not None else None
+
+    @property
+    def e2e(self) -> float:
+        return self._until(self.end) - self.arrival
+
+    @property
+    def output_tokens(self) -> int:
+        return len(self.token_times)
+
+    @property
+    def tpot(self) -> float | None:
+        """Seconds per output token after the first; None when there was no second token."""
+        if self.ttft is None or self.output_tokens < 2:
+            return None
+        return (self.e2e - self.ttft) / (self.output_tokens - 1)
+
+    @property
+    def itl(self) -> list[float]:
+        """Gaps between consecutive tokens."""
+        times = self.token_times
+        return [later - earlier for earlier, later in zip(times, times[1:], strict=False)]

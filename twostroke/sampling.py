@@ -1,0 +1,125 @@
+"""What a caller may ask of one request, checked once for every face of the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import isfinite
+from typing import Any
+
+from twostroke.errors import InputError
+
+MAX_SAMPLES = 128
+MAX_LOGPROBS = 128
+MAX_STOPS = 64
+MAX_STOP_LENGTH = 1024  # characters
+MAX_BIASES = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the answer is chosen, when it ends, and what is told about it. Immutable; bad values are refused by name."""
+
+    max_tokens: int | None = 256  # None: until the model stops or the context is full
+    min_tokens: int = 0  # no stop of any kind before this many output tokens
+    temperature: float = 1.0  # 0: greedy
+    top_k: int = 0  # keep the k likeliest; 0: all
+    top_p: float = 1.0  # keep the likeliest tokens that together reach this probability
+    min_p: float = 0.0  # keep tokens at least this likely relative to the likeliest
+    seed: int | None = None  # None: drawn by the engine
+    stop: str | Sequence[str] = ()  # the text ends before the first of these
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    presence_penalty: float = 0.0  # subtracted once from every token already written
+    frequency_penalty: float = 0.0  # subtracted for every time a token was written
+    repetition_penalty: float = 1.0  # divides (multiplies, when negative) logits of tokens in prompt or answer
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logprobs: int | None = None  # for each output token its own and this many best; 0: its own only
+    prompt_logprobs: int | None = None
+    n: int = 1
+    priority: int = 0  # lower first (policy "priority"; victims of preemption are chosen from the highest)
+    deadline: float | None = None  # seconds after arrival by which the first token should be out (policy "deadline")
+
+    def __post_init__(self) -> None:
+        whole(self, "max_tokens", 1, optional=True)
+        whole(self, "min_tokens", 0)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InputError(f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens}): lower it.")
+        number(self, "temperature", 0.0, 100.0)
+        whole(self, "top_k", 0)
+        number(self, "top_p", 0.0, 1.0)
+        if self.top_p == 0.0:
+            raise InputError("top_p must be above 0: for the likeliest token alone use temperature=0.")
+        number(self, "min_p", 0.0, 1.0)
+        whole(self, "seed", -(2**63), 2**64 - 1, optional=True)
+        self._check_stops()
+        flag(self, "ignore_eos")
+        number(self, "presence_penalty", -2.0, 2.0)
+        number(self, "frequency_penalty", -2.0, 2.0)
+        number(self, "repetition_penalty", 0.01, 100.0)
+        self._check_bias()
+        whole(self, "logprobs", 0, MAX_LOGPROBS, optional=True)
+        whole(self, "prompt_logprobs", 0, MAX_LOGPROBS, optional=True)
+        whole(self, "n", 1, MAX_SAMPLES)
+        whole(self, "priority", -(2**31), 2**31 - 1)
+        number(self, "deadline", 0.0, 1e9, optional=True)
+
+    def _check_stops(self) -> None:
+        stops = (self.stop,) if isinstance(self.stop, str) else self.stop
+        if not isinstance(stops, Sequence) or not all(isinstance(stop, str) and stop for stop in stops):
+            raise InputError("stop must be a non-empty string or a list of such strings.")
+        if len(stops) > MAX_STOPS or any(len(stop) > MAX_STOP_LENGTH for stop in stops):
+            raise InputError(f"stop takes at most {MAX_STOPS} strings of at most {MAX_STOP_LENGTH} characters.")
+        ids = self.stop_token_ids
+        if isinstance(ids, str) or not isinstance(ids, Sequence) or not all(is_whole(token) for token in ids):
+            raise InputError("stop_token_ids must be a list of token ids (whole numbers).")
+        if len(ids) > MAX_BIASES:
+            raise InputError(f"stop_token_ids takes at most {MAX_BIASES} ids, got {len(ids)}.")
+        object.__setattr__(self, "stop", tuple(stops))
+        object.__setattr__(self, "stop_token_ids", tuple(ids))
+
+    def _check_bias(self) -> None:
+        bias = self.logit_bias
+        if not isinstance(bias, Mapping) or len(bias) > MAX_BIASES:
+            raise InputError(f"logit_bias must be a mapping of at most {MAX_BIASES} token ids to numbers.")
+        for token, value in bias.items():
+            if not is_whole(token) or not is_number(value) or not -100.0 <= value <= 100.0:
+                raise InputError(f"logit_bias: {token!r}: {value!r} must map a token id to a number from -100 to 100.")
+        object.__setattr__(self, "logit_bias", dict(bias))
+
+    def check_vocabulary(self, vocab: int) -> None:
+        """Token ids must name rows of the logits, or they would reach memory that is not theirs."""
+        for name, ids in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
+            for token in ids:
+                if not 0 <= token < vocab:
+                    raise InputError(f"{name}: token id {token} is outside the vocabulary (0 to {vocab - 1}).")
+
+
+def is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+
+
+def whole(params: Any, name: str, low: int, high: int | None = None, optional: bool = False) -> None:
+    value = getattr(params, name)
+    if value is None and optional:
+        return
+    if not is_whole(value) or value < low or (high is not None and value > high):
+        bounds = f"at least {low}" if high is None else f"from {low} to {high}"
+        raise InputError(f"{name} must be a whole number {bounds}, got {value!r}.")
+
+
+def number(params: Any, name: str, low: float, high: float, optional: bool = False) -> None:
+    value = getattr(params, name)
+    if value is None and optional:
+        return
+    if not is_number(value) or not low <= value <= high:
+        raise InputError(f"{name} must be a number from {low:g} to {high:g}, got {value!r}.")
+
+
+def flag(params: Any, name: str) -> None:
+    if not isinstance(getattr(params, name), bool):
+        raise InputError(f"{name} must be True or False, got {getattr(params, name)!r}.")
