@@ -1,0 +1,178 @@
+"""A runner without a model: it samples a function of the tokens, can be slow, and fails on command."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+
+from twostroke.kv.blocks import BlockPool
+from twostroke.kv.hashing import BlockHasher
+from twostroke.kv.layout import KVGroup, KVLayout
+from twostroke.kv.tables import KVTables
+from twostroke.metrics.timeline import Timeline
+from twostroke.sampling import SamplingParams
+from twostroke.schedule.pace import Pace
+from twostroke.schedule.policy import POLICIES
+from twostroke.schedule.scheduler import Limits, Scheduler
+from twostroke.types import FinishReason, Plan, Request, Result, Status, Work
+
+
+def make_scheduler(blocks, windows=(None,), max_batch_tokens=512, max_requests=64, chunked=True, static=False,
+                   policy="fcfs", prefix_cache=True, max_length=4096, max_gap=1e9):  # fmt: skip
+    layout = KVLayout(tuple(KVGroup(w, (i,)) for i, w in enumerate(windows)), 1, 64)
+    pool = BlockPool(blocks, keep_cached=prefix_cache)
+    tables = KVTables(layout, pool, BlockHasher("fake", b"key"), max_requests, max_length)
+    limits = Limits(max_batch_tokens, max_requests, chunked, static)
+    return Scheduler(tables, limits, POLICIES[policy], Pace(lambda start, count: float(count), max_gap))
+
+
+class FakeEngine:
+    """Drives a scheduler as the engine's core does, and checks the design's invariants after every step."""
+
+    def __init__(self, scheduler: Scheduler, depth: int = 1, rng: random.Random | None = None):
+        self.scheduler = scheduler
+        self.depth = depth
+        self.rng = rng or random.Random(0)
+        self.now = 0.0
+        self.requests: list[Request] = []
+        self.in_flight: deque[Plan] = deque()
+        self.ends: dict[int, int] = {}
+        self.poison: Request | None = None
+        self.failure_rate = 0.0
+        self.stop_rate = 0.0
+        self.capacity = 4096
+        self.snapshots: deque[list] = deque()  # block tables as each plan saw them
+        self.content: dict[int, tuple[int, ...]] = {}  # block -> the tokens from the start up to its end, as written
+
+    @classmethod
+    def random(cls, rng: random.Random, depth: int, windows: tuple) -> FakeEngine:
+        blocks = rng.randint(12, 60) * len(windows)
+        budget = rng.choice([16, 32, 64, 256])
+        requests = rng.randint(1, min(16, budget))
+        scheduler = make_scheduler(
+            blocks, windows, budget, requests, chunked=rng.random() < 0.8, static=rng.random() < 0.2,
+            policy=rng.choice(list(POLICIES)), prefix_cache=rng.random() < 0.7, max_gap=rng.choice([1e9, 20.0]),
+        )  # fmt: skip
+        engine = cls(scheduler, depth, rng)
+        engine.failure_rate = rng.choice([0.0, 0.01])
+        engine.stop_rate = 0.01
+        layout = scheduler.tables.layout
+        engine.capacity = max(n for n in range(1, 400) if layout.blocks_for(n, n) <= blocks)
+        return engine
+
+    def add(self, tokens: list[int], max_tokens: int, priority: int = 0) -> Request:
+        params = SamplingParams(max_tokens=max_tokens, priority=priority)
+        request = Request(len(self.requests), list(tokens), params, 0, Timeline(self.now))
+        request.limit = min(len(tokens) + max_tokens, self.capacity)
+        request.stop_ids = frozenset({-7})
+        self.requests.append(request)
+        self.scheduler.add(request)
+        return request
+
+    def step(self) -> None:
+        plan = self.scheduler.plan(self.now)
+        self._check_plan(plan)
+        if plan.works:
+            self.in_flight.append(plan)
+        else:
+            self.snapshots.pop()
+        if self.in_flight and (len(self.in_flight) >= self.depth or not plan.works):
+            self._collect()
+        self.scheduler.check()
+
+    def _collect(self) -> None:
+        plan = self.in_flight.popleft()
+        seconds = 1.0 + 0.01 * sum(work.count for work in plan.works)
+        self.now += seconds
+        poisoned = self.poison is not None and any(work.request is self.poison for work in plan.works)
+        if poisoned or self.rng.random() < self.failure_rate:
+            events = self.scheduler.fail([plan, *self.in_flight], "boom", self.now)
+            self.in_flight.clear()
+            self.snapshots.clear()
+        else:
+            self._run(plan, self.snapshots.popleft())
+            result = Result(tuple(self._sample(work) for work in plan.works))
+            events = self.scheduler.commit(plan, result, self.now, seconds)
+        for event in events:
+            self._count_end(event)
+
+    def _sample(self, work: Work) -> tuple[int, ...]:
+        if not work.samples:
+            return ()
+        return (-7,) if self.rng.random() < self.stop_rate else (self.rng.randint(0, 3),)
+
+    def _count_end(self, event) -> None:
+        if event.finish_reason is not None:
+            self.ends[event.request.id] = self.ends.get(event.request.id, 0) + 1
+
+    def _check_plan(self, plan: Plan) -> None:
+        scheduler = self.scheduler
+        total = sum(work.count for work in plan.works)
+        if scheduler.limits.chunked:
+            assert total <= scheduler.limits.max_batch_tokens
+        assert len({work.request.id for work in plan.works}) == len(plan.works)
+        if not plan.works and not self.in_flight:
+            assert not scheduler.running and not scheduler.waiting, "an empty plan while someone could run"
+        for request, start, count in plan.works:
+            assert request.status is Status.RUNNING and count > 0
+            assert start + count == request.start <= max(len(request.tokens), start + 1)
+            self._check_blocks(request, start, count)
+        held = self.scheduler.tables.held
+        self.snapshots.append([[list(blocks) for blocks in held[work.request.row]] for work in plan.works])
+
+    def _run(self, plan: Plan, tables: list) -> None:
+        """What the model would do to the blocks: all writes come before all reads, as in every layer."""
+        for work, groups in zip(plan.works, tables, strict=True):
+            self._write(work, groups)
+        for work, groups in zip(plan.works, tables, strict=True):
+            self._read(work, groups)
+
+    def _write(self, work: Work, groups: list) -> None:
+        """Leave in each block the whole history of its tokens."""
+        request, start, count = work
+        for blocks in groups:
+            for column in range(start // 16, (start + count - 1) // 16 + 1):
+                end = min(start + count, (column + 1) * 16, len(request.tokens))
+                self.content[blocks[column]] = tuple(request.tokens[:end])
+
+    def _read(self, work: Work, groups: list) -> None:
+        """Whatever the newest token sees was written for exactly these tokens."""
+        request, start, _ = work
+        for window, blocks in zip(self.scheduler.tables.windows, groups, strict=True):
+            first = 0 if window is None else max(0, start - window + 1)
+            for column in range(first // 16, start // 16):
+                assert self.content[blocks[column]] == tuple(request.tokens[: (column + 1) * 16]), "foreign content"
+
+    def _check_blocks(self, request: Request, start: int, count: int) -> None:
+        """Everything the step reads or writes lies in blocks that the request holds."""
+        tables = self.scheduler.tables
+        for window, blocks in zip(tables.windows, tables.held[request.row], strict=True):
+            first = 0 if window is None else max(0, start - window + 1)
+            for column in range(first // 16, (start + count - 1) // 16 + 1):
+                assert blocks[column] >= 0, "a visible block was released"
+                assert tables.pool.references[blocks[column]] > 0
+
+    def random_step(self) -> None:
+        rng = self.rng
+        if len(self.scheduler.waiting) < 20 and rng.random() < 0.3:
+            for _ in range(rng.randint(1, 4)):
+                length = rng.randint(1, min(150, self.capacity - 1))
+                shared = rng.choice([0, 0, 16, 40, 100])
+                tokens = [9] * min(shared, length) + [rng.randint(0, 5) for _ in range(max(0, length - shared))]
+                self.add(tokens, rng.randint(1, 40), rng.choice([0, 0, 1]))
+        if self.requests and rng.random() < 0.05:
+            event = self.scheduler.abort(rng.choice(self.requests[-30:]), self.now)
+            if event is not None:
+                assert event.finish_reason is FinishReason.ABORT
+                self._count_end(event)
+        self.step()
+
+    def finish_all(self, limit: int = 100_000) -> None:
+        for _ in range(limit):
+            if self.scheduler.idle and not self.in_flight:
+                break
+            self.step()
+        assert self.scheduler.idle, "the scheduler makes no progress"
+        assert all(self.ends.get(request.id) == 1 for request in self.requests), "not exactly one terminal event"
+        pool = self.scheduler.tables.pool
+        assert pool.available == pool.total

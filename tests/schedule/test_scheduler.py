@@ -1,0 +1,130 @@
+"""The scheduler under random arrivals, aborts, preemptions, failed steps and evictions, with a fake runner."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+
+import pytest
+
+from tests.schedule.fakes import FakeEngine, make_scheduler
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("windows", [(None,), (None, 40), (24, 24)])
+@pytest.mark.parametrize("seed", range(3))
+def test_random_life_keeps_every_invariant(depth, windows, seed):
+    """100,000 steps over all cases; the design's invariants are asserted after each of them."""
+    rng = random.Random(seed)
+    engine = FakeEngine.random(rng, depth=depth, windows=windows)
+    for _ in range(5600):
+        engine.random_step()
+    engine.finish_all()
+
+
+def test_random_levers():
+    """Many short lives, each with other limits and policies."""
+    for seed in range(150):
+        rng = random.Random(1000 + seed)
+        windows = rng.choice([(None,), (None, 24), (17,)])
+        engine = FakeEngine.random(rng, depth=rng.choice([1, 2]), windows=windows)
+        for _ in range(60):
+            engine.random_step()
+        engine.finish_all()
+
+
+def test_torch_is_not_imported():
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "import twostroke.schedule.scheduler, twostroke.schedule.pace, twostroke.kv.tables, twostroke.kv.layout, twostroke.model.arch\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_shared_prefix_is_computed_once_by_requests_that_arrive_together():
+    engine = FakeEngine(make_scheduler(blocks=400, max_batch_tokens=256, max_requests=32))
+    prefix = list(range(1000))
+    for i in range(32):
+        engine.add([*prefix, 5000 + i, 6000 + i], max_tokens=4)
+    engine.finish_all()
+    computed = engine.scheduler.counters.computed_tokens
+    own_tail = 1002 - 992
+    assert computed <= 1002 + 31 * (own_tail + 16) + 32 * 4
+
+
+def test_second_request_computes_one_block_and_its_tail():
+    engine = FakeEngine(make_scheduler(blocks=200))
+    engine.add([*range(1000), 7], max_tokens=2)
+    engine.finish_all()
+    before = engine.scheduler.counters.computed_tokens
+    engine.add([*range(1000), 8, 9], max_tokens=1)
+    engine.finish_all()
+    assert engine.scheduler.counters.computed_tokens - before <= 16 + 2
+
+
+def test_ten_requests_in_a_cache_of_sixteen_blocks_finish_by_preemption():
+    engine = FakeEngine(make_scheduler(blocks=16, max_requests=10))
+    for i in range(10):
+        engine.add([i * 100 + j for j in range(20)], max_tokens=100)
+    engine.finish_all()
+    counters = engine.scheduler.counters
+    assert counters.preemptions > 0 and counters.recomputed_tokens > 0
+    assert all(len(r.tokens) == 120 for r in engine.requests)
+
+
+def test_static_batching_admits_only_into_an_empty_batch():
+    engine = FakeEngine(make_scheduler(blocks=100, max_requests=4, static=True))
+    for i in range(8):
+        engine.add([i], max_tokens=1 + i)
+    seen = []
+    while not engine.scheduler.idle:
+        engine.step()
+        seen.append(sorted(r.id for r in engine.scheduler.running.values()))
+    assert not any(set(batch) & {0, 1, 2, 3} and set(batch) & {4, 5, 6, 7} for batch in seen)
+
+
+def test_one_poisoned_request_fails_alone():
+    engine = FakeEngine(make_scheduler(blocks=100))
+    for i in range(6):
+        engine.add([100 * i + j for j in range(20)], max_tokens=5)
+    engine.poison = engine.requests[3]
+    engine.finish_all()
+    reasons = [r.finish_reason.value for r in engine.requests]
+    assert reasons == ["length", "length", "length", "error", "length", "length"]
+
+
+def test_unchunked_prompt_runs_in_one_step_over_the_budget():
+    engine = FakeEngine(make_scheduler(blocks=100, max_batch_tokens=64, chunked=False))
+    request = engine.add(list(range(300)), max_tokens=2)
+    engine.finish_all()
+    assert request.timeline.chunks == 1
+
+
+def test_priority_and_prefill_first_order():
+    engine = FakeEngine(make_scheduler(blocks=100, max_requests=1, policy="priority"))
+    low = engine.add([1, 2, 3], max_tokens=2, priority=5)
+    high = engine.add([4, 5, 6], max_tokens=2, priority=-5)
+    engine.finish_all()
+    assert high.timeline.end < low.timeline.end
+
+    engine = FakeEngine(make_scheduler(blocks=400, max_batch_tokens=64, policy="prefill-first"))
+    stream = engine.add([1], max_tokens=50)
+    engine.step()
+    engine.step()
+    long = engine.add(list(range(640)), max_tokens=1)
+    before = stream.output_length
+    for _ in range(10):
+        engine.step()
+    assert long.finish_reason is not None and stream.output_length == before
+
+
+def test_identity_of_phases():
+    engine = FakeEngine(make_scheduler(blocks=30, max_requests=4))
+    for i in range(12):
+        engine.add(list(range(i, i + 50)), max_tokens=20)
+    engine.finish_all()
+    for request in engine.requests:
+        t = request.timeline
+        assert t.e2e == pytest.approx(t.queue + t.prefill + t.decode)
+        assert t.ttft == pytest.approx(t.queue + t.prefill)

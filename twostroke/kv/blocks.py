@@ -1,0 +1,107 @@
+"""The pool of KV blocks: who holds which, and which can be found again by their content. Torch-free.
+
+A block is always in exactly one state:
+
+    free ──take──▶ held (references ≥ 1) ──last release──▶ cached (named, unreferenced) ──evicted──▶ free
+                     ▲                                        │
+                     └──────────────── hold ◀─────────────────┘       an unnamed block goes straight back to free
+
+Names are chained hashes of the tokens up to and including the block. A name is published as soon as a plan will fill
+the block (pending), so that requests that arrive together share the work, and revoked if that step fails.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import NamedTuple
+
+
+class Name(NamedTuple):
+    """The content address of a block: the KV group it belongs to and the chained hash of its tokens."""
+
+    group: int
+    digest: bytes
+
+
+class BlockPool:
+    def __init__(self, blocks: int, keep_cached: bool = True):
+        self.total = blocks
+        self.keep_cached = keep_cached  # False: a block is forgotten when its last holder lets go
+        self.references = [0] * blocks
+        self.free = list(range(blocks - 1, -1, -1))
+        self.cached: OrderedDict[int, None] = OrderedDict()  # unreferenced but named, least recently used first
+        self.by_name: dict[Name, int] = {}
+        self.name_of: list[Name | None] = [None] * blocks
+        self.tokens_of: list[tuple[int, ...]] = [()] * blocks  # compared on a hit: a hash alone is not proof
+
+    @property
+    def available(self) -> int:
+        """Blocks that `take` can give without asking anybody."""
+        return len(self.free) + len(self.cached)
+
+    def take(self) -> int:
+        """A block of unspecified content with one reference. The caller has checked `available`."""
+        if self.free:
+            block = self.free.pop()
+        else:
+            block, _ = self.cached.popitem(last=False)
+            self.forget(block)
+        self.references[block] = 1
+        return block
+
+    def hold(self, block: int) -> None:
+        if self.references[block] == 0:
+            del self.cached[block]
+        self.references[block] += 1
+
+    def release(self, block: int) -> None:
+        self.references[block] -= 1
+        if self.references[block]:
+            return
+        if self.name_of[block] is not None and self.keep_cached:
+            self.cached[block] = None
+        else:
+            self.forget(block)
+            self.free.append(block)
+
+    def publish(self, block: int, name: Name, tokens: tuple[int, ...]) -> bool:
+        """Let others find the block under `name`. False when an equal block is already known: ours stays private."""
+        if name in self.by_name:
+            return False
+        self.by_name[name] = block
+        self.name_of[block] = name
+        self.tokens_of[block] = tokens
+        return True
+
+    def find(self, name: Name, tokens: tuple[int, ...]) -> int | None:
+        block = self.by_name.get(name)
+        if block is None or self.tokens_of[block] != tokens:
+            return None
+        return block
+
+    def forget(self, block: int) -> None:
+        """Take the name away: nobody new will find the block. Those who hold it keep it."""
+        name = self.name_of[block]
+        if name is not None:
+            del self.by_name[name]
+            self.name_of[block] = None
+            self.tokens_of[block] = ()
+
+    def revoke(self, block: int) -> None:
+        """Forget a block whose promised content never came."""
+        self.forget(block)
+        if self.references[block] == 0 and block in self.cached:
+            del self.cached[block]
+            self.free.append(block)
+
+    def check(self) -> None:
+        """Invariant: free + held + cached = all, each block in one state, names consistent both ways."""
+        held = {block for block, count in enumerate(self.references) if count > 0}
+        free, cached = set(self.free), set(self.cached)
+        assert len(free) == len(self.free), "a block is free twice"
+        assert not (held & free or held & cached or free & cached), "a block is in two states"
+        assert len(held) + len(free) + len(cached) == self.total, "a block is lost"
+        assert all(self.name_of[block] is not None for block in cached), "a cached block has no name"
+        assert all(self.name_of[block] is None for block in free), "a free block has a name"
+        for name, block in self.by_name.items():
+            assert self.name_of[block] == name, "names disagree"

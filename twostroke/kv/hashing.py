@@ -1,0 +1,34 @@
+"""Names of KV blocks: a keyed hash, chained from block to block. Torch-free.
+
+The key is drawn at start, so nobody outside can search for colliding prompts; the salt keeps tenants apart, so nobody
+can learn from timing what another tenant has asked.
+"""
+
+from __future__ import annotations
+
+import secrets
+from array import array
+from collections.abc import Sequence
+from hashlib import blake2b
+
+from twostroke.ops.interface import BLOCK
+
+DIGEST_BYTES = 16
+
+
+class BlockHasher:
+    def __init__(self, model: str, key: bytes | None = None):
+        self.key = key if key is not None else secrets.token_bytes(32)
+        self.model = model.encode()
+
+    def root(self, salt: bytes) -> bytes:
+        """Parent of every first block: what must be equal before tokens are even looked at."""
+        data = len(self.model).to_bytes(8, "little") + self.model + salt
+        return blake2b(data, key=self.key, digest_size=DIGEST_BYTES).digest()
+
+    def extend(self, chain: list[bytes], tokens: Sequence[int], salt: bytes, blocks: int) -> None:
+        """Grow `chain` to the names of the first `blocks` full blocks of `tokens`."""
+        for index in range(len(chain), blocks):
+            parent = chain[-1] if chain else self.root(salt)
+            content = array("q", tokens[index * BLOCK : (index + 1) * BLOCK]).tobytes()
+            chain.append(blake2b(parent + content, key=self.key, digest_size=DIGEST_BYTES).digest())

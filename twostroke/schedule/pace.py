@@ -1,0 +1,78 @@
+"""How much prompt a step may carry so that no running stream waits longer than `max_gap`. Torch-free.
+
+A mixed step costs what its streams cost plus what its prompt tokens cost. Both are learnt from measured steps: the
+streams' own step in seconds, the prompts' in seconds per FLOP (FLOPs know that a token deep in a long context costs
+more). Each estimate is a moving mean with a moving deviation, as TCP estimates its round-trip time, and plans use
+mean + 2 deviations: a noisy machine makes the chunks smaller instead of the gaps longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from twostroke.ops.interface import BLOCK
+from twostroke.types import Plan
+
+MARGIN = 0.85  # of max_gap that a step may be planned to take; the rest is for what happens between steps
+SMOOTHING = 0.2
+MIN_CHUNK = BLOCK  # a prompt always moves on, even where a single block takes longer than max_gap
+
+
+class Estimate:
+    """Moving mean and mean deviation of a positive quantity."""
+
+    def __init__(self) -> None:
+        self.mean: float | None = None
+        self.deviation = 0.0
+
+    def add(self, value: float) -> None:
+        if self.mean is None:
+            self.mean, self.deviation = value, value / 4
+            return
+        self.deviation += SMOOTHING * (abs(value - self.mean) - self.deviation)
+        self.mean += SMOOTHING * (value - self.mean)
+
+    @property
+    def careful(self) -> float:
+        return 0.0 if self.mean is None else self.mean + 2 * self.deviation
+
+
+class Pace:
+    def __init__(self, flops: Callable[[int, int], float], max_gap: float):
+        self.flops = flops  # (start, count) -> FLOPs of computing that stretch of a prompt
+        self.max_gap = max_gap
+        self.stream_step = Estimate()  # seconds of a step without prompts
+        self.prompt_rate = Estimate()  # seconds per prompt FLOP
+
+    def observe(self, plan: Plan, seconds: float) -> None:
+        prompt = sum(self.flops(work.start, work.count) for work in plan.works if work.count > 1)
+        if not prompt:
+            self.stream_step.add(seconds)
+            return
+        streams = any(work.count == 1 for work in plan.works)
+        own = seconds - (self.stream_step.mean or 0.0) if streams else seconds
+        self.prompt_rate.add(max(own, 0.1 * seconds) / prompt)
+
+    def allowance(self, gentle: bool) -> float:
+        """Seconds of prompt work that a step with running streams may carry."""
+        streams = self.stream_step.careful
+        target = MARGIN * self.max_gap
+        if gentle and self.stream_step.mean is not None:
+            target = min(target, 2 * self.stream_step.mean)
+        return max(0.0, target - streams)
+
+    def seconds(self, start: int, count: int) -> float:
+        return self.prompt_rate.careful * self.flops(start, count)
+
+    def affordable(self, start: int, want: int, allowance: float) -> int:
+        """The longest chunk, ending on a block border, that fits the allowance."""
+        if want <= MIN_CHUNK or self.seconds(start, want) <= allowance:
+            return want
+        low, high = 1, -(-want // BLOCK)  # in blocks: low always granted, high known not to fit
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self.seconds(start, middle * BLOCK) <= allowance:
+                low = middle
+            else:
+                high = middle
+        return low * BLOCK - start % BLOCK
