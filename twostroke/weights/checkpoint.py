@@ -50,7 +50,7 @@ def locate(model: str | Path, progress: catalog.Progress | None = None) -> Path:
     if isinstance(model, str) and name in catalog.CATALOG:
         return catalog.fetch(name, progress)
     path = Path(os.path.expanduser(name))
-    if path.exists():
+    if name and path.exists():
         return path
     if _HUB_ID.fullmatch(name) and not name.endswith(".gguf"):
         return _from_hub(name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import mmap
+import os
 import stat
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,8 @@ def read_json_object(path: Path, unique: bool = False) -> dict[str, Any]:
     """A JSON file that must hold an object, of bounded size."""
     try:
         with path.open("rb") as file:
-            text = file.read(JSON_LIMIT + 1)
+            size = min(os.fstat(file.fileno()).st_size, JSON_LIMIT)
+            text = file.read(size + 1)  # one more than wanted, to see that it is too long
     except OSError as error:
         raise unreadable(path, error) from error
     return parse_json_object(path, text, unique)

@@ -1,0 +1,210 @@
+"""The engine's few settings, and `resolve`, which turns what was left open into values with reasons. Torch-free.
+
+If the engine can compute a value, nobody has to set it. Every resolved value carries the sentence that explains it.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
+from typing import Any
+
+from twostroke.errors import ConfigError
+from twostroke.hardware import Hardware
+from twostroke.kv.layout import KV_ELEMENT_BYTES, KVLayout, make_layout
+from twostroke.model.arch import Arch
+from twostroke.ops.interface import BLOCK
+from twostroke.sampling import is_number, is_whole
+from twostroke.schedule.policy import POLICIES
+
+DTYPES = ("float32", "float16", "bfloat16")
+QUANTIZATIONS = ("int8", "int4")
+DEFAULT_GAP = {"cpu": 0.25, "cuda": 0.05}  # seconds
+DEFAULT_BATCH_TOKENS = {"cpu": 512, "cuda": 8192}
+DEFAULT_REQUESTS = {"cpu": 32, "cuda": 256}
+KV_SHARE = {"cpu": 0.25, "cuda": 0.9}  # of the memory that is free once the weights are loaded
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """What a user may set. None means: derived."""
+
+    device: str | None = None
+    dtype: str | None = None
+    threads: int | None = None
+    quantize: str | None = None
+    kv_dtype: str | None = None
+    max_model_len: int | None = None
+    max_batch_tokens: int | None = None
+    max_requests: int | None = None
+    kv_memory: int | None = None  # bytes
+    kv_blocks: int | None = None  # of the whole pool
+    prefix_cache: bool = True
+    chunked_prefill: bool = True
+    batching: str = "continuous"
+    policy: str = "fcfs"
+    max_gap: float | None = None  # seconds a running stream may wait for its next token
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        one_of(self, "device", ("cpu", "cuda"), optional=True)
+        one_of(self, "dtype", DTYPES, optional=True)
+        one_of(self, "quantize", QUANTIZATIONS, optional=True)
+        one_of(self, "kv_dtype", tuple(KV_ELEMENT_BYTES), optional=True)
+        one_of(self, "batching", ("continuous", "static"))
+        one_of(self, "policy", tuple(POLICIES))
+        for name in ("threads", "max_model_len", "max_batch_tokens", "max_requests", "kv_memory", "kv_blocks"):
+            value = getattr(self, name)
+            if value is not None and (not is_whole(value) or value < 1):
+                raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}.")
+        for name in ("prefix_cache", "chunked_prefill"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}.")
+        if self.seed is not None and (not is_whole(self.seed) or not 0 <= self.seed < 2**64):
+            raise ConfigError(f"seed must be a whole number from 0 to 2**64 - 1, got {self.seed!r}.")
+        self._check_combinations()
+
+    def _check_combinations(self) -> None:
+        if self.kv_memory is not None and self.kv_blocks is not None:
+            raise ConfigError("kv_memory and kv_blocks both size the KV cache: give one of them.")
+        if self.dtype is not None and self.quantize is not None:
+            raise ConfigError("dtype and quantize both choose the precision of the weights: give one of them.")
+        if self.max_gap is None:
+            return
+        if not is_number(self.max_gap) or self.max_gap <= 0:
+            raise ConfigError(f"max_gap must be a number of seconds above 0, got {self.max_gap!r}.")
+        if not self.chunked_prefill:
+            raise ConfigError("max_gap needs chunked_prefill: a prompt in one step cannot be kept short. Drop one of them.")
+        if POLICIES[self.policy].prompts_first:
+            raise ConfigError(f"max_gap cannot hold under policy {self.policy!r}, which lets streams wait. Drop one of them.")
+
+
+def make_config(**settings: Any) -> Config:
+    """A Config from keywords; an unknown one is an error that names the nearest known one."""
+    known = [item.name for item in fields(Config)]
+    for name in settings:
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            hint = f"Did you mean {near[0]!r}?" if near else f"Known settings: {', '.join(known)}."
+            raise ConfigError(f"unknown setting {name!r}. {hint}")
+    return Config(**settings)
+
+
+def one_of(config: Config, name: str, choices: tuple[str, ...], optional: bool = False) -> None:
+    value = getattr(config, name)
+    if (value is None and optional) or value in choices:
+        return
+    raise ConfigError(f"{name} must be one of {', '.join(choices)}; got {value!r}.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resolved:
+    """Every setting with its value, and for those that were derived the reason."""
+
+    device: str
+    dtype: str | None  # None: each tensor as the file holds it, as far as the backend can
+    threads: int
+    quantize: str | None
+    kv_dtype: str
+    max_model_len: int
+    max_batch_tokens: int
+    max_requests: int
+    kv_blocks: int
+    prefix_cache: bool
+    chunked_prefill: bool
+    batching: str
+    policy: str
+    max_gap: float
+    seed: int
+    layout: KVLayout
+    reasons: dict[str, str] = field(default_factory=dict)
+
+
+def resolve(config: Config, arch: Arch, hardware: Hardware, weight_bytes: int) -> Resolved:
+    """Pure: the same inputs give the same values, but for a seed that nobody gave."""
+    reasons: dict[str, str] = {}
+
+    def derive(name: str, value: Any, reason: str) -> Any:
+        given = getattr(config, name)
+        if given is not None:
+            return given
+        reasons[name] = reason
+        return value
+
+    device = hardware.device
+    threads = derive("threads", hardware.cores, f"{hardware.cores} cores may be used by this process")
+    kv_dtype = _kv_dtype(config, reasons)
+    layout = make_layout(arch, kv_dtype)
+    if arch.head_dim % 2 and kv_dtype == "int4":
+        raise ConfigError("kv_dtype='int4' needs an even head size: use int8 or float16.")
+    batch = derive("max_batch_tokens", DEFAULT_BATCH_TOKENS[device], f"enough rows to keep a {device} busy in one step")
+    requests = derive("max_requests", DEFAULT_REQUESTS[device], f"streams that a {device} serves well at once")
+    if requests > batch:
+        requests = batch
+        reasons["max_requests"] = f"every stream needs a token of the step's {batch} (max_batch_tokens)"
+    length, blocks = _size_cache(config, arch, hardware, layout, batch, requests, weight_bytes, reasons)
+    gap = derive("max_gap", DEFAULT_GAP[device], f"a pause a reader hardly notices on a {device}")
+    return Resolved(
+        device=device, dtype=config.dtype, threads=threads, quantize=config.quantize, kv_dtype=kv_dtype,
+        max_model_len=length, max_batch_tokens=batch, max_requests=requests, kv_blocks=blocks,
+        prefix_cache=config.prefix_cache, chunked_prefill=config.chunked_prefill, batching=config.batching,
+        policy=config.policy, max_gap=gap, layout=layout, reasons=reasons,
+        seed=derive("seed", secrets.randbits(63), "drawn at start; pass it to repeat a run"),
+    )  # fmt: skip
+
+
+def _kv_dtype(config: Config, reasons: dict[str, str]) -> str:
+    if config.kv_dtype is not None:
+        return config.kv_dtype
+    if config.dtype is not None:
+        reasons["kv_dtype"] = f"the same as dtype={config.dtype}"
+        return config.dtype
+    reasons["kv_dtype"] = "half the bytes of float32, without a visible change of the output"
+    return "float16"
+
+
+def _size_cache(
+    config: Config, arch: Arch, hardware: Hardware, layout: KVLayout, batch: int, requests: int, weight_bytes: int,
+    reasons: dict[str, str],
+) -> tuple[int, int]:  # fmt: skip
+    """Length a request may reach, and blocks of the pool: what memory gives, never more than can be used."""
+    length = config.max_model_len or arch.max_positions
+    if length > arch.max_positions:
+        raise ConfigError(
+            f"max_model_len ({length}) is above the {arch.max_positions} positions this model was made for: lower it."
+        )
+    step = batch if config.chunked_prefill else length
+    usable = requests * layout.blocks_for(length, step)
+    blocks = config.kv_blocks
+    if blocks is None:
+        memory = config.kv_memory
+        if memory is None:
+            memory = int(KV_SHARE[hardware.device] * max(0, hardware.free_memory - weight_bytes))
+            share = f"{KV_SHARE[hardware.device]:.0%} of the memory left beside the weights"
+        else:
+            share = "kv_memory"
+        blocks = min(memory // layout.block_bytes, usable)
+        why = f"max_requests × max_model_len can use no more than {usable}" if blocks == usable else share
+        reasons["kv_blocks"] = f"{blocks * layout.block_bytes / 1e6:,.0f} MB in blocks of {layout.block_bytes:,} bytes: {why}"
+    fits = longest_that_fits(layout, blocks, length, batch, config.chunked_prefill)
+    if fits < 2:
+        raise ConfigError(f"the KV cache of {blocks} blocks holds no request at all: raise kv_blocks or kv_memory.")
+    if config.max_model_len is None:
+        if fits < length:
+            reasons["max_model_len"] = f"the longest request that {blocks} KV blocks of {BLOCK} tokens hold"
+        else:
+            reasons["max_model_len"] = "the positions this model was made for"
+    return min(length, fits), blocks
+
+
+def longest_that_fits(layout: KVLayout, blocks: int, length: int, batch: int, chunked: bool) -> int:
+    """The longest request that can run alone in the pool."""
+    low, high = 0, length + 1  # low fits, high does not (or is past what is wanted)
+    while high - low > 1:
+        middle = (low + high) // 2
+        if layout.blocks_for(middle, min(batch, middle) if chunked else middle) <= blocks:
+            low = middle
+        else:
+            high = middle
+    return low

@@ -1,0 +1,52 @@
+"""What this machine offers, as far as the engine must know. Torch-free."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+CGROUP = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    device: str  # "cpu" or "cuda"
+    cores: int
+    free_memory: int  # bytes the KV cache and the weights may still take
+
+
+def this_machine(device: str = "cpu") -> Hardware:
+    return Hardware(device, usable_cores(), free_memory())
+
+
+def usable_cores() -> int:
+    """Cores this process may really use: affinity and the container's quota count, not what the machine has."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = _read(CGROUP / "cpu.max").split()
+    if len(quota) == 2 and quota[0].isdigit() and int(quota[1]) > 0:
+        cores = min(cores, max(1, int(quota[0]) // int(quota[1])))
+    return cores
+
+
+def free_memory() -> int:
+    """Bytes that can be allocated without swapping, within the container's limit."""
+    free = _available_memory()
+    limit, used = _read(CGROUP / "memory.max").strip(), _read(CGROUP / "memory.current").strip()
+    if limit.isdigit() and used.isdigit():
+        free = min(free, max(0, int(limit) - int(used)))
+    return free
+
+
+def _available_memory() -> int:
+    for line in _read(Path("/proc/meminfo")).splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2  # no such file (macOS): half of what is built in
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,23 @@
+"""Which backend serves which device."""
+
+from __future__ import annotations
+
+import torch
+
+from twostroke.ops.cpu import TorchCpuOps
+from twostroke.ops.interface import Ops
+
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def make_ops(device: str, dtype: str | None, threads: int) -> Ops:
+    """The backend for `device`, weights kept in `dtype` (None: as the backend does best), on `threads` CPU threads."""
+    if device != "cpu":
+        raise ValueError(f"The device {device!r} is not known here; use 'cpu'.")
+    if dtype is not None and dtype not in _DTYPES:
+        raise ValueError(f"The dtype {dtype!r} is not known; use one of {', '.join(_DTYPES)}.")
+    if threads < 1:
+        raise ValueError(f"The number of threads must be at least 1, not {threads}.")
+    if torch.get_num_threads() != threads:
+        torch.set_num_threads(threads)
+    return TorchCpuOps(_DTYPES[dtype or "float32"])
