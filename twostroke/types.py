@@ -7,12 +7,17 @@ preemption sets it back to 0.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from twostroke.metrics.timeline import Timeline
 from twostroke.sampling import SamplingParams
+
+
+EMPTY: Mapping[int, Any] = MappingProxyType({})
 
 
 class FinishReason(str, Enum):
@@ -96,7 +101,7 @@ class Details:
     """What a runner has to say of one work beyond its tokens."""
 
     logprobs: tuple[TokenLogprobs, ...] = ()
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the positions after each computed prompt token
+    prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by position in the prompt
     error: str | None = None  # this request cannot go on; its neighbours can
 
 
@@ -104,7 +109,7 @@ class Result(NamedTuple):
     """tokens[i]: what works[i] sampled, in order; empty for a chunk that does not reach the newest token."""
 
     tokens: tuple[tuple[int, ...], ...]
-    details: dict[int, Details] = {}  # noqa: RUF012  (by index of the work; shared empty default is never written)
+    details: Mapping[int, Details] = EMPTY  # by index of the work
 
 
 class Event(NamedTuple):
@@ -114,7 +119,7 @@ class Event(NamedTuple):
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: Mapping[int, TokenLogprobs] = EMPTY
     error: str | None = None
 
 

@@ -46,8 +46,8 @@ class KVTables:
 
     def match(self, request: Request) -> Hit:
         """The longest cached prefix, in whole blocks, that leaves at least the newest token to compute."""
-        if request.params.prompt_logprobs is not None and request.output_length == 0:
-            return NO_HIT  # the hidden states of every prompt token are wanted
+        if request.params.prompt_logprobs is not None and request.output_length == 0 and request.sample == 0:
+            return NO_HIT  # the logits of every prompt token are wanted
         limit = (len(request.tokens) - 1) // BLOCK
         found: list[list[int]] = [[] for _ in self.windows]
         for column in range(limit):

@@ -1,0 +1,23 @@
+"""twostroke: an LLM inference engine that knows its two strokes, prefill and decode."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from twostroke.errors import ConfigError, InputError, ModelError, TwostrokeError
+from twostroke.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from twostroke.engine.llm import LLM
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "ConfigError", "InputError", "ModelError", "SamplingParams", "TwostrokeError"]
+
+
+def __getattr__(name: str) -> Any:
+    """`LLM` brings torch with it: it is imported when somebody asks for it, so planning tools start without torch."""
+    if name == "LLM":
+        from twostroke.engine.llm import LLM
+
+        return LLM
+    raise AttributeError(f"module 'twostroke' has no attribute {name!r}")

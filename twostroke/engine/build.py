@@ -1,0 +1,95 @@
+"""Puts an engine together: checkpoint → architecture → settings → backend → model → cache → scheduler → core."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from twostroke.config import Config, Resolved, resolve
+from twostroke.engine.core import Core
+from twostroke.engine.intake import Intake
+from twostroke.errors import ConfigError
+from twostroke.hardware import this_machine
+from twostroke.kv.blocks import BlockPool
+from twostroke.kv.hashing import BlockHasher
+from twostroke.kv.storage import KVStorage
+from twostroke.kv.tables import KVTables
+from twostroke.model.arch import Arch
+from twostroke.ops.select import make_ops
+from twostroke.run.runner import ModelRunner
+from twostroke.schedule.pace import Pace
+from twostroke.schedule.policy import POLICIES
+from twostroke.schedule.scheduler import Limits, Scheduler
+from twostroke.text.tokenizer import Tokenizer, from_folder, from_gguf
+from twostroke.weights.checkpoint import Checkpoint, locate, open_checkpoint
+from twostroke.weights.load import load_arch, load_model
+
+log = logging.getLogger(__name__)
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    core: Core
+    intake: Intake
+    tokenizer: Tokenizer
+    arch: Arch
+    settings: Resolved
+
+
+def build_engine(
+    model: str | Path,
+    config: Config,
+    clock: Callable[[], float] = time.perf_counter,
+    download_progress: Progress | None = None,
+    load_progress: Progress | None = None,
+) -> Engine:
+    checkpoint = open_checkpoint(locate(model, download_progress))
+    arch = load_arch(checkpoint)
+    tokenizer = open_tokenizer(checkpoint)
+    device = choose_device(config)
+    settings = resolve(config, arch, this_machine(device), checkpoint_bytes(checkpoint))
+    for name, reason in settings.reasons.items():
+        log.info("%s = %s: %s", name, getattr(settings, name), reason)
+    ops = make_ops(device, settings.dtype, settings.threads, settings.quantize)
+    transformer = load_model(checkpoint, ops, settings.max_model_len, load_progress)
+    kv = KVStorage(arch, settings.layout, settings.kv_blocks, settings.kv_dtype, torch.device(device))
+    scheduler = make_scheduler(arch, settings, str(checkpoint.path))
+    runner = ModelRunner(transformer, kv, scheduler.tables.array, ops)
+    core = Core(scheduler, runner, clock)
+    return Engine(core, Intake(tokenizer, settings, arch.vocab), tokenizer, arch, settings)
+
+
+def make_scheduler(arch: Arch, settings: Resolved, model: str) -> Scheduler:
+    """The production scheduler for these settings. Needs no torch: the simulator builds the same one."""
+    pool = BlockPool(settings.kv_blocks, keep_cached=settings.prefix_cache)
+    tables = KVTables(settings.layout, pool, BlockHasher(model), settings.max_requests, settings.max_model_len)
+    limits = Limits(
+        settings.max_batch_tokens, settings.max_requests, settings.chunked_prefill, settings.batching == "static"
+    )
+
+    def flops(start: int, count: int) -> float:
+        return float(arch.linear_flops(count, 1) + arch.attention_flops(start, count))
+
+    return Scheduler(tables, limits, POLICIES[settings.policy], Pace(flops, settings.max_gap))
+
+
+def choose_device(config: Config) -> str:
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device='cuda' was asked for, but torch sees no CUDA device: use device='cpu'.")
+    return config.device or "cpu"
+
+
+def open_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
+    if checkpoint.kind == "gguf":
+        return from_gguf(checkpoint.config)
+    return from_folder(checkpoint.path)
+
+
+def checkpoint_bytes(checkpoint: Checkpoint) -> int:
+    return sum(tensor.nbytes for tensor in checkpoint.tensors.values())

@@ -1,0 +1,65 @@
+"""The engine's step: plan → run → commit. Synchronous, and the only place where the three meet."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from twostroke.schedule.scheduler import Scheduler
+from twostroke.types import Event, Plan, Request, Runner
+
+log = logging.getLogger(__name__)
+
+
+class InFlight(NamedTuple):
+    plan: Plan
+    handle: Any
+    launched: float
+
+
+class Core:
+    def __init__(self, scheduler: Scheduler, runner: Runner, clock: Callable[[], float] = time.perf_counter):
+        self.scheduler = scheduler
+        self.runner = runner
+        self.clock = clock
+        self.in_flight: deque[InFlight] = deque()
+        self.collected = 0.0  # when the last step was collected
+
+    def submit(self, request: Request) -> None:
+        self.scheduler.add(request)
+
+    def abort(self, request: Request) -> Event | None:
+        return self.scheduler.abort(request, self.clock())
+
+    @property
+    def idle(self) -> bool:
+        return self.scheduler.idle and not self.in_flight
+
+    def step(self) -> list[Event]:
+        """Launch the next plan, and collect the oldest one once as many run as the runner allows."""
+        now = self.clock()
+        plan = self.scheduler.plan(now)
+        try:
+            if plan.works:
+                self.in_flight.append(InFlight(plan, None, now))
+                self.in_flight[-1] = InFlight(plan, self.runner.launch(plan), now)
+            if not self.in_flight or (plan.works and len(self.in_flight) < self.runner.depth):
+                return []
+            oldest = self.in_flight[0]
+            result = self.runner.collect(oldest.handle)
+        except Exception as error:
+            log.exception("a step of %d requests failed", len(plan.works))
+            return self._fail(f"{type(error).__name__}: {error}")
+        self.in_flight.popleft()
+        now = self.clock()
+        seconds = now - max(oldest.launched, self.collected)  # a step that waited for the one before it is not slower
+        self.collected = now
+        return self.scheduler.commit(oldest.plan, result, now, seconds)
+
+    def _fail(self, error: str) -> list[Event]:
+        plans = [flight.plan for flight in self.in_flight]
+        self.in_flight.clear()
+        return self.scheduler.fail(plans, error, self.clock())

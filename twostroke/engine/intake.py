@@ -1,0 +1,68 @@
+"""From what a caller asks to requests the scheduler can take: everything is checked here, before anything is held."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from twostroke.config import Resolved
+from twostroke.errors import InputError
+from twostroke.metrics.timeline import Timeline
+from twostroke.run.sample import mix
+from twostroke.sampling import SamplingParams, is_whole
+from twostroke.text.tokenizer import Tokenizer
+from twostroke.types import Request
+
+Prompt = str | Sequence[int]
+
+
+class Intake:
+    def __init__(self, tokenizer: Tokenizer, settings: Resolved, vocab: int):
+        self.tokenizer = tokenizer
+        self.settings = settings
+        self.vocab = vocab
+        self.ids = itertools.count()
+
+    def tokenize(self, prompt: Prompt, *, add_special: bool = True) -> list[int]:
+        if isinstance(prompt, str):
+            tokens = self.tokenizer.encode(prompt, add_special=add_special)
+        elif isinstance(prompt, Sequence) and not isinstance(prompt, bytes) and all(is_whole(t) for t in prompt):
+            tokens = list(prompt)
+        else:
+            raise InputError(f"a prompt must be a string or a list of token ids, got {type(prompt).__name__}.")
+        self._check(tokens)
+        return tokens
+
+    def _check(self, tokens: list[int]) -> None:
+        if not tokens:
+            raise InputError("the prompt is empty: give at least one token.")
+        for token in tokens:
+            if not 0 <= token < self.vocab:
+                raise InputError(f"token id {token} is outside the vocabulary (0 to {self.vocab - 1}).")
+        limit = self.settings.max_model_len
+        if len(tokens) >= limit:
+            why = self.settings.reasons.get("max_model_len", "max_model_len")
+            raise InputError(
+                f"the prompt has {len(tokens)} tokens, but prompt and answer together must fit {limit} ({why}): shorten it."
+            )
+
+    def requests(self, tokens: list[int], params: SamplingParams, arrival: float, salt: bytes = b"") -> list[Request]:
+        """The n samples of one prompt, each a request of its own."""
+        params.check_vocabulary(self.vocab)
+        stop_ids = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            stop_ids |= {token for token in self.tokenizer.eos_ids if token < self.vocab}
+        limit = self.settings.max_model_len
+        if params.max_tokens is not None:
+            limit = min(limit, len(tokens) + params.max_tokens)
+        first = next(self.ids)
+        if not self.settings.prefix_cache:
+            salt += b"request %d" % first  # siblings still share their prompt, nobody else does
+        seed = params.seed if params.seed is not None else mix(self.settings.seed ^ mix(first))
+        requests = []
+        for sample in range(params.n):
+            request = Request(first if sample == 0 else next(self.ids), list(tokens), params, seed, Timeline(arrival))
+            request.sample, request.salt, request.stop_ids, request.limit = sample, salt, stop_ids, limit
+            request.timeline.prompt_tokens = len(tokens)
+            requests.append(request)
+        return requests

@@ -1,0 +1,200 @@
+"""The offline face: load a model in this process and ask it."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from twostroke.config import make_config
+from twostroke.engine.answer import Answer, Output, StreamEvent
+from twostroke.engine.build import Progress, build_engine
+from twostroke.engine.intake import Prompt
+from twostroke.engine.interrupt import interrupt_deferred
+from twostroke.errors import InputError
+from twostroke.sampling import SamplingParams
+from twostroke.types import Event, TokenLogprobs
+
+Messages = Sequence[Mapping[str, Any]]
+DEFAULT_MODEL = "smollm2-135m"
+
+
+class Job:
+    """The n samples of one prompt, under way."""
+
+    def __init__(self, tokens: list[int], answers: list[Answer], wants_prompt_logprobs: bool):
+        self.tokens = tokens
+        self.answers = answers
+        self.pieces: deque[StreamEvent] = deque()
+        self.prompt_logprobs: dict[int, TokenLogprobs] | None = {} if wants_prompt_logprobs else None
+
+    @property
+    def finished(self) -> bool:
+        return all(answer.finished for answer in self.answers)
+
+    def output(self) -> Output:
+        scores: list[TokenLogprobs | None] | None = None
+        if self.prompt_logprobs is not None:
+            scores = [self.prompt_logprobs.get(position) for position in range(len(self.tokens))]
+        return Output(self.tokens, [answer.sample for answer in self.answers], scores)
+
+
+class LLM:
+    """A model with its engine.
+
+    `model` is a catalog name, a folder with safetensors, a .gguf file or a hub id. Every setting is optional and derived
+    when absent: `llm.settings.reasons` says why. Calls from several threads share the engine's batches.
+    """
+
+    def __init__(
+        self,
+        model: str | Path = DEFAULT_MODEL,
+        *,
+        download_progress: Progress | None = None,
+        load_progress: Progress | None = None,
+        **settings: Any,
+    ):
+        self.engine = build_engine(
+            model, make_config(**settings), download_progress=download_progress, load_progress=load_progress
+        )
+        self.settings = self.engine.settings
+        self.tokenizer = self.engine.tokenizer
+        self.arch = self.engine.arch
+        self._lock = threading.Lock()
+        self._answers: dict[int, tuple[Job, Answer]] = {}
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[Output]:
+        """Answers to all prompts, batched together. One SamplingParams for all, or one for each."""
+        many = as_list(prompts)
+        return self._run([self.engine.intake.tokenize(prompt) for prompt in many], params)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **template_arguments: Any,
+    ) -> Output | list[Output]:
+        """The answer to one conversation, or a list of answers to a list of conversations."""
+        single = not messages or isinstance(messages[0], Mapping)
+        conversations: Sequence[Any] = [messages] if single else messages
+        outputs = self._run([self._render(c, template_arguments) for c in conversations], params)
+        return outputs[0] if single else outputs
+
+    def stream(self, prompt: Prompt | Messages, params: SamplingParams | None = None) -> Iterator[StreamEvent]:
+        """Pieces of the answer as they come; a list of messages is a chat. Closing the iterator ends the request."""
+        if not isinstance(prompt, str) and prompt and isinstance(prompt[0], Mapping):
+            tokens = self._render(prompt, {})
+        else:
+            tokens = self.engine.intake.tokenize(prompt)  # type: ignore[arg-type]
+        return self._pieces(self._submit(tokens, params or SamplingParams()))
+
+    def stats(self) -> dict[str, int]:
+        """Totals since start, and the KV blocks now."""
+        pool, counters = self.engine.core.scheduler.tables.pool, self.engine.core.scheduler.counters
+        return {
+            "blocks_total": pool.total,
+            "blocks_free": len(pool.free),
+            "blocks_cached": len(pool.cached),
+            "prompt_tokens": counters.prompt_tokens,
+            "cached_tokens": counters.cached_tokens,
+            "computed_tokens": counters.computed_tokens,
+            "output_tokens": counters.output_tokens,
+            "steps": counters.steps,
+            "preemptions": counters.preemptions,
+            "recomputed_tokens": counters.recomputed_tokens,
+        }
+
+    # ---- inside ----------------------------------------------------------------------------------------------------
+
+    def _render(self, messages: Messages, arguments: Mapping[str, Any]) -> list[int]:
+        template = self.tokenizer.chat
+        if template is None:
+            raise InputError("this model has no chat template: use generate() with a plain prompt.")
+        text = template.render(list(messages), **arguments)
+        return self.engine.intake.tokenize(text, add_special=False)
+
+    def _run(
+        self, prompts: list[list[int]], params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[Output]:
+        each = params_for(params, len(prompts))
+        for one in each:
+            one.check_vocabulary(self.arch.vocab)  # refuse the whole call before any of it runs
+        jobs: list[Job] = []
+        try:
+            for tokens, one in zip(prompts, each, strict=True):
+                jobs.append(self._submit(tokens, one))
+            while not all(job.finished for job in jobs):
+                self._pump()
+        finally:
+            self._abort(jobs)
+        return [job.output() for job in jobs]
+
+    def _pieces(self, job: Job) -> Iterator[StreamEvent]:
+        try:
+            while job.pieces or not job.finished:
+                if job.pieces:
+                    yield job.pieces.popleft()
+                else:
+                    self._pump()
+        finally:
+            self._abort([job])
+
+    def _submit(self, tokens: list[int], params: SamplingParams) -> Job:
+        with self._lock:
+            core = self.engine.core
+            requests = self.engine.intake.requests(tokens, params, core.clock())
+            job = Job(tokens, [Answer(r, self.tokenizer) for r in requests], params.prompt_logprobs is not None)
+            for request, answer in zip(requests, job.answers, strict=True):
+                self._answers[request.id] = (job, answer)
+                core.submit(request)
+            return job
+
+    def _pump(self) -> None:
+        """One step of the engine, its events handed to whoever asked."""
+        with self._lock, interrupt_deferred():
+            for event in self.engine.core.step():
+                self._deliver(event)
+
+    def _deliver(self, event: Event) -> None:
+        job, answer = self._answers[event.request.id]
+        if job.prompt_logprobs is not None:
+            job.prompt_logprobs.update(event.prompt_logprobs)
+        job.pieces.append(answer.push(event))
+        if answer.finished:
+            self.engine.core.abort(event.request)  # a stop string ended it; otherwise the core has ended it already
+            del self._answers[event.request.id]
+
+    def _abort(self, jobs: list[Job]) -> None:
+        with self._lock, interrupt_deferred():
+            for job in jobs:
+                for answer in job.answers:
+                    event = self.engine.core.abort(answer.request) if not answer.finished else None
+                    if event is not None:
+                        self._deliver(event)
+
+
+def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt (a string, or a flat list of token ids) or several."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise InputError(f"prompts must be a string or a list, got {type(prompts).__name__}.")
+    if prompts and all(isinstance(item, int) for item in prompts):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def params_for(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None:
+        return [SamplingParams()] * count
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if len(params) != count or not all(isinstance(one, SamplingParams) for one in params):
+        raise InputError(f"params must be one SamplingParams or a list of {count}, one for each prompt.")
+    return list(params)

@@ -1,0 +1,71 @@
+"""Runs plans on the model: batch, forward, logits, sample."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from twostroke.kv.storage import KVStorage
+from twostroke.model.transformer import Transformer
+from twostroke.ops.interface import Ops
+from twostroke.run.batch import PromptRows, StepRows, build_step
+from twostroke.run.sample import NOT_FINITE, choose, logprobs
+from twostroke.types import Details, Plan, Result
+
+LOGIT_ROWS = 128  # rows of prompt logits made at a time: a long prompt times a large vocabulary does not fit in memory
+
+
+class ModelRunner:
+    """On a CPU a step is done when `launch` returns, so one plan is in flight at a time."""
+
+    depth = 1
+
+    def __init__(self, model: Transformer, kv: KVStorage, tables: np.ndarray, ops: Ops):
+        self.model = model
+        self.kv = kv
+        self.tables = tables
+        self.ops = ops
+
+    @torch.inference_mode()
+    def launch(self, plan: Plan) -> Result:
+        step = build_step(plan, self.tables)
+        hidden = self.model.forward(step.batch, self.kv)  # (S, hidden): samplers' rows, then prompt rows
+        details: dict[int, Details] = {}
+        tokens = self._sample(plan, step, hidden, details)
+        for rows in step.prompts:
+            details.setdefault(rows.work, Details()).prompt_logprobs = self._score_prompt(plan, rows, hidden)
+        return Result(tokens, details)
+
+    def collect(self, handle: Result) -> Result:
+        return handle
+
+    def _sample(
+        self, plan: Plan, step: StepRows, hidden: Tensor, details: dict[int, Details]
+    ) -> tuple[tuple[int, ...], ...]:
+        sampled: list[tuple[int, ...]] = [()] * len(plan.works)
+        if not step.samplers:
+            return tuple(sampled)
+        logits = self.model.logits(hidden[: len(step.samplers)])
+        requests = [plan.works[index].request for index in step.samplers]
+        for row, (index, token) in enumerate(zip(step.samplers, choose(logits, requests, self.ops), strict=True)):
+            if token is None:
+                details[index] = Details(error=NOT_FINITE)
+                continue
+            sampled[index] = (token,)
+            wanted = requests[row].params.logprobs
+            if wanted is not None:
+                details[index] = Details(logprobs=(logprobs(logits[row], token, wanted),))
+        return tuple(sampled)
+
+    def _score_prompt(self, plan: Plan, rows: PromptRows, hidden: Tensor) -> dict:
+        request = plan.works[rows.work].request
+        best = request.params.prompt_logprobs or 0
+        scores = {}
+        for offset in range(0, rows.count, LOGIT_ROWS):
+            count = min(LOGIT_ROWS, rows.count - offset)
+            logits = self.model.logits(hidden[rows.first + offset : rows.first + offset + count])
+            for i in range(count):
+                position = rows.position + offset + i
+                scores[position] = logprobs(logits[i], request.tokens[position], best)
+        return scores
