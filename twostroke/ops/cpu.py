@@ -35,6 +35,7 @@ class Matrix:
 
 class TorchCpuOps:
     name = "cpu"
+    device = torch.device("cpu")
 
     def __init__(self, dtype: torch.dtype = torch.float32):
         """dtype: how weights are kept. float16 and bfloat16 halve the memory and cost a cast in every product."""

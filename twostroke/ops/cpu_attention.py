@@ -64,12 +64,13 @@ def row_counts(head_dim: int, threads: int) -> tuple[int, ...]:
     rows = torch.randn(_SIZES[-1], head_dim, generator=generator)
 
     def product(q: Tensor) -> Tensor | None:
-        results = []
+        results: list[Tensor] = []
         for stacked, tiles in ((1, 1), (2, 3), (7, 2)):
             k = keys[:, : tiles * TILE].expand(stacked, -1, -1).contiguous()
             v = values[: tiles * TILE].expand(stacked, -1, -1).contiguous()
             scores = torch.bmm(q.expand(stacked, -1, -1).contiguous(), k)
-            results += [torch.cat((s[:, :TILE], r), 1) for s, r in zip(scores, weighted(scores, v, 1), strict=True)]
+            scores[:, :, TILE:] = 0.0  # as if masked: further tiles must change nothing
+            results += torch.cat((scores[:, :, :TILE], weighted(scores, v)), dim=2).unbind()
         return results[0] if all(torch.equal(results[0], other) for other in results) else None
 
     found = agreeing(product, rows, _SIZES)
@@ -150,7 +151,7 @@ def gather(codes: Tensor, scales: Tensor | None, blocks: Tensor, kv: KVLayer) ->
     return decode_kv(codes[blocks], None if scales is None else scales[blocks], kv.format)
 
 
-def weighted(weights: Tensor, values: Tensor, first: int) -> Tensor:
+def weighted(weights: Tensor, values: Tensor) -> Tensor:
     """Σ over key tiles in ascending order: weights (N, rows, keys), values (N, keys, D) -> (N, rows, D)."""
     out = weights.new_zeros(weights.shape[0], weights.shape[1], values.shape[2])
     for start in range(0, weights.shape[2], TILE):
@@ -178,7 +179,7 @@ def attend_stack(q: Tensor, out: Tensor, attention: Attention, kv: KVLayer, stac
     weights = scores.sub_(scores.amax(dim=-1, keepdim=True)).exp_()
     # cumsum adds in order, whatever the number of tiles; sum would not.
     total = weights.view(*weights.shape[:2], -1, TILE).sum(dim=-1).cumsum(dim=-1)[..., -1:]  # (N, size, 1)
-    result = weighted(weights, v.flatten(0, 1), 0).div_(total)[:, : count * share]
+    result = weighted(weights, v.flatten(0, 1)).div_(total)[:, : count * share]
     result = result.view(pieces, kv_heads, count, share, dim).permute(0, 2, 1, 3, 4)  # (P, Q, kv_heads, share, D)
     for piece, row, used in stack.used:
         out[row : row + used] = result[piece, :used].reshape(used, attention.heads, dim)

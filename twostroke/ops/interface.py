@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:  # the block bookkeeping reads BLOCK from here where torch is not installed
-    from torch import Tensor
+    from torch import Tensor, device
 
     from twostroke.ops.formats import Stored
 
@@ -31,7 +31,7 @@ Weight = Any  # a matrix as the backend packed it; only the backend that made it
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Norm:
-    """RMS norm: x / sqrt(mean(x²) + eps) · weight. `weight` is float32 (an offset such as Gemma's +1 is already in it)."""
+    """RMS norm: x / sqrt(mean(x²) + eps) · weight. `weight` is float32 (an offset such as Gemma's +1 is in it)."""
 
     weight: Tensor
     eps: float
@@ -87,8 +87,8 @@ class GroupBlocks:
     """Where a step's tokens live, for the layers of one KV group (layers of one group share a block table)."""
 
     slots: Tensor  # (T,) int64: block · BLOCK + offset where the row's K and V are written
-    tables: Tensor  # (R, columns) int32: block of request r that holds positions [c·BLOCK, (c+1)·BLOCK); columns past its
-    # context, and those a window has released, hold any valid block id and must not influence the result
+    tables: Tensor  # (R, columns) int32: block of request r that holds positions [c·BLOCK, (c+1)·BLOCK); columns past
+    # its context, and those a window has released, hold any valid block id and must not influence the result
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,9 +107,10 @@ class Batch:
 
 
 class Ops(Protocol):
-    """One backend. All activations are float32 on a CPU, bfloat16 or float32 on a GPU: the backend decides in `embed`."""
+    """One backend. Activations are float32 on a CPU, bfloat16 or float32 on a GPU: the backend decides in `embed`."""
 
     name: str
+    device: device  # where the tensors it is given must lie
 
     def pack(self, parts: Sequence[Stored], bias: Tensor | None = None) -> Weight:
         """One (out, in) matrix made of `parts` stacked along the output, in the layout this backend multiplies best."""

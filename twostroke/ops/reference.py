@@ -24,6 +24,7 @@ class Matrix:
 
 class ReferenceOps:
     name = "reference"
+    device = torch.device("cpu")
 
     def pack(self, parts: Sequence[Stored], bias: Tensor | None = None) -> Matrix:
         return Matrix(torch.cat([torch.from_numpy(dequantize(part)) for part in parts]), bias)
@@ -93,7 +94,7 @@ def gated(x: Tensor, gate: Gate) -> Tensor:
 
 
 def rotated(x: Tensor, rope: RopeTable, positions: Tensor) -> Tensor:
-    """x (T, heads, head_dim): rotate the first rotary_dim dimensions of each head, element i with i + rotary_dim / 2."""
+    """x (T, heads, head_dim): rotate the first rotary_dim dimensions of a head, element i with i + rotary_dim / 2."""
     half = rope.cos.shape[1]
     cos, sin = rope.cos[positions].unsqueeze(1), rope.sin[positions].unsqueeze(1)  # (T, 1, half)
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]

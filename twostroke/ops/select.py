@@ -10,8 +10,10 @@ from twostroke.ops.interface import Ops
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
-def make_ops(device: str, dtype: str | None, threads: int) -> Ops:
+def make_ops(device: str, dtype: str | None, threads: int, quantize: str | None = None) -> Ops:
     """The backend for `device`, weights kept in `dtype` (None: as the backend does best), on `threads` CPU threads."""
+    if quantize is not None:
+        raise ValueError(f"Quantizing to {quantize!r} on load is not supported by this backend; leave quantize out.")
     if device != "cpu":
         raise ValueError(f"The device {device!r} is not known here; use 'cpu'.")
     if dtype is not None and dtype not in _DTYPES:

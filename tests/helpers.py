@@ -1,0 +1,65 @@
+"""Run a Transformer over token sequences with trivially allocated KV blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from twostroke.kv.layout import make_layout
+from twostroke.kv.storage import KVStorage
+from twostroke.model.transformer import Transformer
+from twostroke.ops.interface import BLOCK, Batch, GroupBlocks, KVFormat
+
+
+class Sequences:
+    """Several token sequences growing side by side in one pool; every sequence has its own, scattered blocks."""
+
+    def __init__(self, model: Transformer, count: int, length: int, kv_format: KVFormat = "float32", seed: int = 0):
+        layout = make_layout(model.arch, kv_format)
+        self.model, self.groups = model, len(layout.groups)
+        self.columns = -(-length // BLOCK)
+        blocks = count * self.columns * self.groups
+        self.kv = KVStorage(model.arch, layout, blocks, kv_format, torch.device("cpu"))
+        for tensor in (self.kv.data, self.kv.scales):  # what a pool holds before it is written must not matter
+            if tensor is not None:
+                tensor.fill_(float("nan") if tensor.is_floating_point() else 85)
+        order = torch.randperm(blocks, generator=torch.Generator().manual_seed(seed)).to(torch.int32)
+        self.tables = order.view(self.groups, count, self.columns)
+        self.computed = [0] * count
+
+    def step(self, work: Sequence[tuple[int, Sequence[int]]]) -> Tensor:
+        """Compute the given new tokens of the given sequences in one batch; logits of every row, in order."""
+        tokens = torch.tensor([t for _, new in work for t in new])
+        positions = torch.cat([torch.arange(self.computed[s], self.computed[s] + len(new)) for s, new in work])
+        counts = torch.tensor([len(new) for _, new in work])
+        owner = torch.repeat_interleave(torch.tensor([s for s, _ in work]), counts)
+        for sequence, new in work:
+            self.computed[sequence] += len(new)
+        batch = Batch(
+            tokens=tokens,
+            positions=positions,
+            starts=torch.cat((torch.zeros(1, dtype=torch.int64), counts.cumsum(0))).to(torch.int32),
+            contexts=torch.tensor([self.computed[s] for s, _ in work], dtype=torch.int32),
+            groups=tuple(self._group(g, [s for s, _ in work], owner, positions) for g in range(self.groups)),
+            logit_rows=torch.arange(len(tokens)),
+        )
+        return self.model.logits(self.model.forward(batch, self.kv))
+
+    def _group(self, group: int, sequences: list[int], owner: Tensor, positions: Tensor) -> GroupBlocks:
+        blocks = self.tables[group][owner, positions // BLOCK].long()
+        return GroupBlocks(blocks * BLOCK + positions % BLOCK, self.tables[group][sequences])
+
+
+def run_tokens(
+    model: Transformer, tokens: Sequence[int], chunks: Sequence[int] | None = None, kv_format: KVFormat = "float32"
+) -> Tensor:
+    """Logits at every position of one sequence, computed in chunks of the given sizes (None: one prefill)."""
+    sequences = Sequences(model, 1, len(tokens), kv_format)
+    out, start = [], 0
+    for size in chunks or [len(tokens)]:
+        out.append(sequences.step([(0, tokens[start : start + size])]))
+        start += size
+    assert start == len(tokens)
+    return torch.cat(out)

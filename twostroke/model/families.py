@@ -1,0 +1,277 @@
+"""From config.json to `Arch`, one short function for each model family. Torch-free.
+
+A setting that changes the mathematics is either carried into the Arch or refused; none is dropped in silence.
+families_gguf.py does the same for GGUF metadata.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from twostroke.errors import ModelError
+from twostroke.model.arch import Arch, LayerArch, Rope
+from twostroke.model.fields import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_POSITIONS, MAX_VOCAB, Fields
+from twostroke.model.rope import make_rope
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+_EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size")
+
+
+def arch_from_config(config: Mapping[str, Any], where: str = "config.json") -> Arch:
+    """The architecture that a transformers config describes; ModelError where it is unknown, absurd or unsupported."""
+    fields = Fields(config, where)
+    family = fields.text("model_type")
+    make = _FAMILIES.get(family)
+    if make is None:
+        raise ModelError(f"{where}: model_type {family!r:.80} is not known; known: {', '.join(sorted(_FAMILIES))}.")
+    fields.only("quantization_config")
+    for key in _EXPERT_KEYS:
+        fields.only(key, 0)
+    return make(fields)
+
+
+def _llama(c: Fields) -> Arch:
+    biased = c.flag("attention_bias", False)
+    return _arch(c, "llama", [LayerArch(rope=_rope(c, 10_000.0))] * _layers(c), qkv_bias=biased, output_bias=biased)
+
+
+def _smollm3(c: Fields) -> Arch:
+    """Every fourth layer has no positions; windows, where asked for, are on exactly those layers."""
+    rope, biased, count = _rope(c, 2_000_000.0), c.flag("attention_bias", False), _layers(c)
+    interval = c.integer("no_rope_layer_interval", 4)
+    rotated = _per_layer(c, "no_rope_layers", [int((i + 1) % interval != 0) for i in range(count)], (0, 1))
+    window = _window(c) if c.flag("use_sliding_window", False) else None
+    default = [SLIDING if window and not turns else FULL for turns in rotated]
+    kinds = _per_layer(c, "layer_types", default, (FULL, SLIDING))
+    layers = [
+        LayerArch(_need_window(c, window) if kind == SLIDING else None, rope if turns else None)
+        for kind, turns in zip(kinds, rotated, strict=True)
+    ]
+    return _arch(c, "smollm3", layers, qkv_bias=biased, output_bias=biased, tied=True)
+
+
+def _mistral(c: Fields) -> Arch:
+    c.only("layer_types")
+    c.only("attention_bias", False)
+    return _arch(c, "mistral", [LayerArch(_window(c), _rope(c, 10_000.0))] * _layers(c))
+
+
+def _qwen2(c: Fields) -> Arch:
+    return _arch(c, "qwen2", _qwen_layers(c), qkv_bias=True)
+
+
+def _qwen3(c: Fields) -> Arch:
+    biased = c.flag("attention_bias", False)
+    head_dim = _head_dim(c, 128)
+    layers = _qwen_layers(c, head_dim)
+    return _arch(c, "qwen3", layers, qkv_bias=biased, output_bias=biased, qk_norm=True, head_dim=head_dim)
+
+
+def _gemma3(c: Fields) -> Arch:
+    """Norms on both sides, five windowed layers for each full one, a rotation of its own for each kind."""
+    c.only("use_bidirectional_attention", False)
+    head_dim, biased, count = _head_dim(c, 256), c.flag("attention_bias", False), _layers(c)
+    pattern = c.integer("sliding_window_pattern", 6)
+    default = [SLIDING if (i + 1) % pattern else FULL for i in range(count)]
+    kinds = _per_layer(c, "layer_types", default, (FULL, SLIDING))
+    kind_of = {
+        SLIDING: LayerArch(_window(c, 4096), _gemma_rope(c, SLIDING, head_dim)),
+        FULL: LayerArch(None, _gemma_rope(c, FULL, head_dim)),
+    }
+    return _arch(
+        c,
+        "gemma3",
+        [kind_of[kind] for kind in kinds],
+        activation_key="hidden_activation",
+        activation="gelu_pytorch_tanh",
+        head_dim=head_dim,
+        qkv_bias=biased,
+        output_bias=biased,
+        qk_norm=True,
+        tied=True,
+        sandwich_norms=True,
+        embedding_scale=float(_hidden(c)) ** 0.5,
+        attention_scale=c.number("query_pre_attn_scalar", 256.0) ** -0.5,
+        attention_softcap=c.number("attn_logit_softcapping", 0.0),
+        logit_softcap=c.number("final_logit_softcapping", 0.0),
+    )
+
+
+def _gemma3_with_vision(c: Fields) -> Arch:
+    """The text half of a multimodal Gemma 3: its tower of image layers is left on disk."""
+    text = c.section("text_config")
+    text.only("model_type", "gemma3_text")
+    text.only("quantization_config")
+    return _gemma3(text)
+
+
+def _phi3(c: Fields) -> Arch:
+    c.only("attention_bias", False)
+    kind = _rope_kind(c)
+    rope = _rope(c, 10_000.0, partial=True, kind="longrope" if kind in ("su", "yarn") else kind)
+    return _arch(c, "phi3", [LayerArch(_window(c), rope)] * _layers(c))
+
+
+_FAMILIES: dict[str, Callable[[Fields], Arch]] = {
+    "llama": _llama,
+    "smollm3": _smollm3,
+    "mistral": _mistral,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "gemma3_text": _gemma3,
+    "gemma3": _gemma3_with_vision,
+    "phi3": _phi3,
+}
+
+
+# ---- what the families share -------------------------------------------------------------------------------------
+
+
+def _arch(
+    c: Fields,
+    family: str,
+    layers: Sequence[LayerArch],
+    *,
+    head_dim: int | None = None,
+    activation_key: str = "hidden_act",
+    activation: str = "silu",
+    tied: bool = False,
+    **quirks: Any,
+) -> Arch:
+    """quirks: fields of Arch that only some families set."""
+    c.only(activation_key, activation)
+    c.only("mlp_bias", False)
+    heads = _heads(c)
+    return check_arch(
+        Arch(
+            family=family,
+            vocab=c.integer("vocab_size", most=MAX_VOCAB),
+            hidden=_hidden(c),
+            ffn=c.integer("intermediate_size"),
+            heads=heads,
+            kv_heads=c.integer("num_key_value_heads", heads, most=MAX_HEADS),
+            head_dim=head_dim or _head_dim(c),
+            layers=tuple(layers),
+            max_positions=_positions(c),
+            norm_eps=c.number("rms_norm_eps", 1e-6, most=1.0),
+            activation="silu" if activation == "silu" else "gelu_tanh",
+            tied_head=c.flag("tie_word_embeddings", tied),
+            **quirks,
+        ),
+        c,
+    )
+
+
+def check_arch(arch: Arch, c: Fields) -> Arch:
+    """What no single key can tell."""
+    if arch.heads % arch.kv_heads:
+        raise c.error("num_attention_heads", f"is {arch.heads}, not a multiple of the {arch.kv_heads} K/V heads")
+    if arch.head_dim % 2:
+        raise c.error("head_dim", f"is {arch.head_dim}; only even head sizes are supported")
+    for layer in arch.layers:
+        if layer.rope is not None and layer.rope.dim > arch.head_dim:
+            raise c.error("rope", f"rotates {layer.rope.dim} dimensions of heads that have {arch.head_dim}")
+    return arch
+
+
+def _hidden(c: Fields) -> int:
+    return c.integer("hidden_size")
+
+
+def _heads(c: Fields) -> int:
+    return c.integer("num_attention_heads", most=MAX_HEADS)
+
+
+def _layers(c: Fields) -> int:
+    return c.integer("num_hidden_layers", most=MAX_LAYERS)
+
+
+def _positions(c: Fields) -> int:
+    return c.integer("max_position_embeddings", most=MAX_POSITIONS)
+
+
+def _head_dim(c: Fields, default: int | None = None) -> int:
+    return c.integer("head_dim", default or max(1, _hidden(c) // _heads(c)), most=MAX_HEAD_DIM)
+
+
+def _window(c: Fields, default: int | None = None) -> int | None:
+    return c.integer("sliding_window", most=MAX_POSITIONS) if c.has("sliding_window") else default
+
+
+def _need_window(c: Fields, window: int | None) -> int:
+    if window is None:
+        raise c.error("sliding_window", "is missing or off, but layer_types has sliding layers")
+    return window
+
+
+def _per_layer(c: Fields, key: str, default: list[Any], allowed: tuple[Any, ...]) -> list[Any]:
+    """A list with one entry for each layer."""
+    value = c.get(key)
+    if value is None:
+        return default
+    if not isinstance(value, list) or len(value) != len(default):
+        raise c.error(key, f"must be a list of {len(default)} entries, one for each layer")
+    unknown = next((v for v in value if v not in allowed), None)
+    if unknown is not None:
+        raise c.error(key, f"has {unknown!r:.80}; supported are {', '.join(map(str, allowed))}")
+    return value
+
+
+def _qwen_layers(c: Fields, head_dim: int | None = None) -> list[LayerArch]:
+    """The first max_window_layers layers see everything; windows are off unless use_sliding_window says otherwise."""
+    count, rope = _layers(c), _rope(c, 10_000.0, head_dim=head_dim)
+    window = _window(c, 4096) if c.flag("use_sliding_window", False) else None
+    full = c.integer("max_window_layers", 28, least=0)
+    default = [SLIDING if window is not None and i >= full else FULL for i in range(count)]
+    kinds = _per_layer(c, "layer_types", default, (FULL, SLIDING))
+    return [LayerArch(_need_window(c, window) if kind == SLIDING else None, rope) for kind in kinds]
+
+
+# ---- rotary positions: `rope_parameters` since transformers 5, `rope_theta` and `rope_scaling` before -------------
+
+
+def _rope_section(c: Fields) -> Fields:
+    for key in ("rope_parameters", "rope_scaling"):
+        if c.has(key):
+            return c.section(key)
+    return Fields({}, c.where)
+
+
+def _rope_kind(c: Fields) -> str:
+    section = _rope_section(c)
+    return section.text("rope_type", section.text("type", "default"))
+
+
+def _rope(
+    c: Fields, theta: float, *, head_dim: int | None = None, partial: bool = False, kind: str | None = None
+) -> Rope:
+    section = _rope_section(c)
+    settings = Fields({**_outer_rope(c), **section.values}, section.where)
+    if partial and c.has("original_max_position_embeddings"):  # Phi-3's own key wins over the section's
+        settings.values = {**settings.values, **_outer_rope(c)}
+    part = settings.number("partial_rotary_factor", 1.0, most=1.0)
+    if part != 1.0 and not partial:
+        raise settings.error("partial_rotary_factor", f"is {part:g}; this family rotates whole heads")
+    dim = int((head_dim or _head_dim(c)) * part)
+    return make_rope(kind or _rope_kind(c), settings, settings.number("rope_theta", theta), dim, _positions(c))
+
+
+def _outer_rope(c: Fields) -> dict[str, Any]:
+    keys = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
+    return {key: c.get(key) for key in keys if c.has(key)}
+
+
+def _gemma_rope(c: Fields, kind: str, head_dim: int) -> Rope:
+    """rope_parameters has one section for each kind of layer; before, rope_scaling was for the full layers alone."""
+    local = kind == SLIDING
+    theta = c.number("rope_local_base_freq", 10_000.0) if local else c.number("rope_theta", 1_000_000.0)
+    settings = Fields({}, c.where)
+    if c.has("rope_parameters"):
+        sections = c.section("rope_parameters")
+        settings = sections.section(kind) if sections.has(kind) else settings
+    elif c.has("rope_scaling") and not local:
+        settings = c.section("rope_scaling")
+    settings.only("partial_rotary_factor", 1.0, 1)
+    rope_type = settings.text("rope_type", settings.text("type", "default"))
+    return make_rope(rope_type, settings, settings.number("rope_theta", theta), head_dim, _positions(c))

@@ -1,0 +1,197 @@
+"""From GGUF metadata to `Arch`. Torch-free.
+
+GGUF says less than config.json: some facts are in which tensors exist (a tied head, biases) and some only in
+llama.cpp's code (Gemma's window pattern, SmolLM3's layers without positions). Both kinds are written down here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from twostroke.errors import ModelError
+from twostroke.model.arch import Arch, LayerArch, Rope
+from twostroke.model.families import check_arch
+from twostroke.model.fields import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_POSITIONS, MAX_VOCAB, Fields
+from twostroke.model.rope import divided, make_rope, plain_frequencies
+
+Values = Callable[[str], Sequence[float]]  # the numbers of a small tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Gguf:
+    """What a family function may look at."""
+
+    keys: Fields  # metadata under the architecture's prefix
+    shapes: Mapping[str, tuple[int, ...]]
+    values: Values
+
+
+def arch_from_gguf(
+    metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], values: Values, where: str = "GGUF metadata"
+) -> Arch:
+    """shapes: every tensor's shape in torch order; values: reads a small tensor (rotary factors)."""
+    family = Fields(metadata, where).text("general.architecture")
+    make = _FAMILIES.get(family)
+    if make is None:
+        known = ", ".join(sorted(_FAMILIES))
+        raise ModelError(f"{where}: general.architecture {family!r:.80} is not known; known: {known}.")
+    keys = Fields(metadata, where, f"{family}.")
+    keys.only("expert_count", 0)
+    return make(Gguf(keys, shapes, values))
+
+
+def _llama(g: Gguf) -> Arch:
+    """Llama, Mistral and SmolLM2: converters write all of them as `llama`."""
+    window = g.keys.integer("attention.sliding_window", 0, least=0, most=MAX_POSITIONS)
+    return _arch(g, "llama", [LayerArch(window or None, _whole_head_rope(g))] * _layers(g))
+
+
+def _smollm3(g: Gguf) -> Arch:
+    rope = _whole_head_rope(g)
+    return _arch(g, "smollm3", [LayerArch(None, None if (i + 1) % 4 == 0 else rope) for i in range(_layers(g))])
+
+
+def _qwen(g: Gguf) -> Arch:
+    g.keys.only("attention.sliding_window", 0)
+    return _arch(g, g.keys.prefix[:-1], [LayerArch(None, _rope(g))] * _layers(g))
+
+
+def _gemma3(g: Gguf) -> Arch:
+    """Five windowed layers for each full one; a scaling of the rotation is for the full layers alone."""
+    c, head_dim, count = g.keys, _head_dim(g), _layers(g)
+    local = make_rope("default", c, c.number("rope.freq_base_swa", 10_000.0), head_dim, _positions(g))
+    pattern = c.integer("attention.sliding_window_pattern", 6)
+    window = c.integer("attention.sliding_window", most=MAX_POSITIONS)
+    full = LayerArch(None, _rope(g, theta=1_000_000.0))
+    hidden = _hidden(g)
+    # The 27B model, the only one with 62 layers, divides by hidden / heads; no key says so.
+    divisor = hidden / _heads(g) if count == 62 else head_dim
+    return _arch(
+        g,
+        "gemma3",
+        [LayerArch(window, local) if (i + 1) % pattern else full for i in range(count)],
+        activation="gelu_tanh",
+        sandwich_norms=True,
+        embedding_scale=float(hidden) ** 0.5,
+        attention_scale=float(divisor) ** -0.5,
+        attention_softcap=c.number("attn_logit_softcapping", 0.0),
+        logit_softcap=c.number("final_logit_softcapping", 0.0),
+    )
+
+
+def _phi3(g: Gguf) -> Arch:
+    """Divisors of the rotation come as tensors; which list is used follows rope.py's rule for longrope."""
+    c, dim, positions = g.keys, _rotated(g), _positions(g)
+    original = c.integer("rope.scaling.original_context_length", positions, most=MAX_POSITIONS)
+    rope = make_rope("default", c, c.number("rope.freq_base", 10_000.0), dim, positions)
+    name = f"rope_factors_{'long' if positions > original else 'short'}.weight"
+    if name in g.shapes:
+        rope = divided(rope.frequencies, _factors(g, name, dim), c.number("rope.scaling.attn_factor", 1.0))
+    window = c.integer("attention.sliding_window", 0, least=0, most=MAX_POSITIONS)
+    return _arch(g, "phi3", [LayerArch(window or None, rope)] * _layers(g))
+
+
+_FAMILIES: dict[str, Callable[[Gguf], Arch]] = {
+    "llama": _llama,
+    "smollm3": _smollm3,
+    "qwen2": _qwen,
+    "qwen3": _qwen,
+    "gemma3": _gemma3,
+    "phi3": _phi3,
+}
+
+
+# ---- what the families share -------------------------------------------------------------------------------------
+
+
+def _arch(g: Gguf, family: str, layers: Sequence[LayerArch], **quirks: Any) -> Arch:
+    c, heads, head_dim = g.keys, _heads(g), _head_dim(g)
+    if c.integer("attention.value_length", head_dim, most=MAX_HEAD_DIM) != head_dim:
+        raise c.error("attention.value_length", f"differs from the key length, {head_dim}; that is not supported")
+    arch = Arch(
+        family=family,
+        vocab=_vocab(g),
+        hidden=_hidden(g),
+        ffn=c.integer("feed_forward_length"),
+        heads=heads,
+        kv_heads=c.integer("attention.head_count_kv", heads, most=MAX_HEADS),
+        head_dim=head_dim,
+        layers=tuple(layers),
+        max_positions=_positions(g),
+        norm_eps=c.number("attention.layer_norm_rms_epsilon", most=1.0),
+        tied_head="output.weight" not in g.shapes,
+        qkv_bias="blk.0.attn_q.bias" in g.shapes or "blk.0.attn_qkv.bias" in g.shapes,
+        output_bias="blk.0.attn_output.bias" in g.shapes,
+        qk_norm="blk.0.attn_q_norm.weight" in g.shapes,
+        **quirks,
+    )
+    return check_arch(arch, c)
+
+
+def _vocab(g: Gguf) -> int:
+    shape = g.shapes.get("token_embd.weight", ())
+    if len(shape) != 2 or not 1 <= shape[0] <= MAX_VOCAB:
+        raise ModelError(f"{g.keys.where}: token_embd.weight is missing or has the odd shape {shape}.")
+    return shape[0]
+
+
+def _hidden(g: Gguf) -> int:
+    return g.keys.integer("embedding_length")
+
+
+def _heads(g: Gguf) -> int:
+    return g.keys.integer("attention.head_count", most=MAX_HEADS)
+
+
+def _layers(g: Gguf) -> int:
+    return g.keys.integer("block_count", most=MAX_LAYERS)
+
+
+def _positions(g: Gguf) -> int:
+    return g.keys.integer("context_length", most=MAX_POSITIONS)
+
+
+def _head_dim(g: Gguf) -> int:
+    return g.keys.integer("attention.key_length", max(1, _hidden(g) // _heads(g)), most=MAX_HEAD_DIM)
+
+
+def _rotated(g: Gguf) -> int:
+    return g.keys.integer("rope.dimension_count", _head_dim(g), least=2, most=_head_dim(g))
+
+
+def _factors(g: Gguf, name: str, dim: int) -> tuple[float, ...]:
+    if g.shapes[name] != (dim // 2,):
+        raise ModelError(f"{g.keys.where}: {name} has shape {g.shapes[name]}, expected ({dim // 2},).")
+    found = tuple(float(v) for v in g.values(name))
+    if not all(0 < v < float("inf") for v in found):
+        raise ModelError(f"{g.keys.where}: {name} must hold finite numbers above 0.")
+    return found
+
+
+def _rope(g: Gguf, theta: float = 10_000.0) -> Rope:
+    """`rope_freqs.weight`, where present, holds one divisor for each pair: Llama 3's scaling, worked out by the
+    converter. Other kinds of scaling are keys."""
+    c, dim = g.keys, _rotated(g)
+    theta = c.number("rope.freq_base", theta)
+    kind = c.text("rope.scaling.type", "none")
+    if "rope_freqs.weight" in g.shapes:
+        c.only("rope.scaling.type", "none", "llama3")
+        return divided(plain_frequencies(theta, dim), _factors(g, "rope_freqs.weight", dim))
+    found = {
+        "factor": c.get("rope.scaling.factor"),
+        "original_max_position_embeddings": c.get("rope.scaling.original_context_length"),
+        "attention_factor": c.get("rope.scaling.attn_factor"),
+        "beta_fast": c.get("rope.scaling.yarn_beta_fast"),
+        "beta_slow": c.get("rope.scaling.yarn_beta_slow"),
+    }
+    settings = Fields(found, f"{c.where}: {c.prefix}rope.scaling")
+    return make_rope("default" if kind == "none" else kind, settings, theta, dim, _positions(g))
+
+
+def _whole_head_rope(g: Gguf) -> Rope:
+    """Families whose heads are stored for rotating neighbours; they are re-ordered on load, which needs whole heads."""
+    if _rotated(g) != _head_dim(g):
+        raise g.keys.error("rope.dimension_count", f"must equal the head size, {_head_dim(g)}, in this family")
+    return _rope(g)

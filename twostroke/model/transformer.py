@@ -1,0 +1,92 @@
+"""The forward pass of every family: embedding, layers, final norm, head. What differs between families is in `Arch`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from twostroke.kv.storage import KVStorage
+from twostroke.model.arch import Arch, Rope
+from twostroke.ops.interface import Attention, Batch, Gate, KVLayer, Norm, Ops, RopeTable, Weight
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Layer:
+    """The parameters of one layer, packed for the backend."""
+
+    attention_norm: Norm
+    qkv: Weight  # q, k and v stacked
+    attention: Attention
+    output: Weight
+    feed_norm: Norm
+    gate_up: Weight  # gate and up stacked
+    down: Weight
+    attention_out_norm: Norm | None = None  # before the residual add, where the family has them
+    feed_out_norm: Norm | None = None
+
+
+class Transformer:
+    """A model on a device. Holds parameters and nothing else: what changes from step to step is an argument."""
+
+    def __init__(
+        self,
+        arch: Arch,
+        ops: Ops,
+        *,
+        embedding: Weight,
+        layers: Sequence[Layer],
+        final_norm: Norm,
+        head: Weight,
+        max_positions: int,
+    ):
+        self.arch, self.ops = arch, ops
+        self.embedding, self.layers, self.final_norm, self.head = embedding, tuple(layers), final_norm, head
+        self.max_positions = max_positions  # length of the rotary tables
+        self.gate = Gate(arch.activation)
+
+    def forward(self, batch: Batch, kv: KVStorage) -> Tensor:
+        """Compute the batch's rows, leaving K and V in `kv`; the hidden rows batch.logit_rows (S, hidden) come back."""
+        x = self.ops.embed(self.embedding, batch.tokens, self.arch.embedding_scale)  # (T, hidden)
+        last = len(self.layers) - 1
+        for index, layer in enumerate(self.layers):
+            cache, group = kv.layer(index)
+            attended = self._attend(x, layer, cache, batch, group)
+            if index == last:  # from here on rows do not meet again: only those somebody asked for go on
+                x, attended = x[batch.logit_rows], attended[batch.logit_rows]
+            x = self._residual(x, attended, layer.output, None, layer.attention_out_norm)
+            inner = self.ops.linear(x, layer.gate_up, before=layer.feed_norm)  # (T, 2 · ffn)
+            x = self._residual(x, inner, layer.down, self.gate, layer.feed_out_norm)
+        return x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(S, hidden) -> (S, vocab) float32."""
+        out = self.ops.linear(hidden, self.head, before=self.final_norm).float()
+        cap = self.arch.logit_softcap
+        return out.div_(cap).tanh_().mul_(cap) if cap else out
+
+    def weight_bytes(self) -> int:
+        """Bytes of weights that a decode step reads: every layer and the head."""
+        mine = [w for layer in self.layers for w in (layer.qkv, layer.output, layer.gate_up, layer.down)]
+        return sum(self.ops.weight_bytes(w) for w in [*mine, self.head])
+
+    def _attend(self, x: Tensor, layer: Layer, cache: KVLayer, batch: Batch, group: int) -> Tensor:
+        qkv = self.ops.linear(x, layer.qkv, before=layer.attention_norm)
+        return self.ops.attend(qkv, layer.attention, cache, batch, group)
+
+    def _residual(self, x: Tensor, inner: Tensor, weight: Weight, before: Gate | None, after: Norm | None) -> Tensor:
+        """x + weight · before(inner), with a norm before the addition where the family has one."""
+        if after is None:
+            return self.ops.linear(inner, weight, before=before, add_to=x)
+        return x + self.ops.norm(self.ops.linear(inner, weight, before=before), after)
+
+
+def rope_table(rope: Rope, positions: int, device: torch.device) -> RopeTable:
+    """cos and sin of every position below `positions`, worked out in float64 and rounded once."""
+    angles = torch.outer(
+        torch.arange(positions, dtype=torch.float64), torch.tensor(rope.frequencies, dtype=torch.float64)
+    )
+    cos, sin = (f(angles).mul_(rope.factor).float().to(device) for f in (torch.cos, torch.sin))
+    return RopeTable(cos, sin)

@@ -1,0 +1,158 @@
+"""From an opened checkpoint to a model on a device.
+
+Strict: a tensor that is missing, left over or of another shape than the architecture says is an error that names it.
+Careful with memory: tensors stay mapped bytes until the backend packs them, one matrix at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from twostroke.errors import ModelError
+from twostroke.model.arch import Arch, Rope
+from twostroke.model.families import arch_from_config
+from twostroke.model.families_gguf import arch_from_gguf
+from twostroke.model.names import ignorable, parameter_sources
+from twostroke.model.transformer import Layer, Transformer, rope_table
+from twostroke.ops.formats import Stored, dequantize
+from twostroke.ops.interface import Attention, Norm, Ops, RopeTable, Weight
+from twostroke.weights.checkpoint import Checkpoint
+
+Progress = Callable[[int, int], None]  # bytes packed, bytes in all
+
+
+def load_arch(checkpoint: Checkpoint) -> Arch:
+    """The checkpoint's architecture; reads its description and at most a few small tensors."""
+    where = checkpoint.path.name
+    if checkpoint.kind == "safetensors":
+        return arch_from_config(checkpoint.config, f"{where}/config.json")
+    shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
+    return arch_from_gguf(
+        checkpoint.config, shapes, lambda name: dequantize(checkpoint.tensors[name]).tolist(), f"{where} metadata"
+    )
+
+
+def load_model(checkpoint: Checkpoint, ops: Ops, max_positions: int, progress: Progress | None = None) -> Transformer:
+    """Pack every parameter for `ops`. max_positions: the longest context that will be asked for."""
+    arch = load_arch(checkpoint)
+    parameters = Parameters(checkpoint, arch, ops, progress)
+    tables = {layer.rope: None for layer in arch.layers if layer.rope is not None}
+    ropes = {rope: rope_table(rope, max_positions, ops.device) for rope in tables}
+    layers = [_layer(parameters, arch, index, ropes) for index in range(len(arch.layers))]
+    embedding = parameters.matrix("embedding")
+    return Transformer(
+        arch,
+        ops,
+        embedding=embedding,
+        layers=layers,
+        final_norm=parameters.norm("final_norm"),
+        head=embedding if arch.tied_head else parameters.matrix("head"),
+        max_positions=max_positions,
+    )
+
+
+def _layer(parameters: Parameters, arch: Arch, index: int, ropes: dict[Rope, RopeTable]) -> Layer:
+    shape = arch.layers[index]
+    stem = f"layers.{index}."
+    attention = Attention(
+        heads=arch.heads,
+        kv_heads=arch.kv_heads,
+        head_dim=arch.head_dim,
+        scale=arch.scale,
+        window=shape.window or 0,
+        softcap=arch.attention_softcap,
+        rope=ropes[shape.rope] if shape.rope is not None else None,
+        query_norm=parameters.norm(f"{stem}q_norm") if arch.qk_norm else None,
+        key_norm=parameters.norm(f"{stem}k_norm") if arch.qk_norm else None,
+    )
+    return Layer(
+        attention_norm=parameters.norm(f"{stem}attention_norm"),
+        qkv=parameters.matrix(f"{stem}q", f"{stem}k", f"{stem}v"),
+        attention=attention,
+        output=parameters.matrix(f"{stem}output"),
+        feed_norm=parameters.norm(f"{stem}feed_norm"),
+        gate_up=parameters.matrix(f"{stem}gate", f"{stem}up"),
+        down=parameters.matrix(f"{stem}down"),
+        attention_out_norm=parameters.norm(f"{stem}attention_out_norm") if arch.sandwich_norms else None,
+        feed_out_norm=parameters.norm(f"{stem}feed_out_norm") if arch.sandwich_norms else None,
+    )
+
+
+class Parameters:
+    """Hands out parameters by our names, checked once against the checkpoint when it is made."""
+
+    def __init__(self, checkpoint: Checkpoint, arch: Arch, ops: Ops, progress: Progress | None = None):
+        self.arch, self.ops, self.progress = arch, ops, progress
+        self.tensors, self.where = checkpoint.tensors, checkpoint.path.name
+        self.sources = parameter_sources(arch, checkpoint.kind, checkpoint.tensors.keys())
+        self._check_names()
+        self._check_shapes()
+        self.done, self.total = 0, sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def matrix(self, *names: str) -> Weight:
+        """The named matrices stacked along their outputs, with their biases if the family has them."""
+        weight = self.ops.pack([self._stored(name) for name in names], self._bias(names))
+        self._advance(names)
+        return weight
+
+    def norm(self, name: str) -> Norm:
+        weight = torch.from_numpy(dequantize(self._stored(name))) + self.sources[name].add
+        self._advance((name,))
+        return Norm(weight.to(self.ops.device), self.arch.norm_eps)
+
+    def _bias(self, names: tuple[str, ...]) -> Tensor | None:
+        parts = [dequantize(self._stored(f"{name}_bias")) for name in names if f"{name}_bias" in self.sources]
+        return torch.from_numpy(np.concatenate(parts)).to(self.ops.device) if parts else None
+
+    def _stored(self, name: str) -> Stored:
+        source = self.sources[name]
+        stored = self.tensors[source.tensor]
+        if source.rows is not None:
+            stored = stored.rows(*source.rows)
+        return stored.take_rows(halves_order(stored.shape[0], source.paired_heads)) if source.paired_heads else stored
+
+    def _advance(self, names: tuple[str, ...]) -> None:
+        self.done += sum(self._stored_bytes(name) for name in names)
+        if self.progress is not None:
+            self.progress(min(self.done, self.total), self.total)
+
+    def _stored_bytes(self, name: str) -> int:
+        source = self.sources[name]
+        whole = self.tensors[source.tensor].nbytes
+        return whole * (source.rows[1] - source.rows[0]) // source.shape[0] if source.rows else whole
+
+    def _check_names(self) -> None:
+        wanted = {source.tensor for source in self.sources.values()}
+        missing = sorted(wanted - self.tensors.keys())
+        if missing:
+            raise ModelError(f"{self.where}: {_listed(missing)} missing; the checkpoint is incomplete.")
+        left = sorted(name for name in self.tensors.keys() - wanted if not ignorable(name, self.arch))
+        if left:
+            raise ModelError(
+                f"{self.where}: {_listed(left)} left over; this is not a plain {self.arch.family} model, and running it"
+                " without them would give wrong answers."
+            )
+
+    def _check_shapes(self) -> None:
+        for source in self.sources.values():
+            shape = self.tensors[source.tensor].shape
+            if shape != source.shape:
+                raise ModelError(f"{self.where}: {source.tensor} has shape {shape}, expected {source.shape}.")
+
+
+def halves_order(rows: int, heads: int) -> np.ndarray:
+    """For each row in rotate-half order, its row where a head's pairs are neighbours: 0 2 4 … 1 3 5 … of every head."""
+    return np.arange(rows).reshape(heads, rows // heads // 2, 2).swapaxes(1, 2).reshape(rows)
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(names[:4])
+    return f"{shown} and {len(names) - 4} more tensors are" if len(names) > 4 else f"{shown} {_are(names)}"
+
+
+def _are(names: list[str]) -> str:
+    return "are" if len(names) > 1 else "is"
