@@ -140,5 +140,5 @@ class Ops(Protocol):
         ...
 
     def argmax(self, logits: Tensor) -> Tensor:
-        """(S, V) -> (S,) int64: the lowest index among equals."""
+        """(S, V) -> (S,) int64: the lowest index among equals, -1 for a row that holds a NaN."""
         ...

@@ -52,7 +52,7 @@ def needs_adjusting(request: Request) -> bool:
 def greedy(logits: Tensor, ops: Ops) -> list[int | None]:
     tokens = ops.argmax(logits)
     best = logits.gather(1, tokens.clamp(min=0).unsqueeze(1)).squeeze(1)
-    finite = (torch.isfinite(best) & (tokens >= 0)).tolist()
+    finite = (torch.isfinite(best) & (tokens >= 0)).tolist()  # -1: a NaN in the row
     return [token if good else None for token, good in zip(tokens.tolist(), finite, strict=True)]
 
 

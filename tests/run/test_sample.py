@@ -1,0 +1,103 @@
+"""The chain from logits to a token: filters, noise, penalties."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from twostroke.metrics.timeline import Timeline
+from twostroke.ops.reference import ReferenceOps
+from twostroke.run import sample
+from twostroke.sampling import SamplingParams
+from twostroke.types import Request
+
+
+def request(tokens=(1, 2, 3), written=(), seed=5, index=0, **params) -> Request:
+    made = Request(0, list(tokens), SamplingParams(**params), seed, Timeline(0.0), sample=index)
+    made.stop_ids = frozenset({0})
+    made.tokens += written
+    return made
+
+
+def test_samples_follow_the_distribution():
+    """Chi-square of 20,000 draws at different positions against softmax, and no two keys alike."""
+    logits = torch.tensor([0.0, 1.0, 2.0, -1.0, 0.5, -3.0])
+    want = torch.softmax(logits / 0.8, 0)
+    draws = 20_000
+    counts = torch.zeros(6)
+    for position in range(draws):
+        key = sample.noise_key(99, 0, position)
+        counts[(logits / 0.8 + sample.gumbel(key, torch.arange(6))).argmax()] += 1
+    chi2 = float(((counts - draws * want) ** 2 / (draws * want)).sum())
+    assert chi2 < 20.5  # 0.999 quantile with 5 degrees of freedom
+    keys = {sample.noise_key(s, i, p) for s in range(10) for i in range(10) for p in range(100)}
+    assert len(keys) == 10_000
+
+
+def test_noise_of_a_token_does_not_depend_on_the_others():
+    key = sample.noise_key(1, 2, 3)
+    everything = sample.gumbel(key, torch.arange(1000))
+    assert torch.equal(everything[[7, 500]], sample.gumbel(key, torch.tensor([7, 500])))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_filters_against_the_plain_definition(seed):
+    generator = torch.Generator().manual_seed(seed)
+    row = torch.randn(50, generator=generator) * 3
+    params = SamplingParams(top_k=[0, 5, 200][seed % 3], top_p=[1.0, 0.7, 0.05][seed // 3 % 3], min_p=[0.0, 0.1][seed % 2])
+    values, ids = sample.keep_likely(row, params)
+    assert torch.equal(row[ids], values)
+    order = sorted(range(50), key=lambda token: -float(row[token]))[: params.top_k or 50]
+    weights = [math.exp(float(row[token])) for token in order]
+    probabilities = [weight / sum(weights) for weight in weights]
+    kept, before = set(), 0.0
+    for token, probability in zip(order, probabilities, strict=True):
+        if before < params.top_p and probability >= params.min_p * probabilities[0]:
+            kept.add(token)
+        before += probability
+    assert set(ids.tolist()) == kept
+
+
+def test_penalties_and_bias():
+    row = torch.tensor([1.0, 2.0, -2.0, 4.0, 5.0])
+    one = request(tokens=[1, 2], written=[3, 3, 4], presence_penalty=0.5, frequency_penalty=1.0, repetition_penalty=2.0,
+                  logit_bias={0: 3.0})  # fmt: skip
+    # repetition: 1, 2 (prompt), 3, 4 (answer); presence and frequency: 3 twice, 4 once
+    assert sample.adjust(row, one).tolist() == [4.0, 1.0, -4.0, 2.0 - 2.5, 2.5 - 1.5]
+    assert row.tolist() == [1.0, 2.0, -2.0, 4.0, 5.0]
+
+
+def test_no_stop_token_before_the_minimum():
+    row = torch.tensor([9.0, 1.0, 2.0])
+    assert sample.choose_one(row, request(min_tokens=1, temperature=0)) == 2
+    assert sample.choose_one(row, request(written=[1], min_tokens=1, temperature=0)) == 0
+
+
+def test_logits_that_are_not_numbers_fail_their_own_row_only():
+    logits = torch.randn(4, 30)
+    logits[1, 5] = float("nan")
+    logits[2, 5] = float("inf")
+    requests = [request(temperature=0), request(temperature=0), request(temperature=1.0), request(temperature=1.0)]
+    tokens = sample.choose(logits, requests, ReferenceOps())
+    assert [token is None for token in tokens] == [False, True, True, False]
+    alone = [sample.choose(logits[i : i + 1], [requests[i]], ReferenceOps())[0] for i in range(4)]
+    assert tokens == alone
+
+
+def test_siblings_and_positions_draw_differently():
+    row = torch.zeros(1000)
+    drawn = {sample.choose_one(row, request(index=i)) for i in range(8)}
+    drawn |= {sample.choose_one(row, request(written=[1] * p)) for p in range(1, 8)}
+    assert len(drawn) > 10
+
+
+def test_logprobs_are_of_the_models_own_distribution():
+    row = torch.tensor([0.0, 1.0, 2.0])
+    got = sample.logprobs(row, 0, 2)
+    want = torch.log_softmax(row.double(), 0)
+    assert got.token_id == 0
+    assert got.logprob == pytest.approx(float(want[0]))
+    assert [token for token, _ in got.top] == [2, 1]
+    assert sample.logprobs(row, 0, 0).top == ()

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import pytest
+
+from twostroke.config import longest_that_fits, make_config, resolve
+from twostroke.errors import ConfigError
+from twostroke.hardware import Hardware
+from twostroke.kv.layout import make_layout
+from twostroke.model.arch import Arch, LayerArch, seen_pairs
+
+LLAMA_8B = Arch(
+    family="llama", vocab=128256, hidden=4096, ffn=14336, heads=32, kv_heads=8, head_dim=128,
+    layers=(LayerArch(),) * 32, max_positions=8192, norm_eps=1e-5,
+)  # fmt: skip
+MACHINE = Hardware("cpu", cores=4, free_memory=32 * 10**9)
+
+
+def test_everything_is_derived_with_a_reason():
+    settings = resolve(make_config(), LLAMA_8B, MACHINE, weight_bytes=16 * 10**9)
+    assert settings.threads == 4
+    assert settings.kv_blocks * settings.layout.block_bytes <= 0.25 * 16e9
+    for name in ("threads", "kv_dtype", "max_model_len", "max_batch_tokens", "max_requests", "kv_blocks", "max_gap"):
+        assert settings.reasons[name]
+
+
+def test_what_was_given_is_kept_and_needs_no_reason():
+    settings = resolve(make_config(threads=1, max_requests=3, kv_blocks=99), LLAMA_8B, MACHINE, 0)
+    assert (settings.threads, settings.max_requests, settings.kv_blocks) == (1, 3, 99)
+    assert "threads" not in settings.reasons
+    assert settings.max_model_len == 99 * 16  # what the blocks hold, and it says so
+    assert "99 KV blocks" in settings.reasons["max_model_len"]
+
+
+def test_the_cache_is_never_larger_than_can_be_used():
+    settings = resolve(make_config(max_requests=2, max_model_len=160), LLAMA_8B, MACHINE, 0)
+    assert settings.kv_blocks == 2 * 10
+
+
+@pytest.mark.parametrize(
+    ("settings", "word"),
+    [
+        ({"kv_dtyp": "int8"}, "kv_dtype"), ({"colour": 1}, "Known settings"), ({"policy": "lifo"}, "fcfs"),
+        ({"threads": 0}, "threads"), ({"kv_blocks": 2, "kv_memory": 5}, "give one"), ({"max_gap": 0}, "max_gap"),
+        ({"max_gap": 1, "chunked_prefill": False}, "chunked_prefill"), ({"prefix_cache": 1}, "prefix_cache"),
+        ({"max_gap": 1, "policy": "prefill-first"}, "prefill-first"), ({"dtype": "int8"}, "float32"), ({"seed": -1}, "seed"),
+        ({"dtype": "float32", "quantize": "int8"}, "give one"), ({"batching": "dynamic"}, "static"),
+    ],
+)  # fmt: skip
+def test_wrong_settings_are_refused_with_a_fix(settings, word):
+    with pytest.raises(ConfigError, match=word):
+        make_config(**settings)
+
+
+def test_a_context_the_model_was_not_made_for():
+    with pytest.raises(ConfigError, match="8192"):
+        resolve(make_config(max_model_len=9000), LLAMA_8B, MACHINE, 0)
+
+
+def test_no_room_for_anything():
+    with pytest.raises(ConfigError, match="kv_memory"):
+        resolve(make_config(kv_memory=1000), LLAMA_8B, MACHINE, 0)
+
+
+def test_known_cost_of_a_cached_token():
+    assert make_layout(LLAMA_8B, "float16").block_bytes == 16 * 131_072  # Llama-3-8B: 131,072 bytes a token
+    assert LLAMA_8B.weights == 8_029_995_008  # 8.03 B matrix weights, embedding and head apart
+
+
+def test_windows_need_fewer_blocks():
+    windowed = make_layout(
+        Arch("m", 100, 64, 64, 2, 2, 32, (LayerArch(window=64),) * 4, 4096, 1e-5), "float16"
+    )
+    assert windowed.blocks_for(4096, step=16) == 6
+    assert longest_that_fits(windowed, 6, 4096, 16, chunked=True) == 4096
+    mixed = make_layout(
+        Arch("m", 100, 64, 64, 2, 2, 32, (LayerArch(window=64), LayerArch(window=64), LayerArch()), 4096, 1e-5), "float16"
+    )
+    assert [(group.window, group.layers) for group in mixed.groups] == [(None, (2,)), (64, (0,)), (64, (1,))]
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 30])
+@pytest.mark.parametrize(("start", "count"), [(0, 1), (0, 12), (7, 9), (29, 3), (100, 20)])
+def test_pairs_seen(window, start, count):
+    want = sum(min(p + 1, window or 10**9) for p in range(start, start + count))
+    assert seen_pairs(start, count, window) == want

@@ -1,0 +1,63 @@
+"""Tiny random checkpoints in the shape of real ones, saved by transformers, with a small byte-level tokenizer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import tokenizers
+import torch
+import transformers
+
+VOCAB = 320
+TEXT = ["Once upon a time there was a little engine that could.", "The quick brown fox jumps over the lazy dog. 0123"]
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def save_tokenizer(folder: Path) -> None:
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=VOCAB,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(TEXT * 10, trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"eos_token": "<|im_end|>", "chat_template": TEMPLATE, "tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def save(model: torch.nn.Module, folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(folder, safe_serialization=True)
+    save_tokenizer(folder)
+    return folder
+
+
+def tiny_llama(folder: Path, **changes: object) -> Path:
+    torch.manual_seed(0)
+    settings: dict = dict(
+        vocab_size=VOCAB, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=6,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=512, rms_norm_eps=1e-5, tie_word_embeddings=True,
+        bos_token_id=0, eos_token_id=2, initializer_range=0.15,
+    )  # fmt: skip
+    config = transformers.LlamaConfig(**(settings | changes))
+    return save(transformers.LlamaForCausalLM(config), folder)
+
+
+def tiny_gemma(folder: Path) -> Path:
+    """Alternating windows: layers 0 and 1 see 40 tokens, layer 2 everything."""
+    torch.manual_seed(1)
+    config = transformers.Gemma3TextConfig(
+        vocab_size=VOCAB, hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=512, sliding_window=40, query_pre_attn_scalar=16,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"], bos_token_id=0, eos_token_id=2,
+        pad_token_id=0, initializer_range=0.15,
+    )  # fmt: skip
+    return save(transformers.Gemma3ForCausalLM(config), folder)
