@@ -1,0 +1,247 @@
+"""The vocabulary inside a GGUF header, as a `Vocabulary`.
+
+Two kinds cover the families we run. Byte-level BPE ("gpt2") carries its merges. SentencePiece ("llama") carries a
+score per token instead: at each step the neighbours whose union has the best score are joined. That is BPE too, with
+the merges sorted by the score of what they make, which is how it is expressed here, so that one fast encoder serves
+both kinds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, models, normalizers
+
+from twostroke.errors import ModelError
+from twostroke.text import pieces
+from twostroke.text.pretokenize import pre_tokenizer
+from twostroke.text.vocabulary import Vocabulary, end_ids, refusing
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+_FIX = "the file is damaged or was converted wrongly: fetch it again or convert it with a current converter"
+_NO_ID = 0xFFFFFFFF  # how some converters write "there is none"
+_MAX_PIECE = 256
+_ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
+_NAMED = {"bos_token": "bos_token_id", "eos_token": "eos_token_id", "unk_token": "unknown_token_id",
+          "pad_token": "padding_token_id"}  # fmt: skip
+
+
+class _Header:
+    """Typed, checked reading of the tokenizer.ggml.* keys: every error names its key."""
+
+    def __init__(self, metadata: Mapping[str, Any]) -> None:
+        self.metadata = metadata
+        self.kind = self.text("model", required=True)
+        self.tokens = self.strings("tokens")
+        self.types = self.numbers("token_type", default=NORMAL)
+
+    def value(self, key: str) -> Any:
+        return self.metadata.get(f"tokenizer.ggml.{key}")
+
+    def text(self, key: str, *, required: bool = False) -> str:
+        value = self.value(key)
+        if value is None and not required:
+            return ""
+        if not isinstance(value, str):
+            raise _bad(key, f"must be a string, got {type(value).__name__}")
+        return value
+
+    def strings(self, key: str) -> list[str]:
+        value = self.value(key)
+        if value is None:
+            raise _bad(key, "is missing")
+        if isinstance(value, str) or not hasattr(value, "__len__") or len(value) == 0:
+            raise _bad(key, "must be a list of strings that is not empty")
+        found = list(value)
+        if set(map(type, found)) != {str}:
+            wrong = next(i for i, item in enumerate(found) if type(item) is not str)
+            raise _bad(key, f"entry {wrong} is a {type(found[wrong]).__name__}, not a string")
+        return found
+
+    def numbers(self, key: str, *, default: float | None) -> list[float]:
+        value = self.value(key)
+        if value is None and default is not None:
+            return [default] * len(self.tokens)
+        found = value.tolist() if hasattr(value, "tolist") else value
+        if not isinstance(found, (list, tuple)) or len(found) != len(self.tokens):
+            size = len(found) if isinstance(found, (list, tuple)) else "none"
+            raise _bad(key, f"must have one number per token ({len(self.tokens)}), has {size}")
+        if not set(map(type, found)) <= {int, float} or not math.isfinite(sum(found)):
+            raise _bad(key, "holds something that is not a finite number")
+        return list(found)
+
+    def token_id(self, key: str, default: int | None = None) -> int | None:
+        value = self.value(key)
+        if value is None or value == _NO_ID:
+            return default if default is None or default < len(self.tokens) else None
+        if isinstance(value, bool) or not hasattr(value, "__index__"):
+            raise _bad(key, f"must be a token id, got {value!r}")
+        if not 0 <= int(value) < len(self.tokens):
+            raise _bad(key, f"{int(value)} lies outside the vocabulary of {len(self.tokens)} tokens")
+        return int(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self.value(key)
+        return default if value is None else bool(value)
+
+
+def _bad(key: str, reason: str) -> ModelError:
+    return ModelError(f"tokenizer.ggml.{key}: {reason}; {_FIX}")
+
+
+def read_gguf(metadata: Mapping[str, Any]) -> Vocabulary:
+    """The vocabulary of a GGUF header. Values may be Python scalars, lists, or numpy arrays."""
+    header = _Header(metadata)
+    ids = _index(header.tokens)
+    if header.kind == "gpt2":
+        pre = pre_tokenizer(header.text("pre") or "default")
+        engine, defaults, add_bos, space = _byte_level_engine(header, ids), {}, pre.add_bos, False
+    elif header.kind == "llama":
+        space = header.flag("add_space_prefix", True)
+        defaults, add_bos = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}, True
+        engine = _sentencepiece_engine(header, ids, space)
+    else:
+        raise _unsupported(header.kind)
+    return _vocabulary(header, engine, defaults, add_bos, space)
+
+
+def _unsupported(kind: str) -> ModelError:
+    return ModelError(
+        f"tokenizer.ggml.model: {kind!r} is not a vocabulary this engine reads (it reads 'gpt2', byte-level BPE, and "
+        "'llama', SentencePiece); use a model of a supported family, or its safetensors folder with a tokenizer.json"
+    )
+
+
+def _index(tokens: list[str]) -> dict[str, int]:
+    """Text to id. Unnamed rows (padding of the embedding) have no text to be found by."""
+    ids: dict[str, int] = {}
+    for number, text in enumerate(tokens):
+        if text and ids.setdefault(text, number) != number:
+            raise _bad("tokens", f"{text!r} stands at both {ids[text]} and {number}")
+    if not ids:
+        raise _bad("tokens", "every token is empty")
+    return ids
+
+
+def _vocabulary(header: _Header, engine: Tokenizer, defaults: dict[str, int], add_bos: bool, space: bool) -> Vocabulary:
+    named = {name: header.token_id(key, defaults.get(key)) for name, key in _NAMED.items()}
+    bos, eos = named["bos_token"], named["eos_token"]
+    special = {i for i, kind in enumerate(header.types) if kind in (CONTROL, UNKNOWN)}
+    special |= {i for i in (bos, eos) if i is not None}
+    ends = [i for i in (header.token_id(key, defaults.get(key)) for key in _ENDS) if i is not None]
+    with refusing("tokenizer.ggml.tokens cannot be used", _FIX):
+        _add_tokens(engine, header, special)
+    return Vocabulary(
+        engine=engine,
+        size=len(header.tokens),
+        piece=_pieces(header, frozenset(special)),
+        special_ids=frozenset(special),
+        eos_ids=end_ids(ends, {header.tokens[i]: i for i in special}),
+        bos_id=bos,
+        prefix=_around(header, "add_bos_token", bos, add_bos),
+        suffix=_around(header, "add_eos_token", eos, False),
+        leading_space=space,
+        template=_template(header.metadata),
+        names={name: header.tokens[i] for name, i in named.items() if i is not None},
+    )
+
+
+def _around(header: _Header, key: str, token: int | None, default: bool) -> tuple[int, ...]:
+    wanted = header.flag(key, default)
+    if wanted and token is None and header.value(key) is not None:
+        raise _bad(key, "is true but the token it asks for is not given")
+    return (token,) if wanted and token is not None else ()
+
+
+def _template(metadata: Mapping[str, Any]) -> str | None:
+    template = metadata.get("tokenizer.chat_template")
+    if template is not None and not isinstance(template, str):
+        raise ModelError(f"tokenizer.chat_template: must be a string, got {type(template).__name__}; {_FIX}")
+    return template
+
+
+def _add_tokens(engine: Tokenizer, header: _Header, special: set[int]) -> None:
+    """Special and user-defined tokens are cut out of the text before anything else looks at it."""
+    strip = header.kind == "llama" and header.metadata.get("general.architecture") == "phi3"
+    unstripped = {"<unk>", "<s>", "<|endoftext|>"}  # Phi-3's other special tokens swallow the space after them
+
+    def added(text: str, is_special: bool) -> AddedToken:
+        return AddedToken(text, special=is_special, normalized=False, rstrip=strip and text not in unstripped)
+
+    user = [i for i, kind in enumerate(header.types) if kind == USER_DEFINED and i not in special]
+    engine.add_special_tokens([added(header.tokens[i], True) for i in sorted(special) if header.tokens[i]])
+    engine.add_tokens([added(header.tokens[i], False) for i in user if header.tokens[i]])
+
+
+def _pieces(header: _Header, special: frozenset[int]) -> Any:
+    """Id to bytes. A row marked unused is padding of the embedding: it has no text."""
+    tokens, types = header.tokens, header.types
+    plain = pieces.byte_level if header.kind == "gpt2" else pieces.sentencepiece
+
+    def piece(number: int) -> bytes:
+        text, kind = tokens[number], types[number]
+        if number in special or kind == USER_DEFINED:
+            return pieces.verbatim(text)
+        if kind == UNUSED:
+            return b""
+        as_byte = pieces.byte_token(text) if kind == BYTE else None
+        return plain(text) if as_byte is None else as_byte
+
+    return piece
+
+
+def _byte_level_engine(header: _Header, ids: dict[str, int]) -> Tokenizer:
+    pre = pre_tokenizer(header.text("pre") or "default")
+    merges = [_split_merge(number, merge) for number, merge in enumerate(header.strings("merges"))]
+    with refusing("tokenizer.ggml.merges do not fit tokenizer.ggml.tokens", _FIX):
+        engine = Tokenizer(models.BPE(vocab=ids, merges=merges, ignore_merges=pre.ignore_merges))
+        engine.pre_tokenizer = pre.build()
+        if (normalizer := pre.normalizer()) is not None:
+            engine.normalizer = normalizer
+    return engine
+
+
+def _split_merge(number: int, merge: str) -> tuple[str, str]:
+    left, _, right = merge.partition(" ")
+    if not left or not right or " " in right:
+        raise _bad("merges", f"entry {number} is {merge!r}, not two tokens with a space between them")
+    return left, right
+
+
+def _sentencepiece_engine(header: _Header, ids: dict[str, int], space: bool) -> Tokenizer:
+    steps: list[normalizers.Normalizer] = [normalizers.Replace(" ", pieces.SPACE_MARK)]
+    if space:
+        steps.insert(0, normalizers.Prepend(pieces.SPACE_MARK))
+    unknown = header.token_id("unknown_token_id", 0)
+    fallback = all(f"<0x{byte:02X}>" in ids for byte in range(256))
+    unk = header.tokens[unknown] if unknown is not None and header.tokens[unknown] else None
+    with refusing("tokenizer.ggml.tokens cannot be used", _FIX):
+        model = models.BPE(
+            vocab=ids, merges=_score_merges(header), unk_token=unk, fuse_unk=True, byte_fallback=fallback
+        )
+        engine = Tokenizer(model)
+        engine.normalizer = normalizers.Sequence(steps)
+    return engine
+
+
+def _score_merges(header: _Header) -> list[tuple[str, str]]:
+    """Every way to cut a token into two others, best-scored token first.
+
+    Only ordinary tokens take part: user text that spells out a control token never becomes one. Written as one
+    comprehension because a vocabulary of 262,144 tokens has two million cuts to look at.
+    """
+    scores = header.numbers("scores", default=None)
+    ordinary = [i for i, kind in enumerate(header.types) if kind == NORMAL and header.tokens[i]]
+    ordinary.sort(key=scores.__getitem__, reverse=True)
+    texts = [header.tokens[i] for i in ordinary]
+    known = frozenset(texts)
+    if (longest := max(map(len, texts), default=0)) > _MAX_PIECE:  # cutting costs its square
+        raise _bad("tokens", f"one has {longest} characters, more than the {_MAX_PIECE} any SentencePiece model has")
+    return [
+        (left, right)
+        for text in texts
+        for cut in range(1, len(text))
+        if (left := text[:cut]) in known and (right := text[cut:]) in known
+    ]
