@@ -71,6 +71,7 @@ def _qwen3(c: Fields) -> Arch:
 def _gemma3(c: Fields) -> Arch:
     """Norms on both sides, five windowed layers for each full one, a rotation of its own for each kind."""
     c.only("use_bidirectional_attention", False)
+    c.only("attn_logit_softcapping")  # a key that Gemma 2 used
     head_dim, biased, count = _head_dim(c, 256), c.flag("attention_bias", False), _layers(c)
     pattern = c.integer("sliding_window_pattern", 6)
     default = [SLIDING if (i + 1) % pattern else FULL for i in range(count)]
@@ -93,7 +94,6 @@ def _gemma3(c: Fields) -> Arch:
         sandwich_norms=True,
         embedding_scale=float(_hidden(c)) ** 0.5,
         attention_scale=c.number("query_pre_attn_scalar", 256.0) ** -0.5,
-        attention_softcap=c.number("attn_logit_softcapping", 0.0),
         logit_softcap=c.number("final_logit_softcapping", 0.0),
     )
 

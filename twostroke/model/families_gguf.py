@@ -61,6 +61,7 @@ def _qwen(g: Gguf) -> Arch:
 def _gemma3(g: Gguf) -> Arch:
     """Five windowed layers for each full one; a scaling of the rotation is for the full layers alone."""
     c, head_dim, count = g.keys, _head_dim(g), _layers(g)
+    c.only("attn_logit_softcapping", 0.0)
     local = make_rope("default", c, c.number("rope.freq_base_swa", 10_000.0), head_dim, _positions(g))
     pattern = c.integer("attention.sliding_window_pattern", 6)
     window = c.integer("attention.sliding_window", most=MAX_POSITIONS)
@@ -76,7 +77,6 @@ def _gemma3(g: Gguf) -> Arch:
         sandwich_norms=True,
         embedding_scale=float(hidden) ** 0.5,
         attention_scale=float(divisor) ** -0.5,
-        attention_softcap=c.number("attn_logit_softcapping", 0.0),
         logit_softcap=c.number("final_logit_softcapping", 0.0),
     )
 
