@@ -1,0 +1,157 @@
+"""Output is token-for-token the same whatever the engine did on the way.
+
+Random requests and random levers against one request alone. Ties are no excuse: the bits of the logits must agree, so
+sampled tokens and log probabilities are compared too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from twostroke import LLM, SamplingParams
+from twostroke.schedule.policy import POLICIES
+from twostroke.types import Request
+
+
+@dataclass(frozen=True)
+class Ask:
+    tokens: tuple[int, ...]
+    max_tokens: int
+    temperature: float
+    n: int
+    priority: int
+    abort_after: int | None  # steps after which the caller hangs up
+
+
+asks = st.builds(
+    lambda shared, own, own_length, **rest: Ask(
+        tokens=tuple((7 * i + 3) % 300 + 3 for i in range(shared)) + tuple((own + 11 * i) % 300 + 3 for i in range(own_length)),
+        **rest,
+    ),
+    shared=st.sampled_from([0, 0, 16, 45, 100]),
+    own=st.integers(0, 100),
+    own_length=st.integers(1, 60),
+    max_tokens=st.integers(1, 24),
+    temperature=st.sampled_from([0.0, 0.0, 1.0]),
+    n=st.sampled_from([1, 1, 1, 3]),
+    priority=st.integers(0, 2),
+    abort_after=st.sampled_from([None, None, None, None, 2, 9]),
+)
+levers = st.fixed_dictionaries(
+    {
+        "max_batch_tokens": st.sampled_from([16, 17, 50, 128, 2048]),
+        "max_requests": st.sampled_from([1, 2, 5, 16]),
+        "kv_blocks": st.sampled_from([40, 44, 60, 400]),
+        "prefix_cache": st.booleans(),
+        "batching": st.sampled_from(["continuous", "continuous", "static"]),
+        "policy": st.sampled_from(sorted(POLICIES)),
+        "chunked_prefill": st.sampled_from([True, True, True, False]),
+    }
+)
+BASE = {"max_model_len": 192, "threads": 2, "seed": 1}
+
+
+def params(ask: Ask) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=ask.max_tokens, temperature=ask.temperature, n=ask.n, priority=ask.priority, seed=17, logprobs=2
+    )
+
+
+def result(output):
+    return [(s.token_ids, s.finish_reason, s.logprobs) for s in output.samples]
+
+
+class Alone:
+    """Answers of one request alone in a fresh cache, remembered."""
+
+    def __init__(self, folder, **settings_):
+        self.llm = LLM(folder, kv_blocks=400, prefix_cache=False, **BASE, **settings_)
+        self.known: dict[tuple, list] = {}
+
+    def answer(self, ask: Ask):
+        key = (ask.tokens, ask.max_tokens, ask.temperature, ask.n)
+        if key not in self.known:
+            self.known[key] = result(self.llm.generate([list(ask.tokens)], params(ask))[0])
+        return self.known[key]
+
+
+def run_together(llm: LLM, many: list[Ask]):
+    """Submit all, step until done, hang up on some. Returns (ask, output or None when it was aborted)."""
+    jobs = [(ask, llm._submit(list(ask.tokens), params(ask))) for ask in many]
+    steps = 0
+    while not all(job.finished for _, job in jobs):
+        llm._pump()
+        llm.engine.core.scheduler.check()
+        steps += 1
+        for ask, job in jobs:
+            if ask.abort_after is not None and steps >= ask.abort_after and not job.finished:
+                llm._abort([job])
+    return [(ask, job.output()) for ask, job in jobs]
+
+
+@pytest.fixture(scope="module", params=["llama", "llama-int8-kv", "gemma"])
+def model(request, llama_folder, gemma_folder):
+    folder = gemma_folder if request.param == "gemma" else llama_folder
+    extra = {"kv_dtype": "int8"} if request.param == "llama-int8-kv" else {}
+    return folder, extra, Alone(folder, **extra)
+
+
+@settings(
+    max_examples=30, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate, Phase.shrink],
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
+)  # fmt: skip
+@given(many=st.lists(asks, min_size=1, max_size=7), lever=levers)
+def test_levers_do_not_change_a_token(model, many, lever):
+    folder, extra, alone = model
+    llm = LLM(folder, **BASE, **lever, **extra)
+    for _ in range(2):  # the second time with whatever the cache holds by then
+        for ask, output in run_together(llm, many):
+            for got, want in zip(result(output), alone.answer(ask), strict=True):
+                if got[1] == "abort":
+                    assert got[0] == want[0][: len(got[0])]
+                else:
+                    assert got == want
+    pool = llm.engine.core.scheduler.tables.pool
+    assert pool.available == pool.total
+
+
+def test_preemption_really_happens_and_changes_nothing(llama_folder):
+    alone = Alone(llama_folder)
+    many = [Ask(tuple(range(10 * i + 3, 10 * i + 33)), 24, 0.0, 1, 0, None) for i in range(10)]
+    llm = LLM(llama_folder, kv_blocks=16, **(BASE | {"max_model_len": 128}))
+    for ask, output in run_together(llm, many):
+        assert result(output) == alone.answer(ask)
+    stats = llm.stats()
+    assert stats["preemptions"] > 0
+    assert stats["recomputed_tokens"] > 0
+
+
+def test_a_failed_step_changes_nothing(llama_folder):
+    """A step that raises takes its requests back to the queue; the guilty one alone gets the error."""
+    alone = Alone(llama_folder)
+    llm = LLM(llama_folder, kv_blocks=100, **BASE)
+    many = [Ask(tuple(range(3, 40 + i)), 12, 0.0, 1, 0, None) for i in range(4)]
+    jobs = [(ask, llm._submit(list(ask.tokens), params(ask))) for ask in many]
+    guilty: Request = jobs[2][1].answers[0].request
+    launch = llm.engine.core.runner.launch
+
+    def faulty(plan):
+        if guilty.output_length >= 3 and any(work.request is guilty for work in plan.works):
+            raise RuntimeError("boom")
+        return launch(plan)
+
+    llm.engine.core.runner.launch = faulty
+    while not all(job.finished for _, job in jobs):
+        llm._pump()
+        llm.engine.core.scheduler.check()
+    for index, (ask, job) in enumerate(jobs):
+        got, want = result(job.output()), alone.answer(ask)
+        if index == 2:
+            assert got[0][1] == "error"
+            assert got[0][0] == want[0][0][: len(got[0][0])]
+        else:
+            assert got == want
