@@ -103,15 +103,18 @@ def _no_gradients() -> Iterator[None]:
         yield
 
 
-def make_peer(family: str, folder: Path) -> Any:
+def make_peer(family: str, folder: Path, **more: Any) -> Any:
     """A random transformers model, saved to `folder`."""
     kind, changes = FAMILIES[family]
     torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**{**SHAPE, **changes})
-    peer = getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM")._from_config(config, attn_implementation="eager")
-    for name, parameter in peer.named_parameters():  # norms and biases start as ones and zeros: make them count
-        if "norm" in name or name.endswith("bias"):
-            parameter.add_(torch.randn_like(parameter) * 0.2)
+    config = getattr(transformers, f"{kind}Config")(**{**SHAPE, **changes, **more})
+    peer = getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM")._from_config(
+        config, attn_implementation="eager"
+    )
+    with torch.no_grad():
+        for name, parameter in peer.named_parameters():  # norms and biases start as ones and zeros: make them count
+            if "norm" in name or name.endswith("bias"):
+                parameter.add_(torch.randn_like(parameter) * 0.2)
     peer.save_pretrained(folder)
     return peer.eval()
 

@@ -167,8 +167,6 @@ def check_arch(arch: Arch, c: Fields) -> Arch:
     """What no single key can tell."""
     if arch.heads % arch.kv_heads:
         raise c.error("num_attention_heads", f"is {arch.heads}, not a multiple of the {arch.kv_heads} K/V heads")
-    if arch.head_dim % 2:
-        raise c.error("head_dim", f"is {arch.head_dim}; only even head sizes are supported")
     for layer in arch.layers:
         if layer.rope is not None and layer.rope.dim > arch.head_dim:
             raise c.error("rope", f"rotates {layer.rope.dim} dimensions of heads that have {arch.head_dim}")
@@ -192,7 +190,7 @@ def _positions(c: Fields) -> int:
 
 
 def _head_dim(c: Fields, default: int | None = None) -> int:
-    return c.integer("head_dim", default or max(1, _hidden(c) // _heads(c)), most=MAX_HEAD_DIM)
+    return c.even("head_dim", default or _hidden(c) // _heads(c), most=MAX_HEAD_DIM)
 
 
 def _window(c: Fields, default: int | None = None) -> int | None:

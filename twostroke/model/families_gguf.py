@@ -154,11 +154,11 @@ def _positions(g: Gguf) -> int:
 
 
 def _head_dim(g: Gguf) -> int:
-    return g.keys.integer("attention.key_length", max(1, _hidden(g) // _heads(g)), most=MAX_HEAD_DIM)
+    return g.keys.even("attention.key_length", _hidden(g) // _heads(g), most=MAX_HEAD_DIM)
 
 
 def _rotated(g: Gguf) -> int:
-    return g.keys.integer("rope.dimension_count", _head_dim(g), least=2, most=_head_dim(g))
+    return g.keys.even("rope.dimension_count", _head_dim(g), most=_head_dim(g))
 
 
 def _factors(g: Gguf, name: str, dim: int) -> tuple[float, ...]:

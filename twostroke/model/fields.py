@@ -47,6 +47,12 @@ class Fields:
             raise self.error(key, f"must lie between {least} and {most}, not {value}")
         return value
 
+    def even(self, key: str, default: int, *, most: int) -> int:
+        value = self.integer(key, default, least=2, most=most)
+        if value < 2 or value % 2:  # the default is derived from other keys
+            raise self.error(key, f"must be even, not {value}")
+        return value
+
     def number(self, key: str, default: float | None = None, *, least: float = 0.0, most: float = 1e12) -> float:
         """A finite number above `least` (exclusive)."""
         value = self.get(key)

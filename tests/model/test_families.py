@@ -1,0 +1,150 @@
+"""A description that is absurd, hostile or not ours is refused by name; a checkpoint must fit its description."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import transformers
+
+from tests.helpers import run_tokens
+from tests.model.test_parity import SHAPE, make_peer, tokens_of
+from twostroke.errors import ModelError
+from twostroke.model.families import arch_from_config
+from twostroke.ops.cpu import TorchCpuOps
+from twostroke.weights.checkpoint import open_checkpoint
+from twostroke.weights.load import halves_order, load_model
+
+LLAMA = {**SHAPE, "model_type": "llama", "rms_norm_eps": 1e-5}
+GEMMA = {**SHAPE, "model_type": "gemma3_text", "head_dim": 8}
+
+
+@pytest.mark.parametrize(
+    ("base", "change", "named"),
+    [
+        (LLAMA, {"model_type": "mamba"}, r"mamba.*gemma3, gemma3_text, llama, mistral"),
+        (LLAMA, {"model_type": None}, "model_type"),
+        (LLAMA, {"hidden_size": None}, "hidden_size is missing"),
+        (LLAMA, {"hidden_size": -1}, "hidden_size"),
+        (LLAMA, {"hidden_size": 1 << 40}, "hidden_size"),
+        (LLAMA, {"hidden_size": "48"}, "hidden_size"),
+        (LLAMA, {"hidden_size": True}, "hidden_size"),
+        (LLAMA, {"hidden_size": 48.5}, "hidden_size"),
+        (LLAMA, {"num_hidden_layers": 10**9}, "num_hidden_layers"),
+        (LLAMA, {"num_hidden_layers": 0}, "num_hidden_layers"),
+        (LLAMA, {"vocab_size": 10**12}, "vocab_size"),
+        (LLAMA, {"max_position_embeddings": 10**12}, "max_position_embeddings"),
+        (LLAMA, {"num_key_value_heads": 4}, "num_attention_heads.*multiple"),
+        (LLAMA, {"head_dim": 7}, "head_dim"),
+        (LLAMA, {"rms_norm_eps": float("nan")}, "rms_norm_eps"),
+        (LLAMA, {"rms_norm_eps": 0}, "rms_norm_eps"),
+        (LLAMA, {"hidden_act": "relu"}, "hidden_act"),
+        (LLAMA, {"mlp_bias": True}, "mlp_bias"),
+        (LLAMA, {"num_local_experts": 8}, "num_local_experts"),
+        (LLAMA, {"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
+        (LLAMA, {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
+        (LLAMA, {"rope_scaling": {"rope_type": "linear"}}, "factor is missing"),
+        (LLAMA, {"rope_scaling": "linear"}, "rope_scaling"),
+        (LLAMA, {"rope_parameters": {"rope_theta": -5.0}}, "rope_theta"),
+        (LLAMA, {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        (LLAMA, {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0, 0.0, 1, 1]}}, "short_factor"),
+        (LLAMA, {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0]}}, "short_factor"),
+        ({**LLAMA, "model_type": "mistral"}, {"layer_types": ["full_attention"] * 3}, "layer_types"),
+        ({**LLAMA, "model_type": "qwen2"}, {"layer_types": ["sliding_attention"] * 3}, "sliding_window"),
+        ({**LLAMA, "model_type": "qwen2"}, {"layer_types": ["full_attention"] * 2}, "layer_types"),
+        ({**LLAMA, "model_type": "qwen3"}, {"layer_types": ["chunked_attention"] * 3}, "chunked_attention"),
+        ({**LLAMA, "model_type": "smollm3"}, {"no_rope_layers": [1, 0, 5]}, "no_rope_layers"),
+        (GEMMA, {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        (GEMMA, {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+        ({"model_type": "gemma3"}, {}, "text_config"),
+        ({"model_type": "gemma3", "text_config": GEMMA}, {"text_config": {**GEMMA, "head_dim": 0}}, "head_dim"),
+    ],
+)
+def test_refused_descriptions(base: dict[str, Any], change: dict[str, Any], named: str) -> None:
+    with pytest.raises(ModelError, match=named):
+        arch_from_config({**base, **change})
+
+
+def test_any_value_gives_our_own_error() -> None:
+    """Whatever stands under whatever key: an Arch or a ModelError, nothing else."""
+    odd: list[Any] = [None, -1, 0, 1, 2**70, 0.5, float("inf"), "x", [], [1], {}, {"rope_type": 3}, True]
+    for model_type in ("llama", "smollm3", "mistral", "qwen2", "qwen3", "gemma3_text", "phi3"):
+        keys = [*SHAPE, "head_dim", "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta", "sliding_window"]
+        keys += ["layer_types", "no_rope_layers", "sliding_window_pattern", "use_sliding_window", "attention_bias"]
+        for key in keys:
+            for value in odd:
+                try:
+                    arch_from_config({**SHAPE, "model_type": model_type, key: value})
+                except ModelError:
+                    continue
+
+
+def rewrite(folder: Path, change: Any) -> None:
+    file = folder / "model.safetensors"
+    tensors = safetensors.torch.load_file(file)
+    change(tensors)
+    safetensors.torch.save_file(tensors, file)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda t: t.pop("model.layers.1.mlp.up_proj.weight"), r"model\.layers\.1\.mlp\.up_proj\.weight is missing"),
+        (lambda t: t.update({"model.layers.1.extra": torch.ones(2)}), r"model\.layers\.1\.extra is left over"),
+        (lambda t: t.update({f"odd.{i}": torch.ones(2) for i in range(9)}), "and 5 more tensors are left over"),
+        (lambda t: t.update({"model.norm.weight": torch.ones(4)}), r"model\.norm\.weight has shape \(4,\)"),
+    ],
+)
+def test_checkpoint_must_fit_its_description(change: Any, named: str, tmp_path: Path) -> None:
+    make_peer("llama", tmp_path)
+    rewrite(tmp_path, change)
+    with pytest.raises(ModelError, match=named):
+        load_model(open_checkpoint(tmp_path), TorchCpuOps(), 64)
+
+
+def test_ignorable_tensors(tmp_path: Path) -> None:
+    """Rotary buffers of old checkpoints, and a head stored although it is tied."""
+    make_peer("llama one kv head", tmp_path)
+    tokens = tokens_of(20)
+    plain = run_tokens(load_model(open_checkpoint(tmp_path), TorchCpuOps(), 64), tokens)
+    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4), "lm_head.weight": torch.ones(96, 48)}
+    rewrite(tmp_path, lambda t: t.update(extra))
+    assert torch.equal(run_tokens(load_model(open_checkpoint(tmp_path), TorchCpuOps(), 64), tokens), plain)
+
+
+@pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
+def test_text_half_of_multimodal_gemma(prefix: str, tmp_path: Path) -> None:
+    make_peer("gemma3 scaled", tmp_path)
+    tokens = tokens_of(40)
+    expected = run_tokens(load_model(open_checkpoint(tmp_path), TorchCpuOps(), 64), tokens)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": config}))
+
+    def rename(tensors: dict[str, torch.Tensor]) -> None:
+        for name in list(tensors):
+            tensors[name.replace("model.", prefix, 1)] = tensors.pop(name)
+        tensors["model.vision_tower.patch"] = torch.ones(3)
+
+    rewrite(tmp_path, rename)
+    assert torch.equal(run_tokens(load_model(open_checkpoint(tmp_path), TorchCpuOps(), 64), tokens), expected)
+
+
+def test_halves_order() -> None:
+    assert halves_order(8, 2).tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
+
+
+def test_progress_reaches_the_end(tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    make_peer("phi3", tmp_path)
+    load_model(open_checkpoint(tmp_path), TorchCpuOps(), 64, lambda done, total: seen.append((done, total)))
+    assert seen[-1][0] == seen[-1][1] > 0
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+
+
+def test_peer_version() -> None:
+    """The parity tests read configs as transformers 5 writes them."""
+    assert int(transformers.__version__.split(".")[0]) >= 5

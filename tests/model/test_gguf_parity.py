@@ -1,0 +1,217 @@
+"""A GGUF file means the same model as the safetensors folder it was converted from.
+
+The files are written here with the gguf package, doing what llama.cpp's converter does to each family.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from tests.helpers import run_tokens
+from tests.model.test_parity import FAMILIES, LLAMA3, arch_of, make_peer, tokens_of
+from twostroke.errors import ModelError
+from twostroke.ops.cpu import TorchCpuOps
+from twostroke.weights.checkpoint import open_checkpoint
+from twostroke.weights.load import load_arch, load_model
+
+SPELLINGS = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "self_attn.qkv_proj": "attn_qkv",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "mlp.gate_up_proj": "ffn_up",
+}
+GEMMA_SPELLINGS = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+# family of test_parity -> GGUF architecture
+CASES = {
+    "llama": "llama",
+    "llama llama3": "llama",
+    "llama one kv head": "llama",
+    "llama bias, head_dim": "llama",
+    "llama yarn": "llama",
+    "mistral window": "llama",
+    "smollm3": "smollm3",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "gemma3": "gemma3",
+    "phi3": "phi3",
+    "phi3 partial long": "phi3",
+}
+
+
+def permuted(rows: np.ndarray, heads: int) -> np.ndarray:
+    """What the converter does to q and k: halves of a head become neighbours."""
+    half = rows.shape[0] // heads // 2
+    return rows.reshape(heads, 2, half, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def converted(peer: Any, arch: str) -> dict[str, np.ndarray]:
+    spellings = {**SPELLINGS, **(GEMMA_SPELLINGS if arch == "gemma3" else {})}
+    tensors = {}
+    for name, parameter in peer.named_parameters():
+        if name == "lm_head.weight" and peer.config.tie_word_embeddings:
+            continue
+        stem, kind = name.rsplit(".", 1)
+        prefix = ""
+        if stem.startswith("model.layers."):
+            _, _, layer, stem = stem.split(".", 3)
+            prefix = f"blk.{layer}."
+        data = parameter.detach().float().numpy()
+        if arch in ("llama", "smollm3") and "q_proj" in stem:
+            data = permuted(data, peer.config.num_attention_heads)
+        if arch in ("llama", "smollm3") and "k_proj" in stem:
+            data = permuted(data, peer.config.num_key_value_heads)
+        if arch == "gemma3" and "norm" in stem:
+            data = data + 1
+        tensors[f"{prefix}{spellings[stem]}.{kind}"] = np.ascontiguousarray(data)
+    return tensors
+
+
+def write_gguf(path: Path, arch: str, peer: Any, extra: dict[str, Any], quantized: bool = False) -> None:
+    c = peer.config
+    writer = gguf.GGUFWriter(str(path), arch)
+    writer.add_block_count(c.num_hidden_layers)
+    writer.add_context_length(c.max_position_embeddings)
+    writer.add_embedding_length(c.hidden_size)
+    writer.add_feed_forward_length(c.intermediate_size)
+    writer.add_head_count(c.num_attention_heads)
+    writer.add_head_count_kv(c.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(c.rms_norm_eps)
+    head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    tensors = converted(peer, arch)
+    for key, value in extra.items():
+        if isinstance(value, np.ndarray):
+            tensors[key] = value
+        elif isinstance(value, str):
+            writer.add_string(f"{arch}.{key}", value)
+        else:
+            (writer.add_uint32 if isinstance(value, int) else writer.add_float32)(f"{arch}.{key}", value)
+    for name, data in tensors.items():
+        if quantized and data.ndim == 2:
+            packed = gguf.quants.quantize(data, gguf.GGMLQuantizationType.Q8_0)
+            writer.add_tensor(name, packed, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+        else:
+            writer.add_tensor(name, data)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def llama3_divisors() -> np.ndarray:
+    """The tensor that the converter writes for Llama 3's scaling, for heads of 8."""
+    out = []
+    for i in range(4):
+        wavelength = 2 * np.pi * LLAMA3["rope_theta"] ** (2 * i / 8)
+        low, high = 64 / LLAMA3["low_freq_factor"], 64 / LLAMA3["high_freq_factor"]
+        if wavelength < high:
+            out.append(1.0)
+        elif wavelength > low:
+            out.append(LLAMA3["factor"])
+        else:
+            smooth = (64 / wavelength - 1.0) / (4.0 - 1.0)
+            out.append(1 / ((1 - smooth) / LLAMA3["factor"] + smooth))
+    return np.array(out, dtype=np.float32)
+
+
+EXTRA: dict[str, dict[str, Any]] = {
+    "llama": {"rope.freq_base": 10_000.0, "rope.dimension_count": 8, "vocab_size": 96},
+    "llama llama3": {"rope.freq_base": 500.0, "rope_freqs.weight": llama3_divisors()},
+    "llama yarn": {
+        "rope.freq_base": 1000.0,
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": 4.0,
+        "rope.scaling.original_context_length": 64,
+    },
+    "mistral window": {"attention.sliding_window": 24},
+    "smollm3": {"rope.freq_base": 2_000_000.0},
+    "gemma3": {"attention.sliding_window": 24, "rope.freq_base": 1_000_000.0},
+    "phi3": {"rope.dimension_count": 8},
+    "phi3 partial long": {
+        "rope.dimension_count": 4,
+        "rope.scaling.original_context_length": 8,
+        "rope.scaling.attn_factor": float(np.sqrt(1 + np.log(256 / 8) / np.log(8))),
+        "rope_factors_long.weight": np.array([1.5, 3.0], dtype=np.float32),
+        "rope_factors_short.weight": np.array([1.0, 1.2], dtype=np.float32),
+    },
+}
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_gguf_equals_safetensors(family: str, tmp_path: Path) -> None:
+    more = {"query_pre_attn_scalar": FAMILIES[family][1]["head_dim"]} if family == "gemma3" else {}  # GGUF has no key
+    peer = make_peer(family, tmp_path / "folder", **more)
+    path = tmp_path / "model.gguf"
+    write_gguf(path, CASES[family], peer, EXTRA.get(family, {}))
+    tokens = tokens_of(61)
+    expected = run_tokens(load_model(open_checkpoint(tmp_path / "folder"), TorchCpuOps(), 64), tokens)
+    got = run_tokens(load_model(open_checkpoint(path), TorchCpuOps(), 64), tokens)
+    torch.testing.assert_close(got, expected, atol=2e-5, rtol=0)
+
+
+def test_quantized_rows_are_put_back_as_bytes(tmp_path: Path) -> None:
+    peer = make_peer("llama", tmp_path / "folder", hidden_size=64, num_attention_heads=4, intermediate_size=96)
+    write_gguf(tmp_path / "model.gguf", "llama", peer, EXTRA["llama"] | {"rope.dimension_count": 16}, quantized=True)
+    with torch.no_grad():
+        for parameter in peer.parameters():
+            if parameter.ndim == 2:
+                packed = gguf.quants.quantize(parameter.numpy(), gguf.GGMLQuantizationType.Q8_0)
+                values = gguf.quants.dequantize(packed, gguf.GGMLQuantizationType.Q8_0)
+                parameter.copy_(torch.from_numpy(values))
+    peer.save_pretrained(tmp_path / "rounded")
+    tokens = tokens_of(40)
+    expected = run_tokens(load_model(open_checkpoint(tmp_path / "rounded"), TorchCpuOps(), 64), tokens)
+    got = run_tokens(load_model(open_checkpoint(tmp_path / "model.gguf"), TorchCpuOps(), 64), tokens)
+    torch.testing.assert_close(got, expected, atol=2e-5, rtol=0)
+
+
+def test_description_matches(tmp_path: Path) -> None:
+    peer = make_peer("qwen2", tmp_path / "folder")
+    write_gguf(tmp_path / "model.gguf", "qwen2", peer, {})
+    assert load_arch(open_checkpoint(tmp_path / "model.gguf")).weights == arch_of(tmp_path / "folder").weights
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"expert_count": 8}, "expert_count"),
+        ({"rope.scaling.type": "dynamic"}, "dynamic"),
+        ({"rope.dimension_count": 4}, "dimension_count"),
+        ({"blk.0.attn_extra.weight": np.ones((4, 4), np.float32)}, "blk.0.attn_extra"),
+        ({"rope_freqs.weight": np.ones(3, np.float32)}, "rope_freqs"),
+        ({"rope_freqs.weight": np.zeros(4, np.float32)}, "rope_freqs"),
+    ],
+)
+def test_refusals(extra: dict[str, Any], message: str, tmp_path: Path) -> None:
+    write_gguf(tmp_path / "model.gguf", "llama", make_peer("llama", tmp_path / "folder"), extra)
+    with pytest.raises(ModelError, match=message):
+        load_model(open_checkpoint(tmp_path / "model.gguf"), TorchCpuOps(), 64)
+
+
+def test_unknown_architecture(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "model.gguf", "mamba", make_peer("llama", tmp_path / "folder"), {})
+    with pytest.raises(ModelError, match=r"mamba.*gemma3, llama, phi3"):
+        load_arch(open_checkpoint(tmp_path / "model.gguf"))
