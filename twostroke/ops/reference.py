@@ -1,4 +1,4 @@
-"""The specification of every op: plain torch, float64 inside, one row and one head at a time. Obvious and slow.
+"""The specification of every op: plain torch, float64 inside, one row at a time. Obvious and slow.
 
 A row's result is computed from that row alone, so it cannot depend on its neighbours.
 """
@@ -72,15 +72,14 @@ class ReferenceOps:
             for row in range(int(batch.starts[request]), int(batch.starts[request + 1])):
                 position = int(batch.positions[row])
                 keys, values = seen(kv, blocks.tables[request], position, attention.window)
-                for head in range(heads):
-                    shared = head // (heads // kv_heads)  # query heads of one group read one K/V head
-                    out[row, head] = attended(q[row, head], keys[:, shared], values[:, shared], attention)
+                out[row] = attended(q[row], keys, values, attention)
         return out.flatten(1)  # (T, heads · head_dim)
 
     def argmax(self, logits: Tensor) -> Tensor:
         best = logits.amax(dim=-1, keepdim=True)
         index = torch.arange(logits.shape[-1])
-        return torch.where(logits == best, index, logits.shape[-1]).amin(dim=-1)
+        first = torch.where(logits == best, index, logits.shape[-1]).amin(dim=-1)
+        return torch.where(logits.isnan().any(dim=-1), -1, first)
 
 
 def gated(x: Tensor, gate: Gate) -> Tensor:
@@ -113,8 +112,10 @@ def seen(kv: KVLayer, table: Tensor, position: int, window: int) -> tuple[Tensor
 
 
 def attended(q: Tensor, keys: Tensor, values: Tensor, attention: Attention) -> Tensor:
-    """One head of one query: q (D,), keys and values (n, D) -> (D,)."""
-    scores = keys.double() @ q.double() * attention.scale
+    """One query: q (heads, D), keys and values (n, kv_heads, D) -> (heads, D)."""
+    share = attention.heads // attention.kv_heads  # neighbouring query heads read one K/V head
+    keys, values = (x.double().repeat_interleave(share, dim=1) for x in (keys, values))  # (n, heads, D)
+    scores = torch.einsum("hd,nhd->hn", q.double(), keys) * attention.scale
     if attention.softcap:
         scores = attention.softcap * torch.tanh(scores / attention.softcap)
-    return (torch.softmax(scores, dim=0) @ values.double()).float()
+    return torch.einsum("hn,nhd->hd", torch.softmax(scores, dim=1), values).float()

@@ -43,7 +43,7 @@ def agreeing(product: Callable[[Tensor], Tensor | None], rows: Tensor, sizes: Se
                 break
         else:
             classes.append([n])
-    return tuple(max(classes, key=len, default=[]))
+    return tuple(max(classes, key=lambda found: len(found), default=[]))
 
 
 def cut(count: int, sizes: Sequence[int]) -> list[tuple[int, int]]:
