@@ -22,8 +22,8 @@ from twostroke.text.budget import NODE_BYTES, Budget, BudgetError, weigh
 _FREE = ("length", "count", "first", "last", "default", "d")
 _SHALLOW = ("items", "list", "map", "reject", "rejectattr", "reverse", "select", "selectattr")
 _DEEP = (
-    "abs", "capitalize", "dictsort", "float", "groupby", "int", "lower", "max", "min", "sort", "string", "title",
-    "trim", "truncate", "unique", "upper",
+    "abs", "capitalize", "dictsort", "float", "groupby", "int", "lower", "max", "min", "sort", "string", "trim",
+    "truncate", "unique", "upper",
 )  # fmt: skip
 _COMPARING = ("eq", "equalto", "==", "ne", "!=", "lt", "lessthan", "<", "le", "<=", "gt", "greaterthan", ">", "ge",
               ">=", "in")  # fmt: skip
@@ -36,6 +36,7 @@ def allowed_filters(budget: Budget) -> dict[str, Callable[..., Any]]:
     charged = {name: _charged(budget, jinja[name], lambda value: 0) for name in _FREE}
     charged |= {name: _charged(budget, jinja[name], _length) for name in _SHALLOW}
     charged |= {name: _charged(budget, jinja[name], weigh) for name in _DEEP}
+    charged["title"] = _charged(budget, jinja["title"], lambda value: 32 * weigh(value))  # slow
     written = _Written(budget)
     return charged | {
         "tojson": written.tojson, "replace": written.replace, "indent": written.indent, "join": written.join,

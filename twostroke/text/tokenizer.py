@@ -49,9 +49,10 @@ class Tokenizer:
         engine = self._vocabulary.engine if parse_special else self._literal_engine()
         try:
             ids: list[int] = engine.encode(text, add_special_tokens=False).ids
-        except UnicodeEncodeError as error:
+        except (TypeError, UnicodeError):  # which of the two depends on the library's version
+            place = next((i for i, char in enumerate(text) if "\ud800" <= char <= "\udfff"), 0)
             raise InputError(
-                f"prompt: has half a character (a lone surrogate) at position {error.start}; "
+                f"prompt: has half a character (a lone surrogate) at position {place}; "
                 "send text that can be written as UTF-8"
             ) from None
         return [*self._vocabulary.prefix, *ids, *self._vocabulary.suffix] if add_special else ids
