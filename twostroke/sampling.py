@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
@@ -14,6 +15,45 @@ MAX_LOGPROBS = 128
 MAX_STOPS = 64
 MAX_STOP_LENGTH = 1024  # characters
 MAX_BIASES = 4096
+MASK = 2**64 - 1
+MIX_1, MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+MAX_GRAMMAR = 1 << 18  # characters
+GRAMMAR_KINDS = ("json_schema", "json_object", "regex", "ebnf")
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """A language that the whole answer belongs to: data only, so that it can be hashed, sent and compiled anywhere.
+
+    kind: "json_schema" (source: the schema, as JSON text or a mapping), "json_object" (any object; no source), "regex"
+    (the whole answer matches it) or "ebnf" (`root ::= …` as llama.cpp writes it, or Lark's `start: …`).
+    """
+
+    kind: str
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        if self.kind not in GRAMMAR_KINDS:
+            raise InputError(f"grammar.kind must be one of {', '.join(GRAMMAR_KINDS)}; got {self.kind!r}.")
+        if self.kind == "json_schema" and isinstance(self.source, Mapping):
+            object.__setattr__(self, "source", schema_text(self.source))
+        if not isinstance(self.source, str):
+            raise InputError(f"grammar.source must be a string, got {type(self.source).__name__}.")
+        if bool(self.source) == (self.kind == "json_object"):
+            needs = "no source" if self.source else "a source"
+            raise InputError(f"grammar: kind {self.kind!r} takes {needs}.")
+        if len(self.source) > MAX_GRAMMAR:
+            raise InputError(
+                f"grammar.source has {len(self.source)} characters, at most {MAX_GRAMMAR} are read: make it smaller."
+            )
+
+
+def schema_text(schema: Any, name: str = "grammar.source") -> str:
+    """A JSON schema as text."""
+    try:
+        return json.dumps(schema, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InputError(f"{name}: is not plain JSON data: {error}.") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +76,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     logprobs: int | None = None  # for each output token its own and this many best; 0: its own only
     prompt_logprobs: int | None = None
+    grammar: Grammar | None = None  # what the answer must look like; it decides where the answer may end
     n: int = 1
     priority: int = 0  # lower first (policy "priority"; victims of preemption are chosen from the highest)
     deadline: float | None = None  # seconds after arrival by which the first token should be out (policy "deadline")
@@ -60,6 +101,8 @@ class SamplingParams:
         self._check_bias()
         whole(self, "logprobs", 0, MAX_LOGPROBS, optional=True)
         whole(self, "prompt_logprobs", 0, MAX_LOGPROBS, optional=True)
+        if self.grammar is not None and not isinstance(self.grammar, Grammar):
+            raise InputError(f"grammar must be a Grammar, got {type(self.grammar).__name__}.")
         whole(self, "n", 1, MAX_SAMPLES)
         whole(self, "priority", -(2**31), 2**31 - 1)
         number(self, "deadline", 0.0, 1e9, optional=True)
@@ -123,3 +166,10 @@ def number(params: Any, name: str, low: float, high: float, optional: bool = Fal
 def flag(params: Any, name: str) -> None:
     if not isinstance(getattr(params, name), bool):
         raise InputError(f"{name} must be True or False, got {getattr(params, name)!r}.")
+
+
+def mix(z: int) -> int:
+    """The finalizer of splitmix64: every input bit reaches every output bit."""
+    z = ((z ^ (z >> 30)) * MIX_1) & MASK
+    z = ((z ^ (z >> 27)) * MIX_2) & MASK
+    return z ^ (z >> 31)

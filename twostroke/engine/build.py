@@ -12,7 +12,7 @@ import torch
 
 from twostroke.config import Config, Resolved, resolve
 from twostroke.engine.core import Core
-from twostroke.engine.intake import Intake
+from twostroke.engine.intake import Intake, open_tokenizer
 from twostroke.errors import ConfigError
 from twostroke.hardware import this_machine
 from twostroke.kv.blocks import BlockPool
@@ -25,9 +25,10 @@ from twostroke.run.runner import ModelRunner
 from twostroke.schedule.pace import Pace
 from twostroke.schedule.policy import POLICIES
 from twostroke.schedule.scheduler import Limits, Scheduler
-from twostroke.text.tokenizer import Tokenizer, from_folder, from_gguf
-from twostroke.weights.checkpoint import Checkpoint, locate, open_checkpoint
-from twostroke.weights.load import load_arch, load_model
+from twostroke.text.tokenizer import Tokenizer
+from twostroke.weights.checkpoint import locate, open_checkpoint
+from twostroke.weights.describe import checkpoint_bytes, load_arch
+from twostroke.weights.load import load_model
 
 log = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]
@@ -83,13 +84,3 @@ def choose_device(config: Config) -> str:
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device='cuda' was asked for, but torch sees no CUDA device: use device='cpu'.")
     return config.device or "cpu"
-
-
-def open_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
-    if checkpoint.kind == "gguf":
-        return from_gguf(checkpoint.config)
-    return from_folder(checkpoint.path)
-
-
-def checkpoint_bytes(checkpoint: Checkpoint) -> int:
-    return sum(tensor.nbytes for tensor in checkpoint.tensors.values())

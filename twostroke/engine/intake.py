@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from twostroke.config import Resolved
 from twostroke.errors import InputError
 from twostroke.metrics.timeline import Timeline
-from twostroke.run.sample import mix
-from twostroke.sampling import SamplingParams, is_whole
-from twostroke.text.tokenizer import Tokenizer
+from twostroke.sampling import SamplingParams, is_whole, mix
+from twostroke.text.tokenizer import Tokenizer, from_folder, from_gguf
 from twostroke.types import Request
+from twostroke.weights.checkpoint import Checkpoint
 
 Prompt = str | Sequence[int]
 
@@ -66,3 +66,9 @@ class Intake:
             request.timeline.prompt_tokens = len(tokens)
             requests.append(request)
         return requests
+
+
+def open_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
+    if checkpoint.kind == "gguf":
+        return from_gguf(checkpoint.config)
+    return from_folder(checkpoint.path)

@@ -11,12 +11,10 @@ import torch
 from torch import Tensor
 
 from twostroke.ops.interface import Ops
-from twostroke.sampling import SamplingParams
+from twostroke.sampling import MASK, MIX_1, MIX_2, SamplingParams, mix
 from twostroke.types import Request, TokenLogprobs
 
-MASK = 2**64 - 1
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: steps of a Weyl sequence
-MIX_1, MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 NOT_FINITE = "the model produced logits that are not numbers for this request"
 
 
@@ -111,13 +109,6 @@ def noise_key(seed: int, sample: int, position: int) -> int:
     for part in (sample, position):
         key = mix((key + GOLDEN * (part + 1)) & MASK)
     return key
-
-
-def mix(z: int) -> int:
-    """The finalizer of splitmix64: every input bit reaches every output bit."""
-    z = ((z ^ (z >> 30)) * MIX_1) & MASK
-    z = ((z ^ (z >> 27)) * MIX_2) & MASK
-    return z ^ (z >> 31)
 
 
 def gumbel(key: int, ids: Tensor) -> Tensor:

@@ -14,26 +14,14 @@ from torch import Tensor
 
 from twostroke.errors import ModelError
 from twostroke.model.arch import Arch, Rope
-from twostroke.model.families import arch_from_config
-from twostroke.model.families_gguf import arch_from_gguf
 from twostroke.model.names import ignorable, parameter_sources
 from twostroke.model.transformer import Layer, Transformer, rope_table
 from twostroke.ops.formats import Stored, dequantize
 from twostroke.ops.interface import Attention, Norm, Ops, RopeTable, Weight
 from twostroke.weights.checkpoint import Checkpoint
+from twostroke.weights.describe import load_arch
 
 Progress = Callable[[int, int], None]  # bytes packed, bytes in all
-
-
-def load_arch(checkpoint: Checkpoint) -> Arch:
-    """The checkpoint's architecture; reads its description and at most a few small tensors."""
-    where = checkpoint.path.name
-    if checkpoint.kind == "safetensors":
-        return arch_from_config(checkpoint.config, f"{where}/config.json")
-    shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
-    return arch_from_gguf(
-        checkpoint.config, shapes, lambda name: dequantize(checkpoint.tensors[name]).tolist(), f"{where} metadata"
-    )
 
 
 def load_model(checkpoint: Checkpoint, ops: Ops, max_positions: int, progress: Progress | None = None) -> Transformer:

@@ -1,0 +1,24 @@
+"""What a checkpoint says of itself before a single weight is read. Torch-free: servers and planners ask this."""
+
+from __future__ import annotations
+
+from twostroke.model.arch import Arch
+from twostroke.model.families import arch_from_config
+from twostroke.model.families_gguf import arch_from_gguf
+from twostroke.ops.formats import dequantize
+from twostroke.weights.checkpoint import Checkpoint
+
+
+def load_arch(checkpoint: Checkpoint) -> Arch:
+    """The checkpoint's architecture; reads its description and at most a few small tensors."""
+    where = checkpoint.path.name
+    if checkpoint.kind == "safetensors":
+        return arch_from_config(checkpoint.config, f"{where}/config.json")
+    shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
+    return arch_from_gguf(
+        checkpoint.config, shapes, lambda name: dequantize(checkpoint.tensors[name]).tolist(), f"{where} metadata"
+    )
+
+
+def checkpoint_bytes(checkpoint: Checkpoint) -> int:
+    return sum(tensor.nbytes for tensor in checkpoint.tensors.values())
