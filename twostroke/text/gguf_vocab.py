@@ -9,14 +9,14 @@ both kinds.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, models, normalizers
 
 from twostroke.errors import ModelError
 from twostroke.text import pieces
-from twostroke.text.pretokenize import pre_tokenizer
+from twostroke.text.pretokenize import PreTokenizer, pre_tokenizer
 from twostroke.text.vocabulary import Vocabulary, end_ids, refusing
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
@@ -97,7 +97,8 @@ def read_gguf(metadata: Mapping[str, Any]) -> Vocabulary:
     ids = _index(header.tokens)
     if header.kind == "gpt2":
         pre = pre_tokenizer(header.text("pre") or "default")
-        engine, defaults, add_bos, space = _byte_level_engine(header, ids), {}, pre.add_bos, False
+        defaults, add_bos, space = {}, pre.add_bos, False
+        engine = _byte_level_engine(header, ids, pre)
     elif header.kind == "llama":
         space = header.flag("add_space_prefix", True)
         defaults, add_bos = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}, True
@@ -175,7 +176,7 @@ def _add_tokens(engine: Tokenizer, header: _Header, special: set[int]) -> None:
     engine.add_tokens([added(header.tokens[i], False) for i in user if header.tokens[i]])
 
 
-def _pieces(header: _Header, special: frozenset[int]) -> Any:
+def _pieces(header: _Header, special: frozenset[int]) -> Callable[[int], bytes]:
     """Id to bytes. A row marked unused is padding of the embedding: it has no text."""
     tokens, types = header.tokens, header.types
     plain = pieces.byte_level if header.kind == "gpt2" else pieces.sentencepiece
@@ -192,8 +193,7 @@ def _pieces(header: _Header, special: frozenset[int]) -> Any:
     return piece
 
 
-def _byte_level_engine(header: _Header, ids: dict[str, int]) -> Tokenizer:
-    pre = pre_tokenizer(header.text("pre") or "default")
+def _byte_level_engine(header: _Header, ids: dict[str, int], pre: PreTokenizer) -> Tokenizer:
     merges = [_split_merge(number, merge) for number, merge in enumerate(header.strings("merges"))]
     with refusing("tokenizer.ggml.merges do not fit tokenizer.ggml.tokens", _FIX):
         engine = Tokenizer(models.BPE(vocab=ids, merges=merges, ignore_merges=pre.ignore_merges))
