@@ -1,0 +1,338 @@
+"""The native CPU backend: every op against the specification, on every instruction set this machine has."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ops.cases import CASES, Case, alone, copied, make_step
+from twostroke.ops.formats import FORMATS, Stored, dequantize, from_float
+from twostroke.ops.interface import Gate, KVFormat, Norm
+from twostroke.ops.native.library import available
+from twostroke.ops.reference import ReferenceOps, gated
+
+if not available():
+    pytest.skip("the native library is not built", allow_module_level=True)
+
+from twostroke.ops.native_cpu import NativeCpuOps, PackedWeight, instruction_sets
+
+ISAS = instruction_sets()
+SLOW = ReferenceOps()
+FLOATS = ("F32", "F16", "BF16")
+
+
+@cache
+def ops_on(isa: str, threads: int = 2) -> NativeCpuOps:
+    return NativeCpuOps(threads, isa=isa)
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def stored(name: str, outputs: int, inputs: int, seed: int = 0) -> Stored:
+    """A random matrix: floats as they are, blocks of random bits under sane scales (every code occurs)."""
+    rng = np.random.default_rng(seed)
+    if name in FLOATS:
+        x = rng.standard_normal((outputs, inputs), dtype=np.float32)
+        if name == "BF16":
+            return Stored(name, x.shape, (x.view(np.uint32) >> 16).astype(np.uint16).reshape(-1).view(np.uint8))
+        return from_float(x.astype(np.float16) if name == "F16" else x)
+    fmt = FORMATS[name]
+    blocks = rng.integers(0, 256, (outputs * inputs // fmt.block, fmt.bytes), dtype=np.uint8)
+    halves = [208] if name == "Q6_K" else [0, 2] if name in ("Q4_1", "Q5_1", "Q4_K", "Q5_K") else [0]
+    for place in halves:
+        scales = rng.uniform(-1e-2, 1e-2, len(blocks)).astype(np.float16)
+        blocks[:, place : place + 2] = scales.view(np.uint8).reshape(-1, 2)
+    return Stored(name, (outputs, inputs), blocks.reshape(-1))
+
+
+def quantized(x: Tensor) -> Tensor:
+    """What the kernels make of a row: codes of 8 bits, one scale for 32 of them."""
+    groups = x.view(x.shape[0], -1, 32)
+    peak = groups.abs().amax(dim=-1, keepdim=True)
+    codes = torch.round(groups * torch.where(peak > 0, 127 / peak, 0.0))
+    return (codes * (peak / 127)).view(x.shape)
+
+
+def error(got: Tensor, expected: Tensor) -> float:
+    return float((got - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("name", FORMATS)
+def test_linear(isa: str, name: str) -> None:
+    ops = ops_on(isa)
+    parts = [stored(name, n, 256, seed=n) for n in (48, 7, 33)]
+    shift = randn(88, seed=5)
+    mine, spec = ops.pack(parts, shift), SLOW.pack(parts, shift)
+    for rows in (1, 3, 5, 40):
+        x = 3 * randn(rows, 256, seed=rows)
+        expected = SLOW.linear(x if name in FLOATS else quantized(x), spec)
+        assert error(ops.linear(x, mine), expected) < 2e-6
+        assert error(ops.linear(x, mine), SLOW.linear(x, spec)) < 1e-2
+        target = randn(rows, 88, seed=9)
+        onto = target.clone()
+        assert ops.linear(x, mine, add_to=onto) is onto
+        assert torch.equal(onto, target + ops.linear(x, mine))
+    assert ops.weight_bytes(mine) >= sum(part.nbytes for part in parts)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("name", ["F32", "F16", "Q8_0", "Q4_1"])
+@pytest.mark.parametrize("before", [Norm(1 + 0.2 * randn(192), 1e-5), Gate("silu"), Gate("gelu_tanh")])
+def test_what_comes_before(isa: str, name: str, before: Norm | Gate) -> None:
+    ops = ops_on(isa)
+    inputs = 96 if isinstance(before, Gate) else 192
+    parts = [stored(name, 50, inputs)]
+    mine, spec = ops.pack(parts), SLOW.pack(parts)
+    for rows in (1, 2, 7):
+        x = 2 * randn(rows, 192, seed=rows)
+        inner = gated(x, before) if isinstance(before, Gate) else SLOW.norm(x, before)
+        expected = SLOW.linear(inner if name in FLOATS else quantized(inner), spec)
+        # A code on the edge may round the other way
+        assert error(ops.linear(x, mine, before=before), expected) < (2e-6 if name in FLOATS else 2e-3)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("name", ["F32", "F16"])
+def test_odd_float_shapes(isa: str, name: str) -> None:
+    ops = ops_on(isa)
+    for outputs, inputs in ((1, 1), (17, 33), (5, 66), (130, 7)):
+        parts = [stored(name, outputs, inputs)]
+        norm = Norm(1 + 0.2 * randn(inputs), 1e-5)
+        x = randn(14, inputs)
+        got = ops.linear(x, ops.pack(parts), before=norm)
+        torch.testing.assert_close(got, SLOW.linear(x, SLOW.pack(parts), before=norm), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(ops.norm(x, norm), SLOW.norm(x, norm), atol=1e-6, rtol=1e-5)
+
+
+def test_parts_of_different_formats() -> None:
+    """q, k in one format and v in another, as mixed GGUF files have them."""
+    names = ("Q4_K", "Q6_K", "F16", "Q4_0", "Q5_0")
+    parts = [stored(name, 20, 512, seed=i) for i, name in enumerate(names)]
+    x = randn(6, 512)
+    for isa in ISAS:
+        ops = ops_on(isa)
+        mine = ops.pack(parts)
+        got = ops.linear(x, mine, before=Norm(torch.ones(512), 1e-6))
+        alone_ = [ops.linear(x, ops.pack([part]), before=Norm(torch.ones(512), 1e-6)) for part in parts]
+        assert torch.equal(got, torch.cat(alone_, dim=1))
+        tokens = torch.tensor([0, 19, 20, 45, 99])
+        expected = np.concatenate([dequantize(part) for part in parts])[tokens]
+        assert np.array_equal(ops.embed(mine, tokens, 1.0).numpy(), expected)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_embed(name: str) -> None:
+    part = stored(name, 40, 256)
+    tokens = torch.tensor([3, 39, 0, 17, 3, 25])
+    for isa in ISAS:
+        packed = ops_on(isa).pack([part])
+        assert np.array_equal(ops_on(isa).embed(packed, tokens, 1.0).numpy(), dequantize(part)[tokens])
+        assert np.array_equal(ops_on(isa).embed(packed, tokens, 3.0).numpy(), dequantize(part)[tokens] * np.float32(3))
+        for bad in (-1, 40):
+            with pytest.raises(ValueError, match="token"):
+                ops_on(isa).embed(packed, torch.tensor([0, bad]), 1.0)
+
+
+def test_float32_weights() -> None:
+    ops = NativeCpuOps(2, weights="float32")
+    parts = [stored("Q4_1", 40, 256), stored("Q6_K", 24, 256)]
+    x = randn(5, 256)
+    assert error(ops.linear(x, ops.pack(parts)), SLOW.linear(x, SLOW.pack(parts))) < 1e-6
+
+
+# ---- attention -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("name", CASES)
+def test_attention(isa: str, name: str) -> None:
+    qkv, attention, kv, batch = make_step(CASES[name])
+    mine, other = copied(kv), copied(kv)
+    expected = SLOW.attend(qkv, attention, other, batch, 0)
+    got = ops_on(isa).attend(qkv, attention, mine, batch, 0)
+    assert torch.isfinite(got).all()
+    torch.testing.assert_close(got, expected, **tolerance(kv.format))
+    block, offset = batch.groups[0].slots // 16, batch.groups[0].slots % 16
+    for one, two in ((mine.keys, other.keys), (mine.values, other.values)):
+        written, wanted = one[block, :, offset].float(), two[block, :, offset].float()
+        if kv.format == "int4":
+            written, wanted = (x.to(torch.uint8) & 15 for x in (written, wanted))
+            assert (written.int() - wanted.int()).abs().max() <= 1
+        else:
+            assert (written - wanted).abs().max() <= (1.0 if kv.format == "int8" else 1e-2)
+
+
+def tolerance(kv_format: str) -> dict[str, float]:
+    if kv_format == "float32":
+        return {"atol": 3e-6, "rtol": 1e-5}
+    return {"atol": 5e-5, "rtol": 1e-4}
+
+
+def long_case(kv_format: KVFormat, window: int = 0) -> Case:
+    return Case(((700, 1), (3, 290), (511, 1), (512, 2), (255, 1)), heads=9, kv_heads=3, head_dim=64, format=kv_format,
+                window=window, rotary=0)  # fmt: skip
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kv_format", ["float32", "float16", "bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("window", [0, 300])
+def test_attention_over_several_splits(isa: str, kv_format: KVFormat, window: int) -> None:
+    case = dataclasses.replace(long_case(kv_format, window), requests=((700, 1), (3, 30), (511, 1), (512, 2), (255, 1)))
+    qkv, attention, kv, batch = make_step(case)
+    expected = SLOW.attend(qkv, attention, copied(kv), batch, 0)
+    got = ops_on(isa).attend(qkv, attention, copied(kv), batch, 0)
+    torch.testing.assert_close(got, expected, **tolerance(kv_format))
+
+
+def test_requests_of_one_step_share_the_blocks_it_fills() -> None:
+    qkv, attention, kv, batch = make_step(Case(((0, 32), (16, 4))))
+    batch.groups[0].tables[1, 0] = batch.groups[0].tables[0, 0]
+    expected = SLOW.attend(qkv, attention, copied(kv), batch, 0)
+    for isa in ISAS:
+        got = ops_on(isa).attend(qkv, attention, copied(kv), batch, 0)
+        torch.testing.assert_close(got, expected, **tolerance("float32"))
+
+
+def test_argmax() -> None:
+    rows = randn(6, 5003)
+    rows[0, 17] = rows[0, 4000] = 9.0  # the first of equals
+    rows[1, 5002] = rows[1, 5001] = 9.0
+    rows[2, 333] = float("nan")
+    rows[3, 5002] = float("nan")
+    rows[4, 2222] = float("inf")
+    rows[5] = -float("inf")
+    for isa in ISAS:
+        assert ops_on(isa).argmax(rows).tolist() == [17, 5001, -1, -1, 2222, 0]
+        assert ops_on(isa).argmax(rows[:, :40]).tolist() == SLOW.argmax(rows[:, :40]).tolist()
+
+
+# ---- the bits of a row -----------------------------------------------------------------------------------------------
+
+SPANS = ((0, 1), (1, 3), (2, 6), (3, 8), (5, 42), (36, 37), (0, 300), (7, 260))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_rows_do_not_know_each_other(name: str) -> None:
+    """Any span of rows, any thread count, any instruction set: the same bits."""
+    part, norm = stored(name, 150, 256), Norm(1 + 0.1 * randn(256), 1e-6)
+    x = randn(300, 256, seed=1)
+    whole: Tensor | None = None
+    for isa in ISAS:
+        for threads in (1, 2, 5):
+            ops = ops_on(isa, threads)
+            packed = ops.pack([part])
+            got = ops.linear(x, packed, before=norm)
+            whole = got if whole is None else whole
+            assert torch.equal(got, whole), (isa, threads)
+            check_spans(ops, packed, x, norm, whole)
+
+
+def check_spans(ops: NativeCpuOps, packed: PackedWeight, x: Tensor, norm: Norm, whole: Tensor) -> None:
+    for start, stop in SPANS:
+        assert torch.equal(ops.linear(x[start:stop], packed, before=norm), whole[start:stop]), (ops.isa, start, stop)
+
+
+@pytest.mark.parametrize("gate", ["silu", "gelu_tanh"])
+def test_gates_do_not_depend_on_place(gate: str) -> None:
+    part = stored("F32", 20, 72)
+    x = 4 * randn(50, 144)
+    results = []
+    for isa in ISAS:
+        ops = ops_on(isa)
+        packed = ops.pack([part])
+        results.append(ops.linear(x, packed, before=Gate(gate)))  # type: ignore[arg-type]
+        for i in (0, 7, 49):
+            assert torch.equal(ops.linear(x[i : i + 1], packed, before=Gate(gate)), results[-1][i : i + 1])  # type: ignore[arg-type]
+        assert torch.equal(results[-1], results[0])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_attention_among_neighbours(name: str) -> None:
+    qkv, attention, kv, batch = make_step(CASES[name])
+    together: Tensor | None = None
+    for isa in ISAS:
+        for threads in (1, 2):
+            ops = ops_on(isa, threads)
+            got = ops.attend(qkv, attention, copied(kv), batch, 0)
+            together = got if together is None else together
+            assert torch.equal(got, together), (isa, threads)
+            for request in range(len(batch.contexts)):
+                rows, only = alone(batch, request)
+                assert torch.equal(ops.attend(qkv[rows], attention, copied(kv), only, 0), together[rows])
+
+
+@pytest.mark.parametrize("kv_format", ["float32", "float16", "bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("window", [0, 1, 24, 300])
+def test_attention_in_chunks(kv_format: KVFormat, window: int) -> None:
+    """One prefill, uneven chunks, token by token across the border of a split: the same rows."""
+    case = Case(((3, 590),), heads=9, kv_heads=3, head_dim=64, window=window, format=kv_format, rotary=0)
+    qkv, attention, kv, batch = make_step(case)
+    ops = ops_on(ISAS[0])
+    whole = ops.attend(qkv, attention, copied(kv), batch, 0)
+    for sizes in ([240] + [1] * 20 + [330], [100, 1, 28, 130, 331], [16] * 36 + [7, 7]):
+        cache_, done = copied(kv), 0
+        for size in sizes:
+            rows = slice(done, done + size)
+            group = dataclasses.replace(batch.groups[0], slots=batch.groups[0].slots[rows])
+            part = dataclasses.replace(
+                batch,
+                tokens=batch.tokens[rows],
+                positions=batch.positions[rows],
+                starts=torch.tensor([0, size], dtype=torch.int32),
+                contexts=torch.tensor([3 + done + size], dtype=torch.int32),
+                groups=(group,),
+            )
+            assert torch.equal(ops.attend(qkv[rows], attention, cache_, part, 0), whole[rows]), (sizes[:3], done)
+            done += size
+
+
+# ---- bad numbers and bad arguments -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("name", ["F32", "Q8_0", "Q4_1", "Q6_K"])
+def test_bad_inputs_show_and_stay_in_their_row(name: str, bad: float) -> None:
+    part = stored(name, 20, 256)
+    x = randn(9, 256)
+    for isa in ISAS:
+        packed = ops_on(isa).pack([part])
+        clean = ops_on(isa).linear(x, packed)
+        spoilt = x.clone()
+        spoilt[4, 77] = bad
+        got = ops_on(isa).linear(spoilt, packed)
+        assert not torch.isfinite(got[4]).any()
+        keep = torch.arange(9) != 4
+        assert torch.equal(got[keep], clean[keep])
+
+
+def test_empty_and_zero() -> None:
+    for isa in ISAS:
+        ops = ops_on(isa)
+        packed = ops.pack([stored("Q4_1", 20, 64)])
+        assert ops.linear(torch.empty(0, 64), packed).shape == (0, 20)
+        assert torch.equal(ops.linear(torch.zeros(3, 64), packed), torch.zeros(3, 20))
+        tiny = ops.linear(torch.full((1, 64), 1e-38), packed)
+        assert torch.isfinite(tiny).all()
+
+
+def test_refusals() -> None:
+    ops = ops_on(ISAS[0])
+    packed = ops.pack([stored("Q8_0", 20, 64)])
+    for x in (torch.zeros(2, 32), torch.zeros(2, 64, dtype=torch.float64)):
+        with pytest.raises(ValueError, match="does not fit"):
+            ops.linear(x, packed)
+    with pytest.raises(ValueError, match="cannot add"):
+        ops.linear(torch.zeros(2, 64), packed, add_to=torch.zeros(2, 19))
+    with pytest.raises(ValueError, match="bias"):
+        ops.pack([stored("Q8_0", 20, 64)], torch.zeros(19))
+    with pytest.raises(ValueError, match="no kernels"):
+        NativeCpuOps(1, isa="abacus")
+    assert torch.equal(ops.linear(torch.ones(64, 2).T, packed), ops.linear(torch.ones(2, 64), packed))

@@ -1,0 +1,97 @@
+// The C interface: raw pointers in, an int out (0, or one of the codes below). Called through ctypes, which releases the
+// interpreter lock; a context serves one call at a time.
+#include "attend.h"
+#include "linear.h"
+#include "pack.h"
+
+#define TS_API extern "C" __attribute__((visibility("default")))
+
+enum Status : int { Fine = 0, NoMemory = 1, BadToken = 2, BadArgument = 3 };
+
+namespace {
+template <class Body> int guarded(Context* c, Body body) {
+    try {
+        std::lock_guard<std::mutex> lock(c->mutex);
+        return body();
+    } catch (const std::bad_alloc&) {
+        return NoMemory;
+    } catch (...) {
+        return BadArgument;
+    }
+}
+}  // namespace
+
+TS_API int ts_version() { return 1; }
+
+// The name of the i-th instruction set usable here, best first; null past the last.
+TS_API const char* ts_isa(int i) {
+    const Kernels* k = usable_kernels(i);
+    return k ? k->name : nullptr;
+}
+
+// isa: one of ts_isa's names, or "" for the best. Null where it is not usable.
+TS_API Context* ts_new(int threads, const char* isa) {
+    const Kernels* k = find_kernels(isa);
+    if (!k || threads < 1) return nullptr;
+    try {
+        return new Context(*k, threads);
+    } catch (...) {
+        return nullptr;
+    }
+}
+
+TS_API void ts_free(Context* c) { delete c; }
+
+TS_API const char* ts_name(const Context* c) { return c->kernels.name; }
+
+// `data[i]`: rows[i] rows of `cols` elements in formats[i], adjacent. Null: no memory, or cols is not whole blocks.
+TS_API Weight* ts_pack(Context* c, int parts, const int32_t* formats, const int32_t* rows, const uint8_t* const* data, int cols,
+                       const float* bias) {
+    Weight* weight = nullptr;
+    guarded(c, [&] {
+        for (int i = 0; i < parts; ++i)
+            if (formats[i] < 0 || formats[i] >= kFormats || stored_row_bytes(formats[i], cols) == 0) return (int)BadArgument;
+        weight = pack_weight(*c, parts, formats, rows, data, cols, bias);
+        return (int)Fine;
+    });
+    return weight;
+}
+
+TS_API void ts_weight_free(Weight* weight) { delete weight; }
+
+TS_API int64_t ts_weight_bytes(const Weight* weight) { return (int64_t)weight->bytes; }
+
+TS_API int ts_embed(Context* c, const Weight* table, const int64_t* tokens, int count, float scale, float* out) {
+    return guarded(c, [&] { return embed(*c, *table, tokens, count, scale, out) ? Fine : BadToken; });
+}
+
+TS_API int ts_norm(Context* c, const float* x, int64_t stride, int rows, int cols, const float* weight, float eps, float* out) {
+    return guarded(c, [&] {
+        norm_rows(*c, {RmsNorm, x, stride, cols, weight, eps, out, nullptr}, rows);
+        return Fine;
+    });
+}
+
+// before: 0 nothing, 1 norm (weight, eps), 2 silu gate, 3 tanh-gelu gate.
+TS_API int ts_linear(Context* c, const Weight* weight, const float* x, int64_t x_stride, int rows, int before, const float* norm,
+                     float eps, float* out, int64_t out_stride, int add) {
+    return guarded(c, [&] {
+        if (rows > 0) linear(*c, *weight, {x, x_stride, rows, before, norm, eps, out, out_stride, add});
+        return Fine;
+    });
+}
+
+TS_API int ts_attend(Context* c, const AttendLayer* layer, const AttendBatch* batch, const float* qkv, float* out) {
+    return guarded(c, [&] {
+        if (batch->rows > 0) attend_step(*c, *layer, *batch, qkv, out);
+        return Fine;
+    });
+}
+
+TS_API int ts_argmax(Context* c, const float* logits, int64_t stride, int rows, int64_t count, int64_t* out) {
+    return guarded(c, [&] {
+        auto body = [&](int i, int) { out[i] = c->kernels.argmax(logits + i * stride, count); };
+        c->pool.each(rows, body);
+        return Fine;
+    });
+}

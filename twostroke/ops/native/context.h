@@ -1,0 +1,73 @@
+// What one backend object owns: its kernels, its threads, buffers that are reused from call to call.
+#pragma once
+#include <stdlib.h>
+
+#include <memory>
+#include <mutex>
+#include <new>
+#include <vector>
+
+#include "cpu.h"
+#include "pool.h"
+
+// Memory aligned to cache lines that only grows.
+class Buffer {
+public:
+    Buffer() = default;
+    Buffer(const Buffer&) = delete;
+    Buffer& operator=(const Buffer&) = delete;
+    ~Buffer() { free(data_); }
+
+    template <class T> T* get(size_t count) {
+        const size_t bytes = (count * sizeof(T) + 63) / 64 * 64;
+        if (bytes > size_) {
+            free(data_);
+            data_ = nullptr, size_ = 0;
+            if (posix_memalign(&data_, 64, bytes + bytes / 4 / 64 * 64) != 0) throw std::bad_alloc();
+            size_ = bytes + bytes / 4 / 64 * 64;
+        }
+        return static_cast<T*>(data_);
+    }
+
+private:
+    void* data_ = nullptr;
+    size_t size_ = 0;
+};
+
+// A packed matrix: parts stacked along the output, each in the kind that suits its format.
+struct Part {
+    int kind, rows, panels;
+    int output;          // first output of this part
+    uint8_t* data;
+    size_t panel_stride;
+};
+
+struct Weight {
+    int rows = 0, cols = 0, panels = 0;
+    bool coded = false, floats = false;  // which forms of the input the parts multiply with
+    size_t bytes = 0;
+    std::vector<Part> parts;
+    std::vector<float> bias;
+    uint8_t* memory = nullptr;
+    size_t mapped = 0;
+    ~Weight();
+};
+
+struct Context {
+    const Kernels& kernels;
+    Pool pool;
+    std::mutex mutex;  // one call at a time: the buffers below are its own
+    Buffer acts, plain, q, partials;
+    std::vector<std::unique_ptr<Buffer>> scratch;  // one for each thread
+    std::vector<AttendTask> tasks;
+
+    Context(const Kernels& k, int threads) : kernels(k), pool(threads) {
+        for (int i = 0; i < pool.threads(); ++i) scratch.push_back(std::make_unique<Buffer>());
+    }
+
+    // Grown before a job starts, so that threads only read the pointer.
+    void reserve_scratch(size_t bytes) {
+        for (auto& buffer : scratch) buffer->get<uint8_t>(bytes);
+    }
+    uint8_t* scratch_of(int worker) { return scratch[worker]->get<uint8_t>(0); }
+};

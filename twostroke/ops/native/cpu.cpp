@@ -1,0 +1,61 @@
+#include "cpu.h"
+
+#include <string.h>
+
+#if defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
+#endif
+
+extern const Kernels kernels_portable;
+
+#if defined(__x86_64__)
+extern const Kernels kernels_avx512, kernels_avx2;
+
+// __builtin_cpu_supports also asks whether the system saves the wide registers.
+static bool has_avx512() {
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
+}
+static bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+
+#elif defined(__aarch64__)
+extern const Kernels kernels_neon;
+
+static bool has_dot_product() {
+#if defined(__linux__)
+    return (getauxval(AT_HWCAP) & (1ul << 20)) != 0;  // HWCAP_ASIMDDP
+#elif defined(__APPLE__)
+    int value = 0;
+    size_t size = sizeof value;
+    return sysctlbyname("hw.optional.arm.FEAT_DotProd", &value, &size, nullptr, 0) == 0 && value != 0;
+#else
+    return false;
+#endif
+}
+#endif
+
+const Kernels* usable_kernels(int i) {
+    static const Kernels* found[4] = {nullptr};
+    static const int count = [] {
+        int n = 0;
+#if defined(__x86_64__)
+        __builtin_cpu_init();
+        if (has_avx512()) found[n++] = &kernels_avx512;
+        if (has_avx2()) found[n++] = &kernels_avx2;
+#elif defined(__aarch64__)
+        if (has_dot_product()) found[n++] = &kernels_neon;
+#endif
+        found[n++] = &kernels_portable;
+        return n;
+    }();
+    return i >= 0 && i < count ? found[i] : nullptr;
+}
+
+const Kernels* find_kernels(const char* name) {
+    if (!name || !*name) return usable_kernels(0);
+    for (int i = 0; const Kernels* k = usable_kernels(i); ++i)
+        if (strcmp(k->name, name) == 0) return k;
+    return nullptr;
+}

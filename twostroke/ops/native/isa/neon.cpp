@@ -1,0 +1,4 @@
+#include "vec_neon.h"
+#include "../kernels/all.h"
+
+TS_KERNELS(kernels_neon, "neon")

@@ -1,0 +1,4 @@
+#include "vec_portable.h"
+#include "../kernels/all.h"
+
+TS_KERNELS(kernels_portable, "portable")

@@ -1,0 +1,98 @@
+// What every instruction set provides: one table of functions over plain arguments.
+#pragma once
+#include "layout.h"
+
+enum Before : int { Nothing, RmsNorm, GateSilu, GateGelu };
+
+// before(x), row by row, as floats (`plain`) and/or quantized (`acts`); either may be null.
+struct PrologueArgs {
+    int before;
+    const float* x;
+    int64_t x_stride;  // elements from row to row
+    int cols;          // columns of the result; a gate reads twice as many
+    const float* norm;
+    float eps;
+    float* plain;      // (rows, cols), rows adjacent
+    Act* acts;         // (rows, cols / 32)
+};
+
+// out[r, n] (+)= x[r, :] · weight[n, :] + bias[n] for panels of one packed matrix.
+struct MatmulArgs {
+    int kind;
+    const uint8_t* panels;
+    size_t panel_stride;  // bytes
+    int outputs;          // of this matrix; the last panel may be partly padding
+    int cols;
+    const Act* acts;      // coded kinds
+    const float* x;       // float kinds
+    int64_t x_stride;
+    int rows;
+    float* out;
+    int64_t out_stride;
+    const float* bias;    // or null
+    int add;              // add to what out holds
+};
+
+enum KVFormat : int { KVFloat, KVHalf, KVBfloat, KVInt8, KVInt4 };
+
+// The constants of one layer's attention and where its cache lies. Mirrored in native_cpu.py.
+struct AttendLayer {
+    int32_t heads, kv_heads, head_dim, window;
+    float scale, softcap;
+    int32_t rope_half;  // rotated pairs; 0: no rotation
+    int32_t kv_format;
+    const float* cos;   // (positions, rope_half)
+    const float* sin;
+    const float* query_norm;  // head_dim weights or null
+    const float* key_norm;
+    float query_eps, key_eps;
+    uint8_t* keys;      // block, head, token, element; tokens adjacent. Strides in bytes
+    uint8_t* values;
+    int64_t key_block_stride, key_head_stride, value_block_stride, value_head_stride;
+    float* key_scales;  // block, head, token. Strides in elements
+    float* value_scales;
+    int64_t key_scale_block_stride, key_scale_head_stride, value_scale_block_stride, value_scale_head_stride;
+};
+
+// The rows of one step (see Batch in interface.py). Mirrored in native_cpu.py.
+struct AttendBatch {
+    int32_t rows, requests;
+    const int64_t* positions;
+    const int64_t* slots;
+    const int32_t* tables;
+    int64_t table_stride;
+    const int32_t* starts;
+    const int32_t* contexts;
+};
+
+constexpr int kBlock = 16;   // tokens in a KV block
+constexpr int kSplit = 256;  // keys whose softmax is accumulated in one go, at multiples of this position
+
+// Rows [row, row + rows) of one request, one KV head, splits [split, split_end).
+struct AttendTask {
+    const AttendLayer* layer;
+    const AttendBatch* batch;
+    const float* q;  // (kv_heads, batch rows, heads per KV head, padded head_dim), rotated and scaled
+    int request, row, rows, kv_head;
+    int split, split_end;
+    float* out;      // (batch rows, heads, head_dim): the finished result; or null:
+    float* partial;  // (heads per KV head, 2 + padded head_dim) for this row and split: maximum, sum, weighted values
+};
+
+struct Kernels {
+    const char* name;
+    int direct_rows;  // up to so many rows are multiplied straight from the packed panel
+    void (*prologue)(const PrologueArgs&, int row, int row_end);
+    void (*matmul)(const MatmulArgs&, int panel, int panel_end, uint8_t* scratch);
+    size_t (*matmul_scratch)(int kind, int cols);  // bytes
+    void (*attend_write)(const AttendLayer&, const AttendBatch&, const float* qkv, float* q, int row, int row_end);
+    void (*attend)(const AttendTask&, uint8_t* scratch);
+    void (*attend_merge)(const AttendLayer&, const float* partials, int splits, int64_t split_stride, float* out);
+    size_t (*attend_scratch)(int heads_per_kv, int head_dim);  // bytes
+    int (*attend_tile_rows)(int heads_per_kv, int head_dim);
+    int64_t (*argmax)(const float* x, int64_t count);  // lowest index among equals; -1 if any is NaN
+};
+
+constexpr int kMaxHeadDim = 256;
+
+static inline int padded_dim(int head_dim) { return (head_dim + kLanes - 1) / kLanes * kLanes; }

@@ -1,0 +1,18 @@
+// All kernels over the 16-lane vectors of the instruction set whose vec_*.h was included before. Each such file is a
+// translation unit with its own flags, and everything in it is local to it: a linker merges inline functions of one name,
+// and would hand code for one processor to another.
+#pragma once
+#include "../kernels.h"
+#include "elementary.h"
+#include "prologue.h"
+#include "matmul_codes.h"
+#include "matmul_float.h"
+#include "argmax.h"
+#include "kv.h"
+#include "attend_write.h"
+#include "attend.h"
+
+#define TS_KERNELS(symbol, label)                                                                                    \
+    extern const Kernels symbol;                                                                                     \
+    const Kernels symbol = {label,         kDirectRows,  prologue,       matmul,           matmul_scratch, attend_write, \
+                            attend,        attend_merge, attend_scratch, attend_tile_rows, argmax};

@@ -1,0 +1,248 @@
+// Products of quantized rows with packed codes.
+//
+// One output element is, over groups of 32 inputs in ascending order,
+//     acc = fma(float(integer dot of the group), d_weight · d_input, acc)
+//     acc = fma(minimum, d_input · (sum of the inputs), acc)        for kinds with a minimum
+// Integer dots are exact in any order, so this line is the whole definition: it does not know how many rows there are,
+// and every path below gives the same bits. Few rows are multiplied straight from the packed panel (it is read once,
+// memory sets the pace); many rows from a panel expanded to bytes and float scales in the core's own cache.
+#pragma once
+
+namespace {
+
+// A reader walks one panel: next() gives the scales of the coming group and where its codes start.
+//   small: codes are 0..31; nibbles: two quads share 64 bytes; halves: scales for 16 inputs each; start: see first_sum
+template <int K> struct Reader;
+
+template <> struct Reader<Codes8> {
+    static constexpr bool small = false, nibbles = false, minimum = false, eight = false;
+    static constexpr int halves = 1;
+    const uint8_t* p;
+    inline const uint8_t* next(int, F* scale, F&) {
+        scale[0] = load_half((const uint16_t*)p);
+        const uint8_t* codes = p + 32;
+        p += 32 + 512;
+        return codes;
+    }
+};
+template <> struct Reader<Codes4> {
+    static constexpr bool small = true, nibbles = true, minimum = false, eight = true;
+    static constexpr int halves = 1;
+    const uint8_t* p;
+    inline const uint8_t* next(int, F* scale, F&) {
+        scale[0] = load_half((const uint16_t*)p);
+        const uint8_t* codes = p + 32;
+        p += 32 + 256;
+        return codes;
+    }
+};
+template <int Bytes> struct ReaderM {
+    static constexpr bool small = true, nibbles = Bytes == 256, minimum = true, eight = false;
+    static constexpr int halves = 1;
+    const uint8_t* p;
+    inline const uint8_t* next(int, F* scale, F& low) {
+        scale[0] = load_half((const uint16_t*)p);
+        low = load_half((const uint16_t*)(p + 32));
+        const uint8_t* codes = p + 64;
+        p += 64 + Bytes;
+        return codes;
+    }
+};
+template <> struct Reader<Codes4M> : ReaderM<256> {};
+template <> struct Reader<Codes8M> : ReaderM<512> {};
+
+template <int Bytes> struct ReaderK {
+    static constexpr bool small = true, nibbles = Bytes == 256, minimum = true, eight = false;
+    static constexpr int halves = 1;
+    const uint8_t* p;
+    F d{}, m{};  // of the running 256 inputs
+    inline const uint8_t* next(int g, F* scale, F& low) {
+        if (g % 8 == 0) {
+            d = load_half((const uint16_t*)p);
+            m = sub(splat(0.f), load_half((const uint16_t*)(p + 32)));
+            p += 64;
+        }
+        scale[0] = mul(d, load_uint8(p));  // exact: 11 bits times 6
+        low = mul(m, load_uint8(p + 16));
+        const uint8_t* codes = p + 32;
+        p += 32 + Bytes;
+        return codes;
+    }
+};
+template <> struct Reader<Codes4K> : ReaderK<256> {};
+template <> struct Reader<Codes8K> : ReaderK<512> {};
+
+template <> struct Reader<Codes8S> {
+    static constexpr bool small = false, nibbles = false, minimum = false, eight = false;
+    static constexpr int halves = 2;
+    const uint8_t* p;
+    F d{};
+    inline const uint8_t* next(int g, F* scale, F&) {
+        if (g % 8 == 0) {
+            d = load_half((const uint16_t*)p);
+            p += 32;
+        }
+        scale[0] = mul(d, load_int8((const int8_t*)p));
+        scale[1] = mul(d, load_int8((const int8_t*)p + 16));
+        const uint8_t* codes = p + 32;
+        p += 32 + 512;
+        return codes;
+    }
+};
+
+// The expanded form of a panel: for each group the scales as floats, then bytes ready for dot4.
+template <class Source> struct Expanded {
+    static constexpr bool small = Source::small, nibbles = false, minimum = Source::minimum, eight = Source::eight;
+    static constexpr int halves = Source::halves;
+    static constexpr size_t scales = 64 * (halves + minimum);
+    static constexpr size_t group = scales + 512;
+    const uint8_t* p;
+    inline const uint8_t* next(int, F* scale, F& low) {
+        scale[0] = load((const float*)p);
+        if (halves == 2) scale[halves - 1] = load((const float*)(p + 64));
+        if (minimum) low = load((const float*)(p + 64 * halves));
+        const uint8_t* codes = p + scales;
+        p += group;
+        return codes;
+    }
+};
+template <class R> struct IsExpanded { static constexpr bool value = false; };
+template <class S> struct IsExpanded<Expanded<S>> { static constexpr bool value = true; };
+
+template <class Source> static void expand(Source source, int groups, uint8_t* out) {
+    for (int g = 0; g < groups; ++g) {
+        F scale[2], low;
+        const uint8_t* codes = source.next(g, scale, low);
+        store((float*)out, scale[0]);
+        if (Source::halves == 2) store((float*)(out + 64), scale[1]);
+        if (Source::minimum) store((float*)(out + 64 * Source::halves), low);
+        out += Expanded<Source>::scales;
+        for (int i = 0; i < (Source::nibbles ? 4 : 8); ++i) {
+            if (Source::nibbles) {
+                W a, b;
+                split_nibbles(codes + 64 * i, a, b);
+                store_codes(out + 128 * i, a);
+                store_codes(out + 128 * i + 64, b);
+            } else {
+                const W w = load_codes(codes + 64 * i);
+                store_codes(out + 64 * i, Source::small ? w : to_unsigned(w));
+            }
+        }
+        out += 512;
+    }
+}
+
+template <class R> static inline I first_sum(const Act& act, int half) {
+    if (R::eight) return isplat(act.start8);
+    if (R::small || !kUnsignedCodes) return isplat(act.start0);
+    return isplat(R::halves == 2 ? act.half128[half] : act.start128);
+}
+
+// Four quads (16 inputs) of MR rows.
+template <class R, int MR, int Half> static inline void dot16(const uint8_t* codes, const Act* const* act, I* acc) {
+    A a[MR];
+    for (int r = 0; r < MR; ++r) a[r] = load_inputs(act[r]->q + 16 * Half);
+    if (R::nibbles) {
+        W low, high;
+        split_nibbles(codes + 128 * Half, low, high);
+        for (int r = 0; r < MR; ++r) acc[r] = dot4<0, R::small>(acc[r], low, a[r]);
+        for (int r = 0; r < MR; ++r) acc[r] = dot4<1, R::small>(acc[r], high, a[r]);
+        split_nibbles(codes + 128 * Half + 64, low, high);
+        for (int r = 0; r < MR; ++r) acc[r] = dot4<2, R::small>(acc[r], low, a[r]);
+        for (int r = 0; r < MR; ++r) acc[r] = dot4<3, R::small>(acc[r], high, a[r]);
+        return;
+    }
+    constexpr bool convert = !R::small && !IsExpanded<R>::value;
+    const uint8_t* c = codes + 256 * Half;
+    W w = load_codes(c);
+    if (convert) w = to_unsigned(w);
+    for (int r = 0; r < MR; ++r) acc[r] = dot4<0, R::small>(acc[r], w, a[r]);
+    w = load_codes(c + 64);
+    if (convert) w = to_unsigned(w);
+    for (int r = 0; r < MR; ++r) acc[r] = dot4<1, R::small>(acc[r], w, a[r]);
+    w = load_codes(c + 128);
+    if (convert) w = to_unsigned(w);
+    for (int r = 0; r < MR; ++r) acc[r] = dot4<2, R::small>(acc[r], w, a[r]);
+    w = load_codes(c + 192);
+    if (convert) w = to_unsigned(w);
+    for (int r = 0; r < MR; ++r) acc[r] = dot4<3, R::small>(acc[r], w, a[r]);
+}
+
+template <class R, int MR> static inline void codes_tile(R panel, int groups, const Act* acts, F* out) {
+    for (int r = 0; r < MR; ++r) out[r] = splat(0.f);
+    const Act* act[MR];
+    for (int r = 0; r < MR; ++r) act[r] = acts + (int64_t)r * groups;
+    for (int g = 0; g < groups; ++g) {
+        F scale[2], low;
+        const uint8_t* codes = panel.next(g, scale, low);
+        I acc[MR];
+        for (int r = 0; r < MR; ++r) acc[r] = first_sum<R>(*act[r], 0);
+        dot16<R, MR, 0>(codes, act, acc);
+        if (R::halves == 2) {
+            for (int r = 0; r < MR; ++r)
+                out[r] = fma(to_float_dot(acc[r]), mul(scale[0], splat(act[r]->d)), out[r]);
+            for (int r = 0; r < MR; ++r) acc[r] = first_sum<R>(*act[r], 1);
+        }
+        dot16<R, MR, 1>(codes, act, acc);
+        for (int r = 0; r < MR; ++r)
+            out[r] = fma(to_float_dot(acc[r]), mul(scale[R::halves - 1], splat(act[r]->d)), out[r]);
+        if (R::minimum)
+            for (int r = 0; r < MR; ++r) out[r] = fma(low, splat(act[r]->dsum), out[r]);
+        for (int r = 0; r < MR; ++r) ++act[r];
+    }
+}
+
+// Sums of one row and 16 outputs -> out, with bias and residual.
+static inline void emit(const MatmulArgs& args, int row, int output, F value) {
+    float* out = args.out + row * args.out_stride + output;
+    const int n = args.outputs - output;
+    if (n >= 16) {
+        if (args.bias) value = add(value, load(args.bias + output));
+        store(out, args.add ? add(load(out), value) : value);
+    } else {
+        if (args.bias) value = add(value, load_first(args.bias + output, n));
+        store_first(out, args.add ? add(load_first(out, n), value) : value, n);
+    }
+}
+
+template <class R, int MR> static void codes_rows(const MatmulArgs& args, R panel, int row, int output) {
+    const int groups = args.cols / kGroup;
+    F sums[MR];
+    codes_tile<R, MR>(panel, groups, args.acts + (int64_t)row * groups, sums);
+    for (int r = 0; r < MR; ++r) emit(args, row + r, output, sums[r]);
+}
+
+template <class R, int MR> static void codes_some(const MatmulArgs& args, R panel, int row, int rows, int output) {
+    if (rows == MR) return codes_rows<R, MR>(args, panel, row, output);
+    if constexpr (MR > 1) codes_some<R, MR - 1>(args, panel, row, rows, output);
+}
+
+constexpr int kDirectRows = 4;
+constexpr int kRowBlock = 192;  // rows whose activations stay in the core's cache while panels pass by
+
+template <int K> static void codes_matmul(const MatmulArgs& args, int panel, int panel_end, uint8_t* scratch) {
+    using Source = Reader<K>;
+    const int groups = args.cols / kGroup;
+    if (args.rows <= kDirectRows) {
+        for (int p = panel; p < panel_end; ++p)
+            codes_some<Source, kDirectRows>(args, Source{args.panels + p * args.panel_stride}, 0, args.rows, p * kLanes);
+        return;
+    }
+    for (int block = 0; block < args.rows; block += kRowBlock) {
+        const int end = block + kRowBlock < args.rows ? block + kRowBlock : args.rows;
+        for (int p = panel; p < panel_end; ++p) {
+            expand(Source{args.panels + p * args.panel_stride}, groups, scratch);
+            const Expanded<Source> expanded{scratch};
+            int row = block;
+            for (; row + kRowsInt <= end; row += kRowsInt)
+                codes_rows<Expanded<Source>, kRowsInt>(args, expanded, row, p * kLanes);
+            if (row < end) codes_some<Expanded<Source>, kRowsInt>(args, expanded, row, end - row, p * kLanes);
+        }
+    }
+}
+
+static size_t matmul_scratch(int kind, int cols) {
+    return is_float(kind) ? 0 : (size_t)cols / kGroup * (512 + 128);
+}
+
+}  // namespace

@@ -1,0 +1,93 @@
+// What happens to a row before a product: RMS norm or gate, then quantization to groups of 32 signed bytes.
+#pragma once
+
+namespace {
+
+static inline float square_root(float x) { return __builtin_sqrtf(x); }
+
+static inline float sum_of_squares(const float* x, int n) {
+    F total = splat(0.f);
+    int k = 0;
+    for (; k + 16 <= n; k += 16) {
+        const F v = load(x + k);
+        total = fma(v, v, total);
+    }
+    if (k < n) {
+        const F v = load_first(x + k, n - k);
+        total = fma(v, v, total);
+    }
+    return sum(total);
+}
+
+static inline float inverse_rms(const float* x, int n, float eps) {
+    return 1.f / square_root(sum_of_squares(x, n) / (float)n + eps);
+}
+
+// The absolute maximum is taken on the bits, where NaN is above infinity is above every number: a bad input makes the
+// scale bad, and with it every product of this row.
+static inline void quantize_group(F a, F b, Act& out) {
+    const I magnitude = isplat(0x7fffffff);
+    const float peak = bits_to_float((uint32_t)ipeak(imax(iand(bits_of(a), magnitude), iand(bits_of(b), magnitude))));
+    const bool tiny = peak < 1e-30f;
+    const float d = tiny ? 0.f : peak / 127.f;
+    const F inverse = splat(tiny ? 0.f : 127.f / peak);
+    const I qa = round_even(mul(a, inverse)), qb = round_even(mul(b, inverse));
+    store_int8(out.q, qa);
+    store_int8(out.q + 16, qb);
+    const int32_t sum_a = isum(qa), sum_b = isum(qb);
+    out.d = d;
+    out.dsum = d * (float)(sum_a + sum_b);
+    out.start0 = kDotStart;
+    out.start8 = kDotStart - 8 * (sum_a + sum_b);
+    out.start128 = kDotStart - 128 * (sum_a + sum_b);
+    out.half128[0] = kDotStart - 128 * sum_a;
+    out.half128[1] = kDotStart - 128 * sum_b;
+}
+
+// 16 lanes of before(x); `n` of them lie within the row.
+struct Prologue {
+    const PrologueArgs& args;
+    const float* x;
+    float scale;
+
+    inline F at(int k, int n) const {
+        if (n < 16) return tail(k, n);
+        const F v = load(x + k);
+        switch (args.before) {
+            case RmsNorm: return mul(mul(v, splat(scale)), load(args.norm + k));
+            case GateSilu: return mul(silu(v), load(x + args.cols + k));
+            case GateGelu: return mul(gelu_tanh(v), load(x + args.cols + k));
+            default: return v;
+        }
+    }
+    F tail(int k, int n) const {
+        const F v = load_first(x + k, n);
+        switch (args.before) {
+            case RmsNorm: return mul(mul(v, splat(scale)), load_first(args.norm + k, n));
+            case GateSilu: return mul(silu(v), load_first(x + args.cols + k, n));
+            case GateGelu: return mul(gelu_tanh(v), load_first(x + args.cols + k, n));
+            default: return v;
+        }
+    }
+};
+
+static void prologue(const PrologueArgs& args, int row, int row_end) {
+    const int groups = args.cols / kGroup;
+    for (int r = row; r < row_end; ++r) {
+        const float* x = args.x + r * args.x_stride;
+        const Prologue source{args, x, args.before == RmsNorm ? inverse_rms(x, args.cols, args.eps) : 0.f};
+        if (args.plain) {
+            float* out = args.plain + (int64_t)r * args.cols;
+            int k = 0;
+            for (; k + 16 <= args.cols; k += 16) store(out + k, source.at(k, 16));
+            if (k < args.cols) store_first(out + k, source.at(k, args.cols - k), args.cols - k);
+        }
+        if (args.acts) {
+            Act* acts = args.acts + (int64_t)r * groups;
+            for (int g = 0; g < groups; ++g)
+                quantize_group(source.at(g * kGroup, 16), source.at(g * kGroup + 16, 16), acts[g]);
+        }
+    }
+}
+
+}  // namespace

@@ -1,0 +1,76 @@
+"""The compiled library as ctypes sees it: where it lies, its functions, the structures it shares (kernels.h)."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+from typing import ClassVar
+
+PATH = Path(__file__).resolve().parent / "libtwostroke.so"
+
+
+class AttendLayer(ctypes.Structure):
+    _fields_: ClassVar = [
+        ("heads", c_int32), ("kv_heads", c_int32), ("head_dim", c_int32), ("window", c_int32),
+        ("scale", c_float), ("softcap", c_float), ("rope_half", c_int32), ("kv_format", c_int32),
+        ("cos", c_void_p), ("sin", c_void_p), ("query_norm", c_void_p), ("key_norm", c_void_p),
+        ("query_eps", c_float), ("key_eps", c_float),
+        ("keys", c_void_p), ("values", c_void_p),
+        ("key_block_stride", c_int64), ("key_head_stride", c_int64),
+        ("value_block_stride", c_int64), ("value_head_stride", c_int64),
+        ("key_scales", c_void_p), ("value_scales", c_void_p),
+        ("key_scale_block_stride", c_int64), ("key_scale_head_stride", c_int64),
+        ("value_scale_block_stride", c_int64), ("value_scale_head_stride", c_int64),
+    ]  # fmt: skip
+
+
+class AttendBatch(ctypes.Structure):
+    _fields_: ClassVar = [
+        ("rows", c_int32), ("requests", c_int32), ("positions", c_void_p), ("slots", c_void_p),
+        ("tables", c_void_p), ("table_stride", c_int64), ("starts", c_void_p), ("contexts", c_void_p),
+    ]  # fmt: skip
+
+
+_SIGNATURES: dict[str, tuple[object, list[object]]] = {
+    "ts_version": (c_int, []),
+    "ts_isa": (c_char_p, [c_int]),
+    "ts_new": (c_void_p, [c_int, c_char_p]),
+    "ts_free": (None, [c_void_p]),
+    "ts_name": (c_char_p, [c_void_p]),
+    "ts_pack": (c_void_p, [c_void_p, c_int, POINTER(c_int32), POINTER(c_int32), POINTER(c_void_p), c_int, c_void_p]),
+    "ts_weight_free": (None, [c_void_p]),
+    "ts_weight_bytes": (c_int64, [c_void_p]),
+    "ts_embed": (c_int, [c_void_p, c_void_p, c_void_p, c_int, c_float, c_void_p]),
+    "ts_norm": (c_int, [c_void_p, c_void_p, c_int64, c_int, c_int, c_void_p, c_float, c_void_p]),
+    "ts_linear": (
+        c_int,
+        [c_void_p, c_void_p, c_void_p, c_int64, c_int, c_int, c_void_p, c_float, c_void_p, c_int64, c_int],
+    ),
+    "ts_attend": (c_int, [c_void_p] * 5),
+    "ts_argmax": (c_int, [c_void_p, c_void_p, c_int64, c_int, c_int64, c_void_p]),
+}
+
+
+class LibraryMissing(ImportError):  # noqa: N818
+    """The native library was not built: no compiler at install time, or a checkout that was never built."""
+
+
+@cache
+def load_library() -> ctypes.CDLL:
+    if not PATH.exists():
+        raise LibraryMissing("the native CPU library is not built; run: python -m twostroke.ops.native.build")
+    lib = ctypes.CDLL(str(PATH))
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(lib, name)
+        function.restype, function.argtypes = result, arguments
+    return lib
+
+
+def available() -> bool:
+    try:
+        load_library()
+    except (LibraryMissing, OSError):
+        return False
+    return True

@@ -1,0 +1,137 @@
+#include "linear.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+
+#include "pack.h"
+
+Weight::~Weight() {
+    if (memory) munmap(memory, mapped);
+}
+
+namespace {
+
+constexpr int64_t kAlone = 16384;  // elements below which waking the others costs more than it saves
+constexpr int kRowsApart = 192;    // rows of a task when panels alone do not feed all threads
+
+int chunks_of(int total, int size) { return (total + size - 1) / size; }
+
+// Large pages where the system has them: a step reads every byte once, and page walks would cost more than the bytes.
+uint8_t* map_memory(size_t bytes) {
+    void* p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (p == MAP_FAILED) throw std::bad_alloc();
+#ifdef MADV_HUGEPAGE
+    madvise(p, bytes, MADV_HUGEPAGE);
+#endif
+    return static_cast<uint8_t*>(p);
+}
+
+void run_prologue(Context& c, const PrologueArgs& args, int rows) {
+    if (rows == 1 || (int64_t)rows * args.cols <= kAlone) return c.kernels.prologue(args, 0, rows);
+    const int size = std::max(1, rows / (4 * c.pool.threads()));
+    auto body = [&](int i, int) { c.kernels.prologue(args, i * size, std::min(rows, (i + 1) * size)); };
+    c.pool.each(chunks_of(rows, size), body);
+}
+
+// A task multiplies rows [row, row_end) with panels [panel, panel_end) counted over all parts.
+void multiply(Context& c, const Weight& weight, const MatmulArgs& base, int panel, int panel_end, int row, int row_end, int worker) {
+    int first = 0;
+    for (const Part& part : weight.parts) {
+        const int from = std::max(panel - first, 0), to = std::min(panel_end - first, part.panels);
+        first += part.panels;
+        if (from >= to) continue;
+        MatmulArgs args = base;
+        args.kind = part.kind;
+        args.panels = part.data;
+        args.panel_stride = part.panel_stride;
+        args.outputs = part.rows;
+        args.acts = base.acts ? base.acts + (int64_t)row * (args.cols / kGroup) : nullptr;
+        args.x = base.x ? base.x + row * base.x_stride : nullptr;
+        args.rows = row_end - row;
+        args.out = base.out + row * base.out_stride + part.output;
+        args.bias = base.bias ? base.bias + part.output : nullptr;
+        c.kernels.matmul(args, from, to, c.scratch_of(worker));
+    }
+}
+
+}  // namespace
+
+Weight* pack_weight(Context& c, int parts, const int32_t* formats, const int32_t* rows, const uint8_t* const* data, int cols,
+                    const float* bias) {
+    auto weight = std::make_unique<Weight>();
+    weight->cols = cols;
+    for (int i = 0; i < parts; ++i) {
+        Part part{kind_of(formats[i]), rows[i], chunks_of(rows[i], kLanes), weight->rows, nullptr, 0};
+        part.panel_stride = panel_bytes(part.kind, cols);
+        (is_float(part.kind) ? weight->floats : weight->coded) = true;
+        weight->rows += part.rows;
+        weight->panels += part.panels;
+        weight->bytes += part.panels * part.panel_stride;
+        weight->parts.push_back(part);
+    }
+    weight->mapped = weight->bytes + 64 * parts + 64;
+    weight->memory = map_memory(weight->mapped);
+    if (bias) weight->bias.assign(bias, bias + weight->rows);
+    size_t offset = 0;
+    for (int i = 0; i < parts; ++i) {
+        Part& part = weight->parts[i];
+        part.data = weight->memory + offset;
+        offset += (part.panels * part.panel_stride + 63) / 64 * 64;
+        const int size = std::max(1, part.panels / (8 * c.pool.threads()));
+        auto body = [&](int t, int) {
+            pack_panels(formats[i], data[i], part.rows, cols, t * size, std::min(part.panels, (t + 1) * size), part.data);
+        };
+        c.pool.each(chunks_of(part.panels, size), body);
+    }
+    return weight.release();
+}
+
+void linear(Context& c, const Weight& weight, const LinearArgs& a) {
+    PrologueArgs before{a.before, a.x, a.x_stride, weight.cols, a.norm, a.eps, nullptr, nullptr};
+    MatmulArgs base{};
+    base.cols = weight.cols;
+    base.x = a.x;
+    base.x_stride = a.x_stride;
+    base.out = a.out;
+    base.out_stride = a.out_stride;
+    base.bias = weight.bias.empty() ? nullptr : weight.bias.data();
+    base.add = a.add;
+    if (weight.coded) base.acts = before.acts = c.acts.get<Act>((size_t)a.rows * (weight.cols / kGroup));
+    if (weight.floats && a.before != Nothing) {
+        base.x = before.plain = c.plain.get<float>((size_t)a.rows * weight.cols);
+        base.x_stride = weight.cols;
+    }
+    if (before.acts || before.plain) run_prologue(c, before, a.rows);
+    size_t scratch = 0;
+    for (const Part& part : weight.parts) scratch = std::max(scratch, c.kernels.matmul_scratch(part.kind, weight.cols));
+    c.reserve_scratch(scratch);
+    const int threads = c.pool.threads();
+    const int apart = a.rows >= 2 * kRowsApart && weight.panels < 8 * threads ? kRowsApart : a.rows;
+    const int size = std::max(1, weight.panels / (4 * threads)), chunks = chunks_of(weight.panels, size);
+    auto body = [&](int i, int worker) {
+        const int row = i / chunks * apart, panel = i % chunks * size;
+        multiply(c, weight, base, panel, std::min(weight.panels, panel + size), row, std::min(a.rows, row + apart), worker);
+    };
+    c.pool.each(chunks * chunks_of(a.rows, apart), body);
+}
+
+void norm_rows(Context& c, const PrologueArgs& args, int rows) { run_prologue(c, args, rows); }
+
+bool embed(Context& c, const Weight& table, const int64_t* tokens, int count, float scale, float* out) {
+    for (int i = 0; i < count; ++i)
+        if (tokens[i] < 0 || tokens[i] >= table.rows) return false;
+    auto body = [&](int i, int) {
+        const Part* part = &table.parts[0];
+        while (tokens[i] >= part->output + part->rows) ++part;
+        float* row = out + (int64_t)i * table.cols;
+        unpack_row(part->kind, part->data, (int)tokens[i] - part->output, table.cols, row);
+        if (scale != 1.f)
+            for (int k = 0; k < table.cols; ++k) row[k] *= scale;
+    };
+    if (count <= 4)
+        for (int i = 0; i < count; ++i) body(i, 0);
+    else
+        c.pool.each(count, body);
+    return true;
+}

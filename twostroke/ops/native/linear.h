@@ -1,0 +1,22 @@
+// before(x) · weightᵀ + bias, and rows of a table.
+#pragma once
+#include "context.h"
+
+Weight* pack_weight(Context& c, int parts, const int32_t* formats, const int32_t* rows, const uint8_t* const* data, int cols,
+                    const float* bias);
+
+struct LinearArgs {
+    const float* x;
+    int64_t x_stride;
+    int rows;
+    int before;
+    const float* norm;
+    float eps;
+    float* out;
+    int64_t out_stride;
+    int add;
+};
+
+void linear(Context& c, const Weight& weight, const LinearArgs& args);
+void norm_rows(Context& c, const PrologueArgs& args, int rows);
+bool embed(Context& c, const Weight& table, const int64_t* tokens, int count, float scale, float* out);
