@@ -37,8 +37,8 @@ class Grammar:
             raise InputError(f"grammar.kind must be one of {', '.join(GRAMMAR_KINDS)}; got {self.kind!r}.")
         if self.kind == "json_schema" and isinstance(self.source, Mapping):
             object.__setattr__(self, "source", schema_text(self.source))
-        if not isinstance(self.source, str):
-            raise InputError(f"grammar.source must be a string, got {type(self.source).__name__}.")
+        if not isinstance(self.source, str) or not is_text(self.source):
+            raise InputError(f"grammar.source must be a string of whole characters, got {type(self.source).__name__}.")
         if bool(self.source) == (self.kind == "json_object"):
             needs = "no source" if self.source else "a source"
             raise InputError(f"grammar: kind {self.kind!r} takes {needs}.")
@@ -136,6 +136,15 @@ class SamplingParams:
             for token in ids:
                 if not 0 <= token < vocab:
                     raise InputError(f"{name}: token id {token} is outside the vocabulary (0 to {vocab - 1}).")
+
+
+def is_text(value: str) -> bool:
+    """Whether it can be written as UTF-8: half a character (a lone surrogate) cannot."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def is_whole(value: Any) -> bool:

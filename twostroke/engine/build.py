@@ -21,6 +21,7 @@ from twostroke.kv.storage import KVStorage
 from twostroke.kv.tables import KVTables
 from twostroke.model.arch import Arch
 from twostroke.ops.select import make_ops
+from twostroke.run.grammar import GrammarCompiler
 from twostroke.run.runner import ModelRunner
 from twostroke.schedule.pace import Pace
 from twostroke.schedule.policy import POLICIES
@@ -61,9 +62,10 @@ def build_engine(
     transformer = load_model(checkpoint, ops, settings.max_model_len, load_progress)
     kv = KVStorage(arch, settings.layout, settings.kv_blocks, settings.kv_dtype, torch.device(device))
     scheduler = make_scheduler(arch, settings, str(checkpoint.path))
-    runner = ModelRunner(transformer, kv, scheduler.tables.array, ops)
+    grammars = GrammarCompiler(tokenizer, arch.vocab)
+    runner = ModelRunner(transformer, kv, scheduler.tables.array, ops, grammars)
     core = Core(scheduler, runner, clock)
-    return Engine(core, Intake(tokenizer, settings, arch.vocab), tokenizer, arch, settings)
+    return Engine(core, Intake(tokenizer, settings, arch.vocab, grammars), tokenizer, arch, settings)
 
 
 def make_scheduler(arch: Arch, settings: Resolved, model: str) -> Scheduler:

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from twostroke.config import Resolved
 from twostroke.errors import InputError
 from twostroke.metrics.timeline import Timeline
+from twostroke.run.grammar import GrammarCompiler, Words
+from twostroke.run.grammar_check import GrammarChecker
 from twostroke.sampling import SamplingParams, is_whole, mix
 from twostroke.text.tokenizer import Tokenizer, from_folder, from_gguf
 from twostroke.types import Request
@@ -17,10 +19,20 @@ Prompt = str | Sequence[int]
 
 
 class Intake:
-    def __init__(self, tokenizer: Tokenizer, settings: Resolved, vocab: int):
+    """`grammars` says whether a grammar can be used: a GrammarCompiler where the model runs in this process, else only
+    the check that the default makes."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        settings: Resolved,
+        vocab: int,
+        grammars: GrammarCompiler | GrammarChecker | None = None,
+    ):
         self.tokenizer = tokenizer
         self.settings = settings
         self.vocab = vocab
+        self.grammars = grammars or GrammarChecker(Words(tokenizer, vocab).as_message)
         self.ids = itertools.count()
 
     def tokenize(self, prompt: Prompt, *, add_special: bool = True) -> list[int]:
@@ -46,12 +58,23 @@ class Intake:
                 f"the prompt has {len(tokens)} tokens, but prompt and answer together must fit {limit} ({why}): shorten it."
             )
 
+    def prepare(self, params: SamplingParams) -> None:
+        """Check what depends on the model. A new grammar takes its time: call this before taking the engine's lock."""
+        params.check_vocabulary(self.vocab)
+        if params.grammar is not None:
+            if not self._stop_ids(params):
+                raise InputError("grammar: this model has no end token to finish with; give stop_token_ids.")
+            self.grammars.prepare(params.grammar)
+
+    def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
+        if params.ignore_eos and params.grammar is None:  # a grammar's text ends when nothing can follow
+            return frozenset(params.stop_token_ids)
+        return frozenset(params.stop_token_ids) | {token for token in self.tokenizer.eos_ids if token < self.vocab}
+
     def requests(self, tokens: list[int], params: SamplingParams, arrival: float, salt: bytes = b"") -> list[Request]:
         """The n samples of one prompt, each a request of its own."""
-        params.check_vocabulary(self.vocab)
-        stop_ids = frozenset(params.stop_token_ids)
-        if not params.ignore_eos:
-            stop_ids |= {token for token in self.tokenizer.eos_ids if token < self.vocab}
+        self.prepare(params)
+        stop_ids = self._stop_ids(params)
         limit = self.settings.max_model_len
         if params.max_tokens is not None:
             limit = min(limit, len(tokens) + params.max_tokens)

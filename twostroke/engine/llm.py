@@ -92,7 +92,9 @@ class LLM:
             tokens = self._render(prompt, {})
         else:
             tokens = self.engine.intake.tokenize(prompt)  # type: ignore[arg-type]
-        return self._pieces(self._submit(tokens, params or SamplingParams()))
+        params = params or SamplingParams()
+        self.engine.intake.prepare(params)
+        return self._pieces(self._submit(tokens, params))
 
     def stats(self) -> dict[str, int]:
         """Totals since start, and the KV blocks now."""
@@ -124,7 +126,7 @@ class LLM:
     ) -> list[Output]:
         each = params_for(params, len(prompts))
         for one in each:
-            one.check_vocabulary(self.arch.vocab)  # refuse the whole call before any of it runs
+            self.engine.intake.prepare(one)  # refuse the whole call before any of it runs
         jobs: list[Job] = []
         try:
             for tokens, one in zip(prompts, each, strict=True):

@@ -10,6 +10,7 @@ from twostroke.kv.storage import KVStorage
 from twostroke.model.transformer import Transformer
 from twostroke.ops.interface import Ops
 from twostroke.run.batch import PromptRows, StepRows, build_step
+from twostroke.run.grammar import NO_MASKS, GrammarCompiler, GrammarRows
 from twostroke.run.sample import NOT_FINITE, choose, logprobs
 from twostroke.types import Details, Plan, Result
 
@@ -21,11 +22,14 @@ class ModelRunner:
 
     depth = 1
 
-    def __init__(self, model: Transformer, kv: KVStorage, tables: np.ndarray, ops: Ops):
+    def __init__(
+        self, model: Transformer, kv: KVStorage, tables: np.ndarray, ops: Ops, grammars: GrammarCompiler | None = None
+    ):
         self.model = model
         self.kv = kv
         self.tables = tables
         self.ops = ops
+        self.grammars = GrammarRows(grammars) if grammars is not None else None
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> Result:
@@ -48,9 +52,11 @@ class ModelRunner:
             return tuple(sampled)
         logits = self.model.logits(hidden[: len(step.samplers)])
         requests = [plan.works[index].request for index in step.samplers]
-        for row, (index, token) in enumerate(zip(step.samplers, choose(logits, requests, self.ops), strict=True)):
-            if token is None:
-                details[index] = Details(error=NOT_FINITE)
+        masks = self.grammars.masks(requests) if self.grammars is not None else NO_MASKS
+        chosen = choose(logits, requests, self.ops, masks.allowed)
+        for row, (index, token) in enumerate(zip(step.samplers, chosen, strict=True)):
+            if token is None or row in masks.errors:
+                details[index] = Details(error=masks.errors.get(row, NOT_FINITE))
                 continue
             sampled[index] = (token,)
             wanted = requests[row].params.logprobs

@@ -6,20 +6,27 @@ has no state, so a result does not depend on what else was in the batch, and a d
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from twostroke.ops.interface import Ops
 from twostroke.sampling import MASK, MIX_1, MIX_2, SamplingParams, mix
-from twostroke.types import Request, TokenLogprobs
+from twostroke.types import EMPTY, Request, TokenLogprobs
 
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: steps of a Weyl sequence
 NOT_FINITE = "the model produced logits that are not numbers for this request"
 
 
-def choose(logits: Tensor, requests: list[Request], ops: Ops) -> list[int | None]:
-    """logits: (S, V), a row for each request. None where the logits are not numbers."""
+def choose(
+    logits: Tensor, requests: list[Request], ops: Ops, allowed: Mapping[int, np.ndarray] = EMPTY
+) -> list[int | None]:
+    """logits: (S, V), a row for each request. None where the logits are not numbers.
+
+    allowed: by row, the tokens a grammar allows there: booleans (V,), at least one of them true.
+    """
     tokens: list[int | None] = [None] * len(requests)
     plain = [index for index, request in enumerate(requests) if is_plain_greedy(request)]
     if plain:
@@ -28,12 +35,12 @@ def choose(logits: Tensor, requests: list[Request], ops: Ops) -> list[int | None
             tokens[index] = token
     for index, request in enumerate(requests):
         if not is_plain_greedy(request):
-            tokens[index] = choose_one(logits[index], request)
+            tokens[index] = choose_one(logits[index], request, allowed.get(index))
     return tokens
 
 
 def is_plain_greedy(request: Request) -> bool:
-    return request.params.temperature == 0 and not needs_adjusting(request)
+    return request.params.temperature == 0 and request.params.grammar is None and not needs_adjusting(request)
 
 
 def needs_adjusting(request: Request) -> bool:
@@ -54,10 +61,12 @@ def greedy(logits: Tensor, ops: Ops) -> list[int | None]:
     return [token if good else None for token, good in zip(tokens.tolist(), finite, strict=True)]
 
 
-def choose_one(row: Tensor, request: Request) -> int | None:
+def choose_one(row: Tensor, request: Request, allowed: np.ndarray | None = None) -> int | None:
     """row: (V,). The whole chain for one request."""
     if not torch.isfinite(row).all():
         return None
+    if allowed is not None:
+        row = torch.where(torch.from_numpy(allowed).to(row.device), row, -torch.inf)
     if needs_adjusting(request):
         row = adjust(row, request)
     if request.params.temperature == 0:
