@@ -33,6 +33,11 @@ from twostroke.weights.load import load_model
 
 log = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]
+Stage = Callable[[str], None]
+
+
+def unheard(name: str) -> None:
+    """Nobody wants to know which stage of the start begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +55,9 @@ def build_engine(
     clock: Callable[[], float] = time.perf_counter,
     download_progress: Progress | None = None,
     load_progress: Progress | None = None,
+    stage: Stage = unheard,
 ) -> Engine:
+    stage("open")
     checkpoint = open_checkpoint(locate(model, download_progress))
     arch = load_arch(checkpoint)
     tokenizer = open_tokenizer(checkpoint)
@@ -59,7 +66,9 @@ def build_engine(
     for name, reason in settings.reasons.items():
         log.info("%s = %s: %s", name, getattr(settings, name), reason)
     ops = make_ops(device, settings.dtype, settings.threads, settings.quantize)
+    stage("load")
     transformer = load_model(checkpoint, ops, settings.max_model_len, load_progress)
+    stage("size KV")
     kv = KVStorage(arch, settings.layout, settings.kv_blocks, settings.kv_dtype, torch.device(device))
     scheduler = make_scheduler(arch, settings, str(checkpoint.path))
     grammars = GrammarCompiler(tokenizer, arch.vocab)

@@ -1,0 +1,292 @@
+"""The engine's async face: submit prompts, iterate over pieces of answers. The core runs in a process of its own.
+
+Requests are made by the same `Intake` and answers by the same `Answer` as in process; only the way between differs.
+Every sample gets exactly one last piece: from the engine, from a stop string found here, or, when the engine dies, an
+error. Closing a stream (a client that went away) ends what is left of it within a step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from twostroke.engine import wire
+from twostroke.engine.admission import Admission
+from twostroke.engine.answer import Answer, StreamEvent
+from twostroke.engine.intake import Intake, open_tokenizer
+from twostroke.engine.process import EngineError, Patience, Supervisor
+from twostroke.metrics.timeline import Timeline
+from twostroke.sampling import SamplingParams
+from twostroke.types import Event, FinishReason, Request, TokenLogprobs
+from twostroke.weights.checkpoint import open_checkpoint
+from twostroke.weights.describe import checkpoint_bytes, load_arch
+
+MAX_UNREAD = 16_384  # tokens (or logprobs) that may wait for a reader before its stream is ended
+SLOW_READER = "the reader was too slow: the answer was ended"
+
+
+class Piece(NamedTuple):
+    """News of one answer of a stream: prompt number × n + sample."""
+
+    choice: int
+    event: StreamEvent
+
+
+class Observer(Protocol):
+    """Who counts. Called on the event loop, once for each report, piece and end."""
+
+    def reported(self, report: wire.Report) -> None: ...
+
+    def tokens(self, timeline: Timeline, count: int) -> None: ...
+
+    def ended(self, request: Request, reason: str) -> None: ...
+
+
+class Nobody:
+    """Counts nothing."""
+
+    def reported(self, report: wire.Report) -> None:
+        return
+
+    def tokens(self, timeline: Timeline, count: int) -> None:
+        return
+
+    def ended(self, request: Request, reason: str) -> None:
+        return
+
+
+class Live(NamedTuple):
+    """A request that the engine has not ended yet."""
+
+    stream: Stream
+    choice: int
+    answer: Answer
+    cost: int
+
+
+class Stream:
+    """The answers to one call as they come. `take` gives all pieces that wait, iteration one at a time."""
+
+    def __init__(self, engine: AsyncEngine, prompts: Sequence[list[int]], params: SamplingParams):
+        self.engine = engine
+        self.prompts = prompts
+        self.params = params
+        self.arrival = 0.0
+        self.answers: list[Answer] = []
+        self.prompt_logprobs: list[dict[int, TokenLogprobs]] = [{} for _ in prompts]
+        self.open = 0  # answers without a last piece
+        self._pieces: deque[Piece] = deque()
+        self._unread = 0
+        self._given_up = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    async def take(self) -> list[Piece]:
+        """Everything that has come since the last call, waiting for something; empty when all answers have ended."""
+        while not self._pieces:
+            if not self.open:
+                return []
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        pieces = list(self._pieces)
+        self._pieces.clear()
+        self._unread = 0
+        return pieces
+
+    async def __aiter__(self) -> AsyncIterator[Piece]:
+        try:
+            while pieces := await self.take():
+                for piece in pieces:
+                    yield piece
+        finally:
+            self.close()
+
+    def put(self, choice: int, event: StreamEvent) -> None:
+        self._pieces.append(Piece(choice, event))
+        self._unread += len(event.token_ids) * (1 + (self.params.logprobs or 0))
+        if event.finish_reason is not None:
+            self.open -= 1
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+        if self._unread > MAX_UNREAD and self.open and not self._given_up:
+            self._given_up = True  # what waits is kept, and is bounded; the rest is ended
+            self.engine.end(self, SLOW_READER)
+
+    def close(self) -> None:
+        """End whatever has not ended. Safe to call at any time, any number of times."""
+        unfinished = [answer.request.id for answer in self.answers if not answer.finished]
+        self.engine.abort(unfinished)
+
+
+class AsyncEngine:
+    """A model behind a process boundary. Everything here runs on one event loop."""
+
+    def __init__(
+        self,
+        path: Path,
+        settings: dict[str, Any],
+        *,
+        max_queue: int | None = None,
+        observer: Observer | None = None,
+        patience: Patience | None = None,
+    ):
+        checkpoint = open_checkpoint(path)
+        self.arch = load_arch(checkpoint)
+        self.weight_bytes = checkpoint_bytes(checkpoint)
+        self.tokenizer = open_tokenizer(checkpoint)
+        self.clock = time.monotonic
+        self.max_queue = max_queue
+        self.observer: Observer = observer or Nobody()
+        self.supervisor = Supervisor(path, settings, self, patience)
+        self.counts = wire.Counts()
+        self.step_seconds = 0.0
+        self.stage = wire.Stage("start", 0, 0)
+        self.intake: Intake
+        self.admission: Admission
+        self._live: dict[int, Live] = {}
+        self._orders: list[wire.Prompt] = []
+        self._aborts: list[int] = []
+        self._flushing = False
+
+    async def start(self) -> wire.Ready:
+        return await self.supervisor.start()
+
+    async def stop(self, seconds: float = 2.0) -> None:
+        await self.supervisor.stop(seconds)
+        self.on_lost("it was stopped")
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._live)
+
+    # ---- callers ---------------------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        prompts: Sequence[list[int]],
+        params: SamplingParams,
+        salt: bytes = b"",
+        arrival: float | None = None,
+    ) -> Stream:
+        """Take prompts (checked by `intake.tokenize`) in. InputError, BusyError or EngineError, and nothing is held."""
+        if not self.supervisor.healthy:
+            raise EngineError(self.supervisor.trouble() or "it is not ready")
+        moment = self.clock() if arrival is None else arrival
+        groups = [self.intake.requests(tokens, params, moment, salt) for tokens in prompts]
+        costs = [self.admission.cost(group[0].limit) for group in groups]
+        count = sum(len(group) for group in groups)
+        self.admission.take(count, sum(cost * len(group) for cost, group in zip(costs, groups, strict=True)))
+        stream = Stream(self, prompts, params)
+        stream.arrival, stream.open = moment, count
+        for group, cost in zip(groups, costs, strict=True):
+            for request in group:
+                answer = Answer(request, self.tokenizer)
+                self._live[request.id] = Live(stream, len(stream.answers), answer, cost)
+                stream.answers.append(answer)
+            self._orders.append(wire.make_prompt(group))
+        self._flush_soon()
+        return stream
+
+    def abort(self, numbers: list[int]) -> None:
+        known = [number for number in numbers if number in self._live]
+        if known:
+            self._aborts += known
+            self._flush_soon()
+
+    def end(self, stream: Stream, error: str) -> None:
+        """Fail what is left of a stream; the engine hears of it as of any abort."""
+        stream.close()
+        for answer in stream.answers:
+            live = self._live.get(answer.request.id)
+            if live is not None:
+                self._fail(live, error)
+
+    def _flush_soon(self) -> None:
+        """What callers want within one turn of the loop goes to the engine in one message."""
+        if not self._flushing:
+            self._flushing = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flushing = False
+        orders = wire.Orders(tuple(self._orders), tuple(self._aborts))
+        self._orders, self._aborts = [], []
+        try:
+            self.supervisor.send(orders)
+        except EngineError as error:
+            self.on_lost(str(error))
+
+    # ---- the engine process ----------------------------------------------------------------------------------------
+
+    def on_stage(self, stage: wire.Stage) -> None:
+        self.stage = stage
+
+    def on_ready(self, ready: wire.Ready) -> None:
+        settings = ready.settings
+        if self.max_queue is None:
+            self.max_queue = 4 * settings.max_requests
+        if self.supervisor.restarts == 0:
+            self.intake = Intake(self.tokenizer, settings, self.arch.vocab)
+        self.intake.settings = settings  # ids go on from where they were
+        self.admission = Admission(settings, self.max_queue, self.clock)
+        self.counts = wire.Counts(blocks_total=settings.kv_blocks, blocks_free=settings.kv_blocks)
+
+    def on_report(self, report: wire.Report) -> None:
+        self.counts, self.step_seconds = report.counts, report.step_seconds
+        self.observer.reported(report)
+        for news in report.news:
+            self._deliver(news, report.at)
+
+    def _deliver(self, news: wire.News, at: float) -> None:
+        live = self._live.get(news.id)
+        if live is None:
+            return  # the engine died before it could hear of the end of this one
+        request, answer = live.answer.request, live.answer
+        was_finished = answer.finished
+        if not was_finished:
+            if news.facts is not None:
+                wire.apply_facts(request.timeline, news.facts)
+            self._push(live, news, at)
+        if news.finish_reason is not None:
+            del self._live[news.id]
+            self.admission.release(live.cost)
+        elif answer.finished and not was_finished:
+            self.abort([news.id])  # a stop string ended it
+
+    def _push(self, live: Live, news: wire.News, at: float) -> None:
+        stream, answer = live.stream, live.answer
+        request = answer.request
+        if news.prompt_logprobs:
+            stream.prompt_logprobs[live.choice // stream.params.n].update(news.prompt_logprobs)
+        event = Event(request, news.token_ids, news.finish_reason, news.logprobs, news.prompt_logprobs, news.error)
+        piece = answer.push(event)
+        timeline = request.timeline
+        if piece.token_ids:
+            timeline.token_times += [at] * len(piece.token_ids)
+            self.observer.tokens(timeline, len(piece.token_ids))
+        if answer.finished:
+            if timeline.end is None:
+                timeline.end = at
+            self.observer.ended(request, piece.finish_reason or "")
+        if piece.text or piece.token_ids or answer.finished:
+            stream.put(live.choice, piece)
+
+    def on_lost(self, why: str) -> None:
+        """The engine is gone: everybody who still waits gets an error as the last piece."""
+        lives = list(self._live.values())
+        self._live.clear()
+        self._orders, self._aborts = [], []
+        for live in lives:
+            self.admission.release(live.cost)
+            self._fail(live, "the engine stopped while it wrote this answer")
+
+    def _fail(self, live: Live, error: str) -> None:
+        if not live.answer.finished:
+            now = live.answer.request.timeline.end = self.clock()
+            self._push(live, wire.News(-1, (), FinishReason.ERROR, (), {}, error, None), now)

@@ -1,0 +1,379 @@
+"""What the two processes of a server say to each other: msgpack with a fixed schema, framed by length. Torch-free.
+
+    parent ─▶ child    Hello once, then Orders: requests that came, ids of requests that go
+    child ─▶ parent    Stage and Ready (or Failed) while it starts, then a Report for each step, and Beat now and then
+
+Every message is an array whose first element is its kind. Whatever does not have exactly the expected shape is a
+`WireError`: the peer is our own code on an inherited socket pair, so that means a bug, and nobody guesses on.
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, fields
+from typing import Any, NamedTuple
+
+import msgpack
+
+from twostroke.config import Resolved
+from twostroke.kv.layout import KVGroup, KVLayout
+from twostroke.metrics.timeline import Timeline
+from twostroke.sampling import SamplingParams
+from twostroke.types import Event, FinishReason, Request, TokenLogprobs
+
+MAX_MESSAGE = 128 << 20  # bytes; the prompt logprobs of one step are the largest thing ever said
+LENGTH = struct.Struct("<I")
+DEFAULTS = {item.name: getattr(SamplingParams(), item.name) for item in fields(SamplingParams)}
+
+
+class WireError(Exception):
+    """A message that this schema does not know."""
+
+
+class Hello(NamedTuple):
+    """The first word: which model to run and how. `log_level` is a number of the logging module."""
+
+    model: str
+    settings: dict[str, Any]
+    log_level: int
+
+
+class Prompt(NamedTuple):
+    """The n samples of one prompt: a request for each id."""
+
+    ids: tuple[int, ...]
+    tokens: list[int]
+    params: SamplingParams
+    seed: int
+    salt: bytes
+    stop_ids: frozenset[int]
+    limit: int
+    arrival: float
+
+
+class Orders(NamedTuple):
+    prompts: tuple[Prompt, ...]
+    aborts: tuple[int, ...]
+
+
+class Stage(NamedTuple):
+    """A stage of the start began, or moved on (done of total bytes)."""
+
+    name: str
+    done: int
+    total: int
+
+
+class Ready(NamedTuple):
+    settings: Resolved
+    seconds: dict[str, float]  # of each stage of the start
+    longest_step: float  # what a full step may take, extrapolated from the warm-up
+
+
+class Failed(NamedTuple):
+    """The engine could not start. `kind` is the name of the error's class."""
+
+    kind: str
+    message: str
+
+
+class Beat(NamedTuple):
+    """The process runs. `steps` counts those begun; `working`: the last of them has not ended."""
+
+    steps: int
+    working: bool
+
+
+class Facts(NamedTuple):
+    """What a timeline knows besides the times of its tokens, which are those of the reports that bring them."""
+
+    scheduled: float | None
+    end: float | None
+    cached_tokens: int
+    chunks: int
+    preemptions: int
+    recomputed_tokens: int
+
+
+class News(NamedTuple):
+    """An `Event` on its way: the request is named by its id. `facts` when they have changed."""
+
+    id: int
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None
+    logprobs: tuple[TokenLogprobs, ...]
+    prompt_logprobs: dict[int, TokenLogprobs]
+    error: str | None
+    facts: Facts | None
+
+
+class Counts(NamedTuple):
+    """Totals since start, then how things stand."""
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    computed_tokens: int = 0
+    output_tokens: int = 0
+    preemptions: int = 0
+    recomputed_tokens: int = 0
+    running: int = 0
+    waiting: int = 0
+    blocks_total: int = 0
+    blocks_free: int = 0
+    blocks_cached: int = 0
+
+
+class Report(NamedTuple):
+    """One step: its end on the shared clock, what it brought, and the seconds all steps took so far."""
+
+    at: float
+    news: tuple[News, ...]
+    counts: Counts
+    step_seconds: float
+
+
+# ---- frames --------------------------------------------------------------------------------------------------------
+
+
+def frame(body: list[Any]) -> bytes:
+    data: bytes = msgpack.packb(body, use_bin_type=True)
+    if len(data) > MAX_MESSAGE:
+        raise WireError(f"a message of {len(data)} bytes is over the limit of {MAX_MESSAGE}")
+    return LENGTH.pack(len(data)) + data
+
+
+class Frames:
+    """Bytes in, whole messages out."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[list[Any]]:
+        self._buffer += data
+        start = 0
+        try:
+            while len(self._buffer) - start >= LENGTH.size:
+                (size,) = LENGTH.unpack_from(self._buffer, start)
+                if size > MAX_MESSAGE:
+                    raise WireError(f"a message of {size} bytes is over the limit of {MAX_MESSAGE}")
+                first = start + LENGTH.size
+                if len(self._buffer) < first + size:
+                    return
+                body = bytes(memoryview(self._buffer)[first : first + size])
+                start = first + size
+                yield unpack(body)
+        finally:
+            del self._buffer[:start]
+
+
+def unpack(body: bytes) -> list[Any]:
+    try:
+        message = msgpack.unpackb(body, raw=False, use_list=True, strict_map_key=False)
+    except (ValueError, msgpack.exceptions.UnpackException) as error:
+        raise WireError(f"not msgpack: {error}") from None
+    if not isinstance(message, list) or not message or not isinstance(message[0], str):
+        raise WireError("a message must be an array that starts with its kind")
+    return message
+
+
+# ---- each message, there and back ----------------------------------------------------------------------------------
+
+
+def pack_hello(hello: Hello) -> bytes:
+    return frame(["hello", *hello])
+
+
+def read_hello(message: list[Any]) -> Hello:
+    model, settings, level = parts(message, "hello", str, dict, int)
+    return Hello(model, settings, level)
+
+
+def pack_orders(orders: Orders) -> bytes:
+    prompts = [
+        [p.ids, array("i", p.tokens).tobytes(), pack_params(p.params), p.seed, p.salt, list(p.stop_ids), p.limit,
+         p.arrival] for p in orders.prompts
+    ]  # fmt: skip
+    return frame(["orders", prompts, orders.aborts])
+
+
+def read_orders(message: list[Any]) -> Orders:
+    prompts, aborts = parts(message, "orders", list, list)
+    return Orders(tuple(read_prompt(prompt) for prompt in prompts), tuple(numbers(aborts)))
+
+
+def read_prompt(value: Any) -> Prompt:
+    ids, tokens, params, seed, salt, stops, limit, arrival = parts(
+        ["prompt", *listed(value)], "prompt", list, bytes, dict, int, bytes, list, int, float
+    )
+    words = array("i")
+    words.frombytes(tokens)
+    return Prompt(
+        tuple(numbers(ids)), words.tolist(), read_params(params), seed, salt, frozenset(numbers(stops)), limit, arrival
+    )
+
+
+def pack_params(params: SamplingParams) -> dict[str, Any]:
+    """Only what differs from the defaults: most requests set three fields of twenty."""
+    changed = {}
+    for name, default in DEFAULTS.items():
+        value = getattr(params, name)
+        if value != default:
+            changed[name] = list(value.items()) if isinstance(value, Mapping) else value
+    return changed
+
+
+def read_params(value: dict[str, Any]) -> SamplingParams:
+    if "logit_bias" in value:
+        value["logit_bias"] = dict(value["logit_bias"])
+    try:
+        return SamplingParams(**value)
+    except (TypeError, ValueError) as error:
+        raise WireError(f"params: {error}") from None
+
+
+def pack_stage(stage: Stage) -> bytes:
+    return frame(["stage", *stage])
+
+
+def pack_ready(ready: Ready) -> bytes:
+    return frame(["ready", asdict(ready.settings), ready.seconds, ready.longest_step])
+
+
+def read_ready(message: list[Any]) -> Ready:
+    settings, seconds, longest = parts(message, "ready", dict, dict, float)
+    return Ready(read_resolved(settings), seconds, longest)
+
+
+def read_resolved(value: dict[str, Any]) -> Resolved:
+    try:
+        layout = value.pop("layout")
+        groups = tuple(KVGroup(group["window"], tuple(group["layers"])) for group in layout.pop("groups"))
+        return Resolved(layout=KVLayout(groups=groups, **layout), **value)
+    except (TypeError, KeyError) as error:
+        raise WireError(f"settings: {error}") from None
+
+
+def pack_failed(failed: Failed) -> bytes:
+    return frame(["failed", *failed])
+
+
+def pack_beat(beat: Beat) -> bytes:
+    return frame(["beat", *beat])
+
+
+def pack_report(report: Report) -> bytes:
+    return frame(["report", report.at, [pack_news(n) for n in report.news], report.counts, report.step_seconds])
+
+
+def pack_news(news: News) -> list[Any]:
+    if not (news.finish_reason or news.logprobs or news.prompt_logprobs or news.error or news.facts):
+        return [news.id, news.token_ids]  # nearly all news
+    prompt = [[position, *scores] for position, scores in news.prompt_logprobs.items()]
+    reason = None if news.finish_reason is None else news.finish_reason.value
+    return [news.id, news.token_ids, reason, news.logprobs, prompt, news.error, news.facts]
+
+
+def read_report(message: list[Any]) -> Report:
+    at, news, counts, seconds = parts(message, "report", float, list, list, float)
+    if len(counts) != len(Counts._fields):
+        raise WireError("report: counts do not fit")
+    return Report(at, tuple(read_news(one) for one in news), Counts(*numbers(counts)), seconds)
+
+
+def read_news(value: Any) -> News:
+    if isinstance(value, list) and len(value) == 2 and type(value[0]) is int:
+        return News(value[0], tuple(numbers(listed(value[1]))), None, (), {}, None, None)
+    request, tokens, reason, logprobs, prompt, error, facts = parts(
+        ["news", *listed(value)], "news", int, list, str | None, list, list, str | None, list | None
+    )
+    return News(
+        request,
+        tuple(numbers(tokens)),
+        None if reason is None else FinishReason(reason),
+        tuple(read_scores(one) for one in logprobs),
+        {position: read_scores(rest) for position, *rest in prompt},
+        error,
+        None if facts is None else Facts(*facts),
+    )
+
+
+def read_scores(value: Any) -> TokenLogprobs:
+    token, logprob, top = parts(["scores", *listed(value)], "scores", int, float, list)
+    return TokenLogprobs(token, logprob, tuple((number, score) for number, score in top))
+
+
+def read_from_child(message: list[Any]) -> Stage | Ready | Failed | Beat | Report:
+    kind = message[0]
+    if kind == "report":
+        return read_report(message)
+    if kind == "beat":
+        return Beat(*parts(message, kind, int, bool))
+    if kind == "stage":
+        return Stage(*parts(message, kind, str, int, int))
+    if kind == "ready":
+        return read_ready(message)
+    if kind == "failed":
+        return Failed(*parts(message, kind, str, str))
+    raise WireError(f"unknown kind {kind[:40]!r}")
+
+
+def parts(message: list[Any], kind: str, *types: Any) -> list[Any]:
+    """The rest of a message of this kind, each part of its type."""
+    if message[0] != kind or len(message) != len(types) + 1:
+        raise WireError(f"expected {kind} with {len(types)} parts, got {message[0]} with {len(message) - 1}")
+    for value, expected in zip(message[1:], types, strict=True):
+        if not isinstance(value, expected):
+            raise WireError(f"{kind}: {type(value).__name__} where {expected} belongs")
+    return message[1:]
+
+
+def listed(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise WireError(f"{type(value).__name__} where a list belongs")
+    return value
+
+
+def numbers(values: list[Any]) -> list[int]:
+    if not all(type(value) is int for value in values):
+        raise WireError("something else than whole numbers in a list of them")
+    return values
+
+
+# ---- between the engine's nouns and the wire's ---------------------------------------------------------------------
+
+
+def make_news(event: Event, facts: Facts | None) -> News:
+    return News(
+        event.request.id, event.token_ids, event.finish_reason, event.logprobs, dict(event.prompt_logprobs),
+        event.error, facts,
+    )  # fmt: skip
+
+
+def facts_of(timeline: Timeline) -> Facts:
+    return Facts(*(getattr(timeline, name) for name in Facts._fields))
+
+
+def apply_facts(timeline: Timeline, facts: Facts) -> None:
+    for name, value in zip(Facts._fields, facts, strict=True):
+        setattr(timeline, name, value)
+
+
+def make_prompt(siblings: list[Request]) -> Prompt:
+    first = siblings[0]
+    ids = tuple(request.id for request in siblings)
+    return Prompt(
+        ids, first.tokens, first.params, first.seed, first.salt, first.stop_ids, first.limit, first.timeline.arrival
+    )
+
+
+def make_requests(prompt: Prompt) -> list[Request]:
+    requests = []
+    for sample, number in enumerate(prompt.ids):
+        request = Request(number, list(prompt.tokens), prompt.params, prompt.seed, Timeline(prompt.arrival), sample)
+        request.salt, request.stop_ids, request.limit = prompt.salt, prompt.stop_ids, prompt.limit
+        request.timeline.prompt_tokens = len(prompt.tokens)
+        requests.append(request)
+    return requests

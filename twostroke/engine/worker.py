@@ -1,0 +1,225 @@
+"""The engine's own process: takes orders between steps, runs the core, reports each step. See wire.py for the words.
+
+It waits on the socket while there is nothing to do and looks at it once between steps while there is. It ends when the
+socket does, and where the system can promise it (Linux), at once when its parent dies, whatever it is doing then.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from itertools import pairwise
+from typing import Any
+
+from twostroke.config import make_config
+from twostroke.engine import wire
+from twostroke.engine.build import Engine, build_engine
+from twostroke.errors import TwostrokeError
+from twostroke.metrics.timeline import Timeline
+from twostroke.sampling import SamplingParams
+from twostroke.schedule.pace import Pace
+from twostroke.schedule.scheduler import Counters
+from twostroke.types import Event, FinishReason, Request
+
+log = logging.getLogger(__name__)
+clock = time.monotonic  # one clock for both processes: arrivals are stamped in the parent
+BEAT_SECONDS = 0.5
+CHUNK = 1 << 18
+WARM_UP_TOKENS = 48
+PR_SET_PDEATHSIG = 1
+
+
+class ClosedError(Exception):
+    """The parent is gone, or wants this process gone."""
+
+
+class Channel:
+    """The child's end of the socket pair. Sends from several threads, receives in one."""
+
+    def __init__(self, sock: socket.socket):
+        self.sock = sock
+        self.frames = wire.Frames()
+        self.lock = threading.Lock()
+
+    def send(self, message: bytes) -> None:
+        try:
+            with self.lock:
+                self.sock.sendall(message)
+        except OSError:
+            raise ClosedError from None
+
+    def receive(self, wait: bool) -> list[list[Any]]:
+        """Whatever has arrived; with `wait`, at least one message."""
+        messages: list[list[Any]] = []
+        while True:
+            try:
+                data = self.sock.recv(CHUNK, 0 if wait and not messages else socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return messages
+            except OSError:
+                raise ClosedError from None
+            if not data:
+                raise ClosedError
+            messages.extend(self.frames.feed(data))
+
+
+class Worker:
+    def __init__(self, channel: Channel, engine: Engine):
+        self.channel = channel
+        self.core = engine.core
+        self.requests: dict[int, Request] = {}
+        self.told: dict[int, wire.Facts] = {}  # facts of each request's timeline as last reported
+        self.steps = 0
+        self.working = False
+        self.step_seconds = 0.0
+
+    def run(self) -> None:
+        while True:
+            events: list[Event] = []
+            for message in self.channel.receive(wait=self.core.idle):
+                events += self._obey(wire.read_orders(message))
+            if not self.core.idle:
+                events += self._step()
+            self._report(events)
+
+    def _obey(self, orders: wire.Orders) -> list[Event]:
+        for prompt in orders.prompts:
+            for request in wire.make_requests(prompt):
+                self.requests[request.id] = request
+                self.core.submit(request)
+        ended = (self.core.abort(self.requests[number]) for number in orders.aborts if number in self.requests)
+        return [event for event in ended if event is not None]
+
+    def _step(self) -> list[Event]:
+        began = clock()
+        self.steps += 1
+        self.working = True
+        events = self.core.step()
+        self.working = False
+        self.step_seconds += clock() - began
+        return events
+
+    def _report(self, events: list[Event]) -> None:
+        news = tuple(wire.make_news(event, self._facts(event)) for event in events)
+        at = self.core.collected or clock()
+        self.channel.send(wire.pack_report(wire.Report(at, news, self._counts(), self.step_seconds)))
+
+    def _facts(self, event: Event) -> wire.Facts | None:
+        """What the parent does not know yet of this request's timeline."""
+        number, facts = event.request.id, wire.facts_of(event.request.timeline)
+        if event.finish_reason is not None:
+            self.told.pop(number, None)
+            del self.requests[number]
+            return facts
+        if self.told.get(number) == facts:
+            return None
+        self.told[number] = facts
+        return facts
+
+    def _counts(self) -> wire.Counts:
+        scheduler = self.core.scheduler
+        c, pool = scheduler.counters, scheduler.tables.pool
+        return wire.Counts(
+            c.steps, c.prompt_tokens, c.cached_tokens, c.computed_tokens, c.output_tokens, c.preemptions,
+            c.recomputed_tokens, len(scheduler.running), len(scheduler.waiting), pool.total, len(pool.free),
+            len(pool.cached),
+        )  # fmt: skip
+
+
+def beat(channel: Channel, worker: Worker) -> None:
+    """Says from a thread of its own that the process runs, so that one that is stopped can be told from a long step."""
+    while True:
+        time.sleep(BEAT_SECONDS)
+        try:
+            channel.send(wire.pack_beat(wire.Beat(worker.steps, worker.working)))
+        except ClosedError:
+            os._exit(0)  # the main thread may be deep in a step that nobody waits for any more
+
+
+def start(channel: Channel, hello: wire.Hello) -> tuple[Engine, wire.Ready]:
+    """Build and warm up, reporting the stages."""
+    times: list[tuple[str, float]] = []
+    last = 0.0
+
+    def stage(name: str) -> None:
+        times.append((name, clock()))
+        channel.send(wire.pack_stage(wire.Stage(name, 0, 0)))
+
+    def moved(done: int, total: int) -> None:
+        nonlocal last
+        if clock() - last > 0.1 or done == total:
+            last = clock()
+            channel.send(wire.pack_stage(wire.Stage("load", done, total)))
+
+    engine = build_engine(hello.model, make_config(**hello.settings), clock, load_progress=moved, stage=stage)
+    stage("warm up")
+    longest = warm_up(engine)
+    times.append(("", clock()))
+    seconds = {name: after - began for (name, began), (_, after) in pairwise(times)}
+    return engine, wire.Ready(engine.settings, seconds, longest)
+
+
+def warm_up(engine: Engine) -> float:
+    """Run a prompt and two tokens so that the first caller does not pay for first times. The seconds that a step of
+    the largest size may take. Leaves no trace in the cache or the counters."""
+    scheduler = engine.core.scheduler
+    count = max(1, min(WARM_UP_TOKENS, engine.settings.max_model_len - 3))
+    rehearse(engine, count)
+    scheduler.pace = Pace(scheduler.pace.flops, scheduler.pace.max_gap)  # first times are no measure of later ones
+    first = rehearse(engine, count)
+    scheduler.counters = Counters()
+    return first * max(1.0, engine.settings.max_batch_tokens / count)
+
+
+def rehearse(engine: Engine, count: int) -> float:
+    """One made-up request from start to end; the seconds of its prompt."""
+    tokens = [number % engine.arch.vocab for number in range(count)]
+    request = Request(-1, tokens, SamplingParams(temperature=0, max_tokens=2), 0, Timeline(clock()), salt=b"warm up")
+    request.limit = count + 2
+    engine.core.submit(request)
+    while not engine.core.idle:
+        engine.core.step()
+    if request.finish_reason is not FinishReason.LENGTH:
+        raise TwostrokeError("the warm-up failed: the log above has the trace.")
+    pool = engine.core.scheduler.tables.pool
+    for block in list(pool.cached):
+        pool.revoke(block)
+    return request.timeline.prefill
+
+
+def follow_parent() -> None:
+    """Die with the parent even when stuck, where the system can promise it; signals for the group are its business."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def main(descriptor: str, parent: str) -> None:
+    follow_parent()
+    if os.getppid() != int(parent):
+        return  # it died before we could ask to be told
+    channel = Channel(socket.socket(fileno=int(descriptor)))
+    try:
+        hello = wire.read_hello(channel.receive(wait=True)[0])
+        logging.basicConfig(level=hello.log_level, format="%(levelname)s engine: %(message)s")
+        try:
+            engine, ready = start(channel, hello)
+        except (TwostrokeError, OSError, MemoryError) as error:
+            channel.send(wire.pack_failed(wire.Failed(type(error).__name__, str(error))))
+            return
+        gc.collect()
+        gc.freeze()  # the model stays: no later collection needs to look at it again
+        worker = Worker(channel, engine)
+        threading.Thread(target=beat, args=(channel, worker), daemon=True).start()
+        channel.send(wire.pack_ready(ready))
+        worker.run()
+    except ClosedError:
+        return
