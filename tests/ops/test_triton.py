@@ -1,0 +1,121 @@
+"""The GPU kernels against the specification: under Triton's interpreter anywhere, and on the card with `-m gpu`."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+ON_CARD = torch.cuda.is_available()
+if not ON_CARD and "TRITON_COMPILE_ONLY" not in os.environ:
+    os.environ["TRITON_INTERPRET"] = "1"  # before the first import of Triton: its own library is compiled by it too
+pytest.importorskip("triton")
+
+from tests.ops.cases import CASES, DECODE, Case, make_step  # noqa: E402
+from twostroke.ops.cuda import CudaOps, DeviceBatch  # noqa: E402
+from twostroke.ops.formats import from_float  # noqa: E402
+from twostroke.ops.interface import Batch, Gate, GroupBlocks, KVLayer, Norm  # noqa: E402
+from twostroke.ops.reference import ReferenceOps  # noqa: E402
+
+DEVICE = torch.device("cuda" if ON_CARD else "cpu")
+REFERENCE = ReferenceOps()
+LIMITS = {"int8": 1e-2, "int4": 1e-2, "bfloat16": 8e-3}  # codes on a border, and the interpreter cuts bfloat16 off
+pytestmark = [pytest.mark.gpu] if ON_CARD else []
+
+
+@pytest.fixture(scope="module")
+def ops() -> CudaOps:
+    return CudaOps(torch.float32, DEVICE)
+
+
+def moved(batch: Batch, streams: bool) -> Batch:
+    groups = tuple(GroupBlocks(g.slots.to(DEVICE), g.tables.to(DEVICE)) for g in batch.groups)
+    parts = (x.to(DEVICE) for x in (batch.tokens, batch.positions, batch.starts, batch.contexts))
+    tokens, positions, starts, contexts = parts
+    counts, lengths = batch.starts.diff().numpy(), batch.contexts.numpy()
+    return DeviceBatch(tokens, positions, starts, contexts, groups, batch.logit_rows.to(DEVICE), counts, lengths, streams)
+
+
+def copied(kv: KVLayer, device: torch.device) -> KVLayer:
+    def copy(x: torch.Tensor | None) -> torch.Tensor | None:
+        return None if x is None else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device).copy_(x)
+
+    return KVLayer(kv.format, copy(kv.keys), copy(kv.values), copy(kv.key_scales), copy(kv.value_scales))
+
+
+def on_device(attention, device):
+    from dataclasses import replace
+
+    from twostroke.ops.interface import RopeTable
+
+    def norm(n):
+        return None if n is None else Norm(n.weight.to(device), n.eps)
+
+    rope = attention.rope and RopeTable(attention.rope.cos.to(device), attention.rope.sin.to(device))
+    return replace(attention, rope=rope, query_norm=norm(attention.query_norm), key_norm=norm(attention.key_norm))
+
+
+def close(a: torch.Tensor, b: torch.Tensor, limit: float = 2e-5) -> None:
+    error = (a.cpu().double() - b.double()).norm() / b.double().norm()
+    assert error < limit, f"relative error {error:.2e}"
+
+
+def check_attention(ops: CudaOps, case: Case, streams: bool, limit: float = 2e-5) -> None:
+    qkv, attention, kv, batch = make_step(case)
+    mine, there = copied(kv, DEVICE), on_device(attention, DEVICE)
+    expected = REFERENCE.attend(qkv, attention, kv, batch, 0)
+    out = ops.attend(qkv.to(DEVICE, ops.dtype), there, mine, moved(batch, streams), 0)
+    close(out, expected, limit)
+    if ops.dtype == torch.float32 and kv.format not in ("int8", "int4"):
+        block, offset = batch.groups[0].slots // 16, batch.groups[0].slots % 16
+        close(mine.keys[block.to(DEVICE), :, offset.to(DEVICE)].float(), kv.keys[block, :, offset].float(), 5e-3)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_attention(ops: CudaOps, name: str) -> None:
+    check_attention(ops, CASES[name], streams=False, limit=LIMITS.get(CASES[name].format, 1e-4))
+
+
+@pytest.mark.parametrize("change", [
+    {}, {"window": 100}, {"qk_norm": True}, {"softcap": 3.0}, {"head_dim": 80, "rotary": 40}, {"format": "int8"},
+    {"format": "int4"}, {"heads": 9, "kv_heads": 3}, {"format": "bfloat16"},
+], ids=str)  # fmt: skip
+def test_fused_decode(ops: CudaOps, change: dict) -> None:
+    requests = DECODE
+    case = Case(requests, **change)
+    check_attention(ops, case, streams=True, limit=LIMITS.get(case.format, 1e-4))
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("before", ["none", "norm", "silu", "gelu_tanh"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_linear(ops: CudaOps, rows: int, before: str, bias: bool) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    wide, out = 72, 50
+    gate = before in ("silu", "gelu_tanh")
+    x = torch.randn(rows, 2 * wide if gate else wide, generator=generator)
+    parts = [from_float(torch.randn(n, wide, generator=generator).numpy()) for n in (20, out - 20)]
+    b = torch.randn(out, generator=generator) if bias else None
+    norm = Norm(torch.rand(wide, generator=generator) + 0.5, 1e-5)
+    mine = Norm(norm.weight.to(DEVICE), 1e-5)
+    residual = torch.randn(rows, out, generator=generator)
+    kinds = {"none": None, "norm": norm, "silu": Gate("silu"), "gelu_tanh": Gate("gelu_tanh")}
+    for add_to in (None, residual):
+        expected = REFERENCE.linear(
+            x, REFERENCE.pack(parts, b), before=kinds[before], add_to=None if add_to is None else add_to.clone()
+        )
+        got = ops.linear(
+            x.to(DEVICE), ops.pack(parts, b), before=mine if before == "norm" else kinds[before],
+            add_to=None if add_to is None else add_to.to(DEVICE),
+        )  # fmt: skip
+        close(got, expected)
+
+
+def test_rows(ops: CudaOps) -> None:
+    generator = torch.Generator().manual_seed(0)
+    table = from_float(torch.randn(30, 72, generator=generator).numpy())
+    tokens = torch.tensor([3, 29, 0, 3])
+    close(ops.embed(ops.pack([table]), tokens.to(DEVICE), 2.5), REFERENCE.embed(REFERENCE.pack([table]), tokens, 2.5))
+    x, norm = torch.randn(5, 72, generator=generator), Norm(torch.rand(72, generator=generator), 1e-6)
+    close(ops.norm(x.to(DEVICE), Norm(norm.weight.to(DEVICE), 1e-6)), REFERENCE.norm(x, norm))

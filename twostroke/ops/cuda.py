@@ -1,0 +1,197 @@
+"""The CUDA backend: cuBLAS for large products, our Triton kernels for everything else.
+
+Which kernel serves which case is decided here, by measurement (docs/gpu.md). Activations are bfloat16 or float32, and
+weights are kept in the same type. Under Triton's interpreter the same code runs on a CPU, for tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from twostroke.ops.formats import Stored, dequantize
+from twostroke.ops.interface import Attention, Batch, Gate, KVLayer, Norm
+from twostroke.ops.triton import gemv as gemv_
+from twostroke.ops.triton import rows as rows_
+from twostroke.ops.triton.decode import DecodeScratch, decode_attention, split_count
+from twostroke.ops.triton.dense import LONG, attend_long
+from twostroke.ops.triton.prefill import make_tiles, prefill_attention, tile_rows
+from twostroke.ops.triton.rope import rotate_and_store
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Matrix:
+    weight: Tensor  # (out, in), in the type of the activations
+    bias: Tensor | None  # (out,) float32
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeviceBatch(Batch):
+    """A batch on the device together with what the host knows of it, so that nobody has to ask the device."""
+
+    counts: np.ndarray | None = None  # (R,) new tokens of each request
+    lengths: np.ndarray | None = None  # (R,) the same numbers as `contexts`
+    streams: bool = False  # one new token each, and nobody reads blocks that this step fills
+    splits: int = 0  # of the decode kernel, where a captured step must serve longer contexts than this one's
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Cut:
+    """How a step's requests are shared out among the attention kernels."""
+
+    singles: Tensor | None  # (n,) int32 requests with one new token; None: all of them
+    single_count: int
+    splits: int
+    tiles: Tensor | None  # of the requests with a few new tokens
+    long: tuple[int, ...]  # requests whose new tokens fill the tensor cores by themselves
+    rows: tuple[tuple[int, int, int], ...]  # (first row, count, context) of each of `long`
+
+
+class CudaOps:
+    name = "cuda"
+
+    def __init__(self, dtype: torch.dtype = torch.bfloat16, device: str | torch.device = "cuda"):
+        self.dtype, self.device = dtype, torch.device(device)
+        self.scratch = DecodeScratch(self.device)
+        self._cuts: tuple[Batch | None, dict[tuple[int, int], Cut]] = (None, {})
+
+    # ---- weights -------------------------------------------------------------------------------------------------
+
+    def pack(self, parts: Sequence[Stored], bias: Tensor | None = None) -> Matrix:
+        width = parts[0].shape[1]
+        out = torch.empty(sum(part.shape[0] for part in parts), width, dtype=self.dtype, device=self.device)
+        start = 0
+        for part in parts:
+            step = max(1, (1 << 26) // width)  # decode a little at a time: no float copy of the whole matrix
+            for a in range(0, part.shape[0], step):
+                rows = as_tensor(part.rows(a, min(a + step, part.shape[0])))
+                out[start : start + rows.shape[0]].copy_(rows)
+                start += rows.shape[0]
+        return self.adopt(out, bias)
+
+    def adopt(self, weight: Tensor, bias: Tensor | None = None) -> Matrix:
+        """A matrix that is on the device already."""
+        return Matrix(weight, None if bias is None else bias.to(self.device, torch.float32))
+
+    def weight_bytes(self, weight: Matrix) -> int:
+        return weight.weight.nbytes
+
+    # ---- rows ----------------------------------------------------------------------------------------------------
+
+    def embed(self, table: Matrix, tokens: Tensor, scale: float) -> Tensor:
+        return rows_.embed(table.weight, tokens, scale, self.dtype)
+
+    def norm(self, x: Tensor, norm: Norm) -> Tensor:
+        return rows_.rms_norm(x, norm.weight, norm.eps)
+
+    def linear(
+        self, x: Tensor, weight: Matrix, *, before: Norm | Gate | None = None, add_to: Tensor | None = None
+    ) -> Tensor:
+        if gemv_.supports(x, weight.weight):
+            return self._one_row(x, weight, before, add_to)
+        if isinstance(before, Norm):
+            x = rows_.rms_norm(x, before.weight, before.eps)
+        elif isinstance(before, Gate):
+            x = rows_.gated(x, before.activation == "silu")
+        matrix = weight.weight.t()
+        if add_to is not None:
+            add_to.addmm_(x, matrix)
+            return add_to if weight.bias is None else add_to.add_(weight.bias)
+        out = torch.mm(x, matrix)
+        return out if weight.bias is None else out.add_(weight.bias)
+
+    def _one_row(self, x: Tensor, weight: Matrix, before: Norm | Gate | None, add_to: Tensor | None) -> Tensor:
+        out = add_to
+        if out is None:
+            out = torch.empty(1, weight.weight.shape[0], dtype=x.dtype, device=x.device)
+        kind = gemv_.NOTHING
+        if isinstance(before, Norm):
+            kind = gemv_.NORM
+        elif isinstance(before, Gate):
+            kind = gemv_.SILU if before.activation == "silu" else gemv_.GELU
+        norm = before if isinstance(before, Norm) else None
+        return gemv_.gemv(
+            x, weight.weight, weight.bias, out, before=kind, norm=norm.weight if norm else None,
+            eps=norm.eps if norm else 0.0, add=add_to is not None,
+        )  # fmt: skip
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        tokens = logits.argmax(dim=-1)  # a NaN counts as the largest
+        best = logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+        return torch.where(best.isnan(), -1, tokens)
+
+    # ---- attention -----------------------------------------------------------------------------------------------
+
+    def attend(self, qkv: Tensor, attention: Attention, kv: KVLayer, batch: Batch, group: int) -> Tensor:
+        cut = self._cut(batch, attention)
+        width = attention.heads * attention.head_dim
+        out = torch.empty(qkv.shape[0], width, dtype=qkv.dtype, device=qkv.device)
+        if isinstance(batch, DeviceBatch) and batch.streams:
+            self._attend_singles(qkv, attention, kv, batch, group, out, cut, fused=True)
+            return out
+        q, k = rotate_and_store(qkv, attention, kv, batch, group, keep_k=bool(cut.long))
+        if cut.single_count:
+            self._attend_singles(q, attention, kv, batch, group, out, cut, fused=False)
+        if cut.tiles is not None:
+            prefill_attention(q, attention, kv, batch, group, out, cut.tiles)
+        for request, (first, count, context) in zip(cut.long, cut.rows, strict=True):
+            v = qkv[:, -attention.kv_heads * attention.head_dim :]
+            attend_long(q, k, v, attention, kv, batch.groups[group].tables[request], first, count, context, out)
+        return out
+
+    def _attend_singles(
+        self, q: Tensor, attention: Attention, kv: KVLayer, batch: Batch, group: int, out: Tensor, cut: Cut, fused: bool
+    ) -> None:
+        decode_attention(
+            q, attention, kv, batch, group, out, self.scratch, requests=cut.single_count, listed=cut.singles,
+            splits=cut.splits, fused=fused,
+        )  # fmt: skip
+
+    def _cut(self, batch: Batch, attention: Attention) -> Cut:
+        """The same for every layer of a step with the same heads and window, so made once."""
+        if self._cuts[0] is not batch:
+            self._cuts = (batch, {})
+        rows = tile_rows(self.dtype, attention.head_dim, attention.heads // attention.kv_heads)
+        queries = rows // (attention.heads // attention.kv_heads)
+        dense = attention.window == 0 and attention.softcap == 0 and self._dense_ok(attention)
+        found = self._cuts[1].get((queries, dense))
+        if found is None:
+            found = self._cuts[1][queries, dense] = self._make_cut(batch, queries, dense)
+        return found
+
+    def _dense_ok(self, attention: Attention) -> bool:
+        return self.dtype == torch.bfloat16 and self.device.type == "cuda" and attention.head_dim in (64, 128)
+
+    def _make_cut(self, batch: Batch, queries: int, dense: bool) -> Cut:
+        if isinstance(batch, DeviceBatch) and batch.streams:
+            return Cut(None, batch.contexts.shape[0], batch.splits or split_count(int(batch.lengths.max())), None, (), ())  # type: ignore[union-attr]
+        known = isinstance(batch, DeviceBatch) and batch.counts is not None and batch.lengths is not None
+        counts = batch.counts if known else np.diff(batch.starts.cpu().numpy())  # type: ignore[attr-defined]
+        lengths = batch.lengths if known else batch.contexts.cpu().numpy()  # type: ignore[attr-defined]
+        singles = np.flatnonzero(counts == 1).astype(np.int32)
+        large = np.flatnonzero(counts >= LONG) if dense else np.empty(0, np.int64)
+        some = np.flatnonzero((counts > 1) & (counts < LONG)) if dense else np.flatnonzero(counts > 1)
+        tiles = self._upload(make_tiles(counts, lengths, some, queries)) if len(some) else None
+        starts = np.cumsum(counts) - counts
+        return Cut(
+            singles=self._upload(singles),
+            single_count=len(singles),
+            splits=split_count(int(lengths[singles].max())) if len(singles) else 1,
+            tiles=tiles,
+            long=tuple(int(r) for r in large),
+            rows=tuple((int(starts[r]), int(counts[r]), int(lengths[r])) for r in large),
+        )
+
+    def _upload(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self.device, non_blocking=True)
+
+
+def as_tensor(stored: Stored) -> Tensor:
+    """On the host, in the stored precision where torch has it."""
+    if stored.format == "BF16":
+        return torch.from_numpy(np.ascontiguousarray(stored.data).view(np.int16)).view(torch.bfloat16).view(stored.shape)
+    return torch.from_numpy(dequantize(stored))

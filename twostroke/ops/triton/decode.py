@@ -1,0 +1,215 @@
+"""Attention of one new token per request over its cached context, cut into splits that run side by side.
+
+Where the cuts lie is a function of the position alone (short splits at first, so that a short context is spread out
+too; long ones far out, so that there are few partial results), never of the batch: a row's additions have one order
+whatever runs beside it. The program that finishes a head's last split puts the parts together, in order of position.
+
+FUSED: q, k and v come straight from the projection; every program norms and rotates the q it needs, and the one that
+owns the newest position writes its K and V first. Only for steps in which nobody reads blocks that this step fills.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from twostroke.ops.interface import BLOCK, Attention, Batch, KVLayer
+from twostroke.ops.triton.heads import FORMATS, head_scale, load_tile, store_head, turned
+from twostroke.ops.triton.launch import PDL, gdc_launch_dependents, gdc_wait
+from twostroke.ops.triton.rows import tanh
+
+# Splits of NEAR tokens up to position 1024, of MIDDLE up to 16384, of FAR beyond.
+NEAR, MIDDLE, FAR = tl.constexpr(128), tl.constexpr(512), tl.constexpr(2048)
+NEAR_SPLITS, MIDDLE_SPLITS = tl.constexpr(8), tl.constexpr(38)  # splits that end at 1024 and at 16384
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+def split_count(context: int) -> int:
+    """Splits that `context` tokens are cut into."""
+    if context <= 1024:
+        return max(1, -(-context // 128))
+    if context <= 16384:
+        return 8 + -(-(context - 1024) // 512)
+    return 38 + -(-(context - 16384) // 2048)
+
+
+@triton.jit
+def split_start(split):
+    middle = 1024 + (split - NEAR_SPLITS) * MIDDLE
+    far = 16384 + (split - MIDDLE_SPLITS) * FAR
+    return tl.where(split <= NEAR_SPLITS, split * NEAR, tl.where(split <= MIDDLE_SPLITS, middle, far))
+
+
+@triton.jit
+def split_of(position):
+    middle = NEAR_SPLITS + (position - 1024) // MIDDLE
+    far = MIDDLE_SPLITS + (position - 16384) // FAR
+    return tl.where(position < 1024, position // NEAR, tl.where(position < 16384, middle, far))
+
+
+@triton.jit
+def decode_kernel(
+    q_ptr, out_ptr, part_ptr, part_max_ptr, part_sum_ptr, done_ptr, rows_ptr, starts_ptr, contexts_ptr, tables_ptr,
+    keys, values, key_scales, value_scales, cos_ptr, sin_ptr, qnorm_ptr, knorm_ptr, q_eps, k_eps,
+    scale, softcap, q_stride, table_stride, block_stride, head_stride, token_stride, scale_block_stride,
+    scale_head_stride,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SHARE_2: tl.constexpr, HEAD: tl.constexpr, WIDE: tl.constexpr,
+    HALF: tl.constexpr, NORM: tl.constexpr, FORMAT: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    BLOCK: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, SPLITS_2: tl.constexpr, LISTED: tl.constexpr,
+    FUSED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    SHARE: tl.constexpr = HEADS // KV_HEADS
+    DTYPE: tl.constexpr = q_ptr.dtype.element_ty
+    head, split = tl.program_id(0), tl.program_id(1)
+    request = tl.program_id(2)
+    if LISTED:
+        request = tl.load(rows_ptr + request)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    context = tl.load(contexts_ptr + request)
+    newest = context - 1
+    first = tl.maximum(context - WINDOW, 0) if WINDOW > 0 else 0
+    first_split, last_split = split_of(first), split_of(newest)
+    begin, end = tl.maximum(split_start(split), first), tl.minimum(split_start(split + 1), context)
+    if (split < first_split) | (split > last_split) | (context <= 0):
+        return
+    row = tl.load(starts_ptr + request).to(tl.int64)
+    table = tables_ptr + request * table_stride
+    index = tl.arange(0, SHARE_2)
+    shared = index < SHARE
+    dims = tl.arange(0, WIDE)
+    heads = q_ptr + row * q_stride + (head * SHARE + tl.where(shared, index, 0)) * HEAD
+    keys += head * head_stride
+    values += head * head_stride
+    key_scales += head * scale_head_stride
+    value_scales += head * scale_head_stride
+    if FUSED:
+        rms = head_scale(heads, q_eps, HEAD, WIDE, NORM)
+        q = turned(heads, shared, dims, rms, qnorm_ptr, cos_ptr, sin_ptr, newest, HEAD, HALF, NORM).to(DTYPE)
+        if split == last_split:
+            block = tl.load(table + newest // BLOCK).to(tl.int64)
+            one = tl.arange(0, 2)
+            mine = one < 1
+            token = block * block_stride + newest % BLOCK * token_stride + one * 0
+            at = block * scale_block_stride + newest % BLOCK + one * 0
+            k_head = q_ptr + row * q_stride + (HEADS + head) * HEAD + one * 0
+            store_head(
+                keys + token, key_scales + at, k_head, mine, knorm_ptr, k_eps, cos_ptr, sin_ptr, newest,
+                HEAD, WIDE, HALF, NORM, FORMAT,
+            )  # fmt: skip
+            store_head(
+                values + token, value_scales + at, k_head + KV_HEADS * HEAD, mine, knorm_ptr, k_eps, cos_ptr, sin_ptr,
+                newest, HEAD, WIDE, 0, False, FORMAT,
+            )  # fmt: skip
+            tl.debug_barrier()
+    else:
+        q = tl.load(heads[:, None] + dims[None, :], mask=shared[:, None] & (dims < HEAD)[None, :], other=0.0)
+    best = tl.full((SHARE_2,), float("-inf"), tl.float32)
+    total = tl.zeros((SHARE_2,), tl.float32)
+    acc = tl.zeros((SHARE_2, WIDE), tl.float32)
+    slots = tl.arange(0, TILE)
+    for n0 in tl.range(begin // BLOCK * BLOCK, end, TILE, num_stages=STAGES):
+        places = n0 + slots
+        seen = (places >= begin) & (places < end)
+        blocks = tl.load(table + places // BLOCK, mask=seen, other=0)
+        k = load_tile(
+            keys, blocks, places % BLOCK, seen, block_stride, token_stride, HEAD, WIDE, FORMAT, True, DTYPE
+        )
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        where = blocks.to(tl.int64) * scale_block_stride + places % BLOCK
+        if FORMAT > 0:
+            s *= tl.load(key_scales + where, mask=seen, other=0.0)[None, :]
+        if SOFTCAP:
+            s = softcap * tanh(s / softcap)
+        s = tl.where(seen[None, :], s * LOG2E, float("-inf"))
+        new = tl.maximum(best, tl.max(s, axis=1))
+        p = tl.exp2(s - new[:, None])
+        shrink = tl.exp2(best - new)
+        total = total * shrink + tl.sum(p, axis=1)
+        v = load_tile(
+            values, blocks, places % BLOCK, seen, block_stride, token_stride, HEAD, WIDE, FORMAT, True, DTYPE
+        )
+        if FORMAT > 0:
+            p *= tl.load(value_scales + where, mask=seen, other=0.0)[None, :]
+        acc = acc * shrink[:, None] + tl.dot(p.to(DTYPE), v, input_precision=PRECISION)
+        best = new
+    inside = shared[:, None] & (dims < HEAD)[None, :]
+    place = out_ptr + row * HEADS * HEAD + (head * SHARE + index)[:, None] * HEAD + dims[None, :]
+    if first_split == last_split:
+        tl.store(place, (acc / total[:, None]).to(DTYPE), mask=inside)
+        return
+    part = (request * HEADS + head * SHARE + index) * SPLITS  # (SHARE_2,): first part of each head
+    tl.store(part_ptr + ((part + split) * HEAD)[:, None] + dims[None, :], acc, mask=inside)
+    tl.store(part_max_ptr + part + split, best, mask=shared)
+    tl.store(part_sum_ptr + part + split, total, mask=shared)
+    tl.debug_barrier()
+    counter = done_ptr + request * KV_HEADS + head
+    if tl.atomic_add(counter, 1, sem="acq_rel") != last_split - first_split:
+        return
+    tl.store(counter, 0)
+    tl.debug_barrier()
+    every = tl.arange(0, SPLITS_2)
+    active = shared[:, None] & ((every >= first_split) & (every <= last_split))[None, :]
+    tops = tl.load(part_max_ptr + part[:, None] + every[None, :], mask=active, other=float("-inf"), cache_modifier=".cg")
+    top = tl.max(tops, axis=1)
+    acc = tl.zeros((SHARE_2, WIDE), tl.float32)
+    total = tl.zeros((SHARE_2,), tl.float32)
+    for s in range(first_split, last_split + 1):
+        m = tl.load(part_max_ptr + part + s, mask=shared, other=float("-inf"), cache_modifier=".cg")
+        w = tl.where(shared, tl.exp2(m - top), 0.0)
+        total += w * tl.load(part_sum_ptr + part + s, mask=shared, other=0.0, cache_modifier=".cg")
+        x = tl.load(part_ptr + ((part + s) * HEAD)[:, None] + dims[None, :], mask=inside, other=0.0, cache_modifier=".cg")
+        acc += w[:, None] * x
+    tl.store(place, (acc / total[:, None]).to(DTYPE), mask=inside)
+
+
+class DecodeScratch:
+    """Partial results of the splits, and a counter for each head that the last split sets back to 0."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.floats = torch.empty(0, device=device)
+        self.done = torch.zeros(0, dtype=torch.int32, device=device)
+
+    def reserve(self, requests: int, heads: int, splits: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        parts = requests * heads * splits
+        if self.floats.numel() < parts * (head_dim + 2):
+            self.floats = torch.empty(parts * (head_dim + 2), device=self.device)
+        if self.done.numel() < requests * heads:
+            self.done = torch.zeros(requests * heads, dtype=torch.int32, device=self.device)
+        return self.floats[2 * parts :], self.floats[:parts], self.floats[parts : 2 * parts], self.done
+
+
+def decode_attention(
+    q: Tensor, attention: Attention, kv: KVLayer, batch: Batch, group: int, out: Tensor, scratch: DecodeScratch, *,
+    requests: int, listed: Tensor | None, splits: int, fused: bool, tile: int | None = None, stages: int = 3,
+    warps: int = 4,
+) -> Tensor:  # fmt: skip
+    """q: (T, heads · head_dim) rotated, or with `fused` the raw projections. listed: indices of the requests to serve
+    (None: the first `requests`). splits: at least split_count of the longest context."""
+    dim, share = attention.head_dim, attention.heads // attention.kv_heads
+    wide = max(16, triton.next_power_of_2(dim))
+    rope, qn, kn = attention.rope, attention.query_norm, attention.key_norm
+    scales = kv.key_scales if kv.key_scales is not None else kv.keys
+    value_scales = kv.value_scales if kv.value_scales is not None else kv.keys
+    total = batch.contexts.shape[0]
+    part, part_max, part_sum, done = scratch.reserve(total, attention.heads, splits, dim)
+    tables = batch.groups[group].tables
+    pdl = PDL and q.is_cuda
+    wide_float = q.dtype == torch.float32
+    decode_kernel[(attention.kv_heads, splits, requests)](
+        q, out, part, part_max, part_sum, done, tables if listed is None else listed, batch.starts, batch.contexts, tables,
+        kv.keys, kv.values, scales, value_scales, rope.cos if rope else q, rope.sin if rope else q,
+        qn.weight if qn else q, kn.weight if kn else q, qn.eps if qn else 0.0, kn.eps if kn else 0.0,
+        attention.scale, attention.softcap, q.stride(0), tables.stride(0), *kv.keys.stride()[:3], *scales.stride()[:2],
+        HEADS=attention.heads, KV_HEADS=attention.kv_heads, SHARE_2=max(16, triton.next_power_of_2(share)), HEAD=dim,
+        WIDE=wide, HALF=rope.cos.shape[1] if rope else 0, NORM=qn is not None, FORMAT=FORMATS[kv.format],
+        WINDOW=attention.window, SOFTCAP=attention.softcap > 0, BLOCK=BLOCK,
+        TILE=tile or (32 if wide > 128 or wide_float else 64), SPLITS=splits, SPLITS_2=triton.next_power_of_2(splits),
+        LISTED=listed is not None, FUSED=fused, PRECISION="ieee" if wide_float else "tf32", STAGES=stages, PDL=pdl,
+        num_warps=warps, **({"launch_pdl": True} if pdl else {}),
+    )  # fmt: skip
+    return out

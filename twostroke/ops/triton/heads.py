@@ -1,0 +1,117 @@
+"""What kernels do with one head of a token: norm and rotate it, write it to the cache, read tiles back.
+
+Formats of the cache, a compile-time number: 0 floats as they are, 1 int8, 2 int4, 3 fp8 (all but 0 with a float32 scale
+for each token and head).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+FLOATS, INT8, INT4, FP8 = 0, 1, 2, 3
+LARGEST = {INT8: 127.0, INT4: 7.0, FP8: 448.0}
+FORMATS = {"float32": FLOATS, "float16": FLOATS, "bfloat16": FLOATS, "int8": INT8, "int4": INT4, "fp8": FP8}
+
+
+@triton.jit
+def head_scale(heads, eps, HEAD: tl.constexpr, WIDE: tl.constexpr, NORM: tl.constexpr):
+    """1 / rms of each head; `heads` are pointers (M,) to their first elements. Ones where there is no norm."""
+    if NORM:
+        dims = tl.arange(0, WIDE)
+        x = tl.load(heads[:, None] + dims[None, :], mask=(dims < HEAD)[None, :], other=0.0).to(tl.float32)
+        scale = tl.rsqrt(tl.sum(x * x, axis=1) / HEAD + eps)
+    else:
+        scale = tl.full(heads.shape, 1.0, tl.float32)
+    return scale
+
+
+@triton.jit
+def turned(
+    heads, mask, dims, scale, norm_ptr, cos_ptr, sin_ptr, position,
+    HEAD: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """Elements `dims` of the heads, normed and rotated: (M, len(dims)) float32. HALF: rotated pairs, 0 for none."""
+    inside = mask[:, None] & (dims < HEAD)[None, :]
+    x = tl.load(heads[:, None] + dims[None, :], mask=inside, other=0.0).to(tl.float32)
+    if NORM:
+        x = x * scale[:, None] * tl.load(norm_ptr + dims, mask=dims < HEAD, other=0.0)[None, :]
+    if HALF > 0:
+        other = tl.where(dims < HALF, dims + HALF, tl.where(dims < 2 * HALF, dims - HALF, dims))
+        y = tl.load(heads[:, None] + other[None, :], mask=inside, other=0.0).to(tl.float32)
+        if NORM:
+            y = y * scale[:, None] * tl.load(norm_ptr + other, mask=dims < HEAD, other=0.0)[None, :]
+        pair = tl.where(dims < HALF, dims, dims - HALF)
+        moves = dims < 2 * HALF
+        cos = tl.load(cos_ptr + position * HALF + pair, mask=moves, other=1.0)
+        sin = tl.load(sin_ptr + position * HALF + pair, mask=moves, other=0.0)
+        sin = tl.where(dims < HALF, -sin, sin)
+        x = x * cos[None, :] + y * sin[None, :]
+    return x
+
+
+@triton.jit
+def rounded(x):
+    """To the nearest whole number, half to even: adding 1.5 · 2^23 leaves no room for a fraction."""
+    return (x + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def store_head(
+    codes, scales, heads, mask, norm_ptr, eps, cos_ptr, sin_ptr, position,
+    HEAD: tl.constexpr, WIDE: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, FORMAT: tl.constexpr,
+):  # fmt: skip
+    """Norm, rotate and write one token's heads; `codes` and `scales` point (M,) to where each head's go."""
+    inverse_rms = head_scale(heads, eps, HEAD, WIDE, NORM)
+    if FORMAT == 2:
+        half = tl.arange(0, WIDE // 2)
+        a = turned(heads, mask, 2 * half, inverse_rms, norm_ptr, cos_ptr, sin_ptr, position, HEAD, HALF, NORM)
+        b = turned(heads, mask, 2 * half + 1, inverse_rms, norm_ptr, cos_ptr, sin_ptr, position, HEAD, HALF, NORM)
+        scale = tl.maximum(tl.max(tl.abs(a), axis=1), tl.max(tl.abs(b), axis=1)) / 7.0
+        safe = tl.where(scale > 0, scale, 1.0)[:, None]
+        low = tl.clamp(rounded(a / safe), -7.0, 7.0) + 8.0
+        high = tl.clamp(rounded(b / safe), -7.0, 7.0) + 8.0
+        packed = low.to(tl.int32) | (high.to(tl.int32) << 4)
+        inside = mask[:, None] & (half < HEAD // 2)[None, :]
+        tl.store(codes[:, None] + half[None, :], packed.to(tl.uint8), mask=inside)
+        tl.store(scales, scale, mask=mask)
+    else:
+        dims = tl.arange(0, WIDE)
+        x = turned(heads, mask, dims, inverse_rms, norm_ptr, cos_ptr, sin_ptr, position, HEAD, HALF, NORM)
+        inside = mask[:, None] & (dims < HEAD)[None, :]
+        if FORMAT == 0:
+            tl.store(codes[:, None] + dims[None, :], x.to(codes.dtype.element_ty), mask=inside)
+        else:
+            largest: tl.constexpr = 127.0 if FORMAT == 1 else 448.0
+            scale = tl.max(tl.abs(x), axis=1) / largest
+            x = x / tl.where(scale > 0, scale, 1.0)[:, None]
+            x = tl.clamp(rounded(x) if FORMAT == 1 else x, -largest, largest)
+            tl.store(codes[:, None] + dims[None, :], x.to(codes.dtype.element_ty), mask=inside)
+            tl.store(scales, scale, mask=mask)
+
+
+@triton.jit
+def load_tile(
+    base, blocks, offsets, valid, block_stride, token_stride,
+    HEAD: tl.constexpr, WIDE: tl.constexpr, FORMAT: tl.constexpr, MASKED: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Codes of N tokens of one head as DTYPE, (N, WIDE); their scales are not applied. Zero where not `valid`."""
+    rows = base + blocks.to(tl.int64) * block_stride + offsets * token_stride
+    if FORMAT == 2:
+        half = tl.arange(0, WIDE // 2)
+        if MASKED or HEAD != WIDE:
+            inside = valid[:, None] & (half < HEAD // 2)[None, :]
+            packed = tl.load(rows[:, None] + half[None, :], mask=inside, other=0x88)
+        else:
+            packed = tl.load(rows[:, None] + half[None, :])
+        low = (packed & 15).to(tl.int32) - 8
+        high = (packed >> 4).to(tl.int32) - 8
+        tile = tl.interleave(low.to(DTYPE), high.to(DTYPE))
+    else:
+        dims = tl.arange(0, WIDE)
+        if MASKED or HEAD != WIDE:
+            inside = valid[:, None] & (dims < HEAD)[None, :]
+            tile = tl.load(rows[:, None] + dims[None, :], mask=inside, other=0.0).to(DTYPE)
+        else:
+            tile = tl.load(rows[:, None] + dims[None, :]).to(DTYPE)
+    return tile

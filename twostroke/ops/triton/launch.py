@@ -1,0 +1,18 @@
+"""Programmatic dependent launch: a kernel may start, and ask for what depends on nobody, before the one ahead has ended.
+
+Every kernel launched so waits before it touches anything another kernel writes, so the chain stays ordered.
+"""
+
+from __future__ import annotations
+
+import os
+
+import triton
+from triton.language.extra import cuda as _cuda
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+PDL = not INTERPRETED
+gdc_wait = _cuda.gdc_wait
+gdc_launch_dependents = _cuda.gdc_launch_dependents
+
+__all__ = ["INTERPRETED", "PDL", "gdc_launch_dependents", "gdc_wait", "triton"]

@@ -1,0 +1,149 @@
+"""Attention of many new tokens per request: tiles of queries walk over the cached blocks, flash-attention style.
+
+The query heads that share a K/V head lie in one tile, so K and V are read once for all of them. Tiles of all requests
+of a step are one list, the longest first, so that a mixed batch is one launch.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from twostroke.ops.interface import BLOCK, Attention, Batch, KVLayer
+from twostroke.ops.triton.heads import FORMATS, load_tile
+from twostroke.ops.triton.rows import tanh
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def step(
+    q, best, total, acc, n0, end, positions, table, keys, values, key_scales, value_scales, scale, softcap,
+    block_stride, token_stride, scale_block_stride,
+    HEAD: tl.constexpr, WIDE: tl.constexpr, FORMAT: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    BLOCK: tl.constexpr, TILE_N: tl.constexpr, MASKED: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    places = n0 + tl.arange(0, TILE_N)
+    valid = places < end
+    blocks = tl.load(table + places // BLOCK, mask=valid, other=0) if MASKED else tl.load(table + places // BLOCK)
+    k = load_tile(keys, blocks, places % BLOCK, valid, block_stride, token_stride, HEAD, WIDE, FORMAT, MASKED, DTYPE)
+    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    where = blocks.to(tl.int64) * scale_block_stride + places % BLOCK
+    if FORMAT > 0:
+        s *= tl.load(key_scales + where, mask=valid, other=0.0)[None, :]
+    if SOFTCAP:
+        s = softcap * tanh(s * scale / softcap) * LOG2E
+    else:
+        s *= scale * LOG2E
+    if MASKED:
+        seen = (places[None, :] <= positions[:, None]) & valid[None, :]
+        if WINDOW > 0:
+            seen &= places[None, :] > positions[:, None] - WINDOW
+        s = tl.where(seen, s, float("-inf"))
+    new = tl.maximum(best, tl.max(s, axis=1))
+    stable = tl.where(new == float("-inf"), 0.0, new) if WINDOW > 0 else new
+    p = tl.exp2(s - stable[:, None])
+    shrink = tl.exp2(best - stable)
+    total = total * shrink + tl.sum(p, axis=1)
+    v = load_tile(values, blocks, places % BLOCK, valid, block_stride, token_stride, HEAD, WIDE, FORMAT, MASKED, DTYPE)
+    if FORMAT > 0:
+        p *= tl.load(value_scales + where, mask=valid, other=0.0)[None, :]
+    acc = acc * shrink[:, None]
+    acc = tl.dot(p.to(DTYPE), v, acc, input_precision=PRECISION)
+    return new, total, acc
+
+
+@triton.jit
+def prefill_kernel(
+    q_ptr, out_ptr, tiles_ptr, starts_ptr, contexts_ptr, tables_ptr, keys, values, key_scales, value_scales,
+    scale, softcap, q_stride, table_stride, block_stride, head_stride, token_stride, scale_block_stride,
+    scale_head_stride,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD: tl.constexpr, WIDE: tl.constexpr, FORMAT: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    SHARE: tl.constexpr = HEADS // KV_HEADS
+    QUERIES: tl.constexpr = TILE_M // SHARE
+    DTYPE: tl.constexpr = q_ptr.dtype.element_ty
+    head, tile = tl.program_id(0), tl.program_id(1)
+    request, first_query = tl.load(tiles_ptr + 2 * tile), tl.load(tiles_ptr + 2 * tile + 1)
+    start, stop = tl.load(starts_ptr + request), tl.load(starts_ptr + request + 1)
+    context = tl.load(contexts_ptr + request)
+    index = tl.arange(0, TILE_M)
+    query = first_query + index // SHARE
+    mine = (index < QUERIES * SHARE) & (query < stop - start)
+    before = context - (stop - start)  # tokens in the cache before this step
+    positions = tl.where(mine, before + query, before + first_query)
+    dims = tl.arange(0, WIDE)
+    row = (start + query).to(tl.int64)
+    inside = mine[:, None] & (dims < HEAD)[None, :]
+    q = tl.load(q_ptr + (row * q_stride + (head * SHARE + index % SHARE) * HEAD)[:, None] + dims[None, :], mask=inside, other=0.0)
+    table = tables_ptr + request * table_stride
+    keys += head * head_stride
+    values += head * head_stride
+    key_scales += head * scale_head_stride
+    value_scales += head * scale_head_stride
+    low = before + first_query  # position of the first query
+    high = tl.minimum(low + QUERIES, context)  # one past the last
+    begin = 0
+    whole = (low + 1) // TILE_N * TILE_N  # tiles below this are seen by every query (but for a window)
+    if WINDOW > 0:
+        begin = tl.maximum(low - WINDOW + 1, 0) // TILE_N * TILE_N
+        whole = begin
+    best = tl.full((TILE_M,), float("-inf"), tl.float32)
+    total = tl.zeros((TILE_M,), tl.float32)
+    acc = tl.zeros((TILE_M, WIDE), tl.float32)
+    for n0 in tl.range(begin, whole, TILE_N, num_stages=STAGES):
+        best, total, acc = step(
+            q, best, total, acc, n0, context, positions, table, keys, values, key_scales, value_scales, scale, softcap,
+            block_stride, token_stride, scale_block_stride,
+            HEAD, WIDE, FORMAT, WINDOW, SOFTCAP, BLOCK, TILE_N, False, DTYPE, PRECISION,
+        )  # fmt: skip
+    for n0 in tl.range(whole, high, TILE_N, num_stages=STAGES):
+        best, total, acc = step(
+            q, best, total, acc, n0, context, positions, table, keys, values, key_scales, value_scales, scale, softcap,
+            block_stride, token_stride, scale_block_stride,
+            HEAD, WIDE, FORMAT, WINDOW, SOFTCAP, BLOCK, TILE_N, True, DTYPE, PRECISION,
+        )  # fmt: skip
+    out = (acc / total[:, None]).to(DTYPE)
+    place = out_ptr + (row * HEADS * HEAD + (head * SHARE + index % SHARE) * HEAD)[:, None] + dims[None, :]
+    tl.store(place, out, mask=inside)
+
+
+def tile_rows(dtype: torch.dtype, wide: int, share: int) -> int:
+    rows = 64 if dtype == torch.float32 or wide > 128 else 128
+    return max(rows, triton.next_power_of_2(share))
+
+
+def make_tiles(counts: np.ndarray, contexts: np.ndarray, wanted: np.ndarray, queries: int) -> np.ndarray:
+    """(tiles, 2) int32: request and first query of every tile of the `wanted` requests, the most work first."""
+    per = -(-counts[wanted] // queries)
+    request = np.repeat(wanted, per)
+    first = (np.arange(per.sum()) - np.repeat(np.cumsum(per) - per, per)) * queries
+    work = contexts[request] - counts[request] + first
+    tiles = np.stack((request, first), axis=1).astype(np.int32)
+    return np.ascontiguousarray(tiles[np.argsort(-work, kind="stable")])
+
+
+def prefill_attention(
+    q: Tensor, attention: Attention, kv: KVLayer, batch: Batch, group: int, out: Tensor, tiles: Tensor, *,
+    tile_n: int | None = None, stages: int | None = None, warps: int | None = None,
+) -> Tensor:  # fmt: skip
+    dim, share = attention.head_dim, attention.heads // attention.kv_heads
+    wide = max(16, triton.next_power_of_2(dim))
+    scales = kv.key_scales if kv.key_scales is not None else kv.keys
+    value_scales = kv.value_scales if kv.value_scales is not None else kv.keys
+    tables = batch.groups[group].tables
+    wide_float = q.dtype == torch.float32
+    prefill_kernel[(attention.kv_heads, tiles.shape[0])](
+        q, out, tiles, batch.starts, batch.contexts, tables, kv.keys, kv.values, scales, value_scales,
+        attention.scale, attention.softcap, q.stride(0), tables.stride(0), *kv.keys.stride()[:3], *scales.stride()[:2],
+        HEADS=attention.heads, KV_HEADS=attention.kv_heads, HEAD=dim, WIDE=wide, FORMAT=FORMATS[kv.format],
+        WINDOW=attention.window, SOFTCAP=attention.softcap > 0, BLOCK=BLOCK, TILE_M=tile_rows(q.dtype, wide, share),
+        TILE_N=tile_n or (32 if wide_float or wide > 128 else 64), PRECISION="ieee" if wide_float else "tf32",
+        STAGES=stages or (2 if wide_float or wide > 128 else 3), num_warps=warps or (4 if wide_float else 8),
+    )  # fmt: skip
+    return out
