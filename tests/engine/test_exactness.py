@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from twostroke import LLM, SamplingParams
+from twostroke.ops.cpu import TorchCpuOps
 from twostroke.schedule.policy import POLICIES
 from twostroke.types import Request
 
@@ -93,19 +94,25 @@ def run_together(llm: LLM, many: list[Ask]):
     return [(ask, job.output()) for ask, job in jobs]
 
 
-@pytest.fixture(scope="module", params=["llama", "llama-int8-kv", "gemma"])
+@pytest.fixture(scope="module", params=["llama", "llama-int8-kv", "llama-int4-kv", "gemma"])
 def model(request, llama_folder, gemma_folder):
     folder = gemma_folder if request.param == "gemma" else llama_folder
-    extra = {"kv_dtype": "int8"} if request.param == "llama-int8-kv" else {}
-    return folder, extra, Alone(folder, **extra)
+    kv = {"llama-int8-kv": "int8", "llama-int4-kv": "int4"}.get(request.param)
+    return folder, {"kv_dtype": kv}, Alone(folder, kv_dtype=kv)
 
 
-@settings(
-    max_examples=30, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate, Phase.shrink],
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
-)  # fmt: skip
-@given(many=st.lists(asks, min_size=1, max_size=7), lever=levers)
-def test_levers_do_not_change_a_token(model, many, lever):
+@pytest.fixture(scope="module", params=["llama", "gemma"])
+def torch_model(request, llama_folder, gemma_folder):
+    """The same on a machine without the native library."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("twostroke.ops.native.library.available", lambda: False)
+        folder = gemma_folder if request.param == "gemma" else llama_folder
+        alone = Alone(folder)
+        assert isinstance(alone.llm.engine.core.runner.ops, TorchCpuOps)
+        yield folder, {}, alone
+
+
+def check_levers(model, many, lever):
     folder, extra, alone = model
     llm = LLM(folder, **BASE, **lever, **extra)
     for _ in range(2):  # the second time with whatever the cache holds by then
@@ -117,6 +124,35 @@ def test_levers_do_not_change_a_token(model, many, lever):
                     assert got == want
     pool = llm.engine.core.scheduler.tables.pool
     assert pool.available == pool.total
+
+
+def random_lives(examples: int):
+    """Hypothesis with a fixed seed: the same examples on every machine."""
+    fixed = settings(
+        max_examples=examples, deadline=None, derandomize=True,
+        phases=[Phase.explicit, Phase.generate, Phase.shrink], suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    return lambda test: fixed(given(many=st.lists(asks, min_size=1, max_size=7), lever=levers)(test))
+
+
+@random_lives(50)
+def test_levers_do_not_change_a_token(model, many, lever):
+    check_levers(model, many, lever)
+
+
+@random_lives(8)
+def test_levers_do_not_change_a_token_on_torch(torch_model, many, lever):
+    check_levers(torch_model, many, lever)
+
+
+@random_lives(4)
+def test_levers_do_not_change_a_token_of_the_quantized_default_model(quantized_model, many, lever):
+    check_levers(quantized_model, many, lever)
+
+
+@pytest.fixture(scope="module")
+def quantized_model(default_model):
+    return default_model, {}, Alone(default_model)
 
 
 def test_preemption_really_happens_and_changes_nothing(llama_folder):

@@ -6,6 +6,8 @@ import torch
 
 from twostroke.ops.cpu import TorchCpuOps
 from twostroke.ops.interface import Ops
+from twostroke.ops.native import library
+from twostroke.ops.native_cpu import NativeCpuOps
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -22,4 +24,6 @@ def make_ops(device: str, dtype: str | None, threads: int, quantize: str | None 
         raise ValueError(f"The number of threads must be at least 1, not {threads}.")
     if torch.get_num_threads() != threads:
         torch.set_num_threads(threads)
+    if library.available() and dtype in (None, "float32"):
+        return NativeCpuOps(threads, weights=dtype or "native")
     return TorchCpuOps(_DTYPES[dtype or "float32"])

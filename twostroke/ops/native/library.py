@@ -5,10 +5,11 @@ from __future__ import annotations
 import ctypes
 from ctypes import POINTER, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
 from functools import cache
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import ClassVar
 
-PATH = Path(__file__).resolve().parent / "libtwostroke.so"
+NAME = "libtwostroke.so"
 
 
 class AttendLayer(ctypes.Structure):
@@ -57,11 +58,24 @@ class LibraryMissing(ImportError):  # noqa: N818
     """The native library was not built: no compiler at install time, or a checkout that was never built."""
 
 
+def library_path() -> Path | None:
+    """Beside this file, or, when the sources are run from a checkout, where `pip install` put the built package."""
+    beside = Path(__file__).resolve().parent / NAME
+    if beside.exists():
+        return beside
+    for installed in distributions(name="twostroke"):
+        path = Path(str(installed.locate_file(f"twostroke/ops/native/{NAME}")))
+        if path.exists():
+            return path
+    return None
+
+
 @cache
 def load_library() -> ctypes.CDLL:
-    if not PATH.exists():
+    path = library_path()
+    if path is None:
         raise LibraryMissing("the native CPU library is not built; run: python -m twostroke.ops.native.build")
-    lib = ctypes.CDLL(str(PATH))
+    lib = ctypes.CDLL(str(path))
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(lib, name)
         function.restype, function.argtypes = result, arguments
