@@ -64,7 +64,7 @@ def test_linear(before: Norm | Gate | None, bias: bool, add: bool) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_wide_matrices_are_cut(dtype: str) -> None:
-    ops = make_ops("cpu", dtype, torch.get_num_threads())
+    ops = TorchCpuOps(getattr(torch, dtype))
     table = randn(20_000, 24).to(getattr(torch, dtype)).float()
     packed = ops.pack([from_float(table.numpy())])
     x = randn(3, 24, seed=1)

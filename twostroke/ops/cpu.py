@@ -13,13 +13,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from twostroke.ops.cpu_attention import Stack, attend_stack, cut_pieces, row_counts, stack_pieces
+from twostroke.ops.cpu_attention import Stack, attend_stack, cut_step, store, token_stride
 from twostroke.ops.formats import Stored, dequantize
-from twostroke.ops.interface import Attention, Batch, Gate, KVLayer, Norm, RopeTable
-from twostroke.ops.kv_codec import write_kv
+from twostroke.ops.interface import BLOCK, Attention, Batch, Gate, KVLayer, Norm, RopeTable
 from twostroke.ops.tiles import tiled_product
 
 _COLUMNS = 8192  # widest matrix of one product: bounds the cost of finding its tiles
+_CACHED = 1 << 16  # elements that several passes go over: 256 KiB
 _CAST = 1 << 18  # weights cast at a time when they are stored narrower than float32: 1 MiB, inside a core's cache
 
 
@@ -40,7 +40,7 @@ class TorchCpuOps:
     def __init__(self, dtype: torch.dtype = torch.float32):
         """dtype: how weights are kept. float16 and bfloat16 halve the memory and cost a cast in every product."""
         self.dtype = dtype
-        self._stacks: tuple[Batch | None, dict[tuple[int, int, int, int, int], list[Stack]]] = (None, {})
+        self._step = Step(None)
 
     # ---- weights -------------------------------------------------------------------------------------------------
 
@@ -64,10 +64,10 @@ class TorchCpuOps:
     def embed(self, table: Matrix, tokens: Tensor, scale: float) -> Tensor:
         width = table.columns[0].shape[1]
         out = torch.empty(tokens.shape[0], table.inputs)
-        for index, columns in enumerate(table.columns):
-            mine = (tokens // width == index).nonzero().flatten()
-            if len(mine):
-                out[mine] = columns[:, tokens[mine] - index * width].T.float()
+        run = tokens // width
+        for index in run.unique().tolist():
+            mine = (run == index).nonzero().flatten()
+            out[mine] = table.columns[index].index_select(1, tokens[mine] - index * width).T.float()
         return out.mul_(scale) if scale != 1.0 else out
 
     # ---- one row at a time, many rows at once --------------------------------------------------------------------
@@ -84,49 +84,73 @@ class TorchCpuOps:
             x = self.norm(x, before)
         elif isinstance(before, Gate):
             x = gated(x, before)
-        if len(weight.columns) == 1:
-            out = product(x, weight.columns[0])
-        else:
-            out = torch.cat([product(x, columns) for columns in weight.columns], dim=1)
+        parts = [tiled_product(x, columns.float()) for columns in weight.columns]
+        out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
         if weight.bias is not None:
             out += weight.bias
         return out if add_to is None else add_to.add_(out)
 
     def argmax(self, logits: Tensor) -> Tensor:
-        return logits.argmax(dim=-1)
+        tokens = logits.argmax(dim=-1)  # a NaN counts as the largest
+        best = logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+        return torch.where(best.isnan(), -1, tokens)
 
     # ---- attention -----------------------------------------------------------------------------------------------
 
     def attend(self, qkv: Tensor, attention: Attention, kv: KVLayer, batch: Batch, group: int) -> Tensor:
         heads, kv_heads, dim = attention.heads, attention.kv_heads, attention.head_dim
-        q, k, v = qkv.view(-1, heads + 2 * kv_heads, dim).split([heads, kv_heads, kv_heads], dim=1)
-        if attention.query_norm is not None:
-            q = self.norm(q, attention.query_norm)
-        if attention.key_norm is not None:
-            k = self.norm(k, attention.key_norm)
+        if self._step.batch is not batch:
+            self._step = Step(batch)
+        step = self._step
+        entries = qkv.view(-1, heads + 2 * kv_heads, dim)
+        qk, v = entries[:, : heads + kv_heads], entries[:, heads + kv_heads :]
+        if attention.query_norm is not None and attention.key_norm is not None:
+            normed = (self.norm(qk[:, :heads], attention.query_norm), self.norm(qk[:, heads:], attention.key_norm))
+            qk = torch.cat(normed, dim=1)
         if attention.rope is not None:
-            cos, sin = (t[batch.positions].unsqueeze(1) for t in (attention.rope.cos, attention.rope.sin))
-            q, k = rotated(q, cos, sin), rotated(k, cos, sin)
-        write_kv(kv, batch.groups[group].slots, k, v)
-        q = q * attention.scale
-        out = torch.empty_like(q)
-        for stack in self._stacks_of(batch, group, attention):
+            qk = rotated(qk, *step.turns(attention.rope))
+        store(kv, step.places(group, kv), qk[:, heads:], v)
+        q = qk[:, :heads] * attention.scale
+        out = torch.empty(q.shape)
+        for stack in step.stacks(group, attention, kv):
             attend_stack(q, out, attention, kv, stack)
         return out.flatten(1)
 
-    def _stacks_of(self, batch: Batch, group: int, attention: Attention) -> list[Stack]:
-        """How the step's rows are stacked: the same for every layer of a group, so found once for a batch."""
-        if self._stacks[0] is not batch:
-            self._stacks = (batch, {})
-        share, sizes = attention.heads // attention.kv_heads, row_counts(attention.head_dim, torch.get_num_threads())
-        key = (group, attention.window, share, attention.kv_heads, attention.head_dim)
-        found = self._stacks[1].get(key)
-        if found is None:
-            pieces = cut_pieces(batch, attention.window, share, attention.kv_heads, sizes)
-            tables = batch.groups[group].tables
-            found = stack_pieces(pieces, tables, attention.window, share, attention.kv_heads, sizes)
-            self._stacks[1][key] = found
-        return found
+
+class Step:
+    """What all layers of one step share, worked out by the first that asks."""
+
+    def __init__(self, batch: Batch | None):
+        self.batch = batch
+        self._turns: dict[int, tuple[Tensor, Tensor]] = {}
+        self._places: dict[tuple[int, int, int], Tensor] = {}
+        self._stacks: dict[tuple[int, int, int, int, int, int], list[Stack]] = {}
+
+    def turns(self, rope: RopeTable) -> tuple[Tensor, Tensor]:
+        """cos and sin of the step's rows, (T, 1, rotary_dim / 2)."""
+        assert self.batch is not None
+        if id(rope) not in self._turns:
+            rows = self.batch.positions
+            self._turns[id(rope)] = (rope.cos[rows].unsqueeze(1), rope.sin[rows].unsqueeze(1))
+        return self._turns[id(rope)]
+
+    def places(self, group: int, kv: KVLayer) -> Tensor:
+        """Rows of the pool that the step's K and V are written to, (T · kv_heads,)."""
+        assert self.batch is not None
+        key = (group, token_stride(kv), kv.keys.shape[1])
+        if key not in self._places:
+            slots = self.batch.groups[group].slots
+            rows = slots // BLOCK * key[1] + slots % BLOCK
+            self._places[key] = (rows[:, None] + torch.arange(key[2]) * BLOCK).flatten()
+        return self._places[key]
+
+    def stacks(self, group: int, attention: Attention, kv: KVLayer) -> list[Stack]:
+        assert self.batch is not None
+        a, stride = attention, token_stride(kv)
+        key = (group, stride, a.window, a.heads, a.kv_heads, a.head_dim)
+        if key not in self._stacks:
+            self._stacks[key] = cut_step(self.batch, group, attention, stride)
+        return self._stacks[key]
 
 
 def even_width(total: int, limit: int) -> int:
@@ -145,17 +169,23 @@ def place_rows(columns: list[Tensor], width: int, start: int, rows: Tensor) -> N
         done += count
 
 
-def product(x: Tensor, columns: Tensor) -> Tensor:
-    out = torch.empty(x.shape[0], columns.shape[1])
-    return tiled_product(x, columns.float(), out)
-
-
 def gated(x: Tensor, gate: Gate) -> Tensor:
-    left, up = x.chunk(2, dim=-1)
+    """A few rows at a time, so that the passes over them stay in a core's cache."""
+    width = x.shape[1] // 2
+    out = torch.empty(x.shape[0], width)
+    step = max(1, _CACHED // width)
+    for start in range(0, x.shape[0], step):
+        rows = x[start : start + step]
+        activate(rows[:, :width], out[start : start + step], gate).mul_(rows[:, width:])
+    return out
+
+
+def activate(x: Tensor, out: Tensor, gate: Gate) -> Tensor:
     if gate.activation == "silu":
-        return (left / left.neg().exp_().add_(1)).mul_(up)
-    inner = (left * left).mul_(left).mul_(0.044715).add_(left).mul_((2 / torch.pi) ** 0.5)
-    return inner.tanh_().add_(1).mul_(left).mul_(0.5).mul_(up)
+        torch.neg(x, out=out).exp_().add_(1)
+        return torch.div(x, out, out=out)
+    torch.mul(x, x, out=out).mul_(x).mul_(0.044715).add_(x).mul_((2 / torch.pi) ** 0.5)
+    return out.tanh_().add_(1).mul_(x).mul_(0.5)
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -163,11 +193,8 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = cos.shape[-1]
     first, second = x[..., :half], x[..., half : 2 * half]
     out = torch.empty(x.shape)
-    out[..., :half] = first * cos - second * sin
-    out[..., half : 2 * half] = second * cos + first * sin
+    torch.mul(first, cos, out=out[..., :half]).sub_(second * sin)
+    torch.mul(second, cos, out=out[..., half : 2 * half]).add_(first * sin)
     if 2 * half < x.shape[-1]:
         out[..., 2 * half :] = x[..., 2 * half :]
     return out
-
-
-__all__ = ["Matrix", "RopeTable", "TorchCpuOps"]

@@ -4,11 +4,14 @@ The rows of a step are cut into pieces (a few query tokens of one request and th
 equal shape are stacked into one batched product:
 
     scores  (P·kv_heads, rows, D) @ (P·kv_heads, D, keys)      rows = query tokens · query heads of one K/V head
-    weights exp(score - largest score of the row)              masked keys: exactly 0
+    weights exp(score - largest score of the row)              hidden keys: exactly 0
     result  Σ over key tiles, ascending, of weights @ values   divided by the sum of the weights, summed alike
 
 Key tiles lie at absolute positions, so one reduction tree serves prefill, chunk and decode: the largest score is the
-same in any order, and a tile that is masked altogether adds exact zeros, whether it is visited or not.
+same in any order, and a tile that is hidden altogether adds exact zeros, whether it is visited or not.
+
+K and V are gathered token by token. A position that holds nothing of the request's own is read from one that does, so
+whatever else lies in the pool, not-a-number included, never enters a product.
 """
 
 from __future__ import annotations
@@ -20,12 +23,13 @@ import torch
 from torch import Tensor
 
 from twostroke.ops.interface import BLOCK, Attention, Batch, KVLayer
-from twostroke.ops.kv_codec import decode_kv
+from twostroke.ops.kv_codec import decode_kv, encode_kv
 from twostroke.ops.tiles import agreeing
 
 TILE = 128  # keys added up in one product
-_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+_SIZES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 _SCORES = 1 << 22  # scores held at a time, about: 16 MiB
+_LOWEST = -80.0  # exp below this is nothing beside a weight of 1, and many times slower to compute
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,38 +42,36 @@ class Piece:
     position: int
     first: int
     tiles: int
-    valid: tuple[int, int]  # positions whose K and V belong to the request; others may hold anything
+    own: tuple[int, int]  # positions whose K and V belong to the request
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stack:
-    """Pieces of one shape: P pieces of Q query tokens (shorter ones repeat their last row) and `tiles` key tiles."""
+    """Pieces of one shape: P pieces of Q query tokens (shorter ones repeat their last row), all with the same keys."""
 
-    rows: Tensor  # (P, Q) int64: row of the batch
-    used: tuple[tuple[int, int, int], ...]  # (piece, row of the batch, count)
+    rows: Tensor  # (P · Q,) int64: row of the batch
+    pieces: int
     size: int  # rows of the product: Q · query heads of a K/V head, padded to a count that agrees with all others
-    blocks: Tensor  # (P, tiles · TILE / BLOCK) int64
-    hidden: Tensor  # (P, 1, Q, 1, keys - edge) bool: what the query must not see
+    tokens: Tensor  # (P · kv_heads · keys,) int64: row of the pool (see `token_rows`)
+    keys: int
     edge: int  # keys before this one are seen by every query of the stack
-    alien: Tensor  # (P, 1, keys - alien_edge, 1) bool: keys that are not the request's own
-    alien_edge: int
+    bias: Tensor  # (P, 1, Q, 1, keys - edge): 0 or, where the query must not see the key, a score below all others
+    seen: Tensor  # the same as factors 1 and 0
 
 
 @lru_cache(maxsize=64)
 def row_counts(head_dim: int, threads: int) -> tuple[int, ...]:
     """Row counts that agree for both products, whatever the number of stacked matrices and of key tiles."""
     generator = torch.Generator().manual_seed(head_dim)
-    keys = torch.randn(head_dim, 3 * TILE, generator=generator)
-    values = torch.randn(3 * TILE, head_dim, generator=generator)
+    keys, values = (torch.randn(3 * TILE, head_dim, generator=generator) for _ in range(2))
     rows = torch.randn(_SIZES[-1], head_dim, generator=generator)
 
     def product(q: Tensor) -> Tensor | None:
         results: list[Tensor] = []
         for stacked, tiles in ((1, 1), (2, 3), (7, 2)):
-            k = keys[:, : tiles * TILE].expand(stacked, -1, -1).contiguous()
-            v = values[: tiles * TILE].expand(stacked, -1, -1).contiguous()
-            scores = torch.bmm(q.expand(stacked, -1, -1).contiguous(), k)
-            scores[:, :, TILE:] = 0.0  # as if masked: further tiles must change nothing
+            k, v = (x[: tiles * TILE].expand(stacked, -1, -1).contiguous() for x in (keys, values))
+            scores = torch.bmm(q.expand(stacked, -1, -1).contiguous(), k.transpose(1, 2))
+            scores[:, :, TILE:] = 0.0  # as if hidden: further tiles must change nothing
             results += torch.cat((scores[:, :, :TILE], weighted(scores, v)), dim=2).unbind()
         return results[0] if all(torch.equal(results[0], other) for other in results) else None
 
@@ -79,76 +81,104 @@ def row_counts(head_dim: int, threads: int) -> tuple[int, ...]:
     return found
 
 
-def cut_pieces(batch: Batch, window: int, share: int, kv_heads: int, sizes: tuple[int, ...]) -> list[Piece]:
-    """Cut every request's rows so that a piece's scores fit the budget. share: query heads of one K/V head."""
+# ---- how a step is cut: once for a batch, the same for every layer of a group ---------------------------------------
+
+
+def cut_step(batch: Batch, group: int, attention: Attention, stride: int) -> list[Stack]:
+    """stride: rows of the pool from one block to the next."""
+    sizes = row_counts(attention.head_dim, torch.get_num_threads())
+    share = attention.heads // attention.kv_heads
+    alike: dict[tuple[int, int], list[Piece]] = {}
+    for piece in cut_pieces(batch, attention, sizes):
+        size = min((s for s in sizes if s >= piece.count * share), default=sizes[-1])
+        alike.setdefault((size, 1 << (piece.tiles - 1).bit_length()), []).append(piece)
+    stacks = []
+    for (size, length), members in alike.items():
+        together = max(1, _SCORES // (attention.kv_heads * size * length * TILE))
+        for start in range(0, len(members), together):
+            pieces = members[start : start + together]
+            stacks.append(make_stack(pieces, batch.groups[group].tables, attention, size, stride))
+    return stacks
+
+
+def cut_pieces(batch: Batch, attention: Attention, sizes: tuple[int, ...]) -> list[Piece]:
+    """Cut every request's rows so that a piece's scores fit the budget."""
     pieces = []
     starts, contexts = batch.starts.tolist(), batch.contexts.tolist()
+    share, window = attention.heads // attention.kv_heads, attention.window
     for request, context in enumerate(contexts):
         start, stop = starts[request], starts[request + 1]
         begin = context - (stop - start)  # position of the first row
-        valid = (max(0, begin - window + 1) if window else 0, context)
-        widest = max(1, _SCORES // (kv_heads * -(-context // TILE) * TILE))
-        size = max((s for s in sizes if s <= widest), default=sizes[0])
-        step = max(1, size // share)
+        own = (max(0, begin - window + 1) if window else 0, context)
+        widest = max(1, _SCORES // (attention.kv_heads * -(-context // TILE) * TILE))
+        step = max(1, max((s for s in sizes if s <= widest), default=sizes[0]) // share)
         for row in range(start, stop, step):
             count = min(step, stop - row)
             position = begin + row - start
             first = max(0, position - window + 1) // TILE if window else 0
             tiles = (position + count - 1) // TILE + 1 - first
-            pieces.append(Piece(request, row, count, position, first, tiles, valid))
+            pieces.append(Piece(request, row, count, position, first, tiles, own))
     return pieces
 
 
-def stack_pieces(
-    pieces: list[Piece], tables: Tensor, window: int, share: int, kv_heads: int, sizes: tuple[int, ...]
-) -> list[Stack]:
-    """Pieces of one row count and similar length go together."""
-    alike: dict[tuple[int, int], list[Piece]] = {}
-    for piece in pieces:
-        size = min((s for s in sizes if s >= piece.count * share), default=sizes[-1])
-        alike.setdefault((size, 1 << (piece.tiles - 1).bit_length()), []).append(piece)
-    stacks = []
-    for (size, length), members in alike.items():
-        together = max(1, _SCORES // (kv_heads * size * length * TILE))
-        for start in range(0, len(members), together):
-            stacks.append(make_stack(members[start : start + together], tables, window, size))
-    return stacks
-
-
-def make_stack(pieces: list[Piece], tables: Tensor, window: int, size: int) -> Stack:
-    count = max(piece.count for piece in pieces)
+def make_stack(pieces: list[Piece], tables: Tensor, attention: Attention, size: int, stride: int) -> Stack:
     keys = max(piece.tiles for piece in pieces) * TILE
-    steps = torch.arange(count)
-    rows = torch.stack([piece.row + steps.clamp(max=piece.count - 1) for piece in pieces])  # (P, Q)
-    start = torch.tensor([piece.first * TILE for piece in pieces])  # (P,)
-    position = torch.tensor([piece.position for piece in pieces])[:, None] + steps  # (P, Q)
-    key = start[:, None] + torch.arange(keys)  # (P, keys)
-    column = (start[:, None] // BLOCK + torch.arange(keys // BLOCK)).clamp(max=tables.shape[1] - 1)
-    blocks = tables[[piece.request for piece in pieces]].long().gather(1, column)
-    hidden = key[:, None, :] > position[:, :, None]  # (P, Q, keys)
-    low, high = (torch.tensor([piece.valid[end] for piece in pieces])[:, None] for end in (0, 1))
-    edge = alien_edge = 0
-    if window:
-        hidden |= key[:, None, :] <= position[:, :, None] - window
-    else:
-        edge = min(piece.position - piece.first * TILE for piece in pieces) // BLOCK * BLOCK
-        alien_edge = min(piece.valid[1] - piece.first * TILE for piece in pieces) // BLOCK * BLOCK
-    alien = (key < low) | (key >= high)
-    return Stack(
-        rows,
-        tuple((index, piece.row, piece.count) for index, piece in enumerate(pieces)),
-        size,
-        blocks,
-        hidden[:, None, :, None, edge:],
-        edge,
-        alien[:, None, alien_edge:, None],
-        min(alien_edge, keys),
-    )
+    last = torch.tensor([piece.count - 1 for piece in pieces])[:, None]
+    steps = torch.arange(int(last.max()) + 1).minimum(last)  # (P, Q)
+    rows = torch.tensor([piece.row for piece in pieces])[:, None] + steps
+    position = torch.tensor([piece.position for piece in pieces])[:, None] + steps
+    key = torch.tensor([piece.first * TILE for piece in pieces])[:, None] + torch.arange(keys)  # (P, keys)
+    low, high = (torch.tensor([piece.own[end] for piece in pieces])[:, None] for end in (0, 1))
+    place = torch.where((key >= low) & (key < high), key, low)  # a position of the request's own
+    block = tables[[piece.request for piece in pieces]].long().gather(1, place // BLOCK)
+    heads = torch.arange(attention.kv_heads)[:, None] * BLOCK
+    tokens = (block * stride + place % BLOCK)[:, None, :] + heads  # (P, kv_heads, keys)
+    edge = 0 if attention.window else min(piece.position for piece in pieces) // TILE * TILE
+    key, position = key[:, None, edge:], position[:, :, None]
+    seen = key <= position  # (P, Q, keys - edge)
+    if attention.window:
+        seen &= key > position - attention.window
+    seen = seen[:, None, :, None, :]
+    bias = torch.zeros(seen.shape).masked_fill_(~seen, torch.finfo(torch.float32).min)
+    return Stack(rows.flatten(), len(pieces), size, tokens.flatten(), keys, edge, bias, seen.float())
 
 
-def gather(codes: Tensor, scales: Tensor | None, blocks: Tensor, kv: KVLayer) -> Tensor:
-    """The stored entries of `blocks` (P, C) as float32 (P, C, kv_heads, BLOCK, head_dim)."""
-    return decode_kv(codes[blocks], None if scales is None else scales[blocks], kv.format)
+# ---- the pool, seen as one row for each block, head and token -------------------------------------------------------
+
+
+def token_stride(kv: KVLayer) -> int:
+    """Rows of `token_rows` from one block to the next; head h and offset o add h · BLOCK + o."""
+    return kv.keys.stride(0) // kv.keys.shape[3]
+
+
+def token_rows(codes: Tensor) -> Tensor:
+    """(blocks, kv_heads, BLOCK, width) with its block stride -> (rows, width), the same memory."""
+    blocks, heads, _, width = codes.shape
+    rows = (blocks - 1) * (codes.stride(0) // width) + heads * BLOCK
+    return codes.as_strided((rows, width), (width, 1))
+
+
+def scale_rows(scales: Tensor) -> Tensor:
+    """The scales as one run, indexed as `token_rows` is."""
+    return scales.as_strided(((scales.shape[0] - 1) * scales.stride(0) + scales.shape[1] * BLOCK,), (1,))
+
+
+def load(codes: Tensor, scales: Tensor | None, tokens: Tensor, kv: KVLayer) -> Tensor:
+    """Stored entries as float32 (tokens, head_dim)."""
+    found = token_rows(codes).index_select(0, tokens)
+    return decode_kv(found, None if scales is None else scale_rows(scales).index_select(0, tokens), kv.format)
+
+
+def store(kv: KVLayer, tokens: Tensor, k: Tensor, v: Tensor) -> None:
+    """Write k and v (T, kv_heads, head_dim) to rows `tokens` (T · kv_heads,)."""
+    for x, codes, scales in ((k, kv.keys, kv.key_scales), (v, kv.values, kv.value_scales)):
+        new_codes, new_scales = encode_kv(x.reshape(-1, x.shape[2]), kv.format)
+        token_rows(codes).index_copy_(0, tokens, new_codes)
+        if scales is not None and new_scales is not None:
+            scale_rows(scales).index_copy_(0, tokens, new_scales)
+
+
+# ---- one stack ------------------------------------------------------------------------------------------------------
 
 
 def weighted(weights: Tensor, values: Tensor) -> Tensor:
@@ -161,25 +191,23 @@ def weighted(weights: Tensor, values: Tensor) -> Tensor:
 
 def attend_stack(q: Tensor, out: Tensor, attention: Attention, kv: KVLayer, stack: Stack) -> None:
     """q (T, heads, D), already multiplied by the scale; the stack's rows of out (T, heads, D) are filled."""
-    pieces, count = stack.rows.shape
-    kv_heads, dim = attention.kv_heads, attention.head_dim
-    share = attention.heads // kv_heads
-    keys = stack.blocks.shape[1] * BLOCK
-    k = gather(kv.keys, kv.key_scales, stack.blocks, kv).permute(0, 2, 4, 1, 3).reshape(-1, dim, keys)
-    v = gather(kv.values, kv.value_scales, stack.blocks, kv).permute(0, 2, 1, 3, 4).reshape(pieces, kv_heads, keys, dim)
-    v[:, :, stack.alien_edge :].masked_fill_(stack.alien, 0.0)
+    kv_heads, dim, pieces, keys = attention.kv_heads, attention.head_dim, stack.pieces, stack.keys
+    share, count = attention.heads // kv_heads, len(stack.rows) // pieces
+    used = count * share
+    mine = q[stack.rows].view(pieces, count, kv_heads, share, dim).transpose(1, 2)  # (P, kv_heads, Q, share, D)
     queries = q.new_zeros(pieces * kv_heads, stack.size, dim)
-    mine = q[stack.rows].view(pieces, count, kv_heads, share, dim).permute(0, 2, 1, 3, 4)  # (P, kv_heads, Q, share, D)
-    queries[:, : count * share] = mine.reshape(pieces * kv_heads, count * share, dim)
-    scores = torch.bmm(queries, k)  # (P·kv_heads, size, keys)
+    queries[:, :used] = mine.reshape(pieces * kv_heads, used, dim)
+    k = load(kv.keys, kv.key_scales, stack.tokens, kv).view(-1, keys, dim)
+    scores = torch.bmm(queries, k.transpose(1, 2))  # (P·kv_heads, size, keys)
     if attention.softcap:
-        scores = scores.div_(attention.softcap).tanh_().mul_(attention.softcap)
-    view = scores[:, : count * share].view(pieces, kv_heads, count, share, keys)
-    view[..., stack.edge :].masked_fill_(stack.hidden, float("-inf"))
-    weights = scores.sub_(scores.amax(dim=-1, keepdim=True)).exp_()
+        scores.div_(attention.softcap).tanh_().mul_(attention.softcap)
+    edge = scores[:, :used].view(pieces, kv_heads, count, share, keys)[..., stack.edge :]
+    edge += stack.bias
+    weights = scores.sub_(scores.amax(dim=-1, keepdim=True)).clamp_(min=_LOWEST).exp_()
+    edge *= stack.seen  # the same memory, now holding weights
     # cumsum adds in order, whatever the number of tiles; sum would not.
     total = weights.view(*weights.shape[:2], -1, TILE).sum(dim=-1).cumsum(dim=-1)[..., -1:]  # (N, size, 1)
-    result = weighted(weights, v.flatten(0, 1)).div_(total)[:, : count * share]
-    result = result.view(pieces, kv_heads, count, share, dim).permute(0, 2, 1, 3, 4)  # (P, Q, kv_heads, share, D)
-    for piece, row, used in stack.used:
-        out[row : row + used] = result[piece, :used].reshape(used, attention.heads, dim)
+    v = load(kv.values, kv.value_scales, stack.tokens, kv).view(-1, keys, dim)
+    result = weighted(weights, v).div_(total)[:, :used]
+    result = result.reshape(pieces, kv_heads, count, share, dim).transpose(1, 2)  # (P, Q, kv_heads, share, D)
+    out.index_copy_(0, stack.rows, result.reshape(pieces * count, attention.heads, dim))

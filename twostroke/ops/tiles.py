@@ -43,7 +43,7 @@ def agreeing(product: Callable[[Tensor], Tensor | None], rows: Tensor, sizes: Se
                 break
         else:
             classes.append([n])
-    return tuple(max(classes, key=lambda found: len(found), default=[]))
+    return max((tuple(found) for found in classes), key=len, default=())
 
 
 def cut(count: int, sizes: Sequence[int]) -> list[tuple[int, int]]:
@@ -62,12 +62,8 @@ def cut(count: int, sizes: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def padded(x: Tensor, size: int) -> Tensor:
-    """x (n, …) with zero rows up to `size`."""
-    if x.shape[0] == size:
-        return x
-    out = x.new_zeros(size, *x.shape[1:])
-    out[: x.shape[0]] = x
-    return out
+    """x (n, width) with zero rows up to `size`."""
+    return x if x.shape[0] == size else torch.nn.functional.pad(x, (0, 0, 0, size - x.shape[0]))
 
 
 def multiply(x: Tensor, weight: Tensor, splits: int, out: Tensor) -> None:
@@ -102,17 +98,13 @@ def plan_product(inner: int, outer: int, threads: int) -> tuple[int, tuple[int, 
     return best
 
 
-def tiled_product(x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
-    """out (n, outer) = x (n, inner) @ weight (inner, outer), every row with the same bits whatever n is."""
+def tiled_product(x: Tensor, weight: Tensor) -> Tensor:
+    """x (n, inner) @ weight (inner, outer), every row with the same bits whatever n is."""
     splits, sizes = plan_product(weight.shape[0], weight.shape[1], torch.get_num_threads())
+    tiles = cut(x.shape[0], sizes)
+    out = x.new_empty(sum(size for _, size in tiles), weight.shape[1])
     start = 0
-    for used, size in cut(x.shape[0], sizes):
-        rows = x[start : start + used]
-        if used == size:
-            multiply(rows, weight, splits, out[start : start + used])
-        else:
-            room = out.new_empty(size, weight.shape[1])
-            multiply(padded(rows, size), weight, splits, room)
-            out[start : start + used] = room[:used]
-        start += used
-    return out
+    for used, size in tiles:  # only the last one can be padded, so tiles lie back to back
+        multiply(padded(x[start : start + used], size), weight, splits, out[start : start + size])
+        start += size
+    return out[: x.shape[0]]
