@@ -33,7 +33,7 @@ VOCAB = 49_000  # ids below the special tokens of the default model
 
 
 def trace_lengths(count: int, scale: int) -> list[tuple[int, int]]:
-    """(prompt, answer) lengths from the Azure conversation trace, divided by `scale` so that a CPU finishes in minutes."""
+    """(prompt, answer) lengths from the Azure conversation trace, over `scale` so that a CPU finishes in minutes."""
     with (HERE / "data" / "azure_conv_excerpt.csv").open() as file:
         rows = list(csv.DictReader(file))[:count]
     return [(max(1, int(r["ContextTokens"]) // scale), max(2, int(r["GeneratedTokens"]) // scale)) for r in rows]
@@ -48,7 +48,7 @@ def greedy(tokens: int) -> SamplingParams:
     return SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
 
 
-# ---- continuous against static batching -------------------------------------------------------------------------------
+# ---- continuous against static batching ----
 
 
 def batching(lengths: list[tuple[int, int]], cap: int, mode: str) -> dict[str, float]:
@@ -86,13 +86,20 @@ def transformers_batching(lengths: list[tuple[int, int]], cap: int, model: Any) 
         for row, (length, _) in enumerate(part):
             ids[row, width - length :] = torch.tensor(prompt(length, first + row))
             mask[row, width - length :] = 1
-        model.generate(ids, attention_mask=mask, max_new_tokens=longest, min_new_tokens=longest, do_sample=False,
-                       pad_token_id=0, eos_token_id=None)  # fmt: skip
+        model.generate(
+            ids,
+            attention_mask=mask,
+            max_new_tokens=longest,
+            min_new_tokens=longest,
+            do_sample=False,
+            pad_token_id=0,
+            eos_token_id=None,
+        )
     seconds = time.perf_counter() - start
     return {"output_tokens_per_s": sum(n for _, n in lengths) / seconds, "seconds": seconds}
 
 
-# ---- chunked against whole prompts --------------------------------------------------------------------------------------
+# ---- chunked against whole prompts ----
 
 
 def chunking(chunked: bool, streams: int, prompts: int) -> dict[str, float]:
@@ -116,12 +123,15 @@ def chunking(chunked: bool, streams: int, prompts: int) -> dict[str, float]:
     for stream in running:
         stream.close()
     return {
-        "gap_p50_s": float(np.percentile(gaps, 50)), "gap_p99_s": float(np.percentile(gaps, 99)),
-        "gap_max_s": float(max(gaps)), "prompt_ttft_p50_s": median(ttfts), "max_gap_s": llm.settings.max_gap,
-    }  # fmt: skip
+        "gap_p50_s": float(np.percentile(gaps, 50)),
+        "gap_p99_s": float(np.percentile(gaps, 99)),
+        "gap_max_s": float(max(gaps)),
+        "prompt_ttft_p50_s": median(ttfts),
+        "max_gap_s": llm.settings.max_gap,
+    }
 
 
-# ---- prefix cache on and off ------------------------------------------------------------------------------------------------
+# ---- prefix cache on and off ----
 
 
 def prefix(cached: bool, requests: int, shared: int, own: int) -> dict[str, float]:
@@ -136,7 +146,7 @@ def prefix(cached: bool, requests: int, shared: int, own: int) -> dict[str, floa
     return {"ttft_p50_s": median(ttfts[1:]), "hit_rate": stats["cached_tokens"] / stats["prompt_tokens"]}
 
 
-# ---- KV cache on and off --------------------------------------------------------------------------------------------------------
+# ---- KV cache on and off ----
 
 
 def kv_cache(cached: bool, length: int, tokens: int) -> dict[str, float]:
@@ -153,7 +163,7 @@ def kv_cache(cached: bool, length: int, tokens: int) -> dict[str, float]:
     return {"tokens_per_s": tokens / (time.perf_counter() - start), "answer": hash(tuple(out))}
 
 
-# ---- the run --------------------------------------------------------------------------------------------------------------------------
+# ---- the run ----
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -181,17 +191,26 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     medians = {
         name: {key: median(one[key] for one in found) for key in found[0]} for name, found in rounds.items() if found
     }
-    return {"machine": describe(), "command": "python benchmarks/batching.py", "requests": args.requests,
-            "scale": args.scale, "batch_cap": args.cap, "rounds": args.rounds, "medians": medians,
-            "ratios": ratios(medians), "reservation": reservation(lengths)}  # fmt: skip
+    return {
+        "machine": describe(),
+        "command": "python benchmarks/batching.py",
+        "requests": args.requests,
+        "scale": args.scale,
+        "batch_cap": args.cap,
+        "rounds": args.rounds,
+        "medians": medians,
+        "ratios": ratios(medians),
+        "reservation": reservation(lengths),
+    }
 
 
 def ratios(m: dict[str, dict[str, float]]) -> dict[str, float | bool]:
     same = m["kv_cache_on"].pop("answer") == m["kv_cache_off"].pop("answer")
     return {
-        "continuous_over_static_tokens_per_s": m["continuous"]["output_tokens_per_s"] / m["static"]["output_tokens_per_s"],
-        "continuous_over_transformers_tokens_per_s":
-            m["continuous"]["output_tokens_per_s"] / m["transformers"]["output_tokens_per_s"],
+        "continuous_over_static_tokens_per_s": m["continuous"]["output_tokens_per_s"]
+        / m["static"]["output_tokens_per_s"],
+        "continuous_over_transformers_tokens_per_s": m["continuous"]["output_tokens_per_s"]
+        / m["transformers"]["output_tokens_per_s"],
         "static_over_continuous_ttft": m["static"]["ttft_p50_s"] / m["continuous"]["ttft_p50_s"],
         "unchunked_over_chunked_gap_p99": m["unchunked"]["gap_p99_s"] / m["chunked"]["gap_p99_s"],
         "chunked_gap_p99_within_max_gap": m["chunked"]["gap_p99_s"] <= m["chunked"]["max_gap_s"],
@@ -199,7 +218,7 @@ def ratios(m: dict[str, dict[str, float]]) -> dict[str, float | bool]:
         "prefix_off_over_on_ttft": m["prefix_cache_off"]["ttft_p50_s"] / m["prefix_cache_on"]["ttft_p50_s"],
         "kv_cache_on_over_off_tokens_per_s": m["kv_cache_on"]["tokens_per_s"] / m["kv_cache_off"]["tokens_per_s"],
         "kv_cache_off_writes_the_same_tokens": same,
-    }  # fmt: skip
+    }
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
@@ -217,13 +236,19 @@ def plot(result: dict[str, Any], path: Path) -> None:
     ]
     figure, axes = plt.subplots(1, len(panels) + 1, figsize=(15, 3.6))
     for axis, (title, names, key) in zip(axes, panels, strict=False):
-        bars = axis.bar([name.replace("_", "\n") for name in names], [m[name][key] for name in names],
-                        color=["#b8b8b8", "#6b8fb5", "#d9822b"][-len(names) :])  # fmt: skip
+        bars = axis.bar(
+            [name.replace("_", "\n") for name in names],
+            [m[name][key] for name in names],
+            color=["#b8b8b8", "#6b8fb5", "#d9822b"][-len(names) :],
+        )
         axis.bar_label(bars, fmt="%.3g")
         axis.set_title(title, fontsize=10)
     kept = result["reservation"]
-    bars = axes[-1].bar(["tokens", "waste,\npaged", "waste,\ncontiguous"],
-                        [kept["used_mb"], kept["paged_waste_mb"], kept["contiguous_waste_mb"]], color="#6b8fb5")  # fmt: skip
+    bars = axes[-1].bar(
+        ["tokens", "waste,\npaged", "waste,\ncontiguous"],
+        [kept["used_mb"], kept["paged_waste_mb"], kept["contiguous_waste_mb"]],
+        color="#6b8fb5",
+    )
     axes[-1].bar_label(bars, fmt="%.3g")
     axes[-1].set_title("KV memory of 64 requests, MB", fontsize=10)
     for axis in axes:

@@ -1,6 +1,6 @@
 """What the engine costs beside the model: bookkeeping of a step, and the way from process start to the first token.
 
-    python benchmarks/overhead.py
+python benchmarks/overhead.py
 """
 
 from __future__ import annotations

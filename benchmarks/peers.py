@@ -12,10 +12,16 @@ from twostroke.weights.checkpoint import open_checkpoint
 
 TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
 LAYER_NAMES = {
-    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
-    "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
-}  # fmt: skip
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+}
 
 
 def transformers_llama(path: Path) -> transformers.LlamaForCausalLM:
@@ -24,12 +30,17 @@ def transformers_llama(path: Path) -> transformers.LlamaForCausalLM:
     keys = checkpoint.config
     heads, kv_heads = int(keys["llama.attention.head_count"]), int(keys["llama.attention.head_count_kv"])
     config = transformers.LlamaConfig(
-        vocab_size=checkpoint.tensors["token_embd.weight"].shape[0], hidden_size=int(keys["llama.embedding_length"]),
-        intermediate_size=int(keys["llama.feed_forward_length"]), num_hidden_layers=int(keys["llama.block_count"]),
-        num_attention_heads=heads, num_key_value_heads=kv_heads, max_position_embeddings=int(keys["llama.context_length"]),
-        rms_norm_eps=float(keys["llama.attention.layer_norm_rms_epsilon"]), tie_word_embeddings=True,
+        vocab_size=checkpoint.tensors["token_embd.weight"].shape[0],
+        hidden_size=int(keys["llama.embedding_length"]),
+        intermediate_size=int(keys["llama.feed_forward_length"]),
+        num_hidden_layers=int(keys["llama.block_count"]),
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=int(keys["llama.context_length"]),
+        rms_norm_eps=float(keys["llama.attention.layer_norm_rms_epsilon"]),
+        tie_word_embeddings=True,
         rope_parameters={"rope_type": "default", "rope_theta": float(keys["llama.rope.freq_base"])},
-    )  # fmt: skip
+    )
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config)
     state = {}

@@ -9,9 +9,17 @@ from twostroke.kv.layout import make_layout
 from twostroke.model.arch import Arch, LayerArch, seen_pairs
 
 LLAMA_8B = Arch(
-    family="llama", vocab=128256, hidden=4096, ffn=14336, heads=32, kv_heads=8, head_dim=128,
-    layers=(LayerArch(),) * 32, max_positions=8192, norm_eps=1e-5,
-)  # fmt: skip
+    family="llama",
+    vocab=128256,
+    hidden=4096,
+    ffn=14336,
+    heads=32,
+    kv_heads=8,
+    head_dim=128,
+    layers=(LayerArch(),) * 32,
+    max_positions=8192,
+    norm_eps=1e-5,
+)
 MACHINE = Hardware("cpu", cores=4, free_memory=32 * 10**9)
 
 
@@ -39,13 +47,21 @@ def test_the_cache_is_never_larger_than_can_be_used():
 @pytest.mark.parametrize(
     ("settings", "word"),
     [
-        ({"kv_dtyp": "int8"}, "kv_dtype"), ({"colour": 1}, "Known settings"), ({"policy": "lifo"}, "fcfs"),
-        ({"threads": 0}, "threads"), ({"kv_blocks": 2, "kv_memory": 5}, "give one"), ({"max_gap": 0}, "max_gap"),
-        ({"max_gap": 1, "chunked_prefill": False}, "chunked_prefill"), ({"prefix_cache": 1}, "prefix_cache"),
-        ({"max_gap": 1, "policy": "prefill-first"}, "prefill-first"), ({"dtype": "int8"}, "float32"), ({"seed": -1}, "seed"),
-        ({"dtype": "float32", "quantize": "int8"}, "give one"), ({"batching": "dynamic"}, "static"),
+        ({"kv_dtyp": "int8"}, "kv_dtype"),
+        ({"colour": 1}, "Known settings"),
+        ({"policy": "lifo"}, "fcfs"),
+        ({"threads": 0}, "threads"),
+        ({"kv_blocks": 2, "kv_memory": 5}, "give one"),
+        ({"max_gap": 0}, "max_gap"),
+        ({"max_gap": 1, "chunked_prefill": False}, "chunked_prefill"),
+        ({"prefix_cache": 1}, "prefix_cache"),
+        ({"max_gap": 1, "policy": "prefill-first"}, "prefill-first"),
+        ({"dtype": "int8"}, "float32"),
+        ({"seed": -1}, "seed"),
+        ({"dtype": "float32", "quantize": "int8"}, "give one"),
+        ({"batching": "dynamic"}, "static"),
     ],
-)  # fmt: skip
+)
 def test_wrong_settings_are_refused_with_a_fix(settings, word):
     with pytest.raises(ConfigError, match=word):
         make_config(**settings)
@@ -67,13 +83,12 @@ def test_known_cost_of_a_cached_token():
 
 
 def test_windows_need_fewer_blocks():
-    windowed = make_layout(
-        Arch("m", 100, 64, 64, 2, 2, 32, (LayerArch(window=64),) * 4, 4096, 1e-5), "float16"
-    )
+    windowed = make_layout(Arch("m", 100, 64, 64, 2, 2, 32, (LayerArch(window=64),) * 4, 4096, 1e-5), "float16")
     assert windowed.blocks_for(4096, step=16) == 6
     assert longest_that_fits(windowed, 6, 4096, 16, chunked=True) == 4096
     mixed = make_layout(
-        Arch("m", 100, 64, 64, 2, 2, 32, (LayerArch(window=64), LayerArch(window=64), LayerArch()), 4096, 1e-5), "float16"
+        Arch("m", 100, 64, 64, 2, 2, 32, (LayerArch(window=64), LayerArch(window=64), LayerArch()), 4096, 1e-5),
+        "float16",
     )
     assert [(group.window, group.layers) for group in mixed.groups] == [(None, (2,)), (64, (0,)), (64, (1,))]
 

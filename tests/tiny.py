@@ -42,11 +42,21 @@ def save(model: torch.nn.Module, folder: Path) -> Path:
 
 def tiny_llama(folder: Path, **changes: object) -> Path:
     torch.manual_seed(0)
-    settings: dict = dict(
-        vocab_size=VOCAB, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=6,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=512, rms_norm_eps=1e-5, tie_word_embeddings=True,
-        bos_token_id=0, eos_token_id=2, initializer_range=0.15,
-    )  # fmt: skip
+    settings = {
+        "vocab_size": VOCAB,
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+        "bos_token_id": 0,
+        "eos_token_id": 2,
+        "initializer_range": 0.15,
+    }
     config = transformers.LlamaConfig(**(settings | changes))
     return save(transformers.LlamaForCausalLM(config), folder)
 
@@ -55,9 +65,20 @@ def tiny_gemma(folder: Path) -> Path:
     """Alternating windows: layers 0 and 1 see 40 tokens, layer 2 everything."""
     torch.manual_seed(1)
     config = transformers.Gemma3TextConfig(
-        vocab_size=VOCAB, hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=512, sliding_window=40, query_pre_attn_scalar=16,
-        layer_types=["sliding_attention", "sliding_attention", "full_attention"], bos_token_id=0, eos_token_id=2,
-        pad_token_id=0, initializer_range=0.15,
-    )  # fmt: skip
+        vocab_size=VOCAB,
+        hidden_size=48,
+        intermediate_size=80,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=512,
+        sliding_window=40,
+        query_pre_attn_scalar=16,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+        bos_token_id=0,
+        eos_token_id=2,
+        pad_token_id=0,
+        initializer_range=0.15,
+    )
     return save(transformers.Gemma3ForCausalLM(config), folder)

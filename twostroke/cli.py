@@ -29,7 +29,9 @@ app = typer.Typer(
 Model = Annotated[str, typer.Option("--model", "-m", help="Catalog name, folder, .gguf file or hub id.")]
 Option = Annotated[
     list[str] | None,
-    typer.Option("--set", "-s", metavar="NAME=VALUE", help="An engine setting, e.g. -s kv_dtype=int8; may be repeated."),
+    typer.Option(
+        "--set", "-s", metavar="NAME=VALUE", help="An engine setting, e.g. -s kv_dtype=int8; may be repeated."
+    ),
 ]
 MaxTokens = Annotated[int, typer.Option(help="Longest answer, in tokens.")]
 Temperature = Annotated[float, typer.Option(help="0 always takes the likeliest token; higher is more varied.")]
@@ -101,7 +103,9 @@ def models() -> None:
         table.add_row(entry.name, entry.description, f"{entry.bytes / 1e6:,.0f} MB", entry.licence, there)
     console = Console()
     console.print(table)
-    console.print(f"Kept in {cache_folder()} (set TWOSTROKE_HOME to move it). Any folder, .gguf file or hub id works too.")
+    console.print(
+        f"Kept in {cache_folder()} (set TWOSTROKE_HOME to move it). Any folder, .gguf file or hub id works too."
+    )
 
 
 def parse_settings(options: list[str] | None) -> dict[str, Any]:
@@ -143,8 +147,21 @@ def as_document(output: Output) -> dict[str, Any]:
 
 
 def timeline_document(timeline: Timeline) -> dict[str, Any]:
-    names = ("queue", "prefill", "decode", "ttft", "tpot", "e2e", "prompt_tokens", "cached_tokens", "output_tokens",
-             "chunks", "preemptions", "recomputed_tokens", "itl")  # fmt: skip
+    names = (
+        "queue",
+        "prefill",
+        "decode",
+        "ttft",
+        "tpot",
+        "e2e",
+        "prompt_tokens",
+        "cached_tokens",
+        "output_tokens",
+        "chunks",
+        "preemptions",
+        "recomputed_tokens",
+        "itl",
+    )
     return {name: getattr(timeline, name) for name in names}
 
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, cast
 
 from twostroke.errors import ConfigError
 from twostroke.hardware import Hardware
 from twostroke.kv.layout import KV_ELEMENT_BYTES, KVLayout, make_layout
 from twostroke.model.arch import Arch
-from twostroke.ops.interface import BLOCK
+from twostroke.ops.interface import BLOCK, KVFormat
 from twostroke.sampling import is_number, is_whole
 from twostroke.schedule.policy import POLICIES
 
@@ -75,9 +75,13 @@ class Config:
         if not is_number(self.max_gap) or self.max_gap <= 0:
             raise ConfigError(f"max_gap must be a number of seconds above 0, got {self.max_gap!r}.")
         if not self.chunked_prefill:
-            raise ConfigError("max_gap needs chunked_prefill: a prompt in one step cannot be kept short. Drop one of them.")
+            raise ConfigError(
+                "max_gap needs chunked_prefill: a prompt in one step cannot be kept short. Drop one of them."
+            )
         if POLICIES[self.policy].prompts_first:
-            raise ConfigError(f"max_gap cannot hold under policy {self.policy!r}, which lets streams wait. Drop one of them.")
+            raise ConfigError(
+                f"max_gap cannot hold under policy {self.policy!r}, which lets streams wait. Drop one of them."
+            )
 
 
 def make_config(**settings: Any) -> Config:
@@ -106,7 +110,7 @@ class Resolved:
     dtype: str | None  # None: each tensor as the file holds it, as far as the backend can
     threads: int
     quantize: str | None
-    kv_dtype: str
+    kv_dtype: KVFormat
     max_model_len: int
     max_batch_tokens: int
     max_requests: int
@@ -146,28 +150,46 @@ def resolve(config: Config, arch: Arch, hardware: Hardware, weight_bytes: int) -
     length, blocks = _size_cache(config, arch, hardware, layout, batch, requests, weight_bytes, reasons)
     gap = derive("max_gap", DEFAULT_GAP[device], f"a pause a reader hardly notices on a {device}")
     return Resolved(
-        device=device, dtype=config.dtype, threads=threads, quantize=config.quantize, kv_dtype=kv_dtype,
-        max_model_len=length, max_batch_tokens=batch, max_requests=requests, kv_blocks=blocks,
-        prefix_cache=config.prefix_cache, chunked_prefill=config.chunked_prefill, batching=config.batching,
-        policy=config.policy, max_gap=gap, layout=layout, reasons=reasons,
+        device=device,
+        dtype=config.dtype,
+        threads=threads,
+        quantize=config.quantize,
+        kv_dtype=kv_dtype,
+        max_model_len=length,
+        max_batch_tokens=batch,
+        max_requests=requests,
+        kv_blocks=blocks,
+        prefix_cache=config.prefix_cache,
+        chunked_prefill=config.chunked_prefill,
+        batching=config.batching,
+        policy=config.policy,
+        max_gap=gap,
+        layout=layout,
+        reasons=reasons,
         seed=derive("seed", secrets.randbits(63), "drawn at start; pass it to repeat a run"),
-    )  # fmt: skip
+    )
 
 
-def _kv_dtype(config: Config, reasons: dict[str, str]) -> str:
+def _kv_dtype(config: Config, reasons: dict[str, str]) -> KVFormat:
     if config.kv_dtype is not None:
-        return config.kv_dtype
+        return cast(KVFormat, config.kv_dtype)  # Config has checked it
     if config.dtype is not None:
         reasons["kv_dtype"] = f"the same as dtype={config.dtype}"
-        return config.dtype
+        return cast(KVFormat, config.dtype)
     reasons["kv_dtype"] = "half the bytes of float32, without a visible change of the output"
     return "float16"
 
 
 def _size_cache(
-    config: Config, arch: Arch, hardware: Hardware, layout: KVLayout, batch: int, requests: int, weight_bytes: int,
+    config: Config,
+    arch: Arch,
+    hardware: Hardware,
+    layout: KVLayout,
+    batch: int,
+    requests: int,
+    weight_bytes: int,
     reasons: dict[str, str],
-) -> tuple[int, int]:  # fmt: skip
+) -> tuple[int, int]:
     """Length a request may reach, and blocks of the pool: what memory gives, never more than can be used."""
     length = config.max_model_len or arch.max_positions
     if length > arch.max_positions:
@@ -186,7 +208,9 @@ def _size_cache(
             share = "kv_memory"
         blocks = min(memory // layout.block_bytes, usable)
         why = f"max_requests × max_model_len can use no more than {usable}" if blocks == usable else share
-        reasons["kv_blocks"] = f"{blocks * layout.block_bytes / 1e6:,.0f} MB in blocks of {layout.block_bytes:,} bytes: {why}"
+        reasons["kv_blocks"] = (
+            f"{blocks * layout.block_bytes / 1e6:,.0f} MB in blocks of {layout.block_bytes:,} bytes: {why}"
+        )
     fits = longest_that_fits(layout, blocks, length, batch, config.chunked_prefill)
     if fits < 2:
         raise ConfigError(f"the KV cache of {blocks} blocks holds no request at all: raise kv_blocks or kv_memory.")

@@ -42,7 +42,9 @@ def _available_memory() -> int:
     for line in _read(Path("/proc/meminfo")).splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2  # no such file (macOS): half of what is built in
+    return (
+        os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    )  # no such file (macOS): half of what is built in
 
 
 def _read(path: Path) -> str:

@@ -9,18 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, StrEnum
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from twostroke.metrics.timeline import Timeline
 from twostroke.sampling import SamplingParams
 
-
 EMPTY: Mapping[int, Any] = MappingProxyType({})
 
 
-class FinishReason(str, Enum):
+class FinishReason(StrEnum):
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
@@ -81,7 +80,7 @@ class Work(NamedTuple):
 
     request: Request
     start: int
-    count: int
+    count: int  # type: ignore[assignment]  # hides tuple.count, which nobody counts works with
 
     @property
     def samples(self) -> bool:

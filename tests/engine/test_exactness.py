@@ -30,7 +30,8 @@ class Ask:
 
 asks = st.builds(
     lambda shared, own, own_length, **rest: Ask(
-        tokens=tuple((7 * i + 3) % 300 + 3 for i in range(shared)) + tuple((own + 11 * i) % 300 + 3 for i in range(own_length)),
+        tokens=tuple((7 * i + 3) % 300 + 3 for i in range(shared))
+        + tuple((own + 11 * i) % 300 + 3 for i in range(own_length)),
         **rest,
     ),
     shared=st.sampled_from([0, 0, 16, 45, 100]),
@@ -129,9 +130,12 @@ def check_levers(model, many, lever):
 def random_lives(examples: int):
     """Hypothesis with a fixed seed: the same examples on every machine."""
     fixed = settings(
-        max_examples=examples, deadline=None, derandomize=True,
-        phases=[Phase.explicit, Phase.generate, Phase.shrink], suppress_health_check=list(HealthCheck),
-    )  # fmt: skip
+        max_examples=examples,
+        deadline=None,
+        derandomize=True,
+        phases=[Phase.explicit, Phase.generate, Phase.shrink],
+        suppress_health_check=list(HealthCheck),
+    )
     return lambda test: fixed(given(many=st.lists(asks, min_size=1, max_size=7), lever=levers)(test))
 
 

@@ -9,17 +9,34 @@ from benchmarks.peers import transformers_llama
 from twostroke import LLM, SamplingParams
 
 PROMPTS = [
-    "Once upon a time", "The capital of France is", "def fibonacci(n):", "Water boils at", "In 1969, humans",
-    "The three primary colours are", "Photosynthesis is the process by which", "A haiku about autumn:", "1, 1, 2, 3, 5, 8,",
-    "To bake bread you need", "The opposite of hot is", "Dear Sir or Madam,", "import numpy as np\n", "Q: What is 12 times 12?\nA:",
-    "The mitochondria is", "Shakespeare wrote", "My favourite season is", "El gato negro", "Breaking news:",
+    "Once upon a time",
+    "The capital of France is",
+    "def fibonacci(n):",
+    "Water boils at",
+    "In 1969, humans",
+    "The three primary colours are",
+    "Photosynthesis is the process by which",
+    "A haiku about autumn:",
+    "1, 1, 2, 3, 5, 8,",
+    "To bake bread you need",
+    "The opposite of hot is",
+    "Dear Sir or Madam,",
+    "import numpy as np\n",
+    "Q: What is 12 times 12?\nA:",
+    "The mitochondria is",
+    "Shakespeare wrote",
+    "My favourite season is",
+    "El gato negro",
+    "Breaking news:",
     "The meaning of life, according to",
-]  # fmt: skip
+]
 NEW_TOKENS = 128
 
 
 @torch.inference_mode()
-def disagreements(model: transformers.LlamaForCausalLM, prompt: list[int], answer: list[int]) -> list[tuple[int, float]]:
+def disagreements(
+    model: transformers.LlamaForCausalLM, prompt: list[int], answer: list[int]
+) -> list[tuple[int, float]]:
     """Positions where transformers' likeliest token after (prompt, answer so far) is not ours, with the distance of its
     two best logits. None of them means: its greedy answer is ours, by induction over the tokens."""
     logits = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]

@@ -28,8 +28,15 @@ def llama_cpp_greedy(path, prompts: list[list[int]]) -> list[list[int]]:
     server = xllamacpp.Server(params)
     answers = []
     for prompt in prompts:
-        wanted = {"prompt": prompt, "n_predict": NEW_TOKENS, "temperature": 0, "return_tokens": True, "ignore_eos": True,
-                  "samplers": ["temperature"], "cache_prompt": False}  # fmt: skip
+        wanted = {
+            "prompt": prompt,
+            "n_predict": NEW_TOKENS,
+            "temperature": 0,
+            "return_tokens": True,
+            "ignore_eos": True,
+            "samplers": ["temperature"],
+            "cache_prompt": False,
+        }
         request = urllib.request.Request(
             f"{server.listening_address}/completion", json.dumps(wanted).encode(), {"Content-Type": "application/json"}
         )

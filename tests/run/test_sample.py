@@ -46,7 +46,9 @@ def test_noise_of_a_token_does_not_depend_on_the_others():
 def test_filters_against_the_plain_definition(seed):
     generator = torch.Generator().manual_seed(seed)
     row = torch.randn(50, generator=generator) * 3
-    params = SamplingParams(top_k=[0, 5, 200][seed % 3], top_p=[1.0, 0.7, 0.05][seed // 3 % 3], min_p=[0.0, 0.1][seed % 2])
+    params = SamplingParams(
+        top_k=[0, 5, 200][seed % 3], top_p=[1.0, 0.7, 0.05][seed // 3 % 3], min_p=[0.0, 0.1][seed % 2]
+    )
     values, ids = sample.keep_likely(row, params)
     assert torch.equal(row[ids], values)
     order = sorted(range(50), key=lambda token: -float(row[token]))[: params.top_k or 50]
@@ -62,8 +64,14 @@ def test_filters_against_the_plain_definition(seed):
 
 def test_penalties_and_bias():
     row = torch.tensor([1.0, 2.0, -2.0, 4.0, 5.0])
-    one = request(tokens=[1, 2], written=[3, 3, 4], presence_penalty=0.5, frequency_penalty=1.0, repetition_penalty=2.0,
-                  logit_bias={0: 3.0})  # fmt: skip
+    one = request(
+        tokens=[1, 2],
+        written=[3, 3, 4],
+        presence_penalty=0.5,
+        frequency_penalty=1.0,
+        repetition_penalty=2.0,
+        logit_bias={0: 3.0},
+    )
     # repetition: 1, 2 (prompt), 3, 4 (answer); presence and frequency: 3 twice, 4 once
     assert sample.adjust(row, one).tolist() == [4.0, 1.0, -4.0, 2.0 - 2.5, 2.5 - 1.5]
     assert row.tolist() == [1.0, 2.0, -2.0, 4.0, 5.0]

@@ -39,7 +39,7 @@ class Intake:
         if isinstance(prompt, str):
             tokens = self.tokenizer.encode(prompt, add_special=add_special)
         elif isinstance(prompt, Sequence) and not isinstance(prompt, bytes) and all(is_whole(t) for t in prompt):
-            tokens = list(prompt)
+            tokens = [int(token) for token in prompt]
         else:
             raise InputError(f"a prompt must be a string or a list of token ids, got {type(prompt).__name__}.")
         self._check(tokens)
@@ -55,7 +55,7 @@ class Intake:
         if len(tokens) >= limit:
             why = self.settings.reasons.get("max_model_len", "max_model_len")
             raise InputError(
-                f"the prompt has {len(tokens)} tokens, but prompt and answer together must fit {limit} ({why}): shorten it."
+                f"the prompt has {len(tokens)} tokens, but prompt and answer must fit {limit} ({why}): shorten it."
             )
 
     def prepare(self, params: SamplingParams) -> None:

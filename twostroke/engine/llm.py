@@ -6,7 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from twostroke.config import make_config
 from twostroke.engine.answer import Answer, Output, StreamEvent
@@ -44,8 +44,8 @@ class Job:
 class LLM:
     """A model with its engine.
 
-    `model` is a catalog name, a folder with safetensors, a .gguf file or a hub id. Every setting is optional and derived
-    when absent: `llm.settings.reasons` says why. Calls from several threads share the engine's batches.
+    `model` is a catalog name, a folder with safetensors, a .gguf file or a hub id. Every setting is optional and
+    derived when absent: `llm.settings.reasons` says why. Calls from several threads share the engine's batches.
     """
 
     def __init__(
@@ -89,9 +89,9 @@ class LLM:
     def stream(self, prompt: Prompt | Messages, params: SamplingParams | None = None) -> Iterator[StreamEvent]:
         """Pieces of the answer as they come; a list of messages is a chat. Closing the iterator ends the request."""
         if not isinstance(prompt, str) and prompt and isinstance(prompt[0], Mapping):
-            tokens = self._render(prompt, {})
+            tokens = self._render(cast(Messages, prompt), {})
         else:
-            tokens = self.engine.intake.tokenize(prompt)  # type: ignore[arg-type]
+            tokens = self.engine.intake.tokenize(cast(Prompt, prompt))
         params = params or SamplingParams()
         self.engine.intake.prepare(params)
         return self._pieces(self._submit(tokens, params))
@@ -121,9 +121,7 @@ class LLM:
         text = template.render(list(messages), **arguments)
         return self.engine.intake.tokenize(text, add_special=False)
 
-    def _run(
-        self, prompts: list[list[int]], params: SamplingParams | Sequence[SamplingParams] | None
-    ) -> list[Output]:
+    def _run(self, prompts: list[list[int]], params: SamplingParams | Sequence[SamplingParams] | None) -> list[Output]:
         each = params_for(params, len(prompts))
         for one in each:
             self.engine.intake.prepare(one)  # refuse the whole call before any of it runs
@@ -188,8 +186,8 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if not isinstance(prompts, Sequence):
         raise InputError(f"prompts must be a string or a list, got {type(prompts).__name__}.")
     if prompts and all(isinstance(item, int) for item in prompts):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+        return [cast(Prompt, prompts)]
+    return list(cast(Sequence[Prompt], prompts))
 
 
 def params_for(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:

@@ -10,6 +10,7 @@ phase it was in, so the identity holds for it too.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 
 @dataclass(slots=True)
@@ -72,5 +73,4 @@ class Timeline:
     @property
     def itl(self) -> list[float]:
         """Gaps between consecutive tokens."""
-        times = self.token_times
-        return [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
+        return [later - earlier for earlier, later in pairwise(self.token_times)]

@@ -1,13 +1,13 @@
 """A scheduling policy is a sort key: who gets the next tokens of the budget. Torch-free.
 
-    policy           who goes first                                   good for
-    fcfs             the one that arrived first                       fairness; the default
-    priority         the lowest `priority`                            paid tiers, foreground before background
-    deadline         the one whose first token is due soonest         TTFT targets that differ
-    shortest         the one with the fewest tokens left to prefill   mean TTFT
-    longest-prefix   the one with most of its prompt in the cache     shared prefixes under memory pressure
-    prefill-first    prompts before running streams                   TTFT above all; streams may stall
-    decode-first     streams; prompts may at most double their step   TPOT above all
+policy           who goes first                                   good for
+fcfs             the one that arrived first                       fairness; the default
+priority         the lowest `priority`                            paid tiers, foreground before background
+deadline         the one whose first token is due soonest         TTFT targets that differ
+shortest         the one with the fewest tokens left to prefill   mean TTFT
+longest-prefix   the one with most of its prompt in the cache     shared prefixes under memory pressure
+prefill-first    prompts before running streams                   TTFT above all; streams may stall
+decode-first     streams; prompts may at most double their step   TPOT above all
 """
 
 from __future__ import annotations

@@ -180,7 +180,9 @@ class Scheduler:
             return Event(request, kept, None, details.logprobs, details.prompt_logprobs)
         return None
 
-    def _append(self, request: Request, tokens: tuple[int, ...], now: float) -> tuple[tuple[int, ...], FinishReason | None]:
+    def _append(
+        self, request: Request, tokens: tuple[int, ...], now: float
+    ) -> tuple[tuple[int, ...], FinishReason | None]:
         for index, token in enumerate(tokens):
             request.tokens.append(token)
             request.timeline.token_times.append(now)
@@ -221,8 +223,8 @@ class Scheduler:
     # ---- fail ------------------------------------------------------------------------------------------------------
 
     def fail(self, plans: Sequence[Plan], error: str, now: float) -> list[Event]:
-        """Take back steps that raised: all that were in flight. A request that failed alone is to blame and ends; others
-        start again, each alone at first, so that one poisoned request cannot take its neighbours with it."""
+        """Take back steps that raised: all that were in flight. A request that failed alone is to blame and ends;
+        others start again, each alone at first, so that a poisoned request cannot take its neighbours with it."""
         broken = {block for plan in plans for block in self.published.pop(plan.number, ())}
         for block in broken:
             self.tables.pool.revoke(block)
@@ -379,9 +381,7 @@ class _Draft:
         """Grow the request's tables, preempting whoever loses least. False if the request itself must wait."""
         scheduler = self.scheduler
         while not self.tables.grow(request, length):
-            victim = min(
-                (r for r in scheduler.running.values() if not r.in_flight), key=_worth_keeping, default=None
-            )
+            victim = min((r for r in scheduler.running.values() if not r.in_flight), key=_worth_keeping, default=None)
             if victim is None:
                 return False
             scheduler.preempt(victim)
