@@ -1,0 +1,111 @@
+"""The command line as a person meets it: real processes, real pipes, a real Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "twostroke.cli", *arguments]
+
+
+def run(*arguments: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(*arguments), input=stdin, capture_output=True, text=True, cwd=ROOT, timeout=120, check=False
+    )
+
+
+def test_generate_prints_text_and_where_the_time_went(llama_folder):
+    done = run("generate", str(llama_folder), "Once upon a time", "--max-tokens", "8", "--stats")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+    for word in ("queue", "prefill", "decode", "TTFT", "TPOT", "tokens/s"):
+        assert word in done.stderr
+
+
+def test_generate_json_is_one_document(llama_folder):
+    done = run("generate", str(llama_folder), "-", "--max-tokens", "5", "--json", stdin="Once upon a time")
+    document = json.loads(done.stdout)
+    sample = document["samples"][0]
+    assert len(sample["token_ids"]) <= 5
+    timeline = sample["timeline"]
+    assert timeline["e2e"] == pytest.approx(timeline["queue"] + timeline["prefill"] + timeline["decode"])
+
+
+def test_models_lists_sizes_and_licences():
+    done = run("models")
+    assert "smollm2-135m" in done.stdout and "98 MB" in done.stdout and "Apache-2.0" in done.stdout
+
+
+def test_settings_are_read_as_what_they_are(llama_folder):
+    base = ("generate", str(llama_folder), "Once", "--max-tokens", "2")
+    settings = ("-s", "kv_dtype=int8", "-s", "prefix-cache=false", "-s", "max_gap=0.1", "-s", "max_requests=2")
+    assert run(*base, *settings).returncode == 0
+    for wrong, word in (("kv_dtyp=int8", "kv_dtype"), ("threads=many", "threads"), ("threads", "NAME=VALUE")):
+        done = run(*base, "-s", wrong)
+        assert done.returncode == 2
+        assert word in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (("generate", "no-such-model", "x"), "smollm2-135m"),
+        (("chat", "Hi", "--model", "/nowhere/model.gguf"), "/nowhere/model.gguf"),
+        (("chat", "Hi", "--temperature", "-1"), "temperature"),
+    ],
+)
+def test_errors_are_one_sentence(arguments, word):
+    done = run(*arguments)
+    assert done.returncode == 2
+    assert word in done.stderr and "Traceback" not in done.stderr
+
+
+def test_chat_answers_one_question(llama_folder):
+    done = run("chat", "Hi there", "--model", str(llama_folder), "--max-tokens", "8", "--stats")
+    assert done.returncode == 0 and done.stdout.strip() and "decode" in done.stderr
+
+
+def test_interactive_chat_keeps_history_and_knows_its_commands(llama_folder):
+    lines = ["/help", "/stats", "Hello", "/stats", "/reset", "/nonsense", "Again", "/exit"]
+    done = run("chat", "--model", str(llama_folder), "--max-tokens", "6", stdin="\n".join(lines) + "\n")
+    assert done.returncode == 0, done.stderr
+    for word in ("/reset", "no answer yet", "where the time went", "forgotten", "unknown command /nonsense"):
+        assert word in done.stderr
+
+
+def test_a_conversation_that_outgrows_the_context_forgets_its_oldest_turn(llama_folder):
+    lines = ["word " * 25] * 4 + ["/exit"]
+    options = ("--max-tokens", "4", "-s", "max_model_len=256")
+    done = run("chat", "--model", str(llama_folder), *options, stdin="\n".join(lines) + "\n")
+    assert done.returncode == 0, done.stderr
+    assert "oldest turn is forgotten" in done.stderr
+
+
+def test_ctrl_c_stops_one_answer_and_not_the_program(default_model):
+    process = subprocess.Popen(
+        command("chat", "--max-tokens", "4000", "-s", "threads=1"),
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT,
+    )  # fmt: skip
+    assert process.stdin and process.stdout and process.stderr
+    process.stdin.write(b"Tell me a very long story about a dragon.\n")
+    process.stdin.flush()
+    seen = b""
+    while len(seen) < 40:
+        seen += os.read(process.stdout.fileno(), 64)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    assert process.poll() is None
+    _, errors = process.communicate(b"/stats\n/exit\n", timeout=60)
+    assert process.returncode == 0
+    assert b"stopped" in errors and b"output_tokens" in errors
