@@ -1,10 +1,11 @@
-"""The command line: chat, generate, models."""
+"""The command line: chat, generate, serve, models."""
 
 from __future__ import annotations
 
 import json
 import sys
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
@@ -90,6 +91,23 @@ def generate(
     sys.stdout.write("\n")
     if stats and timeline is not None:
         errors.print(phase_table(timeline))
+
+
+@app.command()
+def serve(
+    model: Annotated[str, typer.Argument(help="Catalog name, folder, .gguf file or hub id.")] = DEFAULT,
+    host: Annotated[str, typer.Option(help="Address to listen on; others than loopback want a key.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 takes any free port.", min=0, max=65535)] = 8000,
+    api_key: Annotated[str | None, typer.Option(envvar="TWOSTROKE_API_KEY", help="What clients must send.")] = None,
+    api_key_file: Annotated[Path | None, typer.Option(help="A file with one key on each line.")] = None,
+    max_queue: Annotated[int | None, typer.Option(help="Samples that may wait beyond those that run.", min=0)] = None,
+    drain_timeout: Annotated[float, typer.Option(help="Seconds for running requests after SIGTERM.", min=0)] = 30.0,
+    option: Option = None,
+) -> None:
+    """Serve a model over HTTP: OpenAI's and Anthropic's APIs, metrics, health."""
+    from twostroke.serve.command import serve as run
+
+    run(model, host, port, api_key, api_key_file, max_queue, drain_timeout, parse_settings(option))
 
 
 @app.command()

@@ -19,13 +19,15 @@ from twostroke.engine.admission import Admission
 from twostroke.engine.answer import Answer, StreamEvent
 from twostroke.engine.intake import Intake, open_tokenizer
 from twostroke.engine.process import EngineError, Patience, Supervisor
+from twostroke.metrics.counts import Counts
 from twostroke.metrics.timeline import Timeline
 from twostroke.sampling import SamplingParams
-from twostroke.types import Event, FinishReason, Request, TokenLogprobs
+from twostroke.types import Event, FinishReason, TokenLogprobs
 from twostroke.weights.checkpoint import open_checkpoint
 from twostroke.weights.describe import checkpoint_bytes, load_arch
 
 MAX_UNREAD = 16_384  # tokens (or logprobs) that may wait for a reader before its stream is ended
+ENGINE_GONE = "the engine stopped while it wrote this answer"
 SLOW_READER = "the reader was too slow: the answer was ended"
 
 
@@ -39,23 +41,23 @@ class Piece(NamedTuple):
 class Observer(Protocol):
     """Who counts. Called on the event loop, once for each report, piece and end."""
 
-    def reported(self, report: wire.Report) -> None: ...
+    def reported(self, counts: Counts, step_seconds: float) -> None: ...
 
     def tokens(self, timeline: Timeline, count: int) -> None: ...
 
-    def ended(self, request: Request, reason: str) -> None: ...
+    def ended(self, timeline: Timeline, reason: str) -> None: ...
 
 
 class Nobody:
     """Counts nothing."""
 
-    def reported(self, report: wire.Report) -> None:
+    def reported(self, counts: Counts, step_seconds: float) -> None:
         return
 
     def tokens(self, timeline: Timeline, count: int) -> None:
         return
 
-    def ended(self, request: Request, reason: str) -> None:
+    def ended(self, timeline: Timeline, reason: str) -> None:
         return
 
 
@@ -144,7 +146,7 @@ class AsyncEngine:
         self.max_queue = max_queue
         self.observer: Observer = observer or Nobody()
         self.supervisor = Supervisor(path, settings, self, patience)
-        self.counts = wire.Counts()
+        self.counts = Counts()
         self.step_seconds = 0.0
         self.stage = wire.Stage("start", 0, 0)
         self.intake: Intake
@@ -235,11 +237,11 @@ class AsyncEngine:
             self.intake = Intake(self.tokenizer, settings, self.arch.vocab)
         self.intake.settings = settings  # ids go on from where they were
         self.admission = Admission(settings, self.max_queue, self.clock)
-        self.counts = wire.Counts(blocks_total=settings.kv_blocks, blocks_free=settings.kv_blocks)
+        self.counts = Counts(blocks_total=settings.kv_blocks, blocks_free=settings.kv_blocks)
 
     def on_report(self, report: wire.Report) -> None:
         self.counts, self.step_seconds = report.counts, report.step_seconds
-        self.observer.reported(report)
+        self.observer.reported(report.counts, report.step_seconds)
         for news in report.news:
             self._deliver(news, report.at)
 
@@ -273,7 +275,7 @@ class AsyncEngine:
         if answer.finished:
             if timeline.end is None:
                 timeline.end = at
-            self.observer.ended(request, piece.finish_reason or "")
+            self.observer.ended(timeline, piece.finish_reason or "")
         if piece.text or piece.token_ids or answer.finished:
             stream.put(live.choice, piece)
 
@@ -284,7 +286,7 @@ class AsyncEngine:
         self._orders, self._aborts = [], []
         for live in lives:
             self.admission.release(live.cost)
-            self._fail(live, "the engine stopped while it wrote this answer")
+            self._fail(live, ENGINE_GONE)
 
     def _fail(self, live: Live, error: str) -> None:
         if not live.answer.finished:

@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import twostroke
 from twostroke import errors
 from twostroke.engine import wire
 
@@ -103,7 +102,7 @@ async def spawn(hear: Callable[[Any], None], lost: Callable[[str], None], hello:
     ours, theirs = socket.socketpair()
     for end in (ours, theirs):
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER)
-    root = str(Path(twostroke.__file__).parents[1])
+    root = str(Path(__file__).parents[2])  # where this package lies, should it not be installed
     # -P: the folder it happens to be started in is not searched for modules.
     command = [sys.executable, "-P", "-c", BOOT, str(theirs.fileno()), str(os.getpid()), root]
     with theirs:

@@ -19,6 +19,7 @@ import msgpack
 
 from twostroke.config import Resolved
 from twostroke.kv.layout import KVGroup, KVLayout
+from twostroke.metrics.counts import Counts
 from twostroke.metrics.timeline import Timeline
 from twostroke.sampling import SamplingParams
 from twostroke.types import Event, FinishReason, Request, TokenLogprobs
@@ -107,23 +108,6 @@ class News(NamedTuple):
     prompt_logprobs: dict[int, TokenLogprobs]
     error: str | None
     facts: Facts | None
-
-
-class Counts(NamedTuple):
-    """Totals since start, then how things stand."""
-
-    steps: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    computed_tokens: int = 0
-    output_tokens: int = 0
-    preemptions: int = 0
-    recomputed_tokens: int = 0
-    running: int = 0
-    waiting: int = 0
-    blocks_total: int = 0
-    blocks_free: int = 0
-    blocks_cached: int = 0
 
 
 class Report(NamedTuple):

@@ -22,6 +22,7 @@ from twostroke.config import make_config
 from twostroke.engine import wire
 from twostroke.engine.build import Engine, build_engine
 from twostroke.errors import TwostrokeError
+from twostroke.metrics.counts import Counts
 from twostroke.metrics.timeline import Timeline
 from twostroke.sampling import SamplingParams
 from twostroke.schedule.pace import Pace
@@ -123,10 +124,10 @@ class Worker:
         self.told[number] = facts
         return facts
 
-    def _counts(self) -> wire.Counts:
+    def _counts(self) -> Counts:
         scheduler = self.core.scheduler
         c, pool = scheduler.counters, scheduler.tables.pool
-        return wire.Counts(
+        return Counts(
             c.steps, c.prompt_tokens, c.cached_tokens, c.computed_tokens, c.output_tokens, c.preemptions,
             c.recomputed_tokens, len(scheduler.running), len(scheduler.waiting), pool.total, len(pool.free),
             len(pool.cached),

@@ -1,0 +1,132 @@
+"""The server's metrics for Prometheus. Names are vLLM's where the meaning is the same, so its dashboards work; the rest
+is under `twostroke:`. docs/metrics.md is the glossary."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from twostroke.metrics.counts import Counts
+from twostroke.metrics.timeline import Timeline
+
+TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
+GAPS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0)
+PHASES = (0.001, 0.01, 0.03, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 240.0, 480.0)
+LENGTHS = tuple(float(base * 10**power) for power in range(6) for base in (1, 2, 5))
+STEP_TOKENS = tuple(float(2**power) for power in range(15))
+
+
+class Metrics:
+    """Observes the engine (see `aio.Observer`) and counts what the server refuses."""
+
+    content_type = "text/plain; version=0.0.4; charset=utf-8"
+
+    def __init__(self, model: str):
+        self.registry = CollectorRegistry()
+        self.model = model
+        self._last = Counts()
+        self._last_seconds = 0.0
+        self._gauges()
+        self._counters()
+        self._histograms()
+
+    def render(self) -> bytes:
+        return generate_latest(self.registry)
+
+    # ---- what there is ---------------------------------------------------------------------------------------------
+
+    def _make(self, kind: Any, name: str, text: str, **more: Any) -> Any:
+        return kind(name, text, ["model_name"], registry=self.registry, **more).labels(self.model)
+
+    def _gauges(self) -> None:
+        self.running = self._make(Gauge, "vllm:num_requests_running", "Samples in the engine's batch.")
+        self.waiting = self._make(Gauge, "vllm:num_requests_waiting", "Samples waiting to be scheduled.")
+        self.kv_usage = self._make(Gauge, "vllm:kv_cache_usage_perc", "KV blocks held by requests, 0 to 1.")
+        self.kv_cached = self._make(Gauge, "twostroke:kv_cached_perc", "KV blocks kept for reuse only, 0 to 1.")
+        self.up = self._make(Gauge, "twostroke:engine_up", "1 while the engine makes progress or idles.")
+
+    def _counters(self) -> None:
+        self.prompt_tokens = self._make(Counter, "vllm:prompt_tokens", "Prompt tokens of scheduled requests.")
+        self.output_tokens = self._make(Counter, "vllm:generation_tokens", "Tokens written.")
+        self.queries = self._make(Counter, "vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
+        self.hits = self._make(Counter, "vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.")
+        self.preemptions = self._make(Counter, "vllm:num_preemptions", "Times a request had to give its blocks back.")
+        self.recomputed = self._make(Counter, "twostroke:recomputed_tokens", "Tokens computed again after that.")
+        self.steps = self._make(Counter, "twostroke:steps", "Steps of the engine.")
+        self.step_seconds = self._make(Counter, "twostroke:step_seconds", "Seconds spent in steps.")
+        self.restarts = self._make(Counter, "twostroke:engine_restarts", "Times the engine process was started again.")
+        ended = self._labelled("vllm:request_success", "Answers by how they ended.", "finished_reason")
+        self._ended = {reason: ended.labels(self.model, reason) for reason in ("stop", "length", "abort", "error")}
+        self._refused = self._labelled("twostroke:requests_refused", "Requests refused, by reason.", "reason")
+
+    def _labelled(self, name: str, text: str, label: str) -> Counter:
+        return Counter(name, text, ["model_name", label], registry=self.registry)
+
+    def _histograms(self) -> None:
+        self.ttft = self._seconds("vllm:time_to_first_token_seconds", "Arrival to first token.", TTFT)
+        self.gap = self._seconds("vllm:inter_token_latency_seconds", "Gap between consecutive tokens.", GAPS)
+        self.tpot = self._seconds("vllm:request_time_per_output_token_seconds", "Mean gap of one answer.", GAPS)
+        self.e2e = self._seconds("vllm:e2e_request_latency_seconds", "Arrival to end.", PHASES)
+        self.queue = self._seconds("vllm:request_queue_time_seconds", "Arrival to first scheduled.", PHASES)
+        self.prefill = self._seconds("vllm:request_prefill_time_seconds", "First scheduled to first token.", PHASES)
+        self.decode = self._seconds("vllm:request_decode_time_seconds", "First token to end.", PHASES)
+        self.inference = self._seconds("vllm:request_inference_time_seconds", "First scheduled to end.", PHASES)
+        self.prompt_length = self._seconds("vllm:request_prompt_tokens", "Prompt tokens of a request.", LENGTHS)
+        self.output_length = self._seconds("vllm:request_generation_tokens", "Tokens of an answer.", LENGTHS)
+        self.step_tokens = self._seconds("vllm:iteration_tokens_total", "Tokens computed in a step.", STEP_TOKENS)
+
+    def _seconds(self, name: str, text: str, buckets: tuple[float, ...]) -> Any:
+        return self._make(Histogram, name, text, buckets=buckets)
+
+    # ---- what happens ----------------------------------------------------------------------------------------------
+
+    def reported(self, now: Counts, step_seconds: float) -> None:
+        if now.steps < self._last.steps:
+            self._last, self._last_seconds = Counts(), 0.0  # a new engine process counts from zero
+        last = self._last
+        self._last = now
+        self.running.set(now.running)
+        self.waiting.set(now.waiting)
+        if now.steps == last.steps:
+            return
+        held = now.blocks_total - now.blocks_free - now.blocks_cached
+        self.kv_usage.set(held / max(1, now.blocks_total))
+        self.kv_cached.set(now.blocks_cached / max(1, now.blocks_total))
+        self.steps.inc(now.steps - last.steps)
+        self.step_tokens.observe(now.computed_tokens - last.computed_tokens)
+        self.step_seconds.inc(step_seconds - self._last_seconds)
+        self._last_seconds = step_seconds
+        self.output_tokens.inc(now.output_tokens - last.output_tokens)
+        if now.prompt_tokens != last.prompt_tokens:
+            self.prompt_tokens.inc(now.prompt_tokens - last.prompt_tokens)
+            self.queries.inc(now.prompt_tokens - last.prompt_tokens)
+            self.hits.inc(now.cached_tokens - last.cached_tokens)
+        if now.preemptions != last.preemptions or now.recomputed_tokens != last.recomputed_tokens:
+            self.preemptions.inc(now.preemptions - last.preemptions)
+            self.recomputed.inc(now.recomputed_tokens - last.recomputed_tokens)
+
+    def tokens(self, timeline: Timeline, count: int) -> None:
+        times = timeline.token_times
+        if len(times) == count:
+            self.ttft.observe(times[0] - timeline.arrival)
+            return
+        self.gap.observe(times[-count] - times[-count - 1])
+        for _ in range(count - 1):
+            self.gap.observe(0.0)
+
+    def ended(self, timeline: Timeline, reason: str) -> None:
+        self._ended[reason].inc()
+        self.e2e.observe(timeline.e2e)
+        self.queue.observe(timeline.queue)
+        if timeline.scheduled is not None:
+            self.prefill.observe(timeline.prefill)
+            self.decode.observe(timeline.decode)
+            self.inference.observe(timeline.prefill + timeline.decode)
+        if timeline.tpot is not None:
+            self.tpot.observe(timeline.tpot)
+        self.prompt_length.observe(timeline.prompt_tokens)
+        self.output_length.observe(timeline.output_tokens)
+
+    def refused(self, reason: str) -> None:
+        self._refused.labels(self.model, reason).inc()

@@ -1,0 +1,137 @@
+"""One HTTP exchange over ASGI: a body that is read within limits, an answer whole or streamed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+from twostroke.serve.auth import Caller
+from twostroke.serve.errors import ApiError, bad_request
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+MAX_BODY = 4 << 20  # bytes of one request
+MAX_BODIES = 256 << 20  # of all requests that are being read at once
+BODY_SECONDS = 30.0  # for the whole of a body to arrive
+
+
+class GoneError(Exception):
+    """The client has closed the connection."""
+
+
+class Bodies:
+    """Bytes of request bodies held at this moment, by all connections."""
+
+    def __init__(self) -> None:
+        self.held = 0
+
+    def add(self, count: int) -> None:
+        self.held += count
+        if self.held > MAX_BODIES:
+            raise ApiError(503, "Too many large requests at once: try again.", retry_after=1, reason="bodies")
+
+
+class Call:
+    """What came, who sent it and when, and the ways to answer."""
+
+    def __init__(self, scope: Message, receive: Receive, send: Send, arrival: float, bodies: Bodies):
+        self.method: str = scope["method"]
+        self.path: str = scope["path"]
+        self.headers: dict[bytes, bytes] = dict(scope["headers"])
+        self.arrival = arrival
+        self.caller = Caller("", b"")
+        self.started = False
+        self._receive = receive
+        self._send = send
+        self._bodies = bodies
+
+    async def body(self) -> bytes:
+        """The whole body, or an error before more than the limit is held."""
+        length = self.headers.get(b"content-length", b"0")
+        if length.isdigit() and int(length) > MAX_BODY:
+            raise too_large()
+        held = 0
+        data = bytearray()
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                while True:
+                    message = await self._receive()
+                    if message["type"] == "http.disconnect":
+                        raise GoneError
+                    part = message.get("body", b"")
+                    held += len(part)
+                    self._bodies.add(len(part))
+                    data += part
+                    if len(data) > MAX_BODY:
+                        raise too_large()
+                    if not message.get("more_body"):
+                        return bytes(data)
+        except TimeoutError:
+            raise ApiError(408, f"The body did not arrive within {BODY_SECONDS:.0f} s.", reason="timeout") from None
+        finally:
+            self._bodies.held -= held
+
+    async def respond(
+        self, status: int, document: Any, headers: dict[str, str] | None = None, kind: str = "application/json"
+    ) -> None:
+        data = document if isinstance(document, bytes) else dump(document)
+        lines = {"content-type": kind, "content-length": str(len(data)), **(headers or {})}
+        await self._start(status, lines)
+        await self._send({"type": "http.response.body", "body": b"" if self.method == "HEAD" else data})
+
+    async def begin_stream(self) -> None:
+        """Server-sent events. No proxy on the way may collect them."""
+        kind = "text/event-stream; charset=utf-8"
+        await self._start(200, {"content-type": kind, "cache-control": "no-cache", "x-accel-buffering": "no"})
+
+    async def write(self, data: bytes) -> None:
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def end_stream(self) -> None:
+        await self._send({"type": "http.response.body", "body": b""})
+
+    async def _start(self, status: int, lines: dict[str, str]) -> None:
+        headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in lines.items()]
+        self.started = True
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    @asynccontextmanager
+    async def watched(self, gone: Callable[[], None]) -> AsyncIterator[None]:
+        """Calls `gone` the moment the client closes the connection, and at the end in any case."""
+        task = asyncio.get_running_loop().create_task(self._wait_for_disconnect(gone))
+        try:
+            yield
+        finally:
+            task.cancel()
+            gone()
+
+    async def _wait_for_disconnect(self, gone: Callable[[], None]) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            continue
+        gone()
+
+
+def too_large() -> ApiError:
+    return ApiError(413, f"The body is over {MAX_BODY >> 20} MiB.", code="body_too_large", reason="too_large")
+
+
+def dump(document: Any) -> bytes:
+    """Compact JSON. A lone surrogate cannot be written as UTF-8: as an escape it can."""
+    text = json.dumps(document, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        return json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
+
+
+def header(call: Call, name: bytes) -> str:
+    value = call.headers.get(name, b"")
+    try:
+        return value.decode("ascii")
+    except UnicodeDecodeError:
+        raise bad_request(f"The header {name.decode()} is not ASCII.") from None

@@ -1,0 +1,148 @@
+"""`twostroke serve`: bind, load, serve, drain, go.
+
+The first SIGTERM or SIGINT stops taking requests and lets those in flight finish, for as long as the drain timeout; the
+second one goes at once. Either way the engine process goes with us and the exit status is 0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import signal
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from twostroke.engine.aio import AsyncEngine
+from twostroke.engine.process import Patience
+from twostroke.engine.wire import Ready
+from twostroke.metrics.registry import Metrics
+from twostroke.serve.app import App
+from twostroke.serve.auth import Keys
+from twostroke.serve.listen import Listener, bind, make_listener
+from twostroke.serve.service import Service
+
+log = logging.getLogger(__name__)
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    path: Path  # of the checkpoint
+    name: str  # under which it is served
+    settings: dict[str, Any] = field(default_factory=dict)
+    host: str = "127.0.0.1"
+    port: int = 8000
+    keys: tuple[str, ...] = ()
+    max_queue: int | None = None
+    drain_timeout: float = 30.0
+    patience: Patience = field(default_factory=Patience)
+
+
+class Server:
+    def __init__(self, options: Options, say: Say):
+        self.options = options
+        self.say = say
+        self.signals = 0
+        self.stopping = asyncio.Event()
+        self.at_once = asyncio.Event()
+
+    async def run(self) -> None:
+        began = time.monotonic()
+        sock = bind(self.options.host, self.options.port)
+        self._take_signals()
+        metrics = Metrics(self.options.name)
+        engine = await asyncio.to_thread(self._open, metrics)
+        opened = time.monotonic()
+        service = Service(engine, self.options.name, Keys(self.options.keys), metrics)
+        listener = make_listener(App(service))
+        listening = asyncio.create_task(listener.serve(sockets=[sock]))
+        try:
+            ready = await self._load(engine)
+            if ready is not None:
+                self._announce(sock, ready, opened - began, time.monotonic() - began)
+                await self._until_stopped(listening)
+                await self._drain(service)
+        finally:
+            await self._go(listener, listening, engine)
+
+    def _open(self, metrics: Metrics) -> AsyncEngine:
+        options = self.options
+        return AsyncEngine(
+            options.path, options.settings, max_queue=options.max_queue, observer=metrics, patience=options.patience
+        )
+
+    async def _load(self, engine: AsyncEngine) -> Ready | None:
+        """Until the engine is warm; None when we are told to go first."""
+        loading = asyncio.create_task(engine.start())
+        stopping = asyncio.create_task(self.stopping.wait())
+        await asyncio.wait((loading, stopping), return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        if loading.done():
+            return loading.result()
+        loading.cancel()
+        return None
+
+    # ---- signals and the end ---------------------------------------------------------------------------------------
+
+    def _take_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._signalled)
+
+    def _signalled(self) -> None:
+        self.signals += 1
+        self.stopping.set()
+        if self.signals > 1:
+            self.at_once.set()
+
+    async def _until_stopped(self, listening: asyncio.Task[None]) -> None:
+        stopping = asyncio.create_task(self.stopping.wait())
+        await asyncio.wait((stopping, listening), return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+
+    async def _drain(self, service: Service) -> None:
+        service.draining = True
+        if service.calls:
+            self.say(f"stopping: {service.calls} requests in flight may take {self.options.drain_timeout:g} s more")
+        deadline = time.monotonic() + self.options.drain_timeout
+        while service.calls and time.monotonic() < deadline and not self.at_once.is_set():
+            await asyncio.sleep(0.02)
+
+    async def _go(self, listener: Listener, listening: asyncio.Task[None], engine: AsyncEngine) -> None:
+        """Ends what is left: streams get an error event from the engine's end, connections a moment to carry it."""
+        await engine.stop(0.0 if self.at_once.is_set() else 1.0)
+        listener.config.timeout_graceful_shutdown = 0 if self.at_once.is_set() else 1
+        listener.should_exit = True
+        await asyncio.wait((listening,), timeout=2.0)
+        self.say("stopped")
+
+    # ---- what people see -------------------------------------------------------------------------------------------
+
+    def _announce(self, sock: socket.socket, ready: Ready, opened: float, total: float) -> None:
+        stages = {"tokenizer": opened, **{name: seconds for name, seconds in ready.seconds.items() if name != "open"}}
+        rest = total - sum(stages.values())
+        parts = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in stages.items())
+        for name, reason in sorted(ready.settings.reasons.items()):
+            self.say(f"  {name} = {getattr(ready.settings, name)}: {reason}")
+        self.say(f"ready after {total:.2f} s: {parts}, processes and imports {rest:.2f} s")
+        host, port = sock.getsockname()[:2]
+        if not self.options.keys and not is_loopback(host):
+            self.say(f"WARNING: anybody who reaches {host} may use this server: set --api-key or --api-key-file")
+        where = f"[{host}]" if ":" in host else host
+        self.say(f"serving {self.options.name} on http://{where}:{port}/v1")
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def run(options: Options, say: Say) -> None:
+    asyncio.run(Server(options, say).run())

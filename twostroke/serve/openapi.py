@@ -1,0 +1,53 @@
+"""The OpenAPI document, made from the table of routes and the shapes they validate with: it cannot drift from them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from pydantic.json_schema import models_json_schema
+
+import twostroke
+
+if TYPE_CHECKING:
+    from twostroke.serve.app import Route
+
+ERRORS = {
+    400: "A field is wrong: `param` names it", 401: "No valid API key", 404: "No such route or model",
+    408: "The body came, or the answer was read, too slowly", 413: "The body is too large",
+    429: "The queue is full: see Retry-After", 503: "The engine is not available: see Retry-After",
+}  # fmt: skip
+
+
+def document(routes: Iterable[Route], locked: bool) -> dict[str, Any]:
+    table = list(routes)
+    shapes = {route.shape for route in table if route.shape is not None}
+    _, schemas = models_json_schema(
+        [(shape, "validation") for shape in sorted(shapes, key=lambda shape: shape.__name__)],
+        ref_template="#/components/schemas/{model}",
+    )
+    paths: dict[str, dict[str, Any]] = {}
+    for route in table:
+        paths.setdefault(route.path.replace("*", "{name}"), {})[route.method.lower()] = operation(route)
+    components: dict[str, Any] = {"schemas": schemas.get("$defs", {})}
+    if locked:
+        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "twostroke", "version": twostroke.__version__},
+        "paths": paths,
+        "components": components,
+        **({"security": [{"key": []}]} if locked else {}),
+    }
+
+
+def operation(route: Route) -> dict[str, Any]:
+    responses = {str(status): {"description": text} for status, text in ERRORS.items()}
+    responses["200"] = {"description": route.summary}
+    described: dict[str, Any] = {"summary": route.summary, "responses": responses}
+    if route.path.endswith("*"):
+        described["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
+    if route.shape is not None:
+        schema = {"$ref": f"#/components/schemas/{route.shape.__name__}"}
+        described["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+    return described

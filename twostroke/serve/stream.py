@@ -1,0 +1,55 @@
+"""Server-sent events: pieces go out as they come, all that wait in one write."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from twostroke.engine.aio import Piece
+from twostroke.serve.errors import ApiError
+from twostroke.serve.http import GoneError, dump
+from twostroke.serve.service import Generation
+
+DONE = b"data: [DONE]\n\n"
+
+
+class Writer(Protocol):
+    """How one API writes a stream."""
+
+    def begin(self) -> bytes: ...
+
+    def piece(self, piece: Piece) -> bytes: ...
+
+    def end(self) -> bytes: ...
+
+    def problem(self, error: ApiError) -> bytes: ...
+
+
+def data(document: Any) -> bytes:
+    return b"data: " + dump(document) + b"\n\n"
+
+
+def event(name: str, document: Any) -> bytes:
+    return b"event: " + name.encode() + b"\n" + data(document)
+
+
+async def send(generation: Generation, writer: Writer) -> None:
+    """The whole stream. An answer that fails ends it with an error event; a client that goes away ends the answer."""
+    call, stream = generation.call, generation.stream
+    async with call.watched(stream.close):
+        await call.begin_stream()
+        opening = writer.begin()
+        if opening:
+            await call.write(opening)
+        while pieces := await stream.take():
+            written = b"".join([writer.piece(piece) for piece in pieces if piece.event.error is None])
+            if written:
+                await call.write(written)
+    generation.record()
+    try:
+        generation.check()
+        await call.write(writer.end())
+    except ApiError as error:
+        await call.write(writer.problem(error))
+    except GoneError:
+        return
+    await call.end_stream()
