@@ -32,7 +32,7 @@ def rope_kernel(
         place = q_ptr + row * HEADS * HEAD + index[:, None] * HEAD + dims[None, :]
         tl.store(place, q.to(q_ptr.dtype.element_ty), mask=mask[:, None] & (dims < HEAD)[None, :])
     else:
-        slot = tl.load(slots_ptr + row)
+        slot = tl.load(slots_ptr + row).to(tl.int64)
         block, offset = slot // BLOCK, slot % BLOCK
         kv_index = tl.arange(0, KV_HEADS_2)
         kv_mask = kv_index < KV_HEADS
