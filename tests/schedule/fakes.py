@@ -123,6 +123,10 @@ class FakeEngine:
     def _run(self, plan: Plan, tables: list) -> None:
         """What the model would do to the blocks: all writes come before all reads, as in every layer."""
         for work, groups in zip(plan.works, tables, strict=True):
+            first, last = work.start // 16, (work.start + work.count - 1) // 16
+            for block in (block for blocks in groups for block in blocks[first : last + 1]):
+                assert self.scheduler.tables.pool.references[block] > 0, "a block was given away under a running step"
+        for work, groups in zip(plan.works, tables, strict=True):
             self._write(work, groups)
         for work, groups in zip(plan.works, tables, strict=True):
             self._read(work, groups)

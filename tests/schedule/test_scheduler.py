@@ -129,3 +129,27 @@ def test_identity_of_phases():
         t = request.timeline
         assert t.e2e == pytest.approx(t.queue + t.prefill + t.decode)
         assert t.ttft == pytest.approx(t.queue + t.prefill)
+
+
+def test_whoever_was_admitted_on_a_promise_starts_again_when_it_is_broken():
+    """The second request holds blocks the failed step never filled, though it was not part of that step."""
+    engine = FakeEngine(make_scheduler(blocks=100, max_batch_tokens=70, chunked=False))
+    first = engine.add(list(range(64)), max_tokens=2)
+    second = engine.add([*range(64), *range(900, 980)], max_tokens=2)
+    plan = engine.scheduler.plan(0.0)
+    assert [work.request for work in plan.works] == [first]
+    assert second.computed == 64
+    engine.scheduler.fail([plan], "boom", 0.0)
+    engine.scheduler.check()
+    assert second.computed == 0
+    engine.snapshots.clear()
+    engine._count_end(type("E", (), {"finish_reason": first.finish_reason, "request": first}))
+    engine.finish_all()
+
+
+def test_a_prompt_is_admitted_only_beside_what_others_were_promised():
+    engine = FakeEngine(make_scheduler(blocks=20, max_batch_tokens=16))
+    for base in (0, 1000):
+        engine.add(list(range(base, base + 200)), max_tokens=2)
+    engine.finish_all()
+    assert engine.scheduler.counters.preemptions == 0
