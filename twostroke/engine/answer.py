@@ -67,9 +67,10 @@ class Output:
 class Answer:
     """One sample in the making: turns the core's events into text that is final the moment it is shown."""
 
-    def __init__(self, request: Request, tokenizer: Tokenizer):
+    def __init__(self, request: Request, tokenizer: Tokenizer, visible: frozenset[int] = frozenset()):
+        """visible: special tokens that are part of the text, such as the marks around a call."""
         self.request = request
-        self.decoder = StreamDecoder(tokenizer, at_start=False)
+        self.decoder = StreamDecoder(tokenizer, at_start=False, visible=visible)
         self.stops = StopMatcher(tuple(request.params.stop)) if request.params.stop else None
         self.sample = Sample(request.timeline)
         if request.params.logprobs is not None:

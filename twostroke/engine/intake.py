@@ -74,6 +74,10 @@ class Intake:
     def requests(self, tokens: list[int], params: SamplingParams, arrival: float, salt: bytes = b"") -> list[Request]:
         """The n samples of one prompt, each a request of its own."""
         self.prepare(params)
+        return self.make(tokens, params, arrival, salt)
+
+    def make(self, tokens: list[int], params: SamplingParams, arrival: float, salt: bytes = b"") -> list[Request]:
+        """The same for params that were prepared already, which takes no time."""
         stop_ids = self._stop_ids(params)
         limit = self.settings.max_model_len
         if params.max_tokens is not None:

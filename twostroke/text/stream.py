@@ -14,11 +14,18 @@ class StreamDecoder:
 
     Each token costs its own bytes and nothing more: there is no re-decoding of what was already sent.
     at_start=False says that the ids continue a text (an answer to a prompt), so SentencePiece's first space is real.
+    visible: special tokens that are written out all the same.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special: bool = True, at_start: bool = True) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        skip_special: bool = True,
+        at_start: bool = True,
+        visible: frozenset[int] = frozenset(),
+    ) -> None:
         self._tokenizer = tokenizer
-        self._skip = tokenizer.special_ids if skip_special else frozenset()
+        self._skip = tokenizer.special_ids - visible if skip_special else frozenset()
         self._strip = at_start and tokenizer.leading_space
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
