@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from hashlib import blake2b
@@ -87,6 +88,7 @@ class _Child:
             env={**os.environ, "PYTHONPATH": path}, start_new_session=True,
         )  # fmt: skip
         self.unread = b""
+        self.end = weakref.finalize(self, _end, self.process)  # at the latest when this process ends
         if self.ask(vocabulary, START_SECONDS) is None:
             self.end()
             raise RuntimeError("the process that checks grammars does not start")
@@ -117,16 +119,13 @@ class _Child:
         line, _, self.unread = self.unread.partition(b"\n")
         return line
 
-    def end(self) -> None:
-        self.process.kill()
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                pipe.close()
-        self.process.wait()
 
-    def __del__(self) -> None:
-        with contextlib.suppress(Exception):
-            self.end()
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            pipe.close()
+    process.wait()
 
 
 # ---- in the child --------------------------------------------------------------------------------------------------

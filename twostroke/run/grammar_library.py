@@ -78,5 +78,5 @@ def reason(matcher: Any) -> str:
     """What the library has to say, without its pictures of the grammar."""
     lines = str(matcher.get_error()).splitlines()
     said = [line.strip() for line in (lines[:1] + [line for line in lines[1:] if line.startswith("error:")])]
-    text = _PLACE.sub("", " ".join(said)).removesuffix(":")
+    text = _PLACE.sub("", " ".join(said)).split(" Enable '")[0].rstrip(":.")
     return text[:300] or "no token is allowed"

@@ -1,0 +1,133 @@
+"""JSON schemas, made safe for the grammar library: what it would not hold to is refused, or said in other words.
+
+The library promises a grammar that conforms or an error. Four cases are known where its texts would not validate, and
+each is met here: names of further properties written twice, names spelled with \\u escapes, control characters, and
+classes of a pattern that leave out quotes. Torch-free.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from twostroke.errors import InputError
+from twostroke.sampling import schema_text
+
+# Between two parts of a JSON text: nothing, one space, or one line break with an indentation. Without a bound a model
+# that likes white space writes nothing else until its last token.
+WHITE_SPACE = r" |\n( {0,32}|\t{0,8})"
+# Without "u": a name spelled with \u0061 could repeat a property that has been written already.
+ESCAPES = 'nrbtf\\"'
+MAX_DEPTH = 64  # of schemas inside schemas
+
+_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # names to schemas
+_NESTED = ("allOf", "anyOf", "oneOf", "prefixItems", "items", "additionalProperties", "additionalItems", "not", "if",
+           "then", "else", "contains", "propertyNames", "unevaluatedItems", "unevaluatedProperties")  # fmt: skip
+_CONTROL = re.compile(r"(?<!\\)(?:\\\\)*\\u00[01]|\x7f")  # in JSON text: those that have no short escape
+_UNWRITTEN = r"\x00-\x07\x0B\x0E-\x1F"  # no text contains them, so a class need not
+_DOUBTFUL = re.compile(r"\\x[01]|\\x\{0*1?[0-9a-fA-F]\}|\\u00[01]|\\[0Pc]|\\p(?!L|N|\{L|\{N)")
+_OPERATION = re.compile("&&|--|~~")  # on classes, in the library's language
+
+
+def read_schema(source: str, name: str = "grammar.source") -> Any:
+    """A schema from its text, ready for `inline_schema`."""
+    try:
+        schema = json.loads(source, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{name}: is not a JSON schema: {error}.") from None
+    return safe_schema(schema, name)
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def inline_schema(schema: Any) -> str:
+    """A safe schema as a part of a Lark rule."""
+    if isinstance(schema, bool):
+        schema = {} if schema else {"not": {}}
+    options = {"whitespace_pattern": WHITE_SPACE, "json_allowed_escapes": ESCAPES}
+    return "%json " + schema_text({**schema, "x-guidance": options})
+
+
+def safe_schema(schema: Any, name: str = "grammar.source") -> Any:
+    """The same schema, of which the library makes what it says. InputError where that cannot be had."""
+    if not isinstance(schema, (Mapping, bool)):
+        raise InputError(f"{name}: a JSON schema is an object, got {type(schema).__name__}.")
+    if _CONTROL.search(schema_text(schema, name)):
+        raise InputError(f"{name}: has a control character, which no JSON text written here can contain; remove it.")
+    return _safe(schema, name, 0)
+
+
+def _safe(schema: Any, name: str, depth: int) -> Any:
+    if isinstance(schema, list):
+        return [_safe(item, name, depth) for item in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    if depth > MAX_DEPTH:
+        raise InputError(f"{name}: is nested deeper than {MAX_DEPTH} levels; flatten it, or use $ref.")
+    if "x-guidance" in schema:
+        raise InputError(f"{name}: x-guidance is not supported; remove it.")
+    _check_counts(schema, name)
+    return {key: _safe_value(key, value, name, depth + 1) for key, value in schema.items()}
+
+
+def _safe_value(key: str, value: Any, name: str, depth: int) -> Any:
+    """The value of one keyword. What is under const, enum or default is no schema and stays as it is."""
+    if key == "pattern" and isinstance(value, str):
+        return safe_pattern(value, name)
+    if key == "patternProperties" and isinstance(value, Mapping):
+        return {safe_pattern(pattern, name): _safe(item, name, depth) for pattern, item in value.items()}
+    if key in _MAPS and isinstance(value, Mapping):
+        return {word: _safe(item, name, depth) for word, item in value.items()}
+    return _safe(value, name, depth) if key in _NESTED else value
+
+
+def _check_counts(schema: Mapping[str, Any], name: str) -> None:
+    least, required = schema.get("minProperties", 0), schema.get("required", [])
+    known = len(required) if isinstance(required, list) else 0
+    if isinstance(least, (int, float)) and least > known + 1:
+        # The names of further properties are free, so the same one could be written twice and then counts once.
+        raise InputError(
+            f"{name}: minProperties ({least}) beyond the required properties ({known}) and one more cannot be held to; "
+            "name them under required, or lower it."
+        )
+
+
+def safe_pattern(pattern: str, name: str = "grammar.source") -> str:
+    """The same pattern in the library's words: JSON schema means JavaScript's patterns, the library reads Rust's.
+
+    Classes with ^ also leave out the control characters no text can contain: the library takes a class with all
+    control characters for one that has quotes and backslashes too. A bracket inside a class is just a bracket.
+    """
+    doubtful = _DOUBTFUL.search(pattern)
+    parts: list[str] = []
+    position, inside = 0, False
+    while position < len(pattern) and doubtful is None:
+        part = pattern[position : position + 2] if pattern[position] == "\\" else pattern[position]
+        position += len(part)
+        if inside and part == "[":
+            part = "\\["
+        parts.append(part)
+        if inside:
+            doubtful = _OPERATION.match(pattern, position)
+            inside = part != "]"
+        elif part == "[":
+            inside = True
+            position = _open_class(pattern, position, parts)
+    if doubtful:
+        raise InputError(f"{name}: pattern {pattern[:80]!r}: {doubtful[0]!r} is not supported; list the characters.")
+    return "".join(parts)
+
+
+def _open_class(pattern: str, position: int, parts: list[str]) -> int:
+    """Past the ^ at the beginning of a class, and past a dash, which means itself there."""
+    if pattern[position : position + 1] == "^":
+        parts.append("^" + _UNWRITTEN)
+        position += 1
+    if pattern[position : position + 1] == "-":
+        parts.append("\\-")
+        position += 1
+    return position
