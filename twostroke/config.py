@@ -138,7 +138,7 @@ def resolve(config: Config, arch: Arch, hardware: Hardware, weight_bytes: int) -
 
     device = hardware.device
     threads = derive("threads", hardware.cores, f"{hardware.cores} cores may be used by this process")
-    kv_dtype = _kv_dtype(config, reasons)
+    kv_dtype = _kv_dtype(config, device, reasons)
     layout = make_layout(arch, kv_dtype)
     if arch.head_dim % 2 and kv_dtype == "int4":
         raise ConfigError("kv_dtype='int4' needs an even head size: use int8 or float16.")
@@ -170,12 +170,17 @@ def resolve(config: Config, arch: Arch, hardware: Hardware, weight_bytes: int) -
     )
 
 
-def _kv_dtype(config: Config, reasons: dict[str, str]) -> KVFormat:
+def _kv_dtype(config: Config, device: str, reasons: dict[str, str]) -> KVFormat:
+    if config.kv_dtype == "fp8" and device != "cuda":
+        raise ConfigError(f"kv_dtype='fp8' needs a GPU; on a {device} int8 takes the same room and keeps more.")
     if config.kv_dtype is not None:
         return cast(KVFormat, config.kv_dtype)  # Config has checked it
     if config.dtype is not None:
         reasons["kv_dtype"] = f"the same as dtype={config.dtype}"
         return cast(KVFormat, config.dtype)
+    if device == "cuda":
+        reasons["kv_dtype"] = "the type a GPU computes in"
+        return "bfloat16"
     reasons["kv_dtype"] = "half the bytes of float32, without a visible change of the output"
     return "float16"
 

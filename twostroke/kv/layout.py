@@ -17,8 +17,8 @@ from math import ceil
 from twostroke.model.arch import Arch
 from twostroke.ops.interface import BLOCK
 
-KV_ELEMENT_BYTES = {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0, "int8": 1.0, "int4": 0.5}
-KV_SCALE_BYTES = {"int8": 4, "int4": 4}  # one float32 scale for each token and head
+KV_ELEMENT_BYTES = {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0, "int8": 1.0, "int4": 0.5, "fp8": 1.0}
+KV_SCALE_BYTES = {"int8": 4, "int4": 4, "fp8": 4}  # one float32 scale for each token and head
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ ELEMENT = {
     "bfloat16": torch.bfloat16,
     "int8": torch.int8,
     "int4": torch.uint8,
+    "fp8": torch.float8_e4m3fn,
 }
 
 
@@ -27,7 +28,7 @@ class KVStorage:
         self.format = kv_format
         self.data = torch.empty((*shape, width), dtype=ELEMENT[kv_format], device=device)
         self.scales: Tensor | None = None
-        if kv_format in ("int8", "int4"):
+        if kv_format in ("int8", "int4", "fp8"):
             self.scales = torch.empty(shape, dtype=torch.float32, device=device)
         self.place = {  # layer -> (group, index of the layer within its group)
             layer: (g, i) for g, group in enumerate(layout.groups) for i, layer in enumerate(group.layers)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # the block bookkeeping reads BLOCK from here where torch is 
 BLOCK = 16  # tokens in one KV block
 
 Activation = Literal["silu", "gelu_tanh"]
-KVFormat = Literal["float32", "float16", "bfloat16", "int8", "int4"]
+KVFormat = Literal["float32", "float16", "bfloat16", "int8", "int4", "fp8"]
 
 Weight = Any  # a matrix as the backend packed it; only the backend that made it looks inside
 
@@ -72,7 +72,8 @@ class KVLayer:
     """One layer's share of the block pool. Strided views: the same block of all layers of a group lies together.
 
     int8: width = head_dim, value = code · scale. int4: width = head_dim / 2 (uint8; low nibble = even element),
-    value = (code - 8) · scale. One scale for each token and head; in the float formats there are none.
+    value = (code - 8) · scale. fp8: four bits of exponent and three of mantissa, value = code · scale. One scale for each
+    token and head; in the other float formats there are none.
     """
 
     format: KVFormat

@@ -12,17 +12,20 @@ from torch import Tensor
 from twostroke.ops.interface import BLOCK, KVFormat, KVLayer
 
 _FLOATS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-_LARGEST_CODE = {"int8": 127, "int4": 7}
+_LARGEST_CODE = {"int8": 127, "int4": 7, "fp8": 448}
 
 
 def encode_kv(x: Tensor, kv_format: KVFormat) -> tuple[Tensor, Tensor | None]:
-    """(..., head_dim) float32 -> codes (..., width) and, for the integer formats, scales (...)."""
+    """(..., head_dim) float32 -> codes (..., width) and, for the formats that have them, scales (...)."""
     if kv_format in _FLOATS:
         return x.to(_FLOATS[kv_format]), None
     largest = _LARGEST_CODE[kv_format]
     scales = x.abs().amax(dim=-1) / largest  # (...)
     safe = torch.where(scales > 0, scales, torch.ones_like(scales))  # a row of zeros has scale 0 and codes 0
-    codes = torch.round(x / safe.unsqueeze(-1)).clamp(-largest, largest)  # half to even
+    codes = x / safe.unsqueeze(-1)
+    if kv_format == "fp8":
+        return codes.clamp(-largest, largest).to(torch.float8_e4m3fn), scales
+    codes = torch.round(codes).clamp(-largest, largest)  # half to even
     if kv_format == "int8":
         return codes.to(torch.int8), scales
     nibbles = (codes + 8).to(torch.uint8)
@@ -33,7 +36,7 @@ def decode_kv(codes: Tensor, scales: Tensor | None, kv_format: KVFormat) -> Tens
     """The float32 values that attention sees: (..., width) and scales (...) -> (..., head_dim)."""
     if scales is None:
         return codes.to(torch.float32)
-    if kv_format == "int8":
+    if kv_format in ("int8", "fp8"):
         return codes.to(torch.float32) * scales.unsqueeze(-1)
     pairs = torch.stack((codes & 15, codes >> 4), dim=-1)  # (..., width, 2): even element, odd element
     return (pairs.flatten(-2).to(torch.float32) - 8) * scales.unsqueeze(-1)

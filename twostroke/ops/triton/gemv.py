@@ -20,35 +20,64 @@ NOTHING, NORM, SILU, GELU = 0, 1, 2, 3  # what happens to x before the product
 
 
 @triton.jit
+def weight_tile(w_rows, rows, k, K: tl.constexpr, EVEN: tl.constexpr):
+    """One tile, read once and by nobody else; nothing at all past the end of the rows."""
+    if EVEN:
+        return tl.load(w_rows + k[None, :], mask=(tl.min(k) < K) & rows[:, None], other=0.0, eviction_policy="evict_first")
+    return tl.load(w_rows + k[None, :], mask=rows[:, None] & (k < K)[None, :], other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
 def gemv_kernel(
     x_ptr, w_ptr, bias_ptr, norm_ptr, out_ptr, eps, n_rows, w_stride,
     K: tl.constexpr, BEFORE: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DEPTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    EVEN: tl.constexpr = K % BLOCK_K == 0
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     rows = n < n_rows
     w_rows = w_ptr + n.to(tl.int64)[:, None] * w_stride
-    tile = tl.load(w_rows + k[None, :], mask=rows[:, None] & (k < K)[None, :], other=0.0)
+    w0 = weight_tile(w_rows, rows, k, K, EVEN)
+    w1, w2 = w0, w0
+    if DEPTH > 1:
+        w1 = weight_tile(w_rows, rows, k + BLOCK_K, K, EVEN)
+    if DEPTH > 2:
+        w2 = weight_tile(w_rows, rows, k + 2 * BLOCK_K, K, EVEN)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     total = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     squares = tl.zeros((BLOCK_K,), tl.float32)
+    x = tl.load(x_ptr + k, mask=k < K, other=0.0)
+    side = x.to(tl.float32)
+    if BEFORE == 1:
+        side = tl.load(norm_ptr + k, mask=k < K, other=0.0)
+    if BEFORE >= 2:
+        side = tl.load(x_ptr + K + k, mask=k < K, other=0.0).to(tl.float32)
     for k0 in range(0, K, BLOCK_K):
-        here = k0 + k
-        inside = here < K
-        x = tl.load(x_ptr + here, mask=inside, other=0.0).to(tl.float32)
+        new = weight_tile(w_rows, rows, k0 + DEPTH * BLOCK_K + k, K, EVEN)
+        ahead = k0 + BLOCK_K + k
+        next_x = tl.load(x_ptr + ahead, mask=ahead < K, other=0.0)
+        next_side = next_x.to(tl.float32)
         if BEFORE == 1:
-            squares += x * x
-            x *= tl.load(norm_ptr + here, mask=inside, other=0.0)
+            next_side = tl.load(norm_ptr + ahead, mask=ahead < K, other=0.0)
         if BEFORE >= 2:
-            up = tl.load(x_ptr + K + here, mask=inside, other=0.0).to(tl.float32)
-            x = activated(x, BEFORE == 2) * up
-        following = here + BLOCK_K
-        new = tl.load(w_rows + following[None, :], mask=rows[:, None] & (following < K)[None, :], other=0.0)
-        total += tile.to(tl.float32) * x[None, :]
-        tile = new
+            next_side = tl.load(x_ptr + K + ahead, mask=ahead < K, other=0.0).to(tl.float32)
+        row = x.to(tl.float32)
+        if BEFORE == 1:
+            squares += row * row
+            row *= side
+        if BEFORE >= 2:
+            row = activated(row, BEFORE == 2) * side
+        total += w0.to(tl.float32) * row[None, :]
+        x, side = next_x, next_side
+        if DEPTH == 1:
+            w0 = new
+        elif DEPTH == 2:
+            w0, w1 = w1, new
+        else:
+            w0, w1, w2 = w1, w2, new
     out = tl.sum(total, axis=1)
     if BEFORE == 1:
         out *= tl.rsqrt(tl.sum(squares) / K + eps)
@@ -59,25 +88,24 @@ def gemv_kernel(
     tl.store(out_ptr + n, out.to(out_ptr.dtype.element_ty), mask=rows)
 
 
-def tile_of(n: int, k: int) -> tuple[int, int, int]:
-    """BLOCK_N, BLOCK_K and warps, as measured on an H200."""
-    block_k = min(1024, triton.next_power_of_2(k))
-    if n * k >= 1 << 26:
-        return 8, block_k, 8
-    return 4, block_k, 4
+def tile_of(n: int, k: int) -> tuple[int, int, int, int]:
+    """BLOCK_N, BLOCK_K, warps and tiles asked for ahead, as measured on an H200."""
+    if k <= 4096 and n * k >= 1 << 26:
+        return 2, min(1024, triton.next_power_of_2(k)), 4, 1
+    return 8, min(1024, triton.next_power_of_2(k)), 8, 1
 
 
 def gemv(
     x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *, before: int = NOTHING, norm: Tensor | None = None,
-    eps: float = 0.0, add: bool = False, tile: tuple[int, int, int] | None = None,
+    eps: float = 0.0, add: bool = False, tile: tuple[int, int, int, int] | None = None,
 ) -> Tensor:  # fmt: skip
     """out (1, N) = before(x) @ weight.T + bias, added to what `out` holds with `add`."""
     n, k = weight.shape
-    block_n, block_k, warps = tile or tile_of(n, k)
+    block_n, block_k, warps, depth = tile or tile_of(n, k)
     pdl = PDL and x.is_cuda
     gemv_kernel[(triton.cdiv(n, block_n),)](
         x, weight, weight if bias is None else bias, weight if norm is None else norm, out, eps, n, weight.stride(0),
-        K=k, BEFORE=before, BIAS=bias is not None, ADD=add, BLOCK_N=block_n, BLOCK_K=block_k, PDL=pdl,
+        K=k, BEFORE=before, BIAS=bias is not None, ADD=add, BLOCK_N=block_n, BLOCK_K=block_k, DEPTH=depth, PDL=pdl,
         num_warps=warps, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
     return out

@@ -61,33 +61,139 @@ def store_head(
     codes, scales, heads, mask, norm_ptr, eps, cos_ptr, sin_ptr, position,
     HEAD: tl.constexpr, WIDE: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """Norm, rotate and write one token's heads; `codes` and `scales` point (M,) to where each head's go."""
+    """Norm, rotate and write one token's heads; `codes` and `scales` point (M,) to where each head's go. What was
+    stored comes back as attention will read it, (M, WIDE) float32."""
     inverse_rms = head_scale(heads, eps, HEAD, WIDE, NORM)
+    dims = tl.arange(0, WIDE)
     if FORMAT == 2:
         half = tl.arange(0, WIDE // 2)
         a = turned(heads, mask, 2 * half, inverse_rms, norm_ptr, cos_ptr, sin_ptr, position, HEAD, HALF, NORM)
         b = turned(heads, mask, 2 * half + 1, inverse_rms, norm_ptr, cos_ptr, sin_ptr, position, HEAD, HALF, NORM)
         scale = tl.maximum(tl.max(tl.abs(a), axis=1), tl.max(tl.abs(b), axis=1)) / 7.0
         safe = tl.where(scale > 0, scale, 1.0)[:, None]
-        low = tl.clamp(rounded(a / safe), -7.0, 7.0) + 8.0
-        high = tl.clamp(rounded(b / safe), -7.0, 7.0) + 8.0
-        packed = low.to(tl.int32) | (high.to(tl.int32) << 4)
+        low = tl.clamp(rounded(a / safe), -7.0, 7.0)
+        high = tl.clamp(rounded(b / safe), -7.0, 7.0)
+        packed = (low + 8.0).to(tl.int32) | ((high + 8.0).to(tl.int32) << 4)
         inside = mask[:, None] & (half < HEAD // 2)[None, :]
         tl.store(codes[:, None] + half[None, :], packed.to(tl.uint8), mask=inside)
         tl.store(scales, scale, mask=mask)
+        stored = tl.interleave(low, high) * scale[:, None]
     else:
-        dims = tl.arange(0, WIDE)
         x = turned(heads, mask, dims, inverse_rms, norm_ptr, cos_ptr, sin_ptr, position, HEAD, HALF, NORM)
         inside = mask[:, None] & (dims < HEAD)[None, :]
         if FORMAT == 0:
-            tl.store(codes[:, None] + dims[None, :], x.to(codes.dtype.element_ty), mask=inside)
+            code = x.to(codes.dtype.element_ty)
+            stored = code.to(tl.float32)
         else:
             largest: tl.constexpr = 127.0 if FORMAT == 1 else 448.0
             scale = tl.max(tl.abs(x), axis=1) / largest
             x = x / tl.where(scale > 0, scale, 1.0)[:, None]
-            x = tl.clamp(rounded(x) if FORMAT == 1 else x, -largest, largest)
-            tl.store(codes[:, None] + dims[None, :], x.to(codes.dtype.element_ty), mask=inside)
+            code = tl.clamp(rounded(x) if FORMAT == 1 else x, -largest, largest).to(codes.dtype.element_ty)
             tl.store(scales, scale, mask=mask)
+            stored = code.to(tl.float32) * scale[:, None]
+        tl.store(codes[:, None] + dims[None, :], code, mask=inside)
+    return stored
+
+
+@triton.jit
+def int8_to_bf16(codes):
+    """128 + the low seven bits, less 128 or 256 by the sign: both have their bits in place already."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 a, b, c, d;
+        prmt.b32 a, $2, 0x43434343, 0x4140;
+        prmt.b32 b, $2, 0x43434343, 0x4342;
+        and.b32 c, a, 0xff80ff80;
+        and.b32 d, b, 0xff80ff80;
+        and.b32 a, a, 0xff7fff7f;
+        and.b32 b, b, 0xff7fff7f;
+        sub.bf16x2 $0, a, c;
+        sub.bf16x2 $1, b, d;
+        }""",
+        "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def fp8_to_bf16(codes):
+    """The same bits three places lower, times the difference of the exponents' biases."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 a, b, c, d;
+        prmt.b32 a, $2, 0, 0x1404;
+        prmt.b32 b, $2, 0, 0x3424;
+        and.b32 c, a, 0x7f007f00;
+        and.b32 d, b, 0x7f007f00;
+        and.b32 a, a, 0x80008000;
+        and.b32 b, b, 0x80008000;
+        shr.u32 c, c, 4;
+        shr.u32 d, d, 4;
+        or.b32 a, a, c;
+        or.b32 b, b, d;
+        mov.b32 c, 0x7b807b80;
+        mul.bf16x2 $0, a, c;
+        mul.bf16x2 $1, b, c;
+        }""",
+        "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def int4_to_bf16(codes):
+    """(low nibbles, high nibbles) - 8: 128 + nibble has its bits in place, less 136."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 a, b, m;
+        mov.b32 m, 0x43084308;
+        and.b32 a, $4, 0x0f0f0f0f;
+        shr.u32 b, $4, 4;
+        and.b32 b, b, 0x0f0f0f0f;
+        prmt.b32 $0, a, 0x43434343, 0x4140;
+        prmt.b32 $1, a, 0x43434343, 0x4342;
+        prmt.b32 $2, b, 0x43434343, 0x4140;
+        prmt.b32 $3, b, 0x43434343, 0x4342;
+        sub.bf16x2 $0, $0, m;
+        sub.bf16x2 $1, $1, m;
+        sub.bf16x2 $2, $2, m;
+        sub.bf16x2 $3, $3, m;
+        }""",
+        "=r,=r,=r,=r,r", [codes], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def load_codes(
+    base, blocks, offsets, valid, block_stride, token_stride, WIDTH: tl.constexpr, WIDE: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """What the cache holds of N tokens of one head, (N, WIDE), WIDTH of them real; zero bits where not `valid`."""
+    rows = base + blocks.to(tl.int64) * block_stride + offsets * token_stride
+    dims = tl.arange(0, WIDE)
+    if MASKED or WIDTH != WIDE:
+        return tl.load(rows[:, None] + dims[None, :], mask=valid[:, None] & (dims < WIDTH)[None, :], other=0)
+    return tl.load(rows[:, None] + dims[None, :])
+
+
+@triton.jit
+def decoded(codes, FORMAT: tl.constexpr, DTYPE: tl.constexpr, FAST: tl.constexpr):
+    """Codes of any format but int4 as DTYPE; scales are not applied."""
+    if FORMAT == 1 and FAST:
+        return int8_to_bf16(codes)
+    elif FORMAT == 3 and FAST:
+        return fp8_to_bf16(codes.to(tl.uint8, bitcast=True))
+    else:
+        return codes.to(DTYPE)
+
+
+@triton.jit
+def nibbles(codes, DTYPE: tl.constexpr, FAST: tl.constexpr):
+    """The even and the odd elements of int4 codes as DTYPE; scales are not applied."""
+    if FAST:
+        low, high = int4_to_bf16(codes)
+    else:
+        low = ((codes & 15).to(tl.int32) - 8).to(DTYPE)
+        high = ((codes >> 4).to(tl.int32) - 8).to(DTYPE)
+    return low, high
 
 
 @triton.jit
