@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.ops.cases import CASES, MIXED, Case, alone, copied, make_step
 from twostroke.ops.cpu import TorchCpuOps, gated
-from twostroke.ops.cpu_attention import TILE, row_counts
+from twostroke.ops.cpu_attention import TILE, agreed_shapes
 from twostroke.ops.formats import from_float
 from twostroke.ops.interface import Gate, KVFormat, Norm
 from twostroke.ops.tiles import SIZES, agreeing, cut, plan_product
@@ -104,11 +104,25 @@ def test_attention_in_small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(TorchCpuOps().attend(qkv, attention, copied(kv), batch, 0), whole)
 
 
+def test_attention_where_few_shapes_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another library may leave fewer row counts than a K/V head has query heads, and demand many matrices."""
+    mine, _ = agreed_shapes(64, torch.get_num_threads())
+    for shape in ({"heads": 24, "kv_heads": 1}, {"heads": 9, "kv_heads": 3, "window": 24}, {"heads": 1, "kv_heads": 1}):
+        qkv, attention, kv, batch = make_step(Case(MIXED, head_dim=64, **shape))
+        whole = TorchCpuOps().attend(qkv, attention, copied(kv), batch, 0)
+        with monkeypatch.context() as patch:
+            patch.setattr("twostroke.ops.cpu_attention.agreed_shapes", lambda *_: (mine[:3], 11))
+            got = TorchCpuOps().attend(qkv, attention, copied(kv), batch, 0)
+        assert torch.equal(got, whole)
+
+
 def test_agreeing_counts() -> None:
-    def moody(x: Tensor) -> Tensor | None:  # one to three rows are computed one way, more another; 16 depends on place
+    def moody(
+        x: Tensor,
+    ) -> Tensor | None:  # up to three rows are computed one way, more another; of 16 the last differs
         out = x + (0 if len(x) < 4 else 1)
         if len(x) == 16:
-            out[0] += 1
+            out[-1] += 1
         return None if len(x) == 64 else out
 
     assert agreeing(moody, randn(64, 3), (1, 2, 4, 8, 16, 32, 64)) == (4, 8, 32)
@@ -127,4 +141,4 @@ def test_counts_are_found_again() -> None:
     threads = torch.get_num_threads()
     first, again = plan_product(64, 96, threads), plan_product.__wrapped__(64, 96, threads)
     assert first == again
-    assert row_counts(16, threads) == row_counts.__wrapped__(16, threads)
+    assert agreed_shapes(16, threads) == agreed_shapes.__wrapped__(16, threads)

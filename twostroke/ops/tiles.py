@@ -17,7 +17,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+SIZES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256)
 _SPLITS = (1, 2, 3, 4)  # cutting the inner axis can bring more row counts into agreement
 _CHEAP = 64  # up to about this many rows a product costs what reading the weight costs: padding is nearly free
 
@@ -25,15 +25,17 @@ _CHEAP = 64  # up to about this many rows a product costs what reading the weigh
 def agreeing(product: Callable[[Tensor], Tensor | None], rows: Tensor, sizes: Sequence[int]) -> tuple[int, ...]:
     """The largest set of row counts for which `product` gives the same rows the same bits (first one on a tie).
 
-    product: (n, in) -> (n, …), or None where it contradicts itself. Rows are rolled by a different amount for every
-    count, so that agreement also means independence of the place.
+    product: (n, in) -> (n, …), or None where it contradicts itself. Every count is tried twice, with the rows moved on
+    by one place and to other addresses; a count whose rows notice is left out.
     """
     results: dict[int, Tensor] = {}
     for turn, n in enumerate(sizes):
         shift = (3 * turn + 1) % n
-        out = product(rows[:n].roll(shift, 0).contiguous())
-        if out is not None:
-            results[n] = out.roll(-shift, 0)
+        first = product(rows[:n].roll(shift, 0))
+        moved = torch.cat((rows[:1], rows[:n].roll(shift + 1, 0)))[1:]
+        second = product(moved) if first is not None else None
+        if first is not None and second is not None and torch.equal(first.roll(-shift, 0), second.roll(-shift - 1, 0)):
+            results[n] = first.roll(-shift, 0)
     classes: list[list[int]] = []
     for n, out in results.items():
         for found in classes:
