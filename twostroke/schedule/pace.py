@@ -1,9 +1,11 @@
 """How much prompt a step may carry so that no running stream waits longer than `max_gap`. Torch-free.
 
 A mixed step costs what its streams cost plus what its prompt tokens cost. Both are learnt from measured steps: the
-streams' own step in seconds, the prompts' in seconds per FLOP (FLOPs know that a token deep in a long context costs
-more). Each estimate is a moving mean with a moving deviation, as TCP estimates its round-trip time, and plans use
-mean + 2 deviations: a noisy machine makes the chunks smaller instead of the gaps longer.
+streams' own step in seconds, for each doubling of their number; the prompts' in seconds per FLOP (FLOPs know that a
+token deep in a long context costs more). Each estimate is a moving mean with a moving deviation, as TCP estimates its
+round-trip time, and plans use mean + 2 deviations: a noisy machine makes the chunks smaller instead of the gaps longer.
+A value below half the mean starts the estimate anew: what came before held something that does not recur (a kernel
+compiled, a step captured), and chunks kept small by it would be slow to learn better.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ class Estimate:
         self.deviation = 0.0
 
     def add(self, value: float) -> None:
-        if self.mean is None:
+        if self.mean is None or value < self.mean / 2:
             self.mean, self.deviation = value, value / 4
             return
         self.deviation += SMOOTHING * (abs(value - self.mean) - self.deviation)
@@ -41,25 +43,31 @@ class Pace:
     def __init__(self, flops: Callable[[int, int], float], max_gap: float):
         self.flops = flops  # (start, count) -> FLOPs of computing that stretch of a prompt
         self.max_gap = max_gap
-        self.stream_step = Estimate()  # seconds of a step without prompts
+        self.stream_steps: dict[int, Estimate] = {}  # seconds of a step without prompts, by doublings of its streams
         self.prompt_rate = Estimate()  # seconds per prompt FLOP
 
     def observe(self, plan: Plan, seconds: float) -> None:
         prompt = sum(self.flops(work.start, work.count) for work in plan.works if work.count > 1)
+        streams = sum(work.count == 1 for work in plan.works)
         if not prompt:
-            self.stream_step.add(seconds)
+            self.stream_steps.setdefault(streams.bit_length(), Estimate()).add(seconds)
             return
-        streams = any(work.count == 1 for work in plan.works)
-        own = seconds - (self.stream_step.mean or 0.0) if streams else seconds
+        own = seconds - (self.stream_step(streams).mean or 0.0) if streams else seconds
         self.prompt_rate.add(max(own, 0.1 * seconds) / prompt)
 
-    def allowance(self, gentle: bool) -> float:
-        """Seconds of prompt work that a step with running streams may carry."""
-        streams = self.stream_step.careful
+    def stream_step(self, streams: int) -> Estimate:
+        """What is known of steps with about so many streams: of the nearest number that was met."""
+        size = streams.bit_length()
+        nearest = min(self.stream_steps, key=lambda known: abs(known - size), default=None)
+        return Estimate() if nearest is None else self.stream_steps[nearest]
+
+    def allowance(self, gentle: bool, streams: int) -> float:
+        """Seconds of prompt work that a step with so many running streams may carry."""
+        alone = self.stream_step(streams)
         target = MARGIN * self.max_gap
-        if gentle and self.stream_step.mean is not None:
-            target = min(target, 2 * self.stream_step.mean)
-        return max(0.0, target - streams)
+        if gentle and alone.mean is not None:
+            target = min(target, 2 * alone.mean)
+        return max(0.0, target - alone.careful)
 
     def seconds(self, start: int, count: int) -> float:
         return self.prompt_rate.careful * self.flops(start, count)

@@ -292,7 +292,7 @@ class _Draft:
                 continue
             self._add(request, start, 1)
         if self.works:
-            self.seconds_left = self.scheduler.pace.allowance(self.scheduler.policy.gentle)
+            self.seconds_left = self.scheduler.pace.allowance(self.scheduler.policy.gentle, len(self.works))
 
     def add_prompts(self) -> None:
         """Prompts that are under way and prompts that wait, merged in the order of the policy."""
