@@ -15,17 +15,13 @@ from twostroke.engine.core import Core
 from twostroke.engine.intake import Intake, open_tokenizer
 from twostroke.errors import ConfigError
 from twostroke.hardware import this_machine
-from twostroke.kv.blocks import BlockPool
-from twostroke.kv.hashing import BlockHasher
 from twostroke.kv.storage import KVStorage
-from twostroke.kv.tables import KVTables
+from twostroke.metrics.steplog import StepLog
 from twostroke.model.arch import Arch
 from twostroke.ops.select import make_ops
 from twostroke.run.grammar import GrammarCompiler
 from twostroke.run.runner import ModelRunner
-from twostroke.schedule.pace import Pace
-from twostroke.schedule.policy import POLICIES
-from twostroke.schedule.scheduler import Limits, Scheduler
+from twostroke.schedule.make import make_scheduler
 from twostroke.text.tokenizer import Tokenizer
 from twostroke.weights.checkpoint import locate, open_checkpoint
 from twostroke.weights.describe import checkpoint_bytes, load_arch
@@ -73,22 +69,8 @@ def build_engine(
     scheduler = make_scheduler(arch, settings, str(checkpoint.path))
     grammars = GrammarCompiler(tokenizer, arch.vocab)
     runner = ModelRunner(transformer, kv, scheduler.tables.array, ops, grammars)
-    core = Core(scheduler, runner, clock)
+    core = Core(scheduler, runner, clock, StepLog())
     return Engine(core, Intake(tokenizer, settings, arch.vocab, grammars), tokenizer, arch, settings)
-
-
-def make_scheduler(arch: Arch, settings: Resolved, model: str) -> Scheduler:
-    """The production scheduler for these settings. Needs no torch: the simulator builds the same one."""
-    pool = BlockPool(settings.kv_blocks, keep_cached=settings.prefix_cache)
-    tables = KVTables(settings.layout, pool, BlockHasher(model), settings.max_requests, settings.max_model_len)
-    limits = Limits(
-        settings.max_batch_tokens, settings.max_requests, settings.chunked_prefill, settings.batching == "static"
-    )
-
-    def flops(start: int, count: int) -> float:
-        return float(arch.linear_flops(count, 1) + arch.attention_flops(start, count))
-
-    return Scheduler(tables, limits, POLICIES[settings.policy], Pace(flops, settings.max_gap))
 
 
 def choose_device(config: Config) -> str:

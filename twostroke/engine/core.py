@@ -8,8 +8,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from twostroke.metrics.steplog import Piece, Step, StepLog
 from twostroke.schedule.scheduler import Scheduler
-from twostroke.types import Event, Plan, Request, Runner
+from twostroke.types import Event, Plan, Request, Result, Runner
 
 log = logging.getLogger(__name__)
 
@@ -21,10 +22,17 @@ class InFlight(NamedTuple):
 
 
 class Core:
-    def __init__(self, scheduler: Scheduler, runner: Runner, clock: Callable[[], float] = time.perf_counter):
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        clock: Callable[[], float] = time.perf_counter,
+        steplog: StepLog | None = None,
+    ):
         self.scheduler = scheduler
         self.runner = runner
         self.clock = clock
+        self.steplog = steplog
         self.in_flight: deque[InFlight] = deque()
         self.collected = 0.0  # when the last step was collected
 
@@ -57,9 +65,17 @@ class Core:
         now = self.clock()
         seconds = now - max(oldest.launched, self.collected)  # a step that waited for the one before it is not slower
         self.collected = now
+        if self.steplog is not None:
+            self.steplog.add(describe(oldest, result, seconds))
         return self.scheduler.commit(oldest.plan, result, now, seconds)
 
     def _fail(self, error: str) -> list[Event]:
         plans = [flight.plan for flight in self.in_flight]
         self.in_flight.clear()
         return self.scheduler.fail(plans, error, self.clock())
+
+
+def describe(flight: InFlight, result: Result, seconds: float) -> Step:
+    """A collected step as the log keeps it: numbers only, so that it keeps no request alive."""
+    pieces = tuple(Piece(work.request.id, work.start, work.count) for work in flight.plan.works)
+    return Step(flight.plan.number, flight.launched, seconds, pieces, sum(1 for tokens in result.tokens if tokens))

@@ -1,0 +1,29 @@
+"""The production scheduler for given settings. Torch-free: the engine and the simulator build the same one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from twostroke.kv.blocks import BlockPool
+from twostroke.kv.hashing import BlockHasher
+from twostroke.kv.tables import KVTables
+from twostroke.model.arch import Arch
+from twostroke.schedule.pace import Pace
+from twostroke.schedule.policy import POLICIES
+from twostroke.schedule.scheduler import Limits, Scheduler
+
+if TYPE_CHECKING:  # settings stand above scheduling
+    from twostroke.config import Resolved
+
+
+def make_scheduler(arch: Arch, settings: Resolved, model: str) -> Scheduler:
+    pool = BlockPool(settings.kv_blocks, keep_cached=settings.prefix_cache)
+    tables = KVTables(settings.layout, pool, BlockHasher(model), settings.max_requests, settings.max_model_len)
+    limits = Limits(
+        settings.max_batch_tokens, settings.max_requests, settings.chunked_prefill, settings.batching == "static"
+    )
+
+    def flops(start: int, count: int) -> float:
+        return float(arch.linear_flops(count, 1) + arch.attention_flops(start, count))
+
+    return Scheduler(tables, limits, POLICIES[settings.policy], Pace(flops, settings.max_gap))
