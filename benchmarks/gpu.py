@@ -146,15 +146,18 @@ def prefix(rig: Rig) -> None:
         report(name, float(RESULTS[name]), "s", higher=False)  # type: ignore[arg-type]
 
 
-def decode_batch(rig: Rig, name: str, count: int, context: int, new: int = 48) -> None:
-    requests = [rig.ask(rig.prompt(context), new) for _ in range(count)]
-    rig.run()
-    times = sorted(max(r.timeline.token_times[i] for r in requests) for i in range(1, new))
-    start = max(r.timeline.token_times[8] for r in requests)
-    late = [t for t in times if t >= start]
-    step = (late[-1] - late[0]) / (len(late) - 1)
+def decode_batch(rig: Rig, name: str, count: int, context: int, steps: int = 24) -> None:
+    """A step of `count` streams at `context`, once all of them run."""
+    requests = [rig.ask(rig.prompt(context), 4096) for _ in range(count)]
+    while min(len(r.timeline.token_times) for r in requests) < steps + 8:
+        rig.core.step()
+    times = min(requests, key=lambda r: len(r.timeline.token_times)).timeline.token_times
+    step = (times[-1] - times[-1 - steps]) / steps
     entry = rig.core.scheduler.tables.layout.entry_bytes * len(rig.arch.layers)
-    read = rig.model.weight_bytes() + count * (context + new / 2) * entry
+    read = rig.model.weight_bytes() + sum(r.computed for r in requests) * entry
+    for request in requests:
+        rig.core.abort(request)
+    rig.run()
     report(name, step * 1e3, "ms/step", read / CEILINGS["read_TBps"] / 1e9, higher=False)
 
 

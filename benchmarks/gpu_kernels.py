@@ -71,7 +71,7 @@ SHAPES = {
     "1B o": (2048, 2048, g.NOTHING, True), "1B gate_up": (16384, 2048, g.NORM, False),
     "1B down": (2048, 8192, g.SILU, True),
 }  # fmt: skip
-TILES = [(2, 1024, 4, 1), (2, 1024, 4, 2), (4, 1024, 4, 2), (8, 512, 4, 2), (8, 1024, 8, 1), (8, 1024, 8, 2), (16, 256, 4, 2), (16, 256, 4, 3), (4, 2048, 8, 1), (16, 512, 8, 2)]
+TILES = [(2, 1024, 4, 1), (4, 1024, 4, 1), (4, 1024, 4, 2), (8, 512, 4, 1), (8, 512, 4, 2), (8, 512, 4, 3), (8, 1024, 8, 1), (8, 1024, 8, 2), (16, 256, 4, 1), (16, 256, 4, 2), (16, 512, 8, 1), (8, 256, 2, 2), (16, 256, 2, 1)]
 
 
 def gemvs() -> None:
@@ -79,7 +79,7 @@ def gemvs() -> None:
         copies = max(2, min(16, (1 << 29) // (n * k * 2)))
         weights = [torch.randn(n, k, device=DEVICE, dtype=torch.bfloat16) for _ in range(copies)]
         x = torch.randn(1, k * (2 if before >= 2 else 1), device=DEVICE, dtype=torch.bfloat16)
-        norm, out = torch.rand(k, device=DEVICE), torch.zeros(1, n, device=DEVICE, dtype=torch.bfloat16)
+        norm, out = torch.rand(k, device=DEVICE, dtype=torch.bfloat16), torch.zeros(1, n, device=DEVICE, dtype=torch.bfloat16)
         row = x[:, :k].contiguous()
         t = seconds(lambda ws=weights, r=row: [r @ w.t() for w in ws]) / copies
         note("gemv", f"{name} cublas", f"{t * 1e6:.2f} us {n * k * 2 / t / 1e12:.2f} TB/s")
@@ -125,8 +125,10 @@ def decodes() -> None:
         batch, kv, attention = paged(requests, context, 1, kv_format)
         qkv = torch.randn(requests, 48 * 128, device=DEVICE, dtype=torch.bfloat16)
         out = torch.empty(requests, 4096, device=DEVICE, dtype=torch.bfloat16)
+        tiles = ((64, 2, 4), (64, 2, 2), (64, 2, 1), (32, 3, 1)) if kv_format == "bfloat16" else (
+            (64, 2, 2), (64, 2, 1), (64, 3, 1), (32, 2, 1), (32, 4, 1), (128, 2, 2))
         read = (kv.keys.nbytes + kv.values.nbytes) + (0 if kv.key_scales is None else 2 * kv.key_scales.nbytes)
-        for tile, stages, warps in ((64, 2, 4), (64, 3, 4), (128, 1, 4), (128, 2, 4), (32, 3, 4), (64, 2, 2)):
+        for tile, stages, warps in tiles:
 
             calls = 16 if requests == 1 else 1
 

@@ -23,6 +23,9 @@ from twostroke.ops.triton.prefill import make_tiles, prefill_attention, tile_row
 from twostroke.ops.triton.rope import rotate_and_store
 
 
+PIECE = 2048  # rows of a wide product made at a time
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Matrix:
     weight: Tensor  # (out, in), in the type of the activations
@@ -101,7 +104,7 @@ class CudaOps:
         if add_to is not None:
             add_to.addmm_(x, matrix)
             return add_to if weight.bias is None else add_to.add_(weight.bias)
-        out = torch.mm(x, matrix)
+        out = product(x, matrix)
         return out if weight.bias is None else out.add_(weight.bias)
 
     def _one_row(self, x: Tensor, weight: Matrix, before: Norm | Gate | None, add_to: Tensor | None) -> Tensor:
@@ -140,7 +143,8 @@ class CudaOps:
             prefill_attention(q, attention, kv, batch, group, out, cut.tiles)
         for request, (first, count, context) in zip(cut.long, cut.rows, strict=True):
             v = qkv[:, -attention.kv_heads * attention.head_dim :]
-            attend_long(q, k, v, attention, kv, batch.groups[group].tables[request], first, count, context, out)
+            table = batch.groups[group].tables[request]
+            out = attend_long(q, k, v, attention, kv, table, first, count, context, out)
         return out
 
     def _attend_singles(
@@ -188,6 +192,17 @@ class CudaOps:
 
     def _upload(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.device, non_blocking=True)
+
+
+def product(x: Tensor, matrix: Tensor) -> Tensor:
+    """x @ matrix. A wide result of many rows is made in pieces: cuBLAS is 8 % faster on them (L2 keeps the weights)."""
+    if x.shape[0] < 2 * PIECE or matrix.shape[1] < 16384:
+        return torch.mm(x, matrix)
+    out = torch.empty(x.shape[0], matrix.shape[1], dtype=x.dtype, device=x.device)
+    pieces = -(-x.shape[0] // PIECE)
+    for a, b in zip(x.chunk(pieces), out.chunk(pieces), strict=True):
+        torch.mm(a, matrix, out=b)
+    return out
 
 
 def as_tensor(stored: Stored) -> Tensor:

@@ -6,7 +6,8 @@ whatever runs beside it. The program that finishes a head's last split puts the 
 
 FUSED: q, k and v come straight from the projection; every program norms and rotates the q it needs, and the one that
 owns the newest position writes its K and V and adds them by itself. Only for steps in which nobody reads blocks that
-this step fills: then the cached tokens depend on nobody, and their first tile is asked for before the projection ends.
+this step fills: then the cached tokens depend on nobody, and with AHEAD their first tile is asked for before the
+projection ends.
 
 int4 keeps two elements in a byte: the even and the odd ones are multiplied apart (q_a and q_b, acc_a and acc_b).
 """
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from twostroke.ops.interface import BLOCK, Attention, Batch, KVLayer
 from twostroke.ops.triton.heads import FORMATS, INT4, decoded, head_scale, load_codes, nibbles, store_head, turned
-from twostroke.ops.triton.launch import INTERPRETED, PDL, gdc_launch_dependents, gdc_wait
+from twostroke.ops.triton.launch import EARLY, INTERPRETED, PDL, gdc_launch_dependents, gdc_wait
 from twostroke.ops.triton.rows import tanh
 
 # Splits of NEAR tokens up to position 1024, of MIDDLE up to 16384, of FAR beyond.
@@ -61,8 +62,8 @@ def load_kv(
     places = n0 + tl.arange(0, TILE)
     seen = (places >= begin) & (places < end)
     blocks = tl.load(table + places // BLOCK, mask=seen, other=0)
-    k = load_codes(keys, blocks, places % BLOCK, seen, block_stride, token_stride, WIDTH, WIDE, True)
-    v = load_codes(values, blocks, places % BLOCK, seen, block_stride, token_stride, WIDTH, WIDE, True)
+    k = load_codes(keys, blocks, places % BLOCK, seen, block_stride, token_stride, WIDTH, WIDE, True, FORMAT)
+    v = load_codes(values, blocks, places % BLOCK, seen, block_stride, token_stride, WIDTH, WIDE, True, FORMAT)
     k_scale, v_scale = seen, seen
     if FORMAT > 0:
         where = blocks.to(tl.int64) * scale_block_stride + places % BLOCK
@@ -155,6 +156,7 @@ def decode_kernel(
     HALF: tl.constexpr, NORM: tl.constexpr, FORMAT: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     BLOCK: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, SPLITS_2: tl.constexpr, LISTED: tl.constexpr,
     FUSED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr, FAST: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
     SHARE: tl.constexpr = HEADS // KV_HEADS
     DTYPE: tl.constexpr = q_ptr.dtype.element_ty
@@ -193,7 +195,7 @@ def decode_kernel(
     acc_a = tl.zeros((SHARE_2, PART), tl.float32)
     acc_b = acc_a
     start = begin // BLOCK * BLOCK
-    if FUSED:
+    if AHEAD:
         seen, k, v, k_scale, v_scale = load_kv(
             start, begin, end, table, keys, values, key_scales, value_scales, block_stride, token_stride,
             scale_block_stride, WIDTH, PART, FORMAT, BLOCK, TILE,
@@ -226,12 +228,13 @@ def decode_kernel(
                 q_a, q_b, best, total, acc_a, acc_b, tl.where(mine[:, None], new_k, 0.0),
                 tl.where(mine[:, None], new_v, 0.0), scale, softcap, PAIRS, SOFTCAP,
             )  # fmt: skip
-        if begin < end:
-            best, total, acc_a, acc_b = attend_tile(
-                q_a, q_b, best, total, acc_a, acc_b, seen, k, v, k_scale, v_scale, scale, softcap,
-                FORMAT, SOFTCAP, DTYPE, PRECISION, FAST,
-            )  # fmt: skip
-        start += TILE
+        if AHEAD:
+            if begin < end:
+                best, total, acc_a, acc_b = attend_tile(
+                    q_a, q_b, best, total, acc_a, acc_b, seen, k, v, k_scale, v_scale, scale, softcap,
+                    FORMAT, SOFTCAP, DTYPE, PRECISION, FAST,
+                )  # fmt: skip
+            start += TILE
     else:
         q_mask = shared[:, None] & (dims_a < HEAD)[None, :]
         q_a = tl.load(heads[:, None] + dims_a[None, :], mask=q_mask, other=0.0)
@@ -307,8 +310,11 @@ def decode_attention(
     total = batch.contexts.shape[0]
     part, part_max, part_sum, done = scratch.reserve(total, attention.heads, splits, dim)
     tables = batch.groups[group].tables
-    pdl = PDL and q.is_cuda
     wide_float = q.dtype == torch.float32
+    ahead = fused and requests * attention.kv_heads <= 64  # few programs: latency is all; many: registers are
+    if tile is None:
+        tile = 32 if wide > 128 or wide_float else 128 if ahead else 64
+        stages = 1 if ahead else 2
     decode_kernel[(attention.kv_heads, splits, requests)](
         q, out, part, part_max, part_sum, done, tables if listed is None else listed, batch.starts, batch.contexts, tables,
         kv.keys, kv.values, scales, value_scales, rope.cos if rope else q, rope.sin if rope else q,
@@ -317,9 +323,9 @@ def decode_attention(
         HEADS=attention.heads, KV_HEADS=attention.kv_heads, SHARE_2=max(16, triton.next_power_of_2(share)), HEAD=dim,
         WIDE=wide, HALF=rope.cos.shape[1] if rope else 0, NORM=qn is not None, FORMAT=FORMATS[kv.format],
         WINDOW=attention.window, SOFTCAP=attention.softcap > 0, BLOCK=BLOCK,
-        TILE=tile or (32 if wide > 128 or wide_float else 64), SPLITS=splits, SPLITS_2=triton.next_power_of_2(splits),
-        LISTED=listed is not None, FUSED=fused, PRECISION="ieee" if wide_float else "tf32", STAGES=stages, PDL=pdl,
-        FAST=not INTERPRETED and q.dtype == torch.bfloat16,
-        num_warps=warps, **({"launch_pdl": True} if pdl else {}),
+        TILE=tile, SPLITS=splits, SPLITS_2=triton.next_power_of_2(splits),
+        LISTED=listed is not None, FUSED=fused, PRECISION="ieee" if wide_float else "tf32", STAGES=stages, PDL=PDL,
+        FAST=not INTERPRETED and q.dtype == torch.bfloat16, AHEAD=ahead,
+        num_warps=warps, **EARLY,
     )  # fmt: skip
     return out

@@ -57,19 +57,24 @@ def gather(kv: KVLayer, table: Tensor, context: int, attention: Attention, dtype
 
 
 @triton.jit
-def merge_kernel(a_ptr, b_ptr, la_ptr, lb_ptr, out_ptr, rows, out_stride, HEADS: tl.constexpr, HEAD: tl.constexpr, WIDE: tl.constexpr):
-    """a, b: (rows, HEADS, HEAD) with log-sums (HEADS, rows)."""
-    row, head = tl.program_id(0), tl.program_id(1)
+def merge_kernel(
+    a_ptr, b_ptr, la_ptr, lb_ptr, out_ptr, count, row_stride, head_stride, out_stride, HEAD: tl.constexpr,
+    WIDE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """a, b: (count, heads, HEAD) with log-sums (heads, count), both with the same strides."""
+    rows, head = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
     dims = tl.arange(0, WIDE)
-    la, lb = tl.load(la_ptr + head * rows + row), tl.load(lb_ptr + head * rows + row)
+    valid = rows < count
+    inside = valid[:, None] & (dims < HEAD)[None, :]
+    la = tl.load(la_ptr + head * count + rows, mask=valid, other=0.0)
+    lb = tl.load(lb_ptr + head * count + rows, mask=valid, other=0.0)
     top = tl.maximum(la, lb)
-    wa, wb = tl.exp(la - top), tl.exp(lb - top)
-    at = (row.to(tl.int64) * HEADS + head) * HEAD + dims
-    a = tl.load(a_ptr + at, mask=dims < HEAD, other=0.0).to(tl.float32)
-    b = tl.load(b_ptr + at, mask=dims < HEAD, other=0.0).to(tl.float32)
-    out = (a * wa + b * wb) / (wa + wb)
-    place = out_ptr + row.to(tl.int64) * out_stride + head * HEAD + dims
-    tl.store(place, out.to(out_ptr.dtype.element_ty), mask=dims < HEAD)
+    wa, wb = tl.exp(la - top)[:, None], tl.exp(lb - top)[:, None]
+    at = rows.to(tl.int64)[:, None] * row_stride + head * head_stride + dims[None, :]
+    a = tl.load(a_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(b_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    place = out_ptr + rows.to(tl.int64)[:, None] * out_stride + head * HEAD + dims[None, :]
+    tl.store(place, ((a * wa + b * wb) / (wa + wb)).to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, sums: bool) -> tuple[Tensor, Tensor | None]:
@@ -82,8 +87,9 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, sums: bool
 def attend_long(
     q: Tensor, k: Tensor, v: Tensor, attention: Attention, kv: KVLayer, table: Tensor, first: int, count: int,
     context: int, out: Tensor,
-) -> None:  # fmt: skip
-    """Rows first : first + count of q, k, v (the step's own, k rotated), their context ending at `context`."""
+) -> Tensor:  # fmt: skip
+    """Rows first : first + count of q, k, v (the step's own, k rotated), their context ending at `context`, into `out`;
+    where they are all of its rows, the result may be a tensor of its own."""
     dim = attention.head_dim
     rows = slice(first, first + count)
     mine = q[rows].view(count, attention.heads, dim)
@@ -95,11 +101,16 @@ def attend_long(
         own_k, own_v = k[rows].view(count, -1, dim), v[rows].view(count, -1, dim)
     if not before:
         own, _ = sdpa(mine, own_k, own_v, attention.scale, True, False)
+        if count == out.shape[0]:
+            return own.reshape(out.shape)
         out[rows].view(count, attention.heads, dim).copy_(own)
-        return
+        return out
     own, own_sums = sdpa(mine, own_k, own_v, attention.scale, True, True)
     old, old_sums = sdpa(mine, all_k[:before], all_v[:before], attention.scale, False, True)
-    merge_kernel[(count, attention.heads)](
-        own.contiguous(), old.contiguous(), own_sums, old_sums, out[rows], count, out.stride(0),
-        HEADS=attention.heads, HEAD=dim, WIDE=max(16, triton.next_power_of_2(dim)), num_warps=1,
+    if own.stride() != old.stride():
+        own, old = own.contiguous(), old.contiguous()
+    merge_kernel[(triton.cdiv(count, 32), attention.heads)](
+        own, old, own_sums, old_sums, out[rows], count, own.stride(0), own.stride(1), out.stride(0),
+        HEAD=dim, WIDE=max(16, triton.next_power_of_2(dim)), ROWS=32, num_warps=4,
     )  # fmt: skip
+    return out

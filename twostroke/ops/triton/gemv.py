@@ -13,18 +13,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from twostroke.ops.triton.launch import PDL, gdc_launch_dependents, gdc_wait
+from twostroke.ops.triton.launch import EARLY, PDL, gdc_launch_dependents, gdc_wait
 from twostroke.ops.triton.rows import activated
 
 NOTHING, NORM, SILU, GELU = 0, 1, 2, 3  # what happens to x before the product
 
 
 @triton.jit
-def weight_tile(w_rows, rows, k, K: tl.constexpr, EVEN: tl.constexpr):
-    """One tile, read once and by nobody else; nothing at all past the end of the rows."""
+def weight_tile(w_rows, rows, k0, k, K: tl.constexpr, EVEN: tl.constexpr):
+    """The tile of columns from k0 on; nothing at all past the end of the rows."""
     if EVEN:
-        return tl.load(w_rows + k[None, :], mask=(tl.min(k) < K) & rows[:, None], other=0.0, eviction_policy="evict_first")
-    return tl.load(w_rows + k[None, :], mask=rows[:, None] & (k < K)[None, :], other=0.0, eviction_policy="evict_first")
+        mask = rows[:, None] & (k0 < K)
+    else:
+        mask = rows[:, None] & (k0 + k < K)[None, :]
+    return tl.load(w_rows + (k0 + k)[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
@@ -38,38 +40,38 @@ def gemv_kernel(
     k = tl.arange(0, BLOCK_K)
     rows = n < n_rows
     w_rows = w_ptr + n.to(tl.int64)[:, None] * w_stride
-    w0 = weight_tile(w_rows, rows, k, K, EVEN)
+    w0 = weight_tile(w_rows, rows, 0, k, K, EVEN)
     w1, w2 = w0, w0
     if DEPTH > 1:
-        w1 = weight_tile(w_rows, rows, k + BLOCK_K, K, EVEN)
+        w1 = weight_tile(w_rows, rows, BLOCK_K, k, K, EVEN)
     if DEPTH > 2:
-        w2 = weight_tile(w_rows, rows, k + 2 * BLOCK_K, K, EVEN)
+        w2 = weight_tile(w_rows, rows, 2 * BLOCK_K, k, K, EVEN)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     total = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     squares = tl.zeros((BLOCK_K,), tl.float32)
     x = tl.load(x_ptr + k, mask=k < K, other=0.0)
-    side = x.to(tl.float32)
+    side = x
     if BEFORE == 1:
         side = tl.load(norm_ptr + k, mask=k < K, other=0.0)
     if BEFORE >= 2:
-        side = tl.load(x_ptr + K + k, mask=k < K, other=0.0).to(tl.float32)
+        side = tl.load(x_ptr + K + k, mask=k < K, other=0.0)
     for k0 in range(0, K, BLOCK_K):
-        new = weight_tile(w_rows, rows, k0 + DEPTH * BLOCK_K + k, K, EVEN)
+        new = weight_tile(w_rows, rows, k0 + DEPTH * BLOCK_K, k, K, EVEN)
         ahead = k0 + BLOCK_K + k
         next_x = tl.load(x_ptr + ahead, mask=ahead < K, other=0.0)
-        next_side = next_x.to(tl.float32)
+        next_side = next_x
         if BEFORE == 1:
             next_side = tl.load(norm_ptr + ahead, mask=ahead < K, other=0.0)
         if BEFORE >= 2:
-            next_side = tl.load(x_ptr + K + ahead, mask=ahead < K, other=0.0).to(tl.float32)
+            next_side = tl.load(x_ptr + K + ahead, mask=ahead < K, other=0.0)
         row = x.to(tl.float32)
         if BEFORE == 1:
             squares += row * row
-            row *= side
+            row *= side.to(tl.float32)
         if BEFORE >= 2:
-            row = activated(row, BEFORE == 2) * side
+            row = activated(row, BEFORE == 2) * side.to(tl.float32)
         total += w0.to(tl.float32) * row[None, :]
         x, side = next_x, next_side
         if DEPTH == 1:
@@ -102,11 +104,10 @@ def gemv(
     """out (1, N) = before(x) @ weight.T + bias, added to what `out` holds with `add`."""
     n, k = weight.shape
     block_n, block_k, warps, depth = tile or tile_of(n, k)
-    pdl = PDL and x.is_cuda
     gemv_kernel[(triton.cdiv(n, block_n),)](
         x, weight, weight if bias is None else bias, weight if norm is None else norm, out, eps, n, weight.stride(0),
-        K=k, BEFORE=before, BIAS=bias is not None, ADD=add, BLOCK_N=block_n, BLOCK_K=block_k, DEPTH=depth, PDL=pdl,
-        num_warps=warps, **({"launch_pdl": True} if pdl else {}),
+        K=k, BEFORE=before, BIAS=bias is not None, ADD=add, BLOCK_N=block_n, BLOCK_K=block_k, DEPTH=depth, PDL=PDL,
+        num_warps=warps, **EARLY,
     )  # fmt: skip
     return out
 

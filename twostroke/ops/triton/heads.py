@@ -164,9 +164,11 @@ def int4_to_bf16(codes):
 @triton.jit
 def load_codes(
     base, blocks, offsets, valid, block_stride, token_stride, WIDTH: tl.constexpr, WIDE: tl.constexpr,
-    MASKED: tl.constexpr,
+    MASKED: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
     """What the cache holds of N tokens of one head, (N, WIDE), WIDTH of them real; zero bits where not `valid`."""
+    if FORMAT == 3:
+        base = base.to(tl.pointer_type(tl.uint8), bitcast=True)
     rows = base + blocks.to(tl.int64) * block_stride + offsets * token_stride
     dims = tl.arange(0, WIDE)
     if MASKED or WIDTH != WIDE:
@@ -180,7 +182,9 @@ def decoded(codes, FORMAT: tl.constexpr, DTYPE: tl.constexpr, FAST: tl.constexpr
     if FORMAT == 1 and FAST:
         return int8_to_bf16(codes)
     elif FORMAT == 3 and FAST:
-        return fp8_to_bf16(codes.to(tl.uint8, bitcast=True))
+        return fp8_to_bf16(codes)
+    elif FORMAT == 3:
+        return codes.to(tl.float8e4nv, bitcast=True).to(DTYPE)
     else:
         return codes.to(DTYPE)
 

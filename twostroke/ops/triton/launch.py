@@ -12,7 +12,8 @@ from triton.language.extra import cuda as _cuda
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 PDL = not INTERPRETED
+EARLY = {"launch_pdl": True} if PDL else {}  # the launch option
 gdc_wait = _cuda.gdc_wait
 gdc_launch_dependents = _cuda.gdc_launch_dependents
 
-__all__ = ["INTERPRETED", "PDL", "gdc_launch_dependents", "gdc_wait", "triton"]
+__all__ = ["EARLY", "INTERPRETED", "PDL", "gdc_launch_dependents", "gdc_wait", "triton"]

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from twostroke.ops.triton.launch import EARLY, PDL, gdc_launch_dependents, gdc_wait
+
 
 @triton.jit
 def tanh(x):
@@ -21,8 +23,13 @@ def activated(x, SILU: tl.constexpr):
 
 
 @triton.jit
-def norm_kernel(x_ptr, weight_ptr, out_ptr, eps, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def norm_kernel(
+    x_ptr, weight_ptr, out_ptr, eps, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     dims = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * stride + dims, mask=dims < WIDTH, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x) / WIDTH + eps)
@@ -36,13 +43,20 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     width = x.shape[1]
     block = triton.next_power_of_2(width)
     warps = 4 if block <= 2048 else 8
-    norm_kernel[(x.shape[0],)](x, weight, out, eps, x.stride(0), WIDTH=width, BLOCK=block, num_warps=warps)
+    norm_kernel[(x.shape[0],)](
+        x, weight, out, eps, x.stride(0), WIDTH=width, BLOCK=block, PDL=PDL, num_warps=warps, **EARLY
+    )
     return out
 
 
 @triton.jit
-def gate_kernel(x_ptr, out_ptr, stride, WIDTH: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr):
+def gate_kernel(
+    x_ptr, out_ptr, stride, WIDTH: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     dims = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = dims < WIDTH
     gate = tl.load(x_ptr + row * stride + dims, mask=inside, other=0.0).to(tl.float32)
@@ -57,7 +71,7 @@ def gated(x: Tensor, silu: bool) -> Tensor:
     out = torch.empty(x.shape[0], width, dtype=x.dtype, device=x.device)
     block = min(2048, triton.next_power_of_2(width))
     gate_kernel[(x.shape[0], triton.cdiv(width, block))](
-        x, out, x.stride(0), WIDTH=width, SILU=silu, BLOCK=block, num_warps=4 if block >= 1024 else 1
+        x, out, x.stride(0), WIDTH=width, SILU=silu, BLOCK=block, PDL=PDL, num_warps=4 if block >= 1024 else 1, **EARLY
     )
     return out
 
