@@ -144,7 +144,7 @@ class NativeCpuOps:
             out = add_to
             if out.shape != (rows, weight.outputs) or not out.is_contiguous():
                 raise ValueError(
-                    f"cannot add ({rows}, {weight.outputs}) into {tuple(out.shape)}, rows must be adjacent"
+                    f"cannot add ({rows}, {weight.outputs}) into {tuple(out.shape)} in place"
                 )
         status = self._linear(
             self._context, weight.handle, x.data_ptr(), x.shape[1], rows, kind, scales, eps,
@@ -206,7 +206,8 @@ class NativeCpuOps:
 
 def instruction_sets() -> list[str]:
     """The sets of kernels that run on this machine, best first."""
-    lib, names = load_library(), []
+    lib = load_library()
+    names: list[str] = []
     while name := lib.ts_isa(len(names)):
         names.append(name.decode())
     return names
@@ -214,6 +215,8 @@ def instruction_sets() -> list[str]:
 
 def describe_layer(attention: Attention, kv: KVLayer) -> AttendLayer:
     dim = attention.head_dim
+    if kv.format not in _KV_FORMATS:
+        raise ValueError(f"a cache in {kv.format} is not supported here; use one of {', '.join(_KV_FORMATS)}")
     if dim % 2 or not 2 <= dim <= 256 or attention.heads % attention.kv_heads:
         raise ValueError(f"heads of {dim} ({attention.heads} over {attention.kv_heads}) are not supported")
     layer = AttendLayer(

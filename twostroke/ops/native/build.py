@@ -34,11 +34,11 @@ FLAGS = (
 
 ISA_FLAGS = {
     "x86_64": {
-        "portable": (),
+        "portable": ("-O2",),
         "avx2": ("-mavx2", "-mfma", "-mf16c"),
         "avx512": ("-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni"),
     },
-    "aarch64": {"portable": (), "neon": ("-march=armv8.2-a+dotprod+fp16",)},
+    "aarch64": {"portable": ("-O2",), "neon": ("-march=armv8.2-a+dotprod+fp16",)},
 }
 
 
@@ -65,8 +65,9 @@ def build(
 ) -> Path:
     """Compile everything and link it to `out`; with shared=False an executable, of which `sources` holds the main."""
     compiler = compiler or find_compiler()
-    units = [(HERE / name, ()) for name in COMMON] + [(path, ()) for path in sources]
-    isas = ISA_FLAGS.get(machine_of(compiler), {"portable": ()})
+    units: list[tuple[Path, tuple[str, ...]]] = [(HERE / name, ()) for name in COMMON]
+    units += [(path, ()) for path in sources]
+    isas = ISA_FLAGS.get(machine_of(compiler), {"portable": ("-O2",)})
     units += [(HERE / "isa" / f"{name}.cpp", flags) for name, flags in isas.items()]
     with tempfile.TemporaryDirectory() as folder:
 

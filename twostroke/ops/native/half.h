@@ -4,19 +4,21 @@
 #include <stdint.h>
 #include <string.h>
 
-static inline float bits_to_float(uint32_t u) {
+#include "inline.h"
+
+TS_INLINE float bits_to_float(uint32_t u) {
     float f;
     memcpy(&f, &u, 4);
     return f;
 }
 
-static inline uint32_t float_to_bits(float f) {
+TS_INLINE uint32_t float_to_bits(float f) {
     uint32_t u;
     memcpy(&u, &f, 4);
     return u;
 }
 
-static inline float half_to_float(uint16_t h) {
+TS_INLINE float half_to_float(uint16_t h) {
     const uint32_t sign = (uint32_t)(h & 0x8000u) << 16;
     const uint32_t magnitude = h & 0x7fffu;
     if (magnitude >= 0x7c00u) return bits_to_float(sign | 0x7f800000u | ((magnitude & 0x3ffu) << 13));
@@ -25,7 +27,7 @@ static inline float half_to_float(uint16_t h) {
     return bits_to_float(float_to_bits(value) | sign);
 }
 
-static inline uint16_t float_to_half(float f) {
+TS_INLINE uint16_t float_to_half(float f) {
     const uint32_t u = float_to_bits(f);
     const uint32_t sign = (u >> 16) & 0x8000u;
     const uint32_t magnitude = u & 0x7fffffffu;
@@ -39,9 +41,9 @@ static inline uint16_t float_to_half(float f) {
     return (uint16_t)(sign | ((magnitude - 0x38000000u + 0xfffu + odd) >> 13));
 }
 
-static inline float bfloat_to_float(uint16_t b) { return bits_to_float((uint32_t)b << 16); }
+TS_INLINE float bfloat_to_float(uint16_t b) { return bits_to_float((uint32_t)b << 16); }
 
-static inline uint16_t float_to_bfloat(float f) {
+TS_INLINE uint16_t float_to_bfloat(float f) {
     const uint32_t u = float_to_bits(f);
     if ((u & 0x7fffffffu) > 0x7f800000u) return (uint16_t)((u >> 16) | 0x40u);
     return (uint16_t)((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);

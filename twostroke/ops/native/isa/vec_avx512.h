@@ -18,65 +18,65 @@ struct W { __m512i v; };
 struct A { const int8_t* p; };
 struct X { const float* p; };
 
-static inline __mmask16 lanes(int n) { return (__mmask16)((1u << n) - 1u); }
+TS_INLINE __mmask16 lanes(int n) { return (__mmask16)((1u << n) - 1u); }
 
-static inline F load(const float* p) { return {_mm512_loadu_ps(p)}; }
-static inline void store(float* p, F a) { _mm512_storeu_ps(p, a.v); }
-static inline F load_half(const uint16_t* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p))}; }
-static inline F load_bfloat(const uint16_t* p) {
+TS_INLINE F load(const float* p) { return {_mm512_loadu_ps(p)}; }
+TS_INLINE void store(float* p, F a) { _mm512_storeu_ps(p, a.v); }
+TS_INLINE F load_half(const uint16_t* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p))}; }
+TS_INLINE F load_bfloat(const uint16_t* p) {
     const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p));
     return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
 }
-static inline F load_int8(const int8_t* p) {
+TS_INLINE F load_int8(const int8_t* p) {
     return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)))};
 }
-static inline F load_uint8(const uint8_t* p) {
+TS_INLINE F load_uint8(const uint8_t* p) {
     return {_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)))};
 }
-static inline void store_half(uint16_t* p, F a) {
+TS_INLINE void store_half(uint16_t* p, F a) {
     _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT));
 }
-static inline F splat(float x) { return {_mm512_set1_ps(x)}; }
-static inline F add(F a, F b) { return {_mm512_add_ps(a.v, b.v)}; }
-static inline F sub(F a, F b) { return {_mm512_sub_ps(a.v, b.v)}; }
-static inline F mul(F a, F b) { return {_mm512_mul_ps(a.v, b.v)}; }
-static inline F div(F a, F b) { return {_mm512_div_ps(a.v, b.v)}; }
-static inline F fma(F a, F b, F c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
-static inline F vmax(F a, F b) { return {_mm512_max_ps(a.v, b.v)}; }
-static inline F vmin(F a, F b) { return {_mm512_min_ps(a.v, b.v)}; }
-static inline F first(F a, int n) { return {_mm512_maskz_mov_ps(lanes(n), a.v)}; }
-static inline F between(F a, int low, int high, F other) {
+TS_INLINE F splat(float x) { return {_mm512_set1_ps(x)}; }
+TS_INLINE F add(F a, F b) { return {_mm512_add_ps(a.v, b.v)}; }
+TS_INLINE F sub(F a, F b) { return {_mm512_sub_ps(a.v, b.v)}; }
+TS_INLINE F mul(F a, F b) { return {_mm512_mul_ps(a.v, b.v)}; }
+TS_INLINE F div(F a, F b) { return {_mm512_div_ps(a.v, b.v)}; }
+TS_INLINE F fma(F a, F b, F c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+TS_INLINE F vmax(F a, F b) { return {_mm512_max_ps(a.v, b.v)}; }
+TS_INLINE F vmin(F a, F b) { return {_mm512_min_ps(a.v, b.v)}; }
+TS_INLINE F first(F a, int n) { return {_mm512_maskz_mov_ps(lanes(n), a.v)}; }
+TS_INLINE F between(F a, int low, int high, F other) {
     return {_mm512_mask_mov_ps(other.v, (__mmask16)(lanes(high) & ~lanes(low)), a.v)};
 }
-static inline F load_first(const float* p, int n) { return {_mm512_maskz_loadu_ps(lanes(n), p)}; }
-static inline void store_first(float* p, F a, int n) { _mm512_mask_storeu_ps(p, lanes(n), a.v); }
+TS_INLINE F load_first(const float* p, int n) { return {_mm512_maskz_loadu_ps(lanes(n), p)}; }
+TS_INLINE void store_first(float* p, F a, int n) { _mm512_mask_storeu_ps(p, lanes(n), a.v); }
 
-static inline float sum(F a) {
+TS_INLINE float sum(F a) {
     const __m256 e = _mm256_add_ps(_mm512_castps512_ps256(a.v), _mm512_extractf32x8_ps(a.v, 1));
     const __m128 q = _mm_add_ps(_mm256_castps256_ps128(e), _mm256_extractf128_ps(e, 1));
     const __m128 n = _mm_hadd_ps(q, q);
     return _mm_cvtss_f32(_mm_add_ss(n, _mm_movehdup_ps(n)));
 }
-static inline float peak(F a) { return _mm512_reduce_max_ps(a.v); }
+TS_INLINE float peak(F a) { return _mm512_reduce_max_ps(a.v); }
 
 // Lane t of the result is sum(rows[t]); the same additions, sixteen at a time.
-static inline __m512 fold_quarters(const F* r) {  // rows 0, 4, 8, 12 after r: four lanes left of each
+TS_INLINE __m512 fold_quarters(const F* r) {  // rows 0, 4, 8, 12 after r: four lanes left of each
     const __m512 x = r[0].v, y = r[4].v, z = r[8].v, w = r[12].v;
     const __m512 xy = _mm512_add_ps(_mm512_shuffle_f32x4(x, y, 0x44), _mm512_shuffle_f32x4(x, y, 0xee));
     const __m512 zw = _mm512_add_ps(_mm512_shuffle_f32x4(z, w, 0x44), _mm512_shuffle_f32x4(z, w, 0xee));
     return _mm512_add_ps(_mm512_shuffle_f32x4(xy, zw, 0x88), _mm512_shuffle_f32x4(xy, zw, 0xdd));
 }
-static inline __m512 fold_neighbours(__m512 a, __m512 b) {
+TS_INLINE __m512 fold_neighbours(__m512 a, __m512 b) {
     return _mm512_add_ps(_mm512_shuffle_ps(a, b, 0x88), _mm512_shuffle_ps(a, b, 0xdd));
 }
-static inline F sums(const F* r) {
+TS_INLINE F sums(const F* r) {
     const __m512 low = fold_neighbours(fold_quarters(r), fold_quarters(r + 1));
     const __m512 high = fold_neighbours(fold_quarters(r + 2), fold_quarters(r + 3));
     return {fold_neighbours(low, high)};
 }
 
 // rows[i] lane j <-> rows[j] lane i: 4x4 within 128-bit parts, then the parts themselves.
-static inline void transpose(F* rows) {
+TS_INLINE void transpose(F* rows) {
     __m512 t[16];
     for (int i = 0; i < 16; i += 4) {
         const __m512 a = _mm512_unpacklo_ps(rows[i].v, rows[i + 1].v), b = _mm512_unpackhi_ps(rows[i].v, rows[i + 1].v);
@@ -96,34 +96,34 @@ static inline void transpose(F* rows) {
     }
 }
 
-static inline I isplat(int32_t x) { return {_mm512_set1_epi32(x)}; }
-static inline I bits_of(F a) { return {_mm512_castps_si512(a.v)}; }
-static inline F as_float(I a) { return {_mm512_castsi512_ps(a.v)}; }
-static inline I iadd(I a, I b) { return {_mm512_add_epi32(a.v, b.v)}; }
-static inline I iand(I a, I b) { return {_mm512_and_si512(a.v, b.v)}; }
-static inline I imax(I a, I b) { return {_mm512_max_epi32(a.v, b.v)}; }
-static inline I shift_left_23(I a) { return {_mm512_slli_epi32(a.v, 23)}; }
-static inline int32_t isum(I a) { return _mm512_reduce_add_epi32(a.v); }
-static inline int32_t ipeak(I a) { return _mm512_reduce_max_epi32(a.v); }
-static inline I round_even(F a) { return {_mm512_cvtps_epi32(a.v)}; }
-static inline void store_int8(int8_t* p, I a) { _mm_storeu_si128((__m128i*)p, _mm512_cvtsepi32_epi8(a.v)); }
+TS_INLINE I isplat(int32_t x) { return {_mm512_set1_epi32(x)}; }
+TS_INLINE I bits_of(F a) { return {_mm512_castps_si512(a.v)}; }
+TS_INLINE F as_float(I a) { return {_mm512_castsi512_ps(a.v)}; }
+TS_INLINE I iadd(I a, I b) { return {_mm512_add_epi32(a.v, b.v)}; }
+TS_INLINE I iand(I a, I b) { return {_mm512_and_si512(a.v, b.v)}; }
+TS_INLINE I imax(I a, I b) { return {_mm512_max_epi32(a.v, b.v)}; }
+TS_INLINE I shift_left_23(I a) { return {_mm512_slli_epi32(a.v, 23)}; }
+TS_INLINE int32_t isum(I a) { return _mm512_reduce_add_epi32(a.v); }
+TS_INLINE int32_t ipeak(I a) { return _mm512_reduce_max_epi32(a.v); }
+TS_INLINE I round_even(F a) { return {_mm512_cvtps_epi32(a.v)}; }
+TS_INLINE void store_int8(int8_t* p, I a) { _mm_storeu_si128((__m128i*)p, _mm512_cvtsepi32_epi8(a.v)); }
 
-static inline W load_codes(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
-static inline void split_nibbles(const uint8_t* p, W& low, W& high) {
+TS_INLINE W load_codes(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
+TS_INLINE void split_nibbles(const uint8_t* p, W& low, W& high) {
     const __m512i both = _mm512_loadu_si512(p), mask = _mm512_set1_epi8(15);
     low.v = _mm512_and_si512(both, mask);
     high.v = _mm512_and_si512(_mm512_srli_epi16(both, 4), mask);
 }
-static inline void store_codes(uint8_t* p, W w) { _mm512_storeu_si512(p, w.v); }
-static inline W to_unsigned(W w) { return {_mm512_xor_si512(w.v, _mm512_set1_epi8((char)0x80))}; }
-static inline A load_inputs(const int8_t* p) { return {p}; }
-template <int Quad, bool Small> static inline I dot4(I acc, W w, A a) {
+TS_INLINE void store_codes(uint8_t* p, W w) { _mm512_storeu_si512(p, w.v); }
+TS_INLINE W to_unsigned(W w) { return {_mm512_xor_si512(w.v, _mm512_set1_epi8((char)0x80))}; }
+TS_INLINE A load_inputs(const int8_t* p) { return {p}; }
+template <int Quad, bool Small> TS_INLINE I dot4(I acc, W w, A a) {
     int32_t q;
     memcpy(&q, a.p + 4 * Quad, 4);
     return {_mm512_dpbusd_epi32(acc.v, w.v, _mm512_set1_epi32(q))};
 }
-static inline F to_float_dot(I a) { return {_mm512_cvtepi32_ps(a.v)}; }
-static inline X load_x4(const float* p) { return {p}; }
-template <int J> static inline F fma_lane(F w, X x, F acc) { return fma(w, splat(x.p[J]), acc); }
+TS_INLINE F to_float_dot(I a) { return {_mm512_cvtepi32_ps(a.v)}; }
+TS_INLINE X load_x4(const float* p) { return {p}; }
+template <int J> TS_INLINE F fma_lane(F w, X x, F acc) { return fma(w, splat(x.p[J]), acc); }
 
 }  // namespace

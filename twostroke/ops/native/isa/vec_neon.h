@@ -7,7 +7,7 @@
 
 namespace {
 
-#define TS_EACH for (int i = 0; i < 4; ++i)
+#define TS_EACH TS_UNROLL for (int i = 0; i < 4; ++i)
 
 constexpr int kRowsInt = 3;
 constexpr int kRowsFloat = 5;
@@ -21,76 +21,76 @@ struct W { int8x16_t v[4]; };
 struct A { int8x16_t v; };
 struct X { float32x4_t v; };
 
-static inline F load(const float* p) { F r; TS_EACH r.v[i] = vld1q_f32(p + 4 * i); return r; }
-static inline void store(float* p, F a) { TS_EACH vst1q_f32(p + 4 * i, a.v[i]); }
-static inline F load_half(const uint16_t* p) {
+TS_INLINE F load(const float* p) { F r; TS_EACH r.v[i] = vld1q_f32(p + 4 * i); return r; }
+TS_INLINE void store(float* p, F a) { TS_EACH vst1q_f32(p + 4 * i, a.v[i]); }
+TS_INLINE F load_half(const uint16_t* p) {
     F r;
     TS_EACH r.v[i] = vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p + 4 * i)));
     return r;
 }
-static inline F load_bfloat(const uint16_t* p) {
+TS_INLINE F load_bfloat(const uint16_t* p) {
     F r;
     TS_EACH r.v[i] = vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p + 4 * i), 16));
     return r;
 }
-static inline F load_int8(const int8_t* p) {
+TS_INLINE F load_int8(const int8_t* p) {
     const int8x16_t c = vld1q_s8(p);
     const int16x8_t low = vmovl_s8(vget_low_s8(c)), high = vmovl_s8(vget_high_s8(c));
     return {{vcvtq_f32_s32(vmovl_s16(vget_low_s16(low))), vcvtq_f32_s32(vmovl_s16(vget_high_s16(low))),
              vcvtq_f32_s32(vmovl_s16(vget_low_s16(high))), vcvtq_f32_s32(vmovl_s16(vget_high_s16(high)))}};
 }
-static inline F load_uint8(const uint8_t* p) {
+TS_INLINE F load_uint8(const uint8_t* p) {
     const uint8x16_t c = vld1q_u8(p);
     const uint16x8_t low = vmovl_u8(vget_low_u8(c)), high = vmovl_u8(vget_high_u8(c));
     return {{vcvtq_f32_u32(vmovl_u16(vget_low_u16(low))), vcvtq_f32_u32(vmovl_u16(vget_high_u16(low))),
              vcvtq_f32_u32(vmovl_u16(vget_low_u16(high))), vcvtq_f32_u32(vmovl_u16(vget_high_u16(high)))}};
 }
-static inline void store_half(uint16_t* p, F a) {
+TS_INLINE void store_half(uint16_t* p, F a) {
     TS_EACH vst1_u16(p + 4 * i, vreinterpret_u16_f16(vcvt_f16_f32(a.v[i])));
 }
-static inline F splat(float x) { const float32x4_t v = vdupq_n_f32(x); return {{v, v, v, v}}; }
-static inline F add(F a, F b) { TS_EACH a.v[i] = vaddq_f32(a.v[i], b.v[i]); return a; }
-static inline F sub(F a, F b) { TS_EACH a.v[i] = vsubq_f32(a.v[i], b.v[i]); return a; }
-static inline F mul(F a, F b) { TS_EACH a.v[i] = vmulq_f32(a.v[i], b.v[i]); return a; }
-static inline F div(F a, F b) { TS_EACH a.v[i] = vdivq_f32(a.v[i], b.v[i]); return a; }
-static inline F fma(F a, F b, F c) { TS_EACH c.v[i] = vfmaq_f32(c.v[i], a.v[i], b.v[i]); return c; }
-static inline F vmax(F a, F b) { TS_EACH a.v[i] = vmaxq_f32(a.v[i], b.v[i]); return a; }
-static inline F vmin(F a, F b) { TS_EACH a.v[i] = vminq_f32(a.v[i], b.v[i]); return a; }
-static inline uint32x4_t below(int n, int i) {  // lanes of register i that come before lane n
+TS_INLINE F splat(float x) { const float32x4_t v = vdupq_n_f32(x); return {{v, v, v, v}}; }
+TS_INLINE F add(F a, F b) { TS_EACH a.v[i] = vaddq_f32(a.v[i], b.v[i]); return a; }
+TS_INLINE F sub(F a, F b) { TS_EACH a.v[i] = vsubq_f32(a.v[i], b.v[i]); return a; }
+TS_INLINE F mul(F a, F b) { TS_EACH a.v[i] = vmulq_f32(a.v[i], b.v[i]); return a; }
+TS_INLINE F div(F a, F b) { TS_EACH a.v[i] = vdivq_f32(a.v[i], b.v[i]); return a; }
+TS_INLINE F fma(F a, F b, F c) { TS_EACH c.v[i] = vfmaq_f32(c.v[i], a.v[i], b.v[i]); return c; }
+TS_INLINE F vmax(F a, F b) { TS_EACH a.v[i] = vmaxq_f32(a.v[i], b.v[i]); return a; }
+TS_INLINE F vmin(F a, F b) { TS_EACH a.v[i] = vminq_f32(a.v[i], b.v[i]); return a; }
+TS_INLINE uint32x4_t below(int n, int i) {  // lanes of register i that come before lane n
     const int32x4_t lane = {0, 1, 2, 3};
     return vcltq_s32(lane, vdupq_n_s32(n - 4 * i));
 }
-static inline F first(F a, int n) {
+TS_INLINE F first(F a, int n) {
     TS_EACH a.v[i] = vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(a.v[i]), below(n, i)));
     return a;
 }
-static inline F between(F a, int low, int high, F other) {
+TS_INLINE F between(F a, int low, int high, F other) {
     TS_EACH a.v[i] = vbslq_f32(vbicq_u32(below(high, i), below(low, i)), a.v[i], other.v[i]);
     return a;
 }
-static inline F load_first(const float* p, int n) {
+TS_INLINE F load_first(const float* p, int n) {
     float whole[16] = {0};
     for (int i = 0; i < n; ++i) whole[i] = p[i];
     return load(whole);
 }
-static inline void store_first(float* p, F a, int n) {
+TS_INLINE void store_first(float* p, F a, int n) {
     float whole[16];
     store(whole, a);
     for (int i = 0; i < n; ++i) p[i] = whole[i];
 }
 
-static inline float32x4_t fold_to_four(F a) {
+TS_INLINE float32x4_t fold_to_four(F a) {
     return vaddq_f32(vaddq_f32(a.v[0], a.v[2]), vaddq_f32(a.v[1], a.v[3]));
 }
-static inline float sum(F a) {
+TS_INLINE float sum(F a) {
     const float32x4_t q = fold_to_four(a);
     const float32x4_t n = vpaddq_f32(q, q);
     return vgetq_lane_f32(vpaddq_f32(n, n), 0);
 }
-static inline float peak(F a) {
+TS_INLINE float peak(F a) {
     return vmaxvq_f32(vmaxq_f32(vmaxq_f32(a.v[0], a.v[1]), vmaxq_f32(a.v[2], a.v[3])));
 }
-static inline F sums(const F* r) {
+TS_INLINE F sums(const F* r) {
     F s;
     TS_EACH {
         const F* q = r + 4 * i;
@@ -102,7 +102,7 @@ static inline F sums(const F* r) {
 }
 
 // rows[i] lane j <-> rows[j] lane i, in 4x4 pieces.
-static inline void transpose(F* rows) {
+TS_INLINE void transpose(F* rows) {
     F t[16];
     for (int i = 0; i < 4; ++i)
         for (int j = 0; j < 4; ++j) {
@@ -117,48 +117,48 @@ static inline void transpose(F* rows) {
     for (int i = 0; i < 16; ++i) rows[i] = t[i];
 }
 
-static inline I isplat(int32_t x) { const int32x4_t v = vdupq_n_s32(x); return {{v, v, v, v}}; }
-static inline I bits_of(F a) { I r; TS_EACH r.v[i] = vreinterpretq_s32_f32(a.v[i]); return r; }
-static inline F as_float(I a) { F r; TS_EACH r.v[i] = vreinterpretq_f32_s32(a.v[i]); return r; }
-static inline I iadd(I a, I b) { TS_EACH a.v[i] = vaddq_s32(a.v[i], b.v[i]); return a; }
-static inline I iand(I a, I b) { TS_EACH a.v[i] = vandq_s32(a.v[i], b.v[i]); return a; }
-static inline I imax(I a, I b) { TS_EACH a.v[i] = vmaxq_s32(a.v[i], b.v[i]); return a; }
-static inline I shift_left_23(I a) { TS_EACH a.v[i] = vshlq_n_s32(a.v[i], 23); return a; }
-static inline int32_t isum(I a) {
+TS_INLINE I isplat(int32_t x) { const int32x4_t v = vdupq_n_s32(x); return {{v, v, v, v}}; }
+TS_INLINE I bits_of(F a) { I r; TS_EACH r.v[i] = vreinterpretq_s32_f32(a.v[i]); return r; }
+TS_INLINE F as_float(I a) { F r; TS_EACH r.v[i] = vreinterpretq_f32_s32(a.v[i]); return r; }
+TS_INLINE I iadd(I a, I b) { TS_EACH a.v[i] = vaddq_s32(a.v[i], b.v[i]); return a; }
+TS_INLINE I iand(I a, I b) { TS_EACH a.v[i] = vandq_s32(a.v[i], b.v[i]); return a; }
+TS_INLINE I imax(I a, I b) { TS_EACH a.v[i] = vmaxq_s32(a.v[i], b.v[i]); return a; }
+TS_INLINE I shift_left_23(I a) { TS_EACH a.v[i] = vshlq_n_s32(a.v[i], 23); return a; }
+TS_INLINE int32_t isum(I a) {
     return vaddvq_s32(vaddq_s32(vaddq_s32(a.v[0], a.v[1]), vaddq_s32(a.v[2], a.v[3])));
 }
-static inline int32_t ipeak(I a) {
+TS_INLINE int32_t ipeak(I a) {
     return vmaxvq_s32(vmaxq_s32(vmaxq_s32(a.v[0], a.v[1]), vmaxq_s32(a.v[2], a.v[3])));
 }
-static inline I round_even(F a) { I r; TS_EACH r.v[i] = vcvtnq_s32_f32(a.v[i]); return r; }
-static inline void store_int8(int8_t* p, I a) {
+TS_INLINE I round_even(F a) { I r; TS_EACH r.v[i] = vcvtnq_s32_f32(a.v[i]); return r; }
+TS_INLINE void store_int8(int8_t* p, I a) {
     const int16x8_t low = vcombine_s16(vqmovn_s32(a.v[0]), vqmovn_s32(a.v[1]));
     const int16x8_t high = vcombine_s16(vqmovn_s32(a.v[2]), vqmovn_s32(a.v[3]));
     vst1q_s8(p, vcombine_s8(vqmovn_s16(low), vqmovn_s16(high)));
 }
 
-static inline W load_codes(const uint8_t* p) { W w; TS_EACH w.v[i] = vld1q_s8((const int8_t*)p + 16 * i); return w; }
-static inline void split_nibbles(const uint8_t* p, W& low, W& high) {
+TS_INLINE W load_codes(const uint8_t* p) { W w; TS_EACH w.v[i] = vld1q_s8((const int8_t*)p + 16 * i); return w; }
+TS_INLINE void split_nibbles(const uint8_t* p, W& low, W& high) {
     TS_EACH {
         const uint8x16_t both = vld1q_u8(p + 16 * i);
         low.v[i] = vreinterpretq_s8_u8(vandq_u8(both, vdupq_n_u8(15)));
         high.v[i] = vreinterpretq_s8_u8(vshrq_n_u8(both, 4));
     }
 }
-static inline void store_codes(uint8_t* p, W w) { TS_EACH vst1q_s8((int8_t*)p + 16 * i, w.v[i]); }
-static inline W to_unsigned(W w) { return w; }
-static inline A load_inputs(const int8_t* p) { return {vld1q_s8(p)}; }
-template <int Quad, bool Small> static inline I dot4(I acc, W w, A a) {
+TS_INLINE void store_codes(uint8_t* p, W w) { TS_EACH vst1q_s8((int8_t*)p + 16 * i, w.v[i]); }
+TS_INLINE W to_unsigned(W w) { return w; }
+TS_INLINE A load_inputs(const int8_t* p) { return {vld1q_s8(p)}; }
+template <int Quad, bool Small> TS_INLINE I dot4(I acc, W w, A a) {
     TS_EACH acc.v[i] = vdotq_laneq_s32(acc.v[i], w.v[i], a.v, Quad);
     return acc;
 }
-static inline F to_float_dot(I a) {
+TS_INLINE F to_float_dot(I a) {
     F r;
     TS_EACH r.v[i] = vsubq_f32(vreinterpretq_f32_s32(a.v[i]), vdupq_n_f32(12582912.f));
     return r;
 }
-static inline X load_x4(const float* p) { return {vld1q_f32(p)}; }
-template <int J> static inline F fma_lane(F w, X x, F acc) {
+TS_INLINE X load_x4(const float* p) { return {vld1q_f32(p)}; }
+template <int J> TS_INLINE F fma_lane(F w, X x, F acc) {
     TS_EACH acc.v[i] = vfmaq_laneq_f32(acc.v[i], w.v[i], x.v, J);
     return acc;
 }

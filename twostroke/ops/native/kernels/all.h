@@ -9,6 +9,9 @@
 #include "matmul_float.h"
 #include "argmax.h"
 #include "kv.h"
+#include "attend_lines.h"
+#include "attend_score.h"
+#include "attend_value.h"
 #include "attend_write.h"
 #include "attend.h"
 

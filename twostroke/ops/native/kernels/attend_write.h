@@ -4,7 +4,7 @@
 namespace {
 
 // x -> out, n elements: x · inverse_rms · weight.
-static inline void head_norm(float* x, int n, const float* weight, float eps) {
+TS_INLINE void head_norm(float* x, int n, const float* weight, float eps) {
     const float scale = inverse_rms(x, n, eps);
     int i = 0;
     for (; i + 16 <= n; i += 16) store(x + i, mul(mul(load(x + i), splat(scale)), load(weight + i)));
@@ -12,7 +12,7 @@ static inline void head_norm(float* x, int n, const float* weight, float eps) {
 }
 
 // Element i of the first half pairs with element i of the second.
-static inline void rotate(float* x, int half, const float* cos, const float* sin) {
+TS_INLINE void rotate(float* x, int half, const float* cos, const float* sin) {
     for (int i = 0; i < half; i += 16) {
         const int n = half - i < 16 ? half - i : 16;
         const F c = load_first(cos + i, n), s = load_first(sin + i, n);
@@ -38,6 +38,7 @@ static void attend_write(const AttendLayer& L, const AttendBatch& B, const float
             if (L.query_norm) head_norm(out, dim, L.query_norm, L.query_eps);
             if (cos) rotate(out, L.rope_half, cos, sin);
             for (int i = 0; i < padded; i += 16) store(out + i, mul(load(out + i), splat(L.scale)));
+            if (L.kv_format == KVInt8 || L.kv_format == KVInt4) code_query(out, padded);
         }
         const int64_t block = B.slots[r] / kBlock, token = B.slots[r] % kBlock;
         for (int h = 0; h < L.kv_heads; ++h, x += dim) {

@@ -4,7 +4,7 @@
 namespace {
 
 // e^x to about 1 ulp. Below -87 and above 88 the argument is clamped; NaN stays NaN.
-static inline F vexp(F x) {
+TS_INLINE F vexp(F x) {
     x = vmin(splat(88.f), vmax(splat(-87.f), x));
     const F shifted = fma(x, splat(1.44269504088896341f), splat(12582912.f));  // 1.5·2^23 + round(x / ln 2)
     const F n = sub(shifted, splat(12582912.f));
@@ -20,16 +20,16 @@ static inline F vexp(F x) {
     return as_float(iadd(bits_of(y), shift_left_23(bits_of(shifted))));  // n added to the exponent
 }
 
-static inline F silu(F x) { return div(x, add(splat(1.f), vexp(sub(splat(0.f), x)))); }
+TS_INLINE F silu(F x) { return div(x, add(splat(1.f), vexp(sub(splat(0.f), x)))); }
 
 // x/2 · (1 + tanh(u)) = x / (1 + e^(-2u)), u = sqrt(2/π) · (x + 0.044715 x³)
-static inline F gelu_tanh(F x) {
+TS_INLINE F gelu_tanh(F x) {
     const F inner = fma(mul(mul(x, x), x), splat(0.044715f), x);
     return div(x, add(splat(1.f), vexp(mul(inner, splat(-1.5957691216057308f)))));
 }
 
 // limit · tanh(x / limit)
-static inline F softcap(F x, float limit) {
+TS_INLINE F softcap(F x, float limit) {
     const F e = vexp(mul(x, splat(2.f / limit)));
     return mul(splat(limit), sub(splat(1.f), div(splat(2.f), add(e, splat(1.f)))));
 }

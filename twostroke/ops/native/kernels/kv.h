@@ -3,7 +3,7 @@
 
 namespace {
 
-static inline size_t kv_row_bytes(int format, int dim) {
+TS_INLINE size_t kv_row_bytes(int format, int dim) {
     switch (format) {
         case KVFloat: return (size_t)dim * 4;
         case KVInt8: return (size_t)dim;
@@ -12,7 +12,7 @@ static inline size_t kv_row_bytes(int format, int dim) {
     }
 }
 
-static inline float absolute_peak(const float* x, int dim) {
+TS_INLINE float absolute_peak(const float* x, int dim) {
     float peak = 0.f;
     for (int i = 0; i < dim; ++i) {
         const float a = __builtin_fabsf(x[i]);
@@ -21,7 +21,7 @@ static inline float absolute_peak(const float* x, int dim) {
     return peak;
 }
 
-static inline int rounded(float x) { return (int)(float_to_bits(x + 12582912.f) - 0x4b400000u); }  // half to even
+TS_INLINE int rounded(float x) { return (int)(float_to_bits(x + 12582912.f) - 0x4b400000u); }  // half to even
 
 // x: head_dim floats. The scale of a coded head is the only thing besides its codes: value = code · scale.
 static void kv_store(int format, const float* x, int dim, void* out, float* scale) {
@@ -52,33 +52,34 @@ static void kv_store(int format, const float* x, int dim, void* out, float* scal
     }
 }
 
-template <int Format> static inline F kv_load(const uint8_t* row, int d, float scale) {
+// 16 elements from element d on, without the scale of a coded cache.
+template <int Format> TS_INLINE F kv_load(const uint8_t* row, int d) {
     switch (Format) {
         case KVFloat: return load((const float*)row + d);
         case KVHalf: return load_half((const uint16_t*)row + d);
         case KVBfloat: return load_bfloat((const uint16_t*)row + d);
-        case KVInt8: return mul(load_int8((const int8_t*)row + d), splat(scale));
+        case KVInt8: return load_int8((const int8_t*)row + d);
         default: {
             int8_t codes[16];
             for (int i = 0; i < 8; ++i) {
                 codes[2 * i] = (int8_t)((row[d / 2 + i] & 15) - 8);
                 codes[2 * i + 1] = (int8_t)((row[d / 2 + i] >> 4) - 8);
             }
-            return mul(load_int8(codes), splat(scale));
+            return load_int8(codes);
         }
     }
 }
 
 // The last elements of a head whose size is no multiple of 16, and zeros: never reads past the head.
-template <int Format> static inline F kv_load_tail(const uint8_t* row, int d, int dim, float scale) {
+template <int Format> TS_INLINE F kv_load_tail(const uint8_t* row, int d, int dim) {
     uint8_t copy[64] = {0};
     const size_t offset = kv_row_bytes(Format, d);
     memcpy(copy, row + offset, kv_row_bytes(Format, dim) - offset);
-    return first(kv_load<Format>(copy, 0, scale), dim - d);
+    return first(kv_load<Format>(copy, 0), dim - d);
 }
 
-template <int Format> static inline F kv_chunk(const uint8_t* row, int d, int dim, float scale) {
-    return d + 16 <= dim ? kv_load<Format>(row, d, scale) : kv_load_tail<Format>(row, d, dim, scale);
+template <int Format> TS_INLINE F kv_chunk(const uint8_t* row, int d, int dim) {
+    return d + 16 <= dim ? kv_load<Format>(row, d) : kv_load_tail<Format>(row, d, dim);
 }
 
 }  // namespace

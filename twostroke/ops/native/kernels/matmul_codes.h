@@ -18,7 +18,7 @@ template <> struct Reader<Codes8> {
     static constexpr bool small = false, nibbles = false, minimum = false, eight = false;
     static constexpr int halves = 1;
     const uint8_t* p;
-    inline const uint8_t* next(int, F* scale, F&) {
+    TS_MEMBER const uint8_t* next(int, F* scale, F&) {
         scale[0] = load_half((const uint16_t*)p);
         const uint8_t* codes = p + 32;
         p += 32 + 512;
@@ -29,7 +29,7 @@ template <> struct Reader<Codes4> {
     static constexpr bool small = true, nibbles = true, minimum = false, eight = true;
     static constexpr int halves = 1;
     const uint8_t* p;
-    inline const uint8_t* next(int, F* scale, F&) {
+    TS_MEMBER const uint8_t* next(int, F* scale, F&) {
         scale[0] = load_half((const uint16_t*)p);
         const uint8_t* codes = p + 32;
         p += 32 + 256;
@@ -40,7 +40,7 @@ template <int Bytes> struct ReaderM {
     static constexpr bool small = true, nibbles = Bytes == 256, minimum = true, eight = false;
     static constexpr int halves = 1;
     const uint8_t* p;
-    inline const uint8_t* next(int, F* scale, F& low) {
+    TS_MEMBER const uint8_t* next(int, F* scale, F& low) {
         scale[0] = load_half((const uint16_t*)p);
         low = load_half((const uint16_t*)(p + 32));
         const uint8_t* codes = p + 64;
@@ -56,7 +56,7 @@ template <int Bytes> struct ReaderK {
     static constexpr int halves = 1;
     const uint8_t* p;
     F d{}, m{};  // of the running 256 inputs
-    inline const uint8_t* next(int g, F* scale, F& low) {
+    TS_MEMBER const uint8_t* next(int g, F* scale, F& low) {
         if (g % 8 == 0) {
             d = load_half((const uint16_t*)p);
             m = sub(splat(0.f), load_half((const uint16_t*)(p + 32)));
@@ -77,7 +77,7 @@ template <> struct Reader<Codes8S> {
     static constexpr int halves = 2;
     const uint8_t* p;
     F d{};
-    inline const uint8_t* next(int g, F* scale, F&) {
+    TS_MEMBER const uint8_t* next(int g, F* scale, F&) {
         if (g % 8 == 0) {
             d = load_half((const uint16_t*)p);
             p += 32;
@@ -97,7 +97,7 @@ template <class Source> struct Expanded {
     static constexpr size_t scales = 64 * (halves + minimum);
     static constexpr size_t group = scales + 512;
     const uint8_t* p;
-    inline const uint8_t* next(int, F* scale, F& low) {
+    TS_MEMBER const uint8_t* next(int, F* scale, F& low) {
         scale[0] = load((const float*)p);
         if (halves == 2) scale[halves - 1] = load((const float*)(p + 64));
         if (minimum) low = load((const float*)(p + 64 * halves));
@@ -132,68 +132,76 @@ template <class Source> static void expand(Source source, int groups, uint8_t* o
     }
 }
 
-template <class R> static inline I first_sum(const Act& act, int half) {
+// A packed panel comes from memory and is read once. Ask for it early: with a group's products waiting for their codes,
+// the core does not look far enough ahead by itself.
+constexpr int kAhead = 6144;  // bytes
+template <int Bytes> TS_INLINE void fetch(const uint8_t* p) {
+    TS_UNROLL for (int i = 0; i < Bytes; i += 64) __builtin_prefetch(p + kAhead + i);
+}
+
+template <class R> TS_INLINE I first_sum(const Act& act, int half) {
     if (R::eight) return isplat(act.start8);
     if (R::small || !kUnsignedCodes) return isplat(act.start0);
     return isplat(R::halves == 2 ? act.half128[half] : act.start128);
 }
 
 // Four quads (16 inputs) of MR rows.
-template <class R, int MR, int Half> static inline void dot16(const uint8_t* codes, const Act* const* act, I* acc) {
+template <class R, int MR, int Half> TS_INLINE void dot16(const uint8_t* codes, const Act* const* act, I* acc) {
     A a[MR];
-    for (int r = 0; r < MR; ++r) a[r] = load_inputs(act[r]->q + 16 * Half);
+    TS_UNROLL for (int r = 0; r < MR; ++r) a[r] = load_inputs(act[r]->q + 16 * Half);
     if (R::nibbles) {
         W low, high;
         split_nibbles(codes + 128 * Half, low, high);
-        for (int r = 0; r < MR; ++r) acc[r] = dot4<0, R::small>(acc[r], low, a[r]);
-        for (int r = 0; r < MR; ++r) acc[r] = dot4<1, R::small>(acc[r], high, a[r]);
+        TS_UNROLL for (int r = 0; r < MR; ++r) acc[r] = dot4<0, R::small>(acc[r], low, a[r]);
+        TS_UNROLL for (int r = 0; r < MR; ++r) acc[r] = dot4<1, R::small>(acc[r], high, a[r]);
         split_nibbles(codes + 128 * Half + 64, low, high);
-        for (int r = 0; r < MR; ++r) acc[r] = dot4<2, R::small>(acc[r], low, a[r]);
-        for (int r = 0; r < MR; ++r) acc[r] = dot4<3, R::small>(acc[r], high, a[r]);
+        TS_UNROLL for (int r = 0; r < MR; ++r) acc[r] = dot4<2, R::small>(acc[r], low, a[r]);
+        TS_UNROLL for (int r = 0; r < MR; ++r) acc[r] = dot4<3, R::small>(acc[r], high, a[r]);
         return;
     }
     constexpr bool convert = !R::small && !IsExpanded<R>::value;
     const uint8_t* c = codes + 256 * Half;
     W w = load_codes(c);
     if (convert) w = to_unsigned(w);
-    for (int r = 0; r < MR; ++r) acc[r] = dot4<0, R::small>(acc[r], w, a[r]);
+    TS_UNROLL for (int r = 0; r < MR; ++r) acc[r] = dot4<0, R::small>(acc[r], w, a[r]);
     w = load_codes(c + 64);
     if (convert) w = to_unsigned(w);
-    for (int r = 0; r < MR; ++r) acc[r] = dot4<1, R::small>(acc[r], w, a[r]);
+    TS_UNROLL for (int r = 0; r < MR; ++r) acc[r] = dot4<1, R::small>(acc[r], w, a[r]);
     w = load_codes(c + 128);
     if (convert) w = to_unsigned(w);
-    for (int r = 0; r < MR; ++r) acc[r] = dot4<2, R::small>(acc[r], w, a[r]);
+    TS_UNROLL for (int r = 0; r < MR; ++r) acc[r] = dot4<2, R::small>(acc[r], w, a[r]);
     w = load_codes(c + 192);
     if (convert) w = to_unsigned(w);
-    for (int r = 0; r < MR; ++r) acc[r] = dot4<3, R::small>(acc[r], w, a[r]);
+    TS_UNROLL for (int r = 0; r < MR; ++r) acc[r] = dot4<3, R::small>(acc[r], w, a[r]);
 }
 
-template <class R, int MR> static inline void codes_tile(R panel, int groups, const Act* acts, F* out) {
-    for (int r = 0; r < MR; ++r) out[r] = splat(0.f);
+template <class R, int MR> TS_INLINE void codes_tile(R panel, int groups, const Act* acts, F* out) {
+    TS_UNROLL for (int r = 0; r < MR; ++r) out[r] = splat(0.f);
     const Act* act[MR];
-    for (int r = 0; r < MR; ++r) act[r] = acts + (int64_t)r * groups;
+    TS_UNROLL for (int r = 0; r < MR; ++r) act[r] = acts + (int64_t)r * groups;
     for (int g = 0; g < groups; ++g) {
         F scale[2], low;
         const uint8_t* codes = panel.next(g, scale, low);
+        if (!IsExpanded<R>::value) fetch<R::nibbles ? 320 : 576>(codes);
         I acc[MR];
-        for (int r = 0; r < MR; ++r) acc[r] = first_sum<R>(*act[r], 0);
+        TS_UNROLL for (int r = 0; r < MR; ++r) acc[r] = first_sum<R>(*act[r], 0);
         dot16<R, MR, 0>(codes, act, acc);
         if (R::halves == 2) {
-            for (int r = 0; r < MR; ++r)
+            TS_UNROLL for (int r = 0; r < MR; ++r)
                 out[r] = fma(to_float_dot(acc[r]), mul(scale[0], splat(act[r]->d)), out[r]);
-            for (int r = 0; r < MR; ++r) acc[r] = first_sum<R>(*act[r], 1);
+            TS_UNROLL for (int r = 0; r < MR; ++r) acc[r] = first_sum<R>(*act[r], 1);
         }
         dot16<R, MR, 1>(codes, act, acc);
-        for (int r = 0; r < MR; ++r)
+        TS_UNROLL for (int r = 0; r < MR; ++r)
             out[r] = fma(to_float_dot(acc[r]), mul(scale[R::halves - 1], splat(act[r]->d)), out[r]);
         if (R::minimum)
-            for (int r = 0; r < MR; ++r) out[r] = fma(low, splat(act[r]->dsum), out[r]);
-        for (int r = 0; r < MR; ++r) ++act[r];
+            TS_UNROLL for (int r = 0; r < MR; ++r) out[r] = fma(low, splat(act[r]->dsum), out[r]);
+        TS_UNROLL for (int r = 0; r < MR; ++r) ++act[r];
     }
 }
 
 // Sums of one row and 16 outputs -> out, with bias and residual.
-static inline void emit(const MatmulArgs& args, int row, int output, F value) {
+TS_INLINE void emit(const MatmulArgs& args, int row, int output, F value) {
     float* out = args.out + row * args.out_stride + output;
     const int n = args.outputs - output;
     if (n >= 16) {
@@ -209,12 +217,14 @@ template <class R, int MR> static void codes_rows(const MatmulArgs& args, R pane
     const int groups = args.cols / kGroup;
     F sums[MR];
     codes_tile<R, MR>(panel, groups, args.acts + (int64_t)row * groups, sums);
-    for (int r = 0; r < MR; ++r) emit(args, row + r, output, sums[r]);
+    TS_UNROLL for (int r = 0; r < MR; ++r) emit(args, row + r, output, sums[r]);
 }
 
-template <class R, int MR> static void codes_some(const MatmulArgs& args, R panel, int row, int rows, int output) {
-    if (rows == MR) return codes_rows<R, MR>(args, panel, row, output);
-    if constexpr (MR > 1) codes_some<R, MR - 1>(args, panel, row, rows, output);
+// All rows in [row, end): tiles of MR, then of half as many.
+template <class R, int MR> static void codes_all(const MatmulArgs& args, R panel, int row, int end, int output) {
+    for (; row + MR <= end; row += MR) codes_rows<R, MR>(args, panel, row, output);
+    if constexpr (MR > 1)
+        if (row < end) codes_all<R, MR / 2>(args, panel, row, end, output);
 }
 
 constexpr int kDirectRows = 4;
@@ -225,7 +235,7 @@ template <int K> static void codes_matmul(const MatmulArgs& args, int panel, int
     const int groups = args.cols / kGroup;
     if (args.rows <= kDirectRows) {
         for (int p = panel; p < panel_end; ++p)
-            codes_some<Source, kDirectRows>(args, Source{args.panels + p * args.panel_stride}, 0, args.rows, p * kLanes);
+            codes_all<Source, kDirectRows>(args, Source{args.panels + p * args.panel_stride}, 0, args.rows, p * kLanes);
         return;
     }
     for (int block = 0; block < args.rows; block += kRowBlock) {
@@ -233,10 +243,7 @@ template <int K> static void codes_matmul(const MatmulArgs& args, int panel, int
         for (int p = panel; p < panel_end; ++p) {
             expand(Source{args.panels + p * args.panel_stride}, groups, scratch);
             const Expanded<Source> expanded{scratch};
-            int row = block;
-            for (; row + kRowsInt <= end; row += kRowsInt)
-                codes_rows<Expanded<Source>, kRowsInt>(args, expanded, row, p * kLanes);
-            if (row < end) codes_some<Expanded<Source>, kRowsInt>(args, expanded, row, end - row, p * kLanes);
+            codes_all<Expanded<Source>, kRowsInt>(args, expanded, block, end, p * kLanes);
         }
     }
 }

@@ -4,7 +4,7 @@
 
 namespace {
 
-template <int K> static inline F load_weights(const uint8_t* panel, int64_t k) {
+template <int K> TS_INLINE F load_weights(const uint8_t* panel, int64_t k) {
     if (K == Float32) return load((const float*)panel + k * kLanes);
     if (K == Half) return load_half((const uint16_t*)panel + k * kLanes);
     return load_bfloat((const uint16_t*)panel + k * kLanes);
@@ -13,44 +13,42 @@ template <int K> static inline F load_weights(const uint8_t* panel, int64_t k) {
 template <int K, int MR> static void float_rows(const MatmulArgs& args, const uint8_t* panel, int row, int output) {
     const float* x[MR];
     F acc[MR];
-    for (int r = 0; r < MR; ++r) {
+    TS_UNROLL for (int r = 0; r < MR; ++r) {
         x[r] = args.x + (row + r) * args.x_stride;
         acc[r] = splat(0.f);
     }
     int k = 0;
     for (; k + 4 <= args.cols; k += 4) {
         X four[MR];
-        for (int r = 0; r < MR; ++r) four[r] = load_x4(x[r] + k);
+        TS_UNROLL for (int r = 0; r < MR; ++r) four[r] = load_x4(x[r] + k);
         F w = load_weights<K>(panel, k);
-        for (int r = 0; r < MR; ++r) acc[r] = fma_lane<0>(w, four[r], acc[r]);
+        TS_UNROLL for (int r = 0; r < MR; ++r) acc[r] = fma_lane<0>(w, four[r], acc[r]);
         w = load_weights<K>(panel, k + 1);
-        for (int r = 0; r < MR; ++r) acc[r] = fma_lane<1>(w, four[r], acc[r]);
+        TS_UNROLL for (int r = 0; r < MR; ++r) acc[r] = fma_lane<1>(w, four[r], acc[r]);
         w = load_weights<K>(panel, k + 2);
-        for (int r = 0; r < MR; ++r) acc[r] = fma_lane<2>(w, four[r], acc[r]);
+        TS_UNROLL for (int r = 0; r < MR; ++r) acc[r] = fma_lane<2>(w, four[r], acc[r]);
         w = load_weights<K>(panel, k + 3);
-        for (int r = 0; r < MR; ++r) acc[r] = fma_lane<3>(w, four[r], acc[r]);
+        TS_UNROLL for (int r = 0; r < MR; ++r) acc[r] = fma_lane<3>(w, four[r], acc[r]);
     }
     for (; k < args.cols; ++k) {
         const F w = load_weights<K>(panel, k);
-        for (int r = 0; r < MR; ++r) acc[r] = fma(w, splat(x[r][k]), acc[r]);
+        TS_UNROLL for (int r = 0; r < MR; ++r) acc[r] = fma(w, splat(x[r][k]), acc[r]);
     }
-    for (int r = 0; r < MR; ++r) emit(args, row + r, output, acc[r]);
+    TS_UNROLL for (int r = 0; r < MR; ++r) emit(args, row + r, output, acc[r]);
 }
 
-template <int K, int MR> static void float_some(const MatmulArgs& args, const uint8_t* panel, int row, int rows, int output) {
-    if (rows == MR) return float_rows<K, MR>(args, panel, row, output);
-    if constexpr (MR > 1) float_some<K, MR - 1>(args, panel, row, rows, output);
+template <int K, int MR>
+static void float_all(const MatmulArgs& args, const uint8_t* panel, int row, int end, int output) {
+    for (; row + MR <= end; row += MR) float_rows<K, MR>(args, panel, row, output);
+    if constexpr (MR > 1)
+        if (row < end) float_all<K, MR / 2>(args, panel, row, end, output);
 }
 
 template <int K> static void float_matmul(const MatmulArgs& args, int panel, int panel_end) {
     for (int block = 0; block < args.rows; block += kRowBlock) {
         const int end = block + kRowBlock < args.rows ? block + kRowBlock : args.rows;
-        for (int p = panel; p < panel_end; ++p) {
-            const uint8_t* w = args.panels + p * args.panel_stride;
-            int row = block;
-            for (; row + kRowsFloat <= end; row += kRowsFloat) float_rows<K, kRowsFloat>(args, w, row, p * kLanes);
-            if (row < end) float_some<K, kRowsFloat>(args, w, row, end - row, p * kLanes);
-        }
+        for (int p = panel; p < panel_end; ++p)
+            float_all<K, kRowsFloat>(args, args.panels + p * args.panel_stride, block, end, p * kLanes);
     }
 }
 

@@ -3,9 +3,9 @@
 
 namespace {
 
-static inline float square_root(float x) { return __builtin_sqrtf(x); }
+TS_INLINE float square_root(float x) { return __builtin_sqrtf(x); }
 
-static inline float sum_of_squares(const float* x, int n) {
+TS_INLINE float sum_of_squares(const float* x, int n) {
     F total = splat(0.f);
     int k = 0;
     for (; k + 16 <= n; k += 16) {
@@ -19,13 +19,13 @@ static inline float sum_of_squares(const float* x, int n) {
     return sum(total);
 }
 
-static inline float inverse_rms(const float* x, int n, float eps) {
+TS_INLINE float inverse_rms(const float* x, int n, float eps) {
     return 1.f / square_root(sum_of_squares(x, n) / (float)n + eps);
 }
 
 // The absolute maximum is taken on the bits, where NaN is above infinity is above every number: a bad input makes the
 // scale bad, and with it every product of this row.
-static inline void quantize_group(F a, F b, Act& out) {
+TS_INLINE void quantize_group(F a, F b, Act& out) {
     const I magnitude = isplat(0x7fffffff);
     const float peak = bits_to_float((uint32_t)ipeak(imax(iand(bits_of(a), magnitude), iand(bits_of(b), magnitude))));
     const bool tiny = peak < 1e-30f;

@@ -1,0 +1,9 @@
+// Kernels must melt into one loop whose values stay in registers: say so to the compiler.
+#pragma once
+#define TS_INLINE static inline __attribute__((always_inline))
+#define TS_MEMBER inline __attribute__((always_inline))
+#if defined(__clang__)
+#define TS_UNROLL _Pragma("unroll")
+#else
+#define TS_UNROLL _Pragma("GCC unroll 16")
+#endif

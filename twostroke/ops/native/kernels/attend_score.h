@@ -1,0 +1,169 @@
+// q · k for the lines of a tile and one block of 16 keys.
+#pragma once
+
+namespace {
+
+// keys[d][t] of one block; tokens >= n are zero.
+template <int Format> static void load_keys(const uint8_t* rows, int dim, int n, float* out) {
+    const size_t stride = kv_row_bytes(Format, dim);
+    for (int d = 0; d < dim; d += 16) {
+        F token[16];
+        TS_UNROLL for (int t = 0; t < 16; ++t) token[t] = t < n ? kv_chunk<Format>(rows + t * stride, d, dim) : splat(0.f);
+        transpose(token);
+        TS_UNROLL for (int i = 0; i < 16; ++i) store(out + (d + i) * 16, token[i]);
+    }
+}
+
+// One partial sum: dimensions j, j + 16, ...
+template <int N> TS_INLINE void partial_scores(const float* const* q, const float* keys, int padded, int j, F* acc) {
+    TS_UNROLL for (int i = 0; i < N; ++i) acc[i] = splat(0.f);
+    for (int d = j; d < padded; d += 16) {
+        const F k = load(keys + d * 16);
+        TS_UNROLL for (int i = 0; i < N; ++i) acc[i] = fma(splat(q[i][d]), k, acc[i]);
+    }
+}
+
+template <int N> TS_INLINE void quarter_scores(const float* const* q, const float* keys, int padded, int j, F* out) {
+    F a[N], b[N];
+    partial_scores<N>(q, keys, padded, j, a);
+    partial_scores<N>(q, keys, padded, j + 8, b);
+    TS_UNROLL for (int i = 0; i < N; ++i) out[i] = add(a[i], b[i]);
+    partial_scores<N>(q, keys, padded, j + 4, a);
+    partial_scores<N>(q, keys, padded, j + 12, b);
+    TS_UNROLL for (int i = 0; i < N; ++i) out[i] = add(out[i], add(a[i], b[i]));
+}
+
+// The tree of sum(), each partial sum being a vector over the keys.
+template <int N> static void score_lines(const float* q, const float* keys, int padded, float* scores) {
+    const float* line[N];
+    TS_UNROLL for (int i = 0; i < N; ++i) line[i] = q + i * padded;
+    F low[N], high[N], one[N];
+    quarter_scores<N>(line, keys, padded, 0, low);
+    quarter_scores<N>(line, keys, padded, 1, one);
+    TS_UNROLL for (int i = 0; i < N; ++i) low[i] = add(low[i], one[i]);
+    quarter_scores<N>(line, keys, padded, 2, high);
+    quarter_scores<N>(line, keys, padded, 3, one);
+    TS_UNROLL for (int i = 0; i < N; ++i) store(scores + kStep * i, add(low[i], add(high[i], one[i])));
+}
+
+// Lines [line, end): N at a time, then half as many.
+template <int N> static void score_all(const float* q, const float* keys, int padded, float* scores, int line, int end) {
+    for (; line + N <= end; line += N) score_lines<N>(q + (int64_t)line * padded, keys, padded, scores + kStep * line);
+    if constexpr (N > 1)
+        if (line < end) score_all<N / 2>(q, keys, padded, scores, line, end);
+}
+
+// The same sums for few lines, straight from the cache: lanes are dimensions, summed across at the end.
+template <int Format, int N>
+static void score_few(const uint8_t* rows, int dim, int n, const float* q, int padded, float* scores) {
+    const size_t stride = kv_row_bytes(Format, dim);
+    F part[N][16];
+    for (int t = 0; t < n; ++t) {
+        F acc[N];
+        TS_UNROLL for (int i = 0; i < N; ++i) acc[i] = splat(0.f);
+        for (int d = 0; d < dim; d += 16) {
+            const F k = kv_chunk<Format>(rows + t * stride, d, dim);
+            TS_UNROLL for (int i = 0; i < N; ++i) acc[i] = fma(load(q + i * padded + d), k, acc[i]);
+        }
+        TS_UNROLL for (int i = 0; i < N; ++i) part[i][t] = acc[i];
+    }
+    for (int t = n; t < 16; ++t)
+    TS_UNROLL for (int i = 0; i < N; ++i) part[i][t] = splat(0.f);
+    TS_UNROLL for (int i = 0; i < N; ++i) store(scores + kStep * i, sums(part[i]));
+}
+
+// ---- coded caches: both sides are signed bytes, the dot is exact -------------------------------------------------------
+
+// One query head as codes. Follows the tile's lines in memory, `padded` floats apart like the float form.
+struct CodedQuery {
+    float scale;
+    int32_t start;    // of the integer sum
+    int8_t codes[1];  // padded head_dim of them
+};
+
+static void code_query(float* line, int padded) {
+    float x[kMaxHeadDim];
+    memcpy(x, line, sizeof(float) * (size_t)padded);
+    CodedQuery* out = (CodedQuery*)line;
+    const I magnitude = isplat(0x7fffffff);
+    I bits = isplat(0);
+    for (int d = 0; d < padded; d += 16) bits = imax(bits, iand(bits_of(load(x + d)), magnitude));
+    const float top = bits_to_float((uint32_t)ipeak(bits));
+    const bool tiny = top < 1e-30f;
+    const F inverse = splat(tiny ? 0.f : 127.f / top);
+    int32_t total = 0;
+    for (int d = 0; d < padded; d += 16) {
+        const I code = round_even(mul(load(x + d), inverse));
+        store_int8(out->codes + d, code);
+        total += isum(code);
+    }
+    out->scale = tiny ? 0.f : top / 127.f;
+    out->start = kDotStart - (kUnsignedCodes ? 128 * total : 0);
+}
+
+// 16 bytes of codes, dimensions [d, d + 16), zeros past the head.
+template <int Format> TS_INLINE void key_codes(const uint8_t* row, int d, int dim, int8_t* out) {
+    const int n = dim - d < 16 ? dim - d : 16;
+    if (n < 16) memset(out, 0, 16);
+    if (Format == KVInt8) {
+        memcpy(out, row + d, (size_t)n);
+    } else {
+        for (int i = 0; i < n; ++i) out[i] = (int8_t)(((row[(d + i) / 2] >> (i % 2 * 4)) & 15) - 8);
+    }
+}
+
+// Codes of one block as quads, [padded / 4][16 tokens][4]: the layout of a weight panel. Tokens >= n are zero.
+template <int Format> static void load_key_codes(const uint8_t* rows, int dim, int padded, int n, uint8_t* out) {
+    const size_t stride = kv_row_bytes(Format, dim);
+    const int width = (padded + 63) / 64 * 64;
+    int8_t block[16][kMaxHeadDim];
+    for (int t = 0; t < 16; ++t) {
+        int d = 0;
+        for (; t < n && d < dim; d += 16) key_codes<Format>(rows + t * stride, d, dim, block[t] + d);
+        memset(block[t] + d, 0, (size_t)(width - d));
+    }
+    for (int d = 0; d < padded; d += 64) {  // 16 tokens x 16 quads, transposed as 32-bit lanes
+        F lane[16];
+        TS_UNROLL for (int t = 0; t < 16; ++t) lane[t] = load((const float*)(block[t] + d));
+        transpose(lane);
+        for (int i = 0; i < 16 && d + 4 * i < padded; ++i) {
+            uint8_t* quad = out + (size_t)(d / 4 + i) * 64;
+            store((float*)quad, lane[i]);
+            store_codes(quad, to_unsigned(load_codes(quad)));
+        }
+    }
+}
+
+template <int N> static void score_codes(const float* q, const uint8_t* keys, int padded, const float* scales, float* scores) {
+    const CodedQuery* line[N];
+    I acc[N];
+    TS_UNROLL for (int i = 0; i < N; ++i) {
+        line[i] = (const CodedQuery*)(q + i * padded);
+        acc[i] = isplat(line[i]->start);
+    }
+    for (int d = 0; d < padded; d += 16, keys += 256) {
+        A a[N];
+        TS_UNROLL for (int i = 0; i < N; ++i) a[i] = load_inputs(line[i]->codes + d);
+        W w = load_codes(keys);
+        TS_UNROLL for (int i = 0; i < N; ++i) acc[i] = dot4<0, false>(acc[i], w, a[i]);
+        w = load_codes(keys + 64);
+        TS_UNROLL for (int i = 0; i < N; ++i) acc[i] = dot4<1, false>(acc[i], w, a[i]);
+        w = load_codes(keys + 128);
+        TS_UNROLL for (int i = 0; i < N; ++i) acc[i] = dot4<2, false>(acc[i], w, a[i]);
+        w = load_codes(keys + 192);
+        TS_UNROLL for (int i = 0; i < N; ++i) acc[i] = dot4<3, false>(acc[i], w, a[i]);
+    }
+    const F key_scales = load(scales);
+    TS_UNROLL for (int i = 0; i < N; ++i)
+        store(scores + kStep * i, mul(to_float_dot(acc[i]), mul(key_scales, splat(line[i]->scale))));
+}
+
+template <int N>
+static void score_all_codes(const float* q, const uint8_t* keys, int padded, const float* scales, float* scores, int line, int end) {
+    for (; line + N <= end; line += N)
+        score_codes<N>(q + (int64_t)line * padded, keys, padded, scales, scores + kStep * line);
+    if constexpr (N > 1)
+        if (line < end) score_all_codes<N / 2>(q, keys, padded, scales, scores, line, end);
+}
+
+}  // namespace
