@@ -1,0 +1,136 @@
+"""Fits the cost model to a step log: non-negative least squares on relative errors, deaf to outliers.
+
+Every part of a step's time is linear in an unknown: seconds of a step, of a request, the slowdown of products at
+a few row counts, seconds per attention FLOP, seconds per byte of K and V. What a log cannot tell apart (a log of single
+streams only: is it overhead or bandwidth?) is settled by weak priors: overhead as expected, products on their roof.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import log2
+
+import numpy as np
+
+from twostroke.cost.hardware import Rates
+from twostroke.cost.roofline import ModelCost, Roofline, roof
+from twostroke.kv.layout import KVLayout
+from twostroke.metrics.steplog import Step
+
+KNOTS = tuple(2**power for power in range(15))
+PRIOR = 0.02  # weight of a prior beside one step of the log
+ROUNDS = 4
+FIXED = 4  # unknowns before the knots: step, request, attention, KV
+
+
+def fit(steps: Sequence[Step], model: ModelCost, layout: KVLayout, start: Rates) -> Rates:
+    """Rates under which the logged steps take what they took, as nearly as can be."""
+    roofline = Roofline(model, layout, start)
+    largest = max(max(step.tokens for step in steps), 1)
+    knots = [knot for knot in KNOTS if knot <= 2 * largest]
+    seconds = np.array([step.seconds for step in steps])
+    matrix = np.array([_features(step, roofline, knots) for step in steps]) / seconds[:, None]
+    prior, expected = _priors(start, knots, float(np.median(seconds)))
+    weights = np.ones(len(steps))
+    for _ in range(ROUNDS):
+        rows = np.concatenate([matrix * weights[:, None], prior])
+        targets = np.concatenate([weights, expected])
+        found = nnls(rows, targets)
+        residual = np.abs(matrix @ found - 1.0)
+        scale = max(1e-3, float(np.median(residual)))
+        weights = np.sqrt(np.minimum(1.0, 2 * scale / np.maximum(residual, 1e-9)))
+    return _as_rates(start, found, knots)
+
+
+def _features(step: Step, roofline: Roofline, knots: Sequence[int]) -> list[float]:
+    """Seconds that one unit of each unknown adds to this step."""
+    arch, model, rates = roofline.model.arch, roofline.model, roofline.rates
+    attention = sum(arch.attention_flops(piece.start, piece.count) for piece in step.chunks)
+    kv = roofline.stream_bytes(piece.start + 1 for piece in step.streams)
+    values = [0.0] * (FIXED + len(knots))
+    values[:FIXED] = [1.0, float(len(step.pieces)), float(attention), kv]
+    parts = (
+        (step.tokens, model.layer_bytes, model.layer_weights),
+        (step.sampled, model.head_bytes, model.head_weights),
+    )
+    for rows, size, weights in parts:
+        if rows:
+            time = roof(rates, rows, size, weights)
+            for knot, share in _hats(rows, knots):
+                values[FIXED + knot] += share * time
+    return values
+
+
+def _hats(rows: int, knots: Sequence[int]) -> list[tuple[int, float]]:
+    """Shares of the two knots around `rows`, linear in log2(rows)."""
+    place = log2(rows)
+    left = min(int(place), len(knots) - 1)
+    part = place - left
+    if part <= 0 or left + 1 >= len(knots):
+        return [(left, 1.0)]
+    return [(left, 1.0 - part), (left + 1, part)]
+
+
+def _priors(start: Rates, knots: Sequence[int], typical: float) -> tuple[np.ndarray, np.ndarray]:
+    """One weak row for each unknown, in units of a typical step, and one between neighbouring knots."""
+    count = FIXED + len(knots)
+    known = [start.step_seconds, start.request_seconds, 1 / start.attention_compute, 1 / start.kv_bandwidth]
+    known += [1.0] * len(knots)
+    rows = np.diag([PRIOR / value for value in known])
+    rows[0] *= 10  # overhead is better known than most
+    expected = np.full(count, PRIOR)
+    expected[0] *= 10
+    smooth = np.zeros((len(knots) - 1, count))
+    for index in range(len(knots) - 1):
+        smooth[index, FIXED + index : FIXED + index + 2] = (PRIOR, -PRIOR)
+    return np.concatenate([rows, smooth]), np.concatenate([expected, np.zeros(len(smooth))])
+
+
+def _as_rates(start: Rates, found: np.ndarray, knots: Sequence[int]) -> Rates:
+    step, request, attention, kv = (float(value) for value in found[:FIXED])
+    return replace(
+        start,
+        step_seconds=step,
+        request_seconds=request,
+        attention_compute=1 / max(attention, 1e-18),
+        kv_bandwidth=1 / max(kv, 1e-15),
+        slowdown=tuple((float(knot), float(value)) for knot, value in zip(knots, found[FIXED:], strict=True)),
+        source="step log",
+    )
+
+
+def nnls(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
+    """min |matrix·x − target| with x ≥ 0: the active-set method of Lawson and Hanson."""
+    scale = np.maximum(np.linalg.norm(matrix, axis=0), 1e-30)
+    matrix = matrix / scale
+    x = np.zeros(matrix.shape[1])
+    free = np.zeros(matrix.shape[1], dtype=bool)
+    for _ in range(10 * len(x)):
+        gradient = matrix.T @ (target - matrix @ x)
+        if free.all() or gradient[~free].max() <= 1e-9:
+            break
+        free[np.argmax(np.where(free, -np.inf, gradient))] = True
+        while True:
+            trial = np.zeros_like(x)
+            trial[free] = np.linalg.lstsq(matrix[:, free], target, rcond=None)[0]
+            if trial[free].min() > 0:
+                break
+            falling = free & (trial <= 0)
+            step = np.min(x[falling] / np.maximum(x[falling] - trial[falling], 1e-30))
+            x += step * (trial - x)
+            free &= x > 1e-12
+            x[~free] = 0.0
+        x = trial
+    return x / scale
+
+
+def predicted(step: Step, roofline: Roofline) -> float:
+    chunks = [(piece.start, piece.count) for piece in step.chunks]
+    return roofline.step(chunks, [piece.start + 1 for piece in step.streams], step.sampled)
+
+
+def errors(steps: Sequence[Step], roofline: Roofline) -> dict[str, float]:
+    """Median and 95th percentile of |predicted − measured| / measured."""
+    found = [abs(predicted(step, roofline) - step.seconds) / step.seconds for step in steps]
+    return {"median": float(np.median(found)), "p95": float(np.percentile(found, 95))}

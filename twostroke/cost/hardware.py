@@ -1,0 +1,177 @@
+"""Machines by name: memory, bandwidth and peak rates from datasheets, and what was really measured on this one.
+
+The table is what vendors print (dense rates, no sparsity); `Rates` is what a program reaches, which is what times are
+predicted from. Without a calibration a part of the datasheet is assumed; with one, nothing is.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from twostroke.errors import ConfigError
+from twostroke.hardware import Hardware
+
+GB, TFLOP = 10**9, 10**12
+BANDWIDTH_REACHED = {"cuda": 0.8, "cpu": 0.7}  # share of the datasheet that plain kernels reach
+COMPUTE_REACHED = {"cuda": 0.6, "cpu": 0.5}
+STEP_SECONDS = {"cuda": 0.0006, "cpu": 0.0015}  # planning, launching, sampling: a step's cost beside the model
+REQUEST_SECONDS = {"cuda": 4e-6, "cpu": 3e-5}
+LINK_LATENCY = 12e-6  # seconds of one all-reduce between the devices of a worker
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One machine or accelerator, as its datasheet has it."""
+
+    name: str
+    title: str
+    kind: str  # "cpu" or "cuda": which of the engine's defaults apply
+    memory: int  # bytes
+    bandwidth: float  # bytes/s
+    flops: Mapping[str, float]  # FLOP/s by precision of the product
+    price: float | None = None  # US dollars an hour, a typical on-demand price; None: you own it
+    link: float = 25e9  # bytes/s to another device of the same worker
+    cores: int = 8
+
+    def peak(self, precision: str) -> float:
+        """FLOP/s for weights of this precision: narrow weights are widened where the device has no narrow product."""
+        for name in (precision, "bfloat16", "float32"):
+            if name in self.flops:
+                return self.flops[name]
+        raise ConfigError(f"{self.name}: no peak rate is known for {precision}.")
+
+    def hardware(self, count: int = 1) -> Hardware:
+        """What the engine's own `resolve` wants to know of it."""
+        return Hardware(self.kind, self.cores, self.memory * count)
+
+
+def _gpu(
+    name: str, title: str, memory: int, bandwidth: float, bf16: float, low: float | None, price: float, link: float
+) -> Device:
+    flops = {"bfloat16": bf16 * TFLOP, "float16": bf16 * TFLOP}
+    if low is not None:
+        flops |= {"fp8": low * TFLOP, "int8": low * TFLOP}
+    return Device(name, title, "cuda", memory * GB, bandwidth * GB, flops, price, link * GB)
+
+
+def _apple(name: str, title: str, memory: int, bandwidth: float, rate: float) -> Device:
+    return Device(name, title, "cpu", memory * GB, bandwidth * GB, {"float32": rate * TFLOP, "float16": rate * TFLOP})
+
+
+def _cpu(name: str, title: str, memory: int, bandwidth: float, f32: float, bf16: float | None, cores: int) -> Device:
+    flops = {"float32": f32 * TFLOP} | ({"bfloat16": bf16 * TFLOP, "int8": 2 * bf16 * TFLOP} if bf16 else {})
+    return Device(name, title, "cpu", memory * GB, bandwidth * GB, flops, None, 10e9, cores)
+
+
+_TABLE = (
+    _gpu("a100", "NVIDIA A100 SXM 80 GB", 80, 2039, 312, None, 1.8, 300),
+    _gpu("a100-40", "NVIDIA A100 SXM 40 GB", 40, 1555, 312, None, 1.3, 300),
+    _gpu("h100", "NVIDIA H100 SXM 80 GB", 80, 3350, 989, 1979, 2.9, 450),
+    _gpu("h200", "NVIDIA H200 SXM 141 GB", 141, 4800, 989, 1979, 3.7, 450),
+    _gpu("b200", "NVIDIA B200 SXM 180 GB", 180, 8000, 2250, 4500, 5.5, 900),
+    _gpu("l4", "NVIDIA L4 24 GB", 24, 300, 121, 242, 0.7, 32),
+    _gpu("l40s", "NVIDIA L40S 48 GB", 48, 864, 362, 733, 1.1, 32),
+    _gpu("rtx4090", "NVIDIA RTX 4090 24 GB", 24, 1008, 165, 330, 0.45, 32),
+    _gpu("mi300x", "AMD MI300X 192 GB", 192, 5300, 1307, 2615, 2.6, 448),
+    _apple("m2-ultra", "Apple M2 Ultra (76-core GPU) 192 GB", 192, 800, 27.2),
+    _apple("m3-max", "Apple M3 Max (40-core GPU) 128 GB", 128, 400, 14.2),
+    _apple("m4-max", "Apple M4 Max (40-core GPU) 128 GB", 128, 546, 18.4),
+    _apple("m4", "Apple M4 (10-core GPU) 32 GB", 32, 120, 4.3),
+    _cpu("epyc-9654", "AMD EPYC 9654, 96 cores, 12 × DDR5-4800", 768, 460.8, 7.4, 14.7, 96),
+    _cpu("xeon-8480", "Intel Xeon 8480+, 56 cores, 8 × DDR5-4800, AMX", 512, 307.2, 7.2, 114.7, 56),
+    _cpu("ryzen-7950x", "AMD Ryzen 9 7950X, 16 cores, 2 × DDR5-5200", 64, 83.2, 2.3, 4.6, 16),
+)
+DEVICES: dict[str, Device] = {device.name: device for device in _TABLE}
+
+
+def find_device(name: str) -> Device:
+    if name in DEVICES:
+        return DEVICES[name]
+    near = get_close_matches(name.lower(), DEVICES, n=1)
+    hint = f"Did you mean {near[0]!r}? " if near else ""
+    raise ConfigError(f"hardware {name!r} is not in the table. {hint}Known: {', '.join(DEVICES)}, and 'this'.")
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What the engine reaches, from which times are predicted."""
+
+    bandwidth: float  # bytes/s of weights
+    compute: float  # FLOP/s of matrix products
+    kv_bandwidth: float  # bytes/s of K and V in decode attention
+    attention_compute: float  # FLOP/s of attention over prompts
+    step_seconds: float  # of every step, whatever is in it
+    request_seconds: float  # of every request in a step
+    # How much longer real products take than max(bytes/bandwidth, FLOPs/compute): (rows, factor), rows ascending.
+    slowdown: tuple[tuple[float, float], ...] = ()
+    source: str = "datasheet"
+
+
+def datasheet_rates(device: Device, precision: str, count: int = 1) -> Rates:
+    """Rates assumed of a machine that nobody has measured; `count` devices share every product."""
+    bandwidth = count * BANDWIDTH_REACHED[device.kind] * device.bandwidth
+    compute = count * COMPUTE_REACHED[device.kind] * device.peak(precision)
+    wide = count * COMPUTE_REACHED[device.kind] * device.peak("bfloat16")
+    overhead = STEP_SECONDS[device.kind]
+    return Rates(bandwidth, compute, bandwidth, wide / 2, overhead, REQUEST_SECONDS[device.kind])
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """What was measured on a machine; kept as JSON in the cache folder, one file for each (machine, model) pair."""
+
+    machine: str
+    model: str
+    rates: Rates
+    memory: int  # bytes that could be used when it was made
+    cores: int
+    kind: str = "cpu"
+    steps: int = 0  # steps of the log it was fitted to
+    errors: dict[str, float] = field(default_factory=dict)  # of the fit: median and p95 of |predicted − measured|
+
+    def save(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(asdict(self), indent=2) + "\n")
+
+    def device(self) -> Device:
+        """The machine as an entry of the table, with measured values in place of a datasheet's."""
+        rates = self.rates
+        flops = {"float32": rates.compute, "bfloat16": rates.compute, "float16": rates.compute}
+        title = f"{self.machine} (measured)"
+        return Device("this", title, self.kind, self.memory, rates.bandwidth, flops, None, 10e9, self.cores)
+
+
+def load_calibration(path: Path) -> Calibration:
+    try:
+        document: dict[str, Any] = json.loads(path.read_text())
+        rates = document.pop("rates")
+        rates["slowdown"] = tuple((float(rows), float(factor)) for rows, factor in rates["slowdown"])
+        return Calibration(rates=Rates(**rates), **document)
+    except OSError:
+        raise ConfigError(
+            f"{path}: no calibration of this machine yet: run `twostroke plan MODEL --calibrate`."
+        ) from None
+    except (ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"{path}: not a calibration ({error}): delete it and calibrate again.") from None
+
+
+def calibration_path(folder: Path, model: str) -> Path:
+    safe = "".join(letter if letter.isalnum() or letter in "-._" else "-" for letter in Path(model).name)
+    return folder / "calibration" / f"{safe}.json"
+
+
+def machine_name() -> str:
+    """The processor in words, where the system tells."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

@@ -1,0 +1,215 @@
+"""How long a step takes: bytes over bandwidth or FLOPs over peak, whichever is longer, part by part, plus overhead.
+
+    step = overhead + requests·(each) + linear(rows) + head(logit rows) + Σ chunks attention + Σ streams attention
+
+    linear    max(weight bytes / bandwidth, 2·weights·rows / compute) · slowdown(rows)
+              few rows (decode): the weights are read once for all of them, so the bytes decide
+              many rows (prefill): the FLOPs decide
+    chunk     attention FLOPs / attention rate: quadratic in the prompt
+    stream    K and V of its context / bandwidth: every token reads all before it
+
+The two strokes fall out of it: one stream does about 1 FLOP for each byte it reads in 16 bits, a prompt of n tokens n
+times that. The ridge, compute / bandwidth, says which side a step is on.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import log2
+
+import numpy as np
+
+from twostroke.cost.hardware import LINK_LATENCY, Rates
+from twostroke.errors import ConfigError
+from twostroke.kv.layout import KVLayout
+from twostroke.model.arch import Arch
+from twostroke.ops.formats import FORMATS
+
+WEIGHT_BYTES = {
+    "float32": 4.0,
+    "float16": 2.0,
+    "bfloat16": 2.0,
+    "fp8": 1.0,
+    "int8": FORMATS["Q8_0"].bits / 8,
+    "int4": FORMATS["Q4_0"].bits / 8,
+}
+
+
+def parameters(arch: Arch) -> int:
+    """Every weight of the checkpoint, norms and biases included."""
+    norms = arch.hidden * (4 if arch.sandwich_norms else 2) + (2 * arch.head_dim if arch.qk_norm else 0)
+    biases = arch.head_dim * (arch.heads + 2 * arch.kv_heads) if arch.qkv_bias else 0
+    biases += arch.hidden if arch.output_bias else 0
+    return arch.weights + len(arch.layers) * (norms + biases) + arch.hidden
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCost:
+    """What a model weighs, as a step sees it."""
+
+    arch: Arch
+    layer_bytes: float  # of the matrices of all layers: read in every step
+    head_bytes: float  # of the output matrix: read in every step that samples
+    other_bytes: float  # held in memory but hardly read: input embeddings, norms
+    precision: str  # which peak rate its products run at
+
+    @property
+    def bytes(self) -> int:
+        return round(self.layer_bytes + self.head_bytes + self.other_bytes)
+
+    @property
+    def head_weights(self) -> int:
+        return self.arch.hidden * self.arch.vocab
+
+    @property
+    def layer_weights(self) -> int:
+        return len(self.arch.layers) * self.arch.layer_weights
+
+
+def model_cost(arch: Arch, precision: str = "bfloat16", stored_bytes: int | None = None) -> ModelCost:
+    """From the precision of the weights, or from the bytes that a checkpoint really has."""
+    if precision not in WEIGHT_BYTES:
+        raise ConfigError(f"precision must be one of {', '.join(WEIGHT_BYTES)}; got {precision!r}.")
+    each = WEIGHT_BYTES[precision] if stored_bytes is None else stored_bytes / parameters(arch)
+    head = arch.hidden * arch.vocab * each
+    layers = len(arch.layers) * arch.layer_weights * each
+    small = parameters(arch) - arch.weights  # norms and biases stay wide
+    wide = small * max(2.0, each) if stored_bytes is None else small * each
+    return ModelCost(arch, layers, head, wide + (0.0 if arch.tied_head else head), precision)
+
+
+class Roofline:
+    """Predicts steps of one worker. `count` devices share every product and exchange their halves twice a layer."""
+
+    def __init__(self, model: ModelCost, layout: KVLayout, rates: Rates, count: int = 1, link: float = 25e9):
+        self.model = model
+        self.layout = layout
+        self.rates = rates
+        self.count = count
+        self.link = link
+        self.windows = Counter(layer.window for layer in model.arch.layers)
+        self._rows = [log2(rows) for rows, _ in rates.slowdown]
+        self._factors = [factor for _, factor in rates.slowdown]
+        self._linear_cache: dict[tuple[int, int], float] = {}
+
+    # ---- parts -----------------------------------------------------------------------------------------------------
+
+    def product(self, rows: int, size: float, weights: int) -> float:
+        """Seconds to multiply `rows` rows with `weights` weights that lie in `size` bytes."""
+        return roof(self.rates, rows, size, weights) * self.slowdown(rows)
+
+    def slowdown(self, rows: int) -> float:
+        """How much longer than the roof products of so many rows take: interpolated over log2(rows)."""
+        if not self._rows:
+            return 1.0
+        return float(np.interp(log2(max(1, rows)), self._rows, self._factors))
+
+    def linear(self, rows: int, logit_rows: int) -> float:
+        key = (rows, logit_rows)
+        found = self._linear_cache.get(key)
+        if found is None:
+            model = self.model
+            found = self.product(rows, model.layer_bytes, model.layer_weights) if rows else 0.0
+            if logit_rows:
+                found += self.product(logit_rows, model.head_bytes, model.head_weights)
+            found += self._exchange(rows)
+            self._linear_cache[key] = found
+        return found
+
+    def _exchange(self, rows: int) -> float:
+        """All-reduces of a worker that is several devices: two in each layer, 16-bit activations."""
+        if self.count < 2 or not rows:
+            return 0.0
+        size = 2 * rows * self.model.arch.hidden * 2 * (self.count - 1) / self.count
+        return 2 * len(self.model.arch.layers) * (LINK_LATENCY + size / self.link)
+
+    def stream_bytes(self, contexts: Iterable[int]) -> float:
+        """K and V read by streams whose newest token is the given number of tokens deep, itself included."""
+        seen = 0
+        for context in contexts:
+            for window, layers in self.windows.items():
+                seen += layers * (context if window is None else min(context, window))
+        return float(seen * self.layout.entry_bytes)
+
+    def chunk(self, start: int, count: int) -> float:
+        """Seconds of attention for a stretch of prompt."""
+        flops = self.model.arch.attention_flops(start, count)
+        return max(flops / self.rates.attention_compute, self.stream_bytes((start + count,)) / self.rates.kv_bandwidth)
+
+    # ---- whole steps -----------------------------------------------------------------------------------------------
+
+    def step(self, chunks: Sequence[tuple[int, int]], contexts: Sequence[int], logit_rows: int) -> float:
+        """Seconds of a step: stretches of prompts as (start, count), streams by the context each attends to."""
+        rates = self.rates
+        rows = len(contexts) + sum(count for _, count in chunks)
+        seconds = rates.step_seconds + (len(chunks) + len(contexts)) * rates.request_seconds
+        seconds += self.linear(rows, logit_rows) + self.stream_bytes(contexts) / rates.kv_bandwidth
+        for start, count in chunks:
+            seconds += self.chunk(start, count)
+        return seconds
+
+    def stretch(self, contexts: Sequence[int], steps: int) -> np.ndarray:
+        """Seconds of each of `steps` steps in which the same streams advance by one."""
+        streams = len(contexts)
+        base = self.rates.step_seconds + streams * self.rates.request_seconds + self.linear(streams, streams)
+        ahead = np.arange(steps, dtype=np.float64)
+        seen = np.zeros(steps)
+        for window, layers in self.windows.items():
+            if window is None:
+                seen += layers * (sum(contexts) + streams * ahead)
+            else:
+                deep = np.asarray(contexts, dtype=np.float64)[:, None] + ahead
+                seen += layers * np.minimum(deep, window).sum(axis=0)
+        return base + seen * (self.layout.entry_bytes / self.rates.kv_bandwidth)
+
+    def prefill_seconds(self, prompt: int, cached: int = 0, step_tokens: int | None = None) -> float:
+        """A prompt alone, in steps of at most `step_tokens`."""
+        seconds, start = 0.0, cached
+        while start < prompt:
+            count = min(prompt - start, step_tokens or prompt)
+            seconds += self.step([(start, count)], [], int(start + count == prompt))
+            start += count
+        return seconds
+
+    def decode_seconds(self, batch: int, context: int) -> float:
+        """One step of `batch` streams, each `context` deep: the TPOT of a batch that only writes."""
+        return self.step([], [context] * batch, batch)
+
+    # ---- where a step stands ---------------------------------------------------------------------------------------
+
+    def flops(self, chunks: Sequence[tuple[int, int]], contexts: Sequence[int], logit_rows: int) -> float:
+        arch = self.model.arch
+        rows = len(contexts) + sum(count for _, count in chunks)
+        attention = sum(arch.attention_flops(start, count) for start, count in chunks)
+        attention += sum(arch.attention_flops(context - 1, 1) for context in contexts)
+        return float(arch.linear_flops(rows, logit_rows) + attention)
+
+    def bytes(self, chunks: Sequence[tuple[int, int]], contexts: Sequence[int], logit_rows: int) -> float:
+        """Weights once, K and V of every context once."""
+        weights = self.model.layer_bytes + (self.model.head_bytes if logit_rows else 0.0)
+        return weights + self.stream_bytes(contexts) + self.stream_bytes(start + count for start, count in chunks)
+
+    def intensity(self, chunks: Sequence[tuple[int, int]], contexts: Sequence[int], logit_rows: int) -> float:
+        """FLOPs for each byte moved."""
+        return self.flops(chunks, contexts, logit_rows) / self.bytes(chunks, contexts, logit_rows)
+
+    @property
+    def ridge(self) -> float:
+        """Intensity above which the FLOPs decide, below which the bytes do."""
+        return self.rates.compute / self.rates.bandwidth
+
+
+def roof(rates: Rates, rows: int, size: float, weights: int) -> float:
+    return max(size / rates.bandwidth, 2.0 * weights * rows / rates.compute)
+
+
+def kv_bytes_per_token(layout: KVLayout) -> int:
+    """Bytes that one more token takes in every layer, windows aside."""
+    return sum(len(group.layers) for group in layout.groups) * layout.entry_bytes
+
+
+def end_to_end(ttft: float, tpot: float, tokens: int) -> float:
+    """E2E = TTFT + (n − 1)·TPOT."""
+    return ttft + (tokens - 1) * tpot
