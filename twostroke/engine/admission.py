@@ -72,5 +72,5 @@ class Admission:
         if len(self._released) < 2:
             return 1
         seconds = self.clock() - self._released[0][0]
-        pace = sum(count for _, count in self._released) / max(seconds, 1e-3)
+        pace = (sum(count for _, count in self._released) - self._released[0][1]) / max(seconds, 1e-3)
         return int(min(LONGEST_WAIT, max(1.0, ceil(max(blocks, 1) / pace))))

@@ -11,11 +11,12 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from twostroke.engine import wire
-from twostroke.engine.admission import Admission
+from twostroke.engine.admission import Admission, BusyError
 from twostroke.engine.answer import Answer, StreamEvent
 from twostroke.engine.intake import Intake, open_tokenizer
 from twostroke.engine.process import EngineError, Patience, Supervisor
@@ -28,6 +29,7 @@ from twostroke.weights.describe import checkpoint_bytes, load_arch
 
 MAX_UNREAD = 16_384  # tokens (or logprobs) that may wait for a reader before its stream is ended
 ENGINE_GONE = "the engine stopped while it wrote this answer"
+MAX_GRAMMARS = 16  # that may wait to be tried
 SLOW_READER = "the reader was too slow: the answer was ended"
 
 
@@ -155,6 +157,8 @@ class AsyncEngine:
         self._orders: list[wire.Prompt] = []
         self._aborts: list[int] = []
         self._flushing = False
+        self._grammars = 0  # being tried, or waiting for it
+        self._checker = ThreadPoolExecutor(1, thread_name_prefix="grammar")
 
     async def start(self) -> wire.Ready:
         return await self.supervisor.start()
@@ -167,6 +171,19 @@ class AsyncEngine:
     def in_flight(self) -> int:
         return len(self._live)
 
+    async def prepare(self, params: SamplingParams) -> None:
+        """Check what depends on the model. A grammar is tried in a thread; only so many may wait for that."""
+        if params.grammar is None:
+            self.intake.prepare(params)
+            return
+        if self._grammars >= MAX_GRAMMARS:
+            raise BusyError(1)
+        self._grammars += 1
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._checker, self.intake.prepare, params)
+        finally:
+            self._grammars -= 1
+
     # ---- callers ---------------------------------------------------------------------------------------------------
 
     def submit(
@@ -175,12 +192,14 @@ class AsyncEngine:
         params: SamplingParams,
         salt: bytes = b"",
         arrival: float | None = None,
+        visible: frozenset[int] = frozenset(),
     ) -> Stream:
-        """Take prompts (checked by `intake.tokenize`) in. InputError, BusyError or EngineError, and nothing is held."""
+        """Take prompts (checked by `intake.tokenize`) and params (by `prepare`) in. visible: special tokens whose text
+        is wanted. InputError, BusyError or EngineError, and nothing is held."""
         if not self.supervisor.healthy:
             raise EngineError(self.supervisor.trouble() or "it is not ready")
         moment = self.clock() if arrival is None else arrival
-        groups = [self.intake.requests(tokens, params, moment, salt) for tokens in prompts]
+        groups = [self.intake.make(tokens, params, moment, salt) for tokens in prompts]
         costs = [self.admission.cost(group[0].limit) for group in groups]
         count = sum(len(group) for group in groups)
         self.admission.take(count, sum(cost * len(group) for cost, group in zip(costs, groups, strict=True)))
@@ -188,7 +207,7 @@ class AsyncEngine:
         stream.arrival, stream.open = moment, count
         for group, cost in zip(groups, costs, strict=True):
             for request in group:
-                answer = Answer(request, self.tokenizer)
+                answer = Answer(request, self.tokenizer, visible)
                 self._live[request.id] = Live(stream, len(stream.answers), answer, cost)
                 stream.answers.append(answer)
             self._orders.append(wire.make_prompt(group))

@@ -222,7 +222,7 @@ class Supervisor:
     def _on_ready(self, ready: wire.Ready) -> None:
         self.ready, self._up, self.why = ready, True, ""
         self._beat = wire.Beat(0, False)
-        self._born = time.monotonic()
+        self._born = self._moved = time.monotonic()
         self.owner.on_ready(ready)
         if self._first is not None and not self._first.done():
             self._first.set_result(ready)

@@ -21,7 +21,7 @@ from twostroke.config import Resolved
 from twostroke.kv.layout import KVGroup, KVLayout
 from twostroke.metrics.counts import Counts
 from twostroke.metrics.timeline import Timeline
-from twostroke.sampling import SamplingParams
+from twostroke.sampling import Grammar, SamplingParams
 from twostroke.types import Event, FinishReason, Request, TokenLogprobs
 
 MAX_MESSAGE = 128 << 20  # bytes; the prompt logprobs of one step are the largest thing ever said
@@ -205,7 +205,9 @@ def pack_params(params: SamplingParams) -> dict[str, Any]:
     for name, default in DEFAULTS.items():
         value = getattr(params, name)
         if value != default:
-            changed[name] = list(value.items()) if isinstance(value, Mapping) else value
+            if isinstance(value, Mapping):
+                value = list(value.items())
+            changed[name] = [value.kind, value.source] if isinstance(value, Grammar) else value
     return changed
 
 
@@ -213,6 +215,8 @@ def read_params(value: dict[str, Any]) -> SamplingParams:
     if "logit_bias" in value:
         value["logit_bias"] = dict(value["logit_bias"])
     try:
+        if "grammar" in value:
+            value["grammar"] = Grammar(*value["grammar"])
         return SamplingParams(**value)
     except (TypeError, ValueError) as error:
         raise WireError(f"params: {error}") from None
