@@ -1,0 +1,258 @@
+"""A fleet of simulated workers behind a router, with one pool or with prefill and decode pools of their own.
+
+    arrival ─▶ router ─▶ worker                                       one pool
+    arrival ─▶ router ─▶ prefill worker ─▶ K and V travel ─▶ decode worker      two pools
+
+A discrete-event loop: the earliest of arrivals and step boundaries goes first. With two pools the first token is
+written by the prefill worker; the full blocks of the prompt are then put into the decode worker's cache after the time
+their bytes take, under the names they have everywhere, and the request finds them there as it would find any prefix.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import inf
+
+import numpy as np
+
+from twostroke.config import Resolved
+from twostroke.cost.roofline import Roofline, kv_bytes_per_token
+from twostroke.cost.simulate import Jitter, Worker
+from twostroke.cost.trace import Arrival
+from twostroke.kv.blocks import Name
+from twostroke.metrics.timeline import Timeline
+from twostroke.ops.interface import BLOCK
+from twostroke.sampling import SamplingParams
+from twostroke.types import Event, Request
+
+ROUTERS = ("least-loaded", "round-robin", "prefix")
+AFFINITY_SLACK = 4  # requests by which a worker that knows the prefix may be fuller than the emptiest
+PARAMS = {0: SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)}
+
+
+@dataclass(slots=True)
+class Served:
+    """What became of one arrival. Times in seconds, on the trace's clock."""
+
+    arrival: float
+    prompt: int
+    cached: int = 0
+    scheduled: float = 0.0
+    first: float = inf
+    end: float = inf
+    output: int = 0
+    preemptions: int = 0
+    recomputed: int = 0
+    refused: bool = False  # longer than the engine takes
+    gaps: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.float32))
+
+    @property
+    def ttft(self) -> float:
+        return self.first - self.arrival
+
+    @property
+    def tpot(self) -> float | None:
+        return (self.end - self.first) / (self.output - 1) if self.output > 1 else None
+
+
+@dataclass(frozen=True, slots=True)
+class Pools:
+    """How many workers of which kind. `prefill` > 0 splits the strokes, and `workers` then counts decode workers."""
+
+    workers: int = 1
+    prefill: int = 0
+    link: float = 25e9  # bytes/s from a prefill worker to a decode worker
+    latency: float = 0.002  # seconds before the first byte
+    router: str = "least-loaded"
+
+
+@dataclass(slots=True)
+class Travel:
+    """A request between two pools."""
+
+    arrival: Arrival
+    served: Served
+    request: Request
+
+
+class Fleet:
+    """`depth`, `jitter` and `fast` are handed to every worker."""
+
+    def __init__(
+        self,
+        roofline: Roofline,
+        settings: Resolved,
+        pools: Pools = Pools(),  # noqa: B008  frozen
+        depth: int = 1,
+        jitter: Jitter | None = None,
+        fast: bool = True,
+    ):
+        self.roofline = roofline
+        self.settings = settings
+        self.pools = pools
+        self._make: Callable[[], Worker] = lambda: Worker(roofline, settings, depth, jitter, fast)
+        count = pools.workers + pools.prefill
+        self.workers: list[Worker | None] = [None] * count  # made when first used
+        self.loads = [0] * count
+        self.heap: list[tuple[float, int]] = []  # boundaries; an entry may be out of date, never too late
+        self.live: dict[int, tuple[Arrival, Served, int]] = {}  # request id -> what it is for, and where it runs
+        self.travelling: list[tuple[float, int, Travel]] = []
+        self.homes: dict[int, int] = {}  # content of a first part -> worker that has seen it
+        self.turn = 0
+        self.served: list[Served] = []
+        self.now = 0.0
+
+    def run(self, arrivals: Sequence[Arrival], progress: Callable[[int], None] | None = None) -> list[Served]:
+        """Serve them all; the result is in the order of arrival."""
+        for number, arrival in enumerate(arrivals):
+            self._run_until(arrival.at)
+            self._arrive(number, arrival)
+            if progress is not None and number % 500 == 0:
+                progress(number)
+        self._run_until(inf)
+        return self.served
+
+    # ---- time passes -----------------------------------------------------------------------------------------------
+
+    def _run_until(self, moment: float) -> None:
+        """Everything that happens before `moment`."""
+        while True:
+            boundary = self.heap[0][0] if self.heap else inf
+            landing = self.travelling[0][0] if self.travelling else inf
+            if min(boundary, landing) >= moment:
+                return
+            if landing <= boundary:
+                self.now, _, travel = heapq.heappop(self.travelling)
+                self._land(travel)
+            else:
+                self.now, index = heapq.heappop(self.heap)
+                self._advance(index)
+
+    def _advance(self, index: int) -> None:
+        worker = self.workers[index]
+        assert worker is not None
+        if worker.next_time > self.now:  # someone cut in since this entry was made
+            self._schedule(index)
+            return
+        for event in worker.advance():
+            if event.finish_reason is not None:
+                self._finish(event, index)
+        self._schedule(index)
+
+    def _schedule(self, index: int) -> None:
+        worker = self.workers[index]
+        assert worker is not None
+        if worker.next_time < inf:
+            heapq.heappush(self.heap, (worker.next_time, index))
+
+    # ---- requests come and go --------------------------------------------------------------------------------------
+
+    def _arrive(self, number: int, arrival: Arrival) -> None:
+        served = Served(arrival.at, arrival.prompt)
+        self.served.append(served)
+        if arrival.prompt + 1 > self.settings.max_model_len:
+            served.refused = True
+            return
+        split = self.pools.prefill > 0
+        limit = min(arrival.prompt + arrival.output, self.settings.max_model_len)
+        request = make_request(
+            2 * number, arrival.tokens(), arrival, arrival.at, arrival.prompt + 1 if split else limit
+        )
+        pool = range(self.pools.workers, len(self.workers)) if split else range(self.pools.workers)
+        self._submit(request, arrival, served, self._route(arrival, pool), arrival.at)
+
+    def _submit(self, request: Request, arrival: Arrival, served: Served, index: int, at: float) -> None:
+        worker = self.workers[index]
+        if worker is None:
+            worker = self.workers[index] = self._make()
+        self.loads[index] += 1
+        self.live[request.id] = (arrival, served, index)
+        worker.submit(request, at)
+        self._schedule(index)
+
+    def _route(self, arrival: Arrival, pool: range) -> int:
+        if self.pools.router == "round-robin":
+            self.turn += 1
+            return pool[self.turn % len(pool)]
+        loads = self.loads[pool.start : pool.stop]
+        least = min(loads)
+        if self.pools.router == "prefix":
+            home = self.homes.get(arrival.parts[0].content)
+            if home is not None and home in pool and self.loads[home] <= least + AFFINITY_SLACK:
+                return home
+        index = pool.start + loads.index(least)
+        if self.pools.router == "prefix":
+            self.homes[arrival.parts[0].content] = index
+        return index
+
+    def _finish(self, event: Event, index: int) -> None:
+        arrival, served, _ = self.live.pop(event.request.id)
+        self.loads[index] -= 1
+        absorb(served, event.request.timeline, event.request.id % 2 == 1)
+        if self.pools.prefill and index >= self.pools.workers and arrival.output > 1:
+            travel = Travel(arrival, served, event.request)
+            size = arrival.prompt * kv_bytes_per_token(self.settings.layout)
+            landing = self.now + self.pools.latency + size / self.pools.link
+            heapq.heappush(self.travelling, (landing, event.request.id, travel))
+        else:
+            event.request.tokens.clear()
+
+    def _land(self, travel: Travel) -> None:
+        """The prompt's blocks reach a decode worker: cached there under their names, then the request follows."""
+        pool = range(self.pools.workers)
+        index = self._route(travel.arrival, pool)
+        worker = self.workers[index]
+        if worker is None:
+            worker = self.workers[index] = self._make()
+        tokens = travel.request.tokens
+        limit = min(travel.arrival.prompt + travel.arrival.output, self.settings.max_model_len)
+        request = make_request(travel.request.id + 1, tokens, travel.arrival, self.now, limit)
+        request.prompt_length = travel.arrival.prompt
+        deliver(worker, request)
+        self._submit(request, travel.arrival, travel.served, index, self.now)
+
+
+def make_request(number: int, tokens: list[int], arrival: Arrival, at: float, limit: int) -> Request:
+    params = PARAMS.get(arrival.priority)
+    if params is None:
+        params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True, priority=arrival.priority)
+        PARAMS[arrival.priority] = params
+    timeline = Timeline(at, prompt_tokens=len(tokens))
+    return Request(number, tokens, params, 0, timeline, limit=limit)
+
+
+def deliver(worker: Worker, request: Request) -> None:
+    """Put the full blocks below the newest token into the worker's cache, as far as it has room."""
+    tables = worker.scheduler.tables
+    pool = tables.pool
+    columns = (len(request.tokens) - 1) // BLOCK
+    tables.hasher.extend(request.hashes, request.tokens, request.salt, columns)
+    taken = []
+    for column in range(columns):
+        if pool.available < len(tables.windows):
+            break
+        tokens = tuple(request.tokens[column * BLOCK : (column + 1) * BLOCK])
+        for group in range(len(tables.windows)):
+            block = pool.take()
+            pool.publish(block, Name(group, request.hashes[column]), tokens)
+            taken.append(block)
+    for block in reversed(taken):
+        pool.release(block)
+
+
+def absorb(served: Served, timeline: Timeline, second: bool) -> None:
+    """Fold a finished timeline in; with two pools the decode worker's continues the prefill worker's."""
+    times = timeline.token_times
+    served.preemptions += timeline.preemptions
+    served.recomputed += timeline.recomputed_tokens
+    if second:
+        times = [served.end, *times]
+    else:
+        served.scheduled = timeline.scheduled if timeline.scheduled is not None else timeline.arrival
+        served.cached = timeline.cached_tokens
+        served.first = times[0]
+    served.end = times[-1]
+    served.output += len(timeline.token_times)
+    served.gaps = np.diff(times).astype(np.float32)

@@ -1,0 +1,140 @@
+"""Requests as they arrived: when, how long, and which parts of their prompts are the same text.
+
+A prompt is a list of `Part(content, length)`: equal contents are equal text, wherever they stand. That is all the
+prefix cache needs to behave as it would have (token ids are made from it), and all a diagnosis needs to see that
+prompts differ only in a line at their front.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import NamedTuple
+
+from twostroke.errors import InputError
+
+MOONCAKE_BLOCK = 512  # tokens under one hash id
+SPACE = 1 << 24  # token ids of one content: longer than any prompt
+
+
+class Part(NamedTuple):
+    content: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """One recorded request. `at` is in seconds from the start of the recording."""
+
+    at: float
+    parts: tuple[Part, ...]
+    output: int  # tokens written
+    priority: int = 0
+
+    @property
+    def prompt(self) -> int:
+        return sum(part.length for part in self.parts)
+
+    def tokens(self) -> list[int]:
+        """Made-up token ids: equal for equal content, different for different."""
+        ids: list[int] = []
+        for content, length in self.parts:
+            ids.extend(range(content * SPACE, content * SPACE + length))
+        return ids
+
+
+class Contents:
+    """Numbers for contents nobody shares. Shared ones count up from 0, these down from a large number."""
+
+    def __init__(self, first: int = 1 << 34):
+        self.next = first
+
+    def own(self, length: int) -> Part:
+        self.next -= 1
+        return Part(self.next, length)
+
+
+def read_trace(path: str | Path, limit: int | None = None) -> list[Arrival]:
+    """A trace in Azure's format (.csv) or Mooncake's (.jsonl), sorted by arrival, starting at 0."""
+    path = Path(path)
+    try:
+        with path.open() as lines:
+            rows = list(_first(azure(lines) if path.suffix == ".csv" else mooncake(lines), limit))
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror}).") from None
+    except (KeyError, ValueError, TypeError) as error:
+        raise InputError(f"{path}: neither Azure's CSV nor Mooncake's JSON lines ({error!r}).") from None
+    if not rows:
+        raise InputError(f"{path}: holds no requests.")
+    return from_zero(rows)
+
+
+def _first(rows: Iterator[Arrival], limit: int | None) -> Iterator[Arrival]:
+    for number, row in enumerate(rows):
+        if limit is not None and number >= limit:
+            return
+        yield row
+
+
+def azure(lines: Iterable[str]) -> Iterator[Arrival]:
+    """TIMESTAMP, ContextTokens, GeneratedTokens: nothing is known to be shared."""
+    contents = Contents()
+    for row in csv.DictReader(lines):
+        when = datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()  # the seventh digit is more than Python reads
+        prompt, output = int(row["ContextTokens"]), int(row["GeneratedTokens"])
+        yield Arrival(when, (contents.own(max(1, prompt)),), max(1, output))
+
+
+def mooncake(lines: Iterable[str]) -> Iterator[Arrival]:
+    """timestamp in ms, lengths, and an id for each 512 tokens: equal ids, equal text up to there."""
+    for line in lines:
+        if not line.strip():
+            continue
+        row = json.loads(line)
+        length, parts = max(1, int(row["input_length"])), []
+        for content in row["hash_ids"]:
+            parts.append(Part(int(content), min(MOONCAKE_BLOCK, length)))
+            length -= parts[-1].length
+            if length <= 0:
+                break
+        if length > 0:
+            parts.append(Part((1 << 33) + int(row["hash_ids"][-1] if row["hash_ids"] else 0), length))
+        yield Arrival(int(row["timestamp"]) / 1000, tuple(parts), max(1, int(row["output_length"])))
+
+
+def from_zero(rows: Sequence[Arrival]) -> list[Arrival]:
+    ordered = sorted(rows, key=lambda row: row.at)
+    return [replace(row, at=row.at - ordered[0].at) for row in ordered]
+
+
+def faster(rows: Sequence[Arrival], factor: float) -> list[Arrival]:
+    """The same requests, arriving `factor` times as fast."""
+    return [replace(row, at=row.at / factor) for row in rows]
+
+
+def shorter(rows: Sequence[Arrival], scale: float) -> list[Arrival]:
+    """The same requests with lengths divided by `scale`, so that a small machine can serve them."""
+    cut = []
+    for row in rows:
+        parts = tuple(Part(part.content, max(1, round(part.length / scale))) for part in row.parts)
+        cut.append(replace(row, parts=parts, output=max(2, round(row.output / scale))))
+    return cut
+
+
+def rate(rows: Sequence[Arrival]) -> float:
+    """Requests a second, as recorded."""
+    span = rows[-1].at - rows[0].at
+    return (len(rows) - 1) / span if span > 0 else float("inf")
+
+
+def shared_first(rows: Sequence[Arrival]) -> list[Arrival]:
+    """What the prompts would be with the parts that nobody else has moved behind those that many share."""
+    seen: dict[int, int] = {}
+    for row in rows:
+        for content in {part.content for part in row.parts}:
+            seen[content] = seen.get(content, 0) + 1
+    return [replace(row, parts=tuple(sorted(row.parts, key=lambda part: -min(seen[part.content], 2)))) for row in rows]

@@ -1,0 +1,1 @@
+"""Commands that measure, plan and diagnose."""
