@@ -10,6 +10,7 @@ import ctypes
 import gc
 import logging
 import os
+import select
 import signal
 import socket
 import sys
@@ -21,9 +22,11 @@ from typing import Any
 from twostroke.config import make_config
 from twostroke.engine import wire
 from twostroke.engine.build import Engine, build_engine
+from twostroke.engine.waiting import GrammarQueue
 from twostroke.errors import TwostrokeError
 from twostroke.metrics.counts import Counts
 from twostroke.metrics.timeline import Timeline
+from twostroke.run.grammar import GrammarCompiler
 from twostroke.sampling import SamplingParams
 from twostroke.schedule.pace import Pace
 from twostroke.schedule.scheduler import Counters
@@ -48,6 +51,8 @@ class Channel:
         self.sock = sock
         self.frames = wire.Frames()
         self.lock = threading.Lock()
+        self.bell, self._ringer = os.pipe()
+        os.set_blocking(self.bell, False)
 
     def send(self, message: bytes) -> None:
         try:
@@ -56,12 +61,20 @@ class Channel:
         except OSError:
             raise ClosedError from None
 
+    def ring(self) -> None:
+        """End a wait in `receive`, from another thread."""
+        os.write(self._ringer, b"!")
+
     def receive(self, wait: bool) -> list[list[Any]]:
-        """Whatever has arrived; with `wait`, at least one message."""
+        """Whatever has arrived; with `wait`, not before something has or somebody rings."""
         messages: list[list[Any]] = []
+        if wait:
+            heard, _, _ = select.select([self.bell, self.sock.fileno()], [], [])
+            if self.bell in heard:
+                os.read(self.bell, CHUNK)
         while True:
             try:
-                data = self.sock.recv(CHUNK, 0 if wait and not messages else socket.MSG_DONTWAIT)
+                data = self.sock.recv(CHUNK, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 return messages
             except OSError:
@@ -75,6 +88,9 @@ class Worker:
     def __init__(self, channel: Channel, engine: Engine):
         self.channel = channel
         self.core = engine.core
+        compiler = engine.intake.grammars
+        assert isinstance(compiler, GrammarCompiler), "this process has the model: it compiles its grammars itself"
+        self.grammars = GrammarQueue(compiler, channel.ring)
         self.requests: dict[int, Request] = {}
         self.told: dict[int, wire.Facts] = {}  # facts of each request's timeline as last reported
         self.steps = 0
@@ -86,17 +102,37 @@ class Worker:
             events: list[Event] = []
             for message in self.channel.receive(wait=self.core.idle):
                 events += self._obey(wire.read_orders(message))
+            for request, error in self.grammars.take():
+                events += self._join(request, error)
             if not self.core.idle:
                 events += self._step()
             self._report(events)
 
     def _obey(self, orders: wire.Orders) -> list[Event]:
         for prompt in orders.prompts:
-            for request in wire.make_requests(prompt):
-                self.requests[request.id] = request
+            siblings = wire.make_requests(prompt)
+            self.requests.update((request.id, request) for request in siblings)
+            if prompt.params.grammar is not None:
+                self.grammars.add(siblings)
+                continue
+            for request in siblings:
                 self.core.submit(request)
-        ended = (self.core.abort(self.requests[number]) for number in orders.aborts if number in self.requests)
+        ended = (self._abort(self.requests[number]) for number in orders.aborts if number in self.requests)
         return [event for event in ended if event is not None]
+
+    def _join(self, request: Request, error: str | None) -> list[Event]:
+        """Its grammar is ready, or never will be."""
+        if error is None:
+            self.core.submit(request)
+            return []
+        request.timeline.end = clock()
+        return [Event(request, (), FinishReason.ERROR, error=error)]
+
+    def _abort(self, request: Request) -> Event | None:
+        if self.grammars.drop(request.id) is None:
+            return self.core.abort(request)
+        request.timeline.end = clock()
+        return Event(request, (), FinishReason.ABORT)
 
     def _step(self) -> list[Event]:
         began = clock()
@@ -203,13 +239,21 @@ def follow_parent() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def first(channel: Channel) -> list[Any]:
+    """The first message. A single one, in however many pieces it comes."""
+    messages: list[list[Any]] = []
+    while not messages:
+        messages = channel.receive(wait=True)
+    return messages[0]
+
+
 def main(descriptor: str, parent: str) -> None:
     follow_parent()
     if os.getppid() != int(parent):
         return  # it died before we could ask to be told
     channel = Channel(socket.socket(fileno=int(descriptor)))
     try:
-        hello = wire.read_hello(channel.receive(wait=True)[0])
+        hello = wire.read_hello(first(channel))
         logging.basicConfig(level=hello.log_level, format="%(levelname)s engine: %(message)s")
         try:
             engine, ready = start(channel, hello)

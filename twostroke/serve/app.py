@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from twostroke.serve import chat, completions, text
+from twostroke.serve import anthropic, chat, completions, responses, text
 from twostroke.serve.errors import ApiError, internal, not_found
 from twostroke.serve.http import Bodies, Call, GoneError, Message, Receive, Send
 from twostroke.serve.openapi import document
 from twostroke.serve.protocol import problems
+from twostroke.serve.protocol.anthropic import CountTokensRequest, MessagesRequest
 from twostroke.serve.protocol.base import Shape
 from twostroke.serve.protocol.chat import ChatRequest
 from twostroke.serve.protocol.completions import CompletionRequest
+from twostroke.serve.protocol.responses import ResponsesRequest
 from twostroke.serve.protocol.text import DetokenizeRequest, TokenizeRequest
 from twostroke.serve.service import Service
 
@@ -34,6 +36,9 @@ class Route(NamedTuple):
 ROUTES = (
     Route("POST", "/v1/chat/completions", chat.handle, "Answer a conversation", ChatRequest, True),
     Route("POST", "/v1/completions", completions.handle, "Continue a text", CompletionRequest, True),
+    Route("POST", "/v1/responses", responses.handle, "Answer, in OpenAI's newer shapes", ResponsesRequest, True),
+    Route("POST", "/v1/messages", anthropic.handle, "Answer, in Anthropic's shapes", MessagesRequest, True),
+    Route("POST", "/v1/messages/count_tokens", anthropic.count_tokens, "Tokens of a conversation", CountTokensRequest),
     Route("GET", "/v1/models", text.models, "The model served here"),
     Route("GET", "/v1/models/*", text.model, "One model"),
     Route("POST", "/tokenize", text.tokenize, "Text or messages to token ids", TokenizeRequest),
@@ -53,7 +58,6 @@ class App:
         self.bodies = Bodies()
         openapi = Route("GET", "/openapi.json", self.openapi, "This description", loaded=False)
         self.routes = (*ROUTES, openapi)
-        self.exact = {(route.path, route.method): route for route in self.routes}
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         assert scope["type"] == "http", "only HTTP is spoken here"
@@ -113,7 +117,3 @@ def matches(route: Route, path: str) -> bool:
     if route.path.endswith("*"):
         return path.startswith(route.path[:-1]) and len(path) >= len(route.path)
     return path == route.path
-
-
-def describe(route: Route) -> dict[str, Any]:
-    return {"method": route.method, "path": route.path, "summary": route.summary}

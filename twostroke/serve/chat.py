@@ -6,22 +6,25 @@ from typing import Any
 
 from twostroke.engine.aio import Piece
 from twostroke.serve import stream
-from twostroke.serve.constrain import refuse_unwired
+from twostroke.serve.constrain import bind, grammar_field
 from twostroke.serve.errors import ApiError
 from twostroke.serve.http import Call
 from twostroke.serve.protocol import answers, chat, problems
 from twostroke.serve.protocol.base import validate
 from twostroke.serve.protocol.chat import ChatRequest
-from twostroke.serve.service import Generation, Service
+from twostroke.serve.reading import CONTENT, REASONING, Part
+from twostroke.serve.service import Ask, Generation, Service
 
 
 async def handle(service: Service, call: Call) -> None:
     request = validate(ChatRequest, await call.body())
     service.check_model(request.model)
-    refuse_unwired(request)
-    params = request.to_params()
-    tokens = await service.render([message.plain() for message in request.messages], **request.template_arguments())
-    generation = service.generate(call, [tokens], params, request.explain)
+    binding = bind(service.engine.tokenizer, request)
+    params = request.to_params(grammar=binding.grammar)
+    messages = [message.plain() for message in request.messages]
+    text, tokens = await service.render(messages, tools=binding.tools, **request.template_arguments())
+    ask = Ask([tokens], params, request.explain, binding, text, grammar_field(request))
+    generation = await service.generate(call, ask)
     if request.stream:
         await stream.send(generation, ChatWriter(generation, request))
         return
@@ -32,13 +35,26 @@ async def handle(service: Service, call: Call) -> None:
 def whole(generation: Generation) -> dict[str, Any]:
     service = generation.service
     choices = []
-    for index, answer in enumerate(generation.stream.answers):
+    for index, (answer, reader) in enumerate(zip(generation.stream.answers, generation.readers, strict=True)):
         sample = answer.sample
         scores = None if sample.logprobs is None else answers.chat_logprobs(service.engine.tokenizer, sample.logprobs)
-        choice = chat.choice(index, sample.text, sample.finish_reason, scores)
+        calls = [chat.call(block.id, block.name, block.text) for block in reader.calls]
+        message = chat.message(reader.text(CONTENT), reader.text(REASONING), calls)
+        choice = chat.choice(index, message, reader.reason(sample.finish_reason), scores)
         choices.append(choice | generation.choice_extras(index))
     document = chat.completion(service.head("chatcmpl-"), choices, generation.usage())
     return document | generation.extras()
+
+
+def delta_of(part: Part) -> dict[str, Any]:
+    if part.block.kind == CONTENT:
+        return {"content": part.text}
+    if part.block.kind == REASONING:
+        return {"reasoning_content": part.text}
+    call: dict[str, Any] = {"index": part.block.number, "function": {"arguments": part.text}}
+    if part.opens:
+        call = {"index": part.block.number, **chat.call(part.block.id, part.block.name, part.text)}
+    return {"tool_calls": [call]}
 
 
 class ChatWriter:
@@ -53,19 +69,24 @@ class ChatWriter:
         return b""
 
     def piece(self, piece: Piece) -> bytes:
-        event = piece.event
+        event, choice = piece.event, piece.choice
         scores = None if event.logprobs is None else answers.chat_logprobs(self.tokenizer, event.logprobs)
-        if not event.text and not scores and event.finish_reason is None:
-            return b""  # half a character
+        reader = self.generation.readers[choice]
+        deltas = [delta_of(part) for part in reader.push(event)]
+        if scores and not deltas:
+            deltas = [{"content": ""}]
+        if not deltas and event.finish_reason is None:
+            return b""  # half a character, or text that may yet become a call
         written = b""
-        if piece.choice not in self.begun:
-            self.begun.add(piece.choice)
-            written = self._chunk([chat.delta(piece.choice, {"role": "assistant", "content": ""})])
-        if event.text or scores:
-            written += self._chunk([chat.delta(piece.choice, {"content": event.text}, None, scores)])
+        if choice not in self.begun:
+            self.begun.add(choice)
+            written = self._chunk([chat.delta(choice, {"role": "assistant", "content": ""})])
+        for delta in deltas:
+            written += self._chunk([chat.delta(choice, delta, None, scores)])
+            scores = None if scores is None else []
         if event.finish_reason is not None:
-            extras = self.generation.extras(piece.choice)
-            written += self._chunk([chat.delta(piece.choice, {}, event.finish_reason)], extras)
+            extras = self.generation.extras(choice)
+            written += self._chunk([chat.delta(choice, {}, reader.reason(event.finish_reason))], extras)
         return written
 
     def _chunk(self, choices: list[dict[str, Any]], extras: dict[str, Any] | None = None) -> bytes:

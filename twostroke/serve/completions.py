@@ -7,23 +7,24 @@ from typing import Any
 
 from twostroke.engine.aio import Piece
 from twostroke.serve import stream
-from twostroke.serve.constrain import refuse_unwired
+from twostroke.serve.constrain import Binding, grammar_field, grammar_of
 from twostroke.serve.errors import ApiError
 from twostroke.serve.http import Call
 from twostroke.serve.protocol import answers, completions, problems
 from twostroke.serve.protocol.base import validate
 from twostroke.serve.protocol.completions import CompletionRequest
-from twostroke.serve.service import Generation, Service
+from twostroke.serve.service import Ask, Generation, Service
 from twostroke.types import TokenLogprobs
 
 
 async def handle(service: Service, call: Call) -> None:
     request = validate(CompletionRequest, await call.body())
     service.check_model(request.model)
-    refuse_unwired(request)
-    params = request.to_params()
+    binding = Binding(grammar_of(request))
+    params = request.to_params(grammar=binding.grammar)
     prompts = await service.tokenize(request.prompts())
-    generation = service.generate(call, prompts, params, request.explain)
+    ask = Ask(prompts, params, request.explain, binding, grammar_field=grammar_field(request))
+    generation = await service.generate(call, ask)
     if request.stream:
         await stream.send(generation, TextWriter(generation, request))
         return

@@ -7,7 +7,6 @@ import secrets
 
 from twostroke.engine.admission import BusyError
 from twostroke.engine.process import EngineError
-from twostroke.errors import InputError
 
 log = logging.getLogger(__name__)
 RESTART_SECONDS = 5  # after which it is worth asking again when the engine is not there
@@ -64,13 +63,8 @@ def internal_with(number: str) -> ApiError:
     return ApiError(500, message, code=f"internal_error_{number}", reason="internal")
 
 
-def from_engine(error: Exception, param: str | None = None) -> ApiError:
-    """What submitting may raise, as an answer."""
+def from_engine(error: BusyError | EngineError) -> ApiError:
+    """What keeps the engine from taking a request, as an answer."""
     if isinstance(error, BusyError):
         return busy(error.retry_after)
-    if isinstance(error, EngineError):
-        return unavailable(f"The engine is not available: {error}.")
-    if isinstance(error, InputError):
-        named = str(error).split(":", 1)[0].split(" ", 1)[0]
-        return bad_request(str(error), named if named.isidentifier() and param is None else param)
-    raise error
+    return unavailable(f"The engine is not available: {error}.")

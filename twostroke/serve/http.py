@@ -17,6 +17,7 @@ Send = Callable[[Message], Awaitable[None]]
 
 MAX_BODY = 4 << 20  # bytes of one request
 MAX_BODIES = 256 << 20  # of all requests that are being read at once
+ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 BODY_SECONDS = 30.0  # for the whole of a body to arrive
 
 
@@ -122,9 +123,8 @@ def too_large() -> ApiError:
 
 def dump(document: Any) -> bytes:
     """Compact JSON. A lone surrogate cannot be written as UTF-8: as an escape it can."""
-    text = json.dumps(document, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     try:
-        return text.encode()
+        return ENCODER.encode(document).encode()
     except UnicodeEncodeError:
         return json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
 

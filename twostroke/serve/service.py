@@ -8,15 +8,18 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
+from twostroke.engine.admission import BusyError
 from twostroke.engine.aio import ENGINE_GONE, SLOW_READER, AsyncEngine, Stream
+from twostroke.engine.process import EngineError
 from twostroke.errors import InputError, ModelError
 from twostroke.metrics.registry import Metrics
 from twostroke.metrics.timeline import Timeline
 from twostroke.sampling import SamplingParams
 from twostroke.serve import errors
 from twostroke.serve.auth import Keys
+from twostroke.serve.constrain import FREE, Binding
 from twostroke.serve.explain import Nearest, Recent, explanation
 from twostroke.serve.http import Call, GoneError
 from twostroke.serve.protocol import answers
@@ -26,21 +29,34 @@ T = TypeVar("T")
 INLINE = 16_384  # characters that are tokenized on the event loop; more goes to a thread
 
 
-class Generation:
-    """One call under way: its stream, and what is needed to tell about it."""
+class Ask(NamedTuple):
+    """What every generating route boils down to."""
 
-    def __init__(self, service: Service, call: Call, stream: Stream, near: Nearest | None, explain: bool):
+    prompts: list[list[int]]
+    params: SamplingParams
+    explain: bool = False  # tell why a prompt was not in the cache
+    binding: Binding = FREE
+    text: str = ""  # the prompt as the template wrote it
+    grammar_field: str = "grammar"  # where a grammar came from
+
+
+class Generation:
+    """One call under way: its stream, its readers, and what is needed to tell about it."""
+
+    def __init__(self, service: Service, call: Call, stream: Stream, near: Nearest | None, ask: Ask):
         self.service = service
         self.call = call
         self.stream = stream
         self.near = near
-        self.explain = explain
+        self.explain = ask.explain
+        self.readers = [ask.binding.reader(ask.text) for _ in stream.answers]
 
     async def finish(self) -> None:
         """The fold: take all pieces in. Afterwards the answers are whole; an error of any of them is raised."""
         async with self.call.watched(self.stream.close):
-            while await self.stream.take():
-                continue
+            while pieces := await self.stream.take():
+                for choice, event in pieces:
+                    self.readers[choice].push(event)
         self.record()
         self.check()
 
@@ -106,7 +122,7 @@ class Service:
             raise errors.unavailable(f"The engine is not available: {trouble}.")
         try:
             self.engine.admission.check()
-        except Exception as error:
+        except BusyError as error:
             raise errors.from_engine(error) from None
 
     def check_model(self, name: str | None) -> None:
@@ -144,21 +160,26 @@ class Service:
             param = named if named in arguments else "messages"
             raise errors.bad_request(str(error), param, "invalid_prompt") from None
 
-    async def render(self, messages: Sequence[Mapping[str, Any]], **arguments: Any) -> list[int]:
-        """Messages to tokens. The template has written its own special tokens."""
+    async def render(self, messages: Sequence[Mapping[str, Any]], **arguments: Any) -> tuple[str, list[int]]:
+        """Messages to one prompt, as text and as tokens. The template has written its own special tokens."""
         text = await self.render_text(messages, **arguments)
         try:
-            return await self.off_loop(len(text), partial(self.engine.intake.tokenize, text, add_special=False))
+            tokenize = partial(self.engine.intake.tokenize, text, add_special=False)
+            return text, await self.off_loop(len(text), tokenize)
         except InputError as error:
             raise errors.bad_request(str(error), "messages", "invalid_prompt") from None
 
-    def generate(self, call: Call, prompts: list[list[int]], params: SamplingParams, explain: bool) -> Generation:
-        near = self.recent.nearest(call.caller.salt, prompts[0]) if explain else None
+    async def generate(self, call: Call, ask: Ask) -> Generation:
+        near = self.recent.nearest(call.caller.salt, ask.prompts[0]) if ask.explain else None
         try:
-            stream = self.engine.submit(prompts, params, call.caller.salt, call.arrival)
-        except Exception as error:
+            await self.engine.prepare(ask.params)
+            stream = self.engine.submit(ask.prompts, ask.params, call.caller.salt, call.arrival, ask.binding.visible)
+        except InputError as error:
+            named = str(error).split(":", 1)[0]
+            raise errors.bad_request(str(error), ask.grammar_field if named == "grammar" else named) from None
+        except (BusyError, EngineError) as error:
             raise errors.from_engine(error) from None
-        return Generation(self, call, stream, near, explain)
+        return Generation(self, call, stream, near, ask)
 
     # ---- what is told ----------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from twostroke.serve.errors import bad_request
 from twostroke.serve.protocol.base import Name, Shape, Text
 from twostroke.serve.protocol.constraints import Constraints
 from twostroke.serve.protocol.sampling import MAX_TOP_LOGPROBS, Count, Sampling
+from twostroke.text.chat import ARGUMENTS
 
 MAX_MESSAGES = 4096
 Role = Literal["system", "developer", "user", "assistant", "tool"]
@@ -65,17 +66,20 @@ class ChatRequest(Sampling, Constraints):
     service_tier: Literal["auto", "default"] | None = None
     modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
 
-    def to_params(self) -> SamplingParams:
+    def to_params(self, **more: Any) -> SamplingParams:
         if self.max_tokens is not None and self.max_completion_tokens is not None:
             raise bad_request("max_tokens and max_completion_tokens mean the same: send one.", "max_tokens")
         if self.top_logprobs is not None and not self.logprobs:
             raise bad_request("top_logprobs: only together with logprobs=true.", "top_logprobs")
         longest = self.max_tokens or self.max_completion_tokens
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        return self.params(max_tokens=longest, unlimited=True, logprobs=logprobs)
+        return self.params(max_tokens=longest, unlimited=True, logprobs=logprobs, **more)
 
     def template_arguments(self) -> dict[str, Any]:
         arguments = dict(self.chat_template_kwargs or {})
+        for name in arguments:
+            if name not in ARGUMENTS:
+                raise bad_request(f"chat_template_kwargs: {name!r} may not be set.", "chat_template_kwargs")
         if self.reasoning_effort is not None:
             arguments["reasoning_effort"] = self.reasoning_effort
         return arguments
@@ -85,9 +89,23 @@ def completion(head: dict[str, Any], choices: list[dict[str, Any]], usage: dict[
     return {**head, "object": "chat.completion", "choices": choices, "usage": usage}
 
 
-def choice(index: int, text: str, reason: str | None, logprobs: list[dict[str, Any]] | None) -> dict[str, Any]:
-    message = {"role": "assistant", "content": text, "refusal": None}
-    return {"index": index, "message": message, "logprobs": scored(logprobs), "finish_reason": reason}
+def message(text: str, reasoning: str, calls: list[dict[str, Any]]) -> dict[str, Any]:
+    document: dict[str, Any] = {"role": "assistant", "content": text if text or not calls else None, "refusal": None}
+    if reasoning:
+        document["reasoning_content"] = reasoning
+    if calls:
+        document["tool_calls"] = calls
+    return document
+
+
+def call(number: str, name: str, arguments: str) -> dict[str, Any]:
+    return {"id": number, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def choice(
+    index: int, written: dict[str, Any], reason: str | None, logprobs: list[dict[str, Any]] | None
+) -> dict[str, Any]:
+    return {"index": index, "message": written, "logprobs": scored(logprobs), "finish_reason": reason}
 
 
 def chunk(head: dict[str, Any], choices: list[dict[str, Any]]) -> dict[str, Any]:

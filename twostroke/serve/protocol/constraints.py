@@ -58,10 +58,20 @@ class NamedTool(Shape):
 ToolChoice = Literal["auto", "none", "required"] | NamedTool
 
 
-class Constraints(Shape):
+class Form(Shape):
+    """The whole answer has this form; the last two are extensions."""
+
     response_format: ResponseFormat | None = None
+    regex: Text | None = None
+    grammar: Text | None = None
+
+
+class Constraints(Form):
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    regex: Text | None = None
-    grammar: Text | None = None
+
+
+def function_tool(name: str, description: str | None, parameters: dict[str, Any] | None) -> dict[str, Any]:
+    """A tool of another API in this one's shape."""
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}

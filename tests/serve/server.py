@@ -1,0 +1,134 @@
+"""A real server in a process of its own, on a tiny random checkpoint and a loopback port."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import httpx
+
+ROOT = Path(__file__).parents[2]
+KEY = "test-key-one"
+OTHER_KEY = "test-key-two"
+HEADERS = {"authorization": f"Bearer {KEY}"}
+RUN = "from twostroke.cli import main; main()"
+
+
+class Server:
+    """`twostroke serve` as a user starts it. `code` may change the package before it runs (patience, limits)."""
+
+    def __init__(self, folder: Path, *arguments: str, code: str = "", keys: tuple[str, ...] = (KEY, OTHER_KEY)):
+        self.key_file = folder.parent / f"keys-{os.getpid()}-{id(self)}"
+        self.key_file.write_text("\n".join(keys) + "\n")
+        given = ("--api-key-file", str(self.key_file)) if keys else ()
+        command = [sys.executable, "-c", code + "\n" + RUN, "serve", str(folder), "--port", "0", "-s", "threads=1"]
+        self.process = subprocess.Popen(
+            [*command, *given, *arguments], cwd=ROOT, stderr=subprocess.PIPE, text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        self.lines: list[str] = []
+        self.model = str(folder)
+        self.url = ""
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.lines.append(line.rstrip())
+
+    def wait(self, seconds: float = 90.0) -> Server:
+        """Until it says where it listens."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            for line in self.lines:
+                found = re.search(r"on (http://\S+)/v1$", line)
+                if found:
+                    self.url = found[1]
+                    return self
+            if self.process.poll() is not None:
+                break
+            time.sleep(0.02)
+        raise AssertionError("the server did not start:\n" + "\n".join(self.lines))
+
+    def client(self, **more: object) -> httpx.Client:
+        settings: dict = {"base_url": self.url, "headers": HEADERS, "timeout": 60.0, "verify": False}
+        return httpx.Client(**(settings | more))
+
+    def async_client(self, **more: object) -> httpx.AsyncClient:
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        settings: dict = {"base_url": self.url, "headers": HEADERS, "timeout": 60.0, "limits": limits, "verify": False}
+        return httpx.AsyncClient(**(settings | more))
+
+    def health(self) -> dict:
+        with self.client() as client:
+            return client.get("/health").json()
+
+    def engine_pid(self) -> int:
+        """The one child process that runs the engine."""
+        for pid in children(self.process.pid):
+            if b"engine.worker" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                return pid
+        raise AssertionError("there is no engine process")
+
+    def wait_until(self, condition, seconds: float = 30.0, what: str = "") -> None:
+        wait_until(condition, seconds, what)
+
+    def quiet(self, seconds: float = 30.0) -> dict:
+        """Until nothing runs; the health document then."""
+        wait_until(lambda: self.health()["in_flight"] == 0, seconds, "requests never ended")
+        return self.health()
+
+    def assert_no_blocks_held(self) -> None:
+        blocks = self.quiet()["blocks"]
+        assert blocks["free"] + blocks["cached"] == blocks["total"], blocks
+
+    def signal(self, number: int = signal.SIGTERM) -> None:
+        self.process.send_signal(number)
+
+    def stop(self) -> int:
+        """End it and check that nothing of it stays."""
+        family = [self.process.pid, *children(self.process.pid)]
+        if self.process.poll() is None:
+            self.signal()
+            try:
+                self.process.wait(10)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+        code = self.process.wait()
+        self._reader.join(2)
+        self.key_file.unlink(missing_ok=True)
+        wait_until(lambda: not any(alive(pid) for pid in family), 5, f"orphans of {family}")
+        return code
+
+
+def children(pid: int) -> list[int]:
+    found = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        found += [int(child) for child in task.read_text().split()]
+    return found
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_until(condition, seconds: float, what: str) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.02)
+
+
+def events(text: str) -> list[str]:
+    """The data of each server-sent event."""
+    return [line.removeprefix("data: ") for line in text.split("\n") if line.startswith("data: ")]

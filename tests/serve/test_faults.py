@@ -1,0 +1,222 @@
+"""Clients that go away, engines that stop, signals: every end is clean and nothing stays behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.serve.server import ROOT, Server, alive, events, wait_until
+
+IMPATIENT = "import twostroke.engine.process as p; p.Patience.__init__.__defaults__ = (1.5, 4.0, 20.0, 600.0, 0.1, 1.0)"
+LONG = {"prompt": "Once upon a time", "max_tokens": 6000, "temperature": 0, "ignore_eos": True}
+SHORT = {"prompt": "Once upon a time", "max_tokens": 8, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def mortal(long_folder: Path) -> Iterator[Server]:
+    """A server whose engine is stopped and killed."""
+    running = Server(long_folder, code=IMPATIENT).wait()
+    yield running
+    running.stop()
+
+
+class Streaming(threading.Thread):
+    """A client in the background."""
+
+    def __init__(self, server: Server, body: dict):
+        super().__init__(daemon=True)
+        self.server, self.body = server, body
+        self.text = ""
+        self.status = 0
+        self.start()
+
+    def run(self) -> None:
+        with (
+            contextlib.suppress(httpx.TransportError),
+            self.server.client() as client,
+            client.stream("POST", "/v1/completions", json=self.body) as response,
+        ):
+            self.status = response.status_code
+            for part in response.iter_text():
+                self.text += part
+
+    def wait_for_tokens(self, count: int = 3) -> Streaming:
+        wait_until(lambda: self.text.count("data:") >= count, 20, "no tokens came")
+        return self
+
+    def documents(self) -> list[dict]:
+        self.join(30)
+        assert not self.is_alive(), "the stream did not end"
+        return [json.loads(line) for line in events(self.text) if line != "[DONE]"]
+
+
+# ---- clients that go away ------------------------------------------------------------------------------------------
+
+
+async def drop_many(server: Server, count: int, at_once: int) -> None:
+    """Connections closed at random moments: while queued, in prefill, in decode."""
+    rng = random.Random(0)
+    gate = asyncio.Semaphore(at_once)
+
+    async def one(number: int) -> None:
+        prompt = "The quick brown fox " * rng.randint(1, 12) + str(number % 7)
+        body = {
+            "prompt": prompt,
+            "max_tokens": rng.randint(5, 150),
+            "stream": rng.random() < 0.7,
+            "n": rng.choice([1, 1, 3]),
+        }
+        async with gate, server.async_client() as client:
+            try:
+                async with asyncio.timeout(rng.choice([0.002, 0.02, 0.1, 0.3])):
+                    async with client.stream("POST", "/v1/completions", json=body) as response:
+                        assert response.status_code in (200, 429)
+                        async for _ in response.aiter_bytes():
+                            pass
+            except (TimeoutError, httpx.TransportError):
+                pass
+
+    await asyncio.gather(*(one(number) for number in range(count)))
+
+
+@pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.slow)])
+def test_random_disconnects_leave_nothing_behind(server: Server, client: httpx.Client, count: int) -> None:
+    right = client.post("/v1/completions", json=SHORT).json()["choices"][0]["text"]
+    asyncio.run(drop_many(server, count, 24))
+    server.assert_no_blocks_held()
+    assert client.post("/v1/completions", json=SHORT).json()["choices"][0]["text"] == right
+    assert server.health()["restarts"] == 0
+
+
+def test_a_disconnect_frees_its_blocks_at_once(server: Server, client: httpx.Client) -> None:
+    server.quiet()
+    with client.stream("POST", "/v1/completions", json={**LONG, "n": 4, "stream": True}) as response:
+        next(response.iter_bytes())
+        assert server.health()["in_flight"] == 4
+    wait_until(lambda: server.health()["in_flight"] == 0, 2, "the engine went on without a reader")
+    server.assert_no_blocks_held()
+
+
+# ---- an engine that stops ------------------------------------------------------------------------------------------
+
+
+def test_a_killed_engine_ends_its_streams_and_comes_back(mortal: Server) -> None:
+    right = right_answer(mortal)
+    streaming = Streaming(mortal, {**LONG, "stream": True}).wait_for_tokens()
+    waiting = Streaming(mortal, LONG)
+    wait_until(lambda: mortal.health()["in_flight"] == 2, 10, "the second request did not arrive")
+    os.kill(mortal.engine_pid(), signal.SIGKILL)
+    last = streaming.documents()[-1]
+    assert last["error"]["type"] == "server_error" and last["error"]["code"] == "engine_unavailable"
+    waiting.join(10)
+    assert waiting.status == 503
+    check_unavailable(mortal)
+    wait_until(lambda: mortal.health()["status"] == "ok", 60, "the engine was not restarted")
+    assert mortal.health()["restarts"] == 1
+    assert right_answer(mortal) == right
+
+
+def test_a_stopped_engine_turns_health_and_recovers(mortal: Server) -> None:
+    """SIGSTOP for less than the patience: nothing is lost."""
+    streaming = Streaming(mortal, {**LONG, "max_tokens": 2000, "stream": True}).wait_for_tokens()
+    engine = mortal.engine_pid()
+    os.kill(engine, signal.SIGSTOP)
+    stopped = time.monotonic()
+    wait_until(lambda: mortal.health()["status"] != "ok", 5, "health stayed good while nothing moved")
+    assert time.monotonic() - stopped < 4
+    check_unavailable(mortal)
+    os.kill(engine, signal.SIGCONT)
+    wait_until(lambda: mortal.health()["status"] == "ok", 5, "health stayed bad")
+    assert streaming.documents()[-1]["choices"][0]["finish_reason"] == "length"
+    assert mortal.engine_pid() == engine
+
+
+def test_an_engine_that_stays_stopped_is_replaced(mortal: Server) -> None:
+    streaming = Streaming(mortal, {**LONG, "stream": True}).wait_for_tokens()
+    engine = mortal.engine_pid()
+    os.kill(engine, signal.SIGSTOP)
+    last = streaming.documents()[-1]
+    assert last["error"]["code"] == "engine_unavailable"
+    wait_until(lambda: mortal.health()["status"] == "ok", 60, "the engine was not replaced")
+    assert not alive(engine)
+    mortal.assert_no_blocks_held()
+
+
+def test_the_engine_dies_with_a_killed_server(mortal: Server) -> None:
+    """Runs last in this file's order of servers: nothing can be asked of it afterwards."""
+    engine = mortal.engine_pid()
+    Streaming(mortal, {**LONG, "stream": True}).wait_for_tokens()
+    mortal.process.kill()
+    wait_until(lambda: not alive(engine), 5, "the engine outlived its server")
+
+
+def right_answer(server: Server) -> str:
+    with server.client() as client:
+        return client.post("/v1/completions", json=SHORT).json()["choices"][0]["text"]
+
+
+def check_unavailable(server: Server) -> None:
+    """Live but not ready, and requests are refused at once with a time to come back."""
+    with server.client() as client:
+        assert client.get("/health/live").status_code == 200
+        assert client.get("/health/ready").status_code == 503
+        assert client.get("/health").status_code == 503
+        refused = client.post("/v1/completions", json=SHORT)
+        assert refused.status_code == 503 and int(refused.headers["retry-after"]) >= 1
+
+
+# ---- signals -------------------------------------------------------------------------------------------------------
+
+
+def test_sigterm_drains_and_a_second_one_is_fast(long_folder: Path) -> None:
+    server = Server(long_folder, "--drain-timeout", "60").wait()
+    streaming = Streaming(server, {**LONG, "max_tokens": 2000, "stream": True}).wait_for_tokens()
+    server.signal()
+    with server.client() as client:
+        wait_until(lambda: client.get("/health/ready").status_code == 503, 2, "still ready after SIGTERM")
+        refused = client.post("/v1/completions", json=SHORT)
+        assert refused.status_code == 503 and refused.json()["error"]["code"] == "shutting_down"
+    documents = streaming.documents()
+    assert documents[-1]["choices"][0]["finish_reason"] == "length"
+    assert documents[-1]["timings"]["output_tokens"] == 2000
+    assert server.stop() == 0
+
+    server = Server(long_folder, "--drain-timeout", "60").wait()
+    streaming = Streaming(server, {**LONG, "n": 16, "stream": True}).wait_for_tokens()
+    server.signal()
+    time.sleep(0.2)
+    assert server.process.poll() is None
+    server.signal()
+    began = time.monotonic()
+    assert server.process.wait(5) == 0
+    assert time.monotonic() - began < 3
+    assert server.stop() == 0
+
+
+def test_what_keeps_it_from_starting_is_one_sentence(tmp_path: Path, long_folder: Path) -> None:
+    def start(*arguments: str) -> str:
+        command = [sys.executable, "-c", "from twostroke.cli import main; main()", "serve", *arguments]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 2, done.stderr
+        assert "Traceback" not in done.stderr
+        return " ".join(done.stderr.split())
+
+    assert "no such model" in start(str(tmp_path / "nothing"))
+    assert "holds no key" in start(str(tmp_path), "--api-key-file", os.devnull)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert "cannot be listened on" in start(str(long_folder), "--port", str(taken.getsockname()[1]))
+    assert "holds no request at all" in start(str(long_folder), "--port", "0", "-s", "kv_memory=1")

@@ -1,0 +1,187 @@
+"""More than it can take: floods, slow readers, neighbours of every kind, and hours of it (marked slow)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import socket
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.serve.server import KEY, Server, events, wait_until
+
+SMALL_BUFFERS = "import twostroke.serve.listen as l; l.SEND_BUFFER = 4096; l.STALL_SECONDS = 3.0; "
+FEW_UNREAD = "import twostroke.engine.aio as a; a.MAX_UNREAD = 500; "
+
+
+@pytest.fixture(scope="module")
+def small(long_folder: Path) -> Iterator[Server]:
+    """Four samples run, four may wait."""
+    settings = ("-s", "max_requests=4", "-s", "max_model_len=4096")
+    running = Server(long_folder, "--max-queue", "4", *settings, code=SMALL_BUFFERS + FEW_UNREAD).wait()
+    yield running
+    assert running.stop() == 0
+
+
+def test_a_flood_is_refused_quickly_and_harms_nobody(small: Server) -> None:
+    """Ten times what fits: most are refused with a time to come back, those inside keep their pace."""
+    inside = {"prompt": "Once upon a time", "max_tokens": 800, "temperature": 0, "ignore_eos": True, "stream": True}
+    outside = {"prompt": "The quick brown fox " * 20, "max_tokens": 300, "ignore_eos": True}
+    gaps: list[float] = []
+
+    async def stream(client: httpx.AsyncClient) -> None:
+        before = None
+        async with client.stream("POST", "/v1/completions", json=inside) as response:
+            assert response.status_code == 200
+            async for _ in response.aiter_raw():
+                now = time.monotonic()
+                gaps.append(now - before if before else 0.0)
+                before = now
+
+    async def flood() -> list[httpx.Response]:
+        async with small.async_client() as client:
+            running = [asyncio.create_task(stream(client)) for _ in range(8)]
+            await asyncio.sleep(0.2)
+            asked = []
+            for _ in range(80):
+                asked.append(asyncio.create_task(client.post("/v1/completions", json=outside)))
+                await asyncio.sleep(0.01)
+            answers = await asyncio.gather(*asked)
+            await asyncio.gather(*running)
+        return answers
+
+    answers = asyncio.run(flood())
+    refused = [answer for answer in answers if answer.status_code == 429]
+    assert len(refused) >= 40 and all(answer.status_code in (200, 429) for answer in answers)
+    assert all(1 <= int(answer.headers["retry-after"]) <= 120 for answer in refused)
+    took = [float(answer.headers["server-timing"].partition("dur=")[2]) for answer in refused]
+    assert statistics.quantiles(took, n=20)[-1] < 50.0  # milliseconds at p95: 10 where nothing else runs
+    assert max(gaps) < 2.0
+    small.assert_no_blocks_held()
+
+
+def test_a_crowd_that_comes_at_once(small: Server) -> None:
+    answers = asyncio.run(burst(small, 80))
+    refused = [answer for answer in answers if answer.status_code == 429]
+    assert len(refused) >= 40 and all(answer.status_code in (200, 429) for answer in answers)
+    small.assert_no_blocks_held()
+
+
+async def burst(server: Server, count: int) -> list[httpx.Response]:
+    body = {"prompt": "Once", "max_tokens": 400, "ignore_eos": True}
+    async with server.async_client() as client:
+        return await asyncio.gather(*(client.post("/v1/completions", json=body) for _ in range(count)))
+
+
+def test_what_can_never_fit_is_a_bad_request(small: Server) -> None:
+    with small.client() as client:
+        response = client.post("/v1/completions", json={"prompt": "Once", "n": 9, "max_tokens": 4})
+        assert response.status_code == 400 and response.json()["error"]["param"] == "n"
+
+
+def test_a_reader_that_does_not_read_is_ended(small: Server) -> None:
+    """Its buffers stay bounded, its blocks come back, others do not notice."""
+    body = json.dumps({"prompt": "Once", "max_tokens": 4000, "ignore_eos": True, "stream": True, "logprobs": 5})
+    lines = ["POST /v1/completions HTTP/1.1", "host: x", f"x-api-key: {KEY}", f"content-length: {len(body)}", "", body]
+    host, port = small.url.removeprefix("http://").split(":")
+    before = small.quiet()["steps"]
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.connect((host, int(port)))
+        sock.sendall("\r\n".join(lines).encode())
+        wait_until(lambda: small.health()["in_flight"] == 1, 10, "it never began")
+        with small.client() as client:
+            assert client.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 5}).status_code == 200
+        wait_until(lambda: small.health()["in_flight"] == 0, 20, "nobody reads, and it goes on")
+        assert small.health()["steps"] - before < 4000
+    small.assert_no_blocks_held()
+
+
+def test_tokens_do_not_depend_on_neighbours(server: Server) -> None:
+    """The same request alone and among 31 fuzzed ones."""
+    body = {"prompt": "The quick brown fox jumps", "max_tokens": 40, "seed": 5, "temperature": 0.9, "logprobs": 2}
+
+    def neighbour(rng: random.Random) -> dict:
+        return {
+            "prompt": [rng.randrange(3, 300) for _ in range(rng.randint(1, 90))], "max_tokens": rng.randint(1, 60),
+            "temperature": rng.choice([0, 0.5, 2.0, 100.0]), "top_p": rng.choice([0.01, 0.9, 1.0]),
+            "top_k": rng.choice([0, 1, 7]), "logit_bias": {str(rng.randrange(300)): rng.choice([-100, 100])},
+            "presence_penalty": rng.choice([-2.0, 2.0]), "repetition_penalty": rng.choice([0.01, 1.0, 100.0]),
+            "n": rng.choice([1, 2]), "logprobs": rng.choice([0, 5]), "stop": rng.choice(["e", [" ", "the"]]),
+            "min_tokens": rng.choice([0, 1]), "echo": rng.random() < 0.3,
+        }  # fmt: skip
+
+    async def among(seed: int) -> dict:
+        rng = random.Random(seed)
+        async with server.async_client() as client:
+            others = [client.post("/v1/completions", json=neighbour(rng)) for _ in range(31)]
+            answers = await asyncio.gather(client.post("/v1/completions", json=body), *others)
+        assert all(answer.status_code == 200 for answer in answers), [answer.text for answer in answers]
+        return answers[0].json()["choices"][0]
+
+    with server.client() as client:
+        alone = client.post("/v1/completions", json=body).json()["choices"][0]
+    for seed in range(2):
+        crowded = asyncio.run(among(seed))
+        assert crowded["text"] == alone["text"]
+        assert crowded["logprobs"]["token_logprobs"] == alone["logprobs"]["token_logprobs"]
+
+
+# ---- for long ------------------------------------------------------------------------------------------------------
+
+
+async def soak(server: Server, count: int, at_once: int, seed: int) -> dict[str, int]:
+    """Short requests with random aborts. Every stream that is read to its end has exactly one end."""
+    rng = random.Random(seed)
+    gate = asyncio.Semaphore(at_once)
+    ends = {"whole": 0, "aborted": 0}
+
+    async def one(client: httpx.AsyncClient) -> None:
+        body = {
+            "prompt": "The quick brown fox " * rng.randint(1, 6) + str(rng.randrange(50)),
+            "max_tokens": rng.randint(1, 24), "stream": True, "n": rng.choice([1, 1, 1, 2]),
+        }  # fmt: skip
+        async with gate:
+            if rng.random() < 0.2:
+                try:
+                    async with asyncio.timeout(rng.random() * 0.05):
+                        await client.post("/v1/completions", json=body)
+                except (TimeoutError, httpx.TransportError):
+                    ends["aborted"] += 1
+                return
+            answer = await client.post("/v1/completions", json=body)
+            assert answer.status_code == 200, answer.text
+            documents = [json.loads(line) for line in events(answer.text)[:-1]]
+            finished = [c["index"] for d in documents for c in d["choices"] if c["finish_reason"]]
+            assert sorted(finished) == list(range(body["n"])), "an end was lost or doubled"
+            ends["whole"] += 1
+
+    async with server.async_client(limits=httpx.Limits(max_keepalive_connections=at_once)) as client:
+        await asyncio.gather(*(one(client) for _ in range(count)))
+    return ends
+
+
+def memory(pid: int) -> float:
+    """Resident megabytes."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) / 1024
+    raise AssertionError("no such process")
+
+
+@pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_soak(server: Server, count: int) -> None:
+    asyncio.run(soak(server, min(count, 500), 32, 1))
+    before = memory(server.process.pid) + memory(server.engine_pid())
+    for part in range(max(1, count // 1000)):
+        asyncio.run(soak(server, min(count, 1000), 32, part))
+    server.assert_no_blocks_held()
+    after = memory(server.process.pid) + memory(server.engine_pid())
+    assert after - before < 50, f"{after - before:.0f} MB more than after the warm-up"
+    assert server.health()["restarts"] == 0
