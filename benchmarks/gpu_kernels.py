@@ -1,6 +1,6 @@
 """Time the GPU kernels one by one, over the tile shapes worth trying: `python -m benchmarks.gpu_kernels [part ...]`.
 
-Parts: ceilings, gemv, decode, prefill, gemm. The last line is JSON.
+Parts: ceilings, gemv, narrow, decode, prefill, gemm. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -94,6 +94,30 @@ def gemvs() -> None:
             t = seconds(all_of) / copies
             note("gemv", f"{name} {tile}", f"{t * 1e6:.2f} us {n * k * 2 / t / 1e12:.2f} TB/s")
         del weights
+
+
+def narrow() -> None:
+    from twostroke.ops.triton import quantized as z
+
+    for name, (n, k, before, add) in SHAPES.items():
+        if name.startswith("1B"):
+            continue
+        copies = max(2, min(16, (1 << 29) // (n * k)))
+        x = torch.randn(1, k * (2 if before >= 2 else 1), device=DEVICE, dtype=torch.bfloat16)
+        norm, out = torch.rand(k, device=DEVICE, dtype=torch.bfloat16), torch.zeros(1, n, device=DEVICE, dtype=torch.bfloat16)
+        full = torch.randn(n, k, device=DEVICE, dtype=torch.bfloat16)
+        fours, eights = z.to_int4(full, None), z.to_fp8(full, None)
+        ws = [z.Int4(fours.codes.clone(), fours.scales.clone(), None) for _ in range(copies)]
+        for tile in ((8, 8, 4), (4, 8, 4), (16, 4, 4), (8, 4, 4), (16, 8, 8), (4, 4, 2)):
+            t = seconds(lambda ws=ws, tile=tile: [z.int4_gemv(x, w, out, before, norm, 1e-5, add, tile) for w in ws]) / copies
+            note("narrow", f"{name} int4 {tile}", f"{t * 1e6:.2f} us {(n * k / 2 + n * k / 32) / t / 1e12:.2f} TB/s")
+        cs = [eights.codes.clone() for _ in range(copies)]
+        for tile in ((16, 256, 4, 1), (8, 512, 4, 2), (16, 512, 8, 1), (8, 1024, 8, 1), (8, 1024, 4, 1), (4, 1024, 4, 2)):
+            t = seconds(lambda cs=cs, tile=tile: [
+                g.gemv(x, c, None, out, before=before, norm=norm, eps=1e-5, add=add, scales=eights.scales, tile=tile) for c in cs
+            ]) / copies  # fmt: skip
+            note("narrow", f"{name} fp8 {tile}", f"{t * 1e6:.2f} us {n * k / t / 1e12:.2f} TB/s")
+        del ws, cs, full
 
 
 def paged(requests: int, context: int, new: int, kv_format: str = "bfloat16", dim: int = 128, kv_heads: int = 8):
@@ -201,7 +225,7 @@ def gemms() -> None:
 
 
 if __name__ == "__main__":
-    parts = {"ceilings": ceilings, "gemv": gemvs, "decode": decodes, "prefill": prefills, "gemm": gemms}
+    parts = {"ceilings": ceilings, "gemv": gemvs, "decode": decodes, "prefill": prefills, "gemm": gemms, "narrow": narrow}
     for part in sys.argv[1:] or parts:
         began = time.perf_counter()
         parts[part]()

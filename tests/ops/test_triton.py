@@ -16,7 +16,8 @@ from tests.ops.cases import CASES, DECODE, Case, make_step  # noqa: E402
 from twostroke.ops.cuda import CudaOps, DeviceBatch  # noqa: E402
 from twostroke.ops.formats import from_float  # noqa: E402
 from twostroke.ops.interface import Batch, Gate, GroupBlocks, KVLayer, Norm  # noqa: E402
-from twostroke.ops.reference import ReferenceOps  # noqa: E402
+from twostroke.ops.reference import Matrix, ReferenceOps  # noqa: E402
+from twostroke.ops.triton.quantized import as_float  # noqa: E402
 
 DEVICE = torch.device("cuda" if ON_CARD else "cpu")
 REFERENCE = ReferenceOps()
@@ -110,6 +111,31 @@ def test_linear(ops: CudaOps, rows: int, before: str, bias: bool) -> None:
             add_to=None if add_to is None else add_to.to(DEVICE),
         )  # fmt: skip
         close(got, expected)
+
+
+def test_shared_tiles(ops: CudaOps, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several programs may share the context of one tile."""
+    monkeypatch.setattr("twostroke.ops.cuda.split_for", lambda *_: 3)
+    check_attention(ops, Case(((0, 37), (200, 3), (63, 1), (250, 40))), streams=False)
+    check_attention(ops, Case(((200, 30), (16, 17)), window=24), streams=False)
+
+
+@pytest.mark.parametrize("quantize", ["fp8", "int4"])
+@pytest.mark.parametrize("before", ["none", "norm", "silu"])
+def test_quantized(quantize: str, before: str) -> None:
+    """One row straight from the codes gives what the decoded matrix gives."""
+    ops = CudaOps(torch.float32, DEVICE, quantize)
+    generator = torch.Generator().manual_seed(0)
+    wide, out = 256, 48
+    x = torch.randn(1, 2 * wide if before == "silu" else wide, generator=generator)
+    weight = ops.adopt(torch.randn(out, wide, generator=generator).to(DEVICE))
+    matrix = as_float(weight, torch.float32).cpu()
+    kinds = {"none": None, "norm": Norm(torch.ones(wide), 1e-5), "silu": Gate("silu")}
+    expected = REFERENCE.linear(x, Matrix(matrix, None), before=kinds[before])
+    mine = Norm(torch.ones(wide, device=DEVICE), 1e-5) if before == "norm" else kinds[before]
+    close(ops.linear(x.to(DEVICE), weight, before=mine), expected, 1e-4)
+    table = ops.embed(weight, torch.tensor([3, 7], device=DEVICE), 1.0)
+    close(table, matrix[[3, 7]])
 
 
 def test_rows(ops: CudaOps) -> None:

@@ -18,8 +18,9 @@ from twostroke.ops.interface import Attention, Batch, Gate, KVLayer, Norm
 from twostroke.ops.triton import gemv as gemv_
 from twostroke.ops.triton import rows as rows_
 from twostroke.ops.triton.decode import DecodeScratch, decode_attention, split_count
-from twostroke.ops.triton.dense import LONG, attend_long
-from twostroke.ops.triton.prefill import make_tiles, prefill_attention, tile_rows
+from twostroke.ops.triton.dense import UNIT, attend_long
+from twostroke.ops.triton.prefill import make_tiles, prefill_attention, split_for, tile_rows
+from twostroke.ops.triton.quantized import GROUP, Fp8, Int4, as_float, fp8_product, int4_gemv, to_fp8, to_int4
 from twostroke.ops.triton.rope import rotate_and_store
 
 
@@ -30,6 +31,9 @@ PIECE = 2048  # rows of a wide product made at a time
 class Matrix:
     weight: Tensor  # (out, in), in the type of the activations
     bias: Tensor | None  # (out,) float32
+
+
+Weight = Matrix | Fp8 | Int4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,22 +53,27 @@ class Cut:
     singles: Tensor | None  # (n,) int32 requests with one new token; None: all of them
     single_count: int
     splits: int
-    tiles: Tensor | None  # of the requests with a few new tokens
-    long: tuple[int, ...]  # requests whose new tokens fill the tensor cores by themselves
+    tiles: Tensor | None  # of queries of the requests with several new tokens
+    tile_splits: int
+    long: tuple[int, ...]  # requests whose first new tokens fill the tensor cores by themselves
     rows: tuple[tuple[int, int, int], ...]  # (first row, count, context) of each of `long`
 
 
 class CudaOps:
     name = "cuda"
 
-    def __init__(self, dtype: torch.dtype = torch.bfloat16, device: str | torch.device = "cuda"):
-        self.dtype, self.device = dtype, torch.device(device)
+    def __init__(
+        self, dtype: torch.dtype = torch.bfloat16, device: str | torch.device = "cuda", quantize: str | None = None
+    ):
+        """quantize: keep matrices in "fp8" or "int4" instead of `dtype`."""
+        self.dtype, self.device, self.quantize = dtype, torch.device(device), quantize
         self.scratch = DecodeScratch(self.device)
+        self._norms: dict[Norm, Norm] = {}
         self._cuts: tuple[Batch | None, dict[tuple[int, int], Cut]] = (None, {})
 
     # ---- weights -------------------------------------------------------------------------------------------------
 
-    def pack(self, parts: Sequence[Stored], bias: Tensor | None = None) -> Matrix:
+    def pack(self, parts: Sequence[Stored], bias: Tensor | None = None) -> Weight:
         width = parts[0].shape[1]
         out = torch.empty(sum(part.shape[0] for part in parts), width, dtype=self.dtype, device=self.device)
         start = 0
@@ -76,51 +85,76 @@ class CudaOps:
                 start += rows.shape[0]
         return self.adopt(out, bias)
 
-    def adopt(self, weight: Tensor, bias: Tensor | None = None) -> Matrix:
+    def adopt(self, weight: Tensor, bias: Tensor | None = None) -> Weight:
         """A matrix that is on the device already."""
-        return Matrix(weight, None if bias is None else bias.to(self.device, torch.float32))
+        if bias is not None:
+            bias = bias.to(self.device, torch.float32)
+        if self.quantize == "fp8" and all(size % 16 == 0 for size in weight.shape):
+            return to_fp8(weight, bias)
+        if self.quantize == "int4" and weight.shape[1] % GROUP == 0:
+            return to_int4(weight, bias)
+        return Matrix(weight, bias)
 
-    def weight_bytes(self, weight: Matrix) -> int:
-        return weight.weight.nbytes
+    def weight_bytes(self, weight: Weight) -> int:
+        return weight.weight.nbytes if isinstance(weight, Matrix) else weight.codes.nbytes + weight.scales.nbytes
 
     # ---- rows ----------------------------------------------------------------------------------------------------
 
-    def embed(self, table: Matrix, tokens: Tensor, scale: float) -> Tensor:
+    def embed(self, table: Weight, tokens: Tensor, scale: float) -> Tensor:
+        if not isinstance(table, Matrix):
+            return as_float(table, torch.float32, tokens).mul_(scale).to(self.dtype)
         return rows_.embed(table.weight, tokens, scale, self.dtype)
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
         return rows_.rms_norm(x, norm.weight, norm.eps)
 
     def linear(
-        self, x: Tensor, weight: Matrix, *, before: Norm | Gate | None = None, add_to: Tensor | None = None
+        self, x: Tensor, weight: Weight, *, before: Norm | Gate | None = None, add_to: Tensor | None = None
     ) -> Tensor:
-        if gemv_.supports(x, weight.weight):
+        if x.shape[0] == 1 and x.is_contiguous():
             return self._one_row(x, weight, before, add_to)
         if isinstance(before, Norm):
             x = rows_.rms_norm(x, before.weight, before.eps)
         elif isinstance(before, Gate):
             x = rows_.gated(x, before.activation == "silu")
-        matrix = weight.weight.t()
+        if isinstance(weight, Fp8):
+            out = fp8_product(x, weight)
+            out = out if weight.bias is None else out.add_(weight.bias)
+            return out if add_to is None else add_to.add_(out)
+        matrix = (weight.weight if isinstance(weight, Matrix) else as_float(weight, self.dtype)).t()
         if add_to is not None:
             add_to.addmm_(x, matrix)
             return add_to if weight.bias is None else add_to.add_(weight.bias)
         out = product(x, matrix)
         return out if weight.bias is None else out.add_(weight.bias)
 
-    def _one_row(self, x: Tensor, weight: Matrix, before: Norm | Gate | None, add_to: Tensor | None) -> Tensor:
+    def _one_row(self, x: Tensor, weight: Weight, before: Norm | Gate | None, add_to: Tensor | None) -> Tensor:
+        matrix = weight.weight if isinstance(weight, Matrix) else weight.codes
         out = add_to
         if out is None:
-            out = torch.empty(1, weight.weight.shape[0], dtype=x.dtype, device=x.device)
+            out = torch.empty(1, matrix.shape[0], dtype=x.dtype, device=x.device)
         kind = gemv_.NOTHING
         if isinstance(before, Norm):
             kind = gemv_.NORM
         elif isinstance(before, Gate):
             kind = gemv_.SILU if before.activation == "silu" else gemv_.GELU
-        norm = before if isinstance(before, Norm) else None
+        norm = self._narrow(before) if isinstance(before, Norm) else None
+        gain, eps = (norm.weight, norm.eps) if norm is not None else (None, 0.0)
+        if isinstance(weight, Int4):
+            out = int4_gemv(x, weight, out, kind, gain, eps, add_to is not None)
+            return out if weight.bias is None else out.add_(weight.bias)
+        scales = weight.scales if isinstance(weight, Fp8) else None
         return gemv_.gemv(
-            x, weight.weight, weight.bias, out, before=kind, norm=norm.weight if norm else None,
-            eps=norm.eps if norm else 0.0, add=add_to is not None,
-        )  # fmt: skip
+            x, matrix, weight.bias, out, before=kind, norm=gain, eps=eps, add=add_to is not None, scales=scales
+        )
+
+    def _narrow(self, norm: Norm) -> Norm:
+        """The norm with its weight in the activations' type, where that loses nothing: half the bytes for each program."""
+        found = self._norms.get(norm)
+        if found is None:
+            narrow = norm.weight.to(self.dtype)
+            found = self._norms[norm] = Norm(narrow, norm.eps) if torch.equal(narrow.float(), norm.weight) else norm
+        return found
 
     def argmax(self, logits: Tensor) -> Tensor:
         tokens = logits.argmax(dim=-1)  # a NaN counts as the largest
@@ -140,7 +174,7 @@ class CudaOps:
         if cut.single_count:
             self._attend_singles(q, attention, kv, batch, group, out, cut, fused=False)
         if cut.tiles is not None:
-            prefill_attention(q, attention, kv, batch, group, out, cut.tiles)
+            prefill_attention(q, attention, kv, batch, group, out, cut.tiles, splits=cut.tile_splits)
         for request, (first, count, context) in zip(cut.long, cut.rows, strict=True):
             v = qkv[:, -attention.kv_heads * attention.head_dim :]
             table = batch.groups[group].tables[request]
@@ -164,30 +198,37 @@ class CudaOps:
         dense = attention.window == 0 and attention.softcap == 0 and self._dense_ok(attention)
         found = self._cuts[1].get((queries, dense))
         if found is None:
-            found = self._cuts[1][queries, dense] = self._make_cut(batch, queries, dense)
+            found = self._make_cut(batch, queries, dense, attention.kv_heads)
+            self._cuts[1][queries, dense] = found
         return found
 
     def _dense_ok(self, attention: Attention) -> bool:
         return self.dtype == torch.bfloat16 and self.device.type == "cuda" and attention.head_dim in (64, 128)
 
-    def _make_cut(self, batch: Batch, queries: int, dense: bool) -> Cut:
+    def _make_cut(self, batch: Batch, queries: int, dense: bool, kv_heads: int) -> Cut:
         if isinstance(batch, DeviceBatch) and batch.streams:
-            return Cut(None, batch.contexts.shape[0], batch.splits or split_count(int(batch.lengths.max())), None, (), ())  # type: ignore[union-attr]
+            return Cut(None, batch.contexts.shape[0], batch.splits or split_count(int(batch.lengths.max())), None, 1, (), ())  # type: ignore[union-attr]
         known = isinstance(batch, DeviceBatch) and batch.counts is not None and batch.lengths is not None
         counts = batch.counts if known else np.diff(batch.starts.cpu().numpy())  # type: ignore[attr-defined]
         lengths = batch.lengths if known else batch.contexts.cpu().numpy()  # type: ignore[attr-defined]
         singles = np.flatnonzero(counts == 1).astype(np.int32)
-        large = np.flatnonzero(counts >= LONG) if dense else np.empty(0, np.int64)
-        some = np.flatnonzero((counts > 1) & (counts < LONG)) if dense else np.flatnonzero(counts > 1)
-        tiles = self._upload(make_tiles(counts, lengths, some, queries)) if len(some) else None
+        whole = np.where((lengths - counts) % UNIT == 0, counts // UNIT * UNIT, 0) if dense else np.zeros_like(counts)
+        large = np.flatnonzero(whole)
+        some = np.flatnonzero((counts > 1) & (counts > whole))
+        tiles, splits = None, 1
+        if len(some):
+            listed = make_tiles(counts, lengths, some, queries, whole[some])
+            tiles = self._upload(listed)
+            splits = split_for(len(listed), kv_heads, int(counts.sum()), int(lengths[some].max()))
         starts = np.cumsum(counts) - counts
         return Cut(
             singles=self._upload(singles),
             single_count=len(singles),
             splits=split_count(int(lengths[singles].max())) if len(singles) else 1,
             tiles=tiles,
+            tile_splits=splits,
             long=tuple(int(r) for r in large),
-            rows=tuple((int(starts[r]), int(counts[r]), int(lengths[r])) for r in large),
+            rows=tuple((int(starts[r]), int(whole[r]), int(lengths[r] - counts[r] + whole[r])) for r in large),
         )
 
     def _upload(self, array: np.ndarray) -> Tensor:

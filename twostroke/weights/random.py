@@ -6,7 +6,7 @@ import torch
 
 from twostroke.model.arch import Arch, LayerArch, Rope
 from twostroke.model.transformer import Layer, Transformer, rope_table
-from twostroke.ops.cuda import CudaOps, Matrix
+from twostroke.ops.cuda import CudaOps, Weight
 from twostroke.ops.interface import Attention, Norm
 
 THETA = 500_000.0
@@ -31,7 +31,7 @@ def random_model(arch: Arch, ops: CudaOps, max_positions: int, seed: int = 0) ->
     """Normal weights with the deviation that keeps activations near 1."""
     generator = torch.Generator(ops.device).manual_seed(seed)
 
-    def matrix(rows: int, columns: int) -> Matrix:
+    def matrix(rows: int, columns: int) -> Weight:
         weight = torch.empty(rows, columns, dtype=ops.dtype, device=ops.device)
         return ops.adopt(weight.normal_(std=columns**-0.5, generator=generator))
 

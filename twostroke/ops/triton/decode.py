@@ -315,6 +315,8 @@ def decode_attention(
     if tile is None:
         tile = 32 if wide > 128 or wide_float else 128 if ahead else 64
         stages = 1 if ahead else 2
+        if not ahead and not wide_float and (splits <= 8 or kv.format != "bfloat16"):
+            tile, stages, warps = (64 if kv.format == "int4" else 32), 3, 1
     decode_kernel[(attention.kv_heads, splits, requests)](
         q, out, part, part_max, part_sum, done, tables if listed is None else listed, batch.starts, batch.contexts, tables,
         kv.keys, kv.values, scales, value_scales, rope.cos if rope else q, rope.sin if rope else q,

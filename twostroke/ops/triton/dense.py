@@ -1,7 +1,8 @@
 """Attention of one request's long stretch of new tokens through the vendor's kernel, on K and V laid out in a row.
 
-The new tokens see each other causally and everything before them whole: two calls whose results are merged by their
-softmax sums. The first stretch of a prompt needs neither the merge nor a gather.
+The new tokens see each other causally and everything before them whole: calls whose results are merged by their
+softmax sums. The first stretch of a prompt needs neither the merge nor a gather. The library plans every new shape for
+a good part of a second, so only whole multiples of UNIT come here, and what lies before them goes in powers of two.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor
 from twostroke.ops.interface import BLOCK, Attention, KVLayer
 from twostroke.ops.triton.heads import FORMATS, load_tile
 
-LONG = 1024  # new tokens from which this path is faster than the paged kernel
+UNIT = 2048  # new tokens, and tokens before them, come in multiples of this
 
 
 @triton.jit
@@ -58,10 +59,10 @@ def gather(kv: KVLayer, table: Tensor, context: int, attention: Attention, dtype
 
 @triton.jit
 def merge_kernel(
-    a_ptr, b_ptr, la_ptr, lb_ptr, out_ptr, count, row_stride, head_stride, out_stride, HEAD: tl.constexpr,
+    a_ptr, b_ptr, la_ptr, lb_ptr, out_ptr, count, out_stride, HEADS: tl.constexpr, HEAD: tl.constexpr,
     WIDE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """a, b: (count, heads, HEAD) with log-sums (heads, count), both with the same strides."""
+    """a, b: (count, HEADS, HEAD) with log-sums (HEADS, count); a's become those of both."""
     rows, head = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
     dims = tl.arange(0, WIDE)
     valid = rows < count
@@ -70,9 +71,10 @@ def merge_kernel(
     lb = tl.load(lb_ptr + head * count + rows, mask=valid, other=0.0)
     top = tl.maximum(la, lb)
     wa, wb = tl.exp(la - top)[:, None], tl.exp(lb - top)[:, None]
-    at = rows.to(tl.int64)[:, None] * row_stride + head * head_stride + dims[None, :]
+    at = (rows.to(tl.int64) * HEADS + head)[:, None] * HEAD + dims[None, :]
     a = tl.load(a_ptr + at, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(b_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(la_ptr + head * count + rows, top + tl.log(tl.exp(la - top) + tl.exp(lb - top)), mask=valid)
     place = out_ptr + rows.to(tl.int64)[:, None] * out_stride + head * HEAD + dims[None, :]
     tl.store(place, ((a * wa + b * wb) / (wa + wb)).to(out_ptr.dtype.element_ty), mask=inside)
 
@@ -105,12 +107,17 @@ def attend_long(
             return own.reshape(out.shape)
         out[rows].view(count, attention.heads, dim).copy_(own)
         return out
-    own, own_sums = sdpa(mine, own_k, own_v, attention.scale, True, True)
-    old, old_sums = sdpa(mine, all_k[:before], all_v[:before], attention.scale, False, True)
-    if own.stride() != old.stride():
-        own, old = own.contiguous(), old.contiguous()
-    merge_kernel[(triton.cdiv(count, 32), attention.heads)](
-        own, old, own_sums, old_sums, out[rows], count, own.stride(0), own.stride(1), out.stride(0),
-        HEAD=dim, WIDE=max(16, triton.next_power_of_2(dim)), ROWS=32, num_warps=4,
-    )  # fmt: skip
+    whole, sums = sdpa(mine, own_k, own_v, attention.scale, True, True)
+    whole, start = whole.contiguous(), 0
+    assert sums is not None
+    while start < before:
+        size = 1 << ((before - start).bit_length() - 1)
+        piece = slice(start, start + size)
+        old, old_sums = sdpa(mine, all_k[piece], all_v[piece], attention.scale, False, True)
+        start += size
+        to = out[rows] if start == before else whole
+        merge_kernel[(triton.cdiv(count, 32), attention.heads)](
+            whole, old.contiguous(), sums, old_sums, to, count, to.stride(0),
+            HEADS=attention.heads, HEAD=dim, WIDE=max(16, triton.next_power_of_2(dim)), ROWS=32, num_warps=4,
+        )  # fmt: skip
     return out

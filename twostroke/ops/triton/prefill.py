@@ -1,7 +1,8 @@
 """Attention of many new tokens per request: tiles of queries walk over the cached blocks, flash-attention style.
 
 The query heads that share a K/V head lie in one tile, so K and V are read once for all of them. Tiles of all requests
-of a step are one list, the longest first, so that a mixed batch is one launch.
+of a step are one list, the longest first, so that a mixed batch is one launch. A short chunk of a long context makes
+few tiles: then several programs share a tile's context and a second kernel puts their parts together.
 """
 
 from __future__ import annotations
@@ -58,12 +59,12 @@ def step(
 
 @triton.jit
 def prefill_kernel(
-    q_ptr, out_ptr, tiles_ptr, starts_ptr, contexts_ptr, tables_ptr, keys, values, key_scales, value_scales,
-    scale, softcap, q_stride, table_stride, block_stride, head_stride, token_stride, scale_block_stride,
+    q_ptr, out_ptr, part_ptr, part_max_ptr, part_sum_ptr, tiles_ptr, starts_ptr, contexts_ptr, tables_ptr, keys, values,
+    key_scales, value_scales, scale, softcap, rows, q_stride, table_stride, block_stride, head_stride, token_stride, scale_block_stride,
     scale_head_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD: tl.constexpr, WIDE: tl.constexpr, FORMAT: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     SHARE: tl.constexpr = HEADS // KV_HEADS
     QUERIES: tl.constexpr = TILE_M // SHARE
@@ -93,6 +94,11 @@ def prefill_kernel(
     if WINDOW > 0:
         begin = tl.maximum(low - WINDOW + 1, 0) // TILE_N * TILE_N
         whole = begin
+    if SPLITS > 1:
+        length = tl.cdiv(tl.cdiv(high - begin, TILE_N), SPLITS) * TILE_N
+        begin += tl.program_id(2) * length
+        high = tl.minimum(high, begin + length)
+        whole = tl.minimum(tl.maximum(whole, begin), tl.maximum(high, begin) // TILE_N * TILE_N)
     best = tl.full((TILE_M,), float("-inf"), tl.float32)
     total = tl.zeros((TILE_M,), tl.float32)
     acc = tl.zeros((TILE_M, WIDE), tl.float32)
@@ -108,9 +114,47 @@ def prefill_kernel(
             block_stride, token_stride, scale_block_stride,
             HEAD, WIDE, FORMAT, WINDOW, SOFTCAP, BLOCK, TILE_N, True, DTYPE, PRECISION,
         )  # fmt: skip
-    out = (acc / total[:, None]).to(DTYPE)
-    place = out_ptr + (row * HEADS * HEAD + (head * SHARE + index % SHARE) * HEAD)[:, None] + dims[None, :]
-    tl.store(place, out, mask=inside)
+    place = row * HEADS + head * SHARE + index % SHARE
+    if SPLITS == 1:
+        tl.store(out_ptr + (place * HEAD)[:, None] + dims[None, :], (acc / total[:, None]).to(DTYPE), mask=inside)
+    else:
+        place += tl.program_id(2).to(tl.int64) * rows * HEADS
+        tl.store(part_ptr + (place * HEAD)[:, None] + dims[None, :], acc, mask=inside)
+        tl.store(part_max_ptr + place, best, mask=mine)
+        tl.store(part_sum_ptr + place, total, mask=mine)
+
+
+@triton.jit
+def combine_kernel(
+    part_ptr, part_max_ptr, part_sum_ptr, out_ptr, tiles_ptr, starts_ptr, rows,
+    HEADS: tl.constexpr, HEAD: tl.constexpr, WIDE: tl.constexpr, QUERIES: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """One query of one tile, all heads of it one by one: the parts in order of position."""
+    tile, query = tl.program_id(0), tl.program_id(1)
+    request, first_query = tl.load(tiles_ptr + 2 * tile), tl.load(tiles_ptr + 2 * tile + 1)
+    start, stop = tl.load(starts_ptr + request), tl.load(starts_ptr + request + 1)
+    row = (start + first_query + query).to(tl.int64)
+    if row >= stop:
+        return
+    dims = tl.arange(0, WIDE)
+    place = row * HEADS + tl.program_id(2)
+    top = tl.load(part_max_ptr + place)
+    for split in range(1, SPLITS):
+        top = tl.maximum(top, tl.load(part_max_ptr + place + split * rows.to(tl.int64) * HEADS))
+    acc = tl.zeros((WIDE,), tl.float32)
+    total = 0.0
+    for split in range(SPLITS):
+        at = place + split * rows.to(tl.int64) * HEADS
+        weight = tl.exp2(tl.load(part_max_ptr + at) - top)
+        total += weight * tl.load(part_sum_ptr + at)
+        acc += weight * tl.load(part_ptr + at * HEAD + dims, mask=dims < HEAD, other=0.0)
+    tl.store(out_ptr + place * HEAD + dims, (acc / total).to(out_ptr.dtype.element_ty), mask=dims < HEAD)
+
+
+def split_for(tiles: int, kv_heads: int, rows: int, context: int) -> int:
+    """Programs to share one tile's context, so that all multiprocessors have work."""
+    wanted = -(-396 // (tiles * kv_heads))
+    return max(1, min(wanted, context // 1024, 16384 // max(rows, 1), 16))
 
 
 def tile_rows(dtype: torch.dtype, wide: int, share: int) -> int:
@@ -118,11 +162,15 @@ def tile_rows(dtype: torch.dtype, wide: int, share: int) -> int:
     return max(rows, triton.next_power_of_2(share))
 
 
-def make_tiles(counts: np.ndarray, contexts: np.ndarray, wanted: np.ndarray, queries: int) -> np.ndarray:
-    """(tiles, 2) int32: request and first query of every tile of the `wanted` requests, the most work first."""
-    per = -(-counts[wanted] // queries)
+def make_tiles(
+    counts: np.ndarray, contexts: np.ndarray, wanted: np.ndarray, queries: int, done: np.ndarray | None = None
+) -> np.ndarray:
+    """(tiles, 2) int32: request and first query of every tile of the `wanted` requests, the most work first.
+    done: how many of each one's first queries are somebody else's."""
+    skipped = np.zeros(len(wanted), np.int64) if done is None else done
+    per = -(-(counts[wanted] - skipped) // queries)
     request = np.repeat(wanted, per)
-    first = (np.arange(per.sum()) - np.repeat(np.cumsum(per) - per, per)) * queries
+    first = (np.arange(per.sum()) - np.repeat(np.cumsum(per) - per, per)) * queries + np.repeat(skipped, per)
     work = contexts[request] - counts[request] + first
     tiles = np.stack((request, first), axis=1).astype(np.int32)
     return np.ascontiguousarray(tiles[np.argsort(-work, kind="stable")])
@@ -130,7 +178,7 @@ def make_tiles(counts: np.ndarray, contexts: np.ndarray, wanted: np.ndarray, que
 
 def prefill_attention(
     q: Tensor, attention: Attention, kv: KVLayer, batch: Batch, group: int, out: Tensor, tiles: Tensor, *,
-    tile_n: int | None = None, stages: int | None = None, warps: int | None = None,
+    splits: int = 1, tile_n: int | None = None, stages: int | None = None, warps: int | None = None,
 ) -> Tensor:  # fmt: skip
     dim, share = attention.head_dim, attention.heads // attention.kv_heads
     wide = max(16, triton.next_power_of_2(dim))
@@ -138,12 +186,22 @@ def prefill_attention(
     value_scales = kv.value_scales if kv.value_scales is not None else kv.keys
     tables = batch.groups[group].tables
     wide_float = q.dtype == torch.float32
-    prefill_kernel[(attention.kv_heads, tiles.shape[0])](
-        q, out, tiles, batch.starts, batch.contexts, tables, kv.keys, kv.values, scales, value_scales,
-        attention.scale, attention.softcap, q.stride(0), tables.stride(0), *kv.keys.stride()[:3], *scales.stride()[:2],
+    rows, heads = q.shape[0], attention.heads
+    parts = out if splits == 1 else torch.empty(splits, rows, heads, dim, device=q.device)
+    part_max, part_sum = (out, out) if splits == 1 else torch.empty(2, splits, rows, heads, device=q.device)
+    prefill_kernel[(attention.kv_heads, tiles.shape[0], splits)](
+        q, out, parts, part_max, part_sum, tiles, batch.starts, batch.contexts, tables, kv.keys, kv.values, scales,
+        value_scales, attention.scale, attention.softcap, rows, q.stride(0), tables.stride(0), *kv.keys.stride()[:3], *scales.stride()[:2],
         HEADS=attention.heads, KV_HEADS=attention.kv_heads, HEAD=dim, WIDE=wide, FORMAT=FORMATS[kv.format],
         WINDOW=attention.window, SOFTCAP=attention.softcap > 0, BLOCK=BLOCK, TILE_M=tile_rows(q.dtype, wide, share),
         TILE_N=tile_n or (32 if wide_float or wide > 128 else 64), PRECISION="ieee" if wide_float else "tf32",
-        STAGES=stages or (2 if wide_float or wide > 128 else 3), num_warps=warps or (4 if wide_float else 8),
+        STAGES=stages or (2 if wide_float or wide > 128 else 3), num_warps=warps or (8 if wide > 128 else 4),
+        SPLITS=splits,
     )  # fmt: skip
+    if splits > 1:
+        queries = tile_rows(q.dtype, wide, share) // share
+        combine_kernel[(tiles.shape[0], queries, heads)](
+            parts, part_max, part_sum, out, tiles, batch.starts, rows,
+            HEADS=heads, HEAD=dim, WIDE=wide, QUERIES=queries, SPLITS=splits, num_warps=1,
+        )  # fmt: skip
     return out

@@ -1,0 +1,97 @@
+"""On the card: whole models against transformers, and paths that have no CPU counterpart. Run with `-m gpu`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+pytest.importorskip("triton")
+
+from tests.model.test_parity import FAMILIES, load, make_peer, tokens_of  # noqa: E402
+from twostroke.kv.layout import make_layout  # noqa: E402
+from twostroke.kv.storage import KVStorage  # noqa: E402
+from twostroke.model.transformer import Transformer  # noqa: E402
+from twostroke.ops.cuda import CudaOps, DeviceBatch  # noqa: E402
+from twostroke.ops.interface import BLOCK, Attention, GroupBlocks, KVLayer  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+CARD = torch.device("cuda")
+
+
+def logits_of(model: Transformer, tokens: list[int], chunks: list[int], kv_format: str) -> torch.Tensor:
+    """Logits at every position of one sequence, computed in chunks; steps of one token take the fused path."""
+    layout = make_layout(model.arch, kv_format)
+    columns = -(-len(tokens) // BLOCK)
+    kv = KVStorage(model.arch, layout, columns * len(layout.groups), kv_format, CARD)  # type: ignore[arg-type]
+    order = torch.randperm(columns * len(layout.groups), generator=torch.Generator().manual_seed(1)).to(torch.int32)
+    tables = order.view(len(layout.groups), 1, columns).to(CARD)
+    out, start = [], 0
+    for count in chunks:
+        positions = torch.arange(start, start + count, device=CARD)
+        slots = [t[0, positions // BLOCK].long() * BLOCK + positions % BLOCK for t in tables]
+        batch = DeviceBatch(
+            tokens=torch.tensor(tokens[start : start + count], device=CARD), positions=positions,
+            starts=torch.tensor([0, count], dtype=torch.int32, device=CARD),
+            contexts=torch.tensor([start + count], dtype=torch.int32, device=CARD),
+            groups=tuple(GroupBlocks(s, t) for s, t in zip(slots, tables, strict=True)),
+            logit_rows=torch.arange(count, device=CARD), counts=np.array([count]), lengths=np.array([start + count]),
+            streams=count == 1,
+        )  # fmt: skip
+        out.append(model.logits(model.forward(batch, kv)))
+        start += count
+    return torch.cat(out).cpu()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_logits_equal_transformers(family: str, tmp_path: Path) -> None:
+    peer = make_peer(family, tmp_path)
+    for dtype, limit in ((torch.float32, 1e-3), (torch.bfloat16, 0.06)):
+        model = load(tmp_path, CudaOps(dtype, CARD))
+        tokens = tokens_of(61)
+        expected = peer(torch.tensor([tokens]), use_cache=False).logits[0]
+        kv_format = "float32" if dtype == torch.float32 else "bfloat16"
+        for chunks in ([61], [7, 51, 1, 1, 1]):
+            found = logits_of(model, tokens, chunks, kv_format)
+            error = (found - expected).norm() / expected.norm()
+            assert error < limit, f"{dtype} {chunks}: relative error {error:.2e}"
+            if dtype == torch.float32:
+                assert torch.equal(found.argmax(-1), expected.argmax(-1))
+
+
+@pytest.mark.parametrize(("before", "count"), [(0, 2048), (2048, 2048), (6144, 2100), (10240, 4096)])
+@pytest.mark.parametrize("kv_format", ["bfloat16", "int8", "fp8"])
+def test_dense_and_paged_attention_agree(before: int, count: int, kv_format: str) -> None:
+    generator = torch.Generator(CARD).manual_seed(before)
+    context, heads, kv_heads, dim = before + count, 8, 2, 128
+    columns = -(-context // BLOCK)
+    dtype = {"bfloat16": torch.bfloat16, "int8": torch.int8, "fp8": torch.float8_e4m3fn}[kv_format]
+    data = torch.zeros(2, columns, kv_heads, BLOCK, dim, device=CARD, dtype=dtype)
+    scales = torch.zeros(2, columns, kv_heads, BLOCK, device=CARD) if kv_format != "bfloat16" else [None, None]
+    kv = KVLayer(kv_format, data[0], data[1], scales[0], scales[1])  # type: ignore[arg-type]
+    attention = Attention(heads, kv_heads, dim, dim**-0.5)
+    table = torch.randperm(columns, device=CARD, generator=generator).to(torch.int32).view(1, -1)
+
+    def batch(start: int, stop: int) -> DeviceBatch:
+        positions = torch.arange(start, stop, device=CARD)
+        slots = table[0, positions // BLOCK].long() * BLOCK + positions % BLOCK
+        return DeviceBatch(
+            positions, positions, torch.tensor([0, stop - start], dtype=torch.int32, device=CARD),
+            torch.tensor([stop], dtype=torch.int32, device=CARD), (GroupBlocks(slots, table),), positions,
+            np.array([stop - start]), np.array([stop]),
+        )  # fmt: skip
+
+    qkv = torch.randn(context, (heads + 2 * kv_heads) * dim, device=CARD, generator=generator).bfloat16()
+    dense, paged = CudaOps(torch.bfloat16, CARD), CudaOps(torch.bfloat16, CARD)
+    paged._dense_ok = lambda attention: False  # type: ignore[method-assign]
+    if before:
+        paged.attend(qkv[:before], attention, kv, batch(0, before), 0)
+    step = batch(before, context)
+    expected = paged.attend(qkv[before:], attention, kv, step, 0).float()
+    found = dense.attend(qkv[before:].contiguous(), attention, kv, batch(before, context), 0).float()
+    assert ((found - expected).norm() / expected.norm()) < 1e-2
