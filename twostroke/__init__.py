@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from twostroke.errors import ConfigError, InputError, ModelError, TwostrokeError
-from twostroke.sampling import SamplingParams
+from twostroke.sampling import Grammar, SamplingParams
 
 if TYPE_CHECKING:
     from twostroke.engine.llm import LLM
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "ConfigError", "InputError", "ModelError", "SamplingParams", "TwostrokeError"]
+__all__ = ["LLM", "ConfigError", "Grammar", "InputError", "ModelError", "SamplingParams", "TwostrokeError"]
 
 
 def __getattr__(name: str) -> Any:

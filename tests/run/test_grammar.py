@@ -5,7 +5,11 @@ from __future__ import annotations
 import json
 import random
 import re
+import subprocess
+import sys
+import threading
 import time
+from pathlib import Path
 
 import jsonschema
 import numpy as np
@@ -361,6 +365,40 @@ def test_the_checking_process_is_replaced_when_it_dies(compiler):
         compiler.prepare(Grammar("regex", "second"))
     compiler.prepare(Grammar("regex", "third"))
     assert compiler.checker._child is not child
+
+
+def test_the_checking_process_does_not_outlive_its_parent(tmp_path):
+    tiny.save_tokenizer(tmp_path)
+    code = f"""
+import os, pathlib, signal
+from twostroke.run.grammar import GrammarCompiler
+from twostroke.sampling import Grammar
+from twostroke.text.tokenizer import from_folder
+compiler = GrammarCompiler(from_folder(pathlib.Path({str(tmp_path)!r})), {tiny.VOCAB})
+compiler.prepare(Grammar("json_object"))
+print(compiler.checker._child.process.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    number, deadline = int(done.stdout), time.monotonic() + 10
+    while Path(f"/proc/{number}/cmdline").exists() and Path(f"/proc/{number}/cmdline").read_bytes():
+        assert time.monotonic() < deadline, "it is still there"
+        time.sleep(0.05)
+
+
+def test_a_grammar_is_compiled_beside_the_steps(compiler):
+    """A long compilation does not keep others from their states."""
+    ready = compiler.state(Grammar("json_object"))
+    schema = {"properties": {f"p{i}": {"type": "string", "maxLength": i} for i in range(1500)}}
+    thread = threading.Thread(target=compiler.compile, args=[Grammar("json_schema", schema)])
+    thread.start()
+    longest = 0.0
+    while thread.is_alive():
+        began = time.perf_counter()
+        assert compiler.state(Grammar("json_object")).next_tokens()[0].tobytes() == ready.next_tokens()[0].tobytes()
+        longest = max(longest, time.perf_counter() - began)
+    thread.join()
+    assert longest < 0.5
 
 
 def test_checking_alone_needs_no_compiler(tokenizer):

@@ -80,7 +80,7 @@ def _common(left: Sequence[int], right: Sequence[int]) -> int:
 
 
 class GrammarCompiler:
-    """Compiled grammars of one vocabulary. Thread-safe: `prepare` belongs in the thread of whoever asks."""
+    """Compiled grammars of one vocabulary. Thread-safe, and made to compile in one thread while another takes steps."""
 
     def __init__(self, tokenizer: Tokenizer, vocab: int):
         """vocab: rows of the logits, which may be more or fewer than the tokenizer's words."""
@@ -88,33 +88,47 @@ class GrammarCompiler:
         self.checker = GrammarChecker(self.words.as_message)
         self._tokenizer: Any = None
         self._ready: OrderedDict[Grammar, Any] = OrderedDict()
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of what is ready; never held while something is compiled
+        self._building = threading.Lock()
 
     def prepare(self, grammar: Grammar) -> None:
-        """Compile a grammar for later. InputError if it is wrong, matches nothing, or takes too much time or memory."""
-        with self._lock:
-            if grammar in self._ready:
-                return
+        """Try a grammar and compile it. InputError if it is wrong, matches nothing, or takes too much."""
+        if self._known(grammar) is not None:
+            return
         self.checker.prepare(grammar)
         try:
-            self._compiled(grammar)
+            self.compile(grammar)
         except GrammarError as error:
             raise InputError(f"grammar: {error}.") from None
 
     def state(self, grammar: Grammar) -> GrammarState:
-        """A state at the start of a grammar that was prepared, here or where the request was taken in."""
-        return GrammarState(self._compiled(grammar))
+        """A state at the start of a grammar. One that nobody compiled before, or that was dropped, is compiled here."""
+        return GrammarState(self.compile(grammar))
 
-    def _compiled(self, grammar: Grammar) -> Any:
+    def compile(self, grammar: Grammar) -> Any:
+        """For a grammar that was tried where its request was taken in: compile it, and keep it ready."""
+        matcher = self._known(grammar)
+        if matcher is None:
+            self.warm()
+            matcher = compile_lark(self._tokenizer, to_lark(grammar))
+            with self._lock:
+                self._ready[grammar] = matcher
+                if len(self._ready) > COMPILED:
+                    self._ready.popitem(last=False)
+        return matcher
+
+    def warm(self) -> None:
+        """Read the vocabulary: a second for a large one, in which this process does nothing else. Once is enough."""
+        with self._building:
+            if self._tokenizer is None:
+                words = self.words
+                self._tokenizer = make_tokenizer(words.spelled(), words.special(), words.ends())
+
+    def _known(self, grammar: Grammar) -> Any:
         with self._lock:
             matcher = self._ready.get(grammar)
-            if matcher is None:
-                if self._tokenizer is None:
-                    self._tokenizer = make_tokenizer(self.words.spelled(), self.words.special(), self.words.ends())
-                matcher = self._ready[grammar] = compile_lark(self._tokenizer, to_lark(grammar))
-            self._ready.move_to_end(grammar)
-            if len(self._ready) > COMPILED:
-                self._ready.popitem(last=False)
+            if matcher is not None:
+                self._ready.move_to_end(grammar)
             return matcher
 
 

@@ -59,12 +59,21 @@ class GrammarChecker:
         if verdict:
             raise InputError(f"grammar: {verdict}.")
 
-    def _try(self, grammar: Grammar) -> str:
+    def warm(self) -> None:
+        """Start the child, so that the first caller need not wait for it."""
+        with self._lock:
+            self._started()
+
+    def _started(self) -> _Child:
         if self._child is None:
             self._child = _Child(self._vocabulary())
-        reply = self._child.ask({"kind": grammar.kind, "source": grammar.source}, WALL_SECONDS + 5)
+        return self._child
+
+    def _try(self, grammar: Grammar) -> str:
+        child = self._started()
+        reply = child.ask({"kind": grammar.kind, "source": grammar.source}, WALL_SECONDS + 5)
         if reply is None:
-            self._child.end()
+            child.end()
             self._child = None
             return TOO_MUCH
         return str(reply["error"])
