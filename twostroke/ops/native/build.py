@@ -36,7 +36,10 @@ ISA_FLAGS = {
     "x86_64": {
         "portable": ("-O2",),
         "avx2": ("-mavx2", "-mfma", "-mf16c"),
-        "avx512": ("-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni"),
+        "avx512": (
+            *("-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni"),
+            *("-mamx-tile", "-mamx-int8"),
+        ),
     },
     "aarch64": {"portable": ("-O2",), "neon": ("-march=armv8.2-a+dotprod+fp16",)},
 }

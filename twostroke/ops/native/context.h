@@ -34,6 +34,23 @@ private:
     size_t size_ = 0;
 };
 
+// A stretch of memory that many weights share. Large pages need large stretches, and a step reads every byte of the
+// weights once: with small pages, finding the pages would cost as much as reading them.
+class Arena {
+public:
+    explicit Arena(size_t bytes);
+    ~Arena();
+    Arena(const Arena&) = delete;
+    Arena& operator=(const Arena&) = delete;
+    uint8_t* take(size_t bytes);  // null when the rest is too small
+
+private:
+    void* mapped_;
+    size_t mapped_bytes_;
+    uint8_t* next_;
+    uint8_t* end_;
+};
+
 // A packed matrix: parts stacked along the output, each in the kind that suits its format.
 struct Part {
     int kind, rows, panels;
@@ -48,9 +65,7 @@ struct Weight {
     size_t bytes = 0;
     std::vector<Part> parts;
     std::vector<float> bias;
-    uint8_t* memory = nullptr;
-    size_t mapped = 0;
-    ~Weight();
+    std::shared_ptr<Arena> arena;
 };
 
 struct Context {
@@ -60,6 +75,7 @@ struct Context {
     Buffer acts, plain, q, partials;
     std::vector<std::unique_ptr<Buffer>> scratch;  // one for each thread
     std::vector<AttendTask> tasks;
+    std::shared_ptr<Arena> arena;  // the one that still has room
 
     Context(const Kernels& k, int threads) : kernels(k), pool(threads) {
         for (int i = 0; i < pool.threads(); ++i) scratch.push_back(std::make_unique<Buffer>());

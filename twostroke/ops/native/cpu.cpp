@@ -2,7 +2,11 @@
 
 #include <string.h>
 
-#if defined(__aarch64__) && defined(__linux__)
+#if defined(__x86_64__) && defined(__linux__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#elif defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
 #elif defined(__aarch64__) && defined(__APPLE__)
 #include <sys/sysctl.h>
@@ -11,12 +15,24 @@
 extern const Kernels kernels_portable;
 
 #if defined(__x86_64__)
-extern const Kernels kernels_avx512, kernels_avx2;
+extern const Kernels kernels_amx, kernels_avx512, kernels_avx2;
 
 // __builtin_cpu_supports also asks whether the system saves the wide registers.
 static bool has_avx512() {
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
+}
+// Tiles are large, so Linux saves them only for a process that asked for them.
+static bool has_amx() {
+#if defined(__linux__)
+    unsigned a, b, c, d;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
+    const bool tiles = d >> 24 & 1, bytes = d >> 25 & 1;
+    constexpr long kRequestPermission = 0x1023, kTileData = 18;
+    return tiles && bytes && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+    return false;
+#endif
 }
 static bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
 
@@ -37,11 +53,12 @@ static bool has_dot_product() {
 #endif
 
 const Kernels* usable_kernels(int i) {
-    static const Kernels* found[4] = {nullptr};
+    static const Kernels* found[5] = {nullptr};
     static const int count = [] {
         int n = 0;
 #if defined(__x86_64__)
         __builtin_cpu_init();
+        if (has_avx512() && has_amx()) found[n++] = &kernels_amx;
         if (has_avx512()) found[n++] = &kernels_avx512;
         if (has_avx2()) found[n++] = &kernels_avx2;
 #elif defined(__aarch64__)

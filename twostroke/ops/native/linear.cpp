@@ -6,8 +6,27 @@
 
 #include "pack.h"
 
-Weight::~Weight() {
-    if (memory) munmap(memory, mapped);
+constexpr size_t kPage = 2u << 20;    // a large page
+constexpr size_t kArena = 64u << 20;  // reserved at once, touched as it is filled
+
+Arena::Arena(size_t bytes) : mapped_bytes_((bytes + kPage - 1) / kPage * kPage + kPage) {
+    mapped_ = mmap(nullptr, mapped_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (mapped_ == MAP_FAILED) throw std::bad_alloc();
+    next_ = reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(mapped_) + kPage - 1) / kPage * kPage);
+    end_ = static_cast<uint8_t*>(mapped_) + mapped_bytes_;
+#ifdef MADV_HUGEPAGE
+    madvise(next_, end_ - next_, MADV_HUGEPAGE);
+#endif
+}
+
+Arena::~Arena() { munmap(mapped_, mapped_bytes_); }
+
+uint8_t* Arena::take(size_t bytes) {
+    bytes = (bytes + 63) / 64 * 64;
+    if (bytes > (size_t)(end_ - next_)) return nullptr;
+    uint8_t* taken = next_;
+    next_ += bytes;
+    return taken;
 }
 
 namespace {
@@ -17,14 +36,15 @@ constexpr int kRowsApart = 192;    // rows of a task when panels alone do not fe
 
 int chunks_of(int total, int size) { return (total + size - 1) / size; }
 
-// Large pages where the system has them: a step reads every byte once, and page walks would cost more than the bytes.
-uint8_t* map_memory(size_t bytes) {
-    void* p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (p == MAP_FAILED) throw std::bad_alloc();
-#ifdef MADV_HUGEPAGE
-    madvise(p, bytes, MADV_HUGEPAGE);
-#endif
-    return static_cast<uint8_t*>(p);
+// Memory for a whole weight, from the arena that has room or a new one.
+uint8_t* take_memory(Context& c, Weight& weight, size_t bytes) {
+    uint8_t* memory = c.arena ? c.arena->take(bytes) : nullptr;
+    if (!memory) {
+        c.arena = std::make_shared<Arena>(std::max(bytes, kArena));
+        memory = c.arena->take(bytes);
+    }
+    weight.arena = c.arena;
+    return memory;
 }
 
 void run_prologue(Context& c, const PrologueArgs& args, int rows) {
@@ -70,13 +90,12 @@ Weight* pack_weight(Context& c, int parts, const int32_t* formats, const int32_t
         weight->bytes += part.panels * part.panel_stride;
         weight->parts.push_back(part);
     }
-    weight->mapped = weight->bytes + 64 * parts + 64;
-    weight->memory = map_memory(weight->mapped);
+    uint8_t* const memory = take_memory(c, *weight, weight->bytes + 64 * (size_t)parts);
     if (bias) weight->bias.assign(bias, bias + weight->rows);
     size_t offset = 0;
     for (int i = 0; i < parts; ++i) {
         Part& part = weight->parts[i];
-        part.data = weight->memory + offset;
+        part.data = memory + offset;
         offset += (part.panels * part.panel_stride + 63) / 64 * 64;
         const int size = std::max(1, part.panels / (8 * c.pool.threads()));
         auto body = [&](int t, int) {

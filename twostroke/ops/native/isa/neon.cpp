@@ -1,4 +1,4 @@
 #include "vec_neon.h"
 #include "../kernels/all.h"
 
-TS_KERNELS(kernels_neon, "neon")
+TS_KERNELS(kernels_neon, "neon", matmul, matmul_scratch)

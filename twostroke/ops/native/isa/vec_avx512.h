@@ -7,7 +7,7 @@
 namespace {
 
 constexpr int kRowsInt = 8;
-constexpr int kRowsFloat = 12;
+constexpr int kRowsFloat = 16;
 constexpr int kRowsAttend = 6;
 constexpr bool kUnsignedCodes = true;
 constexpr int32_t kDotStart = 0;

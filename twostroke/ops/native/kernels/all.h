@@ -15,7 +15,8 @@
 #include "attend_write.h"
 #include "attend.h"
 
-#define TS_KERNELS(symbol, label)                                                                                    \
-    extern const Kernels symbol;                                                                                     \
-    const Kernels symbol = {label,         kDirectRows,  prologue,       matmul,           matmul_scratch, attend_write, \
-                            attend,        attend_merge, attend_scratch, attend_tile_rows, argmax};
+// `multiply`, `multiply_scratch`: matmul and its scratch, or something faster that gives the same bits.
+#define TS_KERNELS(symbol, label, multiply, multiply_scratch)                                                     \
+    extern const Kernels symbol;                                                                                  \
+    const Kernels symbol = {label,  kDirectRows,  prologue,       multiply,         multiply_scratch, attend_write, \
+                            attend, attend_merge, attend_scratch, attend_tile_rows, argmax};

@@ -50,7 +50,7 @@ struct Prologue {
     const float* x;
     float scale;
 
-    inline F at(int k, int n) const {
+    TS_MEMBER F at(int k, int n) const {
         if (n < 16) return tail(k, n);
         const F v = load(x + k);
         switch (args.before) {
