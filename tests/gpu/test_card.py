@@ -51,7 +51,7 @@ def logits_of(model: Transformer, tokens: list[int], chunks: list[int], kv_forma
 @torch.no_grad()
 def test_logits_equal_transformers(family: str, tmp_path: Path) -> None:
     peer = make_peer(family, tmp_path)
-    for dtype, limit in ((torch.float32, 1e-3), (torch.bfloat16, 0.06)):
+    for dtype, limit in ((torch.float32, 1e-3), (torch.bfloat16, 0.1)):
         model = load(tmp_path, CudaOps(dtype, CARD))
         tokens = tokens_of(61)
         expected = peer(torch.tensor([tokens]), use_cache=False).logits[0]

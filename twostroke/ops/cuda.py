@@ -20,7 +20,17 @@ from twostroke.ops.triton import rows as rows_
 from twostroke.ops.triton.decode import DecodeScratch, decode_attention, split_count
 from twostroke.ops.triton.dense import UNIT, attend_long
 from twostroke.ops.triton.prefill import make_tiles, prefill_attention, split_for, tile_rows
-from twostroke.ops.triton.quantized import GROUP, Fp8, Int4, as_float, fp8_product, int4_gemv, to_fp8, to_int4
+from twostroke.ops.triton.quantized import (
+    GROUP,
+    Fp8,
+    Int4,
+    as_float,
+    fp8_gemv,
+    fp8_product,
+    int4_gemv,
+    to_fp8,
+    to_int4,
+)
 from twostroke.ops.triton.rope import rotate_and_store
 
 
@@ -113,10 +123,7 @@ class CudaOps:
     ) -> Tensor:
         if x.shape[0] == 1 and x.is_contiguous():
             return self._one_row(x, weight, before, add_to)
-        if isinstance(before, Norm):
-            x = rows_.rms_norm(x, before.weight, before.eps)
-        elif isinstance(before, Gate):
-            x = rows_.gated(x, before.activation == "silu")
+        x = self._prepared(x, before)
         if isinstance(weight, Fp8):
             out = fp8_product(x, weight)
             out = out if weight.bias is None else out.add_(weight.bias)
@@ -129,24 +136,32 @@ class CudaOps:
         return out if weight.bias is None else out.add_(weight.bias)
 
     def _one_row(self, x: Tensor, weight: Weight, before: Norm | Gate | None, add_to: Tensor | None) -> Tensor:
-        matrix = weight.weight if isinstance(weight, Matrix) else weight.codes
-        out = add_to
-        if out is None:
-            out = torch.empty(1, matrix.shape[0], dtype=x.dtype, device=x.device)
-        kind = gemv_.NOTHING
+        rows = weight.weight.shape[0] if isinstance(weight, Matrix) else weight.codes.shape[0]
+        out = torch.empty(1, rows, dtype=x.dtype, device=x.device) if add_to is None else add_to
+        add = add_to is not None
+        if isinstance(weight, Matrix):
+            return self._gemv(x, weight, before, out, add)
+        x = self._prepared(x, before)  # decoding fills the arithmetic units: they have no time left for norms
+        if isinstance(weight, Fp8):
+            return fp8_gemv(x, weight, out, add)
+        out = int4_gemv(x, weight, out, add)
+        return out if weight.bias is None else out.add_(weight.bias)
+
+    def _gemv(self, x: Tensor, weight: Matrix, before: Norm | Gate | None, out: Tensor, add: bool) -> Tensor:
         if isinstance(before, Norm):
-            kind = gemv_.NORM
-        elif isinstance(before, Gate):
+            norm = self._narrow(before)
+            return gemv_.gemv(
+                x, weight.weight, weight.bias, out, before=gemv_.NORM, norm=norm.weight, eps=norm.eps, add=add
+            )
+        kind = gemv_.NOTHING
+        if isinstance(before, Gate):
             kind = gemv_.SILU if before.activation == "silu" else gemv_.GELU
-        norm = self._narrow(before) if isinstance(before, Norm) else None
-        gain, eps = (norm.weight, norm.eps) if norm is not None else (None, 0.0)
-        if isinstance(weight, Int4):
-            out = int4_gemv(x, weight, out, kind, gain, eps, add_to is not None)
-            return out if weight.bias is None else out.add_(weight.bias)
-        scales = weight.scales if isinstance(weight, Fp8) else None
-        return gemv_.gemv(
-            x, matrix, weight.bias, out, before=kind, norm=gain, eps=eps, add=add_to is not None, scales=scales
-        )
+        return gemv_.gemv(x, weight.weight, weight.bias, out, before=kind, add=add)
+
+    def _prepared(self, x: Tensor, before: Norm | Gate | None) -> Tensor:
+        if isinstance(before, Norm):
+            return rows_.rms_norm(x, before.weight, before.eps)
+        return rows_.gated(x, before.activation == "silu") if isinstance(before, Gate) else x
 
     def _narrow(self, norm: Norm) -> Norm:
         """The norm with its weight in the activations' type, where that loses nothing: half the bytes for each program."""

@@ -52,7 +52,12 @@ class Pace:
         if not prompt:
             self.stream_steps.setdefault(streams.bit_length(), Estimate()).add(seconds)
             return
-        own = seconds - (self.stream_step(streams).mean or 0.0) if streams else seconds
+        own = seconds
+        if streams:
+            alone = self.stream_step(streams)
+            if alone.mean is not None and alone.mean > seconds:
+                alone.add(seconds)  # streams alone cannot take longer than with prompts beside them
+            own -= alone.mean or 0.0
         self.prompt_rate.add(max(own, 0.1 * seconds) / prompt)
 
     def stream_step(self, streams: int) -> Estimate:

@@ -59,10 +59,10 @@ def gather(kv: KVLayer, table: Tensor, context: int, attention: Attention, dtype
 
 @triton.jit
 def merge_kernel(
-    a_ptr, b_ptr, la_ptr, lb_ptr, out_ptr, count, out_stride, HEADS: tl.constexpr, HEAD: tl.constexpr,
+    a_ptr, b_ptr, la_ptr, lb_ptr, sums_ptr, out_ptr, count, out_stride, HEADS: tl.constexpr, HEAD: tl.constexpr,
     WIDE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """a, b: (count, HEADS, HEAD) with log-sums (HEADS, count); a's become those of both."""
+    """a, b: (count, HEADS, HEAD) with log-sums (HEADS, count). Nothing is written in place: warps may run apart."""
     rows, head = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
     dims = tl.arange(0, WIDE)
     valid = rows < count
@@ -74,7 +74,7 @@ def merge_kernel(
     at = (rows.to(tl.int64) * HEADS + head)[:, None] * HEAD + dims[None, :]
     a = tl.load(a_ptr + at, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(b_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(la_ptr + head * count + rows, top + tl.log(tl.exp(la - top) + tl.exp(lb - top)), mask=valid)
+    tl.store(sums_ptr + head * count + rows, top + tl.log(tl.exp(la - top) + tl.exp(lb - top)), mask=valid)
     place = out_ptr + rows.to(tl.int64)[:, None] * out_stride + head * HEAD + dims[None, :]
     tl.store(place, ((a * wa + b * wb) / (wa + wb)).to(out_ptr.dtype.element_ty), mask=inside)
 
@@ -115,9 +115,10 @@ def attend_long(
         piece = slice(start, start + size)
         old, old_sums = sdpa(mine, all_k[piece], all_v[piece], attention.scale, False, True)
         start += size
-        to = out[rows] if start == before else whole
+        merged, merged_sums = out[rows] if start == before else torch.empty_like(whole), torch.empty_like(sums)
         merge_kernel[(triton.cdiv(count, 32), attention.heads)](
-            whole, old.contiguous(), sums, old_sums, to, count, to.stride(0),
+            whole, old.contiguous(), sums, old_sums, merged_sums, merged, count, merged.stride(0),
             HEADS=attention.heads, HEAD=dim, WIDE=max(16, triton.next_power_of_2(dim)), ROWS=32, num_warps=4,
         )  # fmt: skip
+        whole, sums = merged, merged_sums
     return out

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from twostroke.ops.triton.heads import nibbles
 from twostroke.ops.triton.launch import EARLY, INTERPRETED, PDL, gdc_launch_dependents, gdc_wait
-from twostroke.ops.triton.rows import activated
 
 GROUP = 128
 LARGEST = 448.0  # of fp8 with four bits of exponent
@@ -71,9 +70,8 @@ def as_float(weight: Fp8 | Int4, dtype: torch.dtype, rows: Tensor | None = None)
 
 @triton.jit
 def int4_kernel(
-    x_ptr, codes_ptr, scales_ptr, norm_ptr, out_ptr, eps, n_rows,
-    K: tl.constexpr, BEFORE: tl.constexpr, ADD: tl.constexpr, BLOCK_N: tl.constexpr, GROUPS: tl.constexpr,
-    PDL: tl.constexpr, FAST: tl.constexpr,
+    x_ptr, codes_ptr, scales_ptr, out_ptr, n_rows, K: tl.constexpr, ADD: tl.constexpr, BLOCK_N: tl.constexpr,
+    GROUPS: tl.constexpr, PDL: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = n < n_rows
@@ -81,51 +79,106 @@ def int4_kernel(
     byte = tl.arange(0, 64)
     codes_rows = codes_ptr + n.to(tl.int64)[:, None, None] * (K // 2) + byte[None, None, :]
     scale_rows = scales_ptr + n.to(tl.int64)[:, None] * (K // 128)
-    codes = tl.load(codes_rows + group[None, :, None] * 64, mask=rows[:, None, None] & (group < K // 128)[None, :, None], other=0)
-    scales = tl.load(scale_rows + group[None, :], mask=rows[:, None] & (group < K // 128)[None, :], other=0.0)
+    valid = rows[:, None] & (group < K // 128)[None, :]
+    codes = tl.load(codes_rows + group[None, :, None] * 64, mask=valid[:, :, None], other=0)
+    scales = tl.load(scale_rows + group[None, :], mask=valid, other=0.0)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    total = tl.zeros((BLOCK_N, GROUPS), tl.float32)
-    squares = tl.zeros((GROUPS, 64), tl.float32)
+    total = tl.zeros((BLOCK_N, GROUPS, 64), tl.float32)
     for g0 in range(0, K // 128, GROUPS):
         here = g0 + group
         k = here[:, None] * 128 + byte[None, :]
         inside = (here < K // 128)[:, None]
         a = tl.load(x_ptr + k, mask=inside, other=0.0).to(tl.float32)
         b = tl.load(x_ptr + k + 64, mask=inside, other=0.0).to(tl.float32)
-        if BEFORE == 1:
-            squares += a * a + b * b
-            a *= tl.load(norm_ptr + k, mask=inside, other=0.0).to(tl.float32)
-            b *= tl.load(norm_ptr + k + 64, mask=inside, other=0.0).to(tl.float32)
-        if BEFORE >= 2:
-            a = activated(a, BEFORE == 2) * tl.load(x_ptr + K + k, mask=inside, other=0.0).to(tl.float32)
-            b = activated(b, BEFORE == 2) * tl.load(x_ptr + K + k + 64, mask=inside, other=0.0).to(tl.float32)
         following = here + GROUPS
         more = rows[:, None] & (following < K // 128)[None, :]
         new = tl.load(codes_rows + following[None, :, None] * 64, mask=more[:, :, None], other=0)
         new_scales = tl.load(scale_rows + following[None, :], mask=more, other=0.0)
         low, high = nibbles(codes, tl.bfloat16 if FAST else tl.float32, FAST)
         product = low.to(tl.float32) * a[None, :, :] + high.to(tl.float32) * b[None, :, :]
-        total += tl.sum(product, axis=2) * scales
+        total += product * scales[:, :, None]
         codes, scales = new, new_scales
-    out = tl.sum(total, axis=1)
-    if BEFORE == 1:
-        out *= tl.rsqrt(tl.sum(squares) / K + eps)
+    out = tl.sum(tl.sum(total, axis=2), axis=1)
     if ADD:
         out += tl.load(out_ptr + n, mask=rows, other=0.0).to(tl.float32)
     tl.store(out_ptr + n, out.to(out_ptr.dtype.element_ty), mask=rows)
 
 
-def int4_gemv(
-    x: Tensor, weight: Int4, out: Tensor, before: int, norm: Tensor | None, eps: float, add: bool,
-    tile: tuple[int, int, int] = (8, 8, 4),
-) -> Tensor:  # fmt: skip
+def int4_gemv(x: Tensor, weight: Int4, out: Tensor, add: bool, tile: tuple[int, int, int] = (8, 4, 4)) -> Tensor:
+    """out (1, N) = x @ weight.T, added to what `out` holds with `add`."""
     n, k = weight.codes.shape[0], 2 * weight.codes.shape[1]
     block_n, groups, warps = tile
     int4_kernel[(triton.cdiv(n, block_n),)](
-        x, weight.codes, weight.scales, x if norm is None else norm, out, eps, n, K=k, BEFORE=before, ADD=add,
-        BLOCK_N=block_n, GROUPS=groups, PDL=PDL, FAST=not INTERPRETED, num_warps=warps, **EARLY,
+        x, weight.codes, weight.scales, out, n, K=k, ADD=add, BLOCK_N=block_n, GROUPS=groups, PDL=PDL,
+        FAST=not INTERPRETED, num_warps=warps, **EARLY,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def fp8_to_float(codes):
+    """The bits of fp8 in the place of a float32's, which leaves its exponent 120 too low: the caller makes up for it."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 a, b, c;
+        shl.b32 a, $4, 24;
+        shl.b32 b, $4, 16;
+        shl.b32 c, $4, 8;
+        shr.s32 a, a, 4;
+        shr.s32 b, b, 4;
+        shr.s32 c, c, 4;
+        and.b32 $0, a, 0x87f00000;
+        and.b32 $1, b, 0x87f00000;
+        and.b32 $2, c, 0x87f00000;
+        shr.s32 a, $4, 4;
+        and.b32 $3, a, 0x87f00000;
+        }""",
+        "=r,=r,=r,=r,r", [codes], dtype=tl.float32, is_pure=True, pack=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def fp8_kernel(
+    x_ptr, codes_ptr, scales_ptr, bias_ptr, out_ptr, n_rows, K: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    rows = n < n_rows
+    codes_rows = codes_ptr.to(tl.pointer_type(tl.uint8), bitcast=True) + n.to(tl.int64)[:, None] * K + k[None, :]
+    codes = tl.load(codes_rows, mask=rows[:, None] & (k < K)[None, :], other=0)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    total = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    for k0 in range(0, K, BLOCK_K):
+        x = tl.load(x_ptr + k0 + k, mask=k0 + k < K, other=0.0).to(tl.float32)
+        new = tl.load(codes_rows + k0 + BLOCK_K, mask=rows[:, None] & (k0 + BLOCK_K + k < K)[None, :], other=0)
+        if FAST:
+            total += fp8_to_float(codes) * (x * 1152921504606846976.0)[None, :]  # 2^60 here and 2^60 at the end
+        else:
+            total += codes.to(tl.float8e4nv, bitcast=True).to(tl.float32) * x[None, :]
+        codes = new
+    out = tl.sum(total, axis=1) * tl.load(scales_ptr + n, mask=rows, other=0.0)
+    if FAST:
+        out *= 1152921504606846976.0
+    if BIAS:
+        out += tl.load(bias_ptr + n, mask=rows, other=0.0)
+    if ADD:
+        out += tl.load(out_ptr + n, mask=rows, other=0.0).to(tl.float32)
+    tl.store(out_ptr + n, out.to(out_ptr.dtype.element_ty), mask=rows)
+
+
+def fp8_gemv(x: Tensor, weight: Fp8, out: Tensor, add: bool, tile: tuple[int, int, int] | None = None) -> Tensor:
+    """out (1, N) = x @ weight.T + bias, added to what `out` holds with `add`."""
+    n, k = weight.codes.shape
+    block_n, block_k, warps = tile or ((16, 512, 4) if n > 8192 else (16, 512, 8))
+    bias = weight.scales if weight.bias is None else weight.bias
+    fp8_kernel[(triton.cdiv(n, block_n),)](
+        x, weight.codes, weight.scales, bias, out, n, K=k, BIAS=weight.bias is not None, ADD=add, BLOCK_N=block_n,
+        BLOCK_K=min(block_k, triton.next_power_of_2(k)), PDL=PDL, FAST=not INTERPRETED, num_warps=warps, **EARLY,
     )  # fmt: skip
     return out
 
