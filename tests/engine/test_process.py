@@ -25,7 +25,7 @@ from twostroke.weights.checkpoint import open_checkpoint
 from twostroke.weights.describe import load_arch
 
 SETTINGS = {"threads": 1, "seed": 3}
-IMPATIENT = Patience(late=1.0, dead=3.0, step=2.0, backoff=0.05)
+IMPATIENT = Patience(late=1.0, dead=3.0, step=1.5, backoff=0.05)
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 STUCK = """
 import sys, time

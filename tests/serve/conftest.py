@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,6 +9,13 @@ import pytest
 
 from tests import tiny
 from tests.serve.server import Server
+
+TEMPLATE = (
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }} Call with <tool_call></tool_call>.<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>\n{{ c.function | tojson }}\n</tool_call>{% endfor %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 
 
 @pytest.fixture(scope="session")
@@ -28,3 +36,14 @@ def server(long_folder: Path) -> Iterator[Server]:
 def client(server: Server) -> Iterator[httpx.Client]:
     with server.client() as client:
         yield client
+
+
+@pytest.fixture(scope="session")
+def tooled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A model whose template knows tools as Qwen's does, with a short context: no answer takes long."""
+    folder = tiny.tiny_llama(tmp_path_factory.mktemp("tooled"), max_position_embeddings=2048)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": TEMPLATE}))
+    running = Server(folder, "-s", "max_model_len=800").wait()
+    yield running
+    assert running.stop() == 0

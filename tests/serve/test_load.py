@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
 import socket
 import statistics
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +18,9 @@ import pytest
 
 from tests.serve.server import KEY, Server, events, wait_until
 
-SMALL_BUFFERS = "import twostroke.serve.listen as l; l.SEND_BUFFER = 4096; l.STALL_SECONDS = 3.0; "
+SMALL_BUFFERS = (
+    "import twostroke.serve.listen as l; l.SEND_BUFFER = 4096; l.STALL_SECONDS = 3.0; l.MAX_CONNECTIONS = 100; "
+)
 FEW_UNREAD = "import twostroke.engine.aio as a; a.MAX_UNREAD = 500; "
 
 
@@ -24,7 +28,7 @@ FEW_UNREAD = "import twostroke.engine.aio as a; a.MAX_UNREAD = 500; "
 def small(long_folder: Path) -> Iterator[Server]:
     """Four samples run, four may wait."""
     settings = ("-s", "max_requests=4", "-s", "max_model_len=4096")
-    running = Server(long_folder, "--max-queue", "4", *settings, code=SMALL_BUFFERS + FEW_UNREAD).wait()
+    running = Server(long_folder, "--max-queue", "4", *settings, code=LIMITS).wait()
     yield running
     assert running.stop() == 0
 
@@ -103,6 +107,44 @@ def test_a_reader_that_does_not_read_is_ended(small: Server) -> None:
     small.assert_no_blocks_held()
 
 
+def test_connections_are_bounded(small: Server) -> None:
+    host, port = small.url.removeprefix("http://").split(":")
+    idle = [socket.create_connection((host, int(port))) for _ in range(100)]
+    wait_until(lambda: is_full(small), 5, "one connection too many was taken")
+    for sock in idle:
+        sock.close()
+    wait_until(lambda: not is_full(small), 5, "closed connections were not given back")
+
+
+def is_full(server: Server) -> bool:
+    with server.client() as client:
+        response = client.get("/health/live")
+        assert response.status_code == 200 or (response.status_code == 503 and response.headers["retry-after"] == "5")
+        return response.status_code == 503
+
+
+def test_a_second_signal_is_fast(small: Server) -> None:
+    """The last test with this server: it is gone afterwards."""
+    body = {"prompt": "Once", "max_tokens": 4000, "ignore_eos": True, "n": 4}
+
+    async def doomed() -> None:
+        with contextlib.suppress(httpx.TransportError):
+            async with small.async_client() as client:
+                await client.post("/v1/completions", json=body)
+
+    thread = threading.Thread(target=lambda: asyncio.run(doomed()), daemon=True)
+    thread.start()
+    wait_until(lambda: small.health()["in_flight"] == 4, 10, "it never began")
+    small.signal()
+    wait_until(lambda: any("in flight" in line for line in small.lines), 5, "nothing was said of the drain")
+    assert small.process.poll() is None
+    small.signal()
+    began = time.monotonic()
+    assert small.process.wait(5) == 0
+    assert time.monotonic() - began < 3
+    thread.join(5)
+
+
 def test_tokens_do_not_depend_on_neighbours(server: Server) -> None:
     """The same request alone and among 31 fuzzed ones."""
     body = {"prompt": "The quick brown fox jumps", "max_tokens": 40, "seed": 5, "temperature": 0.9, "logprobs": 2}
@@ -175,7 +217,7 @@ def memory(pid: int) -> float:
     raise AssertionError("no such process")
 
 
-@pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [100, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_soak(server: Server, count: int) -> None:
     asyncio.run(soak(server, min(count, 500), 32, 1))
     before = memory(server.process.pid) + memory(server.engine_pid())

@@ -49,6 +49,8 @@ class Observer(Protocol):
 
     def ended(self, timeline: Timeline, reason: str) -> None: ...
 
+    def lost(self) -> None: ...
+
 
 class Nobody:
     """Counts nothing."""
@@ -60,6 +62,9 @@ class Nobody:
         return
 
     def ended(self, timeline: Timeline, reason: str) -> None:
+        return
+
+    def lost(self) -> None:
         return
 
 
@@ -165,7 +170,8 @@ class AsyncEngine:
 
     async def stop(self, seconds: float = 2.0) -> None:
         await self.supervisor.stop(seconds)
-        self.on_lost("it was stopped")
+        self._fail_all()
+        self._checker.shutdown(wait=False, cancel_futures=True)
 
     @property
     def in_flight(self) -> int:
@@ -240,8 +246,8 @@ class AsyncEngine:
         self._orders, self._aborts = [], []
         try:
             self.supervisor.send(orders)
-        except EngineError as error:
-            self.on_lost(str(error))
+        except EngineError:
+            self._fail_all()
 
     # ---- the engine process ----------------------------------------------------------------------------------------
 
@@ -300,6 +306,10 @@ class AsyncEngine:
 
     def on_lost(self, why: str) -> None:
         """The engine is gone: everybody who still waits gets an error as the last piece."""
+        self.observer.lost()
+        self._fail_all()
+
+    def _fail_all(self) -> None:
         lives = list(self._live.values())
         self._live.clear()
         self._orders, self._aborts = [], []

@@ -32,7 +32,7 @@ class GrammarQueue:
         assert grammar is not None
         error = None
         try:
-            self._compiler.state(grammar)
+            self._compiler.compile(grammar)
         except Exception as problem:  # it was tried before it came here: whatever happens now is ours
             log.exception("a grammar that was found good does not compile")
             error = f"{type(problem).__name__}: {problem}"

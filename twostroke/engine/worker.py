@@ -6,6 +6,7 @@ socket does, and where the system can promise it (Linux), at once when its paren
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import logging
@@ -52,7 +53,8 @@ class Channel:
         self.frames = wire.Frames()
         self.lock = threading.Lock()
         self.bell, self._ringer = os.pipe()
-        os.set_blocking(self.bell, False)
+        for end in (self.bell, self._ringer):
+            os.set_blocking(end, False)
 
     def send(self, message: bytes) -> None:
         try:
@@ -63,7 +65,8 @@ class Channel:
 
     def ring(self) -> None:
         """End a wait in `receive`, from another thread."""
-        os.write(self._ringer, b"!")
+        with contextlib.suppress(BlockingIOError):  # it has been rung often enough
+            os.write(self._ringer, b"!")
 
     def receive(self, wait: bool) -> list[list[Any]]:
         """Whatever has arrived; with `wait`, not before something has or somebody rings."""

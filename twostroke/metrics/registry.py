@@ -84,15 +84,13 @@ class Metrics:
     def reported(self, now: Counts, step_seconds: float) -> None:
         if now.steps < self._last.steps:
             self._last, self._last_seconds = Counts(), 0.0  # a new engine process counts from zero
-        last = self._last
-        self._last = now
+        last, self._last = self._last, now
         self.running.set(now.running)
         self.waiting.set(now.waiting)
+        self.kv_usage.set((now.blocks_total - now.blocks_free - now.blocks_cached) / max(1, now.blocks_total))
+        self.kv_cached.set(now.blocks_cached / max(1, now.blocks_total))
         if now.steps == last.steps:
             return
-        held = now.blocks_total - now.blocks_free - now.blocks_cached
-        self.kv_usage.set(held / max(1, now.blocks_total))
-        self.kv_cached.set(now.blocks_cached / max(1, now.blocks_total))
         self.steps.inc(now.steps - last.steps)
         self.step_tokens.observe(now.computed_tokens - last.computed_tokens)
         self.step_seconds.inc(step_seconds - self._last_seconds)
@@ -105,6 +103,12 @@ class Metrics:
         if now.preemptions != last.preemptions or now.recomputed_tokens != last.recomputed_tokens:
             self.preemptions.inc(now.preemptions - last.preemptions)
             self.recomputed.inc(now.recomputed_tokens - last.recomputed_tokens)
+
+    def lost(self) -> None:
+        """The engine process died; it is being started again."""
+        self.restarts.inc()
+        for gauge in (self.running, self.waiting, self.kv_usage, self.kv_cached):
+            gauge.set(0)
 
     def tokens(self, timeline: Timeline, count: int) -> None:
         times = timeline.token_times

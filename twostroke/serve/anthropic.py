@@ -24,7 +24,8 @@ async def handle(service: Service, call: Call) -> None:
     text, tokens, binding = await read(service, request)
     params = request.to_params(grammar=binding.grammar)
     explain = request.prefix_cache is not None and request.prefix_cache.explain
-    generation = await service.generate(call, Ask([tokens], params, explain, binding, text, "tools"))
+    user = request.metadata.user_id if request.metadata is not None else None
+    generation = await service.generate(call, Ask([tokens], params, explain, binding, text, "tools"), user)
     if request.stream:
         await send(generation, MessageWriter(generation))
         return

@@ -24,7 +24,7 @@ async def handle(service: Service, call: Call) -> None:
     messages = [message.plain() for message in request.messages]
     text, tokens = await service.render(messages, tools=binding.tools, **request.template_arguments())
     ask = Ask([tokens], params, request.explain, binding, text, grammar_field(request))
-    generation = await service.generate(call, ask)
+    generation = await service.generate(call, ask, request.user)
     if request.stream:
         await stream.send(generation, ChatWriter(generation, request))
         return

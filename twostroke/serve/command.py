@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -38,3 +40,5 @@ def serve(
         path.resolve(), model, settings, host, port, tuple(keys), max_queue=max_queue, drain_timeout=drain_timeout
     )
     run(options, lambda line: errors.print(line, markup=False, soft_wrap=True))
+    sys.stderr.flush()
+    os._exit(0)  # a thread that still tries a grammar must not hold the end up

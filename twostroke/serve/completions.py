@@ -24,7 +24,7 @@ async def handle(service: Service, call: Call) -> None:
     params = request.to_params(grammar=binding.grammar)
     prompts = await service.tokenize(request.prompts())
     ask = Ask(prompts, params, request.explain, binding, grammar_field=grammar_field(request))
-    generation = await service.generate(call, ask)
+    generation = await service.generate(call, ask, request.user)
     if request.stream:
         await stream.send(generation, TextWriter(generation, request))
         return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
 from collections.abc import Generator
 from typing import Any
@@ -79,6 +80,7 @@ class Listener(uvicorn.Server):
 
 
 def make_listener(app: Any) -> Listener:
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # what strangers send is no news
     config = uvicorn.Config(
         app, http=Connection, ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
         timeout_keep_alive=IDLE_SECONDS, h11_max_incomplete_event_size=MAX_HEADER_BYTES, backlog=MAX_CONNECTIONS,

@@ -7,6 +7,7 @@ second one goes at once. Either way the engine process goes with us and the exit
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
 import logging
 import signal
@@ -20,6 +21,7 @@ from typing import Any
 from twostroke.engine.aio import AsyncEngine
 from twostroke.engine.process import Patience
 from twostroke.engine.wire import Ready
+from twostroke.errors import TwostrokeError
 from twostroke.metrics.registry import Metrics
 from twostroke.serve.app import App
 from twostroke.serve.auth import Keys
@@ -72,9 +74,13 @@ class Server:
 
     def _open(self, metrics: Metrics) -> AsyncEngine:
         options = self.options
-        return AsyncEngine(
+        engine = AsyncEngine(
             options.path, options.settings, max_queue=options.max_queue, observer=metrics, patience=options.patience
         )
+        if engine.tokenizer.chat is not None:
+            with contextlib.suppress(TwostrokeError):  # compiles it; one that is broken is refused when it is used
+                engine.tokenizer.chat.render([{"role": "user", "content": "Hello"}])
+        return engine
 
     async def _load(self, engine: AsyncEngine) -> Ready | None:
         """Until the engine is warm; None when we are told to go first."""

@@ -27,7 +27,7 @@ async def handle(service: Service, call: Call) -> None:
     text, tokens = await service.render(request.plain(), tools=binding.tools)
     explain = request.prefix_cache is not None and request.prefix_cache.explain
     field = "tools" if constraints.response_format is None else "text.format"
-    generation = await service.generate(call, Ask([tokens], params, explain, binding, text, field))
+    generation = await service.generate(call, Ask([tokens], params, explain, binding, text, field), request.user)
     writer = ResponseWriter(generation, request)
     if request.stream:
         await send(generation, writer)
@@ -106,10 +106,10 @@ class ResponseWriter:
 
     # ---- events ----------------------------------------------------------------------------------------------------
 
-    def _event(self, name: str, **fields: Any) -> bytes:
-        document = {"type": name, "sequence_number": self.sequence, **fields}
+    def _event(self, kind: str, /, **fields: Any) -> bytes:
+        document = {"type": kind, "sequence_number": self.sequence, **fields}
         self.sequence += 1
-        return sse(name, document)
+        return sse(kind, document)
 
     def _place(self) -> dict[str, Any]:
         assert self.open is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +26,7 @@ from twostroke.serve.http import Call, GoneError
 from twostroke.serve.protocol import answers
 from twostroke.serve.work import work
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 INLINE = 16_384  # characters that are tokenized on the event loop; more goes to a thread
 
@@ -169,7 +171,7 @@ class Service:
         except InputError as error:
             raise errors.bad_request(str(error), "messages", "invalid_prompt") from None
 
-    async def generate(self, call: Call, ask: Ask) -> Generation:
+    async def generate(self, call: Call, ask: Ask, user: str | None = None) -> Generation:
         near = self.recent.nearest(call.caller.salt, ask.prompts[0]) if ask.explain else None
         try:
             await self.engine.prepare(ask.params)
@@ -179,6 +181,7 @@ class Service:
             raise errors.bad_request(str(error), ask.grammar_field if named == "grammar" else named) from None
         except (BusyError, EngineError) as error:
             raise errors.from_engine(error) from None
+        log.info("%s: %d prompts for %s, user %r", call.path, len(ask.prompts), call.caller.name, user)
         return Generation(self, call, stream, near, ask)
 
     # ---- what is told ----------------------------------------------------------------------------------------------

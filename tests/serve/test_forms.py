@@ -1,0 +1,167 @@
+"""Answers with a form: schemas, patterns, grammars, tools. What ends by itself is always of that form."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import anthropic
+import httpx
+import openai
+import pytest
+
+from tests.serve.server import KEY, Server, events
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 6}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+CHAT = {"messages": [{"role": "user", "content": "Who?"}], "max_tokens": 300, "seed": 3}
+TOOL = {"type": "function", "function": {"name": "look_up", "description": "Finds a person.", "parameters": SCHEMA}}
+BAD_SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "no"}}}
+
+
+def is_person(text: str) -> bool:
+    value = json.loads(text)
+    return set(value) == {"name", "age"} and len(value["name"]) <= 6 and 0 <= value["age"] <= 99
+
+
+def check_choice(choice: dict) -> None:
+    assert choice["finish_reason"] == "stop", choice
+    assert is_person(choice["message"]["content"])
+
+
+def test_json_schema(client: httpx.Client) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA, "strict": True}}
+    response = client.post("/v1/chat/completions", json={**CHAT, "n": 4, "response_format": form})
+    for choice in response.json()["choices"]:
+        check_choice(choice)
+
+
+def test_json_object_regex_and_grammar(client: httpx.Client) -> None:
+    def ask(**form: object) -> str:
+        response = client.post("/v1/completions", json={"prompt": "Once", "max_tokens": 400, "seed": 1, **form})
+        assert response.status_code == 200, response.text
+        choice = response.json()["choices"][0]
+        assert choice["finish_reason"] in ("stop", "length")
+        return choice["text"] if choice["finish_reason"] == "stop" else ""
+
+    text = ask(response_format={"type": "json_object"})
+    assert not text or isinstance(json.loads(text), dict)
+    assert re.fullmatch(r"[a-c]{3}-[0-9]+", ask(regex=r"[a-c]{3}-[0-9]{1,5}"))
+    assert ask(grammar='root ::= "yes" | "no"') in ("yes", "no")
+
+
+@pytest.mark.parametrize(
+    ("form", "param"),
+    [
+        ({"regex": "("}, "regex"),
+        ({"grammar": "root ::= nothing"}, "grammar"),
+        ({"regex": "a", "grammar": 'root ::= "a"'}, "grammar"),
+        ({"response_format": BAD_SCHEMA}, "response_format"),
+        ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"tools": [TOOL]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+    ],
+)  # fmt: skip
+def test_forms_that_cannot_be(client: httpx.Client, form: dict, param: str) -> None:
+    response = client.post("/v1/chat/completions", json={**CHAT, **form})
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"] == param, response.text
+
+
+def test_a_regex_that_explodes_harms_nobody(client: httpx.Client, server: Server) -> None:
+    """It is refused, or answered within the caps; streams go on meanwhile."""
+    response = client.post("/v1/completions", json={"prompt": "x", "regex": "(a{1,300}){1,300}" * 20, "max_tokens": 5})
+    assert response.status_code in (200, 400), response.text
+    assert server.health()["status"] == "ok"
+
+
+def test_a_required_call(tooled: Server) -> None:
+    ai = openai.OpenAI(base_url=tooled.url + "/v1", api_key=KEY, max_retries=0)
+    settings = {**CHAT, "model": tooled.model, "tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False}
+    whole = ai.chat.completions.create(**settings).choices[0]
+    assert whole.finish_reason == "tool_calls" and whole.message.content is None
+    (call,) = whole.message.tool_calls
+    assert call.function.name == "look_up" and is_person(call.function.arguments)
+
+    name, arguments, reason = "", "", None
+    for chunk in ai.chat.completions.create(**settings, stream=True):
+        for choice in chunk.choices:
+            reason = choice.finish_reason or reason
+            for piece in choice.delta.tool_calls or []:
+                assert piece.index == 0
+                name += piece.function.name or ""
+                arguments += piece.function.arguments
+    assert (name, arguments, reason) == ("look_up", call.function.arguments, "tool_calls")
+
+    history = [*CHAT["messages"], whole.message, {"role": "tool", "tool_call_id": call.id, "content": "found"}]
+    again = ai.chat.completions.create(**{**settings, "messages": history, "tool_choice": "none", "max_tokens": 5})
+    assert again.choices[0].finish_reason in ("stop", "length") and not again.choices[0].message.tool_calls
+
+
+def test_a_named_call_in_other_apis(tooled: Server) -> None:
+    ai = openai.OpenAI(base_url=tooled.url + "/v1", api_key=KEY, max_retries=0)
+    flat = {"type": "function", "name": "look_up", "parameters": SCHEMA}
+    settings = {"model": tooled.model, "input": "Who?", "tools": [flat], "max_output_tokens": 300}
+    choice = {"type": "function", "name": "look_up"}
+    whole = ai.responses.create(**settings, tool_choice=choice, temperature=0)
+    (item,) = whole.output
+    assert item.type == "function_call" and is_person(item.arguments)
+    streamed = list(ai.responses.create(**settings, tool_choice=choice, temperature=0, stream=True))
+    assert streamed[-1].response.output[0].arguments == item.arguments
+    deltas = [event.delta for event in streamed if event.type == "response.function_call_arguments.delta"]
+    assert "".join(deltas) == item.arguments
+
+    claude = anthropic.Anthropic(base_url=tooled.url, api_key=KEY, max_retries=0)
+    tool = {"name": "look_up", "input_schema": SCHEMA}
+    body = {"model": tooled.model, "max_tokens": 300, "messages": CHAT["messages"], "tools": [tool]}
+    answer = claude.messages.create(**body, tool_choice={"type": "tool", "name": "look_up"})
+    assert answer.stop_reason == "tool_use"
+    (block,) = answer.content
+    assert block.type == "tool_use" and set(block.input) == {"name", "age"}
+    with claude.messages.stream(**body, tool_choice={"type": "any", "disable_parallel_tool_use": True}) as stream:
+        final = stream.get_final_message()
+    assert final.stop_reason == "tool_use" and set(final.content[0].input) == {"name", "age"}
+    history = [
+        *CHAT["messages"],
+        {"role": "assistant", "content": [block.model_dump(include={"type", "id", "name", "input"})]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": block.id, "content": "found"}]},
+    ]
+    assert claude.messages.create(**{**body, "messages": history, "max_tokens": 5}).usage.output_tokens <= 5
+
+
+def test_a_form_in_a_stream(client: httpx.Client) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}
+    response = client.post("/v1/chat/completions", json={**CHAT, "response_format": form, "stream": True})
+    documents = [json.loads(line) for line in events(response.text)[:-1]]
+    text = "".join(d["choices"][0]["delta"].get("content") or "" for d in documents if d["choices"])
+    assert is_person(text)
+
+
+@pytest.mark.slow
+def test_qwen_calls_a_tool(tmp_path: Path) -> None:
+    """A model that was trained for it decides by itself."""
+    from twostroke.weights.catalog import fetch
+
+    weather = {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "description": "The weather in a city now.",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+        },
+    }
+    server = Server(fetch("qwen2.5-coder-0.5b"), "-s", "threads=2").wait(300)
+    try:
+        ai = openai.OpenAI(base_url=server.url + "/v1", api_key=KEY, max_retries=0, timeout=300)
+        messages = [{"role": "user", "content": "What is the weather in Paris? Use the tool."}]
+        settings = {"model": server.model, "messages": messages, "tools": [weather], "temperature": 0, "max_tokens": 80}
+        answer = ai.chat.completions.create(**settings, tool_choice="required").choices[0]
+        assert answer.finish_reason == "tool_calls"
+        assert json.loads(answer.message.tool_calls[0].function.arguments)["city"].startswith("Paris")
+    finally:
+        server.stop()
