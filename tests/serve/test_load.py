@@ -18,10 +18,10 @@ import pytest
 
 from tests.serve.server import KEY, Server, events, wait_until
 
-SMALL_BUFFERS = (
-    "import twostroke.serve.listen as l; l.SEND_BUFFER = 4096; l.STALL_SECONDS = 3.0; l.MAX_CONNECTIONS = 100; "
+LIMITS = (
+    "import twostroke.serve.listen as l, twostroke.engine.aio as a; "
+    "l.SEND_BUFFER = 4096; l.STALL_SECONDS = 3.0; l.MAX_CONNECTIONS = 100; a.MAX_UNREAD = 500"
 )
-FEW_UNREAD = "import twostroke.engine.aio as a; a.MAX_UNREAD = 500; "
 
 
 @pytest.fixture(scope="module")
