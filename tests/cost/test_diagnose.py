@@ -1,0 +1,79 @@
+"""Diagnosis on labelled cases: the label is in how a case was made, the measurement comes from another machine."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from tests.cost.cases import CASES, chat, code, on_box, rag
+from twostroke.cost.diagnose import Targets, diagnose
+from twostroke.cost.levers import BY_NAME, LEVERS, Case
+
+
+@cache
+def diagnosed(make):
+    case = make()
+    measured = case.measure()
+    return case, measured, diagnose(case.deployment, case.arrivals, measured.served)
+
+
+@pytest.mark.parametrize("make", CASES, ids=lambda make: make.__name__)
+def test_the_stroke_and_the_lever_are_named(make):
+    case, _, found = diagnosed(make)
+    assert found.phase == case.phase
+    assert found.best is not None and found.best.lever.name in case.levers
+    assert found.best.lever.because in found.sentence
+    tried = {effect.lever.name for effect in found.effects} | {one.lever.name for one in found.useless}
+    assert tried == set(BY_NAME), "every lever is accounted for"
+    assert all(one.reason for one in found.useless)
+
+
+@pytest.mark.parametrize("make", [make for make in CASES if make.__name__ in ("rag", "cap_of_one", "static", "chat")])
+def test_what_was_predicted_comes_true(make):
+    """Pull the best lever on the machine as it really is: the metric lands where the prediction put it."""
+    case, before, found = diagnosed(make)
+    best = found.best
+    after = case.measure(best.after.deployment, best.after.arrivals, seed=1).summary
+    if found.metric == "ttft":
+        predicted, real = best.ttft * middle(before.summary.ttft), middle(after.ttft)
+    else:
+        predicted, real = best.tpot * middle(before.summary.tpot), middle(after.tpot)
+    assert predicted == pytest.approx(real, rel=0.2)
+
+
+def middle(spread):
+    return (spread.p50 * spread.p95) ** 0.5
+
+
+def test_textbook_levers_that_do_not_help_say_why():
+    _, _, found = diagnosed(code)
+    reasons = {one.lever.name: one.reason for one in found.useless}
+    assert "prefill hardly changes" in reasons["weights-int4"]
+    assert "already" in reasons["continuous-batching"]
+    assert "begin with what they share" in reasons["stable-prefix"]
+
+
+def test_a_target_decides_what_the_complaint_is():
+    case, measured, _ = diagnosed(chat)
+    hurried = diagnose(case.deployment, case.arrivals, measured.served, Targets(ttft=0.05, tpot=1.0))
+    assert (hurried.phase, hurried.metric) == ("prefill", "ttft")
+
+
+def test_without_measurements_the_replay_stands_in():
+    case = rag()
+    found = diagnose(case.deployment, case.arrivals)
+    assert found.best.lever.name == "prefix-cache"
+    assert found.measured == found.simulated
+    assert found.evidence.shareable > 0.8 and found.evidence.hit_rate < 0.5
+    assert 0 < found.evidence.kv_peak <= 1
+
+
+def test_every_lever_changes_what_it_says_or_tells_why_not():
+    case = Case(on_box(), rag().arrivals)
+    for lever in LEVERS:
+        after = lever.pull(case)
+        assert isinstance(after, str) or after != case, lever.name
+        if not isinstance(after, str) and lever.setting is not None:
+            for name, value in lever.setting(after.deployment).items():
+                assert getattr(after.deployment.config, name) == value

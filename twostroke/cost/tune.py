@@ -1,0 +1,78 @@
+"""Fits a machine's two main rates to what was measured, by replaying the same arrivals.
+
+Queues amplify small errors of a rate, so the rates must be right before a lever is tried. Two medians decide: TPOT,
+which bandwidth sets, and the prefill phase (queueing left out), which compute sets. A rate that the recording does not
+depend on (compute, where every chunk is so small that its bytes decide) is left as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import exp, isfinite, log
+
+import numpy as np
+
+from twostroke.cost.deploy import Deployment
+from twostroke.cost.fleet import Served
+from twostroke.cost.hardware import Rates
+from twostroke.cost.trace import Arrival
+
+ROUNDS = 3
+PROBE = 0.25  # change of a logarithm that tells how much a median depends on a rate
+SENSITIVE = 0.3
+FURTHEST = 1.5  # of a logarithm: no rate is moved by more than e^1.5
+
+
+def tune(deployment: Deployment, arrivals: Sequence[Arrival], served: Sequence[Served]) -> Deployment:
+    """The deployment with rates under which the replay looks like the measurement."""
+    target = medians(served)
+    start = deployment.roofline().rates
+    moved = [0.0, 0.0]  # logarithms: bandwidth, compute
+    for _ in range(ROUNDS):
+        for which in (0, 1):
+            moved[which] += step(deployment, arrivals, target, start, moved, which)
+            moved[which] = min(FURTHEST, max(-FURTHEST, moved[which]))
+    return replace(deployment, rates=scaled(start, moved))
+
+
+def step(
+    deployment: Deployment,
+    arrivals: Sequence[Arrival],
+    target: tuple[float, float],
+    start: Rates,
+    moved: Sequence[float],
+    which: int,
+) -> float:
+    """How far to move one rate (as a logarithm) so that its median meets the measured one."""
+    probe = [value + (PROBE if index == which else 0.0) for index, value in enumerate(moved)]
+    now = medians(replace(deployment, rates=scaled(start, moved)).run(arrivals).served)[which]
+    then = medians(replace(deployment, rates=scaled(start, probe)).run(arrivals).served)[which]
+    wanted = target[which]
+    if not all(isfinite(value) and value > 0 for value in (now, then, wanted)):
+        return 0.0
+    dependence = log(now / then) / PROBE
+    return log(now / wanted) / max(dependence, SENSITIVE) if dependence > SENSITIVE else 0.0
+
+
+def scaled(rates: Rates, moved: Sequence[float]) -> Rates:
+    bandwidth, compute = (exp(value) for value in moved)
+    return replace(
+        rates,
+        bandwidth=bandwidth * rates.bandwidth,
+        kv_bandwidth=bandwidth * rates.kv_bandwidth,
+        compute=compute * rates.compute,
+        attention_compute=compute * rates.attention_compute,
+        source=f"{rates.source}, tuned to a recording",
+    )
+
+
+def medians(served: Sequence[Served]) -> tuple[float, float]:
+    """Of TPOT and of the prefill phase."""
+    done = [one for one in served if not one.refused and one.output]
+    tpots = [one.tpot for one in done if one.tpot is not None]
+    prefills = [one.first - one.scheduled for one in done]
+    return (
+        float(np.median(tpots)) if tpots else float("nan"),
+        float(np.median(prefills)) if prefills else float("nan"),
+    )
