@@ -13,7 +13,8 @@ struct PrologueArgs {
     const float* norm;
     float eps;
     float* plain;      // (rows, cols), rows adjacent
-    Act* acts;         // (rows, cols / 32)
+    Act* acts;         // (rows, cols / 32), and the second ones `extra` further on
+    int64_t extra;
 };
 
 // out[r, n] (+)= x[r, :] · weight[n, :] + bias[n] for panels of one packed matrix.
@@ -24,6 +25,7 @@ struct MatmulArgs {
     int outputs;          // of this matrix; the last panel may be partly padding
     int cols;
     const Act* acts;      // coded kinds
+    int64_t extra;        // Acts from a group's first to its second
     const float* x;       // float kinds
     int64_t x_stride;
     int rows;

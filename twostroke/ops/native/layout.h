@@ -56,6 +56,10 @@ static inline size_t group_offset(int kind, size_t g) {
 }
 
 // 32 inputs of one row, quantized: value = q · d. One cache line; a row is a run of them.
+//
+// An input that holds more than half of its group's energy would leave the others only a few of the 255 steps: such a
+// group gets a second Act for what the first leaves over, at a distance that the arguments give (`extra`). Without it
+// there is one too, all zeros, and adding its product changes nothing: rows may be multiplied together freely.
 struct alignas(64) Act {
     int8_t q[kGroup];
     float d;          // absmax / 127, NaN or infinite if an input was
@@ -64,6 +68,6 @@ struct alignas(64) Act {
     int32_t start8;   // for codes with 8 added
     int32_t start128;     // and for signed codes read with 128 added (instruction sets that need it);
     int32_t half128[2];   // the same for inputs 0-15 and 16-31 alone
-    int32_t unused;
+    int32_t more;         // the second Act is not zero
 };
 static_assert(sizeof(Act) == 64, "one cache line");

@@ -107,7 +107,7 @@ Weight* pack_weight(Context& c, int parts, const int32_t* formats, const int32_t
 }
 
 void linear(Context& c, const Weight& weight, const LinearArgs& a) {
-    PrologueArgs before{a.before, a.x, a.x_stride, weight.cols, a.norm, a.eps, nullptr, nullptr};
+    PrologueArgs before{a.before, a.x, a.x_stride, weight.cols, a.norm, a.eps, nullptr, nullptr, 0};
     MatmulArgs base{};
     base.cols = weight.cols;
     base.x = a.x;
@@ -116,7 +116,10 @@ void linear(Context& c, const Weight& weight, const LinearArgs& a) {
     base.out_stride = a.out_stride;
     base.bias = weight.bias.empty() ? nullptr : weight.bias.data();
     base.add = a.add;
-    if (weight.coded) base.acts = before.acts = c.acts.get<Act>((size_t)a.rows * (weight.cols / kGroup));
+    if (weight.coded) {
+        base.extra = before.extra = (int64_t)a.rows * (weight.cols / kGroup);
+        base.acts = before.acts = c.acts.get<Act>(2 * (size_t)base.extra);
+    }
     if (weight.floats && a.before != Nothing) {
         base.x = before.plain = c.plain.get<float>((size_t)a.rows * weight.cols);
         base.x_stride = weight.cols;

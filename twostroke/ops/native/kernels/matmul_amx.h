@@ -3,6 +3,8 @@
 #pragma once
 #include <immintrin.h>
 
+#include <new>
+
 namespace {
 
 constexpr int kTileRows = 16;
@@ -50,13 +52,40 @@ template <class Source> static void expand_signed(Source source, int groups, uin
     asm volatile("" ::: "memory");  // tile loads do not tell the compiler what they read
 }
 
-// The scales of 16 rows side by side: for each group d[16], then d · (sum of q)[16].
-static void gather_scales(const Act* acts, int groups, float* out) {
-    for (int g = 0; g < groups; ++g, out += 32)
+// What 16 rows are multiplied with, in order: every group of inputs, and after it the second codes of that group if one
+// of the rows has any.
+struct Step {
+    const Act* acts;  // of the first row
+    int64_t group;
+};
+struct Steps {
+    int64_t count;
+    Step* step;
+    float* scales;  // for each step d[16], then d · (sum of q)[16]
+
+    Steps(uint8_t* memory, int groups)
+        : count(0), step((Step*)(memory + 256 * (size_t)groups)), scales((float*)memory) {}
+    static size_t bytes(int groups) { return (256 + 2 * sizeof(Step)) * (size_t)groups; }
+
+    void add(const Act* acts, int groups, int group) {
+        float* out = scales + 32 * count;
         for (int r = 0; r < kTileRows; ++r) {
-            out[r] = acts[(int64_t)r * groups + g].d;
-            out[16 + r] = acts[(int64_t)r * groups + g].dsum;
+            out[r] = acts[(int64_t)r * groups].d;
+            out[16 + r] = acts[(int64_t)r * groups].dsum;
         }
+        step[count++] = {acts, group};
+    }
+};
+
+static Steps gather_steps(const Act* acts, int64_t extra, int groups, uint8_t* memory) {
+    Steps steps(memory, groups);
+    for (int g = 0; g < groups; ++g) {
+        int32_t more = 0;
+        for (int r = 0; r < kTileRows; ++r) more |= acts[(int64_t)r * groups + g].more;
+        steps.add(acts + g, groups, g);
+        if (more) steps.add(acts + extra + g, groups, g);
+    }
+    return steps;
 }
 
 template <int Odd> TS_INLINE void multiply_tile(const Act* acts, int64_t stride, const uint8_t* codes, int32_t* sums) {
@@ -85,42 +114,45 @@ template <bool Minimum> TS_INLINE void scale_tile(const int32_t* sums, const uin
     }
 }
 
-// 16 rows x 16 outputs. The next group's tile is under way while this group's sums are scaled.
+// 16 rows x 16 outputs. The next step's tile is under way while this step's sums are scaled.
 template <class Source>
-static void tile_rows(const MatmulArgs& args, const uint8_t* panel, const float* scales, int row, int output) {
+static void tile_rows(const MatmulArgs& args, const uint8_t* panel, const Steps& steps, int row, int output) {
     constexpr size_t group = Expanded<Source>::group, codes = Expanded<Source>::scales;
-    const int groups = args.cols / kGroup;
-    const Act* acts = args.acts + (int64_t)row * groups;
-    const int64_t stride = (int64_t)groups * (int64_t)sizeof(Act);
+    const int64_t stride = args.cols / kGroup * (int64_t)sizeof(Act);
+    const Step* const step = steps.step;
     alignas(64) int32_t sums[2][256];
     F acc[kTileRows];
     TS_UNROLL for (int r = 0; r < kTileRows; ++r) acc[r] = splat(0.f);
-    multiply_tile<0>(acts, stride, panel + codes, sums[0]);
-    int g = 0;
-    for (; g + 2 <= groups; g += 2) {
-        multiply_tile<1>(acts + g + 1, stride, panel + (g + 1) * group + codes, sums[1]);
-        scale_tile<Source::minimum>(sums[0], panel + g * group, scales + g * 32, acc);
-        if (g + 2 < groups) multiply_tile<0>(acts + g + 2, stride, panel + (g + 2) * group + codes, sums[0]);
-        scale_tile<Source::minimum>(sums[1], panel + (g + 1) * group, scales + (g + 1) * 32, acc);
+    const auto at = [&](int64_t i) { return panel + step[i].group * group; };
+    multiply_tile<0>(step[0].acts, stride, at(0) + codes, sums[0]);
+    int64_t i = 0;
+    for (; i + 2 <= steps.count; i += 2) {
+        multiply_tile<1>(step[i + 1].acts, stride, at(i + 1) + codes, sums[1]);
+        scale_tile<Source::minimum>(sums[0], at(i), steps.scales + i * 32, acc);
+        if (i + 2 < steps.count) multiply_tile<0>(step[i + 2].acts, stride, at(i + 2) + codes, sums[0]);
+        scale_tile<Source::minimum>(sums[1], at(i + 1), steps.scales + (i + 1) * 32, acc);
     }
-    if (g < groups) scale_tile<Source::minimum>(sums[0], panel + g * group, scales + g * 32, acc);
+    if (i < steps.count) scale_tile<Source::minimum>(sums[0], at(i), steps.scales + i * 32, acc);
     TS_UNROLL for (int r = 0; r < kTileRows; ++r) emit(args, row + r, output, acc[r]);
 }
 
 template <int K> static void tile_matmul(const MatmulArgs& args, int panel, int panel_end, uint8_t* scratch) {
     using Source = Reader<K>;
     const int groups = args.cols / kGroup, tiled = args.rows / kTileRows * kTileRows;
-    float* const scales = (float*)(scratch + groups * Expanded<Source>::group);
+    uint8_t* const memory = scratch + groups * Expanded<Source>::group;
     configure_tiles();
     for (int block = 0; block < tiled; block += kRowBlock) {
         const int end = block + kRowBlock < tiled ? block + kRowBlock : tiled;
-        for (int row = block; row < end; row += kTileRows)
-            gather_scales(args.acts + (int64_t)row * groups, groups, scales + (row - block) / kTileRows * groups * 32);
+        Steps* const steps = (Steps*)memory;
+        uint8_t* const lists = memory + kRowBlock / kTileRows * sizeof(Steps);
+        for (int row = block, i = 0; row < end; row += kTileRows, ++i)
+            new (steps + i) Steps(
+                gather_steps(args.acts + (int64_t)row * groups, args.extra, groups, lists + i * Steps::bytes(groups)));
         for (int p = panel; p < panel_end; ++p) {
             const Source source{args.panels + p * args.panel_stride};
             expand_signed(source, groups, scratch);
-            for (int row = block; row < end; row += kTileRows)
-                tile_rows<Source>(args, scratch, scales + (row - block) / kTileRows * groups * 32, row, p * kLanes);
+            for (int row = block, i = 0; row < end; row += kTileRows, ++i)
+                tile_rows<Source>(args, scratch, steps[i], row, p * kLanes);
             if (end == tiled) codes_all<Source, kDirectRows>(args, source, tiled, args.rows, p * kLanes);
         }
     }
@@ -140,7 +172,8 @@ static void matmul_tiles(const MatmulArgs& args, int panel, int panel_end, uint8
 }
 
 static size_t tiles_scratch(int kind, int cols) {
-    return matmul_scratch(kind, cols) + (is_float(kind) ? 0 : (size_t)cols / kGroup * 128 * (kRowBlock / kTileRows));
+    if (is_float(kind)) return matmul_scratch(kind, cols);
+    return matmul_scratch(kind, cols) + kRowBlock / kTileRows * (sizeof(Steps) + Steps::bytes(cols / kGroup));
 }
 
 }  // namespace

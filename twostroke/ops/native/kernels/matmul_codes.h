@@ -3,6 +3,7 @@
 // One output element is, over groups of 32 inputs in ascending order,
 //     acc = fma(float(integer dot of the group), d_weight · d_input, acc)
 //     acc = fma(minimum, d_input · (sum of the inputs), acc)        for kinds with a minimum
+// and both lines again for the second codes of a group that has them (see Act).
 // Integer dots are exact in any order, so this line is the whole definition: it does not know how many rows there are,
 // and every path below gives the same bits. Few rows are multiplied straight from the packed panel (it is read once,
 // memory sets the pace); many rows from a panel expanded to bytes and float scales in the core's own cache.
@@ -175,7 +176,24 @@ template <class R, int MR, int Half> TS_INLINE void dot16(const uint8_t* codes, 
     TS_UNROLL for (int r = 0; r < MR; ++r) acc[r] = dot4<3, R::small>(acc[r], w, a[r]);
 }
 
-template <class R, int MR> TS_INLINE void codes_tile(R panel, int groups, const Act* acts, F* out) {
+template <class R, int MR>
+TS_INLINE void add_group(const uint8_t* codes, const F* scale, F low, const Act* const* act, F* out) {
+    I acc[MR];
+    TS_UNROLL for (int r = 0; r < MR; ++r) acc[r] = first_sum<R>(*act[r], 0);
+    dot16<R, MR, 0>(codes, act, acc);
+    if (R::halves == 2) {
+        TS_UNROLL for (int r = 0; r < MR; ++r)
+            out[r] = fma(to_float_dot(acc[r]), mul(scale[0], splat(act[r]->d)), out[r]);
+        TS_UNROLL for (int r = 0; r < MR; ++r) acc[r] = first_sum<R>(*act[r], 1);
+    }
+    dot16<R, MR, 1>(codes, act, acc);
+    TS_UNROLL for (int r = 0; r < MR; ++r)
+        out[r] = fma(to_float_dot(acc[r]), mul(scale[R::halves - 1], splat(act[r]->d)), out[r]);
+    if (R::minimum)
+        TS_UNROLL for (int r = 0; r < MR; ++r) out[r] = fma(low, splat(act[r]->dsum), out[r]);
+}
+
+template <class R, int MR> TS_INLINE void codes_tile(R panel, int groups, const Act* acts, int64_t extra, F* out) {
     TS_UNROLL for (int r = 0; r < MR; ++r) out[r] = splat(0.f);
     const Act* act[MR];
     TS_UNROLL for (int r = 0; r < MR; ++r) act[r] = acts + (int64_t)r * groups;
@@ -183,19 +201,14 @@ template <class R, int MR> TS_INLINE void codes_tile(R panel, int groups, const 
         F scale[2], low;
         const uint8_t* codes = panel.next(g, scale, low);
         if (!IsExpanded<R>::value) fetch<R::nibbles ? 320 : 576>(codes);
-        I acc[MR];
-        TS_UNROLL for (int r = 0; r < MR; ++r) acc[r] = first_sum<R>(*act[r], 0);
-        dot16<R, MR, 0>(codes, act, acc);
-        if (R::halves == 2) {
-            TS_UNROLL for (int r = 0; r < MR; ++r)
-                out[r] = fma(to_float_dot(acc[r]), mul(scale[0], splat(act[r]->d)), out[r]);
-            TS_UNROLL for (int r = 0; r < MR; ++r) acc[r] = first_sum<R>(*act[r], 1);
+        add_group<R, MR>(codes, scale, low, act, out);
+        int32_t more = 0;
+        TS_UNROLL for (int r = 0; r < MR; ++r) more |= act[r]->more;
+        if (more) {
+            const Act* second[MR];
+            TS_UNROLL for (int r = 0; r < MR; ++r) second[r] = act[r] + extra;
+            add_group<R, MR>(codes, scale, low, second, out);
         }
-        dot16<R, MR, 1>(codes, act, acc);
-        TS_UNROLL for (int r = 0; r < MR; ++r)
-            out[r] = fma(to_float_dot(acc[r]), mul(scale[R::halves - 1], splat(act[r]->d)), out[r]);
-        if (R::minimum)
-            TS_UNROLL for (int r = 0; r < MR; ++r) out[r] = fma(low, splat(act[r]->dsum), out[r]);
         TS_UNROLL for (int r = 0; r < MR; ++r) ++act[r];
     }
 }
@@ -216,7 +229,7 @@ TS_INLINE void emit(const MatmulArgs& args, int row, int output, F value) {
 template <class R, int MR> static void codes_rows(const MatmulArgs& args, R panel, int row, int output) {
     const int groups = args.cols / kGroup;
     F sums[MR];
-    codes_tile<R, MR>(panel, groups, args.acts + (int64_t)row * groups, sums);
+    codes_tile<R, MR>(panel, groups, args.acts + (int64_t)row * groups, args.extra, sums);
     TS_UNROLL for (int r = 0; r < MR; ++r) emit(args, row + r, output, sums[r]);
 }
 

@@ -23,15 +23,13 @@ TS_INLINE float inverse_rms(const float* x, int n, float eps) {
     return 1.f / square_root(sum_of_squares(x, n) / (float)n + eps);
 }
 
-// The absolute maximum is taken on the bits, where NaN is above infinity is above every number: a bad input makes the
-// scale bad, and with it every product of this row.
-TS_INLINE void quantize_group(F a, F b, Act& out) {
-    const I magnitude = isplat(0x7fffffff);
-    const float peak = bits_to_float((uint32_t)ipeak(imax(iand(bits_of(a), magnitude), iand(bits_of(b), magnitude))));
-    const bool tiny = peak < 1e-30f;
-    const float d = tiny ? 0.f : peak / 127.f;
-    const F inverse = splat(tiny ? 0.f : 127.f / peak);
-    const I qa = round_even(mul(a, inverse)), qb = round_even(mul(b, inverse));
+TS_INLINE F round_float(F x) {  // as round_even
+    const F magic = splat(12582912.f);
+    return sub(add(x, magic), magic);
+}
+
+TS_INLINE void quantize_with(F a, F b, float d, float inverse, Act& out) {
+    const I qa = round_even(mul(a, splat(inverse))), qb = round_even(mul(b, splat(inverse)));
     store_int8(out.q, qa);
     store_int8(out.q + 16, qb);
     const int32_t sum_a = isum(qa), sum_b = isum(qb);
@@ -42,6 +40,30 @@ TS_INLINE void quantize_group(F a, F b, Act& out) {
     out.start128 = kDotStart - 128 * (sum_a + sum_b);
     out.half128[0] = kDotStart - 128 * sum_a;
     out.half128[1] = kDotStart - 128 * sum_b;
+    out.more = 0;
+}
+
+TS_INLINE void no_codes(Act& out) {
+    memset(&out, 0, sizeof(Act));
+    out.start0 = out.start8 = out.start128 = out.half128[0] = out.half128[1] = kDotStart;
+}
+
+// The absolute maximum is taken on the bits, where NaN is above infinity is above every number: a bad input makes the
+// scale bad, and with it every product of this row.
+TS_INLINE void quantize_group(F a, F b, Act& out, Act& extra) {
+    const I magnitude = isplat(0x7fffffff);
+    const float peak = bits_to_float((uint32_t)ipeak(imax(iand(bits_of(a), magnitude), iand(bits_of(b), magnitude))));
+    const bool tiny = peak < 1e-30f;
+    const float d = tiny ? 0.f : peak / 127.f, inverse = tiny ? 0.f : 127.f / peak;
+    quantize_with(a, b, d, inverse, out);
+    if (!tiny && 2.6f * peak * peak > sum(fma(b, b, mul(a, a)))) {
+        const F da = splat(-d), scale = splat(inverse);
+        const F left_a = fma(da, round_float(mul(a, scale)), a), left_b = fma(da, round_float(mul(b, scale)), b);
+        quantize_with(left_a, left_b, d / 254.f, 254.f * inverse, extra);  // at most half a step is left
+        out.more = 1;
+    } else {
+        no_codes(extra);
+    }
 }
 
 // 16 lanes of before(x); `n` of them lie within the row.
@@ -85,7 +107,7 @@ static void prologue(const PrologueArgs& args, int row, int row_end) {
         if (args.acts) {
             Act* acts = args.acts + (int64_t)r * groups;
             for (int g = 0; g < groups; ++g)
-                quantize_group(source.at(g * kGroup, 16), source.at(g * kGroup + 16, 16), acts[g]);
+                quantize_group(source.at(g * kGroup, 16), source.at(g * kGroup + 16, 16), acts[g], acts[args.extra + g]);
         }
     }
 }
