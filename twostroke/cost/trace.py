@@ -138,3 +138,20 @@ def shared_first(rows: Sequence[Arrival]) -> list[Arrival]:
         for content in {part.content for part in row.parts}:
             seen[content] = seen.get(content, 0) + 1
     return [replace(row, parts=tuple(sorted(row.parts, key=lambda part: -min(seen[part.content], 2)))) for row in rows]
+
+
+def repeat(rows: Sequence[Arrival], count: int) -> list[Arrival]:
+    """`count` arrivals: the recording again and again, what only one prompt has being new each time."""
+    seen: dict[int, int] = {}
+    for row in rows:
+        for part in row.parts:
+            seen[part.content] = seen.get(part.content, 0) + 1
+    period = (rows[-1].at - rows[0].at) * len(rows) / max(1, len(rows) - 1)
+    contents, made = Contents(1 << 36), []
+    for number in range(count):
+        row, turn = rows[number % len(rows)], number // len(rows)
+        parts = row.parts
+        if turn:
+            parts = tuple(contents.own(part.length) if seen[part.content] == 1 else part for part in parts)
+        made.append(replace(row, at=row.at + turn * period, parts=parts))
+    return made

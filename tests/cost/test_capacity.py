@@ -1,0 +1,76 @@
+"""Plans: bytes are the engine's own, targets are met by the fleet that is named and missed by a smaller one."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from tests.cost.fleets import poisson
+from twostroke.config import make_config
+from twostroke.cost.capacity import candidates, cheapest, size, workers_needed
+from twostroke.cost.deploy import Deployment
+from twostroke.cost.hardware import find_device
+from twostroke.cost.models import known_arch
+from twostroke.cost.summary import meets
+from twostroke.errors import ConfigError
+
+
+def deployment(model="llama-3.1-8b", device="h200", precision="bfloat16", gpus=1, **settings):
+    settings = {"max_model_len": 8192, "seed": 0} | settings
+    return Deployment(known_arch(model), find_device(device), make_config(**settings), precision, gpus=gpus)
+
+
+def test_sizes_are_exact():
+    found = size(deployment(), 1000, 200)
+    assert found.parameters == 8_030_261_248
+    assert found.weight_bytes == 2 * 8_030_261_248
+    assert found.kv_bytes_per_token == 131_072
+    settings = found.deployment.settings
+    assert found.kv_bytes == settings.kv_blocks * settings.layout.block_bytes
+    assert found.largest_batch == settings.kv_blocks // 75  # 1,200 tokens in blocks of 16
+    assert (found.prefill.bound, found.decode.bound) == ("compute", "memory")
+    assert found.decode.batch_seconds > found.decode.seconds > 16e9 / 4.8e12
+
+
+def test_what_does_not_fit_is_refused_with_a_way_out():
+    with pytest.raises(ConfigError, match="more devices or a narrower precision"):
+        size(deployment("llama-3-70b", "l4"), 1000, 200)
+    assert size(deployment("llama-3-70b", "h100", "int8", gpus=2), 1000, 200).largest_batch > 10
+
+
+def test_the_fleet_that_is_named_is_the_smallest():
+    rows = poisson(random.Random(0), 200, 5.0, (500, 1500), (50, 150))
+    need = workers_needed(deployment(device="l40s"), rows, 20.0, 0.5, 0.08)
+    assert need is not None and need.workers > 1
+    assert meets(need.outcome.served, 0.5, 0.08)
+    fewer = replace(need.deployment, pools=replace(need.deployment.pools, workers=need.deployment.pools.workers - 1))
+    assert not meets(fewer.run(need.load).served, 0.5, 0.08)
+    assert need.dollars_per_hour == pytest.approx(1.1 * need.deployment.pools.workers * need.copies)
+
+
+def test_targets_nobody_can_meet_are_said_to_be_so():
+    rows = poisson(random.Random(0), 60, 5.0, (500, 1500), (50, 150))
+    assert workers_needed(deployment(device="l4"), rows, 1.0, 0.5, 0.001) is None
+
+
+def test_a_split_fleet_has_both_kinds():
+    rows = poisson(random.Random(0), 120, 5.0, (800, 1500), (50, 150))
+    need = workers_needed(deployment(device="l40s"), rows, 10.0, 1.0, 0.08, split=True)
+    assert need is not None and need.prefill >= 1 and need.workers >= 1
+
+
+def test_the_cheapest_comes_first():
+    rows = poisson(random.Random(0), 80, 5.0, (200, 600), (50, 150))
+    devices = [find_device(name) for name in ("l4", "h100")]
+    options = candidates(known_arch("llama-3.1-8b"), devices, make_config(max_model_len=8192, seed=0), gpus=(1,))
+    found = cheapest(options, rows, 3.0, 2.0, 0.1)
+    assert found and [one.dollars_per_hour for one in found] == sorted(one.dollars_per_hour for one in found)
+    assert found[0].deployment.device.name == "l4"
+
+
+def test_a_load_beyond_simulation_is_many_copies():
+    rows = poisson(random.Random(0), 60, 5.0, (300, 600), (50, 100))
+    need = workers_needed(deployment(device="l4", precision="int8"), rows, 2000.0, 1.0, 0.1)
+    assert need is not None and need.workers > 64 and need.copies > 1

@@ -1,0 +1,287 @@
+"""Before owning anything: does a model fit, how fast will it be, what will it cost, how many workers does a load need.
+
+Bytes are exact (the engine's own `resolve` and layout); times come from the roofline; what a load needs is found by
+simulating it: the smallest fleet under which 95 % of the requests meet the targets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import ceil
+
+from twostroke.config import Config
+from twostroke.cost.deploy import Deployment, Outcome
+from twostroke.cost.fleet import Pools
+from twostroke.cost.hardware import DEVICES, Device
+from twostroke.cost.roofline import kv_bytes_per_token, parameters
+from twostroke.cost.summary import meets
+from twostroke.cost.trace import Arrival, faster, rate, repeat
+from twostroke.errors import ConfigError
+from twostroke.model.arch import Arch
+from twostroke.ops.interface import BLOCK
+
+SHARE = 0.95  # of the requests that must meet the targets
+SIMULATED = 300  # arrivals in one attempt
+STEADY = 6.0  # times the length of an answer that a load must last before a fleet shows what it can do
+MOST_SIMULATED = 64  # workers; a larger fleet is as many copies of a smaller one
+PRECISIONS = ("bfloat16", "int8", "int4")
+GPUS = (1, 2, 4, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """One stroke of one typical request, alone and in the largest batch."""
+
+    seconds: float  # prefill: TTFT of the prompt alone; decode: TPOT alone
+    intensity: float  # FLOP for each byte
+    bound: str  # "compute" or "memory"
+    batch_seconds: float  # decode: TPOT with the batch full; prefill: the same prompt while that batch runs
+    tokens_rate: float  # tokens/s that a worker reaches in this stroke
+    dollars_per_million: float
+
+
+@dataclass(frozen=True, slots=True)
+class Sizing:
+    """What fits, exactly, and how fast it is, by the roofline."""
+
+    deployment: Deployment
+    parameters: int
+    weight_bytes: int
+    kv_bytes_per_token: int
+    kv_blocks: int
+    kv_bytes: int
+    max_model_len: int
+    prompt: int
+    output: int
+    largest_batch: int  # typical requests whose K and V fit at once
+    batch: int  # the smaller of that and max_requests
+    ridge: float
+    prefill: Phase
+    decode: Phase
+    reasons: dict[str, str]
+
+
+def size(deployment: Deployment, prompt: int, output: int) -> Sizing:
+    """ConfigError when not even one request fits."""
+    weights = deployment.model.bytes
+    memory = deployment.device.memory * deployment.gpus
+    if weights >= memory:
+        raise ConfigError(
+            f"{deployment.precision} weights take {weights / 1e9:.1f} GB; {deployment.gpus} × {deployment.device.name} "
+            f"has {memory / 1e9:.0f} GB: use more devices or a narrower precision."
+        )
+    settings = deployment.settings
+    each = settings.layout.blocks_for(min(prompt + output, settings.max_model_len), settings.max_batch_tokens)
+    largest = settings.kv_blocks // each
+    batch = max(1, min(largest, settings.max_requests))
+    prefill, decode = _phases(deployment, prompt, output, batch)
+    return Sizing(
+        deployment=deployment,
+        parameters=parameters(deployment.arch),
+        weight_bytes=weights,
+        kv_bytes_per_token=kv_bytes_per_token(settings.layout),
+        kv_blocks=settings.kv_blocks,
+        kv_bytes=settings.kv_blocks * settings.layout.block_bytes,
+        max_model_len=settings.max_model_len,
+        prompt=prompt,
+        output=output,
+        largest_batch=largest,
+        batch=batch,
+        ridge=deployment.roofline(settings).ridge,
+        prefill=prefill,
+        decode=decode,
+        reasons=settings.reasons,
+    )
+
+
+def _phases(deployment: Deployment, prompt: int, output: int, batch: int) -> tuple[Phase, Phase]:
+    settings = deployment.settings
+    line = deployment.roofline(settings)
+    hourly = deployment.price / max(1, deployment.workers) / 3600
+    alone = line.prefill_seconds(prompt, 0, settings.max_batch_tokens)
+    context = prompt + output // 2
+    single, full = line.decode_seconds(1, context), line.decode_seconds(batch, context)
+    reading = line.intensity([(0, prompt)], [], 1)
+    writing = line.intensity([], [context] * batch, batch)
+
+    def bound(intensity: float) -> str:
+        return "compute" if intensity > line.ridge else "memory"
+
+    prefill_rate, decode_rate = prompt / alone, batch / full
+    return (
+        Phase(alone, reading, bound(reading), alone + full, prefill_rate, hourly / prefill_rate * 1e6),
+        Phase(single, writing, bound(writing), full, decode_rate, hourly / decode_rate * 1e6),
+    )
+
+
+# ---- how many workers ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """The smallest fleet of one kind that serves a load within the targets."""
+
+    deployment: Deployment
+    outcome: Outcome
+    workers: int  # decode workers where the pools are split
+    prefill: int
+    dollars_per_hour: float
+    dollars_per_million: float  # output tokens
+    load: list[Arrival]  # what was simulated
+    copies: float = 1.0  # of the simulated fleet, for loads beyond what is simulated
+
+
+def workers_needed(
+    deployment: Deployment,
+    arrivals: Sequence[Arrival],
+    requests_per_second: float,
+    ttft: float,
+    tpot: float,
+    split: bool = False,
+) -> Need | None:
+    """None when more workers do not help: a single request already misses the targets."""
+    if _hopeless(deployment, arrivals, ttft, tpot):
+        return None
+    span = STEADY * _typical_seconds(deployment, arrivals)
+    copies = max(1.0, requests_per_second * span / SIMULATED)
+    while True:
+        each = requests_per_second / copies
+        load = faster(repeat(arrivals, max(50, ceil(each * span))), each / rate(arrivals))
+        found = _smallest(deployment, load, ttft, tpot, split)
+        if found is not None:
+            break
+        if copies > 4 * requests_per_second * span:
+            return None  # even a trickle misses them
+        copies *= 4
+    tested, outcome = found
+    pools = tested.pools
+    hourly = tested.price * copies
+    tokens = outcome.summary.output_rate * copies
+    return Need(
+        tested, outcome, ceil(pools.workers * copies), ceil(pools.prefill * copies), hourly,
+        hourly / 3600 / max(tokens, 1e-12) * 1e6, load, copies,
+    )  # fmt: skip
+
+
+def _pools(count: int, split: bool, prefill_share: float, like: Pools) -> Pools:
+    if not split:
+        return replace(like, workers=count, prefill=0)
+    prefill = min(count - 1, max(1, round(prefill_share * count)))
+    return replace(like, workers=count - prefill, prefill=prefill)
+
+
+def _smallest(
+    deployment: Deployment, load: Sequence[Arrival], ttft: float, tpot: float, split: bool
+) -> tuple[Deployment, Outcome] | None:
+    """Doubling, then halving the interval."""
+    share = prefill_share(deployment, load)
+
+    def attempt(count: int) -> tuple[Deployment, Outcome] | None:
+        tried = replace(deployment, pools=_pools(count, split, share, deployment.pools))
+        outcome = tried.run(load)
+        return (tried, outcome) if meets(outcome.served, ttft, tpot, SHARE) else None
+
+    fewest = 2 if split else 1
+    high = max(fewest, int(0.6 * rate(load) * _busy_seconds(deployment, load)))
+    low = high - 1
+    best = attempt(high)
+    while best is not None and high > fewest:  # it was fewer than the estimate
+        found = attempt(low)
+        if found is None:
+            return best
+        high, low, best = low, low - 1, found
+    while best is None:
+        low, high = high, 2 * high
+        if high > MOST_SIMULATED:
+            return None
+        best = attempt(high)
+    while high - low > 1:
+        middle = (low + high) // 2
+        found = attempt(middle)
+        if found is None:
+            low = middle
+        else:
+            high, best = middle, found
+    return best
+
+
+def _busy_seconds(deployment: Deployment, arrivals: Sequence[Arrival]) -> float:
+    """Of a worker that one request costs, its neighbours' share of each step taken off."""
+    line, settings = deployment.roofline(), deployment.settings
+    prompt = round(sum(arrival.prompt for arrival in arrivals) / len(arrivals))
+    output = sum(arrival.output for arrival in arrivals) / len(arrivals)
+    fits = settings.kv_blocks // max(1, settings.layout.blocks_for(prompt + round(output)))
+    batch = max(1, min(settings.max_requests, fits))
+    return line.prefill_seconds(prompt) + output * line.decode_seconds(batch, prompt + round(output / 2)) / batch
+
+
+def _typical_seconds(deployment: Deployment, arrivals: Sequence[Arrival]) -> float:
+    """What a request takes in a well-filled batch."""
+    line = deployment.roofline()
+    prompt = round(sum(arrival.prompt for arrival in arrivals) / len(arrivals))
+    output = sum(arrival.output for arrival in arrivals) / len(arrivals)
+    batch = min(32, deployment.settings.max_requests)
+    return line.prefill_seconds(prompt) + output * line.decode_seconds(batch, prompt + round(output / 2))
+
+
+def _hopeless(deployment: Deployment, load: Sequence[Arrival], ttft: float, tpot: float) -> bool:
+    """Whether so many requests miss the targets even alone that no number of workers helps."""
+    alone = [replace(arrival, at=1e6 * number) for number, arrival in enumerate(load[:50])]
+    return not meets(replace(deployment, pools=Pools()).run(alone).served, ttft, tpot, SHARE)
+
+
+def prefill_share(deployment: Deployment, load: Sequence[Arrival]) -> float:
+    """Share of a worker's time that reading takes, with batches as they will be."""
+    line = deployment.roofline()
+    prompt = sum(arrival.prompt for arrival in load) / len(load)
+    output = sum(arrival.output for arrival in load) / len(load)
+    batch = min(32, deployment.settings.max_requests)
+    reading = line.prefill_seconds(round(prompt))
+    writing = output * line.decode_seconds(batch, round(prompt + output / 2)) / batch
+    return reading / (reading + writing)
+
+
+def candidates(arch: Arch, devices: Sequence[Device], config: Config, gpus: Sequence[int] = GPUS) -> list[Deployment]:
+    """Every kind of worker that holds the model, cheapest first."""
+    found = []
+    for device in devices:
+        for count in gpus if device.kind == "cuda" else (1,):
+            for precision in PRECISIONS:
+                deployment = Deployment(arch, device, config, precision, gpus=count)
+                if deployment.model.bytes < 0.9 * device.memory * count:
+                    found.append(deployment)
+    return sorted(found, key=lambda deployment: deployment.price)
+
+
+def cheapest(
+    options: Sequence[Deployment],
+    arrivals: Sequence[Arrival],
+    requests_per_second: float,
+    ttft: float,
+    tpot: float,
+    progress: Callable[[Deployment], None] | None = None,
+) -> list[Need]:
+    """Every option that meets the targets, the cheapest first."""
+    needs = []
+    for option in options:
+        if progress is not None:
+            progress(option)
+        try:
+            need = workers_needed(option, arrivals[:SIMULATED], requests_per_second, ttft, tpot)
+        except ConfigError:
+            continue
+        if need is not None:
+            needs.append(need)
+    return sorted(needs, key=lambda need: need.dollars_per_hour)
+
+
+def priced() -> list[Device]:
+    """Devices of the table that can be rented."""
+    return [device for device in DEVICES.values() if device.price is not None]
+
+
+def tokens_in(sizing: Sizing) -> int:
+    """Tokens that the cache holds, where no layer has a window."""
+    groups = len(sizing.deployment.settings.layout.groups)
+    return sizing.kv_blocks // groups * BLOCK
