@@ -9,12 +9,14 @@ namespace {
 constexpr int kRowsInt = 2;
 constexpr int kRowsFloat = 6;
 constexpr int kRowsAttend = 2;
+constexpr int kChunks = 2;
 constexpr bool kUnsignedCodes = false;
 constexpr int32_t kDotStart = 0;
 
 struct F { __m256 a, b; };  // lanes 0-7 and 8-15
 struct I { __m256i a, b; };
 struct W { __m256i a, b; };
+struct B { __m128i v; };
 struct A { const int8_t* p; };
 struct X { const float* p; };
 
@@ -33,10 +35,18 @@ TS_INLINE __m256 widen_bfloat(const uint16_t* p) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
 }
 TS_INLINE F load_bfloat(const uint16_t* p) { return {widen_bfloat(p), widen_bfloat(p + 8)}; }
-TS_INLINE F load_int8(const int8_t* p) {
-    return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p))),
-            _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)(p + 8))))};
+TS_INLINE B load_bytes(const void* p) { return {_mm_loadu_si128((const __m128i*)p)}; }
+TS_INLINE void store_bytes(void* p, B b) { _mm_storeu_si128((__m128i*)p, b.v); }
+TS_INLINE B load_nibbles(const uint8_t* p) {
+    const __m128i both = _mm_loadl_epi64((const __m128i*)p), mask = _mm_set1_epi8(15);
+    const __m128i codes = _mm_unpacklo_epi8(_mm_and_si128(both, mask), _mm_and_si128(_mm_srli_epi16(both, 4), mask));
+    return {_mm_sub_epi8(codes, _mm_set1_epi8(8))};
 }
+TS_INLINE F float_bytes(B b) {
+    return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(b.v)),
+            _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_unpackhi_epi64(b.v, b.v)))};
+}
+TS_INLINE F load_int8(const int8_t* p) { return float_bytes(load_bytes(p)); }
 TS_INLINE F load_uint8(const uint8_t* p) {
     return {_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p))),
             _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(p + 8))))};

@@ -9,12 +9,14 @@ namespace {
 constexpr int kRowsInt = 8;
 constexpr int kRowsFloat = 16;
 constexpr int kRowsAttend = 6;
+constexpr int kChunks = 4;
 constexpr bool kUnsignedCodes = true;
 constexpr int32_t kDotStart = 0;
 
 struct F { __m512 v; };
 struct I { __m512i v; };
 struct W { __m512i v; };
+struct B { __m128i v; };
 struct A { const int8_t* p; };
 struct X { const float* p; };
 
@@ -27,9 +29,15 @@ TS_INLINE F load_bfloat(const uint16_t* p) {
     const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p));
     return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
 }
-TS_INLINE F load_int8(const int8_t* p) {
-    return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)))};
+TS_INLINE B load_bytes(const void* p) { return {_mm_loadu_si128((const __m128i*)p)}; }
+TS_INLINE void store_bytes(void* p, B b) { _mm_storeu_si128((__m128i*)p, b.v); }
+TS_INLINE B load_nibbles(const uint8_t* p) {
+    const __m128i both = _mm_loadl_epi64((const __m128i*)p), mask = _mm_set1_epi8(15);
+    const __m128i codes = _mm_unpacklo_epi8(_mm_and_si128(both, mask), _mm_and_si128(_mm_srli_epi16(both, 4), mask));
+    return {_mm_sub_epi8(codes, _mm_set1_epi8(8))};
 }
+TS_INLINE F float_bytes(B b) { return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(b.v))}; }
+TS_INLINE F load_int8(const int8_t* p) { return float_bytes(load_bytes(p)); }
 TS_INLINE F load_uint8(const uint8_t* p) {
     return {_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)))};
 }

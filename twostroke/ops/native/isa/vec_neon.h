@@ -12,12 +12,14 @@ namespace {
 constexpr int kRowsInt = 3;
 constexpr int kRowsFloat = 5;
 constexpr int kRowsAttend = 4;
+constexpr int kChunks = 2;
 constexpr bool kUnsignedCodes = false;
 constexpr int32_t kDotStart = 0x4b400000;
 
 struct F { float32x4_t v[4]; };
 struct I { int32x4_t v[4]; };
 struct W { int8x16_t v[4]; };
+struct B { int8x16_t v; };
 struct A { int8x16_t v; };
 struct X { float32x4_t v; };
 
@@ -33,12 +35,18 @@ TS_INLINE F load_bfloat(const uint16_t* p) {
     TS_EACH r.v[i] = vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p + 4 * i), 16));
     return r;
 }
-TS_INLINE F load_int8(const int8_t* p) {
-    const int8x16_t c = vld1q_s8(p);
-    const int16x8_t low = vmovl_s8(vget_low_s8(c)), high = vmovl_s8(vget_high_s8(c));
+TS_INLINE B load_bytes(const void* p) { return {vld1q_s8((const int8_t*)p)}; }
+TS_INLINE void store_bytes(void* p, B b) { vst1q_s8((int8_t*)p, b.v); }
+TS_INLINE B load_nibbles(const uint8_t* p) {
+    const uint8x8_t both = vld1_u8(p), low = vand_u8(both, vdup_n_u8(15)), high = vshr_n_u8(both, 4);
+    return {vsubq_s8(vreinterpretq_s8_u8(vcombine_u8(vzip1_u8(low, high), vzip2_u8(low, high))), vdupq_n_s8(8))};
+}
+TS_INLINE F float_bytes(B b) {
+    const int16x8_t low = vmovl_s8(vget_low_s8(b.v)), high = vmovl_s8(vget_high_s8(b.v));
     return {{vcvtq_f32_s32(vmovl_s16(vget_low_s16(low))), vcvtq_f32_s32(vmovl_s16(vget_high_s16(low))),
              vcvtq_f32_s32(vmovl_s16(vget_low_s16(high))), vcvtq_f32_s32(vmovl_s16(vget_high_s16(high)))}};
 }
+TS_INLINE F load_int8(const int8_t* p) { return float_bytes(load_bytes(p)); }
 TS_INLINE F load_uint8(const uint8_t* p) {
     const uint8x16_t c = vld1q_u8(p);
     const uint16x8_t low = vmovl_u8(vget_low_u8(c)), high = vmovl_u8(vget_high_u8(c));

@@ -19,13 +19,15 @@ namespace {
 
 constexpr int kRowsInt = 2;     // rows of a register tile: integer products,
 constexpr int kRowsFloat = 4;   // float products,
-constexpr int kRowsAttend = 4;  // and attention
+constexpr int kRowsAttend = 4;  // and attention,
+constexpr int kChunks = 1;      // of 16 dimensions that it weighs together
 constexpr bool kUnsignedCodes = false;  // signed codes are stored as they are in the expanded panel
 constexpr int32_t kDotStart = 0;        // an integer sum starts here (see to_float_dot)
 
 struct F { float v[16]; };
 struct I { int32_t v[16]; };
 struct W { int8_t v[64]; };  // 16 outputs x 4 neighbouring inputs
+struct B { int8_t v[16]; };
 struct A { const int8_t* p; };  // 16 neighbouring inputs of one row
 struct X { const float* p; };   // 4 neighbouring inputs of one row
 
@@ -34,6 +36,14 @@ TS_INLINE void store(float* p, F a) { TS_LOOP p[i] = a.v[i]; }
 TS_INLINE F load_half(const uint16_t* p) { F r; TS_LOOP r.v[i] = half_to_float(p[i]); return r; }
 TS_INLINE F load_bfloat(const uint16_t* p) { F r; TS_LOOP r.v[i] = bfloat_to_float(p[i]); return r; }
 TS_INLINE F load_int8(const int8_t* p) { F r; TS_LOOP r.v[i] = (float)p[i]; return r; }
+TS_INLINE B load_bytes(const void* p) { B r; memcpy(&r, p, 16); return r; }
+TS_INLINE void store_bytes(void* p, B b) { memcpy(p, &b, 16); }
+TS_INLINE B load_nibbles(const uint8_t* p) {  // 8 bytes: even elements in the low halves; 8 subtracted
+    B r;
+    TS_LOOP r.v[i] = (int8_t)(((p[i / 2] >> (i % 2 * 4)) & 15) - 8);
+    return r;
+}
+TS_INLINE F float_bytes(B b) { F r; TS_LOOP r.v[i] = (float)b.v[i]; return r; }
 TS_INLINE F load_uint8(const uint8_t* p) { F r; TS_LOOP r.v[i] = (float)p[i]; return r; }
 TS_INLINE void store_half(uint16_t* p, F a) { TS_LOOP p[i] = float_to_half(a.v[i]); }
 TS_INLINE F splat(float x) { F r; TS_LOOP r.v[i] = x; return r; }

@@ -48,32 +48,69 @@ struct StepBlocks {
     }
 };
 
+template <int Value> struct Constant { static constexpr int value = Value; };
+
+// body(head_dim as a constant or 0, 3 or 1 lines as a constant, first line) for all lines in [line, end).
+template <class Body> TS_INLINE void for_lines(int dim, int line, int end, const Body& body) {
+    for (; line + 3 <= end; line += 3) {
+        if (dim == 64) body(Constant<64>{}, Constant<3>{}, line);
+        else if (dim == 128) body(Constant<128>{}, Constant<3>{}, line);
+        else body(Constant<0>{}, Constant<3>{}, line);
+    }
+    for (; line < end; ++line) {
+        if (dim == 64) body(Constant<64>{}, Constant<1>{}, line);
+        else if (dim == 128) body(Constant<128>{}, Constant<1>{}, line);
+        else body(Constant<0>{}, Constant<1>{}, line);
+    }
+}
+
 TS_INLINE int tokens_of(int b, int to) { return to - b * kBlock < kBlock ? to - b * kBlock : kBlock; }
+
+// The blocks of the next step, asked for while this one is computed: blocks lie anywhere in the pool.
+TS_INLINE void fetch_step(const AttendTask& task, int64_t start, int64_t end) {
+    if (start >= end) return;
+    const AttendLayer& L = *task.layer;
+    const int to = within_step(end, start);
+    const StepBlocks blocks(task, start, 0, to);
+    const size_t stride = kv_row_bytes(L.kv_format, L.head_dim);
+    for (int b = 0; b * kBlock < to; ++b)
+        for (size_t i = 0; i < stride * (size_t)tokens_of(b, to); i += 64) {
+            __builtin_prefetch(blocks.keys[b] + i);
+            __builtin_prefetch(blocks.values[b] + i);
+        }
+}
 
 // Scores of lines [line, line_end) for tokens [from, to) of the step, `from` at a block's border.
 template <int Format>
 static void score_step(const AttendTask& task, const Lines& s, const StepBlocks& blocks, int line, int line_end, int from, int to) {
     const AttendLayer& L = *task.layer;
     const float* q = task.q + ((int64_t)task.kv_head * task.batch->rows + task.row) * (L.heads / L.kv_heads) * s.padded;
-    for (int b = from / kBlock; b * kBlock < to; ++b) {
-        const int n = tokens_of(b, to);
-        float* scores = s.scores + b * kBlock;
-        if constexpr (Format == KVInt8 || Format == KVInt4) {
+    int b = from / kBlock;
+    if constexpr (Format == KVInt8 || Format == KVInt4) {
+        for (; b * kBlock < to; ++b) {
+            const int n = tokens_of(b, to);
             for (int t = 0; t < 16; ++t) {  // tokens that do not exist get scale 0
                 s.scales[b * kBlock + t] = t < n ? blocks.key_scales[b][t] : 0.f;
                 s.scales[kStep + b * kBlock + t] = t < n ? blocks.value_scales[b][t] : 0.f;
             }
             load_key_codes<Format>(blocks.keys[b], L.head_dim, s.padded, n, (uint8_t*)s.keys);
-            score_all_codes<kRowsAttend>(q, (const uint8_t*)s.keys, s.padded, s.scales + b * kBlock, scores, line, line_end);
-        } else if (s.count > kFewLines) {
-            load_keys<Format>(blocks.keys[b], L.head_dim, n, s.keys);
-            score_all<kRowsAttend>(q, s.keys, s.padded, scores, line, line_end);
-        } else {
-            int i = line;
-            for (; i + 3 <= line_end; i += 3)
-                score_few<Format, 3>(blocks.keys[b], L.head_dim, n, q + i * s.padded, s.padded, scores + kStep * i);
-            for (; i < line_end; ++i)
-                score_few<Format, 1>(blocks.keys[b], L.head_dim, n, q + i * s.padded, s.padded, scores + kStep * i);
+            score_all_codes<kRowsAttend>(q, (const uint8_t*)s.keys, s.padded, s.scales + b * kBlock, s.scores + b * kBlock, line, line_end);
+        }
+    } else if (s.count > kFewLines) {
+        float* keys = s.keys;
+        for (int i = b; i * kBlock < to; ++i, keys += s.padded * kBlock)
+            load_keys<Format>(blocks.keys[i], L.head_dim, tokens_of(i, to), keys);
+        keys = s.keys;
+        for (; (b + 1) * kBlock < to; b += 2, keys += 2 * s.padded * kBlock)
+            score_all<kRowsAttend, 2>(q, keys, s.padded, s.scores + b * kBlock, line, line_end);
+        if (b * kBlock < to) score_all<kRowsAttend, 1>(q, keys, s.padded, s.scores + b * kBlock, line, line_end);
+    } else {
+        for (; b * kBlock < to; ++b) {
+            const auto few = [&](auto dim, auto lines, int i) {
+                score_few<Format, decltype(lines)::value, decltype(dim)::value>(
+                    blocks.keys[b], L.head_dim, tokens_of(b, to), q + i * s.padded, s.padded, s.scores + kStep * i + b * kBlock);
+            };
+            for_lines(L.head_dim, line, line_end, few);
         }
     }
 }
@@ -84,11 +121,13 @@ static void weigh_step(const AttendTask& task, const Lines& s, const StepBlocks&
     if (s.count > kFewLines) {
         for (int b = from / kBlock; b * kBlock < to; ++b)
             load_values<Format>(blocks.values[b], dim, s.padded, tokens_of(b, to), s.block + (int64_t)b * kBlock * s.padded);
-        return weigh_all<kRowsAttend>(s, line, line_end, from, to);
+        return weigh_all<kRowsAttend, 2>(s, BlockValues{s.block, s.padded}, line, line_end, from, to);
     }
-    int i = line;
-    for (; i + 3 <= line_end; i += 3) weigh_few<Format, 3>(s, i, blocks.values, dim, from, to);
-    for (; i < line_end; ++i) weigh_few<Format, 1>(s, i, blocks.values, dim, from, to);
+    const auto few = [&](auto head, auto lines, int i) {
+        const CacheValues<Format, decltype(head)::value> source{blocks.values, dim};
+        weigh_lines<decltype(lines)::value, kChunks>(s, source, i, from, to);
+    };
+    for_lines(dim, line, line_end, few);
 }
 
 // One split of every line of the tile that sees some of it: lines [line, line_end).
@@ -111,6 +150,7 @@ static void attend_split(const AttendTask& task, const Lines& s, int64_t split, 
         const int from = within_step(Seen(L, positions[a]).first, start) / kBlock * kBlock;
         const int to = within_step(Seen(L, positions[b - 1]).end, start);
         const StepBlocks blocks(task, start, from, to);
+        fetch_step(task, start + kStep, end);
         score_step<Format>(task, s, blocks, a * group, b * group, from, to);
         const float* scales = Format == KVInt8 || Format == KVInt4 ? s.scales + kStep : nullptr;
         for (int i = a * group; i < b * group; ++i) {

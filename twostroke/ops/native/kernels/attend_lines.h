@@ -83,7 +83,7 @@ TS_INLINE void soften(const Lines& s, float cap, int line, int low, int high, in
         }
         store(w + t, p);
     }
-    const float factor = exp_of(before - maximum);
+    const float factor = before == maximum ? 1.f : exp_of(before - maximum);
     s.maximum[line] = maximum;
     s.rescale[line] = factor;
     store(s.sums + 16 * line, fma(load(s.sums + 16 * line), splat(factor), total));

@@ -14,61 +14,79 @@ template <int Format> static void load_keys(const uint8_t* rows, int dim, int n,
     }
 }
 
-// One partial sum: dimensions j, j + 16, ...
-template <int N> TS_INLINE void partial_scores(const float* const* q, const float* keys, int padded, int j, F* acc) {
-    TS_UNROLL for (int i = 0; i < N; ++i) acc[i] = splat(0.f);
+// One partial sum (dimensions j, j + 16, ...) of N lines and V blocks of 16 keys.
+template <int N, int V>
+TS_INLINE void partial_scores(const float* q, const float* keys, int padded, int j, F (*acc)[V]) {
+    TS_UNROLL for (int i = 0; i < N; ++i)
+        TS_UNROLL for (int v = 0; v < V; ++v) acc[i][v] = splat(0.f);
     for (int d = j; d < padded; d += 16) {
-        const F k = load(keys + d * 16);
-        TS_UNROLL for (int i = 0; i < N; ++i) acc[i] = fma(splat(q[i][d]), k, acc[i]);
+        F k[V];
+        TS_UNROLL for (int v = 0; v < V; ++v) k[v] = load(keys + (v * padded + d) * 16);
+        TS_UNROLL for (int i = 0; i < N; ++i) {
+            const F x = splat(q[i * padded + d]);
+            TS_UNROLL for (int v = 0; v < V; ++v) acc[i][v] = fma(x, k[v], acc[i][v]);
+        }
     }
 }
 
-template <int N> TS_INLINE void quarter_scores(const float* const* q, const float* keys, int padded, int j, F* out) {
-    F a[N], b[N];
-    partial_scores<N>(q, keys, padded, j, a);
-    partial_scores<N>(q, keys, padded, j + 8, b);
-    TS_UNROLL for (int i = 0; i < N; ++i) out[i] = add(a[i], b[i]);
-    partial_scores<N>(q, keys, padded, j + 4, a);
-    partial_scores<N>(q, keys, padded, j + 12, b);
-    TS_UNROLL for (int i = 0; i < N; ++i) out[i] = add(out[i], add(a[i], b[i]));
+template <int N, int V> TS_INLINE void add_scores(F (*a)[V], F (*b)[V]) {
+    TS_UNROLL for (int i = 0; i < N; ++i)
+        TS_UNROLL for (int v = 0; v < V; ++v) a[i][v] = add(a[i][v], b[i][v]);
 }
 
-// The tree of sum(), each partial sum being a vector over the keys.
-template <int N> static void score_lines(const float* q, const float* keys, int padded, float* scores) {
-    const float* line[N];
-    TS_UNROLL for (int i = 0; i < N; ++i) line[i] = q + i * padded;
-    F low[N], high[N], one[N];
-    quarter_scores<N>(line, keys, padded, 0, low);
-    quarter_scores<N>(line, keys, padded, 1, one);
-    TS_UNROLL for (int i = 0; i < N; ++i) low[i] = add(low[i], one[i]);
-    quarter_scores<N>(line, keys, padded, 2, high);
-    quarter_scores<N>(line, keys, padded, 3, one);
-    TS_UNROLL for (int i = 0; i < N; ++i) store(scores + kStep * i, add(low[i], add(high[i], one[i])));
+template <int N, int V>
+TS_INLINE void quarter_scores(const float* q, const float* keys, int padded, int j, F (*out)[V]) {
+    F a[N][V], b[N][V];
+    partial_scores<N, V>(q, keys, padded, j, out);
+    partial_scores<N, V>(q, keys, padded, j + 8, a);
+    add_scores<N, V>(out, a);
+    partial_scores<N, V>(q, keys, padded, j + 4, a);
+    partial_scores<N, V>(q, keys, padded, j + 12, b);
+    add_scores<N, V>(a, b);
+    add_scores<N, V>(out, a);
+}
+
+// The tree of sum(), each partial sum being a vector over the keys. keys: V blocks, each (padded, 16).
+template <int N, int V> static void score_lines(const float* q, const float* keys, int padded, float* scores) {
+    F low[N][V], high[N][V], one[N][V];
+    quarter_scores<N, V>(q, keys, padded, 0, low);
+    quarter_scores<N, V>(q, keys, padded, 1, one);
+    add_scores<N, V>(low, one);
+    quarter_scores<N, V>(q, keys, padded, 2, high);
+    quarter_scores<N, V>(q, keys, padded, 3, one);
+    add_scores<N, V>(high, one);
+    add_scores<N, V>(low, high);
+    TS_UNROLL for (int i = 0; i < N; ++i)
+        TS_UNROLL for (int v = 0; v < V; ++v) store(scores + kStep * i + 16 * v, low[i][v]);
 }
 
 // Lines [line, end): N at a time, then half as many.
-template <int N> static void score_all(const float* q, const float* keys, int padded, float* scores, int line, int end) {
-    for (; line + N <= end; line += N) score_lines<N>(q + (int64_t)line * padded, keys, padded, scores + kStep * line);
+template <int N, int V>
+static void score_all(const float* q, const float* keys, int padded, float* scores, int line, int end) {
+    for (; line + N <= end; line += N)
+        score_lines<N, V>(q + (int64_t)line * padded, keys, padded, scores + kStep * line);
     if constexpr (N > 1)
-        if (line < end) score_all<N / 2>(q, keys, padded, scores, line, end);
+        if (line < end) score_all<N / 2, V>(q, keys, padded, scores, line, end);
 }
 
 // The same sums for few lines, straight from the cache: lanes are dimensions, summed across at the end.
-template <int Format, int N>
-static void score_few(const uint8_t* rows, int dim, int n, const float* q, int padded, float* scores) {
+// Dim: head_dim where it is known when compiling, else 0.
+template <int Format, int N, int Dim>
+static void score_few(const uint8_t* rows, int head_dim, int n, const float* q, int padded, float* scores) {
+    const int dim = Dim ? Dim : head_dim;
     const size_t stride = kv_row_bytes(Format, dim);
     F part[N][16];
     for (int t = 0; t < n; ++t) {
         F acc[N];
         TS_UNROLL for (int i = 0; i < N; ++i) acc[i] = splat(0.f);
-        for (int d = 0; d < dim; d += 16) {
+        TS_UNROLL for (int d = 0; d < dim; d += 16) {
             const F k = kv_chunk<Format>(rows + t * stride, d, dim);
             TS_UNROLL for (int i = 0; i < N; ++i) acc[i] = fma(load(q + i * padded + d), k, acc[i]);
         }
         TS_UNROLL for (int i = 0; i < N; ++i) part[i][t] = acc[i];
     }
     for (int t = n; t < 16; ++t)
-    TS_UNROLL for (int i = 0; i < N; ++i) part[i][t] = splat(0.f);
+        TS_UNROLL for (int i = 0; i < N; ++i) part[i][t] = splat(0.f);
     TS_UNROLL for (int i = 0; i < N; ++i) store(scores + kStep * i, sums(part[i]));
 }
 
@@ -101,25 +119,21 @@ static void code_query(float* line, int padded) {
     out->start = kDotStart - (kUnsignedCodes ? 128 * total : 0);
 }
 
-// 16 bytes of codes, dimensions [d, d + 16), zeros past the head.
-template <int Format> TS_INLINE void key_codes(const uint8_t* row, int d, int dim, int8_t* out) {
-    const int n = dim - d < 16 ? dim - d : 16;
-    if (n < 16) memset(out, 0, 16);
-    if (Format == KVInt8) {
-        memcpy(out, row + d, (size_t)n);
-    } else {
-        for (int i = 0; i < n; ++i) out[i] = (int8_t)(((row[(d + i) / 2] >> (i % 2 * 4)) & 15) - 8);
-    }
-}
-
 // Codes of one block as quads, [padded / 4][16 tokens][4]: the layout of a weight panel. Tokens >= n are zero.
 template <int Format> static void load_key_codes(const uint8_t* rows, int dim, int padded, int n, uint8_t* out) {
     const size_t stride = kv_row_bytes(Format, dim);
-    const int width = (padded + 63) / 64 * 64;
-    int8_t block[16][kMaxHeadDim];
+    const int whole = dim / 16 * 16, width = (padded + 63) / 64 * 64;
+    alignas(64) int8_t block[16][kMaxHeadDim];
     for (int t = 0; t < 16; ++t) {
         int d = 0;
-        for (; t < n && d < dim; d += 16) key_codes<Format>(rows + t * stride, d, dim, block[t] + d);
+        for (; t < n && d < whole; d += 16) {
+            const uint8_t* row = rows + t * stride;
+            store_bytes(block[t] + d, Format == KVInt8 ? load_bytes(row + d) : load_nibbles(row + d / 2));
+        }
+        for (; t < n && d < dim; ++d) {  // a head whose size is no multiple of 16
+            const uint8_t* row = rows + t * stride;
+            block[t][d] = (int8_t)(Format == KVInt8 ? row[d] : ((row[d / 2] >> (d % 2 * 4)) & 15) - 8);
+        }
         memset(block[t] + d, 0, (size_t)(width - d));
     }
     for (int d = 0; d < padded; d += 64) {  // 16 tokens x 16 quads, transposed as 32-bit lanes

@@ -59,22 +59,16 @@ template <int Format> TS_INLINE F kv_load(const uint8_t* row, int d) {
         case KVHalf: return load_half((const uint16_t*)row + d);
         case KVBfloat: return load_bfloat((const uint16_t*)row + d);
         case KVInt8: return load_int8((const int8_t*)row + d);
-        default: {
-            int8_t codes[16];
-            for (int i = 0; i < 8; ++i) {
-                codes[2 * i] = (int8_t)((row[d / 2 + i] & 15) - 8);
-                codes[2 * i + 1] = (int8_t)((row[d / 2 + i] >> 4) - 8);
-            }
-            return load_int8(codes);
-        }
+        default: return float_bytes(load_nibbles(row + d / 2));
     }
 }
 
 // The last elements of a head whose size is no multiple of 16, and zeros: never reads past the head.
 template <int Format> TS_INLINE F kv_load_tail(const uint8_t* row, int d, int dim) {
     uint8_t copy[64] = {0};
-    const size_t offset = kv_row_bytes(Format, d);
-    memcpy(copy, row + offset, kv_row_bytes(Format, dim) - offset);
+    const size_t offset = kv_row_bytes(Format, d), bytes = kv_row_bytes(Format, dim) - offset;
+    if (bytes > sizeof copy) __builtin_unreachable();  // fewer than 16 elements
+    memcpy(copy, row + offset, bytes);
     return first(kv_load<Format>(copy, 0), dim - d);
 }
 
