@@ -1,7 +1,7 @@
 """What each lever of the scheduler buys, on the default model and a real trace's lengths.
 
-    python benchmarks/batching.py                 # everything, three interleaved rounds, JSON and plot under results/
-    python benchmarks/batching.py --rounds 1 --requests 16
+    python -m benchmarks.batching                 # everything, three interleaved rounds, JSON and plot under results/
+    python -m benchmarks.batching --rounds 1 --requests 16
 
 Every comparison is made within one run, the variants taking turns; medians over the rounds are reported. The engine
 pads nothing anywhere; transformers gets the same batch cap and left-pads, as its own `generate` requires.
@@ -193,7 +193,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     }
     return {
         "machine": describe(),
-        "command": "python benchmarks/batching.py",
+        "command": "python -m benchmarks.batching",
         "requests": args.requests,
         "scale": args.scale,
         "batch_cap": args.cap,

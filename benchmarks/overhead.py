@@ -1,6 +1,6 @@
 """What the engine costs beside the model: bookkeeping of a step, and the way from process start to the first token.
 
-python benchmarks/overhead.py
+python -m benchmarks.overhead
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def start_to_first_token(rounds: int = 5) -> float:
 def main() -> None:
     fetch(DEFAULT)
     measured = {"plan_and_commit_us": plan_and_commit(), "start_to_first_token_s": start_to_first_token()}
-    result = {"machine": describe(), "command": "python benchmarks/overhead.py", "measured": measured, "limits": LIMITS,
+    result = {"machine": describe(), "command": "python -m benchmarks.overhead", "measured": measured, "limits": LIMITS,
               "within": {name: measured[name] <= limit for name, limit in LIMITS.items()}}  # fmt: skip
     path = HERE / "results" / f"overhead-{result['machine']['machine']}.json"
     path.write_text(json.dumps(result, indent=2) + "\n")

@@ -1,0 +1,69 @@
+"""What precision costs: perplexity on WikiText-2 for the ways the engine can hold weights, activations and KV.
+
+    python -m benchmarks.quality                          # the committed excerpt
+    python -m benchmarks.quality --text wiki.test.raw     # the whole test split
+
+Every variant reads the same windows; the figures are changes against the same file dequantized to float32, KV included.
+Activations are rounded to 8 bits inside products with quantized weights: "as shipped" is what that costs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import describe
+from twostroke import LLM, SamplingParams
+from twostroke.weights.catalog import DEFAULT
+
+HERE = Path(__file__).parent
+VARIANTS: dict[str, dict[str, Any]] = {
+    "float32": {"dtype": "float32"},
+    "as shipped": {},
+    "as shipped, KV int8": {"kv_dtype": "int8"},
+    "as shipped, KV int4": {"kv_dtype": "int4"},
+}
+LIMITS = {"as shipped": 0.005, "as shipped, KV int8": 0.005}  # relative change of perplexity
+
+
+def perplexity(settings: dict[str, Any], model: str, text: str, window: int, windows: int) -> float:
+    llm = LLM(model, prefix_cache=False, max_model_len=window + 1, **settings)
+    tokens = llm.tokenizer.encode(text)
+    total, count = 0.0, 0
+    for first in range(0, min(len(tokens) - window, window * windows) + 1, window):
+        piece = tokens[first : first + window]
+        out = llm.generate([piece], SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0))[0]
+        assert out.prompt_logprobs is not None
+        scores = [score.logprob for score in out.prompt_logprobs if score is not None]
+        total -= sum(scores)
+        count += len(scores)
+    return math.exp(total / count)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--text", type=Path, default=HERE / "data" / "wikitext2_excerpt.txt")
+    parser.add_argument("--model", default=DEFAULT)
+    parser.add_argument("--window", type=int, default=2048, help="tokens read at once: long, so that KV counts")
+    parser.add_argument("--windows", type=int, default=1000)
+    args = parser.parse_args()
+    text = args.text.read_text()
+    found = {}
+    for name, settings in VARIANTS.items():
+        found[name] = perplexity(settings, args.model, text, args.window, args.windows)
+        print(f"{name}: {found[name]:.4f}  ({found[name] / found['float32'] - 1:+.3%})", flush=True)
+    changes = {name: value / found["float32"] - 1 for name, value in found.items()}
+    result = {
+        "machine": describe(), "command": "python -m benchmarks.quality", "model": args.model, "window": args.window,
+        "perplexity": found, "change": changes, "within": {name: changes[name] <= limit for name, limit in LIMITS.items()},
+    }  # fmt: skip
+    path = HERE / "results" / f"quality-{result['machine']['machine']}.json"
+    path.write_text(json.dumps(result, indent=2) + "\n")
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
