@@ -57,9 +57,14 @@ def main() -> None:
         print(f"{name}: {found[name]:.4f}  ({found[name] / found['float32'] - 1:+.3%})", flush=True)
     changes = {name: value / found["float32"] - 1 for name, value in found.items()}
     result = {
-        "machine": describe(), "command": "python -m benchmarks.quality", "model": args.model, "window": args.window,
-        "perplexity": found, "change": changes, "within": {name: changes[name] <= limit for name, limit in LIMITS.items()},
-    }  # fmt: skip
+        "machine": describe(),
+        "command": "python -m benchmarks.quality",
+        "model": args.model,
+        "window": args.window,
+        "perplexity": found,
+        "change": changes,
+        "within": {name: changes[name] <= limit for name, limit in LIMITS.items()},
+    }
     path = HERE / "results" / f"quality-{result['machine']['machine']}.json"
     path.write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(result))
