@@ -23,14 +23,31 @@ RUN = "from twostroke.cli import main; main()"
 class Server:
     """`twostroke serve` as a user starts it. `code` may change the package before it runs (patience, limits)."""
 
-    def __init__(self, folder: Path, *arguments: str, code: str = "", keys: tuple[str, ...] = (KEY, OTHER_KEY)):
+    def __init__(
+        self,
+        folder: Path,
+        *arguments: str,
+        code: str = "",
+        keys: tuple[str, ...] = (KEY, OTHER_KEY),
+        threads: int = 1,
+    ):
         self.key_file = folder.parent / f"keys-{os.getpid()}-{id(self)}"
         self.key_file.write_text("\n".join(keys) + "\n")
         given = ("--api-key-file", str(self.key_file)) if keys else ()
-        command = [sys.executable, "-c", code + "\n" + RUN, "serve", str(folder), "--port", "0", "-s", "threads=1"]
+        command = [
+            sys.executable,
+            "-c",
+            code + "\n" + RUN,
+            "serve",
+            str(folder),
+            "--port",
+            "0",
+            "-s",
+            f"threads={threads}",
+        ]
         self.process = subprocess.Popen(
             [*command, *given, *arguments], cwd=ROOT, stderr=subprocess.PIPE, text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": str(threads)},
         )  # fmt: skip
         self.lines: list[str] = []
         self.model = str(folder)

@@ -17,7 +17,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.serve.server import Server, alive, events, wait_until
+from tests.serve.server import Server, alive, children, events, wait_until
 from twostroke.errors import ConfigError, ModelError
 from twostroke.serve.command import serve
 
@@ -194,6 +194,12 @@ def test_sigterm_drains(long_folder: Path) -> None:
     documents = streaming.documents()
     assert documents[-1]["choices"][0]["finish_reason"] == "length"
     assert documents[-1]["timings"]["output_tokens"] == 1000
+    assert server.stop() == 0
+
+
+def test_sigterm_while_it_loads(long_folder: Path) -> None:
+    server = Server(long_folder)
+    wait_until(lambda: children(server.process.pid), 20, "the engine process was never started")
     assert server.stop() == 0
 
 

@@ -134,6 +134,27 @@ def test_a_named_call_in_other_apis(tooled: Server) -> None:
     assert claude.messages.create(**{**body, "messages": history, "max_tokens": 5}).usage.output_tokens <= 5
 
 
+def test_what_was_thought_and_called_may_be_sent_back(tooled: Server) -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "look_up", "arguments": '{"name": "Al"}'}}
+    history = [{"role": "assistant", "content": None, "reasoning_content": "Hm.", "tool_calls": [call]}]
+    chat = {"messages": [*CHAT["messages"], *history, {"role": "tool", "tool_call_id": "call_1", "content": "1"}]}
+    with tooled.client() as client:
+        assert client.post("/v1/chat/completions", json={**chat, "max_tokens": 2}).status_code == 200
+        call["function"]["arguments"] = "{"
+        refused = client.post("/v1/chat/completions", json={**chat, "max_tokens": 2})
+        assert refused.status_code == 400 and "not JSON" in refused.json()["error"]["message"]
+        thought = [{"type": "thinking", "thinking": "Hm.", "signature": ""}, {"type": "text", "text": "Yes"}]
+        turns = [*CHAT["messages"], {"role": "assistant", "content": thought}, {"role": "user", "content": "And?"}]
+        body = {"model": tooled.model, "messages": turns, "max_tokens": 2}
+        assert client.post("/v1/messages", json=body).status_code == 200
+        items = [
+            *CHAT["messages"],
+            {"type": "reasoning", "id": "rs_1", "summary": []},
+            {"role": "user", "content": "And?"},
+        ]
+        assert client.post("/v1/responses", json={"input": items, "max_output_tokens": 2}).status_code == 200
+
+
 def test_a_form_in_a_stream(client: httpx.Client) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}
     response = client.post("/v1/chat/completions", json={**CHAT, "response_format": form, "stream": True})
@@ -155,7 +176,7 @@ def test_qwen_calls_a_tool(tmp_path: Path) -> None:
             "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
         },
     }
-    server = Server(fetch("qwen2.5-coder-0.5b"), "-s", "threads=2").wait(300)
+    server = Server(fetch("qwen2.5-coder-0.5b"), threads=2).wait(300)
     try:
         ai = openai.OpenAI(base_url=server.url + "/v1", api_key=KEY, max_retries=0, timeout=300)
         messages = [{"role": "user", "content": "What is the weather in Paris? Use the tool."}]

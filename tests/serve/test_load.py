@@ -20,7 +20,7 @@ from tests.serve.server import KEY, Server, events, wait_until
 
 LIMITS = (
     "import twostroke.serve.listen as l, twostroke.engine.aio as a; "
-    "l.SEND_BUFFER = 4096; l.STALL_SECONDS = 3.0; l.MAX_CONNECTIONS = 100; a.MAX_UNREAD = 500"
+    "l.SEND_BUFFER = 4096; l.STALL_SECONDS = 3.0; l.MAX_CONNECTIONS = 100; l.HEADER_SECONDS = 1.5; a.MAX_UNREAD = 500"
 )
 
 
@@ -114,6 +114,21 @@ def test_connections_are_bounded(small: Server) -> None:
     for sock in idle:
         sock.close()
     wait_until(lambda: not is_full(small), 5, "closed connections were not given back")
+
+
+def test_a_head_that_never_ends_is_cut_off(small: Server) -> None:
+    host, port = small.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as fresh, socket.create_connection((host, int(port))) as used:
+        used.sendall(b"GET /health/live HTTP/1.1\r\nhost: x\r\n\r\n")
+        answer = b""
+        while not answer.endswith(b"}"):
+            answer += used.recv(4096)
+        for sock in (fresh, used):
+            sock.settimeout(10)
+            sock.sendall(b"GET /health/live HTTP/1.1\r\nhost")
+        for sock in (fresh, used):
+            with contextlib.suppress(ConnectionResetError):
+                assert sock.recv(100) == b""
 
 
 def is_full(server: Server) -> bool:

@@ -27,7 +27,7 @@ from twostroke.types import Event, FinishReason, TokenLogprobs
 from twostroke.weights.checkpoint import open_checkpoint
 from twostroke.weights.describe import checkpoint_bytes, load_arch
 
-MAX_UNREAD = 16_384  # tokens (or logprobs) that may wait for a reader before its stream is ended
+MAX_UNREAD = 8192  # tokens that may wait for a reader before its stream is ended
 ENGINE_GONE = "the engine stopped while it wrote this answer"
 MAX_GRAMMARS = 16  # that may wait to be tried
 SLOW_READER = "the reader was too slow: the answer was ended"
@@ -118,7 +118,7 @@ class Stream:
 
     def put(self, choice: int, event: StreamEvent) -> None:
         self._pieces.append(Piece(choice, event))
-        self._unread += len(event.token_ids) * (1 + (self.params.logprobs or 0))
+        self._unread += len(event.token_ids)
         if event.finish_reason is not None:
             self.open -= 1
         if self._waiter is not None and not self._waiter.done():

@@ -27,10 +27,29 @@ FULL = (
 )
 
 
+class Alarm:
+    """Cuts a connection off unless it is stopped in time."""
+
+    def __init__(self) -> None:
+        self._handle: asyncio.TimerHandle | None = None
+
+    def start(self, seconds: float, transport: asyncio.Transport) -> None:
+        if self._handle is None:
+            self._handle = asyncio.get_running_loop().call_later(seconds, transport.abort)
+
+    def stop(self) -> None:
+        if self._handle is not None:
+            self._handle.cancel()
+            self._handle = None
+
+
 class Connection(H11Protocol):
     """One client. What uvicorn leaves open is bounded here, at the edges of asyncio's own protocol interface."""
 
-    _timer: asyncio.TimerHandle | None = None
+    def __init__(self, *arguments: Any, **named: Any):
+        super().__init__(*arguments, **named)
+        self.head = Alarm()  # set while a request's head is awaited
+        self.stall = Alarm()  # set while an answer waits to be read
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         if len(self.connections) >= MAX_CONNECTIONS:
@@ -39,36 +58,30 @@ class Connection(H11Protocol):
             transport.close()
             return
         super().connection_made(transport)
-        self._arm(HEADER_SECONDS)
+        self.head.start(HEADER_SECONDS, transport)
 
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
             return
         super().data_received(data)
-        if self.cycle is not None:
-            self._disarm()  # a whole head has come; keep-alive has a timer of its own
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.head.stop()  # it is whole
+        else:  # it has begun; between requests uvicorn has a timer of its own
+            self.head.start(HEADER_SECONDS, self.transport)
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._arm(STALL_SECONDS)
+        self.stall.start(STALL_SECONDS, self.transport)
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._disarm()
+        self.stall.stop()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._disarm()
+        self.head.stop()
+        self.stall.stop()
         if self.flow is not None:
             super().connection_lost(exc)
-
-    def _arm(self, seconds: float) -> None:
-        self._disarm()
-        self._timer = self.loop.call_later(seconds, self.transport.abort)
-
-    def _disarm(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
 
 
 class Listener(uvicorn.Server):

@@ -25,6 +25,7 @@ from twostroke.serve.explain import Nearest, Recent, explanation
 from twostroke.serve.http import Call, GoneError
 from twostroke.serve.protocol import answers
 from twostroke.serve.work import work
+from twostroke.text.tools import with_parsed_arguments
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -154,8 +155,9 @@ class Service:
         if template is None:
             raise errors.bad_request("messages: this model has no chat template; use /v1/completions.", "messages")
         size = sum(len(str(message.get("content"))) for message in messages) + 64 * len(messages)
-        write = partial(template.render, messages, add_generation_prompt=add_generation_prompt, **arguments)
         try:
+            plain = with_parsed_arguments(messages)
+            write = partial(template.render, plain, add_generation_prompt=add_generation_prompt, **arguments)
             return await self.off_loop(size, write)
         except (InputError, ModelError) as error:
             named = str(error).split(":", 1)[0]

@@ -60,7 +60,21 @@ class ResultItem(Shape):
         return {"role": "tool", "tool_call_id": self.call_id, "content": self.output}
 
 
-Item = CallItem | ResultItem | MessageItem
+class ReasoningItem(Shape):
+    """What an earlier answer thought. Models are not shown it again."""
+
+    type: Literal["reasoning"]
+    id: Name | None = None
+    summary: list[Any] | None = None
+    content: list[Any] | None = None
+    encrypted_content: None = None
+    status: Name | None = None
+
+    def plain(self) -> None:
+        return
+
+
+Item = CallItem | ResultItem | ReasoningItem | MessageItem
 
 
 class TextFormat(Shape):
@@ -125,7 +139,7 @@ class ResponsesRequest(Shape):
         opening = [{"role": "system", "content": self.instructions}] if self.instructions else []
         if isinstance(self.input, str):
             return [*opening, {"role": "user", "content": self.input}]
-        return opening + merged([item.plain() for item in self.input])
+        return opening + merged([message for item in self.input if (message := item.plain()) is not None])
 
     @property
     def wants_logprobs(self) -> bool:
