@@ -84,8 +84,7 @@ def test_a_prefix_is_found_again_and_the_router_can_keep_it_at_home():
         for router in ("round-robin", "prefix")
     }
     assert hits["prefix"] > hits["round-robin"] > 0
-    alone = [replace(row, at=10.0 * row.at) for row in rows]  # running requests share even without the cache
-    assert sum(one.cached for one in fleet(prefix_cache=False).run(alone)) < 0.1 * hits["prefix"]
+    assert sum(one.cached for one in fleet(prefix_cache=False).run(rows)) == 0
 
 
 def test_split_pools_keep_streams_even_and_pay_for_the_journey():

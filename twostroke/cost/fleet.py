@@ -92,7 +92,7 @@ class Fleet:
         self.roofline = roofline
         self.settings = settings
         self.pools = pools
-        self._make: Callable[[], Worker] = lambda: Worker(roofline, settings, depth, jitter, fast)
+        self._options = (depth, jitter, fast)
         count = pools.workers + pools.prefill
         self.workers: list[Worker | None] = [None] * count  # made when first used
         self.loads = [0] * count
@@ -113,6 +113,12 @@ class Fleet:
                 progress(number)
         self._run_until(inf)
         return self.served
+
+    def _make_worker(self) -> Worker:
+        worker = Worker(self.roofline, self.settings, *self._options)
+        if self.pools.prefill:
+            worker.scheduler.tables.pool.keep_cached = True  # what arrives must be found
+        return worker
 
     # ---- time passes -----------------------------------------------------------------------------------------------
 
@@ -160,13 +166,15 @@ class Fleet:
         request = make_request(
             2 * number, arrival.tokens(), arrival, arrival.at, arrival.prompt + 1 if split else limit
         )
+        if not self.settings.prefix_cache:
+            request.salt = b"request %d" % number  # as the engine does: nobody else's blocks are found
         pool = range(self.pools.workers, len(self.workers)) if split else range(self.pools.workers)
         self._submit(request, arrival, served, self._route(arrival, pool), arrival.at)
 
     def _submit(self, request: Request, arrival: Arrival, served: Served, index: int, at: float) -> None:
         worker = self.workers[index]
         if worker is None:
-            worker = self.workers[index] = self._make()
+            worker = self.workers[index] = self._make_worker()
         self.loads[index] += 1
         self.live[request.id] = (arrival, served, index)
         worker.submit(request, at)
@@ -205,11 +213,11 @@ class Fleet:
         index = self._route(travel.arrival, pool)
         worker = self.workers[index]
         if worker is None:
-            worker = self.workers[index] = self._make()
+            worker = self.workers[index] = self._make_worker()
         tokens = travel.request.tokens
         limit = min(travel.arrival.prompt + travel.arrival.output, self.settings.max_model_len)
         request = make_request(travel.request.id + 1, tokens, travel.arrival, self.now, limit)
-        request.prompt_length = travel.arrival.prompt
+        request.prompt_length, request.salt = travel.arrival.prompt, travel.request.salt
         deliver(worker, request)
         self._submit(request, travel.arrival, travel.served, index, self.now)
 

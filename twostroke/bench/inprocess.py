@@ -1,0 +1,93 @@
+"""The same loads on an engine in this process: no network, no tokenizer, the engine's own timeline of every request."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from twostroke.bench import prompts
+from twostroke.bench.client import Progress
+from twostroke.bench.record import Record, Run, new_run
+from twostroke.bench.workload import Load
+from twostroke.cost.trace import Arrival
+from twostroke.errors import InputError
+from twostroke.sampling import SamplingParams
+from twostroke.types import Request
+
+if TYPE_CHECKING:
+    from twostroke.engine.llm import LLM
+
+
+def measure(llm: LLM, load: Load, model: str, machine: str = "", progress: Progress | None = None) -> Run:
+    run = new_run(load, f"in process: {model}", model, machine)
+    run.settings = settings_document(llm)
+    core, clock = llm.engine.core, llm.engine.core.clock
+    waiting = deque((arrival, make_prompt(llm, arrival)) for arrival in load.arrivals)
+    live: dict[int, tuple[Record, Request]] = {}
+    records: list[Record] = []
+    began = clock()
+    while waiting or live:
+        now = clock() - began
+        while waiting and is_due(load, waiting[0][0], now, len(live)):
+            arrival, tokens = waiting.popleft()
+            due = arrival.at if load.closed is None else now
+            record = Record(due, now, prompt=len(tokens), parts=[list(part) for part in arrival.parts])
+            records.append(record)
+            request = submit(llm, arrival, tokens, began + due, record)
+            if request is not None:
+                live[request.id] = (record, request)
+        if not live:
+            if waiting:
+                time.sleep(max(0.0, min(0.05, waiting[0][0].at - (clock() - began))))
+            continue
+        for event in core.step():
+            if event.finish_reason is not None:
+                record, request = live.pop(event.request.id)
+                finish(record, request, began, event.error)
+                if progress is not None:
+                    progress(record)
+    run.records = sorted(records, key=lambda record: record.arrival)
+    return run
+
+
+def is_due(load: Load, arrival: Arrival, now: float, live: int) -> bool:
+    return arrival.at <= now if load.closed is None else live < load.closed
+
+
+def make_prompt(llm: LLM, arrival: Arrival) -> list[int]:
+    return prompts.token_ids(arrival, llm.arch.vocab)
+
+
+def submit(llm: LLM, arrival: Arrival, tokens: list[int], at: float, record: Record) -> Request | None:
+    params = SamplingParams(max_tokens=arrival.output, temperature=0, ignore_eos=True)
+    try:
+        request = llm.engine.intake.requests(tokens, params, at)[0]
+    except InputError as error:
+        record.error = str(error)
+        return None
+    llm.engine.core.submit(request)
+    return request
+
+
+def finish(record: Record, request: Request, began: float, error: str | None) -> None:
+    timeline = request.timeline
+    record.pieces = [moment - began for moment in timeline.token_times]
+    record.end = (timeline.end or began) - began
+    record.cached, record.output, record.error = timeline.cached_tokens, timeline.output_tokens, error
+    record.timings = {
+        "queue_s": timeline.queue,
+        "prefill_s": timeline.prefill,
+        "decode_s": timeline.decode,
+        "ttft_s": timeline.ttft,
+        "preemptions": timeline.preemptions,
+        "recomputed_tokens": timeline.recomputed_tokens,
+    }
+
+
+def settings_document(llm: LLM) -> dict[str, Any]:
+    """The engine's settings as plain values, so that a diagnosis can start from them."""
+    settings = llm.settings
+    names = [item.name for item in fields(settings) if item.name not in ("layout", "reasons")]
+    return {name: getattr(settings, name) for name in names}

@@ -1,0 +1,168 @@
+"""The table every introduction to this field prints from memory, measured: each lever off and on, on this machine.
+
+Every variant is a fresh engine with other settings under the same load; variants take turns over the rounds and medians
+are kept, so that a machine that slows down slows all of them.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from twostroke.bench.inprocess import measure
+from twostroke.bench.workload import Load, make_load
+from twostroke.cost.roofline import kv_bytes_per_token
+from twostroke.cost.trace import Arrival, Contents
+from twostroke.errors import TwostrokeError
+
+if TYPE_CHECKING:
+    from twostroke.engine.llm import LLM
+
+Settings = dict[str, Any]
+Numbers = dict[str, float]
+Open = Callable[[Settings], "LLM"]
+
+
+@dataclass(frozen=True, slots=True)
+class Experiment:
+    name: str
+    stroke: str
+    off: Settings
+    on: Settings
+    load: Callable[[], Load]
+    textbook: str
+
+
+@dataclass(slots=True)
+class Row:
+    """`effect`: on over off; below 1 is faster for times, above 1 is more for throughput."""
+
+    name: str
+    stroke: str
+    textbook: str
+    off: Numbers = field(default_factory=dict)
+    on: Numbers = field(default_factory=dict)
+    trouble: str | None = None
+
+    @property
+    def effect(self) -> Numbers:
+        return {name: self.on[name] / self.off[name] for name in self.on if self.off.get(name)}
+
+
+def streams_and_prompts() -> Load:
+    """Six streams, and every now and then a long prompt."""
+    contents = Contents()
+    rows = [Arrival(0.0, (contents.own(40),), 150) for _ in range(6)]
+    rows += [Arrival(0.5 + 0.5 * number, (contents.own(900),), 4) for number in range(3)]
+    return Load("streams and prompts", rows)
+
+
+def offline() -> Load:
+    return make_load("batch", "closed", 24, seed=1, scale=4.0, concurrency=24)
+
+
+def questions() -> Load:
+    return make_load("rag", "closed", 16, seed=2, scale=2.0, concurrency=1)
+
+
+def one_stream() -> Load:
+    contents = Contents()
+    return Load("one stream", [Arrival(0.0, (contents.own(256),), 64)], 1)
+
+
+def long_context() -> Load:
+    contents = Contents()
+    return Load("long contexts", [Arrival(0.0, (contents.own(1200),), 48) for _ in range(4)], 4)
+
+
+EXPERIMENTS = (
+    Experiment("continuous batching", "both", {"batching": "static", "max_requests": 8}, {"max_requests": 8}, offline,
+               "2–20× throughput over static batches"),
+    Experiment("batch of 16", "decode", {"max_requests": 1}, {"max_requests": 16}, offline,
+               "throughput nearly ×16 while memory-bound; TPOT rises"),
+    Experiment("chunked prefill", "decode", {"chunked_prefill": False}, {}, streams_and_prompts,
+               "gaps bounded; TTFT of long prompts a little longer"),
+    Experiment("prefix cache", "prefill", {"prefix_cache": False}, {}, questions,
+               "TTFT falls by the shared share; decode unchanged"),
+    Experiment("weights as in the file", "decode", {"dtype": "float32"}, {}, one_stream,
+               "decode speeds up with the bytes saved; prefill hardly"),
+    Experiment("weights in int8", "decode", {}, {"quantize": "int8"}, one_stream, "decode up to 2× from 16 bits"),
+    Experiment("KV in float16", "decode", {"kv_dtype": "float32"}, {"kv_dtype": "float16"}, long_context,
+               "half the KV memory; long contexts decode faster"),
+    Experiment("KV in int8", "decode", {"kv_dtype": "float16"}, {"kv_dtype": "int8"}, long_context,
+               "half the KV memory again"),
+)  # fmt: skip
+
+
+def run(open_llm: Open, rounds: int = 3, progress: Callable[[str], None] | None = None) -> list[Row]:
+    rows = []
+    for experiment in EXPERIMENTS:
+        if progress is not None:
+            progress(experiment.name)
+        rows.append(one(experiment, open_llm, rounds))
+    return [*rows, kv_cache(open_llm, rounds), grouped_queries(open_llm)]
+
+
+def one(experiment: Experiment, open_llm: Open, rounds: int) -> Row:
+    row = Row(experiment.name, experiment.stroke, experiment.textbook)
+    found: dict[str, list[Numbers]] = {"off": [], "on": []}
+    try:
+        for _ in range(rounds):
+            for name, settings in (("off", experiment.off), ("on", experiment.on)):
+                found[name].append(numbers(open_llm(settings), experiment.load()))
+                gc.collect()
+    except (TwostrokeError, ValueError) as error:
+        row.trouble = str(error)
+        return row
+    row.off, row.on = medians(found["off"]), medians(found["on"])
+    return row
+
+
+def numbers(llm: LLM, load: Load) -> Numbers:
+    warm_up(llm)
+    summary = measure(llm, load, "").summary()
+    return {
+        "ttft": summary.ttft.p50,
+        "tpot": summary.tpot.p50,
+        "gap": summary.stall.mean,
+        "throughput": summary.output_rate,
+        "kv_bytes_per_token": float(kv_bytes_per_token(llm.settings.layout)),
+    }
+
+
+def warm_up(llm: LLM) -> None:
+    measure(llm, Load("warm up", [Arrival(0.0, (Contents(1 << 35).own(64),), 4)], 1), "")
+
+
+def medians(rounds: list[Numbers]) -> Numbers:
+    return {name: median(one[name] for one in rounds) for name in rounds[0]}
+
+
+def kv_cache(open_llm: Open, rounds: int, prompt: int = 128, tokens: int = 24) -> Row:
+    """Without the cache every token means reading the whole text again: a request for each."""
+    row = Row("KV cache", "decode", "without it every token costs a prefill: decode many times faster with it")
+    contents = Contents()
+    found: dict[str, list[Numbers]] = {"off": [], "on": []}
+    for _ in range(rounds):
+        llm = open_llm({"prefix_cache": False})
+        warm_up(llm)
+        whole = measure(llm, Load("on", [Arrival(0.0, (contents.own(prompt),), tokens)], 1), "").summary()
+        again = [Arrival(0.0, (contents.own(prompt + written),), 1) for written in range(tokens)]
+        each = measure(llm, Load("off", again, 1), "").summary()
+        found["on"].append({"ttft": whole.ttft.p50, "tpot": whole.tpot.p50, "throughput": whole.output_rate})
+        found["off"].append({"ttft": whole.ttft.p50, "tpot": each.ttft.mean, "throughput": each.output_rate})
+    row.off, row.on = medians(found["off"]), medians(found["on"])
+    return row
+
+
+def grouped_queries(open_llm: Open) -> Row:
+    """A property of the model: what its heads would take if none shared K and V. Computed, not measured."""
+    llm = open_llm({})
+    row = Row("grouped queries (computed)", "decode", "KV memory over the heads that share it")
+    size = float(kv_bytes_per_token(llm.settings.layout))
+    row.on = {"kv_bytes_per_token": size}
+    row.off = {"kv_bytes_per_token": size * llm.arch.heads / llm.arch.kv_heads}
+    return row

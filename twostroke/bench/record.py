@@ -1,0 +1,128 @@
+"""What one request of a load met with, seen from outside, and a whole run of them as one JSON document."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from twostroke.bench.workload import Load
+from twostroke.cost.fleet import Served
+from twostroke.cost.summary import Summary, summarize
+from twostroke.cost.trace import Arrival, Part
+from twostroke.errors import InputError
+
+KIND = "twostroke bench"
+VERSION = 1
+
+
+@dataclass(slots=True)
+class Record:
+    """Times in seconds from the start of the run, on the client's clock."""
+
+    arrival: float  # when it was due
+    sent: float  # when it went out
+    pieces: list[float] = field(default_factory=list)  # when pieces of text came
+    end: float | None = None
+    prompt: int = 0
+    cached: int = 0
+    output: int = 0
+    error: str | None = None
+    timings: dict[str, Any] | None = None  # the server's own, where it tells
+    parts: list[list[int]] = field(default_factory=list)
+
+    @property
+    def ttft(self) -> float | None:
+        return self.pieces[0] - self.arrival if self.pieces else None
+
+    @property
+    def outside(self) -> float | None:
+        """The network's and the client's share of TTFT; None where the server does not tell its own."""
+        told = (self.timings or {}).get("ttft_s")
+        return None if told is None or self.ttft is None else self.ttft - told
+
+    def served(self) -> Served:
+        """As the cost model and the diagnosis see it. A queue that nobody told about counts as prefill."""
+        if not self.pieces or self.end is None:
+            return Served(self.arrival, self.prompt, refused=True)
+        told = self.timings or {}
+        queue = min(float(told.get("queue_s", 0.0)), self.pieces[0] - self.sent)
+        served = Served(self.arrival, self.prompt, self.cached, self.sent + queue, self.pieces[0], self.pieces[-1])
+        served.output = max(self.output, 1)
+        served.preemptions = int(told.get("preemptions", 0))
+        served.gaps = np.diff(self.pieces).astype(np.float32)
+        return served
+
+
+@dataclass(slots=True)
+class Run:
+    """One load, measured once."""
+
+    load: str
+    target: str  # a URL, or "in process: MODEL"
+    rate: float | None
+    closed: int | None
+    records: list[Record]
+    machine: str = ""
+    settings: dict[str, Any] = field(default_factory=dict)
+    model: str = ""
+    flags: list[str] = field(default_factory=list)
+
+    def served(self) -> list[Served]:
+        return [record.served() for record in self.records]
+
+    def summary(self) -> Summary:
+        return summarize(self.served())
+
+    def arrivals(self) -> list[Arrival]:
+        """What was asked, with the lengths the server counted, for a replay."""
+        rows: list[Arrival] = []
+        for record in self.records:
+            parts = tuple(Part(*part) for part in record.parts) or (Part(-1 - len(rows), max(1, record.prompt)),)
+            at = record.arrival if self.closed is None else record.sent
+            rows.append(Arrival(at, fitted(parts, record.prompt), max(1, record.output)))
+        return rows
+
+    def document(self) -> dict[str, Any]:
+        summary = self.summary() if any(record.pieces for record in self.records) else None
+        return {**asdict(self), "summary": None if summary is None else summary.document()}
+
+
+def fitted(parts: tuple[Part, ...], length: int) -> tuple[Part, ...]:
+    """The parts scaled so that they add up to the length that the server's tokenizer made of them."""
+    whole = sum(part.length for part in parts)
+    if length < 1 or length == whole:
+        return parts
+    scaled = [Part(part.content, max(1, round(part.length * length / whole))) for part in parts]
+    rest = length - sum(part.length for part in scaled)
+    scaled[-1] = Part(scaled[-1].content, max(1, scaled[-1].length + rest))
+    return tuple(scaled)
+
+
+def new_run(load: Load, target: str, model: str, machine: str) -> Run:
+    return Run(load.name, target, load.rate, load.closed, [], machine, model=model)
+
+
+def save(runs: list[Run], path: Path, command: str) -> None:
+    document = {"kind": KIND, "version": VERSION, "command": command, "runs": [run.document() for run in runs]}
+    path.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def load_runs(path: Path) -> list[Run]:
+    try:
+        document = json.loads(path.read_text())
+        if document["kind"] != KIND or document["version"] != VERSION:
+            raise ValueError("another kind or version")
+        runs = []
+        for one in document["runs"]:
+            one.pop("summary")
+            one["records"] = [Record(**record) for record in one["records"]]
+            runs.append(Run(**one))
+        return runs
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror}).") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{path}: not a result of `twostroke bench` ({error}).") from None

@@ -1,0 +1,120 @@
+"""A run in the terminal: the glossary's numbers, what does not look right, and what cannot be true at all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import isnan
+
+from rich.table import Table
+
+from twostroke.bench.record import Run
+from twostroke.cost.diagnose import seconds
+from twostroke.cost.roofline import Roofline
+from twostroke.cost.summary import Spread, goodput
+
+LATE = 0.05  # seconds after its due time at which a request's sending makes the client a suspect
+FASTEST = 1e-5  # seconds per token that no machine undercuts
+COLUMNS = ("mean", "p50", "p90", "p95", "p99")
+
+
+def check(run: Run, roofline: Roofline | None = None) -> list[str]:
+    """Sentences about figures that are impossible, or that say more about the client than about the server."""
+    found = []
+    done = [record for record in run.records if record.pieces]
+    failed = [record for record in run.records if record.error]
+    if failed:
+        found.append(f"{len(failed)} of {len(run.records)} requests failed; the first: {failed[0].error}")
+    late = [record for record in run.records if record.sent - record.arrival > LATE]
+    if late:
+        found.append(f"the client sent {len(late)} requests more than {1000 * LATE:.0f} ms late: it is a bottleneck")
+    silent = [record for record in run.records if not record.pieces and not record.error]
+    if silent:
+        found.append(f"{len(silent)} answers held no text: they count as failed")
+    if any(record.cached > record.prompt for record in done):
+        found.append("impossible: more prompt tokens cached than there were")
+    if any((record.outside or 0.0) < -0.001 for record in done):
+        found.append("impossible: the server's TTFT is longer than what the client saw (two clocks, or a wrong one)")
+    lumpy = [record for record in done if record.output > 1.5 * len(record.pieces)]
+    if lumpy:
+        found.append(f"{len(lumpy)} answers came in pieces of several tokens: gaps are per piece, not per token")
+    tpots = [tpot for served in run.served() if not served.refused and (tpot := served.tpot) is not None]
+    if tpots and min(tpots) < FASTEST:
+        found.append(f"impossible: a TPOT of {min(tpots):.2g} s; were answers buffered on their way?")
+    return found + (check_physics(run, roofline) if roofline is not None and done else [])
+
+
+def check_physics(run: Run, roofline: Roofline) -> list[str]:
+    """Against what the machine's own rates allow: nobody beats the roof by much."""
+    found = []
+    for served in run.served():
+        if served.refused or served.tpot is None:
+            continue
+        floor = (roofline.model.layer_bytes + roofline.model.head_bytes) / roofline.rates.bandwidth
+        if served.tpot < 0.5 * floor:
+            found.append(f"impossible: TPOT {seconds(served.tpot)}; reading the weights alone takes {seconds(floor)}")
+            break
+    return found
+
+
+def table(run: Run) -> Table:
+    summary = run.summary()
+    shown = Table(title=title(run), title_justify="left", header_style="bold")
+    for name in ("", *COLUMNS):
+        shown.add_column(name, justify="right" if name else "left")
+    outside = [record.outside for record in run.records if record.outside is not None]
+    rows: list[tuple[str, Spread]] = [
+        ("TTFT (queue + prefill), per request", summary.ttft),
+        ("TPOT, per request", summary.tpot),
+        ("ITL, per gap", summary.itl),
+        ("longest gap, per request", summary.stall),
+        ("E2E, per request", summary.e2e),
+    ]
+    if outside:
+        rows.insert(1, ("  of which network and client", Spread.of(outside)))
+    for name, spread in rows:
+        shown.add_row(name, *("–" if isnan(value) else seconds(value) for value in spread_values(spread)))
+    return shown
+
+
+def spread_values(spread: Spread) -> tuple[float, ...]:
+    return tuple(getattr(spread, name) for name in COLUMNS)
+
+
+def title(run: Run) -> str:
+    if run.closed is not None:
+        load = f"{run.closed} at a time"
+    else:
+        load = f"{run.rate:g} requests/s" if run.rate else "the trace's own rate"
+    return f"{run.load} · {load} · {run.target} · {run.model}"
+
+
+def lines(run: Run, ttft: float | None = None, tpot: float | None = None) -> list[str]:
+    summary = run.summary()
+    shown = [
+        f"{summary.requests} answers in {summary.seconds:.1f} s: {summary.request_rate:.2f} requests/s, "
+        f"{summary.prompt_rate:,.0f} prompt tokens/s in, {summary.output_rate:,.0f} tokens/s out",
+        f"time of requests: queue {summary.queue_share:.0%}, prefill {summary.prefill_share:.0%}, "
+        f"decode {summary.decode_share:.0%} · prefix hits {summary.hit_rate:.0%} · {summary.preemptions} preemptions",
+    ]
+    if not any(record.timings for record in run.records):
+        shown.append("the server does not tell its own timings: queueing is inside prefill here")
+    if ttft is not None and tpot is not None:
+        good = goodput(run.served(), ttft, tpot)
+        shown.append(f"goodput at TTFT ≤ {seconds(ttft)} and TPOT ≤ {seconds(tpot)}: {good:.2f} requests/s")
+    return shown
+
+
+def sweep_table(runs: Sequence[Run], ttft: float | None, tpot: float | None) -> Table:
+    """Several rates of one load, side by side."""
+    shown = Table(header_style="bold")
+    names = ["rate", "TTFT p50", "TTFT p95", "TPOT p50", "TPOT p95", "tokens/s"]
+    for name in (*names, *(("goodput",) if ttft is not None and tpot is not None else ())):
+        shown.add_column(name, justify="right")
+    for run in runs:
+        s = run.summary()
+        row = [f"{run.rate or s.request_rate:.3g}", *map(seconds, (s.ttft.p50, s.ttft.p95, s.tpot.p50, s.tpot.p95))]
+        row.append(f"{s.output_rate:,.0f}")
+        if ttft is not None and tpot is not None:
+            row.append(f"{goodput(run.served(), ttft, tpot):.2f}")
+        shown.add_row(*row)
+    return shown

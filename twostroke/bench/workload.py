@@ -1,0 +1,176 @@
+"""What to ask and when: arrivals (Poisson, burst, constant, closed loop, a trace) over named kinds of work.
+
+Every kind of work says which parts of its prompts are the same text, because that is what a prefix cache lives from:
+
+    rag     a system text and one of a few documents, then a question; short answers
+    code    long unshared prompts and very short answers, as the Azure code trace has them
+    chat    conversations that grow: every turn begins with all the turns before it
+    batch   many independent documents, all at once; only the throughput counts
+    agent   a long shared list of tools, then steps that each begin with the steps before; short answers
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from importlib.resources import as_file, files
+from itertools import islice
+
+from twostroke.cost.trace import Arrival, Contents, Part, faster, from_zero, rate, read_trace, shorter
+from twostroke.errors import InputError
+
+ARRIVALS = ("poisson", "burst", "constant", "closed", "trace")
+BURST = 8  # requests that come together
+TRACES = {
+    "azure-code": "azure_code.csv",
+    "azure-conv": "azure_conv.csv",
+    "mooncake": "mooncake_conversation.jsonl",
+}
+Shape = tuple[tuple[Part, ...], int]  # parts of the prompt, tokens of the answer
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    name: str
+    arrivals: list[Arrival]
+    closed: int | None = None  # requests under way at once; the arrivals' times then do not count
+    rate: float | None = None  # requests/s that were asked for; None: whatever the trace has
+
+
+def shipped_trace(name: str, limit: int | None = None) -> list[Arrival]:
+    """One of the excerpts that come with the package, or a full trace by its path."""
+    if name not in TRACES:
+        return read_trace(name, limit)
+    with as_file(files("twostroke.bench") / "data" / TRACES[name]) as path:
+        return read_trace(path, limit)
+
+
+# ---- kinds of work ---------------------------------------------------------------------------------------------------
+
+
+def rag(rng: random.Random, contents: Contents) -> Iterator[Shape]:
+    while True:
+        document = rng.randrange(8)
+        question = contents.own(rng.randint(15, 60))
+        yield (Part(1000, 200), Part(1001 + document, 900 + 100 * document), question), rng.randint(40, 160)
+
+
+def code(rng: random.Random, contents: Contents) -> Iterator[Shape]:
+    rows = shipped_trace("azure-code")
+    while True:
+        row = rng.choice(rows)
+        yield (contents.own(row.prompt),), row.output
+
+
+def chat(rng: random.Random, contents: Contents) -> Iterator[Shape]:
+    system = Part(2000, 60)
+    talks: list[list[Part]] = []
+    while True:
+        if len(talks) < 8 or rng.random() < 0.3:
+            talks.append([system])
+        talk = rng.choice(talks[-8:])
+        talk.append(contents.own(rng.randint(10, 80)))
+        answer = rng.randint(60, 250)
+        yield tuple(talk), answer
+        talk.append(contents.own(answer))  # what was answered is part of the next turn
+        if len(talk) > 12:
+            talks.remove(talk)
+
+
+def batch(rng: random.Random, contents: Contents) -> Iterator[Shape]:
+    while True:
+        yield (Part(3000, 50), contents.own(rng.randint(150, 450))), rng.randint(100, 250)
+
+
+def agent(rng: random.Random, contents: Contents) -> Iterator[Shape]:
+    tools = Part(4000, 1400)
+    runs: list[list[Part]] = []
+    while True:
+        if len(runs) < 4 or rng.random() < 0.15:
+            runs.append([tools, contents.own(rng.randint(30, 120))])
+        run = rng.choice(runs[-4:])
+        yield tuple(run), rng.randint(20, 90)
+        run.append(contents.own(rng.randint(60, 300)))  # the call, and what the tool said
+        if len(run) > 14:
+            runs.remove(run)
+
+
+WORKLOADS: dict[str, Callable[[random.Random, Contents], Iterator[Shape]]] = {
+    "rag": rag,
+    "code": code,
+    "chat": chat,
+    "batch": batch,
+    "agent": agent,
+}
+
+
+# ---- when they come --------------------------------------------------------------------------------------------------
+
+
+def times(kind: str, count: int, per_second: float, rng: random.Random) -> list[float]:
+    if kind == "constant":
+        return [number / per_second for number in range(count)]
+    if kind == "closed":
+        return [0.0] * count
+    moments: list[float] = []
+    at = 0.0
+    if kind == "burst":
+        while len(moments) < count:
+            at += rng.expovariate(per_second / BURST)
+            moments += [at] * BURST
+        return moments[:count]
+    if kind == "poisson":
+        for _ in range(count):
+            at += rng.expovariate(per_second)
+            moments.append(at)
+        return moments
+    raise InputError(f"arrivals must be one of {', '.join(ARRIVALS)}; got {kind!r}.")
+
+
+def make_load(
+    workload: str,
+    kind: str = "poisson",
+    count: int = 100,
+    per_second: float = 1.0,
+    seed: int = 0,
+    scale: float = 1.0,
+    concurrency: int = 8,
+) -> Load:
+    """A named workload; the batch one comes all at once unless something else is asked for."""
+    if workload not in WORKLOADS:
+        raise InputError(f"workload must be one of {', '.join(WORKLOADS)}; got {workload!r}.")
+    if per_second <= 0 or count < 1 or scale <= 0 or concurrency < 1:
+        raise InputError("rate, requests, scale and concurrency must be above 0.")
+    rng = random.Random(seed)
+    moments = times(kind, count, per_second, rng)
+    shapes = islice(WORKLOADS[workload](rng, Contents()), count)
+    rows = [Arrival(at, parts, output) for at, (parts, output) in zip(moments, shapes, strict=True)]
+    rows = shorter(rows, scale) if scale != 1.0 else rows
+    closed = kind == "closed"
+    return Load(workload, from_zero(rows), concurrency if closed else None, None if closed else per_second)
+
+
+def trace_load(
+    name: str, count: int | None = None, per_second: float | None = None, scale: float = 1.0, longest: int | None = None
+) -> Load:
+    """A recorded trace, at its own rate or at another; prompts above `longest` are cut to it."""
+    rows = shipped_trace(name, count)
+    if per_second is not None and len(rows) > 1:
+        rows = faster(rows, per_second / rate(rows))
+    rows = shorter(rows, scale) if scale != 1.0 else rows
+    if longest is not None:
+        rows = [cut(row, longest) for row in rows]
+    return Load(name, rows, None, per_second)
+
+
+def cut(row: Arrival, longest: int) -> Arrival:
+    """The beginning of a prompt that, with its answer, fits into `longest` tokens."""
+    output = min(row.output, max(1, longest // 2))
+    left, parts = longest - output, []
+    for part in row.parts:
+        parts.append(Part(part.content, min(part.length, left)))
+        left -= parts[-1].length
+        if left <= 0:
+            break
+    return replace(row, parts=tuple(parts), output=output)
