@@ -21,7 +21,6 @@ PROCESS_START = time.perf_counter()
 import torch  # noqa: E402
 
 from twostroke.config import make_config, resolve  # noqa: E402
-from twostroke.engine.build import make_scheduler  # noqa: E402
 from twostroke.engine.core import Core  # noqa: E402
 from twostroke.hardware import Hardware  # noqa: E402
 from twostroke.kv.storage import KVStorage  # noqa: E402
@@ -31,11 +30,13 @@ from twostroke.model.transformer import Transformer  # noqa: E402
 from twostroke.ops.cuda import CudaOps  # noqa: E402
 from twostroke.run.cuda_runner import CudaRunner  # noqa: E402
 from twostroke.sampling import SamplingParams  # noqa: E402
+from twostroke.schedule.make import make_scheduler  # noqa: E402
 from twostroke.types import Request  # noqa: E402
 from twostroke.weights.random import LLAMA_1B, LLAMA_8B, random_model  # noqa: E402
 
 VLLM = {"decode1": 200.9, "ttft512": 16.9, "ttft2048": 51.7, "ttft8192": 221.0, "ttft32768": 1201.6,
-        "offline256": 6816, "offline64": 5805, "prefix_cold": 0.70, "prefix_warm": 0.63, "small_decode1": 395}  # fmt: skip
+        "offline256": 6816, "offline64": 5805, "prefix_cold": 0.70, "prefix_warm": 0.63,
+        "small_decode1": 395}  # fmt: skip
 RESULTS: dict[str, object] = {}
 
 
@@ -91,7 +92,8 @@ def report(name: str, value: float, unit: str, limit: float | None = None, highe
     peer = VLLM.get(name)
     ahead = (value / peer if higher else peer / value) if peer else None
     RESULTS[name] = {"value": round(value, 4), "unit": unit, "limit": limit and round(limit, 3),
-                     "share": share and round(share, 3), "vllm": peer, "times_vllm": ahead and round(ahead, 3), **more}  # fmt: skip
+                     "share": share and round(share, 3), "vllm": peer, "times_vllm": ahead and round(ahead, 3),
+                     **more}  # fmt: skip
     text = f"{name:24s} {value:12.3f} {unit:10s}"
     text += f" limit {limit:10.2f} ({share:.1%})" if limit else ""
     text += f"  vLLM {peer} ({ahead:.2f}x)" if ahead else ""
@@ -145,7 +147,7 @@ def prefix(rig: Rig) -> None:
             for _ in range(32):
                 rig.ask(shared + rig.prompt(64), 64)
             seconds = rig.run()
-    # the second round is past all captures and compilation
+            # the second round is past all captures and compilation
             RESULTS[name] = seconds
     for name in ("prefix_cold", "prefix_warm"):
         report(name, float(RESULTS[name]), "s", higher=False)  # type: ignore[arg-type]
@@ -256,7 +258,19 @@ def main() -> None:
         return first_token()
     from benchmarks.gpu_kernels import ceilings
 
-    parts = options.parts or ["start", "decode1", "ttft", "offline256", "offline64", "prefix", "gap", "decode64", "breakdown", "weights", "small"]
+    parts = options.parts or [
+        "start",
+        "decode1",
+        "ttft",
+        "offline256",
+        "offline64",
+        "prefix",
+        "gap",
+        "decode64",
+        "breakdown",
+        "weights",
+        "small",
+    ]
     CEILINGS.update(ceilings())
     RESULTS["ceilings"] = {k: round(v, 2) for k, v in CEILINGS.items()}
     if "start" in parts:
@@ -279,10 +293,7 @@ def main() -> None:
             traceback.print_exc()
             rig = make_rig(LLAMA_8B, rig.model)
         print(f"[{part} took {time.perf_counter() - began:.1f} s]", flush=True)
-    model = rig.model
-    del rig, jobs
-    torch.cuda.empty_cache()
-    del model
+    rig = jobs = None  # type: ignore[assignment]
     torch.cuda.empty_cache()
     if "weights" in parts:
         narrow_weights()
@@ -290,8 +301,8 @@ def main() -> None:
         decode1(make_rig(LLAMA_1B), "small_decode1")
     import triton
 
-    RESULTS["versions"] = {"torch": torch.__version__, "triton": triton.__version__, "device": torch.cuda.get_device_name(),
-                           "date": time.strftime("%Y-%m-%d")}  # fmt: skip
+    RESULTS["versions"] = {"torch": torch.__version__, "triton": triton.__version__,
+                           "device": torch.cuda.get_device_name(), "date": time.strftime("%Y-%m-%d")}  # fmt: skip
     line = json.dumps(RESULTS)
     if options.json:
         with open(options.json, "w") as file:

@@ -55,7 +55,6 @@ def ceilings() -> dict[str, float]:
     copy = 2 * x.nbytes / seconds(lambda: y.copy_(x))
     view = x.view(torch.int32)
     read = x.nbytes / seconds(lambda: torch.sum(view, dtype=torch.int32))
-    del x, y, view
     a, b = (torch.randn(8192, 8192, dtype=torch.bfloat16, device=DEVICE) for _ in "ab")
     gemm = 2 * 8192**3 / seconds(lambda: a @ b)
     found = {"copy_TBps": copy / 1e12, "read_TBps": read / 1e12, "gemm_TFLOPs": gemm / 1e12}
@@ -71,7 +70,21 @@ SHAPES = {
     "1B o": (2048, 2048, g.NOTHING, True), "1B gate_up": (16384, 2048, g.NORM, False),
     "1B down": (2048, 8192, g.SILU, True),
 }  # fmt: skip
-TILES = [(2, 1024, 4, 1), (4, 1024, 4, 1), (4, 1024, 4, 2), (8, 512, 4, 1), (8, 512, 4, 2), (8, 512, 4, 3), (8, 1024, 8, 1), (8, 1024, 8, 2), (16, 256, 4, 1), (16, 256, 4, 2), (16, 512, 8, 1), (8, 256, 2, 2), (16, 256, 2, 1)]
+TILES = [
+    (2, 1024, 4, 1),
+    (4, 1024, 4, 1),
+    (4, 1024, 4, 2),
+    (8, 512, 4, 1),
+    (8, 512, 4, 2),
+    (8, 512, 4, 3),
+    (8, 1024, 8, 1),
+    (8, 1024, 8, 2),
+    (16, 256, 4, 1),
+    (16, 256, 4, 2),
+    (16, 512, 8, 1),
+    (8, 256, 2, 2),
+    (16, 256, 2, 1),
+]
 
 
 def gemvs() -> None:
@@ -79,7 +92,10 @@ def gemvs() -> None:
         copies = max(2, min(16, (1 << 29) // (n * k * 2)))
         weights = [torch.randn(n, k, device=DEVICE, dtype=torch.bfloat16) for _ in range(copies)]
         x = torch.randn(1, k * (2 if before >= 2 else 1), device=DEVICE, dtype=torch.bfloat16)
-        norm, out = torch.rand(k, device=DEVICE, dtype=torch.bfloat16), torch.zeros(1, n, device=DEVICE, dtype=torch.bfloat16)
+        norm, out = (
+            torch.rand(k, device=DEVICE, dtype=torch.bfloat16),
+            torch.zeros(1, n, device=DEVICE, dtype=torch.bfloat16),
+        )
         row = x[:, :k].contiguous()
         t = seconds(lambda ws=weights, r=row: [r @ w.t() for w in ws]) / copies
         note("gemv", f"{name} cublas", f"{t * 1e6:.2f} us {n * k * 2 / t / 1e12:.2f} TB/s")
@@ -112,9 +128,14 @@ def narrow() -> None:
         for tile in ((8, 4, 4), (8, 8, 4), (4, 8, 4), (16, 4, 4), (4, 4, 2), (8, 8, 8)):
             t = seconds(lambda ws=ws, x=x, tile=tile: [z.int4_gemv(x, w, out, add, tile) for w in ws]) / copies
             note("narrow", f"{name} int4 {tile}", f"{t * 1e6:.2f} us {(n * k / 2 + n * k / 32) / t / 1e12:.2f} TB/s")
-        cs = [z.Fp8(eights.codes.clone(), eights.scales, None) for _ in range(copies)]
-        for tile in ((16, 256, 4), (16, 512, 4), (16, 512, 8), (8, 1024, 4), (8, 512, 4), (16, 1024, 8)):
-            t = seconds(lambda cs=cs, x=x, tile=tile: [z.fp8_gemv(x, c, out, add, tile) for c in cs]) / copies
+        cs = [eights.codes.clone() for _ in range(copies)]
+        for tile in ((16, 256, 4, 1), (16, 512, 8, 1), (8, 1024, 4, 1), (8, 512, 4, 2)):
+
+            def all_of(cs: list = cs, x: torch.Tensor = x, tile: tuple = tile) -> None:
+                for c in cs:
+                    g.gemv(x, c, None, out, add=add, scales=eights.scales, tile=tile)
+
+            t = seconds(all_of) / copies
             note("narrow", f"{name} fp8 {tile}", f"{t * 1e6:.2f} us {n * k / t / 1e12:.2f} TB/s")
         del ws, cs, full
 
@@ -135,7 +156,9 @@ def paged(requests: int, context: int, new: int, kv_format: str = "bfloat16", di
     slots = tables.repeat_interleave(new, 0)[torch.arange(requests * new, device=DEVICE), positions // BLOCK].long()
     starts = torch.arange(0, requests * new + 1, new, dtype=torch.int32, device=DEVICE)
     contexts = torch.full((requests,), context, dtype=torch.int32, device=DEVICE)
-    batch = Batch(positions, positions, starts, contexts, (GroupBlocks(slots * BLOCK + positions % BLOCK, tables),), positions)
+    batch = Batch(
+        positions, positions, starts, contexts, (GroupBlocks(slots * BLOCK + positions % BLOCK, tables),), positions
+    )
     rope = RopeTable(*(torch.randn(context, dim // 2, device=DEVICE) for _ in "cs"))
     return batch, kv, Attention(4 * kv_heads, kv_heads, dim, dim**-0.5, rope=rope)
 
@@ -148,11 +171,13 @@ def decodes() -> None:
         batch, kv, attention = paged(requests, context, 1, kv_format)
         qkv = torch.randn(requests, 48 * 128, device=DEVICE, dtype=torch.bfloat16)
         out = torch.empty(requests, 4096, device=DEVICE, dtype=torch.bfloat16)
-        tiles = ((64, 2, 4), (64, 2, 2), (64, 2, 1), (32, 3, 1)) if kv_format == "bfloat16" else (
-            (64, 2, 2), (64, 2, 1), (64, 3, 1), (32, 2, 1), (32, 4, 1), (128, 2, 2))
+        tiles = (
+            ((64, 2, 4), (64, 2, 2), (64, 2, 1), (32, 3, 1))
+            if kv_format == "bfloat16"
+            else ((64, 2, 2), (64, 2, 1), (64, 3, 1), (32, 2, 1), (32, 4, 1), (128, 2, 2))
+        )
         read = (kv.keys.nbytes + kv.values.nbytes) + (0 if kv.key_scales is None else 2 * kv.key_scales.nbytes)
         for tile, stages, warps in tiles:
-
             calls = 16 if requests == 1 else 1
 
             def run(tile: int = tile, stages: int = stages, warps: int = warps) -> None:
@@ -165,7 +190,11 @@ def decodes() -> None:
             try:
                 t = seconds(run) / calls
             except Exception as error:
-                note("decode", f"{requests}x{context} {kv_format} {tile} {stages} {warps}", f"{type(error).__name__}: {str(error)[:80]}")
+                note(
+                    "decode",
+                    f"{requests}x{context} {kv_format} {tile} {stages} {warps}",
+                    f"{type(error).__name__}: {str(error)[:80]}",
+                )
                 continue
             note("decode", f"{requests}x{context} {kv_format} tile {tile} stages {stages} warps {warps}",
                  f"{t * 1e6:.1f} us {read / t / 1e12:.2f} TB/s")  # fmt: skip
@@ -188,13 +217,22 @@ def prefills() -> None:
             try:
                 t = seconds(run, 5)
             except Exception as error:
-                note("prefill", f"{new}/{context} {tile_n} {stages} {warps}", f"{type(error).__name__}: {str(error)[:80]}")
+                note(
+                    "prefill",
+                    f"{new}/{context} {tile_n} {stages} {warps}",
+                    f"{type(error).__name__}: {str(error)[:80]}",
+                )
                 continue
-            note("prefill", f"{new}/{context} tile {tile_n} stages {stages} warps {warps}", f"{t * 1e6:.0f} us {flops / t / 1e12:.0f} TFLOP/s")
+            note(
+                "prefill",
+                f"{new}/{context} tile {tile_n} stages {stages} warps {warps}",
+                f"{t * 1e6:.0f} us {flops / t / 1e12:.0f} TFLOP/s",
+            )
         k, v = (torch.randn(context, 8, 128, device=DEVICE, dtype=torch.bfloat16) for _ in "kv")
         q3 = q.view(new, 32, 128)
         before = context - new
         try:
+
             def dense() -> None:
                 sdpa(q3, k[before:], v[before:], attention.scale, True, before > 0)
                 if before:
@@ -220,11 +258,22 @@ def gemms() -> None:
         for m in (2, 8, 16, 64, 256, 512, 2048, 8192):
             x = torch.randn(m, k, device=DEVICE, dtype=torch.bfloat16)
             t = seconds(lambda ws=weights, x=x: [x @ w.t() for w in ws]) / 4
-            note("gemm", f"{name} {m} rows", f"{t * 1e6:.1f} us {2 * m * n * k / t / 1e12:.0f} TFLOP/s {n * k * 2 / t / 1e12:.2f} TB/s")
+            note(
+                "gemm",
+                f"{name} {m} rows",
+                f"{t * 1e6:.1f} us {2 * m * n * k / t / 1e12:.0f} TFLOP/s {n * k * 2 / t / 1e12:.2f} TB/s",
+            )
 
 
 if __name__ == "__main__":
-    parts = {"ceilings": ceilings, "gemv": gemvs, "decode": decodes, "prefill": prefills, "gemm": gemms, "narrow": narrow}
+    parts = {
+        "ceilings": ceilings,
+        "gemv": gemvs,
+        "decode": decodes,
+        "prefill": prefills,
+        "gemm": gemms,
+        "narrow": narrow,
+    }
     for part in sys.argv[1:] or parts:
         began = time.perf_counter()
         parts[part]()

@@ -12,12 +12,12 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 pytest.importorskip("triton")
 
-from tests.model.test_parity import FAMILIES, load, make_peer, tokens_of  # noqa: E402
-from twostroke.kv.layout import make_layout  # noqa: E402
-from twostroke.kv.storage import KVStorage  # noqa: E402
-from twostroke.model.transformer import Transformer  # noqa: E402
-from twostroke.ops.cuda import CudaOps, DeviceBatch  # noqa: E402
-from twostroke.ops.interface import BLOCK, Attention, GroupBlocks, KVLayer  # noqa: E402
+from tests.model.test_parity import FAMILIES, load, make_peer, tokens_of
+from twostroke.kv.layout import make_layout
+from twostroke.kv.storage import KVStorage
+from twostroke.model.transformer import Transformer
+from twostroke.ops.cuda import CudaOps, DeviceBatch
+from twostroke.ops.interface import BLOCK, Attention, GroupBlocks, KVLayer
 
 pytestmark = pytest.mark.gpu
 CARD = torch.device("cuda")
@@ -95,3 +95,36 @@ def test_dense_and_paged_attention_agree(before: int, count: int, kv_format: str
     expected = paged.attend(qkv[before:], attention, kv, step, 0).float()
     found = dense.attend(qkv[before:].contiguous(), attention, kv, batch(before, context), 0).float()
     assert ((found - expected).norm() / expected.norm()) < 1e-2
+
+
+@pytest.mark.parametrize("kv_format", ["bfloat16", "int8", "int4", "fp8"])
+@pytest.mark.parametrize("context", [1, 17, 129, 700, 3000])
+def test_a_token_alone_is_a_token_of_a_chunk(kv_format: str, context: int) -> None:
+    """The fused decode kernel gives what the tile kernel gives for the same position."""
+    generator = torch.Generator(CARD).manual_seed(context)
+    heads, kv_heads, dim, columns = 8, 2, 128, -(-context // BLOCK)
+    width = dim // 2 if kv_format == "int4" else dim
+    kinds = {"bfloat16": torch.bfloat16, "int8": torch.int8, "int4": torch.uint8, "fp8": torch.float8_e4m3fn}
+    attention = Attention(heads, kv_heads, dim, dim**-0.5)
+    table = torch.randperm(columns, device=CARD, generator=generator).to(torch.int32).view(1, -1)
+    qkv = torch.randn(context, (heads + 2 * kv_heads) * dim, device=CARD, generator=generator).bfloat16()
+    ops = CudaOps(torch.bfloat16, CARD)
+    ops._dense_ok = lambda attention: False  # type: ignore[method-assign]
+    rows = []
+    for spans in ([(0, context)], [(0, context - 1), (context - 1, context)]):
+        data = torch.zeros(2, columns, kv_heads, BLOCK, width, device=CARD, dtype=kinds[kv_format])
+        scales = torch.zeros(2, columns, kv_heads, BLOCK, device=CARD) if kv_format != "bfloat16" else [None, None]
+        kv = KVLayer(kv_format, data[0], data[1], scales[0], scales[1])  # type: ignore[arg-type]
+        for start, stop in spans:
+            if start == stop:
+                continue
+            positions = torch.arange(start, stop, device=CARD)
+            slots = table[0, positions // BLOCK].long() * BLOCK + positions % BLOCK
+            batch = DeviceBatch(
+                positions, positions, torch.tensor([0, stop - start], dtype=torch.int32, device=CARD),
+                torch.tensor([stop], dtype=torch.int32, device=CARD), (GroupBlocks(slots, table),), positions,
+                np.array([stop - start]), np.array([stop]), streams=stop - start == 1 and len(spans) == 2,
+            )  # fmt: skip
+            last = ops.attend(qkv[start:stop].contiguous(), attention, kv, batch, 0)[-1].float()
+        rows.append(last)
+    assert ((rows[0] - rows[1]).norm() / rows[0].norm()) < 1e-2

@@ -35,7 +35,9 @@ def moved(batch: Batch, streams: bool) -> Batch:
     parts = (x.to(DEVICE) for x in (batch.tokens, batch.positions, batch.starts, batch.contexts))
     tokens, positions, starts, contexts = parts
     counts, lengths = batch.starts.diff().numpy(), batch.contexts.numpy()
-    return DeviceBatch(tokens, positions, starts, contexts, groups, batch.logit_rows.to(DEVICE), counts, lengths, streams)
+    return DeviceBatch(
+        tokens, positions, starts, contexts, groups, batch.logit_rows.to(DEVICE), counts, lengths, streams
+    )
 
 
 def copied(kv: KVLayer, device: torch.device) -> KVLayer:

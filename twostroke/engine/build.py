@@ -5,24 +5,29 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import torch
 
-from twostroke.config import Config, Resolved, resolve
+from twostroke.config import DEFAULT_BATCH_TOKENS, DEFAULT_REQUESTS, Config, Resolved, resolve
 from twostroke.engine.core import Core
 from twostroke.engine.intake import Intake, open_tokenizer
 from twostroke.errors import ConfigError
-from twostroke.hardware import this_machine
+from twostroke.hardware import Hardware, this_machine
 from twostroke.kv.storage import KVStorage
 from twostroke.metrics.steplog import StepLog
 from twostroke.model.arch import Arch
+from twostroke.model.transformer import Transformer
+from twostroke.ops.interface import Ops
 from twostroke.ops.select import make_ops
 from twostroke.run.grammar import GrammarCompiler
 from twostroke.run.runner import ModelRunner
 from twostroke.schedule.make import make_scheduler
 from twostroke.text.tokenizer import Tokenizer
+from twostroke.types import Runner
 from twostroke.weights.checkpoint import locate, open_checkpoint
 from twostroke.weights.describe import checkpoint_bytes, load_arch
 from twostroke.weights.load import load_model
@@ -58,7 +63,7 @@ def build_engine(
     arch = load_arch(checkpoint)
     tokenizer = open_tokenizer(checkpoint)
     device = choose_device(config)
-    settings = resolve(config, arch, this_machine(device), checkpoint_bytes(checkpoint))
+    settings = resolve(config, arch, hardware_of(device, arch), checkpoint_bytes(checkpoint))
     for name, reason in settings.reasons.items():
         log.info("%s = %s: %s", name, getattr(settings, name), reason)
     ops = make_ops(device, settings.dtype, settings.threads, settings.quantize)
@@ -68,7 +73,7 @@ def build_engine(
     kv = KVStorage(arch, settings.layout, settings.kv_blocks, settings.kv_dtype, torch.device(device))
     scheduler = make_scheduler(arch, settings, str(checkpoint.path))
     grammars = GrammarCompiler(tokenizer, arch.vocab)
-    runner = ModelRunner(transformer, kv, scheduler.tables.array, ops, grammars)
+    runner = make_runner(transformer, kv, scheduler.tables.array, ops, grammars)
     core = Core(scheduler, runner, clock, StepLog())
     return Engine(core, Intake(tokenizer, settings, arch.vocab, grammars), tokenizer, arch, settings)
 
@@ -76,4 +81,26 @@ def build_engine(
 def choose_device(config: Config) -> str:
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device='cuda' was asked for, but torch sees no CUDA device: use device='cpu'.")
-    return config.device or "cpu"
+    if config.device is not None:
+        return config.device
+    return "cuda" if torch.cuda.is_available() and find_spec("triton") is not None else "cpu"
+
+
+def hardware_of(device: str, arch: Arch) -> Hardware:
+    """What is free once a step of the default size has room beside weights and cache."""
+    machine = this_machine(device)
+    if device != "cuda":
+        return machine
+    rows = DEFAULT_BATCH_TOKENS[device]
+    step = 2 * rows * (4 * arch.ffn + 8 * arch.hidden) + 6 * DEFAULT_REQUESTS[device] * arch.vocab + (2 << 30)
+    return replace(machine, free_memory=max(0, torch.cuda.mem_get_info()[0] - step))
+
+
+def make_runner(model: Transformer, kv: KVStorage, tables: np.ndarray, ops: Ops, grammars: GrammarCompiler) -> Runner:
+    if ops.device.type == "cuda":
+        from twostroke.ops.cuda import CudaOps
+        from twostroke.run.cuda_runner import CudaRunner  # Triton is not installed everywhere
+
+        assert isinstance(ops, CudaOps)
+        return CudaRunner(model, kv, tables, ops, grammars)
+    return ModelRunner(model, kv, tables, ops, grammars)

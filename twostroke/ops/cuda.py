@@ -25,14 +25,12 @@ from twostroke.ops.triton.quantized import (
     Fp8,
     Int4,
     as_float,
-    fp8_gemv,
     fp8_product,
     int4_gemv,
     to_fp8,
     to_int4,
 )
 from twostroke.ops.triton.rope import rotate_and_store
-
 
 PIECE = 2048  # rows of a wide product made at a time
 
@@ -138,25 +136,18 @@ class CudaOps:
     def _one_row(self, x: Tensor, weight: Weight, before: Norm | Gate | None, add_to: Tensor | None) -> Tensor:
         rows = weight.weight.shape[0] if isinstance(weight, Matrix) else weight.codes.shape[0]
         out = torch.empty(1, rows, dtype=x.dtype, device=x.device) if add_to is None else add_to
-        add = add_to is not None
-        if isinstance(weight, Matrix):
-            return self._gemv(x, weight, before, out, add)
-        x = self._prepared(x, before)  # decoding fills the arithmetic units: they have no time left for norms
-        if isinstance(weight, Fp8):
-            return fp8_gemv(x, weight, out, add)
-        out = int4_gemv(x, weight, out, add)
-        return out if weight.bias is None else out.add_(weight.bias)
-
-    def _gemv(self, x: Tensor, weight: Matrix, before: Norm | Gate | None, out: Tensor, add: bool) -> Tensor:
-        if isinstance(before, Norm):
-            norm = self._narrow(before)
-            return gemv_.gemv(
-                x, weight.weight, weight.bias, out, before=gemv_.NORM, norm=norm.weight, eps=norm.eps, add=add
-            )
-        kind = gemv_.NOTHING
+        if isinstance(weight, Int4):  # decoding fills the arithmetic units: they have no time left for norms
+            int4_gemv(self._prepared(x, before), weight, out, add_to is not None)
+            return out if weight.bias is None else out.add_(weight.bias)
+        matrix, scales = (weight.weight, None) if isinstance(weight, Matrix) else (weight.codes, weight.scales)
+        norm = self._narrow(before) if isinstance(before, Norm) else None
+        kind = gemv_.NOTHING if norm is None else gemv_.NORM
         if isinstance(before, Gate):
             kind = gemv_.SILU if before.activation == "silu" else gemv_.GELU
-        return gemv_.gemv(x, weight.weight, weight.bias, out, before=kind, add=add)
+        return gemv_.gemv(
+            x, matrix, weight.bias, out, before=kind, norm=norm.weight if norm else None, eps=norm.eps if norm else 0.0,
+            add=add_to is not None, scales=scales,
+        )  # fmt: skip
 
     def _prepared(self, x: Tensor, before: Norm | Gate | None) -> Tensor:
         if isinstance(before, Norm):
@@ -164,7 +155,7 @@ class CudaOps:
         return rows_.gated(x, before.activation == "silu") if isinstance(before, Gate) else x
 
     def _narrow(self, norm: Norm) -> Norm:
-        """The norm with its weight in the activations' type, where that loses nothing: half the bytes for each program."""
+        """The norm with its weight in the activations' type, where that loses nothing: half the bytes to read."""
         found = self._norms.get(norm)
         if found is None:
             narrow = norm.weight.to(self.dtype)
@@ -222,7 +213,11 @@ class CudaOps:
 
     def _make_cut(self, batch: Batch, queries: int, dense: bool, kv_heads: int) -> Cut:
         if isinstance(batch, DeviceBatch) and batch.streams:
-            return Cut(None, batch.contexts.shape[0], batch.splits or split_count(int(batch.lengths.max())), None, 1, (), ())  # type: ignore[union-attr]
+            splits = batch.splits
+            if not splits:
+                assert batch.lengths is not None
+                splits = split_count(int(batch.lengths.max()))
+            return Cut(None, batch.contexts.shape[0], splits, None, 1, (), ())
         known = isinstance(batch, DeviceBatch) and batch.counts is not None and batch.lengths is not None
         counts = batch.counts if known else np.diff(batch.starts.cpu().numpy())  # type: ignore[attr-defined]
         lengths = batch.lengths if known else batch.contexts.cpu().numpy()  # type: ignore[attr-defined]
@@ -264,5 +259,7 @@ def product(x: Tensor, matrix: Tensor) -> Tensor:
 def as_tensor(stored: Stored) -> Tensor:
     """On the host, in the stored precision where torch has it."""
     if stored.format == "BF16":
-        return torch.from_numpy(np.ascontiguousarray(stored.data).view(np.int16)).view(torch.bfloat16).view(stored.shape)
+        return (
+            torch.from_numpy(np.ascontiguousarray(stored.data).view(np.int16)).view(torch.bfloat16).view(stored.shape)
+        )
     return torch.from_numpy(dequantize(stored))

@@ -72,7 +72,7 @@ class KVLayer:
     """One layer's share of the block pool. Strided views: the same block of all layers of a group lies together.
 
     int8: width = head_dim, value = code · scale. int4: width = head_dim / 2 (uint8; low nibble = even element),
-    value = (code - 8) · scale. fp8: four bits of exponent and three of mantissa, value = code · scale. One scale for each
+    value = (code - 8) · scale. fp8: four bits of exponent, three of mantissa, value = code · scale. One scale for each
     token and head; in the other float formats there are none.
     """
 

@@ -14,10 +14,14 @@ _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch
 
 def make_ops(device: str, dtype: str | None, threads: int, quantize: str | None = None) -> Ops:
     """The backend for `device`, weights kept in `dtype` (None: as the backend does best), on `threads` CPU threads."""
+    if device == "cuda":
+        from twostroke.ops.cuda import CudaOps  # Triton is not installed everywhere
+
+        return CudaOps(_DTYPES[dtype or "bfloat16"], quantize=quantize)
     if quantize is not None:
         raise ValueError(f"Quantizing to {quantize!r} on load is not supported by this backend; leave quantize out.")
     if device != "cpu":
-        raise ValueError(f"The device {device!r} is not known here; use 'cpu'.")
+        raise ValueError(f"The device {device!r} is not known here; use 'cpu' or 'cuda'.")
     if dtype is not None and dtype not in _DTYPES:
         raise ValueError(f"The dtype {dtype!r} is not known; use one of {', '.join(_DTYPES)}.")
     if threads < 1:

@@ -265,7 +265,11 @@ class CudaRunner:
     ) -> Handle:
         if not self.on_card:
             return Handle(plan, samplers, tokens.clone(), None, details or {})
-        out = self.results.pop() if self.results else torch.empty(self.tables.shape[1], dtype=torch.int32, pin_memory=True)
+        out = (
+            self.results.pop()
+            if self.results
+            else torch.empty(self.tables.shape[1], dtype=torch.int32, pin_memory=True)
+        )
         out[: len(samplers)].copy_(tokens, non_blocking=True)
         done = torch.cuda.Event()
         done.record()
@@ -315,4 +319,3 @@ def fill_sampling(host: dict[str, np.ndarray], works: tuple[Work, ...]) -> None:
             key = noise_key(request.seed, request.sample, start + count) & MASK
             temperatures[n] = request.params.temperature
             keys[n] = (key & 0xFFFFFFFF, key >> 32)
-

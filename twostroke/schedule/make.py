@@ -8,7 +8,7 @@ from twostroke.kv.blocks import BlockPool
 from twostroke.kv.hashing import BlockHasher
 from twostroke.kv.tables import KVTables
 from twostroke.model.arch import Arch
-from twostroke.schedule.pace import Pace
+from twostroke.schedule.pace import MIN_CHUNK, Pace
 from twostroke.schedule.policy import POLICIES
 from twostroke.schedule.scheduler import Limits, Scheduler
 
@@ -26,4 +26,6 @@ def make_scheduler(arch: Arch, settings: Resolved, model: str) -> Scheduler:
     def flops(start: int, count: int) -> float:
         return float(arch.linear_flops(count, 1) + arch.attention_flops(start, count))
 
-    return Scheduler(tables, limits, POLICIES[settings.policy], Pace(flops, settings.max_gap))
+    return Scheduler(
+        tables, limits, POLICIES[settings.policy], Pace(flops, settings.max_gap, MIN_CHUNK[settings.device])
+    )

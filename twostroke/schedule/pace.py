@@ -17,7 +17,9 @@ from twostroke.types import Plan
 
 MARGIN = 0.85  # of max_gap that a step may be planned to take; the rest is for what happens between steps
 SMOOTHING = 0.2
-MIN_CHUNK = BLOCK  # a prompt always moves on, even where a single block takes longer than max_gap
+# A prompt always moves on, even where its least chunk takes longer than max_gap. On a GPU a mixed step has a price of
+# its own that hundreds of tokens hardly raise: smaller chunks would be all price, and look ever more expensive.
+MIN_CHUNK = {"cpu": BLOCK, "cuda": 32 * BLOCK}
 
 
 class Estimate:
@@ -40,9 +42,10 @@ class Estimate:
 
 
 class Pace:
-    def __init__(self, flops: Callable[[int, int], float], max_gap: float):
+    def __init__(self, flops: Callable[[int, int], float], max_gap: float, min_chunk: int = BLOCK):
         self.flops = flops  # (start, count) -> FLOPs of computing that stretch of a prompt
         self.max_gap = max_gap
+        self.min_chunk = min_chunk  # whole blocks
         self.stream_steps: dict[int, Estimate] = {}  # seconds of a step without prompts, by doublings of its streams
         self.prompt_rate = Estimate()  # seconds per prompt FLOP
 
@@ -79,9 +82,9 @@ class Pace:
 
     def affordable(self, start: int, want: int, allowance: float) -> int:
         """The longest chunk, ending on a block border, that fits the allowance."""
-        if want <= MIN_CHUNK or self.seconds(start, want) <= allowance:
+        if want <= self.min_chunk or self.seconds(start, want) <= allowance:
             return want
-        low, high = 1, -(-want // BLOCK)  # in blocks: low always granted, high known not to fit
+        low, high = self.min_chunk // BLOCK, -(-want // BLOCK)  # in blocks: low always granted, high known not to fit
         while high - low > 1:
             middle = (low + high) // 2
             if self.seconds(start, middle * BLOCK) <= allowance:

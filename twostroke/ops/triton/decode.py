@@ -105,9 +105,7 @@ def attend_tile(
 
 
 @triton.jit
-def add_newest(
-    q_a, q_b, best, total, acc_a, acc_b, k, v, scale, softcap, PAIRS: tl.constexpr, SOFTCAP: tl.constexpr
-):
+def add_newest(q_a, q_b, best, total, acc_a, acc_b, k, v, scale, softcap, PAIRS: tl.constexpr, SOFTCAP: tl.constexpr):
     """Start from the newest token alone; k and v (2, WIDE) hold it in their first row and zeros in the second."""
     k, v = tl.sum(k, axis=0), tl.sum(v, axis=0)
     if PAIRS:
@@ -318,8 +316,8 @@ def decode_attention(
         if not ahead and not wide_float and (splits <= 8 or kv.format != "bfloat16"):
             tile, stages, warps = (64 if kv.format == "int4" else 32), 3, 1
     decode_kernel[(attention.kv_heads, splits, requests)](
-        q, out, part, part_max, part_sum, done, tables if listed is None else listed, batch.starts, batch.contexts, tables,
-        kv.keys, kv.values, scales, value_scales, rope.cos if rope else q, rope.sin if rope else q,
+        q, out, part, part_max, part_sum, done, tables if listed is None else listed, batch.starts, batch.contexts,
+        tables, kv.keys, kv.values, scales, value_scales, rope.cos if rope else q, rope.sin if rope else q,
         qn.weight if qn else q, kn.weight if kn else q, qn.eps if qn else 0.0, kn.eps if kn else 0.0,
         attention.scale, attention.softcap, q.stride(0), tables.stride(0), *kv.keys.stride()[:3], *scales.stride()[:2],
         HEADS=attention.heads, KV_HEADS=attention.kv_heads, SHARE_2=max(16, triton.next_power_of_2(share)), HEAD=dim,

@@ -35,7 +35,9 @@ def gather_kernel(
     out = (places * KV_HEADS + head)[:, None] * HEAD + dims[None, :]
     for which in tl.static_range(2):
         base = (keys if which == 0 else values) + head * head_stride
-        x = load_tile(base, blocks, places % BLOCK, valid, block_stride, token_stride, HEAD, WIDE, FORMAT, True, tl.float32)
+        x = load_tile(
+            base, blocks, places % BLOCK, valid, block_stride, token_stride, HEAD, WIDE, FORMAT, True, tl.float32
+        )
         if FORMAT > 0:
             scales = key_scales if which == 0 else value_scales
             x *= tl.load(scales + where, mask=valid, other=0.0)[:, None]

@@ -1,4 +1,4 @@
-"""Programmatic dependent launch: a kernel may start, and ask for what depends on nobody, before the one ahead has ended.
+"""Programmatic dependent launch: a kernel may start, and ask for what depends on nobody, before the one ahead ends.
 
 Every kernel launched so waits before it touches anything another kernel writes, so the chain stays ordered.
 """

@@ -60,7 +60,8 @@ def step(
 @triton.jit
 def prefill_kernel(
     q_ptr, out_ptr, part_ptr, part_max_ptr, part_sum_ptr, tiles_ptr, starts_ptr, contexts_ptr, tables_ptr, keys, values,
-    key_scales, value_scales, scale, softcap, rows, q_stride, table_stride, block_stride, head_stride, token_stride, scale_block_stride,
+    key_scales, value_scales, scale, softcap, rows, q_stride, table_stride,
+    block_stride, head_stride, token_stride, scale_block_stride,
     scale_head_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD: tl.constexpr, WIDE: tl.constexpr, FORMAT: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
@@ -81,7 +82,11 @@ def prefill_kernel(
     dims = tl.arange(0, WIDE)
     row = (start + query).to(tl.int64)
     inside = mine[:, None] & (dims < HEAD)[None, :]
-    q = tl.load(q_ptr + (row * q_stride + (head * SHARE + index % SHARE) * HEAD)[:, None] + dims[None, :], mask=inside, other=0.0)
+    q = tl.load(
+        q_ptr + (row * q_stride + (head * SHARE + index % SHARE) * HEAD)[:, None] + dims[None, :],
+        mask=inside,
+        other=0.0,
+    )
     table = tables_ptr + request * table_stride
     keys += head * head_stride
     values += head * head_stride
@@ -191,7 +196,8 @@ def prefill_attention(
     part_max, part_sum = (out, out) if splits == 1 else torch.empty(2, splits, rows, heads, device=q.device)
     prefill_kernel[(attention.kv_heads, tiles.shape[0], splits)](
         q, out, parts, part_max, part_sum, tiles, batch.starts, batch.contexts, tables, kv.keys, kv.values, scales,
-        value_scales, attention.scale, attention.softcap, rows, q.stride(0), tables.stride(0), *kv.keys.stride()[:3], *scales.stride()[:2],
+        value_scales, attention.scale, attention.softcap, rows, q.stride(0), tables.stride(0),
+        *kv.keys.stride()[:3], *scales.stride()[:2],
         HEADS=attention.heads, KV_HEADS=attention.kv_heads, HEAD=dim, WIDE=wide, FORMAT=FORMATS[kv.format],
         WINDOW=attention.window, SOFTCAP=attention.softcap > 0, BLOCK=BLOCK, TILE_M=tile_rows(q.dtype, wide, share),
         TILE_N=tile_n or (32 if wide_float or wide > 128 else 64), PRECISION="ieee" if wide_float else "tf32",

@@ -106,79 +106,13 @@ def int4_kernel(
     tl.store(out_ptr + n, out.to(out_ptr.dtype.element_ty), mask=rows)
 
 
-def int4_gemv(x: Tensor, weight: Int4, out: Tensor, add: bool, tile: tuple[int, int, int] = (8, 4, 4)) -> Tensor:
+def int4_gemv(x: Tensor, weight: Int4, out: Tensor, add: bool, tile: tuple[int, int, int] = (4, 8, 4)) -> Tensor:
     """out (1, N) = x @ weight.T, added to what `out` holds with `add`."""
     n, k = weight.codes.shape[0], 2 * weight.codes.shape[1]
     block_n, groups, warps = tile
     int4_kernel[(triton.cdiv(n, block_n),)](
         x, weight.codes, weight.scales, out, n, K=k, ADD=add, BLOCK_N=block_n, GROUPS=groups, PDL=PDL,
         FAST=not INTERPRETED, num_warps=warps, **EARLY,
-    )  # fmt: skip
-    return out
-
-
-@triton.jit
-def fp8_to_float(codes):
-    """The bits of fp8 in the place of a float32's, which leaves its exponent 120 too low: the caller makes up for it."""
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .b32 a, b, c;
-        shl.b32 a, $4, 24;
-        shl.b32 b, $4, 16;
-        shl.b32 c, $4, 8;
-        shr.s32 a, a, 4;
-        shr.s32 b, b, 4;
-        shr.s32 c, c, 4;
-        and.b32 $0, a, 0x87f00000;
-        and.b32 $1, b, 0x87f00000;
-        and.b32 $2, c, 0x87f00000;
-        shr.s32 a, $4, 4;
-        and.b32 $3, a, 0x87f00000;
-        }""",
-        "=r,=r,=r,=r,r", [codes], dtype=tl.float32, is_pure=True, pack=4,
-    )  # fmt: skip
-
-
-@triton.jit
-def fp8_kernel(
-    x_ptr, codes_ptr, scales_ptr, bias_ptr, out_ptr, n_rows, K: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr, FAST: tl.constexpr,
-):  # fmt: skip
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, BLOCK_K)
-    rows = n < n_rows
-    codes_rows = codes_ptr.to(tl.pointer_type(tl.uint8), bitcast=True) + n.to(tl.int64)[:, None] * K + k[None, :]
-    codes = tl.load(codes_rows, mask=rows[:, None] & (k < K)[None, :], other=0)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    total = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-    for k0 in range(0, K, BLOCK_K):
-        x = tl.load(x_ptr + k0 + k, mask=k0 + k < K, other=0.0).to(tl.float32)
-        new = tl.load(codes_rows + k0 + BLOCK_K, mask=rows[:, None] & (k0 + BLOCK_K + k < K)[None, :], other=0)
-        if FAST:
-            total += fp8_to_float(codes) * (x * 1152921504606846976.0)[None, :]  # 2^60 here and 2^60 at the end
-        else:
-            total += codes.to(tl.float8e4nv, bitcast=True).to(tl.float32) * x[None, :]
-        codes = new
-    out = tl.sum(total, axis=1) * tl.load(scales_ptr + n, mask=rows, other=0.0)
-    if FAST:
-        out *= 1152921504606846976.0
-    if BIAS:
-        out += tl.load(bias_ptr + n, mask=rows, other=0.0)
-    if ADD:
-        out += tl.load(out_ptr + n, mask=rows, other=0.0).to(tl.float32)
-    tl.store(out_ptr + n, out.to(out_ptr.dtype.element_ty), mask=rows)
-
-
-def fp8_gemv(x: Tensor, weight: Fp8, out: Tensor, add: bool, tile: tuple[int, int, int] | None = None) -> Tensor:
-    """out (1, N) = x @ weight.T + bias, added to what `out` holds with `add`."""
-    n, k = weight.codes.shape
-    block_n, block_k, warps = tile or ((16, 512, 4) if n > 8192 else (16, 512, 8))
-    bias = weight.scales if weight.bias is None else weight.bias
-    fp8_kernel[(triton.cdiv(n, block_n),)](
-        x, weight.codes, weight.scales, bias, out, n, K=k, BIAS=weight.bias is not None, ADD=add, BLOCK_N=block_n,
-        BLOCK_K=min(block_k, triton.next_power_of_2(k)), PDL=PDL, FAST=not INTERPRETED, num_warps=warps, **EARLY,
     )  # fmt: skip
     return out
 
@@ -201,5 +135,10 @@ def fp8_product(x: Tensor, weight: Fp8) -> Tensor:
     block = triton.next_power_of_2(width)
     round_rows_kernel[(rows,)](x, codes, scales, x.stride(0), WIDTH=width, BLOCK=block, num_warps=8)
     return torch._scaled_mm(
-        codes, weight.codes.t(), scale_a=scales, scale_b=weight.scales.unsqueeze(0), out_dtype=x.dtype, use_fast_accum=True
+        codes,
+        weight.codes.t(),
+        scale_a=scales,
+        scale_b=weight.scales.unsqueeze(0),
+        out_dtype=x.dtype,
+        use_fast_accum=True,
     )

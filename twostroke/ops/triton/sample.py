@@ -80,7 +80,7 @@ def pick_kernel(best_ptr, index_ptr, rows_ptr, newest_ptr, out_ptr, chunks, CHUN
 
 
 def sample(logits: Tensor, temperatures: Tensor, keys: Tensor, rows: Tensor, newest: Tensor, out: Tensor) -> Tensor:
-    """One token for each row of logits (S, V) into out (S,) and newest[rows] (rows of -1 are left out); -1: not numbers.
+    """One token for each row of logits (S, V) into out (S,) and newest[rows] (rows of -1 are left out); -1: no numbers.
 
     temperatures (S,) float32, 0 for greedy; keys (S, 2) int32: the low and the high half of the noise's key."""
     count, vocab = logits.shape
@@ -90,7 +90,5 @@ def sample(logits: Tensor, temperatures: Tensor, keys: Tensor, rows: Tensor, new
     chunk_kernel[(count, chunks)](
         logits, temperatures, keys, best, index, vocab, logits.stride(0), chunks, CHUNK=CHUNK, num_warps=8
     )
-    pick_kernel[(count,)](
-        best, index, rows, newest, out, chunks, CHUNKS_2=triton.next_power_of_2(chunks), num_warps=1
-    )
+    pick_kernel[(count,)](best, index, rows, newest, out, chunks, CHUNKS_2=triton.next_power_of_2(chunks), num_warps=1)
     return out
