@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from twostroke.serve.auth import Caller
-from twostroke.serve.errors import ApiError, bad_request
+from twostroke.serve.errors import ApiError
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -127,11 +127,3 @@ def dump(document: Any) -> bytes:
         return ENCODER.encode(document).encode()
     except UnicodeEncodeError:
         return json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
-
-
-def header(call: Call, name: bytes) -> str:
-    value = call.headers.get(name, b"")
-    try:
-        return value.decode("ascii")
-    except UnicodeDecodeError:
-        raise bad_request(f"The header {name.decode()} is not ASCII.") from None

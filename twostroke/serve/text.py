@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from twostroke.errors import InputError
 from twostroke.serve.errors import ApiError, bad_request
 from twostroke.serve.http import Call
@@ -74,7 +76,7 @@ async def health(service: Service, call: Call) -> None:
     trouble = engine.supervisor.trouble()
     if service.draining:
         trouble = trouble or "the server is shutting down"
-    more = {
+    more: dict[str, Any] = {
         "running": engine.counts.running,
         "waiting": engine.counts.waiting,
         "in_flight": engine.in_flight,
@@ -86,6 +88,8 @@ async def health(service: Service, call: Call) -> None:
             "cached": engine.counts.blocks_cached,
         },
     }
+    if engine.supervisor.ready is None:
+        more["loading"] = engine.stage._asdict()
     await call.respond(503 if trouble else 200, text.health("unavailable" if trouble else "ok", trouble, more))
 
 
