@@ -8,7 +8,7 @@ llama-bench, llama-batched-bench, llama-quantize). The 4-bit files are made from
     llama-quantize --allow-requantize        smollm2-135m.gguf smollm2-q4_0.gguf Q4_0
     llama-quantize --allow-requantize --pure smollm2-135m.gguf smollm2-q4_0-pure.gguf Q4_0
 
-Engines take turns within each round; medians over the rounds. Flash attention is on for llama.cpp. The last line is JSON.
+Engines take turns within each round; medians over the rounds. llama.cpp has flash attention on. The last line is JSON.
 """
 
 from __future__ import annotations
