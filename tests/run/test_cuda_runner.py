@@ -1,0 +1,63 @@
+"""The GPU's runner, two plans in flight, gives the tokens of the CPU's: under Triton's interpreter, or on the card."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+ON_CARD = torch.cuda.is_available()
+if not ON_CARD:
+    os.environ["TRITON_INTERPRET"] = "1"  # before the first import of Triton
+pytest.importorskip("triton")
+
+from twostroke.config import make_config, resolve  # noqa: E402
+from twostroke.engine.core import Core  # noqa: E402
+from twostroke.hardware import this_machine  # noqa: E402
+from twostroke.kv.storage import KVStorage  # noqa: E402
+from twostroke.metrics.timeline import Timeline  # noqa: E402
+from twostroke.ops.cpu import TorchCpuOps  # noqa: E402
+from twostroke.ops.cuda import CudaOps  # noqa: E402
+from twostroke.run.cuda_runner import CudaRunner  # noqa: E402
+from twostroke.run.runner import ModelRunner  # noqa: E402
+from twostroke.sampling import SamplingParams  # noqa: E402
+from twostroke.schedule.make import make_scheduler  # noqa: E402
+from twostroke.types import Request  # noqa: E402
+from twostroke.weights.checkpoint import open_checkpoint  # noqa: E402
+from twostroke.weights.load import load_arch, load_model  # noqa: E402
+
+pytestmark = [pytest.mark.gpu] if ON_CARD else []
+ASKED = (
+    SamplingParams(max_tokens=4, temperature=0.0),
+    SamplingParams(max_tokens=4, temperature=1.0),
+    SamplingParams(max_tokens=4, temperature=0.8, top_k=20, repetition_penalty=1.3, logprobs=1, prompt_logprobs=0),
+)
+
+
+def tokens_of(folder: Path, kind: str) -> list[tuple[list[int], object]]:
+    checkpoint = open_checkpoint(folder)
+    arch = load_arch(checkpoint)
+    config = make_config(max_model_len=96, dtype="float32", max_batch_tokens=24, kv_blocks=40, seed=1)
+    settings = resolve(config, arch, this_machine("cpu"), 0)
+    ops = CudaOps(torch.float32, "cuda" if ON_CARD else "cpu") if kind == "cuda" else TorchCpuOps()
+    model = load_model(checkpoint, ops, settings.max_model_len)
+    kv = KVStorage(arch, settings.layout, settings.kv_blocks, settings.kv_dtype, ops.device)
+    scheduler = make_scheduler(arch, settings, "tiny")
+    runner = (CudaRunner if kind == "cuda" else ModelRunner)(model, kv, scheduler.tables.array, ops)
+    core = Core(scheduler, runner)
+    requests = []
+    for number, params in enumerate(ASKED):
+        tokens = [(7 * i + 31 * number) % 300 + 3 for i in range(9 + 11 * number)]
+        request = Request(number, tokens, params, 7 + number, Timeline(0.0))
+        request.limit = len(tokens) + 4
+        requests.append(request)
+        core.submit(request)
+    while not core.idle:
+        core.step()
+    return [(request.tokens, request.finish_reason) for request in requests]
+
+
+def test_both_runners_choose_the_same_tokens(llama_folder: Path) -> None:
+    assert tokens_of(llama_folder, "cuda") == tokens_of(llama_folder, "cpu")
