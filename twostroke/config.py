@@ -19,7 +19,7 @@ from twostroke.sampling import is_number, is_whole
 from twostroke.schedule.policy import POLICIES
 
 DTYPES = ("float32", "float16", "bfloat16")
-QUANTIZATIONS = ("int8", "int4")
+QUANTIZATIONS = ("int8", "int4", "fp8")
 DEFAULT_GAP = {"cpu": 0.25, "cuda": 0.05}  # seconds
 DEFAULT_BATCH_TOKENS = {"cpu": 512, "cuda": 8192}
 DEFAULT_REQUESTS = {"cpu": 32, "cuda": 256}

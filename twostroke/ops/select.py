@@ -17,6 +17,8 @@ def make_ops(device: str, dtype: str | None, threads: int, quantize: str | None 
     if device == "cuda":
         from twostroke.ops.cuda import CudaOps  # Triton is not installed everywhere
 
+        if quantize not in (None, "fp8", "int4"):
+            raise ValueError(f"A GPU keeps weights in fp8 or int4, not in {quantize!r}.")
         return CudaOps(_DTYPES[dtype or "bfloat16"], quantize=quantize)
     if quantize is not None:
         raise ValueError(f"Quantizing to {quantize!r} on load is not supported by this backend; leave quantize out.")
