@@ -1,4 +1,4 @@
-"""The command line: chat, generate, serve, models."""
+"""The command line: chat, generate, serve, models, and bench, plan and diagnose (insight_cli.py)."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from twostroke.config import Config, make_config
 from twostroke.engine.answer import Output
-from twostroke.errors import ConfigError, TwostrokeError
+from twostroke.errors import TwostrokeError
+from twostroke.insight_cli import register
 from twostroke.metrics.timeline import Timeline
+from twostroke.options import Settings as Option
+from twostroke.options import parse_settings
 from twostroke.sampling import SamplingParams
 from twostroke.terminal import Chat, errors, open_llm, phase_table
 from twostroke.weights.catalog import DEFAULT, cache_folder, catalog, installed
@@ -28,12 +30,6 @@ app = typer.Typer(
 )
 
 Model = Annotated[str, typer.Option("--model", "-m", help="Catalog name, folder, .gguf file or hub id.")]
-Option = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set", "-s", metavar="NAME=VALUE", help="An engine setting, e.g. -s kv_dtype=int8; may be repeated."
-    ),
-]
 MaxTokens = Annotated[int, typer.Option(help="Longest answer, in tokens.")]
 Temperature = Annotated[float, typer.Option(help="0 always takes the likeliest token; higher is more varied.")]
 Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.")]
@@ -126,36 +122,6 @@ def models() -> None:
     )
 
 
-def parse_settings(options: list[str] | None) -> dict[str, Any]:
-    """NAME=VALUE pairs as keywords of `LLM`, each value read as the type of its setting."""
-    settings: dict[str, Any] = {}
-    types = get_type_hints(Config)
-    for option in options or ():
-        name, sign, value = option.partition("=")
-        name = name.strip().replace("-", "_")
-        if not sign:
-            raise ConfigError(f"--set {option}: write NAME=VALUE, for example kv_dtype=int8.")
-        if name not in types:
-            make_config(**{name: value})  # says which setting is nearest
-        settings[name] = parse_value(name, value.strip(), types[name])
-    return settings
-
-
-def parse_value(name: str, value: str, kind: Any) -> Any:
-    kinds = get_args(kind) or (kind,)
-    if bool in kinds:
-        if value.lower() not in ("true", "false"):
-            raise ConfigError(f"{name} must be true or false, got {value!r}.")
-        return value.lower() == "true"
-    for number in (int, float):
-        if number in kinds:
-            try:
-                return number(value)
-            except ValueError:
-                raise ConfigError(f"{name} must be a number, got {value!r}.") from None
-    return value
-
-
 def as_document(output: Output) -> dict[str, Any]:
     """Everything about one answer as plain JSON values."""
     document = asdict(output)
@@ -181,6 +147,9 @@ def timeline_document(timeline: Timeline) -> dict[str, Any]:
         "itl",
     )
     return {name: getattr(timeline, name) for name in names}
+
+
+register(app)
 
 
 def main() -> None:

@@ -1,1 +1,188 @@
-"""Commands that measure, plan and diagnose."""
+"""Commands that measure, plan and diagnose: bench, plan, diagnose."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from twostroke.bench import html, report
+from twostroke.bench.compare import compare as compare_runs
+from twostroke.bench.record import Run, load_runs, save
+from twostroke.bench.watch import over_http, watching
+from twostroke.bench.workload import Load, make_load, trace_load
+from twostroke.cost.diagnose import seconds
+from twostroke.cost.hardware import machine_name
+from twostroke.errors import InputError
+from twostroke.insight_plan import diagnose_command, plan_command
+from twostroke.options import Requests, Scale, Settings, Tpot, Trace, Ttft, Workload, parse_settings
+from twostroke.terminal import errors, open_llm
+from twostroke.weights.catalog import DEFAULT
+
+bench_app = typer.Typer(help="Measure a server or an engine under a load.", pretty_exceptions_enable=False)
+console = Console(highlight=False)
+
+Model = Annotated[str, typer.Option("--model", "-m", help="Catalog name, folder, .gguf file or hub id.")]
+
+
+@bench_app.callback(invoke_without_command=True)
+def bench(
+    context: typer.Context,
+    url: Annotated[str | None, typer.Option(help="An OpenAI-compatible server. Without it: in process.")] = None,
+    model: Annotated[str | None, typer.Option("--model", "-m", help="Model in process, or its name there.")] = None,
+    workload: Workload = "chat",
+    trace: Trace = None,
+    arrivals: Annotated[str, typer.Option(help="poisson, burst, constant or closed.")] = "poisson",
+    rate: Annotated[str, typer.Option(help="Requests/s; several, as 1,2,4, are measured one after another.")] = "1",
+    requests: Requests = 100,
+    concurrency: Annotated[int, typer.Option(help="Requests under way, in a closed loop.")] = 8,
+    scale: Scale = 1.0,
+    seed: Annotated[int, typer.Option(help="Same seed, same requests.")] = 0,
+    longest: Annotated[int | None, typer.Option(help="Cut a trace's prompts so that all fits.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Use /v1/chat/completions.")] = False,
+    vocabulary: Annotated[int | None, typer.Option(help="Send token ids below this: exact lengths.")] = None,
+    api_key: Annotated[str | None, typer.Option(envvar="TWOSTROKE_API_KEY", help="For the server.")] = None,
+    ttft: Ttft = None,
+    tpot: Tpot = None,
+    json_out: Annotated[Path | None, typer.Option("--json", help="Write the result as JSON.")] = None,
+    html_out: Annotated[Path | None, typer.Option("--html", help="Write one page with plots.")] = None,
+    option: Settings = None,
+) -> None:
+    """Ask at a given rate whoever still waits (open loop), and report TTFT, TPOT, ITL and throughput."""
+    if context.invoked_subcommand is not None:
+        return
+    loads = [
+        make_or_read(trace, workload, arrivals, requests, one, seed, scale, concurrency, longest)
+        for one in rates_of(rate, trace, context)
+    ]
+    if url is not None:
+        from twostroke.bench.client import Target
+
+        target = Target(url, model, api_key, chat, vocabulary)
+        runs = [over_http(target, load) for load in loads]
+    else:
+        runs = in_process(model or DEFAULT, option, loads)
+    show(runs, ttft, tpot, json_out, html_out)
+
+
+def rates_of(text: str, trace: str | None, context: typer.Context) -> list[float | None]:
+    source = context.get_parameter_source("rate")
+    if trace is not None and source is not None and source.name == "DEFAULT":
+        return [None]
+    try:
+        found: list[float | None] = [float(part) for part in text.split(",")]
+    except ValueError:
+        raise InputError(f"--rate {text}: write a number, or several as 1,2,4.") from None
+    if not all(one is not None and 0 < one < 1e9 for one in found):
+        raise InputError("--rate must be above 0.")
+    return found
+
+
+def make_or_read(
+    trace: str | None,
+    workload: str,
+    kind: str,
+    count: int,
+    per_second: float | None,
+    seed: int,
+    scale: float,
+    concurrency: int,
+    longest: int | None,
+) -> Load:
+    if trace is not None:
+        return trace_load(trace, count, per_second, scale, longest)
+    return make_load(workload, kind, count, per_second or 1.0, seed, scale, concurrency)
+
+
+def in_process(model: str, option: list[str] | None, loads: list[Load]) -> list[Run]:
+    from twostroke.bench.inprocess import measure
+    from twostroke.bench.levers import warm_up
+
+    llm = open_llm(model, parse_settings(option))
+    warm_up(llm)
+    runs = []
+    for load in loads:
+        with watching(load) as seen:
+            runs.append(measure(llm, load, model, machine_name(), seen))
+    return runs
+
+
+def show(runs: list[Run], ttft: float | None, tpot: float | None, json_out: Path | None, html_out: Path | None) -> None:
+    command = " ".join(["twostroke", *sys.argv[1:]])
+    for run in runs:
+        run.flags = report.check(run)
+        if any(record.pieces for record in run.records):
+            console.print(report.table(run))
+            for line in report.lines(run, ttft, tpot):
+                console.print(line)
+        for flag in run.flags:
+            console.print(f"[red]![/red] {flag}")
+    if len(runs) > 1 and all(any(record.pieces for record in run.records) for run in runs):
+        console.print(report.sweep_table(runs, ttft, tpot))
+    if json_out is not None:
+        save(runs, json_out, command)
+    if html_out is not None:
+        html_out.write_text(html.page(runs, command, ttft, tpot))
+    if not any(record.pieces for run in runs for record in run.records):
+        raise typer.Exit(1)
+
+
+@bench_app.command()
+def compare(before: Path, after: Path) -> None:
+    """What moved between two results, with 95 % intervals."""
+    old, new = load_runs(before), load_runs(after)
+    for first, second in zip(old, new, strict=False):
+        table = Table(
+            title=f"{report.title(first)}  →  {report.title(second)}", header_style="bold", title_justify="left"
+        )
+        for name in ("", "before", "after", "change", "95 % interval", ""):
+            table.add_column(name, justify="right" if name else "left")
+        for change in compare_runs(first, second):
+            rate_like = change.better == "higher"
+            values = [f"{value:,.1f}" if rate_like else seconds(value) for value in (change.before, change.after)]
+            interval = f"{change.low - 1:+.0%} … {change.high - 1:+.0%}"
+            table.add_row(change.name, *values, f"{change.ratio - 1:+.0%}", interval, change.verdict)
+        console.print(table)
+
+
+@bench_app.command()
+def levers(
+    model: Model = DEFAULT,
+    rounds: Annotated[int, typer.Option(help="Times that every variant is measured.")] = 3,
+    json_out: Annotated[Path | None, typer.Option("--json", help="Write the table as JSON.")] = None,
+    option: Settings = None,
+) -> None:
+    """Every lever off and on, on this machine and model, beside what textbooks say."""
+    from twostroke.bench.levers import run
+
+    base = parse_settings(option)
+    rows = run(
+        lambda settings: open_llm(model, base | settings), rounds, lambda name: errors.print(f"[dim]{name}[/dim]")
+    )
+    table = Table(title=f"{model} on {machine_name()}: on over off", header_style="bold", title_justify="left")
+    for name in ("lever", "stroke", "TTFT", "TPOT", "longest gap", "tokens/s", "KV bytes", "textbook"):
+        table.add_column(name, justify="left" if name in ("lever", "stroke", "textbook") else "right")
+    for row in rows:
+        effect = row.effect
+        cells = [f"×{effect[k]:.2f}" if k in effect else "–" for k in
+                 ("ttft", "tpot", "gap", "throughput", "kv_bytes_per_token")]  # fmt: skip
+        table.add_row(
+            row.name, row.stroke, *cells, row.textbook if row.trouble is None else f"[dim]{row.trouble}[/dim]"
+        )
+    console.print(table)
+    if json_out is not None:
+        document = {"machine": machine_name(), "model": model, "rounds": rounds}
+        rows_out = [{**asdict(row), "effect": row.effect} for row in rows]
+        json_out.write_text(json.dumps({**document, "rows": rows_out}, indent=1) + "\n")
+
+
+def register(app: typer.Typer) -> None:
+    app.add_typer(bench_app, name="bench")
+    app.command("plan")(plan_command)
+    app.command("diagnose")(diagnose_command)

@@ -40,8 +40,10 @@ class Device:
     cores: int = 8
 
     def peak(self, precision: str) -> float:
-        """FLOP/s for weights of this precision: narrow weights are widened where the device has no narrow product."""
-        for name in (precision, "bfloat16", "float32"):
+        """FLOP/s for weights of this precision. Integer weights are widened as they are read and multiplied in 16 bits:
+        they save bytes, not FLOPs."""
+        own = () if precision in ("int8", "int4") else (precision,)
+        for name in (*own, "bfloat16", "float32"):
             if name in self.flops:
                 return self.flops[name]
         raise ConfigError(f"{self.name}: no peak rate is known for {precision}.")

@@ -1,0 +1,124 @@
+"""From measuring to pulling a lever, on a tiny real model; and the commands around it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from typer.testing import CliRunner
+
+from twostroke import LLM
+from twostroke.bench import inprocess, ledger
+from twostroke.bench.apply import Applied, apply, config_of
+from twostroke.bench.calibrate import calibrate
+from twostroke.bench.record import save
+from twostroke.bench.workload import Load, make_load
+from twostroke.cli import app
+from twostroke.cost.trace import Arrival, Contents
+from twostroke.engine.live import change
+from twostroke.errors import ConfigError
+from twostroke.weights.checkpoint import open_checkpoint
+from twostroke.weights.describe import checkpoint_bytes
+
+
+def open_tiny(folder, **settings):
+    return LLM(folder, threads=1, **({"max_model_len": 400} | settings))
+
+
+@pytest.fixture(scope="module")
+def calibration(llama_folder):
+    llm = open_tiny(llama_folder)
+    return calibrate(llm, "tiny", checkpoint_bytes(open_checkpoint(llama_folder)), seconds=3.0)
+
+
+def test_calibration_fits_its_own_steps(calibration):
+    assert calibration.steps > 50 and calibration.rates.source == "step log"
+    assert calibration.errors["median"] < 0.5  # a tiny model on a shared machine: noise is most of a step
+
+
+def test_the_best_lever_is_pulled_and_measured(llama_folder, calibration):
+    """One request at a time by construction: the remedy is known."""
+    contents = Contents()
+    load = Load("queue", [Arrival(0.002 * i, (contents.own(30),), 40) for i in range(24)])
+    llm = open_tiny(llama_folder, max_requests=1)
+    size = checkpoint_bytes(open_checkpoint(llama_folder))
+    reopen = lambda settings: open_tiny(llama_folder, **({"max_requests": 1} | settings))  # noqa: E731
+    found = apply(llm, reopen, load, "tiny", calibration, size)
+    assert isinstance(found, Applied)
+    assert found.effect.lever.name == "batch-cap" and not found.live
+    assert found.entry.measured < found.entry.before or found.entry.metric == "throughput"
+    assert found.entry.predicted > 0
+
+
+def test_live_settings_change_between_steps(llama_folder):
+    llm = open_tiny(llama_folder, batching="static", prefix_cache=False)
+    scheduler = llm.engine.core.scheduler
+    then = change(scheduler, llm.settings, {"batching": "continuous", "prefix_cache": True, "max_batch_tokens": 64})
+    assert not scheduler.limits.static and scheduler.limits.max_batch_tokens == 64
+    assert then.batching == "continuous" and scheduler.tables.pool.keep_cached
+    for bad in ({"kv_dtype": "int8"}, {"max_requests": 1000}, {"policy": "sometimes"}, {"max_batch_tokens": 8}):
+        with pytest.raises(ConfigError):
+            change(scheduler, then, bad)
+    assert scheduler.limits.max_batch_tokens == 64
+
+
+def test_settings_of_a_run_can_be_replayed(llama_folder):
+    for settings in ({}, {"chunked_prefill": False}, {"policy": "prefill-first"}, {"kv_dtype": "int8"}):
+        llm = open_tiny(llama_folder, **settings)
+        config = config_of(inprocess.settings_document(llm))
+        assert config.kv_blocks == llm.settings.kv_blocks and config.policy == llm.settings.policy
+
+
+def test_the_ledger_keeps_pairs(tmp_path):
+    entry = ledger.Entry("2026-01-01T00:00:00+00:00", "cpu", "m", "rag", "prefix-cache", "ttft", 2.0, 0.9, 1.0)
+    ledger.append(tmp_path / "a" / "ledger.jsonl", entry)
+    with (tmp_path / "a" / "ledger.jsonl").open("a") as file:
+        file.write("broken\n")
+    ledger.append(tmp_path / "a" / "ledger.jsonl", replace(entry, lever="replica"))
+    found = ledger.read(tmp_path / "a" / "ledger.jsonl")
+    assert [one.lever for one in found] == ["prefix-cache", "replica"]
+    assert found[0].error == pytest.approx(-0.1)
+    assert ledger.read(tmp_path / "none") == []
+
+
+# ---- commands --------------------------------------------------------------------------------------------------------
+
+
+def command(*arguments, code=0):
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert result.exit_code == code, result.output + repr(result.exception)
+    return result.output
+
+
+def test_bench_in_process_and_its_files(llama_folder, tmp_path):
+    places = ("--json", tmp_path / "r.json", "--html", tmp_path / "r.html")
+    shown = command(
+        "bench", "-m", llama_folder, "-w", "rag", "-n", 5, "--rate", "20,40", "--scale", 20, "-s", "threads=1",
+        "-s", "max_model_len=256", "--ttft", 1, "--tpot", 0.1, *places,
+    )  # fmt: skip
+    assert "TTFT" in shown and "goodput" in shown
+    assert len(json.loads((tmp_path / "r.json").read_text())["runs"]) == 2
+    assert "<svg" in (tmp_path / "r.html").read_text()
+    assert "TPOT p50" in command("bench", "compare", tmp_path / "r.json", tmp_path / "r.json")
+
+
+def test_plan_needs_no_model_file():
+    shown = command("plan", "llama-3-8b", "--hardware", "h200", "-w", "rag", "--ttft", 0.5, "--tpot", 0.03, "-n", 60)
+    assert "131,072 bytes" in shown.replace("\n", " ") and "workers" in shown
+    assert "misses them" in command("plan", "llama-3-70b", "--hardware", "a100", "--gpus", 2, "--tpot", 0.001,
+                                    "-n", 60, code=1).replace("\n", " ")  # fmt: skip
+
+
+def test_diagnose_a_trace_and_a_result(llama_folder, tmp_path, monkeypatch, calibration):
+    shown = command("diagnose", "--trace", "azure-code", "-m", "llama-3.1-8b", "--hardware", "l4", "-n", 20,
+                    "-s", "max_model_len=16384")  # fmt: skip
+    assert "do not help" in shown and "MFU" in shown
+    monkeypatch.setenv("TWOSTROKE_HOME", str(tmp_path))
+    calibration.save(tmp_path / "calibration" / f"{llama_folder.name}.json")
+    llm = open_tiny(llama_folder)
+    run = inprocess.measure(llm, make_load("chat", count=8, per_second=50.0, scale=8.0), str(llama_folder))
+    save([run], tmp_path / "r.json", "test")
+    shown = command("diagnose", "--result", tmp_path / "r.json")
+    assert "levers" in shown or "No lever helps" in shown
+    assert "empty" in command("diagnose", "--ledger")

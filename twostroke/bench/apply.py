@@ -1,0 +1,108 @@
+"""Measure, diagnose, pull the best lever, measure again under the same load: predicted beside measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from twostroke.bench.inprocess import measure, settings_document
+from twostroke.bench.ledger import Entry
+from twostroke.bench.record import Run
+from twostroke.bench.workload import Load
+from twostroke.config import Config, make_config
+from twostroke.cost.deploy import Deployment
+from twostroke.cost.diagnose import Diagnosis, Effect, Targets, diagnose
+from twostroke.cost.hardware import Calibration
+from twostroke.cost.summary import Summary
+from twostroke.engine.live import change
+from twostroke.errors import TwostrokeError
+from twostroke.model.arch import Arch
+
+if TYPE_CHECKING:
+    from twostroke.engine.llm import LLM
+
+CONFIG_FIELDS = (
+    "kv_dtype", "max_model_len", "max_batch_tokens", "max_requests", "kv_blocks", "prefix_cache", "chunked_prefill",
+    "batching", "policy", "max_gap", "quantize",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    diagnosis: Diagnosis
+    effect: Effect
+    before: Run
+    after: Run
+    entry: Entry
+    live: bool  # whether the running engine took it, or a new one had to be started
+
+
+def config_of(settings: dict[str, Any]) -> Config:
+    """The settings an engine ran with, every one given, so that a replay derives nothing anew."""
+    given = {name: settings[name] for name in CONFIG_FIELDS if settings.get(name) is not None}
+    if not given.get("chunked_prefill", True) or given.get("policy") == "prefill-first":
+        given.pop("max_gap", None)
+    return make_config(**given, seed=0)
+
+
+def deployment_of(
+    arch: Arch, settings: dict[str, Any], calibration: Calibration, weight_bytes: int | None
+) -> Deployment:
+    return Deployment(
+        arch, calibration.device(), config_of(settings), "float32", weight_bytes, rates=calibration.rates
+    )  # fmt: skip
+
+
+def apply(
+    llm: LLM,
+    reopen: Callable[[dict[str, Any]], LLM],
+    load: Load,
+    model: str,
+    calibration: Calibration,
+    weight_bytes: int,
+    targets: Targets = Targets(),  # noqa: B008  frozen
+) -> Applied | Diagnosis:
+    """The diagnosis alone when no lever that a setting can pull helps."""
+    before = measure(llm, load, model, calibration.machine)
+    deployment = deployment_of(llm.arch, settings_document(llm), calibration, weight_bytes)
+    found = diagnose(deployment, before.arrivals(), before.served(), targets)
+    for effect in found.effects:
+        try:
+            changed = pull(llm, reopen, effect)
+        except (TwostrokeError, ValueError):  # this machine cannot do it
+            continue
+        if changed is not None:
+            break
+    else:
+        return found
+    after = measure(changed, load, model, calibration.machine)
+    entry = make_entry(found, effect, before, after, calibration.machine, model)
+    return Applied(found, effect, before, after, entry, effect.lever.live)
+
+
+def pull(llm: LLM, reopen: Callable[[dict[str, Any]], LLM], effect: Effect) -> LLM | None:
+    """The engine with the lever pulled: the same one where it can change live. None where no setting does it."""
+    if effect.lever.setting is None:
+        return None
+    settings = effect.lever.setting(effect.after.deployment)
+    if not effect.lever.live:
+        return reopen(settings)
+    llm.settings = llm.engine.intake.settings = change(llm.engine.core.scheduler, llm.settings, settings)
+    return llm
+
+
+def make_entry(found: Diagnosis, effect: Effect, before: Run, after: Run, machine: str, model: str) -> Entry:
+    old, new = value_of(found.metric, before.summary()), value_of(found.metric, after.summary())
+    predicted = value_of(found.metric, effect.predicted.summary)  # by rates that were tuned to `before`
+    when = datetime.now(UTC).isoformat(timespec="seconds")
+    return Entry(when, machine, model, before.load, effect.lever.name, found.metric, old, predicted, new)
+
+
+def value_of(metric: str, summary: Summary) -> float:
+    if metric == "ttft":
+        return (summary.ttft.p50 * summary.ttft.p95) ** 0.5
+    if metric == "tpot":
+        return (summary.tpot.p50 * summary.tpot.p95) ** 0.5
+    return summary.stall.mean if metric == "stall" else summary.output_rate

@@ -1,0 +1,41 @@
+"""Settings that a running engine can take: the scheduler reads them at its next plan. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from twostroke.config import Config, Resolved
+from twostroke.errors import ConfigError
+from twostroke.schedule.policy import POLICIES
+from twostroke.schedule.scheduler import Scheduler
+
+LIVE = ("max_batch_tokens", "max_requests", "batching", "chunked_prefill", "max_gap", "policy", "prefix_cache")
+
+
+def change(scheduler: Scheduler, settings: Resolved, wanted: Mapping[str, Any]) -> Resolved:
+    """Take `wanted` from the next plan on; returns the settings as they are then. ConfigError: nothing was changed."""
+    for name in wanted:
+        if name not in LIVE:
+            raise ConfigError(f"{name} cannot change while the engine runs: start it again. Live: {', '.join(LIVE)}.")
+    given = {name: value for name, value in wanted.items() if value is not None}
+    Config(**given)  # each value and their combination, as at a start
+    rows = len(scheduler.tables.held)
+    if given.get("max_requests", 0) > rows:
+        raise ConfigError(f"max_requests was {rows} at the start and cannot grow beyond it: start the engine again.")
+    then = replace(settings, **given)
+    if then.max_requests > then.max_batch_tokens:
+        raise ConfigError("every running request needs a token of the step: max_batch_tokens must be the larger.")
+    scheduler.limits = replace(
+        scheduler.limits,
+        max_batch_tokens=then.max_batch_tokens,
+        max_requests=then.max_requests,
+        chunked=then.chunked_prefill,
+        static=then.batching == "static",
+    )
+    scheduler.policy = POLICIES[then.policy]
+    scheduler.waiting.sort(key=scheduler.policy.key)
+    scheduler.pace.max_gap = then.max_gap
+    scheduler.tables.pool.keep_cached = then.prefix_cache
+    return then

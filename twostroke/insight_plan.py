@@ -1,0 +1,317 @@
+"""The commands `plan` and `diagnose`: what a deployment would do, and what is wrong with the one there is."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from twostroke.bench import ledger
+from twostroke.bench.client import Target
+from twostroke.bench.record import Run, load_runs
+from twostroke.bench.watch import over_http
+from twostroke.bench.workload import make_load, trace_load
+from twostroke.config import make_config
+from twostroke.cost.capacity import Need, Sizing, candidates, cheapest, priced, size, workers_needed
+from twostroke.cost.deploy import Deployment
+from twostroke.cost.diagnose import Diagnosis, Targets, diagnose, seconds
+from twostroke.cost.hardware import Calibration, calibration_path, find_device, load_calibration, machine_name
+from twostroke.cost.models import SHAPES, known_arch
+from twostroke.cost.trace import Arrival
+from twostroke.errors import ConfigError, InputError, ModelError
+from twostroke.model.arch import Arch
+from twostroke.model.families import arch_from_config
+from twostroke.options import Requests, Scale, Settings, Tpot, Trace, Ttft, Workload, parse_settings
+from twostroke.terminal import errors, open_llm
+from twostroke.weights.catalog import CATALOG, DEFAULT, cache_folder, installed
+
+console = Console(highlight=False)
+LEDGER = "ledger.jsonl"
+
+
+def describe(model: str) -> tuple[Arch, int | None]:
+    """Architecture, and the bytes of the weights where there is a file to count them in. Nothing is downloaded for a
+    name whose shape is known."""
+    from twostroke.weights.checkpoint import locate, open_checkpoint
+    from twostroke.weights.describe import checkpoint_bytes, load_arch
+
+    path = Path(model).expanduser()
+    if path.name == "config.json" and path.is_file():
+        return arch_from_config(json.loads(path.read_text()), str(path)), None
+    shape = known_arch(model)
+    if shape is not None and not (model in CATALOG and installed(model)):
+        return shape, None
+    try:
+        checkpoint = open_checkpoint(locate(model))
+    except ModelError as error:
+        raise ModelError(
+            f"{error} For a plan a config.json is enough, or a known shape: {', '.join(SHAPES)}."
+        ) from None
+    return load_arch(checkpoint), checkpoint_bytes(checkpoint)
+
+
+def load_of(trace: str | None, workload: str, requests: int, scale: float) -> list[Arrival]:
+    if trace is not None:
+        return trace_load(trace, requests, None, scale).arrivals
+    return make_load(workload, "poisson", requests, 1.0, 0, scale).arrivals
+
+
+def deployment_for(
+    model: str, hardware: str, precision: str | None, gpus: int, settings: dict[str, Any]
+) -> tuple[Deployment, Calibration | None]:
+    arch, stored = describe(model)
+    config = make_config(**settings)
+    if hardware == "this":
+        calibration = load_calibration(calibration_path(cache_folder(), model))
+        device, rates = calibration.device(), calibration.rates
+        return Deployment(
+            arch, device, config, precision or "float32", None if precision else stored, rates
+        ), calibration
+    exact = stored if precision is None else None
+    return Deployment(arch, find_device(hardware), config, precision or "bfloat16", exact, gpus=gpus), None
+
+
+# ---- plan ------------------------------------------------------------------------------------------------------------
+
+
+def plan_command(
+    model: Annotated[
+        str, typer.Argument(help="A known shape (llama-3-8b, …), a config.json, or a model as elsewhere.")
+    ],
+    hardware: Annotated[str, typer.Option(help="h200, a100, m4-max, …; 'this' after --calibrate.")] = "h200",
+    gpus: Annotated[int, typer.Option(min=1, help="Devices that share one copy of the model.")] = 1,
+    precision: Annotated[str | None, typer.Option(help="bfloat16, int8, int4, fp8 or float32 weights.")] = None,
+    workload: Workload = "chat",
+    trace: Trace = None,
+    requests: Requests = 300,
+    scale: Scale = 1.0,
+    rate: Annotated[float, typer.Option(help="Requests/s to be served.")] = 1.0,
+    ttft: Ttft = 1.0,
+    tpot: Tpot = 0.05,
+    split: Annotated[bool, typer.Option("--split", help="Prefill and decode workers of their own.")] = False,
+    search: Annotated[bool, typer.Option("--search", help="Try all rentable hardware; the cheapest first.")] = False,
+    calibrate: Annotated[bool, typer.Option("--calibrate", help="Measure this machine with this model first.")] = False,
+    option: Settings = None,
+) -> None:
+    """Before owning anything: does it fit, how fast, what does it cost, how many workers does a load need."""
+    settings = parse_settings(option)
+    if calibrate:
+        calibrate_here(model, settings)
+        hardware = "this"
+    rows = load_of(trace, workload, requests, scale)
+    prompt = round(sum(row.prompt for row in rows) / len(rows))
+    output = round(sum(row.output for row in rows) / len(rows))
+    longest = max(row.prompt + row.output for row in rows)
+    deployment, _ = deployment_for(model, hardware, precision, gpus, settings)
+    if deployment.config.max_model_len is None and longest < deployment.arch.max_positions:
+        deployment = replace(deployment, config=replace(deployment.config, max_model_len=longest + 1))
+    show_sizing(size(deployment, prompt, output))
+    assert ttft is not None and tpot is not None
+    if search:
+        options = candidates(deployment.arch, priced(), deployment.config)
+        say = lambda one: errors.print(f"[dim]{label(one)}[/dim]")  # noqa: E731
+        show_needs(cheapest(options, rows, rate, ttft, tpot, say), rate, ttft, tpot)
+        return
+    need = workers_needed(deployment, rows, rate, ttft, tpot, split)
+    if need is None:
+        console.print(
+            f"No number of these workers meets TTFT ≤ {seconds(ttft)} and TPOT ≤ {seconds(tpot)}: a request alone "
+            "misses them. Try --gpus, a narrower --precision, or --search."
+        )
+        raise typer.Exit(1)
+    show_needs([need], rate, ttft, tpot)
+
+
+def calibrate_here(model: str, settings: dict[str, Any]) -> Calibration:
+    from twostroke.bench.calibrate import calibrate
+
+    llm = open_llm(model, settings)
+    _, stored = describe(model)
+    assert stored is not None, "an engine that runs has a checkpoint"
+    with console.status("calibrating") as status:
+        found = calibrate(llm, model, stored, progress=lambda text: status.update(f"calibrating: {text}"))
+    path = calibration_path(cache_folder(), model)
+    found.save(path)
+    errors.print(
+        f"[dim]{found.steps} steps, predicted within {found.errors['median']:.0%} (median) and "
+        f"{found.errors['p95']:.0%} (p95); kept in {path}[/dim]"
+    )
+    return found
+
+
+def label(deployment: Deployment) -> str:
+    count = f"{deployment.gpus} × " if deployment.gpus > 1 else ""
+    return f"{count}{deployment.device.name}, {deployment.config.quantize or deployment.precision}"
+
+
+def show_sizing(found: Sizing) -> None:
+    table = Table(title=f"{found.deployment.device.title}: one worker", header_style="bold", title_justify="left")
+    for name in ("", "prefill", "decode"):
+        table.add_column(name, justify="right" if name else "left")
+    p, d = found.prefill, found.decode
+    table.add_row("alone", f"TTFT {seconds(p.seconds)}", f"TPOT {seconds(d.seconds)}")
+    table.add_row(f"batch of {found.batch}", f"TTFT ≥ {seconds(p.batch_seconds)}", f"TPOT {seconds(d.batch_seconds)}")
+    table.add_row("FLOP per byte", f"{p.intensity:,.0f}", f"{d.intensity:,.1f}")
+    table.add_row(f"bound by (ridge {found.ridge:,.0f})", p.bound, d.bound)
+    table.add_row("tokens/s", f"{p.tokens_rate:,.0f}", f"{d.tokens_rate:,.0f}")
+    table.add_row("$ per million tokens", f"{p.dollars_per_million:,.3f}", f"{d.dollars_per_million:,.3f}")
+    console.print(table)
+    console.print(
+        f"{found.parameters:,} parameters, weights {found.weight_bytes:,} bytes · "
+        f"KV {found.kv_bytes_per_token:,} bytes a token, {found.kv_bytes:,} bytes in all · "
+        f"{found.largest_batch:,} requests of {found.prompt} + {found.output} tokens fit at once"
+    )
+    source = found.deployment.roofline().rates.source
+    console.print(f"[dim]Times by {source}; prices are typical on-demand ones, yours may differ.[/dim]")
+
+
+def show_needs(needs: list[Need], rate: float, ttft: float, tpot: float) -> None:
+    if not needs:
+        console.print("Nothing in the table meets these targets.")
+        raise typer.Exit(1)
+    title = f"{rate:g} requests/s with TTFT ≤ {seconds(ttft)} and TPOT ≤ {seconds(tpot)} for 95 % of requests"
+    table = Table(title=title, header_style="bold", title_justify="left")
+    for name in ("worker", "workers", "$/hour", "$/M tokens out", "TTFT p95", "TPOT p95", "busy"):
+        table.add_column(name, justify="left" if name == "worker" else "right")
+    for need in needs[:12]:
+        s = need.outcome.summary
+        count = f"{need.prefill} prefill + {need.workers} decode" if need.prefill else str(need.workers)
+        money = [f"{value:,.2f}" for value in (need.dollars_per_hour, need.dollars_per_million)]
+        times = [seconds(s.ttft.p95), seconds(s.tpot.p95)]
+        table.add_row(label(need.deployment), count, *money, *times, f"{need.outcome.utilisation:.0%}")
+    console.print(table)
+
+
+# ---- diagnose --------------------------------------------------------------------------------------------------------
+
+
+def diagnose_command(
+    url: Annotated[str | None, typer.Option(help="A running server: it is measured under the workload first.")] = None,
+    result: Annotated[Path | None, typer.Option(help="A result of `twostroke bench --json`.")] = None,
+    trace: Trace = None,
+    model: Annotated[str | None, typer.Option("--model", "-m", help="What runs there: shape, path or name.")] = None,
+    hardware: Annotated[str, typer.Option(help="Where it runs: a name of the table, or 'this'.")] = "this",
+    precision: Annotated[str | None, typer.Option(help="Of the weights, where no file tells.")] = None,
+    workload: Workload = "chat",
+    requests: Requests = 60,
+    rate: Annotated[float, typer.Option(help="Requests/s of the workload.")] = 1.0,
+    scale: Scale = 1.0,
+    api_key: Annotated[str | None, typer.Option(envvar="TWOSTROKE_API_KEY", help="For the server.")] = None,
+    ttft: Ttft = None,
+    tpot: Tpot = None,
+    apply: Annotated[bool, typer.Option("--apply", help="In process: pull the best lever and measure again.")] = False,
+    show_ledger: Annotated[bool, typer.Option("--ledger", help="All predictions so far beside what came.")] = False,
+    option: Settings = None,
+) -> None:
+    """Which stroke is slow, why, and what would help by how much."""
+    targets, settings = Targets(ttft, tpot), parse_settings(option)
+    if show_ledger:
+        show_entries(ledger.read(cache_folder() / LEDGER))
+    elif apply:
+        if url is not None or result is not None:
+            raise ConfigError("--apply works on an engine in process so far: leave --url and --result out.")
+        load = (
+            trace_load(trace, requests, rate, scale)
+            if trace
+            else make_load(workload, "poisson", requests, rate, 0, scale)
+        )
+        run_apply(model or DEFAULT, load, settings, targets)
+    elif url is not None:
+        run = probe(url, api_key, workload, requests, rate, scale)
+        of_run(run, model or run.model, hardware, precision, settings, targets)
+    elif result is not None:
+        run = load_runs(result)[-1]
+        of_run(run, model or run.model, hardware, precision, run.settings or settings, targets)
+    elif trace is not None:
+        deployment, _ = deployment_for(model or "llama-3.1-8b", hardware, precision, 1, settings)
+        show_diagnosis(diagnose(deployment, trace_load(trace, requests, None, scale).arrivals, None, targets))
+    else:
+        raise InputError("say what to diagnose: --url, --result, --trace, or --apply for an engine in process.")
+
+
+def probe(url: str, key: str | None, workload: str, requests: int, rate: float, scale: float) -> Run:
+    return over_http(Target(url, key=key), make_load(workload, "poisson", requests, rate, 0, scale))
+
+
+def of_run(
+    run: Run, model: str, hardware: str, precision: str | None, settings: dict[str, Any], targets: Targets
+) -> None:
+    from twostroke.bench.apply import config_of
+
+    known = {name: value for name, value in settings.items() if name != "seed"}
+    deployment, _ = deployment_for(model, hardware, precision, 1, {})
+    config = config_of(known) if "kv_blocks" in known else make_config(**known)
+    show_diagnosis(diagnose(replace(deployment, config=config), run.arrivals(), run.served(), targets))
+
+
+def run_apply(model: str, load: Any, settings: dict[str, Any], targets: Targets) -> None:
+    from twostroke.bench.apply import Applied, apply
+    from twostroke.bench.levers import warm_up
+
+    path = calibration_path(cache_folder(), model)
+    calibration = load_calibration(path) if path.exists() else calibrate_here(model, settings)
+    _, stored = describe(model)
+    assert stored is not None
+
+    def reopen(changed: dict[str, Any]) -> Any:
+        fresh = open_llm(model, settings | changed)
+        warm_up(fresh)
+        return fresh
+
+    found = apply(reopen({}), reopen, load, model, calibration, stored, targets)
+    if not isinstance(found, Applied):
+        show_diagnosis(found)
+        console.print("No setting would help: nothing was changed.")
+        return
+    show_diagnosis(found.diagnosis)
+    how = "on the running engine" if found.live else "with a new engine"
+    console.print(f"\n[bold]{found.effect.lever.title}[/bold] ({how}):")
+    show_entries([found.entry])
+    ledger.append(cache_folder() / LEDGER, found.entry)
+
+
+def show_diagnosis(found: Diagnosis) -> None:
+    console.print(f"[bold]{found.sentence}[/bold]")
+    e, s = found.evidence, found.measured
+    kv = "" if e.kv_peak is None else f", KV blocks held at most {e.kv_peak:.0%}"
+    for line in (
+        f"prompts {e.prompt.p50:,.0f} tokens (p95 {e.prompt.p95:,.0f}), answers {e.output.p50:,.0f} "
+        f"(p95 {e.output.p95:,.0f})",
+        f"time of requests: queue {e.queue_share:.0%}, prefill {e.prefill_share:.0%}, decode {e.decode_share:.0%}",
+        f"TTFT {e.ttft_over_ideal:.1f}× that of a request alone, + {seconds(e.ttft_per_1k)} for 1,000 more tokens",
+        f"decode {e.decode_over_ideal:.1f}× that of a request alone, + {seconds(max(0.0, e.tpot_per_stream))} TPOT "
+        f"for one more stream; {e.batch:.1f} streams at once; {e.stall_share:.0%} of writing time in long gaps",
+        f"prefill MFU {e.prefill_mfu:.0%}, decode MBU {e.decode_mbu:.0%} of what the machine reaches{kv}",
+        f"prefix hits {e.hit_rate:.0%} of {e.shareable:.0%} that earlier prompts had; {e.preemptions} preemptions",
+        f"replay without any lever: TTFT {seconds(found.simulated.ttft.p50)} (measured {seconds(s.ttft.p50)}), "
+        f"TPOT {seconds(found.simulated.tpot.p50)} (measured {seconds(s.tpot.p50)})",
+    ):
+        console.print(f"  {line}")
+    table = Table(title="levers, best first (predicted: new over old)", header_style="bold", title_justify="left")
+    for name in ("lever", "TTFT", "TPOT", "longest gap", "tokens/s", "cost", "live", "what to do"):
+        table.add_column(name, justify="left" if name in ("lever", "what to do") else "right")
+    for one in found.effects:
+        cells = [f"{value - 1:+.0%}" for value in (one.ttft, one.tpot, one.stall, one.throughput, one.cost)]
+        table.add_row(one.lever.name, *cells, "yes" if one.lever.live else "no", one.lever.title)
+    if found.effects:
+        console.print(table)
+    console.print("[dim]do not help: " + "; ".join(f"{u.lever.name} ({u.reason})" for u in found.useless) + "[/dim]")
+
+
+def show_entries(entries: list[ledger.Entry]) -> None:
+    if not entries:
+        console.print(f"The ledger is empty: `twostroke diagnose --apply` writes it ({machine_name()}).")
+        return
+    table = Table(header_style="bold")
+    for name in ("when", "model", "load", "lever", "metric", "before", "predicted", "measured", "error"):
+        table.add_column(name, justify="left" if name in ("when", "model", "load", "lever", "metric") else "right")
+    for one in entries:
+        values = [f"{v:,.0f}/s" if one.metric == "throughput" else seconds(v) for v in
+                  (one.before, one.predicted, one.measured)]  # fmt: skip
+        table.add_row(one.when[:16], one.model, one.load, one.lever, one.metric, *values, f"{one.error:+.0%}")
+    console.print(table)
