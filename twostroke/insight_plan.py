@@ -11,8 +11,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from twostroke.bench import ledger
+from twostroke.bench import ledger, report
 from twostroke.bench.client import Target
+from twostroke.bench.probing import probe
 from twostroke.bench.record import Run, load_runs
 from twostroke.bench.watch import over_http
 from twostroke.bench.workload import make_load, trace_load
@@ -23,7 +24,7 @@ from twostroke.cost.diagnose import Diagnosis, Targets, diagnose, seconds
 from twostroke.cost.hardware import Calibration, calibration_path, find_device, load_calibration, machine_name
 from twostroke.cost.models import SHAPES, known_arch
 from twostroke.cost.trace import Arrival
-from twostroke.errors import ConfigError, InputError, ModelError
+from twostroke.errors import ConfigError, InputError, ModelError, TwostrokeError
 from twostroke.model.arch import Arch
 from twostroke.model.families import arch_from_config
 from twostroke.options import Requests, Scale, Settings, Tpot, Trace, Ttft, Workload, parse_settings
@@ -222,8 +223,9 @@ def diagnose_command(
         )
         run_apply(model or DEFAULT, load, settings, targets)
     elif url is not None:
-        run = probe(url, api_key, workload, requests, rate, scale)
-        of_run(run, model or run.model, hardware, precision, settings, targets)
+        of_server(
+            Target(url, key=api_key), workload, requests, rate, scale, model, hardware, precision, settings, targets
+        )
     elif result is not None:
         run = load_runs(result)[-1]
         of_run(run, model or run.model, hardware, precision, run.settings or settings, targets)
@@ -234,8 +236,29 @@ def diagnose_command(
         raise InputError("say what to diagnose: --url, --result, --trace, or --apply for an engine in process.")
 
 
-def probe(url: str, key: str | None, workload: str, requests: int, rate: float, scale: float) -> Run:
-    return over_http(Target(url, key=key), make_load(workload, "poisson", requests, rate, 0, scale))
+def of_server(
+    target: Target,
+    workload: str,
+    requests: int,
+    rate: float,
+    scale: float,
+    model: str | None,
+    hardware: str,
+    precision: str | None,
+    settings: dict[str, Any],
+    targets: Targets,
+) -> None:
+    """Probe it from outside; where it is known what runs there and on what, measure a load and rank the levers too."""
+    for line in probe(target).sentences:
+        console.print(f"  {line}")
+    run = over_http(target, make_load(workload, "poisson", requests, rate, 0, scale))
+    try:
+        deployment_for(model or run.model, hardware, precision, 1, {})
+    except TwostrokeError as error:
+        console.print(f"[dim]No levers can be ranked: {error} Give --model and --hardware.[/dim]")
+        console.print(report.table(run))
+        return
+    of_run(run, model or run.model, hardware, precision, settings, targets)
 
 
 def of_run(

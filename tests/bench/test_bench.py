@@ -230,3 +230,12 @@ def test_in_process_on_a_tiny_model(llama_folder):
     log = llm.engine.core.steplog
     assert sum(step.tokens for step in log) == llm.stats()["computed_tokens"]
     assert all(step.seconds > 0 for step in log)
+
+
+def test_a_server_that_tells_nothing_is_probed():
+    from twostroke.bench.probing import probe
+
+    shape = probe(Target(FakeServer(timings=False).url))
+    assert 0.009 < shape.alone < 0.1
+    assert 0.04 < shape.fixed < 0.5 and shape.per_token == 0, "this one counts every prompt as 33 tokens"
+    assert any("no prefix cache" in line for line in shape.sentences)
