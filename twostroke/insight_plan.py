@@ -306,7 +306,7 @@ def show_diagnosis(found: Diagnosis) -> None:
         f"prompts {e.prompt.p50:,.0f} tokens (p95 {e.prompt.p95:,.0f}), answers {e.output.p50:,.0f} "
         f"(p95 {e.output.p95:,.0f})",
         f"time of requests: queue {e.queue_share:.0%}, prefill {e.prefill_share:.0%}, decode {e.decode_share:.0%}",
-        f"TTFT {e.ttft_over_ideal:.1f}× that of a request alone, + {seconds(e.ttft_per_1k)} for 1,000 more tokens",
+        f"TTFT {e.ttft_over_ideal:.1f}× that of a request alone, {per_1k(e.prefill_per_1k)}",
         f"decode {e.decode_over_ideal:.1f}× that of a request alone, + {seconds(max(0.0, e.tpot_per_stream))} TPOT "
         f"for one more stream; {e.batch:.1f} streams at once; {e.stall_share:.0%} of writing time in long gaps",
         f"prefill MFU {e.prefill_mfu:.0%}, decode MBU {e.decode_mbu:.0%} of what the machine reaches{kv}",
@@ -324,6 +324,10 @@ def show_diagnosis(found: Diagnosis) -> None:
     if found.effects:
         console.print(table)
     console.print("[dim]do not help: " + "; ".join(f"{u.lever.name} ({u.reason})" for u in found.useless) + "[/dim]")
+
+
+def per_1k(value: float) -> str:
+    return f"+ {seconds(value)} for 1,000 more prompt tokens" if value > 0 else "whatever the prompt's length"
 
 
 def show_entries(entries: list[ledger.Entry]) -> None:

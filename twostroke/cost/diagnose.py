@@ -221,7 +221,7 @@ def why_not(effect: Effect, metric: str) -> str:
     ]
     if effect.cost > 1 + HELPS:
         costs.append(f"cost {effect.cost - 1:+.0%}")
-    return f"{name} {moved - 1:+.0%}, but at too high a price: {', '.join(costs) or 'no gain overall'}"
+    return f"{name} {moved - 1:+.0%}, but at too high a price: {', '.join(costs) or 'answers change'}"
 
 
 # ---- the sentence --------------------------------------------------------------------------------------------------

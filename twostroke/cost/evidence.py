@@ -33,7 +33,7 @@ class Evidence:
     prefill_share: float
     decode_share: float
     queue_of_ttft: float
-    ttft_per_1k: float  # seconds that 1,000 more prompt tokens add to TTFT
+    prefill_per_1k: float  # seconds that 1,000 more prompt tokens add to the prefill phase
     ttft_over_ideal: float  # mean TTFT over that of the same requests alone
     decode_over_ideal: float
     stall_share: float  # of the time between tokens, spent beyond the median gap in gaps over STALL times as long
@@ -79,7 +79,8 @@ def gather(outcome: Outcome, ideal: Ideal, shareable: float, kv_known: bool = Tr
         prefill_share=summary.prefill_share,
         decode_share=summary.decode_share,
         queue_of_ttft=queue / max(float(ttft.sum()), 1e-12),
-        ttft_per_1k=1000 * slope([one.prompt for one in served], ttft),
+        prefill_per_1k=1000
+        * slope([one.prompt - one.cached for one in served], [one.first - one.scheduled for one in served]),
         ttft_over_ideal=float(ttft.sum()) / max(sum(ideal.start), 1e-12),
         decode_over_ideal=decode / max(sum(ideal.writing), 1e-12),
         stall_share=stalls(served),
@@ -109,8 +110,8 @@ def paired(beside: np.ndarray, served: Sequence[Served]) -> tuple[list[float], l
 
 
 def slope(x: Sequence[float], y: Sequence[float] | np.ndarray) -> float:
-    """Of the straight line through the points; 0 where they do not spread."""
-    if len(x) < 3 or float(np.std(x)) < 1e-9:
+    """Of the straight line through the points; 0 where they hardly spread."""
+    if len(x) < 3 or float(np.std(x)) < 0.1 * abs(float(np.mean(x))):
         return 0.0
     return float(np.polyfit(np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64), 1)[0])
 
