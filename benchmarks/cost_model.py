@@ -25,7 +25,7 @@ from twostroke.bench.calibrate import first_guess, run_grid
 from twostroke.bench.inprocess import measure, settings_document
 from twostroke.bench.workload import shipped_trace, trace_load
 from twostroke.config import make_config, resolve
-from twostroke.cost.fit import errors, fit
+from twostroke.cost.fit import errors, fit, with_between
 from twostroke.cost.fleet import Fleet, Pools
 from twostroke.cost.hardware import Calibration, Rates, datasheet_rates, find_device
 from twostroke.cost.models import known_arch
@@ -53,7 +53,7 @@ def grid(llm: LLM, weight_bytes: int, seconds: float) -> tuple[Rates, dict[str, 
         "streams only": errors(streams, line) if streams else None,
         "target": {"median": 0.10, "p95": 0.20},
     }
-    return rates, found
+    return with_between(rates, steps), found
 
 
 def trace_slice(llm: LLM, rates: Rates, weight_bytes: int, args: argparse.Namespace) -> dict[str, Any]:

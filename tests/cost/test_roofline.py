@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from twostroke.cost.fit import errors, fit
+from twostroke.cost.fit import between, errors, fit
 from twostroke.cost.hardware import DEVICES, Calibration, Rates, datasheet_rates, find_device, load_calibration
 from twostroke.cost.models import SHAPES, known_arch
 from twostroke.cost.roofline import Roofline, end_to_end, kv_bytes_per_token, model_cost, parameters
@@ -133,6 +133,13 @@ def test_fit_finds_the_machine_that_made_the_log():
     fresh = [random_step(rng, truth, number) for number in range(200)]
     reached = errors(fresh, found)
     assert reached["median"] < 0.05 and reached["p95"] < 0.15
+
+
+def test_time_between_steps_is_found():
+    steps = [Step(i, 0.012 * i, 0.01, (Piece(1, i, 1),), 1) for i in range(10)]
+    steps += [Step(10, 5.0, 0.01, (Piece(1, 9, 1),), 1)]  # after a pause with nothing to do
+    assert between(steps) == pytest.approx(0.002)
+    assert between(steps[:1]) == 0.0
 
 
 def random_step(rng, truth, number):

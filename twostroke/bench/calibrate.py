@@ -10,7 +10,7 @@ import numpy as np
 
 from twostroke.bench.inprocess import measure
 from twostroke.bench.workload import Load
-from twostroke.cost.fit import errors, fit
+from twostroke.cost.fit import errors, fit, with_between
 from twostroke.cost.hardware import DEVICES, Calibration, Device, Rates, datasheet_rates, machine_name
 from twostroke.cost.roofline import Roofline, model_cost
 from twostroke.cost.trace import Arrival, Contents
@@ -36,7 +36,7 @@ def calibrate(
     kind = llm.settings.device
     memory = free_memory() + weight_bytes if kind == "cpu" else gpu().memory
     name = machine_name() if kind == "cpu" else gpu().title
-    return Calibration(name, model, rates, memory, llm.settings.threads, kind, len(steps), reached)
+    return Calibration(name, model, with_between(rates, steps), memory, llm.settings.threads, kind, len(steps), reached)
 
 
 def run_grid(llm: LLM, seconds: float, progress: Callable[[str], None] | None) -> list[Step]:

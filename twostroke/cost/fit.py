@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from math import log2
 
 import numpy as np
@@ -134,3 +135,18 @@ def errors(steps: Sequence[Step], roofline: Roofline) -> dict[str, float]:
     """Median and 95th percentile of |predicted − measured| / measured."""
     found = [abs(predicted(step, roofline) - step.seconds) / step.seconds for step in steps]
     return {"median": float(np.median(found)), "p95": float(np.percentile(found, 95))}
+
+
+def between(steps: Sequence[Step]) -> float:
+    """Seconds from the end of a step to the launch of the next while there is work: committing, handing out, asking.
+    No step's own time holds them, but every stream waits for them."""
+    gaps = []
+    for one, following in pairwise(steps):
+        gap = following.launched - (one.launched + one.seconds)
+        if following.number == one.number + 1 and gap < one.seconds:  # longer: there was nothing to do
+            gaps.append(max(0.0, gap))
+    return float(np.median(gaps)) if gaps else 0.0
+
+
+def with_between(rates: Rates, steps: Sequence[Step]) -> Rates:
+    return replace(rates, step_seconds=rates.step_seconds + between(steps))
