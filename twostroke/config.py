@@ -137,6 +137,7 @@ def resolve(config: Config, arch: Arch, hardware: Hardware, weight_bytes: int) -
         return value
 
     device = hardware.device
+    check_quantize(config.quantize, device)
     threads = derive("threads", hardware.cores, f"{hardware.cores} cores may be used by this process")
     kv_dtype = _kv_dtype(config, device, reasons)
     layout = make_layout(arch, kv_dtype)
@@ -168,6 +169,12 @@ def resolve(config: Config, arch: Arch, hardware: Hardware, weight_bytes: int) -
         reasons=reasons,
         seed=derive("seed", secrets.randbits(63), "drawn at start; pass it to repeat a run"),
     )
+
+
+def check_quantize(quantize: str | None, device: str) -> None:
+    known = {"cpu": ("int8", "int4"), "cuda": ("fp8", "int4")}[device]
+    if quantize is not None and quantize not in known:
+        raise ConfigError(f"quantize={quantize!r} is not served on a {device}: use {' or '.join(known)} there.")
 
 
 def _kv_dtype(config: Config, device: str, reasons: dict[str, str]) -> KVFormat:

@@ -55,8 +55,8 @@ def stored(name: str, outputs: int, inputs: int, seed: int = 0) -> Stored:
 
 
 def quantized(x: Tensor) -> Tensor:
-    """What the kernels make of a row: codes of 8 bits, one scale for 32 of them, and finer codes of what is left over in
-    groups that one input dominates."""
+    """What the kernels make of a row: codes of 8 bits, one scale for 32 of them, and finer codes of what is left over
+    in groups that one input dominates."""
     groups = x.view(x.shape[0], -1, 32)
     peak = groups.abs().amax(dim=-1, keepdim=True)
     step = peak / 127

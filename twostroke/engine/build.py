@@ -68,7 +68,8 @@ def build_engine(
         log.info("%s = %s: %s", name, getattr(settings, name), reason)
     ops = make_ops(device, settings.dtype, settings.threads, settings.quantize)
     stage("load")
-    transformer = load_model(checkpoint, ops, settings.max_model_len, load_progress)
+    bits = settings.quantize if device == "cpu" else None  # a GPU packs float weights into its own formats
+    transformer = load_model(checkpoint, ops, settings.max_model_len, load_progress, bits)
     stage("size KV")
     kv = KVStorage(arch, settings.layout, settings.kv_blocks, settings.kv_dtype, torch.device(device))
     scheduler = make_scheduler(arch, settings, str(checkpoint.path))

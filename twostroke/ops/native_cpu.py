@@ -143,9 +143,7 @@ class NativeCpuOps:
         else:
             out = add_to
             if out.shape != (rows, weight.outputs) or not out.is_contiguous():
-                raise ValueError(
-                    f"cannot add ({rows}, {weight.outputs}) into {tuple(out.shape)} in place"
-                )
+                raise ValueError(f"cannot add ({rows}, {weight.outputs}) into {tuple(out.shape)} in place")
         status = self._linear(
             self._context, weight.handle, x.data_ptr(), x.shape[1], rows, kind, scales, eps,
             out.data_ptr(), weight.outputs, add_to is not None,
@@ -184,7 +182,7 @@ class NativeCpuOps:
         key = (id(attention), kv.keys.data_ptr())
         found = self._layers.get(key)
         if found is not None and found[1] is attention and (found[2] is kv or found[3] == _signature(kv)):
-            return found[0]  # type: ignore[no-any-return]
+            return int(found[0])
         if len(self._layers) >= _CACHED:
             self._layers.clear()
         structure = describe_layer(attention, kv)
@@ -201,7 +199,7 @@ class NativeCpuOps:
             structure, kept = describe_batch(batch, group)
             found = (ctypes.addressof(structure), structure, kept)
             self._batch[1][group] = found
-        return found[0]  # type: ignore[no-any-return]
+        return int(found[0])
 
 
 def instruction_sets() -> list[str]:

@@ -13,15 +13,16 @@ _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch
 
 
 def make_ops(device: str, dtype: str | None, threads: int, quantize: str | None = None) -> Ops:
-    """The backend for `device`, weights kept in `dtype` (None: as the backend does best), on `threads` CPU threads."""
+    """The backend for `device`, weights kept in `dtype` (None: as the backend does best), on `threads` CPU threads.
+
+    quantize: what a GPU packs weights into. A CPU is handed weights that are quantized already.
+    """
     if device == "cuda":
         from twostroke.ops.cuda import CudaOps  # Triton is not installed everywhere
 
         if quantize not in (None, "fp8", "int4"):
             raise ValueError(f"A GPU keeps weights in fp8 or int4, not in {quantize!r}.")
         return CudaOps(_DTYPES[dtype or "bfloat16"], quantize=quantize)
-    if quantize is not None:
-        raise ValueError(f"Quantizing to {quantize!r} on load is not supported by this backend; leave quantize out.")
     if device != "cpu":
         raise ValueError(f"The device {device!r} is not known here; use 'cpu' or 'cuda'.")
     if dtype is not None and dtype not in _DTYPES:

@@ -20,14 +20,20 @@ from twostroke.ops.formats import Stored, dequantize
 from twostroke.ops.interface import Attention, Norm, Ops, RopeTable, Weight
 from twostroke.weights.checkpoint import Checkpoint
 from twostroke.weights.describe import load_arch
+from twostroke.weights.quantize import quantize
 
 Progress = Callable[[int, int], None]  # bytes packed, bytes in all
 
 
-def load_model(checkpoint: Checkpoint, ops: Ops, max_positions: int, progress: Progress | None = None) -> Transformer:
-    """Pack every parameter for `ops`. max_positions: the longest context that will be asked for."""
+def load_model(
+    checkpoint: Checkpoint, ops: Ops, max_positions: int, progress: Progress | None = None, bits: str | None = None
+) -> Transformer:
+    """Pack every parameter for `ops`. max_positions: the longest context that will be asked for.
+
+    bits: "int8" or "int4" for the layers' matrices; embedding and head, where every error is seen, get int8 in both.
+    """
     arch = load_arch(checkpoint)
-    parameters = Parameters(checkpoint, arch, ops, progress)
+    parameters = Parameters(checkpoint, arch, ops, progress, bits)
     tables = {layer.rope: None for layer in arch.layers if layer.rope is not None}
     ropes = {rope: rope_table(rope, max_positions, ops.device) for rope in tables}
     layers = [_layer(parameters, arch, index, ropes) for index in range(len(arch.layers))]
@@ -73,8 +79,10 @@ def _layer(parameters: Parameters, arch: Arch, index: int, ropes: dict[Rope, Rop
 class Parameters:
     """Hands out parameters by our names, checked once against the checkpoint when it is made."""
 
-    def __init__(self, checkpoint: Checkpoint, arch: Arch, ops: Ops, progress: Progress | None = None):
-        self.arch, self.ops, self.progress = arch, ops, progress
+    def __init__(
+        self, checkpoint: Checkpoint, arch: Arch, ops: Ops, progress: Progress | None = None, bits: str | None = None
+    ):
+        self.arch, self.ops, self.progress, self.bits = arch, ops, progress, bits
         self.tensors, self.where = checkpoint.tensors, checkpoint.path.name
         self.sources = parameter_sources(arch, checkpoint.kind, checkpoint.tensors.keys())
         self._check_names()
@@ -83,7 +91,11 @@ class Parameters:
 
     def matrix(self, *names: str) -> Weight:
         """The named matrices stacked along their outputs, with their biases if the family has them."""
-        weight = self.ops.pack([self._stored(name) for name in names], self._bias(names))
+        parts = [self._stored(name) for name in names]
+        if self.bits is not None:
+            bits = self.bits if names[0].startswith("layers.") else "int8"
+            parts = [quantize(part, bits) for part in parts]
+        weight = self.ops.pack(parts, self._bias(names))
         self._advance(names)
         return weight
 

@@ -32,7 +32,7 @@ FLAGS = (
     "-fno-trapping-math",
 )
 
-ISA_FLAGS = {
+ISA_FLAGS: dict[str, dict[str, tuple[str, ...]]] = {
     "x86_64": {
         "portable": ("-O2",),
         "avx2": ("-mavx2", "-mfma", "-mf16c"),
