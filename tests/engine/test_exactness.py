@@ -149,7 +149,7 @@ def test_levers_do_not_change_a_token_on_torch(torch_model, many, lever):
     check_levers(torch_model, many, lever)
 
 
-@random_lives(4)
+@random_lives(2)
 def test_levers_do_not_change_a_token_of_the_quantized_default_model(quantized_model, many, lever):
     check_levers(quantized_model, many, lever)
 
