@@ -1,0 +1,388 @@
+// Every kernel against plain loops in double, on every instruction set of the machine, through the C interface.
+//
+// Prints one line for each case: its name and a checksum of the result's bits. Bits must not depend on the number of
+// rows, threads or the instruction set; that is checked here. They must not depend on the architecture either: compare
+// the output of two builds.
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <string>
+#include <vector>
+
+#include "half.h"
+#include "kernels.h"
+#include "pack.h"
+
+struct Context;
+struct Weight;
+extern "C" {
+const char* ts_isa(int);
+Context* ts_new(int, const char*);
+void ts_free(Context*);
+Weight* ts_pack(Context*, int, const int32_t*, const int32_t*, const uint8_t* const*, int, const float*);
+void ts_weight_free(Weight*);
+int ts_embed(Context*, const Weight*, const int64_t*, int, float, float*);
+int ts_norm(Context*, const float*, int64_t, int, int, const float*, float, float*);
+int ts_linear(Context*, const Weight*, const float*, int64_t, int, int, const float*, float, float*, int64_t, int);
+int ts_attend(Context*, const AttendLayer*, const AttendBatch*, const float*, float*);
+int ts_argmax(Context*, const float*, int64_t, int, int64_t, int64_t*);
+}
+
+namespace {
+
+int failures = 0;
+
+void fail(const std::string& what) {
+    printf("FAILED %s\n", what.c_str());
+    ++failures;
+}
+
+struct Random {  // the same numbers everywhere
+    uint64_t state;
+    uint32_t next() {
+        state = state * 6364136223846793005ull + 1442695040888963407ull;
+        return (uint32_t)(state >> 33);
+    }
+    int below(int n) { return (int)(next() % (uint32_t)n); }
+    float number() { return (float)((int)(next() & 0xffff) - 32768) * (1.f / 16384); }  // [-2, 2)
+    std::vector<float> numbers(size_t n) {
+        std::vector<float> x(n);
+        for (float& v : x) v = number();
+        return x;
+    }
+};
+
+uint64_t checksum(const std::vector<float>& x) {
+    uint64_t h = 1469598103934665603ull;
+    for (float v : x) h = (h ^ float_to_bits(v)) * 1099511628211ull;
+    return h;
+}
+
+bool same(const float* a, const float* b, size_t n) { return memcmp(a, b, n * sizeof(float)) == 0; }
+
+bool close(const std::vector<float>& got, const std::vector<double>& expected, double limit) {
+    double error = 0, size = 1e-30;
+    for (size_t i = 0; i < got.size(); ++i) {
+        error += (got[i] - expected[i]) * (got[i] - expected[i]);
+        size += expected[i] * expected[i];
+    }
+    return sqrt(error / size) < limit;  // false for NaN
+}
+
+// ---- products ---------------------------------------------------------------------------------------------------------
+
+const char* const kNames[kFormats] = {"F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"};
+
+std::vector<uint8_t> stored_matrix(int format, int rows, int cols, Random& random) {
+    std::vector<uint8_t> data(stored_row_bytes(format, (size_t)cols) * (size_t)rows);
+    auto put_half = [&](size_t at, float x) {
+        const uint16_t h = float_to_half(x);
+        memcpy(&data[at], &h, 2);
+    };
+    if (format <= BF16) {
+        for (size_t i = 0; i < (size_t)rows * (size_t)cols; ++i) {
+            const float x = random.number();
+            const uint16_t h = format == F16 ? float_to_half(x) : float_to_bfloat(x);
+            if (format == F32) memcpy(&data[4 * i], &x, 4);
+            else memcpy(&data[2 * i], &h, 2);
+        }
+        return data;
+    }
+    for (uint8_t& byte : data) byte = (uint8_t)random.next();
+    const size_t block = data.size() / ((size_t)rows * (size_t)cols / (format >= Q4_K ? 256 : 32));
+    for (size_t at = 0; at < data.size(); at += block) {
+        put_half(format == Q6_K ? at + 208 : at, random.number() * 0.01f);
+        if (format == Q4_1 || format == Q5_1 || format == Q4_K || format == Q5_K) put_half(at + 2, random.number() * 0.01f);
+    }
+    return data;
+}
+
+double gelu(double x) { return 0.5 * x * (1 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x))); }
+
+std::vector<double> before_rows(const std::vector<float>& x, int rows, int cols, int before, const std::vector<float>& norm) {
+    std::vector<double> out((size_t)rows * (size_t)cols);
+    const int width = before >= GateSilu ? 2 * cols : cols;
+    for (int r = 0; r < rows; ++r) {
+        const float* row = &x[(size_t)r * (size_t)width];
+        double squares = 0;
+        for (int k = 0; k < cols; ++k) squares += (double)row[k] * row[k];
+        for (int k = 0; k < cols; ++k) {
+            double v = row[k];
+            if (before == RmsNorm) v = v / sqrt(squares / cols + 1e-5) * norm[(size_t)k];
+            if (before == GateSilu) v = v / (1 + exp(-v)) * row[cols + k];
+            if (before == GateGelu) v = gelu(v) * row[cols + k];
+            out[(size_t)r * (size_t)cols + (size_t)k] = v;
+        }
+    }
+    return out;
+}
+
+void quantize_rows(std::vector<double>& x) {  // groups of 32, as the kernels do: see Act
+    for (size_t g = 0; g < x.size(); g += 32) {
+        double peak = 0, squares = 0;
+        for (size_t i = g; i < g + 32; ++i) peak = fmax(peak, fabs(x[i])), squares += x[i] * x[i];
+        const double step = peak / 127;
+        for (size_t i = g; i < g + 32 && peak > 0; ++i) {
+            const double coded = nearbyint(x[i] / step) * step;
+            const double rest = nearbyint((x[i] - coded) / step * 254) * step / 254;
+            x[i] = coded + (2.6 * peak * peak > squares ? rest : 0);
+        }
+    }
+}
+
+struct LinearCase {
+    int format, rows, outputs, cols, before;
+    bool add;
+};
+
+struct Backend {
+    std::string isa;
+    int threads;
+    Context* context;
+};
+
+void check_linear(const std::vector<Backend>& backends, const LinearCase& c, const std::string& name) {
+    Random random{(uint64_t)(c.format * 1000003 + c.rows * 1009 + c.cols * 17 + c.before)};
+    const int width = c.before >= GateSilu ? 2 * c.cols : c.cols;
+    const auto data = stored_matrix(c.format, c.outputs, c.cols, random);
+    const auto x = random.numbers((size_t)c.rows * (size_t)width), norm = random.numbers((size_t)c.cols);
+    const auto bias = random.numbers((size_t)c.outputs), target = random.numbers((size_t)c.rows * (size_t)c.outputs);
+    std::vector<float> first;
+    for (const Backend& b : backends) {
+        const uint8_t* pointer = data.data();
+        const int32_t format = c.format, outputs = c.outputs;
+        Weight* weight = ts_pack(b.context, 1, &format, &outputs, &pointer, c.cols, bias.data());
+        std::vector<float> out = target;
+        ts_linear(b.context, weight, x.data(), width, c.rows, c.before, norm.data(), 1e-5f, out.data(), c.outputs, c.add);
+        if (first.empty()) {
+            first = out;
+            std::vector<int64_t> every((size_t)c.outputs);
+            for (int i = 0; i < c.outputs; ++i) every[(size_t)i] = i;
+            std::vector<float> table((size_t)c.outputs * (size_t)c.cols);
+            ts_embed(b.context, weight, every.data(), c.outputs, 1.f, table.data());
+            auto inner = before_rows(x, c.rows, c.cols, c.before, norm);
+            if (c.format > BF16) quantize_rows(inner);
+            std::vector<double> expected(out.size());
+            for (int r = 0; r < c.rows; ++r)
+                for (int n = 0; n < c.outputs; ++n) {
+                    double sum = bias[(size_t)n];
+                    for (int k = 0; k < c.cols; ++k) sum += inner[(size_t)(r * c.cols + k)] * table[(size_t)(n * c.cols + k)];
+                    expected[(size_t)(r * c.outputs + n)] = sum + (c.add ? target[(size_t)(r * c.outputs + n)] : 0);
+                }
+            if (!close(out, expected, c.format > BF16 && c.before ? 3e-3 : 3e-6)) fail(name + " is far from the plain loops");
+        }
+        if (!same(first.data(), out.data(), out.size())) fail(name + " differs on " + b.isa);
+        for (int begin = 0, size = 1; begin < c.rows; begin += size, ++size) {  // 1 row, 2 rows, 3 rows, ...
+            const int rows = size < c.rows - begin ? size : c.rows - begin;
+            std::vector<float> part(target.begin() + begin * c.outputs, target.begin() + (begin + rows) * c.outputs);
+            ts_linear(b.context, weight, &x[(size_t)(begin * width)], width, rows, c.before, norm.data(), 1e-5f, part.data(), c.outputs, c.add);
+            if (!same(part.data(), &out[(size_t)(begin * c.outputs)], part.size())) fail(name + " knows its neighbours on " + b.isa);
+        }
+        ts_weight_free(weight);
+    }
+    printf("%s %016llx\n", name.c_str(), (unsigned long long)checksum(first));
+}
+
+// ---- attention --------------------------------------------------------------------------------------------------------
+
+struct AttendCase {
+    const char* name;
+    int heads, kv_heads, dim, window, format;
+    float cap;
+    bool norms;
+};
+
+const char* const kKvNames[] = {"float32", "float16", "bfloat16", "int8", "int4"};
+constexpr int kOld[] = {0, 20, 63, 0, 520, 255}, kNew[] = {37, 13, 1, 1, 1, 2};  // tokens before the step and in it
+constexpr int kRequests = 6, kColumns = 36;
+
+struct Cache {
+    std::vector<uint8_t> data;
+    std::vector<float> scales;
+};
+
+void describe(const AttendCase& c, Cache& cache, AttendLayer& L) {
+    const int64_t row = c.format == KVFloat ? c.dim * 4 : c.format == KVInt8 ? c.dim : c.format == KVInt4 ? c.dim / 2 : c.dim * 2;
+    const int64_t head = 16 * row, block = 2 * c.kv_heads * head;
+    L.keys = cache.data.data();
+    L.values = L.keys + c.kv_heads * head;
+    L.key_block_stride = L.value_block_stride = block;
+    L.key_head_stride = L.value_head_stride = head;
+    if (c.format < KVInt8) return;
+    L.key_scales = cache.scales.data();
+    L.value_scales = L.key_scales + c.kv_heads * 16;
+    L.key_scale_block_stride = L.value_scale_block_stride = 2 * c.kv_heads * 16;
+    L.key_scale_head_stride = L.value_scale_head_stride = 16;
+}
+
+double cached(const AttendCase& c, const uint8_t* codes, int64_t head, const float* scales, int64_t scale_head, int token, int i) {
+    switch (c.format) {
+        case KVFloat: return ((const float*)(codes + head))[token * c.dim + i];
+        case KVHalf: return half_to_float(((const uint16_t*)(codes + head))[token * c.dim + i]);
+        case KVBfloat: return bfloat_to_float(((const uint16_t*)(codes + head))[token * c.dim + i]);
+        case KVInt8: return (double)((const int8_t*)(codes + head))[token * c.dim + i] * scales[scale_head + token];
+        default: return (double)(((codes + head)[(token * c.dim + i) / 2] >> (i % 2 * 4) & 15) - 8) * scales[scale_head + token];
+    }
+}
+
+void rotate_plain(std::vector<double>& x, const AttendLayer& L, int64_t position, const float* norm, float eps) {
+    if (norm) {
+        double squares = 0;
+        for (double v : x) squares += v * v;
+        for (size_t i = 0; i < x.size(); ++i) x[i] = x[i] / sqrt(squares / (double)x.size() + eps) * norm[i];
+    }
+    for (int i = 0; i < L.rope_half; ++i) {
+        const double cos = L.cos[position * L.rope_half + i], sin = L.sin[position * L.rope_half + i];
+        const double a = x[(size_t)i], b = x[(size_t)(i + L.rope_half)];
+        x[(size_t)i] = a * cos - b * sin;
+        x[(size_t)(i + L.rope_half)] = b * cos + a * sin;
+    }
+}
+
+// What the cache holds after the step, attended in double.
+std::vector<double> plain_attention(const AttendCase& c, const AttendLayer& L, const AttendBatch& B, const std::vector<float>& qkv) {
+    const int width = (c.heads + 2 * c.kv_heads) * c.dim;
+    std::vector<double> out((size_t)(B.rows * c.heads * c.dim));
+    for (int r = 0, request = 0; r < B.rows; ++r) {
+        while (r >= B.starts[request + 1]) ++request;
+        const int64_t position = B.positions[r], from = c.window && position >= c.window ? position - c.window + 1 : 0;
+        for (int h = 0; h < c.heads; ++h) {
+            std::vector<double> q(&qkv[(size_t)(r * width + h * c.dim)], &qkv[(size_t)(r * width + h * c.dim)] + c.dim);
+            rotate_plain(q, L, position, L.query_norm, L.query_eps);
+            for (double& v : q) v *= L.scale;
+            if (c.format >= KVInt8) {
+                double peak = 0;
+                for (double v : q) peak = fmax(peak, fabs(v));
+                for (double& v : q) v = nearbyint(v * 127 / peak) * peak / 127;
+            }
+            const int shared = h / (c.heads / c.kv_heads);
+            double total = 0, top = -1e300;
+            std::vector<double> scores, values((size_t)c.dim);
+            for (int pass = 0; pass < 2; ++pass)
+                for (int64_t p = from; p <= position; ++p) {
+                    const int64_t id = B.tables[request * B.table_stride + p / 16];
+                    const int token = (int)(p % 16);
+                    if (pass == 0) {
+                        double score = 0;
+                        for (int i = 0; i < c.dim; ++i)
+                            score += q[(size_t)i] * cached(c, L.keys + id * L.key_block_stride, shared * L.key_head_stride,
+                                                           L.key_scales + id * L.key_scale_block_stride, shared * L.key_scale_head_stride, token, i);
+                        if (c.cap > 0) score = c.cap * tanh(score / c.cap);
+                        scores.push_back(score);
+                        top = fmax(top, score);
+                        continue;
+                    }
+                    const double weight = exp(scores[(size_t)(p - from)] - top);
+                    total += weight;
+                    for (int i = 0; i < c.dim; ++i)
+                        values[(size_t)i] += weight * cached(c, L.values + id * L.value_block_stride, shared * L.value_head_stride,
+                                                             L.value_scales + id * L.value_scale_block_stride, shared * L.value_scale_head_stride, token, i);
+                }
+            for (int i = 0; i < c.dim; ++i) out[(size_t)((r * c.heads + h) * c.dim + i)] = values[(size_t)i] / total;
+        }
+    }
+    return out;
+}
+
+void check_attention(const std::vector<Backend>& backends, const AttendCase& c) {
+    const std::string name = std::string("attend ") + c.name + " " + kKvNames[c.format];
+    Random random{(uint64_t)(c.dim * 31 + c.window)};
+    const int half = c.dim / 2, width = (c.heads + 2 * c.kv_heads) * c.dim;
+    const auto cos = random.numbers(600 * (size_t)half), sin = random.numbers(600 * (size_t)half);
+    const auto query_norm = random.numbers((size_t)c.dim), key_norm = random.numbers((size_t)c.dim);
+    AttendLayer L{};
+    L.heads = c.heads, L.kv_heads = c.kv_heads, L.head_dim = c.dim, L.window = c.window;
+    L.scale = 0.2f, L.softcap = c.cap, L.rope_half = half, L.kv_format = c.format;
+    L.cos = cos.data(), L.sin = sin.data();
+    if (c.norms) L.query_norm = query_norm.data(), L.key_norm = key_norm.data(), L.query_eps = L.key_eps = 1e-6f;
+
+    std::vector<int32_t> tables(kRequests * kColumns), starts{0}, contexts;
+    for (size_t i = 0; i < tables.size(); ++i) tables[i] = (int32_t)i;
+    for (size_t i = tables.size() - 1; i > 0; --i) std::swap(tables[i], tables[(size_t)random.below((int)i + 1)]);
+    std::vector<int64_t> positions, slots, old_positions, old_slots;
+    std::vector<int32_t> old_starts{0}, old_contexts;
+    for (int r = 0; r < kRequests; ++r) {
+        for (int p = 0; p < kOld[r] + kNew[r]; ++p) {
+            const int64_t slot = (int64_t)tables[(size_t)(r * kColumns + p / 16)] * 16 + p % 16;
+            (p < kOld[r] ? old_positions : positions).push_back(p);
+            (p < kOld[r] ? old_slots : slots).push_back(slot);
+        }
+        starts.push_back((int32_t)positions.size());
+        contexts.push_back(kOld[r] + kNew[r]);
+        old_starts.push_back((int32_t)old_positions.size());
+        old_contexts.push_back(kOld[r]);
+    }
+    AttendBatch B{(int32_t)positions.size(), kRequests, positions.data(), slots.data(), tables.data(), kColumns, starts.data(), contexts.data()};
+    AttendBatch old{(int32_t)old_positions.size(), kRequests, old_positions.data(), old_slots.data(), tables.data(), kColumns, old_starts.data(), old_contexts.data()};
+    const auto qkv = random.numbers((size_t)(B.rows * width)), old_qkv = random.numbers((size_t)(old.rows * width));
+
+    std::vector<float> first;
+    for (const Backend& b : backends) {
+        Cache cache{std::vector<uint8_t>(tables.size() * (size_t)(2 * c.kv_heads * 16 * c.dim * 4), 0xff),  // NaN where nothing is stored
+                    std::vector<float>(tables.size() * (size_t)(2 * c.kv_heads * 16), NAN)};
+        describe(c, cache, L);
+        std::vector<float> out((size_t)(B.rows * c.heads * c.dim)), ignored((size_t)(old.rows * c.heads * c.dim));
+        AttendLayer write = L;
+        write.window = 1;  // what is stored does not depend on what is seen
+        ts_attend(b.context, &write, &old, old_qkv.data(), ignored.data());
+        ts_attend(b.context, &L, &B, qkv.data(), out.data());
+        if (first.empty()) {
+            first = out;
+            if (!close(out, plain_attention(c, L, B, qkv), c.format >= KVInt8 ? 3e-3 : 1e-5)) fail(name + " is far from the plain loops");
+        }
+        if (!same(first.data(), out.data(), out.size())) fail(name + " differs on " + b.isa);
+        for (int r = 0; r < kRequests; ++r) {  // each request alone, and its rows one by one
+            for (int step = kNew[r]; step >= 1; step = step > 1 ? 1 : 0)
+                for (int row = starts[(size_t)r]; row < starts[(size_t)r + 1]; row += step) {
+                    const int32_t some[2] = {0, step}, context = (int32_t)positions[(size_t)(row + step - 1)] + 1;
+                    AttendBatch alone{step, 1, &positions[(size_t)row], &slots[(size_t)row], &tables[(size_t)(r * kColumns)], kColumns, some, &context};
+                    std::vector<float> part((size_t)(step * c.heads * c.dim));
+                    ts_attend(b.context, &L, &alone, &qkv[(size_t)(row * width)], part.data());
+                    if (!same(part.data(), &first[(size_t)(row * c.heads * c.dim)], part.size())) fail(name + " knows its neighbours on " + b.isa);
+                }
+        }
+    }
+    printf("%s %016llx\n", name.c_str(), (unsigned long long)checksum(first));
+}
+
+void check_argmax(const std::vector<Backend>& backends) {
+    Random random{5};
+    auto x = random.numbers(4 * 3001);
+    x[7] = x[2000] = 9, x[3001 + 3000] = 9, x[2 * 3001 + 11] = NAN, x[3 * 3001 + 100] = INFINITY;
+    const int64_t expected[4] = {7, 3000, -1, 100};
+    for (const Backend& b : backends) {
+        int64_t out[4];
+        ts_argmax(b.context, x.data(), 3001, 4, 3001, out);
+        if (memcmp(out, expected, sizeof out)) fail("argmax on " + b.isa);
+    }
+}
+
+}  // namespace
+
+// "quick": one number of threads instead of two, for emulators and sanitizers.
+int main(int count, char** arguments) {
+    const bool quick = count > 1 && strcmp(arguments[1], "quick") == 0;
+    std::vector<Backend> backends;
+    for (int i = 0; const char* isa = ts_isa(i); ++i)
+        for (int threads : {3, 1})
+            if (threads > 1 || !quick) backends.push_back({isa, threads, ts_new(threads, isa)});
+    for (int format = 0; format < kFormats; ++format) {
+        const LinearCase cases[] = {{format, 37, 50, 256, Nothing, false}, {format, 5, 33, 512, RmsNorm, true}, {format, 9, 16, 256, GateSilu, false}, {format, 2, 20, 256, GateGelu, true}};
+        for (const LinearCase& c : cases)
+            check_linear(backends, c, std::string("linear ") + kNames[format] + " " + std::to_string(c.rows) + "x" + std::to_string(c.outputs) + "x" + std::to_string(c.cols) + " before " + std::to_string(c.before));
+    }
+    check_linear(backends, {F32, 7, 19, 33, RmsNorm, false}, "linear F32 odd");
+    check_linear(backends, {F16, 3, 5, 7, Nothing, true}, "linear F16 odd");
+    for (int format = KVFloat; format <= KVInt4; ++format) {
+        check_attention(backends, {"plain", 9, 3, 64, 0, format, 0.f, false});
+        check_attention(backends, {"window", 4, 2, 16, 24, format, 0.f, true});
+        check_attention(backends, {"odd head", 2, 1, 40, 0, format, 5.f, false});
+        check_attention(backends, {"wide head", 2, 2, 128, 300, format, 0.f, true});
+    }
+    check_argmax(backends);
+    for (Backend& b : backends) ts_free(b.context);
+    printf(failures ? "%d failures\n" : "ok\n", failures);
+    return failures ? 1 : 0;
+}
