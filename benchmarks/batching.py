@@ -32,11 +32,14 @@ HERE = Path(__file__).parent
 VOCAB = 49_000  # ids below the special tokens of the default model
 
 
-def trace_lengths(count: int, scale: int) -> list[tuple[int, int]]:
-    """(prompt, answer) lengths from the Azure conversation trace, over `scale` so that a CPU finishes in minutes."""
+def trace_lengths(count: int, prompt_scale: int, answer_scale: int) -> list[tuple[int, int]]:
+    """(prompt, answer) lengths from the Azure conversation trace, shortened so that a CPU finishes in minutes."""
     with (HERE / "data" / "azure_conv_excerpt.csv").open() as file:
         rows = list(csv.DictReader(file))[:count]
-    return [(max(1, int(r["ContextTokens"]) // scale), max(2, int(r["GeneratedTokens"]) // scale)) for r in rows]
+    return [
+        (max(1, int(r["ContextTokens"]) // prompt_scale), max(2, int(r["GeneratedTokens"]) // answer_scale))
+        for r in rows
+    ]
 
 
 def prompt(length: int, seed: int) -> list[int]:
@@ -167,18 +170,18 @@ def kv_cache(cached: bool, length: int, tokens: int) -> dict[str, float]:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    lengths = trace_lengths(args.requests, args.scale)
+    lengths = trace_lengths(args.requests, args.prompt_scale, args.answer_scale)
     model = transformers_llama(fetch(DEFAULT))
     variants = {
         "continuous": lambda: batching(lengths, args.cap, "continuous"),
         "static": lambda: batching(lengths, args.cap, "static"),
-        "transformers": lambda: transformers_batching(lengths, args.cap, model),
         "chunked": lambda: chunking(True, 8, 3),
         "unchunked": lambda: chunking(False, 8, 3),
         "prefix_cache_on": lambda: prefix(True, 8, 768, 32),
         "prefix_cache_off": lambda: prefix(False, 8, 768, 32),
         "kv_cache_on": lambda: kv_cache(True, 256, 32),
         "kv_cache_off": lambda: kv_cache(False, 256, 32),
+        "transformers": lambda: transformers_batching(lengths[: args.peer_requests], args.cap, model),
     }
     rounds: dict[str, list[dict[str, float]]] = {name: [] for name in variants}
     for number in range(args.rounds):
@@ -195,7 +198,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "machine": describe(),
         "command": "python -m benchmarks.batching",
         "requests": args.requests,
-        "scale": args.scale,
+        "prompt_scale": args.prompt_scale,
+        "answer_scale": args.answer_scale,
         "batch_cap": args.cap,
         "rounds": args.rounds,
         "medians": medians,
@@ -260,7 +264,9 @@ def plot(result: dict[str, Any], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=64)
-    parser.add_argument("--scale", type=int, default=4, help="divides the trace's lengths")
+    parser.add_argument("--prompt-scale", type=int, default=8, help="divides the trace's prompt lengths")
+    parser.add_argument("--answer-scale", type=int, default=2, help="divides the trace's answer lengths")
+    parser.add_argument("--peer-requests", type=int, default=8, help="requests that transformers gets, in one batch")
     parser.add_argument("--cap", type=int, default=16, help="requests in a batch, for all engines")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--peer-rounds", type=int, default=1, help="rounds in which the slow peer takes part")
