@@ -41,7 +41,7 @@ ISA_FLAGS: dict[str, dict[str, tuple[str, ...]]] = {
             *("-mamx-tile", "-mamx-int8"),
         ),
     },
-    "aarch64": {"portable": ("-O2",), "neon": ("-march=armv8.2-a+dotprod+fp16", "-fno-schedule-insns")},
+    "aarch64": {"portable": ("-O2",), "neon": ("-march=armv8.2-a+dotprod+fp16",)},
 }
 
 
