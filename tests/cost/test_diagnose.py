@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 
-from tests.cost.cases import CASES, chat, code, on_box, rag
+from tests.cost.cases import CASES, chat, code, on_box, on_gpu, rag
 from twostroke.cost.diagnose import Targets, diagnose
 from twostroke.cost.levers import BY_NAME, LEVERS, Case
 
@@ -69,11 +69,13 @@ def test_without_measurements_the_replay_stands_in():
     assert 0 < found.evidence.kv_peak <= 1
 
 
-def test_every_lever_changes_what_it_says_or_tells_why_not():
-    case = Case(on_box(), rag().arrivals)
+@pytest.mark.parametrize("deployment", [on_box(), on_gpu()], ids=["cpu", "gpu"])
+def test_every_lever_changes_what_it_says_or_tells_why_not(deployment):
+    case = Case(deployment, rag().arrivals)
     for lever in LEVERS:
         after = lever.pull(case)
         assert isinstance(after, str) or after != case, lever.name
+        assert isinstance(after, str) or after.deployment.settings, "the engine takes what the lever sets"
         if not isinstance(after, str) and lever.setting is not None:
             for name, value in lever.setting(after.deployment).items():
                 assert getattr(after.deployment.config, name) == value

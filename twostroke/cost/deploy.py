@@ -54,7 +54,7 @@ class Deployment:
         return (self.device.price or 1.0) * self.gpus * self.workers
 
     def quantized(self, precision: str) -> Deployment:
-        """The same with its weights in int8 or int4."""
+        """The same with its weights in int8, int4 or fp8."""
         config = replace(self.config, quantize=precision, dtype=None)
         return replace(self, config=config, precision=precision, stored_bytes=None)
 

@@ -16,6 +16,8 @@ from twostroke.cost.trace import Arrival, shared_first
 from twostroke.errors import ConfigError
 
 GROW = 4  # how far a cap is raised
+# What each kind of device serves weights in (config.check_quantize), by bits.
+QUANTIZED = {"cpu": {8: "int8", 4: "int4"}, "cuda": {8: "fp8", 4: "int4"}}
 
 
 class Case(NamedTuple):
@@ -120,9 +122,12 @@ def prefix_router(case: Case) -> Case | str:
     return Case(replace(case.deployment, pools=replace(pools, router="prefix")), case.arrivals)
 
 
-def weights(precision: str) -> Callable[[Case], Case | str]:
+def weights(bits: int) -> Callable[[Case], Case | str]:
     def pull(case: Case) -> Case | str:
-        now = case.deployment.model
+        now, device = case.deployment.model, case.deployment.device
+        precision = QUANTIZED[device.kind][bits]
+        if precision == "fp8" and "fp8" not in device.flops:
+            return f"{device.title} has no products in fp8"
         then = case.deployment.quantized(precision)
         if then.model.bytes >= 0.95 * now.bytes:
             return f"the weights take no more than {precision} would"
@@ -224,10 +229,10 @@ LEVERS: tuple[Lever, ...] = (
           prefix_router),
     Lever("weights-int8", "hold the weights in 8 bits", "decode", False,
           "every token reads all the weights", "decode up to 2× as fast as from 16 bits, prefill hardly changes",
-          weights("int8"), sets(quantize="int8"), lossy=0.1),
+          weights(8), takes("quantize"), lossy=0.1),
     Lever("weights-int4", "hold the weights in 4 bits", "decode", False,
           "every token reads all the weights", "decode up to 3.5× as fast as from 16 bits, prefill hardly changes",
-          weights("int4"), sets(quantize="int4"), lossy=0.2),
+          weights(4), takes("quantize"), lossy=0.2),
     Lever("kv-int8", "hold K and V in 8 bits", "decode", False,
           "K and V of long contexts fill the memory and are read for every token",
           "twice the batch or context in the same memory", kv("int8"), sets(kv_dtype="int8"), lossy=0.1),
