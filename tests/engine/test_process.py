@@ -19,6 +19,7 @@ from twostroke.engine.process import EngineError, Patience
 from twostroke.errors import ConfigError, InputError, ModelError
 from twostroke.hardware import Hardware
 from twostroke.metrics.counts import Counts
+from twostroke.metrics.steplog import Blocks, Piece, Step
 from twostroke.sampling import Grammar, SamplingParams
 from twostroke.types import FinishReason, TokenLogprobs
 from twostroke.weights.checkpoint import open_checkpoint
@@ -94,7 +95,7 @@ def test_orders_arrive_as_they_were_sent(given_prompts: list[wire.Prompt], abort
 def test_nonsense_is_a_wire_error(data: bytes) -> None:
     try:
         for message in wire.Frames().feed(struct.pack("<I", len(data)) + data):
-            for read in (wire.read_from_child, wire.read_orders, wire.read_hello):
+            for read in (wire.read_from_child, wire.read_from_parent, wire.read_hello):
                 with pytest.raises(wire.WireError):
                     read(message)
     except wire.WireError:
@@ -111,6 +112,18 @@ def test_settings_arrive_as_they_were_sent(llama_folder: Path) -> None:
     resolved = resolve(make_config(**SETTINGS), arch, Hardware("cpu", 2, 1 << 30), 1000)
     ready = wire.Ready(resolved, {"load": 1.0}, 0.5)
     assert wire.read_from_child(through(wire.pack_ready(ready), [])[0]) == ready
+    for changed in (wire.Changed(7, resolved, ""), wire.Changed(8, None, "no")):
+        assert wire.read_from_child(through(wire.pack_changed(changed), [])[0]) == changed
+
+
+def test_questions_and_steps_arrive_as_they_were_sent() -> None:
+    for question in (wire.Change(1, {"max_gap": 0.5, "policy": "fcfs"}), wire.Recall(2, 3, 4)):
+        assert wire.read_from_parent(through(wire.pack_question(question), [5])[0]) == question
+    step = Step(9, 1.5, 0.01, (Piece(1, 0, 16, True), Piece(2, 40, 1)), 2, Blocks(5, 4, 3, 2), 2, 1)
+    steps = wire.Steps(3, (step, step._replace(pieces=())))
+    assert wire.read_from_child(through(wire.pack_steps(steps), [])[0]) == steps
+    with pytest.raises(wire.WireError):
+        wire.read_step([9, 1.5, 0.01, [[1, 2, 3, 4, 5]], 2, [1, 2, 3, 4], 0, 0])
 
 
 # ---- admission -----------------------------------------------------------------------------------------------------

@@ -28,13 +28,18 @@ class BusyError(Exception):
 class Admission:
     def __init__(self, settings: Resolved, max_queue: int, clock: Callable[[], float]):
         self.layout = settings.layout
-        self.step = settings.max_batch_tokens if settings.chunked_prefill else settings.max_model_len
-        self.max_samples = settings.max_requests + max_queue
-        self.max_blocks = ceil(settings.kv_blocks * self.max_samples / settings.max_requests)
+        self.max_queue = max_queue
+        self.adapt(settings)
         self.clock = clock
         self.samples = 0
         self.blocks = 0
         self._released: deque[tuple[float, int]] = deque(maxlen=HISTORY)  # (when, blocks)
+
+    def adapt(self, settings: Resolved) -> None:
+        """The limits under these settings; who is in stays in."""
+        self.step = settings.max_batch_tokens if settings.chunked_prefill else settings.max_model_len
+        self.max_samples = settings.max_requests + self.max_queue
+        self.max_blocks = ceil(settings.kv_blocks * self.max_samples / settings.max_requests)
 
     def cost(self, limit: int) -> int:
         """Blocks that one sample may hold on its way to `limit` tokens."""

@@ -8,6 +8,7 @@ error. Closing a stream (a client that went away) ends what is left of it within
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
@@ -18,9 +19,12 @@ from typing import Any, NamedTuple, Protocol
 from twostroke.engine import wire
 from twostroke.engine.admission import Admission, BusyError
 from twostroke.engine.answer import Answer, StreamEvent
+from twostroke.engine.arrivals import Arrivals
 from twostroke.engine.intake import Intake, open_tokenizer
 from twostroke.engine.process import EngineError, Patience, Supervisor
+from twostroke.errors import ConfigError
 from twostroke.metrics.counts import Counts
+from twostroke.metrics.steplog import Step
 from twostroke.metrics.timeline import Timeline
 from twostroke.sampling import SamplingParams
 from twostroke.types import Event, FinishReason, TokenLogprobs
@@ -30,6 +34,7 @@ from twostroke.weights.describe import checkpoint_bytes, load_arch
 MAX_UNREAD = 8192  # tokens that may wait for a reader before its stream is ended
 ENGINE_GONE = "the engine stopped while it wrote this answer"
 MAX_GRAMMARS = 16  # that may wait to be tried
+ANSWER_SECONDS = 10.0  # for a question between two steps
 SLOW_READER = "the reader was too slow: the answer was ended"
 
 
@@ -85,6 +90,7 @@ class Stream:
         self.prompts = prompts
         self.params = params
         self.arrival = 0.0
+        self.salt = b""
         self.answers: list[Answer] = []
         self.prompt_logprobs: list[dict[int, TokenLogprobs]] = [{} for _ in prompts]
         self.open = 0  # answers without a last piece
@@ -151,6 +157,7 @@ class AsyncEngine:
         self.tokenizer = open_tokenizer(checkpoint)
         self.clock = time.monotonic
         self.max_queue = max_queue
+        self.queue_reason = "given at the start"
         self.observer: Observer = observer or Nobody()
         self.supervisor = Supervisor(path, settings, self, patience)
         self.counts = Counts()
@@ -158,6 +165,10 @@ class AsyncEngine:
         self.stage = wire.Stage("start", 0, 0)
         self.intake: Intake
         self.admission: Admission
+        self.arrivals = Arrivals()
+        self.changed: dict[str, Any] = {}  # settings that were changed since the start
+        self._questions = itertools.count()
+        self._asked: dict[int, asyncio.Future[Any]] = {}
         self._live: dict[int, Live] = {}
         self._orders: list[wire.Prompt] = []
         self._aborts: list[int] = []
@@ -210,7 +221,7 @@ class AsyncEngine:
         count = sum(len(group) for group in groups)
         self.admission.take(count, sum(cost * len(group) for cost, group in zip(costs, groups, strict=True)))
         stream = Stream(self, prompts, params)
-        stream.arrival, stream.open = moment, count
+        stream.arrival, stream.open, stream.salt = moment, count, salt
         for group, cost in zip(groups, costs, strict=True):
             for request in group:
                 answer = Answer(request, self.tokenizer, visible)
@@ -233,6 +244,41 @@ class AsyncEngine:
             live = self._live.get(answer.request.id)
             if live is not None:
                 self._fail(live, error)
+
+    # ---- questions -------------------------------------------------------------------------------------------------
+
+    async def change(self, wanted: dict[str, Any]) -> None:
+        """Take settings while running. ConfigError: nothing was changed. EngineError: nobody is there to take them."""
+        answer: wire.Changed = await self._ask(wire.Change(next(self._questions), wanted))
+        if answer.settings is None:
+            raise ConfigError(answer.error)
+        self.changed |= wanted
+
+    async def steps(self, since: int, limit: int) -> tuple[Step, ...]:
+        """The newest `limit` steps after number `since`, oldest first."""
+        answer: wire.Steps = await self._ask(wire.Recall(next(self._questions), since, limit))
+        return answer.steps
+
+    async def _ask(self, question: wire.Change | wire.Recall) -> Any:
+        future = self._asked[question.question] = asyncio.get_running_loop().create_future()
+        try:
+            self.supervisor.send(question)
+            async with asyncio.timeout(ANSWER_SECONDS):
+                return await future
+        except TimeoutError:
+            raise EngineError(f"it did not answer within {ANSWER_SECONDS:g} s") from None
+        finally:
+            del self._asked[question.question]
+
+    def on_answer(self, answer: wire.Changed | wire.Steps) -> None:
+        if isinstance(answer, wire.Changed) and answer.settings is not None:
+            self.intake.settings = answer.settings
+            self.admission.adapt(answer.settings)
+        future = self._asked.get(answer.question)
+        if future is not None and not future.done():
+            future.set_result(answer)
+
+    # ---- orders ----------------------------------------------------------------------------------------------------
 
     def _flush_soon(self) -> None:
         """What callers want within one turn of the loop goes to the engine in one message."""
@@ -258,11 +304,14 @@ class AsyncEngine:
         settings = ready.settings
         if self.max_queue is None:
             self.max_queue = 4 * settings.max_requests
+            self.queue_reason = "four times max_requests at the start"
         if self.supervisor.restarts == 0:
             self.intake = Intake(self.tokenizer, settings, self.arch.vocab)
         self.intake.settings = settings  # ids go on from where they were
         self.admission = Admission(settings, self.max_queue, self.clock)
         self.counts = Counts(blocks_total=settings.kv_blocks, blocks_free=settings.kv_blocks)
+        if self.changed:  # a new process starts as the first one did
+            self.supervisor.send(wire.Change(next(self._questions), self.changed))
 
     def on_report(self, report: wire.Report) -> None:
         self.counts, self.step_seconds = report.counts, report.step_seconds
@@ -301,6 +350,7 @@ class AsyncEngine:
             if timeline.end is None:
                 timeline.end = at
             self.observer.ended(timeline, piece.finish_reason or "")
+            self.arrivals.add(request, stream.salt, piece.finish_reason or "")
         if piece.text or piece.token_ids or answer.finished:
             stream.put(live.choice, piece)
 
@@ -308,6 +358,9 @@ class AsyncEngine:
         """The engine is gone: everybody who still waits gets an error as the last piece."""
         self.observer.lost()
         self._fail_all()
+        for future in self._asked.values():
+            if not future.done():
+                future.set_exception(EngineError(why))
 
     def _fail_all(self) -> None:
         lives = list(self._live.values())

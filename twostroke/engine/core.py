@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from twostroke.metrics.steplog import Piece, Step, StepLog
+from twostroke.metrics.steplog import Blocks, Piece, Step, StepLog
 from twostroke.schedule.scheduler import Scheduler
 from twostroke.types import Event, Plan, Request, Result, Runner
 
@@ -66,7 +66,7 @@ class Core:
         seconds = now - max(oldest.launched, self.collected)  # a step that waited for the one before it is not slower
         self.collected = now
         if self.steplog is not None:
-            self.steplog.add(describe(oldest, result, seconds))
+            self.steplog.add(describe(oldest, result, seconds, self.scheduler))
         return self.scheduler.commit(oldest.plan, result, now, seconds)
 
     def _fail(self, error: str) -> list[Event]:
@@ -75,7 +75,15 @@ class Core:
         return self.scheduler.fail(plans, error, self.clock())
 
 
-def describe(flight: InFlight, result: Result, seconds: float) -> Step:
+def describe(flight: InFlight, result: Result, seconds: float, scheduler: Scheduler) -> Step:
     """A collected step as the log keeps it: numbers only, so that it keeps no request alive."""
-    pieces = tuple(Piece(work.request.id, work.start, work.count) for work in flight.plan.works)
-    return Step(flight.plan.number, flight.launched, seconds, pieces, sum(1 for tokens in result.tokens if tokens))
+    pieces = tuple(
+        Piece(request.id, start, count, count > 1 or start < request.prompt_length)
+        for request, start, count in flight.plan.works
+    )
+    pool = scheduler.tables.pool
+    held = pool.total - len(pool.free) - len(pool.cached)
+    blocks = Blocks(len(pool.free), held, len(pool.cached), pool.shared)
+    sampled = sum(1 for tokens in result.tokens if tokens)
+    running, waiting = len(scheduler.running), len(scheduler.waiting)
+    return Step(flight.plan.number, flight.launched, seconds, pieces, sampled, blocks, running, waiting)

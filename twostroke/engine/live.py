@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from twostroke.config import Config, Resolved
+from twostroke.config import Config, Resolved, longest_that_fits
 from twostroke.errors import ConfigError
 from twostroke.schedule.policy import POLICIES
-from twostroke.schedule.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from twostroke.schedule.scheduler import Scheduler
 
 LIVE = ("max_batch_tokens", "max_requests", "batching", "chunked_prefill", "max_gap", "policy", "prefix_cache")
 
@@ -20,13 +22,19 @@ def change(scheduler: Scheduler, settings: Resolved, wanted: Mapping[str, Any]) 
         if name not in LIVE:
             raise ConfigError(f"{name} cannot change while the engine runs: start it again. Live: {', '.join(LIVE)}.")
     given = {name: value for name, value in wanted.items() if value is not None}
-    Config(**given)  # each value and their combination, as at a start
+    check_combination(settings, given)
     rows = len(scheduler.tables.held)
     if given.get("max_requests", 0) > rows:
         raise ConfigError(f"max_requests was {rows} at the start and cannot grow beyond it: start the engine again.")
     then = replace(settings, **given)
     if then.max_requests > then.max_batch_tokens:
-        raise ConfigError("every running request needs a token of the step: max_batch_tokens must be the larger.")
+        raise ConfigError("max_batch_tokens must not be below max_requests: every stream needs a token of the step.")
+    length, chunked = then.max_model_len, then.chunked_prefill
+    if longest_that_fits(then.layout, then.kv_blocks, length, then.max_batch_tokens, chunked) < length:
+        raise ConfigError(
+            f"{'max_batch_tokens' if chunked else 'chunked_prefill'}: with steps of that size the {then.kv_blocks} KV "
+            f"blocks cannot hold a request of {length} tokens: start the engine again."
+        )
     scheduler.limits = replace(
         scheduler.limits,
         max_batch_tokens=then.max_batch_tokens,
@@ -39,3 +47,11 @@ def change(scheduler: Scheduler, settings: Resolved, wanted: Mapping[str, Any]) 
     scheduler.pace.max_gap = then.max_gap
     scheduler.tables.pool.keep_cached = then.prefix_cache
     return then
+
+
+def check_combination(settings: Resolved, given: Mapping[str, Any]) -> None:
+    """Each value and their combination, as at a start: a gap that is asked for must be one that can be kept."""
+    Config(**given)
+    if "max_gap" in given:
+        now: dict[str, Any] = {"chunked_prefill": settings.chunked_prefill, "policy": settings.policy}
+        Config(**(now | dict(given)))

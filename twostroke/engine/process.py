@@ -55,6 +55,8 @@ class Owner(Protocol):
 
     def on_report(self, report: wire.Report) -> None: ...
 
+    def on_answer(self, answer: wire.Changed | wire.Steps) -> None: ...
+
     def on_lost(self, why: str) -> None: ...
 
 
@@ -198,10 +200,10 @@ class Supervisor:
 
     # ---- what it says ----------------------------------------------------------------------------------------------
 
-    def send(self, orders: wire.Orders) -> None:
+    def send(self, message: wire.Orders | wire.Change | wire.Recall) -> None:
         if self.child is None or not self._up:
             raise EngineError(self.why)
-        self.child.send(wire.pack_orders(orders))
+        self.child.send(wire.pack_orders(message) if isinstance(message, wire.Orders) else wire.pack_question(message))
 
     def _hear(self, message: Any) -> None:
         self._heard = now = time.monotonic()
@@ -212,6 +214,8 @@ class Supervisor:
             if message.steps != self._beat.steps or not message.working:
                 self._moved = now
             self._beat = message
+        elif isinstance(message, wire.Changed | wire.Steps):
+            self.owner.on_answer(message)
         elif isinstance(message, wire.Stage):
             self.owner.on_stage(message)
         elif isinstance(message, wire.Ready):

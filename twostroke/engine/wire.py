@@ -1,7 +1,8 @@
 """What the two processes of a server say to each other: msgpack with a fixed schema, framed by length. Torch-free.
 
-    parent ─▶ child    Hello once, then Orders: requests that came, ids of requests that go
-    child ─▶ parent    Stage and Ready (or Failed) while it starts, then a Report for each step, and Beat now and then
+    parent ─▶ child    Hello once, then Orders: requests that came, ids of requests that go; and questions
+    child ─▶ parent    Stage and Ready (or Failed) while it starts, then a Report for each step, Beat now and then, and
+                       the answer to each question under its number
 
 Every message is an array whose first element is its kind. Whatever does not have exactly the expected shape is a
 `WireError`: the peer is our own code on an inherited socket pair, so that means a bug, and nobody guesses on.
@@ -20,6 +21,7 @@ import msgpack
 from twostroke.config import Resolved
 from twostroke.kv.layout import KVGroup, KVLayout
 from twostroke.metrics.counts import Counts
+from twostroke.metrics.steplog import Blocks, Piece, Step
 from twostroke.metrics.timeline import Timeline
 from twostroke.sampling import Grammar, SamplingParams
 from twostroke.types import Event, FinishReason, Request, TokenLogprobs
@@ -57,6 +59,34 @@ class Prompt(NamedTuple):
 class Orders(NamedTuple):
     prompts: tuple[Prompt, ...]
     aborts: tuple[int, ...]
+
+
+class Change(NamedTuple):
+    """Take these settings from the next plan on. Answered by Changed."""
+
+    question: int
+    wanted: dict[str, Any]
+
+
+class Changed(NamedTuple):
+    """The settings as they are now, or why nothing was changed."""
+
+    question: int
+    settings: Resolved | None
+    error: str
+
+
+class Recall(NamedTuple):
+    """The newest `limit` steps after number `since`. Answered by Steps."""
+
+    question: int
+    since: int
+    limit: int
+
+
+class Steps(NamedTuple):
+    question: int
+    steps: tuple[Step, ...]
 
 
 class Stage(NamedTuple):
@@ -222,6 +252,49 @@ def read_params(value: dict[str, Any]) -> SamplingParams:
         raise WireError(f"params: {error}") from None
 
 
+def pack_question(question: Change | Recall) -> bytes:
+    return frame(["change" if isinstance(question, Change) else "recall", *question])
+
+
+def read_from_parent(message: list[Any]) -> Orders | Change | Recall:
+    kind = message[0]
+    if kind == "change":
+        return Change(*parts(message, kind, int, dict))
+    if kind == "recall":
+        return Recall(*parts(message, kind, int, int, int))
+    return read_orders(message)
+
+
+def pack_changed(changed: Changed) -> bytes:
+    settings = None if changed.settings is None else asdict(changed.settings)
+    return frame(["changed", changed.question, settings, changed.error])
+
+
+def read_changed(message: list[Any]) -> Changed:
+    question, settings, error = parts(message, "changed", int, dict | None, str)
+    return Changed(question, None if settings is None else read_resolved(settings), error)
+
+
+def pack_steps(steps: Steps) -> bytes:
+    return frame(["steps", *steps])
+
+
+def read_steps(message: list[Any]) -> Steps:
+    question, steps = parts(message, "steps", int, list)
+    return Steps(question, tuple(read_step(step) for step in steps))
+
+
+def read_step(value: Any) -> Step:
+    number, launched, seconds, pieces, sampled, blocks, running, waiting = parts(
+        ["step", *listed(value)], "step", int, float, float, list, int, list, int, int
+    )
+    try:
+        made = tuple(Piece(*piece) for piece in pieces)
+        return Step(number, launched, seconds, made, sampled, Blocks(*numbers(blocks)), running, waiting)
+    except TypeError as error:
+        raise WireError(f"step: {error}") from None
+
+
 def pack_stage(stage: Stage) -> bytes:
     return frame(["stage", *stage])
 
@@ -293,7 +366,7 @@ def read_scores(value: Any) -> TokenLogprobs:
     return TokenLogprobs(token, logprob, tuple((number, score) for number, score in top))
 
 
-def read_from_child(message: list[Any]) -> Stage | Ready | Failed | Beat | Report:
+def read_from_child(message: list[Any]) -> Stage | Ready | Failed | Beat | Report | Changed | Steps:
     kind = message[0]
     if kind == "report":
         return read_report(message)
@@ -305,6 +378,10 @@ def read_from_child(message: list[Any]) -> Stage | Ready | Failed | Beat | Repor
         return read_ready(message)
     if kind == "failed":
         return Failed(*parts(message, kind, str, str))
+    if kind == "changed":
+        return read_changed(message)
+    if kind == "steps":
+        return read_steps(message)
     raise WireError(f"unknown kind {kind[:40]!r}")
 
 

@@ -23,8 +23,9 @@ from typing import Any
 from twostroke.config import make_config
 from twostroke.engine import wire
 from twostroke.engine.build import Engine, build_engine
+from twostroke.engine.live import change
 from twostroke.engine.waiting import GrammarQueue
-from twostroke.errors import TwostrokeError
+from twostroke.errors import ConfigError, TwostrokeError
 from twostroke.metrics.counts import Counts
 from twostroke.metrics.timeline import Timeline
 from twostroke.run.grammar import GrammarCompiler
@@ -91,6 +92,7 @@ class Worker:
     def __init__(self, channel: Channel, engine: Engine):
         self.channel = channel
         self.core = engine.core
+        self.settings = engine.settings
         compiler = engine.intake.grammars
         assert isinstance(compiler, GrammarCompiler), "this process has the model: it compiles its grammars itself"
         self.grammars = GrammarQueue(compiler, channel.ring)
@@ -104,12 +106,30 @@ class Worker:
         while True:
             events: list[Event] = []
             for message in self.channel.receive(wait=self.core.idle):
-                events += self._obey(wire.read_orders(message))
+                events += self._hear(wire.read_from_parent(message))
             for request, error in self.grammars.take():
                 events += self._join(request, error)
             if not self.core.idle:
                 events += self._step()
             self._report(events)
+
+    def _hear(self, message: wire.Orders | wire.Change | wire.Recall) -> list[Event]:
+        if isinstance(message, wire.Orders):
+            return self._obey(message)
+        if isinstance(message, wire.Change):
+            self.channel.send(wire.pack_changed(self._change(message)))
+        else:
+            assert self.core.steplog is not None
+            steps = self.core.steplog.after(message.since, message.limit)
+            self.channel.send(wire.pack_steps(wire.Steps(message.question, tuple(steps))))
+        return []
+
+    def _change(self, wanted: wire.Change) -> wire.Changed:
+        try:
+            self.settings = change(self.core.scheduler, self.settings, wanted.wanted)
+        except ConfigError as error:
+            return wire.Changed(wanted.question, None, str(error))
+        return wire.Changed(wanted.question, self.settings, "")
 
     def _obey(self, orders: wire.Orders) -> list[Event]:
         for prompt in orders.prompts:
@@ -208,13 +228,15 @@ def start(channel: Channel, hello: wire.Hello) -> tuple[Engine, wire.Ready]:
 
 def warm_up(engine: Engine) -> float:
     """Run a prompt and two tokens so that the first caller does not pay for first times. The seconds that a step of
-    the largest size may take. Leaves no trace in the cache or the counters."""
+    the largest size may take. Leaves no trace in the cache, the counters or the log of steps."""
     scheduler = engine.core.scheduler
     count = max(1, min(WARM_UP_TOKENS, engine.settings.max_model_len - 3))
     rehearse(engine, count)
     scheduler.pace = Pace(scheduler.pace.flops, scheduler.pace.max_gap)  # first times are no measure of later ones
     first = rehearse(engine, count)
     scheduler.counters = Counters()
+    assert engine.core.steplog is not None
+    engine.core.steplog.clear()
     return first * max(1.0, engine.settings.max_batch_tokens / count)
 
 

@@ -32,6 +32,7 @@ class BlockPool:
         self.cached: OrderedDict[int, None] = OrderedDict()  # unreferenced but named, least recently used first
         self.by_name: dict[Name, int] = {}
         self.name_of: list[Name | None] = [None] * blocks
+        self.shared = 0  # blocks with more than one reference
         self.tokens_of: list[tuple[int, ...]] = [()] * blocks  # compared on a hit: a hash alone is not proof
 
     @property
@@ -53,10 +54,13 @@ class BlockPool:
         if self.references[block] == 0:
             del self.cached[block]
         self.references[block] += 1
+        if self.references[block] == 2:
+            self.shared += 1
 
     def release(self, block: int) -> None:
         self.references[block] -= 1
         if self.references[block]:
+            self.shared -= self.references[block] == 1
             return
         if self.name_of[block] is not None and self.keep_cached:
             self.cached[block] = None
@@ -103,5 +107,6 @@ class BlockPool:
         assert len(held) + len(free) + len(cached) == self.total, "a block is lost"
         assert all(self.name_of[block] is not None for block in cached), "a cached block has no name"
         assert all(self.name_of[block] is None for block in free), "a free block has a name"
+        assert self.shared == sum(count > 1 for count in self.references), "shared blocks are miscounted"
         for name, block in self.by_name.items():
             assert self.name_of[block] == name, "names disagree"

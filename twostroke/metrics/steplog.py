@@ -21,6 +21,16 @@ class Piece(NamedTuple):
     request: int
     start: int
     count: int  # type: ignore[assignment]  # hides tuple.count
+    reading: bool = False  # tokens of the prompt, or computed again after a preemption
+
+
+class Blocks(NamedTuple):
+    """The KV pool while a step ran. `shared`: held by more than one request."""
+
+    free: int = 0
+    held: int = 0
+    cached: int = 0
+    shared: int = 0
 
 
 class Step(NamedTuple):
@@ -29,6 +39,9 @@ class Step(NamedTuple):
     seconds: float  # less what it spent waiting for the step before it
     pieces: tuple[Piece, ...]
     sampled: int  # rows of logits made
+    blocks: Blocks = Blocks()
+    running: int = 0
+    waiting: int = 0
 
     @property
     def tokens(self) -> int:
@@ -58,32 +71,29 @@ class StepLog:
     def __len__(self) -> int:
         return len(self.steps)
 
-    def since(self, moment: float) -> list[Step]:
-        """Steps launched after `moment`, oldest first."""
-        recent = []
+    def after(self, number: int, limit: int = KEPT) -> list[Step]:
+        """The newest `limit` of the steps after this one, oldest first."""
+        recent: list[Step] = []
         for step in reversed(self.steps):
-            if step.launched <= moment:
+            if step.number <= number or len(recent) == limit:
                 break
             recent.append(step)
         return recent[::-1]
+
+    def clear(self) -> None:
+        self.steps.clear()
 
     def save(self, path: Path) -> None:
         path.write_text("".join(json.dumps(as_document(step)) + "\n" for step in self.steps))
 
 
 def as_document(step: Step) -> dict[str, Any]:
-    return {
-        "number": step.number,
-        "launched": step.launched,
-        "seconds": step.seconds,
-        "pieces": [list(piece) for piece in step.pieces],
-        "sampled": step.sampled,
-    }
+    return step._asdict()
 
 
 def from_document(document: dict[str, Any]) -> Step:
     pieces = tuple(Piece(*piece) for piece in document["pieces"])
-    return Step(document["number"], document["launched"], document["seconds"], pieces, document["sampled"])
+    return Step(**{**document, "pieces": pieces, "blocks": Blocks(*document["blocks"])})
 
 
 def read_steps(lines: Iterable[str]) -> list[Step]:

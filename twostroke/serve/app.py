@@ -6,11 +6,12 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
-from twostroke.serve import anthropic, chat, completions, responses, text
+from twostroke.serve import admin, anthropic, chat, completions, responses, text
 from twostroke.serve.errors import ApiError, internal, not_found
 from twostroke.serve.http import Bodies, Call, GoneError, Message, Receive, Send
 from twostroke.serve.openapi import document
 from twostroke.serve.protocol import problems
+from twostroke.serve.protocol.admin import ArrivalsQuery, SettingsRequest, StepsQuery
 from twostroke.serve.protocol.anthropic import CountTokensRequest, MessagesRequest
 from twostroke.serve.protocol.base import Shape
 from twostroke.serve.protocol.chat import ChatRequest
@@ -28,9 +29,10 @@ class Route(NamedTuple):
     path: str  # a trailing * takes the rest of the path
     handler: Handler
     summary: str
-    shape: type[Shape] | None = None
+    shape: type[Shape] | None = None  # of the body
     generates: bool = False  # refused when the engine is not there or its queue is full
     loaded: bool = True  # needs the model's description
+    query: type[Shape] | None = None  # of what follows the question mark
 
 
 ROUTES = (
@@ -43,6 +45,10 @@ ROUTES = (
     Route("GET", "/v1/models/*", text.model, "One model"),
     Route("POST", "/tokenize", text.tokenize, "Text or messages to token ids", TokenizeRequest),
     Route("POST", "/detokenize", text.detokenize, "Token ids to text", DetokenizeRequest),
+    Route("GET", "/twostroke/settings", admin.settings, "Every setting, why, and whether it can change now"),
+    Route("POST", "/twostroke/settings", admin.change, "Change settings while running", SettingsRequest),
+    Route("GET", "/twostroke/steps", admin.steps, "The last steps of the engine", query=StepsQuery),
+    Route("GET", "/twostroke/arrivals", admin.arrivals, "The last requests, for a replay", query=ArrivalsQuery),
     Route("GET", "/metrics", text.metrics, "Prometheus metrics", loaded=False),
     Route("GET", "/health", text.health, "Whether the engine moves forward", loaded=False),
     Route("GET", "/health/live", text.live, "Whether the process answers", loaded=False),

@@ -43,6 +43,7 @@ class Call:
     def __init__(self, scope: Message, receive: Receive, send: Send, arrival: float, bodies: Bodies):
         self.method: str = scope["method"]
         self.path: str = scope["path"]
+        self.query: bytes = scope["query_string"]
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         self.arrival = arrival
         self.caller = Caller("", b"")

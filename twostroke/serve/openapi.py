@@ -47,6 +47,11 @@ def operation(route: Route) -> dict[str, Any]:
     described: dict[str, Any] = {"summary": route.summary, "responses": responses}
     if route.path.endswith("*"):
         described["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
+    if route.query is not None:
+        properties = route.query.model_json_schema()["properties"]
+        described["parameters"] = [
+            {"name": name, "in": "query", "schema": schema} for name, schema in properties.items()
+        ]
     if route.shape is not None:
         schema = {"$ref": f"#/components/schemas/{route.shape.__name__}"}
         described["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}

@@ -109,6 +109,7 @@ class Service:
         self.keys = keys
         self.metrics = metrics
         self.created = int(time.time())
+        self.wall = time.time() - engine.clock()  # from the engine's clock to the time of day
         self.recent = Recent()
         self.draining = False
         self.calls = 0  # exchanges that generate, under way

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from difflib import get_close_matches
 from typing import Annotated, Any, TypeVar
+from urllib.parse import parse_qsl
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -29,6 +30,16 @@ def validate(shape: type[S], body: bytes) -> S:
         return shape.model_validate_json(body)
     except ValidationError as error:
         raise explain(shape, error, body) from None
+
+
+def validate_query(shape: type[S], query: bytes) -> S:
+    """The same for what follows the question mark of an address, where all numbers are whole."""
+    try:
+        pairs = parse_qsl(query.decode("ascii"), keep_blank_values=True, max_num_fields=16)
+    except ValueError:
+        raise bad_request("The query of the address cannot be read.", code="invalid_value") from None
+    values = {name: int(text) if text.isdecimal() and len(text) < 20 else text for name, text in pairs}
+    return validate(shape, json.dumps(values).encode())
 
 
 def explain(shape: type[Shape], error: ValidationError, body: bytes) -> ApiError:

@@ -1,0 +1,95 @@
+"""The routes of those who run the server: settings that can change while it runs, its last steps and requests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from twostroke.engine import arrivals as records
+from twostroke.engine.process import EngineError
+from twostroke.errors import ConfigError
+from twostroke.metrics import steplog
+from twostroke.serve import errors
+from twostroke.serve.http import Call, dump
+from twostroke.serve.protocol import admin
+from twostroke.serve.protocol.base import validate, validate_query
+from twostroke.serve.service import Service
+
+LARGE = 1 << 20  # these documents are written in a thread: streams keep their pace
+
+
+async def settings(service: Service, call: Call) -> None:
+    await call.respond(200, _settings(service))
+
+
+async def change(service: Service, call: Call) -> None:
+    try:
+        request = validate(admin.SettingsRequest, await call.body())
+    except errors.ApiError as error:
+        raise admin.fixed(error.param) if error.param in admin.FIXED else error from None
+    wanted = request.model_dump(exclude_unset=True)
+    if not wanted:
+        raise errors.bad_request(f"The body names no setting: give one of {', '.join(admin.LIVE)}.")
+    try:
+        await service.engine.change(wanted)
+    except ConfigError as error:
+        named = [name for name in wanted if name in str(error)]
+        raise errors.bad_request(str(error), named[0] if named else None, "invalid_value") from None
+    except EngineError as error:
+        raise errors.from_engine(error) from None
+    errors.log.warning("%s changed %s", call.caller.name, wanted)
+    await call.respond(200, _settings(service))
+
+
+def _settings(service: Service) -> dict[str, Any]:
+    engine = service.engine
+    supervisor, now = engine.supervisor, engine.intake.settings
+    assert supervisor.ready is not None
+    described = admin.settings(now, supervisor.settings, engine.changed)
+    described["max_queue"] = {"value": engine.max_queue, "reason": engine.queue_reason, "live": False}
+    return {
+        "model": service.name,
+        "restarts": supervisor.restarts,
+        "rows": supervisor.ready.settings.max_requests,
+        "weight_bytes": engine.weight_bytes,
+        **admin.model(engine.arch, now),
+        "settings": described,
+    }
+
+
+async def steps(service: Service, call: Call) -> None:
+    query = validate_query(admin.StepsQuery, call.query)
+    engine, wall = service.engine, service.wall
+    try:
+        found = await engine.steps(query.since, query.limit)
+    except EngineError as error:
+        raise errors.from_engine(error) from None
+    now, restarts = engine.intake.settings, engine.supervisor.restarts
+
+    def write() -> bytes:
+        return dump(
+            {
+                "restarts": restarts,
+                "kept": steplog.KEPT,
+                "now": engine.clock() + wall,
+                "last": found[-1].number if found else query.since,
+                "steps": [admin.step(one, engine.arch, now, engine.weight_bytes, wall) for one in found],
+            }
+        )
+
+    await call.respond(200, await service.off_loop(LARGE, write))
+
+
+async def arrivals(service: Service, call: Call) -> None:
+    query = validate_query(admin.ArrivalsQuery, call.query)
+    kept = service.engine.arrivals.latest(query.limit)
+
+    def write() -> bytes:
+        return dump(
+            {
+                "now": service.engine.clock() + service.wall,
+                "kept": records.KEPT,
+                "arrivals": [admin.arrival(one, service.wall) for one in records.by_arrival(kept)],
+            }
+        )
+
+    await call.respond(200, await service.off_loop(LARGE, write))
