@@ -31,13 +31,17 @@ class Sequences:
 
     def step(self, work: Sequence[tuple[int, Sequence[int]]]) -> Tensor:
         """Compute the given new tokens of the given sequences in one batch; logits of every row, in order."""
+        return self.model.logits(self.model.forward(self.batch(work), self.kv))
+
+    def batch(self, work: Sequence[tuple[int, Sequence[int]]]) -> Batch:
+        """The given new tokens of the given sequences, which count as computed; all rows' logits are wanted."""
         tokens = torch.tensor([t for _, new in work for t in new])
         positions = torch.cat([torch.arange(self.computed[s], self.computed[s] + len(new)) for s, new in work])
         counts = torch.tensor([len(new) for _, new in work])
         owner = torch.repeat_interleave(torch.tensor([s for s, _ in work]), counts)
         for sequence, new in work:
             self.computed[sequence] += len(new)
-        batch = Batch(
+        return Batch(
             tokens=tokens,
             positions=positions,
             starts=torch.cat((torch.zeros(1, dtype=torch.int64), counts.cumsum(0))).to(torch.int32),
@@ -45,7 +49,6 @@ class Sequences:
             groups=tuple(self._group(g, [s for s, _ in work], owner, positions) for g in range(self.groups)),
             logit_rows=torch.arange(len(tokens)),
         )
-        return self.model.logits(self.model.forward(batch, self.kv))
 
     def _group(self, group: int, sequences: list[int], owner: Tensor, positions: Tensor) -> GroupBlocks:
         blocks = self.tables[group][owner, positions // BLOCK].long()

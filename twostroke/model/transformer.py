@@ -3,29 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from twostroke.kv.storage import KVStorage
 from twostroke.model.arch import Arch, Rope
-from twostroke.ops.interface import Attention, Batch, Gate, KVLayer, Norm, Ops, RopeTable, Weight
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Layer:
-    """The parameters of one layer, packed for the backend."""
-
-    attention_norm: Norm
-    qkv: Weight  # q, k and v stacked
-    attention: Attention
-    output: Weight
-    feed_norm: Norm
-    gate_up: Weight  # gate and up stacked
-    down: Weight
-    attention_out_norm: Norm | None = None  # before the residual add, where the family has them
-    feed_out_norm: Norm | None = None
+from twostroke.ops.interface import Batch, Gate, KVLayer, Layer, Norm, Ops, RopeTable, RunsLayers, Weight
 
 
 class Transformer:
@@ -46,10 +32,23 @@ class Transformer:
         self.embedding, self.layers, self.final_norm, self.head = embedding, tuple(layers), final_norm, head
         self.max_positions = max_positions  # length of the rotary tables
         self.gate = Gate(arch.activation)
+        self._plans: WeakKeyDictionary[KVStorage, Any] = WeakKeyDictionary()  # for backends that run all layers at once
 
     def forward(self, batch: Batch, kv: KVStorage) -> Tensor:
         """Compute the batch's rows, leaving K and V in `kv`; the hidden rows batch.logit_rows (S, hidden) come back."""
         x = self.ops.embed(self.embedding, batch.tokens, self.arch.embedding_scale)  # (T, hidden)
+        if isinstance(self.ops, RunsLayers):
+            return self.ops.run_layers(self._plan(self.ops, kv), x, batch)
+        return self._run_layers(x, batch, kv)
+
+    def _plan(self, ops: RunsLayers, kv: KVStorage) -> Any:
+        plan = self._plans.get(kv)
+        if plan is None:
+            caches = [kv.layer(index) for index in range(len(self.layers))]
+            plan = self._plans[kv] = ops.plan_layers(self.layers, caches, self.gate)
+        return plan
+
+    def _run_layers(self, x: Tensor, batch: Batch, kv: KVStorage) -> Tensor:
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
             cache, group = kv.layer(index)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 if TYPE_CHECKING:  # the block bookkeeping reads BLOCK from here where torch is not installed
     from torch import Tensor, device
@@ -65,6 +65,21 @@ class Attention:
     rope: RopeTable | None = None
     query_norm: Norm | None = None  # over each head's head_dim, before the rotation
     key_norm: Norm | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Layer:
+    """The parameters of one layer, packed for the backend."""
+
+    attention_norm: Norm
+    qkv: Weight  # q, k and v stacked
+    attention: Attention
+    output: Weight
+    feed_norm: Norm
+    gate_up: Weight  # gate and up stacked
+    down: Weight
+    attention_out_norm: Norm | None = None  # before the residual add, where the family has them
+    feed_out_norm: Norm | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -142,4 +157,17 @@ class Ops(Protocol):
 
     def argmax(self, logits: Tensor) -> Tensor:
         """(S, V) -> (S,) int64: the lowest index among equals, -1 for a row that holds a NaN."""
+        ...
+
+
+@runtime_checkable
+class RunsLayers(Protocol):
+    """What a backend may offer beside Ops: all layers of a model in one call, the same bits as op by op."""
+
+    def plan_layers(self, layers: Sequence[Layer], caches: Sequence[tuple[KVLayer, int]], gate: Gate) -> Any:
+        """caches: for each layer its share of the pool and the group whose block table it follows. Made once a pool."""
+        ...
+
+    def run_layers(self, plan: Any, x: Tensor, batch: Batch) -> Tensor:
+        """x (T, hidden) through every layer, rows batch.logit_rows of it come back. x may be overwritten."""
         ...

@@ -1,4 +1,5 @@
-"""The CPU backend on the native library (native/, C++): one call for each op, on raw pointers, with the lock released.
+"""The CPU backend on the native library (native/, C++): a call for each op or for all layers, on raw pointers, with the
+lock released.
 
 Weights are repacked at load and keep their precision; activations are float32 outside the products and 8-bit codes with
 a scale for each 32 inside those with quantized weights. Every op is batch-invariant and gives the same bits for any
@@ -18,8 +19,8 @@ import torch
 from torch import Tensor
 
 from twostroke.ops.formats import Stored, dequantize, from_float
-from twostroke.ops.interface import BLOCK, Attention, Batch, Gate, KVLayer, Norm
-from twostroke.ops.native.library import AttendBatch, AttendLayer, load_library
+from twostroke.ops.interface import BLOCK, Attention, Batch, Gate, KVLayer, Layer, Norm
+from twostroke.ops.native.library import AttendBatch, AttendLayer, LayerCall, NormRef, load_library
 
 _FORMATS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 _FLOATS = ("F32", "F16", "BF16")
@@ -35,6 +36,15 @@ class PackedWeight:
     outputs: int
     inputs: int
     owner: Any  # frees the handle when the last reference goes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerPlan:
+    """All layers of a model over one cache, described once for `run_layers`."""
+
+    calls: ctypes.Array[LayerCall]
+    groups: int
+    kept: tuple[Any, ...]  # what the descriptions point into
 
 
 class _Owner:
@@ -177,6 +187,38 @@ class NativeCpuOps:
             _check(status)
         return out
 
+    # ---- whole models --------------------------------------------------------------------------------------------
+
+    def plan_layers(self, layers: Sequence[Layer], caches: Sequence[tuple[KVLayer, int]], gate: Gate) -> LayerPlan:
+        calls = (LayerCall * len(layers))()
+        attentions = [describe_layer(layer.attention, kv) for layer, (kv, _) in zip(layers, caches, strict=True)]
+        for call, layer, attention, (_, group) in zip(calls, layers, attentions, caches, strict=True):
+            for name in ("qkv", "output", "gate_up", "down"):
+                setattr(call, name, getattr(layer, name).handle)
+            call.attention = ctypes.addressof(attention)
+            call.attention_norm, call.feed_norm = norm_reference(layer.attention_norm), norm_reference(layer.feed_norm)
+            call.attention_out = norm_reference(layer.attention_out_norm)
+            call.feed_out = norm_reference(layer.feed_out_norm)
+            call.group, call.gate = group, _ACTIVATIONS[gate.activation]
+        return LayerPlan(calls, 1 + max(group for _, group in caches), (attentions, tuple(layers), tuple(caches)))
+
+    def run_layers(self, plan: LayerPlan, x: Tensor, batch: Batch) -> Tensor:
+        """x is overwritten."""
+        rows, hidden = x.shape
+        if x.dtype != torch.float32 or not x.is_contiguous() or rows != batch.positions.shape[0]:
+            raise ValueError(f"x of shape {tuple(x.shape)} and {x.dtype} does not fit {batch.positions.shape[0]} rows")
+        groups = (ctypes.c_void_p * plan.groups)(*(self._step(batch, group) for group in range(plan.groups)))
+        keep = batch.logit_rows.contiguous()
+        out = torch.empty((keep.shape[0], hidden))
+        status = self._lib.ts_layers(
+            self._context, plan.calls, len(plan.calls), groups, x.data_ptr(), rows, hidden,
+            keep.data_ptr(), keep.shape[0], out.data_ptr(),
+        )  # fmt: skip
+        _check(status)
+        return out
+
+    # ---- descriptions, made once and remembered ------------------------------------------------------------------
+
     def _layer(self, attention: Attention, kv: KVLayer) -> int:
         """The address of the layer's constants. Built once for each (attention, cache) pair."""
         key = (id(attention), kv.keys.data_ptr())
@@ -242,6 +284,10 @@ def describe_layer(attention: Attention, kv: KVLayer) -> AttendLayer:
             setattr(layer, f"{name}_scale_block_stride", scales.stride(0))
             setattr(layer, f"{name}_scale_head_stride", scales.stride(1))
     return layer
+
+
+def norm_reference(norm: Norm | None) -> NormRef:
+    return NormRef() if norm is None else NormRef(norm.weight.data_ptr(), norm.eps)
 
 
 def describe_batch(batch: Batch, group: int) -> tuple[AttendBatch, list[Tensor]]:

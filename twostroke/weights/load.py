@@ -15,9 +15,9 @@ from torch import Tensor
 from twostroke.errors import ModelError
 from twostroke.model.arch import Arch, Rope
 from twostroke.model.names import ignorable, parameter_sources
-from twostroke.model.transformer import Layer, Transformer, rope_table
+from twostroke.model.transformer import Transformer, rope_table
 from twostroke.ops.formats import Stored, dequantize
-from twostroke.ops.interface import Attention, Norm, Ops, RopeTable, Weight
+from twostroke.ops.interface import Attention, Layer, Norm, Ops, RopeTable, Weight
 from twostroke.weights.checkpoint import Checkpoint
 from twostroke.weights.describe import load_arch
 from twostroke.weights.quantize import quantize

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from twostroke.model.arch import Arch, LayerArch, Rope
-from twostroke.model.transformer import Layer, Transformer, rope_table
+from twostroke.model.transformer import Transformer, rope_table
 from twostroke.ops.cuda import CudaOps, Weight
-from twostroke.ops.interface import Attention, Norm
+from twostroke.ops.interface import Attention, Layer, Norm
 
 THETA = 500_000.0
 

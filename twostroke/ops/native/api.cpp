@@ -1,6 +1,7 @@
 // The C interface: raw pointers in, an int out (0, or one of the codes below). Called through ctypes, which releases the
 // interpreter lock; a context serves one call at a time.
 #include "attend.h"
+#include "layers.h"
 #include "linear.h"
 #include "pack.h"
 
@@ -21,7 +22,8 @@ template <class Body> int guarded(Context* c, Body body) {
 }
 }  // namespace
 
-TS_API int ts_version() { return 1; }
+// Raised whenever a signature or a shared structure changes; library.py expects the same number.
+TS_API int ts_version() { return 2; }
 
 // The name of the i-th instruction set usable here, best first; null past the last.
 TS_API const char* ts_isa(int i) {
@@ -84,6 +86,17 @@ TS_API int ts_linear(Context* c, const Weight* weight, const float* x, int64_t x
 TS_API int ts_attend(Context* c, const AttendLayer* layer, const AttendBatch* batch, const float* qkv, float* out) {
     return guarded(c, [&] {
         if (batch->rows > 0) attend_step(*c, *layer, *batch, qkv, out);
+        return Fine;
+    });
+}
+
+// keep: the rows that somebody wants after the last layer, (kept, hidden) to `out`. x is changed.
+TS_API int ts_layers(Context* c, const LayerCall* layers, int count, const AttendBatch* const* groups, float* x, int rows,
+                     int hidden, const int64_t* keep, int kept, float* out) {
+    return guarded(c, [&] {
+        for (int i = 0; i < kept; ++i)
+            if (keep[i] < 0 || keep[i] >= rows) return BadArgument;
+        if (rows > 0) run_layers(*c, {layers, count, groups, x, rows, hidden, keep, kept, out});
         return Fine;
     });
 }

@@ -19,7 +19,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 LIBRARY = "libtwostroke.so"
 
-COMMON = ("api.cpp", "attend.cpp", "cpu.cpp", "linear.cpp", "pack.cpp", "pool.cpp")
+COMMON = ("api.cpp", "attend.cpp", "cpu.cpp", "layers.cpp", "linear.cpp", "pack.cpp", "pool.cpp")
 
 # Products are fused only where the source says so, or instruction sets would round differently.
 FLAGS = (
@@ -41,7 +41,7 @@ ISA_FLAGS: dict[str, dict[str, tuple[str, ...]]] = {
             *("-mamx-tile", "-mamx-int8"),
         ),
     },
-    "aarch64": {"portable": ("-O2",), "neon": ("-march=armv8.2-a+dotprod+fp16",)},
+    "aarch64": {"portable": ("-O2",), "neon": ("-march=armv8.2-a+dotprod+fp16", "-fno-schedule-insns")},
 }
 
 

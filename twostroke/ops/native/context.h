@@ -73,6 +73,7 @@ struct Context {
     Pool pool;
     std::mutex mutex;  // one call at a time: the buffers below are its own
     Buffer acts, plain, q, partials;
+    Buffer qkv, attended, gate_up, product;  // between the ops of a layer
     std::vector<std::unique_ptr<Buffer>> scratch;  // one for each thread
     std::vector<AttendTask> tasks;
     std::shared_ptr<Arena> arena;  // the one that still has room

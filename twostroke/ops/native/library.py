@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import ClassVar
 
 NAME = "libtwostroke.so"
+ABI = 2  # ts_version: raised whenever a signature or a shared structure changes
 
 
 class AttendLayer(ctypes.Structure):
@@ -34,6 +35,18 @@ class AttendBatch(ctypes.Structure):
     ]  # fmt: skip
 
 
+class NormRef(ctypes.Structure):
+    _fields_: ClassVar = [("weight", c_void_p), ("eps", c_float), ("unused", c_int32)]
+
+
+class LayerCall(ctypes.Structure):
+    _fields_: ClassVar = [
+        ("qkv", c_void_p), ("output", c_void_p), ("gate_up", c_void_p), ("down", c_void_p), ("attention", c_void_p),
+        ("attention_norm", NormRef), ("feed_norm", NormRef), ("attention_out", NormRef), ("feed_out", NormRef),
+        ("group", c_int32), ("gate", c_int32),
+    ]  # fmt: skip
+
+
 _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "ts_version": (c_int, []),
     "ts_isa": (c_char_p, [c_int]),
@@ -50,6 +63,10 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
         [c_void_p, c_void_p, c_void_p, c_int64, c_int, c_int, c_void_p, c_float, c_void_p, c_int64, c_int],
     ),
     "ts_attend": (c_int, [c_void_p] * 5),
+    "ts_layers": (
+        c_int,
+        [c_void_p, c_void_p, c_int, POINTER(c_void_p), c_void_p, c_int, c_int, c_void_p, c_int, c_void_p],
+    ),
     "ts_argmax": (c_int, [c_void_p, c_void_p, c_int64, c_int, c_int64, c_void_p]),
 }
 
@@ -76,6 +93,8 @@ def load_library() -> ctypes.CDLL:
     if path is None:
         raise LibraryMissing("the native CPU library is not built; run: python -m twostroke.ops.native.build")
     lib = ctypes.CDLL(str(path))
+    if lib.ts_version() != ABI:
+        raise LibraryMissing(f"{path} was built from other sources; run: python -m twostroke.ops.native.build")
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(lib, name)
         function.restype, function.argtypes = result, arguments

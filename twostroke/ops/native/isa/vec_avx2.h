@@ -7,9 +7,12 @@
 namespace {
 
 constexpr int kRowsInt = 2;
+constexpr int kRowsDirect = 2;
 constexpr int kRowsFloat = 6;
-constexpr int kRowsAttend = 2;
-constexpr int kChunks = 2;
+constexpr int kRowsAttend = 4;
+constexpr int kBlocksScored = 1;
+constexpr int kChunks = 1;
+constexpr int kChunksFew = 2;
 constexpr bool kUnsignedCodes = false;
 constexpr int32_t kDotStart = 0;
 

@@ -7,9 +7,12 @@
 namespace {
 
 constexpr int kRowsInt = 8;
+constexpr int kRowsDirect = 4;
 constexpr int kRowsFloat = 16;
 constexpr int kRowsAttend = 6;
-constexpr int kChunks = 4;
+constexpr int kBlocksScored = 2;
+constexpr int kChunks = 2;
+constexpr int kChunksFew = 4;
 constexpr bool kUnsignedCodes = true;
 constexpr int32_t kDotStart = 0;
 

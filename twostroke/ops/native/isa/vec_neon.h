@@ -10,9 +10,12 @@ namespace {
 #define TS_EACH TS_UNROLL for (int i = 0; i < 4; ++i)
 
 constexpr int kRowsInt = 3;
+constexpr int kRowsDirect = 2;
 constexpr int kRowsFloat = 5;
 constexpr int kRowsAttend = 4;
-constexpr int kChunks = 2;
+constexpr int kBlocksScored = 1;
+constexpr int kChunks = 1;
+constexpr int kChunksFew = 1;
 constexpr bool kUnsignedCodes = false;
 constexpr int32_t kDotStart = 0x4b400000;
 

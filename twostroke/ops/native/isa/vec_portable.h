@@ -17,10 +17,14 @@ namespace {
 
 #define TS_LOOP for (int i = 0; i < 16; ++i)
 
-constexpr int kRowsInt = 2;     // rows of a register tile: integer products,
-constexpr int kRowsFloat = 4;   // float products,
-constexpr int kRowsAttend = 4;  // and attention,
-constexpr int kChunks = 1;      // of 16 dimensions that it weighs together
+// What a register tile holds.
+constexpr int kRowsInt = 2;      // integer products from an expanded panel: rows,
+constexpr int kRowsDirect = 2;   // from a packed one,
+constexpr int kRowsFloat = 4;    // and float products
+constexpr int kRowsAttend = 4;   // attention: lines,
+constexpr int kBlocksScored = 1; // blocks of 16 keys that are scored together,
+constexpr int kChunks = 1;       // chunks of 16 dimensions that are weighed together,
+constexpr int kChunksFew = 1;    // and where the lines are few
 constexpr bool kUnsignedCodes = false;  // signed codes are stored as they are in the expanded panel
 constexpr int32_t kDotStart = 0;        // an integer sum starts here (see to_float_dot)
 

@@ -101,9 +101,11 @@ static void score_step(const AttendTask& task, const Lines& s, const StepBlocks&
         for (int i = b; i * kBlock < to; ++i, keys += s.padded * kBlock)
             load_keys<Format>(blocks.keys[i], L.head_dim, tokens_of(i, to), keys);
         keys = s.keys;
-        for (; (b + 1) * kBlock < to; b += 2, keys += 2 * s.padded * kBlock)
-            score_all<kRowsAttend, 2>(q, keys, s.padded, s.scores + b * kBlock, line, line_end);
-        if (b * kBlock < to) score_all<kRowsAttend, 1>(q, keys, s.padded, s.scores + b * kBlock, line, line_end);
+        constexpr int V = kBlocksScored;
+        for (; (b + V - 1) * kBlock < to; b += V, keys += V * s.padded * kBlock)
+            score_all<kRowsAttend, V>(q, keys, s.padded, s.scores + b * kBlock, line, line_end);
+        for (; b * kBlock < to; ++b, keys += s.padded * kBlock)
+            score_all<kRowsAttend, 1>(q, keys, s.padded, s.scores + b * kBlock, line, line_end);
     } else {
         for (; b * kBlock < to; ++b) {
             const auto few = [&](auto dim, auto lines, int i) {
@@ -121,11 +123,11 @@ static void weigh_step(const AttendTask& task, const Lines& s, const StepBlocks&
     if (s.count > kFewLines) {
         for (int b = from / kBlock; b * kBlock < to; ++b)
             load_values<Format>(blocks.values[b], dim, s.padded, tokens_of(b, to), s.block + (int64_t)b * kBlock * s.padded);
-        return weigh_all<kRowsAttend, 2>(s, BlockValues{s.block, s.padded}, line, line_end, from, to);
+        return weigh_all<kRowsAttend, kChunks>(s, BlockValues{s.block, s.padded}, line, line_end, from, to);
     }
     const auto few = [&](auto head, auto lines, int i) {
         const CacheValues<Format, decltype(head)::value> source{blocks.values, dim};
-        weigh_lines<decltype(lines)::value, kChunks>(s, source, i, from, to);
+        weigh_lines<decltype(lines)::value, kChunksFew>(s, source, i, from, to);
     };
     for_lines(dim, line, line_end, few);
 }

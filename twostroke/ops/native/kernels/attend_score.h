@@ -80,7 +80,7 @@ static void score_few(const uint8_t* rows, int head_dim, int n, const float* q, 
         F acc[N];
         TS_UNROLL for (int i = 0; i < N; ++i) acc[i] = splat(0.f);
         TS_UNROLL for (int d = 0; d < dim; d += 16) {
-            const F k = kv_chunk<Format>(rows + t * stride, d, dim);
+            const F k = kv_chunk<Format, Dim>(rows + t * stride, d, dim);
             TS_UNROLL for (int i = 0; i < N; ++i) acc[i] = fma(load(q + i * padded + d), k, acc[i]);
         }
         TS_UNROLL for (int i = 0; i < N; ++i) part[i][t] = acc[i];

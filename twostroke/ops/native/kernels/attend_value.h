@@ -20,7 +20,7 @@ template <int Format, int Dim> struct CacheValues {
     int head_dim;
     TS_MEMBER F at(int t, int d) const {
         const int dim = Dim ? Dim : head_dim;
-        return kv_chunk<Format>(blocks[t / kBlock] + t % kBlock * kv_row_bytes(Format, dim), d, dim);
+        return kv_chunk<Format, Dim>(blocks[(unsigned)t / kBlock] + (unsigned)t % kBlock * kv_row_bytes(Format, dim), d, dim);
     }
 };
 

@@ -72,7 +72,10 @@ template <int Format> TS_INLINE F kv_load_tail(const uint8_t* row, int d, int di
     return first(kv_load<Format>(copy, 0), dim - d);
 }
 
-template <int Format> TS_INLINE F kv_chunk(const uint8_t* row, int d, int dim) {
+// Dim: head_dim where it is known when compiling, else 0.
+template <int Format, int Dim = 0> TS_INLINE F kv_chunk(const uint8_t* row, int d, int head_dim) {
+    if (Dim % 16 == 0 && Dim > 0) return kv_load<Format>(row, d);
+    const int dim = Dim ? Dim : head_dim;
     return d + 16 <= dim ? kv_load<Format>(row, d) : kv_load_tail<Format>(row, d, dim);
 }
 

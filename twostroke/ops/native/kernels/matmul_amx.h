@@ -153,7 +153,7 @@ template <int K> static void tile_matmul(const MatmulArgs& args, int panel, int 
             expand_signed(source, groups, scratch);
             for (int row = block, i = 0; row < end; row += kTileRows, ++i)
                 tile_rows<Source>(args, scratch, steps[i], row, p * kLanes);
-            if (end == tiled) codes_all<Source, kDirectRows>(args, source, tiled, args.rows, p * kLanes);
+            if (end == tiled) codes_all<Source, kRowsDirect>(args, source, tiled, args.rows, p * kLanes);
         }
     }
     _tile_release();

@@ -207,6 +207,7 @@ template <class R, int MR> TS_INLINE void codes_tile(R panel, int groups, const 
         if (more) {
             const Act* second[MR];
             TS_UNROLL for (int r = 0; r < MR; ++r) second[r] = act[r] + extra;
+            asm("" : "+r"(codes));  // read them again: kept from above, they would push everything out of the registers
             add_group<R, MR>(codes, scale, low, second, out);
         }
         TS_UNROLL for (int r = 0; r < MR; ++r) ++act[r];
@@ -240,7 +241,7 @@ template <class R, int MR> static void codes_all(const MatmulArgs& args, R panel
         if (row < end) codes_all<R, MR / 2>(args, panel, row, end, output);
 }
 
-constexpr int kDirectRows = 4;
+constexpr int kDirectRows = 4;  // up to so many rows are multiplied straight from the packed panel
 constexpr int kRowBlock = 192;  // rows whose activations stay in the core's cache while panels pass by
 
 template <int K> static void codes_matmul(const MatmulArgs& args, int panel, int panel_end, uint8_t* scratch) {
@@ -248,7 +249,7 @@ template <int K> static void codes_matmul(const MatmulArgs& args, int panel, int
     const int groups = args.cols / kGroup;
     if (args.rows <= kDirectRows) {
         for (int p = panel; p < panel_end; ++p)
-            codes_all<Source, kDirectRows>(args, Source{args.panels + p * args.panel_stride}, 0, args.rows, p * kLanes);
+            codes_all<Source, kRowsDirect>(args, Source{args.panels + p * args.panel_stride}, 0, args.rows, p * kLanes);
         return;
     }
     for (int block = 0; block < args.rows; block += kRowBlock) {

@@ -1,0 +1,120 @@
+"""All layers in one native call: the bits of the ops called one by one, for every family."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.helpers import Sequences
+from tests.model.test_parity import FAMILIES, make_peer, tokens_of
+from twostroke.model.transformer import Transformer
+from twostroke.ops.interface import KVFormat, RunsLayers
+from twostroke.ops.native.library import available
+from twostroke.weights.checkpoint import open_checkpoint
+from twostroke.weights.load import load_model
+
+if not available():
+    pytest.skip("the native library is not built", allow_module_level=True)
+
+from twostroke.ops.native_cpu import NativeCpuOps
+
+
+class OneByOne:
+    """The same backend without its call for all layers."""
+
+    def __init__(self, ops: NativeCpuOps):
+        self._ops = ops
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("plan_layers", "run_layers"):
+            raise AttributeError(name)
+        return getattr(self._ops, name)
+
+
+def both_ways(folder: Path, bits: str | None = None) -> tuple[Transformer, Transformer]:
+    """The same model, run by the call for all layers and op by op."""
+    ops = NativeCpuOps(2)
+    whole = load_model(open_checkpoint(folder), ops, 256, bits=bits)
+    single = load_model(open_checkpoint(folder), OneByOne(ops), 256, bits=bits)
+    assert isinstance(whole.ops, RunsLayers)
+    assert not isinstance(single.ops, RunsLayers)
+    return whole, single
+
+
+# Prefill beside decode, a chunk, single tokens; each with the rows somebody asks for: none, some, out of order, all
+STEPS: tuple[tuple[tuple[tuple[int, int], ...], list[int]], ...] = (
+    (((0, 41), (1, 5)), [40, 45]),
+    (((0, 1), (2, 30)), []),
+    (((2, 17), (0, 1), (1, 3)), [20, 17, 3, 3]),
+    (((1, 1), (2, 1), (0, 1)), [0, 1, 2]),
+    (((1, 1),), [0]),
+)
+
+
+def hidden_rows(model: Transformer, kv_format: KVFormat) -> list[Tensor]:
+    sequences = Sequences(model, 3, 64, kv_format)
+    found = []
+    for work, wanted in STEPS:
+        batch = sequences.batch([(which, tokens_of(count)) for which, count in work])
+        batch = dataclasses.replace(batch, logit_rows=torch.tensor(wanted, dtype=torch.int64))
+        found.append(model.forward(batch, sequences.kv))
+    return found
+
+
+def check(whole: Transformer, single: Transformer, kv_format: KVFormat) -> None:
+    for (_, wanted), got, expected in zip(
+        STEPS, hidden_rows(whole, kv_format), hidden_rows(single, kv_format), strict=True
+    ):
+        assert got.shape == (len(wanted), whole.arch.hidden)
+        assert torch.isfinite(got).all()
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family(family: str, tmp_path: Path) -> None:
+    make_peer(family, tmp_path)
+    whole, single = both_ways(tmp_path)
+    for kv_format in ("float32", "int8"):
+        check(whole, single, kv_format)
+
+
+@pytest.mark.parametrize("family", ["llama bias, head_dim", "gemma3 scaled", "qwen3 bias"])
+@pytest.mark.parametrize("bits", ["int8", "int4"])
+def test_quantized_weights(family: str, bits: str, tmp_path: Path) -> None:
+    shape = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_attention_heads": 4}
+    make_peer(family, tmp_path, **shape)
+    whole, single = both_ways(tmp_path, bits)
+    for kv_format in ("float16", "bfloat16", "int4"):
+        check(whole, single, kv_format)
+
+
+def test_a_pool_is_not_kept_alive(tmp_path: Path) -> None:
+    make_peer("llama", tmp_path)
+    model, _ = both_ways(tmp_path)
+    sequences = Sequences(model, 1, 16)
+    sequences.step([(0, tokens_of(3))])
+    pool = weakref.ref(sequences.kv)
+    del sequences
+    gc.collect()
+    assert pool() is None
+
+
+def test_refusals(tmp_path: Path) -> None:
+    make_peer("llama", tmp_path)
+    model, _ = both_ways(tmp_path)
+    sequences = Sequences(model, 1, 16)
+    batch = sequences.batch([(0, tokens_of(3))])
+    for row in (-1, 3):
+        with pytest.raises(ValueError, match="bad argument"):
+            model.forward(dataclasses.replace(batch, logit_rows=torch.tensor([row])), sequences.kv)
+    plan = model.ops.plan_layers(model.layers, [sequences.kv.layer(i) for i in range(3)], model.gate)  # type: ignore[attr-defined]
+    for x in (torch.zeros(2, 48), torch.zeros(3, 48, dtype=torch.float64)):
+        with pytest.raises(ValueError, match="does not fit"):
+            model.ops.run_layers(plan, x, batch)  # type: ignore[attr-defined]

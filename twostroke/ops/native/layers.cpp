@@ -1,0 +1,52 @@
+#include "layers.h"
+
+#include <string.h>
+
+#include "attend.h"
+#include "linear.h"
+
+namespace {
+
+void gather_rows(const float* from, const int64_t* rows, int count, int width, float* to) {
+    for (int i = 0; i < count; ++i) memcpy(to + (int64_t)i * width, from + rows[i] * width, sizeof(float) * (size_t)width);
+}
+
+// x += after(weight · before(inner))
+void add_product(Context& c, const Weight& weight, const float* inner, int width, int rows, int before, const NormRef& after,
+                 float* x) {
+    const int64_t hidden = weight.rows;
+    if (!after.weight) return linear(c, weight, {inner, width, rows, before, nullptr, 0.f, x, hidden, 1});
+    float* product = c.product.get<float>(2 * (size_t)rows * (size_t)hidden);
+    float* normed = product + rows * hidden;
+    linear(c, weight, {inner, width, rows, before, nullptr, 0.f, product, hidden, 0});
+    norm_rows(c, {RmsNorm, product, hidden, (int)hidden, after.weight, after.eps, normed, nullptr, 0}, rows);
+    for (int64_t i = 0; i < rows * hidden; ++i) x[i] += normed[i];
+}
+
+}  // namespace
+
+void run_layers(Context& c, const LayersArgs& a) {
+    float* x = a.x;
+    int rows = a.rows;
+    for (int i = 0; i < a.count; ++i) {
+        const LayerCall& layer = a.layers[i];
+        const AttendBatch& batch = *a.groups[layer.group];
+        const int inner = layer.attention->heads * layer.attention->head_dim;
+        float* qkv = c.qkv.get<float>((size_t)rows * (size_t)layer.qkv->rows);
+        float* attended = c.attended.get<float>((size_t)rows * (size_t)inner);
+        linear(c, *layer.qkv, {x, a.hidden, rows, RmsNorm, layer.attention_norm.weight, layer.attention_norm.eps, qkv, layer.qkv->rows, 0});
+        attend_step(c, *layer.attention, batch, qkv, attended);
+        if (i + 1 == a.count) {
+            gather_rows(x, a.keep, a.kept, a.hidden, a.out);
+            float* kept = c.gate_up.get<float>((size_t)a.kept * (size_t)inner);  // read before gate and up are written
+            gather_rows(attended, a.keep, a.kept, inner, kept);
+            x = a.out, attended = kept, rows = a.kept;
+            if (rows == 0) return;
+        }
+        add_product(c, *layer.output, attended, inner, rows, Nothing, layer.attention_out, x);
+        const int width = layer.gate_up->rows;
+        float* gate_up = c.gate_up.get<float>((size_t)rows * (size_t)width);
+        linear(c, *layer.gate_up, {x, a.hidden, rows, RmsNorm, layer.feed_norm.weight, layer.feed_norm.eps, gate_up, width, 0});
+        add_product(c, *layer.down, gate_up, width, rows, layer.gate, layer.feed_out, x);
+    }
+}
