@@ -17,7 +17,10 @@ __all__ = ["LLM", "ConfigError", "Grammar", "InputError", "ModelError", "Samplin
 def __getattr__(name: str) -> Any:
     """`LLM` brings torch with it: it is imported when somebody asks for it, so planning tools start without torch."""
     if name == "LLM":
-        from twostroke.engine.llm import LLM
+        from twostroke.startup import collector_paused
+
+        with collector_paused():
+            from twostroke.engine.llm import LLM
 
         return LLM
     raise AttributeError(f"module 'twostroke' has no attribute {name!r}")

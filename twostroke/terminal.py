@@ -44,7 +44,7 @@ def progress_bar(title: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def open_llm(model: str, settings: dict[str, Any]) -> LLM:
-    from twostroke.engine.llm import LLM
+    from twostroke import LLM
 
     with progress_bar(f"fetching {model}") as fetching, progress_bar(f"loading {model}") as loading:
         return LLM(model, download_progress=fetching, load_progress=loading, **settings)

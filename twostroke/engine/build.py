@@ -26,6 +26,7 @@ from twostroke.ops.select import make_ops
 from twostroke.run.grammar import GrammarCompiler
 from twostroke.run.runner import ModelRunner
 from twostroke.schedule.make import make_scheduler
+from twostroke.startup import collector_paused
 from twostroke.text.tokenizer import Tokenizer
 from twostroke.types import Runner
 from twostroke.weights.checkpoint import locate, open_checkpoint
@@ -50,6 +51,7 @@ class Engine:
     settings: Resolved
 
 
+@collector_paused()
 def build_engine(
     model: str | Path,
     config: Config,
