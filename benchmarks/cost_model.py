@@ -20,11 +20,11 @@ from typing import Any
 
 from benchmarks.machine import describe
 from twostroke import LLM
-from twostroke.bench.apply import deployment_of
 from twostroke.bench.calibrate import first_guess, run_grid
 from twostroke.bench.inprocess import measure, settings_document
 from twostroke.bench.workload import shipped_trace, trace_load
 from twostroke.config import make_config, resolve
+from twostroke.cost.deploy import deployment_of
 from twostroke.cost.fit import errors, fit, with_between
 from twostroke.cost.fleet import Fleet, Pools
 from twostroke.cost.hardware import Calibration, Rates, datasheet_rates, find_device

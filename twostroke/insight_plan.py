@@ -24,6 +24,7 @@ from twostroke.cost.diagnose import Diagnosis, Targets, diagnose, seconds
 from twostroke.cost.hardware import Calibration, calibration_path, find_device, load_calibration, machine_name
 from twostroke.cost.models import SHAPES, known_arch
 from twostroke.cost.trace import Arrival
+from twostroke.cost.verdict import evidence_lines
 from twostroke.errors import ConfigError, InputError, ModelError, TwostrokeError
 from twostroke.model.arch import Arch
 from twostroke.model.families import arch_from_config
@@ -264,7 +265,7 @@ def of_server(
 def of_run(
     run: Run, model: str, hardware: str, precision: str | None, settings: dict[str, Any], targets: Targets
 ) -> None:
-    from twostroke.bench.apply import config_of
+    from twostroke.cost.deploy import config_of
 
     known = {name: value for name, value in settings.items() if name != "seed"}
     deployment, _ = deployment_for(model, hardware, precision, 1, {})
@@ -300,17 +301,9 @@ def run_apply(model: str, load: Any, settings: dict[str, Any], targets: Targets)
 
 def show_diagnosis(found: Diagnosis) -> None:
     console.print(f"[bold]{found.sentence}[/bold]")
-    e, s = found.evidence, found.measured
-    kv = "" if e.kv_peak is None else f", KV blocks held at most {e.kv_peak:.0%}"
+    s = found.measured
     for line in (
-        f"prompts {e.prompt.p50:,.0f} tokens (p95 {e.prompt.p95:,.0f}), answers {e.output.p50:,.0f} "
-        f"(p95 {e.output.p95:,.0f})",
-        f"time of requests: queue {e.queue_share:.0%}, prefill {e.prefill_share:.0%}, decode {e.decode_share:.0%}",
-        f"TTFT {e.ttft_over_ideal:.1f}× that of a request alone, {per_1k(e.prefill_per_1k)}",
-        f"decode {e.decode_over_ideal:.1f}× that of a request alone, + {seconds(max(0.0, e.tpot_per_stream))} TPOT "
-        f"for one more stream; {e.batch:.1f} streams at once; {e.stall_share:.0%} of writing time in long gaps",
-        f"prefill MFU {e.prefill_mfu:.0%}, decode MBU {e.decode_mbu:.0%} of what the machine reaches{kv}",
-        f"prefix hits {e.hit_rate:.0%} of {e.shareable:.0%} that earlier prompts had; {e.preemptions} preemptions",
+        *evidence_lines(found),
         f"replay without any lever: TTFT {seconds(found.simulated.ttft.p50)} (measured {seconds(s.ttft.p50)}), "
         f"TPOT {seconds(found.simulated.tpot.p50)} (measured {seconds(s.tpot.p50)})",
     ):
@@ -324,10 +317,6 @@ def show_diagnosis(found: Diagnosis) -> None:
     if found.effects:
         console.print(table)
     console.print("[dim]do not help: " + "; ".join(f"{u.lever.name} ({u.reason})" for u in found.useless) + "[/dim]")
-
-
-def per_1k(value: float) -> str:
-    return f"+ {seconds(value)} for 1,000 more prompt tokens" if value > 0 else "whatever the prompt's length"
 
 
 def show_entries(entries: list[ledger.Entry]) -> None:

@@ -11,22 +11,15 @@ from twostroke.bench.inprocess import measure, settings_document
 from twostroke.bench.ledger import Entry
 from twostroke.bench.record import Run
 from twostroke.bench.workload import Load
-from twostroke.config import Config, make_config
-from twostroke.cost.deploy import Deployment
+from twostroke.cost.deploy import deployment_of
 from twostroke.cost.diagnose import Diagnosis, Effect, Targets, diagnose
 from twostroke.cost.hardware import Calibration
 from twostroke.cost.summary import Summary
 from twostroke.engine.live import change
 from twostroke.errors import TwostrokeError
-from twostroke.model.arch import Arch
 
 if TYPE_CHECKING:
     from twostroke.engine.llm import LLM
-
-CONFIG_FIELDS = (
-    "kv_dtype", "max_model_len", "max_batch_tokens", "max_requests", "kv_blocks", "prefix_cache", "chunked_prefill",
-    "batching", "policy", "max_gap", "quantize",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,22 +30,6 @@ class Applied:
     after: Run
     entry: Entry
     live: bool  # whether the running engine took it, or a new one had to be started
-
-
-def config_of(settings: dict[str, Any]) -> Config:
-    """The settings an engine ran with, every one given, so that a replay derives nothing anew."""
-    given = {name: settings[name] for name in CONFIG_FIELDS if settings.get(name) is not None}
-    if not given.get("chunked_prefill", True) or given.get("policy") == "prefill-first":
-        given.pop("max_gap", None)
-    return make_config(**given, seed=0)
-
-
-def deployment_of(
-    arch: Arch, settings: dict[str, Any], calibration: Calibration, weight_bytes: int | None
-) -> Deployment:
-    return Deployment(
-        arch, calibration.device(), config_of(settings), "float32", weight_bytes, rates=calibration.rates
-    )  # fmt: skip
 
 
 def apply(

@@ -47,7 +47,7 @@ class Axes:
         parts += self._ticks()
         parts += self.body
         for index, (name, kind) in enumerate(legend):
-            x = WIDTH - RIGHT - 110 * (len(legend) - index)
+            x = WIDTH - RIGHT - 70 * (len(legend) - index)
             parts.append(f'<rect class="{kind}" x="{x}" y="8" width="10" height="10"/>')
             parts.append(f'<text class="label" x="{x + 14}" y="17">{escape(name)}</text>')
         return "".join(parts) + "</svg>"

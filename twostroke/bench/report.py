@@ -85,7 +85,7 @@ def title(run: Run) -> str:
         load = f"{run.closed} at a time"
     else:
         load = f"{run.rate:g} requests/s" if run.rate else "the trace's own rate"
-    return f"{run.load} · {load} · {run.target} · {run.model}"
+    return " · ".join(part for part in (run.load, load, run.target, run.model) if part)
 
 
 def lines(run: Run, ttft: float | None = None, tpot: float | None = None) -> list[str]:

@@ -7,15 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-from twostroke.config import Config, Resolved, resolve
+from twostroke.config import Config, Resolved, make_config, resolve
 from twostroke.cost.fleet import Fleet, Pools, Served
-from twostroke.cost.hardware import Device, Rates, datasheet_rates
+from twostroke.cost.hardware import Calibration, Device, Rates, datasheet_rates
 from twostroke.cost.roofline import ModelCost, Roofline, model_cost
 from twostroke.cost.simulate import Jitter
 from twostroke.cost.summary import Summary, summarize
 from twostroke.cost.trace import Arrival
 from twostroke.model.arch import Arch
+
+CONFIG_FIELDS = (
+    "kv_dtype", "max_model_len", "max_batch_tokens", "max_requests", "kv_blocks", "prefix_cache", "chunked_prefill",
+    "batching", "policy", "max_gap", "quantize",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,3 +88,19 @@ class Outcome:
     def dollars_per_million(self) -> float:
         """Cost of a million output tokens at this load."""
         return self.deployment.price / 3600 * 1e6 / max(self.summary.output_rate, 1e-12)
+
+
+def config_of(settings: dict[str, Any]) -> Config:
+    """The settings an engine ran with, every one given, so that a replay derives nothing anew."""
+    given = {name: settings[name] for name in CONFIG_FIELDS if settings.get(name) is not None}
+    if not given.get("chunked_prefill", True) or given.get("policy") == "prefill-first":
+        given.pop("max_gap", None)
+    return make_config(**given, seed=0)
+
+
+def deployment_of(
+    arch: Arch, settings: dict[str, Any], calibration: Calibration, weight_bytes: int | None
+) -> Deployment:
+    return Deployment(
+        arch, calibration.device(), config_of(settings), "float32", weight_bytes, rates=calibration.rates
+    )  # fmt: skip

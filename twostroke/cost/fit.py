@@ -1,8 +1,9 @@
 """Fits the cost model to a step log: non-negative least squares on relative errors, deaf to outliers.
 
-Every part of a step's time is linear in an unknown: seconds of a step, of a request, the slowdown of products at
-a few row counts, seconds per attention FLOP, seconds per byte of K and V. What a log cannot tell apart (a log of single
-streams only: is it overhead or bandwidth?) is settled by weak priors: overhead as expected, products on their roof.
+Every part of a step's time is linear in an unknown: seconds of a step, of a request, seconds per attention FLOP, per
+byte of K and V, and what products of so many rows take more than those of half as many, so that more rows never take
+less. What a log cannot tell apart (a log of single streams only: is it overhead or bandwidth?) is settled by weak
+priors: overhead as expected, products on their roof.
 """
 
 from __future__ import annotations
@@ -30,18 +31,21 @@ def fit(steps: Sequence[Step], model: ModelCost, layout: KVLayout, start: Rates)
     roofline = Roofline(model, layout, start)
     largest = max(max(step.tokens for step in steps), 1)
     knots = [knot for knot in KNOTS if knot <= 2 * largest]
+    roofs = np.array([roof(start, knot, model.layer_bytes, model.layer_weights) for knot in knots])
     seconds = np.array([step.seconds for step in steps])
     matrix = np.array([_features(step, roofline, knots) for step in steps]) / seconds[:, None]
-    prior, expected = _priors(start, knots, float(np.median(seconds)))
+    prior, expected = _priors(start, len(knots))
+    # From slowdowns at the knots to increments of time from knot to knot: one that is not negative.
+    change = np.eye(FIXED + len(knots))
+    change[FIXED:, FIXED:] = np.tril(np.ones((len(knots), len(knots)))) / roofs[:, None]
+    matrix, prior = matrix @ change, prior @ change
     weights = np.ones(len(steps))
     for _ in range(ROUNDS):
-        rows = np.concatenate([matrix * weights[:, None], prior])
-        targets = np.concatenate([weights, expected])
-        found = nnls(rows, targets)
+        found = nnls(np.concatenate([matrix * weights[:, None], prior]), np.concatenate([weights, expected]))
         residual = np.abs(matrix @ found - 1.0)
         scale = max(1e-3, float(np.median(residual)))
         weights = np.sqrt(np.minimum(1.0, 2 * scale / np.maximum(residual, 1e-9)))
-    return _as_rates(start, found, knots)
+    return _as_rates(start, change @ found, knots)
 
 
 def _features(step: Step, roofline: Roofline, knots: Sequence[int]) -> list[float]:
@@ -73,17 +77,17 @@ def _hats(rows: int, knots: Sequence[int]) -> list[tuple[int, float]]:
     return [(left, 1.0 - part), (left + 1, part)]
 
 
-def _priors(start: Rates, knots: Sequence[int], typical: float) -> tuple[np.ndarray, np.ndarray]:
-    """One weak row for each unknown, in units of a typical step, and one between neighbouring knots."""
-    count = FIXED + len(knots)
+def _priors(start: Rates, knots: int) -> tuple[np.ndarray, np.ndarray]:
+    """One weak row for each unknown, and one between the slowdowns of neighbouring knots."""
+    count = FIXED + knots
     known = [start.step_seconds, start.request_seconds, 1 / start.attention_compute, 1 / start.kv_bandwidth]
-    known += [1.0] * len(knots)
+    known += [1.0] * knots
     rows = np.diag([PRIOR / value for value in known])
     rows[0] *= 10  # overhead is better known than most
     expected = np.full(count, PRIOR)
     expected[0] *= 10
-    smooth = np.zeros((len(knots) - 1, count))
-    for index in range(len(knots) - 1):
+    smooth = np.zeros((knots - 1, count))
+    for index in range(knots - 1):
         smooth[index, FIXED + index : FIXED + index + 2] = (PRIOR, -PRIOR)
     return np.concatenate([rows, smooth]), np.concatenate([expected, np.zeros(len(smooth))])
 

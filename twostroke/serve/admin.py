@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from twostroke.engine import arrivals as records
@@ -18,7 +19,7 @@ LARGE = 1 << 20  # these documents are written in a thread: streams keep their p
 
 
 async def settings(service: Service, call: Call) -> None:
-    await call.respond(200, _settings(service))
+    await call.respond(200, settings_document(service))
 
 
 async def change(service: Service, call: Call) -> None:
@@ -37,10 +38,10 @@ async def change(service: Service, call: Call) -> None:
     except EngineError as error:
         raise errors.from_engine(error) from None
     errors.log.warning("%s changed %s", call.caller.name, wanted)
-    await call.respond(200, _settings(service))
+    await call.respond(200, settings_document(service))
 
 
-def _settings(service: Service) -> dict[str, Any]:
+def settings_document(service: Service) -> dict[str, Any]:
     engine = service.engine
     supervisor, now = engine.supervisor, engine.intake.settings
     assert supervisor.ready is not None
@@ -58,38 +59,37 @@ def _settings(service: Service) -> dict[str, Any]:
 
 async def steps(service: Service, call: Call) -> None:
     query = validate_query(admin.StepsQuery, call.query)
-    engine, wall = service.engine, service.wall
     try:
-        found = await engine.steps(query.since, query.limit)
+        document = await steps_document(service, query.since, query.limit)
     except EngineError as error:
         raise errors.from_engine(error) from None
+    await call.respond(200, await service.off_loop(LARGE, lambda: dump(document())))
+
+
+async def steps_document(service: Service, since: int, limit: int) -> Callable[[], dict[str, Any]]:
+    """Asks the engine now; what is returned writes the answer, in whatever thread."""
+    engine, wall = service.engine, service.wall
+    found = await engine.steps(since, limit)
     now, restarts = engine.intake.settings, engine.supervisor.restarts
-
-    def write() -> bytes:
-        return dump(
-            {
-                "restarts": restarts,
-                "kept": steplog.KEPT,
-                "now": engine.clock() + wall,
-                "last": found[-1].number if found else query.since,
-                "steps": [admin.step(one, engine.arch, now, engine.weight_bytes, wall) for one in found],
-            }
-        )
-
-    await call.respond(200, await service.off_loop(LARGE, write))
+    return lambda: {
+        "restarts": restarts,
+        "kept": steplog.KEPT,
+        "now": engine.clock() + wall,
+        "last": found[-1].number if found else since,
+        "steps": [admin.step(one, engine.arch, now, engine.weight_bytes, wall) for one in found],
+    }
 
 
 async def arrivals(service: Service, call: Call) -> None:
     query = validate_query(admin.ArrivalsQuery, call.query)
-    kept = service.engine.arrivals.latest(query.limit)
+    document = arrivals_document(service, query.limit)
+    await call.respond(200, await service.off_loop(LARGE, lambda: dump(document())))
 
-    def write() -> bytes:
-        return dump(
-            {
-                "now": service.engine.clock() + service.wall,
-                "kept": records.KEPT,
-                "arrivals": [admin.arrival(one, service.wall) for one in records.by_arrival(kept)],
-            }
-        )
 
-    await call.respond(200, await service.off_loop(LARGE, write))
+def arrivals_document(service: Service, limit: int) -> Callable[[], dict[str, Any]]:
+    kept = service.engine.arrivals.latest(limit)
+    return lambda: {
+        "now": service.engine.clock() + service.wall,
+        "kept": records.KEPT,
+        "arrivals": [admin.arrival(one, service.wall) for one in records.by_arrival(kept)],
+    }

@@ -6,7 +6,8 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
-from twostroke.serve import admin, anthropic, chat, completions, responses, text
+from twostroke.serve import admin, anthropic, chat, completions, dashboard, responses, text
+from twostroke.serve.diagnosis import Verdicts
 from twostroke.serve.errors import ApiError, internal, not_found
 from twostroke.serve.http import Bodies, Call, GoneError, Message, Receive, Send
 from twostroke.serve.openapi import document
@@ -49,6 +50,8 @@ ROUTES = (
     Route("POST", "/twostroke/settings", admin.change, "Change settings while running", SettingsRequest),
     Route("GET", "/twostroke/steps", admin.steps, "The last steps of the engine", query=StepsQuery),
     Route("GET", "/twostroke/arrivals", admin.arrivals, "The last requests, for a replay", query=ArrivalsQuery),
+    Route("GET", "/", dashboard.page, "The dashboard", loaded=False),
+    Route("GET", "/static/*", dashboard.static, "A file of the dashboard", loaded=False),
     Route("GET", "/metrics", text.metrics, "Prometheus metrics", loaded=False),
     Route("GET", "/health", text.health, "Whether the engine moves forward", loaded=False),
     Route("GET", "/health/live", text.live, "Whether the process answers", loaded=False),
@@ -63,7 +66,9 @@ class App:
         self.service = service
         self.bodies = Bodies()
         openapi = Route("GET", "/openapi.json", self.openapi, "This description", loaded=False)
-        self.routes = (*ROUTES, openapi)
+        verdict = "Which stroke is slow, why, and what would help"
+        diagnosis = Route("GET", "/twostroke/diagnosis", Verdicts(service).handle, verdict)
+        self.routes = (*ROUTES, diagnosis, openapi)
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         assert scope["type"] == "http", "only HTTP is spoken here"

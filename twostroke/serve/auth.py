@@ -12,7 +12,8 @@ from typing import NamedTuple
 from twostroke.errors import ConfigError
 from twostroke.serve.errors import ApiError
 
-OPEN_PATHS = frozenset({"/health/live", "/health/ready"})  # and static files, which have a prefix of their own
+OPEN_PATHS = frozenset({"/", "/health/live", "/health/ready"})
+STATIC = "/static/"  # files that tell nothing of this server
 MIN_KEY = 8  # characters; shorter ones can be guessed
 MAX_KEY = 512
 
@@ -50,7 +51,7 @@ class Keys:
         return found
 
     def check(self, path: str, headers: Mapping[bytes, bytes]) -> Caller:
-        if path in OPEN_PATHS:
+        if path in OPEN_PATHS or path.startswith(STATIC):
             return Caller("anybody", b"")
         who = self.identify(headers)
         if who is None:

@@ -1,0 +1,76 @@
+"""The system's own Chromium, driven by Playwright; the server is the one a user starts."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import tiny
+from tests.serve.server import Server
+
+PATIENT = 120_000  # ms: the machine may be slow and busy
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[object]:
+    sync_api = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed: pip install '.[test]'")
+    path = next((found for name in ("chromium", "chromium-browser") if (found := shutil.which(name))), None)
+    if path is None:
+        pytest.skip("no chromium on this system: apt-get install chromium")
+    with sync_api.sync_playwright() as playwright:
+        arguments = ["--no-sandbox"] if os.geteuid() == 0 else []  # Chromium's own rule for root
+        running = playwright.chromium.launch(executable_path=path, args=arguments, timeout=PATIENT)
+        yield running
+        running.close()
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.tiny_llama(tmp_path_factory.mktemp("dashboard"), max_position_embeddings=4096)
+
+
+@pytest.fixture(scope="session")
+def locked(folder: Path) -> Iterator[Server]:
+    running = Server(folder).wait()
+    yield running
+    running.stop()
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Server]:
+    """The default model, without a key."""
+    running = Server(Path("smollm2-135m"), keys=(), threads=2).wait(600)
+    yield running
+    running.stop()
+
+
+class Watched:
+    """A page of its own with everything that it complained about."""
+
+    def __init__(self, browser, **context):
+        self.context = browser.new_context(**context)
+        self.context.set_default_timeout(PATIENT)
+        self.page = self.context.new_page()
+        self.complaints: list[str] = []
+        self.page.on("console", lambda said: said.type in ("error", "warning") and self.complaints.append(said.text))
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+
+    def close(self) -> None:
+        self.context.close()
+
+
+@pytest.fixture
+def watched(browser) -> Iterator[object]:
+    pages: list[Watched] = []
+
+    def make(**context) -> Watched:
+        pages.append(Watched(browser, **context))
+        return pages[-1]
+
+    yield make
+    for page in pages:
+        page.close()

@@ -1,0 +1,159 @@
+"""The dashboard in a real browser: what a person who opens it meets with."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.browser.conftest import PATIENT
+from tests.serve.server import KEY, Server
+
+pytestmark = pytest.mark.system
+WIDE = {"width": 1440, "height": 1000}
+PHONE = {"width": 390, "height": 844}
+PICTURES = os.environ.get("TWOSTROKE_SCREENSHOTS")  # a folder: what the pages looked like is kept there
+
+
+def expect(page, selector: str):
+    from playwright.sync_api import expect as expected
+
+    expected.set_options(timeout=PATIENT)
+    return expected(page.locator(selector))
+
+
+def picture(page, name: str, whole: bool = True) -> None:
+    data = page.screenshot(full_page=whole)
+    assert len(data) > 10_000
+    if PICTURES:
+        Path(PICTURES, name).write_bytes(data)
+
+
+def wait_for_answer(page) -> None:
+    expect(page, "#send").to_be_enabled()
+
+
+@pytest.fixture
+def opened(server: Server, watched):
+    seen = watched(viewport=WIDE, color_scheme="light")
+    seen.page.goto(server.url + "/")
+    expect(seen.page, "#status").to_contain_text("running")
+    return seen
+
+
+def test_an_answer_streams_with_its_two_strokes(opened):
+    page = opened.page
+    page.fill("#max-tokens", "48")
+    page.fill("#question", "Write one sentence about engines.")
+    page.press("#question", "Enter")
+    expect(page, "#stop").to_be_visible()
+    expect(page, ".answer .message").not_to_be_empty()
+    wait_for_answer(page)
+    caption = page.locator(".answer .caption")
+    text = caption.inner_text()
+    for word in ("waited", "read", "wrote", "TTFT", "TPOT"):
+        assert word in text, text
+    for stroke in ("prefill", "decode"):
+        assert float(page.locator(f".answer .strip .{stroke}").first.get_attribute("width")) > 0
+    assert "read the prompt in" in page.locator(".answer .strip").get_attribute("aria-label")
+    expect(page, "#ttft-p50").not_to_have_text("–")
+    expect(page, "#tpot-p50").not_to_have_text("–")
+    assert opened.complaints == []
+
+
+def test_the_page_moves_while_requests_run(opened):
+    """Lanes, shares, memory, roofline, then a verdict with its best lever; afterwards each theme and width."""
+    page = opened.page
+    page.fill("#max-tokens", "64")
+    page.click("[data-try=long]")
+    expect(page, "#lanes-text").to_contain_text("in the last 30 seconds")
+    wait_for_answer(page)
+    bars = int(page.locator("#lanes").get_attribute("data-bars"))
+    page.click("[data-try=batch]")
+    expect(page, "#lanes-text").to_contain_text("streams are being written")
+    wait_for_answer(page)
+    assert int(page.locator("#lanes").get_attribute("data-bars")) > bars
+    assert len(page.locator(".answer").last.locator(".strip").all()) == 8
+    expect(page, "#share-text").not_to_contain_text("100 % idle")
+    expect(page, "#kv-list").to_contain_text("cached for reuse")
+    expect(page, "#roofline-text").to_contain_text("FLOP/s")
+    expect(page, "#settings tbody tr >> nth=0").to_be_visible()
+    assert page.locator("#settings tbody tr").count() > 12
+    expect(page, "#verdict-note").to_contain_text("replayed as they were")
+    assert page.locator("#verdict").inner_text().endswith(".")
+    page.wait_for_timeout(1500)
+    picture(page, "dashboard-light.png")
+    page.click("#levers summary")
+    expect(page, "#useless li >> nth=0").to_be_visible()
+    page.click("#levers summary")
+    page.click("#theme")  # light
+    page.click("#theme")  # dark
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(14, 18, 22)"
+    page.wait_for_timeout(500)
+    picture(page, "dashboard-dark.png")
+    page.set_viewport_size(PHONE)
+    page.wait_for_timeout(800)
+    assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"], "nothing is wider than the phone"
+    picture(page, "dashboard-phone.png")
+    assert opened.complaints == []
+
+
+def test_stopping_an_answer_and_clearing(opened):
+    page = opened.page
+    page.fill("#max-tokens", "2000")
+    page.fill("#question", "Count to one thousand.")
+    page.click("#send")
+    expect(page, ".answer .message").not_to_be_empty()
+    page.click("#stop")
+    wait_for_answer(page)
+    page.click("#clear")
+    expect(page, "#hint").to_be_visible()
+    assert opened.complaints == []
+
+
+def test_text_of_the_model_and_of_people_is_only_text(opened):
+    page = opened.page
+    page.fill("#max-tokens", "4")
+    page.fill("#question", "<img src=x onerror=\"document.title='broken'\"><script>document.title='broken'</script>")
+    page.click("#send")
+    wait_for_answer(page)
+    assert page.locator("#talk img").count() == 0 and page.title() == "twostroke"
+    assert "<img src=x" in page.locator(".message.user").inner_text()
+
+
+def test_a_locked_server_asks_for_its_key(locked: Server, watched):
+    seen = watched(viewport=PHONE, color_scheme="dark")
+    page = seen.page
+    page.goto(locked.url + "/")
+    expect(page, "#key-dialog").to_be_visible()
+    assert seen.complaints == []
+    picture(page, "dashboard-key.png", whole=False)
+    page.fill("#key", "a wrong key")
+    page.click("#key-send")
+    expect(page, "#key-problem").to_be_visible()
+    assert page.evaluate("document.activeElement.id") == "key"
+    page.fill("#key", KEY)
+    page.press("#key", "Enter")
+    expect(page, "#status").to_contain_text("running")
+    expect(page, "#key-dialog").to_be_hidden()
+    page.reload()  # the key stays with the tab
+    expect(page, "#status").to_contain_text("running")
+
+
+def test_everything_can_be_reached_by_keyboard_and_has_a_name(opened):
+    page = opened.page
+    expect(page, "#settings tbody tr >> nth=0").to_be_visible()
+    nameless = page.evaluate(
+        """[...document.querySelectorAll('button, input, select, textarea, canvas, [role=img]')]
+        .filter((one) => one.offsetParent !== null && !one.parentElement.closest('[role=img]'))
+        .filter((one) => !one.innerText?.trim() && !one.labels?.length)
+        .filter((one) => !['label', 'labelledby', 'describedby'].some((name) => one.getAttribute(`aria-${name}`)))
+        .map((one) => one.outerHTML.slice(0, 80))"""
+    )
+    assert nameless == []
+    reached = set()
+    for _ in range(40):
+        page.keyboard.press("Tab")
+        reached.add(page.evaluate("document.activeElement.id || document.activeElement.dataset.try || ''"))
+    assert {"theme", "question", "max-tokens", "temperature", "copies", "send", "short", "long", "batch"} <= reached

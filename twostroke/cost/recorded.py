@@ -1,0 +1,126 @@
+"""A running server in the cost model's words, from what its admin routes tell: settings, ended requests, steps.
+
+The machine's rates are fitted to the recorded steps, so a server needs no calibration to be diagnosed: what it has done
+under its own load is the calibration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from twostroke.cost.deploy import Deployment, deployment_of
+from twostroke.cost.fit import fit, with_between
+from twostroke.cost.fleet import Served
+from twostroke.cost.hardware import REQUEST_SECONDS, STEP_SECONDS, Calibration, Rates
+from twostroke.cost.roofline import Roofline
+from twostroke.cost.trace import Arrival, Part
+from twostroke.errors import InputError
+from twostroke.metrics.steplog import Piece, Step
+from twostroke.model.arch import Arch, LayerArch
+
+FEWEST_STEPS = 24  # below which there is nothing to fit
+Document = Mapping[str, Any]
+UNKNOWN = Rates(1e10, 1e11, 1e10, 5e10, STEP_SECONDS["cpu"], REQUEST_SECONDS["cpu"], source="a guess")
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    deployment: Deployment
+    arrivals: list[Arrival]  # from zero, in order
+    served: list[Served]  # of each arrival
+
+
+def read_recording(settings: Document, arrivals: Document, steps: Document, memory: int | None = None) -> Recording:
+    """The three documents of the admin routes. `memory`: bytes that the server may use, where that is known."""
+    try:
+        arch = read_arch(settings["arch"])
+        values = {name: one["value"] for name, one in settings["settings"].items()}
+        log = [read_step(one) for one in steps["steps"]]
+        rows = [one for one in arrivals["arrivals"] if one["output_tokens"] > 0]
+        used = settings["weight_bytes"] + values["kv_blocks"] * settings["layout"]["block_bytes"]
+        made = Calibration("this server", settings["model"], UNKNOWN, max(memory or 0, used), values["threads"],
+                           values["device"])  # fmt: skip
+        deployment = deployment_of(arch, values, made, settings["weight_bytes"])
+    except (KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"the server's settings, steps or arrivals are not in the known shape ({error!r}).") from None
+    rates = rates_of(log, deployment)
+    deployment = deployment_of(arch, values, replace(made, rates=rates), settings["weight_bytes"])
+    first = min((one["time"] for one in rows), default=0.0)
+    times = token_times(steps["steps"])
+    return Recording(
+        deployment,
+        [read_arrival(one, first) for one in rows],
+        [read_served(one, first, times.get(one["request"], [])) for one in rows],
+    )
+
+
+def read_arch(document: Document) -> Arch:
+    """Positions cost nothing, so what is not needed of them is left out."""
+    return Arch(**{**document, "layers": tuple(LayerArch(layer["window"]) for layer in document["layers"])})
+
+
+def read_step(document: Document) -> Step:
+    pieces = tuple(Piece(lane["request"], lane["start"], lane["tokens"]) for lane in document["lanes"])
+    return Step(document["number"], document["time"], document["seconds"], pieces, document["sampled"])
+
+
+def read_arrival(document: Document, first: float) -> Arrival:
+    parts = tuple(Part(*part) for part in document["parts"]) or (Part(-document["request"], document["prompt_tokens"]),)
+    return Arrival(document["time"] - first, parts, document["output_tokens"], document["priority"])
+
+
+def read_served(document: Document, first: float, times: Sequence[float]) -> Served:
+    arrival = document["time"] - first
+    if document["ttft_s"] is None:
+        return Served(arrival, document["prompt_tokens"], refused=True)
+    scheduled = arrival + document["queue_s"]
+    began = arrival + document["ttft_s"]
+    output = document["output_tokens"]
+    served = Served(
+        arrival, document["prompt_tokens"], document["cached_tokens"], scheduled, began, began + document["decode_s"]
+    )
+    served.output, served.preemptions = output, document["preemptions"]
+    if len(times) == output:  # every step of it is in the log
+        served.gaps = np.diff(times).astype(np.float32)
+    elif output > 1:
+        served.gaps = np.full(output - 1, document["decode_s"] / (output - 1), dtype=np.float32)
+    return served
+
+
+def token_times(steps: Sequence[Document]) -> dict[int, list[float]]:
+    """When each request got its tokens: at the end of the last step that read its prompt, and of each that wrote."""
+    found: dict[int, list[float]] = {}
+    for step in steps:
+        end = step["time"] + step["seconds"]
+        for lane in step["lanes"]:
+            times = found.setdefault(lane["request"], [])
+            if lane["stage"] == "prefill":
+                times.clear()
+            times.append(end)
+    return found
+
+
+def rates_of(log: Sequence[Step], deployment: Deployment) -> Rates:
+    """Fitted to the log, starting from the best that its steps reached."""
+    settings = deployment.settings
+    useful = [step for step in log if step.seconds > 0 and step.pieces]
+    if len(useful) < FEWEST_STEPS:
+        return UNKNOWN
+    line = Roofline(deployment.model, settings.layout, UNKNOWN)
+    return with_between(fit(useful, deployment.model, settings.layout, reached(useful, line)), useful)
+
+
+def reached(log: Sequence[Step], line: Roofline) -> Rates:
+    """The most bytes and FLOPs a second of any logged step: nothing here is faster than what has been seen."""
+    bandwidth = compute = 0.0
+    for step in log:
+        chunks = [(piece.start, piece.count) for piece in step.chunks]
+        contexts = [piece.start + 1 for piece in step.streams]
+        compute = max(compute, line.flops(chunks, contexts, step.sampled) / step.seconds)
+        bandwidth = max(bandwidth, line.bytes(chunks, contexts, step.sampled) / step.seconds)
+    quickest = min(step.seconds for step in log)
+    return Rates(bandwidth, compute, bandwidth, compute / 2, 0.1 * quickest, 0.005 * quickest, source="recorded steps")

@@ -1,0 +1,143 @@
+// The batch as lanes: a row for each request, blue where it reads a chunk of its prompt, orange where it writes.
+
+import { byId, colour, count, seconds } from "./format.js";
+import { serverNow, state, stepsSince } from "./store.js";
+
+const WINDOW = 30;
+const GUTTER = 44;
+const AXIS = 20;
+const MOST = 40;
+
+let drawn = [];
+
+// Requests of the window with their stretches; consecutive tokens of one stream are one stretch.
+export function collect(steps, arrivals, now) {
+  const requests = new Map();
+  const begin = now - WINDOW;
+  for (const step of steps) {
+    const end = step.time + step.seconds;
+    for (const lane of step.lanes) {
+      let one = requests.get(lane.request);
+      if (!one) requests.set(lane.request, (one = { request: lane.request, queue: null, stretches: [], last: 0 }));
+      const before = one.stretches[one.stretches.length - 1];
+      if (before && lane.stage === "decode" && before.stage === "decode" && step.time - before.end < 0.05) {
+        before.end = end;
+        before.tokens += lane.tokens;
+        before.steps += 1;
+        before.longest = Math.max(before.longest, step.seconds);
+      } else {
+        one.stretches.push({ stage: lane.stage, begin: step.time, end, tokens: lane.tokens, start: lane.start, steps: 1, longest: step.seconds });
+      }
+      one.last = end;
+    }
+  }
+  for (const arrival of arrivals) {
+    const one = requests.get(arrival.request);
+    if (one && arrival.queue_s > 0.002) one.queue = { begin: arrival.time, end: arrival.time + arrival.queue_s };
+  }
+  const rows = [...requests.values()].filter((one) => one.last > begin);
+  rows.sort((a, b) => a.request - b.request);
+  return rows.slice(-MOST);
+}
+
+export function drawLanes() {
+  const canvas = byId("lanes");
+  const box = canvas.parentElement;
+  const ratio = window.devicePixelRatio || 1;
+  const width = box.clientWidth;
+  const height = box.clientHeight;
+  if (canvas.width !== Math.round(width * ratio) || canvas.height !== Math.round(height * ratio)) {
+    canvas.width = Math.round(width * ratio);
+    canvas.height = Math.round(height * ratio);
+  }
+  const pen = canvas.getContext("2d");
+  pen.setTransform(ratio, 0, 0, ratio, 0, 0);
+  pen.clearRect(0, 0, width, height);
+  const now = serverNow();
+  const rows = collect(stepsSince(now - WINDOW), state.arrivals, now);
+  const place = (moment) => GUTTER + ((moment - (now - WINDOW)) / WINDOW) * (width - GUTTER);
+  drawAxis(pen, width, height, now);
+  const pitch = Math.min(26, (height - AXIS - 4) / Math.max(6, rows.length));
+  const thick = Math.max(2, pitch - Math.min(5, pitch * 0.25));
+  drawn = [];
+  pen.font = "11px system-ui, sans-serif";
+  pen.textBaseline = "middle";
+  const bar = (row, stretch, top, kind) => {
+    const left = Math.max(GUTTER, place(stretch.begin));
+    const right = place(stretch.end);
+    if (right < GUTTER) return;
+    pen.fillStyle = colour(`${kind}-fill`);
+    pen.fillRect(left, top, Math.max(1, right - left - (kind === "prefill" ? 0.6 : 0)), thick);
+    drawn.push({ left, right: Math.max(right, left + 3), top, bottom: top + thick, kind, stretch, request: row.request });
+  };
+  rows.forEach((row, index) => {
+    const top = 2 + index * pitch;
+    if (pitch >= 11) {
+      pen.fillStyle = colour("soft");
+      pen.textAlign = "right";
+      pen.fillText(`#${row.request}`, GUTTER - 6, top + thick / 2);
+    }
+    if (row.queue) bar(row, row.queue, top, "queue");
+    for (const stretch of row.stretches) bar(row, stretch, top, stretch.stage);
+  });
+  canvas.dataset.rows = rows.length;
+  canvas.dataset.bars = drawn.length;
+  describe(rows, now);
+}
+
+function drawAxis(pen, width, height, now) {
+  pen.strokeStyle = colour("line");
+  pen.fillStyle = colour("soft");
+  pen.lineWidth = 1;
+  pen.font = "11px system-ui, sans-serif";
+  pen.textAlign = "center";
+  pen.textBaseline = "alphabetic";
+  for (let ago = 0; ago <= WINDOW; ago += 5) {
+    const x = Math.round(width - (ago / WINDOW) * (width - GUTTER)) - 0.5;
+    pen.beginPath();
+    pen.moveTo(x, 0);
+    pen.lineTo(x, height - AXIS);
+    pen.stroke();
+    if (ago && ago < WINDOW) pen.fillText(`−${ago} s`, x, height - 5);
+  }
+  pen.textAlign = "right";
+  pen.fillText("now", width - 2, height - 5);
+}
+
+let described = 0;
+
+function describe(rows, now) {
+  if (now - described < 1) return;
+  described = now;
+  const writing = rows.filter((row) => row.last > now - 1 && row.stretches.at(-1).stage === "decode").length;
+  const waiting = state.steps.length ? state.steps.at(-1).waiting : 0;
+  const text = rows.length
+    ? `${count(rows.length)} ${rows.length === 1 ? "request" : "requests"} in the last 30 seconds; ${count(writing)} ${writing === 1 ? "stream is" : "streams are"} being written, ${count(writing ? waiting : 0)} waiting.`
+    : "No request ran in the last 30 seconds.";
+  if (byId("lanes-text").textContent !== text) byId("lanes-text").textContent = text;
+}
+
+export function watchPointer() {
+  const canvas = byId("lanes");
+  const tip = byId("lanes-tip");
+  canvas.addEventListener("pointermove", (event) => {
+    const box = canvas.getBoundingClientRect();
+    const x = event.clientX - box.left;
+    const y = event.clientY - box.top;
+    const found = drawn.findLast((one) => x >= one.left - 1 && x <= one.right + 1 && y >= one.top && y <= one.bottom);
+    tip.hidden = !found;
+    if (!found) return;
+    tip.textContent = words(found);
+    const room = box.width - tip.offsetWidth - 8;
+    tip.style.left = `${Math.max(0, Math.min(room, x + 12))}px`;
+    tip.style.top = `${Math.max(0, found.top - 28)}px`;
+  });
+  canvas.addEventListener("pointerleave", () => { tip.hidden = true; });
+}
+
+function words({ kind, stretch, request }) {
+  const took = seconds(stretch.end - stretch.begin);
+  if (kind === "queue") return `#${request} waited ${took}`;
+  if (kind === "prefill") return `#${request} read ${stretch.tokens} tokens from position ${stretch.start} in ${took}`;
+  return `#${request} wrote ${stretch.tokens} tokens in ${took}, the longest step ${seconds(stretch.longest)}`;
+}
