@@ -11,7 +11,14 @@ import httpx
 import openai
 import pytest
 
+from tests import tiny
+from tests.serve.conftest import TEMPLATE
 from tests.serve.server import KEY, Server, events
+from twostroke.engine.answer import StreamEvent
+from twostroke.serve.constrain import bind
+from twostroke.serve.protocol.chat import ChatRequest
+from twostroke.serve.reading import CONTENT, REASONING, Reader
+from twostroke.text.tokenizer import from_folder
 
 SCHEMA = {
     "type": "object",
@@ -163,6 +170,26 @@ def test_a_form_in_a_stream(client: httpx.Client) -> None:
     assert is_person(text)
 
 
+def test_what_a_grammar_binds_is_all_answer(tmp_path: Path) -> None:
+    """A model that may think aloud does not when its answer has a form: marks in a string of JSON are text."""
+    folder = tiny.tiny_llama(tmp_path / "thinks")
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": TEMPLATE + "<think></think>"}))
+    tokenizer = from_folder(folder)
+    text = '{"a": "<think>no</think>"}'
+
+    def read(**more: object) -> Reader:
+        request = ChatRequest.model_validate({"messages": [{"role": "user", "content": "hi"}], **more})
+        reader = bind(tokenizer, request).reader("<|im_start|>assistant\n<think>")
+        reader.push(StreamEvent(text, (1,), "stop", 0))
+        return reader
+
+    assert read().text(CONTENT) != text and read().text(REASONING)
+    assert read(response_format={"type": "json_object"}).text(CONTENT) == text
+    forced = bind(tokenizer, ChatRequest.model_validate({**CHAT, "tools": [TOOL], "tool_choice": "required"}))
+    assert forced.grammar is not None and not forced.reasons
+
+
 @pytest.mark.slow
 def test_qwen_calls_a_tool(tmp_path: Path) -> None:
     """A model that was trained for it decides by itself."""
@@ -184,5 +211,17 @@ def test_qwen_calls_a_tool(tmp_path: Path) -> None:
         answer = ai.chat.completions.create(**settings, tool_choice="required").choices[0]
         assert answer.finish_reason == "tool_calls"
         assert json.loads(answer.message.tool_calls[0].function.arguments)["city"].startswith("Paris")
+        own = ai.chat.completions.create(**settings).choices[0]  # auto: it may, and does
+        assert own.finish_reason == "tool_calls" and own.message.tool_calls[0].function.name == "get_weather"
+        assert json.loads(own.message.tool_calls[0].function.arguments)["city"].startswith("Paris")
+        name, arguments = "", ""
+        for chunk in ai.chat.completions.create(**settings, stream=True):
+            for piece in (chunk.choices[0].delta.tool_calls or []) if chunk.choices else []:
+                name += piece.function.name or ""
+                arguments += piece.function.arguments
+        assert (name, arguments) == ("get_weather", own.message.tool_calls[0].function.arguments)
+        greeting = [{"role": "user", "content": "Say hello."}]
+        plain = ai.chat.completions.create(**{**settings, "messages": greeting}).choices[0]
+        assert plain.finish_reason in ("stop", "length") and plain.message.content and not plain.message.tool_calls
     finally:
         server.stop()

@@ -10,6 +10,7 @@ import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from schemathesis import GenerationMode
 
 from tests.serve.server import HEADERS, Server
 from twostroke.serve.app import ROUTES
@@ -90,15 +91,17 @@ def test_anything_at_all(fuzzed: Server) -> None:
         run()
 
 
-def test_what_the_description_allows(fuzzed: Server) -> None:
-    """Schemathesis reads the server's own OpenAPI document and sends what it says is right."""
+@pytest.mark.parametrize("examples", [5, pytest.param(150, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE], ids=["allowed", "not allowed"])
+def test_what_the_description_says(fuzzed: Server, mode: GenerationMode, examples: int) -> None:
+    """Schemathesis reads the server's own OpenAPI document and sends what it allows, and what it does not."""
     with fuzzed.client() as client:
         schema = schemathesis.openapi.from_dict(client.get("/openapi.json").json())
         for result in schema.get_all_operations():
             operation = result.ok()
 
-            @settings(QUICK, max_examples=5)
-            @given(operation.as_strategy())
+            @settings(QUICK, max_examples=examples)
+            @given(operation.as_strategy(generation_mode=mode))
             def run(case: schemathesis.Case) -> None:
                 response = case.call(base_url=fuzzed.url, headers=HEADERS, timeout=60)
                 assert response.status_code < 500 or response.status_code == 503, response.text

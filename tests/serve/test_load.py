@@ -20,7 +20,7 @@ from tests.serve.server import KEY, Server, events, wait_until
 
 LIMITS = (
     "import twostroke.serve.listen as l, twostroke.engine.aio as a; "
-    "l.SEND_BUFFER = 4096; l.STALL_SECONDS = 3.0; l.MAX_CONNECTIONS = 100; l.HEADER_SECONDS = 1.5; a.MAX_UNREAD = 500"
+    "l.SEND_BUFFER = 4096; l.STALL_SECONDS = 5.0; l.MAX_CONNECTIONS = 100; l.HEADER_SECONDS = 3.0; a.MAX_UNREAD = 500"
 )
 
 
@@ -65,7 +65,7 @@ def test_a_flood_is_refused_quickly_and_harms_nobody(small: Server) -> None:
     assert len(refused) >= 40 and all(answer.status_code in (200, 429) for answer in answers)
     assert all(1 <= int(answer.headers["retry-after"]) <= 120 for answer in refused)
     took = [float(answer.headers["server-timing"].partition("dur=")[2]) for answer in refused]
-    assert statistics.quantiles(took, n=20)[-1] < 50.0  # milliseconds at p95: 10 where nothing else runs
+    assert statistics.quantiles(took, n=20)[-1] < 10.0  # milliseconds at p95
     assert max(gaps) < 2.0
     small.assert_no_blocks_held()
 

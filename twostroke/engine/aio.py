@@ -8,11 +8,12 @@ error. Closing a stream (a client that went away) ends what is left of it within
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -22,11 +23,14 @@ from twostroke.engine.answer import Answer, StreamEvent
 from twostroke.engine.arrivals import Arrivals
 from twostroke.engine.intake import Intake, open_tokenizer
 from twostroke.engine.process import EngineError, Patience, Supervisor
-from twostroke.errors import ConfigError
+from twostroke.errors import ConfigError, TwostrokeError
 from twostroke.metrics.counts import Counts
 from twostroke.metrics.steplog import Step
 from twostroke.metrics.timeline import Timeline
+from twostroke.run.grammar import Words
+from twostroke.run.grammar_check import GrammarChecker
 from twostroke.sampling import SamplingParams
+from twostroke.text.tokenizer import Tokenizer
 from twostroke.types import Event, FinishReason, TokenLogprobs
 from twostroke.weights.checkpoint import open_checkpoint
 from twostroke.weights.describe import checkpoint_bytes, load_arch
@@ -151,10 +155,12 @@ class AsyncEngine:
         observer: Observer | None = None,
         patience: Patience | None = None,
     ):
-        checkpoint = open_checkpoint(path)
-        self.arch = load_arch(checkpoint)
-        self.weight_bytes = checkpoint_bytes(checkpoint)
-        self.tokenizer = open_tokenizer(checkpoint)
+        self.checkpoint = open_checkpoint(path)
+        self.arch = load_arch(self.checkpoint)
+        self.weight_bytes = checkpoint_bytes(self.checkpoint)
+        self.tokenizer: Tokenizer  # both are made while the engine process starts
+        self.grammars: GrammarChecker
+        self._opening: Future[None]
         self.clock = time.monotonic
         self.max_queue = max_queue
         self.queue_reason = "given at the start"
@@ -177,7 +183,26 @@ class AsyncEngine:
         self._checker = ThreadPoolExecutor(1, thread_name_prefix="grammar")
 
     async def start(self) -> wire.Ready:
-        return await self.supervisor.start()
+        """Start the engine process, and read the tokenizer meanwhile."""
+        self._opening = self._checker.submit(self._open)
+        starting = asyncio.ensure_future(self.supervisor.start())
+        try:
+            await asyncio.wrap_future(self._opening)
+        except BaseException:
+            starting.cancel()
+            raise
+        return await starting
+
+    def _open(self) -> None:
+        self.tokenizer = open_tokenizer(self.checkpoint)
+        self.grammars = GrammarChecker(Words(self.tokenizer, self.arch.vocab).as_message)
+        if self.tokenizer.chat is not None:
+            with contextlib.suppress(TwostrokeError):  # compiles it; one that is broken is refused when it is used
+                self.tokenizer.chat.render([{"role": "user", "content": "Hello"}])
+
+    def warm_grammars(self) -> None:
+        """Start the process that tries grammars, in a thread, so that the first caller need not wait for it."""
+        self._checker.submit(self.grammars.warm)
 
     async def stop(self, seconds: float = 2.0) -> None:
         await self.supervisor.stop(seconds)
@@ -306,7 +331,8 @@ class AsyncEngine:
             self.max_queue = 4 * settings.max_requests
             self.queue_reason = "four times max_requests at the start"
         if self.supervisor.restarts == 0:
-            self.intake = Intake(self.tokenizer, settings, self.arch.vocab)
+            self._opening.result()  # done long before: the process had torch to import
+            self.intake = Intake(self.tokenizer, settings, self.arch.vocab, self.grammars)
         self.intake.settings = settings  # ids go on from where they were
         self.admission = Admission(settings, self.max_queue, self.clock)
         self.counts = Counts(blocks_total=settings.kv_blocks, blocks_free=settings.kv_blocks)

@@ -93,9 +93,7 @@ class Worker:
         self.channel = channel
         self.core = engine.core
         self.settings = engine.settings
-        compiler = engine.intake.grammars
-        assert isinstance(compiler, GrammarCompiler), "this process has the model: it compiles its grammars itself"
-        self.grammars = GrammarQueue(compiler, channel.ring)
+        self.grammars = GrammarQueue(compiler_of(engine), channel.ring)
         self.requests: dict[int, Request] = {}
         self.told: dict[int, wire.Facts] = {}  # facts of each request's timeline as last reported
         self.steps = 0
@@ -193,6 +191,12 @@ class Worker:
         )  # fmt: skip
 
 
+def compiler_of(engine: Engine) -> GrammarCompiler:
+    compiler = engine.intake.grammars
+    assert isinstance(compiler, GrammarCompiler), "this process has the model: it compiles its grammars itself"
+    return compiler
+
+
 def beat(channel: Channel, worker: Worker) -> None:
     """Says from a thread of its own that the process runs, so that one that is stopped can be told from a long step."""
     while True:
@@ -221,6 +225,8 @@ def start(channel: Channel, hello: wire.Hello) -> tuple[Engine, wire.Ready]:
     engine = build_engine(hello.model, make_config(**hello.settings), clock, load_progress=moved, stage=stage)
     stage("warm up")
     longest = warm_up(engine)
+    stage("grammars")
+    compiler_of(engine).warm()
     times.append(("", clock()))
     seconds = {name: after - began for (name, began), (_, after) in pairwise(times)}
     return engine, wire.Ready(engine.settings, seconds, longest)

@@ -43,7 +43,7 @@ def bind(tokenizer: Tokenizer, request: Constraints) -> Binding:
     """For conversations: forms and tools."""
     source = tokenizer.chat.source if tokenizer.chat is not None else None
     grammar = grammar_of(request)
-    reasons = has_reasoning(source)
+    reasons = has_reasoning(source) and grammar is None  # what a grammar binds is all answer, whatever it contains
     try:
         tools = read_tools([tool.model_dump(exclude_none=True) for tool in request.tools or ()])
         choice = read_choice(plain_choice(request), tools)
@@ -57,7 +57,7 @@ def bind(tokenizer: Tokenizer, request: Constraints) -> Binding:
     if grammar is not None:
         raise bad_request("response_format, regex and grammar do not go together with tools.", "tools")
     if choice.forced:
-        grammar = forced(tools, choice, form, tokenizer, request.parallel_tool_calls is not False)
+        grammar, reasons = forced(tools, choice, form, tokenizer, request.parallel_tool_calls is not False), False
     given = [tool.model_dump(exclude_none=True) for tool in request.tools or ()]
     return Binding(grammar, given, form, frozenset(t.name for t in tools), reasons, marker_ids(tokenizer, form))
 

@@ -7,7 +7,6 @@ second one goes at once. Either way the engine process goes with us and the exit
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ipaddress
 import logging
 import signal
@@ -21,7 +20,6 @@ from typing import Any
 from twostroke.engine.aio import AsyncEngine
 from twostroke.engine.process import Patience
 from twostroke.engine.wire import Ready
-from twostroke.errors import TwostrokeError
 from twostroke.metrics.registry import Metrics
 from twostroke.serve.app import App
 from twostroke.serve.auth import Keys
@@ -59,14 +57,14 @@ class Server:
         self._take_signals()
         metrics = Metrics(self.options.name)
         engine = await asyncio.to_thread(self._open, metrics)
-        opened = time.monotonic()
         service = Service(engine, self.options.name, Keys(self.options.keys), metrics)
         listener = make_listener(App(service))
         listening = asyncio.create_task(listener.serve(sockets=[sock]))
         try:
             ready = await self._load(engine)
             if ready is not None:
-                self._announce(sock, ready, opened - began, time.monotonic() - began)
+                engine.warm_grammars()
+                self._announce(sock, ready, time.monotonic() - began)
                 await self._until_stopped(listening)
                 await self._drain(service)
         finally:
@@ -74,13 +72,9 @@ class Server:
 
     def _open(self, metrics: Metrics) -> AsyncEngine:
         options = self.options
-        engine = AsyncEngine(
+        return AsyncEngine(
             options.path, options.settings, max_queue=options.max_queue, observer=metrics, patience=options.patience
         )
-        if engine.tokenizer.chat is not None:
-            with contextlib.suppress(TwostrokeError):  # compiles it; one that is broken is refused when it is used
-                engine.tokenizer.chat.render([{"role": "user", "content": "Hello"}])
-        return engine
 
     async def _load(self, engine: AsyncEngine) -> Ready | None:
         """Until the engine is warm; None when we are told to go first."""
@@ -129,13 +123,12 @@ class Server:
 
     # ---- what people see -------------------------------------------------------------------------------------------
 
-    def _announce(self, sock: socket.socket, ready: Ready, opened: float, total: float) -> None:
-        stages = {"tokenizer": opened, **{name: seconds for name, seconds in ready.seconds.items() if name != "open"}}
-        rest = total - sum(stages.values())
-        parts = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in stages.items())
+    def _announce(self, sock: socket.socket, ready: Ready, total: float) -> None:
+        rest = total - sum(ready.seconds.values())
+        parts = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in ready.seconds.items())
         for name, reason in sorted(ready.settings.reasons.items()):
             self.say(f"  {name} = {getattr(ready.settings, name)}: {reason}")
-        self.say(f"ready after {total:.2f} s: {parts}, processes and imports {rest:.2f} s")
+        self.say(f"ready after {total:.2f} s: processes and imports {rest:.2f} s, {parts}")
         host, port = sock.getsockname()[:2]
         if not self.options.keys and not is_loopback(host):
             self.say(f"WARNING: anybody who reaches {host} may use this server: set --api-key or --api-key-file")
