@@ -1,14 +1,22 @@
-"""Decode and prefill on this CPU beside llama.cpp on the same files, and beside what memory allows.
+"""Decode, prefill, long context, serving and memory on this CPU, beside other engines and beside what it allows.
 
-    python -m benchmarks.cpu --llama BUILD/bin [--q4 smollm2-q4_0.gguf] [--q4-pure smollm2-q4_0-pure.gguf]
+    python -m benchmarks.cpu --llama BUILD/bin --q4 smol-q4_0.gguf --q4-pure smol-q4_0-pure.gguf \\
+        --onnx smol-ort-int4 --onnx-python PEER/bin/python --scratch FOLDER
+
+About 22 minutes for 5 rounds on two cores; `--parts` chooses among default, context, http and 1b. The machine must be
+quiet: llama.cpp's threads spin, and a neighbour costs it far more than it costs others.
 
 BUILD is a native build of llama.cpp (the source package of llama-cpp-python carries it; GGML_NATIVE=ON, targets
-llama-bench, llama-batched-bench, llama-quantize). The 4-bit files are made from the default model's file:
+llama-bench, llama-batched-bench, llama-server, llama-quantize). The other files are made once, from the default model:
 
-    llama-quantize --allow-requantize        smollm2-135m.gguf smollm2-q4_0.gguf Q4_0
-    llama-quantize --allow-requantize --pure smollm2-135m.gguf smollm2-q4_0-pure.gguf Q4_0
+    llama-quantize --allow-requantize        smollm2-135m.gguf smol-q4_0.gguf Q4_0
+    llama-quantize --allow-requantize --pure smollm2-135m.gguf smol-q4_0-pure.gguf Q4_0
+    python -m benchmarks.peers smol-float                        # the dequantized weights as a transformers folder
+    python -m onnxruntime_genai.models.builder -i smol-float -o smol-ort-int4 -p int4 -e cpu \\
+        --extra_options int4_accuracy_level=4 int4_block_size=32  # pip: onnxruntime-genai onnx onnx_ir
 
-Engines take turns within each round; medians over the rounds. llama.cpp has flash attention on. The last line is JSON.
+The 1B-class files are written into --scratch on first use (2 GB). Engines take turns within each round; medians over
+the rounds. Results: benchmarks/results/cpu-<machine>.json and .png; the last line is the JSON.
 """
 
 from __future__ import annotations
@@ -16,106 +24,161 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import random
-import subprocess
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
+from benchmarks.cpu_engines import THREADS, Engine, Llama, Onnx, Ours, Transformers
+from benchmarks.cpu_http import served
+from benchmarks.cpu_limits import dot_peaks, floors, read_bandwidth
+from benchmarks.cpu_plot import plot
+from benchmarks.cpu_random import write_random
 from benchmarks.machine import describe
-from twostroke import LLM, SamplingParams
-from twostroke.hardware import usable_cores
 from twostroke.weights.catalog import DEFAULT, fetch
 
 HERE = Path(__file__).parent
-VOCAB = 49_000
-THREADS = usable_cores()
-
-
-def prompt(length: int, seed: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(VOCAB) for _ in range(length)]
-
-
-def greedy(tokens: int) -> SamplingParams:
-    return SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
-
-
-class Ours:
-    """tokens/s of this engine through its Python face, bookkeeping and sampling included."""
-
-    def __init__(self, path: Path, **settings: Any):
-        self.llm = LLM(path, prefix_cache=False, **settings)
-
-    def decode(self, batch: int, context: int, tokens: int) -> float:
-        prompts = [prompt(context, seed) for seed in range(batch)]
-        outputs = self.llm.generate(prompts, greedy(tokens))
-        last_start = max(out.timeline.token_times[0] for out in outputs)  # from here on all of them decode
-        first_end = min(out.timeline.token_times[-1] for out in outputs)
-        written = sum(last_start < moment <= first_end for out in outputs for moment in out.timeline.token_times)
-        return written / (first_end - last_start)
-
-    def prefill(self, length: int) -> float:
-        return length / self.llm.generate([prompt(length, length)], greedy(1))[0].timeline.prefill
-
-
-class Llama:
-    """llama.cpp's own benchmarks."""
-
-    def __init__(self, folder: Path, model: Path):
-        self.folder, self.model = folder, model
-
-    def _run(self, tool: str, *arguments: str) -> list[dict[str, Any]]:
-        command = [str(self.folder / tool), "-m", str(self.model), "-t", str(THREADS), "-fa", "1", *arguments]
-        output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        return [json.loads(line) for line in output.splitlines() if line.startswith("{")]
-
-    def decode(self, batch: int, context: int, tokens: int) -> float:
-        if batch == 1:
-            depth = ("-d", str(context)) if context > 64 else ()
-            rows = self._run("llama-bench", "-p", "0", "-n", str(tokens), *depth, "-r", "1", "-o", "jsonl")
-            return float(rows[0]["avg_ts"])
-        sizes = (
-            "-npp",
-            str(context),
-            "-ntg",
-            str(tokens),
-            "-npl",
-            str(batch),
-            "-c",
-            str(batch * (context + tokens + 8)),
-        )
-        return float(self._run("llama-batched-bench", *sizes, "--output-format", "jsonl")[0]["speed_tg"])
-
-    def prefill(self, length: int) -> float:
-        rows = self._run(
-            "llama-bench", "-p", str(length), "-n", "0", "-b", "2048", "-ub", "512", "-r", "1", "-o", "jsonl"
-        )
-        return float(rows[0]["avg_ts"])
-
-
-MEASURES: dict[str, Any] = {
-    "decode_1": lambda engine: engine.decode(1, 32, 96),
+Call = Callable[[], float]
+Medians = dict[str, dict[str, float]]  # measure -> engine -> tokens/s
+MEASURES: dict[str, Callable[[Engine], float]] = {
+    "decode_1": lambda engine: engine.decode(1, 32, 96, repeats=3),
     "decode_16": lambda engine: engine.decode(16, 32, 64),
-    "prefill_512": lambda engine: engine.prefill(512),
+    "prefill_512": lambda engine: engine.prefill(512, repeats=2),
     "prefill_2048": lambda engine: engine.prefill(2048),
-    "decode_1_context_4096": lambda engine: engine.decode(1, 4096, 32),
 }
+DEEP = "decode_1_context_4096"
+SERVED = "served_http_16"
+LIMITS = {  # ours over the best peer, what must be reached
+    "decode_1": 1.15, "decode_1, 4 bits": 1.3, "decode_16": 1.25, "prefill_512": 1.2, "prefill_2048": 1.25, DEEP: 1.3,
+    SERVED: 1.3,
+}  # fmt: skip
 
 
-def read_bandwidth(seconds: float = 2.0) -> float:
-    """GB/s of reading memory that no cache holds, all cores."""
-    data = torch.ones(1 << 28)  # 1 GiB
-    best, end = 0.0, time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        start = time.perf_counter()
-        data.sum()
-        best = max(best, data.nbytes / (time.perf_counter() - start) / 1e9)
-    return best
+class Plan:
+    """Everything that one round measures, and the engines that must stay loaded for it."""
+
+    def __init__(self, args: argparse.Namespace):
+        self.args, self.shipped = args, fetch(DEFAULT)
+        self.calls: dict[str, dict[str, Call]] = defaultdict(dict)
+        self.ours: dict[str, Ours] = {}
+        self.memory: dict[str, list[float]] = defaultdict(list)
+        for part in args.parts:
+            {"default": self.default, "context": self.context, "http": self.http, "1b": self.billion}[part]()
+
+    def our(self, name: str, path: Path, **settings: Any) -> Ours:
+        if name not in self.ours:
+            self.ours[name] = Ours(path, **settings)
+        return self.ours[name]
+
+    def add(self, measure: str, name: str, engine: Engine, work: Callable[[Engine], float]) -> None:
+        self.calls[measure][name] = lambda: work(engine)
+
+    def default(self) -> None:
+        args = self.args
+        engines: dict[str, Engine] = {
+            "twostroke, shipped file": self.our("twostroke, shipped file", self.shipped),
+            "llama.cpp, shipped file": Llama(args.llama, self.shipped),
+        }
+        if args.q4:
+            engines["llama.cpp, Q4_0"] = Llama(args.llama, args.q4)
+        if args.q4_pure:
+            engines["twostroke, Q4_0 pure"] = self.our("twostroke, Q4_0 pure", args.q4_pure)
+            engines["llama.cpp, Q4_0 pure"] = Llama(args.llama, args.q4_pure)
+        if args.onnx:
+            engines["ONNX Runtime GenAI int4"] = Onnx(args.onnx_python, args.onnx)
+        engines["transformers, float32"] = Transformers(self.shipped)
+        for measure, work in MEASURES.items():
+            for name, engine in engines.items():
+                if measure != "prefill_2048" or name != "llama.cpp, shipped file":  # half a minute, and never the best
+                    self.add(measure, name, engine, work)
+
+    def context(self) -> None:
+        """The peers on their fastest file, llama.cpp with flash attention and without: which is better depends."""
+        args = self.args
+        engines: dict[str, Engine] = {
+            "twostroke, shipped file": self.our("twostroke, shipped file", self.shipped),
+            "twostroke, shipped file, KV int8": self.our("KV int8", self.shipped, kv_dtype="int8"),
+            "twostroke, shipped file, KV int4": self.our("KV int4", self.shipped, kv_dtype="int4"),
+        }
+        best = args.q4_pure or args.q4 or self.shipped
+        for flash in (True, False):
+            engines[f"llama.cpp, {best.stem}, flash attention {'on' if flash else 'off'}"] = Llama(
+                args.llama, best, flash
+            )
+        if args.onnx:
+            engines["ONNX Runtime GenAI int4"] = Onnx(args.onnx_python, args.onnx)
+        for name, engine in engines.items():
+            self.add(DEEP, name, engine, lambda engine: engine.decode(1, 4096, 32))
+
+    def http(self) -> None:
+        def call(name: str) -> float:
+            found = served(name, self.args.llama)
+            self.memory[name].append(found["peak_memory_mb"])
+            return found["output_tokens_per_s"]
+
+        for name in ("twostroke", "llama.cpp"):
+            self.calls[SERVED][name] = lambda name=name: call(name)  # type: ignore[misc]
+
+    def billion(self) -> None:
+        for kind in ("q4_0", "q8_0"):
+            path = write_random(self.args.scratch / f"random-1b-{kind}.gguf", kind)
+            for name, engine in (
+                ("twostroke", self.our(f"1b {kind}", path, max_model_len=1024, max_requests=4)),
+                ("llama.cpp", Llama(self.args.llama, path)),
+            ):
+                self.add(f"1b_{kind}_decode_1", name, engine, lambda engine: engine.decode(1, 32, 24))
+                self.add(f"1b_{kind}_prefill_512", name, engine, lambda engine: engine.prefill(512))
+
+
+def run(plan: Plan, rounds: int) -> Medians:
+    found: dict[str, dict[str, list[float]]] = {m: {name: [] for name in calls} for m, calls in plan.calls.items()}
+    began = time.perf_counter()
+    for number in range(rounds):
+        for measure, calls in plan.calls.items():
+            for name, call in calls.items():
+                found[measure][name].append(call())
+                gc.collect()
+                minutes = (time.perf_counter() - began) / 60
+                print(f"{minutes:5.1f} min  round {number + 1}/{rounds}  {measure:22} {name:44}"
+                      f" {found[measure][name][-1]:8.1f}", flush=True)  # fmt: skip
+    return {m: {name: median(values) for name, values in rows.items()} for m, rows in found.items()}
+
+
+def ratios(medians: Medians) -> dict[str, float]:
+    """Ours over the best peer; on the shipped file also over llama.cpp on the same file, and with 4 bits throughout."""
+    found = {}
+    for measure, rows in medians.items():
+        peers = {name: value for name, value in rows.items() if not name.startswith("twostroke")}
+        mine = {name: value for name, value in rows.items() if name.startswith("twostroke")}
+        if not peers or not mine:
+            continue
+        first = next(iter(mine.values()))
+        found[measure] = first / max(peers.values())
+        if "llama.cpp, shipped file" in peers:
+            found[f"{measure}, the same file"] = first / peers["llama.cpp, shipped file"]
+        if "twostroke, Q4_0 pure" in mine:
+            found[f"{measure}, 4 bits"] = mine["twostroke, Q4_0 pure"] / max(peers.values())
+        if "twostroke, shipped file, KV int8" in mine:
+            found[f"{measure}, KV int8 over float16"] = mine["twostroke, shipped file, KV int8"] / first
+    return found
+
+
+def limits(plan: Plan) -> dict[str, Any]:
+    bandwidth, peaks = read_bandwidth(), dot_peaks()
+    peak = max(peaks.values())
+    named = {name: engine.llm for name, engine in plan.ours.items() if "KV" not in name}
+    return {
+        "read_bandwidth_gb_s": bandwidth / 1e9,
+        "int8_dot_gop_s": {name: value / 1e9 for name, value in peaks.items()},
+        "floor_tokens_per_s": {
+            name: floors(llm.arch, llm.engine.core.runner.model.weight_bytes(), bandwidth, peak)
+            for name, llm in named.items()
+        },
+    }
 
 
 def main() -> None:
@@ -123,77 +186,39 @@ def main() -> None:
     parser.add_argument("--llama", type=Path, required=True, help="folder of llama.cpp's programs")
     parser.add_argument("--q4", type=Path, help="the default model requantized to Q4_0")
     parser.add_argument("--q4-pure", type=Path, help="the same, the head too")
+    parser.add_argument("--onnx", type=Path, help="folder written by ONNX Runtime GenAI's model builder")
+    parser.add_argument("--onnx-python", type=Path, default=Path("python"), help="a Python that has onnxruntime-genai")
+    parser.add_argument("--scratch", type=Path, default=Path("."), help="where the random 1B-class files go")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--measures", nargs="*", default=list(MEASURES))
+    parser.add_argument(
+        "--parts", nargs="*", default=["default", "context", "http", "1b"], choices=["default", "context", "http", "1b"]
+    )
+    parser.add_argument("--output", type=Path, help="the JSON's path; the plot lies beside it")
     args = parser.parse_args()
-    shipped = fetch(DEFAULT)
     torch.set_num_threads(THREADS)
-    bandwidth = read_bandwidth()
-    engines: dict[str, Any] = {
-        "twostroke, shipped file": Ours(shipped),
-        "llama.cpp, shipped file": Llama(args.llama, shipped),
-    }
-    if args.q4:
-        engines["llama.cpp, Q4_0"] = Llama(args.llama, args.q4)
-    if args.q4_pure:
-        engines["twostroke, Q4_0 pure"] = Ours(args.q4_pure)
-        engines["llama.cpp, Q4_0 pure"] = Llama(args.llama, args.q4_pure)
-    engines["twostroke, shipped file, KV int8"] = Ours(shipped, kv_dtype="int8")
-    found: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in engines}
-    for number in range(args.rounds):
-        for measure in args.measures:
-            for name, engine in engines.items():
-                if "KV" in name and "context" not in measure:
-                    continue
-                found[name][measure].append(MEASURES[measure](engine))
-                gc.collect()
-        print(f"round {number + 1} of {args.rounds} done", flush=True)
-    medians = {name: {m: median(values) for m, values in rows.items()} for name, rows in found.items()}
-    table(medians, args.measures)
+    plan = Plan(args)
+    machine = limits(plan)
+    medians = run(plan, args.rounds)
+    reached = ratios(medians)
+    memory = {name: median(values) for name, values in plan.memory.items()}
     result = {
         "machine": describe(),
         "command": "python -m benchmarks.cpu",
         "threads": THREADS,
         "rounds": args.rounds,
-        "read_bandwidth_gb_s": bandwidth,
-        "decode_1_floor_tokens_per_s": floors(bandwidth, engines),
+        **machine,
         "tokens_per_s": medians,
-        "ratios": ratios(medians, args.measures),
+        "peak_memory_mb": memory,
+        "ratios": reached,
+        "within": {name: reached[name] >= limit for name, limit in LIMITS.items() if name in reached}
+        | ({"peak_memory": memory["twostroke"] <= memory["llama.cpp"] + 300} if memory else {}),
     }
-    path = HERE / "results" / f"cpu-{result['machine']['machine']}.json"
+    path = args.output or HERE / "results" / f"cpu-{describe()['machine']}.json"
     path.write_text(json.dumps(result, indent=2) + "\n")
+    plot(result, path.with_suffix(".png"))
+    for name, ratio in reached.items():
+        print(f"{name:44} {ratio:6.2f} x" + (f"   must {LIMITS[name]}" if name in LIMITS else ""))
     print(json.dumps(result))
-
-
-def floors(bandwidth: float, engines: dict[str, Any]) -> dict[str, float]:
-    """Tokens/s if a step did nothing but read the weights once."""
-    return {
-        name: bandwidth * 1e9 / engine.llm.engine.core.runner.model.weight_bytes()
-        for name, engine in engines.items()
-        if isinstance(engine, Ours) and "KV" not in name
-    }
-
-
-def ratios(medians: dict[str, dict[str, float]], measures: list[str]) -> dict[str, float]:
-    """Ours on the shipped file over the same file, and over the best of all peers; 4 bits throughout likewise."""
-    found = {}
-    for measure in measures:
-        peers = {name: rows[measure] for name, rows in medians.items() if name.startswith("llama") and measure in rows}
-        ours = medians["twostroke, shipped file"][measure]
-        found[f"{measure}: shipped over the same file"] = ours / peers["llama.cpp, shipped file"]
-        found[f"{measure}: shipped over the best peer"] = ours / max(peers.values())
-        if "twostroke, Q4_0 pure" in medians:
-            found[f"{measure}: 4 bits over the best peer"] = medians["twostroke, Q4_0 pure"][measure] / max(
-                peers.values()
-            )
-    return found
-
-
-def table(medians: dict[str, dict[str, float]], measures: list[str]) -> None:
-    width = max(map(len, medians))
-    print(" " * width, *(f"{measure:>22}" for measure in measures))
-    for name, rows in medians.items():
-        print(f"{name:<{width}}", *(f"{rows[m]:22.1f}" if m in rows else " " * 22 for m in measures))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,20 @@
-"""Other engines on the same weights, for side-by-side measurements and for tests of equality."""
+"""Other engines on the same weights, for side-by-side measurements and for tests of equality.
+
+python -m benchmarks.peers FOLDER [MODEL.gguf]     # a llama's dequantized weights as a transformers folder
+"""
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
 
 import torch
 import transformers
 
 from twostroke.ops.formats import dequantize
+from twostroke.text.gguf_vocab import read_gguf
+from twostroke.weights.catalog import DEFAULT, fetch
 from twostroke.weights.checkpoint import open_checkpoint
 
 TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
@@ -60,3 +67,16 @@ def transformers_llama(path: Path) -> transformers.LlamaForCausalLM:
     model.load_state_dict(state, assign=True)
     model.model.rotary_emb = type(model.model.rotary_emb)(config)  # its buffers are computed, not loaded
     return model.eval()
+
+
+def export(path: Path, folder: Path) -> None:
+    """A folder that other engines' converters read: weights, configuration and tokenizer."""
+    transformers_llama(path).save_pretrained(folder)
+    vocabulary = read_gguf(open_checkpoint(path).config)
+    vocabulary.engine.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": vocabulary.names["eos_token"]}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+if __name__ == "__main__":
+    export(Path(sys.argv[2]) if len(sys.argv) > 2 else fetch(DEFAULT), Path(sys.argv[1]))

@@ -59,7 +59,7 @@ def command(name: str, llama: Path, context: int) -> list[str]:
 
 
 @contextmanager
-def server(name: str, llama: Path, context: int) -> Iterator[Target]:
+def started(name: str, llama: Path, context: int) -> Iterator[tuple[Target, subprocess.Popen[bytes]]]:
     ready = {"twostroke": "/health/ready", "llama.cpp": "/health"}[name]
     url = f"http://127.0.0.1:{PORT[name]}"
     process = subprocess.Popen(command(name, llama, context), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -70,7 +70,7 @@ def server(name: str, llama: Path, context: int) -> Iterator[Target]:
                 break
             except (urllib.error.URLError, OSError):
                 time.sleep(0.1)
-        yield Target(url, vocabulary=VOCAB)
+        yield Target(url, vocabulary=VOCAB), process
     finally:
         process.terminate()
         process.wait(30)
@@ -157,7 +157,7 @@ def main() -> None:
     for label, load in loads(args).items():
         found[label] = {}
         for name in ("llama.cpp", "twostroke"):
-            with server(name, args.llama, args.context) as target:
+            with started(name, args.llama, args.context) as (target, _):
                 measure(target, Load("warm up", load.arrivals[:2], closed=1))
                 found[label][name] = summary(measure(target, load), args.ttft, args.tpot)
             print(label, name, json.dumps(found[label][name]), flush=True)
