@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from twostroke.bench import html, report
+from twostroke.bench import html, plots, report
 from twostroke.bench.compare import compare as compare_runs
 from twostroke.bench.record import Run, load_runs, save
 from twostroke.bench.watch import over_http, watching
@@ -156,6 +156,7 @@ def levers(
     model: Model = DEFAULT,
     rounds: Annotated[int, typer.Option(help="Times that every variant is measured.")] = 3,
     json_out: Annotated[Path | None, typer.Option("--json", help="Write the table as JSON.")] = None,
+    svg_out: Annotated[Path | None, typer.Option("--svg", help="Write the table as a plot.")] = None,
     option: Settings = None,
 ) -> None:
     """Every lever off and on, on this machine and model, beside what textbooks say."""
@@ -180,6 +181,9 @@ def levers(
         document = {"machine": machine_name(), "model": model, "rounds": rounds}
         rows_out = [{**asdict(row), "effect": row.effect} for row in rows]
         json_out.write_text(json.dumps({**document, "rows": rows_out}, indent=1) + "\n")
+    if svg_out is not None:
+        title = f"{model} on {machine_name()}: what each lever does"
+        svg_out.write_text(plots.effects(title, [(row.name, row.effect) for row in rows]))
 
 
 def register(app: typer.Typer) -> None:

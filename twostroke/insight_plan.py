@@ -12,11 +12,13 @@ from rich.console import Console
 from rich.table import Table
 
 from twostroke.bench import ledger, report
+from twostroke.bench.apply import Applied
 from twostroke.bench.client import Target
 from twostroke.bench.probing import probe
 from twostroke.bench.record import Run, load_runs
+from twostroke.bench.remote import Admin, apply_live, diagnose_load, diagnose_recorded
 from twostroke.bench.watch import over_http
-from twostroke.bench.workload import make_load, trace_load
+from twostroke.bench.workload import Load, make_load, trace_load
 from twostroke.config import make_config
 from twostroke.cost.capacity import Need, Sizing, candidates, cheapest, priced, size, workers_needed
 from twostroke.cost.deploy import Deployment
@@ -199,14 +201,19 @@ def diagnose_command(
     model: Annotated[str | None, typer.Option("--model", "-m", help="What runs there: shape, path or name.")] = None,
     hardware: Annotated[str, typer.Option(help="Where it runs: a name of the table, or 'this'.")] = "this",
     precision: Annotated[str | None, typer.Option(help="Of the weights, where no file tells.")] = None,
-    workload: Workload = "chat",
+    workload: Annotated[
+        str | None,
+        typer.Option("--workload", "-w", help="rag, code, chat, batch or agent. Without: what a twostroke recorded."),
+    ] = None,
     requests: Requests = 60,
     rate: Annotated[float, typer.Option(help="Requests/s of the workload.")] = 1.0,
     scale: Scale = 1.0,
     api_key: Annotated[str | None, typer.Option(envvar="TWOSTROKE_API_KEY", help="For the server.")] = None,
     ttft: Ttft = None,
     tpot: Tpot = None,
-    apply: Annotated[bool, typer.Option("--apply", help="In process: pull the best lever and measure again.")] = False,
+    apply: Annotated[
+        bool, typer.Option("--apply", help="Pull the best lever, on a running twostroke or in process; measure again.")
+    ] = False,
     show_ledger: Annotated[bool, typer.Option("--ledger", help="All predictions so far beside what came.")] = False,
     option: Settings = None,
 ) -> None:
@@ -214,19 +221,23 @@ def diagnose_command(
     targets, settings = Targets(ttft, tpot), parse_settings(option)
     if show_ledger:
         show_entries(ledger.read(cache_folder() / LEDGER))
+        return
+    if apply and result is not None:
+        raise ConfigError("--apply needs something that runs: leave --result out.")
+    load = (
+        trace_load(trace, requests, rate, scale)
+        if trace
+        else make_load(workload or "chat", "poisson", requests, rate, 0, scale)
+    )
+    target = None if url is None else Target(url, key=api_key)
+    if target is not None and (admin := Admin(target)).known:
+        of_twostroke(admin, target, load if apply or workload or trace else None, apply, targets)
     elif apply:
-        if url is not None or result is not None:
-            raise ConfigError("--apply works on an engine in process so far: leave --url and --result out.")
-        load = (
-            trace_load(trace, requests, rate, scale)
-            if trace
-            else make_load(workload, "poisson", requests, rate, 0, scale)
-        )
+        if target is not None:
+            raise ConfigError(f"--apply: {target.base} is no twostroke; its settings cannot be changed from here.")
         run_apply(model or DEFAULT, load, settings, targets)
-    elif url is not None:
-        of_server(
-            Target(url, key=api_key), workload, requests, rate, scale, model, hardware, precision, settings, targets
-        )
+    elif target is not None:
+        of_server(target, load, model, hardware, precision, settings, targets)
     elif result is not None:
         run = load_runs(result)[-1]
         of_run(run, model or run.model, hardware, precision, run.settings or settings, targets)
@@ -237,12 +248,28 @@ def diagnose_command(
         raise InputError("say what to diagnose: --url, --result, --trace, or --apply for an engine in process.")
 
 
+def of_twostroke(admin: Admin, target: Target, load: Load | None, apply: bool, targets: Targets) -> None:
+    """A server that tells everything: what it recorded, or how it does under a load of ours, with the lever pulled."""
+    now = admin.totals()
+    hits, queries = now.get("vllm:prefix_cache_hits_total", 0.0), now.get("vllm:prefix_cache_queries_total", 0.0)
+    console.print(
+        f"[dim]since its start: {now.get('vllm:generation_tokens_total', 0):,.0f} tokens written, prefix hits "
+        f"{hits / max(1.0, queries):.0%}, {now.get('vllm:num_preemptions_total', 0):,.0f} preemptions[/dim]"
+    )
+    path = calibration_path(cache_folder(), admin.get("/twostroke/settings")["model"])
+    here = any(name in target.base for name in ("//127.0.0.1", "//localhost", "//[::1]"))
+    rates = load_calibration(path).rates if here and path.exists() else None
+    if load is None:
+        show_diagnosis(diagnose_recorded(admin, targets, rates))
+    elif apply:
+        show_applied(apply_live(admin, target, load, over_http, targets, rates))
+    else:
+        show_diagnosis(diagnose_load(admin, target, load, over_http, targets, rates).diagnosis)
+
+
 def of_server(
     target: Target,
-    workload: str,
-    requests: int,
-    rate: float,
-    scale: float,
+    load: Load,
     model: str | None,
     hardware: str,
     precision: str | None,
@@ -252,7 +279,7 @@ def of_server(
     """Probe it from outside; where it is known what runs there and on what, measure a load and rank the levers too."""
     for line in probe(target).sentences:
         console.print(f"  {line}")
-    run = over_http(target, make_load(workload, "poisson", requests, rate, 0, scale))
+    run = over_http(target, load)
     try:
         deployment_for(model or run.model, hardware, precision, 1, {})
     except TwostrokeError as error:
@@ -273,8 +300,8 @@ def of_run(
     show_diagnosis(diagnose(replace(deployment, config=config), run.arrivals(), run.served(), targets))
 
 
-def run_apply(model: str, load: Any, settings: dict[str, Any], targets: Targets) -> None:
-    from twostroke.bench.apply import Applied, apply
+def run_apply(model: str, load: Load, settings: dict[str, Any], targets: Targets) -> None:
+    from twostroke.bench.apply import apply
     from twostroke.bench.levers import warm_up
 
     path = calibration_path(cache_folder(), model)
@@ -287,7 +314,10 @@ def run_apply(model: str, load: Any, settings: dict[str, Any], targets: Targets)
         warm_up(fresh)
         return fresh
 
-    found = apply(reopen({}), reopen, load, model, calibration, stored, targets)
+    show_applied(apply(reopen({}), reopen, load, model, calibration, stored, targets))
+
+
+def show_applied(found: Applied | Diagnosis) -> None:
     if not isinstance(found, Applied):
         show_diagnosis(found)
         console.print("No setting would help: nothing was changed.")

@@ -72,6 +72,8 @@ def test_the_page_moves_while_requests_run(opened):
     bars = int(page.locator("#lanes").get_attribute("data-bars"))
     page.click("[data-try=batch]")
     expect(page, "#lanes-text").to_contain_text("streams are being written")
+    page.wait_for_timeout(1200)
+    picture(page, "dashboard-live.png", whole=False)
     wait_for_answer(page)
     assert int(page.locator("#lanes").get_attribute("data-bars")) > bars
     assert len(page.locator(".answer").last.locator(".strip").all()) == 8

@@ -56,7 +56,7 @@ def on_gpu(workers=1, **settings):
 
 
 def rag():
-    rows = poisson(random.Random(1), 60, 0.25, (60, 120), (10, 30), shared=1600)
+    rows = poisson(random.Random(1), 40, 0.25, (60, 120), (10, 30), shared=1600)
     return Labelled(on_box(prefix_cache=False), rows, "prefill", ("prefix-cache",), "ttft")
 
 
@@ -73,9 +73,9 @@ def chat():
 def batch():
     """Long answers, all asked for at once; the weights are small already, so what is left is K and V."""
     contents, rng = Contents(), random.Random(4)
-    rows = [Arrival(0.0, (contents.own(rng.randint(100, 300)),), rng.randint(1000, 2000)) for _ in range(40)]
+    rows = [Arrival(0.0, (contents.own(rng.randint(100, 300)),), rng.randint(1000, 2000)) for _ in range(20)]
     config = make_config(max_model_len=4096, seed=0)
-    small = replace(find_device("l4"), memory=10 * 10**9)
+    small = replace(find_device("l4"), memory=73 * 10**8)
     deployment = Deployment(known_arch("llama-3.1-8b"), small, config, "int4")
     return Labelled(deployment, rows, "decode", ("kv-int4", "kv-int8"), "throughput")
 
@@ -111,7 +111,7 @@ def static():
 
 
 def cap_of_one():
-    rows = poisson(random.Random(10), 60, 1.0, (30, 80), (50, 150))
+    rows = poisson(random.Random(10), 40, 1.0, (30, 80), (50, 150))
     return Labelled(on_box(max_requests=1), rows, "prefill", ("batch-cap",), "ttft")
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from twostroke.bench.inprocess import measure, settings_document
 from twostroke.bench.ledger import Entry
 from twostroke.bench.record import Run
-from twostroke.bench.workload import Load
+from twostroke.bench.workload import Load, renewed
 from twostroke.cost.deploy import deployment_of
 from twostroke.cost.diagnose import Diagnosis, Effect, Targets, diagnose
 from twostroke.cost.hardware import Calibration
@@ -54,7 +55,7 @@ def apply(
             break
     else:
         return found
-    after = measure(changed, load, model, calibration.machine)
+    after = measure(changed, renewed(load), model, calibration.machine)
     entry = make_entry(found, effect, before, after, calibration.machine, model)
     return Applied(found, effect, before, after, entry, effect.lever.live)
 
@@ -73,8 +74,16 @@ def pull(llm: LLM, reopen: Callable[[dict[str, Any]], LLM], effect: Effect) -> L
 def make_entry(found: Diagnosis, effect: Effect, before: Run, after: Run, machine: str, model: str) -> Entry:
     old, new = value_of(found.metric, before.summary()), value_of(found.metric, after.summary())
     predicted = value_of(found.metric, effect.predicted.summary)  # by rates that were tuned to `before`
+    if found.metric == "ttft":
+        predicted += way(before)
     when = datetime.now(UTC).isoformat(timespec="seconds")
     return Entry(when, machine, model, before.load, effect.lever.name, found.metric, old, predicted, new)
+
+
+def way(run: Run) -> float:
+    """The usual way of a request to a server and back, which no simulation of the engine has."""
+    outside = [record.outside for record in run.records if record.outside is not None]
+    return max(0.0, median(outside)) if outside else 0.0
 
 
 def value_of(metric: str, summary: Summary) -> float:

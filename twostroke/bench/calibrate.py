@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from itertools import product
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -40,7 +41,7 @@ def calibrate(
 
 
 def run_grid(llm: LLM, seconds: float, progress: Callable[[str], None] | None) -> list[Step]:
-    """Prompts of many lengths by themselves, then batches of streams at many contexts, until the time is up."""
+    """Batches of streams at many contexts after prompts of many lengths, the cheap ones first, until the time is up."""
     contents, began = Contents(1 << 35), time.monotonic()
     longest = llm.settings.max_model_len - ANSWER - 1
     core = llm.engine.core
@@ -48,17 +49,16 @@ def run_grid(llm: LLM, seconds: float, progress: Callable[[str], None] | None) -
     measure(llm, Load("warm up", [Arrival(0.0, (contents.own(min(64, longest)),), 4)], 1), "")
     last = max((step.number for step in core.steplog), default=0)
     steps: list[Step] = []
-    for batch in BATCHES:
-        for prompt in PROMPTS:
-            left = seconds - (time.monotonic() - began)
-            if batch > llm.settings.max_requests or prompt > longest or left <= 0:
-                continue
-            if progress is not None:
-                progress(f"{batch} × {prompt} tokens, {left:.0f} s left")
-            rows = [Arrival(0.0, (contents.own(prompt),), ANSWER) for _ in range(batch)]
-            measure(llm, Load("grid", rows, batch), "")
-            steps += [step for step in core.steplog if step.number > last and step.seconds > 0]
-            last = max(step.number for step in core.steplog)
+    for batch, prompt in sorted(product(BATCHES, PROMPTS), key=lambda cell: cell[0] * cell[1]):
+        left = seconds - (time.monotonic() - began)
+        if batch > llm.settings.max_requests or prompt > longest or left <= 0:
+            continue
+        if progress is not None:
+            progress(f"{batch} × {prompt} tokens, {left:.0f} s left")
+        rows = [Arrival(0.0, (contents.own(prompt),), ANSWER) for _ in range(batch)]
+        measure(llm, Load("grid", rows, batch), "")
+        steps += [step for step in core.steplog if step.number > last and step.seconds > 0]
+        last = max(step.number for step in core.steplog)
     return steps
 
 

@@ -89,11 +89,16 @@ EXPERIMENTS = (
                "TTFT falls by the shared share; decode unchanged"),
     Experiment("weights as in the file", "decode", {"dtype": "float32"}, {}, one_stream,
                "decode speeds up with the bytes saved; prefill hardly"),
-    Experiment("weights in int8", "decode", {}, {"quantize": "int8"}, one_stream, "decode up to 2× from 16 bits"),
+    Experiment("weights in int8", "decode", {"dtype": "float32"}, {"quantize": "int8"}, one_stream,
+               "decode up to 4× from 32 bits; prefill hardly"),
+    Experiment("weights in int4", "decode", {"dtype": "float32"}, {"quantize": "int4"}, one_stream,
+               "decode up to 7× from 32 bits; prefill hardly"),
     Experiment("KV in float16", "decode", {"kv_dtype": "float32"}, {"kv_dtype": "float16"}, long_context,
                "half the KV memory; long contexts decode faster"),
     Experiment("KV in int8", "decode", {"kv_dtype": "float16"}, {"kv_dtype": "int8"}, long_context,
                "half the KV memory again"),
+    Experiment("KV in int4", "decode", {"kv_dtype": "float16"}, {"kv_dtype": "int4"}, long_context,
+               "a quarter of float16's KV memory"),
 )  # fmt: skip
 
 
@@ -103,7 +108,7 @@ def run(open_llm: Open, rounds: int = 3, progress: Callable[[str], None] | None 
         if progress is not None:
             progress(experiment.name)
         rows.append(one(experiment, open_llm, rounds))
-    return [*rows, kv_cache(open_llm, rounds), grouped_queries(open_llm)]
+    return [kv_cache(open_llm, rounds), *rows, attention_kernel(open_llm), grouped_queries(open_llm)]
 
 
 def one(experiment: Experiment, open_llm: Open, rounds: int) -> Row:
@@ -155,6 +160,19 @@ def kv_cache(open_llm: Open, rounds: int, prompt: int = 128, tokens: int = 24) -
         found["on"].append({"ttft": whole.ttft.p50, "tpot": whole.tpot.p50, "throughput": whole.output_rate})
         found["off"].append({"ttft": whole.ttft.p50, "tpot": each.ttft.mean, "throughput": each.output_rate})
     row.off, row.on = medians(found["off"]), medians(found["on"])
+    return row
+
+
+def attention_kernel(open_llm: Open) -> Row:
+    """Attention alone: the end of a prompt under TTFT, a step of streams under TPOT."""
+    from twostroke.bench.kernels import attention_seconds  # torch comes with it
+
+    row = Row("attention kernel (attention alone)", "both", "2–4× on prompts over plain attention; less on decode")
+    found = attention_seconds(open_llm({}))
+    if found is None:
+        row.trouble = "there is only one attention kernel here"
+    else:
+        row.off, row.on = found
     return row
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
-from math import ceil, floor, log10
+from math import ceil, floor, log2, log10
 
 import numpy as np
 
@@ -118,3 +118,46 @@ def curve(title: str, x: str, y: str, lines: Sequence[tuple[str, Sequence[Point]
     for kind, points in lines:
         axes.line(points, kind, dots=True)
     return axes.render([(kind, kind) for kind, _ in lines] if len(lines) > 1 else ())
+
+
+EFFECTS = (("ttft", "TTFT"), ("tpot", "TPOT"), ("throughput", "tokens/s"))
+SHOWN = 5.0  # doublings: what goes further is cut, and its number tells
+
+
+def effects(title: str, rows: Sequence[tuple[str, Mapping[str, float]]]) -> str:
+    """Bars for each lever, from 1× in the middle: faster or more is to the right. A file by itself."""
+    left, each, top = 190, 46, 56
+    height, middle = top + each * len(rows) + 30, left + (760 - left) / 2
+    unit = (760 - left) / 2 / SHOWN
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 780 {height}" font-family="system-ui,sans-serif" '
+        f'font-size="11" role="img" aria-label="{escape(title)}"><rect width="780" height="{height}" fill="#fff"/>',
+        f'<text x="12" y="20" font-size="13" font-weight="600" fill="#1c2430">{escape(title)}</text>',
+        '<text x="12" y="36" fill="#66707d">on over off; to the right is better: a shorter time, a higher rate</text>',
+    ]
+    for doubling in range(-int(SHOWN), int(SHOWN) + 1):
+        x = middle + doubling * unit
+        label = f"{2**doubling}×" if doubling >= 0 else f"1/{2**-doubling}"
+        parts.append(f'<line x1="{x:.0f}" x2="{x:.0f}" y1="{top - 6}" y2="{height - 24}" stroke="#e3e7ec"/>')
+        parts.append(f'<text x="{x:.0f}" y="{height - 8}" text-anchor="middle" fill="#66707d">{label}</text>')
+    for index, (name, effect) in enumerate(rows):
+        y = top + each * index
+        parts.append(f'<text x="{left - 10}" y="{y + 24}" text-anchor="end" fill="#1c2430">{escape(name)}</text>')
+        for place, (key, label) in enumerate(EFFECTS):
+            if effect.get(key):
+                gain = effect[key] if key == "throughput" else 1 / effect[key]
+                parts.append(
+                    effect_bar(middle, y + 13 * place, max(-SHOWN, min(SHOWN, log2(gain))) * unit, label, gain)
+                )
+    return "".join(parts) + "</svg>\n"
+
+
+def effect_bar(middle: float, y: float, reach: float, label: str, gain: float) -> str:
+    colour = {"TTFT": "#3a6ea5", "TPOT": "#d9822b", "tokens/s": "#6b7785"}[label]
+    begin, end = min(middle, middle + reach), max(middle, middle + reach)
+    where = f'x="{end + 4:.0f}"' if reach >= 0 else f'x="{begin - 4:.0f}" text-anchor="end"'
+    text = f"{label} {gain:.2f}×" if gain < 10 else f"{label} {gain:.0f}×"
+    return (
+        f'<rect x="{begin:.1f}" y="{y:.0f}" width="{max(1.0, end - begin):.1f}" height="10" fill="{colour}"/>'
+        f'<text {where} y="{y + 9:.0f}" font-size="10" fill="#1c2430">{text}</text>'
+    )

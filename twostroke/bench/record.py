@@ -45,12 +45,15 @@ class Record:
         return None if told is None or self.ttft is None else self.ttft - told
 
     def served(self) -> Served:
-        """As the cost model and the diagnosis see it. A queue that nobody told about counts as prefill."""
+        """As the cost model and the diagnosis see it. A queue that nobody told about counts as prefill; the way to a
+        server that tells its own prefill counts as waiting."""
         if not self.pieces or self.end is None:
             return Served(self.arrival, self.prompt, refused=True)
         told = self.timings or {}
-        queue = min(float(told.get("queue_s", 0.0)), self.pieces[0] - self.sent)
-        served = Served(self.arrival, self.prompt, self.cached, self.sent + queue, self.pieces[0], self.pieces[-1])
+        before = self.pieces[0] - self.sent
+        prefill = min(before, float(told.get("prefill_s", before - told.get("queue_s", 0.0))))
+        scheduled = self.pieces[0] - max(0.0, prefill)
+        served = Served(self.arrival, self.prompt, self.cached, scheduled, self.pieces[0], self.pieces[-1])
         served.output = max(self.output, 1)
         served.preemptions = int(told.get("preemptions", 0))
         served.gaps = np.diff(self.pieces).astype(np.float32)

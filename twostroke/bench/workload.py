@@ -22,6 +22,7 @@ from twostroke.errors import InputError
 
 ARRIVALS = ("poisson", "burst", "constant", "closed", "trace")
 BURST = 8  # requests that come together
+OTHER = 1 << 35  # added to a content: another text
 TRACES = {
     "azure-code": "azure_code.csv",
     "azure-conv": "azure_conv.csv",
@@ -162,6 +163,15 @@ def trace_load(
     if longest is not None:
         rows = [cut(row, longest) for row in rows]
     return Load(name, rows, None, per_second)
+
+
+def renewed(load: Load) -> Load:
+    """The same load in other words: what its prompts share they still share, but no cache has seen any of it."""
+    rows = [
+        replace(row, parts=tuple(Part(part.content + OTHER, part.length) for part in row.parts))
+        for row in load.arrivals
+    ]
+    return replace(load, arrivals=rows)
 
 
 def cut(row: Arrival, longest: int) -> Arrival:

@@ -8,6 +8,7 @@ priors: overhead as expected, products on their roof.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -20,9 +21,10 @@ from twostroke.cost.roofline import ModelCost, Roofline, roof
 from twostroke.kv.layout import KVLayout
 from twostroke.metrics.steplog import Step
 
-KNOTS = tuple(2**power for power in range(15))
+# Dense where kernels have tiles of few rows, sparse where only the FLOPs count.
+KNOTS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64, 96, *(2**power for power in range(7, 15)))
 PRIOR = 0.02  # weight of a prior beside one step of the log
-ROUNDS = 4
+ROUNDS = 6
 FIXED = 4  # unknowns before the knots: step, request, attention, KV
 
 
@@ -33,16 +35,19 @@ def fit(steps: Sequence[Step], model: ModelCost, layout: KVLayout, start: Rates)
     knots = [knot for knot in KNOTS if knot <= 2 * largest]
     roofs = np.array([roof(start, knot, model.layer_bytes, model.layer_weights) for knot in knots])
     seconds = np.array([step.seconds for step in steps])
-    matrix = np.array([_features(step, roofline, knots) for step in steps]) / seconds[:, None]
+    features = np.array([_features(step, roofline, knots) for step in steps])
     prior, expected = _priors(start, len(knots))
     # From slowdowns at the knots to increments of time from knot to knot: one that is not negative.
     change = np.eye(FIXED + len(knots))
     change[FIXED:, FIXED:] = np.tril(np.ones((len(knots), len(knots)))) / roofs[:, None]
-    matrix, prior = matrix @ change, prior @ change
-    weights = np.ones(len(steps))
+    features, prior = features @ change, prior @ change
+    weights, about = np.ones(len(steps)), seconds
     for _ in range(ROUNDS):
-        found = nnls(np.concatenate([matrix * weights[:, None], prior]), np.concatenate([weights, expected]))
-        residual = np.abs(matrix @ found - 1.0)
+        # Errors relative to what is predicted: relative to what was measured, too low would be cheaper than too high.
+        rows, targets = features * (weights / about)[:, None], seconds * (weights / about)
+        found = nnls(np.concatenate([rows, prior]), np.concatenate([targets, expected]))
+        about = np.maximum(features @ found, 0.1 * seconds)
+        residual = np.abs(np.log(seconds / about))
         scale = max(1e-3, float(np.median(residual)))
         weights = np.sqrt(np.minimum(1.0, 2 * scale / np.maximum(residual, 1e-9)))
     return _as_rates(start, change @ found, knots)
@@ -69,12 +74,11 @@ def _features(step: Step, roofline: Roofline, knots: Sequence[int]) -> list[floa
 
 def _hats(rows: int, knots: Sequence[int]) -> list[tuple[int, float]]:
     """Shares of the two knots around `rows`, linear in log2(rows)."""
-    place = log2(rows)
-    left = min(int(place), len(knots) - 1)
-    part = place - left
-    if part <= 0 or left + 1 >= len(knots):
-        return [(left, 1.0)]
-    return [(left, 1.0 - part), (left + 1, part)]
+    right = bisect_left(knots, rows)
+    if right == len(knots) or knots[right] == rows:
+        return [(min(right, len(knots) - 1), 1.0)]
+    part = log2(rows / knots[right - 1]) / log2(knots[right] / knots[right - 1])
+    return [(right - 1, 1.0 - part), (right, part)]
 
 
 def _priors(start: Rates, knots: int) -> tuple[np.ndarray, np.ndarray]:

@@ -1,7 +1,7 @@
 """A running server in the cost model's words, from what its admin routes tell: settings, ended requests, steps.
 
 The machine's rates are fitted to the recorded steps, so a server needs no calibration to be diagnosed: what it has done
-under its own load is the calibration.
+under its own load is the calibration. Where there is one, it knows more: how fast steps are that nobody has made yet.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from twostroke.metrics.steplog import Piece, Step
 from twostroke.model.arch import Arch, LayerArch
 
 FEWEST_STEPS = 24  # below which there is nothing to fit
+GOOD = 75  # percentile of rates that counts as what the machine reaches
 Document = Mapping[str, Any]
 UNKNOWN = Rates(1e10, 1e11, 1e10, 5e10, STEP_SECONDS["cpu"], REQUEST_SECONDS["cpu"], source="a guess")
 
@@ -34,8 +35,11 @@ class Recording:
     served: list[Served]  # of each arrival
 
 
-def read_recording(settings: Document, arrivals: Document, steps: Document, memory: int | None = None) -> Recording:
-    """The three documents of the admin routes. `memory`: bytes that the server may use, where that is known."""
+def read_recording(
+    settings: Document, arrivals: Document, steps: Document, memory: int | None = None, rates: Rates | None = None
+) -> Recording:
+    """The three documents of the admin routes. `memory`: bytes that the server may use, where that is known; `rates`:
+    of a calibration of its machine with its model."""
     try:
         arch = read_arch(settings["arch"])
         values = {name: one["value"] for name, one in settings["settings"].items()}
@@ -47,8 +51,8 @@ def read_recording(settings: Document, arrivals: Document, steps: Document, memo
         deployment = deployment_of(arch, values, made, settings["weight_bytes"])
     except (KeyError, TypeError, AttributeError) as error:
         raise InputError(f"the server's settings, steps or arrivals are not in the known shape ({error!r}).") from None
-    rates = rates_of(log, deployment)
-    deployment = deployment_of(arch, values, replace(made, rates=rates), settings["weight_bytes"])
+    found = rates or rates_of(log, deployment)
+    deployment = deployment_of(arch, values, replace(made, rates=found), settings["weight_bytes"])
     first = min((one["time"] for one in rows), default=0.0)
     times = token_times(steps["steps"])
     return Recording(
@@ -60,7 +64,8 @@ def read_recording(settings: Document, arrivals: Document, steps: Document, memo
 
 def read_arch(document: Document) -> Arch:
     """Positions cost nothing, so what is not needed of them is left out."""
-    return Arch(**{**document, "layers": tuple(LayerArch(layer["window"]) for layer in document["layers"])})
+    given = {name: value for name, value in document.items() if name != "windows"}  # which is made from the layers
+    return Arch(**{**given, "layers": tuple(LayerArch(layer["window"]) for layer in document["layers"])})
 
 
 def read_step(document: Document) -> Step:
@@ -115,12 +120,15 @@ def rates_of(log: Sequence[Step], deployment: Deployment) -> Rates:
 
 
 def reached(log: Sequence[Step], line: Roofline) -> Rates:
-    """The most bytes and FLOPs a second of any logged step: nothing here is faster than what has been seen."""
-    bandwidth = compute = 0.0
+    """The FLOPs a second of good steps that read, the bytes a second of good ones that only write."""
+    computes, bandwidths = [], []
     for step in log:
         chunks = [(piece.start, piece.count) for piece in step.chunks]
         contexts = [piece.start + 1 for piece in step.streams]
-        compute = max(compute, line.flops(chunks, contexts, step.sampled) / step.seconds)
-        bandwidth = max(bandwidth, line.bytes(chunks, contexts, step.sampled) / step.seconds)
-    quickest = min(step.seconds for step in log)
+        computes.append(line.flops(chunks, contexts, step.sampled) / step.seconds)
+        bandwidths.append(line.bytes(chunks, contexts, step.sampled) / step.seconds)
+    reads = [rate for step, rate in zip(log, computes, strict=True) if step.chunks] or computes
+    writes = [rate for step, rate in zip(log, bandwidths, strict=True) if not step.chunks] or bandwidths
+    compute, bandwidth = float(np.percentile(reads, GOOD)), float(np.percentile(writes, GOOD))
+    quickest = float(np.percentile([step.seconds for step in log], 100 - GOOD))
     return Rates(bandwidth, compute, bandwidth, compute / 2, 0.1 * quickest, 0.005 * quickest, source="recorded steps")

@@ -14,7 +14,6 @@ times that. The ridge, compute / bandwidth, says which side a step is on.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import log2
@@ -89,7 +88,7 @@ class Roofline:
         self.rates = rates
         self.count = count
         self.link = link
-        self.windows = Counter(layer.window for layer in model.arch.layers)
+        self.windows = model.arch.windows
         self._rows = [log2(rows) for rows, _ in rates.slowdown]
         self._factors = [factor for _, factor in rates.slowdown]
         self._linear_cache: dict[tuple[int, int], float] = {}
@@ -129,7 +128,7 @@ class Roofline:
         """K and V read by streams whose newest token is the given number of tokens deep, itself included."""
         seen = 0
         for context in contexts:
-            for window, layers in self.windows.items():
+            for window, layers in self.windows:
                 seen += layers * (context if window is None else min(context, window))
         return float(seen * self.layout.entry_bytes)
 
@@ -156,7 +155,7 @@ class Roofline:
         base = self.rates.step_seconds + streams * self.rates.request_seconds + self.linear(streams, streams)
         ahead = np.arange(steps, dtype=np.float64)
         seen = np.zeros(steps)
-        for window, layers in self.windows.items():
+        for window, layers in self.windows:
             if window is None:
                 seen += layers * (sum(contexts) + streams * ahead)
             else:

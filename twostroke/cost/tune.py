@@ -21,6 +21,7 @@ from twostroke.cost.trace import Arrival
 ROUNDS = 3
 PROBE = 0.25  # change of a logarithm that tells how much a median depends on a rate
 SENSITIVE = 0.3
+CLOSE = 0.01  # of a logarithm: a median that is met
 FURTHEST = 1.5  # of a logarithm: no rate is moved by more than e^1.5
 
 
@@ -30,9 +31,9 @@ def tune(deployment: Deployment, arrivals: Sequence[Arrival], served: Sequence[S
     start = deployment.roofline().rates
     moved = [0.0, 0.0]  # logarithms: bandwidth, compute
     for _ in range(ROUNDS):
-        for which in (0, 1):
-            moved[which] += step(deployment, arrivals, target, start, moved, which)
-            moved[which] = min(FURTHEST, max(-FURTHEST, moved[which]))
+        far = [step(deployment, arrivals, target, start, moved, which) for which in (0, 1)]
+        if not any(far):
+            break
     return replace(deployment, rates=scaled(start, moved))
 
 
@@ -41,18 +42,21 @@ def step(
     arrivals: Sequence[Arrival],
     target: tuple[float, float],
     start: Rates,
-    moved: Sequence[float],
+    moved: list[float],
     which: int,
-) -> float:
-    """How far to move one rate (as a logarithm) so that its median meets the measured one."""
-    probe = [value + (PROBE if index == which else 0.0) for index, value in enumerate(moved)]
-    now = medians(replace(deployment, rates=scaled(start, moved)).run(arrivals).served)[which]
-    then = medians(replace(deployment, rates=scaled(start, probe)).run(arrivals).served)[which]
+) -> bool:
+    """Move one rate (as a logarithm) so that its median meets the measured one; whether there was need to."""
     wanted = target[which]
-    if not all(isfinite(value) and value > 0 for value in (now, then, wanted)):
-        return 0.0
-    dependence = log(now / then) / PROBE
-    return log(now / wanted) / max(dependence, SENSITIVE) if dependence > SENSITIVE else 0.0
+    now = medians(replace(deployment, rates=scaled(start, moved)).run(arrivals).served)[which]
+    if not (isfinite(now) and isfinite(wanted) and min(now, wanted) > 0) or abs(log(now / wanted)) < CLOSE:
+        return False
+    probe = [value + (PROBE if index == which else 0.0) for index, value in enumerate(moved)]
+    then = medians(replace(deployment, rates=scaled(start, probe)).run(arrivals).served)[which]
+    dependence = log(now / then) / PROBE if isfinite(then) and then > 0 else 0.0
+    if dependence <= SENSITIVE:
+        return False
+    moved[which] = min(FURTHEST, max(-FURTHEST, moved[which] + log(now / wanted) / dependence))
+    return True
 
 
 def scaled(rates: Rates, moved: Sequence[float]) -> Rates:

@@ -6,7 +6,8 @@ checkpoint end in families.py and names.py and never reach the forward pass.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 from typing import Literal
 
 
@@ -52,6 +53,11 @@ class Arch:
     qkv_bias: bool = False
     output_bias: bool = False
     tied_head: bool = False
+    windows: tuple[tuple[int | None, int], ...] = field(init=False, repr=False, compare=False)  # (window, layers)
+
+    def __post_init__(self) -> None:
+        counted = Counter(layer.window for layer in self.layers)  # once: every plan asks what attention costs
+        object.__setattr__(self, "windows", tuple(counted.items()))
 
     @property
     def scale(self) -> float:
@@ -75,7 +81,7 @@ class Arch:
 
     def attention_flops(self, start: int, count: int) -> int:
         """q·k and p·v of `count` tokens after `start` cached ones, over all layers, windows respected."""
-        pairs = sum(seen_pairs(start, count, layer.window) for layer in self.layers)
+        pairs = sum(layers * seen_pairs(start, count, window) for window, layers in self.windows)
         return 4 * pairs * self.heads * self.head_dim
 
     def kv_entry_bytes(self, element_bytes: float, scale_bytes: int = 0) -> int:

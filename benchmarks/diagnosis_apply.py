@@ -1,0 +1,150 @@
+"""Four servers with one thing wrong each, diagnosed and put right while they run: predicted beside measured.
+
+    python -m benchmarks.diagnosis_apply              # about three minutes on two cores; JSON under results/
+
+The machine is calibrated first. Every case then starts `twostroke serve` with the fault, measures a load over HTTP,
+lets the diagnosis name the lever, pulls it through POST /twostroke/settings and measures the same load again in other
+words. The label is in the construction.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from benchmarks.machine import describe
+from twostroke import LLM
+from twostroke.bench.apply import Applied
+from twostroke.bench.calibrate import calibrate
+from twostroke.bench.client import Target, measure
+from twostroke.bench.remote import Admin, apply_live
+from twostroke.bench.workload import Load
+from twostroke.cost.diagnose import Targets
+from twostroke.cost.hardware import Rates
+from twostroke.cost.trace import Arrival, Contents, Part
+from twostroke.weights.catalog import DEFAULT
+from twostroke.weights.checkpoint import locate, open_checkpoint
+from twostroke.weights.describe import checkpoint_bytes
+
+RESULTS = Path(__file__).parent / "results"
+PORT = 8199
+TARGET = 0.20  # of |predicted − measured| / measured
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    load: Callable[[], Load]
+    levers: tuple[str, ...]  # any of these is right
+    started: tuple[str, ...] = ()  # settings of the start
+    changed: dict[str, Any] = field(default_factory=dict)  # settings changed before the load
+
+
+def at_once(count: int, prompts: tuple[int, int], answers: tuple[int, int]) -> Load:
+    rng, contents = random.Random(1), Contents()
+    rows = [Arrival(0.0, (contents.own(rng.randint(*prompts)),), rng.randint(*answers)) for _ in range(count)]
+    return Load("all at once", rows)
+
+
+def by_chance(count: int, per_second: float, prompts: tuple[int, int], answers: tuple[int, int]) -> Load:
+    rng, contents, at, rows = random.Random(3), Contents(), 0.0, []
+    for _ in range(count):
+        rows.append(Arrival(at, (contents.own(rng.randint(*prompts)),), rng.randint(*answers)))
+        at += rng.expovariate(per_second)
+    return Load("by chance", rows)
+
+
+def one_by_one(count: int, shared: int, own: tuple[int, int], every: float) -> Load:
+    rng, contents = random.Random(2), Contents()
+    rows = []
+    for number in range(count):
+        parts = (contents.own(rng.randint(*own)),)
+        rows.append(Arrival(every * number, (Part(7, shared), *parts) if shared else parts, 8))
+    return Load("one by one", rows)
+
+
+CASES = (
+    Case("static batching", lambda: by_chance(36, 2.5, (30, 80), (10, 200)), ("continuous-batching",),
+         ("batching=static",)),
+    Case("batch cap of 1", lambda: at_once(20, (30, 80), (40, 80)), ("batch-cap",), changed={"max_requests": 1}),
+    Case("prefix cache off", lambda: one_by_one(20, 500, (20, 60), 1.0), ("prefix-cache",), ("prefix_cache=false",)),
+    Case("tiny token budget", lambda: one_by_one(10, 0, (120, 200), 1.5), ("token-budget",),
+         ("max_requests=1", "max_batch_tokens=1")),
+)  # fmt: skip
+
+
+def run_case(case: Case, model: str, rates: Rates) -> dict[str, Any]:
+    settings = [part for one in case.started for part in ("-s", one)]
+    command = [sys.executable, "-m", "twostroke.cli", "serve", model, "--port", str(PORT), *settings]
+    server = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    try:
+        target = Target(f"http://127.0.0.1:{PORT}")
+        wait_until_ready(target)
+        admin = Admin(target)
+        if case.changed:
+            admin.change(case.changed)
+        found = apply_live(admin, target, case.load(), measure, Targets(), rates)
+    finally:
+        server.terminate()
+        server.wait(20)
+    diagnosis = found.diagnosis if isinstance(found, Applied) else found
+    document: dict[str, Any] = {"case": case.name, "expected": case.levers, "sentence": diagnosis.sentence}
+    if isinstance(found, Applied):
+        entry = found.entry
+        document |= {"lever": entry.lever, "metric": entry.metric, "before": entry.before, "measured": entry.measured,
+                     "predicted": entry.predicted, "error": entry.error, "right": entry.lever in case.levers,
+                     "within": abs(entry.error) <= TARGET}  # fmt: skip
+    print(json.dumps(document), flush=True)
+    return document
+
+
+def rates_here(model: str, seconds: float = 30.0) -> Rates:
+    """In this process, which then gives its memory back to the servers to come."""
+    llm = LLM(model)
+    return calibrate(llm, model, checkpoint_bytes(open_checkpoint(locate(model))), seconds).rates
+
+
+def wait_until_ready(target: Target, seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            if httpx.get(f"{target.base}/health/ready").status_code == 200:
+                return
+        except httpx.HTTPError:
+            pass
+        time.sleep(0.1)
+    raise SystemExit("the server did not become ready")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=DEFAULT)
+    parser.add_argument("--case", action="append", help="only these, by name")
+    args = parser.parse_args(arguments)
+    chosen = [case for case in CASES if not args.case or case.name in args.case]
+    rates = rates_here(args.model)
+    rows = [run_case(case, args.model, rates) for case in chosen]
+    result = {
+        "machine": describe(),
+        "command": "python -m benchmarks.diagnosis_apply",
+        "model": args.model,
+        "target": TARGET,
+        "cases": rows,
+    }
+    if not args.case:
+        path = RESULTS / f"diagnosis-apply-{result['machine']['machine']}.json"
+        path.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

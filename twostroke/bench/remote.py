@@ -1,0 +1,124 @@
+"""A running twostroke seen through its admin routes: measure it, diagnose it, pull a lever on it, measure it again."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from twostroke.bench.apply import Applied, make_entry
+from twostroke.bench.client import Target
+from twostroke.bench.record import Run
+from twostroke.bench.workload import Load, renewed
+from twostroke.cost.diagnose import Diagnosis, Effect, Targets, diagnose
+from twostroke.cost.hardware import Rates, machine_name
+from twostroke.cost.recorded import Recording, read_recording
+from twostroke.errors import InputError
+
+STEPS = 1024  # that are asked for
+Measure = Callable[[Target, Load], Run]
+
+
+class Admin:
+    """The routes under /twostroke of one server."""
+
+    def __init__(self, target: Target):
+        import httpx  # here: only talking to servers needs it
+
+        headers = {"authorization": f"Bearer {target.key}"} if target.key else {}
+        self.http = httpx.Client(base_url=target.base, headers=headers, timeout=60.0)
+        self.trouble = (httpx.HTTPError, ValueError)
+
+    def get(self, path: str) -> Any:
+        try:
+            answer = self.http.get(path)
+            answer.raise_for_status()
+            return answer.json()
+        except self.trouble as error:
+            raise InputError(f"{self.http.base_url}{path[1:]} does not answer as a twostroke does ({error}).") from None
+
+    @property
+    def known(self) -> bool:
+        """Whether a twostroke answers there. A key that is refused is an error, not another kind of server."""
+        try:
+            answer = self.http.get("/twostroke/settings")
+        except self.trouble as error:
+            raise InputError(f"{self.http.base_url}: cannot be reached ({error}).") from None
+        if answer.status_code == 401:
+            raise InputError(f"{self.http.base_url}: refuses the key: give --api-key.")
+        return answer.status_code == 200
+
+    def recording(self, rates: Rates | None = None) -> Recording:
+        settings, arrivals = self.get("/twostroke/settings"), self.get("/twostroke/arrivals")
+        return read_recording(settings, arrivals, self.get(f"/twostroke/steps?limit={STEPS}"), rates=rates)
+
+    def change(self, settings: dict[str, Any]) -> None:
+        """InputError with the server's own words when it does not take them."""
+        try:
+            answer = self.http.post("/twostroke/settings", json=settings)
+            if answer.status_code != 200:
+                raise InputError(f"the server did not take {settings}: {answer.json()['error']['message']}")
+        except self.trouble as error:
+            raise InputError(f"{self.http.base_url}: cannot be reached ({error}).") from None
+
+    def totals(self) -> dict[str, float]:
+        """Counters and gauges of /metrics without labels of their own, by name."""
+        try:
+            text = self.http.get("/metrics").text
+        except self.trouble as error:
+            raise InputError(f"{self.http.base_url}metrics: cannot be read ({error}).") from None
+        rows = re.findall(r'^([\w:]+)\{model_name="[^"]*"\} (\S+)$', text, re.MULTILINE)
+        return {name: float(value) for name, value in rows}
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    run: Run
+    recording: Recording
+    diagnosis: Diagnosis
+
+
+def diagnose_load(
+    admin: Admin, target: Target, load: Load, measure: Measure, targets: Targets, rates: Rates | None = None
+) -> Measured:
+    """Under a load of our own: times as a client sees them, rates of a calibration or from the steps meanwhile."""
+    vocabulary = admin.get("/twostroke/settings")["arch"]["vocab"]
+    run = measure(replace(target, vocabulary=vocabulary), load)
+    recording = admin.recording(rates)
+    return Measured(run, recording, diagnose(recording.deployment, run.arrivals(), run.served(), targets))
+
+
+def diagnose_recorded(admin: Admin, targets: Targets, rates: Rates | None = None) -> Diagnosis:
+    """Nothing is asked of it: what it has served lately is what is diagnosed."""
+    recording = admin.recording(rates)
+    if not recording.arrivals:
+        raise InputError("the server has answered nothing yet: give a load with --workload, or come back later.")
+    return diagnose(recording.deployment, recording.arrivals, recording.served, targets)
+
+
+def apply_live(
+    admin: Admin, target: Target, load: Load, measure: Measure, targets: Targets, rates: Rates | None = None
+) -> Applied | Diagnosis:
+    """The diagnosis alone when no lever that the running server can take helps."""
+    before = diagnose_load(admin, target, load, measure, targets, rates)
+    effect = next((one for one in before.diagnosis.effects if pull(admin, one)), None)
+    if effect is None:
+        return before.diagnosis
+    vocabulary = before.recording.deployment.arch.vocab
+    after = measure(replace(target, vocabulary=vocabulary), renewed(load))
+    entry = make_entry(before.diagnosis, effect, before.run, after, machine_name(), before.run.model)
+    return Applied(before.diagnosis, effect, before.run, after, entry, live=True)
+
+
+def pull(admin: Admin, effect: Effect) -> bool:
+    """Whether the server took it."""
+    if effect.lever.setting is None:
+        return False
+    wanted = effect.lever.setting(effect.after.deployment)
+    given = {name: value for name, value in wanted.items() if value is not None}
+    try:
+        admin.change(given)
+    except InputError:
+        return False
+    return True
