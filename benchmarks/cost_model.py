@@ -5,7 +5,8 @@
 
 1. grid: prompt length × batch × context on the engine; the rates are fitted to every other step, the errors are those
    of the steps in between, one by one and by cells of like steps (whose median is free of the machine's hiccups).
-2. trace: a slice of the Azure conversation trace served for real and simulated with the fitted rates.
+2. trace: a slice of the Azure conversation trace served for real and simulated. The rates are those of the grid, slowed
+   down to the mean of the steps of an earlier slice: nothing is tuned to the one that is predicted.
 3. bytes: K and V as the layout predicts them against what the allocator took.
 4. speed: simulated requests a minute on a 64-worker fleet, one core.
 """
@@ -16,6 +17,7 @@ import argparse
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,16 +28,16 @@ from benchmarks.machine import describe
 from twostroke import LLM
 from twostroke.bench.calibrate import first_guess, run_grid
 from twostroke.bench.inprocess import measure, settings_document
-from twostroke.bench.workload import shipped_trace, trace_load
+from twostroke.bench.workload import Load, shipped_trace, trace_load
 from twostroke.config import make_config, resolve
 from twostroke.cost.deploy import deployment_of
-from twostroke.cost.fit import errors, fit, predicted, with_between
+from twostroke.cost.fit import errors, fit, on_average, predicted, with_between
 from twostroke.cost.fleet import Fleet, Pools
 from twostroke.cost.hardware import Calibration, Rates, datasheet_rates, find_device
 from twostroke.cost.models import known_arch
 from twostroke.cost.roofline import Roofline, model_cost
 from twostroke.cost.summary import Summary
-from twostroke.cost.trace import faster, rate, repeat
+from twostroke.cost.trace import faster, from_zero, rate, repeat
 from twostroke.metrics.steplog import Step
 from twostroke.weights.catalog import DEFAULT
 from twostroke.weights.checkpoint import locate, open_checkpoint
@@ -76,17 +78,28 @@ def cell_errors(steps: Sequence[Step], line: Roofline) -> dict[str, float]:
 
 
 def trace_slice(llm: LLM, rates: Rates, weight_bytes: int, args: argparse.Namespace) -> dict[str, Any]:
-    """Predictions use the rates of the grid; nothing is tuned to the slice."""
-    found = {}
+    """The first half of the slice is the calibration, the second half is predicted."""
+    found, core, cost = {}, llm.engine.core, model_cost(llm.arch, "float32", weight_bytes)
+    assert core.steplog is not None
     for per_second in args.rates:
-        load = trace_load("azure-conv", args.requests, per_second, args.scale, llm.settings.max_model_len - 2)
-        real = measure(llm, load, args.model)
-        calibration = Calibration("this", args.model, rates, 10**12, 1, llm.settings.device)
+        whole = trace_load("azure-conv", 2 * args.requests, per_second, args.scale, llm.settings.max_model_len - 2)
+        earlier, later = halves(whole)
+        last = max(step.number for step in core.steplog)
+        measure(llm, earlier, args.model)
+        seen = [step for step in core.steplog if step.number > last and step.seconds > 0]
+        slowed = on_average(seen, Roofline(cost, llm.settings.layout, rates))
+        real = measure(llm, later, args.model)
+        calibration = Calibration("this", args.model, slowed, 10**12, 1, llm.settings.device)
         deployment = deployment_of(llm.arch, settings_document(llm), calibration, weight_bytes)
         simulated = deployment.run(real.arrivals()).summary
         found[f"{per_second:g}/s"] = beside(real.summary(), simulated)
         print(f"trace at {per_second:g}/s: {json.dumps(found[f'{per_second:g}/s'])}", flush=True)
     return found
+
+
+def halves(load: Load) -> tuple[Load, Load]:
+    middle = len(load.arrivals) // 2
+    return replace(load, arrivals=load.arrivals[:middle]), replace(load, arrivals=from_zero(load.arrivals[middle:]))
 
 
 def beside(real: Summary, simulated: Summary) -> dict[str, Any]:
@@ -125,9 +138,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=DEFAULT)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--seconds", type=float, default=60.0, help="of the grid")
-    parser.add_argument("--requests", type=int, default=100, help="of the trace slice")
-    parser.add_argument("--rates", type=lambda text: [float(one) for one in text.split(",")], default=[0.5, 1.0])
+    parser.add_argument("--seconds", type=float, default=40.0, help="of the grid")
+    parser.add_argument("--requests", type=int, default=40, help="of either half of the trace slice")
+    parser.add_argument("--rates", type=lambda text: [float(one) for one in text.split(",")], default=[0.8])
     parser.add_argument("--scale", type=float, default=4.0, help="divides the trace's lengths")
     args = parser.parse_args()
     llm = LLM(args.model, device=args.device)

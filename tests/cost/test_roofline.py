@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from twostroke.cost.fit import between, errors, fit
+from twostroke.cost.fit import between, errors, fit, on_average, predicted
 from twostroke.cost.hardware import DEVICES, Calibration, Rates, datasheet_rates, find_device, load_calibration
 from twostroke.cost.models import SHAPES, known_arch
 from twostroke.cost.roofline import Roofline, end_to_end, kv_bytes_per_token, model_cost, parameters
@@ -175,3 +175,17 @@ def test_a_calibration_survives_its_file(tmp_path):
 def test_cost_imports_where_torch_is_not_installed():
     code = "import sys; sys.modules['torch'] = None; import twostroke.cost.fit, twostroke.cost.models"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_an_average_counts_what_a_fit_is_deaf_to():
+    line = roofline()
+    steps = []
+    for number in range(40):
+        pieces = (Piece(0, 100 + number, 1),) if number % 2 else (Piece(1, 0, 64), Piece(0, 100 + number, 1))
+        one = Step(number, float(number), 1.0, pieces, 1)
+        steps.append(one._replace(seconds=predicted(one, line) * (5.0 if number % 10 == 1 else 1.0)))
+    slowed = Roofline(line.model, line.layout, on_average(steps, line))
+    assert slowed.rates.bandwidth < 0.8 * line.rates.bandwidth and slowed.rates.compute == line.rates.compute
+    streams = [step for step in steps if not step.chunks]
+    real = sum(step.seconds for step in streams)
+    assert sum(predicted(step, slowed) for step in streams) == pytest.approx(real, rel=0.1)

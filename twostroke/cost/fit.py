@@ -156,5 +156,22 @@ def between(steps: Sequence[Step]) -> float:
     return float(np.median(gaps)) if gaps else 0.0
 
 
+def on_average(steps: Sequence[Step], roofline: Roofline) -> Rates:
+    """The rates slowed down until the steps take together what they took together. A fit is deaf to outliers; whoever
+    waits for many steps is not: a stream's pace is a mean."""
+    slower = []
+    for some in ([step for step in steps if not step.chunks], [step for step in steps if step.chunks]):
+        expected = sum(predicted(step, roofline) for step in some)
+        slower.append(sum(step.seconds for step in some) / expected if some else 1.0)
+    writing, reading, rates = *slower, roofline.rates
+    return replace(
+        rates,
+        bandwidth=rates.bandwidth / writing,
+        kv_bandwidth=rates.kv_bandwidth / writing,
+        compute=rates.compute / reading,
+        attention_compute=rates.attention_compute / reading,
+    )
+
+
 def with_between(rates: Rates, steps: Sequence[Step]) -> Rates:
     return replace(rates, step_seconds=rates.step_seconds + between(steps))
