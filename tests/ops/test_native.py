@@ -17,6 +17,7 @@ from twostroke.ops.formats import FORMATS, Stored, dequantize, from_float
 from twostroke.ops.interface import Attention, Gate, KVFormat, KVLayer, Norm
 from twostroke.ops.native.library import available
 from twostroke.ops.reference import ReferenceOps, gated
+from twostroke.ops.select import make_ops
 
 if not available():
     pytest.skip("the native library is not built", allow_module_level=True)
@@ -152,6 +153,37 @@ def test_float32_weights() -> None:
     parts = [stored("Q4_1", 40, 256), stored("Q6_K", 24, 256)]
     x = randn(5, 256)
     assert error(ops.linear(x, ops.pack(parts)), SLOW.linear(x, SLOW.pack(parts))) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_weights_of_16_bits(dtype: str) -> None:
+    """Whatever the file holds is rounded once and multiplied as float32, the same bits for any rows on any machine."""
+    parts = [stored(name, 40, 256, seed=i) for i, name in enumerate(("F32", "F16", "BF16", "Q4_1", "Q6_K"))]
+    rounded = [
+        from_float(torch.from_numpy(dequantize(part)).to(getattr(torch, dtype)).float().numpy()) for part in parts
+    ]
+    x = randn(9, 256)
+    expected, first = SLOW.linear(x, SLOW.pack(rounded)), None
+    for isa in ISAS:
+        ops = NativeCpuOps(2, weights=dtype, isa=isa)
+        packed = ops.pack(parts)
+        got = ops.linear(x, packed)
+        first = got if first is None else first
+        assert error(got, expected) < 1e-6
+        assert torch.equal(got, first)
+        assert torch.equal(ops.linear(x[3:4], packed), first[3:4])
+        assert ops.weight_bytes(packed) == 5 * 48 * 256 * 2  # whole panels of 16 outputs, part by part
+        assert torch.equal(
+            ops.embed(packed, torch.tensor([0, 130]), 1.0),
+            torch.cat([torch.from_numpy(dequantize(part)) for part in rounded])[[0, 130]],
+        )
+
+
+def test_every_dtype_is_served() -> None:
+    for dtype in (None, "float32", "float16", "bfloat16"):
+        assert isinstance(make_ops("cpu", dtype, torch.get_num_threads()), NativeCpuOps)
+    with pytest.raises(ValueError, match="weights must be"):
+        NativeCpuOps(1, weights="int8")
 
 
 # ---- attention -------------------------------------------------------------------------------------------------------

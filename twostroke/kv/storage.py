@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
+from contextlib import suppress
+from math import prod
+
 import torch
 from torch import Tensor
 
@@ -26,10 +30,10 @@ class KVStorage:
         width = arch.head_dim // 2 if kv_format == "int4" else arch.head_dim
         shape = (blocks, layout.layers_per_block, 2, arch.kv_heads, BLOCK)
         self.format = kv_format
-        self.data = torch.empty((*shape, width), dtype=ELEMENT[kv_format], device=device)
+        self.data = reserve((*shape, width), ELEMENT[kv_format], device)
         self.scales: Tensor | None = None
         if kv_format in ("int8", "int4", "fp8"):
-            self.scales = torch.empty(shape, dtype=torch.float32, device=device)
+            self.scales = reserve(shape, torch.float32, device)
         self.place = {  # layer -> (group, index of the layer within its group)
             layer: (g, i) for g, group in enumerate(layout.groups) for i, layer in enumerate(group.layers)
         }
@@ -41,3 +45,15 @@ class KVStorage:
         if self.scales is None:
             return KVLayer(self.format, keys, values), group
         return KVLayer(self.format, keys, values, self.scales[:, index, 0], self.scales[:, index, 1]), group
+
+
+def reserve(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """An uninitialized tensor. On a CPU in large pages: a step over a long context reads a few KiB of every block it
+    holds, and with small pages would spend more time finding them than reading them."""
+    count = prod(shape)
+    if device.type != "cpu" or not hasattr(mmap, "MADV_HUGEPAGE") or count == 0:
+        return torch.empty(shape, dtype=dtype, device=device)
+    memory = mmap.mmap(-1, count * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a kernel without large pages: the memory is as good as any
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype, count=count).view(shape)

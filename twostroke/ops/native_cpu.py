@@ -24,6 +24,7 @@ from twostroke.ops.native.library import AttendBatch, AttendLayer, LayerCall, No
 
 _FORMATS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 _FLOATS = ("F32", "F16", "BF16")
+_NARROW = {"float16": ("F16", torch.float16), "bfloat16": ("BF16", torch.bfloat16)}
 _KV_FORMATS = {"float32": 0, "float16": 1, "bfloat16": 2, "int8": 3, "int4": 4}
 _ACTIVATIONS = {"silu": 2, "gelu_tanh": 3}
 _STATUS = {1: "out of memory", 2: "a token id lies outside the table", 3: "bad argument"}
@@ -58,12 +59,13 @@ class NativeCpuOps:
     device = torch.device("cpu")
 
     def __init__(self, threads: int, weights: str = "native", isa: str = ""):
-        """weights: "native" keeps what the file holds, "float32" multiplies quantized weights as their float32 values.
+        """weights: "native" keeps what the file holds; "float32" multiplies quantized weights as their float32 values;
+        "float16" and "bfloat16" keep all of them in 16 bits.
 
         isa: one of `instruction_sets()`, the best of them when empty.
         """
-        if weights not in ("native", "float32"):
-            raise ValueError(f"weights must be 'native' or 'float32', not {weights!r}")
+        if weights not in ("native", "float32", *_NARROW):
+            raise ValueError(f"weights must be 'native', 'float32', 'float16' or 'bfloat16', not {weights!r}")
         self._lib = lib = load_library()
         self._context = lib.ts_new(threads, isa.encode())
         if not self._context:
@@ -84,6 +86,8 @@ class NativeCpuOps:
             raise ValueError(f"cannot stack matrices of shapes {[part.shape for part in parts]}")
         if self._weights == "float32":
             parts = [part if part.format in _FLOATS else from_float(dequantize(part)) for part in parts]
+        elif self._weights in _NARROW:
+            parts = [narrowed(part, *_NARROW[self._weights]) for part in parts]
         outputs = sum(part.shape[0] for part in parts)
         data = [np.ascontiguousarray(part.data) for part in parts]
         count = len(parts)
@@ -251,6 +255,19 @@ def instruction_sets() -> list[str]:
     while name := lib.ts_isa(len(names)):
         names.append(name.decode())
     return names
+
+
+def narrowed(part: Stored, name: str, dtype: torch.dtype) -> Stored:
+    """The same matrix, rounded to a float format of 16 bits."""
+    if part.format == name:
+        return part
+    rows, cols = part.shape
+    out = torch.empty((rows, cols), dtype=dtype)
+    step = max(1, (1 << 24) // cols)  # decode a little at a time: no float32 copy of the whole matrix
+    for start in range(0, rows, step):
+        stop = min(start + step, rows)
+        out[start:stop] = torch.from_numpy(dequantize(part.rows(start, stop)))
+    return Stored(name, part.shape, out.view(torch.uint8).numpy().reshape(-1))
 
 
 def describe_layer(attention: Attention, kv: KVLayer) -> AttendLayer:

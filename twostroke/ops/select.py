@@ -31,6 +31,6 @@ def make_ops(device: str, dtype: str | None, threads: int, quantize: str | None 
         raise ValueError(f"The number of threads must be at least 1, not {threads}.")
     if torch.get_num_threads() != threads:
         torch.set_num_threads(threads)
-    if library.available() and dtype in (None, "float32"):
+    if library.available():
         return NativeCpuOps(threads, weights=dtype or "native")
     return TorchCpuOps(_DTYPES[dtype or "float32"])

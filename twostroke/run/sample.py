@@ -7,6 +7,7 @@ has no state, so a result does not depend on what else was in the batch, and a d
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import isfinite
 
 import numpy as np
 import torch
@@ -55,10 +56,8 @@ def needs_adjusting(request: Request) -> bool:
 
 
 def greedy(logits: Tensor, ops: Ops) -> list[int | None]:
-    tokens = ops.argmax(logits)
-    best = logits.gather(1, tokens.clamp(min=0).unsqueeze(1)).squeeze(1)
-    finite = (torch.isfinite(best) & (tokens >= 0)).tolist()  # -1: a NaN in the row
-    return [token if good else None for token, good in zip(tokens.tolist(), finite, strict=True)]
+    tokens = ops.argmax(logits).tolist()  # -1: a NaN in the row
+    return [token if token >= 0 and isfinite(logits[row, token].item()) else None for row, token in enumerate(tokens)]
 
 
 def choose_one(row: Tensor, request: Request, allowed: np.ndarray | None = None) -> int | None:

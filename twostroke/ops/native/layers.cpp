@@ -11,6 +11,11 @@ void gather_rows(const float* from, const int64_t* rows, int count, int width, f
     for (int i = 0; i < count; ++i) memcpy(to + (int64_t)i * width, from + rows[i] * width, sizeof(float) * (size_t)width);
 }
 
+// Few rows are done before memory has sent the weights: those of the coming product are fetched while threads wait.
+void announce(Context& c, const Weight& weight, int rows) {
+    if (rows <= c.kernels.direct_rows) c.pool.announce(weight.parts[0].data, weight.bytes);
+}
+
 // x += after(weight · before(inner))
 void add_product(Context& c, const Weight& weight, const float* inner, int width, int rows, int before, const NormRef& after,
                  float* x) {
@@ -34,6 +39,7 @@ void run_layers(Context& c, const LayersArgs& a) {
         const int inner = layer.attention->heads * layer.attention->head_dim;
         float* qkv = c.qkv.get<float>((size_t)rows * (size_t)layer.qkv->rows);
         float* attended = c.attended.get<float>((size_t)rows * (size_t)inner);
+        announce(c, *layer.output, rows);
         linear(c, *layer.qkv, {x, a.hidden, rows, RmsNorm, layer.attention_norm.weight, layer.attention_norm.eps, qkv, layer.qkv->rows, 0});
         attend_step(c, *layer.attention, batch, qkv, attended);
         if (i + 1 == a.count) {
@@ -43,10 +49,13 @@ void run_layers(Context& c, const LayersArgs& a) {
             x = a.out, attended = kept, rows = a.kept;
             if (rows == 0) return;
         }
+        announce(c, *layer.gate_up, rows);
         add_product(c, *layer.output, attended, inner, rows, Nothing, layer.attention_out, x);
         const int width = layer.gate_up->rows;
         float* gate_up = c.gate_up.get<float>((size_t)rows * (size_t)width);
+        announce(c, *layer.down, rows);
         linear(c, *layer.gate_up, {x, a.hidden, rows, RmsNorm, layer.feed_norm.weight, layer.feed_norm.eps, gate_up, width, 0});
+        if (i + 1 < a.count) announce(c, *a.layers[i + 1].qkv, rows);
         add_product(c, *layer.down, gate_up, width, rows, layer.gate, layer.feed_out, x);
     }
 }

@@ -130,12 +130,14 @@ void linear(Context& c, const Weight& weight, const LinearArgs& a) {
     c.reserve_scratch(scratch);
     const int threads = c.pool.threads();
     const int apart = a.rows >= 2 * kRowsApart && weight.panels < 8 * threads ? kRowsApart : a.rows;
-    const int size = std::max(1, weight.panels / (4 * threads)), chunks = chunks_of(weight.panels, size);
+    const bool streams = a.rows <= c.kernels.direct_rows;  // memory sets the pace: every thread reads a stretch of its own
+    const int chunks = std::min(weight.panels, (streams ? 12 : 4) * threads);
     auto body = [&](int i, int worker) {
-        const int row = i / chunks * apart, panel = i % chunks * size;
-        multiply(c, weight, base, panel, std::min(weight.panels, panel + size), row, std::min(a.rows, row + apart), worker);
+        const int row = i / chunks * apart, chunk = i % chunks;
+        const int panel = (int)((int64_t)weight.panels * chunk / chunks), end = (int)((int64_t)weight.panels * (chunk + 1) / chunks);
+        multiply(c, weight, base, panel, end, row, std::min(a.rows, row + apart), worker);
     };
-    c.pool.each(chunks * chunks_of(a.rows, apart), body);
+    c.pool.each(chunks * chunks_of(a.rows, apart), body, streams);
 }
 
 void norm_rows(Context& c, const PrologueArgs& args, int rows) { run_prologue(c, args, rows); }

@@ -93,6 +93,14 @@ static void score_step(const AttendTask& task, const Lines& s, const StepBlocks&
                 s.scales[b * kBlock + t] = t < n ? blocks.key_scales[b][t] : 0.f;
                 s.scales[kStep + b * kBlock + t] = t < n ? blocks.value_scales[b][t] : 0.f;
             }
+            if (Format == KVInt8 && s.count <= kFewLines && L.head_dim % 64 == 0) {
+                const auto few = [&](auto, auto lines, int i) {
+                    score_few_codes<decltype(lines)::value>(blocks.keys[b], L.head_dim, n, q + i * s.padded, s.scales + b * kBlock,
+                                                            s.scores + kStep * i + b * kBlock);
+                };
+                for_lines(0, line, line_end, few);
+                continue;
+            }
             load_key_codes<Format>(blocks.keys[b], L.head_dim, s.padded, n, (uint8_t*)s.keys);
             score_all_codes<kRowsAttend>(q, (const uint8_t*)s.keys, s.padded, s.scales + b * kBlock, s.scores + b * kBlock, line, line_end);
         }

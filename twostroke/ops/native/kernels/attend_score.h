@@ -172,6 +172,29 @@ template <int N> static void score_codes(const float* q, const uint8_t* keys, in
         store(scores + kStep * i, mul(to_float_dot(acc[i]), mul(key_scales, splat(line[i]->scale))));
 }
 
+// The same for few lines, straight from an int8 cache: lanes are dimensions, summed across at the end. head_dim is a
+// multiple of 64.
+template <int N>
+static void score_few_codes(const uint8_t* rows, int dim, int n, const float* q, const float* scales, float* scores) {
+    const CodedQuery* line[N];
+    TS_UNROLL for (int i = 0; i < N; ++i) line[i] = (const CodedQuery*)(q + i * dim);
+    I part[N][16];
+    for (int t = 0; t < n; ++t) {
+        I acc[N];
+        TS_UNROLL for (int i = 0; i < N; ++i) acc[i] = isplat(0);
+        for (int d = 0; d < dim; d += 64) {
+            const W k = to_unsigned(load_codes(rows + t * dim + d));
+            TS_UNROLL for (int i = 0; i < N; ++i) acc[i] = dot_lanes(acc[i], k, load_codes((const uint8_t*)line[i]->codes + d));
+        }
+        TS_UNROLL for (int i = 0; i < N; ++i) part[i][t] = acc[i];
+    }
+    for (int t = n; t < 16; ++t)
+        TS_UNROLL for (int i = 0; i < N; ++i) part[i][t] = isplat(0);
+    const F key_scales = load(scales);
+    TS_UNROLL for (int i = 0; i < N; ++i)
+        store(scores + kStep * i, mul(to_float_dot(iadd(isums(part[i]), isplat(line[i]->start))), mul(key_scales, splat(line[i]->scale))));
+}
+
 template <int N>
 static void score_all_codes(const float* q, const uint8_t* keys, int padded, const float* scales, float* scores, int line, int end) {
     for (; line + N <= end; line += N)
