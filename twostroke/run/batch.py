@@ -30,13 +30,15 @@ class StepRows:
 
 def build_step(plan: Plan, tables: np.ndarray) -> StepRows:
     """`tables`: (groups, rows, columns) int32, the block tables of all running requests."""
-    counts = np.fromiter((work.count for work in plan.works), np.int64, len(plan.works))
-    first = np.fromiter((work.start for work in plan.works), np.int64, len(plan.works))
-    rows = np.fromiter((work.request.row for work in plan.works), np.int64, len(plan.works))
+    numbers = np.array([(work.start, work.count, work.request.row) for work in plan.works], np.int64)
+    first, counts, rows = numbers.T
     starts = np.zeros(len(counts) + 1, np.int32)
     np.cumsum(counts, out=starts[1:])
-    owner = np.repeat(np.arange(len(counts)), counts)
-    positions = np.arange(starts[-1]) - starts[owner] + first[owner]
+    if starts[-1] == len(counts):  # one row each, as in every step of plain decoding
+        owner, positions = np.arange(len(counts)), first.copy()
+    else:
+        owner = np.repeat(np.arange(len(counts)), counts)
+        positions = np.arange(starts[-1]) - starts[owner] + first[owner]
     contexts = (first + counts).astype(np.int32)
     tokens: list[int] = []
     for request, start, count in plan.works:
@@ -45,18 +47,19 @@ def build_step(plan: Plan, tables: np.ndarray) -> StepRows:
         else:
             tokens += request.tokens[start : start + count]
     columns = -(-int(contexts.max()) // BLOCK)
+    blocks, offsets = positions // BLOCK, positions % BLOCK
     groups = []
     for table in tables[:, rows, :columns]:
-        slots = table[owner, positions // BLOCK].astype(np.int64) * BLOCK + positions % BLOCK
+        slots = table[owner, blocks].astype(np.int64) * BLOCK + offsets
         groups.append(GroupBlocks(torch.from_numpy(slots), torch.from_numpy(table)))
     samplers, prompts, logit_rows = _wanted_rows(plan, starts)
     batch = Batch(
-        tokens=torch.tensor(tokens, dtype=torch.int64),
+        tokens=torch.from_numpy(np.array(tokens, np.int64)),
         positions=torch.from_numpy(positions),
         starts=torch.from_numpy(starts),
         contexts=torch.from_numpy(contexts),
         groups=tuple(groups),
-        logit_rows=torch.tensor(logit_rows, dtype=torch.int64),
+        logit_rows=torch.from_numpy(np.array(logit_rows, np.int64)),
     )
     return StepRows(batch, samplers, prompts)
 
