@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from twostroke import LLM
-from twostroke.bench import inprocess, ledger
+from twostroke.bench import inprocess, ledger, levers, plots
 from twostroke.bench.apply import Applied, apply
 from twostroke.bench.calibrate import calibrate
 from twostroke.bench.record import save
@@ -62,6 +62,13 @@ def test_live_settings_change_between_steps(llama_folder):
         with pytest.raises(ConfigError):
             change(scheduler, then, bad)
     assert scheduler.limits.max_batch_tokens == 64
+
+
+def test_the_attention_kernel_is_measured_by_itself(llama_folder):
+    found = levers.attention_kernel(lambda settings: open_tiny(llama_folder, **settings))
+    assert found.trouble or (found.effect["ttft"] > 0 and found.effect["tpot"] > 0)
+    drawn = plots.effects("levers <here>", [(found.name, found.effect), ("memory", {"kv_bytes_per_token": 0.25})])
+    assert drawn.count("<svg") == 1 and "&lt;here&gt;" in drawn and "KV memory 4.00×" in drawn
 
 
 def test_settings_of_a_run_can_be_replayed(llama_folder):

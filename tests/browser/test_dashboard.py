@@ -70,6 +70,7 @@ def test_the_page_moves_while_requests_run(opened):
     expect(page, "#lanes-text").to_contain_text("in the last 30 seconds")
     wait_for_answer(page)
     bars = int(page.locator("#lanes").get_attribute("data-bars"))
+    page.fill("#max-tokens", "200")  # long enough to be seen on a fast machine
     page.click("[data-try=batch]")
     expect(page, "#lanes-text").to_contain_text("streams are being written")
     page.wait_for_timeout(1200)

@@ -28,16 +28,19 @@ def attention_seconds(llm: LLM) -> tuple[dict[str, float], dict[str, float]] | N
     if not isinstance(runner, ModelRunner) or isinstance(runner.ops, TorchCpuOps):
         return None
     layer = runner.model.layers[0].attention
+    context = min(CONTEXT, llm.settings.max_model_len)
     found = []
     for ops in (TorchCpuOps(), runner.ops):
-        chunk, streams = (measured(ops, llm, layer, *shape) for shape in ((1, CHUNK), (STREAMS, 1)))
+        chunk, streams = (
+            measured(ops, llm, layer, context, *shape) for shape in ((1, min(CHUNK, context)), (STREAMS, 1))
+        )
         found.append({"ttft": len(llm.arch.layers) * chunk, "tpot": len(llm.arch.layers) * streams})
     return found[0], found[1]
 
 
-def measured(ops: Ops, llm: LLM, attention: Attention, requests: int, count: int) -> float:
-    """The fastest of several: `count` new tokens of each request, the last of them CONTEXT deep."""
-    columns = -(-CONTEXT // BLOCK)
+def measured(ops: Ops, llm: LLM, attention: Attention, context: int, requests: int, count: int) -> float:
+    """The fastest of several: `count` new tokens of each request, the last of them `context` deep."""
+    columns = -(-context // BLOCK)
     groups = len(llm.settings.layout.groups)
     storage = KVStorage(
         llm.arch, llm.settings.layout, groups * requests * columns, llm.settings.kv_dtype, torch.device("cpu")
@@ -46,7 +49,7 @@ def measured(ops: Ops, llm: LLM, attention: Attention, requests: int, count: int
     if storage.scales is not None:
         storage.scales.zero_()
     kv, group = storage.layer(0)
-    batch = make_batch(requests, count, columns, groups)
+    batch = make_batch(requests, count, context, groups)
     width = (attention.heads + 2 * attention.kv_heads) * attention.head_dim
     rows = torch.randn(requests * count, width, generator=torch.Generator().manual_seed(0))
     taken = []
@@ -58,8 +61,9 @@ def measured(ops: Ops, llm: LLM, attention: Attention, requests: int, count: int
     return min(taken)
 
 
-def make_batch(requests: int, count: int, columns: int, groups: int) -> Batch:
-    positions = torch.arange(CONTEXT - count, CONTEXT).repeat(requests)
+def make_batch(requests: int, count: int, context: int, groups: int) -> Batch:
+    columns = -(-context // BLOCK)
+    positions = torch.arange(context - count, context).repeat(requests)
     owner = torch.repeat_interleave(torch.arange(requests), count)
     blocks = []
     for group in range(groups):
@@ -72,7 +76,7 @@ def make_batch(requests: int, count: int, columns: int, groups: int) -> Batch:
         tokens=torch.zeros(requests * count, dtype=torch.int64),
         positions=positions,
         starts=torch.arange(0, requests * count + 1, count, dtype=torch.int32),
-        contexts=torch.full((requests,), CONTEXT, dtype=torch.int32),
+        contexts=torch.full((requests,), context, dtype=torch.int32),
         groups=tuple(blocks),
         logit_rows=torch.arange(requests),
     )

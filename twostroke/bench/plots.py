@@ -120,18 +120,18 @@ def curve(title: str, x: str, y: str, lines: Sequence[tuple[str, Sequence[Point]
     return axes.render([(kind, kind) for kind, _ in lines] if len(lines) > 1 else ())
 
 
-EFFECTS = (("ttft", "TTFT"), ("tpot", "TPOT"), ("throughput", "tokens/s"))
+EFFECTS = (("ttft", "TTFT"), ("tpot", "TPOT"), ("throughput", "tokens/s"), ("kv_bytes_per_token", "KV memory"))
 SHOWN = 5.0  # doublings: what goes further is cut, and its number tells
 
 
 def effects(title: str, rows: Sequence[tuple[str, Mapping[str, float]]]) -> str:
     """Bars for each lever, from 1× in the middle: faster or more is to the right. A file by itself."""
-    left, each, top = 190, 46, 56
+    left, each, top = 215, 58, 56
     height, middle = top + each * len(rows) + 30, left + (760 - left) / 2
     unit = (760 - left) / 2 / SHOWN
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 780 {height}" font-family="system-ui,sans-serif" '
-        f'font-size="11" role="img" aria-label="{escape(title)}"><rect width="780" height="{height}" fill="#fff"/>',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 850 {height}" font-family="system-ui,sans-serif" '
+        f'font-size="11" role="img" aria-label="{escape(title)}"><rect width="850" height="{height}" fill="#fff"/>',
         f'<text x="12" y="20" font-size="13" font-weight="600" fill="#1c2430">{escape(title)}</text>',
         '<text x="12" y="36" fill="#66707d">on over off; to the right is better: a shorter time, a higher rate</text>',
     ]
@@ -144,7 +144,7 @@ def effects(title: str, rows: Sequence[tuple[str, Mapping[str, float]]]) -> str:
         y = top + each * index
         parts.append(f'<text x="{left - 10}" y="{y + 24}" text-anchor="end" fill="#1c2430">{escape(name)}</text>')
         for place, (key, label) in enumerate(EFFECTS):
-            if effect.get(key):
+            if effect.get(key, 1.0) != 1.0:
                 gain = effect[key] if key == "throughput" else 1 / effect[key]
                 parts.append(
                     effect_bar(middle, y + 13 * place, max(-SHOWN, min(SHOWN, log2(gain))) * unit, label, gain)
@@ -153,7 +153,7 @@ def effects(title: str, rows: Sequence[tuple[str, Mapping[str, float]]]) -> str:
 
 
 def effect_bar(middle: float, y: float, reach: float, label: str, gain: float) -> str:
-    colour = {"TTFT": "#3a6ea5", "TPOT": "#d9822b", "tokens/s": "#6b7785"}[label]
+    colour = {"TTFT": "#3a6ea5", "TPOT": "#d9822b", "tokens/s": "#6b7785", "KV memory": "#6650a8"}[label]
     begin, end = min(middle, middle + reach), max(middle, middle + reach)
     where = f'x="{end + 4:.0f}"' if reach >= 0 else f'x="{begin - 4:.0f}" text-anchor="end"'
     text = f"{label} {gain:.2f}×" if gain < 10 else f"{label} {gain:.0f}×"
