@@ -9,17 +9,18 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.serving import SLOTS, started
-from twostroke.bench.client import measure
+from benchmarks.serving_servers import SLOTS, VOCAB, started
+from twostroke.bench.client import Target, measure
 from twostroke.bench.workload import Load
 from twostroke.cost.trace import Arrival, Part
 
-PROMPT, ANSWER, CONTEXT = 96, 128, 2048
+PROMPT, ANSWER = 96, 128
 
 
 def served(name: str, llama: Path) -> dict[str, float]:
     arrivals = [Arrival(0.0, (Part(i, PROMPT),), ANSWER) for i in range(SLOTS)]
-    with started(name, llama, CONTEXT) as (target, process):
+    with started(name, llama) as (url, process):
+        target = Target(url, vocabulary=VOCAB)
         measure(target, Load("warm up", arrivals[:2], closed=2))
         records = measure(target, Load("closed", arrivals, closed=SLOTS)).records
         memory = peak_memory(process.pid)

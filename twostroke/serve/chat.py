@@ -15,6 +15,8 @@ from twostroke.serve.protocol.chat import ChatRequest
 from twostroke.serve.reading import CONTENT, REASONING, Part
 from twostroke.serve.service import Ask, Generation, Service
 
+CONTENT_ONLY = {"content"}
+
 
 async def handle(service: Service, call: Call) -> None:
     request = validate(ChatRequest, await call.body())
@@ -64,6 +66,7 @@ class ChatWriter:
         self.head = generation.service.head("chatcmpl-")
         self.include_usage = request.include_usage
         self.begun: set[int] = set()
+        self.forms = stream.Forms(self._plain)
 
     def begin(self) -> bytes:
         return b""
@@ -82,12 +85,18 @@ class ChatWriter:
             self.begun.add(choice)
             written = self._chunk([chat.delta(choice, {"role": "assistant", "content": ""})])
         for delta in deltas:
+            if scores is None and delta.keys() == CONTENT_ONLY:
+                written += self.forms.fill(choice, delta["content"])
+                continue
             written += self._chunk([chat.delta(choice, delta, None, scores)])
             scores = None if scores is None else []
         if event.finish_reason is not None:
             extras = self.generation.extras(choice)
             written += self._chunk([chat.delta(choice, {}, reader.reason(event.finish_reason))], extras)
         return written
+
+    def _plain(self, choice: int, text: str) -> bytes:
+        return self._chunk([chat.delta(choice, {"content": text})])
 
     def _chunk(self, choices: list[dict[str, Any]], extras: dict[str, Any] | None = None) -> bytes:
         document = chat.chunk(self.head, choices)

@@ -82,7 +82,8 @@ class TextWriter:
         self.head = generation.service.head("cmpl-")
         self.request = request
         self.echo = Echo(generation, request)
-        self.written: dict[int, int] = {}  # characters so far, by choice
+        self.written: dict[int, int] = {}  # characters with logprobs so far, by choice
+        self.forms = stream.Forms(self._plain)
 
     def begin(self) -> bytes:
         return b""
@@ -107,11 +108,14 @@ class TextWriter:
         return written
 
     def _chunk(self, choice: int, text: str, tokens: list[int], scores: Sequence[TokenLogprobs | None] | None) -> bytes:
-        shape = None
-        if scores is not None:
-            shape = answers.text_logprobs(self.tokenizer, tokens, scores, self.written[choice])
+        if scores is None:
+            return self.forms.fill(choice, text)
+        shape = answers.text_logprobs(self.tokenizer, tokens, scores, self.written[choice])
         self.written[choice] += len(text)
         return self._data(completions.chunk(self.head, [completions.choice(choice, text, None, shape)]))
+
+    def _plain(self, choice: int, text: str) -> bytes:
+        return self._data(completions.chunk(self.head, [completions.choice(choice, text, None, None)]))
 
     def _data(self, document: dict[str, Any]) -> bytes:
         return stream.data(document | {"usage": None} if self.request.include_usage else document)

@@ -96,7 +96,8 @@ def make_listener(app: Any) -> Listener:
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # what strangers send is no news
     config = uvicorn.Config(
         app, http=Connection, ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
-        timeout_keep_alive=IDLE_SECONDS, h11_max_incomplete_event_size=MAX_HEADER_BYTES, backlog=MAX_CONNECTIONS,
+        proxy_headers=False, timeout_keep_alive=IDLE_SECONDS, h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+        backlog=MAX_CONNECTIONS,
     )  # fmt: skip
     return Listener(config)
 

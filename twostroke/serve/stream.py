@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import secrets
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from twostroke.engine.aio import Piece
@@ -10,6 +12,7 @@ from twostroke.serve.http import GoneError, dump
 from twostroke.serve.service import Generation
 
 DONE = b"data: [DONE]\n\n"
+HERE = secrets.token_hex(16)  # stands for a text that is yet to come
 
 
 class Writer(Protocol):
@@ -30,6 +33,22 @@ def data(document: Any) -> bytes:
 
 def event(name: str, document: Any) -> bytes:
     return b"event: " + name.encode() + b"\n" + data(document)
+
+
+class Forms:
+    """Events of which only a text changes: each choice's is written once and filled in for every piece."""
+
+    def __init__(self, write: Callable[[int, str], bytes]):
+        """write: a choice's event with this text."""
+        self._write = write
+        self._halves: dict[int, tuple[bytes, bytes]] = {}
+
+    def fill(self, choice: int, text: str) -> bytes:
+        halves = self._halves.get(choice)
+        if halves is None:
+            before, after = self._write(choice, HERE).split(b'"%b"' % HERE.encode())
+            halves = self._halves[choice] = (before, after)
+        return halves[0] + dump(text) + halves[1]
 
 
 async def send(generation: Generation, writer: Writer) -> None:
