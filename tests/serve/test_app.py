@@ -14,6 +14,7 @@ from twostroke.engine.aio import AsyncEngine
 from twostroke.errors import ConfigError
 from twostroke.metrics.registry import Metrics
 from twostroke.serve import app as module
+from twostroke.serve import stream
 from twostroke.serve.app import App, Route
 from twostroke.serve.auth import Keys, caller, read_keys
 from twostroke.serve.explain import MAX_KEYS, MAX_PROMPTS, Recent, sentence
@@ -104,6 +105,16 @@ def test_the_sentence_says_why() -> None:
     assert "token 40 differs" in sentence(100, 32, 40)
     assert "whole prompt was seen" in sentence(40, 32, 40)
     assert "evicted" in sentence(100, 0, 40)
+
+
+@pytest.mark.parametrize("text", ["a", '"quoted"\n', "é\u2028", "\ud800 is half a character", "{}", ""])
+def test_a_form_filled_in_is_the_event_written_whole(text: str) -> None:
+    def write(choice: int, words: str) -> bytes:
+        return stream.data({"id": "x", "choices": [{"index": choice, "text": words}], "usage": None})
+
+    forms = stream.Forms(write)
+    for choice in (0, 3, 0):
+        assert forms.fill(choice, text) == write(choice, text)
 
 
 def test_loopback() -> None:
