@@ -124,8 +124,8 @@ def plot(result: dict[str, Any], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--llama", type=Path, required=True, help="folder of llama.cpp's programs")
-    parser.add_argument("--seconds", type=float, default=40.0, help="of arrivals at each rate")
-    parser.add_argument("--closed", type=int, default=96, help="requests of the measurement at 16 at once")
+    parser.add_argument("--seconds", type=float, default=30.0, help="of arrivals at each rate")
+    parser.add_argument("--closed", type=int, default=64, help="requests of the measurement at 16 at once")
     parser.add_argument("--shorter", type=float, default=4.0, help="divides the trace's lengths")
     parser.add_argument("--ttft", type=float, default=2.0)
     parser.add_argument("--tpot", type=float, default=0.1)
