@@ -8,6 +8,7 @@ namespace {
 
 constexpr int kRowsInt = 2;
 constexpr int kRowsDirect = 2;
+constexpr int kDirectRows = 4;
 constexpr int kRowsFloat = 6;
 constexpr int kRowsAttend = 4;
 constexpr int kBlocksScored = 1;

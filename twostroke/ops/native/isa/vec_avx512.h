@@ -8,6 +8,7 @@ namespace {
 
 constexpr int kRowsInt = 8;
 constexpr int kRowsDirect = 4;
+constexpr int kDirectRows = 12;
 constexpr int kRowsFloat = 16;
 constexpr int kRowsAttend = 6;
 constexpr int kBlocksScored = 2;

@@ -11,6 +11,7 @@ namespace {
 
 constexpr int kRowsInt = 3;
 constexpr int kRowsDirect = 2;
+constexpr int kDirectRows = 4;
 constexpr int kRowsFloat = 5;
 constexpr int kRowsAttend = 4;
 constexpr int kBlocksScored = 1;

@@ -19,7 +19,8 @@ namespace {
 
 // What a register tile holds.
 constexpr int kRowsInt = 2;      // integer products from an expanded panel: rows,
-constexpr int kRowsDirect = 2;   // from a packed one,
+constexpr int kRowsDirect = 2;   // from a packed one, which serves
+constexpr int kDirectRows = 4;   // so many rows at most: more are worth expanding it for,
 constexpr int kRowsFloat = 4;    // and float products
 constexpr int kRowsAttend = 4;   // attention: lines,
 constexpr int kBlocksScored = 1; // blocks of 16 keys that are scored together,

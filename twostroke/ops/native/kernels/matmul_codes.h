@@ -241,7 +241,6 @@ template <class R, int MR> static void codes_all(const MatmulArgs& args, R panel
         if (row < end) codes_all<R, MR / 2>(args, panel, row, end, output);
 }
 
-constexpr int kDirectRows = 4;  // up to so many rows are multiplied straight from the packed panel
 constexpr int kRowBlock = 192;  // rows whose activations stay in the core's cache while panels pass by
 
 template <int K> static void codes_matmul(const MatmulArgs& args, int panel, int panel_end, uint8_t* scratch) {
