@@ -15,8 +15,9 @@ from tests.serve.server import Server
 PATIENT = 120_000  # ms: the machine may be slow and busy
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[object]:
+    """Closed before other modules run: until then its event loop is the thread's, and nobody else can start one."""
     sync_api = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed: pip install '.[test]'")
     path = next((found for name in ("chromium", "chromium-browser") if (found := shutil.which(name))), None)
     if path is None:
