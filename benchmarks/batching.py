@@ -11,10 +11,10 @@ are no longer there, so it shows where reading sets the pace: on two cores up to
 costs its own arithmetic, and an empty row costs nothing in either mode, for nothing is padded. Answers have the trace's
 lengths; prompts are cut short, since reading them costs both modes the same and would hide what is compared.
 
-How much continuous batching gives in tokens/s therefore depends on the workload, and on two x86 cores it is little. Medians
-of three rounds, continuous over static, all tried: cap 16, prompts / 8, answers / 2: 1.03. Cap 4, prompts / 16: 1.18
-(cap 16: 1.08). Cap 4, prompts / 32, the committed run: 1.21 (cap 16: 0.96), its single rounds 1.31, 0.98 and 1.24. Read
-these as "about 1.2 with four streams, nothing with sixteen"; the gain that is always there is in TTFT.
+How much continuous batching gives in tokens/s therefore depends on the workload, and on two x86 cores it is little.
+Medians of three rounds, continuous over static, all that were tried: cap 16, prompts / 8, answers / 2: 1.03. Cap 4,
+prompts / 16: 1.18 (cap 16: 1.08). Cap 4, prompts / 32, the committed run: 1.21 (cap 16: 0.96), its single rounds 1.31,
+0.98 and 1.24. Read these as "about 1.2 with four streams, nothing with sixteen".
 """
 
 from __future__ import annotations
