@@ -19,7 +19,6 @@ from twostroke.cost.summary import meets
 from twostroke.cost.trace import Arrival, faster, rate, repeat
 from twostroke.errors import ConfigError
 from twostroke.model.arch import Arch
-from twostroke.ops.interface import BLOCK
 
 SHARE = 0.95  # of the requests that must meet the targets
 SIMULATED = 300  # arrivals in one attempt
@@ -279,9 +278,3 @@ def cheapest(
 def priced() -> list[Device]:
     """Devices of the table that can be rented."""
     return [device for device in DEVICES.values() if device.price is not None]
-
-
-def tokens_in(sizing: Sizing) -> int:
-    """Tokens that the cache holds, where no layer has a window."""
-    groups = len(sizing.deployment.settings.layout.groups)
-    return sizing.kv_blocks // groups * BLOCK

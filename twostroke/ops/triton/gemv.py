@@ -8,7 +8,6 @@ matrix and walks along K with the next tile already on its way. The first tile i
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -125,9 +124,3 @@ def gemv(
         **EARLY,
     )  # fmt: skip
     return out
-
-
-def supports(x: Tensor, weight: Tensor) -> bool:
-    return (
-        x.shape[0] == 1 and x.is_contiguous() and weight.stride(1) == 1 and x.dtype in (torch.bfloat16, torch.float32)
-    )
