@@ -1,160 +1,165 @@
-"""The engine on one GPU against its limits: `python -m benchmarks.gpu [--json FILE] [part ...]`.
+"""The engine on one GPU against its limits: `python -m benchmarks.gpu [--json FILE] [--minutes M] [part ...]`.
 
 Random bf16 weights in the shape of Llama-3.1-8B (and Llama-3.2-1B), greedy, no end-of-text. The ceilings are measured
 first; a limit is bytes over the measured read bandwidth or FLOPs over the measured GEMM rate. The last line is JSON.
-Parts: decode1 ttft offline256 offline64 prefix decode64 gap small breakdown weights start. Default: all.
+Parts are the functions in PARTS, in that order; without names all of them run, as far as the minutes go.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import random
+import os
 import subprocess
 import sys
+import tempfile
 import time
-from dataclasses import dataclass
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 PROCESS_START = time.perf_counter()
 
 import torch  # noqa: E402
 
-from twostroke.config import make_config, resolve  # noqa: E402
-from twostroke.engine.core import Core  # noqa: E402
-from twostroke.hardware import Hardware  # noqa: E402
-from twostroke.kv.storage import KVStorage  # noqa: E402
-from twostroke.metrics.timeline import Timeline  # noqa: E402
+from benchmarks.gpu_rig import Rig, make_rig  # noqa: E402
 from twostroke.model.arch import Arch  # noqa: E402
-from twostroke.model.transformer import Transformer  # noqa: E402
-from twostroke.ops.cuda import CudaOps  # noqa: E402
-from twostroke.run.cuda_runner import CudaRunner  # noqa: E402
-from twostroke.sampling import SamplingParams  # noqa: E402
-from twostroke.schedule.make import make_scheduler  # noqa: E402
 from twostroke.types import Request  # noqa: E402
-from twostroke.weights.random import LLAMA_1B, LLAMA_8B, random_model  # noqa: E402
+from twostroke.weights.random import LLAMA_1B, LLAMA_8B  # noqa: E402
 
+# vLLM 0.26.0 on such a card (FlashAttention 3, compiled, CUDA graphs), measured once: not every box can install it.
 VLLM = {"decode1": 200.9, "ttft512": 16.9, "ttft2048": 51.7, "ttft8192": 221.0, "ttft32768": 1201.6,
         "offline256": 6816, "offline64": 5805, "prefix_cold": 0.70, "prefix_warm": 0.63,
         "small_decode1": 395}  # fmt: skip
-RESULTS: dict[str, object] = {}
 
 
 @dataclass
-class Rig:
-    """An engine without text: token ids in, token ids out."""
+class Bench:
+    """What the parts share: ceilings, results, and one engine at a time (each takes nearly all memory)."""
 
-    arch: Arch
-    model: Transformer
-    core: Core
-    runner: CudaRunner
-    ids: int = 0
+    suffix: str = ""  # of every row's name, for a run with other settings
+    settings: dict[str, object] = field(default_factory=dict)  # of every engine
+    ceilings: dict[str, float] = field(default_factory=dict)
+    rows: dict[str, object] = field(default_factory=dict)
+    _rig: tuple[Arch, Rig] | None = None
 
-    def ask(self, tokens: list[int], new: int, **params: object) -> Request:
-        sampling = SamplingParams(max_tokens=new, temperature=0.0, **params)  # type: ignore[arg-type]
-        request = Request(self.ids, tokens, sampling, 0, Timeline(time.perf_counter()))
-        request.limit = len(tokens) + new
-        self.ids += 1
-        self.core.submit(request)
-        return request
+    def rig(self, arch: Arch = LLAMA_8B) -> Rig:
+        """The plain engine of that shape, kept from part to part."""
+        if self._rig is None or self._rig[0] is not arch:
+            self.drop()
+            self._rig = (arch, make_rig(arch, **self.settings))
+        return self._rig[1]
 
-    def run(self) -> float:
-        began = time.perf_counter()
-        while not self.core.idle:
-            self.core.step()
-        return time.perf_counter() - began
+    def own(self, arch: Arch, **settings: object) -> Rig:
+        """An engine with settings of its own, for one part."""
+        self.drop()
+        return make_rig(arch, **{**self.settings, **settings})  # type: ignore[arg-type]
 
-    def prompt(self, length: int) -> list[int]:
-        rng = random.Random(self.ids)
-        return [rng.randrange(self.arch.vocab) for _ in range(length)]
+    def drop(self) -> None:
+        self._rig = None
+        torch.cuda.empty_cache()
 
-
-def make_rig(
-    arch: Arch, model: Transformer | None = None, kv_dtype: str = "bfloat16", quantize: str | None = None,
-    **settings: object,
-) -> Rig:  # fmt: skip
-    ops = model.ops if model is not None else CudaOps(torch.bfloat16, quantize=quantize)
-    length = settings.setdefault("max_model_len", 131_072)
-    model = model or random_model(arch, ops, 131_072)  # type: ignore[arg-type]
-    free = torch.cuda.mem_get_info()[0] - (6 << 30)  # what a step of max_batch_tokens needs beside it
-    config = make_config(device="cuda", dtype="bfloat16", kv_dtype=kv_dtype, seed=1, **settings)
-    resolved = resolve(config, arch, Hardware("cuda", 16, free), 0)
-    kv = KVStorage(arch, resolved.layout, resolved.kv_blocks, resolved.kv_dtype, ops.device)  # type: ignore[arg-type]
-    scheduler = make_scheduler(arch, resolved, f"random {length}")
-    runner = CudaRunner(model, kv, scheduler.tables.array, ops)  # type: ignore[arg-type]
-    return Rig(arch, model, Core(scheduler, runner), runner)
+    def report(
+        self, name: str, value: float, unit: str, limit: float | None = None, higher: bool = True, **more: object
+    ) -> None:
+        share = (value / limit if higher else limit / value) if limit else None
+        peer = VLLM.get(name)
+        ahead = (value / peer if higher else peer / value) if peer else None
+        row = {
+            "value": round(value, 4), "unit": unit, "limit": limit and round(limit, 3),
+            "share": share and round(share, 3), "vllm": peer, "times_vllm": ahead and round(ahead, 3), **more,
+        }  # fmt: skip
+        self.rows[name + self.suffix] = {key: item for key, item in row.items() if item is not None}
+        text = f"{name + self.suffix:24s} {value:12.3f} {unit:10s}"
+        text += f" limit {limit:10.2f} ({share:.1%})" if limit else ""
+        text += f"  vLLM {peer} ({ahead:.2f}x)" if ahead else ""
+        print(text, "".join(f"  {k}={v}" for k, v in more.items()), flush=True)
 
 
-def report(name: str, value: float, unit: str, limit: float | None = None, higher: bool = True, **more: object) -> None:
-    share = None
-    if limit:
-        share = value / limit if higher else limit / value
-    peer = VLLM.get(name)
-    ahead = (value / peer if higher else peer / value) if peer else None
-    RESULTS[name] = {"value": round(value, 4), "unit": unit, "limit": limit and round(limit, 3),
-                     "share": share and round(share, 3), "vllm": peer, "times_vllm": ahead and round(ahead, 3),
-                     **more}  # fmt: skip
-    text = f"{name:24s} {value:12.3f} {unit:10s}"
-    text += f" limit {limit:10.2f} ({share:.1%})" if limit else ""
-    text += f"  vLLM {peer} ({ahead:.2f}x)" if ahead else ""
-    print(text, "".join(f"  {k}={v}" for k, v in more.items()), flush=True)
+# ---- one stream, one prompt ------------------------------------------------------------------------------------------
 
 
-def decode_rate(requests: list[Request], skip: int = 16) -> float:
-    """Tokens per second of one stream, once its first tokens (captures, compilation) are out."""
-    times = requests[0].timeline.token_times
-    return (len(times) - 1 - skip) / (times[-1] - times[skip])
-
-
-def decode1(rig: Rig, name: str = "decode1") -> None:
-    weights = rig.model.weight_bytes()
+def measure_decode(bench: Bench, rig: Rig, name: str) -> Request:
+    """Tokens a second of one stream, once its first tokens (captures, compilation) are out."""
     for _ in range(2):
         request = rig.ask(rig.prompt(128), 256)
         rig.run()
-    report(name, decode_rate([request]), "tokens/s", CEILINGS["read_TBps"] * 1e12 / weights)
+    times, skip = request.timeline.token_times, 16
+    rate = (len(times) - 1 - skip) / (times[-1] - times[skip])
+    bench.report(name, rate, "tokens/s", bench.ceilings["read_TBps"] * 1e12 / rig.model.weight_bytes())
+    return request
 
 
-def ttft(rig: Rig, lengths: tuple[int, ...] = (512, 2048, 8192, 32768, 122880), name: str = "ttft") -> None:
+def measure_ttft(bench: Bench, rig: Rig, name: str, lengths: tuple[int, ...]) -> None:
     for length in lengths:
         times = []
-        for _ in range(4 if length < 30000 else 2):
+        for _ in range(5 if length < 30000 else 2):
             request = rig.ask(rig.prompt(length), 1)
             began = time.perf_counter()
             rig.run()
             times.append(request.timeline.token_times[0] - began)
         flops = rig.arch.linear_flops(length, 1) + rig.arch.attention_flops(0, length)
-        limit = flops / CEILINGS["gemm_TFLOPs"] / 1e12
-        report(f"{name}{length}", min(times[1:]) * 1e3, "ms", limit * 1e3, higher=False, first=round(times[0] * 1e3, 1))
+        limit = flops / bench.ceilings["gemm_TFLOPs"] / 1e12
+        bench.report(
+            f"{name}{length}", min(times[1:]) * 1e3, "ms", limit * 1e3, higher=False, first=round(times[0] * 1e3, 1)
+        )
 
 
-def offline(rig: Rig, name: str, count: int, prompt: int, new: int) -> None:
+def decode1(bench: Bench) -> None:
+    measure_decode(bench, bench.rig(), "decode1")
+
+
+def ttft(bench: Bench) -> None:
+    measure_ttft(bench, bench.rig(), "ttft", (512, 2048, 8192, 32768, 122880))
+
+
+def small(bench: Bench) -> None:
+    measure_decode(bench, bench.rig(LLAMA_1B), "small_decode1")
+
+
+# ---- many requests ---------------------------------------------------------------------------------------------------
+
+
+def measure_offline(bench: Bench, name: str, count: int, prompt: int, new: int) -> None:
     """Nobody reads along, so prompts need not be cut short for the streams' sake: max_gap is one second."""
-    rig.core.scheduler.pace.max_gap, best = 1.0, 0.0
+    rig = bench.rig()
+    pace, best = rig.core.scheduler.pace, 0.0
+    usual, pace.max_gap = pace.max_gap, 1.0
     for _ in range(2):
         for _ in range(count):
             rig.ask(rig.prompt(prompt), new)
         steps = rig.core.scheduler.counters.steps
         best = max(best, count * new / rig.run())
         steps = rig.core.scheduler.counters.steps - steps
-    rig.core.scheduler.pace.max_gap = 0.05
-    report(name, best, "tokens/s", steps=steps)
+    pace.max_gap = usual
+    bench.report(name, best, "tokens/s", steps=steps)
 
 
-def prefix(rig: Rig) -> None:
+def offline256(bench: Bench) -> None:
+    measure_offline(bench, "offline256", 256, 512, 128)
+
+
+def offline64(bench: Bench) -> None:
+    measure_offline(bench, "offline64", 64, 1024, 512)
+
+
+def prefix(bench: Bench) -> None:
+    """32 requests that share 4,096 tokens; the second round is past all captures and compilation."""
+    rig, seconds = bench.rig(), {}
     for _ in range(2):
         shared = rig.prompt(4096)
         for name in ("prefix_cold", "prefix_warm"):
             for _ in range(32):
                 rig.ask(shared + rig.prompt(64), 64)
-            seconds = rig.run()
-            # the second round is past all captures and compilation
-            RESULTS[name] = seconds
-    for name in ("prefix_cold", "prefix_warm"):
-        report(name, float(RESULTS[name]), "s", higher=False)  # type: ignore[arg-type]
+            seconds[name] = rig.run()
+    for name, value in seconds.items():
+        bench.report(name, value, "s", higher=False)
 
 
-def decode_batch(rig: Rig, name: str, count: int, context: int, steps: int = 24) -> None:
-    """A step of `count` streams at `context`, once all of them run."""
+def decode64(bench: Bench) -> None:
+    """A step of 64 streams at 4,096 tokens, once all of them run."""
+    rig, count, context, steps = bench.rig(), 64, 4096, 24
     requests = [rig.ask(rig.prompt(context), 4096) for _ in range(count)]
     while min(len(r.timeline.token_times) for r in requests) < steps + 8:
         rig.core.step()
@@ -165,42 +170,49 @@ def decode_batch(rig: Rig, name: str, count: int, context: int, steps: int = 24)
     for request in requests:
         rig.core.abort(request)
     rig.run()
-    report(name, step * 1e3, "ms/step", read / CEILINGS["read_TBps"] / 1e9, higher=False)
+    bench.report("decode64x4096", step * 1e3, "ms/step", read / bench.ceilings["read_TBps"] / 1e9, higher=False)
 
 
-def gap(rig: Rig) -> None:
+def gap(bench: Bench) -> None:
+    """What 32 readers notice of a prompt of 65,536 tokens, and what it notices of them."""
+    rig = bench.rig()
     alone = rig.ask(rig.prompt(65536), 1)
     began = time.perf_counter()
     rig.run()
     ttft_alone = alone.timeline.token_times[0] - began
     gaps: dict[str, float] = {}
-    for name in ("without", "with"):
-        streams = [rig.ask(rig.prompt(512), 1500 if name == "with" else 200) for _ in range(32)]
+    for name in ("without", "warm up", "with"):
+        streams = [rig.ask(rig.prompt(512), 3000) for _ in range(32)]
         while min(len(s.timeline.token_times) for s in streams) < 40:
             rig.core.step()
         mark = time.perf_counter()
-        long = rig.ask(rig.prompt(65536), 1) if name == "with" else None
-        if long is not None:
-            while not long.timeline.token_times:
-                rig.core.step()
-            until = time.perf_counter()
-            for stream in streams:
-                rig.core.abort(stream)
+        long = rig.ask(rig.prompt(65536 if name == "with" else 16384), 1) if name != "without" else None
+        for _ in range(200):
+            rig.core.step()
+        while long is not None and not long.timeline.token_times:
+            rig.core.step()
+        until = long.timeline.token_times[0] if long is not None else time.perf_counter()
+        for stream in streams:
+            rig.core.abort(stream)
         rig.run()
-        until = until if long is not None else time.perf_counter()
         pairs = [pair for s in streams for pair in pairwise(s.timeline.token_times)]
         found = sorted(b - a for a, b in pairs if mark <= a and b <= until)
-        gaps[name] = found[int(0.99 * len(found))]
-        if long is not None:
-            ratio = (long.timeline.token_times[0] - mark) / ttft_alone
-    report("gap_p99", gaps["with"] * 1e3, "ms", without=round(gaps["without"] * 1e3, 2), ttft_ratio=round(ratio, 2),
-           max_gap=rig.core.scheduler.pace.max_gap * 1e3)  # fmt: skip
+        gaps[name] = found[int(0.99 * len(found))] * 1e3
+    bench.report(
+        "gap_p99", gaps["with"], "ms", without=round(gaps["without"], 2), worst=round(found[-1] * 1e3, 2),
+        ttft_ratio=round((until - mark) / ttft_alone, 3), ttft_alone=round(ttft_alone, 3),
+        max_gap=rig.core.scheduler.pace.max_gap * 1e3,
+    )  # fmt: skip
 
 
-def breakdown(rig: Rig) -> None:
+# ---- where the time goes ---------------------------------------------------------------------------------------------
+
+
+def breakdown(bench: Bench) -> None:
     """Where a decode step and an 8k prefill spend the device's time, by kernel."""
     from torch.profiler import ProfilerActivity, profile
 
+    rig = bench.rig()
     for name, length, new in (("decode", 128, 40), ("prefill8192", 8192, 1)):
         rig.ask(rig.prompt(length), new)
         rig.run()
@@ -208,106 +220,136 @@ def breakdown(rig: Rig) -> None:
         with profile(activities=[ProfilerActivity.CUDA]) as trace:
             rig.run()
             torch.cuda.synchronize()
-        rows = sorted(trace.key_averages(), key=lambda e: -e.self_device_time_total)[:14]
-        table = {e.key[:90]: (round(e.self_device_time_total / 1e3, 3), e.count) for e in rows}
-        RESULTS[f"breakdown_{name}"] = table
+        kernels = sorted(trace.key_averages(), key=lambda e: -e.self_device_time_total)[:14]
+        table = {e.key[:90]: (round(e.self_device_time_total / 1e3, 3), e.count) for e in kernels}
+        bench.rows[f"breakdown_{name}{bench.suffix}"] = table
         print(f"-- {name}: kernel, ms in all, calls")
         for key, (ms, calls) in table.items():
             print(f"   {ms:9.3f} {calls:6d}  {key}", flush=True)
 
 
-def narrow_weights() -> None:
+# ---- narrow weights --------------------------------------------------------------------------------------------------
+
+
+def weights(bench: Bench) -> None:
     for quantize in ("fp8", "int4"):
-        rig = make_rig(LLAMA_8B, quantize=quantize, max_model_len=16384)
-        decode1(rig, f"{quantize}_decode1")
+        rig = bench.own(LLAMA_8B, quantize=quantize, max_model_len=16384)
+        measure_decode(bench, rig, f"{quantize}_decode1")
         if quantize == "fp8":
-            ttft(rig, (8192,), "fp8_ttft")
+            measure_ttft(bench, rig, "fp8_ttft", (8192,))
         del rig
-        torch.cuda.empty_cache()
 
 
-def start_time() -> None:
-    out = subprocess.run([sys.executable, "-m", "benchmarks.gpu", "first"], capture_output=True, text=True, check=False)
-    line = [text for text in out.stdout.splitlines() if text.startswith("first token after")]
-    report("start_to_first_token", float(line[0].split()[3]) if line else float("nan"), "s")
-    print("  ", *line, out.stderr[-300:] if not line else "")
+# ---- the start, and the peer -----------------------------------------------------------------------------------------
+
+
+def start(bench: Bench) -> None:
+    """From a new process to its first token: kernels compiled before, and with an empty cache of compiled kernels."""
+    bench.drop()
+    with tempfile.TemporaryDirectory() as empty:
+        for name, extra in (("start_cold", {"TRITON_CACHE_DIR": empty}), ("start_warm", {"TRITON_CACHE_DIR": empty})):
+            began = time.perf_counter()
+            done = subprocess.run(
+                [sys.executable, "-m", "benchmarks.gpu", "first"], capture_output=True, text=True, check=False,
+                env={**os.environ, **extra}, timeout=120,
+            )  # fmt: skip
+            whole = time.perf_counter() - began
+            line = [json.loads(text[5:]) for text in done.stdout.splitlines() if text.startswith("first")]
+            if not line:
+                raise RuntimeError(done.stderr[-2000:])
+            bench.report(name, line[0]["first_token_s"], "s", process_s=round(whole, 2), model_s=line[0]["model_s"])
 
 
 def first_token() -> None:
-    import os
-
-    began = os.times().elapsed - (time.perf_counter() - PROCESS_START)
-    del began
     rig = make_rig(LLAMA_8B, max_model_len=8192)
+    torch.cuda.synchronize()
     made = time.perf_counter() - PROCESS_START
-    rig.ask(rig.prompt(128), 2)
-    while not rig.core.step():
-        pass
-    print(f"first token after {time.perf_counter() - PROCESS_START:.2f} s, model made after {made:.2f} s")
+    request = rig.ask(rig.prompt(128), 1)
+    rig.run()
+    seconds = request.timeline.token_times[0] - PROCESS_START
+    print("first", json.dumps({"first_token_s": round(seconds, 2), "model_s": round(made, 2)}))
 
 
-CEILINGS: dict[str, float] = {}
+def transformers(bench: Bench) -> None:
+    """The peer that is installed everywhere, eager and compiled."""
+    bench.drop()
+    command = [sys.executable, "-m", "benchmarks.gpu_peers"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=170)
+        out, trouble = done.stdout, done.stderr[-1500:] if done.returncode else ""
+    except subprocess.TimeoutExpired as late:
+        out, trouble = (late.stdout or b"").decode(), "stopped after 170 s"
+    found = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+    for row in found:
+        name = row["name"].split()[0]
+        ours = bench.rows.get(name, {}).get("value")  # type: ignore[attr-defined]
+        ratio = None if ours is None else round(ours / row["value"] if row["unit"] != "ms" else row["value"] / ours, 2)
+        bench.report(f"transformers {row['name']}", row["value"], row["unit"], ours=ours, ours_times=ratio)
+    if trouble:
+        print("   transformers:", trouble)
+
+
+PARTS: dict[str, tuple[Callable[[Bench], None], int]] = {  # with the seconds it takes
+    "start": (start, 40),
+    "decode1": (decode1, 25),
+    "ttft": (ttft, 35),
+    "offline256": (offline256, 20),
+    "offline64": (offline64, 20),
+    "prefix": (prefix, 10),
+    "gap": (gap, 25),
+    "decode64": (decode64, 10),
+    "breakdown": (breakdown, 10),
+    "weights": (weights, 40),
+    "small": (small, 10),
+    "transformers": (transformers, 120),
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("parts", nargs="*")
-    parser.add_argument("--json")
+    parser.add_argument("--json", help="write the results here too, after every part")
+    parser.add_argument("--minutes", type=float, default=8.0, help="leave out what would not end within them")
     options = parser.parse_args()
     if options.parts == ["first"]:
         return first_token()
+    unknown = [part for part in options.parts if part not in PARTS]
+    if unknown:
+        parser.error(f"unknown part {unknown[0]!r}; known: {', '.join(PARTS)}")
     from benchmarks.gpu_kernels import ceilings
 
-    parts = options.parts or [
-        "start",
-        "decode1",
-        "ttft",
-        "offline256",
-        "offline64",
-        "prefix",
-        "gap",
-        "decode64",
-        "breakdown",
-        "weights",
-        "small",
-    ]
-    CEILINGS.update(ceilings())
-    RESULTS["ceilings"] = {k: round(v, 2) for k, v in CEILINGS.items()}
-    if "start" in parts:
-        start_time()
-    rig = make_rig(LLAMA_8B)
-    jobs = {
-        "decode1": lambda: decode1(rig), "ttft": lambda: ttft(rig),
-        "offline256": lambda: offline(rig, "offline256", 256, 512, 128),
-        "offline64": lambda: offline(rig, "offline64", 64, 1024, 512), "prefix": lambda: prefix(rig),
-        "decode64": lambda: decode_batch(rig, "decode64x4096", 64, 4096), "gap": lambda: gap(rig),
-        "breakdown": lambda: breakdown(rig),
-    }  # fmt: skip
-    for part in [p for p in parts if p in jobs]:
+    bench = Bench(ceilings=ceilings())
+    results: dict[str, object] = {}
+    for part in options.parts or PARTS:
         began = time.perf_counter()
+        run, seconds = PARTS[part]
+        if began - PROCESS_START + seconds > 60 * options.minutes:
+            print(f"[{part} left out: it takes {seconds} s, and {options.minutes} minutes are nearly over]", flush=True)
+            continue
         try:
-            jobs[part]()
+            run(bench)
         except Exception:
-            import traceback
-
             traceback.print_exc()
-            rig = make_rig(LLAMA_8B, rig.model)
+            bench.rows[part + bench.suffix] = {"error": traceback.format_exc(limit=-1)}
+            bench.drop()
         print(f"[{part} took {time.perf_counter() - began:.1f} s]", flush=True)
-    rig = jobs = None  # type: ignore[assignment]
-    torch.cuda.empty_cache()
-    if "weights" in parts:
-        narrow_weights()
-    if "small" in parts:
-        decode1(make_rig(LLAMA_1B), "small_decode1")
+        results = collected(bench)
+        if options.json:
+            with open(options.json, "w") as file:
+                file.write(json.dumps(results, indent=1) + "\n")
+    print(json.dumps(results))
+
+
+def collected(bench: Bench) -> dict[str, object]:
     import triton
 
-    RESULTS["versions"] = {"torch": torch.__version__, "triton": triton.__version__,
-                           "device": torch.cuda.get_device_name(), "date": time.strftime("%Y-%m-%d")}  # fmt: skip
-    line = json.dumps(RESULTS)
-    if options.json:
-        with open(options.json, "w") as file:
-            file.write(line + "\n")
-    print(line)
+    versions = {"torch": torch.__version__, "triton": triton.__version__}
+    return {
+        "date": time.strftime("%Y-%m-%d"), "device": torch.cuda.get_device_name(), "versions": versions,
+        "command": " ".join(["python", "-m", "benchmarks.gpu", *sys.argv[1:]]),
+        "seconds": round(time.perf_counter() - PROCESS_START, 1),
+        "ceilings": {k: round(v, 2) for k, v in bench.ceilings.items()}, "rows": bench.rows,
+    }  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -1,0 +1,67 @@
+"""An engine on the GPU without text: token ids in, token ids out, random weights in the shape of a known model."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import dataclass
+
+import torch
+
+from twostroke.config import make_config, resolve
+from twostroke.engine.core import Core
+from twostroke.hardware import Hardware
+from twostroke.kv.storage import KVStorage
+from twostroke.metrics.timeline import Timeline
+from twostroke.model.arch import Arch
+from twostroke.model.transformer import Transformer
+from twostroke.ops.cuda import CudaOps
+from twostroke.run.cuda_runner import CudaRunner
+from twostroke.sampling import SamplingParams
+from twostroke.schedule.make import make_scheduler
+from twostroke.types import Request
+from twostroke.weights.random import random_model
+
+
+@dataclass
+class Rig:
+    arch: Arch
+    model: Transformer
+    core: Core
+    runner: CudaRunner
+    ids: int = 0
+
+    def ask(self, tokens: list[int], new: int, **params: object) -> Request:
+        sampling = SamplingParams(**{"max_tokens": new, "temperature": 0.0, **params})  # type: ignore[arg-type]
+        request = Request(self.ids, tokens, sampling, 0, Timeline(time.perf_counter()))
+        request.limit = len(tokens) + new
+        self.ids += 1
+        self.core.submit(request)
+        return request
+
+    def run(self) -> float:
+        """Until nothing is left to do; seconds."""
+        began = time.perf_counter()
+        while not self.core.idle:
+            self.core.step()
+        return time.perf_counter() - began
+
+    def prompt(self, length: int) -> list[int]:
+        rng = random.Random(self.ids)
+        return [rng.randrange(self.arch.vocab) for _ in range(length)]
+
+
+def make_rig(
+    arch: Arch, model: Transformer | None = None, kv_dtype: str = "bfloat16", quantize: str | None = None,
+    **settings: object,
+) -> Rig:  # fmt: skip
+    ops = model.ops if model is not None else CudaOps(torch.bfloat16, quantize=quantize)
+    length = settings.setdefault("max_model_len", 131_072)
+    model = model or random_model(arch, ops, 131_072)  # type: ignore[arg-type]
+    free = torch.cuda.mem_get_info()[0] - (6 << 30)  # what a step of max_batch_tokens needs beside it
+    config = make_config(device="cuda", dtype="bfloat16", kv_dtype=kv_dtype, seed=1, **settings)
+    resolved = resolve(config, arch, Hardware("cuda", 16, free), 0)
+    kv = KVStorage(arch, resolved.layout, resolved.kv_blocks, resolved.kv_dtype, ops.device)  # type: ignore[arg-type]
+    scheduler = make_scheduler(arch, resolved, f"random {length}")
+    runner = CudaRunner(model, kv, scheduler.tables.array, ops)  # type: ignore[arg-type]
+    return Rig(arch, model, Core(scheduler, runner), runner)
