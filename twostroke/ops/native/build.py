@@ -41,7 +41,11 @@ ISA_FLAGS: dict[str, dict[str, tuple[str, ...]]] = {
             *("-mamx-tile", "-mamx-int8"),
         ),
     },
-    "aarch64": {"portable": ("-O2",), "neon": ("-march=armv8.2-a+dotprod+fp16", "-fno-schedule-insns")},
+    "aarch64": {
+        "portable": ("-O2",),
+        "neon": ("-march=armv8.2-a+dotprod+fp16", "-fno-schedule-insns"),
+        "i8mm": ("-march=armv8.2-a+dotprod+fp16+i8mm", "-fno-schedule-insns"),
+    },
 }
 
 

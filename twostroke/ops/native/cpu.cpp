@@ -37,19 +37,23 @@ static bool has_amx() {
 static bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
 
 #elif defined(__aarch64__)
-extern const Kernels kernels_neon;
+extern const Kernels kernels_i8mm, kernels_neon;
 
-static bool has_dot_product() {
-#if defined(__linux__)
-    return (getauxval(AT_HWCAP) & (1ul << 20)) != 0;  // HWCAP_ASIMDDP
-#elif defined(__APPLE__)
+#if defined(__APPLE__)
+static bool system_says(const char* name) {
     int value = 0;
     size_t size = sizeof value;
-    return sysctlbyname("hw.optional.arm.FEAT_DotProd", &value, &size, nullptr, 0) == 0 && value != 0;
-#else
-    return false;
-#endif
+    return sysctlbyname(name, &value, &size, nullptr, 0) == 0 && value != 0;
 }
+static bool has_dot_product() { return system_says("hw.optional.arm.FEAT_DotProd"); }
+static bool has_matrix_product() { return system_says("hw.optional.arm.FEAT_I8MM"); }
+#elif defined(__linux__)
+static bool has_dot_product() { return getauxval(AT_HWCAP) >> 20 & 1; }     // HWCAP_ASIMDDP
+static bool has_matrix_product() { return getauxval(AT_HWCAP2) >> 13 & 1; }  // HWCAP2_I8MM
+#else
+static bool has_dot_product() { return false; }
+static bool has_matrix_product() { return false; }
+#endif
 #endif
 
 const Kernels* usable_kernels(int i) {
@@ -62,6 +66,7 @@ const Kernels* usable_kernels(int i) {
         if (has_avx512()) found[n++] = &kernels_avx512;
         if (has_avx2()) found[n++] = &kernels_avx2;
 #elif defined(__aarch64__)
+        if (has_dot_product() && has_matrix_product()) found[n++] = &kernels_i8mm;
         if (has_dot_product()) found[n++] = &kernels_neon;
 #endif
         found[n++] = &kernels_portable;

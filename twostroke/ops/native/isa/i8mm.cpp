@@ -1,0 +1,5 @@
+#include "vec_neon.h"
+#include "../kernels/all.h"
+#include "../kernels/matmul_i8mm.h"
+
+TS_KERNELS(kernels_i8mm, "i8mm", matmul_octets, matmul_scratch)
