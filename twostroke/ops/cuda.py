@@ -6,8 +6,9 @@ weights are kept in the same type. Under Triton's interpreter the same code runs
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from twostroke.ops.formats import Stored, dequantize
 from twostroke.ops.interface import Attention, Batch, Gate, KVLayer, Norm
 from twostroke.ops.triton import gemv as gemv_
 from twostroke.ops.triton import rows as rows_
+from twostroke.ops.triton.cascade import cascade_attention, members_of_tile
 from twostroke.ops.triton.decode import DecodeScratch, decode_attention, split_count
 from twostroke.ops.triton.dense import UNIT, attend_long
 from twostroke.ops.triton.prefill import make_tiles, prefill_attention, split_for, tile_rows
@@ -44,6 +46,37 @@ class Matrix:
 Weight = Matrix | Fp8 | Int4
 
 
+class Kind(NamedTuple):
+    """What decides how a step is shared out among attention kernels: layers of one kind share a Cut."""
+
+    queries: int  # of a tile
+    dense: bool  # whether long stretches may go to the vendor's kernel
+    kv_heads: int
+    members: int  # requests whose heads fill a tile where they share a prefix; 0: not where layers have windows
+
+
+class Cascade(NamedTuple):
+    """Streams that share a prefix, as ops/triton/cascade.py takes them."""
+
+    members: Tensor
+    shared: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Cut:
+    """How a step's requests are shared out among the attention kernels."""
+
+    singles: Tensor | None  # (n,) int32 requests with one new token; None: the first `single_count`
+    single_count: int
+    splits: int  # of the decode kernel: at least split_count of the longest context over `scale`
+    tiles: Tensor | None  # of queries of the requests with several new tokens
+    tile_splits: int
+    long: tuple[int, ...] = ()  # requests whose first new tokens fill the tensor cores by themselves
+    rows: tuple[tuple[int, int, int], ...] = ()  # (first row, count, context) of each of `long`
+    cascade: Cascade | None = None
+    scale: int = 1  # times that splits are longer than usual
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceBatch(Batch):
     """A batch on the device together with what the host knows of it, so that nobody has to ask the device."""
@@ -51,24 +84,45 @@ class DeviceBatch(Batch):
     counts: np.ndarray | None = None  # (R,) new tokens of each request
     lengths: np.ndarray | None = None  # (R,) the same numbers as `contexts`
     streams: bool = False  # one new token each, and nobody reads blocks that this step fills
-    splits: int = 0  # of the decode kernel, where a captured step must serve longer contexts than this one's
+    splits: int = 0  # of streams: enough for the longest context that such a step may meet
+    cuts: Mapping[Kind, Cut] | None = None  # for every kind of attention in the model, where they are made already
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Cut:
-    """How a step's requests are shared out among the attention kernels."""
+class Shares(NamedTuple):
+    """A Cut as the host makes it."""
 
-    singles: Tensor | None  # (n,) int32 requests with one new token; None: all of them
-    single_count: int
+    singles: np.ndarray
     splits: int
-    tiles: Tensor | None  # of queries of the requests with several new tokens
+    tiles: np.ndarray  # (n, 2)
     tile_splits: int
-    long: tuple[int, ...]  # requests whose first new tokens fill the tensor cores by themselves
-    rows: tuple[tuple[int, int, int], ...]  # (first row, count, context) of each of `long`
+    long: tuple[int, ...]
+    rows: tuple[tuple[int, int, int], ...]
+
+
+def share_out(counts: np.ndarray, lengths: np.ndarray, kind: Kind) -> Shares:
+    """counts: new tokens of each request; lengths: its tokens in the cache once they are there."""
+    singles = np.flatnonzero(counts == 1).astype(np.int32)
+    whole = np.where((lengths - counts) % UNIT == 0, counts // UNIT * UNIT, 0) if kind.dense else np.zeros_like(counts)
+    large = np.flatnonzero(whole)
+    some = np.flatnonzero((counts > 1) & (counts > whole))
+    tiles, tile_splits = np.zeros((0, 2), np.int32), 1
+    if len(some):
+        tiles = make_tiles(counts, lengths, some, kind.queries, whole[some])
+        tile_splits = split_for(len(tiles), kind.kv_heads, int(counts.sum()), int(lengths[some].max()))
+    starts = np.cumsum(counts) - counts
+    return Shares(
+        singles=singles,
+        splits=split_count(int(lengths[singles].max())) if len(singles) else 1,
+        tiles=tiles,
+        tile_splits=tile_splits,
+        long=tuple(int(r) for r in large),
+        rows=tuple((int(starts[r]), int(whole[r]), int(lengths[r] - counts[r] + whole[r])) for r in large),
+    )
 
 
 class CudaOps:
     name = "cuda"
+    shares_steps = True  # steps may come padded, and already shared out among the attention kernels
 
     def __init__(
         self, dtype: torch.dtype = torch.bfloat16, device: str | torch.device = "cuda", quantize: str | None = None
@@ -77,7 +131,8 @@ class CudaOps:
         self.dtype, self.device, self.quantize = dtype, torch.device(device), quantize
         self.scratch = DecodeScratch(self.device)
         self._norms: dict[Norm, Norm] = {}
-        self._cuts: tuple[Batch | None, dict[tuple[int, int], Cut]] = (None, {})
+        self._kinds: dict[Attention, Kind] = {}
+        self._cuts: tuple[Batch | None, dict[Kind, Cut]] = (None, {})
 
     # ---- weights -------------------------------------------------------------------------------------------------
 
@@ -173,10 +228,15 @@ class CudaOps:
         cut = self._cut(batch, attention)
         width = attention.heads * attention.head_dim
         out = torch.empty(qkv.shape[0], width, dtype=qkv.dtype, device=qkv.device)
-        if isinstance(batch, DeviceBatch) and batch.streams:
+        if isinstance(batch, DeviceBatch) and batch.streams and cut.cascade is None:
             self._attend_singles(qkv, attention, kv, batch, group, out, cut, fused=True)
             return out
         q, k = rotate_and_store(qkv, attention, kv, batch, group, keep_k=bool(cut.long))
+        if cut.cascade is not None:
+            members, shared = cut.cascade
+            cascade_attention(
+                q, attention, kv, batch, group, self.scratch, members=members, shared=shared, splits=cut.splits
+            )
         if cut.single_count:
             self._attend_singles(q, attention, kv, batch, group, out, cut, fused=False)
         if cut.tiles is not None:
@@ -192,57 +252,54 @@ class CudaOps:
     ) -> None:
         decode_attention(
             q, attention, kv, batch, group, out, self.scratch, requests=cut.single_count, listed=cut.singles,
-            splits=cut.splits, fused=fused,
+            splits=cut.splits, fused=fused, scale=cut.scale,
+            shared=cut.cascade and cut.cascade.shared,
         )  # fmt: skip
 
-    def _cut(self, batch: Batch, attention: Attention) -> Cut:
-        """The same for every layer of a step with the same heads and window, so made once."""
-        if self._cuts[0] is not batch:
-            self._cuts = (batch, {})
-        rows = tile_rows(self.dtype, attention.head_dim, attention.heads // attention.kv_heads)
-        queries = rows // (attention.heads // attention.kv_heads)
-        dense = attention.window == 0 and attention.softcap == 0 and self._dense_ok(attention)
-        found = self._cuts[1].get((queries, dense))
+    def kind(self, attention: Attention) -> Kind:
+        found = self._kinds.get(attention)
         if found is None:
-            found = self._make_cut(batch, queries, dense, attention.kv_heads)
-            self._cuts[1][queries, dense] = found
+            found = self._kinds[attention] = self._kind(attention)
         return found
+
+    def _kind(self, attention: Attention) -> Kind:
+        share = attention.heads // attention.kv_heads
+        queries = tile_rows(self.dtype, attention.head_dim, share) // share
+        dense = attention.window == 0 and attention.softcap == 0 and self._dense_ok(attention)
+        members = 0 if attention.window else members_of_tile(attention)
+        return Kind(queries, dense, attention.kv_heads, members)
 
     def _dense_ok(self, attention: Attention) -> bool:
         return self.dtype == torch.bfloat16 and self.device.type == "cuda" and attention.head_dim in (64, 128)
 
-    def _make_cut(self, batch: Batch, queries: int, dense: bool, kv_heads: int) -> Cut:
-        if isinstance(batch, DeviceBatch) and batch.streams:
-            splits = batch.splits
-            if not splits:
-                assert batch.lengths is not None
-                splits = split_count(int(batch.lengths.max()))
-            return Cut(None, batch.contexts.shape[0], splits, None, 1, (), ())
+    def _cut(self, batch: Batch, attention: Attention) -> Cut:
+        """The same for every layer of its kind, so made once a step."""
+        kind = self.kind(attention)
+        if isinstance(batch, DeviceBatch) and batch.cuts is not None:
+            return batch.cuts[kind]
+        if self._cuts[0] is not batch:
+            self._cuts = (batch, {})
+        found = self._cuts[1].get(kind)
+        if found is None:
+            found = self._cuts[1][kind] = self._make_cut(batch, kind)
+        return found
+
+    def _make_cut(self, batch: Batch, kind: Kind) -> Cut:
         known = isinstance(batch, DeviceBatch) and batch.counts is not None and batch.lengths is not None
         counts = batch.counts if known else np.diff(batch.starts.cpu().numpy())  # type: ignore[attr-defined]
         lengths = batch.lengths if known else batch.contexts.cpu().numpy()  # type: ignore[attr-defined]
-        singles = np.flatnonzero(counts == 1).astype(np.int32)
-        whole = np.where((lengths - counts) % UNIT == 0, counts // UNIT * UNIT, 0) if dense else np.zeros_like(counts)
-        large = np.flatnonzero(whole)
-        some = np.flatnonzero((counts > 1) & (counts > whole))
-        tiles, splits = None, 1
-        if len(some):
-            listed = make_tiles(counts, lengths, some, queries, whole[some])
-            tiles = self._upload(listed)
-            splits = split_for(len(listed), kv_heads, int(counts.sum()), int(lengths[some].max()))
-        starts = np.cumsum(counts) - counts
+        if isinstance(batch, DeviceBatch) and batch.streams:
+            return Cut(None, batch.contexts.shape[0], batch.splits or split_count(int(lengths.max())), None, 1)
+        mine = share_out(counts, lengths, kind)
+        singles, tiles = self._upload(mine.singles), self._upload(mine.tiles)
         return Cut(
-            singles=self._upload(singles),
-            single_count=len(singles),
-            splits=split_count(int(lengths[singles].max())) if len(singles) else 1,
-            tiles=tiles,
-            tile_splits=splits,
-            long=tuple(int(r) for r in large),
-            rows=tuple((int(starts[r]), int(whole[r]), int(lengths[r] - counts[r] + whole[r])) for r in large),
-        )
+            singles, len(mine.singles), mine.splits, tiles if len(mine.tiles) else None, mine.tile_splits,
+            mine.long, mine.rows,
+        )  # fmt: skip
 
     def _upload(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self.device, non_blocking=True)
+        """Waits for the device, as every copy from memory that is not pinned does."""
+        return torch.from_numpy(array).to(self.device)
 
 
 def product(x: Tensor, matrix: Tensor) -> Tensor:

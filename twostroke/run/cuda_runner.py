@@ -2,12 +2,13 @@
 
 Nothing here waits for the device but `collect`, and rows that need the host (penalties, log probabilities). A token
 sampled by a step still in flight never leaves the device: the next step reads it from `newest`, by the request's row.
-Steps in which every request advances by one are captured once as a graph for a bucket of batch size and context
-length, the second time such a step is met, so that the first tokens do not wait for captures.
+Steps that kept the device waiting for the host are captured as graphs, one for each shape (run/cuda_steps.py), when
+such a step is met again: the first tokens do not wait for captures, and long steps are not captured at all.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -19,18 +20,41 @@ from torch import Tensor
 
 from twostroke.kv.storage import KVStorage
 from twostroke.model.transformer import Transformer
-from twostroke.ops.cuda import CudaOps, DeviceBatch
-from twostroke.ops.interface import BLOCK, GroupBlocks
-from twostroke.ops.triton.decode import split_count
-from twostroke.ops.triton.sample import resolve_tokens, sample
+from twostroke.ops.cuda import Cascade, CudaOps, Cut, DeviceBatch
+from twostroke.ops.interface import GroupBlocks
+from twostroke.ops.triton.sample import Filters, resolve_tokens, sample
+from twostroke.run.cuda_steps import Mixture, Shape, Streams, on_device
 from twostroke.run.grammar import NO_MASKS, GrammarCompiler, GrammarRows
 from twostroke.run.runner import LOGIT_ROWS
-from twostroke.run.sample import MASK, NOT_FINITE, choose_one, logprobs, needs_adjusting, noise_key
+from twostroke.run.sample import NOT_FINITE, SLACK, choose_one, logprobs
 from twostroke.run.staging import Fields, Staging
-from twostroke.types import Details, Plan, Request, Result, Work
+from twostroke.types import Details, Plan, Result, Work
 
-BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
-COLUMNS = 16  # fewest block columns of a captured step
+MEETINGS = 2  # of a shape before it is captured
+MANY = 512  # K/V heads of all streams that keep the device busy without short splits
+BEHIND = 0.6  # a host that took this share of a step's time kept the device waiting
+
+
+@dataclass(slots=True, eq=False)
+class Captured:
+    """All that is known of one shape of steps."""
+
+    fields: Fields
+    buffer: Tensor  # the numbers of such steps on the device: always at the same place
+    there: dict[str, Tensor]  # views of it
+    met: int = 0
+    worthwhile: bool = False  # the device waited for the host
+    graph: Any = None
+    tokens: Tensor | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Clocked:
+    """A step that was launched kernel by kernel, to be judged once it has ended."""
+
+    entry: Captured
+    began: Any
+    host_seconds: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -40,13 +64,7 @@ class Handle:
     tokens: Tensor  # pinned, (samplers,)
     done: Any
     details: dict[int, Details] = field(default_factory=dict)
-
-
-@dataclass(slots=True, eq=False)
-class Captured:
-    met: int = 0
-    graph: Any = None
-    tokens: Tensor | None = None
+    clocked: Clocked | None = None
 
 
 class CudaRunner:
@@ -60,12 +78,18 @@ class CudaRunner:
         self.model, self.kv, self.tables, self.ops = model, kv, tables, ops
         self.on_card = ops.device.type == "cuda"
         self.graphs = graphs and self.on_card
-        self.stream: Any = torch.cuda.Stream() if self.on_card else None
+        self.stream: Any = None
+        if self.on_card:
+            self.stream = torch.cuda.Stream()
+            self.stream.wait_stream(torch.cuda.current_stream())  # the weights may still be on their way
         self.pool: Any = torch.cuda.graph_pool_handle() if self.graphs else None
         self.staging = Staging(ops.device)
         self.newest = torch.zeros(tables.shape[1], dtype=torch.int32, device=ops.device)
-        self.captured: dict[tuple[int, int], Captured] = {}
-        self.layouts: dict[tuple[int, int], Fields] = {}
+        self.kinds = tuple(dict.fromkeys(ops.kind(layer.attention) for layer in model.layers))
+        plain = ops.shares_steps and kv.scales is None  # K and V as floats
+        self.members = self.kinds[0].members if plain and len(self.kinds) == 1 else 0
+        self.many = MANY // self.kinds[0].kv_heads if plain else 0
+        self.shapes: dict[Shape, Captured] = {}
         self.results: list[Tensor] = []  # pinned, back from `collect`, to be used again
 
     # ---- the protocol ----------------------------------------------------------------------------------------------
@@ -80,6 +104,9 @@ class CudaRunner:
     def collect(self, handle: Handle) -> Result:
         if handle.done is not None:
             handle.done.synchronize()
+        if handle.clocked is not None:
+            seconds = handle.clocked.began.elapsed_time(handle.done) / 1e3
+            handle.clocked.entry.worthwhile = handle.clocked.host_seconds > BEHIND * seconds
         sampled: list[tuple[int, ...]] = [()] * len(handle.plan.works)
         for index, token in zip(handle.samplers, handle.tokens.tolist(), strict=False):
             if token < 0:
@@ -90,150 +117,121 @@ class CudaRunner:
         self.results.append(handle.tokens)
         return Result(tuple(sampled), handle.details)
 
-    # ---- every request advances by one -----------------------------------------------------------------------------
+    # ---- steps of a shape that others share ------------------------------------------------------------------------
 
     def _launch_streams(self, plan: Plan) -> Handle:
-        works = plan.works
-        count = len(works)
-        longest = max(work.start for work in works) + 1
-        rows = next((b for b in BATCHES if b >= count), count)
-        columns = max(COLUMNS, 1 << (-(-longest // BLOCK) - 1).bit_length())
-        columns = min(columns, self.tables.shape[2])
-        key = (rows, columns)
-        fields = self.layouts.get(key)
-        if fields is None:
-            fields = self.layouts[key] = self._stream_fields(rows, columns)
-        host = self.staging.begin(fields)
-        self._fill_streams(host, works, columns)
-        there = self.staging.send(fields)
-        tokens = self._run_streams(key, there, longest)
-        return self._finish(plan, tuple(range(count)), tokens[:count])
+        """Every request advances by one."""
+        streams = Streams.of(plan, self.tables, self.members)
+        shape = streams.shape(self.members, self.many)
+        entry = self._entry(shape)
+        streams.fill(self.staging.begin(entry.fields))
+        return self._run_shape(plan, shape, entry, tuple(range(len(plan.works))))
 
-    def _stream_fields(self, rows: int, columns: int) -> Fields:
-        groups = self.tables.shape[0]
-        return Fields.lay({
-            "tokens": (rows,), "positions": (rows,), "starts": (rows + 1,), "contexts": (rows,), "rows": (rows,),
-            "temperatures": (rows,), "keys": (rows, 2), "tables": (groups, rows, columns),
-        })  # fmt: skip
+    def _entry(self, shape: Shape) -> Captured:
+        entry = self.shapes.get(shape)
+        if entry is None:
+            fields = shape.fields(self.tables.shape[0])
+            buffer = torch.empty(fields.size, dtype=torch.int32, device=self.ops.device)
+            entry = self.shapes[shape] = Captured(fields, buffer, fields.views(buffer))
+        return entry
 
-    def _fill_streams(self, host: dict[str, np.ndarray], works: tuple[Work, ...], columns: int) -> None:
-        count = len(works)
-        rows = [work.request.row for work in works]
-        host["tokens"][:count] = [
-            work.request.tokens[work.start] if work.start < len(work.request.tokens) else -1 - work.request.row
-            for work in works
-        ]
-        positions = np.fromiter((work.start for work in works), np.int32, count)
-        host["positions"][:count] = positions
-        host["contexts"][:count] = positions + 1  # the rest stays 0: padding attends to nothing
-        host["starts"][:] = np.arange(len(host["starts"]))
-        host["rows"][:count] = rows
-        host["rows"][count:] = -1
-        host["tables"][:, :count] = self.tables[:, rows, :columns]
-        fill_sampling(host, works)
-
-    def _run_streams(self, key: tuple[int, int], there: dict[str, Tensor], longest: int) -> Tensor:
-        if not self.graphs:
-            return self._stream_step(there, longest)
-        entry = self.captured.setdefault(key, Captured())
+    def _run_shape(self, plan: Plan, shape: Shape, entry: Captured, samplers: tuple[int, ...]) -> Handle:
+        self.staging.send(entry.fields, entry.buffer)
         entry.met += 1
-        capacity = key[1] * BLOCK
-        if entry.graph is None and entry.met == 1:
-            return self._stream_step(there, capacity)
-        if entry.graph is None:
-            entry.graph = torch.cuda.CUDAGraph()
-            entry.graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
-            try:
-                entry.tokens = self._stream_step(there, capacity)
-            finally:
-                entry.graph.capture_end()
-        entry.graph.replay()
-        assert entry.tokens is not None
-        return entry.tokens
+        if self.graphs and entry.graph is None and entry.worthwhile and entry.met > MEETINGS:
+            self._capture(shape, entry)
+        if entry.graph is not None:
+            entry.graph.replay()
+            assert entry.tokens is not None
+            return self._finish(plan, samplers, entry.tokens)
+        clocked = Clocked(entry, timing_event()) if self.graphs else None
+        began = time.perf_counter()
+        tokens = self._step(shape, entry.there)
+        if clocked is not None:
+            clocked.host_seconds = time.perf_counter() - began
+        return self._finish(plan, samplers, tokens, clocked=clocked)
 
-    def _stream_step(self, there: dict[str, Tensor], longest: int) -> Tensor:
-        tokens = resolve_tokens(there["tokens"], self.newest)
-        empty = there["positions"]
-        batch = DeviceBatch(
-            tokens=tokens, positions=there["positions"], starts=there["starts"], contexts=there["contexts"],
-            groups=tuple(GroupBlocks(empty, table) for table in there["tables"]),
-            logit_rows=slice(None),  # type: ignore[arg-type]
-            streams=True, splits=split_count(longest),
+    def _capture(self, shape: Shape, entry: Captured) -> None:
+        entry.graph = torch.cuda.CUDAGraph()
+        entry.graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+        try:
+            entry.tokens = self._step(shape, entry.there)
+        finally:
+            entry.graph.capture_end()
+
+    def _step(self, shape: Shape, there: dict[str, Tensor]) -> Tensor:
+        hidden = self.model.forward(self._batch(shape, there), self.kv)
+        if not shape.samplers:
+            return self.newest[:0]
+        return self._sample(self.model.logits(hidden[: shape.samplers]), there)
+
+    def _batch(self, shape: Shape, there: dict[str, Tensor], mixture: Mixture | None = None) -> DeviceBatch:
+        """mixture: what the host knows of this very step, where it is not one of many of its shape."""
+        cuts = {}
+        for index, kind in enumerate(self.kinds):
+            if shape.streams:
+                cascade = Cascade(there["members"], there["shared"]) if shape.cascade else None
+                cuts[kind] = Cut(None, shape.singles, shape.splits, None, 1, cascade=cascade, scale=shape.scale)
+                continue
+            tiles = there[f"tiles{index}"] if shape.tiles[index] else None
+            long, rows = ((), ()) if mixture is None else (mixture.shares[index].long, mixture.shares[index].rows)
+            cuts[kind] = Cut(
+                there["singles"], shape.singles, shape.splits, tiles, shape.tile_splits[index], long, rows
+            )  # fmt: skip
+        slots = there["positions"].expand(len(there["tables"]), -1) if shape.fused else there["slots"]
+        requests = shape.requests + (mixture is None and not shape.streams)  # with the one that stands for padding
+        return DeviceBatch(
+            tokens=resolve_tokens(there["tokens"], self.newest), positions=there["positions"],
+            starts=there["starts"][: requests + 1], contexts=there["contexts"][:requests],
+            groups=tuple(GroupBlocks(*places) for places in zip(slots, there["tables"], strict=True)),
+            logit_rows=slice(None) if shape.streams else there["logit_rows"],  # type: ignore[arg-type]
+            counts=mixture.counts if mixture is not None else None,
+            lengths=mixture.contexts if mixture is not None else None,
+            streams=shape.streams, splits=shape.splits, cuts=cuts if self.ops.shares_steps else None,
         )  # fmt: skip
-        logits = self.model.logits(self.model.forward(batch, self.kv))
-        return self._sample(logits, there)
 
     def _sample(self, logits: Tensor, there: dict[str, Tensor]) -> Tensor:
         out = torch.empty(logits.shape[0], dtype=torch.int32, device=logits.device)
         temperatures = there["temperatures"].view(torch.float32)
-        return sample(logits, temperatures, there["keys"], there["rows"], self.newest, out)
+        filters = None
+        if len(there["top_k"]):
+            filters = Filters(there["top_k"], there["top_p"].view(torch.float64), SLACK)
+        return sample(logits, temperatures, there["keys"], there["rows"], self.newest, out, filters)
 
     # ---- prompts, chunks and mixtures ------------------------------------------------------------------------------
 
     def _launch_mixed(self, plan: Plan) -> Handle:
-        works = plan.works
-        counts = np.fromiter((work.count for work in works), np.int64, len(works))
-        contexts = np.fromiter((work.start + work.count for work in works), np.int64, len(works))
-        samplers = tuple(index for index, work in enumerate(works) if work.samples)
-        prompts = tuple((index, known) for index, work in enumerate(works) if (known := prompt_rows(work)))
-        columns = -(-int(contexts.max()) // BLOCK)
-        total, asked = int(counts.sum()), len(samplers) + sum(count for _, count in prompts)
-        groups = self.tables.shape[0]
-        fields = Fields.lay({
-            "tokens": (total,), "positions": (total,), "starts": (len(works) + 1,), "contexts": (len(works),),
-            "slots": (groups, total), "logit_rows": (asked,), "rows": (len(samplers),),
-            "temperatures": (len(samplers),), "keys": (len(samplers), 2), "tables": (groups, len(works), columns),
-        })  # fmt: skip
-        host = self.staging.begin(fields)
-        self._fill_mixed(host, works, counts, contexts, samplers, prompts)
-        there = self.staging.send(fields)
-        batch = DeviceBatch(
-            tokens=resolve_tokens(there["tokens"], self.newest), positions=there["positions"], starts=there["starts"],
-            contexts=there["contexts"],
-            groups=tuple(GroupBlocks(there["slots"][g], there["tables"][g]) for g in range(groups)),
-            logit_rows=there["logit_rows"], counts=counts, lengths=contexts,
-        )  # fmt: skip
-        hidden = self.model.forward(batch, self.kv)
+        mixture = Mixture.of(plan, self.kinds)
+        hosted = tuple(n for n, index in enumerate(mixture.samplers) if not on_device(plan.works[index].request))
+        shared = self.ops.shares_steps and not hosted
+        padded = mixture.padded_shape(self.kinds, self.tables.shape[2]) if shared else None
+        if padded is None:
+            return self._launch_once(plan, mixture, hosted)
+        entry = self._entry(padded)
+        mixture.fill(self.staging.begin(entry.fields), self.tables)
+        return self._run_shape(plan, padded, entry, mixture.samplers)
+
+    def _launch_once(self, plan: Plan, mixture: Mixture, hosted: tuple[int, ...]) -> Handle:
+        shape, works, samplers = mixture.exact_shape(), plan.works, mixture.samplers
+        fields = shape.fields(self.tables.shape[0], sum(count for _, count in mixture.prompts))
+        mixture.fill(self.staging.begin(fields), self.tables)
+        there = fields.views(self.staging.send(fields))
+        hidden = self.model.forward(self._batch(shape, there, mixture), self.kv)
         details: dict[int, Details] = {}
         first = len(samplers)
-        for index, count in prompts:
+        for index, count in mixture.prompts:
             scores = self._score_prompt(works[index], hidden[first : first + count])
             details[index] = Details(prompt_logprobs=scores)
             first += count
         if not samplers:
             return self._finish(plan, (), self.newest[:0], details)
         logits = self.model.logits(hidden[: len(samplers)])
-        hosted = hosted_rows(works, samplers)
         before = self.newest.to("cpu", copy=True) if hosted else self.newest
         tokens = self._sample(logits, there)
         if hosted:
             self._choose_on_host(logits, works, samplers, hosted, before, tokens, details)
             self.newest[there["rows"]] = tokens
         return self._finish(plan, samplers, tokens, details)
-
-    def _fill_mixed(
-        self, host: dict[str, np.ndarray], works: tuple[Work, ...], counts: np.ndarray, contexts: np.ndarray,
-        samplers: tuple[int, ...], prompts: tuple[tuple[int, int], ...],
-    ) -> None:  # fmt: skip
-        starts = host["starts"]
-        np.cumsum(counts, out=starts[1:])
-        owner = np.repeat(np.arange(len(works)), counts)
-        positions = np.arange(starts[-1]) - starts[owner] + (contexts - counts)[owner]
-        host["positions"][:] = positions
-        host["contexts"][:] = contexts
-        for (request, start, count), at in zip(works, starts[:-1].tolist(), strict=True):
-            known = request.tokens[start : start + count]
-            host["tokens"][at : at + len(known)] = known
-            host["tokens"][at + len(known) : at + count] = -1 - request.row
-        table = host["tables"]
-        table[:] = self.tables[:, [work.request.row for work in works], : table.shape[2]]
-        host["slots"][:] = table[:, owner, positions // BLOCK] * BLOCK + positions % BLOCK
-        ends = starts[1:][list(samplers)] - 1
-        asked = [ends, *(np.arange(starts[i], starts[i] + count) for i, count in prompts)]
-        host["logit_rows"][:] = np.concatenate(asked)
-        chosen = tuple(works[index] for index in samplers)
-        host["rows"][:] = [work.request.row for work in chosen]
-        fill_sampling(host, chosen)
 
     def _score_prompt(self, work: Work, hidden: Tensor) -> dict:
         request, scores = work.request, {}
@@ -261,31 +259,26 @@ class CudaRunner:
                 mine.logprobs = (logprobs(row, token, request.params.logprobs),)
 
     def _finish(
-        self, plan: Plan, samplers: tuple[int, ...], tokens: Tensor, details: dict[int, Details] | None = None
-    ) -> Handle:
+        self, plan: Plan, samplers: tuple[int, ...], tokens: Tensor, details: dict[int, Details] | None = None,
+        clocked: Clocked | None = None,
+    ) -> Handle:  # fmt: skip
+        count = len(samplers)
         if not self.on_card:
-            return Handle(plan, samplers, tokens.clone(), None, details or {})
-        out = (
-            self.results.pop()
-            if self.results
-            else torch.empty(self.tables.shape[1], dtype=torch.int32, pin_memory=True)
-        )
-        out[: len(samplers)].copy_(tokens, non_blocking=True)
-        done = torch.cuda.Event()
-        done.record()
-        return Handle(plan, samplers, out, done, details or {})
+            return Handle(plan, samplers, tokens[:count].clone(), None, details or {})
+        most = self.tables.shape[1]
+        out = self.results.pop() if self.results else torch.empty(most, dtype=torch.int32, pin_memory=True)
+        out[:count].copy_(tokens[:count], non_blocking=True)
+        done = timing_event() if clocked is not None else torch.cuda.Event()
+        if clocked is None:
+            done.record()
+        return Handle(plan, samplers, out, done, details or {}, clocked)
 
 
-def on_device(request: Request) -> bool:
-    """Whether the device can choose the request's next token by itself."""
-    params = request.params
-    filtered = params.temperature > 0 and (params.top_k or params.top_p < 1.0 or params.min_p)
-    return not (filtered or params.logprobs is not None or params.grammar is not None or needs_adjusting(request))
-
-
-def hosted_rows(works: tuple[Work, ...], samplers: tuple[int, ...]) -> tuple[int, ...]:
-    """Which of the sampled rows the host must choose."""
-    return tuple(n for n, index in enumerate(samplers) if not on_device(works[index].request))
+def timing_event() -> Any:
+    """One that knows when it was passed, recorded here and now."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 @contextmanager
@@ -299,23 +292,3 @@ def knowing(work: Work, newest: int) -> Iterator[None]:
     finally:
         if ahead:
             work.request.tokens.pop()
-
-
-def prompt_rows(work: Work) -> int:
-    """How many of the work's first rows tell how likely the prompt itself was, for a request that asked."""
-    request, start, count = work
-    if request.params.prompt_logprobs is None or request.output_length or request.sample:
-        return 0
-    return max(0, min(count, request.prompt_length - 1 - start))  # the newest token predicts no prompt token
-
-
-def fill_sampling(host: dict[str, np.ndarray], works: tuple[Work, ...]) -> None:
-    """Temperatures and noise keys of the rows that sample. Zeros, as the arrays come, mean greedy."""
-    if not any(work.request.params.temperature for work in works):
-        return
-    temperatures, keys = host["temperatures"].view(np.float32), host["keys"].view(np.uint32)
-    for n, (request, start, count) in enumerate(works):
-        if request.params.temperature:
-            key = noise_key(request.seed, request.sample, start + count) & MASK
-            temperatures[n] = request.params.temperature
-            keys[n] = (key & 0xFFFFFFFF, key >> 32)

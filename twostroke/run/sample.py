@@ -18,6 +18,7 @@ from twostroke.sampling import MASK, MIX_1, MIX_2, SamplingParams, mix
 from twostroke.types import EMPTY, Request, TokenLogprobs
 
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: steps of a Weyl sequence
+SLACK = 1e-9  # off top_p: how the probabilities before a token were added up must not decide whether it stays
 NOT_FINITE = "the model produced logits that are not numbers for this request"
 
 
@@ -96,18 +97,23 @@ def adjust(row: Tensor, request: Request) -> Tensor:
 
 
 def keep_likely(row: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
-    """The tokens that top_k, top_p and min_p leave: (values, ids)."""
+    """The tokens that top_k, top_p and min_p leave: (values, ids), the likeliest first, equal ones in order of ids."""
     vocab = row.shape[0]
     if params.top_k == 0 and params.top_p == 1.0 and params.min_p == 0.0:
         return row, torch.arange(vocab)
+    ids = torch.arange(vocab)
     if 0 < params.top_k < vocab:
-        values, ids = torch.topk(row, params.top_k)
-    else:
-        values, ids = torch.sort(row, descending=True, stable=True)
+        least = torch.topk(row, params.top_k).values[-1]
+        equal = (row == least).nonzero().flatten()
+        higher = (row > least).nonzero().flatten()
+        ids = torch.cat((higher, equal[: params.top_k - len(higher)]))
+    values, order = torch.sort(row[ids], descending=True, stable=True)
+    ids = ids[order]
     probabilities = torch.softmax(values.double(), dim=0)
     keep = probabilities >= params.min_p * probabilities[0]
     if params.top_p < 1.0:
-        keep &= probabilities.cumsum(0) - probabilities < params.top_p  # what came before has not reached top_p yet
+        before = probabilities.cumsum(0) - probabilities
+        keep &= before < max(params.top_p - SLACK, SLACK)  # what came before has not reached top_p yet
     return values[keep], ids[keep]
 
 

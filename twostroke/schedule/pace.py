@@ -19,7 +19,7 @@ MARGIN = 0.85  # of max_gap that a step may be planned to take; the rest is for 
 SMOOTHING = 0.2
 # A prompt always moves on, even where its least chunk takes longer than max_gap. On a GPU a mixed step has a price of
 # its own that hundreds of tokens hardly raise: smaller chunks would be all price, and look ever more expensive.
-MIN_CHUNK = {"cpu": BLOCK, "cuda": 32 * BLOCK}
+MIN_CHUNK = {"cpu": BLOCK, "cuda": 16 * BLOCK}
 
 
 class Estimate:

@@ -1,8 +1,8 @@
 """Attention of one new token per request over its cached context, cut into splits that run side by side.
 
-Where the cuts lie is a function of the position alone (short splits at first, so that a short context is spread out
-too; long ones far out, so that there are few partial results), never of the batch: a row's additions have one order
-whatever runs beside it. The program that finishes a head's last split puts the parts together, in order of position.
+Splits are short at first, so that a short context is spread out too, and long far out, so that there are few partial
+results. Where many streams fill the device anyway, all splits are longer (SCALE). The program that finishes a head's
+last split puts the parts together, in order of position.
 
 FUSED: q, k and v come straight from the projection; every program norms and rotates the q it needs, and the one that
 owns the newest position writes its K and V and adds them by itself. Only for steps in which nobody reads blocks that
@@ -144,17 +144,18 @@ def combine(
     return acc, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride", "splits"])
 def decode_kernel(
-    q_ptr, out_ptr, part_ptr, part_max_ptr, part_sum_ptr, done_ptr, rows_ptr, starts_ptr, contexts_ptr, tables_ptr,
+    q_ptr, out_ptr, part_ptr, part_max_ptr, part_sum_ptr, done_ptr, rows_ptr, shared_ptr, starts_ptr,
+    contexts_ptr, tables_ptr,
     keys, values, key_scales, value_scales, cos_ptr, sin_ptr, qnorm_ptr, knorm_ptr, q_eps, k_eps,
     scale, softcap, q_stride, table_stride, block_stride, head_stride, token_stride, scale_block_stride,
-    scale_head_stride,
+    scale_head_stride, splits,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SHARE_2: tl.constexpr, HEAD: tl.constexpr, WIDE: tl.constexpr,
     HALF: tl.constexpr, NORM: tl.constexpr, FORMAT: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    BLOCK: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, SPLITS_2: tl.constexpr, LISTED: tl.constexpr,
+    BLOCK: tl.constexpr, TILE: tl.constexpr, SCALE: tl.constexpr, SPLITS_2: tl.constexpr, LISTED: tl.constexpr,
     FUSED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr, FAST: tl.constexpr,
-    AHEAD: tl.constexpr,
+    AHEAD: tl.constexpr, CASCADE: tl.constexpr,
 ):  # fmt: skip
     SHARE: tl.constexpr = HEADS // KV_HEADS
     DTYPE: tl.constexpr = q_ptr.dtype.element_ty
@@ -168,13 +169,17 @@ def decode_kernel(
     context = tl.load(contexts_ptr + request)
     newest = context - 1
     first = tl.maximum(context - WINDOW, 0) if WINDOW > 0 else 0
-    first_split, last_split = split_of(first), split_of(newest)
-    if (split < first_split) | (split > last_split) | (context <= 0):
+    first_split, last_split = split_of(first // SCALE), split_of(newest // SCALE)
+    first_own = first_split
+    if CASCADE:
+        first_own = tl.load(shared_ptr + request)  # splits before it are in their places already
+    if (split < first_own) | (split > last_split) | (context <= 0):
         if PDL:
             gdc_wait()
             gdc_launch_dependents()
         return
-    begin, end = tl.maximum(split_start(split), first), tl.minimum(split_start(split + 1), context)
+    begin = tl.maximum(SCALE * split_start(split), first)
+    end = tl.minimum(SCALE * split_start(split + 1), context)
     if FUSED:
         end = tl.minimum(end, newest)
     row = tl.load(starts_ptr + request).to(tl.int64)
@@ -248,12 +253,12 @@ def decode_kernel(
         )  # fmt: skip
     inside = shared[:, None] & (dims_a < HEAD)[None, :]
     place = out_ptr + row * HEADS * HEAD + (head * SHARE + index)[:, None] * HEAD
-    if first_split == last_split:
+    if first_split == last_split:  # the only part is the whole
         tl.store(place + dims_a[None, :], (acc_a / total[:, None]).to(DTYPE), mask=inside)
         if PAIRS:
             tl.store(place + dims_b[None, :], (acc_b / total[:, None]).to(DTYPE), mask=inside)
         return
-    part = (request * HEADS + head * SHARE + index) * SPLITS  # (SHARE_2,): first part of each head
+    part = (request * HEADS + head * SHARE + index) * splits  # (SHARE_2,): first part of each head
     mine_at = part_ptr + ((part + split) * HEAD)[:, None]
     tl.store(mine_at + dims_a[None, :], acc_a, mask=inside)
     if PAIRS:
@@ -262,7 +267,7 @@ def decode_kernel(
     tl.store(part_sum_ptr + part + split, total, mask=shared)
     tl.debug_barrier()
     counter = done_ptr + request * KV_HEADS + head
-    if tl.atomic_add(counter, 1, sem="acq_rel") != last_split - first_split:
+    if tl.atomic_add(counter, 1, sem="acq_rel") != last_split - first_own:
         return
     tl.store(counter, 0)
     tl.debug_barrier()
@@ -283,7 +288,7 @@ class DecodeScratch:
         self.done = torch.zeros(0, dtype=torch.int32, device=device)
 
     def reserve(self, requests: int, heads: int, splits: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        parts = requests * heads * splits
+        parts = -(-requests * heads * splits // 16) * 16
         if self.floats.numel() < parts * (head_dim + 2):
             self.kept.append(self.floats)
             self.floats = torch.empty(2 * parts * (head_dim + 2), device=self.device)
@@ -295,11 +300,13 @@ class DecodeScratch:
 
 def decode_attention(
     q: Tensor, attention: Attention, kv: KVLayer, batch: Batch, group: int, out: Tensor, scratch: DecodeScratch, *,
-    requests: int, listed: Tensor | None, splits: int, fused: bool, tile: int | None = None, stages: int = 2,
-    warps: int = 4,
+    requests: int, listed: Tensor | None, splits: int, fused: bool, scale: int = 1,
+    shared: Tensor | None = None, tile: int | None = None, stages: int = 2, warps: int = 4,
 ) -> Tensor:  # fmt: skip
     """q: (T, heads · head_dim) rotated, or with `fused` the raw projections. listed: indices of the requests to serve
-    (None: the first `requests`). splits: at least split_count of the longest context."""
+    (None: the first `requests`). splits: at least split_count of the longest context over `scale`, the number of times
+    that splits are longer than usual. shared: how many of each
+    request's leading splits are done already (cascade.py); only where no layer has a window."""
     dim, share = attention.head_dim, attention.heads // attention.kv_heads
     wide = max(32 if FORMATS[kv.format] == INT4 else 16, triton.next_power_of_2(dim))
     rope, qn, kn = attention.rope, attention.query_norm, attention.key_norm
@@ -316,16 +323,17 @@ def decode_attention(
         if not ahead and not wide_float and (splits <= 8 or kv.format != "bfloat16"):
             tile, stages, warps = (64 if kv.format == "int4" else 32), 3, 1
     decode_kernel[(attention.kv_heads, splits, requests)](
-        q, out, part, part_max, part_sum, done, tables if listed is None else listed, batch.starts, batch.contexts,
-        tables, kv.keys, kv.values, scales, value_scales, rope.cos if rope else q, rope.sin if rope else q,
+        q, out, part, part_max, part_sum, done, tables if listed is None else listed,
+        tables if shared is None else shared, batch.starts, batch.contexts, tables, kv.keys, kv.values, scales,
+        value_scales, rope.cos if rope else q, rope.sin if rope else q,
         qn.weight if qn else q, kn.weight if kn else q, qn.eps if qn else 0.0, kn.eps if kn else 0.0,
         attention.scale, attention.softcap, q.stride(0), tables.stride(0), *kv.keys.stride()[:3], *scales.stride()[:2],
-        HEADS=attention.heads, KV_HEADS=attention.kv_heads, SHARE_2=max(16, triton.next_power_of_2(share)), HEAD=dim,
-        WIDE=wide, HALF=rope.cos.shape[1] if rope else 0, NORM=qn is not None, FORMAT=FORMATS[kv.format],
+        splits, HEADS=attention.heads, KV_HEADS=attention.kv_heads, SHARE_2=max(16, triton.next_power_of_2(share)),
+        HEAD=dim, WIDE=wide, HALF=rope.cos.shape[1] if rope else 0, NORM=qn is not None, FORMAT=FORMATS[kv.format],
         WINDOW=attention.window, SOFTCAP=attention.softcap > 0, BLOCK=BLOCK,
-        TILE=tile, SPLITS=splits, SPLITS_2=triton.next_power_of_2(splits),
+        TILE=tile, SCALE=scale, SPLITS_2=16 if splits <= 16 else max(128, triton.next_power_of_2(splits)),
         LISTED=listed is not None, FUSED=fused, PRECISION="ieee" if wide_float else "tf32", STAGES=stages, PDL=PDL,
-        FAST=not INTERPRETED and q.dtype == torch.bfloat16, AHEAD=ahead,
+        FAST=not INTERPRETED and q.dtype == torch.bfloat16, AHEAD=ahead, CASCADE=shared is not None,
         num_warps=warps, **EARLY,
     )  # fmt: skip
     return out

@@ -57,15 +57,15 @@ def step(
     return new, total, acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "table_stride", "splits"])
 def prefill_kernel(
     q_ptr, out_ptr, part_ptr, part_max_ptr, part_sum_ptr, tiles_ptr, starts_ptr, contexts_ptr, tables_ptr, keys, values,
-    key_scales, value_scales, scale, softcap, rows, q_stride, table_stride,
+    key_scales, value_scales, scale, softcap, rows, splits, q_stride, table_stride,
     block_stride, head_stride, token_stride, scale_block_stride,
     scale_head_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD: tl.constexpr, WIDE: tl.constexpr, FORMAT: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     SHARE: tl.constexpr = HEADS // KV_HEADS
     QUERIES: tl.constexpr = TILE_M // SHARE
@@ -99,8 +99,8 @@ def prefill_kernel(
     if WINDOW > 0:
         begin = tl.maximum(low - WINDOW + 1, 0) // TILE_N * TILE_N
         whole = begin
-    if SPLITS > 1:
-        length = tl.cdiv(tl.cdiv(high - begin, TILE_N), SPLITS) * TILE_N
+    if SPLIT:
+        length = tl.cdiv(tl.cdiv(high - begin, TILE_N), splits) * TILE_N
         begin += tl.program_id(2) * length
         high = tl.minimum(high, begin + length)
         whole = tl.minimum(tl.maximum(whole, begin), tl.maximum(high, begin) // TILE_N * TILE_N)
@@ -120,7 +120,7 @@ def prefill_kernel(
             HEAD, WIDE, FORMAT, WINDOW, SOFTCAP, BLOCK, TILE_N, True, DTYPE, PRECISION,
         )  # fmt: skip
     place = row * HEADS + head * SHARE + index % SHARE
-    if SPLITS == 1:
+    if not SPLIT:
         tl.store(out_ptr + (place * HEAD)[:, None] + dims[None, :], (acc / total[:, None]).to(DTYPE), mask=inside)
     else:
         place += tl.program_id(2).to(tl.int64) * rows * HEADS
@@ -129,10 +129,10 @@ def prefill_kernel(
         tl.store(part_sum_ptr + place, total, mask=mine)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "splits"])
 def combine_kernel(
-    part_ptr, part_max_ptr, part_sum_ptr, out_ptr, tiles_ptr, starts_ptr, rows,
-    HEADS: tl.constexpr, HEAD: tl.constexpr, WIDE: tl.constexpr, QUERIES: tl.constexpr, SPLITS: tl.constexpr,
+    part_ptr, part_max_ptr, part_sum_ptr, out_ptr, tiles_ptr, starts_ptr, rows, splits,
+    HEADS: tl.constexpr, HEAD: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """One query of one tile, all heads of it one by one: the parts in order of position."""
     tile, query = tl.program_id(0), tl.program_id(1)
@@ -144,11 +144,11 @@ def combine_kernel(
     dims = tl.arange(0, WIDE)
     place = row * HEADS + tl.program_id(2)
     top = tl.load(part_max_ptr + place)
-    for split in range(1, SPLITS):
+    for split in range(1, splits):
         top = tl.maximum(top, tl.load(part_max_ptr + place + split * rows.to(tl.int64) * HEADS))
     acc = tl.zeros((WIDE,), tl.float32)
     total = 0.0
-    for split in range(SPLITS):
+    for split in range(splits):
         at = place + split * rows.to(tl.int64) * HEADS
         weight = tl.exp2(tl.load(part_max_ptr + at) - top)
         total += weight * tl.load(part_sum_ptr + at)
@@ -196,18 +196,18 @@ def prefill_attention(
     part_max, part_sum = (out, out) if splits == 1 else torch.empty(2, splits, rows, heads, device=q.device)
     prefill_kernel[(attention.kv_heads, tiles.shape[0], splits)](
         q, out, parts, part_max, part_sum, tiles, batch.starts, batch.contexts, tables, kv.keys, kv.values, scales,
-        value_scales, attention.scale, attention.softcap, rows, q.stride(0), tables.stride(0),
+        value_scales, attention.scale, attention.softcap, rows, splits, q.stride(0), tables.stride(0),
         *kv.keys.stride()[:3], *scales.stride()[:2],
         HEADS=attention.heads, KV_HEADS=attention.kv_heads, HEAD=dim, WIDE=wide, FORMAT=FORMATS[kv.format],
         WINDOW=attention.window, SOFTCAP=attention.softcap > 0, BLOCK=BLOCK, TILE_M=tile_rows(q.dtype, wide, share),
         TILE_N=tile_n or (32 if wide_float or wide > 128 else 64), PRECISION="ieee" if wide_float else "tf32",
         STAGES=stages or (2 if wide_float or wide > 128 else 3), num_warps=warps or (8 if wide > 128 else 4),
-        SPLITS=splits,
+        SPLIT=splits > 1,
     )  # fmt: skip
     if splits > 1:
         queries = tile_rows(q.dtype, wide, share) // share
         combine_kernel[(tiles.shape[0], queries, heads)](
-            parts, part_max, part_sum, out, tiles, batch.starts, rows,
-            HEADS=heads, HEAD=dim, WIDE=wide, QUERIES=queries, SPLITS=splits, num_warps=1,
+            parts, part_max, part_sum, out, tiles, batch.starts, rows, splits,
+            HEADS=heads, HEAD=dim, WIDE=wide, num_warps=1,
         )  # fmt: skip
     return out

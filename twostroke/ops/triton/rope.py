@@ -35,7 +35,7 @@ def rope_kernel(
         slot = tl.load(slots_ptr + row).to(tl.int64)
         block, offset = slot // BLOCK, slot % BLOCK
         kv_index = tl.arange(0, KV_HEADS_2)
-        kv_mask = kv_index < KV_HEADS
+        kv_mask = (kv_index < KV_HEADS) & (slot >= 0)
         token = block * block_stride + kv_index * head_stride + offset * token_stride
         where = block * scale_block_stride + kv_index * scale_head_stride + offset
         k_heads = mine + tl.where(kv_mask, HEADS + kv_index, 0) * HEAD
@@ -58,7 +58,8 @@ def rope_kernel(
 def rotate_and_store(
     qkv: Tensor, attention: Attention, kv: KVLayer, batch: Batch, group: int, keep_k: bool
 ) -> tuple[Tensor, Tensor]:
-    """q (T, heads · head_dim) ready for attention, and with `keep_k` k (T, kv_heads · head_dim) too."""
+    """q (T, heads · head_dim) ready for attention, and with `keep_k` k (T, kv_heads · head_dim) too. Rows whose slot is
+    negative are nobody's: nothing is stored for them."""
     rows, dim = qkv.shape[0], attention.head_dim
     q = torch.empty(rows, attention.heads * dim, dtype=qkv.dtype, device=qkv.device)
     k = torch.empty(rows, attention.kv_heads * dim, dtype=qkv.dtype, device=qkv.device) if keep_k else q
