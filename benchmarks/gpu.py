@@ -122,10 +122,10 @@ def small(bench: Bench) -> None:
 
 
 def measure_offline(bench: Bench, name: str, count: int, prompt: int, new: int) -> None:
-    """Nobody reads along, so prompts need not be cut short for the streams' sake: max_gap is one second."""
+    """Nobody reads along, so prompts need not be cut short for the streams' sake: max_gap has no end."""
     rig = bench.rig()
     pace, best = rig.core.scheduler.pace, 0.0
-    usual, pace.max_gap = pace.max_gap, 1.0
+    usual, pace.max_gap = pace.max_gap, 1e6
     for _ in range(2):
         for _ in range(count):
             rig.ask(rig.prompt(prompt), new)
@@ -203,6 +203,57 @@ def gap(bench: Bench) -> None:
         ttft_ratio=round((until - mark) / ttft_alone, 3), ttft_alone=round(ttft_alone, 3),
         max_gap=rig.core.scheduler.pace.max_gap * 1e3,
     )  # fmt: skip
+
+
+# ---- what the host costs ---------------------------------------------------------------------------------------------
+
+
+def device_ms(rig: Rig, met: dict[object, int]) -> float:
+    """Milliseconds of the captured step that was met most often since `met`, replayed by itself; 0: none was."""
+    shapes = rig.runner.shapes
+    shape = max(shapes, key=lambda s: shapes[s].met - met.get(s, 0))
+    if shapes[shape].graph is None:
+        return 0.0
+    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    with torch.cuda.stream(rig.runner.stream):
+        for event in (began, ended):
+            event.record()
+            for _ in range(30):
+                shapes[shape].graph.replay()
+    ended.synchronize()
+    return began.elapsed_time(ended) / 30
+
+
+def host(bench: Bench) -> None:
+    """Steps as they are met, beside the same steps replayed on the device alone: one stream, and 32 with a prompt."""
+    rig = bench.rig()
+    for _ in range(2):
+        met = {shape: entry.met for shape, entry in rig.runner.shapes.items()}
+        times = rig.ask(rig.prompt(128), 380).timeline.token_times
+        rig.run()
+    step = (times[-1] - times[-101]) * 10  # contexts 408 to 508 are one shape, met most often
+    own = device_ms(rig, met)
+    bench.report("step1", step, "ms/step", own, higher=False, host_share=round(1 - own / step, 4))
+    streams = [rig.ask(rig.prompt(512), 100_000) for _ in range(32)]
+    while min(len(stream.timeline.token_times) for stream in streams) < 12:
+        rig.core.step()
+    pace = rig.core.scheduler.pace
+    usual, pace.max_gap = pace.max_gap, 1.0  # a prompt is not to be cut
+    for prompt in (0, 16, 128, 512, 1024):
+        met = {shape: entry.met for shape, entry in rig.runner.shapes.items()}
+        for turn in range(30):
+            if turn == 10:
+                began = time.perf_counter()
+            if prompt:
+                rig.ask(rig.prompt(prompt), 1)
+            rig.core.step()
+        step = (time.perf_counter() - began) * 1e3 / 20
+        own = device_ms(rig, met)
+        bench.report(f"step32+{prompt}", step, "ms/step", own, higher=False)
+    pace.max_gap = usual
+    for stream in streams:
+        rig.core.abort(stream)
+    rig.run()
 
 
 # ---- where the time goes ---------------------------------------------------------------------------------------------
@@ -298,6 +349,7 @@ PARTS: dict[str, tuple[Callable[[Bench], None], int]] = {  # with the seconds it
     "prefix": (prefix, 10),
     "gap": (gap, 25),
     "decode64": (decode64, 10),
+    "host": (host, 12),
     "breakdown": (breakdown, 10),
     "weights": (weights, 40),
     "small": (small, 10),

@@ -17,6 +17,7 @@ from twostroke.model.arch import Arch
 from twostroke.model.transformer import Transformer
 from twostroke.ops.cuda import CudaOps
 from twostroke.run.cuda_runner import CudaRunner
+from twostroke.run.warm_up import resize
 from twostroke.sampling import SamplingParams
 from twostroke.schedule.make import make_scheduler
 from twostroke.types import Request
@@ -58,9 +59,9 @@ def make_rig(
     ops = model.ops if model is not None else CudaOps(torch.bfloat16, quantize=quantize)
     length = settings.setdefault("max_model_len", 131_072)
     model = model or random_model(arch, ops, 131_072)  # type: ignore[arg-type]
-    free = torch.cuda.mem_get_info()[0] - (6 << 30)  # what a step of max_batch_tokens needs beside it
     config = make_config(device="cuda", dtype="bfloat16", kv_dtype=kv_dtype, seed=1, **settings)
-    resolved = resolve(config, arch, Hardware("cuda", 16, free), 0)
+    resolved = resolve(config, arch, Hardware("cuda", 16, torch.cuda.mem_get_info()[0]), 0)
+    resolved = resize(config, resolved, model)
     kv = KVStorage(arch, resolved.layout, resolved.kv_blocks, resolved.kv_dtype, ops.device)  # type: ignore[arg-type]
     scheduler = make_scheduler(arch, resolved, f"random {length}")
     runner = CudaRunner(model, kv, scheduler.tables.array, ops)  # type: ignore[arg-type]

@@ -22,6 +22,7 @@ from twostroke.ops.cpu import TorchCpuOps  # noqa: E402
 from twostroke.ops.cuda import CudaOps  # noqa: E402
 from twostroke.run.cuda_runner import CudaRunner  # noqa: E402
 from twostroke.run.runner import ModelRunner  # noqa: E402
+from twostroke.run.warm_up import run_largest_step  # noqa: E402
 from twostroke.sampling import SamplingParams  # noqa: E402
 from twostroke.schedule.make import make_scheduler  # noqa: E402
 from twostroke.types import Request  # noqa: E402
@@ -61,3 +62,13 @@ def tokens_of(folder: Path, kind: str) -> list[tuple[list[int], object]]:
 
 def test_both_runners_choose_the_same_tokens(llama_folder: Path) -> None:
     assert tokens_of(llama_folder, "cuda") == tokens_of(llama_folder, "cpu")
+
+
+def test_the_largest_step_can_be_run_before_there_is_a_cache(llama_folder: Path) -> None:
+    checkpoint = open_checkpoint(llama_folder)
+    arch = load_arch(checkpoint)
+    config = make_config(max_model_len=96, dtype="float32", max_batch_tokens=12, max_requests=3, kv_blocks=40, seed=1)
+    settings = resolve(config, arch, this_machine("cpu"), 0)
+    ops = CudaOps(torch.float32, "cuda" if ON_CARD else "cpu")
+    tokens = run_largest_step(load_model(checkpoint, ops, settings.max_model_len), ops, settings)
+    assert len(tokens) == 3 and len(set(tokens)) == 1  # the same prompt three times

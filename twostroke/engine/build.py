@@ -66,13 +66,17 @@ def build_engine(
     tokenizer = open_tokenizer(checkpoint)
     device = choose_device(config)
     settings = resolve(config, arch, hardware_of(device, arch), checkpoint_bytes(checkpoint))
-    for name, reason in settings.reasons.items():
-        log.info("%s = %s: %s", name, getattr(settings, name), reason)
     ops = make_ops(device, settings.dtype, settings.threads, settings.quantize)
     stage("load")
     bits = settings.quantize if device == "cpu" else None  # a GPU packs float weights into its own formats
     transformer = load_model(checkpoint, ops, settings.max_model_len, load_progress, bits)
     stage("size KV")
+    if device == "cuda" and config.kv_blocks is None and config.kv_memory is None:
+        from twostroke.run.warm_up import resize  # Triton is not installed everywhere
+
+        settings = resize(config, settings, transformer)
+    for name, reason in settings.reasons.items():
+        log.info("%s = %s: %s", name, getattr(settings, name), reason)
     kv = KVStorage(arch, settings.layout, settings.kv_blocks, settings.kv_dtype, torch.device(device))
     scheduler = make_scheduler(arch, settings, str(checkpoint.path))
     grammars = GrammarCompiler(tokenizer, arch.vocab)

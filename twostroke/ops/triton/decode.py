@@ -331,7 +331,7 @@ def decode_attention(
         splits, HEADS=attention.heads, KV_HEADS=attention.kv_heads, SHARE_2=max(16, triton.next_power_of_2(share)),
         HEAD=dim, WIDE=wide, HALF=rope.cos.shape[1] if rope else 0, NORM=qn is not None, FORMAT=FORMATS[kv.format],
         WINDOW=attention.window, SOFTCAP=attention.softcap > 0, BLOCK=BLOCK,
-        TILE=tile, SCALE=scale, SPLITS_2=16 if splits <= 16 else max(128, triton.next_power_of_2(splits)),
+        TILE=tile, SCALE=scale, SPLITS_2=16 if ahead and splits <= 16 else max(128, triton.next_power_of_2(splits)),
         LISTED=listed is not None, FUSED=fused, PRECISION="ieee" if wide_float else "tf32", STAGES=stages, PDL=PDL,
         FAST=not INTERPRETED and q.dtype == torch.bfloat16, AHEAD=ahead, CASCADE=shared is not None,
         num_warps=warps, **EARLY,
