@@ -22,7 +22,7 @@ from twostroke.ops.cpu import TorchCpuOps  # noqa: E402
 from twostroke.ops.cuda import CudaOps  # noqa: E402
 from twostroke.run.cuda_runner import CudaRunner  # noqa: E402
 from twostroke.run.runner import ModelRunner  # noqa: E402
-from twostroke.run.warm_up import run_largest_step  # noqa: E402
+from twostroke.run.warm_up import compile_kernels, run_largest_step  # noqa: E402
 from twostroke.sampling import SamplingParams  # noqa: E402
 from twostroke.schedule.make import make_scheduler  # noqa: E402
 from twostroke.types import Request  # noqa: E402
@@ -70,5 +70,7 @@ def test_the_largest_step_can_be_run_before_there_is_a_cache(llama_folder: Path)
     config = make_config(max_model_len=96, dtype="float32", max_batch_tokens=12, max_requests=3, kv_blocks=40, seed=1)
     settings = resolve(config, arch, this_machine("cpu"), 0)
     ops = CudaOps(torch.float32, "cuda" if ON_CARD else "cpu")
-    tokens = run_largest_step(load_model(checkpoint, ops, settings.max_model_len), ops, settings)
+    model = load_model(checkpoint, ops, settings.max_model_len)
+    compile_kernels(model, settings)
+    tokens = run_largest_step(model, ops, settings)
     assert len(tokens) == 3 and len(set(tokens)) == 1  # the same prompt three times

@@ -1,8 +1,11 @@
-"""What the largest step leaves of a GPU's memory, found by running one."""
+"""Kernels compiled side by side before the first step, and what the largest step leaves of a GPU's memory."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -12,8 +15,10 @@ from twostroke.hardware import Hardware
 from twostroke.kv.storage import KVStorage
 from twostroke.metrics.timeline import Timeline
 from twostroke.model.transformer import Transformer
-from twostroke.ops.cuda import CudaOps
-from twostroke.ops.interface import BLOCK
+from twostroke.ops.cuda import CudaOps, Cut, DeviceBatch
+from twostroke.ops.interface import BLOCK, Attention, GroupBlocks
+from twostroke.ops.triton.launch import INTERPRETED
+from twostroke.ops.triton.sample import resolve_tokens, sample
 from twostroke.run.cuda_runner import CudaRunner
 from twostroke.sampling import SamplingParams
 from twostroke.types import Plan, Request, Work
@@ -23,10 +28,69 @@ GRAPHS = 1 << 30  # bytes for steps captured later on
 
 def resize(config: Config, settings: Resolved, model: Transformer) -> Resolved:
     """The settings with a KV cache of what is really free beside the weights and the largest step."""
+    compile_kernels(model, settings)
     free = free_after_warm_up(model, settings)
     known = replace(config, max_model_len=settings.max_model_len, seed=settings.seed)
     sized = resolve(known, model.arch, Hardware("cuda", settings.threads, free), 0)
     return replace(sized, reasons={**settings.reasons, **sized.reasons})
+
+
+def compile_kernels(model: Transformer, settings: Resolved) -> None:
+    """Those of a prompt and of a stream. Each takes a good part of a second, most of it in tools that run together."""
+    ops = model.ops
+    assert isinstance(ops, CudaOps)
+    arch, layer = model.arch, model.layers[0]
+    kv, group = KVStorage(arch, settings.layout, 2, settings.kv_dtype, ops.device).layer(0)
+    row, wide, inner, ffn = (
+        torch.zeros(1, width, dtype=ops.dtype, device=ops.device)
+        for width in (
+            arch.hidden,
+            (arch.heads + 2 * arch.kv_heads) * arch.head_dim,
+            arch.heads * arch.head_dim,
+            2 * arch.ffn,
+        )
+    )
+    single, prompt = small_batch(ops, layer.attention, 1, group), small_batch(ops, layer.attention, 2, group)
+
+    def sample_one() -> None:
+        numbers = torch.zeros(1, 2, dtype=torch.int32, device=ops.device)
+        tokens = resolve_tokens(numbers[0, :1], numbers[0])
+        ops.embed(model.embedding, tokens, arch.embedding_scale)
+        logits = torch.zeros(1, arch.vocab, device=ops.device)
+        sample(logits, torch.zeros(1, device=ops.device), numbers, numbers[0, :1], numbers[0], tokens)
+
+    def attend(batches: tuple[DeviceBatch, ...]) -> None:
+        for batch in batches:
+            qkv = wide.expand(len(batch.positions), -1).contiguous()
+            ops.attend(qkv, layer.attention, kv, batch, group)
+
+    apart = [(single,), (prompt,)] if ops.shares_steps else [(single, prompt)]
+    tasks: list[Callable[[], object]] = [
+        sample_one,
+        *(partial(attend, batches) for batches in apart),
+        lambda: ops.linear(row, layer.qkv, before=layer.attention_norm),
+        lambda: ops.linear(inner, layer.output, add_to=row.clone()),
+        lambda: ops.linear(row, layer.gate_up, before=layer.feed_norm),
+        lambda: ops.linear(ffn, layer.down, before=model.gate, add_to=row.clone()),
+        lambda: model.logits(row),
+        lambda: ops.linear(row.expand(2, -1).contiguous(), layer.qkv, before=layer.attention_norm),
+        lambda: ops.linear(ffn.expand(2, -1).contiguous(), layer.down, before=model.gate),
+    ]
+    with torch.inference_mode(), ThreadPoolExecutor(1 if INTERPRETED else len(tasks)) as pool:
+        for done in [pool.submit(torch.inference_mode()(task)) for task in tasks]:
+            done.result()
+
+
+def small_batch(ops: CudaOps, attention: Attention, count: int, group: int) -> DeviceBatch:
+    """`count` new tokens of one request in block 0."""
+    positions = torch.arange(count, dtype=torch.int32, device=ops.device)
+    starts, context = positions.new_tensor([0, count]), positions.new_tensor([count])
+    blocks = GroupBlocks(positions, positions.new_zeros(1, 16))
+    cut = Cut(None, 1, 1, None, 1) if count == 1 else Cut(None, 0, 1, positions.new_zeros(1, 2), 1)
+    return DeviceBatch(
+        positions, positions, starts, context, (blocks,) * (group + 1), positions, np.array([count]), np.array([count]),
+        streams=count == 1, splits=1, cuts={ops.kind(attention): cut},
+    )  # fmt: skip
 
 
 def free_after_warm_up(model: Transformer, settings: Resolved) -> int:
