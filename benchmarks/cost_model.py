@@ -1,12 +1,15 @@
 """The cost model and the simulator against reality, on this machine.
 
-    python -m benchmarks.cost_model                  # the default model: grid, trace slice, speed; JSON under results/
-    python -m benchmarks.cost_model --model qwen2.5-coder-0.5b --device cuda --requests 200
+    python -m benchmarks.cost_model                  # the default model: grid, trace slice, bytes, speed; 3.5 minutes
+    python -m benchmarks.cost_model --device cuda    # random weights in the shape of Llama-3.1-8B: grid and bytes
 
-1. grid: prompt length × batch × context on the engine; the rates are fitted to every other step, the errors are those
-   of the steps in between, one by one and by cells of like steps (whose median is free of the machine's hiccups).
-2. trace: a slice of the Azure conversation trace served for real and simulated. The rates are those of the grid, slowed
-   down to the mean of the steps of an earlier slice: nothing is tuned to the one that is predicted.
+1. grid: prompt length × batch × context on the engine. The rates are fitted to one set of shapes (that of `twostroke
+   plan --calibrate`), the errors are those of other shapes, which lie between them. A step is measured several times in
+   rounds, each in another order, and what it takes is the median; `repeats` is how far the repeats of one step lie from
+   their own median, which no model can predict.
+2. trace: two slices of the Azure conversation trace served for real in turns, a few times over; the later one is
+   simulated. The rates are those of the grid, slowed down to the mean of the steps of the earlier slice: nothing is
+   tuned to the one that is predicted. Measured is the median over the turns.
 3. bytes: K and V as the layout predicts them against what the allocator took.
 4. speed: simulated requests a minute on a 64-worker fleet, one core.
 """
@@ -17,16 +20,16 @@ import argparse
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from benchmarks.machine import describe
-from twostroke import LLM
-from twostroke.bench.calibrate import first_guess, run_grid
+from twostroke.bench.calibrate import first_guess
+from twostroke.bench.grid import CALIBRATION, HELD_OUT, by_shape, cells, run_grid, spread, typical
 from twostroke.bench.inprocess import measure, settings_document
 from twostroke.bench.workload import Load, shipped_trace, trace_load
 from twostroke.config import make_config, resolve
@@ -35,93 +38,124 @@ from twostroke.cost.fit import errors, fit, on_average, predicted, with_between
 from twostroke.cost.fleet import Fleet, Pools
 from twostroke.cost.hardware import Calibration, Rates, datasheet_rates, find_device
 from twostroke.cost.models import known_arch
-from twostroke.cost.roofline import Roofline, model_cost
+from twostroke.cost.roofline import ModelCost, Roofline, model_cost
 from twostroke.cost.summary import Summary
 from twostroke.cost.trace import faster, from_zero, rate, repeat
+from twostroke.engine.core import Core
 from twostroke.metrics.steplog import Step
 from twostroke.weights.catalog import DEFAULT
-from twostroke.weights.checkpoint import locate, open_checkpoint
-from twostroke.weights.describe import checkpoint_bytes
+
+if TYPE_CHECKING:
+    from twostroke import LLM
 
 RESULTS = Path(__file__).parent / "results"
+TARGET = {"median": 0.10, "p95": 0.20}
+TRACE_TARGET = 0.15
+WORST = 12  # cells that are written out
 
 
-def grid(llm: LLM, weight_bytes: int, seconds: float) -> tuple[Rates, dict[str, Any]]:
-    steps = run_grid(llm, seconds, lambda text: print(f"grid: {text}", flush=True))
-    cost, layout = model_cost(llm.arch, "float32", weight_bytes), llm.settings.layout
-    rates = fit(steps[::2], cost, layout, first_guess(llm))
+def grid(core: Core, cost: ModelCost, kind: str, seconds: float, rounds: int) -> tuple[Rates, dict[str, Any]]:
+    known, unknown = cells(CALIBRATION[kind], core), cells(HELD_OUT[kind], core)
+    say = lambda text: print(f"grid: {text}", flush=True) if text.endswith("0") else None  # noqa: E731
+    steps = run_grid(core, cost.arch.vocab, [*known, *unknown], seconds, rounds, say)
+    layout, seen = core.scheduler.tables.layout, set(known)
+    usual = typical(steps)
+    fitted = [step for step in usual if cell_of(step) in seen]
+    held_out = [step for step in usual if cell_of(step) not in seen]
+    rates = fit(fitted, cost, layout, first_guess(kind))
     line = Roofline(cost, layout, rates)
-    held_out = steps[1::2]
-    prompts = [step for step in held_out if step.chunks]
-    streams = [step for step in held_out if not step.chunks]
     found = {
         "steps": len(steps),
-        "all": errors(held_out, line),
-        "cells": cell_errors(held_out, line),
-        "with prompts": errors(prompts, line) if prompts else None,
-        "streams only": errors(streams, line) if streams else None,
-        "target": {"median": 0.10, "p95": 0.20},
+        "rounds": median(len(alike) for alike in by_shape(steps) if alike[0].chunks),
+        "shapes fitted": {"count": len(fitted), **errors(fitted, line)},
+        "shapes held out": {"count": len(held_out), **errors(held_out, line)},
+        "of these": {name: errors(some, line) for name, some in kinds(held_out).items() if some},
+        "repeats": {"median": median(spread(steps)), "p95": float(np.percentile(spread(steps), 95))},
+        "target": TARGET,
+        "met": all(errors(held_out, line)[name] <= most for name, most in TARGET.items()),
+        "worst": worst(held_out, line),
+        "rates": asdict(rates),
     }
-    return with_between(rates, steps), found
+    return with_between(fit(usual, cost, layout, rates), steps), found
 
 
-def cell_errors(steps: Sequence[Step], line: Roofline) -> dict[str, float]:
-    """Like steps together: prompt tokens, streams and mean context in powers of two."""
-    cells: dict[tuple[int, ...], list[float]] = {}
+def cell_of(step: Step) -> tuple[int, int, int, int]:
+    """The cell that the step was made for, the context as whole blocks."""
+    context = max((piece.start for piece in step.streams), default=0) // 16 * 16
+    start, count = next(((piece.start, piece.count) for piece in step.chunks), (0, 0))
+    return len(step.streams), context, start, count
+
+
+def kinds(steps: Sequence[Step]) -> dict[str, list[Step]]:
+    return {
+        "streams": [step for step in steps if not step.chunks],
+        "prompts": [step for step in steps if step.chunks and not step.streams],
+        "both": [step for step in steps if step.chunks and step.streams],
+    }
+
+
+def worst(steps: Sequence[Step], line: Roofline) -> list[dict[str, Any]]:
+    rows = []
     for step in steps:
-        read = sum(piece.count for piece in step.chunks)
-        context = sum(piece.start for piece in step.pieces) // len(step.pieces)
-        key = (read.bit_length(), len(step.streams), context.bit_length())
-        cells.setdefault(key, []).append(predicted(step, line) / step.seconds)
-    found = [abs(median(ratios) - 1) for ratios in cells.values()]
-    return {"cells": len(found), "median": median(found), "p95": float(np.percentile(found, 95))}
+        expected, cell = predicted(step, line), cell_of(step)
+        names = dict(zip(("streams", "context", "start", "count"), cell, strict=True))
+        rows.append({**names, "measured": step.seconds, "predicted": expected, "error": expected / step.seconds - 1})
+    return sorted(rows, key=lambda row: -abs(row["error"]))[:WORST]
 
 
 def trace_slice(llm: LLM, rates: Rates, weight_bytes: int, args: argparse.Namespace) -> dict[str, Any]:
-    """The first half of the slice is the calibration, the second half is predicted."""
-    found, core, cost = {}, llm.engine.core, model_cost(llm.arch, "float32", weight_bytes)
+    core, cost = llm.engine.core, model_cost(llm.arch, "float32", weight_bytes)
     assert core.steplog is not None
-    for per_second in args.rates:
-        whole = trace_load("azure-conv", 2 * args.requests, per_second, args.scale, llm.settings.max_model_len - 2)
-        earlier, later = halves(whole)
-        last = max(step.number for step in core.steplog)
+    whole = trace_load("azure-conv", 2 * args.requests, None, args.scale, llm.settings.max_model_len - 2)
+    earlier, later = halves(whole, args.rate)
+    seen, real = [], []
+    for turn in range(args.turns):
+        core.steplog.clear()
         measure(llm, earlier, args.model)
-        seen = [step for step in core.steplog if step.number > last and step.seconds > 0]
-        slowed = on_average(seen, Roofline(cost, llm.settings.layout, rates))
-        real = measure(llm, later, args.model)
-        calibration = Calibration("this", args.model, slowed, 10**12, 1, llm.settings.device)
-        deployment = deployment_of(llm.arch, settings_document(llm), calibration, weight_bytes)
-        simulated = deployment.run(real.arrivals()).summary
-        found[f"{per_second:g}/s"] = beside(real.summary(), simulated)
-        print(f"trace at {per_second:g}/s: {json.dumps(found[f'{per_second:g}/s'])}", flush=True)
-    return found
+        seen += [step for step in core.steplog if step.seconds > 0]
+        real.append(measure(llm, later, args.model))
+        print(f"trace: turn {turn + 1} of {args.turns}", flush=True)
+    slowed = on_average(seen, Roofline(cost, llm.settings.layout, rates))
+    calibration = Calibration("this", args.model, slowed, 10**12, 1, llm.settings.device)
+    deployment = deployment_of(llm.arch, settings_document(llm), calibration, weight_bytes)
+    simulated = deployment.run(real[0].arrivals())
+    rows = beside([run.summary() for run in real], simulated.summary)
+    return {
+        "requests": args.requests, "requests_per_second": args.rate, "turns": args.turns,
+        "utilisation": simulated.utilisation, **rows, "target": TRACE_TARGET,
+        "met": all(abs(row["error"]) <= TRACE_TARGET for row in rows.values()),
+    }  # fmt: skip
 
 
-def halves(load: Load) -> tuple[Load, Load]:
+def halves(load: Load, per_second: float) -> tuple[Load, Load]:
+    """Two slices, one after the other, both at the same rate."""
     middle = len(load.arrivals) // 2
-    return replace(load, arrivals=load.arrivals[:middle]), replace(load, arrivals=from_zero(load.arrivals[middle:]))
+    parts = (load.arrivals[:middle], load.arrivals[middle:])
+    first, second = (replace(load, arrivals=from_zero(faster(rows, per_second / rate(rows)))) for rows in parts)
+    return first, second
 
 
-def beside(real: Summary, simulated: Summary) -> dict[str, Any]:
+def beside(real: Sequence[Summary], simulated: Summary) -> dict[str, Any]:
     rows = {}
     for metric in ("ttft", "tpot"):
         for percentile in ("p50", "p95"):
-            measured = getattr(getattr(real, metric), percentile)
-            predicted = getattr(getattr(simulated, metric), percentile)
+            each = [getattr(getattr(one, metric), percentile) for one in real]
+            measured, expected = median(each), getattr(getattr(simulated, metric), percentile)
             rows[f"{metric} {percentile}"] = {
-                "measured": measured, "simulated": predicted, "error": predicted / measured - 1,
+                "measured": measured, "each turn": each, "simulated": expected, "error": expected / measured - 1,
             }  # fmt: skip
     return rows
 
 
-def kv_bytes(llm: LLM) -> dict[str, int]:
-    storage = llm.engine.core.runner.kv
+def kv_bytes(core: Core) -> dict[str, int]:
+    storage: Any = core.runner.kv  # type: ignore[attr-defined]
     held = sum(t.numel() * t.element_size() for t in (storage.data, storage.scales) if t is not None)
-    return {"predicted": llm.settings.kv_blocks * llm.settings.layout.block_bytes, "allocated": held}
+    tables = core.scheduler.tables
+    return {"predicted": tables.pool.total * tables.layout.block_bytes, "allocated": held}
 
 
 def speed(requests: int = 19_366) -> dict[str, float]:
-    """The full trace where its path is not given: the excerpt again and again."""
+    """As many requests as the full trace has: the excerpt again and again."""
     arch, device = known_arch("llama-3.1-8b"), find_device("h200")
     assert arch is not None
     model = model_cost(arch)
@@ -134,31 +168,51 @@ def speed(requests: int = 19_366) -> dict[str, float]:
     return {"requests": requests, "cpu_seconds": taken, "requests_per_minute": 60 * requests / taken, "target": 20_000}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=DEFAULT)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--seconds", type=float, default=40.0, help="of the grid")
-    parser.add_argument("--requests", type=int, default=40, help="of either half of the trace slice")
-    parser.add_argument("--rates", type=lambda text: [float(one) for one in text.split(",")], default=[0.8])
-    parser.add_argument("--scale", type=float, default=4.0, help="divides the trace's lengths")
-    args = parser.parse_args()
-    llm = LLM(args.model, device=args.device)
+def on_cpu(args: argparse.Namespace) -> dict[str, Any]:
+    from twostroke import LLM
+    from twostroke.weights.checkpoint import locate, open_checkpoint
+    from twostroke.weights.describe import checkpoint_bytes
+
+    llm = LLM(args.model, device="cpu")
     weight_bytes = checkpoint_bytes(open_checkpoint(locate(args.model)))
-    rates, on_grid = grid(llm, weight_bytes, args.seconds)
+    core, cost = llm.engine.core, model_cost(llm.arch, "float32", weight_bytes)
+    rates, on_grid = grid(core, cost, "cpu", args.seconds, args.rounds)
     print(f"grid: {json.dumps(on_grid)}", flush=True)
-    result = {
-        "machine": describe(),
-        "command": "python -m benchmarks.cost_model",
-        "model": args.model,
-        "device": args.device,
-        "grid": on_grid,
-        "trace": trace_slice(llm, rates, weight_bytes, args),
-        "kv_bytes": kv_bytes(llm),
-        "simulator": speed(),
-    }
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"cost-model-{args.device}-{Path(args.model).stem}.json"
+    served = trace_slice(llm, rates, weight_bytes, args)
+    print(f"trace: {json.dumps(served)}", flush=True)
+    return {"model": args.model, "grid": on_grid, "trace": served, "kv_bytes": kv_bytes(core), "simulator": speed()}
+
+
+def on_gpu(args: argparse.Namespace) -> dict[str, Any]:
+    import torch
+
+    from benchmarks.gpu import LLAMA_8B, make_rig
+
+    rig = make_rig(LLAMA_8B, max_model_len=32_768)
+    print(f"{torch.cuda.get_device_name()}: {rig.core.scheduler.tables.pool.total} blocks", flush=True)
+    _, on_grid = grid(rig.core, model_cost(LLAMA_8B, "bfloat16"), "cuda", args.seconds, args.rounds)
+    name = torch.cuda.get_device_name()
+    return {"device": name, "model": "random weights, Llama-3.1-8B's shape, bfloat16", "grid": on_grid,
+            "kv_bytes": kv_bytes(rig.core)}  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=DEFAULT, help="on a CPU")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--seconds", type=float, default=80.0, help="of the grid, at most")
+    parser.add_argument("--rounds", type=int, default=5, help="of the grid, at most")
+    parser.add_argument("--requests", type=int, default=30, help="of either slice of the trace")
+    parser.add_argument("--turns", type=int, default=2, help="that the slices are served")
+    parser.add_argument("--rate", type=float, default=1.2, help="requests/s of the slices")
+    parser.add_argument("--scale", type=float, default=4.0, help="divides the trace's lengths")
+    parser.add_argument("--json", type=Path, help="instead of under results/")
+    args = parser.parse_args(arguments)
+    found = on_cpu(args) if args.device == "cpu" else on_gpu(args)
+    command = "python -m benchmarks.cost_model" + (" --device cuda" if args.device == "cuda" else "")
+    result = {"machine": describe(), "command": command, **found}
+    name = f"cpu-{Path(args.model).stem}" if args.device == "cpu" else "h200"
+    path = args.json or RESULTS / f"cost-model-{name}.json"
     path.write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(result))
 

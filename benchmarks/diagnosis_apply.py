@@ -77,7 +77,7 @@ CASES = (
     Case("static batching", lambda: by_chance(36, 2.5, (30, 80), (10, 200)), ("continuous-batching",),
          ("batching=static",)),
     Case("batch cap of 1", lambda: at_once(20, (30, 80), (40, 80)), ("batch-cap",), changed={"max_requests": 1}),
-    Case("prefix cache off", lambda: one_by_one(20, 500, (20, 60), 1.0), ("prefix-cache",), ("prefix_cache=false",)),
+    Case("prefix cache off", lambda: one_by_one(20, 360, (20, 60), 1.0), ("prefix-cache",), ("prefix_cache=false",)),
     Case("tiny token budget", lambda: one_by_one(10, 0, (120, 200), 1.5), ("token-budget",),
          ("max_requests=1", "max_batch_tokens=1")),
 )  # fmt: skip

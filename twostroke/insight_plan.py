@@ -20,7 +20,7 @@ from twostroke.bench.remote import Admin, apply_live, diagnose_load, diagnose_re
 from twostroke.bench.watch import over_http
 from twostroke.bench.workload import Load, make_load, trace_load
 from twostroke.config import make_config
-from twostroke.cost.capacity import Need, Sizing, candidates, cheapest, priced, size, workers_needed
+from twostroke.cost.capacity import Need, Sizing, candidates, cheapest, priced, size
 from twostroke.cost.deploy import Deployment
 from twostroke.cost.diagnose import Diagnosis, Targets, diagnose, seconds
 from twostroke.cost.hardware import Calibration, calibration_path, find_device, load_calibration, machine_name
@@ -116,19 +116,22 @@ def plan_command(
         deployment = replace(deployment, config=replace(deployment.config, max_model_len=longest + 1))
     show_sizing(size(deployment, prompt, output))
     assert ttft is not None and tpot is not None
+    options = [deployment]
     if search:
         options = candidates(deployment.arch, priced(), deployment.config)
-        say = lambda one: errors.print(f"[dim]{label(one)}[/dim]")  # noqa: E731
-        show_needs(cheapest(options, rows, rate, ttft, tpot, say), rate, ttft, tpot)
-        return
-    need = workers_needed(deployment, rows, rate, ttft, tpot, split)
-    if need is None:
+    elif precision is None and hardware != "this" and deployment.config.quantize is None:
+        found = candidates(deployment.arch, [deployment.device], deployment.config, (gpus,))
+        options += [one for one in found if one.precision != deployment.precision]
+    say = lambda one: errors.print(f"[dim]{label(one)}[/dim]")  # noqa: E731
+    pools = (True,) if split else (False,) if search else (False, True)
+    needs = cheapest(options, rows, rate, ttft, tpot, say if search else None, pools)
+    if not needs:
         console.print(
             f"No number of these workers meets TTFT ≤ {seconds(ttft)} and TPOT ≤ {seconds(tpot)}: a request alone "
             "misses them. Try --gpus, a narrower --precision, or --search."
         )
         raise typer.Exit(1)
-    show_needs([need], rate, ttft, tpot)
+    show_needs(needs, rate, ttft, tpot)
 
 
 def calibrate_here(model: str, settings: dict[str, Any]) -> Calibration:
@@ -175,9 +178,6 @@ def show_sizing(found: Sizing) -> None:
 
 
 def show_needs(needs: list[Need], rate: float, ttft: float, tpot: float) -> None:
-    if not needs:
-        console.print("Nothing in the table meets these targets.")
-        raise typer.Exit(1)
     title = f"{rate:g} requests/s with TTFT ≤ {seconds(ttft)} and TPOT ≤ {seconds(tpot)} for 95 % of requests"
     table = Table(title=title, header_style="bold", title_justify="left")
     for name in ("worker", "workers", "$/hour", "$/M tokens out", "TTFT p95", "TPOT p95", "busy"):

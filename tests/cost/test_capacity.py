@@ -47,7 +47,7 @@ def test_the_fleet_that_is_named_is_the_smallest():
     assert meets(need.outcome.served, 0.5, 0.08)
     fewer = replace(need.deployment, pools=replace(need.deployment.pools, workers=need.deployment.pools.workers - 1))
     assert not meets(fewer.run(need.load).served, 0.5, 0.08)
-    assert need.dollars_per_hour == pytest.approx(1.1 * need.deployment.pools.workers * need.copies)
+    assert need.dollars_per_hour == pytest.approx(1.1 * need.workers)
 
 
 def test_targets_nobody_can_meet_are_said_to_be_so():

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.cost.fleets import parts
 from twostroke.cost.fit import between, errors, fit, on_average, predicted
 from twostroke.cost.hardware import DEVICES, Calibration, Rates, datasheet_rates, find_device, load_calibration
 from twostroke.cost.models import SHAPES, known_arch
@@ -189,3 +190,31 @@ def test_an_average_counts_what_a_fit_is_deaf_to():
     streams = [step for step in steps if not step.chunks]
     real = sum(step.seconds for step in streams)
     assert sum(predicted(step, slowed) for step in streams) == pytest.approx(real, rel=0.1)
+
+
+def test_narrow_kv_saves_time_only_where_bytes_decide():
+    for device, faster in (("h200", True), ("xeon-8480", False)):
+        wide, narrow = (roofline(device=device, kv=kv) for kv in ("bfloat16", "int4"))
+        assert narrow.stream_bytes([4096]) < 0.3 * wide.stream_bytes([4096])
+        saved = 1 - narrow.decode_seconds(32, 4096) / wide.decode_seconds(32, 4096)
+        assert saved > 0.3 if faster else saved == pytest.approx(0.0)
+
+
+def test_a_fit_begins_where_another_ended():
+    line, _ = parts()
+    known = replace(line.rates, slowdown=((1.0, 1.5), (16.0, 2.0), (512.0, 1.2)))
+    truth = Roofline(line.model, line.layout, known)
+    step = Step(1, 0.0, 0.0, (Piece(1, 100, 1),), 1)
+    steps = [step._replace(seconds=truth.step([], [101], 1))] * 30  # single streams only
+    found = Roofline(line.model, line.layout, fit(steps, line.model, line.layout, known))
+    assert found.step([(0, 16)], [], 1) == pytest.approx(truth.step([(0, 16)], [], 1), rel=0.1), "as it was known"
+
+
+def test_the_rates_of_a_fit_are_reached_by_some_products():
+    line, _ = parts()
+    rng = random.Random(1)
+    steps = [random_step(rng, line, number) for number in range(300)]
+    guess = replace(line.rates, bandwidth=line.rates.bandwidth / 7, compute=line.rates.compute / 5)
+    found = fit(steps, line.model, line.layout, guess)
+    assert found.compute == pytest.approx(line.rates.compute, rel=0.3)
+    assert min(factor for rows, factor in found.slowdown if rows <= 512) > 0.8

@@ -7,6 +7,7 @@ simulating it: the smallest fleet under which 95 % of the requests meet the targ
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import ceil
 
@@ -14,6 +15,7 @@ from twostroke.config import Config
 from twostroke.cost.deploy import Deployment, Outcome
 from twostroke.cost.fleet import Pools
 from twostroke.cost.hardware import DEVICES, Device
+from twostroke.cost.levers import QUANTIZED
 from twostroke.cost.roofline import kv_bytes_per_token, parameters
 from twostroke.cost.summary import meets
 from twostroke.cost.trace import Arrival, faster, rate, repeat
@@ -24,7 +26,6 @@ SHARE = 0.95  # of the requests that must meet the targets
 SIMULATED = 300  # arrivals in one attempt
 STEADY = 6.0  # times the length of an answer that a load must last before a fleet shows what it can do
 MOST_SIMULATED = 64  # workers; a larger fleet is as many copies of a smaller one
-PRECISIONS = ("bfloat16", "int8", "int4")
 GPUS = (1, 2, 4, 8)
 
 
@@ -155,11 +156,11 @@ def workers_needed(
         copies *= 4
     tested, outcome = found
     pools = tested.pools
-    hourly = tested.price * copies
+    workers, prefill = ceil(pools.workers * copies), ceil(pools.prefill * copies)
+    hourly = tested.price / tested.workers * (workers + prefill)
     tokens = outcome.summary.output_rate * copies
     return Need(
-        tested, outcome, ceil(pools.workers * copies), ceil(pools.prefill * copies), hourly,
-        hourly / 3600 / max(tokens, 1e-12) * 1e6, load, copies,
+        tested, outcome, workers, prefill, hourly, hourly / 3600 / max(tokens, 1e-12) * 1e6, load, copies
     )  # fmt: skip
 
 
@@ -246,11 +247,17 @@ def candidates(arch: Arch, devices: Sequence[Device], config: Config, gpus: Sequ
     found = []
     for device in devices:
         for count in gpus if device.kind == "cuda" else (1,):
-            for precision in PRECISIONS:
+            for precision in precisions(device):
                 deployment = Deployment(arch, device, config, precision, gpus=count)
                 if deployment.model.bytes < 0.9 * device.memory * count:
                     found.append(deployment)
     return sorted(found, key=lambda deployment: deployment.price)
+
+
+def precisions(device: Device) -> list[str]:
+    """What weights are served in there."""
+    narrow = [name for name in QUANTIZED[device.kind].values() if name != "fp8" or "fp8" in device.flops]
+    return ["bfloat16", *narrow]
 
 
 def cheapest(
@@ -260,19 +267,17 @@ def cheapest(
     ttft: float,
     tpot: float,
     progress: Callable[[Deployment], None] | None = None,
+    split: Sequence[bool] = (False,),
 ) -> list[Need]:
     """Every option that meets the targets, the cheapest first."""
     needs = []
     for option in options:
         if progress is not None:
             progress(option)
-        try:
-            need = workers_needed(option, arrivals[:SIMULATED], requests_per_second, ttft, tpot)
-        except ConfigError:
-            continue
-        if need is not None:
-            needs.append(need)
-    return sorted(needs, key=lambda need: need.dollars_per_hour)
+        for apart in split:
+            with suppress(ConfigError):  # it does not fit
+                needs.append(workers_needed(option, arrivals[:SIMULATED], requests_per_second, ttft, tpot, apart))
+    return sorted((need for need in needs if need is not None), key=lambda need: need.dollars_per_hour)
 
 
 def priced() -> list[Device]:

@@ -25,18 +25,43 @@ from twostroke.metrics.steplog import Step
 KNOTS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64, 96, *(2**power for power in range(7, 15)))
 PRIOR = 0.02  # weight of a prior beside one step of the log
 ROUNDS = 6
-FIXED = 4  # unknowns before the knots: step, request, attention, KV
+LEAST = 0.01  # of the roof that products take: less is a log that cannot tell
+FIXED = 5  # unknowns before the knots: step, request, step with prompts, attention, KV
 
 
 def fit(steps: Sequence[Step], model: ModelCost, layout: KVLayout, start: Rates) -> Rates:
-    """Rates under which the logged steps take what they took, as nearly as can be."""
+    """Rates under which the logged steps take what they took, as nearly as can be. The second time with a roof that
+    some products reach: where a product stands between two knots depends on which side of the ridge they are."""
+    largest = max(step.tokens for step in steps)
+    return fit_once(steps, model, layout, on_the_roof(fit_once(steps, model, layout, start), model, largest))
+
+
+def on_the_roof(rates: Rates, model: ModelCost, largest: int) -> Rates:
+    """The same times from rates that are reached: the bandwidth of one row, the best compute of up to `largest`."""
+    at = {rows: max(factor, LEAST) * roof(rates, int(rows), model.layer_bytes, model.layer_weights)
+          for rows, factor in rates.slowdown}  # fmt: skip
+    products = [(2.0 * model.layer_weights * rows, seconds) for rows, seconds in at.items() if rows <= largest]
+    bound = [
+        (flops, seconds) for flops, seconds in products if flops / rates.compute > model.layer_bytes / rates.bandwidth
+    ]
+    compute = max((flops / seconds for flops, seconds in bound), default=rates.compute)
+    bandwidth = rates.bandwidth if products[0] in bound else model.layer_bytes / products[0][1]
+    reached = replace(rates, bandwidth=bandwidth, compute=compute)
+    factors = tuple(
+        (rows, seconds / roof(reached, int(rows), model.layer_bytes, model.layer_weights))
+        for rows, seconds in at.items()
+    )
+    return replace(reached, slowdown=factors)
+
+
+def fit_once(steps: Sequence[Step], model: ModelCost, layout: KVLayout, start: Rates) -> Rates:
     roofline = Roofline(model, layout, start)
     largest = max(max(step.tokens for step in steps), 1)
     knots = [knot for knot in KNOTS if knot <= 2 * largest]
     roofs = np.array([roof(start, knot, model.layer_bytes, model.layer_weights) for knot in knots])
     seconds = np.array([step.seconds for step in steps])
     features = np.array([_features(step, roofline, knots) for step in steps])
-    prior, expected = _priors(start, len(knots))
+    prior, expected = _priors(start, [max(roofline.slowdown(knot), LEAST) for knot in knots])
     # From slowdowns at the knots to increments of time from knot to knot: one that is not negative.
     change = np.eye(FIXED + len(knots))
     change[FIXED:, FIXED:] = np.tril(np.ones((len(knots), len(knots)))) / roofs[:, None]
@@ -57,9 +82,9 @@ def _features(step: Step, roofline: Roofline, knots: Sequence[int]) -> list[floa
     """Seconds that one unit of each unknown adds to this step."""
     arch, model, rates = roofline.model.arch, roofline.model, roofline.rates
     attention = sum(arch.attention_flops(piece.start, piece.count) for piece in step.chunks)
-    kv = roofline.stream_bytes(piece.start + 1 for piece in step.streams)
+    kv = roofline.attended(piece.start + piece.count for piece in step.pieces)
     values = [0.0] * (FIXED + len(knots))
-    values[:FIXED] = [1.0, float(len(step.pieces)), float(attention), kv]
+    values[:FIXED] = [1.0, float(len(step.pieces)), float(bool(step.chunks)), float(attention), kv]
     parts = (
         (step.tokens, model.layer_bytes, model.layer_weights),
         (step.sampled, model.head_bytes, model.head_weights),
@@ -81,30 +106,35 @@ def _hats(rows: int, knots: Sequence[int]) -> list[tuple[int, float]]:
     return [(right - 1, 1.0 - part), (right, part)]
 
 
-def _priors(start: Rates, knots: int) -> tuple[np.ndarray, np.ndarray]:
-    """One weak row for each unknown, and one between the slowdowns of neighbouring knots."""
-    count = FIXED + knots
-    known = [start.step_seconds, start.request_seconds, 1 / start.attention_compute, 1 / start.kv_bandwidth]
-    known += [1.0] * knots
-    rows = np.diag([PRIOR / value for value in known])
+def _priors(start: Rates, slowdown: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
+    """One weak row for each unknown, and one between the slowdowns of neighbouring knots: as they were at the start."""
+    knots, count = len(slowdown), FIXED + len(slowdown)
+    known = [start.step_seconds, start.request_seconds, start.chunk_seconds or 0.1 * start.step_seconds]
+    known += [1 / start.attention_compute, 1 / start.kv_bandwidth, *slowdown]
+    rows = np.diag([PRIOR / max(value, 1e-18) for value in known])
     rows[0] *= 10  # overhead is better known than most
     expected = np.full(count, PRIOR)
     expected[0] *= 10
     smooth = np.zeros((knots - 1, count))
     for index in range(knots - 1):
-        smooth[index, FIXED + index : FIXED + index + 2] = (PRIOR, -PRIOR)
+        smooth[index, FIXED + index] = PRIOR / slowdown[index]
+        smooth[index, FIXED + index + 1] = -PRIOR / slowdown[index + 1]
     return np.concatenate([rows, smooth]), np.concatenate([expected, np.zeros(len(smooth))])
 
 
 def _as_rates(start: Rates, found: np.ndarray, knots: Sequence[int]) -> Rates:
-    step, request, attention, kv = (float(value) for value in found[:FIXED])
+    step, request, chunk, attention, kv = (float(value) for value in found[:FIXED])
     return replace(
         start,
         step_seconds=step,
         request_seconds=request,
+        chunk_seconds=chunk,
         attention_compute=1 / max(attention, 1e-18),
         kv_bandwidth=1 / max(kv, 1e-15),
-        slowdown=tuple((float(knot), float(value)) for knot, value in zip(knots, found[FIXED:], strict=True)),
+        slowdown=(
+            *((float(knot), float(value)) for knot, value in zip(knots, found[FIXED:], strict=True)),
+            *((rows, factor) for rows, factor in start.slowdown if rows > knots[-1]),  # nothing new is known of them
+        ),
         source="step log",
     )
 
@@ -170,6 +200,8 @@ def on_average(steps: Sequence[Step], roofline: Roofline) -> Rates:
         kv_bandwidth=rates.kv_bandwidth / writing,
         compute=rates.compute / reading,
         attention_compute=rates.attention_compute / reading,
+        step_seconds=rates.step_seconds * writing,  # of a step that reads they are a small part
+        request_seconds=rates.request_seconds * writing,
     )
 
 

@@ -22,6 +22,7 @@ from twostroke.cost.roofline import Roofline, kv_bytes_per_token
 from twostroke.cost.simulate import Jitter, Worker
 from twostroke.cost.trace import Arrival
 from twostroke.kv.blocks import Name
+from twostroke.kv.tables import KVTables
 from twostroke.metrics.timeline import Timeline
 from twostroke.ops.interface import BLOCK
 from twostroke.sampling import SamplingParams
@@ -218,7 +219,7 @@ class Fleet:
         limit = min(travel.arrival.prompt + travel.arrival.output, self.settings.max_model_len)
         request = make_request(travel.request.id + 1, tokens, travel.arrival, self.now, limit)
         request.prompt_length, request.salt = travel.arrival.prompt, travel.request.salt
-        deliver(worker, request)
+        deliver(worker.scheduler.tables, request, (len(tokens) - 1) // BLOCK)
         self._submit(request, travel.arrival, travel.served, index, self.now)
 
 
@@ -231,23 +232,25 @@ def make_request(number: int, tokens: list[int], arrival: Arrival, at: float, li
     return Request(number, tokens, params, 0, timeline, limit=limit)
 
 
-def deliver(worker: Worker, request: Request) -> None:
-    """Put the full blocks below the newest token into the worker's cache, as far as it has room."""
-    tables = worker.scheduler.tables
+def deliver(tables: KVTables, request: Request, columns: int) -> list[int]:
+    """Put the first `columns` full blocks of a request into a worker's cache, as far as it has room. Returns those that
+    were not there: their content has to follow."""
     pool = tables.pool
-    columns = (len(request.tokens) - 1) // BLOCK
     tables.hasher.extend(request.hashes, request.tokens, request.salt, columns)
-    taken = []
+    taken: list[int] = []
     for column in range(columns):
-        if pool.available < len(tables.windows):
+        names = [Name(group, request.hashes[column]) for group in range(len(tables.windows))]
+        if all(name in pool.by_name for name in names):
+            continue
+        if pool.available < len(names):
             break
         tokens = tuple(request.tokens[column * BLOCK : (column + 1) * BLOCK])
-        for group in range(len(tables.windows)):
-            block = pool.take()
-            pool.publish(block, Name(group, request.hashes[column]), tokens)
-            taken.append(block)
+        for name in names:
+            taken.append(pool.take())
+            pool.publish(taken[-1], name, tokens)
     for block in reversed(taken):
         pool.release(block)
+    return taken
 
 
 def absorb(served: Served, timeline: Timeline, second: bool) -> None:

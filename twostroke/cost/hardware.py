@@ -113,6 +113,9 @@ class Rates:
     # How much longer real products take than max(bytes/bandwidth, FLOPs/compute): (rows, factor), rows ascending.
     slowdown: tuple[tuple[float, float], ...] = ()
     source: str = "datasheet"
+    chunk_seconds: float = 0.0  # of every step that reads prompts: what is not captured has to be launched
+    # Whether narrower K and V are attended to faster. Not on a CPU: widening them costs what their bytes save.
+    kv_by_bytes: bool = True
 
 
 def datasheet_rates(device: Device, precision: str, count: int = 1) -> Rates:
@@ -121,7 +124,8 @@ def datasheet_rates(device: Device, precision: str, count: int = 1) -> Rates:
     compute = count * COMPUTE_REACHED[device.kind] * device.peak(precision)
     wide = count * COMPUTE_REACHED[device.kind] * device.peak("bfloat16")
     overhead = STEP_SECONDS[device.kind]
-    return Rates(bandwidth, compute, bandwidth, wide / 2, overhead, REQUEST_SECONDS[device.kind])
+    by_bytes = device.kind != "cpu"
+    return Rates(bandwidth, compute, bandwidth, wide / 2, overhead, REQUEST_SECONDS[device.kind], kv_by_bytes=by_bytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,7 +116,8 @@ def rates_of(log: Sequence[Step], deployment: Deployment) -> Rates:
     if len(useful) < FEWEST_STEPS:
         return UNKNOWN
     line = Roofline(deployment.model, settings.layout, UNKNOWN)
-    return with_between(fit(useful, deployment.model, settings.layout, reached(useful, line)), useful)
+    best = replace(reached(useful, line), kv_by_bytes=deployment.device.kind != "cpu")
+    return with_between(fit(useful, deployment.model, settings.layout, best), useful)
 
 
 def reached(log: Sequence[Step], line: Roofline) -> Rates:

@@ -5,7 +5,7 @@
     linear    max(weight bytes / bandwidth, 2·weights·rows / compute) · slowdown(rows)
               few rows (decode): the weights are read once for all of them, so the bytes decide
               many rows (prefill): the FLOPs decide
-    chunk     attention FLOPs / attention rate: quadratic in the prompt
+    chunk     attention FLOPs / attention rate: quadratic in the prompt; K and V before it / bandwidth
     stream    K and V of its context / bandwidth: every token reads all before it
 
 The two strokes fall out of it: one stream does about 1 FLOP for each byte it reads in 16 bits, a prompt of n tokens n
@@ -89,6 +89,8 @@ class Roofline:
         self.count = count
         self.link = link
         self.windows = model.arch.windows
+        # Bytes that an entry counts as in attention: its own, or those it would have in 16 bits.
+        self.charged = layout.entry_bytes if rates.kv_by_bytes else model.arch.kv_entry_bytes(2.0, 0)
         self._rows = [log2(rows) for rows, _ in rates.slowdown]
         self._factors = [factor for _, factor in rates.slowdown]
         self._linear_cache: dict[tuple[int, int], float] = {}
@@ -126,16 +128,23 @@ class Roofline:
 
     def stream_bytes(self, contexts: Iterable[int]) -> float:
         """K and V read by streams whose newest token is the given number of tokens deep, itself included."""
+        return float(self._entries(contexts) * self.layout.entry_bytes)
+
+    def attended(self, contexts: Iterable[int]) -> float:
+        """The same as bytes that take time."""
+        return float(self._entries(contexts) * self.charged)
+
+    def _entries(self, contexts: Iterable[int]) -> int:
         seen = 0
         for context in contexts:
             for window, layers in self.windows:
                 seen += layers * (context if window is None else min(context, window))
-        return float(seen * self.layout.entry_bytes)
+        return seen
 
     def chunk(self, start: int, count: int) -> float:
-        """Seconds of attention for a stretch of prompt."""
+        """Seconds of attention for a stretch of prompt: its products, and K and V of all before it read once."""
         flops = self.model.arch.attention_flops(start, count)
-        return max(flops / self.rates.attention_compute, self.stream_bytes((start + count,)) / self.rates.kv_bandwidth)
+        return flops / self.rates.attention_compute + self.attended((start + count,)) / self.rates.kv_bandwidth
 
     # ---- whole steps -----------------------------------------------------------------------------------------------
 
@@ -144,7 +153,9 @@ class Roofline:
         rates = self.rates
         rows = len(contexts) + sum(count for _, count in chunks)
         seconds = rates.step_seconds + (len(chunks) + len(contexts)) * rates.request_seconds
-        seconds += self.linear(rows, logit_rows) + self.stream_bytes(contexts) / rates.kv_bandwidth
+        seconds += self.linear(rows, logit_rows) + self.attended(contexts) / rates.kv_bandwidth
+        if chunks:
+            seconds += rates.chunk_seconds
         for start, count in chunks:
             seconds += self.chunk(start, count)
         return seconds
@@ -161,7 +172,7 @@ class Roofline:
             else:
                 deep = np.asarray(contexts, dtype=np.float64)[:, None] + ahead
                 seen += layers * np.minimum(deep, window).sum(axis=0)
-        return base + seen * (self.layout.entry_bytes / self.rates.kv_bandwidth)
+        return base + seen * (self.charged / self.rates.kv_bandwidth)
 
     def prefill_seconds(self, prompt: int, cached: int = 0, step_tokens: int | None = None) -> float:
         """A prompt alone, in steps of at most `step_tokens`."""
