@@ -186,7 +186,8 @@ def on_cpu(args: argparse.Namespace) -> dict[str, Any]:
 def on_gpu(args: argparse.Namespace) -> dict[str, Any]:
     import torch
 
-    from benchmarks.gpu import LLAMA_8B, make_rig
+    from benchmarks.gpu_rig import make_rig
+    from twostroke.weights.random import LLAMA_8B
 
     rig = make_rig(LLAMA_8B, max_model_len=32_768)
     print(f"{torch.cuda.get_device_name()}: {rig.core.scheduler.tables.pool.total} blocks", flush=True)
