@@ -31,7 +31,7 @@ from benchmarks.machine import describe
 from twostroke.bench.calibrate import first_guess
 from twostroke.bench.grid import CALIBRATION, HELD_OUT, by_shape, cells, run_grid, spread, typical
 from twostroke.bench.inprocess import measure, settings_document
-from twostroke.bench.workload import Load, shipped_trace, trace_load
+from twostroke.bench.workload import Load, renewed, shipped_trace, trace_load
 from twostroke.config import make_config, resolve
 from twostroke.cost.deploy import deployment_of
 from twostroke.cost.fit import errors, fit, on_average, predicted, with_between
@@ -114,6 +114,7 @@ def trace_slice(llm: LLM, rates: Rates, weight_bytes: int, args: argparse.Namesp
         measure(llm, earlier, args.model)
         seen += [step for step in core.steplog if step.seconds > 0]
         real.append(measure(llm, later, args.model))
+        earlier, later = renewed(earlier), renewed(later)  # no turn finds in the cache what another has asked
         print(f"trace: turn {turn + 1} of {args.turns}", flush=True)
     slowed = on_average(seen, Roofline(cost, llm.settings.layout, rates))
     calibration = Calibration("this", args.model, slowed, 10**12, 1, llm.settings.device)
@@ -203,9 +204,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--seconds", type=float, default=80.0, help="of the grid, at most")
     parser.add_argument("--rounds", type=int, default=5, help="of the grid, at most")
-    parser.add_argument("--requests", type=int, default=30, help="of either slice of the trace")
+    parser.add_argument("--requests", type=int, default=25, help="of either slice of the trace")
     parser.add_argument("--turns", type=int, default=2, help="that the slices are served")
-    parser.add_argument("--rate", type=float, default=1.2, help="requests/s of the slices")
+    parser.add_argument("--rate", type=float, default=1.0, help="requests/s of the slices")
     parser.add_argument("--scale", type=float, default=4.0, help="divides the trace's lengths")
     parser.add_argument("--json", type=Path, help="instead of under results/")
     args = parser.parse_args(arguments)

@@ -6,7 +6,7 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -18,12 +18,16 @@ from twostroke.bench.record import Run, load_runs, save
 from twostroke.bench.watch import over_http, watching
 from twostroke.bench.workload import Load, make_load, trace_load
 from twostroke.cost.diagnose import seconds
-from twostroke.cost.hardware import machine_name
+from twostroke.cost.hardware import calibration_path, load_calibration, machine_name
+from twostroke.cost.roofline import Roofline, model_cost
 from twostroke.errors import InputError
-from twostroke.insight_plan import diagnose_command, plan_command
+from twostroke.insight_plan import describe, diagnose_command, plan_command
 from twostroke.options import Requests, Scale, Settings, Tpot, Trace, Ttft, Workload, parse_settings
 from twostroke.terminal import errors, open_llm
-from twostroke.weights.catalog import DEFAULT
+from twostroke.weights.catalog import DEFAULT, cache_folder
+
+if TYPE_CHECKING:
+    from twostroke.engine.llm import LLM
 
 bench_app = typer.Typer(help="Measure a server or an engine under a load.", pretty_exceptions_enable=False)
 console = Console(highlight=False)
@@ -106,17 +110,29 @@ def in_process(model: str, option: list[str] | None, loads: list[Load]) -> list[
 
     llm = open_llm(model, parse_settings(option))
     warm_up(llm)
+    roofline = reached_here(llm, model)
     runs = []
     for load in loads:
         with watching(load) as seen:
             runs.append(measure(llm, load, model, machine_name(), seen))
+        runs[-1].flags = report.check(runs[-1], roofline)
     return runs
+
+
+def reached_here(llm: LLM, model: str) -> Roofline | None:
+    """What this machine was measured to reach with this model; None where it was not."""
+    path = calibration_path(cache_folder(), model)
+    if not path.exists():
+        return None
+    narrow = llm.settings.quantize
+    cost = model_cost(llm.arch, narrow or "float32", None if narrow else describe(model)[1])
+    return Roofline(cost, llm.settings.layout, load_calibration(path).rates)
 
 
 def show(runs: list[Run], ttft: float | None, tpot: float | None, json_out: Path | None, html_out: Path | None) -> None:
     command = " ".join(["twostroke", *sys.argv[1:]])
     for run in runs:
-        run.flags = report.check(run)
+        run.flags = run.flags or report.check(run)
         if any(record.pieces for record in run.records):
             console.print(report.table(run))
             for line in report.lines(run, ttft, tpot):

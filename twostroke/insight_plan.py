@@ -144,6 +144,11 @@ def calibrate_here(model: str, settings: dict[str, Any]) -> Calibration:
         found = calibrate(llm, model, stored, progress=lambda text: status.update(f"calibrating: {text}"))
     path = calibration_path(cache_folder(), model)
     found.save(path)
+    rates = found.rates
+    errors.print(
+        f"[dim]weights are read at {rates.bandwidth / 1e9:,.1f} GB/s, products run at {rates.compute / 1e9:,.0f} "
+        f"GFLOP/s, a step costs {seconds(rates.step_seconds)} beside them[/dim]"
+    )
     errors.print(
         f"[dim]{found.steps} steps, predicted within {found.errors['median']:.0%} (median) and "
         f"{found.errors['p95']:.0%} (p95); kept in {path}[/dim]"

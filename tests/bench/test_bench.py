@@ -7,17 +7,20 @@ import json
 import random
 import re
 import threading
+from dataclasses import replace
 from statistics import mean
 
 import numpy as np
 import pytest
 
+from tests.cost.fleets import parts
 from twostroke.bench import html, inprocess, report
 from twostroke.bench.client import Target, measure
 from twostroke.bench.compare import compare
 from twostroke.bench.prompts import text, token_ids
 from twostroke.bench.record import Record, Run, fitted, load_runs, save
 from twostroke.bench.workload import TRACES, WORKLOADS, make_load, shipped_trace, times, trace_load
+from twostroke.cost.roofline import Roofline
 from twostroke.cost.trace import Arrival, Part
 from twostroke.errors import InputError
 
@@ -205,6 +208,22 @@ def test_impossible_figures_are_flagged():
     flags = " ".join(report.check(run))
     assert "more prompt tokens cached" in flags and "two clocks" in flags
     assert "buffered" in flags and "client sent 1 requests" in flags
+
+
+def test_what_a_measured_machine_cannot_do_is_flagged():
+    run, (line, _) = made_up(), parts()
+    assert report.check(run, line) == [], "135 MB at 20 GB/s take 7 ms"
+    fast = replace(line.rates, bandwidth=line.rates.bandwidth / 100, compute=line.rates.compute / 1000)
+    flags = " ".join(report.check(run, Roofline(line.model, line.layout, fast)))
+    assert "reading the weights alone takes" in flags and "their products alone take" in flags
+
+
+def test_the_page_shows_the_network_apart():
+    run = made_up()
+    assert "network and client" not in html.page([run], "bench")
+    for record in run.records:
+        record.timings = {"ttft_s": record.ttft - 0.004}
+    assert "<td>of which network and client</td><td>4.0 ms</td>" in html.page([run], "bench")
 
 
 def test_the_page_stands_alone():

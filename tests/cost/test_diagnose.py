@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from functools import cache
 
+import numpy as np
 import pytest
 
 from tests.cost.cases import CASES, chat, code, on_box, on_gpu, rag
 from twostroke.cost.diagnose import Targets, diagnose
+from twostroke.cost.evidence import tpot_slopes
+from twostroke.cost.fleet import Served
 from twostroke.cost.levers import BY_NAME, LEVERS, Case
 
 
@@ -79,3 +82,16 @@ def test_every_lever_changes_what_it_says_or_tells_why_not(deployment):
         if not isinstance(after, str) and lever.setting is not None:
             for name, value in lever.setting(after.deployment).items():
                 assert getattr(after.deployment.config, name) == value
+
+
+def test_tpot_against_streams_and_context_is_one_plane():
+    served = []
+    for number in range(40):
+        count, prompt = 1 + number % 4, 100 + 150 * (number % 7)
+        one = Served(float(number), prompt, 0, float(number), float(number))
+        one.output = 21
+        one.end = one.first + 20 * (0.010 + 0.002 * count + 3e-6 * (prompt + one.output / 2))
+        served.append((count, one))
+    per_stream, per_token = tpot_slopes(np.array([float(count) for count, _ in served]), [one for _, one in served])
+    assert per_stream == pytest.approx(0.002) and per_token == pytest.approx(3e-6)
+    assert tpot_slopes(np.ones(40), [one for _, one in served])[0] == 0.0, "as many streams all the time tell nothing"

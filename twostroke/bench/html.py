@@ -10,7 +10,7 @@ import numpy as np
 from twostroke.bench import plots, report
 from twostroke.bench.record import Run
 from twostroke.cost.diagnose import seconds
-from twostroke.cost.summary import goodput
+from twostroke.cost.summary import Spread, goodput
 
 STYLE = """
 :root{--ink:#1c2430;--soft:#66707d;--paper:#fff;--line:#e3e7ec;--queue:#b9bfc7;--prefill:#3a6ea5;--decode:#d9822b}
@@ -53,8 +53,12 @@ def section(run: Run, ttft: float | None, tpot: float | None) -> str:
     if not served:
         return f"<h2>{escape(report.title(run))}</h2>{flags}<p>No request was answered.</p>"
     summary = run.summary()
+    rows: tuple[tuple[str, Spread], ...]
     rows = (("TTFT", summary.ttft), ("TPOT", summary.tpot), ("ITL", summary.itl), ("longest gap", summary.stall),
             ("E2E", summary.e2e))  # fmt: skip
+    outside = [record.outside for record in run.records if record.outside is not None]
+    if outside:  # the server tells its own share
+        rows = (rows[0], ("of which network and client", Spread.of(outside)), *rows[1:])
     body = "".join(
         f"<tr><td>{name}</td>{''.join(f'<td>{seconds(value)}</td>' for value in report.spread_values(spread))}</tr>"
         for name, spread in rows

@@ -13,6 +13,7 @@ from twostroke.cost.roofline import Roofline
 from twostroke.cost.summary import Spread, goodput
 
 LATE = 0.05  # seconds after its due time at which a request's sending makes the client a suspect
+BEATEN = 0.5  # share of what the machine's measured rates allow that nobody reaches
 FASTEST = 1e-5  # seconds per token that no machine undercuts
 COLUMNS = ("mean", "p50", "p90", "p95", "p99")
 
@@ -46,12 +47,19 @@ def check(run: Run, roofline: Roofline | None = None) -> list[str]:
 def check_physics(run: Run, roofline: Roofline) -> list[str]:
     """Against what the machine's own rates allow: nobody beats the roof by much."""
     found = []
-    for served in run.served():
-        if served.refused or served.tpot is None:
-            continue
-        floor = (roofline.model.layer_bytes + roofline.model.head_bytes) / roofline.rates.bandwidth
-        if served.tpot < 0.5 * floor:
-            found.append(f"impossible: TPOT {seconds(served.tpot)}; reading the weights alone takes {seconds(floor)}")
+    answered = [served for served in run.served() if not served.refused]
+    reading = (roofline.model.layer_bytes + roofline.model.head_bytes) / roofline.rates.bandwidth
+    tpot = min((one.tpot for one in answered if one.tpot is not None), default=reading)
+    if tpot < BEATEN * reading:
+        found.append(f"impossible: TPOT {seconds(tpot)}; reading the weights alone takes {seconds(reading)}")
+    for one in answered:
+        fresh = max(1, one.prompt - one.cached)
+        products = roofline.flops([(one.cached, fresh)], [], 1) / roofline.rates.compute
+        if one.ttft < BEATEN * products:
+            found.append(
+                f"impossible: TTFT {seconds(one.ttft)} for {fresh:,} prompt tokens; their products alone take "
+                f"{seconds(products)}"
+            )
             break
     return found
 

@@ -20,7 +20,7 @@ from itertools import islice
 from twostroke.cost.trace import Arrival, Contents, Part, faster, from_zero, rate, read_trace, shorter
 from twostroke.errors import InputError
 
-ARRIVALS = ("poisson", "burst", "constant", "closed", "trace")
+ARRIVALS = ("poisson", "burst", "constant", "closed")
 BURST = 8  # requests that come together
 OTHER = 1 << 35  # added to a content: another text
 TRACES = {
@@ -126,7 +126,7 @@ def times(kind: str, count: int, per_second: float, rng: random.Random) -> list[
             at += rng.expovariate(per_second)
             moments.append(at)
         return moments
-    raise InputError(f"arrivals must be one of {', '.join(ARRIVALS)}; got {kind!r}.")
+    raise InputError(f"arrivals must be one of {', '.join(ARRIVALS)} (recorded ones come with --trace); got {kind!r}.")
 
 
 def make_load(

@@ -38,6 +38,7 @@ class Evidence:
     decode_over_ideal: float
     stall_share: float  # of the time between tokens, spent beyond the median gap in gaps over STALL times as long
     tpot_per_stream: float  # seconds that one more stream beside it adds to TPOT
+    tpot_per_1k: float  # seconds that 1,000 more tokens of context add to TPOT
     batch: float  # streams that ran at once, on average
     prefill_mfu: float  # of what the machine reaches in matrix products
     decode_mbu: float  # of the bandwidth it reaches
@@ -72,6 +73,7 @@ def gather(outcome: Outcome, ideal: Ideal, shareable: float, kv_known: bool = Tr
     queue = sum(one.scheduled - one.arrival for one in served)
     decode = sum(one.end - one.first for one in served)
     beside = concurrency(served)
+    per_stream, per_token = tpot_slopes(beside, served)
     return Evidence(
         prompt=Spread.of([one.prompt for one in served]),
         output=Spread.of([one.output for one in served]),
@@ -84,7 +86,8 @@ def gather(outcome: Outcome, ideal: Ideal, shareable: float, kv_known: bool = Tr
         ttft_over_ideal=float(ttft.sum()) / max(sum(ideal.start), 1e-12),
         decode_over_ideal=decode / max(sum(ideal.writing), 1e-12),
         stall_share=stalls(served),
-        tpot_per_stream=slope(*paired(beside, served)),
+        tpot_per_stream=per_stream,
+        tpot_per_1k=1000 * per_token,
         batch=float(np.mean(beside)) if len(beside) else 0.0,
         prefill_mfu=prefill_mfu(served, roofline),
         decode_mbu=decode_mbu(served, roofline, beside),
@@ -104,14 +107,31 @@ def concurrency(served: Sequence[Served]) -> np.ndarray:
     return np.array([max(1, bisect_right(firsts, at) - bisect_left(ends, at)) for at in middles], dtype=np.float64)
 
 
-def paired(beside: np.ndarray, served: Sequence[Served]) -> tuple[list[float], list[float]]:
-    pairs = [(float(count), one.tpot) for count, one in zip(beside, served, strict=True) if one.tpot is not None]
-    return [count for count, _ in pairs], [tpot for _, tpot in pairs]
+def tpot_slopes(beside: np.ndarray, served: Sequence[Served]) -> tuple[float, float]:
+    """Seconds of TPOT for one more stream at once and for one more token of context, both from one plane; 0 for what
+    hardly varies."""
+    rows = [
+        (float(count), one.prompt + one.output / 2, one.tpot)
+        for count, one in zip(beside, served, strict=True)
+        if one.tpot is not None
+    ]
+    if len(rows) < 4:
+        return 0.0, 0.0
+    table = np.array(rows)
+    varies = [spreads(table[:, column]) for column in (0, 1)]
+    columns = [table[:, column] for column in (0, 1) if varies[column]]
+    found = iter(np.linalg.lstsq(np.column_stack([*columns, np.ones(len(rows))]), table[:, 2], rcond=None)[0])
+    per_stream, per_token = (float(next(found)) if one else 0.0 for one in varies)
+    return per_stream, per_token
+
+
+def spreads(values: Sequence[float] | np.ndarray) -> bool:
+    return float(np.std(values)) >= 0.1 * abs(float(np.mean(values)))
 
 
 def slope(x: Sequence[float], y: Sequence[float] | np.ndarray) -> float:
     """Of the straight line through the points; 0 where they hardly spread."""
-    if len(x) < 3 or float(np.std(x)) < 0.1 * abs(float(np.mean(x))):
+    if len(x) < 3 or not spreads(x):
         return 0.0
     return float(np.polyfit(np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64), 1)[0])
 

@@ -72,7 +72,8 @@ def evidence_lines(found: Diagnosis) -> list[str]:
         f"time of requests: queue {e.queue_share:.0%}, prefill {e.prefill_share:.0%}, decode {e.decode_share:.0%}",
         f"TTFT {e.ttft_over_ideal:.1f}× that of a request alone, {longer}",
         f"decode {e.decode_over_ideal:.1f}× that of a request alone, + {seconds(max(0.0, e.tpot_per_stream))} TPOT "
-        f"for one more stream; {e.batch:.1f} streams at once; {e.stall_share:.0%} of writing time in long gaps",
+        f"for one more stream, + {seconds(max(0.0, e.tpot_per_1k))} for 1,000 more tokens of context; "
+        f"{e.batch:.1f} streams at once; {e.stall_share:.0%} of writing time in long gaps",
         f"prefill MFU {e.prefill_mfu:.0%}, decode MBU {e.decode_mbu:.0%} of what the machine reaches{kv}",
         f"prefix hits {e.hit_rate:.0%} of {e.shareable:.0%} that earlier prompts had; {e.preemptions} preemptions",
     ]
