@@ -76,9 +76,11 @@ def through(data: bytes, cuts: list[int]) -> list:
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.lists(news, max_size=4), st.lists(st.integers(0, 2**16), max_size=5))
-def test_reports_arrive_as_they_were_sent(events: list[wire.News], cuts: list[int]) -> None:
-    report = wire.Report(12.5, tuple(events), Counts(*range(12)), 3.5)
+@given(st.lists(st.tuples(ids, ids)), st.lists(news, max_size=4), st.lists(st.integers(0, 2**16), max_size=5))
+def test_reports_arrive_as_they_were_sent(
+    tokens: list[tuple[int, int]], events: list[wire.News], cuts: list[int]
+) -> None:
+    report = wire.Report(12.5, tuple(tokens), tuple(events), Counts(*range(12)), 3.5)
     (message, again) = through(wire.pack_report(report) * 2, cuts)
     assert wire.read_from_child(message) == wire.read_from_child(again) == report
 

@@ -12,7 +12,7 @@ import contextlib
 import itertools
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -87,7 +87,9 @@ class Live(NamedTuple):
 
 
 class Stream:
-    """The answers to one call as they come. `take` gives all pieces that wait, iteration one at a time."""
+    """The answers to one call as they come. `take` gives all pieces that wait, iteration one at a time. Where there is
+    a `consumer`, it is given the pieces of each step on the spot while a task waits in `take`, so that the task need
+    not be woken; it says whether it could take them."""
 
     def __init__(self, engine: AsyncEngine, prompts: Sequence[list[int]], params: SamplingParams):
         self.engine = engine
@@ -98,6 +100,7 @@ class Stream:
         self.answers: list[Answer] = []
         self.prompt_logprobs: list[dict[int, TokenLogprobs]] = [{} for _ in prompts]
         self.open = 0  # answers without a last piece
+        self.consumer: Callable[[Iterable[Piece]], bool] | None = None
         self._pieces: deque[Piece] = deque()
         self._unread = 0
         self._given_up = False
@@ -131,11 +134,26 @@ class Stream:
         self._unread += len(event.token_ids)
         if event.finish_reason is not None:
             self.open -= 1
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        self.engine.touched[self] = None
         if self._unread > MAX_UNREAD and self.open and not self._given_up:
             self._given_up = True  # what waits is kept, and is bounded; the rest is ended
             self.engine.end(self, SLOW_READER)
+
+    def wake(self) -> None:
+        """Something has come for whoever waits, if anybody does."""
+        waiter = self._waiter
+        if waiter is None or waiter.done():
+            return
+        try:
+            if self.consumer is not None and self.consumer(self._pieces):
+                self._pieces.clear()
+                self._unread = 0
+                if self.open:
+                    return
+        except Exception as error:
+            waiter.set_exception(error)  # the task's business, not the engine's
+            return
+        waiter.set_result(None)
 
     def close(self) -> None:
         """End whatever has not ended. Safe to call at any time, any number of times."""
@@ -176,6 +194,7 @@ class AsyncEngine:
         self._questions = itertools.count()
         self._asked: dict[int, asyncio.Future[Any]] = {}
         self._live: dict[int, Live] = {}
+        self.touched: dict[Stream, None] = {}  # that were given pieces and have not been woken
         self._orders: list[wire.Prompt] = []
         self._aborts: list[int] = []
         self._flushing = False
@@ -269,6 +288,7 @@ class AsyncEngine:
             live = self._live.get(answer.request.id)
             if live is not None:
                 self._fail(live, error)
+        self._wake()
 
     # ---- questions -------------------------------------------------------------------------------------------------
 
@@ -342,8 +362,31 @@ class AsyncEngine:
     def on_report(self, report: wire.Report) -> None:
         self.counts, self.step_seconds = report.counts, report.step_seconds
         self.observer.reported(report.counts, report.step_seconds)
+        for number, token in report.tokens:
+            self._deliver_token(number, token, report.at)
         for news in report.news:
             self._deliver(news, report.at)
+        self._wake()
+
+    def _wake(self) -> None:
+        """One word to each stream, however many of its answers there is news of."""
+        touched, self.touched = self.touched, {}
+        for stream in touched:
+            stream.wake()
+
+    def _deliver_token(self, number: int, token: int, at: float) -> None:
+        """`_deliver` of one token and nothing else, which nearly all news are."""
+        live = self._live.get(number)
+        if live is None or live.answer.finished:
+            return
+        piece = live.answer.push_token(token)
+        if piece is None:
+            self._deliver(wire.News(number, (token,), None, (), {}, None, None), at)
+            return
+        timeline = live.answer.request.timeline
+        timeline.token_times.append(at)
+        self.observer.tokens(timeline, 1)
+        live.stream.put(live.choice, piece)
 
     def _deliver(self, news: wire.News, at: float) -> None:
         live = self._live.get(news.id)
@@ -395,6 +438,7 @@ class AsyncEngine:
         for live in lives:
             self.admission.release(live.cost)
             self._fail(live, ENGINE_GONE)
+        self._wake()
 
     def _fail(self, live: Live, error: str) -> None:
         if not live.answer.finished:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from twostroke.metrics.timeline import Timeline
 from twostroke.text.stream import StopMatcher, StreamDecoder
@@ -10,8 +11,7 @@ from twostroke.text.tokenizer import Tokenizer
 from twostroke.types import Event, FinishReason, Request, TokenLogprobs
 
 
-@dataclass(frozen=True, slots=True)
-class StreamEvent:
+class StreamEvent(NamedTuple):
     """A piece of one answer. The last piece of each sample carries its finish reason and timeline."""
 
     text: str
@@ -93,6 +93,17 @@ class Answer:
         wanted = logprobs if self.sample.logprobs is not None else None
         timeline = self.sample.timeline if self.finished else None
         return StreamEvent(text, tuple(ids), reason, self.request.sample, wanted, timeline, event.error)
+
+    def push_token(self, token: int) -> StreamEvent | None:
+        """`push` of one token with nothing else to it, for an answer in which nothing can follow from it. None: not
+        such an answer."""
+        sample = self.sample
+        if self.stops is not None or sample.logprobs is not None:
+            return None
+        text = self.decoder.push((token,))
+        sample.text += text
+        sample.token_ids.append(token)
+        return StreamEvent(text, (token,), None, self.request.sample)
 
     def _decode(self, event: Event) -> tuple[list[int], str]:
         ids: list[int] = []

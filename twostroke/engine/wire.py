@@ -141,9 +141,11 @@ class News(NamedTuple):
 
 
 class Report(NamedTuple):
-    """One step: its end on the shared clock, what it brought, and the seconds all steps took so far."""
+    """One step: its end on the shared clock, what it brought, and the seconds all steps took so far. `tokens`: (id,
+    token) of requests of which that is all there is to say. They are most of them, so they cost the least."""
 
     at: float
+    tokens: tuple[tuple[int, int], ...]
     news: tuple[News, ...]
     counts: Counts
     step_seconds: float
@@ -326,27 +328,26 @@ def pack_beat(beat: Beat) -> bytes:
 
 
 def pack_report(report: Report) -> bytes:
-    return frame(["report", report.at, [pack_news(n) for n in report.news], report.counts, report.step_seconds])
+    ids, tokens = [pair[0] for pair in report.tokens], [pair[1] for pair in report.tokens]
+    news = [pack_news(one) for one in report.news]
+    return frame(["report", report.at, ids, tokens, news, report.counts, report.step_seconds])
 
 
 def pack_news(news: News) -> list[Any]:
-    if not (news.finish_reason or news.logprobs or news.prompt_logprobs or news.error or news.facts):
-        return [news.id, news.token_ids]  # nearly all news
     prompt = [[position, *scores] for position, scores in news.prompt_logprobs.items()]
     reason = None if news.finish_reason is None else news.finish_reason.value
     return [news.id, news.token_ids, reason, news.logprobs, prompt, news.error, news.facts]
 
 
 def read_report(message: list[Any]) -> Report:
-    at, news, counts, seconds = parts(message, "report", float, list, list, float)
-    if len(counts) != len(Counts._fields):
+    at, ids, tokens, news, counts, seconds = parts(message, "report", float, list, list, list, list, float)
+    if len(counts) != len(Counts._fields) or len(ids) != len(tokens):
         raise WireError("report: counts do not fit")
-    return Report(at, tuple(read_news(one) for one in news), Counts(*numbers(counts)), seconds)
+    pairs = tuple(zip(numbers(ids), numbers(tokens), strict=True))
+    return Report(at, pairs, tuple([read_news(one) for one in news]), Counts(*numbers(counts)), seconds)
 
 
 def read_news(value: Any) -> News:
-    if isinstance(value, list) and len(value) == 2 and type(value[0]) is int:
-        return News(value[0], tuple(numbers(listed(value[1]))), None, (), {}, None, None)
     request, tokens, reason, logprobs, prompt, error, facts = parts(
         ["news", *listed(value)], "news", int, list, str | None, list, list, str | None, list | None
     )
@@ -417,8 +418,16 @@ def make_news(event: Event, facts: Facts | None) -> News:
     )  # fmt: skip
 
 
+def is_plain(event: Event) -> bool:
+    """One token and nothing else."""
+    return len(event.token_ids) == 1 and not (
+        event.finish_reason or event.logprobs or event.prompt_logprobs or event.error
+    )
+
+
 def facts_of(timeline: Timeline) -> Facts:
-    return Facts(*(getattr(timeline, name) for name in Facts._fields))
+    t = timeline
+    return Facts(t.scheduled, t.end, t.cached_tokens, t.chunks, t.preemptions, t.recomputed_tokens)
 
 
 def apply_facts(timeline: Timeline, facts: Facts) -> None:

@@ -165,9 +165,16 @@ class Worker:
         return events
 
     def _report(self, events: list[Event]) -> None:
-        news = tuple(wire.make_news(event, self._facts(event)) for event in events)
+        tokens, news = [], []
+        for event in events:
+            facts = self._facts(event)
+            if facts is None and wire.is_plain(event):
+                tokens.append((event.request.id, event.token_ids[0]))
+            else:
+                news.append(wire.make_news(event, facts))
         at = self.core.collected or clock()
-        self.channel.send(wire.pack_report(wire.Report(at, news, self._counts(), self.step_seconds)))
+        report = wire.Report(at, tuple(tokens), tuple(news), self._counts(), self.step_seconds)
+        self.channel.send(wire.pack_report(report))
 
     def _facts(self, event: Event) -> wire.Facts | None:
         """What the parent does not know yet of this request's timeline."""

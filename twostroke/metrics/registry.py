@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
 from twostroke.metrics.counts import Counts
+from twostroke.metrics.histogram import Histogram
 from twostroke.metrics.timeline import Timeline
 
 TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
@@ -18,20 +19,22 @@ STEP_TOKENS = tuple(float(2**power) for power in range(15))
 
 
 class Metrics:
-    """Observes the engine (see `aio.Observer`) and counts what the server refuses."""
+    """Observes the engine (see `aio.Observer`) and counts what the server refuses. What the engine counts itself is
+    only kept when it reports, and written out when somebody asks."""
 
     content_type = "text/plain; version=0.0.4; charset=utf-8"
 
     def __init__(self, model: str):
         self.registry = CollectorRegistry()
         self.model = model
-        self._last = Counts()
-        self._last_seconds = 0.0
+        self._now = self._written = Counts()
+        self._seconds_now = self._seconds_written = 0.0
         self._gauges()
         self._counters()
         self._histograms()
 
     def render(self) -> bytes:
+        self._write_counts()
         return generate_latest(self.registry)
 
     # ---- what there is ---------------------------------------------------------------------------------------------
@@ -76,39 +79,44 @@ class Metrics:
         self.output_length = self._seconds("vllm:request_generation_tokens", "Tokens of an answer.", LENGTHS)
         self.step_tokens = self._seconds("vllm:iteration_tokens_total", "Tokens computed in a step.", STEP_TOKENS)
 
-    def _seconds(self, name: str, text: str, buckets: tuple[float, ...]) -> Any:
-        return self._make(Histogram, name, text, buckets=buckets)
+    def _seconds(self, name: str, text: str, bounds: tuple[float, ...]) -> Histogram:
+        made = Histogram(name, text, self.model, bounds)
+        self.registry.register(made)
+        return made
 
     # ---- what happens ----------------------------------------------------------------------------------------------
 
     def reported(self, now: Counts, step_seconds: float) -> None:
-        if now.steps < self._last.steps:
-            self._last, self._last_seconds = Counts(), 0.0  # a new engine process counts from zero
-        last, self._last = self._last, now
+        last = self._now
+        if now.steps < last.steps:  # a new engine process counts from zero
+            self._write_counts()
+            last = self._written = Counts()
+            self._seconds_written = 0.0
+        if now.steps != last.steps:
+            self.step_tokens.observe(now.computed_tokens - last.computed_tokens)
+        self._now, self._seconds_now = now, step_seconds
+
+    def _write_counts(self) -> None:
+        last, now = self._written, self._now
+        self._written = now
         self.running.set(now.running)
         self.waiting.set(now.waiting)
         self.kv_usage.set((now.blocks_total - now.blocks_free - now.blocks_cached) / max(1, now.blocks_total))
         self.kv_cached.set(now.blocks_cached / max(1, now.blocks_total))
-        if now.steps == last.steps:
-            return
         self.steps.inc(now.steps - last.steps)
-        self.step_tokens.observe(now.computed_tokens - last.computed_tokens)
-        self.step_seconds.inc(step_seconds - self._last_seconds)
-        self._last_seconds = step_seconds
+        self.step_seconds.inc(self._seconds_now - self._seconds_written)
+        self._seconds_written = self._seconds_now
         self.output_tokens.inc(now.output_tokens - last.output_tokens)
-        if now.prompt_tokens != last.prompt_tokens:
-            self.prompt_tokens.inc(now.prompt_tokens - last.prompt_tokens)
-            self.queries.inc(now.prompt_tokens - last.prompt_tokens)
-            self.hits.inc(now.cached_tokens - last.cached_tokens)
-        if now.preemptions != last.preemptions or now.recomputed_tokens != last.recomputed_tokens:
-            self.preemptions.inc(now.preemptions - last.preemptions)
-            self.recomputed.inc(now.recomputed_tokens - last.recomputed_tokens)
+        self.prompt_tokens.inc(now.prompt_tokens - last.prompt_tokens)
+        self.queries.inc(now.prompt_tokens - last.prompt_tokens)
+        self.hits.inc(now.cached_tokens - last.cached_tokens)
+        self.preemptions.inc(now.preemptions - last.preemptions)
+        self.recomputed.inc(now.recomputed_tokens - last.recomputed_tokens)
 
     def lost(self) -> None:
         """The engine process died; it is being started again."""
         self.restarts.inc()
-        for gauge in (self.running, self.waiting, self.kv_usage, self.kv_cached):
-            gauge.set(0)
+        self._now = self._now._replace(running=0, waiting=0, blocks_free=self._now.blocks_total, blocks_cached=0)
 
     def tokens(self, timeline: Timeline, count: int) -> None:
         times = timeline.token_times

@@ -73,8 +73,11 @@ class ChatWriter:
 
     def piece(self, piece: Piece) -> bytes:
         event, choice = piece.event, piece.choice
-        scores = None if event.logprobs is None else answers.chat_logprobs(self.tokenizer, event.logprobs)
         reader = self.generation.readers[choice]
+        if event.finish_reason is None and event.logprobs is None and reader.plain and choice in self.begun:
+            reader.add(event.text)
+            return self.forms.fill(choice, event.text) if event.text else b""  # nearly all pieces
+        scores = None if event.logprobs is None else answers.chat_logprobs(self.tokenizer, event.logprobs)
         deltas = [delta_of(part) for part in reader.push(event)]
         if scores and not deltas:
             deltas = [{"content": ""}]

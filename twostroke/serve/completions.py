@@ -82,6 +82,7 @@ class TextWriter:
         self.head = generation.service.head("cmpl-")
         self.request = request
         self.echo = Echo(generation, request)
+        self.plain = request.logprobs is None and not request.silent  # every piece but the last is just text
         self.written: dict[int, int] = {}  # characters with logprobs so far, by choice
         self.forms = stream.Forms(self._plain)
 
@@ -90,6 +91,8 @@ class TextWriter:
 
     def piece(self, piece: Piece) -> bytes:
         event, choice = piece.event, piece.choice
+        if self.plain and event.finish_reason is None and choice in self.written:
+            return self.forms.fill(choice, event.text) if event.text else b""  # nearly all pieces
         written = b""
         if choice not in self.written:
             self.written[choice] = 0

@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Protocol
 
 from twostroke.serve.auth import Caller
 from twostroke.serve.errors import ApiError
@@ -15,10 +15,21 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
+STRAIGHT = "twostroke.straight"  # the ASGI extension under which a listener offers one
+
 MAX_BODY = 4 << 20  # bytes of one request
 MAX_BODIES = 256 << 20  # of all requests that are being read at once
 ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 BODY_SECONDS = 30.0  # for the whole of a body to arrive
+
+
+class Straight(Protocol):
+    """A streamed answer's way to its socket past everything that ASGI puts in between."""
+
+    @property
+    def has_room(self) -> bool: ...
+
+    def write(self, data: bytes) -> None: ...
 
 
 class GoneError(Exception):
@@ -48,6 +59,7 @@ class Call:
         self.arrival = arrival
         self.caller = Caller("", b"")
         self.started = False
+        self._straight: Straight | None = scope.get("extensions", {}).get(STRAIGHT)
         self._receive = receive
         self._send = send
         self._bodies = bodies
@@ -92,7 +104,19 @@ class Call:
         await self._start(200, {"content-type": kind, "cache-control": "no-cache", "x-accel-buffering": "no"})
 
     async def write(self, data: bytes) -> None:
-        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        if data:
+            await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    @property
+    def has_room(self) -> bool:
+        """Whether `write_now` may be called: the client has read nearly all that was written."""
+        return self._straight is not None and self._straight.has_room
+
+    def write_now(self, data: bytes) -> None:
+        """`write` without a way to wait."""
+        assert self._straight is not None
+        if data:
+            self._straight.write(data)
 
     async def end_stream(self) -> None:
         await self._send({"type": "http.response.body", "body": b""})

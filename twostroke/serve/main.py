@@ -7,6 +7,7 @@ second one goes at once. Either way the engine process goes with us and the exit
 from __future__ import annotations
 
 import asyncio
+import gc
 import ipaddress
 import logging
 import signal
@@ -64,6 +65,8 @@ class Server:
             ready = await self._load(engine)
             if ready is not None:
                 engine.warm_grammars()
+                gc.collect()
+                gc.freeze()  # what is here now stays: no later collection needs to look at it again
                 self._announce(sock, ready, time.monotonic() - began)
                 await self._until_stopped(listening)
                 await self._drain(service)

@@ -38,6 +38,15 @@ class Reader:
         self.parser = parser
         self.blocks: list[Block] = []
 
+    @property
+    def plain(self) -> bool:
+        """Whether all that comes is more text of the one block there is."""
+        return self.parser is None and len(self.blocks) == 1
+
+    def add(self, text: str) -> None:
+        """More text, where all is plain."""
+        self.blocks[0].text += text
+
     def push(self, event: StreamEvent) -> list[Part]:
         if self.parser is None:
             return [self._take(Content(event.text))] if event.text else []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from twostroke.engine.aio import Piece
@@ -54,15 +54,25 @@ class Forms:
 async def send(generation: Generation, writer: Writer) -> None:
     """The whole stream. An answer that fails ends it with an error event; a client that goes away ends the answer."""
     call, stream = generation.call, generation.stream
+
+    def write(pieces: Iterable[Piece]) -> bytes:
+        return b"".join([writer.piece(piece) for piece in pieces if piece.event.error is None])
+
+    def straight(pieces: Iterable[Piece]) -> bool:
+        """A step's pieces to the socket without waking this task, while the client keeps up with reading."""
+        if not call.has_room:
+            return False
+        call.write_now(write(pieces))
+        return True
+
     async with call.watched(stream.close):
         await call.begin_stream()
         opening = writer.begin()
         if opening:
             await call.write(opening)
+        stream.consumer = straight
         while pieces := await stream.take():
-            written = b"".join([writer.piece(piece) for piece in pieces if piece.event.error is None])
-            if written:
-                await call.write(written)
+            await call.write(write(pieces))
     generation.record()
     try:
         generation.check()
