@@ -17,6 +17,7 @@ import httpx
 import pytest
 
 from tests.serve.server import KEY, Server, events, wait_until
+from tests.serve.test_listen import KEY_LINE, connect, read_answer
 
 LIMITS = (
     "import twostroke.serve.listen as l, twostroke.engine.aio as a; "
@@ -111,6 +112,10 @@ def test_connections_are_bounded(small: Server) -> None:
     host, port = small.url.removeprefix("http://").split(":")
     idle = [socket.create_connection((host, int(port))) for _ in range(100)]
     wait_until(lambda: is_full(small), 5, "one connection too many was taken")
+    for _ in range(20):  # also those who have much to send read why it was in vain
+        with connect(small) as sock, contextlib.suppress(BrokenPipeError):
+            sock.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 300000\r\n\r\n" + b"x" * 300_000)
+            assert read_answer(sock)[0] == 503
     for sock in idle:
         sock.close()
     wait_until(lambda: not is_full(small), 5, "closed connections were not given back")
@@ -129,6 +134,16 @@ def test_a_head_that_never_ends_is_cut_off(small: Server) -> None:
         for sock in (fresh, used):
             with contextlib.suppress(ConnectionResetError):
                 assert sock.recv(100) == b""
+
+
+def test_an_early_refusal_does_not_end_the_connection(small: Server) -> None:
+    """Answered before its body came; what comes then is no head that takes too long."""
+    with connect(small) as sock:
+        for pause in (4.0, 0.0):  # longer than a head may take
+            sock.sendall(f"POST /nowhere HTTP/1.1\r\nhost: x\r\n{KEY_LINE}content-length: 5\r\n\r\n".encode())
+            assert read_answer(sock)[0] == 404
+            sock.sendall(b"hello")
+            time.sleep(pause)
 
 
 def is_full(server: Server) -> bool:

@@ -201,12 +201,15 @@ class AsyncEngine:
         self._grammars = 0  # being tried, or waiting for it
         self._checker = ThreadPoolExecutor(1, thread_name_prefix="grammar")
 
-    async def start(self) -> wire.Ready:
-        """Start the engine process, and read the tokenizer meanwhile."""
+    async def start(self, grammars: bool = False) -> wire.Ready:
+        """Start the engine process, and read the tokenizer meanwhile. grammars: start the process that tries them too,
+        so that the first caller who has one need not wait for it."""
         self._opening = self._checker.submit(self._open)
         starting = asyncio.ensure_future(self.supervisor.start())
         try:
             await asyncio.wrap_future(self._opening)
+            if grammars:
+                self._checker.submit(self.grammars.warm)
         except BaseException:
             starting.cancel()
             raise
@@ -218,10 +221,6 @@ class AsyncEngine:
         if self.tokenizer.chat is not None:
             with contextlib.suppress(TwostrokeError):  # compiles it; one that is broken is refused when it is used
                 self.tokenizer.chat.render([{"role": "user", "content": "Hello"}])
-
-    def warm_grammars(self) -> None:
-        """Start the process that tries grammars, in a thread, so that the first caller need not wait for it."""
-        self._checker.submit(self.grammars.warm)
 
     async def stop(self, seconds: float = 2.0) -> None:
         await self.supervisor.stop(seconds)

@@ -64,7 +64,6 @@ class Server:
         try:
             ready = await self._load(engine)
             if ready is not None:
-                engine.warm_grammars()
                 gc.collect()
                 gc.freeze()  # what is here now stays: no later collection needs to look at it again
                 self._announce(sock, ready, time.monotonic() - began)
@@ -81,7 +80,7 @@ class Server:
 
     async def _load(self, engine: AsyncEngine) -> Ready | None:
         """Until the engine is warm; None when we are told to go first."""
-        loading = asyncio.create_task(engine.start())
+        loading = asyncio.create_task(engine.start(grammars=True))
         stopping = asyncio.create_task(self.stopping.wait())
         await asyncio.wait((loading, stopping), return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
