@@ -68,14 +68,16 @@ def model_steps(llm: LLM, turn: int) -> list[float]:
     return times
 
 
-def served_steps(url: str, turn: int) -> tuple[list[float], list[float]]:
-    """Seconds from one such step to the next behind the server, and those its engine counts for the step itself."""
-    last = steps_after(url, 0)["last"]
+def served_steps(url: str, pid: int, turn: int) -> tuple[list[float], list[float], float]:
+    """Seconds from one such step to the next behind the server, those its engine counts for the step itself, and those
+    of a core that the server's own process took for each token of an answer."""
+    last, before = steps_after(url, 0, 1)["last"], cpu_seconds(pid)
     ask_and_sleep(url, turn)
-    steps = steps_after(url, last)["steps"]
+    took = cpu_seconds(pid) - before
+    steps = steps_after(url, last, 8 * OUTPUT)["steps"]
     full = [step for step in steps if step["decode_tokens"] == len(step["lanes"]) == SLOTS]
     walls = [b["time"] - a["time"] for a, b in pairwise(full) if b["number"] == a["number"] + 1]
-    return walls, [step["seconds"] for step in full]
+    return walls, [step["seconds"] for step in full], took / OUTPUT
 
 
 def ask_and_sleep(url: str, turn: int) -> None:
@@ -96,8 +98,8 @@ def ask_and_sleep(url: str, turn: int) -> None:
         assert f'"completion_tokens":{OUTPUT}'.encode() in data, data[:200]
 
 
-def steps_after(url: str, number: int) -> dict[str, Any]:
-    with urllib.request.urlopen(f"{url}/twostroke/steps?since={number}&limit=1024", timeout=20) as answer:
+def steps_after(url: str, number: int, limit: int) -> dict[str, Any]:
+    with urllib.request.urlopen(f"{url}/twostroke/steps?since={number}&limit={limit}", timeout=20) as answer:
         return json.loads(answer.read())
 
 
@@ -110,15 +112,14 @@ def measure() -> dict[str, Any]:
     model, walls, counted, cpu = [], [], [], []
     with started("twostroke") as (url, process):
         llm = LLM(DEFAULT, max_requests=SLOTS, max_model_len=CONTEXT)
-        served_steps(url, 1000), model_steps(llm, 1001)  # first times
+        served_steps(url, process.pid, 1000), model_steps(llm, 1001)  # first times
         for turn in range(ROUNDS):
             for served in ((True, False), (False, True))[turn % 2]:  # neither always comes first
                 if not served:
                     model.append(median(model_steps(llm, 2 * turn)))
                     continue
-                before = cpu_seconds(process.pid)
-                wall, own = served_steps(url, 2 * turn + 1)
-                cpu.append((cpu_seconds(process.pid) - before) / OUTPUT)
+                wall, own, took = served_steps(url, process.pid, 2 * turn + 1)
+                cpu.append(took)
                 walls.append(median(wall))
                 counted.append(median(own))
     return judged(model, counted, walls, cpu)

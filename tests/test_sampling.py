@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import copy
+import dataclasses
+
 import pytest
 
 from twostroke import InputError, SamplingParams
@@ -21,6 +24,19 @@ from twostroke import InputError, SamplingParams
 def test_a_bad_value_is_refused_by_name(name, value):
     with pytest.raises(InputError, match=name):
         SamplingParams(**{name: value})
+
+
+def test_an_unknown_name_is_refused_with_the_nearest():
+    with pytest.raises(InputError, match="top_p"):
+        SamplingParams(topp=0.9)
+    with pytest.raises(InputError, match="max_tokens"):
+        SamplingParams(max_token=3)
+    with pytest.raises(InputError, match="Known: max_tokens, min_tokens"):
+        SamplingParams(zzz=1)
+    with pytest.raises(InputError, match="by name"):
+        SamplingParams(0.7)
+    params = SamplingParams(top_k=3)
+    assert copy.copy(params) == copy.deepcopy(params) == dataclasses.replace(params, seed=None) == params
 
 
 def test_minimum_above_maximum():

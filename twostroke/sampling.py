@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from math import isfinite
 from typing import Any
 
@@ -80,6 +81,16 @@ class SamplingParams:
     n: int = 1
     priority: int = 0  # lower first (policy "priority"; victims of preemption are chosen from the highest)
     deadline: float | None = None  # seconds after arrival by which the first token should be out (policy "deadline")
+
+    def __new__(cls, *positional: Any, **given: Any) -> SamplingParams:
+        if positional:
+            raise InputError("SamplingParams takes its values by name, as in SamplingParams(temperature=0).")
+        for name in given:
+            if name not in cls.__dataclass_fields__:
+                near = get_close_matches(name, cls.__dataclass_fields__, n=1)
+                hint = f"Did you mean {near[0]!r}?" if near else f"Known: {', '.join(cls.__dataclass_fields__)}."
+                raise InputError(f"{name}: unknown sampling parameter. {hint}")
+        return object.__new__(cls)
 
     def __post_init__(self) -> None:
         whole(self, "max_tokens", 1, optional=True)

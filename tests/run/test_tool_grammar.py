@@ -8,7 +8,7 @@ import jsonschema
 import pytest
 
 from tests import tiny
-from tests.run.test_grammar import walk
+from tests.run.grammar_walks import walk
 from twostroke import LLM, InputError, SamplingParams
 from twostroke.run.grammar import GrammarCompiler
 from twostroke.run.tool_grammar import MAX_CALLS, tool_grammar

@@ -418,13 +418,6 @@ def make_news(event: Event, facts: Facts | None) -> News:
     )  # fmt: skip
 
 
-def is_plain(event: Event) -> bool:
-    """One token and nothing else."""
-    return len(event.token_ids) == 1 and not (
-        event.finish_reason or event.logprobs or event.prompt_logprobs or event.error
-    )
-
-
 def facts_of(timeline: Timeline) -> Facts:
     t = timeline
     return Facts(t.scheduled, t.end, t.cached_tokens, t.chunks, t.preemptions, t.recomputed_tokens)

@@ -168,7 +168,7 @@ class Worker:
         tokens, news = [], []
         for event in events:
             facts = self._facts(event)
-            if facts is None and wire.is_plain(event):
+            if facts is None and is_plain(event):
                 tokens.append((event.request.id, event.token_ids[0]))
             else:
                 news.append(wire.make_news(event, facts))
@@ -196,6 +196,13 @@ class Worker:
             c.recomputed_tokens, len(scheduler.running), len(scheduler.waiting), pool.total, len(pool.free),
             len(pool.cached),
         )  # fmt: skip
+
+
+def is_plain(event: Event) -> bool:
+    """One token and nothing else."""
+    return len(event.token_ids) == 1 and not (
+        event.finish_reason or event.logprobs or event.prompt_logprobs or event.error
+    )
 
 
 def compiler_of(engine: Engine) -> GrammarCompiler:
