@@ -31,6 +31,7 @@ from twostroke.run.staging import Fields, Staging
 from twostroke.types import Details, Plan, Result, Work
 
 MEETINGS = 2  # of a shape before it is captured
+MOST_GRAPHS = 200  # a few megabytes each
 MANY = 512  # K/V heads of all streams that keep the device busy without short splits
 BEHIND = 0.6  # a host that took this share of a step's time kept the device waiting
 
@@ -90,6 +91,7 @@ class CudaRunner:
         self.members = self.kinds[0].members if plain and len(self.kinds) == 1 else 0
         self.many = MANY // self.kinds[0].kv_heads if plain else 0
         self.shapes: dict[Shape, Captured] = {}
+        self.captures = 0
         self.results: list[Tensor] = []  # pinned, back from `collect`, to be used again
 
     # ---- the protocol ----------------------------------------------------------------------------------------------
@@ -138,7 +140,7 @@ class CudaRunner:
     def _run_shape(self, plan: Plan, shape: Shape, entry: Captured, samplers: tuple[int, ...]) -> Handle:
         self.staging.send(entry.fields, entry.buffer)
         entry.met += 1
-        if self.graphs and entry.graph is None and entry.worthwhile and entry.met > MEETINGS:
+        if entry.graph is None and entry.worthwhile and entry.met > MEETINGS and self.captures < MOST_GRAPHS:
             self._capture(shape, entry)
         if entry.graph is not None:
             entry.graph.replay()
@@ -152,6 +154,7 @@ class CudaRunner:
         return self._finish(plan, samplers, tokens, clocked=clocked)
 
     def _capture(self, shape: Shape, entry: Captured) -> None:
+        self.captures += 1
         entry.graph = torch.cuda.CUDAGraph()
         entry.graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
         try:
