@@ -20,6 +20,7 @@ from twostroke.kv.storage import KVStorage  # noqa: E402
 from twostroke.metrics.timeline import Timeline  # noqa: E402
 from twostroke.ops.cpu import TorchCpuOps  # noqa: E402
 from twostroke.ops.cuda import CudaOps  # noqa: E402
+from twostroke.run import cuda_steps, shared_prefix  # noqa: E402
 from twostroke.run.cuda_runner import CudaRunner  # noqa: E402
 from twostroke.run.runner import ModelRunner  # noqa: E402
 from twostroke.run.warm_up import compile_kernels, run_largest_step  # noqa: E402
@@ -37,10 +38,15 @@ ASKED = (
 )
 
 
-def tokens_of(folder: Path, kind: str) -> list[tuple[list[int], object]]:
+PROMPTS = [[(7 * i + 31 * number) % 300 + 3 for i in range(9 + 11 * number)] for number in range(len(ASKED))]
+
+
+def tokens_of(
+    folder: Path, kind: str, prompts: list[list[int]] = PROMPTS, batch: int = 24
+) -> list[tuple[list[int], object]]:
     checkpoint = open_checkpoint(folder)
     arch = load_arch(checkpoint)
-    config = make_config(max_model_len=96, dtype="float32", max_batch_tokens=24, kv_blocks=40, seed=1)
+    config = make_config(max_model_len=160, dtype="float32", max_batch_tokens=batch, kv_blocks=40, seed=1)
     settings = resolve(config, arch, this_machine("cpu"), 0)
     ops = CudaOps(torch.float32, "cuda" if ON_CARD else "cpu") if kind == "cuda" else TorchCpuOps()
     model = load_model(checkpoint, ops, settings.max_model_len)
@@ -49,9 +55,8 @@ def tokens_of(folder: Path, kind: str) -> list[tuple[list[int], object]]:
     runner = (CudaRunner if kind == "cuda" else ModelRunner)(model, kv, scheduler.tables.array, ops)
     core = Core(scheduler, runner)
     requests = []
-    for number, params in enumerate(ASKED):
-        tokens = [(7 * i + 31 * number) % 300 + 3 for i in range(9 + 11 * number)]
-        request = Request(number, tokens, params, 7 + number, Timeline(0.0))
+    for number, tokens in enumerate(prompts):
+        request = Request(number, list(tokens), ASKED[number % 3], 7 + number, Timeline(0.0))
         request.limit = len(tokens) + 4
         requests.append(request)
         core.submit(request)
@@ -62,6 +67,19 @@ def tokens_of(folder: Path, kind: str) -> list[tuple[list[int], object]]:
 
 def test_both_runners_choose_the_same_tokens(llama_folder: Path) -> None:
     assert tokens_of(llama_folder, "cuda") == tokens_of(llama_folder, "cpu")
+
+
+@pytest.mark.slow
+def test_streams_that_share_a_prefix_choose_the_same_tokens(llama_folder: Path, monkeypatch) -> None:
+    monkeypatch.setattr(shared_prefix, "LEAST", 128)
+    monkeypatch.setattr(shared_prefix, "WORTHWHILE", 1)
+    found = []
+    find = shared_prefix.find_sharing
+    monkeypatch.setattr(cuda_steps, "find_sharing", lambda *args: found.append(find(*args)) or found[-1])
+    shared = [(11 * i) % 300 + 3 for i in range(130)]
+    prompts = [[*shared, 5], [*shared, 9, 8]]
+    assert tokens_of(llama_folder, "cuda", prompts, 160) == tokens_of(llama_folder, "cpu", prompts, 160)
+    assert any(sharing is not None for sharing in found)
 
 
 def test_the_largest_step_can_be_run_before_there_is_a_cache(llama_folder: Path) -> None:
