@@ -186,7 +186,7 @@ def gap(bench: Bench) -> None:
         while min(len(s.timeline.token_times) for s in streams) < 40:
             rig.core.step()
         mark = time.perf_counter()
-        long = rig.ask(rig.prompt(65536 if name == "with" else 16384), 1) if name != "without" else None
+        long = rig.ask(rig.prompt(65536), 1) if name != "without" else None
         for _ in range(200):
             rig.core.step()
         while long is not None and not long.timeline.token_times:
@@ -347,7 +347,7 @@ PARTS: dict[str, tuple[Callable[[Bench], None], int]] = {  # with the seconds it
     "offline256": (offline256, 20),
     "offline64": (offline64, 20),
     "prefix": (prefix, 10),
-    "gap": (gap, 25),
+    "gap": (gap, 32),
     "decode64": (decode64, 10),
     "host": (host, 12),
     "breakdown": (breakdown, 10),

@@ -109,6 +109,7 @@ class Result(NamedTuple):
 
     tokens: tuple[tuple[int, ...], ...]
     details: Mapping[int, Details] = EMPTY  # by index of the work
+    seconds: float | None = None  # the step took, where the runner knows better than the engine's clock
 
 
 class Event(NamedTuple):

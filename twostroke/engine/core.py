@@ -63,7 +63,9 @@ class Core:
             return self._fail(f"{type(error).__name__}: {error}")
         self.in_flight.popleft()
         now = self.clock()
-        seconds = now - max(oldest.launched, self.collected)  # a step that waited for the one before it is not slower
+        seconds = result.seconds
+        if seconds is None:
+            seconds = now - max(oldest.launched, self.collected)  # a step that waited for the one before is not slower
         self.collected = now
         if self.steplog is not None:
             self.steplog.add(describe(oldest, result, seconds, self.scheduler))

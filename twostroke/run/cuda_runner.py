@@ -32,7 +32,6 @@ from twostroke.types import Details, Plan, Result, Work
 
 MEETINGS = 2  # of a shape before it is captured
 MOST_GRAPHS = 200  # a few megabytes each
-MANY = 512  # K/V heads of all streams that keep the device busy without short splits
 BEHIND = 0.6  # a host that took this share of a step's time kept the device waiting
 
 
@@ -54,8 +53,7 @@ class Clocked:
     """A step that was launched kernel by kernel, to be judged once it has ended."""
 
     entry: Captured
-    began: Any
-    host_seconds: float = 0.0
+    host_seconds: float
 
 
 @dataclass(slots=True, eq=False)
@@ -66,6 +64,7 @@ class Handle:
     done: Any
     details: dict[int, Details] = field(default_factory=dict)
     clocked: Clocked | None = None
+    began: Any = None
 
 
 class CudaRunner:
@@ -89,7 +88,7 @@ class CudaRunner:
         self.kinds = tuple(dict.fromkeys(ops.kind(layer.attention) for layer in model.layers))
         plain = ops.shares_steps and kv.scales is None  # K and V as floats
         self.members = self.kinds[0].members if plain and len(self.kinds) == 1 else 0
-        self.many = MANY // self.kinds[0].kv_heads if plain else 0
+        self.kv_heads = self.kinds[0].kv_heads if plain else 0  # of a stream, where splits may be longer than usual
         self.shapes: dict[Shape, Captured] = {}
         self.captures = 0
         self.results: list[Tensor] = []  # pinned, back from `collect`, to be used again
@@ -99,16 +98,19 @@ class CudaRunner:
     @torch.inference_mode()
     def launch(self, plan: Plan) -> Handle:
         with torch.cuda.stream(self.stream) if self.on_card else nullcontext():
-            if all(work.count == 1 and work.samples and on_device(work.request) for work in plan.works):
-                return self._launch_streams(plan)
-            return self._launch_mixed(plan)
+            began = timing_event() if self.on_card else None
+            streams = all(work.count == 1 and work.samples and on_device(work.request) for work in plan.works)
+            handle = self._launch_streams(plan) if streams else self._launch_mixed(plan)
+            handle.began = began
+            return handle
 
     def collect(self, handle: Handle) -> Result:
+        seconds = None
         if handle.done is not None:
             handle.done.synchronize()
-        if handle.clocked is not None:
-            seconds = handle.clocked.began.elapsed_time(handle.done) / 1e3
-            handle.clocked.entry.worthwhile = handle.clocked.host_seconds > BEHIND * seconds
+            seconds = handle.began.elapsed_time(handle.done) / 1e3
+            if handle.clocked is not None:
+                handle.clocked.entry.worthwhile = handle.clocked.host_seconds > BEHIND * seconds
         sampled: list[tuple[int, ...]] = [()] * len(handle.plan.works)
         for index, token in zip(handle.samplers, handle.tokens.tolist(), strict=False):
             if token < 0:
@@ -117,14 +119,14 @@ class CudaRunner:
             else:
                 sampled[index] = (token,)
         self.results.append(handle.tokens)
-        return Result(tuple(sampled), handle.details)
+        return Result(tuple(sampled), handle.details, seconds)
 
     # ---- steps of a shape that others share ------------------------------------------------------------------------
 
     def _launch_streams(self, plan: Plan) -> Handle:
         """Every request advances by one."""
         streams = Streams.of(plan, self.tables, self.members)
-        shape = streams.shape(self.members, self.many)
+        shape = streams.shape(self.members, self.kv_heads)
         entry = self._entry(shape)
         streams.fill(self.staging.begin(entry.fields))
         return self._run_shape(plan, shape, entry, tuple(range(len(plan.works))))
@@ -146,11 +148,9 @@ class CudaRunner:
             entry.graph.replay()
             assert entry.tokens is not None
             return self._finish(plan, samplers, entry.tokens)
-        clocked = Clocked(entry, timing_event()) if self.graphs else None
         began = time.perf_counter()
         tokens = self._step(shape, entry.there)
-        if clocked is not None:
-            clocked.host_seconds = time.perf_counter() - began
+        clocked = Clocked(entry, time.perf_counter() - began) if self.graphs else None
         return self._finish(plan, samplers, tokens, clocked=clocked)
 
     def _capture(self, shape: Shape, entry: Captured) -> None:
@@ -271,10 +271,7 @@ class CudaRunner:
         most = self.tables.shape[1]
         out = self.results.pop() if self.results else torch.empty(most, dtype=torch.int32, pin_memory=True)
         out[:count].copy_(tokens[:count], non_blocking=True)
-        done = timing_event() if clocked is not None else torch.cuda.Event()
-        if clocked is None:
-            done.record()
-        return Handle(plan, samplers, out, done, details or {}, clocked)
+        return Handle(plan, samplers, out, timing_event(), details or {}, clocked)
 
 
 def timing_event() -> Any:

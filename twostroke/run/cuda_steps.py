@@ -13,7 +13,7 @@ import numpy as np
 
 from twostroke.ops.cuda import Kind, Shares, share_out
 from twostroke.ops.interface import BLOCK
-from twostroke.ops.triton.decode import split_count
+from twostroke.ops.triton.decode import longer, split_count
 from twostroke.run.sample import MASK, needs_adjusting, noise_key
 from twostroke.run.shared_prefix import Sharing, find_sharing
 from twostroke.run.staging import Fields
@@ -25,7 +25,6 @@ MIXED_TOKENS = (16, 32, 64, 128, 192, 256)  # then multiples of 128: the rows th
 CAPTURED_TOKENS = 2047  # of a step that may be captured; longer ones keep the device busy for longer than the host
 COLUMNS = 16  # fewest block columns of a padded step
 FEW_CHUNKS = 4
-LONGER = 4  # times that splits are longer where many streams fill the device by themselves
 
 
 class Shape(NamedTuple):
@@ -83,11 +82,11 @@ class Streams:
         sharing = find_sharing(mine[0], positions + 1, members, cascade_tiles(len(works), members)) if members else None
         return cls(works, positions, mine, columns, sharing)
 
-    def shape(self, members: int, programs: int) -> Shape:
-        """programs: how many of them attention needs to fill the device; 0: splits are never longer than usual."""
+    def shape(self, members: int, kv_heads: int) -> Shape:
+        """kv_heads: of a stream; 0: splits are never longer than usual."""
         count = len(self.works)
         rows = next((size for size in BATCHES if size >= count), count)
-        scale = LONGER if programs and rows >= programs and not self.sharing else 1
+        scale = 1 if self.sharing else longer(rows * kv_heads)
         return Shape(
             rows, rows, self.columns, rows, rows, split_count(-(-self.columns * BLOCK // scale)), streams=True,
             scale=scale,

@@ -30,6 +30,14 @@ NEAR_SPLITS, MIDDLE_SPLITS = tl.constexpr(8), tl.constexpr(38)  # splits that en
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
+LONGEST = 8  # times that splits may be longer than usual
+
+
+def longer(heads: int) -> int:
+    """Times that splits are longer where so many K/V heads of all streams want programs, as measured on an H200."""
+    return LONGEST if heads >= 1024 else 4 if heads >= 512 else 2 if heads >= 256 else 1
+
+
 def split_count(context: int) -> int:
     """Splits that `context` tokens are cut into."""
     if context <= 1024:
@@ -320,7 +328,8 @@ def decode_attention(
     if tile is None:
         tile = 32 if wide > 128 or wide_float else 128 if ahead else 64
         stages = 1 if ahead else 2
-        if not ahead and not wide_float and (splits <= 8 or kv.format != "bfloat16"):
+        short = scale == LONGEST or (scale == 1 and splits <= 8)  # few tokens for a program, or programs enough
+        if not ahead and not wide_float and (short or kv.format != "bfloat16"):
             tile, stages, warps = (64 if kv.format == "int4" else 32), 3, 1
     decode_kernel[(attention.kv_heads, splits, requests)](
         q, out, part, part_max, part_sum, done, tables if listed is None else listed,

@@ -69,7 +69,7 @@ def as_number(key):
 @triton.jit
 def above(base, temperature, top, pivots, vocab, WEIGHED: tl.constexpr, CHUNK: tl.constexpr, PIVOTS: tl.constexpr):
     """How many tokens of a row lie above each of the pivots, or what they weigh together."""
-    totals = tl.zeros((PIVOTS,), tl.float64)
+    totals = tl.zeros((CHUNK, PIVOTS), tl.float64 if WEIGHED else tl.int32)  # every thread adds up what it meets
     for start in range(0, vocab, CHUNK):
         ids = start + tl.arange(0, CHUNK)
         inside = ids < vocab
@@ -77,10 +77,10 @@ def above(base, temperature, top, pivots, vocab, WEIGHED: tl.constexpr, CHUNK: t
         higher = (ordered(x)[:, None] > pivots[None, :]) & inside[:, None]
         if WEIGHED:
             weight = tl.exp(x.to(tl.float64) - top.to(tl.float64))
-            totals += tl.sum(tl.where(higher, weight[:, None], 0.0), axis=0)
+            totals += tl.where(higher, weight[:, None], 0.0)
         else:
-            totals += tl.sum(higher.to(tl.int32), axis=0).to(tl.float64)
-    return totals
+            totals += higher.to(tl.int32)
+    return tl.sum(totals, axis=0).to(tl.float64)
 
 
 @triton.jit
@@ -230,7 +230,7 @@ def sample(
         key, last = torch.empty(2, count, dtype=torch.int32, device=logits.device)
         filter_kernel[(count,)](
             logits, temperatures, filters.top_k, filters.top_p, key, last, vocab, logits.stride(0), filters.slack,
-            CHUNK=1024, num_warps=8,
+            CHUNK=2048, num_warps=16,
         )  # fmt: skip
     chunk_kernel[(count, chunks)](
         logits, temperatures, keys, key, last, best, index, vocab, logits.stride(0), chunks,
