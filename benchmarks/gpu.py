@@ -8,6 +8,7 @@ Parts are the functions in PARTS, in that order; without names all of them run, 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import subprocess
@@ -18,6 +19,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 
 PROCESS_START = time.perf_counter()
 
@@ -58,6 +60,7 @@ class Bench:
 
     def drop(self) -> None:
         self._rig = None
+        gc.collect()
         torch.cuda.empty_cache()
 
     def report(
@@ -341,26 +344,28 @@ def transformers(bench: Bench) -> None:
 
 
 PARTS: dict[str, tuple[Callable[[Bench], None], int]] = {  # with the seconds it takes
-    "start": (start, 40),
-    "decode1": (decode1, 25),
-    "ttft": (ttft, 35),
-    "offline256": (offline256, 20),
-    "offline64": (offline64, 20),
-    "prefix": (prefix, 10),
+    "start": (start, 25),
+    "decode1": (decode1, 10),
+    "ttft": (ttft, 30),
+    "offline256": (offline256, 12),
+    "offline64": (offline64, 14),
+    "prefix": (prefix, 8),
     "gap": (gap, 32),
     "decode64": (decode64, 10),
-    "host": (host, 12),
-    "breakdown": (breakdown, 10),
-    "weights": (weights, 40),
+    "host": (host, 10),
+    "breakdown": (breakdown, 8),
     "small": (small, 10),
-    "transformers": (transformers, 120),
+    "weights": (weights, 40),
+    "transformers": (transformers, 110),
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("parts", nargs="*")
-    parser.add_argument("--json", help="write the results here too, after every part")
+    parser.add_argument(
+        "--json", help="write the results here too, after every part; a whole run has a place of its own"
+    )
     parser.add_argument("--minutes", type=float, default=8.0, help="leave out what would not end within them")
     options = parser.parse_args()
     if options.parts == ["first"]:
@@ -371,6 +376,9 @@ def main() -> None:
     from benchmarks.gpu_kernels import ceilings
 
     bench = Bench(ceilings=ceilings())
+    if not options.parts and not options.json:
+        device = torch.cuda.get_device_name().replace("NVIDIA", "").strip().replace(" ", "-").lower()
+        options.json = str(Path(__file__).parent / "results" / f"gpu-{device}-{time.strftime('%Y-%m-%d')}.json")
     results: dict[str, object] = {}
     for part in options.parts or PARTS:
         began = time.perf_counter()
