@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from math import inf
 from types import SimpleNamespace
 
 import pytest
 
 from tests.cost.fleets import parts
+from twostroke.bench import grid
 from twostroke.bench.grid import CALIBRATION, Cell, Sizes, cells, run_grid, shape, spread, typical
 from twostroke.cost.fit import errors, fit
 from twostroke.cost.roofline import Roofline
@@ -33,7 +35,8 @@ def cell(step: Step) -> Cell:
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("settings", [{}, {"prefix_cache": False, "batching": "static"}])
-def test_every_cell_is_measured_as_often_as_there_are_rounds(depth, settings):
+def test_every_cell_is_measured_as_often_as_there_are_rounds(depth, settings, monkeypatch):
+    monkeypatch.setattr(grid, "DISTURBED", inf)
     core, roofline = make_core(depth, **settings)
     before = core.scheduler.limits, core.scheduler.pace, core.steplog
     wanted = cells(SMALL, core)

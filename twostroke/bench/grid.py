@@ -2,14 +2,15 @@
 
 Contexts are not computed, they are put into the cache (as K and V that travelled from another worker are), so that a
 cell costs little more than its steps. The cells are measured in several rounds, each in an order of its own: a machine
-that slows down for a while slows a part of every cell's repeats instead of some of the cells. What a step takes is the
-median of its repeats.
+that slows down for a while slows a part of every cell's repeats instead of some of the cells. Repeats during which
+other programs used the processor count only where there are no others. What a step takes is the median of its repeats.
 """
 
 from __future__ import annotations
 
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,6 +18,7 @@ from itertools import product
 from statistics import median
 from typing import Any, NamedTuple
 
+from twostroke.bench.others import Others
 from twostroke.cost.fleet import deliver
 from twostroke.engine.core import Core
 from twostroke.metrics.steplog import KEPT, Step, StepLog
@@ -26,8 +28,11 @@ from twostroke.sampling import SamplingParams
 from twostroke.schedule.pace import Pace
 from twostroke.types import Request
 
+DISTURBED = 0.15  # share of a core that others used
+TICK = 0.02  # seconds by which the system's account of it may be wrong
 STREAM_STEPS = 4  # of each cell in a round, the first of which admits and does not count
 FEWEST_ROUNDS = 2
+ENOUGH = 2  # repeats that had the machine to themselves
 UNBOUNDED = 1e6  # seconds: no stream's gap makes a chunk smaller here
 FIRST_ID = 1 << 40
 PARAMS = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
@@ -166,23 +171,33 @@ def run_grid(
     """Every step of up to so many rounds, as long as there is time for one more. An engine that captures and compiles
     what it meets rehearses them first."""
     with bench_settings(core) as log:
-        rig, rng, steps = Rig(core, vocabulary), random.Random(0), []
+        rig, rng, others = Rig(core, vocabulary), random.Random(0), Others()
+        quiet: list[Step] = []
+        disturbed: list[Step] = []
         rig.measure(wanted[0])
         log.clear()
         began = time.monotonic()
         for number in range(1 if core.runner.depth == 1 else 0, rounds + 1):
             started = time.monotonic()
             for done, cell in enumerate(rng.sample(wanted, len(wanted))):
+                others.mark()
                 rig.measure(cell)
+                kept = disturbed if others.share > DISTURBED and others.seconds > TICK else quiet
                 if progress is not None:
                     progress(f"round {number} of steps, {done + 1} of {len(wanted)}")
                 if number:
-                    steps += [step for step in log if counts(step)]
+                    kept += [step for step in log if counts(step)]
                 log.clear()
             now = time.monotonic()
             if number >= FEWEST_ROUNDS and now - began + (now - started) > seconds:
                 break
-    return steps
+    return best_of(quiet, disturbed)
+
+
+def best_of(quiet: list[Step], disturbed: list[Step]) -> list[Step]:
+    """Undisturbed repeats of every shape; of those that have too few, all."""
+    found = Counter(shape(step) for step in quiet)
+    return quiet + [step for step in disturbed if found[shape(step)] < ENOUGH]
 
 
 @contextmanager
