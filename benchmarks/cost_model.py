@@ -37,7 +37,7 @@ from twostroke.bench.record import Run
 from twostroke.bench.workload import Load, renewed, shipped_trace, trace_load
 from twostroke.config import make_config, resolve
 from twostroke.cost.deploy import deployment_of
-from twostroke.cost.fit import errors, fit, on_average, predicted, with_between
+from twostroke.cost.fit import errors, fit, fit_launched, on_average, predicted, with_between
 from twostroke.cost.fleet import Fleet, Pools
 from twostroke.cost.hardware import Calibration, Rates, datasheet_rates, find_device
 from twostroke.cost.models import known_arch
@@ -67,7 +67,8 @@ def grid(core: Core, cost: ModelCost, kind: str, seconds: float, rounds: int) ->
     usual = typical(steps)
     fitted = [step for step in usual if cell_of(step) in seen]
     held_out = [step for step in usual if cell_of(step) not in seen]
-    rates = fit(fitted, cost, layout, first_guess(kind))
+    fitting = fit if kind == "cpu" else fit_launched
+    rates = fitting(fitted, cost, layout, first_guess(kind))
     line = Roofline(cost, layout, rates)
     found = {
         "steps": len(steps),
@@ -81,7 +82,7 @@ def grid(core: Core, cost: ModelCost, kind: str, seconds: float, rounds: int) ->
         "worst": worst(held_out, line),
         "rates": asdict(rates),
     }
-    return with_between(fit(usual, cost, layout, rates), steps), found
+    return with_between(fitting(usual, cost, layout, rates), steps), found
 
 
 def cell_of(step: Step) -> tuple[int, int, int, int]:

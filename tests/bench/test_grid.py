@@ -9,7 +9,7 @@ import pytest
 
 from tests.cost.fleets import parts
 from twostroke.bench import grid
-from twostroke.bench.grid import CALIBRATION, Cell, Sizes, cells, run_grid, shape, spread, typical
+from twostroke.bench.grid import CALIBRATION, Cell, Sizes, cells, run_grid, settled, shape, spread, typical
 from twostroke.cost.fit import errors, fit
 from twostroke.cost.roofline import Roofline
 from twostroke.cost.simulate import Clock, SimulatedRunner
@@ -77,3 +77,11 @@ def test_a_step_takes_the_median_of_its_repeats():
     assert shape(steps[0]) == shape(steps[1]) != shape(steps[3]), "streams are alike within a block"
     assert sorted(one.seconds for one in typical(steps)) == [1.2, 7.0]
     assert max(spread(steps)) == pytest.approx(5.0 / 1.2 - 1)
+
+
+def test_the_launch_of_a_chunk_is_its_own():
+    def step(number, seconds, *more):
+        return Step(number, 0.0, seconds, (Piece(1, 32 + number, 1), *more), 1)
+
+    found = settled([step(0, 0.3), step(1, 0.005), step(2, 0.005), step(3, 0.024), step(4, 0.001, Piece(2, 0, 64))])
+    assert [round(one.seconds, 6) for one in found] == [0.3, 0.005, 0.005, 0.005, 0.02]
