@@ -15,6 +15,15 @@ void write_rows(Context& c, const AttendLayer& L, const AttendBatch& B, const fl
     c.pool.each(chunks_of(B.rows, size), body);
 }
 
+constexpr int kSmallTile = 8;  // rows: smaller ones are not worth it
+
+// How many tasks there are if no row is cut into splits.
+int tasks_of(const AttendLayer& L, const AttendBatch& B, int tile) {
+    int tasks = 0;
+    for (int r = 0; r < B.requests; ++r) tasks += chunks_of(B.starts[r + 1] - B.starts[r], tile) * L.kv_heads;
+    return tasks;
+}
+
 struct Splits {
     int first, end;
 };
@@ -33,10 +42,13 @@ void attend_step(Context& c, const AttendLayer& L, const AttendBatch& B, const f
     float* q = c.q.get<float>((size_t)B.rows * L.heads * padded);
     write_rows(c, L, B, qkv, q);
     c.reserve_scratch(c.kernels.attend_scratch(group, L.head_dim));
-    const int tile = c.kernels.attend_tile_rows(group, L.head_dim);
 
-    int whole = 0;  // tasks if no row is cut into splits
-    for (int r = 0; r < B.requests; ++r) whole += chunks_of(B.starts[r + 1] - B.starts[r], tile) * L.kv_heads;
+    // Large tiles convert K and V less often, small ones give every thread something to do.
+    int tile = c.kernels.attend_tile_rows(group, L.head_dim), whole;
+    for (;; tile /= 2) {
+        whole = tasks_of(L, B, tile);
+        if (whole >= 4 * c.pool.threads() || tile < 2 * kSmallTile) break;
+    }
     const bool cut = whole < 4 * c.pool.threads() && c.pool.threads() > 1;
 
     // Single rows with a long context may be cut into splits, merged below in the order a whole task would.

@@ -111,6 +111,18 @@ TS_INLINE F sums(const F* r) {
             _mm256_set_m128(sums_of_four(r + 12), sums_of_four(r + 8))};
 }
 
+TS_INLINE __m128 peak_to_four(F x) {
+    const __m256 e = _mm256_max_ps(x.a, x.b);
+    return _mm_max_ps(_mm256_castps256_ps128(e), _mm256_extractf128_ps(e, 1));
+}
+TS_INLINE __m128 peak_neighbours(__m128 a, __m128 b) { return _mm_max_ps(_mm_shuffle_ps(a, b, 0x88), _mm_shuffle_ps(a, b, 0xdd)); }
+TS_INLINE __m128 peaks_of_four(const F* r) {
+    return peak_neighbours(peak_neighbours(peak_to_four(r[0]), peak_to_four(r[1])), peak_neighbours(peak_to_four(r[2]), peak_to_four(r[3])));
+}
+TS_INLINE F peaks(const F* r) {
+    return {_mm256_set_m128(peaks_of_four(r + 4), peaks_of_four(r)), _mm256_set_m128(peaks_of_four(r + 12), peaks_of_four(r + 8))};
+}
+
 TS_INLINE void transpose8(__m256* r) {
     __m256 t[8];
     for (int i = 0; i < 8; i += 4) {

@@ -87,6 +87,22 @@ TS_INLINE F sums(const F* r) {
     return {fold_neighbours(low, high)};
 }
 
+// Lane t of the result is peak(rows[t]).
+TS_INLINE __m512 peak_quarters(const F* r) {
+    const __m512 x = r[0].v, y = r[4].v, z = r[8].v, w = r[12].v;
+    const __m512 xy = _mm512_max_ps(_mm512_shuffle_f32x4(x, y, 0x44), _mm512_shuffle_f32x4(x, y, 0xee));
+    const __m512 zw = _mm512_max_ps(_mm512_shuffle_f32x4(z, w, 0x44), _mm512_shuffle_f32x4(z, w, 0xee));
+    return _mm512_max_ps(_mm512_shuffle_f32x4(xy, zw, 0x88), _mm512_shuffle_f32x4(xy, zw, 0xdd));
+}
+TS_INLINE __m512 peak_neighbours(__m512 a, __m512 b) {
+    return _mm512_max_ps(_mm512_shuffle_ps(a, b, 0x88), _mm512_shuffle_ps(a, b, 0xdd));
+}
+TS_INLINE F peaks(const F* r) {
+    const __m512 low = peak_neighbours(peak_quarters(r), peak_quarters(r + 1));
+    const __m512 high = peak_neighbours(peak_quarters(r + 2), peak_quarters(r + 3));
+    return {peak_neighbours(low, high)};
+}
+
 // rows[i] lane j <-> rows[j] lane i: 4x4 within 128-bit parts, then the parts themselves.
 TS_INLINE void transpose(F* rows) {
     __m512 t[16];

@@ -113,6 +113,20 @@ TS_INLINE F sums(const F* r) {
     return s;
 }
 
+TS_INLINE float32x4_t peak_to_four(F a) {
+    return vmaxq_f32(vmaxq_f32(a.v[0], a.v[1]), vmaxq_f32(a.v[2], a.v[3]));
+}
+TS_INLINE F peaks(const F* r) {
+    F s;
+    TS_EACH {
+        const F* q = r + 4 * i;
+        const float32x4_t low = vpmaxq_f32(peak_to_four(q[0]), peak_to_four(q[1]));
+        const float32x4_t high = vpmaxq_f32(peak_to_four(q[2]), peak_to_four(q[3]));
+        s.v[i] = vpmaxq_f32(low, high);
+    }
+    return s;
+}
+
 // rows[i] lane j <-> rows[j] lane i, in 4x4 pieces.
 TS_INLINE void transpose(F* rows) {
     F t[16];

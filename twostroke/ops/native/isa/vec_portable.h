@@ -77,6 +77,7 @@ TS_INLINE float sum(F a) {
 TS_INLINE float peak(F a) { float m = a.v[0]; TS_LOOP m = a.v[i] > m ? a.v[i] : m; return m; }
 // Lane t of the result is sum(rows[t]).
 TS_INLINE F sums(const F* rows) { F r; TS_LOOP r.v[i] = sum(rows[i]); return r; }
+TS_INLINE F peaks(const F* rows) { F r; TS_LOOP r.v[i] = peak(rows[i]); return r; }  // the same with peak
 
 // rows[i] lane j <-> rows[j] lane i
 TS_INLINE void transpose(F* rows) {

@@ -6,7 +6,7 @@ namespace {
 constexpr int kFewLines = 8;  // up to so many lines read the cache directly, without converted copies
 
 static int attend_tile_rows(int group, int dim) {
-    const int lines = dim <= 64 ? 48 : dim <= 128 ? 32 : 16;
+    const int lines = dim <= 64 ? 192 : dim <= 128 ? 96 : 48;
     return lines / group > 1 ? lines / group : 1;
 }
 
@@ -80,64 +80,101 @@ TS_INLINE void fetch_step(const AttendTask& task, int64_t start, int64_t end) {
         }
 }
 
-// Scores of lines [line, line_end) for tokens [from, to) of the step, `from` at a block's border.
+// Whether this many lines read keys straight from the cache.
+template <int Format> TS_INLINE bool few_lines(int count, int dim) {
+    return count <= kFewLines && (Format == KVInt8 ? dim % 64 == 0 : Format != KVInt4);
+}
+
+// What all lines of a tile read of tokens [from, to), `from` at a block's border: converted copies, and scales.
 template <int Format>
-static void score_step(const AttendTask& task, const Lines& s, const StepBlocks& blocks, int line, int line_end, int from, int to) {
-    const AttendLayer& L = *task.layer;
-    const float* q = task.q + ((int64_t)task.kv_head * task.batch->rows + task.row) * (L.heads / L.kv_heads) * s.padded;
-    int b = from / kBlock;
-    if constexpr (Format == KVInt8 || Format == KVInt4) {
-        for (; b * kBlock < to; ++b) {
-            const int n = tokens_of(b, to);
+static void load_step(const Lines& s, const StepBlocks& blocks, int dim, int from, int to) {
+    for (int b = from / kBlock; b * kBlock < to; ++b) {
+        const int n = tokens_of(b, to);
+        float* const keys = s.keys + b * kBlock * s.padded;
+        if constexpr (Format == KVInt8 || Format == KVInt4) {
             for (int t = 0; t < 16; ++t) {  // tokens that do not exist get scale 0
                 s.scales[b * kBlock + t] = t < n ? blocks.key_scales[b][t] : 0.f;
                 s.scales[kStep + b * kBlock + t] = t < n ? blocks.value_scales[b][t] : 0.f;
             }
-            if (Format == KVInt8 && s.count <= kFewLines && L.head_dim % 64 == 0) {
-                const auto few = [&](auto, auto lines, int i) {
-                    score_few_codes<decltype(lines)::value>(blocks.keys[b], L.head_dim, n, q + i * s.padded, s.scales + b * kBlock,
-                                                            s.scores + kStep * i + b * kBlock);
-                };
-                for_lines(0, line, line_end, few);
-                continue;
-            }
-            load_key_codes<Format>(blocks.keys[b], L.head_dim, s.padded, n, (uint8_t*)s.keys);
-            score_all_codes<kRowsAttend>(q, (const uint8_t*)s.keys, s.padded, s.scales + b * kBlock, s.scores + b * kBlock, line, line_end);
+            if (!few_lines<Format>(s.count, dim)) load_key_codes<Format>(blocks.keys[b], dim, s.padded, n, (uint8_t*)keys);
+        } else if (!few_lines<Format>(s.count, dim)) {
+            load_keys<Format>(blocks.keys[b], dim, n, keys);
         }
-    } else if (s.count > kFewLines) {
-        float* keys = s.keys;
-        for (int i = b; i * kBlock < to; ++i, keys += s.padded * kBlock)
-            load_keys<Format>(blocks.keys[i], L.head_dim, tokens_of(i, to), keys);
-        keys = s.keys;
-        constexpr int V = kBlocksScored;
-        for (; (b + V - 1) * kBlock < to; b += V, keys += V * s.padded * kBlock)
-            score_all<kRowsAttend, V>(q, keys, s.padded, s.scores + b * kBlock, line, line_end);
-        for (; b * kBlock < to; ++b, keys += s.padded * kBlock)
-            score_all<kRowsAttend, 1>(q, keys, s.padded, s.scores + b * kBlock, line, line_end);
-    } else {
+        if (s.count > kFewLines) load_values<Format>(blocks.values[b], dim, s.padded, n, s.block + b * kBlock * s.padded);
+    }
+}
+
+// Scores of the lines of a chunk, whose queries start at q. few: see few_lines.
+template <int Format>
+static void score_step(const Lines& s, const float* q, const StepBlocks& blocks, int dim, bool few, int from, int to) {
+    int b = from / kBlock;
+    if constexpr (Format == KVInt8 || Format == KVInt4) {
         for (; b * kBlock < to; ++b) {
-            const auto few = [&](auto dim, auto lines, int i) {
-                score_few<Format, decltype(lines)::value, decltype(dim)::value>(
-                    blocks.keys[b], L.head_dim, tokens_of(b, to), q + i * s.padded, s.padded, s.scores + kStep * i + b * kBlock);
+            const float* scales = s.scales + b * kBlock;
+            const auto direct = [&](auto, auto lines, int i) {
+                score_few_codes<decltype(lines)::value>(blocks.keys[b], dim, tokens_of(b, to), q + i * s.padded, scales,
+                                                        s.scores + kStep * i + b * kBlock);
             };
-            for_lines(L.head_dim, line, line_end, few);
+            if (few) for_lines(0, 0, s.count, direct);
+            else score_all_codes<kRowsAttend>(q, (const uint8_t*)(s.keys + b * kBlock * s.padded), s.padded, scales, s.scores + b * kBlock, 0, s.count);
         }
+    } else if (few) {
+        for (; b * kBlock < to; ++b) {
+            const auto direct = [&](auto head, auto lines, int i) {
+                score_few<Format, decltype(lines)::value, decltype(head)::value>(
+                    blocks.keys[b], dim, tokens_of(b, to), q + i * s.padded, s.padded, s.scores + kStep * i + b * kBlock);
+            };
+            for_lines(dim, 0, s.count, direct);
+        }
+    } else {
+        constexpr int V = kBlocksScored;
+        const float* keys = s.keys + b * kBlock * s.padded;
+        for (; (b + V - 1) * kBlock < to; b += V, keys += V * s.padded * kBlock)
+            score_all<kRowsAttend, V>(q, keys, s.padded, s.scores + b * kBlock, 0, s.count);
+        for (; b * kBlock < to; ++b, keys += s.padded * kBlock)
+            score_all<kRowsAttend, 1>(q, keys, s.padded, s.scores + b * kBlock, 0, s.count);
     }
 }
 
 template <int Format>
-static void weigh_step(const AttendTask& task, const Lines& s, const StepBlocks& blocks, int line, int line_end, int from, int to) {
-    const int dim = task.layer->head_dim;
-    if (s.count > kFewLines) {
-        for (int b = from / kBlock; b * kBlock < to; ++b)
-            load_values<Format>(blocks.values[b], dim, s.padded, tokens_of(b, to), s.block + (int64_t)b * kBlock * s.padded);
-        return weigh_all<kRowsAttend, kChunks>(s, BlockValues{s.block, s.padded}, line, line_end, from, to);
-    }
-    const auto few = [&](auto head, auto lines, int i) {
+static void weigh_step(const Lines& s, const StepBlocks& blocks, int dim, bool few, int from, int to) {
+    if (!few) return weigh_all<kRowsAttend, kChunks>(s, BlockValues{s.block, s.padded}, 0, s.count, from, to);
+    const auto direct = [&](auto head, auto lines, int i) {
         const CacheValues<Format, decltype(head)::value> source{blocks.values, dim};
         weigh_lines<decltype(lines)::value, kChunksFew>(s, source, i, from, to);
     };
-    for_lines(dim, line, line_end, few);
+    for_lines(dim, 0, s.count, direct);
+}
+
+// What the lines of a chunk, the first of which is `line` of the tile, see of the step at `start`.
+TS_INLINE SeenKeys seen_keys(const AttendTask& task, int line, int count, int64_t start) {
+    const AttendLayer& L = *task.layer;
+    const int group = L.heads / L.kv_heads;
+    const int64_t* positions = task.batch->positions + task.row;
+    const Seen top(L, positions[line / group]), bottom(L, positions[(line + count - 1) / group]);
+    SeenKeys seen;
+    seen.from = within_step(top.first, start) / kBlock * kBlock;
+    seen.to = within_step(bottom.end, start);
+    seen.plain = bottom.first <= start && top.end >= start + kStep && !(L.softcap > 0.f);
+    for (int i = 0; i < count && !seen.plain; ++i) {
+        const Seen keys(L, positions[(line + i) / group]);
+        seen.low[i] = within_step(keys.first, start), seen.high[i] = within_step(keys.end, start);
+    }
+    return seen;
+}
+
+// One step for lines [line, line + count) of the tile.
+template <int Format>
+static void attend_chunk(const AttendTask& task, const Lines& tile, const StepBlocks& blocks, int64_t start, int line, int count) {
+    const AttendLayer& L = *task.layer;
+    const Lines s = lines_from(tile, line, count);
+    const float* q = task.q + (((int64_t)task.kv_head * task.batch->rows + task.row) * (L.heads / L.kv_heads) + line) * s.padded;
+    const SeenKeys seen = seen_keys(task, line, count, start);
+    score_step<Format>(s, q, blocks, L.head_dim, few_lines<Format>(tile.count, L.head_dim), seen.from, seen.to);
+    const float* scales = Format == KVInt8 || Format == KVInt4 ? s.scales + kStep : nullptr;
+    const auto soften = seen.plain ? soften_lines<true> : soften_lines<false>;
+    for (int i = 0; i < count; i += 16) soften(s, L.softcap, i, count - i < 16 ? count - i : 16, seen, scales);
+    weigh_step<Format>(s, blocks, L.head_dim, tile.count <= kFewLines, seen.from, seen.to);
 }
 
 // One split of every line of the tile that sees some of it: lines [line, line_end).
@@ -161,13 +198,9 @@ static void attend_split(const AttendTask& task, const Lines& s, int64_t split, 
         const int to = within_step(Seen(L, positions[b - 1]).end, start);
         const StepBlocks blocks(task, start, from, to);
         fetch_step(task, start + kStep, end);
-        score_step<Format>(task, s, blocks, a * group, b * group, from, to);
-        const float* scales = Format == KVInt8 || Format == KVInt4 ? s.scales + kStep : nullptr;
-        for (int i = a * group; i < b * group; ++i) {
-            const Seen seen(L, positions[i / group]);
-            soften(s, L.softcap, i, within_step(seen.first, start), within_step(seen.end, start), from, to, scales);
-        }
-        weigh_step<Format>(task, s, blocks, a * group, b * group, from, to);
+        load_step<Format>(s, blocks, L.head_dim, from, to);
+        for (int i = a * group; i < b * group; i += kChunkLines)
+            attend_chunk<Format>(task, s, blocks, start, i, b * group - i < kChunkLines ? b * group - i : kChunkLines);
     }
 }
 

@@ -1,7 +1,7 @@
 // The running softmax of the lines of one tile.
 //
-// A "line" is one query head of one row. Lines of one tile share a KV head and a request, so a block of K and V is
-// converted once for all of them. What a line computes depends on its own keys and their absolute positions only:
+// A "line" is one query head of one row. Lines of one tile share a KV head and a request, so a step of K and V is
+// converted once for all of them; they are scored, softened and weighed a chunk at a time. What a line computes depends on its own keys and their absolute positions only:
 //   score of key t    float caches: 16 partial sums over the dimensions d = j (mod 16), each in ascending order, then the
 //                     tree of sum(); coded caches: an exact integer dot of codes, times both scales
 //   step of 64 keys   one maximum, one rescale, then values in ascending t
@@ -13,11 +13,12 @@
 namespace {
 
 constexpr int kStep = 64;         // keys of one softmax update, at multiples of this position
+constexpr int kChunkLines = 24;   // lines whose scores are in the nearest cache together
 constexpr float kNever = -1e30f;  // below every score: the maximum before the first key
 
 struct Lines {
     int count, padded;
-    float* scores;    // (count, 64): scores, then weights of the current step
+    float* scores;    // (chunk, 64): scores, then weights of the current step
     float* sums;      // (count, 16): lane sums of the weights
     float* values;    // (count, padded)
     float* rescale;   // (count)
@@ -31,19 +32,25 @@ TS_INLINE Lines place_lines(int count, int padded, uint8_t* scratch) {
     float* p = (float*)scratch;
     Lines s{};
     s.count = count, s.padded = padded;
-    s.scores = p, p += count * kStep;
+    s.scores = p, p += kChunkLines * kStep;
     s.sums = p, p += count * 16;
     s.values = p, p += count * padded;
     s.keys = p, p += padded * kStep;
     s.block = p, p += padded * kStep;
     s.scales = p, p += 2 * kStep;
-    s.rescale = p, p += count;
+    s.rescale = p, p += count + 16;  // read and written 16 at a time
     s.maximum = p;
     return s;
 }
 
+TS_INLINE Lines lines_from(Lines s, int line, int count) {
+    s.count = count;
+    s.sums += 16 * line, s.values += line * s.padded, s.rescale += line, s.maximum += line;
+    return s;
+}
+
 static size_t lines_bytes(int count, int padded) {
-    return (sizeof(float) * (size_t)(count * (kStep + 16 + padded + 2) + 2 * padded * kStep + 2 * kStep) + 63) / 64 * 64;
+    return (sizeof(float) * (size_t)(kChunkLines * kStep + count * (16 + padded + 2) + 32 + 2 * padded * kStep + 2 * kStep) + 63) / 64 * 64;
 }
 
 TS_INLINE void reset_lines(const Lines& s) {
@@ -58,35 +65,55 @@ TS_INLINE float exp_of(float x) {  // through the same vector code: one definiti
     return lane[0];
 }
 
-// Turn a line's scores into weights; keys [low, high) of the step are seen, and [from, to) are multiplied with values.
-// `scales`: what a weight is multiplied with for a coded cache, or null.
-TS_INLINE void soften(const Lines& s, float cap, int line, int low, int high, int from, int to, const float* scales) {
-    float* w = s.scores + kStep * line;
-    F top = splat(kNever);
-    for (int t = low / 16 * 16; t < high; t += 16) {
-        F x = load(w + t);
-        if (cap > 0.f) x = softcap(x, cap);
-        if (t < low || t + 16 > high) x = between(x, low - t > 0 ? low - t : 0, high - t < 16 ? high - t : 16, splat(kNever));
-        store(w + t, x);
-        top = vmax(top, x);
+// Which keys of a step the lines of a chunk see: [low, high) each. None of them sees a key outside of [from, to).
+struct SeenKeys {
+    int from, to;
+    bool plain;  // every line sees all 64, and there is no cap: the next two are not filled
+    int low[kChunkLines], high[kChunkLines];
+};
+
+TS_INLINE F seen_only(F x, const SeenKeys& seen, int line, int t, F other) {
+    const int low = seen.low[line] - t, high = seen.high[line] - t;
+    if (low <= 0 && high >= 16) return x;
+    return between(x, low < 0 ? 0 : low > 16 ? 16 : low, high < 0 ? 0 : high > 16 ? 16 : high, other);
+}
+
+// Turn the scores of lines [line, line + count) into weights, at most 16 of them: what is one number for a line is a lane
+// here. `scales`: what a weight is multiplied with for a coded cache, or null. Plain: see SeenKeys.
+template <bool Plain>
+static void soften_lines(const Lines& s, float cap, int line, int count, const SeenKeys& seen, const float* scales) {
+    const int from = Plain ? 0 : seen.from, to = Plain ? kStep : seen.to;
+    F lane[16];
+    for (int i = 0; i < 16; ++i) lane[i] = splat(kNever);
+    for (int i = 0; i < count; ++i) {
+        float* w = s.scores + kStep * (line + i);
+        for (int t = from; t < to; t += 16) {
+            F x = load(w + t);
+            if (!Plain) {
+                if (cap > 0.f) x = softcap(x, cap);
+                x = seen_only(x, seen, line + i, t, splat(kNever));
+                store(w + t, x);
+            }
+            lane[i] = vmax(lane[i], x);
+        }
     }
-    const float peak_ = peak(top), before = s.maximum[line];
-    const float maximum = peak_ > before || peak_ != peak_ ? peak_ : before;
-    F total = splat(0.f);
-    for (int t = from; t < to; t += 16) {
-        F p = splat(0.f);
-        if (t + 16 > low && t < high) {
-            p = vexp(sub(load(w + t), splat(maximum)));
-            if (t < low || t + 16 > high) p = between(p, low - t > 0 ? low - t : 0, high - t < 16 ? high - t : 16, splat(0.f));
+    const F before = load(s.maximum + line), now = vmax(before, peaks(lane)), factor = vexp(sub(before, now));
+    store(s.maximum + line, now);  // lines past `count` keep what they have
+    store(s.rescale + line, factor);
+    for (int i = 0; i < count; ++i) {
+        float* w = s.scores + kStep * (line + i);
+        const F top = splat(s.maximum[line + i]);
+        F total = splat(0.f);
+        for (int t = from; t < to; t += 16) {
+            F p = vexp(sub(load(w + t), top));
+            if (!Plain) p = seen_only(p, seen, line + i, t, splat(0.f));
             total = add(total, p);
             if (scales) p = mul(p, load(scales + t));
+            store(w + t, p);
         }
-        store(w + t, p);
+        float* lanes = s.sums + 16 * (line + i);
+        store(lanes, fma(load(lanes), splat(s.rescale[line + i]), total));
     }
-    const float factor = before == maximum ? 1.f : exp_of(before - maximum);
-    s.maximum[line] = maximum;
-    s.rescale[line] = factor;
-    store(s.sums + 16 * line, fma(load(s.sums + 16 * line), splat(factor), total));
 }
 
 // (maximum, sum, values) of one line, merged with what came before it.
