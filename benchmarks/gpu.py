@@ -1,4 +1,4 @@
-"""The engine on one GPU against its limits: `python -m benchmarks.gpu [--json FILE] [--minutes M] [part ...]`.
+"""The engine on one GPU against its limits: `python -m benchmarks.gpu [--json F] [--minutes M] [--exact] [part ...]`.
 
 Random bf16 weights in the shape of Llama-3.1-8B (and Llama-3.2-1B), greedy, no end-of-text. The ceilings are measured
 first; a limit is bytes over the measured read bandwidth or FLOPs over the measured GEMM rate. The last line is JSON.
@@ -17,7 +17,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -358,6 +358,7 @@ PARTS: dict[str, tuple[Callable[[Bench], None], int]] = {  # with the seconds it
     "weights": (weights, 40),
     "transformers": (transformers, 110),
 }
+INEXACT = ("start", "weights", "transformers")  # parts that exact=True does not change, or refuses
 
 
 def main() -> None:
@@ -367,6 +368,7 @@ def main() -> None:
         "--json", help="write the results here too, after every part; a whole run has a place of its own"
     )
     parser.add_argument("--minutes", type=float, default=8.0, help="leave out what would not end within them")
+    parser.add_argument("--exact", action="store_true", help="measure everything again with exact=True (NAME_exact)")
     options = parser.parse_args()
     if options.parts == ["first"]:
         return first_token()
@@ -375,24 +377,30 @@ def main() -> None:
         parser.error(f"unknown part {unknown[0]!r}; known: {', '.join(PARTS)}")
     from benchmarks.gpu_kernels import ceilings
 
-    bench = Bench(ceilings=ceilings())
     if not options.parts and not options.json:
         device = torch.cuda.get_device_name().replace("NVIDIA", "").strip().replace(" ", "-").lower()
         options.json = str(Path(__file__).parent / "results" / f"gpu-{device}-{time.strftime('%Y-%m-%d')}.json")
+    plain = Bench(ceilings=ceilings())
+    exact = replace(plain, suffix="_exact", settings={"exact": True}, rows=plain.rows)
+    wanted = [(part, plain) for part in options.parts or PARTS]
+    if options.exact:
+        wanted += [(part, exact) for part, _ in wanted if part not in INEXACT]
     results: dict[str, object] = {}
-    for part in options.parts or PARTS:
+    for part, bench in wanted:
         began = time.perf_counter()
         run, seconds = PARTS[part]
         if began - PROCESS_START + seconds > 60 * options.minutes:
             print(f"[{part} left out: it takes {seconds} s, and {options.minutes} minutes are nearly over]", flush=True)
             continue
+        if bench is exact:
+            plain.drop()
         try:
             run(bench)
         except Exception:
             traceback.print_exc()
             bench.rows[part + bench.suffix] = {"error": traceback.format_exc(limit=-1)}
             bench.drop()
-        print(f"[{part} took {time.perf_counter() - began:.1f} s]", flush=True)
+        print(f"[{part}{bench.suffix} took {time.perf_counter() - began:.1f} s]", flush=True)
         results = collected(bench)
         if options.json:
             with open(options.json, "w") as file:

@@ -15,7 +15,7 @@ from twostroke.kv.storage import KVStorage
 from twostroke.metrics.timeline import Timeline
 from twostroke.model.arch import Arch
 from twostroke.model.transformer import Transformer
-from twostroke.ops.cuda import CudaOps
+from twostroke.ops.select import make_ops
 from twostroke.run.cuda_runner import CudaRunner
 from twostroke.run.warm_up import resize
 from twostroke.sampling import SamplingParams
@@ -56,7 +56,8 @@ def make_rig(
     arch: Arch, model: Transformer | None = None, kv_dtype: str = "bfloat16", quantize: str | None = None,
     **settings: object,
 ) -> Rig:  # fmt: skip
-    ops = model.ops if model is not None else CudaOps(torch.bfloat16, quantize=quantize)
+    exact = bool(settings.get("exact", False))
+    ops = model.ops if model is not None else make_ops("cuda", "bfloat16", 1, quantize, exact)
     length = settings.setdefault("max_model_len", 131_072)
     model = model or random_model(arch, ops, 131_072)  # type: ignore[arg-type]
     config = make_config(device="cuda", dtype="bfloat16", kv_dtype=kv_dtype, seed=1, **settings)

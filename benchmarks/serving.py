@@ -1,10 +1,13 @@
-"""Served over HTTP, open loop, beside llama.cpp's server on the same file and machine. Ten minutes on two cores.
+"""Served over HTTP, open loop, beside llama.cpp's server on the same machine. Under ten minutes on two cores.
 
-    python -m benchmarks.serving --llama BUILD/bin
+    python -m benchmarks.serving --llama BUILD/bin --q4-0 MODEL-Q4_0.gguf
+
+llama.cpp serves the same file, and, where `--q4-0` names one, the model in a format for which it has repacked kernels
+(`llama-quantize --allow-requantize FILE MODEL-Q4_0.gguf Q4_0`): the shipped file is in one for which it has none.
 
 Lengths and the rhythm of arrivals come from the Azure conversation trace, lengths divided by `--shorter` so that a CPU
-keeps up. First both servers are asked for as much as they can give with 16 requests at once. Then requests arrive on
-their own, at shares of what the faster one gave: below, near and past saturation. Both get the same requests with token
+keeps up. First all servers are asked for as much as they can give with 16 requests at once. Then requests arrive on
+their own, at shares of what the fastest one gave: below, near and past saturation. All get the same requests with token
 ids as prompts (exact lengths, nothing shared, nothing seen before), and take turns load by load. Goodput counts the
 requests whose first token came within `--ttft` seconds of the moment they were due and whose later ones took at most
 `--tpot` each. Then the server's own overhead is measured (server_overhead.py). The last line is JSON.
@@ -16,6 +19,7 @@ import argparse
 import json
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,14 +29,14 @@ import numpy as np
 from benchmarks.machine import describe
 from benchmarks.raw_client import RawClient
 from benchmarks.server_overhead import measure as measure_overhead
-from benchmarks.serving_servers import CONTEXT, SLOTS, VOCAB, started
+from benchmarks.serving_servers import CONTEXT, OURS, REPACKED, SAME, SLOTS, VOCAB, started
 from twostroke.bench.record import Record
 from twostroke.bench.workload import trace_load
 from twostroke.cost.trace import Arrival, Part
 
 HERE = Path(__file__).parent
-NAMES = ("llama.cpp", "twostroke")
-SHARES = (0.3, 0.6, 0.9, 1.3)  # of what the faster server can give
+COLOURS = {SAME: "#b9b9b9", REPACKED: "#6a6a6a", OURS: "#d9822b"}
+SHARES = (0.3, 0.6, 0.9, 1.3)  # of what the fastest server can give
 PERCENTILES = (50, 95, 99)
 
 
@@ -88,7 +92,7 @@ def measure(args: argparse.Namespace, urls: dict[str, str]) -> dict[str, Any]:
         rate = float(f"{share * most:.2g}")
         rows = arrivals(max(8, round(rate * args.seconds)), rate, args.shorter, turn)
         loads[f"{rate:g}"] = {}
-        for name in NAMES[:: 1 if turn % 2 else -1]:
+        for name in list(clients)[:: 1 if turn % 2 else -1]:
             found = loads[f"{rate:g}"][name] = summary(clients[name].open_loop(rows), args.ttft, args.tpot)
             print(f"{rate:g}/s", name, json.dumps(found), flush=True)
     return {"closed": closed, "rates": loads}
@@ -109,9 +113,9 @@ def plot(result: dict[str, Any], path: Path) -> None:
     figure, axes = plt.subplots(1, len(shown), figsize=(15, 3.6))
     rates = list(result["rates"])
     for axis, (title, pick) in zip(axes, shown.items(), strict=True):
-        for name, colour in zip(NAMES, ("#8a8a8a", "#d9822b"), strict=True):
+        for name in result["closed"]:
             values = [pick(result["rates"][rate][name]) for rate in rates]
-            axis.plot([float(rate) for rate in rates], values, "o-", color=colour, label=name)
+            axis.plot([float(rate) for rate in rates], values, "o-", color=COLOURS[name], label=name)
         axis.set_title(title, fontsize=10)
         axis.set_xlabel("requests/s offered")
         axis.set_ylim(bottom=0)
@@ -124,24 +128,31 @@ def plot(result: dict[str, Any], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--llama", type=Path, required=True, help="folder of llama.cpp's programs")
-    parser.add_argument("--seconds", type=float, default=30.0, help="of arrivals at each rate")
-    parser.add_argument("--closed", type=int, default=64, help="requests of the measurement at 16 at once")
+    parser.add_argument("--q4-0", type=Path, help="the same model in a format that llama.cpp has repacked kernels for")
+    parser.add_argument("--seconds", type=float, default=14.0, help="of arrivals at each rate")
+    parser.add_argument("--closed", type=int, default=40, help="requests of the measurement at 16 at once")
     parser.add_argument("--shorter", type=float, default=4.0, help="divides the trace's lengths")
     parser.add_argument("--ttft", type=float, default=2.0)
     parser.add_argument("--tpot", type=float, default=0.1)
     parser.add_argument("--out", type=Path, default=HERE / "results")
     args = parser.parse_args()
     began = time.perf_counter()
-    with started("llama.cpp", args.llama) as (theirs, _), started("twostroke") as (ours, _):
-        found = measure(args, {"llama.cpp": theirs, "twostroke": ours})
+    with ExitStack() as servers:
+        urls = {SAME: servers.enter_context(started(SAME, args.llama))[0]}
+        if args.q4_0 is not None:
+            urls[REPACKED] = servers.enter_context(started(REPACKED, args.llama, args.q4_0))[0]
+        urls[OURS] = servers.enter_context(started(OURS))[0]
+        found = measure(args, urls)
+    speeds = {name: one["output_tokens_per_s"] for name, one in found["closed"].items()}
+    ours = speeds.pop(OURS)
     result = {
         "machine": describe(),
-        "command": "python -m benchmarks.serving",
+        "command": "python -m benchmarks.serving --llama BUILD/bin" + (" --q4-0 FILE" if args.q4_0 else ""),
+        "seconds_at_each_rate": args.seconds,
         "lengths_divided_by": args.shorter,
         "slo": {"ttft_s": args.ttft, "tpot_s": args.tpot},
         **found,
-        "output_tokens_per_s_over_llama_cpp_at_16": found["closed"]["twostroke"]["output_tokens_per_s"]
-        / found["closed"]["llama.cpp"]["output_tokens_per_s"],
+        "output_tokens_per_s_at_16_over": {name: ours / speed for name, speed in speeds.items()},
         "overhead": measure_overhead(),
         "took_s": time.perf_counter() - began,
     }

@@ -1,4 +1,4 @@
-"""Our server and llama.cpp's, started on the same weights with the same room."""
+"""Our server and llama.cpp's, started with the same room: on the same file, and llama.cpp's on one of its own too."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from twostroke.weights.catalog import DEFAULT, fetch
 VOCAB = 49_152
 SLOTS = 16  # requests that run at once
 CONTEXT = 2048  # tokens of one request
-PORT = {"twostroke": 18431, "llama.cpp": 18432}
-READY = {"twostroke": "/health/ready", "llama.cpp": "/health"}
+OURS, SAME, REPACKED = "twostroke", "llama.cpp", "llama.cpp on Q4_0"
+PORT = {OURS: 18431, SAME: 18432, REPACKED: 18433}
+READY = {OURS: "/health/ready", SAME: "/health", REPACKED: "/health"}
 
 
-def command(name: str, llama: Path | None) -> list[str]:
+def command(name: str, llama: Path | None, file: Path | None) -> list[str]:
     port = str(PORT[name])
-    if name == "twostroke":
+    if name == OURS:
         settings = ["-s", f"max_requests={SLOTS}", "-s", f"max_model_len={CONTEXT}"]
         return [
             sys.executable,
@@ -38,15 +39,17 @@ def command(name: str, llama: Path | None) -> list[str]:
             *settings,
         ]
     assert llama is not None, "where llama.cpp's programs lie"
-    return [str(llama / "llama-server"), "-m", str(fetch(DEFAULT)), "--port", port, "-t", str(usable_cores()),
+    return [str(llama / "llama-server"), "-m", str(file or fetch(DEFAULT)), "--port", port, "-t", str(usable_cores()),
             "-np", str(SLOTS), "-c", str(SLOTS * CONTEXT), "-fa", "on", "--no-webui"]  # fmt: skip
 
 
 @contextmanager
-def started(name: str, llama: Path | None = None) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """The address of a server that is ready, and its process."""
+def started(
+    name: str, llama: Path | None = None, file: Path | None = None
+) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """The address of a server that is ready, and its process. file: weights other than the default model's."""
     url = f"http://127.0.0.1:{PORT[name]}"
-    process = subprocess.Popen(command(name, llama), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(command(name, llama, file), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         for _ in range(600):
             try:

@@ -60,11 +60,29 @@ def test_the_cache_is_never_larger_than_can_be_used():
         ({"seed": -1}, "seed"),
         ({"dtype": "float32", "quantize": "int8"}, "give one"),
         ({"batching": "dynamic"}, "static"),
+        ({"exact": 1}, "exact"),
     ],
 )
 def test_wrong_settings_are_refused_with_a_fix(settings, word):
     with pytest.raises(ConfigError, match=word):
         make_config(**settings)
+
+
+@pytest.mark.parametrize("asked", [None, True, False])
+def test_a_cpu_is_exact_whatever_was_asked_for(asked):
+    settings = resolve(make_config(exact=asked), LLAMA_8B, MACHINE, 0)
+    assert settings.exact
+    assert "CPU" in settings.reasons["exact"]
+
+
+def test_exactness_on_a_gpu_is_a_choice():
+    card = Hardware("cuda", cores=4, free_memory=64 * 10**9)
+    settings = resolve(make_config(), LLAMA_8B, card, 0)
+    assert not settings.exact
+    assert "exact=True" in settings.reasons["exact"]
+    assert resolve(make_config(exact=True), LLAMA_8B, card, 0).exact
+    with pytest.raises(ConfigError, match="Drop quantize"):
+        resolve(make_config(exact=True, quantize="int4"), LLAMA_8B, card, 0)
 
 
 def test_a_context_the_model_was_not_made_for():

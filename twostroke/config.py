@@ -23,6 +23,9 @@ QUANTIZATIONS = ("int8", "int4", "fp8")
 DEFAULT_GAP = {"cpu": 0.25, "cuda": 0.05}  # seconds
 DEFAULT_BATCH_TOKENS = {"cpu": 512, "cuda": 8192}
 DEFAULT_REQUESTS = {"cpu": 32, "cuda": 256}
+EXACT_COST = (
+    "exact=True would cost 3-5 % of a stream's speed, and of a prompt's time 4 % (2,048 tokens) to 47 % (32,768)"
+)
 KV_SHARE = {"cpu": 0.25, "cuda": 0.9}  # of the memory that is free once the weights are loaded
 
 
@@ -45,6 +48,7 @@ class Config:
     batching: str = "continuous"
     policy: str = "fcfs"
     max_gap: float | None = None  # seconds a running stream may wait for its next token
+    exact: bool | None = None  # the same output whatever else is served; a CPU always gives it
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -61,6 +65,8 @@ class Config:
         for name in ("prefix_cache", "chunked_prefill"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}.")
+        if self.exact is not None and not isinstance(self.exact, bool):
+            raise ConfigError(f"exact must be True or False, got {self.exact!r}.")
         if self.seed is not None and (not is_whole(self.seed) or not 0 <= self.seed < 2**64):
             raise ConfigError(f"seed must be a whole number from 0 to 2**64 - 1, got {self.seed!r}.")
         self._check_combinations()
@@ -120,6 +126,7 @@ class Resolved:
     batching: str
     policy: str
     max_gap: float
+    exact: bool
     seed: int
     layout: KVLayout
     reasons: dict[str, str] = field(default_factory=dict)
@@ -165,6 +172,7 @@ def resolve(config: Config, arch: Arch, hardware: Hardware, weight_bytes: int) -
         batching=config.batching,
         policy=config.policy,
         max_gap=gap,
+        exact=_exact(config, device, reasons),
         layout=layout,
         reasons=reasons,
         seed=derive("seed", secrets.randbits(63), "drawn at start; pass it to repeat a run"),
@@ -175,6 +183,20 @@ def check_quantize(quantize: str | None, device: str) -> None:
     known = {"cpu": ("int8", "int4"), "cuda": ("fp8", "int4")}[device]
     if quantize is not None and quantize not in known:
         raise ConfigError(f"quantize={quantize!r} is not served on a {device}: use {' or '.join(known)} there.")
+
+
+def _exact(config: Config, device: str, reasons: dict[str, str]) -> bool:
+    if device == "cpu":
+        reasons["exact"] = "a CPU's kernels add in one order for any batch, chunk and cache: it costs nothing"
+        return True
+    if config.exact and config.quantize is not None:
+        raise ConfigError(
+            f"exact=True serves float weights on a {device}: a product with {config.quantize} weights depends on how "
+            "many rows are computed at once. Drop quantize or exact."
+        )
+    if config.exact is None:
+        reasons["exact"] = EXACT_COST
+    return bool(config.exact)
 
 
 def _kv_dtype(config: Config, device: str, reasons: dict[str, str]) -> KVFormat:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from statistics import mean
 from typing import Annotated, Any
 
 import typer
@@ -25,6 +26,7 @@ from twostroke.cost.deploy import Deployment
 from twostroke.cost.diagnose import Diagnosis, Targets, diagnose, seconds
 from twostroke.cost.hardware import Calibration, calibration_path, find_device, load_calibration, machine_name
 from twostroke.cost.models import SHAPES, known_arch
+from twostroke.cost.probe import verdict_from_outside
 from twostroke.cost.trace import Arrival
 from twostroke.cost.verdict import evidence_lines
 from twostroke.errors import ConfigError, InputError, ModelError, TwostrokeError
@@ -282,16 +284,22 @@ def of_server(
     targets: Targets,
 ) -> None:
     """Probe it from outside; where it is known what runs there and on what, measure a load and rank the levers too."""
-    for line in probe(target).sentences:
-        console.print(f"  {line}")
-    run = over_http(target, load)
+    shape, run = probe(target), over_http(target, load)
+    trouble = None
     try:
         deployment_for(model or run.model, hardware, precision, 1, {})
     except TwostrokeError as error:
-        console.print(f"[dim]No levers can be ranked: {error} Give --model and --hardware.[/dim]")
+        trouble = error
+    if trouble is not None:
+        prompt = mean(record.prompt for record in run.records)
+        console.print(f"[bold]{verdict_from_outside(shape, run.summary(), prompt)}[/bold]")
+    else:
+        of_run(run, model or run.model, hardware, precision, settings, targets)
+    for line in shape.sentences:
+        console.print(f"  {line}")
+    if trouble is not None:
         console.print(report.table(run))
-        return
-    of_run(run, model or run.model, hardware, precision, settings, targets)
+        console.print(f"[dim]No levers can be ranked: {trouble} Give --model and --hardware.[/dim]")
 
 
 def of_run(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from math import inf
 from types import SimpleNamespace
 
 import pytest
 
 from tests.cost.fleets import parts
-from twostroke.bench.grid import CALIBRATION, Cell, Sizes, cells, run_grid, shape, spread, typical
+from twostroke.bench import grid
+from twostroke.bench.grid import CALIBRATION, Cell, Sizes, cells, run_grid, settled, shape, spread, typical
 from twostroke.cost.fit import errors, fit
 from twostroke.cost.roofline import Roofline
 from twostroke.cost.simulate import Clock, SimulatedRunner
@@ -33,7 +35,8 @@ def cell(step: Step) -> Cell:
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("settings", [{}, {"prefix_cache": False, "batching": "static"}])
-def test_every_cell_is_measured_as_often_as_there_are_rounds(depth, settings):
+def test_every_cell_is_measured_as_often_as_there_are_rounds(depth, settings, monkeypatch):
+    monkeypatch.setattr(grid, "DISTURBED", inf)
     core, roofline = make_core(depth, **settings)
     before = core.scheduler.limits, core.scheduler.pace, core.steplog
     wanted = cells(SMALL, core)
@@ -74,3 +77,11 @@ def test_a_step_takes_the_median_of_its_repeats():
     assert shape(steps[0]) == shape(steps[1]) != shape(steps[3]), "streams are alike within a block"
     assert sorted(one.seconds for one in typical(steps)) == [1.2, 7.0]
     assert max(spread(steps)) == pytest.approx(5.0 / 1.2 - 1)
+
+
+def test_the_launch_of_a_chunk_is_its_own():
+    def step(number, seconds, *more):
+        return Step(number, 0.0, seconds, (Piece(1, 32 + number, 1), *more), 1)
+
+    found = settled([step(0, 0.3), step(1, 0.005), step(2, 0.005), step(3, 0.024), step(4, 0.001, Piece(2, 0, 64))])
+    assert [round(one.seconds, 6) for one in found] == [0.3, 0.005, 0.005, 0.005, 0.02]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.cost.fleets import parts
-from twostroke.cost.probe import BATCHES, PROMPTS, Point, read_shape
+from tests.cost.fleets import fleet, parts, requests
+from twostroke.cost.probe import BATCHES, PROMPTS, Point, Shape, read_shape, verdict_from_outside
+from twostroke.cost.summary import summarize
 
 
 def test_the_strokes_are_read_back():
@@ -26,3 +27,16 @@ def test_a_batch_that_is_full_is_seen():
     assert shape.growth == pytest.approx(1.0)
     assert any("slows the others" in line for line in shape.sentences)
     assert any("no prefix cache" in line for line in shape.sentences)
+
+
+def test_one_sentence_from_outside():
+    streams = summarize(fleet().run(requests(count=20, rate=0.05, prompt=(20, 40), output=(80, 120))))
+    alone = Shape(0.02, 0.001, streams.tpot.p50, 0.1, 0.5)
+    assert verdict_from_outside(alone, streams, 30).startswith("Slow to stream") and "as for a stream alone" in (
+        verdict_from_outside(alone, streams, 30)
+    )
+    queue = summarize(fleet(max_requests=1).run(requests(count=30, rate=50.0, prompt=(20, 40), output=(80, 120))))
+    assert "waiting for others" in verdict_from_outside(alone, queue, 30)
+    prompts = summarize(fleet().run(requests(count=10, rate=0.05, prompt=(900, 1000), output=(2, 3))))
+    slow = Shape(0.02, prompts.ttft.mean / 1000, 0.005, 0.1, 1.0)
+    assert "is reading the prompt" in verdict_from_outside(slow, prompts, 950)

@@ -6,11 +6,12 @@ import random
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
 from tests.cost.fleets import parts
-from twostroke.cost.fit import between, errors, fit, on_average, predicted
+from twostroke.cost.fit import between, errors, fit, fit_launched, on_average, predicted
 from twostroke.cost.hardware import DEVICES, Calibration, Rates, datasheet_rates, find_device, load_calibration
 from twostroke.cost.models import SHAPES, known_arch
 from twostroke.cost.roofline import Roofline, end_to_end, kv_bytes_per_token, model_cost, parameters
@@ -218,3 +219,19 @@ def test_the_rates_of_a_fit_are_reached_by_some_products():
     found = fit(steps, line.model, line.layout, guess)
     assert found.compute == pytest.approx(line.rates.compute, rel=0.3)
     assert min(factor for rows, factor in found.slowdown if rows <= 512) > 0.8
+
+
+def test_a_least_time_of_steps_with_prompts_is_found():
+    line = roofline()
+    truth = Roofline(line.model, line.layout, replace(line.rates, chunk_seconds=0.02))
+    steps = []
+    for number, (count, streams) in enumerate(product((0, 16, 64, 128, 256, 512, 1024, 4096), (0, 1, 4, 32))):
+        pieces = [Piece(i, 500 + number, 1) for i in range(streams)] + ([Piece(99, 0, count)] if count else [])
+        if pieces:
+            one = Step(number, 0.0, 0.0, tuple(pieces), streams + bool(count))
+            steps.append(one._replace(seconds=predicted(one, truth)))
+    found = fit_launched(steps, line.model, line.layout, line.rates)
+    assert found.chunk_seconds == pytest.approx(0.02)
+    plain = fit(steps, line.model, line.layout, line.rates)
+    with_it, without = (errors(steps, Roofline(line.model, line.layout, rates))["p95"] for rates in (found, plain))
+    assert with_it < 0.05 and with_it < 0.5 * without

@@ -17,6 +17,7 @@ from twostroke.kv.layout import make_layout
 from twostroke.kv.storage import KVStorage
 from twostroke.model.transformer import Transformer
 from twostroke.ops.cuda import CudaOps, DeviceBatch
+from twostroke.ops.cuda_exact import ExactCudaOps
 from twostroke.ops.interface import BLOCK, Attention, GroupBlocks, KVLayer
 
 pytestmark = pytest.mark.gpu
@@ -62,6 +63,21 @@ def test_logits_equal_transformers(family: str, tmp_path: Path) -> None:
             assert error < limit, f"{dtype} {chunks}: relative error {error:.2e}"
             if dtype == torch.float32:
                 assert torch.equal(found.argmax(-1), expected.argmax(-1))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_exact_logits_have_the_same_bits_in_any_chunks(family: str, tmp_path: Path) -> None:
+    peer = make_peer(family, tmp_path)
+    for dtype, limit in ((torch.float32, 1e-3), (torch.bfloat16, 0.1)):
+        model = load(tmp_path, ExactCudaOps(dtype, CARD))
+        tokens = tokens_of(150)
+        kv_format = "float32" if dtype == torch.float32 else "bfloat16"
+        whole = logits_of(model, tokens, [150], kv_format)
+        expected = peer(torch.tensor([tokens]), use_cache=False).logits[0]
+        assert (whole - expected).norm() / expected.norm() < limit
+        for chunks in ([7, 140, 1, 1, 1], [129] + [1] * 21, [16] * 9 + [6]):
+            assert torch.equal(logits_of(model, tokens, chunks, kv_format), whole), (dtype, chunks)
 
 
 @pytest.mark.parametrize(("before", "count"), [(0, 2048), (2048, 2048), (6144, 2100), (10240, 4096)])

@@ -55,7 +55,7 @@ def refused(response: httpx.Response, status: int, param: str | None = None) -> 
         ("messages", "hi", "messages"),
         ("messages", [{"role": "king", "content": "hi"}], "messages[0].role"),
         ("messages", [{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content[0].type"),
-        ("messages", [{"role": "user", "content": None}], "messages"),
+        ("messages", [{"role": "user", "content": None}], "messages[0].content"),
         ("messages", [{"role": "user", "content": "x " * 9000}], "messages"),
         ("best_of", 2, "best_of"),
         ("tempratur", 1, "tempratur"),
@@ -244,3 +244,19 @@ def test_the_server_does_not_wait_for_slow_headers(server: Server) -> None:
     assert time.monotonic() - began < 2
     for sock in idle:
         sock.close()
+
+
+def test_a_compressed_body_is_refused_not_misread(client: httpx.Client) -> None:
+    answer = client.post("/v1/chat/completions", content=json.dumps(CHAT), headers={"content-encoding": "gzip"})
+    assert "compressed" in refused(answer, 415, "content-encoding")["message"]
+
+
+def test_a_sentence_names_the_field_that_was_sent(client: httpx.Client) -> None:
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nope"}}}
+    error = refused(
+        client.post("/v1/chat/completions", json={**CHAT, "response_format": schema}), 400, "response_format"
+    )
+    assert error["message"].startswith("response_format: ")
+    error = refused(client.post("/v1/completions", json={"prompt": "a", "regex": "("}), 400, "regex")
+    assert error["message"].startswith("regex: ")
+    assert refused(client.post("/tokenize", json={}), 400)["message"] == "The body: give either prompt or messages."

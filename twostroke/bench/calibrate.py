@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from twostroke.bench.grid import CALIBRATION, cells, run_grid, typical
-from twostroke.cost.fit import errors, fit, with_between
+from twostroke.cost.fit import errors, fit, fit_launched, with_between
 from twostroke.cost.hardware import DEVICES, Calibration, Device, Rates, datasheet_rates, machine_name
 from twostroke.cost.roofline import Roofline, model_cost
 from twostroke.hardware import free_memory
@@ -27,7 +27,7 @@ def calibrate(
     core = llm.engine.core
     steps = run_grid(core, llm.arch.vocab, cells(CALIBRATION[kind], core), seconds, progress=progress)
     cost, layout, usual = model_cost(llm.arch, "float32", weight_bytes), llm.settings.layout, typical(steps)
-    rates = fit(usual, cost, layout, first_guess(kind))
+    rates = (fit if kind == "cpu" else fit_launched)(usual, cost, layout, first_guess(kind))
     reached = errors(usual, Roofline(cost, layout, rates))
     memory = free_memory() + weight_bytes if kind == "cpu" else gpu().memory
     name = machine_name() if kind == "cpu" else gpu().title

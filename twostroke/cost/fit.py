@@ -25,8 +25,10 @@ from twostroke.metrics.steplog import Step
 KNOTS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64, 96, *(2**power for power in range(7, 15)))
 PRIOR = 0.02  # weight of a prior beside one step of the log
 ROUNDS = 6
+FLOORS = (2, 5, 10, 20, 30, 40, 50, 60, 70)  # percentiles of steps with prompts that may be the least time of one
+ABOVE = 1.15  # times the least from which on a step tells what is in it
 LEAST = 0.01  # of the roof that products take: less is a log that cannot tell
-FIXED = 5  # unknowns before the knots: step, request, step with prompts, attention, KV
+FIXED = 4  # unknowns before the knots: step, request, attention, KV
 
 
 def fit(steps: Sequence[Step], model: ModelCost, layout: KVLayout, start: Rates) -> Rates:
@@ -34,6 +36,21 @@ def fit(steps: Sequence[Step], model: ModelCost, layout: KVLayout, start: Rates)
     some products reach: where a product stands between two knots depends on which side of the ridge they are."""
     largest = max(step.tokens for step in steps)
     return fit_once(steps, model, layout, on_the_roof(fit_once(steps, model, layout, start), model, largest))
+
+
+def fit_launched(steps: Sequence[Step], model: ModelCost, layout: KVLayout, start: Rates) -> Rates:
+    """The same where steps with prompts have a least time, however small they are: the one that explains most. Steps
+    near it say nothing of the products in them."""
+    times = [step.seconds for step in steps if step.chunks]
+    tried = [fit(steps, model, layout, start)]
+    for least in np.percentile(times, FLOORS) if len(times) >= len(FLOORS) else ():
+        telling = [step for step in steps if not step.chunks or step.seconds > ABOVE * least]
+        tried.append(replace(fit(telling, model, layout, start), chunk_seconds=float(least)))
+    return min(tried, key=lambda rates: mean_error(steps, Roofline(model, layout, rates)))
+
+
+def mean_error(steps: Sequence[Step], roofline: Roofline) -> float:
+    return float(np.mean([abs(np.log(predicted(step, roofline) / step.seconds)) for step in steps]))
 
 
 def on_the_roof(rates: Rates, model: ModelCost, largest: int) -> Rates:
@@ -84,7 +101,7 @@ def _features(step: Step, roofline: Roofline, knots: Sequence[int]) -> list[floa
     attention = sum(arch.attention_flops(piece.start, piece.count) for piece in step.chunks)
     kv = roofline.attended(piece.start + piece.count for piece in step.pieces)
     values = [0.0] * (FIXED + len(knots))
-    values[:FIXED] = [1.0, float(len(step.pieces)), float(bool(step.chunks)), float(attention), kv]
+    values[:FIXED] = [1.0, float(len(step.pieces)), float(attention), kv]
     parts = (
         (step.tokens, model.layer_bytes, model.layer_weights),
         (step.sampled, model.head_bytes, model.head_weights),
@@ -109,8 +126,7 @@ def _hats(rows: int, knots: Sequence[int]) -> list[tuple[int, float]]:
 def _priors(start: Rates, slowdown: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
     """One weak row for each unknown, and one between the slowdowns of neighbouring knots: as they were at the start."""
     knots, count = len(slowdown), FIXED + len(slowdown)
-    known = [start.step_seconds, start.request_seconds, start.chunk_seconds or 0.1 * start.step_seconds]
-    known += [1 / start.attention_compute, 1 / start.kv_bandwidth, *slowdown]
+    known = [start.step_seconds, start.request_seconds, 1 / start.attention_compute, 1 / start.kv_bandwidth, *slowdown]
     rows = np.diag([PRIOR / max(value, 1e-18) for value in known])
     rows[0] *= 10  # overhead is better known than most
     expected = np.full(count, PRIOR)
@@ -123,12 +139,11 @@ def _priors(start: Rates, slowdown: Sequence[float]) -> tuple[np.ndarray, np.nda
 
 
 def _as_rates(start: Rates, found: np.ndarray, knots: Sequence[int]) -> Rates:
-    step, request, chunk, attention, kv = (float(value) for value in found[:FIXED])
+    step, request, attention, kv = (float(value) for value in found[:FIXED])
     return replace(
         start,
         step_seconds=step,
         request_seconds=request,
-        chunk_seconds=chunk,
         attention_compute=1 / max(attention, 1e-18),
         kv_bandwidth=1 / max(kv, 1e-15),
         slowdown=(

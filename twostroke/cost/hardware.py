@@ -113,7 +113,7 @@ class Rates:
     # How much longer real products take than max(bytes/bandwidth, FLOPs/compute): (rows, factor), rows ascending.
     slowdown: tuple[tuple[float, float], ...] = ()
     source: str = "datasheet"
-    chunk_seconds: float = 0.0  # of every step that reads prompts: what is not captured has to be launched
+    chunk_seconds: float = 0.0  # least of a step that reads prompts: on a GPU what is not captured has to be launched
     # Whether narrower K and V are attended to faster. Not on a CPU: widening them costs what their bytes save.
     kv_by_bytes: bool = True
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from twostroke.cost.summary import Summary
+
 PROMPTS = (32, 128, 512, 1024)
 BATCHES = (1, 2, 4, 8)
 FLAT = 0.15  # growth of TPOT per doubling of the batch below which streams are almost free
@@ -48,6 +50,21 @@ class Shape:
         else:
             shown.append(f"a prompt asked again takes {self.repeat:.0%} of the first time: a prefix cache works")
         return shown
+
+
+def verdict_from_outside(shape: Shape, summary: Summary, prompt: float) -> str:
+    """One sentence on a load of prompts of such a length, at a server of which nothing but its answers is known."""
+    starting = 1 - summary.decode_share
+    if starting > 0.5:
+        reading = shape.per_token * prompt
+        waiting = 1 - (shape.fixed + reading) / max(summary.ttft.mean, 1e-9)
+        what = "does not depend on the prompt" if shape.fixed > reading else "is reading the prompt"
+        what = f"{waiting:.0%} of TTFT is waiting for others" if waiting > 0.5 else f"most of TTFT {what}"
+        return f"Slow to start: {starting:.0%} of a request's time is before its first token, and {what}."
+    slower = summary.tpot.p50 / max(shape.alone, 1e-9)
+    beside = f"{slower:.1f}× that of a stream alone" if slower > 1.2 else "as for a stream alone"
+    pace = f"TPOT {1000 * summary.tpot.p50:.1f} ms"
+    return f"Slow to stream: {1 - starting:.0%} of a request's time is writing, {pace}, {beside}."
 
 
 def read_shape(prompts: Sequence[Point], batches: Sequence[Point], first: float, again: float) -> Shape:

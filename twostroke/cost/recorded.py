@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from twostroke.cost.deploy import Deployment, deployment_of
-from twostroke.cost.fit import fit, with_between
+from twostroke.cost.fit import fit, fit_launched, with_between
 from twostroke.cost.fleet import Served
 from twostroke.cost.hardware import REQUEST_SECONDS, STEP_SECONDS, Calibration, Rates
 from twostroke.cost.roofline import Roofline
@@ -117,7 +117,8 @@ def rates_of(log: Sequence[Step], deployment: Deployment) -> Rates:
         return UNKNOWN
     line = Roofline(deployment.model, settings.layout, UNKNOWN)
     best = replace(reached(useful, line), kv_by_bytes=deployment.device.kind != "cpu")
-    return with_between(fit(useful, deployment.model, settings.layout, best), useful)
+    fitting = fit if deployment.device.kind == "cpu" else fit_launched
+    return with_between(fitting(useful, deployment.model, settings.layout, best), useful)
 
 
 def reached(log: Sequence[Step], line: Roofline) -> Rates:

@@ -154,11 +154,9 @@ class Roofline:
         rows = len(contexts) + sum(count for _, count in chunks)
         seconds = rates.step_seconds + (len(chunks) + len(contexts)) * rates.request_seconds
         seconds += self.linear(rows, logit_rows) + self.attended(contexts) / rates.kv_bandwidth
-        if chunks:
-            seconds += rates.chunk_seconds
         for start, count in chunks:
             seconds += self.chunk(start, count)
-        return seconds
+        return max(seconds, rates.chunk_seconds) if chunks else seconds
 
     def stretch(self, contexts: Sequence[int], steps: int) -> np.ndarray:
         """Seconds of each of `steps` steps in which the same streams advance by one."""

@@ -66,7 +66,7 @@ def build_engine(
     tokenizer = open_tokenizer(checkpoint)
     device = choose_device(config)
     settings = resolve(config, arch, hardware_of(device, arch), checkpoint_bytes(checkpoint))
-    ops = make_ops(device, settings.dtype, settings.threads, settings.quantize)
+    ops = make_ops(device, settings.dtype, settings.threads, settings.quantize, settings.exact)
     stage("load")
     bits = settings.quantize if device == "cpu" else None  # a GPU packs float weights into its own formats
     transformer = load_model(checkpoint, ops, settings.max_model_len, load_progress, bits)

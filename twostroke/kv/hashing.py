@@ -14,6 +14,7 @@ from hashlib import blake2b
 from twostroke.ops.interface import BLOCK
 
 DIGEST_BYTES = 16
+BLOCK_BYTES = 8 * BLOCK  # of tokens as they are hashed
 
 
 class BlockHasher:
@@ -28,7 +29,11 @@ class BlockHasher:
 
     def extend(self, chain: list[bytes], tokens: Sequence[int], salt: bytes, blocks: int) -> None:
         """Grow `chain` to the names of the first `blocks` full blocks of `tokens`."""
-        for index in range(len(chain), blocks):
-            parent = chain[-1] if chain else self.root(salt)
-            content = array("q", tokens[index * BLOCK : (index + 1) * BLOCK]).tobytes()
-            chain.append(blake2b(parent + content, key=self.key, digest_size=DIGEST_BYTES).digest())
+        if len(chain) >= blocks:
+            return
+        parent, first = chain[-1] if chain else self.root(salt), len(chain)
+        content = array("q", tokens[first * BLOCK : blocks * BLOCK]).tobytes()
+        for start in range(0, len(content), BLOCK_BYTES):
+            data = parent + content[start : start + BLOCK_BYTES]
+            parent = blake2b(data, key=self.key, digest_size=DIGEST_BYTES).digest()
+            chain.append(parent)

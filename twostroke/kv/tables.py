@@ -17,6 +17,7 @@ from twostroke.ops.interface import BLOCK
 from twostroke.types import Request
 
 RELEASED = -1
+STRIDE = 32  # columns whose names are made at a time
 
 
 class Hit(NamedTuple):
@@ -49,6 +50,8 @@ class KVTables:
         if request.params.prompt_logprobs is not None and request.output_length == 0 and request.sample == 0:
             return NO_HIT  # the logits of every prompt token are wanted
         limit = (len(request.tokens) - 1) // BLOCK
+        if self.windows == [None]:
+            return self._match_whole(request, limit)
         found: list[list[int]] = [[] for _ in self.windows]
         for column in range(limit):
             self.hasher.extend(request.hashes, request.tokens, request.salt, column + 1)
@@ -59,6 +62,19 @@ class KVTables:
             for group, block in zip(found, blocks, strict=True):
                 group.append(RELEASED if block is None else block)
         return self._longest_usable(found)
+
+    def _match_whole(self, request: Request, limit: int) -> Hit:
+        """The same where every layer sees everything: the first miss is the end."""
+        hashes, tokens, find = request.hashes, request.tokens, self.pool.find
+        blocks: list[int] = []
+        for column in range(limit):
+            if column == len(hashes):
+                self.hasher.extend(hashes, tokens, request.salt, min(limit, column + STRIDE))
+            block = find(Name(0, hashes[column]), tuple(tokens[column * BLOCK : (column + 1) * BLOCK]))
+            if block is None:
+                break
+            blocks.append(block)
+        return Hit(len(blocks), (tuple(blocks),)) if blocks else NO_HIT
 
     def _longest_usable(self, found: list[list[int]]) -> Hit:
         """Shorten until every window finds all the columns that the next token can see."""
@@ -88,10 +104,10 @@ class KVTables:
         request.computed = hit.columns * BLOCK
         self.named[row] = hit.columns
         for group, blocks in enumerate(hit.blocks):
-            for column, block in enumerate(blocks):
+            for block in blocks:
                 if block != RELEASED:
                     self.pool.hold(block)
-                    self.array[group, row, column] = block
+            self.array[group, row, : len(blocks)] = np.maximum(blocks, 0)
             self.held[row][group] = list(blocks)
             self.released[row][group] = sum(block == RELEASED for block in blocks)
 

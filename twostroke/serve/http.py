@@ -66,6 +66,9 @@ class Call:
 
     async def body(self) -> bytes:
         """The whole body, or an error before more than the limit is held."""
+        if self.headers.get(b"content-encoding", b"identity") != b"identity":
+            why = "content-encoding: bodies are read as they come: send JSON that is not compressed."
+            raise ApiError(415, why, param="content-encoding", code="unsupported_encoding")
         length = self.headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > MAX_BODY:
             raise too_large()

@@ -167,7 +167,7 @@ class Service:
             return await self.off_loop(size, write)
         except (InputError, ModelError) as error:
             named = str(error).split(":", 1)[0]
-            param = named if named in arguments else "messages"
+            param = named if named in arguments or named.startswith("messages[") else "messages"
             raise errors.bad_request(str(error), param, "invalid_prompt") from None
 
     async def render(self, messages: Sequence[Mapping[str, Any]], **arguments: Any) -> tuple[str, list[int]]:
@@ -185,8 +185,9 @@ class Service:
             await self.engine.prepare(ask.params)
             stream = self.engine.submit(ask.prompts, ask.params, call.caller.salt, call.arrival, ask.binding.visible)
         except InputError as error:
-            named = str(error).split(":", 1)[0]
-            raise errors.bad_request(str(error), ask.grammar_field if named == "grammar" else named) from None
+            named, _, why = str(error).partition(":")
+            field = ask.grammar_field if named == "grammar" else named  # the caller knows it by another name
+            raise errors.bad_request(f"{field}:{why}", field) from None
         except (BusyError, EngineError) as error:
             raise errors.from_engine(error) from None
         log.info("%s: %d prompts for %s, user %r", call.path, len(ask.prompts), call.caller.name, user)

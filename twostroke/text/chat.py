@@ -173,7 +173,7 @@ def _checked_message(message: object, where: str) -> dict[str, Any]:
         plain["content"] = "\n".join(_part_text(part, where) for part in plain["content"])
     elif not isinstance(plain.get("content"), str):
         kind = "missing" if "content" not in plain else f"a {type(plain['content']).__name__}"
-        raise InputError(f"{where}.content: must be a string or a list of text parts, it is {kind}")
+        raise InputError(f"{where}.content: must be a string or a list of text parts, it is {kind}.")
     return plain
 
 

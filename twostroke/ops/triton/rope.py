@@ -9,19 +9,24 @@ from torch import Tensor
 
 from twostroke.ops.interface import BLOCK, Attention, Batch, KVLayer
 from twostroke.ops.triton.heads import FORMATS, head_scale, store_head, turned
+from twostroke.ops.triton.launch import EARLY, PDL, gdc_launch_dependents, gdc_wait
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def rope_kernel(
-    qkv_ptr, q_ptr, k_ptr, positions_ptr, slots_ptr, cos_ptr, sin_ptr, qnorm_ptr, knorm_ptr, q_eps, k_eps,
+    qkv_ptr, q_ptr, k_ptr, positions_ptr, slots_ptr, contexts_ptr, cos_ptr, sin_ptr, qnorm_ptr, knorm_ptr, q_eps, k_eps,
     keys, values, key_scales, value_scales, qkv_stride, block_stride, head_stride, token_stride,
-    scale_block_stride, scale_head_stride,
+    scale_block_stride, scale_head_stride, table_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEADS_2: tl.constexpr, KV_HEADS_2: tl.constexpr, HEAD: tl.constexpr,
     WIDE: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr,
-    KEEP_K: tl.constexpr,
+    KEEP_K: tl.constexpr, STREAMS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """STREAMS: a row is a request, and `slots_ptr` its table of blocks; rows without a context are nobody's."""
     row = tl.program_id(0).to(tl.int64)
     position = tl.load(positions_ptr + row)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     mine = qkv_ptr + row * qkv_stride
     dims = tl.arange(0, WIDE)
     if tl.program_id(1) == 0:
@@ -32,10 +37,16 @@ def rope_kernel(
         place = q_ptr + row * HEADS * HEAD + index[:, None] * HEAD + dims[None, :]
         tl.store(place, q.to(q_ptr.dtype.element_ty), mask=mask[:, None] & (dims < HEAD)[None, :])
     else:
-        slot = tl.load(slots_ptr + row).to(tl.int64)
-        block, offset = slot // BLOCK, slot % BLOCK
+        if STREAMS:
+            block = tl.load(slots_ptr + row * table_stride + position // BLOCK).to(tl.int64)
+            offset = position % BLOCK
+            somebody = tl.load(contexts_ptr + row) > 0
+        else:
+            slot = tl.load(slots_ptr + row).to(tl.int64)
+            block, offset = slot // BLOCK, slot % BLOCK
+            somebody = slot >= 0
         kv_index = tl.arange(0, KV_HEADS_2)
-        kv_mask = (kv_index < KV_HEADS) & (slot >= 0)
+        kv_mask = (kv_index < KV_HEADS) & somebody
         token = block * block_stride + kv_index * head_stride + offset * token_stride
         where = block * scale_block_stride + kv_index * scale_head_stride + offset
         k_heads = mine + tl.where(kv_mask, HEADS + kv_index, 0) * HEAD
@@ -56,10 +67,15 @@ def rope_kernel(
 
 
 def rotate_and_store(
-    qkv: Tensor, attention: Attention, kv: KVLayer, batch: Batch, group: int, keep_k: bool
-) -> tuple[Tensor, Tensor]:
+    qkv: Tensor, attention: Attention, kv: KVLayer, batch: Batch, group: int, keep_k: bool, streams: bool = False,
+    exact: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """q (T, heads · head_dim) ready for attention, and with `keep_k` k (T, kv_heads · head_dim) too. Rows whose slot is
-    negative are nobody's: nothing is stored for them."""
+    negative are nobody's: nothing is stored for them.
+
+    streams: one row for each request, the block to write to is found in its table. exact: round every operation by
+    itself, so that no variant of the kernel rounds otherwise."""
+    blocks = batch.groups[group]
     rows, dim = qkv.shape[0], attention.head_dim
     q = torch.empty(rows, attention.heads * dim, dtype=qkv.dtype, device=qkv.device)
     k = torch.empty(rows, attention.kv_heads * dim, dtype=qkv.dtype, device=qkv.device) if keep_k else q
@@ -67,12 +83,14 @@ def rotate_and_store(
     scales = kv.key_scales if kv.key_scales is not None else kv.keys
     value_scales = kv.value_scales if kv.value_scales is not None else kv.keys
     rope_kernel[(rows, 2)](
-        qkv, q, k, batch.positions, batch.groups[group].slots, rope.cos if rope else q, rope.sin if rope else q,
+        qkv, q, k, batch.positions, blocks.tables if streams else blocks.slots, batch.contexts,
+        rope.cos if rope else q, rope.sin if rope else q,
         qn.weight if qn else q, kn.weight if kn else q, qn.eps if qn else 0.0, kn.eps if kn else 0.0,
         kv.keys, kv.values, scales, value_scales, qkv.stride(0), *kv.keys.stride()[:3], *scales.stride()[:2],
+        blocks.tables.stride(0),
         HEADS=attention.heads, KV_HEADS=attention.kv_heads, HEADS_2=triton.next_power_of_2(attention.heads),
         KV_HEADS_2=triton.next_power_of_2(attention.kv_heads), HEAD=dim, WIDE=max(16, triton.next_power_of_2(dim)),
         HALF=rope.cos.shape[1] if rope else 0, NORM=qn is not None, FORMAT=FORMATS[kv.format], BLOCK=BLOCK,
-        KEEP_K=keep_k, num_warps=4,
+        KEEP_K=keep_k, STREAMS=streams, PDL=PDL, num_warps=4, enable_fp_fusion=not exact, **EARLY,
     )  # fmt: skip
     return q, k

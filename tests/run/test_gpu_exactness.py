@@ -1,0 +1,130 @@
+"""exact=True on the GPU: a request's tokens are the same alone, among others, in chunks, after a hit and preempted.
+
+On the card with layers in the shape of Llama-3.1-8B; under Triton's interpreter with a tiny model.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+
+ON_CARD = torch.cuda.is_available()
+if not ON_CARD:
+    os.environ["TRITON_INTERPRET"] = "1"  # before the first import of Triton
+pytest.importorskip("triton")
+
+from twostroke.config import make_config, resolve  # noqa: E402
+from twostroke.engine.core import Core  # noqa: E402
+from twostroke.hardware import this_machine  # noqa: E402
+from twostroke.kv.storage import KVStorage  # noqa: E402
+from twostroke.metrics.timeline import Timeline  # noqa: E402
+from twostroke.model.arch import Arch, LayerArch, Rope  # noqa: E402
+from twostroke.model.transformer import Transformer  # noqa: E402
+from twostroke.ops.cuda_exact import ExactCudaOps  # noqa: E402
+from twostroke.run.cuda_runner import CudaRunner  # noqa: E402
+from twostroke.sampling import SamplingParams  # noqa: E402
+from twostroke.schedule.make import make_scheduler  # noqa: E402
+from twostroke.types import Request  # noqa: E402
+from twostroke.weights.random import LLAMA_8B, random_model  # noqa: E402
+
+pytestmark = [pytest.mark.gpu] if ON_CARD else []
+ROPE = Rope(tuple(100.0 ** (-2 * i / 16) for i in range(8)))
+TINY = Arch(
+    family="llama", vocab=64, hidden=32, ffn=32, heads=2, kv_heads=1, head_dim=16,
+    layers=(LayerArch(rope=ROPE), LayerArch(window=24, rope=ROPE))[: 2 if ON_CARD else 1], max_positions=512,
+    norm_eps=1e-5,
+)  # fmt: skip
+NEW = 24 if ON_CARD else 3
+LENGTHS = (1100, 37, 700, 64) if ON_CARD else (23, 7)
+MODELS = {
+    "8B": (replace(LLAMA_8B, layers=LLAMA_8B.layers[:3], vocab=32000), torch.bfloat16),
+    "tiny": (TINY, torch.bfloat16),
+    "tiny float32": (TINY, torch.float32),
+} if ON_CARD else {"tiny float32": (TINY, torch.float32)}  # fmt: skip
+
+
+class Served:
+    """An engine of its own around a model: token ids in, token ids out."""
+
+    def __init__(self, model: Transformer, **settings: object):
+        ops, arch = model.ops, model.arch
+        assert isinstance(ops, ExactCudaOps)
+        dtype = "float32" if ops.dtype == torch.float32 else "bfloat16"
+        config = make_config(dtype=dtype, seed=1, **settings)
+        resolved = resolve(config, arch, this_machine("cpu"), 0)
+        kv = KVStorage(arch, resolved.layout, resolved.kv_blocks, resolved.kv_dtype, ops.device)
+        self.scheduler = make_scheduler(arch, resolved, "random")
+        self.core = Core(self.scheduler, CudaRunner(model, kv, self.scheduler.tables.array, ops))
+        self.asked = 0
+
+    def answers(self, prompts: list[list[int]]) -> list[list[int]]:
+        requests = []
+        for prompt in prompts:
+            request = Request(
+                self.asked, list(prompt), SamplingParams(max_tokens=NEW, temperature=0.0), 7, Timeline(0.0)
+            )
+            request.limit = len(prompt) + NEW
+            self.asked += 1
+            requests.append(request)
+            self.core.submit(request)
+        while not self.core.idle:
+            self.core.step()
+        assert all(len(r.tokens) == len(p) + NEW for r, p in zip(requests, prompts, strict=True))
+        return [r.tokens[-NEW:] for r in requests]
+
+
+def prompt(arch: Arch, number: int, length: int) -> list[int]:
+    return [(7919 * i + 104729 * number * (i + 1)) % arch.vocab for i in range(1, length + 1)]
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def served(request: pytest.FixtureRequest) -> tuple[Transformer, list[list[int]], list[list[int]]]:
+    """A model, prompts, and what it answers to each alone."""
+    arch, dtype = MODELS[request.param]
+    lengths = tuple(min(length, 400) for length in LENGTHS) if arch is TINY else LENGTHS
+    model = random_model(arch, ExactCudaOps(dtype, "cuda" if ON_CARD else "cpu"), 2048 if arch is not TINY else 512)
+    prompts = [prompt(arch, number, length) for number, length in enumerate(lengths)]
+    alone = [engine(model).answers([p])[0] for p in prompts]
+    return model, prompts, alone
+
+
+def engine(model: Transformer, **changes: object) -> Served:
+    longest = 2048 if model.arch is not TINY else 512
+    return Served(model, **{"max_model_len": longest, "kv_blocks": 1200, "max_batch_tokens": 2048, **changes})
+
+
+def test_among_neighbours(served) -> None:  # type: ignore[no-untyped-def]
+    model, prompts, alone = served
+    others = [prompt(model.arch, 50 + n, 3 + 11 * n % 60) for n in range(32 - len(prompts) if ON_CARD else 1)]
+    assert engine(model, max_requests=64).answers(others + prompts)[len(others) :] == alone
+
+
+@pytest.mark.parametrize("budget", [16, 50, 256, 1024] if ON_CARD else [16])
+def test_in_chunks(served, budget: int) -> None:  # type: ignore[no-untyped-def]
+    model, prompts, alone = served
+    assert engine(model, max_batch_tokens=budget, max_requests=8).answers(prompts) == alone
+
+
+def test_after_a_hit(served) -> None:  # type: ignore[no-untyped-def]
+    model, prompts, alone = served
+    again = engine(model)
+    assert again.answers(prompts) == alone
+    assert again.answers(prompts) == alone
+    assert again.scheduler.counters.cached_tokens > 0
+
+
+def test_preempted(served) -> None:  # type: ignore[no-untyped-def]
+    """All prompts find room at once, but not all that they grow by."""
+    model = served[0]
+    growing = [prompt(model.arch, 90 + n, 47 if ON_CARD else 15) for n in range(8 if ON_CARD else 2)]
+    alone = [engine(model).answers([p])[0] for p in growing]
+    groups = len(model.arch.windows)
+    tight = engine(
+        model, kv_blocks=groups * (len(growing) * -(-len(growing[0]) // 16) + 1), prefix_cache=False,
+        max_model_len=len(growing[0]) + NEW, max_batch_tokens=2048,
+    )  # fmt: skip
+    assert tight.answers(growing) == alone
+    assert tight.scheduler.counters.preemptions > 0
