@@ -55,16 +55,16 @@ def stored(name: str, outputs: int, inputs: int, seed: int = 0) -> Stored:
     return Stored(name, (outputs, inputs), blocks.reshape(-1))
 
 
-def quantized(x: Tensor) -> Tensor:
-    """What the kernels make of a row: codes of 8 bits, one scale for 32 of them, and finer codes of what is left over
-    in groups that one input dominates."""
+def quantized(x: Tensor, seconds: bool = False) -> Tensor:
+    """What the kernels make of a row: codes of 8 bits, one scale for 32 of them, and (after a norm) finer codes of what
+    is left over in groups that one input dominates."""
     groups = x.view(x.shape[0], -1, 32)
     peak = groups.abs().amax(dim=-1, keepdim=True)
     step = peak / 127
     first = torch.round(groups * torch.where(peak > 0, 127 / peak, 0.0)) * step
     finer = torch.round((groups - first) * torch.where(peak > 0, 254 * 127 / peak, 0.0)) * (step / 254)
-    outlier = 2.6 * peak**2 > (groups**2).sum(dim=-1, keepdim=True)
-    return (first + torch.where(outlier, finer, 0.0)).view(x.shape)
+    outlier = 1.6 * peak**2 > (groups**2).sum(dim=-1, keepdim=True)
+    return (first + torch.where(outlier & seconds, finer, 0.0)).view(x.shape)
 
 
 def error(got: Tensor, expected: Tensor) -> float:
@@ -100,8 +100,9 @@ def test_what_comes_before(isa: str, name: str, before: Norm | Gate) -> None:
     mine, spec = ops.pack(parts), SLOW.pack(parts)
     for rows in (1, 2, 7):
         x = 2 * randn(rows, 192, seed=rows)
+        x[rows // 2 :, 5] = 100  # in some rows one input dominates its group
         inner = gated(x, before) if isinstance(before, Gate) else SLOW.norm(x, before)
-        expected = SLOW.linear(inner if name in FLOATS else quantized(inner), spec)
+        expected = SLOW.linear(inner if name in FLOATS else quantized(inner, isinstance(before, Norm)), spec)
         # A code on the edge may round the other way
         assert error(ops.linear(x, mine, before=before), expected) < (2e-6 if name in FLOATS else 2e-3)
 

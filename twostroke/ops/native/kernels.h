@@ -4,6 +4,8 @@
 
 enum Before : int { Nothing, RmsNorm, GateSilu, GateGelu };
 
+static inline bool has_seconds(int before) { return before == RmsNorm; }  // second codes: see Act
+
 // before(x), row by row, as floats (`plain`) and/or quantized (`acts`); either may be null.
 struct PrologueArgs {
     int before;

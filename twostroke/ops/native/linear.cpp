@@ -118,7 +118,7 @@ void linear(Context& c, const Weight& weight, const LinearArgs& a) {
     base.add = a.add;
     if (weight.coded) {
         base.extra = before.extra = (int64_t)a.rows * (weight.cols / kGroup);
-        base.acts = before.acts = c.acts.get<Act>(2 * (size_t)base.extra);
+        base.acts = before.acts = c.acts.get<Act>((has_seconds(a.before) ? 2 : 1) * (size_t)base.extra);
     }
     if (weight.floats && a.before != Nothing) {
         base.x = before.plain = c.plain.get<float>((size_t)a.rows * weight.cols);

@@ -50,13 +50,17 @@ TS_INLINE void no_codes(Act& out) {
 
 // The absolute maximum is taken on the bits, where NaN is above infinity is above every number: a bad input makes the
 // scale bad, and with it every product of this row.
-TS_INLINE void quantize_group(F a, F b, Act& out, Act& extra) {
+//
+// An input that holds most of its group's energy would leave the others only a few of the 255 steps. With Seconds such a
+// group gets second codes (see Act), and every other one a second Act of zeros.
+template <bool Seconds> TS_INLINE void quantize_group(F a, F b, Act& out, Act& extra) {
     const I magnitude = isplat(0x7fffffff);
     const float peak = bits_to_float((uint32_t)ipeak(imax(iand(bits_of(a), magnitude), iand(bits_of(b), magnitude))));
     const bool tiny = peak < 1e-30f;
     const float d = tiny ? 0.f : peak / 127.f, inverse = tiny ? 0.f : 127.f / peak;
     quantize_with(a, b, d, inverse, out);
-    if (!tiny && 2.6f * peak * peak > sum(fma(b, b, mul(a, a)))) {
+    if constexpr (!Seconds) return;
+    if (!tiny && kDominance * peak * peak > sum(fma(b, b, mul(a, a)))) {
         const F da = splat(-d), scale = splat(inverse);
         const F left_a = fma(da, round_float(mul(a, scale)), a), left_b = fma(da, round_float(mul(b, scale)), b);
         quantize_with(left_a, left_b, d / 254.f, 254.f * inverse, extra);  // at most half a step is left
@@ -106,8 +110,11 @@ static void prologue(const PrologueArgs& args, int row, int row_end) {
         }
         if (args.acts) {
             Act* acts = args.acts + (int64_t)r * groups;
-            for (int g = 0; g < groups; ++g)
-                quantize_group(source.at(g * kGroup, 16), source.at(g * kGroup + 16, 16), acts[g], acts[args.extra + g]);
+            for (int g = 0; g < groups; ++g) {
+                const F a = source.at(g * kGroup, 16), b = source.at(g * kGroup + 16, 16);
+                if (has_seconds(args.before)) quantize_group<true>(a, b, acts[g], acts[args.extra + g]);
+                else quantize_group<false>(a, b, acts[g], acts[g]);
+            }
         }
     }
 }
