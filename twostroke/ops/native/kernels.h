@@ -17,6 +17,7 @@ struct PrologueArgs {
     float* plain;      // (rows, cols), rows adjacent
     Act* acts;         // (rows, cols / 32), and the second ones `extra` further on
     int64_t extra;
+    ActTile* tiles;    // instead of acts: (rows / 16, with second codes 2, cols / 32)
 };
 
 // out[r, n] (+)= x[r, :] · weight[n, :] + bias[n] for panels of one packed matrix.
@@ -28,6 +29,8 @@ struct MatmulArgs {
     int cols;
     const Act* acts;      // coded kinds
     int64_t extra;        // Acts from a group's first to its second
+    const ActTile* tiles; // instead of acts,
+    int64_t tile_stride;  // tiles from 16 rows to the next
     const float* x;       // float kinds
     int64_t x_stride;
     int rows;
@@ -85,8 +88,10 @@ struct AttendTask {
 
 struct Kernels {
     const char* name;
-    int direct_rows;  // up to so many rows are multiplied straight from the packed panel
+    int direct_rows;  // up to so many rows read the packed panel once: memory sets the pace
+    int tiled_rows;   // so many rows or more are handed over as tiles; 0: never
     void (*prologue)(const PrologueArgs&, int row, int row_end);
+    void (*prologue_tile)(const PrologueArgs&, int row, int row_end, int group, int group_end);  // rows of one tile
     void (*matmul)(const MatmulArgs&, int panel, int panel_end, uint8_t* scratch);
     size_t (*matmul_scratch)(int kind, int cols);  // bytes
     void (*attend_write)(const AttendLayer&, const AttendBatch&, const float* qkv, float* q, int row, int row_end);

@@ -73,3 +73,13 @@ struct alignas(64) Act {
     int32_t more;         // the second Act is not zero
 };
 static_assert(sizeof(Act) == 64, "one cache line");
+
+// The same for 16 rows side by side, as matrix units with tiles read them; a last tile may have fewer rows.
+constexpr int kTileRows = 16;
+struct alignas(64) ActTile {
+    int8_t q[kTileRows][kGroup];
+    float d[kTileRows];
+    float dsum[kTileRows];
+    int32_t more;  // the second tile is not zero
+};
+static_assert(sizeof(ActTile) == 704, "whole cache lines");

@@ -54,6 +54,17 @@ void run_prologue(Context& c, const PrologueArgs& args, int rows) {
     c.pool.each(chunks_of(rows, size), body);
 }
 
+// Threads share tiles of rows, or the groups of the only one.
+void run_prologue_tiles(Context& c, const PrologueArgs& args, int rows) {
+    const int groups = args.cols / kGroup, tiles = chunks_of(rows, kTileRows);
+    const int cuts = std::min(groups, std::max(1, 2 * c.pool.threads() / tiles));
+    auto body = [&](int i, int) {
+        const int row = i / cuts * kTileRows, cut = i % cuts;
+        c.kernels.prologue_tile(args, row, std::min(rows, row + kTileRows), groups * cut / cuts, groups * (cut + 1) / cuts);
+    };
+    c.pool.each(tiles * cuts, body);
+}
+
 // A task multiplies rows [row, row_end) with panels [panel, panel_end) counted over all parts.
 void multiply(Context& c, const Weight& weight, const MatmulArgs& base, int panel, int panel_end, int row, int row_end, int worker) {
     int first = 0;
@@ -67,6 +78,7 @@ void multiply(Context& c, const Weight& weight, const MatmulArgs& base, int pane
         args.panel_stride = part.panel_stride;
         args.outputs = part.rows;
         args.acts = base.acts ? base.acts + (int64_t)row * (args.cols / kGroup) : nullptr;
+        args.tiles = base.tiles ? base.tiles + row / kTileRows * base.tile_stride : nullptr;
         args.x = base.x ? base.x + row * base.x_stride : nullptr;
         args.rows = row_end - row;
         args.out = base.out + row * base.out_stride + part.output;
@@ -107,7 +119,7 @@ Weight* pack_weight(Context& c, int parts, const int32_t* formats, const int32_t
 }
 
 void linear(Context& c, const Weight& weight, const LinearArgs& a) {
-    PrologueArgs before{a.before, a.x, a.x_stride, weight.cols, a.norm, a.eps, nullptr, nullptr, 0};
+    PrologueArgs before{a.before, a.x, a.x_stride, weight.cols, a.norm, a.eps, nullptr, nullptr, 0, nullptr};
     MatmulArgs base{};
     base.cols = weight.cols;
     base.x = a.x;
@@ -116,15 +128,20 @@ void linear(Context& c, const Weight& weight, const LinearArgs& a) {
     base.out_stride = a.out_stride;
     base.bias = weight.bias.empty() ? nullptr : weight.bias.data();
     base.add = a.add;
-    if (weight.coded) {
-        base.extra = before.extra = (int64_t)a.rows * (weight.cols / kGroup);
-        base.acts = before.acts = c.acts.get<Act>((has_seconds(a.before) ? 2 : 1) * (size_t)base.extra);
+    const int groups = weight.cols / kGroup, codes = has_seconds(a.before) ? 2 : 1;
+    if (weight.coded && c.kernels.tiled_rows && a.rows >= c.kernels.tiled_rows) {
+        base.extra = groups, base.tile_stride = codes * groups;
+        base.tiles = before.tiles = c.acts.get<ActTile>((size_t)chunks_of(a.rows, kTileRows) * (size_t)base.tile_stride);
+    } else if (weight.coded) {
+        base.extra = before.extra = (int64_t)a.rows * groups;
+        base.acts = before.acts = c.acts.get<Act>(codes * (size_t)base.extra);
     }
     if (weight.floats && a.before != Nothing) {
         base.x = before.plain = c.plain.get<float>((size_t)a.rows * weight.cols);
         base.x_stride = weight.cols;
     }
     if (before.acts || before.plain) run_prologue(c, before, a.rows);
+    if (before.tiles) run_prologue_tiles(c, before, a.rows);
     size_t scratch = 0;
     for (const Part& part : weight.parts) scratch = std::max(scratch, c.kernels.matmul_scratch(part.kind, weight.cols));
     c.reserve_scratch(scratch);

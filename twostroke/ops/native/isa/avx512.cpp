@@ -1,6 +1,7 @@
 #include "vec_avx512.h"
 #include "../kernels/all.h"
 #include "../kernels/matmul_amx.h"
+#include "../kernels/prologue_tile.h"
 
 TS_KERNELS(kernels_avx512, "avx512", matmul, matmul_scratch)
-TS_KERNELS(kernels_amx, "amx", matmul_tiles, tiles_scratch)
+TS_KERNELS_TILED(kernels_amx, "amx", kTileRows, kTiledFrom, prologue_tile, matmul_tiles, tiles_scratch)

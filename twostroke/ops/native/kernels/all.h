@@ -16,7 +16,9 @@
 #include "attend.h"
 
 // `multiply`, `multiply_scratch`: matmul and its scratch, or something faster that gives the same bits.
-#define TS_KERNELS(symbol, label, multiply, multiply_scratch)                                                     \
-    extern const Kernels symbol;                                                                                  \
-    const Kernels symbol = {label,  kDirectRows,  prologue,       multiply,         multiply_scratch, attend_write, \
-                            attend, attend_merge, attend_scratch, attend_tile_rows, argmax};
+#define TS_KERNELS(symbol, label, multiply, multiply_scratch) \
+    TS_KERNELS_TILED(symbol, label, kDirectRows, 0, nullptr, multiply, multiply_scratch)
+#define TS_KERNELS_TILED(symbol, label, direct_rows, tiled_rows, prologue_tile, multiply, multiply_scratch)                 \
+    extern const Kernels symbol;                                                                                          \
+    const Kernels symbol = {label,        direct_rows, tiled_rows,   prologue,       prologue_tile,    multiply, multiply_scratch, \
+                            attend_write, attend,      attend_merge, attend_scratch, attend_tile_rows, argmax};

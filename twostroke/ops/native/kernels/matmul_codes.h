@@ -234,11 +234,11 @@ template <class R, int MR> static void codes_rows(const MatmulArgs& args, R pane
     TS_UNROLL for (int r = 0; r < MR; ++r) emit(args, row + r, output, sums[r]);
 }
 
-// All rows in [row, end): tiles of MR, then of half as many.
+// All rows in [row, end): tiles of MR, then of half as many; what is left of four is one tile.
 template <class R, int MR> static void codes_all(const MatmulArgs& args, R panel, int row, int end, int output) {
     for (; row + MR <= end; row += MR) codes_rows<R, MR>(args, panel, row, output);
     if constexpr (MR > 1)
-        if (row < end) codes_all<R, MR / 2>(args, panel, row, end, output);
+        if (row < end) codes_all<R, MR <= 4 ? MR - 1 : MR / 2>(args, panel, row, end, output);
 }
 
 constexpr int kRowBlock = 192;  // rows whose activations stay in the core's cache while panels pass by

@@ -28,45 +28,56 @@ TS_INLINE F round_float(F x) {  // as round_even
     return sub(add(x, magic), magic);
 }
 
-TS_INLINE void quantize_with(F a, F b, float d, float inverse, Act& out) {
-    const I qa = round_even(mul(a, splat(inverse))), qb = round_even(mul(b, splat(inverse)));
-    store_int8(out.q, qa);
-    store_int8(out.q + 16, qb);
-    const int32_t sum_a = isum(qa), sum_b = isum(qb);
-    out.d = d;
-    out.dsum = d * (float)(sum_a + sum_b);
-    out.start0 = kDotStart;
-    out.start8 = kDotStart - 8 * (sum_a + sum_b);
-    out.start128 = kDotStart - 128 * (sum_a + sum_b);
-    out.half128[0] = kDotStart - 128 * sum_a;
-    out.half128[1] = kDotStart - 128 * sum_b;
-    out.more = 0;
-}
+struct Codes {
+    I a, b;  // inputs 0-15 and 16-31
+    float d;
+    TS_MEMBER Codes(F x, F y, float step, float inverse)
+        : a(round_even(mul(x, splat(inverse)))), b(round_even(mul(y, splat(inverse)))), d(step) {}
+};
 
-TS_INLINE void no_codes(Act& out) {
-    memset(&out, 0, sizeof(Act));
-    out.start0 = out.start8 = out.start128 = out.half128[0] = out.half128[1] = kDotStart;
-}
+// Where the codes of one row and group go.
+struct ActPair {
+    Act &first, &second;
+
+    TS_MEMBER static void write(const Codes& codes, Act& out) {
+        store_int8(out.q, codes.a);
+        store_int8(out.q + 16, codes.b);
+        const int32_t sum_a = isum(codes.a), sum_b = isum(codes.b);
+        out.d = codes.d;
+        out.dsum = codes.d * (float)(sum_a + sum_b);
+        out.start0 = kDotStart;
+        out.start8 = kDotStart - 8 * (sum_a + sum_b);
+        out.start128 = kDotStart - 128 * (sum_a + sum_b);
+        out.half128[0] = kDotStart - 128 * sum_a;
+        out.half128[1] = kDotStart - 128 * sum_b;
+        out.more = 0;
+    }
+    TS_MEMBER void put_first(const Codes& codes) { write(codes, first); }
+    TS_MEMBER void put_second(const Codes& codes) {
+        write(codes, second);
+        first.more = 1;
+    }
+    TS_MEMBER void put_no_second() {
+        memset(&second, 0, sizeof(Act));
+        second.start0 = second.start8 = second.start128 = second.half128[0] = second.half128[1] = kDotStart;
+    }
+};
 
 // The absolute maximum is taken on the bits, where NaN is above infinity is above every number: a bad input makes the
 // scale bad, and with it every product of this row.
-//
-// An input that holds most of its group's energy would leave the others only a few of the 255 steps. With Seconds such a
-// group gets second codes (see Act), and every other one a second Act of zeros.
-template <bool Seconds> TS_INLINE void quantize_group(F a, F b, Act& out, Act& extra) {
+template <bool Seconds, class Out> TS_INLINE void quantize_group(F a, F b, Out out) {
     const I magnitude = isplat(0x7fffffff);
     const float peak = bits_to_float((uint32_t)ipeak(imax(iand(bits_of(a), magnitude), iand(bits_of(b), magnitude))));
     const bool tiny = peak < 1e-30f;
     const float d = tiny ? 0.f : peak / 127.f, inverse = tiny ? 0.f : 127.f / peak;
-    quantize_with(a, b, d, inverse, out);
+    out.put_first(Codes(a, b, d, inverse));
     if constexpr (!Seconds) return;
     if (!tiny && kDominance * peak * peak > sum(fma(b, b, mul(a, a)))) {
         const F da = splat(-d), scale = splat(inverse);
         const F left_a = fma(da, round_float(mul(a, scale)), a), left_b = fma(da, round_float(mul(b, scale)), b);
-        quantize_with(left_a, left_b, d / 254.f, 254.f * inverse, extra);  // at most half a step is left
-        out.more = 1;
+        out.put_second(Codes(left_a, left_b, d / 254.f, 254.f * inverse));  // at most half a step is left
     } else {
-        no_codes(extra);
+        out.put_no_second();
     }
 }
 
@@ -112,8 +123,8 @@ static void prologue(const PrologueArgs& args, int row, int row_end) {
             Act* acts = args.acts + (int64_t)r * groups;
             for (int g = 0; g < groups; ++g) {
                 const F a = source.at(g * kGroup, 16), b = source.at(g * kGroup + 16, 16);
-                if (has_seconds(args.before)) quantize_group<true>(a, b, acts[g], acts[args.extra + g]);
-                else quantize_group<false>(a, b, acts[g], acts[g]);
+                if (has_seconds(args.before)) quantize_group<true>(a, b, ActPair{acts[g], acts[args.extra + g]});
+                else quantize_group<false>(a, b, ActPair{acts[g], acts[g]});
             }
         }
     }
