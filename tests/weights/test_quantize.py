@@ -8,7 +8,8 @@ import pytest
 
 from twostroke import LLM, ConfigError, SamplingParams
 from twostroke.ops.formats import dequantize, from_float
-from twostroke.weights.quantize import quantize
+from twostroke.ops.native.library import available
+from twostroke.weights.quantize import native_encoder, quantize, to_q4_0, to_q8_0
 
 
 def weights(seed: int) -> np.ndarray:
@@ -38,6 +39,15 @@ def test_zeros_and_odd_widths():
     assert not dequantize(quantize(from_float(np.zeros((3, 64), np.float32)), "int4")).any()
     odd = from_float(weights(0)[:, :50].copy())
     assert quantize(odd, "int4") is odd
+
+
+@pytest.mark.skipif(not available(), reason="the native library is not built")
+@pytest.mark.parametrize(("kind", "specified"), [("int8", to_q8_0), ("int4", to_q4_0)])
+def test_the_native_search_gives_the_same_bits(kind, specified):
+    groups = np.concatenate([weights(seed).reshape(-1, 32) for seed in range(20)])
+    groups[0], groups[1], groups[2] = 0, 1e-9, 65504.0
+    groups[3, ::2] = -groups[3, 1::2]  # equal sizes of both signs
+    assert np.array_equal(native_encoder(kind)(groups), specified(groups))
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])

@@ -4,6 +4,7 @@
 #include "layers.h"
 #include "linear.h"
 #include "pack.h"
+#include "quantize.h"
 
 #define TS_API extern "C" __attribute__((visibility("default")))
 
@@ -23,7 +24,7 @@ template <class Body> int guarded(Context* c, Body body) {
 }  // namespace
 
 // Raised whenever a signature or a shared structure changes; library.py expects the same number.
-TS_API int ts_version() { return 2; }
+TS_API int ts_version() { return 3; }
 
 // The name of the i-th instruction set usable here, best first; null past the last.
 TS_API const char* ts_isa(int i) {
@@ -107,4 +108,12 @@ TS_API int ts_argmax(Context* c, const float* logits, int64_t stride, int rows, 
         c->pool.each(rows, body);
         return Fine;
     });
+}
+
+// Groups of 32 weights into 8 bits (no factors) or 4 (the scale searched among `factors`): see quantize.h.
+TS_API void ts_quantize(const float* values, int64_t groups, const float* factors, int trials, uint8_t* out) {
+    if (factors)
+        quantize_four(values, groups, factors, trials, out);
+    else
+        quantize_eight(values, groups, out);
 }

@@ -19,7 +19,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 LIBRARY = "libtwostroke.so"
 
-COMMON = ("api.cpp", "attend.cpp", "cpu.cpp", "layers.cpp", "linear.cpp", "pack.cpp", "pool.cpp")
+COMMON = ("api.cpp", "attend.cpp", "cpu.cpp", "layers.cpp", "linear.cpp", "pack.cpp", "pool.cpp", "quantize.cpp")
 
 # Products are fused only where the source says so, or instruction sets would round differently.
 FLAGS = (

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import ClassVar
 
 NAME = "libtwostroke.so"
-ABI = 2  # ts_version: raised whenever a signature or a shared structure changes
+ABI = 3  # ts_version: raised whenever a signature or a shared structure changes
 
 
 class AttendLayer(ctypes.Structure):
@@ -67,6 +67,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
         c_int,
         [c_void_p, c_void_p, c_int, POINTER(c_void_p), c_void_p, c_int, c_int, c_void_p, c_int, c_void_p],
     ),
+    "ts_quantize": (None, [c_void_p, c_int64, c_void_p, c_int, c_void_p]),
     "ts_argmax": (c_int, [c_void_p, c_void_p, c_int64, c_int, c_int64, c_void_p]),
 }
 
