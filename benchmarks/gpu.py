@@ -286,12 +286,26 @@ def breakdown(bench: Bench) -> None:
 
 
 def weights(bench: Bench) -> None:
-    for quantize in ("fp8", "int4"):
+    """Each against the bytes of its own weights."""
+    for quantize in ("fp8", "int4", "int8"):
         rig = bench.own(LLAMA_8B, quantize=quantize, max_model_len=16384)
         measure_decode(bench, rig, f"{quantize}_decode1")
-        if quantize == "fp8":
-            measure_ttft(bench, rig, "fp8_ttft", (8192,))
+        if quantize != "int4":
+            measure_ttft(bench, rig, f"{quantize}_ttft", (8192,))
         del rig
+
+
+def kv(bench: Bench) -> None:
+    """Attention of a step of 32 streams at 16,384 tokens, one layer, by the format of K and V."""
+    from benchmarks.gpu_kernels import time_decode
+
+    bench.drop()
+    floats = 0.0
+    for kind in ("bfloat16", "int8", "int4", "fp8"):
+        seconds, read = time_decode(32, 16384, kind)
+        floats = floats or seconds
+        limit = read / bench.ceilings["read_TBps"] / 1e6
+        bench.report(f"kv_{kind}", seconds * 1e6, "us", limit, higher=False, times_bf16=round(floats / seconds, 2))
 
 
 # ---- the start, and the peer -----------------------------------------------------------------------------------------
@@ -355,10 +369,11 @@ PARTS: dict[str, tuple[Callable[[Bench], None], int]] = {  # with the seconds it
     "host": (host, 10),
     "breakdown": (breakdown, 8),
     "small": (small, 10),
-    "weights": (weights, 40),
+    "weights": (weights, 45),
+    "kv": (kv, 8),
     "transformers": (transformers, 110),
 }
-INEXACT = ("start", "weights", "transformers")  # parts that exact=True does not change, or refuses
+INEXACT = ("start", "weights", "kv", "transformers")  # parts that exact=True does not change, or refuses
 
 
 def main() -> None:

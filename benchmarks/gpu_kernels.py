@@ -9,6 +9,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -16,7 +17,10 @@ from twostroke.ops.interface import BLOCK, Attention, Batch, GroupBlocks, KVLaye
 from twostroke.ops.triton import gemv as g
 from twostroke.ops.triton.decode import DecodeScratch, decode_attention, split_count
 from twostroke.ops.triton.dense import sdpa
+from twostroke.ops.triton.narrow_decode import narrow_attention
 from twostroke.ops.triton.prefill import make_tiles, prefill_attention
+from twostroke.ops.triton.quantized import to_fp8, to_int4, to_int8
+from twostroke.ops.triton.skinny import skinny
 
 DEVICE = torch.device("cuda")
 RESULTS: dict[str, object] = {}
@@ -113,31 +117,29 @@ def gemvs() -> None:
 
 
 def narrow() -> None:
-    from twostroke.ops.triton import quantized as z
-
+    """Matrices of few bits, one row and several: the shapes that the ops choose."""
+    kinds = {"int4": to_int4, "fp8": to_fp8, "int8": to_int8}
     for name, (n, k, before, add) in SHAPES.items():
         if name.startswith("1B"):
             continue
-        copies = max(2, min(16, (1 << 29) // (n * k)))
-        x = torch.randn(1, k * (2 if before >= 2 else 1), device=DEVICE, dtype=torch.bfloat16)
-        out = torch.zeros(1, n, device=DEVICE, dtype=torch.bfloat16)
         full = torch.randn(n, k, device=DEVICE, dtype=torch.bfloat16)
-        fours, eights = z.to_int4(full, None), z.to_fp8(full, None)
-        ws = [z.Int4(fours.codes.clone(), fours.scales.clone(), None) for _ in range(copies)]
-        x = x[:, :k].contiguous()
-        for tile in ((8, 4, 4), (8, 8, 4), (4, 8, 4), (16, 4, 4), (4, 4, 2), (8, 8, 8)):
-            t = seconds(lambda ws=ws, x=x, tile=tile: [z.int4_gemv(x, w, out, add, tile) for w in ws]) / copies
-            note("narrow", f"{name} int4 {tile}", f"{t * 1e6:.2f} us {(n * k / 2 + n * k / 32) / t / 1e12:.2f} TB/s")
-        cs = [eights.codes.clone() for _ in range(copies)]
-        for tile in ((16, 256, 4, 1), (16, 512, 8, 1), (8, 1024, 4, 1), (8, 512, 4, 2)):
+        norm = torch.rand(k, device=DEVICE, dtype=torch.bfloat16)
+        for kind, to in kinds.items():
+            weight = to(full, None)
+            read = weight.codes.nbytes + weight.scales.nbytes
+            copies = max(2, min(16, (1 << 29) // read))
+            ws = [replace(weight, codes=weight.codes.clone()) for _ in range(copies)]
+            for rows in (1, 4, 16):
+                x = torch.randn(rows, k * (2 if before >= 2 else 1), device=DEVICE, dtype=torch.bfloat16)
+                out = torch.zeros(rows, n, device=DEVICE, dtype=torch.bfloat16)
 
-            def all_of(cs: list = cs, x: torch.Tensor = x, tile: tuple = tile) -> None:
-                for c in cs:
-                    g.gemv(x, c, None, out, add=add, scales=eights.scales, tile=tile)
+                def all_of(ws: list = ws, x: torch.Tensor = x, out: torch.Tensor = out) -> None:
+                    for w in ws:
+                        skinny(x, w.codes, w.scales, None, out, w.format, before=before, norm=norm, eps=1e-5, add=add)
 
-            t = seconds(all_of) / copies
-            note("narrow", f"{name} fp8 {tile}", f"{t * 1e6:.2f} us {n * k / t / 1e12:.2f} TB/s")
-        del ws, cs, full
+                t = seconds(all_of) / copies
+                note("narrow", f"{name} {kind} {rows} rows", f"{t * 1e6:.2f} us {read / t / 1e12:.2f} TB/s")
+            del ws
 
 
 def paged(requests: int, context: int, new: int, kv_format: str = "bfloat16", dim: int = 128, kv_heads: int = 8):
@@ -163,41 +165,31 @@ def paged(requests: int, context: int, new: int, kv_format: str = "bfloat16", di
     return batch, kv, Attention(4 * kv_heads, kv_heads, dim, dim**-0.5, rope=rope)
 
 
-def decodes() -> None:
+def time_decode(requests: int, context: int, kv_format: str) -> tuple[float, int]:
+    """Seconds of one layer's attention for streams of that context, and the bytes it reads."""
+    batch, kv, attention = paged(requests, context, 1, kv_format)
     scratch = DecodeScratch(DEVICE)
-    for requests, context, kv_format in ((64, 4096, "bfloat16"), (1, 384, "bfloat16"), (256, 576, "bfloat16"),
-                                         (32, 16384, "bfloat16"), (32, 16384, "int8"), (32, 16384, "fp8"),
-                                         (32, 16384, "int4")):  # fmt: skip
-        batch, kv, attention = paged(requests, context, 1, kv_format)
-        qkv = torch.randn(requests, 48 * 128, device=DEVICE, dtype=torch.bfloat16)
-        out = torch.empty(requests, 4096, device=DEVICE, dtype=torch.bfloat16)
-        tiles = (
-            ((64, 2, 4), (64, 2, 2), (64, 2, 1), (32, 3, 1))
-            if kv_format == "bfloat16"
-            else ((64, 2, 2), (64, 2, 1), (64, 3, 1), (32, 2, 1), (32, 4, 1), (128, 2, 2))
-        )
-        read = (kv.keys.nbytes + kv.values.nbytes) + (0 if kv.key_scales is None else 2 * kv.key_scales.nbytes)
-        for tile, stages, warps in tiles:
-            calls = 16 if requests == 1 else 1
+    qkv = torch.randn(requests, 48 * 128, device=DEVICE, dtype=torch.bfloat16)
+    out = torch.empty(requests, 4096, device=DEVICE, dtype=torch.bfloat16)
+    read = (kv.keys.nbytes + kv.values.nbytes) + (0 if kv.key_scales is None else 2 * kv.key_scales.nbytes)
+    attend = decode_attention if kv.key_scales is None else narrow_attention
+    calls = 16 if requests == 1 else 1
 
-            def run(tile: int = tile, stages: int = stages, warps: int = warps) -> None:
-                for _ in range(calls):
-                    decode_attention(
-                        qkv, attention, kv, batch, 0, out, scratch, requests=requests, listed=None,
-                        splits=split_count(context), fused=True, tile=tile, stages=stages, warps=warps,
-                    )  # fmt: skip
+    def run() -> None:
+        for _ in range(calls):
+            attend(
+                qkv, attention, kv, batch, 0, out, scratch, requests=requests, listed=None,
+                splits=split_count(context), fused=True,
+            )  # fmt: skip
 
-            try:
-                t = seconds(run) / calls
-            except Exception as error:
-                note(
-                    "decode",
-                    f"{requests}x{context} {kv_format} {tile} {stages} {warps}",
-                    f"{type(error).__name__}: {str(error)[:80]}",
-                )
-                continue
-            note("decode", f"{requests}x{context} {kv_format} tile {tile} stages {stages} warps {warps}",
-                 f"{t * 1e6:.1f} us {read / t / 1e12:.2f} TB/s")  # fmt: skip
+    return seconds(run) / calls, read
+
+
+def decodes() -> None:
+    for requests, context in ((64, 4096), (1, 384), (256, 576), (32, 16384)):
+        for kv_format in ("bfloat16", "int8", "int4", "fp8"):
+            t, read = time_decode(requests, context, kv_format)
+            note("decode", f"{requests}x{context} {kv_format}", f"{t * 1e6:.1f} us {read / t / 1e12:.2f} TB/s")
 
 
 def prefills() -> None:

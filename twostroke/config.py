@@ -180,7 +180,7 @@ def resolve(config: Config, arch: Arch, hardware: Hardware, weight_bytes: int) -
 
 
 def check_quantize(quantize: str | None, device: str) -> None:
-    known = {"cpu": ("int8", "int4"), "cuda": ("fp8", "int4")}[device]
+    known = {"cpu": ("int8", "int4"), "cuda": ("fp8", "int8", "int4")}[device]
     if quantize is not None and quantize not in known:
         raise ConfigError(f"quantize={quantize!r} is not served on a {device}: use {' or '.join(known)} there.")
 

@@ -12,13 +12,14 @@ from twostroke.model.transformer import rope_table
 from twostroke.ops.interface import BLOCK, Attention, Batch, GroupBlocks, KVFormat, KVLayer, Norm
 from twostroke.ops.kv_codec import write_kv
 
-WIDTHS = {"float32": 1, "float16": 1, "bfloat16": 1, "int8": 1, "int4": 2}
+WIDTHS = {"float32": 1, "float16": 1, "bfloat16": 1, "int8": 1, "int4": 2, "fp8": 1}
 DTYPES = {
     "float32": torch.float32,
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
     "int8": torch.int8,
     "int4": torch.uint8,
+    "fp8": torch.float8_e4m3fn,
 }
 
 
@@ -91,7 +92,7 @@ def make_kv(case: Case, blocks: int) -> KVLayer:
     shape = (blocks, 3, 2, case.kv_heads, BLOCK)
     data = torch.empty((*shape, case.head_dim // WIDTHS[case.format]), dtype=DTYPES[case.format])
     data.fill_(float("nan") if data.is_floating_point() else 77)
-    if case.format not in ("int8", "int4"):
+    if case.format not in ("int8", "int4", "fp8"):
         return KVLayer(case.format, data[:, 1, 0], data[:, 1, 1])
     scales = torch.full(shape, float("nan"))
     return KVLayer(case.format, data[:, 1, 0], data[:, 1, 1], scales[:, 1, 0], scales[:, 1, 1])

@@ -21,20 +21,29 @@ from twostroke.ops.triton import rows as rows_
 from twostroke.ops.triton.cascade import cascade_attention, members_of_tile
 from twostroke.ops.triton.decode import DecodeScratch, decode_attention, split_count
 from twostroke.ops.triton.dense import UNIT, attend_long
+from twostroke.ops.triton.int4_gemm import int4_product
+from twostroke.ops.triton.narrow_decode import narrow_attention
 from twostroke.ops.triton.prefill import make_tiles, prefill_attention, split_for, tile_rows
 from twostroke.ops.triton.quantized import (
     GROUP,
     Fp8,
     Int4,
+    Int8,
+    Narrow,
     as_float,
     fp8_product,
-    int4_gemv,
+    int8_product,
+    rows_of,
     to_fp8,
     to_int4,
+    to_int8,
 )
 from twostroke.ops.triton.rope import rotate_and_store
+from twostroke.ops.triton.skinny import skinny
 
 PIECE = 2048  # rows of a wide product made at a time
+FEW, FEW_FP8 = 16, 8  # rows that are multiplied straight from the codes
+SOME = 256  # rows from which on a decoded copy of an int4 matrix pays
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,7 +52,7 @@ class Matrix:
     bias: Tensor | None  # (out,) float32
 
 
-Weight = Matrix | Fp8 | Int4
+Weight = Matrix | Narrow
 
 
 class Kind(NamedTuple):
@@ -127,7 +136,7 @@ class CudaOps:
     def __init__(
         self, dtype: torch.dtype = torch.bfloat16, device: str | torch.device = "cuda", quantize: str | None = None
     ):
-        """quantize: keep matrices in "fp8" or "int4" instead of `dtype`."""
+        """quantize: keep matrices in "fp8", "int8" or "int4" instead of `dtype`."""
         self.dtype, self.device, self.quantize = dtype, torch.device(device), quantize
         self.scratch = DecodeScratch(self.device)
         self._norms: dict[Norm, Norm] = {}
@@ -152,8 +161,8 @@ class CudaOps:
         """A matrix that is on the device already."""
         if bias is not None:
             bias = bias.to(self.device, torch.float32)
-        if self.quantize == "fp8" and all(size % 16 == 0 for size in weight.shape):
-            return to_fp8(weight, bias)
+        if self.quantize in ("fp8", "int8") and weight.shape[0] % 16 == 0 and weight.shape[1] % 64 == 0:
+            return to_fp8(weight, bias) if self.quantize == "fp8" else to_int8(weight, bias)
         if self.quantize == "int4" and weight.shape[1] % GROUP == 0:
             return to_int4(weight, bias)
         return Matrix(weight, bias)
@@ -165,7 +174,7 @@ class CudaOps:
 
     def embed(self, table: Weight, tokens: Tensor, scale: float) -> Tensor:
         if not isinstance(table, Matrix):
-            return as_float(table, torch.float32, tokens).mul_(scale).to(self.dtype)
+            return rows_of(table, tokens, scale, self.dtype)
         return rows_.embed(table.weight, tokens, scale, self.dtype)
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
@@ -174,11 +183,17 @@ class CudaOps:
     def linear(
         self, x: Tensor, weight: Weight, *, before: Norm | Gate | None = None, add_to: Tensor | None = None
     ) -> Tensor:
-        if x.shape[0] == 1 and x.is_contiguous():
+        if not isinstance(weight, Matrix) and x.shape[0] <= (FEW_FP8 if isinstance(weight, Fp8) else FEW):
+            return self._few_rows(x, weight, before, add_to)
+        if isinstance(weight, Matrix) and x.shape[0] == 1 and x.is_contiguous():
             return self._one_row(x, weight, before, add_to)
         x = self._prepared(x, before)
-        if isinstance(weight, Fp8):
-            out = fp8_product(x, weight)
+        if isinstance(weight, Int4) and x.shape[0] <= SOME:
+            shape = x.shape[0], weight.codes.shape[0]
+            out = torch.empty(shape, dtype=x.dtype, device=x.device) if add_to is None else add_to
+            return int4_product(x, weight.codes, weight.scales, weight.bias, out, add_to is not None)
+        if isinstance(weight, Fp8 | Int8):
+            out = fp8_product(x, weight) if isinstance(weight, Fp8) else int8_product(x, weight)
             out = out if weight.bias is None else out.add_(weight.bias)
             return out if add_to is None else add_to.add_(out)
         matrix = (weight.weight if isinstance(weight, Matrix) else as_float(weight, self.dtype)).t()
@@ -188,21 +203,28 @@ class CudaOps:
         out = product(x, matrix)
         return out if weight.bias is None else out.add_(weight.bias)
 
-    def _one_row(self, x: Tensor, weight: Weight, before: Norm | Gate | None, add_to: Tensor | None) -> Tensor:
-        rows = weight.weight.shape[0] if isinstance(weight, Matrix) else weight.codes.shape[0]
-        out = torch.empty(1, rows, dtype=x.dtype, device=x.device) if add_to is None else add_to
-        if isinstance(weight, Int4):  # decoding fills the arithmetic units: they have no time left for norms
-            int4_gemv(self._prepared(x, before), weight, out, add_to is not None)
-            return out if weight.bias is None else out.add_(weight.bias)
-        matrix, scales = (weight.weight, None) if isinstance(weight, Matrix) else (weight.codes, weight.scales)
-        norm = self._narrow(before) if isinstance(before, Norm) else None
-        kind = gemv_.NOTHING if norm is None else gemv_.NORM
-        if isinstance(before, Gate):
-            kind = gemv_.SILU if before.activation == "silu" else gemv_.GELU
+    def _one_row(self, x: Tensor, weight: Matrix, before: Norm | Gate | None, add_to: Tensor | None) -> Tensor:
+        out = torch.empty(1, weight.weight.shape[0], dtype=x.dtype, device=x.device) if add_to is None else add_to
+        kind, norm = self._before(before)
         return gemv_.gemv(
-            x, matrix, weight.bias, out, before=kind, norm=norm.weight if norm else None, eps=norm.eps if norm else 0.0,
-            add=add_to is not None, scales=scales,
+            x, weight.weight, weight.bias, out, before=kind, norm=norm.weight if norm else None,
+            eps=norm.eps if norm else 0.0, add=add_to is not None,
         )  # fmt: skip
+
+    def _few_rows(self, x: Tensor, weight: Narrow, before: Norm | Gate | None, add_to: Tensor | None) -> Tensor:
+        shape = x.shape[0], weight.codes.shape[0]
+        out = torch.empty(shape, dtype=x.dtype, device=x.device) if add_to is None else add_to
+        kind, norm = self._before(before)
+        return skinny(
+            x, weight.codes, weight.scales, weight.bias, out, weight.format, before=kind,
+            norm=norm.weight if norm else None, eps=norm.eps if norm else 0.0, add=add_to is not None,
+        )  # fmt: skip
+
+    def _before(self, before: Norm | Gate | None) -> tuple[int, Norm | None]:
+        """What a kernel does to x first, as its number, and the norm's weights."""
+        if isinstance(before, Gate):
+            return gemv_.SILU if before.activation == "silu" else gemv_.GELU, None
+        return (gemv_.NOTHING, None) if before is None else (gemv_.NORM, self._narrow(before))
 
     def _prepared(self, x: Tensor, before: Norm | Gate | None) -> Tensor:
         if isinstance(before, Norm):
@@ -250,7 +272,8 @@ class CudaOps:
     def _attend_singles(
         self, q: Tensor, attention: Attention, kv: KVLayer, batch: Batch, group: int, out: Tensor, cut: Cut, fused: bool
     ) -> None:
-        decode_attention(
+        run = decode_attention if kv.key_scales is None else narrow_attention
+        run(
             q, attention, kv, batch, group, out, self.scratch, requests=cut.single_count, listed=cut.singles,
             splits=cut.splits, fused=fused, scale=cut.scale,
             shared=cut.cascade and cut.cascade.shared,

@@ -21,8 +21,8 @@ def make_ops(device: str, dtype: str | None, threads: int, quantize: str | None 
     if device == "cuda":
         from twostroke.ops.cuda import CudaOps  # Triton is not installed everywhere
 
-        if quantize not in (None, "fp8", "int4"):
-            raise ValueError(f"A GPU keeps weights in fp8 or int4, not in {quantize!r}.")
+        if quantize not in (None, "fp8", "int8", "int4"):
+            raise ValueError(f"A GPU keeps weights in fp8, int8 or int4, not in {quantize!r}.")
         if exact:
             from twostroke.ops.cuda_exact import ExactCudaOps
 

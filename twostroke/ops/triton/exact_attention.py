@@ -48,7 +48,7 @@ def visit(
     places = n0 + tl.arange(0, TILE_N)
     valid = places < context
     blocks = tl.load(table + places // BLOCK, mask=valid, other=0) if MASKED else tl.load(table + places // BLOCK)
-    k = load_tile(keys, blocks, places % BLOCK, valid, block_stride, token_stride, HEAD, WIDE, FORMAT, MASKED, DTYPE)
+    k = load_tile(keys, blocks, places % BLOCK, valid, block_stride, token_stride, 1, HEAD, WIDE, FORMAT, MASKED, DTYPE)
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     where = blocks.to(tl.int64) * scale_block_stride + places % BLOCK
     if FORMAT > 0:
@@ -68,7 +68,10 @@ def visit(
     else:
         p = tl.exp2(tl.fma(s, tl.full(s.shape, 1.0, tl.float32) * factor, tl.broadcast_to(-stable[:, None], s.shape)))
     shrink = tl.exp2(best - stable)
-    v = load_tile(values, blocks, places % BLOCK, valid, block_stride, token_stride, HEAD, WIDE, FORMAT, MASKED, DTYPE)
+    v = load_tile(
+        values, blocks, places % BLOCK, valid, block_stride, 1 if FORMAT > 0 else token_stride,
+        BLOCK if FORMAT > 0 else 1, HEAD, WIDE, FORMAT, MASKED, DTYPE,
+    )  # fmt: skip
     ones = tl.full((TILE_N, SUMS), 1.0, DTYPE)
     total = tl.dot(p.to(DTYPE), ones, total * shrink[:, None], input_precision=PRECISION)
     if FORMAT > 0:
@@ -158,11 +161,14 @@ def attend_kernel(
             k_head = q_ptr + start.to(tl.int64) * q_stride + (HEADS + head) * HEAD + one * 0
             store_head(
                 keys + token, key_scales + at, k_head, one < 1, cos_ptr, 0.0, cos_ptr, sin_ptr, low,
-                HEAD, WIDE, HALF, False, FORMAT,
+                HEAD, WIDE, HALF, False, FORMAT, 1,
             )  # fmt: skip
+            v_token = token
+            if FORMAT > 0:
+                v_token = block * block_stride + low % BLOCK + one * 0
             store_head(
-                values + token, value_scales + at, k_head + KV_HEADS * HEAD, one < 1, cos_ptr, 0.0, cos_ptr, sin_ptr,
-                low, HEAD, WIDE, 0, False, FORMAT,
+                values + v_token, value_scales + at, k_head + KV_HEADS * HEAD, one < 1, cos_ptr, 0.0, cos_ptr, sin_ptr,
+                low, HEAD, WIDE, 0, False, FORMAT, BLOCK if FORMAT > 0 else 1,
             )  # fmt: skip
             if PDL:
                 fence()

@@ -30,9 +30,9 @@ def weight_tile(w_rows, rows, k0, k, K: tl.constexpr, EVEN: tl.constexpr):
 
 @triton.jit
 def gemv_kernel(
-    x_ptr, w_ptr, scale_ptr, bias_ptr, norm_ptr, out_ptr, eps, n_rows, w_stride,
+    x_ptr, w_ptr, bias_ptr, norm_ptr, out_ptr, eps, n_rows, w_stride,
     K: tl.constexpr, BEFORE: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr,
-    SCALED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DEPTH: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DEPTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     EVEN: tl.constexpr = K % BLOCK_K == 0
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -82,8 +82,6 @@ def gemv_kernel(
     out = tl.sum(total, axis=1)
     if BEFORE == 1:
         out *= tl.rsqrt(tl.sum(squares) / K + eps)
-    if SCALED:
-        out *= tl.load(scale_ptr + n, mask=rows, other=0.0)
     if BIAS:
         out += tl.load(bias_ptr + n, mask=rows, other=0.0)
     if ADD:
@@ -102,25 +100,18 @@ def tile_of(n: int, k: int) -> tuple[int, int, int, int]:
     return 8, 512, 4, 2
 
 
-def narrow_tile_of(n: int, k: int) -> tuple[int, int, int, int]:
-    """The same for a matrix of one-byte elements."""
-    return (
-        (16, min(256, triton.next_power_of_2(k)), 4, 1) if n > 8192 else (16, min(512, triton.next_power_of_2(k)), 8, 1)
-    )
-
-
 def gemv(
     x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *, before: int = NOTHING, norm: Tensor | None = None,
-    eps: float = 0.0, add: bool = False, scales: Tensor | None = None,
+    eps: float = 0.0, add: bool = False,
     tile: tuple[int, int, int, int] | None = None,
 ) -> Tensor:  # fmt: skip
-    """out (1, N) = before(x) @ weight.T · scales + bias, added to what `out` holds with `add`."""
+    """out (1, N) = before(x) @ weight.T + bias, added to what `out` holds with `add`."""
     n, k = weight.shape
-    block_n, block_k, warps, depth = tile or (tile_of(n, k) if scales is None else narrow_tile_of(n, k))
+    block_n, block_k, warps, depth = tile or tile_of(n, k)
     gemv_kernel[(triton.cdiv(n, block_n),)](
-        x, weight, weight if scales is None else scales, weight if bias is None else bias,
+        x, weight, weight if bias is None else bias,
         weight if norm is None else norm, out, eps, n, weight.stride(0), K=k, BEFORE=before, BIAS=bias is not None,
-        ADD=add, SCALED=scales is not None, BLOCK_N=block_n, BLOCK_K=block_k, DEPTH=depth, PDL=PDL, num_warps=warps,
+        ADD=add, BLOCK_N=block_n, BLOCK_K=block_k, DEPTH=depth, PDL=PDL, num_warps=warps,
         **EARLY,
     )  # fmt: skip
     return out

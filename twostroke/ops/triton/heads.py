@@ -1,7 +1,8 @@
 """What kernels do with one head of a token: norm and rotate it, write it to the cache, read tiles back.
 
 Formats of the cache, a compile-time number: 0 floats as they are, 1 int8, 2 int4, 3 fp8 (all but 0 with a float32 scale
-for each token and head).
+for each token and head). K lies token by token. V of few bits lies transposed within its block, element by element with
+the block's tokens side by side: that is how the tensor cores take it (narrow_decode.py).
 """
 
 from __future__ import annotations
@@ -60,9 +61,10 @@ def rounded(x):
 def store_head(
     codes, scales, heads, mask, norm_ptr, eps, cos_ptr, sin_ptr, position,
     HEAD: tl.constexpr, WIDE: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, FORMAT: tl.constexpr,
+    STEP: tl.constexpr,
 ):  # fmt: skip
-    """Norm, rotate and write one token's heads; `codes` and `scales` point (M,) to where each head's go. What was
-    stored comes back as attention will read it, (M, WIDE) float32."""
+    """Norm, rotate and write one token's heads; `codes` and `scales` point (M,) to where each head's go, its elements
+    STEP apart. What was stored comes back as attention will read it, (M, WIDE) float32."""
     inverse_rms = head_scale(heads, eps, HEAD, WIDE, NORM)
     dims = tl.arange(0, WIDE)
     if FORMAT == 2:
@@ -75,7 +77,7 @@ def store_head(
         high = tl.clamp(rounded(b / safe), -7.0, 7.0)
         packed = (low + 8.0).to(tl.int32) | ((high + 8.0).to(tl.int32) << 4)
         inside = mask[:, None] & (half < HEAD // 2)[None, :]
-        tl.store(codes[:, None] + half[None, :], packed.to(tl.uint8), mask=inside)
+        tl.store(codes[:, None] + half[None, :] * STEP, packed.to(tl.uint8), mask=inside)
         tl.store(scales, scale, mask=mask)
         stored = tl.interleave(low, high) * scale[:, None]
     else:
@@ -91,129 +93,25 @@ def store_head(
             code = tl.clamp(rounded(x) if FORMAT == 1 else x, -largest, largest).to(codes.dtype.element_ty)
             tl.store(scales, scale, mask=mask)
             stored = code.to(tl.float32) * scale[:, None]
-        tl.store(codes[:, None] + dims[None, :], code, mask=inside)
+        tl.store(codes[:, None] + dims[None, :] * STEP, code, mask=inside)
     return stored
 
 
 @triton.jit
-def int8_to_bf16(codes):
-    """128 + the low seven bits, less 128 or 256 by the sign: both have their bits in place already."""
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .b32 a, b, c, d;
-        prmt.b32 a, $2, 0x43434343, 0x4140;
-        prmt.b32 b, $2, 0x43434343, 0x4342;
-        and.b32 c, a, 0xff80ff80;
-        and.b32 d, b, 0xff80ff80;
-        and.b32 a, a, 0xff7fff7f;
-        and.b32 b, b, 0xff7fff7f;
-        sub.bf16x2 $0, a, c;
-        sub.bf16x2 $1, b, d;
-        }""",
-        "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4,
-    )  # fmt: skip
-
-
-@triton.jit
-def fp8_to_bf16(codes):
-    """The same bits three places lower, times the difference of the exponents' biases."""
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .b32 a, b, c, d;
-        prmt.b32 a, $2, 0, 0x1404;
-        prmt.b32 b, $2, 0, 0x3424;
-        and.b32 c, a, 0x7f007f00;
-        and.b32 d, b, 0x7f007f00;
-        and.b32 a, a, 0x80008000;
-        and.b32 b, b, 0x80008000;
-        shr.u32 c, c, 4;
-        shr.u32 d, d, 4;
-        or.b32 a, a, c;
-        or.b32 b, b, d;
-        mov.b32 c, 0x7b807b80;
-        mul.bf16x2 $0, a, c;
-        mul.bf16x2 $1, b, c;
-        }""",
-        "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4,
-    )  # fmt: skip
-
-
-@triton.jit
-def int4_to_bf16(codes):
-    """(low nibbles, high nibbles) - 8: 128 + nibble has its bits in place, less 136."""
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .b32 a, b, m;
-        mov.b32 m, 0x43084308;
-        and.b32 a, $4, 0x0f0f0f0f;
-        shr.u32 b, $4, 4;
-        and.b32 b, b, 0x0f0f0f0f;
-        prmt.b32 $0, a, 0x43434343, 0x4140;
-        prmt.b32 $1, a, 0x43434343, 0x4342;
-        prmt.b32 $2, b, 0x43434343, 0x4140;
-        prmt.b32 $3, b, 0x43434343, 0x4342;
-        sub.bf16x2 $0, $0, m;
-        sub.bf16x2 $1, $1, m;
-        sub.bf16x2 $2, $2, m;
-        sub.bf16x2 $3, $3, m;
-        }""",
-        "=r,=r,=r,=r,r", [codes], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4,
-    )  # fmt: skip
-
-
-@triton.jit
-def load_codes(
-    base, blocks, offsets, valid, block_stride, token_stride, WIDTH: tl.constexpr, WIDE: tl.constexpr,
-    MASKED: tl.constexpr, FORMAT: tl.constexpr,
-):  # fmt: skip
-    """What the cache holds of N tokens of one head, (N, WIDE), WIDTH of them real; zero bits where not `valid`."""
-    if FORMAT == 3:
-        base = base.to(tl.pointer_type(tl.uint8), bitcast=True)
-    rows = base + blocks.to(tl.int64) * block_stride + offsets * token_stride
-    dims = tl.arange(0, WIDE)
-    if MASKED or WIDTH != WIDE:
-        return tl.load(rows[:, None] + dims[None, :], mask=valid[:, None] & (dims < WIDTH)[None, :], other=0)
-    return tl.load(rows[:, None] + dims[None, :])
-
-
-@triton.jit
-def decoded(codes, FORMAT: tl.constexpr, DTYPE: tl.constexpr, FAST: tl.constexpr):
-    """Codes of any format but int4 as DTYPE; scales are not applied."""
-    if FORMAT == 1 and FAST:
-        return int8_to_bf16(codes)
-    elif FORMAT == 3 and FAST:
-        return fp8_to_bf16(codes)
-    elif FORMAT == 3:
-        return codes.to(tl.float8e4nv, bitcast=True).to(DTYPE)
-    else:
-        return codes.to(DTYPE)
-
-
-@triton.jit
-def nibbles(codes, DTYPE: tl.constexpr, FAST: tl.constexpr):
-    """The even and the odd elements of int4 codes as DTYPE; scales are not applied."""
-    if FAST:
-        low, high = int4_to_bf16(codes)
-    else:
-        low = ((codes & 15).to(tl.int32) - 8).to(DTYPE)
-        high = ((codes >> 4).to(tl.int32) - 8).to(DTYPE)
-    return low, high
-
-
-@triton.jit
 def load_tile(
-    base, blocks, offsets, valid, block_stride, token_stride,
+    base, blocks, offsets, valid, block_stride, token_stride, STEP: tl.constexpr,
     HEAD: tl.constexpr, WIDE: tl.constexpr, FORMAT: tl.constexpr, MASKED: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Codes of N tokens of one head as DTYPE, (N, WIDE); their scales are not applied. Zero where not `valid`."""
+    """Codes of N tokens of one head, its elements STEP apart, as DTYPE, (N, WIDE); their scales are not applied. Zero
+    where not `valid`."""
     rows = base + blocks.to(tl.int64) * block_stride + offsets * token_stride
     if FORMAT == 2:
         half = tl.arange(0, WIDE // 2)
         if MASKED or HEAD != WIDE:
             inside = valid[:, None] & (half < HEAD // 2)[None, :]
-            packed = tl.load(rows[:, None] + half[None, :], mask=inside, other=0x88)
+            packed = tl.load(rows[:, None] + half[None, :] * STEP, mask=inside, other=0x88)
         else:
-            packed = tl.load(rows[:, None] + half[None, :])
+            packed = tl.load(rows[:, None] + half[None, :] * STEP)
         low = (packed & 15).to(tl.int32) - 8
         high = (packed >> 4).to(tl.int32) - 8
         tile = tl.interleave(low.to(DTYPE), high.to(DTYPE))
@@ -221,7 +119,7 @@ def load_tile(
         dims = tl.arange(0, WIDE)
         if MASKED or HEAD != WIDE:
             inside = valid[:, None] & (dims < HEAD)[None, :]
-            tile = tl.load(rows[:, None] + dims[None, :], mask=inside, other=0.0).to(DTYPE)
+            tile = tl.load(rows[:, None] + dims[None, :] * STEP, mask=inside, other=0.0).to(DTYPE)
         else:
-            tile = tl.load(rows[:, None] + dims[None, :]).to(DTYPE)
+            tile = tl.load(rows[:, None] + dims[None, :] * STEP).to(DTYPE)
     return tile

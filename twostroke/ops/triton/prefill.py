@@ -30,7 +30,7 @@ def step(
     places = n0 + tl.arange(0, TILE_N)
     valid = places < end
     blocks = tl.load(table + places // BLOCK, mask=valid, other=0) if MASKED else tl.load(table + places // BLOCK)
-    k = load_tile(keys, blocks, places % BLOCK, valid, block_stride, token_stride, HEAD, WIDE, FORMAT, MASKED, DTYPE)
+    k = load_tile(keys, blocks, places % BLOCK, valid, block_stride, token_stride, 1, HEAD, WIDE, FORMAT, MASKED, DTYPE)
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     where = blocks.to(tl.int64) * scale_block_stride + places % BLOCK
     if FORMAT > 0:
@@ -49,7 +49,10 @@ def step(
     p = tl.exp2(s - stable[:, None])
     shrink = tl.exp2(best - stable)
     total = total * shrink + tl.sum(p, axis=1)
-    v = load_tile(values, blocks, places % BLOCK, valid, block_stride, token_stride, HEAD, WIDE, FORMAT, MASKED, DTYPE)
+    v = load_tile(
+        values, blocks, places % BLOCK, valid, block_stride, 1 if FORMAT > 0 else token_stride,
+        BLOCK if FORMAT > 0 else 1, HEAD, WIDE, FORMAT, MASKED, DTYPE,
+    )  # fmt: skip
     if FORMAT > 0:
         p *= tl.load(value_scales + where, mask=valid, other=0.0)[None, :]
     acc = acc * shrink[:, None]

@@ -48,11 +48,14 @@ def rope_kernel(
         kv_index = tl.arange(0, KV_HEADS_2)
         kv_mask = (kv_index < KV_HEADS) & somebody
         token = block * block_stride + kv_index * head_stride + offset * token_stride
+        v_token = token
+        if FORMAT > 0:
+            v_token = block * block_stride + kv_index * head_stride + offset
         where = block * scale_block_stride + kv_index * scale_head_stride + offset
         k_heads = mine + tl.where(kv_mask, HEADS + kv_index, 0) * HEAD
         store_head(
             keys + token, key_scales + where, k_heads, kv_mask, knorm_ptr, k_eps, cos_ptr, sin_ptr, position,
-            HEAD, WIDE, HALF, NORM, FORMAT,
+            HEAD, WIDE, HALF, NORM, FORMAT, 1,
         )  # fmt: skip
         if KEEP_K:
             k_scale = head_scale(k_heads, k_eps, HEAD, WIDE, NORM)
@@ -61,8 +64,8 @@ def rope_kernel(
             tl.store(kept, k.to(k_ptr.dtype.element_ty), mask=kv_mask[:, None] & (dims < HEAD)[None, :])
         v_heads = k_heads + KV_HEADS * HEAD
         store_head(
-            values + token, value_scales + where, v_heads, kv_mask, knorm_ptr, k_eps, cos_ptr, sin_ptr, position,
-            HEAD, WIDE, 0, False, FORMAT,
+            values + v_token, value_scales + where, v_heads, kv_mask, knorm_ptr, k_eps, cos_ptr, sin_ptr, position,
+            HEAD, WIDE, 0, False, FORMAT, BLOCK if FORMAT > 0 else 1,
         )  # fmt: skip
 
 
