@@ -85,6 +85,13 @@ def test_exactness_on_a_gpu_is_a_choice():
         resolve(make_config(exact=True, quantize="int4"), LLAMA_8B, card, 0)
 
 
+def test_a_narrow_cache_and_float32_do_not_go_together_on_a_gpu():
+    card = Hardware("cuda", 16, 100 << 30)
+    with pytest.raises(ConfigError, match="kv_dtype='int8' on a GPU goes with dtype='bfloat16' only"):
+        resolve(make_config(dtype="float32", kv_dtype="int8"), LLAMA_8B, card, 0)
+    assert resolve(make_config(kv_dtype="int8"), LLAMA_8B, card, 0).kv_dtype == "int8"
+
+
 def test_a_context_the_model_was_not_made_for():
     with pytest.raises(ConfigError, match="8192"):
         resolve(make_config(max_model_len=9000), LLAMA_8B, MACHINE, 0)

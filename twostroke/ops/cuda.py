@@ -250,10 +250,11 @@ class CudaOps:
         cut = self._cut(batch, attention)
         width = attention.heads * attention.head_dim
         out = torch.empty(qkv.shape[0], width, dtype=qkv.dtype, device=qkv.device)
-        if isinstance(batch, DeviceBatch) and batch.streams and cut.cascade is None:
+        streams = isinstance(batch, DeviceBatch) and batch.streams and cut.cascade is None
+        if streams and kv.format != "fp8":  # compiled for fp8, the fused kernel weighs the newest token wrongly
             self._attend_singles(qkv, attention, kv, batch, group, out, cut, fused=True)
             return out
-        q, k = rotate_and_store(qkv, attention, kv, batch, group, keep_k=bool(cut.long))
+        q, k = rotate_and_store(qkv, attention, kv, batch, group, keep_k=bool(cut.long), streams=streams)
         if cut.cascade is not None:
             members, shared = cut.cascade
             cascade_attention(

@@ -35,10 +35,9 @@ def gather_kernel(
     out = (places * KV_HEADS + head)[:, None] * HEAD + dims[None, :]
     for which in tl.static_range(2):
         base = (keys if which == 0 else values) + head * head_stride
-        TURNED: tl.constexpr = FORMAT > 0 and which == 1
         x = load_tile(
-            base, blocks, places % BLOCK, valid, block_stride, 1 if TURNED else token_stride, BLOCK if TURNED else 1,
-            HEAD, WIDE, FORMAT, True, tl.float32,
+            base, blocks, places % BLOCK, valid, block_stride, 1 if FORMAT > 0 and which == 1 else token_stride,
+            BLOCK if FORMAT > 0 and which == 1 else 1, HEAD, WIDE, FORMAT, True, tl.float32,
         )  # fmt: skip
         if FORMAT > 0:
             scales = key_scales if which == 0 else value_scales
