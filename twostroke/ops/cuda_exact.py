@@ -30,7 +30,8 @@ class ExactCudaOps(CudaOps):
         width = attention.heads * attention.head_dim
         out = torch.empty(qkv.shape[0], width, dtype=qkv.dtype, device=qkv.device)
         streams = isinstance(batch, DeviceBatch) and batch.streams
-        fused = streams and attention.query_norm is None  # a norm's sum has its order from rotate_and_store's layout
+        # A norm's sum has its order from rotate_and_store's layout, and codes on a border the rounding of its rotation.
+        fused = streams and attention.query_norm is None and kv.key_scales is None
         q = qkv
         if not fused:
             q, _ = rotate_and_store(qkv, attention, kv, batch, group, keep_k=False, streams=streams, exact=True)

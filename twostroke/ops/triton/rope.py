@@ -46,7 +46,7 @@ def rope_kernel(
             block, offset = slot // BLOCK, slot % BLOCK
             somebody = slot >= 0
         kv_index = tl.arange(0, KV_HEADS_2)
-        kv_mask = (kv_index < KV_HEADS) & somebody
+        kv_mask = tl.where(somebody, kv_index, KV_HEADS) < KV_HEADS
         token = block * block_stride + kv_index * head_stride + offset * token_stride
         v_token = token
         if FORMAT > 0:
