@@ -204,8 +204,8 @@ def _kv_dtype(config: Config, device: str, reasons: dict[str, str]) -> KVFormat:
         raise ConfigError(f"kv_dtype='fp8' needs a GPU; on a {device} int8 takes the same room and keeps more.")
     if config.kv_dtype in ("int8", "int4", "fp8") and device == "cuda" and config.dtype == "float32":
         raise ConfigError(
-            f"kv_dtype={config.kv_dtype!r} on a GPU goes with dtype='bfloat16' only: its attention kernels are wrong in "
-            "float32. Leave one of the two out."
+            f"kv_dtype={config.kv_dtype!r} on a GPU goes with dtype='bfloat16' only: its attention kernels are "
+            "wrong in float32. Leave one of the two out."
         )
     if config.kv_dtype is not None:
         return cast(KVFormat, config.kv_dtype)  # Config has checked it
