@@ -12,8 +12,8 @@ costs its own arithmetic, and an empty row costs nothing in either mode, for not
 lengths; prompts are cut short, since reading them costs both modes the same and would hide what is compared.
 
 How much continuous batching gives in tokens/s therefore depends on the workload, and on two x86 cores it is little.
-Medians of three rounds, continuous over static, all that were tried. With kernels whose cost grew faster with the rows:
-cap 16, prompts / 8, answers / 2: 1.03; cap 4, prompts / 16: 1.18 (cap 16: 1.08); cap 4, prompts / 32: 1.21 (cap 16: 0.96),
+Medians of three rounds, continuous over static, all that were tried. With kernels whose cost grew faster with rows: cap
+16, prompts / 8, answers / 2: 1.03; cap 4, prompts / 16: 1.18 (cap 16: 1.08); cap 4, prompts / 32: 1.21 (cap 16: 0.96),
 single rounds 1.31, 0.98 and 1.24. The committed run, the last workload again with today's kernels: 1.19 (cap 16: 1.15),
 single rounds 1.18, 1.22 and 1.41. Read these as "about 1.2 with four streams, a little less with sixteen".
 """
