@@ -23,9 +23,7 @@ QUANTIZATIONS = ("int8", "int4", "fp8")
 DEFAULT_GAP = {"cpu": 0.25, "cuda": 0.05}  # seconds
 DEFAULT_BATCH_TOKENS = {"cpu": 512, "cuda": 8192}
 DEFAULT_REQUESTS = {"cpu": 32, "cuda": 256}
-EXACT_COST = (
-    "exact=True would cost 5 % of a stream's speed, and of a prompt's time 7 % (2,048 tokens) to 46 % (32,768)"
-)
+EXACT_COST = "exact=True would cost 5 % of a stream's speed, and of a prompt's time 7 % (2,048 tokens) to 46 % (32,768)"
 KV_SHARE = {"cpu": 0.25, "cuda": 0.9}  # of the memory that is free once the weights are loaded
 
 
