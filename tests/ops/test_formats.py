@@ -6,7 +6,7 @@ import gguf
 import numpy as np
 import pytest
 
-from twostroke.ops.formats import FORMATS, Stored, concat_rows, dequantize, from_float, stored_bytes
+from twostroke.ops.formats import FORMATS, Stored, dequantize, from_float, stored_bytes
 
 QUANTIZED = [name for name, fmt in FORMATS.items() if fmt.block > 1]
 
@@ -56,9 +56,6 @@ def test_rows_move_as_bytes(name: str) -> None:
     order = np.array([5, 0, 3, 3])
     assert np.array_equal(dequantize(stored.rows(2, 5)), whole[2:5], equal_nan=True)
     assert np.array_equal(dequantize(stored.take_rows(order)), whole[order], equal_nan=True)
-    joined = concat_rows([stored.rows(0, 1), stored.rows(4, 6)])
-    assert joined.shape == (3, 512)
-    assert np.array_equal(dequantize(joined), whole[[0, 4, 5]], equal_nan=True)
 
 
 def test_rows_are_views_and_read_only_data_is_fine() -> None:
@@ -91,10 +88,3 @@ def test_wrong_sizes_are_refused(name: str) -> None:
         random_stored(name, (256,)).take_rows(np.array([0]))
     with pytest.raises(ValueError, match="outside"):
         good.rows(0, 3)
-
-
-def test_only_equal_formats_and_widths_stack() -> None:
-    with pytest.raises(ValueError, match="cannot stack"):
-        concat_rows([random_stored("Q8_0", (2, 64)), random_stored("Q4_0", (2, 64))])
-    with pytest.raises(ValueError, match="cannot stack"):
-        concat_rows([random_stored("Q8_0", (2, 64)), random_stored("Q8_0", (2, 32))])

@@ -14,6 +14,7 @@ import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import inf
+from typing import Literal
 
 import numpy as np
 
@@ -28,7 +29,6 @@ from twostroke.ops.interface import BLOCK
 from twostroke.sampling import SamplingParams
 from twostroke.types import Event, Request
 
-ROUTERS = ("least-loaded", "round-robin", "prefix")
 AFFINITY_SLACK = 4  # requests by which a worker that knows the prefix may be fuller than the emptiest
 PARAMS = {0: SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)}
 
@@ -66,7 +66,7 @@ class Pools:
     prefill: int = 0
     link: float = 25e9  # bytes/s from a prefill worker to a decode worker
     latency: float = 0.002  # seconds before the first byte
-    router: str = "least-loaded"
+    router: Literal["least-loaded", "round-robin", "prefix"] = "least-loaded"
 
 
 @dataclass(slots=True)

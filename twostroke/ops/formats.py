@@ -100,21 +100,6 @@ class Stored:
         return Stored(self.format, (len(index), *self.shape[1:]), self.by_row()[index].reshape(-1))
 
 
-def concat_rows(parts: Sequence[Stored]) -> Stored:
-    """Stack along the first axis (q, k and v into one weight); format and row width must agree."""
-    if not parts:
-        raise ValueError("nothing to concatenate")
-    first = parts[0]
-    for part in parts[1:]:
-        if part.format != first.format or part.shape[1:] != first.shape[1:]:
-            raise ValueError(
-                f"cannot stack {part.format} {part.shape} under {first.format} {first.shape}: "
-                "format and width must agree"
-            )
-    rows = sum(part.shape[0] for part in parts)
-    return Stored(first.format, (rows, *first.shape[1:]), np.concatenate([part.data for part in parts]))
-
-
 def from_float(array: np.ndarray) -> Stored:
     """A float32 or float16 array as a `Stored` in its own precision."""
     names = {"float32": "F32", "float16": "F16"}
