@@ -32,13 +32,14 @@ class Transformer:
         self.embedding, self.layers, self.final_norm, self.head = embedding, tuple(layers), final_norm, head
         self.max_positions = max_positions  # length of the rotary tables
         self.gate = Gate(arch.activation)
-        self._plans: WeakKeyDictionary[KVStorage, Any] = WeakKeyDictionary()  # for backends that run all layers at once
+        self._whole = ops if isinstance(ops, RunsLayers) else None  # a backend that runs all layers at once
+        self._plans: WeakKeyDictionary[KVStorage, Any] = WeakKeyDictionary()  # of such a backend
 
     def forward(self, batch: Batch, kv: KVStorage) -> Tensor:
         """Compute the batch's rows, leaving K and V in `kv`; the hidden rows batch.logit_rows (S, hidden) come back."""
         x = self.ops.embed(self.embedding, batch.tokens, self.arch.embedding_scale)  # (T, hidden)
-        if isinstance(self.ops, RunsLayers):
-            return self.ops.run_layers(self._plan(self.ops, kv), x, batch)
+        if self._whole is not None:
+            return self._whole.run_layers(self._plan(self._whole, kv), x, batch)
         return self._run_layers(x, batch, kv)
 
     def _plan(self, ops: RunsLayers, kv: KVStorage) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -30,38 +31,63 @@ class StepRows:
 
 def build_step(plan: Plan, tables: np.ndarray) -> StepRows:
     """`tables`: (groups, rows, columns) int32, the block tables of all running requests."""
+    if all(
+        count == 1 and len(request.tokens) == start + 1 > request.prompt_length for request, start, count in plan.works
+    ):
+        return _decode_step(plan, tables)
     numbers = np.array([(work.start, work.count, work.request.row) for work in plan.works], np.int64)
     first, counts, rows = numbers.T
     starts = np.zeros(len(counts) + 1, np.int32)
     np.cumsum(counts, out=starts[1:])
-    if starts[-1] == len(counts):  # one row each, as in every step of plain decoding
-        owner, positions = np.arange(len(counts)), first.copy()
-    else:
-        owner = np.repeat(np.arange(len(counts)), counts)
-        positions = np.arange(starts[-1]) - starts[owner] + first[owner]
-    contexts = (first + counts).astype(np.int32)
-    tokens: list[int] = []
-    for request, start, count in plan.works:
-        if count == 1:
-            tokens.append(request.tokens[start])
-        else:
-            tokens += request.tokens[start : start + count]
-    columns = -(-int(contexts.max()) // BLOCK)
-    blocks, offsets = positions // BLOCK, positions % BLOCK
-    groups = []
-    for table in tables[:, rows, :columns]:
-        slots = table[owner, blocks].astype(np.int64) * BLOCK + offsets
-        groups.append(GroupBlocks(torch.from_numpy(slots), torch.from_numpy(table)))
+    owner = np.repeat(np.arange(len(counts)), counts)
+    positions = np.arange(starts[-1]) - starts[owner] + first[owner]
+    tokens = [token for request, start, count in plan.works for token in request.tokens[start : start + count]]
     samplers, prompts, logit_rows = _wanted_rows(plan, starts)
     batch = Batch(
         tokens=torch.from_numpy(np.array(tokens, np.int64)),
         positions=torch.from_numpy(positions),
         starts=torch.from_numpy(starts),
-        contexts=torch.from_numpy(contexts),
-        groups=tuple(groups),
+        contexts=torch.from_numpy((first + counts).astype(np.int32)),
+        groups=_group_blocks(tables, rows, owner, positions),
         logit_rows=torch.from_numpy(np.array(logit_rows, np.int64)),
     )
     return StepRows(batch, samplers, prompts)
+
+
+def _decode_step(plan: Plan, tables: np.ndarray) -> StepRows:
+    """The same where every work is the newest token of a stream: one row each, and every row samples."""
+    tokens, positions, rows = np.array(
+        [(request.tokens[start], start, request.row) for request, start, _ in plan.works], np.int64
+    ).T.copy()
+    samplers, starts, logit_rows = _one_row_each(len(plan.works))
+    batch = Batch(
+        tokens=torch.from_numpy(tokens),
+        positions=torch.from_numpy(positions),
+        starts=starts,
+        contexts=torch.from_numpy((positions + 1).astype(np.int32)),
+        groups=_group_blocks(tables, rows, logit_rows.numpy(), positions),
+        logit_rows=logit_rows,
+    )
+    return StepRows(batch, samplers, ())
+
+
+@lru_cache(maxsize=1024)
+def _one_row_each(count: int) -> tuple[tuple[int, ...], torch.Tensor, torch.Tensor]:
+    """Samplers, starts and logit rows of such a step."""
+    return tuple(range(count)), torch.arange(count + 1, dtype=torch.int32), torch.arange(count)
+
+
+def _group_blocks(
+    tables: np.ndarray, rows: np.ndarray, owner: np.ndarray, positions: np.ndarray
+) -> tuple[GroupBlocks, ...]:
+    """owner: the work each position belongs to; rows: each work's row in the tables."""
+    columns = int(positions.max()) // BLOCK + 1
+    blocks, offsets = np.divmod(positions, BLOCK)
+    groups = []
+    for table in tables[:, rows, :columns]:
+        slots = table[owner, blocks] * np.int64(BLOCK) + offsets
+        groups.append(GroupBlocks(torch.from_numpy(slots), torch.from_numpy(table)))
+    return tuple(groups)
 
 
 def _wanted_rows(plan: Plan, starts: np.ndarray) -> tuple[tuple[int, ...], tuple[PromptRows, ...], list[int]]:

@@ -57,8 +57,9 @@ def needs_adjusting(request: Request) -> bool:
 
 
 def greedy(logits: Tensor, ops: Ops) -> list[int | None]:
+    values = logits.numpy()
     tokens = ops.argmax(logits).tolist()  # -1: a NaN in the row
-    return [token if token >= 0 and isfinite(logits[row, token].item()) else None for row, token in enumerate(tokens)]
+    return [token if token >= 0 and isfinite(values[row, token]) else None for row, token in enumerate(tokens)]
 
 
 def choose_one(row: Tensor, request: Request, allowed: np.ndarray | None = None) -> int | None:
