@@ -2,6 +2,7 @@
 
     python -m benchmarks.cost_model                  # the default model: grid, trace slice, bytes, speed; 3.5 minutes
     python -m benchmarks.cost_model --device cuda    # random weights in the shape of Llama-3.1-8B: grid and bytes
+    python -m benchmarks.cost_model --refit benchmarks/results/cost-model-h200.json   # its steps, today's model
 
 1. grid: prompt length × batch × context on the engine. The rates are fitted to one set of shapes (that of `twostroke
    plan --calibrate`), the errors are those of other shapes, which lie between them. A step is measured several times in
@@ -19,8 +20,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
@@ -39,13 +41,14 @@ from twostroke.config import make_config, resolve
 from twostroke.cost.deploy import deployment_of
 from twostroke.cost.fit import errors, fit, fit_launched, on_average, predicted, with_between
 from twostroke.cost.fleet import Fleet, Pools
-from twostroke.cost.hardware import Calibration, Rates, datasheet_rates, find_device
+from twostroke.cost.hardware import Calibration, Rates, datasheet_rates, find_device, rates_from
 from twostroke.cost.models import known_arch
 from twostroke.cost.roofline import ModelCost, Roofline, model_cost
 from twostroke.cost.summary import Summary
 from twostroke.cost.trace import faster, from_zero, rate, repeat
 from twostroke.engine.core import Core
-from twostroke.metrics.steplog import Step
+from twostroke.kv.layout import KVLayout, make_layout
+from twostroke.metrics.steplog import Piece, Step
 from twostroke.weights.catalog import DEFAULT
 
 if TYPE_CHECKING:
@@ -57,32 +60,79 @@ TRACE_TARGET = 0.15
 QUIET = 0.05  # share of a core that other programs may use during a turn; one with more is repeated
 SPARE = 1  # turns more than asked for, at most
 WORST = 12  # cells that are written out
+COLUMNS = ("streams", "context", "start", "count", "sampled", "measured", "predicted")
 
 
 def grid(core: Core, cost: ModelCost, kind: str, seconds: float, rounds: int) -> tuple[Rates, dict[str, Any]]:
     known, unknown = cells(CALIBRATION[kind], core), cells(HELD_OUT[kind], core)
     say = lambda text: print(f"grid: {text}", flush=True) if text.endswith("0") else None  # noqa: E731
     steps = run_grid(core, cost.arch.vocab, [*known, *unknown], seconds, rounds, say)
-    layout, seen = core.scheduler.tables.layout, set(known)
-    usual = typical(steps)
+    layout, seen, usual = core.scheduler.tables.layout, set(known), typical(steps)
     fitted = [step for step in usual if cell_of(step) in seen]
     held_out = [step for step in usual if cell_of(step) not in seen]
-    fitting = fit if kind == "cpu" else fit_launched
-    rates = fitting(fitted, cost, layout, first_guess(kind))
-    line = Roofline(cost, layout, rates)
+    rates, found = judged(fitted, held_out, cost, layout, kind)
     found = {
+        "weight bytes": cost.bytes,
         "steps": len(steps),
         "rounds": median(len(alike) for alike in by_shape(steps) if alike[0].chunks),
+        "repeats": {"median": median(spread(steps)), "p95": float(np.percentile(spread(steps), 95))},
+        **found,
+    }
+    return with_between(fitting(kind)(usual, cost, layout, rates), steps), found
+
+
+def fitting(kind: str) -> Callable[[Sequence[Step], ModelCost, KVLayout, Rates], Rates]:
+    return fit if kind == "cpu" else fit_launched
+
+
+def judged(
+    fitted: Sequence[Step], held_out: Sequence[Step], cost: ModelCost, layout: KVLayout, kind: str,
+    start: Rates | None = None,
+) -> tuple[Rates, dict[str, Any]]:  # fmt: skip
+    """Rates from some shapes, and how far they are from others; every shape is written down, to be fitted again."""
+    start = start or first_guess(kind)
+    rates = fitting(kind)(fitted, cost, layout, start)
+    line = Roofline(cost, layout, rates)
+    return rates, {
         "shapes fitted": {"count": len(fitted), **errors(fitted, line)},
         "shapes held out": {"count": len(held_out), **errors(held_out, line)},
         "of these": {name: errors(some, line) for name, some in kinds(held_out).items() if some},
-        "repeats": {"median": median(spread(steps)), "p95": float(np.percentile(spread(steps), 95))},
         "target": TARGET,
         "met": all(errors(held_out, line)[name] <= most for name, most in TARGET.items()),
         "worst": worst(held_out, line),
+        "first guess": asdict(start),
         "rates": asdict(rates),
+        "columns": COLUMNS,
+        "fitted": [row_of(step, line) for step in fitted],
+        "held out": [row_of(step, line) for step in held_out],
     }
-    return with_between(fitting(usual, cost, layout, rates), steps), found
+
+
+def row_of(step: Step, line: Roofline) -> list[float]:
+    return [*cell_of(step), step.sampled, float(f"{step.seconds:.6g}"), float(f"{predicted(step, line):.6g}")]
+
+
+def step_of(row: Sequence[float]) -> Step:
+    """The step that a row was written of; its streams are a token or two into their block."""
+    streams, context, start, count, sampled = (int(value) for value in row[:5])
+    pieces = [Piece(number, context + 2, 1) for number in range(streams)]
+    pieces += [Piece(streams, start, count)] if count else []
+    return Step(0, 0.0, row[5], tuple(pieces), sampled)
+
+
+def refit(path: Path) -> dict[str, Any]:
+    """What today's model makes of the steps in an earlier result."""
+    document = json.loads(path.read_text())
+    if "fitted" not in document["grid"]:
+        raise SystemExit(f"{path}: its grid has no row for every shape: it is older than they are. Measure again.")
+    kind = "cuda" if "device" in document else "cpu"
+    arch = known_arch("llama-3.1-8b" if kind == "cuda" else document["model"])
+    if arch is None:
+        raise SystemExit(f"{path}: the shape of {document['model']} is not in the table (cost/models.py).")
+    rows = document["grid"]
+    fitted, held_out = ([step_of(row) for row in rows[name]] for name in ("fitted", "held out"))
+    cost, layout = model_cost(arch, "float32", rows["weight bytes"]), make_layout(arch, "float16")
+    return judged(fitted, held_out, cost, layout, kind, rates_from(rows["first guess"]))[1]
 
 
 def cell_of(step: Step) -> tuple[int, int, int, int]:
@@ -211,6 +261,13 @@ def on_gpu(args: argparse.Namespace) -> dict[str, Any]:
             "kv_bytes": kv_bytes(rig.core)}  # fmt: skip
 
 
+def compact(document: dict[str, Any]) -> str:
+    """Indented, but a row of numbers on one line."""
+    return re.sub(
+        r"\[\s+([^\[\]{}]*?)\s+\]", lambda row: f"[{' '.join(row[1].split())}]", json.dumps(document, indent=2)
+    )
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=DEFAULT, help="on a CPU")
@@ -222,13 +279,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rate", type=float, default=1.0, help="requests/s of the slices")
     parser.add_argument("--scale", type=float, default=4.0, help="divides the trace's lengths")
     parser.add_argument("--json", type=Path, help="instead of under results/")
+    parser.add_argument("--refit", type=Path, help="measure nothing: fit to the steps of this result and print")
     args = parser.parse_args(arguments)
+    if args.refit is not None:
+        print(compact(refit(args.refit)))
+        return
     found = on_cpu(args) if args.device == "cpu" else on_gpu(args)
     command = "python -m benchmarks.cost_model" + (" --device cuda" if args.device == "cuda" else "")
     result = {"machine": describe(), "command": command, **found}
     name = f"cpu-{Path(args.model).stem}" if args.device == "cpu" else "h200"
     path = args.json or RESULTS / f"cost-model-{name}.json"
-    path.write_text(json.dumps(result, indent=2) + "\n")
+    path.write_text(compact(result) + "\n")
     print(json.dumps(result))
 
 

@@ -16,8 +16,9 @@ from math import log2
 
 import numpy as np
 
-from twostroke.cost.hardware import Rates
+from twostroke.cost.hardware import Rates, Tiles
 from twostroke.cost.roofline import ModelCost, Roofline, roof
+from twostroke.cost.tiles import attend
 from twostroke.kv.layout import KVLayout
 from twostroke.metrics.steplog import Step
 
@@ -28,14 +29,17 @@ ROUNDS = 6
 FLOORS = (2, 5, 10, 20, 30, 40, 50, 60, 70)  # percentiles of steps with prompts that may be the least time of one
 ABOVE = 1.15  # times the least from which on a step tells what is in it
 LEAST = 0.01  # of the roof that products take: less is a log that cannot tell
-FIXED = 4  # unknowns before the knots: step, request, attention, KV
+PASSES = 4  # of a fit where short stretches of prompts have a side: the FLOPs of their tiles, or the walk over the keys
 
 
 def fit(steps: Sequence[Step], model: ModelCost, layout: KVLayout, start: Rates) -> Rates:
     """Rates under which the logged steps take what they took, as nearly as can be. The second time with a roof that
     some products reach: where a product stands between two knots depends on which side of the ridge they are."""
     largest = max(step.tokens for step in steps)
-    return fit_once(steps, model, layout, on_the_roof(fit_once(steps, model, layout, start), model, largest))
+    found = fit_once(steps, model, layout, start)
+    for _ in range(1 if start.tiles is None else PASSES - 1):
+        found = fit_once(steps, model, layout, on_the_roof(found, model, largest))
+    return found
 
 
 def fit_launched(steps: Sequence[Step], model: ModelCost, layout: KVLayout, start: Rates) -> Rates:
@@ -78,10 +82,12 @@ def fit_once(steps: Sequence[Step], model: ModelCost, layout: KVLayout, start: R
     roofs = np.array([roof(start, knot, model.layer_bytes, model.layer_weights) for knot in knots])
     seconds = np.array([step.seconds for step in steps])
     features = np.array([_features(step, roofline, knots) for step in steps])
-    prior, expected = _priors(start, [max(roofline.slowdown(knot), LEAST) for knot in knots])
+    known = _known(start)
+    prior, expected = _priors(known, [max(roofline.slowdown(knot), LEAST) for knot in knots])
     # From slowdowns at the knots to increments of time from knot to knot: one that is not negative.
-    change = np.eye(FIXED + len(knots))
-    change[FIXED:, FIXED:] = np.tril(np.ones((len(knots), len(knots)))) / roofs[:, None]
+    fixed = len(known)
+    change = np.eye(fixed + len(knots))
+    change[fixed:, fixed:] = np.tril(np.ones((len(knots), len(knots)))) / roofs[:, None]
     features, prior = features @ change, prior @ change
     weights, about = np.ones(len(steps)), seconds
     for _ in range(ROUNDS):
@@ -95,23 +101,38 @@ def fit_once(steps: Sequence[Step], model: ModelCost, layout: KVLayout, start: R
     return _as_rates(start, change @ found, knots)
 
 
+def _known(rates: Rates) -> list[float]:
+    """The unknowns before the knots, as they are at the start: step, request, attention, KV, and those of tiles."""
+    known = [rates.step_seconds, rates.request_seconds, 1 / rates.attention_compute, 1 / rates.kv_bandwidth]
+    return known if rates.tiles is None else [*known, 1 / rates.tiles.compute, rates.tiles.key_seconds]
+
+
 def _features(step: Step, roofline: Roofline, knots: Sequence[int]) -> list[float]:
     """Seconds that one unit of each unknown adds to this step."""
-    arch, model, rates = roofline.model.arch, roofline.model, roofline.rates
-    attention = sum(arch.attention_flops(piece.start, piece.count) for piece in step.chunks)
-    kv = roofline.attended(piece.start + piece.count for piece in step.pieces)
-    values = [0.0] * (FIXED + len(knots))
-    values[:FIXED] = [1.0, float(len(step.pieces)), float(attention), kv]
-    parts = (
-        (step.tokens, model.layer_bytes, model.layer_weights),
-        (step.sampled, model.head_bytes, model.head_weights),
-    )
+    model, rates = roofline.model, roofline.rates
+    values = [1.0, float(len(step.pieces)), *_attention(step, roofline)]
+    fixed = len(values)
+    values += [0.0] * len(knots)
+    rows, sampled = roofline.rows_run(step.tokens, step.sampled, bool(step.chunks))
+    parts = ((rows, model.layer_bytes, model.layer_weights), (sampled, model.head_bytes, model.head_weights))
     for rows, size, weights in parts:
         if rows:
             time = roof(rates, rows, size, weights)
             for knot, share in _hats(rows, knots):
-                values[FIXED + knot] += share * time
+                values[fixed + knot] += share * time
     return values
+
+
+def _attention(step: Step, roofline: Roofline) -> list[float]:
+    """FLOPs at the rate of attention, bytes of K and V; with tiles their FLOPs or keys, whichever take longer."""
+    arch, tiles = roofline.model.arch, roofline.rates.tiles
+    chunks = [(piece.start, piece.count) for piece in step.chunks]
+    kv = roofline.attended(piece.start + piece.count for piece in step.pieces)
+    if tiles is None:
+        return [float(sum(arch.attention_flops(*chunk) for chunk in chunks)), kv]
+    dense, tiled, walk, merged = attend(arch, chunks, step.tokens, roofline.count)
+    by_flops = tiled / tiles.compute > walk * tiles.key_seconds
+    return [float(dense), kv + merged, *((float(tiled), 0.0) if by_flops else (0.0, walk))]
 
 
 def _hats(rows: int, knots: Sequence[int]) -> list[tuple[int, float]]:
@@ -123,23 +144,23 @@ def _hats(rows: int, knots: Sequence[int]) -> list[tuple[int, float]]:
     return [(right - 1, 1.0 - part), (right, part)]
 
 
-def _priors(start: Rates, slowdown: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
+def _priors(fixed: Sequence[float], slowdown: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
     """One weak row for each unknown, and one between the slowdowns of neighbouring knots: as they were at the start."""
-    knots, count = len(slowdown), FIXED + len(slowdown)
-    known = [start.step_seconds, start.request_seconds, 1 / start.attention_compute, 1 / start.kv_bandwidth, *slowdown]
-    rows = np.diag([PRIOR / max(value, 1e-18) for value in known])
+    knots, count = len(slowdown), len(fixed) + len(slowdown)
+    rows = np.diag([PRIOR / max(value, 1e-18) for value in (*fixed, *slowdown)])
     rows[0] *= 10  # overhead is better known than most
     expected = np.full(count, PRIOR)
     expected[0] *= 10
     smooth = np.zeros((knots - 1, count))
     for index in range(knots - 1):
-        smooth[index, FIXED + index] = PRIOR / slowdown[index]
-        smooth[index, FIXED + index + 1] = -PRIOR / slowdown[index + 1]
+        smooth[index, len(fixed) + index] = PRIOR / slowdown[index]
+        smooth[index, len(fixed) + index + 1] = -PRIOR / slowdown[index + 1]
     return np.concatenate([rows, smooth]), np.concatenate([expected, np.zeros(len(smooth))])
 
 
 def _as_rates(start: Rates, found: np.ndarray, knots: Sequence[int]) -> Rates:
-    step, request, attention, kv = (float(value) for value in found[:FIXED])
+    fixed, factors = [float(value) for value in found[: -len(knots)]], found[-len(knots) :]
+    step, request, attention, kv, *tiles = fixed
     return replace(
         start,
         step_seconds=step,
@@ -147,10 +168,11 @@ def _as_rates(start: Rates, found: np.ndarray, knots: Sequence[int]) -> Rates:
         attention_compute=1 / max(attention, 1e-18),
         kv_bandwidth=1 / max(kv, 1e-15),
         slowdown=(
-            *((float(knot), float(value)) for knot, value in zip(knots, found[FIXED:], strict=True)),
+            *((float(knot), float(value)) for knot, value in zip(knots, factors, strict=True)),
             *((rows, factor) for rows, factor in start.slowdown if rows > knots[-1]),  # nothing new is known of them
         ),
         source="step log",
+        tiles=Tiles(1 / max(tiles[0], 1e-18), tiles[1]) if tiles else None,
     )
 
 
@@ -215,6 +237,7 @@ def on_average(steps: Sequence[Step], roofline: Roofline) -> Rates:
         kv_bandwidth=rates.kv_bandwidth / writing,
         compute=rates.compute / reading,
         attention_compute=rates.attention_compute / reading,
+        tiles=rates.tiles and rates.tiles.faster(1 / reading),
         step_seconds=rates.step_seconds * writing,  # of a step that reads they are a small part
         request_seconds=rates.request_seconds * writing,
     )

@@ -22,6 +22,7 @@ BANDWIDTH_REACHED = {"cuda": 0.8, "cpu": 0.7}  # share of the datasheet that pla
 COMPUTE_REACHED = {"cuda": 0.6, "cpu": 0.5}
 STEP_SECONDS = {"cuda": 0.0006, "cpu": 0.0015}  # planning, launching, sampling: a step's cost beside the model
 REQUEST_SECONDS = {"cuda": 4e-6, "cpu": 3e-5}
+KEY_SECONDS = 6e-8  # measured on an H200
 LINK_LATENCY = 12e-6  # seconds of one all-reduce between the devices of a worker
 
 
@@ -101,13 +102,24 @@ def find_device(name: str) -> Device:
 
 
 @dataclass(frozen=True, slots=True)
+class Tiles:
+    """Attention over stretches of prompts that are too short for the vendor's kernel."""
+
+    compute: float  # FLOP/s where there are enough of them
+    key_seconds: float  # for a program to pass one key of one layer: what counts where there are few
+
+    def faster(self, times: float) -> Tiles:
+        return Tiles(times * self.compute, self.key_seconds / times)
+
+
+@dataclass(frozen=True, slots=True)
 class Rates:
     """What the engine reaches, from which times are predicted."""
 
     bandwidth: float  # bytes/s of weights
     compute: float  # FLOP/s of matrix products
     kv_bandwidth: float  # bytes/s of K and V in decode attention
-    attention_compute: float  # FLOP/s of attention over prompts
+    attention_compute: float  # FLOP/s of attention over prompts; on a GPU over long stretches of them
     step_seconds: float  # of every step, whatever is in it
     request_seconds: float  # of every request in a step
     # How much longer real products take than max(bytes/bandwidth, FLOPs/compute): (rows, factor), rows ascending.
@@ -116,6 +128,8 @@ class Rates:
     chunk_seconds: float = 0.0  # least of a step that reads prompts: on a GPU what is not captured has to be launched
     # Whether narrower K and V are attended to faster. Not on a CPU: widening them costs what their bytes save.
     kv_by_bytes: bool = True
+    # A GPU's steps (cost/tiles.py): padded to shapes, attention over prompts in tiles. None: no such machine.
+    tiles: Tiles | None = None
 
 
 def datasheet_rates(device: Device, precision: str, count: int = 1) -> Rates:
@@ -124,8 +138,11 @@ def datasheet_rates(device: Device, precision: str, count: int = 1) -> Rates:
     compute = count * COMPUTE_REACHED[device.kind] * device.peak(precision)
     wide = count * COMPUTE_REACHED[device.kind] * device.peak("bfloat16")
     overhead = STEP_SECONDS[device.kind]
-    by_bytes = device.kind != "cpu"
-    return Rates(bandwidth, compute, bandwidth, wide / 2, overhead, REQUEST_SECONDS[device.kind], kv_by_bytes=by_bytes)
+    gpu = device.kind != "cpu"
+    return Rates(
+        bandwidth, compute, bandwidth, wide / 2, overhead, REQUEST_SECONDS[device.kind], kv_by_bytes=gpu,
+        tiles=Tiles(wide / 2, KEY_SECONDS) if gpu else None,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,12 +170,17 @@ class Calibration:
         return Device("this", title, self.kind, self.memory, rates.bandwidth, flops, None, 10e9, self.cores)
 
 
+def rates_from(document: Mapping[str, Any]) -> Rates:
+    """As `asdict` wrote them."""
+    slowdown = tuple((float(rows), float(factor)) for rows, factor in document["slowdown"])
+    tiles = Tiles(**document["tiles"]) if document.get("tiles") else None
+    return Rates(**{**document, "slowdown": slowdown, "tiles": tiles})
+
+
 def load_calibration(path: Path) -> Calibration:
     try:
         document: dict[str, Any] = json.loads(path.read_text())
-        rates = document.pop("rates")
-        rates["slowdown"] = tuple((float(rows), float(factor)) for rows, factor in rates["slowdown"])
-        return Calibration(rates=Rates(**rates), **document)
+        return Calibration(rates=rates_from(document.pop("rates")), **document)
     except OSError:
         raise ConfigError(
             f"{path}: no calibration of this machine yet: run `twostroke plan MODEL --calibrate`."

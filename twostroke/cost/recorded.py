@@ -15,7 +15,7 @@ import numpy as np
 from twostroke.cost.deploy import Deployment, deployment_of
 from twostroke.cost.fit import fit, fit_launched, with_between
 from twostroke.cost.fleet import Served
-from twostroke.cost.hardware import REQUEST_SECONDS, STEP_SECONDS, Calibration, Rates
+from twostroke.cost.hardware import KEY_SECONDS, REQUEST_SECONDS, STEP_SECONDS, Calibration, Rates, Tiles
 from twostroke.cost.roofline import Roofline
 from twostroke.cost.trace import Arrival, Part
 from twostroke.errors import InputError
@@ -116,8 +116,10 @@ def rates_of(log: Sequence[Step], deployment: Deployment) -> Rates:
     if len(useful) < FEWEST_STEPS:
         return UNKNOWN
     line = Roofline(deployment.model, settings.layout, UNKNOWN)
-    best = replace(reached(useful, line), kv_by_bytes=deployment.device.kind != "cpu")
-    fitting = fit if deployment.device.kind == "cpu" else fit_launched
+    best, fitting = replace(reached(useful, line), kv_by_bytes=False), fit
+    if deployment.device.kind != "cpu":
+        tiles = Tiles(best.attention_compute, KEY_SECONDS)
+        best, fitting = replace(best, kv_by_bytes=True, tiles=tiles), fit_launched
     return with_between(fitting(useful, deployment.model, settings.layout, best), useful)
 
 

@@ -5,7 +5,8 @@
     linear    max(weight bytes / bandwidth, 2·weights·rows / compute) · slowdown(rows)
               few rows (decode): the weights are read once for all of them, so the bytes decide
               many rows (prefill): the FLOPs decide
-    chunk     attention FLOPs / attention rate: quadratic in the prompt; K and V before it / bandwidth
+    chunk     attention FLOPs / attention rate: quadratic in the prompt; K and V before it / bandwidth. On a GPU short
+              stretches at a rate of their own, and no less than it takes to pass the keys before them (tiles.py)
     stream    K and V of its context / bandwidth: every token reads all before it
 
 The two strokes fall out of it: one stream does about 1 FLOP for each byte it reads in 16 bits, a prompt of n tokens n
@@ -21,6 +22,7 @@ from math import log2
 import numpy as np
 
 from twostroke.cost.hardware import LINK_LATENCY, Rates
+from twostroke.cost.tiles import attend, rows_run
 from twostroke.errors import ConfigError
 from twostroke.kv.layout import KVLayout
 from twostroke.model.arch import Arch
@@ -93,7 +95,7 @@ class Roofline:
         self.charged = layout.entry_bytes if rates.kv_by_bytes else model.arch.kv_entry_bytes(2.0, 0)
         self._rows = [log2(rows) for rows, _ in rates.slowdown]
         self._factors = [factor for _, factor in rates.slowdown]
-        self._linear_cache: dict[tuple[int, int], float] = {}
+        self._linear_cache: dict[tuple[int, int, bool], float] = {}
 
     # ---- parts -----------------------------------------------------------------------------------------------------
 
@@ -107,15 +109,23 @@ class Roofline:
             return 1.0
         return float(np.interp(log2(max(1, rows)), self._rows, self._factors))
 
-    def linear(self, rows: int, logit_rows: int) -> float:
-        key = (rows, logit_rows)
+    def rows_run(self, rows: int, logit_rows: int, prompts: bool) -> tuple[int, int]:
+        """Rows that a step multiplies, and rows of logits that it makes: on a GPU with those that pad its shape."""
+        if self.rates.tiles is None or not rows:
+            return rows, logit_rows
+        run = rows_run(rows, prompts)
+        return run, logit_rows if prompts else run
+
+    def linear(self, rows: int, logit_rows: int, prompts: bool = False) -> float:
+        key = (rows, logit_rows, prompts)
         found = self._linear_cache.get(key)
         if found is None:
             model = self.model
-            found = self.product(rows, model.layer_bytes, model.layer_weights) if rows else 0.0
+            run, sampled = self.rows_run(rows, logit_rows, prompts)
+            found = self.product(run, model.layer_bytes, model.layer_weights) if run else 0.0
             if logit_rows:
-                found += self.product(logit_rows, model.head_bytes, model.head_weights)
-            found += self._exchange(rows)
+                found += self.product(sampled, model.head_bytes, model.head_weights)
+            found += self._exchange(run)
             self._linear_cache[key] = found
         return found
 
@@ -141,10 +151,15 @@ class Roofline:
                 seen += layers * (context if window is None else min(context, window))
         return seen
 
-    def chunk(self, start: int, count: int) -> float:
-        """Seconds of attention for a stretch of prompt: its products, and K and V of all before it read once."""
-        flops = self.model.arch.attention_flops(start, count)
-        return flops / self.rates.attention_compute + self.attended((start + count,)) / self.rates.kv_bandwidth
+    def prompts(self, chunks: Sequence[tuple[int, int]], rows: int) -> float:
+        """Seconds of attention for the stretches of prompts in a step of so many rows: products, K and V read once."""
+        rates, arch = self.rates, self.model.arch
+        read = self.attended(start + count for start, count in chunks) / rates.kv_bandwidth
+        if rates.tiles is None:
+            return sum(arch.attention_flops(*chunk) for chunk in chunks) / rates.attention_compute + read
+        dense, tiled, walk, merged = attend(arch, chunks, rows, self.count)
+        in_tiles = max(tiled / rates.tiles.compute, walk * rates.tiles.key_seconds)
+        return dense / rates.attention_compute + in_tiles + merged / rates.kv_bandwidth + read
 
     # ---- whole steps -----------------------------------------------------------------------------------------------
 
@@ -153,10 +168,8 @@ class Roofline:
         rates = self.rates
         rows = len(contexts) + sum(count for _, count in chunks)
         seconds = rates.step_seconds + (len(chunks) + len(contexts)) * rates.request_seconds
-        seconds += self.linear(rows, logit_rows) + self.attended(contexts) / rates.kv_bandwidth
-        for start, count in chunks:
-            seconds += self.chunk(start, count)
-        return max(seconds, rates.chunk_seconds) if chunks else seconds
+        seconds += self.linear(rows, logit_rows, bool(chunks)) + self.attended(contexts) / rates.kv_bandwidth
+        return max(seconds + self.prompts(chunks, rows), rates.chunk_seconds) if chunks else seconds
 
     def stretch(self, contexts: Sequence[int], steps: int) -> np.ndarray:
         """Seconds of each of `steps` steps in which the same streams advance by one."""

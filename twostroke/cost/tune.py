@@ -67,6 +67,7 @@ def scaled(rates: Rates, moved: Sequence[float]) -> Rates:
         kv_bandwidth=bandwidth * rates.kv_bandwidth,
         compute=compute * rates.compute,
         attention_compute=compute * rates.attention_compute,
+        tiles=rates.tiles and rates.tiles.faster(compute),
         source=f"{rates.source}, tuned to a recording",
     )
 

@@ -14,15 +14,13 @@ import numpy as np
 from twostroke.ops.cuda import Kind, Shares, share_out
 from twostroke.ops.interface import BLOCK
 from twostroke.ops.triton.decode import longer, split_count
+from twostroke.run.buckets import CAPTURED_TOKENS, mixed_rows, stream_rows
 from twostroke.run.sample import MASK, needs_adjusting, noise_key
 from twostroke.run.shared_prefix import Sharing, find_sharing
 from twostroke.run.staging import Fields
 from twostroke.types import Plan, Request, Work
 
-BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 MIXED_REQUESTS = (1, 4, 16, 32, 40, 64, 80, 128, 160, 256, 512)
-MIXED_TOKENS = (16, 32, 64, 128, 192, 256)  # then multiples of 128: the rows that a product takes at a time
-CAPTURED_TOKENS = 2047  # of a step that may be captured; longer ones keep the device busy for longer than the host
 COLUMNS = 16  # fewest block columns of a padded step
 FEW_CHUNKS = 4
 
@@ -85,7 +83,7 @@ class Streams:
     def shape(self, members: int, kv_heads: int) -> Shape:
         """kv_heads: of a stream; 0: splits are never longer than usual."""
         count = len(self.works)
-        rows = next((size for size in BATCHES if size >= count), count)
+        rows = stream_rows(count)
         scale = 1 if self.sharing else longer(rows * kv_heads)
         return Shape(
             rows, rows, self.columns, rows, rows, split_count(-(-self.columns * BLOCK // scale)), streams=True,
@@ -161,7 +159,7 @@ class Mixture:
         total, count = int(self.counts.sum()), len(self.works)
         if total > CAPTURED_TOKENS or self.prompts or any(share.long for share in self.shares):
             return None
-        tokens = next((size for size in MIXED_TOKENS if size >= total), -(-total // 128) * 128)
+        tokens = mixed_rows(total)
         requests = next((size for size in MIXED_REQUESTS if size >= count), count)
         singles = self.shares[0].singles
         reach = column_bucket(int(self.contexts[singles].max()), most_columns) if len(singles) else 0

@@ -1,0 +1,89 @@
+"""What a GPU makes of the prompts in a step (ops/cuda.py and its kernels, in numbers; tests hold the two together).
+
+Whole multiples of 2,048 tokens after a multiple of 2,048 go to the vendor's kernel, which fills the device. The rest is
+cut into tiles of queries; a program takes a tile and walks over the keys before it, some at a time. Few tiles leave
+most of the device idle, and then it is the walk that takes the time, however few FLOPs there are: so several programs
+share a long walk, and what they found apart is written, read again and merged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from twostroke.model.arch import Arch, seen_pairs
+from twostroke.run.buckets import CAPTURED_TOKENS, mixed_rows, stream_rows
+
+UNIT = 2048  # tokens that the vendor's kernel takes at a time
+DENSE_HEADS = (64, 128)
+PROGRAMS = 396  # that fill the device
+SHORTEST = 1024  # keys of a walk that is worth sharing
+MOST_SPLITS = 16
+PARTIAL_ROWS = 16_384  # of partial results that fit
+
+
+class Attended(NamedTuple):
+    """Attention of the prompts in one step, over all layers."""
+
+    dense: int  # FLOPs of the vendor's kernel
+    tiled: int  # FLOPs of tiles
+    walk: float  # keys that the longest program passes, one layer after another
+    merged: int  # bytes of partial results, written and read
+
+
+def rows_run(rows: int, prompts: bool) -> int:
+    """Rows that a step computes: those that somebody asked for, and padding."""
+    if not prompts:
+        return stream_rows(rows)
+    return mixed_rows(rows) if rows <= CAPTURED_TOKENS else rows
+
+
+def tile_queries(arch: Arch) -> int:
+    """Queries of a tile: the heads that share K and V are its other rows."""
+    share = arch.heads // arch.kv_heads
+    rows = 64 if arch.head_dim > 128 else 128
+    return max(rows, 1 << (share - 1).bit_length()) // share
+
+
+def takes_dense(arch: Arch) -> bool:
+    return arch.attention_softcap == 0 and arch.head_dim in DENSE_HEADS
+
+
+def dense_tokens(start: int, count: int) -> int:
+    """How many of the first tokens of a stretch go to the vendor's kernel, in layers without a window."""
+    return count // UNIT * UNIT if start % UNIT == 0 else 0
+
+
+def attend(arch: Arch, chunks: Sequence[tuple[int, int]], rows: int, devices: int = 1) -> Attended:
+    """chunks: stretches of prompts as (start, count); rows: of the whole step."""
+    width = arch.heads * arch.head_dim
+    dense, walk, merged = 0, 0.0, 0
+    for window, layers in arch.windows:
+        whole = window is None and takes_dense(arch)
+        first = [dense_tokens(start, count) if whole else 0 for start, count in chunks]
+        dense += (
+            4
+            * layers
+            * width
+            * sum(seen_pairs(start, done, None) for (start, _), done in zip(chunks, first, strict=True))
+        )
+        rest = [
+            (start + done, count - done) for (start, count), done in zip(chunks, first, strict=True) if count > done
+        ]
+        if not rest:
+            continue
+        splits = splits_of(arch, rest, rows, devices)
+        longest = max(min(start, window or start) + count for start, count in rest)
+        walk += layers * longest / splits
+        merged += layers * 2 * (splits if splits > 1 else 0) * 4 * width * sum(count for _, count in rest)
+    flops = sum(arch.attention_flops(start, count) for start, count in chunks)
+    return Attended(dense, flops - dense, walk, merged)
+
+
+def splits_of(arch: Arch, chunks: Sequence[tuple[int, int]], rows: int, devices: int = 1) -> int:
+    """Programs that share the walk of one tile; in a step of a shape that others share a power of two."""
+    tiles = sum(-(-count // tile_queries(arch)) for _, count in chunks)
+    wanted = -(-PROGRAMS // (tiles * max(1, arch.kv_heads // devices)))
+    longest = max(start + count for start, count in chunks)
+    splits = max(1, min(wanted, longest // SHORTEST, PARTIAL_ROWS // max(rows, 1), MOST_SPLITS))
+    return 1 << (splits.bit_length() - 1) if rows <= CAPTURED_TOKENS else splits
