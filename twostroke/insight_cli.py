@@ -125,7 +125,8 @@ def reached_here(llm: LLM, model: str) -> Roofline | None:
     if not path.exists():
         return None
     narrow = llm.settings.quantize
-    cost = model_cost(llm.arch, narrow or "float32", None if narrow else describe(model)[1])
+    stored = None if narrow else describe(model)[1]
+    cost = model_cost(llm.arch, narrow or "float32", stored, llm.settings.device)
     return Roofline(cost, llm.settings.layout, load_calibration(path).rates)
 
 

@@ -256,7 +256,7 @@ def candidates(arch: Arch, devices: Sequence[Device], config: Config, gpus: Sequ
 
 def precisions(device: Device) -> list[str]:
     """What weights are served in there."""
-    narrow = [name for name in QUANTIZED[device.kind].values() if name != "fp8" or "fp8" in device.flops]
+    narrow = [name for name in QUANTIZED[device.kind] if name != "fp8" or "fp8" in device.flops]
     return ["bfloat16", *narrow]
 
 

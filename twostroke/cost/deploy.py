@@ -11,7 +11,7 @@ from typing import Any
 
 from twostroke.config import Config, Resolved, make_config, resolve
 from twostroke.cost.fleet import Fleet, Pools, Served
-from twostroke.cost.hardware import Calibration, Device, Rates, datasheet_rates
+from twostroke.cost.hardware import Calibration, Device, Rates, datasheet_rates, narrow_read
 from twostroke.cost.roofline import ModelCost, Roofline, model_cost
 from twostroke.cost.simulate import Jitter
 from twostroke.cost.summary import Summary, summarize
@@ -38,7 +38,8 @@ class Deployment:
     @property
     def model(self) -> ModelCost:
         quantize = self.config.quantize
-        return model_cost(self.arch, quantize or self.precision, None if quantize else self.stored_bytes)
+        stored = None if quantize else self.stored_bytes
+        return model_cost(self.arch, quantize or self.precision, stored, self.device.kind)
 
     @property
     def settings(self) -> Resolved:
@@ -60,9 +61,17 @@ class Deployment:
         return (self.device.price or 1.0) * self.gpus * self.workers
 
     def quantized(self, precision: str) -> Deployment:
-        """The same with its weights in int8, int4 or fp8."""
+        """The same with its weights in int8, int4 or fp8; rates that were measured change as those of datasheets do."""
         config = replace(self.config, quantize=precision, dtype=None)
-        return replace(self, config=config, precision=precision, stored_bytes=None)
+        return replace(self, config=config, precision=precision, stored_bytes=None, rates=self._rates_in(precision))
+
+    def _rates_in(self, precision: str) -> Rates | None:
+        if self.rates is None:
+            return None
+        kind, now = self.device.kind, self.model.precision
+        read = narrow_read(kind, precision) / narrow_read(kind, now)
+        times = self.device.peak(precision) / self.device.peak(now)
+        return replace(self.rates, bandwidth=read * self.rates.bandwidth, compute=times * self.rates.compute)
 
     def run(self, arrivals: Sequence[Arrival], jitter: Jitter | None = None) -> Outcome:
         settings = self.settings

@@ -16,8 +16,7 @@ from twostroke.cost.trace import Arrival, shared_first
 from twostroke.errors import ConfigError
 
 GROW = 4  # how far a cap is raised
-# What each kind of device serves weights in (config.check_quantize), by bits.
-QUANTIZED = {"cpu": {8: "int8", 4: "int4"}, "cuda": {8: "fp8", 4: "int4"}}
+QUANTIZED = {"cpu": ("int8", "int4"), "cuda": ("fp8", "int8", "int4")}  # as config.check_quantize has it
 
 
 class Case(NamedTuple):
@@ -122,10 +121,11 @@ def prefix_router(case: Case) -> Case | str:
     return Case(replace(case.deployment, pools=replace(pools, router="prefix")), case.arrivals)
 
 
-def weights(bits: int) -> Callable[[Case], Case | str]:
+def weights(precision: str) -> Callable[[Case], Case | str]:
     def pull(case: Case) -> Case | str:
         now, device = case.deployment.model, case.deployment.device
-        precision = QUANTIZED[device.kind][bits]
+        if precision not in QUANTIZED[device.kind]:
+            return f"{precision} weights are not served on a {device.kind}"
         if precision == "fp8" and "fp8" not in device.flops:
             return f"{device.title} has no products in fp8"
         then = case.deployment.quantized(precision)
@@ -227,12 +227,15 @@ LEVERS: tuple[Lever, ...] = (
     Lever("prefix-router", "send prompts that begin alike to the same worker", "prefill", True,
           "prompts that begin alike are spread over workers that each read them", "hit rate rises with the workers",
           prefix_router),
-    Lever("weights-int8", "hold the weights in 8 bits", "decode", False,
+    Lever("weights-fp8", "hold the weights in fp8, and multiply in fp8", "both", False,
+          "every token reads all the weights", "decode up to 2× as fast as from 16 bits, prefill too",
+          weights("fp8"), takes("quantize"), lossy=0.1),
+    Lever("weights-int8", "hold the weights in int8", "decode", False,
           "every token reads all the weights", "decode up to 2× as fast as from 16 bits, prefill hardly changes",
-          weights(8), takes("quantize"), lossy=0.1),
-    Lever("weights-int4", "hold the weights in 4 bits", "decode", False,
+          weights("int8"), takes("quantize"), lossy=0.1),
+    Lever("weights-int4", "hold the weights in int4", "decode", False,
           "every token reads all the weights", "decode up to 3.5× as fast as from 16 bits, prefill hardly changes",
-          weights(4), takes("quantize"), lossy=0.2),
+          weights("int4"), takes("quantize"), lossy=0.2),
     Lever("kv-int8", "hold K and V in 8 bits", "decode", False,
           "K and V of long contexts fill the memory and are read for every token",
           "twice the batch or context in the same memory", kv("int8"), sets(kv_dtype="int8"), lossy=0.1),

@@ -38,6 +38,11 @@ WEIGHT_BYTES = {
 }
 
 
+# On a GPU: codes, and scales of four bytes each for every row of a matrix, or for every 128 codes of int4.
+GPU_WEIGHT_BYTES = {**WEIGHT_BYTES, "fp8": 1.0, "int8": 1.0, "int4": 0.5 + 4 / 128}
+ROW_SCALES = {"fp8": 4, "int8": 4}
+
+
 def parameters(arch: Arch) -> int:
     """Every weight of the checkpoint, norms and biases included."""
     norms = arch.hidden * (4 if arch.sandwich_norms else 2) + (2 * arch.head_dim if arch.qk_norm else 0)
@@ -69,13 +74,19 @@ class ModelCost:
         return len(self.arch.layers) * self.arch.layer_weights
 
 
-def model_cost(arch: Arch, precision: str = "bfloat16", stored_bytes: int | None = None) -> ModelCost:
-    """From the precision of the weights, or from the bytes that a checkpoint really has."""
+def model_cost(
+    arch: Arch, precision: str = "bfloat16", stored_bytes: int | None = None, kind: str = "cpu"
+) -> ModelCost:
+    """From the precision of the weights as this kind of device holds them, or from the bytes that a checkpoint has."""
     if precision not in WEIGHT_BYTES:
         raise ConfigError(f"precision must be one of {', '.join(WEIGHT_BYTES)}; got {precision!r}.")
-    each = WEIGHT_BYTES[precision] if stored_bytes is None else stored_bytes / parameters(arch)
-    head = arch.hidden * arch.vocab * each
-    layers = len(arch.layers) * arch.layer_weights * each
+    each = (GPU_WEIGHT_BYTES if kind == "cuda" else WEIGHT_BYTES)[precision]
+    scale = ROW_SCALES.get(precision, 0) if kind == "cuda" else 0
+    if stored_bytes is not None:
+        each, scale = stored_bytes / parameters(arch), 0
+    rows = arch.head_dim * (arch.heads + 2 * arch.kv_heads) + 2 * (arch.ffn + arch.hidden)  # of one layer's matrices
+    head = arch.hidden * arch.vocab * each + arch.vocab * scale
+    layers = len(arch.layers) * (arch.layer_weights * each + rows * scale)
     small = parameters(arch) - arch.weights  # norms and biases stay wide
     wide = small * max(2.0, each) if stored_bytes is None else small * each
     return ModelCost(arch, layers, head, wide + (0.0 if arch.tied_head else head), precision)
