@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from twostroke.engine.answer import Output
@@ -157,7 +158,7 @@ def main() -> None:
     try:
         app()
     except TwostrokeError as error:
-        errors.print(f"[red]error:[/red] {error}", markup=True)
+        errors.print(f"[red]error:[/red] {escape(str(error))}")
         raise SystemExit(2) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None

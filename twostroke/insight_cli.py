@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,7 +23,19 @@ from twostroke.cost.hardware import calibration_path, load_calibration, machine_
 from twostroke.cost.roofline import Roofline, model_cost
 from twostroke.errors import InputError
 from twostroke.insight_plan import describe, diagnose_command, plan_command
-from twostroke.options import Requests, Scale, Settings, Tpot, Trace, Ttft, Workload, parse_settings
+from twostroke.options import (
+    Json,
+    Requests,
+    Scale,
+    Settings,
+    Tpot,
+    Trace,
+    Ttft,
+    Workload,
+    can_be_written,
+    parse_settings,
+    refuse_unused,
+)
 from twostroke.terminal import errors, open_llm
 from twostroke.weights.catalog import DEFAULT, cache_folder
 
@@ -45,22 +58,25 @@ def bench(
     arrivals: Annotated[str, typer.Option(help="poisson, burst, constant or closed.")] = "poisson",
     rate: Annotated[str, typer.Option(help="Requests/s; several, as 1,2,4, are measured one after another.")] = "1",
     requests: Requests = 100,
-    concurrency: Annotated[int, typer.Option(help="Requests under way, in a closed loop.")] = 8,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests under way, in a closed loop.")] = 8,
     scale: Scale = 1.0,
     seed: Annotated[int, typer.Option(help="Same seed, same requests.")] = 0,
-    longest: Annotated[int | None, typer.Option(help="Cut a trace's prompts so that all fits.")] = None,
+    longest: Annotated[int | None, typer.Option(min=2, help="Cut a trace's prompts so that all fits.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Use /v1/chat/completions.")] = False,
-    vocabulary: Annotated[int | None, typer.Option(help="Send token ids below this: exact lengths.")] = None,
+    vocabulary: Annotated[int | None, typer.Option(min=1, help="Send token ids below this: exact lengths.")] = None,
     api_key: Annotated[str | None, typer.Option(envvar="TWOSTROKE_API_KEY", help="For the server.")] = None,
     ttft: Ttft = None,
     tpot: Tpot = None,
-    json_out: Annotated[Path | None, typer.Option("--json", help="Write the result as JSON.")] = None,
-    html_out: Annotated[Path | None, typer.Option("--html", help="Write one page with plots.")] = None,
+    json_out: Json = None,
+    html_out: Annotated[
+        Path | None, typer.Option("--html", callback=can_be_written, help="Write one page with plots.")
+    ] = None,
     option: Settings = None,
 ) -> None:
     """Ask at a given rate whoever still waits (open loop), and report TTFT, TPOT, ITL and throughput."""
     if context.invoked_subcommand is not None:
         return
+    refuse_unused(context, unused(url, trace, arrivals))
     loads = [
         make_or_read(trace, workload, arrivals, requests, one, seed, scale, concurrency, longest)
         for one in rates_of(rate, trace, context)
@@ -73,6 +89,24 @@ def bench(
     else:
         runs = in_process(model or DEFAULT, option, loads)
     show(runs, ttft, tpot, json_out, html_out)
+
+
+def unused(url: str | None, trace: str | None, arrivals: str) -> dict[str, str]:
+    """Options that change nothing beside these, and why."""
+    found: dict[str, str] = {}
+    if url is None:
+        found |= dict.fromkeys(("chat", "vocabulary", "api_key"), "is for a server: give --url too")
+    else:
+        found["option"] = "is for an engine in this process: start the server with that setting instead"
+    if trace is not None:
+        found |= dict.fromkeys(("workload", "arrivals", "seed", "concurrency"), "says nothing beside --trace")
+    else:
+        found["longest"] = "cuts the prompts of a --trace"
+        if arrivals == "closed":
+            found["rate"] = "says nothing in a closed loop: --concurrency decides how many are under way"
+        else:
+            found["concurrency"] = "is for --arrivals closed"
+    return found
 
 
 def rates_of(text: str, trace: str | None, context: typer.Context) -> list[float | None]:
@@ -132,6 +166,8 @@ def reached_here(llm: LLM, model: str) -> Roofline | None:
 
 def show(runs: list[Run], ttft: float | None, tpot: float | None, json_out: Path | None, html_out: Path | None) -> None:
     command = " ".join(["twostroke", *sys.argv[1:]])
+    if ttft is not None or tpot is not None:
+        ttft, tpot = ttft or inf, tpot or inf  # one target alone is one too
     for run in runs:
         run.flags = run.flags or report.check(run)
         if any(record.pieces for record in run.records):
@@ -154,7 +190,9 @@ def show(runs: list[Run], ttft: float | None, tpot: float | None, json_out: Path
 def compare(before: Path, after: Path) -> None:
     """What moved between two results, with 95 % intervals."""
     old, new = load_runs(before), load_runs(after)
-    for first, second in zip(old, new, strict=False):
+    if len(old) != len(new):
+        raise InputError(f"{before} holds {len(old)} loads, {after} {len(new)}: compare results of the same rates.")
+    for first, second in zip(old, new, strict=True):
         table = Table(
             title=f"{report.title(first)}  →  {report.title(second)}", header_style="bold", title_justify="left"
         )
@@ -171,9 +209,11 @@ def compare(before: Path, after: Path) -> None:
 @bench_app.command()
 def levers(
     model: Model = DEFAULT,
-    rounds: Annotated[int, typer.Option(help="Times that every variant is measured.")] = 3,
-    json_out: Annotated[Path | None, typer.Option("--json", help="Write the table as JSON.")] = None,
-    svg_out: Annotated[Path | None, typer.Option("--svg", help="Write the table as a plot.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Times that every variant is measured.")] = 3,
+    json_out: Json = None,
+    svg_out: Annotated[
+        Path | None, typer.Option("--svg", callback=can_be_written, help="Write the table as a plot.")
+    ] = None,
     option: Settings = None,
 ) -> None:
     """Every lever off and on, on this machine and model, beside what textbooks say."""

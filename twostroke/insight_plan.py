@@ -20,11 +20,11 @@ from twostroke.bench.record import Run, load_runs
 from twostroke.bench.remote import Admin, apply_live, diagnose_load, diagnose_recorded
 from twostroke.bench.watch import over_http
 from twostroke.bench.workload import Load, make_load, trace_load
-from twostroke.config import make_config
-from twostroke.cost.capacity import Need, Sizing, candidates, cheapest, priced, size
+from twostroke.config import QUANTIZATIONS, make_config
+from twostroke.cost.capacity import SHARE, Need, Sizing, candidates, cheapest, precisions, priced, size
 from twostroke.cost.deploy import Deployment
 from twostroke.cost.diagnose import Diagnosis, Targets, diagnose, seconds
-from twostroke.cost.hardware import Calibration, calibration_path, find_device, load_calibration, machine_name
+from twostroke.cost.hardware import Calibration, Device, calibration_path, find_device, load_calibration, machine_name
 from twostroke.cost.models import SHAPES, known_arch
 from twostroke.cost.probe import verdict_from_outside
 from twostroke.cost.trace import Arrival
@@ -32,7 +32,7 @@ from twostroke.cost.verdict import evidence_lines
 from twostroke.errors import ConfigError, InputError, ModelError, TwostrokeError
 from twostroke.model.arch import Arch
 from twostroke.model.families import arch_from_config
-from twostroke.options import Requests, Scale, Settings, Tpot, Trace, Ttft, Workload, parse_settings
+from twostroke.options import Requests, Scale, Settings, Tpot, Trace, Ttft, Workload, above_zero, parse_settings
 from twostroke.terminal import errors, open_llm
 from twostroke.weights.catalog import CATALOG, DEFAULT, cache_folder, installed
 
@@ -48,7 +48,11 @@ def describe(model: str) -> tuple[Arch, int | None]:
 
     path = Path(model).expanduser()
     if path.name == "config.json" and path.is_file():
-        return arch_from_config(json.loads(path.read_text()), str(path)), None
+        try:
+            config = json.loads(path.read_text())
+        except ValueError as error:
+            raise ModelError(f"{path}: not JSON ({error}): fetch it again.") from None
+        return arch_from_config(config, str(path)), None
     shape = known_arch(model)
     if shape is not None and not (model in CATALOG and installed(model)):
         return shape, None
@@ -72,14 +76,42 @@ def deployment_for(
 ) -> tuple[Deployment, Calibration | None]:
     arch, stored = describe(model)
     config = make_config(**settings)
+    if gpus > arch.heads:
+        raise ConfigError(f"--gpus {gpus}: {model} has {arch.heads} heads to share out, so {arch.heads} at most.")
     if hardware == "this":
         calibration = load_calibration(calibration_path(cache_folder(), model))
         device, rates = calibration.device(), calibration.rates
+        check_precision(precision, device, gpus)
         return Deployment(
             arch, device, config, precision or "float32", None if precision else stored, rates
         ), calibration
-    exact = stored if precision is None else None
-    return Deployment(arch, find_device(hardware), config, precision or "bfloat16", exact, gpus=gpus), None
+    exact, device = stored if precision is None else None, find_device(hardware)
+    check_precision(precision, device, gpus)
+    return Deployment(arch, device, config, precision or "bfloat16", exact, gpus=gpus), None
+
+
+def check_precision(precision: str | None, device: Device, gpus: int) -> None:
+    if precision in QUANTIZATIONS and precision not in precisions(device):
+        raise ConfigError(
+            f"--precision {precision} is not served on {device.title}: use {' or '.join(precisions(device))} there."
+        )
+    if gpus > 1 and device.kind == "cpu":
+        raise ConfigError(f"--gpus {gpus}: {device.title} is one device; several share a model only on GPUs.")
+
+
+def check_lengths(deployment: Deployment, rows: list[Arrival]) -> None:
+    """Requests that are refused miss every target: too many of them, and no fleet helps."""
+    room = deployment.settings.max_model_len
+    long = [row.prompt + row.output for row in rows if row.prompt + row.output > room]
+    if not long:
+        return
+    said = f"{len(long)} of {len(rows)} requests are longer than {room:,} tokens (the longest: {max(long):,})"
+    if len(long) > (1 - SHARE) * len(rows):
+        raise ConfigError(
+            f"{said}, which is all that one may have here (max_model_len, or the model's own context): "
+            "divide the lengths with --scale, or take another model."
+        )
+    errors.print(f"[dim]{said}: they count as missed[/dim]")
 
 
 # ---- plan ------------------------------------------------------------------------------------------------------------
@@ -96,7 +128,7 @@ def plan_command(
     trace: Trace = None,
     requests: Requests = 300,
     scale: Scale = 1.0,
-    rate: Annotated[float, typer.Option(help="Requests/s to be served.")] = 1.0,
+    rate: Annotated[float, typer.Option(callback=above_zero, help="Requests/s to be served.")] = 1.0,
     ttft: Ttft = 1.0,
     tpot: Tpot = 0.05,
     split: Annotated[bool, typer.Option("--split", help="Prefill and decode workers of their own.")] = False,
@@ -116,6 +148,7 @@ def plan_command(
     deployment, _ = deployment_for(model, hardware, precision, gpus, settings)
     if deployment.config.max_model_len is None and longest < deployment.arch.max_positions:
         deployment = replace(deployment, config=replace(deployment.config, max_model_len=longest + 1))
+    check_lengths(deployment, rows)
     show_sizing(size(deployment, prompt, output))
     assert ttft is not None and tpot is not None
     options = [deployment]
@@ -213,7 +246,7 @@ def diagnose_command(
         typer.Option("--workload", "-w", help="rag, code, chat, batch or agent. Without: what a twostroke recorded."),
     ] = None,
     requests: Requests = 60,
-    rate: Annotated[float, typer.Option(help="Requests/s of the workload.")] = 1.0,
+    rate: Annotated[float, typer.Option(callback=above_zero, help="Requests/s of the workload.")] = 1.0,
     scale: Scale = 1.0,
     api_key: Annotated[str | None, typer.Option(envvar="TWOSTROKE_API_KEY", help="For the server.")] = None,
     ttft: Ttft = None,

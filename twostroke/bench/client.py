@@ -32,6 +32,10 @@ class Target:
     vocabulary: int | None = None  # send token ids below it instead of words: exact prompt lengths
     timeout: float = 600.0
 
+    def __post_init__(self) -> None:
+        if not self.url.startswith(("http://", "https://")):
+            raise InputError(f"--url {self.url}: write the whole address, for example http://127.0.0.1:8000.")
+
     @property
     def base(self) -> str:
         return self.url.rstrip("/").removesuffix("/v1")
@@ -39,6 +43,12 @@ class Target:
 
 def measure(target: Target, load: Load, machine: str = "", progress: Progress | None = None) -> Run:
     return asyncio.run(Client(target, load, progress).run(machine))
+
+
+def refused(base: str, status: int) -> str:
+    if status in (401, 403):
+        return f"{base}: refuses the key ({status}): give --api-key."
+    return f"{base}: answers /v1/models with {status}: no OpenAI-compatible server. If it is one, name its --model."
 
 
 class Client:
@@ -72,12 +82,22 @@ class Client:
             return run
 
     async def first_model(self) -> str:
+        import httpx
+
         try:
             answer = await self.http.get("/v1/models")
             answer.raise_for_status()
             return str(answer.json()["data"][0]["id"])
-        except self.trouble as error:
-            raise InputError(f"{self.target.base}/v1/models does not name a model ({error}): give --model.") from None
+        except httpx.HTTPStatusError as error:
+            raise InputError(refused(self.target.base, error.response.status_code)) from None
+        except httpx.TransportError as error:
+            raise InputError(
+                f"{self.target.base}: cannot be reached ({error}): is the server up, the address right?"
+            ) from None
+        except (*self.trouble, UnicodeDecodeError) as error:
+            raise InputError(
+                f"{self.target.base}/v1/models does not name a model ({type(error).__name__}): give --model."
+            ) from None
 
     def body(self, arrival: Arrival, model: str) -> dict[str, Any]:
         body: dict[str, Any] = {

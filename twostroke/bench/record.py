@@ -117,8 +117,10 @@ def save(runs: list[Run], path: Path, command: str) -> None:
 def load_runs(path: Path) -> list[Run]:
     try:
         document = json.loads(path.read_text())
-        if document["kind"] != KIND or document["version"] != VERSION:
-            raise ValueError("another kind or version")
+        if not isinstance(document, dict) or document.get("kind") != KIND:
+            raise ValueError(f"its kind is not {KIND!r}")
+        if document.get("version") != VERSION:
+            raise ValueError(f"its version is {document.get('version')}, this is {VERSION}")
         runs = []
         for one in document["runs"]:
             one.pop("summary")
@@ -128,4 +130,6 @@ def load_runs(path: Path) -> list[Run]:
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror}).") from None
     except (ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{path}: not a result of `twostroke bench` ({error}).") from None
+        raise InputError(
+            f"{path}: not a result of `twostroke bench --json` ({type(error).__name__}: {error}): measure again."
+        ) from None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import isnan
+from math import inf, isnan
 
 from rich.table import Table
 
@@ -108,7 +108,8 @@ def lines(run: Run, ttft: float | None = None, tpot: float | None = None) -> lis
         shown.append("the server does not tell its own timings: queueing is inside prefill here")
     if ttft is not None and tpot is not None:
         good = goodput(run.served(), ttft, tpot)
-        shown.append(f"goodput at TTFT ≤ {seconds(ttft)} and TPOT ≤ {seconds(tpot)}: {good:.2f} requests/s")
+        limits = [f"{name} ≤ {seconds(most)}" for name, most in (("TTFT", ttft), ("TPOT", tpot)) if most < inf]
+        shown.append(f"goodput at {' and '.join(limits)}: {good:.2f} requests/s")
     return shown
 
 

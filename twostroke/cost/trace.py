@@ -18,6 +18,10 @@ from typing import NamedTuple
 from twostroke.errors import InputError
 
 MOONCAKE_BLOCK = 512  # tokens under one hash id
+FORMATS = (
+    "a .csv must have Azure's columns (TIMESTAMP, ContextTokens, GeneratedTokens), any other file Mooncake's JSON "
+    "lines (timestamp, input_length, output_length, hash_ids)"
+)
 SPACE = 1 << 24  # token ids of one content: longer than any prompt
 
 
@@ -67,9 +71,9 @@ def read_trace(path: str | Path, limit: int | None = None) -> list[Arrival]:
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror}).") from None
     except (KeyError, ValueError, TypeError) as error:
-        raise InputError(f"{path}: neither Azure's CSV nor Mooncake's JSON lines ({error!r}).") from None
+        raise InputError(f"{path}: {FORMATS} ({type(error).__name__}: {error}).") from None
     if not rows:
-        raise InputError(f"{path}: holds no requests.")
+        raise InputError(f"{path}: holds no requests. {FORMATS[0].upper()}{FORMATS[1:]}.")
     return from_zero(rows)
 
 

@@ -1,0 +1,94 @@
+"""What people type by mistake into bench, plan and diagnose: a sentence that names the option and the way out."""
+
+from __future__ import annotations
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from typer.testing import CliRunner
+
+from twostroke.cli import app
+from twostroke.errors import TwostrokeError
+
+WRONG = {
+    "bench --url nonsense": "http://127.0.0.1:8000",
+    "bench --url http://127.0.0.1:9 -n 1": "cannot be reached",
+    "bench --url http://127.0.0.1:9 -s exact=true": "start the server with that setting",
+    "bench --chat": "give --url",
+    "bench --trace azure-conv -w rag": "says nothing beside --trace",
+    "bench --arrivals closed --rate 3": "--concurrency decides",
+    "bench --concurrency 3": "--arrivals closed",
+    "bench --longest 99": "--trace",
+    "bench --json {folder}/none/result.json": "a folder that exists",
+    "bench --html {folder}": "a folder that exists",
+    "bench --ttft=-1": "above 0",
+    "bench --scale 1e-9": "0.01 or more",
+    "bench --trace {folder}/bad.csv": "ContextTokens",
+    "bench --trace {folder}/bad.jsonl": "input_length",
+    "bench compare {folder}/empty.json {folder}/empty.json": "not a result of",
+    "diagnose --result {folder}/list.json": "not a result of",
+    "plan llama-3.1-8b --rate nan": "above 0",
+    "plan llama-3.1-8b --rate 0": "above 0",
+    "plan llama-3.1-8b --hardware a100 --precision fp8": "bfloat16 or int8 or int4",
+    "plan llama-3.1-8b --gpus 1000": "32 heads",
+    "plan llama-3.1-8b --hardware m4-max --gpus 2": "only on GPUs",
+    "plan llama-3.1-8b -s max_model_len=10": "--scale",
+    "plan {folder}/config.json": "not JSON",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("odd")
+    for name, text in {
+        "bad.csv": "a,b\n1,2\n", "bad.jsonl": '{"timestamp": 1}\n', "empty.json": "{}", "list.json": "[]",
+        "config.json": "{half",
+    }.items():  # fmt: skip
+        (made / name).write_text(text)
+    return made
+
+
+def said(*arguments: str) -> str:
+    """All that a person sees, one space between words, without the frames of boxes."""
+    result = CliRunner().invoke(app, list(arguments))
+    assert result.exit_code != 0
+    known = result.exception is None or isinstance(result.exception, TwostrokeError | SystemExit)
+    assert known, f"a traceback: {result.exception!r}"
+    words = f"{result.output} {result.exception}".replace("│", " ").split()
+    return " ".join(words)
+
+
+@pytest.mark.parametrize("typed", WRONG)
+def test_a_mistake_is_answered_with_the_way_out(typed, folder):
+    text = said(*(part.format(folder=folder) for part in typed.split()))
+    assert WRONG[typed] in text
+
+
+def test_a_server_of_another_kind_is_named_as_such():
+    class Other(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_error(404)
+
+        def log_message(self, *arguments):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Other)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        url = f"http://127.0.0.1:{server.server_port}"
+        for command in ("bench", "diagnose"):
+            text = said(command, "--url", url, "-n", "1")
+            assert "no OpenAI-compatible server" in text and "mozilla" not in text
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_results_of_other_rates_are_not_compared(folder):
+    whole = {"kind": "twostroke bench", "version": 1, "command": "", "runs": []}
+    one = {"load": "chat", "target": "", "rate": 1.0, "closed": None, "records": [], "summary": None}
+    for name, runs in (("one", [one]), ("two", [one, one])):
+        (folder / f"{name}.json").write_text(json.dumps({**whole, "runs": runs}))
+    assert "the same rates" in said("bench", "compare", str(folder / "one.json"), str(folder / "two.json"))
