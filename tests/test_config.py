@@ -55,6 +55,8 @@ def test_the_cache_is_never_larger_than_can_be_used():
         ({"max_gap": 0}, "max_gap"),
         ({"max_gap": 1, "chunked_prefill": False}, "chunked_prefill"),
         ({"prefix_cache": 1}, "prefix_cache"),
+        ({"kv_offload": -1}, "kv_offload"),
+        ({"kv_offload": 1 << 30, "prefix_cache": False}, "needs prefix_cache"),
         ({"max_gap": 1, "policy": "prefill-first"}, "prefill-first"),
         ({"dtype": "int8"}, "float32"),
         ({"seed": -1}, "seed"),
@@ -123,3 +125,13 @@ def test_windows_need_fewer_blocks():
 def test_pairs_seen(window, start, count):
     want = sum(min(p + 1, window or 10**9) for p in range(start, start + count))
     assert seen_pairs(start, count, window) == want
+
+
+def test_offload_is_whole_blocks_of_what_was_given():
+    block = make_layout(LLAMA_8B, "float16").block_bytes
+    settings = resolve(make_config(kv_offload=3 * block + 5), LLAMA_8B, MACHINE, 0)
+    assert (settings.kv_offload, settings.host_slots) == (3 * block, 3)
+    assert "kv_memory" in settings.reasons["kv_offload"]  # on a CPU that is the better use of it
+    assert resolve(make_config(), LLAMA_8B, MACHINE, 0).host_slots == 0
+    with pytest.raises(ConfigError, match="no block"):
+        resolve(make_config(kv_offload=block - 1), LLAMA_8B, MACHINE, 0)

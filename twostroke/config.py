@@ -41,6 +41,7 @@ class Config:
     max_requests: int | None = None
     kv_memory: int | None = None  # bytes
     kv_blocks: int | None = None  # of the whole pool
+    kv_offload: int = 0  # bytes of the host's memory for evicted blocks
     prefix_cache: bool = True
     chunked_prefill: bool = True
     batching: str = "continuous"
@@ -60,6 +61,8 @@ class Config:
             value = getattr(self, name)
             if value is not None and (not is_whole(value) or value < 1):
                 raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}.")
+        if not is_whole(self.kv_offload) or self.kv_offload < 0:
+            raise ConfigError(f"kv_offload must be a number of bytes, 0 or more, got {self.kv_offload!r}.")
         for name in ("prefix_cache", "chunked_prefill"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}.")
@@ -74,6 +77,8 @@ class Config:
             raise ConfigError("kv_memory and kv_blocks both size the KV cache: give one of them.")
         if self.dtype is not None and self.quantize is not None:
             raise ConfigError("dtype and quantize both choose the precision of the weights: give one of them.")
+        if self.kv_offload and not self.prefix_cache:
+            raise ConfigError("kv_offload keeps what the prefix cache evicts: it needs prefix_cache. Drop one of them.")
         if self.max_gap is None:
             return
         if not is_number(self.max_gap) or self.max_gap <= 0:
@@ -119,6 +124,7 @@ class Resolved:
     max_batch_tokens: int
     max_requests: int
     kv_blocks: int
+    kv_offload: int
     prefix_cache: bool
     chunked_prefill: bool
     batching: str
@@ -128,6 +134,11 @@ class Resolved:
     seed: int
     layout: KVLayout
     reasons: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def host_slots(self) -> int:
+        """Evicted blocks that the host keeps."""
+        return self.kv_offload // self.layout.block_bytes
 
 
 def resolve(config: Config, arch: Arch, hardware: Hardware, weight_bytes: int) -> Resolved:
@@ -165,6 +176,7 @@ def resolve(config: Config, arch: Arch, hardware: Hardware, weight_bytes: int) -
         max_batch_tokens=batch,
         max_requests=requests,
         kv_blocks=blocks,
+        kv_offload=_offload(config, device, layout, reasons),
         prefix_cache=config.prefix_cache,
         chunked_prefill=config.chunked_prefill,
         batching=config.batching,
@@ -215,6 +227,21 @@ def _kv_dtype(config: Config, device: str, reasons: dict[str, str]) -> KVFormat:
         return "bfloat16"
     reasons["kv_dtype"] = "half the bytes of float32, without a visible change of the output"
     return "float16"
+
+
+def _offload(config: Config, device: str, layout: KVLayout, reasons: dict[str, str]) -> int:
+    """Whole blocks of what was given."""
+    slots = config.kv_offload // layout.block_bytes
+    if not config.kv_offload:
+        reasons["kv_offload"] = "evicted blocks are forgotten unless the host's memory is given to them"
+    elif not slots:
+        raise ConfigError(
+            f"kv_offload ({config.kv_offload:,}) holds no block of {layout.block_bytes:,} bytes: raise it."
+        )
+    else:
+        same = ": the memory that kv_memory takes as well, which needs no copies" if device == "cpu" else ""
+        reasons["kv_offload"] = f"{slots:,} evicted blocks of {layout.block_bytes:,} bytes{same}"
+    return slots * layout.block_bytes
 
 
 def _size_cache(

@@ -88,11 +88,20 @@ class Work(NamedTuple):
         return self.start + self.count >= len(self.request.tokens)
 
 
+class Move(NamedTuple):
+    """Copy the bytes of a KV block to a slot on the host, or back."""
+
+    block: int
+    slot: int
+    to_host: bool
+
+
 class Plan(NamedTuple):
     """One step of the engine. Immutable, so the next one can be made while this one runs."""
 
     number: int
     works: tuple[Work, ...]
+    moves: tuple[Move, ...] = ()  # to be made before the step, in this order
 
 
 @dataclass(slots=True)

@@ -52,6 +52,7 @@ levers = st.fixed_dictionaries(
         "batching": st.sampled_from(["continuous", "continuous", "static"]),
         "policy": st.sampled_from(sorted(POLICIES)),
         "chunked_prefill": st.sampled_from([True, True, True, False]),
+        "host_slots": st.sampled_from([0, 2, 30, 500]),  # evicted blocks that the host keeps
     }
 )
 BASE = {"max_model_len": 192, "threads": 2, "seed": 1}
@@ -115,7 +116,10 @@ def torch_model(request, llama_folder, gemma_folder):
 
 def check_levers(model, many, lever):
     folder, extra, alone = model
-    llm = LLM(folder, **BASE, **lever, **extra)
+    block = alone.llm.settings.layout.block_bytes
+    offload = lever["host_slots"] * block if lever["prefix_cache"] else 0
+    given = {name: value for name, value in lever.items() if name != "host_slots"}
+    llm = LLM(folder, kv_offload=offload, **BASE, **given, **extra)
     for _ in range(2):  # the second time with whatever the cache holds by then
         for ask, output in run_together(llm, many):
             for got, want in zip(result(output), alone.answer(ask), strict=True):

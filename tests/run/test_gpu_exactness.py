@@ -55,7 +55,9 @@ class Served:
         dtype = "float32" if ops.dtype == torch.float32 else "bfloat16"
         config = make_config(dtype=dtype, seed=1, **settings)
         resolved = resolve(config, arch, this_machine("cpu"), 0)
-        kv = KVStorage(arch, resolved.layout, resolved.kv_blocks, resolved.kv_dtype, ops.device)
+        kv = KVStorage(
+            arch, resolved.layout, resolved.kv_blocks, resolved.kv_dtype, ops.device, resolved.host_slots
+        )  # fmt: skip
         self.scheduler = make_scheduler(arch, resolved, "random")
         self.core = Core(self.scheduler, CudaRunner(model, kv, self.scheduler.tables.array, ops))
         self.asked = 0
@@ -114,6 +116,23 @@ def test_after_a_hit(served) -> None:  # type: ignore[no-untyped-def]
     assert again.answers(prompts) == alone
     assert again.answers(prompts) == alone
     assert again.scheduler.counters.cached_tokens > 0
+
+
+def test_after_blocks_went_to_the_host(served) -> None:  # type: ignore[no-untyped-def]
+    """Room for one prompt at a time: each takes the blocks of the one before, and finds its own again."""
+    model, prompts, alone = served
+    longest = len(prompts[0]) + NEW
+    blocks = len(model.arch.windows) * -(-longest // 16)
+    tight = engine(model, kv_blocks=blocks, max_model_len=longest, kv_offload=1 << 28)
+    other = prompt(model.arch, 60, len(prompts[0]))
+    chosen = slice(None if ON_CARD else 1)
+    for again in (False, True):
+        assert [tight.answers([p])[0] for p in prompts[chosen]] == alone[chosen]
+        if not again:
+            tight.answers([other])
+    host = tight.scheduler.tables.pool.host
+    assert host is not None and host.restored > 0
+    assert tight.scheduler.counters.cached_tokens > 0
 
 
 def test_preempted(served) -> None:  # type: ignore[no-untyped-def]

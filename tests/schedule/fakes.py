@@ -8,6 +8,7 @@ from collections import deque
 from twostroke.kv.blocks import BlockPool
 from twostroke.kv.hashing import BlockHasher
 from twostroke.kv.layout import KVGroup, KVLayout
+from twostroke.kv.offload import HostPool
 from twostroke.kv.tables import KVTables
 from twostroke.metrics.timeline import Timeline
 from twostroke.sampling import SamplingParams
@@ -18,9 +19,9 @@ from twostroke.types import FinishReason, Plan, Request, Result, Status, Work
 
 
 def make_scheduler(blocks, windows=(None,), max_batch_tokens=512, max_requests=64, chunked=True, static=False,
-                   policy="fcfs", prefix_cache=True, max_length=4096, max_gap=1e9):  # fmt: skip
+                   policy="fcfs", prefix_cache=True, max_length=4096, max_gap=1e9, host_slots=0):  # fmt: skip
     layout = KVLayout(tuple(KVGroup(w, (i,)) for i, w in enumerate(windows)), 1, 64)
-    pool = BlockPool(blocks, keep_cached=prefix_cache)
+    pool = BlockPool(blocks, prefix_cache, HostPool(host_slots) if host_slots else None)
     tables = KVTables(layout, pool, BlockHasher("fake", b"key"), max_requests, max_length)
     limits = Limits(max_batch_tokens, max_requests, chunked, static)
     return Scheduler(tables, limits, POLICIES[policy], Pace(lambda start, count: float(count), max_gap))
@@ -43,6 +44,7 @@ class FakeEngine:
         self.capacity = 4096
         self.snapshots: deque[list] = deque()  # block tables as each plan saw them
         self.content: dict[int, tuple[int, ...]] = {}  # block -> the tokens from the start up to its end, as written
+        self.on_host: dict[int, tuple[int, ...]] = {}  # slot -> the same
 
     @classmethod
     def random(cls, rng: random.Random, depth: int, windows: tuple) -> FakeEngine:
@@ -52,6 +54,7 @@ class FakeEngine:
         scheduler = make_scheduler(
             blocks, windows, budget, requests, chunked=rng.random() < 0.8, static=rng.random() < 0.2,
             policy=rng.choice(list(POLICIES)), prefix_cache=rng.random() < 0.7, max_gap=rng.choice([1e9, 20.0]),
+            host_slots=rng.choice([0, 1, 7, 40, 1000]),
         )  # fmt: skip
         engine = cls(scheduler, depth, rng)
         engine.failure_rate = rng.choice([0.0, 0.01])
@@ -122,6 +125,11 @@ class FakeEngine:
 
     def _run(self, plan: Plan, tables: list) -> None:
         """What the model would do to the blocks: all writes come before all reads, as in every layer."""
+        for block, slot, to_host in plan.moves:
+            if to_host:
+                self.on_host[slot] = self.content[block]
+            else:
+                self.content[block] = self.on_host[slot]
         for work, groups in zip(plan.works, tables, strict=True):
             first, last = work.start // 16, (work.start + work.count - 1) // 16
             for block in (block for blocks in groups for block in blocks[first : last + 1]):

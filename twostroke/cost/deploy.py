@@ -19,8 +19,8 @@ from twostroke.cost.trace import Arrival
 from twostroke.model.arch import Arch
 
 CONFIG_FIELDS = (
-    "kv_dtype", "max_model_len", "max_batch_tokens", "max_requests", "kv_blocks", "prefix_cache", "chunked_prefill",
-    "batching", "policy", "max_gap", "quantize",
+    "kv_dtype", "max_model_len", "max_batch_tokens", "max_requests", "kv_blocks", "kv_offload", "prefix_cache",
+    "chunked_prefill", "batching", "policy", "max_gap", "quantize",
 )  # fmt: skip
 
 

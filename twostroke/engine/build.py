@@ -16,7 +16,7 @@ from twostroke.config import DEFAULT_BATCH_TOKENS, DEFAULT_REQUESTS, Config, Res
 from twostroke.engine.core import Core
 from twostroke.engine.intake import Intake, open_tokenizer
 from twostroke.errors import ConfigError
-from twostroke.hardware import Hardware, this_machine
+from twostroke.hardware import Hardware, free_memory, this_machine
 from twostroke.kv.storage import KVStorage
 from twostroke.metrics.steplog import StepLog
 from twostroke.model.arch import Arch
@@ -77,7 +77,11 @@ def build_engine(
         settings = resize(config, settings, transformer)
     for name, reason in settings.reasons.items():
         log.info("%s = %s: %s", name, getattr(settings, name), reason)
-    kv = KVStorage(arch, settings.layout, settings.kv_blocks, settings.kv_dtype, torch.device(device))
+    if settings.kv_offload > free_memory():
+        raise ConfigError(f"kv_offload is above the {free_memory():,} bytes that are free on this machine: lower it.")
+    kv = KVStorage(
+        arch, settings.layout, settings.kv_blocks, settings.kv_dtype, torch.device(device), settings.host_slots
+    )
     scheduler = make_scheduler(arch, settings, str(checkpoint.path))
     grammars = GrammarCompiler(tokenizer, arch.vocab)
     runner = make_runner(transformer, kv, scheduler.tables.array, ops, grammars)

@@ -52,6 +52,10 @@ def change(scheduler: Scheduler, settings: Resolved, wanted: Mapping[str, Any]) 
 def check_combination(settings: Resolved, given: Mapping[str, Any]) -> None:
     """Each value and their combination, as at a start: a gap that is asked for must be one that can be kept."""
     Config(**given)
+    if not given.get("prefix_cache", True) and settings.kv_offload:
+        raise ConfigError(
+            "prefix_cache: kv_offload, set at the start, keeps what it evicts: start without one of them."
+        )
     if "max_gap" in given:
         now: dict[str, Any] = {"chunked_prefill": settings.chunked_prefill, "policy": settings.policy}
         Config(**(now | dict(given)))

@@ -99,10 +99,14 @@ class LLM:
     def stats(self) -> dict[str, int]:
         """Totals since start, and the KV blocks now."""
         pool, counters = self.engine.core.scheduler.tables.pool, self.engine.core.scheduler.counters
+        host = pool.host
         return {
             "blocks_total": pool.total,
             "blocks_free": len(pool.free),
             "blocks_cached": len(pool.cached),
+            "blocks_on_host": 0 if host is None else len(host.slot_of),
+            "blocks_offloaded": 0 if host is None else host.offloaded,
+            "blocks_restored": 0 if host is None else host.restored,
             "prompt_tokens": counters.prompt_tokens,
             "cached_tokens": counters.cached_tokens,
             "computed_tokens": counters.computed_tokens,

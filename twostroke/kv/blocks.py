@@ -13,7 +13,10 @@ the block (pending), so that requests that arrive together share the work, and r
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from twostroke.kv.offload import HostPool
 
 
 class Name(NamedTuple):
@@ -24,9 +27,10 @@ class Name(NamedTuple):
 
 
 class BlockPool:
-    def __init__(self, blocks: int, keep_cached: bool = True):
+    def __init__(self, blocks: int, keep_cached: bool = True, host: HostPool | None = None):
         self.total = blocks
         self.keep_cached = keep_cached  # False: a block is forgotten when its last holder lets go
+        self.host = host  # takes the content of blocks that are evicted
         self.references = [0] * blocks
         self.free = list(range(blocks - 1, -1, -1))
         self.cached: OrderedDict[int, None] = OrderedDict()  # unreferenced but named, least recently used first
@@ -46,6 +50,9 @@ class BlockPool:
             block = self.free.pop()
         else:
             block, _ = self.cached.popitem(last=False)
+            name = self.name_of[block]
+            if self.host is not None and name is not None:
+                self.host.keep(block, name, self.tokens_of[block])
             self.forget(block)
         self.references[block] = 1
         return block
@@ -110,3 +117,5 @@ class BlockPool:
         assert self.shared == sum(count > 1 for count in self.references), "shared blocks are miscounted"
         for name, block in self.by_name.items():
             assert self.name_of[block] == name, "names disagree"
+        if self.host is not None:
+            self.host.check()

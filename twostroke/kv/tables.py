@@ -17,11 +17,13 @@ from twostroke.ops.interface import BLOCK
 from twostroke.types import Request
 
 RELEASED = -1
+ON_HOST = -2
 STRIDE = 32  # columns whose names are made at a time
 
 
 class Hit(NamedTuple):
-    """Cached blocks a request can start from: blocks[group][column], RELEASED where the window needs none."""
+    """Cached blocks a request can start from: blocks[group][column], RELEASED where the window needs none, ON_HOST
+    where a block must be copied back."""
 
     columns: int
     blocks: tuple[tuple[int, ...], ...]
@@ -56,7 +58,7 @@ class KVTables:
         for column in range(limit):
             self.hasher.extend(request.hashes, request.tokens, request.salt, column + 1)
             tokens = tuple(request.tokens[column * BLOCK : (column + 1) * BLOCK])
-            blocks = [self.pool.find(Name(g, request.hashes[column]), tokens) for g in range(len(self.windows))]
+            blocks = [self._find(Name(g, request.hashes[column]), tokens) for g in range(len(self.windows))]
             if any(block is None and window is None for block, window in zip(blocks, self.windows, strict=True)):
                 break  # a layer that sees everything misses this block; a window may yet skip over one
             for group, block in zip(found, blocks, strict=True):
@@ -65,7 +67,7 @@ class KVTables:
 
     def _match_whole(self, request: Request, limit: int) -> Hit:
         """The same where every layer sees everything: the first miss is the end."""
-        hashes, tokens, find = request.hashes, request.tokens, self.pool.find
+        hashes, tokens, find = request.hashes, request.tokens, self._find
         blocks: list[int] = []
         for column in range(limit):
             if column == len(hashes):
@@ -75,6 +77,10 @@ class KVTables:
                 break
             blocks.append(block)
         return Hit(len(blocks), (tuple(blocks),)) if blocks else NO_HIT
+
+    def _find(self, name: Name, tokens: tuple[int, ...]) -> int | None:
+        block, host = self.pool.find(name, tokens), self.pool.host
+        return ON_HOST if block is None and host is not None and host.has(name, tokens) else block
 
     def _longest_usable(self, found: list[list[int]]) -> Hit:
         """Shorten until every window finds all the columns that the next token can see."""
@@ -92,24 +98,40 @@ class KVTables:
         """Blocks the pool must still give for the whole of `request.tokens`, computing `step` tokens at a time."""
         needed = 0
         for group, window in enumerate(self.windows):
-            held = sum(block != RELEASED for block in hit.blocks[group]) if hit.columns else 0
-            cold = sum(self.pool.references[b] == 0 for b in hit.blocks[group] if b != RELEASED) if hit.columns else 0
+            blocks = hit.blocks[group] if hit.columns else ()
+            held = sum(block >= 0 for block in blocks)
+            cold = sum(self.pool.references[block] == 0 for block in blocks if block >= 0)
             whole = group_blocks(window, len(request.tokens), step)
-            needed += max(0, whole - held) + cold  # holding a cached block makes it unavailable too
+            needed += max(blocks.count(ON_HOST), whole - held) + cold  # a cached block that is held is unavailable too
         return needed
 
     def open(self, request: Request, hit: Hit) -> None:
-        """Give the request a row, and the blocks of its hit."""
+        """Give the request a row and the blocks of its hit: those on the device first, lest room for the others be
+        made by evicting them."""
         row = request.row = self.free_rows.pop()
         request.computed = hit.columns * BLOCK
         self.named[row] = hit.columns
         for group, blocks in enumerate(hit.blocks):
             for block in blocks:
-                if block != RELEASED:
+                if block >= 0:
                     self.pool.hold(block)
-            self.array[group, row, : len(blocks)] = np.maximum(blocks, 0)
             self.held[row][group] = list(blocks)
             self.released[row][group] = sum(block == RELEASED for block in blocks)
+        self._bring_back(request)
+        for group, held in enumerate(self.held[row]):
+            self.array[group, row, : len(held)] = np.maximum(held, 0)
+
+    def _bring_back(self, request: Request) -> None:
+        """Blocks for the columns whose bytes are on the host, to be copied before the step that is being planned."""
+        groups, host = self.held[request.row], self.pool.host
+        places = [(g, c) for g, blocks in enumerate(groups) for c, block in enumerate(blocks) if block == ON_HOST]
+        if host is None or not places:
+            return
+        names = [Name(group, request.hashes[column]) for group, column in places]
+        for (group, column), name, slot in zip(places, names, host.claim(names), strict=True):
+            block = groups[group][column] = self.pool.take()
+            host.bring_back(slot, block)
+            self.pool.publish(block, name, tuple(request.tokens[column * BLOCK : (column + 1) * BLOCK]))
 
     def close(self, request: Request) -> None:
         """Let go of everything. The tail goes first, so that it is evicted before the prefix others may share."""

@@ -99,6 +99,7 @@ class CudaRunner:
     def launch(self, plan: Plan) -> Handle:
         with torch.cuda.stream(self.stream) if self.on_card else nullcontext():
             began = timing_event() if self.on_card else None
+            self.kv.move(plan.moves)
             streams = all(work.count == 1 and work.samples and on_device(work.request) for work in plan.works)
             handle = self._launch_streams(plan) if streams else self._launch_mixed(plan)
             handle.began = began

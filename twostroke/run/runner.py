@@ -33,6 +33,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> Result:
+        self.kv.move(plan.moves)
         step = build_step(plan, self.tables)
         hidden = self.model.forward(step.batch, self.kv)  # (S, hidden): samplers' rows, then prompt rows
         details: dict[int, Details] = {}

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from twostroke.kv.blocks import BlockPool
 from twostroke.kv.hashing import BlockHasher
+from twostroke.kv.offload import HostPool
 from twostroke.kv.tables import KVTables
 from twostroke.model.arch import Arch
 from twostroke.schedule.pace import MIN_CHUNK, Pace
@@ -17,7 +18,8 @@ if TYPE_CHECKING:  # settings stand above scheduling
 
 
 def make_scheduler(arch: Arch, settings: Resolved, model: str) -> Scheduler:
-    pool = BlockPool(settings.kv_blocks, keep_cached=settings.prefix_cache)
+    host = HostPool(settings.host_slots) if settings.host_slots else None
+    pool = BlockPool(settings.kv_blocks, keep_cached=settings.prefix_cache, host=host)
     tables = KVTables(settings.layout, pool, BlockHasher(model), settings.max_requests, settings.max_model_len)
     limits = Limits(
         settings.max_batch_tokens, settings.max_requests, settings.chunked_prefill, settings.batching == "static"

@@ -88,7 +88,9 @@ class Scheduler:
             draft.add_prompts()
         if draft.promised:
             self.published[self.plans] = draft.promised
-        return Plan(self.plans, tuple(draft.works))
+        host = self.tables.pool.host
+        moves = host.take_moves() if host is not None and draft.works else ()  # an empty plan is not run
+        return Plan(self.plans, tuple(draft.works), moves)
 
     def waiting_in_order(self) -> list[Request]:
         if not self.policy.by_cached_prefix:
@@ -226,6 +228,8 @@ class Scheduler:
         """Take back steps that raised: all that were in flight. A request that failed alone is to blame and ends;
         others start again, each alone at first, so that a poisoned request cannot take its neighbours with it."""
         broken = {block for plan in plans for block in self.published.pop(plan.number, ())}
+        if self.tables.pool.host is not None:
+            broken |= self.tables.pool.host.undo(move for plan in plans for move in plan.moves)
         for block in broken:
             self.tables.pool.revoke(block)
         works = [work for plan in plans for work in plan.works]

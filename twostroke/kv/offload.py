@@ -1,0 +1,87 @@
+"""Evicted blocks that the host keeps: under which name they lie in which slot, and the copies to be made. Torch-free.
+
+    block on the device ──evicted──▶ slot on the host ──its name is asked for──▶ any block on the device
+
+A copy is decided while a plan is made and belongs to that plan: the runner makes its copies before its step, in the
+order in which they were decided. So an evicted block is read before anybody writes it again, and a slot that is wanted
+back is read before another block's bytes replace it. What was copied back stays in its slot too: evicted again, it need
+not be copied again.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+
+from twostroke.kv.blocks import Name
+from twostroke.types import Move
+
+
+class HostPool:
+    def __init__(self, slots: int):
+        self.total = slots
+        self.free = list(range(slots - 1, -1, -1))
+        self.slot_of: OrderedDict[Name, int] = OrderedDict()  # least recently used first
+        self.name_in: list[Name | None] = [None] * slots
+        self.tokens_in: list[tuple[int, ...]] = [()] * slots  # compared on a hit: a hash alone is not proof
+        self.moves: list[Move] = []  # decided, and not yet part of a plan
+        self.offloaded = self.restored = 0  # blocks, since start
+
+    def has(self, name: Name, tokens: tuple[int, ...]) -> bool:
+        slot = self.slot_of.get(name)
+        return slot is not None and self.tokens_in[slot] == tokens
+
+    def keep(self, block: int, name: Name, tokens: tuple[int, ...]) -> None:
+        """The device gives the block to somebody else: its bytes go to the host, in place of the least used there."""
+        if name in self.slot_of:
+            self.slot_of.move_to_end(name)
+            return
+        if self.free:
+            slot = self.free.pop()
+        elif self.slot_of:
+            _, slot = self.slot_of.popitem(last=False)
+        else:
+            return  # every slot is about to be read
+        self.slot_of[name] = slot
+        self.name_in[slot], self.tokens_in[slot] = name, tokens
+        self.moves.append(Move(block, slot, to_host=True))
+        self.offloaded += 1
+
+    def claim(self, names: Iterable[Name]) -> list[int]:
+        """The slots of these names, which nobody can have until each was brought back."""
+        return [self.slot_of.pop(name) for name in names]
+
+    def bring_back(self, slot: int, block: int) -> None:
+        """Copy a claimed slot to the block. The slot is then the most recently used."""
+        name = self.name_in[slot]
+        assert name is not None, "a slot without a name was claimed"
+        self.slot_of[name] = slot
+        self.moves.append(Move(block, slot, to_host=False))
+        self.restored += 1
+
+    def take_moves(self) -> tuple[Move, ...]:
+        moves = tuple(self.moves)
+        self.moves.clear()
+        return moves
+
+    def undo(self, moves: Iterable[Move]) -> set[int]:
+        """Forget what these copies, and those that are still to be made, promised. Returns the blocks on the device
+        whose content may never have come."""
+        broken = set()
+        for block, slot, to_host in (*moves, *self.take_moves()):
+            if not to_host:
+                broken.add(block)
+                continue
+            name = self.name_in[slot]
+            if name is not None:
+                del self.slot_of[name]
+                self.name_in[slot], self.tokens_in[slot] = None, ()
+                self.free.append(slot)
+        return broken
+
+    def check(self) -> None:
+        """Invariant: every slot is free or holds one name, and names agree both ways."""
+        assert len(set(self.free)) == len(self.free), "a slot is free twice"
+        assert len(self.free) + len(self.slot_of) == self.total, "a slot is lost"
+        assert all(self.name_in[slot] is None for slot in self.free), "a free slot has a name"
+        assert all(self.name_in[slot] == name for name, slot in self.slot_of.items()), "names of slots disagree"
