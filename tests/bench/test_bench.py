@@ -162,7 +162,7 @@ def test_failures_are_counted_not_hidden():
     run = measure(Target(FakeServer(status=503).url, model="fake"), tiny_load())
     assert all(record.error.startswith("503") for record in run.records)
     assert "8 of 8 requests failed" in report.check(run)[0]
-    with pytest.raises(InputError, match="--model"):
+    with pytest.raises(InputError, match="cannot be reached"):
         measure(Target("http://127.0.0.1:9"), tiny_load())
 
 
