@@ -25,7 +25,8 @@ PROCESS_START = time.perf_counter()
 
 import torch  # noqa: E402
 
-from benchmarks.gpu_rig import Rig, make_rig  # noqa: E402
+from benchmarks.gpu_rig import Rig, longest_steps, make_rig  # noqa: E402
+from twostroke.metrics.steplog import StepLog  # noqa: E402
 from twostroke.model.arch import Arch  # noqa: E402
 from twostroke.types import Request  # noqa: E402
 from twostroke.weights.random import LLAMA_1B, LLAMA_8B  # noqa: E402
@@ -190,10 +191,12 @@ def gap(bench: Bench) -> None:
             rig.core.step()
         mark = time.perf_counter()
         long = rig.ask(rig.prompt(65536), 1) if name != "without" else None
+        rig.core.steplog = steps = StepLog()
         for _ in range(200):
             rig.core.step()
         while long is not None and not long.timeline.token_times:
             rig.core.step()
+        rig.core.steplog = None
         until = long.timeline.token_times[0] if long is not None else time.perf_counter()
         for stream in streams:
             rig.core.abort(stream)
@@ -204,7 +207,7 @@ def gap(bench: Bench) -> None:
     bench.report(
         "gap_p99", gaps["with"], "ms", without=round(gaps["without"], 2), worst=round(found[-1] * 1e3, 2),
         ttft_ratio=round((until - mark) / ttft_alone, 3), ttft_alone=round(ttft_alone, 3),
-        max_gap=rig.core.scheduler.pace.max_gap * 1e3,
+        max_gap=rig.core.scheduler.pace.max_gap * 1e3, longest=longest_steps(steps),
     )  # fmt: skip
 
 

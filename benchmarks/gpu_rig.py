@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -12,6 +13,7 @@ from twostroke.config import make_config, resolve
 from twostroke.engine.core import Core
 from twostroke.hardware import Hardware
 from twostroke.kv.storage import KVStorage
+from twostroke.metrics.steplog import StepLog
 from twostroke.metrics.timeline import Timeline
 from twostroke.model.arch import Arch
 from twostroke.model.transformer import Transformer
@@ -67,3 +69,14 @@ def make_rig(
     scheduler = make_scheduler(arch, resolved, f"random {length}")
     runner = CudaRunner(model, kv, scheduler.tables.array, ops)  # type: ignore[arg-type]
     return Rig(arch, model, Core(scheduler, runner), runner)
+
+
+def longest_steps(steps: StepLog) -> list[dict[str, float]]:
+    """What the longest of them were: on the device, and on the host from one launch to the next. A step that is short
+    on the device and long on the host waited for something that was loaded, compiled or captured."""
+    found = [
+        {"host_ms": round((after.launched - step.launched) * 1e3, 1), "device_ms": round(step.seconds * 1e3, 1),
+         "tokens": step.tokens, "start": max((piece.start for piece in step.chunks), default=0)}
+        for step, after in pairwise(steps)
+    ]  # fmt: skip
+    return sorted(found, key=lambda row: -row["host_ms"])[:6]

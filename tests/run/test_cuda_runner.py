@@ -21,9 +21,10 @@ from twostroke.metrics.timeline import Timeline  # noqa: E402
 from twostroke.ops.cpu import TorchCpuOps  # noqa: E402
 from twostroke.ops.cuda import CudaOps  # noqa: E402
 from twostroke.run import cuda_steps, shared_prefix  # noqa: E402
+from twostroke.run.buckets import all_mixed_rows  # noqa: E402
 from twostroke.run.cuda_runner import CudaRunner  # noqa: E402
 from twostroke.run.runner import ModelRunner  # noqa: E402
-from twostroke.run.warm_up import compile_kernels, run_largest_step  # noqa: E402
+from twostroke.run.warm_up import compile_kernels, meet_row_counts, run_largest_step  # noqa: E402
 from twostroke.sampling import SamplingParams  # noqa: E402
 from twostroke.schedule.make import make_scheduler  # noqa: E402
 from twostroke.types import Request  # noqa: E402
@@ -90,5 +91,7 @@ def test_the_largest_step_can_be_run_before_there_is_a_cache(llama_folder: Path)
     ops = CudaOps(torch.float32, "cuda" if ON_CARD else "cpu")
     model = load_model(checkpoint, ops, settings.max_model_len)
     compile_kernels(model, settings)
+    assert meet_row_counts(model, all_mixed_rows(12), 60.0) == [16]
+    assert meet_row_counts(model, all_mixed_rows(12), -1.0) == []
     tokens = run_largest_step(model, ops, settings)
     assert len(tokens) == 3 and len(set(tokens)) == 1  # the same prompt three times

@@ -20,3 +20,8 @@ def mixed_rows(tokens: int) -> int:
     if tokens > MIXED_TOKENS[-1]:
         return -(-tokens // PIECE) * PIECE
     return MIXED_TOKENS[bisect_left(MIXED_TOKENS, tokens)]
+
+
+def all_mixed_rows(most: int) -> list[int]:
+    """Every row count that such steps of up to `most` tokens have, the largest first."""
+    return sorted({mixed_rows(tokens) for tokens in range(1, min(most, CAPTURED_TOKENS) + 1)}, reverse=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -19,16 +20,19 @@ from twostroke.ops.cuda import CudaOps, Cut, DeviceBatch
 from twostroke.ops.interface import BLOCK, Attention, GroupBlocks
 from twostroke.ops.triton.launch import INTERPRETED
 from twostroke.ops.triton.sample import resolve_tokens, sample
+from twostroke.run.buckets import all_mixed_rows
 from twostroke.run.cuda_runner import CudaRunner
 from twostroke.sampling import SamplingParams
 from twostroke.types import Plan, Request, Work
 
 GRAPHS = 1 << 30  # bytes for steps captured later on
+MEETING = 1.0  # seconds of a start for row counts that the library has not met
 
 
 def resize(config: Config, settings: Resolved, model: Transformer) -> Resolved:
     """The settings with a KV cache of what is really free beside the weights and the largest step."""
     compile_kernels(model, settings)
+    meet_row_counts(model, all_mixed_rows(settings.max_batch_tokens), MEETING)
     free = free_after_warm_up(model, settings)
     known = replace(config, max_model_len=settings.max_model_len, seed=settings.seed)
     sized = resolve(known, model.arch, Hardware("cuda", settings.threads, free), 0)
@@ -79,6 +83,26 @@ def compile_kernels(model: Transformer, settings: Resolved) -> None:
     with torch.inference_mode(), ThreadPoolExecutor(1 if INTERPRETED else len(tasks)) as pool:
         for done in [pool.submit(torch.inference_mode()(task)) for task in tasks]:
             done.result()
+
+
+@torch.inference_mode()
+def meet_row_counts(model: Transformer, sizes: Sequence[int], seconds: float) -> list[int]:
+    """Multiply a layer's matrices once with each number of rows, as far as the seconds go; returns those met. The
+    library chooses and loads a kernel when it first meets a size: amid streams that is a gap of 50 to 150 ms."""
+    ops, arch, layer = model.ops, model.arch, model.layers[0]
+    assert isinstance(ops, CudaOps)
+    met: list[int] = []
+    inner = arch.heads * arch.head_dim
+    began = time.perf_counter()
+    for rows in sizes:
+        if time.perf_counter() - began > seconds:
+            break
+        x, attended = (torch.zeros(rows, width, dtype=ops.dtype, device=ops.device) for width in (arch.hidden, inner))
+        ops.linear(x, layer.qkv, before=layer.attention_norm)
+        ops.linear(attended, layer.output, add_to=x)
+        ops.linear(ops.linear(x, layer.gate_up, before=layer.feed_norm), layer.down, before=model.gate, add_to=x)
+        met.append(rows)
+    return met
 
 
 def small_batch(ops: CudaOps, attention: Attention, count: int, group: int) -> DeviceBatch:

@@ -18,8 +18,9 @@ from twostroke.types import Plan
 MARGIN = 0.85  # of max_gap that a step may be planned to take; the rest is for what happens between steps
 SMOOTHING = 0.2
 # A prompt always moves on, even where its least chunk takes longer than max_gap. On a GPU a mixed step has a price of
-# its own that hundreds of tokens hardly raise: smaller chunks would be all price, and look ever more expensive.
-MIN_CHUNK = {"cpu": BLOCK, "cuda": 16 * BLOCK}
+# its own that a hundred tokens hardly raise: smaller chunks would be all price, and look ever more expensive. Twice as
+# many are too many at the end of a prompt of 64k tokens, where they take nearly all of a default max_gap.
+MIN_CHUNK = {"cpu": BLOCK, "cuda": 8 * BLOCK}
 
 
 class Estimate:
