@@ -17,7 +17,7 @@ from twostroke.bench import html, plots, report
 from twostroke.bench.compare import compare as compare_runs
 from twostroke.bench.record import Run, load_runs, save
 from twostroke.bench.watch import over_http, watching
-from twostroke.bench.workload import Load, make_load, trace_load
+from twostroke.bench.workload import Load, make_load, renewed, trace_load
 from twostroke.cost.diagnose import seconds
 from twostroke.cost.hardware import calibration_path, load_calibration, machine_name
 from twostroke.cost.roofline import Roofline, model_cost
@@ -78,8 +78,8 @@ def bench(
         return
     refuse_unused(context, unused(url, trace, arrivals))
     loads = [
-        make_or_read(trace, workload, arrivals, requests, one, seed, scale, concurrency, longest)
-        for one in rates_of(rate, trace, context)
+        renewed(make_or_read(trace, workload, arrivals, requests, one, seed, scale, concurrency, longest), number)
+        for number, one in enumerate(rates_of(rate, trace, context))
     ]
     if url is not None:
         from twostroke.bench.client import Target

@@ -392,7 +392,10 @@ def show_diagnosis(found: Diagnosis) -> None:
         table.add_row(one.lever.name, *cells, "yes" if one.lever.live else "no", one.lever.title)
     if found.effects:
         console.print(table)
-    console.print("[dim]do not help: " + "; ".join(f"{u.lever.name} ({u.reason})" for u in found.useless) + "[/dim]")
+    rest = Table(title="do not help, and why", title_justify="left", show_header=False, box=None, style="dim")
+    for useless in found.useless:
+        rest.add_row(useless.lever.name, useless.reason)
+    console.print(rest)
 
 
 def show_entries(entries: list[ledger.Entry]) -> None:

@@ -9,6 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from typer.testing import CliRunner
 
+from twostroke.bench.workload import make_load, renewed, trace_load
 from twostroke.cli import app
 from twostroke.errors import TwostrokeError
 
@@ -92,3 +93,19 @@ def test_results_of_other_rates_are_not_compared(folder):
     for name, runs in (("one", [one]), ("two", [one, one])):
         (folder / f"{name}.json").write_text(json.dumps({**whole, "runs": runs}))
     assert "the same rates" in said("bench", "compare", str(folder / "one.json"), str(folder / "two.json"))
+
+
+def test_a_recording_of_one_moment_is_given_a_rate(tmp_path):
+    path = tmp_path / "burst.jsonl"
+    row = {"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [1, 2]}
+    path.write_text(f"{json.dumps(row)}\n" * 4)
+    load = trace_load(str(path), 4, per_second=2.0)
+    assert [arrival.at for arrival in load.arrivals] == [0.0, 0.5, 1.0, 1.5]
+
+
+def test_no_rate_of_a_sweep_finds_what_another_has_asked():
+    """Each is in words of its own, or the second would be read from the cache that the first filled."""
+    loads = [renewed(make_load("rag", count=12), number) for number in range(3)]
+    said = [{part.content for row in load.arrivals for part in row.parts} for load in loads]
+    assert not said[0] & said[1] and not said[1] & said[2] and not said[0] & said[2]
+    assert loads[0] == make_load("rag", count=12)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
 import pytest
 
 from tests.cost.cases import CASES, chat, code, on_box, on_gpu, rag
-from twostroke.cost.diagnose import Targets, diagnose
+from twostroke.cost.diagnose import Targets, diagnose, verdict
 from twostroke.cost.evidence import tpot_slopes
 from twostroke.cost.fleet import Served
 from twostroke.cost.levers import BY_NAME, LEVERS, Case
@@ -95,3 +96,12 @@ def test_tpot_against_streams_and_context_is_one_plane():
     per_stream, per_token = tpot_slopes(np.array([float(count) for count, _ in served]), [one for _, one in served])
     assert per_stream == pytest.approx(0.002) and per_token == pytest.approx(3e-6)
     assert tpot_slopes(np.ones(40), [one for _, one in served])[0] == 0.0, "as many streams all the time tell nothing"
+
+
+def test_a_sentence_never_gives_one_stroke_the_cause_of_the_other():
+    _, measured, found = diagnosed(chat)
+    for lever in LEVERS:
+        best = replace(found.best, lever=lever)
+        text = verdict("decode", "tpot", found.evidence, measured.summary, best)
+        assert (lever.because in text) == (lever.phase != "prefill")
+        assert lever.because in text or lever.title in text

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from importlib.resources import as_file, files
 from itertools import islice
 
-from twostroke.cost.trace import Arrival, Contents, Part, faster, from_zero, rate, read_trace, shorter
+from twostroke.cost.trace import Arrival, Contents, Part, at_rate, from_zero, read_trace, shorter
 from twostroke.errors import InputError
 
 ARRIVALS = ("poisson", "burst", "constant", "closed")
@@ -157,18 +157,18 @@ def trace_load(
 ) -> Load:
     """A recorded trace, at its own rate or at another; prompts above `longest` are cut to it."""
     rows = shipped_trace(name, count)
-    if per_second is not None and len(rows) > 1:
-        rows = faster(rows, per_second / rate(rows))
+    if per_second is not None:
+        rows = at_rate(rows, per_second)
     rows = shorter(rows, scale) if scale != 1.0 else rows
     if longest is not None:
         rows = [cut(row, longest) for row in rows]
     return Load(name, rows, None, per_second)
 
 
-def renewed(load: Load) -> Load:
+def renewed(load: Load, times: int = 1) -> Load:
     """The same load in other words: what its prompts share they still share, but no cache has seen any of it."""
     rows = [
-        replace(row, parts=tuple(Part(part.content + OTHER, part.length) for part in row.parts))
+        replace(row, parts=tuple(Part(part.content + times * OTHER, part.length) for part in row.parts))
         for row in load.arrivals
     ]
     return replace(load, arrivals=rows)

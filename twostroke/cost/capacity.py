@@ -18,7 +18,7 @@ from twostroke.cost.hardware import DEVICES, Device
 from twostroke.cost.levers import QUANTIZED
 from twostroke.cost.roofline import kv_bytes_per_token, parameters
 from twostroke.cost.summary import meets
-from twostroke.cost.trace import Arrival, faster, rate, repeat
+from twostroke.cost.trace import Arrival, at_rate, rate, repeat
 from twostroke.errors import ConfigError
 from twostroke.model.arch import Arch
 
@@ -147,7 +147,7 @@ def workers_needed(
     copies = max(1.0, requests_per_second * span / SIMULATED)
     while True:
         each = requests_per_second / copies
-        load = faster(repeat(arrivals, max(50, ceil(each * span))), each / rate(arrivals))
+        load = at_rate(repeat(arrivals, max(50, ceil(each * span))), each)
         found = _smallest(deployment, load, ttft, tpot, split)
         if found is not None:
             break

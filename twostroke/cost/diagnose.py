@@ -213,7 +213,7 @@ def why_not(effect: Effect, metric: str) -> str:
     moved = change[metric]
     better = moved > 1 + HELPS if metric == "throughput" else moved < 1 - HELPS
     if not better:
-        return f"{name} would change by {moved - 1:+.0%}: {effect.lever.expect}"
+        return f"{name} {moved - 1:+.0%} here; in general: {effect.lever.expect}"
     costs = [
         f"{label} {value - 1:+.0%}"
         for label, value in (("TTFT", effect.ttft), ("TPOT", effect.tpot))
@@ -248,7 +248,11 @@ def verdict(phase: str, metric: str, evidence: Evidence, summary: Summary, best:
             f"Slow to stream: TPOT {seconds(summary.tpot.p50)}, {evidence.decode_over_ideal:.1f}× that of a stream "
             f"alone, with {evidence.batch:.0f} streams at once"
         )
-    return f"{opening}, because {best.lever.because}." if best is not None else f"{opening}. No lever helps much."
+    if best is None:
+        return f"{opening}. No lever helps much."
+    if best.lever.phase not in (phase, "both"):  # its cause is one of the other stroke's: only what it brings is known
+        return f"{opening}. What helps most: {best.lever.title}."
+    return f"{opening}, because {best.lever.because}."
 
 
 def seconds(value: float) -> str:

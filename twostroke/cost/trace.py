@@ -120,6 +120,14 @@ def faster(rows: Sequence[Arrival], factor: float) -> list[Arrival]:
     return [replace(row, at=row.at / factor) for row in rows]
 
 
+def at_rate(rows: Sequence[Arrival], per_second: float) -> list[Arrival]:
+    """The same requests at another rate; those of a recording without a length one after the other."""
+    recorded = rate(rows)
+    if recorded == float("inf"):
+        return [replace(row, at=number / per_second) for number, row in enumerate(rows)]
+    return faster(rows, per_second / recorded)
+
+
 def shorter(rows: Sequence[Arrival], scale: float) -> list[Arrival]:
     """The same requests with lengths divided by `scale`, so that a small machine can serve them."""
     cut = []
