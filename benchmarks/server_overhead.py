@@ -2,82 +2,77 @@
 
     python -m benchmarks.server_overhead
 
-The same 16 streams run twice: in process, where only launching and collecting the model's step is timed, and behind the
-server with 16 clients, where the time from one step to the next is. The difference is everything else: scheduling, the
-way between the processes, text, JSON, HTTP, and the cores that all of it takes from the model's threads. The clients
-are told to sleep until their answers are whole, so that they take no part of the machine: the kernel holds what comes.
+Machines drift by more than what is measured, so both are taken in one and the same engine process within a quarter of a
+second: after every few steps that are served as always to 16 clients, the model's part of the last one is run again a
+few times for nobody, while the server has nothing to do (bare_steps.py). A served step is timed from its start to the
+start of the next, so the difference is everything but the model's part: scheduling, the way between the processes, text,
+JSON, HTTP, and the cores that all of it takes from the model's threads. The clients are told to sleep until their
+answers are whole, so that they take no part of the machine: the kernel holds what comes.
 
-Machines drift by more than what is measured, so many short rounds take turns, each a pair of medians over the steps in
-which all 16 streams advance, a moment apart. The result is the median of the pairs with its 95 % confidence interval
-(order statistics: nothing is assumed of how the noise is spread). The last line is JSON.
+A round is some twenty such turns. Its overhead is the difference of the two means, so that what happens only now and
+then counts too; the result is the median of the rounds with its 95 % confidence interval (order statistics: nothing is
+assumed of how the noise is spread). Then a few rounds are run with a server that does nothing for a millisecond more at
+each step, on the core where it happens to be: how much of that is seen tells whether the measurement can see anything.
+The last line is JSON.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import socket
-import time
-import urllib.request
+import tempfile
 from collections.abc import Sequence
-from itertools import pairwise
 from math import comb
 from pathlib import Path
-from statistics import median
-from typing import Any
+from statistics import fmean, median
+from typing import Any, NamedTuple
 
+from benchmarks.bare_steps import TURNS
 from benchmarks.raw_client import RawClient
-from benchmarks.serving_servers import CONTEXT, SLOTS, VOCAB, started
-from twostroke import LLM, SamplingParams
-from twostroke.bench.prompts import token_ids
+from benchmarks.serving_servers import SLOTS, VOCAB, started_by
 from twostroke.cost.trace import Arrival, Part
-from twostroke.weights.catalog import DEFAULT
 
-PROMPT, OUTPUT, ROUNDS = 64, 64, 21
+PROMPT, OUTPUT = 64, 204  # twenty turns of ten steps
+ROUNDS, CONTROL_ROUNDS = 21, 7
+CONTROL_MS = 1.0  # that the server wastes at each step in the rounds that check the measurement
 LIMIT = 0.05
 ROOM = 1 << 20  # bytes that the kernel may hold for a client
+
+ENGINE = (
+    "import twostroke.engine.process as p; "
+    "p.BOOT = p.BOOT.replace('from twostroke.engine.worker', 'import benchmarks.bare_steps; from twostroke.engine.worker')"
+)
+WASTE = """
+import time, twostroke.engine.aio as a
+report = a.AsyncEngine.on_report
+def wasteful(self, news):
+    report(self, news)
+    until = time.perf_counter() + {seconds}
+    while news.tokens and time.perf_counter() < until:
+        pass
+a.AsyncEngine.on_report = wasteful
+"""
+
+
+class Round(NamedTuple):
+    """Mean seconds of a step, and those of a core that the server's process took for each token of an answer."""
+
+    served: float
+    bare: float
+    cpu: float
+
+    @property
+    def overhead(self) -> float:
+        return self.served - self.bare
+
+    @property
+    def share(self) -> float:
+        return self.overhead / self.served
 
 
 def streams(turn: int) -> list[Arrival]:
     return [Arrival(0.0, (Part(5_000_000 + turn * SLOTS + i, PROMPT),), OUTPUT) for i in range(SLOTS)]
-
-
-def model_steps(llm: LLM, turn: int) -> list[float]:
-    """Seconds of the model's part of each step in which all streams advance."""
-    runner = llm.engine.core.runner
-    launch, collect, times = runner.launch, runner.collect, []
-    began = 0.0
-
-    def timed_launch(plan: Any) -> Any:
-        nonlocal began
-        full = len(plan.works) == SLOTS and all(work.count == 1 for work in plan.works)
-        began = time.perf_counter() if full else 0.0
-        return launch(plan)
-
-    def timed_collect(handle: Any) -> Any:
-        result = collect(handle)
-        if began:
-            times.append(time.perf_counter() - began)
-        return result
-
-    runner.launch, runner.collect = timed_launch, timed_collect
-    try:
-        prompts = [token_ids(row, VOCAB) for row in streams(turn)]
-        llm.generate(prompts, SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True))
-    finally:
-        runner.launch, runner.collect = launch, collect
-    return times
-
-
-def served_steps(url: str, pid: int, turn: int) -> tuple[list[float], list[float], float]:
-    """Seconds from one such step to the next behind the server, those its engine counts for the step itself, and those
-    of a core that the server's own process took for each token of an answer."""
-    last, before = steps_after(url, 0, 1)["last"], cpu_seconds(pid)
-    ask_and_sleep(url, turn)
-    took = cpu_seconds(pid) - before
-    steps = steps_after(url, last, 8 * OUTPUT)["steps"]
-    full = [step for step in steps if step["decode_tokens"] == len(step["lanes"]) == SLOTS]
-    walls = [b["time"] - a["time"] for a, b in pairwise(full) if b["number"] == a["number"] + 1]
-    return walls, [step["seconds"] for step in full], took / OUTPUT
 
 
 def ask_and_sleep(url: str, turn: int) -> None:
@@ -98,31 +93,38 @@ def ask_and_sleep(url: str, turn: int) -> None:
         assert f'"completion_tokens":{OUTPUT}'.encode() in data, data[:200]
 
 
-def steps_after(url: str, number: int, limit: int) -> dict[str, Any]:
-    with urllib.request.urlopen(f"{url}/twostroke/steps?since={number}&limit={limit}", timeout=20) as answer:
-        return json.loads(answer.read())
-
-
 def cpu_seconds(pid: int) -> float:
     """Of a process with all its threads, as Linux counts them."""
     return sum(int((task / "schedstat").read_text().split()[0]) for task in Path(f"/proc/{pid}/task").iterdir()) / 1e9
 
 
-def measure() -> dict[str, Any]:
-    model, walls, counted, cpu = [], [], [], []
-    with started("twostroke") as (url, process):
-        llm = LLM(DEFAULT, max_requests=SLOTS, max_model_len=CONTEXT)
-        served_steps(url, process.pid, 1000), model_steps(llm, 1001)  # first times
-        for turn in range(ROUNDS):
-            for served in ((True, False), (False, True))[turn % 2]:  # neither always comes first
-                if not served:
-                    model.append(median(model_steps(llm, 2 * turn)))
-                    continue
-                wall, own, took = served_steps(url, process.pid, 2 * turn + 1)
-                cpu.append(took)
-                walls.append(median(wall))
-                counted.append(median(own))
-    return judged(model, counted, walls, cpu)
+def take_round(url: str, pid: int, turns: Path, number: int) -> Round:
+    turns.write_text("")
+    before = cpu_seconds(pid)
+    ask_and_sleep(url, number)
+    took = cpu_seconds(pid) - before
+    return fold([json.loads(line) for line in turns.read_text().splitlines()], took / OUTPUT)
+
+
+def fold(turns: Sequence[dict[str, list[float]]], cpu: float) -> Round:
+    """Means over all turns: each has as many steps of either kind, so a drift is in both alike."""
+    served = [seconds for turn in turns for seconds in turn["served"]]
+    bare = [seconds for turn in turns for seconds in turn["bare"]]
+    return Round(fmean(served), fmean(bare), cpu)
+
+
+def take_rounds(count: int, code: str = "") -> list[Round]:
+    with tempfile.TemporaryDirectory() as folder:
+        turns = Path(folder) / "turns"
+        environment = {**os.environ, TURNS: f"{turns}:{SLOTS}"}
+        with started_by(ENGINE + code, environment) as (url, process):
+            take_round(url, process.pid, turns, 1000)  # first times
+            return [take_round(url, process.pid, turns, number) for number in range(count)]
+
+
+def measure(rounds: int = ROUNDS, control: int = CONTROL_ROUNDS) -> dict[str, Any]:
+    wasteful = WASTE.format(seconds=CONTROL_MS / 1000)
+    return judged(take_rounds(rounds), take_rounds(control, wasteful))
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
@@ -136,25 +138,24 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     return ordered[least], ordered[n - 1 - least]
 
 
-def judged(
-    model: Sequence[float], counted: Sequence[float], walls: Sequence[float], cpu: Sequence[float]
-) -> dict[str, Any]:
+def judged(rounds: Sequence[Round], control: Sequence[Round]) -> dict[str, Any]:
     """`within` is null where the interval holds the limit: then the machine was not steady enough to tell.
-    `between_steps_share` is of one and the same run and hardly noisy, but knows nothing of cores that the server's
-    process takes from the model's threads; `server_cpu_ms` is what it takes of them for a step, requests included."""
-    shares = [1 - alone / served for alone, served in zip(model, walls, strict=True)]
+    `control_seen_ms` is by how much the overhead of a step rose when the server wasted `control_added_ms` of a core."""
+    shares = [one.share for one in rounds]
     low, high = interval(shares)
+    overhead = median(one.overhead for one in rounds)
     return {
         "streams": SLOTS,
-        "rounds": len(shares),
-        "model_step_ms": 1000 * median(model),
-        "engine_step_ms": 1000 * median(counted),
-        "served_step_ms": 1000 * median(walls),
-        "between_steps_share": median(1 - own / wall for own, wall in zip(counted, walls, strict=True)),
-        "server_cpu_ms": 1000 * median(cpu),
+        "rounds": len(rounds),
+        "model_step_ms": 1000 * median(one.bare for one in rounds),
+        "served_step_ms": 1000 * median(one.served for one in rounds),
+        "overhead_ms": 1000 * overhead,
+        "server_cpu_ms": 1000 * median(one.cpu for one in rounds),
         "overhead_share": median(shares),
         "overhead_interval": [low, high],
         "overhead_of_each_round": shares,
+        "control_added_ms": CONTROL_MS,
+        "control_seen_ms": 1000 * (median(one.overhead for one in control) - overhead),
         "limit": LIMIT,
         "within": True if high <= LIMIT else False if low > LIMIT else None,
     }

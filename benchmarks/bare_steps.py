@@ -1,0 +1,73 @@
+"""An engine process that takes turns: steps that are served as always, and the same step again for nobody.
+
+The server under measurement runs it in place of `twostroke.engine.worker` (see server_overhead.py). After every SERVED
+steps in which all rows advance by a token, and once the server has had time to finish with the last of them, the model's
+part of that step is run again a few times: same process, same memory, same rows, same contexts, a moment later, but
+nothing is planned, committed or told, and the server's process has nothing to do. What a row's K and V are written with
+is what stands there already, so the answers do not change; that the same tokens come out is checked.
+
+A line of JSON for each turn goes to the file that the environment names: seconds from the start of one served step to
+that of the next, and seconds of the model's part run for nobody.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from itertools import pairwise
+from typing import Any
+
+from twostroke.engine import worker
+from twostroke.types import Event, Plan, Result
+
+TURNS = "TWOSTROKE_TURNS"  # names the file and how many rows make a full step, with a colon in between
+FIRST = 1  # step of each kind in a turn that does not count: the server has none, or still has one, to work on
+COUNTED = 2  # that follow
+
+
+class TurnTaker(worker.Worker):
+    def __init__(self, channel: worker.Channel, engine: Any):
+        super().__init__(channel, engine)
+        name, _, rows = os.environ[TURNS].rpartition(":")
+        self.turns, self.rows = open(name, "a"), int(rows)  # noqa: SIM115  # until the process ends
+        self.run_model = self.core.runner.launch
+        self.core.runner.launch = self._launch
+        self.last: tuple[Plan, Result] | None = None
+        self.began: list[float] = []  # full steps, one after the other
+
+    def _launch(self, plan: Plan) -> Any:
+        result = self.run_model(plan)
+        full = len(plan.works) == self.rows and all(work.count == 1 and work.samples for work in plan.works)
+        self.last = (plan, result) if full else None
+        return result
+
+    def _step(self) -> list[Event]:
+        now = worker.clock()
+        if self.last is not None and len(self.began) == FIRST + COUNTED:
+            self._run_for_nobody(*self.last, [after - before for before, after in pairwise([*self.began, now])])
+            self.began.clear()
+            now = worker.clock()
+        self.began.append(now)
+        return super()._step()
+
+    def _report(self, events: list[Event]) -> None:
+        super()._report(events)
+        if self.last is None or any(event.finish_reason for event in events):
+            self.last = None
+            self.began.clear()
+
+    def _run_for_nobody(self, plan: Plan, result: Result, served: list[float]) -> None:
+        newest = [work.request.tokens.pop() for work in plan.works]  # as they stood when the step was planned
+        bare = []
+        for _ in range(FIRST + COUNTED):
+            began = worker.clock()
+            again = self.core.runner.collect(self.run_model(plan))
+            bare.append(worker.clock() - began)
+            assert again.tokens == result.tokens, "the same step gave other tokens"
+        for work, token in zip(plan.works, newest, strict=True):
+            work.request.tokens.append(token)
+        self.turns.write(json.dumps({"served": served[FIRST:], "bare": bare[FIRST:]}) + "\n")
+        self.turns.flush()
+
+
+worker.Worker = TurnTaker  # type: ignore[misc]
