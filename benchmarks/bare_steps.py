@@ -1,10 +1,11 @@
 """An engine process that takes turns: steps that are served as always, and the same step again for nobody.
 
-The server under measurement runs it in place of `twostroke.engine.worker` (see server_overhead.py). After every SERVED
-steps in which all rows advance by a token, and once the server has had time to finish with the last of them, the model's
-part of that step is run again a few times: same process, same memory, same rows, same contexts, a moment later, but
-nothing is planned, committed or told, and the server's process has nothing to do. What a row's K and V are written with
-is what stands there already, so the answers do not change; that the same tokens come out is checked.
+The server under measurement runs it in place of `twostroke.engine.worker` (see server_overhead.py). After every
+three steps in which all rows advance by a token, the model's part of the last one is run again three times: same process,
+same memory, same rows, same contexts, a moment later, but nothing is planned, committed or told. The first of either
+three does not count: at a served one the server has nothing to work on, at one for nobody it still has the last report.
+What a row's K and V are written with is what stands there already, so the answers do not change; that the same tokens
+come out is checked.
 
 A line of JSON for each turn goes to the file that the environment names: seconds from the start of one served step to
 that of the next, and seconds of the model's part run for nobody.
@@ -21,8 +22,7 @@ from twostroke.engine import worker
 from twostroke.types import Event, Plan, Result
 
 TURNS = "TWOSTROKE_TURNS"  # names the file and how many rows make a full step, with a colon in between
-FIRST = 1  # step of each kind in a turn that does not count: the server has none, or still has one, to work on
-COUNTED = 2  # that follow
+FIRST, COUNTED = 1, 2  # steps of each kind in a turn
 
 
 class TurnTaker(worker.Worker):

@@ -2,39 +2,41 @@
 
     python -m benchmarks.server_overhead
 
-Machines drift by more than what is measured, so both are taken in one and the same engine process within a quarter of a
-second: after every few steps that are served as always to 16 clients, the model's part of the last one is run again a
-few times for nobody, while the server has nothing to do (bare_steps.py). A served step is timed from its start to the
+Machines drift by more than what is measured, so both are taken in one and the same engine process within a tenth of a
+second: after every three steps that are served as always to 16 clients, the model's part of the last one is run again
+as often for nobody, while the server has nothing to do (bare_steps.py). A served step is timed from its start to the
 start of the next, so the difference is everything but the model's part: scheduling, the way between the processes, text,
 JSON, HTTP, and the cores that all of it takes from the model's threads. The clients are told to sleep until their
 answers are whole, so that they take no part of the machine: the kernel holds what comes.
 
-A round is some twenty such turns. Its overhead is the difference of the two means, so that what happens only now and
-then counts too; the result is the median of the rounds with its 95 % confidence interval (order statistics: nothing is
-assumed of how the noise is spread). Then a few rounds are run with a server that does nothing for a millisecond more at
-each step, on the core where it happens to be: how much of that is seen tells whether the measurement can see anything.
-The last line is JSON.
+A round is some sixty such turns. Its overhead is the difference of the two means, so that what happens only now and
+then counts too; the result is the middle of the rounds with its 95 % confidence interval. Then a few rounds are run with
+a server that wastes a millisecond more at each step, on the core where it happens to be: how much of that is seen tells
+whether the measurement can see anything. Under five minutes. The last line is JSON.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import socket
 import tempfile
 from collections.abc import Sequence
-from math import comb
+from itertools import accumulate, combinations_with_replacement
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from benchmarks.bare_steps import TURNS
+from benchmarks.machine import describe
 from benchmarks.raw_client import RawClient
 from benchmarks.serving_servers import SLOTS, VOCAB, started_by
 from twostroke.cost.trace import Arrival, Part
 
-PROMPT, OUTPUT = 64, 204  # twenty turns of ten steps
-ROUNDS, CONTROL_ROUNDS = 21, 7
+HERE = Path(__file__).parent
+PROMPT, OUTPUT = 64, 204  # tokens
+ROUNDS, CONTROL_ROUNDS = 25, 6
 CONTROL_MS = 1.0  # that the server wastes at each step in the rounds that check the measurement
 LIMIT = 0.05
 ROOM = 1 << 20  # bytes that the kernel may hold for a client
@@ -122,27 +124,29 @@ def take_rounds(count: int, code: str = "") -> list[Round]:
             return [take_round(url, process.pid, turns, number) for number in range(count)]
 
 
-def measure(rounds: int = ROUNDS, control: int = CONTROL_ROUNDS) -> dict[str, Any]:
+def measure(rounds: int, control: int) -> dict[str, Any]:
     wasteful = WASTE.format(seconds=CONTROL_MS / 1000)
     return judged(take_rounds(rounds), take_rounds(control, wasteful))
 
 
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Of the median, with at least 95 % confidence: how many of n values lie below it is a throw of n coins."""
-    n, outside, skipped = len(values), 0.0, 0
-    while skipped < (n - 1) // 2 and 2 * (outside + comb(n, skipped) / 2**n) <= 0.05:
-        outside += comb(n, skipped) / 2**n
-        skipped += 1
-    ordered = sorted(values)
+def interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """The middle of values that scatter evenly to both sides, and where it lies with at least 95 % confidence: median
+    and outer bounds of the means of all pairs (Hodges and Lehmann; Wilcoxon's signed ranks)."""
+    means = sorted((a + b) / 2 for a, b in combinations_with_replacement(values, 2))
+    ways = [1] + [0] * len(means)  # in which ranks 1..n can be given signs, by the sum of those above zero
+    for rank in range(1, len(values) + 1):
+        ways = [count + (ways[total - rank] if total >= rank else 0) for total, count in enumerate(ways)]
+    below = accumulate(count / 2 ** len(values) for count in ways)
+    skipped = sum(1 for chance in below if chance <= 0.025)
     least = max(0, skipped - 1)
-    return ordered[least], ordered[n - 1 - least]
+    return means[least], median(means), means[-1 - least]
 
 
 def judged(rounds: Sequence[Round], control: Sequence[Round]) -> dict[str, Any]:
     """`within` is null where the interval holds the limit: then the machine was not steady enough to tell.
     `control_seen_ms` is by how much the overhead of a step rose when the server wasted `control_added_ms` of a core."""
     shares = [one.share for one in rounds]
-    low, high = interval(shares)
+    low, middle, high = interval(shares)
     overhead = median(one.overhead for one in rounds)
     return {
         "streams": SLOTS,
@@ -151,7 +155,7 @@ def judged(rounds: Sequence[Round], control: Sequence[Round]) -> dict[str, Any]:
         "served_step_ms": 1000 * median(one.served for one in rounds),
         "overhead_ms": 1000 * overhead,
         "server_cpu_ms": 1000 * median(one.cpu for one in rounds),
-        "overhead_share": median(shares),
+        "overhead_share": middle,
         "overhead_interval": [low, high],
         "overhead_of_each_round": shares,
         "control_added_ms": CONTROL_MS,
@@ -161,5 +165,19 @@ def judged(rounds: Sequence[Round], control: Sequence[Round]) -> dict[str, Any]:
     }
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--control-rounds", type=int, default=CONTROL_ROUNDS)
+    parser.add_argument("--out", type=Path, default=HERE / "results")
+    args = parser.parse_args()
+    machine = describe()
+    command = "python -m benchmarks.server_overhead"
+    result = {"machine": machine, "command": command, **measure(args.rounds, args.control_rounds)}
+    path = args.out / f"server-overhead-{machine['machine']}.json"
+    path.write_text(json.dumps(result, indent=2) + "\n")
+    print(json.dumps(result))
+
+
 if __name__ == "__main__":
-    print(json.dumps(measure()))
+    main()

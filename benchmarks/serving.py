@@ -1,4 +1,4 @@
-"""Served over HTTP, open loop, beside llama.cpp's server on the same machine. Under ten minutes on two cores.
+"""Served over HTTP, open loop, beside llama.cpp's server on the same machine. Under eight minutes on two cores.
 
     python -m benchmarks.serving --llama BUILD/bin --q4-0 MODEL-Q4_0.gguf
 
@@ -10,7 +10,7 @@ keeps up. First all servers are asked for as much as they can give with 16 reque
 their own, at shares of what the fastest one gave: below, near and past saturation. All get the same requests with token
 ids as prompts (exact lengths, nothing shared, nothing seen before), and take turns load by load. Goodput counts the
 requests whose first token came within `--ttft` seconds of the moment they were due and whose later ones took at most
-`--tpot` each. Then the server's own overhead is measured (server_overhead.py). The last line is JSON.
+`--tpot` each. What our server costs beside the model is measured in server_overhead.py. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ import numpy as np
 
 from benchmarks.machine import describe
 from benchmarks.raw_client import RawClient
-from benchmarks.server_overhead import measure as measure_overhead
 from benchmarks.serving_servers import CONTEXT, OURS, REPACKED, SAME, SLOTS, VOCAB, started
 from twostroke.bench.record import Record
 from twostroke.bench.workload import trace_load
@@ -129,7 +128,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--llama", type=Path, required=True, help="folder of llama.cpp's programs")
     parser.add_argument("--q4-0", type=Path, help="the same model in a format that llama.cpp has repacked kernels for")
-    parser.add_argument("--seconds", type=float, default=12.0, help="of arrivals at each rate")
+    parser.add_argument("--seconds", type=float, default=10.0, help="of arrivals at each rate")
     parser.add_argument("--closed", type=int, default=32, help="requests of the measurement at 16 at once")
     parser.add_argument("--shorter", type=float, default=4.0, help="divides the trace's lengths")
     parser.add_argument("--ttft", type=float, default=2.0)
@@ -153,7 +152,6 @@ def main() -> None:
         "slo": {"ttft_s": args.ttft, "tpot_s": args.tpot},
         **found,
         "output_tokens_per_s_at_16_over": {name: ours / speed for name, speed in speeds.items()},
-        "overhead": measure_overhead(),
         "took_s": time.perf_counter() - began,
     }
     stem = args.out / f"serving-{result['machine']['machine']}"
