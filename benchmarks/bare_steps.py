@@ -1,11 +1,11 @@
 """An engine process that takes turns: steps that are served as always, and the same step again for nobody.
 
 The server under measurement runs it in place of `twostroke.engine.worker` (see server_overhead.py). After every
-three steps in which all rows advance by a token, the model's part of the last one is run again three times: same process,
-same memory, same rows, same contexts, a moment later, but nothing is planned, committed or told. The first of either
-three does not count: at a served one the server has nothing to work on, at one for nobody it still has the last report.
-What a row's K and V are written with is what stands there already, so the answers do not change; that the same tokens
-come out is checked.
+three steps in which all rows advance by a token, the model's part of the last one is run again three times: same
+process, same memory, same rows, same contexts, a moment later, but nothing is planned, committed or told. The first of
+either three does not count: at a served one the server has nothing to work on, at one for nobody it still has the last
+report. What a row's K and V are written with is what stands there already, so the answers do not change; that the same
+tokens come out is checked.
 
 A line of JSON for each turn goes to the file that the environment names: seconds from the start of one served step to
 that of the next, and seconds of the model's part run for nobody.

@@ -5,14 +5,14 @@
 Machines drift by more than what is measured, so both are taken in one and the same engine process within a tenth of a
 second: after every three steps that are served as always to 16 clients, the model's part of the last one is run again
 as often for nobody, while the server has nothing to do (bare_steps.py). A served step is timed from its start to the
-start of the next, so the difference is everything but the model's part: scheduling, the way between the processes, text,
-JSON, HTTP, and the cores that all of it takes from the model's threads. The clients are told to sleep until their
+start of the next, so the difference is everything but the model's part: scheduling, the way between the processes,
+text, JSON, HTTP, and the cores that all of it takes from the model's threads. The clients are told to sleep until their
 answers are whole, so that they take no part of the machine: the kernel holds what comes.
 
 A round is some sixty such turns. Its overhead is the difference of the two means, so that what happens only now and
-then counts too; the result is the middle of the rounds with its 95 % confidence interval. Then a few rounds are run with
-a server that wastes a millisecond more at each step, on the core where it happens to be: how much of that is seen tells
-whether the measurement can see anything. Under five minutes. The last line is JSON.
+then counts too; the result is the middle of the rounds with its 95 % confidence interval. Then a few rounds are run
+with a server that wastes a millisecond more at each step, on the core where it happens to be: how much of that is seen
+tells whether the measurement can see anything. Under five minutes. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ ROOM = 1 << 20  # bytes that the kernel may hold for a client
 
 ENGINE = (
     "import twostroke.engine.process as p; "
-    "p.BOOT = p.BOOT.replace('from twostroke.engine.worker', 'import benchmarks.bare_steps; from twostroke.engine.worker')"
+    "p.BOOT = p.BOOT.replace('from twostroke', 'import benchmarks.bare_steps; from twostroke')"
 )
 WASTE = """
 import time, twostroke.engine.aio as a

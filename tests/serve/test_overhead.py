@@ -46,19 +46,22 @@ def test_verdicts(shares: float, within: bool | None) -> None:
     assert low <= found["overhead_share"] <= high
 
 
-def test_turns_do_not_change_the_answers(long_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def ask(server: Server) -> list[str]:
     body = {"prompt": "Once upon a time", "max_tokens": 40, "temperature": 0, "ignore_eos": True, "n": 2}
+    with server.client() as client:
+        answer = client.post("/v1/completions", json=body).raise_for_status().json()
+    return [choice["text"] for choice in answer["choices"]]
+
+
+def test_turns_do_not_change_the_answers(
+    server: Server, long_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     turns = tmp_path / "turns"
     turns.write_text("")
     monkeypatch.setenv(bare_steps.TURNS, f"{turns}:2")
-    texts = []
-    for code in ("", server_overhead.ENGINE):
-        server = Server(long_folder, code=code).wait()
-        with server.client() as client:
-            answer = client.post("/v1/completions", json=body).raise_for_status().json()
-        texts.append([choice["text"] for choice in answer["choices"]])
-        assert server.stop() == 0
-    assert texts[0] == texts[1]
+    measured = Server(long_folder, code=server_overhead.ENGINE).wait()
+    assert ask(measured) == ask(server)
+    assert measured.stop() == 0
     found = [json.loads(line) for line in turns.read_text().splitlines()]
     assert len(found) >= 10
     assert all(len(turn[kind]) == 2 and min(turn[kind]) > 0 for turn in found for kind in ("served", "bare"))
