@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -85,7 +86,7 @@ def measure(args: argparse.Namespace, urls: dict[str, str]) -> dict[str, Any]:
     for name, client in clients.items():
         closed[name] = summary(client.closed_loop(rows, SLOTS), args.ttft, args.tpot)
         print(f"{SLOTS} at once", name, json.dumps(closed[name]), flush=True)
-    most = max(one["requests_per_s"] for one in closed.values())
+    most = max(one.get("requests_per_s", 0.0) for one in closed.values())
     loads: dict[str, Any] = {}
     for turn, share in enumerate(SHARES, 3):
         rate = float(f"{share * most:.2g}")
@@ -103,11 +104,14 @@ def plot(result: dict[str, Any], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    def percentile(name: str, which: str) -> Callable[[dict[str, Any]], float]:
+        return lambda found: found.get(name, {}).get(which, math.nan)  # a server that failed has none
+
     shown = {
-        "TTFT p95, s": lambda s: s["ttft_s"]["p95"],
-        "TPOT p95, s": lambda s: s["tpot_s"]["p95"],
-        "gap between tokens p99, s": lambda s: s["itl_s"]["p99"],
-        "goodput, requests/s": lambda s: s["goodput_requests_per_s"],
+        "TTFT p95, s": percentile("ttft_s", "p95"),
+        "TPOT p95, s": percentile("tpot_s", "p95"),
+        "gap between tokens p99, s": percentile("itl_s", "p99"),
+        "goodput, requests/s": lambda found: found.get("goodput_requests_per_s", 0.0),
     }
     figure, axes = plt.subplots(1, len(shown), figsize=(15, 3.6))
     rates = list(result["rates"])
@@ -117,10 +121,13 @@ def plot(result: dict[str, Any], path: Path) -> None:
             axis.plot([float(rate) for rate in rates], values, "o-", color=COLOURS[name], label=name)
         axis.set_title(title, fontsize=10)
         axis.set_xlabel("requests/s offered")
-        axis.set_ylim(bottom=0)
+        if axis is axes[-1]:
+            axis.set_ylim(bottom=0)
+        else:
+            axis.set_yscale("log")  # they lie up to a hundred times apart
         axis.spines[["top", "right"]].set_visible(False)
-    axes[0].legend(frameon=False)
-    figure.tight_layout()
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="lower center", ncols=len(COLOURS), frameon=False)
+    figure.tight_layout(rect=(0, 0.07, 1, 1))
     figure.savefig(path, dpi=110)
 
 
@@ -142,7 +149,7 @@ def main() -> None:
             urls[REPACKED] = servers.enter_context(started(REPACKED, args.llama, args.q4_0))[0]
         urls[OURS] = servers.enter_context(started(OURS))[0]
         found = measure(args, urls)
-    speeds = {name: one["output_tokens_per_s"] for name, one in found["closed"].items()}
+    speeds = {name: one.get("output_tokens_per_s", math.nan) for name, one in found["closed"].items()}
     ours = speeds.pop(OURS)
     result = {
         "machine": describe(),
