@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import socket
+import time
 
 import pytest
 
 from tests.serve.server import HEADERS, Server
+from twostroke.serve.listen import LATE_SECONDS, Alarm
 
 KEY_LINE = f"authorization: {HEADERS['authorization']}\r\n"
 
@@ -81,3 +84,21 @@ def unchunked(data: bytes) -> bytes:
             return whole
         assert data[length : length + 2] == b"\r\n"
         whole, data = whole + data[:length], data[length + 2 :]
+
+
+def test_an_alarm_is_for_the_client_who_sleeps_not_for_us() -> None:
+    """A process that was stopped and goes on must not cut off those who could not have been served meanwhile."""
+
+    async def scene() -> list[str]:
+        rang: list[str] = []
+        alarm, stopped = Alarm(), Alarm()
+        alarm.start(0.05, lambda: rang.append("after our sleep"))
+        stopped.start(0.05, lambda: rang.append("never"))
+        time.sleep(LATE_SECONDS + 0.2)  # as SIGSTOP does, or a lid that closes
+        await asyncio.sleep(0.02)
+        assert not rang
+        stopped.stop()
+        await asyncio.sleep(0.1)
+        return rang
+
+    assert asyncio.run(scene()) == ["after our sleep"]

@@ -100,7 +100,7 @@ class Answer:
         sample = self.sample
         if self.stops is not None or sample.logprobs is not None:
             return None
-        text = self.decoder.push((token,))
+        text = self.decoder.push_one(token)
         sample.text += text
         sample.token_ids.append(token)
         return StreamEvent(text, (token,), None, self.request.sample)
@@ -113,7 +113,7 @@ class Answer:
             ids.append(token)
             if token == stop_token and len(ids) == len(event.token_ids):
                 break  # an end token ends the text, it is not part of it
-            piece, stopped = self._match(self.decoder.push([token]), len(self.sample.token_ids) + len(ids))
+            piece, stopped = self._match(self.decoder.push_one(token), len(self.sample.token_ids) + len(ids))
             text += piece
             if stopped:
                 return ids, text

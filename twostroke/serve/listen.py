@@ -24,6 +24,7 @@ MAX_HEADER_BYTES = 32 << 10
 HEADER_SECONDS = 20.0  # for the first request of a connection to arrive
 IDLE_SECONDS = 75  # between two requests on one connection
 STALL_SECONDS = 60.0  # that a client may let its answer wait unread
+LATE_SECONDS = 0.5  # after which an alarm that rings says more of this process than of the client
 SEND_BUFFER = 256 << 10  # bytes the kernel may hold for one slow reader
 MAX_LINGERING = 256  # connections over the cap that may take a moment to read why
 
@@ -54,14 +55,26 @@ TURNED_AWAY: set[asyncio.Protocol] = set()  # connections that are being told th
 
 
 class Alarm:
-    """Does something unless it is stopped in time."""
+    """Does something unless it is stopped in time. An alarm that comes late itself says that this process slept, not
+    that the client did, who may not have been able to do anything meanwhile either: it begins anew."""
 
     def __init__(self) -> None:
         self._handle: asyncio.TimerHandle | None = None
 
     def start(self, seconds: float, action: Callable[[], None]) -> None:
-        if self._handle is None:
-            self._handle = asyncio.get_running_loop().call_later(seconds, action)
+        if self._handle is not None:
+            return
+        loop = asyncio.get_running_loop()
+        due = loop.time() + seconds
+
+        def ring() -> None:
+            if loop.time() - due < LATE_SECONDS:
+                action()
+                return
+            self.stop()
+            self.start(seconds, action)
+
+        self._handle = loop.call_at(due, ring)
 
     def stop(self) -> None:
         if self._handle is not None:
@@ -73,15 +86,16 @@ class Chunks:
     """Writes parts of a streamed answer as HTTP/1.1 chunks. The head and the end of it are h11's."""
 
     def __init__(self, cycle: RequestResponseCycle):
-        self.cycle = cycle
+        self.cycle, self.flow = cycle, cycle.flow
+        self._write = cycle.transport.write
 
     @property
     def has_room(self) -> bool:
         cycle = self.cycle
-        return cycle.response_started and not (cycle.disconnected or cycle.flow.write_paused)
+        return cycle.response_started and not (cycle.disconnected or self.flow.write_paused)
 
     def write(self, data: bytes) -> None:
-        self.cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        self._write(b"%x\r\n%b\r\n" % (len(data), data))
 
 
 class Connection(H11Protocol):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterable
+from json.encoder import encode_basestring
 from typing import Any, Protocol
 
 from twostroke.engine.aio import Piece
@@ -48,7 +49,10 @@ class Forms:
         if halves is None:
             before, after = self._write(choice, HERE).split(b'"%b"' % HERE.encode())
             halves = self._halves[choice] = (before, after)
-        return halves[0] + dump(text) + halves[1]
+        try:
+            return b"%b%b%b" % (halves[0], encode_basestring(text).encode(), halves[1])  # as `dump` writes a text
+        except UnicodeEncodeError:
+            return halves[0] + dump(text) + halves[1]
 
 
 async def send(generation: Generation, writer: Writer) -> None:

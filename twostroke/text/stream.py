@@ -34,6 +34,12 @@ class StreamDecoder:
         data = b"".join([self._tokenizer.token_bytes(number) for number in ids if number not in self._skip])
         return self._first(self._utf8.decode(data))
 
+    def push_one(self, number: int) -> str:
+        """`push` of a single token, which nearly all pushes are."""
+        if number in self._skip:
+            return ""
+        return self._first(self._utf8.decode(self._tokenizer.token_bytes(number)))
+
     def flush(self) -> str:
         """The end: what still waits can never become a character, and shows as U+FFFD."""
         return self._first(self._utf8.decode(b"", final=True))
