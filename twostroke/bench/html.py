@@ -19,8 +19,10 @@ STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--paper);max-width:1120px;margin:2rem auto;
 padding:0 1rem}
 h1{font-size:1.4rem}h2{font-size:1.05rem;margin-top:2rem}p.flag{border-left:4px solid #c0392b;padding-left:.7rem}
-table{border-collapse:collapse;font-variant-numeric:tabular-nums;display:block;overflow-x:auto}
-td,th{padding:.25rem .8rem;text-align:right;border-bottom:1px solid var(--line)}
+table{border-collapse:collapse;font-variant-numeric:tabular-nums;display:block;overflow-x:auto;
+margin-bottom:1rem}
+td,th{padding:.25rem .8rem;text-align:right;border-bottom:1px solid var(--line);white-space:nowrap}
+@media(max-width:600px){td,th{padding:.2rem .35rem;font-size:.8rem}td:first-child{white-space:normal;min-width:6.5rem}}
 td:first-child,th:first-child{text-align:left}
 .plots{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,420px),1fr));gap:1rem}
 svg{width:100%;height:auto}svg text{fill:var(--ink);font:11px system-ui,sans-serif}

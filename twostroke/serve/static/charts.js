@@ -79,7 +79,7 @@ function makeRoofline() {
   const chart = new uPlot({
     width: place.clientWidth, height: 240, legend: { show: false }, cursor: { show: false },
     scales: { x: { time: false, distr: 3, log: 10, range: (plot, low, high) => decades(low, high) }, y: { distr: 3, log: 10, range: (plot, low, high) => decades(low, high) } },
-    axes: [{ ...axis((value) => (value === null ? "" : `${value}`)), label: "FLOP for each byte moved", labelFont: "11px system-ui, sans-serif", labelSize: 18, stroke: () => colour("soft") }, axis((value) => (value === null ? "" : scaled(value, "")), 58)],
+    axes: [{ ...axis((value) => (value === null ? "" : `${value}`)), label: "FLOP for each byte moved", labelFont: "11px system-ui, sans-serif", labelSize: 18, stroke: () => colour("soft") }, { ...axis((value) => (value === null ? "" : scaled(value, "")), 44), label: "FLOP/s", labelFont: "11px system-ui, sans-serif", labelSize: 18 }],
     series: [{ label: "FLOP/byte" },
       { label: "with prompts", ...dots("prefill-fill") }, { label: "streams only", ...dots("decode-fill") },
       { label: "roof", stroke: () => colour("ink"), width: 2, points: { show: false }, spanGaps: true }],
