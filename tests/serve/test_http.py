@@ -64,6 +64,8 @@ def refused(response: httpx.Response, status: int, param: str | None = None) -> 
         ("prefix_cache", {"explain": 1}, "prefix_cache.explain"),
         ("chat_template", "{{ 1 }}", "chat_template"),
         ("chat_template_kwargs", {"messages": []}, "chat_template_kwargs"),
+        ("chat_template_kwargs", {"enable_thinking": False}, "enable_thinking"),
+        ("reasoning_effort", "low", "reasoning_effort"),
     ],
 )  # fmt: skip
 def test_a_bad_field_is_refused_by_name(client: httpx.Client, field: str, value: object, param: str) -> None:
@@ -81,6 +83,12 @@ def test_a_misspelt_field_gets_a_hint(client: httpx.Client) -> None:
 )
 def test_what_is_no_request_is_refused(client: httpx.Client, body: bytes) -> None:
     assert client.post("/v1/chat/completions", content=body).status_code == 400
+
+
+def test_what_is_not_built_is_named_with_a_way_out(client: httpx.Client) -> None:
+    for field, value in (("previous_response_id", "resp_1"), ("conversation", "conv_1"), ("reasoning", {})):
+        error = refused(client.post("/v1/responses", json={"input": "hi", field: value}), 400, field)
+        assert error["message"] == f"{field}: is not supported here; leave it out."
 
 
 def test_half_a_character_is_refused_or_answered(client: httpx.Client) -> None:

@@ -139,7 +139,9 @@ def test_arguments_come_from_a_list() -> None:
     with pytest.raises(InputError, match="chat_template"):
         ChatTemplate("x").render(TALK, chat_template="{{ 1 }}")
     with pytest.raises(InputError, match="documents"):
-        ChatTemplate("x").render(TALK, documents=[object()])
+        ChatTemplate("{{ documents }}").render(TALK, documents=[object()])
+    with pytest.raises(InputError, match="enable_thinking: this model's chat template never reads it"):
+        ChatTemplate("x").render(TALK, enable_thinking=False)
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,11 @@ class ChatTemplate:
         if unknown:
             known = ", ".join(sorted(ARGUMENTS))
             raise InputError(f"{unknown[0]}: is not an argument chat templates may be given; use one of {known}")
+        for name in arguments:
+            if name not in self.source:
+                raise InputError(
+                    f"{name}: this model's chat template never reads it, so nothing would change; leave it out"
+                )
         variables = {
             **self._special,
             **{name: _plain(value, name) for name, value in arguments.items()},

@@ -56,6 +56,8 @@ def explain(shape: type[Shape], error: ValidationError, body: bytes) -> ApiError
         near = get_close_matches(str(path[-1]), list(shape.model_fields), n=1) if len(path) == 1 else []
         hint = f" Did you mean {near[0]!r}?" if near else ""
         return bad_request(f"{where}: unknown or unsupported field.{hint}", where, "unsupported_field")
+    if problem["type"] == "none_required":
+        return bad_request(f"{where}: is not supported here; leave it out.", where, "unsupported_field")
     why = problem["msg"].removeprefix("Value error, ")
     return bad_request(f"{where or 'The body'}: {why}.", where or None, "invalid_value")
 
