@@ -64,17 +64,20 @@ def store_head(
     STEP: tl.constexpr,
 ):  # fmt: skip
     """Norm, rotate and write one token's heads; `codes` and `scales` point (M,) to where each head's go, its elements
-    STEP apart. What was stored comes back as attention will read it, (M, WIDE) float32."""
+    STEP apart. What was stored comes back as attention will read it, (M, WIDE) float32.
+
+    Divisions are rounded as IEEE asks for: what `/` is compiled to may be off in the last bit, and then a value between
+    two codes, as many numbers of few bits are, becomes the other one than in the specification."""
     inverse_rms = head_scale(heads, eps, HEAD, WIDE, NORM)
     dims = tl.arange(0, WIDE)
     if FORMAT == 2:
         half = tl.arange(0, WIDE // 2)
         a = turned(heads, mask, 2 * half, inverse_rms, norm_ptr, cos_ptr, sin_ptr, position, HEAD, HALF, NORM)
         b = turned(heads, mask, 2 * half + 1, inverse_rms, norm_ptr, cos_ptr, sin_ptr, position, HEAD, HALF, NORM)
-        scale = tl.maximum(tl.max(tl.abs(a), axis=1), tl.max(tl.abs(b), axis=1)) / 7.0
+        scale = tl.div_rn(tl.maximum(tl.max(tl.abs(a), axis=1), tl.max(tl.abs(b), axis=1)), 7.0)
         safe = tl.where(scale > 0, scale, 1.0)[:, None]
-        low = tl.clamp(rounded(a / safe), -7.0, 7.0)
-        high = tl.clamp(rounded(b / safe), -7.0, 7.0)
+        low = tl.clamp(rounded(tl.div_rn(a, safe)), -7.0, 7.0)
+        high = tl.clamp(rounded(tl.div_rn(b, safe)), -7.0, 7.0)
         packed = (low + 8.0).to(tl.int32) | ((high + 8.0).to(tl.int32) << 4)
         inside = mask[:, None] & (half < HEAD // 2)[None, :]
         tl.store(codes[:, None] + half[None, :] * STEP, packed.to(tl.uint8), mask=inside)
@@ -88,8 +91,8 @@ def store_head(
             stored = code.to(tl.float32)
         else:
             largest: tl.constexpr = 127.0 if FORMAT == 1 else 448.0
-            scale = tl.max(tl.abs(x), axis=1) / largest
-            x = x / tl.where(scale > 0, scale, 1.0)[:, None]
+            scale = tl.div_rn(tl.max(tl.abs(x), axis=1), largest)
+            x = tl.div_rn(x, tl.where(scale > 0, scale, 1.0)[:, None])
             code = tl.clamp(rounded(x) if FORMAT == 1 else x, -largest, largest).to(codes.dtype.element_ty)
             tl.store(scales, scale, mask=mask)
             stored = code.to(tl.float32) * scale[:, None]
