@@ -62,6 +62,29 @@ def split_of(position):
 
 
 @triton.jit
+def share_of(
+    split, request, rows_ptr, shared_ptr, contexts_ptr, WINDOW: tl.constexpr, SCALE: tl.constexpr, LISTED: tl.constexpr,
+    FUSED: tl.constexpr, CASCADE: tl.constexpr,
+):  # fmt: skip
+    """Whose token a program serves, which splits that token sees, the first of them that is not done already, and the
+    positions from `begin` to `end` of the program's own."""
+    if LISTED:
+        request = tl.load(rows_ptr + request)
+    context = tl.load(contexts_ptr + request)
+    newest = context - 1
+    first = tl.maximum(context - WINDOW, 0) if WINDOW > 0 else 0
+    first_split, last_split = split_of(first // SCALE), split_of(newest // SCALE)
+    first_own = first_split
+    if CASCADE:
+        first_own = tl.load(shared_ptr + request)  # splits before it are in their places already
+    begin = tl.maximum(SCALE * split_start(split), first)
+    end = tl.minimum(SCALE * split_start(split + 1), context)
+    if FUSED:
+        end = tl.minimum(end, newest)
+    return request, context, first_split, last_split, first_own, begin, end
+
+
+@triton.jit
 def load_kv(
     n0, begin, end, table, keys, values, block_stride, token_stride,
     HEAD: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, DTYPE: tl.constexpr,
@@ -138,25 +161,15 @@ def decode_kernel(
     SHARE: tl.constexpr = HEADS // KV_HEADS
     DTYPE: tl.constexpr = q_ptr.dtype.element_ty
     head, split = tl.program_id(0), tl.program_id(1)
-    request = tl.program_id(2)
-    if LISTED:
-        request = tl.load(rows_ptr + request)
-    context = tl.load(contexts_ptr + request)
-    newest = context - 1
-    first = tl.maximum(context - WINDOW, 0) if WINDOW > 0 else 0
-    first_split, last_split = split_of(first // SCALE), split_of(newest // SCALE)
-    first_own = first_split
-    if CASCADE:
-        first_own = tl.load(shared_ptr + request)  # splits before it are in their places already
+    request, context, first_split, last_split, first_own, begin, end = share_of(
+        split, tl.program_id(2), rows_ptr, shared_ptr, contexts_ptr, WINDOW, SCALE, LISTED, FUSED, CASCADE
+    )
     if (split < first_own) | (split > last_split) | (context <= 0):
         if PDL:
             gdc_wait()
             gdc_launch_dependents()
         return
-    begin = tl.maximum(SCALE * split_start(split), first)
-    end = tl.minimum(SCALE * split_start(split + 1), context)
-    if FUSED:
-        end = tl.minimum(end, newest)
+    newest = context - 1
     row = tl.load(starts_ptr + request).to(tl.int64)
     table = tables_ptr + request * table_stride
     index = tl.arange(0, SHARE_2)

@@ -21,7 +21,7 @@ from twostroke.ops.interface import BLOCK, Attention, Batch, KVLayer
 from twostroke.ops.triton.decode import DecodeScratch, split_of, split_start
 from twostroke.ops.triton.heads import FORMATS, load_tile, store_head, turned
 from twostroke.ops.triton.launch import EARLY, INTERPRETED, PDL, gdc_launch_dependents, gdc_wait
-from twostroke.ops.triton.prefill import tile_rows
+from twostroke.ops.triton.prefill import products, tile_rows, visible
 from twostroke.ops.triton.rows import tanh
 
 LOG2E = 1.4426950408889634
@@ -45,21 +45,14 @@ def visit(
     BLOCK: tl.constexpr, TILE_N: tl.constexpr, MASKED: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys added to a split's maximum, sum and accumulator."""
-    places = n0 + tl.arange(0, TILE_N)
-    valid = places < context
-    blocks = tl.load(table + places // BLOCK, mask=valid, other=0) if MASKED else tl.load(table + places // BLOCK)
-    k = load_tile(keys, blocks, places % BLOCK, valid, block_stride, token_stride, 1, HEAD, WIDE, FORMAT, MASKED, DTYPE)
-    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    where = blocks.to(tl.int64) * scale_block_stride + places % BLOCK
-    if FORMAT > 0:
-        s *= tl.load(key_scales + where, mask=valid, other=0.0)[None, :]
+    places, valid, blocks, where, s = products(
+        q, n0, context, table, keys, key_scales, block_stride, token_stride, scale_block_stride,
+        HEAD, WIDE, FORMAT, BLOCK, TILE_N, MASKED, DTYPE, PRECISION,
+    )  # fmt: skip
     if SOFTCAP:
         s = softcap * tanh(s * (factor * 0.6931471805599453) / softcap) * 1.4426950408889634
     if MASKED:
-        seen = (places[None, :] <= positions[:, None]) & valid[None, :]
-        if WINDOW > 0:
-            seen &= places[None, :] > positions[:, None] - WINDOW
-        s = tl.where(seen, s, float("-inf"))
+        s = tl.where(visible(places, positions, valid, WINDOW), s, float("-inf"))
     largest = tl.max(s, axis=1)
     new = tl.maximum(best, largest if SOFTCAP else largest * factor)
     stable = tl.where(new == float("-inf"), 0.0, new)

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from twostroke.ops.interface import BLOCK, Attention, Batch, KVLayer
-from twostroke.ops.triton.decode import LOG2E, DecodeScratch, combine, split_of, split_start
+from twostroke.ops.triton.decode import LOG2E, DecodeScratch, combine, share_of
 from twostroke.ops.triton.heads import FORMATS, head_scale, store_head, turned
 from twostroke.ops.triton.launch import EARLY, INTERPRETED, PDL, gdc_launch_dependents, gdc_wait
 from twostroke.ops.triton.narrow_tiles import (
@@ -98,6 +98,23 @@ def load_pieces(
 
 
 @triton.jit
+def load_tokens(
+    table, key_words, value_words, key_scales, value_scales, n0, begin, end, until, block_stride, token_stride,
+    scale_block_stride, WIDTH: tl.constexpr, PART: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr,
+    TILE: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """K and V of a tile with their scales, from blocks that the table names up to `until`."""
+    ids = load_blocks(table, n0, until, BLOCK, TILE)
+    k_0, k_1, k_2, k_3, k_scale = load_pieces(
+        key_words, key_scales, ids, n0, begin, end, block_stride, token_stride, scale_block_stride,
+        WIDTH, PART, PIECES, BLOCK, TILE, MASKED,
+    )  # fmt: skip
+    v = load_values(value_words, ids, n0, end, block_stride, WIDTH, PART, BLOCK, TILE, MASKED)
+    v_scale = load_scales(value_scales, ids, n0, begin, end, scale_block_stride, BLOCK, TILE, MASKED)
+    return k_0, k_1, k_2, k_3, k_scale, v, v_scale
+
+
+@triton.jit
 def scores(
     q_0, q_1, q_2, q_3, q_scale, k_0, k_1, k_2, k_3, k_scale, n0, begin, end, softcap, R: tl.constexpr,
     C: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr,
@@ -140,25 +157,15 @@ def narrow_kernel(
     C: tl.constexpr = min(WIDE, 64)  # elements of a piece of K
     PIECES: tl.constexpr = WIDE // C
     head, split = tl.program_id(0), tl.program_id(1)
-    request = tl.program_id(2)
-    if LISTED:
-        request = tl.load(rows_ptr + request)
-    context = tl.load(contexts_ptr + request)
-    newest = context - 1
-    first = tl.maximum(context - WINDOW, 0) if WINDOW > 0 else 0
-    first_split, last_split = split_of(first // SCALE), split_of(newest // SCALE)
-    first_own = first_split
-    if CASCADE:
-        first_own = tl.load(shared_ptr + request)  # splits before it are in their places already
+    request, context, first_split, last_split, first_own, begin, end = share_of(
+        split, tl.program_id(2), rows_ptr, shared_ptr, contexts_ptr, WINDOW, SCALE, LISTED, FUSED, CASCADE
+    )
     if (split < first_own) | (split > last_split) | (context <= 0):
         if PDL:
             gdc_wait()
             gdc_launch_dependents()
         return
-    begin = tl.maximum(SCALE * split_start(split), first)
-    end = tl.minimum(SCALE * split_start(split + 1), context)
-    if FUSED:
-        end = tl.minimum(end, newest)
+    newest = context - 1
     row = tl.load(starts_ptr + request).to(tl.int64)
     table = tables_ptr + request * table_stride
     keys += head * head_stride
@@ -170,13 +177,10 @@ def narrow_kernel(
     RUN: tl.constexpr = 4 if FORMAT == 3 else 8  # neighbours along a product's inner side that lie in one lane
     whole = begin // TILE * TILE if WINDOW > 0 else end // TILE * TILE  # up to here tiles need no mask
     if FUSED:  # what is cached depends on nobody: ask for it before the projection ends
-        ids = load_blocks(table, begin, whole, BLOCK, TILE)
-        k_0, k_1, k_2, k_3, k_scale = load_pieces(
-            key_words, key_scales, ids, begin, begin, end, block_stride, token_stride, scale_block_stride,
-            WIDTH, PART, PIECES, BLOCK, TILE, False,
+        k_0, k_1, k_2, k_3, k_scale, v, v_scale = load_tokens(
+            table, key_words, value_words, key_scales, value_scales, begin, begin, end, whole, block_stride,
+            token_stride, scale_block_stride, WIDTH, PART, PIECES, BLOCK, TILE, False,
         )  # fmt: skip
-        v = load_values(value_words, ids, begin, end, block_stride, WIDTH, PART, BLOCK, TILE, False)
-        v_scale = load_scales(value_scales, ids, begin, begin, end, scale_block_stride, BLOCK, TILE, False)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -214,13 +218,10 @@ def narrow_kernel(
     acc_b = acc_a
     there = tl.full((4, TILE // 4), 1, tl.int1)
     if not FUSED:
-        ids = load_blocks(table, begin, whole, BLOCK, TILE)
-        k_0, k_1, k_2, k_3, k_scale = load_pieces(
-            key_words, key_scales, ids, begin, begin, end, block_stride, token_stride, scale_block_stride,
-            WIDTH, PART, PIECES, BLOCK, TILE, False,
+        k_0, k_1, k_2, k_3, k_scale, v, v_scale = load_tokens(
+            table, key_words, value_words, key_scales, value_scales, begin, begin, end, whole, block_stride,
+            token_stride, scale_block_stride, WIDTH, PART, PIECES, BLOCK, TILE, False,
         )  # fmt: skip
-        v = load_values(value_words, ids, begin, end, block_stride, WIDTH, PART, BLOCK, TILE, False)
-        v_scale = load_scales(value_scales, ids, begin, begin, end, scale_block_stride, BLOCK, TILE, False)
     ids = load_blocks(table, begin + TILE, whole, BLOCK, TILE)
     for n0 in tl.range(begin, whole, TILE, num_stages=1):
         s = scores(
@@ -239,13 +240,10 @@ def narrow_kernel(
         v_scale = load_scales(value_scales, ids, n0, begin, end, scale_block_stride, BLOCK, TILE, False)
         ids = load_blocks(table, n0 + 2 * TILE, whole, BLOCK, TILE)
     for n0 in tl.range(whole, end, TILE, num_stages=1):
-        ids = load_blocks(table, n0, end, BLOCK, TILE)
-        k_0, k_1, k_2, k_3, k_scale = load_pieces(
-            key_words, key_scales, ids, n0, begin, end, block_stride, token_stride, scale_block_stride,
-            WIDTH, PART, PIECES, BLOCK, TILE, True,
+        k_0, k_1, k_2, k_3, k_scale, v, v_scale = load_tokens(
+            table, key_words, value_words, key_scales, value_scales, n0, begin, end, end, block_stride,
+            token_stride, scale_block_stride, WIDTH, PART, PIECES, BLOCK, TILE, True,
         )  # fmt: skip
-        v = load_values(value_words, ids, n0, end, block_stride, WIDTH, PART, BLOCK, TILE, True)
-        v_scale = load_scales(value_scales, ids, n0, begin, end, scale_block_stride, BLOCK, TILE, True)
         s = scores(
             q_0, q_1, q_2, q_3, q_scale, k_0, k_1, k_2, k_3, k_scale, n0, begin, end, softcap,
             R, C, PIECES, BLOCK, TILE, True, SOFTCAP, FORMAT, RUN, FAST,

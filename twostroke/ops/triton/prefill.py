@@ -21,12 +21,12 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def step(
-    q, best, total, acc, n0, end, positions, table, keys, values, key_scales, value_scales, scale, softcap,
-    block_stride, token_stride, scale_block_stride,
-    HEAD: tl.constexpr, WIDE: tl.constexpr, FORMAT: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    BLOCK: tl.constexpr, TILE_N: tl.constexpr, MASKED: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+def products(
+    q, n0, end, table, keys, key_scales, block_stride, token_stride, scale_block_stride,
+    HEAD: tl.constexpr, WIDE: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr, TILE_N: tl.constexpr,
+    MASKED: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """q times the keys of a tile of positions, and where the tile's tokens and their scales lie."""
     places = n0 + tl.arange(0, TILE_N)
     valid = places < end
     blocks = tl.load(table + places // BLOCK, mask=valid, other=0) if MASKED else tl.load(table + places // BLOCK)
@@ -35,15 +35,35 @@ def step(
     where = blocks.to(tl.int64) * scale_block_stride + places % BLOCK
     if FORMAT > 0:
         s *= tl.load(key_scales + where, mask=valid, other=0.0)[None, :]
+    return places, valid, blocks, where, s
+
+
+@triton.jit
+def visible(places, positions, valid, WINDOW: tl.constexpr):
+    """Which tokens of a tile each query sees."""
+    seen = (places[None, :] <= positions[:, None]) & valid[None, :]
+    if WINDOW > 0:
+        seen &= places[None, :] > positions[:, None] - WINDOW
+    return seen
+
+
+@triton.jit
+def step(
+    q, best, total, acc, n0, end, positions, table, keys, values, key_scales, value_scales, scale, softcap,
+    block_stride, token_stride, scale_block_stride,
+    HEAD: tl.constexpr, WIDE: tl.constexpr, FORMAT: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    BLOCK: tl.constexpr, TILE_N: tl.constexpr, MASKED: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    places, valid, blocks, where, s = products(
+        q, n0, end, table, keys, key_scales, block_stride, token_stride, scale_block_stride,
+        HEAD, WIDE, FORMAT, BLOCK, TILE_N, MASKED, DTYPE, PRECISION,
+    )  # fmt: skip
     if SOFTCAP:
         s = softcap * tanh(s * scale / softcap) * LOG2E
     else:
         s *= scale * LOG2E
     if MASKED:
-        seen = (places[None, :] <= positions[:, None]) & valid[None, :]
-        if WINDOW > 0:
-            seen &= places[None, :] > positions[:, None] - WINDOW
-        s = tl.where(seen, s, float("-inf"))
+        s = tl.where(visible(places, positions, valid, WINDOW), s, float("-inf"))
     new = tl.maximum(best, tl.max(s, axis=1))
     stable = tl.where(new == float("-inf"), 0.0, new) if WINDOW > 0 else new
     p = tl.exp2(s - stable[:, None])
