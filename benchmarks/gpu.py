@@ -25,7 +25,7 @@ PROCESS_START = time.perf_counter()
 
 import torch  # noqa: E402
 
-from benchmarks.gpu_rig import Rig, longest_steps, make_rig  # noqa: E402
+from benchmarks.gpu_rig import Rig, longest_steps, make_rig, restore_times  # noqa: E402
 from twostroke.metrics.steplog import StepLog  # noqa: E402
 from twostroke.model.arch import Arch  # noqa: E402
 from twostroke.types import Request  # noqa: E402
@@ -211,6 +211,13 @@ def gap(bench: Bench) -> None:
     )  # fmt: skip
 
 
+def offload(bench: Bench) -> None:
+    """A prompt whose blocks went to the host, beside one that is computed and one that is still on the device."""
+    rig = bench.own(LLAMA_8B, kv_blocks=1040, max_model_len=16384, kv_offload=8 << 30)
+    for name, ms in restore_times(rig, 8192).items():
+        bench.report(f"offload_{name}", ms, "ms")
+
+
 # ---- what the host costs ---------------------------------------------------------------------------------------------
 
 
@@ -368,6 +375,7 @@ PARTS: dict[str, tuple[Callable[[Bench], None], int]] = {  # with the seconds it
     "offline64": (offline64, 14),
     "prefix": (prefix, 8),
     "gap": (gap, 32),
+    "offload": (offload, 12),
     "decode64": (decode64, 10),
     "host": (host, 10),
     "breakdown": (breakdown, 8),
@@ -376,7 +384,7 @@ PARTS: dict[str, tuple[Callable[[Bench], None], int]] = {  # with the seconds it
     "kv": (kv, 8),
     "transformers": (transformers, 110),
 }
-INEXACT = ("start", "weights", "kv", "transformers")  # parts that exact=True does not change, or refuses
+INEXACT = ("start", "offload", "weights", "kv", "transformers")  # parts that exact=True does not change, or refuses
 
 
 def main() -> None:
