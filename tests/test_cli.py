@@ -109,3 +109,9 @@ def test_ctrl_c_stops_one_answer_and_not_the_program(default_model):
     _, errors = process.communicate(b"/stats\n/exit\n", timeout=60)
     assert process.returncode == 0
     assert b"stopped" in errors and b"output_tokens" in errors
+
+
+def test_an_empty_question_is_said_to_be_empty():
+    done = run("chat", " ")
+    assert done.returncode == 2 and "the question is empty" in done.stderr
+    assert not done.stderr.startswith("\n"), "no bars where nobody watches"

@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from twostroke.engine.answer import Output
-from twostroke.errors import TwostrokeError
+from twostroke.errors import InputError, TwostrokeError
 from twostroke.insight_cli import register
 from twostroke.metrics.timeline import Timeline
 from twostroke.options import Settings as Option
@@ -49,13 +49,13 @@ def chat(
 ) -> None:
     """Ask a question, or talk: the answer streams as it is written."""
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
-    session = Chat(open_llm(model, parse_settings(option)), params, system)
+    if text is not None and not text.strip():
+        raise InputError("the question is empty: write one, or leave it out for an interactive chat.")
+    session = Chat(open_llm(model, parse_settings(option)), params, system, stats)
     if text is None:
         session.loop()
-        return
-    session.answer(text)
-    if stats and session.last is not None:
-        errors.print(phase_table(session.last))
+    else:
+        session.answer(text)
 
 
 @app.command()

@@ -31,7 +31,7 @@ Ctrl-C stops the answer being written."""
 def progress_bar(title: str) -> Iterator[Callable[[int, int], None]]:
     """A bar on stderr that appears with the first report of (done, total) bytes and goes away at the end."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=errors, transient=True) as progress:
+    with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as progress:
         task = None
 
         def report(done: int, total: int) -> None:
@@ -83,8 +83,9 @@ def seconds(value: float | None) -> str:
 class Chat:
     """A conversation with history. One turn can be interrupted without losing the rest."""
 
-    def __init__(self, llm: LLM, params: SamplingParams, system: str | None):
+    def __init__(self, llm: LLM, params: SamplingParams, system: str | None, stats: bool = False):
         self.llm = llm
+        self.stats = stats  # whether each answer is followed by where its time went
         self.params = params
         self.opening = [{"role": "system", "content": system}] if system else []
         self.history: list[dict[str, str]] = []
@@ -106,6 +107,8 @@ class Chat:
             errors.print("\n[dim]stopped[/dim]")
         sys.stdout.write("\n")
         self.history.append({"role": "assistant", "content": written})
+        if self.stats and self.last is not None:
+            errors.print(phase_table(self.last))
         return written
 
     def _open_stream(self) -> Any:

@@ -19,7 +19,7 @@ from twostroke.terminal import errors
 def watching(load: Load) -> Iterator[Callable[[Record], None]]:
     """A live line: how many came back, tokens so far, failures."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=errors, transient=True) as progress:
+    with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as progress:
         task = progress.add_task(load.name, total=len(load.arrivals))
         tokens = failed = 0
 
