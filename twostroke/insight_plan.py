@@ -218,7 +218,7 @@ def show_sizing(found: Sizing) -> None:
 
 
 def show_needs(needs: list[Need], rate: float, ttft: float, tpot: float) -> None:
-    title = f"{rate:g} requests/s with TTFT ≤ {seconds(ttft)} and TPOT ≤ {seconds(tpot)} for 95 % of requests"
+    title = f"{rate:,.10g} requests/s with TTFT ≤ {seconds(ttft)} and TPOT ≤ {seconds(tpot)} for 95 % of requests"
     table = Table(title=title, header_style="bold", title_justify="left")
     for name in ("worker", "workers", "$/hour", "$/M tokens out", "TTFT p95", "TPOT p95", "busy"):
         table.add_column(name, justify="left" if name == "worker" else "right")

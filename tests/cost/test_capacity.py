@@ -14,6 +14,7 @@ from twostroke.cost.deploy import Deployment
 from twostroke.cost.hardware import find_device
 from twostroke.cost.models import known_arch
 from twostroke.cost.summary import meets
+from twostroke.cost.trace import at_rate, repeat
 from twostroke.errors import ConfigError
 
 
@@ -74,3 +75,15 @@ def test_a_load_beyond_simulation_is_many_copies():
     rows = poisson(random.Random(0), 60, 5.0, (300, 600), (50, 100))
     need = workers_needed(deployment(device="l4", precision="int8"), rows, 2000.0, 1.0, 0.1)
     assert need is not None and need.workers > 64 and need.copies > 1
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_copies_of_a_small_fleet_are_neither_overrun_nor_half_idle(split):
+    """A worker that takes all that is simulated tells nothing yet: how much more it takes, and for how long."""
+    rows = poisson(random.Random(0), 60, 5.0, (100, 300), (20, 60))
+    fast = replace(deployment(device="h200"), config=make_config(max_model_len=4096, max_requests=64, seed=0))
+    need = workers_needed(fast, rows, 100_000.0, 1.0, 0.1, split)
+    assert need is not None and need.workers > 100 and (need.prefill > 0) == split
+    for times, kept_up in ((1.0, True), (1.6, False)):
+        long = at_rate(repeat(rows, 4 * len(need.load)), times * 100_000.0 / need.copies)
+        assert meets(need.deployment.run(long).served, 1.0, 0.1, 0.9) == kept_up

@@ -26,6 +26,10 @@ SHARE = 0.95  # of the requests that must meet the targets
 SIMULATED = 300  # arrivals in one attempt
 STEADY = 6.0  # times the length of an answer that a load must last before a fleet shows what it can do
 MOST_SIMULATED = 64  # workers; a larger fleet is as many copies of a smaller one
+UNIT = 4  # workers of a fleet with two pools that is copied
+BATCHES = 4  # that each of its workers is to fill
+MOST_REQUESTS = 1500
+PARTS = (1.0, 0.9, 0.8, 0.65, 0.5, 0.35, 0.2, 0.1)  # of the most that a fleet can do, tried in turn
 GPUS = (1, 2, 4, 8)
 
 
@@ -145,23 +149,42 @@ def workers_needed(
         return None
     span = STEADY * _typical_seconds(deployment, arrivals)
     copies = max(1.0, requests_per_second * span / SIMULATED)
-    while True:
-        each = requests_per_second / copies
-        load = at_rate(repeat(arrivals, max(50, ceil(each * span))), each)
-        found = _smallest(deployment, load, ttft, tpot, split)
-        if found is not None:
-            break
-        if copies > 4 * requests_per_second * span:
-            return None  # even a trickle misses them
-        copies *= 4
-    tested, outcome = found
+    each = requests_per_second / copies
+    load = at_rate(repeat(arrivals, max(50, ceil(each * span))), each)
+    found = _smallest(deployment, load, ttft, tpot, split)
+    if found is not None and (copies == 1.0 or found[0].workers > (2 if split else 1)):
+        return _need(*found, load, copies)
+    return _many(deployment, arrivals, requests_per_second, ttft, tpot, split)  # the smallest may be half idle
+
+
+def _need(tested: Deployment, outcome: Outcome, load: list[Arrival], copies: float) -> Need:
     pools = tested.pools
     workers, prefill = ceil(pools.workers * copies), ceil(pools.prefill * copies)
     hourly = tested.price / tested.workers * (workers + prefill)
     tokens = outcome.summary.output_rate * copies
-    return Need(
-        tested, outcome, workers, prefill, hourly, hourly / 3600 / max(tokens, 1e-12) * 1e6, load, copies
-    )  # fmt: skip
+    return Need(tested, outcome, workers, prefill, hourly, hourly / 3600 / max(tokens, 1e-12) * 1e6, load, copies)
+
+
+def _many(
+    deployment: Deployment,
+    arrivals: Sequence[Arrival],
+    requests_per_second: float,
+    ttft: float,
+    tpot: float,
+    split: bool,
+) -> Need | None:
+    """A load beyond what is simulated is served by copies of a small fleet, each at the highest rate that it sustains:
+    a crowd tells what it can do at most, then less and less is tried. Long enough for its batches to be full."""
+    share = prefill_share(deployment, arrivals)
+    unit = replace(deployment, pools=_pools(UNIT if split else 1, split, share, deployment.pools))
+    crowd = repeat(arrivals, min(MOST_REQUESTS, BATCHES * _batch(deployment, arrivals) * unit.pools.workers))
+    most = unit.run(at_rate(crowd, 1e6)).summary.request_rate
+    for part in PARTS:
+        load = at_rate(crowd, part * most)
+        outcome = unit.run(load)
+        if meets(outcome.served, ttft, tpot, SHARE):
+            return _need(unit, outcome, load, requests_per_second / (part * most))
+    return None  # even a trickle misses them
 
 
 def _pools(count: int, split: bool, prefill_share: float, like: Pools) -> Pools:
@@ -208,12 +231,17 @@ def _smallest(
 
 def _busy_seconds(deployment: Deployment, arrivals: Sequence[Arrival]) -> float:
     """Of a worker that one request costs, its neighbours' share of each step taken off."""
-    line, settings = deployment.roofline(), deployment.settings
+    line, batch = deployment.roofline(), _batch(deployment, arrivals)
     prompt = round(sum(arrival.prompt for arrival in arrivals) / len(arrivals))
     output = sum(arrival.output for arrival in arrivals) / len(arrivals)
-    fits = settings.kv_blocks // max(1, settings.layout.blocks_for(prompt + round(output)))
-    batch = max(1, min(settings.max_requests, fits))
     return line.prefill_seconds(prompt) + output * line.decode_seconds(batch, prompt + round(output / 2)) / batch
+
+
+def _batch(deployment: Deployment, arrivals: Sequence[Arrival]) -> int:
+    """Requests that run at once on one worker, at most."""
+    settings = deployment.settings
+    typical = round(sum(arrival.prompt + arrival.output for arrival in arrivals) / len(arrivals))
+    return max(1, min(settings.max_requests, settings.kv_blocks // max(1, settings.layout.blocks_for(typical))))
 
 
 def _typical_seconds(deployment: Deployment, arrivals: Sequence[Arrival]) -> float:
