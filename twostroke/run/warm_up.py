@@ -88,7 +88,7 @@ def compile_kernels(model: Transformer, settings: Resolved) -> None:
 @torch.inference_mode()
 def meet_row_counts(model: Transformer, sizes: Sequence[int], seconds: float) -> list[int]:
     """Multiply a layer's matrices once with each number of rows, as far as the seconds go; returns those met. The
-    library chooses and loads a kernel when it first meets a size: amid streams that is a gap of 50 to 150 ms."""
+    library chooses and loads a kernel when it first meets a size: better here than amid streams that wait for it."""
     ops, arch, layer = model.ops, model.arch, model.layers[0]
     assert isinstance(ops, CudaOps)
     met: list[int] = []
