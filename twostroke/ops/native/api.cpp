@@ -70,7 +70,7 @@ TS_API int ts_embed(Context* c, const Weight* table, const int64_t* tokens, int 
 
 TS_API int ts_norm(Context* c, const float* x, int64_t stride, int rows, int cols, const float* weight, float eps, float* out) {
     return guarded(c, [&] {
-        norm_rows(*c, {RmsNorm, x, stride, cols, weight, eps, out, nullptr}, rows);
+        norm_rows(*c, {RmsNorm, x, stride, rows, cols, weight, eps, out, nullptr, 0, nullptr});
         return Fine;
     });
 }

@@ -11,11 +11,11 @@ struct PrologueArgs {
     int before;
     const float* x;
     int64_t x_stride;  // elements from row to row
-    int cols;          // columns of the result; a gate reads twice as many
+    int rows, cols;    // of the result; a gate reads twice as many columns
     const float* norm;
     float eps;
     float* plain;      // (rows, cols), rows adjacent
-    Act* acts;         // (rows, cols / 32), and the second ones `extra` further on
+    Act* acts;         // see place_of; the second ones `extra` further on
     int64_t extra;
     ActTile* tiles;    // instead of acts: (rows / 16, with second codes 2, cols / 32)
 };

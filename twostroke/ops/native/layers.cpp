@@ -24,7 +24,7 @@ void add_product(Context& c, const Weight& weight, const float* inner, int width
     float* product = c.product.get<float>(2 * (size_t)rows * (size_t)hidden);
     float* normed = product + rows * hidden;
     linear(c, weight, {inner, width, rows, before, nullptr, 0.f, product, hidden, 0});
-    norm_rows(c, {RmsNorm, product, hidden, (int)hidden, after.weight, after.eps, normed, nullptr, 0, nullptr}, rows);
+    norm_rows(c, {RmsNorm, product, hidden, rows, (int)hidden, after.weight, after.eps, normed, nullptr, 0, nullptr});
     for (int64_t i = 0; i < rows * hidden; ++i) x[i] += normed[i];
 }
 

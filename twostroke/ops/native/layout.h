@@ -55,7 +55,7 @@ static inline size_t group_offset(int kind, size_t g) {
     return g * group_bytes(kind) + (is_super(kind) ? (g / 8 + 1) * super_scales(kind) : 0);
 }
 
-// 32 inputs of one row, quantized: value = q · d. One cache line; a row is a run of them.
+// 32 inputs of one row, quantized: value = q · d. One cache line.
 //
 // An input that holds most of its group's energy would leave the others only a few of the 255 steps. Where that costs
 // most, which is after a norm (outlying channels are the same in all rows), such a group gets a second Act for what the
@@ -66,13 +66,23 @@ struct alignas(64) Act {
     int8_t q[kGroup];
     float d;          // absmax / 127, NaN or infinite if an input was
     float dsum;       // d · (sum of q): what a minimum is multiplied with
-    int32_t start0;   // where an integer sum starts, for codes without an offset (see kDotStart),
-    int32_t start8;   // for codes with 8 added
+    int32_t start8;       // where an integer sum starts for codes with 8 added (see kDotStart)
     int32_t start128;     // and for signed codes read with 128 added (instruction sets that need it);
     int32_t half128[2];   // the same for inputs 0-15 and 16-31 alone
     int32_t more;         // the second Act is not zero
 };
 static_assert(sizeof(Act) == 64, "one cache line");
+
+// Rows lie in blocks of 24 (the last may be smaller), and in a block first group 0 of all its rows, then group 1: one
+// pointer serves all rows of a register tile. 24 is a multiple of the rows of every such tile.
+constexpr int kActRows = 24;
+struct ActPlace {  // of one row's group g: start + g · stride
+    int64_t start, stride;
+};
+static inline ActPlace place_of(int row, int rows, int groups) {
+    const int block = row / kActRows * kActRows;
+    return {(int64_t)block * groups + row - block, rows - block < kActRows ? rows - block : kActRows};
+}
 
 // The same for 16 rows side by side, as matrix units with tiles read them; a last tile may have fewer rows.
 constexpr int kTileRows = 16;

@@ -47,7 +47,8 @@ uint8_t* take_memory(Context& c, Weight& weight, size_t bytes) {
     return memory;
 }
 
-void run_prologue(Context& c, const PrologueArgs& args, int rows) {
+void run_prologue(Context& c, const PrologueArgs& args) {
+    const int rows = args.rows;
     if (rows == 1 || (int64_t)rows * args.cols <= kAlone) return c.kernels.prologue(args, 0, rows);
     const int size = std::max(1, rows / (4 * c.pool.threads()));
     auto body = [&](int i, int) { c.kernels.prologue(args, i * size, std::min(rows, (i + 1) * size)); };
@@ -55,8 +56,8 @@ void run_prologue(Context& c, const PrologueArgs& args, int rows) {
 }
 
 // Threads share tiles of rows, or the groups of the only one.
-void run_prologue_tiles(Context& c, const PrologueArgs& args, int rows) {
-    const int groups = args.cols / kGroup, tiles = chunks_of(rows, kTileRows);
+void run_prologue_tiles(Context& c, const PrologueArgs& args) {
+    const int rows = args.rows, groups = args.cols / kGroup, tiles = chunks_of(rows, kTileRows);
     const int cuts = std::min(groups, std::max(1, 2 * c.pool.threads() / tiles));
     auto body = [&](int i, int) {
         const int row = i / cuts * kTileRows, cut = i % cuts;
@@ -119,7 +120,7 @@ Weight* pack_weight(Context& c, int parts, const int32_t* formats, const int32_t
 }
 
 void linear(Context& c, const Weight& weight, const LinearArgs& a) {
-    PrologueArgs before{a.before, a.x, a.x_stride, weight.cols, a.norm, a.eps, nullptr, nullptr, 0, nullptr};
+    PrologueArgs before{a.before, a.x, a.x_stride, a.rows, weight.cols, a.norm, a.eps, nullptr, nullptr, 0, nullptr};
     MatmulArgs base{};
     base.cols = weight.cols;
     base.x = a.x;
@@ -140,8 +141,8 @@ void linear(Context& c, const Weight& weight, const LinearArgs& a) {
         base.x = before.plain = c.plain.get<float>((size_t)a.rows * weight.cols);
         base.x_stride = weight.cols;
     }
-    if (before.acts || before.plain) run_prologue(c, before, a.rows);
-    if (before.tiles) run_prologue_tiles(c, before, a.rows);
+    if (before.acts || before.plain) run_prologue(c, before);
+    if (before.tiles) run_prologue_tiles(c, before);
     size_t scratch = 0;
     for (const Part& part : weight.parts) scratch = std::max(scratch, c.kernels.matmul_scratch(part.kind, weight.cols));
     c.reserve_scratch(scratch);
@@ -157,7 +158,7 @@ void linear(Context& c, const Weight& weight, const LinearArgs& a) {
     c.pool.each(chunks * chunks_of(a.rows, apart), body, streams);
 }
 
-void norm_rows(Context& c, const PrologueArgs& args, int rows) { run_prologue(c, args, rows); }
+void norm_rows(Context& c, const PrologueArgs& args) { run_prologue(c, args); }
 
 bool embed(Context& c, const Weight& table, const int64_t* tokens, int count, float scale, float* out) {
     for (int i = 0; i < count; ++i)

@@ -18,5 +18,5 @@ struct LinearArgs {
 };
 
 void linear(Context& c, const Weight& weight, const LinearArgs& args);
-void norm_rows(Context& c, const PrologueArgs& args, int rows);
+void norm_rows(Context& c, const PrologueArgs& args);
 bool embed(Context& c, const Weight& table, const int64_t* tokens, int count, float scale, float* out);

@@ -5,7 +5,7 @@
 
 namespace {
 
-constexpr int kTiledFrom = 7;  // rows: fewer are multiplied faster by vectors
+constexpr int kTiledFrom = 9;  // rows: fewer are multiplied faster by vectors
 constexpr int kSums = 4;       // tiles of sums that are under way at a time
 
 // When a panel serves one tile of rows only, its groups are expanded shortly before their turn. Not just before it: a
@@ -36,10 +36,7 @@ template <class Source> TS_INLINE const uint8_t* expand_group(Source& source, in
     F scale[2], low;
     const uint8_t* codes = source.next(g, scale, low);
     fetch<Source::nibbles ? 320 : 576>(codes);
-    store((float*)out, scale[0]);
-    if (Source::halves == 2) store((float*)(out + 64), scale[1]);
-    if (Source::minimum) store((float*)(out + 64 * Source::halves), low);
-    out += Expanded<Source>::scales;
+    out = store_scales<Source>(scale, low, out);
     if (Source::nibbles)
         TS_UNROLL for (int i = 0; i < 4; ++i) {
             W a, b;

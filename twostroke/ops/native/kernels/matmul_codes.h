@@ -110,14 +110,19 @@ template <class Source> struct Expanded {
 template <class R> struct IsExpanded { static constexpr bool value = false; };
 template <class S> struct IsExpanded<Expanded<S>> { static constexpr bool value = true; };
 
+// A group's scales (and minimums) as floats. Returns where its codes go.
+template <class Source> TS_INLINE uint8_t* store_scales(const F* scale, F low, uint8_t* out) {
+    store((float*)out, scale[0]);
+    if (Source::halves == 2) store((float*)(out + 64), scale[1]);
+    if (Source::minimum) store((float*)(out + 64 * Source::halves), low);
+    return out + Expanded<Source>::scales;
+}
+
 template <class Source> static void expand(Source source, int groups, uint8_t* out) {
     for (int g = 0; g < groups; ++g) {
         F scale[2], low;
         const uint8_t* codes = source.next(g, scale, low);
-        store((float*)out, scale[0]);
-        if (Source::halves == 2) store((float*)(out + 64), scale[1]);
-        if (Source::minimum) store((float*)(out + 64 * Source::halves), low);
-        out += Expanded<Source>::scales;
+        out = store_scales<Source>(scale, low, out);
         for (int i = 0; i < (Source::nibbles ? 4 : 8); ++i) {
             if (Source::nibbles) {
                 W a, b;
@@ -142,14 +147,14 @@ template <int Bytes> TS_INLINE void fetch(const uint8_t* p) {
 
 template <class R> TS_INLINE I first_sum(const Act& act, int half) {
     if (R::eight) return isplat(act.start8);
-    if (R::small || !kUnsignedCodes) return isplat(act.start0);
+    if (R::small || !kUnsignedCodes) return isplat(kDotStart);
     return isplat(R::halves == 2 ? act.half128[half] : act.start128);
 }
 
 // Four quads (16 inputs) of MR rows.
-template <class R, int MR, int Half> TS_INLINE void dot16(const uint8_t* codes, const Act* const* act, I* acc) {
+template <class R, int MR, int Half> TS_INLINE void dot16(const uint8_t* codes, const Act* act, I* acc) {
     A a[MR];
-    TS_UNROLL for (int r = 0; r < MR; ++r) a[r] = load_inputs(act[r]->q + 16 * Half);
+    TS_UNROLL for (int r = 0; r < MR; ++r) a[r] = load_inputs(act[r].q + 16 * Half);
     if (R::nibbles) {
         W low, high;
         split_nibbles(codes + 128 * Half, low, high);
@@ -177,40 +182,36 @@ template <class R, int MR, int Half> TS_INLINE void dot16(const uint8_t* codes, 
 }
 
 template <class R, int MR>
-TS_INLINE void add_group(const uint8_t* codes, const F* scale, F low, const Act* const* act, F* out) {
+TS_INLINE void add_group(const uint8_t* codes, const F* scale, F low, const Act* act, F* out) {
     I acc[MR];
-    TS_UNROLL for (int r = 0; r < MR; ++r) acc[r] = first_sum<R>(*act[r], 0);
+    TS_UNROLL for (int r = 0; r < MR; ++r) acc[r] = first_sum<R>(act[r], 0);
     dot16<R, MR, 0>(codes, act, acc);
     if (R::halves == 2) {
         TS_UNROLL for (int r = 0; r < MR; ++r)
-            out[r] = fma(to_float_dot(acc[r]), mul(scale[0], splat(act[r]->d)), out[r]);
-        TS_UNROLL for (int r = 0; r < MR; ++r) acc[r] = first_sum<R>(*act[r], 1);
+            out[r] = fma(to_float_dot(acc[r]), mul(scale[0], splat(act[r].d)), out[r]);
+        TS_UNROLL for (int r = 0; r < MR; ++r) acc[r] = first_sum<R>(act[r], 1);
     }
     dot16<R, MR, 1>(codes, act, acc);
     TS_UNROLL for (int r = 0; r < MR; ++r)
-        out[r] = fma(to_float_dot(acc[r]), mul(scale[R::halves - 1], splat(act[r]->d)), out[r]);
+        out[r] = fma(to_float_dot(acc[r]), mul(scale[R::halves - 1], splat(act[r].d)), out[r]);
     if (R::minimum)
-        TS_UNROLL for (int r = 0; r < MR; ++r) out[r] = fma(low, splat(act[r]->dsum), out[r]);
+        TS_UNROLL for (int r = 0; r < MR; ++r) out[r] = fma(low, splat(act[r].dsum), out[r]);
 }
 
-template <class R, int MR> TS_INLINE void codes_tile(R panel, int groups, const Act* acts, int64_t extra, F* out) {
+template <class R, int MR>
+TS_INLINE void codes_tile(R panel, int groups, const Act* act, int64_t stride, int64_t extra, F* out) {
     TS_UNROLL for (int r = 0; r < MR; ++r) out[r] = splat(0.f);
-    const Act* act[MR];
-    TS_UNROLL for (int r = 0; r < MR; ++r) act[r] = acts + (int64_t)r * groups;
-    for (int g = 0; g < groups; ++g) {
+    for (int g = 0; g < groups; ++g, act += stride) {
         F scale[2], low;
         const uint8_t* codes = panel.next(g, scale, low);
         if (!IsExpanded<R>::value) fetch<R::nibbles ? 320 : 576>(codes);
         add_group<R, MR>(codes, scale, low, act, out);
         int32_t more = 0;
-        TS_UNROLL for (int r = 0; r < MR; ++r) more |= act[r]->more;
+        TS_UNROLL for (int r = 0; r < MR; ++r) more |= act[r].more;
         if (more) {
-            const Act* second[MR];
-            TS_UNROLL for (int r = 0; r < MR; ++r) second[r] = act[r] + extra;
             asm("" : "+r"(codes));  // read them again: kept from above, they would push everything out of the registers
-            add_group<R, MR>(codes, scale, low, second, out);
+            add_group<R, MR>(codes, scale, low, act + extra, out);
         }
-        TS_UNROLL for (int r = 0; r < MR; ++r) ++act[r];
     }
 }
 
@@ -230,15 +231,16 @@ TS_INLINE void emit(const MatmulArgs& args, int row, int output, F value) {
 template <class R, int MR> static void codes_rows(const MatmulArgs& args, R panel, int row, int output) {
     const int groups = args.cols / kGroup;
     F sums[MR];
-    codes_tile<R, MR>(panel, groups, args.acts + (int64_t)row * groups, args.extra, sums);
+    const ActPlace place = place_of(row, args.rows, groups);
+    codes_tile<R, MR>(panel, groups, args.acts + place.start, place.stride, args.extra, sums);
     TS_UNROLL for (int r = 0; r < MR; ++r) emit(args, row + r, output, sums[r]);
 }
 
-// All rows in [row, end): tiles of MR, then of half as many; what is left of four is one tile.
+// All rows in [row, end): tiles of MR; what is left is one tile. From an expanded panel it may be two: compiling takes long.
 template <class R, int MR> static void codes_all(const MatmulArgs& args, R panel, int row, int end, int output) {
     for (; row + MR <= end; row += MR) codes_rows<R, MR>(args, panel, row, output);
     if constexpr (MR > 1)
-        if (row < end) codes_all<R, MR <= 4 ? MR - 1 : MR / 2>(args, panel, row, end, output);
+        if (row < end) codes_all<R, (IsExpanded<R>::value && MR > 4 ? MR / 2 : MR - 1)>(args, panel, row, end, output);
 }
 
 constexpr int kRowBlock = 192;  // rows whose activations stay in the core's cache while panels pass by

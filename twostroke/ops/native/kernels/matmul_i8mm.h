@@ -14,10 +14,7 @@ template <class Source> static void expand_octets(Source source, int groups, uin
     for (int g = 0; g < groups; ++g) {
         F scale[2], low;
         const uint8_t* codes = source.next(g, scale, low);
-        store((float*)out, scale[0]);
-        if (Source::halves == 2) store((float*)(out + 64), scale[1]);
-        if (Source::minimum) store((float*)(out + 64 * Source::halves), low);
-        out += Expanded<Source>::scales;
+        out = store_scales<Source>(scale, low, out);
         TS_UNROLL for (int octet = 0; octet < 4; ++octet) {
             W a, b;
             if (Source::nibbles) {
@@ -37,7 +34,7 @@ template <class Source> static void expand_octets(Source source, int groups, uin
 
 // Where the sums of a pair of rows start: [row 0, row 0, row 1, row 1].
 template <class R> TS_INLINE int32x4_t first_pair(const Act& a, const Act& b) {
-    const int32_t x = R::eight ? a.start8 : a.start0, y = R::eight ? b.start8 : b.start0;
+    const int32_t x = R::eight ? a.start8 : kDotStart, y = R::eight ? b.start8 : kDotStart;
     return vcombine_s32(vdup_n_s32(x), vdup_n_s32(y));
 }
 
@@ -96,10 +93,11 @@ template <class Source> static void add_octets(const uint8_t* panel, const Act* 
 template <class Source>
 static void octet_rows(const MatmulArgs& args, const uint8_t* panel, int row, int count, int output) {
     const int groups = args.cols / kGroup;
+    const ActPlace place = place_of(row, args.rows, groups);
     const Act* act[kMatrixRows];
     F acc[kMatrixRows];
     for (int r = 0; r < kMatrixRows; ++r) {
-        act[r] = args.acts + (int64_t)(row + (r < count ? r : count - 1)) * groups;
+        act[r] = args.acts + place.start + (r < count ? r : count - 1);
         acc[r] = splat(0.f);
     }
     for (int g = 0; g < groups; ++g, panel += Expanded<Source>::group) {
@@ -111,7 +109,7 @@ static void octet_rows(const MatmulArgs& args, const uint8_t* panel, int row, in
             for (int r = 0; r < kMatrixRows; ++r) second[r] = act[r] + args.extra;
             add_octets<Source>(panel, second, acc);
         }
-        for (int r = 0; r < kMatrixRows; ++r) ++act[r];
+        for (int r = 0; r < kMatrixRows; ++r) act[r] += place.stride;
     }
     for (int r = 0; r < count; ++r) emit(args, row + r, output, acc[r]);
 }

@@ -45,7 +45,6 @@ struct ActPair {
         const int32_t sum_a = isum(codes.a), sum_b = isum(codes.b);
         out.d = codes.d;
         out.dsum = codes.d * (float)(sum_a + sum_b);
-        out.start0 = kDotStart;
         out.start8 = kDotStart - 8 * (sum_a + sum_b);
         out.start128 = kDotStart - 128 * (sum_a + sum_b);
         out.half128[0] = kDotStart - 128 * sum_a;
@@ -59,7 +58,7 @@ struct ActPair {
     }
     TS_MEMBER void put_no_second() {
         memset(&second, 0, sizeof(Act));
-        second.start0 = second.start8 = second.start128 = second.half128[0] = second.half128[1] = kDotStart;
+        second.start8 = second.start128 = second.half128[0] = second.half128[1] = kDotStart;
     }
 };
 
@@ -120,11 +119,12 @@ static void prologue(const PrologueArgs& args, int row, int row_end) {
             if (k < args.cols) store_first(out + k, source.at(k, args.cols - k), args.cols - k);
         }
         if (args.acts) {
-            Act* acts = args.acts + (int64_t)r * groups;
-            for (int g = 0; g < groups; ++g) {
+            const ActPlace place = place_of(r, args.rows, groups);
+            Act* act = args.acts + place.start;
+            for (int g = 0; g < groups; ++g, act += place.stride) {
                 const F a = source.at(g * kGroup, 16), b = source.at(g * kGroup + 16, 16);
-                if (has_seconds(args.before)) quantize_group<true>(a, b, ActPair{acts[g], acts[args.extra + g]});
-                else quantize_group<false>(a, b, ActPair{acts[g], acts[g]});
+                if (has_seconds(args.before)) quantize_group<true>(a, b, ActPair{*act, act[args.extra]});
+                else quantize_group<false>(a, b, ActPair{*act, *act});
             }
         }
     }
