@@ -31,7 +31,7 @@ uint8_t* Arena::take(size_t bytes) {
 
 namespace {
 
-constexpr int64_t kAlone = 16384;  // elements below which waking the others costs more than it saves
+constexpr int64_t kAlone = 4096;  // elements below which waking the others costs more than it saves
 constexpr int kRowsApart = 192;    // rows of a task when panels alone do not feed all threads
 
 int chunks_of(int total, int size) { return (total + size - 1) / size; }

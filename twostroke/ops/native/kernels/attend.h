@@ -66,14 +66,15 @@ template <class Body> TS_INLINE void for_lines(int dim, int line, int end, const
 
 TS_INLINE int tokens_of(int b, int to) { return to - b * kBlock < kBlock ? to - b * kBlock : kBlock; }
 
-// The blocks of the next step, asked for while this one is computed: blocks lie anywhere in the pool.
-TS_INLINE void fetch_step(const AttendTask& task, int64_t start, int64_t end) {
+// The blocks of the keys [position, end) of one step, asked for before it is their turn: they lie anywhere in the pool.
+TS_INLINE void fetch_step(const AttendTask& task, int64_t position, int64_t end) {
+    const int64_t start = position / kStep * kStep;
     if (start >= end) return;
     const AttendLayer& L = *task.layer;
-    const int to = within_step(end, start);
-    const StepBlocks blocks(task, start, 0, to);
+    const int from = within_step(position, start) / kBlock, to = within_step(end, start);
+    const StepBlocks blocks(task, start, from * kBlock, to);
     const size_t stride = kv_row_bytes(L.kv_format, L.head_dim);
-    for (int b = 0; b * kBlock < to; ++b)
+    for (int b = from; b * kBlock < to; ++b)
         for (size_t i = 0; i < stride * (size_t)tokens_of(b, to); i += 64) {
             __builtin_prefetch(blocks.keys[b] + i);
             __builtin_prefetch(blocks.values[b] + i);
@@ -187,7 +188,9 @@ static void attend_split(const AttendTask& task, const Lines& s, int64_t split, 
     const int64_t begin = split * kSplit, end = begin + kSplit < bottom.end ? begin + kSplit : bottom.end;
     reset_lines(s);
     line = s.count, line_end = 0;
-    for (int64_t start = top.first > begin ? top.first / kStep * kStep : begin; start < end; start += kStep) {
+    const int64_t first = top.first > begin ? top.first : begin;
+    fetch_step(task, first, end);  // values are on their way while keys are scored
+    for (int64_t start = first / kStep * kStep; start < end; start += kStep) {
         int a = 0, b = task.rows;  // rows that see some of this step
         while (a < b && positions[a] < start) ++a;
         while (b > a && Seen(L, positions[b - 1]).first >= start + kStep) --b;
