@@ -35,13 +35,16 @@ def test_a_drift_that_both_kinds_share_is_no_overhead() -> None:
     assert fold(turns, 0.0).share == pytest.approx(1 - 1 / 1.03)
 
 
-@pytest.mark.parametrize(("shares", "within"), [(0.03, True), (0.08, False), (0.05, None)])
-def test_verdicts(shares: float, within: bool | None) -> None:
+@pytest.mark.parametrize(
+    ("share", "seen", "within"), [(0.03, 1.0, True), (0.08, 1.0, False), (0.05, 1.0, None), (0.03, 0.01, None)]
+)
+def test_verdicts(share: float, seen: float, within: bool | None) -> None:
+    """Also of a measurement that does not see what a server wastes: it must not pass."""
     rng = random.Random(2)
-    rounds = [Round(0.02, 0.02 * (1 - shares - rng.uniform(-0.01, 0.01)), 0.001) for _ in range(15)]
-    found = judged(rounds, [Round(0.0207, one.bare, 0.001) for one in rounds])
+    rounds = [Round(0.02, 0.02 * (1 - share - rng.uniform(-0.01, 0.01)), 0.001) for _ in range(15)]
+    found = judged(rounds, [Round(0.02 + seen / 1000, one.bare, 0.001) for one in rounds])
     assert found["within"] is within
-    assert found["control_seen_ms"] == pytest.approx(0.7)
+    assert found["control_seen_ms"] == pytest.approx(seen)
     low, high = found["overhead_interval"]
     assert low <= found["overhead_share"] <= high
 
