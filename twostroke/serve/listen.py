@@ -203,6 +203,9 @@ def bind(host: str, port: int) -> socket.socket:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
         sock.bind(address)
     except (OSError, OverflowError) as error:
-        raise ConfigError(f"--host {host} --port {port}: cannot be listened on: {error}.") from None
+        raise ConfigError(
+            f"--host {host} --port {port} cannot be listened on ({error}): give another port (0 takes a free one), "
+            "or an address of this machine."
+        ) from None
     sock.setblocking(False)
     return sock
