@@ -215,7 +215,7 @@ def test_what_keeps_it_from_starting_is_one_sentence(tmp_path: Path, long_folder
         command(tmp_path, settings={"max_request": 3})
     with (
         socket.create_server(("127.0.0.1", 0)) as taken,
-        pytest.raises(ConfigError, match="cannot be listened on .*another port"),
+        pytest.raises(ConfigError, match=r"cannot be listened on .*another port"),
     ):
         command(long_folder, port=taken.getsockname()[1])
 
