@@ -11,11 +11,11 @@ are no longer there, so it shows where reading sets the pace: on two cores up to
 costs its own arithmetic, and an empty row costs nothing in either mode, for nothing is padded. Answers have the trace's
 lengths; prompts are cut short, since reading them costs both modes the same and would hide what is compared.
 
-How much continuous batching gives in tokens/s therefore depends on the workload, and on two x86 cores it is little.
-Medians of three rounds, continuous over static, all that were tried. With kernels whose cost grew faster with rows: cap
-16, prompts / 8, answers / 2: 1.03; cap 4, prompts / 16: 1.18 (cap 16: 1.08); cap 4, prompts / 32: 1.21 (cap 16: 0.96),
-single rounds 1.31, 0.98 and 1.24. The committed run, the last workload again with today's kernels: 1.19 (cap 16: 1.15),
-single rounds 1.18, 1.22 and 1.41. Read these as "about 1.2 with four streams, a little less with sixteen".
+How much continuous batching gives in tokens/s therefore depends on the workload, and on two x86 cores it is little. Runs
+of one mode after the other said 1.03 to 1.21 for the workloads that were tried (cap 16, prompts / 8, answers / 2: 1.03;
+cap 4, prompts / 16: 1.18; cap 4, prompts / 32: 1.09 to 1.21, single rounds 0.97 to 1.41): the machine drifts by more
+than what is compared. So both modes now take turns of a quarter of a second, each on its own clock, and a slow moment is
+slow for both: cap 4 1.21 (nine rounds, 1.19 to 1.25), cap 16 1.13 (1.09 to 1.15).
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ import gc
 import json
 import random
 import time
+from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -41,6 +43,7 @@ from twostroke.weights.catalog import DEFAULT, fetch
 
 HERE = Path(__file__).parent
 VOCAB = 49_000  # ids below the special tokens of the default model
+TURN = 0.25  # seconds
 
 
 def trace_lengths(count: int, prompt_scale: int, answer_scale: int) -> list[tuple[int, int]]:
@@ -65,15 +68,61 @@ def greedy(tokens: int) -> SamplingParams:
 # ---- continuous against static batching ----
 
 
-def batching(lengths: list[tuple[int, int]], cap: int, mode: str) -> dict[str, float]:
-    llm = LLM(DEFAULT, max_requests=cap, batching=mode, prefix_cache=False)
-    prompts = [prompt(p, i) for i, (p, _) in enumerate(lengths)]
-    start = time.perf_counter()
-    outputs = llm.generate(prompts, [greedy(n) for _, n in lengths])
-    seconds = time.perf_counter() - start
-    ttft = [o.timeline.ttft for o in outputs]
-    tokens = sum(len(o.token_ids) for o in outputs)
-    return {"output_tokens_per_s": tokens / seconds, "ttft_p50_s": median(ttft), "seconds": seconds}
+class Stopwatch:
+    """A clock that stands still while somebody else has the machine."""
+
+    def __init__(self) -> None:
+        self.counted, self.since = 0.0, time.perf_counter()
+        self.runs = False
+
+    def __call__(self) -> float:
+        return self.counted + (time.perf_counter() - self.since if self.runs else 0.0)
+
+    def start(self) -> None:
+        self.since, self.runs = time.perf_counter(), True
+
+    def stop(self) -> None:
+        self.counted, self.runs = self(), False
+
+
+class Served:
+    """All requests given to one engine at once; it works on them when it has its turn."""
+
+    def __init__(self, lengths: list[tuple[int, int]], cap: int, mode: str):
+        llm = LLM(DEFAULT, max_requests=cap, batching=mode, prefix_cache=False)
+        self.clock = llm.engine.core.clock = Stopwatch()
+        self.clock.start()
+        self.streams = deque(llm.stream(prompt(p, i), greedy(n)) for i, (p, n) in enumerate(lengths))
+        self.clock.stop()
+        self.tokens, self.ttft = 0, []  # type: ignore[var-annotated]
+
+    def work(self, seconds: float) -> None:
+        """For about so long. The oldest stream is pulled at: its engine steps for all of them."""
+        self.clock.start()
+        end = self.clock() + seconds
+        while self.streams and self.clock() < end:
+            event = next(self.streams[0], None)
+            if event is None:
+                self.streams.popleft()
+                continue
+            self.tokens += len(event.token_ids)
+            if event.timeline is not None:
+                self.ttft.append(event.timeline.ttft)
+        self.clock.stop()
+
+    def figures(self) -> dict[str, float]:
+        seconds = self.clock()
+        return {"output_tokens_per_s": self.tokens / seconds, "ttft_p50_s": median(self.ttft), "seconds": seconds}
+
+
+def batching(lengths: list[tuple[int, int]], cap: int, suffix: str) -> dict[str, dict[str, float]]:
+    """Both modes in turns of a quarter of a second, each on a clock of its own: a machine that is slower for a while is
+    slower for both."""
+    both = {mode: Served(lengths, cap, mode) for mode in ("continuous", "static")}
+    while any(served.streams for served in both.values()):
+        for served in both.values():
+            served.work(TURN)
+    return {mode + suffix: served.figures() for mode, served in both.items()}
 
 
 def reservation(lengths: list[tuple[int, int]]) -> dict[str, float]:
@@ -183,30 +232,26 @@ def kv_cache(cached: bool, length: int, tokens: int) -> dict[str, float]:
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     lengths = trace_lengths(args.requests, args.prompt_scale, args.answer_scale)
     model = transformers_llama(fetch(DEFAULT))
-    variants = {
-        "continuous": lambda: batching(lengths, args.cap, "continuous"),
-        "static": lambda: batching(lengths, args.cap, "static"),
-        "continuous_wide": lambda: batching(lengths, args.wide_cap, "continuous"),
-        "static_wide": lambda: batching(lengths, args.wide_cap, "static"),
-        "chunked": lambda: chunking(True, 8, 3),
-        "unchunked": lambda: chunking(False, 8, 3),
-        "prefix_cache_on": lambda: prefix(True, 8, 768, 32),
-        "prefix_cache_off": lambda: prefix(False, 8, 768, 32),
-        "kv_cache_on": lambda: kv_cache(True, 256, 32),
-        "kv_cache_off": lambda: kv_cache(False, 256, 32),
-        "transformers": lambda: transformers_batching(lengths[: args.peer_requests], args.wide_cap, model),
-    }
-    rounds: dict[str, list[dict[str, float]]] = {name: [] for name in variants}
+    parts: list[Callable[[], dict[str, dict[str, Any]]]] = [
+        lambda: batching(lengths, args.cap, ""),
+        lambda: batching(lengths, args.wide_cap, "_wide"),
+        lambda: {"chunked": chunking(True, 8, 3)},
+        lambda: {"unchunked": chunking(False, 8, 3)},
+        lambda: {"prefix_cache_on": prefix(True, 8, 768, 32)},
+        lambda: {"prefix_cache_off": prefix(False, 8, 768, 32)},
+        lambda: {"kv_cache_on": kv_cache(True, 256, 32)},
+        lambda: {"kv_cache_off": kv_cache(False, 256, 32)},
+    ]
+    peer = lengths[: args.peer_requests]
+    rounds: dict[str, list[dict[str, Any]]] = {}
     for number in range(args.rounds):
-        for name, variant in variants.items():
-            if name == "transformers" and number >= args.peer_rounds:
-                continue
-            rounds[name].append(variant())
+        last = [lambda: {"transformers": transformers_batching(peer, args.wide_cap, model)}]
+        for part in parts + (last if number < args.peer_rounds else []):
+            for name, figures in part().items():
+                rounds.setdefault(name, []).append(figures)
+                print(f"round {number + 1} {name}: {json.dumps(figures)}", flush=True)
             gc.collect()
-            print(f"round {number + 1} {name}: {json.dumps(rounds[name][-1])}", flush=True)
-    medians = {
-        name: {key: median(one[key] for one in found) for key in found[0]} for name, found in rounds.items() if found
-    }
+    medians = {name: {key: median(one[key] for one in found) for key in found[0]} for name, found in rounds.items()}
     return {
         "machine": describe(),
         "command": "python -m benchmarks.batching",
@@ -217,18 +262,25 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "wide_batch_cap": args.wide_cap,
         "rounds": args.rounds,
         "medians": medians,
-        "ratios": ratios(medians),
+        "ratios": ratios(medians, rounds),
         "reservation": reservation(lengths),
     }
 
 
-def ratios(m: dict[str, dict[str, float]]) -> dict[str, float | bool]:
+def over_static(rounds: dict[str, list[dict[str, Any]]], suffix: str) -> list[float]:
+    """Continuous over static tokens/s in each round, in which they took turns."""
+    pairs = zip(rounds["continuous" + suffix], rounds["static" + suffix], strict=True)
+    return [one["output_tokens_per_s"] / other["output_tokens_per_s"] for one, other in pairs]
+
+
+def ratios(m: dict[str, dict[str, float]], rounds: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     same = m["kv_cache_on"].pop("answer") == m["kv_cache_off"].pop("answer")
+    each, each_wide = over_static(rounds, ""), over_static(rounds, "_wide")
     return {
-        "continuous_over_static_tokens_per_s": m["continuous"]["output_tokens_per_s"]
-        / m["static"]["output_tokens_per_s"],
-        "continuous_over_static_tokens_per_s_wide": m["continuous_wide"]["output_tokens_per_s"]
-        / m["static_wide"]["output_tokens_per_s"],
+        "continuous_over_static_tokens_per_s": median(each),
+        "continuous_over_static_tokens_per_s_each_round": each,
+        "continuous_over_static_tokens_per_s_wide": median(each_wide),
+        "continuous_over_static_tokens_per_s_wide_each_round": each_wide,
         "continuous_over_transformers_tokens_per_s": m["continuous_wide"]["output_tokens_per_s"]
         / m["transformers"]["output_tokens_per_s"],
         "static_over_continuous_ttft": m["static"]["ttft_p50_s"] / m["continuous"]["ttft_p50_s"],
