@@ -11,11 +11,11 @@ are no longer there, so it shows where reading sets the pace: on two cores up to
 costs its own arithmetic, and an empty row costs nothing in either mode, for nothing is padded. Answers have the trace's
 lengths; prompts are cut short, since reading them costs both modes the same and would hide what is compared.
 
-How much continuous batching gives in tokens/s therefore depends on the workload, and on two x86 cores it is little. Runs
-of one mode after the other said 1.03 to 1.21 for the workloads that were tried (cap 16, prompts / 8, answers / 2: 1.03;
-cap 4, prompts / 16: 1.18; cap 4, prompts / 32: 1.09 to 1.21, single rounds 0.97 to 1.41): the machine drifts by more
-than what is compared. So both modes now take turns of a quarter of a second, each on its own clock, and a slow moment is
-slow for both: cap 4 1.21 (nine rounds, 1.19 to 1.25), cap 16 1.13 (1.09 to 1.15).
+How much continuous batching gives in tokens/s therefore depends on the workload, and on two x86 cores it is little.
+Runs of one mode after the other said 1.03 to 1.21 for the workloads that were tried (cap 16, prompts / 8, answers / 2:
+1.03; cap 4, prompts / 16: 1.18; cap 4, prompts / 32: 1.09 to 1.21, single rounds 0.97 to 1.41): the machine drifts by
+more than what is compared. So both modes now take turns of a quarter of a second, each on its own clock, and a slow
+moment is slow for both: cap 4 1.21 (nine rounds, 1.19 to 1.25), cap 16 1.13 (1.09 to 1.15).
 """
 
 from __future__ import annotations
