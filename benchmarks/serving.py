@@ -1,4 +1,4 @@
-"""Served over HTTP, open loop, beside llama.cpp's server on the same machine. Under eight minutes on two cores.
+"""Served over HTTP, open loop, beside llama.cpp's server on the same machine. About nine minutes on two cores.
 
     python -m benchmarks.serving --llama BUILD/bin --q4-0 MODEL-Q4_0.gguf
 
