@@ -38,6 +38,7 @@ class KVTables:
         self.pool = pool
         self.hasher = hasher
         self.windows = [group.window for group in layout.groups]
+        self.windowed = any(window is not None for window in self.windows)
         self.free_rows = list(range(rows - 1, -1, -1))
         self.held: list[list[list[int]]] = [[[] for _ in layout.groups] for _ in range(rows)]  # [row][group][column]
         self.released = [[0] * len(layout.groups) for _ in range(rows)]  # leading columns given back
@@ -194,6 +195,8 @@ class KVTables:
     def release_behind(self, request: Request) -> None:
         """Give back the blocks that fell out of every window. Counted from what was collected: steps still in flight
         read their own windows."""
+        if not self.windowed:
+            return
         row = request.row
         for group, window in enumerate(self.windows):
             if window is None:

@@ -396,13 +396,15 @@ class _Draft:
     @staticmethod
     def _is_stream(request: Request) -> bool:
         """At most its newest token is left to compute, and that is not the whole of a prompt."""
-        return request.start >= len(request.tokens) - 1 and request.start >= request.prompt_length
+        start = request.computed + request.in_flight
+        return start >= len(request.tokens) - 1 and start >= request.prompt_length
 
     @staticmethod
     def _is_complete(request: Request) -> bool:
         """Steps in flight will bring it to its limit, or it is already one unknown token ahead."""
-        ahead = request.start - len(request.tokens)
-        return ahead > 0 or len(request.tokens) + (1 if ahead == 0 else 0) >= request.limit
+        known = len(request.tokens)
+        ahead = request.computed + request.in_flight - known
+        return ahead > 0 or known + (1 if ahead == 0 else 0) >= request.limit
 
 
 def _worth_keeping(request: Request) -> tuple[int, int, int]:
