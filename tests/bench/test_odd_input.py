@@ -15,6 +15,9 @@ from twostroke.errors import TwostrokeError
 
 WRONG = {
     "bench --url nonsense": "http://127.0.0.1:8000",
+    "bench --url http:// -n 1": "http://127.0.0.1:8000",
+    "bench --url http://127.0.0.1:99999 -n 1": "http://127.0.0.1:8000",
+    "diagnose --url http://[::1 -n 1": "http://127.0.0.1:8000",
     "bench --url http://127.0.0.1:9 -n 1": "cannot be reached",
     "bench --url http://127.0.0.1:9 -s exact=true": "start the server with that setting",
     "bench --chat": "give --url",

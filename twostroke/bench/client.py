@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 from twostroke.bench import prompts
 from twostroke.bench.record import Record, Run, new_run
@@ -33,7 +34,12 @@ class Target:
     timeout: float = 600.0
 
     def __post_init__(self) -> None:
-        if not self.url.startswith(("http://", "https://")):
+        try:
+            parts = urlsplit(self.url)
+            whole = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:  # a port above 65535, or half an IPv6 address
+            whole = False
+        if not whole:
             raise InputError(f"--url {self.url}: write the whole address, for example http://127.0.0.1:8000.")
 
     @property
