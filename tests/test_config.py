@@ -135,3 +135,16 @@ def test_offload_is_whole_blocks_of_what_was_given():
     assert resolve(make_config(), LLAMA_8B, MACHINE, 0).host_slots == 0
     with pytest.raises(ConfigError, match="no block"):
         resolve(make_config(kv_offload=block - 1), LLAMA_8B, MACHINE, 0)
+
+
+def test_what_the_host_keeps_is_not_given_away_twice():
+    """On a CPU evicted blocks lie in the memory that the cache is sized from; on a GPU they do not."""
+    weights, offload = 8 * 10**9, 20 * 10**9
+    settings = resolve(make_config(kv_offload=offload), LLAMA_8B, MACHINE, weights)
+    pool = settings.kv_blocks * settings.layout.block_bytes
+    assert 0 < pool <= MACHINE.free_memory - weights - settings.kv_offload
+    card = Hardware("cuda", cores=4, free_memory=MACHINE.free_memory)
+    both = [resolve(make_config(kv_offload=n), LLAMA_8B, card, weights).kv_blocks for n in (0, offload)]
+    assert both[0] == both[1]
+    with pytest.raises(ConfigError, match="lower kv_offload"):
+        resolve(make_config(kv_offload=30 * 10**9), LLAMA_8B, MACHINE, weights)

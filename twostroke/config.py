@@ -266,7 +266,8 @@ def _size_cache(
     if blocks is None:
         memory = config.kv_memory
         if memory is None:
-            memory = int(KV_SHARE[hardware.device] * max(0, hardware.free_memory - weight_bytes))
+            taken = weight_bytes + (config.kv_offload if hardware.device == "cpu" else 0)  # a GPU has memory of its own
+            memory = int(KV_SHARE[hardware.device] * max(0, hardware.free_memory - taken))
             share = f"{KV_SHARE[hardware.device]:.0%} of the memory left beside the weights"
         else:
             share = "kv_memory"
@@ -277,7 +278,10 @@ def _size_cache(
         )
     fits = longest_that_fits(layout, blocks, length, batch, config.chunked_prefill)
     if fits < 2:
-        raise ConfigError(f"the KV cache of {blocks} blocks holds no request at all: raise kv_blocks or kv_memory.")
+        less = ", or lower kv_offload" if config.kv_offload and hardware.device == "cpu" else ""
+        raise ConfigError(
+            f"the KV cache of {blocks} blocks holds no request at all: raise kv_blocks or kv_memory{less}."
+        )
     if config.max_model_len is None:
         if fits < length:
             reasons["max_model_len"] = f"the longest request that {blocks} KV blocks of {BLOCK} tokens hold"

@@ -61,6 +61,7 @@ def build_engine(
     stage: Stage = unheard,
 ) -> Engine:
     stage("open")
+    check_host_memory(config.kv_offload, free_memory())
     checkpoint = open_checkpoint(locate(model, download_progress))
     arch = load_arch(checkpoint)
     tokenizer = open_tokenizer(checkpoint)
@@ -77,8 +78,6 @@ def build_engine(
         settings = resize(config, settings, transformer)
     for name, reason in settings.reasons.items():
         log.info("%s = %s: %s", name, getattr(settings, name), reason)
-    if settings.kv_offload > free_memory():
-        raise ConfigError(f"kv_offload is above the {free_memory():,} bytes that are free on this machine: lower it.")
     kv = KVStorage(
         arch, settings.layout, settings.kv_blocks, settings.kv_dtype, torch.device(device), settings.host_slots
     )
@@ -87,6 +86,11 @@ def build_engine(
     runner = make_runner(transformer, kv, scheduler.tables.array, ops, grammars)
     core = Core(scheduler, runner, clock, StepLog())
     return Engine(core, Intake(tokenizer, settings, arch.vocab, grammars), tokenizer, arch, settings)
+
+
+def check_host_memory(wanted: int, free: int) -> None:
+    if wanted > free:
+        raise ConfigError(f"kv_offload ({wanted:,}) is above the {free:,} bytes that this machine has free: lower it.")
 
 
 def choose_device(config: Config) -> str:
