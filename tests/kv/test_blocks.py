@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from twostroke.kv.blocks import BlockPool, Name
-from twostroke.kv.hashing import BlockHasher
+from twostroke.kv.blocks import BlockPool
+from twostroke.kv.hashing import BlockHasher, Name
 
 
 def test_an_equal_name_is_not_proof():

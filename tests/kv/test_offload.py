@@ -9,7 +9,7 @@ from tests.schedule.fakes import FakeEngine, make_scheduler
 from twostroke import LLM, SamplingParams
 from twostroke.errors import ConfigError
 from twostroke.kv import host_memory
-from twostroke.kv.blocks import Name
+from twostroke.kv.hashing import Name
 from twostroke.kv.layout import make_layout
 from twostroke.kv.offload import HostPool
 from twostroke.kv.storage import KVStorage

@@ -13,17 +13,9 @@ the block (pending), so that requests that arrive together share the work, and r
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import TYPE_CHECKING, NamedTuple
 
-if TYPE_CHECKING:
-    from twostroke.kv.offload import HostPool
-
-
-class Name(NamedTuple):
-    """The content address of a block: the KV group it belongs to and the chained hash of its tokens."""
-
-    group: int
-    digest: bytes
+from twostroke.kv.hashing import Name
+from twostroke.kv.offload import HostPool
 
 
 class BlockPool:

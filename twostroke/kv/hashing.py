@@ -10,11 +10,19 @@ import secrets
 from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
+from typing import NamedTuple
 
 from twostroke.ops.interface import BLOCK
 
 DIGEST_BYTES = 16
 BLOCK_BYTES = 8 * BLOCK  # of tokens as they are hashed
+
+
+class Name(NamedTuple):
+    """The content address of a block: the KV group it belongs to and the chained hash of its tokens."""
+
+    group: int
+    digest: bytes
 
 
 class BlockHasher:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from twostroke.kv.blocks import Name
+from twostroke.kv.hashing import Name
 from twostroke.types import Move
 
 

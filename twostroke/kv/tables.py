@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from twostroke.kv.blocks import BlockPool, Name
-from twostroke.kv.hashing import BlockHasher
+from twostroke.kv.blocks import BlockPool
+from twostroke.kv.hashing import BlockHasher, Name
 from twostroke.kv.layout import KVLayout, group_blocks
 from twostroke.ops.interface import BLOCK
 from twostroke.types import Request
