@@ -17,6 +17,8 @@ from twostroke.schedule.policy import POLICIES
 from twostroke.schedule.scheduler import Limits, Scheduler
 from twostroke.types import FinishReason, Plan, Request, Result, Status, Work
 
+SPOILT = (-1,)  # tokens that nobody has
+
 
 def make_scheduler(blocks, windows=(None,), max_batch_tokens=512, max_requests=64, chunked=True, static=False,
                    policy="fcfs", prefix_cache=True, max_length=4096, max_gap=1e9, host_slots=0):  # fmt: skip
@@ -89,7 +91,10 @@ class FakeEngine:
         self.now += seconds
         poisoned = self.poison is not None and any(work.request is self.poison for work in plan.works)
         if poisoned or self.rng.random() < self.failure_rate:
-            events = self.scheduler.fail([plan, *self.in_flight], "boom", self.now)
+            failed = [plan, *self.in_flight]
+            for one, tables in zip(failed, self.snapshots, strict=True):
+                self._spoil(one, tables)
+            events = self.scheduler.fail(failed, "boom", self.now)
             self.in_flight.clear()
             self.snapshots.clear()
         else:
@@ -138,6 +143,18 @@ class FakeEngine:
             self._write(work, groups)
         for work, groups in zip(plan.works, tables, strict=True):
             self._read(work, groups)
+
+    def _spoil(self, plan: Plan, tables: list) -> None:
+        """A step that failed may have left anything in whatever it was to write."""
+        for block, slot, to_host in plan.moves:
+            if to_host:
+                self.on_host[slot] = SPOILT
+            else:
+                self.content[block] = SPOILT
+        for work, groups in zip(plan.works, tables, strict=True):
+            for blocks in groups:
+                for block in blocks[work.start // 16 : (work.start + work.count - 1) // 16 + 1]:
+                    self.content[block] = SPOILT
 
     def _write(self, work: Work, groups: list) -> None:
         """Leave in each block the whole history of its tokens."""
