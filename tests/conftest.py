@@ -3,8 +3,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests import tiny
+
+# The same examples on every machine and in every run, however slow it is; a test may still ask for more of them.
+settings.register_profile(
+    "steady", derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+)
+settings.load_profile("steady")
 
 
 @pytest.fixture(scope="session")

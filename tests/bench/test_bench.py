@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from tests.cost.fleets import parts
+from tests.measured import measured
 from twostroke.bench import html, inprocess, report
 from twostroke.bench.client import Target, measure
 from twostroke.bench.compare import compare
@@ -141,7 +142,7 @@ def test_the_client_sees_what_the_server_does():
     run = measure(Target(server.url + "/v1"), tiny_load())
     assert len(run.records) == 8 and not any(record.error for record in run.records)
     summary = run.summary()
-    assert 0.04 < summary.ttft.p50 < 0.5 and summary.tpot.p50 > 0.0095
+    assert 0.04 < summary.ttft.p50 < 5 and summary.tpot.p50 > 0.0095
     for record in run.records:
         assert (record.prompt, record.cached, record.output) == (33, 16, len(record.pieces))
         assert record.outside == pytest.approx(record.ttft - 0.045)
@@ -251,6 +252,7 @@ def test_in_process_on_a_tiny_model(llama_folder):
     assert all(step.seconds > 0 for step in log)
 
 
+@measured
 def test_a_server_that_tells_nothing_is_probed():
     from twostroke.bench.probing import probe
 

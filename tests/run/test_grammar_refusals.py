@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from tests import tiny
+from tests.measured import measured
 from tests.run.grammar_walks import walk
 from twostroke import InputError, SamplingParams
 from twostroke.run.grammar import GrammarCompiler
-from twostroke.run.grammar_check import GrammarChecker
+from twostroke.run.grammar_check import START_SECONDS, WALL_SECONDS, GrammarChecker
 from twostroke.sampling import MAX_GRAMMAR, Grammar
 
 
@@ -102,19 +103,18 @@ EXPLOSIVE = {
 
 
 @pytest.mark.parametrize("name", EXPLOSIVE)
-def test_explosive_grammars_are_refused_in_time_or_harmless(compiler, name):
+def test_explosive_grammars_are_refused_in_time_or_harmless(compiler, name, monkeypatch):
     grammar = Grammar(*EXPLOSIVE[name])
     started = time.monotonic()
     try:
         compiler.prepare(grammar)
     except InputError:
-        again = time.monotonic()
+        monkeypatch.setattr(compiler.checker, "_try", lambda grammar: pytest.fail("the verdict was not remembered"))
         with pytest.raises(InputError, match=r"^grammar.{0,500}\Z"):
             compiler.prepare(grammar)
-        assert time.monotonic() - again < 0.1, "the verdict is remembered"
     else:
         walk(compiler, grammar, 0, 20)
-    assert time.monotonic() - started < 25
+    assert time.monotonic() - started < WALL_SECONDS + START_SECONDS
 
 
 def test_verdicts_and_compiled_grammars_are_bounded(tokenizer, monkeypatch):
@@ -151,17 +151,19 @@ compiler.prepare(Grammar("json_object"))
 print(compiler.checker._child.process.pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
-    number, deadline = int(done.stdout), time.monotonic() + 10
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=300)
+    number, deadline = int(done.stdout), time.monotonic() + 120
     while Path(f"/proc/{number}/cmdline").exists() and Path(f"/proc/{number}/cmdline").read_bytes():
         assert time.monotonic() < deadline, "it is still there"
         time.sleep(0.05)
 
 
+@measured
 def test_a_grammar_is_compiled_beside_the_steps(compiler):
     """A long compilation does not keep others from their states."""
     ready = compiler.state(Grammar("json_object"))
-    schema = {"properties": {f"p{i}": {"type": "string", "maxLength": i} for i in range(1500)}}
+    fresh = str(time.monotonic())  # no grammar of an earlier try, which is compiled already
+    schema = {"title": fresh, "properties": {f"p{i}": {"type": "string", "maxLength": i} for i in range(1500)}}
     thread = threading.Thread(target=compiler.compile, args=[Grammar("json_schema", schema)])
     thread.start()
     longest = 0.0

@@ -73,8 +73,8 @@ def test_live_settings_change_and_survive_the_engine(admin: Server) -> None:
         steps = client.get("/twostroke/steps", params={"since": last}).json()["steps"]
         assert max(step["prefill_tokens"] for step in steps) == 64
         os.kill(admin.engine_pid(), signal.SIGKILL)
-        wait_until(lambda: client.get("/health").json().get("restarts") == 1, 30, "it was not started again")
-        wait_until(lambda: client.get("/health").status_code == 200, 30, "it was not started again")
+        wait_until(lambda: client.get("/health").json().get("restarts") == 1, "it was not started again")
+        wait_until(lambda: client.get("/health").status_code == 200, "it was not started again")
         kept = client.get("/twostroke/settings").json()
         assert {name: kept["settings"][name]["value"] for name in changes} == changes
         assert kept["restarts"] == 1 and kept["rows"] == 8

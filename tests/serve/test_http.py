@@ -10,8 +10,9 @@ import time
 import httpx
 import pytest
 
-from tests.serve.server import HEADERS, OTHER_KEY, Server, events
+from tests.serve.server import HEADERS, OTHER_KEY, PATIENT, Server, events
 from twostroke.serve.app import ROUTES
+from twostroke.serve.listen import HEADER_SECONDS
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "temperature": 0}
 PHASES = ("queue_s", "prefill_s", "decode_s")
@@ -150,7 +151,7 @@ def test_headers_over_the_limit(server: Server) -> None:
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as sock:
         sock.sendall(b"GET /health/live HTTP/1.1\r\nhost: x\r\n" + b"a: " + b"b" * 100_000)
-        sock.settimeout(5)
+        sock.settimeout(PATIENT)
         assert b" 400 " in sock.recv(1000)
 
 
@@ -178,7 +179,7 @@ def test_timings_are_in_the_last_chunk(client: httpx.Client) -> None:
 
 
 def test_explain_a_miss(client: httpx.Client, server: Server) -> None:
-    start = "The quick brown fox jumps over the lazy dog. " * 3 + "So"
+    start = "Nobody else begins like this, over the lazy dog. " * 3 + "So"
     body = {"max_tokens": 1, "temperature": 0, "prefix_cache": {"explain": True}}
 
     def ask(prompt: str, **more: object) -> dict:
@@ -194,7 +195,8 @@ def test_explain_a_miss(client: httpx.Client, server: Server) -> None:
     assert second["nearest"]["text_here"].startswith("9876") and second["nearest"]["text_there"].startswith("0123")
     assert (start + ",").endswith(second["nearest"]["text_before"])
     other = ask(start + ",9876 and more of it", headers={"authorization": f"Bearer {OTHER_KEY}"})
-    assert other["cached_tokens"] == 0 and other["nearest"] is None  # another key sees nothing of it
+    nearest = other["nearest"] or {"first_difference": 0}  # another key sees nothing of it
+    assert other["cached_tokens"] == nearest["first_difference"] == 0
 
 
 def test_tokenize_and_back(client: httpx.Client) -> None:
@@ -249,7 +251,7 @@ def test_the_server_does_not_wait_for_slow_headers(server: Server) -> None:
     idle = [socket.create_connection((host, int(port))) for _ in range(50)]
     began = time.monotonic()
     assert server.health()["status"] == "ok"
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < HEADER_SECONDS / 2
     for sock in idle:
         sock.close()
 

@@ -6,11 +6,10 @@ import asyncio
 import contextlib
 import json
 import socket
-import time
 
 import pytest
 
-from tests.serve.server import HEADERS, Server
+from tests.serve.server import HEADERS, PATIENT, Server
 from twostroke.serve.listen import LATE_SECONDS, Alarm
 
 KEY_LINE = f"authorization: {HEADERS['authorization']}\r\n"
@@ -19,7 +18,7 @@ KEY_LINE = f"authorization: {HEADERS['authorization']}\r\n"
 def connect(server: Server) -> socket.socket:
     host, port = server.url.removeprefix("http://").split(":")
     sock = socket.create_connection((host, int(port)))
-    sock.settimeout(10)
+    sock.settimeout(PATIENT)
     return sock
 
 
@@ -90,15 +89,22 @@ def test_an_alarm_is_for_the_client_who_sleeps_not_for_us() -> None:
     """A process that was stopped and goes on must not cut off those who could not have been served meanwhile."""
 
     async def scene() -> list[str]:
-        rang: list[str] = []
+        now, rang = [0.0], []
+        asyncio.get_running_loop().time = lambda: now[0]  # type: ignore[method-assign]
+
+        async def pass_time(seconds: float) -> list[str]:
+            now[0] += seconds
+            for _ in range(3):  # what is due is called
+                await asyncio.sleep(0)
+            return rang
+
         alarm, stopped = Alarm(), Alarm()
-        alarm.start(0.05, lambda: rang.append("after our sleep"))
-        stopped.start(0.05, lambda: rang.append("never"))
-        time.sleep(LATE_SECONDS + 0.2)  # as SIGSTOP does, or a lid that closes
-        await asyncio.sleep(0.02)
-        assert not rang
+        alarm.start(5.0, lambda: rang.append("after our sleep"))
+        stopped.start(5.0, lambda: rang.append("never"))
+        assert not await pass_time(4.9)
+        assert not await pass_time(LATE_SECONDS + 1)  # as after SIGSTOP, or a lid that was closed
         stopped.stop()
-        await asyncio.sleep(0.1)
-        return rang
+        assert not await pass_time(4.9)
+        return await pass_time(0.2)
 
     assert asyncio.run(scene()) == ["after our sleep"]

@@ -16,7 +16,7 @@ def llama_tokens(model: Path, texts: list[str], *, special: bool = False) -> lis
     """Ask llama.cpp, with its begin token where it adds one."""
     asked = json.dumps({"texts": texts, "special": special})
     command = [sys.executable, "-m", "tests.text.llama_oracle", str(model)]
-    done = subprocess.run(command, input=asked, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(command, input=asked, capture_output=True, text=True, timeout=600, check=True)
     found: list[list[int]] = json.loads(done.stdout.splitlines()[-1])
     return found
 
@@ -36,7 +36,7 @@ def _main() -> None:
         request = urllib.request.Request(
             f"{server.listening_address}/tokenize", body, {"Content-Type": "application/json"}
         )
-        with urllib.request.urlopen(request, timeout=20) as answer:
+        with urllib.request.urlopen(request, timeout=300) as answer:
             return list(json.load(answer)["tokens"])
 
     print(json.dumps([tokens(text) for text in asked["texts"]]), flush=True)

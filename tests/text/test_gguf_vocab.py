@@ -124,9 +124,9 @@ def test_a_vocabulary_of_gemmas_size_loads_in_seconds() -> None:
         "tokenizer.ggml.eos_token_id": 1,
         "tokenizer.ggml.unknown_token_id": 3,
     }
-    began = time.perf_counter()
+    began = time.process_time()
     tokenizer = from_gguf(header)
-    assert time.perf_counter() - began < 12  # two on a quiet machine
+    assert time.process_time() - began < 12  # two on a quiet machine
     assert tokenizer.decode(tokenizer.encode("banban tuntor")) == "banban tuntor"
 
 

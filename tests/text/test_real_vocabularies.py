@@ -56,9 +56,9 @@ def test_default_model_as_llama_cpp(default_model: Path, smollm: Tokenizer) -> N
 )
 def test_catalog_models_as_llama_cpp(name: str, size: int, ends: set[int], once: list[int]) -> None:
     file = fetch(name)
-    began = time.perf_counter()
+    began = time.process_time()
     tokenizer = from_gguf(open_gguf(file).metadata)
-    assert time.perf_counter() - began < 8
+    assert time.process_time() - began < 8
     assert (tokenizer.vocab_size, tokenizer.eos_ids) == (size, ends)
     assert tokenizer.encode("Once upon a time") == once
     texts = [text for text in (*TEXTS, *mixtures(400)) if "\u0301" not in text]  # which Qwen composes, llama.cpp not

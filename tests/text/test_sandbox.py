@@ -18,7 +18,7 @@ from twostroke.text import ChatTemplate
 
 TALK = [{"role": "user", "content": "Hi"}]
 SECONDS = 0.5
-SLACK = 1.5  # one operation's worth, on a busy machine
+SLACK = 1.5  # one operation's worth; seconds of the processor, for others may take it away from us meanwhile
 
 GROW = "{% set ns = namespace(x=START) %}{% for i in range(60) %}{% set ns.x = STEP %}{% endfor %}"
 
@@ -105,10 +105,10 @@ REACHING = (
 
 
 def _stopped(source: str) -> TwostrokeError:
-    began = time.perf_counter()
+    began = time.process_time()
     with pytest.raises(TwostrokeError) as caught:
         ChatTemplate(source, seconds=SECONDS).render(TALK)
-    assert time.perf_counter() - began < SECONDS + SLACK
+    assert time.process_time() - began < SECONDS + SLACK
     return caught.value
 
 
@@ -160,9 +160,9 @@ def test_the_output_is_bounded() -> None:
 def test_a_long_honest_conversation_fits() -> None:
     source = "{% for m in messages %}{{ '<' + m.role + '>' ~ m.content.strip().split('</t>')[-1] }}{% if '<t>' in m.content %}!{% endif %}{% endfor %}"
     talk = [{"role": "user", "content": "語 " * 1000}] * 400
-    began = time.perf_counter()
+    began = time.process_time()
     assert len(ChatTemplate(source).render(talk)) == 400 * (6 + 1999)
-    assert time.perf_counter() - began < 2
+    assert time.process_time() - began < 2
 
 
 # Random programs over what a template has: most fail, none may hang, grow without bound or fail otherwise.
@@ -205,7 +205,7 @@ _STATEMENTS = st.recursive(
 @given(body=_STATEMENTS)
 def test_random_templates_end_in_time(body: str) -> None:
     source = "{% set ns = namespace(x='ab', y=[1]) %}" + body
-    began = time.perf_counter()
+    began = time.process_time()
     with suppress(TwostrokeError):
         ChatTemplate(source, seconds=0.2).render(TALK)
-    assert time.perf_counter() - began < 0.2 + SLACK
+    assert time.process_time() - began < 0.2 + SLACK

@@ -133,7 +133,7 @@ def in_offline_process(folder: Path, name: str) -> str:
     environment = {**os.environ, "HF_HOME": str(folder), "HF_HUB_OFFLINE": "1"}
     environment.pop("HF_HUB_CACHE", None)
     result = subprocess.run(
-        [sys.executable, "-c", code, name], env=environment, capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", code, name], env=environment, capture_output=True, text=True, check=True, timeout=300
     )
     return result.stdout.strip()
 

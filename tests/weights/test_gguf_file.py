@@ -101,9 +101,9 @@ def test_version_2_and_own_alignment_are_read(tmp_path: Path) -> None:
 def test_a_large_vocabulary_is_quick(tmp_path: Path) -> None:
     words = struct.pack("<IQ", STRING, 262_144) + b"".join(text(f"token{i}") for i in range(262_144))
     path = build(tmp_path / "m.gguf", [entry("tokens", ARRAY, words)])
-    start = time.perf_counter()
+    start = time.process_time()
     tokens = open_gguf(path).metadata["tokens"]
-    assert time.perf_counter() - start < 2  # 0.15 s on a quiet core
+    assert time.process_time() - start < 2  # 0.15 s on a quiet core
     assert tokens[-1] == "token262143"
 
 
