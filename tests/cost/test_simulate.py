@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from tests.cost.fleets import CPU, fleet, parts, requests
-from twostroke.cost.fleet import Pools
+from twostroke.cost.fleet import Fleet, Pools
 from twostroke.cost.models import known_arch
+from twostroke.cost.simulate import Worker
 from twostroke.cost.trace import Arrival, Contents, Part, faster, read_trace, shared_first, shorter
 from twostroke.errors import InputError
 
@@ -59,6 +60,18 @@ def test_time_is_what_the_roofline_says():
     assert served.end - served.first == pytest.approx(sum(steps))
     assert served.tpot == pytest.approx(np.mean(served.gaps), rel=1e-5)
     assert settings.max_batch_tokens > 200
+
+
+def test_a_worker_is_asked_no_more_often_than_something_happens(monkeypatch):
+    """Many that come while a step runs ask for its end once, not once each: else a crowd costs its square."""
+    asked, happened = [], []
+    look, advance = Fleet._advance, Worker.advance
+    monkeypatch.setattr(Fleet, "_advance", lambda self, index: asked.append(index) or look(self, index))
+    monkeypatch.setattr(Worker, "advance", lambda self: happened.append(1) or advance(self))
+    rows = requests(count=300, rate=1e5, prompt=(5, 100), output=(5, 40))
+    for pools in (Pools(2), Pools(2, prefill=1)):
+        assert all(one.output for one in fleet(pools).run(rows))
+    assert len(asked) < 1.5 * len(happened) + len(rows)
 
 
 def test_everyone_is_served_once_in_order_of_arrival():

@@ -98,6 +98,7 @@ class Fleet:
         self.workers: list[Worker | None] = [None] * count  # made when first used
         self.loads = [0] * count
         self.heap: list[tuple[float, int]] = []  # boundaries; an entry may be out of date, never too late
+        self.due = [inf] * count  # the one entry of each worker that counts
         self.live: dict[int, tuple[Arrival, Served, int]] = {}  # request id -> what it is for, and where it runs
         self.travelling: list[tuple[float, int, Travel]] = []
         self.homes: dict[int, int] = {}  # content of a first part -> worker that has seen it
@@ -140,6 +141,9 @@ class Fleet:
     def _advance(self, index: int) -> None:
         worker = self.workers[index]
         assert worker is not None
+        if self.now != self.due[index]:  # an earlier one was made since
+            return
+        self.due[index] = inf
         if worker.next_time > self.now:  # someone cut in since this entry was made
             self._schedule(index)
             return
@@ -151,7 +155,8 @@ class Fleet:
     def _schedule(self, index: int) -> None:
         worker = self.workers[index]
         assert worker is not None
-        if worker.next_time < inf:
+        if worker.next_time < self.due[index]:
+            self.due[index] = worker.next_time
             heapq.heappush(self.heap, (worker.next_time, index))
 
     # ---- requests come and go --------------------------------------------------------------------------------------
