@@ -269,7 +269,7 @@ def diagnose_command(
         if trace
         else make_load(workload or "chat", "poisson", requests, rate, 0, scale)
     )
-    target = None if url is None else Target(url, key=api_key)
+    target = None if url is None else Target(url, key=api_key, likely=model)
     if target is not None and (admin := Admin(target)).known:
         of_twostroke(admin, target, load if apply or workload or trace else None, apply, targets)
     elif apply:

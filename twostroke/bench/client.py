@@ -22,6 +22,7 @@ from twostroke.errors import InputError
 
 Progress = Callable[[Record], None]
 clock = time.perf_counter
+DENIED = (401, 403)  # statuses that speak of the key
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,7 @@ class Target:
     chat: bool = False  # /v1/chat/completions instead of /v1/completions
     vocabulary: int | None = None  # send token ids below it instead of words: exact prompt lengths
     timeout: float = 600.0
+    likely: str | None = None  # what else it may be called: asked for where the server lists it, or lists nothing
 
     def __post_init__(self) -> None:
         try:
@@ -52,7 +54,7 @@ def measure(target: Target, load: Load, machine: str = "", progress: Progress | 
 
 
 def refused(base: str, status: int) -> str:
-    if status in (401, 403):
+    if status in DENIED:
         return f"{base}: refuses the key ({status}): give --api-key."
     return f"{base}: answers /v1/models with {status}: no OpenAI-compatible server. If it is one, name its --model."
 
@@ -93,14 +95,20 @@ class Client:
         try:
             answer = await self.http.get("/v1/models")
             answer.raise_for_status()
-            return str(answer.json()["data"][0]["id"])
+            names = [str(one["id"]) for one in answer.json()["data"]]
+            return self.target.likely if self.target.likely in names else names[0]
         except httpx.HTTPStatusError as error:
-            raise InputError(refused(self.target.base, error.response.status_code)) from None
+            status = error.response.status_code
+            if self.target.likely is not None and status not in DENIED:
+                return self.target.likely
+            raise InputError(refused(self.target.base, status)) from None
         except httpx.TransportError as error:
             raise InputError(
                 f"{self.target.base}: cannot be reached ({error}): is the server up, the address right?"
             ) from None
         except (*self.trouble, UnicodeDecodeError) as error:
+            if self.target.likely is not None:
+                return self.target.likely
             raise InputError(
                 f"{self.target.base}/v1/models does not name a model ({type(error).__name__}): give --model."
             ) from None
