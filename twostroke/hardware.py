@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,6 +46,14 @@ def _available_memory() -> int:
     return (
         os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     )  # no such file (macOS): half of what is built in
+
+
+def machine_name() -> str:
+    """The processor in words, where the system tells."""
+    for line in _read(Path("/proc/cpuinfo")).splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
 def _read(path: Path) -> str:

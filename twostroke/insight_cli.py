@@ -19,9 +19,10 @@ from twostroke.bench.record import Run, load_runs, save
 from twostroke.bench.watch import over_http, watching
 from twostroke.bench.workload import Load, make_load, renewed, trace_load
 from twostroke.cost.diagnose import seconds
-from twostroke.cost.hardware import calibration_path, load_calibration, machine_name
+from twostroke.cost.hardware import calibration_path, load_calibration
 from twostroke.cost.roofline import Roofline, model_cost
 from twostroke.errors import InputError
+from twostroke.hardware import machine_name
 from twostroke.insight_plan import describe, diagnose_command, plan_command
 from twostroke.options import (
     Json,

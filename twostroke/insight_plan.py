@@ -24,12 +24,13 @@ from twostroke.config import QUANTIZATIONS, make_config
 from twostroke.cost.capacity import SHARE, Need, Sizing, candidates, cheapest, precisions, priced, size
 from twostroke.cost.deploy import Deployment
 from twostroke.cost.diagnose import Diagnosis, Targets, diagnose, seconds
-from twostroke.cost.hardware import Calibration, Device, calibration_path, find_device, load_calibration, machine_name
+from twostroke.cost.hardware import Calibration, Device, calibration_path, find_device, load_calibration
 from twostroke.cost.models import SHAPES, known_arch
 from twostroke.cost.probe import verdict_from_outside
 from twostroke.cost.trace import Arrival
 from twostroke.cost.verdict import evidence_lines
 from twostroke.errors import ConfigError, InputError, ModelError, TwostrokeError
+from twostroke.hardware import machine_name
 from twostroke.model.arch import Arch
 from twostroke.model.families import arch_from_config
 from twostroke.options import Requests, Scale, Settings, Tpot, Trace, Ttft, Workload, above_zero, parse_settings

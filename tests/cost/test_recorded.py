@@ -9,6 +9,7 @@ import pytest
 
 from tests.cost.cases import static
 from twostroke.cost.fit import predicted
+from twostroke.cost.levers import BY_NAME, Case
 from twostroke.cost.recorded import read_recording, read_step, token_times
 from twostroke.cost.roofline import Roofline
 from twostroke.cost.verdict import verdict
@@ -72,6 +73,24 @@ def test_the_fault_is_named(documents):
     assert found["levers"][0]["name"] == "continuous-batching" and found["phase"] == "prefill"
     assert found["levers"][0]["settings"] == {"batching": "continuous"} and found["levers"][0]["live"]
     assert "because a batch admits nobody" in found["sentence"] and len(found["evidence"]) == 6
+
+
+@pytest.mark.parametrize(("machine", "said"), [
+    ("NVIDIA H200", None), ("NVIDIA GeForce RTX 4090", None), ("NVIDIA A100-SXM4-80GB", "no products in fp8"),
+    ("Quadro M4000", "not in the table"), (None, "this server (measured) is not in the table"),
+])  # fmt: skip
+def test_a_card_is_known_by_its_own_name(documents, machine, said):
+    """Weights in 16 bits on a card: whether fp8 is a lever depends on which card it is."""
+    settings = {**documents["settings"], "machine": machine}
+    settings["settings"] = {**settings["settings"], "device": {"value": "cuda"}, "quantize": {"value": None}}
+    recording = read_recording(settings, documents["arrivals"], documents["steps"])
+    case = Case(recording.deployment, recording.arrivals)
+    after = BY_NAME["weights-fp8"].pull(case)
+    if said is not None:
+        assert isinstance(after, str) and said in after
+    else:
+        assert isinstance(after, Case) and after.deployment.config.quantize == "fp8"
+        assert after.deployment.rates.compute == pytest.approx(2 * case.deployment.rates.compute, rel=0.01)
 
 
 def test_token_times_start_at_the_end_of_the_prompt():

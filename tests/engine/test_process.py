@@ -112,7 +112,7 @@ def test_a_length_over_the_limit_is_refused_before_it_is_read() -> None:
 def test_settings_arrive_as_they_were_sent(llama_folder: Path) -> None:
     arch = load_arch(open_checkpoint(llama_folder))
     resolved = resolve(make_config(**SETTINGS), arch, Hardware("cpu", 2, 1 << 30), 1000)
-    ready = wire.Ready(resolved, {"load": 1.0}, 0.5)
+    ready = wire.Ready(resolved, {"load": 1.0}, 0.5, "a machine")
     assert wire.read_from_child(through(wire.pack_ready(ready), [])[0]) == ready
     for changed in (wire.Changed(7, resolved, ""), wire.Changed(8, None, "no")):
         assert wire.read_from_child(through(wire.pack_changed(changed), [])[0]) == changed

@@ -15,6 +15,7 @@ from tests.serve.server import Server, wait_until
 from twostroke.cost.trace import Arrival, Part
 from twostroke.engine import arrivals
 from twostroke.engine.arrivals import Arrivals, by_arrival
+from twostroke.hardware import machine_name
 from twostroke.metrics.timeline import Timeline
 from twostroke.sampling import SamplingParams
 from twostroke.types import Request
@@ -53,6 +54,7 @@ def test_every_setting_has_a_reason(admin: Server) -> None:
     assert all(one["reason"] for one in settings.values())
     assert settings["max_requests"]["reason"] == settings["max_queue"]["reason"] == "given at the start"
     assert settings["kv_dtype"] == {"value": "float16", "reason": settings["kv_dtype"]["reason"], "live": False}
+    assert document["machine"] == machine_name() != ""
     assert document["rows"] == 8 and document["layout"]["block_tokens"] == 16
     assert len(document["arch"]["layers"]) == sum(len(group["layers"]) for group in document["layout"]["groups"])
 

@@ -10,9 +10,9 @@ import numpy as np
 
 from twostroke.bench.grid import CALIBRATION, cells, run_grid, typical
 from twostroke.cost.fit import errors, fit, fit_launched, with_between
-from twostroke.cost.hardware import DEVICES, Calibration, Device, Rates, datasheet_rates, machine_name
+from twostroke.cost.hardware import Calibration, Device, Rates, datasheet_rates, known_gpu
 from twostroke.cost.roofline import Roofline, model_cost
-from twostroke.hardware import free_memory
+from twostroke.hardware import free_memory, machine_name
 
 if TYPE_CHECKING:
     from twostroke.engine.llm import LLM
@@ -45,12 +45,9 @@ def first_guess(kind: str) -> Rates:
 def gpu() -> Device:
     import torch  # only where a GPU was used
 
-    name = torch.cuda.get_device_name().lower().replace(" ", "")
-    for key in sorted(DEVICES, key=len, reverse=True):
-        if key.replace("-", "") in name:
-            return DEVICES[key]
+    name = torch.cuda.get_device_name()
     memory = int(torch.cuda.get_device_properties(0).total_memory)
-    return Device("this", torch.cuda.get_device_name(), "cuda", memory, 1e12, {"bfloat16": 1e14})
+    return known_gpu(name) or Device("this", name, "cuda", memory, 1e12, {"bfloat16": 1e14})
 
 
 def numpy_bandwidth(size: int = 1 << 27) -> float:

@@ -12,9 +12,10 @@ from twostroke.bench.client import Target
 from twostroke.bench.record import Run
 from twostroke.bench.workload import Load, renewed
 from twostroke.cost.diagnose import Diagnosis, Effect, Targets, diagnose
-from twostroke.cost.hardware import Rates, machine_name
+from twostroke.cost.hardware import Rates
 from twostroke.cost.recorded import Recording, read_recording
 from twostroke.errors import InputError
+from twostroke.hardware import machine_name
 
 STEPS = 1024  # that are asked for
 Measure = Callable[[Target, Load], Run]

@@ -11,7 +11,7 @@ from twostroke.bench.client import Target, measure
 from twostroke.bench.record import Record, Run
 from twostroke.bench.workload import Load
 from twostroke.cost.diagnose import seconds
-from twostroke.cost.hardware import machine_name
+from twostroke.hardware import machine_name
 from twostroke.terminal import errors
 
 

@@ -7,7 +7,6 @@ predicted from. Without a calibration a part of the datasheet is assumed; with o
 from __future__ import annotations
 
 import json
-import platform
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from difflib import get_close_matches
@@ -106,6 +105,14 @@ def find_device(name: str) -> Device:
     raise ConfigError(f"hardware {name!r} is not in the table. {hint}Known: {', '.join(DEVICES)}, and 'this'.")
 
 
+def known_gpu(name: str) -> Device | None:
+    """The entry of the table that a driver's name for a card means ("NVIDIA H200"), if there is one."""
+    plain = name.lower().replace(" ", "").replace("-", "")
+    longest_first = sorted(DEVICES.values(), key=lambda device: -len(device.name))
+    gpus = (device for device in longest_first if device.kind == "cuda")
+    return next((device for device in gpus if device.name.replace("-", "") in plain), None)
+
+
 @dataclass(frozen=True, slots=True)
 class Tiles:
     """Attention over stretches of prompts that are too short for the vendor's kernel."""
@@ -177,7 +184,7 @@ class Calibration:
         int8 in the datasheet's proportion to those that were measured."""
         rates = self.rates
         flops = {"float32": rates.compute, "bfloat16": rates.compute, "float16": rates.compute}
-        known = next((device for device in DEVICES.values() if device.title == self.machine), None)
+        known = next((device for device in DEVICES.values() if device.title == self.machine), known_gpu(self.machine))
         if known is not None:
             narrow = {name: rate / known.peak("bfloat16") for name, rate in known.flops.items() if name not in flops}
             flops |= {name: times * rates.compute for name, times in narrow.items()}
@@ -207,14 +214,3 @@ def load_calibration(path: Path) -> Calibration:
 def calibration_path(folder: Path, model: str) -> Path:
     safe = "".join(letter if letter.isalnum() or letter in "-._" else "-" for letter in Path(model).name)
     return folder / "calibration" / f"{safe}.json"
-
-
-def machine_name() -> str:
-    """The processor in words, where the system tells."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()

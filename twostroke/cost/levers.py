@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from twostroke.config import DEFAULT_BATCH_TOKENS, DEFAULT_REQUESTS, Config
 from twostroke.cost.deploy import Deployment
+from twostroke.cost.hardware import Device, known_gpu
 from twostroke.cost.trace import Arrival, shared_first
 from twostroke.errors import ConfigError
 
@@ -127,13 +128,19 @@ def weights(precision: str) -> Callable[[Case], Case | str]:
         if precision not in QUANTIZED[device.kind]:
             return f"{precision} weights are not served on a {device.kind}"
         if precision == "fp8" and "fp8" not in device.flops:
-            return f"{device.title} has no products in fp8"
+            return no_fp8(device)
         then = case.deployment.quantized(precision)
         if then.model.bytes >= 0.95 * now.bytes:
             return f"the weights take no more than {precision} would"
         return Case(then, case.arrivals)
 
     return pull
+
+
+def no_fp8(device: Device) -> str:
+    if known_gpu(device.title) is None:
+        return f"{device.title} is not in the table of devices: whether it multiplies in fp8 is not known"
+    return f"{device.title} has no products in fp8"
 
 
 def kv(precision: str) -> Callable[[Case], Case | str]:

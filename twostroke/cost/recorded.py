@@ -46,7 +46,8 @@ def read_recording(
         log = [read_step(one) for one in steps["steps"]]
         rows = [one for one in arrivals["arrivals"] if one["output_tokens"] > 0]
         used = settings["weight_bytes"] + values["kv_blocks"] * settings["layout"]["block_bytes"]
-        made = Calibration("this server", settings["model"], UNKNOWN, max(memory or 0, used), values["threads"],
+        machine = settings.get("machine") or "this server"
+        made = Calibration(machine, settings["model"], UNKNOWN, max(memory or 0, used), values["threads"],
                            values["device"])  # fmt: skip
         deployment = deployment_of(arch, values, made, settings["weight_bytes"])
     except (KeyError, TypeError, AttributeError) as error:

@@ -16,7 +16,7 @@ from twostroke.config import DEFAULT_BATCH_TOKENS, DEFAULT_REQUESTS, Config, Res
 from twostroke.engine.core import Core
 from twostroke.engine.intake import Intake, open_tokenizer
 from twostroke.errors import ConfigError
-from twostroke.hardware import Hardware, free_memory, this_machine
+from twostroke.hardware import Hardware, free_memory, machine_name, this_machine
 from twostroke.kv.storage import KVStorage
 from twostroke.metrics.steplog import StepLog
 from twostroke.model.arch import Arch
@@ -99,6 +99,11 @@ def choose_device(config: Config) -> str:
     if config.device is not None:
         return config.device
     return "cuda" if torch.cuda.is_available() and find_spec("triton") is not None else "cpu"
+
+
+def device_name(device: str) -> str:
+    """What computes, by its own name."""
+    return torch.cuda.get_device_name() if device == "cuda" else machine_name()
 
 
 def hardware_of(device: str, arch: Arch) -> Hardware:

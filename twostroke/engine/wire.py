@@ -101,6 +101,7 @@ class Ready(NamedTuple):
     settings: Resolved
     seconds: dict[str, float]  # of each stage of the start
     longest_step: float  # what a full step may take, extrapolated from the warm-up
+    machine: str  # the processor or the card that computes, by its own name
 
 
 class Failed(NamedTuple):
@@ -302,12 +303,12 @@ def pack_stage(stage: Stage) -> bytes:
 
 
 def pack_ready(ready: Ready) -> bytes:
-    return frame(["ready", asdict(ready.settings), ready.seconds, ready.longest_step])
+    return frame(["ready", asdict(ready.settings), ready.seconds, ready.longest_step, ready.machine])
 
 
 def read_ready(message: list[Any]) -> Ready:
-    settings, seconds, longest = parts(message, "ready", dict, dict, float)
-    return Ready(read_resolved(settings), seconds, longest)
+    settings, seconds, longest, machine = parts(message, "ready", dict, dict, float, str)
+    return Ready(read_resolved(settings), seconds, longest, machine)
 
 
 def read_resolved(value: dict[str, Any]) -> Resolved:

@@ -22,7 +22,7 @@ from typing import Any
 
 from twostroke.config import make_config
 from twostroke.engine import wire
-from twostroke.engine.build import Engine, build_engine
+from twostroke.engine.build import Engine, build_engine, device_name
 from twostroke.engine.live import change
 from twostroke.engine.waiting import GrammarQueue
 from twostroke.errors import ConfigError, TwostrokeError
@@ -243,7 +243,7 @@ def start(channel: Channel, hello: wire.Hello) -> tuple[Engine, wire.Ready]:
     compiler_of(engine).warm()
     times.append(("", clock()))
     seconds = {name: after - began for (name, began), (_, after) in pairwise(times)}
-    return engine, wire.Ready(engine.settings, seconds, longest)
+    return engine, wire.Ready(engine.settings, seconds, longest, device_name(engine.settings.device))
 
 
 def warm_up(engine: Engine) -> float:

@@ -49,6 +49,7 @@ def settings_document(service: Service) -> dict[str, Any]:
     described["max_queue"] = {"value": engine.max_queue, "reason": engine.queue_reason, "live": False}
     return {
         "model": service.name,
+        "machine": supervisor.ready.machine,
         "restarts": supervisor.restarts,
         "rows": supervisor.ready.settings.max_requests,
         "weight_bytes": engine.weight_bytes,
