@@ -15,7 +15,7 @@ How much continuous batching gives in tokens/s therefore depends on the workload
 Runs of one mode after the other said 1.03 to 1.21 for the workloads that were tried (cap 16, prompts / 8, answers / 2:
 1.03; cap 4, prompts / 16: 1.18; cap 4, prompts / 32: 1.09 to 1.21, single rounds 0.97 to 1.41): the machine drifts by
 more than what is compared. So both modes now take turns of a quarter of a second, each on its own clock, and a slow
-moment is slow for both: cap 4 1.21 (nine rounds, 1.19 to 1.25), cap 16 1.13 (1.09 to 1.15). With
+moment is slow for both: cap 4 1.21 (five rounds, 1.19 to 1.22), cap 16 1.13 (1.09 to 1.15). With
 prompts / 16 and cap 4 one round on a busy machine said 1.14: longer prompts hide the difference, as said above.
 """
 
