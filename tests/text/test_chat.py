@@ -142,6 +142,14 @@ def test_arguments_come_from_a_list() -> None:
         ChatTemplate("{{ documents }}").render(TALK, documents=[object()])
     with pytest.raises(InputError, match="enable_thinking: this model's chat template never reads it"):
         ChatTemplate("x").render(TALK, enable_thinking=False)
+    for source in (
+        "{{ enable_thinking }}",
+        "<thinking>{{ messages[0].thinking }}",
+        "{# thinking #}{% set thinking = 1 %}",
+    ):
+        with pytest.raises(InputError, match="thinking: this model's chat template never reads it"):
+            ChatTemplate(source).render(TALK, thinking=True)
+    assert ChatTemplate("{% if thinking is defined and thinking %}hm{% endif %}").render(TALK, thinking=True) == "hm"
 
 
 @pytest.mark.parametrize(

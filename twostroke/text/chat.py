@@ -76,11 +76,6 @@ class ChatTemplate:
         if unknown:
             known = ", ".join(sorted(ARGUMENTS))
             raise InputError(f"{unknown[0]}: is not an argument chat templates may be given; use one of {known}")
-        for name in arguments:
-            if name not in self.source:
-                raise InputError(
-                    f"{name}: this model's chat template never reads it, so nothing would change; leave it out"
-                )
         variables = {
             **self._special,
             **{name: _plain(value, name) for name, value in arguments.items()},
@@ -90,6 +85,11 @@ class ChatTemplate:
         }
         if isinstance(self._code, str):
             raise ModelError(f"chat template: {self._code}; use another model, or a prompt instead of messages")
+        for name in arguments:
+            if name not in self._read:
+                raise InputError(
+                    f"{name}: this model's chat template never reads it, so nothing would change; leave it out"
+                )
         try:
             return self._run(self._code, variables)
         except _RefusalError as error:
@@ -122,6 +122,11 @@ class ChatTemplate:
             return f"line {error.lineno}: {error.message}"
         except Exception as error:  # too deep, numbers too long, tags that load files
             return f"cannot be compiled: {error or type(error).__name__}"
+
+    @cached_property
+    def _read(self) -> frozenset[str]:
+        """Variables that a template which compiles looks at."""
+        return self._sandbox().variables_read(self.source)
 
     def _sandbox(self) -> Sandbox:
         return Sandbox(Budget(self._seconds), self._functions)
