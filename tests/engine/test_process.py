@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
+import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from twostroke.engine import aio, process, wire
 from twostroke.engine.admission import Admission, BusyError
 from twostroke.engine.aio import AsyncEngine
 from twostroke.engine.llm import LLM
-from twostroke.engine.process import EngineError, Patience
+from twostroke.engine.process import EngineError, Patience, Supervisor
 from twostroke.errors import ConfigError, InputError, ModelError
 from twostroke.hardware import Hardware
 from twostroke.metrics.counts import Counts
@@ -259,6 +260,52 @@ def test_a_crash_ends_everybody_once_and_the_next_is_served(
         assert await answer(engine, [9] * 20) == right
 
     run(llama_folder, scenario)
+
+
+class Deaf:
+    """Owns an engine and does not care what becomes of it."""
+
+    def on_lost(self, why: str) -> None:
+        pass
+
+
+def test_a_life_that_never_began_is_waited_for_ever_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a long life too: it says nothing of those who come after it and do not start."""
+
+    async def scenario() -> list[float]:
+        supervisor, waits = Supervisor(Path("nowhere"), {}, Deaf()), []  # type: ignore[arg-type,var-annotated]
+
+        async def restart(seconds: float) -> None:
+            waits.append(seconds)
+
+        monkeypatch.setattr(supervisor, "_restart", restart)
+        supervisor._up, supervisor._born = True, time.monotonic() - 1000.0
+        for _ in range(4):
+            supervisor._lost("it died")
+            await asyncio.sleep(0)
+        return waits
+
+    assert asyncio.run(scenario()) == [0.5, 1.0, 2.0, 4.0]
+
+
+def test_a_process_that_cannot_be_made_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    tries: list[str] = []
+
+    async def spawn(*arguments: object) -> object:
+        tries.append("")
+        if len(tries) < 3:
+            raise BlockingIOError("no more processes")
+        return arguments
+
+    async def scenario() -> None:
+        monkeypatch.setattr(process, "spawn", spawn)
+        supervisor = Supervisor(Path("nowhere"), {}, Deaf(), Patience(backoff=0.0))  # type: ignore[arg-type]
+        supervisor._lost("it died")
+        while supervisor._tasks:
+            await asyncio.gather(*supervisor._tasks, return_exceptions=True)
+        assert supervisor.child is not None and len(tries) == 3
+
+    asyncio.run(scenario())
 
 
 def test_what_keeps_the_engine_from_starting_is_raised_here(llama_folder: Path, tmp_path: Path) -> None:

@@ -177,6 +177,7 @@ class Supervisor:
         task.add_done_callback(self._tasks.discard)
 
     def _lost(self, why: str) -> None:
+        lived = time.monotonic() - self._born if self._up else 0.0
         self._up, self.child, self.why = False, None, why
         if self._closing:
             return
@@ -186,17 +187,19 @@ class Supervisor:
         log.error("the engine process is gone: %s; starting it again", why)
         self.restarts += 1
         self.owner.on_lost(why)
-        self._keep(self._restart(self._backoff()))
+        self._keep(self._restart(self._backoff(lived)))
 
-    def _backoff(self) -> float:
-        lived = time.monotonic() - self._born
+    def _backoff(self, lived: float) -> float:
         self._failures = 1 if lived > 60 else self._failures + 1
         return min(self.patience.backoff * 2 ** (self._failures - 1), self.patience.backoff_most)
 
     async def _restart(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
         self.why = f"it is starting again ({self.why})"
-        await self._spawn()
+        try:
+            await self._spawn()
+        except OSError as error:
+            self._lost(f"it could not be started ({error})")
 
     # ---- what it says ----------------------------------------------------------------------------------------------
 
