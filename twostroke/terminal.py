@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -94,21 +95,22 @@ class Chat:
     def answer(self, text: str) -> str:
         """Stream the answer to stdout; what was written before Ctrl-C stays in the conversation."""
         self.history.append({"role": "user", "content": text})
-        written = ""
+        written, timeline = "", None
         stream = self._open_stream()
         try:
             for event in stream:
                 written += event.text
                 sys.stdout.write(event.text)
                 sys.stdout.flush()
-                self.last = event.timeline or self.last
+                timeline = event.timeline  # comes with the last one
         except KeyboardInterrupt:
             stream.close()
             errors.print("\n[dim]stopped[/dim]")
         sys.stdout.write("\n")
         self.history.append({"role": "assistant", "content": written})
-        if self.stats and self.last is not None:
-            errors.print(phase_table(self.last))
+        self.last = timeline or self.last
+        if self.stats and timeline is not None:
+            errors.print(phase_table(timeline))
         return written
 
     def _open_stream(self) -> Any:
@@ -147,12 +149,12 @@ class Chat:
         elif text == "/stats":
             self._show_stats()
         elif text.startswith("/"):
-            errors.print(f"unknown command {text.split()[0]}: /help lists them")
+            errors.print(f"unknown command {escape(text.split()[0])}: /help lists them")
         else:
             try:
                 self.answer(text)
             except InputError as error:
-                errors.print(f"[red]{error}[/red]")
+                errors.print(f"[red]{escape(str(error))}[/red]")
 
     def _show_stats(self) -> None:
         if self.last is None:
