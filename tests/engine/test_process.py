@@ -17,6 +17,7 @@ from twostroke.engine.admission import Admission, BusyError
 from twostroke.engine.aio import AsyncEngine
 from twostroke.engine.llm import LLM
 from twostroke.engine.process import EngineError, Patience, Supervisor
+from twostroke.engine.worker import warm_up
 from twostroke.errors import ConfigError, InputError, ModelError
 from twostroke.hardware import Hardware
 from twostroke.metrics.counts import Counts
@@ -260,6 +261,17 @@ def test_a_crash_ends_everybody_once_and_the_next_is_served(
         assert await answer(engine, [9] * 20) == right
 
     run(llama_folder, scenario)
+
+
+def test_a_warm_up_changes_no_limit_and_teaches_nothing_of_first_times(llama_folder: Path) -> None:
+    engine = LLM(llama_folder, **SETTINGS).engine
+    pace = engine.core.scheduler.pace
+    pace.min_chunk, pace.max_gap = 128, 7.0  # as they are on a GPU
+    pace.prompt_rate.add(1e9)
+    assert warm_up(engine) > 0
+    found = engine.core.scheduler.pace
+    assert (found.min_chunk, found.max_gap, found.flops) == (128, 7.0, pace.flops)
+    assert found.prompt_rate.mean is not None and found.prompt_rate.mean < 1.0
 
 
 class Deaf:

@@ -25,7 +25,6 @@ from twostroke.metrics.steplog import KEPT, Step, StepLog
 from twostroke.metrics.timeline import Timeline
 from twostroke.ops.interface import BLOCK
 from twostroke.sampling import SamplingParams
-from twostroke.schedule.pace import Pace
 from twostroke.types import Request
 
 DISTURBED = 0.15  # share of a core that others used
@@ -206,7 +205,7 @@ def bench_settings(core: Core) -> Iterator[StepLog]:
     """A log of its own, chunks as asked for, contexts that stay in the cache; all as it was afterwards."""
     scheduler, pool = core.scheduler, core.scheduler.tables.pool
     before = core.steplog, scheduler.pace, scheduler.limits, pool.keep_cached
-    core.steplog, scheduler.pace = StepLog(KEPT), Pace(scheduler.pace.flops, UNBOUNDED, scheduler.pace.min_chunk)
+    core.steplog, scheduler.pace = StepLog(KEPT), scheduler.pace.anew(UNBOUNDED)
     scheduler.limits, pool.keep_cached = replace(scheduler.limits, static=False, chunked=True), True
     try:
         yield core.steplog

@@ -30,7 +30,6 @@ from twostroke.metrics.counts import Counts
 from twostroke.metrics.timeline import Timeline
 from twostroke.run.grammar import GrammarCompiler
 from twostroke.sampling import SamplingParams
-from twostroke.schedule.pace import Pace
 from twostroke.schedule.scheduler import Counters
 from twostroke.types import Event, FinishReason, Request
 
@@ -252,7 +251,7 @@ def warm_up(engine: Engine) -> float:
     scheduler = engine.core.scheduler
     count = max(1, min(WARM_UP_TOKENS, engine.settings.max_model_len - 3))
     rehearse(engine, count)
-    scheduler.pace = Pace(scheduler.pace.flops, scheduler.pace.max_gap)  # first times are no measure of later ones
+    scheduler.pace = scheduler.pace.anew()  # first times are no measure of later ones
     first = rehearse(engine, count)
     scheduler.counters = Counters()
     assert engine.core.steplog is not None

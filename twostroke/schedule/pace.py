@@ -50,6 +50,10 @@ class Pace:
         self.stream_steps: dict[int, Estimate] = {}  # seconds of a step without prompts, by doublings of its streams
         self.prompt_rate = Estimate()  # seconds per prompt FLOP
 
+    def anew(self, max_gap: float | None = None) -> Pace:
+        """The same limits (but for another gap, where one is given), and nothing learnt yet."""
+        return Pace(self.flops, self.max_gap if max_gap is None else max_gap, self.min_chunk)
+
     def observe(self, plan: Plan, seconds: float) -> None:
         prompt = sum(self.flops(work.start, work.count) for work in plan.works if work.count > 1)
         streams = sum(work.count == 1 for work in plan.works)
