@@ -2,7 +2,7 @@
 
     python -m benchmarks.cost_model                  # the default model: grid, trace slice, bytes, speed; 3.5 minutes
     python -m benchmarks.cost_model --device cuda    # random weights in the shape of Llama-3.1-8B: grid and bytes
-    python -m benchmarks.cost_model --refit benchmarks/results/cost-model-h200.json   # its steps, today's model
+    python -m benchmarks.cost_model --refit RESULT.json     # today's model on the steps that a result holds
 
 1. grid: prompt length × batch × context on the engine. The rates are fitted to one set of shapes (that of `twostroke
    plan --calibrate`), the errors are those of other shapes, which lie between them. A step is measured several times in
