@@ -36,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def locked(folder: Path) -> Iterator[Server]:
-    running = Server(folder).wait()
+    running = Server(folder, "-s", f"kv_offload={1 << 24}").wait()
     yield running
     running.stop()
 

@@ -142,6 +142,7 @@ def test_a_locked_server_asks_for_its_key(locked: Server, watched):
     expect(page, "#key-dialog").to_be_hidden()
     page.reload()  # the key stays with the tab
     expect(page, "#status").to_contain_text("running")
+    expect(page, "#kv-list").to_contain_text("kept on the host")
 
 
 def test_everything_can_be_reached_by_keyboard_and_has_a_name(opened):

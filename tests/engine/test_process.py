@@ -82,7 +82,7 @@ def through(data: bytes, cuts: list[int]) -> list:
 def test_reports_arrive_as_they_were_sent(
     tokens: list[tuple[int, int]], events: list[wire.News], cuts: list[int]
 ) -> None:
-    report = wire.Report(12.5, tuple(tokens), tuple(events), Counts(*range(12)), 3.5)
+    report = wire.Report(12.5, tuple(tokens), tuple(events), Counts(*range(len(Counts._fields))), 3.5)
     (message, again) = through(wire.pack_report(report) * 2, cuts)
     assert wire.read_from_child(message) == wire.read_from_child(again) == report
 
@@ -123,7 +123,7 @@ def test_settings_arrive_as_they_were_sent(llama_folder: Path) -> None:
 def test_questions_and_steps_arrive_as_they_were_sent() -> None:
     for question in (wire.Change(1, {"max_gap": 0.5, "policy": "fcfs"}), wire.Recall(2, 3, 4)):
         assert wire.read_from_parent(through(wire.pack_question(question), [5])[0]) == question
-    step = Step(9, 1.5, 0.01, (Piece(1, 0, 16, True), Piece(2, 40, 1)), 2, Blocks(5, 4, 3, 2), 2, 1)
+    step = Step(9, 1.5, 0.01, (Piece(1, 0, 16, True), Piece(2, 40, 1)), 2, Blocks(5, 4, 3, 2, 1), 2, 1)
     steps = wire.Steps(3, (step, step._replace(pieces=())))
     assert wire.read_from_child(through(wire.pack_steps(steps), [])[0]) == steps
     with pytest.raises(wire.WireError):

@@ -85,7 +85,8 @@ def describe(flight: InFlight, result: Result, seconds: float, scheduler: Schedu
     )
     pool = scheduler.tables.pool
     held = pool.total - len(pool.free) - len(pool.cached)
-    blocks = Blocks(len(pool.free), held, len(pool.cached), pool.shared)
+    on_host = 0 if pool.host is None else len(pool.host.slot_of)
+    blocks = Blocks(len(pool.free), held, len(pool.cached), pool.shared, on_host)
     sampled = sum(1 for tokens in result.tokens if tokens)
     running, waiting = len(scheduler.running), len(scheduler.waiting)
     return Step(flight.plan.number, flight.launched, seconds, pieces, sampled, blocks, running, waiting)

@@ -190,10 +190,13 @@ class Worker:
     def _counts(self) -> Counts:
         scheduler = self.core.scheduler
         c, pool = scheduler.counters, scheduler.tables.pool
+        host = pool.host
+        kept = 0 if host is None else len(host.slot_of)
+        moved = (0, 0) if host is None else (host.offloaded, host.restored)
         return Counts(
             c.steps, c.prompt_tokens, c.cached_tokens, c.computed_tokens, c.output_tokens, c.preemptions,
             c.recomputed_tokens, len(scheduler.running), len(scheduler.waiting), pool.total, len(pool.free),
-            len(pool.cached),
+            len(pool.cached), kept, kept * self.settings.layout.block_bytes, *moved,
         )  # fmt: skip
 
 

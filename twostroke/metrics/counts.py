@@ -20,3 +20,7 @@ class Counts(NamedTuple):
     blocks_total: int = 0
     blocks_free: int = 0
     blocks_cached: int = 0
+    blocks_on_host: int = 0
+    host_bytes: int = 0  # that those take there
+    blocks_offloaded: int = 0  # since start, as those brought back
+    blocks_restored: int = 0

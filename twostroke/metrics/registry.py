@@ -47,6 +47,7 @@ class Metrics:
         self.waiting = self._make(Gauge, "vllm:num_requests_waiting", "Samples waiting to be scheduled.")
         self.kv_usage = self._make(Gauge, "vllm:kv_cache_usage_perc", "KV blocks held by requests, 0 to 1.")
         self.kv_cached = self._make(Gauge, "twostroke:kv_cached_perc", "KV blocks kept for reuse only, 0 to 1.")
+        self.kv_host = self._make(Gauge, "twostroke:kv_host_bytes", "Bytes of evicted KV blocks that the host keeps.")
         self.up = self._make(Gauge, "twostroke:engine_up", "1 while the engine makes progress or idles.")
 
     def _counters(self) -> None:
@@ -56,6 +57,8 @@ class Metrics:
         self.hits = self._make(Counter, "vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.")
         self.preemptions = self._make(Counter, "vllm:num_preemptions", "Times a request had to give its blocks back.")
         self.recomputed = self._make(Counter, "twostroke:recomputed_tokens", "Tokens computed again after that.")
+        self.offloaded = self._make(Counter, "twostroke:kv_blocks_offloaded", "Evicted KV blocks copied to the host.")
+        self.restored = self._make(Counter, "twostroke:kv_blocks_restored", "KV blocks copied back from the host.")
         self.steps = self._make(Counter, "twostroke:steps", "Steps of the engine.")
         self.step_seconds = self._make(Counter, "twostroke:step_seconds", "Seconds spent in steps.")
         self.restarts = self._make(Counter, "twostroke:engine_restarts", "Times the engine process was started again.")
@@ -103,6 +106,9 @@ class Metrics:
         self.waiting.set(now.waiting)
         self.kv_usage.set((now.blocks_total - now.blocks_free - now.blocks_cached) / max(1, now.blocks_total))
         self.kv_cached.set(now.blocks_cached / max(1, now.blocks_total))
+        self.kv_host.set(now.host_bytes)
+        self.offloaded.inc(now.blocks_offloaded - last.blocks_offloaded)
+        self.restored.inc(now.blocks_restored - last.blocks_restored)
         self.steps.inc(now.steps - last.steps)
         self.step_seconds.inc(self._seconds_now - self._seconds_written)
         self._seconds_written = self._seconds_now
@@ -116,7 +122,8 @@ class Metrics:
     def lost(self) -> None:
         """The engine process died; it is being started again."""
         self.restarts.inc()
-        self._now = self._now._replace(running=0, waiting=0, blocks_free=self._now.blocks_total, blocks_cached=0)
+        empty = {"blocks_free": self._now.blocks_total, "blocks_cached": 0, "blocks_on_host": 0, "host_bytes": 0}
+        self._now = self._now._replace(running=0, waiting=0, **empty)
 
     def tokens(self, timeline: Timeline, count: int) -> None:
         times = timeline.token_times

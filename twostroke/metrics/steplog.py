@@ -25,12 +25,13 @@ class Piece(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """The KV pool while a step ran. `shared`: held by more than one request."""
+    """The KV pool while a step ran. `shared`: held by more than one request; `host`: evicted, and kept there."""
 
     free: int = 0
     held: int = 0
     cached: int = 0
     shared: int = 0
+    host: int = 0
 
 
 class Step(NamedTuple):

@@ -86,6 +86,9 @@ async def health(service: Service, call: Call) -> None:
             "total": engine.counts.blocks_total,
             "free": engine.counts.blocks_free,
             "cached": engine.counts.blocks_cached,
+            "host": engine.counts.blocks_on_host,
+            "offloaded": engine.counts.blocks_offloaded,
+            "restored": engine.counts.blocks_restored,
         },
     }
     if engine.supervisor.ready is None:

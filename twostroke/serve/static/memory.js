@@ -18,7 +18,7 @@ export function drawMemory() {
   const width = canvas.clientWidth;
   const height = canvas.clientHeight;
   const theme = document.documentElement.dataset.theme;
-  const look = [held, shared, blocks.cached, blocks.total, width, height, ratio, theme].join();
+  const look = [held, shared, blocks.cached, blocks.host, blocks.total, width, height, ratio, theme, Boolean(state.settings)].join();
   if (look === shown) return;
   shown = look;
   canvas.width = Math.round(width * ratio);
@@ -59,8 +59,10 @@ function share(kinds, tiles, total) {
 function describe(blocks, held, shared) {
   const rows = [["held", "held by requests", held], ["shared", "of these shared", shared], ["cached", "cached for reuse", blocks.cached], ["free", "free", blocks.free]];
   const layout = state.settings?.layout;
+  const offload = state.settings?.settings.kv_offload.value;  // bytes of the host's memory
   byId("kv-list").replaceChildren(
     ...rows.map(([kind, label, number]) => element("div", {}, element("dt", { class: `key ${kind}` }, label), element("dd", {}, count(number)))),
+    ...(offload ? [element("div", {}, element("dt", {}, "kept on the host"), element("dd", {}, count(blocks.host), element("small", {}, `of ${count(offload / layout.block_bytes)}`)))] : []),
     ...(layout ? [element("div", {}, element("dt", {}, "a block"), element("dd", {}, `${layout.block_tokens}`, element("small", {}, `tokens, ${count(layout.block_bytes / 1024)} KiB`)))] : []),
   );
 }
