@@ -11,7 +11,9 @@ import pytest
 
 from tests.cost.fleets import CPU, fleet, parts, requests
 from twostroke.cost.fleet import Fleet, Pools
+from twostroke.cost.hardware import HOST_LINK, datasheet_rates, find_device
 from twostroke.cost.models import known_arch
+from twostroke.cost.roofline import Roofline
 from twostroke.cost.simulate import Worker
 from twostroke.cost.trace import Arrival, Contents, Part, faster, read_trace, shared_first, shorter
 from twostroke.errors import InputError
@@ -24,6 +26,7 @@ CASES = {
     "whole prompts": ({"chunked_prefill": False}, {"rate": 10.0}),
     "no prefix cache": ({"prefix_cache": False}, {"rate": 5.0}),
     "evicting": ({"kv_blocks": 120, "max_requests": 4}, {"rate": 2.0}),
+    "offloading": ({"kv_blocks": 120, "max_requests": 4, "kv_offload": 1 << 26}, {"rate": 2.0}),
 }
 
 
@@ -41,6 +44,7 @@ def test_many_steps_at_once_are_the_same_as_one_by_one(name):
     fast.workers[0].scheduler.check()
     assert fast.workers[0].busy_seconds == pytest.approx(slow.workers[0].busy_seconds)
     assert name != "preempting" or fast.workers[0].scheduler.counters.preemptions > 0
+    assert name != "offloading" or fast.workers[0].scheduler.tables.pool.host.offloaded > 0
 
 
 def test_many_steps_at_once_with_windows():
@@ -60,6 +64,30 @@ def test_time_is_what_the_roofline_says():
     assert served.end - served.first == pytest.approx(sum(steps))
     assert served.tpot == pytest.approx(np.mean(served.gaps), rel=1e-5)
     assert settings.max_batch_tokens > 200
+
+
+def test_copies_to_the_host_and_back_take_their_time():
+    """Requests one after another, so that both do the same: what differs is what the copies take."""
+    rows = [Arrival(100.0 * at, (Part(at % 5, 400),), 10) for at in range(20)]
+    settings = {"kv_blocks": 60, "max_model_len": 600, "kv_offload": 1 << 28}
+    fleets = [fleet(rates=replace(CPU, host_link=link), **settings) for link in (1e12, 1e9)]
+    quick, slow = ([one.end for one in each.run(rows)] for each in fleets)
+    assert slow[0] == quick[0] and all(one > other for one, other in zip(slow[5:], quick[5:], strict=True))
+    (fast, late), layout = (each.workers[0] for each in fleets), fleets[0].settings.layout
+    hosts = [worker.scheduler.tables.pool.host for worker in (fast, late)]
+    moved = [host.offloaded + host.restored for host in hosts]
+    assert moved[0] == moved[1] and hosts[0].restored > 100
+    taken = moved[0] * layout.block_bytes * (1 / 1e9 - 1 / 1e12)
+    assert late.busy_seconds - fast.busy_seconds == pytest.approx(taken, rel=1e-6)
+
+
+def test_what_a_copy_costs_where_nobody_measured_it():
+    """Over its link on a card; on a CPU within the memory, which reads and writes."""
+    line, settings = parts()
+    card = Roofline(line.model, settings.layout, datasheet_rates(find_device("h200"), "int8"))
+    block = settings.layout.block_bytes
+    assert line.copies(3) == pytest.approx(3 * block / (CPU.bandwidth / 2)) and line.copies(0) == 0
+    assert card.copies(3) == pytest.approx(3 * block / HOST_LINK)
 
 
 def test_a_worker_is_asked_no_more_often_than_something_happens(monkeypatch):

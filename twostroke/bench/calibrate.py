@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -31,6 +32,8 @@ def calibrate(
     reached = errors(usual, Roofline(cost, layout, rates))
     memory = free_memory() + weight_bytes if kind == "cpu" else gpu().memory
     name = machine_name() if kind == "cpu" else gpu().title
+    if kind == "cpu":
+        rates = replace(rates, host_link=numpy_copy())
     return Calibration(name, model, with_between(rates, steps), memory, llm.settings.threads, kind, len(steps), reached)
 
 
@@ -54,6 +57,13 @@ def numpy_bandwidth(size: int = 1 << 27) -> float:
     """Bytes/s that one pass over a large array reads."""
     data = np.ones(size // 4, dtype=np.float32)
     return size / best_of(lambda: float(data.sum()))
+
+
+def numpy_copy(size: int = 1 << 27) -> float:
+    """Bytes/s that a large array is copied at: what blocks that the host keeps cost here."""
+    source = np.ones(size // 4, dtype=np.float32)
+    target = np.empty_like(source)
+    return size / best_of(lambda: np.copyto(target, source))
 
 
 def numpy_compute(size: int = 768) -> float:

@@ -26,6 +26,7 @@ KEY_SECONDS = 6e-8  # measured on an H200
 # overhead aside: decoding them costs part of what their bytes save (benchmarks/results/gpu-h200-*.json: 252 tokens/s in
 # bfloat16, 333 in fp8, 352 in int8, 501 in int4).
 NARROW_READ = {"fp8": 0.70, "int8": 0.76, "int4": 0.65}
+HOST_LINK = 25e9  # bytes/s between a card and the host's memory: PCIe 4 × 16, pinned; nobody has measured it here
 LINK_LATENCY = 12e-6  # seconds of one all-reduce between the devices of a worker
 
 
@@ -142,6 +143,7 @@ class Rates:
     kv_by_bytes: bool = True
     # A GPU's steps (cost/tiles.py): padded to shapes, attention over prompts in tiles. None: no such machine.
     tiles: Tiles | None = None
+    host_link: float | None = None  # bytes/s of K and V copied to the host's memory and back; None: not measured
 
 
 def narrow_read(kind: str, precision: str) -> float:

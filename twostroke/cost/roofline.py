@@ -21,7 +21,7 @@ from math import log2
 
 import numpy as np
 
-from twostroke.cost.hardware import LINK_LATENCY, Rates
+from twostroke.cost.hardware import HOST_LINK, LINK_LATENCY, Rates
 from twostroke.cost.tiles import attend, rows_run
 from twostroke.errors import ConfigError
 from twostroke.kv.layout import KVLayout
@@ -208,6 +208,12 @@ class Roofline:
     def decode_seconds(self, batch: int, context: int) -> float:
         """One step of `batch` streams, each `context` deep: the TPOT of a batch that only writes."""
         return self.step([], [context] * batch, batch)
+
+    def copies(self, blocks: int) -> float:
+        """Seconds to copy so many KV blocks to the host's memory or back: over the card's link, or, where the host
+        computes, within its memory, which then reads and writes every byte."""
+        link = self.rates.host_link or (self.rates.bandwidth / 2 if self.rates.tiles is None else HOST_LINK)
+        return blocks * self.layout.block_bytes / link
 
     # ---- where a step stands ---------------------------------------------------------------------------------------
 

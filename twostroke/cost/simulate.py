@@ -61,6 +61,7 @@ class SimulatedRunner:
                 chunks.append((start, count))
             tokens.append(WRITTEN if start + count >= len(request.tokens) else ())
         seconds = self.roofline.step(chunks, contexts, sum(map(bool, tokens)))
+        seconds += self.roofline.copies(len(plan.moves))  # in the step's own stream: the step waits for them
         if self.jitter is not None:
             seconds = self.jitter(seconds)
         self.busy = max(self.busy, self.clock.now) + seconds
@@ -158,8 +159,8 @@ class Worker:
     def _that_fit(self, streams: list[Request], steps: int) -> int:
         """As many steps as the pool has blocks for without asking anybody."""
         tables = self.scheduler.tables
-        windowed = any(tables.windows)
-        room = len(tables.pool.free) if windowed else tables.pool.available
+        only_free = any(tables.windows) or tables.pool.host is not None  # what is evicted would have to be copied
+        room = len(tables.pool.free) if only_free else tables.pool.available
         while steps >= SHORTEST:
             needed = sum(tables.missing(request, request.computed + steps) for request in streams)
             if needed <= room:
