@@ -74,6 +74,29 @@ def test_a_bad_field_is_refused_by_name(client: httpx.Client, field: str, value:
     refused(client.post("/v1/chat/completions", content=body), 400, param)
 
 
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ('{"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "max_tokens": 2}', "max_tokens"),
+        ('{"messages": [{"role": "user", "content": "a", "content": "a"}], "max_tokens": 1}', "messages[0].content"),
+        ('{"messages": [{"role": "user", "content": "a", "\\u0072ole": "user"}], "max_tokens": 1}', "messages[0].role"),
+        (
+            '{"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "response_format": {'
+            '"type": "json_schema", "json_schema": {"name": "n", "schema": {'
+            '"type": "object", "properties": {"a": {}, "a": {}}}}}}',
+            "response_format.json_schema.schema.properties.a",
+        ),
+    ],
+)
+def test_a_name_that_stands_twice_is_refused(client: httpx.Client, body: str, param: str) -> None:
+    """Others may have read the one that we would not."""
+    answer = client.post("/v1/chat/completions", content=body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], error["code"]) == (400, param, "repeated_field")
+    assert error["message"] == f"{param}: is there twice in one object; send it once."
+    assert client.get("/twostroke/steps?limit=1&limit=2").json()["error"]["param"] == "limit"
+
+
 def test_a_misspelt_field_gets_a_hint(client: httpx.Client) -> None:
     error = refused(client.post("/v1/chat/completions", json={**CHAT, "max_token": 3}), 400, "max_token")
     assert "'max_tokens'" in error["message"]

@@ -10,6 +10,7 @@ from urllib.parse import parse_qsl
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from twostroke.serve.errors import ApiError, bad_request
+from twostroke.serve.protocol.repeated import repeated
 
 Text = Annotated[str, Field(max_length=4 << 20)]
 Name = Annotated[str, Field(max_length=256)]
@@ -27,9 +28,14 @@ S = TypeVar("S", bound=Shape)
 def validate(shape: type[S], body: bytes) -> S:
     """The body as `shape`, or a 400 that names the field."""
     try:
-        return shape.model_validate_json(body)
+        found = shape.model_validate_json(body)
     except ValidationError as error:
         raise explain(shape, error, body) from None
+    twice = repeated(body)
+    if twice is not None:
+        where = written(twice)
+        raise bad_request(f"{where}: is there twice in one object; send it once.", where, "repeated_field")
+    return found
 
 
 def validate_query(shape: type[S], query: bytes) -> S:
@@ -38,6 +44,10 @@ def validate_query(shape: type[S], query: bytes) -> S:
         pairs = parse_qsl(query.decode("ascii"), keep_blank_values=True, max_num_fields=16)
     except ValueError:
         raise bad_request("The query of the address cannot be read.", code="invalid_value") from None
+    names = [name for name, _ in pairs]
+    for name in names:
+        if names.count(name) > 1:
+            raise bad_request(f"{name[:64]}: is there twice in the address; send it once.", name[:64], "repeated_field")
     values = {name: int(text) if text.isdecimal() and len(text) < 20 else text for name, text in pairs}
     return validate(shape, json.dumps(values).encode())
 
