@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Callable
 
 from twostroke.kv.blocks import BlockPool
 from twostroke.kv.hashing import BlockHasher
@@ -40,7 +41,7 @@ class FakeEngine:
         self.requests: list[Request] = []
         self.in_flight: deque[Plan] = deque()
         self.ends: dict[int, int] = {}
-        self.poison: Request | None = None
+        self.poisonous: Callable[[Work], bool] = lambda work: False
         self.failure_rate = 0.0
         self.stop_rate = 0.0
         self.capacity = 4096
@@ -89,8 +90,7 @@ class FakeEngine:
         plan = self.in_flight.popleft()
         seconds = 1.0 + 0.01 * sum(work.count for work in plan.works)
         self.now += seconds
-        poisoned = self.poison is not None and any(work.request is self.poison for work in plan.works)
-        if poisoned or self.rng.random() < self.failure_rate:
+        if any(map(self.poisonous, plan.works)) or self.rng.random() < self.failure_rate:
             failed = [plan, *self.in_flight]
             for one, tables in zip(failed, self.snapshots, strict=True):
                 self._spoil(one, tables)

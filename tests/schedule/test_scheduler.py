@@ -89,10 +89,35 @@ def test_one_poisoned_request_fails_alone():
     engine = FakeEngine(make_scheduler(blocks=100))
     for i in range(6):
         engine.add([100 * i + j for j in range(20)], max_tokens=5)
-    engine.poison = engine.requests[3]
+    poison = engine.requests[3]
+    engine.poisonous = lambda work: work.request is poison
     engine.finish_all()
     reasons = [r.finish_reason.value for r in engine.requests]
     assert reasons == ["length", "length", "length", "error", "length", "length"]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_poison_deep_in_a_prompt_harms_its_neighbours_once(prefix_cache, depth):
+    """Tried alone, a request must come as far as it was when it failed: its first chunks prove nothing."""
+    engine = FakeEngine(make_scheduler(200, max_batch_tokens=16, max_requests=8, prefix_cache=prefix_cache), depth)
+    for i in range(1, 4):
+        engine.add([1000 * i + j for j in range(20)], max_tokens=300)
+    for _ in range(6):
+        engine.step()
+    bad = engine.add(list(range(100)), max_tokens=5)
+    failed = []
+    fail = engine.scheduler.fail
+
+    def counted(plans, error, now):
+        failed.append({work.request.id for plan in plans for work in plan.works})
+        return fail(plans, error, now)
+
+    engine.scheduler.fail = counted
+    engine.poisonous = lambda work: work.request is bad and work.start <= 50 < work.start + work.count
+    engine.finish_all()
+    assert [r.finish_reason.value for r in engine.requests] == ["length", "length", "length", "error"]
+    assert len(failed) == 2 and failed[1] == {bad.id}
 
 
 def test_unchunked_prompt_runs_in_one_step_over_the_budget():

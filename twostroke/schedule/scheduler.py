@@ -8,9 +8,9 @@ and every request that was added gets exactly one event with a finish reason.
 from __future__ import annotations
 
 from bisect import insort
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 
 from twostroke.kv.tables import KVTables
 from twostroke.schedule.pace import Pace
@@ -51,7 +51,8 @@ class Scheduler:
         self.waiting: list[Request] = []  # sorted by the policy's key
         self.running: dict[int, Request] = {}  # by id, in order of admission
         self.leaving: dict[int, Request] = {}  # finished, but a step in flight still writes their blocks
-        self.suspects: deque[int] = deque()  # part of a step that raised: each is tried alone
+        # Part of a step that raised, by id: each is tried alone until it has computed so many tokens again.
+        self.suspects: dict[int, int] = {}
         self.published: dict[int, list[int]] = {}  # plan number -> blocks whose content it promised
         self.batch_open = True  # static batching: whether the batch still takes requests
         self.plans = 0
@@ -155,13 +156,14 @@ class Scheduler:
         self.published.pop(plan.number, None)
         self.pace.observe(plan, seconds)
         self.counters.steps += 1
-        if self.suspects and plan.works[0].request.id == self.suspects[0]:
-            self.suspects.popleft()  # it computed something alone: innocent
         events = []
         for index, (work, tokens) in enumerate(zip(plan.works, result.tokens, strict=True)):
             event = self._commit_one(work, tokens, result.details.get(index, NOTHING), now)
             if event is not None:
                 events.append(event)
+        for request, _, _ in plan.works:
+            if request.computed >= self.suspects.get(request.id, inf):
+                del self.suspects[request.id]  # it came past what failed, alone: innocent
         return events
 
     def _commit_one(self, work: Work, tokens: tuple[int, ...], details: Details, now: float) -> Event | None:
@@ -211,8 +213,7 @@ class Scheduler:
         else:
             del self.running[request.id]
             self.leaving[request.id] = request
-        if request.id in self.suspects:
-            self.suspects.remove(request.id)
+        self.suspects.pop(request.id, None)
         request.status = Status.FINISHED
         self._leave(request)
         return Event(request, tokens, reason, details.logprobs, details.prompt_logprobs, error)
@@ -233,8 +234,10 @@ class Scheduler:
         for block in broken:
             self.tables.pool.revoke(block)
         works = [work for plan in plans for work in plan.works]
-        for work in works:
-            work.request.in_flight -= work.count
+        ends: dict[int, int] = {}  # how far each of them was to come
+        for request, start, count in works:
+            request.in_flight -= count
+            ends[request.id] = min(start + count, len(request.tokens))
         requests = {work.request.id: work.request for work in works}
         events = []
         for request in requests.values():
@@ -244,8 +247,7 @@ class Scheduler:
                 events.append(self._finish(request, FinishReason.ERROR, now, error=error))
             else:
                 self._restart(request)
-                if request.id not in self.suspects:
-                    self.suspects.append(request.id)
+                self.suspects[request.id] = max(ends[request.id], self.suspects.get(request.id, 0))
         for request in list(self.running.values()):
             if self.tables.holds_any(request, broken):  # it was admitted on a promise that was not kept
                 self._restart(request)
@@ -319,12 +321,13 @@ class _Draft:
         if not scheduler.waiting:
             scheduler.batch_open = False
 
-    def add_suspect(self, suspects: deque[int]) -> None:
+    def add_suspect(self, suspects: dict[int, int]) -> None:
         """Only the first suspect, alone, and only when nothing else is in flight."""
         scheduler = self.scheduler
         if any(request.in_flight for request in (*scheduler.running.values(), *scheduler.leaving.values())):
             return
-        request = scheduler.running.get(suspects[0]) or next(r for r in scheduler.waiting if r.id == suspects[0])
+        first = next(iter(suspects))
+        request = scheduler.running.get(first) or next(r for r in scheduler.waiting if r.id == first)
         if request.status is Status.WAITING and not scheduler.admit(request):
             for victim in sorted(scheduler.running.values(), key=_worth_keeping):
                 scheduler.preempt(victim)
