@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -34,6 +35,15 @@ def wait_for_answer(page) -> None:
     expect(page, "#send").to_be_enabled()
 
 
+def without_early_ends(page) -> None:
+    """Answers are as long as was asked for: what is seen while they come must not depend on when a model is done."""
+
+    def lengthen(route) -> None:
+        route.continue_(post_data=json.dumps({**json.loads(route.request.post_data), "ignore_eos": True}))
+
+    page.route("**/v1/chat/completions", lengthen)
+
+
 @pytest.fixture
 def opened(server: Server, watched):
     seen = watched(viewport=WIDE, color_scheme="light")
@@ -44,7 +54,8 @@ def opened(server: Server, watched):
 
 def test_an_answer_streams_with_its_two_strokes(opened):
     page = opened.page
-    page.fill("#max-tokens", "48")
+    without_early_ends(page)
+    page.fill("#max-tokens", "160")
     page.fill("#question", "Write one sentence about engines.")
     page.press("#question", "Enter")
     expect(page, "#stop").to_be_visible()
@@ -70,7 +81,8 @@ def test_the_page_moves_while_requests_run(opened):
     expect(page, "#lanes-text").to_contain_text("in the last 30 seconds")
     wait_for_answer(page)
     bars = int(page.locator("#lanes").get_attribute("data-bars"))
-    page.fill("#max-tokens", "200")  # long enough to be seen on a fast machine
+    without_early_ends(page)
+    page.fill("#max-tokens", "300")  # long enough to be seen on a fast machine
     page.click("[data-try=batch]")
     expect(page, "#lanes-text").to_contain_text("streams are being written")
     page.wait_for_timeout(1200)
@@ -104,6 +116,7 @@ def test_the_page_moves_while_requests_run(opened):
 
 def test_stopping_an_answer_and_clearing(opened):
     page = opened.page
+    without_early_ends(page)
     page.fill("#max-tokens", "2000")
     page.fill("#question", "Count to one thousand.")
     page.click("#send")

@@ -16,8 +16,10 @@ TEMPLATE = (
     "{% for c in m.tool_calls or [] %}<tool_call>\n{{ c.function | tojson }}\n</tool_call>{% endfor %}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# A client that is refused may be as slow to read why as the machine makes it.
-PATIENT_LINGERING = "import twostroke.serve.linger as g; g.LINGER_SECONDS = 60.0"
+# A client that is refused may be as slow to read why as the machine makes it, and a verdict as slow to be reached.
+PATIENT_SERVER = (
+    "import twostroke.serve.linger as g, twostroke.serve.diagnosis as d; g.LINGER_SECONDS = 60.0; d.PATIENCE = 600.0"
+)
 
 
 @pytest.fixture(scope="session")
@@ -29,7 +31,7 @@ def long_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def server(long_folder: Path) -> Iterator[Server]:
     """One server for all tests that leave it as they found it."""
-    running = Server(long_folder, "--max-queue", "64", code=PATIENT_LINGERING).wait()
+    running = Server(long_folder, "--max-queue", "64", code=PATIENT_SERVER).wait()
     yield running
     assert running.stop() == 0
 

@@ -78,7 +78,7 @@ def test_a_verdict_appears_once_there_are_answers(server: Server, client: httpx.
         assert found["trouble"] is None, found
         return found["verdict"] is not None
 
-    wait_until(made, "no verdict")
+    wait_until(made, "no verdict", 600)
     verdict = found["verdict"]
     assert verdict["sentence"].endswith(".") and verdict["phase"] in ("prefill", "decode")
     assert verdict["requests"] >= 5 and verdict["measured"]["ttft"] > 0 and len(verdict["evidence"]) > 4
