@@ -71,6 +71,17 @@ def test_a_prompt_whose_slots_are_all_the_host_has_comes_back_whole():
     assert served(engine, prompt(1)) == 200 - 192
 
 
+def test_a_pool_that_is_cleared_finds_nothing_on_either_side():
+    engine = FakeEngine(make_scheduler(blocks=16, host_slots=100))
+    for number in (1, 2):
+        served(engine, prompt(number))
+    pool = engine.scheduler.tables.pool
+    assert pool.cached and pool.host.slot_of
+    pool.clear()
+    engine.scheduler.check()
+    assert [served(engine, prompt(number)) for number in (1, 2)] == [200, 200]
+
+
 def test_copies_of_a_failed_step_are_forgotten_on_both_sides():
     engine = FakeEngine(make_scheduler(blocks=16, host_slots=100))
     served(engine, prompt(1))

@@ -211,8 +211,7 @@ def bench_settings(core: Core) -> Iterator[StepLog]:
         yield core.steplog
     finally:
         core.steplog, scheduler.pace, scheduler.limits, pool.keep_cached = before
-        for block in list(pool.cached):
-            pool.revoke(block)
+        pool.clear()
 
 
 def settled(steps: list[Step]) -> list[Step]:

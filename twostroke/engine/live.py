@@ -46,6 +46,8 @@ def change(scheduler: Scheduler, settings: Resolved, wanted: Mapping[str, Any]) 
     scheduler.waiting.sort(key=scheduler.policy.key)
     scheduler.pace.max_gap = then.max_gap
     scheduler.tables.pool.keep_cached = then.prefix_cache
+    if not then.prefix_cache:
+        scheduler.tables.pool.clear()
     return then
 
 

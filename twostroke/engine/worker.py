@@ -272,9 +272,7 @@ def rehearse(engine: Engine, count: int) -> float:
         engine.core.step()
     if request.finish_reason is not FinishReason.LENGTH:
         raise TwostrokeError("the warm-up failed: the log above has the trace.")
-    pool = engine.core.scheduler.tables.pool
-    for block in list(pool.cached):
-        pool.revoke(block)
+    engine.core.scheduler.tables.pool.clear()
     return request.timeline.prefill
 
 

@@ -97,6 +97,13 @@ class BlockPool:
             del self.cached[block]
             self.free.append(block)
 
+    def clear(self) -> None:
+        """Forget what is kept only because its content may be wanted again."""
+        for block in list(self.cached):
+            self.revoke(block)
+        if self.host is not None:
+            self.host.clear()
+
     def check(self) -> None:
         """Invariant: free + held + cached = all, each block in one state, names consistent both ways."""
         held = {block for block, count in enumerate(self.references) if count > 0}

@@ -79,6 +79,13 @@ class HostPool:
                 self.free.append(slot)
         return broken
 
+    def clear(self) -> None:
+        """Forget all names. Copies that were decided are still made, for nobody."""
+        for slot in self.slot_of.values():
+            self.name_in[slot], self.tokens_in[slot] = None, ()
+            self.free.append(slot)
+        self.slot_of.clear()
+
     def check(self) -> None:
         """Invariant: every slot is free or holds one name, and names agree both ways."""
         assert len(set(self.free)) == len(self.free), "a slot is free twice"
