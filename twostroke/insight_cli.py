@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from twostroke.bench import html, plots, report
 from twostroke.bench.compare import compare as compare_runs
-from twostroke.bench.record import Run, load_runs, save
+from twostroke.bench.record import Run, load_runs, save, typed
 from twostroke.bench.watch import over_http, watching
 from twostroke.bench.workload import Load, make_load, renewed, trace_load
 from twostroke.cost.diagnose import seconds
@@ -166,7 +167,7 @@ def reached_here(llm: LLM, model: str) -> Roofline | None:
 
 
 def show(runs: list[Run], ttft: float | None, tpot: float | None, json_out: Path | None, html_out: Path | None) -> None:
-    command = " ".join(["twostroke", *sys.argv[1:]])
+    command = typed(sys.argv[1:])
     if ttft is not None or tpot is not None:
         ttft, tpot = ttft or inf, tpot or inf  # one target alone is one too
     for run in runs:
@@ -176,7 +177,7 @@ def show(runs: list[Run], ttft: float | None, tpot: float | None, json_out: Path
             for line in report.lines(run, ttft, tpot):
                 console.print(line)
         for flag in run.flags:
-            console.print(f"[red]![/red] {flag}")
+            console.print(f"[red]![/red] {escape(flag)}")
     if len(runs) > 1 and all(any(record.pieces for record in run.records) for run in runs):
         console.print(report.sweep_table(runs, ttft, tpot))
     if json_out is not None:
@@ -195,7 +196,7 @@ def compare(before: Path, after: Path) -> None:
         raise InputError(f"{before} holds {len(old)} loads, {after} {len(new)}: compare results of the same rates.")
     for first, second in zip(old, new, strict=True):
         table = Table(
-            title=f"{report.title(first)}  →  {report.title(second)}", header_style="bold", title_justify="left"
+            title=escape(f"{report.title(first)}  →  {report.title(second)}"), header_style="bold", title_justify="left"
         )
         for name in ("", "before", "after", "change", "95 % interval", ""):
             table.add_column(name, justify="right" if name else "left")

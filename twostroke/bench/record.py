@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,17 @@ def fitted(parts: tuple[Part, ...], length: int) -> tuple[Part, ...]:
 
 def new_run(load: Load, target: str, model: str, machine: str) -> Run:
     return Run(load.name, target, load.rate, load.closed, [], machine, model=model)
+
+
+def typed(arguments: Sequence[str]) -> str:
+    """The command as a result may show it: without its key."""
+    shown = list(arguments)
+    for place, word in enumerate(shown):
+        if word == "--api-key":
+            shown[place + 1 : place + 2] = ["KEY"]
+        elif word.startswith("--api-key="):
+            shown[place] = "--api-key=KEY"
+    return " ".join(["twostroke", *shown])
 
 
 def save(runs: list[Run], path: Path, command: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import inf, isnan
 
+from rich.markup import escape
 from rich.table import Table
 
 from twostroke.bench.record import Run
@@ -66,7 +67,7 @@ def check_physics(run: Run, roofline: Roofline) -> list[str]:
 
 def table(run: Run) -> Table:
     summary = run.summary()
-    shown = Table(title=title(run), title_justify="left", header_style="bold")
+    shown = Table(title=escape(title(run)), title_justify="left", header_style="bold")
     for name in ("", *COLUMNS):
         shown.add_column(name, justify="right" if name else "left")
     outside = [record.outside for record in run.records if record.outside is not None]

@@ -1,0 +1,35 @@
+"""What is shown and kept of a measurement: a server's words as they are, the command without its key."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from twostroke import insight_cli
+from twostroke.bench.record import Record, Run
+
+WORDS = "1 of 2 requests failed: 503 no such token [/INST]"
+
+
+def a_run() -> Run:
+    records = [Record(0.0, 0.0, [0.1, 0.2, 0.3], 0.3, prompt=9, output=3), Record(0.0, 0.0, error="503 [/INST]")]
+    return Run("chat", "http://127.0.0.1:1", 1.0, None, records, model="name[/x]", flags=[WORDS])
+
+
+def test_a_servers_words_are_no_markup(capsys: pytest.CaptureFixture[str], tmp_path):
+    insight_cli.show([a_run()], None, None, tmp_path / "one.json", None)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "[/INST]" in shown and "[/x]" in shown
+    insight_cli.compare(tmp_path / "one.json", tmp_path / "one.json")
+    assert "[/x]" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [["--api-key", "secret"], ["--api-key=secret"]])
+def test_no_result_holds_the_key(words, tmp_path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "argv", ["twostroke", "bench", "--url", "http://127.0.0.1:1", *words, "-n", "2"])
+    kept = tmp_path / "run.json", tmp_path / "run.html"
+    insight_cli.show([a_run()], None, None, *kept)
+    for file in kept:
+        text = file.read_text()
+        assert "secret" not in text and "twostroke bench --url" in text and "-n 2" in text
