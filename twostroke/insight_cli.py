@@ -24,8 +24,11 @@ from twostroke.cost.hardware import calibration_path, load_calibration
 from twostroke.cost.roofline import Roofline, model_cost
 from twostroke.errors import InputError
 from twostroke.hardware import machine_name
-from twostroke.insight_plan import describe, diagnose_command, plan_command
+from twostroke.insight_diagnose import diagnose_command
+from twostroke.insight_plan import describe, plan_command
 from twostroke.options import (
+    FASTEST,
+    SLOWEST,
     Json,
     Requests,
     Scale,
@@ -119,8 +122,8 @@ def rates_of(text: str, trace: str | None, context: typer.Context) -> list[float
         found: list[float | None] = [float(part) for part in text.split(",")]
     except ValueError:
         raise InputError(f"--rate {text}: write a number, or several as 1,2,4.") from None
-    if not all(one is not None and 0 < one < 1e9 for one in found):
-        raise InputError("--rate must be above 0.")
+    if not all(one is not None and SLOWEST <= one <= FASTEST for one in found):
+        raise InputError(f"--rate {text}: each must be above 0: {SLOWEST:g} to {FASTEST:g} requests a second.")
     return found
 
 

@@ -12,12 +12,19 @@ import typer
 from twostroke.config import Config, make_config
 from twostroke.errors import ConfigError
 
+SLOWEST, FASTEST = 1e-6, 1e9  # requests a second
 LENGTHS = 100.0  # how much longer than they are a scale may make requests
 
 
 def above_zero(value: float | None) -> float | None:
     if value is not None and not 0 < value < inf:
-        raise typer.BadParameter("must be above 0.")
+        raise typer.BadParameter("must be a number above 0.")
+    return value
+
+
+def sane_rate(value: float) -> float:
+    if not SLOWEST <= value <= FASTEST:
+        raise typer.BadParameter(f"must be above 0: {SLOWEST:g} to {FASTEST:g} requests a second.")
     return value
 
 
@@ -40,6 +47,38 @@ def refuse_unused(context: typer.Context, reasons: Mapping[str, str]) -> None:
         name, source = parameter.name or "", context.get_parameter_source(parameter.name or "")
         if name in reasons and source is not None and source.name == "COMMANDLINE":
             raise ConfigError(f"{parameter.opts[0]} {reasons[name]}.")
+
+
+def unused_in_plan(trace: bool, search: bool, calibrate: bool) -> dict[str, str]:
+    """Options of `plan` that change nothing beside these, and why."""
+    found: dict[str, str] = {}
+    if trace:
+        found["workload"] = "says nothing beside --trace"
+    if calibrate:
+        found["hardware"] = "says nothing beside --calibrate, which measures this machine"
+    if search:
+        found |= dict.fromkeys(("hardware", "gpus", "precision"), "says nothing beside --search, which tries them all")
+    return found
+
+
+def unused_in_diagnosis(source: str, trace: bool) -> dict[str, str]:
+    """Options of `diagnose` that change nothing where the diagnosis comes from this, and why."""
+    load = ("trace", "workload", "requests", "rate", "scale")
+    if source == "ledger":
+        everything = (*load, "url", "result", "model", "hardware", "precision", "api_key", "ttft", "tpot", "apply")
+        return dict.fromkeys((*everything, "option"), "says nothing beside --ledger, which only shows what came before")
+    found = {"workload": "says nothing beside --trace"} if trace else {}
+    if source == "url":
+        return found | {"result": "says nothing beside --url: give one of them"}
+    found["api_key"] = "is for a server: give --url"
+    if source == "result":
+        found |= dict.fromkeys(load, "says nothing beside --result, which holds its own load")
+        found["apply"] = "needs something that runs: leave --result out"
+    elif source == "apply":
+        found |= dict.fromkeys(("hardware", "precision"), "says nothing beside --apply, which runs the model here")
+    elif trace:
+        found["rate"] = "says nothing beside --trace, which is replayed as it was recorded"
+    return found
 
 
 Settings = Annotated[

@@ -40,6 +40,24 @@ WRONG = {
     "plan llama-3.1-8b --hardware m4-max --gpus 2": "only on GPUs",
     "plan llama-3.1-8b -s max_model_len=10": "--scale",
     "plan {folder}/config.json": "not JSON",
+    "plan llama-3.1-8b --rate inf": "1e-06 to 1e+09 requests a second",
+    "plan llama-3.1-8b --rate 1e300": "1e-06 to 1e+09 requests a second",
+    "bench --rate 1,1e400": "--rate 1,1e400: each must be above 0: 1e-06 to 1e+09",
+    "plan llama-3.1-8b --ttft inf": "a number above 0",
+    "plan llama-3-70b --hardware h200": "weights take 141.1 GB; 1 × h200 has 141 GB",
+    "plan llama-3.1-8b --hardware l4 --precision float32": "use more devices or a narrower precision",
+    "plan llama-3.1-8b --trace nosuch": "--trace nosuch: no such file: give its path, or one of azure-code",
+    "plan llama-3.1-8b --trace azure-conv -w rag": "says nothing beside --trace",
+    "plan llama-3.1-8b --search --hardware l4": "--hardware says nothing beside --search",
+    "plan llama-3.1-8b --hardware this": "run `twostroke plan llama-3.1-8b --calibrate`, or name a device: a100",
+    "diagnose --trace azure-conv": "--hardware this: llama-3.1-8b was never measured on this machine",
+    "diagnose --trace azure-conv --hardware h200 --rate 3": "--rate says nothing beside --trace",
+    "diagnose --result {folder}/none.json": "give a result of",
+    "diagnose --result {folder}/empty.json --url http://127.0.0.1:9": "--result says nothing beside --url",
+    "diagnose --result {folder}/empty.json --apply": "--apply needs something that runs",
+    "diagnose --result {folder}/empty.json -w rag": "--workload says nothing beside --result",
+    "diagnose --ledger --apply": "--apply says nothing beside --ledger",
+    "diagnose --url http://127.0.0.1:9": "is the server up",
 }
 
 
@@ -65,7 +83,8 @@ def said(*arguments: str) -> str:
 
 
 @pytest.mark.parametrize("typed", WRONG)
-def test_a_mistake_is_answered_with_the_way_out(typed, folder):
+def test_a_mistake_is_answered_with_the_way_out(typed, folder, monkeypatch):
+    monkeypatch.setenv("TWOSTROKE_HOME", str(folder))  # where nothing was ever measured
     text = said(*(part.format(folder=folder) for part in typed.split()))
     assert WRONG[typed] in text
 

@@ -140,7 +140,7 @@ def load_runs(path: Path) -> list[Run]:
             runs.append(Run(**one))
         return runs
     except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror}).") from None
+        raise InputError(f"{path}: cannot be read ({error.strerror}): give a result of `bench --json`.") from None
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(
             f"{path}: not a result of `twostroke bench --json` ({type(error).__name__}: {error}): measure again."

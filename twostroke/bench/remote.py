@@ -39,13 +39,16 @@ class Admin:
         except self.trouble as error:
             raise InputError(f"{self.http.base_url}{path[1:]} does not answer as a twostroke does ({error}).") from None
 
+    def _unreached(self, error: Exception) -> str:
+        return f"{self.http.base_url}: cannot be reached ({error}): is the server up, the address right?"
+
     @property
     def known(self) -> bool:
         """Whether a twostroke answers there. A key that is refused is an error, not another kind of server."""
         try:
             answer = self.http.get("/twostroke/settings")
         except self.trouble as error:
-            raise InputError(f"{self.http.base_url}: cannot be reached ({error}).") from None
+            raise InputError(self._unreached(error)) from None
         if answer.status_code == 401:
             raise InputError(f"{self.http.base_url}: refuses the key: give --api-key.")
         return answer.status_code == 200
@@ -61,7 +64,7 @@ class Admin:
             if answer.status_code != 200:
                 raise InputError(f"the server did not take {settings}: {answer.json()['error']['message']}")
         except self.trouble as error:
-            raise InputError(f"{self.http.base_url}: cannot be reached ({error}).") from None
+            raise InputError(self._unreached(error)) from None
 
     def totals(self) -> dict[str, float]:
         """Counters and gauges of /metrics without labels of their own, by name."""

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from importlib.resources import as_file, files
 from itertools import islice
+from pathlib import Path
 
 from twostroke.cost.trace import Arrival, Contents, Part, at_rate, from_zero, read_trace, shorter
 from twostroke.errors import InputError
@@ -42,6 +43,8 @@ class Load:
 def shipped_trace(name: str, limit: int | None = None) -> list[Arrival]:
     """One of the excerpts that come with the package, or a full trace by its path."""
     if name not in TRACES:
+        if not Path(name).exists():
+            raise InputError(f"--trace {name}: no such file: give its path, or one of {', '.join(TRACES)}.")
         return read_trace(name, limit)
     with as_file(files("twostroke.bench") / "data" / TRACES[name]) as path:
         return read_trace(path, limit)

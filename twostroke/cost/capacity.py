@@ -31,6 +31,7 @@ BATCHES = 4  # that each of its workers is to fill
 MOST_REQUESTS = 1500
 PARTS = (1.0, 0.9, 0.8, 0.65, 0.5, 0.35, 0.2, 0.1)  # of the most that a fleet can do, tried in turn
 GPUS = (1, 2, 4, 8)
+ROOM = 0.97  # of the memory that weights may take, as long as there is to be a KV cache too
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,16 +67,20 @@ class Sizing:
     reasons: dict[str, str]
 
 
-def size(deployment: Deployment, prompt: int, output: int) -> Sizing:
-    """ConfigError when not even one request fits."""
-    weights = deployment.model.bytes
-    memory = deployment.device.memory * deployment.gpus
-    if weights >= memory:
+def check_weights(deployment: Deployment) -> None:
+    """ConfigError when the weights leave no room for a KV cache."""
+    weights, memory = deployment.model.bytes, deployment.device.memory * deployment.gpus
+    if weights > ROOM * memory:
         raise ConfigError(
             f"{deployment.precision} weights take {weights / 1e9:.1f} GB; {deployment.gpus} × {deployment.device.name} "
-            f"has {memory / 1e9:.0f} GB: use more devices or a narrower precision."
+            f"has {memory / 1e9:.0f} GB, of which K and V need some: use more devices or a narrower precision."
         )
-    settings = deployment.settings
+
+
+def size(deployment: Deployment, prompt: int, output: int) -> Sizing:
+    """ConfigError when not even one request fits."""
+    check_weights(deployment)
+    weights, settings = deployment.model.bytes, deployment.settings
     each = settings.layout.blocks_for(min(prompt + output, settings.max_model_len), settings.max_batch_tokens)
     largest = settings.kv_blocks // each
     batch = max(1, min(largest, settings.max_requests))

@@ -246,7 +246,7 @@ def verdict(phase: str, metric: str, evidence: Evidence, summary: Summary, best:
     else:
         opening = (
             f"Slow to stream: TPOT {seconds(summary.tpot.p50)}, {evidence.decode_over_ideal:.1f}× that of a stream "
-            f"alone, with {evidence.batch:.0f} streams at once"
+            f"alone, with {evidence.batch:.0f} {'stream' if round(evidence.batch) == 1 else 'streams'} at once"
         )
     if best is None:
         return f"{opening}. No lever helps much."
@@ -256,4 +256,6 @@ def verdict(phase: str, metric: str, evidence: Evidence, summary: Summary, best:
 
 
 def seconds(value: float) -> str:
+    if 0 < value < 5e-5:
+        return f"{1e6 * value:.2g} µs"
     return f"{value:.2f} s" if value >= 1 else f"{1000 * value:.0f} ms" if value >= 0.01 else f"{1000 * value:.1f} ms"

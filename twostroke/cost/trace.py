@@ -69,7 +69,7 @@ def read_trace(path: str | Path, limit: int | None = None) -> list[Arrival]:
         with path.open() as lines:
             rows = list(_first(azure(lines) if path.suffix == ".csv" else mooncake(lines), limit))
     except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror}).") from None
+        raise InputError(f"{path}: cannot be read ({error.strerror}): check the path.") from None
     except (KeyError, ValueError, TypeError) as error:
         raise InputError(f"{path}: {FORMATS} ({type(error).__name__}: {error}).") from None
     if not rows:

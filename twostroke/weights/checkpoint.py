@@ -110,7 +110,8 @@ def _from_hub(name: str) -> Path:
 def _unknown(name: str) -> str:
     nearest = difflib.get_close_matches(name.lower(), catalog.CATALOG, n=3, cutoff=0.4)
     hint = f"Did you mean {' or '.join(nearest)}? " if nearest else ""
+    said = name[:200] or "an empty name"
     return (
-        f"{name[:200]}: no such model. {hint}Give a catalog name ({', '.join(catalog.CATALOG)}), a folder, "
+        f"{said}: no such model. {hint}Give a catalog name ({', '.join(catalog.CATALOG)}), a folder, "
         "a .gguf file, or a hub id like owner/name."
     )
