@@ -6,5 +6,6 @@ import os
 for name in ("FORCE_COLOR", "CLICOLOR_FORCE", "PY_COLORS", "GITHUB_ACTIONS", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
     os.environ.pop(name, None)
 os.environ |= {"NO_COLOR": "1", "TERM": "dumb", "COLUMNS": "120", "PYTHONUTF8": "1"}  # the last for processes we start
+os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # threads of torch that wait leave the processor to whoever has work for it
 for name in ("NO_PROXY", "no_proxy"):
     os.environ[name] = ",".join(filter(None, (os.environ.get(name), "127.0.0.1", "localhost", "0.0.0.0")))
