@@ -7,6 +7,7 @@ from twostroke.errors import ConfigError
 from twostroke.hardware import Hardware
 from twostroke.kv.layout import make_layout
 from twostroke.model.arch import Arch, LayerArch, seen_pairs
+from twostroke.options import parse_settings
 
 LLAMA_8B = Arch(
     family="llama",
@@ -148,3 +149,10 @@ def test_what_the_host_keeps_is_not_given_away_twice():
     assert both[0] == both[1]
     with pytest.raises(ConfigError, match="lower kv_offload"):
         resolve(make_config(kv_offload=30 * 10**9), LLAMA_8B, MACHINE, weights)
+
+
+def test_a_typed_setting_that_is_no_whole_number_is_told_what_it_must_be():
+    for typed in ("kv_memory=4G", "kv_offload=1e9"):
+        with pytest.raises(ConfigError, match="must be a whole number, as digits"):
+            parse_settings([typed])
+    assert parse_settings(["kv-offload=1_000", "max_gap=0.5"]) == {"kv_offload": 1000, "max_gap": 0.5}

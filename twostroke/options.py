@@ -124,5 +124,6 @@ def parse_value(name: str, value: str, kind: Any) -> Any:
             try:
                 return number(value)
             except ValueError:
-                raise ConfigError(f"{name} must be a number, got {value!r}.") from None
+                wanted = "a whole number, as digits" if number is int else "a number"
+                raise ConfigError(f"{name} must be {wanted}, got {value!r}.") from None
     return value
