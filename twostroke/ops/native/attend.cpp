@@ -84,8 +84,16 @@ void attend_step(Context& c, const AttendLayer& L, const AttendBatch& B, const f
             }
         }
     }
-    auto body = [&](int i, int worker) { c.kernels.attend(c.tasks[i], c.scratch_of(worker)); };
-    c.pool.each((int)c.tasks.size(), body);
+    // Tasks of single rows are short and have the same length: each thread takes a stretch and knows what comes next.
+    const int count = (int)c.tasks.size();
+    const bool stretches = B.rows == B.requests;
+    c.expected.assign((size_t)c.pool.threads(), -1);
+    auto body = [&](int i, int worker) {
+        const bool fetched = stretches && c.expected[worker] == i;
+        c.expected[worker] = i + 1;
+        c.kernels.attend(c.tasks[i], stretches && i + 1 < count ? &c.tasks[i + 1] : nullptr, fetched, c.scratch_of(worker));
+    };
+    c.pool.each(count, body, stretches);
 
     next = store;
     for (int r = 0; cut && r < B.requests; ++r) {

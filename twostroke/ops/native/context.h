@@ -76,6 +76,7 @@ struct Context {
     Buffer qkv, attended, gate_up, product;  // between the ops of a layer
     std::vector<std::unique_ptr<Buffer>> scratch;  // one for each thread
     std::vector<AttendTask> tasks;
+    std::vector<int> expected;  // for each thread, the task that it asked memory for
     std::shared_ptr<Arena> arena;  // the one that still has room
 
     Context(const Kernels& k, int threads) : kernels(k), pool(threads) {

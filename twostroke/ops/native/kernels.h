@@ -95,7 +95,8 @@ struct Kernels {
     void (*matmul)(const MatmulArgs&, int panel, int panel_end, uint8_t* scratch);
     size_t (*matmul_scratch)(int kind, int cols);  // bytes
     void (*attend_write)(const AttendLayer&, const AttendBatch&, const float* qkv, float* q, int row, int row_end);
-    void (*attend)(const AttendTask&, uint8_t* scratch);
+    // next: what the same thread will do after it, or null; fetched: whether this task was the last one's next
+    void (*attend)(const AttendTask&, const AttendTask* next, bool fetched, uint8_t* scratch);
     void (*attend_merge)(const AttendLayer&, const float* partials, int splits, int64_t split_stride, float* out);
     size_t (*attend_scratch)(int heads_per_kv, int head_dim);  // bytes
     int (*attend_tile_rows)(int heads_per_kv, int head_dim);

@@ -204,19 +204,6 @@ template <int Quad, bool Small> TS_INLINE I dot4(I acc, W w, A a) {
     const __m256i q = _mm256_set1_epi32(four);
     return {dot_half<Small>(acc.a, w.a, q), dot_half<Small>(acc.b, w.b, q)};
 }
-TS_INLINE I dot_lanes(I acc, W w, W q) { return {dot_half<false>(acc.a, w.a, q.a), dot_half<false>(acc.b, w.b, q.b)}; }
-TS_INLINE __m128i ifold_to_four(I x) {
-    const __m256i e = _mm256_add_epi32(x.a, x.b);
-    return _mm_add_epi32(_mm256_castsi256_si128(e), _mm256_extracti128_si256(e, 1));
-}
-TS_INLINE __m128i isums_of_four(const I* r) {
-    const __m128i low = _mm_hadd_epi32(ifold_to_four(r[0]), ifold_to_four(r[1]));
-    const __m128i high = _mm_hadd_epi32(ifold_to_four(r[2]), ifold_to_four(r[3]));
-    return _mm_hadd_epi32(low, high);
-}
-TS_INLINE I isums(const I* r) {
-    return {_mm256_set_m128i(isums_of_four(r + 4), isums_of_four(r)), _mm256_set_m128i(isums_of_four(r + 12), isums_of_four(r + 8))};
-}
 TS_INLINE F to_float_dot(I x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
 TS_INLINE X load_x4(const float* p) { return {p}; }
 template <int J> TS_INLINE F fma_lane(F w, X x, F acc) { return fma(w, splat(x.p[J]), acc); }

@@ -151,21 +151,6 @@ template <int Quad, bool Small> TS_INLINE I dot4(I acc, W w, A a) {
     asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(acc.v) : "v"(w.v), "m"(*(const Quads*)(a.p + 4 * Quad)));
     return acc;
 }
-TS_INLINE I dot_lanes(I acc, W w, W q) { return {_mm512_dpbusd_epi32(acc.v, w.v, q.v)}; }  // w with 128 added
-TS_INLINE __m512i iquarters(const I* r) {
-    const __m512i x = r[0].v, y = r[4].v, z = r[8].v, w = r[12].v;
-    const __m512i xy = _mm512_add_epi32(_mm512_shuffle_i32x4(x, y, 0x44), _mm512_shuffle_i32x4(x, y, 0xee));
-    const __m512i zw = _mm512_add_epi32(_mm512_shuffle_i32x4(z, w, 0x44), _mm512_shuffle_i32x4(z, w, 0xee));
-    return _mm512_add_epi32(_mm512_shuffle_i32x4(xy, zw, 0x88), _mm512_shuffle_i32x4(xy, zw, 0xdd));
-}
-TS_INLINE __m512i ineighbours(__m512i a, __m512i b) {
-    const __m512 x = _mm512_castsi512_ps(a), y = _mm512_castsi512_ps(b);
-    return _mm512_add_epi32(_mm512_castps_si512(_mm512_shuffle_ps(x, y, 0x88)), _mm512_castps_si512(_mm512_shuffle_ps(x, y, 0xdd)));
-}
-TS_INLINE I isums(const I* r) {
-    const __m512i low = ineighbours(iquarters(r), iquarters(r + 1)), high = ineighbours(iquarters(r + 2), iquarters(r + 3));
-    return {ineighbours(low, high)};
-}
 TS_INLINE F to_float_dot(I a) { return {_mm512_cvtepi32_ps(a.v)}; }
 TS_INLINE X load_x4(const float* p) { return {p}; }
 template <int J> TS_INLINE F fma_lane(F w, X x, F acc) { return fma(w, splat(x.p[J]), acc); }

@@ -178,23 +178,6 @@ template <int Quad, bool Small> TS_INLINE I dot4(I acc, W w, A a) {
     TS_EACH acc.v[i] = vdotq_laneq_s32(acc.v[i], w.v[i], a.v, Quad);
     return acc;
 }
-TS_INLINE I dot_lanes(I acc, W w, W q) {
-    TS_EACH acc.v[i] = vdotq_s32(acc.v[i], w.v[i], q.v[i]);
-    return acc;
-}
-TS_INLINE int32x4_t ifold_to_four(I a) {
-    return vaddq_s32(vaddq_s32(a.v[0], a.v[2]), vaddq_s32(a.v[1], a.v[3]));
-}
-TS_INLINE I isums(const I* r) {
-    I s;
-    TS_EACH {
-        const I* q = r + 4 * i;
-        const int32x4_t low = vpaddq_s32(ifold_to_four(q[0]), ifold_to_four(q[1]));
-        const int32x4_t high = vpaddq_s32(ifold_to_four(q[2]), ifold_to_four(q[3]));
-        s.v[i] = vpaddq_s32(low, high);
-    }
-    return s;
-}
 TS_INLINE F to_float_dot(I a) {
     F r;
     TS_EACH r.v[i] = vsubq_f32(vreinterpretq_f32_s32(a.v[i]), vdupq_n_f32(12582912.f));

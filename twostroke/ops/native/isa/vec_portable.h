@@ -120,13 +120,6 @@ template <int Quad, bool Small> TS_INLINE I dot4(I acc, W w, A a) {
     }
     return acc;
 }
-// Lane i: the dot of bytes 4i..4i+3 of both, signed ones.
-TS_INLINE I dot_lanes(I acc, W w, W q) {
-    TS_LOOP for (int j = 4 * i; j < 4 * i + 4; ++j) acc.v[i] += w.v[j] * q.v[j];
-    return acc;
-}
-// Lane t of the result is isum(rows[t]).
-TS_INLINE I isums(const I* rows) { I r; TS_LOOP r.v[i] = isum(rows[i]); return r; }
 TS_INLINE F to_float_dot(I a) { F r; TS_LOOP r.v[i] = (float)a.v[i]; return r; }
 TS_INLINE X load_x4(const float* p) { return {p}; }
 template <int J> TS_INLINE F fma_lane(F w, X x, F acc) { return fma(w, splat(x.p[J]), acc); }

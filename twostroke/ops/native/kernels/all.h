@@ -10,6 +10,7 @@
 #include "argmax.h"
 #include "kv.h"
 #include "attend_lines.h"
+#include "attend_fetch.h"
 #include "attend_score.h"
 #include "attend_value.h"
 #include "attend_write.h"

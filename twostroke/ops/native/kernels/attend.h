@@ -14,40 +14,6 @@ static size_t attend_scratch(int group, int dim) {  // the running split, and th
     return 2 * lines_bytes(attend_tile_rows(group, dim) * group, padded_dim(dim));
 }
 
-// What one row sees: key positions [first, end).
-struct Seen {
-    int64_t first, end;
-    TS_MEMBER Seen(const AttendLayer& L, int64_t position)
-        : first(L.window > 0 && position >= L.window ? position - L.window + 1 : 0), end(position + 1) {}
-};
-
-TS_INLINE int within_step(int64_t position, int64_t start) {
-    const int64_t d = position - start;
-    return d < 0 ? 0 : d > kStep ? kStep : (int)d;
-}
-
-// The four blocks of one step, for the KV head of the task. Only blocks in [from, to) may be looked at.
-struct StepBlocks {
-    const uint8_t* keys[kStep / kBlock];
-    const uint8_t* values[kStep / kBlock];
-    const float* key_scales[kStep / kBlock];
-    const float* value_scales[kStep / kBlock];
-
-    TS_MEMBER StepBlocks(const AttendTask& task, int64_t start, int from, int to) {
-        const AttendLayer& L = *task.layer;
-        const AttendBatch& B = *task.batch;
-        const int32_t* table = B.tables + task.request * B.table_stride + start / kBlock;
-        for (int b = from / kBlock; b * kBlock < to; ++b) {
-            const int64_t id = table[b];
-            keys[b] = L.keys + id * L.key_block_stride + task.kv_head * L.key_head_stride;
-            values[b] = L.values + id * L.value_block_stride + task.kv_head * L.value_head_stride;
-            if (!L.key_scales) continue;
-            key_scales[b] = L.key_scales + id * L.key_scale_block_stride + task.kv_head * L.key_scale_head_stride;
-            value_scales[b] = L.value_scales + id * L.value_scale_block_stride + task.kv_head * L.value_scale_head_stride;
-        }
-    }
-};
-
 template <int Value> struct Constant { static constexpr int value = Value; };
 
 // body(head_dim as a constant or 0, 3 or 1 lines as a constant, first line) for all lines in [line, end).
@@ -64,26 +30,21 @@ template <class Body> TS_INLINE void for_lines(int dim, int line, int end, const
     }
 }
 
-TS_INLINE int tokens_of(int b, int to) { return to - b * kBlock < kBlock ? to - b * kBlock : kBlock; }
-
-// The blocks of the keys [position, end) of one step, asked for before it is their turn: they lie anywhere in the pool.
-TS_INLINE void fetch_step(const AttendTask& task, int64_t position, int64_t end) {
-    const int64_t start = position / kStep * kStep;
-    if (start >= end) return;
-    const AttendLayer& L = *task.layer;
-    const int from = within_step(position, start) / kBlock, to = within_step(end, start);
-    const StepBlocks blocks(task, start, from * kBlock, to);
-    const size_t stride = kv_row_bytes(L.kv_format, L.head_dim);
-    for (int b = from; b * kBlock < to; ++b)
-        for (size_t i = 0; i < stride * (size_t)tokens_of(b, to); i += 64) {
-            __builtin_prefetch(blocks.keys[b] + i);
-            __builtin_prefetch(blocks.values[b] + i);
-        }
-}
-
 // Whether this many lines read keys straight from the cache.
 template <int Format> TS_INLINE bool few_lines(int count, int dim) {
     return count <= kFewLines && (Format == KVInt8 ? dim % 64 == 0 : Format != KVInt4);
+}
+
+// Asks at once for what follows, as far as the rows of this step, [from, to), are not read one by one.
+template <int Format> TS_INLINE void fetch_unread(int count, int dim, const Following& ahead, int from, int to) {
+    const size_t row = kv_row_bytes(Format, dim);
+    const auto unread = [&](const uint8_t* const* blocks, bool few) {
+        if (!few) return fetch_rows(blocks, row, ahead.from, ahead.to);
+        fetch_rows(blocks, row, ahead.from, from < ahead.to ? from : ahead.to);
+        fetch_rows(blocks, row, to > ahead.from ? to : ahead.from, ahead.to);
+    };
+    unread(ahead.keys, few_lines<Format>(count, dim));
+    unread(ahead.values, count <= kFewLines);
 }
 
 // What all lines of a tile read of tokens [from, to), `from` at a block's border: converted copies, and scales.
@@ -107,14 +68,15 @@ static void load_step(const Lines& s, const StepBlocks& blocks, int dim, int fro
 
 // Scores of the lines of a chunk, whose queries start at q. few: see few_lines.
 template <int Format>
-static void score_step(const Lines& s, const float* q, const StepBlocks& blocks, int dim, bool few, int from, int to) {
+static void score_step(const Lines& s, const float* q, const StepBlocks& blocks, int dim, bool few, int from, int to,
+                       const Following& ahead) {
     int b = from / kBlock;
     if constexpr (Format == KVInt8 || Format == KVInt4) {
         for (; b * kBlock < to; ++b) {
             const float* scales = s.scales + b * kBlock;
             const auto direct = [&](auto, auto lines, int i) {
                 score_few_codes<decltype(lines)::value>(blocks.keys[b], dim, tokens_of(b, to), q + i * s.padded, scales,
-                                                        s.scores + kStep * i + b * kBlock);
+                                                        s.scores + kStep * i + b * kBlock, ahead.keys[b]);
             };
             if (few) for_lines(0, 0, s.count, direct);
             else score_all_codes<kRowsAttend>(q, (const uint8_t*)(s.keys + b * kBlock * s.padded), s.padded, scales, s.scores + b * kBlock, 0, s.count);
@@ -123,7 +85,7 @@ static void score_step(const Lines& s, const float* q, const StepBlocks& blocks,
         for (; b * kBlock < to; ++b) {
             const auto direct = [&](auto head, auto lines, int i) {
                 score_few<Format, decltype(lines)::value, decltype(head)::value>(
-                    blocks.keys[b], dim, tokens_of(b, to), q + i * s.padded, s.padded, s.scores + kStep * i + b * kBlock);
+                    blocks.keys[b], dim, tokens_of(b, to), q + i * s.padded, s.padded, s.scores + kStep * i + b * kBlock, ahead.keys[b]);
             };
             for_lines(dim, 0, s.count, direct);
         }
@@ -138,10 +100,11 @@ static void score_step(const Lines& s, const float* q, const StepBlocks& blocks,
 }
 
 template <int Format>
-static void weigh_step(const Lines& s, const StepBlocks& blocks, int dim, bool few, int from, int to) {
+static void weigh_step(const Lines& s, const StepBlocks& blocks, int dim, bool few, int from, int to,
+                       const Following& ahead) {
     if (!few) return weigh_all<kRowsAttend, kChunks>(s, BlockValues{s.block, s.padded}, 0, s.count, from, to);
     const auto direct = [&](auto head, auto lines, int i) {
-        const CacheValues<Format, decltype(head)::value> source{blocks.values, dim};
+        const CacheValues<Format, decltype(head)::value> source{blocks.values, ahead.values, dim};
         weigh_lines<decltype(lines)::value, kChunksFew>(s, source, i, from, to);
     };
     for_lines(dim, 0, s.count, direct);
@@ -166,21 +129,23 @@ TS_INLINE SeenKeys seen_keys(const AttendTask& task, int line, int count, int64_
 
 // One step for lines [line, line + count) of the tile.
 template <int Format>
-static void attend_chunk(const AttendTask& task, const Lines& tile, const StepBlocks& blocks, int64_t start, int line, int count) {
+static void attend_chunk(const AttendTask& task, const Lines& tile, const StepBlocks& blocks, int64_t start, int line, int count,
+                         const Following& ahead) {
     const AttendLayer& L = *task.layer;
     const Lines s = lines_from(tile, line, count);
     const float* q = task.q + (((int64_t)task.kv_head * task.batch->rows + task.row) * (L.heads / L.kv_heads) + line) * s.padded;
     const SeenKeys seen = seen_keys(task, line, count, start);
-    score_step<Format>(s, q, blocks, L.head_dim, few_lines<Format>(tile.count, L.head_dim), seen.from, seen.to);
+    const bool few_keys = few_lines<Format>(tile.count, L.head_dim), few_values = tile.count <= kFewLines;
+    score_step<Format>(s, q, blocks, L.head_dim, few_keys, seen.from, seen.to, ahead);
     const float* scales = Format == KVInt8 || Format == KVInt4 ? s.scales + kStep : nullptr;
     const auto soften = seen.plain ? soften_lines<true> : soften_lines<false>;
     for (int i = 0; i < count; i += 16) soften(s, L.softcap, i, count - i < 16 ? count - i : 16, seen, scales);
-    weigh_step<Format>(s, blocks, L.head_dim, tile.count <= kFewLines, seen.from, seen.to);
+    weigh_step<Format>(s, blocks, L.head_dim, few_values, seen.from, seen.to, ahead);
 }
 
 // One split of every line of the tile that sees some of it: lines [line, line_end).
 template <int Format>
-static void attend_split(const AttendTask& task, const Lines& s, int64_t split, int& line, int& line_end) {
+static void attend_split(const AttendTask& task, const AttendTask* next, const Lines& s, int64_t split, int& line, int& line_end) {
     const AttendLayer& L = *task.layer;
     const int group = L.heads / L.kv_heads;
     const int64_t* positions = task.batch->positions + task.row;
@@ -189,7 +154,6 @@ static void attend_split(const AttendTask& task, const Lines& s, int64_t split, 
     reset_lines(s);
     line = s.count, line_end = 0;
     const int64_t first = top.first > begin ? top.first : begin;
-    fetch_step(task, first, end);  // values are on their way while keys are scored
     for (int64_t start = first / kStep * kStep; start < end; start += kStep) {
         int a = 0, b = task.rows;  // rows that see some of this step
         while (a < b && positions[a] < start) ++a;
@@ -200,23 +164,25 @@ static void attend_split(const AttendTask& task, const Lines& s, int64_t split, 
         const int from = within_step(Seen(L, positions[a]).first, start) / kBlock * kBlock;
         const int to = within_step(Seen(L, positions[b - 1]).end, start);
         const StepBlocks blocks(task, start, from, to);
-        fetch_step(task, start + kStep, end);
+        const Following ahead(task, next, start, blocks);
+        fetch_unread<Format>(s.count, L.head_dim, ahead, from, to);
         load_step<Format>(s, blocks, L.head_dim, from, to);
         for (int i = a * group; i < b * group; i += kChunkLines)
-            attend_chunk<Format>(task, s, blocks, start, i, b * group - i < kChunkLines ? b * group - i : kChunkLines);
+            attend_chunk<Format>(task, s, blocks, start, i, b * group - i < kChunkLines ? b * group - i : kChunkLines, ahead);
     }
 }
 
-template <int Format> static void attend_format(const AttendTask& task, uint8_t* scratch) {
+template <int Format> static void attend_format(const AttendTask& task, const AttendTask* next, bool fetched, uint8_t* scratch) {
     const AttendLayer& L = *task.layer;
     const int group = L.heads / L.kv_heads, padded = padded_dim(L.head_dim), count = task.rows * group;
     const Lines s = place_lines(count, padded, scratch);
     const Lines merged = place_lines(count, padded, scratch + lines_bytes(count, padded));
     float* total = merged.rescale;  // the merged lines need no rescale factor, but a plain sum
     for (int i = 0; i < count; ++i) merged.maximum[i] = kNever;
+    if (!fetched) fetch_first_step(task);
     for (int64_t split = task.split; split < task.split_end; ++split) {
         int line, line_end;
-        attend_split<Format>(task, s, split, line, line_end);
+        attend_split<Format>(task, next, s, split, line, line_end);
         for (int i = line; i < line_end; ++i) {
             const float l = sum(load(s.sums + 16 * i));
             const float* v = s.values + (int64_t)i * padded;
@@ -244,13 +210,13 @@ template <int Format> static void attend_format(const AttendTask& task, uint8_t*
     }
 }
 
-static void attend(const AttendTask& task, uint8_t* scratch) {
+static void attend(const AttendTask& task, const AttendTask* next, bool fetched, uint8_t* scratch) {
     switch (task.layer->kv_format) {
-        case KVFloat: return attend_format<KVFloat>(task, scratch);
-        case KVHalf: return attend_format<KVHalf>(task, scratch);
-        case KVBfloat: return attend_format<KVBfloat>(task, scratch);
-        case KVInt8: return attend_format<KVInt8>(task, scratch);
-        case KVInt4: return attend_format<KVInt4>(task, scratch);
+        case KVFloat: return attend_format<KVFloat>(task, next, fetched, scratch);
+        case KVHalf: return attend_format<KVHalf>(task, next, fetched, scratch);
+        case KVBfloat: return attend_format<KVBfloat>(task, next, fetched, scratch);
+        case KVInt8: return attend_format<KVInt8>(task, next, fetched, scratch);
+        case KVInt4: return attend_format<KVInt4>(task, next, fetched, scratch);
     }
 }
 

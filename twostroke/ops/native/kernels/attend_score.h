@@ -70,13 +70,14 @@ static void score_all(const float* q, const float* keys, int padded, float* scor
 }
 
 // The same sums for few lines, straight from the cache: lanes are dimensions, summed across at the end.
-// Dim: head_dim where it is known when compiling, else 0.
+// Dim: head_dim where it is known when compiling, else 0. ahead: a block that is read soon.
 template <int Format, int N, int Dim>
-static void score_few(const uint8_t* rows, int head_dim, int n, const float* q, int padded, float* scores) {
+static void score_few(const uint8_t* rows, int head_dim, int n, const float* q, int padded, float* scores, const uint8_t* ahead) {
     const int dim = Dim ? Dim : head_dim;
     const size_t stride = kv_row_bytes(Format, dim);
     F part[N][16];
     for (int t = 0; t < n; ++t) {
+        fetch_row(ahead + t * stride, stride);
         F acc[N];
         TS_UNROLL for (int i = 0; i < N; ++i) acc[i] = splat(0.f);
         TS_UNROLL for (int d = 0; d < dim; d += 16) {
@@ -148,6 +149,25 @@ template <int Format> static void load_key_codes(const uint8_t* rows, int dim, i
     }
 }
 
+// Four quads of 16 tokens, for N lines. Ready: the codes are as dot4 wants them.
+template <int N, bool Ready> TS_INLINE void add_quads(const uint8_t* quads, const A* a, I* acc) {
+    const auto quad = [&](int i) { return Ready ? load_codes(quads + 64 * i) : to_unsigned(load_codes(quads + 64 * i)); };
+    W w = quad(0);
+    TS_UNROLL for (int i = 0; i < N; ++i) acc[i] = dot4<0, false>(acc[i], w, a[i]);
+    w = quad(1);
+    TS_UNROLL for (int i = 0; i < N; ++i) acc[i] = dot4<1, false>(acc[i], w, a[i]);
+    w = quad(2);
+    TS_UNROLL for (int i = 0; i < N; ++i) acc[i] = dot4<2, false>(acc[i], w, a[i]);
+    w = quad(3);
+    TS_UNROLL for (int i = 0; i < N; ++i) acc[i] = dot4<3, false>(acc[i], w, a[i]);
+}
+
+template <int N> TS_INLINE void scale_scores(const I* acc, const CodedQuery* const* line, const float* scales, float* scores) {
+    const F key_scales = load(scales);
+    TS_UNROLL for (int i = 0; i < N; ++i)
+        store(scores + kStep * i, mul(to_float_dot(acc[i]), mul(key_scales, splat(line[i]->scale))));
+}
+
 template <int N> static void score_codes(const float* q, const uint8_t* keys, int padded, const float* scales, float* scores) {
     const CodedQuery* line[N];
     I acc[N];
@@ -158,41 +178,44 @@ template <int N> static void score_codes(const float* q, const uint8_t* keys, in
     for (int d = 0; d < padded; d += 16, keys += 256) {
         A a[N];
         TS_UNROLL for (int i = 0; i < N; ++i) a[i] = load_inputs(line[i]->codes + d);
-        W w = load_codes(keys);
-        TS_UNROLL for (int i = 0; i < N; ++i) acc[i] = dot4<0, false>(acc[i], w, a[i]);
-        w = load_codes(keys + 64);
-        TS_UNROLL for (int i = 0; i < N; ++i) acc[i] = dot4<1, false>(acc[i], w, a[i]);
-        w = load_codes(keys + 128);
-        TS_UNROLL for (int i = 0; i < N; ++i) acc[i] = dot4<2, false>(acc[i], w, a[i]);
-        w = load_codes(keys + 192);
-        TS_UNROLL for (int i = 0; i < N; ++i) acc[i] = dot4<3, false>(acc[i], w, a[i]);
+        add_quads<N, true>(keys, a, acc);
     }
-    const F key_scales = load(scales);
-    TS_UNROLL for (int i = 0; i < N; ++i)
-        store(scores + kStep * i, mul(to_float_dot(acc[i]), mul(key_scales, splat(line[i]->scale))));
+    scale_scores<N>(acc, line, scales, scores);
 }
 
-// The same for few lines, straight from an int8 cache: lanes are dimensions, summed across at the end. head_dim is a
-// multiple of 64.
-template <int N>
-static void score_few_codes(const uint8_t* rows, int dim, int n, const float* q, const float* scales, float* scores) {
-    const CodedQuery* line[N];
-    TS_UNROLL for (int i = 0; i < N; ++i) line[i] = (const CodedQuery*)(q + i * dim);
-    I part[N][16];
-    for (int t = 0; t < n; ++t) {
-        I acc[N];
-        TS_UNROLL for (int i = 0; i < N; ++i) acc[i] = isplat(0);
-        for (int d = 0; d < dim; d += 64) {
-            const W k = to_unsigned(load_codes(rows + t * dim + d));
-            TS_UNROLL for (int i = 0; i < N; ++i) acc[i] = dot_lanes(acc[i], k, load_codes((const uint8_t*)line[i]->codes + d));
-        }
-        TS_UNROLL for (int i = 0; i < N; ++i) part[i][t] = acc[i];
+// 64 dimensions of the n tokens of an int8 block as quads, [16 quads][16 tokens][4]. Tokens >= n are zero.
+TS_INLINE void turn_codes(const uint8_t* rows, int stride, int n, uint8_t* out) {
+    F lane[16];
+    if (n == 16) {
+        TS_UNROLL for (int t = 0; t < 16; ++t) lane[t] = load((const float*)(rows + t * stride));
+    } else {
+        for (int t = 0; t < 16; ++t) lane[t] = t < n ? load((const float*)(rows + t * stride)) : splat(0.f);
     }
-    for (int t = n; t < 16; ++t)
-        TS_UNROLL for (int i = 0; i < N; ++i) part[i][t] = isplat(0);
-    const F key_scales = load(scales);
-    TS_UNROLL for (int i = 0; i < N; ++i)
-        store(scores + kStep * i, mul(to_float_dot(iadd(isums(part[i]), isplat(line[i]->start))), mul(key_scales, splat(line[i]->scale))));
+    transpose(lane);
+    TS_UNROLL for (int i = 0; i < 16; ++i) store((float*)(out + 64 * i), lane[i]);
+}
+
+// The same for few lines, straight from an int8 cache. head_dim is a multiple of 64. ahead: a block that is read soon.
+template <int N>
+static void score_few_codes(const uint8_t* rows, int dim, int n, const float* q, const float* scales, float* scores,
+                            const uint8_t* ahead) {
+    fetch_rows(&ahead, (size_t)dim, 0, n);
+    const CodedQuery* line[N];
+    I acc[N];
+    TS_UNROLL for (int i = 0; i < N; ++i) {
+        line[i] = (const CodedQuery*)(q + i * dim);
+        acc[i] = isplat(line[i]->start);
+    }
+    alignas(64) uint8_t quads[16 * 64];
+    for (int d = 0; d < dim; d += 64) {
+        turn_codes(rows + d, dim, n, quads);
+        TS_UNROLL for (int j = 0; j < 4; ++j) {
+            A a[N];
+            TS_UNROLL for (int i = 0; i < N; ++i) a[i] = load_inputs(line[i]->codes + d + 16 * j);
+            add_quads<N, false>(quads + 256 * j, a, acc);
+        }
+    }
+    scale_scores<N>(acc, line, scales, scores);
 }
 
 template <int N>

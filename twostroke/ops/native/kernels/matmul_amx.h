@@ -6,7 +6,7 @@
 namespace {
 
 constexpr int kTiledFrom = 9;  // rows: fewer are multiplied faster by vectors
-constexpr int kSums = 4;       // tiles of sums that are under way at a time
+constexpr int kSums = 4;       // tiles of sums that are under way at a time: a power of two
 
 // When a panel serves one tile of rows only, its groups are expanded shortly before their turn. Not just before it: a
 // tile load waits until what it reads has left the store buffer.
@@ -59,11 +59,13 @@ template <class Source> TS_INLINE const uint8_t* expand_group(Source& source, in
     _tile_zero(c);                                 \
     _tile_dpbssd(c, a, b);                         \
     _tile_stored(c, sums, 64)
-template <int Number> TS_INLINE void multiply_tile(const int8_t* inputs, const uint8_t* codes, int32_t* sums) {
-    if constexpr (Number == 0) { TS_MULTIPLY_TILE(0, 4, 6); }
-    if constexpr (Number == 1) { TS_MULTIPLY_TILE(1, 5, 7); }
-    if constexpr (Number == 2) { TS_MULTIPLY_TILE(2, 4, 6); }
-    if constexpr (Number == 3) { TS_MULTIPLY_TILE(3, 5, 7); }
+TS_INLINE void multiply_tile(int number, const int8_t* inputs, const uint8_t* codes, int32_t* sums) {
+    switch (number) {
+        case 0: TS_MULTIPLY_TILE(0, 4, 6); return;
+        case 1: TS_MULTIPLY_TILE(1, 5, 7); return;
+        case 2: TS_MULTIPLY_TILE(2, 4, 6); return;
+        default: TS_MULTIPLY_TILE(3, 5, 7);
+    }
 }
 #undef TS_MULTIPLY_TILE
 
@@ -82,96 +84,143 @@ static int64_t list_steps(const ActTile* acts, int64_t extra, int groups, int ha
     return next - out;
 }
 
-struct TilePanel {
-    const uint8_t* packed;
+// Some panels against one tile of rows, or one panel against some tiles, in order.
+struct TileJobs {
+    int count;
+    const uint8_t* packed;  // the first panel
+    int64_t packed_step;    // to the panel of the next job: 0 if there is only one
+    const Step* steps;      // of the first job
+    const int64_t* counts;
+    int64_t steps_step;     // to the steps of the next job: 0 if there is only one tile
+    int row, rows, output;  // of the first job; rows: of each
     uint8_t* expanded;
-    int slots;   // groups that `expanded` holds at a time: a power of two
-    bool fresh;  // nothing is expanded yet
-    int output;
+    int slots;              // groups that `expanded` holds at a time: a power of two
 };
 
-// Up to MR rows x 16 outputs.
-template <int K, int MR> struct TileProduct {
+// Up to MR rows x 16 outputs a job. The products of the coming steps, those of the next job included, are under way while
+// the sums of one are scaled.
+template <int K, int MR> class TileRun {
+public:
     using Source = Reader<K>;
-    static constexpr size_t scales = Expanded<Source>::scales;
-    const TilePanel& panel;
-    const Step* steps;
-    Source source;
-    int groups, expanded;
-    int32_t (*sums)[16 * kTileRows];
 
-    TS_MEMBER uint8_t* slot(int g) const { return panel.expanded + (size_t)(g & (panel.slots - 1)) * Expanded<Source>::group; }
+    // expanded: how many groups are already
+    TS_MEMBER TileRun(const MatmulArgs& args, const TileJobs& jobs, int64_t expanded)
+        : args_(args), jobs_(jobs), groups_(args.cols / kGroup), steps_(jobs.steps), left_(jobs.counts[0]), expanded_(expanded),
+          total_(jobs.packed_step ? (int64_t)jobs.count * groups_ : groups_), packed_(jobs.packed), source_{jobs.packed} {}
 
-    template <int Number> TS_MEMBER void start(int64_t i) {
-        const Step step = steps[i];
-        while (expanded < groups && expanded <= step.group + kLead) {
-            expand_group(source, expanded, slot(expanded));
-            ++expanded;
+    TS_MEMBER void run() {
+        for (int i = 0; i < kSums - 1; ++i) start();
+        const Step* steps = jobs_.steps;
+        int64_t base = 0;
+        int row = jobs_.row, output = jobs_.output;
+        for (int job = 0; job < jobs_.count; ++job) {
+            F acc[MR];
+            TS_UNROLL for (int r = 0; r < MR; ++r) acc[r] = splat(0.f);
+            const int64_t count = jobs_.counts[jobs_.steps_step ? job : 0];
+            for (int64_t i = 0; i < count; ++i) {
+                start();
+                finish(steps[i], base, acc);
+            }
+            TS_UNROLL for (int r = 0; r < MR; ++r)
+                if (r < jobs_.rows) emit(args_, row + r, output, acc[r]);
+            steps += jobs_.steps_step;
+            if (jobs_.packed_step) base += groups_, output += kLanes;
+            else row += kTileRows;
         }
-        const uint8_t* codes = Source::nibbles ? slot(step.group) + scales
-                                               : panel.packed + group_offset(K, (size_t)step.group) + group_scales(K);
-        multiply_tile<Number>(step.acts->q[0] + 16 * step.half, codes + 256 * step.half, sums[Number]);
     }
-    template <int Number> TS_MEMBER void finish(int64_t i, F* acc) const {
-        const Step step = steps[i];
-        const float* const scales_of = (const float*)slot(step.group);
+
+private:
+    const MatmulArgs& args_;
+    const TileJobs& jobs_;
+    int groups_;
+    // the job whose products are started
+    int job_ = 0;
+    const Step* steps_;
+    int64_t left_, base_ = 0;
+    // groups are counted on from panel to panel
+    int64_t expanded_, total_;
+    const uint8_t* packed_;
+    Source source_;
+    int group_ = 0;
+    unsigned started_ = 0, finished_ = 0;
+    alignas(64) int32_t sums_[kSums][16 * kTileRows];
+
+    TS_MEMBER uint8_t* slot(int64_t g) const { return jobs_.expanded + (size_t)(g & (jobs_.slots - 1)) * Expanded<Source>::group; }
+
+    TS_MEMBER void expand_next() {
+        if (group_ == groups_) {
+            group_ = 0, packed_ += jobs_.packed_step;
+            source_ = Source{packed_};
+        }
+        expand_group(source_, group_, slot(expanded_));
+        ++group_, ++expanded_;
+    }
+
+    TS_MEMBER bool next_job() {
+        if (job_ + 1 >= jobs_.count) return false;
+        ++job_;
+        steps_ = jobs_.steps + job_ * jobs_.steps_step;
+        left_ = jobs_.counts[jobs_.steps_step ? job_ : 0];
+        if (jobs_.packed_step) base_ += groups_;
+        return true;
+    }
+
+    TS_MEMBER void start() {
+        if (left_ == 0 && !next_job()) return;
+        --left_;
+        const Step step = *steps_++;
+        const int64_t g = base_ + step.group;
+        while (expanded_ < total_ && expanded_ <= g + kLead) expand_next();
+        const uint8_t* codes = Source::nibbles ? slot(g) + Expanded<Source>::scales
+                                               : jobs_.packed + job_ * jobs_.packed_step + group_offset(K, (size_t)step.group) + group_scales(K);
+        const unsigned number = started_++ % kSums;
+        multiply_tile((int)number, step.acts->q[0] + 16 * step.half, codes + 256 * step.half, sums_[number]);
+    }
+
+    TS_MEMBER void finish(const Step& step, int64_t base, F* acc) {
+        const int32_t* sums = sums_[finished_++ % kSums];
+        const float* const scales_of = (const float*)slot(base + step.group);
         const F scale = load(scales_of + 16 * step.half), low = Source::minimum ? load(scales_of + 16) : F{};
         TS_UNROLL for (int r = 0; r < MR; ++r) {
-            const F dot = {_mm512_cvtepi32_ps(_mm512_load_si512(sums[Number] + 16 * r))};
+            const F dot = {_mm512_cvtepi32_ps(_mm512_load_si512(sums + 16 * r))};
             acc[r] = fma(dot, mul(scale, splat(step.acts->d[r])), acc[r]);
             if (Source::minimum) acc[r] = fma(low, splat(step.acts->dsum[r]), acc[r]);
         }
     }
 };
 
-// The coming tiles are under way while the sums of the last one are scaled.
-template <int K, int MR>
-static void tile_rows(const MatmulArgs& args, const TilePanel& panel, const Step* steps, int64_t count, int row, int rows) {
-    const int groups = args.cols / kGroup;
-    alignas(64) int32_t sums[kSums][16 * kTileRows];
-    TileProduct<K, MR> p{panel, steps, {panel.packed}, groups, panel.fresh ? 0 : groups, sums};
-    F acc[MR];
-    TS_UNROLL for (int r = 0; r < MR; ++r) acc[r] = splat(0.f);
-    p.template start<0>(0);
-    if (count > 1) p.template start<1>(1);
-    if (count > 2) p.template start<2>(2);
-    for (int64_t i = 0; i < count; i += 4) {
-        if (i + 3 < count) p.template start<3>(i + 3);
-        p.template finish<0>(i, acc);
-        if (i + 4 < count) p.template start<0>(i + 4);
-        if (i + 1 < count) p.template finish<1>(i + 1, acc);
-        if (i + 5 < count) p.template start<1>(i + 5);
-        if (i + 2 < count) p.template finish<2>(i + 2, acc);
-        if (i + 6 < count) p.template start<2>(i + 6);
-        if (i + 3 < count) p.template finish<3>(i + 3, acc);
-    }
-    TS_UNROLL for (int r = 0; r < MR; ++r)
-        if (r < rows) emit(args, row + r, panel.output, acc[r]);
+template <int K, int MR> static void run_tiles(const MatmulArgs& args, const TileJobs& jobs, int64_t expanded) {
+    TileRun<K, MR>(args, jobs, expanded).run();
+}
+
+template <int K> static void run_tiles_of(const MatmulArgs& args, const TileJobs& jobs, int64_t expanded) {
+    if (jobs.rows <= 4) run_tiles<K, 4>(args, jobs, expanded);
+    else if (jobs.rows <= 8) run_tiles<K, 8>(args, jobs, expanded);
+    else if (jobs.rows <= 12) run_tiles<K, 12>(args, jobs, expanded);
+    else run_tiles<K, 16>(args, jobs, expanded);
 }
 
 template <int K> static void tile_matmul(const MatmulArgs& args, int panel, int panel_end, uint8_t* scratch) {
     using Source = Reader<K>;
     const int groups = args.cols / kGroup;
+    const int64_t most = 2 * Source::halves * (int64_t)groups;  // steps of a tile
     Step* const steps = (Step*)(scratch + groups * Expanded<Source>::group);
     int64_t counts[kRowBlock / kTileRows];
     configure_tiles(args.rows < kTileRows ? args.rows : kTileRows, Source::halves);
     for (int block = 0; block < args.rows; block += kRowBlock) {
-        const int end = block + kRowBlock < args.rows ? block + kRowBlock : args.rows;
-        const auto steps_of = [&](int row) { return steps + (int64_t)(row - block) / kTileRows * 2 * Source::halves * groups; };
-        for (int row = block; row < end; row += kTileRows)
-            counts[(row - block) / kTileRows] =
-                list_steps(args.tiles + row / kTileRows * args.tile_stride, args.extra, groups, Source::halves, steps_of(row));
-        for (int p = panel; p < panel_end; ++p) {
-            const int slots = end - block > kTileRows ? 1 << 30 : kSlots;
-            TilePanel place{args.panels + p * args.panel_stride, scratch, slots, true, p * kLanes};
-            for (int row = block; row < end; row += kTileRows, place.fresh = false) {
-                const int64_t count = counts[(row - block) / kTileRows];
-                const int rows = end - row;
-                if (rows <= 4) tile_rows<K, 4>(args, place, steps_of(row), count, row, rows);
-                else if (rows <= 8) tile_rows<K, 8>(args, place, steps_of(row), count, row, rows);
-                else if (rows <= 12) tile_rows<K, 12>(args, place, steps_of(row), count, row, rows);
-                else tile_rows<K, 16>(args, place, steps_of(row), count, row, rows < kTileRows ? rows : kTileRows);
-            }
+        const int rows = args.rows - block < kRowBlock ? args.rows - block : kRowBlock;
+        const int whole = rows / kTileRows, rest = rows % kTileRows, tiles = whole + (rest > 0);
+        for (int i = 0; i < tiles; ++i)
+            counts[i] = list_steps(args.tiles + (block / kTileRows + i) * args.tile_stride, args.extra, groups, Source::halves,
+                                   steps + i * most);
+        const uint8_t* packed = args.panels + panel * args.panel_stride;
+        if (tiles == 1) {
+            run_tiles_of<K>(args, {panel_end - panel, packed, (int64_t)args.panel_stride, steps, counts, 0, block, rows, panel * kLanes, scratch, kSlots}, 0);
+            continue;
+        }
+        for (int p = panel; p < panel_end; ++p, packed += args.panel_stride) {
+            run_tiles<K, 16>(args, {whole, packed, 0, steps, counts, most, block, kTileRows, p * kLanes, scratch, 1 << 30}, 0);
+            if (rest) run_tiles_of<K>(args, {1, packed, 0, steps + whole * most, counts + whole, most, block + whole * kTileRows, rest, p * kLanes, scratch, 1 << 30}, groups);
         }
     }
     _tile_release();
