@@ -17,10 +17,14 @@ from twostroke.cost.roofline import Roofline
 from twostroke.cost.simulate import Worker
 from twostroke.cost.trace import Arrival, Contents, Part, faster, read_trace, shared_first, shorter
 from twostroke.errors import InputError
+from twostroke.schedule.scheduler import Scheduler
 
 CASES = {
     "quiet": ({}, {"rate": 0.5}),
     "busy": ({}, {"rate": 20.0}),
+    "crowded": ({"max_requests": 64, "max_batch_tokens": 96, "max_gap": 0.05}, {"rate": 200.0}),
+    "shortest first": ({"max_requests": 32, "policy": "shortest"}, {"rate": 50.0}),
+    "prompts first": ({"max_requests": 32, "policy": "prefill-first"}, {"rate": 50.0}),
     "preempting": ({"kv_blocks": 60, "max_requests": 16}, {"rate": 20.0}),
     "static": ({"batching": "static", "max_requests": 8}, {"rate": 10.0}),
     "whole prompts": ({"chunked_prefill": False}, {"rate": 10.0}),
@@ -64,6 +68,21 @@ def test_time_is_what_the_roofline_says():
     assert served.end - served.first == pytest.approx(sum(steps))
     assert served.tpot == pytest.approx(np.mean(served.gaps), rel=1e-5)
     assert settings.max_batch_tokens > 200
+
+
+@pytest.mark.parametrize("pools", [Pools(), Pools(2, prefill=1)])
+def test_streams_cost_little_beside_prompts(monkeypatch, pools):
+    """Under load most of what is planned are streams that only write: nothing is done for each of them in each step."""
+    rows = requests(count=100, rate=40.0, prompt=(100, 300), output=(60, 120))
+    work, commit = [], Scheduler._commit_one
+    monkeypatch.setattr(Scheduler, "_commit_one", lambda self, *parts: work.append(1) or commit(self, *parts))
+    ends, done = [], []
+    for fast in (True, False):
+        work.clear()
+        ends.append([one.end for one in fleet(pools, fast=fast, max_requests=64).run(rows)])
+        done.append(len(work))
+    assert ends[0] == pytest.approx(ends[1], rel=1e-9)
+    assert done[0] < 0.35 * done[1]
 
 
 def test_copies_to_the_host_and_back_take_their_time():

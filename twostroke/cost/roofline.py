@@ -174,12 +174,22 @@ class Roofline:
 
     # ---- whole steps -----------------------------------------------------------------------------------------------
 
-    def step(self, chunks: Sequence[tuple[int, int]], contexts: Sequence[int], logit_rows: int) -> float:
-        """Seconds of a step: stretches of prompts as (start, count), streams by the context each attends to."""
+    def step(
+        self,
+        chunks: Sequence[tuple[int, int]],
+        contexts: Sequence[int],
+        logit_rows: int,
+        others: int = 0,
+        deep: int = 0,
+    ) -> float:
+        """Seconds of a step: stretches of prompts as (start, count), streams by the context each attends to. `others`
+        are streams of which only the sum of their contexts, `deep`, is known; layers with windows need each of them."""
         rates = self.rates
-        rows = len(contexts) + sum(count for _, count in chunks)
-        seconds = rates.step_seconds + (len(chunks) + len(contexts)) * rates.request_seconds
-        seconds += self.linear(rows, logit_rows, bool(chunks)) + self.attended(contexts) / rates.kv_bandwidth
+        streams = len(contexts) + others
+        rows = streams + sum(count for _, count in chunks)
+        seconds = rates.step_seconds + (len(chunks) + streams) * rates.request_seconds
+        attended = self.attended(contexts) + self.attended((deep,))
+        seconds += self.linear(rows, logit_rows + others, bool(chunks)) + attended / rates.kv_bandwidth
         return max(seconds + self.prompts(chunks, rows), rates.chunk_seconds) if chunks else seconds
 
     def stretch(self, contexts: Sequence[int], steps: int) -> np.ndarray:

@@ -2,7 +2,8 @@
 
 A worker here is the engine's own `Core` with a clock that only its runner moves. Steps in which nothing happens but
 every stream writing one more token are made many at a time (`Stretch`): what the scheduler would have planned and
-committed in them is known beforehand, so only its bookkeeping is done. Tests hold the two ways to the same timelines.
+committed in them is known beforehand, so only its bookkeeping is done. In other steps most streams are set aside
+(parked.py). Tests hold this and one step after another to the same timelines.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from twostroke.config import Resolved
+from twostroke.cost.parked import WRITTEN, Parking, is_stream
 from twostroke.cost.roofline import Roofline
 from twostroke.engine.core import Core
 from twostroke.ops.interface import BLOCK
@@ -24,7 +26,6 @@ from twostroke.schedule.pace import Estimate
 from twostroke.schedule.scheduler import Scheduler
 from twostroke.types import Event, Plan, Request, Result
 
-WRITTEN = (7,)  # every token of a simulated answer: nobody reads it
 SHORTEST = 3  # steps below which a stretch is not worth preparing
 Jitter = Callable[[float], float]
 
@@ -51,6 +52,7 @@ class SimulatedRunner:
         self.depth = depth
         self.jitter = jitter
         self.busy = 0.0  # when the device is free again
+        self.others = self.deep = 0  # streams that are in every step without being planned, and their contexts' sum
 
     def launch(self, plan: Plan) -> InRun:
         chunks, contexts, tokens = [], [], []
@@ -60,7 +62,7 @@ class SimulatedRunner:
             else:
                 chunks.append((start, count))
             tokens.append(WRITTEN if start + count >= len(request.tokens) else ())
-        seconds = self.roofline.step(chunks, contexts, sum(map(bool, tokens)))
+        seconds = self.roofline.step(chunks, contexts, sum(map(bool, tokens)), self.others, self.deep)
         seconds += self.roofline.copies(len(plan.moves))  # in the step's own stream: the step waits for them
         if self.jitter is not None:
             seconds = self.jitter(seconds)
@@ -89,8 +91,10 @@ class Worker:
         self.clock = Clock()
         self.roofline = roofline
         self.scheduler: Scheduler = make_scheduler(roofline.model.arch, settings, "simulated")
-        self.core = Core(self.scheduler, SimulatedRunner(roofline, self.clock, depth, jitter), self.clock)
+        self.runner = SimulatedRunner(roofline, self.clock, depth, jitter)
+        self.core = Core(self.scheduler, self.runner, self.clock)
         self.fast = fast and depth == 1 and jitter is None
+        self.parking = Parking(self.scheduler)
         self.inbox: deque[tuple[float, Request]] = deque()
         self.pending: list[Event] = []  # of the step that ends at the next boundary
         self.ahead: Stretch | None = None
@@ -124,11 +128,18 @@ class Worker:
             return events
         self.ahead = self._look_ahead() if self.fast else None
         if self.ahead is None:
-            began = self.clock.now
-            self.pending = self.core.step()
-            self.busy_seconds += self.clock.now - began
-            self._watch_blocks()
+            self._step()
         return events
+
+    def _step(self) -> None:
+        began, parking = self.clock.now, self.parking
+        if self.fast:
+            parking.before_step()
+            self.runner.others, self.runner.deep = len(parking), parking.deep
+        self.pending = self.core.step()
+        parking.after_step(self.clock.now)
+        self.busy_seconds += self.clock.now - began
+        self._watch_blocks()
 
     def _watch_blocks(self) -> None:
         pool = self.scheduler.tables.pool
@@ -141,16 +152,17 @@ class Worker:
         scheduler = self.scheduler
         if scheduler.waiting or scheduler.suspects or scheduler.leaving:
             return None
+        if not all(map(is_stream, scheduler.running.values())):
+            return None
+        left = self.parking.steps_left()
+        if left is not None and left < SHORTEST:
+            return None
+        self.parking.bring_all_back()
         streams = list(scheduler.running.values())
         if not streams or len(streams) > scheduler.limits.max_batch_tokens:
             return None
-        steps = inf
-        for request in streams:
-            length = len(request.tokens)
-            if request.computed != length - 1 or request.computed < request.prompt_length:
-                return None
-            steps = min(steps, request.limit - length - 1)
-        count = self._that_fit(streams, int(steps))
+        steps = min(request.limit - len(request.tokens) - 1 for request in streams)
+        count = self._that_fit(streams, steps)
         if count < SHORTEST:
             return None
         seconds = self.roofline.stretch([len(request.tokens) for request in streams], count)

@@ -56,7 +56,10 @@ class Pace:
 
     def observe(self, plan: Plan, seconds: float) -> None:
         prompt = sum(self.flops(work.start, work.count) for work in plan.works if work.count > 1)
-        streams = sum(work.count == 1 for work in plan.works)
+        self.learn(prompt, sum(work.count == 1 for work in plan.works), seconds)
+
+    def learn(self, prompt: float, streams: int, seconds: float) -> None:
+        """From a step with so many FLOPs of prompts and so many streams."""
         if not prompt:
             self.stream_steps.setdefault(streams.bit_length(), Estimate()).add(seconds)
             return
