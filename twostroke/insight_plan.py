@@ -182,9 +182,10 @@ def plan_command(
     if not search and precision is None and hardware != "this" and deployment.config.quantize is None:
         found = candidates(deployment.arch, [deployment.device], deployment.config, (gpus,))
         options += [one for one in found if one.precision != deployment.precision]
-    say = lambda one: errors.print(f"[dim]{label(one)}[/dim]")  # noqa: E731
     pools = (True,) if split else (False,) if search else (False, True)
-    needs = cheapest(options, rows, rate, ttft, tpot, say if search else None, pools)
+    with errors.status("simulating") as status:
+        say = lambda one: status.update(f"simulating {label(one)}")  # noqa: E731
+        needs = cheapest(options, rows, rate, ttft, tpot, say, pools)
     if not needs:
         console.print(
             f"No number of these workers meets TTFT ≤ {seconds(ttft)} and TPOT ≤ {seconds(tpot)}: a request alone "
