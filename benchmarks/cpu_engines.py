@@ -7,6 +7,7 @@ import random
 import subprocess
 import time
 from pathlib import Path
+from statistics import median
 from typing import Any, Protocol
 
 import torch
@@ -55,6 +56,27 @@ class Ours:
 
     def _prefill(self, length: int) -> float:
         return length / self.llm.generate([prompt(length, length)], greedy(1))[0].timeline.prefill
+
+
+def decode_in_turns(engines: dict[str, Ours], context: int, turns: int = 24, tokens: int = 8) -> dict[str, float]:
+    """tokens/s of one stream each, in turns of a few tokens: where engines differ by less than the machine drifts. The
+    first token of a turn is not counted: it finds the others' data in the caches."""
+    streams = {
+        name: engine.llm.stream(prompt(context, 0), greedy(turns * tokens + 1)) for name, engine in engines.items()
+    }
+    times: dict[str, list[float]] = {name: [] for name in engines}
+    for stream in streams.values():
+        next(stream)
+    for _ in range(turns):
+        for name, stream in streams.items():
+            next(stream)
+            start = time.perf_counter()
+            for _ in range(tokens - 1):
+                next(stream)
+            times[name].append((time.perf_counter() - start) / (tokens - 1))
+    for stream in streams.values():
+        stream.close()
+    return {name: 1 / median(values) for name, values in times.items()}
 
 
 def greedy(tokens: int) -> SamplingParams:
