@@ -1,9 +1,14 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
+
+if not torch.cuda.is_available() and "TRITON_COMPILE_ONLY" not in os.environ:
+    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton, whichever tests are collected first
 
 from tests import tiny
 
