@@ -12,11 +12,11 @@ costs its own arithmetic, and an empty row costs nothing in either mode, for not
 lengths; prompts are cut short, since reading them costs both modes the same and would hide what is compared.
 
 How much continuous batching gives in tokens/s therefore depends on the workload, and on two x86 cores it is little.
-Runs of one mode after the other said 1.03 to 1.21 for the workloads that were tried (cap 16, prompts / 8, answers / 2:
-1.03; cap 4, prompts / 16: 1.18; cap 4, prompts / 32: 1.09 to 1.21, single rounds 0.97 to 1.41): the machine drifts by
-more than what is compared. So both modes now take turns of a quarter of a second, each on its own clock, and a slow
-moment is slow for both: cap 4 1.21 (five rounds, 1.19 to 1.22), cap 16 1.13 (1.09 to 1.15). With
-prompts / 16 and cap 4 one round on a busy machine said 1.14: longer prompts hide the difference, as said above.
+The machine drifts by more than what is compared (single rounds of one mode after the other said 0.97 to 1.41), so
+both modes take turns of a quarter of a second, each on its own clock, and a slow moment is slow for both. Committed:
+cap 4 1.24 (five rounds, 1.20 to 1.27), cap 16 1.12 (1.10 to 1.18). Other workloads, two rounds each on the same day:
+cap 4 with prompts / 16 1.23 and 1.25, with prompts / 8 1.18 and 1.18 (longer prompts hide the difference, as said
+above); cap 8 1.12 and 1.15.
 """
 
 from __future__ import annotations
