@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import pytest
 
+from twostroke.cli.options import parse_settings
 from twostroke.config import longest_that_fits, make_config, resolve
 from twostroke.errors import ConfigError
 from twostroke.hardware import Hardware
 from twostroke.kv.layout import make_layout
 from twostroke.model.arch import Arch, LayerArch, seen_pairs
-from twostroke.options import parse_settings
 
 LLAMA_8B = Arch(
     family="llama",

@@ -14,7 +14,7 @@ from twostroke.bench.apply import Applied, apply
 from twostroke.bench.calibrate import calibrate
 from twostroke.bench.record import save
 from twostroke.bench.workload import Load, make_load
-from twostroke.cli import app
+from twostroke.cli.main import app
 from twostroke.cost.deploy import config_of
 from twostroke.cost.trace import Arrival, Contents
 from twostroke.engine.live import change

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from twostroke.bench.client import Target, measure
 from twostroke.bench.workload import Load
-from twostroke.cli import app
+from twostroke.cli.main import app
 from twostroke.cost.trace import Arrival, Part
 from twostroke.errors import InputError
 

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 KEY = "test-key-one"
 OTHER_KEY = "test-key-two"
 HEADERS = {"authorization": f"Bearer {KEY}"}
-RUN = "from twostroke.cli import main; main()"
+RUN = "from twostroke.cli.main import main; main()"
 PATIENT = 120.0  # seconds for what takes moments: the machine may be slow and busy
 
 

@@ -17,8 +17,8 @@ import httpx
 import pytest
 
 from tests.serve.server import PATIENT, Server, alive, children, events, wait_until
+from twostroke.cli.serve import serve
 from twostroke.errors import ConfigError, ModelError
-from twostroke.serve.command import serve
 
 # Late after a second, dead after eight; a second and an import of torch pass before a new engine serves, in which time
 # we look at what a server without one says.

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from twostroke.bench.workload import make_load, renewed, trace_load
-from twostroke.cli import app
+from twostroke.cli.main import app
 from twostroke.errors import TwostrokeError
 
 WRONG = {

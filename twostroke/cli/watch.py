@@ -10,9 +10,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from twostroke.bench.client import Target, measure
 from twostroke.bench.record import Record, Run
 from twostroke.bench.workload import Load
+from twostroke.cli.terminal import errors
 from twostroke.cost.diagnose import seconds
 from twostroke.hardware import machine_name
-from twostroke.terminal import errors
 
 
 @contextmanager

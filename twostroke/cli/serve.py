@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from twostroke.cli.terminal import errors, progress_bar
 from twostroke.config import make_config
 from twostroke.errors import ConfigError
 from twostroke.serve.auth import read_keys
-from twostroke.terminal import errors, progress_bar
 from twostroke.weights.checkpoint import locate
 
 

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from twostroke.cli import main
+from twostroke.cli.main import main
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "twostroke.cli", *arguments]
+    return [sys.executable, "-m", "twostroke.cli.main", *arguments]
 
 
 def run(*arguments: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from twostroke import insight_cli
 from twostroke.bench.record import Record, Run
+from twostroke.cli import run_bench
 
 WORDS = "1 of 2 requests failed: 503 no such token [/INST]"
 
@@ -18,10 +18,10 @@ def a_run() -> Run:
 
 
 def test_a_servers_words_are_no_markup(capsys: pytest.CaptureFixture[str], tmp_path):
-    insight_cli.show([a_run()], None, None, tmp_path / "one.json", None)
+    run_bench.show([a_run()], None, None, tmp_path / "one.json", None)
     shown = " ".join(capsys.readouterr().out.split())
     assert "[/INST]" in shown and "[/x]" in shown
-    insight_cli.compare(tmp_path / "one.json", tmp_path / "one.json")
+    run_bench.compare(tmp_path / "one.json", tmp_path / "one.json")
     assert "[/x]" in capsys.readouterr().out
 
 
@@ -29,7 +29,7 @@ def test_a_servers_words_are_no_markup(capsys: pytest.CaptureFixture[str], tmp_p
 def test_no_result_holds_the_key(words, tmp_path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "argv", ["twostroke", "bench", "--url", "http://127.0.0.1:1", *words, "-n", "2"])
     kept = tmp_path / "run.json", tmp_path / "run.html"
-    insight_cli.show([a_run()], None, None, *kept)
+    run_bench.show([a_run()], None, None, *kept)
     for file in kept:
         text = file.read_text()
         assert "secret" not in text and "twostroke bench --url" in text and "-n 2" in text

@@ -17,17 +17,8 @@ from twostroke.bench.client import Target
 from twostroke.bench.probing import probe
 from twostroke.bench.record import Run, load_runs
 from twostroke.bench.remote import Admin, apply_live, diagnose_load, diagnose_recorded
-from twostroke.bench.watch import over_http
 from twostroke.bench.workload import Load, make_load, trace_load
-from twostroke.config import make_config
-from twostroke.cost.diagnose import Diagnosis, Targets, diagnose, seconds
-from twostroke.cost.hardware import calibration_path, load_calibration
-from twostroke.cost.probe import verdict_from_outside
-from twostroke.cost.verdict import evidence_lines
-from twostroke.errors import ConfigError, InputError, TwostrokeError
-from twostroke.hardware import machine_name
-from twostroke.insight_plan import calibrate_here, deployment_for, describe
-from twostroke.options import (
+from twostroke.cli.options import (
     Requests,
     Scale,
     Settings,
@@ -39,7 +30,16 @@ from twostroke.options import (
     sane_rate,
     unused_in_diagnosis,
 )
-from twostroke.terminal import open_llm
+from twostroke.cli.run_plan import calibrate_here, deployment_for, describe
+from twostroke.cli.terminal import open_llm
+from twostroke.cli.watch import over_http
+from twostroke.config import make_config
+from twostroke.cost.diagnose import Diagnosis, Targets, diagnose, seconds
+from twostroke.cost.hardware import calibration_path, load_calibration
+from twostroke.cost.probe import verdict_from_outside
+from twostroke.cost.verdict import evidence_lines
+from twostroke.errors import ConfigError, InputError, TwostrokeError
+from twostroke.hardware import machine_name
 from twostroke.weights.catalog import DEFAULT, cache_folder
 
 console = Console(highlight=False)

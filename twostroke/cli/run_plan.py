@@ -12,6 +12,20 @@ from rich.console import Console
 from rich.table import Table
 
 from twostroke.bench.workload import make_load, trace_load
+from twostroke.cli.options import (
+    Requests,
+    Scale,
+    Settings,
+    Tpot,
+    Trace,
+    Ttft,
+    Workload,
+    parse_settings,
+    refuse_unused,
+    sane_rate,
+    unused_in_plan,
+)
+from twostroke.cli.terminal import errors, open_llm
 from twostroke.config import QUANTIZATIONS, make_config
 from twostroke.cost.capacity import (
     GPUS,
@@ -33,20 +47,6 @@ from twostroke.cost.trace import Arrival
 from twostroke.errors import ConfigError, ModelError
 from twostroke.model.arch import Arch
 from twostroke.model.families import arch_from_config
-from twostroke.options import (
-    Requests,
-    Scale,
-    Settings,
-    Tpot,
-    Trace,
-    Ttft,
-    Workload,
-    parse_settings,
-    refuse_unused,
-    sane_rate,
-    unused_in_plan,
-)
-from twostroke.terminal import errors, open_llm
 from twostroke.weights.catalog import CATALOG, cache_folder, installed
 
 console = Console(highlight=False)

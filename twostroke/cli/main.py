@@ -1,4 +1,4 @@
-"""The command line: chat, generate, serve, models, and bench, plan and diagnose (insight_cli.py)."""
+"""The command line: chat, generate, serve, models, and bench, plan and diagnose (run_bench.py)."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from twostroke.cli.options import Settings as Option
+from twostroke.cli.options import parse_settings
+from twostroke.cli.run_bench import register
+from twostroke.cli.terminal import Chat, errors, open_llm, phase_table
 from twostroke.engine.answer import Output
 from twostroke.errors import InputError, TwostrokeError
-from twostroke.insight_cli import register
 from twostroke.metrics.timeline import Timeline
-from twostroke.options import Settings as Option
-from twostroke.options import parse_settings
 from twostroke.sampling import SamplingParams
-from twostroke.terminal import Chat, errors, open_llm, phase_table
 from twostroke.weights.catalog import DEFAULT, cache_folder, catalog, installed
 
 app = typer.Typer(
@@ -102,7 +102,7 @@ def serve(
     option: Option = None,
 ) -> None:
     """Serve a model over HTTP: OpenAI's and Anthropic's APIs, metrics, health."""
-    from twostroke.serve.command import serve as run
+    from twostroke.cli.serve import serve as run
 
     run(model, host, port, api_key, api_key_file, max_queue, drain_timeout, parse_settings(option))
 

@@ -17,16 +17,8 @@ from rich.table import Table
 from twostroke.bench import html, plots, report
 from twostroke.bench.compare import compare as compare_runs
 from twostroke.bench.record import Run, load_runs, save, typed
-from twostroke.bench.watch import over_http, watching
 from twostroke.bench.workload import Load, make_load, renewed, trace_load
-from twostroke.cost.diagnose import seconds
-from twostroke.cost.hardware import calibration_path, load_calibration
-from twostroke.cost.roofline import Roofline, model_cost
-from twostroke.errors import InputError
-from twostroke.hardware import machine_name
-from twostroke.insight_diagnose import diagnose_command
-from twostroke.insight_plan import describe, plan_command
-from twostroke.options import (
+from twostroke.cli.options import (
     FASTEST,
     SLOWEST,
     Json,
@@ -41,7 +33,15 @@ from twostroke.options import (
     parse_settings,
     refuse_unused,
 )
-from twostroke.terminal import errors, open_llm
+from twostroke.cli.run_diagnose import diagnose_command
+from twostroke.cli.run_plan import describe, plan_command
+from twostroke.cli.terminal import errors, open_llm
+from twostroke.cli.watch import over_http, watching
+from twostroke.cost.diagnose import seconds
+from twostroke.cost.hardware import calibration_path, load_calibration
+from twostroke.cost.roofline import Roofline, model_cost
+from twostroke.errors import InputError
+from twostroke.hardware import machine_name
 from twostroke.weights.catalog import DEFAULT, cache_folder
 
 if TYPE_CHECKING:

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 import pytest
 from rich.console import Console
 
-from twostroke import terminal
+from twostroke.cli import terminal
+from twostroke.cli.terminal import Chat
 from twostroke.engine.answer import StreamEvent
 from twostroke.errors import InputError
 from twostroke.metrics.timeline import Timeline
 from twostroke.sampling import SamplingParams
-from twostroke.terminal import Chat
 
 
 class Scripted:
