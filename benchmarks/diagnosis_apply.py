@@ -85,7 +85,7 @@ CASES = (
 
 def run_case(case: Case, model: str, rates: Rates) -> dict[str, Any]:
     settings = [part for one in case.started for part in ("-s", one)]
-    command = [sys.executable, "-m", "twostroke.cli.main", "serve", model, "--port", str(PORT), *settings]
+    command = [sys.executable, "-m", "twostroke", "serve", model, "--port", str(PORT), *settings]
     server = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     try:
         target = Target(f"http://127.0.0.1:{PORT}")

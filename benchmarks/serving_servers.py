@@ -30,7 +30,7 @@ def our_arguments() -> list[str]:
 
 def command(name: str, llama: Path | None, file: Path | None) -> list[str]:
     if name == OURS:
-        return [sys.executable, "-m", "twostroke.cli.main", *our_arguments()]
+        return [sys.executable, "-m", "twostroke", *our_arguments()]
     assert llama is not None, "where llama.cpp's programs lie"
     return [str(llama / "llama-server"), "-m", str(file or fetch(DEFAULT)), "--port", str(PORT[name]), "-t",
             str(usable_cores()), "-np", str(SLOTS), "-c", str(SLOTS * CONTEXT), "-fa", "on", "--no-webui"]  # fmt: skip

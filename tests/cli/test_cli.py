@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "twostroke.cli.main", *arguments]
+    return [sys.executable, "-m", "twostroke", *arguments]
 
 
 def run(*arguments: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
@@ -39,6 +39,27 @@ def mistake(capsys, monkeypatch):
         return capsys.readouterr().err
 
     return answered
+
+
+HELP_ALONE = """
+import sys
+from twostroke.cli.main import main
+sys.argv = ["twostroke", "--help"]
+try:
+    main()
+except SystemExit as end:
+    assert end.code == 0, end
+print("imported:", *sorted(name for name in sys.modules if name.count(".") < 2))
+"""
+
+
+def test_help_is_there_at_once():
+    """What a command needs is imported when it is run: none of it belongs to a list of commands."""
+    done = subprocess.run([sys.executable, "-c", HELP_ALONE], cwd=ROOT, capture_output=True, text=True, check=True)
+    shown, imported = done.stdout.split("imported:")
+    assert "diagnose" in shown
+    heavy = {"torch", "numpy", "transformers", "tokenizers", "jinja2", "matplotlib", "pydantic", "twostroke.engine"}
+    assert not heavy & set(imported.split())
 
 
 def test_generate_prints_text_and_where_the_time_went(llama_folder):

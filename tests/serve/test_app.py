@@ -134,7 +134,8 @@ def test_the_core_needs_no_server() -> None:
         "import sys\n"
         "for name in ('msgpack', 'uvicorn', 'h11', 'pydantic', 'prometheus_client'):\n"
         "    sys.modules[name] = None\n"
-        "import twostroke, twostroke.cli.main, twostroke.engine.llm, twostroke.engine.core\n"
+        "import twostroke, twostroke.engine.llm, twostroke.engine.core\n"
+        "from twostroke.cli import main, run_bench, run_diagnose, run_plan\n"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], capture_output=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -220,7 +220,7 @@ def test_what_keeps_it_from_starting_is_one_sentence(tmp_path: Path, long_folder
     with pytest.raises(ConfigError, match="holds no key"):
         command(tmp_path, keys=Path(os.devnull))
     with pytest.raises(ConfigError, match="Did you mean"):
-        command(tmp_path, settings={"max_request": 3})
+        command(tmp_path, settings=["max_request=3"])
     with (
         socket.create_server(("127.0.0.1", 0)) as taken,
         pytest.raises(ConfigError, match=r"cannot be listened on .*another port"),
@@ -228,6 +228,6 @@ def test_what_keeps_it_from_starting_is_one_sentence(tmp_path: Path, long_folder
         command(long_folder, port=taken.getsockname()[1])
 
 
-def command(model: Path, port: int = 0, keys: Path | None = None, settings: dict | None = None) -> None:
+def command(model: Path, port: int = 0, keys: Path | None = None, settings: list[str] | None = None) -> None:
     """`twostroke serve` up to the moment it would serve."""
-    serve(str(model), "127.0.0.1", port, None, keys, None, 1.0, settings or {})
+    serve(str(model), "127.0.0.1", port, None, keys, None, 1.0, settings)

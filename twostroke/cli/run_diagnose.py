@@ -1,13 +1,12 @@
-"""The command `diagnose`: what is wrong with the deployment there is, and what would help."""
+"""What is wrong with the deployment there is, and what would help: of a server, a result, a trace, an engine here."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from rich.console import Console
 from rich.table import Table
 
@@ -18,89 +17,47 @@ from twostroke.bench.probing import probe
 from twostroke.bench.record import Run, load_runs
 from twostroke.bench.remote import Admin, apply_live, diagnose_load, diagnose_recorded
 from twostroke.bench.workload import Load, make_load, trace_load
-from twostroke.cli.options import (
-    Requests,
-    Scale,
-    Settings,
-    Tpot,
-    Trace,
-    Ttft,
-    parse_settings,
-    refuse_unused,
-    sane_rate,
-    unused_in_diagnosis,
-)
-from twostroke.cli.run_plan import calibrate_here, deployment_for, describe
+from twostroke.cli.deployment import calibrate_here, deployment_for, describe
 from twostroke.cli.terminal import open_llm
 from twostroke.cli.watch import over_http
 from twostroke.config import make_config
+from twostroke.cost.deploy import config_of
 from twostroke.cost.diagnose import Diagnosis, Targets, diagnose, seconds
 from twostroke.cost.hardware import calibration_path, load_calibration
 from twostroke.cost.probe import verdict_from_outside
 from twostroke.cost.verdict import evidence_lines
-from twostroke.errors import ConfigError, InputError, TwostrokeError
+from twostroke.errors import TwostrokeError
 from twostroke.hardware import machine_name
 from twostroke.weights.catalog import DEFAULT, cache_folder
+
+__all__ = [
+    "Targets", "There", "apply_here", "load_of", "of_result", "of_server", "of_trace", "of_twostroke", "reach",
+    "show_diagnosis", "show_ledger",
+]  # fmt: skip
 
 console = Console(highlight=False)
 LEDGER = "ledger.jsonl"
 
 
-def diagnose_command(
-    context: typer.Context,
-    url: Annotated[str | None, typer.Option(help="A running server: it is measured under the workload first.")] = None,
-    result: Annotated[Path | None, typer.Option(help="A result of `twostroke bench --json`.")] = None,
-    trace: Trace = None,
-    model: Annotated[str | None, typer.Option("--model", "-m", help="What runs there: shape, path or name.")] = None,
-    hardware: Annotated[str, typer.Option(help="Where it runs: a name of the table, or 'this'.")] = "this",
-    precision: Annotated[str | None, typer.Option(help="Of the weights, where no file tells.")] = None,
-    workload: Annotated[
-        str | None,
-        typer.Option("--workload", "-w", help="rag, code, chat, batch or agent. Without: what a twostroke recorded."),
-    ] = None,
-    requests: Requests = 60,
-    rate: Annotated[float, typer.Option(callback=sane_rate, help="Requests/s of the workload.")] = 1.0,
-    scale: Scale = 1.0,
-    api_key: Annotated[str | None, typer.Option(envvar="TWOSTROKE_API_KEY", help="For the server.")] = None,
-    ttft: Ttft = None,
-    tpot: Tpot = None,
-    apply: Annotated[
-        bool, typer.Option("--apply", help="Pull the best lever, on a running twostroke or in process; measure again.")
-    ] = False,
-    show_ledger: Annotated[bool, typer.Option("--ledger", help="All predictions so far beside what came.")] = False,
-    option: Settings = None,
-) -> None:
-    """Which stroke is slow, why, and what would help by how much."""
-    source = "ledger" if show_ledger else "url" if url else "result" if result else "apply" if apply else "trace"
-    refuse_unused(context, unused_in_diagnosis(source, trace is not None))
-    targets, settings = Targets(ttft, tpot), parse_settings(option)
-    if show_ledger:
-        show_entries(ledger.read(cache_folder() / LEDGER))
-        return
-    load = (
-        trace_load(trace, requests, rate, scale)
-        if trace
-        else make_load(workload or "chat", "poisson", requests, rate, 0, scale)
-    )
-    target = None if url is None else Target(url, key=api_key, likely=model)
-    if target is not None and (admin := Admin(target)).known:
-        told = "says nothing of a running twostroke, which tells what it runs and how"
-        refuse_unused(context, dict.fromkeys(("model", "hardware", "precision", "option"), told))
-        of_twostroke(admin, target, load if apply or workload or trace else None, apply, targets)
-    elif apply:
-        if target is not None:
-            raise ConfigError(f"--apply: {target.base} is no twostroke; its settings cannot be changed from here.")
-        run_apply(model or DEFAULT, load, settings, targets)
-    elif target is not None:
-        of_server(target, load, model, hardware, precision, settings, targets)
-    elif result is not None:
-        run = load_runs(result)[-1]
-        of_run(run, model or run.model, hardware, precision, run.settings or settings, targets)
-    elif trace is not None:
-        deployment, _ = deployment_for(model or "llama-3.1-8b", hardware, precision, 1, settings)
-        show_diagnosis(diagnose(deployment, trace_load(trace, requests, None, scale).arrivals, None, targets))
-    else:
-        raise InputError("say what to diagnose: --url, --result, --trace, or --apply for an engine in process.")
+@dataclass(frozen=True, slots=True)
+class There:
+    """What is said to run where the diagnosis is made of, and on what."""
+
+    model: str | None
+    hardware: str
+    precision: str | None
+    settings: dict[str, Any]
+
+
+def load_of(trace: str | None, workload: str | None, requests: int, rate: float, scale: float) -> Load:
+    if trace is not None:
+        return trace_load(trace, requests, rate, scale)
+    return make_load(workload or "chat", "poisson", requests, rate, 0, scale)
+
+
+def reach(url: str, key: str | None, model: str | None) -> tuple[Target, Admin]:
+    target = Target(url, key=key, likely=model)
+    return target, Admin(target)
 
 
 def of_twostroke(admin: Admin, target: Target, load: Load | None, apply: bool, targets: Targets) -> None:
@@ -122,27 +79,19 @@ def of_twostroke(admin: Admin, target: Target, load: Load | None, apply: bool, t
         show_diagnosis(diagnose_load(admin, target, load, over_http, targets, rates).diagnosis)
 
 
-def of_server(
-    target: Target,
-    load: Load,
-    model: str | None,
-    hardware: str,
-    precision: str | None,
-    settings: dict[str, Any],
-    targets: Targets,
-) -> None:
+def of_server(target: Target, load: Load, there: There, targets: Targets) -> None:
     """Probe it from outside; where it is known what runs there and on what, measure a load and rank the levers too."""
     shape, run = probe(target), over_http(target, load)
     trouble = None
     try:
-        deployment_for(model or run.model, hardware, precision, 1, {})
+        deployment_for(there.model or run.model, there.hardware, there.precision, 1, {})
     except TwostrokeError as error:
         trouble = error
     if trouble is not None:
         prompt = mean(record.prompt for record in run.records)
         console.print(f"[bold]{verdict_from_outside(shape, run.summary(), prompt)}[/bold]")
     else:
-        of_run(run, model or run.model, hardware, precision, settings, targets)
+        of_run(run, there, targets)
     for line in shape.sentences:
         console.print(f"  {line}")
     if trouble is not None:
@@ -150,21 +99,29 @@ def of_server(
         console.print(f"[dim]No levers can be ranked: {trouble} Give --model and --hardware.[/dim]")
 
 
-def of_run(
-    run: Run, model: str, hardware: str, precision: str | None, settings: dict[str, Any], targets: Targets
-) -> None:
-    from twostroke.cost.deploy import config_of
+def of_result(path: Path, there: There, targets: Targets) -> None:
+    of_run(load_runs(path)[-1], there, targets)
 
-    known = {name: value for name, value in settings.items() if name != "seed"}
-    deployment, _ = deployment_for(model, hardware, precision, 1, {})
+
+def of_trace(trace: str, requests: int, scale: float, there: There, targets: Targets) -> None:
+    """Nothing was measured: the simulator serves it."""
+    deployment, _ = deployment_for(there.model or "llama-3.1-8b", there.hardware, there.precision, 1, there.settings)
+    show_diagnosis(diagnose(deployment, trace_load(trace, requests, None, scale).arrivals, None, targets))
+
+
+def of_run(run: Run, there: There, targets: Targets) -> None:
+    known = {name: value for name, value in (run.settings or there.settings).items() if name != "seed"}
+    deployment, _ = deployment_for(there.model or run.model, there.hardware, there.precision, 1, {})
     config = config_of(known) if "kv_blocks" in known else make_config(**known)
     show_diagnosis(diagnose(replace(deployment, config=config), run.arrivals(), run.served(), targets))
 
 
-def run_apply(model: str, load: Load, settings: dict[str, Any], targets: Targets) -> None:
+def apply_here(there: There, load: Load, targets: Targets) -> None:
+    """The lever pulled on an engine in this process."""
     from twostroke.bench.apply import apply
     from twostroke.bench.levers import warm_up
 
+    model, settings = there.model or DEFAULT, there.settings
     path = calibration_path(cache_folder(), model)
     calibration = load_calibration(path) if path.exists() else calibrate_here(model, settings)
     _, stored = describe(model)
@@ -211,6 +168,10 @@ def show_diagnosis(found: Diagnosis) -> None:
     for useless in found.useless:
         rest.add_row(useless.lever.name, useless.reason)
     console.print(rest)
+
+
+def show_ledger() -> None:
+    show_entries(ledger.read(cache_folder() / LEDGER))
 
 
 def show_entries(entries: list[ledger.Entry]) -> None:

@@ -1,4 +1,4 @@
-"""The command line's way into the server: fetch the model, read the keys, run."""
+"""The command `serve`: fetch the model, read the keys, run."""
 
 from __future__ import annotations
 
@@ -6,32 +6,39 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
+import typer
+
+from twostroke.cli.options import ModelArgument, Settings
+from twostroke.cli.settings import parse_settings
 from twostroke.cli.terminal import errors, progress_bar
-from twostroke.config import make_config
 from twostroke.errors import ConfigError
-from twostroke.serve.auth import read_keys
-from twostroke.weights.checkpoint import locate
+from twostroke.weights.catalog import DEFAULT
 
 
 def serve(
-    model: str,
-    host: str,
-    port: int,
-    api_key: str | None,
-    api_key_file: Path | None,
-    max_queue: int | None,
-    drain_timeout: float,
-    settings: dict[str, Any],
+    model: ModelArgument = DEFAULT,
+    host: Annotated[str, typer.Option(help="Address to listen on; others than loopback want a key.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 takes any free port.", min=0, max=65535)] = 8000,
+    api_key: Annotated[str | None, typer.Option(envvar="TWOSTROKE_API_KEY", help="What clients must send.")] = None,
+    api_key_file: Annotated[Path | None, typer.Option(help="A file with one key on each line.")] = None,
+    max_queue: Annotated[int | None, typer.Option(help="Samples that may wait beyond those that run.", min=0)] = None,
+    drain_timeout: Annotated[float, typer.Option(help="Seconds for running requests after SIGTERM.", min=0)] = 30.0,
+    option: Settings = None,
 ) -> None:
+    """Serve a model over HTTP: OpenAI's and Anthropic's APIs, metrics, health."""
+    from twostroke.config import make_config
+    from twostroke.weights.checkpoint import locate
+
     try:
+        from twostroke.serve.auth import read_keys
         from twostroke.serve.main import Options, run
     except ImportError as error:
         raise ConfigError(
             f"the server needs a package that is not installed ({error.name}): pip install twostroke."
         ) from None
-    keys = read_keys(api_key, api_key_file)
+    settings, keys = parse_settings(option), read_keys(api_key, api_key_file)
     make_config(**settings)  # refused here, before anything is fetched
     with progress_bar(f"fetching {model}") as fetching:
         path = locate(model, fetching)

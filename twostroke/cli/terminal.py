@@ -1,31 +1,21 @@
-"""What people see in a terminal: progress bars, the table of phases, the interactive chat."""
+"""What people see in a terminal: progress bars, the table of phases."""
 
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from twostroke.errors import InputError
 from twostroke.metrics.timeline import Timeline
-from twostroke.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from twostroke.engine.llm import LLM
 
 errors = Console(stderr=True, highlight=False)
-
-HELP = """/help    this list
-/stats   where the time of the last answer went, and the engine's totals
-/reset   forget the conversation
-/exit    leave (so does Ctrl-D)
-Ctrl-C stops the answer being written."""
 
 
 @contextlib.contextmanager
@@ -79,86 +69,3 @@ def rate(tokens: int, duration: float) -> str:
 
 def seconds(value: float | None) -> str:
     return "–" if value is None else f"{value:.4f}"
-
-
-class Chat:
-    """A conversation with history. One turn can be interrupted without losing the rest."""
-
-    def __init__(self, llm: LLM, params: SamplingParams, system: str | None, stats: bool = False):
-        self.llm = llm
-        self.stats = stats  # whether each answer is followed by where its time went
-        self.params = params
-        self.opening = [{"role": "system", "content": system}] if system else []
-        self.history: list[dict[str, str]] = []
-        self.last: Timeline | None = None
-
-    def answer(self, text: str) -> str:
-        """Stream the answer to stdout; what was written before Ctrl-C stays in the conversation."""
-        self.history.append({"role": "user", "content": text})
-        written, timeline = "", None
-        stream = self._open_stream()
-        try:
-            for event in stream:
-                written += event.text
-                sys.stdout.write(event.text)
-                sys.stdout.flush()
-                timeline = event.timeline  # comes with the last one
-        except KeyboardInterrupt:
-            stream.close()
-            errors.print("\n[dim]stopped[/dim]")
-        sys.stdout.write("\n")
-        self.history.append({"role": "assistant", "content": written})
-        self.last = timeline or self.last
-        if self.stats and timeline is not None:
-            errors.print(phase_table(timeline))
-        return written
-
-    def _open_stream(self) -> Any:
-        """Drops the oldest turns when the conversation has outgrown the context."""
-        while True:
-            try:
-                return self.llm.stream([*self.opening, *self.history], self.params)
-            except InputError:
-                if len(self.history) < 3:
-                    self.history.pop()
-                    raise
-                del self.history[:2]
-                errors.print("[dim]the conversation has outgrown the context: its oldest turn is forgotten[/dim]")
-
-    def loop(self) -> None:
-        errors.print("[dim]Type a message. /help lists the commands.[/dim]")
-        while True:
-            try:
-                text = input("> ").strip()
-            except EOFError:
-                return
-            except KeyboardInterrupt:
-                errors.print("\n[dim]/exit or Ctrl-D leaves[/dim]")
-                continue
-            if text == "/exit":
-                return
-            if text:
-                self._turn(text)
-
-    def _turn(self, text: str) -> None:
-        if text == "/help":
-            errors.print(HELP)
-        elif text == "/reset":
-            self.history.clear()
-            errors.print("[dim]forgotten[/dim]")
-        elif text == "/stats":
-            self._show_stats()
-        elif text.startswith("/"):
-            errors.print(f"unknown command {escape(text.split()[0])}: /help lists them")
-        else:
-            try:
-                self.answer(text)
-            except InputError as error:
-                errors.print(f"[red]{escape(str(error))}[/red]")
-
-    def _show_stats(self) -> None:
-        if self.last is None:
-            errors.print("no answer yet")
-        else:
-            errors.print(phase_table(self.last))
-        errors.print(", ".join(f"{name} {value:,}" for name, value in self.llm.stats().items()))

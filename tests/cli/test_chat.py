@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 from rich.console import Console
 
-from twostroke.cli import terminal
-from twostroke.cli.terminal import Chat
+from twostroke.cli import chat
+from twostroke.cli.chat import Chat
 from twostroke.engine.answer import StreamEvent
 from twostroke.errors import InputError
 from twostroke.metrics.timeline import Timeline
@@ -38,21 +38,21 @@ class Scripted:
 @pytest.fixture(autouse=True)
 def wide(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is broken into lines, whatever terminal the tests run in."""
-    monkeypatch.setattr(terminal, "errors", Console(stderr=True, highlight=False, width=120))
+    monkeypatch.setattr(chat, "errors", Console(stderr=True, highlight=False, width=120))
 
 
 def test_an_answer_cut_short_is_not_followed_by_the_figures_of_another(capsys: pytest.CaptureFixture[str]) -> None:
-    chat = Chat(Scripted("whole", "cut"), SamplingParams(), None, stats=True)  # type: ignore[arg-type]
-    assert chat.answer("Hi") == "Hello there"
+    talk = Chat(Scripted("whole", "cut"), SamplingParams(), None, stats=True)  # type: ignore[arg-type]
+    assert talk.answer("Hi") == "Hello there"
     assert "prefill" in capsys.readouterr().err
-    assert chat.answer("Hi") == "Hello"
+    assert talk.answer("Hi") == "Hello"
     assert "prefill" not in capsys.readouterr().err
-    assert chat.last is not None, "/stats still knows the last whole one"
+    assert talk.last is not None, "/stats still knows the last whole one"
 
 
 def test_what_looks_like_markup_is_said_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
-    chat = Chat(Scripted("refused"), SamplingParams(), None)  # type: ignore[arg-type]
-    chat._turn("/[/x]")
+    talk = Chat(Scripted("refused"), SamplingParams(), None)  # type: ignore[arg-type]
+    talk._turn("/[/x]")
     assert "unknown command /[/x]" in capsys.readouterr().err
-    chat._turn("Hi")
+    talk._turn("Hi")
     assert "[/INST]" in capsys.readouterr().err

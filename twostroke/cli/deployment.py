@@ -1,0 +1,104 @@
+"""A model, a machine and a precision as they are typed, made into a deployment that can be reckoned with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from twostroke.cli.terminal import errors, open_llm
+from twostroke.config import QUANTIZATIONS, make_config
+from twostroke.cost.capacity import precisions
+from twostroke.cost.deploy import Deployment
+from twostroke.cost.diagnose import seconds
+from twostroke.cost.hardware import DEVICES, Calibration, Device, calibration_path, find_device, load_calibration
+from twostroke.cost.models import SHAPES, known_arch
+from twostroke.errors import ConfigError, ModelError
+from twostroke.model.arch import Arch
+from twostroke.model.families import arch_from_config
+from twostroke.weights.catalog import CATALOG, cache_folder, installed
+
+
+def describe(model: str) -> tuple[Arch, int | None]:
+    """Architecture, and the bytes of the weights where there is a file to count them in. Nothing is downloaded for a
+    name whose shape is known."""
+    from twostroke.weights.checkpoint import locate, open_checkpoint
+    from twostroke.weights.describe import checkpoint_bytes, load_arch
+
+    path = Path(model).expanduser()
+    if path.name == "config.json" and path.is_file():
+        try:
+            config = json.loads(path.read_text())
+        except ValueError as error:
+            raise ModelError(f"{path}: not JSON ({error}): fetch it again.") from None
+        return arch_from_config(config, str(path)), None
+    shape = known_arch(model)
+    if shape is not None and not (model in CATALOG and installed(model)):
+        return shape, None
+    try:
+        checkpoint = open_checkpoint(locate(model))
+    except ModelError as error:
+        raise ModelError(
+            f"{error} For a plan a config.json is enough, or a known shape: {', '.join(SHAPES)}."
+        ) from None
+    return load_arch(checkpoint), checkpoint_bytes(checkpoint)
+
+
+def deployment_for(
+    model: str, hardware: str, precision: str | None, gpus: int, settings: dict[str, Any]
+) -> tuple[Deployment, Calibration | None]:
+    arch, stored = describe(model)
+    config = make_config(**settings)
+    if gpus > arch.heads:
+        raise ConfigError(f"--gpus {gpus}: {model} has {arch.heads} heads to share out, so {arch.heads} at most.")
+    if hardware == "this":
+        calibration = calibrated(model)
+        device, rates = calibration.device(), calibration.rates
+        check_precision(precision, device, gpus)
+        return Deployment(
+            arch, device, config, precision or "float32", None if precision else stored, rates
+        ), calibration
+    exact, device = stored if precision is None else None, find_device(hardware)
+    check_precision(precision, device, gpus)
+    return Deployment(arch, device, config, precision or "bfloat16", exact, gpus=gpus), None
+
+
+def calibrated(model: str) -> Calibration:
+    path = calibration_path(cache_folder(), model)
+    if not path.exists():
+        raise ConfigError(
+            f"--hardware this: {model} was never measured on this machine: run `twostroke plan {model} --calibrate`, "
+            f"or name a device: {', '.join(DEVICES)}."
+        )
+    return load_calibration(path)
+
+
+def check_precision(precision: str | None, device: Device, gpus: int) -> None:
+    if precision in QUANTIZATIONS and precision not in precisions(device):
+        raise ConfigError(
+            f"--precision {precision} is not served on {device.title}: use {' or '.join(precisions(device))} there."
+        )
+    if gpus > 1 and device.kind == "cpu":
+        raise ConfigError(f"--gpus {gpus}: {device.title} is one device; several share a model only on GPUs.")
+
+
+def calibrate_here(model: str, settings: dict[str, Any]) -> Calibration:
+    from twostroke.bench.calibrate import calibrate
+
+    llm = open_llm(model, settings)
+    _, stored = describe(model)
+    assert stored is not None, "an engine that runs has a checkpoint"
+    with errors.status("calibrating") as status:
+        found = calibrate(llm, model, stored, progress=lambda text: status.update(f"calibrating: {text}"))
+    path = calibration_path(cache_folder(), model)
+    found.save(path)
+    rates = found.rates
+    errors.print(
+        f"[dim]weights are read at {rates.bandwidth / 1e9:,.1f} GB/s, products run at {rates.compute / 1e9:,.0f} "
+        f"GFLOP/s, a step costs {seconds(rates.step_seconds)} beside them[/dim]"
+    )
+    errors.print(
+        f"[dim]{found.steps} steps, predicted within {found.errors['median']:.0%} (median) and "
+        f"{found.errors['p95']:.0%} (p95); kept in {path}[/dim]"
+    )
+    return found
