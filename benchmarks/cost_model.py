@@ -213,7 +213,7 @@ def beside(real: Sequence[Summary], simulated: Summary) -> dict[str, Any]:
 
 def kv_bytes(core: Core) -> dict[str, int]:
     storage: Any = core.runner.kv  # type: ignore[attr-defined]
-    held = sum(t.numel() * t.element_size() for t in (storage.data, storage.scales) if t is not None)
+    held = sum(array.nbytes for array in (storage.data, storage.scales) if array is not None)
     tables = core.scheduler.tables
     return {"predicted": tables.pool.total * tables.layout.block_bytes, "allocated": held}
 

@@ -16,7 +16,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-import torch
+import numpy as np
 
 from benchmarks.cpu_engines import greedy, prompt
 from benchmarks.cpu_limits import dot_peaks, read_bandwidth
@@ -36,13 +36,17 @@ def typical(call: Callable[[], object], rounds: int) -> float:
     return median(times)
 
 
+def normal(*shape: int) -> np.ndarray:
+    return np.random.default_rng(0).standard_normal(shape, np.float32)
+
+
 def products(model: Any, rows: int, logit_rows: int, rounds: int) -> dict[str, dict[str, float]]:
     """Seconds, bytes and operations of each kind of product in one step."""
     ops, found = model.ops, {}
     kinds = {"qkv": "attention_norm", "output": None, "gate_up": "feed_norm", "down": model.gate}
     for kind, before in kinds.items():
         weights = [getattr(layer, kind) for layer in model.layers]
-        x = torch.randn(rows, weights[0].inputs * (2 if kind == "down" else 1))
+        x = normal(rows, weights[0].inputs * (2 if kind == "down" else 1))
 
         def all_layers(kind: str = kind, before: Any = before, x: Any = x) -> None:
             for layer in model.layers:
@@ -51,7 +55,7 @@ def products(model: Any, rows: int, logit_rows: int, rounds: int) -> dict[str, d
                 )
 
         found[kind] = figures(typical(all_layers, rounds), weights, rows, ops)
-    hidden = torch.randn(logit_rows, model.arch.hidden)
+    hidden = normal(logit_rows, model.arch.hidden)
     found["head"] = figures(typical(lambda: model.logits(hidden), rounds), [model.head], logit_rows, ops)
     return found
 

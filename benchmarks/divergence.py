@@ -63,14 +63,15 @@ def write(llm: LLM, stories: int, length: int) -> list[list[int]]:
 def distributions(llm: LLM, tokens: list[int]) -> Tensor:
     """(tokens - 1, vocabulary) log-probabilities of what follows each token: the logits that scoring a prompt makes."""
     model = llm.engine.core.runner.model
-    rows: list[Tensor] = []
+    rows: list[np.ndarray] = []
     plain = model.logits
     model.logits = lambda hidden: rows.append(plain(hidden)) or rows[-1]
     try:
         out = llm.generate([tokens], SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0))[0]
     finally:
         model.logits = plain
-    found = torch.cat([row.log_softmax(-1) for row in rows])[1:]  # the first row is the sampled token's
+    logits = torch.from_numpy(np.concatenate(rows))
+    found = logits.log_softmax(-1)[1:]  # the first row is the sampled token's
     assert out.prompt_logprobs is not None
     for position in range(1, len(tokens)):  # the rows are the ones we think they are
         score = out.prompt_logprobs[position]

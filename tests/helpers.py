@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from tests.ops.tensors import batch_arrays
 from twostroke.kv.layout import make_layout
 from twostroke.kv.storage import KVStorage
 from twostroke.model.transformer import Transformer
@@ -21,27 +23,30 @@ class Sequences:
         self.model, self.groups = model, len(layout.groups)
         self.columns = -(-length // BLOCK)
         blocks = count * self.columns * self.groups
-        self.kv = KVStorage(model.arch, layout, blocks, kv_format, torch.device("cpu"))
-        for tensor in (self.kv.data, self.kv.scales):  # what a pool holds before it is written must not matter
-            if tensor is not None:
-                tensor.fill_(float("nan") if tensor.is_floating_point() else 85)
+        self.kv = KVStorage(model.arch, layout, blocks, kv_format, model.ops.device)
+        for part, is_float in ((self.kv.data, "float" in kv_format), (self.kv.scales, True)):
+            if part is not None:  # what a pool holds before it is written must not matter
+                bits = part.view(np.uint8 if model.ops.device is None else torch.uint8)
+                bits[:] = 255 if is_float else 85  # all ones: not a number
         order = torch.randperm(blocks, generator=torch.Generator().manual_seed(seed)).to(torch.int32)
         self.tables = order.view(self.groups, count, self.columns)
         self.computed = [0] * count
 
     def step(self, work: Sequence[tuple[int, Sequence[int]]]) -> Tensor:
         """Compute the given new tokens of the given sequences in one batch; logits of every row, in order."""
-        return self.model.logits(self.model.forward(self.batch(work), self.kv))
+        logits = self.model.logits(self.model.forward(self.batch(work), self.kv))
+        return torch.from_numpy(logits) if self.model.ops.device is None else logits
 
     def batch(self, work: Sequence[tuple[int, Sequence[int]]]) -> Batch:
-        """The given new tokens of the given sequences, which count as computed; all rows' logits are wanted."""
+        """The given new tokens of the given sequences, which count as computed; all rows' logits are wanted.
+        Arrays of the kind that the model computes with."""
         tokens = torch.tensor([t for _, new in work for t in new])
         positions = torch.cat([torch.arange(self.computed[s], self.computed[s] + len(new)) for s, new in work])
         counts = torch.tensor([len(new) for _, new in work])
         owner = torch.repeat_interleave(torch.tensor([s for s, _ in work]), counts)
         for sequence, new in work:
             self.computed[sequence] += len(new)
-        return Batch(
+        batch = Batch(
             tokens=tokens,
             positions=positions,
             starts=torch.cat((torch.zeros(1, dtype=torch.int64), counts.cumsum(0))).to(torch.int32),
@@ -49,6 +54,7 @@ class Sequences:
             groups=tuple(self._group(g, [s for s, _ in work], owner, positions) for g in range(self.groups)),
             logit_rows=torch.arange(len(tokens)),
         )
+        return batch_arrays(batch) if self.model.ops.device is None else batch
 
     def _group(self, group: int, sequences: list[int], owner: Tensor, positions: Tensor) -> GroupBlocks:
         blocks = self.tables[group][owner, positions // BLOCK].long()

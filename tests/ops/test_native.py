@@ -22,6 +22,7 @@ from twostroke.ops.select import make_ops
 if not available():
     pytest.skip("the native library is not built", allow_module_level=True)
 
+from tests.ops.tensors import TensorOps
 from twostroke.ops.native_cpu import NativeCpuOps, PackedWeight, instruction_sets
 
 ISAS = instruction_sets()
@@ -30,8 +31,8 @@ FLOATS = ("F32", "F16", "BF16")
 
 
 @cache
-def ops_on(isa: str, threads: int = 2) -> NativeCpuOps:
-    return NativeCpuOps(threads, isa=isa)
+def ops_on(isa: str, threads: int = 2, weights: str = "native") -> TensorOps:
+    return TensorOps(NativeCpuOps(threads, weights, isa))
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
@@ -150,7 +151,7 @@ def test_embed(name: str) -> None:
 
 
 def test_float32_weights() -> None:
-    ops = NativeCpuOps(2, weights="float32")
+    ops = ops_on(ISAS[0], weights="float32")
     parts = [stored("Q4_1", 40, 256), stored("Q6_K", 24, 256)]
     x = randn(5, 256)
     assert error(ops.linear(x, ops.pack(parts)), SLOW.linear(x, SLOW.pack(parts))) < 1e-6
@@ -166,7 +167,7 @@ def test_weights_of_16_bits(dtype: str) -> None:
     x = randn(9, 256)
     expected, first = SLOW.linear(x, SLOW.pack(rounded)), None
     for isa in ISAS:
-        ops = NativeCpuOps(2, weights=dtype, isa=isa)
+        ops = ops_on(isa, weights=dtype)
         packed = ops.pack(parts)
         got = ops.linear(x, packed)
         first = got if first is None else first
@@ -182,7 +183,7 @@ def test_weights_of_16_bits(dtype: str) -> None:
 
 def test_every_dtype_is_served() -> None:
     for dtype in (None, "float32", "float16", "bfloat16"):
-        assert isinstance(make_ops("cpu", dtype, torch.get_num_threads()), NativeCpuOps)
+        assert isinstance(make_ops("cpu", dtype, 2), NativeCpuOps)
     with pytest.raises(ValueError, match="weights must be"):
         NativeCpuOps(1, weights="int8")
 
@@ -295,7 +296,7 @@ def test_rows_do_not_know_each_other(name: str) -> None:
             check_spans(ops, packed, x, norm, whole)
 
 
-def check_spans(ops: NativeCpuOps, packed: PackedWeight, x: Tensor, norm: Norm, whole: Tensor) -> None:
+def check_spans(ops: TensorOps, packed: PackedWeight, x: Tensor, norm: Norm, whole: Tensor) -> None:
     for start, stop in SPANS:
         assert torch.equal(ops.linear(x[start:stop], packed, before=norm), whole[start:stop]), (ops.isa, start, stop)
 

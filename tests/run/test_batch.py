@@ -1,4 +1,4 @@
-"""A plan as tensors: what each row is, for streams alone and for streams beside a prompt."""
+"""A plan as arrays: what each row is, for streams alone and for streams beside a prompt."""
 
 import numpy as np
 

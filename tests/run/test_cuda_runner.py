@@ -23,7 +23,7 @@ from twostroke.ops.cuda import CudaOps  # noqa: E402
 from twostroke.run import cuda_steps, shared_prefix  # noqa: E402
 from twostroke.run.buckets import all_mixed_rows  # noqa: E402
 from twostroke.run.cuda_runner import CudaRunner  # noqa: E402
-from twostroke.run.runner import ModelRunner  # noqa: E402
+from twostroke.run.torch_runner import TorchRunner  # noqa: E402
 from twostroke.run.warm_up import compile_kernels, meet_row_counts, run_largest_step  # noqa: E402
 from twostroke.sampling import SamplingParams  # noqa: E402
 from twostroke.schedule.make import make_scheduler  # noqa: E402
@@ -53,7 +53,7 @@ def tokens_of(
     model = load_model(checkpoint, ops, settings.max_model_len)
     kv = KVStorage(arch, settings.layout, settings.kv_blocks, settings.kv_dtype, ops.device)
     scheduler = make_scheduler(arch, settings, "tiny")
-    runner = (CudaRunner if kind == "cuda" else ModelRunner)(model, kv, scheduler.tables.array, ops)
+    runner = (CudaRunner if kind == "cuda" else TorchRunner)(model, kv, scheduler.tables.array, ops)
     core = Core(scheduler, runner)
     requests = []
     for number, tokens in enumerate(prompts):

@@ -70,5 +70,5 @@ def test_filters_leave_the_same_tokens(kind: str) -> None:
             Request(n, [1] * (4 + n), SamplingParams(**asked), 11 * seed + n, Timeline(0.0))
             for n, asked in enumerate(ASKED)
         ]
-        wanted = [choose_one(row, request) for row, request in zip(logits, requests, strict=True)]
+        wanted = [choose_one(row, request) for row, request in zip(logits.numpy(), requests, strict=True)]
         assert on_device(logits, requests) == wanted

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from twostroke.kv.storage import KVStorage
+from twostroke.ops.arrays import batch_of_tensors
 from twostroke.ops.cpu import TorchCpuOps
-from twostroke.ops.interface import BLOCK, Attention, Batch, GroupBlocks, Ops
+from twostroke.ops.interface import BLOCK, Array, Attention, Batch, GroupBlocks, Norm, Ops, RopeTable
 from twostroke.run.runner import ModelRunner
 
 if TYPE_CHECKING:
@@ -42,41 +45,51 @@ def measured(ops: Ops, llm: LLM, attention: Attention, context: int, requests: i
     """The fastest of several: `count` new tokens of each request, the last of them `context` deep."""
     columns = -(-context // BLOCK)
     groups = len(llm.settings.layout.groups)
-    storage = KVStorage(
-        llm.arch, llm.settings.layout, groups * requests * columns, llm.settings.kv_dtype, torch.device("cpu")
-    )
-    storage.data.zero_()
+    blocks = groups * requests * columns
+    storage = KVStorage(llm.arch, llm.settings.layout, blocks, llm.settings.kv_dtype, ops.device)
+    storage.data[:] = 0
     if storage.scales is not None:
-        storage.scales.zero_()
+        storage.scales[:] = 0
     kv, group = storage.layer(0)
     batch = make_batch(requests, count, context, groups)
     width = (attention.heads + 2 * attention.kv_heads) * attention.head_dim
-    rows = torch.randn(requests * count, width, generator=torch.Generator().manual_seed(0))
+    rows: Array = np.random.default_rng(0).standard_normal((requests * count, width), np.float32)
+    if ops.device is not None:
+        attention, batch, rows = attention_of_tensors(attention), batch_of_tensors(batch), torch.from_numpy(rows)
     taken = []
     with torch.inference_mode():
         for _ in range(TIMES):
             began = time.perf_counter()
-            ops.attend(rows.clone(), attention, kv, batch, group)
+            ops.attend(rows, attention, kv, batch, group)
             taken.append(time.perf_counter() - began)
     return min(taken)
 
 
+def attention_of_tensors(attention: Attention) -> Attention:
+    def norm(given: Norm | None) -> Norm | None:
+        return None if given is None else Norm(torch.from_numpy(given.weight), given.eps)
+
+    rope = attention.rope
+    if rope is not None:
+        rope = RopeTable(torch.from_numpy(rope.cos), torch.from_numpy(rope.sin))
+    return replace(attention, rope=rope, query_norm=norm(attention.query_norm), key_norm=norm(attention.key_norm))
+
+
 def make_batch(requests: int, count: int, context: int, groups: int) -> Batch:
     columns = -(-context // BLOCK)
-    positions = torch.arange(context - count, context).repeat(requests)
-    owner = torch.repeat_interleave(torch.arange(requests), count)
+    positions = np.tile(np.arange(context - count, context), requests)
+    owner = np.repeat(np.arange(requests), count)
     blocks = []
     for group in range(groups):
-        tables = (
-            torch.arange(requests * columns, dtype=torch.int32).view(requests, columns) + group * requests * columns
-        )
-        slots = tables[owner, positions // BLOCK].long() * BLOCK + positions % BLOCK
+        tables = np.arange(requests * columns, dtype=np.int32).reshape(requests, columns)
+        tables += group * requests * columns
+        slots = tables[owner, positions // BLOCK] * np.int64(BLOCK) + positions % BLOCK
         blocks.append(GroupBlocks(slots, tables))
     return Batch(
-        tokens=torch.zeros(requests * count, dtype=torch.int64),
+        tokens=np.zeros(requests * count, np.int64),
         positions=positions,
-        starts=torch.arange(0, requests * count + 1, count, dtype=torch.int32),
-        contexts=torch.full((requests,), context, dtype=torch.int32),
+        starts=np.arange(0, requests * count + 1, count, dtype=np.int32),
+        contexts=np.full(requests, context, np.int32),
         groups=tuple(blocks),
-        logit_rows=torch.arange(requests),
+        logit_rows=np.arange(requests),
     )

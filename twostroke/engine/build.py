@@ -10,13 +10,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from twostroke.config import DEFAULT_BATCH_TOKENS, DEFAULT_REQUESTS, Config, Resolved, resolve
 from twostroke.engine.core import Core
 from twostroke.engine.intake import Intake, open_tokenizer
 from twostroke.errors import ConfigError
-from twostroke.hardware import Hardware, free_memory, machine_name, this_machine
+from twostroke.hardware import Hardware, cuda_devices, free_memory, machine_name, this_machine
 from twostroke.kv.storage import KVStorage
 from twostroke.metrics.steplog import StepLog
 from twostroke.model.arch import Arch
@@ -78,9 +77,7 @@ def build_engine(
         settings = resize(config, settings, transformer)
     for name, reason in settings.reasons.items():
         log.info("%s = %s: %s", name, getattr(settings, name), reason)
-    kv = KVStorage(
-        arch, settings.layout, settings.kv_blocks, settings.kv_dtype, torch.device(device), settings.host_slots
-    )
+    kv = KVStorage(arch, settings.layout, settings.kv_blocks, settings.kv_dtype, ops.device, settings.host_slots)
     scheduler = make_scheduler(arch, settings, str(checkpoint.path))
     grammars = GrammarCompiler(tokenizer, arch.vocab)
     runner = make_runner(transformer, kv, scheduler.tables.array, ops, grammars)
@@ -94,16 +91,27 @@ def check_host_memory(wanted: int, free: int) -> None:
 
 
 def choose_device(config: Config) -> str:
-    if config.device == "cuda" and not torch.cuda.is_available():
+    """Torch is asked, and imported, only where the driver knows of a device."""
+    if config.device == "cuda" and not cuda_available():
         raise ConfigError("device='cuda' was asked for, but torch sees no CUDA device: use device='cpu'.")
     if config.device is not None:
         return config.device
-    return "cuda" if torch.cuda.is_available() and find_spec("triton") is not None else "cpu"
+    return "cuda" if find_spec("triton") is not None and cuda_devices() and cuda_available() else "cpu"
+
+
+def cuda_available() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def device_name(device: str) -> str:
     """What computes, by its own name."""
-    return torch.cuda.get_device_name() if device == "cuda" else machine_name()
+    if device != "cuda":
+        return machine_name()
+    import torch
+
+    return torch.cuda.get_device_name()
 
 
 def hardware_of(device: str, arch: Arch) -> Hardware:
@@ -111,16 +119,22 @@ def hardware_of(device: str, arch: Arch) -> Hardware:
     machine = this_machine(device)
     if device != "cuda":
         return machine
+    import torch
+
     rows = DEFAULT_BATCH_TOKENS[device]
     step = 2 * rows * (4 * arch.ffn + 8 * arch.hidden) + 6 * DEFAULT_REQUESTS[device] * arch.vocab + (2 << 30)
     return replace(machine, free_memory=max(0, torch.cuda.mem_get_info()[0] - step))
 
 
 def make_runner(model: Transformer, kv: KVStorage, tables: np.ndarray, ops: Ops, grammars: GrammarCompiler) -> Runner:
+    if ops.device is None:
+        return ModelRunner(model, kv, tables, ops, grammars)
     if ops.device.type == "cuda":
         from twostroke.ops.cuda import CudaOps
         from twostroke.run.cuda_runner import CudaRunner  # Triton is not installed everywhere
 
         assert isinstance(ops, CudaOps)
         return CudaRunner(model, kv, tables, ops, grammars)
-    return ModelRunner(model, kv, tables, ops, grammars)
+    from twostroke.run.torch_runner import TorchRunner
+
+    return TorchRunner(model, kv, tables, ops, grammars)

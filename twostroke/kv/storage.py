@@ -1,44 +1,41 @@
-"""The tensors behind the block pool. Memory is reserved at once and touched only as blocks are written."""
+"""The memory behind the block pool. It is reserved at once and touched only as blocks are written."""
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Sequence
-from contextlib import suppress
-from math import prod
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from twostroke.kv.host_memory import HostMemory
 from twostroke.kv.layout import KVLayout
 from twostroke.model.arch import Arch
-from twostroke.ops.interface import BLOCK, KVFormat, KVLayer
+from twostroke.ops.arrays import reserve
+from twostroke.ops.interface import BLOCK, Array, KVFormat, KVLayer
 from twostroke.types import Move
 
-ELEMENT = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "int8": torch.int8,
-    "int4": torch.uint8,
-    "fp8": torch.float8_e4m3fn,
-}
+if TYPE_CHECKING:
+    import torch
 
 
 class KVStorage:
     """data: (blocks, layers of a group, 2 (K, V), kv_heads, BLOCK, width): a block is one contiguous run of bytes."""
 
     def __init__(
-        self, arch: Arch, layout: KVLayout, blocks: int, kv_format: KVFormat, device: torch.device, host_slots: int = 0
+        self,
+        arch: Arch,
+        layout: KVLayout,
+        blocks: int,
+        kv_format: KVFormat,
+        device: torch.device | None,
+        host_slots: int = 0,
     ):
+        """device: the backend's (see ops/interface.py)."""
         width = arch.head_dim // 2 if kv_format == "int4" else arch.head_dim
         shape = (blocks, layout.layers_per_block, 2, arch.kv_heads, BLOCK)
         self.format = kv_format
-        self.data = reserve((*shape, width), ELEMENT[kv_format], device)
-        self.scales: Tensor | None = None
+        self.data = reserve((*shape, width), kv_format, device)
+        self.scales: Array | None = None
         if kv_format in ("int8", "int4", "fp8"):
-            self.scales = reserve(shape, torch.float32, device)
+            self.scales = reserve(shape, "float32", device)
         self.host: HostMemory | None = None  # of evicted blocks
         if host_slots:
             self.host = HostMemory(host_slots, [self.data] if self.scales is None else [self.data, self.scales])
@@ -59,15 +56,3 @@ class KVStorage:
         if self.scales is None:
             return KVLayer(self.format, keys, values), group
         return KVLayer(self.format, keys, values, self.scales[:, index, 0], self.scales[:, index, 1]), group
-
-
-def reserve(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """An uninitialized tensor. On a CPU in large pages: a step over a long context reads a few KiB of every block it
-    holds, and with small pages would spend more time finding them than reading them."""
-    count = prod(shape)
-    if device.type != "cpu" or not hasattr(mmap, "MADV_HUGEPAGE") or count == 0:
-        return torch.empty(shape, dtype=dtype, device=device)
-    memory = mmap.mmap(-1, count * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel without large pages: the memory is as good as any
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype, count=count).view(shape)

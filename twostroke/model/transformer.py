@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from twostroke.kv.storage import KVStorage
 from twostroke.model.arch import Arch, Rope
-from twostroke.ops.interface import Batch, Gate, KVLayer, Layer, Norm, Ops, RopeTable, RunsLayers, Weight
+from twostroke.ops.arrays import placed
+from twostroke.ops.interface import Array, Batch, Gate, KVLayer, Layer, Norm, Ops, RopeTable, RunsLayers, Weight
+
+if TYPE_CHECKING:
+    import torch
+
+ANGLES = 1 << 20  # computed at a time
 
 
 class Transformer:
@@ -35,7 +41,7 @@ class Transformer:
         self._whole = ops if isinstance(ops, RunsLayers) else None  # a backend that runs all layers at once
         self._plans: WeakKeyDictionary[KVStorage, Any] = WeakKeyDictionary()  # of such a backend
 
-    def forward(self, batch: Batch, kv: KVStorage) -> Tensor:
+    def forward(self, batch: Batch, kv: KVStorage) -> Array:
         """Compute the batch's rows, leaving K and V in `kv`; the hidden rows batch.logit_rows (S, hidden) come back."""
         x = self.ops.embed(self.embedding, batch.tokens, self.arch.embedding_scale)  # (T, hidden)
         if self._whole is not None:
@@ -49,7 +55,7 @@ class Transformer:
             plan = self._plans[kv] = ops.plan_layers(self.layers, caches, self.gate)
         return plan
 
-    def _run_layers(self, x: Tensor, batch: Batch, kv: KVStorage) -> Tensor:
+    def _run_layers(self, x: Array, batch: Batch, kv: KVStorage) -> Array:
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
             cache, group = kv.layer(index)
@@ -61,34 +67,50 @@ class Transformer:
             x = self._residual(x, inner, layer.down, self.gate, layer.feed_out_norm)
         return x
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Array) -> Array:
         """(S, hidden) -> (S, vocab) float32."""
-        out = self.ops.linear(hidden, self.head, before=self.final_norm).float()
-        cap = self.arch.logit_softcap
-        return out.div_(cap).tanh_().mul_(cap) if cap else out
+        out = self.ops.linear(hidden, self.head, before=self.final_norm)
+        in_numpy = isinstance(out, np.ndarray)
+        if not in_numpy:
+            out = out.float()
+        if cap := self.arch.logit_softcap:
+            out /= cap
+            np.tanh(out, out=out) if in_numpy else out.tanh_()
+            out *= cap
+        return out
 
     def weight_bytes(self) -> int:
         """Bytes of weights that a decode step reads: every layer and the head."""
         mine = [w for layer in self.layers for w in (layer.qkv, layer.output, layer.gate_up, layer.down)]
         return sum(self.ops.weight_bytes(w) for w in [*mine, self.head])
 
-    def _attend(self, x: Tensor, layer: Layer, cache: KVLayer, batch: Batch, group: int) -> Tensor:
+    def _attend(self, x: Array, layer: Layer, cache: KVLayer, batch: Batch, group: int) -> Array:
         qkv = self.ops.linear(x, layer.qkv, before=layer.attention_norm)
         return self.ops.attend(qkv, layer.attention, cache, batch, group)
 
-    def _residual(self, x: Tensor, inner: Tensor, weight: Weight, before: Gate | None, after: Norm | None) -> Tensor:
+    def _residual(self, x: Array, inner: Array, weight: Weight, before: Gate | None, after: Norm | None) -> Array:
         """x + weight · before(inner), with a norm before the addition where the family has one."""
         if after is None:
             return self.ops.linear(inner, weight, before=before, add_to=x)
         return x + self.ops.norm(self.ops.linear(inner, weight, before=before), after)
 
 
-def rope_table(rope: Rope, positions: int, device: torch.device) -> RopeTable:
+def rope_table(rope: Rope, positions: int, device: torch.device | None) -> RopeTable:
     """cos and sin of every position below `positions`.
 
     Angles are rounded to float32 as transformers does, in training too: at position 10,000 that is an error of about
     0.001 radians, and a model must be run with the angles it learnt.
     """
-    angles = torch.outer(torch.arange(positions, dtype=torch.float32), torch.tensor(rope.frequencies)).double()
-    cos, sin = (f(angles).mul_(rope.factor).float().to(device) for f in (torch.cos, torch.sin))
-    return RopeTable(cos, sin)
+    frequencies = np.asarray(rope.frequencies, np.float32)
+    cos, sin = (np.empty((positions, len(frequencies)), np.float32) for _ in "cs")
+    step = max(1, ANGLES // len(frequencies))
+
+    def fill(first: int) -> None:
+        places = np.arange(first, min(first + step, positions), dtype=np.float32)
+        angles = np.outer(places, frequencies).astype(np.float64)
+        for table, function in ((cos, np.cos), (sin, np.sin)):
+            np.multiply(function(angles), rope.factor, out=table[first : first + step], casting="same_kind")
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(fill, range(0, positions, step)))
+    return RopeTable(placed(cos, device), placed(sin, device))

@@ -1,4 +1,4 @@
-"""The mathematics a device must offer: about ten functions, tensors in and tensors out.
+"""The mathematics a device must offer: about ten functions, arrays in and arrays out.
 
 `reference.py` is the specification in plain torch, obvious and slow. Every other backend is an optimisation of it and
 is tested against it. This package imports nothing of ours, so it could be lifted into another project.
@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
-if TYPE_CHECKING:  # the block bookkeeping reads BLOCK from here where torch is not installed
-    from torch import Tensor, device
+if TYPE_CHECKING:  # neither the block bookkeeping nor the native CPU backend brings torch with it
+    import torch
 
     from twostroke.ops.formats import Stored
 
@@ -26,6 +26,7 @@ BLOCK = 16  # tokens in one KV block
 Activation = Literal["silu", "gelu_tanh"]
 KVFormat = Literal["float32", "float16", "bfloat16", "int8", "int4", "fp8"]
 
+Array = Any  # what a backend computes with: np.ndarray where its `device` is None (the native CPU), else torch.Tensor
 Weight = Any  # a matrix as the backend packed it; only the backend that made it looks inside
 
 
@@ -33,13 +34,13 @@ Weight = Any  # a matrix as the backend packed it; only the backend that made it
 class Norm:
     """RMS norm: x / sqrt(mean(x²) + eps) · weight. `weight` is float32 (an offset such as Gemma's +1 is in it)."""
 
-    weight: Tensor
+    weight: Array
     eps: float
 
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """Gated activation of a (T, 2F) tensor holding gate | up: activation(gate) · up, of shape (T, F)."""
+    """Gated activation of a (T, 2F) array holding gate | up: activation(gate) · up, of shape (T, F)."""
 
     activation: Activation
 
@@ -48,8 +49,8 @@ class Gate:
 class RopeTable:
     """Rotation of the first `2·cos.shape[1]` dimensions of each head, in rotate-half order (i pairs with i + dim/2)."""
 
-    cos: Tensor  # (positions, rotary_dim / 2) float32, any attention factor multiplied in
-    sin: Tensor
+    cos: Array  # (positions, rotary_dim / 2) float32, any attention factor multiplied in
+    sin: Array
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,18 +93,18 @@ class KVLayer:
     """
 
     format: KVFormat
-    keys: Tensor  # (blocks, kv_heads, BLOCK, width)
-    values: Tensor
-    key_scales: Tensor | None = None  # (blocks, kv_heads, BLOCK) float32
-    value_scales: Tensor | None = None
+    keys: Array  # (blocks, kv_heads, BLOCK, width)
+    values: Array
+    key_scales: Array | None = None  # (blocks, kv_heads, BLOCK) float32
+    value_scales: Array | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupBlocks:
     """Where a step's tokens live, for the layers of one KV group (layers of one group share a block table)."""
 
-    slots: Tensor  # (T,) int64: block · BLOCK + offset where the row's K and V are written
-    tables: Tensor  # (R, columns) int32: block of request r that holds positions [c·BLOCK, (c+1)·BLOCK); columns past
+    slots: Array  # (T,) int64: block · BLOCK + offset where the row's K and V are written
+    tables: Array  # (R, columns) int32: block of request r that holds positions [c·BLOCK, (c+1)·BLOCK); columns past
     # its context, and those a window has released, hold any valid block id and must not influence the result
 
 
@@ -114,21 +115,25 @@ class Batch:
     Request r owns rows starts[r] : starts[r+1]; its last row is at position contexts[r] - 1.
     """
 
-    tokens: Tensor  # (T,) int64
-    positions: Tensor  # (T,) int64
-    starts: Tensor  # (R + 1,) int32
-    contexts: Tensor  # (R,) int32: tokens of the request in the cache once this step has written its own
+    tokens: Array  # (T,) int64
+    positions: Array  # (T,) int64
+    starts: Array  # (R + 1,) int32
+    contexts: Array  # (R,) int32: tokens of the request in the cache once this step has written its own
     groups: tuple[GroupBlocks, ...]  # one for each KV group
-    logit_rows: Tensor  # (S,) int64: the rows whose logits somebody wants
+    logit_rows: Array  # (S,) int64: the rows whose logits somebody wants
 
 
 class Ops(Protocol):
     """One backend. Activations are float32 on a CPU, bfloat16 or float32 on a GPU: the backend decides in `embed`."""
 
     name: str
-    device: device  # where the tensors it is given must lie
 
-    def pack(self, parts: Sequence[Stored], bias: Tensor | None = None) -> Weight:
+    @property
+    def device(self) -> torch.device | None:
+        """Where the tensors it is given must lie; None: it takes NumPy arrays."""
+        ...
+
+    def pack(self, parts: Sequence[Stored], bias: Array | None = None) -> Weight:
         """One (out, in) matrix made of `parts` stacked along the output, in the layout this backend multiplies best."""
         ...
 
@@ -136,26 +141,26 @@ class Ops(Protocol):
         """Bytes that one product with `weight` reads."""
         ...
 
-    def embed(self, table: Weight, tokens: Tensor, scale: float) -> Tensor:
+    def embed(self, table: Weight, tokens: Array, scale: float) -> Array:
         """Rows of the table, times scale: (T, hidden). The table may be the output head's matrix too."""
         ...
 
-    def norm(self, x: Tensor, norm: Norm) -> Tensor: ...
+    def norm(self, x: Array, norm: Norm) -> Array: ...
 
     def linear(
-        self, x: Tensor, weight: Weight, *, before: Norm | Gate | None = None, add_to: Tensor | None = None
-    ) -> Tensor:
+        self, x: Array, weight: Weight, *, before: Norm | Gate | None = None, add_to: Array | None = None
+    ) -> Array:
         """before(x) @ weight.T + bias. With `add_to` the result is added into it in place, and it is returned."""
         ...
 
-    def attend(self, qkv: Tensor, attention: Attention, kv: KVLayer, batch: Batch, group: int) -> Tensor:
+    def attend(self, qkv: Array, attention: Attention, kv: KVLayer, batch: Batch, group: int) -> Array:
         """Norm and rotate q and k, write K and V to the cache, attend causally over the cached context.
 
         qkv: (T, (heads + 2·kv_heads) · head_dim), heads in the order q… k… v…; result: (T, heads · head_dim).
         """
         ...
 
-    def argmax(self, logits: Tensor) -> Tensor:
+    def argmax(self, logits: Array) -> Array:
         """(S, V) -> (S,) int64: the lowest index among equals, -1 for a row that holds a NaN."""
         ...
 
@@ -168,6 +173,6 @@ class RunsLayers(Protocol):
         """caches: for each layer its share of the pool and the group whose block table it follows. Made once a pool."""
         ...
 
-    def run_layers(self, plan: Any, x: Tensor, batch: Batch) -> Tensor:
+    def run_layers(self, plan: Any, x: Array, batch: Batch) -> Array:
         """x (T, hidden) through every layer, rows batch.logit_rows of it come back. x may be overwritten."""
         ...

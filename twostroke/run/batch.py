@@ -1,4 +1,4 @@
-"""Turns a plan into the tensors of one step: rows laid flat, no padding anywhere."""
+"""Turns a plan into the arrays of one step: rows laid flat, no padding anywhere."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-import torch
 
 from twostroke.ops.interface import BLOCK, Batch, GroupBlocks
 from twostroke.types import Plan
@@ -44,49 +43,48 @@ def build_step(plan: Plan, tables: np.ndarray) -> StepRows:
     tokens = [token for request, start, count in plan.works for token in request.tokens[start : start + count]]
     samplers, prompts, logit_rows = _wanted_rows(plan, starts)
     batch = Batch(
-        tokens=torch.from_numpy(np.array(tokens, np.int64)),
-        positions=torch.from_numpy(positions),
-        starts=torch.from_numpy(starts),
-        contexts=torch.from_numpy((first + counts).astype(np.int32)),
-        groups=_group_blocks(tables, rows, owner, positions),
-        logit_rows=torch.from_numpy(np.array(logit_rows, np.int64)),
+        tokens=np.array(tokens, np.int64),
+        positions=positions,
+        starts=starts,
+        contexts=(first + counts).astype(np.int32),
+        groups=_group_blocks(tables, rows, owner, positions, int(positions.max()) // BLOCK + 1),
+        logit_rows=np.array(logit_rows, np.int64),
     )
     return StepRows(batch, samplers, prompts)
 
 
 def _decode_step(plan: Plan, tables: np.ndarray) -> StepRows:
     """The same where every work is the newest token of a stream: one row each, and every row samples."""
-    tokens, positions, rows = np.array(
-        [(request.tokens[start], start, request.row) for request, start, _ in plan.works], np.int64
-    ).T.copy()
-    samplers, starts, logit_rows = _one_row_each(len(plan.works))
+    places = [work.start for work in plan.works]
+    newest = [request.tokens[start] for request, start, _ in plan.works]
+    tokens, positions, rows = np.array((newest, places, [work.request.row for work in plan.works]), np.int64)
+    samplers, starts, logit_rows = _one_row_each(len(places))
     batch = Batch(
-        tokens=torch.from_numpy(tokens),
-        positions=torch.from_numpy(positions),
+        tokens=tokens,
+        positions=positions,
         starts=starts,
-        contexts=torch.from_numpy((positions + 1).astype(np.int32)),
-        groups=_group_blocks(tables, rows, logit_rows.numpy(), positions),
+        contexts=(positions + 1).astype(np.int32),
+        groups=_group_blocks(tables, rows, logit_rows, positions, max(places) // BLOCK + 1),
         logit_rows=logit_rows,
     )
     return StepRows(batch, samplers, ())
 
 
 @lru_cache(maxsize=1024)
-def _one_row_each(count: int) -> tuple[tuple[int, ...], torch.Tensor, torch.Tensor]:
+def _one_row_each(count: int) -> tuple[tuple[int, ...], np.ndarray, np.ndarray]:
     """Samplers, starts and logit rows of such a step."""
-    return tuple(range(count)), torch.arange(count + 1, dtype=torch.int32), torch.arange(count)
+    return tuple(range(count)), np.arange(count + 1, dtype=np.int32), np.arange(count)
 
 
 def _group_blocks(
-    tables: np.ndarray, rows: np.ndarray, owner: np.ndarray, positions: np.ndarray
+    tables: np.ndarray, rows: np.ndarray, owner: np.ndarray, positions: np.ndarray, columns: int
 ) -> tuple[GroupBlocks, ...]:
-    """owner: the work each position belongs to; rows: each work's row in the tables."""
-    columns = int(positions.max()) // BLOCK + 1
-    blocks, offsets = np.divmod(positions, BLOCK)
+    """owner: the work each position belongs to; rows: each work's row in the tables; columns: as many as are needed."""
+    blocks, offsets = positions // BLOCK, positions % BLOCK
     groups = []
-    for table in tables[:, rows, :columns]:
-        slots = table[owner, blocks] * np.int64(BLOCK) + offsets
-        groups.append(GroupBlocks(torch.from_numpy(slots), torch.from_numpy(table)))
+    for every in tables:
+        table = every[rows, :columns]
+        groups.append(GroupBlocks(table[owner, blocks] * np.int64(BLOCK) + offsets, table))
     return tuple(groups)
 
 

@@ -188,7 +188,7 @@ class CudaRunner:
             tokens=resolve_tokens(there["tokens"], self.newest), positions=there["positions"],
             starts=there["starts"][: requests + 1], contexts=there["contexts"][:requests],
             groups=tuple(GroupBlocks(*places) for places in zip(slots, there["tables"], strict=True)),
-            logit_rows=slice(None) if shape.streams else there["logit_rows"],  # type: ignore[arg-type]
+            logit_rows=slice(None) if shape.streams else there["logit_rows"],
             counts=mixture.counts if mixture is not None else None,
             lengths=mixture.contexts if mixture is not None else None,
             streams=shape.streams, splits=shape.splits, cuts=cuts if self.ops.shares_steps else None,
@@ -240,7 +240,7 @@ class CudaRunner:
     def _score_prompt(self, work: Work, hidden: Tensor) -> dict:
         request, scores = work.request, {}
         for offset in range(0, hidden.shape[0], LOGIT_ROWS):
-            logits = self.model.logits(hidden[offset : offset + LOGIT_ROWS]).cpu()
+            logits = self.model.logits(hidden[offset : offset + LOGIT_ROWS]).cpu().numpy()
             for i, row in enumerate(logits):
                 position = work.start + 1 + offset + i
                 scores[position] = logprobs(row, request.tokens[position], request.params.prompt_logprobs or 0)
@@ -253,7 +253,7 @@ class CudaRunner:
         """The whole chain of run/sample.py, for what the device does not do. Waits for the device."""
         for n in hosted:
             work, mine = works[samplers[n]], details.setdefault(samplers[n], Details())
-            row, request = logits[n].cpu(), work.request
+            row, request = logits[n].cpu().numpy(), work.request
             with knowing(work, int(before[request.row])):
                 masks = self.grammars.masks([request]) if self.grammars is not None else NO_MASKS
                 mine.error = masks.errors.get(0)

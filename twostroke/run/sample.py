@@ -6,14 +6,11 @@ has no state, so a result does not depend on what else was in the batch, and a d
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import isfinite
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from twostroke.ops.interface import Ops
 from twostroke.sampling import MASK, MIX_1, MIX_2, SamplingParams, mix
 from twostroke.types import EMPTY, Request, TokenLogprobs
 
@@ -23,21 +20,24 @@ NOT_FINITE = "the model produced logits that are not numbers for this request"
 
 
 def choose(
-    logits: Tensor, requests: list[Request], ops: Ops, allowed: Mapping[int, np.ndarray] = EMPTY
+    logits: np.ndarray,
+    requests: list[Request],
+    argmax: Callable[[np.ndarray], np.ndarray],
+    allowed: Mapping[int, np.ndarray] = EMPTY,
 ) -> list[int | None]:
-    """logits: (S, V), a row for each request. None where the logits are not numbers.
+    """logits: (S, V) float32, a row for each request. None where the logits are not numbers.
 
-    allowed: by row, the tokens a grammar allows there: booleans (V,), at least one of them true.
+    argmax: the backend's. allowed: by row, the tokens a grammar allows there: booleans (V,), at least one of them true.
     """
-    tokens: list[int | None] = [None] * len(requests)
     plain = [index for index, request in enumerate(requests) if is_plain_greedy(request)]
+    if len(plain) == len(requests):
+        return greedy(logits, argmax)
+    tokens: list[int | None] = [None] * len(requests)
     if plain:
-        rows = logits if len(plain) == len(requests) else logits[plain]
-        for index, token in zip(plain, greedy(rows, ops), strict=True):
+        for index, token in zip(plain, greedy(logits[plain], argmax), strict=True):
             tokens[index] = token
-    for index, request in enumerate(requests):
-        if not is_plain_greedy(request):
-            tokens[index] = choose_one(logits[index], request, allowed.get(index))
+    for index in sorted(set(range(len(requests))).difference(plain)):
+        tokens[index] = choose_one(logits[index], requests[index], allowed.get(index))
     return tokens
 
 
@@ -56,66 +56,74 @@ def needs_adjusting(request: Request) -> bool:
     )
 
 
-def greedy(logits: Tensor, ops: Ops) -> list[int | None]:
-    values = logits.numpy()
-    tokens = ops.argmax(logits).tolist()  # -1: a NaN in the row
-    return [token if token >= 0 and isfinite(values[row, token]) else None for row, token in enumerate(tokens)]
+def greedy(logits: np.ndarray, argmax: Callable[[np.ndarray], np.ndarray]) -> list[int | None]:
+    tokens = argmax(logits).tolist()  # -1: a NaN in the row
+    return [token if token >= 0 and isfinite(logits[row, token]) else None for row, token in enumerate(tokens)]
 
 
-def choose_one(row: Tensor, request: Request, allowed: np.ndarray | None = None) -> int | None:
-    """row: (V,). The whole chain for one request."""
-    if not torch.isfinite(row).all():
+def choose_one(row: np.ndarray, request: Request, allowed: np.ndarray | None = None) -> int | None:
+    """row: (V,) float32. The whole chain for one request."""
+    if not np.isfinite(row).all():
         return None
     if allowed is not None:
-        row = torch.where(torch.from_numpy(allowed).to(row.device), row, -torch.inf)
+        row = np.where(allowed, row, np.float32(-np.inf))
     if needs_adjusting(request):
         row = adjust(row, request)
     if request.params.temperature == 0:
         return int(row.argmax())
-    values, ids = keep_likely(row / request.params.temperature, request.params)
+    values, ids = keep_likely(row / np.float32(request.params.temperature), request.params)
     key = noise_key(request.seed, request.sample, len(request.tokens))
     return int(ids[(values + gumbel(key, ids)).argmax()])
 
 
-def adjust(row: Tensor, request: Request) -> Tensor:
+def adjust(row: np.ndarray, request: Request) -> np.ndarray:
     """Bias, penalties and the minimal length."""
     params = request.params
-    row = row.clone()
+    row = row.copy()
     if params.repetition_penalty != 1.0:
-        seen = torch.from_numpy(np.unique(np.asarray(request.tokens, dtype=np.int64)))
-        scores = row[seen]
-        penalty = params.repetition_penalty
-        row[seen] = torch.where(scores > 0, scores / penalty, scores * penalty)
+        seen = np.unique(np.asarray(request.tokens, np.int64))
+        scores, penalty = row[seen], np.float32(params.repetition_penalty)
+        row[seen] = np.where(scores > 0, scores / penalty, scores * penalty)
     if (params.presence_penalty or params.frequency_penalty) and request.output_length:
         written, counts = np.unique(request.tokens[request.prompt_length :], return_counts=True)
-        penalty_row = params.presence_penalty + params.frequency_penalty * torch.from_numpy(counts)
-        row[torch.from_numpy(written)] -= penalty_row.to(row.dtype)
+        often = np.float32(params.frequency_penalty) * counts.astype(np.float32)
+        row[written] -= np.float32(params.presence_penalty) + often
     for token, bias in params.logit_bias.items():
-        row[token] += bias
+        row[token] += np.float32(bias)
     if request.output_length < params.min_tokens:
-        row[list(request.stop_ids)] = -torch.inf
+        row[list(request.stop_ids)] = -np.inf
     return row
 
 
-def keep_likely(row: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
+def keep_likely(row: np.ndarray, params: SamplingParams) -> tuple[np.ndarray, np.ndarray]:
     """The tokens that top_k, top_p and min_p leave: (values, ids), the likeliest first, equal ones in order of ids."""
     vocab = row.shape[0]
+    ids = np.arange(vocab)
     if params.top_k == 0 and params.top_p == 1.0 and params.min_p == 0.0:
-        return row, torch.arange(vocab)
-    ids = torch.arange(vocab)
+        return row, ids
     if 0 < params.top_k < vocab:
-        least = torch.topk(row, params.top_k).values[-1]
-        equal = (row == least).nonzero().flatten()
-        higher = (row > least).nonzero().flatten()
-        ids = torch.cat((higher, equal[: params.top_k - len(higher)]))
-    values, order = torch.sort(row[ids], descending=True, stable=True)
-    ids = ids[order]
-    probabilities = torch.softmax(values.double(), dim=0)
-    keep = probabilities >= params.min_p * probabilities[0]
+        ids = highest(row, params.top_k)
+    values = row[ids]
+    weights = np.exp(values.astype(np.float64) - float(values.max()))
+    probabilities = weights / weights.sum()
+    keep = probabilities >= params.min_p * probabilities.max()
+    if params.top_p < 1.0:  # rarer ones together do not make up what top_p leaves out: they need not be put in order
+        keep &= probabilities >= (1.0 - params.top_p) / len(ids)
+    values, ids, probabilities = values[keep], ids[keep], probabilities[keep]
+    order = np.argsort(-values, kind="stable")
+    values, ids, probabilities = values[order], ids[order], probabilities[order]
     if params.top_p < 1.0:
-        before = probabilities.cumsum(0) - probabilities
-        keep &= before < max(params.top_p - SLACK, SLACK)  # what came before has not reached top_p yet
-    return values[keep], ids[keep]
+        before = probabilities.cumsum() - probabilities
+        among = before < max(params.top_p - SLACK, SLACK)  # what came before has not reached top_p yet
+        values, ids = values[among], ids[among]
+    return values, ids
+
+
+def highest(row: np.ndarray, count: int) -> np.ndarray:
+    """The ids of the `count` largest values, the lowest ids among equals; equal ones are in order, others are not."""
+    least = np.partition(row, len(row) - count)[len(row) - count]
+    higher, equal = np.flatnonzero(row > least), np.flatnonzero(row == least)
+    return np.concatenate((higher, equal[: count - len(higher)]))
 
 
 def noise_key(seed: int, sample: int, position: int) -> int:
@@ -126,22 +134,24 @@ def noise_key(seed: int, sample: int, position: int) -> int:
     return key
 
 
-def gumbel(key: int, ids: Tensor) -> Tensor:
+def gumbel(key: int, ids: np.ndarray) -> np.ndarray:
     """Standard Gumbel noise for each token id, a pure function of (key, id)."""
-    z = np.uint64(key) + np.uint64(GOLDEN) * (ids.numpy().astype(np.uint64) + np.uint64(1))
+    z = np.uint64(key) + np.uint64(GOLDEN) * (ids.astype(np.uint64) + np.uint64(1))
     z = (z ^ (z >> np.uint64(30))) * np.uint64(MIX_1)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(MIX_2)
     z ^= z >> np.uint64(31)
     uniform = ((z >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53  # in (0, 1)
-    return torch.from_numpy(-np.log(-np.log(uniform))).float()
+    return (-np.log(-np.log(uniform))).astype(np.float32)
 
 
-def logprobs(row: Tensor, token: int, best: int) -> TokenLogprobs:
+def logprobs(row: np.ndarray, token: int, best: int) -> TokenLogprobs:
     """Of the model's own distribution, before temperature, penalties and filters."""
-    row = row.double()
-    total = torch.logsumexp(row, dim=0)
+    row = row.astype(np.float64)
+    peak = float(row.max())
+    total = peak + float(np.log(np.exp(row - peak).sum())) if isfinite(peak) else peak
     top: tuple[tuple[int, float], ...] = ()
     if best:
-        values, ids = torch.topk(row, min(best, row.shape[0]))
-        top = tuple(zip(ids.tolist(), (values - total).tolist(), strict=True))
-    return TokenLogprobs(token, float(row[token] - total), top)
+        ids = highest(row, min(best, len(row)))
+        ids = ids[np.argsort(-row[ids], kind="stable")]
+        top = tuple(zip(ids.tolist(), (row[ids] - total).tolist(), strict=True))
+    return TokenLogprobs(token, float(row[token]) - total, top)

@@ -9,15 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from twostroke.errors import ModelError
 from twostroke.model.arch import Arch, Rope
 from twostroke.model.names import ignorable, parameter_sources
 from twostroke.model.transformer import Transformer, rope_table
+from twostroke.ops.arrays import placed
 from twostroke.ops.formats import Stored, dequantize
-from twostroke.ops.interface import Attention, Layer, Norm, Ops, RopeTable, Weight
+from twostroke.ops.interface import Array, Attention, Layer, Norm, Ops, RopeTable, Weight
 from twostroke.weights.checkpoint import Checkpoint
 from twostroke.weights.describe import load_arch
 from twostroke.weights.quantize import quantize
@@ -100,13 +99,13 @@ class Parameters:
         return weight
 
     def norm(self, name: str) -> Norm:
-        weight = torch.from_numpy(dequantize(self._stored(name))) + self.sources[name].add
+        weight = dequantize(self._stored(name)) + np.float32(self.sources[name].add)
         self._advance((name,))
-        return Norm(weight.to(self.ops.device), self.arch.norm_eps)
+        return Norm(placed(weight, self.ops.device), self.arch.norm_eps)
 
-    def _bias(self, names: tuple[str, ...]) -> Tensor | None:
+    def _bias(self, names: tuple[str, ...]) -> Array | None:
         parts = [dequantize(self._stored(f"{name}_bias")) for name in names if f"{name}_bias" in self.sources]
-        return torch.from_numpy(np.concatenate(parts)).to(self.ops.device) if parts else None
+        return placed(np.concatenate(parts), self.ops.device) if parts else None
 
     def _stored(self, name: str) -> Stored:
         source = self.sources[name]
