@@ -18,6 +18,8 @@ from twostroke.ops.triton.heads import FORMATS, load_tile
 from twostroke.ops.triton.rows import tanh
 
 LOG2E = tl.constexpr(1.4426950408889634)
+PROCESSORS = 132  # of an H200, with room for two programs each; elsewhere the last round of programs is less full
+LONE = 0.65  # how long a program takes that has a multiprocessor to itself
 
 
 @triton.jit
@@ -180,9 +182,16 @@ def combine_kernel(
 
 
 def split_for(tiles: int, kv_heads: int, rows: int, context: int) -> int:
-    """Programs to share one tile's context, so that all multiprocessors have work."""
-    wanted = -(-396 // (tiles * kv_heads))
-    return max(1, min(wanted, context // 1024, 16384 // max(rows, 1), 16))
+    """Programs to share one tile's context, a power of two: such that all multiprocessors are at work until the end."""
+
+    def cost(splits: int) -> float:
+        """In times that a program with another beside it takes for a whole context."""
+        rounds, rest = divmod(tiles * kv_heads * splits, 2 * PROCESSORS)
+        last = 0.0 if rest == 0 else LONE if rest <= PROCESSORS else 1.0
+        return (rounds + last) / splits + splits * rows / (6 * context)  # the parts are written, read and put together
+
+    most = max(1, min(context // 1024, 16384 // max(rows, 1), 16))
+    return min((splits for splits in (1, 2, 4, 8, 16) if splits <= most), key=cost)
 
 
 def tile_rows(dtype: torch.dtype, wide: int, share: int) -> int:
