@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from twostroke.cli.settings import parse_settings
@@ -93,6 +95,13 @@ def test_a_narrow_cache_and_float32_do_not_go_together_on_a_gpu():
     with pytest.raises(ConfigError, match="kv_dtype='int8' on a GPU goes with dtype='bfloat16' only"):
         resolve(make_config(dtype="float32", kv_dtype="int8"), LLAMA_8B, card, 0)
     assert resolve(make_config(kv_dtype="int8"), LLAMA_8B, card, 0).kv_dtype == "int8"
+
+
+def test_four_bits_need_heads_of_some_length_on_a_gpu():
+    tiny, card = replace(LLAMA_8B, head_dim=16), Hardware("cuda", cores=4, free_memory=80 * 10**9)
+    with pytest.raises(ConfigError, match="heads of at least 32"):
+        resolve(make_config(kv_dtype="int4"), tiny, card, 0)
+    assert resolve(make_config(kv_dtype="int4"), tiny, MACHINE, 0).kv_dtype == "int4"
 
 
 def test_a_context_the_model_was_not_made_for():

@@ -159,6 +159,8 @@ def resolve(config: Config, arch: Arch, hardware: Hardware, weight_bytes: int) -
     layout = make_layout(arch, kv_dtype)
     if arch.head_dim % 2 and kv_dtype == "int4":
         raise ConfigError("kv_dtype='int4' needs an even head size: use int8 or float16.")
+    if arch.head_dim < 32 and kv_dtype == "int4" and device == "cuda":  # 8 bytes of a head: exact attention goes wrong
+        raise ConfigError(f"kv_dtype='int4' on a GPU needs heads of at least 32, not {arch.head_dim}: use int8.")
     batch = derive("max_batch_tokens", DEFAULT_BATCH_TOKENS[device], f"enough rows to keep a {device} busy in one step")
     requests = derive("max_requests", DEFAULT_REQUESTS[device], f"streams that a {device} serves well at once")
     if requests > batch:
