@@ -156,12 +156,13 @@ class CudaRunner:
 
     def _capture(self, shape: Shape, entry: Captured) -> None:
         self.captures += 1
-        entry.graph = torch.cuda.CUDAGraph()
-        entry.graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
         try:
-            entry.tokens = self._step(shape, entry.there)
+            tokens = self._step(shape, entry.there)
         finally:
-            entry.graph.capture_end()
+            graph.capture_end()
+        entry.graph, entry.tokens = graph, tokens  # not before: a capture that failed must not be replayed
 
     def _step(self, shape: Shape, there: dict[str, Tensor]) -> Tensor:
         hidden = self.model.forward(self._batch(shape, there), self.kv)
