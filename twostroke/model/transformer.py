@@ -12,7 +12,19 @@ import numpy as np
 from twostroke.kv.storage import KVStorage
 from twostroke.model.arch import Arch, Rope
 from twostroke.ops.arrays import placed
-from twostroke.ops.interface import Array, Batch, Gate, KVLayer, Layer, Norm, Ops, RopeTable, RunsLayers, Weight
+from twostroke.ops.interface import (
+    Array,
+    Batch,
+    ChainsKernels,
+    Gate,
+    KVLayer,
+    Layer,
+    Norm,
+    Ops,
+    RopeTable,
+    RunsLayers,
+    Weight,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -39,6 +51,9 @@ class Transformer:
         self.max_positions = max_positions  # length of the rotary tables
         self.gate = Gate(arch.activation)
         self._whole = ops if isinstance(ops, RunsLayers) else None  # a backend that runs all layers at once
+        self._chain = ops if isinstance(ops, ChainsKernels) else None
+        if self._chain is not None:
+            self._chain.read_in_order(self.read_in_order())
         self._plans: WeakKeyDictionary[KVStorage, Any] = WeakKeyDictionary()  # of such a backend
 
     def forward(self, batch: Batch, kv: KVStorage) -> Array:
@@ -63,9 +78,15 @@ class Transformer:
             if index == last:  # from here on rows do not meet again: only those somebody asked for go on
                 x, attended = x[batch.logit_rows], attended[batch.logit_rows]
             x = self._residual(x, attended, layer.output, None, layer.attention_out_norm)
-            inner = self.ops.linear(x, layer.gate_up, before=layer.feed_norm)  # (T, 2 · ffn)
-            x = self._residual(x, inner, layer.down, self.gate, layer.feed_out_norm)
+            x = self._feed(x, layer)
         return x
+
+    def _feed(self, x: Array, layer: Layer) -> Array:
+        gated = self._chain.gated(x, layer.gate_up, layer.feed_norm, self.gate) if self._chain is not None else None
+        if gated is not None:  # (T, ffn)
+            return self._residual(x, gated, layer.down, None, layer.feed_out_norm)
+        inner = self.ops.linear(x, layer.gate_up, before=layer.feed_norm)  # (T, 2 · ffn)
+        return self._residual(x, inner, layer.down, self.gate, layer.feed_out_norm)
 
     def logits(self, hidden: Array) -> Array:
         """(S, hidden) -> (S, vocab) float32."""
@@ -81,8 +102,12 @@ class Transformer:
 
     def weight_bytes(self) -> int:
         """Bytes of weights that a decode step reads: every layer and the head."""
+        return sum(self.ops.weight_bytes(weight) for weight in self.read_in_order())
+
+    def read_in_order(self) -> list[Weight]:
+        """What every step reads."""
         mine = [w for layer in self.layers for w in (layer.qkv, layer.output, layer.gate_up, layer.down)]
-        return sum(self.ops.weight_bytes(w) for w in [*mine, self.head])
+        return [*mine, self.head]
 
     def _attend(self, x: Array, layer: Layer, cache: KVLayer, batch: Batch, group: int) -> Array:
         qkv = self.ops.linear(x, layer.qkv, before=layer.attention_norm)

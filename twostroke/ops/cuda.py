@@ -23,6 +23,7 @@ from twostroke.ops.triton.decode import DecodeScratch, decode_attention, split_c
 from twostroke.ops.triton.dense import UNIT, attend_long
 from twostroke.ops.triton.int4_gemm import int4_product
 from twostroke.ops.triton.narrow_decode import narrow_attention
+from twostroke.ops.triton.one_row import one_row
 from twostroke.ops.triton.prefill import make_tiles, prefill_attention, split_for, tile_rows
 from twostroke.ops.triton.quantized import (
     GROUP,
@@ -140,6 +141,7 @@ class CudaOps:
         self.dtype, self.device, self.quantize = dtype, torch.device(device), quantize
         self.scratch = DecodeScratch(self.device)
         self._norms: dict[Norm, Norm] = {}
+        self._following: dict[Weight, Tensor] = {}  # what to ask for at the end of a product with a matrix
         self._kinds: dict[Attention, Kind] = {}
         self._cuts: tuple[Batch | None, dict[Kind, Cut]] = (None, {})
 
@@ -169,6 +171,12 @@ class CudaOps:
 
     def weight_bytes(self, weight: Weight) -> int:
         return weight.weight.nbytes if isinstance(weight, Matrix) else weight.codes.nbytes + weight.scales.nbytes
+
+    def read_in_order(self, weights: Sequence[Weight]) -> None:
+        """Wide matrices are asked for ahead. Others gain nothing: what comes before them leaves memory free anyway."""
+        for weight, following in zip(weights, [*weights[1:], weights[0]], strict=True):
+            if not isinstance(following, Matrix) and following.codes.shape[0] > following.inputs:
+                self._following[weight] = following.codes
 
     # ---- rows ----------------------------------------------------------------------------------------------------
 
@@ -203,6 +211,12 @@ class CudaOps:
         out = product(x, matrix)
         return out if weight.bias is None else out.add_(weight.bias)
 
+    def gated(self, x: Tensor, weight: Weight, norm: Norm, gate: Gate) -> Tensor | None:
+        if isinstance(weight, Matrix) or x.shape[0] != 1 or not x.is_contiguous():
+            return None
+        out = torch.empty(1, weight.codes.shape[0] // 2, dtype=x.dtype, device=x.device)
+        return self._one_narrow_row(x, weight, norm, out, gate=self._before(gate)[0])
+
     def _one_row(self, x: Tensor, weight: Matrix, before: Norm | Gate | None, add_to: Tensor | None) -> Tensor:
         out = torch.empty(1, weight.weight.shape[0], dtype=x.dtype, device=x.device) if add_to is None else add_to
         kind, norm = self._before(before)
@@ -214,10 +228,22 @@ class CudaOps:
     def _few_rows(self, x: Tensor, weight: Narrow, before: Norm | Gate | None, add_to: Tensor | None) -> Tensor:
         shape = x.shape[0], weight.codes.shape[0]
         out = torch.empty(shape, dtype=x.dtype, device=x.device) if add_to is None else add_to
+        if x.shape[0] == 1 and x.is_contiguous():
+            return self._one_narrow_row(x, weight, before, out, add=add_to is not None)
         kind, norm = self._before(before)
         return skinny(
             x, weight.codes, weight.scales, weight.bias, out, weight.format, before=kind,
             norm=norm.weight if norm else None, eps=norm.eps if norm else 0.0, add=add_to is not None,
+        )  # fmt: skip
+
+    def _one_narrow_row(
+        self, x: Tensor, weight: Narrow, before: Norm | Gate | None, out: Tensor, *, add: bool = False, gate: int = 0
+    ) -> Tensor:
+        kind, norm = self._before(before)
+        return one_row(
+            x, weight.codes, weight.scales, weight.bias, out, weight.format, before=kind,
+            norm=norm.weight if norm else None, eps=norm.eps if norm else 0.0, add=add, gate=gate,
+            following=self._following.get(weight),
         )  # fmt: skip
 
     def _before(self, before: Norm | Gate | None) -> tuple[int, Norm | None]:

@@ -176,3 +176,16 @@ class RunsLayers(Protocol):
     def run_layers(self, plan: Any, x: Array, batch: Batch) -> Array:
         """x (T, hidden) through every layer, rows batch.logit_rows of it come back. x may be overwritten."""
         ...
+
+
+@runtime_checkable
+class ChainsKernels(Protocol):
+    """What a backend may offer beside Ops where a step is a chain of kernels, each waiting for the one before."""
+
+    def read_in_order(self, weights: Sequence[Weight]) -> None:
+        """Every step reads these, one after the other."""
+        ...
+
+    def gated(self, x: Array, weight: Weight, norm: Norm, gate: Gate) -> Array | None:
+        """gate(linear(x, weight, before=norm)), or nothing where the gate is better left to the next product."""
+        ...

@@ -28,6 +28,10 @@ class Fp8:
     bias: Tensor | None
     format: int = FP8
 
+    @property
+    def inputs(self) -> int:
+        return self.codes.shape[1]
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Int8:
@@ -36,6 +40,10 @@ class Int8:
     bias: Tensor | None
     format: int = INT8
 
+    @property
+    def inputs(self) -> int:
+        return self.codes.shape[1]
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Int4:
@@ -43,6 +51,10 @@ class Int4:
     scales: Tensor  # (in / GROUP, out) float32
     bias: Tensor | None
     format: int = INT4
+
+    @property
+    def inputs(self) -> int:
+        return 2 * self.codes.shape[1]
 
 
 Narrow = Fp8 | Int8 | Int4
