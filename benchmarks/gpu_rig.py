@@ -20,7 +20,7 @@ from twostroke.model.arch import Arch
 from twostroke.model.transformer import Transformer
 from twostroke.ops.select import make_ops
 from twostroke.run.cuda_runner import CudaRunner
-from twostroke.run.warm_up import resize
+from twostroke.run.warm_up import prepare
 from twostroke.sampling import SamplingParams
 from twostroke.schedule.make import make_scheduler
 from twostroke.types import Request
@@ -66,7 +66,7 @@ def make_rig(
     model = model or random_model(arch, ops, 131_072)  # type: ignore[arg-type]
     config = make_config(device="cuda", dtype="bfloat16", kv_dtype=kv_dtype, seed=1, **settings)
     resolved = resolve(config, arch, Hardware("cuda", 16, torch.cuda.mem_get_info()[0]), 0)
-    resolved = resize(config, resolved, model)
+    resolved = prepare(config, resolved, model)
     kv = KVStorage(
         arch, resolved.layout, resolved.kv_blocks, resolved.kv_dtype, ops.device, resolved.host_slots  # type: ignore[arg-type]
     )  # fmt: skip

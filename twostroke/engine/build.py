@@ -71,10 +71,10 @@ def build_engine(
     bits = settings.quantize if device == "cpu" else None  # a GPU packs float weights into its own formats
     transformer = load_model(checkpoint, ops, settings.max_model_len, load_progress, bits)
     stage("size KV")
-    if device == "cuda" and config.kv_blocks is None and config.kv_memory is None:
-        from twostroke.run.warm_up import resize  # Triton is not installed everywhere
+    if device == "cuda":
+        from twostroke.run.warm_up import prepare  # Triton is not installed everywhere
 
-        settings = resize(config, settings, transformer)
+        settings = prepare(config, settings, transformer)
     for name, reason in settings.reasons.items():
         log.info("%s = %s: %s", name, getattr(settings, name), reason)
     kv = KVStorage(arch, settings.layout, settings.kv_blocks, settings.kv_dtype, ops.device, settings.host_slots)

@@ -212,10 +212,13 @@ class CudaOps:
         return out if weight.bias is None else out.add_(weight.bias)
 
     def gated(self, x: Tensor, weight: Weight, norm: Norm, gate: Gate) -> Tensor | None:
-        if isinstance(weight, Matrix) or x.shape[0] != 1 or not x.is_contiguous():
+        if isinstance(weight, Matrix) or not self.gates_early(x, weight):
             return None
         out = torch.empty(1, weight.codes.shape[0] // 2, dtype=x.dtype, device=x.device)
         return self._one_narrow_row(x, weight, norm, out, gate=self._before(gate)[0])
+
+    def gates_early(self, x: Tensor, weight: Weight) -> bool:
+        return not isinstance(weight, Matrix) and x.shape[0] == 1 and x.is_contiguous()
 
     def _one_row(self, x: Tensor, weight: Matrix, before: Norm | Gate | None, add_to: Tensor | None) -> Tensor:
         out = torch.empty(1, weight.weight.shape[0], dtype=x.dtype, device=x.device) if add_to is None else add_to

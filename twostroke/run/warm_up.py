@@ -29,10 +29,16 @@ GRAPHS = 1 << 30  # bytes for steps captured later on
 MEETING = 1.0  # seconds of a start for row counts that the library has not met
 
 
-def resize(config: Config, settings: Resolved, model: Transformer) -> Resolved:
-    """The settings with a KV cache of what is really free beside the weights and the largest step."""
+def prepare(config: Config, settings: Resolved, model: Transformer) -> Resolved:
+    """Have kernels ready before somebody waits for them; the settings then, with a KV cache of what is really free if
+    nobody has said how large it shall be."""
     compile_kernels(model, settings)
     meet_row_counts(model, all_mixed_rows(settings.max_batch_tokens), MEETING)
+    return resized(config, settings, model) if config.kv_blocks is None and config.kv_memory is None else settings
+
+
+def resized(config: Config, settings: Resolved, model: Transformer) -> Resolved:
+    """What the weights and the largest step leave is the cache's."""
     free = free_after_warm_up(model, settings)
     known = replace(config, max_model_len=settings.max_model_len, seed=settings.seed)
     sized = resolve(known, model.arch, Hardware("cuda", settings.threads, free), 0)
@@ -45,12 +51,13 @@ def compile_kernels(model: Transformer, settings: Resolved) -> None:
     assert isinstance(ops, CudaOps)
     arch, layer = model.arch, model.layers[0]
     kv, group = KVStorage(arch, settings.layout, 2, settings.kv_dtype, ops.device).layer(0)
-    row, wide, inner, ffn = (
+    row, wide, inner, half, ffn = (
         torch.zeros(1, width, dtype=ops.dtype, device=ops.device)
         for width in (
             arch.hidden,
             (arch.heads + 2 * arch.kv_heads) * arch.head_dim,
             arch.heads * arch.head_dim,
+            arch.ffn,
             2 * arch.ffn,
         )
     )
@@ -68,14 +75,22 @@ def compile_kernels(model: Transformer, settings: Resolved) -> None:
             qkv = wide.expand(len(batch.positions), -1).contiguous()
             ops.attend(qkv, layer.attention, kv, batch, group)
 
+    feed: list[Callable[[], object]] = [
+        lambda: ops.linear(row, layer.gate_up, before=layer.feed_norm),
+        lambda: ops.linear(ffn, layer.down, before=model.gate, add_to=row.clone()),
+    ]
+    if ops.gates_early(row, layer.gate_up):
+        feed = [
+            lambda: ops.gated(row, layer.gate_up, layer.feed_norm, model.gate),
+            lambda: ops.linear(half, layer.down, add_to=row.clone()),
+        ]
     apart = [(single,), (prompt,)] if ops.shares_steps else [(single, prompt)]
     tasks: list[Callable[[], object]] = [
         sample_one,
         *(partial(attend, batches) for batches in apart),
         lambda: ops.linear(row, layer.qkv, before=layer.attention_norm),
         lambda: ops.linear(inner, layer.output, add_to=row.clone()),
-        lambda: ops.linear(row, layer.gate_up, before=layer.feed_norm),
-        lambda: ops.linear(ffn, layer.down, before=model.gate, add_to=row.clone()),
+        *feed,
         lambda: model.logits(row),
         lambda: ops.linear(row.expand(2, -1).contiguous(), layer.qkv, before=layer.attention_norm),
         lambda: ops.linear(ffn.expand(2, -1).contiguous(), layer.down, before=model.gate),
