@@ -131,4 +131,7 @@ def test_diagnose_a_trace_and_a_result(llama_folder, tmp_path, monkeypatch, cali
     save([run], tmp_path / "r.json", "test")
     shown = command("diagnose", "--result", tmp_path / "r.json")
     assert "levers" in shown or "No lever helps" in shown
+    assert "batching is continuous already" in shown
+    typed = command("diagnose", "--result", tmp_path / "r.json", "-s", "batching=static")
+    assert "batching is continuous already" not in typed, "what is typed comes before what the result says"
     assert "empty" in command("diagnose", "--ledger")

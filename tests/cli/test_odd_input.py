@@ -56,6 +56,8 @@ WRONG = {
     "diagnose --result {folder}/empty.json --url http://127.0.0.1:9": "--result says nothing beside --url",
     "diagnose --result {folder}/empty.json --apply": "--apply needs something that runs",
     "diagnose --result {folder}/empty.json -w rag": "--workload says nothing beside --result",
+    "diagnose --trace azure-conv --hardware h200 -s threads=2": "--set threads says nothing here",
+    "plan llama-3.1-8b -s seed=1": "--set seed says nothing here: times do not depend on it",
     "diagnose --ledger --apply": "--apply says nothing beside --ledger",
     "diagnose --url http://127.0.0.1:9": "is the server up",
 }

@@ -14,7 +14,7 @@ from twostroke.cost.deploy import Deployment
 from twostroke.cost.hardware import find_device
 from twostroke.cost.models import known_arch
 from twostroke.cost.summary import meets
-from twostroke.cost.trace import at_rate, repeat
+from twostroke.cost.trace import Arrival, Part, at_rate, repeat
 from twostroke.errors import ConfigError
 
 
@@ -69,6 +69,29 @@ def test_the_cheapest_comes_first():
     found = cheapest(options, rows, 3.0, 2.0, 0.1)
     assert found and [one.dollars_per_hour for one in found] == sorted(one.dollars_per_hour for one in found)
     assert found[0].deployment.device.name == "l4"
+
+
+def test_what_would_cost_far_more_is_not_simulated():
+    rows = poisson(random.Random(0), 60, 5.0, (200, 600), (50, 150))
+    config, tried = make_config(max_model_len=8192, seed=0), []
+    options = candidates(known_arch("llama-3.1-8b"), [find_device("l4"), find_device("b200")], config, gpus=(1,))
+    found = cheapest(options, rows, 0.1, 2.0, 0.1, lambda how, one: tried.append((one.device.name, how)), (False, True))
+    assert {name for name, _ in tried} == {"l4"} and len(found) > 2
+    assert [how != "" for _, how in tried] == [False] * (len(tried) - 1) + [True], "two pools for the cheapest alone"
+    missing = [deployment(device="l4"), deployment(device="b200")]
+    assert [one.deployment.device.name for one in cheapest(missing, rows, 0.1, 2.0, 0.008)] == ["b200"]
+
+
+def test_a_recording_is_repeated_by_other_people():
+    """What all prompts begin with is found again; a conversation is another one each time, and still one."""
+    talk = [(Part(1, 60), *(Part(2 + turn, 20) for turn in range(length))) for length in (1, 3, 5)]
+    other = (Part(1, 60), Part(99, 30))
+    rows = [Arrival(float(number), parts, 10) for number, parts in enumerate([*talk, other])]
+    again = [tuple(part.content for part in row.parts) for row in repeat(rows, 8)]
+    assert again[:4] == [tuple(part.content for part in row.parts) for row in rows]
+    assert all(contents[0] == 1 for contents in again)
+    assert not {*again[6][1:], *again[7][1:]} & {*again[2][1:], *again[3][1:]}
+    assert again[6][:4] == again[5] and again[5][:2] == again[4]
 
 
 def test_a_load_beyond_simulation_is_many_copies():

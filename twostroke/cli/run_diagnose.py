@@ -18,9 +18,9 @@ from twostroke.bench.record import Run, load_runs
 from twostroke.bench.remote import Admin, apply_live, diagnose_load, diagnose_recorded
 from twostroke.bench.workload import Load, make_load, trace_load
 from twostroke.cli.deployment import calibrate_here, deployment_for, describe
+from twostroke.cli.settings import refuse_unreckoned
 from twostroke.cli.terminal import open_llm
 from twostroke.cli.watch import over_http
-from twostroke.config import make_config
 from twostroke.cost.deploy import config_of
 from twostroke.cost.diagnose import Diagnosis, Targets, diagnose, seconds
 from twostroke.cost.hardware import calibration_path, load_calibration
@@ -105,14 +105,16 @@ def of_result(path: Path, there: There, targets: Targets) -> None:
 
 def of_trace(trace: str, requests: int, scale: float, there: There, targets: Targets) -> None:
     """Nothing was measured: the simulator serves it."""
+    refuse_unreckoned(there.settings)
     deployment, _ = deployment_for(there.model or "llama-3.1-8b", there.hardware, there.precision, 1, there.settings)
     show_diagnosis(diagnose(deployment, trace_load(trace, requests, None, scale).arrivals, None, targets))
 
 
 def of_run(run: Run, there: There, targets: Targets) -> None:
-    known = {name: value for name, value in (run.settings or there.settings).items() if name != "seed"}
+    """What is typed comes before what the result says of itself."""
+    refuse_unreckoned(there.settings)
     deployment, _ = deployment_for(there.model or run.model, there.hardware, there.precision, 1, {})
-    config = config_of(known) if "kv_blocks" in known else make_config(**known)
+    config = config_of(run.settings, there.settings)
     show_diagnosis(diagnose(replace(deployment, config=config), run.arrivals(), run.served(), targets))
 
 

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from twostroke.bench.workload import make_load, trace_load
 from twostroke.cli.deployment import calibrate_here, deployment_for
+from twostroke.cli.settings import refuse_unreckoned
 from twostroke.cli.terminal import errors
 from twostroke.cost.capacity import (
     GPUS,
@@ -54,6 +55,8 @@ def plan(
     if calibrate:
         calibrate_here(model, settings)
         hardware = "this"
+    else:
+        refuse_unreckoned(settings)
     prompt = round(sum(row.prompt for row in rows) / len(rows))
     output = round(sum(row.output for row in rows) / len(rows))
     longest = max(row.prompt + row.output for row in rows)
@@ -74,7 +77,7 @@ def plan(
         options += [one for one in found if one.precision != deployment.precision]
     pools = (True,) if split else (False,) if search else (False, True)
     with errors.status("simulating") as status:
-        say = lambda one: status.update(f"simulating {label(one)}")  # noqa: E731
+        say = lambda how, one: status.update(f"simulating {label(one)} {how}")  # noqa: E731
         needs = cheapest(options, rows, rate, ttft, tpot, say, pools)
     if not needs:
         console.print(

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, get_args, get_type_hints
 
 from twostroke.errors import ConfigError
+
+UNRECKONED = {
+    "device": "--hardware says where it runs",
+    "threads": "a machine is reckoned with as it was calibrated; `twostroke plan MODEL --calibrate` takes it",
+    "exact": "what it costs is not part of the cost model",
+    "seed": "times do not depend on it",
+}
 
 
 def parse_settings(options: list[str] | None) -> dict[str, Any]:
@@ -38,3 +46,10 @@ def parse_value(name: str, value: str, kind: Any) -> Any:
                 wanted = "a whole number, as digits" if number is int else "a number"
                 raise ConfigError(f"{name} must be {wanted}, got {value!r}.") from None
     return value
+
+
+def refuse_unreckoned(settings: Iterable[str]) -> None:
+    """Where no engine runs, an engine's setting on which no reckoning depends is an error."""
+    for name in settings:
+        if name in UNRECKONED:
+            raise ConfigError(f"--set {name} says nothing here: {UNRECKONED[name]}.")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from math import ceil
+from math import ceil, inf
 
 from twostroke.config import Config
 from twostroke.cost.deploy import Deployment, Outcome
@@ -18,7 +18,7 @@ from twostroke.cost.hardware import DEVICES, Device
 from twostroke.cost.levers import QUANTIZED
 from twostroke.cost.roofline import kv_bytes_per_token, parameters
 from twostroke.cost.summary import meets
-from twostroke.cost.trace import Arrival, at_rate, rate, repeat
+from twostroke.cost.trace import Arrival, at_rate, fresh_tokens, rate, repeat
 from twostroke.errors import ConfigError
 from twostroke.model.arch import Arch
 
@@ -31,6 +31,7 @@ BATCHES = 4  # that each of its workers is to fill
 MOST_REQUESTS = 1500
 PARTS = (1.0, 0.9, 0.8, 0.65, 0.5, 0.35, 0.2, 0.1)  # of the most that a fleet can do, tried in turn
 GPUS = (1, 2, 4, 8)
+PRICIER = 1.75  # times the cheapest that is known, above which an option is not worth simulating
 ROOM = 0.97  # of the memory that weights may take, as long as there is to be a KV cache too
 
 
@@ -155,6 +156,8 @@ def workers_needed(
     span = STEADY * _typical_seconds(deployment, arrivals)
     copies = max(1.0, requests_per_second * span / SIMULATED)
     each = requests_per_second / copies
+    if copies > 1.0 and each * _busy_seconds(deployment, arrivals) < 1.0:
+        return _many(deployment, arrivals, requests_per_second, ttft, tpot, split)
     load = at_rate(repeat(arrivals, max(50, ceil(each * span))), each)
     found = _smallest(deployment, load, ttft, tpot, split)
     if found is not None and (copies == 1.0 or found[0].workers > (2 if split else 1)):
@@ -235,11 +238,14 @@ def _smallest(
 
 
 def _busy_seconds(deployment: Deployment, arrivals: Sequence[Arrival]) -> float:
-    """Of a worker that one request costs, its neighbours' share of each step taken off."""
-    line, batch = deployment.roofline(), _batch(deployment, arrivals)
+    """Of a worker that one request costs, less what its neighbours bear of each step and what it finds in the cache."""
+    settings, batch = deployment.settings, _batch(deployment, arrivals)
+    line = deployment.roofline(settings)
     prompt = round(sum(arrival.prompt for arrival in arrivals) / len(arrivals))
+    fresh = round(sum(fresh_tokens(arrivals)) / len(arrivals)) if settings.prefix_cache else prompt
     output = sum(arrival.output for arrival in arrivals) / len(arrivals)
-    return line.prefill_seconds(prompt) + output * line.decode_seconds(batch, prompt + round(output / 2)) / batch
+    reading = line.prefill_seconds(prompt, prompt - max(1, fresh))
+    return reading + output * line.decode_seconds(batch, prompt + round(output / 2)) / batch
 
 
 def _batch(deployment: Deployment, arrivals: Sequence[Arrival]) -> int:
@@ -299,18 +305,49 @@ def cheapest(
     requests_per_second: float,
     ttft: float,
     tpot: float,
-    progress: Callable[[Deployment], None] | None = None,
+    progress: Callable[[str, Deployment], None] | None = None,
     split: Sequence[bool] = (False,),
 ) -> list[Need]:
-    """Every option that meets the targets, the cheapest first."""
-    needs = []
-    for option in options:
+    """Options that meet the targets, the cheapest first. What would cost far more than one of them is not simulated.
+    With both kinds of `split`, pools of their own are tried where one pool misses the targets, and for the cheapest."""
+    arrivals, needs, missed = arrivals[:SIMULATED], [], []
+    enough = inf  # dollars, by the estimate: what has to be paid for one that meets the targets, and a margin
+
+    def attempt(option: Deployment, apart: bool) -> Need | None:
         if progress is not None:
-            progress(option)
-        for apart in split:
-            with suppress(ConfigError):  # it does not fit
-                needs.append(workers_needed(option, arrivals[:SIMULATED], requests_per_second, ttft, tpot, apart))
-    return sorted((need for need in needs if need is not None), key=lambda need: need.dollars_per_hour)
+            progress("prefill and decode apart" if apart else "", option)
+        return workers_needed(option, arrivals, requests_per_second, ttft, tpot, apart)
+
+    for dollars, option in _by_estimate(options, arrivals, requests_per_second):
+        if dollars > enough:
+            break
+        need = attempt(option, split[0])
+        if need is None:
+            missed.append(option)
+        else:
+            enough = min(enough, PRICIER * dollars)
+            needs.append(need)
+    needs.sort(key=_dollars)
+    if len(split) > 1:
+        again = missed + [replace(need.deployment, pools=Pools()) for need in needs[:1]]
+        needs += [need for option in again if (need := attempt(option, split[1])) is not None]
+    return sorted(needs, key=_dollars)
+
+
+def _by_estimate(
+    options: Sequence[Deployment], arrivals: Sequence[Arrival], requests_per_second: float
+) -> list[tuple[float, Deployment]]:
+    """With the dollars an hour that each might cost; what does not hold a request is left out."""
+    found = []
+    for option in options:
+        with suppress(ConfigError):
+            workers = max(1.0, requests_per_second * _busy_seconds(option, arrivals))
+            found.append((workers * option.price / option.workers, option))
+    return sorted(found, key=lambda pair: pair[0])
+
+
+def _dollars(need: Need) -> float:
+    return need.dollars_per_hour
 
 
 def priced() -> list[Device]:

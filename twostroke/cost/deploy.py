@@ -99,12 +99,18 @@ class Outcome:
         return self.deployment.price / 3600 * 1e6 / max(self.summary.output_rate, 1e-12)
 
 
-def config_of(settings: dict[str, Any]) -> Config:
-    """The settings an engine ran with, every one given, so that a replay derives nothing anew."""
+def config_of(settings: dict[str, Any], instead: dict[str, Any] | None = None) -> Config:
+    """The settings an engine ran with, every one given, so that a replay derives nothing anew. `instead`: those that
+    somebody wants to be others, and then what cannot stand beside them goes."""
+    wanted = instead or {}
     given = {name: settings[name] for name in CONFIG_FIELDS if settings.get(name) is not None}
-    if not given.get("chunked_prefill", True) or given.get("policy") == "prefill-first":
-        given.pop("max_gap", None)
-    return make_config(**given, seed=0)
+    for name, gone in (("kv_memory", "kv_blocks"), ("dtype", "quantize")):
+        if name in wanted:
+            given.pop(gone, None)
+    known = {"seed": 0, **given, **wanted}
+    if "max_gap" not in wanted and (not known.get("chunked_prefill", True) or known.get("policy") == "prefill-first"):
+        known.pop("max_gap", None)
+    return make_config(**known)
 
 
 def deployment_of(

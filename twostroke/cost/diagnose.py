@@ -23,7 +23,7 @@ from twostroke.cost.evidence import Evidence, gather, ideal_times
 from twostroke.cost.fleet import Served
 from twostroke.cost.levers import LEVERS, Case, Lever
 from twostroke.cost.summary import Summary, summarize
-from twostroke.cost.trace import Arrival
+from twostroke.cost.trace import Arrival, fresh_tokens
 from twostroke.cost.tune import tune
 
 HELPS = 0.05  # gain (of a logarithm) below which a lever does not count as helping
@@ -121,16 +121,6 @@ def busiest(
 def measured_outcome(base: Outcome, served: Sequence[Served]) -> Outcome:
     summary = summarize(served)
     return Outcome(base.deployment, base.settings, list(served), summary, base.kv_peak, base.utilisation)
-
-
-def fresh_tokens(arrivals: Sequence[Arrival]) -> list[int]:
-    """For each prompt, the tokens whose content no earlier prompt had, in whatever place."""
-    seen: set[int] = set()
-    fresh = []
-    for arrival in arrivals:
-        fresh.append(sum(part.length for part in arrival.parts if part.content not in seen))
-        seen.update(part.content for part in arrival.parts)
-    return fresh
 
 
 # ---- the complaint -------------------------------------------------------------------------------------------------

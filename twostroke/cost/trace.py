@@ -12,6 +12,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -152,18 +153,49 @@ def shared_first(rows: Sequence[Arrival]) -> list[Arrival]:
     return [replace(row, parts=tuple(sorted(row.parts, key=lambda part: -min(seen[part.content], 2)))) for row in rows]
 
 
+def fresh_tokens(arrivals: Sequence[Arrival]) -> list[int]:
+    """For each prompt, the tokens whose content no earlier prompt had, in whatever place."""
+    seen: set[int] = set()
+    fresh = []
+    for arrival in arrivals:
+        fresh.append(sum(part.length for part in arrival.parts if part.content not in seen))
+        seen.update(part.content for part in arrival.parts)
+    return fresh
+
+
 def repeat(rows: Sequence[Arrival], count: int) -> list[Arrival]:
-    """`count` arrivals: the recording again and again, what only one prompt has being new each time."""
-    seen: dict[int, int] = {}
-    for row in rows:
-        for part in row.parts:
-            seen[part.content] = seen.get(part.content, 0) + 1
+    """`count` arrivals: the recording again and again by other people. What all sorts of prompts begin with stays the
+    same text; what one prompt has, or one conversation as it grows, is new each time."""
+    public = _public(rows)
     period = (rows[-1].at - rows[0].at) * len(rows) / max(1, len(rows) - 1)
     contents, made = Contents(1 << 36), []
+    renewed: dict[int, Part] = {}
     for number in range(count):
         row, turn = rows[number % len(rows)], number // len(rows)
+        if number % len(rows) == 0:
+            renewed = {}
         parts = row.parts
         if turn:
-            parts = tuple(contents.own(part.length) if seen[part.content] == 1 else part for part in parts)
+            for part in parts:
+                if part.content not in public and part.content not in renewed:
+                    renewed[part.content] = contents.own(part.length)
+            parts = tuple(Part(renewed.get(part.content, part).content, part.length) for part in parts)
         made.append(replace(row, at=row.at + turn * period, parts=parts))
     return made
+
+
+def _public(rows: Sequence[Arrival]) -> set[int]:
+    """Contents after which prompts go on in several ways, or of which several prompts consist, and all before them. A
+    conversation goes on in one way only."""
+    after: dict[int, set[int]] = {}
+    ends: dict[int, int] = {}
+    for row in rows:
+        for part, following in pairwise(row.parts):
+            after.setdefault(part.content, set()).add(following.content)
+        ends[row.parts[-1].content] = ends.get(row.parts[-1].content, 0) + 1
+    found = {content for content, following in after.items() if len(following) > 1}
+    found |= {content for content, times in ends.items() if times > 1}
+    for row in rows:
+        last = max((place for place, part in enumerate(row.parts) if part.content in found), default=-1)
+        found.update(part.content for part in row.parts[:last])
+    return found
