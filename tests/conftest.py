@@ -10,13 +10,17 @@ from hypothesis import HealthCheck, settings
 if not torch.cuda.is_available() and "TRITON_COMPILE_ONLY" not in os.environ:
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton, whichever tests are collected first
 
-from tests import tiny
+from tests import interpreter, tiny
 
 # The same examples on every machine and in every run, however slow it is; a test may still ask for more of them.
 settings.register_profile(
     "steady", derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
 )
 settings.load_profile("steady")
+
+
+def pytest_collection_finish() -> None:
+    interpreter.replace_once_a_launch()
 
 
 @pytest.fixture(scope="session")
