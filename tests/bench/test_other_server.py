@@ -50,7 +50,7 @@ def serving(models: list[str] | None, status: int = 404) -> Iterator[tuple[str, 
             """Nobody reads it."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Other)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     try:
         yield f"http://127.0.0.1:{server.server_port}", asked

@@ -100,7 +100,7 @@ def test_a_server_of_another_kind_is_named_as_such():
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Other)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     try:
         url = f"http://127.0.0.1:{server.server_port}"
         for command in ("bench", "diagnose"):
