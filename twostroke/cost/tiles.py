@@ -16,7 +16,8 @@ from twostroke.run.buckets import CAPTURED_TOKENS, mixed_rows, stream_rows
 
 UNIT = 2048  # tokens that the vendor's kernel takes at a time
 DENSE_HEADS = (64, 128)
-PROGRAMS = 396  # that fill the device
+PROCESSORS = 132  # each with room for two programs
+LONE = 0.65  # how long a program takes that has one to itself
 SHORTEST = 1024  # keys of a walk that is worth sharing
 MOST_SPLITS = 16
 PARTIAL_ROWS = 16_384  # of partial results that fit
@@ -81,9 +82,14 @@ def attend(arch: Arch, chunks: Sequence[tuple[int, int]], rows: int, devices: in
 
 
 def splits_of(arch: Arch, chunks: Sequence[tuple[int, int]], rows: int, devices: int = 1) -> int:
-    """Programs that share the walk of one tile; in a step of a shape that others share a power of two."""
+    """Programs that share the walk of one tile, a power of two: as many as keep the device at work until the end."""
     tiles = sum(-(-count // tile_queries(arch)) for _, count in chunks)
-    wanted = -(-PROGRAMS // (tiles * max(1, arch.kv_heads // devices)))
-    longest = max(start + count for start, count in chunks)
-    splits = max(1, min(wanted, longest // SHORTEST, PARTIAL_ROWS // max(rows, 1), MOST_SPLITS))
-    return 1 << (splits.bit_length() - 1) if rows <= CAPTURED_TOKENS else splits
+    programs, longest = tiles * max(1, arch.kv_heads // devices), max(start + count for start, count in chunks)
+
+    def cost(splits: int) -> float:
+        rounds, rest = divmod(programs * splits, 2 * PROCESSORS)
+        last = 0.0 if rest == 0 else LONE if rest <= PROCESSORS else 1.0
+        return (rounds + last) / splits + splits * rows / (6 * longest)
+
+    most = max(1, min(longest // SHORTEST, PARTIAL_ROWS // max(rows, 1), MOST_SPLITS))
+    return min((1 << power for power in range(most.bit_length())), key=cost)
