@@ -58,8 +58,8 @@ def section(run: Run, ttft: float | None, tpot: float | None) -> str:
     rows: tuple[tuple[str, Spread], ...]
     rows = (("TTFT", summary.ttft), ("TPOT", summary.tpot), ("ITL", summary.itl), ("longest gap", summary.stall),
             ("E2E", summary.e2e))  # fmt: skip
-    outside = [record.outside for record in run.records if record.outside is not None]
-    if outside:  # the server tells its own share
+    outside = run.outside()
+    if outside:
         rows = (rows[0], ("of which network and client", Spread.of(outside)), *rows[1:])
     body = "".join(
         f"<tr><td>{name}</td>{''.join(f'<td>{seconds(value)}</td>' for value in report.spread_values(spread))}</tr>"

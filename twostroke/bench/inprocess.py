@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from twostroke.bench import prompts
 from twostroke.bench.client import Progress
-from twostroke.bench.record import Record, Run, new_run
+from twostroke.bench.record import IN_PROCESS, Record, Run, new_run
 from twostroke.bench.workload import Load
 from twostroke.cost.trace import Arrival
 from twostroke.errors import InputError
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def measure(llm: LLM, load: Load, model: str, machine: str = "", progress: Progress | None = None) -> Run:
-    run = new_run(load, f"in process: {model}", model, machine)
+    run = new_run(load, IN_PROCESS, model, machine)
     run.settings = settings_document(llm)
     core, clock = llm.engine.core, llm.engine.core.clock
     waiting = deque((arrival, make_prompt(llm, arrival)) for arrival in load.arrivals)

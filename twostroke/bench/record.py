@@ -18,6 +18,7 @@ from twostroke.errors import InputError
 
 KIND = "twostroke bench"
 VERSION = 1
+IN_PROCESS = "in process"
 
 
 @dataclass(slots=True)
@@ -66,7 +67,7 @@ class Run:
     """One load, measured once."""
 
     load: str
-    target: str  # a URL, or "in process: MODEL"
+    target: str  # a URL, or IN_PROCESS
     rate: float | None
     closed: int | None
     records: list[Record]
@@ -77,6 +78,12 @@ class Run:
 
     def served(self) -> list[Served]:
         return [record.served() for record in self.records]
+
+    def outside(self) -> list[float]:
+        """The network's and the client's share of each TTFT, as far as it is known; in process there is none."""
+        if IN_PROCESS in self.target:
+            return []
+        return [record.outside for record in self.records if record.outside is not None]
 
     def summary(self) -> Summary:
         return summarize(self.served())

@@ -70,7 +70,7 @@ def table(run: Run) -> Table:
     shown = Table(title=escape(title(run)), title_justify="left", header_style="bold")
     for name in ("", *COLUMNS):
         shown.add_column(name, justify="right" if name else "left")
-    outside = [record.outside for record in run.records if record.outside is not None]
+    outside = run.outside()
     rows: list[tuple[str, Spread]] = [
         ("TTFT (queue + prefill), per request", summary.ttft),
         ("TPOT, per request", summary.tpot),
@@ -93,8 +93,12 @@ def title(run: Run) -> str:
     if run.closed is not None:
         load = f"{run.closed} at a time"
     else:
-        load = f"{run.rate:g} requests/s" if run.rate else "the trace's own rate"
+        load = per_second(run.rate) if run.rate else "the trace's own rate"
     return " · ".join(part for part in (run.load, load, run.target, run.model) if part)
+
+
+def per_second(requests: float) -> str:
+    return f"{requests:,.10g} {'request' if requests == 1 else 'requests'}/s"
 
 
 def lines(run: Run, ttft: float | None = None, tpot: float | None = None) -> list[str]:

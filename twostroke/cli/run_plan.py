@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from twostroke.bench.report import per_second
 from twostroke.bench.workload import make_load, trace_load
 from twostroke.cli.deployment import calibrate_here, deployment_for
 from twostroke.cli.settings import refuse_unreckoned
@@ -105,13 +106,21 @@ def check_lengths(deployment: Deployment, rows: list[Arrival]) -> None:
 
 def label(deployment: Deployment) -> str:
     count = f"{deployment.gpus} × " if deployment.gpus > 1 else ""
-    return f"{count}{deployment.device.name}, {deployment.config.quantize or deployment.precision}"
+    return f"{count}{deployment.device.name}, {weights(deployment)}"
+
+
+def weights(deployment: Deployment) -> str:
+    if deployment.config.quantize is None and deployment.stored_bytes is not None:
+        return "as stored"
+    return deployment.config.quantize or deployment.precision
 
 
 def show_sizing(found: Sizing) -> None:
     count = f"{found.deployment.gpus} × " if found.deployment.gpus > 1 else ""
-    title = f"{count}{found.deployment.device.title}, {found.deployment.model.precision}: one worker"
-    table = Table(title=title, header_style="bold", title_justify="left")
+    console.print(
+        f"[bold]{count}{found.deployment.device.title}, weights {weights(found.deployment)}: one worker[/bold]"
+    )
+    table = Table(header_style="bold")
     for name in ("", "prefill", "decode"):
         table.add_column(name, justify="right" if name else "left")
     p, d = found.prefill, found.decode
@@ -128,11 +137,16 @@ def show_sizing(found: Sizing) -> None:
         f"{found.largest_batch:,} requests of {found.prompt} + {found.output} tokens fit at once"
     )
     source = found.deployment.roofline().rates.source
-    console.print(f"[dim]Times by {source}; prices are typical on-demand ones, yours may differ.[/dim]")
+    prices = (
+        "this machine counts as one dollar an hour"
+        if found.deployment.device.price is None
+        else "prices are typical on-demand ones, yours may differ"
+    )
+    console.print(f"[dim]Times by {source}; {prices}.[/dim]")
 
 
 def show_needs(needs: list[Need], rate: float, ttft: float, tpot: float) -> None:
-    title = f"{rate:,.10g} requests/s with TTFT ≤ {seconds(ttft)} and TPOT ≤ {seconds(tpot)} for 95 % of requests"
+    title = f"{per_second(rate)} with TTFT ≤ {seconds(ttft)} and TPOT ≤ {seconds(tpot)} for 95 % of requests"
     table = Table(title=title, header_style="bold", title_justify="left")
     for name in ("worker", "workers", "$/hour", "$/M tokens out", "TTFT p95", "TPOT p95", "busy"):
         table.add_column(name, justify="left" if name == "worker" else "right")

@@ -30,6 +30,7 @@ HELPS = 0.05  # gain (of a logarithm) below which a lever does not count as help
 SIDE = 0.5  # weight of harm done to what nobody complained about
 AT_ONCE = 0.05  # arrivals within this share of the whole time: a batch job
 REPLAYED = 600  # arrivals at most, from the busiest part of the recording
+AMISS = 0.1  # share of all time, beyond what requests would take alone, below which nothing is slow
 STALLING = 0.25  # share of writing time lost in long gaps above which streams stall rather than crawl
 
 
@@ -100,9 +101,9 @@ def diagnose(
     ideal = ideal_times(done, [new for _, new in both], deployment.roofline(base.settings), step)
     shareable = 1 - sum(fresh) / sum(arrival.prompt for arrival in arrivals)
     evidence = gather(outcome, ideal, shareable, kv_known=served is None)
-    phase, metric = complaint(outcome, evidence, done, ideal.start, ideal.writing, targets)
+    phase, metric, slow = complaint(outcome, evidence, done, ideal.start, ideal.writing, targets)
     effects, useless = try_levers(Case(deployment, arrivals), base, metric, levers, progress)
-    sentence = verdict(phase, metric, evidence, outcome.summary, effects[0] if effects else None)
+    sentence = verdict(phase, metric, evidence, outcome.summary, effects[0] if effects else None, slow)
     return Diagnosis(phase, metric, sentence, evidence, outcome.summary, base.summary, effects, useless)
 
 
@@ -133,23 +134,24 @@ def complaint(
     start: Sequence[float],
     writing: Sequence[float],
     targets: Targets,
-) -> tuple[str, str]:
-    """(phase, metric) that somebody should complain about."""
+) -> tuple[str, str, bool]:
+    """(phase, metric) that somebody should complain about, or, where nobody should, that could be better."""
     summary = outcome.summary
     slow_start = targets.ttft is not None and summary.ttft.p95 > targets.ttft
     slow_stream = targets.tpot is not None and summary.tpot.p95 > targets.tpot
     stream_metric = "stall" if evidence.stall_share > STALLING else "tpot"
     if slow_start != slow_stream:
-        return ("prefill", "ttft") if slow_start else ("decode", stream_metric)
+        return ("prefill", "ttft", True) if slow_start else ("decode", stream_metric, True)
     span = max(one.arrival for one in done) - min(one.arrival for one in done)
     if len(done) > 1 and span < AT_ONCE * summary.seconds:
-        return ("prefill" if sum(start) > sum(writing) else "decode", "throughput")
+        return ("prefill" if sum(start) > sum(writing) else "decode", "throughput", True)
     late = sum(one.ttft for one in done) - sum(start)
     slow = sum(one.end - one.first for one in done) - sum(writing)
     whole = sum(one.end - one.arrival for one in done)
-    if max(late, slow) < 0.1 * whole:  # nothing is wrong: the stroke that takes longest is what could be faster
+    amiss = slow_start or max(late, slow) >= AMISS * whole
+    if not amiss:  # the stroke that takes longest is what could be faster
         late, slow = sum(start), sum(writing)
-    return ("prefill", "ttft") if late > slow else ("decode", stream_metric)
+    return ("prefill", "ttft", amiss) if late > slow else ("decode", stream_metric, amiss)
 
 
 # ---- the levers ----------------------------------------------------------------------------------------------------
@@ -217,8 +219,16 @@ def why_not(effect: Effect, metric: str) -> str:
 # ---- the sentence --------------------------------------------------------------------------------------------------
 
 
-def verdict(phase: str, metric: str, evidence: Evidence, summary: Summary, best: Effect | None) -> str:
-    if metric == "throughput":
+def verdict(
+    phase: str, metric: str, evidence: Evidence, summary: Summary, best: Effect | None, slow: bool = True
+) -> str:
+    if not slow:
+        stroke = "reading prompts" if phase == "prefill" else "writing answers"
+        opening = (
+            f"Nothing is slow: TTFT {seconds(summary.ttft.p50)} and TPOT {seconds(summary.tpot.p50)} are what this "
+            f"machine needs for a request alone, most of it for {stroke}"
+        )
+    elif metric == "throughput":
         stroke = "reading prompts" if phase == "prefill" else "writing answers"
         opening = f"Throughput-bound: {summary.output_rate:,.0f} tokens/s, most of the time spent {stroke}"
     elif metric == "ttft":
