@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from twostroke.metrics.steplog import Blocks, Piece, Step, StepLog
+from twostroke.metrics.steplog import RawStep, StepLog
 from twostroke.schedule.scheduler import Scheduler
 from twostroke.types import Event, Plan, Request, Result, Runner
 
@@ -77,16 +77,15 @@ class Core:
         return self.scheduler.fail(plans, error, self.clock())
 
 
-def describe(flight: InFlight, result: Result, seconds: float, scheduler: Scheduler) -> Step:
+def describe(flight: InFlight, result: Result, seconds: float, scheduler: Scheduler) -> RawStep:
     """A collected step as the log keeps it: numbers only, so that it keeps no request alive."""
-    pieces = tuple(
-        Piece(request.id, start, count, count > 1 or start < request.prompt_length)
-        for request, start, count in flight.plan.works
-    )
+    plan, launched = flight.plan, flight.launched
+    pieces = tuple([
+        (request.id, start, count, count > 1 or start < request.prompt_length) for request, start, count in plan.works
+    ])
     pool = scheduler.tables.pool
-    held = pool.total - len(pool.free) - len(pool.cached)
+    free, cached = len(pool.free), len(pool.cached)
     on_host = 0 if pool.host is None else len(pool.host.slot_of)
-    blocks = Blocks(len(pool.free), held, len(pool.cached), pool.shared, on_host)
-    sampled = sum(1 for tokens in result.tokens if tokens)
-    running, waiting = len(scheduler.running), len(scheduler.waiting)
-    return Step(flight.plan.number, flight.launched, seconds, pieces, sampled, blocks, running, waiting)
+    blocks = (free, pool.total - free - cached, cached, pool.shared, on_host)
+    sampled = len(result.tokens) - result.tokens.count(())
+    return plan.number, launched, seconds, pieces, sampled, blocks, len(scheduler.running), len(scheduler.waiting)

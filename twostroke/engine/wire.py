@@ -21,13 +21,16 @@ import msgpack
 from twostroke.config import Resolved
 from twostroke.kv.layout import KVGroup, KVLayout
 from twostroke.metrics.counts import Counts
-from twostroke.metrics.steplog import Blocks, Piece, Step
+from twostroke.metrics.steplog import Step, make_step
 from twostroke.metrics.timeline import Timeline
 from twostroke.sampling import Grammar, SamplingParams
 from twostroke.types import Event, FinishReason, Request, TokenLogprobs
 
 MAX_MESSAGE = 128 << 20  # bytes; the prompt logprobs of one step are the largest thing ever said
 LENGTH = struct.Struct("<I")
+REPORT = struct.Struct(f"<2d{len(Counts._fields)}q")  # when it was, the seconds of all steps, and the counts
+PAIR = 2 * array("q").itemsize
+PACKER = msgpack.Packer(use_bin_type=True)  # for every thread: it keeps the interpreter's lock while it packs
 DEFAULTS = {item.name: getattr(SamplingParams(), item.name) for item in fields(SamplingParams)}
 
 
@@ -156,7 +159,7 @@ class Report(NamedTuple):
 
 
 def frame(body: list[Any]) -> bytes:
-    data: bytes = msgpack.packb(body, use_bin_type=True)
+    data: bytes = PACKER.pack(body)
     if len(data) > MAX_MESSAGE:
         raise WireError(f"a message of {len(data)} bytes is over the limit of {MAX_MESSAGE}")
     return LENGTH.pack(len(data)) + data
@@ -288,12 +291,10 @@ def read_steps(message: list[Any]) -> Steps:
 
 
 def read_step(value: Any) -> Step:
-    number, launched, seconds, pieces, sampled, blocks, running, waiting = parts(
-        ["step", *listed(value)], "step", int, float, float, list, int, list, int, int
-    )
+    raw = parts(["step", *listed(value)], "step", int, float, float, list, int, list, int, int)
+    numbers(raw[5])
     try:
-        made = tuple(Piece(*piece) for piece in pieces)
-        return Step(number, launched, seconds, made, sampled, Blocks(*numbers(blocks)), running, waiting)
+        return make_step(raw)
     except TypeError as error:
         raise WireError(f"step: {error}") from None
 
@@ -329,9 +330,9 @@ def pack_beat(beat: Beat) -> bytes:
 
 
 def pack_report(report: Report) -> bytes:
-    ids, tokens = [pair[0] for pair in report.tokens], [pair[1] for pair in report.tokens]
-    news = [pack_news(one) for one in report.news]
-    return frame(["report", report.at, ids, tokens, news, report.counts, report.step_seconds])
+    head = REPORT.pack(report.at, report.step_seconds, *report.counts)
+    tokens = array("q", [number for pair in report.tokens for number in pair]).tobytes()
+    return frame(["report", head, tokens, [pack_news(one) for one in report.news]])
 
 
 def pack_news(news: News) -> list[Any]:
@@ -341,11 +342,12 @@ def pack_news(news: News) -> list[Any]:
 
 
 def read_report(message: list[Any]) -> Report:
-    at, ids, tokens, news, counts, seconds = parts(message, "report", float, list, list, list, list, float)
-    if len(counts) != len(Counts._fields) or len(ids) != len(tokens):
+    head, tokens, news = parts(message, "report", bytes, bytes, list)
+    if len(head) != REPORT.size or len(tokens) % PAIR:
         raise WireError("report: counts do not fit")
-    pairs = tuple(zip(numbers(ids), numbers(tokens), strict=True))
-    return Report(at, pairs, tuple([read_news(one) for one in news]), Counts(*numbers(counts)), seconds)
+    at, seconds, *counts = REPORT.unpack(head)
+    numbers = iter(array("q", tokens))
+    return Report(at, tuple(zip(numbers, numbers, strict=True)), tuple(map(read_news, news)), Counts(*counts), seconds)
 
 
 def read_news(value: Any) -> News:

@@ -55,6 +55,9 @@ class Channel:
         self.bell, self._ringer = os.pipe()
         for end in (self.bell, self._ringer):
             os.set_blocking(end, False)
+        self._poll = select.poll()
+        for source in (sock.fileno(), self.bell):
+            self._poll.register(source, select.POLLIN)
 
     def send(self, message: bytes) -> None:
         try:
@@ -71,20 +74,23 @@ class Channel:
     def receive(self, wait: bool) -> list[list[Any]]:
         """Whatever has arrived; with `wait`, not before something has or somebody rings."""
         messages: list[list[Any]] = []
-        if wait:
-            heard, _, _ = select.select([self.bell, self.sock.fileno()], [], [])
-            if self.bell in heard:
-                os.read(self.bell, CHUNK)
-        while True:
-            try:
-                data = self.sock.recv(CHUNK, socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                return messages
-            except OSError:
-                raise ClosedError from None
-            if not data:
-                raise ClosedError
-            messages.extend(self.frames.feed(data))
+        while heard := self._poll.poll(None if wait else 0):
+            wait = False
+            for source, _ in heard:
+                if source == self.bell:
+                    os.read(self.bell, CHUNK)
+                else:
+                    messages.extend(self.frames.feed(self._read()))
+        return messages
+
+    def _read(self) -> bytes:
+        try:
+            data = self.sock.recv(CHUNK)
+        except OSError:
+            data = b""
+        if not data:
+            raise ClosedError
+        return data
 
 
 class Worker:
@@ -94,7 +100,7 @@ class Worker:
         self.settings = engine.settings
         self.grammars = GrammarQueue(compiler_of(engine), channel.ring)
         self.requests: dict[int, Request] = {}
-        self.told: dict[int, wire.Facts] = {}  # facts of each request's timeline as last reported
+        self.told: dict[int, int] = {}  # how far each request's timeline had come when it was last reported
         self.steps = 0
         self.working = False
         self.step_seconds = 0.0
@@ -166,26 +172,19 @@ class Worker:
     def _report(self, events: list[Event]) -> None:
         tokens, news = [], []
         for event in events:
-            facts = self._facts(event)
+            number, timeline = event.request.id, event.request.timeline
+            come = timeline.chunks + timeline.preemptions + timeline.recomputed_tokens  # none of them ever falls
+            facts = None if self.told.get(number) == come and event.finish_reason is None else wire.facts_of(timeline)
             if facts is None and is_plain(event):
-                tokens.append((event.request.id, event.token_ids[0]))
-            else:
-                news.append(wire.make_news(event, facts))
+                tokens.append((number, event.token_ids[0]))
+                continue
+            news.append(wire.make_news(event, facts))
+            self.told[number] = come
+            if event.finish_reason is not None:
+                del self.told[number], self.requests[number]
         at = self.core.collected or clock()
         report = wire.Report(at, tuple(tokens), tuple(news), self._counts(), self.step_seconds)
         self.channel.send(wire.pack_report(report))
-
-    def _facts(self, event: Event) -> wire.Facts | None:
-        """What the parent does not know yet of this request's timeline."""
-        number, facts = event.request.id, wire.facts_of(event.request.timeline)
-        if event.finish_reason is not None:
-            self.told.pop(number, None)
-            del self.requests[number]
-            return facts
-        if self.told.get(number) == facts:
-            return None
-        self.told[number] = facts
-        return facts
 
     def _counts(self) -> Counts:
         scheduler = self.core.scheduler

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -59,33 +59,46 @@ class Step(NamedTuple):
         return [piece for piece in self.pieces if piece.count == 1]
 
 
-class StepLog:
-    def __init__(self, kept: int = KEPT):
-        self.steps: deque[Step] = deque(maxlen=kept)
+RawStep = tuple[int, float, float, tuple[tuple[int, int, int, bool], ...], int, tuple[int, ...], int, int]
 
-    def add(self, step: Step) -> None:
-        self.steps.append(step)
+
+class StepLog:
+    """Many steps are written and few are read: they are kept as the bare numbers of a `Step`, which the garbage
+    collector need not look at, and made into one when somebody asks."""
+
+    def __init__(self, kept: int = KEPT):
+        self._steps: deque[RawStep] = deque(maxlen=kept)
+
+    def add(self, step: RawStep) -> None:
+        self._steps.append(step)
 
     def __iter__(self) -> Iterator[Step]:
-        return iter(self.steps)
+        return map(make_step, self._steps)
 
     def __len__(self) -> int:
-        return len(self.steps)
+        return len(self._steps)
 
     def after(self, number: int, limit: int = KEPT) -> list[Step]:
         """The newest `limit` of the steps after this one, oldest first."""
         recent: list[Step] = []
-        for step in reversed(self.steps):
-            if step.number <= number or len(recent) == limit:
+        for step in reversed(self._steps):
+            if step[0] <= number or len(recent) == limit:
                 break
-            recent.append(step)
+            recent.append(make_step(step))
         return recent[::-1]
 
     def clear(self) -> None:
-        self.steps.clear()
+        self._steps.clear()
 
     def save(self, path: Path) -> None:
-        path.write_text("".join(json.dumps(as_document(step)) + "\n" for step in self.steps))
+        path.write_text("".join(json.dumps(as_document(step)) + "\n" for step in self))
+
+
+def make_step(raw: Sequence[Any]) -> Step:
+    """From numbers in the order of the fields. TypeError: too few or too many of them."""
+    number, launched, seconds, pieces, sampled, blocks, running, waiting = raw
+    made = tuple([Piece(*piece) for piece in pieces])
+    return Step(number, launched, seconds, made, sampled, Blocks(*blocks), running, waiting)
 
 
 def as_document(step: Step) -> dict[str, Any]:

@@ -55,8 +55,13 @@ class Pace:
         return Pace(self.flops, self.max_gap if max_gap is None else max_gap, self.min_chunk)
 
     def observe(self, plan: Plan, seconds: float) -> None:
-        prompt = sum(self.flops(work.start, work.count) for work in plan.works if work.count > 1)
-        self.learn(prompt, sum(work.count == 1 for work in plan.works), seconds)
+        prompt, streams = 0.0, 0
+        for _, start, count in plan.works:
+            if count > 1:
+                prompt += self.flops(start, count)
+            else:
+                streams += 1
+        self.learn(prompt, streams, seconds)
 
     def learn(self, prompt: float, streams: int, seconds: float) -> None:
         """From a step with so many FLOPs of prompts and so many streams."""

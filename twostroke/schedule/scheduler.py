@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from math import inf
 
 from twostroke.kv.tables import KVTables
+from twostroke.ops.interface import BLOCK
 from twostroke.schedule.pace import Pace
 from twostroke.schedule.policy import Policy
 from twostroke.types import Details, Event, FinishReason, Plan, Request, Result, Status, Work
@@ -157,27 +158,31 @@ class Scheduler:
         self.pace.observe(plan, seconds)
         self.counters.steps += 1
         events = []
+        details = result.details
         for index, (work, tokens) in enumerate(zip(plan.works, result.tokens, strict=True)):
-            event = self._commit_one(work, tokens, result.details.get(index, NOTHING), now)
+            event = self._commit_one(work, tokens, details.get(index, NOTHING), now)
             if event is not None:
                 events.append(event)
-        for request, _, _ in plan.works:
-            if request.computed >= self.suspects.get(request.id, inf):
-                del self.suspects[request.id]  # it came past what failed, alone: innocent
+        if self.suspects:
+            for request, _, _ in plan.works:
+                if request.computed >= self.suspects.get(request.id, inf):
+                    del self.suspects[request.id]  # it came past what failed, alone: innocent
         return events
 
     def _commit_one(self, work: Work, tokens: tuple[int, ...], details: Details, now: float) -> Event | None:
-        request = work.request
-        request.in_flight -= work.count
+        request, _, count = work
+        request.in_flight -= count
         if request.status is Status.FINISHED:  # it ended while this step ran
             self._leave(request)
             return None
         if details.error is not None:
             return self._finish(request, FinishReason.ERROR, now, error=details.error)
-        request.computed += work.count
+        request.computed += count
         kept, reason = self._append(request, tokens, now)
-        self.tables.publish(request, request.computed)
-        self.tables.release_behind(request)
+        if count > 1 or request.computed % BLOCK == 0:  # else no block became full
+            self.tables.publish(request, request.computed)
+        if self.tables.windowed:
+            self.tables.release_behind(request)
         if reason is not None:
             return self._finish(request, reason, now, kept, details)
         if kept or details.prompt_logprobs:
@@ -187,14 +192,15 @@ class Scheduler:
     def _append(
         self, request: Request, tokens: tuple[int, ...], now: float
     ) -> tuple[tuple[int, ...], FinishReason | None]:
-        for index, token in enumerate(tokens):
-            request.tokens.append(token)
-            request.timeline.token_times.append(now)
+        known, times = request.tokens, request.timeline.token_times
+        for index, token in enumerate(tokens, 1):
+            known.append(token)
+            times.append(now)
             self.counters.output_tokens += 1
             if token in request.stop_ids and request.output_length > request.params.min_tokens:
-                return tokens[: index + 1], FinishReason.STOP
-            if len(request.tokens) >= request.limit:
-                return tokens[: index + 1], FinishReason.LENGTH
+                return tokens[:index], FinishReason.STOP
+            if len(known) >= request.limit:
+                return tokens[:index], FinishReason.LENGTH
         return tokens, None
 
     def _finish(
@@ -275,36 +281,46 @@ class _Draft:
         self.tables = scheduler.tables
         self.now = now
         self.works: list[Work] = []
-        self.planned: set[int] = set()
+        self.streams: list[Request] = []  # running: at most their newest token is left to compute
+        self.prompts: list[Request] = []  # running: more is left, or the whole of a prompt
+        for request in scheduler.running.values():
+            start = request.computed + request.in_flight
+            stream = start >= request.prompt_length and start >= len(request.tokens) - 1
+            (self.streams if stream else self.prompts).append(request)
         self.promised: list[int] = []  # blocks published before their content is there
         self.tokens_left = scheduler.limits.max_batch_tokens
         self.seconds_left: float | None = None  # of prompt work; None: no stream is waiting for this step
-        self.prompts = 0
+        self.chunks = 0
 
     def add_streams(self) -> None:
         """Every running stream advances by one."""
-        running = self.scheduler.running
-        streams = [r for r in running.values() if self._is_stream(r)]
-        tables, pool = self.tables, self.tables.pool
-        if pool.available < len(streams) * len(tables.windows):
-            streams.sort(key=_worth_keeping, reverse=True)  # whoever must give way comes last and is not planned yet
-        for request in streams:
+        scheduler, tables = self.scheduler, self.tables
+        if tables.pool.available < len(self.streams) * len(tables.windows):
+            # Whoever must give way comes last and is not planned yet.
+            self.streams.sort(key=_worth_keeping, reverse=True)
+        for request in self.streams:
             if self.tokens_left < 1:
                 return
             start = request.computed + request.in_flight
-            if request.id not in running or request.id in self.planned or self._is_complete(request):
+            if request.id not in scheduler.running or _is_complete(request, start):
                 continue
-            if start + 1 > tables.room(request) and not self._make_room(request, start + 1):
+            if start % BLOCK == 0 and not self._make_room(request, start + 1):
                 continue
-            self._add(request, start, 1)
-        if self.works:
-            self.seconds_left = self.scheduler.pace.allowance(self.scheduler.policy.gentle, len(self.works))
+            self.works.append(Work(request, start, 1))
+            request.in_flight += 1
+            self.tokens_left -= 1
+            scheduler.counters.computed_tokens += 1
 
     def add_prompts(self) -> None:
         """Prompts that are under way and prompts that wait, merged in the order of the policy."""
         scheduler = self.scheduler
+        if not (self.prompts or scheduler.waiting):
+            scheduler.batch_open = False
+            return
         key = scheduler.policy.key
-        started = sorted((r for r in scheduler.running.values() if not self._is_stream(r)), key=key)
+        if self.works:
+            self.seconds_left = scheduler.pace.allowance(scheduler.policy.gentle, len(self.works))
+        started = sorted((r for r in self.prompts if r.id in scheduler.running), key=key)
         waiting = self._admissible()
         while (started or waiting) and self._has_budget():
             if started and (not waiting or key(started[0]) <= key(waiting[0])):
@@ -345,8 +361,8 @@ class _Draft:
 
     def _has_budget(self) -> bool:
         if not self.scheduler.limits.chunked:
-            return self.tokens_left > 0 or self.prompts == 0
-        return self.tokens_left > 0 and (self.seconds_left is None or self.seconds_left > 0 or self.prompts == 0)
+            return self.tokens_left > 0 or self.chunks == 0
+        return self.tokens_left > 0 and (self.seconds_left is None or self.seconds_left > 0 or self.chunks == 0)
 
     def _add_chunk(self, request: Request) -> bool:
         """As much of the prompt as the budget allows. False if none of it does."""
@@ -358,14 +374,14 @@ class _Draft:
         if count < 1 or not self._make_room(request, start + count):
             return False
         self._add(request, start, count)
-        self.prompts += 1
+        self.chunks += 1
         if self.seconds_left is not None:
             self.seconds_left -= self.scheduler.pace.seconds(start, count)
         return True
 
     def _affordable(self, start: int, want: int) -> int:
         if not self.scheduler.limits.chunked:
-            return want if want <= self.tokens_left or self.prompts == 0 else 0
+            return want if want <= self.tokens_left or self.chunks == 0 else 0
         count = min(want, self.tokens_left)
         if self.seconds_left is not None:
             count = self.scheduler.pace.affordable(start, count, self.seconds_left)
@@ -373,7 +389,6 @@ class _Draft:
 
     def _add(self, request: Request, start: int, count: int) -> None:
         self.works.append(Work(request, start, count))
-        self.planned.add(request.id)
         self.tokens_left -= count
         request.in_flight += count
         self.scheduler.counters.computed_tokens += count
@@ -396,18 +411,10 @@ class _Draft:
                 return False
         return True
 
-    @staticmethod
-    def _is_stream(request: Request) -> bool:
-        """At most its newest token is left to compute, and that is not the whole of a prompt."""
-        start = request.computed + request.in_flight
-        return start >= len(request.tokens) - 1 and start >= request.prompt_length
-
-    @staticmethod
-    def _is_complete(request: Request) -> bool:
-        """Steps in flight will bring it to its limit, or it is already one unknown token ahead."""
-        known = len(request.tokens)
-        ahead = request.computed + request.in_flight - known
-        return ahead > 0 or known + (1 if ahead == 0 else 0) >= request.limit
+def _is_complete(request: Request, start: int) -> bool:
+    """Steps in flight will bring it to its limit, or it is already one unknown token ahead."""
+    known = len(request.tokens)
+    return start > known or known + (start == known) >= request.limit
 
 
 def _worth_keeping(request: Request) -> tuple[int, int, int]:
