@@ -12,21 +12,21 @@ import contextlib
 import itertools
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from twostroke.engine import wire
 from twostroke.engine.admission import Admission, BusyError
 from twostroke.engine.answer import Answer, StreamEvent
 from twostroke.engine.arrivals import Arrivals
 from twostroke.engine.intake import Intake, open_tokenizer
+from twostroke.engine.observer import Nobody, Observer
 from twostroke.engine.process import EngineError, Patience, Supervisor
 from twostroke.errors import ConfigError, TwostrokeError
 from twostroke.metrics.counts import Counts
 from twostroke.metrics.steplog import Step
-from twostroke.metrics.timeline import Timeline
 from twostroke.run.grammar import Words
 from twostroke.run.grammar_check import GrammarChecker
 from twostroke.sampling import SamplingParams
@@ -49,34 +49,6 @@ class Piece(NamedTuple):
     event: StreamEvent
 
 
-class Observer(Protocol):
-    """Who counts. Called on the event loop, once for each report, piece and end."""
-
-    def reported(self, counts: Counts, step_seconds: float) -> None: ...
-
-    def tokens(self, timeline: Timeline, count: int) -> None: ...
-
-    def ended(self, timeline: Timeline, reason: str) -> None: ...
-
-    def lost(self) -> None: ...
-
-
-class Nobody:
-    """Counts nothing."""
-
-    def reported(self, counts: Counts, step_seconds: float) -> None:
-        return
-
-    def tokens(self, timeline: Timeline, count: int) -> None:
-        return
-
-    def ended(self, timeline: Timeline, reason: str) -> None:
-        return
-
-    def lost(self) -> None:
-        return
-
-
 class Live(NamedTuple):
     """A request that the engine has not ended yet."""
 
@@ -88,8 +60,8 @@ class Live(NamedTuple):
 
 class Stream:
     """The answers to one call as they come. `take` gives all pieces that wait, iteration one at a time. Where there is
-    a `consumer`, it is given the pieces of each step on the spot while a task waits in `take`, so that the task need
-    not be woken; it says whether it could take them."""
+    a `listener`, it is told of pieces that are only text (choice, text) on the spot while a task waits in `take`, so
+    that the task need not be woken; it says whether it could take them."""
 
     def __init__(self, engine: AsyncEngine, prompts: Sequence[list[int]], params: SamplingParams):
         self.engine = engine
@@ -100,7 +72,7 @@ class Stream:
         self.answers: list[Answer] = []
         self.prompt_logprobs: list[dict[int, TokenLogprobs]] = [{} for _ in prompts]
         self.open = 0  # answers without a last piece
-        self.consumer: Callable[[Iterable[Piece]], bool] | None = None
+        self.listener: Callable[[int, str], bool] | None = None
         self._pieces: deque[Piece] = deque()
         self._unread = 0
         self._given_up = False
@@ -129,6 +101,17 @@ class Stream:
         finally:
             self.close()
 
+    def tell(self, choice: int, text: str) -> bool:
+        """Text to the listener, if one listens and nothing waits to be taken before."""
+        waiter = self._waiter
+        if self.listener is None or waiter is None or self._pieces or waiter.done():
+            return False
+        try:
+            return self.listener(choice, text)
+        except Exception as error:
+            waiter.set_exception(error)  # the task's business, not the engine's
+            return True
+
     def put(self, choice: int, event: StreamEvent) -> None:
         self._pieces.append(Piece(choice, event))
         self._unread += len(event.token_ids)
@@ -141,19 +124,8 @@ class Stream:
 
     def wake(self) -> None:
         """Something has come for whoever waits, if anybody does."""
-        waiter = self._waiter
-        if waiter is None or waiter.done():
-            return
-        try:
-            if self.consumer is not None and self.consumer(self._pieces):
-                self._pieces.clear()
-                self._unread = 0
-                if self.open:
-                    return
-        except Exception as error:
-            waiter.set_exception(error)  # the task's business, not the engine's
-            return
-        waiter.set_result(None)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def close(self) -> None:
         """End whatever has not ended. Safe to call at any time, any number of times."""
@@ -361,8 +333,7 @@ class AsyncEngine:
     def on_report(self, report: wire.Report) -> None:
         self.counts, self.step_seconds = report.counts, report.step_seconds
         self.observer.reported(report.counts, report.step_seconds)
-        for number, token in report.tokens:
-            self._deliver_token(number, token, report.at)
+        self._deliver_tokens(report.tokens, report.at)
         for news in report.news:
             self._deliver(news, report.at)
         self._wake()
@@ -373,19 +344,25 @@ class AsyncEngine:
         for stream in touched:
             stream.wake()
 
-    def _deliver_token(self, number: int, token: int, at: float) -> None:
-        """`_deliver` of one token and nothing else, which nearly all news are."""
-        live = self._live.get(number)
-        if live is None or live.answer.finished:
-            return
-        piece = live.answer.push_token(token)
-        if piece is None:
-            self._deliver(wire.News(number, (token,), None, (), {}, None, None), at)
-            return
-        timeline = live.answer.request.timeline
-        timeline.token_times.append(at)
-        self.observer.tokens(timeline, 1)
-        live.stream.put(live.choice, piece)
+    def _deliver_tokens(self, tokens: Sequence[tuple[int, int]], at: float) -> None:
+        """`_deliver` of one token and nothing else each, which nearly all news are."""
+        gaps = []
+        for number, token in tokens:
+            live = self._live.get(number)
+            if live is None:
+                continue
+            stream, choice, answer, _ = live
+            if not answer.plain:
+                self._deliver(wire.News(number, (token,), None, (), {}, None, None), at)
+                continue
+            text = answer.push_token(token)
+            times = answer.sample.timeline.token_times
+            gaps.append(at - times[-1])
+            times.append(at)
+            if not stream.tell(choice, text):
+                stream.put(choice, StreamEvent(text, (token,), None, answer.request.sample))
+        if gaps:
+            self.observer.gaps(gaps)
 
     def _deliver(self, news: wire.News, at: float) -> None:
         live = self._live.get(news.id)
@@ -419,6 +396,8 @@ class AsyncEngine:
                 timeline.end = at
             self.observer.ended(timeline, piece.finish_reason or "")
             self.arrivals.add(request, stream.salt, piece.finish_reason or "")
+        if piece.is_text and stream.tell(live.choice, piece.text):
+            return
         if piece.text or piece.token_ids or answer.finished:
             stream.put(live.choice, piece)
 

@@ -22,17 +22,26 @@ class StreamEvent(NamedTuple):
     timeline: Timeline | None = None
     error: str | None = None
 
+    @property
+    def is_text(self) -> bool:
+        """Whether there is nothing to it but text."""
+        return bool(self.text) and self.finish_reason is None and self.logprobs is None
+
 
 @dataclass(slots=True)
 class Sample:
     """One of the n answers to a prompt."""
 
     timeline: Timeline
-    text: str = ""
+    pieces: list[str] = field(default_factory=list)  # of its text
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     logprobs: list[TokenLogprobs] | None = None
     error: str | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
 
 
 @dataclass(slots=True)
@@ -67,11 +76,14 @@ class Output:
 class Answer:
     """One sample in the making: turns the core's events into text that is final the moment it is shown."""
 
+    __slots__ = ("decoder", "plain", "request", "sample", "stops")
+
     def __init__(self, request: Request, tokenizer: Tokenizer, visible: frozenset[int] = frozenset()):
         """visible: special tokens that are part of the text, such as the marks around a call."""
         self.request = request
         self.decoder = StreamDecoder(tokenizer, at_start=False, visible=visible)
         self.stops = StopMatcher(tuple(request.params.stop)) if request.params.stop else None
+        self.plain = False  # once there is a first token: all that the next one can bring is text
         self.sample = Sample(request.timeline)
         if request.params.logprobs is not None:
             self.sample.logprobs = []
@@ -85,25 +97,24 @@ class Answer:
         ids, text = self._decode(event)
         reason = self.sample.finish_reason
         logprobs = event.logprobs[: len(ids)]
-        self.sample.text += text
+        self.sample.pieces.append(text)
         self.sample.token_ids += ids
         self.sample.error = event.error
         if self.sample.logprobs is not None:
             self.sample.logprobs += logprobs
+        self.plain = bool(self.sample.token_ids) and not (
+            self.finished or self.stops or self.sample.logprobs is not None
+        )
         wanted = logprobs if self.sample.logprobs is not None else None
         timeline = self.sample.timeline if self.finished else None
         return StreamEvent(text, tuple(ids), reason, self.request.sample, wanted, timeline, event.error)
 
-    def push_token(self, token: int) -> StreamEvent | None:
-        """`push` of one token with nothing else to it, for an answer in which nothing can follow from it. None: not
-        such an answer."""
-        sample = self.sample
-        if self.stops is not None or sample.logprobs is not None:
-            return None
+    def push_token(self, token: int) -> str:
+        """`push` of one token with nothing else to it to an answer that is `plain`: the text it brings."""
         text = self.decoder.push_one(token)
-        sample.text += text
-        sample.token_ids.append(token)
-        return StreamEvent(text, (token,), None, self.request.sample)
+        self.sample.pieces.append(text)
+        self.sample.token_ids.append(token)
+        return text
 
     def _decode(self, event: Event) -> tuple[list[int], str]:
         ids: list[int] = []

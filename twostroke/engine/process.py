@@ -28,6 +28,7 @@ from twostroke.engine import wire
 log = logging.getLogger(__name__)
 BOOT = "import sys; sys.path.append(sys.argv[3]); from twostroke.engine.worker import main; main(*sys.argv[1:3])"
 SOCKET_BUFFER = 4 << 20
+READ = 1 << 18  # bytes taken in at once; one buffer for all of them, as a new one costs more than what is read
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ class Owner(Protocol):
     def on_lost(self, why: str) -> None: ...
 
 
-class Child(asyncio.Protocol):
+class Child(asyncio.BufferedProtocol):
     """One life of the engine process."""
 
     def __init__(self, process: subprocess.Popen[bytes], hear: Callable[[Any], None], lost: Callable[[str], None]):
@@ -68,6 +69,7 @@ class Child(asyncio.Protocol):
         self.hear = hear
         self.lost = lost
         self.frames = wire.Frames()
+        self.buffer = memoryview(bytearray(READ))
         self.transport: asyncio.Transport | None = None
         self.why = ""  # it ends, when we have decided that it must
 
@@ -75,9 +77,12 @@ class Child(asyncio.Protocol):
         assert isinstance(transport, asyncio.Transport)
         self.transport = transport
 
-    def data_received(self, data: bytes) -> None:
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self.buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
         try:
-            for message in self.frames.feed(data):
+            for message in self.frames.feed(self.buffer[:nbytes]):
                 self.hear(wire.read_from_child(message))
         except wire.WireError as error:
             self.kill(f"it said what nobody understands ({error})")

@@ -171,7 +171,7 @@ class Frames:
     def __init__(self) -> None:
         self._buffer = bytearray()
 
-    def feed(self, data: bytes) -> Iterator[list[Any]]:
+    def feed(self, data: bytes | memoryview) -> Iterator[list[Any]]:
         self._buffer += data
         start = 0
         try:

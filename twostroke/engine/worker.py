@@ -172,15 +172,16 @@ class Worker:
     def _report(self, events: list[Event]) -> None:
         tokens, news = [], []
         for event in events:
-            number, timeline = event.request.id, event.request.timeline
+            request, token_ids, reason, logprobs, prompt_logprobs, error = event
+            number, timeline = request.id, request.timeline
             come = timeline.chunks + timeline.preemptions + timeline.recomputed_tokens  # none of them ever falls
-            facts = None if self.told.get(number) == come and event.finish_reason is None else wire.facts_of(timeline)
-            if facts is None and is_plain(event):
-                tokens.append((number, event.token_ids[0]))
+            known = reason is None and self.told.get(number) == come
+            if known and len(token_ids) == 1 and not (logprobs or prompt_logprobs or error):
+                tokens.append((number, token_ids[0]))
                 continue
-            news.append(wire.make_news(event, facts))
+            news.append(wire.make_news(event, None if known else wire.facts_of(timeline)))
             self.told[number] = come
-            if event.finish_reason is not None:
+            if reason is not None:
                 del self.told[number], self.requests[number]
         at = self.core.collected or clock()
         report = wire.Report(at, tuple(tokens), tuple(news), self._counts(), self.step_seconds)
@@ -197,13 +198,6 @@ class Worker:
             c.recomputed_tokens, len(scheduler.running), len(scheduler.waiting), pool.total, len(pool.free),
             len(pool.cached), kept, kept * self.settings.layout.block_bytes, *moved,
         )  # fmt: skip
-
-
-def is_plain(event: Event) -> bool:
-    """One token and nothing else."""
-    return len(event.token_ids) == 1 and not (
-        event.finish_reason or event.logprobs or event.prompt_logprobs or event.error
-    )
 
 
 def compiler_of(engine: Engine) -> GrammarCompiler:

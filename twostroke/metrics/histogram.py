@@ -23,6 +23,11 @@ class Histogram(Collector):
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
+    def observe_all(self, values: list[float]) -> None:
+        for value in values:
+            self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += sum(values)
+
     def collect(self) -> Iterator[HistogramMetricFamily]:
         family = HistogramMetricFamily(self.name, self.text, labels=["model_name"])
         limits = [*(str(bound) for bound in self.bounds), "+Inf"]

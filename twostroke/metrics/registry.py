@@ -19,7 +19,7 @@ STEP_TOKENS = tuple(float(2**power) for power in range(15))
 
 
 class Metrics:
-    """Observes the engine (see `aio.Observer`) and counts what the server refuses. What the engine counts itself is
+    """Observes the engine (see engine/observer.py) and counts what the server refuses. What the engine counts itself is
     only kept when it reports, and written out when somebody asks."""
 
     content_type = "text/plain; version=0.0.4; charset=utf-8"
@@ -124,6 +124,10 @@ class Metrics:
         self.restarts.inc()
         empty = {"blocks_free": self._now.blocks_total, "blocks_cached": 0, "blocks_on_host": 0, "host_bytes": 0}
         self._now = self._now._replace(running=0, waiting=0, **empty)
+
+    def gaps(self, seconds: list[float]) -> None:
+        """Since the last token of each answer that got one more."""
+        self.gap.observe_all(seconds)
 
     def tokens(self, timeline: Timeline, count: int) -> None:
         times = timeline.token_times

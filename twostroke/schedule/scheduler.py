@@ -158,9 +158,9 @@ class Scheduler:
         self.pace.observe(plan, seconds)
         self.counters.steps += 1
         events = []
-        details = result.details
         for index, (work, tokens) in enumerate(zip(plan.works, result.tokens, strict=True)):
-            event = self._commit_one(work, tokens, details.get(index, NOTHING), now)
+            details = result.details.get(index, NOTHING) if result.details else NOTHING
+            event = self._commit_one(work, tokens, details, now)
             if event is not None:
                 events.append(event)
         if self.suspects:
@@ -410,6 +410,7 @@ class _Draft:
             if victim is request:
                 return False
         return True
+
 
 def _is_complete(request: Request, start: int) -> bool:
     """Steps in flight will bring it to its limit, or it is already one unknown token ahead."""

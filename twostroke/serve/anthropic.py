@@ -15,8 +15,8 @@ from twostroke.serve.protocol.anthropic import Conversation, CountTokensRequest,
 from twostroke.serve.protocol.base import validate
 from twostroke.serve.reading import CALL, CONTENT, Block, Part
 from twostroke.serve.service import Ask, Generation, Service
+from twostroke.serve.stream import Writer, send
 from twostroke.serve.stream import event as sse
-from twostroke.serve.stream import send
 
 
 async def handle(service: Service, call: Call) -> None:
@@ -81,7 +81,7 @@ def used(generation: Generation) -> dict[str, Any]:
     return anthropic.usage(len(generation.stream.prompts[0]), sample.timeline.cached_tokens, len(sample.token_ids))
 
 
-class MessageWriter:
+class MessageWriter(Writer):
     """Blocks one after the other, each opened, filled and closed."""
 
     def __init__(self, generation: Generation):

@@ -59,7 +59,7 @@ def delta_of(part: Part) -> dict[str, Any]:
     return {"tool_calls": [call]}
 
 
-class ChatWriter:
+class ChatWriter(stream.Writer):
     def __init__(self, generation: Generation, request: ChatRequest):
         self.generation = generation
         self.tokenizer = generation.service.engine.tokenizer
@@ -71,12 +71,16 @@ class ChatWriter:
     def begin(self) -> bytes:
         return b""
 
+    def text(self, choice: int, text: str) -> bytes:
+        reader = self.generation.readers[choice]
+        if reader.plain and choice in self.begun:
+            reader.add(text)
+            return self.forms.fill(choice, text) if text else b""
+        return super().text(choice, text)
+
     def piece(self, piece: Piece) -> bytes:
         event, choice = piece.event, piece.choice
         reader = self.generation.readers[choice]
-        if event.finish_reason is None and event.logprobs is None and reader.plain and choice in self.begun:
-            reader.add(event.text)
-            return self.forms.fill(choice, event.text) if event.text else b""  # nearly all pieces
         scores = None if event.logprobs is None else answers.chat_logprobs(self.tokenizer, event.logprobs)
         deltas = [delta_of(part) for part in reader.push(event)]
         if scores and not deltas:

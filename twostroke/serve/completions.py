@@ -75,7 +75,7 @@ class Echo:
         return [known.get(position) for position in range(len(self.tokens(choice)))]
 
 
-class TextWriter:
+class TextWriter(stream.Writer):
     def __init__(self, generation: Generation, request: CompletionRequest):
         self.generation = generation
         self.tokenizer = generation.service.engine.tokenizer
@@ -89,10 +89,13 @@ class TextWriter:
     def begin(self) -> bytes:
         return b""
 
+    def text(self, choice: int, text: str) -> bytes:
+        if self.plain and choice in self.written:
+            return self.forms.fill(choice, text) if text else b""
+        return super().text(choice, text)
+
     def piece(self, piece: Piece) -> bytes:
         event, choice = piece.event, piece.choice
-        if self.plain and event.finish_reason is None and choice in self.written:
-            return self.forms.fill(choice, event.text) if event.text else b""  # nearly all pieces
         written = b""
         if choice not in self.written:
             self.written[choice] = 0

@@ -24,7 +24,8 @@ BODY_SECONDS = 30.0  # for the whole of a body to arrive
 
 
 class Straight(Protocol):
-    """A streamed answer's way to its socket past everything that ASGI puts in between."""
+    """The way of a streamed answer that has begun to its socket, past everything that ASGI puts in between and without
+    a way to wait: only to be used while the client has read nearly all that was written."""
 
     @property
     def has_room(self) -> bool: ...
@@ -59,7 +60,7 @@ class Call:
         self.arrival = arrival
         self.caller = Caller("", b"")
         self.started = False
-        self._straight: Straight | None = scope.get("extensions", {}).get(STRAIGHT)
+        self.straight: Straight | None = scope.get("extensions", {}).get(STRAIGHT)
         self._receive = receive
         self._send = send
         self._bodies = bodies
@@ -109,17 +110,6 @@ class Call:
     async def write(self, data: bytes) -> None:
         if data:
             await self._send({"type": "http.response.body", "body": data, "more_body": True})
-
-    @property
-    def has_room(self) -> bool:
-        """Whether `write_now` may be called: the client has read nearly all that was written."""
-        return self._straight is not None and self._straight.has_room
-
-    def write_now(self, data: bytes) -> None:
-        """`write` without a way to wait."""
-        assert self._straight is not None
-        if data:
-            self._straight.write(data)
 
     async def end_stream(self) -> None:
         await self._send({"type": "http.response.body", "body": b""})

@@ -85,14 +85,15 @@ class Alarm:
 class Chunks:
     """Writes parts of a streamed answer as HTTP/1.1 chunks. The head and the end of it are h11's."""
 
+    __slots__ = ("_write", "cycle", "flow")
+
     def __init__(self, cycle: RequestResponseCycle):
         self.cycle, self.flow = cycle, cycle.flow
         self._write = cycle.transport.write
 
     @property
     def has_room(self) -> bool:
-        cycle = self.cycle
-        return cycle.response_started and not (cycle.disconnected or self.flow.write_paused)
+        return not (self.flow.write_paused or self.cycle.disconnected)
 
     def write(self, data: bytes) -> None:
         self._write(b"%x\r\n%b\r\n" % (len(data), data))
@@ -177,7 +178,21 @@ class Connection(H11Protocol):
 
 
 class Listener(uvicorn.Server):
-    """uvicorn without signal handlers of its own: when to drain and when to go is decided in main.py."""
+    """uvicorn without signal handlers of its own: when to drain and when to go is decided in main.py. It wakes once a
+    second to write the date that answers carry, where uvicorn's own loop looks ten times whether it should go."""
+
+    def __init__(self, config: uvicorn.Config):
+        super().__init__(config)
+        self._leaving = asyncio.Event()
+
+    async def main_loop(self) -> None:
+        while not await self.on_tick(0):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._leaving.wait(), 1.0)
+
+    def leave(self) -> None:
+        self.should_exit = True
+        self._leaving.set()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:

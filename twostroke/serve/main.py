@@ -119,7 +119,7 @@ class Server:
         """Ends what is left: streams get an error event from the engine's end, connections a moment to carry it."""
         await engine.stop(0.0 if self.at_once.is_set() else 1.0)
         listener.config.timeout_graceful_shutdown = 0 if self.at_once.is_set() else 1
-        listener.should_exit = True
+        listener.leave()
         await asyncio.wait((listening,), timeout=2.0)
         self.say("stopped")
 

@@ -48,12 +48,15 @@ class Reader:
         self.blocks[0].text += text
 
     def push(self, event: StreamEvent) -> list[Part]:
-        if self.parser is None:
-            return [self._take(Content(event.text))] if event.text else []
-        deltas = self.parser.push(event.text) if event.text else []
-        if event.finish_reason is not None:
-            deltas = deltas + self.parser.finish()
-        return [self._take(delta) for delta in deltas]
+        parts = self.push_text(event.text)
+        if self.parser is not None and event.finish_reason is not None:
+            parts += map(self._take, self.parser.finish())
+        return parts
+
+    def push_text(self, text: str) -> list[Part]:
+        if not text:
+            return []
+        return [self._take(delta) for delta in (self.parser.push(text) if self.parser else [Content(text)])]
 
     def _take(self, delta: Delta) -> Part:
         block = self.blocks[-1] if self.blocks else None

@@ -14,8 +14,8 @@ from twostroke.serve.protocol.base import validate
 from twostroke.serve.protocol.responses import ResponsesRequest
 from twostroke.serve.reading import CALL, CONTENT, Block, Part
 from twostroke.serve.service import Ask, Generation, Service
+from twostroke.serve.stream import Writer, send
 from twostroke.serve.stream import event as sse
-from twostroke.serve.stream import send
 
 
 async def handle(service: Service, call: Call) -> None:
@@ -36,7 +36,7 @@ async def handle(service: Service, call: Call) -> None:
     await call.respond(200, writer.finished(), generation.headers())
 
 
-class ResponseWriter:
+class ResponseWriter(Writer):
     """Items one after the other; the last event carries the whole response."""
 
     def __init__(self, generation: Generation, request: ResponsesRequest):

@@ -6,13 +6,13 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from twostroke.engine.admission import BusyError
-from twostroke.engine.aio import ENGINE_GONE, SLOW_READER, AsyncEngine, Piece, Stream
+from twostroke.engine.aio import ENGINE_GONE, SLOW_READER, AsyncEngine, Stream
 from twostroke.engine.process import EngineError
 from twostroke.errors import InputError, ModelError
 from twostroke.metrics.registry import Metrics
@@ -56,16 +56,16 @@ class Generation:
 
     async def finish(self) -> None:
         """The fold: take all pieces in. Afterwards the answers are whole; an error of any of them is raised."""
-        self.stream.consumer = self._read
+        self.stream.listener = self._listen
         async with self.call.watched(self.stream.close):
             while pieces := await self.stream.take():
-                self._read(pieces)
+                for choice, event in pieces:
+                    self.readers[choice].push(event)
         self.record()
         self.check()
 
-    def _read(self, pieces: Iterable[Piece]) -> bool:
-        for choice, event in pieces:
-            self.readers[choice].push(event)
+    def _listen(self, choice: int, text: str) -> bool:
+        self.readers[choice].push_text(text)
         return True
 
     def check(self) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from json.encoder import encode_basestring
 from typing import Any, Protocol
 
 from twostroke.engine.aio import Piece
+from twostroke.engine.answer import StreamEvent
 from twostroke.serve.errors import ApiError
 from twostroke.serve.http import GoneError, dump
 from twostroke.serve.service import Generation
@@ -20,6 +21,10 @@ class Writer(Protocol):
     """How one API writes a stream."""
 
     def begin(self) -> bytes: ...
+
+    def text(self, choice: int, text: str) -> bytes:
+        """A piece that is nothing but text."""
+        return self.piece(Piece(choice, StreamEvent(text, ())))
 
     def piece(self, piece: Piece) -> bytes: ...
 
@@ -59,14 +64,15 @@ async def send(generation: Generation, writer: Writer) -> None:
     """The whole stream. An answer that fails ends it with an error event; a client that goes away ends the answer."""
     call, stream = generation.call, generation.stream
 
-    def write(pieces: Iterable[Piece]) -> bytes:
-        return b"".join([writer.piece(piece) for piece in pieces if piece.event.error is None])
+    straight = call.straight
 
-    def straight(pieces: Iterable[Piece]) -> bool:
-        """A step's pieces to the socket without waking this task, while the client keeps up with reading."""
-        if not call.has_room:
+    def listen(choice: int, text: str) -> bool:
+        """Text to the socket without waking this task, while the client keeps up with reading."""
+        if straight is None or not straight.has_room:
             return False
-        call.write_now(write(pieces))
+        written = writer.text(choice, text)
+        if written:
+            straight.write(written)
         return True
 
     async with call.watched(stream.close):
@@ -74,9 +80,9 @@ async def send(generation: Generation, writer: Writer) -> None:
         opening = writer.begin()
         if opening:
             await call.write(opening)
-        stream.consumer = straight
+        stream.listener = listen
         while pieces := await stream.take():
-            await call.write(write(pieces))
+            await call.write(b"".join([writer.piece(piece) for piece in pieces if piece.event.error is None]))
     generation.record()
     try:
         generation.check()

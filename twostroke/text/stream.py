@@ -17,6 +17,8 @@ class StreamDecoder:
     visible: special tokens that are written out all the same.
     """
 
+    __slots__ = ("_between", "_skip", "_strip", "_tokenizer", "_utf8", "_whole")
+
     def __init__(
         self,
         tokenizer: Tokenizer,
@@ -28,17 +30,25 @@ class StreamDecoder:
         self._skip = tokenizer.special_ids - visible if skip_special else frozenset()
         self._strip = at_start and tokenizer.leading_space
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._between = not self._strip  # nothing of what came says how to read what comes
+        self._whole = tokenizer.whole
 
     def push(self, ids: Iterable[int]) -> str:
         """The text these tokens complete. Bytes that may still become a character wait for the next push."""
         data = b"".join([self._tokenizer.token_bytes(number) for number in ids if number not in self._skip])
-        return self._first(self._utf8.decode(data))
+        text = self._first(self._utf8.decode(data))
+        self._between = not (self._strip or self._utf8.getstate()[0])
+        return text
 
     def push_one(self, number: int) -> str:
         """`push` of a single token, which nearly all pushes are."""
-        if number in self._skip:
-            return ""
-        return self._first(self._utf8.decode(self._tokenizer.token_bytes(number)))
+        between = self._between
+        if between and (known := self._whole.get(number)) is not None:
+            return known
+        text = self.push((number,))
+        if between and self._between and number not in self._tokenizer.special_ids:
+            self._whole[number] = text
+        return text
 
     def flush(self) -> str:
         """The end: what still waits can never become a character, and shows as U+FFFD."""

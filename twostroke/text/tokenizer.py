@@ -32,6 +32,7 @@ class Tokenizer:
             ChatTemplate(vocabulary.template, vocabulary.names) if vocabulary.template else None
         )
         self._vocabulary = vocabulary
+        self.whole: dict[int, str] = {}  # text of tokens met so far that are whole characters, and not special
         self._bytes: list[bytes | None] = [None] * vocabulary.size
         self._literal: tokenizers.Tokenizer | None = None
         self._lock = threading.Lock()
