@@ -46,6 +46,7 @@ class LayerPlan:
 
     calls: ctypes.Array[LayerCall]
     groups: int
+    pointers: Any  # the type of an array with one for each group
     kept: tuple[Any, ...]  # what the descriptions point into
 
 
@@ -124,7 +125,7 @@ class NativeCpuOps:
         rows, cols = flat.shape
         out = np.empty((rows, cols), _FLOAT32)
         status = self._lib.ts_norm(
-            self._context, flat.ctypes.data, flat.strides[0] // 4, rows, cols, address(norm.weight), norm.eps,
+            self._context, any_address(flat), flat.strides[0] // 4, rows, cols, address(norm.weight), norm.eps,
             address(out),
         )  # fmt: skip
         _check(status)
@@ -169,7 +170,7 @@ class NativeCpuOps:
         rows, count = logits.shape
         out = np.empty(rows, np.int64)
         stride = logits.strides[0] // 4
-        _check(self._lib.ts_argmax(self._context, logits.ctypes.data, stride, rows, count, address(out)))
+        _check(self._lib.ts_argmax(self._context, any_address(logits), stride, rows, count, address(out)))
         return out
 
     # ---- attention -----------------------------------------------------------------------------------------------
@@ -199,14 +200,15 @@ class NativeCpuOps:
             call.attention_out = norm_reference(layer.attention_out_norm)
             call.feed_out = norm_reference(layer.feed_out_norm)
             call.group, call.gate = group, _ACTIVATIONS[gate.activation]
-        return LayerPlan(calls, 1 + max(group for _, group in caches), (attentions, tuple(layers), tuple(caches)))
+        groups = 1 + max(group for _, group in caches)
+        return LayerPlan(calls, groups, ctypes.c_void_p * groups, (attentions, tuple(layers), tuple(caches)))
 
     def run_layers(self, plan: LayerPlan, x: np.ndarray, batch: Batch) -> np.ndarray:
         """x is overwritten."""
         rows, hidden = x.shape
         if x.dtype != _FLOAT32 or not x.flags.c_contiguous or rows != batch.positions.shape[0]:
             raise ValueError(f"x of shape {x.shape} and {x.dtype} does not fit {batch.positions.shape[0]} rows")
-        groups = (ctypes.c_void_p * plan.groups)(*(self._step(batch, group) for group in range(plan.groups)))
+        groups = plan.pointers(*[self._step(batch, group) for group in range(plan.groups)])
         keep = np.ascontiguousarray(batch.logit_rows, np.int64)
         out = np.empty((keep.shape[0], hidden), _FLOAT32)
         status = self._lib.ts_layers(
@@ -318,16 +320,12 @@ def norm_reference(norm: Norm | None) -> NormRef:
 def describe_batch(batch: Batch, group: int) -> tuple[AttendBatch, list[np.ndarray]]:
     """The structure, and the arrays it points into."""
     blocks = batch.groups[group]
-    kept = [batch.positions, blocks.slots, blocks.tables, batch.starts, batch.contexts]
-    for index, (array, dtype) in enumerate(zip(kept, _BATCH_TYPES, strict=True)):
-        if array.dtype != dtype:
-            raise ValueError(f"a batch holds {array.dtype} where {dtype} belongs")
-        if not array.flags.c_contiguous:
-            kept[index] = np.ascontiguousarray(array)
+    found = (batch.positions, blocks.slots, blocks.tables, batch.starts, batch.contexts)
+    if tuple([array.dtype for array in found]) != _BATCH_TYPES:
+        raise ValueError(f"a batch holds {[str(array.dtype) for array in found]}, not {list(map(str, _BATCH_TYPES))}")
+    kept = [np.ascontiguousarray(array) for array in found]
     positions, slots, tables, starts, contexts = map(address, kept)
-    structure = AttendBatch(
-        kept[0].shape[0], kept[4].shape[0], positions, slots, tables, kept[2].shape[1], starts, contexts
-    )
+    structure = AttendBatch(len(kept[0]), len(kept[4]), positions, slots, tables, kept[2].shape[1], starts, contexts)
     return structure, kept
 
 
@@ -345,10 +343,15 @@ def address(array: np.ndarray) -> int:
     return ctypes.addressof(_NOTHING.from_buffer(array))  # type: ignore[arg-type]
 
 
+def any_address(array: np.ndarray) -> int:
+    return address(array) if array.flags.carray else array.ctypes.data
+
+
 def _rows(x: np.ndarray) -> np.ndarray:
     """float32 with adjacent elements in a row."""
-    x = x.astype(_FLOAT32, copy=False)
-    return x if x.strides[-1] == x.itemsize else np.ascontiguousarray(x)
+    if x.dtype == _FLOAT32 and x.strides[-1] == 4:
+        return x
+    return np.ascontiguousarray(x, _FLOAT32)
 
 
 def _check(status: int) -> None:

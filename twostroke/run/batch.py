@@ -47,7 +47,7 @@ def build_step(plan: Plan, tables: np.ndarray) -> StepRows:
         positions=positions,
         starts=starts,
         contexts=(first + counts).astype(np.int32),
-        groups=_group_blocks(tables, rows, owner, positions, int(positions.max()) // BLOCK + 1),
+        groups=_group_blocks(tables, rows, owner, positions),
         logit_rows=np.array(logit_rows, np.int64),
     )
     return StepRows(batch, samplers, prompts)
@@ -59,12 +59,18 @@ def _decode_step(plan: Plan, tables: np.ndarray) -> StepRows:
     newest = [request.tokens[start] for request, start, _ in plan.works]
     tokens, positions, rows = np.array((newest, places, [work.request.row for work in plan.works]), np.int64)
     samplers, starts, logit_rows = _one_row_each(len(places))
+    columns = max(places) // BLOCK + 1
+    groups = []
+    for every in tables:  # a few numbers: Python is done with them before NumPy has begun
+        table = every[rows, :columns]
+        slots = [table.item(row, place // BLOCK) * BLOCK + place % BLOCK for row, place in enumerate(places)]
+        groups.append(GroupBlocks(np.array(slots, np.int64), table))
     batch = Batch(
         tokens=tokens,
         positions=positions,
         starts=starts,
-        contexts=(positions + 1).astype(np.int32),
-        groups=_group_blocks(tables, rows, logit_rows, positions, max(places) // BLOCK + 1),
+        contexts=np.array([place + 1 for place in places], np.int32),
+        groups=tuple(groups),
         logit_rows=logit_rows,
     )
     return StepRows(batch, samplers, ())
@@ -77,10 +83,11 @@ def _one_row_each(count: int) -> tuple[tuple[int, ...], np.ndarray, np.ndarray]:
 
 
 def _group_blocks(
-    tables: np.ndarray, rows: np.ndarray, owner: np.ndarray, positions: np.ndarray, columns: int
+    tables: np.ndarray, rows: np.ndarray, owner: np.ndarray, positions: np.ndarray
 ) -> tuple[GroupBlocks, ...]:
-    """owner: the work each position belongs to; rows: each work's row in the tables; columns: as many as are needed."""
-    blocks, offsets = positions // BLOCK, positions % BLOCK
+    """owner: the work each position belongs to; rows: each work's row in the tables."""
+    columns = int(positions.max()) // BLOCK + 1
+    blocks, offsets = np.divmod(positions, BLOCK)
     groups = []
     for every in tables:
         table = every[rows, :columns]
