@@ -157,10 +157,8 @@ def resolve(config: Config, arch: Arch, hardware: Hardware, weight_bytes: int) -
     threads = derive("threads", hardware.cores, f"{hardware.cores} cores may be used by this process")
     kv_dtype = _kv_dtype(config, device, reasons)
     layout = make_layout(arch, kv_dtype)
-    if arch.head_dim % 2 and kv_dtype == "int4":
-        raise ConfigError("kv_dtype='int4' needs an even head size: use int8 or float16.")
-    if arch.head_dim < 32 and kv_dtype == "int4" and device == "cuda":  # 8 bytes of a head: exact attention goes wrong
-        raise ConfigError(f"kv_dtype='int4' on a GPU needs heads of at least 32, not {arch.head_dim}: use int8.")
+    if kv_dtype == "int4":
+        _check_four_bits(arch, device)
     batch = derive("max_batch_tokens", DEFAULT_BATCH_TOKENS[device], f"enough rows to keep a {device} busy in one step")
     requests = derive("max_requests", DEFAULT_REQUESTS[device], f"streams that a {device} serves well at once")
     if requests > batch:
@@ -209,6 +207,15 @@ def _exact(config: Config, device: str, reasons: dict[str, str]) -> bool:
     if config.exact is None:
         reasons["exact"] = EXACT_COST
     return bool(config.exact)
+
+
+def _check_four_bits(arch: Arch, device: str) -> None:
+    if arch.head_dim % 2:
+        raise ConfigError("kv_dtype='int4' needs an even head size: use int8 or float16.")
+    if device == "cuda" and arch.head_dim < 32:  # 8 bytes of a head: exact attention over them goes wrong
+        raise ConfigError(f"kv_dtype='int4' on a GPU needs heads of at least 32, not {arch.head_dim}: use int8.")
+    if device == "cuda" and any(layer.window for layer in arch.layers):  # the kernel for prompts does not compile
+        raise ConfigError("kv_dtype='int4' on a GPU does not go with sliding windows: use int8.")
 
 
 def _kv_dtype(config: Config, device: str, reasons: dict[str, str]) -> KVFormat:
