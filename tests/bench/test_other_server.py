@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from twostroke.bench.client import Target, measure
+from twostroke.bench.remote import Admin
 from twostroke.bench.workload import Load
 from twostroke.cli.main import app
 from twostroke.cost.trace import Arrival, Part
@@ -22,12 +23,15 @@ ONE = Load("one", [Arrival(0.0, (Part(1, 8),), 3)])
 
 @contextmanager
 def serving(models: list[str] | None, status: int = 404) -> Iterator[tuple[str, list[str]]]:
-    """Its address, and the model that each request named. With None it answers /v1/models with `status`."""
+    """Its address, and the model that each request named. With None it answers /v1/models with `status`,
+    and with 503 as a twostroke does that has not loaded its model."""
     asked: list[str] = []
 
     class Other(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            if self.path != "/v1/models" or models is None:
+            if self.path == "/twostroke/settings" and status == 503:
+                self.answer(503, b'{"error": {"code": "loading", "message": "The model is still loading."}}')
+            elif self.path != "/v1/models" or models is None:
                 self.answer(404 if self.path != "/v1/models" else status, b"")
             else:
                 self.answer(200, json.dumps({"data": [{"id": name} for name in models]}).encode())
@@ -90,3 +94,10 @@ def test_a_refused_key_is_no_server_without_names():
         measure(Target(url, likely="mine"), ONE)
     with serving(None) as (url, _), pytest.raises(InputError, match="--model"):
         measure(Target(url), ONE)
+
+
+def test_a_twostroke_that_still_loads_is_not_taken_for_another_server():
+    with serving(None, status=503) as (url, _), pytest.raises(InputError, match="still loading its model"):
+        _ = Admin(Target(url)).known
+    with serving(None) as (url, _):
+        assert not Admin(Target(url)).known

@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 
 import pytest
+from rich.console import Console
 
-from twostroke.bench.record import Record, Run
+from twostroke.bench.record import IN_PROCESS, Record, Run
 from twostroke.cli import run_bench
 
 WORDS = "1 of 2 requests failed: 503 no such token [/INST]"
@@ -33,3 +34,13 @@ def test_no_result_holds_the_key(words, tmp_path, monkeypatch: pytest.MonkeyPatc
     for file in kept:
         text = file.read_text()
         assert "secret" not in text and "twostroke bench --url" in text and "-n 2" in text
+
+
+def test_a_run_in_process_has_no_network(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(run_bench, "console", Console(highlight=False, width=160))
+    run = a_run()
+    run.records[0].timings = {"ttft_s": 0.096}
+    for target, times in (("http://127.0.0.1:1", 1), (IN_PROCESS, 0)):
+        run.target = target
+        run_bench.show([run], None, None, None, None)
+        assert capsys.readouterr().out.count("of which network and client") == times

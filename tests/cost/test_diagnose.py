@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from functools import cache
 
@@ -9,10 +10,12 @@ import numpy as np
 import pytest
 
 from tests.cost.cases import CASES, chat, code, on_box, on_gpu, rag
+from tests.cost.fleets import poisson
 from twostroke.cost.diagnose import Targets, diagnose, verdict
 from twostroke.cost.evidence import tpot_slopes
 from twostroke.cost.fleet import Served
 from twostroke.cost.levers import BY_NAME, LEVERS, Case
+from twostroke.cost.trace import Arrival, Part
 
 
 @cache
@@ -62,6 +65,26 @@ def test_a_target_decides_what_the_complaint_is():
     case, measured, _ = diagnosed(chat)
     hurried = diagnose(case.deployment, case.arrivals, measured.served, Targets(ttft=0.05, tpot=1.0))
     assert (hurried.phase, hurried.metric) == ("prefill", "ttft")
+
+
+def test_a_machine_that_does_what_it_can_is_not_called_slow():
+    rows = poisson(random.Random(0), 20, 0.05, (20, 200), (10, 60))
+    found = diagnose(on_box(), rows)
+    assert found.sentence.startswith("Nothing is slow: TTFT ") and "Slow" not in found.sentence
+    hurried = diagnose(on_box(), rows, targets=Targets(ttft=1e-6))
+    assert hurried.sentence.startswith("Slow to start")
+
+
+@pytest.mark.parametrize(("times", "metric"), [(1.0, "tpot"), (10.0, "stall")])
+def test_streams_stall_only_where_somebody_would_notice(times, metric):
+    """Gaps of a tenth of a second are slow writing on a CPU; gaps of a second are something else."""
+    gaps = times * np.array([0.01] * 20 + [0.1] * 3, dtype=np.float32)
+    rows = [Arrival(60.0 * number, (Part(number, 40),), 24) for number in range(8)]
+    served = []
+    for row in rows:
+        one = Served(row.at, 40, 0, row.at, row.at + 0.05, row.at + 0.05 + float(gaps.sum()), output=24, gaps=gaps)
+        served.append(one)
+    assert diagnose(on_box(), rows, served).metric == metric
 
 
 def test_without_measurements_the_replay_stands_in():

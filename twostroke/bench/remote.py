@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from twostroke.bench.apply import Applied, make_entry
 from twostroke.bench.client import Target
@@ -16,6 +16,9 @@ from twostroke.cost.hardware import Rates
 from twostroke.cost.recorded import Recording, read_recording
 from twostroke.errors import InputError
 from twostroke.hardware import machine_name
+
+if TYPE_CHECKING:
+    import httpx
 
 STEPS = 1024  # that are asked for
 Measure = Callable[[Target, Load], Run]
@@ -51,6 +54,8 @@ class Admin:
             raise InputError(self._unreached(error)) from None
         if answer.status_code == 401:
             raise InputError(f"{self.http.base_url}: refuses the key: give --api-key.")
+        if answer.status_code == 503 and error_code(answer) == "loading":
+            raise InputError(f"{self.http.base_url}: is still loading its model: ask again in a moment.")
         return answer.status_code == 200
 
     def recording(self, rates: Rates | None = None) -> Recording:
@@ -74,6 +79,13 @@ class Admin:
             raise InputError(f"{self.http.base_url}metrics: cannot be read ({error}).") from None
         rows = re.findall(r'^([\w:]+)\{model_name="[^"]*"\} (\S+)$', text, re.MULTILINE)
         return {name: float(value) for name, value in rows}
+
+
+def error_code(answer: httpx.Response) -> str | None:
+    try:
+        return str(answer.json()["error"]["code"])
+    except (ValueError, KeyError, TypeError):
+        return None
 
 
 @dataclass(frozen=True, slots=True)

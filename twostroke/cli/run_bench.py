@@ -117,9 +117,8 @@ def compare(before: Path, after: Path) -> None:
     if len(old) != len(new):
         raise InputError(f"{before} holds {len(old)} loads, {after} {len(new)}: compare results of the same rates.")
     for first, second in zip(old, new, strict=True):
-        table = Table(
-            title=escape(f"{report.title(first)}  →  {report.title(second)}"), header_style="bold", title_justify="left"
-        )
+        names = dict.fromkeys(report.title(run) for run in (first, second))
+        table = Table(title=escape("  →  ".join(names)), header_style="bold", title_justify="left")
         for name in ("", "before", "after", "change", "95 % interval", ""):
             table.add_column(name, justify="right" if name else "left")
         for change in compare_runs(first, second):

@@ -27,7 +27,6 @@ from twostroke.cost.hardware import calibration_path, load_calibration
 from twostroke.cost.probe import verdict_from_outside
 from twostroke.cost.verdict import evidence_lines
 from twostroke.errors import TwostrokeError
-from twostroke.hardware import machine_name
 from twostroke.weights.catalog import DEFAULT, cache_folder
 
 __all__ = [
@@ -178,7 +177,7 @@ def show_ledger() -> None:
 
 def show_entries(entries: list[ledger.Entry]) -> None:
     if not entries:
-        console.print(f"The ledger is empty: `twostroke diagnose --apply` writes it ({machine_name()}).")
+        console.print("The ledger is empty: `twostroke diagnose --apply` writes it.")
         return
     table = Table(header_style="bold")
     for name in ("when", "model", "load", "lever", "metric", "before", "predicted", "measured", "error"):

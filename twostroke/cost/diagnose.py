@@ -139,7 +139,8 @@ def complaint(
     summary = outcome.summary
     slow_start = targets.ttft is not None and summary.ttft.p95 > targets.ttft
     slow_stream = targets.tpot is not None and summary.tpot.p95 > targets.tpot
-    stream_metric = "stall" if evidence.stall_share > STALLING else "tpot"
+    noticed = summary.stall.mean > DEFAULT_GAP[outcome.deployment.device.kind]
+    stream_metric = "stall" if noticed and evidence.stall_share > STALLING else "tpot"
     if slow_start != slow_stream:
         return ("prefill", "ttft", True) if slow_start else ("decode", stream_metric, True)
     span = max(one.arrival for one in done) - min(one.arrival for one in done)
