@@ -1,5 +1,5 @@
-"""Starting quickly. Importing torch and reading a vocabulary make a million objects that stay: looking through them for
-garbage again and again while they are made is a sixth of the time from process start to first token."""
+"""Starting quickly. Importing modules and reading a vocabulary make a great many objects that stay: looking through
+them for garbage again and again while they are made takes time, a sixth of a start where torch is among the modules."""
 
 from __future__ import annotations
 

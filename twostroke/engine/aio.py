@@ -322,7 +322,7 @@ class AsyncEngine:
             self.max_queue = 4 * settings.max_requests
             self.queue_reason = "four times max_requests at the start"
         if self.supervisor.restarts == 0:
-            self._opening.result()  # done long before: the process had torch to import
+            self._opening.result()  # done about as soon: the process reads the same vocabulary, and the weights
             self.intake = Intake(self.tokenizer, settings, self.arch.vocab, self.grammars)
         self.intake.settings = settings  # ids go on from where they were
         self.admission = Admission(settings, self.max_queue, self.clock)
