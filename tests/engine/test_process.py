@@ -15,6 +15,7 @@ from twostroke.config import make_config, resolve
 from twostroke.engine import aio, process, wire
 from twostroke.engine.admission import Admission, BusyError
 from twostroke.engine.aio import AsyncEngine
+from twostroke.engine.frames import MAX_MESSAGE, Frames, WireError
 from twostroke.engine.llm import LLM
 from twostroke.engine.process import EngineError, Patience, Supervisor
 from twostroke.engine.worker import warm_up
@@ -70,7 +71,7 @@ prompts = st.builds(
 
 def through(data: bytes, cuts: list[int]) -> list:
     """The messages of these bytes, however they are cut."""
-    frames, messages, last = wire.Frames(), [], 0
+    frames, messages, last = Frames(), [], 0
     for cut in [*sorted(c % (len(data) + 1) for c in cuts), len(data)]:
         messages += frames.feed(data[last:cut])
         last = cut
@@ -87,6 +88,14 @@ def test_reports_arrive_as_they_were_sent(
     assert wire.read_from_child(message) == wire.read_from_child(again) == report
 
 
+def test_a_report_that_is_cut_short_is_a_wire_error() -> None:
+    report = wire.Report(12.5, ((1, 2), (3, 4)), (), Counts(), 3.5)
+    kind, body = through(wire.pack_report(report), [])[0]
+    for length in range(len(body)):
+        with pytest.raises(WireError):
+            wire.read_from_child([kind, body[:length]])
+
+
 @settings(deadline=None, max_examples=60)
 @given(st.lists(prompts, max_size=3), st.lists(ids).map(tuple))
 def test_orders_arrive_as_they_were_sent(given_prompts: list[wire.Prompt], aborts: tuple[int, ...]) -> None:
@@ -98,17 +107,17 @@ def test_orders_arrive_as_they_were_sent(given_prompts: list[wire.Prompt], abort
 @given(st.binary(max_size=60))
 def test_nonsense_is_a_wire_error(data: bytes) -> None:
     try:
-        for message in wire.Frames().feed(struct.pack("<I", len(data)) + data):
+        for message in Frames().feed(struct.pack("<I", len(data)) + data):
             for read in (wire.read_from_child, wire.read_from_parent, wire.read_hello):
-                with pytest.raises(wire.WireError):
+                with pytest.raises(WireError):
                     read(message)
-    except wire.WireError:
+    except WireError:
         pass
 
 
 def test_a_length_over_the_limit_is_refused_before_it_is_read() -> None:
-    with pytest.raises(wire.WireError, match="over the limit"):
-        list(wire.Frames().feed(struct.pack("<I", wire.MAX_MESSAGE + 1)))
+    with pytest.raises(WireError, match="over the limit"):
+        list(Frames().feed(struct.pack("<I", MAX_MESSAGE + 1)))
 
 
 def test_settings_arrive_as_they_were_sent(llama_folder: Path) -> None:
@@ -126,7 +135,7 @@ def test_questions_and_steps_arrive_as_they_were_sent() -> None:
     step = Step(9, 1.5, 0.01, (Piece(1, 0, 16, True), Piece(2, 40, 1)), 2, Blocks(5, 4, 3, 2, 1), 2, 1)
     steps = wire.Steps(3, (step, step._replace(pieces=())))
     assert wire.read_from_child(through(wire.pack_steps(steps), [])[0]) == steps
-    with pytest.raises(wire.WireError):
+    with pytest.raises(WireError):
         wire.read_step([9, 1.5, 0.01, [[1, 2, 3, 4, 5]], 2, [1, 2, 3, 4], 0, 0])
 
 

@@ -24,6 +24,7 @@ from typing import Any, Protocol
 
 from twostroke import errors
 from twostroke.engine import wire
+from twostroke.engine.frames import Frames, WireError
 
 log = logging.getLogger(__name__)
 BOOT = "import sys; sys.path.append(sys.argv[3]); from twostroke.engine.worker import main; main(*sys.argv[1:3])"
@@ -68,7 +69,7 @@ class Child(asyncio.BufferedProtocol):
         self.process = process
         self.hear = hear
         self.lost = lost
-        self.frames = wire.Frames()
+        self.frames = Frames()
         self.buffer = memoryview(bytearray(READ))
         self.transport: asyncio.Transport | None = None
         self.why = ""  # it ends, when we have decided that it must
@@ -84,7 +85,7 @@ class Child(asyncio.BufferedProtocol):
         try:
             for message in self.frames.feed(self.buffer[:nbytes]):
                 self.hear(wire.read_from_child(message))
-        except wire.WireError as error:
+        except WireError as error:
             self.kill(f"it said what nobody understands ({error})")
 
     def connection_lost(self, error: Exception | None) -> None:

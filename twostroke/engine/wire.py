@@ -1,10 +1,12 @@
-"""What the two processes of a server say to each other: msgpack with a fixed schema, framed by length. Torch-free.
+"""What the two processes of a server say to each other: msgpack with a fixed schema, framed by length (frames.py).
+Torch-free.
 
     parent ─▶ child    Hello once, then Orders: requests that came, ids of requests that go; and questions
     child ─▶ parent    Stage and Ready (or Failed) while it starts, then a Report for each step, Beat now and then, and
                        the answer to each question under its number
 
-Every message is an array whose first element is its kind. Whatever does not have exactly the expected shape is a
+Every message is an array whose first element is its kind, but for the Report: there is one after every step, and nearly
+all of it is numbers, so those are written as such. Whatever does not have exactly the expected shape is a
 `WireError`: the peer is our own code on an inherited socket pair, so that means a bug, and nobody guesses on.
 """
 
@@ -12,13 +14,12 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, fields
 from typing import Any, NamedTuple
 
-import msgpack
-
 from twostroke.config import Resolved
+from twostroke.engine.frames import PACKER, REPORT_MARK, WireError, frame, framed, listed, unpack
 from twostroke.kv.layout import KVGroup, KVLayout
 from twostroke.metrics.counts import Counts
 from twostroke.metrics.steplog import Step, make_step
@@ -26,16 +27,10 @@ from twostroke.metrics.timeline import Timeline
 from twostroke.sampling import Grammar, SamplingParams
 from twostroke.types import Event, FinishReason, Request, TokenLogprobs
 
-MAX_MESSAGE = 128 << 20  # bytes; the prompt logprobs of one step are the largest thing ever said
-LENGTH = struct.Struct("<I")
-REPORT = struct.Struct(f"<2d{len(Counts._fields)}q")  # when it was, the seconds of all steps, and the counts
-PAIR = 2 * array("q").itemsize
-PACKER = msgpack.Packer(use_bin_type=True)  # for every thread: it keeps the interpreter's lock while it packs
+REPORT = f"<cI2d{len(Counts._fields)}q"  # its mark, how many tokens follow, when it was, seconds of all steps, counts
+REPORT_SIZE = struct.calcsize(REPORT)
+PAIR = struct.calcsize("<2q")
 DEFAULTS = {item.name: getattr(SamplingParams(), item.name) for item in fields(SamplingParams)}
-
-
-class WireError(Exception):
-    """A message that this schema does not know."""
 
 
 class Hello(NamedTuple):
@@ -153,50 +148,6 @@ class Report(NamedTuple):
     news: tuple[News, ...]
     counts: Counts
     step_seconds: float
-
-
-# ---- frames --------------------------------------------------------------------------------------------------------
-
-
-def frame(body: list[Any]) -> bytes:
-    data: bytes = PACKER.pack(body)
-    if len(data) > MAX_MESSAGE:
-        raise WireError(f"a message of {len(data)} bytes is over the limit of {MAX_MESSAGE}")
-    return LENGTH.pack(len(data)) + data
-
-
-class Frames:
-    """Bytes in, whole messages out."""
-
-    def __init__(self) -> None:
-        self._buffer = bytearray()
-
-    def feed(self, data: bytes | memoryview) -> Iterator[list[Any]]:
-        self._buffer += data
-        start = 0
-        try:
-            while len(self._buffer) - start >= LENGTH.size:
-                (size,) = LENGTH.unpack_from(self._buffer, start)
-                if size > MAX_MESSAGE:
-                    raise WireError(f"a message of {size} bytes is over the limit of {MAX_MESSAGE}")
-                first = start + LENGTH.size
-                if len(self._buffer) < first + size:
-                    return
-                body = bytes(memoryview(self._buffer)[first : first + size])
-                start = first + size
-                yield unpack(body)
-        finally:
-            del self._buffer[:start]
-
-
-def unpack(body: bytes) -> list[Any]:
-    try:
-        message = msgpack.unpackb(body, raw=False, use_list=True, strict_map_key=False)
-    except (ValueError, msgpack.exceptions.UnpackException) as error:
-        raise WireError(f"not msgpack: {error}") from None
-    if not isinstance(message, list) or not message or not isinstance(message[0], str):
-        raise WireError("a message must be an array that starts with its kind")
-    return message
 
 
 # ---- each message, there and back ----------------------------------------------------------------------------------
@@ -330,9 +281,10 @@ def pack_beat(beat: Beat) -> bytes:
 
 
 def pack_report(report: Report) -> bytes:
-    head = REPORT.pack(report.at, report.step_seconds, *report.counts)
-    tokens = array("q", [number for pair in report.tokens for number in pair]).tobytes()
-    return frame(["report", head, tokens, [pack_news(one) for one in report.news]])
+    at, tokens, news, counts, seconds = report
+    flat = [number for pair in tokens for number in pair]
+    data = struct.pack(f"{REPORT}{len(flat)}q", REPORT_MARK, len(tokens), at, seconds, *counts, *flat)
+    return framed(data + PACKER.pack([pack_news(one) for one in news]) if news else data)
 
 
 def pack_news(news: News) -> list[Any]:
@@ -342,12 +294,17 @@ def pack_news(news: News) -> list[Any]:
 
 
 def read_report(message: list[Any]) -> Report:
-    head, tokens, news = parts(message, "report", bytes, bytes, list)
-    if len(head) != REPORT.size or len(tokens) % PAIR:
-        raise WireError("report: counts do not fit")
-    at, seconds, *counts = REPORT.unpack(head)
-    numbers = iter(array("q", tokens))
-    return Report(at, tuple(zip(numbers, numbers, strict=True)), tuple(map(read_news, news)), Counts(*counts), seconds)
+    (body,) = parts(message, "report", bytes)
+    try:
+        _, count, at, seconds, *counts = struct.unpack_from(REPORT, body)
+        end = REPORT_SIZE + count * PAIR
+        tokens = tuple(struct.iter_unpack("<2q", body[REPORT_SIZE:end]))
+    except struct.error as error:
+        raise WireError(f"report: {error}") from None
+    if len(tokens) != count:
+        raise WireError(f"report: {len(tokens)} tokens where {count} belong")
+    news = tuple(map(read_news, unpack(body[end:]))) if len(body) > end else ()
+    return Report(at, tokens, news, Counts(*counts), seconds)
 
 
 def read_news(value: Any) -> News:
@@ -397,12 +354,6 @@ def parts(message: list[Any], kind: str, *types: Any) -> list[Any]:
         if not isinstance(value, expected):
             raise WireError(f"{kind}: {type(value).__name__} where {expected} belongs")
     return message[1:]
-
-
-def listed(value: Any) -> list[Any]:
-    if not isinstance(value, list):
-        raise WireError(f"{type(value).__name__} where a list belongs")
-    return value
 
 
 def numbers(values: list[Any]) -> list[int]:

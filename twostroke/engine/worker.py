@@ -23,6 +23,7 @@ from typing import Any
 from twostroke.config import make_config
 from twostroke.engine import wire
 from twostroke.engine.build import Engine, build_engine, device_name
+from twostroke.engine.frames import Frames
 from twostroke.engine.live import change
 from twostroke.engine.waiting import GrammarQueue
 from twostroke.errors import ConfigError, TwostrokeError
@@ -50,7 +51,7 @@ class Channel:
 
     def __init__(self, sock: socket.socket):
         self.sock = sock
-        self.frames = wire.Frames()
+        self.frames = Frames()
         self.lock = threading.Lock()
         self.bell, self._ringer = os.pipe()
         for end in (self.bell, self._ringer):

@@ -66,7 +66,10 @@ class Pace:
     def learn(self, prompt: float, streams: int, seconds: float) -> None:
         """From a step with so many FLOPs of prompts and so many streams."""
         if not prompt:
-            self.stream_steps.setdefault(streams.bit_length(), Estimate()).add(seconds)
+            size = streams.bit_length()
+            if size not in self.stream_steps:
+                self.stream_steps[size] = Estimate()
+            self.stream_steps[size].add(seconds)
             return
         own = seconds
         if streams:

@@ -44,6 +44,8 @@ def event(name: str, document: Any) -> bytes:
 class Forms:
     """Events of which only a text changes: each choice's is written once and filled in for every piece."""
 
+    __slots__ = ("_halves", "_write")
+
     def __init__(self, write: Callable[[int, str], bytes]):
         """write: a choice's event with this text."""
         self._write = write
