@@ -72,6 +72,17 @@ def test_the_attention_kernel_is_measured_by_itself(llama_folder):
     assert drawn.count("<svg") == 1 and "&lt;here&gt;" in drawn and "KV memory 4.00×" in drawn
 
 
+def test_what_a_lever_saves_in_memory_is_told(llama_folder):
+    """Bytes of the weights too: as the file has them, or as they are held."""
+    load = Load("one", [Arrival(0.0, (Contents().own(8),), 3)], 1)
+    brief = levers.Experiment("int8", "decode", {}, {"quantize": "int8", "kv_dtype": "int8"}, lambda: load, "")
+    row = levers.one(brief, lambda settings: open_tiny(llama_folder, **settings), 1, stored=10**9)
+    assert row.trouble is None and row.off["weight_bytes"] == 10**9 and 0 < row.on["weight_bytes"] < 10**9
+    assert row.memory.startswith("KV ×0.") and ", weights ×0." in row.memory
+    assert "weights' memory" in plots.effects("levers", [(row.name, row.effect)])
+    assert levers.Row("same", "both", "").memory == "–"
+
+
 def test_settings_of_a_run_can_be_replayed(llama_folder):
     for settings in ({}, {"chunked_prefill": False}, {"policy": "prefill-first"}, {"kv_dtype": "int8"}):
         llm = open_tiny(llama_folder, **settings)

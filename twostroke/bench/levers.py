@@ -9,12 +9,13 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from twostroke.bench.inprocess import measure
 from twostroke.bench.workload import Load, make_load
-from twostroke.cost.roofline import kv_bytes_per_token
+from twostroke.cost.roofline import kv_bytes_per_token, model_cost
 from twostroke.cost.trace import Arrival, Contents
 from twostroke.errors import TwostrokeError
 
@@ -50,6 +51,13 @@ class Row:
     @property
     def effect(self) -> Numbers:
         return {name: self.on[name] / self.off[name] for name in self.on if self.off.get(name)}
+
+    @property
+    def memory(self) -> str:
+        """Which bytes it changes, and how."""
+        effect = self.effect
+        named = (("KV", "kv_bytes_per_token"), ("weights", "weight_bytes"))
+        return ", ".join(f"{name} ×{effect[key]:.2f}" for name, key in named if effect.get(key, 1.0) != 1.0) or "–"
 
 
 def streams_and_prompts() -> Load:
@@ -102,22 +110,30 @@ EXPERIMENTS = (
 )  # fmt: skip
 
 
-def run(open_llm: Open, rounds: int = 3, progress: Callable[[str], None] | None = None) -> list[Row]:
-    rows = []
+def run(
+    open_llm: Open, rounds: int = 3, progress: Callable[[str], None] | None = None, stored: int | None = None
+) -> list[Row]:
+    """stored: bytes of the weights as the file has them."""
+    measures: dict[str, Callable[[], Row]] = {"KV cache": lambda: kv_cache(open_llm, rounds)}
     for experiment in EXPERIMENTS:
+        measures[experiment.name] = partial(one, experiment, open_llm, rounds, stored)
+    measures["attention kernel"] = lambda: attention_kernel(open_llm)
+    measures["grouped queries"] = lambda: grouped_queries(open_llm)
+    rows = []
+    for number, (name, measured) in enumerate(measures.items(), 1):
         if progress is not None:
-            progress(experiment.name)
-        rows.append(one(experiment, open_llm, rounds))
-    return [kv_cache(open_llm, rounds), *rows, attention_kernel(open_llm), grouped_queries(open_llm)]
+            progress(f"{number} of {len(measures)}: {name}")
+        rows.append(measured())
+    return rows
 
 
-def one(experiment: Experiment, open_llm: Open, rounds: int) -> Row:
+def one(experiment: Experiment, open_llm: Open, rounds: int, stored: int | None) -> Row:
     row = Row(experiment.name, experiment.stroke, experiment.textbook)
     found: dict[str, list[Numbers]] = {"off": [], "on": []}
     try:
         for _ in range(rounds):
             for name, settings in (("off", experiment.off), ("on", experiment.on)):
-                found[name].append(numbers(open_llm(settings), experiment.load()))
+                found[name].append(numbers(open_llm(settings), experiment.load(), stored))
                 gc.collect()
     except (TwostrokeError, ValueError) as error:
         row.trouble = str(error)
@@ -126,16 +142,25 @@ def one(experiment: Experiment, open_llm: Open, rounds: int) -> Row:
     return row
 
 
-def numbers(llm: LLM, load: Load) -> Numbers:
+def numbers(llm: LLM, load: Load, stored: int | None) -> Numbers:
     warm_up(llm)
     summary = measure(llm, load, "").summary()
+    weights = weight_bytes(llm, stored)
     return {
         "ttft": summary.ttft.p50,
         "tpot": summary.tpot.p50,
         "gap": summary.stall.mean,
         "throughput": summary.output_rate,
         "kv_bytes_per_token": float(kv_bytes_per_token(llm.settings.layout)),
+        **({} if weights is None else {"weight_bytes": weights}),
     }
+
+
+def weight_bytes(llm: LLM, stored: int | None) -> float | None:
+    """What the weights take in memory: as many bytes as in the file, unless they are held otherwise."""
+    settings = llm.settings
+    held = settings.quantize or settings.dtype
+    return stored if held is None else model_cost(llm.arch, held, None, settings.device).bytes
 
 
 def warm_up(llm: LLM) -> None:

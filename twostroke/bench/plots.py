@@ -120,7 +120,10 @@ def curve(title: str, x: str, y: str, lines: Sequence[tuple[str, Sequence[Point]
     return axes.render([(kind, kind) for kind, _ in lines] if len(lines) > 1 else ())
 
 
-EFFECTS = (("ttft", "TTFT"), ("tpot", "TPOT"), ("throughput", "tokens/s"), ("kv_bytes_per_token", "KV memory"))
+EFFECTS = (
+    ("ttft", "TTFT", 0), ("tpot", "TPOT", 1), ("throughput", "tokens/s", 2), ("kv_bytes_per_token", "KV memory", 3),
+    ("weight_bytes", "weights' memory", 3),
+)  # fmt: skip
 SHOWN = 5.0  # doublings: what goes further is cut, and its number tells
 
 
@@ -143,7 +146,7 @@ def effects(title: str, rows: Sequence[tuple[str, Mapping[str, float]]]) -> str:
     for index, (name, effect) in enumerate(rows):
         y = top + each * index
         parts.append(f'<text x="{left - 10}" y="{y + 24}" text-anchor="end" fill="#1c2430">{escape(name)}</text>')
-        for place, (key, label) in enumerate(EFFECTS):
+        for key, label, place in EFFECTS:
             if effect.get(key, 1.0) != 1.0:
                 gain = effect[key] if key == "throughput" else 1 / effect[key]
                 parts.append(
@@ -153,7 +156,7 @@ def effects(title: str, rows: Sequence[tuple[str, Mapping[str, float]]]) -> str:
 
 
 def effect_bar(middle: float, y: float, reach: float, label: str, gain: float) -> str:
-    colour = {"TTFT": "#3a6ea5", "TPOT": "#d9822b", "tokens/s": "#6b7785", "KV memory": "#6650a8"}[label]
+    colour = {"TTFT": "#3a6ea5", "TPOT": "#d9822b", "tokens/s": "#6b7785"}.get(label, "#6650a8")
     begin, end = min(middle, middle + reach), max(middle, middle + reach)
     where = f'x="{end + 4:.0f}"' if reach >= 0 else f'x="{begin - 4:.0f}" text-anchor="end"'
     text = f"{label} {gain:.2f}×" if gain < 10 else f"{label} {gain:.0f}×"

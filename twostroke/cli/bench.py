@@ -119,7 +119,7 @@ def levers(
     ] = None,
     option: Settings = None,
 ) -> None:
-    """Every lever off and on, on this machine and model, beside what textbooks say."""
+    """Every lever off and on, on this machine and model, beside what textbooks say. A round takes minutes."""
     from twostroke.cli import run_bench
 
     run_bench.levers(model, rounds, parse_settings(option), json_out, svg_out)

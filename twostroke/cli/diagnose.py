@@ -14,7 +14,10 @@ from twostroke.errors import ConfigError, InputError
 
 def diagnose(
     context: typer.Context,
-    url: Annotated[str | None, typer.Option(help="A running server: it is measured under the workload first.")] = None,
+    url: Annotated[
+        str | None,
+        typer.Option(help="A running server. A twostroke tells what it served; any other is probed and measured."),
+    ] = None,
     result: Annotated[Path | None, typer.Option(help="A result of `twostroke bench --json`.")] = None,
     trace: Trace = None,
     model: Annotated[str | None, typer.Option("--model", "-m", help="What runs there: shape, path or name.")] = None,

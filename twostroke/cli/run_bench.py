@@ -20,7 +20,7 @@ from twostroke.bench.compare import compare as compare_runs
 from twostroke.bench.record import Run, load_runs, save, typed
 from twostroke.bench.workload import Load, make_load, renewed, trace_load
 from twostroke.cli.deployment import describe
-from twostroke.cli.terminal import errors, open_llm
+from twostroke.cli.terminal import errors, open_llm, progress_bar
 from twostroke.cli.watch import over_http, watching
 from twostroke.cost.diagnose import seconds
 from twostroke.cost.hardware import calibration_path, load_calibration
@@ -28,6 +28,7 @@ from twostroke.cost.roofline import Roofline, model_cost
 from twostroke.errors import InputError
 from twostroke.hardware import machine_name
 from twostroke.weights.catalog import cache_folder
+from twostroke.weights.checkpoint import locate
 
 if TYPE_CHECKING:
     from twostroke.engine.llm import LLM
@@ -133,19 +134,18 @@ def levers(model: str, rounds: int, base: dict[str, Any], json_out: Path | None,
     """Every lever off and on, as a table."""
     from twostroke.bench.levers import run
 
-    rows = run(
-        lambda settings: open_llm(model, base | settings), rounds, lambda name: errors.print(f"[dim]{name}[/dim]")
-    )
+    with progress_bar(f"fetching {model}") as fetching:
+        locate(model, fetching)  # so that there is a file whose bytes can be counted
+    opened, said = lambda settings: open_llm(model, base | settings), lambda text: errors.print(f"[dim]{text}[/dim]")
+    rows = run(opened, rounds, said, describe(model)[1])
     table = Table(title=f"{model} on {machine_name()}: on over off", header_style="bold", title_justify="left")
-    for name in ("lever", "stroke", "TTFT", "TPOT", "longest gap", "tokens/s", "KV bytes", "textbook"):
+    for name in ("lever", "stroke", "TTFT", "TPOT", "longest gap", "tokens/s", "memory", "textbook"):
         table.add_column(name, justify="left" if name in ("lever", "stroke", "textbook") else "right")
     for row in rows:
         effect = row.effect
-        cells = [f"×{effect[k]:.2f}" if k in effect else "–" for k in
-                 ("ttft", "tpot", "gap", "throughput", "kv_bytes_per_token")]  # fmt: skip
-        table.add_row(
-            row.name, row.stroke, *cells, row.textbook if row.trouble is None else f"[dim]{row.trouble}[/dim]"
-        )
+        cells = [f"×{effect[k]:.2f}" if k in effect else "–" for k in ("ttft", "tpot", "gap", "throughput")]
+        said_of = row.textbook if row.trouble is None else f"[dim]{escape(row.trouble)}[/dim]"
+        table.add_row(row.name, row.stroke, *cells, row.memory, said_of)
     console.print(table)
     if json_out is not None:
         document = {"machine": machine_name(), "model": model, "rounds": rounds}
