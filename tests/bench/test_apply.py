@@ -78,9 +78,12 @@ def test_what_a_lever_saves_in_memory_is_told(llama_folder):
     brief = levers.Experiment("int8", "decode", {}, {"quantize": "int8", "kv_dtype": "int8"}, lambda: load, "")
     row = levers.one(brief, lambda settings: open_tiny(llama_folder, **settings), 1, stored=10**9)
     assert row.trouble is None and row.off["weight_bytes"] == 10**9 and 0 < row.on["weight_bytes"] < 10**9
-    assert row.memory.startswith("KV ×0.") and ", weights ×0." in row.memory
+    assert row.memory.startswith("KV ×0.") and ", weights ×" in row.memory
     assert "weights' memory" in plots.effects("levers", [(row.name, row.effect)])
-    assert levers.Row("same", "both", "").memory == "–"
+    assert levers.Row("same", "both", "").memory == "–" and levers.times(0.0042) == "×0.0042"
+    for one in levers.EXPERIMENTS:
+        if one.name.startswith("weights"):
+            assert one.off["kv_dtype"] == one.on["kv_dtype"], "one lever at a time"
 
 
 def test_settings_of_a_run_can_be_replayed(llama_folder):

@@ -132,7 +132,7 @@ def compare(before: Path, after: Path) -> None:
 
 def levers(model: str, rounds: int, base: dict[str, Any], json_out: Path | None, svg_out: Path | None) -> None:
     """Every lever off and on, as a table."""
-    from twostroke.bench.levers import run
+    from twostroke.bench.levers import run, times
 
     with progress_bar(f"fetching {model}") as fetching:
         locate(model, fetching)  # so that there is a file whose bytes can be counted
@@ -143,7 +143,7 @@ def levers(model: str, rounds: int, base: dict[str, Any], json_out: Path | None,
         table.add_column(name, justify="left" if name in ("lever", "stroke", "textbook") else "right")
     for row in rows:
         effect = row.effect
-        cells = [f"×{effect[k]:.2f}" if k in effect else "–" for k in ("ttft", "tpot", "gap", "throughput")]
+        cells = [times(effect[k]) if k in effect else "–" for k in ("ttft", "tpot", "gap", "throughput")]
         said_of = row.textbook if row.trouble is None else f"[dim]{escape(row.trouble)}[/dim]"
         table.add_row(row.name, row.stroke, *cells, row.memory, said_of)
     console.print(table)
