@@ -23,7 +23,7 @@ if not available():
     pytest.skip("the native library is not built", allow_module_level=True)
 
 from tests.ops.tensors import TensorOps
-from twostroke.ops.native_cpu import NativeCpuOps, PackedWeight, instruction_sets
+from twostroke.ops.native_cpu import NativeCpuOps, PackedWeight, instruction_sets, narrowed
 
 ISAS = instruction_sets()
 SLOW = ReferenceOps()
@@ -397,3 +397,15 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match="no kernels"):
         NativeCpuOps(1, isa="abacus")
     assert torch.equal(ops.linear(torch.ones(64, 2).T, packed), ops.linear(torch.ones(2, 64), packed))
+
+
+def test_rounding_to_16_bits_is_torchs() -> None:
+    """Halfway cases, what is too large, what is too small, and what is no number."""
+    odd = [0.0, -0.0, 1.0, 1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-11, 65504.0, 65520.0, 3.3e38, 3.4e38, 1e-8, 6e-8, 1e-40]
+    values = np.array([*odd, np.inf, -np.inf, np.nan, *(-x for x in odd)], np.float32).reshape(1, -1)
+    for name, dtype in (("F16", torch.float16), ("BF16", torch.bfloat16)):
+        got = narrowed(from_float(values), name)
+        expected = torch.from_numpy(values).to(dtype)
+        numbers = ~np.isnan(values[0])
+        assert np.array_equal(got.data.view(np.uint16)[numbers], expected.view(torch.uint16).numpy()[0, numbers]), name
+        assert np.array_equal(np.isnan(dequantize(got)), np.isnan(values))
