@@ -16,7 +16,8 @@ inline void pause() {
 #endif
 }
 
-constexpr auto kSpin = std::chrono::microseconds(200);
+constexpr auto kSpin = std::chrono::microseconds(60);       // a worker's, after a job
+constexpr auto kPatience = std::chrono::microseconds(100);  // the caller's, for the others to finish theirs
 constexpr size_t kFetched = 256u << 10;  // bytes an idle worker brings in ahead: they must still be there when it reads them
 constexpr size_t kFetchedAtOnce = 1024;  // bytes between two looks for a job
 
@@ -61,9 +62,19 @@ void Pool::run(int count, Task task, void* context, bool stretches) {
         wake_.notify_all();
     }
     drain(job, 0);
-    for (int spins = 0; unfinished_.load(std::memory_order_acquire) > 0; ++spins) {
-        if (spins < 4096) pause();
-        else std::this_thread::yield();
+    wait_for_others();
+}
+
+void Pool::wait_for_others() {
+    if (unfinished_.load(std::memory_order_acquire) == 0) return;
+    const auto since = std::chrono::steady_clock::now();
+    for (int spins = 1; unfinished_.load(std::memory_order_acquire) > 0; ++spins) {
+        pause();
+        if (spins % 64 || std::chrono::steady_clock::now() - since < kPatience) continue;
+        std::unique_lock<std::mutex> lock(mutex_);
+        waiting_.store(true, std::memory_order_seq_cst);
+        done_.wait(lock, [&] { return unfinished_.load(std::memory_order_seq_cst) == 0; });
+        waiting_.store(false, std::memory_order_relaxed);
     }
 }
 
@@ -87,7 +98,11 @@ void Pool::drain(uint32_t job, int worker) {
             ++done;
             seen = left.load(std::memory_order_acquire);
         }
-        if (done) unfinished_.fetch_sub(done, std::memory_order_release);
+        if (!done || unfinished_.fetch_sub(done, std::memory_order_seq_cst) != done) continue;
+        if (waiting_.load(std::memory_order_seq_cst)) {  // either this sees that the caller waits, or it sees the zero
+            std::lock_guard<std::mutex> lock(mutex_);
+            done_.notify_one();
+        }
     }
 }
 

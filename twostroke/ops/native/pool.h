@@ -3,7 +3,8 @@
 // Indices are claimed one at a time, so a worker that the system put aside delays nobody but itself, and which thread
 // does what never matters for a result. They are claimed from one queue, or each thread has a stretch of its own (it
 // reads memory front to back) and helps the others when it is done. Workers spin for a moment after each job (the next
-// matmul comes within microseconds), fetching what the next one will read, and then sleep.
+// matmul comes within microseconds), fetching what the next one will read, and then sleep. So does the caller once it
+// has waited that long for the others: where the system has put one of them aside, it now has a core to go on with.
 #pragma once
 #include <atomic>
 #include <condition_variable>
@@ -44,6 +45,7 @@ private:
 
     void work(int worker);
     void drain(uint32_t job, int worker);
+    void wait_for_others();
     void fetch_some(Fetch& fetch, int worker);
 
     std::unique_ptr<Queue[]> queues_;  // one for each thread; without stretches only the first is used
@@ -57,8 +59,9 @@ private:
     std::atomic<uintptr_t> coming_{0};
     std::atomic<size_t> coming_bytes_{0};
     alignas(64) std::atomic<int> sleepers_{0};
+    std::atomic<bool> waiting_{false};  // the caller sleeps until nothing is unfinished
     std::atomic<bool> stop_{false};
     std::mutex mutex_;
-    std::condition_variable wake_;
+    std::condition_variable wake_, done_;
     std::vector<std::thread> workers_;
 };
