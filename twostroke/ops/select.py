@@ -33,9 +33,12 @@ def _cuda_ops(dtype: str, quantize: str | None, exact: bool) -> Ops:
     import torch
 
     from twostroke.ops.cuda import CudaOps  # Triton is not installed everywhere
+    from twostroke.ops.triton.launch import wake_driver
 
     if quantize not in (None, "fp8", "int8", "int4"):
         raise ValueError(f"A GPU keeps weights in fp8, int8 or int4, not in {quantize!r}.")
+    if torch.cuda.is_available():
+        wake_driver()
     if not exact:
         return CudaOps(getattr(torch, dtype), quantize=quantize)
     from twostroke.ops.cuda_exact import ExactCudaOps

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import torch
@@ -19,6 +18,8 @@ from twostroke.model.transformer import Transformer
 from twostroke.ops.cuda import CudaOps, Cut, DeviceBatch
 from twostroke.ops.interface import BLOCK, Attention, GroupBlocks
 from twostroke.ops.triton.launch import INTERPRETED
+from twostroke.ops.triton.prefill import prefill_attention
+from twostroke.ops.triton.rope import rotate_and_store
 from twostroke.ops.triton.sample import resolve_tokens, sample
 from twostroke.run.buckets import all_mixed_rows
 from twostroke.run.cuda_runner import CudaRunner
@@ -27,6 +28,8 @@ from twostroke.types import Plan, Request, Work
 
 GRAPHS = 1 << 30  # bytes for steps captured later on
 MEETING = 1.0  # seconds of a start for row counts that the library has not met
+COMPILERS = 6  # threads: half of a compilation is Python, so that more would only keep the longest waiting
+Task = Callable[[], object]
 
 
 def prepare(config: Config, settings: Resolved, model: Transformer) -> Resolved:
@@ -46,66 +49,87 @@ def resized(config: Config, settings: Resolved, model: Transformer) -> Resolved:
 
 
 def compile_kernels(model: Transformer, settings: Resolved) -> None:
-    """Those of a prompt and of a stream. Each takes a good part of a second, most of it in tools that run together."""
-    ops = model.ops
-    assert isinstance(ops, CudaOps)
-    arch, layer = model.arch, model.layers[0]
-    kv, group = KVStorage(arch, settings.layout, 2, settings.kv_dtype, ops.device).layer(0)
-    row, wide, inner, half, ffn = (
-        torch.zeros(1, width, dtype=ops.dtype, device=ops.device)
-        for width in (
-            arch.hidden,
-            (arch.heads + 2 * arch.kv_heads) * arch.head_dim,
-            arch.heads * arch.head_dim,
-            arch.ffn,
-            2 * arch.ffn,
-        )
-    )
-    single, prompt = small_batch(ops, layer.attention, 1, group), small_batch(ops, layer.attention, 2, group)
-
-    def sample_one() -> None:
-        numbers = torch.zeros(1, 2, dtype=torch.int32, device=ops.device)
-        tokens = resolve_tokens(numbers[0, :1], numbers[0])
-        ops.embed(model.embedding, tokens, arch.embedding_scale)
-        logits = torch.zeros(1, arch.vocab, device=ops.device)
-        sample(logits, torch.zeros(1, device=ops.device), numbers, numbers[0, :1], numbers[0], tokens)
-
-    def attend(batches: tuple[DeviceBatch, ...]) -> None:
-        for batch in batches:
-            qkv = wide.expand(len(batch.positions), -1).contiguous()
-            ops.attend(qkv, layer.attention, kv, batch, group)
-
-    feed: list[Callable[[], object]] = [
-        lambda: ops.linear(row, layer.gate_up, before=layer.feed_norm),
-        lambda: ops.linear(ffn, layer.down, before=model.gate, add_to=row.clone()),
-    ]
-    if ops.gates_early(row, layer.gate_up):
-        feed = [
-            lambda: ops.gated(row, layer.gate_up, layer.feed_norm, model.gate),
-            lambda: ops.linear(half, layer.down, add_to=row.clone()),
-        ]
-    apart = [(single,), (prompt,)] if ops.shares_steps else [(single, prompt)]
-    tasks: list[Callable[[], object]] = [
-        sample_one,
-        *(partial(attend, batches) for batches in apart),
-        lambda: ops.linear(row, layer.qkv, before=layer.attention_norm),
-        lambda: ops.linear(inner, layer.output, add_to=row.clone()),
-        *feed,
-        lambda: model.logits(row),
-        lambda: ops.linear(row.expand(2, -1).contiguous(), layer.qkv, before=layer.attention_norm),
-        lambda: ops.linear(ffn.expand(2, -1).contiguous(), layer.down, before=model.gate),
-    ]
-    with torch.inference_mode(), ThreadPoolExecutor(1 if INTERPRETED else len(tasks)) as pool:
+    """Those of a prompt and of a stream, several at a time: each takes a good part of a second."""
+    tasks = [*attention_kernels(model, settings), *product_kernels(model), *token_kernels(model)]
+    with ThreadPoolExecutor(1 if INTERPRETED else COMPILERS) as pool:
         for done in [pool.submit(torch.inference_mode()(task)) for task in tasks]:
             done.result()
+
+
+def attention_kernels(model: Transformer, settings: Resolved) -> list[Task]:
+    """The longest to compile come first."""
+    ops, arch, attention = cuda_ops(model), model.arch, model.layers[0].attention
+    kv, group = KVStorage(arch, settings.layout, 2, settings.kv_dtype, ops.device).layer(0)
+    width = arch.heads * arch.head_dim
+    qkv = torch.zeros(2, width + 2 * arch.kv_heads * arch.head_dim, dtype=ops.dtype, device=ops.device)
+    single, prompt = small_batch(ops, attention, 1, group), small_batch(ops, attention, 2, group)
+
+    def attend(*batches: DeviceBatch) -> None:
+        for batch in batches:
+            ops.attend(qkv[: len(batch.positions)], attention, kv, batch, group)
+
+    if not ops.shares_steps:  # they share kernels
+        return [lambda: attend(single, prompt)]
+    q, tiles = torch.zeros_like(qkv[:, :width]), torch.zeros(1, 2, dtype=torch.int32, device=ops.device)
+    return [
+        lambda: prefill_attention(q, attention, kv, prompt, group, torch.empty_like(q), tiles),
+        lambda: attend(single),
+        lambda: rotate_and_store(qkv, attention, kv, prompt, group, keep_k=False),
+    ]
+
+
+def product_kernels(model: Transformer) -> list[Task]:
+    ops, arch, layer = cuda_ops(model), model.arch, model.layers[0]
+    row, inner, half, ffn = (
+        torch.zeros(2, width, dtype=ops.dtype, device=ops.device)
+        for width in (arch.hidden, arch.heads * arch.head_dim, arch.ffn, 2 * arch.ffn)
+    )
+    feed: list[Task] = [
+        lambda: ops.linear(row[:1], layer.gate_up, before=layer.feed_norm),
+        lambda: ops.linear(ffn[:1], layer.down, before=model.gate, add_to=row[:1].clone()),
+    ]
+    if ops.gates_early(row[:1], layer.gate_up):
+        feed = [
+            lambda: ops.gated(row[:1], layer.gate_up, layer.feed_norm, model.gate),
+            lambda: ops.linear(half[:1], layer.down, add_to=row[:1].clone()),
+        ]
+    return [
+        lambda: ops.linear(row[:1], layer.qkv, before=layer.attention_norm),
+        lambda: ops.linear(inner[:1], layer.output, add_to=row[:1].clone()),
+        *feed,
+        lambda: model.logits(row[:1]),
+        lambda: ops.linear(row, layer.qkv, before=layer.attention_norm),
+        lambda: ops.linear(ffn, layer.down, before=model.gate),
+    ]
+
+
+def token_kernels(model: Transformer) -> list[Task]:
+    """From a token to the first row, and from logits to a token."""
+    ops, arch = cuda_ops(model), model.arch
+    numbers = torch.zeros(1, 2, dtype=torch.int32, device=ops.device)
+    token, newest = numbers[0, :1], torch.zeros(1, dtype=torch.int32, device=ops.device)
+
+    def sample_one() -> None:
+        logits, cold = torch.zeros(1, arch.vocab, device=ops.device), torch.zeros(1, device=ops.device)
+        sample(logits, cold, numbers, token, newest, torch.empty_like(newest))
+
+    return [
+        sample_one,
+        lambda: resolve_tokens(token, newest),
+        lambda: ops.embed(model.embedding, token, arch.embedding_scale),
+    ]
+
+
+def cuda_ops(model: Transformer) -> CudaOps:
+    assert isinstance(model.ops, CudaOps)
+    return model.ops
 
 
 @torch.inference_mode()
 def meet_row_counts(model: Transformer, sizes: Sequence[int], seconds: float) -> list[int]:
     """Multiply a layer's matrices once with each number of rows, as far as the seconds go; returns those met. The
     library chooses and loads a kernel when it first meets a size: better here than amid streams that wait for it."""
-    ops, arch, layer = model.ops, model.arch, model.layers[0]
-    assert isinstance(ops, CudaOps)
+    ops, arch, layer = cuda_ops(model), model.arch, model.layers[0]
     met: list[int] = []
     inner = arch.heads * arch.head_dim
     began = time.perf_counter()
@@ -134,8 +158,7 @@ def small_batch(ops: CudaOps, attention: Attention, count: int, group: int) -> D
 
 def free_after_warm_up(model: Transformer, settings: Resolved) -> int:
     """Bytes that the KV cache may take: the allocator keeps what the step needed, and the kernels are compiled."""
-    ops = model.ops
-    assert isinstance(ops, CudaOps)
+    ops = cuda_ops(model)
     run_largest_step(model, ops, settings)
     torch.cuda.synchronize()
     arch = model.arch

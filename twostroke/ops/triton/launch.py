@@ -6,10 +6,12 @@ Every kernel launched so waits before it touches anything another kernel writes,
 from __future__ import annotations
 
 import os
+from threading import Thread
 
 import triton
 import triton.language as tl
 from triton.language.extra import cuda as _cuda
+from triton.runtime import driver
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 PDL = not INTERPRETED
@@ -17,7 +19,14 @@ EARLY = {"launch_pdl": True} if PDL else {}  # the launch option
 gdc_wait = _cuda.gdc_wait
 gdc_launch_dependents = _cuda.gdc_launch_dependents
 
-__all__ = ["EARLY", "INTERPRETED", "PDL", "PIECE", "ask_ahead", "gdc_launch_dependents", "gdc_wait", "triton"]
+__all__ = [
+    "EARLY", "INTERPRETED", "PDL", "PIECE", "ask_ahead", "gdc_launch_dependents", "gdc_wait", "triton", "wake_driver",
+]  # fmt: skip
+
+
+def wake_driver() -> None:
+    """In the background: before its first kernel Triton has a C compiler make what it talks to the device with."""
+    Thread(target=lambda: driver.active.utils, daemon=True).start()
 
 
 PIECE = tl.constexpr(4096)  # bytes that the second-level cache is asked for at a time
