@@ -214,8 +214,6 @@ def _check_four_bits(arch: Arch, device: str) -> None:
         raise ConfigError("kv_dtype='int4' needs an even head size: use int8 or float16.")
     if device == "cuda" and arch.head_dim < 32:  # 8 bytes of a head: exact attention over them goes wrong
         raise ConfigError(f"kv_dtype='int4' on a GPU needs heads of at least 32, not {arch.head_dim}: use int8.")
-    if device == "cuda" and any(layer.window for layer in arch.layers):  # the kernel for prompts does not compile
-        raise ConfigError("kv_dtype='int4' on a GPU does not go with sliding windows: use int8.")
 
 
 def _kv_dtype(config: Config, device: str, reasons: dict[str, str]) -> KVFormat:

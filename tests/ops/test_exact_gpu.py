@@ -28,7 +28,11 @@ pytestmark = [pytest.mark.gpu] if ON_CARD else []
 DTYPES = [torch.float32, torch.bfloat16] if ON_CARD else [torch.float32]
 FEW = MIXED if ON_CARD else ((0, 9), (126, 5), (40, 1))
 STREAMS = DECODE if ON_CARD else ((5, 1), (130, 1))
-VALUES = (Case(FEW, window=100), Case(FEW, softcap=3.0, head_dim=20, rotary=8), Case(FEW, format="int4", head_dim=32))
+VALUES = (
+    Case(FEW, window=100),
+    Case(FEW, softcap=3.0, head_dim=20, rotary=8),
+    Case(FEW, format="int4", head_dim=32, window=40),
+)
 ORDERS = (
     Case(((0, 1300) if ON_CARD else (122, 9),), qk_norm=True),
     Case(((0, 1300) if ON_CARD else (124, 7),), window=40, heads=3, kv_heads=1, format="int8"),

@@ -102,8 +102,6 @@ def test_fp8_cache(ops: CudaOps, change: dict) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_attention(ops: CudaOps, name: str) -> None:
-    if ON_CARD and name == "int4 window":
-        pytest.skip("refused on a GPU: Triton 3.6 does not compile it (config.py)")
     case = CASES[name]
     if case.requests == MIXED and name not in SEVERAL_TILES and not ON_CARD:
         case = replace(case, requests=SHORT)

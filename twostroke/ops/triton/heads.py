@@ -115,9 +115,9 @@ def load_tile(
             packed = tl.load(rows[:, None] + half[None, :] * STEP, mask=inside, other=0x88)
         else:
             packed = tl.load(rows[:, None] + half[None, :] * STEP)
-        low = (packed & 15).to(tl.int32) - 8
-        high = (packed >> 4).to(tl.int32) - 8
-        tile = tl.interleave(low.to(DTYPE), high.to(DTYPE))
+        low = (packed & 15).to(tl.int8) - 8
+        high = (packed >> 4).to(tl.int8) - 8
+        tile = tl.interleave(low, high).to(DTYPE)
     else:
         dims = tl.arange(0, WIDE)
         if MASKED or HEAD != WIDE:
