@@ -22,7 +22,6 @@ from twostroke.ops.triton.cascade import cascade_attention, members_of_tile
 from twostroke.ops.triton.decode import DecodeScratch, decode_attention, split_count
 from twostroke.ops.triton.dense import UNIT, attend_long
 from twostroke.ops.triton.int4_gemm import int4_product
-from twostroke.ops.triton.narrow_decode import narrow_attention
 from twostroke.ops.triton.one_row import one_row
 from twostroke.ops.triton.prefill import make_tiles, prefill_attention, split_for, tile_rows
 from twostroke.ops.triton.quantized import (
@@ -41,6 +40,7 @@ from twostroke.ops.triton.quantized import (
 )
 from twostroke.ops.triton.rope import rotate_and_store
 from twostroke.ops.triton.skinny import skinny
+from twostroke.ops.triton.tall_decode import tall_attention
 
 PIECE = 2048  # rows of a wide product made at a time
 FEW, FEW_FP8 = 16, 8  # rows that are multiplied straight from the codes
@@ -302,7 +302,7 @@ class CudaOps:
     def _attend_singles(
         self, q: Tensor, attention: Attention, kv: KVLayer, batch: Batch, group: int, out: Tensor, cut: Cut, fused: bool
     ) -> None:
-        run = decode_attention if kv.key_scales is None else narrow_attention
+        run = decode_attention if kv.key_scales is None else tall_attention
         run(
             q, attention, kv, batch, group, out, self.scratch, requests=cut.single_count, listed=cut.singles,
             splits=cut.splits, fused=fused, scale=cut.scale,
