@@ -17,10 +17,10 @@ from twostroke.ops.interface import BLOCK, Attention, Batch, GroupBlocks, KVLaye
 from twostroke.ops.triton import gemv as g
 from twostroke.ops.triton.decode import DecodeScratch, decode_attention, split_count
 from twostroke.ops.triton.dense import sdpa
-from twostroke.ops.triton.narrow_decode import narrow_attention
 from twostroke.ops.triton.prefill import make_tiles, prefill_attention
 from twostroke.ops.triton.quantized import to_fp8, to_int4, to_int8
 from twostroke.ops.triton.skinny import skinny
+from twostroke.ops.triton.tall_decode import tall_attention
 
 DEVICE = torch.device("cuda")
 RESULTS: dict[str, object] = {}
@@ -172,7 +172,7 @@ def time_decode(requests: int, context: int, kv_format: str) -> tuple[float, int
     qkv = torch.randn(requests, 48 * 128, device=DEVICE, dtype=torch.bfloat16)
     out = torch.empty(requests, 4096, device=DEVICE, dtype=torch.bfloat16)
     read = (kv.keys.nbytes + kv.values.nbytes) + (0 if kv.key_scales is None else 2 * kv.key_scales.nbytes)
-    attend = decode_attention if kv.key_scales is None else narrow_attention
+    attend = decode_attention if kv.key_scales is None else tall_attention
     calls = 16 if requests == 1 else 1
 
     def run() -> None:

@@ -9,7 +9,7 @@ owns the newest position writes its K and V and adds them by itself. Only for st
 this step fills: then the cached tokens depend on nobody, and with AHEAD their first tile is asked for before the
 projection ends.
 
-This is for caches of floats; narrow_decode.py is for those of few bits.
+This is for caches of floats; tall_decode.py is for those of few bits.
 """
 
 from __future__ import annotations

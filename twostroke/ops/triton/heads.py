@@ -2,7 +2,7 @@
 
 Formats of the cache, a compile-time number: 0 floats as they are, 1 int8, 2 int4, 3 fp8 (all but 0 with a float32 scale
 for each token and head). K lies token by token. V of few bits lies transposed within its block, element by element with
-the block's tokens side by side: that is how the tensor cores take it (narrow_decode.py).
+the block's tokens side by side: that is how the tensor cores take it (tall_decode.py).
 """
 
 from __future__ import annotations
