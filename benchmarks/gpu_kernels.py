@@ -13,14 +13,14 @@ from dataclasses import replace
 
 import torch
 
+from twostroke.ops.cuda import CudaOps, Cut, DeviceBatch
 from twostroke.ops.interface import BLOCK, Attention, Batch, GroupBlocks, KVLayer, RopeTable
 from twostroke.ops.triton import gemv as g
-from twostroke.ops.triton.decode import DecodeScratch, decode_attention, split_count
+from twostroke.ops.triton.decode import longer, split_count
 from twostroke.ops.triton.dense import sdpa
 from twostroke.ops.triton.prefill import make_tiles, prefill_attention
 from twostroke.ops.triton.quantized import to_fp8, to_int4, to_int8
 from twostroke.ops.triton.skinny import skinny
-from twostroke.ops.triton.tall_decode import tall_attention
 
 DEVICE = torch.device("cuda")
 RESULTS: dict[str, object] = {}
@@ -166,21 +166,22 @@ def paged(requests: int, context: int, new: int, kv_format: str = "bfloat16", di
 
 
 def time_decode(requests: int, context: int, kv_format: str) -> tuple[float, int]:
-    """Seconds of one layer's attention for streams of that context, and the bytes it reads."""
+    """Seconds of one layer's attention for streams of that context as the engine runs it, and the bytes it reads."""
     batch, kv, attention = paged(requests, context, 1, kv_format)
-    scratch = DecodeScratch(DEVICE)
+    ops = CudaOps()
+    scale = longer(requests * attention.kv_heads)
+    cut = Cut(None, requests, split_count(-(-context // scale)), None, 1, scale=scale)
+    streams = DeviceBatch(
+        batch.tokens, batch.positions, batch.starts, batch.contexts, batch.groups, batch.logit_rows, streams=True,
+        splits=cut.splits, cuts={ops.kind(attention): cut},
+    )  # fmt: skip
     qkv = torch.randn(requests, 48 * 128, device=DEVICE, dtype=torch.bfloat16)
-    out = torch.empty(requests, 4096, device=DEVICE, dtype=torch.bfloat16)
     read = (kv.keys.nbytes + kv.values.nbytes) + (0 if kv.key_scales is None else 2 * kv.key_scales.nbytes)
-    attend = decode_attention if kv.key_scales is None else tall_attention
     calls = 16 if requests == 1 else 1
 
     def run() -> None:
         for _ in range(calls):
-            attend(
-                qkv, attention, kv, batch, 0, out, scratch, requests=requests, listed=None,
-                splits=split_count(context), fused=True,
-            )  # fmt: skip
+            ops.attend(qkv, attention, kv, streams, 0)
 
     return seconds(run) / calls, read
 

@@ -88,7 +88,7 @@ class CudaRunner:
         self.kinds = tuple(dict.fromkeys(ops.kind(layer.attention) for layer in model.layers))
         plain = ops.shares_steps and kv.scales is None  # K and V as floats
         self.members = self.kinds[0].members if plain and len(self.kinds) == 1 else 0
-        self.kv_heads = self.kinds[0].kv_heads if plain else 0  # of a stream, where splits may be longer than usual
+        self.kv_heads = self.kinds[0].kv_heads if ops.shares_steps else 0  # where splits may be longer than usual
         self.shapes: dict[Shape, Captured] = {}
         self.captures = 0
         self.results: list[Tensor] = []  # pinned, back from `collect`, to be used again

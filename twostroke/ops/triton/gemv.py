@@ -91,6 +91,9 @@ def gemv_kernel(
 
 def tile_of(n: int, k: int) -> tuple[int, int, int, int]:
     """BLOCK_N, BLOCK_K, warps and tiles asked for ahead, as measured on an H200."""
+    if k <= 2048 and n <= 8192:
+        block_n, block_k = (4, 2048) if n <= 2048 else (16, 512)
+        return block_n, min(block_k, triton.next_power_of_2(k)), 8, 1
     if k <= 2048 or n <= 2048:
         return 8, min(1024, triton.next_power_of_2(k)), 8, 1
     if k > 8192:
