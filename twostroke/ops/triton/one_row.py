@@ -27,7 +27,7 @@ from torch import Tensor
 from twostroke.ops.triton.launch import EARLY, INTERPRETED, PDL, PIECE, ask_ahead, gdc_launch_dependents, gdc_wait
 from twostroke.ops.triton.narrow_tiles import FINE, WHOLE, WHOLE_BITS
 from twostroke.ops.triton.rows import activated
-from twostroke.ops.triton.skinny import BYTES, INT4, NOTHING, SILU, as_tall
+from twostroke.ops.triton.skinny import BYTES, INT4, NOTHING, SILU, as_tall, parts_of
 
 
 @triton.jit
@@ -77,24 +77,12 @@ def raw_row(x_ptr, k, K: tl.constexpr, BEFORE: tl.constexpr):
 
 
 @triton.jit
-def parts_of(x, FORMAT: tl.constexpr):
-    """x over its unit in two parts (rows, 8, 2), as skinny.py has them."""
-    if FORMAT == 3:
-        first = x.to(tl.float16)
-        second = (x - first.to(tl.float32)).to(tl.float16)
-    else:
-        coarse = x + WHOLE
-        first = coarse.to(tl.int32, bitcast=True).to(tl.int8)
-        second = ((x - (coarse - WHOLE)) * FINE + WHOLE).to(tl.int32, bitcast=True).to(tl.int8)
-    return tl.join(first, second)
-
-
-@triton.jit
 def as_narrow(
-    x, W: tl.constexpr, ROUNDS: tl.constexpr, FOURS: tl.constexpr, RUN: tl.constexpr
+    x, W: tl.constexpr, ROUNDS: tl.constexpr, FOURS: tl.constexpr, FORMAT: tl.constexpr, RUN: tl.constexpr
 ):  # fmt: skip
-    """The other operand, (FOURS · ROUNDS · W, 64, 8): column 2 s + p is part p of segment s."""
-    x = tl.reshape(x, (ROUNDS * W, 4, 2, 4, 8 // RUN, RUN, 2))
+    """x (rows, 8) as the other operand, (FOURS · ROUNDS · W, 64, 8): column 2 s + p is part p of segment s."""
+    first, second = parts_of(x, FORMAT)
+    x = tl.reshape(tl.join(first, second), (ROUNDS * W, 4, 2, 4, 8 // RUN, RUN, 2))
     x = tl.reshape(tl.permute(x, (0, 2, 4, 3, 5, 1, 6)), (1, ROUNDS * W, 64, 8))
     return tl.reshape(tl.broadcast_to(x, (FOURS, ROUNDS * W, 64, 8)), (FOURS * ROUNDS * W, 64, 8))
 
@@ -298,8 +286,8 @@ def one_row_kernel(
         x = over(x, largest, W, ROUNDS)
         y = over(y, largest, W, ROUNDS) if FORMAT == 2 else x
         units = tl.reshape(largest, (ROUNDS * W, 4))
-    x = as_narrow(parts_of(x, FORMAT), W, ROUNDS, FOURS, RUN)
-    y = as_narrow(parts_of(y, FORMAT), W, ROUNDS, FOURS, RUN) if FORMAT == 2 else x
+    x = as_narrow(x, W, ROUNDS, FOURS, FORMAT, RUN)
+    y = as_narrow(y, W, ROUNDS, FOURS, FORMAT, RUN) if FORMAT == 2 else x
     start = tile_start(x, y, FOURS * ROUNDS * W, FORMAT)
     for tile in tl.range(mine, tiles, BUFFERS * turn, num_stages=1):
         if ASK and tile + BUFFERS * turn >= tiles:  # all of this matrix is under way

@@ -28,9 +28,8 @@ BYTES = 64  # of a row of the matrix in a slice
 
 
 @triton.jit
-def parts_of(x, unit, FORMAT: tl.constexpr):
-    """x (n, S) as two parts: about (first + second) · unit, in whole numbers (first + second / FINE) · unit."""
-    x = x / unit[:, None]
+def parts_of(x, FORMAT: tl.constexpr):
+    """x, over its unit, as two parts: about first + second, in whole numbers first + second / FINE."""
     if FORMAT == 3:
         first = x.to(tl.float16)
         second = (x - first.to(tl.float32)).to(tl.float16)
@@ -68,7 +67,7 @@ def cut_kernel(
     elif BEFORE >= 2:
         x = activated(x, BEFORE == 2) * tl.load(row + K + k, mask=inside, other=0.0).to(tl.float32)
     unit = largest_of(x) / (16.0 if FORMAT == 3 else 127.0)
-    first, second = parts_of(x, unit, FORMAT)
+    first, second = parts_of(x / unit[:, None], FORMAT)
     at = parts_ptr + token.to(tl.int64) * K + k
     tl.store(at, first, mask=inside)
     tl.store(at + tokens * K, second, mask=inside)
