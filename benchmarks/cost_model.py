@@ -1,6 +1,6 @@
 """The cost model and the simulator against reality, on this machine.
 
-    python -m benchmarks.cost_model                  # the default model: grid, trace slice, bytes, speed; 3.5 minutes
+    python -m benchmarks.cost_model                  # the default model: grid, trace, bytes, speed; 6 to 9 minutes
     python -m benchmarks.cost_model --device cuda    # random weights in the shape of Llama-3.1-8B: grid and bytes
     python -m benchmarks.cost_model --refit RESULT.json     # today's model on the steps that a result holds
 
@@ -8,10 +8,9 @@
    plan --calibrate`), the errors are those of other shapes, which lie between them. A step is measured several times in
    rounds, each in another order, and what it takes is the median; `repeats` is how far the repeats of one step lie from
    their own median, which no model can predict.
-2. trace: two slices of the Azure conversation trace served for real in turns, a few times over; the later one is
-   simulated. The rates are those of the grid, slowed down to the mean of the steps of the earlier slice: nothing is
-   tuned to the one that is predicted. Measured is the median over the turns; a turn during which other programs used
-   the machine is repeated.
+2. trace: pieces of the Azure conversation trace served for real and simulated (served_trace.py, which says how). Each
+   piece is predicted from the grid and from the steps of the pieces served before and after it. Measured are the
+   percentiles over all requests of all turns; `turns apart` is how far the same requests' lie from turn to turn.
 3. bytes: K and V as the layout predicts them against what the allocator took.
 4. speed: simulated requests a minute on a 64-worker fleet, one core.
 """
@@ -23,42 +22,32 @@ import json
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from benchmarks.machine import describe
+from benchmarks.served_trace import served_trace
 from twostroke.bench.calibrate import first_guess
 from twostroke.bench.grid import CALIBRATION, HELD_OUT, by_shape, cells, run_grid, spread, typical
-from twostroke.bench.inprocess import measure, settings_document
-from twostroke.bench.others import Others
-from twostroke.bench.record import Run
-from twostroke.bench.workload import Load, renewed, shipped_trace, trace_load
+from twostroke.bench.workload import shipped_trace
 from twostroke.config import make_config, resolve
-from twostroke.cost.deploy import deployment_of
-from twostroke.cost.fit import errors, fit, fit_launched, on_average, predicted, with_between
+from twostroke.cost.fit import errors, fit, fit_launched, predicted, with_between
 from twostroke.cost.fleet import Fleet, Pools
-from twostroke.cost.hardware import Calibration, Rates, datasheet_rates, find_device, rates_from
+from twostroke.cost.hardware import Rates, datasheet_rates, find_device, rates_from
 from twostroke.cost.models import known_arch
 from twostroke.cost.roofline import ModelCost, Roofline, model_cost
-from twostroke.cost.summary import Summary
-from twostroke.cost.trace import faster, from_zero, rate, repeat
+from twostroke.cost.trace import faster, rate, repeat
 from twostroke.engine.core import Core
 from twostroke.kv.layout import KVLayout, make_layout
 from twostroke.metrics.steplog import Piece, Step
 from twostroke.weights.catalog import DEFAULT
 
-if TYPE_CHECKING:
-    from twostroke import LLM
-
 RESULTS = Path(__file__).parent / "results"
 TARGET = {"median": 0.10, "p95": 0.20}
-TRACE_TARGET = 0.15
-QUIET = 0.05  # share of a core that other programs may use during a turn; one with more is repeated
-SPARE = 1  # turns more than asked for, at most
 WORST = 12  # cells that are written out
 COLUMNS = ("streams", "context", "start", "count", "sampled", "measured", "predicted")
 
@@ -159,58 +148,6 @@ def worst(steps: Sequence[Step], line: Roofline) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: -abs(row["error"]))[:WORST]
 
 
-def trace_slice(llm: LLM, rates: Rates, weight_bytes: int, args: argparse.Namespace) -> dict[str, Any]:
-    core, cost = llm.engine.core, model_cost(llm.arch, "float32", weight_bytes)
-    assert core.steplog is not None
-    whole = trace_load("azure-conv", 2 * args.requests, None, args.scale, llm.settings.max_model_len - 2)
-    earlier, later = halves(whole, args.rate)
-    turns: list[tuple[float, list[Step], Run]] = []
-    while len(turns) < args.turns or (
-        len(turns) < args.turns + SPARE and sum(share <= QUIET for share, _, _ in turns) < args.turns
-    ):
-        core.steplog.clear()
-        others = Others()
-        measure(llm, earlier, args.model)
-        seen = [step for step in core.steplog if step.seconds > 0]
-        served = measure(llm, later, args.model)
-        turns.append((others.share, seen, served))
-        earlier, later = renewed(earlier), renewed(later)  # no turn finds in the cache what another has asked
-        print(f"trace: turn {len(turns)}, others used {others.share:.0%} of a core", flush=True)
-    turns = sorted(turns, key=lambda turn: turn[0])[: args.turns]
-    real = [served for _, _, served in turns]
-    slowed = on_average([step for _, steps, _ in turns for step in steps], Roofline(cost, llm.settings.layout, rates))
-    calibration = Calibration("this", args.model, slowed, 10**12, 1, llm.settings.device)
-    deployment = deployment_of(llm.arch, settings_document(llm), calibration, weight_bytes)
-    simulated = deployment.run(real[0].arrivals())
-    rows = beside([run.summary() for run in real], simulated.summary)
-    return {
-        "requests": args.requests, "requests_per_second": args.rate, "turns": args.turns,
-        "used by others": [share for share, _, _ in turns],
-        "utilisation": simulated.utilisation, **rows, "target": TRACE_TARGET,
-        "met": all(abs(row["error"]) <= TRACE_TARGET for row in rows.values()),
-    }  # fmt: skip
-
-
-def halves(load: Load, per_second: float) -> tuple[Load, Load]:
-    """Two slices, one after the other, both at the same rate."""
-    middle = len(load.arrivals) // 2
-    parts = (load.arrivals[:middle], load.arrivals[middle:])
-    first, second = (replace(load, arrivals=from_zero(faster(rows, per_second / rate(rows)))) for rows in parts)
-    return first, second
-
-
-def beside(real: Sequence[Summary], simulated: Summary) -> dict[str, Any]:
-    rows = {}
-    for metric in ("ttft", "tpot"):
-        for percentile in ("p50", "p95"):
-            each = [getattr(getattr(one, metric), percentile) for one in real]
-            measured, expected = median(each), getattr(getattr(simulated, metric), percentile)
-            rows[f"{metric} {percentile}"] = {
-                "measured": measured, "each turn": each, "simulated": expected, "error": expected / measured - 1,
-            }  # fmt: skip
-    return rows
-
-
 def kv_bytes(core: Core) -> dict[str, int]:
     storage: Any = core.runner.kv  # type: ignore[attr-defined]
     held = sum(array.nbytes for array in (storage.data, storage.scales) if array is not None)
@@ -242,7 +179,7 @@ def on_cpu(args: argparse.Namespace) -> dict[str, Any]:
     core, cost = llm.engine.core, model_cost(llm.arch, "float32", weight_bytes)
     rates, on_grid = grid(core, cost, "cpu", args.seconds, args.rounds)
     print(f"grid: {json.dumps(on_grid)}", flush=True)
-    served = trace_slice(llm, rates, weight_bytes, args)
+    served = served_trace(llm, rates, weight_bytes, args)
     print(f"trace: {json.dumps(served)}", flush=True)
     return {"model": args.model, "grid": on_grid, "trace": served, "kv_bytes": kv_bytes(core), "simulator": speed()}
 
@@ -274,9 +211,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--seconds", type=float, default=80.0, help="of the grid, at most")
     parser.add_argument("--rounds", type=int, default=5, help="of the grid, at most")
-    parser.add_argument("--requests", type=int, default=25, help="of either slice of the trace")
-    parser.add_argument("--turns", type=int, default=2, help="that the slices are served")
-    parser.add_argument("--rate", type=float, default=1.0, help="requests/s of the slices")
+    parser.add_argument("--pieces", type=int, default=8, help="of the trace")
+    parser.add_argument("--requests", type=int, default=12, help="of each piece")
+    parser.add_argument("--turns", type=int, default=2, help="that the pieces are served")
+    parser.add_argument("--utilisation", type=float, default=0.3, help="that sets the rate of the requests")
     parser.add_argument("--scale", type=float, default=4.0, help="divides the trace's lengths")
     parser.add_argument("--json", type=Path, help="instead of under results/")
     parser.add_argument("--refit", type=Path, help="measure nothing: fit to the steps of this result and print")

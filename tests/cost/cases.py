@@ -42,7 +42,7 @@ class Labelled:
             step_seconds=1.2 * rates.step_seconds,
         )
         noisy = replace(deployment, rates=real)
-        return noisy.run(arrivals or self.arrivals, jitter=lambda seconds: seconds * rng.uniform(0.9, 1.15))
+        return noisy.run(arrivals or self.arrivals, jitter=lambda seconds, _: seconds * rng.uniform(0.9, 1.15))
 
 
 def on_box(precision="int8", **settings):

@@ -8,10 +8,11 @@ import sys
 from dataclasses import replace
 from itertools import product
 
+import numpy as np
 import pytest
 
 from tests.cost.fleets import parts
-from twostroke.cost.fit import between, errors, fit, fit_launched, on_average, predicted
+from twostroke.cost.fit import as_waited_for, between, coldness, errors, fit, fit_launched, predicted
 from twostroke.cost.hardware import DEVICES, Calibration, Rates, datasheet_rates, find_device, load_calibration
 from twostroke.cost.models import SHAPES, known_arch
 from twostroke.cost.roofline import Roofline, end_to_end, kv_bytes_per_token, model_cost, parameters
@@ -144,6 +145,14 @@ def test_time_between_steps_is_found():
     assert between(steps[:1]) == 0.0
 
 
+def test_who_waits_for_the_next_step_waits_for_the_time_between_too():
+    steps = [Step(i, 0.012 * i, 0.01, (Piece(1, i, 1),), 1) for i in range(4)]
+    steps += [Step(4, 5.0, 0.01, (Piece(2, 0, 16),), 1, waiting=1)]  # nobody was left: a pause
+    steps += [Step(5, 5.5, 0.01, (Piece(3, 0, 16),), 1), Step(7, 5.6, 0.01, (Piece(3, 16, 1),), 1)]
+    seen = [step.seconds for step in as_waited_for(steps)]
+    assert seen == pytest.approx([0.012, 0.012, 0.012, 0.01, 0.5, 0.01, 0.01]), "a step that is missing tells nothing"
+
+
 def random_step(rng, truth, number):
     pieces = [Piece(i, rng.randrange(1, 2000), 1) for i in range(rng.choice([0, 1, 2, 4, 8, 16, 32]))]
     if not pieces or rng.random() < 0.4:
@@ -179,18 +188,22 @@ def test_cost_imports_where_torch_is_not_installed():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_an_average_counts_what_a_fit_is_deaf_to():
-    line = roofline()
-    steps = []
-    for number in range(40):
-        pieces = (Piece(0, 100 + number, 1),) if number % 2 else (Piece(1, 0, 64), Piece(0, 100 + number, 1))
-        one = Step(number, float(number), 1.0, pieces, 1)
-        steps.append(one._replace(seconds=predicted(one, line) * (5.0 if number % 10 == 1 else 1.0)))
-    slowed = Roofline(line.model, line.layout, on_average(steps, line))
-    assert slowed.rates.bandwidth < 0.8 * line.rates.bandwidth and slowed.rates.compute == line.rates.compute
-    streams = [step for step in steps if not step.chunks]
-    real = sum(step.seconds for step in streams)
-    assert sum(predicted(step, slowed) for step in streams) == pytest.approx(real, rel=0.1)
+def test_a_fit_finds_how_cold_prompts_leave_the_cache():
+    line, _ = parts()
+    rng, steps = random.Random(2), []
+    for number in range(400):
+        streams = [Piece(i, rng.randrange(1, 2000), 1) for i in range(rng.choice([1, 2, 4, 8, 16, 32]))]
+        chunk = [Piece(99, 0, rng.choice([16, 60, 128, 333]))] if number % 20 == 0 else []
+        step = Step(number, 0.0, 0.0, (*streams, *chunk), len(streams))
+        steps.append(step._replace(seconds=predicted(step, line)))
+    cold = 0.3 * float(np.median([step.seconds for step in steps if not step.chunks]))
+    part = coldness(steps)
+    assert part[0] == 0.0 and part[1] == 1.0 and 0.1 < part[17] < part[16] < part[2] < 1.0
+    colder = [step._replace(seconds=step.seconds + some * cold) for step, some in zip(steps, part, strict=True)]
+    found = fit(colder, line.model, line.layout, line.rates, part)
+    assert found.cold_seconds == pytest.approx(cold, rel=0.1)
+    assert fit(steps, line.model, line.layout, line.rates, part).cold_seconds < 0.05 * cold
+    assert fit(colder, line.model, line.layout, line.rates).cold_seconds == 0.0, "no row, no telling"
 
 
 def test_narrow_kv_saves_time_only_where_bytes_decide():

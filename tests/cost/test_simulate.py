@@ -51,6 +51,18 @@ def test_many_steps_at_once_are_the_same_as_one_by_one(name):
     assert name != "offloading" or fast.workers[0].scheduler.tables.pool.host.offloaded > 0
 
 
+def test_many_steps_at_once_after_prompts_that_left_the_cache_cold():
+    rates = replace(CPU, cold_seconds=0.002)
+    rows = requests(count=60, rate=5.0, prompt=(5, 400), output=(1, 120), shared=64)
+    fast, slow = (fleet(rates=rates, fast=fast).run(rows) for fast in (True, False))
+    assert [one.end for one in fast] == pytest.approx([one.end for one in slow], rel=1e-9)
+    one = Arrival(0.0, (Part(1, 200),), 50)
+    warm, cold = (fleet(rates=some).run([one])[0] for some in (CPU, rates))
+    assert cold.ttft == pytest.approx(warm.ttft), "prompts themselves are no slower"
+    longer = cold.gaps - warm.gaps
+    assert longer[0] == pytest.approx(0.002, rel=1e-2) and longer[20] < 0.2 * longer[0]
+
+
 def test_many_steps_at_once_with_windows():
     arch = known_arch("smollm2-135m")
     layers = tuple(replace(layer, window=100 if i % 3 else None) for i, layer in enumerate(arch.layers))
@@ -177,7 +189,7 @@ def test_too_long_a_prompt_is_refused_not_lost():
 def test_jitter_makes_a_noisy_machine():
     rng = random.Random(1)
     rows = requests(count=20, rate=1.0, prompt=(20, 200), output=(20, 60))
-    noisy = fleet(jitter=lambda seconds: seconds * rng.uniform(0.5, 2.0)).run(rows)
+    noisy = fleet(jitter=lambda seconds, _: seconds * rng.uniform(0.5, 2.0)).run(rows)
     assert np.std(np.concatenate([one.gaps for one in noisy])) > np.std(
         np.concatenate([one.gaps for one in fleet(rates=CPU).run(rows)])
     )

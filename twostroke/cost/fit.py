@@ -16,7 +16,7 @@ from math import log2
 
 import numpy as np
 
-from twostroke.cost.hardware import Rates, Tiles
+from twostroke.cost.hardware import COLD_LEFT, Rates, Tiles
 from twostroke.cost.roofline import ModelCost, Roofline, roof
 from twostroke.cost.tiles import attend
 from twostroke.kv.layout import KVLayout
@@ -32,13 +32,16 @@ LEAST = 0.01  # of the roof that products take: less is a log that cannot tell
 PASSES = 4  # of a fit where short stretches of prompts have a side: the FLOPs of their tiles, or the walk over the keys
 
 
-def fit(steps: Sequence[Step], model: ModelCost, layout: KVLayout, start: Rates) -> Rates:
+def fit(
+    steps: Sequence[Step], model: ModelCost, layout: KVLayout, start: Rates, cold: Sequence[float] | None = None
+) -> Rates:
     """Rates under which the logged steps take what they took, as nearly as can be. The second time with a roof that
-    some products reach: where a product stands between two knots depends on which side of the ridge they are."""
+    some products reach: where a product stands between two knots depends on which side of the ridge they are. `cold`:
+    of steps in a row, how cold each was (`coldness`)."""
     largest = max(step.tokens for step in steps)
-    found = fit_once(steps, model, layout, start)
+    found = fit_once(steps, model, layout, start, cold)
     for _ in range(1 if start.tiles is None else PASSES - 1):
-        found = fit_once(steps, model, layout, on_the_roof(found, model, largest))
+        found = fit_once(steps, model, layout, on_the_roof(found, model, largest), cold)
     return found
 
 
@@ -75,7 +78,9 @@ def on_the_roof(rates: Rates, model: ModelCost, largest: int) -> Rates:
     return replace(reached, slowdown=factors)
 
 
-def fit_once(steps: Sequence[Step], model: ModelCost, layout: KVLayout, start: Rates) -> Rates:
+def fit_once(
+    steps: Sequence[Step], model: ModelCost, layout: KVLayout, start: Rates, cold: Sequence[float] | None = None
+) -> Rates:
     roofline = Roofline(model, layout, start)
     largest = max(max(step.tokens for step in steps), 1)
     knots = [knot for knot in KNOTS if knot <= 2 * largest]
@@ -89,6 +94,10 @@ def fit_once(steps: Sequence[Step], model: ModelCost, layout: KVLayout, start: R
     change = np.eye(fixed + len(knots))
     change[fixed:, fixed:] = np.tril(np.ones((len(knots), len(knots)))) / roofs[:, None]
     features, prior = features @ change, prior @ change
+    if cold is not None:  # one more unknown, weakly held to nothing
+        features, expected = np.column_stack([features, cold]), np.append(expected, 0.0)
+        prior = np.pad(prior, ((0, 1), (0, 1)))
+        prior[-1, -1] = PRIOR / float(np.median(seconds))
     weights, about = np.ones(len(steps)), seconds
     for _ in range(ROUNDS):
         # Errors relative to what is predicted: relative to what was measured, too low would be cheaper than too high.
@@ -98,7 +107,8 @@ def fit_once(steps: Sequence[Step], model: ModelCost, layout: KVLayout, start: R
         residual = np.abs(np.log(seconds / about))
         scale = max(1e-3, float(np.median(residual)))
         weights = np.sqrt(np.minimum(1.0, 2 * scale / np.maximum(residual, 1e-9)))
-    return _as_rates(start, change @ found, knots)
+    rates = _as_rates(start, change @ found[: len(change)], knots)
+    return rates if cold is None else replace(rates, cold_seconds=float(found[-1]))
 
 
 def _known(rates: Rates) -> list[float]:
@@ -223,24 +233,25 @@ def between(steps: Sequence[Step]) -> float:
     return float(np.median(gaps)) if gaps else 0.0
 
 
-def on_average(steps: Sequence[Step], roofline: Roofline) -> Rates:
-    """The rates slowed down until the steps take together what they took together. A fit is deaf to outliers; whoever
-    waits for many steps is not: a stream's pace is a mean."""
-    slower = []
-    for some in ([step for step in steps if not step.chunks], [step for step in steps if step.chunks]):
-        expected = sum(predicted(step, roofline) for step in some)
-        slower.append(sum(step.seconds for step in some) / expected if some else 1.0)
-    writing, reading, rates = *slower, roofline.rates
-    return replace(
-        rates,
-        bandwidth=rates.bandwidth / writing,
-        kv_bandwidth=rates.kv_bandwidth / writing,
-        compute=rates.compute / reading,
-        attention_compute=rates.attention_compute / reading,
-        tiles=rates.tiles and rates.tiles.faster(1 / reading),
-        step_seconds=rates.step_seconds * writing,  # of a step that reads they are a small part
-        request_seconds=rates.request_seconds * writing,
-    )
+def as_waited_for(steps: Sequence[Step]) -> list[Step]:
+    """The steps of a row as those saw them who waited for the next one: each with the time between the two, however
+    long it was. After a step that left nobody behind, nobody waited."""
+    waited = []
+    for one, following in pairwise(steps):
+        gap = following.launched - (one.launched + one.seconds)
+        known = {piece.request for piece in one.pieces}
+        stayed = one.waiting or not known.isdisjoint(piece.request for piece in following.pieces)
+        waited.append(max(0.0, gap) if stayed and following.number == one.number + 1 else 0.0)
+    return [step._replace(seconds=step.seconds + gap) for step, gap in zip(steps, [*waited, 0.0], strict=True)]
+
+
+def coldness(steps: Sequence[Step]) -> list[float]:
+    """What part of a first step's coldness each step of a row has: none where prompts are read, all right after."""
+    found, left = [], 0.0
+    for step in steps:
+        found.append(0.0 if step.chunks else left)
+        left = 1.0 if step.chunks else left * COLD_LEFT
+    return found
 
 
 def with_between(rates: Rates, steps: Sequence[Step]) -> Rates:

@@ -27,6 +27,7 @@ KEY_SECONDS = 6e-8  # measured on an H200
 # bfloat16, 333 in fp8, 352 in int8, 501 in int4).
 NARROW_READ = {"fp8": 0.70, "int8": 0.76, "int4": 0.65}
 HOST_LINK = 25e9  # bytes/s between a card and the host's memory: PCIe 4 × 16, pinned; nobody has measured it here
+COLD_LEFT = 0.88  # measured on two cores of a Xeon with a 135M model: half after 5 steps, a tenth after 18
 LINK_LATENCY = 12e-6  # seconds of one all-reduce between the devices of a worker
 
 
@@ -144,6 +145,9 @@ class Rates:
     # A GPU's steps (cost/tiles.py): padded to shapes, attention over prompts in tiles. None: no such machine.
     tiles: Tiles | None = None
     host_link: float | None = None  # bytes/s of K and V copied to the host's memory and back; None: not measured
+    # Longer that the first step without prompts takes after one with: it seems that prompts push the weights out of a
+    # CPU's cache. Of what one step took longer the next takes COLD_LEFT. Only a log of steps in a row can tell.
+    cold_seconds: float = 0.0
 
 
 def narrow_read(kind: str, precision: str) -> float:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from twostroke.cost.deploy import Deployment, deployment_of
-from twostroke.cost.fit import fit, fit_launched, with_between
+from twostroke.cost.fit import coldness, fit, fit_launched, with_between
 from twostroke.cost.fleet import Served
 from twostroke.cost.hardware import KEY_SECONDS, REQUEST_SECONDS, STEP_SECONDS, Calibration, Rates, Tiles
 from twostroke.cost.roofline import Roofline
@@ -117,11 +117,13 @@ def rates_of(log: Sequence[Step], deployment: Deployment) -> Rates:
     if len(useful) < FEWEST_STEPS:
         return UNKNOWN
     line = Roofline(deployment.model, settings.layout, UNKNOWN)
-    best, fitting = replace(reached(useful, line), kv_by_bytes=False), fit
-    if deployment.device.kind != "cpu":
+    best, model, layout = reached(useful, line), deployment.model, settings.layout
+    if deployment.device.kind == "cpu":
+        found = fit(useful, model, layout, replace(best, kv_by_bytes=False), coldness(useful))
+    else:
         tiles = Tiles(best.attention_compute, KEY_SECONDS)
-        best, fitting = replace(best, kv_by_bytes=True, tiles=tiles), fit_launched
-    return with_between(fitting(useful, deployment.model, settings.layout, best), useful)
+        found = fit_launched(useful, model, layout, replace(best, kv_by_bytes=True, tiles=tiles))
+    return with_between(found, useful)
 
 
 def reached(log: Sequence[Step], line: Roofline) -> Rates:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from twostroke.config import Resolved
+from twostroke.cost.hardware import COLD_LEFT
 from twostroke.cost.parked import WRITTEN, Parking, is_stream
 from twostroke.cost.roofline import Roofline
 from twostroke.engine.core import Core
@@ -27,7 +28,7 @@ from twostroke.schedule.scheduler import Scheduler
 from twostroke.types import Event, Plan, Request, Result
 
 SHORTEST = 3  # steps below which a stretch is not worth preparing
-Jitter = Callable[[float], float]
+Jitter = Callable[[float, bool], float]  # what a step takes: as predicted, and whether it reads prompts
 
 
 class Clock:
@@ -52,6 +53,7 @@ class SimulatedRunner:
         self.depth = depth
         self.jitter = jitter
         self.busy = 0.0  # when the device is free again
+        self.cold = 0.0  # seconds that the next step takes longer if it reads no prompt
         self.others = self.deep = 0  # streams that are in every step without being planned, and their contexts' sum
 
     def launch(self, plan: Plan) -> InRun:
@@ -64,8 +66,13 @@ class SimulatedRunner:
             tokens.append(WRITTEN if start + count >= len(request.tokens) else ())
         seconds = self.roofline.step(chunks, contexts, sum(map(bool, tokens)), self.others, self.deep)
         seconds += self.roofline.copies(len(plan.moves))  # in the step's own stream: the step waits for them
+        if chunks:
+            self.cold = self.roofline.rates.cold_seconds
+        else:
+            seconds += self.cold
+            self.cold *= COLD_LEFT
         if self.jitter is not None:
-            seconds = self.jitter(seconds)
+            seconds = self.jitter(seconds, bool(chunks))
         self.busy = max(self.busy, self.clock.now) + seconds
         return InRun(self.busy, tuple(tokens))
 
@@ -166,6 +173,7 @@ class Worker:
         if count < SHORTEST:
             return None
         seconds = self.roofline.stretch([len(request.tokens) for request in streams], count)
+        seconds += self.runner.cold * COLD_LEFT ** np.arange(count)
         return Stretch(streams, seconds, (self.clock.now + np.cumsum(seconds)).tolist())
 
     def _that_fit(self, streams: list[Request], steps: int) -> int:
@@ -190,6 +198,7 @@ class Worker:
         if until <= self.clock.now:
             return
         times = times[:count]
+        self.runner.cold *= COLD_LEFT**count
         scheduler, tables = self.scheduler, self.scheduler.tables
         written = list(WRITTEN) * count
         for request in streams:
