@@ -5,7 +5,10 @@ streams' own step in seconds, for each doubling of their number; the prompts' in
 token deep in a long context costs more). Each estimate is a moving mean with a moving deviation, as TCP estimates its
 round-trip time, and plans use mean + 2 deviations: a noisy machine makes the chunks smaller instead of the gaps longer.
 A value below half the mean starts the estimate anew: what came before held something that does not recur (a kernel
-compiled, a step captured), and chunks kept small by it would be slow to learn better.
+compiled, a step captured), and chunks kept small by it would be slow to learn better. What prompts cost is a difference,
+though: where streams take most of a step, an error in what they take alone would look like prompts that cost nothing,
+and the next chunk would be many times too long. So streams are believed to take two deviations less, such steps are
+never a new start, and the least of them say nothing.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from twostroke.types import Plan
 
 MARGIN = 0.85  # of max_gap that a step may be planned to take; the rest is for what happens between steps
 SMOOTHING = 0.2
+TELLING = 0.1  # share of a step that its prompts must have taken to be told from an error in what its streams take
 # A prompt always moves on, even where its least chunk takes longer than max_gap. On a GPU a mixed step has a price of
 # its own that a hundred tokens hardly raise: smaller chunks would be all price, and look ever more expensive. Twice as
 # many are too many at the end of a prompt of 64k tokens, where they take nearly all of a default max_gap.
@@ -30,8 +34,9 @@ class Estimate:
         self.mean: float | None = None
         self.deviation = 0.0
 
-    def add(self, value: float) -> None:
-        if self.mean is None or value < self.mean / 2:
+    def add(self, value: float, certain: bool = True) -> None:
+        """certain: it may start the estimate anew."""
+        if self.mean is None or (certain and value < self.mean / 2):
             self.mean, self.deviation = value, value / 4
             return
         self.deviation += SMOOTHING * (abs(value - self.mean) - self.deviation)
@@ -40,6 +45,10 @@ class Estimate:
     @property
     def careful(self) -> float:
         return 0.0 if self.mean is None else self.mean + 2 * self.deviation
+
+    @property
+    def least(self) -> float:
+        return 0.0 if self.mean is None else max(0.0, self.mean - 2 * self.deviation)
 
 
 class Pace:
@@ -74,10 +83,12 @@ class Pace:
         own = seconds
         if streams:
             alone = self.stream_step(streams)
-            if alone.mean is not None and alone.mean > seconds:
-                alone.add(seconds)  # streams alone cannot take longer than with prompts beside them
-            own -= alone.mean or 0.0
-        self.prompt_rate.add(max(own, 0.1 * seconds) / prompt)
+            own -= alone.least
+            if own < TELLING * seconds:
+                alone.add((1 - TELLING) * seconds)  # streams alone cannot take as long as with prompts beside them
+                if self.prompt_rate.mean is not None:
+                    return
+        self.prompt_rate.add(max(own, TELLING * seconds) / prompt, certain=own > seconds / 2)
 
     def stream_step(self, streams: int) -> Estimate:
         """What is known of steps with about so many streams: of the nearest number that was met."""
