@@ -5,10 +5,11 @@ streams' own step in seconds, for each doubling of their number; the prompts' in
 token deep in a long context costs more). Each estimate is a moving mean with a moving deviation, as TCP estimates its
 round-trip time, and plans use mean + 2 deviations: a noisy machine makes the chunks smaller instead of the gaps longer.
 A value below half the mean starts the estimate anew: what came before held something that does not recur (a kernel
-compiled, a step captured), and chunks kept small by it would be slow to learn better. What prompts cost is a difference,
-though: where streams take most of a step, an error in what they take alone would look like prompts that cost nothing,
-and the next chunk would be many times too long. So streams are believed to take two deviations less, such steps are
-never a new start, and the least of them say nothing.
+compiled, a step captured), and chunks kept small by it would be slow to learn better.
+
+What prompts cost is a difference, though: where streams take most of a step, an error in what they take alone would
+look like prompts that cost nothing, and the next chunk would be many times too long. So streams are believed to take
+two deviations less, such steps are never a new start, and the least of them say nothing.
 """
 
 from __future__ import annotations
