@@ -102,6 +102,10 @@ def test_prompts_do_not_look_cheap_where_streams_were_thought_to_be_slow(length)
     """Steps of 16 to 31 streams had been met only while they were launched kernel by kernel. What the streams' prompts
     leave for their last step is read beside 31 of them, in hardly more time than the streams take."""
     engine = Engine(0.0, 0)
+    streams = [engine.ask(512, 40) for _ in range(32)]
+    while not engine.core.idle:
+        engine.core.step()
+    assert all(len(stream.timeline.token_times) == 40 for stream in streams)
     slow = engine.core.scheduler.pace.stream_steps[5] = Estimate()
     slow.add(0.015)
     gaps, _ = engine.gaps_beside_a_long_prompt(length=length)

@@ -22,8 +22,8 @@ COMPUTE_REACHED = {"cuda": 0.6, "cpu": 0.5}
 STEP_SECONDS = {"cuda": 0.0006, "cpu": 0.0015}  # planning, launching, sampling: a step's cost beside the model
 REQUEST_SECONDS = {"cuda": 4e-6, "cpu": 3e-5}
 KEY_SECONDS = 6e-8  # measured on an H200
-# Share of the bandwidth of 16-bit weights at which narrower ones are read on a GPU by a few streams: decoding them costs
-# part of what their bytes save (docs/gpu.md, products of three rows on an H200). A single stream has a kernel of its own
+# Share of the bandwidth of 16-bit weights at which narrower ones are read on a GPU by a few streams: decoding costs
+# part of what their bytes save (docs/gpu.md, products of three rows on an H200). One stream has a kernel of its own
 # there that reads them as fast as 16-bit ones: what is predicted of it is too slow by a quarter.
 NARROW_READ = {"fp8": 0.70, "int8": 0.76, "int4": 0.65}
 HOST_LINK = 25e9  # bytes/s between a card and the host's memory: PCIe 4 × 16, pinned; nobody has measured it here

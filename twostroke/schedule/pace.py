@@ -8,8 +8,8 @@ A value below half the mean starts the estimate anew: what came before held some
 compiled, a step captured), and chunks kept small by it would be slow to learn better.
 
 What prompts cost is a difference, though: where streams take most of a step, an error in what they take alone would
-look like prompts that cost nothing, and the next chunk would be many times too long. So streams are believed to take
-two deviations less, such steps are never a new start, and the least of them say nothing.
+look like prompts that cost nothing, and the next chunk would be many times too long. So streams are believed to take no
+longer than more of them did, such steps are never a new start, and the least of them say nothing.
 """
 
 from __future__ import annotations
@@ -47,10 +47,6 @@ class Estimate:
     def careful(self) -> float:
         return 0.0 if self.mean is None else self.mean + 2 * self.deviation
 
-    @property
-    def least(self) -> float:
-        return 0.0 if self.mean is None else max(0.0, self.mean - 2 * self.deviation)
-
 
 class Pace:
     def __init__(self, flops: Callable[[int, int], float], max_gap: float, min_chunk: int = BLOCK):
@@ -83,10 +79,10 @@ class Pace:
             return
         own = seconds
         if streams:
-            alone = self.stream_step(streams)
-            own -= alone.least
+            own -= self.least_of(streams)
             if own < TELLING * seconds:
-                alone.add((1 - TELLING) * seconds)  # streams alone cannot take as long as with prompts beside them
+                # Streams alone cannot take as long as with prompts beside them.
+                self.stream_step(streams).add((1 - TELLING) * seconds)
                 if self.prompt_rate.mean is not None:
                     return
         self.prompt_rate.add(max(own, TELLING * seconds) / prompt, certain=own > seconds / 2)
@@ -96,6 +92,12 @@ class Pace:
         size = streams.bit_length()
         nearest = min(self.stream_steps, key=lambda known: abs(known - size), default=None)
         return Estimate() if nearest is None else self.stream_steps[nearest]
+
+    def least_of(self, streams: int) -> float:
+        """Seconds of a step with so many streams or more."""
+        size = streams.bit_length()
+        known = [estimate.mean or 0.0 for of, estimate in self.stream_steps.items() if of >= size]
+        return min(known) if known else self.stream_step(streams).mean or 0.0
 
     def allowance(self, gentle: bool, streams: int) -> float:
         """Seconds of prompt work that a step with so many running streams may carry."""
