@@ -209,8 +209,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=DEFAULT, help="on a CPU")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--seconds", type=float, default=80.0, help="of the grid, at most")
-    parser.add_argument("--rounds", type=int, default=5, help="of the grid, at most")
+    parser.add_argument("--seconds", type=float, default=160.0, help="of the grid, at most")
+    parser.add_argument("--rounds", type=int, default=10, help="of the grid, at most")
     parser.add_argument("--pieces", type=int, default=8, help="of the trace")
     parser.add_argument("--requests", type=int, default=12, help="of each piece")
     parser.add_argument("--turns", type=int, default=2, help="that the pieces are served")
@@ -223,7 +223,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(compact(refit(args.refit)))
         return
     found = on_cpu(args) if args.device == "cpu" else on_gpu(args)
-    command = "python -m benchmarks.cost_model" + (" --device cuda" if args.device == "cuda" else "")
+    command = f"python -m benchmarks.cost_model --seconds {args.seconds:g} --rounds {args.rounds}"
+    command += " --device cuda" if args.device == "cuda" else f" --pieces {args.pieces} --requests {args.requests}"
     result = {"machine": describe(), "command": command, **found}
     name = f"cpu-{Path(args.model).stem}" if args.device == "cpu" else "h200"
     path = args.json or RESULTS / f"cost-model-{name}.json"
