@@ -211,7 +211,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--seconds", type=float, default=160.0, help="of the grid, at most")
     parser.add_argument("--rounds", type=int, default=10, help="of the grid, at most")
-    parser.add_argument("--pieces", type=int, default=8, help="of the trace")
+    parser.add_argument("--pieces", type=int, default=16, help="of the trace")
     parser.add_argument("--requests", type=int, default=12, help="of each piece")
     parser.add_argument("--turns", type=int, default=2, help="that the pieces are served")
     parser.add_argument("--utilisation", type=float, default=0.3, help="that sets the rate of the requests")
