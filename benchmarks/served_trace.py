@@ -10,8 +10,8 @@ Why these settings, from replays alone, before anything was served with them. At
 that is 5 % slower than thought moves p50 by 5 to 7 % and p95 by 8 to 13 %, at 0.5 a median by 14 %. The rate is set by
 utilisation, as the grid's rates predict it: a fixed one would be idleness on a good day and a queue on a bad one. p95
 should not be a few requests, of which one that just meets or misses another's prompt moves it by a tenth, nor lie where
-lengths jump from 650 tokens to 1,020, as they do between 94 and 96 % of most hundreds of requests in a row: in 16 pieces
-of 12 they jump between 92 and 93 %, as in the whole excerpt.
+lengths jump from 650 tokens to 1,020, as they do between 94 and 96 % of most hundreds of requests in a row: in 16
+pieces of 12 they jump between 92 and 93 %, as in the whole excerpt.
 """
 
 from __future__ import annotations
