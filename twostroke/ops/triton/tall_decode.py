@@ -367,7 +367,7 @@ def tall_kernel(
 def tall_attention(
     q: Tensor, attention: Attention, kv: KVLayer, batch: Batch, group: int, out: Tensor, scratch: DecodeScratch, *,
     requests: int, listed: Tensor | None, splits: int, fused: bool, scale: int = 1,
-    shared: Tensor | None = None, tile: int | None = None,
+    shared: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """As decode_attention, over int8, int4 or fp8."""
     dim, share = attention.head_dim, attention.heads // attention.kv_heads
@@ -388,7 +388,7 @@ def tall_attention(
         HEADS=attention.heads, KV_HEADS=attention.kv_heads, R=max(4, triton.next_power_of_2(share)), HEAD=dim,
         WIDE=wide, HALF=rope.cos.shape[1] if rope else 0, NORM=qn is not None, FORMAT=FORMATS[kv.format],
         WINDOW=attention.window, SOFTCAP=attention.softcap > 0, BLOCK=BLOCK,
-        TILE=tile or (64 if kv.format == "int4" and wide <= 128 else 32), SCALE=scale,
+        TILE=64 if kv.format == "int4" and wide <= 128 else 32, SCALE=scale,
         SPLITS_2=max(128, triton.next_power_of_2(splits)),
         LISTED=listed is not None, FUSED=fused, PDL=PDL, FAST=not INTERPRETED,
         CASCADE=shared is not None, num_warps=1, **EARLY,
