@@ -14,6 +14,11 @@ constexpr int kRowsAttend = 4;
 constexpr int kBlocksScored = 1;
 constexpr int kChunks = 1;
 constexpr int kChunksFew = 2;
+constexpr bool kLateScales = false;
+constexpr int kGroupsAhead = 0;
+constexpr int kAheadNibbles = 6144;
+constexpr int kAheadBytes = 6144;
+constexpr bool kByLane = false;
 constexpr bool kUnsignedCodes = false;
 constexpr int32_t kDotStart = 0;
 
@@ -60,6 +65,7 @@ TS_INLINE void store_half(uint16_t* p, F x) {
     _mm_storeu_si128((__m128i*)(p + 8), _mm256_cvtps_ph(x.b, _MM_FROUND_TO_NEAREST_INT));
 }
 TS_INLINE F splat(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+TS_INLINE F addend(const float (&c)[4]) { return splat(c[0]); }
 TS_INLINE F add(F x, F y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
 TS_INLINE F sub(F x, F y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
 TS_INLINE F mul(F x, F y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
@@ -206,6 +212,7 @@ template <int Quad, bool Small> TS_INLINE I dot4(I acc, W w, A a) {
 }
 TS_INLINE F to_float_dot(I x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
 TS_INLINE X load_x4(const float* p) { return {p}; }
+template <int J> TS_INLINE F mul_lane(F w, X x) { return mul(w, splat(x.p[J])); }
 template <int J> TS_INLINE F fma_lane(F w, X x, F acc) { return fma(w, splat(x.p[J]), acc); }
 
 }  // namespace

@@ -14,6 +14,11 @@ constexpr int kRowsAttend = 6;
 constexpr int kBlocksScored = 2;
 constexpr int kChunks = 2;
 constexpr int kChunksFew = 4;
+constexpr bool kLateScales = false;
+constexpr int kGroupsAhead = 0;
+constexpr int kAheadNibbles = 6144;
+constexpr int kAheadBytes = 6144;
+constexpr bool kByLane = false;
 constexpr bool kUnsignedCodes = true;
 constexpr int32_t kDotStart = 0;
 
@@ -50,6 +55,7 @@ TS_INLINE void store_half(uint16_t* p, F a) {
     _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT));
 }
 TS_INLINE F splat(float x) { return {_mm512_set1_ps(x)}; }
+TS_INLINE F addend(const float (&c)[4]) { return splat(c[0]); }
 TS_INLINE F add(F a, F b) { return {_mm512_add_ps(a.v, b.v)}; }
 TS_INLINE F sub(F a, F b) { return {_mm512_sub_ps(a.v, b.v)}; }
 TS_INLINE F mul(F a, F b) { return {_mm512_mul_ps(a.v, b.v)}; }
@@ -153,6 +159,7 @@ template <int Quad, bool Small> TS_INLINE I dot4(I acc, W w, A a) {
 }
 TS_INLINE F to_float_dot(I a) { return {_mm512_cvtepi32_ps(a.v)}; }
 TS_INLINE X load_x4(const float* p) { return {p}; }
+template <int J> TS_INLINE F mul_lane(F w, X x) { return mul(w, splat(x.p[J])); }
 template <int J> TS_INLINE F fma_lane(F w, X x, F acc) { return fma(w, splat(x.p[J]), acc); }
 
 }  // namespace

@@ -17,6 +17,11 @@ constexpr int kRowsAttend = 4;
 constexpr int kBlocksScored = 1;
 constexpr int kChunks = 1;
 constexpr int kChunksFew = 1;
+constexpr bool kLateScales = true;
+constexpr int kGroupsAhead = 2;
+constexpr int kAheadNibbles = 12288;
+constexpr int kAheadBytes = 1024;
+constexpr bool kByLane = true;
 constexpr bool kUnsignedCodes = false;
 constexpr int32_t kDotStart = 0x4b400000;
 
@@ -61,6 +66,8 @@ TS_INLINE void store_half(uint16_t* p, F a) {
     TS_EACH vst1_u16(p + 4 * i, vreinterpret_u16_f16(vcvt_f16_f32(a.v[i])));
 }
 TS_INLINE F splat(float x) { const float32x4_t v = vdupq_n_f32(x); return {{v, v, v, v}}; }
+// From memory each time: a multiply-add overwrites what it adds to, and copying a register takes a pipe that multiplies.
+TS_INLINE F addend(const float (&c)[4]) { F r; TS_EACH asm volatile("ldr %q0, %1" : "=w"(r.v[i]) : "m"(c)); return r; }
 TS_INLINE F add(F a, F b) { TS_EACH a.v[i] = vaddq_f32(a.v[i], b.v[i]); return a; }
 TS_INLINE F sub(F a, F b) { TS_EACH a.v[i] = vsubq_f32(a.v[i], b.v[i]); return a; }
 TS_INLINE F mul(F a, F b) { TS_EACH a.v[i] = vmulq_f32(a.v[i], b.v[i]); return a; }
@@ -184,8 +191,17 @@ TS_INLINE F to_float_dot(I a) {
     return r;
 }
 TS_INLINE X load_x4(const float* p) { return {vld1q_f32(p)}; }
+TS_INLINE void store(float* p, X a) { vst1q_f32(p, a.v); }
+TS_INLINE X add(X a, X b) { return {vaddq_f32(a.v, b.v)}; }
+TS_INLINE void settle(X& a) { asm("" : "+w"(a.v)); }  // computed here: compilers postpone additions and keep both terms
+template <int J> TS_INLINE float32x4_t fmla_lane(float32x4_t acc, float32x4_t w, float32x4_t x) {
+    asm("fmla %0.4s, %1.4s, %2.s[%3]" : "+w"(acc) : "w"(w), "w"(x), "i"(J));
+    return acc;
+}
+template <int J> TS_INLINE X mul_lane(X w, X x) { return {vmulq_laneq_f32(w.v, x.v, J)}; }
+template <int J> TS_INLINE X fma_lane(X w, X x, X acc) { return {fmla_lane<J>(acc.v, w.v, x.v)}; }
 template <int J> TS_INLINE F fma_lane(F w, X x, F acc) {
-    TS_EACH acc.v[i] = vfmaq_laneq_f32(acc.v[i], w.v[i], x.v, J);
+    TS_EACH acc.v[i] = fmla_lane<J>(acc.v[i], w.v[i], x.v);
     return acc;
 }
 

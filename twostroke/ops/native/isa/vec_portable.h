@@ -26,6 +26,11 @@ constexpr int kRowsAttend = 4;   // attention: lines,
 constexpr int kBlocksScored = 1; // blocks of 16 keys that are scored together,
 constexpr int kChunks = 1;       // chunks of 16 dimensions that are weighed together,
 constexpr int kChunksFew = 1;    // and where the lines are few
+constexpr bool kLateScales = false;  // scales of an expanded group are loaded after its dots: few registers are left meanwhile
+constexpr int kGroupsAhead = 0;      // inputs of so many groups further on are asked for (0: the core does it by itself),
+constexpr int kAheadNibbles = 6144;  // and of a packed panel what comes so many bytes after codes of 4 bits
+constexpr int kAheadBytes = 6144;    // or of 8
+constexpr bool kByLane = false;  // attention multiplies with one lane of a register (attend_lanes.h)
 constexpr bool kUnsignedCodes = false;  // signed codes are stored as they are in the expanded panel
 constexpr int32_t kDotStart = 0;        // an integer sum starts here (see to_float_dot)
 
@@ -52,6 +57,7 @@ TS_INLINE F float_bytes(B b) { F r; TS_LOOP r.v[i] = (float)b.v[i]; return r; }
 TS_INLINE F load_uint8(const uint8_t* p) { F r; TS_LOOP r.v[i] = (float)p[i]; return r; }
 TS_INLINE void store_half(uint16_t* p, F a) { TS_LOOP p[i] = float_to_half(a.v[i]); }
 TS_INLINE F splat(float x) { F r; TS_LOOP r.v[i] = x; return r; }
+TS_INLINE F addend(const float (&c)[4]) { return splat(c[0]); }  // a constant that a product is added to
 TS_INLINE F add(F a, F b) { TS_LOOP a.v[i] += b.v[i]; return a; }
 TS_INLINE F sub(F a, F b) { TS_LOOP a.v[i] -= b.v[i]; return a; }
 TS_INLINE F mul(F a, F b) { TS_LOOP a.v[i] *= b.v[i]; return a; }
@@ -122,6 +128,7 @@ template <int Quad, bool Small> TS_INLINE I dot4(I acc, W w, A a) {
 }
 TS_INLINE F to_float_dot(I a) { F r; TS_LOOP r.v[i] = (float)a.v[i]; return r; }
 TS_INLINE X load_x4(const float* p) { return {p}; }
+template <int J> TS_INLINE F mul_lane(F w, X x) { return mul(w, splat(x.p[J])); }
 template <int J> TS_INLINE F fma_lane(F w, X x, F acc) { return fma(w, splat(x.p[J]), acc); }
 
 #undef TS_LOOP

@@ -13,6 +13,7 @@
 #include "attend_fetch.h"
 #include "attend_score.h"
 #include "attend_value.h"
+#include "attend_lanes.h"
 #include "attend_write.h"
 #include "attend.h"
 

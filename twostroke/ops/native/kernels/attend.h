@@ -89,6 +89,11 @@ static void score_step(const Lines& s, const float* q, const StepBlocks& blocks,
             };
             for_lines(dim, 0, s.count, direct);
         }
+    } else if constexpr (kByLane) {
+        const auto score = s.padded == 64    ? score_by_lane<kLinesScored, 64>
+                           : s.padded == 128 ? score_by_lane<kLinesScored, 128>
+                                             : score_by_lane<kLinesScored, 0>;
+        for (; b * kBlock < to; ++b) score(s.queries, s.keys + b * kBlock * s.padded, s.padded, s.scores + b * kBlock, 0, s.count);
     } else {
         constexpr int V = kBlocksScored;
         const float* keys = s.keys + b * kBlock * s.padded;
@@ -102,7 +107,11 @@ static void score_step(const Lines& s, const float* q, const StepBlocks& blocks,
 template <int Format>
 static void weigh_step(const Lines& s, const StepBlocks& blocks, int dim, bool few, int from, int to,
                        const Following& ahead) {
-    if (!few) return weigh_all<kRowsAttend, kChunks>(s, BlockValues{s.block, s.padded}, 0, s.count, from, to);
+    if constexpr (kByLane) {
+        if (!few) return weigh_all_by_lane<kLinesWeighed>(s, 0, s.count, from, to);
+    } else {
+        if (!few) return weigh_all<kRowsAttend, kChunks>(s, BlockValues{s.block, s.padded}, 0, s.count, from, to);
+    }
     const auto direct = [&](auto head, auto lines, int i) {
         const CacheValues<Format, decltype(head)::value> source{blocks.values, ahead.values, dim};
         weigh_lines<decltype(lines)::value, kChunksFew>(s, source, i, from, to);
@@ -127,13 +136,18 @@ TS_INLINE SeenKeys seen_keys(const AttendTask& task, int line, int count, int64_
     return seen;
 }
 
+TS_INLINE const float* queries_of(const AttendTask& task, int line, int padded) {
+    const AttendLayer& L = *task.layer;
+    return task.q + (((int64_t)task.kv_head * task.batch->rows + task.row) * (L.heads / L.kv_heads) + line) * padded;
+}
+
 // One step for lines [line, line + count) of the tile.
 template <int Format>
 static void attend_chunk(const AttendTask& task, const Lines& tile, const StepBlocks& blocks, int64_t start, int line, int count,
                          const Following& ahead) {
     const AttendLayer& L = *task.layer;
     const Lines s = lines_from(tile, line, count);
-    const float* q = task.q + (((int64_t)task.kv_head * task.batch->rows + task.row) * (L.heads / L.kv_heads) + line) * s.padded;
+    const float* q = queries_of(task, line, s.padded);
     const SeenKeys seen = seen_keys(task, line, count, start);
     const bool few_keys = few_lines<Format>(tile.count, L.head_dim), few_values = tile.count <= kFewLines;
     score_step<Format>(s, q, blocks, L.head_dim, few_keys, seen.from, seen.to, ahead);
@@ -179,6 +193,8 @@ template <int Format> static void attend_format(const AttendTask& task, const At
     const Lines merged = place_lines(count, padded, scratch + lines_bytes(count, padded));
     float* total = merged.rescale;  // the merged lines need no rescale factor, but a plain sum
     for (int i = 0; i < count; ++i) merged.maximum[i] = kNever;
+    if (kByLane && (Format == KVFloat || Format == KVHalf || Format == KVBfloat) && !few_lines<Format>(count, L.head_dim))
+        turn_queries(queries_of(task, 0, padded), count, padded, s.queries);
     if (!fetched) fetch_first_step(task);
     for (int64_t split = task.split; split < task.split_end; ++split) {
         int line, line_end;

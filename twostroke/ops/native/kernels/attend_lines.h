@@ -26,6 +26,7 @@ struct Lines {
     float* keys;      // the step's keys, dimension-major: (4 blocks, padded, 16) floats or (4, padded / 4, 16, 4) codes
     float* block;     // (64, padded): the step's values, without the scales of a coded cache
     float* scales;    // (2, 64): key and value scales of a coded cache
+    float* queries;   // (count, padded): turned, where attention multiplies by lane
 };
 
 TS_INLINE Lines place_lines(int count, int padded, uint8_t* scratch) {
@@ -38,6 +39,7 @@ TS_INLINE Lines place_lines(int count, int padded, uint8_t* scratch) {
     s.keys = p, p += padded * kStep;
     s.block = p, p += padded * kStep;
     s.scales = p, p += 2 * kStep;
+    s.queries = p, p += kByLane ? count * padded : 0;
     s.rescale = p, p += count + 16;  // read and written 16 at a time
     s.maximum = p;
     return s;
@@ -45,12 +47,12 @@ TS_INLINE Lines place_lines(int count, int padded, uint8_t* scratch) {
 
 TS_INLINE Lines lines_from(Lines s, int line, int count) {
     s.count = count;
-    s.sums += 16 * line, s.values += line * s.padded, s.rescale += line, s.maximum += line;
+    s.sums += 16 * line, s.values += line * s.padded, s.rescale += line, s.maximum += line, s.queries += line * s.padded;
     return s;
 }
 
 static size_t lines_bytes(int count, int padded) {
-    return (sizeof(float) * (size_t)(kChunkLines * kStep + count * (16 + padded + 2) + 32 + 2 * padded * kStep + 2 * kStep) + 63) / 64 * 64;
+    return (sizeof(float) * (size_t)(kChunkLines * kStep + count * (16 + (kByLane ? 2 : 1) * padded + 2) + 32 + 2 * padded * kStep + 2 * kStep) + 63) / 64 * 64;
 }
 
 TS_INLINE void reset_lines(const Lines& s) {

@@ -29,7 +29,7 @@ TS_INLINE void partial_scores(const float* q, const float* keys, int padded, int
     }
 }
 
-template <int N, int V> TS_INLINE void add_scores(F (*a)[V], F (*b)[V]) {
+template <int N, int V, class Lanes> TS_INLINE void add_scores(Lanes (*a)[V], Lanes (*b)[V]) {
     TS_UNROLL for (int i = 0; i < N; ++i)
         TS_UNROLL for (int v = 0; v < V; ++v) a[i][v] = add(a[i][v], b[i][v]);
 }
@@ -46,18 +46,23 @@ TS_INLINE void quarter_scores(const float* q, const float* keys, int padded, int
     add_scores<N, V>(out, a);
 }
 
-// The tree of sum(), each partial sum being a vector over the keys. keys: V blocks, each (padded, 16).
-template <int N, int V> static void score_lines(const float* q, const float* keys, int padded, float* scores) {
-    F low[N][V], high[N][V], one[N][V];
-    quarter_scores<N, V>(q, keys, padded, 0, low);
-    quarter_scores<N, V>(q, keys, padded, 1, one);
+// The tree of sum(), each partial sum being V vectors over the keys. quarter(j, out): see quarter_scores.
+template <int N, int V, class Lanes, class Quarter> TS_INLINE void tree_scores(const Quarter& quarter, float* scores) {
+    Lanes low[N][V], high[N][V], one[N][V];
+    quarter(0, low);
+    quarter(1, one);
     add_scores<N, V>(low, one);
-    quarter_scores<N, V>(q, keys, padded, 2, high);
-    quarter_scores<N, V>(q, keys, padded, 3, one);
+    quarter(2, high);
+    quarter(3, one);
     add_scores<N, V>(high, one);
     add_scores<N, V>(low, high);
     TS_UNROLL for (int i = 0; i < N; ++i)
         TS_UNROLL for (int v = 0; v < V; ++v) store(scores + kStep * i + 16 * v, low[i][v]);
+}
+
+// keys: V blocks, each (padded, 16).
+template <int N, int V> static void score_lines(const float* q, const float* keys, int padded, float* scores) {
+    tree_scores<N, V, F>([&](int j, F (*out)[V]) { quarter_scores<N, V>(q, keys, padded, j, out); }, scores);
 }
 
 // Lines [line, end): N at a time, then half as many.

@@ -3,19 +3,24 @@
 
 namespace {
 
+#define TS_FOUR(x) {x, x, x, x}
+alignas(64) static const float kExp[6][4] = {TS_FOUR(12582912.f),      TS_FOUR(1.3981999507e-3f), TS_FOUR(8.3334519073e-3f),
+                                             TS_FOUR(4.1665795894e-2f), TS_FOUR(1.6666665459e-1f), TS_FOUR(5.0000001201e-1f)};
+#undef TS_FOUR
+
 // e^x to about 1 ulp. Below -87 and above 88 the argument is clamped; NaN stays NaN.
 TS_INLINE F vexp(F x) {
     x = vmin(splat(88.f), vmax(splat(-87.f), x));
-    const F shifted = fma(x, splat(1.44269504088896341f), splat(12582912.f));  // 1.5·2^23 + round(x / ln 2)
+    const F shifted = fma(x, splat(1.44269504088896341f), addend(kExp[0]));  // 1.5·2^23 + round(x / ln 2)
     const F n = sub(shifted, splat(12582912.f));
     F r = fma(n, splat(-0.693359375f), x);  // ln 2 in two parts: the first product is exact
     r = fma(n, splat(2.12194440e-4f), r);
     F y = splat(1.9875691500e-4f);
-    y = fma(y, r, splat(1.3981999507e-3f));
-    y = fma(y, r, splat(8.3334519073e-3f));
-    y = fma(y, r, splat(4.1665795894e-2f));
-    y = fma(y, r, splat(1.6666665459e-1f));
-    y = fma(y, r, splat(5.0000001201e-1f));
+    y = fma(y, r, addend(kExp[1]));
+    y = fma(y, r, addend(kExp[2]));
+    y = fma(y, r, addend(kExp[3]));
+    y = fma(y, r, addend(kExp[4]));
+    y = fma(y, r, addend(kExp[5]));
     y = add(fma(y, mul(r, r), r), splat(1.f));
     return as_float(iadd(bits_of(y), shift_left_23(bits_of(shifted))));  // n added to the exponent
 }

@@ -35,7 +35,7 @@ TS_INLINE void configure_tiles(int rows, int halves) {
 template <class Source> TS_INLINE const uint8_t* expand_group(Source& source, int g, uint8_t* out) {
     F scale[2], low;
     const uint8_t* codes = source.next(g, scale, low);
-    fetch<Source::nibbles ? 320 : 576>(codes);
+    fetch<Source>(codes);
     out = store_scales<Source>(scale, low, out);
     if (Source::nibbles)
         TS_UNROLL for (int i = 0; i < 4; ++i) {

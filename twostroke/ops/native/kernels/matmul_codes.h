@@ -99,12 +99,20 @@ template <class Source> struct Expanded {
     static constexpr size_t group = scales + 512;
     const uint8_t* p;
     TS_MEMBER const uint8_t* next(int, F* scale, F& low) {
-        scale[0] = load((const float*)p);
-        if (halves == 2) scale[halves - 1] = load((const float*)(p + 64));
-        if (minimum) low = load((const float*)(p + 64 * halves));
         const uint8_t* codes = p + scales;
         p += group;
+        if (!kLateScales) {
+            load_scales(codes, scale);
+            load_low(codes, low);
+        }
         return codes;
+    }
+    TS_MEMBER static void load_scales(const uint8_t* codes, F* scale) {
+        scale[0] = load((const float*)(codes - scales));
+        if (halves == 2) scale[halves - 1] = load((const float*)(codes - scales + 64));
+    }
+    TS_MEMBER static void load_low(const uint8_t* codes, F& low) {
+        if (minimum) low = load((const float*)(codes - scales + 64 * halves));
     }
 };
 template <class R> struct IsExpanded { static constexpr bool value = false; };
@@ -140,9 +148,9 @@ template <class Source> static void expand(Source source, int groups, uint8_t* o
 
 // A packed panel comes from memory and is read once. Ask for it early: with a group's products waiting for their codes,
 // the core does not look far enough ahead by itself.
-constexpr int kAhead = 6144;  // bytes
-template <int Bytes> TS_INLINE void fetch(const uint8_t* p) {
-    TS_UNROLL for (int i = 0; i < Bytes; i += 64) __builtin_prefetch(p + kAhead + i);
+template <class R> TS_INLINE void fetch(const uint8_t* p) {
+    p += R::nibbles ? kAheadNibbles : kAheadBytes;
+    TS_UNROLL for (int i = 0; i < (R::nibbles ? 320 : 576); i += 64) __builtin_prefetch(p + i);
 }
 
 template <class R> TS_INLINE I first_sum(const Act& act, int half) {
@@ -182,18 +190,22 @@ template <class R, int MR, int Half> TS_INLINE void dot16(const uint8_t* codes, 
 }
 
 template <class R, int MR>
-TS_INLINE void add_group(const uint8_t* codes, const F* scale, F low, const Act* act, F* out) {
+TS_INLINE void add_group(const uint8_t* codes, F* scale, F low, const Act* act, F* out) {
+    constexpr bool late = kLateScales && IsExpanded<R>::value;
     I acc[MR];
     TS_UNROLL for (int r = 0; r < MR; ++r) acc[r] = first_sum<R>(act[r], 0);
     dot16<R, MR, 0>(codes, act, acc);
     if (R::halves == 2) {
+        if constexpr (late) R::load_scales(codes, scale);
         TS_UNROLL for (int r = 0; r < MR; ++r)
             out[r] = fma(to_float_dot(acc[r]), mul(scale[0], splat(act[r].d)), out[r]);
         TS_UNROLL for (int r = 0; r < MR; ++r) acc[r] = first_sum<R>(act[r], 1);
     }
     dot16<R, MR, 1>(codes, act, acc);
+    if constexpr (late) R::load_scales(codes, scale);
     TS_UNROLL for (int r = 0; r < MR; ++r)
         out[r] = fma(to_float_dot(acc[r]), mul(scale[R::halves - 1], splat(act[r].d)), out[r]);
+    if constexpr (late) R::load_low(codes, low);
     if (R::minimum)
         TS_UNROLL for (int r = 0; r < MR; ++r) out[r] = fma(low, splat(act[r].dsum), out[r]);
 }
@@ -204,7 +216,8 @@ TS_INLINE void codes_tile(R panel, int groups, const Act* act, int64_t stride, i
     for (int g = 0; g < groups; ++g, act += stride) {
         F scale[2], low;
         const uint8_t* codes = panel.next(g, scale, low);
-        if (!IsExpanded<R>::value) fetch<R::nibbles ? 320 : 576>(codes);
+        if (!IsExpanded<R>::value) fetch<R>(codes);
+        else if (kGroupsAhead) TS_UNROLL for (int r = 0; r < MR; ++r) __builtin_prefetch(act + kGroupsAhead * stride + r);
         add_group<R, MR>(codes, scale, low, act, out);
         int32_t more = 0;
         TS_UNROLL for (int r = 0; r < MR; ++r) more |= act[r].more;
