@@ -1,4 +1,4 @@
-"""Builds the native CPU library on the way. Without a working C++ compiler the install goes on: torch does the work."""
+"""Builds the native CPU library on the way. Without a working C++ compiler the install goes on: the reference runs."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-NATIVE = Path(__file__).resolve().parent / "twostroke" / "ops" / "native"
+CPU = Path(__file__).resolve().parent / "twostroke" / "ops" / "cpu"
 
 
 def native_build():
-    spec = importlib.util.spec_from_file_location("native_build", NATIVE / "build.py")
+    spec = importlib.util.spec_from_file_location("native_build", CPU / "build.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -25,21 +25,21 @@ class BuildNative(build_ext):
     def run(self) -> None:
         build = native_build()
         in_source = self.inplace or self.editable_mode
-        folder = NATIVE if in_source else Path(self.build_lib) / "twostroke" / "ops" / "native"
+        folder = CPU if in_source else Path(self.build_lib) / "twostroke" / "ops" / "cpu"
         try:
             print(f"twostroke: built {build.build(folder / build.LIBRARY)}", file=sys.stderr)
         except (build.BuildError, OSError) as error:
             print(
-                f"twostroke: the native CPU library was not built, the slower torch path will be used.\n{error}",
+                f"twostroke: the native CPU library was not built, the slower reference will run.\n{error}",
                 file=sys.stderr,
             )
 
     def get_outputs(self) -> list[str]:
-        path = Path(self.build_lib) / "twostroke" / "ops" / "native" / "libtwostroke.so"
+        path = Path(self.build_lib) / "twostroke" / "ops" / "cpu" / "libtwostroke.so"
         return [str(path)] if path.exists() else []
 
     def get_output_mapping(self) -> dict[str, str]:
         return {}
 
 
-setup(ext_modules=[Extension("twostroke.ops.native.libtwostroke", sources=[])], cmdclass={"build_ext": BuildNative})
+setup(ext_modules=[Extension("twostroke.ops.cpu.libtwostroke", sources=[])], cmdclass={"build_ext": BuildNative})

@@ -1,6 +1,6 @@
 """An engine process that takes turns: steps that are served as always, and the same step again for nobody.
 
-The server under measurement runs it in place of `twostroke.engine.worker` (see server_overhead.py). After every
+The server under measurement runs it in place of `twostroke.remote.worker` (see server_overhead.py). After every
 three steps in which all rows advance by a token, the model's part of the last one is run again three times: same
 process, same memory, same rows, same contexts, a moment later, but nothing is planned, committed or told. The first of
 either three does not count: at a served one the server has nothing to work on, at one for nobody it still has the last
@@ -18,7 +18,7 @@ import os
 from itertools import pairwise
 from typing import Any
 
-from twostroke.engine import worker
+from twostroke.remote import worker
 from twostroke.types import Event, Plan, Result
 
 TURNS = "TWOSTROKE_TURNS"  # names the file and how many rows make a full step, with a colon in between

@@ -13,14 +13,14 @@ from dataclasses import replace
 
 import torch
 
-from twostroke.ops.cuda import CudaOps, Cut, DeviceBatch
+from twostroke.ops.cuda.backend import CudaOps, Cut, DeviceBatch
+from twostroke.ops.cuda.kernels import gemv as g
+from twostroke.ops.cuda.kernels.decode import longer, split_count
+from twostroke.ops.cuda.kernels.dense import sdpa
+from twostroke.ops.cuda.kernels.prefill import make_tiles, prefill_attention
+from twostroke.ops.cuda.kernels.quantized import to_fp8, to_int4, to_int8
+from twostroke.ops.cuda.kernels.skinny import skinny
 from twostroke.ops.interface import BLOCK, Attention, Batch, GroupBlocks, KVLayer, RopeTable
-from twostroke.ops.triton import gemv as g
-from twostroke.ops.triton.decode import longer, split_count
-from twostroke.ops.triton.dense import sdpa
-from twostroke.ops.triton.prefill import make_tiles, prefill_attention
-from twostroke.ops.triton.quantized import to_fp8, to_int4, to_int8
-from twostroke.ops.triton.skinny import skinny
 
 DEVICE = torch.device("cuda")
 RESULTS: dict[str, object] = {}

@@ -21,11 +21,11 @@ import torch
 from benchmarks.gpu import Bench, measure_decode
 from benchmarks.gpu_kernels import DEVICE, ceilings
 from benchmarks.gpu_rig import Rig
-from twostroke.ops import cuda
-from twostroke.ops.triton import one_row as one_row_
-from twostroke.ops.triton.one_row import Form, one_row
-from twostroke.ops.triton.quantized import as_float, to_fp8, to_int4
-from twostroke.ops.triton.skinny import FP8, INT4, NORM, NOTHING, SILU
+from twostroke.ops.cuda import backend as cuda
+from twostroke.ops.cuda.kernels import one_row as one_row_
+from twostroke.ops.cuda.kernels.one_row import Form, one_row
+from twostroke.ops.cuda.kernels.quantized import as_float, to_fp8, to_int4
+from twostroke.ops.cuda.kernels.skinny import FP8, INT4, NORM, NOTHING, SILU
 from twostroke.weights.random import LLAMA_8B
 
 KINDS = {FP8: ("fp8", to_fp8), INT4: ("int4", to_int4)}

@@ -19,8 +19,8 @@ from twostroke.metrics.timeline import Timeline
 from twostroke.model.arch import Arch
 from twostroke.model.transformer import Transformer
 from twostroke.ops.select import make_ops
-from twostroke.run.cuda_runner import CudaRunner
-from twostroke.run.warm_up import prepare
+from twostroke.run.cuda.runner import CudaRunner
+from twostroke.run.cuda.warm_up import prepare
 from twostroke.sampling import SamplingParams
 from twostroke.schedule.make import make_scheduler
 from twostroke.types import Request

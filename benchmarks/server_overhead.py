@@ -43,11 +43,11 @@ LIMIT = 0.05
 ROOM = 1 << 20  # bytes that the kernel may hold for a client
 
 ENGINE = (
-    "import twostroke.engine.process as p; "
+    "import twostroke.remote.process as p; "
     "p.BOOT = p.BOOT.replace('from twostroke', 'import benchmarks.bare_steps; from twostroke')"
 )
 WASTE = """
-import time, twostroke.engine.aio as a
+import time, twostroke.remote.aio as a
 report = a.AsyncEngine.on_report
 def wasteful(self, news):
     report(self, news)

@@ -11,7 +11,7 @@ import pytest
 from twostroke.config import Config
 from twostroke.engine import build
 from twostroke.errors import ConfigError
-from twostroke.ops.native.library import available
+from twostroke.ops.cpu.library import available
 from twostroke.startup import collector_paused
 
 WATCHED = """
@@ -25,7 +25,7 @@ assert len(passes) < 10, f"{len(passes) // 2} collections while the engine was i
 """
 USED = """
 import sys
-import twostroke.engine.worker
+import twostroke.remote.worker
 from twostroke import LLM, Grammar, SamplingParams
 
 folder = sys.argv[1]

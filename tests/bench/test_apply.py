@@ -17,7 +17,7 @@ from twostroke.bench.workload import Load, make_load
 from twostroke.cli.main import app
 from twostroke.cost.deploy import config_of
 from twostroke.cost.trace import Arrival, Contents
-from twostroke.engine.live import change
+from twostroke.engine.settings import change
 from twostroke.errors import ConfigError
 from twostroke.weights.checkpoint import open_checkpoint
 from twostroke.weights.describe import checkpoint_bytes

@@ -21,7 +21,7 @@ LLAMA = known_arch("llama-3.1-8b")
 
 @pytest.mark.parametrize("precision", ["bfloat16", "fp8", "int8", "int4"])
 def test_bytes_are_those_that_the_backend_holds(precision):
-    torch, cuda = pytest.importorskip("torch"), pytest.importorskip("twostroke.ops.cuda")
+    torch, cuda = pytest.importorskip("torch"), pytest.importorskip("twostroke.ops.cuda.backend")
     from twostroke.weights.random import llama_shape, random_model
 
     arch = llama_shape(256, 512, 2, 4, 2, 64, vocab=640, max_positions=64)

@@ -18,15 +18,15 @@ from twostroke.cost.models import known_arch
 from twostroke.cost.roofline import Roofline
 from twostroke.cost.tiles import attend, dense_tokens, rows_run, splits_of, tile_queries
 from twostroke.metrics.steplog import Piece, Step
-from twostroke.run.buckets import CAPTURED_TOKENS
+from twostroke.run.cuda.buckets import CAPTURED_TOKENS
 
 LLAMA = known_arch("llama-3.1-8b")
 
 
 @pytest.mark.parametrize("model", ["llama-3.1-8b", "qwen2.5-7b", "llama-2-7b", "smollm2-135m"])
 def test_prompts_are_shared_out_as_the_kernels_do_it(model):
-    cuda, steps = pytest.importorskip("twostroke.ops.cuda"), pytest.importorskip("twostroke.run.cuda_steps")
-    torch, prefill = pytest.importorskip("torch"), pytest.importorskip("twostroke.ops.triton.prefill")
+    cuda, steps = pytest.importorskip("twostroke.ops.cuda.backend"), pytest.importorskip("twostroke.run.cuda.steps")
+    torch, prefill = pytest.importorskip("torch"), pytest.importorskip("twostroke.ops.cuda.kernels.prefill")
     arch = known_arch(model)
     share = arch.heads // arch.kv_heads
     queries = prefill.tile_rows(torch.bfloat16, arch.head_dim, share) // share

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from twostroke import LLM, SamplingParams
-from twostroke.ops.cpu import TorchCpuOps
+from twostroke.ops.reference.backend import ReferenceOps
 from twostroke.schedule.policy import POLICIES
 from twostroke.types import Request
 
@@ -108,10 +108,10 @@ def model(request, llama_folder, gemma_folder):
 def torch_model(request, llama_folder, gemma_folder):
     """The same on a machine without the native library."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("twostroke.ops.native.library.available", lambda: False)
+        patch.setattr("twostroke.ops.cpu.library.available", lambda: False)
         folder = gemma_folder if request.param == "gemma" else llama_folder
         alone = Alone(folder, threads=2)
-        assert isinstance(alone.llm.engine.core.runner.ops, TorchCpuOps)
+        assert isinstance(alone.llm.engine.core.runner.ops, ReferenceOps)
         yield folder, {"threads": 2}, alone  # torch has them for the whole process
 
 

@@ -16,8 +16,8 @@ from tests.model.test_parity import FAMILIES, load, make_peer, tokens_of
 from twostroke.kv.layout import make_layout
 from twostroke.kv.storage import KVStorage
 from twostroke.model.transformer import Transformer
-from twostroke.ops.cuda import CudaOps, DeviceBatch
-from twostroke.ops.cuda_exact import ExactCudaOps
+from twostroke.ops.cuda.backend import CudaOps, DeviceBatch
+from twostroke.ops.cuda.exact import ExactCudaOps
 from twostroke.ops.interface import BLOCK, Attention, GroupBlocks, KVLayer
 
 pytestmark = pytest.mark.gpu

@@ -10,8 +10,8 @@ import torch
 
 from tests.helpers import Sequences, run_tokens
 from tests.model.test_parity import make_peer, tokens_of
-from twostroke.ops.cpu import TorchCpuOps
 from twostroke.ops.interface import KVFormat
+from twostroke.ops.reference.backend import ReferenceOps
 from twostroke.weights.checkpoint import open_checkpoint
 from twostroke.weights.load import load_model
 
@@ -30,7 +30,7 @@ LENGTHS = (150, 61, 17, 90, 3)
 )
 def test_neighbours_and_chunks_do_not_show(family: str, kv_format: KVFormat, tmp_path: Path) -> None:
     make_peer(family, tmp_path)
-    model = load_model(open_checkpoint(tmp_path), TorchCpuOps(), 256)
+    model = load_model(open_checkpoint(tmp_path), ReferenceOps(), 256)
     prompts = [tokens_of(length) for length in LENGTHS]
     alone = [run_tokens(model, prompt, kv_format=kv_format) for prompt in prompts]
     dice = random.Random(family)

@@ -15,7 +15,7 @@ from tests.helpers import run_tokens
 from tests.model.test_parity import SHAPE, make_peer, tokens_of
 from twostroke.errors import ModelError
 from twostroke.model.families import arch_from_config
-from twostroke.ops.cpu import TorchCpuOps
+from twostroke.ops.reference.backend import ReferenceOps
 from twostroke.weights.checkpoint import open_checkpoint
 from twostroke.weights.load import halves_order, load_model
 
@@ -103,24 +103,24 @@ def test_checkpoint_must_fit_its_description(change: Any, named: str, tmp_path: 
     make_peer("llama", tmp_path)
     rewrite(tmp_path, change)
     with pytest.raises(ModelError, match=named):
-        load_model(open_checkpoint(tmp_path), TorchCpuOps(), 64)
+        load_model(open_checkpoint(tmp_path), ReferenceOps(), 64)
 
 
 def test_ignorable_tensors(tmp_path: Path) -> None:
     """Rotary buffers of old checkpoints, and a head stored although it is tied."""
     make_peer("llama one kv head", tmp_path)
     tokens = tokens_of(20)
-    plain = run_tokens(load_model(open_checkpoint(tmp_path), TorchCpuOps(), 64), tokens)
+    plain = run_tokens(load_model(open_checkpoint(tmp_path), ReferenceOps(), 64), tokens)
     extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4), "lm_head.weight": torch.ones(96, 48)}
     rewrite(tmp_path, lambda t: t.update(extra))
-    assert torch.equal(run_tokens(load_model(open_checkpoint(tmp_path), TorchCpuOps(), 64), tokens), plain)
+    assert torch.equal(run_tokens(load_model(open_checkpoint(tmp_path), ReferenceOps(), 64), tokens), plain)
 
 
 @pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
 def test_text_half_of_multimodal_gemma(prefix: str, tmp_path: Path) -> None:
     make_peer("gemma3 scaled", tmp_path)
     tokens = tokens_of(40)
-    expected = run_tokens(load_model(open_checkpoint(tmp_path), TorchCpuOps(), 64), tokens)
+    expected = run_tokens(load_model(open_checkpoint(tmp_path), ReferenceOps(), 64), tokens)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": config}))
 
@@ -130,7 +130,7 @@ def test_text_half_of_multimodal_gemma(prefix: str, tmp_path: Path) -> None:
         tensors["model.vision_tower.patch"] = torch.ones(3)
 
     rewrite(tmp_path, rename)
-    assert torch.equal(run_tokens(load_model(open_checkpoint(tmp_path), TorchCpuOps(), 64), tokens), expected)
+    assert torch.equal(run_tokens(load_model(open_checkpoint(tmp_path), ReferenceOps(), 64), tokens), expected)
 
 
 def test_halves_order() -> None:
@@ -140,7 +140,7 @@ def test_halves_order() -> None:
 def test_progress_reaches_the_end(tmp_path: Path) -> None:
     seen: list[tuple[int, int]] = []
     make_peer("phi3", tmp_path)
-    load_model(open_checkpoint(tmp_path), TorchCpuOps(), 64, lambda done, total: seen.append((done, total)))
+    load_model(open_checkpoint(tmp_path), ReferenceOps(), 64, lambda done, total: seen.append((done, total)))
     assert seen[-1][0] == seen[-1][1] > 0
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
 

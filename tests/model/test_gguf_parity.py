@@ -16,7 +16,7 @@ import torch
 from tests.helpers import run_tokens
 from tests.model.test_parity import FAMILIES, LLAMA3, arch_of, make_peer, tokens_of
 from twostroke.errors import ModelError
-from twostroke.ops.cpu import TorchCpuOps
+from twostroke.ops.reference.backend import ReferenceOps
 from twostroke.weights.checkpoint import open_checkpoint
 from twostroke.weights.load import load_arch, load_model
 
@@ -167,8 +167,8 @@ def test_gguf_equals_safetensors(family: str, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     write_gguf(path, CASES[family], peer, EXTRA.get(family, {}))
     tokens = tokens_of(61)
-    expected = run_tokens(load_model(open_checkpoint(tmp_path / "folder"), TorchCpuOps(), 64), tokens)
-    got = run_tokens(load_model(open_checkpoint(path), TorchCpuOps(), 64), tokens)
+    expected = run_tokens(load_model(open_checkpoint(tmp_path / "folder"), ReferenceOps(), 64), tokens)
+    got = run_tokens(load_model(open_checkpoint(path), ReferenceOps(), 64), tokens)
     torch.testing.assert_close(got, expected, atol=2e-5, rtol=0)
 
 
@@ -183,8 +183,8 @@ def test_quantized_rows_are_put_back_as_bytes(tmp_path: Path) -> None:
                 parameter.copy_(torch.from_numpy(values))
     peer.save_pretrained(tmp_path / "rounded")
     tokens = tokens_of(40)
-    expected = run_tokens(load_model(open_checkpoint(tmp_path / "rounded"), TorchCpuOps(), 64), tokens)
-    got = run_tokens(load_model(open_checkpoint(tmp_path / "model.gguf"), TorchCpuOps(), 64), tokens)
+    expected = run_tokens(load_model(open_checkpoint(tmp_path / "rounded"), ReferenceOps(), 64), tokens)
+    got = run_tokens(load_model(open_checkpoint(tmp_path / "model.gguf"), ReferenceOps(), 64), tokens)
     torch.testing.assert_close(got, expected, atol=2e-5, rtol=0)
 
 
@@ -208,7 +208,7 @@ def test_description_matches(tmp_path: Path) -> None:
 def test_refusals(extra: dict[str, Any], message: str, tmp_path: Path) -> None:
     write_gguf(tmp_path / "model.gguf", "llama", make_peer("llama", tmp_path / "folder"), extra)
     with pytest.raises(ModelError, match=message):
-        load_model(open_checkpoint(tmp_path / "model.gguf"), TorchCpuOps(), 64)
+        load_model(open_checkpoint(tmp_path / "model.gguf"), ReferenceOps(), 64)
 
 
 def test_unknown_architecture(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ import transformers
 from tests.helpers import run_tokens
 from twostroke.model.arch import Arch
 from twostroke.model.transformer import Transformer
-from twostroke.ops.cpu import TorchCpuOps
-from twostroke.ops.reference import ReferenceOps
+from twostroke.ops.cpu.backend import NativeCpuOps
+from twostroke.ops.reference.backend import ReferenceOps
 from twostroke.weights.checkpoint import open_checkpoint
 from twostroke.weights.load import load_arch, load_model
 
@@ -120,7 +120,7 @@ def make_peer(family: str, folder: Path, **more: Any) -> Any:
 
 
 def load(folder: Path, ops: Any = None) -> Transformer:
-    return load_model(open_checkpoint(folder), ops or TorchCpuOps(), 256)
+    return load_model(open_checkpoint(folder), ops or ReferenceOps(), 256)
 
 
 def tokens_of(length: int) -> list[int]:
@@ -142,11 +142,11 @@ def test_logits_equal_transformers(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3 scaled"])
-def test_reference_ops_agree(family: str, tmp_path: Path) -> None:
+def test_native_ops_agree(family: str, tmp_path: Path) -> None:
     make_peer(family, tmp_path)
     tokens = tokens_of(40)
-    slow = run_tokens(load(tmp_path, ReferenceOps()), tokens, [16, 23, 1])
-    torch.testing.assert_close(run_tokens(load(tmp_path), tokens), slow, atol=1e-4, rtol=0)
+    fast = run_tokens(load(tmp_path, NativeCpuOps(2, weights="float32")), tokens, [16, 23, 1])
+    torch.testing.assert_close(run_tokens(load(tmp_path), tokens), fast, atol=1e-4, rtol=0)
 
 
 def test_half_precision_checkpoints(tmp_path: Path) -> None:
@@ -155,8 +155,8 @@ def test_half_precision_checkpoints(tmp_path: Path) -> None:
     peer = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "half", dtype=torch.float32)
     tokens = tokens_of(40)
     expected = peer(torch.tensor([tokens])).logits[0]
-    for dtype in (torch.float32, torch.bfloat16):
-        model = load(tmp_path / "half", TorchCpuOps(dtype))
+    for weights in ("float32", "bfloat16"):
+        model = load(tmp_path / "half", NativeCpuOps(2, weights=weights))
         torch.testing.assert_close(run_tokens(model, tokens), expected, atol=1e-4, rtol=0)
 
 

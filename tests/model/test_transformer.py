@@ -13,8 +13,8 @@ from tests.model.test_parity import load, make_peer, tokens_of
 from twostroke.model import transformer
 from twostroke.model.arch import Rope
 from twostroke.model.transformer import rope_table
-from twostroke.ops.native.library import available
-from twostroke.ops.native_cpu import NativeCpuOps
+from twostroke.ops.cpu.backend import NativeCpuOps
+from twostroke.ops.cpu.library import available
 
 
 def test_rotary_tables_are_the_same_however_many_angles_are_made_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

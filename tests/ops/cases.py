@@ -10,7 +10,7 @@ from torch import Tensor
 from twostroke.model.arch import Rope
 from twostroke.model.transformer import rope_table
 from twostroke.ops.interface import BLOCK, Attention, Batch, GroupBlocks, KVFormat, KVLayer, Norm
-from twostroke.ops.kv_codec import write_kv
+from twostroke.ops.reference.kv_codec import write_kv
 
 WIDTHS = {"float32": 1, "float16": 1, "bfloat16": 1, "int8": 1, "int4": 2, "fp8": 1}
 DTYPES = {

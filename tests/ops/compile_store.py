@@ -7,7 +7,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from twostroke.ops.triton.heads import store_head
+from twostroke.ops.cuda.kernels.heads import store_head
 
 
 @triton.jit

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from twostroke.ops.cpu.backend import NativeCpuOps, PackedWeight
 from twostroke.ops.formats import Stored
 from twostroke.ops.interface import Attention, Batch, Gate, GroupBlocks, KVLayer, Norm, RopeTable
-from twostroke.ops.native_cpu import NativeCpuOps, PackedWeight
 
 
 class TensorOps:

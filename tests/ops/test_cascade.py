@@ -13,10 +13,10 @@ from tests.ops.test_triton import DEVICE, ON_CARD, REFERENCE, close, copied, mov
 pytest.importorskip("triton")
 
 from tests.ops.cases import Case, make_step
-from twostroke.ops.cuda import Cascade, CudaOps, Cut
+from twostroke.ops.cuda.backend import Cascade, CudaOps, Cut
+from twostroke.ops.cuda.kernels.decode import split_count
 from twostroke.ops.interface import BLOCK, GroupBlocks
-from twostroke.ops.triton.decode import split_count
-from twostroke.run.shared_prefix import find_sharing, split_end, whole_splits
+from twostroke.run.cuda.shared_prefix import find_sharing, split_end, whole_splits
 
 pytestmark = [pytest.mark.gpu] if ON_CARD else []
 STREAMS = ((300, 1), (290, 1), (5, 1), (270, 1), (140, 1), (0, 1))

@@ -8,14 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.ops.cases import CASES, MIXED, Case, alone, copied, make_step
-from twostroke.ops.cpu import TorchCpuOps, gated
-from twostroke.ops.cpu_attention import TILE, agreed_shapes
+from tests.ops.cases import CASES, Case, alone, copied, make_step
 from twostroke.ops.formats import from_float
 from twostroke.ops.interface import Gate, KVFormat, Norm
-from twostroke.ops.tiles import SIZES, agreeing, cut, plan_product
+from twostroke.ops.reference.backend import ReferenceOps, gated
 
-OPS = TorchCpuOps()
+OPS = ReferenceOps()
 ODD = (1, 7, 16, 33, 64, 100, 192, 577, 1536)
 SPANS = ((0, 1), (1, 2), (5, 8), (7, 40), (100, 233), (299, 300), (0, 300))
 
@@ -40,13 +38,6 @@ SHAPES = ((960, 576), (576, 576), (3072, 576), (576, 1536), (896, 4864), (1152, 
 def test_linear(shape: tuple[int, int]) -> None:
     packed = OPS.pack([from_float(randn(*shape).numpy())], randn(shape[0], seed=1))
     check_rows(lambda x: OPS.linear(x, packed), randn(300, shape[1], seed=2))
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_linear_of_narrow_weights(dtype: torch.dtype) -> None:
-    ops = TorchCpuOps(dtype)
-    packed = ops.pack([from_float(randn(960, 576).numpy())])
-    check_rows(lambda x: ops.linear(x, packed), randn(300, 576, seed=2))
 
 
 @pytest.mark.parametrize("width", ODD)
@@ -93,52 +84,3 @@ def test_attention_in_chunks(kv_format: KVFormat, window: int) -> None:
             got = OPS.attend(qkv[rows], attention, cache, part, 0)
             assert torch.equal(got, whole[rows]), (sizes[:3], done)
             done += size
-
-
-def test_attention_in_small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However the scores are cut to fit memory."""
-    qkv, attention, kv, batch = make_step(Case(MIXED, heads=9, kv_heads=3, head_dim=64))
-    whole = TorchCpuOps().attend(qkv, attention, copied(kv), batch, 0)
-    for budget in (1, 3 * TILE * 8, 3 * TILE * 100):
-        monkeypatch.setattr("twostroke.ops.cpu_attention._SCORES", budget)
-        assert torch.equal(TorchCpuOps().attend(qkv, attention, copied(kv), batch, 0), whole)
-
-
-def test_attention_where_few_shapes_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another library may leave fewer row counts than a K/V head has query heads, and demand many matrices."""
-    mine, _ = agreed_shapes(64, torch.get_num_threads())
-    for shape in ({"heads": 24, "kv_heads": 1}, {"heads": 9, "kv_heads": 3, "window": 24}, {"heads": 1, "kv_heads": 1}):
-        qkv, attention, kv, batch = make_step(Case(MIXED, head_dim=64, **shape))
-        whole = TorchCpuOps().attend(qkv, attention, copied(kv), batch, 0)
-        with monkeypatch.context() as patch:
-            patch.setattr("twostroke.ops.cpu_attention.agreed_shapes", lambda *_: (mine[:3], 11))
-            got = TorchCpuOps().attend(qkv, attention, copied(kv), batch, 0)
-        assert torch.equal(got, whole)
-
-
-def test_agreeing_counts() -> None:
-    def moody(
-        x: Tensor,
-    ) -> Tensor | None:  # up to three rows are computed one way, more another; of 16 the last differs
-        out = x + (0 if len(x) < 4 else 1)
-        if len(x) == 16:
-            out[-1] += 1
-        return None if len(x) == 64 else out
-
-    assert agreeing(moody, randn(64, 3), (1, 2, 4, 8, 16, 32, 64)) == (4, 8, 32)
-
-
-def test_cut_covers_all_rows() -> None:
-    for sizes in (SIZES, (2, 16, 256), (16,), (4, 8, 32, 64)):
-        for count in range(1, 700, 7):
-            tiles = cut(count, sizes)
-            assert sum(used for used, _ in tiles) == count
-            assert all(used <= size and size in sizes for used, size in tiles)
-
-
-def test_counts_are_found_again() -> None:
-    """Two processes on one machine must agree: the choice depends on bits alone."""
-    threads = torch.get_num_threads()
-    first, again = plan_product(64, 96, threads), plan_product.__wrapped__(64, 96, threads)
-    assert first == again
-    assert agreed_shapes(16, threads) == agreed_shapes.__wrapped__(16, threads)

@@ -19,10 +19,10 @@ pytest.importorskip("triton")
 
 from tests.ops.cases import DECODE, MIXED, Case, make_step, slots_of  # noqa: E402
 from tests.ops.test_triton import DEVICE, LIMITS, check_attention, copied, on_device  # noqa: E402
-from twostroke.ops.cuda import DeviceBatch  # noqa: E402
-from twostroke.ops.cuda_exact import ExactCudaOps  # noqa: E402
+from twostroke.ops.cuda.backend import DeviceBatch  # noqa: E402
+from twostroke.ops.cuda.exact import ExactCudaOps  # noqa: E402
+from twostroke.ops.cuda.kernels.exact_matmul import Products  # noqa: E402
 from twostroke.ops.interface import GroupBlocks, Norm  # noqa: E402
-from twostroke.ops.triton.exact_matmul import Products  # noqa: E402
 
 pytestmark = [pytest.mark.gpu] if ON_CARD else []
 DTYPES = [torch.float32, torch.bfloat16] if ON_CARD else [torch.float32]

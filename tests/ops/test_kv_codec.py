@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from twostroke.ops.interface import KVFormat
-from twostroke.ops.kv_codec import decode_kv, encode_kv
+from twostroke.ops.reference.kv_codec import decode_kv, encode_kv
 
 
 @pytest.mark.parametrize(("kv_format", "codes", "step"), [("int8", 127, 1 / 254), ("int4", 7, 1 / 14)])

@@ -12,18 +12,18 @@ import torch
 from torch import Tensor
 
 from tests.ops.cases import CASES, Case, alone, copied, make_step
-from twostroke.ops import reference
+from twostroke.ops.cpu.library import available
 from twostroke.ops.formats import FORMATS, Stored, dequantize, from_float
 from twostroke.ops.interface import Attention, Gate, KVFormat, KVLayer, Norm
-from twostroke.ops.native.library import available
-from twostroke.ops.reference import ReferenceOps, gated
+from twostroke.ops.reference import backend as reference
+from twostroke.ops.reference.backend import ReferenceOps, gated
 from twostroke.ops.select import make_ops
 
 if not available():
     pytest.skip("the native library is not built", allow_module_level=True)
 
 from tests.ops.tensors import TensorOps
-from twostroke.ops.native_cpu import NativeCpuOps, PackedWeight, instruction_sets, narrowed
+from twostroke.ops.cpu.backend import NativeCpuOps, PackedWeight, instruction_sets, narrowed
 
 ISAS = instruction_sets()
 SLOW = ReferenceOps()

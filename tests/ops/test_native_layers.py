@@ -14,15 +14,15 @@ import pytest
 from tests.helpers import Sequences
 from tests.model.test_parity import FAMILIES, make_peer, tokens_of
 from twostroke.model.transformer import Transformer
+from twostroke.ops.cpu.library import available
 from twostroke.ops.interface import KVFormat, RunsLayers
-from twostroke.ops.native.library import available
 from twostroke.weights.checkpoint import open_checkpoint
 from twostroke.weights.load import load_model
 
 if not available():
     pytest.skip("the native library is not built", allow_module_level=True)
 
-from twostroke.ops.native_cpu import NativeCpuOps
+from twostroke.ops.cpu.backend import NativeCpuOps
 
 
 class OneByOne:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from twostroke.ops.native.build import HERE, BuildError, build, find_compiler
+from twostroke.ops.cpu.build import NATIVE, BuildError, build, find_compiler
 
 pytestmark = pytest.mark.system
 
@@ -19,7 +19,7 @@ SANITIZED = ("-O0", "-g", "-DTS_SLOW", "-fno-sanitize-recover=all")
 
 
 def driver(folder: Path, compiler: str | None = None, extra: tuple[str, ...] = ()) -> Path:
-    return build(folder / "selftest", compiler, extra, sources=[HERE / "selftest.cpp"], shared=False)
+    return build(folder / "selftest", compiler, extra, sources=[NATIVE / "selftest.cpp"], shared=False)
 
 
 def run(*command: str | Path) -> list[str]:

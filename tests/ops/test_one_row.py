@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from tests.ops.test_triton import DEVICE, REFERENCE, close, pytestmark  # noqa: F401
-from twostroke.ops.cuda import CudaOps
+from twostroke.ops.cuda.backend import CudaOps
+from twostroke.ops.cuda.kernels.one_row import Form
+from twostroke.ops.cuda.kernels.quantized import as_float
 from twostroke.ops.interface import Gate, Norm
-from twostroke.ops.reference import Matrix
-from twostroke.ops.triton.one_row import Form
-from twostroke.ops.triton.quantized import as_float
+from twostroke.ops.reference.backend import Matrix
 
 CASES = [  # widths that do and do not fill the rounds; outputs that end amid a tile; one tile or several in a program
     (1024, 48, "norm", Form(4, 2, 2, 2)), (1408, 80, "none", Form(2, 1, 1, 1)), (512, 16, "silu", Form(8, 1, 2, 1)),
@@ -20,9 +20,9 @@ KINDS = ["fp8", "int8", "int4"]
 
 
 def cut_as(form: Form, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("twostroke.ops.triton.one_row.form_for", lambda fmt, segments: form)
-    monkeypatch.setattr("twostroke.ops.triton.one_row.processors", lambda device: 2)
-    monkeypatch.setattr("twostroke.ops.cuda.skinny", None)  # must not be asked
+    monkeypatch.setattr("twostroke.ops.cuda.kernels.one_row.form_for", lambda fmt, segments: form)
+    monkeypatch.setattr("twostroke.ops.cuda.kernels.one_row.processors", lambda device: 2)
+    monkeypatch.setattr("twostroke.ops.cuda.backend.skinny", None)  # must not be asked
 
 
 def on_card(norm: Norm) -> Norm:

@@ -15,9 +15,9 @@ if not ON_CARD:
 pytest.importorskip("triton")
 
 from tests.ops.test_triton import DEVICE, copied, moved, turned  # noqa: E402
+from twostroke.ops.cuda.kernels.rope import rotate_and_store  # noqa: E402
 from twostroke.ops.interface import BLOCK, Attention, Batch, GroupBlocks, KVLayer  # noqa: E402
-from twostroke.ops.kv_codec import write_kv  # noqa: E402
-from twostroke.ops.triton.rope import rotate_and_store  # noqa: E402
+from twostroke.ops.reference.kv_codec import write_kv  # noqa: E402
 
 TOKENS, HEADS, DIM = 24, 2, 64
 ELEMENTS = {"int8": torch.int8, "int4": torch.uint8, "fp8": torch.float8_e4m3fn}

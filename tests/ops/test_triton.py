@@ -14,12 +14,12 @@ if not ON_CARD and "TRITON_COMPILE_ONLY" not in os.environ:
 pytest.importorskip("triton")
 
 from tests.ops.cases import CASES, DECODE, MIXED, Case, make_step  # noqa: E402
-from twostroke.ops.cuda import CudaOps, DeviceBatch  # noqa: E402
+from twostroke.ops.cuda.backend import CudaOps, DeviceBatch  # noqa: E402
+from twostroke.ops.cuda.kernels.prefill import split_for  # noqa: E402
+from twostroke.ops.cuda.kernels.quantized import as_float  # noqa: E402
 from twostroke.ops.formats import from_float  # noqa: E402
 from twostroke.ops.interface import Batch, Gate, GroupBlocks, KVLayer, Norm  # noqa: E402
-from twostroke.ops.reference import Matrix, ReferenceOps  # noqa: E402
-from twostroke.ops.triton.prefill import split_for  # noqa: E402
-from twostroke.ops.triton.quantized import as_float  # noqa: E402
+from twostroke.ops.reference.backend import Matrix, ReferenceOps  # noqa: E402
 
 DEVICE = torch.device("cuda" if ON_CARD else "cpu")
 REFERENCE = ReferenceOps()
@@ -148,7 +148,7 @@ def test_linear(ops: CudaOps, rows: int, before: str, bias: bool) -> None:
 
 def test_shared_tiles(ops: CudaOps, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several programs may share the context of one tile."""
-    monkeypatch.setattr("twostroke.ops.cuda.split_for", lambda *_: 3)
+    monkeypatch.setattr("twostroke.ops.cuda.backend.split_for", lambda *_: 3)
     check_attention(ops, Case(((0, 9), (200, 3), (63, 1), (250, 34))), streams=False)
     check_attention(ops, Case(((200, 12), (16, 5)), window=24), streams=False)
 

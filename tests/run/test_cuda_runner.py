@@ -18,13 +18,14 @@ from twostroke.engine.core import Core  # noqa: E402
 from twostroke.hardware import this_machine  # noqa: E402
 from twostroke.kv.storage import KVStorage  # noqa: E402
 from twostroke.metrics.timeline import Timeline  # noqa: E402
-from twostroke.ops.cpu import TorchCpuOps  # noqa: E402
-from twostroke.ops.cuda import CudaOps  # noqa: E402
-from twostroke.run import cuda_steps, shared_prefix  # noqa: E402
-from twostroke.run.buckets import all_mixed_rows  # noqa: E402
-from twostroke.run.cuda_runner import CudaRunner  # noqa: E402
+from twostroke.ops.cuda.backend import CudaOps  # noqa: E402
+from twostroke.ops.reference.backend import ReferenceOps  # noqa: E402
+from twostroke.run.cuda import shared_prefix  # noqa: E402
+from twostroke.run.cuda import steps as cuda_steps  # noqa: E402
+from twostroke.run.cuda.buckets import all_mixed_rows  # noqa: E402
+from twostroke.run.cuda.runner import CudaRunner  # noqa: E402
+from twostroke.run.cuda.warm_up import compile_kernels, meet_row_counts, run_largest_step  # noqa: E402
 from twostroke.run.torch_runner import TorchRunner  # noqa: E402
-from twostroke.run.warm_up import compile_kernels, meet_row_counts, run_largest_step  # noqa: E402
 from twostroke.sampling import SamplingParams  # noqa: E402
 from twostroke.schedule.make import make_scheduler  # noqa: E402
 from twostroke.types import Request  # noqa: E402
@@ -49,7 +50,7 @@ def tokens_of(
     arch = load_arch(checkpoint)
     config = make_config(max_model_len=160, dtype="float32", max_batch_tokens=batch, kv_blocks=40, seed=1)
     settings = resolve(config, arch, this_machine("cpu"), 0)
-    ops = CudaOps(torch.float32, "cuda" if ON_CARD else "cpu") if kind == "cuda" else TorchCpuOps()
+    ops = CudaOps(torch.float32, "cuda" if ON_CARD else "cpu") if kind == "cuda" else ReferenceOps()
     model = load_model(checkpoint, ops, settings.max_model_len)
     kv = KVStorage(arch, settings.layout, settings.kv_blocks, settings.kv_dtype, ops.device)
     scheduler = make_scheduler(arch, settings, "tiny")

@@ -13,7 +13,7 @@ if not ON_CARD:
 pytest.importorskip("triton")
 
 from twostroke.metrics.timeline import Timeline  # noqa: E402
-from twostroke.ops.triton.sample import Filters, sample  # noqa: E402
+from twostroke.ops.cuda.kernels.sample import Filters, sample  # noqa: E402
 from twostroke.run.sample import MASK, SLACK, choose_one, noise_key  # noqa: E402
 from twostroke.sampling import SamplingParams  # noqa: E402
 from twostroke.types import Request  # noqa: E402

@@ -23,8 +23,8 @@ from twostroke.kv.storage import KVStorage  # noqa: E402
 from twostroke.metrics.timeline import Timeline  # noqa: E402
 from twostroke.model.arch import Arch, LayerArch, Rope  # noqa: E402
 from twostroke.model.transformer import Transformer  # noqa: E402
-from twostroke.ops.cuda_exact import ExactCudaOps  # noqa: E402
-from twostroke.run.cuda_runner import CudaRunner  # noqa: E402
+from twostroke.ops.cuda.exact import ExactCudaOps  # noqa: E402
+from twostroke.run.cuda.runner import CudaRunner  # noqa: E402
 from twostroke.sampling import SamplingParams  # noqa: E402
 from twostroke.schedule.make import make_scheduler  # noqa: E402
 from twostroke.types import Request  # noqa: E402

@@ -13,10 +13,10 @@ import pytest
 
 from tests.serve.server import Server, wait_until
 from twostroke.cost.trace import Arrival, Part
-from twostroke.engine import arrivals
-from twostroke.engine.arrivals import Arrivals, by_arrival
 from twostroke.hardware import machine_name
 from twostroke.metrics.timeline import Timeline
+from twostroke.remote import ended as arrivals
+from twostroke.remote.ended import Arrivals, by_arrival
 from twostroke.sampling import SamplingParams
 from twostroke.types import Request
 

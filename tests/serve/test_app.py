@@ -10,9 +10,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from twostroke.engine.aio import AsyncEngine
 from twostroke.errors import ConfigError
 from twostroke.metrics.registry import Metrics
+from twostroke.remote.aio import AsyncEngine
 from twostroke.serve import app as module
 from twostroke.serve import stream
 from twostroke.serve.app import App, Route

@@ -22,7 +22,7 @@ from twostroke.errors import ConfigError, ModelError
 
 # Late after a second, dead after eight; two and a half pass before a new engine is started, in which time we look at
 # what a server without one says.
-IMPATIENT = "import twostroke.engine.process as p; p.Patience.__init__.__defaults__ = (1.0, 8.0, 20.0, 600.0, 2.5, 2.5)"
+IMPATIENT = "import twostroke.remote.process as p; p.Patience.__init__.__defaults__ = (1.0, 8.0, 20.0, 600.0, 2.5, 2.5)"
 LONG = {"prompt": "Once upon a time", "max_tokens": 6000, "temperature": 0, "ignore_eos": True}
 SHORT = {"prompt": "Once upon a time", "max_tokens": 8, "temperature": 0}
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from twostroke import LLM, ConfigError, SamplingParams
+from twostroke.ops.cpu.library import available
 from twostroke.ops.formats import dequantize, from_float
-from twostroke.ops.native.library import available
 from twostroke.weights.quantize import native_encoder, quantize, to_q4_0, to_q8_0
 
 

@@ -16,7 +16,7 @@ from twostroke.cost.deploy import deployment_of
 from twostroke.cost.diagnose import Diagnosis, Effect, Targets, diagnose
 from twostroke.cost.hardware import Calibration
 from twostroke.cost.summary import Summary
-from twostroke.engine.live import change
+from twostroke.engine.settings import change
 from twostroke.errors import TwostrokeError
 
 if TYPE_CHECKING:

@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from twostroke.kv.storage import KVStorage
 from twostroke.ops.arrays import batch_of_tensors
-from twostroke.ops.cpu import TorchCpuOps
-from twostroke.ops.interface import BLOCK, Array, Attention, Batch, GroupBlocks, Norm, Ops, RopeTable
+from twostroke.ops.interface import BLOCK, Array, Attention, Batch, GroupBlocks, KVLayer, Norm, Ops, RopeTable
+from twostroke.ops.reference.backend import ReferenceOps, rotated, seen
+from twostroke.ops.reference.kv_codec import write_kv
 from twostroke.run.runner import ModelRunner
+from twostroke.run.torch_runner import TorchRunner
 
 if TYPE_CHECKING:
     from twostroke.engine.llm import LLM
@@ -28,17 +31,40 @@ def attention_seconds(llm: LLM) -> tuple[dict[str, float], dict[str, float]] | N
     """Seconds of all layers' attention, plain and with the backend's kernel: the end of a prompt (as TTFT) and a step
     of streams (as TPOT). None where the backend's kernel is plain torch's, or on a device that has only its own."""
     runner = llm.engine.core.runner
-    if not isinstance(runner, ModelRunner) or isinstance(runner.ops, TorchCpuOps):
+    if not isinstance(runner, ModelRunner) or isinstance(runner, TorchRunner):
         return None
     layer = runner.model.layers[0].attention
     context = min(CONTEXT, llm.settings.max_model_len)
     found = []
-    for ops in (TorchCpuOps(), runner.ops):
+    for ops in (PlainTorchOps(), runner.ops):
         chunk, streams = (
             measured(ops, llm, layer, context, *shape) for shape in ((1, min(CHUNK, context)), (STREAMS, 1))
         )
         found.append({"ttft": len(llm.arch.layers) * chunk, "tpot": len(llm.arch.layers) * streams})
     return found[0], found[1]
+
+
+class PlainTorchOps(ReferenceOps):
+    """Attention as plain torch writes it: all scores of a request at once, in float32."""
+
+    def attend(self, qkv: Tensor, attention: Attention, kv: KVLayer, batch: Batch, group: int) -> Tensor:
+        heads, kv_heads, dim = attention.heads, attention.kv_heads, attention.head_dim
+        q, k, v = qkv.view(-1, heads + 2 * kv_heads, dim).split([heads, kv_heads, kv_heads], dim=1)
+        if attention.rope is not None:
+            q, k = (rotated(x, attention.rope, batch.positions) for x in (q, k))
+        write_kv(kv, batch.groups[group].slots, k, v)
+        out = torch.empty_like(q)
+        for request, context in enumerate(batch.contexts.tolist()):
+            rows = slice(int(batch.starts[request]), int(batch.starts[request + 1]))
+            keys, values = seen(kv, batch.groups[group].tables[request], context - 1, 0)  # (n, kv_heads, D)
+            keys, values = (
+                x.float().repeat_interleave(heads // kv_heads, dim=1).transpose(0, 1) for x in (keys, values)
+            )
+            scores = q[rows].transpose(0, 1) @ keys.transpose(1, 2) * attention.scale  # (heads, rows, n)
+            hidden = batch.positions[rows, None] < torch.arange(context)
+            weights = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1)
+            out[rows] = (weights @ values).transpose(0, 1)
+        return out.flatten(1)
 
 
 def measured(ops: Ops, llm: LLM, attention: Attention, context: int, requests: int, count: int) -> float:

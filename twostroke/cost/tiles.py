@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from twostroke.model.arch import Arch, seen_pairs
-from twostroke.run.buckets import CAPTURED_TOKENS, mixed_rows, stream_rows
+from twostroke.run.cuda.buckets import CAPTURED_TOKENS, mixed_rows, stream_rows
 
 UNIT = 2048  # tokens that the vendor's kernel takes at a time
 DENSE_HEADS = (64, 128)

@@ -15,6 +15,7 @@ from twostroke.config import DEFAULT_BATCH_TOKENS, DEFAULT_REQUESTS, Config, Res
 from twostroke.engine.core import Core
 from twostroke.engine.intake import Intake, open_tokenizer
 from twostroke.errors import ConfigError
+from twostroke.grammar.compile import GrammarCompiler
 from twostroke.hardware import Hardware, cuda_devices, free_memory, machine_name, this_machine
 from twostroke.kv.storage import KVStorage
 from twostroke.metrics.steplog import StepLog
@@ -22,7 +23,6 @@ from twostroke.model.arch import Arch
 from twostroke.model.transformer import Transformer
 from twostroke.ops.interface import Ops
 from twostroke.ops.select import make_ops
-from twostroke.run.grammar import GrammarCompiler
 from twostroke.run.runner import ModelRunner
 from twostroke.schedule.make import make_scheduler
 from twostroke.startup import collector_paused
@@ -72,7 +72,7 @@ def build_engine(
     transformer = load_model(checkpoint, ops, settings.max_model_len, load_progress, bits)
     stage("size KV")
     if device == "cuda":
-        from twostroke.run.warm_up import prepare  # Triton is not installed everywhere
+        from twostroke.run.cuda.warm_up import prepare  # Triton is not installed everywhere
 
         settings = prepare(config, settings, transformer)
     for name, reason in settings.reasons.items():
@@ -130,8 +130,8 @@ def make_runner(model: Transformer, kv: KVStorage, tables: np.ndarray, ops: Ops,
     if ops.device is None:
         return ModelRunner(model, kv, tables, ops, grammars)
     if ops.device.type == "cuda":
-        from twostroke.ops.cuda import CudaOps
-        from twostroke.run.cuda_runner import CudaRunner  # Triton is not installed everywhere
+        from twostroke.ops.cuda.backend import CudaOps
+        from twostroke.run.cuda.runner import CudaRunner  # Triton is not installed everywhere
 
         assert isinstance(ops, CudaOps)
         return CudaRunner(model, kv, tables, ops, grammars)

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from twostroke.config import Resolved
 from twostroke.errors import InputError
+from twostroke.grammar.check import GrammarChecker
+from twostroke.grammar.compile import GrammarCompiler, Words
 from twostroke.metrics.timeline import Timeline
-from twostroke.run.grammar import GrammarCompiler, Words
-from twostroke.run.grammar_check import GrammarChecker
 from twostroke.sampling import SamplingParams, is_whole, mix
 from twostroke.text.tokenizer import Tokenizer, from_folder, from_gguf
 from twostroke.types import Request

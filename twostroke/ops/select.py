@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from twostroke.ops.interface import Ops
-from twostroke.ops.native import library
+import logging
 
+from twostroke.ops.cpu import library
+from twostroke.ops.interface import Ops
+
+log = logging.getLogger(__name__)
 _DTYPES = ("float32", "float16", "bfloat16")
 
 
@@ -23,17 +26,20 @@ def make_ops(device: str, dtype: str | None, threads: int, quantize: str | None 
     if threads < 1:
         raise ValueError(f"The number of threads must be at least 1, not {threads}.")
     if library.available():
-        from twostroke.ops.native_cpu import NativeCpuOps
+        from twostroke.ops.cpu.backend import NativeCpuOps
 
         return NativeCpuOps(threads, weights=dtype or "native")
-    return _torch_ops(dtype or "float32", threads)
+    from twostroke.ops.reference.backend import ReferenceOps
+
+    log.warning("the native CPU library is not built, so the slow reference runs: python -m twostroke.ops.cpu.build")
+    return ReferenceOps()
 
 
 def _cuda_ops(dtype: str, quantize: str | None, exact: bool) -> Ops:
     import torch
 
-    from twostroke.ops.cuda import CudaOps  # Triton is not installed everywhere
-    from twostroke.ops.triton.launch import wake_driver
+    from twostroke.ops.cuda.backend import CudaOps  # Triton is not installed everywhere
+    from twostroke.ops.cuda.kernels.launch import wake_driver
 
     if quantize not in (None, "fp8", "int8", "int4"):
         raise ValueError(f"A GPU keeps weights in fp8, int8 or int4, not in {quantize!r}.")
@@ -41,18 +47,8 @@ def _cuda_ops(dtype: str, quantize: str | None, exact: bool) -> Ops:
         wake_driver()
     if not exact:
         return CudaOps(getattr(torch, dtype), quantize=quantize)
-    from twostroke.ops.cuda_exact import ExactCudaOps
+    from twostroke.ops.cuda.exact import ExactCudaOps
 
     if quantize is not None:
         raise ValueError(f"Products with {quantize} weights are not exact on a GPU: drop quantize or exact.")
     return ExactCudaOps(getattr(torch, dtype))
-
-
-def _torch_ops(dtype: str, threads: int) -> Ops:
-    import torch
-
-    from twostroke.ops.cpu import TorchCpuOps
-
-    if torch.get_num_threads() != threads:
-        torch.set_num_threads(threads)
-    return TorchCpuOps(getattr(torch, dtype))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from twostroke.grammar.compile import NO_MASKS, GrammarCompiler, GrammarRows
 from twostroke.kv.storage import KVStorage
 from twostroke.model.transformer import Transformer
 from twostroke.ops.interface import Array, Batch, Ops
 from twostroke.run.batch import PromptRows, StepRows, build_step
-from twostroke.run.grammar import NO_MASKS, GrammarCompiler, GrammarRows
 from twostroke.run.sample import NOT_FINITE, choose, logprobs
 from twostroke.types import Details, Plan, Result
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from twostroke.engine import arrivals as records
-from twostroke.engine.process import EngineError
 from twostroke.errors import ConfigError
 from twostroke.metrics import steplog
+from twostroke.remote import ended as records
+from twostroke.remote.process import EngineError
 from twostroke.serve import errors
 from twostroke.serve.http import Call, dump
 from twostroke.serve.protocol import admin

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from twostroke.errors import InputError
-from twostroke.run.tool_grammar import tool_grammar
+from twostroke.grammar.tools import tool_grammar
 from twostroke.sampling import Grammar, schema_text
 from twostroke.serve.errors import bad_request
 from twostroke.serve.protocol.constraints import Constraints, Form, JsonSchemaFormat, PlainText

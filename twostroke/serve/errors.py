@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import secrets
 
-from twostroke.engine.admission import BusyError
-from twostroke.engine.process import EngineError
+from twostroke.remote.admission import BusyError
+from twostroke.remote.process import EngineError
 
 log = logging.getLogger(__name__)
 RESTART_SECONDS = 5  # after which it is worth asking again when the engine is not there

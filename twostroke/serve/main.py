@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from twostroke.engine.aio import AsyncEngine
-from twostroke.engine.process import Patience
-from twostroke.engine.wire import Ready
 from twostroke.metrics.registry import Metrics
+from twostroke.remote.aio import AsyncEngine
+from twostroke.remote.process import Patience
+from twostroke.remote.wire import Ready
 from twostroke.serve.app import App
 from twostroke.serve.auth import Keys
 from twostroke.serve.listen import Listener, bind, make_listener

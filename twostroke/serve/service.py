@@ -11,12 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-from twostroke.engine.admission import BusyError
-from twostroke.engine.aio import ENGINE_GONE, SLOW_READER, AsyncEngine, Stream
-from twostroke.engine.process import EngineError
 from twostroke.errors import InputError, ModelError
 from twostroke.metrics.registry import Metrics
 from twostroke.metrics.timeline import Timeline
+from twostroke.remote.admission import BusyError
+from twostroke.remote.aio import ENGINE_GONE, SLOW_READER, AsyncEngine, Stream
+from twostroke.remote.process import EngineError
 from twostroke.sampling import SamplingParams
 from twostroke.serve import errors
 from twostroke.serve.auth import Keys

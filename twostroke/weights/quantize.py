@@ -14,8 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from twostroke.hardware import usable_cores
+from twostroke.ops.cpu.library import available, load_library
 from twostroke.ops.formats import FORMATS, Stored, dequantize
-from twostroke.ops.native.library import available, load_library
 
 GROUP = 32
 CHUNK = 1 << 13  # groups quantized at a time: what is made on the way stays in a core's cache

@@ -6,7 +6,7 @@ import torch
 
 from twostroke.model.arch import Arch, LayerArch, Rope
 from twostroke.model.transformer import Transformer, rope_table
-from twostroke.ops.cuda import CudaOps, Weight
+from twostroke.ops.cuda.backend import CudaOps, Weight
 from twostroke.ops.interface import Attention, Layer, Norm
 
 THETA = 500_000.0

@@ -8,11 +8,11 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from twostroke.config import Config, Resolved
-from twostroke.engine.arrivals import Ended
-from twostroke.engine.live import LIVE
+from twostroke.engine.settings import LIVE
 from twostroke.metrics.steplog import Step
 from twostroke.model.arch import Arch
 from twostroke.ops.interface import BLOCK
+from twostroke.remote.ended import Ended
 from twostroke.schedule.policy import POLICIES
 from twostroke.serve.errors import ApiError, bad_request
 from twostroke.serve.protocol.base import Shape

@@ -1,0 +1,66 @@
+"""A grammar that forces tool calls, in the words the model was trained to call with. Torch-free."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from twostroke.errors import InputError
+from twostroke.grammar.schema import inline_schema, safe_schema
+from twostroke.sampling import MAX_GRAMMAR, Grammar
+from twostroke.text.tokenizer import Tokenizer
+from twostroke.text.tools import Tool, ToolChoice, ToolFormat
+
+MAX_CALLS = 8  # in one answer
+
+
+def tool_grammar(
+    tools: Sequence[Tool],
+    choice: ToolChoice,
+    form: ToolFormat,
+    tokenizer: Tokenizer | None = None,
+    parallel: bool = True,
+) -> Grammar:
+    """For tool_choice "required" (one or more calls, one if not `parallel`) and "named" (one call).
+
+    tokenizer: the format's marks are then the tokens this model was trained with, special ones among them.
+    """
+    if not choice.forced:
+        raise ValueError(f"tool_choice {choice.mode!r} forces nothing")
+    rules, names = [], []
+    for index, tool in enumerate(tools):
+        if choice.name not in (None, tool.name):
+            continue
+        schema = safe_schema(tool.parameters, f"tools[{index}].function.parameters")
+        opening = f'{{"name": "{tool.name}", "{form.arguments}": '
+        rules.append(f'call_{index}: {_text(opening)} arguments_{index} "}}"')
+        rules.append(f"arguments_{index}: {inline_schema(schema)}")  # a root of its own: $ref stays right
+        names.append(f"call_{index}")
+    more = MAX_CALLS - 1 if parallel and choice.mode == "required" else 0
+    lines = [*_frame(form, tokenizer, more), "call: " + " | ".join(names), *rules]
+    source = "\n".join(lines) + "\n"
+    if len(source) > MAX_GRAMMAR:
+        raise InputError(f"tools: their schemas have {len(source)} characters, a forced call takes {MAX_GRAMMAR}.")
+    return Grammar("ebnf", source)
+
+
+def _frame(form: ToolFormat, tokenizer: Tokenizer | None, more: int) -> list[str]:
+    """The rules around `call`."""
+    begin, end = _mark(form.begin, tokenizer), _mark(form.end, tokenizer)
+    times = f"{{0,{more}}}"
+    if form.listed:
+        return [f'start: {begin} " "? "[" call ' + (f'(", " call){times} ' if more else "") + '"]"']
+    if form.bare:
+        return ["start: call"]  # such models call one tool at a time
+    several = f' ("\\n" one){times} "\\n"?' if more else ""  # a line break at the end commits to nothing
+    return [f"start: one{several}", f'one: {begin} "\\n" call "\\n" {end}']
+
+
+def _mark(text: str, tokenizer: Tokenizer | None) -> str:
+    """A mark as the one token it is in this vocabulary, which models were trained to write, else as text."""
+    number = tokenizer.token_id(text) if tokenizer is not None and text else None
+    return _text(text) if number is None else f"<[{number}]>"
+
+
+def _text(text: str) -> str:
+    return json.dumps(text)

@@ -1,0 +1,359 @@
+"""The CPU backend on the native library (native/, C++): a call for each op or for all layers, on raw pointers into
+NumPy arrays, with the lock released. It never imports torch.
+
+Weights are repacked at load and keep their precision; activations are float32 outside the products and 8-bit codes with
+a scale for each 32 inside those with quantized weights. Every op is batch-invariant and gives the same bits for any
+number of threads and on every instruction set.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from twostroke.ops.cpu.library import AttendBatch, AttendLayer, LayerCall, NormRef, load_library
+from twostroke.ops.formats import Stored, dequantize, from_float
+from twostroke.ops.interface import BLOCK, Attention, Batch, Gate, KVLayer, Layer, Norm
+
+_FORMATS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
+_FLOATS = ("F32", "F16", "BF16")
+_NARROW = {"float16": "F16", "bfloat16": "BF16"}
+_KV_FORMATS = {"float32": 0, "float16": 1, "bfloat16": 2, "int8": 3, "int4": 4}
+_ACTIVATIONS = {"silu": 2, "gelu_tanh": 3}
+_STATUS = {1: "out of memory", 2: "a token id lies outside the table", 3: "bad argument"}
+_CACHED = 4096  # layers remembered by attend; a model has a few dozen
+_NOTHING = ctypes.c_char * 0
+_FLOAT32 = np.dtype(np.float32)
+_BATCH_TYPES = tuple(map(np.dtype, ("i8", "i8", "i4", "i4", "i4")))  # positions, slots, tables, starts, contexts
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedWeight:
+    handle: int
+    outputs: int
+    inputs: int
+    owner: Any  # frees the handle when the last reference goes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerPlan:
+    """All layers of a model over one cache, described once for `run_layers`."""
+
+    calls: ctypes.Array[LayerCall]
+    groups: int
+    pointers: Any  # the type of an array with one for each group
+    kept: tuple[Any, ...]  # what the descriptions point into
+
+
+class _Owner:
+    """Something a finalizer can hold on to."""
+
+    __slots__ = ("__weakref__",)
+
+
+class NativeCpuOps:
+    name = "native"
+    device = None  # it takes NumPy arrays
+
+    def __init__(self, threads: int, weights: str = "native", isa: str = ""):
+        """weights: "native" keeps what the file holds; "float32" multiplies quantized weights as their float32 values;
+        "float16" and "bfloat16" keep all of them in 16 bits.
+
+        isa: one of `instruction_sets()`, the best of them when empty.
+        """
+        if weights not in ("native", "float32", *_NARROW):
+            raise ValueError(f"weights must be 'native', 'float32', 'float16' or 'bfloat16', not {weights!r}")
+        self._lib = lib = load_library()
+        self._context = lib.ts_new(threads, isa.encode())
+        if not self._context:
+            raise ValueError(f"no kernels for {isa!r} on this machine; there are {', '.join(instruction_sets())}")
+        weakref.finalize(self, lib.ts_free, self._context)
+        self.isa: str = lib.ts_name(self._context).decode()
+        self._weights = weights
+        self._linear = lib.ts_linear
+        self._attend = lib.ts_attend
+        self._layers: dict[tuple[int, int], tuple[Any, ...]] = {}
+        self._batch: tuple[Batch | None, dict[int, tuple[Any, ...]]] = (None, {})
+
+    # ---- weights -------------------------------------------------------------------------------------------------
+
+    def pack(self, parts: Sequence[Stored], bias: np.ndarray | None = None) -> PackedWeight:
+        inputs = parts[0].shape[1]
+        if any(len(part.shape) != 2 or part.shape[1] != inputs for part in parts):
+            raise ValueError(f"cannot stack matrices of shapes {[part.shape for part in parts]}")
+        if self._weights == "float32":
+            parts = [part if part.format in _FLOATS else from_float(dequantize(part)) for part in parts]
+        elif self._weights in _NARROW:
+            parts = [narrowed(part, _NARROW[self._weights]) for part in parts]
+        outputs = sum(part.shape[0] for part in parts)
+        data = [np.ascontiguousarray(part.data) for part in parts]
+        count = len(parts)
+        formats = (ctypes.c_int32 * count)(*(_FORMATS.index(part.format) for part in parts))
+        rows = (ctypes.c_int32 * count)(*(part.shape[0] for part in parts))
+        pointers = (ctypes.c_void_p * count)(*(array.ctypes.data for array in data))
+        shift = None if bias is None else np.ascontiguousarray(bias, np.float32)
+        if shift is not None and shift.shape != (outputs,):
+            raise ValueError(f"a bias of shape {shift.shape} does not fit {outputs} outputs")
+        handle = self._lib.ts_pack(
+            self._context, count, formats, rows, pointers, inputs, None if shift is None else shift.ctypes.data
+        )
+        if not handle:
+            raise MemoryError(f"no memory to pack a matrix of {outputs} x {inputs}")
+        owner = _Owner()
+        weakref.finalize(owner, self._lib.ts_weight_free, handle)
+        return PackedWeight(handle, outputs, inputs, owner)
+
+    def weight_bytes(self, weight: PackedWeight) -> int:
+        return int(self._lib.ts_weight_bytes(weight.handle))
+
+    def embed(self, table: PackedWeight, tokens: np.ndarray, scale: float) -> np.ndarray:
+        tokens = np.ascontiguousarray(tokens, np.int64)
+        count = tokens.shape[0]
+        out = np.empty((count, table.inputs), _FLOAT32)
+        _check(self._lib.ts_embed(self._context, table.handle, address(tokens), count, scale, address(out)))
+        return out
+
+    # ---- rows ----------------------------------------------------------------------------------------------------
+
+    def norm(self, x: np.ndarray, norm: Norm) -> np.ndarray:
+        flat = _rows(x.reshape(-1, x.shape[-1]))
+        rows, cols = flat.shape
+        out = np.empty((rows, cols), _FLOAT32)
+        status = self._lib.ts_norm(
+            self._context, any_address(flat), flat.strides[0] // 4, rows, cols, address(norm.weight), norm.eps,
+            address(out),
+        )  # fmt: skip
+        _check(status)
+        return out.reshape(x.shape)
+
+    def linear(
+        self,
+        x: np.ndarray,
+        weight: PackedWeight,
+        *,
+        before: Norm | Gate | None = None,
+        add_to: np.ndarray | None = None,
+    ) -> np.ndarray:
+        rows, width = x.shape
+        kind, scales, eps = 0, None, 0.0
+        if before is not None:
+            if type(before) is Norm:
+                kind, scales, eps = 1, address(before.weight), before.eps
+            else:
+                kind = _ACTIVATIONS[before.activation]  # type: ignore[union-attr]
+                width //= 2
+        if width != weight.inputs or x.dtype != _FLOAT32:
+            raise ValueError(f"a {x.dtype} input of width {x.shape[1]} does not fit a weight of {weight.inputs} inputs")
+        if not x.flags.c_contiguous:
+            x = np.ascontiguousarray(x)
+        if add_to is None:
+            out = np.empty((rows, weight.outputs), _FLOAT32)
+        else:
+            out = add_to
+            if out.shape != (rows, weight.outputs) or out.dtype != _FLOAT32 or not out.flags.c_contiguous:
+                raise ValueError(f"cannot add ({rows}, {weight.outputs}) into {out.shape} of {out.dtype} in place")
+        status = self._linear(
+            self._context, weight.handle, address(x), x.shape[1], rows, kind, scales, eps,
+            address(out), weight.outputs, add_to is not None,
+        )  # fmt: skip
+        if status:
+            _check(status)
+        return out
+
+    def argmax(self, logits: np.ndarray) -> np.ndarray:
+        logits = _rows(logits)
+        rows, count = logits.shape
+        out = np.empty(rows, np.int64)
+        stride = logits.strides[0] // 4
+        _check(self._lib.ts_argmax(self._context, any_address(logits), stride, rows, count, address(out)))
+        return out
+
+    # ---- attention -----------------------------------------------------------------------------------------------
+
+    def attend(self, qkv: np.ndarray, attention: Attention, kv: KVLayer, batch: Batch, group: int) -> np.ndarray:
+        layer = self._layer(attention, kv)
+        step = self._step(batch, group)
+        qkv = np.ascontiguousarray(qkv)
+        if qkv.dtype != _FLOAT32 or qkv.shape[1] != (attention.heads + 2 * attention.kv_heads) * attention.head_dim:
+            raise ValueError(f"qkv of shape {qkv.shape} and {qkv.dtype} does not fit the layer")
+        out = np.empty((qkv.shape[0], attention.heads * attention.head_dim), _FLOAT32)
+        status = self._attend(self._context, layer, step, address(qkv), address(out))
+        if status:
+            _check(status)
+        return out
+
+    # ---- whole models --------------------------------------------------------------------------------------------
+
+    def plan_layers(self, layers: Sequence[Layer], caches: Sequence[tuple[KVLayer, int]], gate: Gate) -> LayerPlan:
+        calls = (LayerCall * len(layers))()
+        attentions = [describe_layer(layer.attention, kv) for layer, (kv, _) in zip(layers, caches, strict=True)]
+        for call, layer, attention, (_, group) in zip(calls, layers, attentions, caches, strict=True):
+            for name in ("qkv", "output", "gate_up", "down"):
+                setattr(call, name, getattr(layer, name).handle)
+            call.attention = ctypes.addressof(attention)
+            call.attention_norm, call.feed_norm = norm_reference(layer.attention_norm), norm_reference(layer.feed_norm)
+            call.attention_out = norm_reference(layer.attention_out_norm)
+            call.feed_out = norm_reference(layer.feed_out_norm)
+            call.group, call.gate = group, _ACTIVATIONS[gate.activation]
+        groups = 1 + max(group for _, group in caches)
+        return LayerPlan(calls, groups, ctypes.c_void_p * groups, (attentions, tuple(layers), tuple(caches)))
+
+    def run_layers(self, plan: LayerPlan, x: np.ndarray, batch: Batch) -> np.ndarray:
+        """x is overwritten."""
+        rows, hidden = x.shape
+        if x.dtype != _FLOAT32 or not x.flags.c_contiguous or rows != batch.positions.shape[0]:
+            raise ValueError(f"x of shape {x.shape} and {x.dtype} does not fit {batch.positions.shape[0]} rows")
+        groups = plan.pointers(*[self._step(batch, group) for group in range(plan.groups)])
+        keep = np.ascontiguousarray(batch.logit_rows, np.int64)
+        out = np.empty((keep.shape[0], hidden), _FLOAT32)
+        status = self._lib.ts_layers(
+            self._context, plan.calls, len(plan.calls), groups, address(x), rows, hidden,
+            address(keep), keep.shape[0], address(out),
+        )  # fmt: skip
+        _check(status)
+        return out
+
+    # ---- descriptions, made once and remembered ------------------------------------------------------------------
+
+    def _layer(self, attention: Attention, kv: KVLayer) -> int:
+        """The address of the layer's constants. Built once for each (attention, cache) pair."""
+        key = (id(attention), kv.keys.ctypes.data)
+        found = self._layers.get(key)
+        if found is not None and found[1] is attention and (found[2] is kv or found[3] == _signature(kv)):
+            return int(found[0])
+        if len(self._layers) >= _CACHED:
+            self._layers.clear()
+        structure = describe_layer(attention, kv)
+        entry = (ctypes.addressof(structure), attention, kv, _signature(kv), structure)
+        self._layers[key] = entry
+        return entry[0]
+
+    def _step(self, batch: Batch, group: int) -> int:
+        """The address of the step's rows: the same for every layer of a group."""
+        if self._batch[0] is not batch:
+            self._batch = (batch, {})
+        found = self._batch[1].get(group)
+        if found is None:
+            structure, kept = describe_batch(batch, group)
+            found = (ctypes.addressof(structure), structure, kept)
+            self._batch[1][group] = found
+        return int(found[0])
+
+
+def instruction_sets() -> list[str]:
+    """The sets of kernels that run on this machine, best first."""
+    lib = load_library()
+    names: list[str] = []
+    while name := lib.ts_isa(len(names)):
+        names.append(name.decode())
+    return names
+
+
+def narrowed(part: Stored, name: str) -> Stored:
+    """The same matrix, rounded to a float format of 16 bits."""
+    if part.format == name:
+        return part
+    rows, cols = part.shape
+    out = np.empty((rows, cols), np.uint16)
+    step = max(1, (1 << 24) // cols)  # decode a little at a time: no float32 copy of the whole matrix
+    for start in range(0, rows, step):
+        values = dequantize(part.rows(start, min(start + step, rows)))
+        out[start : start + step] = half_bits(values) if name == "F16" else brain_bits(values)
+    return Stored(name, part.shape, out.reshape(-1).view(np.uint8))
+
+
+def half_bits(values: np.ndarray) -> np.ndarray:
+    with np.errstate(over="ignore"):  # what is too large for the format is infinite
+        return values.astype(np.float16).view(np.uint16)
+
+
+def brain_bits(values: np.ndarray) -> np.ndarray:
+    """float32 to the upper half of its bits, to the nearest, the even one of two as near."""
+    bits = values.view(np.uint32)
+    rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
+    return np.where(np.isnan(values), 0x7FC0, rounded).astype(np.uint16)
+
+
+def describe_layer(attention: Attention, kv: KVLayer) -> AttendLayer:
+    dim = attention.head_dim
+    if kv.format not in _KV_FORMATS:
+        raise ValueError(f"a cache in {kv.format} is not supported here; use one of {', '.join(_KV_FORMATS)}")
+    if dim % 2 or not 2 <= dim <= 256 or attention.heads % attention.kv_heads:
+        raise ValueError(f"heads of {dim} ({attention.heads} over {attention.kv_heads}) are not supported")
+    layer = AttendLayer(
+        heads=attention.heads, kv_heads=attention.kv_heads, head_dim=dim, window=attention.window,
+        scale=attention.scale, softcap=attention.softcap, kv_format=_KV_FORMATS[kv.format],
+    )  # fmt: skip
+    if attention.rope is not None:
+        cos, sin = attention.rope.cos, attention.rope.sin
+        if not (cos.flags.c_contiguous and sin.flags.c_contiguous) or 2 * cos.shape[1] > dim:
+            raise ValueError(f"a rotary table of shape {cos.shape} does not fit heads of {dim}")
+        layer.rope_half, layer.cos, layer.sin = cos.shape[1], address(cos), address(sin)
+    if attention.query_norm is not None:
+        layer.query_norm, layer.query_eps = address(attention.query_norm.weight), attention.query_norm.eps
+    if attention.key_norm is not None:
+        layer.key_norm, layer.key_eps = address(attention.key_norm.weight), attention.key_norm.eps
+    for name, codes in (("key", kv.keys), ("value", kv.values)):
+        width = codes.shape[3] * codes.itemsize
+        if codes.strides[2:] != (width, codes.itemsize) or codes.shape[2] != BLOCK:
+            raise ValueError(f"a block of the cache must hold adjacent tokens, not strides {codes.strides}")
+        setattr(layer, f"{name}s", codes.ctypes.data)
+        setattr(layer, f"{name}_block_stride", codes.strides[0])
+        setattr(layer, f"{name}_head_stride", codes.strides[1])
+    for name, scales in (("key", kv.key_scales), ("value", kv.value_scales)):
+        if scales is not None:
+            setattr(layer, f"{name}_scales", scales.ctypes.data)
+            setattr(layer, f"{name}_scale_block_stride", scales.strides[0] // 4)
+            setattr(layer, f"{name}_scale_head_stride", scales.strides[1] // 4)
+    return layer
+
+
+def norm_reference(norm: Norm | None) -> NormRef:
+    return NormRef() if norm is None else NormRef(address(norm.weight), norm.eps)
+
+
+def describe_batch(batch: Batch, group: int) -> tuple[AttendBatch, list[np.ndarray]]:
+    """The structure, and the arrays it points into."""
+    blocks = batch.groups[group]
+    found = (batch.positions, blocks.slots, blocks.tables, batch.starts, batch.contexts)
+    if tuple([array.dtype for array in found]) != _BATCH_TYPES:
+        raise ValueError(f"a batch holds {[str(array.dtype) for array in found]}, not {list(map(str, _BATCH_TYPES))}")
+    kept = [np.ascontiguousarray(array) for array in found]
+    positions, slots, tables, starts, contexts = map(address, kept)
+    structure = AttendBatch(len(kept[0]), len(kept[4]), positions, slots, tables, kept[2].shape[1], starts, contexts)
+    return structure, kept
+
+
+def _signature(kv: KVLayer) -> tuple[Any, ...]:
+    return (
+        kv.format,
+        kv.keys.strides,
+        kv.values.ctypes.data,
+        None if kv.key_scales is None else kv.key_scales.ctypes.data,
+    )
+
+
+def address(array: np.ndarray) -> int:
+    """Where the elements of a contiguous, writable array begin: `array.ctypes.data`, four times as fast."""
+    return ctypes.addressof(_NOTHING.from_buffer(array))  # type: ignore[arg-type]
+
+
+def any_address(array: np.ndarray) -> int:
+    return address(array) if array.flags.carray else array.ctypes.data
+
+
+def _rows(x: np.ndarray) -> np.ndarray:
+    """float32 with adjacent elements in a row."""
+    if x.dtype == _FLOAT32 and x.strides[-1] == 4:
+        return x
+    return np.ascontiguousarray(x, _FLOAT32)
+
+
+def _check(status: int) -> None:
+    if status:
+        raise (MemoryError if status == 1 else ValueError)(f"native kernel: {_STATUS[status]}")

@@ -1,0 +1,110 @@
+"""The compiled library as ctypes sees it: where it lies, its functions, the structures it shares (kernels.h)."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
+from functools import cache
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import ClassVar
+
+NAME = "libtwostroke.so"
+ABI = 3  # ts_version: raised whenever a signature or a shared structure changes
+
+
+class AttendLayer(ctypes.Structure):
+    _fields_: ClassVar = [
+        ("heads", c_int32), ("kv_heads", c_int32), ("head_dim", c_int32), ("window", c_int32),
+        ("scale", c_float), ("softcap", c_float), ("rope_half", c_int32), ("kv_format", c_int32),
+        ("cos", c_void_p), ("sin", c_void_p), ("query_norm", c_void_p), ("key_norm", c_void_p),
+        ("query_eps", c_float), ("key_eps", c_float),
+        ("keys", c_void_p), ("values", c_void_p),
+        ("key_block_stride", c_int64), ("key_head_stride", c_int64),
+        ("value_block_stride", c_int64), ("value_head_stride", c_int64),
+        ("key_scales", c_void_p), ("value_scales", c_void_p),
+        ("key_scale_block_stride", c_int64), ("key_scale_head_stride", c_int64),
+        ("value_scale_block_stride", c_int64), ("value_scale_head_stride", c_int64),
+    ]  # fmt: skip
+
+
+class AttendBatch(ctypes.Structure):
+    _fields_: ClassVar = [
+        ("rows", c_int32), ("requests", c_int32), ("positions", c_void_p), ("slots", c_void_p),
+        ("tables", c_void_p), ("table_stride", c_int64), ("starts", c_void_p), ("contexts", c_void_p),
+    ]  # fmt: skip
+
+
+class NormRef(ctypes.Structure):
+    _fields_: ClassVar = [("weight", c_void_p), ("eps", c_float), ("unused", c_int32)]
+
+
+class LayerCall(ctypes.Structure):
+    _fields_: ClassVar = [
+        ("qkv", c_void_p), ("output", c_void_p), ("gate_up", c_void_p), ("down", c_void_p), ("attention", c_void_p),
+        ("attention_norm", NormRef), ("feed_norm", NormRef), ("attention_out", NormRef), ("feed_out", NormRef),
+        ("group", c_int32), ("gate", c_int32),
+    ]  # fmt: skip
+
+
+_SIGNATURES: dict[str, tuple[object, list[object]]] = {
+    "ts_version": (c_int, []),
+    "ts_isa": (c_char_p, [c_int]),
+    "ts_new": (c_void_p, [c_int, c_char_p]),
+    "ts_free": (None, [c_void_p]),
+    "ts_name": (c_char_p, [c_void_p]),
+    "ts_pack": (c_void_p, [c_void_p, c_int, POINTER(c_int32), POINTER(c_int32), POINTER(c_void_p), c_int, c_void_p]),
+    "ts_weight_free": (None, [c_void_p]),
+    "ts_weight_bytes": (c_int64, [c_void_p]),
+    "ts_embed": (c_int, [c_void_p, c_void_p, c_void_p, c_int, c_float, c_void_p]),
+    "ts_norm": (c_int, [c_void_p, c_void_p, c_int64, c_int, c_int, c_void_p, c_float, c_void_p]),
+    "ts_linear": (
+        c_int,
+        [c_void_p, c_void_p, c_void_p, c_int64, c_int, c_int, c_void_p, c_float, c_void_p, c_int64, c_int],
+    ),
+    "ts_attend": (c_int, [c_void_p] * 5),
+    "ts_layers": (
+        c_int,
+        [c_void_p, c_void_p, c_int, POINTER(c_void_p), c_void_p, c_int, c_int, c_void_p, c_int, c_void_p],
+    ),
+    "ts_quantize": (None, [c_void_p, c_int64, c_void_p, c_int, c_void_p]),
+    "ts_argmax": (c_int, [c_void_p, c_void_p, c_int64, c_int, c_int64, c_void_p]),
+}
+
+
+class LibraryMissing(ImportError):  # noqa: N818
+    """The native library was not built: no compiler at install time, or a checkout that was never built."""
+
+
+def library_path() -> Path | None:
+    """Beside this file, or, when the sources are run from a checkout, where `pip install` put the built package."""
+    beside = Path(__file__).resolve().parent / NAME
+    if beside.exists():
+        return beside
+    for installed in distributions(name="twostroke"):
+        path = Path(str(installed.locate_file(f"twostroke/ops/cpu/native/{NAME}")))
+        if path.exists():
+            return path
+    return None
+
+
+@cache
+def load_library() -> ctypes.CDLL:
+    path = library_path()
+    if path is None:
+        raise LibraryMissing("the native CPU library is not built; run: python -m twostroke.ops.cpu.build")
+    lib = ctypes.CDLL(str(path))
+    if lib.ts_version() != ABI:
+        raise LibraryMissing(f"{path} was built from other sources; run: python -m twostroke.ops.cpu.build")
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(lib, name)
+        function.restype, function.argtypes = result, arguments
+    return lib
+
+
+def available() -> bool:
+    try:
+        load_library()
+    except (LibraryMissing, OSError):
+        return False
+    return True

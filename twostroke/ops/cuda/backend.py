@@ -1,0 +1,375 @@
+"""The CUDA backend: cuBLAS for large products, our Triton kernels for everything else.
+
+Which kernel serves which case is decided here, by measurement (docs/gpu.md). Activations are bfloat16 or float32, and
+weights are kept in the same type. Under Triton's interpreter the same code runs on a CPU, for tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from twostroke.ops.cuda.kernels import gemv as gemv_
+from twostroke.ops.cuda.kernels import rows as rows_
+from twostroke.ops.cuda.kernels.cascade import cascade_attention, members_of_tile
+from twostroke.ops.cuda.kernels.decode import DecodeScratch, decode_attention, split_count
+from twostroke.ops.cuda.kernels.dense import UNIT, attend_long
+from twostroke.ops.cuda.kernels.int4_gemm import int4_product
+from twostroke.ops.cuda.kernels.one_row import one_row
+from twostroke.ops.cuda.kernels.prefill import make_tiles, prefill_attention, split_for, tile_rows
+from twostroke.ops.cuda.kernels.quantized import (
+    GROUP,
+    Fp8,
+    Int4,
+    Int8,
+    Narrow,
+    as_float,
+    fp8_product,
+    int8_product,
+    rows_of,
+    to_fp8,
+    to_int4,
+    to_int8,
+)
+from twostroke.ops.cuda.kernels.rope import rotate_and_store
+from twostroke.ops.cuda.kernels.skinny import skinny
+from twostroke.ops.cuda.kernels.tall_decode import tall_attention
+from twostroke.ops.formats import Stored, dequantize
+from twostroke.ops.interface import Attention, Batch, Gate, KVLayer, Norm
+
+PIECE = 2048  # rows of a wide product made at a time
+FEW, FEW_FP8 = 16, 8  # rows that are multiplied straight from the codes
+SOME = 256  # rows from which on a decoded copy of an int4 matrix pays
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Matrix:
+    weight: Tensor  # (out, in), in the type of the activations
+    bias: Tensor | None  # (out,) float32
+
+
+Weight = Matrix | Narrow
+
+
+class Kind(NamedTuple):
+    """What decides how a step is shared out among attention kernels: layers of one kind share a Cut."""
+
+    queries: int  # of a tile
+    dense: bool  # whether long stretches may go to the vendor's kernel
+    kv_heads: int
+    members: int  # requests whose heads fill a tile where they share a prefix; 0: not where layers have windows
+
+
+class Cascade(NamedTuple):
+    """Streams that share a prefix, as ops/cuda/kernels/cascade.py takes them."""
+
+    members: Tensor
+    shared: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Cut:
+    """How a step's requests are shared out among the attention kernels."""
+
+    singles: Tensor | None  # (n,) int32 requests with one new token; None: the first `single_count`
+    single_count: int
+    splits: int  # of the decode kernel: at least split_count of the longest context over `scale`
+    tiles: Tensor | None  # of queries of the requests with several new tokens
+    tile_splits: int
+    long: tuple[int, ...] = ()  # requests whose first new tokens fill the tensor cores by themselves
+    rows: tuple[tuple[int, int, int], ...] = ()  # (first row, count, context) of each of `long`
+    cascade: Cascade | None = None
+    scale: int = 1  # times that splits are longer than usual
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeviceBatch(Batch):
+    """A batch on the device together with what the host knows of it, so that nobody has to ask the device."""
+
+    counts: np.ndarray | None = None  # (R,) new tokens of each request
+    lengths: np.ndarray | None = None  # (R,) the same numbers as `contexts`
+    streams: bool = False  # one new token each, and nobody reads blocks that this step fills
+    splits: int = 0  # of streams: enough for the longest context that such a step may meet
+    cuts: Mapping[Kind, Cut] | None = None  # for every kind of attention in the model, where they are made already
+
+
+class Shares(NamedTuple):
+    """A Cut as the host makes it."""
+
+    singles: np.ndarray
+    splits: int
+    tiles: np.ndarray  # (n, 2)
+    tile_splits: int
+    long: tuple[int, ...]
+    rows: tuple[tuple[int, int, int], ...]
+
+
+def share_out(counts: np.ndarray, lengths: np.ndarray, kind: Kind) -> Shares:
+    """counts: new tokens of each request; lengths: its tokens in the cache once they are there."""
+    singles = np.flatnonzero(counts == 1).astype(np.int32)
+    whole = np.where((lengths - counts) % UNIT == 0, counts // UNIT * UNIT, 0) if kind.dense else np.zeros_like(counts)
+    large = np.flatnonzero(whole)
+    some = np.flatnonzero((counts > 1) & (counts > whole))
+    tiles, tile_splits = np.zeros((0, 2), np.int32), 1
+    if len(some):
+        tiles = make_tiles(counts, lengths, some, kind.queries, whole[some])
+        tile_splits = split_for(len(tiles), kind.kv_heads, int(counts.sum()), int(lengths[some].max()))
+    starts = np.cumsum(counts) - counts
+    return Shares(
+        singles=singles,
+        splits=split_count(int(lengths[singles].max())) if len(singles) else 1,
+        tiles=tiles,
+        tile_splits=tile_splits,
+        long=tuple(int(r) for r in large),
+        rows=tuple((int(starts[r]), int(whole[r]), int(lengths[r] - counts[r] + whole[r])) for r in large),
+    )
+
+
+class CudaOps:
+    name = "cuda"
+    shares_steps = True  # steps may come padded, and already shared out among the attention kernels
+
+    def __init__(
+        self, dtype: torch.dtype = torch.bfloat16, device: str | torch.device = "cuda", quantize: str | None = None
+    ):
+        """quantize: keep matrices in "fp8", "int8" or "int4" instead of `dtype`."""
+        self.dtype, self.device, self.quantize = dtype, torch.device(device), quantize
+        self.scratch = DecodeScratch(self.device)
+        self._norms: dict[Norm, Norm] = {}
+        self._following: dict[Weight, Tensor] = {}  # what to ask for at the end of a product with a matrix
+        self._kinds: dict[Attention, Kind] = {}
+        self._cuts: tuple[Batch | None, dict[Kind, Cut]] = (None, {})
+
+    # ---- weights -------------------------------------------------------------------------------------------------
+
+    def pack(self, parts: Sequence[Stored], bias: Tensor | None = None) -> Weight:
+        width = parts[0].shape[1]
+        out = torch.empty(sum(part.shape[0] for part in parts), width, dtype=self.dtype, device=self.device)
+        start = 0
+        for part in parts:
+            step = max(1, (1 << 26) // width)  # decode a little at a time: no float copy of the whole matrix
+            for a in range(0, part.shape[0], step):
+                rows = as_tensor(part.rows(a, min(a + step, part.shape[0])))
+                out[start : start + rows.shape[0]].copy_(rows)
+                start += rows.shape[0]
+        return self.adopt(out, bias)
+
+    def adopt(self, weight: Tensor, bias: Tensor | None = None) -> Weight:
+        """A matrix that is on the device already."""
+        if bias is not None:
+            bias = bias.to(self.device, torch.float32)
+        if self.quantize in ("fp8", "int8") and weight.shape[0] % 16 == 0 and weight.shape[1] % 64 == 0:
+            return to_fp8(weight, bias) if self.quantize == "fp8" else to_int8(weight, bias)
+        if self.quantize == "int4" and weight.shape[1] % GROUP == 0:
+            return to_int4(weight, bias)
+        return Matrix(weight, bias)
+
+    def weight_bytes(self, weight: Weight) -> int:
+        return weight.weight.nbytes if isinstance(weight, Matrix) else weight.codes.nbytes + weight.scales.nbytes
+
+    def read_in_order(self, weights: Sequence[Weight]) -> None:
+        """Wide matrices are asked for ahead. Others gain nothing: what comes before them leaves memory free anyway."""
+        for weight, following in zip(weights, [*weights[1:], weights[0]], strict=True):
+            if not isinstance(following, Matrix) and following.codes.shape[0] > following.inputs:
+                self._following[weight] = following.codes
+
+    # ---- rows ----------------------------------------------------------------------------------------------------
+
+    def embed(self, table: Weight, tokens: Tensor, scale: float) -> Tensor:
+        if not isinstance(table, Matrix):
+            return rows_of(table, tokens, scale, self.dtype)
+        return rows_.embed(table.weight, tokens, scale, self.dtype)
+
+    def norm(self, x: Tensor, norm: Norm) -> Tensor:
+        return rows_.rms_norm(x, norm.weight, norm.eps)
+
+    def linear(
+        self, x: Tensor, weight: Weight, *, before: Norm | Gate | None = None, add_to: Tensor | None = None
+    ) -> Tensor:
+        if not isinstance(weight, Matrix) and x.shape[0] <= (FEW_FP8 if isinstance(weight, Fp8) else FEW):
+            return self._few_rows(x, weight, before, add_to)
+        if isinstance(weight, Matrix) and x.shape[0] == 1 and x.is_contiguous():
+            return self._one_row(x, weight, before, add_to)
+        x = self._prepared(x, before)
+        if isinstance(weight, Int4) and x.shape[0] <= SOME:
+            shape = x.shape[0], weight.codes.shape[0]
+            out = torch.empty(shape, dtype=x.dtype, device=x.device) if add_to is None else add_to
+            return int4_product(x, weight.codes, weight.scales, weight.bias, out, add_to is not None)
+        if isinstance(weight, Fp8 | Int8):
+            out = fp8_product(x, weight) if isinstance(weight, Fp8) else int8_product(x, weight)
+            out = out if weight.bias is None else out.add_(weight.bias)
+            return out if add_to is None else add_to.add_(out)
+        matrix = (weight.weight if isinstance(weight, Matrix) else as_float(weight, self.dtype)).t()
+        if add_to is not None:
+            add_to.addmm_(x, matrix)
+            return add_to if weight.bias is None else add_to.add_(weight.bias)
+        out = product(x, matrix)
+        return out if weight.bias is None else out.add_(weight.bias)
+
+    def gated(self, x: Tensor, weight: Weight, norm: Norm, gate: Gate) -> Tensor | None:
+        if isinstance(weight, Matrix) or not self.gates_early(x, weight):
+            return None
+        out = torch.empty(1, weight.codes.shape[0] // 2, dtype=x.dtype, device=x.device)
+        return self._one_narrow_row(x, weight, norm, out, gate=self._before(gate)[0])
+
+    def gates_early(self, x: Tensor, weight: Weight) -> bool:
+        return not isinstance(weight, Matrix) and x.shape[0] == 1 and x.is_contiguous()
+
+    def _one_row(self, x: Tensor, weight: Matrix, before: Norm | Gate | None, add_to: Tensor | None) -> Tensor:
+        out = torch.empty(1, weight.weight.shape[0], dtype=x.dtype, device=x.device) if add_to is None else add_to
+        kind, norm = self._before(before)
+        return gemv_.gemv(
+            x, weight.weight, weight.bias, out, before=kind, norm=norm.weight if norm else None,
+            eps=norm.eps if norm else 0.0, add=add_to is not None,
+        )  # fmt: skip
+
+    def _few_rows(self, x: Tensor, weight: Narrow, before: Norm | Gate | None, add_to: Tensor | None) -> Tensor:
+        shape = x.shape[0], weight.codes.shape[0]
+        out = torch.empty(shape, dtype=x.dtype, device=x.device) if add_to is None else add_to
+        if x.shape[0] == 1 and x.is_contiguous():
+            return self._one_narrow_row(x, weight, before, out, add=add_to is not None)
+        kind, norm = self._before(before)
+        return skinny(
+            x, weight.codes, weight.scales, weight.bias, out, weight.format, before=kind,
+            norm=norm.weight if norm else None, eps=norm.eps if norm else 0.0, add=add_to is not None,
+        )  # fmt: skip
+
+    def _one_narrow_row(
+        self, x: Tensor, weight: Narrow, before: Norm | Gate | None, out: Tensor, *, add: bool = False, gate: int = 0
+    ) -> Tensor:
+        kind, norm = self._before(before)
+        return one_row(
+            x, weight.codes, weight.scales, weight.bias, out, weight.format, before=kind,
+            norm=norm.weight if norm else None, eps=norm.eps if norm else 0.0, add=add, gate=gate,
+            following=self._following.get(weight),
+        )  # fmt: skip
+
+    def _before(self, before: Norm | Gate | None) -> tuple[int, Norm | None]:
+        """What a kernel does to x first, as its number, and the norm's weights."""
+        if isinstance(before, Gate):
+            return gemv_.SILU if before.activation == "silu" else gemv_.GELU, None
+        return (gemv_.NOTHING, None) if before is None else (gemv_.NORM, self._narrow(before))
+
+    def _prepared(self, x: Tensor, before: Norm | Gate | None) -> Tensor:
+        if isinstance(before, Norm):
+            return rows_.rms_norm(x, before.weight, before.eps)
+        return rows_.gated(x, before.activation == "silu") if isinstance(before, Gate) else x
+
+    def _narrow(self, norm: Norm) -> Norm:
+        """The norm with its weight in the activations' type, where that loses nothing: half the bytes to read."""
+        found = self._norms.get(norm)
+        if found is None:
+            narrow = norm.weight.to(self.dtype)
+            found = self._norms[norm] = Norm(narrow, norm.eps) if torch.equal(narrow.float(), norm.weight) else norm
+        return found
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        tokens = logits.argmax(dim=-1)  # a NaN counts as the largest
+        best = logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+        return torch.where(best.isnan(), -1, tokens)
+
+    # ---- attention -----------------------------------------------------------------------------------------------
+
+    def attend(self, qkv: Tensor, attention: Attention, kv: KVLayer, batch: Batch, group: int) -> Tensor:
+        cut = self._cut(batch, attention)
+        width = attention.heads * attention.head_dim
+        out = torch.empty(qkv.shape[0], width, dtype=qkv.dtype, device=qkv.device)
+        streams = isinstance(batch, DeviceBatch) and batch.streams and cut.cascade is None
+        if streams and kv.format != "fp8":  # compiled for fp8, the fused kernel weighs the newest token wrongly
+            self._attend_singles(qkv, attention, kv, batch, group, out, cut, fused=True)
+            return out
+        q, k = rotate_and_store(qkv, attention, kv, batch, group, keep_k=bool(cut.long), streams=streams)
+        if cut.cascade is not None:
+            members, shared = cut.cascade
+            cascade_attention(
+                q, attention, kv, batch, group, self.scratch, members=members, shared=shared, splits=cut.splits
+            )
+        if cut.single_count:
+            self._attend_singles(q, attention, kv, batch, group, out, cut, fused=False)
+        if cut.tiles is not None:
+            prefill_attention(q, attention, kv, batch, group, out, cut.tiles, splits=cut.tile_splits)
+        for request, (first, count, context) in zip(cut.long, cut.rows, strict=True):
+            v = qkv[:, -attention.kv_heads * attention.head_dim :]
+            table = batch.groups[group].tables[request]
+            out = attend_long(q, k, v, attention, kv, table, first, count, context, out)
+        return out
+
+    def _attend_singles(
+        self, q: Tensor, attention: Attention, kv: KVLayer, batch: Batch, group: int, out: Tensor, cut: Cut, fused: bool
+    ) -> None:
+        run = decode_attention if kv.key_scales is None else tall_attention
+        run(
+            q, attention, kv, batch, group, out, self.scratch, requests=cut.single_count, listed=cut.singles,
+            splits=cut.splits, fused=fused, scale=cut.scale,
+            shared=cut.cascade and cut.cascade.shared,
+        )  # fmt: skip
+
+    def kind(self, attention: Attention) -> Kind:
+        found = self._kinds.get(attention)
+        if found is None:
+            found = self._kinds[attention] = self._kind(attention)
+        return found
+
+    def _kind(self, attention: Attention) -> Kind:
+        share = attention.heads // attention.kv_heads
+        queries = tile_rows(self.dtype, attention.head_dim, share) // share
+        dense = attention.window == 0 and attention.softcap == 0 and self._dense_ok(attention)
+        members = 0 if attention.window else members_of_tile(attention)
+        return Kind(queries, dense, attention.kv_heads, members)
+
+    def _dense_ok(self, attention: Attention) -> bool:
+        return self.dtype == torch.bfloat16 and self.device.type == "cuda" and attention.head_dim in (64, 128)
+
+    def _cut(self, batch: Batch, attention: Attention) -> Cut:
+        """The same for every layer of its kind, so made once a step."""
+        kind = self.kind(attention)
+        if isinstance(batch, DeviceBatch) and batch.cuts is not None:
+            return batch.cuts[kind]
+        if self._cuts[0] is not batch:
+            self._cuts = (batch, {})
+        found = self._cuts[1].get(kind)
+        if found is None:
+            found = self._cuts[1][kind] = self._make_cut(batch, kind)
+        return found
+
+    def _make_cut(self, batch: Batch, kind: Kind) -> Cut:
+        known = isinstance(batch, DeviceBatch) and batch.counts is not None and batch.lengths is not None
+        counts = batch.counts if known else np.diff(batch.starts.cpu().numpy())  # type: ignore[attr-defined]
+        lengths = batch.lengths if known else batch.contexts.cpu().numpy()  # type: ignore[attr-defined]
+        if isinstance(batch, DeviceBatch) and batch.streams:
+            return Cut(None, batch.contexts.shape[0], batch.splits or split_count(int(lengths.max())), None, 1)
+        mine = share_out(counts, lengths, kind)
+        singles, tiles = self._upload(mine.singles), self._upload(mine.tiles)
+        return Cut(
+            singles, len(mine.singles), mine.splits, tiles if len(mine.tiles) else None, mine.tile_splits,
+            mine.long, mine.rows,
+        )  # fmt: skip
+
+    def _upload(self, array: np.ndarray) -> Tensor:
+        """Waits for the device, as every copy from memory that is not pinned does."""
+        return torch.from_numpy(array).to(self.device)
+
+
+def product(x: Tensor, matrix: Tensor) -> Tensor:
+    """x @ matrix. A wide result of many rows is made in pieces: cuBLAS is 8 % faster on them (L2 keeps the weights)."""
+    if x.shape[0] < 2 * PIECE or matrix.shape[1] < 16384:
+        return torch.mm(x, matrix)
+    out = torch.empty(x.shape[0], matrix.shape[1], dtype=x.dtype, device=x.device)
+    pieces = -(-x.shape[0] // PIECE)
+    for a, b in zip(x.chunk(pieces), out.chunk(pieces), strict=True):
+        torch.mm(a, matrix, out=b)
+    return out
+
+
+def as_tensor(stored: Stored) -> Tensor:
+    """On the host, in the stored precision where torch has it."""
+    if stored.format == "BF16":
+        return (
+            torch.from_numpy(np.ascontiguousarray(stored.data).view(np.int16)).view(torch.bfloat16).view(stored.shape)
+        )
+    return torch.from_numpy(dequantize(stored))

@@ -1,0 +1,53 @@
+"""The CUDA backend with one order of additions: a row's bits depend neither on its phase nor on its neighbours."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from twostroke.ops.cuda.backend import CudaOps, DeviceBatch, Kind, Matrix, Weight
+from twostroke.ops.cuda.kernels.decode import split_count
+from twostroke.ops.cuda.kernels.exact_attention import exact_attention
+from twostroke.ops.cuda.kernels.exact_matmul import Products
+from twostroke.ops.cuda.kernels.rope import rotate_and_store
+from twostroke.ops.interface import BLOCK, Attention, Batch, Gate, KVLayer, Norm
+
+
+class ExactCudaOps(CudaOps):
+    def __init__(self, dtype: torch.dtype = torch.bfloat16, device: str | torch.device = "cuda"):
+        super().__init__(dtype, device)
+        self.products = Products()
+
+    def linear(
+        self, x: Tensor, weight: Weight, *, before: Norm | Gate | None = None, add_to: Tensor | None = None
+    ) -> Tensor:
+        assert isinstance(weight, Matrix)
+        out = self.products(self._prepared(x, before), weight.weight, add_to)
+        return out if weight.bias is None else out.add_(weight.bias)
+
+    def attend(self, qkv: Tensor, attention: Attention, kv: KVLayer, batch: Batch, group: int) -> Tensor:
+        cut = self._cut(batch, attention)
+        width = attention.heads * attention.head_dim
+        out = torch.empty(qkv.shape[0], width, dtype=qkv.dtype, device=qkv.device)
+        streams = isinstance(batch, DeviceBatch) and batch.streams
+        # A norm's sum has its order from rotate_and_store's layout, and codes on a border the rounding of its rotation.
+        fused = streams and attention.query_norm is None and kv.key_scales is None
+        q = qkv
+        if not fused:
+            q, _ = rotate_and_store(qkv, attention, kv, batch, group, keep_k=False, streams=streams, exact=True)
+        splits = split_count(batch.groups[group].tables.shape[1] * BLOCK)  # of any context that the tables hold
+        if cut.single_count:
+            exact_attention(
+                q, attention, kv, batch, group, out, self.scratch, tiles=cut.singles, count=cut.single_count,
+                splits=splits, single=True, fused=fused,
+            )  # fmt: skip
+        if cut.tiles is not None:
+            exact_attention(
+                q, attention, kv, batch, group, out, self.scratch, tiles=cut.tiles, count=cut.tiles.shape[0],
+                splits=splits if cut.tile_splits > 1 else 0, single=False,
+            )  # fmt: skip
+        return out
+
+    def _kind(self, attention: Attention) -> Kind:
+        """The vendor's kernel adds in an order of its own, and so do tiles of several requests' shared prefix."""
+        return super()._kind(attention)._replace(dense=False, members=0)

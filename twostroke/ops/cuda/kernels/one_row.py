@@ -1,0 +1,355 @@
+"""One row times a matrix of few bits, norm or gate included: x stays in registers while the matrix streams past.
+
+A tensor-core instruction multiplies 16 rows by 8 columns. For one row of x its columns would lie idle, so the matrix is
+laid differently: the 16 rows are four outputs times four neighbouring segments of 64 bytes, the columns those four
+segments of x in two parts each (skinny.py says why two). Only where row and column speak of the same segment is the
+product wanted; the rest is thrown away, and costs nothing that is short. A warp so reads 256 neighbouring bytes of an
+output, and needs no other x than that of its own segments, which it prepares once and keeps: no kernel before has to
+cut x, and nothing but the matrix is read in the loop.
+
+A program takes tiles of outputs in turns with the others. A tile is asked for as soon as the registers of the one
+before are free; the sum over the warps that ends a tile is a barrier, which keeps the compiler from moving those loads
+behind it (in skinny.py it does, and what is called following there is asked for last). From a kernel's last loads to
+the first of the next, memory would lie idle for two microseconds and more: a program that has asked for its last tile
+asks the second-level cache for the beginning of the matrix that is read next.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from twostroke.ops.cuda.kernels.launch import EARLY, INTERPRETED, PDL, PIECE, ask_ahead, gdc_launch_dependents, gdc_wait
+from twostroke.ops.cuda.kernels.narrow_tiles import FINE, WHOLE, WHOLE_BITS
+from twostroke.ops.cuda.kernels.rows import activated
+from twostroke.ops.cuda.kernels.skinny import BYTES, INT4, NOTHING, SILU, as_tall, parts_of
+
+
+@triton.jit
+def output_rows(tile, within, n_rows, TALL: tl.constexpr, GATE: tl.constexpr):
+    """Rows of the matrix behind a tile's outputs. With a gate they come in pairs, one of each half of the matrix; past
+    the last there is none, and that is said by n_rows."""
+    if GATE == 0:
+        return tile * TALL + within
+    else:
+        pair = tile * (TALL // 2) + within // 2
+        return tl.where(pair < n_rows // 2, pair + within % 2 * (n_rows // 2), n_rows)
+
+
+@triton.jit
+def tile_words(
+    w_ptr, tile, n_rows, SEGMENTS: tl.constexpr, W: tl.constexpr, ROUNDS: tl.constexpr, FOURS: tl.constexpr,
+    GATE: tl.constexpr,
+):  # fmt: skip
+    """(FOURS · ROUNDS · 2 · W · 8, 16) words of a tile's 4 FOURS outputs: rows (four, round, pair, warp, output of the
+    pair, segment)."""
+    index = tl.arange(0, FOURS * ROUNDS * 2 * W * 8)
+    within = index // (ROUNDS * 2 * W * 8) * 4 + index // (W * 8) % 2 * 2 + index // 4 % 2
+    n = output_rows(tile, within, n_rows, 4 * FOURS, GATE)
+    segment = (index // (2 * W * 8) % ROUNDS * W + index // 8 % W) * 4 + index % 4
+    at = tl.multiple_of(n.to(tl.int64) * (SEGMENTS * 16) + segment * 16, 4)
+    there = n < n_rows
+    if ROUNDS * W * 4 != SEGMENTS:
+        there = there & (segment < SEGMENTS)
+    return tl.load(w_ptr + at[:, None] + tl.arange(0, 16)[None, :], mask=there[:, None], other=0)
+
+
+@triton.jit
+def row_places(shift, S: tl.constexpr, W: tl.constexpr, ROUNDS: tl.constexpr):
+    """(ROUNDS · W · 32, 8): which elements of x each lane of each warp prepares: rows (round, warp, segment, half,
+    quarter). It will hold one part of both halves, and prepares both parts of one."""
+    index = tl.arange(0, ROUNDS * W * 32)
+    within = index % 4 * 16 + index // 4 % 2 * 8
+    return tl.multiple_of(index // 8 * S + within + shift, 8)[:, None] + tl.arange(0, 8)[None, :]
+
+
+@triton.jit
+def raw_row(x_ptr, k, K: tl.constexpr, BEFORE: tl.constexpr):
+    x = tl.load(x_ptr + k, mask=k < K, other=0.0).to(tl.float32)
+    if BEFORE >= 2:
+        x = activated(x, BEFORE == 2) * tl.load(x_ptr + K + k, mask=k < K, other=0.0).to(tl.float32)
+    return x
+
+
+@triton.jit
+def as_narrow(
+    x, W: tl.constexpr, ROUNDS: tl.constexpr, FOURS: tl.constexpr, FORMAT: tl.constexpr, RUN: tl.constexpr
+):  # fmt: skip
+    """x (rows, 8) as the other operand, (FOURS · ROUNDS · W, 64, 8): column 2 s + p is part p of segment s."""
+    first, second = parts_of(x, FORMAT)
+    x = tl.reshape(tl.join(first, second), (ROUNDS * W, 4, 2, 4, 8 // RUN, RUN, 2))
+    x = tl.reshape(tl.permute(x, (0, 2, 4, 3, 5, 1, 6)), (1, ROUNDS * W, 64, 8))
+    return tl.reshape(tl.broadcast_to(x, (FOURS, ROUNDS * W, 64, 8)), (FOURS * ROUNDS * W, 64, 8))
+
+
+@triton.jit
+def largest_of(x, W: tl.constexpr, ROUNDS: tl.constexpr):
+    """Of every segment, (ROUNDS · W · 4,)."""
+    return tl.maximum(tl.max(tl.reshape(tl.abs(x), (ROUNDS * W * 4, 64)), axis=1), 1e-30)
+
+
+@triton.jit
+def over(x, unit, W: tl.constexpr, ROUNDS: tl.constexpr):
+    x = tl.reshape(x, (ROUNDS * W * 4, 64)) * (1.0 / unit)[:, None]
+    return tl.reshape(x, (ROUNDS * W * 32, 8))
+
+
+@triton.jit
+def tile_start(x, y, BATCH: tl.constexpr, FORMAT: tl.constexpr):
+    """What a tile's sums start from. Nibbles are multiplied as 0 to 15: the eight that each has too many goes off here,
+    where it costs nothing. For fp8 it is zero, made of x so that x is brought to its lanes before the loop."""
+    if FORMAT == 3:
+        nothing = tl.zeros((BATCH, 16, 64), tl.float16)
+        return tl.dot(nothing, x, tl.zeros((BATCH, 16, 8), tl.float32))
+    else:
+        start = tl.full((BATCH, 16, 8), WHOLE_BITS, tl.int32)
+        if FORMAT == 2:
+            eight = tl.full((BATCH, 16, 64), -8, tl.int8)
+            start = tl.dot(eight, x, start, out_dtype=tl.int32)
+            start = tl.dot(eight, y, start, out_dtype=tl.int32)
+        return start
+
+
+@triton.jit
+def nibbles_of(words, FAST: tl.constexpr):
+    """0 to 15, as words of int8. Said in assembly, since the compiler else takes the words to pieces."""
+    if FAST:
+        low, high = tl.inline_asm_elementwise(
+            "and.b32 $0, $2, 0x0f0f0f0f; shr.u32 $1, $2, 4; and.b32 $1, $1, 0x0f0f0f0f;", "=&r,=&r,r", [words],
+            dtype=(tl.int32, tl.int32), is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        low, high = words & 0x0F0F0F0F, (words >> 4) & 0x0F0F0F0F
+    return low, high
+
+
+@triton.jit
+def tile_products(
+    words, x, y, start, W: tl.constexpr, ROUNDS: tl.constexpr, FOURS: tl.constexpr, FORMAT: tl.constexpr,
+    RUN: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """(FOURS · ROUNDS · W, 16, 4): every output's segment times every segment of x."""
+    BATCH: tl.constexpr = FOURS * ROUNDS * W
+    if FORMAT == 3:
+        found = tl.dot(as_tall(words, W, FOURS * ROUNDS, 2, FORMAT, RUN, FAST), x, start)
+    else:
+        if FORMAT == 2:
+            low, high = nibbles_of(words, FAST)
+            low = as_tall(low, W, FOURS * ROUNDS, 2, FORMAT, RUN, FAST)
+            high = as_tall(high, W, FOURS * ROUNDS, 2, FORMAT, RUN, FAST)
+            found = tl.dot(low, x, start, out_dtype=tl.int32)
+            found = tl.dot(high, y, found, out_dtype=tl.int32)
+        else:
+            found = tl.dot(as_tall(words, W, FOURS * ROUNDS, 2, FORMAT, RUN, FAST), x, start, out_dtype=tl.int32)
+        found = found.to(tl.float32, bitcast=True) - WHOLE
+    one, two = tl.split(tl.reshape(found, (BATCH, 16, 4, 2)))
+    return one + two if FORMAT == 3 else one + two * (1.0 / FINE)
+
+
+@triton.jit
+def tile_scales(
+    scales_ptr, tile, n_rows, SEGMENTS: tl.constexpr, W: tl.constexpr, ROUNDS: tl.constexpr, FOURS: tl.constexpr,
+    GATE: tl.constexpr,
+):  # fmt: skip
+    """int4's scales of a tile, (FOURS · ROUNDS · W, 16, 4), one for all four columns. Loaded the other way round: so
+    they come to the lanes that use them."""
+    index = tl.arange(0, FOURS * ROUNDS * 2 * W * 8)
+    within = index // (ROUNDS * 2 * W * 8) * 4 + index // (W * 8) % 2 * 2 + index // 4 % 2
+    n = output_rows(tile, within, n_rows, 4 * FOURS, GATE)
+    segment = (index // (2 * W * 8) % ROUNDS * W + index // 8 % W) * 4 + index % 4
+    there = (segment < SEGMENTS) & (n < n_rows)
+    at = tl.zeros((4, 1), tl.int32) + (segment * n_rows + n)[None, :]
+    scale = tl.load(scales_ptr + at, mask=there[None, :], other=0.0)
+    scale = tl.permute(tl.reshape(scale, (4, FOURS * ROUNDS, 2, W, 8)), (1, 3, 2, 4, 0))
+    return tl.reshape(scale, (FOURS * ROUNDS * W, 16, 4))
+
+
+@triton.jit
+def same_segment():
+    """(1, 4, 4, 4): whether row and column, (output, segment) and segment, speak of the same."""
+    four = tl.arange(0, 4)
+    return (four[:, None] == four[None, :])[None, None, :, :]
+
+
+@triton.jit
+def tile_sums(found, W: tl.constexpr, ROUNDS: tl.constexpr, FOURS: tl.constexpr):
+    """(4 FOURS,): what is wanted of `found`, added up over segments."""
+    found = tl.sum(tl.reshape(found, (FOURS, ROUNDS, W, 16, 4)), axis=1)
+    found = tl.where(same_segment(), tl.reshape(found, (FOURS * W, 4, 4, 4)), 0.0)
+    found = tl.sum(tl.reshape(found, (FOURS, W, 4, 16)), axis=3)
+    return tl.reshape(tl.sum(found, axis=1), (4 * FOURS,))
+
+
+@triton.jit
+def load_tile(
+    w_ptr, scales_ptr, tile, n_rows, SEGMENTS: tl.constexpr, W: tl.constexpr, ROUNDS: tl.constexpr,
+    FOURS: tl.constexpr, FORMAT: tl.constexpr, GATE: tl.constexpr,
+):  # fmt: skip
+    words = tile_words(w_ptr, tile, n_rows, SEGMENTS, W, ROUNDS, FOURS, GATE)
+    if FORMAT == 2:
+        scale = tile_scales(scales_ptr, tile, n_rows, SEGMENTS, W, ROUNDS, FOURS, GATE)
+    else:
+        n = output_rows(tile, tl.arange(0, 4 * FOURS), n_rows, 4 * FOURS, GATE)
+        scale = tl.load(scales_ptr + n, mask=n < n_rows, other=0.0)
+    return words, scale
+
+
+@triton.jit
+def do_tile(
+    words, scale, x, y, start, units, unit, tile, following, w_ptr, scales_ptr, bias_ptr, out_ptr, n_rows,
+    SEGMENTS: tl.constexpr, W: tl.constexpr, ROUNDS: tl.constexpr, FOURS: tl.constexpr, FORMAT: tl.constexpr,
+    BIAS: tl.constexpr, ADD: tl.constexpr, GATE: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """A tile's outputs, and the tile that takes its registers."""
+    n = output_rows(tile, tl.arange(0, 4 * FOURS), n_rows, 4 * FOURS, GATE)
+    residual = tl.load(out_ptr + n, mask=n < n_rows, other=0.0).to(tl.float32) if ADD else 0.0
+    found = tile_products(words, x, y, start, W, ROUNDS, FOURS, FORMAT, 4 if FORMAT == 3 else 8, FAST)
+    words, next_scale = load_tile(
+        w_ptr, scales_ptr, following, n_rows, SEGMENTS, W, ROUNDS, FOURS, FORMAT, GATE
+    )  # fmt: skip
+    if FORMAT != 3:
+        found = tl.reshape(tl.reshape(found, (FOURS, ROUNDS * W, 16, 4)) * units[None, :, None, :], found.shape)
+    if FORMAT == 2:
+        found *= scale
+    out = tile_sums(found, W, ROUNDS, FOURS)
+    if FORMAT == 3:
+        out *= unit
+    if FORMAT != 2:
+        out *= scale
+    if BIAS:
+        out += tl.load(bias_ptr + n, mask=n < n_rows, other=0.0)
+    if GATE:
+        gate, up = tl.split(tl.reshape(out, (2 * FOURS, 2)))
+        out = activated(gate, GATE == 2) * up
+        n = tile * (2 * FOURS) + tl.arange(0, 2 * FOURS)
+        n_rows = n_rows // 2
+    tl.store(out_ptr + n, (out + residual).to(out_ptr.dtype.element_ty), mask=n < n_rows)
+    return words, next_scale
+
+
+@triton.jit(do_not_specialize=["ask"])
+def one_row_kernel(
+    x_ptr, norm_ptr, w_ptr, scales_ptr, bias_ptr, out_ptr, next_ptr, eps, n_rows, ask,
+    K: tl.constexpr, S: tl.constexpr, BEFORE: tl.constexpr, FORMAT: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr,
+    GATE: tl.constexpr, W: tl.constexpr, ROUNDS: tl.constexpr, FOURS: tl.constexpr, BUFFERS: tl.constexpr,
+    ASK: tl.constexpr, PDL: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    SEGMENTS: tl.constexpr = K // S
+    TALL: tl.constexpr = 4 * FOURS
+    RUN: tl.constexpr = 4 if FORMAT == 3 else 8
+    w_ptr = w_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+    mine, turn = tl.program_id(0), tl.num_programs(0)
+    tiles = tl.cdiv(n_rows, TALL)
+    words, scale = load_tile(w_ptr, scales_ptr, mine, n_rows, SEGMENTS, W, ROUNDS, FOURS, FORMAT, GATE)
+    others, other = words, scale
+    if BUFFERS == 2:
+        others, other = load_tile(
+            w_ptr, scales_ptr, mine + turn, n_rows, SEGMENTS, W, ROUNDS, FOURS, FORMAT, GATE
+        )  # fmt: skip
+    low = row_places(0, S, W, ROUNDS)
+    high = row_places(64, S, W, ROUNDS)
+    if BEFORE == 1:
+        norm = tl.load(norm_ptr + low, mask=low < K, other=0.0)
+        most = tl.max(tl.abs(norm.to(tl.float32))) * tl.sqrt(K * 1.0)  # no row can hold more after its norm
+        if FORMAT == 2:
+            high_norm = tl.load(norm_ptr + high, mask=high < K, other=0.0)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    x = raw_row(x_ptr, low, K, BEFORE)
+    y = x
+    if FORMAT == 2:
+        y = raw_row(x_ptr, high, K, BEFORE)
+    if BEFORE == 1:
+        squares = tl.sum(x * x + y * y if FORMAT == 2 else x * x)
+        size = tl.rsqrt(squares / K + eps)
+        x *= norm.to(tl.float32) * size
+        if FORMAT == 2:
+            y *= high_norm.to(tl.float32) * size
+    unit = 0.0
+    units = tl.zeros((ROUNDS * W, 4), tl.float32)
+    if FORMAT == 3:
+        if BEFORE != 1:
+            most = tl.max(tl.abs(x))
+        unit = tl.maximum(most, 1e-30) / 16384.0  # parts of float16 reach down to 2^-38 of the largest
+        x *= 1.0 / unit
+    else:
+        largest = largest_of(x, W, ROUNDS)
+        if FORMAT == 2:
+            largest = tl.maximum(largest, largest_of(y, W, ROUNDS))
+        largest = largest / 127.0
+        x = over(x, largest, W, ROUNDS)
+        y = over(y, largest, W, ROUNDS) if FORMAT == 2 else x
+        units = tl.reshape(largest, (ROUNDS * W, 4))
+    x = as_narrow(x, W, ROUNDS, FOURS, FORMAT, RUN)
+    y = as_narrow(y, W, ROUNDS, FOURS, FORMAT, RUN) if FORMAT == 2 else x
+    start = tile_start(x, y, FOURS * ROUNDS * W, FORMAT)
+    for tile in tl.range(mine, tiles, BUFFERS * turn, num_stages=1):
+        if ASK and tile + BUFFERS * turn >= tiles:  # all of this matrix is under way
+            ask_ahead(next_ptr, mine, turn, ask)
+        words, scale = do_tile(
+            words, scale, x, y, start, units, unit, tile, tile + BUFFERS * turn, w_ptr, scales_ptr, bias_ptr,
+            out_ptr, n_rows, SEGMENTS, W, ROUNDS, FOURS, FORMAT, BIAS, ADD, GATE, FAST,
+        )  # fmt: skip
+        if BUFFERS == 2:
+            others, other = do_tile(
+                others, other, x, y, start, units, unit, tile + turn, tile + 3 * turn, w_ptr, scales_ptr, bias_ptr,
+                out_ptr, n_rows, SEGMENTS, W, ROUNDS, FOURS, FORMAT, BIAS, ADD, GATE, FAST,
+            )  # fmt: skip
+
+
+PIECES = 6  # of the matrix that is read next, for each program to ask for; as measured on an H200
+
+
+class Form(NamedTuple):
+    """How the work is cut."""
+
+    warps: int
+    fours: int  # of outputs in a tile
+    buffers: int  # tiles under way in a program
+    programs: int  # on a multiprocessor
+
+
+def form_for(fmt: int, segments: int) -> Form:
+    """As measured on an H200, in whole steps (benchmarks/gpu_products.py)."""
+    wide = segments <= 64
+    return Form(8, 4 if fmt == INT4 else 2, 1, 2) if wide else Form(16, 2 if fmt == INT4 else 1, 1, 1)
+
+
+@lru_cache
+def processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+def one_row(
+    x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, out: Tensor, fmt: int, *, before: int = NOTHING,
+    norm: Tensor | None = None, eps: float = 0.0, add: bool = False, gate: int = NOTHING,
+    following: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """out (1, N) = before(x) @ matrix.T · scales + bias, added to what `out` holds with `add`.
+
+    gate: out (1, N / 2) is the first half of that, activated, times the second.
+    following: the matrix that is read next, if the second-level cache is to be asked for its beginning.
+    """
+    n, segments = codes.shape[0], codes.shape[1] // BYTES
+    s = 128 if fmt == INT4 else 64
+    k = segments * s
+    assert x.shape == (1, k * (2 if before >= SILU else 1)) and x.is_contiguous()
+    form = form_for(fmt, segments)
+    programs = min(triton.cdiv(n, 4 * form.fours), processors(x.device) * form.programs)
+    ask = 0
+    if following is not None and not INTERPRETED:
+        ask = min(PIECES, following.nbytes // (programs * PIECE.value))
+    one_row_kernel[(programs,)](
+        x, x if norm is None else norm, codes, scales, scales if bias is None else bias, out,
+        codes if following is None else following, eps, n, ask, K=k, S=s, BEFORE=before, FORMAT=fmt,
+        BIAS=bias is not None, ADD=add, GATE=gate, W=form.warps,
+        ROUNDS=triton.next_power_of_2(triton.cdiv(segments, 4 * form.warps)), FOURS=form.fours, BUFFERS=form.buffers,
+        ASK=ask > 0, PDL=PDL, FAST=not INTERPRETED, num_warps=form.warps, num_stages=1, **EARLY,
+    )  # fmt: skip
+    return out

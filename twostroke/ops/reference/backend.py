@@ -1,0 +1,121 @@
+"""The specification of every op: plain torch, float64 inside, one row at a time. Obvious and slow.
+
+A row's result is computed from that row alone, so it cannot depend on its neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from twostroke.ops.formats import Stored, dequantize
+from twostroke.ops.interface import BLOCK, Attention, Batch, Gate, KVLayer, Norm, RopeTable
+from twostroke.ops.reference.kv_codec import decode_kv, write_kv
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Matrix:
+    weight: Tensor  # (out, in), float64 as `pack` makes it
+    bias: Tensor | None  # (out,) float32
+
+
+class ReferenceOps:
+    name = "reference"
+    device = torch.device("cpu")
+
+    def pack(self, parts: Sequence[Stored], bias: Tensor | None = None) -> Matrix:
+        return Matrix(torch.cat([torch.from_numpy(dequantize(part)).double() for part in parts]), bias)
+
+    def weight_bytes(self, weight: Matrix) -> int:
+        return weight.weight.nbytes
+
+    def embed(self, table: Matrix, tokens: Tensor, scale: float) -> Tensor:
+        return table.weight[tokens].float() * scale
+
+    def norm(self, x: Tensor, norm: Norm) -> Tensor:
+        wide = x.double()
+        rms = torch.sqrt((wide * wide).mean(dim=-1, keepdim=True) + norm.eps)
+        return (wide / rms * norm.weight.double()).float()
+
+    def linear(
+        self, x: Tensor, weight: Matrix, *, before: Norm | Gate | None = None, add_to: Tensor | None = None
+    ) -> Tensor:
+        if isinstance(before, Norm):
+            x = self.norm(x, before)
+        elif isinstance(before, Gate):
+            x = gated(x, before)
+        matrix = weight.weight.double()
+        rows = [matrix @ row.double() for row in x]
+        out = torch.stack(rows).float() if rows else x.new_empty(0, matrix.shape[0])
+        if weight.bias is not None:
+            out = out + weight.bias
+        if add_to is None:
+            return out
+        return add_to.add_(out)
+
+    def attend(self, qkv: Tensor, attention: Attention, kv: KVLayer, batch: Batch, group: int) -> Tensor:
+        heads, kv_heads, dim = attention.heads, attention.kv_heads, attention.head_dim
+        q, k, v = qkv.view(-1, heads + 2 * kv_heads, dim).split([heads, kv_heads, kv_heads], dim=1)
+        if attention.query_norm is not None:
+            q = self.norm(q, attention.query_norm)
+        if attention.key_norm is not None:
+            k = self.norm(k, attention.key_norm)
+        if attention.rope is not None:
+            q, k = (rotated(x, attention.rope, batch.positions) for x in (q, k))
+        blocks = batch.groups[group]
+        write_kv(kv, blocks.slots, k, v)
+        out = torch.empty_like(q)
+        for request in range(len(batch.contexts)):
+            for row in range(int(batch.starts[request]), int(batch.starts[request + 1])):
+                position = int(batch.positions[row])
+                keys, values = seen(kv, blocks.tables[request], position, attention.window)
+                out[row] = attended(q[row], keys, values, attention)
+        return out.flatten(1)  # (T, heads · head_dim)
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        best = logits.amax(dim=-1, keepdim=True)
+        index = torch.arange(logits.shape[-1])
+        first = torch.where(logits == best, index, logits.shape[-1]).amin(dim=-1)
+        return torch.where(logits.isnan().any(dim=-1), -1, first)
+
+
+def gated(x: Tensor, gate: Gate) -> Tensor:
+    """activation(gate) · up of (T, gate | up)."""
+    left, up = x.double().chunk(2, dim=-1)
+    if gate.activation == "silu":
+        active = left / (1 + torch.exp(-left))
+    else:
+        active = 0.5 * left * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (left + 0.044715 * left**3)))
+    return (active * up).float()
+
+
+def rotated(x: Tensor, rope: RopeTable, positions: Tensor) -> Tensor:
+    """x (T, heads, head_dim): rotate the first rotary_dim dimensions of a head, element i with i + rotary_dim / 2."""
+    half = rope.cos.shape[1]
+    cos, sin = rope.cos[positions].unsqueeze(1), rope.sin[positions].unsqueeze(1)  # (T, 1, half)
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
+
+
+def seen(kv: KVLayer, table: Tensor, position: int, window: int) -> tuple[Tensor, Tensor]:
+    """K and V as stored, of the positions that a query at `position` sees: each (n, kv_heads, head_dim)."""
+    first = max(0, position - window + 1) if window else 0
+    places = torch.arange(first, position + 1)
+    block, offset = table[places // BLOCK].long(), places % BLOCK
+    key_scales = None if kv.key_scales is None else kv.key_scales[block, :, offset]
+    value_scales = None if kv.value_scales is None else kv.value_scales[block, :, offset]
+    keys = decode_kv(kv.keys[block, :, offset], key_scales, kv.format)
+    return keys, decode_kv(kv.values[block, :, offset], value_scales, kv.format)
+
+
+def attended(q: Tensor, keys: Tensor, values: Tensor, attention: Attention) -> Tensor:
+    """One query: q (heads, D), keys and values (n, kv_heads, D) -> (heads, D)."""
+    share = attention.heads // attention.kv_heads  # neighbouring query heads read one K/V head
+    keys, values = (x.double().repeat_interleave(share, dim=1) for x in (keys, values))  # (n, heads, D)
+    scores = torch.einsum("hd,nhd->hn", q.double(), keys) * attention.scale
+    if attention.softcap:
+        scores = attention.softcap * torch.tanh(scores / attention.softcap)
+    return torch.einsum("hn,nhd->hd", torch.softmax(scores, dim=1), values).float()

@@ -1,0 +1,285 @@
+"""The parent's side of the engine process: start it, watch it, and start it again when it dies. Torch-free.
+
+    starting ──ready──▶ ready ──socket ends, or silence too long──▶ restarting ──ready──▶ ready
+                          └── no sign of life for a while: late (health says so), it may yet come back
+
+A process that has died is seen at once: its end of the socket pair closes. One that is stopped goes silent. One that is
+stuck in a step still beats, but its step does not end. The last two are given some patience, then killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from twostroke import errors
+from twostroke.remote import wire
+from twostroke.remote.frames import Frames, WireError
+
+log = logging.getLogger(__name__)
+BOOT = "import sys; sys.path.append(sys.argv[3]); from twostroke.remote.worker import main; main(*sys.argv[1:3])"
+SOCKET_BUFFER = 4 << 20
+READ = 1 << 18  # bytes taken in at once; one buffer for all of them, as a new one costs more than what is read
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """Seconds, all of them."""
+
+    late: float = 3.0  # of silence before the engine counts as not healthy
+    dead: float = 10.0  # of silence before it is killed
+    step: float = 20.0  # that a step may take beyond three times the longest one expected
+    start: float = 600.0  # of silence while it starts: big models load for minutes
+    backoff: float = 0.5  # before the first restart; doubles each time until one has lived for a minute
+    backoff_most: float = 30.0
+
+
+class EngineError(Exception):
+    """The engine process cannot serve: not started, dead, or restarting."""
+
+
+class Owner(Protocol):
+    """Who wants to hear from the engine process. All calls come on the event loop."""
+
+    def on_stage(self, stage: wire.Stage) -> None: ...
+
+    def on_ready(self, ready: wire.Ready) -> None: ...
+
+    def on_report(self, report: wire.Report) -> None: ...
+
+    def on_answer(self, answer: wire.Changed | wire.Steps) -> None: ...
+
+    def on_lost(self, why: str) -> None: ...
+
+
+class Child(asyncio.BufferedProtocol):
+    """One life of the engine process."""
+
+    def __init__(self, process: subprocess.Popen[bytes], hear: Callable[[Any], None], lost: Callable[[str], None]):
+        self.process = process
+        self.hear = hear
+        self.lost = lost
+        self.frames = Frames()
+        self.buffer = memoryview(bytearray(READ))
+        self.transport: asyncio.Transport | None = None
+        self.why = ""  # it ends, when we have decided that it must
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self.buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        try:
+            for message in self.frames.feed(self.buffer[:nbytes]):
+                self.hear(wire.read_from_child(message))
+        except WireError as error:
+            self.kill(f"it said what nobody understands ({error})")
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.process.kill()  # whatever closed its socket, nothing of it may stay
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(1.0)
+        self.lost(self.why or f"it ended with exit status {self.process.returncode}")
+
+    def send(self, message: bytes) -> None:
+        if self.transport is not None and not self.transport.is_closing():
+            self.transport.write(message)
+
+    def kill(self, why: str) -> None:
+        self.why = self.why or why
+        self.process.kill()
+        if self.transport is not None:
+            self.transport.abort()
+
+
+async def spawn(hear: Callable[[Any], None], lost: Callable[[str], None], hello: wire.Hello) -> Child:
+    """Called on the main thread: on Linux the child is bound to the life of the thread that makes it."""
+    ours, theirs = socket.socketpair()
+    for end in (ours, theirs):
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER)
+    root = str(Path(__file__).parents[2])  # where this package lies, should it not be installed
+    # -P: the folder it happens to be started in is not searched for modules.
+    command = [sys.executable, "-P", "-c", BOOT, str(theirs.fileno()), str(os.getpid()), root]
+    with theirs:
+        process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+    loop = asyncio.get_running_loop()
+    _, child = await loop.create_connection(lambda: Child(process, hear, lost), sock=ours)
+    child.send(wire.pack_hello(hello))
+    return child
+
+
+class Supervisor:
+    """Keeps one engine process alive and knows how it is."""
+
+    def __init__(self, model: Path, settings: dict[str, Any], owner: Owner, patience: Patience | None = None):
+        self.model = model
+        self.settings = settings
+        self.owner = owner
+        self.patience = patience or Patience()
+        self.child: Child | None = None
+        self.ready: wire.Ready | None = None
+        self.restarts = 0
+        self.why = "it has not been started"
+        self._up = False
+        self._heard = 0.0  # when the child last said anything
+        self._moved = 0.0  # when it last began or ended a step, or had nothing to do
+        self._beat = wire.Beat(0, False)
+        self._born = 0.0  # when it last became ready
+        self._failures = 0  # lives in a row that ended too soon
+        self._closing = False
+        self._first: asyncio.Future[wire.Ready] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # ---- life ------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> wire.Ready:
+        """The first start. What keeps the engine from starting is raised here, in the words of its own process."""
+        self._first = asyncio.get_running_loop().create_future()
+        self.why = "it is starting"
+        await self._spawn()
+        self._keep(self._watch())
+        return await self._first
+
+    async def stop(self, seconds: float = 2.0) -> None:
+        """Close the socket, which ends the process; kill it if it does not go."""
+        self._closing = True
+        for task in self._tasks:
+            task.cancel()
+        child = self.child
+        if child is None or child.transport is None:
+            return
+        if not child.transport.is_closing():
+            child.transport.write_eof()
+        deadline = time.monotonic() + seconds
+        while child.process.poll() is None and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+        child.kill("it was stopped")
+        child.process.wait()
+
+    async def _spawn(self) -> None:
+        settings = self.settings
+        if self.ready is not None:  # requests without a seed of their own go on from the same one
+            settings = settings | {"seed": self.ready.settings.seed}
+        self._heard = self._moved = time.monotonic()
+        level = logging.getLogger("twostroke").getEffectiveLevel()
+        self.child = await spawn(self._hear, self._lost, wire.Hello(str(self.model), settings, level))
+
+    def _keep(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _lost(self, why: str) -> None:
+        lived = time.monotonic() - self._born if self._up else 0.0
+        self._up, self.child, self.why = False, None, why
+        if self._closing:
+            return
+        if self._first is not None and not self._first.done():
+            self._first.set_exception(EngineError(f"the engine did not start: {why}"))
+            return
+        log.error("the engine process is gone: %s; starting it again", why)
+        self.restarts += 1
+        self.owner.on_lost(why)
+        self._keep(self._restart(self._backoff(lived)))
+
+    def _backoff(self, lived: float) -> float:
+        self._failures = 1 if lived > 60 else self._failures + 1
+        return min(self.patience.backoff * 2 ** (self._failures - 1), self.patience.backoff_most)
+
+    async def _restart(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+        self.why = f"it is starting again ({self.why})"
+        try:
+            await self._spawn()
+        except OSError as error:
+            self._lost(f"it could not be started ({error})")
+
+    # ---- what it says ----------------------------------------------------------------------------------------------
+
+    def send(self, message: wire.Orders | wire.Change | wire.Recall) -> None:
+        if self.child is None or not self._up:
+            raise EngineError(self.why)
+        self.child.send(wire.pack_orders(message) if isinstance(message, wire.Orders) else wire.pack_question(message))
+
+    def _hear(self, message: Any) -> None:
+        self._heard = now = time.monotonic()
+        if isinstance(message, wire.Report):
+            self._moved = now
+            self.owner.on_report(message)
+        elif isinstance(message, wire.Beat):
+            if message.steps != self._beat.steps or not message.working:
+                self._moved = now
+            self._beat = message
+        elif isinstance(message, wire.Changed | wire.Steps):
+            self.owner.on_answer(message)
+        elif isinstance(message, wire.Stage):
+            self.owner.on_stage(message)
+        elif isinstance(message, wire.Ready):
+            self._on_ready(message)
+        elif isinstance(message, wire.Failed):
+            self._on_failed(message)
+
+    def _on_ready(self, ready: wire.Ready) -> None:
+        self.ready, self._up, self.why = ready, True, ""
+        self._beat = wire.Beat(0, False)
+        self._born = self._moved = time.monotonic()
+        self.owner.on_ready(ready)
+        if self._first is not None and not self._first.done():
+            self._first.set_result(ready)
+
+    def _on_failed(self, failed: wire.Failed) -> None:
+        if self.child is not None:
+            self.child.why = failed.message
+        if self._first is not None and not self._first.done():
+            kind = getattr(errors, failed.kind, EngineError)
+            self._first.set_exception(kind(failed.message))
+
+    # ---- how it is -------------------------------------------------------------------------------------------------
+
+    @property
+    def healthy(self) -> bool:
+        return self._up and self.trouble() is None
+
+    def trouble(self) -> str | None:
+        """What is wrong with the engine now, if anything is."""
+        if not self._up:
+            return self.why
+        now = time.monotonic()
+        if now - self._heard > self.patience.late:
+            return f"no sign of life for {now - self._heard:.0f} s"
+        if now - self._moved > self._step_patience() / 2:
+            return f"no step has ended for {now - self._moved:.0f} s"
+        return None
+
+    def _step_patience(self) -> float:
+        longest = self.ready.longest_step if self.ready is not None else 0.0
+        return self.patience.step + 3 * longest
+
+    async def _watch(self) -> None:
+        """Ends a process that is silent or stuck for too long; its restart is `_lost`'s business."""
+        tick = min(0.5, self.patience.late / 4)
+        before = time.monotonic()
+        while True:
+            await asyncio.sleep(tick)
+            now = time.monotonic()
+            late, before = now - before > 4 * tick, now
+            if late or self.child is None:
+                continue  # it was this process that slept: what the child said meanwhile is still unread
+            silent = self.patience.dead if self._up else self.patience.start
+            if now - self._heard > silent:
+                self.child.kill(f"it gave no sign of life for {silent:g} s")
+            elif self._up and now - self._moved > self._step_patience():
+                self.child.kill(f"a step did not end within {self._step_patience():.0f} s")

@@ -1,0 +1,296 @@
+"""Runs plans on a GPU. Two plans may be in flight: the next is prepared and queued while one runs.
+
+Nothing here waits for the device but `collect`, and rows that need the host (penalties, log probabilities). A token
+sampled by a step still in flight never leaves the device: the next step reads it from `newest`, by the request's row.
+Steps that kept the device waiting for the host are captured as graphs, one for each shape (run/cuda/steps.py), when
+such a step is met again: the first tokens do not wait for captures, and long steps are not captured at all.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from twostroke.grammar.compile import NO_MASKS, GrammarCompiler, GrammarRows
+from twostroke.kv.storage import KVStorage
+from twostroke.model.transformer import Transformer
+from twostroke.ops.cuda.backend import Cascade, CudaOps, Cut, DeviceBatch
+from twostroke.ops.cuda.kernels.sample import Filters, resolve_tokens, sample
+from twostroke.ops.interface import GroupBlocks
+from twostroke.run.cuda.staging import Fields, Staging
+from twostroke.run.cuda.steps import Mixture, Shape, Streams, on_device
+from twostroke.run.runner import LOGIT_ROWS
+from twostroke.run.sample import NOT_FINITE, SLACK, choose_one, logprobs
+from twostroke.types import Details, Plan, Result, Work
+
+MEETINGS = 2  # of a shape before it is captured
+MOST_GRAPHS = 200  # a few megabytes each
+BEHIND = 0.6  # a host that took this share of a step's time kept the device waiting
+
+
+@dataclass(slots=True, eq=False)
+class Captured:
+    """All that is known of one shape of steps."""
+
+    fields: Fields
+    buffer: Tensor  # the numbers of such steps on the device: always at the same place
+    there: dict[str, Tensor]  # views of it
+    met: int = 0
+    worthwhile: bool = False  # the device waited for the host
+    graph: Any = None
+    tokens: Tensor | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Clocked:
+    """A step that was launched kernel by kernel, to be judged once it has ended."""
+
+    entry: Captured
+    host_seconds: float
+
+
+@dataclass(slots=True, eq=False)
+class Handle:
+    plan: Plan
+    samplers: tuple[int, ...]
+    tokens: Tensor  # pinned, (samplers,)
+    done: Any
+    details: dict[int, Details] = field(default_factory=dict)
+    clocked: Clocked | None = None
+    began: Any = None
+
+
+class CudaRunner:
+    depth = 2
+
+    def __init__(
+        self, model: Transformer, kv: KVStorage, tables: np.ndarray, ops: CudaOps,
+        grammars: GrammarCompiler | None = None, graphs: bool = True,
+    ):  # fmt: skip
+        self.grammars = GrammarRows(grammars) if grammars is not None else None
+        self.model, self.kv, self.tables, self.ops = model, kv, tables, ops
+        self.on_card = ops.device.type == "cuda"
+        self.graphs = graphs and self.on_card
+        self.stream: Any = None
+        if self.on_card:
+            self.stream = torch.cuda.Stream()
+            self.stream.wait_stream(torch.cuda.current_stream())  # the weights may still be on their way
+        self.pool: Any = torch.cuda.graph_pool_handle() if self.graphs else None
+        self.staging = Staging(ops.device)
+        self.newest = torch.zeros(tables.shape[1], dtype=torch.int32, device=ops.device)
+        self.kinds = tuple(dict.fromkeys(ops.kind(layer.attention) for layer in model.layers))
+        plain = ops.shares_steps and kv.scales is None  # K and V as floats
+        self.members = self.kinds[0].members if plain and len(self.kinds) == 1 else 0
+        self.kv_heads = self.kinds[0].kv_heads if ops.shares_steps else 0  # where splits may be longer than usual
+        self.shapes: dict[Shape, Captured] = {}
+        self.captures = 0
+        self.results: list[Tensor] = []  # pinned, back from `collect`, to be used again
+
+    # ---- the protocol ----------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def launch(self, plan: Plan) -> Handle:
+        with torch.cuda.stream(self.stream) if self.on_card else nullcontext():
+            began = timing_event() if self.on_card else None
+            self.kv.move(plan.moves)
+            streams = all(work.count == 1 and work.samples and on_device(work.request) for work in plan.works)
+            handle = self._launch_streams(plan) if streams else self._launch_mixed(plan)
+            handle.began = began
+            return handle
+
+    def collect(self, handle: Handle) -> Result:
+        seconds = None
+        if handle.done is not None:
+            handle.done.synchronize()
+            seconds = handle.began.elapsed_time(handle.done) / 1e3
+            if handle.clocked is not None:
+                handle.clocked.entry.worthwhile = handle.clocked.host_seconds > BEHIND * seconds
+        sampled: list[tuple[int, ...]] = [()] * len(handle.plan.works)
+        for index, token in zip(handle.samplers, handle.tokens.tolist(), strict=False):
+            if token < 0:
+                details = handle.details.setdefault(index, Details())
+                details.error = details.error or NOT_FINITE
+            else:
+                sampled[index] = (token,)
+        self.results.append(handle.tokens)
+        return Result(tuple(sampled), handle.details, seconds)
+
+    # ---- steps of a shape that others share ------------------------------------------------------------------------
+
+    def _launch_streams(self, plan: Plan) -> Handle:
+        """Every request advances by one."""
+        streams = Streams.of(plan, self.tables, self.members)
+        shape = streams.shape(self.members, self.kv_heads)
+        entry = self._entry(shape)
+        streams.fill(self.staging.begin(entry.fields))
+        return self._run_shape(plan, shape, entry, tuple(range(len(plan.works))))
+
+    def _entry(self, shape: Shape) -> Captured:
+        entry = self.shapes.get(shape)
+        if entry is None:
+            fields = shape.fields(self.tables.shape[0])
+            buffer = torch.empty(fields.size, dtype=torch.int32, device=self.ops.device)
+            entry = self.shapes[shape] = Captured(fields, buffer, fields.views(buffer))
+        return entry
+
+    def _run_shape(self, plan: Plan, shape: Shape, entry: Captured, samplers: tuple[int, ...]) -> Handle:
+        self.staging.send(entry.fields, entry.buffer)
+        entry.met += 1
+        if entry.graph is None and entry.worthwhile and entry.met > MEETINGS and self.captures < MOST_GRAPHS:
+            self._capture(shape, entry)
+        if entry.graph is not None:
+            entry.graph.replay()
+            assert entry.tokens is not None
+            return self._finish(plan, samplers, entry.tokens)
+        began = time.perf_counter()
+        tokens = self._step(shape, entry.there)
+        clocked = Clocked(entry, time.perf_counter() - began) if self.graphs else None
+        return self._finish(plan, samplers, tokens, clocked=clocked)
+
+    def _capture(self, shape: Shape, entry: Captured) -> None:
+        self.captures += 1
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+        try:
+            tokens = self._step(shape, entry.there)
+        finally:
+            graph.capture_end()
+        entry.graph, entry.tokens = graph, tokens  # not before: a capture that failed must not be replayed
+
+    def _step(self, shape: Shape, there: dict[str, Tensor]) -> Tensor:
+        hidden = self.model.forward(self._batch(shape, there), self.kv)
+        if not shape.samplers:
+            return self.newest[:0]
+        return self._sample(self.model.logits(hidden[: shape.samplers]), there)
+
+    def _batch(self, shape: Shape, there: dict[str, Tensor], mixture: Mixture | None = None) -> DeviceBatch:
+        """mixture: what the host knows of this very step, where it is not one of many of its shape."""
+        cuts = {}
+        for index, kind in enumerate(self.kinds):
+            if shape.streams:
+                cascade = Cascade(there["members"], there["shared"]) if shape.cascade else None
+                cuts[kind] = Cut(None, shape.singles, shape.splits, None, 1, cascade=cascade, scale=shape.scale)
+                continue
+            tiles = there[f"tiles{index}"] if shape.tiles[index] else None
+            long, rows = ((), ()) if mixture is None else (mixture.shares[index].long, mixture.shares[index].rows)
+            cuts[kind] = Cut(
+                there["singles"], shape.singles, shape.splits, tiles, shape.tile_splits[index], long, rows
+            )  # fmt: skip
+        slots = there["positions"].expand(len(there["tables"]), -1) if shape.fused else there["slots"]
+        requests = shape.requests + (mixture is None and not shape.streams)  # with the one that stands for padding
+        return DeviceBatch(
+            tokens=resolve_tokens(there["tokens"], self.newest), positions=there["positions"],
+            starts=there["starts"][: requests + 1], contexts=there["contexts"][:requests],
+            groups=tuple(GroupBlocks(*places) for places in zip(slots, there["tables"], strict=True)),
+            logit_rows=slice(None) if shape.streams else there["logit_rows"],
+            counts=mixture.counts if mixture is not None else None,
+            lengths=mixture.contexts if mixture is not None else None,
+            streams=shape.streams, splits=shape.splits, cuts=cuts if self.ops.shares_steps else None,
+        )  # fmt: skip
+
+    def _sample(self, logits: Tensor, there: dict[str, Tensor]) -> Tensor:
+        out = torch.empty(logits.shape[0], dtype=torch.int32, device=logits.device)
+        temperatures = there["temperatures"].view(torch.float32)
+        filters = None
+        if len(there["top_k"]):
+            filters = Filters(there["top_k"], there["top_p"].view(torch.float64), SLACK)
+        return sample(logits, temperatures, there["keys"], there["rows"], self.newest, out, filters)
+
+    # ---- prompts, chunks and mixtures ------------------------------------------------------------------------------
+
+    def _launch_mixed(self, plan: Plan) -> Handle:
+        mixture = Mixture.of(plan, self.kinds)
+        hosted = tuple(n for n, index in enumerate(mixture.samplers) if not on_device(plan.works[index].request))
+        shared = self.ops.shares_steps and not hosted
+        padded = mixture.padded_shape(self.kinds, self.tables.shape[2]) if shared else None
+        if padded is None:
+            return self._launch_once(plan, mixture, hosted)
+        entry = self._entry(padded)
+        mixture.fill(self.staging.begin(entry.fields), self.tables)
+        return self._run_shape(plan, padded, entry, mixture.samplers)
+
+    def _launch_once(self, plan: Plan, mixture: Mixture, hosted: tuple[int, ...]) -> Handle:
+        shape, works, samplers = mixture.exact_shape(), plan.works, mixture.samplers
+        fields = shape.fields(self.tables.shape[0], sum(count for _, count in mixture.prompts))
+        mixture.fill(self.staging.begin(fields), self.tables)
+        there = fields.views(self.staging.send(fields))
+        hidden = self.model.forward(self._batch(shape, there, mixture), self.kv)
+        details: dict[int, Details] = {}
+        first = len(samplers)
+        for index, count in mixture.prompts:
+            scores = self._score_prompt(works[index], hidden[first : first + count])
+            details[index] = Details(prompt_logprobs=scores)
+            first += count
+        if not samplers:
+            return self._finish(plan, (), self.newest[:0], details)
+        logits = self.model.logits(hidden[: len(samplers)])
+        before = self.newest.to("cpu", copy=True) if hosted else self.newest
+        tokens = self._sample(logits, there)
+        if hosted:
+            self._choose_on_host(logits, works, samplers, hosted, before, tokens, details)
+            self.newest[there["rows"]] = tokens
+        return self._finish(plan, samplers, tokens, details)
+
+    def _score_prompt(self, work: Work, hidden: Tensor) -> dict:
+        request, scores = work.request, {}
+        for offset in range(0, hidden.shape[0], LOGIT_ROWS):
+            logits = self.model.logits(hidden[offset : offset + LOGIT_ROWS]).cpu().numpy()
+            for i, row in enumerate(logits):
+                position = work.start + 1 + offset + i
+                scores[position] = logprobs(row, request.tokens[position], request.params.prompt_logprobs or 0)
+        return scores
+
+    def _choose_on_host(
+        self, logits: Tensor, works: tuple[Work, ...], samplers: tuple[int, ...], hosted: tuple[int, ...],
+        before: Tensor, tokens: Tensor, details: dict[int, Details],
+    ) -> None:  # fmt: skip
+        """The whole chain of run/sample.py, for what the device does not do. Waits for the device."""
+        for n in hosted:
+            work, mine = works[samplers[n]], details.setdefault(samplers[n], Details())
+            row, request = logits[n].cpu().numpy(), work.request
+            with knowing(work, int(before[request.row])):
+                masks = self.grammars.masks([request]) if self.grammars is not None else NO_MASKS
+                mine.error = masks.errors.get(0)
+                token = None if mine.error else choose_one(row, request, masks.allowed.get(0))
+            tokens[n] = -1 if token is None else token
+            if token is not None and request.params.logprobs is not None:
+                mine.logprobs = (logprobs(row, token, request.params.logprobs),)
+
+    def _finish(
+        self, plan: Plan, samplers: tuple[int, ...], tokens: Tensor, details: dict[int, Details] | None = None,
+        clocked: Clocked | None = None,
+    ) -> Handle:  # fmt: skip
+        count = len(samplers)
+        if not self.on_card:
+            return Handle(plan, samplers, tokens[:count].clone(), None, details or {})
+        most = self.tables.shape[1]
+        out = self.results.pop() if self.results else torch.empty(most, dtype=torch.int32, pin_memory=True)
+        out[:count].copy_(tokens[:count], non_blocking=True)
+        return Handle(plan, samplers, out, timing_event(), details or {}, clocked)
+
+
+def timing_event() -> Any:
+    """One that knows when it was passed, recorded here and now."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+@contextmanager
+def knowing(work: Work, newest: int) -> Iterator[None]:
+    """The request as it will be once its token in flight, if there is one, has been collected."""
+    ahead = work.start + work.count > len(work.request.tokens)
+    if ahead:
+        work.request.tokens.append(newest)
+    try:
+        yield
+    finally:
+        if ahead:
+            work.request.tokens.pop()
