@@ -150,7 +150,7 @@ def worst(steps: Sequence[Step], line: Roofline) -> list[dict[str, Any]]:
 
 def kv_bytes(core: Core) -> dict[str, int]:
     storage: Any = core.runner.kv  # type: ignore[attr-defined]
-    held = sum(array.nbytes for array in (storage.data, storage.scales) if array is not None)
+    held = storage.data.nbytes
     tables = core.scheduler.tables
     return {"predicted": tables.pool.total * tables.layout.block_bytes, "allocated": held}
 

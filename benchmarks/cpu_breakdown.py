@@ -43,18 +43,15 @@ def normal(*shape: int) -> np.ndarray:
 def products(model: Any, rows: int, logit_rows: int, rounds: int) -> dict[str, dict[str, float]]:
     """Seconds, bytes and operations of each kind of product in one step."""
     ops, found = model.ops, {}
-    kinds = {"qkv": "attention_norm", "output": None, "gate_up": "feed_norm", "down": model.gate}
-    for kind, before in kinds.items():
-        weights = [getattr(layer, kind) for layer in model.layers]
-        x = normal(rows, weights[0].inputs * (2 if kind == "down" else 1))
+    for kind in ("qkv", "output", "gate_up", "down"):
+        mine = [product for layer in model.layers for product in layer.products() if product.name == kind]
+        x = normal(rows, mine[0].weight.inputs * (2 if kind == "down" else 1))
 
-        def all_layers(kind: str = kind, before: Any = before, x: Any = x) -> None:
-            for layer in model.layers:
-                ops.linear(
-                    x, getattr(layer, kind), before=getattr(layer, before) if isinstance(before, str) else before
-                )
+        def all_layers(mine: Any = mine, x: Any = x) -> None:
+            for product in mine:
+                ops.linear(x, product.weight, before=product.before)
 
-        found[kind] = figures(typical(all_layers, rounds), weights, rows, ops)
+        found[kind] = figures(typical(all_layers, rounds), [product.weight for product in mine], rows, ops)
     hidden = normal(logit_rows, model.arch.hidden)
     found["head"] = figures(typical(lambda: model.logits(hidden), rounds), [model.head], logit_rows, ops)
     return found

@@ -9,12 +9,13 @@ import numpy as np
 import torch
 
 from twostroke.hardware import usable_cores
+from twostroke.kv.layout import make_layout
 from twostroke.model.arch import Arch
 from twostroke.ops.formats import from_float
 from twostroke.ops.select import make_ops
 from twostroke.weights.quantize import quantize
 
-KV_BYTES = 2.0  # float16
+KV_FORMAT = "float16"
 
 
 def best_rate(work: float, call: Callable[[], object], seconds: float = 2.0) -> float:
@@ -51,7 +52,7 @@ def dot_peaks() -> dict[str, float]:
 
 def floors(arch: Arch, weight_bytes: int, bandwidth: float, peak: float) -> dict[str, float]:
     """Tokens/s if each step did nothing but read weights and KV once, or nothing but multiply: the slower one."""
-    entry = len(arch.layers) * arch.kv_entry_bytes(KV_BYTES)
+    entry = make_layout(arch, KV_FORMAT).token_bytes
 
     def decode(batch: int, context: int) -> float:
         reading = (weight_bytes + batch * context * entry) / bandwidth

@@ -169,7 +169,7 @@ def decode64(bench: Bench) -> None:
         rig.core.step()
     times = min(requests, key=lambda r: len(r.timeline.token_times)).timeline.token_times
     step = (times[-1] - times[-1 - steps]) / steps
-    entry = rig.core.scheduler.tables.layout.entry_bytes * len(rig.arch.layers)
+    entry = rig.core.scheduler.tables.layout.token_bytes
     read = rig.model.weight_bytes() + sum(r.computed for r in requests) * entry
     for request in requests:
         rig.core.abort(request)

@@ -68,7 +68,7 @@ def make_rig(
     resolved = resolve(config, arch, Hardware("cuda", 16, torch.cuda.mem_get_info()[0]), 0)
     resolved = prepare(config, resolved, model)
     kv = KVStorage(
-        arch, resolved.layout, resolved.kv_blocks, resolved.kv_dtype, ops.device, resolved.host_slots  # type: ignore[arg-type]
+        resolved.layout, resolved.kv_blocks, resolved.kv_dtype, ops.device, resolved.host_slots  # type: ignore[arg-type]
     )  # fmt: skip
     scheduler = make_scheduler(arch, resolved, f"random {length}")
     runner = CudaRunner(model, kv, scheduler.tables.array, ops)  # type: ignore[arg-type]

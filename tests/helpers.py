@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,11 +22,8 @@ class Sequences:
         self.model, self.groups = model, len(layout.groups)
         self.columns = -(-length // BLOCK)
         blocks = count * self.columns * self.groups
-        self.kv = KVStorage(model.arch, layout, blocks, kv_format, model.ops.device)
-        for part, is_float in ((self.kv.data, "float" in kv_format), (self.kv.scales, True)):
-            if part is not None:  # what a pool holds before it is written must not matter
-                bits = part.view(np.uint8 if model.ops.device is None else torch.uint8)
-                bits[:] = 255 if is_float else 85  # all ones: not a number
+        self.kv = KVStorage(layout, blocks, kv_format, model.ops.device)
+        self.kv.data[:] = 255  # what a pool holds before it is written must not matter: all ones are not a number
         order = torch.randperm(blocks, generator=torch.Generator().manual_seed(seed)).to(torch.int32)
         self.tables = order.view(self.groups, count, self.columns)
         self.computed = [0] * count

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from twostroke.cli.settings import parse_settings
@@ -9,17 +7,13 @@ from twostroke.config import longest_that_fits, make_config, resolve
 from twostroke.errors import ConfigError
 from twostroke.hardware import Hardware
 from twostroke.kv.layout import make_layout
-from twostroke.model.arch import Arch, LayerArch, seen_pairs
+from twostroke.model.arch import Arch, DenseArch, GroupedArch, LayerArch, seen_pairs
 
 LLAMA_8B = Arch(
     family="llama",
     vocab=128256,
     hidden=4096,
-    ffn=14336,
-    heads=32,
-    kv_heads=8,
-    head_dim=128,
-    layers=(LayerArch(),) * 32,
+    layers=(LayerArch(GroupedArch(32, 8, 128), DenseArch(14336)),) * 32,
     max_positions=8192,
     norm_eps=1e-5,
 )
@@ -98,7 +92,7 @@ def test_a_narrow_cache_and_float32_do_not_go_together_on_a_gpu():
 
 
 def test_four_bits_need_heads_of_some_length_on_a_gpu():
-    tiny, card = replace(LLAMA_8B, head_dim=16), Hardware("cuda", cores=4, free_memory=80 * 10**9)
+    tiny, card = LLAMA_8B.with_mixers(head_dim=16), Hardware("cuda", cores=4, free_memory=80 * 10**9)
     with pytest.raises(ConfigError, match="heads of at least 32"):
         resolve(make_config(kv_dtype="int4"), tiny, card, 0)
     assert resolve(make_config(kv_dtype="int4"), tiny, MACHINE, 0).kv_dtype == "int4"
@@ -120,13 +114,11 @@ def test_known_cost_of_a_cached_token():
 
 
 def test_windows_need_fewer_blocks():
-    windowed = make_layout(Arch("m", 100, 64, 64, 2, 2, 32, (LayerArch(window=64),) * 4, 4096, 1e-5), "float16")
+    full, narrow = (LayerArch(GroupedArch(2, 2, 32, window), DenseArch(64)) for window in (None, 64))
+    windowed = make_layout(Arch("m", 100, 64, (narrow,) * 4, 4096, 1e-5), "float16")
     assert windowed.blocks_for(4096, step=16) == 6
     assert longest_that_fits(windowed, 6, 4096, 16, chunked=True) == 4096
-    mixed = make_layout(
-        Arch("m", 100, 64, 64, 2, 2, 32, (LayerArch(window=64), LayerArch(window=64), LayerArch()), 4096, 1e-5),
-        "float16",
-    )
+    mixed = make_layout(Arch("m", 100, 64, (narrow, narrow, full), 4096, 1e-5), "float16")
     assert [(group.window, group.layers) for group in mixed.groups] == [(None, (2,)), (64, (0,)), (64, (1,))]
 
 

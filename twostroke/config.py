@@ -12,9 +12,9 @@ from typing import Any, cast
 
 from twostroke.errors import ConfigError
 from twostroke.hardware import Hardware
-from twostroke.kv.layout import KV_ELEMENT_BYTES, KVLayout, make_layout
+from twostroke.kv.layout import KVLayout, make_layout
 from twostroke.model.arch import Arch
-from twostroke.ops.interface import BLOCK, KVFormat
+from twostroke.ops.interface import BLOCK, KV_BITS, KVFormat
 from twostroke.sampling import is_number, is_whole
 from twostroke.schedule.policy import POLICIES
 
@@ -54,7 +54,7 @@ class Config:
         one_of(self, "device", ("cpu", "cuda"), optional=True)
         one_of(self, "dtype", DTYPES, optional=True)
         one_of(self, "quantize", QUANTIZATIONS, optional=True)
-        one_of(self, "kv_dtype", tuple(KV_ELEMENT_BYTES), optional=True)
+        one_of(self, "kv_dtype", tuple(KV_BITS), optional=True)
         one_of(self, "batching", ("continuous", "static"))
         one_of(self, "policy", tuple(POLICIES))
         for name in ("threads", "max_model_len", "max_batch_tokens", "max_requests", "kv_memory", "kv_blocks"):
@@ -156,9 +156,9 @@ def resolve(config: Config, arch: Arch, hardware: Hardware, weight_bytes: int) -
     check_quantize(config.quantize, device)
     threads = derive("threads", hardware.cores, f"{hardware.cores} cores may be used by this process")
     kv_dtype = _kv_dtype(config, device, reasons)
-    layout = make_layout(arch, kv_dtype)
     if kv_dtype == "int4":
         _check_four_bits(arch, device)
+    layout = make_layout(arch, kv_dtype)
     batch = derive("max_batch_tokens", DEFAULT_BATCH_TOKENS[device], f"enough rows to keep a {device} busy in one step")
     requests = derive("max_requests", DEFAULT_REQUESTS[device], f"streams that a {device} serves well at once")
     if requests > batch:
@@ -210,10 +210,9 @@ def _exact(config: Config, device: str, reasons: dict[str, str]) -> bool:
 
 
 def _check_four_bits(arch: Arch, device: str) -> None:
-    if arch.head_dim % 2:
-        raise ConfigError("kv_dtype='int4' needs an even head size: use int8 or float16.")
-    if device == "cuda" and arch.head_dim < 32:  # 8 bytes of a head: exact attention over them goes wrong
-        raise ConfigError(f"kv_dtype='int4' on a GPU needs heads of at least 32, not {arch.head_dim}: use int8.")
+    least = min(part.width for mixer, _ in arch.mixers for part in mixer.entry("int8").parts if part.format == "int8")
+    if device == "cuda" and least < 32:  # 8 bytes of a head: exact attention over them goes wrong
+        raise ConfigError(f"kv_dtype='int4' on a GPU needs heads of at least 32, not {least}: use int8.")
 
 
 def _kv_dtype(config: Config, device: str, reasons: dict[str, str]) -> KVFormat:
@@ -275,6 +274,7 @@ def _size_cache(
         if memory is None:
             taken = weight_bytes + (config.kv_offload if hardware.device == "cpu" else 0)  # a GPU has memory of its own
             memory = int(KV_SHARE[hardware.device] * max(0, hardware.free_memory - taken))
+            memory = max(0, memory - requests * layout.state_bytes)
             share = f"{KV_SHARE[hardware.device]:.0%} of the memory left beside the weights"
         else:
             share = "kv_memory"

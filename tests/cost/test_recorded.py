@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import asdict
 
 import pytest
 
@@ -14,6 +13,7 @@ from twostroke.cost.recorded import read_recording, read_step, token_times
 from twostroke.cost.roofline import Roofline
 from twostroke.cost.verdict import verdict
 from twostroke.errors import InputError
+from twostroke.model.arch import arch_document
 
 
 def told(case):
@@ -31,7 +31,7 @@ def told(case):
     ]  # fmt: skip
     return {
         "settings": {
-            "model": "m", "weight_bytes": deployment.model.bytes, "arch": asdict(deployment.arch),
+            "model": "m", "weight_bytes": deployment.model.bytes, "arch": arch_document(deployment.arch),
             "layout": {"block_bytes": settings.layout.block_bytes},
             "settings": {name: {"value": getattr(settings, name)} for name in names},
         },

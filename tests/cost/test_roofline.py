@@ -15,7 +15,7 @@ from tests.cost.fleets import parts
 from twostroke.cost.fit import as_waited_for, between, coldness, errors, fit, fit_launched, predicted
 from twostroke.cost.hardware import DEVICES, Calibration, Rates, datasheet_rates, find_device, load_calibration
 from twostroke.cost.models import SHAPES, known_arch
-from twostroke.cost.roofline import Roofline, end_to_end, kv_bytes_per_token, model_cost, parameters
+from twostroke.cost.roofline import Roofline, end_to_end, kv_bytes_per_token, model_cost
 from twostroke.errors import ConfigError
 from twostroke.kv.layout import make_layout
 from twostroke.metrics.steplog import Piece, Step
@@ -53,17 +53,17 @@ def test_kv_bytes_of_a_token(name, size):
     ],
 )
 def test_parameters_are_the_published_ones(name, count):
-    assert parameters(known_arch(name)) == count
+    assert known_arch(name).parameters == count
 
 
 def test_prefill_flops_are_two_per_weight_and_token_plus_attention():
     line = roofline()
     arch, n = line.model.arch, 2048
-    matrices = len(arch.layers) * arch.layer_weights
-    attention = 4 * len(arch.layers) * arch.heads * arch.head_dim * n * (n + 1) / 2
+    matrices = arch.layer_weights
+    attention = 4 * len(arch.layers) * arch.layers[0].mixer.width * n * (n + 1) / 2
     flops = line.flops([(0, n)], [], 0)
     assert flops == pytest.approx(2 * matrices * n + attention)
-    assert flops == pytest.approx(2 * parameters(arch) * n, rel=0.15)
+    assert flops == pytest.approx(2 * arch.parameters * n, rel=0.15)
 
 
 def test_decode_at_batch_one_does_about_one_flop_for_each_byte():
@@ -103,7 +103,7 @@ def test_chunks_add_up_and_cost_more_when_they_are_tiny():
 
 def test_windows_bound_what_a_stream_reads():
     arch = known_arch("mistral-7b")
-    windowed = replace(arch, layers=tuple(replace(layer, window=4096) for layer in arch.layers))
+    windowed = arch.with_mixers(window=4096)
     line = Roofline(model_cost(windowed), make_layout(windowed, "bfloat16"), roofline().rates)
     assert line.stream_bytes([100_000]) == line.stream_bytes([4096])
     assert line.stretch([4000], 200)[-1] == pytest.approx(line.step([], [4199], 1))

@@ -65,7 +65,8 @@ def test_many_steps_at_once_after_prompts_that_left_the_cache_cold():
 
 def test_many_steps_at_once_with_windows():
     arch = known_arch("smollm2-135m")
-    layers = tuple(replace(layer, window=100 if i % 3 else None) for i, layer in enumerate(arch.layers))
+    windowed = arch.with_mixers(window=100).layers
+    layers = tuple(windowed[i] if i % 3 else layer for i, layer in enumerate(arch.layers))
     arch = replace(arch, layers=layers)
     rows = requests(count=30, rate=5.0, prompt=(5, 300), output=(1, 200))
     fast, slow = (fleet(arch=arch, fast=fast).run(rows) for fast in (True, False))

@@ -27,11 +27,11 @@ LLAMA = known_arch("llama-3.1-8b")
 def test_prompts_are_shared_out_as_the_kernels_do_it(model):
     cuda, steps = pytest.importorskip("twostroke.ops.cuda.backend"), pytest.importorskip("twostroke.run.cuda.steps")
     torch, prefill = pytest.importorskip("torch"), pytest.importorskip("twostroke.ops.cuda.kernels.prefill")
-    arch = known_arch(model)
-    share = arch.heads // arch.kv_heads
-    queries = prefill.tile_rows(torch.bfloat16, arch.head_dim, share) // share
-    assert tile_queries(arch) == queries
-    kind = cuda.Kind(queries, True, arch.kv_heads, 0)
+    mixer = known_arch(model).layers[0].mixer
+    share = mixer.heads // mixer.kv_heads
+    queries = prefill.tile_rows(torch.bfloat16, mixer.head_dim, share) // share
+    assert tile_queries(mixer) == queries
+    kind = cuda.Kind(queries, True, mixer.kv_heads, 0)
     rng = random.Random(1)
     for _ in range(60):
         chunks = [(rng.choice((0, 100, 1024, 2048, 8192)), rng.choice((2, 48, 192, 768, 2048, 6144)))
@@ -48,7 +48,7 @@ def test_prompts_are_shared_out_as_the_kernels_do_it(model):
         rows = int(counts.sum())
         mixture = steps.Mixture(works, counts, contexts, (), (), (mine,))
         shape = mixture.padded_shape((kind,), 4096) if rows <= CAPTURED_TOKENS else None
-        assert splits_of(arch, rest, rows) == (shape.tile_splits[0] if shape else mine.tile_splits)
+        assert splits_of(mixer, rest, rows) == (shape.tile_splits[0] if shape else mine.tile_splits)
         assert rows_run(rows, prompts=True) == (shape.tokens if shape else rows)
 
 

@@ -28,7 +28,7 @@ def logits_of(model: Transformer, tokens: list[int], chunks: list[int], kv_forma
     """Logits at every position of one sequence, computed in chunks; steps of one token take the fused path."""
     layout = make_layout(model.arch, kv_format)
     columns = -(-len(tokens) // BLOCK)
-    kv = KVStorage(model.arch, layout, columns * len(layout.groups), kv_format, CARD)  # type: ignore[arg-type]
+    kv = KVStorage(layout, columns * len(layout.groups), kv_format, CARD)  # type: ignore[arg-type]
     order = torch.randperm(columns * len(layout.groups), generator=torch.Generator().manual_seed(1)).to(torch.int32)
     tables = order.view(len(layout.groups), 1, columns).to(CARD)
     out, start = [], 0

@@ -14,12 +14,12 @@ from twostroke.kv.hashing import Name
 from twostroke.kv.layout import make_layout
 from twostroke.kv.offload import HostPool
 from twostroke.kv.storage import KVStorage
-from twostroke.model.arch import Arch, LayerArch
+from twostroke.model.arch import Arch, DenseArch, GroupedArch, LayerArch
 from twostroke.types import Move
 
+FULL, NARROW = (LayerArch(GroupedArch(2, 2, 16, window), DenseArch(32)) for window in (None, 24))
 ARCH = Arch(
-    family="llama", vocab=64, hidden=32, ffn=32, heads=2, kv_heads=2, head_dim=16,
-    layers=(LayerArch(), LayerArch(window=24), LayerArch(window=24)), max_positions=512, norm_eps=1e-5,
+    family="llama", vocab=64, hidden=32, layers=(FULL, NARROW, NARROW), max_positions=512, norm_eps=1e-5
 )  # fmt: skip
 
 
@@ -115,20 +115,20 @@ def test_copies_that_no_plan_has_taken_yet_are_forgotten_too():
 def test_bytes_come_back_as_they_went(kv_format, device, monkeypatch):
     layout = make_layout(ARCH, kv_format)
     monkeypatch.setattr(host_memory, "PIECE", 2 * layout.block_bytes)  # five slots lie in three pieces
-    kv = KVStorage(ARCH, layout, 6, kv_format, device, host_slots=5)
+    kv = KVStorage(layout, 6, kv_format, device, host_slots=5)
     assert kv.host.pieces[0].shape == (2, layout.block_bytes) and len(kv.host.pieces) == 3
-    parts = [np.asarray(part) for part in kv.host.parts]  # the same memory
-    for part in parts:
-        part[:] = np.random.default_rng(0).integers(0, 256, part.shape)
-    before = [part.copy() for part in parts]
+    pool = np.asarray(kv.data)  # the same memory
+    pool[:] = np.random.default_rng(0).integers(0, 256, pool.shape)
+    before = pool.copy()
     kv.move([Move(block, slot, True) for block, slot in zip((1, 2, 3, 4), (4, 0, 2, 1), strict=True)])
-    for part in parts:
-        part[:] = 0
+    pool[:] = 0
     kv.move([Move(block, slot, False) for block, slot in zip((5, 0, 3), (4, 0, 1), strict=True)])
-    for part, old in zip(parts, before, strict=True):
-        assert np.array_equal(part[[5, 0, 3]], old[[1, 2, 4]]) and not part[[1, 2, 4]].any()
-    block = kv.data[5].reshape(-1).view(np.uint8 if device is None else torch.uint8)
-    assert np.asarray(block).tobytes() == before[0][1].tobytes()
+    assert np.array_equal(pool[[5, 0, 3]], before[[1, 2, 4]]) and not pool[[1, 2, 4]].any()
+    assert kv.export(5) == before[1].tobytes()
+    kv.take_in(1, before[2].tobytes())
+    assert kv.export(1) == before[2].tobytes()
+    with pytest.raises(ValueError, match="a block has"):
+        kv.take_in(1, b"too short")
 
 
 def test_llm_counts_what_went_and_came_and_says_the_same(llama_folder):

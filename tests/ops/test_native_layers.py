@@ -6,7 +6,6 @@ import dataclasses
 import gc
 import weakref
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ from tests.helpers import Sequences
 from tests.model.test_parity import FAMILIES, make_peer, tokens_of
 from twostroke.model.transformer import Transformer
 from twostroke.ops.cpu.library import available
-from twostroke.ops.interface import KVFormat, RunsLayers
+from twostroke.ops.interface import KVFormat, Ops
 from twostroke.weights.checkpoint import open_checkpoint
 from twostroke.weights.load import load_model
 
@@ -25,25 +24,18 @@ if not available():
 from twostroke.ops.cpu.backend import NativeCpuOps
 
 
-class OneByOne:
+class OneByOne(NativeCpuOps):
     """The same backend without its call for all layers."""
 
-    def __init__(self, ops: NativeCpuOps):
-        self._ops = ops
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("plan_layers", "run_layers"):
-            raise AttributeError(name)
-        return getattr(self._ops, name)
+    fuse = Ops.fuse  # type: ignore[assignment]  # declines
 
 
 def both_ways(folder: Path, bits: str | None = None) -> tuple[Transformer, Transformer]:
     """The same model, run by the call for all layers and op by op."""
     ops = NativeCpuOps(2)
     whole = load_model(open_checkpoint(folder), ops, 256, bits=bits)
-    single = load_model(open_checkpoint(folder), OneByOne(ops), 256, bits=bits)
-    assert isinstance(whole.ops, RunsLayers)
-    assert not isinstance(single.ops, RunsLayers)
+    single = load_model(open_checkpoint(folder), OneByOne(2), 256, bits=bits)
+    assert len(whole._make_runs(Sequences(whole, 1, 16).kv)) == 1 < len(single._make_runs(Sequences(single, 1, 16).kv))
     return whole, single
 
 
@@ -113,7 +105,7 @@ def test_refusals(tmp_path: Path) -> None:
     for row in (-1, 3):
         with pytest.raises(ValueError, match="bad argument"):
             model.forward(dataclasses.replace(batch, logit_rows=np.array([row])), sequences.kv)
-    plan = model.ops.plan_layers(model.layers, [sequences.kv.layer(i) for i in range(3)], model.gate)  # type: ignore[attr-defined]
+    fused = model.ops.fuse([layer.fused() for layer in model.layers], [sequences.kv.layer(i) for i in range(3)])
     for x in (np.zeros((2, 48), np.float32), np.zeros((3, 48))):
         with pytest.raises(ValueError, match="does not fit"):
-            model.ops.run_layers(plan, x, batch)  # type: ignore[attr-defined]
+            fused(x, batch, batch.logit_rows)

@@ -52,7 +52,7 @@ def tokens_of(
     settings = resolve(config, arch, this_machine("cpu"), 0)
     ops = CudaOps(torch.float32, "cuda" if ON_CARD else "cpu") if kind == "cuda" else ReferenceOps()
     model = load_model(checkpoint, ops, settings.max_model_len)
-    kv = KVStorage(arch, settings.layout, settings.kv_blocks, settings.kv_dtype, ops.device)
+    kv = KVStorage(settings.layout, settings.kv_blocks, settings.kv_dtype, ops.device)
     scheduler = make_scheduler(arch, settings, "tiny")
     runner = (CudaRunner if kind == "cuda" else TorchRunner)(model, kv, scheduler.tables.array, ops)
     core = Core(scheduler, runner)

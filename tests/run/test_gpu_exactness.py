@@ -21,7 +21,7 @@ from twostroke.engine.core import Core  # noqa: E402
 from twostroke.hardware import this_machine  # noqa: E402
 from twostroke.kv.storage import KVStorage  # noqa: E402
 from twostroke.metrics.timeline import Timeline  # noqa: E402
-from twostroke.model.arch import Arch, LayerArch, Rope  # noqa: E402
+from twostroke.model.arch import Arch, DenseArch, GroupedArch, LayerArch, Rope  # noqa: E402
 from twostroke.model.transformer import Transformer  # noqa: E402
 from twostroke.ops.cuda.exact import ExactCudaOps  # noqa: E402
 from twostroke.run.cuda.runner import CudaRunner  # noqa: E402
@@ -32,10 +32,9 @@ from twostroke.weights.random import LLAMA_8B, random_model  # noqa: E402
 
 pytestmark = [pytest.mark.gpu] if ON_CARD else []
 ROPE = Rope(tuple(100.0 ** (-2 * i / 16) for i in range(8)))
+LAYERS = tuple(LayerArch(GroupedArch(2, 1, 16, window, ROPE), DenseArch(32)) for window in (None, 24))
 TINY = Arch(
-    family="llama", vocab=64, hidden=32, ffn=32, heads=2, kv_heads=1, head_dim=16,
-    layers=(LayerArch(rope=ROPE), LayerArch(window=24, rope=ROPE))[: 2 if ON_CARD else 1], max_positions=512,
-    norm_eps=1e-5,
+    family="llama", vocab=64, hidden=32, layers=LAYERS[: 2 if ON_CARD else 1], max_positions=512, norm_eps=1e-5
 )  # fmt: skip
 NEW = 24 if ON_CARD else 3
 LENGTHS = (1100, 37, 700, 64) if ON_CARD else (23, 7)
@@ -56,7 +55,7 @@ class Served:
         config = make_config(dtype=dtype, seed=1, **settings)
         resolved = resolve(config, arch, this_machine("cpu"), 0)
         kv = KVStorage(
-            arch, resolved.layout, resolved.kv_blocks, resolved.kv_dtype, ops.device, resolved.host_slots
+            resolved.layout, resolved.kv_blocks, resolved.kv_dtype, ops.device, resolved.host_slots
         )  # fmt: skip
         self.scheduler = make_scheduler(arch, resolved, "random")
         self.core = Core(self.scheduler, CudaRunner(model, kv, self.scheduler.tables.array, ops))

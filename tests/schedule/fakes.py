@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 
 from twostroke.kv.blocks import BlockPool
 from twostroke.kv.hashing import BlockHasher
@@ -12,6 +13,7 @@ from twostroke.kv.layout import KVGroup, KVLayout
 from twostroke.kv.offload import HostPool
 from twostroke.kv.tables import KVTables
 from twostroke.metrics.timeline import Timeline
+from twostroke.model.arch import KVEntry, KVPart
 from twostroke.sampling import SamplingParams
 from twostroke.schedule.pace import Pace
 from twostroke.schedule.policy import POLICIES
@@ -23,7 +25,8 @@ SPOILT = (-1,)  # tokens that nobody has
 
 def make_scheduler(blocks, windows=(None,), max_batch_tokens=512, max_requests=64, chunked=True, static=False,
                    policy="fcfs", prefix_cache=True, max_length=4096, max_gap=1e9, host_slots=0):  # fmt: skip
-    layout = KVLayout(tuple(KVGroup(w, (i,)) for i, w in enumerate(windows)), 1, 64)
+    entry = KVEntry((KVPart("keys", 1, 64, "int8"),))
+    layout = KVLayout(tuple(KVGroup(replace(entry, window=w), (i,)) for i, w in enumerate(windows)), 16 * 64)
     pool = BlockPool(blocks, prefix_cache, HostPool(host_slots) if host_slots else None)
     tables = KVTables(layout, pool, BlockHasher("fake", b"key"), max_requests, max_length)
     limits = Limits(max_batch_tokens, max_requests, chunked, static)

@@ -154,9 +154,7 @@ class Rig:
     def _blank(self, block: int) -> None:
         """Memory that was never written is read faster than any other, and may hold what is no number."""
         storage: Any = self.core.runner.kv  # type: ignore[attr-defined]
-        for array in (storage.data, storage.scales):
-            if array is not None:
-                array[block] = 0
+        storage.data[block] = 0
 
 
 def run_grid(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from twostroke.kv.storage import KVStorage
+from twostroke.model.layers import Grouped
 from twostroke.ops.arrays import batch_of_tensors
 from twostroke.ops.interface import BLOCK, Array, Attention, Batch, GroupBlocks, KVLayer, Norm, Ops, RopeTable
 from twostroke.ops.reference.backend import ReferenceOps, rotated, seen
@@ -33,7 +34,10 @@ def attention_seconds(llm: LLM) -> tuple[dict[str, float], dict[str, float]] | N
     runner = llm.engine.core.runner
     if not isinstance(runner, ModelRunner) or isinstance(runner, TorchRunner):
         return None
-    layer = runner.model.layers[0].attention
+    mixer = runner.model.layers[0].mixer
+    if not isinstance(mixer, Grouped):
+        return None
+    layer = mixer.attention
     context = min(CONTEXT, llm.settings.max_model_len)
     found = []
     for ops in (PlainTorchOps(), runner.ops):
@@ -72,10 +76,8 @@ def measured(ops: Ops, llm: LLM, attention: Attention, context: int, requests: i
     columns = -(-context // BLOCK)
     groups = len(llm.settings.layout.groups)
     blocks = groups * requests * columns
-    storage = KVStorage(llm.arch, llm.settings.layout, blocks, llm.settings.kv_dtype, ops.device)
+    storage = KVStorage(llm.settings.layout, blocks, llm.settings.kv_dtype, ops.device)
     storage.data[:] = 0
-    if storage.scales is not None:
-        storage.scales[:] = 0
     kv, group = storage.layer(0)
     batch = make_batch(requests, count, context, groups)
     width = (attention.heads + 2 * attention.kv_heads) * attention.head_dim

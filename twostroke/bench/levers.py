@@ -18,6 +18,7 @@ from twostroke.bench.workload import Load, make_load
 from twostroke.cost.roofline import kv_bytes_per_token, model_cost
 from twostroke.cost.trace import Arrival, Contents
 from twostroke.errors import TwostrokeError
+from twostroke.kv.layout import make_layout
 
 if TYPE_CHECKING:
     from twostroke.engine.llm import LLM
@@ -213,7 +214,8 @@ def grouped_queries(open_llm: Open) -> Row:
     """A property of the model: what its heads would take if none shared K and V. Computed, not measured."""
     llm = open_llm({})
     row = Row("grouped queries (computed)", "decode", "KV memory over the heads that share it")
-    size = float(kv_bytes_per_token(llm.settings.layout))
-    row.on = {"kv_bytes_per_token": size}
-    row.off = {"kv_bytes_per_token": size * llm.arch.heads / llm.arch.kv_heads}
+    layout = llm.settings.layout
+    every_head = llm.arch.with_mixers(kv_heads=max(mixer.heads for mixer, _ in llm.arch.mixers))  # type: ignore[attr-defined]
+    row.on = {"kv_bytes_per_token": layout.token_bytes}
+    row.off = {"kv_bytes_per_token": make_layout(every_head, llm.settings.kv_dtype).token_bytes}
     return row

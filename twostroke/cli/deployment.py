@@ -49,8 +49,9 @@ def deployment_for(
 ) -> tuple[Deployment, Calibration | None]:
     arch, stored = describe(model)
     config = make_config(**settings)
-    if gpus > arch.heads:
-        raise ConfigError(f"--gpus {gpus}: {model} has {arch.heads} heads to share out, so {arch.heads} at most.")
+    heads = min(mixer.heads for mixer, _ in arch.mixers)  # type: ignore[attr-defined]
+    if gpus > heads:
+        raise ConfigError(f"--gpus {gpus}: {model} has {heads} heads to share out, so {heads} at most.")
     if hardware == "this":
         calibration = calibrated(model)
         device, rates = calibration.device(), calibration.rates

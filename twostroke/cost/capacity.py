@@ -16,7 +16,7 @@ from twostroke.cost.deploy import Deployment, Outcome
 from twostroke.cost.fleet import Pools
 from twostroke.cost.hardware import DEVICES, Device
 from twostroke.cost.levers import QUANTIZED
-from twostroke.cost.roofline import kv_bytes_per_token, parameters
+from twostroke.cost.roofline import kv_bytes_per_token
 from twostroke.cost.summary import meets
 from twostroke.cost.trace import Arrival, at_rate, fresh_tokens, rate, repeat
 from twostroke.errors import ConfigError
@@ -88,7 +88,7 @@ def size(deployment: Deployment, prompt: int, output: int) -> Sizing:
     prefill, decode = _phases(deployment, prompt, output, batch)
     return Sizing(
         deployment=deployment,
-        parameters=parameters(deployment.arch),
+        parameters=deployment.arch.parameters,
         weight_bytes=weights,
         kv_bytes_per_token=kv_bytes_per_token(settings.layout),
         kv_blocks=settings.kv_blocks,

@@ -20,7 +20,7 @@ from twostroke.cost.roofline import Roofline
 from twostroke.cost.trace import Arrival, Part
 from twostroke.errors import InputError
 from twostroke.metrics.steplog import Piece, Step
-from twostroke.model.arch import Arch, LayerArch
+from twostroke.model.arch import read_arch
 
 FEWEST_STEPS = 24  # below which there is nothing to fit
 GOOD = 75  # percentile of rates that counts as what the machine reaches
@@ -61,12 +61,6 @@ def read_recording(
         [read_arrival(one, first) for one in rows],
         [read_served(one, first, times.get(one["request"], [])) for one in rows],
     )
-
-
-def read_arch(document: Document) -> Arch:
-    """Positions cost nothing, so what is not needed of them is left out."""
-    given = {name: value for name, value in document.items() if name != "windows"}  # which is made from the layers
-    return Arch(**{**given, "layers": tuple(LayerArch(layer["window"]) for layer in document["layers"])})
 
 
 def read_step(document: Document) -> Step:

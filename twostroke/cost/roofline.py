@@ -24,7 +24,7 @@ import numpy as np
 from twostroke.cost.hardware import HOST_LINK, LINK_LATENCY, Rates
 from twostroke.cost.tiles import attend, rows_run
 from twostroke.errors import ConfigError
-from twostroke.kv.layout import KVLayout
+from twostroke.kv.layout import KVLayout, make_layout
 from twostroke.model.arch import Arch
 from twostroke.ops.formats import FORMATS
 
@@ -43,14 +43,6 @@ GPU_WEIGHT_BYTES = {**WEIGHT_BYTES, "fp8": 1.0, "int8": 1.0, "int4": 0.5 + 4 / 1
 ROW_SCALES = {"fp8": 4, "int8": 4}
 
 
-def parameters(arch: Arch) -> int:
-    """Every weight of the checkpoint, norms and biases included."""
-    norms = arch.hidden * (4 if arch.sandwich_norms else 2) + (2 * arch.head_dim if arch.qk_norm else 0)
-    biases = arch.head_dim * (arch.heads + 2 * arch.kv_heads) if arch.qkv_bias else 0
-    biases += arch.hidden if arch.output_bias else 0
-    return arch.weights + len(arch.layers) * (norms + biases) + arch.hidden
-
-
 @dataclass(frozen=True, slots=True)
 class ModelCost:
     """What a model weighs, as a step sees it."""
@@ -67,11 +59,11 @@ class ModelCost:
 
     @property
     def head_weights(self) -> int:
-        return self.arch.hidden * self.arch.vocab
+        return self.arch.head_weights
 
     @property
     def layer_weights(self) -> int:
-        return len(self.arch.layers) * self.arch.layer_weights
+        return self.arch.layer_weights
 
 
 def model_cost(
@@ -83,11 +75,11 @@ def model_cost(
     each = (GPU_WEIGHT_BYTES if kind == "cuda" else WEIGHT_BYTES)[precision]
     scale = ROW_SCALES.get(precision, 0) if kind == "cuda" else 0
     if stored_bytes is not None:
-        each, scale = stored_bytes / parameters(arch), 0
-    rows = arch.head_dim * (arch.heads + 2 * arch.kv_heads) + 2 * (arch.ffn + arch.hidden)  # of one layer's matrices
-    head = arch.hidden * arch.vocab * each + arch.vocab * scale
-    layers = len(arch.layers) * (arch.layer_weights * each + rows * scale)
-    small = parameters(arch) - arch.weights  # norms and biases stay wide
+        each, scale = stored_bytes / arch.parameters, 0
+    rows = sum(product.outputs for product in arch.products)
+    head = arch.head_weights * each + arch.vocab * scale
+    layers = arch.layer_weights * each + rows * scale
+    small = arch.parameters - arch.weights  # norms and biases stay wide
     wide = small * max(2.0, each) if stored_bytes is None else small * each
     return ModelCost(arch, layers, head, wide + (0.0 if arch.tied_head else head), precision)
 
@@ -101,9 +93,9 @@ class Roofline:
         self.rates = rates
         self.count = count
         self.link = link
-        self.windows = model.arch.windows
-        # Bytes that an entry counts as in attention: its own, or those it would have in 16 bits.
-        self.charged = layout.entry_bytes if rates.kv_by_bytes else model.arch.kv_entry_bytes(2.0, 0)
+        self.stored = cached_bytes(layout)
+        # Bytes that entries count as in attention: their own, or those they would have in 16 bits.
+        self.charged = self.stored if rates.kv_by_bytes else cached_bytes(make_layout(model.arch, "bfloat16"))
         self._rows = [log2(rows) for rows, _ in rates.slowdown]
         self._factors = [factor for _, factor in rates.slowdown]
         self._linear_cache: dict[tuple[int, int, bool], float] = {}
@@ -149,18 +141,11 @@ class Roofline:
 
     def stream_bytes(self, contexts: Iterable[int]) -> float:
         """K and V read by streams whose newest token is the given number of tokens deep, itself included."""
-        return float(self._entries(contexts) * self.layout.entry_bytes)
+        return read_bytes(self.stored, contexts)
 
     def attended(self, contexts: Iterable[int]) -> float:
         """The same as bytes that take time."""
-        return float(self._entries(contexts) * self.charged)
-
-    def _entries(self, contexts: Iterable[int]) -> int:
-        seen = 0
-        for context in contexts:
-            for window, layers in self.windows:
-                seen += layers * (context if window is None else min(context, window))
-        return seen
+        return read_bytes(self.charged, contexts)
 
     def prompts(self, chunks: Sequence[tuple[int, int]], rows: int) -> float:
         """Seconds of attention for the stretches of prompts in a step of so many rows: products, K and V read once."""
@@ -198,13 +183,13 @@ class Roofline:
         base = self.rates.step_seconds + streams * self.rates.request_seconds + self.linear(streams, streams)
         ahead = np.arange(steps, dtype=np.float64)
         seen = np.zeros(steps)
-        for window, layers in self.windows:
+        for window, size in self.charged:
             if window is None:
-                seen += layers * (sum(contexts) + streams * ahead)
+                seen += size * (sum(contexts) + streams * ahead)
             else:
                 deep = np.asarray(contexts, dtype=np.float64)[:, None] + ahead
-                seen += layers * np.minimum(deep, window).sum(axis=0)
-        return base + seen * (self.charged / self.rates.kv_bandwidth)
+                seen += size * np.minimum(deep, window).sum(axis=0)
+        return base + seen / self.rates.kv_bandwidth
 
     def prefill_seconds(self, prompt: int, cached: int = 0, step_tokens: int | None = None) -> float:
         """A prompt alone, in steps of at most `step_tokens`."""
@@ -255,7 +240,25 @@ def roof(rates: Rates, rows: int, size: float, weights: int) -> float:
 
 def kv_bytes_per_token(layout: KVLayout) -> int:
     """Bytes that one more token takes in every layer, windows aside."""
-    return sum(len(group.layers) for group in layout.groups) * layout.entry_bytes
+    return round(layout.token_bytes)
+
+
+def cached_bytes(layout: KVLayout) -> tuple[tuple[int | None, float], ...]:
+    """Bytes that a token has in the cache, of all layers with the same window: (window, bytes)."""
+    sizes: dict[int | None, float] = {}
+    for group in layout.groups:
+        size = len(group.layers) * group.entry.bytes / group.entry.tokens
+        sizes[group.window] = sizes.get(group.window, 0.0) + size
+    return tuple(sizes.items())
+
+
+def read_bytes(cached: tuple[tuple[int | None, float], ...], contexts: Iterable[int]) -> float:
+    """Bytes that tokens at the ends of these contexts read."""
+    read = 0.0
+    for context in contexts:
+        for window, size in cached:
+            read += size * (context if window is None else min(context, window))
+    return read
 
 
 def end_to_end(ttft: float, tpot: float, tokens: int) -> float:

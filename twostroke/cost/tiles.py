@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from twostroke.model.arch import Arch, seen_pairs
+from twostroke.model.arch import Arch, GroupedArch, seen_pairs
 from twostroke.run.cuda.buckets import CAPTURED_TOKENS, mixed_rows, stream_rows
 
 UNIT = 2048  # tokens that the vendor's kernel takes at a time
@@ -39,15 +39,15 @@ def rows_run(rows: int, prompts: bool) -> int:
     return mixed_rows(rows) if rows <= CAPTURED_TOKENS else rows
 
 
-def tile_queries(arch: Arch) -> int:
+def tile_queries(mixer: GroupedArch) -> int:
     """Queries of a tile: the heads that share K and V are its other rows."""
-    share = arch.heads // arch.kv_heads
-    rows = 64 if arch.head_dim > 128 else 128
+    share = mixer.heads // mixer.kv_heads
+    rows = 64 if mixer.head_dim > 128 else 128
     return max(rows, 1 << (share - 1).bit_length()) // share
 
 
-def takes_dense(arch: Arch) -> bool:
-    return arch.attention_softcap == 0 and arch.head_dim in DENSE_HEADS
+def takes_dense(mixer: GroupedArch) -> bool:
+    return mixer.softcap == 0 and mixer.head_dim in DENSE_HEADS
 
 
 def dense_tokens(start: int, count: int) -> int:
@@ -57,10 +57,11 @@ def dense_tokens(start: int, count: int) -> int:
 
 def attend(arch: Arch, chunks: Sequence[tuple[int, int]], rows: int, devices: int = 1) -> Attended:
     """chunks: stretches of prompts as (start, count); rows: of the whole step."""
-    width = arch.heads * arch.head_dim
     dense, walk, merged = 0, 0.0, 0
-    for window, layers in arch.windows:
-        whole = window is None and takes_dense(arch)
+    for mixer, layers in arch.mixers:
+        assert isinstance(mixer, GroupedArch)  # the kind that these kernels serve
+        width, window = mixer.width, mixer.window
+        whole = window is None and takes_dense(mixer)
         first = [dense_tokens(start, count) if whole else 0 for start, count in chunks]
         dense += (
             4
@@ -73,7 +74,7 @@ def attend(arch: Arch, chunks: Sequence[tuple[int, int]], rows: int, devices: in
         ]
         if not rest:
             continue
-        splits = splits_of(arch, rest, rows, devices)
+        splits = splits_of(mixer, rest, rows, devices)
         longest = max(min(start, window or start) + count for start, count in rest)
         walk += layers * longest / splits
         merged += layers * 2 * (splits if splits > 1 else 0) * 4 * width * sum(count for _, count in rest)
@@ -81,10 +82,10 @@ def attend(arch: Arch, chunks: Sequence[tuple[int, int]], rows: int, devices: in
     return Attended(dense, flops - dense, walk, merged)
 
 
-def splits_of(arch: Arch, chunks: Sequence[tuple[int, int]], rows: int, devices: int = 1) -> int:
+def splits_of(mixer: GroupedArch, chunks: Sequence[tuple[int, int]], rows: int, devices: int = 1) -> int:
     """Programs that share the walk of one tile, a power of two: as many as keep the device at work until the end."""
-    tiles = sum(-(-count // tile_queries(arch)) for _, count in chunks)
-    programs, longest = tiles * max(1, arch.kv_heads // devices), max(start + count for start, count in chunks)
+    tiles = sum(-(-count // tile_queries(mixer)) for _, count in chunks)
+    programs, longest = tiles * max(1, mixer.kv_heads // devices), max(start + count for start, count in chunks)
 
     def cost(splits: int) -> float:
         rounds, rest = divmod(programs * splits, 2 * PROCESSORS)

@@ -77,7 +77,7 @@ def build_engine(
         settings = prepare(config, settings, transformer)
     for name, reason in settings.reasons.items():
         log.info("%s = %s: %s", name, getattr(settings, name), reason)
-    kv = KVStorage(arch, settings.layout, settings.kv_blocks, settings.kv_dtype, ops.device, settings.host_slots)
+    kv = KVStorage(settings.layout, settings.kv_blocks, settings.kv_dtype, ops.device, settings.host_slots)
     scheduler = make_scheduler(arch, settings, str(checkpoint.path))
     grammars = GrammarCompiler(tokenizer, arch.vocab)
     runner = make_runner(transformer, kv, scheduler.tables.array, ops, grammars)
@@ -122,7 +122,8 @@ def hardware_of(device: str, arch: Arch) -> Hardware:
     import torch
 
     rows = DEFAULT_BATCH_TOKENS[device]
-    step = 2 * rows * (4 * arch.ffn + 8 * arch.hidden) + 6 * DEFAULT_REQUESTS[device] * arch.vocab + (2 << 30)
+    widest = max(product.outputs for product in arch.products)
+    step = 2 * rows * (2 * widest + 8 * arch.hidden) + 6 * DEFAULT_REQUESTS[device] * arch.vocab + (2 << 30)
     return replace(machine, free_memory=max(0, torch.cuda.mem_get_info()[0] - step))
 
 

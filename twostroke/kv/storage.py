@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from twostroke.kv.host_memory import HostMemory
 from twostroke.kv.layout import KVLayout
-from twostroke.model.arch import Arch
-from twostroke.ops.arrays import reserve
-from twostroke.ops.interface import BLOCK, Array, KVFormat, KVLayer
+from twostroke.ops.arrays import reserve, strided_part
+from twostroke.ops.interface import Array, KVFormat, KVLayer
 from twostroke.types import Move
 
 if TYPE_CHECKING:
@@ -17,11 +18,11 @@ if TYPE_CHECKING:
 
 
 class KVStorage:
-    """data: (blocks, layers of a group, 2 (K, V), kv_heads, BLOCK, width): a block is one contiguous run of bytes."""
+    """data: (blocks, bytes of a block). A block is one run of bytes: its group's layers one after the other, in each
+    layer the parts of its entries one after the other, each as (heads, entries, width)."""
 
     def __init__(
         self,
-        arch: Arch,
         layout: KVLayout,
         blocks: int,
         kv_format: KVFormat,
@@ -29,19 +30,27 @@ class KVStorage:
         host_slots: int = 0,
     ):
         """device: the backend's (see ops/interface.py)."""
-        width = arch.head_dim // 2 if kv_format == "int4" else arch.head_dim
-        shape = (blocks, layout.layers_per_block, 2, arch.kv_heads, BLOCK)
-        self.format = kv_format
-        self.data = reserve((*shape, width), kv_format, device)
-        self.scales: Array | None = None
-        if kv_format in ("int8", "int4", "fp8"):
-            self.scales = reserve(shape, "float32", device)
-        self.host: HostMemory | None = None  # of evicted blocks
-        if host_slots:
-            self.host = HostMemory(host_slots, [self.data] if self.scales is None else [self.data, self.scales])
+        self.layout, self.format = layout, kv_format
+        self.data = reserve((blocks, layout.block_bytes), "uint8", device)
+        self.host = HostMemory(host_slots, self.data) if host_slots else None  # of evicted blocks
         self.place = {  # layer -> (group, index of the layer within its group)
             layer: (g, i) for g, group in enumerate(layout.groups) for i, layer in enumerate(group.layers)
         }
+
+    def layer(self, layer: int) -> tuple[KVLayer, int]:
+        """The layer's views into the pool, and the group whose block table it follows."""
+        group, index = self.place[layer]
+        entry = self.layout.groups[group].entry
+        count, offset = entry.span // entry.tokens, index * entry.block_bytes
+        parts: dict[str, Array] = {}
+        for part in entry.parts:
+            scales = part.name.endswith("_scales")
+            shape = (part.heads, count) if scales else (part.heads, count, part.width)
+            parts[part.name] = strided_part(self.data, offset, shape, part.format)
+            offset += count * part.bytes
+        return KVLayer(self.format, **parts), group
+
+    # ---- blocks as bytes -----------------------------------------------------------------------------------------
 
     def move(self, moves: Sequence[Move]) -> None:
         """Copy blocks to the host and back, before the step that was planned with it."""
@@ -49,10 +58,19 @@ class KVStorage:
             assert self.host is not None, "blocks are to be moved to a host that has no place for them"
             self.host.move(moves)
 
-    def layer(self, layer: int) -> tuple[KVLayer, int]:
-        """The layer's views into the pool, and the group whose block table it follows."""
-        group, index = self.place[layer]
-        keys, values = self.data[:, index, 0], self.data[:, index, 1]
-        if self.scales is None:
-            return KVLayer(self.format, keys, values), group
-        return KVLayer(self.format, keys, values, self.scales[:, index, 0], self.scales[:, index, 1]), group
+    def export(self, block: int) -> bytes:
+        """The bytes of a block of any group. Waits for the device."""
+        here = self.data[block]
+        return here.tobytes() if isinstance(here, np.ndarray) else here.cpu().numpy().tobytes()
+
+    def take_in(self, block: int, content: bytes) -> None:
+        """Bytes that `export` gave, in another process perhaps."""
+        if len(content) != self.layout.block_bytes:
+            raise ValueError(f"a block has {self.layout.block_bytes} bytes, not {len(content)}")
+        values = np.frombuffer(content, np.uint8)
+        if isinstance(self.data, np.ndarray):
+            self.data[block] = values
+        else:
+            import torch
+
+            self.data[block].copy_(torch.from_numpy(values.copy()))

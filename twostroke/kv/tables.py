@@ -1,18 +1,20 @@
 """Block tables: which blocks hold a running request's tokens, one table for each KV group. Torch-free.
 
-All tables of a request have the same number of columns; column c stands for positions [c·BLOCK, (c+1)·BLOCK). A group
-with a window gives columns back once no future token can see them: the column stays and holds RELEASED.
+Column c of a group's table stands for positions [c·span, (c+1)·span); the span is BLOCK, or more where one cache entry
+stands for more tokens. A group with a window gives columns back once no future token can see them: the column stays and
+holds RELEASED. Names are made for every BLOCK tokens; a group with a longer span uses those at the ends of its blocks.
 """
 
 from __future__ import annotations
 
+from math import lcm
 from typing import NamedTuple
 
 import numpy as np
 
 from twostroke.kv.blocks import BlockPool
 from twostroke.kv.hashing import BlockHasher, Name
-from twostroke.kv.layout import KVLayout, group_blocks
+from twostroke.kv.layout import KVLayout
 from twostroke.ops.interface import BLOCK
 from twostroke.types import Request
 
@@ -25,7 +27,7 @@ class Hit(NamedTuple):
     """Cached blocks a request can start from: blocks[group][column], RELEASED where the window needs none, ON_HOST
     where a block must be copied back."""
 
-    columns: int
+    columns: int  # of BLOCK tokens
     blocks: tuple[tuple[int, ...], ...]
 
 
@@ -39,6 +41,9 @@ class KVTables:
         self.hasher = hasher
         self.windows = [group.window for group in layout.groups]
         self.windowed = any(window is not None for window in self.windows)
+        self.spans = [group.span for group in layout.groups]  # tokens of a column
+        self.whole = lcm(*self.spans) // BLOCK  # columns of BLOCK tokens after which every group's block is full
+        self.simple = self.windows == [None] and self.spans == [BLOCK]
         self.free_rows = list(range(rows - 1, -1, -1))
         self.held: list[list[list[int]]] = [[[] for _ in layout.groups] for _ in range(rows)]  # [row][group][column]
         self.released = [[0] * len(layout.groups) for _ in range(rows)]  # leading columns given back
@@ -52,19 +57,37 @@ class KVTables:
         """The longest cached prefix, in whole blocks, that leaves at least the newest token to compute."""
         if request.params.prompt_logprobs is not None and request.output_length == 0 and request.sample == 0:
             return NO_HIT  # the logits of every prompt token are wanted
+        if self.layout.state_bytes:
+            return NO_HIT  # blocks alone do not hold what such a layer has read
         limit = (len(request.tokens) - 1) // BLOCK
-        if self.windows == [None]:
+        if self.simple:
             return self._match_whole(request, limit)
         found: list[list[int]] = [[] for _ in self.windows]
         for column in range(limit):
             self.hasher.extend(request.hashes, request.tokens, request.salt, column + 1)
-            tokens = tuple(request.tokens[column * BLOCK : (column + 1) * BLOCK])
-            blocks = [self._find(Name(g, request.hashes[column]), tokens) for g in range(len(self.windows))]
-            if any(block is None and window is None for block, window in zip(blocks, self.windows, strict=True)):
-                break  # a layer that sees everything misses this block; a window may yet skip over one
-            for group, block in zip(found, blocks, strict=True):
-                group.append(RELEASED if block is None else block)
-        return self._longest_usable(found)
+            if not self._match_column(request, column, found):
+                return self._longest_usable(found, column)
+        return self._longest_usable(found, limit)
+
+    def _match_column(self, request: Request, column: int, found: list[list[int]]) -> bool:
+        """Look up the blocks that end with this column. False: a layer that sees everything misses one; a window may
+        yet skip over one."""
+        for group, end in self._ends(column):
+            block = self._find(Name(group, request.hashes[column]), self._tokens(request, group, end))
+            if block is None and self.windows[group] is None:
+                return False
+            found[group].append(RELEASED if block is None else block)
+        return True
+
+    def _ends(self, column: int) -> list[tuple[int, int]]:
+        """Groups with a block that ends with this column of BLOCK tokens, and which of their columns it is."""
+        end = (column + 1) * BLOCK
+        return [(group, end // span - 1) for group, span in enumerate(self.spans) if end % span == 0]
+
+    def _tokens(self, request: Request, group: int, column: int) -> tuple[int, ...]:
+        """The tokens of a column of a group."""
+        span = self.spans[group]
+        return tuple(request.tokens[column * span : (column + 1) * span])
 
     def _match_whole(self, request: Request, limit: int) -> Hit:
         """The same where every layer sees everything: the first miss is the end."""
@@ -83,26 +106,25 @@ class KVTables:
         block, host = self.pool.find(name, tokens), self.pool.host
         return ON_HOST if block is None and host is not None and host.has(name, tokens) else block
 
-    def _longest_usable(self, found: list[list[int]]) -> Hit:
+    def _longest_usable(self, found: list[list[int]], columns: int) -> Hit:
         """Shorten until every window finds all the columns that the next token can see."""
         runs = [_run_lengths(group) for group in found]
-        for columns in range(len(found[0]), 0, -1):
-            needs = [columns - self._first_visible(window, columns * BLOCK) for window in self.windows]
-            if all(run[columns - 1] >= need for run, need in zip(runs, needs, strict=True)):
-                kept = []
-                for group, need in zip(found, needs, strict=True):
-                    kept.append(tuple([RELEASED] * (columns - need) + group[columns - need : columns]))
-                return Hit(columns, tuple(kept))
+        for usable in range(columns // self.whole * self.whole, 0, -self.whole):
+            have = [usable * BLOCK // span for span in self.spans]  # columns of each group
+            first = [self._first_visible(group, usable * BLOCK) for group in range(len(have))]
+            if all(run[h - 1] >= h - f for run, h, f in zip(runs, have, first, strict=True)):
+                kept = [tuple([RELEASED] * f + blocks[f:h]) for blocks, h, f in zip(found, have, first, strict=True)]
+                return Hit(usable, tuple(kept))
         return NO_HIT
 
     def blocks_needed(self, request: Request, hit: Hit, step: int) -> int:
         """Blocks the pool must still give for the whole of `request.tokens`, computing `step` tokens at a time."""
         needed = 0
-        for group, window in enumerate(self.windows):
-            blocks = hit.blocks[group] if hit.columns else ()
+        for index, group in enumerate(self.layout.groups):
+            blocks = hit.blocks[index] if hit.columns else ()
             held = sum(block >= 0 for block in blocks)
             cold = sum(self.pool.references[block] == 0 for block in blocks if block >= 0)
-            whole = group_blocks(window, len(request.tokens), step)
+            whole = group.blocks(len(request.tokens), step)
             needed += max(blocks.count(ON_HOST), whole - held) + cold  # a cached block that is held is unavailable too
         return needed
 
@@ -128,11 +150,15 @@ class KVTables:
         places = [(g, c) for g, blocks in enumerate(groups) for c, block in enumerate(blocks) if block == ON_HOST]
         if host is None or not places:
             return
-        names = [Name(group, request.hashes[column]) for group, column in places]
+        names = [self._name(request, group, column) for group, column in places]
         for (group, column), name, slot in zip(places, names, host.claim(names), strict=True):
             block = groups[group][column] = self.pool.take()
             host.bring_back(slot, block)
-            self.pool.publish(block, name, tuple(request.tokens[column * BLOCK : (column + 1) * BLOCK]))
+            self.pool.publish(block, name, self._tokens(request, group, column))
+
+    def _name(self, request: Request, group: int, column: int) -> Name:
+        """Of a column of a group: the hash at its end."""
+        return Name(group, request.hashes[(column + 1) * self.spans[group] // BLOCK - 1])
 
     def close(self, request: Request) -> None:
         """Let go of everything. The tail goes first, so that it is evicted before the prefix others may share."""
@@ -151,21 +177,20 @@ class KVTables:
 
     def room(self, request: Request) -> int:
         """Tokens the request's columns can hold."""
-        return len(self.held[request.row][0]) * BLOCK
+        return min(len(blocks) * span for blocks, span in zip(self.held[request.row], self.spans, strict=True))
 
     def missing(self, request: Request, length: int) -> int:
         """Blocks the pool must give before the request can hold `length` tokens."""
-        columns = -(-length // BLOCK) - len(self.held[request.row][0])
-        return max(0, columns) * len(self.windows)
+        held = self.held[request.row]
+        return sum(max(0, -(-length // span) - len(held[group])) for group, span in enumerate(self.spans))
 
     def grow(self, request: Request, length: int) -> bool:
         """Make room for `length` tokens, or change nothing and say False."""
         row = request.row
-        have, want = len(self.held[row][0]), -(-length // BLOCK)
-        if (want - have) * len(self.windows) > self.pool.available:
+        if self.missing(request, length) > self.pool.available:
             return False
         for group, blocks in enumerate(self.held[row]):
-            for column in range(have, want):
+            for column in range(len(blocks), -(-length // self.spans[group])):
                 block = self.pool.take()
                 blocks.append(block)
                 self.array[group, row, column] = block
@@ -181,10 +206,9 @@ class KVTables:
         self.hasher.extend(request.hashes, request.tokens, request.salt, columns)
         published = []
         for column in range(first, columns):
-            tokens = tuple(request.tokens[column * BLOCK : (column + 1) * BLOCK])
-            for group, blocks in enumerate(self.held[row]):
-                block = blocks[column]
-                if block != RELEASED and self.pool.publish(block, Name(group, request.hashes[column]), tokens):
+            for group, end in self._ends(column):
+                block, name = self.held[row][group][end], Name(group, request.hashes[column])
+                if block != RELEASED and self.pool.publish(block, name, self._tokens(request, group, end)):
                     published.append(block)
         self.named[row] = columns
         return published
@@ -202,23 +226,24 @@ class KVTables:
             if window is None:
                 continue
             blocks = self.held[row][group]
-            last = min(self._first_visible(window, request.computed), len(blocks))
+            last = min(self._first_visible(group, request.computed), len(blocks))
             for column in range(self.released[row][group], last):
                 self.pool.release(blocks[column])
                 blocks[column] = RELEASED
                 self.array[group, row, column] = 0
             self.released[row][group] = max(self.released[row][group], last)
 
-    @staticmethod
-    def _first_visible(window: int | None, position: int) -> int:
-        """First column that a token at `position` or later can see."""
-        return 0 if window is None else max(0, position - window + 1) // BLOCK
+    def _first_visible(self, group: int, position: int) -> int:
+        """First column of the group that a token at `position` or later can see."""
+        window = self.windows[group]
+        return 0 if window is None else max(0, position - window + 1) // self.spans[group]
 
     def check(self) -> None:
         """Invariant: a block's references equal the tables that hold it, and the runner's copy agrees."""
         counts = [0] * self.pool.total
         for row, groups in enumerate(self.held):
-            assert len({len(blocks) for blocks in groups}) == 1, "tables of one request differ in length"
+            ends = [len(blocks) * span for blocks, span in zip(groups, self.spans, strict=True)]
+            assert max(ends) - min(ends) < max(self.spans), "tables of one request cover different lengths"
             for group, blocks in enumerate(groups):
                 for column, block in enumerate(blocks):
                     if block != RELEASED:

@@ -1,14 +1,20 @@
-"""What a checkpoint is, as data: shapes, positions, windows. Torch-free, so that planning and costing need no torch.
+"""What a checkpoint is, as data: layers, shapes, positions, windows. Torch-free, as planning and costing are.
 
 A family (families.py) turns config.json or GGUF keys into an `Arch`; `Transformer` runs any `Arch`. Quirks of a
 checkpoint end in families.py and names.py and never reach the forward pass.
+
+A layer is a mixer (tokens read each other: `GroupedArch`) and a feed (each token for itself: `DenseArch`). Each knows
+its products, its FLOPs and what it caches; memory sizing, scheduling, metrics and the cost model read only that.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal, Protocol
+
+from twostroke.ops.interface import BLOCK, KV_BITS, KV_SCALE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +30,164 @@ class Rope:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerArch:
-    """One transformer layer. Layers differ only in what is listed here."""
+class Product:
+    """One matrix that a step multiplies its rows with."""
 
+    name: str
+    inputs: int
+    outputs: int
+    bias: bool = False
+
+    @property
+    def weights(self) -> int:
+        return self.inputs * self.outputs
+
+
+@dataclass(frozen=True, slots=True)
+class KVPart:
+    """One array of a cache entry: `heads` rows of `width` elements."""
+
+    name: str  # the field of ops.interface.KVLayer that shows it
+    heads: int
+    width: int
+    format: str  # of one element
+
+    @property
+    def bytes(self) -> int:
+        return self.heads * self.width * KV_BITS[self.format] // 8
+
+
+@dataclass(frozen=True, slots=True)
+class KVEntry:
+    """What one layer keeps in the KV cache. Sizing and cost read bytes, window, tokens and state_bytes alone."""
+
+    parts: tuple[KVPart, ...]  # of one entry
+    window: int | None = None  # tokens that a token sees, itself included; None: all before it
+    tokens: int = 1  # tokens that share one entry
+    state_bytes: int = 0  # fixed, for each running request
+
+    @property
+    def bytes(self) -> int:
+        return sum(part.bytes for part in self.parts)
+
+    @property
+    def span(self) -> int:
+        """Tokens whose entries of this layer lie in one block."""
+        return max(BLOCK, self.tokens)
+
+    @property
+    def block_bytes(self) -> int:
+        return self.bytes * (self.span // self.tokens)
+
+    def read(self, context: int) -> float:
+        """Bytes of entries that a token at the end of `context` tokens reads."""
+        seen = context if self.window is None else min(context, self.window)
+        return seen * self.bytes / self.tokens
+
+
+class Mixer(Protocol):
+    """How tokens read each other."""
+
+    @property
+    def kind(self) -> str: ...
+
+    def products(self, hidden: int) -> tuple[Product, ...]: ...
+
+    def attention_flops(self, start: int, count: int) -> int:
+        """FLOPs beside the products: `count` tokens after `start` cached ones."""
+        ...
+
+    def entry(self, kv_dtype: str) -> KVEntry: ...
+
+    def small_weights(self) -> int:
+        """Weights of norms inside the mixer."""
+        ...
+
+
+class Feed(Protocol):
+    """What each token does by itself."""
+
+    @property
+    def kind(self) -> str: ...
+
+    def products(self, hidden: int) -> tuple[Product, ...]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedArch:
+    """Attention in which neighbouring query heads share a K/V head: MHA, GQA and MQA."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
     window: int | None = None  # tokens a token sees, itself included; None: all before it
     rope: Rope | None = None  # None: no positions (NoPE)
+    scale: float | None = None  # multiplies q · k; None: head_dim ** -0.5
+    softcap: float = 0.0
+    qk_norm: bool = False  # RMS norm of each query and key head
+    qkv_bias: bool = False
+    output_bias: bool = False
+
+    @property
+    def kind(self) -> str:
+        return "grouped"
+
+    @property
+    def factor(self) -> float:
+        """What q · k is multiplied with."""
+        return self.scale if self.scale is not None else float(self.head_dim) ** -0.5
+
+    @property
+    def width(self) -> int:
+        """Of all query heads together."""
+        return self.heads * self.head_dim
+
+    def products(self, hidden: int) -> tuple[Product, ...]:
+        stacked = self.width + 2 * self.kv_heads * self.head_dim
+        return (
+            Product("qkv", hidden, stacked, self.qkv_bias),
+            Product("output", self.width, hidden, self.output_bias),
+        )
+
+    def attention_flops(self, start: int, count: int) -> int:
+        """q·k and p·v."""
+        return 4 * seen_pairs(start, count, self.window) * self.width
+
+    def entry(self, kv_dtype: str) -> KVEntry:
+        """K and V of one token, with a scale for each head in formats that have scales."""
+        parts = [KVPart(name, self.kv_heads, self.head_dim, kv_dtype) for name in ("keys", "values")]
+        if kv_dtype in KV_SCALE_BYTES:
+            parts += [KVPart(name, self.kv_heads, 1, "float32") for name in ("key_scales", "value_scales")]
+        return KVEntry(tuple(parts), self.window)
+
+    def small_weights(self) -> int:
+        return 2 * self.head_dim if self.qk_norm else 0
+
+
+@dataclass(frozen=True, slots=True)
+class DenseArch:
+    """A gated feed-forward network: down · (activation(gate · x) · (up · x))."""
+
+    width: int
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+
+    @property
+    def kind(self) -> str:
+        return "dense"
+
+    def products(self, hidden: int) -> tuple[Product, ...]:
+        return Product("gate_up", hidden, 2 * self.width), Product("down", self.width, hidden)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerArch:
+    mixer: Mixer
+    feed: Feed
+    out_norms: bool = False  # norms after mixer and feed too, before each residual add
+
+    def products(self, hidden: int) -> tuple[Product, ...]:
+        """In the order in which a step runs them."""
+        return (*self.mixer.products(hidden), *self.feed.products(hidden))
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,57 +195,54 @@ class Arch:
     family: str
     vocab: int  # rows of the embedding, the width of the logits
     hidden: int
-    ffn: int
-    heads: int
-    kv_heads: int
-    head_dim: int
     layers: tuple[LayerArch, ...]
     max_positions: int  # context the checkpoint was made for
     norm_eps: float
-    activation: Literal["silu", "gelu_tanh"] = "silu"
-    attention_scale: float | None = None  # None: head_dim ** -0.5
-    attention_softcap: float = 0.0
     logit_softcap: float = 0.0
     embedding_scale: float = 1.0
-    qk_norm: bool = False  # RMS norm of each query and key head
-    sandwich_norms: bool = False  # norms after attention and feed-forward too, before the residual add
-    qkv_bias: bool = False
-    output_bias: bool = False
     tied_head: bool = False
-    windows: tuple[tuple[int | None, int], ...] = field(init=False, repr=False, compare=False)  # (window, layers)
+    mixers: tuple[tuple[Mixer, int], ...] = field(init=False, repr=False, compare=False)  # each with its layers' count
+    products: tuple[Product, ...] = field(init=False, repr=False, compare=False)  # of all layers, as a step runs them
 
     def __post_init__(self) -> None:
-        counted = Counter(layer.window for layer in self.layers)  # once: every plan asks what attention costs
-        object.__setattr__(self, "windows", tuple(counted.items()))
-
-    @property
-    def scale(self) -> float:
-        return self.attention_scale if self.attention_scale is not None else float(self.head_dim) ** -0.5
+        # Once: every plan asks what attention costs.
+        object.__setattr__(self, "mixers", tuple(Counter(layer.mixer for layer in self.layers).items()))
+        found = {layer: layer.products(self.hidden) for layer in set(self.layers)}
+        object.__setattr__(self, "products", tuple(product for layer in self.layers for product in found[layer]))
 
     # ---- what it costs -------------------------------------------------------------------------------------------
 
     @property
+    def head_weights(self) -> int:
+        return self.hidden * self.vocab
+
+    @property
     def layer_weights(self) -> int:
-        """Matrix weights of one layer."""
-        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
-        return attention + 3 * self.hidden * self.ffn
+        """Matrix weights of all layers."""
+        return sum(product.weights for product in self.products)
 
     @property
     def weights(self) -> int:
         """Matrix weights of the model; a tied head counts once."""
-        return len(self.layers) * self.layer_weights + self.hidden * self.vocab * (1 if self.tied_head else 2)
+        return self.layer_weights + self.head_weights * (1 if self.tied_head else 2)
+
+    @property
+    def parameters(self) -> int:
+        """Every weight of the checkpoint, norms and biases included."""
+        norms = sum((4 if layer.out_norms else 2) * self.hidden + layer.mixer.small_weights() for layer in self.layers)
+        biases = sum(product.outputs for product in self.products if product.bias)
+        return self.weights + norms + biases + self.hidden
 
     def linear_flops(self, tokens: int, logit_rows: int) -> int:
-        return 2 * (tokens * len(self.layers) * self.layer_weights + logit_rows * self.hidden * self.vocab)
+        return 2 * (tokens * self.layer_weights + logit_rows * self.head_weights)
 
     def attention_flops(self, start: int, count: int) -> int:
         """q·k and p·v of `count` tokens after `start` cached ones, over all layers, windows respected."""
-        pairs = sum(layers * seen_pairs(start, count, window) for window, layers in self.windows)
-        return 4 * pairs * self.heads * self.head_dim
+        return sum(layers * mixer.attention_flops(start, count) for mixer, layers in self.mixers)
 
-    def kv_entry_bytes(self, element_bytes: float, scale_bytes: int = 0) -> int:
-        """K and V of one token in one layer."""
-        return int(2 * self.kv_heads * (self.head_dim * element_bytes + scale_bytes))
+    def with_mixers(self, **changes: Any) -> Arch:
+        """The same with other values in every mixer."""
+        return replace(self, layers=tuple(replace(one, mixer=replace(one.mixer, **changes)) for one in self.layers))  # type: ignore[type-var]
 
 
 def seen_pairs(start: int, count: int, window: int | None) -> int:
@@ -96,3 +252,42 @@ def seen_pairs(start: int, count: int, window: int | None) -> int:
         return full
     short = max(0, min(count, window - start))  # queries that do not yet fill the window
     return short * start + short * (short + 1) // 2 + (count - short) * window
+
+
+# ---- as a document: what a server tells of its model ------------------------------------------------------------
+
+_MIXERS: dict[str, type] = {"grouped": GroupedArch}
+_FEEDS: dict[str, type] = {"dense": DenseArch}
+
+
+def arch_document(arch: Arch) -> dict[str, Any]:
+    """Plain data. Positions cost nothing and are left out."""
+    described = asdict(replace(arch, layers=()))
+    for made in ("mixers", "products"):
+        del described[made]
+    described["layers"] = [
+        {
+            "mixer": {"kind": layer.mixer.kind, **_plain(layer.mixer)},
+            "feed": {"kind": layer.feed.kind, **_plain(layer.feed)},
+            "out_norms": layer.out_norms,
+        }
+        for layer in arch.layers
+    ]
+    return described
+
+
+def _plain(part: Any) -> dict[str, Any]:
+    return {name: value for name, value in asdict(part).items() if name != "rope"}
+
+
+def read_arch(document: Mapping[str, Any]) -> Arch:
+    """From such a document; KeyError or TypeError where it is not one."""
+
+    def part(values: Mapping[str, Any], kinds: Mapping[str, type]) -> Any:
+        return kinds[values["kind"]](**{name: value for name, value in values.items() if name != "kind"})
+
+    layers = tuple(
+        LayerArch(part(one["mixer"], _MIXERS), part(one["feed"], _FEEDS), one["out_norms"])
+        for one in document["layers"]
+    )
+    return Arch(**{**document, "layers": layers})

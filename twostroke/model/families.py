@@ -7,12 +7,21 @@ families_gguf.py does the same for GGUF metadata.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from twostroke.errors import ModelError
-from twostroke.model.arch import Arch, LayerArch, Rope
+from twostroke.model.arch import Arch, DenseArch, GroupedArch, LayerArch, Rope
 from twostroke.model.fields import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_POSITIONS, MAX_VOCAB, Fields
 from twostroke.model.rope import make_rope
+
+
+class Reach(NamedTuple):
+    """What differs between the attention layers of one model: how far a token sees, and its rotation."""
+
+    window: int | None = None
+    rope: Rope | None = None
+
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size")
@@ -33,7 +42,7 @@ def arch_from_config(config: Mapping[str, Any], where: str = "config.json") -> A
 
 def _llama(c: Fields) -> Arch:
     biased = c.flag("attention_bias", False)
-    return _arch(c, "llama", [LayerArch(rope=_rope(c, 10_000.0))] * _layers(c), qkv_bias=biased, output_bias=biased)
+    return _arch(c, "llama", [Reach(rope=_rope(c, 10_000.0))] * _layers(c), qkv_bias=biased, output_bias=biased)
 
 
 def _smollm3(c: Fields) -> Arch:
@@ -45,7 +54,7 @@ def _smollm3(c: Fields) -> Arch:
     default = [SLIDING if window and not turns else FULL for turns in rotated]
     kinds = _per_layer(c, "layer_types", default, (FULL, SLIDING))
     layers = [
-        LayerArch(_need_window(c, window) if kind == SLIDING else None, rope if turns else None)
+        Reach(_need_window(c, window) if kind == SLIDING else None, rope if turns else None)
         for kind, turns in zip(kinds, rotated, strict=True)
     ]
     return _arch(c, "smollm3", layers, qkv_bias=biased, output_bias=biased, tied=True)
@@ -54,7 +63,7 @@ def _smollm3(c: Fields) -> Arch:
 def _mistral(c: Fields) -> Arch:
     c.only("layer_types")
     c.only("attention_bias", False)
-    return _arch(c, "mistral", [LayerArch(_window(c), _rope(c, 10_000.0))] * _layers(c))
+    return _arch(c, "mistral", [Reach(_window(c), _rope(c, 10_000.0))] * _layers(c))
 
 
 def _qwen2(c: Fields) -> Arch:
@@ -77,8 +86,8 @@ def _gemma3(c: Fields) -> Arch:
     default = [SLIDING if (i + 1) % pattern else FULL for i in range(count)]
     kinds = _per_layer(c, "layer_types", default, (FULL, SLIDING))
     kind_of = {
-        SLIDING: LayerArch(_window(c, 4096), _gemma_rope(c, SLIDING, head_dim)),
-        FULL: LayerArch(None, _gemma_rope(c, FULL, head_dim)),
+        SLIDING: Reach(_window(c, 4096), _gemma_rope(c, SLIDING, head_dim)),
+        FULL: Reach(None, _gemma_rope(c, FULL, head_dim)),
     }
     return _arch(
         c,
@@ -91,9 +100,9 @@ def _gemma3(c: Fields) -> Arch:
         output_bias=biased,
         qk_norm=True,
         tied=True,
-        sandwich_norms=True,
+        out_norms=True,
         embedding_scale=float(_hidden(c)) ** 0.5,
-        attention_scale=c.number("query_pre_attn_scalar", 256.0) ** -0.5,
+        scale=c.number("query_pre_attn_scalar", 256.0) ** -0.5,
         logit_softcap=c.number("final_logit_softcapping", 0.0),
     )
 
@@ -110,7 +119,7 @@ def _phi3(c: Fields) -> Arch:
     c.only("attention_bias", False)
     kind = _rope_kind(c)
     rope = _rope(c, 10_000.0, partial=True, kind="longrope" if kind in ("su", "yarn") else kind)
-    return _arch(c, "phi3", [LayerArch(_window(c), rope)] * _layers(c))
+    return _arch(c, "phi3", [Reach(_window(c), rope)] * _layers(c))
 
 
 _FAMILIES: dict[str, Callable[[Fields], Arch]] = {
@@ -131,46 +140,52 @@ _FAMILIES: dict[str, Callable[[Fields], Arch]] = {
 def _arch(
     c: Fields,
     family: str,
-    layers: Sequence[LayerArch],
+    reaches: Sequence[Reach],
     *,
     head_dim: int | None = None,
     activation_key: str = "hidden_act",
     activation: str = "silu",
     tied: bool = False,
-    **quirks: Any,
+    out_norms: bool = False,
+    embedding_scale: float = 1.0,
+    logit_softcap: float = 0.0,
+    **attention: Any,
 ) -> Arch:
-    """quirks: fields of Arch that only some families set."""
+    """attention: fields of GroupedArch that only some families set."""
     c.only(activation_key, activation)
     c.only("mlp_bias", False)
     heads = _heads(c)
-    return check_arch(
-        Arch(
-            family=family,
-            vocab=c.integer("vocab_size", most=MAX_VOCAB),
-            hidden=_hidden(c),
-            ffn=c.integer("intermediate_size"),
-            heads=heads,
-            kv_heads=c.integer("num_key_value_heads", heads, most=MAX_HEADS),
-            head_dim=head_dim or _head_dim(c),
-            layers=tuple(layers),
-            max_positions=_positions(c),
-            norm_eps=c.number("rms_norm_eps", 1e-6, most=1.0),
-            activation="silu" if activation == "silu" else "gelu_tanh",
-            tied_head=c.flag("tie_word_embeddings", tied),
-            **quirks,
-        ),
-        c,
+    feed = DenseArch(c.integer("intermediate_size"), "silu" if activation == "silu" else "gelu_tanh")
+    mixer = GroupedArch(
+        heads, c.integer("num_key_value_heads", heads, most=MAX_HEADS), head_dim or _head_dim(c), **attention
+    )
+    return Arch(
+        family=family,
+        vocab=c.integer("vocab_size", most=MAX_VOCAB),
+        hidden=_hidden(c),
+        layers=grouped_layers(mixer, feed, reaches, c, out_norms),
+        max_positions=_positions(c),
+        norm_eps=c.number("rms_norm_eps", 1e-6, most=1.0),
+        embedding_scale=embedding_scale,
+        logit_softcap=logit_softcap,
+        tied_head=c.flag("tie_word_embeddings", tied),
     )
 
 
-def check_arch(arch: Arch, c: Fields) -> Arch:
-    """What no single key can tell."""
-    if arch.heads % arch.kv_heads:
-        raise c.error("num_attention_heads", f"is {arch.heads}, not a multiple of the {arch.kv_heads} K/V heads")
-    for layer in arch.layers:
-        if layer.rope is not None and layer.rope.dim > arch.head_dim:
-            raise c.error("rope", f"rotates {layer.rope.dim} dimensions of heads that have {arch.head_dim}")
-    return arch
+def grouped_layers(
+    mixer: GroupedArch, feed: DenseArch, reaches: Sequence[Reach], c: Fields, out_norms: bool = False
+) -> tuple[LayerArch, ...]:
+    """Layers that differ in their reach alone; refuses what no single key can tell."""
+    if mixer.heads % mixer.kv_heads:
+        raise c.error("num_attention_heads", f"is {mixer.heads}, not a multiple of the {mixer.kv_heads} K/V heads")
+    for reach in reaches:
+        if reach.rope is not None and reach.rope.dim > mixer.head_dim:
+            raise c.error("rope", f"rotates {reach.rope.dim} dimensions of heads that have {mixer.head_dim}")
+    made = {
+        reach: LayerArch(replace(mixer, window=reach.window, rope=reach.rope), feed, out_norms)
+        for reach in set(reaches)
+    }
+    return tuple(made[reach] for reach in reaches)
 
 
 def _hidden(c: Fields) -> int:
@@ -216,14 +231,14 @@ def _per_layer(c: Fields, key: str, default: list[Any], allowed: tuple[Any, ...]
     return value
 
 
-def _qwen_layers(c: Fields, head_dim: int | None = None) -> list[LayerArch]:
+def _qwen_layers(c: Fields, head_dim: int | None = None) -> list[Reach]:
     """The first max_window_layers layers see everything; windows are off unless use_sliding_window says otherwise."""
     count, rope = _layers(c), _rope(c, 10_000.0, head_dim=head_dim)
     window = _window(c, 4096) if c.flag("use_sliding_window", False) else None
     full = c.integer("max_window_layers", 28, least=0)
     default = [SLIDING if window is not None and i >= full else FULL for i in range(count)]
     kinds = _per_layer(c, "layer_types", default, (FULL, SLIDING))
-    return [LayerArch(_need_window(c, window) if kind == SLIDING else None, rope) for kind in kinds]
+    return [Reach(_need_window(c, window) if kind == SLIDING else None, rope) for kind in kinds]
 
 
 # ---- rotary positions: `rope_parameters` since transformers 5, `rope_theta` and `rope_scaling` before -------------

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from twostroke.errors import ModelError
-from twostroke.model.arch import Arch, LayerArch, Rope
-from twostroke.model.families import check_arch
+from twostroke.model.arch import Arch, DenseArch, GroupedArch, Rope
+from twostroke.model.families import Reach, grouped_layers
 from twostroke.model.fields import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_POSITIONS, MAX_VOCAB, Fields
 from twostroke.model.rope import divided, make_rope, plain_frequencies
 
@@ -45,17 +45,17 @@ def arch_from_gguf(
 def _llama(g: Gguf) -> Arch:
     """Llama, Mistral and SmolLM2: converters write all of them as `llama`."""
     window = g.keys.integer("attention.sliding_window", 0, least=0, most=MAX_POSITIONS)
-    return _arch(g, "llama", [LayerArch(window or None, _whole_head_rope(g))] * _layers(g))
+    return _arch(g, "llama", [Reach(window or None, _whole_head_rope(g))] * _layers(g))
 
 
 def _smollm3(g: Gguf) -> Arch:
     rope = _whole_head_rope(g)
-    return _arch(g, "smollm3", [LayerArch(None, None if (i + 1) % 4 == 0 else rope) for i in range(_layers(g))])
+    return _arch(g, "smollm3", [Reach(None, None if (i + 1) % 4 == 0 else rope) for i in range(_layers(g))])
 
 
 def _qwen(g: Gguf) -> Arch:
     g.keys.only("attention.sliding_window", 0)
-    return _arch(g, g.keys.prefix[:-1], [LayerArch(None, _rope(g))] * _layers(g))
+    return _arch(g, g.keys.prefix[:-1], [Reach(None, _rope(g))] * _layers(g))
 
 
 def _gemma3(g: Gguf) -> Arch:
@@ -65,18 +65,18 @@ def _gemma3(g: Gguf) -> Arch:
     local = make_rope("default", c, c.number("rope.freq_base_swa", 10_000.0), head_dim, _positions(g))
     pattern = c.integer("attention.sliding_window_pattern", 6)
     window = c.integer("attention.sliding_window", most=MAX_POSITIONS)
-    full = LayerArch(None, _rope(g, theta=1_000_000.0))
+    full = Reach(None, _rope(g, theta=1_000_000.0))
     hidden = _hidden(g)
     # The 27B model, the only one with 62 layers, divides by hidden / heads; no key says so.
     divisor = hidden / _heads(g) if count == 62 else head_dim
     return _arch(
         g,
         "gemma3",
-        [LayerArch(window, local) if (i + 1) % pattern else full for i in range(count)],
+        [Reach(window, local) if (i + 1) % pattern else full for i in range(count)],
         activation="gelu_tanh",
-        sandwich_norms=True,
+        out_norms=True,
         embedding_scale=float(hidden) ** 0.5,
-        attention_scale=float(divisor) ** -0.5,
+        scale=float(divisor) ** -0.5,
         logit_softcap=c.number("final_logit_softcapping", 0.0),
     )
 
@@ -90,7 +90,7 @@ def _phi3(g: Gguf) -> Arch:
     if name in g.shapes:
         rope = divided(rope.frequencies, _factors(g, name, dim), c.number("rope.scaling.attn_factor", 1.0))
     window = c.integer("attention.sliding_window", 0, least=0, most=MAX_POSITIONS)
-    return _arch(g, "phi3", [LayerArch(window or None, rope)] * _layers(g))
+    return _arch(g, "phi3", [Reach(window or None, rope)] * _layers(g))
 
 
 _FAMILIES: dict[str, Callable[[Gguf], Arch]] = {
@@ -106,28 +106,41 @@ _FAMILIES: dict[str, Callable[[Gguf], Arch]] = {
 # ---- what the families share -------------------------------------------------------------------------------------
 
 
-def _arch(g: Gguf, family: str, layers: Sequence[LayerArch], **quirks: Any) -> Arch:
+def _arch(
+    g: Gguf,
+    family: str,
+    reaches: Sequence[Reach],
+    *,
+    activation: Literal["silu", "gelu_tanh"] = "silu",
+    out_norms: bool = False,
+    embedding_scale: float = 1.0,
+    logit_softcap: float = 0.0,
+    scale: float | None = None,
+) -> Arch:
     c, heads, head_dim = g.keys, _heads(g), _head_dim(g)
     if c.integer("attention.value_length", head_dim, most=MAX_HEAD_DIM) != head_dim:
         raise c.error("attention.value_length", f"differs from the key length, {head_dim}; that is not supported")
-    arch = Arch(
+    mixer = GroupedArch(
+        heads,
+        c.integer("attention.head_count_kv", heads, most=MAX_HEADS),
+        head_dim,
+        scale=scale,
+        qk_norm="blk.0.attn_q_norm.weight" in g.shapes,
+        qkv_bias="blk.0.attn_q.bias" in g.shapes or "blk.0.attn_qkv.bias" in g.shapes,
+        output_bias="blk.0.attn_output.bias" in g.shapes,
+    )
+    feed = DenseArch(c.integer("feed_forward_length"), activation)
+    return Arch(
         family=family,
         vocab=_vocab(g),
         hidden=_hidden(g),
-        ffn=c.integer("feed_forward_length"),
-        heads=heads,
-        kv_heads=c.integer("attention.head_count_kv", heads, most=MAX_HEADS),
-        head_dim=head_dim,
-        layers=tuple(layers),
+        layers=grouped_layers(mixer, feed, reaches, c, out_norms),
         max_positions=_positions(g),
         norm_eps=c.number("attention.layer_norm_rms_epsilon", most=1.0),
+        embedding_scale=embedding_scale,
+        logit_softcap=logit_softcap,
         tied_head="output.weight" not in g.shapes,
-        qkv_bias="blk.0.attn_q.bias" in g.shapes or "blk.0.attn_qkv.bias" in g.shapes,
-        output_bias="blk.0.attn_output.bias" in g.shapes,
-        qk_norm="blk.0.attn_q_norm.weight" in g.shapes,
-        **quirks,
     )
-    return check_arch(arch, c)
 
 
 def _vocab(g: Gguf) -> int:

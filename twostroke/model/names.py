@@ -14,7 +14,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
-from twostroke.model.arch import Arch
+from twostroke.model.arch import Arch, DenseArch, GroupedArch, LayerArch
 
 Kind = Literal["gguf", "safetensors"]
 
@@ -79,9 +79,9 @@ def parameter_sources(arch: Arch, kind: Kind, present: Collection[str]) -> dict[
     }
     if not arch.tied_head:
         sources["head"] = Source("output.weight" if gguf else _find_head(present), wide)
-    for index in range(len(arch.layers)):
+    for index, layer in enumerate(arch.layers):
         stem = f"blk.{index}." if gguf else f"{prefix}layers.{index}."
-        for name, source in _layer_sources(arch, gguf, stem, add, present).items():
+        for name, source in _layer_sources(arch, layer, gguf, stem, add, present).items():
             sources[f"layers.{index}.{name}"] = source
     return sources
 
@@ -95,64 +95,70 @@ def _find_head(present: Collection[str]) -> str:
     return old if old in present else "lm_head.weight"
 
 
-def _layer_sources(arch: Arch, gguf: bool, stem: str, add: float, present: Collection[str]) -> dict[str, Source]:
+def _layer_sources(
+    arch: Arch, layer: LayerArch, gguf: bool, stem: str, add: float, present: Collection[str]
+) -> dict[str, Source]:
+    mixer, feed = layer.mixer, layer.feed
+    assert isinstance(mixer, GroupedArch) and isinstance(feed, DenseArch)  # the parts that have names here
     spelling = 1 if gguf else 0
     sources = {}
-    norms = {name: (spell, arch.hidden) for name, spell in _norm_names(arch).items()}
-    if arch.qk_norm:
-        norms |= {name: (spell, arch.head_dim) for name, spell in _QK_NORMS.items()}
+    norms = {name: (spell, arch.hidden) for name, spell in _norm_names(layer).items()}
+    if mixer.qk_norm:
+        norms |= {name: (spell, mixer.head_dim) for name, spell in _QK_NORMS.items()}
     for name, (spell, width) in norms.items():
         sources[name] = Source(f"{stem}{spell[spelling]}.weight", (width,), add=add)
-    shapes = _matrix_shapes(arch)
+    shapes = _matrix_shapes(arch.hidden, mixer, feed)
     fused = {ours: f"{stem}{_FUSED[ours][spelling]}" for ours in _FUSED} if arch.family == "phi3" else {}
     if "qkv" in fused and f"{fused['qkv']}.weight" not in present and f"{stem}attn_q.weight" in present:
         del fused["qkv"]  # some GGUF files hold Phi-3's q, k and v apart
     apart = set(_PROJECTIONS) - {part for whole in fused for part in _parts(whole)}
     paired = gguf and arch.family in _PAIRED_FAMILIES
     for name in (n for n in _PROJECTIONS if n in apart):
-        heads = {"q": arch.heads, "k": arch.kv_heads}.get(name, 0) if paired else 0
+        heads = {"q": mixer.heads, "k": mixer.kv_heads}.get(name, 0) if paired else 0
         tensor = f"{stem}{_PROJECTIONS[name][spelling]}"
         sources[name] = Source(f"{tensor}.weight", shapes[name], paired_heads=heads)
-        if _has_bias(arch, name):
+        if _has_bias(mixer, name):
             sources[f"{name}_bias"] = Source(f"{tensor}.bias", shapes[name][:1], paired_heads=heads)
     for whole, tensor in fused.items():
-        sources |= _split(arch, tensor, _parts(whole), shapes)
+        sources |= _split(mixer, tensor, _parts(whole), shapes)
     return sources
 
 
-def _norm_names(arch: Arch) -> dict[str, tuple[str, str]]:
-    return _SANDWICH_NORMS if arch.sandwich_norms else _LAYER_NORMS
+def _norm_names(layer: LayerArch) -> dict[str, tuple[str, str]]:
+    return _SANDWICH_NORMS if layer.out_norms else _LAYER_NORMS
 
 
 def _parts(fused: str) -> tuple[str, ...]:
     return ("q", "k", "v") if fused == "qkv" else ("gate", "up")
 
 
-def _has_bias(arch: Arch, name: str) -> bool:
-    return (arch.qkv_bias and name in ("q", "k", "v")) or (arch.output_bias and name == "output")
+def _has_bias(mixer: GroupedArch, name: str) -> bool:
+    return (mixer.qkv_bias and name in ("q", "k", "v")) or (mixer.output_bias and name == "output")
 
 
-def _matrix_shapes(arch: Arch) -> dict[str, tuple[int, int]]:
-    queries, keys = arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim
+def _matrix_shapes(hidden: int, mixer: GroupedArch, feed: DenseArch) -> dict[str, tuple[int, int]]:
+    queries, keys = mixer.width, mixer.kv_heads * mixer.head_dim
     return {
-        "q": (queries, arch.hidden),
-        "k": (keys, arch.hidden),
-        "v": (keys, arch.hidden),
-        "output": (arch.hidden, queries),
-        "gate": (arch.ffn, arch.hidden),
-        "up": (arch.ffn, arch.hidden),
-        "down": (arch.hidden, arch.ffn),
+        "q": (queries, hidden),
+        "k": (keys, hidden),
+        "v": (keys, hidden),
+        "output": (hidden, queries),
+        "gate": (feed.width, hidden),
+        "up": (feed.width, hidden),
+        "down": (hidden, feed.width),
     }
 
 
-def _split(arch: Arch, tensor: str, parts: tuple[str, ...], shapes: dict[str, tuple[int, int]]) -> dict[str, Source]:
+def _split(
+    mixer: GroupedArch, tensor: str, parts: tuple[str, ...], shapes: dict[str, tuple[int, int]]
+) -> dict[str, Source]:
     """Rows of a fused tensor, one run for each part."""
     total = sum(shapes[part][0] for part in parts)
     sources, start = {}, 0
     for part in parts:
         rows = (start, start + shapes[part][0])
         sources[part] = Source(f"{tensor}.weight", (total, shapes[part][1]), rows)
-        if _has_bias(arch, part):
+        if _has_bias(mixer, part):
             sources[f"{part}_bias"] = Source(f"{tensor}.bias", (total,), rows)
         start = rows[1]
     return sources

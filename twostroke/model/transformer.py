@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from itertools import groupby
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from twostroke.kv.storage import KVStorage
 from twostroke.model.arch import Arch, Rope
+from twostroke.model.layers import Branch, Layer, PackedProduct
 from twostroke.ops.arrays import placed
-from twostroke.ops.interface import (
-    Array,
-    Batch,
-    ChainsKernels,
-    Gate,
-    KVLayer,
-    Layer,
-    Norm,
-    Ops,
-    RopeTable,
-    RunsLayers,
-    Weight,
-)
+from twostroke.ops.interface import Array, Batch, FusedLayer, Norm, Ops, RopeTable, Weight
 
 if TYPE_CHECKING:
     import torch
 
 ANGLES = 1 << 20  # computed at a time
+
+Run = Callable[[Array, Batch, Array | None], Array]  # rows through some layers; the last argument: rows that go on
 
 
 class Transformer:
@@ -49,44 +41,32 @@ class Transformer:
         self.arch, self.ops = arch, ops
         self.embedding, self.layers, self.final_norm, self.head = embedding, tuple(layers), final_norm, head
         self.max_positions = max_positions  # length of the rotary tables
-        self.gate = Gate(arch.activation)
-        self._whole = ops if isinstance(ops, RunsLayers) else None  # a backend that runs all layers at once
-        self._chain = ops if isinstance(ops, ChainsKernels) else None
-        if self._chain is not None:
-            self._chain.read_in_order(self.read_in_order())
-        self._plans: WeakKeyDictionary[KVStorage, Any] = WeakKeyDictionary()  # of such a backend
+        ops.read_in_order([product.weight for product in self.products()])
+        self._runs: WeakKeyDictionary[KVStorage, list[Run]] = WeakKeyDictionary()
+
+    def products(self) -> list[PackedProduct]:
+        """What every step multiplies with, in order."""
+        return [*(product for layer in self.layers for product in layer.products()), self.head_product]
+
+    @property
+    def head_product(self) -> PackedProduct:
+        return PackedProduct("head", self.head, self.final_norm, False)
+
+    def weight_bytes(self) -> int:
+        """Bytes of weights that a decode step reads: every layer and the head."""
+        return sum(self.ops.weight_bytes(product.weight) for product in self.products())
+
+    # ---- a step ----------------------------------------------------------------------------------------------------
 
     def forward(self, batch: Batch, kv: KVStorage) -> Array:
         """Compute the batch's rows, leaving K and V in `kv`; the hidden rows batch.logit_rows (S, hidden) come back."""
         x = self.ops.embed(self.embedding, batch.tokens, self.arch.embedding_scale)  # (T, hidden)
-        if self._whole is not None:
-            return self._whole.run_layers(self._plan(self._whole, kv), x, batch)
-        return self._run_layers(x, batch, kv)
-
-    def _plan(self, ops: RunsLayers, kv: KVStorage) -> Any:
-        plan = self._plans.get(kv)
-        if plan is None:
-            caches = [kv.layer(index) for index in range(len(self.layers))]
-            plan = self._plans[kv] = ops.plan_layers(self.layers, caches, self.gate)
-        return plan
-
-    def _run_layers(self, x: Array, batch: Batch, kv: KVStorage) -> Array:
-        last = len(self.layers) - 1
-        for index, layer in enumerate(self.layers):
-            cache, group = kv.layer(index)
-            attended = self._attend(x, layer, cache, batch, group)
-            if index == last:  # from here on rows do not meet again: only those somebody asked for go on
-                x, attended = x[batch.logit_rows], attended[batch.logit_rows]
-            x = self._residual(x, attended, layer.output, None, layer.attention_out_norm)
-            x = self._feed(x, layer)
-        return x
-
-    def _feed(self, x: Array, layer: Layer) -> Array:
-        gated = self._chain.gated(x, layer.gate_up, layer.feed_norm, self.gate) if self._chain is not None else None
-        if gated is not None:  # (T, ffn)
-            return self._residual(x, gated, layer.down, None, layer.feed_out_norm)
-        inner = self.ops.linear(x, layer.gate_up, before=layer.feed_norm)  # (T, 2 · ffn)
-        return self._residual(x, inner, layer.down, self.gate, layer.feed_out_norm)
+        runs = self._runs.get(kv)
+        if runs is None:
+            runs = self._runs[kv] = self._make_runs(kv)
+        for run in runs[:-1]:
+            x = run(x, batch, None)
+        return runs[-1](x, batch, batch.logit_rows)  # after the last mixer rows do not meet: only those asked for go on
 
     def logits(self, hidden: Array) -> Array:
         """(S, hidden) -> (S, vocab) float32."""
@@ -100,24 +80,38 @@ class Transformer:
             out *= cap
         return out
 
-    def weight_bytes(self) -> int:
-        """Bytes of weights that a decode step reads: every layer and the head."""
-        return sum(self.ops.weight_bytes(weight) for weight in self.read_in_order())
+    def _make_runs(self, kv: KVStorage) -> list[Run]:
+        """The layers as calls: stretches that the backend takes as a whole, the others one by one."""
+        runs: list[Run] = []
+        forms = [(index, layer.fused()) for index, layer in enumerate(self.layers)]
+        for plain, stretch in groupby(forms, key=lambda form: form[1] is not None):
+            found = list(stretch)
+            whole = self._fuse(found, kv) if plain else None
+            runs += [whole] if whole is not None else [self._layer_run(index, kv) for index, _ in found]
+        return runs
 
-    def read_in_order(self) -> list[Weight]:
-        """What every step reads."""
-        mine = [w for layer in self.layers for w in (layer.qkv, layer.output, layer.gate_up, layer.down)]
-        return [*mine, self.head]
+    def _fuse(self, stretch: list[tuple[int, FusedLayer | None]], kv: KVStorage) -> Run | None:
+        layers = [layer for _, layer in stretch if layer is not None]
+        return self.ops.fuse(layers, [kv.layer(index) for index, _ in stretch])
 
-    def _attend(self, x: Array, layer: Layer, cache: KVLayer, batch: Batch, group: int) -> Array:
-        qkv = self.ops.linear(x, layer.qkv, before=layer.attention_norm)
-        return self.ops.attend(qkv, layer.attention, cache, batch, group)
+    def _layer_run(self, index: int, kv: KVStorage) -> Run:
+        """One layer, op by op."""
+        layer, (cache, group) = self.layers[index], kv.layer(index)
 
-    def _residual(self, x: Array, inner: Array, weight: Weight, before: Gate | None, after: Norm | None) -> Array:
-        """x + weight · before(inner), with a norm before the addition where the family has one."""
-        if after is None:
-            return self.ops.linear(inner, weight, before=before, add_to=x)
-        return x + self.ops.norm(self.ops.linear(inner, weight, before=before), after)
+        def run(x: Array, batch: Batch, rows: Array | None) -> Array:
+            branch = layer.mixer.run(self.ops, x, cache, batch, group)
+            if rows is not None:
+                x, branch = x[rows], branch._replace(inner=branch.inner[rows])
+            x = self._add(x, branch)
+            return self._add(x, layer.feed.run(self.ops, x))
+
+        return run
+
+    def _add(self, x: Array, branch: Branch) -> Array:
+        """The residual add."""
+        if branch.norm is None:
+            return self.ops.linear(branch.inner, branch.weight, before=branch.before, add_to=x)
+        return x + self.ops.norm(self.ops.linear(branch.inner, branch.weight, before=branch.before), branch.norm)
 
 
 def rope_table(rope: Rope, positions: int, device: torch.device | None) -> RopeTable:

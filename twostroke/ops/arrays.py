@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from twostroke.ops.interface import Array, Batch, GroupBlocks
+from twostroke.ops.interface import KV_BITS, Array, Batch, GroupBlocks
 
 if TYPE_CHECKING:
     import torch
 
 # Formats that NumPy does not know are held as their codes.
-_CODES = {"float32": "f4", "float16": "f2", "bfloat16": "u2", "int8": "i1", "int4": "u1", "fp8": "u1"}
+_CODES = {"uint8": "u1", "float32": "f4", "float16": "f2", "bfloat16": "u2", "int8": "i1", "int4": "u1", "fp8": "u1"}
 _TENSORS = {"int4": "uint8", "fp8": "float8_e4m3fn"}  # torch's names where they differ from ours
 
 
@@ -53,6 +53,23 @@ def reserve(shape: tuple[int, ...], kv_format: str, device: torch.device | None)
     if device.type != "cpu":
         return torch.empty(shape, dtype=dtype, device=device)
     return torch.from_numpy(reserve_pages((prod(shape) * dtype.itemsize,), np.dtype("u1"))).view(dtype).view(shape)
+
+
+def strided_part(data: Array, offset: int, shape: tuple[int, ...], kv_format: str) -> Array:
+    """A view of what lies `offset` bytes into each row of data (rows, bytes): (rows, *shape) in this format, the last
+    dimension counted in elements of the format."""
+    if KV_BITS[kv_format] < 8:
+        shape = (*shape[:-1], shape[-1] * KV_BITS[kv_format] // 8)
+    if isinstance(data, np.ndarray):
+        dtype = np.dtype(_CODES[kv_format])
+        inner = np.empty(shape, dtype).strides
+        return np.ndarray((len(data), *shape), dtype, data, offset, (data.strides[0], *inner))
+    import torch
+
+    typed = data.view(-1).view(getattr(torch, _TENSORS.get(kv_format, kv_format)))
+    size = typed.element_size()
+    inner = torch.empty(shape, device="meta").stride()
+    return typed.as_strided((len(data), *shape), (data.shape[1] // size, *inner), offset // size)
 
 
 def reserve_pages(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

@@ -12,9 +12,9 @@ Two rules every backend keeps, because exactness rests on them:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:  # neither the block bookkeeping nor the native CPU backend brings torch with it
     import torch
@@ -25,6 +25,8 @@ BLOCK = 16  # tokens in one KV block
 
 Activation = Literal["silu", "gelu_tanh"]
 KVFormat = Literal["float32", "float16", "bfloat16", "int8", "int4", "fp8"]
+KV_BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "int8": 8, "int4": 4, "fp8": 8}  # of one element
+KV_SCALE_BYTES = {"int8": 4, "int4": 4, "fp8": 4}  # one float32 scale for each token and head
 
 Array = Any  # what a backend computes with: np.ndarray where its `device` is None (the native CPU), else torch.Tensor
 Weight = Any  # a matrix as the backend packed it; only the backend that made it looks inside
@@ -69,18 +71,19 @@ class Attention:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Layer:
-    """The parameters of one layer, packed for the backend."""
+class FusedLayer:
+    """Grouped attention and a gated feed, each added to the residual stream: what `Ops.fuse` may run in one call."""
 
     attention_norm: Norm
     qkv: Weight  # q, k and v stacked
     attention: Attention
     output: Weight
+    attention_out_norm: Norm | None  # before the residual add
     feed_norm: Norm
     gate_up: Weight  # gate and up stacked
+    gate: Gate
     down: Weight
-    attention_out_norm: Norm | None = None  # before the residual add, where the family has them
-    feed_out_norm: Norm | None = None
+    feed_out_norm: Norm | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,7 +97,7 @@ class KVLayer:
 
     format: KVFormat
     keys: Array  # (blocks, kv_heads, BLOCK, width)
-    values: Array
+    values: Array | None = None  # None: a mixer that caches keys alone
     key_scales: Array | None = None  # (blocks, kv_heads, BLOCK) float32
     value_scales: Array | None = None
 
@@ -128,10 +131,7 @@ class Ops(Protocol):
 
     name: str
 
-    @property
-    def device(self) -> torch.device | None:
-        """Where the tensors it is given must lie; None: it takes NumPy arrays."""
-        ...
+    device: torch.device | None  # where the tensors it is given must lie; None: it takes NumPy arrays
 
     def pack(self, parts: Sequence[Stored], bias: Array | None = None) -> Weight:
         """One (out, in) matrix made of `parts` stacked along the output, in the layout this backend multiplies best."""
@@ -164,28 +164,22 @@ class Ops(Protocol):
         """(S, V) -> (S,) int64: the lowest index among equals, -1 for a row that holds a NaN."""
         ...
 
-
-@runtime_checkable
-class RunsLayers(Protocol):
-    """What a backend may offer beside Ops: all layers of a model in one call, the same bits as op by op."""
-
-    def plan_layers(self, layers: Sequence[Layer], caches: Sequence[tuple[KVLayer, int]], gate: Gate) -> Any:
-        """caches: for each layer its share of the pool and the group whose block table it follows. Made once a pool."""
-        ...
-
-    def run_layers(self, plan: Any, x: Array, batch: Batch) -> Array:
-        """x (T, hidden) through every layer, rows batch.logit_rows of it come back. x may be overwritten."""
-        ...
-
-
-@runtime_checkable
-class ChainsKernels(Protocol):
-    """What a backend may offer beside Ops where a step is a chain of kernels, each waiting for the one before."""
+    # ---- what a backend may do better than op by op, with the same bits -------------------------------------------
 
     def read_in_order(self, weights: Sequence[Weight]) -> None:
         """Every step reads these, one after the other."""
-        ...
+        return
 
     def gated(self, x: Array, weight: Weight, norm: Norm, gate: Gate) -> Array | None:
-        """gate(linear(x, weight, before=norm)), or nothing where the gate is better left to the next product."""
-        ...
+        """gate(linear(x, weight, before=norm)); None where the gate is better left to the next product."""
+        return None
+
+    def fuse(
+        self, layers: Sequence[FusedLayer], caches: Sequence[tuple[KVLayer, int]]
+    ) -> Callable[[Array, Batch, Array | None], Array] | None:
+        """One call for all these layers: x (T, hidden), the batch and the rows that go on after the last mixer (None:
+        all). It may overwrite x. None: the backend runs them op by op.
+
+        caches: for each layer its share of the pool and the group whose block table it follows.
+        """
+        return None

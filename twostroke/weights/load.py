@@ -7,19 +7,24 @@ Careful with memory: tensors stay mapped bytes until the backend packs them, one
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from twostroke.errors import ModelError
-from twostroke.model.arch import Arch, Rope
+from twostroke.model.arch import Arch, DenseArch, GroupedArch, LayerArch, Rope
+from twostroke.model.layers import Dense, Feed, Grouped, Layer, Mixer
 from twostroke.model.names import ignorable, parameter_sources
 from twostroke.model.transformer import Transformer, rope_table
 from twostroke.ops.arrays import placed
 from twostroke.ops.formats import Stored, dequantize
-from twostroke.ops.interface import Array, Attention, Layer, Norm, Ops, RopeTable, Weight
+from twostroke.ops.interface import Array, Attention, Gate, Norm, Ops, RopeTable, Weight
 from twostroke.weights.checkpoint import Checkpoint
 from twostroke.weights.describe import load_arch
 from twostroke.weights.quantize import quantize
+
+if TYPE_CHECKING:
+    import torch
 
 Progress = Callable[[int, int], None]  # bytes packed, bytes in all
 
@@ -33,9 +38,8 @@ def load_model(
     """
     arch = load_arch(checkpoint)
     parameters = Parameters(checkpoint, arch, ops, progress, bits)
-    tables = {layer.rope: None for layer in arch.layers if layer.rope is not None}
-    ropes = {rope: rope_table(rope, max_positions, ops.device) for rope in tables}
-    layers = [_layer(parameters, arch, index, ropes) for index in range(len(arch.layers))]
+    ropes = RopeTables(max_positions, ops.device)
+    layers = [_layer(parameters, layer, f"layers.{index}.", ropes) for index, layer in enumerate(arch.layers)]
     embedding = parameters.matrix("embedding")
     return Transformer(
         arch,
@@ -48,30 +52,56 @@ def load_model(
     )
 
 
-def _layer(parameters: Parameters, arch: Arch, index: int, ropes: dict[Rope, RopeTable]) -> Layer:
-    shape = arch.layers[index]
-    stem = f"layers.{index}."
+class RopeTables:
+    """One table for each kind of rotation in a model."""
+
+    def __init__(self, max_positions: int, device: torch.device | None):
+        self.max_positions, self.device = max_positions, device
+        self._made: dict[Rope, RopeTable] = {}
+
+    def get(self, rope: Rope | None) -> RopeTable | None:
+        if rope is None:
+            return None
+        if rope not in self._made:
+            self._made[rope] = rope_table(rope, self.max_positions, self.device)
+        return self._made[rope]
+
+
+def _layer(parameters: Parameters, arch: LayerArch, stem: str, ropes: RopeTables) -> Layer:
+    return Layer(_mixer(parameters, arch, stem, ropes), _feed(parameters, arch, stem))
+
+
+def _mixer(parameters: Parameters, arch: LayerArch, stem: str, ropes: RopeTables) -> Mixer:
+    mixer = arch.mixer
+    assert isinstance(mixer, GroupedArch)
     attention = Attention(
-        heads=arch.heads,
-        kv_heads=arch.kv_heads,
-        head_dim=arch.head_dim,
-        scale=arch.scale,
-        window=shape.window or 0,
-        softcap=arch.attention_softcap,
-        rope=ropes[shape.rope] if shape.rope is not None else None,
-        query_norm=parameters.norm(f"{stem}q_norm") if arch.qk_norm else None,
-        key_norm=parameters.norm(f"{stem}k_norm") if arch.qk_norm else None,
+        heads=mixer.heads,
+        kv_heads=mixer.kv_heads,
+        head_dim=mixer.head_dim,
+        scale=mixer.factor,
+        window=mixer.window or 0,
+        softcap=mixer.softcap,
+        rope=ropes.get(mixer.rope),
+        query_norm=parameters.norm(f"{stem}q_norm") if mixer.qk_norm else None,
+        key_norm=parameters.norm(f"{stem}k_norm") if mixer.qk_norm else None,
     )
-    return Layer(
-        attention_norm=parameters.norm(f"{stem}attention_norm"),
+    return Grouped(
+        norm=parameters.norm(f"{stem}attention_norm"),
         qkv=parameters.matrix(f"{stem}q", f"{stem}k", f"{stem}v"),
         attention=attention,
         output=parameters.matrix(f"{stem}output"),
-        feed_norm=parameters.norm(f"{stem}feed_norm"),
+        out_norm=parameters.norm(f"{stem}attention_out_norm") if arch.out_norms else None,
+    )
+
+
+def _feed(parameters: Parameters, arch: LayerArch, stem: str) -> Feed:
+    assert isinstance(arch.feed, DenseArch)
+    return Dense(
+        norm=parameters.norm(f"{stem}feed_norm"),
         gate_up=parameters.matrix(f"{stem}gate", f"{stem}up"),
+        gate=Gate(arch.feed.activation),
         down=parameters.matrix(f"{stem}down"),
-        attention_out_norm=parameters.norm(f"{stem}attention_out_norm") if arch.sandwich_norms else None,
-        feed_out_norm=parameters.norm(f"{stem}feed_out_norm") if arch.sandwich_norms else None,
+        out_norm=parameters.norm(f"{stem}feed_out_norm") if arch.out_norms else None,
     )
 
 

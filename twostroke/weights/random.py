@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from twostroke.model.arch import Arch, LayerArch, Rope
-from twostroke.model.transformer import Transformer, rope_table
+from twostroke.model.arch import Arch, DenseArch, GroupedArch, LayerArch, Rope
+from twostroke.model.layers import Dense, Grouped, Layer
+from twostroke.model.transformer import Transformer
 from twostroke.ops.cuda.backend import CudaOps, Weight
-from twostroke.ops.interface import Attention, Layer, Norm
+from twostroke.ops.interface import Attention, Gate, Norm
+from twostroke.weights.load import RopeTables
 
 THETA = 500_000.0
 
@@ -18,8 +20,8 @@ def llama_shape(
 ) -> Arch:  # fmt: skip
     rope = Rope(tuple(THETA ** (-2 * i / head_dim) for i in range(head_dim // 2)))
     return Arch(
-        family="llama", vocab=vocab, hidden=hidden, ffn=ffn, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
-        layers=(LayerArch(rope=rope),) * layers, max_positions=max_positions, norm_eps=1e-5, tied_head=tied_head,
+        family="llama", vocab=vocab, hidden=hidden, max_positions=max_positions, norm_eps=1e-5, tied_head=tied_head,
+        layers=(LayerArch(GroupedArch(heads, kv_heads, head_dim, rope=rope), DenseArch(ffn)),) * layers,
     )  # fmt: skip
 
 
@@ -38,23 +40,19 @@ def random_model(arch: Arch, ops: CudaOps, max_positions: int, seed: int = 0) ->
     def norm() -> Norm:
         return Norm(torch.ones(arch.hidden, device=ops.device), arch.norm_eps)
 
-    ropes = {layer.rope: rope_table(layer.rope, max_positions, ops.device) for layer in set(arch.layers) if layer.rope}
+    ropes = RopeTables(max_positions, ops.device)
 
     def layer(shape: LayerArch) -> Layer:
-        attention = Attention(
-            arch.heads, arch.kv_heads, arch.head_dim, arch.scale, shape.window or 0, arch.attention_softcap,
-            ropes[shape.rope] if shape.rope else None,
-        )  # fmt: skip
-        width = arch.heads * arch.head_dim
-        return Layer(
-            attention_norm=norm(),
-            qkv=matrix(width + 2 * arch.kv_heads * arch.head_dim, arch.hidden),
-            attention=attention,
-            output=matrix(arch.hidden, width),
-            feed_norm=norm(),
-            gate_up=matrix(2 * arch.ffn, arch.hidden),
-            down=matrix(arch.hidden, arch.ffn),
+        mixer, feed = shape.mixer, shape.feed
+        assert isinstance(mixer, GroupedArch) and isinstance(feed, DenseArch)
+        qkv, output, gate_up, down = (
+            matrix(product.outputs, product.inputs) for product in shape.products(arch.hidden)
         )
+        attention = Attention(
+            mixer.heads, mixer.kv_heads, mixer.head_dim, mixer.factor, mixer.window or 0, mixer.softcap,
+            ropes.get(mixer.rope),
+        )  # fmt: skip
+        return Layer(Grouped(norm(), qkv, attention, output), Dense(norm(), gate_up, Gate(feed.activation), down))
 
     embedding = matrix(arch.vocab, arch.hidden)
     return Transformer(

@@ -18,7 +18,7 @@ import numpy as np
 
 from twostroke.ops.cpu.library import AttendBatch, AttendLayer, LayerCall, NormRef, load_library
 from twostroke.ops.formats import Stored, dequantize, from_float
-from twostroke.ops.interface import BLOCK, Attention, Batch, Gate, KVLayer, Layer, Norm
+from twostroke.ops.interface import BLOCK, Attention, Batch, FusedLayer, Gate, KVLayer, Norm, Ops
 
 _FORMATS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 _FLOATS = ("F32", "F16", "BF16")
@@ -41,13 +41,17 @@ class PackedWeight:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LayerPlan:
-    """All layers of a model over one cache, described once for `run_layers`."""
+class FusedLayers:
+    """A stretch of layers over one cache, described once: a call runs them all."""
 
+    ops: NativeCpuOps
     calls: ctypes.Array[LayerCall]
     groups: int
     pointers: Any  # the type of an array with one for each group
     kept: tuple[Any, ...]  # what the descriptions point into
+
+    def __call__(self, x: np.ndarray, batch: Batch, rows: np.ndarray | None) -> np.ndarray:
+        return self.ops.run_layers(self, x, batch, rows)
 
 
 class _Owner:
@@ -56,7 +60,7 @@ class _Owner:
     __slots__ = ("__weakref__",)
 
 
-class NativeCpuOps:
+class NativeCpuOps(Ops):
     name = "native"
     device = None  # it takes NumPy arrays
 
@@ -189,7 +193,7 @@ class NativeCpuOps:
 
     # ---- whole models --------------------------------------------------------------------------------------------
 
-    def plan_layers(self, layers: Sequence[Layer], caches: Sequence[tuple[KVLayer, int]], gate: Gate) -> LayerPlan:
+    def fuse(self, layers: Sequence[FusedLayer], caches: Sequence[tuple[KVLayer, int]]) -> FusedLayers:
         calls = (LayerCall * len(layers))()
         attentions = [describe_layer(layer.attention, kv) for layer, (kv, _) in zip(layers, caches, strict=True)]
         for call, layer, attention, (_, group) in zip(calls, layers, attentions, caches, strict=True):
@@ -199,20 +203,20 @@ class NativeCpuOps:
             call.attention_norm, call.feed_norm = norm_reference(layer.attention_norm), norm_reference(layer.feed_norm)
             call.attention_out = norm_reference(layer.attention_out_norm)
             call.feed_out = norm_reference(layer.feed_out_norm)
-            call.group, call.gate = group, _ACTIVATIONS[gate.activation]
+            call.group, call.gate = group, _ACTIVATIONS[layer.gate.activation]
         groups = 1 + max(group for _, group in caches)
-        return LayerPlan(calls, groups, ctypes.c_void_p * groups, (attentions, tuple(layers), tuple(caches)))
+        return FusedLayers(self, calls, groups, ctypes.c_void_p * groups, (attentions, tuple(layers), tuple(caches)))
 
-    def run_layers(self, plan: LayerPlan, x: np.ndarray, batch: Batch) -> np.ndarray:
+    def run_layers(self, fused: FusedLayers, x: np.ndarray, batch: Batch, kept_rows: np.ndarray | None) -> np.ndarray:
         """x is overwritten."""
         rows, hidden = x.shape
         if x.dtype != _FLOAT32 or not x.flags.c_contiguous or rows != batch.positions.shape[0]:
             raise ValueError(f"x of shape {x.shape} and {x.dtype} does not fit {batch.positions.shape[0]} rows")
-        groups = plan.pointers(*[self._step(batch, group) for group in range(plan.groups)])
-        keep = np.ascontiguousarray(batch.logit_rows, np.int64)
+        groups = fused.pointers(*[self._step(batch, group) for group in range(fused.groups)])
+        keep = np.arange(rows) if kept_rows is None else np.ascontiguousarray(kept_rows, np.int64)
         out = np.empty((keep.shape[0], hidden), _FLOAT32)
         status = self._lib.ts_layers(
-            self._context, plan.calls, len(plan.calls), groups, address(x), rows, hidden,
+            self._context, fused.calls, len(fused.calls), groups, address(x), rows, hidden,
             address(keep), keep.shape[0], address(out),
         )  # fmt: skip
         _check(status)
@@ -298,6 +302,8 @@ def describe_layer(attention: Attention, kv: KVLayer) -> AttendLayer:
         layer.query_norm, layer.query_eps = address(attention.query_norm.weight), attention.query_norm.eps
     if attention.key_norm is not None:
         layer.key_norm, layer.key_eps = address(attention.key_norm.weight), attention.key_norm.eps
+    if kv.values is None:
+        raise ValueError("a cache without values is not supported here")
     for name, codes in (("key", kv.keys), ("value", kv.values)):
         width = codes.shape[3] * codes.itemsize
         if codes.strides[2:] != (width, codes.itemsize) or codes.shape[2] != BLOCK:
@@ -333,7 +339,7 @@ def _signature(kv: KVLayer) -> tuple[Any, ...]:
     return (
         kv.format,
         kv.keys.strides,
-        kv.values.ctypes.data,
+        None if kv.values is None else kv.values.ctypes.data,
         None if kv.key_scales is None else kv.key_scales.ctypes.data,
     )
 

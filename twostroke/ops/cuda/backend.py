@@ -40,7 +40,7 @@ from twostroke.ops.cuda.kernels.rope import rotate_and_store
 from twostroke.ops.cuda.kernels.skinny import skinny
 from twostroke.ops.cuda.kernels.tall_decode import tall_attention
 from twostroke.ops.formats import Stored, dequantize
-from twostroke.ops.interface import Attention, Batch, Gate, KVLayer, Norm
+from twostroke.ops.interface import Attention, Batch, Gate, KVLayer, Norm, Ops
 
 PIECE = 2048  # rows of a wide product made at a time
 FEW, FEW_FP8 = 16, 8  # rows that are multiplied straight from the codes
@@ -130,8 +130,9 @@ def share_out(counts: np.ndarray, lengths: np.ndarray, kind: Kind) -> Shares:
     )
 
 
-class CudaOps:
+class CudaOps(Ops):
     name = "cuda"
+    device: torch.device
     shares_steps = True  # steps may come padded, and already shared out among the attention kernels
 
     def __init__(

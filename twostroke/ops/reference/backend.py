@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from twostroke.ops.formats import Stored, dequantize
-from twostroke.ops.interface import BLOCK, Attention, Batch, Gate, KVLayer, Norm, RopeTable
+from twostroke.ops.interface import BLOCK, Attention, Batch, Gate, KVLayer, Norm, Ops, RopeTable
 from twostroke.ops.reference.kv_codec import decode_kv, write_kv
 
 
@@ -22,7 +22,7 @@ class Matrix:
     bias: Tensor | None  # (out,) float32
 
 
-class ReferenceOps:
+class ReferenceOps(Ops):
     name = "reference"
     device = torch.device("cpu")
 
@@ -108,6 +108,7 @@ def seen(kv: KVLayer, table: Tensor, position: int, window: int) -> tuple[Tensor
     key_scales = None if kv.key_scales is None else kv.key_scales[block, :, offset]
     value_scales = None if kv.value_scales is None else kv.value_scales[block, :, offset]
     keys = decode_kv(kv.keys[block, :, offset], key_scales, kv.format)
+    assert kv.values is not None
     return keys, decode_kv(kv.values[block, :, offset], value_scales, kv.format)
 
 

@@ -45,6 +45,7 @@ def decode_kv(codes: Tensor, scales: Tensor | None, kv_format: KVFormat) -> Tens
 def write_kv(kv: KVLayer, slots: Tensor, k: Tensor, v: Tensor) -> None:
     """Store k and v, (T, kv_heads, head_dim) float32, at `slots` (T,)."""
     block, offset = slots // BLOCK, slots % BLOCK
+    assert kv.values is not None
     for x, codes, scales in ((k, kv.keys, kv.key_scales), (v, kv.values, kv.value_scales)):
         new_codes, new_scales = encode_kv(x, kv.format)
         codes[block, :, offset] = new_codes  # (T, kv_heads, width)

@@ -20,10 +20,11 @@ from torch import Tensor
 
 from twostroke.grammar.compile import NO_MASKS, GrammarCompiler, GrammarRows
 from twostroke.kv.storage import KVStorage
+from twostroke.model.layers import Grouped
 from twostroke.model.transformer import Transformer
 from twostroke.ops.cuda.backend import Cascade, CudaOps, Cut, DeviceBatch
 from twostroke.ops.cuda.kernels.sample import Filters, resolve_tokens, sample
-from twostroke.ops.interface import GroupBlocks
+from twostroke.ops.interface import KV_SCALE_BYTES, Attention, GroupBlocks
 from twostroke.run.cuda.staging import Fields, Staging
 from twostroke.run.cuda.steps import Mixture, Shape, Streams, on_device
 from twostroke.run.runner import LOGIT_ROWS
@@ -85,8 +86,8 @@ class CudaRunner:
         self.pool: Any = torch.cuda.graph_pool_handle() if self.graphs else None
         self.staging = Staging(ops.device)
         self.newest = torch.zeros(tables.shape[1], dtype=torch.int32, device=ops.device)
-        self.kinds = tuple(dict.fromkeys(ops.kind(layer.attention) for layer in model.layers))
-        plain = ops.shares_steps and kv.scales is None  # K and V as floats
+        self.kinds = tuple(dict.fromkeys(ops.kind(attention) for attention in grouped_attentions(model)))
+        plain = ops.shares_steps and kv.format not in KV_SCALE_BYTES  # K and V as floats
         self.members = self.kinds[0].members if plain and len(self.kinds) == 1 else 0
         self.kv_heads = self.kinds[0].kv_heads if ops.shares_steps else 0  # where splits may be longer than usual
         self.shapes: dict[Shape, Captured] = {}
@@ -274,6 +275,11 @@ class CudaRunner:
         out = self.results.pop() if self.results else torch.empty(most, dtype=torch.int32, pin_memory=True)
         out[:count].copy_(tokens[:count], non_blocking=True)
         return Handle(plan, samplers, out, timing_event(), details or {}, clocked)
+
+
+def grouped_attentions(model: Transformer) -> list[Attention]:
+    """Of the layers that the attention kernels here serve."""
+    return [layer.mixer.attention for layer in model.layers if isinstance(layer.mixer, Grouped)]
 
 
 def timing_event() -> Any:

@@ -14,15 +14,17 @@ from twostroke.config import Config, Resolved, resolve
 from twostroke.hardware import Hardware
 from twostroke.kv.storage import KVStorage
 from twostroke.metrics.timeline import Timeline
+from twostroke.model.arch import Product
+from twostroke.model.layers import Dense, PackedProduct
 from twostroke.model.transformer import Transformer
 from twostroke.ops.cuda.backend import CudaOps, Cut, DeviceBatch
 from twostroke.ops.cuda.kernels.launch import INTERPRETED
 from twostroke.ops.cuda.kernels.prefill import prefill_attention
 from twostroke.ops.cuda.kernels.rope import rotate_and_store
 from twostroke.ops.cuda.kernels.sample import resolve_tokens, sample
-from twostroke.ops.interface import BLOCK, Attention, GroupBlocks
+from twostroke.ops.interface import BLOCK, Attention, Gate, GroupBlocks
 from twostroke.run.cuda.buckets import all_mixed_rows
-from twostroke.run.cuda.runner import CudaRunner
+from twostroke.run.cuda.runner import CudaRunner, grouped_attentions
 from twostroke.sampling import SamplingParams
 from twostroke.types import Plan, Request, Work
 
@@ -58,10 +60,10 @@ def compile_kernels(model: Transformer, settings: Resolved) -> None:
 
 def attention_kernels(model: Transformer, settings: Resolved) -> list[Task]:
     """The longest to compile come first."""
-    ops, arch, attention = cuda_ops(model), model.arch, model.layers[0].attention
-    kv, group = KVStorage(arch, settings.layout, 2, settings.kv_dtype, ops.device).layer(0)
-    width = arch.heads * arch.head_dim
-    qkv = torch.zeros(2, width + 2 * arch.kv_heads * arch.head_dim, dtype=ops.dtype, device=ops.device)
+    ops, attention = cuda_ops(model), grouped_attentions(model)[0]
+    kv, group = KVStorage(settings.layout, 2, settings.kv_dtype, ops.device).layer(0)
+    width = attention.heads * attention.head_dim
+    qkv = torch.zeros(2, width + 2 * attention.kv_heads * attention.head_dim, dtype=ops.dtype, device=ops.device)
     single, prompt = small_batch(ops, attention, 1, group), small_batch(ops, attention, 2, group)
 
     def attend(*batches: DeviceBatch) -> None:
@@ -79,28 +81,31 @@ def attention_kernels(model: Transformer, settings: Resolved) -> list[Task]:
 
 
 def product_kernels(model: Transformer) -> list[Task]:
-    ops, arch, layer = cuda_ops(model), model.arch, model.layers[0]
-    row, inner, half, ffn = (
-        torch.zeros(2, width, dtype=ops.dtype, device=ops.device)
-        for width in (arch.hidden, arch.heads * arch.head_dim, arch.ffn, 2 * arch.ffn)
-    )
-    feed: list[Task] = [
-        lambda: ops.linear(row[:1], layer.gate_up, before=layer.feed_norm),
-        lambda: ops.linear(ffn[:1], layer.down, before=model.gate, add_to=row[:1].clone()),
-    ]
-    if ops.gates_early(row[:1], layer.gate_up):
-        feed = [
-            lambda: ops.gated(row[:1], layer.gate_up, layer.feed_norm, model.gate),
-            lambda: ops.linear(half[:1], layer.down, add_to=row[:1].clone()),
-        ]
-    return [
-        lambda: ops.linear(row[:1], layer.qkv, before=layer.attention_norm),
-        lambda: ops.linear(inner[:1], layer.output, add_to=row[:1].clone()),
-        *feed,
-        lambda: model.logits(row[:1]),
-        lambda: ops.linear(row, layer.qkv, before=layer.attention_norm),
-        lambda: ops.linear(ffn, layer.down, before=model.gate),
-    ]
+    """The products of a layer and the head with one row, and of the layer with two, as a step runs them."""
+    shapes = model.arch.layers[0].products(model.arch.hidden)
+    layer = list(zip(model.layers[0].products(), shapes, strict=True))
+    one = [task for product, shape in layer for task in product_tasks(model, product, shape, 1)]
+    two = [task for product, shape in layer if not product.adds for task in product_tasks(model, product, shape, 2)]
+    return [*one, lambda: model.logits(rows_for(model, model.arch.hidden, 1)), *two]
+
+
+def product_tasks(model: Transformer, product: PackedProduct, shape: Product, rows: int) -> list[Task]:
+    ops = cuda_ops(model)
+    x = rows_for(model, shape.inputs * (2 if isinstance(product.before, Gate) else 1), rows)
+    out = rows_for(model, shape.outputs, rows) if product.adds else None
+    tasks: list[Task] = [lambda: ops.linear(x, product.weight, before=product.before, add_to=out)]
+    feed = model.layers[0].feed
+    if isinstance(feed, Dense) and ops.gates_early(x, product.weight):  # the gate is part of the product before
+        if product.weight is feed.gate_up:
+            return [lambda: ops.gated(x, feed.gate_up, feed.norm, feed.gate)]
+        if product.weight is feed.down:
+            return [lambda: ops.linear(x[:, : shape.inputs].contiguous(), feed.down, add_to=out)]
+    return tasks
+
+
+def rows_for(model: Transformer, width: int, rows: int) -> torch.Tensor:
+    ops = cuda_ops(model)
+    return torch.zeros(rows, width, dtype=ops.dtype, device=ops.device)
 
 
 def token_kernels(model: Transformer) -> list[Task]:
@@ -129,17 +134,16 @@ def cuda_ops(model: Transformer) -> CudaOps:
 def meet_row_counts(model: Transformer, sizes: Sequence[int], seconds: float) -> list[int]:
     """Multiply a layer's matrices once with each number of rows, as far as the seconds go; returns those met. The
     library chooses and loads a kernel when it first meets a size: better here than amid streams that wait for it."""
-    ops, arch, layer = cuda_ops(model), model.arch, model.layers[0]
+    shapes = model.arch.layers[0].products(model.arch.hidden)
+    layer = list(zip(model.layers[0].products(), shapes, strict=True))
     met: list[int] = []
-    inner = arch.heads * arch.head_dim
     began = time.perf_counter()
     for rows in sizes:
         if time.perf_counter() - began > seconds:
             break
-        x, attended = (torch.zeros(rows, width, dtype=ops.dtype, device=ops.device) for width in (arch.hidden, inner))
-        ops.linear(x, layer.qkv, before=layer.attention_norm)
-        ops.linear(attended, layer.output, add_to=x)
-        ops.linear(ops.linear(x, layer.gate_up, before=layer.feed_norm), layer.down, before=model.gate, add_to=x)
+        for product, shape in layer:
+            for task in product_tasks(model, product, shape, rows):
+                task()
         met.append(rows)
     return met
 
@@ -161,8 +165,8 @@ def free_after_warm_up(model: Transformer, settings: Resolved) -> int:
     ops = cuda_ops(model)
     run_largest_step(model, ops, settings)
     torch.cuda.synchronize()
-    arch = model.arch
-    gathered = 2 * settings.max_model_len * arch.kv_heads * arch.head_dim * ops.dtype.itemsize  # K and V in one row
+    width = max(2 * attention.kv_heads * attention.head_dim for attention in grouped_attentions(model))
+    gathered = settings.max_model_len * width * ops.dtype.itemsize  # K and V in one row
     return max(0, torch.cuda.mem_get_info()[0] - gathered - GRAPHS)
 
 
@@ -172,7 +176,7 @@ def run_largest_step(model: Transformer, ops: CudaOps, settings: Resolved) -> li
     tokens = max(1, settings.max_batch_tokens // requests)
     groups, columns = len(settings.layout.groups), -(-tokens // BLOCK)
     tables = np.arange(groups * requests * columns, dtype=np.int32).reshape(groups, requests, columns)
-    kv = KVStorage(model.arch, settings.layout, tables.size, settings.kv_dtype, ops.device)
+    kv = KVStorage(settings.layout, tables.size, settings.kv_dtype, ops.device)
     runner = CudaRunner(model, kv, tables, ops, graphs=False)
     works = []
     for row in range(requests):

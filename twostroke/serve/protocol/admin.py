@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, fields
+from dataclasses import fields
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -10,8 +10,7 @@ from pydantic import Field
 from twostroke.config import Config, Resolved
 from twostroke.engine.settings import LIVE
 from twostroke.metrics.steplog import Step
-from twostroke.model.arch import Arch
-from twostroke.ops.interface import BLOCK
+from twostroke.model.arch import Arch, arch_document
 from twostroke.remote.ended import Ended
 from twostroke.schedule.policy import POLICIES
 from twostroke.serve.errors import ApiError, bad_request
@@ -68,8 +67,8 @@ def settings(now: Resolved, given: dict[str, Any], changed: dict[str, Any]) -> d
 def model(arch: Arch, now: Resolved) -> dict[str, Any]:
     layout = now.layout
     return {
-        "arch": asdict(arch),
-        "layout": {**asdict(layout), "block_bytes": layout.block_bytes, "block_tokens": BLOCK},
+        "arch": arch_document(arch),
+        "layout": layout.document(),
     }
 
 

@@ -1,0 +1,105 @@
+"""A loaded layer: a mixer and a feed, each with its weights packed for the backend.
+
+Both describe a `Branch`, what is to be added to the residual stream; the addition itself is a step of its own in
+transformer.py. `products` lists the same weights in the order in which a step reads them, for warm-up and read-ahead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from twostroke.ops.interface import Array, Attention, Batch, FusedLayer, Gate, KVLayer, Norm, Ops, Weight
+
+
+class Branch(NamedTuple):
+    """What a part of a layer adds to the residual stream: norm(weight · before(inner))."""
+
+    inner: Array  # (T, …)
+    weight: Weight
+    before: Gate | None
+    norm: Norm | None
+
+
+class PackedProduct(NamedTuple):
+    """One product as a step runs it."""
+
+    name: str
+    weight: Weight
+    before: Norm | Gate | None
+    adds: bool  # its result is added to the residual stream in place
+
+
+class Mixer(Protocol):
+    def run(self, ops: Ops, x: Array, cache: KVLayer, batch: Batch, group: int) -> Branch: ...
+
+    def products(self) -> tuple[PackedProduct, ...]: ...
+
+
+class Feed(Protocol):
+    def run(self, ops: Ops, x: Array) -> Branch: ...
+
+    def products(self) -> tuple[PackedProduct, ...]: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Grouped:
+    """GroupedArch with its weights."""
+
+    norm: Norm
+    qkv: Weight  # q, k and v stacked
+    attention: Attention
+    output: Weight
+    out_norm: Norm | None = None  # before the residual add, where the family has one
+
+    def run(self, ops: Ops, x: Array, cache: KVLayer, batch: Batch, group: int) -> Branch:
+        qkv = ops.linear(x, self.qkv, before=self.norm)
+        attended = ops.attend(qkv, self.attention, cache, batch, group)  # (T, heads · head_dim)
+        return Branch(attended, self.output, None, self.out_norm)
+
+    def products(self) -> tuple[PackedProduct, ...]:
+        adds = self.out_norm is None
+        return PackedProduct("qkv", self.qkv, self.norm, False), PackedProduct("output", self.output, None, adds)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Dense:
+    """DenseArch with its weights."""
+
+    norm: Norm
+    gate_up: Weight  # gate and up stacked
+    gate: Gate
+    down: Weight
+    out_norm: Norm | None = None
+
+    def run(self, ops: Ops, x: Array) -> Branch:
+        gated = ops.gated(x, self.gate_up, self.norm, self.gate)  # (T, ffn)
+        if gated is not None:
+            return Branch(gated, self.down, None, self.out_norm)
+        inner = ops.linear(x, self.gate_up, before=self.norm)  # (T, 2 · ffn)
+        return Branch(inner, self.down, self.gate, self.out_norm)
+
+    def products(self) -> tuple[PackedProduct, ...]:
+        adds = self.out_norm is None
+        return PackedProduct("gate_up", self.gate_up, self.norm, False), PackedProduct(
+            "down", self.down, self.gate, adds
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Layer:
+    mixer: Mixer
+    feed: Feed
+
+    def products(self) -> tuple[PackedProduct, ...]:
+        return (*self.mixer.products(), *self.feed.products())
+
+    def fused(self) -> FusedLayer | None:
+        """As a backend takes it that runs whole layers in one call; None for kinds of parts that none does."""
+        mixer, feed = self.mixer, self.feed
+        if not (isinstance(mixer, Grouped) and isinstance(feed, Dense)):
+            return None
+        return FusedLayer(
+            mixer.norm, mixer.qkv, mixer.attention, mixer.output, mixer.out_norm,
+            feed.norm, feed.gate_up, feed.gate, feed.down, feed.out_norm,
+        )  # fmt: skip
