@@ -14,7 +14,7 @@ from twostroke.kv.blocks import BlockPool
 from twostroke.kv.hashing import BlockHasher, Name
 from twostroke.kv.layout import KVLayout, group_blocks
 from twostroke.ops.interface import BLOCK
-from twostroke.types import Request
+from twostroke.types import RequestState
 
 RELEASED = -1
 ON_HOST = -2
@@ -48,7 +48,7 @@ class KVTables:
 
     # ---- a request comes and goes ----------------------------------------------------------------------------------
 
-    def match(self, request: Request) -> Hit:
+    def match(self, request: RequestState) -> Hit:
         """The longest cached prefix, in whole blocks, that leaves at least the newest token to compute."""
         if request.params.prompt_logprobs is not None and request.output_length == 0 and request.sample == 0:
             return NO_HIT  # the logits of every prompt token are wanted
@@ -66,7 +66,7 @@ class KVTables:
                 group.append(RELEASED if block is None else block)
         return self._longest_usable(found)
 
-    def _match_whole(self, request: Request, limit: int) -> Hit:
+    def _match_whole(self, request: RequestState, limit: int) -> Hit:
         """The same where every layer sees everything: the first miss is the end."""
         hashes, tokens, find = request.hashes, request.tokens, self._find
         blocks: list[int] = []
@@ -95,7 +95,7 @@ class KVTables:
                 return Hit(columns, tuple(kept))
         return NO_HIT
 
-    def blocks_needed(self, request: Request, hit: Hit, step: int) -> int:
+    def blocks_needed(self, request: RequestState, hit: Hit, step: int) -> int:
         """Blocks the pool must still give for the whole of `request.tokens`, computing `step` tokens at a time."""
         needed = 0
         for group, window in enumerate(self.windows):
@@ -106,7 +106,7 @@ class KVTables:
             needed += max(blocks.count(ON_HOST), whole - held) + cold  # a cached block that is held is unavailable too
         return needed
 
-    def open(self, request: Request, hit: Hit) -> None:
+    def open(self, request: RequestState, hit: Hit) -> None:
         """Give the request a row and the blocks of its hit: those on the device first, lest room for the others be
         made by evicting them."""
         row = request.row = self.free_rows.pop()
@@ -122,7 +122,7 @@ class KVTables:
         for group, held in enumerate(self.held[row]):
             self.array[group, row, : len(held)] = np.maximum(held, 0)
 
-    def _bring_back(self, request: Request) -> None:
+    def _bring_back(self, request: RequestState) -> None:
         """Blocks for the columns whose bytes are on the host, to be copied before the step that is being planned."""
         groups, host = self.held[request.row], self.pool.host
         places = [(g, c) for g, blocks in enumerate(groups) for c, block in enumerate(blocks) if block == ON_HOST]
@@ -134,7 +134,7 @@ class KVTables:
             host.bring_back(slot, block)
             self.pool.publish(block, name, tuple(request.tokens[column * BLOCK : (column + 1) * BLOCK]))
 
-    def close(self, request: Request) -> None:
+    def close(self, request: RequestState) -> None:
         """Let go of everything. The tail goes first, so that it is evicted before the prefix others may share."""
         row = request.row
         for group, blocks in enumerate(self.held[row]):
@@ -149,16 +149,16 @@ class KVTables:
 
     # ---- a request moves on ----------------------------------------------------------------------------------------
 
-    def room(self, request: Request) -> int:
+    def room(self, request: RequestState) -> int:
         """Tokens the request's columns can hold."""
         return len(self.held[request.row][0]) * BLOCK
 
-    def missing(self, request: Request, length: int) -> int:
+    def missing(self, request: RequestState, length: int) -> int:
         """Blocks the pool must give before the request can hold `length` tokens."""
         columns = -(-length // BLOCK) - len(self.held[request.row][0])
         return max(0, columns) * len(self.windows)
 
-    def grow(self, request: Request, length: int) -> bool:
+    def grow(self, request: RequestState, length: int) -> bool:
         """Make room for `length` tokens, or change nothing and say False."""
         row = request.row
         have, want = len(self.held[row][0]), -(-length // BLOCK)
@@ -171,7 +171,7 @@ class KVTables:
                 self.array[group, row, column] = block
         return True
 
-    def publish(self, request: Request, length: int) -> list[int]:
+    def publish(self, request: RequestState, length: int) -> list[int]:
         """Name the full blocks within the first `length` tokens. Returns those now findable under a new name."""
         row = request.row
         columns = min(length, len(request.tokens)) // BLOCK
@@ -189,10 +189,10 @@ class KVTables:
         self.named[row] = columns
         return published
 
-    def holds_any(self, request: Request, wanted: set[int]) -> bool:
+    def holds_any(self, request: RequestState, wanted: set[int]) -> bool:
         return any(not wanted.isdisjoint(blocks) for blocks in self.held[request.row])
 
-    def release_behind(self, request: Request) -> None:
+    def release_behind(self, request: RequestState) -> None:
         """Give back the blocks that fell out of every window. Counted from what was collected: steps still in flight
         read their own windows."""
         if not self.windowed:
