@@ -28,7 +28,7 @@ import torch  # noqa: E402
 from benchmarks.gpu_rig import Rig, longest_steps, make_rig, restore_times  # noqa: E402
 from twostroke.metrics.steplog import StepLog  # noqa: E402
 from twostroke.model.arch import Arch  # noqa: E402
-from twostroke.types import Request  # noqa: E402
+from twostroke.types import RequestState  # noqa: E402
 from twostroke.weights.random import LLAMA_1B, LLAMA_8B  # noqa: E402
 
 # vLLM 0.26.0 on such a card (FlashAttention 3, compiled, CUDA graphs), measured once: not every box can install it.
@@ -84,7 +84,7 @@ class Bench:
 # ---- one stream, one prompt ------------------------------------------------------------------------------------------
 
 
-def measure_decode(bench: Bench, rig: Rig, name: str) -> Request:
+def measure_decode(bench: Bench, rig: Rig, name: str) -> RequestState:
     """Tokens a second of one stream, once its first tokens (captures, compilation) are out."""
     for _ in range(2):
         request = rig.ask(rig.prompt(128), 256)
@@ -172,7 +172,7 @@ def decode64(bench: Bench) -> None:
     entry = rig.core.scheduler.tables.layout.token_bytes
     read = rig.model.weight_bytes() + sum(r.computed for r in requests) * entry
     for request in requests:
-        rig.core.abort(request)
+        rig.core.abort(request.id)
     rig.run()
     bench.report("decode64x4096", step * 1e3, "ms/step", read / bench.ceilings["read_TBps"] / 1e9, higher=False)
 
@@ -199,7 +199,7 @@ def gap(bench: Bench) -> None:
         rig.core.steplog = None
         until = long.timeline.token_times[0] if long is not None else time.perf_counter()
         for stream in streams:
-            rig.core.abort(stream)
+            rig.core.abort(stream.id)
         rig.run()
         pairs = [pair for s in streams for pair in pairwise(s.timeline.token_times)]
         found = sorted(b - a for a, b in pairs if mark <= a and b <= until)
@@ -265,7 +265,7 @@ def host(bench: Bench) -> None:
         bench.report(f"step32+{prompt}", step, "ms/step", own, higher=False)
     pace.max_gap = usual
     for stream in streams:
-        rig.core.abort(stream)
+        rig.core.abort(stream.id)
     rig.run()
 
 

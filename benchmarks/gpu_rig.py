@@ -15,7 +15,6 @@ from twostroke.engine.core import Core
 from twostroke.hardware import Hardware
 from twostroke.kv.storage import KVStorage
 from twostroke.metrics.steplog import StepLog
-from twostroke.metrics.timeline import Timeline
 from twostroke.model.arch import Arch
 from twostroke.model.transformer import Transformer
 from twostroke.ops.select import make_ops
@@ -23,7 +22,7 @@ from twostroke.run.cuda.runner import CudaRunner
 from twostroke.run.cuda.warm_up import prepare
 from twostroke.sampling import SamplingParams
 from twostroke.schedule.make import make_scheduler
-from twostroke.types import Request
+from twostroke.types import Request, RequestState
 from twostroke.weights.random import random_model
 
 
@@ -35,13 +34,11 @@ class Rig:
     runner: CudaRunner
     ids: int = 0
 
-    def ask(self, tokens: list[int], new: int, **params: object) -> Request:
+    def ask(self, tokens: list[int], new: int, **params: object) -> RequestState:
         sampling = SamplingParams(**{"max_tokens": new, "temperature": 0.0, **params})  # type: ignore[arg-type]
-        request = Request(self.ids, tokens, sampling, 0, Timeline(time.perf_counter()))
-        request.limit = len(tokens) + new
+        request = Request(self.ids, tuple(tokens), sampling, 0, time.perf_counter(), len(tokens) + new)
         self.ids += 1
-        self.core.submit(request)
-        return request
+        return self.core.submit(request)
 
     def run(self) -> float:
         """Until nothing is left to do; seconds."""

@@ -17,9 +17,8 @@ from benchmarks.machine import describe
 from twostroke.config import make_config, resolve
 from twostroke.engine.build import make_scheduler
 from twostroke.hardware import this_machine
-from twostroke.metrics.timeline import Timeline
 from twostroke.sampling import SamplingParams
-from twostroke.types import Request, Result
+from twostroke.types import Request, RequestState, Result
 from twostroke.weights.catalog import DEFAULT, fetch
 from twostroke.weights.checkpoint import open_checkpoint
 from twostroke.weights.load import load_arch
@@ -43,9 +42,8 @@ def plan_and_commit(streams: int = 64, steps: int = 400) -> float:
     settings = resolve(make_config(max_requests=streams), arch, this_machine(), 0)
     scheduler = make_scheduler(arch, settings, "overhead")
     for number in range(streams):
-        request = Request(number, list(range(number, number + 100)), SamplingParams(max_tokens=None), 0, Timeline(0.0))
-        request.limit = settings.max_model_len
-        scheduler.add(request)
+        tokens, params = tuple(range(number, number + 100)), SamplingParams(max_tokens=None)
+        scheduler.add(RequestState(Request(number, tokens, params, limit=settings.max_model_len)))
     times = []
     for step in range(steps + 50):
         start = time.perf_counter()

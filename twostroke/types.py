@@ -8,12 +8,12 @@ preemption sets it back to 0.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, StrEnum
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
-from twostroke.metrics.timeline import Timeline
+from twostroke.metrics.timeline import Facts, Timeline
 from twostroke.sampling import SamplingParams
 
 EMPTY: Mapping[int, Any] = MappingProxyType({})
@@ -40,30 +40,57 @@ class TokenLogprobs(NamedTuple):
     top: tuple[tuple[int, float], ...]
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class Request:
-    """One sample of one prompt. Siblings (the n samples of a call) are requests of their own that share blocks."""
+    """What is asked: the front end makes it, the wire carries it, the scheduler holds it.
+
+    It is one sample of one prompt. The n samples of a call are n requests that share blocks.
+    """
 
     id: int
-    tokens: list[int]  # the prompt, then what was sampled
+    tokens: tuple[int, ...]  # the prompt, and what an earlier engine wrote of the answer (see `written`)
     params: SamplingParams
-    seed: int
-    timeline: Timeline
-    sample: int = 0  # index among siblings: part of the key of its randomness
-    salt: bytes = b""  # prompts share KV blocks only under the same salt (one per tenant)
+    seed: int = 0
+    arrival: float = 0.0  # seconds of the engine's clock
+    limit: int = 0  # length of prompt and answer at which the request ends with "length"
     stop_ids: frozenset[int] = frozenset()  # end-of-text tokens and the caller's stop_token_ids
-    prompt_length: int = 0
-    limit: int = 0  # length at which the request ends with "length"
-    computed: int = 0  # tokens whose K and V are in the cache
-    in_flight: int = 0  # tokens launched and not yet collected
-    lost: int = 0  # tokens computed before a preemption or failed step and not yet computed again
-    status: Status = Status.WAITING
-    row: int = -1  # its place in the block tables while it runs
-    hashes: list[bytes] = field(default_factory=list)  # chained hashes of its full blocks, as far as needed so far
-    finish_reason: FinishReason | None = None
+    salt: bytes = b""  # prompts share KV blocks only under the same salt (one per tenant)
+    sample: int = 0  # index among the samples of the call: part of the key of its randomness
+    written: int = 0  # the last so many tokens belong to the answer: a request that another engine began
 
-    def __post_init__(self) -> None:
-        self.prompt_length = len(self.tokens)
+    def siblings(self, count: int) -> list[Request]:
+        """This sample and the next ones of the same prompt: their ids and indices count up."""
+        return [self, *(replace(self, id=self.id + i, sample=self.sample + i) for i in range(1, count))]
+
+
+class RequestState:
+    """What the engine knows of a request while it has it. Fields that every step reads are copied from the request."""
+
+    __slots__ = (
+        "computed", "facts_changed", "finish_reason", "hashes", "id", "in_flight", "limit", "lost", "params",
+        "prompt_length", "request", "row", "salt", "sample", "seed", "status", "stop_ids", "timeline", "tokens",
+    )  # fmt: skip
+
+    def __init__(self, request: Request):
+        self.request = request
+        self.id = request.id
+        self.params = request.params
+        self.seed = request.seed
+        self.sample = request.sample
+        self.salt = request.salt
+        self.stop_ids = request.stop_ids
+        self.limit = request.limit
+        self.tokens = list(request.tokens)  # the prompt, then what was sampled
+        self.prompt_length = len(request.tokens) - request.written
+        self.timeline = Timeline(request.arrival, prompt_tokens=self.prompt_length)
+        self.facts_changed = True  # the timeline has facts that no event has carried yet
+        self.computed = 0  # tokens whose K and V are in the cache
+        self.in_flight = 0  # tokens launched and not yet collected
+        self.lost = 0  # tokens computed before a preemption or failed step and not yet computed again
+        self.status = Status.WAITING
+        self.row = -1  # its place in the block tables while it runs
+        self.hashes: list[bytes] = []  # chained hashes of its full blocks, as far as needed so far
+        self.finish_reason: FinishReason | None = None
 
     @property
     def output_length(self) -> int:
@@ -71,14 +98,14 @@ class Request:
 
     @property
     def start(self) -> int:
-        """First position that nobody has computed or is computing."""
+        """The first position that is neither computed nor in flight."""
         return self.computed + self.in_flight
 
 
 class Work(NamedTuple):
     """Compute `count` tokens of `request`, the first of them at position `start`."""
 
-    request: Request
+    request: RequestState
     start: int
     count: int  # type: ignore[assignment]  # hides tuple.count, which nobody counts works with
 
@@ -122,14 +149,15 @@ class Result(NamedTuple):
 
 
 class Event(NamedTuple):
-    """News of one request. Exactly one event of each request carries a finish reason: its last."""
+    """What is new of one request. Exactly one event of each request carries a finish reason: its last."""
 
-    request: Request
+    request_id: int
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: Mapping[int, TokenLogprobs] = EMPTY
     error: str | None = None
+    facts: Facts | None = None  # of the timeline, when they changed since the last event
 
 
 class Runner(Protocol):

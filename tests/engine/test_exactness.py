@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from twostroke import LLM, SamplingParams
 from twostroke.ops.reference.backend import ReferenceOps
 from twostroke.schedule.policy import POLICIES
-from twostroke.types import Request
+from twostroke.types import RequestState
 
 
 @dataclass(frozen=True)
@@ -204,7 +204,7 @@ def test_a_failed_step_changes_nothing(llama_folder):
     llm = LLM(llama_folder, kv_blocks=100, **BASE)
     many = [Ask(tuple(range(3, 40 + i)), 12, 0.0, 1, 0, None) for i in range(4)]
     jobs = [(ask, llm._submit(list(ask.tokens), params(ask))) for ask in many]
-    guilty: Request = jobs[2][1].answers[0].request
+    guilty: RequestState = llm.engine.core.scheduler.find(jobs[2][1].answers[0].request.id)
     launch = llm.engine.core.runner.launch
 
     def faulty(plan):

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from twostroke import SamplingParams
 from twostroke.grammar.library import GrammarError
-from twostroke.metrics.timeline import Timeline
-from twostroke.types import Request
+from twostroke.types import Request, RequestState
 
 END = 2  # <|im_end|> of the tiny tokenizer
 
@@ -28,9 +27,10 @@ PERSON = {
 
 
 def request(tokenizer, output=(), **params):
-    made = Request(1, [5, 6, 7], SamplingParams(**params), 0, Timeline(0.0))
+    asked = SamplingParams(**params)
+    stop_ids = tokenizer.eos_ids | frozenset(asked.stop_token_ids)
+    made = RequestState(Request(1, (5, 6, 7), asked, stop_ids=stop_ids))
     made.tokens += output
-    made.stop_ids = tokenizer.eos_ids | frozenset(made.params.stop_token_ids)
     return made
 
 

@@ -17,6 +17,7 @@ from twostroke.errors import ConfigError, InputError, ModelError
 from twostroke.hardware import Hardware
 from twostroke.metrics.counts import Counts
 from twostroke.metrics.steplog import Blocks, Piece, Step
+from twostroke.metrics.timeline import Facts
 from twostroke.remote import aio, process, wire
 from twostroke.remote.admission import Admission, BusyError
 from twostroke.remote.aio import AsyncEngine
@@ -24,7 +25,7 @@ from twostroke.remote.frames import MAX_MESSAGE, Frames, WireError
 from twostroke.remote.process import EngineError, Patience, Supervisor
 from twostroke.remote.worker import warm_up
 from twostroke.sampling import Grammar, SamplingParams
-from twostroke.types import FinishReason, TokenLogprobs
+from twostroke.types import Event, FinishReason, Request, TokenLogprobs
 from twostroke.weights.checkpoint import open_checkpoint
 from twostroke.weights.describe import load_arch
 
@@ -53,9 +54,9 @@ ids = st.integers(0, 2**31 - 1)
 scores = st.builds(
     TokenLogprobs, ids, st.floats(allow_nan=False), st.lists(st.tuples(ids, st.floats(allow_nan=False))).map(tuple)
 )
-facts = st.builds(wire.Facts, *[st.none() | st.floats(0, 1e9)] * 2, *[ids] * 4)
+facts = st.builds(Facts, *[st.none() | st.floats(0, 1e9)] * 2, *[ids] * 4)
 news = st.builds(
-    wire.News, ids, st.lists(ids).map(tuple), st.none() | st.sampled_from(FinishReason), st.lists(scores).map(tuple),
+    Event, ids, st.lists(ids).map(tuple), st.none() | st.sampled_from(FinishReason), st.lists(scores).map(tuple),
     st.dictionaries(ids, scores, max_size=3), st.none() | st.text(min_size=1), st.none() | facts,
 )  # fmt: skip
 params = st.builds(
@@ -64,9 +65,9 @@ params = st.builds(
     logit_bias=st.dictionaries(ids, st.floats(-100, 100), max_size=3), logprobs=st.none() | st.integers(0, 128),
     grammar=st.none() | st.just(Grammar("regex", "a+")),
 )  # fmt: skip
-prompts = st.builds(
-    wire.Prompt, st.lists(ids, min_size=1).map(tuple), st.lists(ids), params, st.integers(-(2**63), 2**64 - 1),
-    st.binary(max_size=40), st.frozensets(ids), ids, st.floats(0, 1e9),
+requests = st.builds(
+    Request, ids, st.lists(ids).map(tuple), params, st.integers(-(2**63), 2**64 - 1), st.floats(0, 1e9), ids,
+    st.frozensets(ids), st.binary(max_size=40), ids, ids,
 )  # fmt: skip
 
 
@@ -81,9 +82,7 @@ def through(data: bytes, cuts: list[int]) -> list:
 
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.tuples(ids, ids)), st.lists(news, max_size=4), st.lists(st.integers(0, 2**16), max_size=5))
-def test_reports_arrive_as_they_were_sent(
-    tokens: list[tuple[int, int]], events: list[wire.News], cuts: list[int]
-) -> None:
+def test_reports_arrive_as_they_were_sent(tokens: list[tuple[int, int]], events: list[Event], cuts: list[int]) -> None:
     report = wire.Report(12.5, tuple(tokens), tuple(events), Counts(*range(len(Counts._fields))), 3.5)
     (message, again) = through(wire.pack_report(report) * 2, cuts)
     assert wire.read_from_child(message) == wire.read_from_child(again) == report
@@ -98,9 +97,9 @@ def test_a_report_that_is_cut_short_is_a_wire_error() -> None:
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.lists(prompts, max_size=3), st.lists(ids).map(tuple))
-def test_orders_arrive_as_they_were_sent(given_prompts: list[wire.Prompt], aborts: tuple[int, ...]) -> None:
-    orders = wire.Orders(tuple(given_prompts), aborts)
+@given(st.lists(st.tuples(requests, st.integers(1, 128)), max_size=3), st.lists(ids).map(tuple))
+def test_orders_arrive_as_they_were_sent(asked: list[tuple[Request, int]], aborts: tuple[int, ...]) -> None:
+    orders = wire.Orders(tuple(asked), aborts)
     assert wire.read_orders(through(wire.pack_orders(orders), [7])[0]) == orders
 
 

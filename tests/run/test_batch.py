@@ -2,23 +2,23 @@
 
 import numpy as np
 
-from twostroke.metrics.timeline import Timeline
 from twostroke.ops.interface import BLOCK
 from twostroke.run.batch import build_step
 from twostroke.sampling import SamplingParams
-from twostroke.types import Plan, Request, Work
+from twostroke.types import Plan, Request, RequestState, Work
 
 TABLES = np.arange(1, 2 * 4 * 8 + 1, dtype=np.int32).reshape(2, 4, 8)  # (groups, rows, columns): every block another
 
 
-def request(number: int, prompt: int, written: int, row: int, **params: int) -> Request:
-    made = Request(number, list(range(100 * number, 100 * number + prompt)), SamplingParams(**params), 0, Timeline(0.0))
+def request(number: int, prompt: int, written: int, row: int, **params: int) -> RequestState:
+    tokens = tuple(range(100 * number, 100 * number + prompt))
+    made = RequestState(Request(number, tokens, SamplingParams(**params)))
     made.tokens += range(900, 900 + written)
     made.row = row
     return made
 
 
-def newest(one: Request) -> Work:
+def newest(one: RequestState) -> Work:
     return Work(one, len(one.tokens) - 1, 1)
 
 

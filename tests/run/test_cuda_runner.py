@@ -17,7 +17,6 @@ from twostroke.config import make_config, resolve  # noqa: E402
 from twostroke.engine.core import Core  # noqa: E402
 from twostroke.hardware import this_machine  # noqa: E402
 from twostroke.kv.storage import KVStorage  # noqa: E402
-from twostroke.metrics.timeline import Timeline  # noqa: E402
 from twostroke.ops.cuda.backend import CudaOps  # noqa: E402
 from twostroke.ops.reference.backend import ReferenceOps  # noqa: E402
 from twostroke.run.cuda import shared_prefix  # noqa: E402
@@ -58,10 +57,8 @@ def tokens_of(
     core = Core(scheduler, runner)
     requests = []
     for number, tokens in enumerate(prompts):
-        request = Request(number, list(tokens), ASKED[number % 3], 7 + number, Timeline(0.0))
-        request.limit = len(tokens) + 4
-        requests.append(request)
-        core.submit(request)
+        request = Request(number, tuple(tokens), ASKED[number % 3], 7 + number, limit=len(tokens) + 4)
+        requests.append(core.submit(request))
     while not core.idle:
         core.step()
     return [(request.tokens, request.finish_reason) for request in requests]

@@ -12,11 +12,10 @@ if not ON_CARD:
     os.environ["TRITON_INTERPRET"] = "1"  # before the first import of Triton
 pytest.importorskip("triton")
 
-from twostroke.metrics.timeline import Timeline  # noqa: E402
 from twostroke.ops.cuda.kernels.sample import Filters, sample  # noqa: E402
 from twostroke.run.sample import MASK, SLACK, choose_one, noise_key  # noqa: E402
 from twostroke.sampling import SamplingParams  # noqa: E402
-from twostroke.types import Request  # noqa: E402
+from twostroke.types import Request, RequestState  # noqa: E402
 
 pytestmark = [pytest.mark.gpu] if ON_CARD else []
 DEVICE = torch.device("cuda" if ON_CARD else "cpu")
@@ -37,7 +36,7 @@ ASKED = (
 )
 
 
-def on_device(logits: torch.Tensor, requests: list[Request]) -> list[int]:
+def on_device(logits: torch.Tensor, requests: list[RequestState]) -> list[int]:
     count = len(requests)
     keys = [noise_key(r.seed, r.sample, len(r.tokens)) & MASK for r in requests]
     halves = torch.tensor([[key & 0xFFFFFFFF, key >> 32] for key in keys], dtype=torch.int64)
@@ -67,7 +66,7 @@ def test_filters_leave_the_same_tokens(kind: str) -> None:
         if kind == "all alike":
             logits.fill_(-1.25)
         requests = [
-            Request(n, [1] * (4 + n), SamplingParams(**asked), 11 * seed + n, Timeline(0.0))
+            RequestState(Request(n, (1,) * (4 + n), SamplingParams(**asked), 11 * seed + n))
             for n, asked in enumerate(ASKED)
         ]
         wanted = [choose_one(row, request) for row, request in zip(logits.numpy(), requests, strict=True)]

@@ -20,7 +20,6 @@ from twostroke.config import make_config, resolve  # noqa: E402
 from twostroke.engine.core import Core  # noqa: E402
 from twostroke.hardware import this_machine  # noqa: E402
 from twostroke.kv.storage import KVStorage  # noqa: E402
-from twostroke.metrics.timeline import Timeline  # noqa: E402
 from twostroke.model.arch import Arch, DenseArch, GroupedArch, LayerArch, Rope  # noqa: E402
 from twostroke.model.transformer import Transformer  # noqa: E402
 from twostroke.ops.cuda.exact import ExactCudaOps  # noqa: E402
@@ -64,13 +63,10 @@ class Served:
     def answers(self, prompts: list[list[int]]) -> list[list[int]]:
         requests = []
         for prompt in prompts:
-            request = Request(
-                self.asked, list(prompt), SamplingParams(max_tokens=NEW, temperature=0.0), 7, Timeline(0.0)
-            )
-            request.limit = len(prompt) + NEW
+            params = SamplingParams(max_tokens=NEW, temperature=0.0)
+            request = Request(self.asked, tuple(prompt), params, 7, limit=len(prompt) + NEW)
             self.asked += 1
-            requests.append(request)
-            self.core.submit(request)
+            requests.append(self.core.submit(request))
         while not self.core.idle:
             self.core.step()
         assert all(len(r.tokens) == len(p) + NEW for r, p in zip(requests, prompts, strict=True))

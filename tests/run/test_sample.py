@@ -7,15 +7,14 @@ import math
 import numpy as np
 import pytest
 
-from twostroke.metrics.timeline import Timeline
 from twostroke.run import sample
 from twostroke.sampling import SamplingParams
-from twostroke.types import Request
+from twostroke.types import Request, RequestState
 
 
-def request(tokens=(1, 2, 3), written=(), seed=5, index=0, **params) -> Request:
-    made = Request(0, list(tokens), SamplingParams(**params), seed, Timeline(0.0), sample=index)
-    made.stop_ids = frozenset({0})
+def request(tokens=(1, 2, 3), written=(), seed=5, index=0, **params) -> RequestState:
+    stops = frozenset({0})
+    made = RequestState(Request(0, tuple(tokens), SamplingParams(**params), seed, stop_ids=stops, sample=index))
     made.tokens += written
     return made
 

@@ -12,13 +12,12 @@ from twostroke.kv.hashing import BlockHasher
 from twostroke.kv.layout import KVGroup, KVLayout
 from twostroke.kv.offload import HostPool
 from twostroke.kv.tables import KVTables
-from twostroke.metrics.timeline import Timeline
 from twostroke.model.arch import KVEntry, KVPart
 from twostroke.sampling import SamplingParams
 from twostroke.schedule.pace import Pace
 from twostroke.schedule.policy import POLICIES
 from twostroke.schedule.scheduler import Limits, Scheduler
-from twostroke.types import FinishReason, Plan, Request, Result, Status, Work
+from twostroke.types import FinishReason, Plan, Request, RequestState, Result, Status, Work
 
 SPOILT = (-1,)  # tokens that nobody has
 
@@ -41,7 +40,7 @@ class FakeEngine:
         self.depth = depth
         self.rng = rng or random.Random(0)
         self.now = 0.0
-        self.requests: list[Request] = []
+        self.requests: list[RequestState] = []
         self.in_flight: deque[Plan] = deque()
         self.ends: dict[int, int] = {}
         self.poisonous: Callable[[Work], bool] = lambda work: False
@@ -69,11 +68,11 @@ class FakeEngine:
         engine.capacity = max(n for n in range(1, 400) if layout.blocks_for(n, n) <= blocks)
         return engine
 
-    def add(self, tokens: list[int], max_tokens: int, priority: int = 0) -> Request:
+    def add(self, tokens: list[int], max_tokens: int, priority: int = 0) -> RequestState:
         params = SamplingParams(max_tokens=max_tokens, priority=priority)
-        request = Request(len(self.requests), list(tokens), params, 0, Timeline(self.now))
-        request.limit = min(len(tokens) + max_tokens, self.capacity)
-        request.stop_ids = frozenset({-7})
+        limit = min(len(tokens) + max_tokens, self.capacity)
+        asked = Request(len(self.requests), tuple(tokens), params, 0, self.now, limit, frozenset({-7}))
+        request = RequestState(asked)
         self.requests.append(request)
         self.scheduler.add(request)
         return request
@@ -114,7 +113,7 @@ class FakeEngine:
 
     def _count_end(self, event) -> None:
         if event.finish_reason is not None:
-            self.ends[event.request.id] = self.ends.get(event.request.id, 0) + 1
+            self.ends[event.request_id] = self.ends.get(event.request_id, 0) + 1
 
     def _check_plan(self, plan: Plan) -> None:
         scheduler = self.scheduler
@@ -175,7 +174,7 @@ class FakeEngine:
             for column in range(first // 16, start // 16):
                 assert self.content[blocks[column]] == tuple(request.tokens[: (column + 1) * 16]), "foreign content"
 
-    def _check_blocks(self, request: Request, start: int, count: int) -> None:
+    def _check_blocks(self, request: RequestState, start: int, count: int) -> None:
         """Everything the step reads or writes lies in blocks that the request holds."""
         tables = self.scheduler.tables
         for window, blocks in zip(tables.windows, tables.held[request.row], strict=True):

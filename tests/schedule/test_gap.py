@@ -13,11 +13,10 @@ from twostroke.cost.roofline import Roofline, model_cost
 from twostroke.cost.simulate import Clock, InRun, SimulatedRunner
 from twostroke.engine.core import Core
 from twostroke.hardware import Hardware
-from twostroke.metrics.timeline import Timeline
 from twostroke.sampling import SamplingParams
 from twostroke.schedule.make import make_scheduler
 from twostroke.schedule.pace import Estimate
-from twostroke.types import Plan, Request, Result
+from twostroke.types import Plan, Request, RequestState, Result
 from twostroke.weights.random import LLAMA_8B
 
 H200 = Rates(4.13e12, 7.9e14, 3.97e12, 4.4e14, 6e-4, 0.0, ((1, 1.0), (2, 1.14), (16, 1.17)), "H200", 6.4e-3,
@@ -55,15 +54,12 @@ class Engine:
         self.core = Core(make_scheduler(LLAMA_8B, settings, "simulated"), self.runner, self.clock)
         self.asked = 0
 
-    def ask(self, length: int, new: int) -> Request:
-        tokens = [1000 * self.asked + i for i in range(length)]
-        request = Request(
-            self.asked, tokens, SamplingParams(max_tokens=new, temperature=0.0), 0, Timeline(self.clock.now)
-        )
-        request.limit = length + new
+    def ask(self, length: int, new: int) -> RequestState:
+        tokens = tuple(1000 * self.asked + i for i in range(length))
+        params = SamplingParams(max_tokens=new, temperature=0.0)
+        request = Request(self.asked, tokens, params, 0, self.clock.now, length + new)
         self.asked += 1
-        self.core.submit(request)
-        return request
+        return self.core.submit(request)
 
     def gaps_beside_a_long_prompt(self, stall: float = 0.0, length: int = 512) -> tuple[list[float], float]:
         """All gaps of 32 streams, shortest first, and the prompt's TTFT over that of the same prompt alone. length: of

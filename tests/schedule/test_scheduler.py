@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from tests.schedule.fakes import FakeEngine, make_scheduler
+from twostroke.types import Event
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -168,7 +169,7 @@ def test_whoever_was_admitted_on_a_promise_starts_again_when_it_is_broken():
     engine.scheduler.check()
     assert second.computed == 0
     engine.snapshots.clear()
-    engine._count_end(type("E", (), {"finish_reason": first.finish_reason, "request": first}))
+    engine._count_end(Event(first.id, (), first.finish_reason))
     engine.finish_all()
 
 

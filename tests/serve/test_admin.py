@@ -157,8 +157,8 @@ def test_arrivals_can_be_replayed(admin: Server) -> None:
 
 
 def ended(record: Arrivals, number: int, tokens: list[int], salt: bytes = b"") -> None:
-    request = Request(number, tokens, SamplingParams(), 0, Timeline(float(-number), end=1.0))
-    record.add(request, salt, "stop")
+    timeline = Timeline(float(-number), end=1.0, prompt_tokens=len(tokens))
+    record.add(Request(number, tuple(tokens), SamplingParams()), timeline, salt, "stop")
 
 
 def test_the_record_of_arrivals_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

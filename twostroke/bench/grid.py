@@ -22,10 +22,9 @@ from twostroke.bench.others import Others
 from twostroke.cost.fleet import deliver
 from twostroke.engine.core import Core
 from twostroke.metrics.steplog import KEPT, Step, StepLog
-from twostroke.metrics.timeline import Timeline
 from twostroke.ops.interface import BLOCK
 from twostroke.sampling import SamplingParams
-from twostroke.types import Request
+from twostroke.types import Request, RequestState
 
 DISTURBED = 0.15  # share of a core that others used
 TICK = 0.02  # seconds by which the system's account of it may be wrong
@@ -128,7 +127,7 @@ class Rig:
             while request.finish_reason is None:
                 self.core.step()
         for request in streams:
-            self.core.abort(request)
+            self.core.abort(request.id)
         while not self.core.idle:
             self.core.step()
 
@@ -141,15 +140,13 @@ class Rig:
             text[:] = rng.choices(range(self.vocabulary), k=2 * length)
         return text[:length]
 
-    def _ask(self, tokens: list[int], known: int, answer: int) -> Request:
+    def _ask(self, tokens: list[int], known: int, answer: int) -> RequestState:
         """A request whose first `known` tokens are in the cache."""
-        request = Request(FIRST_ID + self.made, tokens, PARAMS, 0, Timeline(self.core.clock()))
-        request.limit = len(tokens) + answer
+        request = Request(FIRST_ID + self.made, tuple(tokens), PARAMS, 0, self.core.clock(), len(tokens) + answer)
         self.made += 1
-        for block in deliver(self.core.scheduler.tables, request, known // BLOCK):
+        for block in deliver(self.core.scheduler.tables, RequestState(request), known // BLOCK):
             self._blank(block)
-        self.core.submit(request)
-        return request
+        return self.core.submit(request)
 
     def _blank(self, block: int) -> None:
         """Memory that was never written is read faster than any other, and may hold what is no number."""

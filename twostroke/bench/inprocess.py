@@ -14,7 +14,7 @@ from twostroke.bench.workload import Load
 from twostroke.cost.trace import Arrival
 from twostroke.errors import InputError
 from twostroke.sampling import SamplingParams
-from twostroke.types import Request
+from twostroke.types import RequestState
 
 if TYPE_CHECKING:
     from twostroke.engine.llm import LLM
@@ -25,7 +25,7 @@ def measure(llm: LLM, load: Load, model: str, machine: str = "", progress: Progr
     run.settings = settings_document(llm)
     core, clock = llm.engine.core, llm.engine.core.clock
     waiting = deque((arrival, make_prompt(llm, arrival)) for arrival in load.arrivals)
-    live: dict[int, tuple[Record, Request]] = {}
+    live: dict[int, tuple[Record, RequestState]] = {}
     records: list[Record] = []
     began = clock()
     while waiting or live:
@@ -44,7 +44,7 @@ def measure(llm: LLM, load: Load, model: str, machine: str = "", progress: Progr
             continue
         for event in core.step():
             if event.finish_reason is not None:
-                record, request = live.pop(event.request.id)
+                record, request = live.pop(event.request_id)
                 finish(record, request, began, event.error)
                 if progress is not None:
                     progress(record)
@@ -60,18 +60,17 @@ def make_prompt(llm: LLM, arrival: Arrival) -> list[int]:
     return prompts.token_ids(arrival, llm.arch.vocab)
 
 
-def submit(llm: LLM, arrival: Arrival, tokens: list[int], at: float, record: Record) -> Request | None:
+def submit(llm: LLM, arrival: Arrival, tokens: list[int], at: float, record: Record) -> RequestState | None:
     params = SamplingParams(max_tokens=arrival.output, temperature=0, ignore_eos=True)
     try:
         request = llm.engine.intake.requests(tokens, params, at)[0]
     except InputError as error:
         record.error = str(error)
         return None
-    llm.engine.core.submit(request)
-    return request
+    return llm.engine.core.submit(request)
 
 
-def finish(record: Record, request: Request, began: float, error: str | None) -> None:
+def finish(record: Record, request: RequestState, began: float, error: str | None) -> None:
     timeline = request.timeline
     record.pieces = [moment - began for moment in timeline.token_times]
     record.end = (timeline.end or began) - began

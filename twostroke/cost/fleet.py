@@ -27,7 +27,7 @@ from twostroke.kv.tables import KVTables
 from twostroke.metrics.timeline import Timeline
 from twostroke.ops.interface import BLOCK
 from twostroke.sampling import SamplingParams
-from twostroke.types import Event, Request
+from twostroke.types import Event, Request, RequestState
 
 AFFINITY_SLACK = 4  # requests by which a worker that knows the prefix may be fuller than the emptiest
 PARAMS = {0: SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)}
@@ -75,7 +75,7 @@ class Travel:
 
     arrival: Arrival
     served: Served
-    request: Request
+    request: RequestState
 
 
 class Fleet:
@@ -169,11 +169,10 @@ class Fleet:
             return
         split = self.pools.prefill > 0
         limit = min(arrival.prompt + arrival.output, self.settings.max_model_len)
+        salt = b"" if self.settings.prefix_cache else b"request %d" % number  # as the engine does: no shared blocks
         request = make_request(
-            2 * number, arrival.tokens(), arrival, arrival.at, arrival.prompt + 1 if split else limit
+            2 * number, arrival.tokens(), arrival, arrival.at, arrival.prompt + 1 if split else limit, salt
         )
-        if not self.settings.prefix_cache:
-            request.salt = b"request %d" % number  # as the engine does: nobody else's blocks are found
         pool = range(self.pools.workers, len(self.workers)) if split else range(self.pools.workers)
         self._submit(request, arrival, served, self._route(arrival, pool), arrival.at)
 
@@ -202,16 +201,17 @@ class Fleet:
         return index
 
     def _finish(self, event: Event, index: int) -> None:
-        arrival, served, _ = self.live.pop(event.request.id)
+        arrival, served, _ = self.live.pop(event.request_id)
+        worker = self.workers[index]
+        assert worker is not None
+        request = worker.requests.pop(event.request_id)
         self.loads[index] -= 1
-        absorb(served, event.request.timeline, event.request.id % 2 == 1)
+        absorb(served, request.timeline, request.id % 2 == 1)
         if self.pools.prefill and index >= self.pools.workers and arrival.output > 1:
-            travel = Travel(arrival, served, event.request)
+            travel = Travel(arrival, served, request)
             size = arrival.prompt * kv_bytes_per_token(self.settings.layout)
             landing = self.now + self.pools.latency + size / self.pools.link
-            heapq.heappush(self.travelling, (landing, event.request.id, travel))
-        else:
-            event.request.tokens.clear()
+            heapq.heappush(self.travelling, (landing, request.id, travel))
 
     def _land(self, travel: Travel) -> None:
         """The prompt's blocks reach a decode worker: cached there under their names, then the request follows."""
@@ -222,22 +222,21 @@ class Fleet:
             worker = self.workers[index] = self._make_worker()
         tokens = travel.request.tokens
         limit = min(travel.arrival.prompt + travel.arrival.output, self.settings.max_model_len)
-        request = make_request(travel.request.id + 1, tokens, travel.arrival, self.now, limit)
-        request.prompt_length, request.salt = travel.arrival.prompt, travel.request.salt
-        deliver(worker.scheduler.tables, request, (len(tokens) - 1) // BLOCK)
+        request = make_request(travel.request.id + 1, tokens, travel.arrival, self.now, limit, travel.request.salt)
+        deliver(worker.scheduler.tables, RequestState(request), (len(tokens) - 1) // BLOCK)
         self._submit(request, travel.arrival, travel.served, index, self.now)
 
 
-def make_request(number: int, tokens: list[int], arrival: Arrival, at: float, limit: int) -> Request:
+def make_request(number: int, tokens: list[int], arrival: Arrival, at: float, limit: int, salt: bytes) -> Request:
+    """tokens: the prompt of the arrival, and what another worker wrote already."""
     params = PARAMS.get(arrival.priority)
     if params is None:
         params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True, priority=arrival.priority)
         PARAMS[arrival.priority] = params
-    timeline = Timeline(at, prompt_tokens=len(tokens))
-    return Request(number, tokens, params, 0, timeline, limit=limit)
+    return Request(number, tuple(tokens), params, 0, at, limit, salt=salt, written=len(tokens) - arrival.prompt)
 
 
-def deliver(tables: KVTables, request: Request, columns: int) -> list[int]:
+def deliver(tables: KVTables, request: RequestState, columns: int) -> list[int]:
     """Put the first `columns` full blocks of a request into a worker's cache, as far as it has room. Returns those that
     were not there: their content has to follow."""
     pool = tables.pool

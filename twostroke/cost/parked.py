@@ -14,7 +14,7 @@ from typing import NamedTuple
 from twostroke.ops.interface import BLOCK
 from twostroke.schedule.pace import Pace
 from twostroke.schedule.scheduler import Scheduler
-from twostroke.types import Request
+from twostroke.types import RequestState
 
 WRITTEN = (7,)  # every token of a simulated answer: nobody reads it
 WORTH = 3  # steps below which it is not worth it
@@ -33,7 +33,7 @@ class SharedPace(Pace):
 
 
 class Aside(NamedTuple):
-    request: Request
+    request: RequestState
     since: int  # steps that had been made
     last: int  # those that will have been made before its last
 
@@ -113,7 +113,7 @@ class Parking:
             if number not in self.order:
                 self.order[number] = len(self.order)
 
-    def _set_aside(self, request: Request, steps: int) -> None:
+    def _set_aside(self, request: RequestState, steps: int) -> None:
         del self.scheduler.running[request.id]
         made = len(self.ends)
         self.aside[request.id] = Aside(request, made, made + request.limit - len(request.tokens) - 1)
@@ -143,11 +143,11 @@ class Parking:
         )
 
 
-def is_stream(request: Request) -> bool:
+def is_stream(request: RequestState) -> bool:
     return request.prompt_length <= request.computed == len(request.tokens) - 1
 
 
-def quiet_steps(request: Request) -> int:
+def quiet_steps(request: RequestState) -> int:
     """How many steps it will only write in: up to the last before a block is full, or before its last token."""
     inside = request.computed % BLOCK
     return min(BLOCK - 1 - inside, request.limit - len(request.tokens) - 1) if inside else 0

@@ -25,7 +25,7 @@ from twostroke.ops.interface import BLOCK
 from twostroke.schedule.make import make_scheduler
 from twostroke.schedule.pace import Estimate
 from twostroke.schedule.scheduler import Scheduler
-from twostroke.types import Event, Plan, Request, Result
+from twostroke.types import Event, Plan, Request, RequestState, Result
 
 SHORTEST = 3  # steps below which a stretch is not worth preparing
 Jitter = Callable[[float, bool], float]  # what a step takes: as predicted, and whether it reads prompts
@@ -84,7 +84,7 @@ class SimulatedRunner:
 class Stretch(NamedTuple):
     """Steps to come in which every stream writes one token each; `times[i]` is when the i-th of them ends."""
 
-    streams: list[Request]
+    streams: list[RequestState]
     seconds: np.ndarray
     times: list[float]
 
@@ -103,6 +103,7 @@ class Worker:
         self.fast = fast and depth == 1 and jitter is None
         self.parking = Parking(self.scheduler)
         self.inbox: deque[tuple[float, Request]] = deque()
+        self.requests: dict[int, RequestState] = {}  # until their user takes them out
         self.pending: list[Event] = []  # of the step that ends at the next boundary
         self.ahead: Stretch | None = None
         self.busy_seconds = 0.0
@@ -130,7 +131,8 @@ class Worker:
         self.clock.now = self.next_time if self.next_time < inf else self.clock.now
         events, self.pending = self.pending, []
         while self.inbox and self.inbox[0][0] <= self.clock.now:
-            self.core.submit(self.inbox.popleft()[1])
+            request = self.inbox.popleft()[1]
+            self.requests[request.id] = self.core.submit(request)
         if self.core.idle:
             return events
         self.ahead = self._look_ahead() if self.fast else None
@@ -176,7 +178,7 @@ class Worker:
         seconds += self.runner.cold * COLD_LEFT ** np.arange(count)
         return Stretch(streams, seconds, (self.clock.now + np.cumsum(seconds)).tolist())
 
-    def _that_fit(self, streams: list[Request], steps: int) -> int:
+    def _that_fit(self, streams: list[RequestState], steps: int) -> int:
         """As many steps as the pool has blocks for without asking anybody."""
         tables = self.scheduler.tables
         only_free = any(tables.windows) or tables.pool.host is not None  # what is evicted would have to be copied

@@ -84,7 +84,7 @@ class Answer:
         self.decoder = StreamDecoder(tokenizer, at_start=False, visible=visible)
         self.stops = StopMatcher(tuple(request.params.stop)) if request.params.stop else None
         self.plain = False  # once there is a first token: all that the next one can bring is text
-        self.sample = Sample(request.timeline)
+        self.sample = Sample(Timeline(request.arrival, prompt_tokens=len(request.tokens) - request.written))
         if request.params.logprobs is not None:
             self.sample.logprobs = []
 
@@ -92,9 +92,16 @@ class Answer:
     def finished(self) -> bool:
         return self.sample.finish_reason is not None
 
-    def push(self, event: Event) -> StreamEvent:
-        """Take an event in. A stop string may end the answer before the core knows: see `finished`."""
+    def push(self, event: Event, at: float) -> StreamEvent:
+        """Take an event in; `at`: when its tokens were written. A stop string may end the answer before the core knows:
+        see `finished`."""
+        timeline = self.sample.timeline
+        if event.facts is not None:
+            timeline.update(event.facts)
         ids, text = self._decode(event)
+        timeline.token_times += [at] * len(ids)
+        if self.finished and timeline.end is None:
+            timeline.end = at
         reason = self.sample.finish_reason
         logprobs = event.logprobs[: len(ids)]
         self.sample.pieces.append(text)
@@ -106,14 +113,15 @@ class Answer:
             self.finished or self.stops or self.sample.logprobs is not None
         )
         wanted = logprobs if self.sample.logprobs is not None else None
-        timeline = self.sample.timeline if self.finished else None
-        return StreamEvent(text, tuple(ids), reason, self.request.sample, wanted, timeline, event.error)
+        last = timeline if self.finished else None
+        return StreamEvent(text, tuple(ids), reason, self.request.sample, wanted, last, event.error)
 
-    def push_token(self, token: int) -> str:
+    def push_token(self, token: int, at: float) -> str:
         """`push` of one token with nothing else to it to an answer that is `plain`: the text it brings."""
         text = self.decoder.push_one(token)
         self.sample.pieces.append(text)
         self.sample.token_ids.append(token)
+        self.sample.timeline.token_times.append(at)
         return text
 
     def _decode(self, event: Event) -> tuple[list[int], str]:

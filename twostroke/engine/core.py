@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from twostroke.metrics.steplog import RawStep, StepLog
 from twostroke.schedule.scheduler import Scheduler
-from twostroke.types import Event, Plan, Request, Result, Runner
+from twostroke.types import Event, Plan, Request, RequestState, Result, Runner
 
 log = logging.getLogger(__name__)
 
@@ -36,11 +36,15 @@ class Core:
         self.in_flight: deque[InFlight] = deque()
         self.collected = 0.0  # when the last step was collected
 
-    def submit(self, request: Request) -> None:
-        self.scheduler.add(request)
+    def submit(self, request: Request) -> RequestState:
+        state = RequestState(request)
+        self.scheduler.add(state)
+        return state
 
-    def abort(self, request: Request) -> Event | None:
-        return self.scheduler.abort(request, self.clock())
+    def abort(self, request_id: int) -> Event | None:
+        """End a request. None if it has ended already."""
+        state = self.scheduler.find(request_id)
+        return None if state is None else self.scheduler.abort(state, self.clock())
 
     @property
     def idle(self) -> bool:

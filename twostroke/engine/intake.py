@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 from twostroke.config import Resolved
 from twostroke.errors import InputError
 from twostroke.grammar.check import GrammarChecker
 from twostroke.grammar.compile import GrammarCompiler, Words
-from twostroke.metrics.timeline import Timeline
 from twostroke.sampling import SamplingParams, is_whole, mix
 from twostroke.text.tokenizer import Tokenizer, from_folder, from_gguf
 from twostroke.types import Request
@@ -33,7 +31,7 @@ class Intake:
         self.settings = settings
         self.vocab = vocab
         self.grammars = grammars or GrammarChecker(Words(tokenizer, vocab).as_message)
-        self.ids = itertools.count()
+        self.requests_made = 0
 
     def tokenize(self, prompt: Prompt, *, add_special: bool = True) -> list[int]:
         if isinstance(prompt, str):
@@ -82,17 +80,12 @@ class Intake:
         limit = self.settings.max_model_len
         if params.max_tokens is not None:
             limit = min(limit, len(tokens) + params.max_tokens)
-        first = next(self.ids)
+        first = self.requests_made
+        self.requests_made += params.n
         if not self.settings.prefix_cache:
-            salt += b"request %d" % first  # siblings still share their prompt, nobody else does
+            salt += b"request %d" % first  # the samples of one call still share their prompt
         seed = params.seed if params.seed is not None else mix(self.settings.seed ^ mix(first))
-        requests = []
-        for sample in range(params.n):
-            request = Request(first if sample == 0 else next(self.ids), list(tokens), params, seed, Timeline(arrival))
-            request.sample, request.salt, request.stop_ids, request.limit = sample, salt, stop_ids, limit
-            request.timeline.prompt_tokens = len(tokens)
-            requests.append(request)
-        return requests
+        return Request(first, tuple(tokens), params, seed, arrival, limit, stop_ids, salt).siblings(params.n)
 
 
 def open_tokenizer(checkpoint: Checkpoint) -> Tokenizer:

@@ -166,19 +166,20 @@ class LLM:
                 self._deliver(event)
 
     def _deliver(self, event: Event) -> None:
-        job, answer = self._answers[event.request.id]
+        core = self.engine.core
+        job, answer = self._answers[event.request_id]
         if job.prompt_logprobs is not None:
             job.prompt_logprobs.update(event.prompt_logprobs)
-        job.pieces.append(answer.push(event))
+        job.pieces.append(answer.push(event, core.collected))
         if answer.finished:
-            self.engine.core.abort(event.request)  # a stop string ended it; otherwise the core has ended it already
-            del self._answers[event.request.id]
+            core.abort(event.request_id)  # a stop string ended it; otherwise the core has ended it already
+            del self._answers[event.request_id]
 
     def _abort(self, jobs: list[Job]) -> None:
         with self._lock, interrupt_deferred():
             for job in jobs:
                 for answer in job.answers:
-                    event = self.engine.core.abort(answer.request) if not answer.finished else None
+                    event = self.engine.core.abort(answer.request.id) if not answer.finished else None
                     if event is not None:
                         self._deliver(event)
 

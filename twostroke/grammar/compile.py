@@ -20,7 +20,7 @@ from twostroke.grammar.library import GrammarError, compile_lark, make_tokenizer
 from twostroke.grammar.text import to_lark
 from twostroke.sampling import Grammar
 from twostroke.text.tokenizer import Tokenizer
-from twostroke.types import Request, Status
+from twostroke.types import RequestState, Status
 
 COMPILED = 64  # grammars kept ready
 STEP_SECONDS = 1.0  # CPU that one mask may take before its request is ended; fuel ends it long before
@@ -169,9 +169,9 @@ class GrammarRows:
 
     def __init__(self, compiler: GrammarCompiler):
         self.compiler = compiler
-        self.states: dict[int, tuple[Request, GrammarState]] = {}
+        self.states: dict[int, tuple[RequestState, GrammarState]] = {}
 
-    def masks(self, requests: Sequence[Request]) -> RowMasks:
+    def masks(self, requests: Sequence[RequestState]) -> RowMasks:
         """requests: those that sample in this step, in the order of their rows."""
         if self.states:
             self._forget_finished()
@@ -187,7 +187,7 @@ class GrammarRows:
                 self.states.pop(request.id, None)
         return RowMasks(allowed, errors)
 
-    def _mask(self, request: Request) -> np.ndarray:
+    def _mask(self, request: RequestState) -> np.ndarray:
         state = self._state(request)
         state.follow(request.tokens, request.prompt_length)
         started = time.thread_time()
@@ -196,7 +196,7 @@ class GrammarRows:
             raise GrammarError(TOO_SLOW)
         return mask
 
-    def _state(self, request: Request) -> GrammarState:
+    def _state(self, request: RequestState) -> GrammarState:
         known = self.states.get(request.id)
         if known is not None and known[0] is request:
             return known[1]
@@ -210,7 +210,7 @@ class GrammarRows:
             del self.states[number]
 
 
-def allowed_tokens(state: GrammarState, request: Request, vocab: int) -> np.ndarray:
+def allowed_tokens(state: GrammarState, request: RequestState, vocab: int) -> np.ndarray:
     """The mask of one request: what continues the text and, where the text may end, what ends it.
 
     End tokens are never text. With ignore_eos, and before min_tokens, the text goes on for as long as it can.

@@ -16,7 +16,7 @@ from twostroke.kv.blocks import BlockPool
 from twostroke.kv.hashing import BlockHasher, Name
 from twostroke.kv.layout import KVLayout
 from twostroke.ops.interface import BLOCK
-from twostroke.types import Request
+from twostroke.types import RequestState
 
 RELEASED = -1
 ON_HOST = -2
@@ -53,7 +53,7 @@ class KVTables:
 
     # ---- a request comes and goes ----------------------------------------------------------------------------------
 
-    def match(self, request: Request) -> Hit:
+    def match(self, request: RequestState) -> Hit:
         """The longest cached prefix, in whole blocks, that leaves at least the newest token to compute."""
         if request.params.prompt_logprobs is not None and request.output_length == 0 and request.sample == 0:
             return NO_HIT  # the logits of every prompt token are wanted
@@ -89,7 +89,7 @@ class KVTables:
         span = self.spans[group]
         return tuple(request.tokens[column * span : (column + 1) * span])
 
-    def _match_whole(self, request: Request, limit: int) -> Hit:
+    def _match_whole(self, request: RequestState, limit: int) -> Hit:
         """The same where every layer sees everything: the first miss is the end."""
         hashes, tokens, find = request.hashes, request.tokens, self._find
         blocks: list[int] = []
@@ -117,7 +117,7 @@ class KVTables:
                 return Hit(usable, tuple(kept))
         return NO_HIT
 
-    def blocks_needed(self, request: Request, hit: Hit, step: int) -> int:
+    def blocks_needed(self, request: RequestState, hit: Hit, step: int) -> int:
         """Blocks the pool must still give for the whole of `request.tokens`, computing `step` tokens at a time."""
         needed = 0
         for index, group in enumerate(self.layout.groups):
@@ -128,7 +128,7 @@ class KVTables:
             needed += max(blocks.count(ON_HOST), whole - held) + cold  # a cached block that is held is unavailable too
         return needed
 
-    def open(self, request: Request, hit: Hit) -> None:
+    def open(self, request: RequestState, hit: Hit) -> None:
         """Give the request a row and the blocks of its hit: those on the device first, lest room for the others be
         made by evicting them."""
         row = request.row = self.free_rows.pop()
@@ -144,7 +144,7 @@ class KVTables:
         for group, held in enumerate(self.held[row]):
             self.array[group, row, : len(held)] = np.maximum(held, 0)
 
-    def _bring_back(self, request: Request) -> None:
+    def _bring_back(self, request: RequestState) -> None:
         """Blocks for the columns whose bytes are on the host, to be copied before the step that is being planned."""
         groups, host = self.held[request.row], self.pool.host
         places = [(g, c) for g, blocks in enumerate(groups) for c, block in enumerate(blocks) if block == ON_HOST]
@@ -160,7 +160,7 @@ class KVTables:
         """Of a column of a group: the hash at its end."""
         return Name(group, request.hashes[(column + 1) * self.spans[group] // BLOCK - 1])
 
-    def close(self, request: Request) -> None:
+    def close(self, request: RequestState) -> None:
         """Let go of everything. The tail goes first, so that it is evicted before the prefix others may share."""
         row = request.row
         for group, blocks in enumerate(self.held[row]):
@@ -175,16 +175,16 @@ class KVTables:
 
     # ---- a request moves on ----------------------------------------------------------------------------------------
 
-    def room(self, request: Request) -> int:
+    def room(self, request: RequestState) -> int:
         """Tokens the request's columns can hold."""
         return min(len(blocks) * span for blocks, span in zip(self.held[request.row], self.spans, strict=True))
 
-    def missing(self, request: Request, length: int) -> int:
+    def missing(self, request: RequestState, length: int) -> int:
         """Blocks the pool must give before the request can hold `length` tokens."""
         held = self.held[request.row]
         return sum(max(0, -(-length // span) - len(held[group])) for group, span in enumerate(self.spans))
 
-    def grow(self, request: Request, length: int) -> bool:
+    def grow(self, request: RequestState, length: int) -> bool:
         """Make room for `length` tokens, or change nothing and say False."""
         row = request.row
         if self.missing(request, length) > self.pool.available:
@@ -196,7 +196,7 @@ class KVTables:
                 self.array[group, row, column] = block
         return True
 
-    def publish(self, request: Request, length: int) -> list[int]:
+    def publish(self, request: RequestState, length: int) -> list[int]:
         """Name the full blocks within the first `length` tokens. Returns those now findable under a new name."""
         row = request.row
         columns = min(length, len(request.tokens)) // BLOCK
@@ -213,10 +213,10 @@ class KVTables:
         self.named[row] = columns
         return published
 
-    def holds_any(self, request: Request, wanted: set[int]) -> bool:
+    def holds_any(self, request: RequestState, wanted: set[int]) -> bool:
         return any(not wanted.isdisjoint(blocks) for blocks in self.held[request.row])
 
-    def release_behind(self, request: Request) -> None:
+    def release_behind(self, request: RequestState) -> None:
         """Give back the blocks that fell out of every window. Counted from what was collected: steps still in flight
         read their own windows."""
         if not self.windowed:

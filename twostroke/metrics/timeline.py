@@ -11,11 +11,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import NamedTuple
+
+
+class Facts(NamedTuple):
+    """What a timeline knows besides its arrival and the times of its tokens."""
+
+    scheduled: float | None
+    end: float | None
+    cached_tokens: int
+    chunks: int
+    preemptions: int
+    recomputed_tokens: int
 
 
 @dataclass(slots=True)
 class Timeline:
-    """Written by the scheduler as things happen; all times in seconds of the engine's clock."""
+    """All times in seconds of one clock. The scheduler keeps one for each request, the caller another, from events."""
 
     arrival: float
     scheduled: float | None = None
@@ -26,6 +38,14 @@ class Timeline:
     chunks: int = 0  # steps that computed a part of the prompt, the last one included
     preemptions: int = 0
     recomputed_tokens: int = 0
+
+    def facts(self) -> Facts:
+        return Facts(
+            self.scheduled, self.end, self.cached_tokens, self.chunks, self.preemptions, self.recomputed_tokens
+        )
+
+    def update(self, facts: Facts) -> None:
+        (self.scheduled, self.end, self.cached_tokens, self.chunks, self.preemptions, self.recomputed_tokens) = facts
 
     @property
     def first_token(self) -> float | None:

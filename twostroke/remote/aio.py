@@ -31,7 +31,7 @@ from twostroke.remote.observer import Nobody, Observer
 from twostroke.remote.process import EngineError, Patience, Supervisor
 from twostroke.sampling import SamplingParams
 from twostroke.text.tokenizer import Tokenizer
-from twostroke.types import Event, FinishReason, TokenLogprobs
+from twostroke.types import Event, FinishReason, Request, TokenLogprobs
 from twostroke.weights.checkpoint import open_checkpoint
 from twostroke.weights.describe import checkpoint_bytes, load_arch
 
@@ -167,7 +167,7 @@ class AsyncEngine:
         self._asked: dict[int, asyncio.Future[Any]] = {}
         self._live: dict[int, Live] = {}
         self.touched: dict[Stream, None] = {}  # that were given pieces and have not been woken
-        self._orders: list[wire.Prompt] = []
+        self._orders: list[tuple[Request, int]] = []
         self._aborts: list[int] = []
         self._flushing = False
         self._grammars = 0  # being tried, or waiting for it
@@ -242,7 +242,7 @@ class AsyncEngine:
                 answer = Answer(request, self.tokenizer, visible)
                 self._live[request.id] = Live(stream, len(stream.answers), answer, cost)
                 stream.answers.append(answer)
-            self._orders.append(wire.make_prompt(group))
+            self._orders.append((group[0], len(group)))
         self._flush_soon()
         return stream
 
@@ -353,49 +353,40 @@ class AsyncEngine:
                 continue
             stream, choice, answer, _ = live
             if not answer.plain:
-                self._deliver(wire.News(number, (token,), None, (), {}, None, None), at)
+                self._deliver(Event(number, (token,)), at)
                 continue
-            text = answer.push_token(token)
-            times = answer.sample.timeline.token_times
-            gaps.append(at - times[-1])
-            times.append(at)
+            gaps.append(at - answer.sample.timeline.token_times[-1])
+            text = answer.push_token(token, at)
             if not stream.tell(choice, text):
                 stream.put(choice, StreamEvent(text, (token,), None, answer.request.sample))
         if gaps:
             self.observer.gaps(gaps)
 
-    def _deliver(self, news: wire.News, at: float) -> None:
-        live = self._live.get(news.id)
+    def _deliver(self, news: Event, at: float) -> None:
+        live = self._live.get(news.request_id)
         if live is None:
             return  # the engine died before it could hear of the end of this one
-        request, answer = live.answer.request, live.answer
+        answer = live.answer
         was_finished = answer.finished
         if not was_finished:
-            if news.facts is not None:
-                wire.apply_facts(request.timeline, news.facts)
             self._push(live, news, at)
         if news.finish_reason is not None:
-            del self._live[news.id]
+            del self._live[news.request_id]
             self.admission.release(live.cost)
         elif answer.finished and not was_finished:
-            self.abort([news.id])  # a stop string ended it
+            self.abort([news.request_id])  # a stop string ended it
 
-    def _push(self, live: Live, news: wire.News, at: float) -> None:
+    def _push(self, live: Live, news: Event, at: float) -> None:
         stream, answer = live.stream, live.answer
-        request = answer.request
         if news.prompt_logprobs:
             stream.prompt_logprobs[live.choice // stream.params.n].update(news.prompt_logprobs)
-        event = Event(request, news.token_ids, news.finish_reason, news.logprobs, news.prompt_logprobs, news.error)
-        piece = answer.push(event)
-        timeline = request.timeline
+        piece = answer.push(news, at)
+        timeline = answer.sample.timeline
         if piece.token_ids:
-            timeline.token_times += [at] * len(piece.token_ids)
             self.observer.tokens(timeline, len(piece.token_ids))
         if answer.finished:
-            if timeline.end is None:
-                timeline.end = at
             self.observer.ended(timeline, piece.finish_reason or "")
-            self.arrivals.add(request, stream.salt, piece.finish_reason or "")
+            self.arrivals.add(answer.request, timeline, stream.salt, piece.finish_reason or "")
         if piece.is_text and stream.tell(live.choice, piece.text):
             return
         if piece.text or piece.token_ids or answer.finished:
@@ -420,5 +411,5 @@ class AsyncEngine:
 
     def _fail(self, live: Live, error: str) -> None:
         if not live.answer.finished:
-            now = live.answer.request.timeline.end = self.clock()
-            self._push(live, wire.News(-1, (), FinishReason.ERROR, (), {}, error, None), now)
+            failure = Event(live.answer.request.id, (), FinishReason.ERROR, error=error)
+            self._push(live, failure, self.clock())

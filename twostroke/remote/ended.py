@@ -46,9 +46,9 @@ class Arrivals:
         self._ended: deque[Ended] = deque()
         self._parts = 0
 
-    def add(self, request: Request, salt: bytes, reason: str) -> None:
-        timeline, params = request.timeline, request.params
-        parts = tuple(self._cut(request.tokens[: request.prompt_length], salt))
+    def add(self, request: Request, timeline: Timeline, salt: bytes, reason: str) -> None:
+        params = request.params
+        parts = tuple(self._cut(request.tokens[: timeline.prompt_tokens], salt))
         kept = Timeline(timeline.arrival, timeline.scheduled, timeline.end, timeline.token_times[:1])
         kept.prompt_tokens, kept.cached_tokens = timeline.prompt_tokens, timeline.cached_tokens
         kept.preemptions = timeline.preemptions

@@ -22,7 +22,7 @@ from twostroke.config import Resolved
 from twostroke.kv.layout import KVGroup, KVLayout
 from twostroke.metrics.counts import Counts
 from twostroke.metrics.steplog import Step, make_step
-from twostroke.metrics.timeline import Timeline
+from twostroke.metrics.timeline import Facts
 from twostroke.remote.frames import PACKER, REPORT_MARK, WireError, frame, framed, listed, unpack
 from twostroke.sampling import Grammar, SamplingParams
 from twostroke.types import Event, FinishReason, Request, TokenLogprobs
@@ -41,21 +41,10 @@ class Hello(NamedTuple):
     log_level: int
 
 
-class Prompt(NamedTuple):
-    """The n samples of one prompt: a request for each id."""
-
-    ids: tuple[int, ...]
-    tokens: list[int]
-    params: SamplingParams
-    seed: int
-    salt: bytes
-    stop_ids: frozenset[int]
-    limit: int
-    arrival: float
-
-
 class Orders(NamedTuple):
-    prompts: tuple[Prompt, ...]
+    """Requests, each with the number of its samples that are asked for (see Request.siblings), and ids to abort."""
+
+    requests: tuple[tuple[Request, int], ...]
     aborts: tuple[int, ...]
 
 
@@ -116,36 +105,13 @@ class Beat(NamedTuple):
     working: bool
 
 
-class Facts(NamedTuple):
-    """What a timeline knows besides the times of its tokens, which are those of the reports that bring them."""
-
-    scheduled: float | None
-    end: float | None
-    cached_tokens: int
-    chunks: int
-    preemptions: int
-    recomputed_tokens: int
-
-
-class News(NamedTuple):
-    """An `Event` on its way: the request is named by its id. `facts` when they have changed."""
-
-    id: int
-    token_ids: tuple[int, ...]
-    finish_reason: FinishReason | None
-    logprobs: tuple[TokenLogprobs, ...]
-    prompt_logprobs: dict[int, TokenLogprobs]
-    error: str | None
-    facts: Facts | None
-
-
 class Report(NamedTuple):
     """One step: its end on the shared clock, what it brought, and the seconds all steps took so far. `tokens`: (id,
     token) of requests of which that is all there is to say. They are most of them, so they cost the least."""
 
     at: float
     tokens: tuple[tuple[int, int], ...]
-    news: tuple[News, ...]
+    news: tuple[Event, ...]
     counts: Counts
     step_seconds: float
 
@@ -163,27 +129,29 @@ def read_hello(message: list[Any]) -> Hello:
 
 
 def pack_orders(orders: Orders) -> bytes:
-    prompts = [
-        [p.ids, array("i", p.tokens).tobytes(), pack_params(p.params), p.seed, p.salt, list(p.stop_ids), p.limit,
-         p.arrival] for p in orders.prompts
+    requests = [
+        [samples, r.id, array("i", r.tokens).tobytes(), pack_params(r.params), r.seed, r.arrival, r.limit,
+         list(r.stop_ids), r.salt, r.sample, r.written] for r, samples in orders.requests
     ]  # fmt: skip
-    return frame(["orders", prompts, orders.aborts])
+    return frame(["orders", requests, orders.aborts])
 
 
 def read_orders(message: list[Any]) -> Orders:
-    prompts, aborts = parts(message, "orders", list, list)
-    return Orders(tuple(read_prompt(prompt) for prompt in prompts), tuple(numbers(aborts)))
+    requests, aborts = parts(message, "orders", list, list)
+    return Orders(tuple(read_request(request) for request in requests), tuple(numbers(aborts)))
 
 
-def read_prompt(value: Any) -> Prompt:
-    ids, tokens, params, seed, salt, stops, limit, arrival = parts(
-        ["prompt", *listed(value)], "prompt", list, bytes, dict, int, bytes, list, int, float
+def read_request(value: Any) -> tuple[Request, int]:
+    samples, number, tokens, params, seed, arrival, limit, stops, salt, sample, written = parts(
+        ["request", *listed(value)], "request", int, int, bytes, dict, int, float, int, list, bytes, int, int
     )
     words = array("i")
     words.frombytes(tokens)
-    return Prompt(
-        tuple(numbers(ids)), words.tolist(), read_params(params), seed, salt, frozenset(numbers(stops)), limit, arrival
-    )
+    stop_ids = frozenset(numbers(stops))
+    request = Request(
+        number, tuple(words), read_params(params), seed, arrival, limit, stop_ids, salt, sample, written
+    )  # fmt: skip
+    return request, samples
 
 
 def pack_params(params: SamplingParams) -> dict[str, Any]:
@@ -287,10 +255,10 @@ def pack_report(report: Report) -> bytes:
     return framed(data + PACKER.pack([pack_news(one) for one in news]) if news else data)
 
 
-def pack_news(news: News) -> list[Any]:
+def pack_news(news: Event) -> list[Any]:
     prompt = [[position, *scores] for position, scores in news.prompt_logprobs.items()]
     reason = None if news.finish_reason is None else news.finish_reason.value
-    return [news.id, news.token_ids, reason, news.logprobs, prompt, news.error, news.facts]
+    return [news.request_id, news.token_ids, reason, news.logprobs, prompt, news.error, news.facts]
 
 
 def read_report(message: list[Any]) -> Report:
@@ -307,11 +275,11 @@ def read_report(message: list[Any]) -> Report:
     return Report(at, tokens, news, Counts(*counts), seconds)
 
 
-def read_news(value: Any) -> News:
+def read_news(value: Any) -> Event:
     request, tokens, reason, logprobs, prompt, error, facts = parts(
         ["news", *listed(value)], "news", int, list, str | None, list, list, str | None, list | None
     )
-    return News(
+    return Event(
         request,
         tuple(numbers(tokens)),
         None if reason is None else FinishReason(reason),
@@ -360,41 +328,3 @@ def numbers(values: list[Any]) -> list[int]:
     if not all(type(value) is int for value in values):
         raise WireError("something else than whole numbers in a list of them")
     return values
-
-
-# ---- between the engine's nouns and the wire's ---------------------------------------------------------------------
-
-
-def make_news(event: Event, facts: Facts | None) -> News:
-    return News(
-        event.request.id, event.token_ids, event.finish_reason, event.logprobs, dict(event.prompt_logprobs),
-        event.error, facts,
-    )  # fmt: skip
-
-
-def facts_of(timeline: Timeline) -> Facts:
-    t = timeline
-    return Facts(t.scheduled, t.end, t.cached_tokens, t.chunks, t.preemptions, t.recomputed_tokens)
-
-
-def apply_facts(timeline: Timeline, facts: Facts) -> None:
-    for name, value in zip(Facts._fields, facts, strict=True):
-        setattr(timeline, name, value)
-
-
-def make_prompt(siblings: list[Request]) -> Prompt:
-    first = siblings[0]
-    ids = tuple(request.id for request in siblings)
-    return Prompt(
-        ids, first.tokens, first.params, first.seed, first.salt, first.stop_ids, first.limit, first.timeline.arrival
-    )
-
-
-def make_requests(prompt: Prompt) -> list[Request]:
-    requests = []
-    for sample, number in enumerate(prompt.ids):
-        request = Request(number, list(prompt.tokens), prompt.params, prompt.seed, Timeline(prompt.arrival), sample)
-        request.salt, request.stop_ids, request.limit = prompt.salt, prompt.stop_ids, prompt.limit
-        request.timeline.prompt_tokens = len(prompt.tokens)
-        requests.append(request)
-    return requests

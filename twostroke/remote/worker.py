@@ -27,7 +27,7 @@ from twostroke.errors import ConfigError, TwostrokeError
 from twostroke.grammar.compile import GrammarCompiler
 from twostroke.grammar.queue import GrammarQueue
 from twostroke.metrics.counts import Counts
-from twostroke.metrics.timeline import Timeline
+from twostroke.metrics.timeline import Facts
 from twostroke.remote import wire
 from twostroke.remote.frames import Frames
 from twostroke.sampling import SamplingParams
@@ -100,8 +100,6 @@ class Worker:
         self.core = engine.core
         self.settings = engine.settings
         self.grammars = GrammarQueue(compiler_of(engine), channel.ring)
-        self.requests: dict[int, Request] = {}
-        self.told: dict[int, int] = {}  # how far each request's timeline had come when it was last reported
         self.steps = 0
         self.working = False
         self.step_seconds = 0.0
@@ -136,15 +134,14 @@ class Worker:
         return wire.Changed(wanted.question, self.settings, "")
 
     def _obey(self, orders: wire.Orders) -> list[Event]:
-        for prompt in orders.prompts:
-            siblings = wire.make_requests(prompt)
-            self.requests.update((request.id, request) for request in siblings)
-            if prompt.params.grammar is not None:
+        for first, samples in orders.requests:
+            siblings = first.siblings(samples)
+            if first.params.grammar is not None:
                 self.grammars.add(siblings)
                 continue
             for request in siblings:
                 self.core.submit(request)
-        ended = (self._abort(self.requests[number]) for number in orders.aborts if number in self.requests)
+        ended = map(self._abort, orders.aborts)
         return [event for event in ended if event is not None]
 
     def _join(self, request: Request, error: str | None) -> list[Event]:
@@ -152,14 +149,12 @@ class Worker:
         if error is None:
             self.core.submit(request)
             return []
-        request.timeline.end = clock()
-        return [Event(request, (), FinishReason.ERROR, error=error)]
+        return [Event(request.id, (), FinishReason.ERROR, error=error, facts=never_scheduled())]
 
-    def _abort(self, request: Request) -> Event | None:
-        if self.grammars.drop(request.id) is None:
-            return self.core.abort(request)
-        request.timeline.end = clock()
-        return Event(request, (), FinishReason.ABORT)
+    def _abort(self, request_id: int) -> Event | None:
+        if self.grammars.drop(request_id) is None:
+            return self.core.abort(request_id)
+        return Event(request_id, (), FinishReason.ABORT, facts=never_scheduled())
 
     def _step(self) -> list[Event]:
         began = clock()
@@ -173,17 +168,11 @@ class Worker:
     def _report(self, events: list[Event]) -> None:
         tokens, news = [], []
         for event in events:
-            request, token_ids, reason, logprobs, prompt_logprobs, error = event
-            number, timeline = request.id, request.timeline
-            come = timeline.chunks + timeline.preemptions + timeline.recomputed_tokens  # none of them ever falls
-            known = reason is None and self.told.get(number) == come
-            if known and len(token_ids) == 1 and not (logprobs or prompt_logprobs or error):
+            number, token_ids, reason, logprobs, prompt_logprobs, error, facts = event
+            if len(token_ids) == 1 and not (reason or facts or logprobs or prompt_logprobs or error):
                 tokens.append((number, token_ids[0]))
-                continue
-            news.append(wire.make_news(event, None if known else wire.facts_of(timeline)))
-            self.told[number] = come
-            if reason is not None:
-                del self.told[number], self.requests[number]
+            else:
+                news.append(event)
         at = self.core.collected or clock()
         report = wire.Report(at, tuple(tokens), tuple(news), self._counts(), self.step_seconds)
         self.channel.send(wire.pack_report(report))
@@ -199,6 +188,11 @@ class Worker:
             c.recomputed_tokens, len(scheduler.running), len(scheduler.waiting), pool.total, len(pool.free),
             len(pool.cached), kept, kept * self.settings.layout.block_bytes, *moved,
         )  # fmt: skip
+
+
+def never_scheduled() -> Facts:
+    """Of a request that ends now without having run."""
+    return Facts(None, clock(), 0, 0, 0, 0)
 
 
 def compiler_of(engine: Engine) -> GrammarCompiler:
@@ -259,15 +253,14 @@ def warm_up(engine: Engine) -> float:
 def rehearse(engine: Engine, count: int) -> float:
     """One made-up request from start to end; the seconds of its prompt."""
     tokens = [number % engine.arch.vocab for number in range(count)]
-    request = Request(-1, tokens, SamplingParams(temperature=0, max_tokens=2), 0, Timeline(clock()), salt=b"warm up")
-    request.limit = count + 2
-    engine.core.submit(request)
+    params = SamplingParams(temperature=0, max_tokens=2)
+    state = engine.core.submit(Request(-1, tuple(tokens), params, 0, clock(), count + 2, salt=b"warm up"))
     while not engine.core.idle:
         engine.core.step()
-    if request.finish_reason is not FinishReason.LENGTH:
+    if state.finish_reason is not FinishReason.LENGTH:
         raise TwostrokeError("the warm-up failed: the log above has the trace.")
     engine.core.scheduler.tables.pool.clear()
-    return request.timeline.prefill
+    return state.timeline.prefill
 
 
 def follow_parent() -> None:

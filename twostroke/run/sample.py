@@ -12,7 +12,7 @@ from math import isfinite
 import numpy as np
 
 from twostroke.sampling import MASK, MIX_1, MIX_2, SamplingParams, mix
-from twostroke.types import EMPTY, Request, TokenLogprobs
+from twostroke.types import EMPTY, RequestState, TokenLogprobs
 
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: steps of a Weyl sequence
 SLACK = 1e-9  # off top_p: how the probabilities before a token were added up must not decide whether it stays
@@ -21,7 +21,7 @@ NOT_FINITE = "the model produced logits that are not numbers for this request"
 
 def choose(
     logits: np.ndarray,
-    requests: list[Request],
+    requests: list[RequestState],
     argmax: Callable[[np.ndarray], np.ndarray],
     allowed: Mapping[int, np.ndarray] = EMPTY,
 ) -> list[int | None]:
@@ -41,11 +41,11 @@ def choose(
     return tokens
 
 
-def is_plain_greedy(request: Request) -> bool:
+def is_plain_greedy(request: RequestState) -> bool:
     return request.params.temperature == 0 and request.params.grammar is None and not needs_adjusting(request)
 
 
-def needs_adjusting(request: Request) -> bool:
+def needs_adjusting(request: RequestState) -> bool:
     params = request.params
     return bool(
         params.logit_bias
@@ -61,7 +61,7 @@ def greedy(logits: np.ndarray, argmax: Callable[[np.ndarray], np.ndarray]) -> li
     return [token if token >= 0 and isfinite(logits[row, token]) else None for row, token in enumerate(tokens)]
 
 
-def choose_one(row: np.ndarray, request: Request, allowed: np.ndarray | None = None) -> int | None:
+def choose_one(row: np.ndarray, request: RequestState, allowed: np.ndarray | None = None) -> int | None:
     """row: (V,) float32. The whole chain for one request."""
     if not np.isfinite(row).all():
         return None
@@ -76,7 +76,7 @@ def choose_one(row: np.ndarray, request: Request, allowed: np.ndarray | None = N
     return int(ids[(values + gumbel(key, ids)).argmax()])
 
 
-def adjust(row: np.ndarray, request: Request) -> np.ndarray:
+def adjust(row: np.ndarray, request: RequestState) -> np.ndarray:
     """Bias, penalties and the minimal length."""
     params = request.params
     row = row.copy()

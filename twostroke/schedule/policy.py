@@ -16,33 +16,33 @@ from collections.abc import Callable
 from math import inf
 from typing import NamedTuple
 
-from twostroke.types import Request
+from twostroke.types import RequestState
 
 Key = tuple[float, ...]
 
 
 class Policy(NamedTuple):
     name: str
-    key: Callable[[Request], Key]
+    key: Callable[[RequestState], Key]
     by_cached_prefix: bool = False  # the key changes with the cache: longest cached prefix before everything else
     prompts_first: bool = False  # streams get only what the prompts leave of the budget
     gentle: bool = False  # a prompt may at most double the step of the running streams
 
 
-def _arrival(request: Request) -> Key:
+def _arrival(request: RequestState) -> Key:
     return (request.timeline.arrival, request.id)
 
 
-def _priority(request: Request) -> Key:
+def _priority(request: RequestState) -> Key:
     return (request.params.priority, *_arrival(request))
 
 
-def _deadline(request: Request) -> Key:
+def _deadline(request: RequestState) -> Key:
     due = request.params.deadline
     return (inf if due is None else request.timeline.arrival + due, *_arrival(request))
 
 
-def _shortest(request: Request) -> Key:
+def _shortest(request: RequestState) -> Key:
     return (len(request.tokens) - request.computed, *_arrival(request))
 
 

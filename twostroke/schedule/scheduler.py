@@ -16,7 +16,7 @@ from twostroke.kv.tables import KVTables
 from twostroke.ops.interface import BLOCK
 from twostroke.schedule.pace import Pace
 from twostroke.schedule.policy import Policy
-from twostroke.types import Details, Event, FinishReason, Plan, Request, Result, Status, Work
+from twostroke.types import Details, Event, FinishReason, Plan, RequestState, Result, Status, Work
 
 WATERMARK = 0.01  # of the pool kept free at admission, so that streams can grow before someone is preempted
 NOTHING = Details()
@@ -49,9 +49,9 @@ class Scheduler:
         self.limits = limits
         self.policy = policy
         self.pace = pace
-        self.waiting: list[Request] = []  # sorted by the policy's key
-        self.running: dict[int, Request] = {}  # by id, in order of admission
-        self.leaving: dict[int, Request] = {}  # finished, but a step in flight still writes their blocks
+        self.waiting: list[RequestState] = []  # sorted by the policy's key
+        self.running: dict[int, RequestState] = {}  # by id, in order of admission
+        self.leaving: dict[int, RequestState] = {}  # finished, but a step in flight still writes their blocks
         # Part of a step that raised, by id: each is tried alone until it has computed so many tokens again.
         self.suspects: dict[int, int] = {}
         self.published: dict[int, list[int]] = {}  # plan number -> blocks whose content it promised
@@ -61,11 +61,16 @@ class Scheduler:
 
     # ---- requests come and go --------------------------------------------------------------------------------------
 
-    def add(self, request: Request) -> None:
+    def add(self, request: RequestState) -> None:
         request.status = Status.WAITING
         insort(self.waiting, request, key=self.policy.key)
 
-    def abort(self, request: Request, now: float) -> Event | None:
+    def find(self, request_id: int) -> RequestState | None:
+        """A request that has not ended, by its id."""
+        running = self.running.get(request_id)
+        return running or next((request for request in self.waiting if request.id == request_id), None)
+
+    def abort(self, request: RequestState, now: float) -> Event | None:
         """End a request wherever it is. None if it has already ended."""
         if request.status is Status.FINISHED:
             return None
@@ -94,12 +99,12 @@ class Scheduler:
         moves = host.take_moves() if host is not None and draft.works else ()  # an empty plan is not run
         return Plan(self.plans, tuple(draft.works), moves)
 
-    def waiting_in_order(self) -> list[Request]:
+    def waiting_in_order(self) -> list[RequestState]:
         if not self.policy.by_cached_prefix:
             return list(self.waiting)
         return sorted(self.waiting, key=lambda r: (-self.tables.match(r).columns, *self.policy.key(r)))
 
-    def admit(self, request: Request) -> bool:
+    def admit(self, request: RequestState) -> bool:
         """Move a waiting request into the batch if its whole prompt fits beside what is promised to others."""
         if not self.tables.free_rows or len(self.running) >= self.limits.max_requests:
             return False
@@ -127,7 +132,7 @@ class Scheduler:
             if request.start < len(request.tokens) - 1
         )
 
-    def _count_admission(self, request: Request) -> None:
+    def _count_admission(self, request: RequestState) -> None:
         timeline, hit = request.timeline, request.computed
         if timeline.scheduled is None:
             timeline.cached_tokens = hit
@@ -135,16 +140,18 @@ class Scheduler:
             self.counters.cached_tokens += hit
         again = max(0, request.lost - hit)
         timeline.recomputed_tokens += again
+        request.facts_changed = True
         self.counters.recomputed_tokens += again
         request.lost = 0
 
-    def preempt(self, request: Request) -> None:
+    def preempt(self, request: RequestState) -> None:
         """Back to the queue with nothing computed; full blocks may still be found by their names."""
         request.timeline.preemptions += 1
+        request.facts_changed = True
         self.counters.preemptions += 1
         self._restart(request)
 
-    def _restart(self, request: Request) -> None:
+    def _restart(self, request: RequestState) -> None:
         request.lost = max(request.lost, request.computed)
         del self.running[request.id]
         self.tables.close(request)
@@ -186,11 +193,13 @@ class Scheduler:
         if reason is not None:
             return self._finish(request, reason, now, kept, details)
         if kept or details.prompt_logprobs:
-            return Event(request, kept, None, details.logprobs, details.prompt_logprobs)
+            facts = request.timeline.facts() if request.facts_changed else None
+            request.facts_changed = False
+            return Event(request.id, kept, None, details.logprobs, details.prompt_logprobs, None, facts)
         return None
 
     def _append(
-        self, request: Request, tokens: tuple[int, ...], now: float
+        self, request: RequestState, tokens: tuple[int, ...], now: float
     ) -> tuple[tuple[int, ...], FinishReason | None]:
         known, times = request.tokens, request.timeline.token_times
         for index, token in enumerate(tokens, 1):
@@ -205,7 +214,7 @@ class Scheduler:
 
     def _finish(
         self,
-        request: Request,
+        request: RequestState,
         reason: FinishReason,
         now: float,
         tokens: tuple[int, ...] = (),
@@ -222,9 +231,10 @@ class Scheduler:
         self.suspects.pop(request.id, None)
         request.status = Status.FINISHED
         self._leave(request)
-        return Event(request, tokens, reason, details.logprobs, details.prompt_logprobs, error)
+        facts = request.timeline.facts()
+        return Event(request.id, tokens, reason, details.logprobs, details.prompt_logprobs, error, facts)
 
-    def _leave(self, request: Request) -> None:
+    def _leave(self, request: RequestState) -> None:
         """Free a finished request's blocks, once no step in flight writes them any more."""
         if request.in_flight == 0 and self.leaving.pop(request.id, None) is not None:
             self.tables.close(request)
@@ -281,8 +291,8 @@ class _Draft:
         self.tables = scheduler.tables
         self.now = now
         self.works: list[Work] = []
-        self.streams: list[Request] = []  # running: at most their newest token is left to compute
-        self.prompts: list[Request] = []  # running: more is left, or the whole of a prompt
+        self.streams: list[RequestState] = []  # running: at most their newest token is left to compute
+        self.prompts: list[RequestState] = []  # running: more is left, or the whole of a prompt
         for request in scheduler.running.values():
             start = request.computed + request.in_flight
             stream = start >= request.prompt_length and start >= len(request.tokens) - 1
@@ -351,7 +361,7 @@ class _Draft:
                     break
         self._add_chunk(request)
 
-    def _admissible(self) -> list[Request]:
+    def _admissible(self) -> list[RequestState]:
         scheduler = self.scheduler
         if scheduler.limits.static:
             scheduler.batch_open = scheduler.batch_open or not scheduler.running
@@ -364,7 +374,7 @@ class _Draft:
             return self.tokens_left > 0 or self.chunks == 0
         return self.tokens_left > 0 and (self.seconds_left is None or self.seconds_left > 0 or self.chunks == 0)
 
-    def _add_chunk(self, request: Request) -> bool:
+    def _add_chunk(self, request: RequestState) -> bool:
         """As much of the prompt as the budget allows. False if none of it does."""
         start = request.start
         want = len(request.tokens) - start
@@ -387,19 +397,20 @@ class _Draft:
             count = self.scheduler.pace.affordable(start, count, self.seconds_left)
         return count
 
-    def _add(self, request: Request, start: int, count: int) -> None:
+    def _add(self, request: RequestState, start: int, count: int) -> None:
         self.works.append(Work(request, start, count))
         self.tokens_left -= count
         request.in_flight += count
         self.scheduler.counters.computed_tokens += count
         if start < request.prompt_length:
             request.timeline.chunks += 1
+            request.facts_changed = True
         if start + count < len(request.tokens) or count > 1:
             self.promised += self.tables.publish(request, start + count)
         if request.timeline.scheduled is None:
             request.timeline.scheduled = self.now
 
-    def _make_room(self, request: Request, length: int) -> bool:
+    def _make_room(self, request: RequestState, length: int) -> bool:
         """Grow the request's tables, preempting whoever loses least. False if the request itself must wait."""
         scheduler = self.scheduler
         while not self.tables.grow(request, length):
@@ -412,12 +423,12 @@ class _Draft:
         return True
 
 
-def _is_complete(request: Request, start: int) -> bool:
+def _is_complete(request: RequestState, start: int) -> bool:
     """Steps in flight will bring it to its limit, or it is already one unknown token ahead."""
     known = len(request.tokens)
     return start > known or known + (start == known) >= request.limit
 
 
-def _worth_keeping(request: Request) -> tuple[int, int, int]:
+def _worth_keeping(request: RequestState) -> tuple[int, int, int]:
     """Smallest first: the least important, then the one that loses least, then the youngest."""
     return (-request.params.priority, request.computed, -request.id)

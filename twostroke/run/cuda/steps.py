@@ -18,7 +18,7 @@ from twostroke.run.cuda.buckets import CAPTURED_TOKENS, mixed_rows, stream_rows
 from twostroke.run.cuda.shared_prefix import Sharing, find_sharing
 from twostroke.run.cuda.staging import Fields
 from twostroke.run.sample import MASK, needs_adjusting, noise_key
-from twostroke.types import Plan, Request, Work
+from twostroke.types import Plan, RequestState, Work
 
 MIXED_REQUESTS = (1, 4, 16, 32, 40, 64, 80, 128, 160, 256, 512)
 COLUMNS = 16  # fewest block columns of a padded step
@@ -212,13 +212,13 @@ def column_bucket(context: int, most: int) -> int:
     return min(most, max(COLUMNS, 1 << (-(-context // BLOCK) - 1).bit_length()))
 
 
-def on_device(request: Request) -> bool:
+def on_device(request: RequestState) -> bool:
     """Whether the device can choose the request's next token by itself."""
     params = request.params
     return params.logprobs is None and params.grammar is None and not needs_adjusting(request)
 
 
-def is_filtered(request: Request) -> bool:
+def is_filtered(request: RequestState) -> bool:
     params = request.params
     return params.temperature > 0 and bool(params.top_k or params.top_p < 1.0 or params.min_p)
 

@@ -13,7 +13,6 @@ import torch
 from twostroke.config import Config, Resolved, resolve
 from twostroke.hardware import Hardware
 from twostroke.kv.storage import KVStorage
-from twostroke.metrics.timeline import Timeline
 from twostroke.model.arch import Product
 from twostroke.model.layers import Dense, PackedProduct
 from twostroke.model.transformer import Transformer
@@ -26,7 +25,7 @@ from twostroke.ops.interface import BLOCK, Attention, Gate, GroupBlocks
 from twostroke.run.cuda.buckets import all_mixed_rows
 from twostroke.run.cuda.runner import CudaRunner, grouped_attentions
 from twostroke.sampling import SamplingParams
-from twostroke.types import Plan, Request, Work
+from twostroke.types import Plan, Request, RequestState, Work
 
 GRAPHS = 1 << 30  # bytes for steps captured later on
 MEETING = 1.0  # seconds of a start for row counts that the library has not met
@@ -180,7 +179,8 @@ def run_largest_step(model: Transformer, ops: CudaOps, settings: Resolved) -> li
     runner = CudaRunner(model, kv, tables, ops, graphs=False)
     works = []
     for row in range(requests):
-        request = Request(row, [0] * tokens, SamplingParams(max_tokens=1, temperature=0.0), 0, Timeline(0.0), row=row)
+        request = RequestState(Request(row, (0,) * tokens, SamplingParams(max_tokens=1, temperature=0.0)))
+        request.row = row
         works.append(Work(request, 0, tokens))
     result = runner.collect(runner.launch(Plan(0, tuple(works))))
     return [token for sampled in result.tokens for token in sampled]
