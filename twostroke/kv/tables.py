@@ -69,7 +69,7 @@ class KVTables:
                 return self._longest_usable(found, column)
         return self._longest_usable(found, limit)
 
-    def _match_column(self, request: Request, column: int, found: list[list[int]]) -> bool:
+    def _match_column(self, request: RequestState, column: int, found: list[list[int]]) -> bool:
         """Look up the blocks that end with this column. False: a layer that sees everything misses one; a window may
         yet skip over one."""
         for group, end in self._ends(column):
@@ -84,7 +84,7 @@ class KVTables:
         end = (column + 1) * BLOCK
         return [(group, end // span - 1) for group, span in enumerate(self.spans) if end % span == 0]
 
-    def _tokens(self, request: Request, group: int, column: int) -> tuple[int, ...]:
+    def _tokens(self, request: RequestState, group: int, column: int) -> tuple[int, ...]:
         """The tokens of a column of a group."""
         span = self.spans[group]
         return tuple(request.tokens[column * span : (column + 1) * span])
@@ -156,7 +156,7 @@ class KVTables:
             host.bring_back(slot, block)
             self.pool.publish(block, name, self._tokens(request, group, column))
 
-    def _name(self, request: Request, group: int, column: int) -> Name:
+    def _name(self, request: RequestState, group: int, column: int) -> Name:
         """Of a column of a group: the hash at its end."""
         return Name(group, request.hashes[(column + 1) * self.spans[group] // BLOCK - 1])
 
