@@ -7,7 +7,7 @@ preemption sets it back to 0.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, StrEnum
 from types import MappingProxyType
@@ -30,6 +30,7 @@ class Status(Enum):
     WAITING = 0
     RUNNING = 1
     FINISHED = 2
+    FETCHING = 3  # it has a row and blocks, and waits for their bytes to come from elsewhere
 
 
 class TokenLogprobs(NamedTuple):
@@ -101,26 +102,70 @@ class RequestState:
         """The first position that is neither computed nor in flight."""
         return self.computed + self.in_flight
 
+    def next_choice(self) -> Choice:
+        """The token after all that are known."""
+        return Choice(self, len(self.tokens), self.tokens)
+
+
+class WorkKind(Enum):
+    """What a work does."""
+
+    READ = "read"  # tokens of a prompt, or of an answer that is computed again
+    WRITE = "write"  # the newest token: the next one is chosen from it
+    VERIFY = "verify"  # the newest token and drafts after it: as many are kept as the model itself would have chosen
+
 
 class Work(NamedTuple):
     """Compute `count` tokens of `request`, the first of them at position `start`."""
 
     request: RequestState
     start: int
-    count: int  # type: ignore[assignment]  # hides tuple.count, which nobody counts works with
+    count: int  # type: ignore[assignment]  # hides tuple.count
+    kind: WorkKind = WorkKind.READ
+    draft: tuple[int, ...] = ()  # tokens after the newest one; count = 1 + len(draft)
 
     @property
     def samples(self) -> bool:
         """Whether the last of these tokens is the newest, so that its logits choose the next one."""
-        return self.start + self.count >= len(self.request.tokens)
+        return self.kind is not WorkKind.READ or self.start + self.count >= len(self.request.tokens)
+
+    def choices(self) -> list[Choice]:
+        """The tokens that this work chooses, one for each of its last rows."""
+        request = self.request
+        if not self.samples:
+            return []
+        if not self.draft:
+            return [Choice(request, self.start + self.count, request.tokens)]
+        tokens, end = request.tokens, self.start + 1
+        return [Choice(request, end + i, [*tokens, *self.draft[:i]]) for i in range(self.count)]
+
+
+class Choice(NamedTuple):
+    """One token to be chosen. Its noise, penalties and grammar mask depend on its position and what is before it."""
+
+    request: RequestState
+    position: int  # of the token
+    tokens: Sequence[int]  # before it; one fewer than `position` where the newest is still on the device
+
+    @property
+    def output_length(self) -> int:
+        """Tokens of the answer before it."""
+        return self.position - self.request.prompt_length
+
+
+class Place(NamedTuple):
+    """Where the bytes of a KV block can be, beside the pool: a slot of the host's memory, or of a peer's."""
+
+    slot: int
+    peer: str = ""  # its address; empty: this host
 
 
 class Move(NamedTuple):
-    """Copy the bytes of a KV block to a slot on the host, or back."""
+    """Copy the bytes of a KV block to a place, or back."""
 
     block: int
-    slot: int
-    to_host: bool
+    place: Place
+    away: bool  # from the pool to the place
 
 
 class Plan(NamedTuple):
@@ -141,7 +186,8 @@ class Details:
 
 
 class Result(NamedTuple):
-    """tokens[i]: what works[i] sampled, in order; empty for a chunk that does not reach the newest token."""
+    """tokens[i]: what works[i] chose, in order; empty for a chunk that does not reach the newest token. Of a verified
+    work: the drafts that the model itself would have chosen, and the token after them."""
 
     tokens: tuple[tuple[int, ...], ...]
     details: Mapping[int, Details] = EMPTY  # by index of the work
@@ -158,6 +204,14 @@ class Event(NamedTuple):
     prompt_logprobs: Mapping[int, TokenLogprobs] = EMPTY
     error: str | None = None
     facts: Facts | None = None  # of the timeline, when they changed since the last event
+
+
+class Drafter(Protocol):
+    """Guesses what a request writes next. A wrong guess costs time and changes nothing."""
+
+    def propose(self, request: RequestState, most: int) -> Sequence[int]:
+        """Up to `most` tokens that may follow `request.tokens`."""
+        ...
 
 
 class Runner(Protocol):

@@ -19,6 +19,9 @@ from twostroke.cost.roofline import Roofline
 from twostroke.cost.tiles import attend, dense_tokens, rows_run, splits_of, tile_queries
 from twostroke.metrics.steplog import Piece, Step
 from twostroke.run.cuda.buckets import CAPTURED_TOKENS
+from twostroke.run.step import StepRows
+from twostroke.sampling import SamplingParams
+from twostroke.types import Plan, Work
 
 LLAMA = known_arch("llama-3.1-8b")
 
@@ -36,7 +39,8 @@ def test_prompts_are_shared_out_as_the_kernels_do_it(model):
     for _ in range(60):
         chunks = [(rng.choice((0, 100, 1024, 2048, 8192)), rng.choice((2, 48, 192, 768, 2048, 6144)))
                   for _ in range(rng.choice((1, 1, 3)))]  # fmt: skip
-        works = tuple(SimpleNamespace(start=start, count=count, samples=True) for start, count in chunks)
+        request = SimpleNamespace(row=0, params=SamplingParams(), tokens=[0] * 99_999, output_length=0, sample=0)
+        plan = Plan(0, tuple(Work(request, start, count) for start, count in chunks))
         counts, contexts = np.array([c for _, c in chunks]), np.array([s + c for s, c in chunks])
         mine = cuda.share_out(counts, contexts, kind)
         first = [dense_tokens(*chunk) for chunk in chunks]
@@ -46,7 +50,7 @@ def test_prompts_are_shared_out_as_the_kernels_do_it(model):
             assert not len(mine.tiles)
             continue
         rows = int(counts.sum())
-        mixture = steps.Mixture(works, counts, contexts, (), (), (mine,))
+        mixture = steps.Mixture(StepRows(plan), (mine,))
         shape = mixture.padded_shape((kind,), 4096) if rows <= CAPTURED_TOKENS else None
         assert splits_of(mixer, rest, rows) == (shape.tile_splits[0] if shape else mine.tile_splits)
         assert rows_run(rows, prompts=True) == (shape.tokens if shape else rows)

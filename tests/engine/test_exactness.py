@@ -12,8 +12,10 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from tests.engine.oracle import OracleDrafter
 from twostroke import LLM, SamplingParams
 from twostroke.ops.reference.backend import ReferenceOps
+from twostroke.sampling import Grammar
 from twostroke.schedule.policy import POLICIES
 from twostroke.types import RequestState
 
@@ -54,6 +56,7 @@ levers = st.fixed_dictionaries(
         "chunked_prefill": st.sampled_from([True, True, True, False]),
         "host_slots": st.sampled_from([0, 2, 30, 500]),  # evicted blocks that the host keeps
         "threads": st.sampled_from([1, 1, 2]),
+        "draft": st.sampled_from([None, (1, 0.0), (3, 0.3), (8, 0.0), (8, 0.2), (8, 0.9)]),  # (most, share of errors)
     }
 )
 BASE = {"max_model_len": 192, "threads": 1, "seed": 1}
@@ -119,8 +122,11 @@ def check_levers(model, many, lever):
     folder, extra, alone = model
     block = alone.llm.settings.layout.block_bytes
     offload = lever["host_slots"] * block if lever["prefix_cache"] else 0
-    given = {name: value for name, value in lever.items() if name != "host_slots"}
+    given = {name: value for name, value in lever.items() if name not in ("host_slots", "draft")}
     llm = LLM(folder, kv_offload=offload, **(BASE | given | extra))
+    if lever.get("draft") is not None:
+        known = {(ask.tokens, ask.temperature): [s[0] for s in alone.answer(ask)] for ask in many}
+        llm.engine.core.scheduler.drafter = OracleDrafter(known, *lever["draft"])
     for _ in range(2):  # the second time with whatever the cache holds by then
         for ask, output in run_together(llm, many):
             for got, want in zip(result(output), alone.answer(ask), strict=True):
@@ -196,6 +202,41 @@ def test_preemption_really_happens_and_changes_nothing(llama_folder):
     stats = llm.stats()
     assert stats["preemptions"] > 0
     assert stats["recomputed_tokens"] > 0
+
+
+def test_drafts_are_really_verified_and_change_nothing(llama_folder):
+    """A drafter that is always right: about as many steps as answers have ninths."""
+    alone = Alone(llama_folder)
+    many = [Ask(tuple(range(10 * i + 3, 10 * i + 33)), 24, float(i % 2), 1, 0, None) for i in range(4)]
+    llm = LLM(llama_folder, kv_blocks=100, **BASE)
+    known = {(ask.tokens, ask.temperature): [s[0] for s in alone.answer(ask)] for ask in many}
+    drafter = llm.engine.core.scheduler.drafter = OracleDrafter(known, 8, 0.0)
+    for ask, output in run_together(llm, many):
+        assert result(output) == alone.answer(ask)
+    assert drafter.proposed > 40 and llm.stats()["steps"] < 14
+
+
+def test_penalties_and_grammars_see_the_tokens_before_each_draft(llama_folder):
+    """Per position: a penalty counts what was accepted, a mask follows the text."""
+    prompt = [5, 6, 7, 8]
+    asked = [
+        SamplingParams(max_tokens=20, temperature=t, seed=3, logprobs=1, **more)
+        for t in (0.0, 1.0)
+        for more in (
+            {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "presence_penalty": 0.2},
+            {"min_tokens": 9, "top_k": 20, "top_p": 0.9, "min_p": 0.01},
+            {"grammar": Grammar("regex", "[a-z ]{4,60}")},
+            {"grammar": Grammar("json_object")},
+        )
+    ]
+    plain = LLM(llama_folder, kv_blocks=100, **BASE)
+    wanted = [result(plain.generate([prompt], one)[0]) for one in asked]
+    for errors in (0.0, 0.4):
+        drafted = LLM(llama_folder, kv_blocks=100, **BASE)
+        for one, want in zip(asked, wanted, strict=True):
+            known = {(tuple(prompt), one.temperature): [s[0] for s in want]}
+            drafted.engine.core.scheduler.drafter = OracleDrafter(known, 8, errors)
+            assert result(drafted.generate([prompt], one)[0]) == want
 
 
 def test_a_failed_step_changes_nothing(llama_folder):

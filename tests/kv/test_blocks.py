@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from twostroke.kv.addresses import BlockHasher, Name
 from twostroke.kv.blocks import BlockPool
-from twostroke.kv.hashing import BlockHasher, Name
 
 
 def test_an_equal_name_is_not_proof():

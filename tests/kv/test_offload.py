@@ -10,12 +10,12 @@ from tests.schedule.fakes import FakeEngine, make_scheduler
 from twostroke import LLM, SamplingParams
 from twostroke.errors import ConfigError
 from twostroke.kv import host_memory
-from twostroke.kv.hashing import Name
+from twostroke.kv.addresses import Name
 from twostroke.kv.layout import make_layout
 from twostroke.kv.offload import HostPool
 from twostroke.kv.storage import KVStorage
 from twostroke.model.arch import Arch, DenseArch, GroupedArch, LayerArch
-from twostroke.types import Move
+from twostroke.types import Move, Place
 
 FULL, NARROW = (LayerArch(GroupedArch(2, 2, 16, window), DenseArch(32)) for window in (None, 24))
 ARCH = Arch(
@@ -90,14 +90,14 @@ def test_copies_of_a_failed_step_are_forgotten_on_both_sides():
     scheduler = engine.scheduler
     again = engine.add(prompt(1), max_tokens=1)
     plan = scheduler.plan(engine.now)
-    assert {move.to_host for move in plan.moves} == {True, False}
+    assert {move.away for move in plan.moves} == {True, False}
     scheduler.fail([plan], "boom", engine.now)
     engine.snapshots.clear()
     engine.ends[again.id] = 1
     scheduler.check()
     host, pool = scheduler.tables.pool.host, scheduler.tables.pool
-    assert not any(host.name_in[move.slot] for move in plan.moves if move.to_host)
-    assert not any(pool.name_of[move.block] for move in plan.moves if not move.to_host)
+    assert not any(host.name_in[move.place.slot] for move in plan.moves if move.away)
+    assert not any(pool.name_of[move.block] for move in plan.moves if not move.away)
     assert served(engine, prompt(1)) == 200 - 192  # the slots that were only read are still good
 
 
@@ -120,9 +120,9 @@ def test_bytes_come_back_as_they_went(kv_format, device, monkeypatch):
     pool = np.asarray(kv.data)  # the same memory
     pool[:] = np.random.default_rng(0).integers(0, 256, pool.shape)
     before = pool.copy()
-    kv.move([Move(block, slot, True) for block, slot in zip((1, 2, 3, 4), (4, 0, 2, 1), strict=True)])
+    kv.move([Move(block, Place(slot), True) for block, slot in zip((1, 2, 3, 4), (4, 0, 2, 1), strict=True)])
     pool[:] = 0
-    kv.move([Move(block, slot, False) for block, slot in zip((5, 0, 3), (4, 0, 1), strict=True)])
+    kv.move([Move(block, Place(slot), False) for block, slot in zip((5, 0, 3), (4, 0, 1), strict=True)])
     assert np.array_equal(pool[[5, 0, 3]], before[[1, 2, 4]]) and not pool[[1, 2, 4]].any()
     assert kv.export(5) == before[1].tobytes()
     kv.take_in(1, before[2].tobytes())

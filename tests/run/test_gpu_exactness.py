@@ -117,7 +117,7 @@ def test_after_blocks_went_to_the_host(served) -> None:  # type: ignore[no-untyp
     """Room for one prompt at a time: each takes the blocks of the one before, and finds its own again."""
     model, prompts, alone = served
     longest = len(prompts[0]) + NEW
-    blocks = len(model.arch.windows) * -(-longest // 16)
+    blocks = len(model.arch.mixers) * -(-longest // 16)
     tight = engine(model, kv_blocks=blocks, max_model_len=longest, kv_offload=1 << 28)
     other = prompt(model.arch, 60, len(prompts[0]))
     chosen = slice(None if ON_CARD else 1)
@@ -135,7 +135,7 @@ def test_preempted(served) -> None:  # type: ignore[no-untyped-def]
     model = served[0]
     growing = [prompt(model.arch, 90 + n, 47 if ON_CARD else 15) for n in range(8 if ON_CARD else 2)]
     alone = [engine(model).answers([p])[0] for p in growing]
-    groups = len(model.arch.windows)
+    groups = len(model.arch.mixers)
     tight = engine(
         model, kv_blocks=groups * (len(growing) * -(-len(growing[0]) // 16) + 1), prefix_cache=False,
         max_model_len=len(growing[0]) + NEW, max_batch_tokens=2048,

@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 
+from twostroke.kv.addresses import BlockHasher
 from twostroke.kv.blocks import BlockPool
-from twostroke.kv.hashing import BlockHasher
 from twostroke.kv.layout import KVGroup, KVLayout
 from twostroke.kv.offload import HostPool
 from twostroke.kv.tables import KVTables
@@ -17,7 +17,7 @@ from twostroke.sampling import SamplingParams
 from twostroke.schedule.pace import Pace
 from twostroke.schedule.policy import POLICIES
 from twostroke.schedule.scheduler import Limits, Scheduler
-from twostroke.types import FinishReason, Plan, Request, RequestState, Result, Status, Work
+from twostroke.types import FinishReason, Plan, Request, RequestState, Result, Status, Work, WorkKind
 
 SPOILT = (-1,)  # tokens that nobody has
 
@@ -30,6 +30,17 @@ def make_scheduler(blocks, windows=(None,), max_batch_tokens=512, max_requests=6
     tables = KVTables(layout, pool, BlockHasher("fake", b"key"), max_requests, max_length)
     limits = Limits(max_batch_tokens, max_requests, chunked, static)
     return Scheduler(tables, limits, POLICIES[policy], Pace(lambda start, count: float(count), max_gap))
+
+
+class RandomDrafter:
+    """Proposes anything, and often nothing."""
+
+    def __init__(self, rng: random.Random):
+        self.rng = rng
+
+    def propose(self, request: RequestState, most: int) -> list[int]:
+        assert request.in_flight == 0 and most > 0
+        return [self.rng.randint(0, 3) for _ in range(self.rng.choice([0, 0, 1, 2, 5, 20]))]
 
 
 class FakeEngine:
@@ -61,6 +72,8 @@ class FakeEngine:
             policy=rng.choice(list(POLICIES)), prefix_cache=rng.random() < 0.7, max_gap=rng.choice([1e9, 20.0]),
             host_slots=rng.choice([0, 1, 7, 40, 1000]),
         )  # fmt: skip
+        if rng.random() < 0.5:
+            scheduler.drafter = RandomDrafter(rng)
         engine = cls(scheduler, depth, rng)
         engine.failure_rate = rng.choice([0.0, 0.01])
         engine.stop_rate = 0.01
@@ -109,7 +122,8 @@ class FakeEngine:
     def _sample(self, work: Work) -> tuple[int, ...]:
         if not work.samples:
             return ()
-        return (-7,) if self.rng.random() < self.stop_rate else (self.rng.randint(0, 3),)
+        accepted = work.draft[: self.rng.randint(0, len(work.draft))]
+        return (*accepted, -7 if self.rng.random() < self.stop_rate else self.rng.randint(0, 3))
 
     def _count_end(self, event) -> None:
         if event.finish_reason is not None:
@@ -123,17 +137,18 @@ class FakeEngine:
         assert len({work.request.id for work in plan.works}) == len(plan.works)
         if not plan.works and not self.in_flight:
             assert not scheduler.running and not scheduler.waiting, "an empty plan while someone could run"
-        for request, start, count in plan.works:
+        for request, start, count, kind, draft in plan.works:
+            assert count == 1 + len(draft) or kind is WorkKind.READ
             assert request.status is Status.RUNNING and count > 0
-            assert start + count == request.start <= max(len(request.tokens), start + 1)
+            assert start + count == request.start <= max(len(request.tokens) + len(draft), start + 1)
             self._check_blocks(request, start, count)
         held = self.scheduler.tables.held
         self.snapshots.append([[list(blocks) for blocks in held[work.request.row]] for work in plan.works])
 
     def _run(self, plan: Plan, tables: list) -> None:
         """What the model would do to the blocks: all writes come before all reads, as in every layer."""
-        for block, slot, to_host in plan.moves:
-            if to_host:
+        for block, (slot, _), away in plan.moves:
+            if away:
                 self.on_host[slot] = self.content[block]
             else:
                 self.content[block] = self.on_host[slot]
@@ -148,8 +163,8 @@ class FakeEngine:
 
     def _spoil(self, plan: Plan, tables: list) -> None:
         """A step that failed may have left anything in whatever it was to write."""
-        for block, slot, to_host in plan.moves:
-            if to_host:
+        for block, (slot, _), away in plan.moves:
+            if away:
                 self.on_host[slot] = SPOILT
             else:
                 self.content[block] = SPOILT
@@ -160,15 +175,16 @@ class FakeEngine:
 
     def _write(self, work: Work, groups: list) -> None:
         """Leave in each block the whole history of its tokens."""
-        request, start, count = work
+        request, start, count, _, draft = work
+        tokens = [*request.tokens, *draft]
         for blocks in groups:
             for column in range(start // 16, (start + count - 1) // 16 + 1):
-                end = min(start + count, (column + 1) * 16, len(request.tokens))
-                self.content[blocks[column]] = tuple(request.tokens[:end])
+                end = min(start + count, (column + 1) * 16, len(tokens))
+                self.content[blocks[column]] = tuple(tokens[:end])
 
     def _read(self, work: Work, groups: list) -> None:
         """Whatever the newest token sees was written for exactly these tokens."""
-        request, start, _ = work
+        request, start = work.request, work.start
         for window, blocks in zip(self.scheduler.tables.windows, groups, strict=True):
             first = 0 if window is None else max(0, start - window + 1)
             for column in range(first // 16, start // 16):

@@ -22,7 +22,7 @@ from twostroke.config import Resolved
 from twostroke.cost.roofline import Roofline, kv_bytes_per_token
 from twostroke.cost.simulate import Jitter, Worker
 from twostroke.cost.trace import Arrival
-from twostroke.kv.hashing import Name
+from twostroke.kv.addresses import Name
 from twostroke.kv.tables import KVTables
 from twostroke.metrics.timeline import Timeline
 from twostroke.ops.interface import BLOCK

@@ -25,7 +25,7 @@ from twostroke.ops.interface import BLOCK
 from twostroke.schedule.make import make_scheduler
 from twostroke.schedule.pace import Estimate
 from twostroke.schedule.scheduler import Scheduler
-from twostroke.types import Event, Plan, Request, RequestState, Result
+from twostroke.types import Event, Plan, Request, RequestState, Result, WorkKind
 
 SHORTEST = 3  # steps below which a stretch is not worth preparing
 Jitter = Callable[[float, bool], float]  # what a step takes: as predicted, and whether it reads prompts
@@ -57,13 +57,15 @@ class SimulatedRunner:
         self.others = self.deep = 0  # streams that are in every step without being planned, and their contexts' sum
 
     def launch(self, plan: Plan) -> InRun:
-        chunks, contexts, tokens = [], [], []
-        for request, start, count in plan.works:
-            if count == 1:
-                contexts.append(start + 1)
+        chunks: list[tuple[int, int]] = []
+        contexts: list[int] = []
+        tokens = []
+        for work in plan.works:
+            if work.kind is WorkKind.READ:
+                chunks.append((work.start, work.count))
             else:
-                chunks.append((start, count))
-            tokens.append(WRITTEN if start + count >= len(request.tokens) else ())
+                contexts.extend(range(work.start + 1, work.start + work.count + 1))
+            tokens.append(WRITTEN if work.samples else ())
         seconds = self.roofline.step(chunks, contexts, sum(map(bool, tokens)), self.others, self.deep)
         seconds += self.roofline.copies(len(plan.moves))  # in the step's own stream: the step waits for them
         if chunks:

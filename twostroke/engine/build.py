@@ -28,8 +28,9 @@ from twostroke.schedule.make import make_scheduler
 from twostroke.startup import collector_paused
 from twostroke.text.tokenizer import Tokenizer
 from twostroke.types import Runner
-from twostroke.weights.checkpoint import locate, open_checkpoint
+from twostroke.weights.checkpoint import Checkpoint, locate, open_checkpoint
 from twostroke.weights.describe import checkpoint_bytes, load_arch
+from twostroke.weights.fingerprint import fingerprint
 from twostroke.weights.load import load_model
 
 log = logging.getLogger(__name__)
@@ -58,7 +59,9 @@ def build_engine(
     download_progress: Progress | None = None,
     load_progress: Progress | None = None,
     stage: Stage = unheard,
+    block_key: bytes | None = None,
 ) -> Engine:
+    """block_key: shared by engines that exchange KV blocks; None: names of blocks hold in this process alone."""
     stage("open")
     check_host_memory(config.kv_offload, free_memory())
     checkpoint = open_checkpoint(locate(model, download_progress))
@@ -78,11 +81,17 @@ def build_engine(
     for name, reason in settings.reasons.items():
         log.info("%s = %s: %s", name, getattr(settings, name), reason)
     kv = KVStorage(settings.layout, settings.kv_blocks, settings.kv_dtype, ops.device, settings.host_slots)
-    scheduler = make_scheduler(arch, settings, str(checkpoint.path))
+    scheduler = make_scheduler(arch, settings, block_identity(checkpoint, settings, ops), block_key)
     grammars = GrammarCompiler(tokenizer, arch.vocab)
     runner = make_runner(transformer, kv, scheduler.tables.array, ops, grammars)
     core = Core(scheduler, runner, clock, StepLog())
     return Engine(core, Intake(tokenizer, settings, arch.vocab, grammars), tokenizer, arch, settings)
+
+
+def block_identity(checkpoint: Checkpoint, settings: Resolved, ops: Ops) -> str:
+    """What determines the bytes of a KV block beside its tokens: weights, their precision, the format, the backend."""
+    parts = (fingerprint(checkpoint), settings.kv_dtype, settings.dtype, settings.quantize, ops.name, settings.exact)
+    return " ".join(map(str, parts))
 
 
 def check_host_memory(wanted: int, free: int) -> None:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +21,7 @@ from twostroke.grammar.library import GrammarError, compile_lark, make_tokenizer
 from twostroke.grammar.text import to_lark
 from twostroke.sampling import Grammar
 from twostroke.text.tokenizer import Tokenizer
-from twostroke.types import RequestState, Status
+from twostroke.types import Choice, RequestState, Status
 
 COMPILED = 64  # grammars kept ready
 STEP_SECONDS = 1.0  # CPU that one mask may take before its request is ended; fuel ends it long before
@@ -159,6 +160,7 @@ class RowMasks(NamedTuple):
 
     allowed: dict[int, np.ndarray]
     errors: dict[int, str]
+    unmasked: frozenset[int] = frozenset()  # rows after a draft that the grammar does not go on from: choose nothing
 
 
 NO_MASKS = RowMasks({}, {})
@@ -171,27 +173,47 @@ class GrammarRows:
         self.compiler = compiler
         self.states: dict[int, tuple[RequestState, GrammarState]] = {}
 
-    def masks(self, requests: Sequence[RequestState]) -> RowMasks:
-        """requests: those that sample in this step, in the order of their rows."""
+    def masks(self, choices: Sequence[Choice]) -> RowMasks:
+        """choices: those of one step, in the order of their rows of logits; a request's own are adjacent."""
         if self.states:
             self._forget_finished()
         allowed: dict[int, np.ndarray] = {}
         errors: dict[int, str] = {}
-        for row, request in enumerate(requests):
-            if request.params.grammar is None:
-                continue
-            try:
-                allowed[row] = self._mask(request)
-            except (GrammarError, InputError) as error:
-                errors[row] = str(error)
-                self.states.pop(request.id, None)
-        return RowMasks(allowed, errors)
+        unmasked: set[int] = set()
+        row = 0
+        for _, mine in groupby(choices, key=lambda choice: id(choice.request)):
+            verified = list(mine)
+            if verified[0].request.params.grammar is not None:
+                try:
+                    self._mask_rows(verified, row, allowed)
+                except (GrammarError, InputError) as error:
+                    errors[row] = str(error)
+                    self.states.pop(verified[0].request.id, None)
+                unmasked.update(set(range(row, row + len(verified))) - allowed.keys())
+            row += len(verified)
+        return RowMasks(allowed, errors, frozenset(unmasked))
 
-    def _mask(self, request: RequestState) -> np.ndarray:
-        state = self._state(request)
-        state.follow(request.tokens, request.prompt_length)
+    def _mask_rows(self, choices: list[Choice], row: int, allowed: dict[int, np.ndarray]) -> None:
+        """The masks of one request. Rows after a draft that the grammar forbids need none: they are rejected."""
+        state = self._state(choices[0].request)
+        state.follow(choices[0].tokens, choices[0].request.prompt_length)
+        allowed[row] = self._mask(state, choices[0])
+        taken = 0
+        try:
+            for index, choice in enumerate(choices[1:], 1):
+                draft = choice.tokens[-1]
+                if not allowed[row + index - 1][draft] or draft in choice.request.stop_ids:
+                    break
+                state.advance(draft)
+                taken += 1
+                allowed[row + index] = self._mask(state, choice)
+        except GrammarError:
+            allowed.pop(row + taken, None)  # the text cannot go on after this draft
+        state.rollback(taken)
+
+    def _mask(self, state: GrammarState, choice: Choice) -> np.ndarray:
         started = time.thread_time()
-        mask = allowed_tokens(state, request, self.compiler.words.vocab)
+        mask = allowed_tokens(state, choice, self.compiler.words.vocab)
         if time.thread_time() - started > STEP_SECONDS:
             raise GrammarError(TOO_SLOW)
         return mask
@@ -210,16 +232,17 @@ class GrammarRows:
             del self.states[number]
 
 
-def allowed_tokens(state: GrammarState, request: RequestState, vocab: int) -> np.ndarray:
+def allowed_tokens(state: GrammarState, choice: Choice, vocab: int) -> np.ndarray:
     """The mask of one request: what continues the text and, where the text may end, what ends it.
 
     End tokens are never text. With ignore_eos, and before min_tokens, the text goes on for as long as it can.
     """
+    request = choice.request
     allowed, may_end = state.next_tokens()
     allowed = allowed[:vocab]
     ends = list(request.stop_ids)
     allowed[ends] = False
-    too_short = request.output_length < request.params.min_tokens
+    too_short = choice.output_length < request.params.min_tokens
     if may_end and not ((too_short or request.params.ignore_eos) and allowed.any()):
         if too_short:
             raise GrammarError(TOO_SHORT)

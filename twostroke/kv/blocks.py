@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from twostroke.kv.hashing import Name
+from twostroke.kv.addresses import Name
 from twostroke.kv.offload import HostPool
 
 

@@ -39,9 +39,10 @@ class HostMemory:
         return torch.empty(slots, size, dtype=torch.uint8, pin_memory=self.data.is_cuda)
 
     def move(self, moves: Sequence[Move]) -> None:
-        for block, slot, to_host in moves:
+        for block, (slot, peer), away in moves:
+            assert not peer, "a peer's blocks come through its connection, not in a step"
             here = self.pieces[slot // self.each][slot % self.each]
-            if to_host:
+            if away:
                 self.copy(here, self.data[block])
             else:
                 self.copy(self.data[block], here)

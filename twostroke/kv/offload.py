@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from twostroke.kv.hashing import Name
-from twostroke.types import Move
+from twostroke.kv.addresses import Name
+from twostroke.types import Move, Place
 
 
 class HostPool:
@@ -32,7 +32,7 @@ class HostPool:
         return slot is not None and self.tokens_in[slot] == tokens
 
     def keep(self, block: int, name: Name, tokens: tuple[int, ...]) -> None:
-        """The device gives the block to somebody else: its bytes go to the host, in place of the least used there."""
+        """The device gives the block to another request: its bytes go to the host, in place of the least used there."""
         if name in self.slot_of:
             self.slot_of.move_to_end(name)
             return
@@ -44,7 +44,7 @@ class HostPool:
             return  # every slot is about to be read
         self.slot_of[name] = slot
         self.name_in[slot], self.tokens_in[slot] = name, tokens
-        self.moves.append(Move(block, slot, to_host=True))
+        self.moves.append(Move(block, Place(slot), away=True))
         self.offloaded += 1
 
     def claim(self, names: Iterable[Name]) -> list[int]:
@@ -56,7 +56,7 @@ class HostPool:
         name = self.name_in[slot]
         assert name is not None, "a slot without a name was claimed"
         self.slot_of[name] = slot
-        self.moves.append(Move(block, slot, to_host=False))
+        self.moves.append(Move(block, Place(slot), away=False))
         self.restored += 1
 
     def take_moves(self) -> tuple[Move, ...]:
@@ -68,10 +68,11 @@ class HostPool:
         """Forget what these copies, and those that are still to be made, promised. Returns the blocks on the device
         whose content may never have come."""
         broken = set()
-        for block, slot, to_host in (*moves, *self.take_moves()):
-            if not to_host:
+        for block, place, away in (*moves, *self.take_moves()):
+            if not away:
                 broken.add(block)
                 continue
+            slot = place.slot
             name = self.name_in[slot]
             if name is not None:
                 del self.slot_of[name]

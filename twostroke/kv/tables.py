@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from twostroke.kv.addresses import BlockHasher, Name
 from twostroke.kv.blocks import BlockPool
-from twostroke.kv.hashing import BlockHasher, Name
 from twostroke.kv.layout import KVLayout
 from twostroke.ops.interface import BLOCK
 from twostroke.types import RequestState
@@ -42,7 +42,8 @@ class KVTables:
         self.windows = [group.window for group in layout.groups]
         self.windowed = any(window is not None for window in self.windows)
         self.spans = [group.span for group in layout.groups]  # tokens of a column
-        self.whole = lcm(*self.spans) // BLOCK  # columns of BLOCK tokens after which every group's block is full
+        self.unit = lcm(*self.spans)  # tokens after which every group's block is full
+        self.whole = self.unit // BLOCK
         self.simple = self.windows == [None] and self.spans == [BLOCK]
         self.free_rows = list(range(rows - 1, -1, -1))
         self.held: list[list[list[int]]] = [[[] for _ in layout.groups] for _ in range(rows)]  # [row][group][column]
@@ -150,13 +151,13 @@ class KVTables:
         places = [(g, c) for g, blocks in enumerate(groups) for c, block in enumerate(blocks) if block == ON_HOST]
         if host is None or not places:
             return
-        names = [self._name(request, group, column) for group, column in places]
+        names = [self.name(request, group, column) for group, column in places]
         for (group, column), name, slot in zip(places, names, host.claim(names), strict=True):
             block = groups[group][column] = self.pool.take()
             host.bring_back(slot, block)
             self.pool.publish(block, name, self._tokens(request, group, column))
 
-    def _name(self, request: RequestState, group: int, column: int) -> Name:
+    def name(self, request: RequestState, group: int, column: int) -> Name:
         """Of a column of a group: the hash at its end."""
         return Name(group, request.hashes[(column + 1) * self.spans[group] // BLOCK - 1])
 
@@ -212,6 +213,16 @@ class KVTables:
                     published.append(block)
         self.named[row] = columns
         return published
+
+    def unfilled(self, request: RequestState, length: int) -> list[tuple[Name, int]]:
+        """The request's blocks from what is computed up to `length`, with the names that they will have: those that a
+        token at `length` sees."""
+        self.hasher.extend(request.hashes, request.tokens, request.salt, length // BLOCK)
+        return [
+            (self.name(request, group, column), self.held[request.row][group][column])
+            for group, span in enumerate(self.spans)
+            for column in range(max(request.computed // span, self._first_visible(group, length)), length // span)
+        ]
 
     def holds_any(self, request: RequestState, wanted: set[int]) -> bool:
         return any(not wanted.isdisjoint(blocks) for blocks in self.held[request.row])

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import numpy as np
 
 from twostroke.grammar.compile import NO_MASKS, GrammarCompiler, GrammarRows
 from twostroke.kv.storage import KVStorage
 from twostroke.model.transformer import Transformer
 from twostroke.ops.interface import Array, Batch, Ops
-from twostroke.run.batch import PromptRows, StepRows, build_step
 from twostroke.run.sample import NOT_FINITE, choose, logprobs
+from twostroke.run.step import PromptRows, StepRows
 from twostroke.types import Details, Plan, Result
 
 LOGIT_ROWS = 128  # rows of prompt logits made at a time: a long prompt times a large vocabulary does not fit in memory
@@ -34,10 +36,10 @@ class ModelRunner:
 
     def launch(self, plan: Plan) -> Result:
         self.kv.move(plan.moves)
-        step = build_step(plan, self.tables)
-        hidden = self._forward(step.batch)  # (S, hidden): samplers' rows, then prompt rows
+        step = StepRows(plan)
+        hidden = self._forward(step.batch(self.tables, self.kv.layout.groups))  # (S, hidden): choices, prompt rows
         details: dict[int, Details] = {}
-        tokens = self._sample(plan, step, hidden, details)
+        tokens = self._choose(step, hidden, details)
         for rows in step.prompts:
             details.setdefault(rows.work, Details()).prompt_logprobs = self._score_prompt(plan, rows, hidden)
         return Result(tokens, details)
@@ -56,27 +58,17 @@ class ModelRunner:
     def _argmax(self, logits: np.ndarray) -> np.ndarray:
         return self.ops.argmax(logits)
 
-    # ---- the rows somebody wants -------------------------------------------------------------------------------------
+    # ---- rows of logits ----------------------------------------------------------------------------------------------
 
-    def _sample(
-        self, plan: Plan, step: StepRows, hidden: Array, details: dict[int, Details]
-    ) -> tuple[tuple[int, ...], ...]:
-        sampled: list[tuple[int, ...]] = [()] * len(plan.works)
-        if not step.samplers:
-            return tuple(sampled)
-        logits = self._logits(hidden[: len(step.samplers)])
-        requests = [plan.works[index].request for index in step.samplers]
-        masks = self.grammars.masks(requests) if self.grammars is not None else NO_MASKS
-        chosen = choose(logits, requests, self._argmax, masks.allowed)
-        for row, (index, token) in enumerate(zip(step.samplers, chosen, strict=True)):
-            if token is None or row in masks.errors:
-                details[index] = Details(error=masks.errors.get(row, NOT_FINITE))
-                continue
-            sampled[index] = (token,)
-            wanted = requests[row].params.logprobs
-            if wanted is not None:
-                details[index] = Details(logprobs=(logprobs(logits[row], token, wanted),))
-        return tuple(sampled)
+    def _choose(self, step: StepRows, hidden: Array, details: dict[int, Details]) -> tuple[tuple[int, ...], ...]:
+        if not step.choices:
+            return ((),) * len(step.works)
+        logits = self._logits(hidden[: len(step.choices)])
+        masks = self.grammars.masks(step.choices) if self.grammars is not None else NO_MASKS
+        chosen = choose(logits, step.choices, self._argmax, masks.allowed)
+        kept = step.accepted([None if row in masks.unmasked else token for row, token in enumerate(chosen)])
+        describe_choices(step, kept, logits, masks.errors, details)
+        return tuple(kept)
 
     def _score_prompt(self, plan: Plan, rows: PromptRows, hidden: Array) -> dict:
         request = plan.works[rows.work].request
@@ -89,3 +81,23 @@ class ModelRunner:
                 position = rows.position + offset + i
                 scores[position] = logprobs(logits[i], request.tokens[position], best)
         return scores
+
+
+def describe_choices(
+    step: StepRows,
+    kept: Sequence[tuple[int, ...]],
+    logits: np.ndarray | Mapping[int, np.ndarray],
+    errors: Mapping[int, str],
+    details: dict[int, Details],
+) -> None:
+    """Log probabilities of the tokens that each work keeps, and why a work chose nothing."""
+    first: dict[int, int] = {}  # row of logits of each work's first choice
+    for row, work in enumerate(step.chooser):
+        first.setdefault(work, row)
+    for work, row in first.items():
+        tokens, wanted = kept[work], step.works[work].request.params.logprobs
+        if not tokens:
+            details.setdefault(work, Details()).error = errors.get(row, NOT_FINITE)
+        elif wanted is not None:
+            found = tuple(logprobs(logits[row + i], token, wanted) for i, token in enumerate(tokens))
+            details.setdefault(work, Details()).logprobs = found

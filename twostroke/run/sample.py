@@ -6,13 +6,13 @@ has no state, so a result does not depend on what else was in the batch, and a d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from math import isfinite
 
 import numpy as np
 
 from twostroke.sampling import MASK, MIX_1, MIX_2, SamplingParams, mix
-from twostroke.types import EMPTY, RequestState, TokenLogprobs
+from twostroke.types import EMPTY, Choice, TokenLogprobs
 
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: steps of a Weyl sequence
 SLACK = 1e-9  # off top_p: how the probabilities before a token were added up must not decide whether it stays
@@ -21,38 +21,39 @@ NOT_FINITE = "the model produced logits that are not numbers for this request"
 
 def choose(
     logits: np.ndarray,
-    requests: list[RequestState],
+    choices: Sequence[Choice],
     argmax: Callable[[np.ndarray], np.ndarray],
     allowed: Mapping[int, np.ndarray] = EMPTY,
 ) -> list[int | None]:
-    """logits: (S, V) float32, a row for each request. None where the logits are not numbers.
+    """logits: (S, V) float32, a row for each choice. None where the logits are not numbers.
 
     argmax: the backend's. allowed: by row, the tokens a grammar allows there: booleans (V,), at least one of them true.
     """
-    plain = [index for index, request in enumerate(requests) if is_plain_greedy(request)]
-    if len(plain) == len(requests):
+    plain = [index for index, choice in enumerate(choices) if is_plain_greedy(choice)]
+    if len(plain) == len(choices):
         return greedy(logits, argmax)
-    tokens: list[int | None] = [None] * len(requests)
+    tokens: list[int | None] = [None] * len(choices)
     if plain:
         for index, token in zip(plain, greedy(logits[plain], argmax), strict=True):
             tokens[index] = token
-    for index in sorted(set(range(len(requests))).difference(plain)):
-        tokens[index] = choose_one(logits[index], requests[index], allowed.get(index))
+    for index in sorted(set(range(len(choices))).difference(plain)):
+        tokens[index] = choose_one(logits[index], choices[index], allowed.get(index))
     return tokens
 
 
-def is_plain_greedy(request: RequestState) -> bool:
-    return request.params.temperature == 0 and request.params.grammar is None and not needs_adjusting(request)
+def is_plain_greedy(choice: Choice) -> bool:
+    params = choice.request.params
+    return params.temperature == 0 and params.grammar is None and not needs_adjusting(choice)
 
 
-def needs_adjusting(request: RequestState) -> bool:
-    params = request.params
+def needs_adjusting(choice: Choice) -> bool:
+    params = choice.request.params
     return bool(
         params.logit_bias
         or params.presence_penalty
         or params.frequency_penalty
         or params.repetition_penalty != 1.0
-        or request.output_length < params.min_tokens
+        or choice.output_length < params.min_tokens
     )
 
 
@@ -61,36 +62,37 @@ def greedy(logits: np.ndarray, argmax: Callable[[np.ndarray], np.ndarray]) -> li
     return [token if token >= 0 and isfinite(logits[row, token]) else None for row, token in enumerate(tokens)]
 
 
-def choose_one(row: np.ndarray, request: RequestState, allowed: np.ndarray | None = None) -> int | None:
-    """row: (V,) float32. The whole chain for one request."""
+def choose_one(row: np.ndarray, choice: Choice, allowed: np.ndarray | None = None) -> int | None:
+    """row: (V,) float32. The whole chain for one token."""
+    request = choice.request
     if not np.isfinite(row).all():
         return None
     if allowed is not None:
         row = np.where(allowed, row, np.float32(-np.inf))
-    if needs_adjusting(request):
-        row = adjust(row, request)
+    if needs_adjusting(choice):
+        row = adjust(row, choice)
     if request.params.temperature == 0:
         return int(row.argmax())
     values, ids = keep_likely(row / np.float32(request.params.temperature), request.params)
-    key = noise_key(request.seed, request.sample, len(request.tokens))
+    key = noise_key(request.seed, request.sample, choice.position)
     return int(ids[(values + gumbel(key, ids)).argmax()])
 
 
-def adjust(row: np.ndarray, request: RequestState) -> np.ndarray:
+def adjust(row: np.ndarray, choice: Choice) -> np.ndarray:
     """Bias, penalties and the minimal length."""
-    params = request.params
+    request, tokens, params = choice.request, choice.tokens, choice.request.params
     row = row.copy()
     if params.repetition_penalty != 1.0:
-        seen = np.unique(np.asarray(request.tokens, np.int64))
+        seen = np.unique(np.asarray(tokens, np.int64))
         scores, penalty = row[seen], np.float32(params.repetition_penalty)
         row[seen] = np.where(scores > 0, scores / penalty, scores * penalty)
-    if (params.presence_penalty or params.frequency_penalty) and request.output_length:
-        written, counts = np.unique(request.tokens[request.prompt_length :], return_counts=True)
+    if (params.presence_penalty or params.frequency_penalty) and choice.output_length:
+        written, counts = np.unique(tokens[request.prompt_length :], return_counts=True)
         often = np.float32(params.frequency_penalty) * counts.astype(np.float32)
         row[written] -= np.float32(params.presence_penalty) + often
     for token, bias in params.logit_bias.items():
         row[token] += np.float32(bias)
-    if request.output_length < params.min_tokens:
+    if choice.output_length < params.min_tokens:
         row[list(request.stop_ids)] = -np.inf
     return row
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from twostroke.kv.addresses import BlockHasher
 from twostroke.kv.blocks import BlockPool
-from twostroke.kv.hashing import BlockHasher
 from twostroke.kv.offload import HostPool
 from twostroke.kv.tables import KVTables
 from twostroke.model.arch import Arch
@@ -17,10 +17,11 @@ if TYPE_CHECKING:  # settings stand above scheduling
     from twostroke.config import Resolved
 
 
-def make_scheduler(arch: Arch, settings: Resolved, model: str) -> Scheduler:
+def make_scheduler(arch: Arch, settings: Resolved, identity: str, key: bytes | None = None) -> Scheduler:
+    """identity and key: of the names of KV blocks (kv/addresses.py)."""
     host = HostPool(settings.host_slots) if settings.host_slots else None
     pool = BlockPool(settings.kv_blocks, keep_cached=settings.prefix_cache, host=host)
-    tables = KVTables(settings.layout, pool, BlockHasher(model), settings.max_requests, settings.max_model_len)
+    tables = KVTables(settings.layout, pool, BlockHasher(identity, key), settings.max_requests, settings.max_model_len)
     limits = Limits(
         settings.max_batch_tokens, settings.max_requests, settings.chunked_prefill, settings.batching == "static"
     )

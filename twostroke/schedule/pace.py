@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from twostroke.ops.interface import BLOCK
-from twostroke.types import Plan
+from twostroke.types import Plan, WorkKind
 
 MARGIN = 0.85  # of max_gap that a step may be planned to take; the rest is for what happens between steps
 SMOOTHING = 0.2
@@ -62,11 +62,11 @@ class Pace:
 
     def observe(self, plan: Plan, seconds: float) -> None:
         prompt, streams = 0.0, 0
-        for _, start, count in plan.works:
-            if count > 1:
-                prompt += self.flops(start, count)
+        for work in plan.works:
+            if work.kind is WorkKind.READ:
+                prompt += self.flops(work.start, work.count)
             else:
-                streams += 1
+                streams += work.count
         self.learn(prompt, streams, seconds)
 
     def learn(self, prompt: float, streams: int, seconds: float) -> None:

@@ -12,11 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
+from twostroke.kv.addresses import Name
 from twostroke.kv.tables import KVTables
 from twostroke.ops.interface import BLOCK
 from twostroke.schedule.pace import Pace
+from twostroke.schedule.planner import Planner
 from twostroke.schedule.policy import Policy
-from twostroke.types import Details, Event, FinishReason, Plan, RequestState, Result, Status, Work
+from twostroke.types import Details, Drafter, Event, FinishReason, Plan, RequestState, Result, Status, Work, WorkKind
 
 WATERMARK = 0.01  # of the pool kept free at admission, so that streams can grow before someone is preempted
 NOTHING = Details()
@@ -44,14 +46,17 @@ class Counters:
 
 
 class Scheduler:
-    def __init__(self, tables: KVTables, limits: Limits, policy: Policy, pace: Pace):
+    def __init__(self, tables: KVTables, limits: Limits, policy: Policy, pace: Pace, drafter: Drafter | None = None):
         self.tables = tables
         self.limits = limits
         self.policy = policy
         self.pace = pace
+        self.drafter = drafter  # proposes tokens that a step verifies
         self.waiting: list[RequestState] = []  # sorted by the policy's key
         self.running: dict[int, RequestState] = {}  # by id, in order of admission
         self.leaving: dict[int, RequestState] = {}  # finished, but a step in flight still writes their blocks
+        self.fetching: dict[int, RequestState] = {}  # admitted, and waiting for bytes of blocks from elsewhere
+        self.broken: set[int] = set()  # of those: a block that they start from was lost meanwhile
         # Part of a step that raised, by id: each is tried alone until it has computed so many tokens again.
         self.suspects: dict[int, int] = {}
         self.published: dict[int, list[int]] = {}  # plan number -> blocks whose content it promised
@@ -67,7 +72,7 @@ class Scheduler:
 
     def find(self, request_id: int) -> RequestState | None:
         """A request that has not ended, by its id."""
-        running = self.running.get(request_id)
+        running = self.running.get(request_id) or self.fetching.get(request_id)
         return running or next((request for request in self.waiting if request.id == request_id), None)
 
     def abort(self, request: RequestState, now: float) -> Event | None:
@@ -78,26 +83,26 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        return not (self.waiting or self.running or self.leaving)
+        return not (self.waiting or self.running or self.leaving or self.fetching)
 
     # ---- plan ------------------------------------------------------------------------------------------------------
 
     def plan(self, now: float) -> Plan:
         self.plans += 1
-        draft = _Draft(self, now)
+        planner = Planner(self, now)
         if self.suspects:
-            draft.add_suspect(self.suspects)
+            planner.add_suspect(self.suspects)
         elif self.policy.prompts_first:
-            draft.add_prompts()
-            draft.add_streams()
+            planner.add_prompts()
+            planner.add_streams()
         else:
-            draft.add_streams()
-            draft.add_prompts()
-        if draft.promised:
-            self.published[self.plans] = draft.promised
+            planner.add_streams()
+            planner.add_prompts()
+        if planner.promised:
+            self.published[self.plans] = planner.promised
         host = self.tables.pool.host
-        moves = host.take_moves() if host is not None and draft.works else ()  # an empty plan is not run
-        return Plan(self.plans, tuple(draft.works), moves)
+        moves = host.take_moves() if host is not None and planner.works else ()  # an empty plan is not run
+        return Plan(self.plans, tuple(planner.works), moves)
 
     def waiting_in_order(self) -> list[RequestState]:
         if not self.policy.by_cached_prefix:
@@ -106,7 +111,17 @@ class Scheduler:
 
     def admit(self, request: RequestState) -> bool:
         """Move a waiting request into the batch if its whole prompt fits beside what is promised to others."""
-        if not self.tables.free_rows or len(self.running) >= self.limits.max_requests:
+        if not self._open(request):
+            return False
+        self.running[request.id] = request
+        request.status = Status.RUNNING
+        self._count_admission(request)
+        return True
+
+    def _open(self, request: RequestState) -> bool:
+        """Give a waiting request a row and the cached blocks it starts from. What is found is held before anything is
+        evicted for the rest."""
+        if not self.tables.free_rows or len(self.running) + len(self.fetching) >= self.limits.max_requests:
             return False
         hit = self.tables.match(request)
         step = self.limits.max_batch_tokens if self.limits.chunked else len(request.tokens)
@@ -117,10 +132,41 @@ class Scheduler:
             return False
         self.tables.open(request, hit)
         self.waiting.remove(request)
-        self.running[request.id] = request
-        request.status = Status.RUNNING
-        self._count_admission(request)
         return True
+
+    # ---- blocks from elsewhere ---------------------------------------------------------------------------------------
+
+    def expect(self, request: RequestState, tokens: int) -> list[tuple[Name, int]] | None:
+        """Admit a waiting request whose first `tokens` tokens were computed elsewhere. It gets blocks for them and
+        waits in FETCHING. Returns the blocks to be filled with their names; None: there is no room now."""
+        tokens = min(tokens, len(request.tokens) - 1) // self.tables.unit * self.tables.unit
+        if not self._open(request):
+            return None
+        if tokens <= request.computed or not self.tables.grow(request, tokens):
+            tokens = request.computed
+        request.status = Status.FETCHING
+        request.in_flight = tokens - request.computed  # until they have come, no other request gets these blocks
+        self.fetching[request.id] = request
+        return self.tables.unfilled(request, tokens)
+
+    def arrived(self, request: RequestState, complete: bool) -> None:
+        """The bytes have come, or never will: the request goes on from there, or computes all that was not here."""
+        del self.fetching[request.id]
+        count, request.in_flight = request.in_flight, 0
+        if request.status is Status.FINISHED:  # it ended meanwhile
+            self._leave(request)
+            return
+        request.status = Status.RUNNING
+        self.running[request.id] = request
+        if request.id in self.broken:
+            self.broken.remove(request.id)
+            self._restart(request)
+            return
+        if complete:
+            request.computed += count
+            self.tables.release_behind(request)  # blocks behind a window were not fetched: they get no name
+            self.tables.publish(request, request.computed)
+        self._count_admission(request)
 
     def _promised_to_prompts(self, step: int) -> int:
         """Blocks that admitted prompts will still take."""
@@ -171,22 +217,23 @@ class Scheduler:
             if event is not None:
                 events.append(event)
         if self.suspects:
-            for request, _, _ in plan.works:
+            for request in (work.request for work in plan.works):
                 if request.computed >= self.suspects.get(request.id, inf):
                     del self.suspects[request.id]  # it came past what failed, alone: innocent
         return events
 
     def _commit_one(self, work: Work, tokens: tuple[int, ...], details: Details, now: float) -> Event | None:
-        request, _, count = work
-        request.in_flight -= count
+        request = work.request
+        request.in_flight -= work.count
         if request.status is Status.FINISHED:  # it ended while this step ran
             self._leave(request)
             return None
         if details.error is not None:
             return self._finish(request, FinishReason.ERROR, now, error=details.error)
-        request.computed += count
+        # Of a draft only what was kept counts: K and V of the rest lie beyond `computed` and are written again.
+        request.computed += len(tokens) if work.kind is WorkKind.VERIFY else work.count
         kept, reason = self._append(request, tokens, now)
-        if count > 1 or request.computed % BLOCK == 0:  # else no block became full
+        if work.kind is not WorkKind.WRITE or request.computed % BLOCK == 0:  # else no block became full
             self.tables.publish(request, request.computed)
         if self.tables.windowed:
             self.tables.release_behind(request)
@@ -195,7 +242,7 @@ class Scheduler:
         if kept or details.prompt_logprobs:
             facts = request.timeline.facts() if request.facts_changed else None
             request.facts_changed = False
-            return Event(request.id, kept, None, details.logprobs, details.prompt_logprobs, None, facts)
+            return Event(request.id, kept, None, details.logprobs[: len(kept)], details.prompt_logprobs, None, facts)
         return None
 
     def _append(
@@ -226,13 +273,13 @@ class Scheduler:
         if request.status is Status.WAITING:
             self.waiting.remove(request)
         else:
-            del self.running[request.id]
+            self.running.pop(request.id, None)
             self.leaving[request.id] = request
         self.suspects.pop(request.id, None)
         request.status = Status.FINISHED
         self._leave(request)
         facts = request.timeline.facts()
-        return Event(request.id, tokens, reason, details.logprobs, details.prompt_logprobs, error, facts)
+        return Event(request.id, tokens, reason, details.logprobs[: len(tokens)], details.prompt_logprobs, error, facts)
 
     def _leave(self, request: RequestState) -> None:
         """Free a finished request's blocks, once no step in flight writes them any more."""
@@ -251,7 +298,7 @@ class Scheduler:
             self.tables.pool.revoke(block)
         works = [work for plan in plans for work in plan.works]
         ends: dict[int, int] = {}  # how far each of them was to come
-        for request, start, count in works:
+        for request, start, count, *_ in works:
             request.in_flight -= count
             ends[request.id] = min(start + count, len(request.tokens))
         requests = {work.request.id: work.request for work in works}
@@ -267,6 +314,7 @@ class Scheduler:
         for request in list(self.running.values()):
             if self.tables.holds_any(request, broken):  # it was admitted on a promise that was not kept
                 self._restart(request)
+        self.broken |= {number for number, r in self.fetching.items() if self.tables.holds_any(r, broken)}
         return events
 
     # ---- invariants ------------------------------------------------------------------------------------------------
@@ -279,156 +327,6 @@ class Scheduler:
         for request in self.running.values():
             assert 0 <= request.computed < len(request.tokens), "computed ran past the known tokens"
             assert self.tables.room(request) >= request.start, "blocks do not cover what is computed or planned"
-        rows = len(self.running) + len(self.leaving) + len(self.tables.free_rows)
+        fetching = [request for request in self.fetching.values() if request.status is Status.FETCHING]
+        rows = len(self.running) + len(self.leaving) + len(fetching) + len(self.tables.free_rows)
         assert rows == len(self.tables.held), "a row is lost"
-
-
-class _Draft:
-    """One plan in the making: the works so far and what is left of the budget."""
-
-    def __init__(self, scheduler: Scheduler, now: float):
-        self.scheduler = scheduler
-        self.tables = scheduler.tables
-        self.now = now
-        self.works: list[Work] = []
-        self.streams: list[RequestState] = []  # running: at most their newest token is left to compute
-        self.prompts: list[RequestState] = []  # running: more is left, or the whole of a prompt
-        for request in scheduler.running.values():
-            start = request.computed + request.in_flight
-            stream = start >= request.prompt_length and start >= len(request.tokens) - 1
-            (self.streams if stream else self.prompts).append(request)
-        self.promised: list[int] = []  # blocks published before their content is there
-        self.tokens_left = scheduler.limits.max_batch_tokens
-        self.seconds_left: float | None = None  # of prompt work; None: no stream is waiting for this step
-        self.chunks = 0
-
-    def add_streams(self) -> None:
-        """Every running stream advances by one."""
-        scheduler, tables = self.scheduler, self.tables
-        if tables.pool.available < len(self.streams) * len(tables.windows):
-            # Whoever must give way comes last and is not planned yet.
-            self.streams.sort(key=_worth_keeping, reverse=True)
-        for request in self.streams:
-            if self.tokens_left < 1:
-                return
-            start = request.computed + request.in_flight
-            if request.id not in scheduler.running or _is_complete(request, start):
-                continue
-            if start % BLOCK == 0 and not self._make_room(request, start + 1):
-                continue
-            self.works.append(Work(request, start, 1))
-            request.in_flight += 1
-            self.tokens_left -= 1
-            scheduler.counters.computed_tokens += 1
-
-    def add_prompts(self) -> None:
-        """Prompts that are under way and prompts that wait, merged in the order of the policy."""
-        scheduler = self.scheduler
-        if not (self.prompts or scheduler.waiting):
-            scheduler.batch_open = False
-            return
-        key = scheduler.policy.key
-        if self.works:
-            self.seconds_left = scheduler.pace.allowance(scheduler.policy.gentle, len(self.works))
-        started = sorted((r for r in self.prompts if r.id in scheduler.running), key=key)
-        waiting = self._admissible()
-        while (started or waiting) and self._has_budget():
-            if started and (not waiting or key(started[0]) <= key(waiting[0])):
-                request = started.pop(0)
-                if request.id in scheduler.running:
-                    self._add_chunk(request)
-            else:
-                request = waiting.pop(0)
-                if not scheduler.admit(request):
-                    waiting = []
-                    scheduler.batch_open = False
-                elif not self._add_chunk(request):
-                    waiting = []
-        if not scheduler.waiting:
-            scheduler.batch_open = False
-
-    def add_suspect(self, suspects: dict[int, int]) -> None:
-        """Only the first suspect, alone, and only when nothing else is in flight."""
-        scheduler = self.scheduler
-        if any(request.in_flight for request in (*scheduler.running.values(), *scheduler.leaving.values())):
-            return
-        first = next(iter(suspects))
-        request = scheduler.running.get(first) or next(r for r in scheduler.waiting if r.id == first)
-        if request.status is Status.WAITING and not scheduler.admit(request):
-            for victim in sorted(scheduler.running.values(), key=_worth_keeping):
-                scheduler.preempt(victim)
-                if scheduler.admit(request):
-                    break
-        self._add_chunk(request)
-
-    def _admissible(self) -> list[RequestState]:
-        scheduler = self.scheduler
-        if scheduler.limits.static:
-            scheduler.batch_open = scheduler.batch_open or not scheduler.running
-            if not scheduler.batch_open:
-                return []
-        return scheduler.waiting_in_order() if scheduler.waiting else []
-
-    def _has_budget(self) -> bool:
-        if not self.scheduler.limits.chunked:
-            return self.tokens_left > 0 or self.chunks == 0
-        return self.tokens_left > 0 and (self.seconds_left is None or self.seconds_left > 0 or self.chunks == 0)
-
-    def _add_chunk(self, request: RequestState) -> bool:
-        """As much of the prompt as the budget allows. False if none of it does."""
-        start = request.start
-        want = len(request.tokens) - start
-        if want <= 0:
-            return True
-        count = self._affordable(start, want)
-        if count < 1 or not self._make_room(request, start + count):
-            return False
-        self._add(request, start, count)
-        self.chunks += 1
-        if self.seconds_left is not None:
-            self.seconds_left -= self.scheduler.pace.seconds(start, count)
-        return True
-
-    def _affordable(self, start: int, want: int) -> int:
-        if not self.scheduler.limits.chunked:
-            return want if want <= self.tokens_left or self.chunks == 0 else 0
-        count = min(want, self.tokens_left)
-        if self.seconds_left is not None:
-            count = self.scheduler.pace.affordable(start, count, self.seconds_left)
-        return count
-
-    def _add(self, request: RequestState, start: int, count: int) -> None:
-        self.works.append(Work(request, start, count))
-        self.tokens_left -= count
-        request.in_flight += count
-        self.scheduler.counters.computed_tokens += count
-        if start < request.prompt_length:
-            request.timeline.chunks += 1
-            request.facts_changed = True
-        if start + count < len(request.tokens) or count > 1:
-            self.promised += self.tables.publish(request, start + count)
-        if request.timeline.scheduled is None:
-            request.timeline.scheduled = self.now
-
-    def _make_room(self, request: RequestState, length: int) -> bool:
-        """Grow the request's tables, preempting whoever loses least. False if the request itself must wait."""
-        scheduler = self.scheduler
-        while not self.tables.grow(request, length):
-            victim = min((r for r in scheduler.running.values() if not r.in_flight), key=_worth_keeping, default=None)
-            if victim is None:
-                return False
-            scheduler.preempt(victim)
-            if victim is request:
-                return False
-        return True
-
-
-def _is_complete(request: RequestState, start: int) -> bool:
-    """Steps in flight will bring it to its limit, or it is already one unknown token ahead."""
-    known = len(request.tokens)
-    return start > known or known + (start == known) >= request.limit
-
-
-def _worth_keeping(request: RequestState) -> tuple[int, int, int]:
-    """Smallest first: the least important, then the one that loses least, then the youngest."""
-    return (-request.params.priority, request.computed, -request.id)

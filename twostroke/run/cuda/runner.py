@@ -9,8 +9,7 @@ such a step is met again: the first tokens do not wait for captures, and long st
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,9 +26,10 @@ from twostroke.ops.cuda.kernels.sample import Filters, resolve_tokens, sample
 from twostroke.ops.interface import KV_SCALE_BYTES, Attention, GroupBlocks
 from twostroke.run.cuda.staging import Fields, Staging
 from twostroke.run.cuda.steps import Mixture, Shape, Streams, on_device
-from twostroke.run.runner import LOGIT_ROWS
-from twostroke.run.sample import NOT_FINITE, SLACK, choose_one, logprobs
-from twostroke.types import Details, Plan, Result, Work
+from twostroke.run.runner import LOGIT_ROWS, describe_choices
+from twostroke.run.sample import SLACK, choose_one, logprobs
+from twostroke.run.step import StepRows
+from twostroke.types import Choice, Details, Plan, Result, Work, WorkKind
 
 MEETINGS = 2  # of a shape before it is captured
 MOST_GRAPHS = 200  # a few megabytes each
@@ -59,11 +59,12 @@ class Clocked:
 
 @dataclass(slots=True, eq=False)
 class Handle:
-    plan: Plan
-    samplers: tuple[int, ...]
-    tokens: Tensor  # pinned, (samplers,)
+    rows: StepRows
+    tokens: Tensor  # pinned, (choices,)
     done: Any
     details: dict[int, Details] = field(default_factory=dict)
+    logits: dict[int, np.ndarray] = field(default_factory=dict)  # of choices whose log probabilities are wanted
+    errors: dict[int, str] = field(default_factory=dict)  # of choices that the host could not make
     clocked: Clocked | None = None
     began: Any = None
 
@@ -101,8 +102,9 @@ class CudaRunner:
         with torch.cuda.stream(self.stream) if self.on_card else nullcontext():
             began = timing_event() if self.on_card else None
             self.kv.move(plan.moves)
-            streams = all(work.count == 1 and work.samples and on_device(work.request) for work in plan.works)
-            handle = self._launch_streams(plan) if streams else self._launch_mixed(plan)
+            rows = StepRows(plan)
+            streams = all(work.kind is WorkKind.WRITE for work in plan.works) and all(map(on_device, rows.choices))
+            handle = self._launch_streams(rows) if streams else self._launch_mixed(rows)
             handle.began = began
             return handle
 
@@ -113,25 +115,22 @@ class CudaRunner:
             seconds = handle.began.elapsed_time(handle.done) / 1e3
             if handle.clocked is not None:
                 handle.clocked.entry.worthwhile = handle.clocked.host_seconds > BEHIND * seconds
-        sampled: list[tuple[int, ...]] = [()] * len(handle.plan.works)
-        for index, token in zip(handle.samplers, handle.tokens.tolist(), strict=False):
-            if token < 0:
-                details = handle.details.setdefault(index, Details())
-                details.error = details.error or NOT_FINITE
-            else:
-                sampled[index] = (token,)
+        rows, details = handle.rows, handle.details
+        chosen = handle.tokens[: len(rows.choices)].tolist()
+        kept = rows.accepted([None if token < 0 else token for token in chosen])
+        describe_choices(rows, kept, handle.logits, handle.errors, details)
         self.results.append(handle.tokens)
-        return Result(tuple(sampled), handle.details, seconds)
+        return Result(tuple(kept), details, seconds)
 
     # ---- steps of a shape that others share ------------------------------------------------------------------------
 
-    def _launch_streams(self, plan: Plan) -> Handle:
+    def _launch_streams(self, rows: StepRows) -> Handle:
         """Every request advances by one."""
-        streams = Streams.of(plan, self.tables, self.members)
+        streams = Streams.of(rows, self.tables, self.members)
         shape = streams.shape(self.members, self.kv_heads)
         entry = self._entry(shape)
         streams.fill(self.staging.begin(entry.fields))
-        return self._run_shape(plan, shape, entry, tuple(range(len(plan.works))))
+        return self._run_shape(rows, shape, entry)
 
     def _entry(self, shape: Shape) -> Captured:
         entry = self.shapes.get(shape)
@@ -141,7 +140,7 @@ class CudaRunner:
             entry = self.shapes[shape] = Captured(fields, buffer, fields.views(buffer))
         return entry
 
-    def _run_shape(self, plan: Plan, shape: Shape, entry: Captured, samplers: tuple[int, ...]) -> Handle:
+    def _run_shape(self, rows: StepRows, shape: Shape, entry: Captured) -> Handle:
         self.staging.send(entry.fields, entry.buffer)
         entry.met += 1
         if entry.graph is None and entry.worthwhile and entry.met > MEETINGS and self.captures < MOST_GRAPHS:
@@ -149,11 +148,11 @@ class CudaRunner:
         if entry.graph is not None:
             entry.graph.replay()
             assert entry.tokens is not None
-            return self._finish(plan, samplers, entry.tokens)
+            return self._finish(rows, entry.tokens)
         began = time.perf_counter()
         tokens = self._step(shape, entry.there)
         clocked = Clocked(entry, time.perf_counter() - began) if self.graphs else None
-        return self._finish(plan, samplers, tokens, clocked=clocked)
+        return self._finish(rows, tokens, clocked=clocked)
 
     def _capture(self, shape: Shape, entry: Captured) -> None:
         self.captures += 1
@@ -191,8 +190,8 @@ class CudaRunner:
             starts=there["starts"][: requests + 1], contexts=there["contexts"][:requests],
             groups=tuple(GroupBlocks(*places) for places in zip(slots, there["tables"], strict=True)),
             logit_rows=slice(None) if shape.streams else there["logit_rows"],
-            counts=mixture.counts if mixture is not None else None,
-            lengths=mixture.contexts if mixture is not None else None,
+            counts=mixture.rows.counts if mixture is not None else None,
+            lengths=mixture.rows.contexts if mixture is not None else None,
             streams=shape.streams, splits=shape.splits, cuts=cuts if self.ops.shares_steps else None,
         )  # fmt: skip
 
@@ -206,38 +205,39 @@ class CudaRunner:
 
     # ---- prompts, chunks and mixtures ------------------------------------------------------------------------------
 
-    def _launch_mixed(self, plan: Plan) -> Handle:
-        mixture = Mixture.of(plan, self.kinds)
-        hosted = tuple(n for n, index in enumerate(mixture.samplers) if not on_device(plan.works[index].request))
+    def _launch_mixed(self, rows: StepRows) -> Handle:
+        mixture = Mixture.of(rows, self.kinds)
+        hosted = [n for n, choice in enumerate(rows.choices) if not on_device(choice)]
         shared = self.ops.shares_steps and not hosted
         padded = mixture.padded_shape(self.kinds, self.tables.shape[2]) if shared else None
         if padded is None:
-            return self._launch_once(plan, mixture, hosted)
+            return self._launch_once(mixture, hosted)
         entry = self._entry(padded)
         mixture.fill(self.staging.begin(entry.fields), self.tables)
-        return self._run_shape(plan, padded, entry, mixture.samplers)
+        return self._run_shape(rows, padded, entry)
 
-    def _launch_once(self, plan: Plan, mixture: Mixture, hosted: tuple[int, ...]) -> Handle:
-        shape, works, samplers = mixture.exact_shape(), plan.works, mixture.samplers
-        fields = shape.fields(self.tables.shape[0], sum(count for _, count in mixture.prompts))
+    def _launch_once(self, mixture: Mixture, hosted: list[int]) -> Handle:
+        rows, shape = mixture.rows, mixture.exact_shape()
+        fields = shape.fields(self.tables.shape[0], sum(prompt.count for prompt in rows.prompts))
         mixture.fill(self.staging.begin(fields), self.tables)
         there = fields.views(self.staging.send(fields))
         hidden = self.model.forward(self._batch(shape, there, mixture), self.kv)
         details: dict[int, Details] = {}
-        first = len(samplers)
-        for index, count in mixture.prompts:
-            scores = self._score_prompt(works[index], hidden[first : first + count])
-            details[index] = Details(prompt_logprobs=scores)
-            first += count
-        if not samplers:
-            return self._finish(plan, (), self.newest[:0], details)
-        logits = self.model.logits(hidden[: len(samplers)])
+        for prompt in rows.prompts:
+            scores = self._score_prompt(rows.works[prompt.work], hidden[prompt.first : prompt.first + prompt.count])
+            details[prompt.work] = Details(prompt_logprobs=scores)
+        if not rows.choices:
+            return self._finish(rows, self.newest[:0], details)
+        logits = self.model.logits(hidden[: len(rows.choices)])
         before = self.newest.to("cpu", copy=True) if hosted else self.newest
         tokens = self._sample(logits, there)
-        if hosted:
-            self._choose_on_host(logits, works, samplers, hosted, before, tokens, details)
-            self.newest[there["rows"]] = tokens
-        return self._finish(plan, samplers, tokens, details)
+        if not hosted:
+            return self._finish(rows, tokens, details)
+        kept, errors = self._choose_on_host(logits, rows, hosted, before, tokens)
+        self.newest[there["rows"]] = tokens
+        handle = self._finish(rows, tokens, details)
+        handle.logits, handle.errors = kept, errors
+        return handle
 
     def _score_prompt(self, work: Work, hidden: Tensor) -> dict:
         request, scores = work.request, {}
@@ -249,32 +249,38 @@ class CudaRunner:
         return scores
 
     def _choose_on_host(
-        self, logits: Tensor, works: tuple[Work, ...], samplers: tuple[int, ...], hosted: tuple[int, ...],
-        before: Tensor, tokens: Tensor, details: dict[int, Details],
-    ) -> None:  # fmt: skip
-        """The whole chain of run/sample.py, for what the device does not do. Waits for the device."""
-        for n in hosted:
-            work, mine = works[samplers[n]], details.setdefault(samplers[n], Details())
-            row, request = logits[n].cpu().numpy(), work.request
-            with knowing(work, int(before[request.row])):
-                masks = self.grammars.masks([request]) if self.grammars is not None else NO_MASKS
-                mine.error = masks.errors.get(0)
-                token = None if mine.error else choose_one(row, request, masks.allowed.get(0))
-            tokens[n] = -1 if token is None else token
-            if token is not None and request.params.logprobs is not None:
-                mine.logprobs = (logprobs(row, token, request.params.logprobs),)
+        self, logits: Tensor, rows: StepRows, hosted: list[int], before: Tensor, tokens: Tensor
+    ) -> tuple[dict[int, np.ndarray], dict[int, str]]:
+        """The whole chain of run/sample.py, for what the device does not do. Waits for the device. Returns the logits
+        of these choices, and why some could not be made."""
+        found = {n: logits[n].cpu().numpy() for n in hosted}
+        choices = [self._with_newest(rows.choices[n], before) for n in hosted]
+        masks = self.grammars.masks(choices) if self.grammars is not None else NO_MASKS
+        for index, (n, choice) in enumerate(zip(hosted, choices, strict=True)):
+            chosen = None
+            if index not in masks.unmasked:
+                chosen = choose_one(found[n], choice, masks.allowed.get(index))
+            tokens[n] = -1 if chosen is None else chosen
+        return found, {hosted[index]: error for index, error in masks.errors.items()}
+
+    def _with_newest(self, choice: Choice, newest: Tensor) -> Choice:
+        """With the token that is still in flight, if there is one."""
+        if len(choice.tokens) == choice.position:
+            return choice
+        return choice._replace(tokens=[*choice.tokens, int(newest[choice.request.row])])
 
     def _finish(
-        self, plan: Plan, samplers: tuple[int, ...], tokens: Tensor, details: dict[int, Details] | None = None,
-        clocked: Clocked | None = None,
-    ) -> Handle:  # fmt: skip
-        count = len(samplers)
+        self, rows: StepRows, tokens: Tensor, details: dict[int, Details] | None = None, clocked: Clocked | None = None
+    ) -> Handle:
+        count = len(rows.choices)
         if not self.on_card:
-            return Handle(plan, samplers, tokens[:count].clone(), None, details or {})
-        most = self.tables.shape[1]
-        out = self.results.pop() if self.results else torch.empty(most, dtype=torch.int32, pin_memory=True)
+            return Handle(rows, tokens[:count].clone(), None, details or {})
+        most = max(count, self.tables.shape[1])
+        out = self.results.pop() if self.results else torch.empty(0, dtype=torch.int32)
+        if out.numel() < most:
+            out = torch.empty(most, dtype=torch.int32, pin_memory=True)
         out[:count].copy_(tokens[:count], non_blocking=True)
-        return Handle(plan, samplers, out, timing_event(), details or {}, clocked)
+        return Handle(rows, out, timing_event(), details or {}, clocked=clocked)
 
 
 def grouped_attentions(model: Transformer) -> list[Attention]:
@@ -287,16 +293,3 @@ def timing_event() -> Any:
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
-
-
-@contextmanager
-def knowing(work: Work, newest: int) -> Iterator[None]:
-    """The request as it will be once its token in flight, if there is one, has been collected."""
-    ahead = work.start + work.count > len(work.request.tokens)
-    if ahead:
-        work.request.tokens.append(newest)
-    try:
-        yield
-    finally:
-        if ahead:
-            work.request.tokens.pop()

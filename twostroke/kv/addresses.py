@@ -1,7 +1,9 @@
 """Names of KV blocks: a keyed hash, chained from block to block. Torch-free.
 
-The key is drawn at start, so nobody outside can search for colliding prompts; the salt keeps tenants apart, so nobody
-can learn from timing what another tenant has asked.
+A name is an address: it is made of a key, of what determines the bytes of a block (the weights' fingerprint, the KV
+format, the backend), of the tenant's salt and of all tokens up to the block's end. Engines that share the key and the
+model give the same name to the same block. Without a shared key one is drawn at start. The key keeps others from
+searching for prompts that collide; the salt keeps one tenant from learning by timing what another has asked.
 """
 
 from __future__ import annotations
@@ -26,13 +28,14 @@ class Name(NamedTuple):
 
 
 class BlockHasher:
-    def __init__(self, model: str, key: bytes | None = None):
+    def __init__(self, identity: str, key: bytes | None = None):
+        """identity: what determines the bytes of a block beside its tokens. key: shared by a deployment's engines."""
         self.key = key if key is not None else secrets.token_bytes(32)
-        self.model = model.encode()
+        self.identity = identity.encode()
 
     def root(self, salt: bytes) -> bytes:
         """Parent of every first block: what must be equal before tokens are even looked at."""
-        data = len(self.model).to_bytes(8, "little") + self.model + salt
+        data = len(self.identity).to_bytes(8, "little") + self.identity + salt
         return blake2b(data, key=self.key, digest_size=DIGEST_BYTES).digest()
 
     def extend(self, chain: list[bytes], tokens: Sequence[int], salt: bytes, blocks: int) -> None:

@@ -2,11 +2,14 @@
 
 import numpy as np
 
+from twostroke.kv.layout import KVGroup
+from twostroke.model.arch import KVEntry
 from twostroke.ops.interface import BLOCK
-from twostroke.run.batch import build_step
+from twostroke.run.step import StepRows
 from twostroke.sampling import SamplingParams
-from twostroke.types import Plan, Request, RequestState, Work
+from twostroke.types import Plan, Request, RequestState, Work, WorkKind
 
+GROUPS = [KVGroup(KVEntry(()), ()), KVGroup(KVEntry((), window=64), ())]
 TABLES = np.arange(1, 2 * 4 * 8 + 1, dtype=np.int32).reshape(2, 4, 8)  # (groups, rows, columns): every block another
 
 
@@ -19,7 +22,7 @@ def request(number: int, prompt: int, written: int, row: int, **params: int) -> 
 
 
 def newest(one: RequestState) -> Work:
-    return Work(one, len(one.tokens) - 1, 1)
+    return Work(one, len(one.tokens) - 1, 1, WorkKind.WRITE)
 
 
 def rows_of(works: list[Work], logit_rows: list[int]) -> dict[str, object]:
@@ -27,7 +30,7 @@ def rows_of(works: list[Work], logit_rows: list[int]) -> dict[str, object]:
     cells = [(work.request, position) for work in works for position in range(work.start, work.start + work.count)]
     columns = 1 + max(position for _, position in cells) // BLOCK
     return {
-        "tokens": [one.tokens[position] for one, position in cells],
+        "tokens": [t for work in works for t in [*work.request.tokens, *work.draft][work.start :][: work.count]],
         "positions": [position for _, position in cells],
         "starts": [0, *np.cumsum([work.count for work in works]).tolist()],
         "contexts": [work.start + work.count for work in works],
@@ -41,15 +44,15 @@ def rows_of(works: list[Work], logit_rows: list[int]) -> dict[str, object]:
 
 
 def built(works: list[Work]) -> tuple[dict[str, object], tuple[int, ...]]:
-    step = build_step(Plan(1, tuple(works)), TABLES)
-    batch = step.batch
+    step = StepRows(Plan(1, tuple(works)))
+    batch = step.batch(TABLES, GROUPS)
     found = {
         name: getattr(batch, name).tolist() for name in ("tokens", "positions", "starts", "contexts", "logit_rows")
     }
     found["slots"] = [group.slots.tolist() for group in batch.groups]
     found["tables"] = [group.tables.tolist() for group in batch.groups]
     assert not step.prompts
-    return found, step.samplers
+    return found, tuple(step.chooser)
 
 
 def test_streams_have_a_row_each_and_all_of_them_sample():
@@ -69,3 +72,35 @@ def test_a_single_token_inside_what_is_known_does_not_sample():
     again = request(1, 20, 5, row=1)
     works = [newest(request(3, 4, 2, row=0)), Work(again, 23, 1)]
     assert built(works) == (rows_of(works, [0]), (0,))
+
+
+def test_a_draft_has_a_row_for_each_of_its_tokens_and_a_choice_after_each():
+    stream, other = request(1, 20, 3, row=2), request(3, 4, 2, row=0)
+    works = [Work(stream, 22, 4, WorkKind.VERIFY, (71, 72, 73)), newest(other)]
+    assert built(works) == (rows_of(works, [0, 1, 2, 3, 4]), (0, 0, 0, 0, 1))
+    choices = StepRows(Plan(1, tuple(works))).choices
+    assert [choice.position for choice in choices] == [23, 24, 25, 26, 6]
+    assert list(choices[2].tokens) == [*stream.tokens, 71, 72]
+
+
+def test_drafts_are_kept_as_far_as_the_model_would_have_chosen_them():
+    works = (Work(request(1, 20, 3, row=2), 22, 3, WorkKind.VERIFY, (71, 72)), newest(request(3, 4, 2, row=0)))
+    step = StepRows(Plan(1, works))
+    assert step.accepted([71, 72, 5, 9]) == [(71, 72, 5), (9,)]
+    assert step.accepted([71, 8, 5, 9]) == [(71, 8), (9,)]
+    assert step.accepted([8, 72, 5, 9]) == [(8,), (9,)]
+    assert step.accepted([71, None, 5, None]) == [(71,), ()]
+
+
+def test_a_token_in_flight_is_named_by_its_row():
+    one = request(1, 20, 3, row=2)
+    step = StepRows(Plan(1, (Work(one, 23, 1, WorkKind.WRITE),)))
+    assert step.tokens.tolist() == [-3] and step.choices[0].position == 24
+
+
+def test_an_entry_for_several_tokens_has_one_slot():
+    group = KVGroup(KVEntry((), tokens=4), ())
+    step = StepRows(Plan(1, (Work(request(1, 70, 0, row=1), 14, 8),)))
+    (blocks,) = step.blocks(TABLES[:1], [group])
+    table = TABLES[0, 1]
+    assert blocks.slots.tolist() == [4 * int(table[p // 16]) + p % 16 // 4 for p in range(14, 22)]

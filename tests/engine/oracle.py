@@ -1,0 +1,29 @@
+"""A drafter that knows the answer, with errors put in: what it proposes must never change a token."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from twostroke.types import RequestState
+
+
+class OracleDrafter:
+    """answers: by (prompt, temperature) the tokens of each sample. Proposes up to `most` of them, each wrong with
+    probability `errors`; of a request that it does not know, tokens drawn at random."""
+
+    def __init__(self, answers: dict[tuple, list[list[int]]], most: int, errors: float, seed: int = 0):
+        self.answers, self.most, self.errors = answers, most, errors
+        self.rng = random.Random(seed)
+        self.proposed = 0
+
+    def propose(self, request: RequestState, most: int) -> Sequence[int]:
+        count = min(most, self.rng.randint(0, self.most))
+        prompt = tuple(request.tokens[: request.prompt_length])
+        samples = self.answers.get((prompt, request.params.temperature))
+        known = samples[request.sample] if samples is not None and request.sample < len(samples) else []
+        draft = known[request.output_length :][:count]
+        draft = [token if self.rng.random() >= self.errors else self.rng.randint(3, 299) for token in draft]
+        draft += [self.rng.randint(3, 299) for _ in range(count - len(draft))]
+        self.proposed += len(draft)
+        return draft

@@ -1,0 +1,184 @@
+"""Makes one plan: running streams first, then prompts in the order of the policy, within the budgets. Torch-free."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from twostroke.ops.interface import BLOCK
+from twostroke.types import RequestState, Status, Work, WorkKind
+
+if TYPE_CHECKING:
+    from twostroke.schedule.scheduler import Scheduler
+
+
+class Planner:
+    """One plan in the making: the works so far and what is left of the budget."""
+
+    def __init__(self, scheduler: Scheduler, now: float):
+        self.scheduler = scheduler
+        self.tables = scheduler.tables
+        self.now = now
+        self.works: list[Work] = []
+        self.streams: list[RequestState] = []  # running: at most their newest token is left to compute
+        self.prompts: list[RequestState] = []  # running: more is left, or the whole of a prompt
+        for request in scheduler.running.values():
+            start = request.computed + request.in_flight
+            stream = start >= request.prompt_length and start >= len(request.tokens) - 1
+            (self.streams if stream else self.prompts).append(request)
+        self.promised: list[int] = []  # blocks published before their content is there
+        self.tokens_left = scheduler.limits.max_batch_tokens
+        self.seconds_left: float | None = None  # of prompt work; None: no stream is waiting for this step
+        self.chunks = 0
+
+    def add_streams(self) -> None:
+        """Every running stream advances by one, or by what is kept of a draft."""
+        scheduler, tables = self.scheduler, self.tables
+        if tables.pool.available < len(self.streams) * len(tables.windows):
+            # Those that would be preempted first come last, and are not planned yet.
+            self.streams.sort(key=worth_keeping, reverse=True)
+        for left, request in zip(range(len(self.streams) - 1, -1, -1), self.streams, strict=True):
+            if self.tokens_left < 1:
+                return
+            start = request.computed + request.in_flight
+            if request.id not in scheduler.running or is_complete(request, start) or self._waits(request):
+                continue
+            if start % BLOCK == 0 and not self._make_room(request, start + 1):
+                continue
+            draft = self._draft(request, self.tokens_left - 1 - left) if scheduler.drafter is not None else ()
+            count = 1 + len(draft)
+            self.works.append(Work(request, start, count, WorkKind.VERIFY if draft else WorkKind.WRITE, draft))
+            request.in_flight += count
+            self.tokens_left -= count
+            scheduler.counters.computed_tokens += count
+
+    def _waits(self, request: RequestState) -> bool:
+        """Whether its next plan depends on a result that is not known yet: a draft continues the newest token. Where
+        nothing is drafted, the next step is planned while one runs."""
+        return self.scheduler.drafter is not None and request.in_flight > 0
+
+    def _draft(self, request: RequestState, rows: int) -> tuple[int, ...]:
+        """Tokens to verify after the newest one. They take rows and blocks that are free: none evicts or preempts."""
+        drafter = self.scheduler.drafter
+        known = len(request.tokens)
+        most = min(request.limit - known - 1, rows)
+        if drafter is None or most < 1:
+            return ()
+        draft = tuple(drafter.propose(request, most))[:most]
+        while draft and self.tables.missing(request, known + len(draft)) > len(self.tables.pool.free):
+            draft = draft[: len(draft) // 2]
+        if draft:
+            self.tables.grow(request, known + len(draft))
+        return draft
+
+    def add_prompts(self) -> None:
+        """Prompts that are under way and prompts that wait, merged in the order of the policy."""
+        scheduler = self.scheduler
+        if not (self.prompts or scheduler.waiting):
+            scheduler.batch_open = False
+            return
+        key = scheduler.policy.key
+        if self.works:
+            self.seconds_left = scheduler.pace.allowance(
+                scheduler.policy.gentle, sum(work.count for work in self.works)
+            )
+        started = sorted((r for r in self.prompts if r.id in scheduler.running), key=key)
+        waiting = self._admissible()
+        while (started or waiting) and self._has_budget():
+            if started and (not waiting or key(started[0]) <= key(waiting[0])):
+                request = started.pop(0)
+                if request.id in scheduler.running:
+                    self._add_chunk(request)
+            else:
+                request = waiting.pop(0)
+                if not scheduler.admit(request):
+                    waiting = []
+                    scheduler.batch_open = False
+                elif not self._add_chunk(request):
+                    waiting = []
+        if not scheduler.waiting:
+            scheduler.batch_open = False
+
+    def add_suspect(self, suspects: dict[int, int]) -> None:
+        """Only the first suspect, alone, and only when nothing else is in flight."""
+        scheduler = self.scheduler
+        if any(request.in_flight for request in (*scheduler.running.values(), *scheduler.leaving.values())):
+            return
+        first = next(iter(suspects))
+        request = scheduler.running.get(first) or next(r for r in scheduler.waiting if r.id == first)
+        if request.status is Status.WAITING and not scheduler.admit(request):
+            for victim in sorted(scheduler.running.values(), key=worth_keeping):
+                scheduler.preempt(victim)
+                if scheduler.admit(request):
+                    break
+        self._add_chunk(request)
+
+    def _admissible(self) -> list[RequestState]:
+        scheduler = self.scheduler
+        if scheduler.limits.static:
+            scheduler.batch_open = scheduler.batch_open or not scheduler.running
+            if not scheduler.batch_open:
+                return []
+        return scheduler.waiting_in_order() if scheduler.waiting else []
+
+    def _has_budget(self) -> bool:
+        if not self.scheduler.limits.chunked:
+            return self.tokens_left > 0 or self.chunks == 0
+        return self.tokens_left > 0 and (self.seconds_left is None or self.seconds_left > 0 or self.chunks == 0)
+
+    def _add_chunk(self, request: RequestState) -> bool:
+        """As much of the prompt as the budget allows. False if none of it does."""
+        start = request.start
+        want = len(request.tokens) - start
+        if want <= 0:
+            return True
+        count = self._affordable(start, want)
+        if count < 1 or not self._make_room(request, start + count):
+            return False
+        self._add(request, start, count)
+        self.chunks += 1
+        if self.seconds_left is not None:
+            self.seconds_left -= self.scheduler.pace.seconds(start, count)
+        return True
+
+    def _affordable(self, start: int, want: int) -> int:
+        if not self.scheduler.limits.chunked:
+            return want if want <= self.tokens_left or self.chunks == 0 else 0
+        count = min(want, self.tokens_left)
+        if self.seconds_left is not None:
+            count = self.scheduler.pace.affordable(start, count, self.seconds_left)
+        return count
+
+    def _add(self, request: RequestState, start: int, count: int) -> None:
+        self.works.append(Work(request, start, count, WorkKind.READ))
+        self.tokens_left -= count
+        request.in_flight += count
+        self.scheduler.counters.computed_tokens += count
+        if start < request.prompt_length:
+            request.timeline.chunks += 1
+            request.facts_changed = True
+        self.promised += self.tables.publish(request, start + count)
+        if request.timeline.scheduled is None:
+            request.timeline.scheduled = self.now
+
+    def _make_room(self, request: RequestState, length: int) -> bool:
+        """Grow the request's tables, preempting the request that loses least. False if the request itself must wait."""
+        scheduler = self.scheduler
+        while not self.tables.grow(request, length):
+            victim = min((r for r in scheduler.running.values() if not r.in_flight), key=worth_keeping, default=None)
+            if victim is None:
+                return False
+            scheduler.preempt(victim)
+            if victim is request:
+                return False
+        return True
+
+
+def is_complete(request: RequestState, start: int) -> bool:
+    """Steps in flight will bring it to its limit, or it is already one unknown token ahead."""
+    known = len(request.tokens)
+    return start > known or known + (start == known) >= request.limit
+
+
+def worth_keeping(request: RequestState) -> tuple[int, int, int]:
+    """Smallest first: the least important, then the one that loses least, then the youngest."""
+    return (-request.params.priority, request.computed, -request.id)
