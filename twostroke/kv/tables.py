@@ -205,11 +205,15 @@ class KVTables:
         if columns <= first:
             return []
         self.hasher.extend(request.hashes, request.tokens, request.salt, columns)
-        published = []
-        for column in range(first, columns):
-            for group, end in self._ends(column):
-                block, name = self.held[row][group][end], Name(group, request.hashes[column])
-                if block != RELEASED and self.pool.publish(block, name, self._tokens(request, group, end)):
+        published: list[int] = []
+        for group, (blocks, span) in enumerate(zip(self.held[row], self.spans, strict=True)):
+            step, hashes, tokens, publish = span // BLOCK, request.hashes, request.tokens, self.pool.publish
+            for column in range(first // step, columns // step):
+                block = blocks[column]
+                if block == RELEASED:
+                    continue
+                name = Name(group, hashes[(column + 1) * step - 1])
+                if publish(block, name, tuple(tokens[column * span : (column + 1) * span])):
                     published.append(block)
         self.named[row] = columns
         return published
