@@ -32,15 +32,16 @@ import numpy as np
 from benchmarks.machine import describe
 from benchmarks.served_trace import served_trace
 from twostroke.bench.calibrate import first_guess
-from twostroke.bench.grid import CALIBRATION, HELD_OUT, by_shape, cells, run_grid, spread, typical
+from twostroke.bench.grid import CALIBRATION, Sizes, by_shape, cells, run_grid, typical
 from twostroke.bench.workload import shipped_trace
 from twostroke.config import make_config, resolve
-from twostroke.cost.fit import errors, fit, fit_launched, predicted, with_between
-from twostroke.cost.fleet import Fleet, Pools
-from twostroke.cost.hardware import Rates, datasheet_rates, find_device, rates_from
-from twostroke.cost.models import known_arch
-from twostroke.cost.roofline import ModelCost, Roofline, model_cost
-from twostroke.cost.trace import faster, rate, repeat
+from twostroke.cost.model.devices import find_device
+from twostroke.cost.model.fit import errors, fit, fit_launched, predicted, with_between
+from twostroke.cost.model.known_models import known_arch
+from twostroke.cost.model.rates import Rates, datasheet_rates, rates_from
+from twostroke.cost.model.roofline import ModelCost, Roofline, model_cost
+from twostroke.cost.simulation.fleet import Fleet, Pools
+from twostroke.cost.simulation.trace import faster, rate, repeat
 from twostroke.engine.core import Core
 from twostroke.kv.layout import KVLayout, make_layout
 from twostroke.metrics.steplog import Piece, Step
@@ -50,6 +51,19 @@ RESULTS = Path(__file__).parent / "results"
 TARGET = {"median": 0.10, "p95": 0.20}
 WORST = 12  # cells that are written out
 COLUMNS = ("streams", "context", "start", "count", "sampled", "measured", "predicted")
+# Cells between those of the calibration.
+HELD_OUT = {
+    "cpu": Sizes(
+        (1, 2, 3, 4, 7, 10, 14, 20, 28, 40), (48, 256, 1024),
+        (12, 20, 40, 80, 112, 160, 320, 448), (0, 256, 1024),
+        ((1, 256), (5, 256)), ((0, 20), (1024, 20), (0, 112), (1024, 112)), 16_384, 400_000,
+    ),
+    "cuda": Sizes(
+        (1, 2, 3, 6, 12, 20, 40, 80, 112, 160, 224), (128, 1024, 4096, 16_384),
+        (48, 192, 384, 768, 1536, 3072, 6144), (0, 1024, 8192),
+        ((2, 1024), (32, 1024)), ((0, 192), (8192, 192), (0, 768), (8192, 768)), 200_000, 1 << 26,
+    ),
+}  # fmt: skip
 
 
 def grid(core: Core, cost: ModelCost, kind: str, seconds: float, rounds: int) -> tuple[Rates, dict[str, Any]]:
@@ -131,6 +145,15 @@ def cell_of(step: Step) -> tuple[int, int, int, int]:
     return len(step.streams), context, start, count
 
 
+def spread(steps: Sequence[Step]) -> list[float]:
+    """Distance of each step from the median of its repeats, relative to it. No model can predict it."""
+    found = []
+    for alike in by_shape(steps):
+        middle = median(step.seconds for step in alike)
+        found += [abs(step.seconds / middle - 1) for step in alike]
+    return found
+
+
 def kinds(steps: Sequence[Step]) -> dict[str, list[Step]]:
     return {
         "streams": [step for step in steps if not step.chunks],
@@ -188,7 +211,7 @@ def on_gpu(args: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     from benchmarks.gpu_rig import make_rig
-    from twostroke.weights.random import LLAMA_8B
+    from benchmarks.random_weights import LLAMA_8B
 
     rig = make_rig(LLAMA_8B, max_model_len=32_768)
     print(f"{torch.cuda.get_device_name()}: {rig.core.scheduler.tables.pool.total} blocks", flush=True)

@@ -12,7 +12,7 @@ import numpy as np
 from benchmarks.serving_servers import SLOTS, VOCAB, started
 from twostroke.bench.client import Target, measure
 from twostroke.bench.workload import Load
-from twostroke.cost.trace import Arrival, Part
+from twostroke.cost.simulation.trace import Arrival, Part
 
 PROMPT, ANSWER = 96, 128
 

@@ -29,9 +29,9 @@ from twostroke.bench.calibrate import calibrate
 from twostroke.bench.client import Target, measure
 from twostroke.bench.remote import Admin, apply_live
 from twostroke.bench.workload import Load
-from twostroke.cost.diagnose import Targets
-from twostroke.cost.hardware import Rates
-from twostroke.cost.trace import Arrival, Contents, Part
+from twostroke.cost.answers.diagnose import Targets
+from twostroke.cost.model.rates import Rates
+from twostroke.cost.simulation.trace import Arrival, Contents, Part
 from twostroke.weights.catalog import DEFAULT
 from twostroke.weights.checkpoint import locate, open_checkpoint
 from twostroke.weights.describe import checkpoint_bytes
@@ -42,7 +42,7 @@ TARGET = 0.20  # of |predicted − measured| / measured
 
 
 @dataclass(frozen=True)
-class Case:
+class Fault:
     name: str
     load: Callable[[], Load]
     levers: tuple[str, ...]  # any of these is right
@@ -73,37 +73,37 @@ def one_by_one(count: int, shared: int, own: tuple[int, int], every: float) -> L
     return Load("one by one", rows)
 
 
-CASES = (
-    Case("static batching", lambda: by_chance(36, 2.5, (30, 80), (10, 200)), ("continuous-batching",),
+FAULTS = (
+    Fault("static batching", lambda: by_chance(36, 2.5, (30, 80), (10, 200)), ("continuous-batching",),
          ("batching=static",)),
-    Case("batch cap of 1", lambda: at_once(20, (30, 80), (40, 80)), ("batch-cap",), changed={"max_requests": 1}),
-    Case("prefix cache off", lambda: one_by_one(20, 360, (20, 60), 1.0), ("prefix-cache",), ("prefix_cache=false",)),
-    Case("tiny token budget", lambda: one_by_one(10, 0, (120, 200), 1.5), ("token-budget",),
+    Fault("batch cap of 1", lambda: at_once(20, (30, 80), (40, 80)), ("batch-cap",), changed={"max_requests": 1}),
+    Fault("prefix cache off", lambda: one_by_one(20, 360, (20, 60), 1.0), ("prefix-cache",), ("prefix_cache=false",)),
+    Fault("tiny token budget", lambda: one_by_one(10, 0, (120, 200), 1.5), ("token-budget",),
          ("max_requests=1", "max_batch_tokens=1")),
 )  # fmt: skip
 
 
-def run_case(case: Case, model: str, rates: Rates) -> dict[str, Any]:
-    settings = [part for one in case.started for part in ("-s", one)]
+def run_fault(fault: Fault, model: str, rates: Rates) -> dict[str, Any]:
+    settings = [part for one in fault.started for part in ("-s", one)]
     command = [sys.executable, "-m", "twostroke", "serve", model, "--port", str(PORT), *settings]
     server = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     try:
         target = Target(f"http://127.0.0.1:{PORT}")
         wait_until_ready(target)
         admin = Admin(target)
-        if case.changed:
-            admin.change(case.changed)
-        found = apply_live(admin, target, case.load(), measure, Targets(), rates)
+        if fault.changed:
+            admin.change(fault.changed)
+        found = apply_live(admin, target, fault.load(), measure, Targets(), rates)
     finally:
         server.terminate()
         server.wait(20)
     diagnosis = found.diagnosis if isinstance(found, Applied) else found
-    document: dict[str, Any] = {"case": case.name, "expected": case.levers, "sentence": diagnosis.sentence}
+    document: dict[str, Any] = {"case": fault.name, "expected": fault.levers, "sentence": diagnosis.sentence}
     if isinstance(found, Applied):
-        entry = found.entry
-        document |= {"lever": entry.lever, "metric": entry.metric, "before": entry.before, "measured": entry.measured,
-                     "predicted": entry.predicted, "error": entry.error, "right": entry.lever in case.levers,
-                     "within": abs(entry.error) <= TARGET}  # fmt: skip
+        one = found.prediction
+        document |= {"lever": one.lever, "metric": one.metric, "before": one.before, "measured": one.measured,
+                     "predicted": one.predicted, "error": one.error, "right": one.lever in fault.levers,
+                     "within": abs(one.error) <= TARGET}  # fmt: skip
     print(json.dumps(document), flush=True)
     return document
 
@@ -131,9 +131,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", default=DEFAULT)
     parser.add_argument("--case", action="append", help="only these, by name")
     args = parser.parse_args(arguments)
-    chosen = [case for case in CASES if not args.case or case.name in args.case]
+    chosen = [fault for fault in FAULTS if not args.case or fault.name in args.case]
     rates = rates_here(args.model)
-    rows = [run_case(case, args.model, rates) for case in chosen]
+    rows = [run_fault(fault, args.model, rates) for fault in chosen]
     result = {
         "machine": describe(),
         "command": "python -m benchmarks.diagnosis_apply",

@@ -26,10 +26,10 @@ PROCESS_START = time.perf_counter()
 import torch  # noqa: E402
 
 from benchmarks.gpu_rig import Rig, longest_steps, make_rig, restore_times  # noqa: E402
+from benchmarks.random_weights import LLAMA_1B, LLAMA_8B  # noqa: E402
 from twostroke.metrics.steplog import StepLog  # noqa: E402
 from twostroke.model.arch import Arch  # noqa: E402
 from twostroke.types import RequestState  # noqa: E402
-from twostroke.weights.random import LLAMA_1B, LLAMA_8B  # noqa: E402
 
 # vLLM 0.26.0 on such a card (FlashAttention 3, compiled, CUDA graphs), measured once: not every box can install it.
 VLLM = {"decode1": 200.9, "ttft512": 16.9, "ttft2048": 51.7, "ttft8192": 221.0, "ttft32768": 1201.6,

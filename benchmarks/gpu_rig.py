@@ -10,6 +10,7 @@ from itertools import pairwise
 
 import torch
 
+from benchmarks.random_weights import random_model
 from twostroke.config import make_config, resolve
 from twostroke.engine.core import Core
 from twostroke.hardware import Hardware
@@ -23,7 +24,6 @@ from twostroke.run.cuda.warm_up import prepare
 from twostroke.sampling import SamplingParams
 from twostroke.schedule.make import make_scheduler
 from twostroke.types import Request, RequestState
-from twostroke.weights.random import random_model
 
 
 @dataclass

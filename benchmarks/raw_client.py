@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from twostroke.bench.prompts import token_ids
 from twostroke.bench.record import Record
-from twostroke.cost.trace import Arrival
+from twostroke.cost.simulation.trace import Arrival
 
 clock = time.perf_counter
 SECONDS = 300.0  # that any answer may take

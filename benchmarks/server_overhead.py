@@ -32,7 +32,7 @@ from benchmarks.bare_steps import TURNS
 from benchmarks.machine import describe
 from benchmarks.raw_client import RawClient
 from benchmarks.serving_servers import SLOTS, VOCAB, started_by
-from twostroke.cost.trace import Arrival, Part
+from twostroke.cost.simulation.trace import Arrival, Part
 from twostroke.hardware import usable_cores
 
 HERE = Path(__file__).parent

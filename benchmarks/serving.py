@@ -32,7 +32,7 @@ from benchmarks.raw_client import RawClient
 from benchmarks.serving_servers import CONTEXT, OURS, REPACKED, SAME, SLOTS, VOCAB, started
 from twostroke.bench.record import Record
 from twostroke.bench.workload import trace_load
-from twostroke.cost.trace import Arrival, Part
+from twostroke.cost.simulation.trace import Arrival, Part
 
 HERE = Path(__file__).parent
 COLOURS = {SAME: "#b9b9b9", REPACKED: "#6a6a6a", OURS: "#d9822b"}

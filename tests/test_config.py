@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from twostroke.cli.settings import parse_settings
+from twostroke.cli.options import parse_settings
 from twostroke.config import longest_that_fits, make_config, resolve
 from twostroke.errors import ConfigError
 from twostroke.hardware import Hardware

@@ -7,18 +7,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.served_trace import Piece, at_utilisation, beside, cut_out, following, replay
+from benchmarks.served_trace import Excerpt, at_utilisation, beside, cut_out, following, replay, with_time_between
 from tests.cost.fleets import CPU, requests
 from twostroke.bench.record import Record, Run
 from twostroke.bench.workload import trace_load
-from twostroke.cost.deploy import Deployment
-from twostroke.cost.fit import as_waited_for
-from twostroke.cost.fleet import Fleet
-from twostroke.cost.hardware import Calibration
-from twostroke.cost.models import known_arch
-from twostroke.cost.roofline import Roofline
-from twostroke.cost.summary import summarize
-from twostroke.cost.trace import Contents, rate
+from twostroke.cost.model.calibration import Calibration
+from twostroke.cost.model.known_models import known_arch
+from twostroke.cost.model.roofline import Roofline
+from twostroke.cost.simulation.deployment import Deployment
+from twostroke.cost.simulation.fleet import Fleet
+from twostroke.cost.simulation.served import summarize
+from twostroke.cost.simulation.trace import Contents, rate
 from twostroke.metrics.steplog import StepLog
 
 
@@ -41,7 +40,7 @@ def served_by(machine, deployment, number):
         times = np.cumsum([one.first, *one.gaps.tolist()]).tolist()
         parts = [list(part) for part in row.parts]
         records.append(Record(row.at, row.at, times, one.end, row.prompt, output=one.output, parts=parts))
-    return Piece(rows, Run("trace", "simulated", None, None, records), as_waited_for(list(log)), 0.0)
+    return Excerpt(rows, Run("trace", "simulated", None, None, records), with_time_between(list(log)), 0.0)
 
 
 def test_a_piece_is_predicted_from_those_around_it(deployment):

@@ -1,4 +1,4 @@
-"""One self-contained page for a result: numbers, plots, flags. No script, no font, nothing from elsewhere."""
+"""One self-contained page for a result: numbers, plots, flags. No script, no external files."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import numpy as np
 
 from twostroke.bench import plots, report
 from twostroke.bench.record import Run
-from twostroke.cost.diagnose import seconds
-from twostroke.cost.summary import Spread, goodput
+from twostroke.cost.simulation.served import Spread, goodput
+from twostroke.cost.units import seconds
 
 STYLE = """
 :root{--ink:#1c2430;--soft:#66707d;--paper:#fff;--line:#e3e7ec;--queue:#b9bfc7;--prefill:#3a6ea5;--decode:#d9822b}
@@ -81,7 +81,7 @@ def section(run: Run, ttft: float | None, tpot: float | None) -> str:
 
 def sweep(runs: Sequence[Run], ttft: float | None, tpot: float | None) -> str:
     """Throughput against latency, and goodput against rate where there are targets."""
-    answered = [run for run in runs if any(record.pieces for record in run.records)]
+    answered = [run for run in runs if run.answered]
     if len(answered) < 2:
         return ""
     summaries = [run.summary() for run in answered]

@@ -1,4 +1,4 @@
-"""A run in the terminal: the glossary's numbers, what does not look right, and what cannot be true at all."""
+"""A run in the terminal: its numbers, and checks for values that are suspicious or impossible."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from rich.markup import escape
 from rich.table import Table
 
 from twostroke.bench.record import Run
-from twostroke.cost.diagnose import seconds
-from twostroke.cost.roofline import Roofline
-from twostroke.cost.summary import Spread, goodput
+from twostroke.cost.model.roofline import Roofline
+from twostroke.cost.simulation.served import Spread, goodput
+from twostroke.cost.units import per_second, seconds
 
-LATE = 0.05  # seconds after its due time at which a request's sending makes the client a suspect
-BEATEN = 0.5  # share of what the machine's measured rates allow that nobody reaches
-FASTEST = 1e-5  # seconds per token that no machine undercuts
+LATE = 0.05  # seconds between the due time and the sending of a request from which on the client is too slow
+BEATEN = 0.5  # a time below this share of the roofline's is impossible
+FASTEST = 1e-5  # seconds per token; a lower TPOT is impossible
 COLUMNS = ("mean", "p50", "p90", "p95", "p99")
 
 
 def check(run: Run, roofline: Roofline | None = None) -> list[str]:
-    """Sentences about figures that are impossible, or that say more about the client than about the server."""
+    """Sentences on figures that are impossible, or that the client distorts."""
     found = []
     done = [record for record in run.records if record.pieces]
     failed = [record for record in run.records if record.error]
@@ -46,7 +46,7 @@ def check(run: Run, roofline: Roofline | None = None) -> list[str]:
 
 
 def check_physics(run: Run, roofline: Roofline) -> list[str]:
-    """Against what the machine's own rates allow: nobody beats the roof by much."""
+    """Times far below what the machine's measured rates allow."""
     found = []
     answered = [served for served in run.served() if not served.refused]
     reading = (roofline.model.layer_bytes + roofline.model.head_bytes) / roofline.rates.bandwidth
@@ -97,10 +97,6 @@ def title(run: Run) -> str:
     return " · ".join(part for part in (run.load, load, run.target, run.model) if part)
 
 
-def per_second(requests: float) -> str:
-    return f"{requests:,.10g} {'request' if requests == 1 else 'requests'}/s"
-
-
 def lines(run: Run, ttft: float | None = None, tpot: float | None = None) -> list[str]:
     summary = run.summary()
     shown = [
@@ -110,7 +106,7 @@ def lines(run: Run, ttft: float | None = None, tpot: float | None = None) -> lis
         f"decode {summary.decode_share:.0%} · prefix hits {summary.hit_rate:.0%} · {summary.preemptions} preemptions",
     ]
     if not any(record.timings for record in run.records):
-        shown.append("the server does not tell its own timings: queueing is inside prefill here")
+        shown.append("the server does not report its own timings: queueing counts as prefill here")
     if ttft is not None and tpot is not None:
         good = goodput(run.served(), ttft, tpot)
         limits = [f"{name} ≤ {seconds(most)}" for name, most in (("TTFT", ttft), ("TPOT", tpot)) if most < inf]
@@ -119,7 +115,7 @@ def lines(run: Run, ttft: float | None = None, tpot: float | None = None) -> lis
 
 
 def sweep_table(runs: Sequence[Run], ttft: float | None, tpot: float | None) -> Table:
-    """Several rates of one load, side by side."""
+    """Several rates of one load."""
     shown = Table(header_style="bold")
     names = ["rate", "TTFT p50", "TTFT p95", "TPOT p50", "TPOT p95", "tokens/s"]
     for name in (*names, *(("goodput",) if ttft is not None and tpot is not None else ())):
