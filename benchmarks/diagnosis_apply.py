@@ -1,10 +1,10 @@
-"""Four servers with one thing wrong each, diagnosed and put right while they run: predicted beside measured.
+"""Four servers with one fault each, diagnosed and corrected while they run: predicted and measured values.
 
     python -m benchmarks.diagnosis_apply              # about three minutes on two cores; JSON under results/
 
-The machine is calibrated first. Every case then starts `twostroke serve` with the fault, measures a load over HTTP,
-lets the diagnosis name the lever, pulls it through POST /twostroke/settings and measures the same load again in other
-words. The label is in the construction.
+The machine is calibrated first. For every fault `twostroke serve` is started with it, a load is measured over HTTP, the
+diagnosis names a lever, the lever is pulled through POST /twostroke/settings, and the same load with other text is
+measured again. The right lever is known from the fault.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import httpx
 
-from benchmarks.machine import describe
+from benchmarks.machine import save
 from twostroke import LLM
 from twostroke.bench.apply import Applied
 from twostroke.bench.calibrate import calibrate
@@ -36,7 +35,6 @@ from twostroke.weights.catalog import DEFAULT
 from twostroke.weights.checkpoint import locate, open_checkpoint
 from twostroke.weights.describe import checkpoint_bytes
 
-RESULTS = Path(__file__).parent / "results"
 PORT = 8199
 TARGET = 0.20  # of |predicted − measured| / measured
 
@@ -56,12 +54,12 @@ def at_once(count: int, prompts: tuple[int, int], answers: tuple[int, int]) -> L
     return Load("all at once", rows)
 
 
-def by_chance(count: int, per_second: float, prompts: tuple[int, int], answers: tuple[int, int]) -> Load:
+def poisson(count: int, per_second: float, prompts: tuple[int, int], answers: tuple[int, int]) -> Load:
     rng, contents, at, rows = random.Random(3), Contents(), 0.0, []
     for _ in range(count):
         rows.append(Arrival(at, (contents.own(rng.randint(*prompts)),), rng.randint(*answers)))
         at += rng.expovariate(per_second)
-    return Load("by chance", rows)
+    return Load("poisson", rows)
 
 
 def one_by_one(count: int, shared: int, own: tuple[int, int], every: float) -> Load:
@@ -74,7 +72,7 @@ def one_by_one(count: int, shared: int, own: tuple[int, int], every: float) -> L
 
 
 FAULTS = (
-    Fault("static batching", lambda: by_chance(36, 2.5, (30, 80), (10, 200)), ("continuous-batching",),
+    Fault("static batching", lambda: poisson(36, 2.5, (30, 80), (10, 200)), ("continuous-batching",),
          ("batching=static",)),
     Fault("batch cap of 1", lambda: at_once(20, (30, 80), (40, 80)), ("batch-cap",), changed={"max_requests": 1}),
     Fault("prefix cache off", lambda: one_by_one(20, 360, (20, 60), 1.0), ("prefix-cache",), ("prefix_cache=false",)),
@@ -109,7 +107,7 @@ def run_fault(fault: Fault, model: str, rates: Rates) -> dict[str, Any]:
 
 
 def rates_here(model: str, seconds: float = 30.0) -> Rates:
-    """In this process, which then gives its memory back to the servers to come."""
+    """Measured in this process."""
     llm = LLM(model)
     return calibrate(llm, model, checkpoint_bytes(open_checkpoint(locate(model))), seconds).rates
 
@@ -134,16 +132,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chosen = [fault for fault in FAULTS if not args.case or fault.name in args.case]
     rates = rates_here(args.model)
     rows = [run_fault(fault, args.model, rates) for fault in chosen]
-    result = {
-        "machine": describe(),
-        "command": "python -m benchmarks.diagnosis_apply",
-        "model": args.model,
-        "target": TARGET,
-        "cases": rows,
-    }
     if not args.case:
-        path = RESULTS / f"diagnosis-apply-{result['machine']['machine']}.json"
-        path.write_text(json.dumps(result, indent=2) + "\n")
+        save("diagnosis-apply", "diagnosis_apply", {"model": args.model, "target": TARGET, "cases": rows})
 
 
 if __name__ == "__main__":

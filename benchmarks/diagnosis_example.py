@@ -1,4 +1,4 @@
-"""The worked example of docs/diagnosis.md: prompts with the time of day at their front, before and after it is moved.
+"""The worked example of docs/diagnosis.md: prompts that begin with the time of day, and the same with it at the end.
 
 python -m benchmarks.diagnosis_example               # prints the diagnosis, writes docs/diagnosis-example.svg
 """

@@ -1,17 +1,17 @@
-"""Excerpts of a real trace, served for real and simulated: TTFT and TPOT beside each other.
+"""Excerpts of a real trace, served and simulated: TTFT and TPOT of both.
 
-The excerpts lie evenly over the excerpt of the Azure conversation trace, so that together they are like all of it, and
-are served one after the other, all of them in each turn. A excerpt is simulated with the rates of the grid, fitted anew
-to the steps of the excerpts that were served right before and after it, never to its own; its steps scatter as theirs
-did (cost/noise.py). So a machine that drifts over minutes drifts for both alike. The scheduler comes from the excerpt
-before, as the real one does.
+The excerpts are spread evenly over the shipped part of the Azure conversation trace and are served one after the other,
+all of them in each turn. An excerpt is simulated with the rates of the grid, fitted again to the steps of the excerpts
+served right before and after it, never to its own; the noise of its steps is theirs too (step_noise.py). So a drift of
+the machine over minutes affects measurement and simulation alike. The simulated scheduler starts in the state after the
+excerpt before, as the real one does.
 
-Why these settings, from replays alone, before anything was served with them. At a utilisation of 0.25 to 0.35 a machine
-that is 5 % slower than thought moves p50 by 5 to 7 % and p95 by 8 to 13 %, at 0.5 a median by 14 %. The rate is set by
-utilisation, as the grid's rates predict it: a fixed one would be idleness on a good day and a queue on a bad one. p95
-should not be a few requests, of which one that just meets or misses another's prompt moves it by a tenth, nor lie where
-lengths jump from 650 tokens to 1,020, as they do between 94 and 96 % of most hundreds of requests in a row: in 16
-excerpts of 12 they jump between 92 and 93 %, as in the whole excerpt.
+The settings were chosen with replays, before anything was served with them. At a utilisation of 0.25 to 0.35 a machine
+that is 5 % slower than assumed changes p50 by 5 to 7 % and p95 by 8 to 13 %; at 0.5 it changes a median by 14 %. The
+rate is set by utilisation, with the grid's rates: a fixed rate would be idleness on a fast day and a queue on a slow
+one. p95 should be more than a few requests, because one that just meets or misses another's prompt changes it by a
+tenth. It should not lie where lengths jump from 650 tokens to 1,020, as they do between 94 and 96 % of most hundreds of
+consecutive requests: in 16 excerpts of 12 they jump between 92 and 93 %, as in the whole trace.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ if TYPE_CHECKING:
     from twostroke import LLM
 
 TARGET = 0.15
-QUIET = 0.05  # share of a core that other programs may use during a excerpt; one with more is served again
+QUIET = 0.05  # largest share of a core that other programs may use; an excerpt with more is served again
 SPARE = 4  # excerpts that may be served again
-REPLAYS = 5  # of a excerpt, each with the noise of another moment
-PAUSE = 30.0  # seconds between a excerpt and the one before it, when they are replayed
+REPLAYS = 5  # of an excerpt, each with the noise from another place of the log
+PAUSE = 30.0  # seconds between an excerpt and the one before it in a replay
 ROUNDS = 3  # of finding the rate for a utilisation
 
 
@@ -50,10 +50,10 @@ ROUNDS = 3  # of finding the rate for a utilisation
 class Excerpt:
     """One excerpt of the trace, served once."""
 
-    arrivals: list[Arrival]  # in the trace's own words: each serving has others
+    arrivals: list[Arrival]  # with the trace's texts; each serving has others
     run: Run
     steps: list[Step]  # with the time until the next
-    disturbed: float  # share of a core that others used
+    disturbed: float  # share of a core that other programs used
 
 
 def served_trace(llm: LLM, rates: Rates, weight_bytes: int, args: argparse.Namespace) -> dict[str, Any]:
@@ -76,13 +76,13 @@ def served_trace(llm: LLM, rates: Rates, weight_bytes: int, args: argparse.Names
 
 
 def cut_out(load: Load, excerpts: int, requests: int) -> list[Load]:
-    """Excerpts of so many requests one after another, evenly over the whole."""
+    """Excerpts of so many consecutive requests, spread evenly."""
     starts = [len(load.arrivals) * number // excerpts for number in range(excerpts)]
     return [replace(load, arrivals=from_zero(load.arrivals[start : start + requests])) for start in starts]
 
 
 def at_utilisation(loads: Sequence[Load], deployment: Deployment, wanted: float) -> tuple[list[Load], float]:
-    """The excerpts, all at the one rate at which a worker would be busy for this share of the time."""
+    """The excerpts, all at the rate at which a worker is busy for this share of the time, and that rate."""
     per_second = 1.0
     for _ in range(ROUNDS):
         loads = [replace(load, arrivals=at_rate(load.arrivals, per_second)) for load in loads]
@@ -93,7 +93,7 @@ def at_utilisation(loads: Sequence[Load], deployment: Deployment, wanted: float)
 
 
 def serve(llm: LLM, loads: Sequence[Load], args: argparse.Namespace) -> list[Excerpt]:
-    """Every excerpt in every turn; what others disturbed is served again as long as there is time to spare."""
+    """Every excerpt in every turn; disturbed ones are served again, up to SPARE times in all."""
     log, served, spare, times = llm.engine.core.steplog, [], SPARE, 0
     assert log is not None
     for turn in range(args.turns):
@@ -101,7 +101,7 @@ def serve(llm: LLM, loads: Sequence[Load], args: argparse.Namespace) -> list[Exc
             while True:
                 log.clear()
                 others, times = OtherPrograms(), times + 1
-                run = measure(llm, renewed(load, times), args.model)  # no cache has seen its words
+                run = measure(llm, renewed(load, times), args.model)  # with other text, which no cache has
                 steps = with_time_between([step for step in log if step.seconds > 0])
                 excerpt = Excerpt(load.arrivals, run, steps, others.share)
                 if excerpt.disturbed <= QUIET or not spare:
@@ -125,13 +125,13 @@ def with_time_between(steps: Sequence[Step]) -> list[Step]:
 
 
 def used(served: Sequence[Excerpt]) -> float:
-    """Share of the time in which the engine was in a step, or between two."""
+    """Share of the time in which the engine was in a step or between two."""
     busy = sum(step.seconds for excerpt in served for step in excerpt.steps)
     return busy / sum(excerpt.run.summary().seconds for excerpt in served)
 
 
 def replay(served: Sequence[Excerpt], place: int, deployment: Deployment) -> list[Served]:
-    """What the simulator makes of one excerpt, knowing of the machine what the excerpts around it tell."""
+    """One excerpt simulated, with rates and noise from the excerpts around it."""
     around = [excerpt.steps for excerpt in (*served[max(0, place - 1) : place], *served[place + 1 : place + 2])]
     steps = [step for some in around for step in some]
     line = deployment.roofline()
@@ -145,7 +145,7 @@ def replay(served: Sequence[Excerpt], place: int, deployment: Deployment) -> lis
 
 
 def following(before: Sequence[Arrival], rows: Sequence[Arrival]) -> list[Arrival]:
-    """One excerpt after another, with time enough between them for the first to end."""
+    """Both excerpts, with a pause between them in which the first ends."""
     start = before[-1].at + PAUSE
     return [*before, *(replace(row, at=start + row.at) for row in rows)]
 
