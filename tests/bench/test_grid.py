@@ -25,7 +25,7 @@ def make_core(depth: int = 1, **settings):
     roofline, resolved = parts(**settings)
     clock = VirtualClock()
     runner = SimulatedRunner(roofline, clock, depth)
-    runner.kv = SimpleNamespace(data=None, scales=None)
+    runner.kv = SimpleNamespace(data={})
     return Core(make_scheduler(roofline.model.arch, resolved, "simulated"), runner, clock, StepLog()), roofline
 
 
