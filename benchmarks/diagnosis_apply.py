@@ -28,8 +28,8 @@ from twostroke.bench.calibrate import calibrate
 from twostroke.bench.client import Target, measure
 from twostroke.bench.remote import Admin, apply_live
 from twostroke.bench.workload import Load
-from twostroke.cost.answers.diagnose import Targets
 from twostroke.cost.model.rates import Rates
+from twostroke.cost.simulation.served import Targets
 from twostroke.cost.simulation.trace import Arrival, Contents, Part
 from twostroke.weights.catalog import DEFAULT
 from twostroke.weights.checkpoint import locate, open_checkpoint

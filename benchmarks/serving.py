@@ -30,7 +30,7 @@ from benchmarks.raw_client import RawClient
 from benchmarks.serving_servers import CONTEXT, OURS, REPACKED, SAME, SLOTS, VOCAB, started
 from twostroke.bench.record import Record
 from twostroke.bench.workload import trace_load
-from twostroke.cost.simulation.served import Spread, goodput, summarize
+from twostroke.cost.simulation.served import Spread, Targets, summarize
 from twostroke.cost.simulation.trace import Arrival, Part
 
 COLOURS = {SAME: "#b9b9b9", REPACKED: "#6a6a6a", OURS: "#d9822b"}
@@ -52,7 +52,7 @@ def summary(records: Sequence[Record], ttft: float, tpot: float) -> dict[str, An
     found = summarize(served)
     if not found.requests:
         return {"requests": len(records), "failed": len(records), "error": records[0].error}
-    good = goodput(served, ttft, tpot)
+    good = Targets(ttft, tpot).goodput(served)
     return {
         "requests": len(records),
         "failed": len(records) - found.requests,

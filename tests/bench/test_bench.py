@@ -22,6 +22,7 @@ from twostroke.bench.prompts import text, token_ids
 from twostroke.bench.record import Record, Run, fitted, load_runs, save
 from twostroke.bench.workload import TRACES, WORKLOADS, make_load, shipped_trace, times, trace_load
 from twostroke.cost.model.roofline import Roofline
+from twostroke.cost.simulation.served import Targets
 from twostroke.cost.simulation.trace import Arrival, Part
 from twostroke.errors import InputError
 
@@ -230,7 +231,7 @@ def test_the_page_shows_the_network_apart():
 def test_the_page_stands_alone():
     runs = [made_up(), made_up(ttft=0.3)]
     runs[0].flags = ["<script>alert(1)</script>"]
-    page = html.page(runs, "twostroke bench --url <x>", 0.5, 0.05)
+    page = html.page(runs, "twostroke bench --url <x>", Targets(0.5, 0.05))
     assert page.count("<svg") == 3 + 2 * 4 and "goodput against rate" in page
     assert "<script" not in page and "http" not in page.replace("https://", "")
     assert "nan" not in page.lower().replace("finance", "")

@@ -15,7 +15,7 @@ from twostroke.bench.apply import Applied
 from twostroke.bench.client import Target, measure
 from twostroke.bench.remote import Admin, apply_live, diagnose_recorded
 from twostroke.bench.workload import Load, renewed
-from twostroke.cost.answers.diagnose import Targets
+from twostroke.cost.simulation.served import Targets
 from twostroke.cost.simulation.trace import Arrival, Contents, Part
 from twostroke.errors import InputError
 

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from twostroke.bench.record import IN_PROCESS, Record, Run
 from twostroke.cli import bench
+from twostroke.cost.simulation.served import Targets
 
 WORDS = "1 of 2 requests failed: 503 no such token [/INST]"
 
@@ -19,7 +20,7 @@ def a_run() -> Run:
 
 
 def test_a_servers_words_are_no_markup(capsys: pytest.CaptureFixture[str], tmp_path):
-    bench.show([a_run()], None, None, tmp_path / "one.json", None)
+    bench.show([a_run()], Targets(), tmp_path / "one.json", None)
     shown = " ".join(capsys.readouterr().out.split())
     assert "[/INST]" in shown and "[/x]" in shown
     bench.compare(tmp_path / "one.json", tmp_path / "one.json")
@@ -30,7 +31,7 @@ def test_a_servers_words_are_no_markup(capsys: pytest.CaptureFixture[str], tmp_p
 def test_no_result_holds_the_key(words, tmp_path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "argv", ["twostroke", "bench", "--url", "http://127.0.0.1:1", *words, "-n", "2"])
     kept = tmp_path / "run.json", tmp_path / "run.html"
-    bench.show([a_run()], None, None, *kept)
+    bench.show([a_run()], Targets(), *kept)
     for file in kept:
         text = file.read_text()
         assert "secret" not in text and "twostroke bench --url" in text and "-n 2" in text
@@ -42,5 +43,5 @@ def test_a_run_in_process_has_no_network(capsys: pytest.CaptureFixture[str], mon
     run.records[0].timings = {"ttft_s": 0.096}
     for target, times in (("http://127.0.0.1:1", 1), (IN_PROCESS, 0)):
         run.target = target
-        bench.show([run], None, None, None, None)
+        bench.show([run], Targets(), None, None)
         assert capsys.readouterr().out.count("of which network and client") == times

@@ -12,10 +12,10 @@ from twostroke.bench.inprocess import measure, settings_document
 from twostroke.bench.ledger import Prediction
 from twostroke.bench.record import Run
 from twostroke.bench.workload import Load, renewed
-from twostroke.cost.answers.diagnose import Diagnosis, Effect, Targets, diagnose
+from twostroke.cost.answers.diagnose import Diagnosis, Effect, diagnose
 from twostroke.cost.model.calibration import Calibration
 from twostroke.cost.simulation.deployment import deployment_of
-from twostroke.cost.simulation.served import Summary
+from twostroke.cost.simulation.served import Summary, Targets
 from twostroke.engine.settings import change
 from twostroke.errors import TwostrokeError
 

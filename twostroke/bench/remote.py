@@ -11,9 +11,10 @@ from twostroke.bench.apply import Applied, make_prediction
 from twostroke.bench.client import Target
 from twostroke.bench.record import Run
 from twostroke.bench.workload import Load, renewed
-from twostroke.cost.answers.diagnose import Diagnosis, Effect, Targets, diagnose
+from twostroke.cost.answers.diagnose import Diagnosis, Effect, diagnose
 from twostroke.cost.model.rates import Rates
 from twostroke.cost.simulation.recording import Recording, read_recording
+from twostroke.cost.simulation.served import Targets
 from twostroke.errors import InputError
 from twostroke.hardware import machine_name
 

@@ -24,6 +24,7 @@ from twostroke.cli.options import (
     Ttft,
     Workload,
     can_be_written,
+    make_targets,
     parse_settings,
     refuse_unused,
 )
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from twostroke.bench.record import Run
     from twostroke.bench.workload import Load
     from twostroke.cost.model.roofline import Roofline
+    from twostroke.cost.simulation.served import Targets
     from twostroke.engine.llm import LLM
 
 bench_app = typer.Typer(help="Measure a server or an engine under a load.", pretty_exceptions_enable=False)
@@ -85,7 +87,7 @@ def bench(
         runs = [over_http(target, load) for load in loads]
     else:
         runs = in_process(model or DEFAULT, parse_settings(option), loads)
-    show(runs, ttft, tpot, json_out, html_out)
+    show(runs, make_targets(ttft, tpot), json_out, html_out)
 
 
 def unused(url: str | None, trace: str | None, arrivals: str) -> dict[str, str]:
@@ -152,29 +154,25 @@ def calibrated_roofline(llm: LLM, model: str) -> Roofline | None:
     return Roofline(cost, llm.settings.layout, load_calibration(path).rates)
 
 
-def show(runs: list[Run], ttft: float | None, tpot: float | None, json_out: Path | None, html_out: Path | None) -> None:
-    from math import inf
-
+def show(runs: list[Run], targets: Targets, json_out: Path | None, html_out: Path | None) -> None:
     from twostroke.bench import html, report
     from twostroke.bench.record import save, typed
 
     command = typed(sys.argv[1:])
-    if ttft is not None or tpot is not None:
-        ttft, tpot = ttft or inf, tpot or inf  # one target is enough for goodput
     for run in runs:
         run.flags = run.flags or report.check(run)
         if run.answered:
             console.print(report.table(run))
-            for line in report.lines(run, ttft, tpot):
+            for line in report.lines(run, targets):
                 console.print(line)
         for flag in run.flags:
             console.print(f"[red]![/red] {escape(flag)}")
     if len(runs) > 1 and all(run.answered for run in runs):
-        console.print(report.sweep_table(runs, ttft, tpot))
+        console.print(report.sweep_table(runs, targets))
     if json_out is not None:
         save(runs, json_out, command)
     if html_out is not None:
-        html_out.write_text(html.page(runs, command, ttft, tpot))
+        html_out.write_text(html.page(runs, command, targets))
     if not any(run.answered for run in runs):
         raise typer.Exit(1)
 

@@ -17,6 +17,7 @@ from twostroke.cli.options import (
     Tpot,
     Trace,
     Ttft,
+    make_targets,
     parse_settings,
     refuse_unsimulated,
     refuse_unused,
@@ -34,8 +35,9 @@ if TYPE_CHECKING:
     from twostroke.bench.record import Run
     from twostroke.bench.remote import Admin
     from twostroke.bench.workload import Load
-    from twostroke.cost.answers.diagnose import Diagnosis, Targets
+    from twostroke.cost.answers.diagnose import Diagnosis
     from twostroke.cost.simulation.deployment import Deployment
+    from twostroke.cost.simulation.served import Targets
 
 LEDGER = "ledger.jsonl"
 
@@ -86,9 +88,8 @@ def diagnose(
     source = "ledger" if show_ledger else "url" if url else "result" if result else "apply" if apply else "trace"
     refuse_unused(context, unused(source, trace is not None))
     from twostroke.bench.workload import choose_load
-    from twostroke.cost.answers.diagnose import Targets
 
-    described, targets = Described(model, hardware, precision, parse_settings(option)), Targets(ttft, tpot)
+    described, targets = Described(model, hardware, precision, parse_settings(option)), make_targets(ttft, tpot)
     if source == "ledger":
         show_all_predictions()
     elif result is not None:

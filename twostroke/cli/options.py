@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from math import inf
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from twostroke.cli.terminal import console
 from twostroke.config import SETTINGS, find_setting
 from twostroke.errors import ConfigError
+
+if TYPE_CHECKING:
+    from twostroke.cost.simulation.served import Targets
 
 SLOWEST, FASTEST = 1e-6, 1e9  # requests a second
 LENGTHS = 100.0  # largest factor by which a scale below 1 makes requests longer
@@ -40,6 +43,12 @@ def can_be_written(path: Path | None) -> Path | None:
     if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
         raise typer.BadParameter(f"{path}: name a file in a folder that exists.")
     return path
+
+
+def make_targets(ttft: float | None, tpot: float | None) -> Targets:
+    from twostroke.cost.simulation.served import Targets
+
+    return Targets(ttft or inf, tpot or inf)
 
 
 def refuse_unused(context: typer.Context, reasons: Mapping[str, str]) -> None:

@@ -16,6 +16,7 @@ from twostroke.cli.options import (
     Trace,
     Ttft,
     Workload,
+    make_targets,
     parse_settings,
     refuse_unsimulated,
     refuse_unused,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from twostroke.cost.answers.sizing import Sizing
     from twostroke.cost.answers.workers import Need
     from twostroke.cost.simulation.deployment import Deployment
+    from twostroke.cost.simulation.served import Targets
     from twostroke.cost.simulation.trace import Arrival
 
 
@@ -57,10 +59,10 @@ def plan(
     from twostroke.bench.workload import choose_load
     from twostroke.cli.deployment import calibrate_here, deployment_for
     from twostroke.cost.answers.sizing import check_weights, size
-    from twostroke.cost.answers.workers import cheapest
+    from twostroke.cost.answers.workers import Demand, cheapest
     from twostroke.cost.simulation.trace import mean_lengths
 
-    assert ttft is not None and tpot is not None
+    targets = make_targets(ttft, tpot)
     rows = choose_load(trace, workload, count=requests, scale=scale).arrivals
     settings = parse_settings(option)
     if calibrate:
@@ -78,14 +80,14 @@ def plan(
     pools = (True,) if split else (False,) if search else (False, True)
     with errors.status("simulating") as status:
         say = lambda how, one: status.update(f"simulating {label(one)} {how}")  # noqa: E731
-        needs = cheapest(options, rows, rate, ttft, tpot, say, pools)
+        needs = cheapest(options, Demand(rows, rate, targets), say, pools)
     if not needs:
         console.print(
-            f"No number of these workers meets TTFT ≤ {seconds(ttft)} and TPOT ≤ {seconds(tpot)}: a request alone "
+            f"No number of these workers meets {targets}: a request alone "
             "misses them. Try --gpus, a narrower --precision, or --search."
         )
         raise typer.Exit(1)
-    show_needs(needs, rate, ttft, tpot)
+    show_needs(needs, rate, targets)
 
 
 def unused(trace: bool, search: bool, calibrate: bool) -> dict[str, str]:
@@ -180,8 +182,8 @@ def show_sizing(found: Sizing) -> None:
     console.print(f"[dim]Times by {source}; {prices}.[/dim]")
 
 
-def show_needs(needs: list[Need], rate: float, ttft: float, tpot: float) -> None:
-    title = f"{per_second(rate)} with TTFT ≤ {seconds(ttft)} and TPOT ≤ {seconds(tpot)} for 95 % of requests"
+def show_needs(needs: list[Need], rate: float, targets: Targets) -> None:
+    title = f"{per_second(rate)} with {targets} for 95 % of requests"
     table = Table(title=title, header_style="bold", title_justify="left")
     for name in ("worker", "workers", "$/hour", "$/M tokens out", "TTFT p95", "TPOT p95", "busy"):
         table.add_column(name, justify="left" if name == "worker" else "right")

@@ -10,11 +10,11 @@ import pytest
 
 from tests.cost.cases import CASES, chat, code, on_box, on_gpu, rag
 from tests.cost.fleets import poisson
-from twostroke.cost.answers.diagnose import Targets, diagnose
+from twostroke.cost.answers.diagnose import diagnose
 from twostroke.cost.answers.evidence import tpot_slopes
 from twostroke.cost.answers.levers import LEVERS, Scenario
 from twostroke.cost.answers.wording import sentence
-from twostroke.cost.simulation.served import Served
+from twostroke.cost.simulation.served import Served, Targets
 from twostroke.cost.simulation.trace import Arrival, Part
 
 

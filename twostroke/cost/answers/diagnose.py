@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import log
-from typing import NamedTuple
 
 import numpy as np
 
@@ -23,7 +22,7 @@ from twostroke.cost.answers.levers import LEVERS, Lever, Scenario
 from twostroke.cost.answers.tune import tune
 from twostroke.cost.answers.wording import sentence
 from twostroke.cost.simulation.deployment import Deployment, Outcome
-from twostroke.cost.simulation.served import Served, Summary, summarize
+from twostroke.cost.simulation.served import Served, Summary, Targets, summarize
 from twostroke.cost.simulation.trace import Arrival, fresh_tokens
 
 HELPS = 0.05  # smallest gain (a logarithm) of a lever that helps
@@ -32,11 +31,6 @@ AT_ONCE = 0.05  # arrivals within this share of the whole time are a batch job
 REPLAYED = 600  # most arrivals that are replayed: those of the busiest part of the recording
 SLOW = 0.1  # excess over the time of requests alone, as a share of all time, from which on something is slow
 STALLING = 0.25  # share of decode time lost in long gaps from which on streams stall
-
-
-class Targets(NamedTuple):
-    ttft: float | None = None
-    tpot: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +131,7 @@ def complaint(
 ) -> tuple[str, str, bool]:
     """The phase and the metric to improve, and whether it is slow."""
     summary = outcome.summary
-    slow_start = targets.ttft is not None and summary.ttft.p95 > targets.ttft
-    slow_stream = targets.tpot is not None and summary.tpot.p95 > targets.tpot
+    slow_start, slow_stream = summary.ttft.p95 > targets.ttft, summary.tpot.p95 > targets.tpot
     noticed = summary.stall.mean > DEFAULT_GAP[outcome.deployment.device.kind]
     stream_metric = "stall" if noticed and evidence.stall_share > STALLING else "tpot"
     if slow_start != slow_stream:

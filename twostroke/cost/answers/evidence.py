@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -45,10 +44,6 @@ class Evidence:
     hit_rate: float
     shareable: float  # share of prompt tokens whose text an earlier prompt had, at any position
     preemptions: int
-    recomputed: int
-
-    def document(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def times_alone(served: Sequence[Served], fresh: Sequence[int], roofline: Roofline, step_tokens: int) -> TimesAlone:
@@ -94,7 +89,6 @@ def gather(outcome: Outcome, alone: TimesAlone, shareable: float, kv_known: bool
         hit_rate=summary.hit_rate,
         shareable=shareable,
         preemptions=summary.preemptions,
-        recomputed=summary.recomputed,
     )
 
 

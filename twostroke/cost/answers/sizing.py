@@ -31,9 +31,7 @@ class Sizing:
     parameters: int
     weight_bytes: int
     kv_bytes_per_token: int
-    kv_blocks: int
     kv_bytes: int
-    max_model_len: int
     prompt: int
     output: int
     largest_batch: int  # typical requests whose K and V fit in memory at once
@@ -41,7 +39,6 @@ class Sizing:
     ridge: float
     prefill: Phase
     decode: Phase
-    reasons: dict[str, str]
 
 
 def check_weights(deployment: Deployment) -> None:
@@ -67,9 +64,7 @@ def size(deployment: Deployment, prompt: int, output: int) -> Sizing:
         parameters=deployment.arch.parameters,
         weight_bytes=weights,
         kv_bytes_per_token=kv_bytes_per_token(settings.layout),
-        kv_blocks=settings.kv_blocks,
         kv_bytes=settings.kv_blocks * settings.layout.block_bytes,
-        max_model_len=settings.max_model_len,
         prompt=prompt,
         output=output,
         largest_batch=largest,
@@ -77,7 +72,6 @@ def size(deployment: Deployment, prompt: int, output: int) -> Sizing:
         ridge=deployment.roofline(settings).ridge,
         prefill=prefill,
         decode=decode,
-        reasons=settings.reasons,
     )
 
 

@@ -9,12 +9,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import ceil, inf
+from typing import NamedTuple
 
 from twostroke.config import QUANTIZATIONS_OF, Config
 from twostroke.cost.model.devices import DEVICES, Device
 from twostroke.cost.simulation.deployment import Deployment, Outcome
 from twostroke.cost.simulation.fleet import Pools
-from twostroke.cost.simulation.served import meets
+from twostroke.cost.simulation.served import Targets
 from twostroke.cost.simulation.trace import Arrival, at_rate, fresh_tokens, mean_lengths, rate, repeat
 from twostroke.errors import ConfigError
 from twostroke.model.arch import Arch
@@ -31,6 +32,14 @@ GPUS = (1, 2, 4, 8)
 PRICIER = 1.75  # options with an estimate above this multiple of the cheapest that meets the targets are not simulated
 
 
+class Demand(NamedTuple):
+    """What a fleet must serve: requests like these, so many a second, within the targets."""
+
+    arrivals: Sequence[Arrival]
+    per_second: float
+    targets: Targets
+
+
 @dataclass(frozen=True, slots=True)
 class Need:
     """The smallest fleet of one kind of worker that serves a load within the targets."""
@@ -45,27 +54,21 @@ class Need:
     copies: float = 1.0  # of the simulated fleet
 
 
-def workers_needed(
-    deployment: Deployment,
-    arrivals: Sequence[Arrival],
-    requests_per_second: float,
-    ttft: float,
-    tpot: float,
-    split: bool = False,
-) -> Need | None:
+def workers_needed(deployment: Deployment, demand: Demand, split: bool = False) -> Need | None:
     """None when more workers do not help: a request alone already misses the targets."""
-    if _misses_alone(deployment, arrivals, ttft, tpot):
+    arrivals, per_second, targets = demand
+    if _misses_alone(deployment, arrivals, targets):
         return None
     span = STEADY * _typical_seconds(deployment, arrivals)
-    copies = max(1.0, requests_per_second * span / SIMULATED)
-    each = requests_per_second / copies
+    copies = max(1.0, per_second * span / SIMULATED)
+    each = per_second / copies
     if copies > 1.0 and each * _busy_seconds(deployment, arrivals) < 1.0:
-        return _copies(deployment, arrivals, requests_per_second, ttft, tpot, split)
+        return _copies(deployment, demand, split)
     load = at_rate(repeat(arrivals, max(50, ceil(each * span))), each)
-    found = _smallest(deployment, load, ttft, tpot, split)
+    found = _smallest(deployment, load, targets, split)
     if found is not None and (copies == 1.0 or found[0].workers > (2 if split else 1)):
         return _need(*found, load, copies)
-    return _copies(deployment, arrivals, requests_per_second, ttft, tpot, split)  # the smallest fleet may be half idle
+    return _copies(deployment, demand, split)  # the smallest fleet may be half idle
 
 
 def _need(tested: Deployment, outcome: Outcome, load: list[Arrival], copies: float) -> Need:
@@ -76,17 +79,11 @@ def _need(tested: Deployment, outcome: Outcome, load: list[Arrival], copies: flo
     return Need(tested, outcome, workers, prefill, hourly, hourly / 3600 / max(tokens, 1e-12) * 1e6, load, copies)
 
 
-def _copies(
-    deployment: Deployment,
-    arrivals: Sequence[Arrival],
-    requests_per_second: float,
-    ttft: float,
-    tpot: float,
-    split: bool,
-) -> Need | None:
+def _copies(deployment: Deployment, demand: Demand, split: bool) -> Need | None:
     """A large load is served by copies of a small fleet, each at the highest rate at which it meets the targets. All
     requests at once give the highest rate that the fleet serves; lower rates are then tried in turn. There are enough
     requests to fill the batches."""
+    arrivals, per_second, targets = demand
     share = prefill_share(deployment, arrivals)
     unit = replace(deployment, pools=_pools(UNIT if split else 1, split, share, deployment.pools))
     requests = repeat(arrivals, min(MOST_REQUESTS, BATCHES * _batch(deployment, arrivals) * unit.pools.workers))
@@ -94,8 +91,8 @@ def _copies(
     for rate_share in RATE_SHARES:
         load = at_rate(requests, rate_share * most)
         outcome = unit.run(load)
-        if meets(outcome.served, ttft, tpot, SHARE):
-            return _need(unit, outcome, load, requests_per_second / (rate_share * most))
+        if targets.met_by_share(outcome.served, SHARE):
+            return _need(unit, outcome, load, per_second / (rate_share * most))
     return None
 
 
@@ -107,7 +104,7 @@ def _pools(count: int, split: bool, prefill_share: float, like: Pools) -> Pools:
 
 
 def _smallest(
-    deployment: Deployment, load: Sequence[Arrival], ttft: float, tpot: float, split: bool
+    deployment: Deployment, load: Sequence[Arrival], targets: Targets, split: bool
 ) -> tuple[Deployment, Outcome] | None:
     """The smallest number of workers that meets the targets: doubled until one does, then by bisection."""
     share = prefill_share(deployment, load)
@@ -115,7 +112,7 @@ def _smallest(
     def attempt(count: int) -> tuple[Deployment, Outcome] | None:
         tried = replace(deployment, pools=_pools(count, split, share, deployment.pools))
         outcome = tried.run(load)
-        return (tried, outcome) if meets(outcome.served, ttft, tpot, SHARE) else None
+        return (tried, outcome) if targets.met_by_share(outcome.served, SHARE) else None
 
     fewest = 2 if split else 1
     high = max(fewest, int(0.6 * rate(load) * _busy_seconds(deployment, load)))
@@ -167,10 +164,10 @@ def _typical_seconds(deployment: Deployment, arrivals: Sequence[Arrival]) -> flo
     return line.prefill_seconds(round(prompt)) + output * line.decode_seconds(batch, context)
 
 
-def _misses_alone(deployment: Deployment, load: Sequence[Arrival], ttft: float, tpot: float) -> bool:
+def _misses_alone(deployment: Deployment, load: Sequence[Arrival], targets: Targets) -> bool:
     """Whether too many requests miss the targets even alone, so that no number of workers helps."""
     alone = [replace(arrival, at=1e6 * number) for number, arrival in enumerate(load[:50])]
-    return not meets(replace(deployment, pools=Pools()).run(alone).served, ttft, tpot, SHARE)
+    return not targets.met_by_share(replace(deployment, pools=Pools()).run(alone).served, SHARE)
 
 
 def prefill_share(deployment: Deployment, load: Sequence[Arrival]) -> float:
@@ -203,24 +200,23 @@ def precisions(device: Device) -> list[str]:
 
 def cheapest(
     options: Sequence[Deployment],
-    arrivals: Sequence[Arrival],
-    requests_per_second: float,
-    ttft: float,
-    tpot: float,
+    demand: Demand,
     progress: Callable[[str, Deployment], None] | None = None,
     split: Sequence[bool] = (False,),
 ) -> list[Need]:
     """Options that meet the targets, the cheapest first. Options whose estimate is far above one of them are not
     simulated. With both values of `split`, two pools are tried where one misses the targets, and for the cheapest."""
-    arrivals, needs, missed = arrivals[:SIMULATED], [], []
+    demand = demand._replace(arrivals=demand.arrivals[:SIMULATED])
+    needs: list[Need] = []
+    missed: list[Deployment] = []
     enough = inf  # estimated dollars above which an option is not simulated
 
     def attempt(option: Deployment, apart: bool) -> Need | None:
         if progress is not None:
             progress("with two pools" if apart else "", option)
-        return workers_needed(option, arrivals, requests_per_second, ttft, tpot, apart)
+        return workers_needed(option, demand, apart)
 
-    for dollars, option in _by_estimate(options, arrivals, requests_per_second):
+    for dollars, option in _by_estimate(options, demand):
         if dollars > enough:
             break
         need = attempt(option, split[0])
@@ -236,14 +232,12 @@ def cheapest(
     return sorted(needs, key=_dollars)
 
 
-def _by_estimate(
-    options: Sequence[Deployment], arrivals: Sequence[Arrival], requests_per_second: float
-) -> list[tuple[float, Deployment]]:
+def _by_estimate(options: Sequence[Deployment], demand: Demand) -> list[tuple[float, Deployment]]:
     """Options with their estimated dollars an hour; those on which no request fits are left out."""
     found = []
     for option in options:
         with suppress(ConfigError):
-            workers = max(1.0, requests_per_second * _busy_seconds(option, arrivals))
+            workers = max(1.0, demand.per_second * _busy_seconds(option, demand.arrivals))
             found.append((workers * option.price / option.workers, option))
     return sorted(found, key=lambda pair: pair[0])
 

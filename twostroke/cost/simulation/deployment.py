@@ -94,11 +94,6 @@ class Outcome:
     kv_peak: float  # largest share of the blocks that was held at once
     utilisation: float  # share of the time in which workers computed
 
-    @property
-    def dollars_per_million(self) -> float:
-        """Cost of a million output tokens at this load."""
-        return self.deployment.price / 3600 * 1e6 / max(self.summary.output_rate, 1e-12)
-
 
 def config_of(settings: dict[str, Any], changes: dict[str, Any] | None = None) -> Config:
     """The settings of a running engine as given ones, so that a replay derives none of them again. `changes`: settings

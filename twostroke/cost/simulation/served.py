@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+
+from twostroke.cost.units import seconds as in_words
 
 QUANTILES = (50, 90, 95, 99)
 
@@ -118,16 +120,30 @@ def summarize(served: Sequence[Served]) -> Summary:
     )
 
 
-def goodput(served: Sequence[Served], ttft: float, tpot: float) -> float:
-    """Requests a second that met both targets."""
-    done = [one for one in served if one.answered]
-    if not done:
-        return 0.0
-    good = sum(one.ttft <= ttft and (one.tpot is None or one.tpot <= tpot) for one in done)
-    return good / max(max(one.end for one in done) - min(one.arrival for one in done), 1e-12)
+class Targets(NamedTuple):
+    """Seconds that a request should not exceed."""
 
+    ttft: float = inf
+    tpot: float = inf
 
-def meets(served: Sequence[Served], ttft: float, tpot: float, share: float = 0.95) -> bool:
-    """Whether that share of the requests met both targets; a refused request did not."""
-    good = sum(not one.refused and one.ttft <= ttft and (one.tpot is None or one.tpot <= tpot) for one in served)
-    return good >= share * len(served)
+    def __str__(self) -> str:
+        limits = zip(("TTFT", "TPOT"), self, strict=True)
+        return " and ".join(f"{name} ≤ {in_words(most)}" for name, most in limits if most < inf)
+
+    @property
+    def given(self) -> bool:
+        return self != (inf, inf)
+
+    def met_by(self, one: Served) -> bool:
+        """A refused request meets no target."""
+        return not one.refused and one.ttft <= self.ttft and (one.tpot is None or one.tpot <= self.tpot)
+
+    def met_by_share(self, served: Sequence[Served], share: float) -> bool:
+        return sum(map(self.met_by, served)) >= share * len(served)
+
+    def goodput(self, served: Sequence[Served]) -> float:
+        """Requests a second that met the targets."""
+        done = [one for one in served if one.answered]
+        if not done:
+            return 0.0
+        return sum(map(self.met_by, done)) / max(max(one.end for one in done) - min(one.arrival for one in done), 1e-12)
