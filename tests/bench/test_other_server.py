@@ -51,7 +51,7 @@ def serving(models: list[str] | None, status: int = 404) -> Iterator[tuple[str, 
             self.wfile.write(data)
 
         def log_message(self, *arguments: object) -> None:
-            """Nobody reads it."""
+            """No log."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Other)
     thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)

@@ -1,4 +1,4 @@
-"""Others' use of the processor is seen, our own is not."""
+"""Processor time of other programs is counted, that of this process is not."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from twostroke.bench import processor
 from twostroke.bench.grid import undisturbed
 from twostroke.metrics.steplog import Piece, Step
 
-pytestmark = pytest.mark.skipif(not processor.STAT.exists(), reason="the system does not tell")
+pytestmark = pytest.mark.skipif(not processor.STAT.exists(), reason="the system does not report it")
 
 
 def test_another_program_is_seen():
@@ -30,7 +30,7 @@ def test_our_own_work_is_taken_off():
     assert watch.seconds < used - 0.3
 
 
-def test_where_nothing_is_told_nothing_is_claimed(monkeypatch, tmp_path):
+def test_where_the_system_does_not_report_it_is_zero(monkeypatch, tmp_path):
     monkeypatch.setattr(processor, "STAT", tmp_path / "none")
     assert processor.OtherPrograms().seconds == 0.0
 

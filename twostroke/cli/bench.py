@@ -10,24 +10,8 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from twostroke.cli.options import (
-    FASTEST,
-    SLOWEST,
-    ApiKey,
-    Json,
-    Model,
-    Requests,
-    Scale,
-    Settings,
-    Tpot,
-    Trace,
-    Ttft,
-    Workload,
-    can_be_written,
-    make_targets,
-    parse_settings,
-    refuse_unused,
-)
+from twostroke.cli import options
+from twostroke.cli.options import FASTEST, SLOWEST, can_be_written, make_targets, parse_settings, refuse_unused
 from twostroke.cli.terminal import console, errors, open_llm, progress_bar
 from twostroke.cost.units import seconds, times
 from twostroke.errors import InputError
@@ -49,25 +33,25 @@ def bench(
     context: typer.Context,
     url: Annotated[str | None, typer.Option(help="An OpenAI-compatible server. Without it: in process.")] = None,
     model: Annotated[str | None, typer.Option("--model", "-m", help="Model in process, or its name there.")] = None,
-    workload: Workload = "chat",
-    trace: Trace = None,
+    workload: options.Workload = "chat",
+    trace: options.Trace = None,
     arrivals: Annotated[str, typer.Option(help="poisson, burst, constant or closed.")] = "poisson",
     rate: Annotated[str, typer.Option(help="Requests/s; several, as 1,2,4, are measured one after another.")] = "1",
-    requests: Requests = 100,
+    requests: options.Requests = 100,
     concurrency: Annotated[int, typer.Option(min=1, help="Requests under way, in a closed loop.")] = 8,
-    scale: Scale = 1.0,
+    scale: options.Scale = 1.0,
     seed: Annotated[int, typer.Option(help="Same seed, same requests.")] = 0,
     longest: Annotated[int | None, typer.Option(min=2, help="Cut a trace's prompts so that all fits.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Use /v1/chat/completions.")] = False,
     vocabulary: Annotated[int | None, typer.Option(min=1, help="Send token ids below this: exact lengths.")] = None,
-    api_key: ApiKey = None,
-    ttft: Ttft = None,
-    tpot: Tpot = None,
-    json_out: Json = None,
+    api_key: options.ApiKey = None,
+    ttft: options.Ttft = None,
+    tpot: options.Tpot = None,
+    json_out: options.Json = None,
     html_out: Annotated[
         Path | None, typer.Option("--html", callback=can_be_written, help="Write one page with plots.")
     ] = None,
-    option: Settings = None,
+    option: options.Settings = None,
 ) -> None:
     """Send requests at a given rate, whether or not earlier ones have ended, and report TTFT, TPOT and throughput."""
     if context.invoked_subcommand is not None:
@@ -202,13 +186,13 @@ def compare(before: Path, after: Path) -> None:
 
 @bench_app.command()
 def levers(
-    model: Model = DEFAULT,
+    model: options.Model = DEFAULT,
     rounds: Annotated[int, typer.Option(min=1, help="Times that every variant is measured.")] = 3,
-    json_out: Json = None,
+    json_out: options.Json = None,
     svg_out: Annotated[
         Path | None, typer.Option("--svg", callback=can_be_written, help="Write the table as a plot.")
     ] = None,
-    option: Settings = None,
+    option: options.Settings = None,
 ) -> None:
     """Every lever off and on, on this machine and model, beside what textbooks say. A round takes minutes."""
     from twostroke.bench.levers import as_document, run

@@ -9,20 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from twostroke.cli.options import (
-    ApiKey,
-    Requests,
-    Scale,
-    Settings,
-    Tpot,
-    Trace,
-    Ttft,
-    make_targets,
-    parse_settings,
-    refuse_unsimulated,
-    refuse_unused,
-    sane_rate,
-)
+from twostroke.cli import options
+from twostroke.cli.options import make_targets, parse_settings, refuse_unsimulated, refuse_unused, sane_rate
 from twostroke.cli.terminal import console, open_llm
 from twostroke.cost.units import seconds
 from twostroke.errors import ConfigError, InputError, TwostrokeError
@@ -64,7 +52,7 @@ def diagnose(
         typer.Option(help="A running server. A twostroke reports what it served; any other is probed and measured."),
     ] = None,
     result: Annotated[Path | None, typer.Option(help="A result of `twostroke bench --json`.")] = None,
-    trace: Trace = None,
+    trace: options.Trace = None,
     model: Annotated[str | None, typer.Option("--model", "-m", help="What runs there: name or path.")] = None,
     hardware: Annotated[str, typer.Option(help="Where it runs: a name of the table, or 'this'.")] = "this",
     precision: Annotated[str | None, typer.Option(help="Of the weights, where there is no file.")] = None,
@@ -72,17 +60,17 @@ def diagnose(
         str | None,
         typer.Option("--workload", "-w", help="rag, code, chat, batch or agent. Without: what a twostroke recorded."),
     ] = None,
-    requests: Requests = 60,
+    requests: options.Requests = 60,
     rate: Annotated[float, typer.Option(callback=sane_rate, help="Requests/s of the workload.")] = 1.0,
-    scale: Scale = 1.0,
-    api_key: ApiKey = None,
-    ttft: Ttft = None,
-    tpot: Tpot = None,
+    scale: options.Scale = 1.0,
+    api_key: options.ApiKey = None,
+    ttft: options.Ttft = None,
+    tpot: options.Tpot = None,
     apply: Annotated[
         bool, typer.Option("--apply", help="Pull the best lever, on a running twostroke or in process; measure again.")
     ] = False,
     show_ledger: Annotated[bool, typer.Option("--ledger", help="All predictions so far beside the results.")] = False,
-    option: Settings = None,
+    option: options.Settings = None,
 ) -> None:
     """Which stroke is slow, why, and what would help by how much."""
     source = "ledger" if show_ledger else "url" if url else "result" if result else "apply" if apply else "trace"

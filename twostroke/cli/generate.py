@@ -58,19 +58,5 @@ def as_document(output: Output) -> dict[str, Any]:
 
 
 def timeline_document(timeline: Timeline) -> dict[str, Any]:
-    names = (
-        "queue",
-        "prefill",
-        "decode",
-        "ttft",
-        "tpot",
-        "e2e",
-        "prompt_tokens",
-        "cached_tokens",
-        "output_tokens",
-        "chunks",
-        "preemptions",
-        "recomputed_tokens",
-        "itl",
-    )
-    return {name: getattr(timeline, name) for name in names}
+    names = "queue prefill decode ttft tpot e2e prompt_tokens cached_tokens output_tokens chunks preemptions"
+    return {name: getattr(timeline, name) for name in (*names.split(), "recomputed_tokens", "itl")}

@@ -8,20 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from twostroke.cli.options import (
-    Requests,
-    Scale,
-    Settings,
-    Tpot,
-    Trace,
-    Ttft,
-    Workload,
-    make_targets,
-    parse_settings,
-    refuse_unsimulated,
-    refuse_unused,
-    sane_rate,
-)
+from twostroke.cli import options
+from twostroke.cli.options import make_targets, parse_settings, refuse_unsimulated, refuse_unused, sane_rate
 from twostroke.cli.terminal import console, errors
 from twostroke.cost.units import per_second, seconds
 from twostroke.errors import ConfigError
@@ -42,17 +30,17 @@ def plan(
     hardware: Annotated[str, typer.Option(help="h200, a100, m4-max, …; 'this' after --calibrate.")] = "h200",
     gpus: Annotated[int, typer.Option(min=1, help="Devices that share one copy of the model.")] = 1,
     precision: Annotated[str | None, typer.Option(help="bfloat16, int8, int4, fp8 or float32 weights.")] = None,
-    workload: Workload = "chat",
-    trace: Trace = None,
-    requests: Requests = 300,
-    scale: Scale = 1.0,
+    workload: options.Workload = "chat",
+    trace: options.Trace = None,
+    requests: options.Requests = 300,
+    scale: options.Scale = 1.0,
     rate: Annotated[float, typer.Option(callback=sane_rate, help="Requests/s to be served.")] = 1.0,
-    ttft: Ttft = 1.0,
-    tpot: Tpot = 0.05,
+    ttft: options.Ttft = 1.0,
+    tpot: options.Tpot = 0.05,
     split: Annotated[bool, typer.Option("--split", help="Separate workers for prefill and decode.")] = False,
     search: Annotated[bool, typer.Option("--search", help="Try all rentable hardware; the cheapest first.")] = False,
     calibrate: Annotated[bool, typer.Option("--calibrate", help="Measure this machine with this model first.")] = False,
-    option: Settings = None,
+    option: options.Settings = None,
 ) -> None:
     """Size a deployment before there is one: does it fit, how fast, what does it cost, how many workers."""
     refuse_unused(context, unused(trace is not None, search, calibrate))
@@ -72,15 +60,15 @@ def plan(
         refuse_unsimulated(settings)
     deployment = with_room_for(rows, deployment_for(model, hardware, precision, gpus, settings)[0])
     any_precision = precision is None and hardware != "this" and deployment.config.quantize is None
-    options = kinds_of_workers(deployment, model, search, any_precision)
-    check_weights(options[0])
-    check_lengths(options[0], rows)
+    kinds = kinds_of_workers(deployment, model, search, any_precision)
+    check_weights(kinds[0])
+    check_lengths(kinds[0], rows)
     prompt, output = mean_lengths(rows)
-    show_sizing(size(options[0], round(prompt), round(output)))
+    show_sizing(size(kinds[0], round(prompt), round(output)))
     pools = (True,) if split else (False,) if search else (False, True)
     with errors.status("simulating") as status:
         say = lambda how, one: status.update(f"simulating {label(one)} {how}")  # noqa: E731
-        needs = cheapest(options, Demand(rows, rate, targets), say, pools)
+        needs = cheapest(kinds, Demand(rows, rate, targets), say, pools)
     if not needs:
         console.print(
             f"No number of these workers meets {targets}: a request alone "

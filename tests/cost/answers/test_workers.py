@@ -52,7 +52,7 @@ def test_the_fleet_that_is_named_is_the_smallest():
     assert need.dollars_per_hour == pytest.approx(1.1 * need.workers)
 
 
-def test_targets_nobody_can_meet_are_said_to_be_so():
+def test_targets_that_no_fleet_meets_have_no_answer():
     rows = poisson(random.Random(0), 60, 5.0, (500, 1500), (50, 150))
     assert workers_needed(deployment(device="l4"), Demand(rows, 1.0, Targets(0.5, 0.001))) is None
 
@@ -88,8 +88,8 @@ def test_what_would_cost_far_more_is_not_simulated():
     assert [one.deployment.device.name for one in cheapest(missing, Demand(rows, 0.1, Targets(2.0, 0.008)))] == ["b200"]
 
 
-def test_a_recording_is_repeated_by_other_people():
-    """What all prompts begin with is found again; a conversation is another one each time, and still one."""
+def test_a_recording_is_repeated_by_other_users():
+    """What all prompts begin with stays the same; a conversation has new text each time, and grows as before."""
     talk = [(Part(1, 60), *(Part(2 + turn, 20) for turn in range(length))) for length in (1, 3, 5)]
     other = (Part(1, 60), Part(99, 30))
     rows = [Arrival(float(number), parts, 10) for number, parts in enumerate([*talk, other])]
@@ -108,7 +108,7 @@ def test_a_load_beyond_simulation_is_many_copies():
 
 @pytest.mark.parametrize("split", [False, True])
 def test_copies_of_a_small_fleet_are_neither_overrun_nor_half_idle(split):
-    """A worker that takes all that is simulated tells nothing yet: how much more it takes, and for how long."""
+    """A small load that one worker serves does not show the highest rate that it sustains."""
     rows = poisson(random.Random(0), 60, 5.0, (100, 300), (20, 60))
     fast = replace(deployment(device="h200"), config=make_config(max_model_len=4096, max_requests=64, seed=0))
     need = workers_needed(fast, Demand(rows, 100_000.0, Targets(1.0, 0.1)), split)

@@ -16,8 +16,8 @@ from twostroke.errors import InputError
 from twostroke.model.arch import arch_document
 
 
-def told(case):
-    """What the admin routes of a server would say that is `case`, measured on its real machine."""
+def admin_documents(case):
+    """The admin routes' documents of a server that is `case`, measured on its real machine."""
     deployment, outcome = case.deployment, case.measure()
     settings = deployment.settings
     names = ("device", "threads", "kv_dtype", "max_model_len", "max_batch_tokens", "max_requests", "kv_blocks",
@@ -56,7 +56,7 @@ def steps_of(line: Roofline, count: int = 120):
 
 @pytest.fixture(scope="module")
 def documents():
-    return told(static())
+    return admin_documents(static())
 
 
 def test_rates_come_from_the_steps(documents):
