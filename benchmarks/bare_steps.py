@@ -1,14 +1,13 @@
-"""An engine process that takes turns: steps that are served as always, and the same step again for nobody.
+"""An engine process that alternates between served steps and bare repeats of the model's part of a step.
 
-The server under measurement runs it in place of `twostroke.remote.worker` (see server_overhead.py). After every
-three steps in which all rows advance by a token, the model's part of the last one is run again three times: same
-process, same memory, same rows, same contexts, a moment later, but nothing is planned, committed or told. The first of
-either three does not count: at a served one the server has nothing to work on, at one for nobody it still has the last
-report. What a row's K and V are written with is what stands there already, so the answers do not change; that the same
-tokens come out is checked.
+The measured server runs it in place of `twostroke.remote.worker` (see server_overhead.py). After every three steps in
+which all rows advance by a token, the model's part of the last one is run again three times: same process, same memory,
+same rows, same contexts, but nothing is planned, committed or reported. The first of each three does not count: during
+the first served step the server is idle, during the first bare one it still handles the last report. A repeat writes
+the K and V that are already there, so the answers do not change; its tokens are compared.
 
-A line of JSON for each turn goes to the file that the environment names: seconds from the start of one served step to
-that of the next, and seconds of the model's part run for nobody.
+One line of JSON per turn is appended to the file that the environment names: seconds from the start of each served step
+to that of the next, and seconds of each bare repeat.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import Any
 from twostroke.remote import worker
 from twostroke.types import Event, Plan, Result
 
-TURNS = "TWOSTROKE_TURNS"  # names the file and how many rows make a full step, with a colon in between
+TURNS = "TWOSTROKE_TURNS"  # FILE:ROWS, where ROWS is the number of rows of a full step
 FIRST, COUNTED = 1, 2  # steps of each kind in a turn
 
 
@@ -33,7 +32,7 @@ class TurnTaker(worker.Worker):
         self.run_model = self.core.runner.launch
         self.core.runner.launch = self._launch
         self.last: tuple[Plan, Result] | None = None
-        self.began: list[float] = []  # full steps, one after the other
+        self.began: list[float] = []  # of consecutive full steps
 
     def _launch(self, plan: Plan) -> Any:
         result = self.run_model(plan)
@@ -44,7 +43,7 @@ class TurnTaker(worker.Worker):
     def _step(self) -> list[Event]:
         now = worker.clock()
         if self.last is not None and len(self.began) == FIRST + COUNTED:
-            self._run_for_nobody(*self.last, [after - before for before, after in pairwise([*self.began, now])])
+            self._run_bare(*self.last, [after - before for before, after in pairwise([*self.began, now])])
             self.began.clear()
             now = worker.clock()
         self.began.append(now)
@@ -56,8 +55,8 @@ class TurnTaker(worker.Worker):
             self.last = None
             self.began.clear()
 
-    def _run_for_nobody(self, plan: Plan, result: Result, served: list[float]) -> None:
-        newest = [work.request.tokens.pop() for work in plan.works]  # as they stood when the step was planned
+    def _run_bare(self, plan: Plan, result: Result, served: list[float]) -> None:
+        newest = [work.request.tokens.pop() for work in plan.works]  # as they were when the step was planned
         bare = []
         for _ in range(FIRST + COUNTED):
             began = worker.clock()

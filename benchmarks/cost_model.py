@@ -1,17 +1,17 @@
-"""The cost model and the simulator against reality, on this machine.
+"""The cost model and the simulator against measurements on this machine.
 
     python -m benchmarks.cost_model                  # the default model: grid, trace, bytes, speed; 6 to 9 minutes
     python -m benchmarks.cost_model --device cuda    # random weights in the shape of Llama-3.1-8B: grid and bytes
-    python -m benchmarks.cost_model --refit RESULT.json     # today's model on the steps that a result holds
+    python -m benchmarks.cost_model --refit RESULT.json     # today's model on the steps of an earlier result
 
 1. grid: prompt length × batch × context on the engine. The rates are fitted to one set of shapes (that of `twostroke
-   plan --calibrate`), the errors are those of other shapes, which lie between them. A step is measured several times in
-   rounds, each in another order, and what it takes is the median; `repeats` is how far the repeats of one step lie from
-   their own median, which no model can predict.
-2. trace: pieces of the Azure conversation trace served for real and simulated (served_trace.py, which says how). Each
-   piece is predicted from the grid and from the steps of the pieces served before and after it. Measured are the
-   percentiles over all requests of all turns; `turns apart` is how far the same requests' lie from turn to turn.
-3. bytes: K and V as the layout predicts them against what the allocator took.
+   plan --calibrate`); the errors are those of other shapes, which lie between them. A step is measured in several
+   rounds, each in another order, and its time is the median. `repeats` is the distance of single repeats from it, which
+   no model can predict.
+2. trace: excerpts of the Azure conversation trace, served and simulated (served_trace.py). Each excerpt is predicted
+   from the grid and from the steps of the excerpts served before and after it. The percentiles are over all requests of
+   all turns; `turns apart` is the difference of the same requests from turn to turn.
+3. bytes: K and V by the layout against what was allocated.
 4. speed: simulated requests a minute on a 64-worker fleet, one core.
 """
 
@@ -29,27 +29,40 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.machine import describe
+from benchmarks.machine import RESULTS, describe
 from benchmarks.served_trace import served_trace
 from twostroke.bench.calibrate import first_guess
-from twostroke.bench.grid import CALIBRATION, HELD_OUT, by_shape, cells, run_grid, spread, typical
+from twostroke.bench.grid import CALIBRATION, Sizes, by_shape, cells, run_grid, typical
 from twostroke.bench.workload import shipped_trace
 from twostroke.config import make_config, resolve
-from twostroke.cost.fit import errors, fit, fit_launched, predicted, with_between
-from twostroke.cost.fleet import Fleet, Pools
-from twostroke.cost.hardware import Rates, datasheet_rates, find_device, rates_from
-from twostroke.cost.models import known_arch
-from twostroke.cost.roofline import ModelCost, Roofline, model_cost
-from twostroke.cost.trace import faster, rate, repeat
+from twostroke.cost.model.devices import find_device
+from twostroke.cost.model.fit import errors, fit, fit_launched, predicted, with_between
+from twostroke.cost.model.known_models import known_arch
+from twostroke.cost.model.rates import Rates, datasheet_rates, rates_from
+from twostroke.cost.model.roofline import ModelCost, Roofline, model_cost
+from twostroke.cost.simulation.fleet import Fleet, Pools
+from twostroke.cost.simulation.trace import faster, rate, repeat
 from twostroke.engine.core import Core
 from twostroke.kv.layout import KVLayout, make_layout
 from twostroke.metrics.steplog import Piece, Step
 from twostroke.weights.catalog import DEFAULT
 
-RESULTS = Path(__file__).parent / "results"
 TARGET = {"median": 0.10, "p95": 0.20}
 WORST = 12  # cells that are written out
 COLUMNS = ("streams", "context", "start", "count", "sampled", "measured", "predicted")
+# Cells between those of the calibration.
+HELD_OUT = {
+    "cpu": Sizes(
+        (1, 2, 3, 4, 7, 10, 14, 20, 28, 40), (48, 256, 1024),
+        (12, 20, 40, 80, 112, 160, 320, 448), (0, 256, 1024),
+        ((1, 256), (5, 256)), ((0, 20), (1024, 20), (0, 112), (1024, 112)), 16_384, 400_000,
+    ),
+    "cuda": Sizes(
+        (1, 2, 3, 6, 12, 20, 40, 80, 112, 160, 224), (128, 1024, 4096, 16_384),
+        (48, 192, 384, 768, 1536, 3072, 6144), (0, 1024, 8192),
+        ((2, 1024), (32, 1024)), ((0, 192), (8192, 192), (0, 768), (8192, 768)), 200_000, 1 << 26,
+    ),
+}  # fmt: skip
 
 
 def grid(core: Core, cost: ModelCost, kind: str, seconds: float, rounds: int) -> tuple[Rates, dict[str, Any]]:
@@ -78,7 +91,7 @@ def judged(
     fitted: Sequence[Step], held_out: Sequence[Step], cost: ModelCost, layout: KVLayout, kind: str,
     start: Rates | None = None,
 ) -> tuple[Rates, dict[str, Any]]:  # fmt: skip
-    """Rates from some shapes, and how far they are from others; every shape is written down, to be fitted again."""
+    """Rates from some shapes, and their errors on others; the result contains every shape, to be fitted again."""
     start = start or first_guess(kind)
     rates = fitting(kind)(fitted, cost, layout, start)
     line = Roofline(cost, layout, rates)
@@ -102,7 +115,7 @@ def row_of(step: Step, line: Roofline) -> list[float]:
 
 
 def step_of(row: Sequence[float]) -> Step:
-    """The step that a row was written of; its streams are a token or two into their block."""
+    """The step of a row; its streams are two tokens into their block."""
     streams, context, start, count, sampled = (int(value) for value in row[:5])
     pieces = [Piece(number, context + 2, 1) for number in range(streams)]
     pieces += [Piece(streams, start, count)] if count else []
@@ -110,14 +123,14 @@ def step_of(row: Sequence[float]) -> Step:
 
 
 def refit(path: Path) -> dict[str, Any]:
-    """What today's model makes of the steps in an earlier result."""
+    """Today's model fitted to the steps of an earlier result."""
     document = json.loads(path.read_text())
     if "fitted" not in document["grid"]:
-        raise SystemExit(f"{path}: its grid has no row for every shape: it is older than they are. Measure again.")
+        raise SystemExit(f"{path}: its grid has no rows of shapes: it is too old. Measure again.")
     kind = "cuda" if "device" in document else "cpu"
     arch = known_arch("llama-3.1-8b" if kind == "cuda" else document["model"])
     if arch is None:
-        raise SystemExit(f"{path}: the shape of {document['model']} is not in the table (cost/models.py).")
+        raise SystemExit(f"{path}: {document['model']} is not in the table (cost/model/known_models.py).")
     rows = document["grid"]
     fitted, held_out = ([step_of(row) for row in rows[name]] for name in ("fitted", "held out"))
     cost, layout = model_cost(arch, "float32", rows["weight bytes"]), make_layout(arch, "float16")
@@ -125,10 +138,19 @@ def refit(path: Path) -> dict[str, Any]:
 
 
 def cell_of(step: Step) -> tuple[int, int, int, int]:
-    """The cell that the step was made for, the context as whole blocks."""
+    """The cell of the step, the context as whole blocks."""
     context = max((piece.start for piece in step.streams), default=0) // 16 * 16
     start, count = next(((piece.start, piece.count) for piece in step.chunks), (0, 0))
     return len(step.streams), context, start, count
+
+
+def spread(steps: Sequence[Step]) -> list[float]:
+    """Distance of each step from the median of its repeats, relative to it. No model can predict it."""
+    found = []
+    for alike in by_shape(steps):
+        middle = median(step.seconds for step in alike)
+        found += [abs(step.seconds / middle - 1) for step in alike]
+    return found
 
 
 def kinds(steps: Sequence[Step]) -> dict[str, list[Step]]:
@@ -156,7 +178,7 @@ def kv_bytes(core: Core) -> dict[str, int]:
 
 
 def speed(requests: int = 19_366) -> dict[str, float]:
-    """As many requests as the full trace has: the excerpt again and again."""
+    """With as many requests as the full trace: the shipped excerpt, repeated."""
     arch, device = known_arch("llama-3.1-8b"), find_device("h200")
     assert arch is not None
     model = model_cost(arch)
@@ -188,7 +210,7 @@ def on_gpu(args: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     from benchmarks.gpu_rig import make_rig
-    from twostroke.weights.random import LLAMA_8B
+    from benchmarks.random_weights import LLAMA_8B
 
     rig = make_rig(LLAMA_8B, max_model_len=32_768)
     print(f"{torch.cuda.get_device_name()}: {rig.core.scheduler.tables.pool.total} blocks", flush=True)
@@ -199,7 +221,7 @@ def on_gpu(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def compact(document: dict[str, Any]) -> str:
-    """Indented, but a row of numbers on one line."""
+    """Indented JSON with each row of numbers on one line."""
     return re.sub(
         r"\[\s+([^\[\]{}]*?)\s+\]", lambda row: f"[{' '.join(row[1].split())}]", json.dumps(document, indent=2)
     )
@@ -211,9 +233,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--seconds", type=float, default=160.0, help="of the grid, at most")
     parser.add_argument("--rounds", type=int, default=10, help="of the grid, at most")
-    parser.add_argument("--pieces", type=int, default=16, help="of the trace")
-    parser.add_argument("--requests", type=int, default=12, help="of each piece")
-    parser.add_argument("--turns", type=int, default=2, help="that the pieces are served")
+    parser.add_argument("--pieces", type=int, default=16, help="excerpts of the trace")
+    parser.add_argument("--requests", type=int, default=12, help="of each excerpt")
+    parser.add_argument("--turns", type=int, default=2, help="times that the excerpts are served")
     parser.add_argument("--utilisation", type=float, default=0.3, help="that sets the rate of the requests")
     parser.add_argument("--scale", type=float, default=4.0, help="divides the trace's lengths")
     parser.add_argument("--json", type=Path, help="instead of under results/")

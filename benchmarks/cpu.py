@@ -1,10 +1,10 @@
-"""Decode, prefill, long context, serving and memory on this CPU, beside other engines and beside what it allows.
+"""Decode, prefill, long context, serving and memory on this CPU, beside other engines and the hardware's limits.
 
     python -m benchmarks.cpu --llama BUILD/bin --q4 smol-q4_0.gguf --q4-pure smol-q4_0-pure.gguf \\
         --onnx smol-ort-int4 --onnx-python PEER/bin/python --scratch FOLDER
 
 About 22 minutes for 5 rounds on two cores; `--parts` chooses among default, context, http and 1b. The machine must be
-quiet: llama.cpp's threads spin, and a neighbour costs it far more than it costs others.
+quiet: llama.cpp's threads spin, so another program slows it far more than the other engines.
 
 BUILD is a native build of llama.cpp (the source package of llama-cpp-python carries it; GGML_NATIVE=ON, targets
 llama-bench, llama-batched-bench, llama-server, llama-quantize). The other files are made once, from the default model:
@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -38,11 +37,10 @@ from benchmarks.cpu_http import served
 from benchmarks.cpu_limits import dot_peaks, floors, read_bandwidth
 from benchmarks.cpu_plot import plot
 from benchmarks.cpu_random import write_random
-from benchmarks.machine import describe
+from benchmarks.machine import describe, save
 from twostroke.weights.catalog import DEFAULT, fetch
 
-HERE = Path(__file__).parent
-Call = Callable[[], dict[str, float]]  # engine -> tokens/s
+Measurement = Callable[[], dict[str, float]]  # engine -> tokens/s
 Rounds = dict[str, dict[str, list[float]]]  # measure -> engine -> tokens/s of each round
 Medians = dict[str, dict[str, float]]  # measure -> engine -> tokens/s
 MEASURES: dict[str, Callable[[Engine], float]] = {
@@ -53,18 +51,18 @@ MEASURES: dict[str, Callable[[Engine], float]] = {
 }
 DEEP = "decode_1_context_4096"
 SERVED = "served_http_16"
-LIMITS = {  # ours over the best peer and int8 K/V over float16, what must be reached
+LIMITS = {  # least ratios: twostroke over the best peer, and int8 K/V over float16
     "decode_1": 1.15, "decode_1, 4 bits": 1.3, "decode_16": 1.25, "prefill_512": 1.2, "prefill_2048": 1.25, DEEP: 1.3,
     f"{DEEP}, KV int8 over float16": 1.0, SERVED: 1.3,
 }  # fmt: skip
 
 
-class Plan:
-    """Everything that one round measures, and the engines that must stay loaded for it."""
+class Suite:
+    """The measurements of one round, and the engines that stay loaded for them."""
 
     def __init__(self, args: argparse.Namespace):
         self.args, self.shipped = args, fetch(DEFAULT)
-        self.calls: dict[str, list[Call]] = defaultdict(list)
+        self.calls: dict[str, list[Measurement]] = defaultdict(list)
         self.ours: dict[str, Ours] = {}
         self.memory: dict[str, list[float]] = defaultdict(list)
         for part in args.parts:
@@ -94,11 +92,11 @@ class Plan:
         engines["transformers, float32"] = Transformers(self.shipped)
         for measure, work in MEASURES.items():
             for name, engine in engines.items():
-                if measure != "prefill_2048" or name != "llama.cpp, shipped file":  # half a minute, and never the best
+                if measure != "prefill_2048" or name != "llama.cpp, shipped file":  # slow
                     self.add(measure, name, engine, work)
 
     def context(self) -> None:
-        """The peers on their fastest file, llama.cpp with flash attention and without: which is better depends."""
+        """The peers on their fastest file, llama.cpp with and without flash attention."""
         args = self.args
         formats = {
             "twostroke, shipped file": self.our("twostroke, shipped file", self.shipped),
@@ -137,11 +135,11 @@ class Plan:
                 self.add(f"1b_{kind}_prefill_512", name, engine, lambda engine: engine.prefill(512))
 
 
-def run(plan: Plan, rounds: int) -> Rounds:
-    found: Rounds = {measure: defaultdict(list) for measure in plan.calls}
+def run(suite: Suite, rounds: int) -> Rounds:
+    found: Rounds = {measure: defaultdict(list) for measure in suite.calls}
     began = time.perf_counter()
     for number in range(rounds):
-        for measure, calls in plan.calls.items():
+        for measure, calls in suite.calls.items():
             for call in calls:
                 for name, value in call().items():
                     found[measure][name].append(value)
@@ -155,8 +153,8 @@ def run(plan: Plan, rounds: int) -> Rounds:
 
 
 def ratios(medians: Medians, rounds: Rounds) -> dict[str, float]:
-    """Ours over the best peer; on the shipped file also over llama.cpp on the same file, and with 4 bits throughout. KV
-    formats, which took turns within a round, are compared within it."""
+    """twostroke over the best peer; also over llama.cpp on the same file, and with 4-bit weights throughout. KV formats
+    are compared within each round, in which they took turns."""
     found = {}
     for measure, rows in medians.items():
         peers = {name: value for name, value in rows.items() if not name.startswith("twostroke")}
@@ -177,10 +175,10 @@ def ratios(medians: Medians, rounds: Rounds) -> dict[str, float]:
     return found
 
 
-def limits(plan: Plan) -> dict[str, Any]:
+def limits(suite: Suite) -> dict[str, Any]:
     bandwidth, peaks = read_bandwidth(), dot_peaks()
     peak = max(peaks.values())
-    named = {name: engine.llm for name, engine in plan.ours.items() if "KV" not in name}
+    named = {name: engine.llm for name, engine in suite.ours.items() if "KV" not in name}
     return {
         "read_bandwidth_gb_s": bandwidth / 1e9,
         "int8_dot_gop_s": {name: value / 1e9 for name, value in peaks.items()},
@@ -203,18 +201,16 @@ def main() -> None:
     parser.add_argument(
         "--parts", nargs="*", default=["default", "context", "http", "1b"], choices=["default", "context", "http", "1b"]
     )
-    parser.add_argument("--output", type=Path, help="the JSON's path; the plot lies beside it")
+    parser.add_argument("--json", type=Path, help="instead of a file under results/; the plot is beside it")
     args = parser.parse_args()
     torch.set_num_threads(THREADS)
-    plan = Plan(args)
-    machine = limits(plan)
-    rounds = run(plan, args.rounds)
+    suite = Suite(args)
+    machine = limits(suite)
+    rounds = run(suite, args.rounds)
     medians = {measure: {name: median(values) for name, values in rows.items()} for measure, rows in rounds.items()}
     reached = ratios(medians, rounds)
-    memory = {name: median(values) for name, values in plan.memory.items()}
+    memory = {name: median(values) for name, values in suite.memory.items()}
     result = {
-        "machine": describe(),
-        "command": "python -m benchmarks.cpu",
         "threads": THREADS,
         "rounds": args.rounds,
         **machine,
@@ -225,12 +221,10 @@ def main() -> None:
         "within": {name: reached[name] >= limit for name, limit in LIMITS.items() if name in reached}
         | ({"peak_memory": memory["twostroke"] <= memory["llama.cpp"] + 300} if memory else {}),
     }
-    path = args.output or HERE / "results" / f"cpu-{describe()['machine']}.json"
-    path.write_text(json.dumps(result, indent=2) + "\n")
-    plot(result, path.with_suffix(".png"))
     for name, ratio in reached.items():
         print(f"{name:44} {ratio:6.2f} x" + (f"   must {LIMITS[name]}" if name in LIMITS else ""))
-    print(json.dumps(result))
+    path = save("cpu", "cpu", result, args.json)
+    plot({"machine": describe(), **result}, path.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Where the time of a decode step and of a prefill goes, product by product, beside what memory and instructions allow.
+"""Where the time of a decode step and of a prefill goes, product by product, beside the hardware's limits.
 
     python -m benchmarks.cpu_breakdown
 
-Products are timed through all layers in turn, with their norm or gate, so weights come from where they come from in a
-real step. What the model's layers take beyond them is attention and the work between; what a step takes beyond the
-model is bookkeeping, sampling and Python. Last line JSON.
+Products are timed through all layers in turn, with their norm or gate, so that weights are read from where a real step
+reads them. The rest of the layers' time is attention and the work between products; the rest of a step's time is
+scheduling, sampling and Python. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -102,7 +102,8 @@ def steps(llm: LLM, batch: int, context: int, tokens: int) -> dict[str, float]:
 
 
 def breakdown(whole: dict[str, float], parts: dict[str, dict[str, float]]) -> dict[str, float]:
-    """A step's layers are one native call. At one row that saves more than attention costs: then they stay one."""
+    """Milliseconds by kind. With one row the layers, which are one native call, may take less than their products timed
+    one by one: then they are one row of the result."""
     inside = {kind: figure["ms"] for kind, figure in parts.items() if kind != "head"}
     rest = whole["layers"] - sum(inside.values())
     return {

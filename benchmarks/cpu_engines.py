@@ -1,4 +1,4 @@
-"""The engines that benchmarks.cpu lets take turns, behind one face: tokens/s of decode and of prefill."""
+"""The engines of benchmarks.cpu behind one interface: tokens/s of decode and of prefill."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def prompt(length: int, seed: int) -> list[int]:
 
 
 class Engine(Protocol):
-    """tokens/s. Every engine has run once before it is measured; `repeats`: the best of so many counts."""
+    """tokens/s. Every engine has run once before it is measured; the best of `repeats` counts."""
 
     def decode(self, batch: int, context: int, tokens: int, repeats: int = 1) -> float: ...
 
@@ -34,7 +34,7 @@ class Engine(Protocol):
 
 
 class Ours:
-    """Through the Python face, bookkeeping and sampling included."""
+    """twostroke through its Python API, scheduling and sampling included."""
 
     def __init__(self, path: Path, **settings: Any):
         self.llm = LLM(path, prefix_cache=False, **settings)
@@ -59,8 +59,8 @@ class Ours:
 
 
 def decode_in_turns(engines: dict[str, Ours], context: int, turns: int = 24, tokens: int = 8) -> dict[str, float]:
-    """tokens/s of one stream each, in turns of a few tokens: where engines differ by less than the machine drifts. The
-    first token of a turn is not counted: it finds the others' data in the caches."""
+    """tokens/s of one stream of each engine, in turns of a few tokens, for differences below the machine's drift. The
+    first token of a turn does not count: the caches hold the other engines' data."""
     streams = {
         name: engine.llm.stream(prompt(context, 0), greedy(turns * tokens + 1)) for name, engine in engines.items()
     }
@@ -84,8 +84,8 @@ def greedy(tokens: int) -> SamplingParams:
 
 
 class Llama:
-    """llama.cpp's own benchmarks. Its threads wait for each other spinning: where another process takes a core for a
-    moment it falls to a tenth."""
+    """llama.cpp's own benchmarks. Its threads spin while they wait: when another process takes a core for a moment, its
+    speed falls to a tenth."""
 
     def __init__(self, folder: Path, model: Path, flash: bool = True):
         self.folder, self.model, self.flash = folder, model, flash
@@ -95,19 +95,8 @@ class Llama:
             rows = self._bench("-p", 0, "-n", tokens, "-d", context, "-r", repeats)
             return float(max(rows[0]["samples_ts"]))
         room = batch * (context + tokens + 8)
-        rows = self._run(
-            "llama-batched-bench",
-            "-npp",
-            context,
-            "-ntg",
-            tokens,
-            "-npl",
-            batch,
-            "-c",
-            room,
-            "--output-format",
-            "jsonl",
-        )
+        sizes = ("-npp", context, "-ntg", tokens, "-npl", batch, "-c", room)
+        rows = self._run("llama-batched-bench", *sizes, "--output-format", "jsonl")
         return float(rows[0]["speed_tg"])
 
     def prefill(self, length: int, repeats: int = 1) -> float:
@@ -124,7 +113,7 @@ class Llama:
 
 
 class Onnx:
-    """ONNX Runtime GenAI in a process of its own, with the Python that has it installed."""
+    """ONNX Runtime GenAI in a process of its own, with a Python that has it installed."""
 
     def __init__(self, python: Path, folder: Path):
         self.fixed = [str(python), str(Path(__file__).with_name("onnx_peer.py")), str(folder), str(THREADS)]

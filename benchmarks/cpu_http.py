@@ -1,4 +1,4 @@
-"""Output tokens/s over HTTP at 16 requests at once, and the memory a server peaks at: ours beside llama.cpp's.
+"""Output tokens/s over HTTP with 16 requests at once, and the peak memory of the server: twostroke and llama.cpp.
 
 One load generator, the same file, prompts, context and slots for both; every answer has 128 tokens.
 """
@@ -12,7 +12,7 @@ import numpy as np
 from benchmarks.serving_servers import SLOTS, VOCAB, started
 from twostroke.bench.client import Target, measure
 from twostroke.bench.workload import Load
-from twostroke.cost.trace import Arrival, Part
+from twostroke.cost.simulation.trace import Arrival, Part
 
 PROMPT, ANSWER = 96, 128
 
@@ -37,7 +37,7 @@ def served(name: str, llama: Path) -> dict[str, float]:
 
 
 def peak_memory(pid: int) -> int:
-    """Bytes: the high-water marks of a process and its children, added up. Pages they share count twice."""
+    """Bytes: peak memory of a process plus that of its children. Shared pages count twice."""
     total = 0
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("VmHWM:"):

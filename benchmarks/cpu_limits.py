@@ -1,4 +1,4 @@
-"""What the machine itself allows: measured read bandwidth and integer-dot peak, and the floors that follow."""
+"""The machine's limits: measured read bandwidth and integer-dot peak, and the tokens/s that they allow."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def best_rate(work: float, call: Callable[[], object], seconds: float = 2.0) -> 
 
 
 def read_bandwidth() -> float:
-    """Bytes/s of summing a float array that no L2 holds, all cores."""
+    """Bytes/s of summing a float array larger than the L2 caches, on all cores."""
     data = torch.ones(1 << 28)  # 1 GiB
     return best_rate(data.nbytes, data.sum)
 
@@ -36,8 +36,8 @@ def read_bandwidth() -> float:
 def dot_peaks() -> dict[str, float]:
     """Operations/s (a multiply and an add are two) of int8 products whose operands stay in the caches.
 
-    Two witnesses, since neither is the instruction's own limit: our matmul on 512 x 512 weights, group scales
-    included, and torch's int8 product, plain int32 sums, which uses tile registers (AMX) where there are any.
+    Two measurements, since neither reaches the instruction's limit: the native matmul on 512 x 512 weights, with group
+    scales, and torch's int8 product with plain int32 sums, which uses tile registers (AMX) where there are any.
     """
     rows, width = 256, 512
     ops = make_ops("cpu", None, usable_cores(), None)
@@ -51,7 +51,7 @@ def dot_peaks() -> dict[str, float]:
 
 
 def floors(arch: Arch, weight_bytes: int, bandwidth: float, peak: float) -> dict[str, float]:
-    """Tokens/s if each step did nothing but read weights and KV once, or nothing but multiply: the slower one."""
+    """Tokens/s if each step only read weights and KV once, or only multiplied: the lower of the two."""
     entry = make_layout(arch, KV_FORMAT).token_bytes
 
     def decode(batch: int, context: int) -> float:

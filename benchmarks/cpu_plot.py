@@ -1,4 +1,4 @@
-"""The table of benchmarks.cpu as a picture: one panel for each measure, one bar for each engine, the floor dashed."""
+"""A plot of benchmarks.cpu: one panel for each measure, one bar for each engine, the hardware's limit dashed."""
 
 from __future__ import annotations
 

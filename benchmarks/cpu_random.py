@@ -1,4 +1,4 @@
-"""A GGUF file of a given shape with random codes: speed does not depend on values, and a download is not needed."""
+"""A GGUF file with random codes: speed does not depend on values, so no download is needed."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Four servers with one thing wrong each, diagnosed and put right while they run: predicted beside measured.
+"""Four servers with one fault each, diagnosed and corrected while they run: predicted and measured values.
 
     python -m benchmarks.diagnosis_apply              # about three minutes on two cores; JSON under results/
 
-The machine is calibrated first. Every case then starts `twostroke serve` with the fault, measures a load over HTTP,
-lets the diagnosis name the lever, pulls it through POST /twostroke/settings and measures the same load again in other
-words. The label is in the construction.
+The machine is calibrated first. For every fault `twostroke serve` is started with it, a load is measured over HTTP, the
+diagnosis names a lever, the lever is pulled through POST /twostroke/settings, and the same load with other text is
+measured again. The right lever is known from the fault.
 """
 
 from __future__ import annotations
@@ -17,32 +17,30 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import httpx
 
-from benchmarks.machine import describe
+from benchmarks.machine import save
 from twostroke import LLM
 from twostroke.bench.apply import Applied
 from twostroke.bench.calibrate import calibrate
 from twostroke.bench.client import Target, measure
 from twostroke.bench.remote import Admin, apply_live
 from twostroke.bench.workload import Load
-from twostroke.cost.diagnose import Targets
-from twostroke.cost.hardware import Rates
-from twostroke.cost.trace import Arrival, Contents, Part
+from twostroke.cost.model.rates import Rates
+from twostroke.cost.simulation.served import Targets
+from twostroke.cost.simulation.trace import Arrival, Contents, Part
 from twostroke.weights.catalog import DEFAULT
 from twostroke.weights.checkpoint import locate, open_checkpoint
 from twostroke.weights.describe import checkpoint_bytes
 
-RESULTS = Path(__file__).parent / "results"
 PORT = 8199
 TARGET = 0.20  # of |predicted − measured| / measured
 
 
 @dataclass(frozen=True)
-class Case:
+class Fault:
     name: str
     load: Callable[[], Load]
     levers: tuple[str, ...]  # any of these is right
@@ -56,12 +54,12 @@ def at_once(count: int, prompts: tuple[int, int], answers: tuple[int, int]) -> L
     return Load("all at once", rows)
 
 
-def by_chance(count: int, per_second: float, prompts: tuple[int, int], answers: tuple[int, int]) -> Load:
+def poisson(count: int, per_second: float, prompts: tuple[int, int], answers: tuple[int, int]) -> Load:
     rng, contents, at, rows = random.Random(3), Contents(), 0.0, []
     for _ in range(count):
         rows.append(Arrival(at, (contents.own(rng.randint(*prompts)),), rng.randint(*answers)))
         at += rng.expovariate(per_second)
-    return Load("by chance", rows)
+    return Load("poisson", rows)
 
 
 def one_by_one(count: int, shared: int, own: tuple[int, int], every: float) -> Load:
@@ -73,43 +71,43 @@ def one_by_one(count: int, shared: int, own: tuple[int, int], every: float) -> L
     return Load("one by one", rows)
 
 
-CASES = (
-    Case("static batching", lambda: by_chance(36, 2.5, (30, 80), (10, 200)), ("continuous-batching",),
+FAULTS = (
+    Fault("static batching", lambda: poisson(36, 2.5, (30, 80), (10, 200)), ("continuous-batching",),
          ("batching=static",)),
-    Case("batch cap of 1", lambda: at_once(20, (30, 80), (40, 80)), ("batch-cap",), changed={"max_requests": 1}),
-    Case("prefix cache off", lambda: one_by_one(20, 360, (20, 60), 1.0), ("prefix-cache",), ("prefix_cache=false",)),
-    Case("tiny token budget", lambda: one_by_one(10, 0, (120, 200), 1.5), ("token-budget",),
+    Fault("batch cap of 1", lambda: at_once(20, (30, 80), (40, 80)), ("batch-cap",), changed={"max_requests": 1}),
+    Fault("prefix cache off", lambda: one_by_one(20, 360, (20, 60), 1.0), ("prefix-cache",), ("prefix_cache=false",)),
+    Fault("tiny token budget", lambda: one_by_one(10, 0, (120, 200), 1.5), ("token-budget",),
          ("max_requests=1", "max_batch_tokens=1")),
 )  # fmt: skip
 
 
-def run_case(case: Case, model: str, rates: Rates) -> dict[str, Any]:
-    settings = [part for one in case.started for part in ("-s", one)]
+def run_fault(fault: Fault, model: str, rates: Rates) -> dict[str, Any]:
+    settings = [part for one in fault.started for part in ("-s", one)]
     command = [sys.executable, "-m", "twostroke", "serve", model, "--port", str(PORT), *settings]
     server = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     try:
         target = Target(f"http://127.0.0.1:{PORT}")
         wait_until_ready(target)
         admin = Admin(target)
-        if case.changed:
-            admin.change(case.changed)
-        found = apply_live(admin, target, case.load(), measure, Targets(), rates)
+        if fault.changed:
+            admin.change(fault.changed)
+        found = apply_live(admin, target, fault.load(), measure, Targets(), rates)
     finally:
         server.terminate()
         server.wait(20)
     diagnosis = found.diagnosis if isinstance(found, Applied) else found
-    document: dict[str, Any] = {"case": case.name, "expected": case.levers, "sentence": diagnosis.sentence}
+    document: dict[str, Any] = {"case": fault.name, "expected": fault.levers, "sentence": diagnosis.sentence}
     if isinstance(found, Applied):
-        entry = found.entry
-        document |= {"lever": entry.lever, "metric": entry.metric, "before": entry.before, "measured": entry.measured,
-                     "predicted": entry.predicted, "error": entry.error, "right": entry.lever in case.levers,
-                     "within": abs(entry.error) <= TARGET}  # fmt: skip
+        one = found.prediction
+        document |= {"lever": one.lever, "metric": one.metric, "before": one.before, "measured": one.measured,
+                     "predicted": one.predicted, "error": one.error, "right": one.lever in fault.levers,
+                     "within": abs(one.error) <= TARGET}  # fmt: skip
     print(json.dumps(document), flush=True)
     return document
 
 
 def rates_here(model: str, seconds: float = 30.0) -> Rates:
-    """In this process, which then gives its memory back to the servers to come."""
+    """Measured in this process."""
     llm = LLM(model)
     return calibrate(llm, model, checkpoint_bytes(open_checkpoint(locate(model))), seconds).rates
 
@@ -131,19 +129,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", default=DEFAULT)
     parser.add_argument("--case", action="append", help="only these, by name")
     args = parser.parse_args(arguments)
-    chosen = [case for case in CASES if not args.case or case.name in args.case]
+    chosen = [fault for fault in FAULTS if not args.case or fault.name in args.case]
     rates = rates_here(args.model)
-    rows = [run_case(case, args.model, rates) for case in chosen]
-    result = {
-        "machine": describe(),
-        "command": "python -m benchmarks.diagnosis_apply",
-        "model": args.model,
-        "target": TARGET,
-        "cases": rows,
-    }
+    rows = [run_fault(fault, args.model, rates) for fault in chosen]
     if not args.case:
-        path = RESULTS / f"diagnosis-apply-{result['machine']['machine']}.json"
-        path.write_text(json.dumps(result, indent=2) + "\n")
+        save("diagnosis-apply", "diagnosis_apply", {"model": args.model, "target": TARGET, "cases": rows})
 
 
 if __name__ == "__main__":

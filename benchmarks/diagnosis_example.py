@@ -1,4 +1,4 @@
-"""The worked example of docs/diagnosis.md: prompts with the time of day at their front, before and after it is moved.
+"""The worked example of docs/diagnosis.md: prompts that begin with the time of day, and the same with it at the end.
 
 python -m benchmarks.diagnosis_example               # prints the diagnosis, writes docs/diagnosis-example.svg
 """
@@ -9,14 +9,14 @@ import random
 from pathlib import Path
 
 from twostroke.bench.plots import HEIGHT, WIDTH, lanes
-from twostroke.cli.run_diagnose import show_diagnosis
+from twostroke.cli.diagnose import show_diagnosis
 from twostroke.config import make_config
-from twostroke.cost.deploy import Deployment
-from twostroke.cost.diagnose import diagnose
-from twostroke.cost.fleet import Served
-from twostroke.cost.hardware import find_device
-from twostroke.cost.models import known_arch
-from twostroke.cost.trace import Arrival, Contents, Part
+from twostroke.cost.answers.diagnose import diagnose
+from twostroke.cost.model.devices import find_device
+from twostroke.cost.model.known_models import known_arch
+from twostroke.cost.simulation.deployment import Deployment
+from twostroke.cost.simulation.served import Served
+from twostroke.cost.simulation.trace import Arrival, Contents, Part
 
 STYLE = """text{font:11px system-ui,sans-serif;fill:#3b4552}.title{font-size:13px;font-weight:600}.grid{stroke:#e3e7ec}
 rect.queue{fill:#b9bfc7}rect.prefill{fill:#3a6ea5}rect.decode{fill:#d9822b}"""

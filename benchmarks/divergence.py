@@ -1,8 +1,8 @@
-"""How far fewer bits move next-token distributions: mean KL divergence from float32 on stories15M.
+"""How much narrow weights change next-token distributions: mean KL divergence from float32 on stories15M.
 
-Our int8 and int4 are made from the float weights when the model is loaded; beside them, the `gguf` package's Q8_0 and
-Q4_0 of the same weights. All of them are run by the same kernels, which round activations to 8 bits. Like ours, the
-peer's 4-bit model keeps its embedding and head in 8 bits; "pure" has those in 4 bits too.
+twostroke's int8 and int4 are made from the float weights when the model is loaded; beside them, the `gguf` package's
+Q8_0 and Q4_0 of the same weights. The same kernels run all of them, with 8-bit activations. Like twostroke's, the
+package's 4-bit model keeps its embedding and head in 8 bits; "pure" has those in 4 bits too.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def distributions(llm: LLM, tokens: list[int]) -> Tensor:
     logits = torch.from_numpy(np.concatenate(rows))
     found = logits.log_softmax(-1)[1:]  # the first row is the sampled token's
     assert out.prompt_logprobs is not None
-    for position in range(1, len(tokens)):  # the rows are the ones we think they are
+    for position in range(1, len(tokens)):  # the rows are those of these tokens
         score = out.prompt_logprobs[position]
         assert score is not None
         assert abs(score.logprob - float(found[position - 1, tokens[position]])) < 1e-3

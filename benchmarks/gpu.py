@@ -26,10 +26,10 @@ PROCESS_START = time.perf_counter()
 import torch  # noqa: E402
 
 from benchmarks.gpu_rig import Rig, longest_steps, make_rig, restore_times  # noqa: E402
+from benchmarks.random_weights import LLAMA_1B, LLAMA_8B  # noqa: E402
 from twostroke.metrics.steplog import StepLog  # noqa: E402
 from twostroke.model.arch import Arch  # noqa: E402
 from twostroke.types import RequestState  # noqa: E402
-from twostroke.weights.random import LLAMA_1B, LLAMA_8B  # noqa: E402
 
 # vLLM 0.26.0 on such a card (FlashAttention 3, compiled, CUDA graphs), measured once: not every box can install it.
 VLLM = {"decode1": 200.9, "ttft512": 16.9, "ttft2048": 51.7, "ttft8192": 221.0, "ttft32768": 1201.6,
@@ -39,7 +39,7 @@ VLLM = {"decode1": 200.9, "ttft512": 16.9, "ttft2048": 51.7, "ttft8192": 221.0, 
 
 @dataclass
 class Bench:
-    """What the parts share: ceilings, results, and one engine at a time (each takes nearly all memory)."""
+    """Ceilings, results, and one engine at a time (each takes nearly all memory)."""
 
     suffix: str = ""  # of every row's name, for a run with other settings
     settings: dict[str, object] = field(default_factory=dict)  # of every engine
@@ -48,7 +48,7 @@ class Bench:
     _rig: tuple[Arch, Rig] | None = None
 
     def rig(self, arch: Arch = LLAMA_8B) -> Rig:
-        """The plain engine of that shape, kept from part to part."""
+        """The engine with the default settings, kept from part to part."""
         if self._rig is None or self._rig[0] is not arch:
             self.drop()
             self._rig = (arch, make_rig(arch, **self.settings))
@@ -85,7 +85,7 @@ class Bench:
 
 
 def measure_decode(bench: Bench, rig: Rig, name: str) -> RequestState:
-    """Tokens a second of one stream, once its first tokens (captures, compilation) are out."""
+    """Tokens/s of one stream, without its first tokens (captures, compilation)."""
     for _ in range(2):
         request = rig.ask(rig.prompt(128), 256)
         rig.run()
@@ -126,7 +126,7 @@ def small(bench: Bench) -> None:
 
 
 def measure_offline(bench: Bench, name: str, count: int, prompt: int, new: int) -> None:
-    """Nobody reads along, so prompts need not be cut short for the streams' sake: max_gap has no end."""
+    """Offline: no reader waits for a stream, so max_gap does not cut prompts."""
     rig = bench.rig()
     pace, best = rig.core.scheduler.pace, 0.0
     usual, pace.max_gap = pace.max_gap, 1e6
@@ -149,7 +149,7 @@ def offline64(bench: Bench) -> None:
 
 
 def prefix(bench: Bench) -> None:
-    """32 requests that share 4,096 tokens; the second round is past all captures and compilation."""
+    """32 requests that share 4,096 tokens; the second round has no captures and no compilation."""
     rig, seconds = bench.rig(), {}
     for _ in range(2):
         shared = rig.prompt(4096)
@@ -178,7 +178,7 @@ def decode64(bench: Bench) -> None:
 
 
 def gap(bench: Bench) -> None:
-    """What 32 readers notice of a prompt of 65,536 tokens, and what it notices of them."""
+    """Gaps of 32 streams during a prompt of 65,536 tokens, and its TTFT beside them."""
     rig = bench.rig()
     alone = rig.ask(rig.prompt(65536), 1)
     began = time.perf_counter()
@@ -212,7 +212,7 @@ def gap(bench: Bench) -> None:
 
 
 def offload(bench: Bench) -> None:
-    """A prompt whose blocks went to the host, beside one that is computed and one that is still on the device."""
+    """A prompt whose blocks are on the host, beside one that is computed and one that is cached on the device."""
     rig = bench.own(LLAMA_8B, kv_blocks=1040, max_model_len=16384, kv_offload=8 << 30)
     for name, ms in restore_times(rig, 8192).items():
         bench.report(f"offload_{name}", ms, "ms")
@@ -222,7 +222,7 @@ def offload(bench: Bench) -> None:
 
 
 def device_ms(rig: Rig, met: dict[object, int]) -> float:
-    """Milliseconds of the captured step that was met most often since `met`, replayed by itself; 0: none was."""
+    """Milliseconds of the captured step that ran most often since `met`, replayed alone; 0: none was captured."""
     shapes = rig.runner.shapes
     shape = max(shapes, key=lambda s: shapes[s].met - met.get(s, 0))
     if shapes[shape].graph is None:
@@ -238,20 +238,20 @@ def device_ms(rig: Rig, met: dict[object, int]) -> float:
 
 
 def host(bench: Bench) -> None:
-    """Steps as they are met, beside the same steps replayed on the device alone: one stream, and 32 with a prompt."""
+    """Steps of the engine beside the same steps replayed on the device alone: one stream, and 32 with a prompt."""
     rig = bench.rig()
     for _ in range(2):
         met = {shape: entry.met for shape, entry in rig.runner.shapes.items()}
         times = rig.ask(rig.prompt(128), 380).timeline.token_times
         rig.run()
-    step = (times[-1] - times[-101]) * 10  # contexts 408 to 508 are one shape, met most often
+    step = (times[-1] - times[-101]) * 10  # contexts 408 to 508 are the shape that ran most often
     own = device_ms(rig, met)
     bench.report("step1", step, "ms/step", own, higher=False, host_share=round(1 - own / step, 4))
     streams = [rig.ask(rig.prompt(512), 100_000) for _ in range(32)]
     while min(len(stream.timeline.token_times) for stream in streams) < 12:
         rig.core.step()
     pace = rig.core.scheduler.pace
-    usual, pace.max_gap = pace.max_gap, 1.0  # a prompt is not to be cut
+    usual, pace.max_gap = pace.max_gap, 1.0  # prompts are not cut
     for prompt in (0, 16, 128, 512, 1024):
         met = {shape: entry.met for shape, entry in rig.runner.shapes.items()}
         for turn in range(30):
@@ -273,7 +273,7 @@ def host(bench: Bench) -> None:
 
 
 def breakdown(bench: Bench) -> None:
-    """Where a decode step and an 8k prefill spend the device's time, by kernel."""
+    """Device time of a decode step and of an 8k prefill, by kernel."""
     from torch.profiler import ProfilerActivity, profile
 
     rig = bench.rig()
@@ -296,7 +296,7 @@ def breakdown(bench: Bench) -> None:
 
 
 def weights(bench: Bench) -> None:
-    """Each against the bytes of its own weights."""
+    """Narrow weights; each limit is from the bytes of its own weights."""
     for quantize in ("fp8", "int4", "int8"):
         rig = bench.own(LLAMA_8B, quantize=quantize, max_model_len=16384)
         measure_decode(bench, rig, f"{quantize}_decode1")
@@ -322,7 +322,7 @@ def kv(bench: Bench) -> None:
 
 
 def start(bench: Bench) -> None:
-    """From a new process to its first token: kernels compiled before, and with an empty cache of compiled kernels."""
+    """From a new process to its first token, without and with a cache of compiled kernels."""
     bench.drop()
     with tempfile.TemporaryDirectory() as empty:
         for name, extra in (("start_cold", {"TRITON_CACHE_DIR": empty}), ("start_warm", {"TRITON_CACHE_DIR": empty})):
@@ -349,7 +349,7 @@ def first_token() -> None:
 
 
 def transformers(bench: Bench) -> None:
-    """The peer that is installed everywhere, eager and compiled."""
+    """transformers, eager and compiled."""
     bench.drop()
     command = [sys.executable, "-m", "benchmarks.gpu_peers"]
     try:
@@ -384,16 +384,22 @@ PARTS: dict[str, tuple[Callable[[Bench], None], int]] = {  # with the seconds it
     "kv": (kv, 8),
     "transformers": (transformers, 110),
 }
-INEXACT = ("start", "offload", "weights", "kv", "transformers")  # parts that exact=True does not change, or refuses
+INEXACT = (
+    "start",
+    "offload",
+    "weights",
+    "kv",
+    "transformers",
+)  # parts that exact=True does not change or does not allow
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("parts", nargs="*")
     parser.add_argument(
-        "--json", help="write the results here too, after every part; a whole run has a place of its own"
+        "--json", help="write the results here after every part; without it only a whole run is written, under results/"
     )
-    parser.add_argument("--minutes", type=float, default=8.0, help="leave out what would not end within them")
+    parser.add_argument("--minutes", type=float, default=8.0, help="skip parts that would end later")
     parser.add_argument("--exact", action="store_true", help="measure everything again with exact=True (NAME_exact)")
     options = parser.parse_args()
     if options.parts == ["first"]:
@@ -416,7 +422,7 @@ def main() -> None:
         began = time.perf_counter()
         run, seconds = PARTS[part]
         if began - PROCESS_START + seconds > 60 * options.minutes:
-            print(f"[{part} left out: it takes {seconds} s, and {options.minutes} minutes are nearly over]", flush=True)
+            print(f"[{part} skipped: it takes {seconds} s, and {options.minutes} minutes are nearly over]", flush=True)
             continue
         if bench is exact:
             plain.drop()

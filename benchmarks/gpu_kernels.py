@@ -1,4 +1,4 @@
-"""Time the GPU kernels one by one, over the tile shapes worth trying: `python -m benchmarks.gpu_kernels [part ...]`.
+"""Times the GPU kernels one by one, over several tile shapes: `python -m benchmarks.gpu_kernels [part ...]`.
 
 Parts: ceilings, gemv, narrow, decode, prefill, gemm. The last line is JSON.
 """
@@ -117,7 +117,7 @@ def gemvs() -> None:
 
 
 def narrow() -> None:
-    """Matrices of few bits, one row and several: the shapes that the ops choose."""
+    """Narrow matrices with one row and several, with the tiles that the backend chooses."""
     kinds = {"int4": to_int4, "fp8": to_fp8, "int8": to_int8}
     for name, (n, k, before, add) in SHAPES.items():
         if name.startswith("1B"):

@@ -1,6 +1,6 @@
 """transformers on the same card, in a process of its own: `python -m benchmarks.gpu_peers`.
 
-Random bf16 weights in the shape of Llama-3.1-8B, greedy, no end-of-text. One JSON object a line, as each is measured.
+Random bf16 weights in the shape of Llama-3.1-8B, greedy, no end-of-text. One JSON object per line.
 """
 
 from __future__ import annotations

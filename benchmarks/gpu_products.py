@@ -1,9 +1,9 @@
-"""How products of one row with narrow matrices are best cut: `python -m benchmarks.gpu_products [--json F]`.
+"""The fastest tiling of products of one row with narrow matrices: `python -m benchmarks.gpu_products [--json F]`.
 
-First every form is compiled and checked against the product in double precision, in several processes. Then the step of
-one stream of a Llama-3.1-8B with fp8 and with int4 weights is captured and timed with one form after the other for each
-matrix, the best kept, and so with what is asked of the next matrix. A form that is fastest by itself, kernel after
-kernel of the same matrix, need not be so between others. `check I N` is what those processes run: every Nth from I on.
+First every tiling (`Form`) is compiled and checked against the product in double precision, in several processes. Then
+a step of one stream of Llama-3.1-8B with fp8 and with int4 weights is captured and timed with one form after the other
+for each matrix, and the fastest is kept; likewise for how much of the next matrix is prefetched. The form that is
+fastest alone need not be the fastest within a step. `check I N` is what the processes run: every Nth form from I on.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ import torch
 from benchmarks.gpu import Bench, measure_decode
 from benchmarks.gpu_kernels import DEVICE, ceilings
 from benchmarks.gpu_rig import Rig
+from benchmarks.random_weights import LLAMA_8B
 from twostroke.ops.cuda import backend as cuda
 from twostroke.ops.cuda.kernels import one_row as one_row_
 from twostroke.ops.cuda.kernels.one_row import Form, one_row
 from twostroke.ops.cuda.kernels.quantized import as_float, to_fp8, to_int4
 from twostroke.ops.cuda.kernels.skinny import FP8, INT4, NORM, NOTHING, SILU
-from twostroke.weights.random import LLAMA_8B
 
 KINDS = {FP8: ("fp8", to_fp8), INT4: ("int4", to_int4)}
 # outputs, inputs, what happens to x before, what happens after, whether the result is added
@@ -44,7 +44,13 @@ LONG = {
     INT4: [Form(16, 2, 1, 1), Form(8, 1, 1, 1), Form(8, 2, 1, 1), Form(16, 1, 2, 1), Form(8, 1, 2, 1)],
 }
 PIECES = (0, 1, 2, 4, 6, 8, 12)
-NEXT = {"qkv": "output", "output": "gate_up", "gate_up": "down", "down": "qkv", "head": "qkv"}  # the head comes once
+NEXT = {
+    "qkv": "output",
+    "output": "gate_up",
+    "gate_up": "down",
+    "down": "qkv",
+    "head": "qkv",
+}  # the head is multiplied once a step
 LIMIT = 4e-3  # bfloat16 results lie 1.7e-3 from the true ones by rounding alone
 
 
@@ -67,11 +73,11 @@ def all_variants() -> list[Variant]:
     return [Variant(fmt, shape, form) for fmt in KINDS for shape in SHAPES for form in forms_of(shape, fmt)]
 
 
-# ---- right or wrong --------------------------------------------------------------------------------------------------
+# ---- correctness -----------------------------------------------------------------------------------------------------
 
 
 def error(variant: Variant) -> float:
-    """Distance from the product in double precision, for a few outputs; the programs have several tiles each."""
+    """Relative distance from the product in double precision, for few outputs; each program has several tiles."""
     one_row_.processors = lambda device: 3  # type: ignore[assignment]
     one_row_.form_for = lambda fmt, segments: variant.form
     _, k, before, gate, add = SHAPES[variant.shape]
@@ -106,7 +112,7 @@ def check(first: int, step: int) -> None:
 
 
 def run_checks(jobs: int) -> set[str]:
-    """The variants that are right. Compiling takes longest, so several processes share it."""
+    """Names of the correct variants. Compilation takes longest, so several processes share it."""
     command = [sys.executable, "-m", "benchmarks.gpu_products", "check"]
     running = [
         subprocess.Popen([*command, str(i), str(jobs)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
@@ -120,11 +126,11 @@ def run_checks(jobs: int) -> set[str]:
     return right
 
 
-# ---- how fast --------------------------------------------------------------------------------------------------------
+# ---- speed -----------------------------------------------------------------------------------------------------------
 
 
 def step_ms(rig: Rig) -> float:
-    """One stream's step, captured anew and replayed."""
+    """A step of one stream, captured again and replayed."""
     runner = rig.runner
     runner.shapes.clear()
     runner.captures, runner.pool = 0, torch.cuda.graph_pool_handle()
@@ -145,7 +151,7 @@ def step_ms(rig: Rig) -> float:
 
 
 class Tuning:
-    """Forms and pieces by matrix, and the step they make."""
+    """Forms and prefetched pieces by matrix, and the time of a step with them."""
 
     def __init__(self, fmt: int, right: set[str], found: dict[str, float]):
         self.fmt, self.kind = fmt, KINDS[fmt][0]
@@ -174,7 +180,7 @@ class Tuning:
         return ms
 
     def best(self, chosen: dict[str, Any], shape: str, candidates: list[Any], best: float) -> float:
-        """Try each for one matrix, the others as they are; keep what is fastest."""
+        """Try each candidate for one matrix; keep the fastest."""
         kept = chosen[shape]
         for candidate in candidates:
             if candidate == kept:

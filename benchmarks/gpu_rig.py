@@ -1,4 +1,4 @@
-"""An engine on the GPU without text: token ids in, token ids out, random weights in the shape of a known model."""
+"""An engine on the GPU without a tokenizer, with random weights in the shape of a known model."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from itertools import pairwise
 
 import torch
 
+from benchmarks.random_weights import random_model
 from twostroke.config import make_config, resolve
 from twostroke.engine.core import Core
 from twostroke.hardware import Hardware
@@ -23,7 +24,6 @@ from twostroke.run.cuda.warm_up import prepare
 from twostroke.sampling import SamplingParams
 from twostroke.schedule.make import make_scheduler
 from twostroke.types import Request, RequestState
-from twostroke.weights.random import random_model
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Rig:
         return self.core.submit(request)
 
     def run(self) -> float:
-        """Until nothing is left to do; seconds."""
+        """Step until the engine is idle; seconds."""
         began = time.perf_counter()
         while not self.core.idle:
             self.core.step()
@@ -56,7 +56,7 @@ def make_rig(
     arch: Arch, model: Transformer | None = None, kv_dtype: str = "bfloat16", quantize: str | None = None,
     **settings: object,
 ) -> Rig:  # fmt: skip
-    gc.freeze()  # as in the server's process: a full collection looks at all that is imported, for 50 ms and more
+    gc.freeze()  # as in the server's process: a full collection of all imported modules takes 50 ms and more
     exact = bool(settings.get("exact", False))
     ops = model.ops if model is not None else make_ops("cuda", "bfloat16", 1, quantize, exact)
     length = settings.setdefault("max_model_len", 131_072)
@@ -73,8 +73,8 @@ def make_rig(
 
 
 def restore_times(rig: Rig, length: int) -> dict[str, float]:
-    """Milliseconds to the first token of a prompt that is computed, found on the device, and found on the host. The
-    cache holds hardly more than two such prompts, so two others take the place of a third."""
+    """TTFT in milliseconds of a prompt that is computed, cached on the device, and cached on the host. The device's
+    cache holds hardly more than two such prompts, so two others evict it."""
 
     def ttft(tokens: list[int]) -> float:
         request, began = rig.ask(tokens, 1), time.perf_counter()
@@ -85,19 +85,19 @@ def restore_times(rig: Rig, length: int) -> dict[str, float]:
         for _ in range(2):
             ttft(rig.prompt(length))
 
-    for _ in range(2):  # the first time everything is met that has to be compiled or loaded
+    for _ in range(2):  # the first round compiles and loads
         mine = rig.prompt(length)
         found = {"computed": ttft(mine), "on_device": ttft(mine)}
         others()
         found["on_host"] = ttft(mine)
     host = rig.core.scheduler.tables.pool.host
-    assert host is not None and host.restored > length // 16, "too little came back from the host"
+    assert host is not None and host.restored > length // 16, "too few blocks were restored from the host"
     return found
 
 
 def longest_steps(steps: StepLog) -> list[dict[str, float]]:
-    """What the longest of them were: on the device, and on the host from one launch to the next. A step that is short
-    on the device and long on the host waited for something that was loaded, compiled or captured."""
+    """The longest steps, by the time on the host from one launch to the next. A step that is short on the device and
+    long on the host waited for loading, compilation or capture."""
     found = [
         {"host_ms": round((after.launched - step.launched) * 1e3, 1), "device_ms": round(step.seconds * 1e3, 1),
          "tokens": step.tokens, "start": max((piece.start for piece in step.chunks), default=0)}

@@ -1,4 +1,4 @@
-"""One measurement of ONNX Runtime GenAI, in a process and an environment of its own: needs nothing of ours.
+"""One measurement of ONNX Runtime GenAI, in a process and an environment of its own, without twostroke.
 
     python benchmarks/onnx_peer.py FOLDER THREADS REPEATS decode BATCH CONTEXT TOKENS
     python benchmarks/onnx_peer.py FOLDER THREADS REPEATS prefill LENGTH
@@ -26,7 +26,7 @@ def prompts(batch: int, length: int) -> np.ndarray:
 
 
 def start(model: og.Model, batch: int, length: int, room: int) -> og.Generator:
-    params = og.GeneratorParams(model)  # the shortest allowed answer is the longest: no end token is ever chosen
+    params = og.GeneratorParams(model)  # equal lengths: no end token is chosen
     params.set_search_options(max_length=length + room, min_length=length + room, batch_size=batch, do_sample=False)
     return og.Generator(model, params)
 

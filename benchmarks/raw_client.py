@@ -1,7 +1,7 @@
-"""A load generator that takes next to nothing of the machine it shares with the server it measures.
+"""A load generator that uses hardly any processor time, for servers on the same machine.
 
-One asyncio process, one connection for each request, HTTP written by hand. While the clock runs it only notes when
-bytes came; what they say is read afterwards.
+One asyncio process, one connection for each request, HTTP written by hand. During the load it only records when bytes
+arrived; they are parsed afterwards.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from urllib.parse import urlsplit
 
 from twostroke.bench.prompts import token_ids
 from twostroke.bench.record import Record
-from twostroke.cost.trace import Arrival
+from twostroke.cost.simulation.trace import Arrival
 
 clock = time.perf_counter
-SECONDS = 300.0  # that any answer may take
+SECONDS = 300.0  # limit for one answer
 
 
 class Exchange(asyncio.Protocol):
-    """One request, and what came back when."""
+    """One request, and the bytes of its answer with their times."""
 
     def __init__(self, request: bytes):
         self.request = request
@@ -56,7 +56,7 @@ class RawClient:
         return f"{head}content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
 
     def open_loop(self, arrivals: Sequence[Arrival]) -> list[Record]:
-        """Each request when it is due, whoever still waits."""
+        """Send each request when it is due."""
         requests = [self.request(arrival) for arrival in arrivals]
 
         async def run() -> list[Record]:
@@ -71,7 +71,7 @@ class RawClient:
         return asyncio.run(run())
 
     def closed_loop(self, arrivals: Sequence[Arrival], at_once: int) -> list[Record]:
-        """The next one when one has ended."""
+        """Send the next request when one has ended."""
         left = [(arrival, self.request(arrival)) for arrival in arrivals][::-1]
 
         async def run() -> list[Record]:

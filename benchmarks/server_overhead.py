@@ -2,17 +2,17 @@
 
     python -m benchmarks.server_overhead
 
-Machines drift by more than what is measured, so both are taken in one and the same engine process within a tenth of a
-second: after every three steps that are served as always to 16 clients, the model's part of the last one is run again
-as often for nobody, while the server has nothing to do (bare_steps.py). A served step is timed from its start to the
-start of the next, so the difference is everything but the model's part: scheduling, the way between the processes,
-text, JSON, HTTP, and the cores that all of it takes from the model's threads. The clients are told to sleep until their
-answers are whole, so that they take no part of the machine: the kernel holds what comes.
+The machine's speed drifts by more than the difference, so both are measured in the same engine process within a tenth
+of a second: after every three steps that are served to 16 clients, the model's part of the last one is run three more
+times without any request, while the server has nothing to do (bare_steps.py). A served step is timed from its start to
+the start of the next, so the difference is everything but the model: scheduling, messages between the processes, text,
+JSON, HTTP, and the processor time that all of this takes from the model's threads. The clients sleep until their
+answers are complete, so that they use no processor time: the kernel buffers the data.
 
-A round is some sixty such turns. Its overhead is the difference of the two means, so that what happens only now and
-then counts too; the result is the middle of the rounds with its 95 % confidence interval. Then a few rounds are run
-with a server that wastes two milliseconds more at each step, on the core where it happens to be: where too little of
-that is seen, nothing is claimed. Under five minutes. The last line is JSON.
+A round is about sixty such turns. Its overhead is the difference of the two means, so that rare events count too; the
+result is the median of the rounds with its 95 % confidence interval. A few control rounds follow with a server that
+wastes two more milliseconds of a core at each step. Where the measurement does not show enough of them, no result is
+claimed. Under five minutes. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -29,18 +29,17 @@ from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from benchmarks.bare_steps import TURNS
-from benchmarks.machine import describe
+from benchmarks.machine import save
 from benchmarks.raw_client import RawClient
 from benchmarks.serving_servers import SLOTS, VOCAB, started_by
-from twostroke.cost.trace import Arrival, Part
+from twostroke.cost.simulation.trace import Arrival, Part
 from twostroke.hardware import usable_cores
 
-HERE = Path(__file__).parent
 PROMPT, OUTPUT = 64, 204  # tokens
 ROUNDS, CONTROL_ROUNDS = 21, 10
-CONTROL_MS = 2.0  # that the server wastes at each step in the rounds that check the measurement
+CONTROL_MS = 2.0  # that the server wastes at each step of the control rounds
 LIMIT = 0.05
-ROOM = 1 << 20  # bytes that the kernel may hold for a client
+ROOM = 1 << 20  # bytes that the kernel buffers for a client
 
 ENGINE = (
     "import twostroke.remote.process as p; "
@@ -59,7 +58,7 @@ a.AsyncEngine.on_report = wasteful
 
 
 class Round(NamedTuple):
-    """Mean seconds of a step, and those of a core that the server's process took for each token of an answer."""
+    """Mean seconds of a step, and processor seconds of the server's process for each step."""
 
     served: float
     bare: float
@@ -79,13 +78,13 @@ def streams(turn: int) -> list[Arrival]:
 
 
 def ask_and_sleep(url: str, turn: int) -> None:
-    """All streams at once, read when they have ended."""
+    """Start all streams at once, read them when they have ended."""
     client = RawClient(url, VOCAB)
     sockets = []
     for row in streams(turn):
         sock = socket.create_connection((client.host, client.port))
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, ROOM)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, ROOM // 2)  # no waking for less, but for the end
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, ROOM // 2)  # wakes for half the buffer, or for the end
         sock.sendall(client.request(row))
         sockets.append(sock)
     for sock in sockets:
@@ -97,7 +96,7 @@ def ask_and_sleep(url: str, turn: int) -> None:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Of a process with all its threads, as Linux counts them."""
+    """Of all threads of a process."""
     return sum(int((task / "schedstat").read_text().split()[0]) for task in Path(f"/proc/{pid}/task").iterdir()) / 1e9
 
 
@@ -110,7 +109,7 @@ def take_round(url: str, pid: int, turns: Path, number: int) -> Round:
 
 
 def fold(turns: Sequence[dict[str, list[float]]], cpu: float) -> Round:
-    """Means over all turns: each has as many steps of either kind, so a drift is in both alike."""
+    """Means over all turns: each has as many steps of either kind, so both have the same drift."""
     served = [seconds for turn in turns for seconds in turn["served"]]
     bare = [seconds for turn in turns for seconds in turn["bare"]]
     return Round(fmean(served), fmean(bare), cpu)
@@ -121,7 +120,7 @@ def take_rounds(count: int, code: str = "") -> list[Round]:
         turns = Path(folder) / "turns"
         environment = {**os.environ, TURNS: f"{turns}:{SLOTS}"}
         with started_by(ENGINE + code, environment) as (url, process):
-            take_round(url, process.pid, turns, 1000)  # first times
+            take_round(url, process.pid, turns, 1000)  # warm up
             return [take_round(url, process.pid, turns, number) for number in range(count)]
 
 
@@ -131,10 +130,10 @@ def measure(rounds: int, control: int) -> dict[str, Any]:
 
 
 def interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """The middle of values that scatter evenly to both sides, and where it lies with at least 95 % confidence: median
-    and outer bounds of the means of all pairs (Hodges and Lehmann; Wilcoxon's signed ranks)."""
+    """The centre of symmetrically distributed values with an interval of at least 95 % confidence: median and bounds of
+    the means of all pairs (Hodges and Lehmann; Wilcoxon's signed ranks)."""
     means = sorted((a + b) / 2 for a, b in combinations_with_replacement(values, 2))
-    ways = [1] + [0] * len(means)  # in which ranks 1..n can be given signs, by the sum of those above zero
+    ways = [1] + [0] * len(means)  # to give signs to ranks 1..n, by the sum of the positive ones
     for rank in range(1, len(values) + 1):
         ways = [count + (ways[total - rank] if total >= rank else 0) for total, count in enumerate(ways)]
     below = accumulate(count / 2 ** len(values) for count in ways)
@@ -144,9 +143,9 @@ def interval(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def judged(rounds: Sequence[Round], control: Sequence[Round]) -> dict[str, Any]:
-    """`within` is null where the interval holds the limit (the machine was not steady enough to tell), and where the
-    overhead of a step rose too little when the server wasted `control_added_ms` of a core: spread evenly over all cores
-    that is added / cores, and a measurement that does not see half of it is blind."""
+    """`within` is null where the interval contains the limit (the machine's speed varied too much), and where the
+    overhead rose too little in the control rounds: `control_added_ms` of a core are added / cores of a step, and the
+    measurement must show half of that."""
     shares = [one.share for one in rounds]
     low, middle, high = interval(shares)
     overhead = median(one.overhead for one in rounds)
@@ -174,14 +173,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--control-rounds", type=int, default=CONTROL_ROUNDS)
-    parser.add_argument("--out", type=Path, default=HERE / "results")
+    parser.add_argument("--json", type=Path, help="instead of a file under results/")
     args = parser.parse_args()
-    machine = describe()
-    command = "python -m benchmarks.server_overhead"
-    result = {"machine": machine, "command": command, **measure(args.rounds, args.control_rounds)}
-    path = args.out / f"server-overhead-{machine['machine']}.json"
-    path.write_text(json.dumps(result, indent=2) + "\n")
-    print(json.dumps(result))
+    save("server-overhead", "server_overhead", measure(args.rounds, args.control_rounds), args.json)
 
 
 if __name__ == "__main__":

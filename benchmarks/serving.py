@@ -1,16 +1,16 @@
-"""Served over HTTP, open loop, beside llama.cpp's server on the same machine. About nine minutes on two cores.
+"""An open-loop load over HTTP, beside llama.cpp's server on the same machine. About nine minutes on two cores.
 
     python -m benchmarks.serving --llama BUILD/bin --q4-0 MODEL-Q4_0.gguf
 
-llama.cpp serves the same file, and, where `--q4-0` names one, the model in a format for which it has repacked kernels
-(`llama-quantize --allow-requantize FILE MODEL-Q4_0.gguf Q4_0`): the shipped file is in one for which it has none.
+llama.cpp serves the same file and, where `--q4-0` names one, the model in a format for which it has repacked kernels
+(`llama-quantize --allow-requantize FILE MODEL-Q4_0.gguf Q4_0`); for the format of the shipped file it has none.
 
-Lengths and the rhythm of arrivals come from the Azure conversation trace, lengths divided by `--shorter` so that a CPU
-keeps up. First all servers are asked for as much as they can give with 16 requests at once. Then requests arrive on
-their own, at shares of what the fastest one gave: below, near and past saturation. All get the same requests with token
-ids as prompts (exact lengths, nothing shared, nothing seen before), and take turns load by load. Goodput counts the
-requests whose first token came within `--ttft` seconds of the moment they were due and whose later ones took at most
-`--tpot` each. What our server costs beside the model is measured in server_overhead.py. The last line is JSON.
+Lengths and times of arrivals come from the Azure conversation trace, lengths divided by `--shorter` for a CPU. First a
+closed loop of 16 requests at once gives the throughput of each server. Then an open loop follows at shares of the
+highest request rate: below, near and above saturation. All servers get the same requests with token ids as prompts
+(exact lengths, nothing shared, nothing cached) and take turns load by load. Goodput counts the requests with the first
+token within `--ttft` seconds of the due time and at most `--tpot` seconds for each later token. server_overhead.py
+measures what the server costs beside the model. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -25,55 +25,46 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from benchmarks.machine import describe
+from benchmarks.machine import save
 from benchmarks.raw_client import RawClient
 from benchmarks.serving_servers import CONTEXT, OURS, REPACKED, SAME, SLOTS, VOCAB, started
 from twostroke.bench.record import Record
 from twostroke.bench.workload import trace_load
-from twostroke.cost.trace import Arrival, Part
+from twostroke.cost.simulation.served import Spread, Targets, summarize
+from twostroke.cost.simulation.trace import Arrival, Part
 
-HERE = Path(__file__).parent
 COLOURS = {SAME: "#b9b9b9", REPACKED: "#6a6a6a", OURS: "#d9822b"}
-SHARES = (0.3, 0.6, 0.9, 1.3)  # of what the fastest server can give
-PERCENTILES = (50, 95, 99)
+SHARES = (0.3, 0.6, 0.9, 1.3)  # of the highest request rate of a server
 
 
 def arrivals(count: int, rate: float | None, shorter: float, turn: int) -> list[Arrival]:
-    """The trace's first requests with contents that no other turn has."""
+    """The trace's first requests, with texts that no other turn has."""
     rows = trace_load("azure-conv", count, rate, shorter, CONTEXT - 8).arrivals
     return [replace(row, parts=(Part(turn * 100_000 + i, row.prompt),)) for i, row in enumerate(rows)]
 
 
-def percentiles(values: Sequence[float]) -> dict[str, float]:
-    return {f"p{p}": float(np.percentile(values, p)) for p in PERCENTILES} if len(values) else {}
-
-
-def tpot_of(record: Record) -> float | None:
-    if record.output < 2 or len(record.pieces) < 2:
-        return None
-    return (record.pieces[-1] - record.pieces[0]) / (record.output - 1)
+def percentiles(spread: Spread) -> dict[str, float]:
+    return {name: getattr(spread, name) for name in ("p50", "p95", "p99")}
 
 
 def summary(records: Sequence[Record], ttft: float, tpot: float) -> dict[str, Any]:
-    good = [r for r in records if r.error is None and r.pieces and r.end is not None]
-    if not good:
+    served = [record.served() for record in records if record.error is None]
+    found = summarize(served)
+    if not found.requests:
         return {"requests": len(records), "failed": len(records), "error": records[0].error}
-    span = max(r.end or 0.0 for r in good) - min(r.arrival for r in good)
-    met = [r for r in good if (r.ttft or 0.0) <= ttft and (tpot_of(r) or 0.0) <= tpot]
+    good = Targets(ttft, tpot).goodput(served)
     return {
         "requests": len(records),
-        "failed": len(records) - len(good),
-        "seconds": span,
-        "requests_per_s": len(good) / span,
-        "output_tokens_per_s": sum(r.output for r in good) / span,
-        "goodput_requests_per_s": len(met) / span,
-        "within_slo": len(met) / len(records),
-        "ttft_s": percentiles([r.ttft for r in good if r.ttft is not None]),
-        "tpot_s": percentiles([t for r in good if (t := tpot_of(r)) is not None]),
-        "itl_s": percentiles([float(gap) for r in good for gap in np.diff(r.pieces)]),
-        "client_late_s": percentiles([r.sent - r.arrival for r in records]),
+        "failed": len(records) - found.requests,
+        "seconds": found.seconds,
+        "requests_per_s": found.request_rate,
+        "output_tokens_per_s": found.output_rate,
+        "goodput_requests_per_s": good,
+        "within_slo": good * found.seconds / len(records),
+        "ttft_s": percentiles(found.ttft),
+        "tpot_s": percentiles(found.tpot),
+        "itl_s": percentiles(found.itl),
+        "client_late_s": percentiles(Spread.of([record.sent - record.arrival for record in records])),
     }
 
 
@@ -105,7 +96,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     def percentile(name: str, which: str) -> Callable[[dict[str, Any]], float]:
-        return lambda found: found.get(name, {}).get(which, math.nan)  # a server that failed has none
+        return lambda found: found.get(name, {}).get(which, math.nan)
 
     shown = {
         "TTFT p95, s": percentile("ttft_s", "p95"),
@@ -124,7 +115,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
         if axis is axes[-1]:
             axis.set_ylim(bottom=0)
         else:
-            axis.set_yscale("log")  # they lie up to a hundred times apart
+            axis.set_yscale("log")  # the values differ up to a hundred times
         axis.spines[["top", "right"]].set_visible(False)
     figure.legend(*axes[0].get_legend_handles_labels(), loc="lower center", ncols=len(COLOURS), frameon=False)
     figure.tight_layout(rect=(0, 0.07, 1, 1))
@@ -140,7 +131,7 @@ def main() -> None:
     parser.add_argument("--shorter", type=float, default=4.0, help="divides the trace's lengths")
     parser.add_argument("--ttft", type=float, default=2.0)
     parser.add_argument("--tpot", type=float, default=0.1)
-    parser.add_argument("--out", type=Path, default=HERE / "results")
+    parser.add_argument("--json", type=Path, help="instead of a file under results/; the plot is beside it")
     args = parser.parse_args()
     began = time.perf_counter()
     with ExitStack() as servers:
@@ -152,8 +143,6 @@ def main() -> None:
     speeds = {name: one.get("output_tokens_per_s", math.nan) for name, one in found["closed"].items()}
     ours = speeds.pop(OURS)
     result = {
-        "machine": describe(),
-        "command": "python -m benchmarks.serving --llama BUILD/bin" + (" --q4-0 FILE" if args.q4_0 else ""),
         "seconds_at_each_rate": args.seconds,
         "lengths_divided_by": args.shorter,
         "slo": {"ttft_s": args.ttft, "tpot_s": args.tpot},
@@ -161,10 +150,8 @@ def main() -> None:
         "output_tokens_per_s_at_16_over": {name: ours / speed for name, speed in speeds.items()},
         "took_s": time.perf_counter() - began,
     }
-    stem = args.out / f"serving-{result['machine']['machine']}"
-    stem.with_suffix(".json").write_text(json.dumps(result, indent=2) + "\n")
-    plot(result, stem.with_suffix(".png"))
-    print(json.dumps(result))
+    command = "serving --llama BUILD/bin" + (" --q4-0 FILE" if args.q4_0 else "")
+    plot(result, save("serving", command, result, args.json).with_suffix(".png"))
 
 
 if __name__ == "__main__":

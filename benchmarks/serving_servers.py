@@ -1,4 +1,4 @@
-"""Our server and llama.cpp's, started with the same room: on the same file, and llama.cpp's on one of its own too."""
+"""twostroke's server and llama.cpp's, started with the same limits, on the same file or on another."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def started(name: str, llama: Path | None = None, file: Path | None = None) -> A
 
 
 def started_by(code: str, environment: Mapping[str, str]) -> AbstractContextManager[Running]:
-    """Our server after `code` has changed the package."""
+    """twostroke's server, after `code` has changed the package."""
     start = f"{code}\nfrom twostroke.cli.main import main; main()"
     return running(OURS, [sys.executable, "-c", start, *our_arguments()], environment)
 

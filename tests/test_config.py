@@ -1,9 +1,14 @@
 from __future__ import annotations
 
-import pytest
+import re
+from pathlib import Path
 
-from twostroke.cli.settings import parse_settings
-from twostroke.config import longest_that_fits, make_config, resolve
+import pytest
+import typer
+
+from twostroke.cli.options import parse_settings
+from twostroke.config import SETTINGS, longest_that_fits, make_config, resolve
+from twostroke.engine.settings import LIVE
 from twostroke.errors import ConfigError
 from twostroke.hardware import Hardware
 from twostroke.kv.layout import make_layout
@@ -157,3 +162,50 @@ def test_a_typed_setting_that_is_no_whole_number_is_told_what_it_must_be():
         with pytest.raises(ConfigError, match="must be a whole number, as digits"):
             parse_settings([typed])
     assert parse_settings(["kv-offload=1_000", "max_gap=0.5"]) == {"kv_offload": 1000, "max_gap": 0.5}
+
+
+# ---- the table of settings and the places made from it ---------------------------------------------------------------
+
+DOCS = Path(__file__).parent.parent / "docs" / "settings.md"
+README = Path(__file__).parent.parent / "README.md"
+
+
+def settings_table() -> str:
+    rows = ["| setting | values | default | live | stroke | what it does |", "|---|---|---|---|---|---|"]
+    for one in SETTINGS.values():
+        default = one.derived if one.default is None else f"`{one.default}`"
+        live = "yes" if one.live else ""
+        rows.append(f"| `{one.name}` | {one.values} | {default} | {live} | {one.stroke} | {one.help} |")
+    return "\n".join(rows) + "\n"
+
+
+def test_the_documented_table_is_the_table():
+    assert settings_table() in DOCS.read_text(), f"docs/settings.md must contain:\n{settings_table()}"
+
+
+def test_the_readme_names_the_settings_of_each_stroke():
+    rows = [line.split("|") for line in README.read_text().splitlines() if line.startswith("|")]
+    levers = [row for row in rows if len(row) == 6 and row[2].strip() in ("prefill", "decode", "both")]
+    named = {name for row in levers for name in re.findall(r"`(\w+)`", row[3])}
+    assert named == {name for name, one in SETTINGS.items() if one.stroke}
+
+
+def test_every_setting_says_what_it_does_and_how_it_is_derived():
+    for name, one in SETTINGS.items():
+        assert one.help and (one.derived or one.default is not None), name
+        assert one.allows(one.default), name
+        assert one.stroke in ("", "prefill", "decode", "both"), name
+
+
+def test_help_lists_the_settings(capsys):
+    with pytest.raises(typer.Exit):
+        parse_settings(["help"])
+    shown = capsys.readouterr().out
+    assert all(name[:12] in shown for name in SETTINGS)
+
+
+def test_a_setting_is_checked_as_the_table_says():
+    for name, wrong in (("seed", 2**64), ("max_gap", float("inf")), ("kv_blocks", True), ("device", "tpu")):
+        with pytest.raises(ConfigError, match=f"^{name} must be {SETTINGS[name].values}, got {wrong!r}"):
+            make_config(**{name: wrong})
+    assert tuple(name for name in SETTINGS if SETTINGS[name].live) == LIVE and "policy" in LIVE

@@ -1,14 +1,16 @@
-"""The engine's few settings, and `resolve`, which turns what was left open into values with reasons. Torch-free.
+"""The engine's settings in one table, and `resolve`, which derives those that were not given. Torch-free.
 
-If the engine can compute a value, nobody has to set it. Every resolved value carries the sentence that explains it.
+The fields of `Config` are the table: type, default, and the rest of a `Setting` in their metadata. Checks of values,
+the command line's `-s`, the list of settings that change while the engine runs, the admin routes and docs/settings.md
+are made from it. Every derived value comes with a sentence that explains it.
 """
 
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from difflib import get_close_matches
-from typing import Any, cast
+from typing import Any, cast, get_args, get_type_hints
 
 from twostroke.errors import ConfigError
 from twostroke.hardware import Hardware
@@ -19,6 +21,7 @@ from twostroke.sampling import is_number, is_whole
 from twostroke.schedule.policy import POLICIES
 
 DTYPES = ("float32", "float16", "bfloat16")
+QUANTIZATIONS_OF = {"cpu": ("int8", "int4"), "cuda": ("fp8", "int8", "int4")}
 QUANTIZATIONS = ("int8", "int4", "fp8")
 DEFAULT_GAP = {"cpu": 0.25, "cuda": 0.05}  # seconds
 DEFAULT_BATCH_TOKENS = {"cpu": 512, "cuda": 8192}
@@ -28,112 +31,198 @@ KV_SHARE = {"cpu": 0.25, "cuda": 0.9}  # of the memory that is free once the wei
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Config:
-    """What a user may set. None means: derived."""
+class Setting:
+    """One row of the table."""
 
-    device: str | None = None
-    dtype: str | None = None
-    threads: int | None = None
-    quantize: str | None = None
-    kv_dtype: str | None = None
-    max_model_len: int | None = None
-    max_batch_tokens: int | None = None
-    max_requests: int | None = None
-    kv_memory: int | None = None  # bytes
-    kv_blocks: int | None = None  # of the whole pool
-    kv_offload: int = 0  # bytes of the host's memory for evicted blocks
-    prefix_cache: bool = True
-    chunked_prefill: bool = True
-    batching: str = "continuous"
-    policy: str = "fcfs"
-    max_gap: float | None = None  # seconds a running stream may wait for its next token
-    exact: bool | None = None  # the same output whatever else is served; a CPU always gives it
-    seed: int | None = None
+    name: str
+    kind: type  # bool, int, float or str
+    default: Any  # None: derived
+    help: str
+    derived: str = ""  # how, where the default is None
+    choices: tuple[str, ...] = ()
+    least: int = 1  # of a whole number
+    most: int | None = None
+    live: bool = False  # whether a running engine takes it
+    stroke: str = ""  # that it is meant for: "prefill", "decode" or "both"; empty: none in particular
+    unsimulated: str = ""  # why the cost model ignores it; empty: it does not
+
+    @property
+    def values(self) -> str:
+        """The allowed values in words, as the end of "must be"."""
+        if self.choices:
+            return f"one of {', '.join(self.choices)}"
+        if self.kind is bool:
+            return "True or False"
+        if self.kind is float:
+            return "a number above 0"
+        if self.most is None:
+            return f"a whole number of at least {self.least}"
+        return f"a whole number from {self.least} to {self.most}"
+
+    def allows(self, value: Any) -> bool:
+        if value is None:
+            return self.default is None
+        if self.choices:
+            return value in self.choices
+        if self.kind is bool:
+            return isinstance(value, bool)
+        if self.kind is float:
+            return is_number(value) and value > 0
+        return is_whole(value) and self.least <= value and (self.most is None or value <= self.most)
+
+    def parse(self, text: str) -> Any:
+        """A value as it is typed on a command line."""
+        if self.kind is bool:
+            if text.lower() not in ("true", "false"):
+                raise ConfigError(f"{self.name} must be true or false, got {text!r}.")
+            return text.lower() == "true"
+        try:
+            return self.kind(text)
+        except ValueError:
+            wanted = "a whole number, as digits" if self.kind is int else "a number"
+            raise ConfigError(f"{self.name} must be {wanted}, got {text!r}.") from None
+
+
+def setting(default: Any, help: str, **more: Any) -> Any:  # noqa: A002  the word for it
+    return field(default=default, metadata={"help": help, **more})
+
+
+def by_device(values: dict[str, Any]) -> str:
+    return f"{values['cpu']} on a CPU, {values['cuda']} on a GPU"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """What a user may set. None: derived."""
+
+    device: str | None = setting(
+        None, "where the model runs", choices=("cpu", "cuda"), derived="a GPU if there is one",
+        unsimulated="--hardware chooses the simulated machine",
+    )  # fmt: skip
+    dtype: str | None = setting(
+        None, "type of the weights", choices=DTYPES, derived="as in the file", stroke="decode"
+    )  # fmt: skip
+    threads: int | None = setting(
+        None, "processor threads", derived="the cores that this process may use",
+        unsimulated="predictions use the machine as it was calibrated; `twostroke plan MODEL --calibrate` takes it",
+    )  # fmt: skip
+    quantize: str | None = setting(
+        None, "convert the weights as they are loaded", choices=QUANTIZATIONS, derived="off", stroke="decode"
+    )
+    kv_dtype: str | None = setting(
+        None, "type of K and V in the cache", choices=tuple(KV_BITS), stroke="decode",
+        derived="dtype, or the usual one of the device",
+    )  # fmt: skip
+    max_model_len: int | None = setting(
+        None, "longest request in tokens: prompt and answer", derived="what the model and the KV cache allow"
+    )
+    max_batch_tokens: int | None = setting(
+        None, "most tokens of one step", live=True, stroke="prefill", derived=by_device(DEFAULT_BATCH_TOKENS)
+    )
+    max_requests: int | None = setting(
+        None, "most requests that run at once", live=True, stroke="decode", derived=by_device(DEFAULT_REQUESTS)
+    )
+    kv_memory: int | None = setting(
+        None, "bytes of the KV cache", stroke="decode", derived="a share of the memory beside the weights"
+    )
+    kv_blocks: int | None = setting(
+        None, f"size of the KV cache in blocks of {BLOCK} tokens", stroke="decode", derived="from kv_memory"
+    )
+    kv_offload: int = setting(
+        0, "bytes of the host's memory for blocks that the prefix cache evicts", least=0, stroke="prefill"
+    )
+    prefix_cache: bool = setting(
+        True, "keep K and V of prompts for requests that begin with the same text", live=True, stroke="prefill"
+    )
+    chunked_prefill: bool = setting(
+        True, "read long prompts in chunks, so that streams continue meanwhile", live=True, stroke="both"
+    )
+    batching: str = setting(
+        "continuous", "requests join the batch at any step, or only when it is empty", live=True, stroke="decode",
+        choices=("continuous", "static"),
+    )  # fmt: skip
+    policy: str = setting("fcfs", "which request comes first", choices=tuple(POLICIES), live=True, stroke="prefill")
+    max_gap: float | None = setting(
+        None, "longest pause of a stream while prompts are read, in seconds", live=True, stroke="both",
+        derived=by_device(DEFAULT_GAP),
+    )  # fmt: skip
+    exact: bool | None = setting(
+        None, "the same output whatever else is served", derived="always on a CPU, off on a GPU",
+        unsimulated="the cost model does not include its cost",
+    )  # fmt: skip
+    seed: int | None = setting(
+        None, "makes sampling repeatable", least=0, most=2**64 - 1, derived="random",
+        unsimulated="times do not depend on it",
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
-        one_of(self, "device", ("cpu", "cuda"), optional=True)
-        one_of(self, "dtype", DTYPES, optional=True)
-        one_of(self, "quantize", QUANTIZATIONS, optional=True)
-        one_of(self, "kv_dtype", tuple(KV_BITS), optional=True)
-        one_of(self, "batching", ("continuous", "static"))
-        one_of(self, "policy", tuple(POLICIES))
-        for name in ("threads", "max_model_len", "max_batch_tokens", "max_requests", "kv_memory", "kv_blocks"):
-            value = getattr(self, name)
-            if value is not None and (not is_whole(value) or value < 1):
-                raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}.")
-        if not is_whole(self.kv_offload) or self.kv_offload < 0:
-            raise ConfigError(f"kv_offload must be a number of bytes, 0 or more, got {self.kv_offload!r}.")
-        for name in ("prefix_cache", "chunked_prefill"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}.")
-        if self.exact is not None and not isinstance(self.exact, bool):
-            raise ConfigError(f"exact must be True or False, got {self.exact!r}.")
-        if self.seed is not None and (not is_whole(self.seed) or not 0 <= self.seed < 2**64):
-            raise ConfigError(f"seed must be a whole number from 0 to 2**64 - 1, got {self.seed!r}.")
-        self._check_combinations()
-
-    def _check_combinations(self) -> None:
+        for name, row in SETTINGS.items():
+            if not row.allows(getattr(self, name)):
+                raise ConfigError(f"{name} must be {row.values}, got {getattr(self, name)!r}.")
         if self.kv_memory is not None and self.kv_blocks is not None:
             raise ConfigError("kv_memory and kv_blocks both size the KV cache: give one of them.")
         if self.dtype is not None and self.quantize is not None:
             raise ConfigError("dtype and quantize both choose the precision of the weights: give one of them.")
         if self.kv_offload and not self.prefix_cache:
             raise ConfigError("kv_offload keeps what the prefix cache evicts: it needs prefix_cache. Drop one of them.")
-        if self.max_gap is None:
-            return
-        if not is_number(self.max_gap) or self.max_gap <= 0:
-            raise ConfigError(f"max_gap must be a number of seconds above 0, got {self.max_gap!r}.")
-        if not self.chunked_prefill:
+        if self.max_gap is not None and not self.chunked_prefill:
             raise ConfigError(
                 "max_gap needs chunked_prefill: a prompt in one step cannot be kept short. Drop one of them."
             )
-        if POLICIES[self.policy].prompts_first:
+        if self.max_gap is not None and POLICIES[self.policy].prompts_first:
             raise ConfigError(
                 f"max_gap cannot hold under policy {self.policy!r}, which lets streams wait. Drop one of them."
             )
 
 
+def _table() -> dict[str, Setting]:
+    types = get_type_hints(Config)
+    kinds = {name: (get_args(found) or (found,))[0] for name, found in types.items()}
+    return {
+        item.name: Setting(name=item.name, kind=kinds[item.name], default=item.default, **item.metadata)
+        for item in fields(Config)
+    }
+
+
+SETTINGS = _table()
+
+
+def find_setting(name: str) -> Setting:
+    """ConfigError with the nearest known name."""
+    if name in SETTINGS:
+        return SETTINGS[name]
+    near = get_close_matches(name, SETTINGS, n=1)
+    hint = f"Did you mean {near[0]!r}?" if near else f"Known settings: {', '.join(SETTINGS)}."
+    raise ConfigError(f"unknown setting {name!r}. {hint}")
+
+
 def make_config(**settings: Any) -> Config:
     """A Config from keywords; an unknown one is an error that names the nearest known one."""
-    known = [item.name for item in fields(Config)]
     for name in settings:
-        if name not in known:
-            near = get_close_matches(name, known, n=1)
-            hint = f"Did you mean {near[0]!r}?" if near else f"Known settings: {', '.join(known)}."
-            raise ConfigError(f"unknown setting {name!r}. {hint}")
+        find_setting(name)
     return Config(**settings)
 
 
-def one_of(config: Config, name: str, choices: tuple[str, ...], optional: bool = False) -> None:
-    value = getattr(config, name)
-    if (value is None and optional) or value in choices:
-        return
-    raise ConfigError(f"{name} must be one of {', '.join(choices)}; got {value!r}.")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Resolved:
-    """Every setting with its value, and for those that were derived the reason."""
+class Resolved(Config):
+    """Every setting with its value, and the reasons of those that were derived. Here are the settings that always have
+    a value; the others are as in `Config` (dtype None: each tensor as the file holds it, as far as the backend can)."""
 
     device: str
-    dtype: str | None  # None: each tensor as the file holds it, as far as the backend can
     threads: int
-    quantize: str | None
     kv_dtype: KVFormat
     max_model_len: int
     max_batch_tokens: int
     max_requests: int
     kv_blocks: int
-    kv_offload: int
-    prefix_cache: bool
-    chunked_prefill: bool
-    batching: str
-    policy: str
     max_gap: float
     exact: bool
     seed: int
     layout: KVLayout
     reasons: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """The values are derived from a `Config` that was checked."""
 
     @property
     def host_slots(self) -> int:
@@ -142,7 +231,7 @@ class Resolved:
 
 
 def resolve(config: Config, arch: Arch, hardware: Hardware, weight_bytes: int) -> Resolved:
-    """Pure: the same inputs give the same values, but for a seed that nobody gave."""
+    """Pure: the same inputs give the same values, except for a seed that is drawn."""
     reasons: dict[str, str] = {}
 
     def derive(name: str, value: Any, reason: str) -> Any:
@@ -166,31 +255,24 @@ def resolve(config: Config, arch: Arch, hardware: Hardware, weight_bytes: int) -
         reasons["max_requests"] = f"every stream needs a token of the step's {batch} (max_batch_tokens)"
     length, blocks = _size_cache(config, arch, hardware, layout, batch, requests, weight_bytes, reasons)
     gap = derive("max_gap", DEFAULT_GAP[device], f"a pause a reader hardly notices on a {device}")
-    return Resolved(
-        device=device,
-        dtype=config.dtype,
-        threads=threads,
-        quantize=config.quantize,
-        kv_dtype=kv_dtype,
-        max_model_len=length,
-        max_batch_tokens=batch,
-        max_requests=requests,
-        kv_blocks=blocks,
-        kv_offload=_offload(config, device, layout, reasons),
-        prefix_cache=config.prefix_cache,
-        chunked_prefill=config.chunked_prefill,
-        batching=config.batching,
-        policy=config.policy,
-        max_gap=gap,
-        exact=_exact(config, device, reasons),
-        layout=layout,
-        reasons=reasons,
-        seed=derive("seed", secrets.randbits(63), "drawn at start; pass it to repeat a run"),
-    )
+    derived = {
+        "device": device,
+        "threads": threads,
+        "kv_dtype": kv_dtype,
+        "max_model_len": length,
+        "max_batch_tokens": batch,
+        "max_requests": requests,
+        "kv_blocks": blocks,
+        "kv_offload": _offload(config, device, layout, reasons),
+        "max_gap": gap,
+        "exact": _exact(config, device, reasons),
+        "seed": derive("seed", secrets.randbits(63), "drawn at start; pass it to repeat a run"),
+    }
+    return Resolved(**asdict(config) | derived, layout=layout, reasons=reasons)
 
 
 def check_quantize(quantize: str | None, device: str) -> None:
-    known = {"cpu": ("int8", "int4"), "cuda": ("fp8", "int8", "int4")}[device]
+    known = QUANTIZATIONS_OF[device]
     if quantize is not None and quantize not in known:
         raise ConfigError(f"quantize={quantize!r} is not served on a {device}: use {' or '.join(known)} there.")
 

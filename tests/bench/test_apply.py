@@ -15,8 +15,9 @@ from twostroke.bench.calibrate import calibrate
 from twostroke.bench.record import save
 from twostroke.bench.workload import Load, make_load
 from twostroke.cli.main import app
-from twostroke.cost.deploy import config_of
-from twostroke.cost.trace import Arrival, Contents
+from twostroke.cost.simulation.deployment import config_of
+from twostroke.cost.simulation.trace import Arrival, Contents
+from twostroke.cost.units import times
 from twostroke.engine.settings import change
 from twostroke.errors import ConfigError
 from twostroke.weights.checkpoint import open_checkpoint
@@ -49,8 +50,8 @@ def test_the_best_lever_is_pulled_and_measured(llama_folder, calibration):
     found = apply(llm, reopen, load, "tiny", calibration, size)
     assert isinstance(found, Applied)
     assert found.effect.lever.name == "batch-cap" and not found.live
-    assert found.entry.measured < found.entry.before or found.entry.metric == "throughput"
-    assert found.entry.predicted > 0
+    assert found.prediction.measured < found.prediction.before or found.prediction.metric == "throughput"
+    assert found.prediction.predicted > 0
 
 
 def test_live_settings_change_between_steps(llama_folder):
@@ -76,11 +77,11 @@ def test_what_a_lever_saves_in_memory_is_told(llama_folder):
     """Bytes of the weights too: as the file has them, or as they are held."""
     load = Load("one", [Arrival(0.0, (Contents().own(8),), 3)], 1)
     brief = levers.Experiment("int8", "decode", {}, {"quantize": "int8", "kv_dtype": "int8"}, lambda: load, "")
-    row = levers.one(brief, lambda settings: open_tiny(llama_folder, **settings), 1, stored=10**9)
+    row = levers.measure_experiment(brief, lambda settings: open_tiny(llama_folder, **settings), 1, stored=10**9)
     assert row.trouble is None and row.off["weight_bytes"] == 10**9 and 0 < row.on["weight_bytes"] < 10**9
     assert row.memory.startswith("KV ×0.") and ", weights ×" in row.memory
     assert "weights' memory" in plots.effects("levers", [(row.name, row.effect)])
-    assert levers.Row("same", "both", "").memory == "–" and levers.times(0.0042) == "×0.0042"
+    assert levers.Row("same", "both", "").memory == "–" and times(0.0042) == "×0.0042"
     for one in levers.EXPERIMENTS:
         if one.name.startswith("weights"):
             assert one.off["kv_dtype"] == one.on["kv_dtype"], "one lever at a time"
@@ -94,7 +95,7 @@ def test_settings_of_a_run_can_be_replayed(llama_folder):
 
 
 def test_the_ledger_keeps_pairs(tmp_path):
-    entry = ledger.Entry("2026-01-01T00:00:00+00:00", "cpu", "m", "rag", "prefix-cache", "ttft", 2.0, 0.9, 1.0)
+    entry = ledger.Prediction("2026-01-01T00:00:00+00:00", "cpu", "m", "rag", "prefix-cache", "ttft", 2.0, 0.9, 1.0)
     ledger.append(tmp_path / "a" / "ledger.jsonl", entry)
     with (tmp_path / "a" / "ledger.jsonl").open("a") as file:
         file.write("broken\n")

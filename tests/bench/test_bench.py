@@ -17,12 +17,13 @@ from tests.cost.fleets import parts
 from tests.measured import measured
 from twostroke.bench import html, inprocess, report
 from twostroke.bench.client import Target, measure
-from twostroke.bench.compare import compare
+from twostroke.bench.compare import changes
 from twostroke.bench.prompts import text, token_ids
 from twostroke.bench.record import Record, Run, fitted, load_runs, save
 from twostroke.bench.workload import TRACES, WORKLOADS, make_load, shipped_trace, times, trace_load
-from twostroke.cost.roofline import Roofline
-from twostroke.cost.trace import Arrival, Part
+from twostroke.cost.model.roofline import Roofline
+from twostroke.cost.simulation.served import Targets
+from twostroke.cost.simulation.trace import Arrival, Part
 from twostroke.errors import InputError
 
 # ---- loads -----------------------------------------------------------------------------------------------------------
@@ -191,12 +192,12 @@ def test_results_survive_their_file(tmp_path):
 
 
 def test_compare_tells_change_from_chance():
-    same = {change.name: change.verdict for change in compare(made_up(), made_up(seed=1))}
+    same = {change.name: change.verdict for change in changes(made_up(), made_up(seed=1))}
     assert set(same.values()) == {"no clear change"}
-    slower = {change.name: change for change in compare(made_up(), made_up(ttft=0.2, seed=1))}
+    slower = {change.name: change for change in changes(made_up(), made_up(ttft=0.2, seed=1))}
     assert slower["TTFT p50"].verdict == "worse" and slower["TTFT p50"].low < 2.0 < slower["TTFT p50"].high
     assert slower["TPOT p50"].verdict == "no clear change"
-    assert {c.name: c for c in compare(made_up(tpot=0.04), made_up())}["TPOT p50"].verdict == "better"
+    assert {c.name: c for c in changes(made_up(tpot=0.04), made_up())}["TPOT p50"].verdict == "better"
 
 
 def test_impossible_figures_are_flagged():
@@ -230,7 +231,7 @@ def test_the_page_shows_the_network_apart():
 def test_the_page_stands_alone():
     runs = [made_up(), made_up(ttft=0.3)]
     runs[0].flags = ["<script>alert(1)</script>"]
-    page = html.page(runs, "twostroke bench --url <x>", 0.5, 0.05)
+    page = html.page(runs, "twostroke bench --url <x>", Targets(0.5, 0.05))
     assert page.count("<svg") == 3 + 2 * 4 and "goodput against rate" in page
     assert "<script" not in page and "http" not in page.replace("https://", "")
     assert "nan" not in page.lower().replace("finance", "")
@@ -254,7 +255,7 @@ def test_in_process_on_a_tiny_model(llama_folder):
 
 @measured
 def test_a_server_that_tells_nothing_is_probed():
-    from twostroke.bench.probing import probe
+    from twostroke.bench.black_box import probe
 
     shape = probe(Target(FakeServer(timings=False).url))
     assert 0.009 < shape.alone < 0.1

@@ -7,12 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from benchmarks.cost_model import spread
 from tests.cost.fleets import parts
 from twostroke.bench import grid
-from twostroke.bench.grid import CALIBRATION, Cell, Sizes, cells, run_grid, settled, shape, spread, typical
-from twostroke.cost.fit import errors, fit
-from twostroke.cost.roofline import Roofline
-from twostroke.cost.simulate import Clock, SimulatedRunner
+from twostroke.bench.grid import CALIBRATION, Cell, Sizes, cells, run_grid, settled, shape, typical
+from twostroke.cost.model.fit import errors, fit
+from twostroke.cost.model.roofline import Roofline
+from twostroke.cost.simulation.worker import SimulatedRunner, VirtualClock
 from twostroke.engine.core import Core
 from twostroke.metrics.steplog import Piece, Step, StepLog
 from twostroke.schedule.make import make_scheduler
@@ -22,9 +23,9 @@ SMALL = Sizes((1, 4), (16, 64), (8, 40), (0, 32), ((2, 16),), ((32, 8),), 256, 1
 
 def make_core(depth: int = 1, **settings):
     roofline, resolved = parts(**settings)
-    clock = Clock()
+    clock = VirtualClock()
     runner = SimulatedRunner(roofline, clock, depth)
-    runner.kv = SimpleNamespace(data=None, scales=None)
+    runner.kv = SimpleNamespace(data={})
     return Core(make_scheduler(roofline.model.arch, resolved, "simulated"), runner, clock, StepLog()), roofline
 
 

@@ -15,7 +15,7 @@ from twostroke.bench.client import Target, measure
 from twostroke.bench.remote import Admin
 from twostroke.bench.workload import Load
 from twostroke.cli.main import app
-from twostroke.cost.trace import Arrival, Part
+from twostroke.cost.simulation.trace import Arrival, Part
 from twostroke.errors import InputError
 
 ONE = Load("one", [Arrival(0.0, (Part(1, 8),), 3)])
@@ -51,7 +51,7 @@ def serving(models: list[str] | None, status: int = 404) -> Iterator[tuple[str, 
             self.wfile.write(data)
 
         def log_message(self, *arguments: object) -> None:
-            """Nobody reads it."""
+            """No log."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Other)
     thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)

@@ -7,10 +7,10 @@ import random
 
 import pytest
 
-from benchmarks.cost_model import compact, judged, refit
-from tests.cost.test_roofline import roofline
-from tests.cost.test_tiles import grid_steps
-from twostroke.bench.grid import CALIBRATION, HELD_OUT
+from benchmarks.cost_model import HELD_OUT, compact, judged, refit
+from tests.cost.model.test_roofline import roofline
+from tests.cost.model.test_tiles import grid_steps
+from twostroke.bench.grid import CALIBRATION
 
 
 def test_a_result_can_be_fitted_again(tmp_path):

@@ -15,8 +15,8 @@ from twostroke.bench.apply import Applied
 from twostroke.bench.client import Target, measure
 from twostroke.bench.remote import Admin, apply_live, diagnose_recorded
 from twostroke.bench.workload import Load, renewed
-from twostroke.cost.diagnose import Targets
-from twostroke.cost.trace import Arrival, Contents, Part
+from twostroke.cost.simulation.served import Targets
+from twostroke.cost.simulation.trace import Arrival, Contents, Part
 from twostroke.errors import InputError
 
 
@@ -44,8 +44,8 @@ def test_a_lever_is_pulled_on_a_running_server(hobbled: Server, tmp_path: Path, 
     assert isinstance(found, Applied) and found.live and found.effect.lever.name == "token-budget"
     now = admin.get("/twostroke/settings")["settings"]["max_batch_tokens"]
     assert now["value"] > 4 and now["reason"] == "changed while running"
-    assert found.entry.metric == "ttft" and found.entry.measured < found.entry.before
-    assert 0 < found.entry.predicted < found.entry.before
+    assert found.prediction.metric == "ttft" and found.prediction.measured < found.prediction.before
+    assert 0 < found.prediction.predicted < found.prediction.before
     monkeypatch.setenv("TWOSTROKE_HOME", str(tmp_path))
     shown = command("diagnose", "--url", hobbled.url, "--api-key", KEY)
     assert "tokens written" in shown and ("do not help" in shown or "levers" in shown)

@@ -1,4 +1,4 @@
-"""What the benchmark of the simulator does with a trace: pieces of it, at one utilisation, each predicted by others."""
+"""The benchmark of the simulator: excerpts of a trace at one utilisation, each predicted from its neighbours."""
 
 from __future__ import annotations
 
@@ -7,18 +7,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.served_trace import Piece, at_utilisation, beside, cut_out, following, replay
+from benchmarks.served_trace import Excerpt, at_utilisation, beside, cut_out, following, replay, with_time_between
 from tests.cost.fleets import CPU, requests
 from twostroke.bench.record import Record, Run
 from twostroke.bench.workload import trace_load
-from twostroke.cost.deploy import Deployment
-from twostroke.cost.fit import as_waited_for
-from twostroke.cost.fleet import Fleet
-from twostroke.cost.hardware import Calibration
-from twostroke.cost.models import known_arch
-from twostroke.cost.roofline import Roofline
-from twostroke.cost.summary import summarize
-from twostroke.cost.trace import Contents, rate
+from twostroke.cost.model.calibration import Calibration
+from twostroke.cost.model.known_models import known_arch
+from twostroke.cost.model.roofline import Roofline
+from twostroke.cost.simulation.deployment import Deployment
+from twostroke.cost.simulation.fleet import Fleet
+from twostroke.cost.simulation.served import summarize
+from twostroke.cost.simulation.trace import Contents, rate
 from twostroke.metrics.steplog import StepLog
 
 
@@ -29,7 +28,7 @@ def deployment():
 
 
 def served_by(machine, deployment, number):
-    """A piece as an engine on this machine serves it."""
+    """An excerpt as an engine on this machine serves it."""
     own = Contents((1 << 34) + 100 * (number + 1))
     rows = requests(seed=number, count=12, rate=1.0, prompt=(20, 600), output=(5, 60), contents=own)
     settings = deployment.settings
@@ -41,22 +40,22 @@ def served_by(machine, deployment, number):
         times = np.cumsum([one.first, *one.gaps.tolist()]).tolist()
         parts = [list(part) for part in row.parts]
         records.append(Record(row.at, row.at, times, one.end, row.prompt, output=one.output, parts=parts))
-    return Piece(rows, Run("trace", "simulated", None, None, records), as_waited_for(list(log)), 0.0)
+    return Excerpt(rows, Run("trace", "simulated", None, None, records), with_time_between(list(log)), 0.0)
 
 
-def test_a_piece_is_predicted_from_those_around_it(deployment):
+def test_an_excerpt_is_predicted_from_those_around_it(deployment):
     machine = replace(CPU, bandwidth=0.6 * CPU.bandwidth, compute=0.7 * CPU.compute, cold_seconds=0.004)
     served = [served_by(machine, deployment, number) for number in range(3)]
     real, found = summarize(served[1].run.served()), summarize(replay(served, 1, deployment))
     known = summarize(deployment.run(served[1].arrivals).served)
     for metric in ("ttft", "tpot"):
-        truth, expected, untold = (getattr(one, metric).p50 for one in (real, found, known))
-        assert expected == pytest.approx(truth, rel=0.05) and untold < 0.9 * truth
+        truth, expected, without = (getattr(one, metric).p50 for one in (real, found, known))
+        assert expected == pytest.approx(truth, rel=0.05) and without < 0.9 * truth
     alone = [served[0], replace(served[1], steps=[]), served[2]]
-    assert summarize(replay(alone, 1, deployment)).tpot == found.tpot, "its own steps tell nothing"
+    assert summarize(replay(alone, 1, deployment)).tpot == found.tpot, "its own steps are not used"
 
 
-def test_pieces_lie_evenly_and_are_busy_for_the_share_that_was_asked_for(deployment):
+def test_excerpts_are_spread_evenly_and_have_the_wanted_utilisation(deployment):
     whole = trace_load("azure-conv", None, None, 4.0, 4000)
     loads, per_second = at_utilisation(cut_out(whole, 8, 12), deployment, 0.3)
     assert [len(load.arrivals) for load in loads] == [12] * 8
@@ -69,7 +68,7 @@ def test_pieces_lie_evenly_and_are_busy_for_the_share_that_was_asked_for(deploym
     assert busy / seconds == pytest.approx(0.3, rel=0.1)
 
 
-def test_one_piece_follows_another():
+def test_one_excerpt_follows_another():
     before, rows = (requests(seed=seed, count=3, rate=1.0, prompt=(5, 9), output=(1, 2)) for seed in (0, 1))
     both = following(before, rows)
     assert both[:3] == before and both[3].at > before[-1].at + 10

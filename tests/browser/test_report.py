@@ -7,6 +7,7 @@ import pytest
 from tests.bench.test_bench import made_up
 from tests.browser.test_dashboard import PHONE, WIDE, picture
 from twostroke.bench import html
+from twostroke.cost.simulation.served import Targets
 
 pytestmark = pytest.mark.system
 
@@ -14,7 +15,7 @@ pytestmark = pytest.mark.system
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_report_is_whole_by_itself(watched, tmp_path, scheme):
     file = tmp_path / "report.html"
-    file.write_text(html.page([made_up(), made_up(ttft=0.3, seed=1)], "twostroke bench", 0.5, 0.05))
+    file.write_text(html.page([made_up(), made_up(ttft=0.3, seed=1)], "twostroke bench", Targets(0.5, 0.05)))
     seen = watched(viewport=WIDE, color_scheme=scheme, offline=True)
     page = seen.page
     page.goto(file.as_uri())

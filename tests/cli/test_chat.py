@@ -16,7 +16,7 @@ from twostroke.sampling import SamplingParams
 
 
 class Scripted:
-    """Answers as it was told to: whole, cut short by Ctrl-C, or not at all."""
+    """Answers as configured: whole, cut short by Ctrl-C, or not at all."""
 
     def __init__(self, *scenes: str):
         self.scenes = list(scenes)

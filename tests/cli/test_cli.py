@@ -135,7 +135,7 @@ def test_ctrl_c_stops_one_answer_and_not_the_program(default_model):
     process = subprocess.Popen(
         command("chat", "--max-tokens", "4000", "-s", "threads=1"),
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # whoever runs the tests may ignore it
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # the parent process may ignore it
     )  # fmt: skip
     assert process.stdin and process.stdout and process.stderr
     process.stdin.write(b"Tell me a very long story about a dragon.\n")
@@ -154,4 +154,4 @@ def test_ctrl_c_stops_one_answer_and_not_the_program(default_model):
 def test_an_empty_question_is_said_to_be_empty():
     done = run("chat", " ")
     assert done.returncode == 2 and "the question is empty" in done.stderr
-    assert not done.stderr.startswith("\n"), "no bars where nobody watches"
+    assert not done.stderr.startswith("\n"), "no bars without a terminal"

@@ -8,7 +8,8 @@ import pytest
 from rich.console import Console
 
 from twostroke.bench.record import IN_PROCESS, Record, Run
-from twostroke.cli import run_bench
+from twostroke.cli import bench
+from twostroke.cost.simulation.served import Targets
 
 WORDS = "1 of 2 requests failed: 503 no such token [/INST]"
 
@@ -19,10 +20,10 @@ def a_run() -> Run:
 
 
 def test_a_servers_words_are_no_markup(capsys: pytest.CaptureFixture[str], tmp_path):
-    run_bench.show([a_run()], None, None, tmp_path / "one.json", None)
+    bench.show([a_run()], Targets(), tmp_path / "one.json", None)
     shown = " ".join(capsys.readouterr().out.split())
     assert "[/INST]" in shown and "[/x]" in shown
-    run_bench.compare(tmp_path / "one.json", tmp_path / "one.json")
+    bench.compare(tmp_path / "one.json", tmp_path / "one.json")
     assert "[/x]" in capsys.readouterr().out
 
 
@@ -30,17 +31,17 @@ def test_a_servers_words_are_no_markup(capsys: pytest.CaptureFixture[str], tmp_p
 def test_no_result_holds_the_key(words, tmp_path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "argv", ["twostroke", "bench", "--url", "http://127.0.0.1:1", *words, "-n", "2"])
     kept = tmp_path / "run.json", tmp_path / "run.html"
-    run_bench.show([a_run()], None, None, *kept)
+    bench.show([a_run()], Targets(), *kept)
     for file in kept:
         text = file.read_text()
         assert "secret" not in text and "twostroke bench --url" in text and "-n 2" in text
 
 
 def test_a_run_in_process_has_no_network(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(run_bench, "console", Console(highlight=False, width=160))
+    monkeypatch.setattr(bench, "console", Console(highlight=False, width=160))
     run = a_run()
     run.records[0].timings = {"ttft_s": 0.096}
     for target, times in (("http://127.0.0.1:1", 1), (IN_PROCESS, 0)):
         run.target = target
-        run_bench.show([run], None, None, None, None)
+        bench.show([run], Targets(), None, None)
         assert capsys.readouterr().out.count("of which network and client") == times

@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 
 from tests.cost.fleets import CPU, poisson
 from twostroke.config import make_config
-from twostroke.cost.deploy import Deployment
-from twostroke.cost.fleet import Pools
-from twostroke.cost.hardware import Device, find_device
-from twostroke.cost.models import known_arch
-from twostroke.cost.trace import Arrival, Contents, Part
+from twostroke.cost.model.devices import Device, find_device
+from twostroke.cost.model.known_models import known_arch
+from twostroke.cost.simulation.deployment import Deployment
+from twostroke.cost.simulation.fleet import Pools
+from twostroke.cost.simulation.trace import Arrival, Contents, Part
 
 BOX = Device("this", "a small machine", "cpu", 4 * 10**9, 20e9, {"float32": 200e9, "bfloat16": 200e9})
 

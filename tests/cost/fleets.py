@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 
 from twostroke.config import make_config, resolve
-from twostroke.cost.fleet import Fleet, Pools
-from twostroke.cost.hardware import Rates
-from twostroke.cost.models import known_arch
-from twostroke.cost.roofline import Roofline, model_cost
-from twostroke.cost.trace import Arrival, Contents, Part
+from twostroke.cost.model.known_models import known_arch
+from twostroke.cost.model.rates import Rates
+from twostroke.cost.model.roofline import Roofline, model_cost
+from twostroke.cost.simulation.fleet import Fleet, Pools
+from twostroke.cost.simulation.trace import Arrival, Contents, Part
 from twostroke.hardware import Hardware
 
 CPU = Rates(20e9, 200e9, 15e9, 80e9, 0.0015, 3e-5, source="made up")

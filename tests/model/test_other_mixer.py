@@ -13,8 +13,8 @@ import pytest
 
 from tests.model.test_parity import make_peer
 from twostroke.config import make_config, resolve
-from twostroke.cost.recorded import UNKNOWN
-from twostroke.cost.roofline import Roofline, model_cost
+from twostroke.cost.model.roofline import Roofline, model_cost
+from twostroke.cost.simulation.recording import UNKNOWN
 from twostroke.engine.core import Core
 from twostroke.hardware import Hardware
 from twostroke.kv.storage import KVStorage

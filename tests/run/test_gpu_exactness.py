@@ -16,6 +16,7 @@ if not ON_CARD:
     os.environ["TRITON_INTERPRET"] = "1"  # before the first import of Triton
 pytest.importorskip("triton")
 
+from benchmarks.random_weights import LLAMA_8B, random_model  # noqa: E402
 from twostroke.config import make_config, resolve  # noqa: E402
 from twostroke.engine.core import Core  # noqa: E402
 from twostroke.hardware import this_machine  # noqa: E402
@@ -27,7 +28,6 @@ from twostroke.run.cuda.runner import CudaRunner  # noqa: E402
 from twostroke.sampling import SamplingParams  # noqa: E402
 from twostroke.schedule.make import make_scheduler  # noqa: E402
 from twostroke.types import Request  # noqa: E402
-from twostroke.weights.random import LLAMA_8B, random_model  # noqa: E402
 
 pytestmark = [pytest.mark.gpu] if ON_CARD else []
 ROPE = Rope(tuple(100.0 ** (-2 * i / 16) for i in range(8)))

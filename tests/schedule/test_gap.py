@@ -7,20 +7,20 @@ from itertools import pairwise
 
 import pytest
 
+from benchmarks.random_weights import LLAMA_8B
 from twostroke.config import make_config, resolve
-from twostroke.cost.hardware import KEY_SECONDS, Rates, Tiles
-from twostroke.cost.roofline import Roofline, model_cost
-from twostroke.cost.simulate import Clock, InRun, SimulatedRunner
+from twostroke.cost.model.rates import KEY_SECONDS, Rates, TileRates
+from twostroke.cost.model.roofline import Roofline, model_cost
+from twostroke.cost.simulation.worker import Launched, SimulatedRunner, VirtualClock
 from twostroke.engine.core import Core
 from twostroke.hardware import Hardware
 from twostroke.sampling import SamplingParams
 from twostroke.schedule.make import make_scheduler
 from twostroke.schedule.pace import Estimate
 from twostroke.types import Plan, Request, RequestState, Result
-from twostroke.weights.random import LLAMA_8B
 
 H200 = Rates(4.13e12, 7.9e14, 3.97e12, 4.4e14, 6e-4, 0.0, ((1, 1.0), (2, 1.14), (16, 1.17)), "H200", 6.4e-3,
-             tiles=Tiles(3.77e14, KEY_SECONDS))  # fmt: skip
+             tiles=TileRates(3.77e14, KEY_SECONDS))  # fmt: skip
 LONG = 65536
 
 
@@ -30,7 +30,7 @@ class DeviceTimed(SimulatedRunner):
 
     late = 0.0
 
-    def launch(self, plan: Plan) -> InRun:
+    def launch(self, plan: Plan) -> Launched:
         began = max(self.busy, self.clock.now)
         self.clock.now += self.late
         self.late = 0.0
@@ -38,7 +38,7 @@ class DeviceTimed(SimulatedRunner):
         self.spent[handle] = handle.done - began
         return handle
 
-    def collect(self, handle: InRun) -> Result:
+    def collect(self, handle: Launched) -> Result:
         return super().collect(handle)._replace(seconds=self.spent.pop(handle))
 
 
@@ -47,7 +47,7 @@ class Engine:
         rng = random.Random(seed)
         config = make_config(dtype="bfloat16", seed=1, max_model_len=131072, kv_blocks=20000)
         settings = resolve(config, LLAMA_8B, Hardware("cuda", 16, 100 << 30), 0)
-        self.clock = Clock()
+        self.clock = VirtualClock()
         line = Roofline(model_cost(LLAMA_8B), settings.layout, H200)
         self.runner = DeviceTimed(line, self.clock, 2, lambda seconds, _: seconds * rng.lognormvariate(0, noise))
         self.runner.spent = {}

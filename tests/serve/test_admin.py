@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from tests.serve.server import Server, wait_until
-from twostroke.cost.trace import Arrival, Part
+from twostroke.cost.simulation.trace import Arrival, Part
 from twostroke.hardware import machine_name
 from twostroke.metrics.timeline import Timeline
 from twostroke.remote import ended as arrivals

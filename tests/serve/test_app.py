@@ -135,7 +135,7 @@ def test_the_core_needs_no_server() -> None:
         "for name in ('msgpack', 'uvicorn', 'h11', 'pydantic', 'prometheus_client'):\n"
         "    sys.modules[name] = None\n"
         "import twostroke, twostroke.engine.llm, twostroke.engine.core\n"
-        "from twostroke.cli import main, run_bench, run_diagnose, run_plan\n"
+        "from twostroke.cli import bench, diagnose, main, plan\n"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], capture_output=True, check=False)
     assert done.returncode == 0, done.stderr

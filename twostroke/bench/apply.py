@@ -1,4 +1,4 @@
-"""Measure, diagnose, pull the best lever, measure again under the same load: predicted beside measured."""
+"""Measure, diagnose, pull the best lever, and measure again under the same load."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from statistics import median, quantiles
 from typing import TYPE_CHECKING, Any
 
 from twostroke.bench.inprocess import measure, settings_document
-from twostroke.bench.ledger import Entry
+from twostroke.bench.ledger import Prediction
 from twostroke.bench.record import Run
 from twostroke.bench.workload import Load, renewed
-from twostroke.cost.deploy import deployment_of
-from twostroke.cost.diagnose import Diagnosis, Effect, Targets, diagnose
-from twostroke.cost.hardware import Calibration
-from twostroke.cost.summary import Summary
+from twostroke.cost.answers.diagnose import Diagnosis, Effect, diagnose
+from twostroke.cost.model.calibration import Calibration
+from twostroke.cost.simulation.deployment import deployment_of
+from twostroke.cost.simulation.served import Summary, Targets
 from twostroke.engine.settings import change
 from twostroke.errors import TwostrokeError
 
@@ -29,8 +29,8 @@ class Applied:
     effect: Effect
     before: Run
     after: Run
-    entry: Entry
-    live: bool  # whether the running engine took it, or a new one had to be started
+    prediction: Prediction
+    live: bool  # whether the running engine took it; False: a new one was started
 
 
 def apply(
@@ -42,26 +42,26 @@ def apply(
     weight_bytes: int,
     targets: Targets = Targets(),  # noqa: B008  frozen
 ) -> Applied | Diagnosis:
-    """The diagnosis alone when no lever that a setting can pull helps."""
+    """Only the diagnosis when no lever with a setting helps."""
     before = measure(llm, load, model, calibration.machine)
     deployment = deployment_of(llm.arch, settings_document(llm), calibration, weight_bytes)
     found = diagnose(deployment, before.arrivals(), before.served(), targets)
     for effect in found.effects:
         try:
             changed = pull(llm, reopen, effect)
-        except (TwostrokeError, ValueError):  # this machine cannot do it
+        except (TwostrokeError, ValueError):  # this machine does not support it
             continue
         if changed is not None:
             break
     else:
         return found
     after = measure(changed, renewed(load), model, calibration.machine)
-    entry = make_entry(found, effect, before, after, calibration.machine, model)
-    return Applied(found, effect, before, after, entry, effect.lever.live)
+    prediction = make_prediction(found, effect, before, after, calibration.machine, model)
+    return Applied(found, effect, before, after, prediction, effect.lever.live)
 
 
 def pull(llm: LLM, reopen: Callable[[dict[str, Any]], LLM], effect: Effect) -> LLM | None:
-    """The engine with the lever pulled: the same one where it can change live. None where no setting does it."""
+    """The engine with the lever pulled: the same one where it takes the setting live. None: no setting pulls it."""
     if effect.lever.setting is None:
         return None
     settings = effect.lever.setting(effect.after.deployment)
@@ -71,22 +71,22 @@ def pull(llm: LLM, reopen: Callable[[dict[str, Any]], LLM], effect: Effect) -> L
     return llm
 
 
-def make_entry(found: Diagnosis, effect: Effect, before: Run, after: Run, machine: str, model: str) -> Entry:
+def make_prediction(found: Diagnosis, effect: Effect, before: Run, after: Run, machine: str, model: str) -> Prediction:
     old, new = value_of(found.metric, before.summary()), value_of(found.metric, after.summary())
-    predicted = value_of(found.metric, effect.predicted.summary)  # by rates that were tuned to `before`
+    predicted = value_of(found.metric, effect.predicted.summary)  # with rates tuned to `before`
     if found.metric == "ttft":
-        predicted += way(before)
+        predicted += outside_engine(before)
     when = datetime.now(UTC).isoformat(timespec="seconds")
-    return Entry(when, machine, model, before.load, effect.lever.name, found.metric, old, predicted, new)
+    return Prediction(when, machine, model, before.load, effect.lever.name, found.metric, old, predicted, new)
 
 
-def way(run: Run) -> float:
-    """What no simulation of the engine has: the usual way of a request to a server and back, and from the server's
-    door to its engine, which is the queue of whoever met none."""
+def outside_engine(run: Run) -> float:
+    """Seconds of TTFT that the simulation does not include: the network and the client, and the server's own handling
+    of a request, which is the shortest queue time."""
     outside = [record.outside for record in run.records if record.outside is not None]
     queues = [record.timings["queue_s"] for record in run.records if record.timings and "queue_s" in record.timings]
-    door = quantiles(queues, n=10)[0] if len(queues) > 1 else 0.0
-    return (max(0.0, median(outside)) if outside else 0.0) + max(0.0, door)
+    handling = quantiles(queues, n=10)[0] if len(queues) > 1 else 0.0
+    return (max(0.0, median(outside)) if outside else 0.0) + max(0.0, handling)
 
 
 def value_of(metric: str, summary: Summary) -> float:

@@ -1,4 +1,4 @@
-"""Measures this machine with this model in under a minute: a grid of steps on the engine, and a fit to its step log."""
+"""Measures this machine with this model in under a minute: a grid of steps, and a fit to their times."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from twostroke.bench.grid import CALIBRATION, cells, run_grid, typical
-from twostroke.cost.fit import errors, fit, fit_launched, with_between
-from twostroke.cost.hardware import Calibration, Device, Rates, datasheet_rates, known_gpu
-from twostroke.cost.roofline import Roofline, model_cost
+from twostroke.cost.model.calibration import Calibration
+from twostroke.cost.model.devices import Device, known_gpu
+from twostroke.cost.model.fit import errors, fit, fit_launched, with_between
+from twostroke.cost.model.rates import Rates, datasheet_rates
+from twostroke.cost.model.roofline import Roofline, model_cost
 from twostroke.hardware import free_memory, machine_name
 
 if TYPE_CHECKING:
@@ -38,7 +40,7 @@ def calibrate(
 
 
 def first_guess(kind: str) -> Rates:
-    """Where the fit starts: the datasheet of a known GPU, a quick measurement of a CPU."""
+    """Start of the fit: the datasheet of a GPU, a quick measurement of a CPU."""
     if kind == "cuda":
         return datasheet_rates(gpu(), "bfloat16")
     bandwidth, compute = numpy_bandwidth(), numpy_compute()
@@ -54,24 +56,24 @@ def gpu() -> Device:
 
 
 def numpy_bandwidth(size: int = 1 << 27) -> float:
-    """Bytes/s that one pass over a large array reads."""
+    """Bytes/s of one pass over a large array."""
     data = np.ones(size // 4, dtype=np.float32)
-    return size / best_of(lambda: float(data.sum()))
+    return size / fastest(lambda: float(data.sum()))
 
 
 def numpy_copy(size: int = 1 << 27) -> float:
-    """Bytes/s that a large array is copied at: what blocks that the host keeps cost here."""
+    """Bytes/s of copying a large array: the cost of offloaded blocks on a CPU."""
     source = np.ones(size // 4, dtype=np.float32)
     target = np.empty_like(source)
-    return size / best_of(lambda: np.copyto(target, source))
+    return size / fastest(lambda: np.copyto(target, source))
 
 
 def numpy_compute(size: int = 768) -> float:
     matrix = np.ones((size, size), dtype=np.float32)
-    return 2.0 * size**3 / best_of(lambda: matrix @ matrix)
+    return 2.0 * size**3 / fastest(lambda: matrix @ matrix)
 
 
-def best_of(work: Callable[[], object], times: int = 5) -> float:
+def fastest(work: Callable[[], object], times: int = 5) -> float:
     taken = []
     for _ in range(times):
         began = time.perf_counter()

@@ -1,7 +1,7 @@
-"""An open-loop client for any server that speaks OpenAI's API: requests go out when they are due, whoever still waits.
+"""A load generator for any server with OpenAI's API. Open loop: requests are sent when they are due.
 
-What matters to honesty: the arrival is the moment a request was due, not the moment it was sent, so a client that falls
-behind shows as latency and as a flag, never as a lower load. Answers are streamed; a piece is an SSE event with text.
+The arrival is the time at which a request was due, not the time at which it was sent. So a client that is too slow
+shows as latency and as a flag, not as a lower load. Answers are streamed; a piece is an SSE event with text.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from urllib.parse import urlsplit
 from twostroke.bench import prompts
 from twostroke.bench.record import Record, Run, new_run
 from twostroke.bench.workload import Load
-from twostroke.cost.trace import Arrival
+from twostroke.cost.simulation.trace import Arrival
 from twostroke.errors import InputError
 
 Progress = Callable[[Record], None]
 clock = time.perf_counter
-DENIED = (401, 403)  # statuses that speak of the key
+DENIED = (401, 403)  # statuses for a wrong key
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
     url: str  # with or without /v1
-    model: str | None = None  # None: the first that the server names
+    model: str | None = None  # None: the first that the server lists
     key: str | None = None
     chat: bool = False  # /v1/chat/completions instead of /v1/completions
     vocabulary: int | None = None  # send token ids below it instead of words: exact prompt lengths
     timeout: float = 600.0
-    likely: str | None = None  # what else it may be called: asked for where the server lists it, or lists nothing
+    likely: str | None = None  # used instead of the first where the server lists it, or lists nothing
 
     def __post_init__(self) -> None:
         try:
@@ -61,7 +61,7 @@ def refused(base: str, status: int) -> str:
 
 class Client:
     def __init__(self, target: Target, load: Load, progress: Progress | None = None):
-        import httpx  # here: only load generation needs it
+        import httpx
 
         self.target = target
         self.load = load
@@ -120,7 +120,7 @@ class Client:
             "temperature": 0,
             "stream": True,
             "stream_options": {"include_usage": True},
-            "ignore_eos": True,  # ours, vLLM's and SGLang's; others leave it out of account
+            "ignore_eos": True,  # of twostroke, vLLM and SGLang; other servers ignore it
         }
         if self.target.chat:
             body["messages"] = [{"role": "user", "content": prompts.text(arrival)}]
@@ -130,7 +130,7 @@ class Client:
             body["prompt"] = prompts.text(arrival)
         return body
 
-    # ---- when ------------------------------------------------------------------------------------------------------
+    # ---- arrivals --------------------------------------------------------------------------------------------------
 
     async def _due(self, arrival: Arrival, body: dict[str, Any]) -> Record:
         await asyncio.sleep(max(0.0, self.began + arrival.at - clock()))

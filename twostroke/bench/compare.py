@@ -1,4 +1,4 @@
-"""What moved between two results, and whether it is more than chance: bootstrap intervals of ratios."""
+"""What changed between two results, with bootstrap intervals of the ratios."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class Change:
         return "better" if (self.high < 1.0) == (self.better == "lower") else "worse"
 
 
-def compare(before: Run, after: Run, seed: int = 0) -> list[Change]:
+def changes(before: Run, after: Run, seed: int = 0) -> list[Change]:
     rng = np.random.default_rng(seed)
-    changes = []
+    found = []
     for name, pick, statistic in QUANTITIES:
         old, new = pick(before), pick(after)
         if len(old) < 3 or len(new) < 3:
@@ -43,19 +43,19 @@ def compare(before: Run, after: Run, seed: int = 0) -> list[Change]:
         drawn_old = statistic(old[rng.integers(len(old), size=(DRAWS, len(old)))])
         drawn_new = statistic(new[rng.integers(len(new), size=(DRAWS, len(new)))])
         low, high = np.percentile(drawn_new / np.maximum(drawn_old, 1e-12), (2.5, 97.5))
-        changes.append(Change(name, float(statistic(old)), float(statistic(new)), float(low), float(high), "lower"))
+        found.append(Change(name, float(statistic(old)), float(statistic(new)), float(low), float(high), "lower"))
     rates = [_throughput(run) for run in (before, after)]
     if min(rates) > 0:
-        changes.append(_throughput_change(before, after, rates[0], rates[1], rng))
-    return changes
+        found.append(_throughput_change(before, after, rates[0], rates[1], rng))
+    return found
 
 
 def _throughput(run: Run) -> float:
-    return run.summary().output_rate if any(record.pieces for record in run.records) else 0.0
+    return run.summary().output_rate if run.answered else 0.0
 
 
 def _throughput_change(before: Run, after: Run, old: float, new: float, rng: np.random.Generator) -> Change:
-    """Tokens/s over thirds of the run are the samples: requests overlap, so they are not independent ones."""
+    """The samples are tokens/s in windows of the run: requests overlap, so they are not independent samples."""
     slices = [window_rates(run) for run in (before, after)]
     drawn = [
         values[rng.integers(len(values), size=(DRAWS, len(values)))].mean(axis=-1) if len(values) else np.ones(1)

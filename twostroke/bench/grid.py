@@ -1,9 +1,9 @@
 """Steps of every kind, measured on an engine: streams × context, prompt chunks × start, and mixtures of both.
 
-Contexts are not computed, they are put into the cache (as K and V that travelled from another worker are), so that a
-cell costs little more than its steps. The cells are measured in several rounds, each in an order of its own: a machine
-that slows down for a while slows a part of every cell's repeats instead of some of the cells. Repeats during which
-other programs used the processor count only where there are no others. What a step takes is the median of its repeats.
+Contexts are not computed but put into the cache (like K and V transferred from another worker), so that a cell costs
+little more than its steps. Cells are measured in several rounds, each in another order, so that a slow period of the
+machine affects some repeats of every cell, not all repeats of some cells. Repeats during which other programs used the
+processor count only where there are too few others. The time of a step is the median of its repeats.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from itertools import product
 from statistics import median
 from typing import Any, NamedTuple
 
-from twostroke.bench.others import Others
-from twostroke.cost.fleet import deliver
+from twostroke.bench.processor import OtherPrograms
+from twostroke.cost.simulation.fleet import deliver
 from twostroke.engine.core import Core
 from twostroke.metrics.steplog import KEPT, Step, StepLog
 from twostroke.ops.interface import BLOCK
 from twostroke.sampling import SamplingParams
 from twostroke.types import Request, RequestState
 
-DISTURBED = 0.15  # share of a core that others used
-TICK = 0.02  # seconds by which the system's account of it may be wrong
-STREAM_STEPS = 4  # of each cell in a round, the first of which admits and does not count
+DISTURBED = 0.15  # share of a core from which on other programs disturb a repeat
+TICK = 0.02  # seconds; resolution of the system's processor times
+STREAM_STEPS = 4  # of each cell in a round; the first admits the streams and does not count
 FEWEST_ROUNDS = 2
-ENOUGH = 2  # repeats that had the machine to themselves
-UNBOUNDED = 1e6  # seconds: no stream's gap makes a chunk smaller here
+ENOUGH = 2  # undisturbed repeats
+UNBOUNDED = 1e6  # seconds of max_gap: chunks are not cut
 FIRST_ID = 1 << 40
 PARAMS = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
 Progress = Callable[[str], None]
 
 
 class Cell(NamedTuple):
-    """Streams that are `context` tokens deep, and a stretch of a prompt beside them; either may be missing."""
+    """Streams with `context` tokens each, and a prompt chunk beside them; either may be missing."""
 
     streams: int
     context: int
@@ -47,16 +47,16 @@ class Cell(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """What a grid is made of; starts and contexts in whole blocks."""
+    """The cells of a grid; starts and contexts are whole blocks."""
 
     batches: tuple[int, ...]
     contexts: tuple[int, ...]
     chunks: tuple[int, ...]
     starts: tuple[int, ...]
-    streams: tuple[tuple[int, int], ...]  # (streams, context) that some chunks are measured beside
-    mixed: tuple[tuple[int, int], ...]  # those chunks, as (start, count)
-    tokens: int  # of context of all streams in one cell, at most
-    work: int  # start × count of one chunk, at most: it costs the square of it
+    streams: tuple[tuple[int, int], ...]  # of mixed cells: (streams, context)
+    mixed: tuple[tuple[int, int], ...]  # of mixed cells: chunks as (start, count)
+    tokens: int  # most tokens of context in one cell
+    work: int  # largest start × count of a chunk
 
 
 CALIBRATION = {
@@ -71,23 +71,10 @@ CALIBRATION = {
         ((4, 2048), (64, 512)), ((0, 64), (4096, 64), (0, 512), (4096, 2048)), 200_000, 1 << 26,
     ),
 }  # fmt: skip
-# Shapes that no calibration has seen: between its own.
-HELD_OUT = {
-    "cpu": Sizes(
-        (1, 2, 3, 4, 7, 10, 14, 20, 28, 40), (48, 256, 1024),
-        (12, 20, 40, 80, 112, 160, 320, 448), (0, 256, 1024),
-        ((1, 256), (5, 256)), ((0, 20), (1024, 20), (0, 112), (1024, 112)), 16_384, 400_000,
-    ),
-    "cuda": Sizes(
-        (1, 2, 3, 6, 12, 20, 40, 80, 112, 160, 224), (128, 1024, 4096, 16_384),
-        (48, 192, 384, 768, 1536, 3072, 6144), (0, 1024, 8192),
-        ((2, 1024), (32, 1024)), ((0, 192), (8192, 192), (0, 768), (8192, 768)), 200_000, 1 << 26,
-    ),
-}  # fmt: skip
 
 
 def cells(sizes: Sizes, core: Core) -> list[Cell]:
-    """Those that the engine can take: requests and tokens in a step, tokens of a request, blocks in its pool."""
+    """The cells within the engine's limits: requests and tokens of a step, tokens of a request, blocks of the pool."""
     limits, tables = core.scheduler.limits, core.scheduler.tables
     max_requests, max_tokens = limits.max_requests, limits.max_batch_tokens
     room = BLOCK * tables.array.shape[2] - STREAM_STEPS - 2
@@ -106,24 +93,24 @@ def cells(sizes: Sizes, core: Core) -> list[Cell]:
     return found
 
 
-class Rig:
-    """An engine's core, asked for steps of given shapes."""
+class CellRunner:
+    """Makes an engine run the steps of a cell."""
 
     def __init__(self, core: Core, vocabulary: int):
         self.core = core
         self.vocabulary = vocabulary
         self.made = 0
-        self.texts: list[list[int]] = []  # one for each stream: contexts are their beginnings
+        self.texts: list[list[int]] = []  # one for each stream; its contexts are prefixes of it
 
     def measure(self, cell: Cell) -> None:
-        streams = [self._ask(self._text(n, cell.context + 1), cell.context, STREAM_STEPS + 2)
+        streams = [self._submit(self._text(n, cell.context + 1), cell.context, STREAM_STEPS + 2)
                    for n in range(cell.streams)]  # fmt: skip
         if streams:
             for _ in range(STREAM_STEPS):
                 self.core.step()
         if cell.count:
             tail = random.Random(self.made).choices(range(self.vocabulary), k=cell.count)
-            request = self._ask(self._text(0, cell.start) + tail, cell.start, 1)
+            request = self._submit(self._text(0, cell.start) + tail, cell.start, 1)
             while request.finish_reason is None:
                 self.core.step()
         for request in streams:
@@ -140,16 +127,16 @@ class Rig:
             text[:] = rng.choices(range(self.vocabulary), k=2 * length)
         return text[:length]
 
-    def _ask(self, tokens: list[int], known: int, answer: int) -> RequestState:
-        """A request whose first `known` tokens are in the cache."""
+    def _submit(self, tokens: list[int], known: int, answer: int) -> RequestState:
+        """Submit a request whose first `known` tokens are in the cache."""
         request = Request(FIRST_ID + self.made, tuple(tokens), PARAMS, 0, self.core.clock(), len(tokens) + answer)
         self.made += 1
         for block in deliver(self.core.scheduler.tables, RequestState(request), known // BLOCK):
-            self._blank(block)
+            self._clear(block)
         return self.core.submit(request)
 
-    def _blank(self, block: int) -> None:
-        """Memory that was never written is read faster than any other, and may hold what is no number."""
+    def _clear(self, block: int) -> None:
+        """Write zeros: memory that was never written is read faster, and may hold NaN."""
         storage: Any = self.core.runner.kv  # type: ignore[attr-defined]
         storage.data[block] = 0
 
@@ -162,20 +149,20 @@ def run_grid(
     rounds: int = 1000,
     progress: Progress | None = None,
 ) -> list[Step]:
-    """Every step of up to so many rounds, as long as there is time for one more. An engine that captures and compiles
-    what it meets rehearses them first."""
+    """The steps of up to so many rounds, as long as there is time for one more. On a GPU a first round, in which shapes
+    are compiled and captured, does not count."""
     with bench_settings(core) as log:
-        rig, rng, others = Rig(core, vocabulary), random.Random(0), Others()
+        runner, rng, others = CellRunner(core, vocabulary), random.Random(0), OtherPrograms()
         quiet: list[Step] = []
         disturbed: list[Step] = []
-        rig.measure(wanted[0])
+        runner.measure(wanted[0])
         log.clear()
         began = time.monotonic()
         for number in range(1 if core.runner.depth == 1 else 0, rounds + 1):
             started = time.monotonic()
             for done, cell in enumerate(rng.sample(wanted, len(wanted))):
                 others.mark()
-                rig.measure(cell)
+                runner.measure(cell)
                 kept = disturbed if others.share > DISTURBED and others.seconds > TICK else quiet
                 if progress is not None:
                     progress(f"round {number} of steps, {done + 1} of {len(wanted)}")
@@ -186,18 +173,18 @@ def run_grid(
             now = time.monotonic()
             if number >= FEWEST_ROUNDS and now - began + (now - started) > seconds:
                 break
-    return best_of(quiet, disturbed)
+    return undisturbed(quiet, disturbed)
 
 
-def best_of(quiet: list[Step], disturbed: list[Step]) -> list[Step]:
-    """Undisturbed repeats of every shape; of those that have too few, all."""
+def undisturbed(quiet: list[Step], disturbed: list[Step]) -> list[Step]:
+    """The undisturbed repeats of every shape; all repeats of a shape with too few."""
     found = Counter(shape(step) for step in quiet)
     return quiet + [step for step in disturbed if found[shape(step)] < ENOUGH]
 
 
 @contextmanager
 def bench_settings(core: Core) -> Iterator[StepLog]:
-    """A log of its own, chunks as asked for, contexts that stay in the cache; all as it was afterwards."""
+    """An own step log, chunks that are not cut, contexts that stay cached; the previous settings are restored."""
     scheduler, pool = core.scheduler, core.scheduler.tables.pool
     before = core.steplog, scheduler.pace, scheduler.limits, pool.keep_cached
     core.steplog, scheduler.pace = StepLog(KEPT), scheduler.pace.anew(UNBOUNDED)
@@ -210,8 +197,8 @@ def bench_settings(core: Core) -> Iterator[StepLog]:
 
 
 def settled(steps: list[Step]) -> list[Step]:
-    """With two steps in flight, the time that a chunk's launch took is found in the step that was collected after it:
-    the last of the streams alone. What that one took beyond those before it is given to the chunk's."""
+    """With two steps in flight, the launch of a chunk delays the collection of the step before it, which has streams
+    only. What that step took beyond the ones before it is moved to the chunk's step."""
     for place in range(2, len(steps)):
         before = [step.seconds for step in steps[1 : place - 1] if not step.chunks]
         last, step = steps[place - 1], steps[place]
@@ -231,23 +218,14 @@ def counts(step: Step, cell: Cell) -> bool:
 
 
 def shape(step: Step) -> tuple[Any, ...]:
-    """What equal steps have in common: stretches of prompts, and streams by the blocks they hold."""
+    """Equal for steps that count as repeats: the same chunks, and streams with the same numbers of blocks."""
     streams = sorted(piece.start // BLOCK for piece in step.streams)
     return (*sorted((piece.start, piece.count) for piece in step.chunks), None, *streams, step.sampled)
 
 
 def typical(steps: Sequence[Step]) -> list[Step]:
-    """One step for each shape, which takes the median of all of that shape."""
+    """One step for each shape, with the median time of its repeats."""
     return [alike[0]._replace(seconds=median(step.seconds for step in alike)) for alike in by_shape(steps)]
-
-
-def spread(steps: Sequence[Step]) -> list[float]:
-    """How far each step is from the typical one of its shape, relative to it: what no model can predict."""
-    found = []
-    for alike in by_shape(steps):
-        middle = median(step.seconds for step in alike)
-        found += [abs(step.seconds / middle - 1) for step in alike]
-    return found
 
 
 def by_shape(steps: Sequence[Step]) -> list[list[Step]]:

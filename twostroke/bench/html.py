@@ -1,4 +1,4 @@
-"""One self-contained page for a result: numbers, plots, flags. No script, no font, nothing from elsewhere."""
+"""One self-contained page for a result: numbers, plots, flags. No script, no external files."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import numpy as np
 
 from twostroke.bench import plots, report
 from twostroke.bench.record import Run
-from twostroke.cost.diagnose import seconds
-from twostroke.cost.summary import Spread, goodput
+from twostroke.cost.simulation.served import Targets
 
 STYLE = """
 :root{--ink:#1c2430;--soft:#66707d;--paper:#fff;--line:#e3e7ec;--queue:#b9bfc7;--prefill:#3a6ea5;--decode:#d9822b}
@@ -34,9 +33,9 @@ footer{color:var(--soft);margin-top:3rem;font-size:.85rem}
 """
 
 
-def page(runs: Sequence[Run], command: str, ttft: float | None = None, tpot: float | None = None) -> str:
-    sections = [sweep(runs, ttft, tpot)] if len(runs) > 1 else []
-    sections += [section(run, ttft, tpot) for run in runs]
+def page(runs: Sequence[Run], command: str, targets: Targets = Targets()) -> str:  # noqa: B008  frozen
+    sections = [sweep(runs, targets)] if len(runs) > 1 else []
+    sections += [section(run, targets) for run in runs]
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
@@ -49,24 +48,14 @@ def page(runs: Sequence[Run], command: str, ttft: float | None = None, tpot: flo
     )
 
 
-def section(run: Run, ttft: float | None, tpot: float | None) -> str:
+def section(run: Run, targets: Targets) -> str:
     served = [one for one in run.served() if not one.refused]
     flags = "".join(f'<p class="flag">{escape(flag)}</p>' for flag in run.flags)
     if not served:
         return f"<h2>{escape(report.title(run))}</h2>{flags}<p>No request was answered.</p>"
-    summary = run.summary()
-    rows: tuple[tuple[str, Spread], ...]
-    rows = (("TTFT", summary.ttft), ("TPOT", summary.tpot), ("ITL", summary.itl), ("longest gap", summary.stall),
-            ("E2E", summary.e2e))  # fmt: skip
-    outside = run.outside()
-    if outside:
-        rows = (rows[0], ("of which network and client", Spread.of(outside)), *rows[1:])
-    body = "".join(
-        f"<tr><td>{name}</td>{''.join(f'<td>{seconds(value)}</td>' for value in report.spread_values(spread))}</tr>"
-        for name, spread in rows
-    )
+    body = "".join(f"<tr>{''.join(f'<td>{cell.strip()}</td>' for cell in row)}</tr>" for row in report.rows(run))
     head = "".join(f"<th>{name}</th>" for name in ("", *report.COLUMNS))
-    text = "".join(f"<p>{escape(line)}</p>" for line in report.lines(run, ttft, tpot))
+    text = "".join(f"<p>{escape(line)}</p>" for line in report.lines(run, targets))
     drawn = [
         plots.cumulative("TTFT over requests", "seconds", [one.ttft for one in served], "ttft"),
         plots.cumulative("TPOT over requests", "seconds", [v for one in served if (v := one.tpot) is not None], "tpot"),
@@ -79,9 +68,9 @@ def section(run: Run, ttft: float | None, tpot: float | None) -> str:
     )
 
 
-def sweep(runs: Sequence[Run], ttft: float | None, tpot: float | None) -> str:
+def sweep(runs: Sequence[Run], targets: Targets) -> str:
     """Throughput against latency, and goodput against rate where there are targets."""
-    answered = [run for run in runs if any(record.pieces for record in run.records)]
+    answered = [run for run in runs if run.answered]
     if len(answered) < 2:
         return ""
     summaries = [run.summary() for run in answered]
@@ -91,9 +80,9 @@ def sweep(runs: Sequence[Run], ttft: float | None, tpot: float | None) -> str:
         plots.curve("throughput against TPOT", "output tokens/s", "TPOT p95, s",
                     [("tpot", [(s.output_rate, s.tpot.p95) for s in summaries])]),
     ]  # fmt: skip
-    if ttft is not None and tpot is not None:
+    if targets.given:
         points = [
-            (run.rate or one.request_rate, goodput(run.served(), ttft, tpot))
+            (run.rate or one.request_rate, targets.goodput(run.served()))
             for run, one in zip(answered, summaries, strict=True)
         ]
         drawn.append(plots.curve("goodput against rate", "requests/s offered", "requests/s good", [("ttft", points)]))

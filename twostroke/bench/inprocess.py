@@ -1,4 +1,4 @@
-"""The same loads on an engine in this process: no network, no tokenizer, the engine's own timeline of every request."""
+"""Loads on an engine in this process: no network, no tokenizer, the engine's own timeline of every request."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from twostroke.bench import prompts
 from twostroke.bench.client import Progress
 from twostroke.bench.record import IN_PROCESS, Record, Run, new_run
 from twostroke.bench.workload import Load
-from twostroke.cost.trace import Arrival
+from twostroke.cost.simulation.trace import Arrival, Contents
 from twostroke.errors import InputError
 from twostroke.sampling import SamplingParams
 from twostroke.types import RequestState
@@ -24,7 +24,7 @@ def measure(llm: LLM, load: Load, model: str, machine: str = "", progress: Progr
     run = new_run(load, IN_PROCESS, model, machine)
     run.settings = settings_document(llm)
     core, clock = llm.engine.core, llm.engine.core.clock
-    waiting = deque((arrival, make_prompt(llm, arrival)) for arrival in load.arrivals)
+    waiting = deque((arrival, prompts.token_ids(arrival, llm.arch.vocab)) for arrival in load.arrivals)
     live: dict[int, tuple[Record, RequestState]] = {}
     records: list[Record] = []
     began = clock()
@@ -52,12 +52,12 @@ def measure(llm: LLM, load: Load, model: str, machine: str = "", progress: Progr
     return run
 
 
+def warm_up(llm: LLM) -> None:
+    measure(llm, Load("warm up", [Arrival(0.0, (Contents(1 << 35).own(64),), 4)], 1), "")
+
+
 def is_due(load: Load, arrival: Arrival, now: float, live: int) -> bool:
     return arrival.at <= now if load.closed is None else live < load.closed
-
-
-def make_prompt(llm: LLM, arrival: Arrival) -> list[int]:
-    return prompts.token_ids(arrival, llm.arch.vocab)
 
 
 def submit(llm: LLM, arrival: Arrival, tokens: list[int], at: float, record: Record) -> RequestState | None:
@@ -86,7 +86,7 @@ def finish(record: Record, request: RequestState, began: float, error: str | Non
 
 
 def settings_document(llm: LLM) -> dict[str, Any]:
-    """The engine's settings as plain values, so that a diagnosis can start from them."""
+    """The engine's settings as plain values, for a diagnosis."""
     settings = llm.settings
     names = [item.name for item in fields(settings) if item.name not in ("layout", "reasons")]
     return {name: getattr(settings, name) for name in names}

@@ -1,4 +1,4 @@
-"""What the attention kernel buys: the backend's own against plain torch, the same rows and the same cache."""
+"""The backend's attention kernel against plain torch, with the same rows and the same cache."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def attention_seconds(llm: LLM) -> tuple[dict[str, float], dict[str, float]] | N
 
 
 class PlainTorchOps(ReferenceOps):
-    """Attention as plain torch writes it: all scores of a request at once, in float32."""
+    """Attention in plain torch: all scores of a request at once, in float32."""
 
     def attend(self, qkv: Tensor, attention: Attention, kv: KVLayer, batch: Batch, group: int) -> Tensor:
         heads, kv_heads, dim = attention.heads, attention.kv_heads, attention.head_dim
@@ -72,7 +72,7 @@ class PlainTorchOps(ReferenceOps):
 
 
 def measured(ops: Ops, llm: LLM, attention: Attention, context: int, requests: int, count: int) -> float:
-    """The fastest of several: `count` new tokens of each request, the last of them `context` deep."""
+    """The fastest of several runs: `count` new tokens of each request, which has `context` tokens with them."""
     columns = -(-context // BLOCK)
     groups = len(llm.settings.layout.groups)
     blocks = groups * requests * columns

@@ -1,4 +1,4 @@
-"""Predicted beside measured, for every lever that was ever pulled: the model's error is public."""
+"""Predicted and measured values of every lever that was pulled, in one file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class Prediction:
+    """Of one lever, with the measurement after it."""
+
     when: str  # ISO date and time
     machine: str
     model: str
@@ -21,22 +23,22 @@ class Entry:
 
     @property
     def error(self) -> float:
-        """Of the prediction, relative to what was measured."""
+        """Relative to the measurement."""
         return self.predicted / self.measured - 1 if self.measured else float("inf")
 
 
-def append(path: Path, entry: Entry) -> None:
+def append(path: Path, one: Prediction) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
-        file.write(json.dumps(asdict(entry)) + "\n")
+        file.write(json.dumps(asdict(one)) + "\n")
 
 
-def read(path: Path) -> list[Entry]:
-    """All entries, oldest first; a line that is none is left out."""
-    entries = []
+def read(path: Path) -> list[Prediction]:
+    """All predictions, oldest first; lines that cannot be read are left out."""
+    found = []
     for line in path.read_text().splitlines() if path.exists() else ():
         try:
-            entries.append(Entry(**json.loads(line)))
+            found.append(Prediction(**json.loads(line)))
         except (ValueError, TypeError):
             continue
-    return entries
+    return found

@@ -1,22 +1,24 @@
-"""The table every introduction to this field prints from memory, measured: each lever off and on, on this machine.
+"""Each lever off and on, measured on this machine, beside what textbooks say.
 
-Every variant is a fresh engine with other settings under the same load; variants take turns over the rounds and medians
-are kept, so that a machine that slows down slows all of them.
+Every variant is a new engine with other settings under the same load. Variants take turns within a round and medians
+over the rounds are kept, so that a change of the machine's speed affects all of them.
 """
 
 from __future__ import annotations
 
 import gc
+import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from twostroke.bench.inprocess import measure
+from twostroke.bench.inprocess import measure, warm_up
 from twostroke.bench.workload import Load, make_load
-from twostroke.cost.roofline import kv_bytes_per_token, model_cost
-from twostroke.cost.trace import Arrival, Contents
+from twostroke.cost.model.roofline import kv_bytes_per_token, model_cost
+from twostroke.cost.simulation.trace import Arrival, Contents
+from twostroke.cost.units import times
 from twostroke.errors import TwostrokeError
 from twostroke.kv.layout import make_layout
 
@@ -38,13 +40,9 @@ class Experiment:
     textbook: str
 
 
-def times(ratio: float) -> str:
-    return f"×{ratio:.2f}" if ratio >= 0.1 else f"×{ratio:.2g}"
-
-
 @dataclass(slots=True)
 class Row:
-    """`effect`: on over off; below 1 is faster for times, above 1 is more for throughput."""
+    """One line of the result. `effect` is on over off: below 1 is better for times, above 1 for throughput."""
 
     name: str
     stroke: str
@@ -59,14 +57,14 @@ class Row:
 
     @property
     def memory(self) -> str:
-        """Which bytes it changes, and how."""
+        """The bytes that it changes."""
         effect = self.effect
         named = (("KV", "kv_bytes_per_token"), ("weights", "weight_bytes"))
         return ", ".join(f"{name} {times(effect[key])}" for name, key in named if effect.get(key, 1.0) != 1.0) or "–"
 
 
 def streams_and_prompts() -> Load:
-    """Six streams, and every now and then a long prompt."""
+    """Six streams, and a long prompt every half second."""
     contents = Contents()
     rows = [Arrival(0.0, (contents.own(40),), 150) for _ in range(6)]
     rows += [Arrival(0.5 + 0.5 * number, (contents.own(900),), 4) for number in range(3)]
@@ -91,8 +89,8 @@ def long_context() -> Load:
     return Load("long contexts", [Arrival(0.0, (contents.own(1200),), 48) for _ in range(4)], 4)
 
 
-KV_ALIKE: Settings = {"kv_dtype": "float16"}  # it would follow `dtype`, and one lever at a time is pulled
-FLOAT_WEIGHTS: Settings = {"dtype": "float32"} | KV_ALIKE
+SAME_KV: Settings = {"kv_dtype": "float16"}  # otherwise it follows `dtype`: two levers at once
+FLOAT_WEIGHTS: Settings = {"dtype": "float32"} | SAME_KV
 EXPERIMENTS = (
     Experiment("continuous batching", "both", {"batching": "static", "max_requests": 8}, {"max_requests": 8}, offline,
                "2–20× throughput over static batches"),
@@ -102,11 +100,11 @@ EXPERIMENTS = (
                "gaps bounded; TTFT of long prompts a little longer"),
     Experiment("prefix cache", "prefill", {"prefix_cache": False}, {}, questions,
                "TTFT falls by the shared share; decode unchanged"),
-    Experiment("weights as in the file", "decode", FLOAT_WEIGHTS, KV_ALIKE, one_stream,
+    Experiment("weights as in the file", "decode", FLOAT_WEIGHTS, SAME_KV, one_stream,
                "decode speeds up with the bytes saved; prefill hardly"),
-    Experiment("weights in int8", "decode", FLOAT_WEIGHTS, {"quantize": "int8"} | KV_ALIKE, one_stream,
+    Experiment("weights in int8", "decode", FLOAT_WEIGHTS, {"quantize": "int8"} | SAME_KV, one_stream,
                "decode up to 4× from 32 bits; prefill hardly"),
-    Experiment("weights in int4", "decode", FLOAT_WEIGHTS, {"quantize": "int4"} | KV_ALIKE, one_stream,
+    Experiment("weights in int4", "decode", FLOAT_WEIGHTS, {"quantize": "int4"} | SAME_KV, one_stream,
                "decode up to 7× from 32 bits; prefill hardly"),
     Experiment("KV in float16", "decode", {"kv_dtype": "float32"}, {"kv_dtype": "float16"}, long_context,
                "half the KV memory; long contexts decode faster"),
@@ -120,13 +118,13 @@ EXPERIMENTS = (
 def run(
     open_llm: Open, rounds: int = 3, progress: Callable[[str], None] | None = None, stored: int | None = None
 ) -> list[Row]:
-    """stored: bytes of the weights as the file has them."""
+    """stored: bytes of the weights in the file."""
     measures: dict[str, Callable[[], Row]] = {
         "attention kernel": lambda: attention_kernel(open_llm),  # first: plain torch is slower after long contexts
         "KV cache": lambda: kv_cache(open_llm, rounds),
     }
     for experiment in EXPERIMENTS:
-        measures[experiment.name] = partial(one, experiment, open_llm, rounds, stored)
+        measures[experiment.name] = partial(measure_experiment, experiment, open_llm, rounds, stored)
     measures["grouped queries"] = lambda: grouped_queries(open_llm)
     rows = []
     for number, (name, measured) in enumerate(measures.items(), 1):
@@ -136,7 +134,7 @@ def run(
     return rows
 
 
-def one(experiment: Experiment, open_llm: Open, rounds: int, stored: int | None) -> Row:
+def measure_experiment(experiment: Experiment, open_llm: Open, rounds: int, stored: int | None) -> Row:
     row = Row(experiment.name, experiment.stroke, experiment.textbook)
     found: dict[str, list[Numbers]] = {"off": [], "on": []}
     try:
@@ -166,14 +164,15 @@ def numbers(llm: LLM, load: Load, stored: int | None) -> Numbers:
 
 
 def weight_bytes(llm: LLM, stored: int | None) -> float | None:
-    """What the weights take in memory: as many bytes as in the file, unless they are held otherwise."""
+    """Of the weights in memory: as in the file, unless a setting converts them."""
     settings = llm.settings
     held = settings.quantize or settings.dtype
     return stored if held is None else model_cost(llm.arch, held, None, settings.device).bytes
 
 
-def warm_up(llm: LLM) -> None:
-    measure(llm, Load("warm up", [Arrival(0.0, (Contents(1 << 35).own(64),), 4)], 1), "")
+def as_document(machine: str, model: str, rounds: int, rows: list[Row]) -> str:
+    document = {"machine": machine, "model": model, "rounds": rounds}
+    return json.dumps({**document, "rows": [{**asdict(row), "effect": row.effect} for row in rows]}, indent=1) + "\n"
 
 
 def medians(rounds: list[Numbers]) -> Numbers:
@@ -181,7 +180,7 @@ def medians(rounds: list[Numbers]) -> Numbers:
 
 
 def kv_cache(open_llm: Open, rounds: int, prompt: int = 128, tokens: int = 24) -> Row:
-    """Without the cache every token means reading the whole text again: a request for each."""
+    """Without the cache every token needs a prefill of the whole text: one request for each token."""
     row = Row("KV cache", "decode", "without it every token costs a prefill: decode many times faster with it")
     contents = Contents()
     found: dict[str, list[Numbers]] = {"off": [], "on": []}
@@ -199,7 +198,7 @@ def kv_cache(open_llm: Open, rounds: int, prompt: int = 128, tokens: int = 24) -
 
 def attention_kernel(open_llm: Open) -> Row:
     """Attention alone: the end of a prompt under TTFT, a step of streams under TPOT."""
-    from twostroke.bench.kernels import attention_seconds  # torch comes with it
+    from twostroke.bench.kernels import attention_seconds  # imports torch
 
     row = Row("attention kernel (attention alone)", "both", "2–4× on prompts over plain attention; less on decode")
     found = attention_seconds(open_llm({}))
@@ -211,7 +210,7 @@ def attention_kernel(open_llm: Open) -> Row:
 
 
 def grouped_queries(open_llm: Open) -> Row:
-    """A property of the model: what its heads would take if none shared K and V. Computed, not measured."""
+    """K and V of the model against those of one without shared heads. Computed, not measured."""
     llm = open_llm({})
     row = Row("grouped queries (computed)", "decode", "KV memory over the heads that share it")
     layout = llm.settings.layout

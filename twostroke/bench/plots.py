@@ -1,4 +1,4 @@
-"""Plots as inline SVG, drawn by hand: a page that shows them needs nothing else, from no other place."""
+"""Plots as inline SVG, without a plotting library."""
 
 from __future__ import annotations
 
@@ -124,11 +124,11 @@ EFFECTS = (
     ("ttft", "TTFT", 0), ("tpot", "TPOT", 1), ("throughput", "tokens/s", 2), ("kv_bytes_per_token", "KV memory", 3),
     ("weight_bytes", "weights' memory", 3),
 )  # fmt: skip
-SHOWN = 5.0  # doublings: what goes further is cut, and its number tells
+SHOWN = 5.0  # doublings; longer bars are cut, their number is printed
 
 
 def effects(title: str, rows: Sequence[tuple[str, Mapping[str, float]]]) -> str:
-    """Bars for each lever, from 1× in the middle: faster or more is to the right. A file by itself."""
+    """Bars for each lever, from 1× in the middle; better is to the right. A complete SVG file."""
     left, each, top = 215, 58, 56
     height, middle = top + each * len(rows) + 30, left + (760 - left) / 2
     unit = (760 - left) / 2 / SHOWN

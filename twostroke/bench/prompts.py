@@ -1,10 +1,10 @@
-"""Made-up prompts of a given length whose equal parts are equal text: as words, or as token ids for exact lengths."""
+"""Made-up prompts: equal parts become equal text, as words or as token ids."""
 
 from __future__ import annotations
 
 import random
 
-from twostroke.cost.trace import Arrival
+from twostroke.cost.simulation.trace import Arrival
 
 # Short common words: one token each in almost every vocabulary.
 _COMMON = (

@@ -1,4 +1,4 @@
-"""What one request of a load met with, seen from outside, and a whole run of them as one JSON document."""
+"""What happened to each request of a load, seen by the client, and a run of them as one JSON document."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 
 from twostroke.bench.workload import Load
-from twostroke.cost.fleet import Served
-from twostroke.cost.summary import Summary, summarize
-from twostroke.cost.trace import Arrival, Part
+from twostroke.cost.simulation.served import Served, Summary, summarize
+from twostroke.cost.simulation.trace import Arrival, Part
 from twostroke.errors import InputError
 
 KIND = "twostroke bench"
@@ -26,14 +25,14 @@ class Record:
     """Times in seconds from the start of the run, on the client's clock."""
 
     arrival: float  # when it was due
-    sent: float  # when it went out
-    pieces: list[float] = field(default_factory=list)  # when pieces of text came
+    sent: float  # when it was sent
+    pieces: list[float] = field(default_factory=list)  # when each event with text arrived
     end: float | None = None
     prompt: int = 0
     cached: int = 0
     output: int = 0
     error: str | None = None
-    timings: dict[str, Any] | None = None  # the server's own, where it tells
+    timings: dict[str, Any] | None = None  # the server's own, where it reports them
     parts: list[list[int]] = field(default_factory=list)
 
     @property
@@ -42,22 +41,22 @@ class Record:
 
     @property
     def outside(self) -> float | None:
-        """The network's and the client's share of TTFT; None where the server does not tell its own."""
-        told = (self.timings or {}).get("ttft_s")
-        return None if told is None or self.ttft is None else self.ttft - told
+        """The network's and the client's share of TTFT; None where the server does not report its own."""
+        inside = (self.timings or {}).get("ttft_s")
+        return None if inside is None or self.ttft is None else self.ttft - inside
 
     def served(self) -> Served:
-        """As the cost model and the diagnosis see it. A queue that nobody told about counts as prefill; the way to a
-        server that tells its own prefill counts as waiting."""
+        """For the cost model. Without the server's own timings queueing counts as prefill; with them the time on the
+        network counts as queueing."""
         if not self.pieces or self.end is None:
             return Served(self.arrival, self.prompt, refused=True)
-        told = self.timings or {}
+        timings = self.timings or {}
         before = self.pieces[0] - self.sent
-        prefill = min(before, float(told.get("prefill_s", before - told.get("queue_s", 0.0))))
+        prefill = min(before, float(timings.get("prefill_s", before - timings.get("queue_s", 0.0))))
         scheduled = self.pieces[0] - max(0.0, prefill)
         served = Served(self.arrival, self.prompt, self.cached, scheduled, self.pieces[0], self.pieces[-1])
         served.output = max(self.output, 1)
-        served.preemptions = int(told.get("preemptions", 0))
+        served.preemptions = int(timings.get("preemptions", 0))
         served.gaps = np.diff(self.pieces).astype(np.float32)
         return served
 
@@ -76,11 +75,16 @@ class Run:
     model: str = ""
     flags: list[str] = field(default_factory=list)
 
+    @property
+    def answered(self) -> bool:
+        """Whether any request was."""
+        return any(record.pieces for record in self.records)
+
     def served(self) -> list[Served]:
         return [record.served() for record in self.records]
 
     def outside(self) -> list[float]:
-        """The network's and the client's share of each TTFT, as far as it is known; in process there is none."""
+        """The network's and the client's share of each TTFT, where known; none in process."""
         if IN_PROCESS in self.target:
             return []
         return [record.outside for record in self.records if record.outside is not None]
@@ -89,7 +93,7 @@ class Run:
         return summarize(self.served())
 
     def arrivals(self) -> list[Arrival]:
-        """What was asked, with the lengths the server counted, for a replay."""
+        """The requests with the lengths that the server counted, for a replay."""
         rows: list[Arrival] = []
         for record in self.records:
             parts = tuple(Part(*part) for part in record.parts) or (Part(-1 - len(rows), max(1, record.prompt)),)
@@ -98,12 +102,12 @@ class Run:
         return rows
 
     def document(self) -> dict[str, Any]:
-        summary = self.summary() if any(record.pieces for record in self.records) else None
+        summary = self.summary() if self.answered else None
         return {**asdict(self), "summary": None if summary is None else summary.document()}
 
 
 def fitted(parts: tuple[Part, ...], length: int) -> tuple[Part, ...]:
-    """The parts scaled so that they add up to the length that the server's tokenizer made of them."""
+    """The parts scaled so that they add up to the length that the server counted."""
     whole = sum(part.length for part in parts)
     if length < 1 or length == whole:
         return parts
@@ -118,7 +122,7 @@ def new_run(load: Load, target: str, model: str, machine: str) -> Run:
 
 
 def typed(arguments: Sequence[str]) -> str:
-    """The command as a result may show it: without its key."""
+    """The command as results show it: without its key."""
     shown = list(arguments)
     for place, word in enumerate(shown):
         if word == "--api-key":

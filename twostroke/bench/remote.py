@@ -1,4 +1,4 @@
-"""A running twostroke seen through its admin routes: measure it, diagnose it, pull a lever on it, measure it again."""
+"""A running twostroke through its admin routes: measure, diagnose, pull a lever, measure again."""
 
 from __future__ import annotations
 
@@ -7,25 +7,26 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from twostroke.bench.apply import Applied, make_entry
+from twostroke.bench.apply import Applied, make_prediction
 from twostroke.bench.client import Target
 from twostroke.bench.record import Run
 from twostroke.bench.workload import Load, renewed
-from twostroke.cost.diagnose import Diagnosis, Effect, Targets, diagnose
-from twostroke.cost.hardware import Rates
-from twostroke.cost.recorded import Recording, read_recording
+from twostroke.cost.answers.diagnose import Diagnosis, Effect, diagnose
+from twostroke.cost.model.rates import Rates
+from twostroke.cost.simulation.recording import Recording, read_recording
+from twostroke.cost.simulation.served import Targets
 from twostroke.errors import InputError
 from twostroke.hardware import machine_name
 
 if TYPE_CHECKING:
     import httpx
 
-STEPS = 1024  # that are asked for
+STEPS = 1024  # of the log that are requested
 Measure = Callable[[Target, Load], Run]
 
 
 class Admin:
-    """The routes under /twostroke of one server."""
+    """The /twostroke routes of one server."""
 
     def __init__(self, target: Target):
         import httpx  # here: only talking to servers needs it
@@ -47,7 +48,7 @@ class Admin:
 
     @property
     def known(self) -> bool:
-        """Whether a twostroke answers there. A key that is refused is an error, not another kind of server."""
+        """Whether a twostroke answers there. A refused key is an error."""
         try:
             answer = self.http.get("/twostroke/settings")
         except self.trouble as error:
@@ -63,7 +64,7 @@ class Admin:
         return read_recording(settings, arrivals, self.get(f"/twostroke/steps?limit={STEPS}"), rates=rates)
 
     def change(self, settings: dict[str, Any]) -> None:
-        """InputError with the server's own words when it does not take them."""
+        """InputError with the server's message when it refuses them."""
         try:
             answer = self.http.post("/twostroke/settings", json=settings)
             if answer.status_code != 200:
@@ -72,7 +73,7 @@ class Admin:
             raise InputError(self._unreached(error)) from None
 
     def totals(self) -> dict[str, float]:
-        """Counters and gauges of /metrics without labels of their own, by name."""
+        """Counters and gauges of /metrics without further labels, by name."""
         try:
             text = self.http.get("/metrics").text
         except self.trouble as error:
@@ -89,7 +90,7 @@ def error_code(answer: httpx.Response) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredLoad:
     run: Run
     recording: Recording
     diagnosis: Diagnosis
@@ -97,38 +98,38 @@ class Measured:
 
 def diagnose_load(
     admin: Admin, target: Target, load: Load, measure: Measure, targets: Targets, rates: Rates | None = None
-) -> Measured:
-    """Under a load of our own: times as a client sees them, rates of a calibration or from the steps meanwhile."""
+) -> MeasuredLoad:
+    """Under a given load: the client's times, and rates from a calibration or from the steps of that load."""
     vocabulary = admin.get("/twostroke/settings")["arch"]["vocab"]
     run = measure(replace(target, vocabulary=vocabulary), load)
     recording = admin.recording(rates)
-    return Measured(run, recording, diagnose(recording.deployment, run.arrivals(), run.served(), targets))
+    return MeasuredLoad(run, recording, diagnose(recording.deployment, run.arrivals(), run.served(), targets))
 
 
 def diagnose_recorded(admin: Admin, targets: Targets, rates: Rates | None = None) -> Diagnosis:
-    """Nothing is asked of it: what it has served lately is what is diagnosed."""
+    """From the requests that it served last; nothing is sent."""
     recording = admin.recording(rates)
     if not recording.arrivals:
-        raise InputError("the server has answered nothing yet: give a load with --workload, or come back later.")
+        raise InputError("the server has answered nothing yet: give a load with --workload, or try again later.")
     return diagnose(recording.deployment, recording.arrivals, recording.served, targets)
 
 
 def apply_live(
     admin: Admin, target: Target, load: Load, measure: Measure, targets: Targets, rates: Rates | None = None
 ) -> Applied | Diagnosis:
-    """The diagnosis alone when no lever that the running server can take helps."""
+    """Only the diagnosis when no lever helps that the running server takes."""
     before = diagnose_load(admin, target, load, measure, targets, rates)
     effect = next((one for one in before.diagnosis.effects if pull(admin, one)), None)
     if effect is None:
         return before.diagnosis
     vocabulary = before.recording.deployment.arch.vocab
     after = measure(replace(target, vocabulary=vocabulary), renewed(load))
-    entry = make_entry(before.diagnosis, effect, before.run, after, machine_name(), before.run.model)
-    return Applied(before.diagnosis, effect, before.run, after, entry, live=True)
+    prediction = make_prediction(before.diagnosis, effect, before.run, after, machine_name(), before.run.model)
+    return Applied(before.diagnosis, effect, before.run, after, prediction, live=True)
 
 
 def pull(admin: Admin, effect: Effect) -> bool:
-    """Whether the server took it."""
+    """Whether the server took the lever's settings."""
     if effect.lever.setting is None:
         return False
     wanted = effect.lever.setting(effect.after.deployment)

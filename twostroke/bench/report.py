@@ -1,26 +1,26 @@
-"""A run in the terminal: the glossary's numbers, what does not look right, and what cannot be true at all."""
+"""A run in the terminal: its numbers, and checks for values that are suspicious or impossible."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import inf, isnan
+from math import isnan
 
 from rich.markup import escape
 from rich.table import Table
 
 from twostroke.bench.record import Run
-from twostroke.cost.diagnose import seconds
-from twostroke.cost.roofline import Roofline
-from twostroke.cost.summary import Spread, goodput
+from twostroke.cost.model.roofline import Roofline
+from twostroke.cost.simulation.served import Spread, Targets
+from twostroke.cost.units import per_second, seconds
 
-LATE = 0.05  # seconds after its due time at which a request's sending makes the client a suspect
-BEATEN = 0.5  # share of what the machine's measured rates allow that nobody reaches
-FASTEST = 1e-5  # seconds per token that no machine undercuts
+LATE = 0.05  # seconds between the due time and the sending of a request from which on the client is too slow
+BEATEN = 0.5  # a time below this share of the roofline's is impossible
+FASTEST = 1e-5  # seconds per token; a lower TPOT is impossible
 COLUMNS = ("mean", "p50", "p90", "p95", "p99")
 
 
 def check(run: Run, roofline: Roofline | None = None) -> list[str]:
-    """Sentences about figures that are impossible, or that say more about the client than about the server."""
+    """Sentences on figures that are impossible, or that the client distorts."""
     found = []
     done = [record for record in run.records if record.pieces]
     failed = [record for record in run.records if record.error]
@@ -46,7 +46,7 @@ def check(run: Run, roofline: Roofline | None = None) -> list[str]:
 
 
 def check_physics(run: Run, roofline: Roofline) -> list[str]:
-    """Against what the machine's own rates allow: nobody beats the roof by much."""
+    """Times far below what the machine's measured rates allow."""
     found = []
     answered = [served for served in run.served() if not served.refused]
     reading = (roofline.model.layer_bytes + roofline.model.head_bytes) / roofline.rates.bandwidth
@@ -66,12 +66,18 @@ def check_physics(run: Run, roofline: Roofline) -> list[str]:
 
 
 def table(run: Run) -> Table:
-    summary = run.summary()
     shown = Table(title=escape(title(run)), title_justify="left", header_style="bold")
     for name in ("", *COLUMNS):
         shown.add_column(name, justify="right" if name else "left")
-    outside = run.outside()
-    rows: list[tuple[str, Spread]] = [
+    for row in rows(run):
+        shown.add_row(*row)
+    return shown
+
+
+def rows(run: Run) -> list[list[str]]:
+    """Name, and a cell for each of COLUMNS."""
+    summary, outside = run.summary(), run.outside()
+    spreads: list[tuple[str, Spread]] = [
         ("TTFT (queue + prefill), per request", summary.ttft),
         ("TPOT, per request", summary.tpot),
         ("ITL, per gap", summary.itl),
@@ -79,14 +85,11 @@ def table(run: Run) -> Table:
         ("E2E, per request", summary.e2e),
     ]
     if outside:
-        rows.insert(1, ("  of which network and client", Spread.of(outside)))
-    for name, spread in rows:
-        shown.add_row(name, *("–" if isnan(value) else seconds(value) for value in spread_values(spread)))
-    return shown
-
-
-def spread_values(spread: Spread) -> tuple[float, ...]:
-    return tuple(getattr(spread, name) for name in COLUMNS)
+        spreads.insert(1, ("  of which network and client", Spread.of(outside)))
+    return [
+        [name, *("–" if isnan(value) else seconds(value) for value in (getattr(spread, p) for p in COLUMNS))]
+        for name, spread in spreads
+    ]
 
 
 def title(run: Run) -> str:
@@ -97,11 +100,7 @@ def title(run: Run) -> str:
     return " · ".join(part for part in (run.load, load, run.target, run.model) if part)
 
 
-def per_second(requests: float) -> str:
-    return f"{requests:,.10g} {'request' if requests == 1 else 'requests'}/s"
-
-
-def lines(run: Run, ttft: float | None = None, tpot: float | None = None) -> list[str]:
+def lines(run: Run, targets: Targets = Targets()) -> list[str]:  # noqa: B008  frozen
     summary = run.summary()
     shown = [
         f"{summary.requests} answers in {summary.seconds:.1f} s: {summary.request_rate:.2f} requests/s, "
@@ -110,25 +109,23 @@ def lines(run: Run, ttft: float | None = None, tpot: float | None = None) -> lis
         f"decode {summary.decode_share:.0%} · prefix hits {summary.hit_rate:.0%} · {summary.preemptions} preemptions",
     ]
     if not any(record.timings for record in run.records):
-        shown.append("the server does not tell its own timings: queueing is inside prefill here")
-    if ttft is not None and tpot is not None:
-        good = goodput(run.served(), ttft, tpot)
-        limits = [f"{name} ≤ {seconds(most)}" for name, most in (("TTFT", ttft), ("TPOT", tpot)) if most < inf]
-        shown.append(f"goodput at {' and '.join(limits)}: {good:.2f} requests/s")
+        shown.append("the server does not report its own timings: queueing counts as prefill here")
+    if targets.given:
+        shown.append(f"goodput at {targets}: {targets.goodput(run.served()):.2f} requests/s")
     return shown
 
 
-def sweep_table(runs: Sequence[Run], ttft: float | None, tpot: float | None) -> Table:
-    """Several rates of one load, side by side."""
+def sweep_table(runs: Sequence[Run], targets: Targets) -> Table:
+    """Several rates of one load."""
     shown = Table(header_style="bold")
     names = ["rate", "TTFT p50", "TTFT p95", "TPOT p50", "TPOT p95", "tokens/s"]
-    for name in (*names, *(("goodput",) if ttft is not None and tpot is not None else ())):
+    for name in (*names, *(("goodput",) if targets.given else ())):
         shown.add_column(name, justify="right")
     for run in runs:
         s = run.summary()
         row = [f"{run.rate or s.request_rate:.3g}", *map(seconds, (s.ttft.p50, s.ttft.p95, s.tpot.p50, s.tpot.p95))]
         row.append(f"{s.output_rate:,.0f}")
-        if ttft is not None and tpot is not None:
-            row.append(f"{goodput(run.served(), ttft, tpot):.2f}")
+        if targets.given:
+            row.append(f"{targets.goodput(run.served()):.2f}")
         shown.add_row(*row)
     return shown

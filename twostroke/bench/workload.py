@@ -1,6 +1,6 @@
-"""What to ask and when: arrivals (Poisson, burst, constant, closed loop, a trace) over named kinds of work.
+"""What to send and when: arrivals (Poisson, burst, constant, closed loop, a trace) of named workloads.
 
-Every kind of work says which parts of its prompts are the same text, because that is what a prefix cache lives from:
+Every workload says which parts of its prompts are the same text, because that is what a prefix cache finds:
 
     rag     a system text and one of a few documents, then a question; short answers
     code    long unshared prompts and very short answers, as the Azure code trace has them
@@ -18,18 +18,18 @@ from importlib.resources import as_file, files
 from itertools import islice
 from pathlib import Path
 
-from twostroke.cost.trace import Arrival, Contents, Part, at_rate, from_zero, read_trace, shorter
+from twostroke.cost.simulation.trace import Arrival, Contents, Part, at_rate, from_zero, read_trace, shorter
 from twostroke.errors import InputError
 
 ARRIVALS = ("poisson", "burst", "constant", "closed")
-BURST = 8  # requests that come together
-OTHER = 1 << 35  # added to a content: another text
+BURST = 8  # requests that arrive together
+OTHER = 1 << 35  # added to the number of a content, it makes another text
 TRACES = {
     "azure-code": "azure_code.csv",
     "azure-conv": "azure_conv.csv",
     "mooncake": "mooncake_conversation.jsonl",
 }
-Shape = tuple[tuple[Part, ...], int]  # parts of the prompt, tokens of the answer
+Lengths = tuple[tuple[Part, ...], int]  # parts of the prompt, tokens of the answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +37,11 @@ class Load:
     name: str
     arrivals: list[Arrival]
     closed: int | None = None  # requests under way at once; the arrivals' times then do not count
-    rate: float | None = None  # requests/s that were asked for; None: whatever the trace has
+    rate: float | None = None  # requests/s; None: the trace's own
 
 
 def shipped_trace(name: str, limit: int | None = None) -> list[Arrival]:
-    """One of the excerpts that come with the package, or a full trace by its path."""
+    """An excerpt from the package by its name, or a full trace by its path."""
     if name not in TRACES:
         if not Path(name).exists():
             raise InputError(f"--trace {name}: no such file: give its path, or one of {', '.join(TRACES)}.")
@@ -50,24 +50,24 @@ def shipped_trace(name: str, limit: int | None = None) -> list[Arrival]:
         return read_trace(path, limit)
 
 
-# ---- kinds of work ---------------------------------------------------------------------------------------------------
+# ---- workloads -------------------------------------------------------------------------------------------------------
 
 
-def rag(rng: random.Random, contents: Contents) -> Iterator[Shape]:
+def rag(rng: random.Random, contents: Contents) -> Iterator[Lengths]:
     while True:
         document = rng.randrange(8)
         question = contents.own(rng.randint(15, 60))
         yield (Part(1000, 200), Part(1001 + document, 900 + 100 * document), question), rng.randint(40, 160)
 
 
-def code(rng: random.Random, contents: Contents) -> Iterator[Shape]:
+def code(rng: random.Random, contents: Contents) -> Iterator[Lengths]:
     rows = shipped_trace("azure-code")
     while True:
         row = rng.choice(rows)
         yield (contents.own(row.prompt),), row.output
 
 
-def chat(rng: random.Random, contents: Contents) -> Iterator[Shape]:
+def chat(rng: random.Random, contents: Contents) -> Iterator[Lengths]:
     system = Part(2000, 60)
     talks: list[list[Part]] = []
     while True:
@@ -77,17 +77,17 @@ def chat(rng: random.Random, contents: Contents) -> Iterator[Shape]:
         talk.append(contents.own(rng.randint(10, 80)))
         answer = rng.randint(60, 250)
         yield tuple(talk), answer
-        talk.append(contents.own(answer))  # what was answered is part of the next turn
+        talk.append(contents.own(answer))  # the next turn contains this answer
         if len(talk) > 12:
             talks.remove(talk)
 
 
-def batch(rng: random.Random, contents: Contents) -> Iterator[Shape]:
+def batch(rng: random.Random, contents: Contents) -> Iterator[Lengths]:
     while True:
         yield (Part(3000, 50), contents.own(rng.randint(150, 450))), rng.randint(100, 250)
 
 
-def agent(rng: random.Random, contents: Contents) -> Iterator[Shape]:
+def agent(rng: random.Random, contents: Contents) -> Iterator[Lengths]:
     tools = Part(4000, 1400)
     runs: list[list[Part]] = []
     while True:
@@ -95,12 +95,12 @@ def agent(rng: random.Random, contents: Contents) -> Iterator[Shape]:
             runs.append([tools, contents.own(rng.randint(30, 120))])
         run = rng.choice(runs[-4:])
         yield tuple(run), rng.randint(20, 90)
-        run.append(contents.own(rng.randint(60, 300)))  # the call, and what the tool said
+        run.append(contents.own(rng.randint(60, 300)))  # the call and the tool's result
         if len(run) > 14:
             runs.remove(run)
 
 
-WORKLOADS: dict[str, Callable[[random.Random, Contents], Iterator[Shape]]] = {
+WORKLOADS: dict[str, Callable[[random.Random, Contents], Iterator[Lengths]]] = {
     "rag": rag,
     "code": code,
     "chat": chat,
@@ -109,7 +109,7 @@ WORKLOADS: dict[str, Callable[[random.Random, Contents], Iterator[Shape]]] = {
 }
 
 
-# ---- when they come --------------------------------------------------------------------------------------------------
+# ---- arrivals --------------------------------------------------------------------------------------------------------
 
 
 def times(kind: str, count: int, per_second: float, rng: random.Random) -> list[float]:
@@ -141,15 +141,15 @@ def make_load(
     scale: float = 1.0,
     concurrency: int = 8,
 ) -> Load:
-    """A named workload; the batch one comes all at once unless something else is asked for."""
+    """A named workload."""
     if workload not in WORKLOADS:
         raise InputError(f"workload must be one of {', '.join(WORKLOADS)}; got {workload!r}.")
     if per_second <= 0 or count < 1 or scale <= 0 or concurrency < 1:
         raise InputError("rate, requests, scale and concurrency must be above 0.")
     rng = random.Random(seed)
     moments = times(kind, count, per_second, rng)
-    shapes = islice(WORKLOADS[workload](rng, Contents()), count)
-    rows = [Arrival(at, parts, output) for at, (parts, output) in zip(moments, shapes, strict=True)]
+    lengths = islice(WORKLOADS[workload](rng, Contents()), count)
+    rows = [Arrival(at, parts, output) for at, (parts, output) in zip(moments, lengths, strict=True)]
     rows = shorter(rows, scale) if scale != 1.0 else rows
     closed = kind == "closed"
     return Load(workload, from_zero(rows), concurrency if closed else None, None if closed else per_second)
@@ -168,8 +168,25 @@ def trace_load(
     return Load(name, rows, None, per_second)
 
 
+def choose_load(
+    trace: str | None = None,
+    workload: str = "chat",
+    kind: str = "poisson",
+    count: int = 100,
+    per_second: float | None = None,
+    seed: int = 0,
+    scale: float = 1.0,
+    concurrency: int = 8,
+    longest: int | None = None,
+) -> Load:
+    """A trace where one is given, otherwise a workload."""
+    if trace is not None:
+        return trace_load(trace, count, per_second, scale, longest)
+    return make_load(workload, kind, count, per_second or 1.0, seed, scale, concurrency)
+
+
 def renewed(load: Load, times: int = 1) -> Load:
-    """The same load in other words: what its prompts share they still share, but no cache has seen any of it."""
+    """The same load with other text, which no cache has; prompts share the same parts as before."""
     rows = [
         replace(row, parts=tuple(Part(part.content + times * OTHER, part.length) for part in row.parts))
         for row in load.arrivals
@@ -178,7 +195,7 @@ def renewed(load: Load, times: int = 1) -> Load:
 
 
 def cut(row: Arrival, longest: int) -> Arrival:
-    """The beginning of a prompt that, with its answer, fits into `longest` tokens."""
+    """The request with its prompt cut so that prompt and answer have `longest` tokens at most."""
     output = min(row.output, max(1, longest // 2))
     left, parts = longest - output, []
     for part in row.parts:

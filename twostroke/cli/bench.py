@@ -1,31 +1,29 @@
-"""The commands `bench`, `bench compare` and `bench levers`: what can be typed. `run_bench.py` does it."""
+"""The commands `bench`, `bench compare` and `bench levers`: measure a load, compare results, measure every lever."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.markup import escape
+from rich.table import Table
 
-from twostroke.cli.options import (
-    FASTEST,
-    SLOWEST,
-    ApiKey,
-    Json,
-    Model,
-    Requests,
-    Scale,
-    Settings,
-    Tpot,
-    Trace,
-    Ttft,
-    Workload,
-    can_be_written,
-    refuse_unused,
-)
-from twostroke.cli.settings import parse_settings
+from twostroke.cli import options
+from twostroke.cli.options import FASTEST, SLOWEST, can_be_written, make_targets, parse_settings, refuse_unused
+from twostroke.cli.terminal import console, errors, open_llm, progress_bar
+from twostroke.cost.units import seconds, times
 from twostroke.errors import InputError
-from twostroke.weights.catalog import DEFAULT
+from twostroke.weights.catalog import DEFAULT, cache_folder
+
+if TYPE_CHECKING:
+    from twostroke.bench.levers import Row
+    from twostroke.bench.record import Run
+    from twostroke.bench.workload import Load
+    from twostroke.cost.model.roofline import Roofline
+    from twostroke.cost.simulation.served import Targets
+    from twostroke.engine.llm import LLM
 
 bench_app = typer.Typer(help="Measure a server or an engine under a load.", pretty_exceptions_enable=False)
 
@@ -35,60 +33,67 @@ def bench(
     context: typer.Context,
     url: Annotated[str | None, typer.Option(help="An OpenAI-compatible server. Without it: in process.")] = None,
     model: Annotated[str | None, typer.Option("--model", "-m", help="Model in process, or its name there.")] = None,
-    workload: Workload = "chat",
-    trace: Trace = None,
+    workload: options.Workload = "chat",
+    trace: options.Trace = None,
     arrivals: Annotated[str, typer.Option(help="poisson, burst, constant or closed.")] = "poisson",
     rate: Annotated[str, typer.Option(help="Requests/s; several, as 1,2,4, are measured one after another.")] = "1",
-    requests: Requests = 100,
+    requests: options.Requests = 100,
     concurrency: Annotated[int, typer.Option(min=1, help="Requests under way, in a closed loop.")] = 8,
-    scale: Scale = 1.0,
+    scale: options.Scale = 1.0,
     seed: Annotated[int, typer.Option(help="Same seed, same requests.")] = 0,
     longest: Annotated[int | None, typer.Option(min=2, help="Cut a trace's prompts so that all fits.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Use /v1/chat/completions.")] = False,
     vocabulary: Annotated[int | None, typer.Option(min=1, help="Send token ids below this: exact lengths.")] = None,
-    api_key: ApiKey = None,
-    ttft: Ttft = None,
-    tpot: Tpot = None,
-    json_out: Json = None,
+    api_key: options.ApiKey = None,
+    ttft: options.Ttft = None,
+    tpot: options.Tpot = None,
+    json_out: options.Json = None,
     html_out: Annotated[
         Path | None, typer.Option("--html", callback=can_be_written, help="Write one page with plots.")
     ] = None,
-    option: Settings = None,
+    option: options.Settings = None,
 ) -> None:
-    """Ask at a given rate whoever still waits (open loop), and report TTFT, TPOT, ITL and throughput."""
+    """Send requests at a given rate, whether or not earlier ones have ended, and report TTFT, TPOT and throughput."""
     if context.invoked_subcommand is not None:
         return
     refuse_unused(context, unused(url, trace, arrivals))
     rates = rates_of(rate, trace, context)
-    from twostroke.cli import run_bench
+    from twostroke.bench.client import Target
+    from twostroke.bench.workload import choose_load, renewed
+    from twostroke.cli.watch import over_http
 
-    loads = run_bench.make_loads(trace, workload, arrivals, requests, rates, seed, scale, concurrency, longest)
+    loads = [
+        renewed(choose_load(trace, workload, arrivals, requests, one, seed, scale, concurrency, longest), number)
+        for number, one in enumerate(rates)
+    ]
     if url is not None:
-        runs = run_bench.over_url(url, model, api_key, chat, vocabulary, loads)
+        target = Target(url, model, api_key, chat, vocabulary)
+        runs = [over_http(target, load) for load in loads]
     else:
-        runs = run_bench.in_process(model or DEFAULT, parse_settings(option), loads)
-    run_bench.show(runs, ttft, tpot, json_out, html_out)
+        runs = in_process(model or DEFAULT, parse_settings(option), loads)
+    show(runs, make_targets(ttft, tpot), json_out, html_out)
 
 
 def unused(url: str | None, trace: str | None, arrivals: str) -> dict[str, str]:
-    """Options that change nothing beside these, and why."""
+    """Options without effect beside these, and why."""
     found: dict[str, str] = {}
     if url is None:
         found |= dict.fromkeys(("chat", "vocabulary", "api_key"), "is for a server: give --url too")
     else:
         found["option"] = "is for an engine in this process: start the server with that setting instead"
     if trace is not None:
-        found |= dict.fromkeys(("workload", "arrivals", "seed", "concurrency"), "says nothing beside --trace")
+        found |= dict.fromkeys(("workload", "arrivals", "seed", "concurrency"), "has no effect with --trace")
     else:
         found["longest"] = "cuts the prompts of a --trace"
         if arrivals == "closed":
-            found["rate"] = "says nothing in a closed loop: --concurrency decides how many are under way"
+            found["rate"] = "has no effect in a closed loop: --concurrency decides how many are under way"
         else:
             found["concurrency"] = "is for --arrivals closed"
     return found
 
 
 def rates_of(text: str, trace: str | None, context: typer.Context) -> list[float | None]:
+    """None: the trace's own rate."""
     source = context.get_parameter_source("rate")
     if trace is not None and source is not None and source.name == "DEFAULT":
         return [None]
@@ -101,25 +106,121 @@ def rates_of(text: str, trace: str | None, context: typer.Context) -> list[float
     return found
 
 
+def in_process(model: str, settings: dict[str, Any], loads: list[Load]) -> list[Run]:
+    from twostroke.bench import report
+    from twostroke.bench.inprocess import measure, warm_up
+    from twostroke.cli.watch import watching
+    from twostroke.hardware import machine_name
+
+    llm = open_llm(model, settings)
+    warm_up(llm)
+    roofline = calibrated_roofline(llm, model)
+    runs = []
+    for load in loads:
+        with watching(load) as seen:
+            runs.append(measure(llm, load, model, machine_name(), seen))
+        runs[-1].flags = report.check(runs[-1], roofline)
+    return runs
+
+
+def calibrated_roofline(llm: LLM, model: str) -> Roofline | None:
+    """With the rates measured on this machine with this model; None where there is no calibration."""
+    from twostroke.cli.deployment import describe
+    from twostroke.cost.model.calibration import calibration_path, load_calibration
+    from twostroke.cost.model.roofline import Roofline, model_cost
+
+    path = calibration_path(cache_folder(), model)
+    if not path.exists():
+        return None
+    narrow = llm.settings.quantize
+    stored = None if narrow else describe(model)[1]
+    cost = model_cost(llm.arch, narrow or "float32", stored, llm.settings.device)
+    return Roofline(cost, llm.settings.layout, load_calibration(path).rates)
+
+
+def show(runs: list[Run], targets: Targets, json_out: Path | None, html_out: Path | None) -> None:
+    from twostroke.bench import html, report
+    from twostroke.bench.record import save, typed
+
+    command = typed(sys.argv[1:])
+    for run in runs:
+        run.flags = run.flags or report.check(run)
+        if run.answered:
+            console.print(report.table(run))
+            for line in report.lines(run, targets):
+                console.print(line)
+        for flag in run.flags:
+            console.print(f"[red]![/red] {escape(flag)}")
+    if len(runs) > 1 and all(run.answered for run in runs):
+        console.print(report.sweep_table(runs, targets))
+    if json_out is not None:
+        save(runs, json_out, command)
+    if html_out is not None:
+        html_out.write_text(html.page(runs, command, targets))
+    if not any(run.answered for run in runs):
+        raise typer.Exit(1)
+
+
 @bench_app.command()
 def compare(before: Path, after: Path) -> None:
     """What moved between two results, with 95 % intervals."""
-    from twostroke.cli import run_bench
+    from twostroke.bench import report
+    from twostroke.bench.compare import changes
+    from twostroke.bench.record import load_runs
 
-    run_bench.compare(before, after)
+    old, new = load_runs(before), load_runs(after)
+    if len(old) != len(new):
+        raise InputError(f"{before} holds {len(old)} loads, {after} {len(new)}: compare results of the same rates.")
+    for first, second in zip(old, new, strict=True):
+        names = dict.fromkeys(report.title(run) for run in (first, second))
+        table = Table(title=escape("  →  ".join(names)), header_style="bold", title_justify="left")
+        for name in ("", "before", "after", "change", "95 % interval", ""):
+            table.add_column(name, justify="right" if name else "left")
+        for change in changes(first, second):
+            rate_like = change.better == "higher"
+            values = [f"{value:,.1f}" if rate_like else seconds(value) for value in (change.before, change.after)]
+            interval = f"{change.low - 1:+.0%} … {change.high - 1:+.0%}"
+            table.add_row(change.name, *values, f"{change.ratio - 1:+.0%}", interval, change.verdict)
+        console.print(table)
 
 
 @bench_app.command()
 def levers(
-    model: Model = DEFAULT,
+    model: options.Model = DEFAULT,
     rounds: Annotated[int, typer.Option(min=1, help="Times that every variant is measured.")] = 3,
-    json_out: Json = None,
+    json_out: options.Json = None,
     svg_out: Annotated[
         Path | None, typer.Option("--svg", callback=can_be_written, help="Write the table as a plot.")
     ] = None,
-    option: Settings = None,
+    option: options.Settings = None,
 ) -> None:
     """Every lever off and on, on this machine and model, beside what textbooks say. A round takes minutes."""
-    from twostroke.cli import run_bench
+    from twostroke.bench.levers import as_document, run
+    from twostroke.bench.plots import effects
+    from twostroke.cli.deployment import describe
+    from twostroke.hardware import machine_name
+    from twostroke.weights.checkpoint import locate
 
-    run_bench.levers(model, rounds, parse_settings(option), json_out, svg_out)
+    base = parse_settings(option)
+    with progress_bar(f"fetching {model}") as fetching:
+        locate(model, fetching)  # `describe` counts the bytes of the file
+    progress = lambda text: errors.print(f"[dim]{text}[/dim]")  # noqa: E731
+    rows = run(lambda settings: open_llm(model, base | settings), rounds, progress, describe(model)[1])
+    where = f"{model} on {machine_name()}"
+    show_levers(f"{where}: on over off", rows)
+    if json_out is not None:
+        json_out.write_text(as_document(machine_name(), model, rounds, rows))
+    if svg_out is not None:
+        svg_out.write_text(effects(f"{where}: what each lever does", [(row.name, row.effect) for row in rows]))
+
+
+def show_levers(title: str, rows: list[Row]) -> None:
+    table = Table(title=title, header_style="bold", title_justify="left")
+    for name in ("lever", "stroke", "TTFT", "TPOT", "longest gap", "tokens/s", "memory", "textbook"):
+        table.add_column(name, justify="left" if name in ("lever", "stroke", "textbook") else "right")
+    for row in rows:
+        effect = row.effect
+        cells = [times(effect[k]) if k in effect else "–" for k in ("ttft", "tpot", "gap", "throughput")]
+        note = row.textbook if row.trouble is None else f"[dim]{escape(row.trouble)}[/dim]"
+        table.add_row(row.name, row.stroke, *cells, row.memory, note)
+    console.print(table)

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from twostroke.cli.options import MaxTokens, Model, Seed, Settings, Temperature
-from twostroke.cli.settings import parse_settings
+from twostroke.cli.options import MaxTokens, Model, Seed, Settings, Temperature, parse_settings
 from twostroke.cli.terminal import errors, open_llm, phase_table
 from twostroke.errors import InputError
 from twostroke.metrics.timeline import Timeline
@@ -48,18 +47,18 @@ def chat(
 
 
 class Chat:
-    """A conversation with history. One turn can be interrupted without losing the rest."""
+    """A conversation with history. Ctrl-C interrupts one answer and keeps the rest."""
 
     def __init__(self, llm: LLM, params: SamplingParams, system: str | None, stats: bool = False):
         self.llm = llm
-        self.stats = stats  # whether each answer is followed by where its time went
+        self.stats = stats  # whether the phases of each answer are printed
         self.params = params
         self.opening = [{"role": "system", "content": system}] if system else []
         self.history: list[dict[str, str]] = []
         self.last: Timeline | None = None
 
     def answer(self, text: str) -> str:
-        """Stream the answer to stdout; what was written before Ctrl-C stays in the conversation."""
+        """Stream the answer to stdout; text from before Ctrl-C stays in the conversation."""
         self.history.append({"role": "user", "content": text})
         written, timeline = "", None
         stream = self._open_stream()

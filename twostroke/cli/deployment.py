@@ -1,4 +1,4 @@
-"""A model, a machine and a precision as they are typed, made into a deployment that can be reckoned with."""
+"""A model, a machine and a precision as they are typed, made into a deployment for the cost model."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import Any
 
 from twostroke.cli.terminal import errors, open_llm
 from twostroke.config import QUANTIZATIONS, make_config
-from twostroke.cost.capacity import precisions
-from twostroke.cost.deploy import Deployment
-from twostroke.cost.diagnose import seconds
-from twostroke.cost.hardware import DEVICES, Calibration, Device, calibration_path, find_device, load_calibration
-from twostroke.cost.models import SHAPES, known_arch
+from twostroke.cost.answers.workers import precisions
+from twostroke.cost.model.calibration import Calibration, calibration_path, load_calibration
+from twostroke.cost.model.devices import DEVICES, Device, find_device
+from twostroke.cost.model.known_models import CONFIGS, known_arch
+from twostroke.cost.simulation.deployment import Deployment
+from twostroke.cost.units import seconds
 from twostroke.errors import ConfigError, ModelError
 from twostroke.model.arch import Arch
 from twostroke.model.families import arch_from_config
@@ -20,8 +21,8 @@ from twostroke.weights.catalog import CATALOG, cache_folder, installed
 
 
 def describe(model: str) -> tuple[Arch, int | None]:
-    """Architecture, and the bytes of the weights where there is a file to count them in. Nothing is downloaded for a
-    name whose shape is known."""
+    """Architecture, and the bytes of the weights where there is a file. Nothing is downloaded for a model whose
+    architecture is known."""
     from twostroke.weights.checkpoint import locate, open_checkpoint
     from twostroke.weights.describe import checkpoint_bytes, load_arch
 
@@ -32,14 +33,14 @@ def describe(model: str) -> tuple[Arch, int | None]:
         except ValueError as error:
             raise ModelError(f"{path}: not JSON ({error}): fetch it again.") from None
         return arch_from_config(config, str(path)), None
-    shape = known_arch(model)
-    if shape is not None and not (model in CATALOG and installed(model)):
-        return shape, None
+    known = known_arch(model)
+    if known is not None and not (model in CATALOG and installed(model)):
+        return known, None
     try:
         checkpoint = open_checkpoint(locate(model))
     except ModelError as error:
         raise ModelError(
-            f"{error} For a plan a config.json is enough, or a known shape: {', '.join(SHAPES)}."
+            f"{error} For a plan a config.json is enough, or a known model: {', '.join(CONFIGS)}."
         ) from None
     return load_arch(checkpoint), checkpoint_bytes(checkpoint)
 

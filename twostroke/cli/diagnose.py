@@ -1,89 +1,303 @@
-"""The command `diagnose`: what can be typed. `run_diagnose.py` does it."""
+"""The command `diagnose`: of a running server, a result, a trace, or an engine in this process."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.table import Table
 
-from twostroke.cli.options import ApiKey, Requests, Scale, Settings, Tpot, Trace, Ttft, refuse_unused, sane_rate
-from twostroke.cli.settings import parse_settings
-from twostroke.errors import ConfigError, InputError
+from twostroke.cli import options
+from twostroke.cli.options import make_targets, parse_settings, refuse_unsimulated, refuse_unused, sane_rate
+from twostroke.cli.terminal import console, open_llm
+from twostroke.cost.units import seconds
+from twostroke.errors import ConfigError, InputError, TwostrokeError
+from twostroke.weights.catalog import DEFAULT, cache_folder
+
+if TYPE_CHECKING:
+    from twostroke.bench.apply import Applied
+    from twostroke.bench.client import Target
+    from twostroke.bench.ledger import Prediction
+    from twostroke.bench.record import Run
+    from twostroke.bench.remote import Admin
+    from twostroke.bench.workload import Load
+    from twostroke.cost.answers.diagnose import Diagnosis
+    from twostroke.cost.simulation.deployment import Deployment
+    from twostroke.cost.simulation.served import Targets
+
+LEDGER = "ledger.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """The deployment as the options describe it."""
+
+    model: str | None
+    hardware: str
+    precision: str | None
+    settings: dict[str, Any]
+
+    def deployment(self, model: str, settings: dict[str, Any]) -> Deployment:
+        from twostroke.cli.deployment import deployment_for
+
+        return deployment_for(self.model or model, self.hardware, self.precision, 1, settings)[0]
 
 
 def diagnose(
     context: typer.Context,
     url: Annotated[
         str | None,
-        typer.Option(help="A running server. A twostroke tells what it served; any other is probed and measured."),
+        typer.Option(help="A running server. A twostroke reports what it served; any other is probed and measured."),
     ] = None,
     result: Annotated[Path | None, typer.Option(help="A result of `twostroke bench --json`.")] = None,
-    trace: Trace = None,
-    model: Annotated[str | None, typer.Option("--model", "-m", help="What runs there: shape, path or name.")] = None,
+    trace: options.Trace = None,
+    model: Annotated[str | None, typer.Option("--model", "-m", help="What runs there: name or path.")] = None,
     hardware: Annotated[str, typer.Option(help="Where it runs: a name of the table, or 'this'.")] = "this",
-    precision: Annotated[str | None, typer.Option(help="Of the weights, where no file tells.")] = None,
+    precision: Annotated[str | None, typer.Option(help="Of the weights, where there is no file.")] = None,
     workload: Annotated[
         str | None,
         typer.Option("--workload", "-w", help="rag, code, chat, batch or agent. Without: what a twostroke recorded."),
     ] = None,
-    requests: Requests = 60,
+    requests: options.Requests = 60,
     rate: Annotated[float, typer.Option(callback=sane_rate, help="Requests/s of the workload.")] = 1.0,
-    scale: Scale = 1.0,
-    api_key: ApiKey = None,
-    ttft: Ttft = None,
-    tpot: Tpot = None,
+    scale: options.Scale = 1.0,
+    api_key: options.ApiKey = None,
+    ttft: options.Ttft = None,
+    tpot: options.Tpot = None,
     apply: Annotated[
         bool, typer.Option("--apply", help="Pull the best lever, on a running twostroke or in process; measure again.")
     ] = False,
-    show_ledger: Annotated[bool, typer.Option("--ledger", help="All predictions so far beside what came.")] = False,
-    option: Settings = None,
+    show_ledger: Annotated[bool, typer.Option("--ledger", help="All predictions so far beside the results.")] = False,
+    option: options.Settings = None,
 ) -> None:
     """Which stroke is slow, why, and what would help by how much."""
     source = "ledger" if show_ledger else "url" if url else "result" if result else "apply" if apply else "trace"
     refuse_unused(context, unused(source, trace is not None))
-    from twostroke.cli import run_diagnose as run
+    from twostroke.bench.workload import choose_load
 
-    there, targets = run.There(model, hardware, precision, parse_settings(option)), run.Targets(ttft, tpot)
+    described, targets = Described(model, hardware, precision, parse_settings(option)), make_targets(ttft, tpot)
     if source == "ledger":
-        run.show_ledger()
+        show_all_predictions()
     elif result is not None:
-        run.of_result(result, there, targets)
-    elif trace is not None and source == "trace":
-        run.of_trace(trace, requests, scale, there, targets)
+        of_result(result, described, targets)
+    elif source == "trace" and trace is not None:
+        of_trace(choose_load(trace, count=requests, scale=scale), described, targets)
     elif source == "trace":
         raise InputError("say what to diagnose: --url, --result, --trace, or --apply for an engine in process.")
     else:
-        load = run.load_of(trace, workload, requests, rate, scale)
+        load = choose_load(trace, workload or "chat", count=requests, per_second=rate, scale=scale)
         if url is None:
-            run.apply_here(there, load, targets)
-            return
-        target, admin = run.reach(url, api_key, model)
-        if admin.known:
-            told = "says nothing of a running twostroke, which tells what it runs and how"
-            refuse_unused(context, dict.fromkeys(("model", "hardware", "precision", "option"), told))
-            run.of_twostroke(admin, target, load if apply or workload or trace else None, apply, targets)
-        elif apply:
-            raise ConfigError(f"--apply: {target.base} is no twostroke; its settings cannot be changed from here.")
+            apply_here(described, load, targets)
         else:
-            run.of_server(target, load, there, targets)
+            given = load if apply or workload or trace else None
+            of_url(context, url, api_key, described, load, given, apply, targets)
 
 
 def unused(source: str, trace: bool) -> dict[str, str]:
-    """Options that change nothing where the diagnosis comes from this, and why."""
+    """Options without effect for this source of the diagnosis, and why."""
     load = ("trace", "workload", "requests", "rate", "scale")
     if source == "ledger":
         everything = (*load, "url", "result", "model", "hardware", "precision", "api_key", "ttft", "tpot", "apply")
-        return dict.fromkeys((*everything, "option"), "says nothing beside --ledger, which only shows what came before")
-    found = {"workload": "says nothing beside --trace"} if trace else {}
+        return dict.fromkeys((*everything, "option"), "has no effect with --ledger, which only shows earlier results")
+    found = {"workload": "has no effect with --trace"} if trace else {}
     if source == "url":
-        return found | {"result": "says nothing beside --url: give one of them"}
+        return found | {"result": "has no effect with --url: give one of them"}
     found["api_key"] = "is for a server: give --url"
     if source == "result":
-        found |= dict.fromkeys(load, "says nothing beside --result, which holds its own load")
+        found |= dict.fromkeys(load, "has no effect with --result, which holds its own load")
         found["apply"] = "needs something that runs: leave --result out"
     elif source == "apply":
-        found |= dict.fromkeys(("hardware", "precision"), "says nothing beside --apply, which runs the model here")
+        found |= dict.fromkeys(("hardware", "precision"), "has no effect with --apply, which runs the model here")
     elif trace:
-        found["rate"] = "says nothing beside --trace, which is replayed as it was recorded"
+        found["rate"] = "has no effect with --trace, which is replayed as it was recorded"
     return found
+
+
+# ---- what is diagnosed -----------------------------------------------------------------------------------------------
+
+
+def of_url(
+    context: typer.Context,
+    url: str,
+    key: str | None,
+    described: Described,
+    load: Load,
+    given: Load | None,
+    apply: bool,
+    targets: Targets,
+) -> None:
+    """`given`: the load, where the options ask for one."""
+    from twostroke.bench.client import Target
+    from twostroke.bench.remote import Admin
+
+    target = Target(url, key=key, likely=described.model)
+    admin = Admin(target)
+    if admin.known:
+        reason = "has no effect with a running twostroke, which reports what it runs"
+        refuse_unused(context, dict.fromkeys(("model", "hardware", "precision", "option"), reason))
+        of_twostroke(admin, target, given, apply, targets)
+    elif apply:
+        raise ConfigError(f"--apply: {target.base} is no twostroke; its settings cannot be changed from here.")
+    else:
+        of_other_server(target, load, described, targets)
+
+
+def of_twostroke(admin: Admin, target: Target, load: Load | None, apply: bool, targets: Targets) -> None:
+    """What it recorded, or how it serves a load; with `apply` the best lever is pulled and the load measured again."""
+    from twostroke.bench.remote import apply_live, diagnose_load, diagnose_recorded
+    from twostroke.cli.watch import over_http
+    from twostroke.cost.model.calibration import calibration_path, load_calibration
+
+    now = admin.totals()
+    hits, queries = now.get("vllm:prefix_cache_hits_total", 0.0), now.get("vllm:prefix_cache_queries_total", 0.0)
+    console.print(
+        f"[dim]since its start: {now.get('vllm:generation_tokens_total', 0):,.0f} tokens written, prefix hits "
+        f"{hits / max(1.0, queries):.0%}, {now.get('vllm:num_preemptions_total', 0):,.0f} preemptions[/dim]"
+    )
+    path = calibration_path(cache_folder(), admin.get("/twostroke/settings")["model"])
+    here = any(name in target.base for name in ("//127.0.0.1", "//localhost", "//[::1]"))
+    rates = load_calibration(path).rates if here and path.exists() else None
+    if load is None:
+        show_diagnosis(diagnose_recorded(admin, targets, rates))
+    elif apply:
+        show_applied(apply_live(admin, target, load, over_http, targets, rates))
+    else:
+        show_diagnosis(diagnose_load(admin, target, load, over_http, targets, rates).diagnosis)
+
+
+def of_other_server(target: Target, load: Load, described: Described, targets: Targets) -> None:
+    """Probe it; rank the levers too where its model and its hardware are known."""
+    from statistics import mean
+
+    from twostroke.bench import report
+    from twostroke.bench.black_box import probe, verdict
+    from twostroke.cli.watch import over_http
+
+    found, run = probe(target), over_http(target, load)
+    trouble = None
+    try:
+        described.deployment(run.model, {})
+    except TwostrokeError as error:
+        trouble = error
+    if trouble is not None:
+        prompt = mean(record.prompt for record in run.records)
+        console.print(f"[bold]{verdict(found, run.summary(), prompt)}[/bold]")
+    else:
+        of_run(run, described, targets)
+    for line in found.sentences:
+        console.print(f"  {line}")
+    if trouble is not None:
+        console.print(report.table(run))
+        console.print(f"[dim]No levers can be ranked: {trouble} Give --model and --hardware.[/dim]")
+
+
+def of_result(path: Path, described: Described, targets: Targets) -> None:
+    from twostroke.bench.record import load_runs
+
+    of_run(load_runs(path)[-1], described, targets)
+
+
+def of_run(run: Run, described: Described, targets: Targets) -> None:
+    """Options take precedence over the result's own settings."""
+    from twostroke.cost.answers.diagnose import diagnose
+    from twostroke.cost.simulation.deployment import config_of
+
+    refuse_unsimulated(described.settings)
+    config = config_of(run.settings, described.settings)
+    deployment = replace(described.deployment(run.model, {}), config=config)
+    show_diagnosis(diagnose(deployment, run.arrivals(), run.served(), targets))
+
+
+def of_trace(load: Load, described: Described, targets: Targets) -> None:
+    """Nothing was measured: the simulator serves the trace."""
+    from twostroke.cost.answers.diagnose import diagnose
+
+    refuse_unsimulated(described.settings)
+    deployment = described.deployment("llama-3.1-8b", described.settings)
+    show_diagnosis(diagnose(deployment, load.arrivals, None, targets))
+
+
+def apply_here(described: Described, load: Load, targets: Targets) -> None:
+    """Pull the best lever on an engine in this process."""
+    from twostroke.bench.apply import apply
+    from twostroke.bench.inprocess import warm_up
+    from twostroke.cli.deployment import calibrate_here, describe
+    from twostroke.cost.model.calibration import calibration_path, load_calibration
+
+    model, settings = described.model or DEFAULT, described.settings
+    path = calibration_path(cache_folder(), model)
+    calibration = load_calibration(path) if path.exists() else calibrate_here(model, settings)
+    _, stored = describe(model)
+    assert stored is not None
+
+    def reopen(changed: dict[str, Any]) -> Any:
+        fresh = open_llm(model, settings | changed)
+        warm_up(fresh)
+        return fresh
+
+    show_applied(apply(reopen({}), reopen, load, model, calibration, stored, targets))
+
+
+# ---- how it is shown -------------------------------------------------------------------------------------------------
+
+
+def show_applied(found: Applied | Diagnosis) -> None:
+    from twostroke.bench import ledger
+    from twostroke.bench.apply import Applied
+
+    if not isinstance(found, Applied):
+        show_diagnosis(found)
+        console.print("No setting would help: nothing was changed.")
+        return
+    show_diagnosis(found.diagnosis)
+    how = "on the running engine" if found.live else "with a new engine"
+    console.print(f"\n[bold]{found.effect.lever.title}[/bold] ({how}):")
+    show_predictions([found.prediction])
+    ledger.append(cache_folder() / LEDGER, found.prediction)
+
+
+def show_diagnosis(found: Diagnosis) -> None:
+    from twostroke.cost.answers.wording import evidence_lines
+
+    console.print(f"[bold]{found.sentence}[/bold]")
+    s = found.measured
+    for line in (
+        *evidence_lines(found.evidence),
+        f"replay without any lever: TTFT {seconds(found.simulated.ttft.p50)} (measured {seconds(s.ttft.p50)}), "
+        f"TPOT {seconds(found.simulated.tpot.p50)} (measured {seconds(s.tpot.p50)})",
+    ):
+        console.print(f"  {line}")
+    table = Table(title="levers, best first (predicted: new over old)", header_style="bold", title_justify="left")
+    for name in ("lever", "TTFT", "TPOT", "longest gap", "tokens/s", "cost", "live", "what to do"):
+        table.add_column(name, justify="left" if name in ("lever", "what to do") else "right")
+    for one in found.effects:
+        cells = [f"{value - 1:+.0%}" for value in (one.ttft, one.tpot, one.stall, one.throughput, one.cost)]
+        table.add_row(one.lever.name, *cells, "yes" if one.lever.live else "no", one.lever.title)
+    if found.effects:
+        console.print(table)
+    rest = Table(title="do not help, and why", title_justify="left", show_header=False, box=None, style="dim")
+    for rejected in found.rejected:
+        rest.add_row(rejected.lever.name, rejected.reason)
+    console.print(rest)
+
+
+def show_all_predictions() -> None:
+    from twostroke.bench import ledger
+
+    show_predictions(ledger.read(cache_folder() / LEDGER))
+
+
+def show_predictions(predictions: list[Prediction]) -> None:
+    if not predictions:
+        console.print("The ledger is empty: `twostroke diagnose --apply` writes it.")
+        return
+    table = Table(header_style="bold")
+    for name in ("when", "model", "load", "lever", "metric", "before", "predicted", "measured", "error"):
+        table.add_column(name, justify="left" if name in ("when", "model", "load", "lever", "metric") else "right")
+    for one in predictions:
+        values = [f"{v:,.0f}/s" if one.metric == "throughput" else seconds(v) for v in
+                  (one.before, one.predicted, one.measured)]  # fmt: skip
+        table.add_row(one.when[:16], one.model, one.load, one.lever, one.metric, *values, f"{one.error:+.0%}")
+    console.print(table)

@@ -1,4 +1,4 @@
-"""The command `generate`: a text continued as it stands."""
+"""The command `generate`: continue a text."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from twostroke.cli.options import MaxTokens, ModelArgument, Seed, Settings, Temperature
-from twostroke.cli.settings import parse_settings
+from twostroke.cli.options import MaxTokens, ModelArgument, Seed, Settings, Temperature, parse_settings
 from twostroke.cli.terminal import errors, open_llm, phase_table
 from twostroke.metrics.timeline import Timeline
 from twostroke.sampling import SamplingParams
@@ -59,19 +58,5 @@ def as_document(output: Output) -> dict[str, Any]:
 
 
 def timeline_document(timeline: Timeline) -> dict[str, Any]:
-    names = (
-        "queue",
-        "prefill",
-        "decode",
-        "ttft",
-        "tpot",
-        "e2e",
-        "prompt_tokens",
-        "cached_tokens",
-        "output_tokens",
-        "chunks",
-        "preemptions",
-        "recomputed_tokens",
-        "itl",
-    )
-    return {name: getattr(timeline, name) for name in names}
+    names = "queue prefill decode ttft tpot e2e prompt_tokens cached_tokens output_tokens chunks preemptions"
+    return {name: getattr(timeline, name) for name in (*names.split(), "recomputed_tokens", "itl")}

@@ -1,4 +1,4 @@
-"""All commands, and how an error is said. A command is a file here; what it needs is imported when it is run."""
+"""The list of commands, and how errors are shown. A command imports what it needs when it runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ app.add_typer(bench_app, name="bench")
 
 
 def main() -> None:
-    """Errors of ours are one sentence on stderr, not a traceback."""
+    """A TwostrokeError is one sentence on stderr, not a traceback."""
     try:
         app()
     except TwostrokeError as error:

@@ -9,7 +9,7 @@ from twostroke.weights.catalog import cache_folder, catalog, installed
 
 
 def models() -> None:
-    """The catalog: what can be had by name, what is on disk, sizes and licences."""
+    """The catalog: names, sizes, licences, and what is on disk."""
     table = Table(header_style="bold")
     for name in ("name", "what", "size", "licence", "on disk"):
         table.add_column(name, justify="right" if name == "size" else "left")

@@ -1,18 +1,23 @@
-"""Options that several commands share, and what makes an option wrong."""
+"""Options that several commands have, and their checks."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import inf
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from twostroke.cli.terminal import console
+from twostroke.config import SETTINGS, find_setting
 from twostroke.errors import ConfigError
 
+if TYPE_CHECKING:
+    from twostroke.cost.simulation.served import Targets
+
 SLOWEST, FASTEST = 1e-6, 1e9  # requests a second
-LENGTHS = 100.0  # how much longer than they are a scale may make requests
+LENGTHS = 100.0  # largest factor by which a scale below 1 makes requests longer
 
 
 def above_zero(value: float | None) -> float | None:
@@ -34,18 +39,58 @@ def sane_scale(value: float) -> float:
 
 
 def can_be_written(path: Path | None) -> Path | None:
-    """Said before anything is measured."""
+    """Checked before anything is measured."""
     if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
         raise typer.BadParameter(f"{path}: name a file in a folder that exists.")
     return path
 
 
+def make_targets(ttft: float | None, tpot: float | None) -> Targets:
+    from twostroke.cost.simulation.served import Targets
+
+    return Targets(ttft or inf, tpot or inf)
+
+
 def refuse_unused(context: typer.Context, reasons: Mapping[str, str]) -> None:
-    """An option that would change nothing is an error. reasons: by parameter, why it does nothing here."""
+    """An option without effect is an error. reasons: by parameter, why it has none here."""
     for parameter in context.command.params:
         name, source = parameter.name or "", context.get_parameter_source(parameter.name or "")
         if name in reasons and source is not None and source.name == "COMMANDLINE":
             raise ConfigError(f"{parameter.opts[0]} {reasons[name]}.")
+
+
+def parse_settings(options: list[str] | None) -> dict[str, Any]:
+    """NAME=VALUE pairs as keywords of `LLM`, each value read as the type of its setting."""
+    settings: dict[str, Any] = {}
+    for option in options or ():
+        name, sign, value = option.partition("=")
+        if option == "help":
+            show_settings()
+            raise typer.Exit
+        if not sign:
+            raise ConfigError(f"--set {option}: write NAME=VALUE, for example kv_dtype=int8; `-s help` lists them.")
+        found = find_setting(name.strip().replace("-", "_"))
+        settings[found.name] = found.parse(value.strip())
+    return settings
+
+
+def show_settings() -> None:
+    from rich.table import Table
+
+    table = Table(header_style="bold")
+    for title in ("setting", "values", "default", "live", "what it does"):
+        table.add_column(title)
+    for one in SETTINGS.values():
+        default = one.derived if one.default is None else str(one.default)
+        table.add_row(one.name, one.values, default, "yes" if one.live else "", one.help)
+    console.print(table)
+
+
+def refuse_unsimulated(settings: Iterable[str]) -> None:
+    """Where no engine runs, a setting that the cost model ignores is an error."""
+    for name in settings:
+        if SETTINGS[name].unsimulated:
+            raise ConfigError(f"--set {name} has no effect here: {SETTINGS[name].unsimulated}.")
 
 
 Model = Annotated[str, typer.Option("--model", "-m", help="Catalog name, folder, .gguf file or hub id.")]
@@ -57,7 +102,10 @@ ApiKey = Annotated[str | None, typer.Option(envvar="TWOSTROKE_API_KEY", help="Fo
 Settings = Annotated[
     list[str] | None,
     typer.Option(
-        "--set", "-s", metavar="NAME=VALUE", help="An engine setting, e.g. -s kv_dtype=int8; may be repeated."
+        "--set",
+        "-s",
+        metavar="NAME=VALUE",
+        help=f"An engine setting; may be repeated; `-s help` explains them: {', '.join(SETTINGS)}.",
     ),
 ]
 Workload = Annotated[str, typer.Option("--workload", "-w", help="rag, code, chat, batch or agent.")]

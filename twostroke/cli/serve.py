@@ -10,8 +10,7 @@ from typing import Annotated
 
 import typer
 
-from twostroke.cli.options import ModelArgument, Settings
-from twostroke.cli.settings import parse_settings
+from twostroke.cli.options import ModelArgument, Settings, parse_settings
 from twostroke.cli.terminal import errors, progress_bar
 from twostroke.errors import ConfigError
 from twostroke.weights.catalog import DEFAULT
@@ -21,7 +20,7 @@ def serve(
     model: ModelArgument = DEFAULT,
     host: Annotated[str, typer.Option(help="Address to listen on; others than loopback want a key.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 takes any free port.", min=0, max=65535)] = 8000,
-    api_key: Annotated[str | None, typer.Option(envvar="TWOSTROKE_API_KEY", help="What clients must send.")] = None,
+    api_key: Annotated[str | None, typer.Option(envvar="TWOSTROKE_API_KEY", help="Key that clients must send.")] = None,
     api_key_file: Annotated[Path | None, typer.Option(help="A file with one key on each line.")] = None,
     max_queue: Annotated[int | None, typer.Option(help="Samples that may wait beyond those that run.", min=0)] = None,
     drain_timeout: Annotated[float, typer.Option(help="Seconds for running requests after SIGTERM.", min=0)] = 30.0,
@@ -39,7 +38,7 @@ def serve(
             f"the server needs a package that is not installed ({error.name}): pip install twostroke."
         ) from None
     settings, keys = parse_settings(option), read_keys(api_key, api_key_file)
-    make_config(**settings)  # refused here, before anything is fetched
+    make_config(**settings)  # checked before anything is fetched
     with progress_bar(f"fetching {model}") as fetching:
         path = locate(model, fetching)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
@@ -48,4 +47,4 @@ def serve(
     )
     run(options, lambda line: errors.print(line, markup=False, soft_wrap=True))
     sys.stderr.flush()
-    os._exit(0)  # a thread that still tries a grammar must not hold the end up
+    os._exit(0)  # a thread that still compiles a grammar must not delay the end

@@ -1,4 +1,4 @@
-"""What people see in a terminal: progress bars, the table of phases."""
+"""Consoles, progress bars, the table of an answer's phases."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from twostroke.metrics.timeline import Timeline
 if TYPE_CHECKING:
     from twostroke.engine.llm import LLM
 
+console = Console(highlight=False)
 errors = Console(stderr=True, highlight=False)
 
 
 @contextlib.contextmanager
 def progress_bar(title: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr that appears with the first report of (done, total) bytes and goes away at the end."""
+    """A bar on stderr, shown from the first report of (done, total) bytes until the end."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as progress:
         task = None

@@ -1,4 +1,4 @@
-"""Settings that a running engine can take: the scheduler reads them at its next plan. Torch-free."""
+"""Settings that a running engine takes: the scheduler uses them from its next plan on. Torch-free."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from twostroke.config import Config, Resolved, longest_that_fits
+from twostroke.config import SETTINGS, Config, Resolved, longest_that_fits
 from twostroke.errors import ConfigError
 from twostroke.schedule.policy import POLICIES
 
 if TYPE_CHECKING:
     from twostroke.schedule.scheduler import Scheduler
 
-LIVE = ("max_batch_tokens", "max_requests", "batching", "chunked_prefill", "max_gap", "policy", "prefix_cache")
+LIVE = tuple(name for name, setting in SETTINGS.items() if setting.live)
 
 
 def change(scheduler: Scheduler, settings: Resolved, wanted: Mapping[str, Any]) -> Resolved:
-    """Take `wanted` from the next plan on; returns the settings as they are then. ConfigError: nothing was changed."""
+    """Use `wanted` from the next plan on; returns all settings as they are then. ConfigError: nothing was changed."""
     for name in wanted:
         if name not in LIVE:
             raise ConfigError(f"{name} cannot change while the engine runs: start it again. Live: {', '.join(LIVE)}.")
@@ -52,7 +52,7 @@ def change(scheduler: Scheduler, settings: Resolved, wanted: Mapping[str, Any]) 
 
 
 def check_combination(settings: Resolved, given: Mapping[str, Any]) -> None:
-    """Each value and their combination, as at a start: a gap that is asked for must be one that can be kept."""
+    """Each value and their combination, as at a start. A max_gap that is given must be one that can hold."""
     Config(**given)
     if not given.get("prefix_cache", True) and settings.kv_offload:
         raise ConfigError(

@@ -84,7 +84,7 @@ class Verdicts:
     async def _ask(self, documents: bytes) -> dict[str, Any]:
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "twostroke.cost.verdict", stdin=pipe, stdout=pipe, stderr=pipe
+            sys.executable, "-m", "twostroke.cost.answers.verdict", stdin=pipe, stdout=pipe, stderr=pipe
         )
         try:
             answer, complaint = await process.communicate(documents)

@@ -1,0 +1,210 @@
+"""Which stroke is slow, why, and what each lever would change.
+
+1. The complaint. For every request, its time beyond what the same machine needs for that request alone, before the
+   first token (start) and after it (stream). The larger sum names the stroke. Where all requests arrive at once, only
+   the throughput counts. A target that is given and missed comes first.
+2. The levers. The machine's rates are tuned until a replay of the arrivals matches the measurement. Then the arrivals
+   are replayed with each lever; its effect is the ratio to the replay without it.
+3. The cause. It is that of the lever with the best score: its gain, less its price and its harm to the other stroke.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import log
+
+import numpy as np
+
+from twostroke.config import DEFAULT_BATCH_TOKENS, DEFAULT_GAP
+from twostroke.cost.answers.evidence import Evidence, TimesAlone, gather, times_alone
+from twostroke.cost.answers.levers import LEVERS, Lever, Scenario
+from twostroke.cost.answers.tune import tune
+from twostroke.cost.answers.wording import sentence
+from twostroke.cost.simulation.deployment import Deployment, Outcome
+from twostroke.cost.simulation.served import Served, Summary, Targets, summarize
+from twostroke.cost.simulation.trace import Arrival, fresh_tokens
+
+HELPS = 0.05  # smallest gain (a logarithm) of a lever that helps
+SIDE = 0.5  # weight of the harm to the other metrics
+AT_ONCE = 0.05  # arrivals within this share of the whole time are a batch job
+REPLAYED = 600  # most arrivals that are replayed: those of the busiest part of the recording
+SLOW = 0.1  # excess over the time of requests alone, as a share of all time, from which on something is slow
+STALLING = 0.25  # share of decode time lost in long gaps from which on streams stall
+
+
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """Predicted effect of one lever, as new over old: 0.5 halves."""
+
+    lever: Lever
+    ttft: float
+    tpot: float
+    stall: float
+    throughput: float
+    cost: float  # per million tokens
+    score: float
+    after: Scenario
+    predicted: Outcome
+
+    @property
+    def helps(self) -> bool:
+        return self.score > HELPS
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    lever: Lever
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    phase: str  # "prefill" or "decode"
+    metric: str  # the metric to improve: "ttft", "tpot", "stall" or "throughput"
+    sentence: str
+    evidence: Evidence
+    measured: Summary
+    simulated: Summary  # the replay without any lever; its distance from `measured` is the model's error
+    effects: list[Effect]  # best first; only those that help
+    rejected: list[Rejected]
+
+    @property
+    def best(self) -> Effect | None:
+        return self.effects[0] if self.effects else None
+
+
+def diagnose(
+    deployment: Deployment,
+    arrivals: Sequence[Arrival],
+    served: Sequence[Served] | None = None,
+    targets: Targets = Targets(),  # noqa: B008  frozen
+    levers: Sequence[Lever] = LEVERS,
+    progress: Callable[[str], None] | None = None,
+) -> Diagnosis:
+    """`served`: the measured results of these arrivals; without them the simulator's are used."""
+    arrivals, served = busiest(arrivals, served)
+    if served is not None:
+        deployment = tune(deployment, arrivals, served)
+    base = deployment.run(arrivals)
+    outcome = base if served is None else measured_outcome(base, served)
+    step = DEFAULT_BATCH_TOKENS[deployment.device.kind]
+    fresh = fresh_tokens(arrivals)
+    both = [(one, new) for one, new in zip(outcome.served, fresh, strict=True) if one.answered]
+    done = [one for one, _ in both]
+    alone = times_alone(done, [new for _, new in both], deployment.roofline(base.settings), step)
+    shareable = 1 - sum(fresh) / sum(arrival.prompt for arrival in arrivals)
+    evidence = gather(outcome, alone, shareable, kv_known=served is None)
+    phase, metric, slow = complaint(outcome, evidence, done, alone, targets)
+    effects, rejected = try_levers(Scenario(deployment, arrivals), base, metric, levers, progress)
+    best = effects[0].lever if effects else None
+    said = sentence(phase, metric, evidence, outcome.summary, best, slow)
+    return Diagnosis(phase, metric, said, evidence, outcome.summary, base.summary, effects, rejected)
+
+
+def busiest(
+    arrivals: Sequence[Arrival], served: Sequence[Served] | None
+) -> tuple[Sequence[Arrival], Sequence[Served] | None]:
+    """The REPLAYED consecutive arrivals that came in the shortest time."""
+    if len(arrivals) <= REPLAYED:
+        return arrivals, served
+    spans = [arrivals[i + REPLAYED - 1].at - arrivals[i].at for i in range(len(arrivals) - REPLAYED + 1)]
+    first = int(np.argmin(spans))
+    part = slice(first, first + REPLAYED)
+    return arrivals[part], None if served is None else served[part]
+
+
+def measured_outcome(base: Outcome, served: Sequence[Served]) -> Outcome:
+    summary = summarize(served)
+    return Outcome(base.deployment, base.settings, list(served), summary, base.kv_peak, base.utilisation)
+
+
+# ---- the complaint -------------------------------------------------------------------------------------------------
+
+
+def complaint(
+    outcome: Outcome,
+    evidence: Evidence,
+    done: Sequence[Served],
+    alone: TimesAlone,
+    targets: Targets,
+) -> tuple[str, str, bool]:
+    """The phase and the metric to improve, and whether it is slow."""
+    summary = outcome.summary
+    slow_start, slow_stream = summary.ttft.p95 > targets.ttft, summary.tpot.p95 > targets.tpot
+    noticed = summary.stall.mean > DEFAULT_GAP[outcome.deployment.device.kind]
+    stream_metric = "stall" if noticed and evidence.stall_share > STALLING else "tpot"
+    if slow_start != slow_stream:
+        return ("prefill", "ttft", True) if slow_start else ("decode", stream_metric, True)
+    span = max(one.arrival for one in done) - min(one.arrival for one in done)
+    if len(done) > 1 and span < AT_ONCE * summary.seconds:
+        return ("prefill" if sum(alone.start) > sum(alone.decode) else "decode", "throughput", True)
+    before = sum(one.ttft for one in done) - sum(alone.start)
+    after = sum(one.end - one.first for one in done) - sum(alone.decode)
+    whole = sum(one.end - one.arrival for one in done)
+    slow = slow_start or max(before, after) >= SLOW * whole
+    if not slow:  # then the longer stroke
+        before, after = sum(alone.start), sum(alone.decode)
+    return ("prefill", "ttft", slow) if before > after else ("decode", stream_metric, slow)
+
+
+# ---- the levers ----------------------------------------------------------------------------------------------------
+
+
+def try_levers(
+    scenario: Scenario, base: Outcome, metric: str, levers: Sequence[Lever], progress: Callable[[str], None] | None
+) -> tuple[list[Effect], list[Rejected]]:
+    effects, rejected = [], []
+    for lever in levers:
+        if progress is not None:
+            progress(lever.name)
+        after = lever.pull(scenario)
+        if isinstance(after, str):
+            rejected.append(Rejected(lever, after))
+            continue
+        effect = compare(lever, after, base, after.deployment.run(after.arrivals), metric)
+        if effect.helps:
+            effects.append(effect)
+        else:
+            rejected.append(Rejected(lever, why_not(effect, metric)))
+    return sorted(effects, key=lambda effect: -effect.score), rejected
+
+
+def compare(lever: Lever, after: Scenario, before: Outcome, then: Outcome, metric: str) -> Effect:
+    old, new = before.summary, then.summary
+    ttft = (ratio(new.ttft.p50, old.ttft.p50) * ratio(new.ttft.p95, old.ttft.p95)) ** 0.5
+    tpot = (ratio(new.tpot.p50, old.tpot.p50) * ratio(new.tpot.p95, old.tpot.p95)) ** 0.5
+    fine = DEFAULT_GAP[before.deployment.device.kind]  # readers hardly notice this gap: a shorter one is no gain
+    stall = ratio(max(fine, new.stall.mean), max(fine, old.stall.mean))
+    throughput = ratio(new.output_rate, old.output_rate)
+    cost = ratio(then.deployment.price, before.deployment.price) / throughput
+    gains = {"ttft": -log(ttft), "tpot": -log(tpot), "stall": -log(stall), "throughput": log(throughput)}
+    watched = ("ttft", "tpot") if metric == "throughput" else ("ttft", "tpot", "throughput")
+    harm = sum(min(0.0, gains[name] + HELPS) for name in watched if name != metric)
+    paid = log(ratio(then.deployment.price, before.deployment.price))
+    refused = max(0, new.refused - old.refused)
+    weight = 0.0 if metric == "throughput" else SIDE
+    score = gains[metric] + weight * harm - paid - lever.lossy - 10.0 * refused / max(1, old.requests)
+    return Effect(lever, ttft, tpot, stall, throughput, cost, score, after, then)
+
+
+def ratio(new: float, old: float) -> float:
+    return 1.0 if not (new > 0 and old > 0) else new / old
+
+
+def why_not(effect: Effect, metric: str) -> str:
+    """Why a lever was rejected."""
+    change = {"ttft": effect.ttft, "tpot": effect.tpot, "stall": effect.stall, "throughput": effect.throughput}
+    name = {"ttft": "TTFT", "tpot": "TPOT", "stall": "the longest gap", "throughput": "throughput"}[metric]
+    moved = change[metric]
+    better = moved > 1 + HELPS if metric == "throughput" else moved < 1 - HELPS
+    if not better:
+        return f"{name} {moved - 1:+.0%} here; in general: {effect.lever.expect}"
+    costs = [
+        f"{label} {value - 1:+.0%}"
+        for label, value in (("TTFT", effect.ttft), ("TPOT", effect.tpot))
+        if value > 1 + HELPS and label != name
+    ]
+    if effect.cost > 1 + HELPS:
+        costs.append(f"cost {effect.cost - 1:+.0%}")
+    return f"{name} {moved - 1:+.0%}, but at too high a price: {', '.join(costs) or 'answers change'}"

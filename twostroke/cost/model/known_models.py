@@ -1,0 +1,55 @@
+"""Architectures of well-known models by name, so that a plan needs no download.
+
+The numbers are those of the published config.json. Rope frequencies cost no time and stay at their defaults.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from twostroke.model.arch import Arch
+from twostroke.model.families import arch_from_config
+
+
+def _config(
+    family: str, layers: int, hidden: int, ffn: int, heads: int, kv: int, vocab: int, context: int, **more: Any
+) -> dict[str, Any]:
+    return {
+        "model_type": family,
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        "vocab_size": vocab,
+        "max_position_embeddings": context,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        **more,
+    }
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama-2-7b": _config("llama", 32, 4096, 11008, 32, 32, 32000, 4096),
+    "llama-2-13b": _config("llama", 40, 5120, 13824, 40, 40, 32000, 4096),
+    "llama-2-70b": _config("llama", 80, 8192, 28672, 64, 8, 32000, 4096),
+    "llama-3-8b": _config("llama", 32, 4096, 14336, 32, 8, 128256, 8192),
+    "llama-3.1-8b": _config("llama", 32, 4096, 14336, 32, 8, 128256, 131072),
+    "llama-3-70b": _config("llama", 80, 8192, 28672, 64, 8, 128256, 8192),
+    "llama-3.1-70b": _config("llama", 80, 8192, 28672, 64, 8, 128256, 131072),
+    "llama-3.2-1b": _config("llama", 16, 2048, 8192, 32, 8, 128256, 131072, head_dim=64, tie_word_embeddings=True),
+    "llama-3.2-3b": _config("llama", 28, 3072, 8192, 24, 8, 128256, 131072, head_dim=128, tie_word_embeddings=True),
+    "mistral-7b": _config("mistral", 32, 4096, 14336, 32, 8, 32000, 32768, sliding_window=None),
+    "qwen2.5-0.5b": _config("qwen2", 24, 896, 4864, 14, 2, 151936, 32768, tie_word_embeddings=True),
+    "qwen2.5-7b": _config("qwen2", 28, 3584, 18944, 28, 4, 152064, 32768),
+    "qwen2.5-32b": _config("qwen2", 64, 5120, 27648, 40, 8, 152064, 32768),
+    "qwen3-8b": _config("qwen3", 36, 4096, 12288, 32, 8, 151936, 40960, head_dim=128),
+    "smollm2-135m": _config("llama", 30, 576, 1536, 9, 3, 49152, 8192, tie_word_embeddings=True),
+}
+
+
+def known_arch(name: str) -> Arch | None:
+    """The architecture of a well-known model, by its short name in any case; None if the table has no such name."""
+    config = CONFIGS.get(name.lower())
+    return None if config is None else arch_from_config(config, name)

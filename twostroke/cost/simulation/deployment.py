@@ -1,0 +1,117 @@
+"""A model on machines with settings. `run` simulates arrivals on it.
+
+Deployments are frozen: a lever is a function from one deployment to another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from twostroke.config import SETTINGS, Config, Resolved, make_config, resolve
+from twostroke.cost.model.calibration import Calibration
+from twostroke.cost.model.devices import Device
+from twostroke.cost.model.rates import Rates, datasheet_rates, narrow_read
+from twostroke.cost.model.roofline import ModelCost, Roofline, model_cost
+from twostroke.cost.simulation.fleet import Fleet, Pools
+from twostroke.cost.simulation.served import Served, Summary, summarize
+from twostroke.cost.simulation.trace import Arrival
+from twostroke.cost.simulation.worker import Jitter
+from twostroke.model.arch import Arch
+
+# Settings of an engine that a replay takes over. Two others decide what these are: kv_memory gives kv_blocks, and dtype
+# the bytes of the weights, which a replay is given.
+REPLAYED = [name for name, one in SETTINGS.items() if not one.unsimulated and name not in ("kv_memory", "dtype")]
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    arch: Arch
+    device: Device
+    config: Config = field(default_factory=Config)
+    precision: str = "bfloat16"  # of the weights, unless `stored_bytes` is given
+    stored_bytes: int | None = None  # bytes of the weights in the file
+    rates: Rates | None = None  # measured; None: a share of the datasheet
+    gpus: int = 1  # devices that make up one worker
+    pools: Pools = field(default_factory=Pools)
+
+    @property
+    def model(self) -> ModelCost:
+        quantize = self.config.quantize
+        stored = None if quantize else self.stored_bytes
+        return model_cost(self.arch, quantize or self.precision, stored, self.device.kind)
+
+    @property
+    def settings(self) -> Resolved:
+        config = self.config if self.config.seed is not None else replace(self.config, seed=0)
+        return resolve(config, self.arch, self.device.hardware(self.gpus), self.model.bytes)
+
+    def roofline(self, settings: Resolved | None = None) -> Roofline:
+        model = self.model
+        rates = self.rates or datasheet_rates(self.device, model.precision, self.gpus)
+        return Roofline(model, (settings or self.settings).layout, rates, self.gpus, self.device.link)
+
+    @property
+    def workers(self) -> int:
+        return self.pools.workers + self.pools.prefill
+
+    @property
+    def price(self) -> float:
+        """Dollars an hour; a machine that is not rented counts as one dollar, so that two cost twice as much."""
+        return (self.device.price or 1.0) * self.gpus * self.workers
+
+    def quantized(self, precision: str) -> Deployment:
+        """The same with weights in int8, int4 or fp8. Measured rates change by the datasheet's ratio."""
+        config = replace(self.config, quantize=precision, dtype=None)
+        return replace(self, config=config, precision=precision, stored_bytes=None, rates=self._rates_in(precision))
+
+    def _rates_in(self, precision: str) -> Rates | None:
+        if self.rates is None:
+            return None
+        kind, now = self.device.kind, self.model.precision
+        read = narrow_read(kind, precision) / narrow_read(kind, now)
+        times = self.device.peak(precision) / self.device.peak(now)
+        return replace(self.rates, bandwidth=read * self.rates.bandwidth, compute=times * self.rates.compute)
+
+    def run(self, arrivals: Sequence[Arrival], jitter: Jitter | None = None) -> Outcome:
+        settings = self.settings
+        fleet = Fleet(self.roofline(settings), settings, self.pools, jitter=jitter)
+        served = fleet.run(arrivals)
+        held = max((worker.held_peak for worker in fleet.workers if worker is not None), default=0)
+        busy = sum(worker.busy_seconds for worker in fleet.workers if worker is not None)
+        summary = summarize(served)
+        utilisation = busy / max(summary.seconds * self.workers, 1e-12)
+        return Outcome(self, settings, served, summary, held / settings.kv_blocks, min(1.0, utilisation))
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    deployment: Deployment
+    settings: Resolved
+    served: list[Served]
+    summary: Summary
+    kv_peak: float  # largest share of the blocks that was held at once
+    utilisation: float  # share of the time in which workers computed
+
+
+def config_of(settings: dict[str, Any], changes: dict[str, Any] | None = None) -> Config:
+    """The settings of a running engine as given ones, so that a replay derives none of them again. `changes`: settings
+    to replace; those that conflict with them are dropped."""
+    wanted = changes or {}
+    given = {name: settings[name] for name in REPLAYED if settings.get(name) is not None}
+    for name, gone in (("kv_memory", "kv_blocks"), ("dtype", "quantize")):
+        if name in wanted:
+            given.pop(gone, None)
+    known = {"seed": 0, **given, **wanted}
+    if "max_gap" not in wanted and (not known.get("chunked_prefill", True) or known.get("policy") == "prefill-first"):
+        known.pop("max_gap", None)
+    return make_config(**known)
+
+
+def deployment_of(
+    arch: Arch, settings: dict[str, Any], calibration: Calibration, weight_bytes: int | None
+) -> Deployment:
+    return Deployment(
+        arch, calibration.device(), config_of(settings), "float32", weight_bytes, rates=calibration.rates
+    )  # fmt: skip
