@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from twostroke.model.arch import Arch, DenseArch, GroupedArch, LayerArch, Rope
 from twostroke.model.layers import Dense, Grouped, Layer
 from twostroke.model.transformer import Transformer
-from twostroke.ops.cuda.backend import CudaOps, Weight
 from twostroke.ops.interface import Attention, Gate, Norm
 from twostroke.weights.load import RopeTables
+
+if TYPE_CHECKING:  # the shapes below serve without Triton
+    from twostroke.ops.cuda.backend import CudaOps, Weight
 
 THETA = 500_000.0
 
