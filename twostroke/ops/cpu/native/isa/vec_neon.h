@@ -9,7 +9,7 @@ namespace {
 
 #define TS_EACH TS_UNROLL for (int i = 0; i < 4; ++i)
 
-constexpr int kRowsInt = 3;
+constexpr int kRowsInt = 0;  // matmul_sdot.h and matmul_i8mm.h multiply many rows
 constexpr int kRowsDirect = 2;
 constexpr int kDirectRows = 4;
 constexpr int kRowsFloat = 5;
@@ -17,8 +17,7 @@ constexpr int kRowsAttend = 4;
 constexpr int kBlocksScored = 1;
 constexpr int kChunks = 1;
 constexpr int kChunksFew = 1;
-constexpr bool kLateScales = true;
-constexpr int kGroupsAhead = 2;
+constexpr bool kWideScales = true;
 constexpr int kAheadNibbles = 12288;
 constexpr int kAheadBytes = 1024;
 constexpr bool kByLane = true;
@@ -176,6 +175,13 @@ TS_INLINE void split_nibbles(const uint8_t* p, W& low, W& high) {
         const uint8x16_t both = vld1q_u8(p + 16 * i);
         low.v[i] = vreinterpretq_s8_u8(vandq_u8(both, vdupq_n_u8(15)));
         high.v[i] = vreinterpretq_s8_u8(vshrq_n_u8(both, 4));
+    }
+}
+TS_INLINE void split_signed(const uint8_t* p, W& low, W& high) {  // 16 times the value of each nibble
+    TS_EACH {
+        const uint8x16_t both = vld1q_u8(p + 16 * i);
+        low.v[i] = vreinterpretq_s8_u8(vshlq_n_u8(both, 4));
+        high.v[i] = vreinterpretq_s8_u8(vandq_u8(both, vdupq_n_u8(0xf0)));
     }
 }
 TS_INLINE void store_codes(uint8_t* p, W w) { TS_EACH vst1q_s8((int8_t*)p + 16 * i, w.v[i]); }

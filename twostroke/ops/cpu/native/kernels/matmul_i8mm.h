@@ -18,7 +18,7 @@ template <class Source> static void expand_octets(Source source, int groups, uin
         TS_UNROLL for (int octet = 0; octet < 4; ++octet) {
             W a, b;
             if (Source::nibbles) {
-                split_nibbles(codes + 64 * octet, a, b);
+                split<Source>(codes + 64 * octet, a, b);
             } else {
                 a = load_codes(codes + 128 * octet), b = load_codes(codes + 128 * octet + 64);
             }
@@ -30,12 +30,6 @@ template <class Source> static void expand_octets(Source source, int groups, uin
             out += 128;
         }
     }
-}
-
-// Where the sums of a pair of rows start: [row 0, row 0, row 1, row 1].
-template <class R> TS_INLINE int32x4_t first_pair(const Act& a, const Act& b) {
-    const int32_t x = R::eight ? a.start8 : kDotStart, y = R::eight ? b.start8 : kDotStart;
-    return vcombine_s32(vdup_n_s32(x), vdup_n_s32(y));
 }
 
 // 16 inputs (two octets) of all pairs of rows.
@@ -55,7 +49,7 @@ TS_INLINE void multiply_octets(const uint8_t* codes, const Act* const* act, int 
         }
 }
 
-// acc[row] = fma(dot, scale · d of the row, acc[row]).
+// acc[row] = fma(dot · scale, d of the row, acc[row]).
 TS_INLINE void scale_pairs(int32x4_t sums[kPairs][8], const float* scale, const Act* const* act, F* acc) {
     const F weight = load(scale);
     TS_UNROLL for (int p = 0; p < kPairs; ++p) {
@@ -67,7 +61,7 @@ TS_INLINE void scale_pairs(int32x4_t sums[kPairs][8], const float* scale, const 
         }
         TS_UNROLL for (int r = 0; r < 2; ++r) {
             const int row = 2 * p + r;
-            acc[row] = fma(to_float_dot(dot[r]), mul(weight, splat(act[row]->d)), acc[row]);
+            acc[row] = fma(mul(to_float_dot(dot[r]), weight), splat(act[row]->d), acc[row]);
         }
     }
 }
@@ -78,7 +72,7 @@ template <class Source> static void add_octets(const uint8_t* panel, const Act* 
     TS_UNROLL for (int half = 0; half < 2; ++half) {
         if (half == 0 || Source::halves == 2)
             TS_UNROLL for (int p = 0; p < kPairs; ++p)
-                TS_UNROLL for (int i = 0; i < 8; ++i) sums[p][i] = first_pair<Source>(*act[2 * p], *act[2 * p + 1]);
+                TS_UNROLL for (int i = 0; i < 8; ++i) sums[p][i] = vdupq_n_s32(kDotStart);
         multiply_octets(codes + 256 * half, act, 16 * half, sums);
         if (half == 1 || Source::halves == 2)
             scale_pairs(sums, (const float*)panel + (Source::halves == 2 ? 16 * half : 0), act, acc);
