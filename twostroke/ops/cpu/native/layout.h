@@ -67,8 +67,8 @@ static inline size_t group_offset(int kind, size_t g, bool wide) {
 //
 // An input that holds most of its group's energy would leave the others only a few of the 255 steps. Where that costs
 // most, which is after a norm (outlying channels are the same in all rows), such a group gets a second Act for what the
-// first leaves over, at a distance that the arguments give (`extra`). Without it there is one too, all zeros, and adding
-// its product changes nothing: rows may be multiplied together freely.
+// first leaves over, at a distance that the arguments give (`extra`). Without it there is one too, whose d
+// and dsum are zero, and adding its product changes nothing: rows may be multiplied together freely.
 constexpr float kDominance = 1.6f;  // second codes where this times the largest square exceeds the sum of squares
 struct alignas(64) Act {
     int8_t q[kGroup];

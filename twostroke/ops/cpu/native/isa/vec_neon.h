@@ -87,11 +87,13 @@ TS_INLINE F between(F a, int low, int high, F other) {
     return a;
 }
 TS_INLINE F load_first(const float* p, int n) {
+    if (n == 16) return load(p);
     float whole[16] = {0};
     for (int i = 0; i < n; ++i) whole[i] = p[i];
     return load(whole);
 }
 TS_INLINE void store_first(float* p, F a, int n) {
+    if (n == 16) return store(p, a);
     float whole[16];
     store(whole, a);
     for (int i = 0; i < n; ++i) p[i] = whole[i];
@@ -162,11 +164,16 @@ TS_INLINE int32_t isum(I a) {
 TS_INLINE int32_t ipeak(I a) {
     return vmaxvq_s32(vmaxq_s32(vmaxq_s32(a.v[0], a.v[1]), vmaxq_s32(a.v[2], a.v[3])));
 }
-TS_INLINE I round_even(F a) { I r; TS_EACH r.v[i] = vcvtnq_s32_f32(a.v[i]); return r; }
-TS_INLINE void store_int8(int8_t* p, I a) {
-    const int16x8_t low = vcombine_s16(vqmovn_s32(a.v[0]), vqmovn_s32(a.v[1]));
-    const int16x8_t high = vcombine_s16(vqmovn_s32(a.v[2]), vqmovn_s32(a.v[3]));
-    vst1q_s8(p, vcombine_s8(vqmovn_s16(low), vqmovn_s16(high)));
+// For numbers below 2^22: added to 1.5·2^23 they are rounded, and the bits are an integer. The conversion is one pipe's.
+TS_INLINE I round_even(F a) {
+    I r;
+    TS_EACH r.v[i] = vsubq_s32(vreinterpretq_s32_f32(vaddq_f32(a.v[i], vdupq_n_f32(12582912.f))), vdupq_n_s32(0x4b400000));
+    return r;
+}
+TS_INLINE int16x8_t low_halves(int32x4_t a, int32x4_t b) { return vuzp1q_s16(vreinterpretq_s16_s32(a), vreinterpretq_s16_s32(b)); }
+TS_INLINE void store_int8(int8_t* p, I a) {  // numbers that fit
+    const int16x8_t low = low_halves(a.v[0], a.v[1]), high = low_halves(a.v[2], a.v[3]);
+    vst1q_s8(p, vuzp1q_s8(vreinterpretq_s8_s16(low), vreinterpretq_s8_s16(high)));
 }
 
 TS_INLINE W load_codes(const uint8_t* p) { W w; TS_EACH w.v[i] = vld1q_s8((const int8_t*)p + 16 * i); return w; }
