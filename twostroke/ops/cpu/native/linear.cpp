@@ -163,6 +163,7 @@ void linear(Context& c, const Weight& weight, const LinearArgs& a) {
 void norm_rows(Context& c, const PrologueArgs& args) { run_prologue(c, args); }
 
 bool embed(Context& c, const Weight& table, const int64_t* tokens, int count, float scale, float* out) {
+    c.pool.rouse();  // a step begins: its layers are the next call
     for (int i = 0; i < count; ++i)
         if (tokens[i] < 0 || tokens[i] >= table.rows) return false;
     auto body = [&](int i, int) {
