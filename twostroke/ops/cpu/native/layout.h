@@ -18,9 +18,9 @@
 //   Codes8K   code · D s - M t (0..31)     s[16] u8, t[16] u8                     D[16] f16, M[16] f16
 //   Codes8S   code · D s      (signed)     s[16] i8 inputs 0-15, s[16] i8 16-31   D[16] f16
 //
-// An instruction set may prefer wide scales (Kernels::wide_scales): Codes8, Codes4, Codes4M and Codes8M then have d and m
-// as floats, and those of Codes4 are d / 16 before nibbles that hold code - 8 in two's complement: shifted to the upper half
-// of a byte, a nibble is 16 times its signed value.
+// An instruction set may prefer wide scales (Kernels::wide_scales): Codes4 and Codes4M then have d and m as floats, and
+// Codes4 has d / 16 before nibbles that hold code - 8 in two's complement: in the upper half of a byte, such a nibble is 16
+// times its value. Codes of 8 bits keep float16: products of one row wait for memory there.
 //
 // Every GGUF format maps to one of these without loss: Q8_0, Q5_0 -> Codes8, Q4_0 -> Codes4, Q4_1 -> Codes4M,
 // Q5_1 -> Codes8M, Q4_K -> Codes4K, Q5_K -> Codes8K, Q6_K -> Codes8S.
@@ -48,7 +48,7 @@ static inline bool has_minimum(int kind) { return kind == Codes4M || kind == Cod
 
 // Bytes of scales in front of a group's codes, and in front of eight groups. wide: see above.
 static inline size_t group_scales(int kind, bool wide) {
-    return is_super(kind) ? 32 : (has_minimum(kind) ? 2 : 1) * kLanes * (wide ? sizeof(float) : 2);
+    return is_super(kind) ? 32 : (has_minimum(kind) ? 2 : 1) * kLanes * (wide && is_nibbles(kind) ? sizeof(float) : 2);
 }
 static inline size_t super_scales(int kind) { return !is_super(kind) ? 0 : kind == Codes8S ? 32 : 64; }
 static inline size_t group_bytes(int kind, bool wide) { return group_scales(kind, wide) + (is_nibbles(kind) ? 256 : 512); }

@@ -95,15 +95,15 @@ void decode(int format, const uint8_t* row, int group, Group& g) {
     }
 }
 
-// A scale of a packed group; wide: see layout.h.
-void put_scale(uint16_t half, bool wide, float factor, int lane, uint8_t* out) {
+// A scale of a packed group, as a float or as it is.
+void put_scale(uint16_t half, bool floats, float factor, int lane, uint8_t* out) {
     const float scale = half_to_float(half) * factor;
-    if (wide) memcpy(out + sizeof(float) * lane, &scale, sizeof(float));
+    if (floats) memcpy(out + sizeof(float) * lane, &scale, sizeof(float));
     else memcpy(out + 2 * lane, &half, 2);
 }
 
-float scale_at(const uint8_t* scales, bool wide, int lane) {
-    if (!wide) return half_to_float(half_at(scales + 2 * lane));
+float scale_at(const uint8_t* scales, bool floats, int lane) {
+    if (!floats) return half_to_float(half_at(scales + 2 * lane));
     float scale;
     memcpy(&scale, scales + sizeof(float) * lane, sizeof(float));
     return scale;
@@ -114,12 +114,13 @@ float scale_factor(int kind, bool wide) { return wide && kind == Codes4 ? 1.f / 
 
 // Lane `lane` of one group: its scales and codes into the packed group at `out`.
 void place(int kind, bool wide, const Group& g, int lane, uint8_t* out) {
+    const bool floats = wide && is_nibbles(kind);
     if (is_super(kind)) {
         out[lane] = g.s;
         out[16 + lane] = g.t;
     } else {
-        put_scale(g.d, wide, scale_factor(kind, wide), lane, out);
-        if (has_minimum(kind)) put_scale(g.m, wide, 1.f, lane, out + group_scales(kind, wide) / 2);
+        put_scale(g.d, floats, scale_factor(kind, wide), lane, out);
+        if (has_minimum(kind)) put_scale(g.m, floats, 1.f, lane, out + group_scales(kind, wide) / 2);
     }
     out += group_scales(kind, wide) + 4 * lane;
     const int flip = wide && kind == Codes4 ? 0x88 : 0;  // to two's complement
@@ -166,7 +167,8 @@ int code_at(int kind, const uint8_t* codes, int lane, int i) {
 // `super`: the scales of the group's 256 inputs, K kinds only.
 void unpack_group(int kind, bool wide, const uint8_t* at, const uint8_t* super, int lane, float* out) {
     const uint8_t* codes = at + group_scales(kind, wide);
-    const float d = is_super(kind) ? half_to_float(half_at(super + 2 * lane)) : scale_at(at, wide, lane) / scale_factor(kind, wide);
+    const bool floats = wide && is_nibbles(kind) && !is_super(kind);
+    const float d = scale_at(is_super(kind) ? super : at, floats, lane) / scale_factor(kind, wide);
     float scale[2] = {d, d}, low = 0.f;
     if (kind == Codes8S) {
         scale[0] = d * (float)(int8_t)at[lane];
@@ -175,7 +177,7 @@ void unpack_group(int kind, bool wide, const uint8_t* at, const uint8_t* super, 
         scale[0] = scale[1] = d * (float)at[lane];
         low = -(half_to_float(half_at(super + 32 + 2 * lane)) * (float)at[16 + lane]);
     } else if (has_minimum(kind)) {
-        low = scale_at(at + group_scales(kind, wide) / 2, wide, lane);
+        low = scale_at(at + group_scales(kind, wide) / 2, floats, lane);
     }
     const int offset = kind == Codes4 ? 8 : 0, flip = wide ? offset : 0;
     for (int i = 0; i < kGroup; ++i) out[i] = (float)((code_at(kind, codes, lane, i) ^ flip) - offset) * scale[i / 16] + low;

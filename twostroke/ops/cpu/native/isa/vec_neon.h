@@ -67,6 +67,11 @@ TS_INLINE void store_half(uint16_t* p, F a) {
 TS_INLINE F splat(float x) { const float32x4_t v = vdupq_n_f32(x); return {{v, v, v, v}}; }
 // From memory each time: a multiply-add overwrites what it adds to, and copying a register takes a pipe that multiplies.
 TS_INLINE F addend(const float (&c)[4]) { F r; TS_EACH asm volatile("ldr %q0, %1" : "=w"(r.v[i]) : "m"(c)); return r; }
+TS_INLINE F load_addend(const float* p) {
+    F r;
+    TS_EACH asm volatile("ldr %q0, %1" : "=w"(r.v[i]) : "m"(*(const float(*)[4])(p + 4 * i)));
+    return r;
+}
 TS_INLINE F add(F a, F b) { TS_EACH a.v[i] = vaddq_f32(a.v[i], b.v[i]); return a; }
 TS_INLINE F sub(F a, F b) { TS_EACH a.v[i] = vsubq_f32(a.v[i], b.v[i]); return a; }
 TS_INLINE F mul(F a, F b) { TS_EACH a.v[i] = vmulq_f32(a.v[i], b.v[i]); return a; }

@@ -17,17 +17,17 @@ namespace {
 //   sixteen: nibbles are signed and split into 16 times their value (see kWideScales)
 template <int K> struct Reader;
 
-TS_INLINE F load_scale(const uint8_t* p) { return kWideScales ? load((const float*)p) : load_half((const uint16_t*)p); }
-constexpr size_t kScaleBytes = kWideScales ? 64 : 32;  // of 16 outputs
+template <bool Wide> TS_INLINE F load_scale(const uint8_t* p) { return Wide ? load((const float*)p) : load_half((const uint16_t*)p); }
+template <bool Wide> constexpr size_t kScaleBytes = Wide ? 64 : 32;  // of 16 outputs
 
 template <> struct Reader<Codes8> {
     static constexpr bool small = false, nibbles = false, minimum = false, eight = false, sixteen = false;
     static constexpr int halves = 1;
     const uint8_t* p;
     TS_MEMBER const uint8_t* next(int, F* scale, F&) {
-        scale[0] = load_scale(p);
-        const uint8_t* codes = p + kScaleBytes;
-        p += kScaleBytes + 512;
+        scale[0] = load_half((const uint16_t*)p);
+        const uint8_t* codes = p + 32;
+        p += 32 + 512;
         return codes;
     }
 };
@@ -36,9 +36,10 @@ template <> struct Reader<Codes4> {
     static constexpr int halves = 1;
     const uint8_t* p;
     TS_MEMBER const uint8_t* next(int, F* scale, F&) {
-        scale[0] = load_scale(p);
-        const uint8_t* codes = p + kScaleBytes;
-        p += kScaleBytes + 256;
+        constexpr size_t scales = kScaleBytes<kWideScales>;
+        scale[0] = load_scale<kWideScales>(p);
+        const uint8_t* codes = p + scales;
+        p += scales + 256;
         return codes;
     }
 };
@@ -47,10 +48,12 @@ template <int Bytes> struct ReaderM {
     static constexpr int halves = 1;
     const uint8_t* p;
     TS_MEMBER const uint8_t* next(int, F* scale, F& low) {
-        scale[0] = load_scale(p);
-        low = load_scale(p + kScaleBytes);
-        const uint8_t* codes = p + 2 * kScaleBytes;
-        p += 2 * kScaleBytes + Bytes;
+        constexpr bool wide = nibbles && kWideScales;
+        constexpr size_t scales = kScaleBytes<wide>;
+        scale[0] = load_scale<wide>(p);
+        low = load_scale<wide>(p + scales);
+        const uint8_t* codes = p + 2 * scales;
+        p += 2 * scales + Bytes;
         return codes;
     }
 };
@@ -153,7 +156,7 @@ template <class Source> static void expand(Source source, int groups, uint8_t* o
 // A packed panel comes from memory and is read once. Ask for it early: with a group's products waiting for their codes,
 // the core does not look far enough ahead by itself.
 template <class R> TS_INLINE void fetch(const uint8_t* p) {
-    constexpr int bytes = (R::nibbles ? 256 : 512) + (kWideScales && R::minimum ? 128 : 64);
+    constexpr int bytes = (R::nibbles ? 256 : 512) + (kWideScales && R::nibbles && R::minimum ? 128 : 64);
     p += R::nibbles ? kAheadNibbles : kAheadBytes;
     TS_UNROLL for (int i = 0; i < bytes; i += 64) __builtin_prefetch(p + i);
 }

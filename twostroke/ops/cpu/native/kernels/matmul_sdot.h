@@ -2,32 +2,21 @@
 //
 // The loop over groups of 32 inputs is assembly: compilers copy sums between registers, and a copy takes the place of a
 // dot product. What is left beside 32 dot products for a row, its 16 outputs and 32 inputs is 8 multiply-adds (12 with a
-// minimum). A sum starts at the bits of magic = 1.5·2^23, so that its bits are those of the float magic + dot, and
-//     fma(magic + dot, scale, -magic · scale) = dot · scale, rounded once:
-// the product that matmul_codes.h defines, without a conversion. Starts and addends are loaded, which takes no place.
+// minimum): see magic_scales.h. Starts and addends are loaded, which takes no place.
 #pragma once
+#include "magic_scales.h"
 
 namespace {
 
 constexpr int kSdotRows = 3;
 
-// For each group: scales, the same times -magic, minimums, then codes.
-template <class Source> struct SdotGroup {
-    static constexpr int addends = 64 * Source::halves, minimum = 2 * addends;
-    static constexpr int codes = minimum + (Source::minimum ? 64 : 0), bytes = codes + 512;
-};
-
 template <class Source> static void expand_sdot(Source source, int groups, uint8_t* out) {
-    using Group = SdotGroup<Source>;
+    using Group = MagicGroup<Source>;
     for (int g = 0; g < groups; ++g, out += Group::bytes) {
         F scale[2], low;
         const uint8_t* codes = source.next(g, scale, low);
         fetch<Source>(codes);
-        TS_UNROLL for (int half = 0; half < Source::halves; ++half) {
-            store((float*)(out + 64 * half), scale[half]);
-            store((float*)(out + Group::addends + 64 * half), mul(scale[half], splat(-12582912.f)));
-        }
-        if (Source::minimum) store((float*)(out + Group::minimum), low);
+        store_magic_scales<Source>(scale, low, out);
         TS_UNROLL for (int i = 0; i < 4; ++i) {
             W a, b;
             if (Source::nibbles) split<Source>(codes + 64 * i, a, b);
@@ -116,7 +105,7 @@ static_assert(offsetof(Act, d) == 32 && offsetof(Act, dsum) == 36 && offsetof(Ac
 
 // Groups of R rows until none is left or one of the rows has second codes in the last one.
 template <class Source, int R> TS_INLINE void walk_groups(SdotWalk& walk, F* sums) {
-    using Group = SdotGroup<Source>;
+    using Group = MagicGroup<Source>;
     if constexpr (R == 3) {
         TS_WALK_KIND(3);
     } else if constexpr (R == 2) {
@@ -182,7 +171,7 @@ template <class Source, int R> static void sdot_rows(const MatmulArgs& args, con
     TS_UNROLL for (int r = 0; r < R; ++r) sums[r] = splat(0.f);
     do {
         walk_groups<Source, R>(walk, sums);
-        if (walk.more) add_seconds<Source, R>(walk.group - SdotGroup<Source>::bytes, walk.act - place.stride, args.extra, sums);
+        if (walk.more) add_seconds<Source, R>(walk.group - MagicGroup<Source>::bytes, walk.act - place.stride, args.extra, sums);
     } while (walk.groups);
     TS_UNROLL for (int r = 0; r < R; ++r) emit(args, row + r, output, sums[r]);
 }
