@@ -12,7 +12,7 @@ from twostroke.model.transformer import Transformer
 from twostroke.ops.interface import Attention, Gate, Norm
 from twostroke.weights.load import RopeTables
 
-if TYPE_CHECKING:  # the backend imports Triton
+if TYPE_CHECKING:  # the shapes below serve without Triton
     from twostroke.ops.cuda.backend import CudaOps, Weight
 
 THETA = 500_000.0

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+pytest.importorskip("triton")
+
 from tests.ops.test_triton import DEVICE, REFERENCE, close, pytestmark  # noqa: F401
 from twostroke.ops.cuda.backend import CudaOps
 from twostroke.ops.cuda.kernels.one_row import Form

@@ -118,9 +118,10 @@ def rope_table(rope: Rope, positions: int, device: torch.device | None) -> RopeT
     """cos and sin of every position below `positions`.
 
     Angles are rounded to float32 as transformers does, in training too: at position 10,000 that is an error of about
-    0.001 radians, and a model must be run with the angles it learnt.
+    0.001 radians, and a model must be run with the angles it learnt. The factor is rounded to float32 too: a GGUF file
+    stores it so, and both files of a model must give the same table.
     """
-    frequencies = np.asarray(rope.frequencies, np.float32)
+    frequencies, factor = np.asarray(rope.frequencies, np.float32), float(np.float32(rope.factor))
     cos, sin = (np.empty((positions, len(frequencies)), np.float32) for _ in "cs")
     step = max(1, ANGLES // len(frequencies))
 
@@ -128,7 +129,7 @@ def rope_table(rope: Rope, positions: int, device: torch.device | None) -> RopeT
         places = np.arange(first, min(first + step, positions), dtype=np.float32)
         angles = np.outer(places, frequencies).astype(np.float64)
         for table, function in ((cos, np.cos), (sin, np.sin)):
-            np.multiply(function(angles), rope.factor, out=table[first : first + step], casting="same_kind")
+            np.multiply(function(angles), factor, out=table[first : first + step], casting="same_kind")
 
     with ThreadPoolExecutor() as pool:
         list(pool.map(fill, range(0, positions, step)))

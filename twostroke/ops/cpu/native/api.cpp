@@ -91,7 +91,7 @@ TS_API int ts_attend(Context* c, const AttendLayer* layer, const AttendBatch* ba
     });
 }
 
-// keep: the rows that somebody wants after the last layer, (kept, hidden) to `out`. x is changed.
+// keep: the rows that are wanted after the last layer, (kept, hidden) to `out`. x is changed.
 TS_API int ts_layers(Context* c, const LayerCall* layers, int count, const AttendBatch* const* groups, float* x, int rows,
                      int hidden, const int64_t* keep, int kept, float* out) {
     return guarded(c, [&] {

@@ -42,7 +42,7 @@ struct MatmulArgs {
 
 enum KVFormat : int { KVFloat, KVHalf, KVBfloat, KVInt8, KVInt4 };
 
-// The constants of one layer's attention and where its cache lies. Mirrored in native_cpu.py.
+// The constants of one layer's attention and where its cache lies. Mirrored in library.py.
 struct AttendLayer {
     int32_t heads, kv_heads, head_dim, window;
     float scale, softcap;
@@ -61,7 +61,7 @@ struct AttendLayer {
     int64_t key_scale_block_stride, key_scale_head_stride, value_scale_block_stride, value_scale_head_stride;
 };
 
-// The rows of one step (see Batch in interface.py). Mirrored in native_cpu.py.
+// The rows of one step (see Batch in interface.py). Mirrored in library.py.
 struct AttendBatch {
     int32_t rows, requests;
     const int64_t* positions;
@@ -90,6 +90,7 @@ struct Kernels {
     const char* name;
     int direct_rows;  // up to so many rows read the packed panel once: memory sets the pace
     int tiled_rows;   // so many rows or more are handed over as tiles; 0: never
+    bool wide_scales; // how panels are packed: see layout.h
     void (*prologue)(const PrologueArgs&, int row, int row_end);
     void (*prologue_tile)(const PrologueArgs&, int row, int row_end, int group, int group_end);  // rows of one tile
     void (*matmul)(const MatmulArgs&, int panel, int panel_end, uint8_t* scratch);

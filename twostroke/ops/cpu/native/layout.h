@@ -18,6 +18,10 @@
 //   Codes8K   code · D s - M t (0..31)     s[16] u8, t[16] u8                     D[16] f16, M[16] f16
 //   Codes8S   code · D s      (signed)     s[16] i8 inputs 0-15, s[16] i8 16-31   D[16] f16
 //
+// An instruction set may prefer wide scales (Kernels::wide_scales): Codes4 and Codes4M then have d and m as floats, and
+// Codes4 has d / 16 before nibbles that hold code - 8 in two's complement: in the upper half of a byte, such a nibble is 16
+// times its value. Codes of 8 bits keep float16: products of one row wait for memory there.
+//
 // Every GGUF format maps to one of these without loss: Q8_0, Q5_0 -> Codes8, Q4_0 -> Codes4, Q4_1 -> Codes4M,
 // Q5_1 -> Codes8M, Q4_K -> Codes4K, Q5_K -> Codes8K, Q6_K -> Codes8S.
 #pragma once
@@ -40,27 +44,31 @@ static inline bool is_float(int kind) { return kind <= Bfloat; }
 static inline bool is_super(int kind) { return kind >= Codes4K; }
 static inline bool is_nibbles(int kind) { return kind == Codes4 || kind == Codes4M || kind == Codes4K; }
 
-// Bytes of scales in front of a group's codes, and in front of eight groups.
-static inline size_t group_scales(int kind) { return kind == Codes4M || kind == Codes8M ? 64 : 32; }
-static inline size_t super_scales(int kind) { return !is_super(kind) ? 0 : kind == Codes8S ? 32 : 64; }
-static inline size_t group_bytes(int kind) { return group_scales(kind) + (is_nibbles(kind) ? 256 : 512); }
+static inline bool has_minimum(int kind) { return kind == Codes4M || kind == Codes8M; }  // one for each group
 
-static inline size_t panel_bytes(int kind, size_t cols) {
+// Bytes of scales in front of a group's codes, and in front of eight groups. wide: see above.
+static inline size_t group_scales(int kind, bool wide) {
+    return is_super(kind) ? 32 : (has_minimum(kind) ? 2 : 1) * kLanes * (wide && is_nibbles(kind) ? sizeof(float) : 2);
+}
+static inline size_t super_scales(int kind) { return !is_super(kind) ? 0 : kind == Codes8S ? 32 : 64; }
+static inline size_t group_bytes(int kind, bool wide) { return group_scales(kind, wide) + (is_nibbles(kind) ? 256 : 512); }
+
+static inline size_t panel_bytes(int kind, size_t cols, bool wide) {
     if (is_float(kind)) return cols * kLanes * (kind == Float32 ? 4 : 2);
-    return cols / kGroup * group_bytes(kind) + (is_super(kind) ? cols / kSuper * super_scales(kind) : 0);
+    return cols / kGroup * group_bytes(kind, wide) + (is_super(kind) ? cols / kSuper * super_scales(kind) : 0);
 }
 
 // Where the codes' scales of input group g start within its panel.
-static inline size_t group_offset(int kind, size_t g) {
-    return g * group_bytes(kind) + (is_super(kind) ? (g / 8 + 1) * super_scales(kind) : 0);
+static inline size_t group_offset(int kind, size_t g, bool wide) {
+    return g * group_bytes(kind, wide) + (is_super(kind) ? (g / 8 + 1) * super_scales(kind) : 0);
 }
 
 // 32 inputs of one row, quantized: value = q · d. One cache line.
 //
 // An input that holds most of its group's energy would leave the others only a few of the 255 steps. Where that costs
 // most, which is after a norm (outlying channels are the same in all rows), such a group gets a second Act for what the
-// first leaves over, at a distance that the arguments give (`extra`). Without it there is one too, all zeros, and adding
-// its product changes nothing: rows may be multiplied together freely.
+// first leaves over, at a distance that the arguments give (`extra`). Without it there is one too, whose d
+// and dsum are zero, and adding its product changes nothing: rows may be multiplied together freely.
 constexpr float kDominance = 1.6f;  // second codes where this times the largest square exceeds the sum of squares
 struct alignas(64) Act {
     int8_t q[kGroup];

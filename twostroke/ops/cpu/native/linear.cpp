@@ -96,7 +96,7 @@ Weight* pack_weight(Context& c, int parts, const int32_t* formats, const int32_t
     weight->cols = cols;
     for (int i = 0; i < parts; ++i) {
         Part part{kind_of(formats[i]), rows[i], chunks_of(rows[i], kLanes), weight->rows, nullptr, 0};
-        part.panel_stride = panel_bytes(part.kind, cols);
+        part.panel_stride = panel_bytes(part.kind, cols, c.kernels.wide_scales);
         (is_float(part.kind) ? weight->floats : weight->coded) = true;
         weight->rows += part.rows;
         weight->panels += part.panels;
@@ -112,7 +112,8 @@ Weight* pack_weight(Context& c, int parts, const int32_t* formats, const int32_t
         offset += (part.panels * part.panel_stride + 63) / 64 * 64;
         const int size = std::max(1, part.panels / (8 * c.pool.threads()));
         auto body = [&](int t, int) {
-            pack_panels(formats[i], data[i], part.rows, cols, t * size, std::min(part.panels, (t + 1) * size), part.data);
+            const int end = std::min(part.panels, (t + 1) * size);
+            pack_panels(formats[i], c.kernels.wide_scales, data[i], part.rows, cols, t * size, end, part.data);
         };
         c.pool.each(chunks_of(part.panels, size), body);
     }
@@ -149,7 +150,8 @@ void linear(Context& c, const Weight& weight, const LinearArgs& a) {
     const int threads = c.pool.threads();
     const int apart = a.rows >= 2 * kRowsApart && weight.panels < 8 * threads ? kRowsApart : a.rows;
     const bool streams = a.rows <= c.kernels.direct_rows;  // memory sets the pace: every thread reads a stretch of its own
-    const int chunks = std::min(weight.panels, (streams ? 12 : 4) * threads);
+    const bool fine = streams || (!base.tiles && a.rows <= kRowsApart);  // small tasks end together; tiles want long runs
+    const int chunks = std::min(weight.panels, (fine ? 12 : 4) * threads);
     auto body = [&](int i, int worker) {
         const int row = i / chunks * apart, chunk = i % chunks;
         const int panel = (int)((int64_t)weight.panels * chunk / chunks), end = (int)((int64_t)weight.panels * (chunk + 1) / chunks);
@@ -161,13 +163,14 @@ void linear(Context& c, const Weight& weight, const LinearArgs& a) {
 void norm_rows(Context& c, const PrologueArgs& args) { run_prologue(c, args); }
 
 bool embed(Context& c, const Weight& table, const int64_t* tokens, int count, float scale, float* out) {
+    c.pool.rouse();  // a step begins: its layers are the next call
     for (int i = 0; i < count; ++i)
         if (tokens[i] < 0 || tokens[i] >= table.rows) return false;
     auto body = [&](int i, int) {
         const Part* part = &table.parts[0];
         while (tokens[i] >= part->output + part->rows) ++part;
         float* row = out + (int64_t)i * table.cols;
-        unpack_row(part->kind, part->data, (int)tokens[i] - part->output, table.cols, row);
+        unpack_row(part->kind, c.kernels.wide_scales, part->data, (int)tokens[i] - part->output, table.cols, row);
         if (scale != 1.f)
             for (int k = 0; k < table.cols; ++k) row[k] *= scale;
     };

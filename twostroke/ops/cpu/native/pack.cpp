@@ -95,25 +95,44 @@ void decode(int format, const uint8_t* row, int group, Group& g) {
     }
 }
 
+// A scale of a packed group, as a float or as it is.
+void put_scale(uint16_t half, bool floats, float factor, int lane, uint8_t* out) {
+    const float scale = half_to_float(half) * factor;
+    if (floats) memcpy(out + sizeof(float) * lane, &scale, sizeof(float));
+    else memcpy(out + 2 * lane, &half, 2);
+}
+
+float scale_at(const uint8_t* scales, bool floats, int lane) {
+    if (!floats) return half_to_float(half_at(scales + 2 * lane));
+    float scale;
+    memcpy(&scale, scales + sizeof(float) * lane, sizeof(float));
+    return scale;
+}
+
+// What scales of nibbles that are read as 16 times their value are multiplied with.
+float scale_factor(int kind, bool wide) { return wide && kind == Codes4 ? 1.f / 16 : 1.f; }
+
 // Lane `lane` of one group: its scales and codes into the packed group at `out`.
-void place(int kind, const Group& g, int lane, uint8_t* out) {
+void place(int kind, bool wide, const Group& g, int lane, uint8_t* out) {
+    const bool floats = wide && is_nibbles(kind);
     if (is_super(kind)) {
         out[lane] = g.s;
         out[16 + lane] = g.t;
     } else {
-        memcpy(out + 2 * lane, &g.d, 2);
-        if (kind == Codes4M || kind == Codes8M) memcpy(out + 32 + 2 * lane, &g.m, 2);
+        put_scale(g.d, floats, scale_factor(kind, wide), lane, out);
+        if (has_minimum(kind)) put_scale(g.m, floats, 1.f, lane, out + group_scales(kind, wide) / 2);
     }
-    out += group_scales(kind) + 4 * lane;
+    out += group_scales(kind, wide) + 4 * lane;
+    const int flip = wide && kind == Codes4 ? 0x88 : 0;  // to two's complement
     if (!is_nibbles(kind)) {
         for (int q = 0; q < 8; ++q) memcpy(out + 64 * q, g.code + 4 * q, 4);
         return;
     }
     for (int r = 0; r < 4; ++r)
-        for (int j = 0; j < 4; ++j) out[64 * r + j] = (uint8_t)(g.code[8 * r + j] | g.code[8 * r + 4 + j] << 4);
+        for (int j = 0; j < 4; ++j) out[64 * r + j] = (uint8_t)((g.code[8 * r + j] | g.code[8 * r + 4 + j] << 4) ^ flip);
 }
 
-void pack_codes(int format, const uint8_t* data, int rows, int cols, int panel, uint8_t* out) {
+void pack_codes(int format, bool wide, const uint8_t* data, int rows, int cols, int panel, uint8_t* out) {
     const int kind = kind_of(format);
     const size_t row_bytes = stored_row_bytes(format, cols);
     Group g{};
@@ -122,8 +141,8 @@ void pack_codes(int format, const uint8_t* data, int rows, int cols, int panel, 
         if (row >= rows) return;  // the panel was zeroed: padding has scale 0
         for (int group = 0; group < cols / kGroup; ++group) {
             decode(format, data + row * row_bytes, group, g);
-            uint8_t* at = out + group_offset(kind, group);
-            place(kind, g, lane, at);
+            uint8_t* at = out + group_offset(kind, group, wide);
+            place(kind, wide, g, lane, at);
             if (is_super(kind) && group % 8 == 0) {
                 memcpy(at - super_scales(kind) + 2 * lane, &g.d, 2);
                 if (kind != Codes8S) memcpy(at - super_scales(kind) + 32 + 2 * lane, &g.m, 2);
@@ -146,9 +165,10 @@ int code_at(int kind, const uint8_t* codes, int lane, int i) {
 }
 
 // `super`: the scales of the group's 256 inputs, K kinds only.
-void unpack_group(int kind, const uint8_t* at, const uint8_t* super, int lane, float* out) {
-    const uint8_t* codes = at + group_scales(kind);
-    const float d = half_to_float(half_at((is_super(kind) ? super : at) + 2 * lane));
+void unpack_group(int kind, bool wide, const uint8_t* at, const uint8_t* super, int lane, float* out) {
+    const uint8_t* codes = at + group_scales(kind, wide);
+    const bool floats = wide && is_nibbles(kind) && !is_super(kind);
+    const float d = scale_at(is_super(kind) ? super : at, floats, lane) / scale_factor(kind, wide);
     float scale[2] = {d, d}, low = 0.f;
     if (kind == Codes8S) {
         scale[0] = d * (float)(int8_t)at[lane];
@@ -156,11 +176,11 @@ void unpack_group(int kind, const uint8_t* at, const uint8_t* super, int lane, f
     } else if (is_super(kind)) {
         scale[0] = scale[1] = d * (float)at[lane];
         low = -(half_to_float(half_at(super + 32 + 2 * lane)) * (float)at[16 + lane]);
-    } else if (kind == Codes4M || kind == Codes8M) {
-        low = half_to_float(half_at(at + 32 + 2 * lane));
+    } else if (has_minimum(kind)) {
+        low = scale_at(at + group_scales(kind, wide) / 2, floats, lane);
     }
-    const int offset = kind == Codes4 ? 8 : 0;
-    for (int i = 0; i < kGroup; ++i) out[i] = (float)(code_at(kind, codes, lane, i) - offset) * scale[i / 16] + low;
+    const int offset = kind == Codes4 ? 8 : 0, flip = wide ? offset : 0;
+    for (int i = 0; i < kGroup; ++i) out[i] = (float)((code_at(kind, codes, lane, i) ^ flip) - offset) * scale[i / 16] + low;
 }
 
 }  // namespace
@@ -170,8 +190,8 @@ size_t stored_row_bytes(int format, size_t cols) {
     return cols % b.elements ? 0 : cols / b.elements * b.bytes;
 }
 
-void pack_panels(int format, const uint8_t* data, int rows, int cols, int panel, int panel_end, uint8_t* out) {
-    const size_t bytes = panel_bytes(kind_of(format), cols);
+void pack_panels(int format, bool wide, const uint8_t* data, int rows, int cols, int panel, int panel_end, uint8_t* out) {
+    const size_t bytes = panel_bytes(kind_of(format), cols, wide);
     for (int p = panel; p < panel_end; ++p) {
         uint8_t* at = out + p * bytes;
         if ((p + 1) * kLanes > rows) memset(at, 0, bytes);
@@ -179,13 +199,13 @@ void pack_panels(int format, const uint8_t* data, int rows, int cols, int panel,
             case F32: pack_floats<uint32_t>(data, rows, cols, p, at); break;
             case F16:
             case BF16: pack_floats<uint16_t>(data, rows, cols, p, at); break;
-            default: pack_codes(format, data, rows, cols, p, at);
+            default: pack_codes(format, wide, data, rows, cols, p, at);
         }
     }
 }
 
-void unpack_row(int kind, const uint8_t* panels, int row, int cols, float* out) {
-    const uint8_t* panel = panels + row / kLanes * panel_bytes(kind, cols);
+void unpack_row(int kind, bool wide, const uint8_t* panels, int row, int cols, float* out) {
+    const uint8_t* panel = panels + row / kLanes * panel_bytes(kind, cols, wide);
     const int lane = row % kLanes;
     if (kind == Float32)
         for (int k = 0; k < cols; ++k) memcpy(out + k, panel + ((size_t)k * kLanes + lane) * 4, 4);
@@ -194,6 +214,8 @@ void unpack_row(int kind, const uint8_t* panels, int row, int cols, float* out) 
     else if (kind == Bfloat)
         for (int k = 0; k < cols; ++k) out[k] = bfloat_to_float(half_at(panel + ((size_t)k * kLanes + lane) * 2));
     else
-        for (int g = 0; g < cols / kGroup; ++g)
-            unpack_group(kind, panel + group_offset(kind, g), panel + group_offset(kind, g / 8 * 8) - super_scales(kind), lane, out + g * kGroup);
+        for (int g = 0; g < cols / kGroup; ++g) {
+            const uint8_t* super = panel + group_offset(kind, g / 8 * 8, wide) - super_scales(kind);
+            unpack_group(kind, wide, panel + group_offset(kind, g, wide), super, lane, out + g * kGroup);
+        }
 }

@@ -6,7 +6,7 @@
 size_t stored_row_bytes(int format, size_t cols);
 
 // Panels [panel, panel_end) of a (rows, cols) matrix whose rows lie adjacent at `data`.
-void pack_panels(int format, const uint8_t* data, int rows, int cols, int panel, int panel_end, uint8_t* out);
+void pack_panels(int format, bool wide, const uint8_t* data, int rows, int cols, int panel, int panel_end, uint8_t* out);
 
 // One row of packed panels as floats, bit for bit what the format defines.
-void unpack_row(int kind, const uint8_t* panels, int row, int cols, float* out);
+void unpack_row(int kind, bool wide, const uint8_t* panels, int row, int cols, float* out);

@@ -78,7 +78,7 @@ void Pool::wait_for_others() {
     }
 }
 
-// A claim succeeds only while the job is unfinished, and until it is finished nobody writes the next job's fields: what
+// A claim succeeds only while the job is unfinished, and the next job's fields are written after it is finished: what
 // was read of task_, context_ and the like before a successful claim belongs to the claimed job.
 void Pool::drain(uint32_t job, int worker) {
     const int n = threads();
@@ -104,6 +104,13 @@ void Pool::drain(uint32_t job, int worker) {
             done_.notify_one();
         }
     }
+}
+
+void Pool::rouse() {
+    if (sleepers_.load(std::memory_order_seq_cst) == 0) return;
+    roused_.fetch_add(1, std::memory_order_seq_cst);
+    std::lock_guard<std::mutex> lock(mutex_);
+    wake_.notify_all();
 }
 
 void Pool::announce(const void* data, size_t bytes) {
@@ -145,7 +152,10 @@ void Pool::work(int worker) {
         if (spins % 64 != 63 || std::chrono::steady_clock::now() - idle_since < kSpin) continue;
         std::unique_lock<std::mutex> lock(mutex_);
         sleepers_.fetch_add(1, std::memory_order_seq_cst);
-        wake_.wait(lock, [&] { return stop_.load() || job_.load(std::memory_order_seq_cst) != done; });
+        const uint32_t roused = roused_.load(std::memory_order_seq_cst);
+        wake_.wait(lock, [&] {
+            return stop_.load() || job_.load(std::memory_order_seq_cst) != done || roused_.load(std::memory_order_seq_cst) != roused;
+        });
         sleepers_.fetch_sub(1, std::memory_order_seq_cst);
         idle_since = std::chrono::steady_clock::now();
     }

@@ -1,7 +1,7 @@
 // A few threads that stay: run(count, task) calls task(index, worker) once for every index, the caller helping.
 //
-// Indices are claimed one at a time, so a worker that the system put aside delays nobody but itself, and which thread
-// does what never matters for a result. They are claimed from one queue, or each thread has a stretch of its own (it
+// Indices are claimed one at a time, so a worker that the system put aside delays only itself, and which thread does
+// what never matters for a result. They are claimed from one queue, or each thread has a stretch of its own (it
 // reads memory front to back) and helps the others when it is done. Workers spin for a moment after each job (the next
 // matmul comes within microseconds), fetching what the next one will read, and then sleep. So does the caller once it
 // has waited that long for the others: where the system has put one of them aside, it now has a core to go on with.
@@ -31,6 +31,9 @@ public:
         run(count, [](void* b, int index, int worker) { (*static_cast<Body*>(b))(index, worker); }, &body, stretches);
     }
 
+    // A job comes soon: workers that sleep wake up and spin for a moment. Waking takes tens of microseconds.
+    void rouse();
+
     // What a coming job over stretches will read: idle workers bring the start of theirs into their caches.
     void announce(const void* data, size_t bytes);
 
@@ -59,6 +62,7 @@ private:
     std::atomic<uintptr_t> coming_{0};
     std::atomic<size_t> coming_bytes_{0};
     alignas(64) std::atomic<int> sleepers_{0};
+    std::atomic<uint32_t> roused_{0};  // how often
     std::atomic<bool> waiting_{false};  // the caller sleeps until nothing is unfinished
     std::atomic<bool> stop_{false};
     std::mutex mutex_;

@@ -151,19 +151,21 @@ void check_linear(const std::vector<Backend>& backends, const LinearCase& c, con
     for (size_t i = 7; i < x.size(); i += 41) x[i] *= i % 3 ? 1.f : 40.f;  // some groups that one input dominates
     const auto norm = random.numbers((size_t)c.cols);
     const auto bias = random.numbers((size_t)c.outputs), target = random.numbers((size_t)c.rows * (size_t)c.outputs);
-    std::vector<float> first;
+    std::vector<float> first, first_table;
+    std::vector<int64_t> every((size_t)c.outputs);
+    for (int i = 0; i < c.outputs; ++i) every[(size_t)i] = i;
     for (const Backend& b : backends) {
         const uint8_t* pointer = data.data();
         const int32_t format = c.format, outputs = c.outputs;
         Weight* weight = ts_pack(b.context, 1, &format, &outputs, &pointer, c.cols, bias.data());
+        std::vector<float> table((size_t)c.outputs * (size_t)c.cols);
+        ts_embed(b.context, weight, every.data(), c.outputs, 1.f, table.data());
+        if (first_table.empty()) first_table = table;
+        if (!same(first_table.data(), table.data(), table.size())) fail(name + " unpacks differently on " + b.isa);
         std::vector<float> out = target;
         ts_linear(b.context, weight, x.data(), width, c.rows, c.before, norm.data(), 1e-5f, out.data(), c.outputs, c.add);
         if (first.empty()) {
             first = out;
-            std::vector<int64_t> every((size_t)c.outputs);
-            for (int i = 0; i < c.outputs; ++i) every[(size_t)i] = i;
-            std::vector<float> table((size_t)c.outputs * (size_t)c.cols);
-            ts_embed(b.context, weight, every.data(), c.outputs, 1.f, table.data());
             auto inner = before_rows(x, c.rows, c.cols, c.before, norm);
             if (c.format > BF16) quantize_rows(inner, has_seconds(c.before));
             std::vector<double> expected(out.size());
@@ -382,6 +384,7 @@ int main(int count, char** arguments) {
         check_attention(backends, {"window", 4, 2, 16, 24, format, 0.f, true});
         check_attention(backends, {"odd head", 2, 1, 40, 0, format, 5.f, false});
         check_attention(backends, {"wide head", 2, 2, 128, 300, format, 0.f, true});
+        check_attention(backends, {"head of 80", 3, 1, 80, 0, format, 0.f, true});
     }
     check_argmax(backends);
     for (Backend& b : backends) ts_free(b.context);

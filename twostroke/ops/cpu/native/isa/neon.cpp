@@ -1,4 +1,5 @@
 #include "vec_neon.h"
 #include "../kernels/all.h"
+#include "../kernels/matmul_sdot.h"
 
-TS_KERNELS(kernels_neon, "neon", matmul, matmul_scratch)
+TS_KERNELS(kernels_neon, "neon", matmul_dots, matmul_scratch)

@@ -9,7 +9,7 @@ namespace {
 
 #define TS_EACH TS_UNROLL for (int i = 0; i < 4; ++i)
 
-constexpr int kRowsInt = 3;
+constexpr int kRowsInt = 0;  // matmul_sdot.h and matmul_i8mm.h multiply many rows
 constexpr int kRowsDirect = 2;
 constexpr int kDirectRows = 4;
 constexpr int kRowsFloat = 5;
@@ -17,8 +17,7 @@ constexpr int kRowsAttend = 4;
 constexpr int kBlocksScored = 1;
 constexpr int kChunks = 1;
 constexpr int kChunksFew = 1;
-constexpr bool kLateScales = true;
-constexpr int kGroupsAhead = 2;
+constexpr bool kWideScales = true;
 constexpr int kAheadNibbles = 12288;
 constexpr int kAheadBytes = 1024;
 constexpr bool kByLane = true;
@@ -68,6 +67,11 @@ TS_INLINE void store_half(uint16_t* p, F a) {
 TS_INLINE F splat(float x) { const float32x4_t v = vdupq_n_f32(x); return {{v, v, v, v}}; }
 // From memory each time: a multiply-add overwrites what it adds to, and copying a register takes a pipe that multiplies.
 TS_INLINE F addend(const float (&c)[4]) { F r; TS_EACH asm volatile("ldr %q0, %1" : "=w"(r.v[i]) : "m"(c)); return r; }
+TS_INLINE F load_addend(const float* p) {
+    F r;
+    TS_EACH asm volatile("ldr %q0, %1" : "=w"(r.v[i]) : "m"(*(const float(*)[4])(p + 4 * i)));
+    return r;
+}
 TS_INLINE F add(F a, F b) { TS_EACH a.v[i] = vaddq_f32(a.v[i], b.v[i]); return a; }
 TS_INLINE F sub(F a, F b) { TS_EACH a.v[i] = vsubq_f32(a.v[i], b.v[i]); return a; }
 TS_INLINE F mul(F a, F b) { TS_EACH a.v[i] = vmulq_f32(a.v[i], b.v[i]); return a; }
@@ -88,11 +92,13 @@ TS_INLINE F between(F a, int low, int high, F other) {
     return a;
 }
 TS_INLINE F load_first(const float* p, int n) {
+    if (n == 16) return load(p);
     float whole[16] = {0};
     for (int i = 0; i < n; ++i) whole[i] = p[i];
     return load(whole);
 }
 TS_INLINE void store_first(float* p, F a, int n) {
+    if (n == 16) return store(p, a);
     float whole[16];
     store(whole, a);
     for (int i = 0; i < n; ++i) p[i] = whole[i];
@@ -163,11 +169,16 @@ TS_INLINE int32_t isum(I a) {
 TS_INLINE int32_t ipeak(I a) {
     return vmaxvq_s32(vmaxq_s32(vmaxq_s32(a.v[0], a.v[1]), vmaxq_s32(a.v[2], a.v[3])));
 }
-TS_INLINE I round_even(F a) { I r; TS_EACH r.v[i] = vcvtnq_s32_f32(a.v[i]); return r; }
-TS_INLINE void store_int8(int8_t* p, I a) {
-    const int16x8_t low = vcombine_s16(vqmovn_s32(a.v[0]), vqmovn_s32(a.v[1]));
-    const int16x8_t high = vcombine_s16(vqmovn_s32(a.v[2]), vqmovn_s32(a.v[3]));
-    vst1q_s8(p, vcombine_s8(vqmovn_s16(low), vqmovn_s16(high)));
+// For numbers below 2^22: added to 1.5·2^23 they are rounded, and the bits are an integer. The conversion is one pipe's.
+TS_INLINE I round_even(F a) {
+    I r;
+    TS_EACH r.v[i] = vsubq_s32(vreinterpretq_s32_f32(vaddq_f32(a.v[i], vdupq_n_f32(12582912.f))), vdupq_n_s32(0x4b400000));
+    return r;
+}
+TS_INLINE int16x8_t low_halves(int32x4_t a, int32x4_t b) { return vuzp1q_s16(vreinterpretq_s16_s32(a), vreinterpretq_s16_s32(b)); }
+TS_INLINE void store_int8(int8_t* p, I a) {  // numbers that fit
+    const int16x8_t low = low_halves(a.v[0], a.v[1]), high = low_halves(a.v[2], a.v[3]);
+    vst1q_s8(p, vuzp1q_s8(vreinterpretq_s8_s16(low), vreinterpretq_s8_s16(high)));
 }
 
 TS_INLINE W load_codes(const uint8_t* p) { W w; TS_EACH w.v[i] = vld1q_s8((const int8_t*)p + 16 * i); return w; }
@@ -176,6 +187,13 @@ TS_INLINE void split_nibbles(const uint8_t* p, W& low, W& high) {
         const uint8x16_t both = vld1q_u8(p + 16 * i);
         low.v[i] = vreinterpretq_s8_u8(vandq_u8(both, vdupq_n_u8(15)));
         high.v[i] = vreinterpretq_s8_u8(vshrq_n_u8(both, 4));
+    }
+}
+TS_INLINE void split_signed(const uint8_t* p, W& low, W& high) {  // 16 times the value of each nibble
+    TS_EACH {
+        const uint8x16_t both = vld1q_u8(p + 16 * i);
+        low.v[i] = vreinterpretq_s8_u8(vshlq_n_u8(both, 4));
+        high.v[i] = vreinterpretq_s8_u8(vandq_u8(both, vdupq_n_u8(0xf0)));
     }
 }
 TS_INLINE void store_codes(uint8_t* p, W w) { TS_EACH vst1q_s8((int8_t*)p + 16 * i, w.v[i]); }

@@ -22,5 +22,5 @@
     TS_KERNELS_TILED(symbol, label, kDirectRows, 0, nullptr, multiply, multiply_scratch)
 #define TS_KERNELS_TILED(symbol, label, direct_rows, tiled_rows, prologue_tile, multiply, multiply_scratch)                 \
     extern const Kernels symbol;                                                                                          \
-    const Kernels symbol = {label,        direct_rows, tiled_rows,   prologue,       prologue_tile,    multiply, multiply_scratch, \
+    const Kernels symbol = {label,        direct_rows, tiled_rows,   kWideScales,    prologue,         prologue_tile, multiply, multiply_scratch, \
                             attend_write, attend,      attend_merge, attend_scratch, attend_tile_rows, argmax};

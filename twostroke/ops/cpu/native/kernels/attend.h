@@ -89,11 +89,8 @@ static void score_step(const Lines& s, const float* q, const StepBlocks& blocks,
             };
             for_lines(dim, 0, s.count, direct);
         }
-    } else if constexpr (kByLane) {
-        const auto score = s.padded == 64    ? score_by_lane<kLinesScored, 64>
-                           : s.padded == 128 ? score_by_lane<kLinesScored, 128>
-                                             : score_by_lane<kLinesScored, 0>;
-        for (; b * kBlock < to; ++b) score(s.queries, s.keys + b * kBlock * s.padded, s.padded, s.scores + b * kBlock, 0, s.count);
+    } else if (const auto by_lane = scorer_by_lane<kByLane>(s.padded)) {
+        for (; b * kBlock < to; ++b) by_lane(s.queries, s.keys + b * kBlock * s.padded, s.scores + b * kBlock, 0, s.count);
     } else {
         constexpr int V = kBlocksScored;
         const float* keys = s.keys + b * kBlock * s.padded;
@@ -193,7 +190,7 @@ template <int Format> static void attend_format(const AttendTask& task, const At
     const Lines merged = place_lines(count, padded, scratch + lines_bytes(count, padded));
     float* total = merged.rescale;  // the merged lines need no rescale factor, but a plain sum
     for (int i = 0; i < count; ++i) merged.maximum[i] = kNever;
-    if (kByLane && (Format == KVFloat || Format == KVHalf || Format == KVBfloat) && !few_lines<Format>(count, L.head_dim))
+    if (scorer_by_lane<kByLane>(padded) && (Format == KVFloat || Format == KVHalf || Format == KVBfloat) && !few_lines<Format>(count, L.head_dim))
         turn_queries(queries_of(task, 0, padded), count, padded, s.queries);
     if (!fetched) fetch_first_step(task);
     for (int64_t split = task.split; split < task.split_end; ++split) {

@@ -27,16 +27,16 @@ template <int J, int N, class Four> TS_INLINE void add_lane(const Four* x, const
     TS_UNROLL for (int i = 0; i < N; ++i) acc[i][0] = begin ? mul_lane<J>(k, x[i]) : fma_lane<J>(k, x[i], acc[i][0]);
 }
 
-// quarter_scores for N lines and four keys, from turned queries. Dim: the padded head_dim where it is known when compiling,
-// else 0. Four sums at once: twice as many chains as hide the latency of a multiply-add.
+// quarter_scores for N lines and four keys, from turned queries. Dim: the padded head_dim. Four sums at once: twice as many
+// chains as hide the latency of a multiply-add.
 template <int N, int Dim, class Four = X>
-TS_INLINE void quarter_by_lane(const float* q, const float* keys, int padded, int j, Four (*out)[1]) {
-    const int dim = Dim ? Dim : padded, rounds = dim / 16;
+TS_INLINE void quarter_by_lane(const float* q, const float* keys, int j, Four (*out)[1]) {
+    constexpr int rounds = Dim / 16;
     Four a[N][1], b[N][1], c[N][1];
     TS_UNROLL for (int m = 0; m < rounds; ++m) {
         const float* const key = keys + (16 * m + j) * 16;
         Four x[N];
-        TS_UNROLL for (int i = 0; i < N; ++i) x[i] = load_x4(q + i * dim + (j * rounds + m) * 4);
+        TS_UNROLL for (int i = 0; i < N; ++i) x[i] = load_x4(q + i * Dim + (j * rounds + m) * 4);
         add_lane<0, N>(x, key, m == 0, out);
         add_lane<1, N>(x, key + 8 * 16, m == 0, a);
         add_lane<2, N>(x, key + 4 * 16, m == 0, b);
@@ -48,18 +48,34 @@ TS_INLINE void quarter_by_lane(const float* q, const float* keys, int padded, in
     TS_UNROLL for (int i = 0; i < N; ++i) settle(out[i][0]);
 }
 
-// One block of 16 keys, (padded, 16); lines [line, end).
-template <int N, int Dim>
-static void score_by_lane(const float* q, const float* keys, int padded, float* scores, int line, int end) {
+// One block of 16 keys, (Dim, 16); lines [line, end).
+template <int N, int Dim> static void score_by_lane(const float* q, const float* keys, float* scores, int line, int end) {
     for (; line + N <= end; line += N)
         for (int t = 0; t < kBlock; t += 4) {
-            const float* lines = q + (int64_t)line * padded;
+            const float* lines = q + (int64_t)line * Dim;
             asm("" : "+r"(lines));  // read them again: kept from the last keys, they would push everything out of the registers
-            const auto quarter = [&](int j, X (*out)[1]) { quarter_by_lane<N, Dim>(lines, keys + t, padded, j, out); };
+            const auto quarter = [&](int j, X (*out)[1]) { quarter_by_lane<N, Dim>(lines, keys + t, j, out); };
             tree_scores<N, 1, X>(quarter, scores + kStep * line + t);
         }
     if constexpr (N > 1)
-        if (line < end) score_by_lane<N / 2, Dim>(q, keys, padded, scores, line, end);
+        if (line < end) score_by_lane<N / 2, Dim>(q, keys, scores, line, end);
+}
+
+// score_by_lane for this padded head_dim. The loop over dimensions must be unrolled, so the usual sizes have their own
+// code; null for another size, where the tiles of attend_score.h are faster.
+using ScoreByLane = void (*)(const float* q, const float* keys, float* scores, int line, int end);
+template <bool ByLane> TS_INLINE ScoreByLane scorer_by_lane(int padded) {
+    if constexpr (ByLane) {
+        switch (padded) {
+            case 64: return score_by_lane<kLinesScored, 64>;
+            case 80: return score_by_lane<kLinesScored, 80>;
+            case 96: return score_by_lane<kLinesScored, 96>;
+            case 112: return score_by_lane<kLinesScored, 112>;
+            case 128: return score_by_lane<kLinesScored, 128>;
+            case 256: return score_by_lane<kLinesScored, 256>;
+        }
+    }
+    return nullptr;
 }
 
 // N lines, dimensions [d, d + 16), tokens [from, to) of the converted step.

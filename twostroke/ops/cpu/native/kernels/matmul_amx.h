@@ -172,7 +172,7 @@ private:
         const int64_t g = base_ + step.group;
         while (expanded_ < total_ && expanded_ <= g + kLead) expand_next();
         const uint8_t* codes = Source::nibbles ? slot(g) + Expanded<Source>::scales
-                                               : jobs_.packed + job_ * jobs_.packed_step + group_offset(K, (size_t)step.group) + group_scales(K);
+                                               : jobs_.packed + job_ * jobs_.packed_step + group_offset(K, (size_t)step.group, false) + group_scales(K, false);
         const unsigned number = started_++ % kSums;
         multiply_tile((int)number, step.acts->q[0] + 16 * step.half, codes + 256 * step.half, sums_[number]);
     }
@@ -183,7 +183,7 @@ private:
         const F scale = load(scales_of + 16 * step.half), low = Source::minimum ? load(scales_of + 16) : F{};
         TS_UNROLL for (int r = 0; r < MR; ++r) {
             const F dot = {_mm512_cvtepi32_ps(_mm512_load_si512(sums + 16 * r))};
-            acc[r] = fma(dot, mul(scale, splat(step.acts->d[r])), acc[r]);
+            acc[r] = fma(mul(dot, scale), splat(step.acts->d[r]), acc[r]);
             if (Source::minimum) acc[r] = fma(low, splat(step.acts->dsum[r]), acc[r]);
         }
     }

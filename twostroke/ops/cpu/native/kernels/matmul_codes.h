@@ -1,22 +1,27 @@
 // Products of quantized rows with packed codes.
 //
 // One output element is, over groups of 32 inputs in ascending order,
-//     acc = fma(float(integer dot of the group), d_weight · d_input, acc)
+//     acc = fma(float(integer dot of the group) · d_weight, d_input, acc)
 //     acc = fma(minimum, d_input · (sum of the inputs), acc)        for kinds with a minimum
 // and both lines again for the second codes of a group that has them (see Act).
 // Integer dots are exact in any order, so this line is the whole definition: it does not know how many rows there are,
-// and every path below gives the same bits. Few rows are multiplied straight from the packed panel (it is read once,
-// memory sets the pace); many rows from a panel expanded to bytes and float scales in the core's own cache.
+// and every path gives the same bits. Few rows are multiplied straight from the packed panel (it is read once, memory
+// sets the pace); many rows from a panel expanded to bytes and float scales in the core's own cache, below or, where an
+// instruction set has something faster, in matmul_amx.h, matmul_i8mm.h or matmul_sdot.h.
 #pragma once
 
 namespace {
 
 // A reader walks one panel: next() gives the scales of the coming group and where its codes start.
-//   small: codes are 0..31; nibbles: two quads share 64 bytes; halves: scales for 16 inputs each; start: see first_sum
+//   small: codes are 0..31; nibbles: two quads share 64 bytes; halves: scales for 16 inputs each; eight: see first_sum;
+//   sixteen: nibbles are signed and split into 16 times their value (see kWideScales)
 template <int K> struct Reader;
 
+template <bool Wide> TS_INLINE F load_scale(const uint8_t* p) { return Wide ? load((const float*)p) : load_half((const uint16_t*)p); }
+template <bool Wide> constexpr size_t kScaleBytes = Wide ? 64 : 32;  // of 16 outputs
+
 template <> struct Reader<Codes8> {
-    static constexpr bool small = false, nibbles = false, minimum = false, eight = false;
+    static constexpr bool small = false, nibbles = false, minimum = false, eight = false, sixteen = false;
     static constexpr int halves = 1;
     const uint8_t* p;
     TS_MEMBER const uint8_t* next(int, F* scale, F&) {
@@ -27,25 +32,28 @@ template <> struct Reader<Codes8> {
     }
 };
 template <> struct Reader<Codes4> {
-    static constexpr bool small = true, nibbles = true, minimum = false, eight = true;
+    static constexpr bool small = !kWideScales, nibbles = true, minimum = false, eight = !kWideScales, sixteen = kWideScales;
     static constexpr int halves = 1;
     const uint8_t* p;
     TS_MEMBER const uint8_t* next(int, F* scale, F&) {
-        scale[0] = load_half((const uint16_t*)p);
-        const uint8_t* codes = p + 32;
-        p += 32 + 256;
+        constexpr size_t scales = kScaleBytes<kWideScales>;
+        scale[0] = load_scale<kWideScales>(p);
+        const uint8_t* codes = p + scales;
+        p += scales + 256;
         return codes;
     }
 };
 template <int Bytes> struct ReaderM {
-    static constexpr bool small = true, nibbles = Bytes == 256, minimum = true, eight = false;
+    static constexpr bool small = true, nibbles = Bytes == 256, minimum = true, eight = false, sixteen = false;
     static constexpr int halves = 1;
     const uint8_t* p;
     TS_MEMBER const uint8_t* next(int, F* scale, F& low) {
-        scale[0] = load_half((const uint16_t*)p);
-        low = load_half((const uint16_t*)(p + 32));
-        const uint8_t* codes = p + 64;
-        p += 64 + Bytes;
+        constexpr bool wide = nibbles && kWideScales;
+        constexpr size_t scales = kScaleBytes<wide>;
+        scale[0] = load_scale<wide>(p);
+        low = load_scale<wide>(p + scales);
+        const uint8_t* codes = p + 2 * scales;
+        p += 2 * scales + Bytes;
         return codes;
     }
 };
@@ -53,7 +61,7 @@ template <> struct Reader<Codes4M> : ReaderM<256> {};
 template <> struct Reader<Codes8M> : ReaderM<512> {};
 
 template <int Bytes> struct ReaderK {
-    static constexpr bool small = true, nibbles = Bytes == 256, minimum = true, eight = false;
+    static constexpr bool small = true, nibbles = Bytes == 256, minimum = true, eight = false, sixteen = false;
     static constexpr int halves = 1;
     const uint8_t* p;
     F d{}, m{};  // of the running 256 inputs
@@ -74,7 +82,7 @@ template <> struct Reader<Codes4K> : ReaderK<256> {};
 template <> struct Reader<Codes8K> : ReaderK<512> {};
 
 template <> struct Reader<Codes8S> {
-    static constexpr bool small = false, nibbles = false, minimum = false, eight = false;
+    static constexpr bool small = false, nibbles = false, minimum = false, eight = false, sixteen = false;
     static constexpr int halves = 2;
     const uint8_t* p;
     F d{};
@@ -94,25 +102,18 @@ template <> struct Reader<Codes8S> {
 // The expanded form of a panel: for each group the scales as floats, then bytes ready for dot4.
 template <class Source> struct Expanded {
     static constexpr bool small = Source::small, nibbles = false, minimum = Source::minimum, eight = Source::eight;
+    static constexpr bool sixteen = false;
     static constexpr int halves = Source::halves;
     static constexpr size_t scales = 64 * (halves + minimum);
     static constexpr size_t group = scales + 512;
     const uint8_t* p;
     TS_MEMBER const uint8_t* next(int, F* scale, F& low) {
+        scale[0] = load((const float*)p);
+        if (halves == 2) scale[halves - 1] = load((const float*)(p + 64));
+        if (minimum) low = load((const float*)(p + 64 * halves));
         const uint8_t* codes = p + scales;
         p += group;
-        if (!kLateScales) {
-            load_scales(codes, scale);
-            load_low(codes, low);
-        }
         return codes;
-    }
-    TS_MEMBER static void load_scales(const uint8_t* codes, F* scale) {
-        scale[0] = load((const float*)(codes - scales));
-        if (halves == 2) scale[halves - 1] = load((const float*)(codes - scales + 64));
-    }
-    TS_MEMBER static void load_low(const uint8_t* codes, F& low) {
-        if (minimum) low = load((const float*)(codes - scales + 64 * halves));
     }
 };
 template <class R> struct IsExpanded { static constexpr bool value = false; };
@@ -126,6 +127,12 @@ template <class Source> TS_INLINE uint8_t* store_scales(const F* scale, F low, u
     return out + Expanded<Source>::scales;
 }
 
+// Two quads that share 64 bytes.
+template <class Source, class Codes = W> TS_INLINE void split(const uint8_t* codes, Codes& low, Codes& high) {
+    if constexpr (Source::sixteen) split_signed(codes, low, high);
+    else split_nibbles(codes, low, high);
+}
+
 template <class Source> static void expand(Source source, int groups, uint8_t* out) {
     for (int g = 0; g < groups; ++g) {
         F scale[2], low;
@@ -134,7 +141,7 @@ template <class Source> static void expand(Source source, int groups, uint8_t* o
         for (int i = 0; i < (Source::nibbles ? 4 : 8); ++i) {
             if (Source::nibbles) {
                 W a, b;
-                split_nibbles(codes + 64 * i, a, b);
+                split<Source>(codes + 64 * i, a, b);
                 store_codes(out + 128 * i, a);
                 store_codes(out + 128 * i + 64, b);
             } else {
@@ -149,8 +156,9 @@ template <class Source> static void expand(Source source, int groups, uint8_t* o
 // A packed panel comes from memory and is read once. Ask for it early: with a group's products waiting for their codes,
 // the core does not look far enough ahead by itself.
 template <class R> TS_INLINE void fetch(const uint8_t* p) {
+    constexpr int bytes = (R::nibbles ? 256 : 512) + (kWideScales && R::nibbles && R::minimum ? 128 : 64);
     p += R::nibbles ? kAheadNibbles : kAheadBytes;
-    TS_UNROLL for (int i = 0; i < (R::nibbles ? 320 : 576); i += 64) __builtin_prefetch(p + i);
+    TS_UNROLL for (int i = 0; i < bytes; i += 64) __builtin_prefetch(p + i);
 }
 
 template <class R> TS_INLINE I first_sum(const Act& act, int half) {
@@ -165,10 +173,10 @@ template <class R, int MR, int Half> TS_INLINE void dot16(const uint8_t* codes, 
     TS_UNROLL for (int r = 0; r < MR; ++r) a[r] = load_inputs(act[r].q + 16 * Half);
     if (R::nibbles) {
         W low, high;
-        split_nibbles(codes + 128 * Half, low, high);
+        split<R>(codes + 128 * Half, low, high);
         TS_UNROLL for (int r = 0; r < MR; ++r) acc[r] = dot4<0, R::small>(acc[r], low, a[r]);
         TS_UNROLL for (int r = 0; r < MR; ++r) acc[r] = dot4<1, R::small>(acc[r], high, a[r]);
-        split_nibbles(codes + 128 * Half + 64, low, high);
+        split<R>(codes + 128 * Half + 64, low, high);
         TS_UNROLL for (int r = 0; r < MR; ++r) acc[r] = dot4<2, R::small>(acc[r], low, a[r]);
         TS_UNROLL for (int r = 0; r < MR; ++r) acc[r] = dot4<3, R::small>(acc[r], high, a[r]);
         return;
@@ -190,22 +198,17 @@ template <class R, int MR, int Half> TS_INLINE void dot16(const uint8_t* codes, 
 }
 
 template <class R, int MR>
-TS_INLINE void add_group(const uint8_t* codes, F* scale, F low, const Act* act, F* out) {
-    constexpr bool late = kLateScales && IsExpanded<R>::value;
+TS_INLINE void add_group(const uint8_t* codes, const F* scale, F low, const Act* act, F* out) {
     I acc[MR];
     TS_UNROLL for (int r = 0; r < MR; ++r) acc[r] = first_sum<R>(act[r], 0);
     dot16<R, MR, 0>(codes, act, acc);
     if (R::halves == 2) {
-        if constexpr (late) R::load_scales(codes, scale);
-        TS_UNROLL for (int r = 0; r < MR; ++r)
-            out[r] = fma(to_float_dot(acc[r]), mul(scale[0], splat(act[r].d)), out[r]);
+        TS_UNROLL for (int r = 0; r < MR; ++r) out[r] = fma(mul(to_float_dot(acc[r]), scale[0]), splat(act[r].d), out[r]);
         TS_UNROLL for (int r = 0; r < MR; ++r) acc[r] = first_sum<R>(act[r], 1);
     }
     dot16<R, MR, 1>(codes, act, acc);
-    if constexpr (late) R::load_scales(codes, scale);
     TS_UNROLL for (int r = 0; r < MR; ++r)
-        out[r] = fma(to_float_dot(acc[r]), mul(scale[R::halves - 1], splat(act[r].d)), out[r]);
-    if constexpr (late) R::load_low(codes, low);
+        out[r] = fma(mul(to_float_dot(acc[r]), scale[R::halves - 1]), splat(act[r].d), out[r]);
     if (R::minimum)
         TS_UNROLL for (int r = 0; r < MR; ++r) out[r] = fma(low, splat(act[r].dsum), out[r]);
 }
@@ -217,7 +220,6 @@ TS_INLINE void codes_tile(R panel, int groups, const Act* act, int64_t stride, i
         F scale[2], low;
         const uint8_t* codes = panel.next(g, scale, low);
         if (!IsExpanded<R>::value) fetch<R>(codes);
-        else if (kGroupsAhead) TS_UNROLL for (int r = 0; r < MR; ++r) __builtin_prefetch(act + kGroupsAhead * stride + r);
         add_group<R, MR>(codes, scale, low, act, out);
         int32_t more = 0;
         TS_UNROLL for (int r = 0; r < MR; ++r) more |= act[r].more;
@@ -266,18 +268,19 @@ template <int K> static void codes_matmul(const MatmulArgs& args, int panel, int
             codes_all<Source, kRowsDirect>(args, Source{args.panels + p * args.panel_stride}, 0, args.rows, p * kLanes);
         return;
     }
-    for (int block = 0; block < args.rows; block += kRowBlock) {
-        const int end = block + kRowBlock < args.rows ? block + kRowBlock : args.rows;
-        for (int p = panel; p < panel_end; ++p) {
-            expand(Source{args.panels + p * args.panel_stride}, groups, scratch);
-            const Expanded<Source> expanded{scratch};
-            codes_all<Expanded<Source>, kRowsInt>(args, expanded, block, end, p * kLanes);
+    if constexpr (kRowsInt > 0)  // 0: another file has what multiplies many rows
+        for (int block = 0; block < args.rows; block += kRowBlock) {
+            const int end = block + kRowBlock < args.rows ? block + kRowBlock : args.rows;
+            for (int p = panel; p < panel_end; ++p) {
+                expand(Source{args.panels + p * args.panel_stride}, groups, scratch);
+                const Expanded<Source> expanded{scratch};
+                codes_all<Expanded<Source>, kRowsInt>(args, expanded, block, end, p * kLanes);
+            }
         }
-    }
 }
 
 static size_t matmul_scratch(int kind, int cols) {
-    return is_float(kind) ? 0 : (size_t)cols / kGroup * (512 + 128);
+    return is_float(kind) ? 0 : (size_t)cols / kGroup * (512 + 256);
 }
 
 }  // namespace

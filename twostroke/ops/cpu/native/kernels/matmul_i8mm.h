@@ -2,23 +2,25 @@
 // dot product. The integer dots are the same, and so is every float operation after them (see matmul_codes.h): the bits
 // equal those of every other path.
 #pragma once
+#include "magic_scales.h"
 
 namespace {
 
 constexpr int kPairs = 2;               // pairs of rows in a tile: 16 registers of sums
 constexpr int kMatrixRows = 2 * kPairs;
 
-// A panel for matrix instructions: for each group its scales as in Expanded, then 4 octets of inputs, each with 8 pairs
-// of outputs as [output][8 inputs].
+// A panel for matrix instructions: for each group its scales, then 4 octets of inputs, each with 8 pairs of outputs as
+// [output][8 inputs].
 template <class Source> static void expand_octets(Source source, int groups, uint8_t* out) {
     for (int g = 0; g < groups; ++g) {
         F scale[2], low;
         const uint8_t* codes = source.next(g, scale, low);
-        out = store_scales<Source>(scale, low, out);
+        store_magic_scales<Source>(scale, low, out);
+        out += MagicGroup<Source>::codes;
         TS_UNROLL for (int octet = 0; octet < 4; ++octet) {
             W a, b;
             if (Source::nibbles) {
-                split_nibbles(codes + 64 * octet, a, b);
+                split<Source>(codes + 64 * octet, a, b);
             } else {
                 a = load_codes(codes + 128 * octet), b = load_codes(codes + 128 * octet + 64);
             }
@@ -30,12 +32,6 @@ template <class Source> static void expand_octets(Source source, int groups, uin
             out += 128;
         }
     }
-}
-
-// Where the sums of a pair of rows start: [row 0, row 0, row 1, row 1].
-template <class R> TS_INLINE int32x4_t first_pair(const Act& a, const Act& b) {
-    const int32_t x = R::eight ? a.start8 : kDotStart, y = R::eight ? b.start8 : kDotStart;
-    return vcombine_s32(vdup_n_s32(x), vdup_n_s32(y));
 }
 
 // 16 inputs (two octets) of all pairs of rows.
@@ -55,8 +51,8 @@ TS_INLINE void multiply_octets(const uint8_t* codes, const Act* const* act, int 
         }
 }
 
-// acc[row] = fma(dot, scale · d of the row, acc[row]).
-TS_INLINE void scale_pairs(int32x4_t sums[kPairs][8], const float* scale, const Act* const* act, F* acc) {
+// acc[row] = fma(dot · scale, d of the row, acc[row]).
+TS_INLINE void scale_pairs(int32x4_t sums[kPairs][8], const float* scale, const float* addends, const Act* const* act, F* acc) {
     const F weight = load(scale);
     TS_UNROLL for (int p = 0; p < kPairs; ++p) {
         I dot[2];
@@ -67,24 +63,27 @@ TS_INLINE void scale_pairs(int32x4_t sums[kPairs][8], const float* scale, const 
         }
         TS_UNROLL for (int r = 0; r < 2; ++r) {
             const int row = 2 * p + r;
-            acc[row] = fma(to_float_dot(dot[r]), mul(weight, splat(act[row]->d)), acc[row]);
+            acc[row] = fma(fma(as_float(dot[r]), weight, load_addend(addends)), splat(act[row]->d), acc[row]);
         }
     }
 }
 
 template <class Source> static void add_octets(const uint8_t* panel, const Act* const* act, F* acc) {
-    const uint8_t* const codes = panel + Expanded<Source>::scales;
+    using Group = MagicGroup<Source>;
+    const uint8_t* const codes = panel + Group::codes;
     int32x4_t sums[kPairs][8];
     TS_UNROLL for (int half = 0; half < 2; ++half) {
         if (half == 0 || Source::halves == 2)
             TS_UNROLL for (int p = 0; p < kPairs; ++p)
-                TS_UNROLL for (int i = 0; i < 8; ++i) sums[p][i] = first_pair<Source>(*act[2 * p], *act[2 * p + 1]);
+                TS_UNROLL for (int i = 0; i < 8; ++i) sums[p][i] = vdupq_n_s32(kDotStart);
         multiply_octets(codes + 256 * half, act, 16 * half, sums);
-        if (half == 1 || Source::halves == 2)
-            scale_pairs(sums, (const float*)panel + (Source::halves == 2 ? 16 * half : 0), act, acc);
+        if (half == 1 || Source::halves == 2) {
+            const uint8_t* const scale = panel + (Source::halves == 2 ? 64 * half : 0);
+            scale_pairs(sums, (const float*)scale, (const float*)(scale + Group::addends), act, acc);
+        }
     }
     if (Source::minimum) {
-        const F low = load((const float*)panel + 16 * Source::halves);
+        const F low = load((const float*)(panel + Group::minimum));
         TS_UNROLL for (int r = 0; r < kMatrixRows; ++r) acc[r] = fma(low, splat(act[r]->dsum), acc[r]);
     }
 }
@@ -100,7 +99,7 @@ static void octet_rows(const MatmulArgs& args, const uint8_t* panel, int row, in
         act[r] = args.acts + place.start + (r < count ? r : count - 1);
         acc[r] = splat(0.f);
     }
-    for (int g = 0; g < groups; ++g, panel += Expanded<Source>::group) {
+    for (int g = 0; g < groups; ++g, panel += MagicGroup<Source>::bytes) {
         add_octets<Source>(panel, act, acc);
         int32_t more = 0;
         for (int r = 0; r < kMatrixRows; ++r) more |= act[r]->more;

@@ -42,23 +42,27 @@ struct ActPair {
     TS_MEMBER static void write(const Codes& codes, Act& out) {
         store_int8(out.q, codes.a);
         store_int8(out.q + 16, codes.b);
-        const int32_t sum_a = isum(codes.a), sum_b = isum(codes.b);
         out.d = codes.d;
+        out.more = 0;
+        if (kWideScales) {  // every sum starts at the same number
+            out.dsum = codes.d * (float)isum(iadd(codes.a, codes.b));
+            return;
+        }
+        const int32_t sum_a = isum(codes.a), sum_b = isum(codes.b);
         out.dsum = codes.d * (float)(sum_a + sum_b);
         out.start8 = kDotStart - 8 * (sum_a + sum_b);
         out.start128 = kDotStart - 128 * (sum_a + sum_b);
         out.half128[0] = kDotStart - 128 * sum_a;
         out.half128[1] = kDotStart - 128 * sum_b;
-        out.more = 0;
     }
     TS_MEMBER void put_first(const Codes& codes) { write(codes, first); }
     TS_MEMBER void put_second(const Codes& codes) {
         write(codes, second);
         first.more = 1;
     }
-    TS_MEMBER void put_no_second() {
-        memset(&second, 0, sizeof(Act));
-        second.start8 = second.start128 = second.half128[0] = second.half128[1] = kDotStart;
+    TS_MEMBER void put_no_second() {  // whatever its codes are
+        second.d = second.dsum = 0.f;
+        if (!kWideScales) second.start8 = second.start128 = second.half128[0] = second.half128[1] = kDotStart;
     }
 };
 
