@@ -1,14 +1,14 @@
-"""An engine process that takes turns: steps that are served as always, and the same step again for nobody.
+"""An engine process that takes turns: steps that are served as always, and the same step again without serving it.
 
-The server under measurement runs it in place of `twostroke.remote.worker` (see server_overhead.py). After every
+The server under measurement runs it in place of `EngineLoop` (see server_overhead.py). After every
 three steps in which all rows advance by a token, the model's part of the last one is run again three times: same
 process, same memory, same rows, same contexts, a moment later, but nothing is planned, committed or told. The first of
-either three does not count: at a served one the server has nothing to work on, at one for nobody it still has the last
+either three does not count: at a served one the server has nothing to work on, at a bare one it still has the last
 report. What a row's K and V are written with is what stands there already, so the answers do not change; that the same
 tokens come out is checked.
 
 A line of JSON for each turn goes to the file that the environment names: seconds from the start of one served step to
-that of the next, and seconds of the model's part run for nobody.
+that of the next, and seconds of the bare model's part.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ import os
 from itertools import pairwise
 from typing import Any
 
-from twostroke.remote import worker
+from twostroke.remote import loop
 from twostroke.types import Event, Plan, Result
 
 TURNS = "TWOSTROKE_TURNS"  # names the file and how many rows make a full step, with a colon in between
 FIRST, COUNTED = 1, 2  # steps of each kind in a turn
 
 
-class TurnTaker(worker.Worker):
-    def __init__(self, channel: worker.Channel, engine: Any):
-        super().__init__(channel, engine)
+class TurnTaker(loop.EngineLoop):
+    def __init__(self, port: loop.Port, engine: Any):
+        super().__init__(port, engine)
         name, _, rows = os.environ[TURNS].rpartition(":")
         self.turns, self.rows = open(name, "a"), int(rows)  # noqa: SIM115  # until the process ends
         self.run_model = self.core.runner.launch
@@ -42,11 +42,11 @@ class TurnTaker(worker.Worker):
         return result
 
     def _step(self) -> list[Event]:
-        now = worker.clock()
+        now = loop.clock()
         if self.last is not None and len(self.began) == FIRST + COUNTED:
-            self._run_for_nobody(*self.last, [after - before for before, after in pairwise([*self.began, now])])
+            self._run_bare(*self.last, [after - before for before, after in pairwise([*self.began, now])])
             self.began.clear()
-            now = worker.clock()
+            now = loop.clock()
         self.began.append(now)
         return super()._step()
 
@@ -56,13 +56,13 @@ class TurnTaker(worker.Worker):
             self.last = None
             self.began.clear()
 
-    def _run_for_nobody(self, plan: Plan, result: Result, served: list[float]) -> None:
+    def _run_bare(self, plan: Plan, result: Result, served: list[float]) -> None:
         newest = [work.request.tokens.pop() for work in plan.works]  # as they stood when the step was planned
         bare = []
         for _ in range(FIRST + COUNTED):
-            began = worker.clock()
+            began = loop.clock()
             again = self.core.runner.collect(self.run_model(plan))
-            bare.append(worker.clock() - began)
+            bare.append(loop.clock() - began)
             assert again.tokens == result.tokens, "the same step gave other tokens"
         for work, token in zip(plan.works, newest, strict=True):
             work.request.tokens.append(token)
@@ -70,4 +70,4 @@ class TurnTaker(worker.Worker):
         self.turns.flush()
 
 
-worker.Worker = TurnTaker  # type: ignore[misc]
+loop.EngineLoop = TurnTaker  # type: ignore[misc]

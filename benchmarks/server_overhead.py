@@ -4,7 +4,7 @@
 
 Machines drift by more than what is measured, so both are taken in one and the same engine process within a tenth of a
 second: after every three steps that are served as always to 16 clients, the model's part of the last one is run again
-as often for nobody, while the server has nothing to do (bare_steps.py). A served step is timed from its start to the
+as often unserved, while the server has nothing to do (bare_steps.py). A served step is timed from its start to the
 start of the next, so the difference is everything but the model's part: scheduling, the way between the processes,
 text, JSON, HTTP, and the cores that all of it takes from the model's threads. The clients are told to sleep until their
 answers are whole, so that they take no part of the machine: the kernel holds what comes.
@@ -47,12 +47,12 @@ ENGINE = (
     "p.BOOT = p.BOOT.replace('from twostroke', 'import benchmarks.bare_steps; from twostroke')"
 )
 WASTE = """
-import time, twostroke.remote.aio as a
+import time, twostroke.remote.async_engine as a
 report = a.AsyncEngine.on_report
-def wasteful(self, news):
-    report(self, news)
+def wasteful(self, step):
+    report(self, step)
     until = time.perf_counter() + {seconds}
-    while news.tokens and time.perf_counter() < until:
+    while step.events and time.perf_counter() < until:
         pass
 a.AsyncEngine.on_report = wasteful
 """
