@@ -105,10 +105,10 @@ def test_a_grammar_is_compiled_beside_the_steps(llama_folder: Path, client: str)
     async def scenario(engine: AsyncEngine) -> None:
         params = SamplingParams(max_tokens=30, grammar=Grammar("regex", "(yes|no)"), n=2)
         await engine.prepare(params)
-        told = engine.submit([[5, 6, 7]], params)
-        async for _ in told:
+        given = engine.submit([[5, 6, 7]], params)
+        async for _ in given:
             pass
-        assert {one.sample.text for one in told.answers} <= {"yes", "no"}
+        assert {one.sample.text for one in given.answers} <= {"yes", "no"}
 
     run(llama_folder, scenario, client=client)
 

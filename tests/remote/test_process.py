@@ -54,7 +54,7 @@ def test_a_stuck_step_is_seen_and_ended(llama_folder: Path, monkeypatch: pytest.
     run(llama_folder, scenario, IMPATIENT)
 
 
-def test_a_crash_ends_everybody_once_and_the_next_is_served(
+def test_a_crash_ends_every_stream_once_and_the_next_is_served(
     llama_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process, "BOOT", POISON)
@@ -92,7 +92,7 @@ class Deaf:
 
 
 def test_a_life_that_never_began_is_waited_for_ever_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a long life too: it says nothing of those who come after it and do not start."""
+    """After a long life too: that says nothing about later processes that do not start."""
 
     async def scenario() -> list[float]:
         client, waits = ProcessEngine(Path("nowhere"), {}), []  # type: ignore[var-annotated]

@@ -216,7 +216,7 @@ class AsyncEngine:
         gaps: list[float] = []
         for event in report.events:
             recipient = self._recipients.get(event.request_id)
-            if recipient is not None:  # else the engine was lost before it could be told to abort this one
+            if recipient is not None:  # else it was failed here, and the engine was lost before the abort arrived
                 self._deliver(recipient, event, report.at, gaps)
         if gaps:
             self.observer.gaps(gaps)

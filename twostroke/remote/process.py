@@ -1,7 +1,7 @@
 """The engine in a child process: start it, watch it, and start it again when it dies. Torch-free.
 
     starting ──ready──▶ ready ──socket ends, or silence too long──▶ restarting ──ready──▶ ready
-                          └── silence for a while: late (health says so), it may yet come back
+                          └── silence for a while: late (health says so), it may yet answer
 
 A process that dies is seen at once: its end of the socket pair closes. A process that is stopped goes silent. A process
 that is stuck in a step still beats, but its step does not end. The last two get some time, then they are killed.

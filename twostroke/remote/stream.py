@@ -1,4 +1,4 @@
-"""The answers to one call as they come. Torch-free."""
+"""The answers to one call, piece by piece as they are written. Torch-free."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Stream:
         self._waiter: asyncio.Future[None] | None = None
 
     async def take(self) -> list[Piece]:
-        """Everything that has come since the last call, waiting for something; empty when all answers have ended."""
+        """All pieces since the last call; waits for one if there is none. Empty when all answers have ended."""
         while not self._pieces:
             if not self.open:
                 return []
