@@ -1,6 +1,6 @@
 """An engine process that alternates between served steps and bare repeats of the model's part of a step.
 
-The measured server runs it in place of `twostroke.remote.worker` (see server_overhead.py). After every three steps in
+The measured server runs it in place of `EngineLoop` (see server_overhead.py). After every three steps in
 which all rows advance by a token, the model's part of the last one is run again three times: same process, same memory,
 same rows, same contexts, but nothing is planned, committed or reported. The first of each three does not count: during
 the first served step the server is idle, during the first bare one it still handles the last report. A repeat writes
@@ -17,16 +17,16 @@ import os
 from itertools import pairwise
 from typing import Any
 
-from twostroke.remote import worker
+from twostroke.remote import loop
 from twostroke.types import Event, Plan, Result
 
 TURNS = "TWOSTROKE_TURNS"  # FILE:ROWS, where ROWS is the number of rows of a full step
 FIRST, COUNTED = 1, 2  # steps of each kind in a turn
 
 
-class TurnTaker(worker.Worker):
-    def __init__(self, channel: worker.Channel, engine: Any):
-        super().__init__(channel, engine)
+class TurnTaker(loop.EngineLoop):
+    def __init__(self, port: loop.Port, engine: Any):
+        super().__init__(port, engine)
         name, _, rows = os.environ[TURNS].rpartition(":")
         self.turns, self.rows = open(name, "a"), int(rows)  # noqa: SIM115  # until the process ends
         self.run_model = self.core.runner.launch
@@ -41,11 +41,11 @@ class TurnTaker(worker.Worker):
         return result
 
     def _step(self) -> list[Event]:
-        now = worker.clock()
+        now = loop.clock()
         if self.last is not None and len(self.began) == FIRST + COUNTED:
             self._run_bare(*self.last, [after - before for before, after in pairwise([*self.began, now])])
             self.began.clear()
-            now = worker.clock()
+            now = loop.clock()
         self.began.append(now)
         return super()._step()
 
@@ -59,9 +59,9 @@ class TurnTaker(worker.Worker):
         newest = [work.request.tokens.pop() for work in plan.works]  # as they were when the step was planned
         bare = []
         for _ in range(FIRST + COUNTED):
-            began = worker.clock()
+            began = loop.clock()
             again = self.core.runner.collect(self.run_model(plan))
-            bare.append(worker.clock() - began)
+            bare.append(loop.clock() - began)
             assert again.tokens == result.tokens, "the same step gave other tokens"
         for work, token in zip(plan.works, newest, strict=True):
             work.request.tokens.append(token)
@@ -69,4 +69,4 @@ class TurnTaker(worker.Worker):
         self.turns.flush()
 
 
-worker.Worker = TurnTaker  # type: ignore[misc]
+loop.EngineLoop = TurnTaker  # type: ignore[misc]

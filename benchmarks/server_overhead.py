@@ -46,12 +46,12 @@ ENGINE = (
     "p.BOOT = p.BOOT.replace('from twostroke', 'import benchmarks.bare_steps; from twostroke')"
 )
 WASTE = """
-import time, twostroke.remote.aio as a
+import time, twostroke.remote.async_engine as a
 report = a.AsyncEngine.on_report
-def wasteful(self, news):
-    report(self, news)
+def wasteful(self, step):
+    report(self, step)
     until = time.perf_counter() + {seconds}
-    while news.tokens and time.perf_counter() < until:
+    while step.events and time.perf_counter() < until:
         pass
 a.AsyncEngine.on_report = wasteful
 """

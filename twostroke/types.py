@@ -201,7 +201,7 @@ class Event(NamedTuple):
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
-    prompt_logprobs: Mapping[int, TokenLogprobs] = EMPTY
+    prompt_logprobs: Mapping[int, TokenLogprobs] | None = None  # by position in the prompt
     error: str | None = None
     facts: Facts | None = None  # of the timeline, when they changed since the last event
 

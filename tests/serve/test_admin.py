@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from collections.abc import Iterator
@@ -14,11 +13,6 @@ import pytest
 from tests.serve.server import Server, wait_until
 from twostroke.cost.simulation.trace import Arrival, Part
 from twostroke.hardware import machine_name
-from twostroke.metrics.timeline import Timeline
-from twostroke.remote import ended as arrivals
-from twostroke.remote.ended import Arrivals, by_arrival
-from twostroke.sampling import SamplingParams
-from twostroke.types import Request
 
 ADMIN = ("/twostroke/settings", "/twostroke/steps", "/twostroke/arrivals")
 
@@ -154,29 +148,3 @@ def test_arrivals_can_be_replayed(admin: Server) -> None:
     common = sum(length for content, length in second["parts"] if content in shared)
     assert common > 0.5 * second["prompt_tokens"]  # found although it stands elsewhere
     assert first["time"] < second["time"]
-
-
-def ended(record: Arrivals, number: int, tokens: list[int], salt: bytes = b"") -> None:
-    timeline = Timeline(float(-number), end=1.0, prompt_tokens=len(tokens))
-    record.add(Request(number, tuple(tokens), SamplingParams()), timeline, salt, "stop")
-
-
-def test_the_record_of_arrivals_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    record = Arrivals()
-    for number in range(arrivals.KEPT + 5):
-        ended(record, number, [number])
-    assert [one.request for one in record.latest()][:1] == [5] and len(record.latest()) == arrivals.KEPT
-    monkeypatch.setattr(arrivals, "MAX_PARTS", 100)
-    ended(record, 9999, list(range(1000)))
-    assert sum(len(one.parts) for one in record.latest()) <= 100
-
-
-def test_tenants_share_no_contents() -> None:
-    record = Arrivals()
-    tokens = list(range(200))
-    for number, salt in enumerate((b"a", b"a", b"b")):
-        ended(record, number, tokens, salt)
-    theirs, again, ours = by_arrival(record.latest())  # by arrival, which runs backwards here
-    assert len(theirs.parts) == 1 and len(again.parts) > 3 and again.parts == ours.parts
-    assert theirs.parts[0].content not in {part.content for part in ours.parts}
-    assert json.loads(json.dumps(ours.parts))[0] == list(ours.parts[0])

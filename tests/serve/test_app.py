@@ -12,7 +12,7 @@ import pytest
 
 from twostroke.errors import ConfigError
 from twostroke.metrics.registry import Metrics
-from twostroke.remote.aio import AsyncEngine
+from twostroke.remote.async_engine import AsyncEngine
 from twostroke.serve import app as module
 from twostroke.serve import stream
 from twostroke.serve.app import App, Route
@@ -132,7 +132,7 @@ def test_the_core_needs_no_server() -> None:
     """Without the server's packages everything else imports."""
     code = (
         "import sys\n"
-        "for name in ('msgpack', 'uvicorn', 'h11', 'pydantic', 'prometheus_client'):\n"
+        "for name in ('msgspec', 'uvicorn', 'h11', 'pydantic', 'prometheus_client'):\n"
         "    sys.modules[name] = None\n"
         "import twostroke, twostroke.engine.llm, twostroke.engine.core\n"
         "from twostroke.cli import bench, diagnose, main, plan\n"

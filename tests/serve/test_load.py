@@ -20,7 +20,7 @@ from tests.serve.server import KEY, PATIENT, Server, events, wait_until
 from tests.serve.test_listen import KEY_LINE, connect, read_answer
 
 LIMITS = (
-    "import twostroke.serve.listen as l, twostroke.serve.linger as g, twostroke.remote.aio as a; "
+    "import twostroke.serve.listen as l, twostroke.serve.linger as g, twostroke.remote.stream as a; "
     "l.SEND_BUFFER = 4096; l.STALL_SECONDS = 5.0; l.MAX_CONNECTIONS = 100; g.LINGER_SECONDS = 60.0; a.MAX_UNREAD = 500"
 )
 HASTY = "import twostroke.serve.listen as l; l.HEADER_SECONDS = 3.0"

@@ -1,4 +1,4 @@
-"""From events of the core to text: decoding, stop strings, and what a caller finally holds."""
+"""From events of the core to text: decoding, stop strings, and what the caller gets."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class StreamEvent(NamedTuple):
 
     @property
     def is_text(self) -> bool:
-        """Whether there is nothing to it but text."""
+        """Whether it holds text and nothing that only some callers want."""
         return bool(self.text) and self.finish_reason is None and self.logprobs is None
 
 
@@ -76,14 +76,13 @@ class Output:
 class Answer:
     """One sample in the making: turns the core's events into text that is final the moment it is shown."""
 
-    __slots__ = ("decoder", "plain", "request", "sample", "stops")
+    __slots__ = ("decoder", "request", "sample", "stops")
 
     def __init__(self, request: Request, tokenizer: Tokenizer, visible: frozenset[int] = frozenset()):
         """visible: special tokens that are part of the text, such as the marks around a call."""
         self.request = request
         self.decoder = StreamDecoder(tokenizer, at_start=False, visible=visible)
         self.stops = StopMatcher(tuple(request.params.stop)) if request.params.stop else None
-        self.plain = False  # once there is a first token: all that the next one can bring is text
         self.sample = Sample(Timeline(request.arrival, prompt_tokens=len(request.tokens) - request.written))
         if request.params.logprobs is not None:
             self.sample.logprobs = []
@@ -95,53 +94,45 @@ class Answer:
     def push(self, event: Event, at: float) -> StreamEvent:
         """Take an event in; `at`: when its tokens were written. A stop string may end the answer before the core knows:
         see `finished`."""
-        timeline = self.sample.timeline
+        sample, timeline = self.sample, self.sample.timeline
         if event.facts is not None:
             timeline.update(event.facts)
         ids, text = self._decode(event)
+        sample.pieces.append(text)
+        sample.token_ids += ids
         timeline.token_times += [at] * len(ids)
-        if self.finished and timeline.end is None:
+        logprobs = None
+        if sample.logprobs is not None:
+            logprobs = event.logprobs[: len(ids)]
+            sample.logprobs += logprobs
+        reason = sample.finish_reason
+        if reason is None:
+            return StreamEvent(text, ids, None, self.request.sample, logprobs)
+        sample.error = event.error
+        if timeline.end is None:
             timeline.end = at
-        reason = self.sample.finish_reason
-        logprobs = event.logprobs[: len(ids)]
-        self.sample.pieces.append(text)
-        self.sample.token_ids += ids
-        self.sample.error = event.error
-        if self.sample.logprobs is not None:
-            self.sample.logprobs += logprobs
-        self.plain = bool(self.sample.token_ids) and not (
-            self.finished or self.stops or self.sample.logprobs is not None
-        )
-        wanted = logprobs if self.sample.logprobs is not None else None
-        last = timeline if self.finished else None
-        return StreamEvent(text, tuple(ids), reason, self.request.sample, wanted, last, event.error)
+        return StreamEvent(text, ids, reason, self.request.sample, logprobs, timeline, event.error)
 
-    def push_token(self, token: int, at: float) -> str:
-        """`push` of one token with nothing else to it to an answer that is `plain`: the text it brings."""
-        text = self.decoder.push_one(token)
-        self.sample.pieces.append(text)
-        self.sample.token_ids.append(token)
-        self.sample.timeline.token_times.append(at)
-        return text
-
-    def _decode(self, event: Event) -> tuple[list[int], str]:
-        ids: list[int] = []
+    def _decode(self, event: Event) -> tuple[tuple[int, ...], str]:
+        """The tokens that belong to the answer, and the text that may be shown now."""
+        ids = event.token_ids
+        reason = event.finish_reason
+        if reason is None and self.stops is None:
+            return ids, "".join([self.decoder.push_one(token) for token in ids])
         text = ""
-        stop_token = event.token_ids[-1] if event.finish_reason is FinishReason.STOP else None
-        for token in event.token_ids:
-            ids.append(token)
-            if token == stop_token and len(ids) == len(event.token_ids):
-                break  # an end token ends the text, it is not part of it
-            piece, stopped = self._match(self.decoder.push_one(token), len(self.sample.token_ids) + len(ids))
+        # An end token ends the text, it is not part of it.
+        shown = len(ids) - 1 if reason is FinishReason.STOP else len(ids)
+        for count, token in enumerate(ids[:shown], 1):
+            piece, stopped = self._match(self.decoder.push_one(token), len(self.sample.token_ids) + count)
             text += piece
             if stopped:
-                return ids, text
-        if event.finish_reason is not None:
+                return ids[:count], text
+        if reason is not None:
             piece, stopped = self._match(self.decoder.flush(), len(self.sample.token_ids) + len(ids))
             text += piece
             if not stopped:
                 text += self.stops.flush() if self.stops else ""
-                self.sample.finish_reason = event.finish_reason.value
+                self.sample.finish_reason = reason.value
         return ids, text
 
     def _match(self, text: str, written: int) -> tuple[str, bool]:

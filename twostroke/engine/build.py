@@ -38,8 +38,8 @@ Progress = Callable[[int, int], None]
 Stage = Callable[[str], None]
 
 
-def unheard(name: str) -> None:
-    """Nobody wants to know which stage of the start begins."""
+def ignore_stage(name: str) -> None:
+    """For a caller that does not show the stages of the start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ def build_engine(
     clock: Callable[[], float] = time.perf_counter,
     download_progress: Progress | None = None,
     load_progress: Progress | None = None,
-    stage: Stage = unheard,
+    stage: Stage = ignore_stage,
     block_key: bytes | None = None,
 ) -> Engine:
     """block_key: shared by engines that exchange KV blocks; None: names of blocks hold in this process alone."""
@@ -100,7 +100,7 @@ def check_host_memory(wanted: int, free: int) -> None:
 
 
 def choose_device(config: Config) -> str:
-    """Torch is asked, and imported, only where the driver knows of a device."""
+    """Torch is imported only where the driver has a device."""
     if config.device == "cuda" and not cuda_available():
         raise ConfigError("device='cuda' was asked for, but torch sees no CUDA device: use device='cpu'.")
     if config.device is not None:
@@ -115,7 +115,7 @@ def cuda_available() -> bool:
 
 
 def device_name(device: str) -> str:
-    """What computes, by its own name."""
+    """The processor or the card that computes, by its own name."""
     if device != "cuda":
         return machine_name()
     import torch
@@ -124,7 +124,7 @@ def device_name(device: str) -> str:
 
 
 def hardware_of(device: str, arch: Arch) -> Hardware:
-    """What is free once a step of the default size has room beside weights and cache."""
+    """The machine; its free memory less what a step of the default size takes beside weights and cache."""
     machine = this_machine(device)
     if device != "cuda":
         return machine

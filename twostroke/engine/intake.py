@@ -1,7 +1,8 @@
-"""From what a caller asks to requests the scheduler can take: everything is checked here, before anything is held."""
+"""From what a caller asks to `Request`s: everything is checked here, before the engine allocates anything."""
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 
 from twostroke.config import Resolved
@@ -14,11 +15,31 @@ from twostroke.types import Request
 from twostroke.weights.checkpoint import Checkpoint
 
 Prompt = str | Sequence[int]
+COUNTER_BITS = 24  # of an id: 16 million requests before a new prefix is drawn
+PREFIX_BITS = 29
+
+
+class RequestIds:
+    """Ids that no other front end gives out: a random prefix and a counter, in the 53 bits up to which JSON numbers are
+    exact. The samples of one prompt get ids in a row."""
+
+    def __init__(self, prefix: int | None = None):
+        """prefix: None draws one; 0 where no other front end can reach the engine."""
+        self.prefix = secrets.randbits(PREFIX_BITS) if prefix is None else prefix
+        self.count = 0
+
+    def take(self, count: int) -> int:
+        """The first of so many ids in a row."""
+        if self.count + count > 1 << COUNTER_BITS:
+            self.prefix, self.count = secrets.randbits(PREFIX_BITS), 0
+        first = self.prefix << COUNTER_BITS | self.count
+        self.count += count
+        return first
 
 
 class Intake:
-    """`grammars` says whether a grammar can be used: a GrammarCompiler where the model runs in this process, else only
-    the check that the default makes."""
+    """`grammars` decides whether a grammar can be used: a GrammarCompiler where the model runs in this process, else a
+    GrammarChecker (the default). `ids`: where several front ends may share an engine, ids of its own."""
 
     def __init__(
         self,
@@ -26,11 +47,13 @@ class Intake:
         settings: Resolved,
         vocab: int,
         grammars: GrammarCompiler | GrammarChecker | None = None,
+        ids: RequestIds | None = None,
     ):
         self.tokenizer = tokenizer
         self.settings = settings
         self.vocab = vocab
         self.grammars = grammars or GrammarChecker(Words(tokenizer, vocab).as_message)
+        self.ids = ids or RequestIds(0)
         self.requests_made = 0
 
     def tokenize(self, prompt: Prompt, *, add_special: bool = True) -> list[int]:
@@ -57,7 +80,7 @@ class Intake:
             )
 
     def prepare(self, params: SamplingParams) -> None:
-        """Check what depends on the model. A new grammar takes its time: call this before taking the engine's lock."""
+        """Check what depends on the model. A new grammar may take seconds: call this before taking a lock."""
         params.check_vocabulary(self.vocab)
         if params.grammar is not None:
             if not self._stop_ids(params):
@@ -75,16 +98,16 @@ class Intake:
         return self.make(tokens, params, arrival, salt)
 
     def make(self, tokens: list[int], params: SamplingParams, arrival: float, salt: bytes = b"") -> list[Request]:
-        """The same for params that were prepared already, which takes no time."""
+        """The same for params that were prepared already: it takes no time worth mentioning."""
         stop_ids = self._stop_ids(params)
         limit = self.settings.max_model_len
         if params.max_tokens is not None:
             limit = min(limit, len(tokens) + params.max_tokens)
-        first = self.requests_made
-        self.requests_made += params.n
+        first = self.ids.take(params.n)
         if not self.settings.prefix_cache:
             salt += b"request %d" % first  # the samples of one call still share their prompt
-        seed = params.seed if params.seed is not None else mix(self.settings.seed ^ mix(first))
+        seed = params.seed if params.seed is not None else mix(self.settings.seed ^ mix(self.requests_made))
+        self.requests_made += params.n
         return Request(first, tuple(tokens), params, seed, arrival, limit, stop_ids, salt).siblings(params.n)
 
 

@@ -13,7 +13,7 @@ from types import FrameType
 def interrupt_deferred() -> Iterator[None]:
     """A SIGINT that arrives inside raises KeyboardInterrupt at the end of the block."""
     if threading.current_thread() is not threading.main_thread():
-        yield  # signals are only ever delivered to the main thread
+        yield  # signals are only delivered to the main thread
         return
     arrived: list[int] = []
 

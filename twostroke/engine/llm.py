@@ -1,4 +1,4 @@
-"""The offline face: load a model in this process and ask it."""
+"""`LLM`: load a model in this process and ask it, from Python."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class LLM:
         return outputs[0] if single else outputs
 
     def stream(self, prompt: Prompt | Messages, params: SamplingParams | None = None) -> Iterator[StreamEvent]:
-        """Pieces of the answer as they come; a list of messages is a chat. Closing the iterator ends the request."""
+        """Pieces of the answer as they are written; a list of messages is a chat. Closing the iterator aborts it."""
         if not isinstance(prompt, str) and prompt and isinstance(prompt[0], Mapping):
             tokens = self._render(cast(Messages, prompt), {})
         else:
@@ -160,7 +160,7 @@ class LLM:
             return job
 
     def _pump(self) -> None:
-        """One step of the engine, its events handed to whoever asked."""
+        """One step of the engine; its events go to the jobs that wait for them."""
         with self._lock, interrupt_deferred():
             for event in self.engine.core.step():
                 self._deliver(event)
@@ -168,7 +168,7 @@ class LLM:
     def _deliver(self, event: Event) -> None:
         core = self.engine.core
         job, answer = self._answers[event.request_id]
-        if job.prompt_logprobs is not None:
+        if job.prompt_logprobs is not None and event.prompt_logprobs:
             job.prompt_logprobs.update(event.prompt_logprobs)
         job.pieces.append(answer.push(event, core.collected))
         if answer.finished:

@@ -24,6 +24,13 @@ class Facts(NamedTuple):
     preemptions: int
     recomputed_tokens: int
 
+    def shifted(self, seconds: float) -> Facts:
+        """The same facts on a clock that is ahead by so many seconds."""
+        return self._replace(
+            scheduled=None if self.scheduled is None else self.scheduled + seconds,
+            end=None if self.end is None else self.end + seconds,
+        )
+
 
 @dataclass(slots=True)
 class Timeline:

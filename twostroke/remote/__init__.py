@@ -1,0 +1,21 @@
+"""An engine that runs elsewhere, and its asynchronous front end.
+
+    AsyncEngine ──Request──▶ EngineClient ═══ messages ═══▶ EngineLoop ──▶ Core
+    Stream      ◀──Event────                                (a child process, or a thread)
+
+file           what it does
+async_engine   `AsyncEngine`: tokenizer, admission, a `Stream` for each call; what the server is built on
+stream         `Stream`: the pieces of the answers to one call, for one reader
+admission      which requests are taken: a queue bounded by what its requests may cost
+ended          the record of the last requests that ended, for a replay in the simulator
+observer       who counts tokens, gaps and ends
+client         the `EngineClient` protocol: submit, abort, change, steps, health; ids and clocks across machines
+process        `ProcessEngine`: the engine in a child process, watched and started again
+thread         `ThreadEngine`: the engine on a thread of this process
+loop           `EngineLoop`: takes messages between steps, runs the core, reports each step; start and warm-up
+worker         the main program of the child process
+messages       what front end and engine say to each other
+wire           messages as bytes
+
+The server's process imports all of it but loop, worker and thread, and none of that needs torch.
+"""

@@ -1,4 +1,4 @@
-"""Who may come in: a queue bounded by what its requests may cost, decided before anything is allocated. Torch-free.
+"""Which requests are admitted: a queue bounded by what its requests may cost, before anything is allocated. Torch-free.
 
 A request's cost is the KV blocks it may hold in the end: samples × blocks for (prompt + longest answer). The engine can
 run `kv_blocks` of them at once; the queue may promise as many again for each time `max_queue` holds `max_requests`.
@@ -36,7 +36,7 @@ class Admission:
         self._released: deque[tuple[float, int]] = deque(maxlen=HISTORY)  # (when, blocks)
 
     def adapt(self, settings: Resolved) -> None:
-        """The limits under these settings; who is in stays in."""
+        """The limits under these settings; requests that were admitted stay."""
         self.step = settings.max_batch_tokens if settings.chunked_prefill else settings.max_model_len
         self.max_samples = settings.max_requests + self.max_queue
         self.max_blocks = ceil(settings.kv_blocks * self.max_samples / settings.max_requests)
@@ -51,7 +51,7 @@ class Admission:
             raise BusyError(self.retry_after(1))
 
     def take(self, samples: int, blocks: int) -> None:
-        """Count a request in. InputError when it would not even fit an idle server."""
+        """Admit a request. InputError when it would not even fit an idle server."""
         if samples > self.max_samples:
             raise InputError(
                 f"n: {samples} samples are more than the {self.max_samples} that this server runs and queues: lower n."
@@ -73,7 +73,7 @@ class Admission:
         self._released.append((self.clock(), blocks))
 
     def retry_after(self, blocks: int) -> int:
-        """Whole seconds until that many blocks should be free, at the pace of late."""
+        """Whole seconds until that many blocks should be free, at the pace of the last releases."""
         if len(self._released) < 2:
             return 1
         seconds = self.clock() - self._released[0][0]

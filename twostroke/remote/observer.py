@@ -1,4 +1,4 @@
-"""Who is told what the engine does, to count it. Torch-free."""
+"""Who counts what the engine does. Torch-free."""
 
 from __future__ import annotations
 
@@ -9,29 +9,33 @@ from twostroke.metrics.timeline import Timeline
 
 
 class Observer(Protocol):
-    """Who counts. Called on the event loop, once for each report, all its plain tokens, other pieces and ends."""
+    """Called on the event loop."""
 
-    def reported(self, counts: Counts, step_seconds: float) -> None: ...
+    def reported(self, counts: Counts, step_seconds: float) -> None:
+        """A step has ended."""
 
-    def gaps(self, seconds: list[float]) -> None: ...
+    def tokens(self, timeline: Timeline, count: int) -> None:
+        """An answer has got its first tokens, so many of them."""
 
-    def tokens(self, timeline: Timeline, count: int) -> None: ...
+    def gaps(self, seconds: list[float]) -> None:
+        """Answers have got further tokens: the time of each since the one before it."""
 
     def ended(self, timeline: Timeline, reason: str) -> None: ...
 
-    def lost(self) -> None: ...
+    def lost(self) -> None:
+        """The engine is gone."""
 
 
-class Nobody:
+class NoObserver:
     """Counts nothing."""
 
     def reported(self, counts: Counts, step_seconds: float) -> None:
         return
 
-    def gaps(self, seconds: list[float]) -> None:
+    def tokens(self, timeline: Timeline, count: int) -> None:
         return
 
-    def tokens(self, timeline: Timeline, count: int) -> None:
+    def gaps(self, seconds: list[float]) -> None:
         return
 
     def ended(self, timeline: Timeline, reason: str) -> None:

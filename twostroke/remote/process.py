@@ -1,10 +1,10 @@
-"""The parent's side of the engine process: start it, watch it, and start it again when it dies. Torch-free.
+"""The engine in a child process: start it, watch it, and start it again when it dies. Torch-free.
 
     starting ──ready──▶ ready ──socket ends, or silence too long──▶ restarting ──ready──▶ ready
-                          └── no sign of life for a while: late (health says so), it may yet come back
+                          └── silence for a while: late (health says so), it may yet answer
 
-A process that has died is seen at once: its end of the socket pair closes. One that is stopped goes silent. One that is
-stuck in a step still beats, but its step does not end. The last two are given some patience, then killed.
+A process that dies is seen at once: its end of the socket pair closes. A process that is stopped goes silent. A process
+that is stuck in a step still beats, but its step does not end. The last two get some time, then they are killed.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from twostroke import errors
 from twostroke.remote import wire
-from twostroke.remote.frames import Frames, WireError
+from twostroke.remote.client import EngineError, EngineListener, MessageClient
+from twostroke.remote.messages import Beat, Failed, FromEngine, Hello, Message, Ready, Report
 
 log = logging.getLogger(__name__)
 BOOT = "import sys; sys.path.append(sys.argv[3]); from twostroke.remote.worker import main; main(*sys.argv[1:3])"
@@ -34,7 +35,7 @@ READ = 1 << 18  # bytes taken in at once; one buffer for all of them, as a new o
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """Seconds, all of them."""
+    """How long to wait, in seconds."""
 
     late: float = 3.0  # of silence before the engine counts as not healthy
     dead: float = 10.0  # of silence before it is killed
@@ -44,35 +45,19 @@ class Patience:
     backoff_most: float = 30.0
 
 
-class EngineError(Exception):
-    """The engine process cannot serve: not started, dead, or restarting."""
-
-
-class Owner(Protocol):
-    """Who wants to hear from the engine process. All calls come on the event loop."""
-
-    def on_stage(self, stage: wire.Stage) -> None: ...
-
-    def on_ready(self, ready: wire.Ready) -> None: ...
-
-    def on_report(self, report: wire.Report) -> None: ...
-
-    def on_answer(self, answer: wire.Changed | wire.Steps) -> None: ...
-
-    def on_lost(self, why: str) -> None: ...
-
-
 class Child(asyncio.BufferedProtocol):
     """One life of the engine process."""
 
-    def __init__(self, process: subprocess.Popen[bytes], hear: Callable[[Any], None], lost: Callable[[str], None]):
+    def __init__(
+        self, process: subprocess.Popen[bytes], receive: Callable[[FromEngine], None], lost: Callable[[str], None]
+    ):
         self.process = process
-        self.hear = hear
+        self.receive = receive
         self.lost = lost
-        self.frames = Frames()
+        self.reader = wire.from_engine()
         self.buffer = memoryview(bytearray(READ))
         self.transport: asyncio.Transport | None = None
-        self.why = ""  # it ends, when we have decided that it must
+        self.why = ""  # it ends, once that is decided
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -83,10 +68,10 @@ class Child(asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         try:
-            for message in self.frames.feed(self.buffer[:nbytes]):
-                self.hear(wire.read_from_child(message))
-        except WireError as error:
-            self.kill(f"it said what nobody understands ({error})")
+            for message in self.reader.feed(self.buffer[:nbytes]):
+                self.receive(message)
+        except wire.WireError as error:
+            self.kill(f"it sent a malformed message ({error})")
 
     def connection_lost(self, error: Exception | None) -> None:
         self.process.kill()  # whatever closed its socket, nothing of it may stay
@@ -94,9 +79,9 @@ class Child(asyncio.BufferedProtocol):
             self.process.wait(1.0)
         self.lost(self.why or f"it ended with exit status {self.process.returncode}")
 
-    def send(self, message: bytes) -> None:
+    def send(self, message: Message) -> None:
         if self.transport is not None and not self.transport.is_closing():
-            self.transport.write(message)
+            self.transport.write(wire.encode(message))
 
     def kill(self, why: str) -> None:
         self.why = self.why or why
@@ -105,7 +90,7 @@ class Child(asyncio.BufferedProtocol):
             self.transport.abort()
 
 
-async def spawn(hear: Callable[[Any], None], lost: Callable[[str], None], hello: wire.Hello) -> Child:
+async def spawn(receive: Callable[[FromEngine], None], lost: Callable[[str], None], hello: Hello) -> Child:
     """Called on the main thread: on Linux the child is bound to the life of the thread that makes it."""
     ours, theirs = socket.socketpair()
     for end in (ours, theirs):
@@ -116,37 +101,34 @@ async def spawn(hear: Callable[[Any], None], lost: Callable[[str], None], hello:
     with theirs:
         process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
     loop = asyncio.get_running_loop()
-    _, child = await loop.create_connection(lambda: Child(process, hear, lost), sock=ours)
-    child.send(wire.pack_hello(hello))
+    _, child = await loop.create_connection(lambda: Child(process, receive, lost), sock=ours)
+    child.send(hello)
     return child
 
 
-class Supervisor:
-    """Keeps one engine process alive and knows how it is."""
+class ProcessEngine(MessageClient):
+    """An `EngineClient` that keeps one engine process alive and knows how it is."""
 
-    def __init__(self, model: Path, settings: dict[str, Any], owner: Owner, patience: Patience | None = None):
+    def __init__(self, model: Path, settings: dict[str, Any], patience: Patience | None = None):
+        super().__init__(settings)
         self.model = model
-        self.settings = settings
-        self.owner = owner
         self.patience = patience or Patience()
         self.child: Child | None = None
-        self.ready: wire.Ready | None = None
-        self.restarts = 0
         self.why = "it has not been started"
         self._up = False
-        self._heard = 0.0  # when the child last said anything
-        self._moved = 0.0  # when it last began or ended a step, or had nothing to do
-        self._beat = wire.Beat(0, False)
+        self._heard = 0.0  # when the last message came
+        self._moved = 0.0  # when the child last began or ended a step, or had nothing to do
+        self._beat = Beat(0, False)
         self._born = 0.0  # when it last became ready
         self._failures = 0  # lives in a row that ended too soon
         self._closing = False
-        self._first: asyncio.Future[wire.Ready] | None = None
+        self._first: asyncio.Future[Ready] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     # ---- life ------------------------------------------------------------------------------------------------------
 
-    async def start(self) -> wire.Ready:
-        """The first start. What keeps the engine from starting is raised here, in the words of its own process."""
+    async def start(self, listener: EngineListener) -> Ready:
+        self.listener = listener
         self._first = asyncio.get_running_loop().create_future()
         self.why = "it is starting"
         await self._spawn()
@@ -173,11 +155,11 @@ class Supervisor:
         settings = self.settings
         if self.ready is not None:  # requests without a seed of their own go on from the same one
             settings = settings | {"seed": self.ready.settings.seed}
-        self._heard = self._moved = time.monotonic()
+        self._said_hello = self._heard = self._moved = time.monotonic()
         level = logging.getLogger("twostroke").getEffectiveLevel()
-        self.child = await spawn(self._hear, self._lost, wire.Hello(str(self.model), settings, level))
+        self.child = await spawn(self._receive, self._lost, Hello(str(self.model), settings, level))
 
-    def _keep(self, work: Any) -> None:
+    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -192,7 +174,7 @@ class Supervisor:
             return
         log.error("the engine process is gone: %s; starting it again", why)
         self.restarts += 1
-        self.owner.on_lost(why)
+        self._lose(why)
         self._keep(self._restart(self._backoff(lived)))
 
     def _backoff(self, lived: float) -> float:
@@ -207,54 +189,47 @@ class Supervisor:
         except OSError as error:
             self._lost(f"it could not be started ({error})")
 
-    # ---- what it says ----------------------------------------------------------------------------------------------
+    # ---- messages --------------------------------------------------------------------------------------------------
 
-    def send(self, message: wire.Orders | wire.Change | wire.Recall) -> None:
+    def _send(self, message: Message) -> None:
         if self.child is None or not self._up:
             raise EngineError(self.why)
-        self.child.send(wire.pack_orders(message) if isinstance(message, wire.Orders) else wire.pack_question(message))
+        self.child.send(message)
 
-    def _hear(self, message: Any) -> None:
+    def _receive(self, message: FromEngine) -> None:
         self._heard = now = time.monotonic()
-        if isinstance(message, wire.Report):
+        if isinstance(message, Report):
             self._moved = now
-            self.owner.on_report(message)
-        elif isinstance(message, wire.Beat):
+        elif isinstance(message, Beat):
             if message.steps != self._beat.steps or not message.working:
                 self._moved = now
             self._beat = message
-        elif isinstance(message, wire.Changed | wire.Steps):
-            self.owner.on_answer(message)
-        elif isinstance(message, wire.Stage):
-            self.owner.on_stage(message)
-        elif isinstance(message, wire.Ready):
-            self._on_ready(message)
-        elif isinstance(message, wire.Failed):
+        elif isinstance(message, Failed):
             self._on_failed(message)
+        super()._receive(message)
 
-    def _on_ready(self, ready: wire.Ready) -> None:
-        self.ready, self._up, self.why = ready, True, ""
-        self._beat = wire.Beat(0, False)
+    def _on_ready(self, ready: Ready) -> None:
+        self._up, self.why = True, ""
+        self._beat = Beat(0, False)
         self._born = self._moved = time.monotonic()
-        self.owner.on_ready(ready)
+        super()._on_ready(ready)
         if self._first is not None and not self._first.done():
             self._first.set_result(ready)
 
-    def _on_failed(self, failed: wire.Failed) -> None:
+    def _on_failed(self, failed: Failed) -> None:
         if self.child is not None:
             self.child.why = failed.message
         if self._first is not None and not self._first.done():
             kind = getattr(errors, failed.kind, EngineError)
             self._first.set_exception(kind(failed.message))
 
-    # ---- how it is -------------------------------------------------------------------------------------------------
+    # ---- health ----------------------------------------------------------------------------------------------------
 
     @property
     def healthy(self) -> bool:
         return self._up and self.trouble() is None
 
     def trouble(self) -> str | None:
-        """What is wrong with the engine now, if anything is."""
         if not self._up:
             return self.why
         now = time.monotonic()
@@ -269,7 +244,7 @@ class Supervisor:
         return self.patience.step + 3 * longest
 
     async def _watch(self) -> None:
-        """Ends a process that is silent or stuck for too long; its restart is `_lost`'s business."""
+        """Kills a process that is silent or stuck for too long; `_lost` then starts it again."""
         tick = min(0.5, self.patience.late / 4)
         before = time.monotonic()
         while True:
@@ -277,7 +252,7 @@ class Supervisor:
             now = time.monotonic()
             late, before = now - before > 4 * tick, now
             if late or self.child is None:
-                continue  # it was this process that slept: what the child said meanwhile is still unread
+                continue  # this process itself slept: what the child sent meanwhile is still unread
             silent = self.patience.dead if self._up else self.patience.start
             if now - self._heard > silent:
                 self.child.kill(f"it gave no sign of life for {silent:g} s")

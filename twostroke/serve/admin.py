@@ -8,7 +8,7 @@ from typing import Any
 from twostroke.errors import ConfigError
 from twostroke.metrics import steplog
 from twostroke.remote import ended as records
-from twostroke.remote.process import EngineError
+from twostroke.remote.client import EngineError
 from twostroke.serve import errors
 from twostroke.serve.http import Call, dump
 from twostroke.serve.protocol import admin
@@ -43,15 +43,15 @@ async def change(service: Service, call: Call) -> None:
 
 def settings_document(service: Service) -> dict[str, Any]:
     engine = service.engine
-    supervisor, now = engine.supervisor, engine.intake.settings
-    assert supervisor.ready is not None
-    described = admin.settings(now, supervisor.settings, engine.changed)
+    client, now = engine.client, engine.intake.settings
+    assert client.ready is not None
+    described = admin.settings(now, client.settings, engine.changed)
     described["max_queue"] = {"value": engine.max_queue, "reason": engine.queue_reason, "live": False}
     return {
         "model": service.name,
-        "machine": supervisor.ready.machine,
-        "restarts": supervisor.restarts,
-        "rows": supervisor.ready.settings.max_requests,
+        "machine": client.ready.machine,
+        "restarts": client.restarts,
+        "rows": client.ready.settings.max_requests,
         "weight_bytes": engine.weight_bytes,
         **admin.model(engine.arch, now),
         "settings": described,
@@ -71,7 +71,7 @@ async def steps_document(service: Service, since: int, limit: int) -> Callable[[
     """Asks the engine now; what is returned writes the answer, in whatever thread."""
     engine, wall = service.engine, service.wall
     found = await engine.steps(since, limit)
-    now, restarts = engine.intake.settings, engine.supervisor.restarts
+    now, restarts = engine.intake.settings, engine.client.restarts
     return lambda: {
         "restarts": restarts,
         "kept": steplog.KEPT,
@@ -88,7 +88,7 @@ async def arrivals(service: Service, call: Call) -> None:
 
 
 def arrivals_document(service: Service, limit: int) -> Callable[[], dict[str, Any]]:
-    kept = service.engine.arrivals.latest(limit)
+    kept = service.engine.ended.latest(limit)
     return lambda: {
         "now": service.engine.clock() + service.wall,
         "kept": records.KEPT,

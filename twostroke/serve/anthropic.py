@@ -6,7 +6,7 @@ import json
 import secrets
 from typing import Any
 
-from twostroke.remote.aio import Piece
+from twostroke.remote.stream import Piece
 from twostroke.serve.constrain import Binding, bind
 from twostroke.serve.errors import ApiError
 from twostroke.serve.http import Call

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from twostroke.remote.aio import Piece
+from twostroke.remote.stream import Piece
 from twostroke.serve import stream
 from twostroke.serve.constrain import bind, grammar_field
 from twostroke.serve.errors import ApiError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from twostroke.remote.aio import Piece
+from twostroke.remote.stream import Piece
 from twostroke.serve import stream
 from twostroke.serve.constrain import Binding, grammar_field, grammar_of
 from twostroke.serve.errors import ApiError

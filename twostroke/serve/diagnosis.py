@@ -38,10 +38,10 @@ class Verdicts:
         self.task: asyncio.Task[None] | None = None
 
     async def handle(self, service: Service, call: Call) -> None:
-        ended = service.engine.arrivals.latest()
+        ended = service.engine.ended.latest()
         answered = sum(one.output_tokens > 0 for one in ended)
         newest = ended[-1].request if ended else None
-        basis = (newest, tuple(service.engine.changed.items()), service.engine.supervisor.restarts)
+        basis = (newest, tuple(service.engine.changed.items()), service.engine.client.restarts)
         idle = self.task is None or self.task.done()
         if idle and answered >= FEWEST and basis != self.basis and self.clock() >= self.next and not service.draining:
             self.basis = basis

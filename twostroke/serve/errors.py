@@ -6,7 +6,7 @@ import logging
 import secrets
 
 from twostroke.remote.admission import BusyError
-from twostroke.remote.process import EngineError
+from twostroke.remote.client import EngineError
 
 log = logging.getLogger(__name__)
 RESTART_SECONDS = 5  # after which it is worth asking again when the engine is not there

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from twostroke.metrics.registry import Metrics
-from twostroke.remote.aio import AsyncEngine
+from twostroke.remote.async_engine import AsyncEngine
+from twostroke.remote.messages import Ready
 from twostroke.remote.process import Patience
-from twostroke.remote.wire import Ready
 from twostroke.serve.app import App
 from twostroke.serve.auth import Keys
 from twostroke.serve.listen import Listener, bind, make_listener

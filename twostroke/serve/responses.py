@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from typing import Any
 
-from twostroke.remote.aio import Piece
+from twostroke.remote.stream import Piece
 from twostroke.serve.constrain import bind
 from twostroke.serve.errors import ApiError
 from twostroke.serve.http import Call

@@ -15,8 +15,9 @@ from twostroke.errors import InputError, ModelError
 from twostroke.metrics.registry import Metrics
 from twostroke.metrics.timeline import Timeline
 from twostroke.remote.admission import BusyError
-from twostroke.remote.aio import ENGINE_GONE, SLOW_READER, AsyncEngine, Stream
-from twostroke.remote.process import EngineError
+from twostroke.remote.async_engine import ENGINE_GONE, AsyncEngine
+from twostroke.remote.client import EngineError
+from twostroke.remote.stream import SLOW_READER, Stream
 from twostroke.sampling import SamplingParams
 from twostroke.serve import errors
 from twostroke.serve.auth import Keys
@@ -126,7 +127,7 @@ class Service:
         """Refuse before anything is read when nothing could be served."""
         if self.draining:
             raise errors.unavailable("The server is shutting down.", "shutting_down")
-        trouble = self.engine.supervisor.trouble()
+        trouble = self.engine.client.trouble()
         if trouble is not None:
             raise errors.unavailable(f"The engine is not available: {trouble}.")
         try:

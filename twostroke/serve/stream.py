@@ -8,7 +8,7 @@ from json.encoder import encode_basestring
 from typing import Any, Protocol
 
 from twostroke.engine.answer import StreamEvent
-from twostroke.remote.aio import Piece
+from twostroke.remote.stream import Piece
 from twostroke.serve.errors import ApiError
 from twostroke.serve.http import GoneError, dump
 from twostroke.serve.service import Generation

@@ -56,7 +56,7 @@ def _model(service: Service) -> dict[str, object]:
 
 
 async def metrics(service: Service, call: Call) -> None:
-    service.metrics.up.set(1 if service.engine.supervisor.healthy else 0)
+    service.metrics.up.set(1 if service.engine.client.healthy else 0)
     await call.respond(200, service.metrics.render(), kind=service.metrics.content_type)
 
 
@@ -66,14 +66,14 @@ async def live(service: Service, call: Call) -> None:
 
 async def ready(service: Service, call: Call) -> None:
     """Says no more than yes or no: anybody may ask."""
-    good = service.engine.supervisor.healthy and not service.draining
+    good = service.engine.client.healthy and not service.draining
     await call.respond(200 if good else 503, text.health("ok" if good else "unavailable", None, {}))
 
 
 async def health(service: Service, call: Call) -> None:
     """By forward progress: an engine that is stopped, stuck or dead is not healthy, whatever this process thinks."""
     engine = service.engine
-    trouble = engine.supervisor.trouble()
+    trouble = engine.client.trouble()
     if service.draining:
         trouble = trouble or "the server is shutting down"
     more: dict[str, Any] = {
@@ -81,7 +81,7 @@ async def health(service: Service, call: Call) -> None:
         "waiting": engine.counts.waiting,
         "in_flight": engine.in_flight,
         "steps": engine.counts.steps,
-        "restarts": engine.supervisor.restarts,
+        "restarts": engine.client.restarts,
         "blocks": {
             "total": engine.counts.blocks_total,
             "free": engine.counts.blocks_free,
@@ -91,12 +91,12 @@ async def health(service: Service, call: Call) -> None:
             "restored": engine.counts.blocks_restored,
         },
     }
-    if engine.supervisor.ready is None:
-        more["loading"] = engine.stage._asdict()
+    if engine.client.ready is None:
+        more["loading"] = {"name": engine.stage.name, "done": engine.stage.done, "total": engine.stage.total}
     await call.respond(503 if trouble else 200, text.health("unavailable" if trouble else "ok", trouble, more))
 
 
 def needs_engine(service: Service) -> None:
     """Routes that know the model only once it is loaded."""
-    if service.engine.supervisor.ready is None:
+    if service.engine.client.ready is None:
         raise ApiError(503, "The model is still loading.", code="loading", retry_after=2, reason="unavailable")

@@ -11,7 +11,7 @@ from twostroke.config import Config, Resolved
 from twostroke.engine.settings import LIVE
 from twostroke.metrics.steplog import Step
 from twostroke.model.arch import Arch, arch_document
-from twostroke.remote.ended import Ended
+from twostroke.remote.ended import EndedRequest
 from twostroke.schedule.policy import POLICIES
 from twostroke.serve.errors import ApiError, bad_request
 from twostroke.serve.protocol.base import Shape
@@ -94,7 +94,7 @@ def step(one: Step, arch: Arch, now: Resolved, weight_bytes: int, wall: float) -
     }
 
 
-def arrival(one: Ended, wall: float) -> dict[str, Any]:
+def arrival(one: EndedRequest, wall: float) -> dict[str, Any]:
     timeline = one.timeline
     return {
         "request": one.request,
@@ -112,5 +112,5 @@ def arrival(one: Ended, wall: float) -> dict[str, Any]:
         "preemptions": timeline.preemptions,
         "priority": one.priority,
         "finish_reason": one.reason,
-        "parts": one.parts,
+        "parts": one.segments,
     }

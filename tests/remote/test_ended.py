@@ -1,0 +1,39 @@
+"""The record of ended requests: bounded, and without anything that tenants could learn of each other."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from twostroke.metrics.timeline import Timeline
+from twostroke.remote import ended as module
+from twostroke.remote.ended import EndedRequests, by_arrival
+from twostroke.sampling import SamplingParams
+from twostroke.types import Request
+
+
+def ended(record: EndedRequests, number: int, tokens: list[int], salt: bytes = b"") -> None:
+    timeline = Timeline(float(-number), end=1.0, prompt_tokens=len(tokens))
+    record.add(Request(number, tuple(tokens), SamplingParams()), timeline, salt, "stop")
+
+
+def test_the_record_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = EndedRequests()
+    for number in range(module.KEPT + 5):
+        ended(record, number, [number])
+    assert [one.request for one in record.latest()][:1] == [5] and len(record.latest()) == module.KEPT
+    monkeypatch.setattr(module, "MAX_SEGMENTS", 100)
+    ended(record, 9999, list(range(1000)))
+    assert sum(len(one.segments) for one in record.latest()) <= 100
+
+
+def test_tenants_share_no_contents() -> None:
+    record = EndedRequests()
+    tokens = list(range(200))
+    for number, salt in enumerate((b"a", b"a", b"b")):
+        ended(record, number, tokens, salt)
+    theirs, again, ours = by_arrival(record.latest())  # by arrival, which runs backwards here
+    assert len(theirs.segments) == 1 and len(again.segments) > 3 and again.segments == ours.segments
+    assert theirs.segments[0].content not in {segment.content for segment in ours.segments}
+    assert json.loads(json.dumps(ours.segments))[0] == list(ours.segments[0])

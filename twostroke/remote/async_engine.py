@@ -1,0 +1,270 @@
+"""The asynchronous front end of an engine: submit prompts, iterate over pieces of answers. Torch-free.
+
+Requests are made by the same `Intake` and answers by the same `Answer` as in `LLM`; an `EngineClient` is between them.
+Every sample gets exactly one last piece: from the engine, from a stop string found here, or, when the engine is lost,
+an error. Closing a stream (a client that went away) ends what is left of it within a step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from twostroke.config import Resolved
+from twostroke.engine.answer import Answer
+from twostroke.engine.intake import Intake, RequestIds, open_tokenizer
+from twostroke.errors import TwostrokeError
+from twostroke.grammar.check import GrammarChecker
+from twostroke.grammar.compile import Words
+from twostroke.metrics.counts import Counts
+from twostroke.metrics.steplog import Step
+from twostroke.remote.admission import Admission, BusyError
+from twostroke.remote.client import EngineClient, EngineError
+from twostroke.remote.ended import EndedRequests
+from twostroke.remote.messages import Ready, Report, Stage
+from twostroke.remote.observer import NoObserver, Observer
+from twostroke.remote.process import Patience, ProcessEngine
+from twostroke.remote.stream import Stream
+from twostroke.sampling import SamplingParams
+from twostroke.text.tokenizer import Tokenizer
+from twostroke.types import Event, FinishReason
+from twostroke.weights.checkpoint import open_checkpoint
+from twostroke.weights.describe import checkpoint_bytes, load_arch
+
+ENGINE_GONE = "the engine stopped while it wrote this answer"
+MAX_GRAMMARS = 16  # that may wait to be tried
+
+
+class Recipient(NamedTuple):
+    """Where the events of a request go until the engine has ended it."""
+
+    stream: Stream
+    choice: int
+    answer: Answer
+    cost: int
+
+
+class AsyncEngine:
+    """A model behind an `EngineClient`. Everything here runs on one event loop."""
+
+    def __init__(
+        self,
+        path: Path,
+        settings: dict[str, Any],
+        *,
+        max_queue: int | None = None,
+        observer: Observer | None = None,
+        patience: Patience | None = None,
+        client: EngineClient | None = None,
+    ):
+        """client: None for a child process."""
+        self.checkpoint = open_checkpoint(path)
+        self.arch = load_arch(self.checkpoint)
+        self.weight_bytes = checkpoint_bytes(self.checkpoint)
+        self.tokenizer: Tokenizer  # both are made while the engine starts
+        self.grammars: GrammarChecker
+        self._opening: Future[None]
+        self.clock = time.monotonic
+        self.max_queue = max_queue
+        self.queue_reason = "given at the start"
+        self.observer: Observer = observer or NoObserver()
+        self.client: EngineClient = client or ProcessEngine(path, settings, patience)
+        self.counts = Counts()
+        self.step_seconds = 0.0
+        self.stage = Stage("start")
+        self.intake: Intake
+        self.admission: Admission
+        self.ended = EndedRequests()
+        self._recipients: dict[int, Recipient] = {}  # by request id
+        self._to_wake: dict[Stream, None] = {}  # streams that got pieces in this report
+        self._grammars = 0  # being tried, or waiting for it
+        self._checker = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+
+    async def start(self, grammars: bool = False) -> Ready:
+        """Start the engine, and read the tokenizer meanwhile. grammars: start the process that tries them too, so that
+        the first caller who has one need not wait for it."""
+        self._opening = self._checker.submit(self._open)
+        starting = asyncio.ensure_future(self.client.start(self))
+        try:
+            await asyncio.wrap_future(self._opening)
+            if grammars:
+                self._checker.submit(self.grammars.warm)
+        except BaseException:
+            starting.cancel()
+            raise
+        return await starting
+
+    def _open(self) -> None:
+        self.tokenizer = open_tokenizer(self.checkpoint)
+        self.grammars = GrammarChecker(Words(self.tokenizer, self.arch.vocab).as_message)
+        if self.tokenizer.chat is not None:
+            with contextlib.suppress(TwostrokeError):  # compiles it; one that is broken is refused when it is used
+                self.tokenizer.chat.render([{"role": "user", "content": "Hello"}])
+
+    async def stop(self, seconds: float = 2.0) -> None:
+        await self.client.stop(seconds)
+        self._fail_all()
+        self._checker.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._recipients)
+
+    @property
+    def changed(self) -> dict[str, Any]:
+        """Settings that were changed since the start."""
+        return self.client.changed
+
+    async def change(self, wanted: dict[str, Any]) -> None:
+        await self.client.change(wanted)
+
+    async def steps(self, since: int, limit: int) -> tuple[Step, ...]:
+        return await self.client.steps(since, limit)
+
+    # ---- callers ---------------------------------------------------------------------------------------------------
+
+    async def prepare(self, params: SamplingParams) -> None:
+        """Check what depends on the model. A grammar is tried in a thread; only so many may wait for that."""
+        if params.grammar is None:
+            self.intake.prepare(params)
+            return
+        if self._grammars >= MAX_GRAMMARS:
+            raise BusyError(1)
+        self._grammars += 1
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._checker, self.intake.prepare, params)
+        finally:
+            self._grammars -= 1
+
+    def submit(
+        self,
+        prompts: Sequence[list[int]],
+        params: SamplingParams,
+        salt: bytes = b"",
+        arrival: float | None = None,
+        visible: frozenset[int] = frozenset(),
+    ) -> Stream:
+        """Take prompts (checked by `intake.tokenize`) and params (by `prepare`) in. visible: special tokens whose text
+        is wanted. InputError, BusyError or EngineError, and nothing is held."""
+        if not self.client.healthy:
+            raise EngineError(self.client.trouble() or "it is not ready")
+        moment = self.clock() if arrival is None else arrival
+        groups = [self.intake.make(tokens, params, moment, salt) for tokens in prompts]
+        costs = [self.admission.cost(group[0].limit) for group in groups]
+        self.admission.take(len(groups) * params.n, sum(costs) * params.n)
+        stream = Stream(self, prompts, params, moment, salt)
+        for group, cost in zip(groups, costs, strict=True):
+            for request in group:
+                answer = Answer(request, self.tokenizer, visible)
+                self._recipients[request.id] = Recipient(stream, len(stream.answers), answer, cost)
+                stream.answers.append(answer)
+            self.client.submit(group)
+        return stream
+
+    def abort(self, request_ids: list[int]) -> None:
+        known = [request_id for request_id in request_ids if request_id in self._recipients]
+        if known:
+            self.client.abort(known)
+
+    def end(self, stream: Stream, error: str) -> None:
+        """Fail what is left of a stream and abort it in the engine."""
+        stream.close()
+        for answer in stream.answers:
+            recipient = self._recipients.get(answer.request.id)
+            if recipient is not None:
+                self._fail(recipient, error)
+        self._wake()
+
+    def wake_later(self, stream: Stream) -> None:
+        self._to_wake[stream] = None
+
+    def _wake(self) -> None:
+        """Each stream once, whatever number of its answers got something."""
+        streams, self._to_wake = self._to_wake, {}
+        for stream in streams:
+            stream.wake()
+
+    # ---- the engine ------------------------------------------------------------------------------------------------
+
+    def on_stage(self, stage: Stage) -> None:
+        self.stage = stage
+
+    def on_ready(self, ready: Ready) -> None:
+        settings = ready.settings
+        if self.max_queue is None:
+            self.max_queue = 4 * settings.max_requests
+            self.queue_reason = "four times max_requests at the start"
+        if self.client.restarts == 0:
+            self._opening.result()  # done about as soon: the engine reads the same vocabulary, and the weights
+            self.intake = Intake(self.tokenizer, settings, self.arch.vocab, self.grammars, RequestIds())
+        self.intake.settings = settings  # ids go on from where they were
+        self.admission = Admission(settings, self.max_queue, self.clock)
+        self.counts = Counts(blocks_total=settings.kv_blocks, blocks_free=settings.kv_blocks)
+
+    def on_settings(self, settings: Resolved) -> None:
+        self.intake.settings = settings
+        self.admission.adapt(settings)
+
+    def on_report(self, report: Report) -> None:
+        self.counts, self.step_seconds = report.counts, report.step_seconds
+        self.observer.reported(report.counts, report.step_seconds)
+        gaps: list[float] = []
+        for event in report.events:
+            recipient = self._recipients.get(event.request_id)
+            if recipient is not None:  # else it was failed here, and the engine was lost before the abort arrived
+                self._deliver(recipient, event, report.at, gaps)
+        if gaps:
+            self.observer.gaps(gaps)
+        self._wake()
+
+    def _deliver(self, recipient: Recipient, event: Event, at: float, gaps: list[float]) -> None:
+        was_finished = recipient.answer.finished
+        if not was_finished:
+            self._push(recipient, event, at, gaps)
+        if event.finish_reason is not None:
+            del self._recipients[event.request_id]
+            self.admission.release(recipient.cost)
+        elif not was_finished and recipient.answer.finished:
+            self.abort([event.request_id])  # a stop string ended it
+
+    def _push(self, recipient: Recipient, event: Event, at: float, gaps: list[float]) -> None:
+        stream, choice, answer, _ = recipient
+        if event.prompt_logprobs:
+            stream.prompt_logprobs[choice // stream.params.n].update(event.prompt_logprobs)
+        timeline = answer.sample.timeline
+        written = len(timeline.token_times)
+        piece = answer.push(event, at)
+        count = len(piece.token_ids)
+        if written and count:
+            gaps.append(at - timeline.token_times[written - 1])
+            gaps += [0.0] * (count - 1)
+        elif count:
+            self.observer.tokens(timeline, count)
+        if piece.finish_reason is not None:
+            self.observer.ended(timeline, piece.finish_reason)
+            self.ended.add(answer.request, timeline, stream.salt, piece.finish_reason)
+        if piece.text or count or piece.finish_reason is not None:
+            stream.put(choice, piece)
+
+    def on_lost(self, why: str) -> None:
+        """Every request that waits for the engine gets an error as its last piece."""
+        self.observer.lost()
+        self._fail_all()
+
+    def _fail_all(self) -> None:
+        recipients = list(self._recipients.values())
+        self._recipients.clear()
+        for recipient in recipients:
+            self.admission.release(recipient.cost)
+            self._fail(recipient, ENGINE_GONE)
+        self._wake()
+
+    def _fail(self, recipient: Recipient, error: str) -> None:
+        if not recipient.answer.finished:
+            event = Event(recipient.answer.request.id, (), FinishReason.ERROR, error=error)
+            self._push(recipient, event, self.clock(), [])

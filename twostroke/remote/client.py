@@ -1,0 +1,214 @@
+"""An engine somewhere else: what a front end can ask of it, and the part that every implementation shares. Torch-free.
+
+`EngineClient` is the protocol. `ProcessEngine` (process.py) runs the engine in a child process, `ThreadEngine`
+(thread.py) on a thread of this process. Both send and receive the same messages, so both extend `MessageClient`, which
+collects orders, matches answers to questions and converts times.
+
+**Ids.** `Intake` gives every request an id that no other front end gives out (engine/intake.py). Clients and engines
+match ids exactly and give them no other meaning.
+
+**Clocks.** Each side reads its own monotonic clock; the front end's may differ from the engine's by any amount. The two
+agree on one offset when the engine says Ready: an engine whose reading lies between our Hello and the arrival of its
+Ready has the same clock as far as we can tell, and the offset is 0 (always so in a child process). Otherwise the offset
+is the arrival of Ready less its reading: the clocks' difference, plus the short time that Ready was on its way. It
+stays the same until the engine starts again, so that differences of times are exact. Everything that leaves the client
+is on the front end's clock, everything on the wire on the engine's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import msgspec
+
+from twostroke.config import Resolved
+from twostroke.errors import ConfigError
+from twostroke.metrics.steplog import Step
+from twostroke.remote.messages import (
+    Change,
+    Changed,
+    FromEngine,
+    Message,
+    Orders,
+    Ready,
+    Recall,
+    Report,
+    Stage,
+    Steps,
+    runs_of,
+)
+from twostroke.types import Event, Request
+
+ANSWER_SECONDS = 10.0  # for a question between two steps
+clock = time.monotonic
+
+
+class EngineError(Exception):
+    """The engine cannot serve: not started, dead, or restarting."""
+
+
+class EngineListener(Protocol):
+    """Receives what the engine reports. All calls come on the event loop."""
+
+    def on_stage(self, stage: Stage) -> None: ...
+
+    def on_ready(self, ready: Ready) -> None: ...
+
+    def on_report(self, report: Report) -> None: ...
+
+    def on_settings(self, settings: Resolved) -> None: ...
+
+    def on_lost(self, why: str) -> None: ...
+
+
+class EngineClient(Protocol):
+    """An engine that runs elsewhere. All calls are made on one event loop; events arrive at the listener there."""
+
+    settings: dict[str, Any]  # given at the start
+    changed: dict[str, Any]  # settings that were changed since
+    ready: Ready | None  # what the engine said when it was last ready
+    restarts: int
+
+    async def start(self, listener: EngineListener) -> Ready:
+        """Until the engine is ready. What keeps it from starting is raised in the words of the engine."""
+
+    async def stop(self, seconds: float) -> None:
+        """End the engine, by force after so many seconds."""
+
+    def submit(self, requests: Sequence[Request]) -> None: ...
+
+    def abort(self, request_ids: Sequence[int]) -> None: ...
+
+    async def change(self, wanted: dict[str, Any]) -> None:
+        """Use these settings from the next plan on. ConfigError: nothing was changed. EngineError: no answer."""
+
+    async def steps(self, since: int, limit: int) -> tuple[Step, ...]:
+        """The newest `limit` steps after number `since`, oldest first."""
+
+    @property
+    def healthy(self) -> bool: ...
+
+    def trouble(self) -> str | None:
+        """What is wrong with the engine now, if anything is."""
+
+
+class MessageClient:
+    """The part of an `EngineClient` that does not depend on how messages travel."""
+
+    def __init__(self, settings: dict[str, Any]):
+        self.settings = settings
+        self.changed: dict[str, Any] = {}
+        self.ready: Ready | None = None
+        self.restarts = 0
+        self.listener: EngineListener
+        self._said_hello = 0.0  # when
+        self._offset = 0.0  # the front end's clock less the engine's
+        self._requests: list[Request] = []  # to be sent, as are the aborts
+        self._aborts: list[int] = []
+        self._flushing = False
+        self._numbers = itertools.count()
+        self._questions: dict[int, asyncio.Future[Any]] = {}
+
+    def _send(self, message: Message) -> None:
+        """Give a message to the engine; EngineError when it is not there."""
+        raise NotImplementedError
+
+    # ---- orders ----------------------------------------------------------------------------------------------------
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        self._requests += requests
+        self._flush_soon()
+
+    def abort(self, request_ids: Sequence[int]) -> None:
+        self._aborts += request_ids
+        self._flush_soon()
+
+    def _flush_soon(self) -> None:
+        """Orders of one turn of the event loop travel in one message."""
+        if not self._flushing:
+            self._flushing = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flushing = False
+        requests, aborts, self._requests, self._aborts = self._requests, self._aborts, [], []
+        if self._offset:
+            requests = [replace(request, arrival=request.arrival - self._offset) for request in requests]
+        if requests or aborts:
+            with contextlib.suppress(EngineError):  # it is gone, and the listener knows
+                self._send(Orders(runs_of(requests), tuple(aborts)))
+
+    # ---- questions -------------------------------------------------------------------------------------------------
+
+    async def change(self, wanted: dict[str, Any]) -> None:
+        answer: Changed = await self._ask(Change(next(self._numbers), wanted))
+        if answer.settings is None:
+            raise ConfigError(answer.error)
+        self.changed |= wanted
+
+    async def steps(self, since: int, limit: int) -> tuple[Step, ...]:
+        answer: Steps = await self._ask(Recall(next(self._numbers), since, limit))
+        return answer.steps
+
+    async def _ask(self, question: Change | Recall) -> Any:
+        future = self._questions[question.question] = asyncio.get_running_loop().create_future()
+        try:
+            self._send(question)
+            async with asyncio.timeout(ANSWER_SECONDS):
+                return await future
+        except TimeoutError:
+            raise EngineError(f"it did not answer within {ANSWER_SECONDS:g} s") from None
+        finally:
+            del self._questions[question.question]
+
+    def _answer(self, answer: Changed | Steps) -> None:
+        future = self._questions.get(answer.question)
+        if future is not None and not future.done():
+            future.set_result(answer)
+
+    # ---- what the engine says --------------------------------------------------------------------------------------
+
+    def _receive(self, message: FromEngine) -> None:
+        if isinstance(message, Report):
+            self.listener.on_report(self._on_our_clock(message) if self._offset else message)
+        elif isinstance(message, Stage):
+            self.listener.on_stage(message)
+        elif isinstance(message, Ready):
+            self._on_ready(message)
+        elif isinstance(message, Changed):
+            if message.settings is not None:
+                self.listener.on_settings(message.settings)
+            self._answer(message)
+        elif isinstance(message, Steps):
+            steps = tuple(step._replace(launched=step.launched + self._offset) for step in message.steps)
+            self._answer(msgspec.structs.replace(message, steps=steps) if self._offset else message)
+
+    def _on_ready(self, ready: Ready) -> None:
+        now = clock()
+        self._offset = 0.0 if self._said_hello <= ready.clock <= now else now - ready.clock
+        self.ready = ready
+        self.listener.on_ready(ready)
+        if self.changed:  # the engine starts with the settings of the first start
+            self._send(Change(next(self._numbers), self.changed))
+
+    def _on_our_clock(self, report: Report) -> Report:
+        return msgspec.structs.replace(
+            report, at=report.at + self._offset, events=tuple(map(self._event_on_our_clock, report.events))
+        )
+
+    def _event_on_our_clock(self, event: Event) -> Event:
+        return event if event.facts is None else event._replace(facts=event.facts.shifted(self._offset))
+
+    def _lose(self, why: str) -> None:
+        """The engine is gone: orders that were not sent go with it, questions get no answer."""
+        self._requests, self._aborts = [], []
+        self.listener.on_lost(why)
+        for future in self._questions.values():
+            if not future.done():
+                future.set_exception(EngineError(why))

@@ -1,0 +1,214 @@
+"""Where the engine runs: takes messages between steps, runs the core, reports each step.
+
+It waits for a message while there is nothing to do, and looks for one between two steps while there is. How messages
+travel is the business of its `Port`: a socket in the engine process (worker.py), a queue on a thread (thread.py).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Protocol
+
+import msgspec
+
+from twostroke.config import make_config
+from twostroke.engine.build import Engine, build_engine, device_name
+from twostroke.engine.settings import change
+from twostroke.errors import ConfigError, TwostrokeError
+from twostroke.grammar.compile import GrammarCompiler
+from twostroke.grammar.queue import GrammarQueue
+from twostroke.metrics.counts import Counts
+from twostroke.metrics.timeline import Facts
+from twostroke.remote.messages import (
+    Change,
+    Changed,
+    FromEngine,
+    Hello,
+    Orders,
+    Ready,
+    Recall,
+    Report,
+    Stage,
+    Steps,
+    ToEngine,
+)
+from twostroke.sampling import SamplingParams
+from twostroke.schedule.scheduler import Counters
+from twostroke.types import Event, FinishReason, Request
+
+clock = time.monotonic  # the engine's own: a front end may have another (client.py)
+WARM_UP_TOKENS = 48
+PROGRESS_SECONDS = 0.1  # between two reports of how much is loaded
+
+
+class ClosedError(Exception):
+    """The front end is gone, or wants the engine to end."""
+
+
+class Port(Protocol):
+    """The engine's end of a connection. `send` and `wake` may be called on any thread."""
+
+    def send(self, message: FromEngine) -> None:
+        """ClosedError when no front end is there any more."""
+
+    def receive(self, wait: bool) -> Sequence[ToEngine]:
+        """What has arrived; with `wait`, not before something has or `wake` is called. ClosedError as above."""
+
+    def wake(self) -> None:
+        """End a wait in `receive`."""
+
+
+class EngineLoop:
+    def __init__(self, port: Port, engine: Engine):
+        self.port = port
+        self.core = engine.core
+        self.settings = engine.settings
+        self.grammars = GrammarQueue(compiler_of(engine), port.wake)
+        self.steps = 0  # begun
+        self.working = False  # the last of them has not ended
+        self.step_seconds = 0.0
+
+    def run(self) -> None:
+        """Until ClosedError."""
+        while True:
+            events: list[Event] = []
+            for message in self.port.receive(wait=self.core.idle):
+                events += self._take(message)
+            for request, error in self.grammars.take():
+                events += self._join(request, error)
+            if not self.core.idle:
+                events += self._step()
+            self._report(events)
+
+    def _take(self, message: ToEngine) -> list[Event]:
+        if isinstance(message, Orders):
+            return self._obey(message)
+        if isinstance(message, Change):
+            self.port.send(self._change(message))
+        elif isinstance(message, Recall):
+            assert self.core.steplog is not None
+            self.port.send(Steps(message.question, tuple(self.core.steplog.after(message.since, message.limit))))
+        return []
+
+    def _change(self, wanted: Change) -> Changed:
+        try:
+            self.settings = change(self.core.scheduler, self.settings, wanted.wanted)
+        except ConfigError as error:
+            return Changed(wanted.question, None, str(error))
+        return Changed(wanted.question, self.settings, "")
+
+    def _obey(self, orders: Orders) -> list[Event]:
+        for first, count in orders.runs:
+            siblings = first.siblings(count)
+            if first.params.grammar is not None:
+                self.grammars.add(siblings)
+                continue
+            for request in siblings:
+                self.core.submit(request)
+        return [event for event in map(self._abort, orders.aborts) if event is not None]
+
+    def _join(self, request: Request, error: str | None) -> list[Event]:
+        """The grammar of a request is ready, or does not compile."""
+        if error is None:
+            self.core.submit(request)
+            return []
+        return [Event(request.id, (), FinishReason.ERROR, error=error, facts=never_scheduled())]
+
+    def _abort(self, request_id: int) -> Event | None:
+        if self.grammars.drop(request_id) is None:
+            return self.core.abort(request_id)
+        return Event(request_id, (), FinishReason.ABORT, facts=never_scheduled())
+
+    def _step(self) -> list[Event]:
+        began = clock()
+        self.steps += 1
+        self.working = True
+        events = self.core.step()
+        self.working = False
+        self.step_seconds += clock() - began
+        return events
+
+    def _report(self, events: list[Event]) -> None:
+        at = self.core.collected or clock()
+        self.port.send(Report(at, tuple(events), self._counts(), self.step_seconds))
+
+    def _counts(self) -> Counts:
+        scheduler = self.core.scheduler
+        c, pool = scheduler.counters, scheduler.tables.pool
+        host = pool.host
+        kept = 0 if host is None else len(host.slot_of)
+        moved = (0, 0) if host is None else (host.offloaded, host.restored)
+        return Counts(
+            c.steps, c.prompt_tokens, c.cached_tokens, c.computed_tokens, c.output_tokens, c.preemptions,
+            c.recomputed_tokens, len(scheduler.running), len(scheduler.waiting), pool.total, len(pool.free),
+            len(pool.cached), kept, kept * self.settings.layout.block_bytes, *moved,
+        )  # fmt: skip
+
+
+def never_scheduled() -> Facts:
+    """The facts of a request that ends now without having run."""
+    return Facts(None, clock(), 0, 0, 0, 0)
+
+
+def compiler_of(engine: Engine) -> GrammarCompiler:
+    compiler = engine.intake.grammars
+    assert isinstance(compiler, GrammarCompiler), "the engine that has the model compiles its grammars itself"
+    return compiler
+
+
+def start(port: Port, hello: Hello) -> tuple[Engine, Ready]:
+    """Build and warm up, reporting the stages. `announce` the Ready once the engine can take orders."""
+    times: list[tuple[str, float]] = []
+    last = 0.0
+
+    def stage(name: str) -> None:
+        times.append((name, clock()))
+        port.send(Stage(name))
+
+    def loaded(done: int, total: int) -> None:
+        nonlocal last
+        if clock() - last > PROGRESS_SECONDS or done == total:
+            last = clock()
+            port.send(Stage("load", done, total))
+
+    engine = build_engine(hello.model, make_config(**hello.settings), clock, load_progress=loaded, stage=stage)
+    stage("warm up")
+    longest = warm_up(engine)
+    stage("grammars")
+    compiler_of(engine).warm()
+    times.append(("", clock()))
+    seconds = {name: after - began for (name, began), (_, after) in pairwise(times)}
+    return engine, Ready(engine.settings, seconds, longest, device_name(engine.settings.device), clock())
+
+
+def announce(port: Port, ready: Ready) -> None:
+    port.send(msgspec.structs.replace(ready, clock=clock()))
+
+
+def warm_up(engine: Engine) -> float:
+    """Run a prompt and two tokens, so that the first caller does not pay for what only a first run costs. Returns the
+    seconds that a step of the largest size may take. Leaves no trace in the cache, the counters or the log of steps."""
+    scheduler = engine.core.scheduler
+    count = max(1, min(WARM_UP_TOKENS, engine.settings.max_model_len - 3))
+    rehearse(engine, count)
+    scheduler.pace = scheduler.pace.anew()  # a first run is no measure of later ones
+    first = rehearse(engine, count)
+    scheduler.counters = Counters()
+    assert engine.core.steplog is not None
+    engine.core.steplog.clear()
+    return first * max(1.0, engine.settings.max_batch_tokens / count)
+
+
+def rehearse(engine: Engine, count: int) -> float:
+    """One made-up request from start to end; the seconds of its prompt."""
+    tokens = tuple(number % engine.arch.vocab for number in range(count))
+    params = SamplingParams(temperature=0, max_tokens=2)
+    state = engine.core.submit(Request(-1, tokens, params, 0, clock(), count + 2, salt=b"warm up"))
+    while not engine.core.idle:
+        engine.core.step()
+    if state.finish_reason is not FinishReason.LENGTH:
+        raise TwostrokeError("the warm-up failed: the log above has the trace.")
+    engine.core.scheduler.tables.pool.clear()
+    return state.timeline.prefill

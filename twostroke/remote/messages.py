@@ -1,0 +1,129 @@
+"""What a front end and an engine say to each other. Torch-free.
+
+    front end ─▶ engine    Hello once, then Orders (requests to run, ids to abort) and the questions Change and Recall
+    engine ─▶ front end    Stage and Ready (or Failed) while it starts, then a Report for each step, a Beat twice a
+                           second, and the answers Changed and Steps, each under the number of its question
+
+A request travels as the `Request` that the front end made, an event as the `Event` that the scheduler made. Times are
+seconds of the engine's clock (client.py converts them). wire.py turns messages into bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from twostroke.config import Resolved
+from twostroke.metrics.counts import Counts
+from twostroke.metrics.steplog import Step
+from twostroke.types import Event, Request
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """On the wire: an array that starts with the name of the message."""
+
+
+class Hello(Message, frozen=True, tag="hello"):
+    """The first message: which model to run and how. `log_level` is a number of the logging module."""
+
+    model: str
+    settings: dict[str, Any]
+    log_level: int
+
+
+class Orders(Message, frozen=True, tag="orders"):
+    """Runs of requests (see `runs_of`), and ids of requests to abort."""
+
+    runs: tuple[tuple[Request, int], ...]
+    aborts: tuple[int, ...]
+
+
+class Change(Message, frozen=True, tag="change"):
+    """Use these settings from the next plan on. Answered by Changed."""
+
+    question: int
+    wanted: dict[str, Any]
+
+
+class Changed(Message, frozen=True, tag="changed"):
+    """The settings as they are now, or why nothing was changed."""
+
+    question: int
+    settings: Resolved | None
+    error: str
+
+
+class Recall(Message, frozen=True, tag="recall"):
+    """Asks for the newest `limit` steps after number `since`. Answered by Steps."""
+
+    question: int
+    since: int
+    limit: int
+
+
+class Steps(Message, frozen=True, tag="steps"):
+    question: int
+    steps: tuple[Step, ...]
+
+
+class Stage(Message, frozen=True, tag="stage"):
+    """A stage of the start began, or moved on (done of total bytes)."""
+
+    name: str
+    done: int = 0
+    total: int = 0
+
+
+class Ready(Message, frozen=True, tag="ready"):
+    settings: Resolved
+    seconds: dict[str, float]  # of each stage of the start
+    longest_step: float  # what a full step may take, extrapolated from the warm-up
+    machine: str  # the processor or the card that computes, by its own name
+    clock: float  # the engine's clock when it sent this
+
+
+class Failed(Message, frozen=True, tag="failed"):
+    """The engine could not start. `kind` is the name of the error's class."""
+
+    kind: str
+    message: str
+
+
+class Beat(Message, frozen=True, tag="beat"):
+    """The process runs. `steps` counts those begun; `working`: the last of them has not ended."""
+
+    steps: int
+    working: bool
+
+
+class Report(Message, frozen=True, tag="report"):
+    """One step: when it ended, what it brought, and the seconds that all steps took so far."""
+
+    at: float
+    events: tuple[Event, ...]
+    counts: Counts
+    step_seconds: float
+
+
+ToEngine = Hello | Orders | Change | Recall
+FromEngine = Report | Beat | Stage | Ready | Failed | Changed | Steps
+
+
+def runs_of(requests: Iterable[Request]) -> tuple[tuple[Request, int], ...]:
+    """Requests as (first, count): the samples of one prompt, which `Request.siblings` makes again, are sent once."""
+    runs: list[tuple[Request, int]] = []
+    for request in requests:
+        if runs:
+            first, count = runs[-1]
+            if (
+                request.tokens is first.tokens
+                and request.params is first.params
+                and request.id == first.id + count
+                and request.sample == first.sample + count
+            ):
+                runs[-1] = (first, count + 1)
+                continue
+        runs.append((request, 1))
+    return tuple(runs)

@@ -1,0 +1,113 @@
+"""The answers to one call, piece by piece as they are written. Torch-free."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import NamedTuple, Protocol
+
+from twostroke.engine.answer import Answer, StreamEvent
+from twostroke.sampling import SamplingParams
+from twostroke.types import TokenLogprobs
+
+MAX_UNREAD = 8192  # tokens that may wait for a reader before its stream is ended
+SLOW_READER = "the reader was too slow: the answer was ended"
+
+
+class Piece(NamedTuple):
+    """What is new of one answer of a stream: prompt number × n + sample."""
+
+    choice: int
+    event: StreamEvent
+
+
+class StreamOwner(Protocol):
+    """What a stream needs of the engine that fills it."""
+
+    def wake_later(self, stream: Stream) -> None: ...
+
+    def abort(self, request_ids: list[int]) -> None: ...
+
+    def end(self, stream: Stream, error: str) -> None: ...
+
+
+class Stream:
+    """`take` gives all pieces that wait, iteration one at a time.
+
+    A `listener` may take pieces that are only text (choice, text) at once while a task waits in `take`: the task then
+    sleeps on. It returns False when it cannot take one, which then waits for `take` as any other.
+    """
+
+    def __init__(
+        self, owner: StreamOwner, prompts: Sequence[list[int]], params: SamplingParams, arrival: float, salt: bytes
+    ):
+        self.owner = owner
+        self.prompts = prompts
+        self.params = params
+        self.arrival = arrival
+        self.salt = salt
+        self.answers: list[Answer] = []
+        self.prompt_logprobs: list[dict[int, TokenLogprobs]] = [{} for _ in prompts]
+        self.open = len(prompts) * params.n  # answers without a last piece
+        self.listener: Callable[[int, str], bool] | None = None
+        self._pieces: deque[Piece] = deque()
+        self._unread = 0
+        self._given_up = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    async def take(self) -> list[Piece]:
+        """All pieces since the last call; waits for one if there is none. Empty when all answers have ended."""
+        while not self._pieces:
+            if not self.open:
+                return []
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        pieces = list(self._pieces)
+        self._pieces.clear()
+        self._unread = 0
+        return pieces
+
+    async def __aiter__(self) -> AsyncIterator[Piece]:
+        try:
+            while pieces := await self.take():
+                for piece in pieces:
+                    yield piece
+        finally:
+            self.close()
+
+    def put(self, choice: int, event: StreamEvent) -> None:
+        if self.listener is not None and event.is_text and self._tell(choice, event.text):
+            return
+        self._pieces.append(Piece(choice, event))
+        self._unread += len(event.token_ids)
+        if event.finish_reason is not None:
+            self.open -= 1
+        self.owner.wake_later(self)
+        if self._unread > MAX_UNREAD and self.open and not self._given_up:
+            self._given_up = True  # what waits is kept, and is bounded; the rest is ended
+            self.owner.end(self, SLOW_READER)
+
+    def _tell(self, choice: int, text: str) -> bool:
+        """Give text to the listener, unless other pieces wait to be taken before it."""
+        waiter = self._waiter
+        if waiter is None or self._pieces or waiter.done():
+            return False
+        assert self.listener is not None
+        try:
+            return self.listener(choice, text)
+        except Exception as error:
+            waiter.set_exception(error)  # for the task that waits, not for the engine
+            return True
+
+    def wake(self) -> None:
+        """Resume the task that waits in `take`, if one does."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def close(self) -> None:
+        """End whatever has not ended. Safe to call at any time, any number of times."""
+        self.owner.abort([answer.request.id for answer in self.answers if not answer.finished])
