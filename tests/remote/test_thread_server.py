@@ -20,7 +20,7 @@ THREAD = (
     "import twostroke.remote.async_engine as a\n"
     "from twostroke.remote.thread import ThreadEngine\n"
     "a.ProcessEngine = lambda path, settings, patience: ThreadEngine(path, settings)\n"
-    "import twostroke.serve.linger as g; g.LINGER_SECONDS = 60.0\n"
+    "import twostroke.serve.transport.lingering_close as g; g.LINGER_SECONDS = 60.0\n"
 )
 
 

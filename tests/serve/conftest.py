@@ -18,7 +18,8 @@ TEMPLATE = (
 )
 # A client that is refused may be as slow to read why as the machine makes it, and a verdict as slow to be reached.
 PATIENT_SERVER = (
-    "import twostroke.serve.linger as g, twostroke.serve.diagnosis as d; g.LINGER_SECONDS = 60.0; d.PATIENCE = 600.0"
+    "import twostroke.serve.transport.lingering_close as g, twostroke.serve.verdicts as v; "
+    "g.LINGER_SECONDS = 60.0; v.PATIENCE = 600.0"
 )
 
 

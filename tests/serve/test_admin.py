@@ -1,4 +1,4 @@
-"""The routes of those who run the server: settings that change while it runs, its last steps and requests."""
+"""The operator's routes: settings that change while the server runs, its last steps and requests."""
 
 from __future__ import annotations
 

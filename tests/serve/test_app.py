@@ -13,14 +13,15 @@ import pytest
 from twostroke.errors import ConfigError
 from twostroke.metrics.registry import Metrics
 from twostroke.remote.async_engine import AsyncEngine
-from twostroke.serve import app as module
-from twostroke.serve import stream
-from twostroke.serve.app import App, Route
-from twostroke.serve.auth import Keys, caller, read_keys
-from twostroke.serve.explain import MAX_KEYS, MAX_PROMPTS, Recent, sentence
-from twostroke.serve.http import Call
+from twostroke.serve import sse
+from twostroke.serve.app import App
+from twostroke.serve.cache_miss import MAX_KEYS, MAX_PROMPTS, RecentPrompts, sentence
 from twostroke.serve.main import is_loopback
-from twostroke.serve.service import Service
+from twostroke.serve.route import Route
+from twostroke.serve.routes import ROUTES
+from twostroke.serve.service import Service, failure
+from twostroke.serve.transport.auth import Keys, caller, read_keys
+from twostroke.serve.transport.http import Exchange
 
 SECRET = "the password is swordfish"
 
@@ -28,9 +29,7 @@ SECRET = "the password is swordfish"
 def ask(folder: Path, method: str, path: str, routes: tuple[Route, ...] = (), **more: object) -> httpx.Response:
     async def whole() -> httpx.Response:
         service = Service(AsyncEngine(folder, {}), "tiny", Keys([]), Metrics("tiny"))
-        app = App(service)
-        app.routes = (*routes, *app.routes)
-        transport = httpx.ASGITransport(app)
+        transport = httpx.ASGITransport(App(service, (*routes, *ROUTES)))
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             return await client.request(method, path, **more)
 
@@ -48,7 +47,7 @@ def test_before_the_model_is_loaded(llama_folder: Path) -> None:
 
 
 def test_an_error_of_ours_is_an_id_and_nothing_else(llama_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    async def breaks(service: Service, call: Call) -> None:
+    async def breaks(service: Service, exchange: Exchange) -> None:
         raise ValueError(SECRET)
 
     response = ask(llama_folder, "GET", "/broken", (Route("GET", "/broken", breaks, "", loaded=False),))
@@ -58,17 +57,16 @@ def test_an_error_of_ours_is_an_id_and_nothing_else(llama_folder: Path, caplog: 
     assert number in caplog.text and SECRET in caplog.text
 
 
-def test_a_failed_answer_shows_an_id_too(llama_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    service = Service(AsyncEngine(llama_folder, {}), "tiny", Keys([]), Metrics("tiny"))
-    error = service.failure(f"RuntimeError: {SECRET}")
+def test_a_failed_answer_shows_an_id_too(caplog: pytest.LogCaptureFixture) -> None:
+    error = failure(f"RuntimeError: {SECRET}")
     assert error.status == 500 and SECRET not in error.message
     assert SECRET in caplog.text
 
 
 def test_every_route_has_a_handler_and_a_line() -> None:
-    for route in module.ROUTES:
+    for route in ROUTES:
         assert route.summary and callable(route.handler)
-        assert (route.shape is not None) == (route.method == "POST")
+        assert (route.body is not None) == (route.method == "POST")
 
 
 def test_keys(tmp_path: Path) -> None:
@@ -90,7 +88,7 @@ def test_keys(tmp_path: Path) -> None:
 
 
 def test_the_record_of_prompts_is_bounded() -> None:
-    recent = Recent()
+    recent = RecentPrompts()
     for number in range(MAX_PROMPTS + 40):
         recent.add(b"a", [number, 1, 2])
     assert recent.nearest(b"a", [3, 1, 2]).common == 0  # the oldest are forgotten
@@ -108,13 +106,13 @@ def test_the_sentence_says_why() -> None:
 
 
 @pytest.mark.parametrize("text", ["a", '"quoted"\n', "é\u2028", "\ud800 is half a character", "{}", ""])
-def test_a_form_filled_in_is_the_event_written_whole(text: str) -> None:
+def test_a_text_filled_in_gives_the_event_written_whole(text: str) -> None:
     def write(choice: int, words: str) -> bytes:
-        return stream.data({"id": "x", "choices": [{"index": choice, "text": words}], "usage": None})
+        return sse.data({"id": "x", "choices": [{"index": choice, "text": words}], "usage": None})
 
-    forms = stream.Forms(write)
+    events = sse.TextEvents(write)
     for choice in (0, 3, 0):
-        assert forms.fill(choice, text) == write(choice, text)
+        assert events.fill(choice, text) == write(choice, text)
 
 
 def test_loopback() -> None:

@@ -15,9 +15,8 @@ from tests import tiny
 from tests.serve.conftest import TEMPLATE
 from tests.serve.server import KEY, Server, events
 from twostroke.engine.answer import StreamEvent
-from twostroke.serve.constrain import bind
-from twostroke.serve.protocol.chat import ChatRequest
-from twostroke.serve.reading import CONTENT, REASONING, Reader
+from twostroke.serve.api.chat import ChatRequest
+from twostroke.serve.segments import CONTENT, REASONING, SegmentReader
 from twostroke.text.tokenizer import from_folder
 
 SCHEMA = {
@@ -178,15 +177,16 @@ def test_what_a_grammar_binds_is_all_answer(tmp_path: Path) -> None:
     tokenizer = from_folder(folder)
     text = '{"a": "<think>no</think>"}'
 
-    def read(**more: object) -> Reader:
+    def read(**more: object) -> SegmentReader:
         request = ChatRequest.model_validate({"messages": [{"role": "user", "content": "hi"}], **more})
-        reader = bind(tokenizer, request).reader("<|im_start|>assistant\n<think>")
+        reader = request.answer_format(tokenizer).reader("<|im_start|>assistant\n<think>")
         reader.push(StreamEvent(text, (1,), "stop", 0))
         return reader
 
     assert read().text(CONTENT) != text and read().text(REASONING)
     assert read(response_format={"type": "json_object"}).text(CONTENT) == text
-    forced = bind(tokenizer, ChatRequest.model_validate({**CHAT, "tools": [TOOL], "tool_choice": "required"}))
+    required = ChatRequest.model_validate({**CHAT, "tools": [TOOL], "tool_choice": "required"})
+    forced = required.answer_format(tokenizer)
     assert forced.grammar is not None and not forced.reasons
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from schemathesis import GenerationMode
 
 from tests.serve.server import HEADERS, Server
-from twostroke.serve.app import ROUTES
+from twostroke.serve.routes import ROUTES
 
 POSTS = [route.path for route in ROUTES if route.method == "POST"]
 QUICK = settings(
@@ -64,9 +64,9 @@ def check(response: httpx.Response) -> None:
 @pytest.mark.parametrize("path", POSTS)
 def test_every_field_of_every_route(fuzzed: Server, path: str) -> None:
     """A good request with one field replaced by anything."""
-    shape = next(route.shape for route in ROUTES if route.path == path and route.method == "POST")
+    payload = next(route.body for route in ROUTES if route.path == path and route.method == "POST")
     good = {**GOOD[path], **({"model": fuzzed.model} if "model" in GOOD[path] else {})}
-    names = sorted(field.alias or name for name, field in shape.model_fields.items())
+    names = sorted(field.alias or name for name, field in payload.model_fields.items())
 
     with fuzzed.client() as client:
         assert client.post(path, json=good).status_code == 200

@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from tests.serve.server import HEADERS, OTHER_KEY, PATIENT, Server, events
-from twostroke.serve.app import ROUTES
-from twostroke.serve.listen import HEADER_SECONDS
+from twostroke.serve.routes import ROUTES
+from twostroke.serve.transport.connection import HEADER_SECONDS
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "temperature": 0}
 PHASES = ("queue_s", "prefill_s", "decode_s")
@@ -135,7 +135,7 @@ def test_prompts_times_samples_is_bounded(client: httpx.Client) -> None:
 def test_every_route_needs_a_key(server: Server) -> None:
     with httpx.Client(base_url=server.url) as anonymous:
         paths = [(route.method, route.path.replace("*", "x")) for route in ROUTES]
-        more = [("GET", "/openapi.json"), ("GET", "/twostroke/diagnosis"), ("GET", "/nothing"), ("PUT", "/v1/models")]
+        more = [("GET", "/nothing"), ("PUT", "/v1/models")]
         is_open = {"/": 200, "/health/live": 200, "/health/ready": 200, "/static/x": 404}  # files tell nothing of it
         for method, path in [*paths, *more, ("GET", "/static"), ("GET", "//static/x"), ("GET", "/health/live/")]:
             for headers in ({}, {"authorization": "Bearer wrong-key"}, {"authorization": "Basic x"}, {"x-api-key": ""}):
@@ -202,7 +202,7 @@ def test_timings_are_in_the_last_chunk(client: httpx.Client) -> None:
 
 
 def test_explain_a_miss(client: httpx.Client, server: Server) -> None:
-    start = "Nobody else begins like this, over the lazy dog. " * 3 + "So"
+    start = "No other prompt begins like this, over the lazy dog. " * 3 + "So"
     body = {"max_tokens": 1, "temperature": 0, "prefix_cache": {"explain": True}}
 
     def ask(prompt: str, **more: object) -> dict:
@@ -261,7 +261,7 @@ def test_metrics_agree_with_each_other(client: httpx.Client, server: Server) -> 
 
 def test_priorities_and_extensions_are_taken(client: httpx.Client) -> None:
     more = {
-        "priority": 3, "user": "somebody", "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1, "min_tokens": 2,
+        "priority": 3, "user": "a-user", "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1, "min_tokens": 2,
         "ignore_eos": True, "stop_token_ids": [5], "presence_penalty": 0.5, "frequency_penalty": 0.5, "deadline": 1.0,
         "service_tier": "auto", "modalities": ["text"], "store": False, "response_format": {"type": "text"},
     }  # fmt: skip

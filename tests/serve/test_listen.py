@@ -1,4 +1,4 @@
-"""Connections at their edges: whoever is refused gets to read why, whatever it is still sending."""
+"""Connections at their limits: a refused client can read the reason, even while it still sends."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import socket
 import pytest
 
 from tests.serve.server import HEADERS, PATIENT, Server
-from twostroke.serve.listen import LATE_SECONDS, Alarm
+from twostroke.serve.transport.connection import LATE_SECONDS, Timer
 
 KEY_LINE = f"authorization: {HEADERS['authorization']}\r\n"
 
@@ -86,7 +86,7 @@ def unchunked(data: bytes) -> bytes:
 
 
 def test_an_alarm_is_for_the_client_who_sleeps_not_for_us() -> None:
-    """A process that was stopped and goes on must not cut off those who could not have been served meanwhile."""
+    """A process that was stopped and continues must not close connections that it could not serve meanwhile."""
 
     async def scene() -> list[str]:
         now, rang = [0.0], []
@@ -98,7 +98,7 @@ def test_an_alarm_is_for_the_client_who_sleeps_not_for_us() -> None:
                 await asyncio.sleep(0)
             return rang
 
-        alarm, stopped = Alarm(), Alarm()
+        alarm, stopped = Timer(), Timer()
         alarm.start(5.0, lambda: rang.append("after our sleep"))
         stopped.start(5.0, lambda: rang.append("never"))
         assert not await pass_time(4.9)

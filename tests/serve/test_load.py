@@ -20,10 +20,11 @@ from tests.serve.server import KEY, PATIENT, Server, events, wait_until
 from tests.serve.test_listen import KEY_LINE, connect, read_answer
 
 LIMITS = (
-    "import twostroke.serve.listen as l, twostroke.serve.linger as g, twostroke.remote.stream as a; "
-    "l.SEND_BUFFER = 4096; l.STALL_SECONDS = 5.0; l.MAX_CONNECTIONS = 100; g.LINGER_SECONDS = 60.0; a.MAX_UNREAD = 500"
+    "import twostroke.serve.transport.listen as l, twostroke.serve.transport.connection as c; "
+    "import twostroke.serve.transport.lingering_close as g, twostroke.remote.stream as a; "
+    "l.SEND_BUFFER = 4096; c.STALL_SECONDS = 5.0; c.MAX_CONNECTIONS = 100; g.LINGER_SECONDS = 60.0; a.MAX_UNREAD = 500"
 )
-HASTY = "import twostroke.serve.listen as l; l.HEADER_SECONDS = 3.0"
+HASTY = "import twostroke.serve.transport.connection as c; c.HEADER_SECONDS = 3.0"
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +123,7 @@ def test_a_reader_that_does_not_read_is_ended(small: Server) -> None:
         wait_until(lambda: small.health()["steps"] > before, "it never began")
         with small.client() as client:
             assert client.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 5}).status_code == 200
-        assert small.quiet()["steps"] - before < 4000, "nobody reads, and it goes on"
+        assert small.quiet()["steps"] - before < 4000, "it goes on without a reader"
     small.assert_no_blocks_held()
 
 
@@ -135,7 +136,7 @@ def test_connections_are_bounded(small: Server) -> None:
         if read_answer(idle[-1])[0] == 503:
             break
     assert len(idle) > 90 and is_full(small), len(idle)
-    for _ in range(20):  # also those who have much to send read why it was in vain
+    for _ in range(20):  # clients with much to send can read the refusal too
         with connect(small) as sock, contextlib.suppress(BrokenPipeError):
             sock.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 300000\r\n\r\n" + b"x" * 300_000)
             assert read_answer(sock)[0] == 503
@@ -177,8 +178,8 @@ def is_full(server: Server) -> bool:
 
 
 def test_a_second_signal_is_fast(small: Server) -> None:
-    """The last test with this server: it is gone afterwards. Four answers run and four wait, so that there is enough to
-    wait for; nobody does."""
+    """The last test with this server: it is gone afterwards. Four answers run and four wait, so that there is
+    something to wait for; the server does not wait."""
     body = {"prompt": "Once", "max_tokens": 4000, "ignore_eos": True, "n": 4}
     whole: list[httpx.Response] = []
 

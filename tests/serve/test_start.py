@@ -1,4 +1,4 @@
-"""What a server says when it starts, and the first things asked of a small one that anybody may reach."""
+"""What a server prints when it starts, and the first requests to a small one without keys."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_the_first_structured_answer_waits_for_nothing(open_door: Server) -> Non
     """The first test of this server: the process that tries grammars was started with it, and is asked what is new."""
 
     def helpers() -> set[int]:
-        return {pid for pid in children(open_door.process.pid) if b"grammar_check" in command_line(pid)}
+        return {pid for pid in children(open_door.process.pid) if b"grammar.check" in command_line(pid)}
 
     wait_until(helpers, "what grammars need was not started with the server")
     before = helpers()
@@ -55,7 +55,7 @@ def test_the_start_is_explained(open_door: Server, server: Server) -> None:
 
 
 def test_an_open_door_is_warned_of(open_door: Server, server: Server) -> None:
-    warning = "WARNING: anybody who reaches"
+    warning = "WARNING: every client that reaches"
     assert [line for line in open_door.lines if f"{warning} 0.0.0.0" in line and "--api-key" in line]
     assert [line for line in server.lines if warning in line] == []
 

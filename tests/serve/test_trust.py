@@ -78,7 +78,7 @@ def test_nobody_chooses_an_id(client: httpx.Client, server: Server, path: str) -
 
 
 def test_an_id_opens_nothing(client: httpx.Client, server: Server) -> None:
-    """No route reads, continues or ends somebody's answer by its id, or by a beginning of it, whoever asks."""
+    """No route reads, continues or ends an answer by its id, or by the beginning of the id, with any key."""
     long = {"prompt": "Once", "max_tokens": 3000, "ignore_eos": True, "stream": True}
     with client.stream("POST", "/v1/completions", json=long) as one:
         lines = one.iter_lines()
@@ -93,12 +93,12 @@ def test_an_id_opens_nothing(client: httpx.Client, server: Server) -> None:
                     ):  # fmt: skip
                         assert other.request(method, path, json={"rid": name}).status_code == 404
         last = json.loads([line for line in lines if line.startswith("data: {")][-1].removeprefix("data: "))
-        assert last["choices"][0]["finish_reason"] == "length", "somebody else ended it"
+        assert last["choices"][0]["finish_reason"] == "length", "another request ended it"
         assert last["timings"]["output_tokens"] == 3000
 
 
 def test_no_address_is_fetched(client: httpx.Client, server: Server) -> None:
-    """Whatever names an address is refused, or is text like any other; nobody ever calls there."""
+    """A field that names an address is refused, or is plain text; the server never connects there."""
     with socket.create_server(("127.0.0.1", 0)) as bait:
         bait.settimeout(0.3)
         url = f"http://127.0.0.1:{bait.getsockname()[1]}/x"

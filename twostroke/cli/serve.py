@@ -31,8 +31,8 @@ def serve(
     from twostroke.weights.checkpoint import locate
 
     try:
-        from twostroke.serve.auth import read_keys
         from twostroke.serve.main import Options, run
+        from twostroke.serve.transport.auth import read_keys
     except ImportError as error:
         raise ConfigError(
             f"the server needs a package that is not installed ({error.name}): pip install twostroke."

@@ -1,4 +1,5 @@
-"""The dashboard's files, from memory. They tell nothing of the server but whether it wants a key, so they need none."""
+"""The dashboard's files, held in memory. They say nothing about the server except whether it asks for a key, so they
+are served without one."""
 
 from __future__ import annotations
 
@@ -7,9 +8,9 @@ from importlib.resources import files
 from importlib.resources.abc import Traversable
 from typing import NamedTuple
 
-from twostroke.serve.errors import not_found
-from twostroke.serve.http import Call
 from twostroke.serve.service import Service
+from twostroke.serve.transport.errors import not_found
+from twostroke.serve.transport.http import Exchange
 
 KINDS = {
     "html": "text/html; charset=utf-8",
@@ -19,7 +20,7 @@ KINDS = {
     "txt": "text/plain; charset=utf-8",
 }
 HEADERS = {
-    # No inline script or style, nothing from elsewhere, no frame around it: text of a model cannot become code here.
+    # No inline script or style, nothing from other hosts, no frames: text from a model cannot run as code.
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
@@ -32,7 +33,7 @@ HEADERS = {
 class File(NamedTuple):
     data: bytes
     kind: str
-    tag: str
+    tag: str  # the ETag
 
 
 def make_file(name: str, data: bytes) -> File:
@@ -54,20 +55,20 @@ PAGE = FILES.pop("index.html")
 LOCKED = make_file("index.html", PAGE.data.replace(b'data-key="none"', b'data-key="required"', 1))
 
 
-async def page(service: Service, call: Call) -> None:
-    await send(call, LOCKED if service.keys.required else PAGE)
+async def page(service: Service, exchange: Exchange) -> None:
+    await send(exchange, LOCKED if service.keys.required else PAGE)
 
 
-async def static(service: Service, call: Call) -> None:
-    found = FILES.get(call.path.removeprefix("/static/"))
+async def static(service: Service, exchange: Exchange) -> None:
+    found = FILES.get(exchange.path.removeprefix("/static/"))
     if found is None:
-        raise not_found(call.path)
-    await send(call, found)
+        raise not_found(exchange.path)
+    await send(exchange, found)
 
 
-async def send(call: Call, file: File) -> None:
+async def send(exchange: Exchange, file: File) -> None:
     headers = {**HEADERS, "etag": file.tag}
-    if call.headers.get(b"if-none-match", b"").decode("latin-1") == file.tag:
-        await call.respond(304, b"", headers, kind=file.kind)
+    if exchange.headers.get(b"if-none-match", b"").decode("latin-1") == file.tag:
+        await exchange.respond(304, b"", headers, kind=file.kind)
         return
-    await call.respond(200, file.data, headers, kind=file.kind)
+    await exchange.respond(200, file.data, headers, kind=file.kind)

@@ -1,7 +1,7 @@
-"""`twostroke serve`: bind, load, serve, drain, go.
+"""`twostroke serve`: bind, load, serve, drain, stop.
 
-The first SIGTERM or SIGINT stops taking requests and lets those in flight finish, for as long as the drain timeout; the
-second one goes at once. Either way the engine process goes with us and the exit status is 0.
+After the first SIGTERM or SIGINT new requests are refused, and requests in flight may finish within the drain timeout.
+After the second one the server stops at once. The engine process stops with it, and the exit status is 0.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from twostroke.remote.async_engine import AsyncEngine
 from twostroke.remote.messages import Ready
 from twostroke.remote.process import Patience
 from twostroke.serve.app import App
-from twostroke.serve.auth import Keys
-from twostroke.serve.listen import Listener, bind, make_listener
 from twostroke.serve.service import Service
+from twostroke.serve.transport.auth import Keys
+from twostroke.serve.transport.listen import Listener, bind, make_listener
 
 log = logging.getLogger(__name__)
 Say = Callable[[str], None]
@@ -34,7 +34,7 @@ Say = Callable[[str], None]
 @dataclass(frozen=True, slots=True)
 class Options:
     path: Path  # of the checkpoint
-    name: str  # under which it is served
+    name: str  # of the model, as clients call it
     settings: dict[str, Any] = field(default_factory=dict)
     host: str = "127.0.0.1"
     port: int = 8000
@@ -65,12 +65,12 @@ class Server:
             ready = await self._load(engine)
             if ready is not None:
                 gc.collect()
-                gc.freeze()  # what is here now stays: no later collection needs to look at it again
+                gc.freeze()  # these objects stay: later collections need not visit them
                 self._announce(sock, ready, time.monotonic() - began)
                 await self._until_stopped(listening)
                 await self._drain(service)
         finally:
-            await self._go(listener, listening, engine)
+            await self._stop(listener, listening, engine)
 
     def _open(self, metrics: Metrics) -> AsyncEngine:
         options = self.options
@@ -79,11 +79,9 @@ class Server:
         )
 
     async def _load(self, engine: AsyncEngine) -> Ready | None:
-        """Until the engine is warm; None when we are told to go first."""
+        """Returns when the engine is ready; None when a signal comes first."""
         loading = asyncio.create_task(engine.start(grammars=True))
-        stopping = asyncio.create_task(self.stopping.wait())
-        await asyncio.wait((loading, stopping), return_when=asyncio.FIRST_COMPLETED)
-        stopping.cancel()
+        await self._until_stopped(loading)
         if loading.done():
             return loading.result()
         loading.cancel()
@@ -102,28 +100,31 @@ class Server:
         if self.signals > 1:
             self.at_once.set()
 
-    async def _until_stopped(self, listening: asyncio.Task[None]) -> None:
+    async def _until_stopped(self, task: asyncio.Task[Any]) -> None:
+        """Returns at the first signal, or when the task ends."""
         stopping = asyncio.create_task(self.stopping.wait())
-        await asyncio.wait((stopping, listening), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((stopping, task), return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
 
     async def _drain(self, service: Service) -> None:
         service.draining = True
-        if service.calls:
-            self.say(f"stopping: {service.calls} requests in flight may take {self.options.drain_timeout:g} s more")
+        if service.generating:
+            self.say(
+                f"stopping: {service.generating} requests in flight may take {self.options.drain_timeout:g} s more"
+            )
         deadline = time.monotonic() + self.options.drain_timeout
-        while service.calls and time.monotonic() < deadline and not self.at_once.is_set():
+        while service.generating and time.monotonic() < deadline and not self.at_once.is_set():
             await asyncio.sleep(0.02)
 
-    async def _go(self, listener: Listener, listening: asyncio.Task[None], engine: AsyncEngine) -> None:
-        """Ends what is left: streams get an error event from the engine's end, connections a moment to carry it."""
+    async def _stop(self, listener: Listener, listening: asyncio.Task[None], engine: AsyncEngine) -> None:
+        """Ends open streams with an error event, and gives connections a moment to send it."""
         await engine.stop(0.0 if self.at_once.is_set() else 1.0)
         listener.config.timeout_graceful_shutdown = 0 if self.at_once.is_set() else 1
-        listener.leave()
+        listener.should_exit = True
         await asyncio.wait((listening,), timeout=2.0)
         self.say("stopped")
 
-    # ---- what people see -------------------------------------------------------------------------------------------
+    # ---- messages --------------------------------------------------------------------------------------------------
 
     def _announce(self, sock: socket.socket, ready: Ready, total: float) -> None:
         rest = total - sum(ready.seconds.values())
@@ -133,7 +134,7 @@ class Server:
         self.say(f"ready after {total:.2f} s: processes and imports {rest:.2f} s, {parts}")
         host, port = sock.getsockname()[:2]
         if not self.options.keys and not is_loopback(host):
-            self.say(f"WARNING: anybody who reaches {host} may use this server: set --api-key or --api-key-file")
+            self.say(f"WARNING: every client that reaches {host} may use this server: set --api-key or --api-key-file")
         where = f"[{host}]" if ":" in host else host
         self.say(f"serving {self.options.name} on http://{where}:{port}/v1")
 

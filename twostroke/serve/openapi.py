@@ -1,16 +1,14 @@
-"""The OpenAPI document, made from the table of routes and the shapes they validate with: it cannot drift from them."""
+"""The OpenAPI document, made from the table of routes and the payload classes that check the requests."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
 import twostroke
-
-if TYPE_CHECKING:
-    from twostroke.serve.app import Route
+from twostroke.serve.route import Route
 
 ERRORS = {
     400: "A field is wrong: `param` names it", 401: "No valid API key", 404: "No such route or model",
@@ -21,9 +19,9 @@ ERRORS = {
 
 def document(routes: Iterable[Route], locked: bool) -> dict[str, Any]:
     table = list(routes)
-    shapes = {route.shape for route in table if route.shape is not None}
+    payloads = {route.body for route in table if route.body is not None}
     _, schemas = models_json_schema(
-        [(shape, "validation") for shape in sorted(shapes, key=lambda shape: shape.__name__)],
+        [(payload, "validation") for payload in sorted(payloads, key=lambda payload: payload.__name__)],
         ref_template="#/components/schemas/{model}",
     )
     paths: dict[str, dict[str, Any]] = {}
@@ -52,7 +50,7 @@ def operation(route: Route) -> dict[str, Any]:
         described["parameters"] = [
             {"name": name, "in": "query", "schema": schema} for name, schema in properties.items()
         ]
-    if route.shape is not None:
-        schema = {"$ref": f"#/components/schemas/{route.shape.__name__}"}
+    if route.body is not None:
+        schema = {"$ref": f"#/components/schemas/{route.body.__name__}"}
         described["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
     return described

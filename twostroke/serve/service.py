@@ -1,4 +1,7 @@
-"""What the routes share: the engine, the model's name, the way from a prompt to a stream of pieces, and the fold."""
+"""The engine as the routes see it: what it serves, how it is, and the way from a prompt to an answer.
+
+Only this file and main.py, which starts the engine, use the engine itself.
+"""
 
 from __future__ import annotations
 
@@ -11,101 +14,108 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
+from twostroke.config import Resolved
+from twostroke.engine.answer import StreamEvent
 from twostroke.errors import InputError, ModelError
 from twostroke.metrics.registry import Metrics
-from twostroke.metrics.timeline import Timeline
+from twostroke.metrics.steplog import Step
+from twostroke.model.arch import Arch
 from twostroke.remote.admission import BusyError
 from twostroke.remote.async_engine import ENGINE_GONE, AsyncEngine
 from twostroke.remote.client import EngineError
+from twostroke.remote.ended import KEPT, EndedRequest
 from twostroke.remote.stream import SLOW_READER, Stream
 from twostroke.sampling import SamplingParams
-from twostroke.serve import errors
-from twostroke.serve.auth import Keys
-from twostroke.serve.constrain import FREE, Binding
-from twostroke.serve.explain import Nearest, Recent, explanation
-from twostroke.serve.http import Call, GoneError
-from twostroke.serve.protocol import answers
-from twostroke.serve.work import work
+from twostroke.serve import usage
+from twostroke.serve.cache_miss import Nearest, RecentPrompts, explanation
+from twostroke.serve.costs import answer_costs
+from twostroke.serve.structured import AnswerFormat
+from twostroke.serve.transport import errors
+from twostroke.serve.transport.auth import Keys
+from twostroke.serve.transport.http import Exchange, GoneError
+from twostroke.serve.verdicts import Verdicts
+from twostroke.text.tokenizer import Tokenizer
 from twostroke.text.tools import with_parsed_arguments
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-INLINE = 16_384  # characters that are tokenized on the event loop; more goes to a thread
+INLINE = 16_384  # longer texts are tokenized in a thread, so that the event loop stays free
 
 
-class Ask(NamedTuple):
-    """What every generating route boils down to."""
+class GenerationInput(NamedTuple):
+    """What a generating route hands over, whatever its API."""
 
     prompts: list[list[int]]
     params: SamplingParams
-    explain: bool = False  # tell why a prompt was not in the cache
-    binding: Binding = FREE
-    text: str = ""  # the prompt as the template wrote it
-    grammar_field: str = "grammar"  # where a grammar came from
+    explain: bool = False  # the answer shall say why the prompt was not in the prefix cache
+    format: AnswerFormat = AnswerFormat()
+    text: str = ""  # the prompt as the chat template wrote it
+    grammar_field: str = "grammar"  # the request's field that the grammar comes from
 
 
 class Generation:
-    """One call under way: its stream, its readers, and what is needed to tell about it."""
+    """The answers to one request while they are written, and the parts of a response that are the same in every API."""
 
-    def __init__(self, service: Service, call: Call, stream: Stream, near: Nearest | None, ask: Ask):
+    def __init__(
+        self, service: Service, exchange: Exchange, stream: Stream, near: Nearest | None, given: GenerationInput
+    ):
         self.service = service
-        self.call = call
+        self.exchange = exchange
         self.stream = stream
         self.near = near
-        self.explain = ask.explain
-        self.readers = [ask.binding.reader(ask.text) for _ in stream.answers]
+        self.explain = given.explain
+        self.readers = [given.format.reader(given.text) for _ in stream.answers]
 
     async def finish(self) -> None:
-        """The fold: take all pieces in. Afterwards the answers are whole; an error of any of them is raised."""
-        self.stream.listener = self._listen
-        async with self.call.watched(self.stream.close):
-            while pieces := await self.stream.take():
-                for choice, event in pieces:
-                    self.readers[choice].push(event)
+        """Waits for the end, and reads the whole answers. The error of an answer that failed is raised."""
+        self.stream.listener = lambda choice, text: True  # no need to wake up for text
+        async with self.exchange.watched(self.stream.close):
+            while await self.stream.take():
+                continue
         self.record()
         self.check()
-
-    def _listen(self, choice: int, text: str) -> bool:
-        self.readers[choice].push_text(text)
-        return True
+        for reader, answer in zip(self.readers, self.stream.answers, strict=True):
+            reader.push(StreamEvent(answer.sample.text, (), answer.sample.finish_reason))
 
     def check(self) -> None:
         for answer in self.stream.answers:
             if answer.sample.finish_reason == "abort":
                 raise GoneError
             if answer.sample.finish_reason == "error":
-                raise self.service.failure(answer.sample.error or "")
+                raise failure(answer.sample.error or "")
 
     def record(self) -> None:
-        """Remember what the cache now holds, for those who will ask why theirs was not in it."""
+        """Remembers the prompts, to explain later cache misses."""
         firsts = self.stream.answers[:: self.stream.params.n]
         for prompt, answer in zip(self.stream.prompts, firsts, strict=True):
-            self.service.recent.add(self.call.caller.salt, prompt + answer.sample.token_ids)
+            self.service.recent.add(self.exchange.caller.salt, prompt + answer.sample.token_ids)
 
     def usage(self, silent: bool = False) -> dict[str, Any]:
+        """In OpenAI's form. silent: the one token that an answer must have was not asked for."""
         firsts = [answer.sample.timeline for answer in self.stream.answers[:: self.stream.params.n]]
         written = 0 if silent else sum(len(answer.sample.token_ids) for answer in self.stream.answers)
         prompt = sum(len(tokens) for tokens in self.stream.prompts)
-        return answers.usage(prompt, sum(timeline.cached_tokens for timeline in firsts), written)
+        return usage.openai_usage(prompt, sum(timeline.cached_tokens for timeline in firsts), written)
 
     def timings(self, choice: int) -> dict[str, Any]:
-        return self.service.timings(self.stream.answers[choice].sample.timeline)
+        service, timeline = self.service, self.stream.answers[choice].sample.timeline
+        return usage.timings(timeline, answer_costs(service.arch, service.settings, service.weight_bytes, timeline))
 
     def extras(self, choice: int = 0) -> dict[str, Any]:
-        """Our own top-level fields of an answer."""
+        """The top-level fields that this server adds to an answer."""
         document: dict[str, Any] = {"timings": self.timings(choice)}
         if self.explain:
             tokens = self.stream.prompts[0]
             cached = self.stream.answers[0].sample.timeline.cached_tokens
-            document["prefix_cache"] = explanation(self.service.engine.tokenizer, tokens, cached, self.near)
+            document["prefix_cache"] = explanation(self.service.tokenizer, tokens, cached, self.near)
         return document
 
     def choice_extras(self, choice: int) -> dict[str, Any]:
-        """With several choices each has timings of its own; a single one's are the answer's."""
+        """Of several choices each has its own timings; the timings of a single one are at the top."""
         return {} if len(self.stream.answers) == 1 else {"timings": self.timings(choice)}
 
     def headers(self) -> dict[str, str]:
-        return {"server-timing": answers.server_timing(self.stream.answers[0].sample.timeline)}
+        return {"server-timing": usage.server_timing(self.stream.answers[0].sample.timeline)}
 
 
 class Service:
@@ -114,36 +124,139 @@ class Service:
         self.name = name
         self.keys = keys
         self.metrics = metrics
+        self.clock = engine.clock
         self.created = int(time.time())
-        self.wall = time.time() - engine.clock()  # from the engine's clock to the time of day
-        self.recent = Recent()
+        self.wall = time.time() - engine.clock()  # added to the engine's clock, it gives unix time
+        self.recent = RecentPrompts()
+        self.verdicts = Verdicts(engine.clock)
         self.draining = False
-        self.calls = 0  # exchanges that generate, under way
+        self.generating = 0  # exchanges of generating routes that are under way
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="tokenize")
 
-    # ---- is it there -----------------------------------------------------------------------------------------------
+    # ---- what is served --------------------------------------------------------------------------------------------
 
-    def check_open(self) -> None:
-        """Refuse before anything is read when nothing could be served."""
-        if self.draining:
-            raise errors.unavailable("The server is shutting down.", "shutting_down")
-        trouble = self.engine.client.trouble()
-        if trouble is not None:
-            raise errors.unavailable(f"The engine is not available: {trouble}.")
-        try:
-            self.engine.admission.check()
-        except BusyError as error:
-            raise errors.from_engine(error) from None
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.engine.tokenizer
+
+    @property
+    def arch(self) -> Arch:
+        return self.engine.arch
+
+    @property
+    def settings(self) -> Resolved:
+        """As they are now."""
+        return self.engine.intake.settings
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.engine.weight_bytes
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name != self.name:
             message = f"The model {name[:100]!r} is not served here; {self.name!r} is."
             raise errors.ApiError(404, message, param="model", code="model_not_found", reason="model")
 
-    # ---- from prompts to pieces ------------------------------------------------------------------------------------
+    # ---- how the engine is -----------------------------------------------------------------------------------------
+
+    @property
+    def healthy(self) -> bool:
+        return self.engine.client.healthy
+
+    @property
+    def restarts(self) -> int:
+        return self.engine.client.restarts
+
+    def trouble(self) -> str | None:
+        return self.engine.client.trouble()
+
+    def check_loaded(self) -> None:
+        """Raises a 503 for as long as the model has never been loaded."""
+        if self.engine.client.ready is None:
+            raise errors.ApiError(
+                503, "The model is still loading.", code="loading", retry_after=2, reason="unavailable"
+            )
+
+    def check_open(self) -> None:
+        """Raises the 429 or 503 of a server that cannot take a generating request now."""
+        if self.draining:
+            raise errors.unavailable("The server is shutting down.", "shutting_down")
+        trouble = self.trouble()
+        if trouble is not None:
+            raise errors.unavailable(f"The engine is not available: {trouble}.")
+        try:
+            self.engine.admission.check()
+        except BusyError as error:
+            raise errors.busy(error.retry_after) from None
+
+    def state(self) -> dict[str, Any]:
+        """Counters of the engine, as /health shows them."""
+        engine, counts = self.engine, self.engine.counts
+        document: dict[str, Any] = {
+            "running": counts.running,
+            "waiting": counts.waiting,
+            "in_flight": engine.in_flight,
+            "steps": counts.steps,
+            "restarts": self.restarts,
+            "blocks": {
+                "total": counts.blocks_total,
+                "free": counts.blocks_free,
+                "cached": counts.blocks_cached,
+                "host": counts.blocks_on_host,
+                "offloaded": counts.blocks_offloaded,
+                "restored": counts.blocks_restored,
+            },
+        }
+        if engine.client.ready is None:
+            stage = engine.stage
+            document["loading"] = {"name": stage.name, "done": stage.done, "total": stage.total}
+        return document
+
+    # ---- settings and records --------------------------------------------------------------------------------------
+
+    @property
+    def machine(self) -> dict[str, Any]:
+        """The processor or card, and the most that max_requests can be raised to."""
+        ready = self.engine.client.ready
+        assert ready is not None
+        return {"machine": ready.machine, "restarts": self.restarts, "rows": ready.settings.max_requests}
+
+    @property
+    def given_settings(self) -> Mapping[str, Any]:
+        """Set at the start."""
+        return self.engine.client.settings
+
+    @property
+    def changed_settings(self) -> Mapping[str, Any]:
+        """Changed since the start."""
+        return self.engine.changed
+
+    @property
+    def max_queue(self) -> tuple[int | None, str]:
+        """And why it has this value."""
+        return self.engine.max_queue, self.engine.queue_reason
+
+    async def change(self, wanted: dict[str, Any]) -> None:
+        """Changes settings while the engine runs. ConfigError: nothing was changed."""
+        try:
+            await self.engine.change(wanted)
+        except EngineError as error:
+            raise unavailable_engine(error) from None
+
+    async def steps(self, since: int, limit: int) -> Sequence[Step]:
+        try:
+            return await self.engine.steps(since, limit)
+        except EngineError as error:
+            raise unavailable_engine(error) from None
+
+    def ended_requests(self, limit: int = KEPT) -> list[EndedRequest]:
+        """The last requests that ended, in the order of their ends."""
+        return self.engine.ended.latest(limit)
+
+    # ---- from prompts to answers -----------------------------------------------------------------------------------
 
     async def off_loop(self, size: int, function: Callable[..., T], *arguments: Any) -> T:
-        """Small things here, large ones in a thread so that streams keep their pace."""
+        """Calls the function at once if `size` is small, else in a thread, so that streams keep their pace."""
         if size <= INLINE:
             return function(*arguments)
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
@@ -158,7 +271,7 @@ class Service:
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **arguments: Any
     ) -> str:
         """Messages as the model's chat template writes them."""
-        template = self.engine.tokenizer.chat
+        template = self.tokenizer.chat
         if template is None:
             raise errors.bad_request("messages: this model has no chat template; use /v1/completions.", "messages")
         size = sum(len(str(message.get("content"))) for message in messages) + 64 * len(messages)
@@ -172,7 +285,7 @@ class Service:
             raise errors.bad_request(str(error), param, "invalid_prompt") from None
 
     async def render(self, messages: Sequence[Mapping[str, Any]], **arguments: Any) -> tuple[str, list[int]]:
-        """Messages to one prompt, as text and as tokens. The template has written its own special tokens."""
+        """Messages as one prompt, in text and in tokens. The template writes the special tokens itself."""
         text = await self.render_text(messages, **arguments)
         try:
             tokenize = partial(self.engine.intake.tokenize, text, add_special=False)
@@ -180,35 +293,38 @@ class Service:
         except InputError as error:
             raise errors.bad_request(str(error), "messages", "invalid_prompt") from None
 
-    async def generate(self, call: Call, ask: Ask, user: str | None = None) -> Generation:
-        near = self.recent.nearest(call.caller.salt, ask.prompts[0]) if ask.explain else None
+    async def generate(self, exchange: Exchange, given: GenerationInput, user: str | None = None) -> Generation:
+        salt = exchange.caller.salt
+        near = self.recent.nearest(salt, given.prompts[0]) if given.explain else None
         try:
-            await self.engine.prepare(ask.params)
-            stream = self.engine.submit(ask.prompts, ask.params, call.caller.salt, call.arrival, ask.binding.visible)
+            await self.engine.prepare(given.params)
+            stream = self.engine.submit(given.prompts, given.params, salt, exchange.arrival, given.format.visible)
         except InputError as error:
             named, _, why = str(error).partition(":")
-            field = ask.grammar_field if named == "grammar" else named  # the caller knows it by another name
+            field = given.grammar_field if named == "grammar" else named  # as the request calls it
             raise errors.bad_request(f"{field}:{why}", field) from None
-        except (BusyError, EngineError) as error:
-            raise errors.from_engine(error) from None
-        log.info("%s: %d prompts for %s, user %r", call.path, len(ask.prompts), call.caller.name, user)
-        return Generation(self, call, stream, near, ask)
-
-    # ---- what is told ----------------------------------------------------------------------------------------------
+        except BusyError as error:
+            raise errors.busy(error.retry_after) from None
+        except EngineError as error:
+            raise unavailable_engine(error) from None
+        log.info("%s: %d prompts for %s, user %r", exchange.path, len(given.prompts), exchange.caller.name, user)
+        return Generation(self, exchange, stream, near, given)
 
     def head(self, prefix: str) -> dict[str, Any]:
+        """The fields that OpenAI's answers begin with."""
         return {"id": f"{prefix}{secrets.token_hex(12)}", "created": int(time.time()), "model": self.name}
 
-    def timings(self, timeline: Timeline) -> dict[str, Any]:
-        engine = self.engine
-        return answers.timings(timeline, work(engine.arch, engine.intake.settings, engine.weight_bytes, timeline))
 
-    def failure(self, error: str) -> errors.ApiError:
-        """An answer that failed while it was written. Only sentences written for clients are shown to them."""
-        if error == ENGINE_GONE:
-            return errors.unavailable("The engine stopped while it wrote this answer: send the request again.")
-        if error == SLOW_READER:
-            return errors.ApiError(408, "The answer was read too slowly and was ended.", code="slow_reader")
-        number = secrets.token_hex(8)
-        errors.log.error("error %s: a request failed: %s", number, error)
-        return errors.internal_with(number)
+def unavailable_engine(error: EngineError) -> errors.ApiError:
+    return errors.unavailable(f"The engine is not available: {error}.")
+
+
+def failure(error: str) -> errors.ApiError:
+    """An answer that failed while it was written. The client sees a message that was written for clients, or an id."""
+    if error == ENGINE_GONE:
+        return errors.unavailable("The engine stopped while it wrote this answer: send the request again.")
+    if error == SLOW_READER:
+        return errors.ApiError(408, "The answer was read too slowly and was ended.", code="slow_reader")
+    number = secrets.token_hex(8)
+    errors.log.error("error %s: a request failed: %s", number, error)
+    return errors.internal_with(number)

@@ -1,4 +1,4 @@
-// What the server has told so far: its steps, its ended requests, its settings. Everything drawn is drawn from here.
+// What is known of the server: its steps, its ended requests, its settings. All views draw from here.
 
 import { call, get } from "./api.js";
 

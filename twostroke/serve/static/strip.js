@@ -1,4 +1,4 @@
-// One answer's two strokes as a strip: it grows while the answer streams, and is exact once the server has told.
+// One answer's two strokes as a strip: it grows while the answer streams, and is exact when the server has sent its timings.
 
 import { element, seconds } from "./format.js";
 
@@ -32,7 +32,7 @@ export class Strip {
     this.ended = this.now();
   }
 
-  // Seconds of each phase as far as they are known. Before the end, waiting and reading cannot be told apart.
+  // Seconds of each phase as far as they are known. Before the end, queue and prefill cannot be separated.
   phases() {
     const until = this.ended ?? this.now();
     const first = this.pieces[0];
@@ -66,17 +66,17 @@ export class Strip {
   }
 
   write(queue, prefill, decode) {
-    const told = this.timings;
-    const tokens = told ? told.output_tokens : this.pieces.length;
-    const tpot = told ? told.tpot_s : tokens > 1 ? (this.pieces.at(-1) - this.pieces[0]) / (tokens - 1) : null;
+    const timings = this.timings;
+    const tokens = timings ? timings.output_tokens : this.pieces.length;
+    const tpot = timings ? timings.tpot_s : tokens > 1 ? (this.pieces.at(-1) - this.pieces[0]) / (tokens - 1) : null;
     const rows = [];
-    if (told) rows.push(["queue", "waited", queue, ""]);
-    const reads = told ? ` ${told.prompt_tokens} tokens${told.cached_tokens ? `, ${told.cached_tokens} from the cache` : ""}` : "";
-    rows.push(["prefill", told ? "read" : this.pieces.length ? "first word after" : "waits and reads", prefill, reads]);
+    if (timings) rows.push(["queue", "waited", queue, ""]);
+    const reads = timings ? ` ${timings.prompt_tokens} tokens${timings.cached_tokens ? `, ${timings.cached_tokens} from the cache` : ""}` : "";
+    rows.push(["prefill", timings ? "read" : this.pieces.length ? "first word after" : "waits and reads", prefill, reads]);
     if (tokens) rows.push(["decode", "wrote", decode, ` ${tokens} tokens`]);
     this.caption.replaceChildren(
       ...rows.map(([kind, label, value, more]) => element("span", { class: kind }, `${label}${more} `, element("b", {}, seconds(value)))),
-      ...(this.pieces.length || told ? [element("span", { class: "prefill" }, "TTFT ", element("b", {}, seconds(told ? told.ttft_s : this.pieces[0])))] : []),
+      ...(this.pieces.length || timings ? [element("span", { class: "prefill" }, "TTFT ", element("b", {}, seconds(timings ? timings.ttft_s : this.pieces[0])))] : []),
       ...(tpot ? [element("span", { class: "decode" }, "TPOT ", element("b", {}, seconds(tpot)))] : []),
     );
     return `Waited ${seconds(queue)}, read the prompt in ${seconds(prefill)}, wrote ${tokens} tokens in ${seconds(decode)}.`;

@@ -1,6 +1,6 @@
-"""Why a prompt was not in the cache: where it first differs from the nearest one that the same key sent before.
+"""Why a prompt was not in the prefix cache: where it first differs from the most similar prompt of the same API key.
 
-The record lives in the server and is bounded; it never crosses keys, so nobody can read another's prompts from it.
+The server keeps a bounded record of recent prompts by key. A key's prompts are compared with its own only.
 """
 
 from __future__ import annotations
@@ -12,22 +12,21 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from twostroke.ops.interface import BLOCK
-from twostroke.serve.protocol import answers
 from twostroke.text.tokenizer import Tokenizer
 
 MAX_KEYS = 256
 MAX_PROMPTS = 64  # of one key
-MAX_TOKENS = 1 << 20  # of all keys
-CONTEXT = 8  # tokens shown either side of a difference
+MAX_TOKENS = 1 << 20  # of all keys together
+CONTEXT = 8  # tokens that are shown before and after a difference
 
 
 class Nearest(NamedTuple):
     tokens: np.ndarray  # of the earlier prompt
-    common: int  # tokens at the start that are the same
+    common: int  # number of tokens at the start that are equal
 
 
-class Recent:
-    """What was computed lately, by salt: prompts with their answers, as the cache holds them."""
+class RecentPrompts:
+    """Recent prompts with their answers, by the salt of their key."""
 
     def __init__(self) -> None:
         self._by_salt: OrderedDict[bytes, deque[np.ndarray]] = OrderedDict()
@@ -50,7 +49,7 @@ class Recent:
             del self._by_salt[salt]
 
     def nearest(self, salt: bytes, tokens: Sequence[int]) -> Nearest | None:
-        """The earlier prompt with the longest common start; the latest of several."""
+        """The earlier prompt with the longest common prefix; of several, the latest."""
         ours = np.asarray(tokens, dtype=np.int32)
         best: Nearest | None = None
         for theirs in self._by_salt.get(salt, ()):
@@ -63,20 +62,22 @@ class Recent:
 
 
 def explanation(tokenizer: Tokenizer, tokens: Sequence[int], cached: int, near: Nearest | None) -> dict[str, Any]:
-    if near is None:
-        return answers.reuse(cached, len(tokens), None, "No earlier prompt of this key is on record.")
-    common = near.common
+    """The answer to `prefix_cache: {"explain": true}`."""
 
     def text(part: Sequence[int]) -> str:
         return tokenizer.decode(list(part), skip_special=False, at_start=False)
 
-    sides = answers.nearest(
-        common,
-        text(tokens[max(0, common - CONTEXT) : common]),
-        text(tokens[common : common + CONTEXT]),
-        text(near.tokens[common : common + CONTEXT].tolist()),
-    )
-    return answers.reuse(cached, len(tokens), sides, sentence(len(tokens), cached, common))
+    nearest, why = None, "No earlier prompt of this key is on record."
+    if near is not None:
+        common = near.common
+        nearest = {
+            "first_difference": common,
+            "text_before": text(tokens[max(0, common - CONTEXT) : common]),
+            "text_here": text(tokens[common : common + CONTEXT]),
+            "text_there": text(near.tokens[common : common + CONTEXT].tolist()),
+        }
+        why = sentence(len(tokens), cached, common)
+    return {"prompt_tokens": len(tokens), "cached_tokens": cached, "nearest": nearest, "explanation": why}
 
 
 def sentence(length: int, cached: int, common: int) -> str:

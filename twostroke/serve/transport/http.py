@@ -1,4 +1,4 @@
-"""One HTTP exchange over ASGI: a body that is read within limits, an answer whole or streamed."""
+"""One HTTP exchange over ASGI: a request body that is read within limits, and an answer, whole or streamed."""
 
 from __future__ import annotations
 
@@ -6,39 +6,30 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from contextlib import asynccontextmanager
-from typing import Any, Protocol
+from typing import Any
 
-from twostroke.serve.auth import Caller
-from twostroke.serve.errors import ApiError
+from twostroke.serve.transport.auth import Caller
+from twostroke.serve.transport.errors import ApiError
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
+WriteNow = Callable[[Callable[[], bytes]], bool]
 
-STRAIGHT = "twostroke.straight"  # the ASGI extension under which a listener offers one
+WRITE_NOW = "twostroke.write_now"  # the ASGI extension that `Exchange.write_now` comes from
 
 MAX_BODY = 4 << 20  # bytes of one request
-MAX_BODIES = 256 << 20  # of all requests that are being read at once
+MAX_BODIES = 256 << 20  # bytes of all bodies that are being read
+BODY_SECONDS = 30.0  # for a whole body to arrive
 ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-BODY_SECONDS = 30.0  # for the whole of a body to arrive
-
-
-class Straight(Protocol):
-    """The way of a streamed answer that has begun to its socket, past everything that ASGI puts in between and without
-    a way to wait: only to be used while the client has read nearly all that was written."""
-
-    @property
-    def has_room(self) -> bool: ...
-
-    def write(self, data: bytes) -> None: ...
 
 
 class GoneError(Exception):
     """The client has closed the connection."""
 
 
-class Bodies:
-    """Bytes of request bodies held at this moment, by all connections."""
+class BodyMemory:
+    """Counts the bytes of all request bodies that are being read."""
 
     def __init__(self) -> None:
         self.held = 0
@@ -49,32 +40,32 @@ class Bodies:
             raise ApiError(503, "Too many large requests at once: try again.", retry_after=1, reason="bodies")
 
 
-class Call:
-    """What came, who sent it and when, and the ways to answer."""
+class Exchange:
+    """One request and its answer."""
 
-    def __init__(self, scope: Message, receive: Receive, send: Send, arrival: float, bodies: Bodies):
+    def __init__(self, scope: Message, receive: Receive, send: Send, arrival: float, memory: BodyMemory):
         self.method: str = scope["method"]
         self.path: str = scope["path"]
         self.query: bytes = scope["query_string"]
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         self.arrival = arrival
         self.caller = Caller("", b"")
-        self.started = False
-        self.straight: Straight | None = scope.get("extensions", {}).get(STRAIGHT)
+        self.started = False  # the head of the answer was sent
+        self.write_now: WriteNow | None = scope.get("extensions", {}).get(WRITE_NOW)
         self._receive = receive
         self._send = send
-        self._bodies = bodies
+        self._memory = memory
 
     async def body(self) -> bytes:
-        """The whole body, or an error before more than the limit is held."""
+        """The whole body. A body over the limit is refused before it is held."""
         if self.headers.get(b"content-encoding", b"identity") != b"identity":
             why = "content-encoding: bodies are read as they come: send JSON that is not compressed."
             raise ApiError(415, why, param="content-encoding", code="unsupported_encoding")
         length = self.headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > MAX_BODY:
             raise too_large()
-        held = 0
         data = bytearray()
+        held = 0
         try:
             async with asyncio.timeout(BODY_SECONDS):
                 while True:
@@ -83,7 +74,7 @@ class Call:
                         raise GoneError
                     part = message.get("body", b"")
                     held += len(part)
-                    self._bodies.add(len(part))
+                    self._memory.add(len(part))
                     data += part
                     if len(data) > MAX_BODY:
                         raise too_large()
@@ -92,7 +83,7 @@ class Call:
         except TimeoutError:
             raise ApiError(408, f"The body did not arrive within {BODY_SECONDS:.0f} s.", reason="timeout") from None
         finally:
-            self._bodies.held -= held
+            self._memory.held -= held
 
     async def respond(
         self, status: int, document: Any, headers: dict[str, str] | None = None, kind: str = "application/json"
@@ -103,7 +94,7 @@ class Call:
         await self._send({"type": "http.response.body", "body": b"" if self.method == "HEAD" else data})
 
     async def begin_stream(self) -> None:
-        """Server-sent events. No proxy on the way may collect them."""
+        """The head of server-sent events. The last header asks proxies not to buffer them."""
         kind = "text/event-stream; charset=utf-8"
         await self._start(200, {"content-type": kind, "cache-control": "no-cache", "x-accel-buffering": "no"})
 
@@ -121,7 +112,7 @@ class Call:
 
     @asynccontextmanager
     async def watched(self, gone: Callable[[], None]) -> AsyncIterator[None]:
-        """Calls `gone` the moment the client closes the connection, and at the end in any case."""
+        """Calls `gone` as soon as the client closes the connection, and at the end in any case."""
         task = asyncio.get_running_loop().create_task(self._wait_for_disconnect(gone))
         try:
             yield
@@ -140,7 +131,7 @@ def too_large() -> ApiError:
 
 
 def dump(document: Any) -> bytes:
-    """Compact JSON. A lone surrogate cannot be written as UTF-8: as an escape it can."""
+    """Compact JSON. A lone surrogate has no UTF-8 form, so such a document is written with escapes."""
     try:
         return ENCODER.encode(document).encode()
     except UnicodeEncodeError:

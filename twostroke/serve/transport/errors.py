@@ -1,19 +1,22 @@
-"""What a client is told when something is wrong. Each API writes it in its own shape: see protocol/problems.py."""
+"""Errors as HTTP answers, and their JSON bodies in OpenAI's and in Anthropic's form."""
 
 from __future__ import annotations
 
 import logging
 import secrets
-
-from twostroke.remote.admission import BusyError
-from twostroke.remote.client import EngineError
+from typing import Any
 
 log = logging.getLogger(__name__)
-RESTART_SECONDS = 5  # after which it is worth asking again when the engine is not there
+RESTART_SECONDS = 5  # Retry-After while the engine is not available
+OPENAI_TYPES = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error"}
+ANTHROPIC_TYPES = {
+    401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error",
+    500: "api_error", 503: "overloaded_error",
+}  # fmt: skip
 
 
 class ApiError(Exception):
-    """An answer that is an error: status, a sentence for people, and the field it is about."""
+    """An error answer: HTTP status, a message for people, and the field it is about."""
 
     def __init__(
         self,
@@ -31,7 +34,17 @@ class ApiError(Exception):
         self.param = param
         self.code = code
         self.retry_after = retry_after
-        self.reason = reason  # one word for the counter of refusals
+        self.reason = reason  # the label in the metric that counts refused requests
+
+
+def openai_error(error: ApiError) -> dict[str, Any]:
+    kind = OPENAI_TYPES.get(error.status, "invalid_request_error")
+    return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
+
+
+def anthropic_error(error: ApiError) -> dict[str, Any]:
+    kind = ANTHROPIC_TYPES.get(error.status, "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": error.message, "param": error.param}}
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
@@ -52,7 +65,7 @@ def unavailable(message: str, code: str = "engine_unavailable") -> ApiError:
 
 
 def internal(context: str) -> ApiError:
-    """Details go to the log under an id, and only the id to the client."""
+    """Call it while an exception is handled: the log gets the trace under an error id, the client only the id."""
     number = secrets.token_hex(8)
     log.exception("error %s: %s", number, context)
     return internal_with(number)
@@ -61,10 +74,3 @@ def internal(context: str) -> ApiError:
 def internal_with(number: str) -> ApiError:
     message = f"Something went wrong on the server; its log has the details under error {number}."
     return ApiError(500, message, code=f"internal_error_{number}", reason="internal")
-
-
-def from_engine(error: BusyError | EngineError) -> ApiError:
-    """What keeps the engine from taking a request, as an answer."""
-    if isinstance(error, BusyError):
-        return busy(error.retry_after)
-    return unavailable(f"The engine is not available: {error}.")

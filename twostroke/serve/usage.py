@@ -1,4 +1,4 @@
-"""Parts that answers of several routes share: usage, timings, logprobs, the explanation of a cache miss."""
+"""Parts of an answer that several APIs share: token counts, timings and log probabilities."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from twostroke.metrics.timeline import Timeline
 from twostroke.text.tokenizer import Tokenizer
 from twostroke.types import TokenLogprobs
 
-NEVER = -9999.0  # log probability of what has none; JSON has no infinity
+NEVER = -9999.0  # in place of minus infinity, which JSON does not have
 
 
-def usage(prompt: int, cached: int, written: int) -> dict[str, Any]:
+def openai_usage(prompt: int, cached: int, written: int) -> dict[str, Any]:
     return {
         "prompt_tokens": prompt,
         "completion_tokens": written,
@@ -22,8 +22,8 @@ def usage(prompt: int, cached: int, written: int) -> dict[str, Any]:
     }
 
 
-def timings(timeline: Timeline, work: dict[str, float]) -> dict[str, Any]:
-    """Where the time of one answer went: queue_s + prefill_s + decode_s = e2e_s. `work`: FLOPs and bytes by phase."""
+def timings(timeline: Timeline, costs: dict[str, float]) -> dict[str, Any]:
+    """Where the time of one answer went: queue_s + prefill_s + decode_s = e2e_s. costs: FLOPs and bytes by phase."""
     return {
         "queue_s": timeline.queue,
         "prefill_s": timeline.prefill,
@@ -35,12 +35,12 @@ def timings(timeline: Timeline, work: dict[str, float]) -> dict[str, Any]:
         "cached_tokens": timeline.cached_tokens,
         "output_tokens": timeline.output_tokens,
         "preemptions": timeline.preemptions,
-        **work,
+        **costs,
     }
 
 
 def server_timing(timeline: Timeline) -> str:
-    """The same as a header that browsers' network panels draw; milliseconds."""
+    """The phases as a Server-Timing header, in milliseconds: browsers draw it."""
     phases = (("queue", timeline.queue), ("prefill", timeline.prefill), ("decode", timeline.decode))
     return ", ".join(f"{name};dur={1000 * seconds:.3f}" for name, seconds in (*phases, ("total", timeline.e2e)))
 
@@ -61,7 +61,7 @@ def token_score(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, A
 def text_logprobs(
     tokenizer: Tokenizer, tokens: Sequence[int], scores: Sequence[TokenLogprobs | None], offset: int
 ) -> dict[str, Any]:
-    """The older shape of /v1/completions. The first token of a prompt has no score."""
+    """The older form, of /v1/completions. The first token of a prompt has no score."""
     texts = [tokenizer.token_text(token) for token in tokens]
     offsets = []
     for text in texts:
@@ -77,13 +77,3 @@ def text_logprobs(
 
 def finite(value: float) -> float:
     return value if isfinite(value) else NEVER
-
-
-def reuse(cached: int, prompt: int, nearest: dict[str, Any] | None, why: str) -> dict[str, Any]:
-    """What `prefix_cache: {"explain": true}` is answered with."""
-    return {"prompt_tokens": prompt, "cached_tokens": cached, "nearest": nearest, "explanation": why}
-
-
-def nearest(common: int, before: str, here: str, there: str) -> dict[str, Any]:
-    """The nearest cached prompt: equal up to token `first_difference`; the text before it, and after it in either."""
-    return {"first_difference": common, "text_before": before, "text_here": here, "text_there": there}

@@ -1,4 +1,4 @@
-"""Who calls. Denies by default, before a route is looked up; every key is compared in full, in constant time."""
+"""API keys. Every path needs one except those listed here. The check is done before the route is looked up."""
 
 from __future__ import annotations
 
@@ -10,23 +10,26 @@ from pathlib import Path
 from typing import NamedTuple
 
 from twostroke.errors import ConfigError
-from twostroke.serve.errors import ApiError
+from twostroke.serve.transport.errors import ApiError
 
 OPEN_PATHS = frozenset({"/", "/health/live", "/health/ready"})
-STATIC = "/static/"  # files that tell nothing of this server
-MIN_KEY = 8  # characters; shorter ones can be guessed
+STATIC = "/static/"  # the dashboard's files, which hold nothing about this server
+MIN_KEY = 8  # characters; shorter keys can be guessed
 MAX_KEY = 512
 
 
 class Caller(NamedTuple):
-    """`name` for the log, `salt` for the prefix cache: keys never share cached prompts."""
+    """The sender of a request: a name for the log, and a salt that keeps its cached prompts apart from other keys'."""
 
     name: str
     salt: bytes
 
 
+ANONYMOUS = Caller("anonymous", b"")
+
+
 class Keys:
-    """The API keys that open this server; none at all leaves it open."""
+    """The API keys of this server. With none, every request is accepted."""
 
     def __init__(self, keys: Iterable[str]):
         self._secret = secrets.token_bytes(32)
@@ -40,24 +43,24 @@ class Keys:
         return bool(self._known)
 
     def identify(self, headers: Mapping[bytes, bytes]) -> Caller | None:
-        """Who sent these headers, or None."""
+        """The caller that these headers belong to; None without a valid key."""
         if not self._known:
-            return Caller("anybody", b"")
+            return ANONYMOUS
         offered = self._digest(offered_key(headers))
         found = None
-        for digest, who in self._known:  # all of them, always: time tells nothing
+        for digest, known in self._known:  # always compares with every key, so that the time taken reveals nothing
             if hmac.compare_digest(digest, offered):
-                found = who
+                found = known
         return found
 
     def check(self, path: str, headers: Mapping[bytes, bytes]) -> Caller:
         if path in OPEN_PATHS or path.startswith(STATIC):
-            return Caller("anybody", b"")
-        who = self.identify(headers)
-        if who is None:
+            return ANONYMOUS
+        found = self.identify(headers)
+        if found is None:
             message = "A valid API key is needed: send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'."
             raise ApiError(401, message, code="invalid_api_key", reason="unauthorized")
-        return who
+        return found
 
 
 def offered_key(headers: Mapping[bytes, bytes]) -> bytes:
@@ -68,13 +71,13 @@ def offered_key(headers: Mapping[bytes, bytes]) -> bytes:
 
 
 def caller(key: str) -> Caller:
-    """A name that does not give the key away, and a salt that only this key leads to."""
+    """The name and the salt are hashes of the key: they do not reveal it."""
     name = blake2b(key.encode(), digest_size=4, person=b"name").hexdigest()
     return Caller(f"key {name}", blake2b(key.encode(), digest_size=16, person=b"salt").digest())
 
 
 def read_keys(key: str | None, file: Path | None) -> list[str]:
-    """Keys of the command line: one given directly, or a file with one on each line (# starts a comment)."""
+    """The keys of the command line: one given directly, and those of a file, one on each line (# starts a comment)."""
     keys = [] if key is None else [key]
     if file is not None:
         try:
@@ -84,7 +87,7 @@ def read_keys(key: str | None, file: Path | None) -> list[str]:
         keys += [text for line in lines if (text := line.partition("#")[0].strip())]
         if not keys:
             raise ConfigError(f"--api-key-file {file}: holds no key; write one on each line.")
-    for one in keys:
-        if not MIN_KEY <= len(one) <= MAX_KEY or not one.isascii() or not one.isprintable() or " " in one:
+    for key in keys:
+        if not MIN_KEY <= len(key) <= MAX_KEY or not key.isascii() or not key.isprintable() or " " in key:
             raise ConfigError(f"an API key must have {MIN_KEY} to {MAX_KEY} printable ASCII characters and no space.")
     return keys

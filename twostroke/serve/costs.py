@@ -1,6 +1,7 @@
-"""What answers and steps cost, from the architecture alone: FLOPs needed, bytes moved.
+"""FLOPs and bytes of an answer and of a step, computed from the model's architecture.
 
-Of an answer as if it ran alone: weights count once for each step it took part in; in a batch, neighbours share that.
+An answer's costs are those of the answer alone: the weights count once for every step it took part in, although in a
+batch all requests of a step share them.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from twostroke.metrics.timeline import Timeline
 from twostroke.model.arch import Arch, seen_pairs
 
 
-def work(arch: Arch, settings: Resolved, weight_bytes: int, timeline: Timeline) -> dict[str, float]:
+def answer_costs(arch: Arch, settings: Resolved, weight_bytes: int, timeline: Timeline) -> dict[str, float]:
     prompt, cached = timeline.prompt_tokens, timeline.cached_tokens
-    read = prompt - cached if timeline.token_times else 0  # the cost of one that never wrote is not known
-    written = max(0, timeline.output_tokens - 1)  # the first token is prefill's
+    read = prompt - cached if timeline.token_times else 0  # unknown if there was no output
+    written = max(0, timeline.output_tokens - 1)  # prefill gives the first token
     layout = settings.layout
     seen = sum(
         seen_pairs(prompt, written, group.window) * len(group.layers) * group.entry.bytes / group.entry.tokens
@@ -28,8 +29,8 @@ def work(arch: Arch, settings: Resolved, weight_bytes: int, timeline: Timeline) 
     }
 
 
-def step_work(arch: Arch, settings: Resolved, weight_bytes: int, step: Step) -> dict[str, float]:
-    """A whole step: the weights once, K and V of each context once in every layer that sees it."""
+def step_costs(arch: Arch, settings: Resolved, weight_bytes: int, step: Step) -> dict[str, float]:
+    """A whole step reads the weights once, and K and V of each context once in every layer that attends to it."""
     attention = sum(arch.attention_flops(piece.start, piece.count) for piece in step.pieces)
     seen = sum(settings.layout.read_bytes(piece.start + piece.count) for piece in step.pieces)
     return {

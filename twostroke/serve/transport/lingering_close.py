@@ -1,8 +1,8 @@
-"""Closing a connection so that the client gets to read the answer.
+"""A close after which the client can still read the answer.
 
-A socket that is closed while bytes of its client lie unread, or still come, answers them with a reset, and a reset may
-destroy the answer before the client has read it. So what is closed early is closed on our side only; what the client
-still sends is thrown away until it has seen our end and closes too, or for a moment at most.
+When a socket is closed while bytes from the client are unread or on their way, the kernel sends a reset, and the reset
+can destroy an answer that the client has not read yet. So the server closes only its own direction first. It discards
+what the client still sends, until the client closes too or LINGER_SECONDS have passed.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 LINGER_SECONDS = 2.0
 
 
-class Lingering:
-    """A transport whose `close` lingers if `unread` says that the client has more to send."""
+class LingeringTransport:
+    """A transport that closes this way when `unread` says that the client has more to send."""
 
     def __init__(self, transport: asyncio.Transport, unread: Callable[[], bool]):
         self._transport = transport

@@ -1,0 +1,195 @@
+"""/twostroke/settings, /twostroke/steps and /twostroke/arrivals: for the operator of the server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Annotated, Any, get_args, get_type_hints
+
+from pydantic import Field, create_model
+
+from twostroke.config import Config, Resolved
+from twostroke.engine.settings import LIVE
+from twostroke.errors import ConfigError
+from twostroke.metrics import steplog
+from twostroke.metrics.steplog import Step
+from twostroke.model.arch import Arch, arch_document
+from twostroke.remote.ended import KEPT, EndedRequest, by_arrival
+from twostroke.serve.costs import step_costs
+from twostroke.serve.fields import Payload, validate, validate_query
+from twostroke.serve.service import Service
+from twostroke.serve.transport import errors
+from twostroke.serve.transport.http import Exchange, dump
+
+NAMES = tuple(item.name for item in fields(Resolved) if item.name not in ("layout", "reasons"))
+FIXED = (frozenset(item.name for item in fields(Config)) | {"max_queue"}) - set(LIVE)
+LARGE = 1 << 20  # the size given to `off_loop`: long documents are written in a thread
+JSON_TYPES: dict[type, Any] = {  # `Config` checks the values; these types keep them within what the wire carries
+    int: Annotated[int, Field(ge=1, le=1 << 20)],
+    float: Annotated[float, Field(gt=0, le=3600)],
+    str: Annotated[str, Field(max_length=64)],
+    bool: bool,
+}
+
+
+def settings_payload() -> type[Payload]:
+    """The settings that can change while the engine runs, with the types that `Config` gives them. null is refused."""
+    hints = get_type_hints(Config)
+    types = {
+        name: next(kind for kind in get_args(hints[name]) or (hints[name],) if kind in JSON_TYPES) for name in LIVE
+    }
+    given: dict[str, Any] = {name: (JSON_TYPES[kind], None) for name, kind in types.items()}
+    return create_model("SettingsRequest", __base__=Payload, **given)
+
+
+SettingsRequest = settings_payload()
+
+
+class StepsQuery(Payload):
+    since: Annotated[int, Field(ge=0)] = 0
+    limit: Annotated[int, Field(ge=1, le=1024)] = 256
+
+
+class ArrivalsQuery(Payload):
+    limit: Annotated[int, Field(ge=1, le=1024)] = 1024
+
+
+# ---- settings ------------------------------------------------------------------------------------------------------
+
+
+async def settings(service: Service, exchange: Exchange) -> None:
+    await exchange.respond(200, settings_document(service))
+
+
+async def change(service: Service, exchange: Exchange) -> None:
+    try:
+        request = validate(SettingsRequest, await exchange.body())
+    except errors.ApiError as error:
+        raise needs_restart(error.param) if error.param in FIXED else error from None
+    wanted = request.model_dump(exclude_unset=True)
+    if not wanted:
+        raise errors.bad_request(f"The body names no setting: give one of {', '.join(LIVE)}.")
+    try:
+        await service.change(wanted)
+    except ConfigError as error:
+        named = [name for name in wanted if name in str(error)]
+        raise errors.bad_request(str(error), named[0] if named else None, "invalid_value") from None
+    errors.log.warning("%s changed %s", exchange.caller.name, wanted)
+    await exchange.respond(200, settings_document(service))
+
+
+def needs_restart(name: str) -> errors.ApiError:
+    option = "--max-queue" if name == "max_queue" else f"--set {name}=VALUE"
+    message = f"{name}: cannot change while the engine runs: start the server again with {option}."
+    return errors.bad_request(message, name, "needs_restart")
+
+
+def settings_document(service: Service) -> dict[str, Any]:
+    now = service.settings
+    max_queue, why = service.max_queue
+    described = {name: setting(service, now, name) for name in NAMES}
+    described["max_queue"] = {"value": max_queue, "reason": why, "live": False}
+    return {
+        "model": service.name,
+        **service.machine,
+        "weight_bytes": service.weight_bytes,
+        "arch": arch_document(service.arch),
+        "layout": now.layout.document(),
+        "settings": described,
+    }
+
+
+def setting(service: Service, now: Resolved, name: str) -> dict[str, Any]:
+    """Its value, why it has it, and whether it can change while the engine runs."""
+    if name in service.changed_settings:
+        reason = "changed while running"
+    elif name in service.given_settings:
+        reason = "given at the start"
+    else:
+        reason = now.reasons.get(name, "the default")
+    return {"value": getattr(now, name), "reason": reason, "live": name in LIVE}
+
+
+# ---- steps ---------------------------------------------------------------------------------------------------------
+
+
+async def steps(service: Service, exchange: Exchange) -> None:
+    query = validate_query(StepsQuery, exchange.query)
+    document = await steps_document(service, query.since, query.limit)
+    await exchange.respond(200, await service.off_loop(LARGE, lambda: dump(document())))
+
+
+async def steps_document(service: Service, since: int, limit: int) -> Callable[[], dict[str, Any]]:
+    """Asks the engine for its steps. The function that is returned makes the document and may run in a thread."""
+    found = await service.steps(since, limit)
+    now, restarts, wall = service.settings, service.restarts, service.wall
+    return lambda: {
+        "restarts": restarts,
+        "kept": steplog.KEPT,
+        "now": service.clock() + wall,
+        "last": found[-1].number if found else since,
+        "steps": [step_document(one, service.arch, now, service.weight_bytes, wall) for one in found],
+    }
+
+
+def step_document(step: Step, arch: Arch, now: Resolved, weight_bytes: int, wall: float) -> dict[str, Any]:
+    """wall: added to the engine's clock, it gives unix time."""
+    reading = sum(piece.count for piece in step.pieces if piece.reading)
+    return {
+        "number": step.number,
+        "time": step.launched + wall,
+        "seconds": step.seconds,
+        "prefill_tokens": reading,
+        "decode_tokens": step.tokens - reading,
+        "sampled": step.sampled,
+        "running": step.running,
+        "waiting": step.waiting,
+        "context": sum(piece.start + piece.count for piece in step.pieces),
+        "blocks": {"total": now.kv_blocks, **step.blocks._asdict()},
+        **step_costs(arch, now, weight_bytes, step),
+        "lanes": [
+            {"request": number, "stage": "prefill" if reading else "decode", "start": start, "tokens": count}
+            for number, start, count, reading in step.pieces
+        ],
+    }
+
+
+# ---- arrivals ------------------------------------------------------------------------------------------------------
+
+
+async def arrivals(service: Service, exchange: Exchange) -> None:
+    query = validate_query(ArrivalsQuery, exchange.query)
+    document = arrivals_document(service, query.limit)
+    await exchange.respond(200, await service.off_loop(LARGE, lambda: dump(document())))
+
+
+def arrivals_document(service: Service, limit: int) -> Callable[[], dict[str, Any]]:
+    """The function that is returned makes the document and may run in a thread."""
+    ended = service.ended_requests(limit)
+    return lambda: {
+        "now": service.clock() + service.wall,
+        "kept": KEPT,
+        "arrivals": [arrival_document(one, service.wall) for one in by_arrival(ended)],
+    }
+
+
+def arrival_document(one: EndedRequest, wall: float) -> dict[str, Any]:
+    timeline = one.timeline
+    return {
+        "request": one.request,
+        "time": timeline.arrival + wall,
+        "prompt_tokens": timeline.prompt_tokens,
+        "cached_tokens": timeline.cached_tokens,
+        "output_tokens": one.output_tokens,
+        "max_tokens": one.max_tokens,
+        "queue_s": timeline.queue,
+        "prefill_s": timeline.prefill,
+        "decode_s": timeline.decode,
+        "ttft_s": one.ttft,
+        "tpot_s": one.tpot,
+        "e2e_s": timeline.e2e,
+        "preemptions": timeline.preemptions,
+        "priority": one.priority,
+        "finish_reason": one.reason,
+        "parts": one.segments,
+    }

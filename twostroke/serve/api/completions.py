@@ -1,0 +1,156 @@
+"""/v1/completions: continues a text exactly as it is given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from twostroke.engine.answer import StreamEvent
+from twostroke.sampling import MAX_SAMPLES, SamplingParams
+from twostroke.serve import sse
+from twostroke.serve.fields import Natural, Text, TokenId, validate
+from twostroke.serve.sampling import MAX_TOP_LOGPROBS, SamplingFields
+from twostroke.serve.service import Generation, GenerationInput, Service
+from twostroke.serve.structured import AnswerFormat, FormatFields
+from twostroke.serve.transport.errors import ApiError, bad_request, openai_error
+from twostroke.serve.transport.http import Exchange
+from twostroke.serve.usage import text_logprobs
+from twostroke.types import TokenLogprobs
+
+DEFAULT_MAX_TOKENS = 16  # OpenAI's
+Tokens = Annotated[list[TokenId], Field(min_length=1)]
+
+
+class CompletionRequest(SamplingFields, FormatFields):
+    prompt: Text | Tokens | Annotated[list[Text | Tokens], Field(min_length=1, max_length=MAX_SAMPLES)]
+    max_tokens: Natural | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    echo: bool | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] | None = None
+
+    def prompts(self) -> list[str | list[int]]:
+        """One or several: a flat list of numbers is one prompt of token ids."""
+        if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
+            return [self.prompt]
+        many: list[str | list[int]] = self.prompt
+        if len(many) * (self.n or 1) > MAX_SAMPLES:
+            raise bad_request(f"prompt: prompts × n may be at most {MAX_SAMPLES}.", "prompt")
+        return many
+
+    @property
+    def silent(self) -> bool:
+        """max_tokens=0 with echo: only the prompt with its log probabilities is wanted."""
+        return self.max_tokens == 0
+
+    def to_params(self, **more: Any) -> SamplingParams:
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise bad_request("best_of: only the value of n is supported.", "best_of")
+        if self.silent and not self.echo:
+            raise bad_request("max_tokens: 0 only together with echo=true.", "max_tokens")
+        longest = DEFAULT_MAX_TOKENS if self.max_tokens is None else max(1, self.max_tokens)
+        prompt_logprobs = self.logprobs if self.echo else None
+        return self.params(max_tokens=longest, logprobs=self.logprobs, prompt_logprobs=prompt_logprobs, **more)
+
+
+async def handle(service: Service, exchange: Exchange) -> None:
+    request = validate(CompletionRequest, await exchange.body())
+    service.check_model(request.model)
+    form = AnswerFormat(request.make_grammar())
+    params = request.to_params(grammar=form.grammar)
+    prompts = await service.tokenize(request.prompts())
+    given = GenerationInput(prompts, params, request.explain, form, grammar_field=request.grammar_field)
+    generation = await service.generate(exchange, given, request.user)
+    await sse.reply(generation, CompletionWriter(generation, request), request.stream)
+
+
+class Echo:
+    """The prompt in front of the answer, where it was asked for: its text, its tokens and their scores."""
+
+    def __init__(self, generation: Generation, request: CompletionRequest):
+        self.generation = generation
+        self.wanted = bool(request.echo)
+        self.n = generation.stream.params.n
+        self.given = request.prompts()
+
+    def text(self, choice: int) -> str:
+        if not self.wanted:
+            return ""
+        prompt = self.given[choice // self.n]
+        return prompt if isinstance(prompt, str) else self.generation.service.tokenizer.decode(prompt)
+
+    def tokens(self, choice: int) -> list[int]:
+        return self.generation.stream.prompts[choice // self.n] if self.wanted else []
+
+    def scores(self, choice: int) -> list[TokenLogprobs | None]:
+        known = self.generation.stream.prompt_logprobs[choice // self.n]
+        return [known.get(position) for position in range(len(self.tokens(choice)))]
+
+
+class CompletionWriter(sse.Writer):
+    def __init__(self, generation: Generation, request: CompletionRequest):
+        self.generation = generation
+        self.tokenizer = generation.service.tokenizer
+        self.head = {**generation.service.head("cmpl-"), "object": "text_completion"}
+        self.request = request
+        self.echo = Echo(generation, request)
+        self.written: dict[int, int] = {}  # characters with log probabilities so far, by choice
+        self.text_events = sse.TextEvents(lambda choice, text: self._event([chunk(choice, text)]))
+
+    def whole(self) -> dict[str, Any]:
+        """Every choice is what its stream's chunks add up to."""
+        generation, request, echo = self.generation, self.request, self.echo
+        choices = []
+        for index, answer in enumerate(generation.stream.answers):
+            sample = answer.sample
+            text = echo.text(index) + ("" if request.silent else sample.text)
+            scores = None
+            if sample.logprobs is not None:
+                tokens = echo.tokens(index) + ([] if request.silent else sample.token_ids)
+                every = echo.scores(index) + ([] if request.silent else list(sample.logprobs))
+                scores = text_logprobs(self.tokenizer, tokens, every, 0)
+            reason = "length" if request.silent else sample.finish_reason
+            choices.append(chunk(index, text, reason, scores) | generation.choice_extras(index))
+        return {**self.head, "choices": choices, "usage": generation.usage(request.silent), **generation.extras()}
+
+    def piece(self, choice: int, event: StreamEvent) -> bytes:
+        written = b""
+        if choice not in self.written:
+            self.written[choice] = 0
+            if self.request.echo:
+                scores = self.echo.scores(choice) if self.request.logprobs is not None else None
+                written = self._text(choice, self.echo.text(choice), self.echo.tokens(choice), scores)
+        text, reason = event.text, event.finish_reason
+        if self.request.silent:
+            text, reason = "", "length" if reason else None
+        if text or event.logprobs:
+            ids = [] if self.request.silent else list(event.token_ids)
+            written += self._text(choice, text, ids, event.logprobs and event.logprobs[: len(ids)])
+        if reason is not None:
+            written += self._event([chunk(choice, "", reason)], self.generation.extras(choice))
+        return written
+
+    def _text(self, choice: int, text: str, tokens: list[int], scores: Sequence[TokenLogprobs | None] | None) -> bytes:
+        if scores is None:
+            return self.text_events.fill(choice, text)
+        logprobs = text_logprobs(self.tokenizer, tokens, scores, self.written[choice])
+        self.written[choice] += len(text)
+        return self._event([chunk(choice, text, None, logprobs)])
+
+    def _event(self, choices: list[dict[str, Any]], extras: dict[str, Any] | None = None) -> bytes:
+        usage = {"usage": None} if self.request.include_usage else {}
+        return sse.data({**self.head, "choices": choices, **(extras or {}), **usage})
+
+    def end(self) -> bytes:
+        if not self.request.include_usage:
+            return sse.DONE
+        usage = self.generation.usage(self.request.silent)
+        return sse.data({**self.head, "choices": [], "usage": usage}) + sse.DONE
+
+    def problem(self, error: ApiError) -> bytes:
+        return sse.data(openai_error(error)) + sse.DONE
+
+
+def chunk(choice: int, text: str, reason: str | None = None, logprobs: dict[str, Any] | None = None) -> dict[str, Any]:
+    return {"index": choice, "text": text, "logprobs": logprobs, "finish_reason": reason}

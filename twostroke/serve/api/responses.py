@@ -1,0 +1,365 @@
+"""/v1/responses: OpenAI's newer API. Nothing is stored, so an earlier response cannot be referred to."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from twostroke.engine.answer import StreamEvent
+from twostroke.sampling import Grammar, SamplingParams
+from twostroke.serve import sse
+from twostroke.serve.api.chat import MAX_MESSAGES, tool_call
+from twostroke.serve.fields import Count, Name, Payload, Text, validate
+from twostroke.serve.sampling import MAX_TOP_LOGPROBS, ExplainField, make_params
+from twostroke.serve.segments import CONTENT, TOOL_CALL, Segment, SegmentDelta
+from twostroke.serve.service import Generation, GenerationInput, Service
+from twostroke.serve.structured import AnswerFormat, chat_format, function_choice, function_tool, json_grammar
+from twostroke.serve.transport.errors import ApiError, bad_request
+from twostroke.serve.transport.http import Exchange
+from twostroke.serve.usage import chat_logprobs
+from twostroke.text.tokenizer import Tokenizer
+from twostroke.text.tools import MAX_TOOLS
+
+LOGPROBS = "message.output_text.logprobs"
+
+
+# ---- the request ---------------------------------------------------------------------------------------------------
+
+
+class TextContent(Payload):
+    type: Literal["input_text", "output_text"]
+    text: Text
+    annotations: Annotated[list[None], Field(max_length=0)] | None = None
+    logprobs: list[Any] | None = None
+
+
+class Item(Payload):
+    """A part of the input. `id` and `status` are those of an answer that a client sends back."""
+
+    id: Name | None = None
+    status: Name | None = None
+
+
+class MessageItem(Item):
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Text | Annotated[list[TextContent], Field(max_length=MAX_MESSAGES)]
+
+    def for_template(self) -> dict[str, Any]:
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+
+
+class CallItem(Item):
+    type: Literal["function_call"]
+    call_id: Name
+    name: Name
+    arguments: Text
+
+    def for_template(self) -> dict[str, Any]:
+        call = tool_call(self.call_id, self.name, self.arguments)
+        return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+class ResultItem(Item):
+    type: Literal["function_call_output"]
+    call_id: Name
+    output: Text
+
+    def for_template(self) -> dict[str, Any]:
+        return {"role": "tool", "tool_call_id": self.call_id, "content": self.output}
+
+
+class ReasoningItem(Item):
+    """The reasoning of an earlier answer. It is not given to the model again."""
+
+    type: Literal["reasoning"]
+    summary: list[Any] | None = None
+    content: list[Any] | None = None
+    encrypted_content: None = None
+
+    def for_template(self) -> None:
+        return
+
+
+AnyItem = CallItem | ResultItem | ReasoningItem | MessageItem
+
+
+class TextFormat(Payload):
+    type: Literal["text", "json_object", "json_schema"]
+    name: Name | None = None
+    description: Text | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class TextConfig(Payload):
+    format: TextFormat | None = None
+    verbosity: None = None
+
+
+class FunctionTool(Payload):
+    type: Literal["function"]
+    name: Name
+    description: Text | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class FunctionChoice(Payload):
+    type: Literal["function"]
+    name: Name
+
+
+class ResponsesStreamOptions(Payload):
+    include_obfuscation: Literal[False] | None = None
+
+
+class ResponsesRequest(ExplainField):
+    input: Text | Annotated[list[AnyItem], Field(min_length=1, max_length=MAX_MESSAGES)]
+    model: Name | None = None
+    instructions: Text | None = None
+    max_output_tokens: Count | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    include: Annotated[list[Literal["message.output_text.logprobs"]], Field(max_length=1)] | None = None
+    stream: bool | None = None
+    stream_options: ResponsesStreamOptions | None = None
+    text: TextConfig | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["auto", "none", "required"] | FunctionChoice | None = None
+    parallel_tool_calls: bool | None = None
+    metadata: Annotated[dict[Name, Annotated[str, Field(max_length=512)]], Field(max_length=16)] | None = None
+    user: Name | None = None
+    store: Literal[False] | None = None  # nothing is stored
+    background: Literal[False] | None = None
+    truncation: Literal["disabled"] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    previous_response_id: None = None
+    conversation: None = None
+    prompt: None = None
+    reasoning: None = None
+    max_tool_calls: None = None
+
+    def for_template(self) -> list[dict[str, Any]]:
+        opening = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        if isinstance(self.input, str):
+            return [*opening, {"role": "user", "content": self.input}]
+        return opening + merged([message for item in self.input if (message := item.for_template()) is not None])
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return LOGPROBS in (self.include or ())
+
+    def to_params(self, **more: Any) -> SamplingParams:
+        if self.top_logprobs and not self.wants_logprobs:
+            raise bad_request(f"top_logprobs: only together with include=[{LOGPROBS!r}].", "top_logprobs")
+        logprobs = (self.top_logprobs or 0) if self.wants_logprobs else None
+        return make_params(
+            max_tokens=self.max_output_tokens, unlimited=True, temperature=self.temperature, top_p=self.top_p,
+            logprobs=logprobs, **more,
+        )  # fmt: skip
+
+    def answer_format(self, tokenizer: Tokenizer) -> AnswerFormat:
+        tools = [function_tool(tool.name, tool.description, tool.parameters) for tool in self.tools or ()]
+        choice = self.tool_choice
+        named = function_choice(choice.name) if isinstance(choice, FunctionChoice) else choice
+        return chat_format(tokenizer, self._grammar(), tools, named, self.parallel_tool_calls is not False)
+
+    def _grammar(self) -> Grammar | None:
+        form = self.text.format if self.text is not None else None
+        if form is None or form.type == "text":
+            return None
+        if form.type == "json_schema" and (form.name is None or form.schema_ is None):
+            raise bad_request("text.format: a json_schema needs name and schema.", "text.format")
+        return json_grammar(form.schema_ if form.type == "json_schema" else None, "text.format")
+
+
+def merged(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Joins tool calls that follow each other into one message."""
+    out: list[dict[str, Any]] = []
+    for message in messages:
+        if out and "tool_calls" in message and out[-1]["role"] == "assistant":
+            calls = out[-1].get("tool_calls", []) + message["tool_calls"]
+            out[-1] = {**out[-1], "tool_calls": calls}
+        else:
+            out.append(message)
+    return out
+
+
+# ---- the answer ----------------------------------------------------------------------------------------------------
+
+
+async def handle(service: Service, exchange: Exchange) -> None:
+    request = validate(ResponsesRequest, await exchange.body())
+    service.check_model(request.model)
+    form = request.answer_format(service.tokenizer)
+    params = request.to_params(grammar=form.grammar)
+    text, tokens = await service.render(request.for_template(), tools=form.tools)
+    source = "tools" if form.tools else "text.format"
+    given = GenerationInput([tokens], params, request.explain, form, text, source)
+    generation = await service.generate(exchange, given, request.user)
+    await sse.reply(generation, ResponseWriter(generation, request), request.stream)
+
+
+def response(head: dict[str, Any], request: ResponsesRequest) -> dict[str, Any]:
+    """A response at its beginning."""
+    return {
+        "id": head["id"], "object": "response", "created_at": head["created"], "status": "in_progress",
+        "model": head["model"],
+        "output": [], "error": None, "incomplete_details": None, "instructions": request.instructions,
+        "metadata": request.metadata or {}, "max_output_tokens": request.max_output_tokens,
+        "parallel_tool_calls": request.parallel_tool_calls is not False, "previous_response_id": None,
+        "reasoning": {"effort": None, "summary": None}, "store": False,
+        "temperature": 1.0 if request.temperature is None else request.temperature,
+        "top_p": 1.0 if request.top_p is None else request.top_p,
+        "text": dumped(request.text) or {"format": {"type": "text"}},
+        "tool_choice": dumped(request.tool_choice) or "auto",
+        "tools": [dumped(tool) for tool in request.tools or ()], "truncation": "disabled", "usage": None,
+        "user": request.user,
+    }  # fmt: skip
+
+
+def dumped(value: Any) -> Any:
+    return value.model_dump(exclude_none=True, by_alias=True) if isinstance(value, Payload) else value
+
+
+def text_part(text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+
+
+class ResponseWriter(sse.Writer):
+    """Items one after the other; the last event carries the whole response."""
+
+    def __init__(self, generation: Generation, request: ResponsesRequest):
+        self.generation = generation
+        self.reader = generation.readers[0]
+        self.begun = response(generation.service.head("resp_"), request)
+        self.ids: list[str] = []  # of the items
+        self.index = -1  # of the newest item
+        self.open: Segment | None = None
+        self.sequence = 0
+
+    def whole(self) -> dict[str, Any]:
+        sample = self.generation.stream.answers[0].sample
+        cut = sample.finish_reason == "length"
+        output = []
+        for index, segment in enumerate(self.reader.segments):
+            scores = self._scores(sample.logprobs) if segment.kind == CONTENT else []
+            status = "incomplete" if cut and segment is self.reader.segments[-1] else "completed"
+            output.append(self._item(index, segment, status, scores))
+        more = {
+            "status": "incomplete" if cut else "completed",
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "output": output,
+            "usage": self._usage(),
+        }
+        return self.begun | more | self.generation.extras()
+
+    def _usage(self) -> dict[str, Any]:
+        sample = self.generation.stream.answers[0].sample
+        prompt, written = len(self.generation.stream.prompts[0]), len(sample.token_ids)
+        cached = sample.timeline.cached_tokens
+        return {
+            "input_tokens": prompt, "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
+            "output_tokens": written, "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": prompt + written,
+        }  # fmt: skip
+
+    def begin(self) -> bytes:
+        started = self._event("response.created", response=self.begun)
+        return started + self._event("response.in_progress", response=self.begun)
+
+    def piece(self, choice: int, event: StreamEvent) -> bytes:
+        written = b""
+        scores = self._scores(event.logprobs)
+        for delta in self.reader.push(event):
+            if delta.opens:
+                written += self._close() + self._open(delta.segment)
+            written += self._more(delta, scores)
+            scores = []
+        return written
+
+    def end(self) -> bytes:
+        document = self.whole()
+        return self._close() + self._event(f"response.{document['status']}", response=document)
+
+    def problem(self, error: ApiError) -> bytes:
+        why = {"code": error.code or "server_error", "message": error.message}
+        return self._event("response.failed", response={**self.begun, "status": "failed", "error": why})
+
+    # ---- items -----------------------------------------------------------------------------------------------------
+
+    def _item(self, index: int, segment: Segment, status: str, scores: list[dict[str, Any]]) -> dict[str, Any]:
+        number = self._id(index, segment)
+        if segment.kind == CONTENT:
+            content = [text_part(segment.text, scores)]
+            return {"id": number, "type": "message", "status": status, "role": "assistant", "content": content}
+        if segment.kind == TOOL_CALL:
+            return {
+                "id": number, "type": "function_call", "status": status, "call_id": segment.id, "name": segment.name,
+                "arguments": segment.text,
+            }  # fmt: skip
+        content = [{"type": "reasoning_text", "text": segment.text}] if segment.text else []
+        return {"id": number, "type": "reasoning", "summary": [], "content": content}
+
+    def _id(self, index: int, segment: Segment) -> str:
+        prefix = {CONTENT: "msg_", TOOL_CALL: "fc_"}.get(segment.kind, "rs_")
+        while len(self.ids) <= index:
+            self.ids.append(prefix + secrets.token_hex(12))
+        return self.ids[index]
+
+    def _scores(self, logprobs: Any) -> list[dict[str, Any]]:
+        return chat_logprobs(self.generation.service.tokenizer, logprobs) if logprobs else []
+
+    # ---- events ----------------------------------------------------------------------------------------------------
+
+    def _event(self, kind: str, /, **fields: Any) -> bytes:
+        number, self.sequence = self.sequence, self.sequence + 1
+        return sse.typed_event(kind, sequence_number=number, **fields)
+
+    def _place(self) -> dict[str, Any]:
+        assert self.open is not None
+        return {"item_id": self._id(self.index, self.open), "output_index": self.index}
+
+    def _open(self, segment: Segment) -> bytes:
+        self.index += 1
+        self.open = segment
+        empty = Segment(segment.kind, "", segment.number, segment.id, segment.name)
+        item = self._item(self.index, empty, "in_progress", [])
+        if segment.kind != CONTENT:
+            return self._event("response.output_item.added", output_index=self.index, item=item)
+        written = self._event("response.output_item.added", output_index=self.index, item=item | {"content": []})
+        part = text_part("", [])
+        return written + self._event("response.content_part.added", **self._place(), content_index=0, part=part)
+
+    def _more(self, delta: SegmentDelta, scores: list[dict[str, Any]]) -> bytes:
+        if not delta.text:
+            return b""
+        if delta.segment.kind == CONTENT:
+            more = {"content_index": 0, "delta": delta.text, "logprobs": scores}
+            return self._event("response.output_text.delta", **self._place(), **more)
+        if delta.segment.kind == TOOL_CALL:
+            return self._event("response.function_call_arguments.delta", **self._place(), delta=delta.text)
+        return self._event("response.reasoning_text.delta", **self._place(), content_index=0, delta=delta.text)
+
+    def _close(self) -> bytes:
+        segment = self.open
+        if segment is None:
+            return b""
+        place = self._place()
+        if segment.kind == CONTENT:
+            whole = text_part(segment.text, [])
+            written = self._event("response.output_text.done", **place, content_index=0, text=segment.text, logprobs=[])
+            written += self._event("response.content_part.done", **place, content_index=0, part=whole)
+        elif segment.kind == TOOL_CALL:
+            more = {"arguments": segment.text, "name": segment.name}
+            written = self._event("response.function_call_arguments.done", **place, **more)
+        else:
+            written = self._event("response.reasoning_text.done", **place, content_index=0, text=segment.text)
+        item = self._item(self.index, segment, "completed", [])
+        self.open = None
+        return written + self._event("response.output_item.done", output_index=self.index, item=item)

@@ -1,1 +1,0 @@
-"""Every JSON shape the server reads or writes, and nothing else. One validator for all routes."""

@@ -1,0 +1,44 @@
+"""The table of routes."""
+
+from __future__ import annotations
+
+from twostroke.serve import dashboard
+from twostroke.serve.api import admin, anthropic, chat, completions, diagnosis, health, models, responses, tokenize
+from twostroke.serve.api.anthropic import CountTokensRequest, MessagesRequest
+from twostroke.serve.api.chat import ChatRequest
+from twostroke.serve.api.completions import CompletionRequest
+from twostroke.serve.api.responses import ResponsesRequest
+from twostroke.serve.api.tokenize import DetokenizeRequest, TokenizeRequest
+from twostroke.serve.openapi import document
+from twostroke.serve.route import Route
+from twostroke.serve.service import Service
+from twostroke.serve.transport.http import Exchange
+
+
+async def openapi(service: Service, exchange: Exchange) -> None:
+    await exchange.respond(200, document(ROUTES, service.keys.required))
+
+
+ROUTES = (
+    Route("POST", "/v1/chat/completions", chat.handle, "Answer a conversation", ChatRequest, True),
+    Route("POST", "/v1/completions", completions.handle, "Continue a text", CompletionRequest, True),
+    Route("POST", "/v1/responses", responses.handle, "Answer, in OpenAI's newer shapes", ResponsesRequest, True),
+    Route("POST", "/v1/messages", anthropic.handle, "Answer, in Anthropic's shapes", MessagesRequest, True),
+    Route("POST", "/v1/messages/count_tokens", anthropic.count_tokens, "Tokens of a conversation", CountTokensRequest),
+    Route("GET", "/v1/models", models.models, "The model served here"),
+    Route("GET", "/v1/models/*", models.model, "One model"),
+    Route("POST", "/tokenize", tokenize.tokenize, "Text or messages to token ids", TokenizeRequest),
+    Route("POST", "/detokenize", tokenize.detokenize, "Token ids to text", DetokenizeRequest),
+    Route("GET", "/twostroke/settings", admin.settings, "Every setting, why, and whether it can change now"),
+    Route("POST", "/twostroke/settings", admin.change, "Change settings while running", admin.SettingsRequest),
+    Route("GET", "/twostroke/steps", admin.steps, "The last steps of the engine", query=admin.StepsQuery),
+    Route("GET", "/twostroke/arrivals", admin.arrivals, "The last requests, for a replay", query=admin.ArrivalsQuery),
+    Route("GET", "/twostroke/diagnosis", diagnosis.handle, "Which stroke is slow, why, and what would help"),
+    Route("GET", "/", dashboard.page, "The dashboard", loaded=False),
+    Route("GET", "/static/*", dashboard.static, "A file of the dashboard", loaded=False),
+    Route("GET", "/metrics", health.metrics, "Prometheus metrics", loaded=False),
+    Route("GET", "/health", health.health, "Whether the engine moves forward", loaded=False),
+    Route("GET", "/health/live", health.live, "Whether the process answers", loaded=False),
+    Route("GET", "/health/ready", health.ready, "Whether requests are taken", loaded=False),
+    Route("GET", "/openapi.json", openapi, "This description", loaded=False),
+)
