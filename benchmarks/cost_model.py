@@ -44,7 +44,7 @@ from twostroke.cost.simulation.fleet import Fleet, Pools
 from twostroke.cost.simulation.trace import faster, rate, repeat
 from twostroke.engine.core import Core
 from twostroke.kv.layout import KVLayout, make_layout
-from twostroke.metrics.steplog import Piece, Step
+from twostroke.metrics.steplog import LoggedWork, Step
 from twostroke.weights.catalog import DEFAULT
 
 TARGET = {"median": 0.10, "p95": 0.20}
@@ -117,8 +117,8 @@ def row_of(step: Step, line: Roofline) -> list[float]:
 def step_of(row: Sequence[float]) -> Step:
     """The step of a row; its streams are two tokens into their block."""
     streams, context, start, count, sampled = (int(value) for value in row[:5])
-    pieces = [Piece(number, context + 2, 1) for number in range(streams)]
-    pieces += [Piece(streams, start, count)] if count else []
+    pieces = [LoggedWork(number, context + 2, 1) for number in range(streams)]
+    pieces += [LoggedWork(streams, start, count, "read")] if count else []
     return Step(0, 0.0, row[5], tuple(pieces), sampled)
 
 
@@ -139,8 +139,8 @@ def refit(path: Path) -> dict[str, Any]:
 
 def cell_of(step: Step) -> tuple[int, int, int, int]:
     """The cell of the step, the context as whole blocks."""
-    context = max((piece.start for piece in step.streams), default=0) // 16 * 16
-    start, count = next(((piece.start, piece.count) for piece in step.chunks), (0, 0))
+    context = max((work.start for work in step.streams), default=0) // 16 * 16
+    start, count = next(((work.start, work.count) for work in step.chunks), (0, 0))
     return len(step.streams), context, start, count
 
 

@@ -100,7 +100,7 @@ def longest_steps(steps: StepLog) -> list[dict[str, float]]:
     long on the host waited for loading, compilation or capture."""
     found = [
         {"host_ms": round((after.launched - step.launched) * 1e3, 1), "device_ms": round(step.seconds * 1e3, 1),
-         "tokens": step.tokens, "start": max((piece.start for piece in step.chunks), default=0)}
+         "tokens": step.tokens, "start": max((work.start for work in step.chunks), default=0)}
         for step, after in pairwise(steps)
     ]  # fmt: skip
     return sorted(found, key=lambda row: -row["host_ms"])[:6]

@@ -118,8 +118,8 @@ def with_time_between(steps: Sequence[Step]) -> list[Step]:
     waited = []
     for one, following in pairwise(steps):
         gap = following.launched - (one.launched + one.seconds)
-        known = {piece.request for piece in one.pieces}
-        stayed = one.waiting or not known.isdisjoint(piece.request for piece in following.pieces)
+        known = {work.request for work in one.works}
+        stayed = one.waiting or not known.isdisjoint(work.request for work in following.works)
         waited.append(max(0.0, gap) if stayed and following.number == one.number + 1 else 0.0)
     return [step._replace(seconds=step.seconds + gap) for step, gap in zip(steps, [*waited, 0.0], strict=True)]
 

@@ -15,7 +15,7 @@ from twostroke.cost.model.fit import errors, fit
 from twostroke.cost.model.roofline import Roofline
 from twostroke.cost.simulation.worker import SimulatedRunner, VirtualClock
 from twostroke.engine.core import Core
-from twostroke.metrics.steplog import Piece, Step, StepLog
+from twostroke.metrics.steplog import LoggedWork, Step, StepLog
 from twostroke.schedule.make import make_scheduler
 
 SMALL = Sizes((1, 4), (16, 64), (8, 40), (0, 32), ((2, 16),), ((32, 8),), 256, 1000)
@@ -30,7 +30,7 @@ def make_core(depth: int = 1, **settings):
 
 
 def cell(step: Step) -> Cell:
-    context = max((piece.start for piece in step.streams), default=0) // 16 * 16
+    context = max((work.start for work in step.streams), default=0) // 16 * 16
     return Cell(len(step.streams), context, *next(((p.start, p.count) for p in step.chunks), (0, 0)))
 
 
@@ -48,7 +48,7 @@ def test_every_cell_is_measured_as_often_as_there_are_rounds(depth, settings, mo
         assert len(alike) == (2 if one.count else 6), "two rounds; three steps of streams in each"
         if depth == 1:
             chunks = [(one.start, one.count)] if one.count else []
-            contexts = [piece.start + 1 for piece in alike[0].streams]
+            contexts = [work.start + 1 for work in alike[0].streams]
             assert alike[0].seconds == pytest.approx(roofline.step(chunks, contexts, alike[0].sampled))
     assert (core.scheduler.limits, core.scheduler.pace, core.steplog) == before and not len(core.steplog)
     assert core.idle and not core.scheduler.tables.pool.cached, "nothing is left behind"
@@ -72,7 +72,7 @@ def test_a_fit_to_the_grid_predicts_the_steps_between_its_own():
 
 def test_a_step_takes_the_median_of_its_repeats():
     def step(seconds, start=33):
-        return Step(1, 0.0, seconds, (Piece(1, start, 1), Piece(2, 0, 8, True)), 1)
+        return Step(1, 0.0, seconds, (LoggedWork(1, start, 1), LoggedWork(2, 0, 8, "read")), 1)
 
     steps = [step(1.0), step(5.0, 34), step(1.2, 35), step(7.0, 48)]
     assert shape(steps[0]) == shape(steps[1]) != shape(steps[3]), "streams are alike within a block"
@@ -82,7 +82,9 @@ def test_a_step_takes_the_median_of_its_repeats():
 
 def test_the_launch_of_a_chunk_is_its_own():
     def step(number, seconds, *more):
-        return Step(number, 0.0, seconds, (Piece(1, 32 + number, 1), *more), 1)
+        return Step(number, 0.0, seconds, (LoggedWork(1, 32 + number, 1), *more), 1)
 
-    found = settled([step(0, 0.3), step(1, 0.005), step(2, 0.005), step(3, 0.024), step(4, 0.001, Piece(2, 0, 64))])
+    found = settled(
+        [step(0, 0.3), step(1, 0.005), step(2, 0.005), step(3, 0.024), step(4, 0.001, LoggedWork(2, 0, 64, "read"))]
+    )
     assert [round(one.seconds, 6) for one in found] == [0.3, 0.005, 0.005, 0.005, 0.02]

@@ -10,7 +10,7 @@ import pytest
 
 from twostroke.bench import processor
 from twostroke.bench.grid import undisturbed
-from twostroke.metrics.steplog import Piece, Step
+from twostroke.metrics.steplog import LoggedWork, Step
 
 pytestmark = pytest.mark.skipif(not processor.STAT.exists(), reason="the system does not report it")
 
@@ -37,7 +37,7 @@ def test_where_the_system_does_not_report_it_is_zero(monkeypatch, tmp_path):
 
 def test_disturbed_repeats_count_only_where_there_are_no_others():
     def step(seconds, start):
-        return Step(1, 0.0, seconds, (Piece(1, start, 1),), 1)
+        return Step(1, 0.0, seconds, (LoggedWork(1, start, 1),), 1)
 
     quiet = [step(1.0, 17), step(1.1, 18), step(1.0, 33)]
     kept = undisturbed(quiet, [step(9.0, 19), step(2.0, 34)])

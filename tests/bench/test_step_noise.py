@@ -11,7 +11,7 @@ from benchmarks.step_noise import noise_of
 from tests.cost.fleets import parts
 from twostroke.cost.model.fit import coldness, predicted
 from twostroke.cost.model.roofline import Roofline
-from twostroke.metrics.steplog import Piece, Step
+from twostroke.metrics.steplog import LoggedWork, Step
 
 READ, WRITTEN = 1.5, (0.9, 1.0, 1.3)  # times what is predicted
 
@@ -21,7 +21,7 @@ def log(line):
     steps = []
     for number in range(40):
         first = number % 4 == 0
-        step = Step(number, 0.0, 0.0, (Piece(1, 0, 64),) if first else (Piece(1, 64 + number, 1),), 1)
+        step = Step(number, 0.0, 0.0, (LoggedWork(1, 0, 64, "read"),) if first else (LoggedWork(1, 64 + number, 1),), 1)
         times = READ if first else WRITTEN[number % 4 - 1]
         steps.append(step._replace(seconds=times * predicted(step, line)))
     return steps

@@ -18,7 +18,7 @@ from tests.remote.engines import SETTINGS
 from twostroke.config import make_config, resolve
 from twostroke.hardware import Hardware
 from twostroke.metrics.counts import Counts
-from twostroke.metrics.steplog import Blocks, Piece, Step
+from twostroke.metrics.steplog import Blocks, LoggedWork, Step
 from twostroke.metrics.timeline import Facts
 from twostroke.remote import messages, wire
 from twostroke.remote.messages import Change, Changed, Hello, Orders, Ready, Recall, Report, Steps, runs_of
@@ -174,7 +174,7 @@ def test_settings_arrive_as_they_were_sent(llama_folder: Path) -> None:
 
 def test_questions_and_steps_arrive_as_they_were_sent() -> None:
     assert same(to_engine(), Change(1, {"max_gap": 0.5, "policy": "fcfs"}), Recall(2, 3, 4))
-    step = Step(9, 1.5, 0.01, (Piece(1, 0, 16, True), Piece(2, 40, 1)), 2, Blocks(5, 4, 3, 2, 1), 2, 1)
-    assert same(from_engine(), Steps(3, (step, step._replace(pieces=()))))
+    step = Step(9, 1.5, 0.01, (LoggedWork(1, 0, 16, "read"), LoggedWork(2, 40, 1)), 2, Blocks(5, 4, 3, 2, 1), 2, 1)
+    assert same(from_engine(), Steps(3, (step, step._replace(works=()))))
     with pytest.raises(WireError):
         from_engine().decode(msgspec.msgpack.encode(["steps", 3, [[9, 1.5, 0.01, [[1, 2, 3, 4, 5]], 2, [1], 0, 0]]]))

@@ -213,14 +213,14 @@ def counts(step: Step, cell: Cell) -> bool:
     """Not the step that admits the streams of a cell (their context is whole blocks then), nor one that computes what
     should have been found in the cache."""
     if step.chunks:
-        return [(piece.start, piece.count) for piece in step.chunks] == [(cell.start, cell.count)]
-    return len(step.streams) == cell.streams and all(piece.start % BLOCK for piece in step.streams)
+        return [(work.start, work.count) for work in step.chunks] == [(cell.start, cell.count)]
+    return len(step.streams) == cell.streams and all(work.start % BLOCK for work in step.streams)
 
 
 def shape(step: Step) -> tuple[Any, ...]:
     """Equal for steps that count as repeats: the same chunks, and streams with the same numbers of blocks."""
-    streams = sorted(piece.start // BLOCK for piece in step.streams)
-    return (*sorted((piece.start, piece.count) for piece in step.chunks), None, *streams, step.sampled)
+    streams = sorted(work.start // BLOCK for work in step.streams)
+    return (*sorted((work.start, work.count) for work in step.chunks), None, *streams, step.sampled)
 
 
 def typical(steps: Sequence[Step]) -> list[Step]:

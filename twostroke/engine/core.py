@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from twostroke.metrics.steplog import RawStep, StepLog
 from twostroke.schedule.scheduler import Scheduler
-from twostroke.types import Event, Plan, Request, RequestState, Result, Runner, WorkKind
+from twostroke.types import Event, Plan, Request, RequestState, Result, Runner
 
 log = logging.getLogger(__name__)
 
@@ -84,10 +84,10 @@ class Core:
 def describe(flight: InFlight, result: Result, seconds: float, scheduler: Scheduler) -> RawStep:
     """A collected step as the log keeps it: numbers only, so that it keeps no request alive."""
     plan, launched = flight.plan, flight.launched
-    pieces = tuple([(work.request.id, work.start, work.count, work.kind is WorkKind.READ) for work in plan.works])
+    works = tuple([(work.request.id, work.start, work.count, work.kind.value) for work in plan.works])
     pool = scheduler.tables.pool
     free, cached = len(pool.free), len(pool.cached)
     on_host = 0 if pool.host is None else len(pool.host.slot_of)
     blocks = (free, pool.total - free - cached, cached, pool.shared, on_host)
     sampled = len(result.tokens) - result.tokens.count(())
-    return plan.number, launched, seconds, pieces, sampled, blocks, len(scheduler.running), len(scheduler.waiting)
+    return plan.number, launched, seconds, works, sampled, blocks, len(scheduler.running), len(scheduler.waiting)

@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 KEPT = 4096  # steps
 
 
-class Piece(NamedTuple):
+class LoggedWork(NamedTuple):
     """`count` tokens of one request, the first of them at position `start`."""
 
     request: int
     start: int
     count: int  # type: ignore[assignment]  # hides tuple.count
-    reading: bool = False  # tokens of the prompt, or computed again after a preemption
+    kind: str = "write"  # "read", "write" or "verify", as in types.WorkKind
 
 
 class Blocks(NamedTuple):
@@ -38,7 +38,7 @@ class Step(NamedTuple):
     number: int
     launched: float  # on the engine's clock
     seconds: float  # less what it spent waiting for the step before it
-    pieces: tuple[Piece, ...]
+    works: tuple[LoggedWork, ...]
     sampled: int  # rows of logits made
     blocks: Blocks = Blocks()
     running: int = 0
@@ -46,20 +46,25 @@ class Step(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        return sum(piece.count for piece in self.pieces)
+        return sum(work.count for work in self.works)
 
     @property
-    def chunks(self) -> list[Piece]:
+    def chunks(self) -> list[LoggedWork]:
         """Stretches of prompts."""
-        return [piece for piece in self.pieces if piece.count > 1]
+        return [work for work in self.works if work.kind == "read"]
 
     @property
-    def streams(self) -> list[Piece]:
-        """Single tokens: streams that advanced by one."""
-        return [piece for piece in self.pieces if piece.count == 1]
+    def streams(self) -> list[LoggedWork]:
+        """Streams that wrote a token, or verified drafts."""
+        return [work for work in self.works if work.kind != "read"]
+
+    @property
+    def contexts(self) -> list[int]:
+        """Tokens that each row of a stream attends to."""
+        return [work.start + row + 1 for work in self.streams for row in range(work.count)]
 
 
-RawStep = tuple[int, float, float, tuple[tuple[int, int, int, bool], ...], int, tuple[int, ...], int, int]
+RawStep = tuple[int, float, float, tuple[tuple[int, int, int, str], ...], int, tuple[int, ...], int, int]
 
 
 class StepLog:
@@ -96,8 +101,8 @@ class StepLog:
 
 def make_step(raw: Sequence[Any]) -> Step:
     """From numbers in the order of the fields. TypeError: too few or too many of them."""
-    number, launched, seconds, pieces, sampled, blocks, running, waiting = raw
-    made = tuple([Piece(*piece) for piece in pieces])
+    number, launched, seconds, works, sampled, blocks, running, waiting = raw
+    made = tuple([LoggedWork(*work) for work in works])
     return Step(number, launched, seconds, made, sampled, Blocks(*blocks), running, waiting)
 
 
@@ -106,8 +111,8 @@ def as_document(step: Step) -> dict[str, Any]:
 
 
 def from_document(document: dict[str, Any]) -> Step:
-    pieces = tuple(Piece(*piece) for piece in document["pieces"])
-    return Step(**{**document, "pieces": pieces, "blocks": Blocks(*document["blocks"])})
+    works = tuple(LoggedWork(*work) for work in document["works"])
+    return Step(**{**document, "works": works, "blocks": Blocks(*document["blocks"])})
 
 
 def read_steps(lines: Iterable[str]) -> list[Step]:

@@ -31,8 +31,8 @@ def answer_costs(arch: Arch, settings: Resolved, weight_bytes: int, timeline: Ti
 
 def step_costs(arch: Arch, settings: Resolved, weight_bytes: int, step: Step) -> dict[str, float]:
     """A whole step reads the weights once, and K and V of each context once in every layer that attends to it."""
-    attention = sum(arch.attention_flops(piece.start, piece.count) for piece in step.pieces)
-    seen = sum(settings.layout.read_bytes(piece.start + piece.count) for piece in step.pieces)
+    attention = sum(arch.attention_flops(work.start, work.count) for work in step.works)
+    seen = sum(settings.layout.read_bytes(work.start + work.count) for work in step.works)
     return {
         "flops": float(arch.linear_flops(step.tokens, step.sampled) + attention),
         "bytes": float(weight_bytes + seen),

@@ -22,7 +22,7 @@ from twostroke.cost.model.roofline import Roofline, kv_bytes_per_token, model_co
 from twostroke.cost.simulation.served import Served
 from twostroke.errors import ConfigError
 from twostroke.kv.layout import make_layout
-from twostroke.metrics.steplog import Piece, Step
+from twostroke.metrics.steplog import LoggedWork, Step
 
 
 def roofline(model="llama-3-8b", device="h200", precision="bfloat16", kv="bfloat16"):
@@ -145,27 +145,27 @@ def test_fit_finds_the_machine_that_made_the_log():
 
 
 def test_time_between_steps_is_found():
-    steps = [Step(i, 0.012 * i, 0.01, (Piece(1, i, 1),), 1) for i in range(10)]
-    steps += [Step(10, 5.0, 0.01, (Piece(1, 9, 1),), 1)]  # after a pause with nothing to do
+    steps = [Step(i, 0.012 * i, 0.01, (LoggedWork(1, i, 1),), 1) for i in range(10)]
+    steps += [Step(10, 5.0, 0.01, (LoggedWork(1, 9, 1),), 1)]  # after a pause with nothing to do
     assert between(steps) == pytest.approx(0.002)
     assert between(steps[:1]) == 0.0
 
 
 def test_who_waits_for_the_next_step_waits_for_the_time_between_too():
-    steps = [Step(i, 0.012 * i, 0.01, (Piece(1, i, 1),), 1) for i in range(4)]
-    steps += [Step(4, 5.0, 0.01, (Piece(2, 0, 16),), 1, waiting=1)]  # no request was left: a pause
-    steps += [Step(5, 5.5, 0.01, (Piece(3, 0, 16),), 1), Step(7, 5.6, 0.01, (Piece(3, 16, 1),), 1)]
+    steps = [Step(i, 0.012 * i, 0.01, (LoggedWork(1, i, 1),), 1) for i in range(4)]
+    steps += [Step(4, 5.0, 0.01, (LoggedWork(2, 0, 16, "read"),), 1, waiting=1)]  # no request was left: a pause
+    steps += [Step(5, 5.5, 0.01, (LoggedWork(3, 0, 16, "read"),), 1), Step(7, 5.6, 0.01, (LoggedWork(3, 16, 1),), 1)]
     seen = [step.seconds for step in with_time_between(steps)]
     assert seen == pytest.approx([0.012, 0.012, 0.012, 0.01, 0.5, 0.01, 0.01]), "a step that is missing tells nothing"
 
 
 def random_step(rng, truth, number):
-    pieces = [Piece(i, rng.randrange(1, 2000), 1) for i in range(rng.choice([0, 1, 2, 4, 8, 16, 32]))]
+    pieces = [LoggedWork(i, rng.randrange(1, 2000), 1) for i in range(rng.choice([0, 1, 2, 4, 8, 16, 32]))]
     if not pieces or rng.random() < 0.4:
-        pieces.append(Piece(99, rng.choice([0, 0, 256, 1024]), rng.choice([16, 60, 128, 333, 512])))
+        pieces.append(LoggedWork(99, rng.choice([0, 0, 256, 1024]), rng.choice([16, 60, 128, 333, 512]), "read"))
     step = Step(number, 0.0, 0.0, tuple(pieces), sum(piece.count == 1 for piece in pieces) or 1)
-    chunks = [(piece.start, piece.count) for piece in step.chunks]
-    seconds = truth.step(chunks, [piece.start + 1 for piece in step.streams], step.sampled)
+    chunks = [(work.start, work.count) for work in step.chunks]
+    seconds = truth.step(chunks, step.contexts, step.sampled)
     return step._replace(seconds=seconds * rng.uniform(0.97, 1.03))
 
 
@@ -200,8 +200,8 @@ def test_a_fit_finds_how_cold_prompts_leave_the_cache():
     line, _ = parts()
     rng, steps = random.Random(2), []
     for number in range(400):
-        streams = [Piece(i, rng.randrange(1, 2000), 1) for i in range(rng.choice([1, 2, 4, 8, 16, 32]))]
-        chunk = [Piece(99, 0, rng.choice([16, 60, 128, 333]))] if number % 20 == 0 else []
+        streams = [LoggedWork(i, rng.randrange(1, 2000), 1) for i in range(rng.choice([1, 2, 4, 8, 16, 32]))]
+        chunk = [LoggedWork(99, 0, rng.choice([16, 60, 128, 333]), "read")] if number % 20 == 0 else []
         step = Step(number, 0.0, 0.0, (*streams, *chunk), len(streams))
         steps.append(step._replace(seconds=predicted(step, line)))
     cold = 0.3 * float(np.median([step.seconds for step in steps if not step.chunks]))
@@ -226,7 +226,7 @@ def test_a_fit_begins_where_another_ended():
     line, _ = parts()
     known = replace(line.rates, slowdown=((1.0, 1.5), (16.0, 2.0), (512.0, 1.2)))
     truth = Roofline(line.model, line.layout, known)
-    step = Step(1, 0.0, 0.0, (Piece(1, 100, 1),), 1)
+    step = Step(1, 0.0, 0.0, (LoggedWork(1, 100, 1),), 1)
     steps = [step._replace(seconds=truth.step([], [101], 1))] * 30  # single streams only
     found = Roofline(line.model, line.layout, fit(steps, line.model, line.layout, known))
     assert found.step([(0, 16)], [], 1) == pytest.approx(truth.step([(0, 16)], [], 1), rel=0.1), "as it was known"
@@ -247,7 +247,9 @@ def test_a_least_time_of_steps_with_prompts_is_found():
     truth = Roofline(line.model, line.layout, replace(line.rates, chunk_seconds=0.02))
     steps = []
     for number, (count, streams) in enumerate(product((0, 16, 64, 128, 256, 512, 1024, 4096), (0, 1, 4, 32))):
-        pieces = [Piece(i, 500 + number, 1) for i in range(streams)] + ([Piece(99, 0, count)] if count else [])
+        pieces = [LoggedWork(i, 500 + number, 1) for i in range(streams)] + (
+            [LoggedWork(99, 0, count, "read")] if count else []
+        )
         if pieces:
             one = Step(number, 0.0, 0.0, tuple(pieces), streams + bool(count))
             steps.append(one._replace(seconds=predicted(one, truth)))

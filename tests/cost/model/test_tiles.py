@@ -18,7 +18,7 @@ from twostroke.cost.model.known_models import known_arch
 from twostroke.cost.model.rates import TileRates
 from twostroke.cost.model.roofline import Roofline
 from twostroke.cost.model.tiles import attend, dense_tokens, rows_run, splits_of, tile_queries
-from twostroke.metrics.steplog import Piece, Step
+from twostroke.metrics.steplog import LoggedWork, Step
 from twostroke.run.cuda.buckets import CAPTURED_TOKENS
 from twostroke.run.step import StepRows
 from twostroke.sampling import SamplingParams
@@ -100,8 +100,8 @@ def grid_steps(sizes, truth, rng):
     shapes += [(0, 0, start, count) for start, count in product(sizes.starts, sizes.chunks)]
     shapes += [(*streams, *chunk) for streams, chunk in product(sizes.streams, sizes.mixed)]
     for streams, context, start, count in shapes:
-        pieces = [Piece(number, context, 1) for number in range(streams)]
-        pieces += [Piece(streams, start, count)] if count else []
+        pieces = [LoggedWork(number, context, 1) for number in range(streams)]
+        pieces += [LoggedWork(streams, start, count, "read")] if count else []
         step = Step(0, 0.0, 1.0, tuple(pieces), len(pieces))
         steps.append(step._replace(seconds=predicted(step, truth) * rng.uniform(0.98, 1.02)))
     return steps

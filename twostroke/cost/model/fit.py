@@ -120,7 +120,7 @@ def _known(rates: Rates) -> list[float]:
 def _features(step: Step, roofline: Roofline, knots: Sequence[int]) -> list[float]:
     """Seconds that one unit of each unknown adds to this step."""
     model, rates = roofline.model, roofline.rates
-    values = [1.0, float(len(step.pieces)), *_attention(step, roofline)]
+    values = [1.0, float(len(step.works)), *_attention(step, roofline)]
     fixed = len(values)
     values += [0.0] * len(knots)
     rows, sampled = roofline.rows_run(step.tokens, step.sampled, bool(step.chunks))
@@ -136,8 +136,8 @@ def _features(step: Step, roofline: Roofline, knots: Sequence[int]) -> list[floa
 def _attention(step: Step, roofline: Roofline) -> list[float]:
     """Attention FLOPs and bytes of K and V; on a GPU also the tiles' FLOPs or keys, whichever take longer."""
     arch, tiles = roofline.model.arch, roofline.rates.tiles
-    chunks = [(piece.start, piece.count) for piece in step.chunks]
-    kv = roofline.attended(piece.start + piece.count for piece in step.pieces)
+    chunks = [(work.start, work.count) for work in step.chunks]
+    kv = roofline.attended(work.start + work.count for work in step.works)
     if tiles is None:
         return [float(sum(arch.attention_flops(*chunk) for chunk in chunks)), kv]
     dense, tiled, walk, merged = attend(arch, chunks, step.tokens, roofline.count)
@@ -212,8 +212,8 @@ def nnls(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
 
 
 def predicted(step: Step, roofline: Roofline) -> float:
-    chunks = [(piece.start, piece.count) for piece in step.chunks]
-    return roofline.step(chunks, [piece.start + 1 for piece in step.streams], step.sampled)
+    chunks = [(work.start, work.count) for work in step.chunks]
+    return roofline.step(chunks, step.contexts, step.sampled)
 
 
 def errors(steps: Sequence[Step], roofline: Roofline) -> dict[str, float]:

@@ -20,7 +20,7 @@ from twostroke.cost.simulation.deployment import Deployment, deployment_of
 from twostroke.cost.simulation.served import Served
 from twostroke.cost.simulation.trace import Arrival, Part
 from twostroke.errors import InputError
-from twostroke.metrics.steplog import Piece, Step
+from twostroke.metrics.steplog import LoggedWork, Step
 from twostroke.model.arch import read_arch
 
 FEWEST_STEPS = 24  # that a fit needs
@@ -65,8 +65,11 @@ def read_recording(
 
 
 def read_step(document: Document) -> Step:
-    pieces = tuple(Piece(lane["request"], lane["start"], lane["tokens"]) for lane in document["lanes"])
-    return Step(document["number"], document["time"], document["seconds"], pieces, document["sampled"])
+    works = tuple(
+        LoggedWork(lane["request"], lane["start"], lane["tokens"], "read" if lane["stage"] == "prefill" else "write")
+        for lane in document["lanes"]
+    )
+    return Step(document["number"], document["time"], document["seconds"], works, document["sampled"])
 
 
 def read_arrival(document: Document, first: float) -> Arrival:
@@ -108,7 +111,7 @@ def token_times(steps: Sequence[Document]) -> dict[int, list[float]]:
 def rates_of(log: Sequence[Step], deployment: Deployment) -> Rates:
     """Fitted to the log, starting from the best rates of its steps."""
     settings = deployment.settings
-    useful = [step for step in log if step.seconds > 0 and step.pieces]
+    useful = [step for step in log if step.seconds > 0 and step.works]
     if len(useful) < FEWEST_STEPS:
         return UNKNOWN
     line = Roofline(deployment.model, settings.layout, UNKNOWN)
@@ -125,8 +128,8 @@ def reached(log: Sequence[Step], line: Roofline) -> Rates:
     """FLOP/s of good steps with prompts, bytes/s of good steps without."""
     computes, bandwidths = [], []
     for step in log:
-        chunks = [(piece.start, piece.count) for piece in step.chunks]
-        contexts = [piece.start + 1 for piece in step.streams]
+        chunks = [(work.start, work.count) for work in step.chunks]
+        contexts = step.contexts
         computes.append(line.flops(chunks, contexts, step.sampled) / step.seconds)
         bandwidths.append(line.bytes(chunks, contexts, step.sampled) / step.seconds)
     reads = [rate for step, rate in zip(log, computes, strict=True) if step.chunks] or computes

@@ -134,7 +134,7 @@ async def steps_document(service: Service, since: int, limit: int) -> Callable[[
 
 def step_document(step: Step, arch: Arch, now: Resolved, weight_bytes: int, wall: float) -> dict[str, Any]:
     """wall: added to the engine's clock, it gives unix time."""
-    reading = sum(piece.count for piece in step.pieces if piece.reading)
+    reading = sum(work.count for work in step.works if work.kind == "read")
     return {
         "number": step.number,
         "time": step.launched + wall,
@@ -144,12 +144,12 @@ def step_document(step: Step, arch: Arch, now: Resolved, weight_bytes: int, wall
         "sampled": step.sampled,
         "running": step.running,
         "waiting": step.waiting,
-        "context": sum(piece.start + piece.count for piece in step.pieces),
+        "context": sum(work.start + work.count for work in step.works),
         "blocks": {"total": now.kv_blocks, **step.blocks._asdict()},
         **step_costs(arch, now, weight_bytes, step),
         "lanes": [
-            {"request": number, "stage": "prefill" if reading else "decode", "start": start, "tokens": count}
-            for number, start, count, reading in step.pieces
+            {"request": number, "stage": "prefill" if kind == "read" else "decode", "start": start, "tokens": count}
+            for number, start, count, kind in step.works
         ],
     }
 
