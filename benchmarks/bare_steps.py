@@ -69,4 +69,5 @@ class TurnTaker(worker.Worker):
         self.turns.flush()
 
 
-worker.Worker = TurnTaker  # type: ignore[misc]
+def install() -> None:
+    worker.Worker = TurnTaker  # type: ignore[misc]
