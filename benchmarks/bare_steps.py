@@ -69,4 +69,5 @@ class TurnTaker(loop.EngineLoop):
         self.turns.flush()
 
 
-loop.EngineLoop = TurnTaker  # type: ignore[misc]
+def install() -> None:
+    loop.EngineLoop = TurnTaker  # type: ignore[misc]

@@ -43,7 +43,7 @@ ROOM = 1 << 20  # bytes that the kernel buffers for a client
 
 ENGINE = (
     "import twostroke.remote.process as p; "
-    "p.BOOT = p.BOOT.replace('from twostroke', 'import benchmarks.bare_steps; from twostroke')"
+    "p.BOOT = p.BOOT.replace('from twostroke', 'import benchmarks.bare_steps as b; b.install(); from twostroke')"
 )
 WASTE = """
 import time, twostroke.remote.async_engine as a

@@ -72,7 +72,7 @@ def test_prompts_share_what_their_parts_share():
     assert text(one) != text(other)
     ids = token_ids(one, 5000)
     assert len(ids) == 50 and ids[:40] == token_ids(other, 5000)[:40] and max(ids) < 4500
-    assert sum(part.length for part in fitted(one.segments, 77)) == 77
+    assert sum(part.length for part in fitted(one.parts, 77)) == 77
 
 
 # ---- the client ------------------------------------------------------------------------------------------------------
