@@ -82,7 +82,7 @@ def library_path() -> Path | None:
     if beside.exists():
         return beside
     for installed in distributions(name="twostroke"):
-        path = Path(str(installed.locate_file(f"twostroke/ops/cpu/native/{NAME}")))
+        path = Path(str(installed.locate_file(f"twostroke/ops/cpu/{NAME}")))
         if path.exists():
             return path
     return None
