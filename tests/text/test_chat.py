@@ -6,13 +6,16 @@ from __future__ import annotations
 
 import threading
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 import pytest
 
 from twostroke.errors import InputError, ModelError
-from twostroke.text import ChatTemplate
+from twostroke.text import chat
 from twostroke.text.chat import MAX_SOURCE
+
+ChatTemplate = partial(chat.ChatTemplate, process=chat.renderer())  # one child process for all of them
 
 TALK: list[dict[str, Any]] = [
     {"role": "system", "content": "Be brief."},

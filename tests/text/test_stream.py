@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from tests.text.samples import TEXTS
 from twostroke.errors import InputError
-from twostroke.text import StopMatcher, StreamDecoder, Tokenizer
+from twostroke.text.stream import StopMatcher, StreamDecoder
+from twostroke.text.tokenizer import Tokenizer
 
 
 def _stream(tokenizer: Tokenizer, ids: list[int], cuts: list[int], **options: bool) -> list[str]:

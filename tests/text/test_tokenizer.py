@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.text import vocabularies
 from tests.text.samples import TEXTS, mixtures
 from twostroke.errors import InputError, ModelError
-from twostroke.text import Tokenizer, from_folder, from_gguf
+from twostroke.text.tokenizer import Tokenizer, from_folder, from_gguf
 
 PLAIN = [*TEXTS, *mixtures(100)]
 
