@@ -22,4 +22,4 @@ def answer(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    answer_messages(lambda setup: (lambda message: answer(message) | setup))
+    answer_messages(lambda setup: lambda message: answer(message) | setup)

@@ -102,7 +102,7 @@ class _Child:
         with inside:
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-c", f"from {module} import main; main()"],
-                stdin=inside, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                stdin=inside.fileno(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
                 env={**os.environ, "PYTHONPATH": path}, start_new_session=True,
             )  # fmt: skip
         self.end = weakref.finalize(self, _end, self.process, self._socket)  # at the latest when this process ends

@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from contextlib import suppress
 from pathlib import Path
 

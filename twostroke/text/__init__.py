@@ -1,2 +1,1 @@
 """Strings to tokens and back, chat messages to prompts, tokens to a stream of text."""
-

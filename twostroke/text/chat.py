@@ -77,8 +77,8 @@ class ChatTemplate:
         given = {name: _plain(value, name) for name, value in arguments.items()}
         if len(self.source) > MAX_SOURCE:
             raise ModelError(
-                f"chat template: has {len(self.source)} characters, at most {MAX_SOURCE} are read; use another model, or "
-                "a prompt instead of messages"
+                f"chat template: has {len(self.source)} characters, at most {MAX_SOURCE} are read; use another model, "
+                "or a prompt instead of messages"
             )
         return self._ask({"variables": variables, "arguments": given})
 

@@ -136,7 +136,8 @@ def render(message: Message) -> Message:
         return {"model": f"chat template: {compiled}; use another model, or a prompt instead of messages"}
     for name in message["arguments"]:
         if name not in compiled.variables:
-            return {"input": f"{name}: this model's chat template never reads it, so nothing would change; leave it out"}
+            reason = "this model's chat template never reads it, so nothing would change; leave it out"
+            return {"input": f"{name}: {reason}"}
     now = _strftime_now(datetime.fromisoformat(message["now"]))
     variables = {**message["special"], **message["arguments"], **message["variables"], "strftime_now": now}
     try:
