@@ -280,7 +280,7 @@ def test_tools_are_read():
         ([tool(), tool(name="a b")], r"tools\[1\].function.name"),
         ([tool(name="a" * 65)], r"tools\[0\].function.name"),
         ([tool(name="f\n")], r"tools\[0\].function.name"),
-        ([tool(), tool()], r"tools\[1\].function.name: 'f' is there twice"),
+        ([tool(), tool()], r"tools\[1\].function.name: 'f' is used twice"),
         ([tool(description=3)], r"tools\[0\].function.description"),
         ([tool(description="x" * 20_000)], r"tools\[0\].function.description"),
         ([tool(parameters=[1])], r"tools\[0\].function.parameters"),

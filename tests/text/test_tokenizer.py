@@ -66,7 +66,7 @@ def test_same_as_transformers_for_sentencepiece(tmp_path: Path, spaced: Tokenize
     from tokenizers import decoders, processors
     from transformers import PreTrainedTokenizerFast
 
-    engine = spaced._vocabulary.engine
+    engine = spaced._vocabulary.encoder
     engine.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )

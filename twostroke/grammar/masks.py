@@ -1,7 +1,7 @@
 """The state of an answer in its grammar, and the masks of a step: which tokens may come next. Torch-free.
 
-A state is a pure function of the grammar and the answer's tokens. It is kept to save time only: after a preemption, after
-a failed step or in another process it is computed again from the tokens.
+A state is a pure function of the grammar and the answer's tokens. It is kept to save time only: after a preemption,
+after a failed step or in another process it is computed again from the tokens.
 """
 
 from __future__ import annotations

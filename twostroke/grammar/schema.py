@@ -91,8 +91,8 @@ def _check_counts(schema: Mapping[str, Any], name: str) -> None:
     if isinstance(least, (int, float)) and least > known + 1:
         # Names of additional properties are free: one could be written twice, and then counts once.
         raise InputError(
-            f"{name}: minProperties ({least}) beyond the required properties ({known}) and one more cannot be guaranteed; "
-            "name them under required, or lower it."
+            f"{name}: minProperties ({least}) beyond the required properties ({known}) and one more cannot be "
+            "guaranteed; name them under required, or lower it."
         )
 
 

@@ -34,9 +34,7 @@ def tool_grammar(
         schema = safe_schema(tool.parameters, f"tools[{index}].function.parameters")
         opening = f'{{"name": "{tool.name}", "{form.arguments}": '
         rules.append(f'call_{index}: {_text(opening)} arguments_{index} "}}"')
-        rules.append(
-            f"arguments_{index}: {inline_schema(schema)}"
-        )  # a root of its own, so that $ref finds its definitions
+        rules.append(f"arguments_{index}: {inline_schema(schema)}")  # a root of its own for $ref
         names.append(f"call_{index}")
     more = MAX_CALLS - 1 if parallel and choice.mode == "required" else 0
     lines = [*_frame(form, tokenizer, more), "call: " + " | ".join(names), *rules]
@@ -59,7 +57,7 @@ def _frame(form: ToolFormat, tokenizer: Tokenizer | None, more: int) -> list[str
 
 
 def _mark(text: str, tokenizer: Tokenizer | None) -> str:
-    """A mark as a single token where the vocabulary has one, because the model was trained to write that; else as text."""
+    """A mark as a single token where the vocabulary has one, as the model was trained to write it; else as text."""
     number = tokenizer.token_id(text) if tokenizer is not None and text else None
     return _text(text) if number is None else f"<[{number}]>"
 

@@ -17,7 +17,7 @@ from tests.text import vocabularies
 from tests.text.llama_oracle import llama_tokens
 from tests.text.samples import TEXTS, mixtures
 from twostroke.errors import ModelError
-from twostroke.text.gguf_vocab import BYTE, CONTROL, NORMAL, UNUSED, USER_DEFINED
+from twostroke.text.gguf_vocabulary import BYTE, CONTROL, NORMAL, UNUSED, USER_DEFINED
 from twostroke.text.pretokenize import PRE_TOKENIZERS
 from twostroke.text.tokenizer import from_gguf
 
