@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
@@ -266,3 +268,13 @@ def test_random_templates_end_in_time(body: str) -> None:
     with suppress(TwostrokeError):
         ChatTemplate(source, process=QUICK).render(TALK)
     assert _cpu_seconds() - began < 0.2 + SLACK
+
+
+def test_jinja_stays_in_the_child() -> None:
+    code = """
+import sys
+from twostroke.text.chat import ChatTemplate
+assert ChatTemplate("{{ messages[0].content }}").render([{"role": "user", "content": "Hi"}]) == "Hi"
+assert "jinja2" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
