@@ -126,9 +126,10 @@ class GrammarRows:
                 state.advance(draft)
                 taken += 1
                 allowed[row + index] = self._mask(state, choice)
-        except GrammarError:
-            allowed.pop(row + taken, None)  # the text cannot go on after this draft
-        state.rollback(taken)
+        except GrammarError:  # the text cannot go on after this draft
+            del self.states[choices[0].request.id]  # the library cannot leave an error: computed again when needed
+        else:
+            state.rollback(taken)
 
     def _mask(self, state: GrammarState, choice: Choice) -> np.ndarray:
         started = time.thread_time()
