@@ -1,4 +1,4 @@
-"""Grammars: what they allow, and that their state is made of tokens alone."""
+"""Grammars: what they allow, and that their state depends on the tokens only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No grammar can hurt the engine: bad and explosive ones are refused in time, by name, in a process of their own."""
+"""No grammar can hurt the engine: bad and explosive ones are refused in time, with a reason, in a child process."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def nested(count):
     [
         (("regex", "("), "unclosed"),
         (("regex", "(?=a)"), "regex"),
-        (("ebnf", "root ::= nobody"), "nobody"),
+        (("ebnf", "root ::= missing"), "missing"),
         (("ebnf", "root ::= " + "(" * 20_000 + '"a"' + ")" * 20_000), "EBNF"),
         (("ebnf", "start: start"), "no text"),
         (("json_schema", "{"), "schema"),
@@ -127,7 +127,7 @@ def test_verdicts_and_compiled_grammars_are_bounded(tokenizer, monkeypatch):
     for number in range(6):
         compiler.prepare(Grammar("regex", f"a{{{number + 1}}}"))
     assert len(compiler._ready) == 3 and len(compiler.checker._verdicts) == 4
-    assert start(compiler, Grammar("regex", "a{1}")).next_tokens() is not None  # made again though it was dropped
+    assert start(compiler, Grammar("regex", "a{1}")).next_tokens() is not None  # compiled again although it was dropped
     compiler.checker.close()
 
 

@@ -1,4 +1,4 @@
-"""Forced calls are calls: whatever the weights, in every format, and with a real model."""
+"""Forced calls are calls: with any weights, in every format, and with a real model."""
 
 from __future__ import annotations
 

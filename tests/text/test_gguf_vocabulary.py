@@ -1,4 +1,4 @@
-"""Vocabularies inside GGUF headers: the same tokens as llama.cpp and sentencepiece, and damage refused by name."""
+"""Vocabularies in GGUF headers: the same tokens as llama.cpp and sentencepiece, and damaged headers are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Streams: whatever the cut, the pieces make the whole, and nothing is held back longer than it must be."""
+"""Streams: the texts together are the whole text, however it is split, and no text is held back without need."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text to tokens and back, from folders and from GGUF headers, and the same answers as the libraries we stand on."""
+"""Text to tokens and back, from folders and from GGUF headers, with the same results as other libraries."""
 
 from __future__ import annotations
 

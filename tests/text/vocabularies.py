@@ -1,4 +1,4 @@
-"""Small vocabularies trained on the spot, each in the form of a folder and of a GGUF header."""
+"""Small vocabularies, trained here, each as a folder and as a GGUF header."""
 
 from __future__ import annotations
 
