@@ -25,7 +25,7 @@ def child() -> Iterator[Confined]:
     made.close()
 
 
-@pytest.mark.parametrize("value", [None, [1, 2.5, True, "ü\ud800"], {"a": {"b": []}}, "x" * 3_000_000, float("inf")])
+@pytest.mark.parametrize("value", [None, [1, 2.5, True, "ü", b"\xff"], {"a": {"b": []}}, "x" * 3_000_000, float("inf")])
 def test_messages_arrive_as_they_are(child: Confined, value: Any) -> None:
     answer = child.ask({"value": value})
     assert answer["message"] == {"value": value} and answer["name"] == "made once"

@@ -2,7 +2,7 @@
 
 A chat template comes with a checkpoint, a grammar comes from a client. Either may run forever, fill the memory or crash
 the interpreter, so each runs in a child that can be killed. `Confined` is the parent's side: it sends one message at a
-time and replaces a child that ended. `answer_messages` is the child's side. Messages are msgpack maps.
+time and replaces a child that ended. `answer_messages` is the child's side. Messages are msgpack maps after a length.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -20,13 +21,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgpack
+import msgspec
 
 START_SECONDS = 60.0
 WALL_FACTOR = 5.0  # wall time allowed for one second of CPU time, because other processes use the CPU too
-GRACE_SECONDS = 1.0  # what the parent waits beyond the wall time, within which the child ends itself
+GRACE_SECONDS = 1.0  # what the parent waits beyond the wall time, in which the child ends itself
 MAX_ANSWER = 64 << 20  # bytes
 MAX_CHUNK = 1 << 18
+LENGTH = struct.Struct("<I")
 
 Message = dict[str, Any]
 
@@ -114,24 +116,19 @@ class _Child:
 
     def ask(self, data: bytes, seconds: float) -> Message:
         deadline = time.monotonic() + seconds
-        answers = _unpacker(MAX_ANSWER)
         try:
             self._socket.settimeout(seconds)
             self._socket.sendall(data)
-            while True:
-                with contextlib.suppress(msgpack.OutOfData):
-                    answer: Message = answers.unpack()
-                    return answer
-                self._socket.settimeout(max(deadline - time.monotonic(), 1e-3))
-                chunk = self._socket.recv(MAX_CHUNK)
-                if not chunk:
-                    raise ConnectionResetError
-                answers.feed(chunk)
+            return _receive(self._socket, deadline)
         except TimeoutError:
             raise _AccidentError from None
-        except OSError:
-            killed = self.process.wait() in (-signal.SIGKILL, -signal.SIGTERM)
-            raise (_AccidentError if killed else LimitError) from None
+        except OSError:  # the child has closed its end
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                if self.process.wait(START_SECONDS) in (-signal.SIGKILL, -signal.SIGTERM):
+                    raise _AccidentError from None
+            raise LimitError from None
+        except msgspec.MsgspecError as error:
+            raise LimitError from error
 
 
 def _end(process: subprocess.Popen[bytes], channel: socket.socket) -> None:
@@ -141,12 +138,28 @@ def _end(process: subprocess.Popen[bytes], channel: socket.socket) -> None:
 
 
 def _packed(message: Message) -> bytes:
-    data: bytes = msgpack.packb(message, unicode_errors="surrogatepass")
-    return data
+    body = msgspec.msgpack.encode(message)
+    return LENGTH.pack(len(body)) + body
 
 
-def _unpacker(limit: int, source: Any = None) -> msgpack.Unpacker:
-    return msgpack.Unpacker(source, max_buffer_size=limit, unicode_errors="surrogatepass")
+def _receive(channel: socket.socket, deadline: float | None = None) -> Message:
+    (size,) = LENGTH.unpack(_read(channel, LENGTH.size, deadline))
+    if deadline is not None and size > MAX_ANSWER:
+        raise LimitError
+    message: Message = msgspec.msgpack.decode(_read(channel, size, deadline))
+    return message
+
+
+def _read(channel: socket.socket, size: int, deadline: float | None) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        if deadline is not None:
+            channel.settimeout(max(deadline - time.monotonic(), 1e-3))
+        chunk = channel.recv(min(size - len(data), MAX_CHUNK))
+        if not chunk:
+            raise ConnectionResetError
+        data += chunk
+    return bytes(data)
 
 
 # ---- in the child --------------------------------------------------------------------------------------------------
@@ -154,13 +167,13 @@ def _unpacker(limit: int, source: Any = None) -> msgpack.Unpacker:
 
 def answer_messages(prepare: Callable[[Message], Callable[[Message], Message]]) -> None:
     """Answer every message until the parent closes its end. prepare: makes the answering function from the setup."""
-    with socket.socket(fileno=os.dup(0)) as channel, channel.makefile("rb", buffering=0) as source:
-        messages = _unpacker(0, source)
-        first = next(messages)
+    with socket.socket(fileno=os.dup(0)) as channel, contextlib.suppress(ConnectionError):
+        first = _receive(channel)
         answer = prepare(first["setup"])
         _limit_memory(first["memory"])
         channel.sendall(_packed({}))
-        for message in messages:
+        while True:
+            message = _receive(channel)
             _limit_time(first["seconds"])
             reply = _packed(answer(message))
             _limit_time(0.0)

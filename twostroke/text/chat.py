@@ -102,8 +102,12 @@ class ChatTemplate:
             ) from None
         except OverflowError:
             raise InputError("messages: has a whole number with more than 64 bits; send it as a string") from None
+        except UnicodeError:
+            raise InputError(
+                "messages: has half a character (a lone surrogate); send text that is valid UTF-8"
+            ) from None
         if "text" in answer:
-            return str(answer["text"])
+            return str(answer["text"], "utf-8", "surrogatepass")
         raise ModelError(answer["model"]) if "model" in answer else InputError(answer["input"])
 
 

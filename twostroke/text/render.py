@@ -130,7 +130,7 @@ def _compile(source: str) -> _Compiled | str:
 
 
 def render(message: Message) -> Message:
-    """{"text": …}, or {"input": …} or {"model": …}: an error of the messages or of the template."""
+    """{"text": UTF-8}, or {"input": …} or {"model": …}: an error of the messages or of the template."""
     compiled = _compile(message["source"])
     if isinstance(compiled, str):
         return {"model": f"chat template: {compiled}; use another model, or a prompt instead of messages"}
@@ -163,7 +163,7 @@ def _write(template: Template, variables: dict[str, Any], limit: int) -> Message
         if written > limit:
             return {"input": stopped(f"it wrote more than {limit} characters")}
         texts.append(text)
-    return {"text": "".join(texts)}
+    return {"text": "".join(texts).encode("utf-8", "surrogatepass")}  # a template may write half a character
 
 
 def stopped(reason: str) -> str:
@@ -174,7 +174,7 @@ def stopped(reason: str) -> str:
 
 
 def _short(error: Exception) -> str:
-    return str(error)[:MAX_ERROR]
+    return str(error)[:MAX_ERROR].encode("utf-8", "replace").decode()
 
 
 def main() -> None:
