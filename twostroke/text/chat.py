@@ -103,16 +103,14 @@ class ChatTemplate:
         except OverflowError:
             raise InputError("messages: has a whole number with more than 64 bits; send it as a string") from None
         except UnicodeError:
-            raise InputError(
-                "messages: has half a character (a lone surrogate); send text that is valid UTF-8"
-            ) from None
+            raise InputError("messages: has half a character (a lone surrogate); send valid UTF-8") from None
         if "text" in answer:
             return str(answer["text"], "utf-8", "surrogatepass")
         raise ModelError(answer["model"]) if "model" in answer else InputError(answer["input"])
 
 
 def checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The messages as plain data of ours: a role each, text as one string, everything else passed through."""
+    """Copies of the messages as plain data: each has a role, and its text as one string. Other fields are kept."""
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
         raise InputError('messages: must be a list such as [{"role": "user", "content": "Hi"}]')
     if not messages:
