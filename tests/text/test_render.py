@@ -190,7 +190,7 @@ LOOP = "{% if messages[0].content == 'loop' %}{% for a in range(99999) %}{% for 
 
 def test_a_stopped_rendering_fails_no_other_caller() -> None:
     """Many threads share one child. The hostile message kills it; every other caller still gets its prompt."""
-    template, wrong, stopped = ChatTemplate(LOOP, process=QUICK), [], []
+    template, wrong, stopped = ChatTemplate(LOOP, process=PROCESS), [], []
 
     def honest(number: int) -> None:
         for turn in range(40):
