@@ -13,7 +13,7 @@ import torch
 import transformers
 
 from twostroke.ops.formats import dequantize
-from twostroke.text.gguf_vocab import read_gguf
+from twostroke.text.gguf_vocabulary import read_gguf
 from twostroke.weights.catalog import DEFAULT, fetch
 from twostroke.weights.checkpoint import open_checkpoint
 
@@ -73,7 +73,7 @@ def export(path: Path, folder: Path) -> None:
     """A folder that other engines' converters read: weights, configuration and tokenizer."""
     transformers_llama(path).save_pretrained(folder)
     vocabulary = read_gguf(open_checkpoint(path).config)
-    vocabulary.engine.save(str(folder / "tokenizer.json"))
+    vocabulary.encoder.save(str(folder / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": vocabulary.names["eos_token"]}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 

@@ -1,4 +1,4 @@
-"""Grammars: what they allow, and that their state is made of tokens alone."""
+"""Grammars: what they allow, and that their state depends on the tokens only."""
 
 from __future__ import annotations
 
@@ -11,29 +11,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests import tiny
-from tests.grammar.walks import END, PERSON, accepts, request, texts
-from twostroke.grammar.compile import DEAD, TOO_SHORT, GrammarCompiler, GrammarRows, allowed_tokens
+from tests.grammar.walks import END, PERSON, accepts, request, start, texts
+from twostroke.grammar.compile import GrammarCompiler
+from twostroke.grammar.lark import to_lark
 from twostroke.grammar.library import GrammarError
-from twostroke.grammar.text import to_lark
+from twostroke.grammar.masks import DEAD, TOO_SHORT, GrammarRows, allowed_tokens
 from twostroke.sampling import Grammar
 from twostroke.types import Status
 
 
 def test_mask_is_what_continues_the_text(compiler, tokenizer):
-    state = compiler.state(Grammar("regex", "on(ce|ly)"))
-    assert texts(tokenizer, allowed_tokens(state, request(tokenizer).next_choice(), tiny.VOCAB + 5)) <= {
-        b"o",
-        b"on",
-        b"onc",
-        b"once",
-    }
+    state = start(compiler, Grammar("regex", "on(ce|ly)"))
+    allowed = allowed_tokens(state, request(tokenizer).next_choice(), tiny.VOCAB + 5)
+    assert texts(tokenizer, allowed) <= {b"o", b"on", b"onc", b"once"}
     state.advance(tokenizer.encode("o")[0])
     state.advance(tokenizer.encode("n")[0])
     assert {b"c", b"l"} <= texts(tokenizer, state.next_tokens()[0]) <= {b"c", b"ce", b"l", b"ly"}
 
 
 def test_end_tokens_only_where_the_text_may_end(compiler, tokenizer):
-    state = compiler.state(Grammar("regex", "a{1,2}"))
+    state = start(compiler, Grammar("regex", "a{1,2}"))
     a = tokenizer.encode("a")[0]
     asked = request(tokenizer, grammar=Grammar("regex", "a{1,2}"))
     assert not allowed_tokens(state, asked.next_choice(), tiny.VOCAB)[list(asked.stop_ids)].any()
@@ -47,7 +44,7 @@ def test_end_tokens_only_where_the_text_may_end(compiler, tokenizer):
 def test_a_stop_token_is_never_text(compiler, tokenizer):
     b = tokenizer.encode("b")[0]
     asked = request(tokenizer, stop_token_ids=[b])
-    state = compiler.state(Grammar("regex", "a[bc]+"))
+    state = start(compiler, Grammar("regex", "a[bc]+"))
     state.advance(tokenizer.encode("a")[0])
     assert not allowed_tokens(state, asked.next_choice(), tiny.VOCAB)[b]
     state.advance(tokenizer.encode("c")[0])
@@ -56,7 +53,7 @@ def test_a_stop_token_is_never_text(compiler, tokenizer):
 
 def test_min_tokens_and_ignore_eos_go_on_for_as_long_as_the_grammar_does(compiler, tokenizer):
     a = tokenizer.encode("a")[0]
-    state = compiler.state(Grammar("regex", "a{1,2}"))
+    state = start(compiler, Grammar("regex", "a{1,2}"))
     state.advance(a)
     for params in ({"min_tokens": 3}, {"ignore_eos": True}):
         choice = request(tokenizer, [a], **params).next_choice()
@@ -68,10 +65,10 @@ def test_min_tokens_and_ignore_eos_go_on_for_as_long_as_the_grammar_does(compile
 
 
 def test_special_tokens_are_allowed_only_where_named(compiler, tokenizer):
-    state = compiler.state(Grammar("regex", "(.|\\n)*"))
+    state = start(compiler, Grammar("regex", "(.|\\n)*"))
     allowed, _ = state.next_tokens()
     assert not allowed[1]
-    state = compiler.state(Grammar("ebnf", 'start: <[1]> "a"'))
+    state = start(compiler, Grammar("ebnf", 'start: <[1]> "a"'))
     assert set(np.flatnonzero(state.next_tokens()[0])) == {1}
 
 
@@ -113,7 +110,7 @@ def test_rollback_and_rebuilding_give_the_same_masks(compiler, seed):
     grammar = choice.choice(
         [Grammar("json_schema", PERSON), Grammar("json_object"), Grammar("regex", "(ab?|[c-f]{2})*")]
     )
-    state, masks = compiler.state(grammar), []
+    state, masks = start(compiler, grammar), []
     for _ in range(30):
         allowed, may_end = state.next_tokens()
         masks.append((allowed.tobytes(), may_end))
@@ -125,7 +122,7 @@ def test_rollback_and_rebuilding_give_the_same_masks(compiler, seed):
     back = choice.randrange(len(tokens) + 1)
     state.rollback(back)
     assert state.tokens == tokens[: len(tokens) - back]
-    fresh = compiler.state(grammar)
+    fresh = start(compiler, grammar)
     fresh.follow([9, 9, *state.tokens], 2)
     for one in (state, fresh):
         for position in range(len(state.tokens), len(masks)):
@@ -137,7 +134,7 @@ def test_rollback_and_rebuilding_give_the_same_masks(compiler, seed):
 
 
 def test_rollback_leaves_an_error_behind(compiler, tokenizer):
-    state = compiler.state(Grammar("regex", "abc"))
+    state = start(compiler, Grammar("regex", "abc"))
     state.advance(tokenizer.encode("a")[0])
     before = state.next_tokens()[0].tobytes()
     with pytest.raises(GrammarError):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.grammar.walks import PERSON, SCHEMAS, usable
 from twostroke import LLM, InputError, SamplingParams
-from twostroke.grammar.compile import TOO_SHORT
+from twostroke.grammar.masks import TOO_SHORT
 from twostroke.sampling import Grammar
 
 

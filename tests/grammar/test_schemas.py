@@ -1,4 +1,4 @@
-"""Whatever a JSON schema lets through validates against it."""
+"""Every text that the grammar of a JSON schema allows validates against the schema."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forced calls are calls: whatever the weights, in every format, and with a real model."""
+"""Forced calls are calls: with any weights, in every format, and with a real model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import jsonschema
 import pytest
 
 from tests import tiny
-from tests.grammar.walks import walk
+from tests.grammar.walks import start, walk
 from twostroke import LLM, InputError, SamplingParams
 from twostroke.grammar.compile import GrammarCompiler
 from twostroke.grammar.tools import MAX_CALLS, tool_grammar
@@ -96,8 +96,8 @@ def test_marks_that_are_special_tokens(tmp_path):
     compiler = GrammarCompiler(tokenizer, tiny.VOCAB)
     grammar = tool_grammar(TOOLS, read_choice("required", TOOLS), MISTRAL, tokenizer)
     compiler.prepare(grammar)
-    assert set(compiler.state(grammar).next_tokens()[0].nonzero()[0]) == {number}
-    state = compiler.state(grammar)
+    assert set(start(compiler, grammar).next_tokens()[0].nonzero()[0]) == {number}
+    state = start(compiler, grammar)
     state.advance(number)
     text = tokenizer.decode([number, *tokenizer.encode(' [{"name": "now", "arguments": {}}]')], skip_special=False)
     assert calls_in(text, MISTRAL) == [("now", {})]

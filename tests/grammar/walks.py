@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from twostroke import SamplingParams
 from twostroke.grammar.library import GrammarError
+from twostroke.grammar.masks import GrammarState
 from twostroke.types import Request, RequestState
 
 END = 2  # <|im_end|> of the tiny tokenizer
@@ -34,12 +35,16 @@ def request(tokenizer, output=(), **params):
     return made
 
 
+def start(compiler, grammar):
+    return GrammarState(compiler.compile(grammar))
+
+
 def texts(tokenizer, allowed):
     return {tokenizer.token_bytes(int(number)) for number in np.flatnonzero(allowed)}
 
 
 def accepts(compiler, tokenizer, grammar, text):
-    state = compiler.state(grammar)
+    state = start(compiler, grammar)
     try:
         for token in tokenizer.encode(text):
             state.advance(token)
@@ -53,7 +58,7 @@ def walk(compiler, grammar, seed, steps, hurry=0.5, likes=()):
 
     likes: tokens that are taken more often than others.
     """
-    choice, state = random.Random(seed), compiler.state(grammar)
+    choice, state = random.Random(seed), start(compiler, grammar)
     for _ in range(steps):
         started = time.thread_time()
         try:

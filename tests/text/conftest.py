@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.text import vocabularies
-from twostroke.text import Tokenizer, from_folder, from_gguf
+from twostroke.text.tokenizer import Tokenizer, from_folder, from_gguf
 
 
 @pytest.fixture(scope="session")

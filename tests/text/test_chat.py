@@ -6,13 +6,16 @@ from __future__ import annotations
 
 import threading
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 import pytest
 
 from twostroke.errors import InputError, ModelError
-from twostroke.text import ChatTemplate
+from twostroke.text import chat
 from twostroke.text.chat import MAX_SOURCE
+
+ChatTemplate = partial(chat.ChatTemplate, process=chat.renderer())  # one child process for all of them
 
 TALK: list[dict[str, Any]] = [
     {"role": "system", "content": "Be brief."},
@@ -112,6 +115,8 @@ BAD_MESSAGES: list[tuple[Any, str]] = [
     ([{"role": "user", "content": [{"type": "text"}]}], "only text parts"),
     ([{"role": "user", "content": "x", "extra": object()}], r"messages\[0\]\.extra"),
     ([{"role": "user", "content": "x", 5: "y"}], r"messages\[0\]"),
+    ([{"role": "user", "content": "x", "n": 2**64}], "more than 64 bits"),
+    ([{"role": "user", "content": "x\ud800"}], "half a character"),
 ]
 
 
@@ -119,6 +124,10 @@ BAD_MESSAGES: list[tuple[Any, str]] = [
 def test_bad_messages_are_refused_by_name(messages: Any, reason: str) -> None:
     with pytest.raises(InputError, match=reason):
         ChatTemplate("{{ messages[0].content }}").render(messages)
+
+
+def test_half_a_character_that_the_template_writes_is_not_lost() -> None:
+    assert ChatTemplate(r"{{ '\ud800' }}").render(TALK) == "\ud800"
 
 
 def test_messages_nested_without_end() -> None:

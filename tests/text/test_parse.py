@@ -1,4 +1,4 @@
-"""Content, reasoning and calls out of streamed text, however it was cut."""
+"""Content, reasoning and calls from streamed text, however it is split."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_a_known_tool_need_not_be_announced_at_the_start():
         assert read(other, "hermes", names) == [Content(other)]
 
 
-def test_arguments_are_told_while_they_come():
+def test_arguments_are_emitted_while_they_arrive():
     parser = StreamParser(HERMES)
     assert parser.push('<tool_call>\n{"name": "f", "argum') == []
     assert parser.push('ents": {"a') == [Call(0, "f", '{"a')]
@@ -163,7 +163,7 @@ def test_arguments_are_told_while_they_come():
     assert parser.push("\n</tool_call>") == parser.finish() == []
 
 
-def test_content_is_told_at_once_and_marks_are_not():
+def test_content_is_emitted_at_once_and_marks_are_not():
     parser = StreamParser(HERMES)
     assert parser.push("Hello there") == [Content("Hello there")]
     assert parser.push(" <tool_ca") == []
@@ -181,7 +181,7 @@ PIECES = st.sampled_from(
 
 @given(st.lists(PIECES, max_size=14).map("".join), st.sampled_from(sorted(FORMS)), st.booleans(), st.data())
 @settings(max_examples=500, deadline=None)
-def test_what_is_told_does_not_depend_on_the_cuts(text, form, reasoning, data):
+def test_deltas_do_not_depend_on_how_the_text_is_split(text, form, reasoning, data):
     whole = read(text, form, cuts=(), reasoning=reasoning)
     cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=8)) if text else ()
     assert read(text, form, cuts=cuts, reasoning=reasoning) == whole
@@ -217,8 +217,8 @@ def written(form, calls, ascii_only):
 def test_whatever_is_called_arrives(form, calls, ascii_only, data):
     text = written(form, calls, ascii_only)
     cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=6))
-    told = read(text, form, {"f", "get_weather"}, cuts=cuts)
-    assert [(delta.name, json.loads(delta.arguments)) for delta in told] == calls
+    deltas = read(text, form, {"f", "get_weather"}, cuts=cuts)
+    assert [(delta.name, json.loads(delta.arguments)) for delta in deltas] == calls
 
 
 def test_hostile_text_takes_linear_time():
@@ -280,7 +280,7 @@ def test_tools_are_read():
         ([tool(), tool(name="a b")], r"tools\[1\].function.name"),
         ([tool(name="a" * 65)], r"tools\[0\].function.name"),
         ([tool(name="f\n")], r"tools\[0\].function.name"),
-        ([tool(), tool()], r"tools\[1\].function.name: 'f' is there twice"),
+        ([tool(), tool()], r"tools\[1\].function.name: 'f' is used twice"),
         ([tool(description=3)], r"tools\[0\].function.description"),
         ([tool(description="x" * 20_000)], r"tools\[0\].function.description"),
         ([tool(parameters=[1])], r"tools\[0\].function.parameters"),

@@ -9,7 +9,7 @@ import pytest
 
 from tests.text.llama_oracle import llama_tokens
 from tests.text.samples import TEXTS, mixtures
-from twostroke.text import Tokenizer, from_gguf
+from twostroke.text.tokenizer import Tokenizer, from_gguf
 from twostroke.weights.catalog import fetch
 from twostroke.weights.gguf import open_gguf
 

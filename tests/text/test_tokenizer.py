@@ -1,4 +1,4 @@
-"""Text to tokens and back, from folders and from GGUF headers, and the same answers as the libraries we stand on."""
+"""Text to tokens and back, from folders and from GGUF headers, with the same results as other libraries."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.text import vocabularies
 from tests.text.samples import TEXTS, mixtures
 from twostroke.errors import InputError, ModelError
-from twostroke.text import Tokenizer, from_folder, from_gguf
+from twostroke.text.tokenizer import Tokenizer, from_folder, from_gguf
 
 PLAIN = [*TEXTS, *mixtures(100)]
 
@@ -66,7 +66,7 @@ def test_same_as_transformers_for_sentencepiece(tmp_path: Path, spaced: Tokenize
     from tokenizers import decoders, processors
     from transformers import PreTrainedTokenizerFast
 
-    engine = spaced._vocabulary.engine
+    engine = spaced._vocabulary.encoder
     engine.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )

@@ -1,4 +1,4 @@
-"""Small vocabularies trained on the spot, each in the form of a folder and of a GGUF header."""
+"""Small vocabularies, trained here, each as a folder and as a GGUF header."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import sentencepiece
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tests.text.samples import corpus
-from twostroke.text.gguf_vocab import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED
+from twostroke.text.gguf_vocabulary import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED
 from twostroke.text.pretokenize import pre_tokenizer
 
 CONTROLS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")

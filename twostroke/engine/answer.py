@@ -118,12 +118,12 @@ class Answer:
         ids = event.token_ids
         reason = event.finish_reason
         if reason is None and self.stops is None:
-            return ids, "".join([self.decoder.push_one(token) for token in ids])
+            return ids, self.decoder.push(ids)
         text = ""
         # An end token ends the text, it is not part of it.
         shown = len(ids) - 1 if reason is FinishReason.STOP else len(ids)
         for count, token in enumerate(ids[:shown], 1):
-            piece, stopped = self._match(self.decoder.push_one(token), len(self.sample.token_ids) + count)
+            piece, stopped = self._match(self.decoder.push((token,)), len(self.sample.token_ids) + count)
             text += piece
             if stopped:
                 return ids[:count], text

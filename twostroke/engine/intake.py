@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from twostroke.config import Resolved
 from twostroke.errors import InputError
 from twostroke.grammar.check import GrammarChecker
-from twostroke.grammar.compile import GrammarCompiler, Words
+from twostroke.grammar.compile import GrammarCompiler
 from twostroke.sampling import SamplingParams, is_whole, mix
 from twostroke.text.tokenizer import Tokenizer, from_folder, from_gguf
 from twostroke.types import Request
@@ -52,7 +52,7 @@ class Intake:
         self.tokenizer = tokenizer
         self.settings = settings
         self.vocab = vocab
-        self.grammars = grammars or GrammarChecker(Words(tokenizer, vocab).as_message)
+        self.grammars = grammars or GrammarChecker(tokenizer, vocab)
         self.ids = ids or RequestIds(0)
         self.requests_made = 0
 

@@ -1,46 +1,60 @@
-"""The few calls into the grammar library (llguidance), with our limits. It is imported when a grammar is first used.
+"""The calls into the grammar library (llguidance), with our limits. It is imported when a grammar is first used.
 
-The library is handed token bytes and knows nothing of our tokenizer. A step is limited in fuel, not in time: whether a
-grammar can go on does not depend on how busy the machine is.
+The library reads the bytes of tokens and does not see our tokenizer. A step is limited by fuel, not by time, so the
+result does not depend on how busy the machine is.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-NOTHING_FITS = "NoExtensionBias"  # the library's word for a state that no token continues
-_PLACE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")  # in our Lark, which nobody else sees
+from twostroke.text.tokenizer import Tokenizer
+
+NOTHING_FITS = "NoExtensionBias"  # the library's name for a state that no token continues
+_PLACE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")  # in our Lark text, which callers never see
 
 
 class GrammarError(Exception):
     """A grammar cannot be compiled, or cannot go on after these tokens."""
 
 
-class _Words:
+class TokenTable(NamedTuple):
+    """A vocabulary as the library reads it."""
+
+    tokens: list[bytes]  # one for each row of the logits, empty for rows without a text
+    special: list[int]  # tokens that are not text: a grammar allows them only where it names them
+    ends: list[int]
+
+
+def token_table(tokenizer: Tokenizer, vocab: int) -> TokenTable:
+    """vocab: rows of the logits, which may be more or fewer than the tokenizer's tokens."""
+    tokens = [tokenizer.token_bytes(number) for number in range(vocab)]
+    special, ends = (sorted(i for i in ids if i < vocab) for ids in (tokenizer.special_ids, tokenizer.eos_ids))
+    return TokenTable(tokens, special, ends)
+
+
+class _TokenizerWrapper:
     """What the library asks of a tokenizer."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
 
-    def __init__(self, words: Sequence[bytes], special: Sequence[int], ends: Sequence[int]):
-        self.tokens = list(words)
-        self.special_token_ids = list(special)
-        self.eos_token_id = ends[0] if ends else None  # None: the library adds a token of its own
+    def __init__(self, table: TokenTable) -> None:
+        self.tokens = table.tokens
+        self.special_token_ids = table.special
+        self.eos_token_id = table.ends[0] if table.ends else None  # None: the library adds a token of its own
 
     def __call__(self, text: str) -> list[int]:
         raise NotImplementedError("nothing is forced, so nothing needs tokenizing")
 
 
-def make_tokenizer(words: Sequence[bytes], special: Sequence[int], ends: Sequence[int]) -> Any:
-    """words: the bytes of every row of the logits, empty for rows that stand for nothing."""
+def make_tokenizer(table: TokenTable) -> Any:
     from llguidance import LLTokenizer
 
-    eos = list(ends) or None
-    return LLTokenizer(_Words(words, special, ends), n_vocab=None, eos_token=eos)  # type: ignore[arg-type]
+    return LLTokenizer(_TokenizerWrapper(table), n_vocab=None, eos_token=table.ends or None)  # type: ignore[arg-type]
 
 
 def compile_lark(tokenizer: Any, source: str) -> Any:
@@ -60,7 +74,7 @@ def compile_lark(tokenizer: Any, source: str) -> Any:
 def next_tokens(matcher: Any) -> tuple[np.ndarray, bool]:
     """Which tokens may come next, as booleans by token id, and whether the text may end here.
 
-    What the booleans say of end tokens means nothing; the array may be longer than the vocabulary.
+    The booleans of end tokens mean nothing. The array may be longer than the vocabulary.
     """
     data = matcher.compute_bitmask()
     may_end = bool(matcher.is_accepting())
@@ -75,8 +89,8 @@ def next_tokens(matcher: Any) -> tuple[np.ndarray, bool]:
 
 
 def reason(matcher: Any) -> str:
-    """What the library has to say, without its pictures of the grammar."""
+    """The library's error message, without its drawings of the grammar."""
     lines = str(matcher.get_error()).splitlines()
-    said = [line.strip() for line in (lines[:1] + [line for line in lines[1:] if line.startswith("error:")])]
-    text = _PLACE.sub("", " ".join(said)).split(" Enable '")[0].rstrip(":.")
+    kept = [line.strip() for line in (lines[:1] + [line for line in lines[1:] if line.startswith("error:")])]
+    text = _PLACE.sub("", " ".join(kept)).split(" Enable '")[0].rstrip(":.")
     return text[:300] or "no token is allowed"

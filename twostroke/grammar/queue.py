@@ -1,4 +1,4 @@
-"""Requests whose grammar is being compiled: they join the queue when it is ready, and no step waits for it."""
+"""Requests whose grammar is being compiled. They are submitted when it is ready, and no step waits for it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ log = logging.getLogger(__name__)
 
 
 class GrammarQueue:
-    """One thread compiles; the thread that steps the engine calls everything else."""
+    """A thread of its own compiles. All methods are called by the thread that steps the engine."""
 
     def __init__(self, compiler: GrammarCompiler, wake: Callable[[], None]):
         self._compiler = compiler
-        self._wake = wake  # called from the compiling thread when something is ready
+        self._wake = wake  # called in the compiling thread when a grammar is ready
         self._waiting: dict[int, Request] = {}
         self._done: deque[tuple[list[Request], str | None]] = deque()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
@@ -33,14 +33,14 @@ class GrammarQueue:
         error = None
         try:
             self._compiler.compile(grammar)
-        except Exception as problem:  # it was tried before it came here: whatever happens now is ours
-            log.exception("a grammar that was found good does not compile")
+        except Exception as problem:  # the grammar was tried before: this is an error of ours
+            log.exception("a grammar that passed its check does not compile")
             error = f"{type(problem).__name__}: {problem}"
         self._done.append((siblings, error))
         self._wake()
 
     def take(self) -> list[tuple[Request, str | None]]:
-        """Requests that may go on now, or cannot: with what went wrong."""
+        """Requests whose grammar is ready, each with what went wrong, if anything did."""
         ready: list[tuple[Request, str | None]] = []
         while self._done:
             siblings, error = self._done.popleft()
@@ -48,5 +48,5 @@ class GrammarQueue:
         return ready
 
     def drop(self, number: int) -> Request | None:
-        """Forget a request that nobody wants any more."""
+        """Remove an aborted request. None: it is not waiting here."""
         return self._waiting.pop(number, None)

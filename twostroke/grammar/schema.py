@@ -1,8 +1,8 @@
-"""JSON schemas, made safe for the grammar library: what it would not hold to is refused, or said in other words.
+"""JSON schemas in a form that the grammar library follows exactly. What it would not follow is rewritten or refused.
 
-The library promises a grammar that conforms or an error. Four cases are known where its texts would not validate, and
-each is met here: names of further properties written twice, names spelled with \\u escapes, control characters, and
-classes of a pattern that leave out quotes. Torch-free.
+The library promises a grammar that conforms to the schema, or an error. Four cases are known where its texts do not
+validate, and each is handled here: additional property names written twice, names with \\u escapes, control characters,
+and pattern classes that exclude quotes. Torch-free.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from typing import Any
 from twostroke.errors import InputError
 from twostroke.sampling import schema_text
 
-# Between two parts of a JSON text: nothing, one space, or one line break with an indentation. Without a bound a model
-# that likes white space writes nothing else until its last token.
+# Between two elements of a JSON text: nothing, one space, or one line break with an indentation. Without this bound a
+# model can write white space until its last token.
 WHITE_SPACE = r" |\n( {0,32}|\t{0,8})"
-# Without "u": a name spelled with \u0061 could repeat a property that has been written already.
+# "u" is missing: a name written with \u0061 could repeat a property that is already there.
 ESCAPES = 'nrbtf\\"'
 MAX_DEPTH = 64  # of schemas inside schemas
 
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # names to schemas
 _NESTED = ("allOf", "anyOf", "oneOf", "prefixItems", "items", "additionalProperties", "additionalItems", "not", "if",
            "then", "else", "contains", "propertyNames", "unevaluatedItems", "unevaluatedProperties")  # fmt: skip
-_CONTROL = re.compile(r"(?<!\\)(?:\\\\)*\\u00[01]|\x7f")  # in JSON text: those that have no short escape
-_UNWRITTEN = r"\x00-\x07\x0B\x0E-\x1F"  # no text contains them, so a class need not
-_DOUBTFUL = re.compile(r"\\x[01]|\\x\{0*1?[0-9a-fA-F]\}|\\u00[01]|\\[0Pc]|\\p(?!L|N|\{L|\{N)")
+_CONTROL = re.compile(r"(?<!\\)(?:\\\\)*\\u00[01]|\x7f")  # control characters in JSON text, without a short escape
+_NEVER_WRITTEN = r"\x00-\x07\x0B\x0E-\x1F"  # control characters that no JSON text written here contains
+_UNSUPPORTED = re.compile(r"\\x[01]|\\x\{0*1?[0-9a-fA-F]\}|\\u00[01]|\\[0Pc]|\\p(?!L|N|\{L|\{N)")
 _OPERATION = re.compile("&&|--|~~")  # on classes, in the library's language
 
 
@@ -45,7 +45,7 @@ def _no_constant(name: str) -> None:
 
 
 def inline_schema(schema: Any) -> str:
-    """A safe schema as a part of a Lark rule."""
+    """A safe schema as an expression in a Lark rule."""
     if isinstance(schema, bool):
         schema = {} if schema else {"not": {}}
     options = {"whitespace_pattern": WHITE_SPACE, "json_allowed_escapes": ESCAPES}
@@ -53,7 +53,7 @@ def inline_schema(schema: Any) -> str:
 
 
 def safe_schema(schema: Any, name: str = "grammar.source") -> Any:
-    """The same schema, of which the library makes what it says. InputError where that cannot be had."""
+    """The same schema in a form that the library follows exactly. InputError where there is none."""
     if not isinstance(schema, (Mapping, bool)):
         raise InputError(f"{name}: a JSON schema is an object, got {type(schema).__name__}.")
     if _CONTROL.search(schema_text(schema, name)):
@@ -75,7 +75,7 @@ def _safe(schema: Any, name: str, depth: int) -> Any:
 
 
 def _safe_value(key: str, value: Any, name: str, depth: int) -> Any:
-    """The value of one keyword. What is under const, enum or default is no schema and stays as it is."""
+    """The value of one keyword. Values of const, enum or default are not schemas and stay as they are."""
     if key == "pattern" and isinstance(value, str):
         return safe_pattern(value, name)
     if key == "patternProperties" and isinstance(value, Mapping):
@@ -89,45 +89,45 @@ def _check_counts(schema: Mapping[str, Any], name: str) -> None:
     least, required = schema.get("minProperties", 0), schema.get("required", [])
     known = len(required) if isinstance(required, list) else 0
     if isinstance(least, (int, float)) and least > known + 1:
-        # The names of further properties are free, so the same one could be written twice and then counts once.
+        # Names of additional properties are free: one could be written twice, and then counts once.
         raise InputError(
-            f"{name}: minProperties ({least}) beyond the required properties ({known}) and one more cannot be held to; "
-            "name them under required, or lower it."
+            f"{name}: minProperties ({least}) beyond the required properties ({known}) and one more cannot be "
+            "guaranteed; name them under required, or lower it."
         )
 
 
 def safe_pattern(pattern: str, name: str = "grammar.source") -> str:
-    """The same pattern in the library's words: JSON schema means JavaScript's patterns, the library reads Rust's.
+    """The same pattern in Rust's syntax, which the library reads: JSON schema uses JavaScript's.
 
-    Classes with ^ also leave out the control characters no text can contain: the library takes a class with all
-    control characters for one that has quotes and backslashes too. A bracket inside a class is just a bracket.
+    Classes with ^ also exclude the control characters that no JSON text contains: the library reads a class with all
+    control characters as one that has quotes and backslashes too. "[" inside a class is escaped.
     """
-    doubtful = _DOUBTFUL.search(pattern)
-    parts: list[str] = []
+    unsupported = _UNSUPPORTED.search(pattern)
+    out: list[str] = []
     position, inside = 0, False
-    while position < len(pattern) and doubtful is None:
-        part = pattern[position : position + 2] if pattern[position] == "\\" else pattern[position]
-        position += len(part)
-        if inside and part == "[":
-            part = "\\["
-        parts.append(part)
+    while position < len(pattern) and unsupported is None:
+        item = pattern[position : position + 2] if pattern[position] == "\\" else pattern[position]
+        position += len(item)
+        if inside and item == "[":
+            item = "\\["
+        out.append(item)
         if inside:
-            doubtful = _OPERATION.match(pattern, position)
-            inside = part != "]"
-        elif part == "[":
+            unsupported = _OPERATION.match(pattern, position)
+            inside = item != "]"
+        elif item == "[":
             inside = True
-            position = _open_class(pattern, position, parts)
-    if doubtful:
-        raise InputError(f"{name}: pattern {pattern[:80]!r}: {doubtful[0]!r} is not supported; list the characters.")
-    return "".join(parts)
+            position = _open_class(pattern, position, out)
+    if unsupported:
+        raise InputError(f"{name}: pattern {pattern[:80]!r}: {unsupported[0]!r} is not supported; list the characters.")
+    return "".join(out)
 
 
-def _open_class(pattern: str, position: int, parts: list[str]) -> int:
-    """Past the ^ at the beginning of a class, and past a dash, which means itself there."""
+def _open_class(pattern: str, position: int, out: list[str]) -> int:
+    """The position after the ^ and the dash at the beginning of a class. A dash there stands for itself."""
     if pattern[position : position + 1] == "^":
-        parts.append("^" + _UNWRITTEN)
+        out.append("^" + _NEVER_WRITTEN)
         position += 1
     if pattern[position : position + 1] == "-":
-        parts.append("\\-")
+        out.append("\\-")
         position += 1
     return position

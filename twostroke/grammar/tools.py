@@ -1,4 +1,4 @@
-"""A grammar that forces tool calls, in the words the model was trained to call with. Torch-free."""
+"""A grammar that forces tool calls, in the format that the model was trained with. Torch-free."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def tool_grammar(
 ) -> Grammar:
     """For tool_choice "required" (one or more calls, one if not `parallel`) and "named" (one call).
 
-    tokenizer: the format's marks are then the tokens this model was trained with, special ones among them.
+    tokenizer: with it, the format's marks are single tokens where this model has them, special tokens included.
     """
     if not choice.forced:
-        raise ValueError(f"tool_choice {choice.mode!r} forces nothing")
+        raise ValueError(f"tool_choice {choice.mode!r} does not force a call")
     rules, names = [], []
     for index, tool in enumerate(tools):
         if choice.name not in (None, tool.name):
@@ -34,7 +34,7 @@ def tool_grammar(
         schema = safe_schema(tool.parameters, f"tools[{index}].function.parameters")
         opening = f'{{"name": "{tool.name}", "{form.arguments}": '
         rules.append(f'call_{index}: {_text(opening)} arguments_{index} "}}"')
-        rules.append(f"arguments_{index}: {inline_schema(schema)}")  # a root of its own: $ref stays right
+        rules.append(f"arguments_{index}: {inline_schema(schema)}")  # a root of its own for $ref
         names.append(f"call_{index}")
     more = MAX_CALLS - 1 if parallel and choice.mode == "required" else 0
     lines = [*_frame(form, tokenizer, more), "call: " + " | ".join(names), *rules]
@@ -45,19 +45,19 @@ def tool_grammar(
 
 
 def _frame(form: ToolFormat, tokenizer: Tokenizer | None, more: int) -> list[str]:
-    """The rules around `call`."""
+    """The rules around the rule `call`."""
     begin, end = _mark(form.begin, tokenizer), _mark(form.end, tokenizer)
     times = f"{{0,{more}}}"
     if form.listed:
         return [f'start: {begin} " "? "[" call ' + (f'(", " call){times} ' if more else "") + '"]"']
     if form.bare:
-        return ["start: call"]  # such models call one tool at a time
-    several = f' ("\\n" one){times} "\\n"?' if more else ""  # a line break at the end commits to nothing
+        return ["start: call"]  # these models call one tool at a time
+    several = f' ("\\n" one){times} "\\n"?' if more else ""  # after a line break the answer may still end
     return [f"start: one{several}", f'one: {begin} "\\n" call "\\n" {end}']
 
 
 def _mark(text: str, tokenizer: Tokenizer | None) -> str:
-    """A mark as the one token it is in this vocabulary, which models were trained to write, else as text."""
+    """A mark as a single token where the vocabulary has one, as the model was trained to write it; else as text."""
     number = tokenizer.token_id(text) if tokenizer is not None and text else None
     return _text(text) if number is None else f"<[{number}]>"
 

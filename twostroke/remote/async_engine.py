@@ -20,7 +20,6 @@ from twostroke.engine.answer import Answer
 from twostroke.engine.intake import Intake, RequestIds, open_tokenizer
 from twostroke.errors import TwostrokeError
 from twostroke.grammar.check import GrammarChecker
-from twostroke.grammar.compile import Words
 from twostroke.metrics.counts import Counts
 from twostroke.metrics.steplog import Step
 from twostroke.remote.admission import Admission, BusyError
@@ -101,7 +100,7 @@ class AsyncEngine:
 
     def _open(self) -> None:
         self.tokenizer = open_tokenizer(self.checkpoint)
-        self.grammars = GrammarChecker(Words(self.tokenizer, self.arch.vocab).as_message)
+        self.grammars = GrammarChecker(self.tokenizer, self.arch.vocab)
         if self.tokenizer.chat is not None:
             with contextlib.suppress(TwostrokeError):  # compiles it; one that is broken is refused when it is used
                 self.tokenizer.chat.render([{"role": "user", "content": "Hello"}])

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from twostroke.grammar.compile import NO_MASKS, GrammarCompiler, GrammarRows
+from twostroke.grammar.compile import GrammarCompiler
+from twostroke.grammar.masks import NO_MASKS, GrammarRows
 from twostroke.kv.storage import KVStorage
 from twostroke.model.transformer import Transformer
 from twostroke.ops.interface import Array, Batch, Ops

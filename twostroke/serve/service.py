@@ -132,6 +132,7 @@ class Service:
         self.draining = False
         self.generating = 0  # exchanges of generating routes that are under way
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="tokenize")
+        self._rendering = ThreadPoolExecutor(1, thread_name_prefix="render")  # waits for the process that renders
 
     # ---- what is served --------------------------------------------------------------------------------------------
 
@@ -274,11 +275,10 @@ class Service:
         template = self.tokenizer.chat
         if template is None:
             raise errors.bad_request("messages: this model has no chat template; use /v1/completions.", "messages")
-        size = sum(len(str(message.get("content"))) for message in messages) + 64 * len(messages)
         try:
             plain = with_parsed_arguments(messages)
             write = partial(template.render, plain, add_generation_prompt=add_generation_prompt, **arguments)
-            return await self.off_loop(size, write)
+            return await asyncio.get_running_loop().run_in_executor(self._rendering, write)
         except (InputError, ModelError) as error:
             named = str(error).split(":", 1)[0]
             param = named if named in arguments or named.startswith("messages[") else "messages"

@@ -1,7 +1,14 @@
-"""Strings to tokens and back, chat messages to prompts, tokens to a stream of text."""
+"""Strings to tokens and back, chat messages to prompts, and the text of an answer as it is generated.
 
-from twostroke.text.chat import ChatTemplate
-from twostroke.text.stream import StopMatcher, StreamDecoder
-from twostroke.text.tokenizer import Tokenizer, from_folder, from_gguf
-
-__all__ = ["ChatTemplate", "StopMatcher", "StreamDecoder", "Tokenizer", "from_folder", "from_gguf"]
+tokenizer.py          encodes and decodes; what the rest of the engine uses
+vocabulary.py         the record that both vocabulary readers make
+folder_vocabulary.py  reads tokenizer.json and the files beside it
+gguf_vocabulary.py    reads the vocabulary in a GGUF header
+pretokenize.py        how families split text into words, by the name that a GGUF gives
+token_bytes.py        from one token to its bytes
+stream.py             tokens to whole characters, and stop strings
+chat.py               messages to a prompt, through the model's chat template
+render.py             the child process that renders the template
+tools.py              tools as clients describe them, and the formats in which models write calls
+parse.py              an answer's text as content, reasoning and tool calls
+"""

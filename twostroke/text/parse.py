@@ -1,8 +1,8 @@
-"""What an answer's text means: content, reasoning, tool calls, told as the text comes in.
+"""Parses an answer's text into content, reasoning and tool calls while the text arrives.
 
-The parser reads one character at a time, so what it tells does not depend on how the text was cut. It is written as
-generators: `char = yield` waits for the next character, and every part returns the first character it did not use.
-Until a call is certain its text is held back; what turns out not to be a call comes out as content, unchanged.
+The parser reads one character at a time, so its deltas do not depend on how the text is split. It is written as
+generators: `char = yield` waits for the next character, and each generator returns the first character that it did not
+use. Text that may be a call is held back; if it is not a call, it is emitted as content, unchanged.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ END = ""  # the character after the last one
 SPACE = " \t\r\n"
 MAX_DEPTH = 200  # of lists and objects in one value
 ARGUMENTS = ("arguments", "parameters")  # models mix the two up
-OTHER_KEYS = ("name", "type", "id")  # what else a call may say
+OTHER_KEYS = ("name", "type", "id")  # further keys that a call may have
 
-Reading = Generator[None, str, str]  # sent characters; returns the first one it leaves to others
+Reading = Generator[None, str, str]  # is sent characters; returns the first one that it did not use
 
 
 class Content(NamedTuple):
@@ -34,7 +34,7 @@ class Reasoning(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A piece of call `number`. The first piece of each call, and only that one, has its name."""
+    """More of call `number`. Only the first delta of each call has its name."""
 
     number: int
     name: str | None
@@ -45,12 +45,12 @@ Delta = Content | Reasoning | Call
 
 
 def _pauses(marks: str) -> re.Pattern[str]:
-    """Where text stops being certain: at white space that reaches the end or a mark, and at what may begin a mark."""
+    """Where plain text may end: at the first character of a mark, at the end, and at white space before either."""
     return re.compile(rf"(?<![{SPACE}])[{SPACE}]*(?:[{re.escape(marks)}]|\Z)")
 
 
 class _NotACallError(Exception):
-    """Raised at `char`, with which whatever comes next begins."""
+    """The text is not a call. `char`: the character that shows it, which is not used yet."""
 
     def __init__(self, char: str):
         self.char = char
@@ -59,8 +59,8 @@ class _NotACallError(Exception):
 class StreamParser:
     """Text in, deltas out.
 
-    form: how this model writes calls, None to leave them as content. names: the tools that exist; a call of anything
-    else is content. reasoning: the answer may begin with <think>; inside: the prompt has already written it.
+    form: how this model writes calls; None: calls are content. names: the tools that exist; a call of any other tool is
+    content. reasoning: the answer may begin with <think>. inside: the prompt already contains it.
     """
 
     def __init__(
@@ -76,22 +76,22 @@ class StreamParser:
         self._reasoning = reasoning or inside
         self._inside = inside
         self._deltas: list[Delta] = []
-        self._held: list[str] = []  # read, and not yet known to be what
-        self._free: Callable[[str], Delta] | None = None  # what text is told as until the next pause
+        self._held: list[str] = []  # characters that were read and may belong to a mark or a call
+        self._plain: Callable[[str], Delta] | None = None  # the kind of the text up to the next pause
         self._pause = _pauses("<" + (form.begin[0] if form else ""))
         self.calls = 0  # calls that have begun
         self._reader = self._answer()
         next(self._reader)
 
     def push(self, text: str) -> list[Delta]:
-        """What this much more text tells."""
+        """The deltas that this text completes."""
         send, position, length = self._reader.send, 0, len(text)
         while position < length:
-            if self._free is not None:  # the common case, at the speed of a search
+            if self._plain is not None:  # the common case: no generator runs for each character
                 found = self._pause.search(text, position)
                 until = found.start() if found else length
                 if until > position:
-                    self._tell(self._free(text[position:until]))
+                    self._emit(self._plain(text[position:until]))
                     position = until
                     continue
             send(text[position])
@@ -99,7 +99,7 @@ class StreamParser:
         return self._take()
 
     def finish(self) -> list[Delta]:
-        """The answer has ended: what was held back is settled. Nothing may be pushed after this."""
+        """The answer has ended: emit what was held back. Do not push after this."""
         with contextlib.suppress(StopIteration):
             self._reader.send(END)
         return self._take()
@@ -108,9 +108,9 @@ class StreamParser:
         deltas, self._deltas = self._deltas, []
         return deltas
 
-    # ---- telling ---------------------------------------------------------------------------------------------------
+    # ---- deltas ----------------------------------------------------------------------------------------------------
 
-    def _tell(self, delta: Delta) -> None:
+    def _emit(self, delta: Delta) -> None:
         last = self._deltas[-1] if self._deltas else None
         if isinstance(delta, Call):
             if isinstance(last, Call) and last.number == delta.number:
@@ -123,11 +123,11 @@ class StreamParser:
             self._deltas.append(delta)
 
     def _release(self, kind: Callable[[str], Delta] = Content) -> None:
-        """What was held back is just text."""
+        """Emit what was held back as plain text."""
         text = "".join(self._held)
         self._held.clear()
         if text:
-            self._tell(kind(text))
+            self._emit(kind(text))
 
     # ---- the whole answer ------------------------------------------------------------------------------------------
 
@@ -143,7 +143,7 @@ class StreamParser:
         self._settle()
 
     def _start(self, form: ToolFormat | None, char: str) -> Reading:
-        """What may stand only at the very beginning: reasoning, or a call that nothing announces."""
+        """What is possible only at the beginning: reasoning, or a call without a mark."""
         char = yield from self._space(char)
         if self._reasoning:
             char, mark = yield from self._marks(("<think>", form.begin) if form else ("<think>",), char)
@@ -151,14 +151,14 @@ class StreamParser:
                 self._held.clear()
                 char = yield from self._think(char)
             elif mark and form is not None:
-                return (yield from self._announced(form, char))
-        unannounced = form is not None and (form.bare or self._names is not None)  # small models forget to announce
-        if form is not None and unannounced and char == "{" and self._holds_only_space():
+                return (yield from self._after_mark(form, char))
+        unmarked = form is not None and (form.bare or self._names is not None)  # small models forget the mark
+        if form is not None and unmarked and char == "{" and self._holds_only_space():
             char = yield from self._attempt(form, self._series(char, bare=True))
         return char
 
     def _think(self, char: str) -> Reading:
-        """Reasoning up to and including its closing mark. White space around the marks is dropped."""
+        """Reasoning up to and including its closing mark. White space next to the marks is dropped."""
         char = yield from self._space(char)
         self._held.clear()
         while char != END:
@@ -181,22 +181,22 @@ class StreamParser:
             char = yield from self._space(char)
             char, mark = yield from self._marks((form.begin,), char)
             if mark:
-                return (yield from self._announced(form, char))
-            if char in SPACE or char == form.begin[0]:  # END among them: it is in every string
+                return (yield from self._after_mark(form, char))
+            if char in SPACE or char == form.begin[0]:  # also true for END, which is in every string
                 return char
         return (yield from self._pass(char, Content))
 
     def _pass(self, char: str, kind: Callable[[str], Delta]) -> Reading:
-        """A character that is certainly text, and whatever follows it up to the next pause."""
+        """A character that is certainly text, and the text after it up to the next pause."""
         self._held.append(char)
         self._release(kind)
-        self._free = kind
+        self._plain = kind
         char = yield
-        self._free = None
+        self._plain = None
         return char
 
     def _settle(self) -> None:
-        """At the end: white space after a call is nothing, everything else that is still held was content."""
+        """At the end: white space after a call is dropped, other held text is content."""
         if self.calls and self._holds_only_space():
             self._held.clear()
         self._release()
@@ -206,11 +206,8 @@ class StreamParser:
 
     # ---- calls -----------------------------------------------------------------------------------------------------
 
-    def _announced(self, form: ToolFormat, char: str) -> Reading:
-        return (yield from self._attempt(form, self._after_mark(form, char)))
-
     def _attempt(self, form: ToolFormat, calls: Reading) -> Reading:
-        """Read calls. Where they stop being calls, what is held and not theirs is content."""
+        """Read calls. At the first text that is not a call, what is held becomes content."""
         before = self.calls
         try:
             return (yield from calls)
@@ -226,6 +223,9 @@ class StreamParser:
             return error.char
 
     def _after_mark(self, form: ToolFormat, char: str) -> Reading:
+        return (yield from self._attempt(form, self._marked(form, char)))
+
+    def _marked(self, form: ToolFormat, char: str) -> Reading:
         char = yield from self._space(char)
         if form.listed:
             return (yield from self._list(char))
@@ -239,7 +239,7 @@ class StreamParser:
         return char
 
     def _series(self, char: str, bare: bool = False) -> Reading:
-        """Objects one after the other, with semicolons or white space between them."""
+        """One object after the other, with semicolons or white space between them."""
         while True:
             char = yield from self._object(char, bare)
             char = yield from self._space(char)
@@ -262,7 +262,7 @@ class StreamParser:
         return char
 
     def _object(self, char: str, bare: bool = False) -> Reading:
-        """One call: a name and arguments in any order. It is certain once the arguments open after the name."""
+        """One call: a name and arguments in any order. It is certain when the arguments open after the name."""
         name: str | None = None
         arguments: str | None = None
         number = -1  # of the call, once it is certain
@@ -277,7 +277,7 @@ class StreamParser:
                     raise _NotACallError(char)
             elif key in ARGUMENTS and arguments is None and name is not None and char == "{":
                 number, arguments = self._begin(name), ""
-                char = yield from self._value(char, partial(self._tell_arguments, number))
+                char = yield from self._value(char, partial(self._emit_arguments, number))
             elif key in ARGUMENTS and arguments is None:
                 arguments, char = yield from self._held_value(char)
             elif key in OTHER_KEYS or number >= 0:
@@ -290,21 +290,21 @@ class StreamParser:
             char = yield from self._space((yield from self._keep(char)))
         char = yield from self._expect("}", char)
         if number < 0:
-            self._tell_whole(name, arguments, bare, char)
+            self._emit_whole_call(name, arguments, bare, char)
         self._held.clear()
         return char
 
     def _begin(self, name: str) -> int:
         self._held.clear()
-        self._tell(Call(self.calls, name, ""))
+        self._emit(Call(self.calls, name, ""))
         self.calls += 1
         return self.calls - 1
 
-    def _tell_arguments(self, number: int, text: str) -> None:
-        self._tell(Call(number, None, text))
+    def _emit_arguments(self, number: int, text: str) -> None:
+        self._emit(Call(number, None, text))
 
-    def _tell_whole(self, name: str | None, arguments: str | None, bare: bool, char: str) -> None:
-        """A call whose arguments could not be told while they came: before the name, as text, or not at all."""
+    def _emit_whole_call(self, name: str | None, arguments: str | None, bare: bool, char: str) -> None:
+        """A call whose arguments were not streamed: they come before the name, or as a string, or are missing."""
         if name is None or (arguments is None and bare):
             raise _NotACallError(char)
         try:
@@ -314,12 +314,12 @@ class StreamParser:
         if not isinstance(value, (dict, str)) and value is not None:
             raise _NotACallError(char)
         text = value if isinstance(value, str) else arguments if isinstance(value, dict) else "{}"
-        self._tell(Call(self._begin(name), None, str(text)))
+        self._emit(Call(self._begin(name), None, str(text)))
 
-    # ---- letters ---------------------------------------------------------------------------------------------------
+    # ---- characters ------------------------------------------------------------------------------------------------
 
     def _keep(self, char: str) -> Reading:
-        """Hold a character back and read the next."""
+        """Hold a character back and read the next one."""
         self._held.append(char)
         return (yield)
 
@@ -336,7 +336,7 @@ class StreamParser:
     def _marks(
         self, marks: tuple[str, ...], char: str, kind: Callable[[str], Delta] = Content
     ) -> Generator[None, str, tuple[str, str]]:
-        """The mark that stands here, held back, or "". The beginning of one that ends otherwise is released as `kind`.
+        """The mark at this place, held back, or "". Text that only begins like a mark is released as `kind`.
 
         No mark contains its own first character twice, so a mark cannot begin inside the beginning of another.
         """
@@ -351,7 +351,7 @@ class StreamParser:
         return char, ""
 
     def _string(self, char: str) -> Generator[None, str, tuple[str, str]]:
-        """A JSON string, held back: its value, and the character after it."""
+        """A JSON string, held back: its value and the character after it."""
         if char != '"':
             raise _NotACallError(char)
         raw, char = yield from self._held_value(char)
@@ -366,7 +366,7 @@ class StreamParser:
         return "".join(parts), char
 
     def _value(self, char: str, sink: Callable[[str], None], hold: bool = False) -> Reading:
-        """One JSON value, each character to `sink`. Brackets and quotes are followed, the rest is not judged."""
+        """One JSON value, each character passed to `sink`. Only brackets and quotes are checked."""
         open_brackets: list[str] = []
         quoted = escaped = False
         while char != END:
@@ -383,7 +383,7 @@ class StreamParser:
                     raise _NotACallError(char)
             elif char in "}]":
                 if not open_brackets:
-                    return char  # the end of a number or a word
+                    return char  # after a number or a word
                 if open_brackets.pop() != char:
                     raise _NotACallError(char)
                 last = not open_brackets

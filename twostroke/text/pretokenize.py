@@ -1,8 +1,8 @@
-"""How byte-level BPE families cut text into words before merging, by the name a GGUF gives them.
+"""How byte-level BPE families split text into words before merging, by the name that a GGUF gives.
 
-A GGUF carries the vocabulary and the merges but only the *name* of the pre-tokenizer. A wrong guess still gives
-plausible tokens and a slightly stupid model, so an unknown name is refused, never guessed. The patterns are those of
-the families' own tokenizer.json files.
+A GGUF holds the vocabulary and the merges, but only the *name* of the pre-tokenizer. With a wrong pre-tokenizer the
+tokens look plausible and the model gets worse, so an unknown name is refused. The patterns are those of the families'
+tokenizer.json files.
 """
 
 from __future__ import annotations
@@ -18,28 +18,29 @@ _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 def _words(digits: str) -> str:
-    """GPT-4's cut: contractions, words with one leading mark, digits, punctuation, line ends, spaces."""
+    """GPT-4's split: contractions, words with one leading character, digits, punctuation, line ends, spaces."""
     return rf"{_SHORT}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
 
 
 def _cased(digits: str, short: str) -> str:
-    """GPT-4o's cut: as above, but a word also ends where lower case turns to upper."""
+    """GPT-4o's split: as GPT-4's, but a word also ends where lower case turns to upper case."""
     upper, lower = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
     lead = r"[^\r\n\p{L}\p{N}]?"
     word = f"{lead}{upper}*{lower}+{short}|{lead}{upper}+{lower}*{short}"
     return rf"{word}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
 
 
-_PLAIN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"  # GPT-2's cut; gaps are words too
+# GPT-2's split. What no pattern matches is a word too.
+_PLAIN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
 
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """One family's cut. `ignore_merges`: a word that is a token is taken whole, without looking at the merges."""
+    """How one family splits text. `ignore_merges`: a word that is a token is taken without merging."""
 
     patterns: tuple[str, ...] = ()
-    gpt2: bool = False  # finish with GPT-2's own cut
-    digits: bool = False  # begin by cutting every digit off
+    gpt2: bool = False  # finish with GPT-2's split
+    digits: bool = False  # begin by splitting off every digit
     nfc: bool = False  # the family was trained on composed characters
     ignore_merges: bool = False
     add_bos: bool = False  # unless the file says otherwise
@@ -78,12 +79,12 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
 
 
 def pre_tokenizer(name: str) -> PreTokenizer:
-    """The cut a GGUF asks for by name."""
+    """The pre-tokenizer that a GGUF names."""
     try:
         return PRE_TOKENIZERS[name]
     except KeyError:
         known = ", ".join(sorted(PRE_TOKENIZERS))
         raise ModelError(
-            f"tokenizer.ggml.pre: {name!r} is not a pre-tokenizer this engine knows, and guessing one would quietly "
-            f"spoil every prompt; use the safetensors folder of this model with its tokenizer.json (known: {known})"
+            f"tokenizer.ggml.pre: {name!r} is not a pre-tokenizer this engine knows, and a wrong one would make "
+            f"every answer worse; use the safetensors folder of this model with its tokenizer.json (known: {known})"
         ) from None

@@ -1,4 +1,4 @@
-"""Text as it is generated: whole characters out of tokens, and stop strings found across any cut."""
+"""Text as it is generated: tokens to whole characters, and stop strings wherever the text is split."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from twostroke.text.tokenizer import Tokenizer
 
 
 class StreamDecoder:
-    """Tokens in, text out, never half a character; everything pushed and flushed together is `decode` of all ids.
+    """Tokens to text in whole characters. All texts together are what `decode` returns for all ids.
 
-    Each token costs its own bytes and nothing more: there is no re-decoding of what was already sent.
-    at_start=False says that the ids continue a text (an answer to a prompt), so SentencePiece's first space is real.
-    visible: special tokens that are written out all the same.
+    at_start=False: the ids continue a text (an answer to a prompt), so SentencePiece's first space is kept.
+    visible: special tokens whose text is kept although skip_special is set.
     """
 
-    __slots__ = ("_between", "_skip", "_strip", "_tokenizer", "_utf8", "_whole")
+    __slots__ = ("_skip", "_strip", "_tokenizer", "_utf8")
 
     def __init__(
         self,
@@ -30,31 +29,17 @@ class StreamDecoder:
         self._skip = tokenizer.special_ids - visible if skip_special else frozenset()
         self._strip = at_start and tokenizer.leading_space
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._between = not self._strip  # nothing of what came says how to read what comes
-        self._whole = tokenizer.whole
 
     def push(self, ids: Iterable[int]) -> str:
-        """The text these tokens complete. Bytes that may still become a character wait for the next push."""
+        """The text that these tokens complete. Bytes of an incomplete character wait for the next push."""
         data = b"".join([self._tokenizer.token_bytes(number) for number in ids if number not in self._skip])
-        text = self._first(self._utf8.decode(data))
-        self._between = not (self._strip or self._utf8.getstate()[0])
-        return text
-
-    def push_one(self, number: int) -> str:
-        """`push` of a single token, which nearly all pushes are."""
-        between = self._between
-        if between and (known := self._whole.get(number)) is not None:
-            return known
-        text = self.push((number,))
-        if between and self._between and number not in self._tokenizer.special_ids:
-            self._whole[number] = text
-        return text
+        return self._without_first_space(self._utf8.decode(data))
 
     def flush(self) -> str:
-        """The end: what still waits can never become a character, and shows as U+FFFD."""
-        return self._first(self._utf8.decode(b"", final=True))
+        """The end of the text: bytes that still wait become U+FFFD."""
+        return self._without_first_space(self._utf8.decode(b"", final=True))
 
-    def _first(self, text: str) -> str:
+    def _without_first_space(self, text: str) -> str:
         if self._strip and text:
             self._strip = False
             return text.removeprefix(" ")
@@ -62,12 +47,12 @@ class StreamDecoder:
 
 
 class _Stop:
-    """One stop string and how much of it the text seen so far ends with (Knuth, Morris and Pratt's automaton)."""
+    """One stop string, and how many of its first characters the text ends with (Knuth, Morris, Pratt)."""
 
     def __init__(self, text: str) -> None:
         self.text = text
         self.seen = 0
-        self._shorter = [0] * len(text)  # per beginning of the text: its longest shorter beginning it also ends with
+        self._shorter = [0] * len(text)  # by prefix: the length of its longest proper prefix that is also its suffix
         length = 0
         for end in range(1, len(text)):
             while length and text[end] != text[length]:
@@ -76,7 +61,7 @@ class _Stop:
             self._shorter[end] = length
 
     def feed(self, char: str) -> bool:
-        """Take one character in; True when it completes the stop string."""
+        """Read one character. True when it completes the stop string."""
         while self.seen and self.text[self.seen] != char:
             self.seen = self._shorter[self.seen - 1]
         self.seen += self.text[self.seen] == char
@@ -84,10 +69,10 @@ class _Stop:
 
 
 class StopMatcher:
-    """Finds the first stop string to be completed, holding back only text that could still be its beginning.
+    """Finds the stop string that is complete first, and holds back only text that may be the beginning of one.
 
-    Which stop wins does not depend on how the text was cut: the one that ends first, and of those that end together
-    the longest. What is emitted is the text before it.
+    The result does not depend on how the text is split: the stop string that ends first wins, and of those that end
+    together the longest. The text before it is emitted.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -99,11 +84,11 @@ class StopMatcher:
         self._matched: str | None = None
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """The text that is safe to send, and the stop string if one is complete. After that nothing is sent."""
+        """The text that can be sent, and the stop string if one is complete. After that no text is returned."""
         if self._matched is not None:
             return "", self._matched
         if not self._held and not any(char in text for char in self._first):
-            return text, None  # the common case, at the speed of a search
+            return text, None  # the common case
         waiting = self._held + text
         for end, char in enumerate(text, len(self._held) + 1):
             complete = [stop.text for stop in self._stops if stop.feed(char)]
@@ -115,6 +100,6 @@ class StopMatcher:
         return waiting[:sure], None
 
     def flush(self) -> str:
-        """The end: what was held back was no stop string after all."""
+        """The end of the text: what was held back is not a stop string."""
         held, self._held = self._held, ""
         return held

@@ -1,4 +1,4 @@
-"""Strings to tokens and back: the one face the rest of the engine sees, whatever file the vocabulary came from."""
+"""Strings to tokens and back, for vocabularies from any file."""
 
 from __future__ import annotations
 
@@ -11,16 +11,13 @@ import tokenizers
 
 from twostroke.errors import InputError
 from twostroke.text.chat import ChatTemplate
-from twostroke.text.folder import read_folder
-from twostroke.text.gguf_vocab import read_gguf
+from twostroke.text.folder_vocabulary import read_folder
+from twostroke.text.gguf_vocabulary import read_gguf
 from twostroke.text.vocabulary import Vocabulary
 
 
 class Tokenizer:
-    """Encodes with the tokenizers library, decodes by joining token bytes (see pieces.py for why).
-
-    Safe to share between threads.
-    """
+    """Encodes with the tokenizers library; decodes by joining token bytes (token_bytes.py says why). Thread-safe."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocab_size: int = vocabulary.size
@@ -32,7 +29,6 @@ class Tokenizer:
             ChatTemplate(vocabulary.template, vocabulary.names) if vocabulary.template else None
         )
         self._vocabulary = vocabulary
-        self.whole: dict[int, str] = {}  # text of tokens met so far that are whole characters, and not special
         self._bytes: list[bytes | None] = [None] * vocabulary.size
         self._literal: tokenizers.Tokenizer | None = None
         self._lock = threading.Lock()
@@ -40,16 +36,16 @@ class Tokenizer:
     def encode(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]:
         """Text to ids.
 
-        add_special: put the model's begin (and end) tokens around it, where the model wants any. A rendered chat
-        template has written its own: encode that with add_special=False.
-        parse_special: read "<|im_end|>" in the text as that token. With False it is just characters, as text from
-        someone who must not speak for the template should be.
+        add_special: add the model's begin and end tokens, if it has any. A rendered chat template contains its own:
+        encode that with add_special=False.
+        parse_special: read "<|im_end|>" in the text as that token. With False it is plain characters: use that for text
+        that must not contain control tokens.
         """
         if not isinstance(text, str):
             raise InputError(f"prompt: must be a string, got {type(text).__name__}; pass text or a list of token ids")
-        engine = self._vocabulary.engine if parse_special else self._literal_engine()
+        encoder = self._vocabulary.encoder if parse_special else self._literal_encoder()
         try:
-            ids: list[int] = engine.encode(text, add_special_tokens=False).ids
+            ids: list[int] = encoder.encode(text, add_special_tokens=False).ids
         except (TypeError, UnicodeError):  # which of the two depends on the library's version
             place = next((i for i, char in enumerate(text) if "\ud800" <= char <= "\udfff"), 0)
             raise InputError(
@@ -61,7 +57,7 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], *, skip_special: bool = True, at_start: bool = True) -> str:
         """Ids to text; bytes that are not UTF-8 become U+FFFD.
 
-        at_start=False says that the ids continue a text: SentencePiece's first space is then a real one.
+        at_start=False: the ids continue a text, so SentencePiece's first space is kept.
         """
         skip = self.special_ids if skip_special else frozenset()
         text = b"".join([self.token_bytes(number) for number in ids if number not in skip]).decode("utf-8", "replace")
@@ -75,23 +71,23 @@ class Tokenizer:
             return b""
         known = self._bytes[token_id]
         if known is None:
-            known = self._bytes[token_id] = self._vocabulary.piece(token_id)
+            known = self._bytes[token_id] = self._vocabulary.token_bytes(token_id)
         return known
 
     def token_text(self, token_id: int) -> str:
-        """One token for people to read (logprobs, dashboards): half a character shows as U+FFFD."""
+        """The text of one token for logprobs and dashboards. An incomplete character becomes U+FFFD."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
     def token_id(self, token: str) -> int | None:
         """The id of a token by its name in the vocabulary, such as "<|im_end|>"."""
-        number: int | None = self._vocabulary.engine.token_to_id(token)
+        number: int | None = self._vocabulary.encoder.token_to_id(token)
         return number
 
-    def _literal_engine(self) -> tokenizers.Tokenizer:
-        """A copy that reads special tokens as characters: the switch is per engine, and engines are shared."""
+    def _literal_encoder(self) -> tokenizers.Tokenizer:
+        """A copy that reads special tokens as characters. The library has no such option for a single call."""
         with self._lock:
             if self._literal is None:
-                copy = tokenizers.Tokenizer.from_str(self._vocabulary.engine.to_str())
+                copy = tokenizers.Tokenizer.from_str(self._vocabulary.encoder.to_str())
                 copy.encode_special_tokens = True
                 self._literal = copy
             return self._literal

@@ -1,4 +1,4 @@
-"""Tools as clients describe them, checked; and the ways in which models write a call, known from their templates."""
+"""Tools as clients describe them, checked; and the formats in which models write calls, known from their templates."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ class ToolChoice:
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """How a family of models writes calls: JSON objects with a name and arguments, between these texts."""
+    """How a family of models writes calls: JSON objects with a name and arguments, between two marks."""
 
     family: str
-    begin: str  # announces a call; often a token of its own
-    end: str  # closes it, "" if nothing does
+    begin: str  # the mark before a call; often a single token
+    end: str  # the mark after it, "" if there is none
     arguments: str  # the key of the arguments
-    bare: bool = False  # calls need not be announced: an answer that starts with such an object is one
-    listed: bool = False  # the announced thing is a list of objects
+    bare: bool = False  # the mark may be missing: an answer that starts with such an object is a call
+    listed: bool = False  # after the mark comes a list of objects
 
 
 HERMES = ToolFormat("hermes", "<tool_call>", "</tool_call>", "arguments")
@@ -59,10 +59,10 @@ MISTRAL = ToolFormat("mistral", "[TOOL_CALLS]", "", "arguments", listed=True)
 
 
 def tool_format(template_source: str | None) -> ToolFormat | None:
-    """How a model with this chat template writes calls. None: it has no tools, or a format we do not read."""
+    """How a model with this chat template writes calls. None: it has no tools, or a format that is not read here."""
     source = template_source or ""
     if HERMES.begin in source:
-        other = "<function=" in source or "<arg_key>" in source  # the same marker around XML
+        other = "<function=" in source or "<arg_key>" in source  # the same mark around XML
         return None if other else HERMES
     if MISTRAL.begin in source:
         return None if "[ARGS]" in source else MISTRAL
@@ -72,12 +72,12 @@ def tool_format(template_source: str | None) -> ToolFormat | None:
 
 
 def has_reasoning(template_source: str | None) -> bool:
-    """Whether a model with this chat template thinks aloud between <think> and </think>."""
+    """Whether a model with this chat template writes its reasoning between <think> and </think>."""
     return "</think>" in (template_source or "")
 
 
 def marker_ids(tokenizer: Tokenizer, form: ToolFormat | None) -> frozenset[int]:
-    """Special tokens that the parser must see, though decoders leave special tokens out."""
+    """Special tokens whose text the parser needs, although decoders skip special tokens."""
     texts = ("<think>", "</think>") + (() if form is None else (form.begin, form.end))
     found = (tokenizer.token_id(text) for text in texts if text)
     return frozenset(number for number in found if number is not None and number in tokenizer.special_ids)
@@ -87,7 +87,7 @@ def marker_ids(tokenizer: Tokenizer, form: ToolFormat | None) -> frozenset[int]:
 
 
 def read_tools(tools: object) -> tuple[Tool, ...]:
-    """The list of tools of a request, as OpenAI's API has it."""
+    """The tools of a request in the form of OpenAI's API."""
     if tools is None:
         return ()
     if isinstance(tools, (str, bytes)) or not isinstance(tools, Sequence):
@@ -98,7 +98,7 @@ def read_tools(tools: object) -> tuple[Tool, ...]:
     for index, value in enumerate(tools):
         tool = _read_tool(value, f"tools[{index}]")
         if tool.name in known:
-            raise InputError(f"tools[{index}].function.name: {tool.name!r} is there twice; give each tool its own name")
+            raise InputError(f"tools[{index}].function.name: {tool.name!r} is used twice; give each tool its own name")
         known[tool.name] = tool
     return tuple(known.values())
 
@@ -155,7 +155,7 @@ def read_choice(choice: object, tools: Sequence[Tool]) -> ToolChoice:
 
 
 def with_parsed_arguments(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Messages whose earlier calls carry arguments as templates want them: objects, where clients send JSON text."""
+    """Messages in which the arguments of earlier calls are objects, as templates expect; clients send JSON text."""
     return [
         {**message, "tool_calls": [_parsed_call(call, f"messages[{index}].tool_calls") for call in calls]}
         if isinstance(message, Mapping) and isinstance(calls := message.get("tool_calls"), list)
@@ -177,5 +177,5 @@ def _parsed_call(call: Any, where: str) -> Any:
 
 
 def new_call_id() -> str:
-    """An id for a call: nine letters and digits, the only form that every family's template takes back."""
+    """An id for a call: nine letters and digits, the only form that every family's template accepts."""
     return "".join(secrets.choice(_ID_LETTERS) for _ in range(9))

@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from twostroke.grammar.compile import NO_MASKS, GrammarCompiler, GrammarRows
+from twostroke.grammar.compile import GrammarCompiler
+from twostroke.grammar.masks import NO_MASKS, GrammarRows
 from twostroke.kv.storage import KVStorage
 from twostroke.model.layers import Grouped
 from twostroke.model.transformer import Transformer

@@ -1,9 +1,8 @@
-"""The vocabulary inside a GGUF header, as a `Vocabulary`.
+"""Reads the vocabulary in a GGUF header.
 
-Two kinds cover the families we run. Byte-level BPE ("gpt2") carries its merges. SentencePiece ("llama") carries a
-score per token instead: at each step the neighbours whose union has the best score are joined. That is BPE too, with
-the merges sorted by the score of what they make, which is how it is expressed here, so that one fast encoder serves
-both kinds.
+Two kinds cover the supported families. Byte-level BPE ("gpt2") lists its merges. SentencePiece ("llama") has a score
+for each token: each step joins the two neighbours whose union has the best score. That equals BPE with merges sorted by
+the score of their result, so it is translated to BPE and one encoder serves both kinds.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, models, normalizers
 
 from twostroke.errors import ModelError
-from twostroke.text import pieces
+from twostroke.text import token_bytes
 from twostroke.text.pretokenize import PreTokenizer, pre_tokenizer
-from twostroke.text.vocabulary import Vocabulary, end_ids, refusing
+from twostroke.text.vocabulary import Vocabulary, end_ids, errors_as_model_error
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 _FIX = "the file is damaged or was converted wrongly: fetch it again or convert it with a current converter"
-_NO_ID = 0xFFFFFFFF  # how some converters write "there is none"
+_NO_ID = 0xFFFFFFFF  # written by some converters for "no such token"
 _MAX_PIECE = 256
 _ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _NAMED = {"bos_token": "bos_token_id", "eos_token": "eos_token_id", "unk_token": "unknown_token_id",
@@ -29,7 +28,7 @@ _NAMED = {"bos_token": "bos_token_id", "eos_token": "eos_token_id", "unk_token":
 
 
 class _Header:
-    """Typed, checked reading of the tokenizer.ggml.* keys: every error names its key."""
+    """Reads and checks the tokenizer.ggml.* keys. Every error names its key."""
 
     def __init__(self, metadata: Mapping[str, Any]) -> None:
         self.metadata = metadata
@@ -98,14 +97,14 @@ def read_gguf(metadata: Mapping[str, Any]) -> Vocabulary:
     if header.kind == "gpt2":
         pre = pre_tokenizer(header.text("pre") or "default")
         defaults, add_bos, space = {}, pre.add_bos, False
-        engine = _byte_level_engine(header, ids, pre)
+        encoder = _byte_level_encoder(header, ids, pre)
     elif header.kind == "llama":
         space = header.flag("add_space_prefix", True)
         defaults, add_bos = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}, True
-        engine = _sentencepiece_engine(header, ids, space)
+        encoder = _sentencepiece_encoder(header, ids, space)
     else:
         raise _unsupported(header.kind)
-    return _vocabulary(header, engine, defaults, add_bos, space)
+    return _vocabulary(header, encoder, defaults, add_bos, space)
 
 
 def _unsupported(kind: str) -> ModelError:
@@ -116,28 +115,30 @@ def _unsupported(kind: str) -> ModelError:
 
 
 def _index(tokens: list[str]) -> dict[str, int]:
-    """Text to id. Unnamed rows (padding of the embedding) have no text to be found by."""
+    """From text to id. Rows without a text pad the embedding and are left out."""
     ids: dict[str, int] = {}
     for number, text in enumerate(tokens):
         if text and ids.setdefault(text, number) != number:
-            raise _bad("tokens", f"{text!r} stands at both {ids[text]} and {number}")
+            raise _bad("tokens", f"{text!r} is both token {ids[text]} and token {number}")
     if not ids:
         raise _bad("tokens", "every token is empty")
     return ids
 
 
-def _vocabulary(header: _Header, engine: Tokenizer, defaults: dict[str, int], add_bos: bool, space: bool) -> Vocabulary:
+def _vocabulary(
+    header: _Header, encoder: Tokenizer, defaults: dict[str, int], add_bos: bool, space: bool
+) -> Vocabulary:
     named = {name: header.token_id(key, defaults.get(key)) for name, key in _NAMED.items()}
     bos, eos = named["bos_token"], named["eos_token"]
     special = {i for i, kind in enumerate(header.types) if kind in (CONTROL, UNKNOWN)}
     special |= {i for i in (bos, eos) if i is not None}
     ends = [i for i in (header.token_id(key, defaults.get(key)) for key in _ENDS) if i is not None]
-    with refusing("tokenizer.ggml.tokens cannot be used", _FIX):
-        _add_tokens(engine, header, special)
+    with errors_as_model_error("tokenizer.ggml.tokens cannot be used", _FIX):
+        _add_tokens(encoder, header, special)
     return Vocabulary(
-        engine=engine,
+        encoder=encoder,
         size=len(header.tokens),
-        piece=_pieces(header, frozenset(special)),
+        token_bytes=_token_bytes(header, frozenset(special)),
         special_ids=frozenset(special),
         eos_ids=end_ids(ends, {header.tokens[i]: i for i in special}),
         bos_id=bos,
@@ -152,7 +153,7 @@ def _vocabulary(header: _Header, engine: Tokenizer, defaults: dict[str, int], ad
 def _around(header: _Header, key: str, token: int | None, default: bool) -> tuple[int, ...]:
     wanted = header.flag(key, default)
     if wanted and token is None and header.value(key) is not None:
-        raise _bad(key, "is true but the token it asks for is not given")
+        raise _bad(key, "is true but the header names no such token")
     return (token,) if wanted and token is not None else ()
 
 
@@ -163,44 +164,44 @@ def _template(metadata: Mapping[str, Any]) -> str | None:
     return template
 
 
-def _add_tokens(engine: Tokenizer, header: _Header, special: set[int]) -> None:
-    """Special and user-defined tokens are cut out of the text before anything else looks at it."""
+def _add_tokens(encoder: Tokenizer, header: _Header, special: set[int]) -> None:
+    """Make special and user-defined tokens known to the encoder, which splits the text at them first."""
     strip = header.kind == "llama" and header.metadata.get("general.architecture") == "phi3"
-    unstripped = {"<unk>", "<s>", "<|endoftext|>"}  # Phi-3's other special tokens swallow the space after them
+    unstripped = {"<unk>", "<s>", "<|endoftext|>"}  # Phi-3's other special tokens take the space after them
 
     def added(text: str, is_special: bool) -> AddedToken:
         return AddedToken(text, special=is_special, normalized=False, rstrip=strip and text not in unstripped)
 
     user = [i for i, kind in enumerate(header.types) if kind == USER_DEFINED and i not in special]
-    engine.add_special_tokens([added(header.tokens[i], True) for i in sorted(special) if header.tokens[i]])
-    engine.add_tokens([added(header.tokens[i], False) for i in user if header.tokens[i]])
+    encoder.add_special_tokens([added(header.tokens[i], True) for i in sorted(special) if header.tokens[i]])
+    encoder.add_tokens([added(header.tokens[i], False) for i in user if header.tokens[i]])
 
 
-def _pieces(header: _Header, special: frozenset[int]) -> Callable[[int], bytes]:
-    """Id to bytes. A row marked unused is padding of the embedding: it has no text."""
+def _token_bytes(header: _Header, special: frozenset[int]) -> Callable[[int], bytes]:
+    """From id to bytes. A row marked unused pads the embedding and has no text."""
     tokens, types = header.tokens, header.types
-    plain = pieces.byte_level if header.kind == "gpt2" else pieces.sentencepiece
+    plain = token_bytes.byte_level if header.kind == "gpt2" else token_bytes.sentencepiece
 
-    def piece(number: int) -> bytes:
+    def to_bytes(number: int) -> bytes:
         text, kind = tokens[number], types[number]
         if number in special or kind == USER_DEFINED:
-            return pieces.verbatim(text)
+            return token_bytes.verbatim(text)
         if kind == UNUSED:
             return b""
-        as_byte = pieces.byte_token(text) if kind == BYTE else None
+        as_byte = token_bytes.byte_token(text) if kind == BYTE else None
         return plain(text) if as_byte is None else as_byte
 
-    return piece
+    return to_bytes
 
 
-def _byte_level_engine(header: _Header, ids: dict[str, int], pre: PreTokenizer) -> Tokenizer:
+def _byte_level_encoder(header: _Header, ids: dict[str, int], pre: PreTokenizer) -> Tokenizer:
     merges = [_split_merge(number, merge) for number, merge in enumerate(header.strings("merges"))]
-    with refusing("tokenizer.ggml.merges do not fit tokenizer.ggml.tokens", _FIX):
-        engine = Tokenizer(models.BPE(vocab=ids, merges=merges, ignore_merges=pre.ignore_merges))
-        engine.pre_tokenizer = pre.build()
+    with errors_as_model_error("tokenizer.ggml.merges do not fit tokenizer.ggml.tokens", _FIX):
+        encoder = Tokenizer(models.BPE(vocab=ids, merges=merges, ignore_merges=pre.ignore_merges))
+        encoder.pre_tokenizer = pre.build()
         if (normalizer := pre.normalizer()) is not None:
-            engine.normalizer = normalizer
-    return engine
+            encoder.normalizer = normalizer
+    return encoder
 
 
 def _split_merge(number: int, merge: str) -> tuple[str, str]:
@@ -210,34 +211,34 @@ def _split_merge(number: int, merge: str) -> tuple[str, str]:
     return left, right
 
 
-def _sentencepiece_engine(header: _Header, ids: dict[str, int], space: bool) -> Tokenizer:
-    steps: list[normalizers.Normalizer] = [normalizers.Replace(" ", pieces.SPACE_MARK)]
+def _sentencepiece_encoder(header: _Header, ids: dict[str, int], space: bool) -> Tokenizer:
+    steps: list[normalizers.Normalizer] = [normalizers.Replace(" ", token_bytes.SPACE_MARK)]
     if space:
-        steps.insert(0, normalizers.Prepend(pieces.SPACE_MARK))
+        steps.insert(0, normalizers.Prepend(token_bytes.SPACE_MARK))
     unknown = header.token_id("unknown_token_id", 0)
     fallback = all(f"<0x{byte:02X}>" in ids for byte in range(256))
     unk = header.tokens[unknown] if unknown is not None and header.tokens[unknown] else None
-    with refusing("tokenizer.ggml.tokens cannot be used", _FIX):
+    with errors_as_model_error("tokenizer.ggml.tokens cannot be used", _FIX):
         model = models.BPE(
             vocab=ids, merges=_score_merges(header), unk_token=unk, fuse_unk=True, byte_fallback=fallback
         )
-        engine = Tokenizer(model)
-        engine.normalizer = normalizers.Sequence(steps)
-    return engine
+        encoder = Tokenizer(model)
+        encoder.normalizer = normalizers.Sequence(steps)
+    return encoder
 
 
 def _score_merges(header: _Header) -> list[tuple[str, str]]:
-    """Every way to cut a token into two others, best-scored token first.
+    """Every way to split a token into two others; the token with the best score comes first.
 
-    Only ordinary tokens take part: user text that spells out a control token never becomes one. Written as one
-    comprehension because a vocabulary of 262,144 tokens has two million cuts to look at.
+    Only ordinary tokens take part, so text never merges into a control token. One comprehension, because a vocabulary
+    of 262,144 tokens has two million splits.
     """
     scores = header.numbers("scores", default=None)
     ordinary = [i for i, kind in enumerate(header.types) if kind == NORMAL and header.tokens[i]]
     ordinary.sort(key=scores.__getitem__, reverse=True)
     texts = [header.tokens[i] for i in ordinary]
     known = frozenset(texts)
-    if (longest := max(map(len, texts), default=0)) > _MAX_PIECE:  # cutting costs its square
+    if (longest := max(map(len, texts), default=0)) > _MAX_PIECE:  # the number of splits grows with its square
         raise _bad("tokens", f"one has {longest} characters, more than the {_MAX_PIECE} any SentencePiece model has")
     return [
         (left, right)

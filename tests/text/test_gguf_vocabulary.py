@@ -1,4 +1,4 @@
-"""Vocabularies inside GGUF headers: the same tokens as llama.cpp and sentencepiece, and damage refused by name."""
+"""Vocabularies in GGUF headers: the same tokens as llama.cpp and sentencepiece, and damaged headers are refused."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from tests.text import vocabularies
 from tests.text.llama_oracle import llama_tokens
 from tests.text.samples import TEXTS, mixtures
 from twostroke.errors import ModelError
-from twostroke.text import from_gguf
-from twostroke.text.gguf_vocab import BYTE, CONTROL, NORMAL, UNUSED, USER_DEFINED
+from twostroke.text.gguf_vocabulary import BYTE, CONTROL, NORMAL, UNUSED, USER_DEFINED
 from twostroke.text.pretokenize import PRE_TOKENIZERS
+from twostroke.text.tokenizer import from_gguf
 
 COMBINING = [text for text in TEXTS if "\u0301" in text]
 # llama.cpp does not compose characters for Qwen and simplifies two patterns where combining marks are concerned. There

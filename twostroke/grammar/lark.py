@@ -1,4 +1,4 @@
-"""A Grammar in the one notation the grammar library reads: Lark, with our options. Torch-free."""
+"""A `Grammar` in the one notation that the grammar library reads: Lark, with our options. Torch-free."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from twostroke.errors import InputError
 from twostroke.grammar.schema import inline_schema, read_schema
 from twostroke.sampling import Grammar
 
-# Without "no_forcing" the library would ask the tokenizer, in Python, how to spell every text that has no alternative.
+# Without "no_forcing" the library calls the tokenizer, in Python, for every text that has no alternative.
 OPTIONS = '\n%llguidance {"no_forcing": true}\n'
 
 
 def to_lark(grammar: Grammar) -> str:
-    """The grammar's source in Lark. It is not compiled yet: the library may still refuse it."""
+    """The grammar's source in Lark. The library may still refuse it when it is compiled."""
     if grammar.kind == "json_object":
         return "start: " + inline_schema({"type": "object"}) + OPTIONS
     if grammar.kind == "json_schema":
@@ -33,5 +33,5 @@ def _ebnf(source: str) -> str:
 
     try:
         return any_to_lark(source)
-    except Exception as error:  # the converter's own, KeyError and RecursionError among them
+    except Exception as error:  # the converter raises many kinds, KeyError and RecursionError too
         raise InputError(f"grammar.source: cannot be read as EBNF: {error}.") from None

@@ -1,4 +1,4 @@
-"""The vocabulary of a checkpoint folder (tokenizer.json and the small files beside it), as a `Vocabulary`."""
+"""Reads the vocabulary of a checkpoint folder: tokenizer.json and the small files beside it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from twostroke.errors import ModelError
-from twostroke.text import pieces
-from twostroke.text.vocabulary import Vocabulary, end_ids, refusing
+from twostroke.text import token_bytes
+from twostroke.text.vocabulary import Vocabulary, end_ids, errors_as_model_error
 
 _FIX = "fetch the folder again, or save the tokenizer once more with transformers' save_pretrained"
 _NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
@@ -19,20 +19,20 @@ _NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_
 
 def read_folder(path: Path) -> Vocabulary:
     """Read tokenizer.json, tokenizer_config.json, special_tokens_map.json, (generation_)config.json, the template."""
-    engine = _engine(path)
+    encoder = _encoder(path)
     config = _json(path / "tokenizer_config.json")
     names = _names(_json(path / "special_tokens_map.json")) | _names(config)
-    added = engine.get_added_tokens_decoder()
-    named = {name: number for name, text in names.items() if (number := engine.token_to_id(text)) is not None}
+    added = encoder.get_added_tokens_decoder()
+    named = {name: number for name, text in names.items() if (number := encoder.token_to_id(text)) is not None}
     special = {number for number, token in added.items() if token.special} | set(named.values())
-    size = max((*engine.get_vocab(with_added_tokens=True).values(), -1)) + 1
-    texts = {text: number for number in special if (text := engine.id_to_token(number)) is not None}
-    prefix, suffix = _around(engine, config, named)
-    piece, leading_space = _pieces(engine, frozenset(special), frozenset(added))
+    size = max((*encoder.get_vocab(with_added_tokens=True).values(), -1)) + 1
+    texts = {text: number for number in special if (text := encoder.id_to_token(number)) is not None}
+    prefix, suffix = _around(encoder, config, named)
+    to_bytes, leading_space = _token_bytes(encoder, frozenset(special), frozenset(added))
     return Vocabulary(
-        engine=engine,
+        encoder=encoder,
         size=size,
-        piece=piece,
+        token_bytes=to_bytes,
         special_ids=frozenset(special),
         eos_ids=end_ids(_listed_ends(path, named, size), texts),
         bos_id=named.get("bos_token"),
@@ -44,20 +44,20 @@ def read_folder(path: Path) -> Vocabulary:
     )
 
 
-def _engine(path: Path) -> Tokenizer:
+def _encoder(path: Path) -> Tokenizer:
     file = path / "tokenizer.json"
     if not file.is_file():
         have = " (it has a tokenizer.model, which is not read)" if (path / "tokenizer.model").exists() else ""
         raise ModelError(f"tokenizer.json: {path} has none{have}; {_FIX}")
-    with refusing(f"{file} cannot be read", _FIX):
-        engine = Tokenizer.from_file(str(file))
-        engine.no_truncation()
-        engine.no_padding()
-    return engine
+    with errors_as_model_error(f"{file} cannot be read", _FIX):
+        encoder = Tokenizer.from_file(str(file))
+        encoder.no_truncation()
+        encoder.no_padding()
+    return encoder
 
 
 def _json(file: Path) -> dict[str, Any]:
-    """An optional JSON object: absent is empty, anything but an object is an error."""
+    """The JSON object in a file; empty if there is no file. Any other JSON value is an error."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -70,14 +70,14 @@ def _json(file: Path) -> dict[str, Any]:
 
 
 def _names(config: dict[str, Any]) -> dict[str, str]:
-    """bos_token and its siblings, each written as a string or as {"content": …}."""
+    """bos_token, eos_token, …: each is a string, or an object with "content"."""
     found = {name: config.get(name) for name in _NAMES}
     texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in found.items()}
     return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
 def _listed_ends(path: Path, named: dict[str, int], size: int) -> list[int]:
-    """Every end id the folder names, in any of its four places."""
+    """The end ids from all four places that may name them."""
     config = _json(path / "config.json")
     inner = config.get("text_config")
     places = [_json(path / "generation_config.json"), config, inner if isinstance(inner, dict) else {}]
@@ -91,31 +91,33 @@ def _listed_ends(path: Path, named: dict[str, int], size: int) -> list[int]:
 
 
 def _around(
-    engine: Tokenizer, config: dict[str, Any], named: dict[str, int]
+    encoder: Tokenizer, config: dict[str, Any], named: dict[str, int]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """What goes before and after a text. An explicit flag wins over the post-processor, as in transformers."""
+    """The tokens before and after a text. An explicit flag wins over the post-processor, as in transformers."""
     if "add_bos_token" in config or "add_eos_token" in config:
         sides = [
             (named[name],) if config.get(f"add_{name}") and name in named else () for name in ("bos_token", "eos_token")
         ]
         return sides[0], sides[1]
-    with refusing("tokenizer.json cannot encode", _FIX):
-        bare = engine.encode("a", add_special_tokens=False).ids
-        full = engine.encode("a", add_special_tokens=True).ids
+    with errors_as_model_error("tokenizer.json cannot encode", _FIX):
+        bare = encoder.encode("a", add_special_tokens=False).ids
+        full = encoder.encode("a", add_special_tokens=True).ids
     for start in range(len(full) - len(bare) + 1):
         if full[start : start + len(bare)] == bare:
             return tuple(full[:start]), tuple(full[start + len(bare) :])
-    raise ModelError(f"tokenizer.json: its post-processor does more than add tokens around the text; {_FIX}")
+    raise ModelError(f"tokenizer.json: its post-processor does more than add tokens before and after the text; {_FIX}")
 
 
-def _pieces(engine: Tokenizer, special: frozenset[int], added: frozenset[int]) -> tuple[Callable[[int], bytes], bool]:
-    """Id to bytes, and whether decoding drops a leading space: both follow from the file's decoder."""
-    steps = _decoder_steps(engine)
+def _token_bytes(
+    encoder: Tokenizer, special: frozenset[int], added: frozenset[int]
+) -> tuple[Callable[[int], bytes], bool]:
+    """From id to bytes, and whether decoding drops a leading space. Both follow from the file's decoder."""
+    steps = _decoder_steps(encoder)
     kinds = {step.get("type") for step in steps}
     if "ByteLevel" in kinds:
-        plain, leading_space = pieces.byte_level, False
+        plain, leading_space = token_bytes.byte_level, False
     elif kinds & {"Metaspace", "ByteFallback", "Replace"}:
-        plain, leading_space = pieces.sentencepiece, any(map(_strips_space, steps))
+        plain, leading_space = token_bytes.sentencepiece, any(map(_strips_space, steps))
     else:
         raise ModelError(
             f"tokenizer.json: decoder {sorted(map(str, kinds)) or 'none'} is not one this engine reads (byte-level BPE "
@@ -123,20 +125,20 @@ def _pieces(engine: Tokenizer, special: frozenset[int], added: frozenset[int]) -
         )
     fallback = "ByteFallback" in kinds
 
-    def piece(number: int) -> bytes:
-        text = engine.id_to_token(number)
+    def to_bytes(number: int) -> bytes:
+        text = encoder.id_to_token(number)
         if text is None:
             return b""
-        if number in special or (number in added and plain is pieces.byte_level):
-            return pieces.verbatim(text)
-        as_byte = pieces.byte_token(text) if fallback else None
+        if number in special or (number in added and plain is token_bytes.byte_level):
+            return token_bytes.verbatim(text)
+        as_byte = token_bytes.byte_token(text) if fallback else None
         return plain(text) if as_byte is None else as_byte
 
-    return piece, leading_space
+    return to_bytes, leading_space
 
 
-def _decoder_steps(engine: Tokenizer) -> list[dict[str, Any]]:
-    decoder = engine.decoder
+def _decoder_steps(encoder: Tokenizer) -> list[dict[str, Any]]:
+    decoder = encoder.decoder
     if decoder is None:
         return []
     state = json.loads(decoder.__getstate__())
@@ -151,7 +153,7 @@ def _strips_space(step: dict[str, Any]) -> bool:
 
 
 def _template(path: Path, config: dict[str, Any]) -> str | None:
-    """The chat template: its own file first, then the configuration (where several may be listed by name)."""
+    """The chat template: from its own file, else from the configuration, which may list several by name."""
     file = path / "chat_template.jinja"
     if file.is_file():
         try:

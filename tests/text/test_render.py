@@ -1,24 +1,29 @@
-"""Templates that loop, explode or reach for Python: always our own error, within about the budget."""
+"""Templates that loop, explode or reach for Python: always our own error, within the limits of time and memory."""
 
 # ruff: noqa: E501, SIM905  (templates read better in one line)
 
 from __future__ import annotations
 
-import resource
+import os
+import signal
+import subprocess
+import sys
 import threading
-import time
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from twostroke.errors import InputError, ModelError, TwostrokeError
-from twostroke.text import ChatTemplate
+from twostroke.text.chat import ChatTemplate, renderer
 
 TALK = [{"role": "user", "content": "Hi"}]
 SECONDS = 0.5
-SLACK = 1.5  # one operation's worth; seconds of the processor, for others may take it away from us meanwhile
+SLACK = 1.5  # seconds of CPU time: a child process starts, too
+PROCESS = renderer(SECONDS)
+QUICK = renderer(0.2)
 
 GROW = "{% set ns = namespace(x=START) %}{% for i in range(60) %}{% set ns.x = STEP %}{% endfor %}"
 
@@ -83,12 +88,13 @@ EXPLODING = {
         "STEP", "[ms.x, ms.x]") + "{{ ns.x == ms.x }}{{ ns.x in [ms.x] }}"),
     "shared list tested": _grow("[1]", "[ns.x, ns.x]", GROW.replace("ns", "ms").replace("START", "[1]").replace(
         "STEP", "[ms.x, ms.x]") + "{{ ns.x is eq(ms.x) }}"),
-    "shared list changed": _grow("[1]", "[ns.x, ns.x]", "{% for i in [1] %}{{ loop.changed(ns.x) }}{% endfor %}"),
+    "shared list changed": _grow("[1]", "[ns.x, ns.x]", GROW.replace("ns", "ms").replace("START", "[1]").replace(
+        "STEP", "[ms.x, ms.x]") + "{% for x in [ns.x, ms.x] %}{{ loop.changed(x) }}{% endfor %}"),
     "shared mapping viewed": _grow("{}", "{'a': ns.x, 'b': ns.x}", "{{ ns.x.items() }}"),
     "shared tuple as key": _grow("(1,)", "(ns.x, ns.x)", "{{ {}[ns.x] }}"),
     "deep list printed": "{% set ns = namespace(x=[1]) %}{% for i in range(20000) %}{% set ns.x = [ns.x] %}{% endfor %}{{ ns.x }}",
-    "quadratic strip": "{% set x = 'ab' * 2000000 %}{{ x.strip(x) | length }}",
-    "quadratic search": "{% set x = 'a' * 2000000 %}{{ x.rfind('b' + 'a' * 1000000) }}",
+    "quadratic strip": "{% set x = 'b' * 4000000 + 'a' %}{{ ('a' * 4000000).strip(x) | length }}",
+    "quadratic search": "{% set x = 'a' * 2000000 %}{{ x.rfind('ab' + 'a' * 1000000) }}",
     "lipsum": "{{ lipsum(n=100000) }}",
 }  # fmt: skip
 REACHING = (
@@ -104,11 +110,17 @@ REACHING = (
 )  # fmt: skip
 
 
+def _cpu_seconds() -> float:
+    """Of this process and of its children that have ended."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
 def _stopped(source: str) -> TwostrokeError:
-    began = time.process_time()
+    began = _cpu_seconds()
     with pytest.raises(TwostrokeError) as caught:
-        ChatTemplate(source, seconds=SECONDS).render(TALK)
-    assert time.process_time() - began < SECONDS + SLACK
+        ChatTemplate(source, process=PROCESS).render(TALK)
+    assert _cpu_seconds() - began < SECONDS + SLACK
     return caught.value
 
 
@@ -121,9 +133,15 @@ def test_endless_templates_are_stopped(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(EXPLODING))
 def test_exploding_templates_are_stopped(name: str) -> None:
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = _peak_kilobytes(os.getpid())
     _stopped(EXPLODING[name])
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 600 << 10  # kilobytes
+    assert _peak_kilobytes(os.getpid()) - before < 100 << 10
+    if PROCESS.pid is not None:  # None: it was killed for its time
+        assert _peak_kilobytes(PROCESS.pid) < 600 << 10
+
+
+def _peak_kilobytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/status").read_text().split("VmHWM:")[1].split()[0])
 
 
 @pytest.mark.parametrize("source", REACHING)
@@ -133,25 +151,25 @@ def test_templates_cannot_reach_python(source: str) -> None:
 
 def test_a_namespace_does_not_write_itself_out() -> None:
     source = "{% set a = namespace() %}{% set b = namespace(x=a) %}{% set a.x = b %}{{ a }}"
-    assert ChatTemplate(source).render(TALK) == "<namespace>"
+    assert ChatTemplate(source, process=PROCESS).render(TALK) == "<namespace>"
 
 
 def test_messages_are_copies() -> None:
     talk = [{"role": "user", "content": "Hi", "extra": {"n": [1]}}]
-    ChatTemplate("{{ messages[0].extra.n }}").render(talk)
+    ChatTemplate("{{ messages[0].extra.n }}", process=PROCESS).render(talk)
     assert talk == [{"role": "user", "content": "Hi", "extra": {"n": [1]}}]
 
 
 def test_a_stopped_template_still_serves_honest_messages() -> None:
     source = "{% for i in range(messages[0].content | int) %}{% for j in range(100000) %}{% endfor %}{% endfor %}ok"
-    template = ChatTemplate(source, seconds=SECONDS)
+    template = ChatTemplate(source, process=PROCESS)
     with pytest.raises(InputError, match="did not finish"):
         template.render([{"role": "user", "content": "90000"}])
     assert template.render([{"role": "user", "content": "0"}]) == "ok"
 
 
 def test_the_output_is_bounded() -> None:
-    template = ChatTemplate("{{ messages[0].content }}", max_output=10)
+    template = ChatTemplate("{{ messages[0].content }}", process=PROCESS, max_output=10)
     assert template.render([{"role": "user", "content": "x" * 10}]) == "x" * 10
     with pytest.raises(InputError, match="more than 10 characters"):
         template.render([{"role": "user", "content": "x" * 11}])
@@ -160,9 +178,50 @@ def test_the_output_is_bounded() -> None:
 def test_a_long_honest_conversation_fits() -> None:
     source = "{% for m in messages %}{{ '<' + m.role + '>' ~ m.content.strip().split('</t>')[-1] }}{% if '<t>' in m.content %}!{% endif %}{% endfor %}"
     talk = [{"role": "user", "content": "語 " * 1000}] * 400
-    began = time.process_time()
-    assert len(ChatTemplate(source).render(talk)) == 400 * (6 + 1999)
-    assert time.process_time() - began < 2
+    began = _cpu_seconds()
+    template = ChatTemplate(source)
+    assert len(template.render(talk)) == 400 * (6 + 1999)
+    template.close()
+    assert _cpu_seconds() - began < 2
+
+
+LOOP = "{% if messages[0].content == 'loop' %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}{% endif %}{{ messages[0].content }}"
+
+
+def test_a_stopped_rendering_fails_no_other_caller() -> None:
+    """Many threads share one child. The hostile message kills it; every other caller still gets its prompt."""
+    template, wrong, stopped = ChatTemplate(LOOP, process=PROCESS), [], []
+
+    def honest(number: int) -> None:
+        for turn in range(40):
+            text = f"{number} {turn}"
+            wrong.extend([text] if template.render([{"role": "user", "content": text}]) != text else [])
+
+    def hostile() -> None:
+        for _ in range(3):
+            with suppress(InputError):
+                template.render([{"role": "user", "content": "loop"}])
+                wrong.append("loop")
+            stopped.append(1)
+
+    threads = [threading.Thread(target=honest, args=(number,)) for number in range(3)]
+    threads.append(threading.Thread(target=hostile))
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong and len(stopped) == 3
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_child_that_was_killed_or_stopped_is_replaced(number: signal.Signals) -> None:
+    template = ChatTemplate("{{ messages[0].content }}", process=QUICK)
+    assert template.render(TALK) == "Hi"
+    before = QUICK.pid
+    assert before is not None
+    os.kill(before, number)
+    assert template.render(TALK) == "Hi"
+    assert QUICK.pid != before
 
 
 # Random programs over what a template has: most fail, none may hang, grow without bound or fail otherwise.
@@ -205,7 +264,17 @@ _STATEMENTS = st.recursive(
 @given(body=_STATEMENTS)
 def test_random_templates_end_in_time(body: str) -> None:
     source = "{% set ns = namespace(x='ab', y=[1]) %}" + body
-    began = time.process_time()
+    began = _cpu_seconds()
     with suppress(TwostrokeError):
-        ChatTemplate(source, seconds=0.2).render(TALK)
-    assert time.process_time() - began < 0.2 + SLACK
+        ChatTemplate(source, process=QUICK).render(TALK)
+    assert _cpu_seconds() - began < 0.2 + SLACK
+
+
+def test_jinja_stays_in_the_child() -> None:
+    code = """
+import sys
+from twostroke.text.chat import ChatTemplate
+assert ChatTemplate("{{ messages[0].content }}").render([{"role": "user", "content": "Hi"}]) == "Hi"
+assert "jinja2" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)

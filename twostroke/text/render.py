@@ -1,0 +1,181 @@
+"""The child process that renders chat templates, in jinja's immutable sandbox. Jinja is imported here and nowhere else.
+
+The sandbox keeps a template away from Python objects and from changing its input. Time, memory and crashes are limited
+by the process (`twostroke.confined`). The environment is set up as transformers does it, so prompts are the same.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from datetime import datetime
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from jinja2 import Template, nodes
+from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.runtime import Undefined
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+from twostroke.confined import Message, answer_messages
+
+MAX_ERROR = 500  # characters of an error that the template caused
+_TIME_FORMAT = re.compile(r"(?:[^%]|%[-a-zA-Z%]){0,64}\Z")
+_REFUSED_METHODS = frozenset({"encode", "to_bytes", "translate"})  # bytes are no text; sizes grow without need
+
+
+class _RefusalError(TemplateError):
+    """The template called raise_exception: its sentence is meant for the author of the messages."""
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks the assistant's text for training. Rendering keeps what is inside."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _Namespace(Namespace):
+    """Jinja's namespace, without names that jinja itself looks up and without writing out its values."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:  # `self` must be free as a name
+        values = dict(*args[1:], **kwargs)
+        for name in values:
+            _check_name(name)
+        Namespace.__init__(args[0], values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        Namespace.__setitem__(self, name, value)
+
+    def __repr__(self) -> str:
+        return "<namespace>"
+
+
+def _check_name(name: object) -> None:
+    if not isinstance(name, str) or name.startswith("_") or name in ("jinja_pass_arg", "unsafe_callable"):
+        raise SecurityError(f"a namespace cannot hold {name!r}")
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox with what chat templates expect. Access to anything unsafe is an error, never an empty text."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation], cache_size=0
+        )
+        self.filters["tojson"] = _to_json
+        self.globals |= {"namespace": _Namespace, "raise_exception": _raise_exception}
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        return attr not in _REFUSED_METHODS and super().is_safe_attribute(obj, attr, value)
+
+    def unsafe_undefined(self, obj: Any, attribute: str) -> Undefined:
+        raise SecurityError(f"access to {attribute!r} of a {type(obj).__name__} is not allowed")
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Plain JSON, without the HTML escapes of jinja's own filter."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: object = "") -> None:
+    raise _RefusalError(str(message))
+
+
+def _strftime_now(now: datetime) -> Callable[[str], str]:
+    def strftime_now(form: str) -> str:
+        if not isinstance(form, str) or not _TIME_FORMAT.match(form):
+            raise SecurityError("strftime_now takes a short format such as '%d %b %Y'")
+        return now.strftime(form)
+
+    return strftime_now
+
+
+class _Compiled(NamedTuple):
+    template: Template
+    variables: frozenset[str]  # the names that the template reads
+
+
+_environment = _Environment()
+
+
+@lru_cache(maxsize=4)
+def _compile(source: str) -> _Compiled | str:
+    """The compiled template, or what is wrong with it."""
+    try:
+        tree = _environment.parse(source)
+        loading: Any = (nodes.Extends, nodes.Include, nodes.Import, nodes.FromImport)
+        if next(tree.find_all(loading), None) is not None:
+            return "cannot be compiled: a template may not load another file"
+        variables = frozenset(name.name for name in tree.find_all(nodes.Name) if name.ctx == "load")
+        return _Compiled(_environment.from_string(tree), variables)
+    except TemplateSyntaxError as error:
+        return f"line {error.lineno}: {error.message}"
+    except Exception as error:  # too deep, numbers too long
+        return f"cannot be compiled: {error or type(error).__name__}"
+
+
+def render(message: Message) -> Message:
+    """{"text": UTF-8}, or {"input": …} or {"model": …}: an error of the messages or of the template."""
+    compiled = _compile(message["source"])
+    if isinstance(compiled, str):
+        return {"model": f"chat template: {compiled}; use another model, or a prompt instead of messages"}
+    for name in message["arguments"]:
+        if name not in compiled.variables:
+            reason = "this model's chat template never reads it, so nothing would change; leave it out"
+            return {"input": f"{name}: {reason}"}
+    now = _strftime_now(datetime.fromisoformat(message["now"]))
+    variables = {**message["special"], **message["arguments"], **message["variables"], "strftime_now": now}
+    try:
+        return _write(compiled.template, variables, message["max_output"])
+    except _RefusalError as error:
+        return {"input": f"messages: the model's chat template refuses them: {_short(error)}"}
+    except SecurityError as error:
+        return {"model": f"chat template: does what templates may not: {_short(error)}; use another model"}
+    except RecursionError:
+        reason = "calls itself or nests its data without end; use another model"
+        return {"input": f"messages: the model's chat template {reason}"}
+    except MemoryError:
+        return {"input": stopped("it needs more memory than it may use")}
+    except Exception as error:  # any other mistake of a template depends on these messages
+        reason = f"{_short(error) or type(error).__name__}; check roles and contents"
+        return {"input": f"messages: the model's chat template cannot render them: {reason}"}
+
+
+def _write(template: Template, variables: dict[str, Any], limit: int) -> Message:
+    written, texts = 0, []
+    for text in template.generate(variables):
+        written += len(text)
+        if written > limit:
+            return {"input": stopped(f"it wrote more than {limit} characters")}
+        texts.append(text)
+    return {"text": "".join(texts).encode("utf-8", "surrogatepass")}  # a template may write half a character
+
+
+def stopped(reason: str) -> str:
+    return (
+        f"messages: rendering the model's chat template was stopped because {reason}; send a shorter conversation, "
+        "or use a model with another template"
+    )
+
+
+def _short(error: Exception) -> str:
+    return str(error)[:MAX_ERROR].encode("utf-8", "replace").decode()
+
+
+def main() -> None:
+    answer_messages(lambda setup: render)
