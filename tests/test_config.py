@@ -134,8 +134,15 @@ def test_pairs_seen(window, start, count):
     assert seen_pairs(start, count, window) == want
 
 
+def test_kv_dtype_follows_dtype_and_is_int8_on_a_cpu():
+    assert resolve(make_config(), LLAMA_8B, MACHINE, 0).kv_dtype == "int8"
+    for dtype in ("float32", "float16", "bfloat16"):
+        assert resolve(make_config(dtype=dtype), LLAMA_8B, MACHINE, 0).kv_dtype == dtype
+    assert resolve(make_config(dtype="float32", kv_dtype="int8"), LLAMA_8B, MACHINE, 0).kv_dtype == "int8"
+
+
 def test_offload_is_whole_blocks_of_what_was_given():
-    block = make_layout(LLAMA_8B, "float16").block_bytes
+    block = make_layout(LLAMA_8B, "int8").block_bytes
     settings = resolve(make_config(kv_offload=3 * block + 5), LLAMA_8B, MACHINE, 0)
     assert (settings.kv_offload, settings.host_slots) == (3 * block, 3)
     assert "kv_memory" in settings.reasons["kv_offload"]  # on a CPU that is the better use of it

@@ -65,6 +65,17 @@ CASES = {
     "int4": Case(MIXED, format="int4"),
     "int4 window": Case(MIXED, format="int4", window=24, heads=3, kv_heads=1),
 }
+BYTES = {  # for kernels that multiply bytes
+    "int8 window": Case(MIXED, format="int8", window=24, heads=3, kv_heads=1),
+    "int8 softcap": Case(MIXED, format="int8", softcap=3.0),
+    "int8, head of 18": Case(MIXED, format="int8", head_dim=18, rotary=0),
+    "int8, head of 64": Case(MIXED, format="int8", head_dim=64, heads=9, kv_heads=3),
+    "int8, head of 80": Case(MIXED, format="int8", head_dim=80, qk_norm=True),
+    "int8, head of 256": Case(((100, 1), (0, 40)), format="int8", head_dim=256, heads=2, kv_heads=1),
+    "int8, long": Case(((700, 1), (3, 90), (511, 1)), format="int8", head_dim=64, heads=9, kv_heads=3, rotary=0),
+    "int4, head of 80": Case(MIXED, format="int4", head_dim=80, heads=3, kv_heads=1),
+    "int4, head of 18": Case(MIXED, format="int4", head_dim=18, rotary=0),
+}
 
 
 def make_attention(case: Case, generator: torch.Generator) -> Attention:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from twostroke.ops.cpu.backend import NativeCpuOps, PackedWeight
 from twostroke.ops.formats import Stored
-from twostroke.ops.interface import Attention, Batch, Gate, GroupBlocks, KVLayer, Norm, RopeTable
+from twostroke.ops.interface import BLOCK, Attention, Batch, Gate, GroupBlocks, KVLayer, Norm, RopeTable
 
 
 class TensorOps:
@@ -45,7 +45,11 @@ class TensorOps:
         return add_to
 
     def attend(self, qkv: Tensor, attention: Attention, kv: KVLayer, batch: Batch, group: int) -> Tensor:
-        out = self.ops.attend(qkv.numpy(), attention_arrays(attention), kv_arrays(kv), batch_arrays(batch), group)
+        arrays = kv_arrays(kv)
+        out = self.ops.attend(qkv.numpy(), attention_arrays(attention), arrays, batch_arrays(batch), group)
+        if kv.format == "int8":
+            kv.keys.copy_(torch.from_numpy(key_rows(arrays.keys)))
+            kv.values.copy_(torch.from_numpy(value_rows(arrays.values)))
         return torch.from_numpy(out)
 
     def argmax(self, logits: Tensor) -> Tensor:
@@ -70,7 +74,41 @@ def attention_arrays(attention: Attention) -> Attention:
 
 
 def kv_arrays(kv: KVLayer) -> KVLayer:
-    return KVLayer(kv.format, *(codes(part) for part in (kv.keys, kv.values, kv.key_scales, kv.value_scales)))
+    """The same memory, but for int8 codes: a copy in the order of the native backend (kernels/kv.h)."""
+    keys, values, *scales = (codes(part) for part in (kv.keys, kv.values, kv.key_scales, kv.value_scales))
+    if kv.format == "int8":
+        assert keys is not None
+        assert values is not None
+        keys, values = key_panels(keys), value_panels(values)
+    return KVLayer(kv.format, keys, values, *scales)
+
+
+def key_panels(rows: np.ndarray) -> np.ndarray:
+    """(blocks, heads, 16 tokens, dim) -> dim / 4 times 16 tokens x 4 dimensions, then 16 tokens x those left."""
+    blocks, heads, _, dim = rows.shape
+    whole = dim // 4 * 4
+    quads = rows[..., :whole].reshape(blocks, heads, BLOCK, -1, 4).transpose(0, 1, 3, 2, 4)
+    parts = [part.reshape(blocks, heads, -1) for part in (quads, rows[..., whole:])]
+    return np.concatenate(parts, axis=2).reshape(rows.shape)
+
+
+def key_rows(panels: np.ndarray) -> np.ndarray:
+    blocks, heads, _, dim = panels.shape
+    flat, whole = panels.reshape(blocks, heads, -1), dim // 4 * 4
+    quads = flat[..., : BLOCK * whole].reshape(blocks, heads, -1, BLOCK, 4).transpose(0, 1, 3, 2, 4)
+    rest = flat[..., BLOCK * whole :].reshape(blocks, heads, BLOCK, dim - whole)
+    return np.concatenate((quads.reshape(blocks, heads, BLOCK, whole), rest), axis=3)
+
+
+def value_panels(rows: np.ndarray) -> np.ndarray:
+    """(blocks, heads, 16 tokens, dim) -> 4 times dim x 4 tokens."""
+    blocks, heads, _, dim = rows.shape
+    return np.ascontiguousarray(rows.reshape(blocks, heads, 4, 4, dim).swapaxes(3, 4)).reshape(rows.shape)
+
+
+def value_rows(panels: np.ndarray) -> np.ndarray:
+    blocks, heads, _, dim = panels.shape
+    return np.ascontiguousarray(panels.reshape(blocks, heads, 4, dim, 4).swapaxes(3, 4)).reshape(panels.shape)
 
 
 def batch_arrays(batch: Batch) -> Batch:

@@ -11,11 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.ops.cases import CASES, Case, alone, copied, make_step
+from tests.ops.cases import BYTES, CASES, Case, alone, copied, make_step
 from twostroke.ops.cpu.library import available
 from twostroke.ops.formats import FORMATS, Stored, dequantize, from_float
 from twostroke.ops.interface import Attention, Gate, KVFormat, KVLayer, Norm
-from twostroke.ops.reference import backend as reference
 from twostroke.ops.reference.backend import ReferenceOps, gated
 from twostroke.ops.select import make_ops
 
@@ -26,8 +25,9 @@ from tests.ops.tensors import TensorOps
 from twostroke.ops.cpu.backend import NativeCpuOps, PackedWeight, instruction_sets, narrowed
 
 ISAS = instruction_sets()
-SLOW = ReferenceOps()
+SLOW = ReferenceOps(byte_attention=True)
 FLOATS = ("F32", "F16", "BF16")
+STEPS = CASES | BYTES
 
 
 @cache
@@ -191,29 +191,10 @@ def test_every_dtype_is_served() -> None:
 # ---- attention -------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(autouse=True)
-def coded_queries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over a coded cache the kernels multiply codes with codes: the specification gets the same rounded queries."""
-
-    def attend(qkv: Tensor, attention: Attention, kv: KVLayer, *rest: Any) -> Tensor:
-        def rounded(q: Tensor, *others: Any) -> Tensor:
-            if kv.format in ("int8", "int4"):
-                step = (q * attention.scale).abs().amax(dim=-1, keepdim=True) / 127  # one scale for a head
-                q = torch.round(q * attention.scale / step) * (step / attention.scale)
-            return plain(q, *others)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(reference, "attended", rounded)
-            return ReferenceOps.attend(SLOW, qkv, attention, kv, *rest)
-
-    plain = reference.attended
-    monkeypatch.setattr(SLOW, "attend", attend)
-
-
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", STEPS)
 def test_attention(isa: str, name: str) -> None:
-    qkv, attention, kv, batch = make_step(CASES[name])
+    qkv, attention, kv, batch = make_step(STEPS[name])
     mine, other = copied(kv), copied(kv)
     expected = SLOW.attend(qkv, attention, other, batch, 0)
     got = ops_on(isa).attend(qkv, attention, mine, batch, 0)
@@ -315,9 +296,9 @@ def test_gates_do_not_depend_on_place(gate: str) -> None:
         assert torch.equal(results[-1], results[0])
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", STEPS)
 def test_attention_among_neighbours(name: str) -> None:
-    qkv, attention, kv, batch = make_step(CASES[name])
+    qkv, attention, kv, batch = make_step(STEPS[name])
     together: Tensor | None = None
     for isa in ISAS:
         for threads in (1, 2):

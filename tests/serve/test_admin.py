@@ -47,7 +47,7 @@ def test_every_setting_has_a_reason(admin: Server) -> None:
     }  # fmt: skip
     assert all(one["reason"] for one in settings.values())
     assert settings["max_requests"]["reason"] == settings["max_queue"]["reason"] == "given at the start"
-    assert settings["kv_dtype"] == {"value": "float16", "reason": settings["kv_dtype"]["reason"], "live": False}
+    assert settings["kv_dtype"] == {"value": "int8", "reason": settings["kv_dtype"]["reason"], "live": False}
     assert document["machine"] == machine_name() != ""
     assert document["rows"] == 8 and document["layout"]["block_tokens"] == 16
     assert len(document["arch"]["layers"]) == sum(len(group["layers"]) for group in document["layout"]["groups"])

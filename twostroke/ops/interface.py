@@ -93,6 +93,9 @@ class KVLayer:
     int8: width = head_dim, value = code · scale. int4: width = head_dim / 2 (uint8; low nibble = even element),
     value = (code - 8) · scale. fp8: four bits of exponent, three of mantissa, value = code · scale. One scale for each
     token and head; in the other float formats there are none.
+
+    The native CPU backend orders the codes of an int8 block and head in its own way (cpu/native/kernels/kv.h): the bytes
+    of its pool mean something to it alone. What moves whole blocks need not know.
     """
 
     format: KVFormat

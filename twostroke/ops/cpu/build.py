@@ -33,9 +33,13 @@ FLAGS = (
     "-fno-trapping-math",
 )
 
+# Lanes in arrays are read as floats and as integers. Where two such arrays share their place on the stack, GCC 12 reorders
+# the accesses by their types and reads the wrong one (seen on aarch64).
+PORTABLE = ("-O2", "-fno-strict-aliasing")
+
 ISA_FLAGS: dict[str, dict[str, tuple[str, ...]]] = {
     "x86_64": {
-        "portable": ("-O2",),
+        "portable": PORTABLE,
         "avx2": ("-mavx2", "-mfma", "-mf16c"),
         "avx512": (
             *("-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni"),
@@ -43,7 +47,7 @@ ISA_FLAGS: dict[str, dict[str, tuple[str, ...]]] = {
         ),
     },
     "aarch64": {
-        "portable": ("-O2",),
+        "portable": PORTABLE,
         "neon": ("-march=armv8.2-a+dotprod+fp16", "-fno-schedule-insns"),
         "i8mm": ("-march=armv8.2-a+dotprod+fp16+i8mm", "-fno-schedule-insns"),
     },
@@ -75,7 +79,7 @@ def build(
     compiler = compiler or find_compiler()
     units: list[tuple[Path, tuple[str, ...]]] = [(NATIVE / name, ()) for name in COMMON]
     units += [(path, ()) for path in sources]
-    isas = ISA_FLAGS.get(machine_of(compiler), {"portable": ("-O2",)})
+    isas = ISA_FLAGS.get(machine_of(compiler), {"portable": PORTABLE})
     units += [(NATIVE / "isa" / f"{name}.cpp", flags) for name, flags in isas.items()]
     with tempfile.TemporaryDirectory() as folder:
 

@@ -15,6 +15,8 @@ from twostroke.ops.formats import Stored, dequantize
 from twostroke.ops.interface import BLOCK, Attention, Batch, Gate, KVLayer, Norm, Ops, RopeTable
 from twostroke.ops.reference.kv_codec import decode_kv, write_kv
 
+ATTENTION_STEP = 64  # positions whose weights share a scale, where attention multiplies bytes
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Matrix:
@@ -25,6 +27,11 @@ class Matrix:
 class ReferenceOps(Ops):
     name = "reference"
     device = torch.device("cpu")
+
+    def __init__(self, byte_attention: bool = False):
+        """byte_attention: over int8 and int4 K and V, queries and weights are rounded to 8 bits as well (attended_bytes).
+        That is what the native CPU kernels compute; a GPU's do not."""
+        self.byte_attention = byte_attention
 
     def pack(self, parts: Sequence[Stored], bias: Tensor | None = None) -> Matrix:
         return Matrix(torch.cat([torch.from_numpy(dequantize(part)).double() for part in parts]), bias)
@@ -70,9 +77,13 @@ class ReferenceOps(Ops):
         out = torch.empty_like(q)
         for request in range(len(batch.contexts)):
             for row in range(int(batch.starts[request]), int(batch.starts[request + 1])):
-                position = int(batch.positions[row])
-                keys, values = seen(kv, blocks.tables[request], position, attention.window)
-                out[row] = attended(q[row], keys, values, attention)
+                places = seen(int(batch.positions[row]), attention.window)
+                keys, values = stored(kv, blocks.tables[request], places)
+                if self.byte_attention and kv.value_scales is not None:
+                    value_scales = kv.value_scales[blocks.tables[request][places // BLOCK].long(), :, places % BLOCK]
+                    out[row] = attended_bytes(q[row], keys, values, value_scales, places, attention)
+                else:
+                    out[row] = attended(q[row], keys, values, attention)
         return out.flatten(1)  # (T, heads · head_dim)
 
     def argmax(self, logits: Tensor) -> Tensor:
@@ -100,10 +111,13 @@ def rotated(x: Tensor, rope: RopeTable, positions: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
 
 
-def seen(kv: KVLayer, table: Tensor, position: int, window: int) -> tuple[Tensor, Tensor]:
-    """K and V as stored, of the positions that a query at `position` sees: each (n, kv_heads, head_dim)."""
-    first = max(0, position - window + 1) if window else 0
-    places = torch.arange(first, position + 1)
+def seen(position: int, window: int) -> Tensor:
+    """The positions that a query at `position` sees."""
+    return torch.arange(max(0, position - window + 1) if window else 0, position + 1)
+
+
+def stored(kv: KVLayer, table: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+    """K and V at these positions, as stored: each (n, kv_heads, head_dim)."""
     block, offset = table[places // BLOCK].long(), places % BLOCK
     key_scales = None if kv.key_scales is None else kv.key_scales[block, :, offset]
     value_scales = None if kv.value_scales is None else kv.value_scales[block, :, offset]
@@ -112,11 +126,40 @@ def seen(kv: KVLayer, table: Tensor, position: int, window: int) -> tuple[Tensor
     return keys, decode_kv(kv.values[block, :, offset], value_scales, kv.format)
 
 
+def scored(q: Tensor, keys: Tensor, attention: Attention) -> Tensor:
+    """q (heads, D), keys (n, kv_heads, D) -> (heads, n), before the softmax."""
+    scores = torch.einsum("hd,nhd->hn", q.double(), shared(keys.double(), attention)) * attention.scale
+    return attention.softcap * torch.tanh(scores / attention.softcap) if attention.softcap else scores
+
+
+def shared(x: Tensor, attention: Attention) -> Tensor:
+    """(n, kv_heads, …) -> (n, heads, …): neighbouring query heads read one K/V head."""
+    return x.repeat_interleave(attention.heads // attention.kv_heads, dim=1)
+
+
 def attended(q: Tensor, keys: Tensor, values: Tensor, attention: Attention) -> Tensor:
     """One query: q (heads, D), keys and values (n, kv_heads, D) -> (heads, D)."""
-    share = attention.heads // attention.kv_heads  # neighbouring query heads read one K/V head
-    keys, values = (x.double().repeat_interleave(share, dim=1) for x in (keys, values))  # (n, heads, D)
-    scores = torch.einsum("hd,nhd->hn", q.double(), keys) * attention.scale
-    if attention.softcap:
-        scores = attention.softcap * torch.tanh(scores / attention.softcap)
-    return torch.einsum("hn,nhd->hd", torch.softmax(scores, dim=1), values).float()
+    weights = torch.softmax(scored(q, keys, attention), dim=1)
+    return torch.einsum("hn,nhd->hd", weights, shared(values.double(), attention)).float()
+
+
+def attended_bytes(
+    q: Tensor, keys: Tensor, values: Tensor, value_scales: Tensor, places: Tensor, attention: Attention
+) -> Tensor:
+    """The same where both products multiply bytes: q is rounded to 8 bits with one scale for a head, and so is the weight
+    of a key times the scale of its value, with one scale for those of a step of 64 positions. value_scales: (n, kv_heads).
+    """
+    weights = torch.softmax(scored(rounded(q.double()), keys, attention), dim=1)
+    scales = shared(value_scales.double(), attention).T  # (heads, n)
+    worth = weights * scales
+    for step in places.div(ATTENTION_STEP, rounding_mode="floor").unique():
+        among = places // ATTENTION_STEP == step
+        worth[:, among] = rounded(worth[:, among])
+    weights = torch.where(scales > 0, worth / scales, 0.0)
+    return torch.einsum("hn,nhd->hd", weights, shared(values.double(), attention)).float()
+
+
+def rounded(x: Tensor) -> Tensor:
+    """Each row as codes of 8 bits with one scale, and back; a row of zeros stays one."""
+    step = x.abs().amax(dim=-1, keepdim=True) / 127
+    return torch.where(step > 0, torch.round(x / step) * step, 0.0)

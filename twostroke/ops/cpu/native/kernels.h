@@ -53,7 +53,7 @@ struct AttendLayer {
     const float* query_norm;  // head_dim weights or null
     const float* key_norm;
     float query_eps, key_eps;
-    uint8_t* keys;      // block, head, token, element; tokens adjacent. Strides in bytes
+    uint8_t* keys;      // block, head; within, see kernels/kv.h. Strides in bytes
     uint8_t* values;
     int64_t key_block_stride, key_head_stride, value_block_stride, value_head_stride;
     float* key_scales;  // block, head, token. Strides in elements
@@ -79,7 +79,7 @@ constexpr int kSplit = 256;  // keys whose softmax is accumulated in one go, at 
 struct AttendTask {
     const AttendLayer* layer;
     const AttendBatch* batch;
-    const float* q;  // (kv_heads, batch rows, heads per KV head, padded head_dim), rotated and scaled
+    float* q;        // (kv_heads, batch rows, heads per KV head, padded head_dim), rotated and scaled
     int request, row, rows, kv_head;
     int split, split_end;
     float* out;      // (batch rows, heads, head_dim): the finished result; or null:

@@ -221,13 +221,20 @@ void describe(const AttendCase& c, Cache& cache, AttendLayer& L) {
     L.key_scale_head_stride = L.value_scale_head_stride = 16;
 }
 
-double cached(const AttendCase& c, const uint8_t* codes, int64_t head, const float* scales, int64_t scale_head, int token, int i) {
+// Where element i of a token's head lies in an int8 block: see kernels/kv.h.
+int place_in_block(const AttendCase& c, bool value, int token, int i) {
+    if (value) return token / 4 * c.dim * 4 + i * 4 + token % 4;
+    return i < c.dim / 4 * 4 ? i / 4 * 64 + token * 4 + i % 4 : c.dim / 4 * 64 + token * 2 + i % 4;
+}
+
+// What a cache holds, without the scale of a coded one. codes: the head's part of the block.
+double cached(const AttendCase& c, const uint8_t* codes, bool value, int token, int i) {
     switch (c.format) {
-        case KVFloat: return ((const float*)(codes + head))[token * c.dim + i];
-        case KVHalf: return half_to_float(((const uint16_t*)(codes + head))[token * c.dim + i]);
-        case KVBfloat: return bfloat_to_float(((const uint16_t*)(codes + head))[token * c.dim + i]);
-        case KVInt8: return (double)((const int8_t*)(codes + head))[token * c.dim + i] * scales[scale_head + token];
-        default: return (double)(((codes + head)[(token * c.dim + i) / 2] >> (i % 2 * 4) & 15) - 8) * scales[scale_head + token];
+        case KVFloat: return ((const float*)codes)[token * c.dim + i];
+        case KVHalf: return half_to_float(((const uint16_t*)codes)[token * c.dim + i]);
+        case KVBfloat: return bfloat_to_float(((const uint16_t*)codes)[token * c.dim + i]);
+        case KVInt8: return ((const int8_t*)codes)[place_in_block(c, value, token, i)];
+        default: return (codes[(token * c.dim + i) / 2] >> (i % 2 * 4) & 15) - 8;
     }
 }
 
@@ -245,10 +252,50 @@ void rotate_plain(std::vector<double>& x, const AttendLayer& L, int64_t position
     }
 }
 
+// Weights of one line as the byte codes of a coded cache: each step of 64 keys has a scale of its own.
+void code_weights(std::vector<double>& weights, int64_t from) {
+    for (size_t begin = 0, end; begin < weights.size(); begin = end) {
+        end = std::min(weights.size(), begin + 64 - ((size_t)from + begin) % 64);
+        double peak = 0;
+        for (size_t i = begin; i < end; ++i) peak = fmax(peak, weights[i]);
+        for (size_t i = begin; i < end; ++i) weights[i] = peak > 0 ? nearbyint(weights[i] * 127 / peak) * peak / 127 : 0;
+    }
+}
+
+// One line over positions [from, position], in double.
+std::vector<double> plain_line(const AttendCase& c, const AttendLayer& L, const int32_t* table, const std::vector<double>& q, int shared,
+                               int64_t from, int64_t position) {
+    const bool coded = c.format >= KVInt8;
+    std::vector<double> weights, values((size_t)c.dim);
+    double total = 0, top = -1e300;
+    for (int64_t p = from; p <= position; ++p) {
+        const int64_t id = table[p / 16];
+        double score = 0;
+        for (int i = 0; i < c.dim; ++i)
+            score += q[(size_t)i] * cached(c, L.keys + id * L.key_block_stride + shared * L.key_head_stride, false, (int)(p % 16), i);
+        if (coded) score *= L.key_scales[id * L.key_scale_block_stride + shared * L.key_scale_head_stride + p % 16];
+        if (c.cap > 0) score = c.cap * tanh(score / c.cap);
+        weights.push_back(score);
+        top = fmax(top, score);
+    }
+    for (double& weight : weights) total += weight = exp(weight - top);
+    if (coded) {
+        for (int64_t p = from; p <= position; ++p)
+            weights[(size_t)(p - from)] *= L.value_scales[table[p / 16] * L.value_scale_block_stride + shared * L.value_scale_head_stride + p % 16];
+        code_weights(weights, from);
+    }
+    for (int64_t p = from; p <= position; ++p)
+        for (int i = 0; i < c.dim; ++i)
+            values[(size_t)i] += weights[(size_t)(p - from)] *
+                                 cached(c, L.values + table[p / 16] * L.value_block_stride + shared * L.value_head_stride, true, (int)(p % 16), i);
+    for (double& value : values) value /= total;
+    return values;
+}
+
 // What the cache holds after the step, attended in double.
 std::vector<double> plain_attention(const AttendCase& c, const AttendLayer& L, const AttendBatch& B, const std::vector<float>& qkv) {
     const int width = (c.heads + 2 * c.kv_heads) * c.dim;
-    std::vector<double> out((size_t)(B.rows * c.heads * c.dim));
+    std::vector<double> out;
     for (int r = 0, request = 0; r < B.rows; ++r) {
         while (r >= B.starts[request + 1]) ++request;
         const int64_t position = B.positions[r], from = c.window && position >= c.window ? position - c.window + 1 : 0;
@@ -261,30 +308,8 @@ std::vector<double> plain_attention(const AttendCase& c, const AttendLayer& L, c
                 for (double v : q) peak = fmax(peak, fabs(v));
                 for (double& v : q) v = nearbyint(v * 127 / peak) * peak / 127;
             }
-            const int shared = h / (c.heads / c.kv_heads);
-            double total = 0, top = -1e300;
-            std::vector<double> scores, values((size_t)c.dim);
-            for (int pass = 0; pass < 2; ++pass)
-                for (int64_t p = from; p <= position; ++p) {
-                    const int64_t id = B.tables[request * B.table_stride + p / 16];
-                    const int token = (int)(p % 16);
-                    if (pass == 0) {
-                        double score = 0;
-                        for (int i = 0; i < c.dim; ++i)
-                            score += q[(size_t)i] * cached(c, L.keys + id * L.key_block_stride, shared * L.key_head_stride,
-                                                           L.key_scales + id * L.key_scale_block_stride, shared * L.key_scale_head_stride, token, i);
-                        if (c.cap > 0) score = c.cap * tanh(score / c.cap);
-                        scores.push_back(score);
-                        top = fmax(top, score);
-                        continue;
-                    }
-                    const double weight = exp(scores[(size_t)(p - from)] - top);
-                    total += weight;
-                    for (int i = 0; i < c.dim; ++i)
-                        values[(size_t)i] += weight * cached(c, L.values + id * L.value_block_stride, shared * L.value_head_stride,
-                                                             L.value_scales + id * L.value_scale_block_stride, shared * L.value_scale_head_stride, token, i);
-                }
-            for (int i = 0; i < c.dim; ++i) out[(size_t)((r * c.heads + h) * c.dim + i)] = values[(size_t)i] / total;
+            const auto line = plain_line(c, L, B.tables + request * B.table_stride, q, h / (c.heads / c.kv_heads), from, position);
+            out.insert(out.end(), line.begin(), line.end());
         }
     }
     return out;
@@ -385,6 +410,7 @@ int main(int count, char** arguments) {
         check_attention(backends, {"odd head", 2, 1, 40, 0, format, 5.f, false});
         check_attention(backends, {"wide head", 2, 2, 128, 300, format, 0.f, true});
         check_attention(backends, {"head of 80", 3, 1, 80, 0, format, 0.f, true});
+        check_attention(backends, {"uneven head", 3, 1, 90, 0, format, 0.f, false});
     }
     check_argmax(backends);
     for (Backend& b : backends) ts_free(b.context);

@@ -2,4 +2,4 @@
 #include "../kernels/all.h"
 #include "../kernels/matmul_sdot.h"
 
-TS_KERNELS(kernels_neon, "neon", matmul_dots, matmul_scratch)
+TS_KERNELS(kernels_neon, "neon", matmul_dots, matmul_scratch, VectorCodes)

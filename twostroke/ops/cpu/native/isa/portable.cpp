@@ -1,4 +1,4 @@
 #include "vec_portable.h"
 #include "../kernels/all.h"
 
-TS_KERNELS(kernels_portable, "portable", matmul, matmul_scratch)
+TS_KERNELS(kernels_portable, "portable", matmul, matmul_scratch, VectorCodes)

@@ -14,6 +14,9 @@ constexpr int kRowsAttend = 4;
 constexpr int kBlocksScored = 1;
 constexpr int kChunks = 1;
 constexpr int kChunksFew = 2;
+constexpr int kLinesCoded = 4;
+constexpr int kScoreSums = 4;
+constexpr int kWeighSums = 4;
 constexpr bool kWideScales = false;
 constexpr int kAheadNibbles = 6144;
 constexpr int kAheadBytes = 6144;
@@ -177,6 +180,11 @@ TS_INLINE int32_t ipeak(I x) {
     return _mm_cvtsi128_si32(_mm_max_epi32(q, _mm_shuffle_epi32(q, 0xb1)));
 }
 TS_INLINE I round_even(F x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }
+TS_INLINE void store_low_bytes(int8_t* p, I x) {
+    const __m256i mask = _mm256_set1_epi32(255);
+    const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(_mm256_and_si256(x.a, mask), _mm256_and_si256(x.b, mask)), 0xd8);
+    _mm_storeu_si128((__m128i*)p, _mm_packus_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
+}
 TS_INLINE void store_int8(int8_t* p, I x) {
     const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(x.a, x.b), 0xd8);
     const __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
@@ -196,6 +204,13 @@ TS_INLINE void store_codes(uint8_t* p, W w) {
     _mm256_storeu_si256((__m256i*)p, w.a);
     _mm256_storeu_si256((__m256i*)(p + 32), w.b);
 }
+TS_INLINE W interleave(B a, B b, B c, B d) {
+    const __m128i ab = _mm_unpacklo_epi8(a.v, b.v), cd = _mm_unpacklo_epi8(c.v, d.v);
+    const __m128i ba = _mm_unpackhi_epi8(a.v, b.v), dc = _mm_unpackhi_epi8(c.v, d.v);
+    const __m256i low = _mm256_set_m128i(_mm_unpackhi_epi16(ab, cd), _mm_unpacklo_epi16(ab, cd));
+    const __m256i high = _mm256_set_m128i(_mm_unpackhi_epi16(ba, dc), _mm_unpacklo_epi16(ba, dc));
+    return {low, high};
+}
 TS_INLINE W to_unsigned(W w) { return w; }
 TS_INLINE A load_inputs(const int8_t* p) { return {p}; }
 template <bool Small> TS_INLINE __m256i dot_half(__m256i acc, __m256i w, __m256i q) {
@@ -208,6 +223,15 @@ template <int Quad, bool Small> TS_INLINE I dot4(I acc, W w, A a) {
     memcpy(&four, a.p + 4 * Quad, 4);
     const __m256i q = _mm256_set1_epi32(four);
     return {dot_half<Small>(acc.a, w.a, q), dot_half<Small>(acc.b, w.b, q)};
+}
+template <int Quad> TS_INLINE I dot4_keys(I acc, W w, A a) { return dot4<Quad, false>(acc, w, a); }
+// Weights are 0 to 127 and values within ±127: pairs of products fit 16 bits.
+template <int Quad> TS_INLINE I dot4_weights(I acc, W w, A a) {
+    int32_t four;
+    memcpy(&four, a.p + 4 * Quad, 4);
+    const __m256i p = _mm256_set1_epi32(four);
+    return {_mm256_add_epi32(acc.a, _mm256_madd_epi16(_mm256_maddubs_epi16(p, w.a), _mm256_set1_epi16(1))),
+            _mm256_add_epi32(acc.b, _mm256_madd_epi16(_mm256_maddubs_epi16(p, w.b), _mm256_set1_epi16(1)))};
 }
 TS_INLINE F to_float_dot(I x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
 TS_INLINE X load_x4(const float* p) { return {p}; }

@@ -14,6 +14,9 @@ constexpr int kRowsAttend = 6;
 constexpr int kBlocksScored = 2;
 constexpr int kChunks = 2;
 constexpr int kChunksFew = 4;
+constexpr int kLinesCoded = 6;
+constexpr int kScoreSums = 12;
+constexpr int kWeighSums = 24;
 constexpr bool kWideScales = false;
 constexpr int kAheadNibbles = 6144;
 constexpr int kAheadBytes = 6144;
@@ -140,6 +143,7 @@ TS_INLINE I shift_left_23(I a) { return {_mm512_slli_epi32(a.v, 23)}; }
 TS_INLINE int32_t isum(I a) { return _mm512_reduce_add_epi32(a.v); }
 TS_INLINE int32_t ipeak(I a) { return _mm512_reduce_max_epi32(a.v); }
 TS_INLINE I round_even(F a) { return {_mm512_cvtps_epi32(a.v)}; }
+TS_INLINE void store_low_bytes(int8_t* p, I a) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(a.v)); }
 TS_INLINE void store_int8(int8_t* p, I a) { _mm_storeu_si128((__m128i*)p, _mm512_cvtsepi32_epi8(a.v)); }
 
 TS_INLINE W load_codes(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
@@ -149,6 +153,13 @@ TS_INLINE void split_nibbles(const uint8_t* p, W& low, W& high) {
     high.v = _mm512_and_si512(_mm512_srli_epi16(both, 4), mask);
 }
 TS_INLINE void store_codes(uint8_t* p, W w) { _mm512_storeu_si512(p, w.v); }
+TS_INLINE W interleave(B a, B b, B c, B d) {
+    const __m128i ab = _mm_unpacklo_epi8(a.v, b.v), cd = _mm_unpacklo_epi8(c.v, d.v);
+    const __m128i ba = _mm_unpackhi_epi8(a.v, b.v), dc = _mm_unpackhi_epi8(c.v, d.v);
+    const __m256i low = _mm256_set_m128i(_mm_unpackhi_epi16(ab, cd), _mm_unpacklo_epi16(ab, cd));
+    const __m256i high = _mm256_set_m128i(_mm_unpackhi_epi16(ba, dc), _mm_unpacklo_epi16(ba, dc));
+    return {_mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1)};
+}
 TS_INLINE W to_unsigned(W w) { return {_mm512_xor_si512(w.v, _mm512_set1_epi8((char)0x80))}; }
 TS_INLINE A load_inputs(const int8_t* p) { return {p}; }
 template <int Quad, bool Small> TS_INLINE I dot4(I acc, W w, A a) {
@@ -156,6 +167,10 @@ template <int Quad, bool Small> TS_INLINE I dot4(I acc, W w, A a) {
     asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(acc.v) : "v"(w.v), "m"(*(const Quads*)(a.p + 4 * Quad)));
     return acc;
 }
+TS_INLINE __m512i four_inputs(const int8_t* p) { return _mm512_set1_epi32(*(const Quads*)p); }
+template <int Quad> TS_INLINE I dot4_keys(I acc, W w, A a) { return {_mm512_dpbusd_epi32(acc.v, w.v, four_inputs(a.p + 4 * Quad))}; }
+// Weights are not negative: they take the unsigned side.
+template <int Quad> TS_INLINE I dot4_weights(I acc, W w, A a) { return {_mm512_dpbusd_epi32(acc.v, four_inputs(a.p + 4 * Quad), w.v)}; }
 TS_INLINE F to_float_dot(I a) { return {_mm512_cvtepi32_ps(a.v)}; }
 TS_INLINE X load_x4(const float* p) { return {p}; }
 template <int J> TS_INLINE F mul_lane(F w, X x) { return mul(w, splat(x.p[J])); }

@@ -17,6 +17,9 @@ constexpr int kRowsAttend = 4;
 constexpr int kBlocksScored = 1;
 constexpr int kChunks = 1;
 constexpr int kChunksFew = 1;
+constexpr int kLinesCoded = 4;
+constexpr int kScoreSums = 4;
+constexpr int kWeighSums = 4;
 constexpr bool kWideScales = true;
 constexpr int kAheadNibbles = 12288;
 constexpr int kAheadBytes = 1024;
@@ -180,6 +183,9 @@ TS_INLINE void store_int8(int8_t* p, I a) {  // numbers that fit
     const int16x8_t low = low_halves(a.v[0], a.v[1]), high = low_halves(a.v[2], a.v[3]);
     vst1q_s8(p, vuzp1q_s8(vreinterpretq_s8_s16(low), vreinterpretq_s8_s16(high)));
 }
+TS_INLINE void store_low_bytes(int8_t* p, I a) {
+    store_int8(p, a);
+}
 
 TS_INLINE W load_codes(const uint8_t* p) { W w; TS_EACH w.v[i] = vld1q_s8((const int8_t*)p + 16 * i); return w; }
 TS_INLINE void split_nibbles(const uint8_t* p, W& low, W& high) {
@@ -197,12 +203,27 @@ TS_INLINE void split_signed(const uint8_t* p, W& low, W& high) {  // 16 times th
     }
 }
 TS_INLINE void store_codes(uint8_t* p, W w) { TS_EACH vst1q_s8((int8_t*)p + 16 * i, w.v[i]); }
+TS_INLINE W interleave(B a, B b, B c, B d) {
+    const int16x8_t ab = vreinterpretq_s16_s8(vzip1q_s8(a.v, b.v)), ba = vreinterpretq_s16_s8(vzip2q_s8(a.v, b.v));
+    const int16x8_t cd = vreinterpretq_s16_s8(vzip1q_s8(c.v, d.v)), dc = vreinterpretq_s16_s8(vzip2q_s8(c.v, d.v));
+    return {{vreinterpretq_s8_s16(vzip1q_s16(ab, cd)), vreinterpretq_s8_s16(vzip2q_s16(ab, cd)),
+             vreinterpretq_s8_s16(vzip1q_s16(ba, dc)), vreinterpretq_s8_s16(vzip2q_s16(ba, dc))}};
+}
 TS_INLINE W to_unsigned(W w) { return w; }
 TS_INLINE A load_inputs(const int8_t* p) { return {vld1q_s8(p)}; }
 template <int Quad, bool Small> TS_INLINE I dot4(I acc, W w, A a) {
     TS_EACH acc.v[i] = vdotq_laneq_s32(acc.v[i], w.v[i], a.v, Quad);
     return acc;
 }
+// In this order: compilers reorder dot products until sums must be copied, and a copy takes a pipe that multiplies.
+template <int Quad> TS_INLINE I dot4_keys(I acc, W w, A a) {
+    asm volatile("sdot %0.4s, %4.16b, %8.4b[%9]\n sdot %1.4s, %5.16b, %8.4b[%9]\n"
+                 "sdot %2.4s, %6.16b, %8.4b[%9]\n sdot %3.4s, %7.16b, %8.4b[%9]"
+                 : "+w"(acc.v[0]), "+w"(acc.v[1]), "+w"(acc.v[2]), "+w"(acc.v[3])
+                 : "w"(w.v[0]), "w"(w.v[1]), "w"(w.v[2]), "w"(w.v[3]), "w"(a.v), "i"(Quad));
+    return acc;
+}
+template <int Quad> TS_INLINE I dot4_weights(I acc, W w, A a) { return dot4_keys<Quad>(acc, w, a); }
 TS_INLINE F to_float_dot(I a) {
     F r;
     TS_EACH r.v[i] = vsubq_f32(vreinterpretq_f32_s32(a.v[i]), vdupq_n_f32(12582912.f));

@@ -26,6 +26,9 @@ constexpr int kRowsAttend = 4;   // attention: lines,
 constexpr int kBlocksScored = 1; // blocks of 16 keys that are scored together,
 constexpr int kChunks = 1;       // chunks of 16 dimensions that are weighed together,
 constexpr int kChunksFew = 1;    // and where the lines are few
+constexpr int kLinesCoded = 4;   // attention over a coded cache: lines,
+constexpr int kScoreSums = 4;    // integer sums of q · k, each of 16 keys, and
+constexpr int kWeighSums = 4;    // of weights · v, each of 16 dimensions, that are open at a time
 constexpr bool kWideScales = false;  // packed panels hold scales as floats (see layout.h)
 constexpr int kAheadNibbles = 6144;  // of a packed panel, what comes so many bytes after codes of 4 bits is asked for,
 constexpr int kAheadBytes = 6144;    // or of 8
@@ -108,6 +111,7 @@ TS_INLINE I round_even(F a) {  // |a| < 2^22; anything where a is not finite
     TS_LOOP r.v[i] = (int32_t)(float_to_bits(a.v[i] + 12582912.f) - 0x4b400000u);
     return r;
 }
+TS_INLINE void store_low_bytes(int8_t* p, I a) { TS_LOOP p[i] = (int8_t)(uint8_t)((uint32_t)a.v[i] & 255u); }
 TS_INLINE void store_int8(int8_t* p, I a) { TS_LOOP p[i] = (int8_t)a.v[i]; }  // lanes within int8
 
 TS_INLINE W load_codes(const uint8_t* p) { W w; memcpy(&w, p, 64); return w; }
@@ -115,6 +119,11 @@ TS_INLINE void split_nibbles(const uint8_t* p, W& low, W& high) {
     for (int i = 0; i < 64; ++i) { low.v[i] = (int8_t)(p[i] & 15); high.v[i] = (int8_t)(p[i] >> 4); }
 }
 TS_INLINE void store_codes(uint8_t* p, W w) { memcpy(p, &w, 64); }
+TS_INLINE W interleave(B a, B b, B c, B d) {  // element i of all four side by side
+    W w;
+    TS_LOOP { w.v[4 * i] = a.v[i], w.v[4 * i + 1] = b.v[i], w.v[4 * i + 2] = c.v[i], w.v[4 * i + 3] = d.v[i]; }
+    return w;
+}
 TS_INLINE W to_unsigned(W w) { return w; }
 TS_INLINE A load_inputs(const int8_t* p) { return {p}; }
 template <int Quad, bool Small> TS_INLINE I dot4(I acc, W w, A a) {
@@ -125,6 +134,9 @@ template <int Quad, bool Small> TS_INLINE I dot4(I acc, W w, A a) {
     }
     return acc;
 }
+// The same for attention: several blocks of keys share an input, and weights (inputs of dot4_weights) are 0 to 127.
+template <int Quad> TS_INLINE I dot4_keys(I acc, W w, A a) { return dot4<Quad, false>(acc, w, a); }
+template <int Quad> TS_INLINE I dot4_weights(I acc, W w, A a) { return dot4<Quad, false>(acc, w, a); }
 TS_INLINE F to_float_dot(I a) { F r; TS_LOOP r.v[i] = (float)a.v[i]; return r; }
 TS_INLINE X load_x4(const float* p) { return {p}; }
 template <int J> TS_INLINE F mul_lane(F w, X x) { return mul(w, splat(x.p[J])); }

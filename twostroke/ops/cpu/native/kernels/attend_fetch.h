@@ -1,4 +1,5 @@
-// Where the blocks of a step of keys lie, and how those that are read next are asked for in time.
+// What a task reads: which keys its lines see, where the blocks of a step of keys lie, and how those that are read next are
+// asked for in time.
 #pragma once
 
 namespace {
@@ -14,6 +15,8 @@ TS_INLINE int within_step(int64_t position, int64_t start) {
     const int64_t d = position - start;
     return d < 0 ? 0 : d > kStep ? kStep : (int)d;
 }
+
+TS_INLINE int whole_blocks(int tokens) { return (tokens + kBlock - 1) / kBlock * kBlock; }
 
 TS_INLINE int tokens_of(int b, int to) { return to - b * kBlock < kBlock ? to - b * kBlock : kBlock; }
 
@@ -93,8 +96,31 @@ TS_INLINE void fetch_first_step(const AttendTask& task) {
     const int from = within_step(seen.first, start) / kBlock * kBlock, to = within_step(seen.end, start);
     const StepBlocks blocks(task, start, from, to);
     const size_t row = kv_row_bytes(L.kv_format, L.head_dim);
-    fetch_rows(blocks.keys, row, from, to);
-    fetch_rows(blocks.values, row, from, to);
+    const int end = L.kv_format == KVInt8 ? whole_blocks(to) : to;
+    fetch_rows(blocks.keys, row, from, end);
+    fetch_rows(blocks.values, row, from, end);
+}
+
+// What the lines of a chunk, the first of which is `line` of the tile, see of the step at `start`.
+TS_INLINE SeenKeys seen_keys(const AttendTask& task, int line, int count, int64_t start) {
+    const AttendLayer& L = *task.layer;
+    const int group = L.heads / L.kv_heads;
+    const int64_t* positions = task.batch->positions + task.row;
+    const Seen top(L, positions[line / group]), bottom(L, positions[(line + count - 1) / group]);
+    SeenKeys seen;
+    seen.from = within_step(top.first, start) / kBlock * kBlock;
+    seen.to = within_step(bottom.end, start);
+    seen.plain = bottom.first <= start && top.end >= start + kStep && !(L.softcap > 0.f);
+    for (int i = 0; i < count && !seen.plain; ++i) {
+        const Seen keys(L, positions[(line + i) / group]);
+        seen.low[i] = within_step(keys.first, start), seen.high[i] = within_step(keys.end, start);
+    }
+    return seen;
+}
+
+TS_INLINE float* queries_of(const AttendTask& task, int line, int padded) {
+    const AttendLayer& L = *task.layer;
+    return task.q + (((int64_t)task.kv_head * task.batch->rows + task.row) * (L.heads / L.kv_heads) + line) * padded;
 }
 
 }  // namespace

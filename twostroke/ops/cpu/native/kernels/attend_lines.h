@@ -1,10 +1,11 @@
 // The running softmax of the lines of one tile.
 //
 // A "line" is one query head of one row. Lines of one tile share a KV head and a request, so a step of K and V is
-// converted once for all of them; they are scored, softened and weighed a chunk at a time. What a line computes depends on its own keys and their absolute positions only:
+// converted once for all of them; they are scored, softened and weighed a chunk at a time. What a line computes depends on
+// its own keys and their absolute positions only:
 //   score of key t    float caches: 16 partial sums over the dimensions d = j (mod 16), each in ascending order, then the
 //                     tree of sum(); coded caches: an exact integer dot of codes, times both scales
-//   step of 64 keys   one maximum, one rescale, then values in ascending t
+//   step of 64 keys   one maximum, one rescale, then values in ascending t (coded caches: see attend_codes.h)
 //   split of 256 keys one running (maximum, sum, values); splits are merged in ascending order
 // so neither tile, thread count nor phase changes a bit. Keys a line does not see contribute exactly nothing; tokens
 // after the request's last one are never read.
@@ -13,8 +14,10 @@
 namespace {
 
 constexpr int kStep = 64;         // keys of one softmax update, at multiples of this position
-constexpr int kChunkLines = 24;   // lines whose scores are in the nearest cache together
+constexpr int kChunkLines = 32;   // lines, at most, whose scores are in the nearest cache together
 constexpr float kNever = -1e30f;  // below every score: the maximum before the first key
+
+template <int Value> struct Constant { static constexpr int value = Value; };
 
 struct Lines {
     int count, padded;
@@ -23,9 +26,10 @@ struct Lines {
     float* values;    // (count, padded)
     float* rescale;   // (count)
     float* maximum;   // (count)
-    float* keys;      // the step's keys, dimension-major: (4 blocks, padded, 16) floats or (4, padded / 4, 16, 4) codes
-    float* block;     // (64, padded): the step's values, without the scales of a coded cache
-    float* scales;    // (2, 64): key and value scales of a coded cache
+    float* keys;      // the step's keys: (4 blocks, padded, 16) floats, or panels of codes where the cache has none
+    float* block;     // the step's values: (64, padded) floats, or panels of codes
+    int8_t* codes;    // (chunk, 64): weights as codes, and
+    float* steps;     // (chunk): what one is worth, over a coded cache
     float* queries;   // (count, padded): turned, where attention multiplies by lane
 };
 
@@ -38,7 +42,8 @@ TS_INLINE Lines place_lines(int count, int padded, uint8_t* scratch) {
     s.values = p, p += count * padded;
     s.keys = p, p += padded * kStep;
     s.block = p, p += padded * kStep;
-    s.scales = p, p += 2 * kStep;
+    s.codes = (int8_t*)p, p += kChunkLines * kStep / 4;
+    s.steps = p, p += kChunkLines;
     s.queries = p, p += kByLane ? count * padded : 0;
     s.rescale = p, p += count + 16;  // read and written 16 at a time
     s.maximum = p;
@@ -52,7 +57,8 @@ TS_INLINE Lines lines_from(Lines s, int line, int count) {
 }
 
 static size_t lines_bytes(int count, int padded) {
-    return (sizeof(float) * (size_t)(kChunkLines * kStep + count * (16 + (kByLane ? 2 : 1) * padded + 2) + 32 + 2 * padded * kStep + 2 * kStep) + 63) / 64 * 64;
+    const int chunk = kChunkLines * (kStep + kStep / 4 + 1), lines = count * (16 + (kByLane ? 2 : 1) * padded + 2) + 32;
+    return (sizeof(float) * (size_t)(chunk + lines + 2 * padded * kStep) + 63) / 64 * 64;
 }
 
 TS_INLINE void reset_lines(const Lines& s) {
@@ -80,10 +86,32 @@ TS_INLINE F seen_only(F x, const SeenKeys& seen, int line, int t, F other) {
     return between(x, low < 0 ? 0 : low > 16 ? 16 : low, high < 0 ? 0 : high > 16 ? 16 : high, other);
 }
 
+// Weights of lines [line, line + count), in the place of the scores, as codes of a step. peaks_of: their largest, each in 16 lanes.
+template <bool Plain> static void code_weights(const Lines& s, int line, int count, const SeenKeys& seen, const F* peaks_of) {
+    const int from = Plain ? 0 : seen.from, to = Plain ? kStep : seen.to;
+    const F top = peaks(peaks_of);
+    alignas(64) float highest[16], inverse[16];
+    store(highest, top);
+    store(inverse, div(splat(127.f), top));
+    store(s.steps + line, div(top, splat(127.f)));
+    for (int i = 0; i < count; ++i) {
+        const float* w = s.scores + kStep * (line + i);
+        int8_t* codes = s.codes + kStep * (line + i);
+        if (!Plain) memset(codes, 0, kStep);
+        if (!(highest[i] >= kTiny)) {
+            memset(codes, 0, kStep);
+            s.steps[line + i] = 0.f;
+            continue;
+        }
+        for (int t = from; t < to; t += 16)  // kExp[0] is kMagic, to be loaded
+            store_low_bytes(codes + t, bits_of(fma(load(w + t), splat(inverse[i]), addend(kExp[0]))));
+    }
+}
+
 // Turn the scores of lines [line, line + count) into weights, at most 16 of them: what is one number for a line is a lane
-// here. `scales`: what a weight is multiplied with for a coded cache, or null. Plain: see SeenKeys.
-template <bool Plain>
-static void soften_lines(const Lines& s, float cap, int line, int count, const SeenKeys& seen, const float* scales) {
+// here. scales: of the values of a coded cache, block by block; its weights become codes. Plain: see SeenKeys.
+template <bool Plain, bool Coded>
+static void soften_lines(const Lines& s, float cap, int line, int count, const SeenKeys& seen, const float* const* scales) {
     const int from = Plain ? 0 : seen.from, to = Plain ? kStep : seen.to;
     F lane[16];
     for (int i = 0; i < 16; ++i) lane[i] = splat(kNever);
@@ -99,23 +127,29 @@ static void soften_lines(const Lines& s, float cap, int line, int count, const S
             lane[i] = vmax(lane[i], x);
         }
     }
-    const F before = load(s.maximum + line), now = vmax(before, peaks(lane)), factor = vexp(sub(before, now));
+    const F before = load(s.maximum + line), now = vmax(before, peaks(lane)), factor = vexp_below(sub(before, now));
     store(s.maximum + line, now);  // lines past `count` keep what they have
     store(s.rescale + line, factor);
     for (int i = 0; i < count; ++i) {
         float* w = s.scores + kStep * (line + i);
         const F top = splat(s.maximum[line + i]);
-        F total = splat(0.f);
+        F total = splat(0.f), highest = splat(0.f);
         for (int t = from; t < to; t += 16) {
-            F p = vexp(sub(load(w + t), top));
+            F p = vexp_below(sub(load(w + t), top));
             if (!Plain) p = seen_only(p, seen, line + i, t, splat(0.f));
             total = add(total, p);
-            if (scales) p = mul(p, load(scales + t));
+            if (Coded) {
+                p = mul(p, load(scales[t / kBlock]));
+                if (!Plain) p = seen_only(p, seen, line + i, t, splat(0.f));  // scales of other tokens may be anything
+                highest = vmax(highest, p);
+            }
             store(w + t, p);
         }
+        lane[i] = highest;
         float* lanes = s.sums + 16 * (line + i);
         store(lanes, fma(load(lanes), splat(s.rescale[line + i]), total));
     }
+    if (Coded) code_weights<Plain>(s, line, count, seen, lane);
 }
 
 // (maximum, sum, values) of one line, merged with what came before it.
@@ -126,6 +160,26 @@ TS_INLINE void merge_line(float& maximum, float& total, float* values, float m, 
     maximum = top;
     for (int d = 0; d < padded; d += 16)
         store(values + d, fma(load(values + d), splat(before), mul(load(v + d), splat(after))));
+}
+
+// The split that ended, lines [line, line + count) of s, merged into what came before it. At most 16: see merge_line.
+static void merge_lines(const Lines& merged, float* total, const Lines& s, int line, int count) {
+    alignas(64) float highest[16], first[16], before[16], after[16];
+    const F old = load(merged.maximum + line), now = load(s.maximum + line), top = vmax(old, now);
+    store(highest, top), store(first, old), store(before, vexp(sub(old, top))), store(after, vexp(sub(now, top)));
+    for (int i = 0; i < count; ++i) {
+        const float l = sum(load(s.sums + 16 * (line + i)));
+        const float* v = s.values + (int64_t)(line + i) * s.padded;
+        float* into = merged.values + (int64_t)(line + i) * s.padded;
+        merged.maximum[line + i] = highest[i];
+        if (first[i] == kNever) {  // the first split is taken as it is
+            total[line + i] = l;
+            memcpy(into, v, sizeof(float) * (size_t)s.padded);
+            continue;
+        }
+        total[line + i] = __builtin_fmaf(total[line + i], before[i], l * after[i]);
+        for (int d = 0; d < s.padded; d += 16) store(into + d, fma(load(into + d), splat(before[i]), mul(load(v + d), splat(after[i]))));
+    }
 }
 
 TS_INLINE void finish_line(float total, const float* values, int dim, float* out) {

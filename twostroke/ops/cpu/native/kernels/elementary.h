@@ -8,9 +8,9 @@ alignas(64) static const float kExp[6][4] = {TS_FOUR(12582912.f),      TS_FOUR(1
                                              TS_FOUR(4.1665795894e-2f), TS_FOUR(1.6666665459e-1f), TS_FOUR(5.0000001201e-1f)};
 #undef TS_FOUR
 
-// e^x to about 1 ulp. Below -87 and above 88 the argument is clamped; NaN stays NaN.
-TS_INLINE F vexp(F x) {
-    x = vmin(splat(88.f), vmax(splat(-87.f), x));
+// e^x to about 1 ulp, x at most 88. Below -87 the argument is clamped; NaN stays NaN.
+TS_INLINE F vexp_below(F x) {
+    x = vmax(splat(-87.f), x);
     const F shifted = fma(x, splat(1.44269504088896341f), addend(kExp[0]));  // 1.5·2^23 + round(x / ln 2)
     const F n = sub(shifted, splat(12582912.f));
     F r = fma(n, splat(-0.693359375f), x);  // ln 2 in two parts: the first product is exact
@@ -24,6 +24,8 @@ TS_INLINE F vexp(F x) {
     y = add(fma(y, mul(r, r), r), splat(1.f));
     return as_float(iadd(bits_of(y), shift_left_23(bits_of(shifted))));  // n added to the exponent
 }
+
+TS_INLINE F vexp(F x) { return vexp_below(vmin(splat(88.f), x)); }  // the same for any x
 
 TS_INLINE F silu(F x) { return div(x, add(splat(1.f), vexp(sub(splat(0.f), x)))); }
 

@@ -1,4 +1,10 @@
-// One token's head in the KV cache: how it is written, and read back as 16 float lanes.
+// One token's head in the KV cache: how it is written, and read back.
+//
+// Float caches and int4 hold the tokens of a block one after the other. An int8 block (16 tokens of one head) lies as the
+// dot-product instructions read it, four neighbours of what they sum over side by side:
+//   keys    [dim / 4][16 tokens][4 dimensions]; where dim / 4 leaves a rest of 2, then [16 tokens][2 dimensions]
+//   values  [4][dim][4 tokens]: token t is byte t % 4 of part t / 4
+// So a token's bytes are spread over its block, and a block is read whole, however many of its tokens exist.
 #pragma once
 
 namespace {
@@ -12,54 +18,76 @@ TS_INLINE size_t kv_row_bytes(int format, int dim) {
     }
 }
 
-TS_INLINE float absolute_peak(const float* x, int dim) {
-    float peak = 0.f;
-    for (int i = 0; i < dim; ++i) {
-        const float a = __builtin_fabsf(x[i]);
-        peak = a > peak || a != a ? a : peak;
-    }
-    return peak;
+constexpr float kMagic = 12582912.f;  // 1.5·2^23: the low bits of x + kMagic are x, rounded to the nearest, half to even
+constexpr float kTiny = 1e-30f;       // what is smaller is coded as zeros: its inverse would be too large
+
+TS_INLINE constexpr bool is_coded(int format) { return format == KVInt8 || format == KVInt4; }
+
+TS_INLINE F load_some(const float* x, int n) { return n >= 16 ? load(x) : load_first(x, n); }
+
+TS_INLINE float absolute_peak(const float* x, int dim) {  // not a number if one of them is not
+    const I magnitude = isplat(0x7fffffff);
+    I bits = isplat(0);
+    for (int d = 0; d < dim; d += 16) bits = imax(bits, iand(bits_of(load_some(x + d, dim - d)), magnitude));
+    return bits_to_float((uint32_t)ipeak(bits));
 }
 
-TS_INLINE int rounded(float x) { return (int)(float_to_bits(x + 12582912.f) - 0x4b400000u); }  // half to even
+// x as codes, value = code · scale; returns the scale. codes: room for a padded head_dim of them.
+TS_INLINE float code_head(const float* x, int dim, float limit, int8_t* codes) {
+    const float top = absolute_peak(x, dim), scale = top / limit;
+    const bool some = top >= kTiny && top < 3e38f;  // else there is nothing to code, or the scale alone says that it is no number
+    const F divisor = splat(some ? scale : __builtin_inff());
+    for (int d = 0; d < dim; d += 16)
+        store_low_bytes(codes + d, bits_of(add(div(load_some(x + d, dim - d), divisor), splat(kMagic))));
+    return scale;
+}
 
-// x: head_dim floats. The scale of a coded head is the only thing besides its codes: value = code · scale.
-static void kv_store(int format, const float* x, int dim, void* out, float* scale) {
+struct KeyCodes {  // where the codes of a token lie in its block
+    static void put(const int8_t* codes, int dim, int token, uint8_t* block) {
+        int d = 0;
+        for (; d + 4 <= dim; d += 4) memcpy(block + 16 * d + 4 * token, codes + d, 4);
+        if (d < dim) memcpy(block + 16 * d + 2 * token, codes + d, 2);
+    }
+};
+
+struct ValueCodes {
+    static void put(const int8_t* codes, int dim, int token, uint8_t* block) {
+        uint8_t* const part = block + token / 4 * dim * 4 + token % 4;
+        for (int d = 0; d < dim; ++d) part[4 * d] = (uint8_t)codes[d];
+    }
+};
+
+// x: head_dim floats. block: the head's part of the token's block. Codes: KeyCodes or ValueCodes.
+template <class Codes> static void kv_store(int format, const float* x, int dim, int token, uint8_t* block, float* scale) {
+    uint8_t* const row = block + (size_t)token * kv_row_bytes(format, dim);
+    int8_t codes[kMaxHeadDim];
     switch (format) {
-        case KVFloat: memcpy(out, x, (size_t)dim * 4); return;
+        case KVFloat: memcpy(row, x, (size_t)dim * 4); return;
         case KVHalf: {
             int i = 0;
-            for (; i + 16 <= dim; i += 16) store_half((uint16_t*)out + i, load(x + i));
-            for (; i < dim; ++i) ((uint16_t*)out)[i] = float_to_half(x[i]);
+            for (; i + 16 <= dim; i += 16) store_half((uint16_t*)row + i, load(x + i));
+            for (; i < dim; ++i) ((uint16_t*)row)[i] = float_to_half(x[i]);
             return;
         }
         case KVBfloat:
-            for (int i = 0; i < dim; ++i) ((uint16_t*)out)[i] = float_to_bfloat(x[i]);
+            for (int i = 0; i < dim; ++i) ((uint16_t*)row)[i] = float_to_bfloat(x[i]);
             return;
-    }
-    const float limit = format == KVInt8 ? 127.f : 7.f;
-    const float s = absolute_peak(x, dim) / limit;
-    *scale = s;
-    const bool empty = !(s > 0.f) || s > 3e38f;  // nothing to code, or not a number: the scale alone says so
-    for (int i = 0; i < dim; ++i) {
-        const int code = empty ? 0 : rounded(x[i] / s);
-        if (format == KVInt8) {
-            ((int8_t*)out)[i] = (int8_t)code;
-        } else {
-            uint8_t& byte = ((uint8_t*)out)[i / 2];
-            byte = i % 2 ? (uint8_t)(byte | (code + 8) << 4) : (uint8_t)(code + 8);
-        }
+        case KVInt8:
+            *scale = code_head(x, dim, 127.f, codes);
+            Codes::put(codes, dim, token, block);
+            return;
+        default:
+            *scale = code_head(x, dim, 7.f, codes);
+            for (int i = 0; i < dim; i += 2) row[i / 2] = (uint8_t)((codes[i] + 8) | (codes[i + 1] + 8) << 4);
     }
 }
 
-// 16 elements from element d on, without the scale of a coded cache.
+// 16 elements of a float cache from element d on.
 template <int Format> TS_INLINE F kv_load(const uint8_t* row, int d) {
     switch (Format) {
         case KVFloat: return load((const float*)row + d);
         case KVHalf: return load_half((const uint16_t*)row + d);
-        case KVBfloat: return load_bfloat((const uint16_t*)row + d);
-        case KVInt8: return load_int8((const int8_t*)row + d);
-        default: return float_bytes(load_nibbles(row + d / 2));
+        default: return load_bfloat((const uint16_t*)row + d);
     }
 }
 
