@@ -161,7 +161,7 @@ def test_nothing_outlives_a_killed_server(mortal: Server) -> None:
     with mortal.client() as client:
         client.post("/v1/completions", json={**SHORT, "regex": "[a-z]+"}).raise_for_status()
     family = children(mortal.process.pid)
-    assert len(family) == 2, "the engine, and the process that tries grammars"
+    assert len(family) == 3, "the engine, the process that renders templates and the one that tries grammars"
     Streaming(mortal, {**LONG, "stream": True}).wait_for_tokens()
     mortal.process.kill()
     wait_until(lambda: not any(alive(pid) for pid in family), "a process outlived its server")
