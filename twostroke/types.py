@@ -1,4 +1,4 @@
-"""The shared nouns, torch-free: what crosses between the scheduler, the runner and the faces of the engine.
+"""The types that scheduler, runner, engine and front ends share. Torch-free.
 
 A request is a list of known tokens and a counter `computed`. The scheduler only ever lets `computed` catch up with the
 tokens: a prefix hit starts it above 0, a prefill chunk advances it by less than what remains, a decode step by one,

@@ -84,19 +84,19 @@ def test_a_warm_up_changes_no_limit_and_teaches_nothing_of_first_times(llama_fol
     assert found.prompt_rate.mean is not None and found.prompt_rate.mean < 1.0
 
 
-class Deaf:
+class IgnoringListener:
     """A listener that does nothing when the engine is lost."""
 
     def on_lost(self, why: str) -> None:
         pass
 
 
-def test_a_life_that_never_began_is_waited_for_ever_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restarts_that_fail_wait_longer_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """After a long life too: that says nothing about later processes that do not start."""
 
     async def scenario() -> list[float]:
         client, waits = ProcessEngine(Path("nowhere"), {}), []  # type: ignore[var-annotated]
-        client.listener = Deaf()  # type: ignore[assignment]
+        client.listener = IgnoringListener()  # type: ignore[assignment]
 
         async def restart(seconds: float) -> None:
             waits.append(seconds)
@@ -123,7 +123,7 @@ def test_a_process_that_cannot_be_made_is_tried_again(monkeypatch: pytest.Monkey
     async def scenario() -> None:
         monkeypatch.setattr(process, "spawn", spawn)
         client = ProcessEngine(Path("nowhere"), {}, Patience(backoff=0.0))
-        client.listener = Deaf()  # type: ignore[assignment]
+        client.listener = IgnoringListener()  # type: ignore[assignment]
         client._lost("it died")
         while client._tasks:
             await asyncio.gather(*client._tasks, return_exceptions=True)

@@ -97,7 +97,11 @@ class Answer:
         sample, timeline = self.sample, self.sample.timeline
         if event.facts is not None:
             timeline.update(event.facts)
-        ids, text = self._decode(event)
+        if event.finish_reason is None and self.stops is None:
+            ids = event.token_ids
+            text = "".join([self.decoder.push_one(token) for token in ids])
+        else:
+            ids, text = self._decode(event)
         sample.pieces.append(text)
         sample.token_ids += ids
         timeline.token_times += [at] * len(ids)
@@ -114,12 +118,8 @@ class Answer:
         return StreamEvent(text, ids, reason, self.request.sample, logprobs, timeline, event.error)
 
     def _decode(self, event: Event) -> tuple[tuple[int, ...], str]:
-        """The tokens that belong to the answer, and the text that may be shown now."""
-        ids = event.token_ids
-        reason = event.finish_reason
-        if reason is None and self.stops is None:
-            return ids, self.decoder.push(ids)
-        text = ""
+        """The tokens that belong to the answer, and the text that may be shown now, where either may end here."""
+        ids, reason, text = event.token_ids, event.finish_reason, ""
         # An end token ends the text, it is not part of it.
         shown = len(ids) - 1 if reason is FinishReason.STOP else len(ids)
         for count, token in enumerate(ids[:shown], 1):

@@ -19,7 +19,7 @@ STEP_TOKENS = tuple(float(2**power) for power in range(15))
 
 
 class Metrics:
-    """Observes the engine (see engine/observer.py) and counts what the server refuses. What the engine counts itself is
+    """Observes the engine (see remote/observer.py) and counts what the server refuses. What the engine counts itself is
     only kept when it reports, and written out when somebody asks."""
 
     content_type = "text/plain; version=0.0.4; charset=utf-8"

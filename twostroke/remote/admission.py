@@ -1,7 +1,7 @@
 """Which requests are admitted: a queue bounded by what its requests may cost, before anything is allocated. Torch-free.
 
 A request's cost is the KV blocks it may hold in the end: samples × blocks for (prompt + longest answer). The engine can
-run `kv_blocks` of them at once; the queue may promise as many again for each time `max_queue` holds `max_requests`.
+run `kv_blocks` of them at once, and the queue may hold kv_blocks × max_queue / max_requests more.
 """
 
 from __future__ import annotations

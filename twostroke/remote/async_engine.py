@@ -215,21 +215,16 @@ class AsyncEngine:
         gaps: list[float] = []
         for event in report.events:
             recipient = self._recipients.get(event.request_id)
-            if recipient is not None:  # else it was failed here, and the engine was lost before the abort arrived
-                self._deliver(recipient, event, report.at, gaps)
+            if recipient is None:
+                continue  # it was failed here, and the engine was lost before the abort arrived
+            if recipient.answer.sample.finish_reason is None:  # else a stop string has ended it
+                self._push(recipient, event, report.at, gaps)
+            if event.finish_reason is not None:
+                del self._recipients[event.request_id]
+                self.admission.release(recipient.cost)
         if gaps:
             self.observer.gaps(gaps)
         self._wake()
-
-    def _deliver(self, recipient: Recipient, event: Event, at: float, gaps: list[float]) -> None:
-        was_finished = recipient.answer.finished
-        if not was_finished:
-            self._push(recipient, event, at, gaps)
-        if event.finish_reason is not None:
-            del self._recipients[event.request_id]
-            self.admission.release(recipient.cost)
-        elif not was_finished and recipient.answer.finished:
-            self.abort([event.request_id])  # a stop string ended it
 
     def _push(self, recipient: Recipient, event: Event, at: float, gaps: list[float]) -> None:
         stream, choice, answer, _ = recipient
@@ -247,7 +242,9 @@ class AsyncEngine:
         if piece.finish_reason is not None:
             self.observer.ended(timeline, piece.finish_reason)
             self.ended.add(answer.request, timeline, stream.salt, piece.finish_reason)
-        if piece.text or count or piece.finish_reason is not None:
+            if event.finish_reason is None:
+                self.abort([event.request_id])  # a stop string ended it
+        if count or piece.text or piece.finish_reason is not None:
             stream.put(choice, piece)
 
     def on_lost(self, why: str) -> None:

@@ -80,7 +80,7 @@ class Stream:
             self.close()
 
     def put(self, choice: int, event: StreamEvent) -> None:
-        if self.listener is not None and event.is_text and self._tell(choice, event.text):
+        if self.listener is not None and not self._pieces and event.is_text and self._tell(choice, event.text):
             return
         self._pieces.append(Piece(choice, event))
         self._unread += len(event.token_ids)
@@ -92,13 +92,12 @@ class Stream:
             self.owner.end(self, SLOW_READER)
 
     def _tell(self, choice: int, text: str) -> bool:
-        """Give text to the listener, unless other pieces wait to be taken before it."""
-        waiter = self._waiter
-        if waiter is None or self._pieces or waiter.done():
+        """Give text to the listener, if the task sleeps."""
+        waiter, listener = self._waiter, self.listener
+        if listener is None or waiter is None or waiter.done():
             return False
-        assert self.listener is not None
         try:
-            return self.listener(choice, text)
+            return listener(choice, text)
         except Exception as error:
             waiter.set_exception(error)  # for the task that waits, not for the engine
             return True

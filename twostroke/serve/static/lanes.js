@@ -75,7 +75,7 @@ export function drawLanes() {
     if (pitch >= 11) {
       pen.fillStyle = colour("soft");
       pen.textAlign = "right";
-      pen.fillText(`#${row.request}`, GUTTER - 6, top + thick / 2);
+      pen.fillText(name(row.request), GUTTER - 6, top + thick / 2);
     }
     if (row.queue) bar(row, row.queue, top, "queue");
     for (const stretch of row.stretches) bar(row, stretch, top, stretch.stage);
@@ -135,9 +135,14 @@ export function watchPointer() {
   canvas.addEventListener("pointerleave", () => { tip.hidden = true; });
 }
 
+// An id is a random number of the front end and, in its last 24 bits, a counter.
+function name(request) {
+  return `#${request % 2 ** 24}`;
+}
+
 function words({ kind, stretch, request }) {
   const took = seconds(stretch.end - stretch.begin);
-  if (kind === "queue") return `#${request} waited ${took}`;
-  if (kind === "prefill") return `#${request} read ${stretch.tokens} tokens from position ${stretch.start} in ${took}`;
-  return `#${request} wrote ${stretch.tokens} tokens in ${took}, the longest step ${seconds(stretch.longest)}`;
+  if (kind === "queue") return `${name(request)} waited ${took}`;
+  if (kind === "prefill") return `${name(request)} read ${stretch.tokens} tokens from position ${stretch.start} in ${took}`;
+  return `${name(request)} wrote ${stretch.tokens} tokens in ${took}, the longest step ${seconds(stretch.longest)}`;
 }
