@@ -19,6 +19,7 @@ class LingeringTransport:
 
     def __init__(self, transport: asyncio.Transport, unread: Callable[[], bool]):
         self._transport = transport
+        self.write = transport.write  # called for every token: no detour through __getattr__
         self._unread = unread
         self._lingers = False
 
