@@ -99,7 +99,7 @@ class Answer:
             timeline.update(event.facts)
         if event.finish_reason is None and self.stops is None:
             ids = event.token_ids
-            text = "".join([self.decoder.push_one(token) for token in ids])
+            text = self.decoder.push(ids)
         else:
             ids, text = self._decode(event)
         sample.pieces.append(text)
