@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any
 
 from pydantic import Field, create_model
 
-from twostroke.config import Config, Resolved
+from twostroke.config import SETTINGS, Resolved
 from twostroke.engine.settings import LIVE
 from twostroke.errors import ConfigError
 from twostroke.metrics import steplog
@@ -21,8 +20,7 @@ from twostroke.serve.service import Service
 from twostroke.serve.transport import errors
 from twostroke.serve.transport.http import Exchange, dump
 
-NAMES = tuple(item.name for item in fields(Resolved) if item.name not in ("layout", "reasons"))
-FIXED = (frozenset(item.name for item in fields(Config)) | {"max_queue"}) - set(LIVE)
+FIXED = {*SETTINGS, "max_queue"} - set(LIVE)
 LARGE = 1 << 20  # the size given to `off_loop`: long documents are written in a thread
 JSON_TYPES: dict[type, Any] = {  # `Config` checks the values; these types keep them within what the wire carries
     int: Annotated[int, Field(ge=1, le=1 << 20)],
@@ -33,12 +31,8 @@ JSON_TYPES: dict[type, Any] = {  # `Config` checks the values; these types keep 
 
 
 def settings_payload() -> type[Payload]:
-    """The settings that can change while the engine runs, with the types that `Config` gives them. null is refused."""
-    hints = get_type_hints(Config)
-    types = {
-        name: next(kind for kind in get_args(hints[name]) or (hints[name],) if kind in JSON_TYPES) for name in LIVE
-    }
-    given: dict[str, Any] = {name: (JSON_TYPES[kind], None) for name, kind in types.items()}
+    """The settings that can change while the engine runs, with the types of their table. null is refused."""
+    given: dict[str, Any] = {name: (JSON_TYPES[SETTINGS[name].kind], None) for name in LIVE}
     return create_model("SettingsRequest", __base__=Payload, **given)
 
 
@@ -87,7 +81,7 @@ def needs_restart(name: str) -> errors.ApiError:
 def settings_document(service: Service) -> dict[str, Any]:
     now = service.settings
     max_queue, why = service.max_queue
-    described = {name: setting(service, now, name) for name in NAMES}
+    described = {name: setting(service, now, name) for name in SETTINGS}
     described["max_queue"] = {"value": max_queue, "reason": why, "live": False}
     return {
         "model": service.name,
