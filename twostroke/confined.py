@@ -21,8 +21,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 START_SECONDS = 60.0
 WALL_FACTOR = 5.0  # wall time allowed for one second of CPU time, because other processes use the CPU too
 GRACE_SECONDS = 1.0  # what the parent waits beyond the wall time, in which the child ends itself
@@ -127,8 +125,6 @@ class _Child:
                 if self.process.wait(START_SECONDS) in (-signal.SIGKILL, -signal.SIGTERM):
                     raise _AccidentError from None
             raise LimitError from None
-        except msgspec.MsgspecError as error:
-            raise LimitError from error
 
 
 def _end(process: subprocess.Popen[bytes], channel: socket.socket) -> None:
@@ -138,15 +134,22 @@ def _end(process: subprocess.Popen[bytes], channel: socket.socket) -> None:
 
 
 def _packed(message: Message) -> bytes:
+    import msgspec  # with the first message: the core can be imported without it
+
     body = msgspec.msgpack.encode(message)
     return LENGTH.pack(len(body)) + body
 
 
 def _receive(channel: socket.socket, deadline: float | None = None) -> Message:
+    import msgspec
+
     (size,) = LENGTH.unpack(_read(channel, LENGTH.size, deadline))
     if deadline is not None and size > MAX_ANSWER:
         raise LimitError
-    message: Message = msgspec.msgpack.decode(_read(channel, size, deadline))
+    try:
+        message: Message = msgspec.msgpack.decode(_read(channel, size, deadline))
+    except msgspec.MsgspecError as error:
+        raise LimitError from error
     return message
 
 
