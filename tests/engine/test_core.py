@@ -39,7 +39,8 @@ def test_a_request_is_never_changed(llm: LLM) -> None:
 
 def test_facts_come_when_they_changed_and_fill_the_same_timeline(llm: LLM) -> None:
     core = llm.engine.core
-    request = llm.engine.intake.make(list(PROMPT), SamplingParams(max_tokens=9, ignore_eos=True), core.clock())[0]
+    params = SamplingParams(max_tokens=9, ignore_eos=True)
+    request = llm.engine.intake.make(list(PROMPT), params, core.clock(), salt=b"not cached")[0]
     answer = Answer(request, llm.tokenizer)
     state, events = core.submit(request), []
     while not core.idle:
