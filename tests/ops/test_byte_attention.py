@@ -40,7 +40,7 @@ def test_each_step_of_64_positions_has_its_own_scale() -> None:
     q[0] = 1
     exact = attended(q[None], keys[:, None], (codes * 0.01)[:, None], ONE_HEAD)
     torch.testing.assert_close(in_bytes(q, keys, codes, scales), exact, rtol=1e-3, atol=0)
-    moved = in_bytes(q, keys, codes, scales, first=32)  # now some of each share a step, and the small ones are lost there
+    moved = in_bytes(q, keys, codes, scales, first=32)  # some of each share a step now, and the small ones are lost
     assert (moved < 0.9 * exact).all()
 
 
@@ -74,7 +74,7 @@ def test_values_of_zeros(isa: str, kv_format: str) -> None:
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("place", [-32, -64, 0])
 def test_bad_numbers_show_where_they_are_seen(isa: str, bad: float, place: int) -> None:
-    """place: in v, k or q of the eleventh row. Later rows see its k and v, earlier rows and other requests see nothing."""
+    """place: in v, k or q of the eleventh row. Later rows see its k and v; earlier rows and other requests do not."""
     qkv, attention, kv, batch = make_step(CASE)
     ops = TensorOps(NativeCpuOps(2, isa=isa))
     clean = ops.attend(qkv, attention, copied(kv), batch, 0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from functools import cache
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from torch import Tensor
 from tests.ops.cases import BYTES, CASES, Case, alone, copied, make_step
 from twostroke.ops.cpu.library import available
 from twostroke.ops.formats import FORMATS, Stored, dequantize, from_float
-from twostroke.ops.interface import Attention, Gate, KVFormat, KVLayer, Norm
+from twostroke.ops.interface import Gate, KVFormat, Norm
 from twostroke.ops.reference.backend import ReferenceOps, gated
 from twostroke.ops.select import make_ops
 

@@ -14,7 +14,7 @@ from twostroke.kv.storage import KVStorage
 from twostroke.model.layers import Grouped
 from twostroke.ops.arrays import batch_of_tensors
 from twostroke.ops.interface import BLOCK, Array, Attention, Batch, GroupBlocks, KVLayer, Norm, Ops, RopeTable
-from twostroke.ops.reference.backend import ReferenceOps, rotated, seen
+from twostroke.ops.reference.backend import ReferenceOps, rotated, seen, stored
 from twostroke.ops.reference.kv_codec import write_kv
 from twostroke.run.runner import ModelRunner
 from twostroke.run.torch_runner import TorchRunner
@@ -60,7 +60,7 @@ class PlainTorchOps(ReferenceOps):
         out = torch.empty_like(q)
         for request, context in enumerate(batch.contexts.tolist()):
             rows = slice(int(batch.starts[request]), int(batch.starts[request + 1]))
-            keys, values = seen(kv, batch.groups[group].tables[request], context - 1, 0)  # (n, kv_heads, D)
+            keys, values = stored(kv, batch.groups[group].tables[request], seen(context - 1, 0))  # (n, kv_heads, D)
             keys, values = (
                 x.float().repeat_interleave(heads // kv_heads, dim=1).transpose(0, 1) for x in (keys, values)
             )

@@ -94,8 +94,8 @@ class KVLayer:
     value = (code - 8) · scale. fp8: four bits of exponent, three of mantissa, value = code · scale. One scale for each
     token and head; in the other float formats there are none.
 
-    The native CPU backend orders the codes of an int8 block and head in its own way (cpu/native/kernels/kv.h): the bytes
-    of its pool mean something to it alone. What moves whole blocks need not know.
+    The native CPU backend has its own order for the codes of an int8 block and head (cpu/native/kernels/kv.h). Whole
+    blocks can be moved without knowing it.
     """
 
     format: KVFormat

@@ -33,8 +33,8 @@ FLAGS = (
     "-fno-trapping-math",
 )
 
-# Lanes in arrays are read as floats and as integers. Where two such arrays share their place on the stack, GCC 12 reorders
-# the accesses by their types and reads the wrong one (seen on aarch64).
+# Lanes in arrays are read as floats and as integers. Where two such arrays share their place on the stack, GCC 12
+# reorders the accesses by their types and reads the wrong one (seen on aarch64).
 PORTABLE = ("-O2", "-fno-strict-aliasing")
 
 ISA_FLAGS: dict[str, dict[str, tuple[str, ...]]] = {
