@@ -29,8 +29,8 @@ class ReferenceOps(Ops):
     device = torch.device("cpu")
 
     def __init__(self, byte_attention: bool = False):
-        """byte_attention: over int8 and int4 K and V, queries and weights are rounded to 8 bits as well, as the native CPU
-        kernels do (attended_bytes). The GPU kernels do not."""
+        """byte_attention: over int8 and int4 K and V, queries and weights are rounded to 8 bits as well. The native CPU
+        kernels do so, the GPU kernels do not (see attended_bytes)."""
         self.byte_attention = byte_attention
 
     def pack(self, parts: Sequence[Stored], bias: Tensor | None = None) -> Matrix:
@@ -146,8 +146,8 @@ def attended(q: Tensor, keys: Tensor, values: Tensor, attention: Attention) -> T
 def attended_bytes(
     q: Tensor, keys: Tensor, values: Tensor, value_scales: Tensor, places: Tensor, attention: Attention
 ) -> Tensor:
-    """The same where both products multiply bytes. q is rounded to 8 bits, with one scale for a head. So is the weight of
-    a key times the scale of its value, with one scale for a step of 64 positions. value_scales: (n, kv_heads).
+    """The same where both products multiply bytes. q is rounded to 8 bits, with one scale for a head. So is the weight
+    of a key times the scale of its value, with one scale for a step of 64 positions. value_scales: (n, kv_heads).
     """
     weights = torch.softmax(scored(rounded(q.double()), keys, attention), dim=1)
     scales = shared(value_scales.double(), attention).T  # (heads, n)
