@@ -100,7 +100,7 @@ class Suite:
         args = self.args
         formats = {
             "twostroke, shipped file": self.our("twostroke, shipped file", self.shipped),
-            "twostroke, shipped file, KV int8": self.our("KV int8", self.shipped, kv_dtype="int8"),
+            "twostroke, shipped file, KV float16": self.our("KV float16", self.shipped, kv_dtype="float16"),
             "twostroke, shipped file, KV int4": self.our("KV int4", self.shipped, kv_dtype="int4"),
         }
         self.calls[DEEP].append(lambda: decode_in_turns(formats, 4096))
@@ -167,9 +167,9 @@ def ratios(medians: Medians, rounds: Rounds) -> dict[str, float]:
             found[f"{measure}, the same file"] = first / peers["llama.cpp, shipped file"]
         if "twostroke, Q4_0 pure" in mine:
             found[f"{measure}, 4 bits"] = mine["twostroke, Q4_0 pure"] / max(peers.values())
-        if "twostroke, shipped file, KV int8" in mine:
+        if "twostroke, shipped file, KV float16" in mine:
             each = zip(
-                *(rounds[measure]["twostroke, shipped file" + suffix] for suffix in (", KV int8", "")), strict=True
+                *(rounds[measure]["twostroke, shipped file" + suffix] for suffix in ("", ", KV float16")), strict=True
             )
             found[f"{measure}, KV int8 over float16"] = median(int8 / half for int8, half in each)
     return found
