@@ -76,7 +76,9 @@ def test_the_attention_kernel_is_measured_by_itself(llama_folder):
 def test_what_a_lever_saves_in_memory_is_told(llama_folder):
     """Bytes of the weights too: as the file has them, or as they are held."""
     load = Load("one", [Arrival(0.0, (Contents().own(8),), 3)], 1)
-    brief = levers.Experiment("int8", "decode", {}, {"quantize": "int8", "kv_dtype": "int8"}, lambda: load, "")
+    brief = levers.Experiment(
+        "int8", "decode", {"kv_dtype": "float16"}, {"quantize": "int8", "kv_dtype": "int8"}, lambda: load, ""
+    )
     row = levers.measure_experiment(brief, lambda settings: open_tiny(llama_folder, **settings), 1, stored=10**9)
     assert row.trouble is None and row.off["weight_bytes"] == 10**9 and 0 < row.on["weight_bytes"] < 10**9
     assert row.memory.startswith("KV ×0.") and ", weights ×" in row.memory

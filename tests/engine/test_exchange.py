@@ -86,7 +86,7 @@ def test_what_does_not_come_is_computed_here(llama_folder):
 def test_another_key_or_format_gives_other_names(llama_folder):
     engines = [
         build_engine(llama_folder, make_config(**(SETTINGS | more)), block_key=key).core
-        for key, more in ((KEY, {}), (bytes(32), {}), (KEY, {"kv_dtype": "int8"}), (None, {}), (None, {}))
+        for key, more in ((KEY, {}), (bytes(32), {}), (KEY, {"kv_dtype": "float16"}), (None, {}), (None, {}))
     ]
     roots = [core.scheduler.tables.hasher.root(b"") for core in engines]
     assert len(set(roots)) == 5

@@ -107,7 +107,7 @@ def model(tmp_path_factory) -> Transformer:
 
 
 def engine(model: Transformer, **settings: object) -> Core:
-    config = make_config(max_model_len=160, seed=1, **settings)
+    config = make_config(**({"max_model_len": 160, "seed": 1, "kv_dtype": "float16"} | settings))
     resolved = resolve(config, model.arch, Hardware("cpu", 2, 1 << 28), 0)
     kv = KVStorage(resolved.layout, resolved.kv_blocks, resolved.kv_dtype, None)
     scheduler = make_scheduler(model.arch, resolved, "mean")
