@@ -101,7 +101,7 @@ def main() -> None:
         if not re.search(pattern, name):
             continue
         print(name.replace("(anonymous namespace)::", ""))
-        for loop in loops(body):
+        for loop in [*loops(body)] or [body]:  # a function without a loop is one piece
             seen = count(loop)
             if seen["vector"] >= 16:
                 kinds = ", ".join(f"{number} {kind}" for kind, number in seen.items())
