@@ -24,7 +24,7 @@ static void code_query(float* line, int padded) {
     const I zero = isplat(-0x4b400000);
     int32_t total = 0;
     for (int d = 0; d < padded; d += 16) {
-        const I code = bits_of(add(empty ? splat(0.f) : mul(load(x + d), inverse), splat(kMagic)));
+        const I code = bits_of(add(empty ? splat(0.f) : mul(load(x + d), inverse), splat(kRounder)));
         store_low_bytes((int8_t*)line + d, code);
         total += isum(iadd(code, zero));
     }

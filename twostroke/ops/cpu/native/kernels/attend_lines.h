@@ -103,7 +103,7 @@ template <bool Plain> static void code_weights(const Lines& s, int line, int cou
             s.steps[line + i] = 0.f;
             continue;
         }
-        for (int t = from; t < to; t += 16)  // kExp[0] is kMagic, to be loaded
+        for (int t = from; t < to; t += 16)  // kExp[0] is kRounder, to be loaded
             store_low_bytes(codes + t, bits_of(fma(load(w + t), splat(inverse[i]), addend(kExp[0]))));
     }
 }

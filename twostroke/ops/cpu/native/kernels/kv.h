@@ -18,7 +18,7 @@ TS_INLINE size_t kv_row_bytes(int format, int dim) {
     }
 }
 
-constexpr float kMagic = 12582912.f;  // 1.5·2^23: the low bits of x + kMagic are x, rounded to the nearest, half to even
+constexpr float kRounder = 12582912.f;  // 1.5·2^23: the low bits of x + kRounder are x, rounded to the nearest, half to even
 constexpr float kTiny = 1e-30f;       // what is smaller is coded as zeros: its inverse would be too large
 
 TS_INLINE constexpr bool is_coded(int format) { return format == KVInt8 || format == KVInt4; }
@@ -38,7 +38,7 @@ TS_INLINE float code_head(const float* x, int dim, float limit, int8_t* codes) {
     const bool some = top >= kTiny && top < 3e38f;  // else there is nothing to code, or the scale alone says that it is no number
     const F divisor = splat(some ? scale : __builtin_inff());
     for (int d = 0; d < dim; d += 16)
-        store_low_bytes(codes + d, bits_of(add(div(load_some(x + d, dim - d), divisor), splat(kMagic))));
+        store_low_bytes(codes + d, bits_of(add(div(load_some(x + d, dim - d), divisor), splat(kRounder))));
     return scale;
 }
 
