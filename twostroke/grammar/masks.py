@@ -96,6 +96,8 @@ class GrammarRows:
         """choices: those of one step, in the order of their rows of logits; a request's own are adjacent."""
         if self.states:
             self._forget_finished()
+        if all(choice.request.params.grammar is None for choice in choices):
+            return NO_MASKS
         allowed: dict[int, np.ndarray] = {}
         errors: dict[int, str] = {}
         unmasked: set[int] = set()

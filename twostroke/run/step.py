@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 
 from twostroke.kv.layout import KVGroup
 from twostroke.ops.interface import Batch, GroupBlocks
 from twostroke.types import Choice, Plan, Work, WorkKind
+
+FEW = 64  # rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,26 +30,40 @@ class StepRows:
 
     def __init__(self, plan: Plan):
         self.works = plan.works
-        numbers = np.array([(work.start, work.count, work.request.row) for work in plan.works], np.int64)
-        self.first, self.counts, self.table_rows = numbers.T
+        self.table_rows = np.array([work.request.row for work in plan.works], np.int64)
+        self.first = np.array([work.start for work in plan.works], np.int64)
+        if all(work.count == 1 for work in plan.works):
+            self._lay_single()
+        else:
+            self._lay_out()
+        self.tokens = np.array([token for work in plan.works for token in input_tokens(work)], np.int64)
+        self._choose_rows()
+
+    def _lay_single(self) -> None:
+        """One row for each request: nearly every decode step, where a few microseconds are a share of the step."""
+        self.total, self.single = len(self.works), True
+        self.counts, self.owner, self.starts = ones_and_indices(self.total)
+        self.contexts, self.positions = self.first + 1, self.first
+
+    def _lay_out(self) -> None:
+        self.counts = np.array([work.count for work in self.works], np.int64)
         self.contexts = self.first + self.counts  # tokens in the cache once the step has written its own
         self.starts = np.zeros(len(self.counts) + 1, np.int32)
         np.cumsum(self.counts, out=self.starts[1:])
-        self.total = int(self.starts[-1])
-        self.single = self.total == len(self.works)  # one row for each request
-        if self.single:
-            self.owner, self.positions = np.arange(self.total), self.first
-        else:
-            self.owner = np.repeat(np.arange(len(self.counts)), self.counts)
-            self.positions = np.arange(self.total) - self.starts[self.owner] + self.first[self.owner]
-        self.tokens = np.array([token for work in plan.works for token in input_tokens(work)], np.int64)
-        self._choose_rows()
+        self.total, self.single = int(self.starts[-1]), False
+        self.owner = np.repeat(np.arange(len(self.counts)), self.counts)
+        self.positions = np.arange(self.total) - self.starts[self.owner] + self.first[self.owner]
 
     def _choose_rows(self) -> None:
         """Which rows choose tokens, and which tell how likely the prompt was: the first kind comes first."""
         choices: list[Choice] = []
         chooser: list[int] = []  # the work that each choice belongs to
         rows: list[int] = []
+        self.prompts: tuple[PromptRows, ...] = ()
+        if all(work.kind is WorkKind.WRITE for work in self.works):
+            self.choices = [Choice(work.request, work.start + 1, work.request.tokens) for work in self.works]
+            self.chooser, self.logit_rows = list(range(self.total)), self.owner
+            return
         for index, work in enumerate(self.works):
             mine = work.choices()
             end = int(self.starts[index + 1])
@@ -78,9 +94,13 @@ class StepRows:
 
     def slots(self, table: np.ndarray, group: KVGroup) -> np.ndarray:
         """Where each row's cache entry is written: block · entries of a block + place in the block."""
-        blocks, offsets = np.divmod(self.positions, group.span)
-        tokens = group.entry.tokens
-        return table[self.owner, blocks] * np.int64(group.span // tokens) + offsets // tokens
+        span, tokens = group.span, group.entry.tokens
+        if self.single and tokens == 1 and self.total <= FEW:  # faster than NumPy's calls
+            places = self.positions.tolist()
+            found = [table.item(row, place // span) * span + place % span for row, place in enumerate(places)]
+            return np.array(found, np.int64)
+        blocks, offsets = np.divmod(self.positions, span)
+        return table[self.owner, blocks] * np.int64(span // tokens) + offsets // tokens
 
     def batch(self, tables: np.ndarray, groups: Sequence[KVGroup]) -> Batch:
         return Batch(
@@ -95,6 +115,8 @@ class StepRows:
     def accepted(self, chosen: Sequence[int | None]) -> list[tuple[int, ...]]:
         """What each work keeps of the tokens chosen at its positions: drafts up to the first that the model would not
         have chosen, and its own choice there. None: nothing could be chosen; that and what follows is left out."""
+        if self.single and len(chosen) == self.total:  # no drafts, and every work chooses
+            return [() if token is None else (token,) for token in chosen]
         kept: list[list[int]] = [[] for _ in self.works]
         open_works = [True] * len(self.works)
         for index, token in zip(self.chooser, chosen, strict=True):
@@ -107,6 +129,12 @@ class StepRows:
             mine.append(token)
             open_works[index] = len(mine) <= len(draft) and draft[len(mine) - 1] == token
         return [tuple(tokens) for tokens in kept]
+
+
+@lru_cache(maxsize=1024)
+def ones_and_indices(count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Ones; 0, 1, … for each; the same and one more as int32."""
+    return np.ones(count, np.int64), np.arange(count), np.arange(count + 1, dtype=np.int32)
 
 
 def input_tokens(work: Work) -> Sequence[int]:
