@@ -15,7 +15,7 @@ __all__ = ["LLM", "ConfigError", "Grammar", "InputError", "ModelError", "Samplin
 
 
 def __getattr__(name: str) -> Any:
-    """`LLM` brings the whole engine with it: imported when somebody asks for it, so planning tools start without."""
+    """`LLM` brings the whole engine with it: imported at its first use, so planning tools start without it."""
     if name == "LLM":
         from twostroke.startup import collector_paused
 

@@ -33,7 +33,7 @@ class BlockPool:
 
     @property
     def available(self) -> int:
-        """Blocks that `take` can give without asking anybody."""
+        """Blocks that `take` can give without a preemption."""
         return len(self.free) + len(self.cached)
 
     def take(self) -> int:
@@ -83,7 +83,7 @@ class BlockPool:
         return block
 
     def forget(self, block: int) -> None:
-        """Take the name away: nobody new will find the block. Those who hold it keep it."""
+        """Take the name away: no other request will find the block. Requests that hold it keep it."""
         name = self.name_of[block]
         if name is not None:
             del self.by_name[name]

@@ -3,7 +3,7 @@
     block on the device ──evicted──▶ slot on the host ──its name is asked for──▶ any block on the device
 
 A copy is decided while a plan is made and belongs to that plan: the runner makes its copies before its step, in the
-order in which they were decided. So an evicted block is read before anybody writes it again, and a slot that is wanted
+order in which they were decided. So an evicted block is read before it is written again, and a slot that is wanted
 back is read before another block's bytes replace it. What was copied back stays in its slot too: evicted again, it need
 not be copied again.
 """
@@ -48,7 +48,7 @@ class HostPool:
         self.offloaded += 1
 
     def claim(self, names: Iterable[Name]) -> list[int]:
-        """The slots of these names, which nobody can have until each was brought back."""
+        """The slots of these names. They are not given away until each was brought back."""
         return [self.slot_of.pop(name) for name in names]
 
     def bring_back(self, slot: int, block: int) -> None:
@@ -81,7 +81,7 @@ class HostPool:
         return broken
 
     def clear(self) -> None:
-        """Forget all names. Copies that were decided are still made, for nobody."""
+        """Forget all names. Copies that were decided are still made and then unused."""
         for slot in self.slot_of.values():
             self.name_in[slot], self.tokens_in[slot] = None, ()
             self.free.append(slot)

@@ -49,7 +49,7 @@ class KVTables:
         self.held: list[list[list[int]]] = [[[] for _ in layout.groups] for _ in range(rows)]  # [row][group][column]
         self.released = [[0] * len(layout.groups) for _ in range(rows)]  # leading columns given back
         self.named = [0] * rows  # leading columns whose names were offered to the pool
-        # The same tables for the runner. Unused and released entries hold block 0: a valid id that nobody reads.
+        # The same tables for the runner. Unused and released entries hold block 0, a valid id that is not read.
         self.array = np.zeros((len(layout.groups), rows, -(-max_length // BLOCK)), dtype=np.int32)
 
     # ---- a request comes and goes ----------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ STEP_TOKENS = tuple(float(2**power) for power in range(15))
 
 class Metrics:
     """Observes the engine (see remote/observer.py) and counts what the server refuses. What the engine counts itself is
-    only kept when it reports, and written out when somebody asks."""
+    only kept when it reports, and written out when it is read."""
 
     content_type = "text/plain; version=0.0.4; charset=utf-8"
 

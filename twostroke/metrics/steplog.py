@@ -69,7 +69,7 @@ RawStep = tuple[int, float, float, tuple[tuple[int, int, int, str], ...], int, t
 
 class StepLog:
     """Many steps are written and few are read: they are kept as the bare numbers of a `Step`, which the garbage
-    collector need not look at, and made into one when somebody asks."""
+    collector need not look at, and made into one when they are read."""
 
     def __init__(self, kept: int = KEPT):
         self._steps: deque[RawStep] = deque(maxlen=kept)

@@ -2,7 +2,7 @@
 
 A quantized row is a run of blocks; a block holds `block` neighbouring elements of the last axis in `bytes` bytes.
 So whole rows can be moved as raw bytes (fusing, splitting, re-ordering heads), and nothing else can. Everything here
-is numpy over bytes: a `Stored` may be a view of a mapped file, and costs nothing until somebody decodes it.
+is numpy over bytes: a `Stored` may be a view of a mapped file, and costs nothing until it is decoded.
 """
 
 from __future__ import annotations

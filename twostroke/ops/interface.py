@@ -126,7 +126,7 @@ class Batch:
     starts: Array  # (R + 1,) int32
     contexts: Array  # (R,) int32: tokens of the request in the cache once this step has written its own
     groups: tuple[GroupBlocks, ...]  # one for each KV group
-    logit_rows: Array  # (S,) int64: the rows whose logits somebody wants
+    logit_rows: Array  # (S,) int64: the rows whose logits are wanted
 
 
 class Ops(Protocol):

@@ -7,9 +7,10 @@ round-trip time, and plans use mean + 2 deviations: a noisy machine makes the ch
 A value below half the mean starts the estimate anew: what came before held something that does not recur (a kernel
 compiled, a step captured), and chunks kept small by it would be slow to learn better.
 
-What prompts cost is a difference, though: where streams take most of a step, an error in what they take alone would
-look like prompts that cost nothing, and the next chunk would be many times too long. So streams are believed to take no
-longer than more of them did, such steps are never a new start, and the least of them say nothing.
+The cost of prompts is a difference: where streams take most of a step, an error in the streams' time makes prompts look
+free, and the next chunk would be many times too long. Three rules prevent that. The predicted time of streams never
+falls when streams are added. A step in which streams take most of the time never starts the estimate anew. A step in
+which prompts take less than a tenth of the time teaches nothing about prompts.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from twostroke.types import Plan, WorkKind
 
 MARGIN = 0.85  # of max_gap that a step may be planned to take; the rest is for what happens between steps
 SMOOTHING = 0.2
-TELLING = 0.1  # share of a step that its prompts must have taken to be told from an error in what its streams take
-# A prompt always moves on, even where its least chunk takes longer than max_gap. On a GPU a mixed step has a price of
-# its own that a hundred tokens hardly raise: smaller chunks would be all price, and look ever more expensive. Twice as
-# many are too many at the end of a prompt of 64k tokens, where they take nearly all of a default max_gap.
+TELLING = 0.1  # least share of a step that its prompts must take for the step to be learnt from
+# The smallest chunk, in tokens: a prompt always advances, even where this chunk takes longer than max_gap. On a GPU a
+# mixed step has a fixed cost that a hundred tokens hardly raise, so smaller chunks would be all fixed cost. Twice as
+# many tokens take nearly all of a default max_gap at the end of a prompt of 64k tokens.
 MIN_CHUNK = {"cpu": BLOCK, "cuda": 8 * BLOCK}
 
 

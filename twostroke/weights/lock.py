@@ -12,7 +12,7 @@ from typing import BinaryIO
 
 @contextmanager
 def exclusive(path: Path) -> Iterator[None]:
-    """Hold the lock file `path`, waiting for whoever has it. The file stays behind, empty."""
+    """Hold the lock file `path`, waiting for the process that has it. The file stays behind, empty."""
     with path.open("ab") as file:
         while not _try_lock(file):
             time.sleep(0.1)  # polling keeps Ctrl-C working on every platform

@@ -89,11 +89,11 @@ class Cut:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceBatch(Batch):
-    """A batch on the device together with what the host knows of it, so that nobody has to ask the device."""
+    """A batch on the device together with what the host knows of it: no code waits for the device to learn it."""
 
     counts: np.ndarray | None = None  # (R,) new tokens of each request
     lengths: np.ndarray | None = None  # (R,) the same numbers as `contexts`
-    streams: bool = False  # one new token each, and nobody reads blocks that this step fills
+    streams: bool = False  # one new token each, and no request reads blocks that this step fills
     splits: int = 0  # of streams: enough for the longest context that such a step may meet
     cuts: Mapping[Kind, Cut] | None = None  # for every kind of attention in the model, where they are made already
 

@@ -14,7 +14,7 @@ WORTHWHILE = 32_768  # tokens that need not be read: less does not pay for two m
 
 
 class Sharing(NamedTuple):
-    tiles: np.ndarray  # (n, members) int32: streams with a common prefix, -1 for nobody
+    tiles: np.ndarray  # (n, members) int32: streams with a common prefix, -1 for an empty place
     splits: np.ndarray  # (streams,) int32: how many of its leading splits each shares
 
 

@@ -34,8 +34,8 @@ Task = Callable[[], object]
 
 
 def prepare(config: Config, settings: Resolved, model: Transformer) -> Resolved:
-    """Have kernels ready before somebody waits for them; the settings then, with a KV cache of what is really free if
-    nobody has said how large it shall be."""
+    """Compile the kernels before the first request. Returns the settings, with a KV cache of what is really free where
+    its size was not given."""
     compile_kernels(model, settings)
     meet_row_counts(model, all_mixed_rows(settings.max_batch_tokens), MEETING)
     return resized(config, settings, model) if config.kv_blocks is None and config.kv_memory is None else settings
