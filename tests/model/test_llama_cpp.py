@@ -49,7 +49,7 @@ def llama_cpp_greedy(path, prompts: list[list[int]]) -> list[list[int]]:
 @pytest.mark.parametrize("name", PROMPTS)
 def test_answers_as_llama_cpp(name):
     path = fetch(name)
-    llm = LLM(path, max_model_len=512)
+    llm = LLM(path, max_model_len=512, kv_dtype="float16")  # the format of llama.cpp's cache
     params = SamplingParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True, logprobs=5)
     ours = llm.generate(PROMPTS[name], params)
     theirs = llama_cpp_greedy(path, [out.prompt_token_ids for out in ours])
