@@ -2,7 +2,8 @@
 
 twostroke's int8 and int4 are made from the float weights when the model is loaded; beside them, the `gguf` package's
 Q8_0 and Q4_0 of the same weights. The same kernels run all of them, with 8-bit activations. Like twostroke's, the
-package's 4-bit model keeps its embedding and head in 8 bits; "pure" has those in 4 bits too.
+package's 4-bit model keeps its embedding and head in 8 bits; "pure" has those in 4 bits too. Fewer stories do not
+settle it: with 32, the difference between int8 and Q8_0 has a standard error of 1.5 % of either.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ Q8, Q4 = gguf.GGMLQuantizationType.Q8_0, gguf.GGMLQuantizationType.Q4_0
 NO_WORSE_THAN = {"int8": "gguf Q8_0", "int4": "gguf Q4_0"}
 
 
-def divergences(data: bytes, stories: int = 8, length: int = 200) -> dict[str, float]:
+def divergences(data: bytes, stories: int = 32, length: int = 200) -> dict[str, float]:
     """Mean KL in nats for each variant, over stories that the float model wrote."""
     with tempfile.TemporaryDirectory() as folder:
         exact = write_stories(data, Path(folder) / "float.gguf")

@@ -314,7 +314,7 @@ def _kv_dtype(config: Config, device: str, reasons: dict[str, str]) -> KVFormat:
         reasons["kv_dtype"] = "the type a GPU computes in"
         return "bfloat16"
     reasons["kv_dtype"] = (
-        "half the bytes of float16, and a CPU multiplies bytes faster; perplexity changes by less than 0.2 %"
+        "half the bytes of float16, and a CPU multiplies bytes faster; perplexity stays within its noise"
     )
     return "int8"
 

@@ -70,6 +70,7 @@ def attention_arrays(attention: Attention) -> Attention:
         rope=None if rope is None else RopeTable(rope.cos.numpy(), rope.sin.numpy()),
         query_norm=None if query is None else norm_array(query),
         key_norm=None if key is None else norm_array(key),
+        key_center=None if attention.key_center is None else attention.key_center.numpy(),
     )
 
 

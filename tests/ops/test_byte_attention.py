@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.ops.cases import Case, copied, make_step
 from twostroke.ops.cpu.library import available
 from twostroke.ops.interface import Attention
-from twostroke.ops.reference.backend import attended, attended_bytes, rounded
+from twostroke.ops.reference.backend import attended, attended_bytes, rounded, spread, spread_size
 
 ONE_HEAD = Attention(1, 1, 8, scale=1.0)
 
@@ -47,6 +47,12 @@ def test_each_step_of_64_positions_has_its_own_scale() -> None:
 def test_rounding_is_to_127_parts_of_the_peak_half_to_even() -> None:
     x = torch.tensor([[254.0, 1.0, 3.0, -5.0, 0.9], [0.0, 0.0, 0.0, 0.0, 0.0]])
     assert rounded(x).tolist() == [[254.0, 0.0, 4.0, -4.0, 0.0], [0.0] * 5]
+
+
+def test_spreading_keeps_products_and_shares_out_a_large_element() -> None:
+    q, k = torch.randn(2, 80).double(), torch.randn(2, 80).double()
+    torch.testing.assert_close((spread(q) * spread(k)).sum(-1) / spread_size(80), (q * k).sum(-1))
+    assert spread(torch.eye(16)[3]).abs().tolist() == [1.0] * 16
 
 
 # ---- the native kernels ----------------------------------------------------------------------------------------------
@@ -87,3 +93,18 @@ def test_bad_numbers_show_where_they_are_seen(isa: str, bad: float, place: int) 
     heads = got.view(41, 3, 32)[touched]
     assert not torch.isfinite(heads[:, 0]).any()
     assert torch.isfinite(heads[:, 1:]).all() if place == 0 else not torch.isfinite(heads).any()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_keys_with_a_large_constant_part(isa: str) -> None:
+    """A constant in all keys changes nothing in exact arithmetic. Codes keep the rest of the keys once it is
+    subtracted."""
+    qkv, attention, kv, batch = make_step(replace(CASE, requests=((0, 40),)))
+    ops = TensorOps(NativeCpuOps(1, isa=isa))
+    wanted = ops.attend(qkv, attention, copied(kv), batch, 0)
+    center = 50 * torch.randn(1, 32, generator=torch.Generator().manual_seed(1))
+    qkv[:, 96:128] += center
+    plain = ops.attend(qkv, attention, copied(kv), batch, 0)
+    centered = ops.attend(qkv, replace(attention, key_center=center), copied(kv), batch, 0)
+    assert (centered - wanted).abs().max() < 0.02
+    assert (plain - wanted).abs().max() > 0.1

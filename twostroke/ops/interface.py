@@ -68,6 +68,9 @@ class Attention:
     rope: RopeTable | None = None
     query_norm: Norm | None = None  # over each head's head_dim, before the rotation
     key_norm: Norm | None = None
+    # (kv_heads, head_dim): subtracted from keys that become codes of 8 bits. The same constant for every key adds the
+    # same amount to all scores of a query, which the softmax removes
+    key_center: Array | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -26,6 +26,7 @@ from twostroke.weights.quantize import quantize
 if TYPE_CHECKING:
     import torch
 
+CENTERED_POSITIONS = 8192  # of the mean of rotated biases
 Progress = Callable[[int, int], None]  # bytes packed, bytes in all
 
 
@@ -84,6 +85,7 @@ def _mixer(parameters: Parameters, arch: LayerArch, stem: str, ropes: RopeTables
         rope=ropes.get(mixer.rope),
         query_norm=parameters.norm(f"{stem}q_norm") if mixer.qk_norm else None,
         key_norm=parameters.norm(f"{stem}k_norm") if mixer.qk_norm else None,
+        key_center=parameters.key_center(f"{stem}k_bias", mixer),
     )
     return Grouped(
         norm=parameters.norm(f"{stem}attention_norm"),
@@ -103,6 +105,18 @@ def _feed(parameters: Parameters, arch: LayerArch, stem: str) -> Feed:
         down=parameters.matrix(f"{stem}down"),
         out_norm=parameters.norm(f"{stem}feed_out_norm") if arch.out_norms else None,
     )
+
+
+def mean_rotated(bias: np.ndarray, rope: Rope | None) -> np.ndarray:
+    """The mean of (heads, head_dim) over the first positions, each rotated to its place. Pairs of dimensions that turn
+    slowly keep their bias, fast ones have a mean of almost nothing. Any constant would be right here, so the result is
+    rounded to eighths: every machine gets the same bits."""
+    if rope is not None:
+        table = rope_table(rope, CENTERED_POSITIONS, None)
+        cos, sin = (np.asarray(part, np.float64).mean(axis=0) for part in (table.cos, table.sin))
+        first, second, rest = np.split(bias.astype(np.float64), [len(cos), 2 * len(cos)], axis=1)
+        bias = np.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=1)
+    return (np.round(bias * 8) / 8).astype(np.float32)
 
 
 class Parameters:
@@ -132,6 +146,12 @@ class Parameters:
         weight = dequantize(self._stored(name)) + np.float32(self.sources[name].add)
         self._advance((name,))
         return Norm(placed(weight, self.ops.device), self.arch.norm_eps)
+
+    def key_center(self, name: str, mixer: GroupedArch) -> Array | None:
+        if name not in self.sources or mixer.qk_norm or mixer.softcap:  # both change a constant part of the keys
+            return None
+        bias = dequantize(self._stored(name)).reshape(mixer.kv_heads, mixer.head_dim)
+        return placed(mean_rotated(bias, mixer.rope), self.ops.device)
 
     def _bias(self, names: tuple[str, ...]) -> Array | None:
         parts = [dequantize(self._stored(f"{name}_bias")) for name in names if f"{name}_bias" in self.sources]

@@ -302,6 +302,8 @@ def describe_layer(attention: Attention, kv: KVLayer) -> AttendLayer:
         layer.query_norm, layer.query_eps = address(attention.query_norm.weight), attention.query_norm.eps
     if attention.key_norm is not None:
         layer.key_norm, layer.key_eps = address(attention.key_norm.weight), attention.key_norm.eps
+    if attention.key_center is not None:
+        layer.key_center = address(attention.key_center)
     if kv.values is None:
         raise ValueError("a cache without values is not supported here")
     for name, codes in (("key", kv.keys), ("value", kv.values)):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import ClassVar
 
 NAME = "libtwostroke.so"
-ABI = 3  # ts_version: raised whenever a signature or a shared structure changes
+ABI = 4  # ts_version: raised whenever a signature or a shared structure changes
 
 
 class AttendLayer(ctypes.Structure):
@@ -18,6 +18,7 @@ class AttendLayer(ctypes.Structure):
         ("heads", c_int32), ("kv_heads", c_int32), ("head_dim", c_int32), ("window", c_int32),
         ("scale", c_float), ("softcap", c_float), ("rope_half", c_int32), ("kv_format", c_int32),
         ("cos", c_void_p), ("sin", c_void_p), ("query_norm", c_void_p), ("key_norm", c_void_p),
+        ("key_center", c_void_p),
         ("query_eps", c_float), ("key_eps", c_float),
         ("keys", c_void_p), ("values", c_void_p),
         ("key_block_stride", c_int64), ("key_head_stride", c_int64),

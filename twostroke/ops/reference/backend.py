@@ -72,6 +72,9 @@ class ReferenceOps(Ops):
             k = self.norm(k, attention.key_norm)
         if attention.rope is not None:
             q, k = (rotated(x, attention.rope, batch.positions) for x in (q, k))
+        in_bytes = self.byte_attention and kv.value_scales is not None
+        if in_bytes:
+            q, k = spread(q) / spread_size(dim), spread(centered(k, attention))
         blocks = batch.groups[group]
         write_kv(kv, blocks.slots, k, v)
         out = torch.empty_like(q)
@@ -79,7 +82,8 @@ class ReferenceOps(Ops):
             for row in range(int(batch.starts[request]), int(batch.starts[request + 1])):
                 places = seen(int(batch.positions[row]), attention.window)
                 keys, values = stored(kv, blocks.tables[request], places)
-                if self.byte_attention and kv.value_scales is not None:
+                if in_bytes:
+                    assert kv.value_scales is not None
                     value_scales = kv.value_scales[blocks.tables[request][places // BLOCK].long(), :, places % BLOCK]
                     out[row] = attended_bytes(q[row], keys, values, value_scales, places, attention)
                 else:
@@ -109,6 +113,32 @@ def rotated(x: Tensor, rope: RopeTable, positions: Tensor) -> Tensor:
     cos, sin = rope.cos[positions].unsqueeze(1), rope.sin[positions].unsqueeze(1)  # (T, 1, half)
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
+
+
+def centered(k: Tensor, attention: Attention) -> Tensor:
+    return k if attention.key_center is None else k - torch.as_tensor(attention.key_center)
+
+
+def spread_size(dim: int) -> int:
+    """The largest power of two that divides dim."""
+    return dim & -dim
+
+
+def spread(x: Tensor) -> Tensor:
+    """Every fifth element of a head is negated, then each run of spread_size elements gets its Walsh-Hadamard
+    transform: q · k becomes spread_size times what it was, and a large element is shared out over its run. Sums in the
+    order of the butterflies."""
+    size = spread_size(x.shape[-1])
+    signs = torch.ones(x.shape[-1], dtype=x.dtype)
+    signs[::5] = -1
+    runs = (x * signs).unflatten(-1, (-1, size))
+    half = 1
+    while half < size:
+        pairs = runs.unflatten(-1, (-1, 2, half))
+        first, second = pairs[..., 0, :], pairs[..., 1, :]
+        runs = torch.stack((first + second, first - second), dim=-2).flatten(-3)
+        half *= 2
+    return runs.flatten(-2)
 
 
 def seen(position: int, window: int) -> Tensor:
@@ -146,7 +176,7 @@ def attended(q: Tensor, keys: Tensor, values: Tensor, attention: Attention) -> T
 def attended_bytes(
     q: Tensor, keys: Tensor, values: Tensor, value_scales: Tensor, places: Tensor, attention: Attention
 ) -> Tensor:
-    """The same where both products multiply bytes. q is rounded to 8 bits with one scale for a head. The weight of a
+    """The same where both products multiply bytes. q and keys are spread; q is rounded to 8 bits with one scale for a head. The weight of a
     key times the scale of its value is rounded too, with one scale for a step of 64 positions. value_scales: (n, heads
     of K and V)."""
     weights = torch.softmax(scored(rounded(q.double()), keys, attention), dim=1)

@@ -52,6 +52,7 @@ struct AttendLayer {
     const float* sin;
     const float* query_norm;  // head_dim weights or null
     const float* key_norm;
+    const float* key_center;  // (kv_heads, head_dim) or null: subtracted from keys that become codes
     float query_eps, key_eps;
     uint8_t* keys;      // block, head; within, see kernels/kv.h. Strides in bytes
     uint8_t* values;

@@ -252,6 +252,20 @@ void rotate_plain(std::vector<double>& x, const AttendLayer& L, int64_t position
     }
 }
 
+// Every fifth element negated, then the Walsh-Hadamard transform of each run of the largest power of two that divides the
+// head, by its definition.
+void spread_plain(std::vector<double>& x) {
+    for (size_t i = 0; i < x.size(); i += 5) x[i] = -x[i];
+    const size_t size = x.size() & -x.size();
+    std::vector<double> out(x.size());
+    for (size_t i = 0; i < x.size(); ++i)
+        for (size_t j = 0; j < size; ++j) {
+            const bool odd = __builtin_popcountll((i % size) & j) % 2;
+            out[i] += odd ? -x[i / size * size + j] : x[i / size * size + j];
+        }
+    x = out;
+}
+
 // Weights of one line as the byte codes of a coded cache: each step of 64 keys has a scale of its own.
 void code_weights(std::vector<double>& weights, int64_t from) {
     for (size_t begin = 0, end; begin < weights.size(); begin = end) {
@@ -305,6 +319,8 @@ std::vector<double> plain_attention(const AttendCase& c, const AttendLayer& L, c
             for (double& v : q) v *= L.scale;
             if (c.format >= KVInt8) {
                 double peak = 0;
+                spread_plain(q);
+                for (double& v : q) v /= (double)(c.dim & -c.dim);
                 for (double v : q) peak = fmax(peak, fabs(v));
                 for (double& v : q) v = nearbyint(v * 127 / peak) * peak / 127;
             }

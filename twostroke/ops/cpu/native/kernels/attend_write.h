@@ -1,4 +1,7 @@
 // The first half of attention: norm and rotate q and k, write K and V to the cache.
+//
+// Before K and q become codes, each head is spread (an orthogonal transform that leaves q · k as it is): a dimension with
+// large values then costs the codes of its neighbours little.
 #pragma once
 
 namespace {
@@ -22,6 +25,45 @@ TS_INLINE void rotate(float* x, int half, const float* cos, const float* sin) {
     }
 }
 
+TS_INLINE void subtract(float* x, const float* y, int n) {
+    for (int i = 0; i < n; ++i) x[i] -= y[i];
+}
+
+// Element i of 16 becomes the sum or the difference of itself and its partner i ^ H.
+template <int H> TS_INLINE void butterfly(float* x) {
+    float y[16];
+    TS_UNROLL for (int i = 0; i < 16; ++i) y[i] = i & H ? x[i ^ H] - x[i] : x[i] + x[i ^ H];
+    memcpy(x, y, sizeof y);
+}
+
+TS_INLINE void butterfly_any(float* x, int dim, int h) {
+    for (int i = 0; i < dim; i += 2 * h)
+        for (int j = i; j < i + h; ++j) {
+            const float a = x[j], b = x[j + h];
+            x[j] = a + b, x[j + h] = a - b;
+        }
+}
+
+// Every fifth element changes its sign, then each run of `size` elements, the largest power of two that divides dim, gets
+// its Walsh-Hadamard transform without the factor of 1 / sqrt(size). Without the signs, heads that already are a pattern
+// of the transform would end in one element. Sums and differences alone: the same bits on every instruction set.
+static void spread(float* x, int dim) {
+    const int size = dim & -dim;
+    for (int i = 0; i < dim; i += 5) x[i] = -x[i];
+    if (size < 16) {
+        for (int h = 1; h < size; h *= 2) butterfly_any(x, dim, h);
+        return;
+    }
+    for (int i = 0; i < dim; i += 16) butterfly<1>(x + i), butterfly<2>(x + i), butterfly<4>(x + i), butterfly<8>(x + i);
+    for (int h = 16; h < size; h *= 2)
+        for (int i = 0; i < dim; i += 2 * h)
+            for (int j = i; j < i + h; j += 16) {
+                const F a = load(x + j), b = load(x + j + h);
+                store(x + j, add(a, b));
+                store(x + j + h, sub(a, b));
+            }
+}
+
 // K and V of one token and head. Where a value is not a number the scale of the key is not either: whatever sees the token
 // then shows it, although the codes of weights · v are numbers in any case.
 TS_INLINE void write_token(const AttendLayer& L, const float* k, const float* v, int h, int64_t block, int token) {
@@ -36,6 +78,8 @@ TS_INLINE void write_token(const AttendLayer& L, const float* k, const float* v,
 static void attend_write(const AttendLayer& L, const AttendBatch& B, const float* qkv, float* q, int row, int row_end) {
     const int dim = L.head_dim, padded = padded_dim(dim), group = L.heads / L.kv_heads;
     const int64_t width = (int64_t)(L.heads + 2 * L.kv_heads) * dim;
+    const bool coded = is_coded(L.kv_format);
+    const float factor = coded ? L.scale / (float)(dim & -dim) : L.scale;  // spread heads of q and k: their product is `size` times as large
     float head[kMaxHeadDim];
     for (int r = row; r < row_end; ++r) {
         const float* x = qkv + r * width;
@@ -47,8 +91,9 @@ static void attend_write(const AttendLayer& L, const AttendBatch& B, const float
             for (int i = dim; i < padded; ++i) out[i] = 0.f;
             if (L.query_norm) head_norm(out, dim, L.query_norm, L.query_eps);
             if (cos) rotate(out, L.rope_half, cos, sin);
-            for (int i = 0; i < padded; i += 16) store(out + i, mul(load(out + i), splat(L.scale)));
-            if (is_coded(L.kv_format)) code_query(out, padded);
+            if (coded) spread(out, dim);
+            for (int i = 0; i < padded; i += 16) store(out + i, mul(load(out + i), splat(factor)));
+            if (coded) code_query(out, padded);
         }
         const int64_t block = B.slots[r] / kBlock;
         const int token = (int)(B.slots[r] % kBlock);
@@ -57,6 +102,8 @@ static void attend_write(const AttendLayer& L, const AttendBatch& B, const float
             memcpy(head, x, (size_t)dim * 4);
             if (L.key_norm) head_norm(head, dim, L.key_norm, L.key_eps);
             if (cos) rotate(head, L.rope_half, cos, sin);
+            if (coded && L.key_center) subtract(head, L.key_center + h * dim, dim);
+            if (coded) spread(head, dim);
             write_token(L, head, v + h * dim, h, block, token);
         }
     }
