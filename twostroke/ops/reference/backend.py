@@ -176,9 +176,9 @@ def attended(q: Tensor, keys: Tensor, values: Tensor, attention: Attention) -> T
 def attended_bytes(
     q: Tensor, keys: Tensor, values: Tensor, value_scales: Tensor, places: Tensor, attention: Attention
 ) -> Tensor:
-    """The same where both products multiply bytes. q and keys are spread; q is rounded to 8 bits with one scale for a head. The weight of a
-    key times the scale of its value is rounded too, with one scale for a step of 64 positions. value_scales: (n, heads
-    of K and V)."""
+    """The same where both products multiply bytes. q and keys are spread, and q is rounded to 8 bits with one scale for
+    a head. The weight of a key times the scale of its value is rounded too, with one scale for a step of 64 positions.
+    value_scales: (n, heads of K and V)."""
     weights = torch.softmax(scored(rounded(q.double()), keys, attention), dim=1)
     scales = shared(value_scales.double(), attention).T  # (heads, n)
     worth = weights * scales

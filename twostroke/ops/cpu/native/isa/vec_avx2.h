@@ -75,6 +75,12 @@ TS_INLINE F div(F x, F y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, 
 TS_INLINE F fma(F x, F y, F z) { return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)}; }
 TS_INLINE F vmax(F x, F y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
 TS_INLINE F vmin(F x, F y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
+template <int H> TS_INLINE F partners(F x) {
+    if (H == 1) return {_mm256_permute_ps(x.a, 0xb1), _mm256_permute_ps(x.b, 0xb1)};
+    if (H == 2) return {_mm256_permute_ps(x.a, 0x4e), _mm256_permute_ps(x.b, 0x4e)};
+    if (H == 4) return {_mm256_permute2f128_ps(x.a, x.a, 1), _mm256_permute2f128_ps(x.b, x.b, 1)};
+    return {x.b, x.a};
+}
 TS_INLINE F first(F x, int n) {
     return {_mm256_and_ps(x.a, _mm256_castsi256_ps(lane_mask(n))),
             _mm256_and_ps(x.b, _mm256_castsi256_ps(lane_mask(n - 8)))};

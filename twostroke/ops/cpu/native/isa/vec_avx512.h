@@ -65,6 +65,11 @@ TS_INLINE F div(F a, F b) { return {_mm512_div_ps(a.v, b.v)}; }
 TS_INLINE F fma(F a, F b, F c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
 TS_INLINE F vmax(F a, F b) { return {_mm512_max_ps(a.v, b.v)}; }
 TS_INLINE F vmin(F a, F b) { return {_mm512_min_ps(a.v, b.v)}; }
+template <int H> TS_INLINE F partners(F a) {
+    if (H == 1) return {_mm512_permute_ps(a.v, 0xb1)};
+    if (H == 2) return {_mm512_permute_ps(a.v, 0x4e)};
+    return {_mm512_shuffle_f32x4(a.v, a.v, H == 4 ? 0xb1 : 0x4e)};
+}
 TS_INLINE F first(F a, int n) { return {_mm512_maskz_mov_ps(lanes(n), a.v)}; }
 TS_INLINE F between(F a, int low, int high, F other) {
     return {_mm512_mask_mov_ps(other.v, (__mmask16)(lanes(high) & ~lanes(low)), a.v)};

@@ -82,6 +82,11 @@ TS_INLINE F div(F a, F b) { TS_EACH a.v[i] = vdivq_f32(a.v[i], b.v[i]); return a
 TS_INLINE F fma(F a, F b, F c) { TS_EACH c.v[i] = vfmaq_f32(c.v[i], a.v[i], b.v[i]); return c; }
 TS_INLINE F vmax(F a, F b) { TS_EACH a.v[i] = vmaxq_f32(a.v[i], b.v[i]); return a; }
 TS_INLINE F vmin(F a, F b) { TS_EACH a.v[i] = vminq_f32(a.v[i], b.v[i]); return a; }
+template <int H> TS_INLINE F partners(F a) {
+    if (H == 1) { TS_EACH a.v[i] = vrev64q_f32(a.v[i]); return a; }
+    if (H == 2) { TS_EACH a.v[i] = vextq_f32(a.v[i], a.v[i], 2); return a; }
+    return H == 4 ? F{{a.v[1], a.v[0], a.v[3], a.v[2]}} : F{{a.v[2], a.v[3], a.v[0], a.v[1]}};
+}
 TS_INLINE uint32x4_t below(int n, int i) {  // lanes of register i that come before lane n
     const int32x4_t lane = {0, 1, 2, 3};
     return vcltq_s32(lane, vdupq_n_s32(n - 4 * i));

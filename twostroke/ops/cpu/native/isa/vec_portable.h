@@ -67,6 +67,7 @@ TS_INLINE F div(F a, F b) { TS_LOOP a.v[i] /= b.v[i]; return a; }
 TS_INLINE F fma(F a, F b, F c) { TS_LOOP c.v[i] = __builtin_fmaf(a.v[i], b.v[i], c.v[i]); return c; }  // a·b + c
 TS_INLINE F vmax(F a, F b) { TS_LOOP b.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i]; return b; }  // b where unordered
 TS_INLINE F vmin(F a, F b) { TS_LOOP b.v[i] = a.v[i] < b.v[i] ? a.v[i] : b.v[i]; return b; }
+template <int H> TS_INLINE F partners(F a) { F r; TS_LOOP r.v[i] = a.v[i ^ H]; return r; }  // lane i gets lane i ^ H
 TS_INLINE F first(F a, int n) { TS_LOOP a.v[i] = i < n ? a.v[i] : 0.f; return a; }  // lanes >= n become 0
 TS_INLINE F between(F a, int low, int high, F other) {                             // a in [low, high), else other
     TS_LOOP other.v[i] = i >= low && i < high ? a.v[i] : other.v[i];

@@ -29,19 +29,38 @@ TS_INLINE void subtract(float* x, const float* y, int n) {
     for (int i = 0; i < n; ++i) x[i] -= y[i];
 }
 
-// Element i of 16 becomes the sum or the difference of itself and its partner i ^ H.
-template <int H> TS_INLINE void butterfly(float* x) {
-    float y[16];
-    TS_UNROLL for (int i = 0; i < 16; ++i) y[i] = i & H ? x[i ^ H] - x[i] : x[i] + x[i ^ H];
-    memcpy(x, y, sizeof y);
+struct Signs {
+    float of[16];
+};
+
+// -1 where a lane takes the difference from its partner, lane ^ h.
+constexpr Signs butterfly_signs(int h) {
+    Signs signs{};
+    for (int i = 0; i < 16; ++i) signs.of[i] = i & h ? -1.f : 1.f;
+    return signs;
 }
 
-TS_INLINE void butterfly_any(float* x, int dim, int h) {
-    for (int i = 0; i < dim; i += 2 * h)
-        for (int j = i; j < i + h; ++j) {
-            const float a = x[j], b = x[j + h];
-            x[j] = a + b, x[j + h] = a - b;
-        }
+// -1 for every fifth element of a head; this is its chunk of 16 elements.
+constexpr Signs fifth_signs(int chunk) {
+    Signs signs{};
+    for (int i = 0; i < 16; ++i) signs.of[i] = (16 * chunk + i) % 5 ? 1.f : -1.f;
+    return signs;
+}
+
+alignas(64) static const Signs kButterfly[4] = {butterfly_signs(1), butterfly_signs(2), butterfly_signs(4), butterfly_signs(8)};
+alignas(64) static const Signs kFifth[5] = {fifth_signs(0), fifth_signs(1), fifth_signs(2), fifth_signs(3), fifth_signs(4)};
+
+template <int H> TS_INLINE F butterfly(F x, const Signs& signs) { return add(partners<H>(x), mul(x, load(signs.of))); }
+
+// Heads of an odd size: run by run.
+TS_INLINE void spread_small(float* x, int dim, int size) {
+    for (int i = 0; i < dim; i += 5) x[i] = -x[i];
+    for (int h = 1; h < size; h *= 2)
+        for (int i = 0; i < dim; i += 2 * h)
+            for (int j = i; j < i + h; ++j) {
+                const float a = x[j], b = x[j + h];
+                x[j] = a + b, x[j + h] = a - b;
+            }
 }
 
 // Every fifth element changes its sign, then each run of `size` elements, the largest power of two that divides dim, gets
@@ -49,12 +68,14 @@ TS_INLINE void butterfly_any(float* x, int dim, int h) {
 // of the transform would end in one element. Sums and differences alone: the same bits on every instruction set.
 static void spread(float* x, int dim) {
     const int size = dim & -dim;
-    for (int i = 0; i < dim; i += 5) x[i] = -x[i];
-    if (size < 16) {
-        for (int h = 1; h < size; h *= 2) butterfly_any(x, dim, h);
-        return;
+    if (size < 16) return spread_small(x, dim, size);
+    for (int i = 0; i < dim; i += 16) {
+        F v = mul(load(x + i), load(kFifth[i / 16 % 5].of));
+        v = butterfly<1>(v, kButterfly[0]);
+        v = butterfly<2>(v, kButterfly[1]);
+        v = butterfly<4>(v, kButterfly[2]);
+        store(x + i, butterfly<8>(v, kButterfly[3]));
     }
-    for (int i = 0; i < dim; i += 16) butterfly<1>(x + i), butterfly<2>(x + i), butterfly<4>(x + i), butterfly<8>(x + i);
     for (int h = 16; h < size; h *= 2)
         for (int i = 0; i < dim; i += 2 * h)
             for (int j = i; j < i + h; j += 16) {
@@ -75,6 +96,17 @@ TS_INLINE void write_token(const AttendLayer& L, const float* k, const float* v,
     if (value_scale && !(*value_scale < 3e38f)) *key_scale = *value_scale * 0.f;
 }
 
+// Asks for the lines that one token's codes will be written to: an int8 token is spread over all lines of its block.
+TS_INLINE void fetch_places(const AttendLayer& L, int64_t slot) {
+    const int64_t block = slot / kBlock;
+    for (int h = 0; h < L.kv_heads; ++h) {
+        const uint8_t* const keys = L.keys + block * L.key_block_stride + h * L.key_head_stride;
+        const uint8_t* const values = L.values + block * L.value_block_stride + h * L.value_head_stride + slot % kBlock / 4 * L.head_dim * 4;
+        for (int i = 0; i < 16 * L.head_dim; i += 64) __builtin_prefetch(keys + i, 1);
+        for (int i = 0; i < 4 * L.head_dim; i += 64) __builtin_prefetch(values + i, 1);
+    }
+}
+
 static void attend_write(const AttendLayer& L, const AttendBatch& B, const float* qkv, float* q, int row, int row_end) {
     const int dim = L.head_dim, padded = padded_dim(dim), group = L.heads / L.kv_heads;
     const int64_t width = (int64_t)(L.heads + 2 * L.kv_heads) * dim;
@@ -82,6 +114,7 @@ static void attend_write(const AttendLayer& L, const AttendBatch& B, const float
     const float factor = coded ? L.scale / (float)(dim & -dim) : L.scale;  // spread heads of q and k: their product is `size` times as large
     float head[kMaxHeadDim];
     for (int r = row; r < row_end; ++r) {
+        if (L.kv_format == KVInt8 && (r == row || B.slots[r] / kBlock != B.slots[r - 1] / kBlock)) fetch_places(L, B.slots[r]);
         const float* x = qkv + r * width;
         const float* cos = L.rope_half ? L.cos + B.positions[r] * L.rope_half : nullptr;
         const float* sin = L.rope_half ? L.sin + B.positions[r] * L.rope_half : nullptr;
