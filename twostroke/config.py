@@ -146,6 +146,11 @@ class Config:
         None, "longest pause of a stream while prompts are read, in seconds", live=True, stroke="both",
         derived=by_device(DEFAULT_GAP),
     )  # fmt: skip
+    speculate: str = setting(
+        "auto", "verify several guessed tokens in one step: auto and lookup guess from the text so far", live=True,
+        choices=("auto", "lookup", "off"), stroke="decode",
+        unsimulated="the gain depends on the text, which the cost model does not see",
+    )  # fmt: skip
     exact: bool | None = setting(
         None, "the same output whatever else is served", derived="always on a CPU, off on a GPU",
         unsimulated="the cost model does not include its cost",

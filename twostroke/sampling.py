@@ -79,6 +79,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     grammar: Grammar | None = None  # what the answer must look like; it decides where the answer may end
     n: int = 1
+    speculate: bool = True  # False: no drafts for this request; they change when its tokens come, never which
     priority: int = 0  # lower first (policy "priority"; victims of preemption are chosen from the highest)
     deadline: float | None = None  # seconds after arrival by which the first token should be out (policy "deadline")
 
@@ -106,6 +107,7 @@ class SamplingParams:
         whole(self, "seed", -(2**63), 2**64 - 1, optional=True)
         self._check_stops()
         flag(self, "ignore_eos")
+        flag(self, "speculate")
         number(self, "presence_penalty", -2.0, 2.0)
         number(self, "frequency_penalty", -2.0, 2.0)
         number(self, "repetition_penalty", 0.01, 100.0)

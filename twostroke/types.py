@@ -207,11 +207,24 @@ class Event(NamedTuple):
 
 
 class Drafter(Protocol):
-    """Guesses what a request writes next. A wrong guess costs time and changes nothing."""
+    """Guesses what requests write next. A wrong guess costs time and changes nothing."""
+
+    def begin(self, streams: int) -> None:
+        """A plan is being made in which so many streams write."""
+
+    def waits(self, request: RequestState) -> bool:
+        """Whether a request with a step in flight is planned again only when its result is known."""
+        ...
 
     def propose(self, request: RequestState, most: int) -> Sequence[int]:
         """Up to `most` tokens that may follow `request.tokens`."""
         ...
+
+    def learn(self, plan: Plan, result: Result, seconds: float) -> None:
+        """A step was collected."""
+
+    def forget(self, request: RequestState) -> None:
+        """The request ended."""
 
 
 class Runner(Protocol):

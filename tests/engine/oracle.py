@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from twostroke.types import RequestState
+from twostroke.types import Plan, RequestState, Result
 
 
 class OracleDrafter:
@@ -16,6 +16,18 @@ class OracleDrafter:
         self.answers, self.most, self.errors = answers, most, errors
         self.rng = random.Random(seed)
         self.proposed = 0
+
+    def begin(self, streams: int) -> None:
+        pass
+
+    def waits(self, request: RequestState) -> bool:
+        return True
+
+    def learn(self, plan: Plan, result: Result, seconds: float) -> None:
+        pass
+
+    def forget(self, request: RequestState) -> None:
+        pass
 
     def propose(self, request: RequestState, most: int) -> Sequence[int]:
         count = min(most, self.rng.randint(0, self.most))

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from tests.engine.oracle import OracleDrafter
 from twostroke import LLM, SamplingParams
+from twostroke.draft.rates import StepTimes
 from twostroke.ops.reference.backend import ReferenceOps
 from twostroke.sampling import Grammar
 from twostroke.schedule.policy import POLICIES
@@ -56,7 +57,8 @@ levers = st.fixed_dictionaries(
         "chunked_prefill": st.sampled_from([True, True, True, False]),
         "host_slots": st.sampled_from([0, 2, 30, 500]),  # evicted blocks that the host keeps
         "threads": st.sampled_from([1, 1, 2]),
-        "draft": st.sampled_from([None, (1, 0.0), (3, 0.3), (8, 0.0), (8, 0.2), (8, 0.9)]),  # (most, share of errors)
+        # lookup, none, or an oracle: (most, share of errors)
+        "draft": st.sampled_from(["lookup", "off", (1, 0.0), (3, 0.3), (8, 0.0), (8, 0.2), (8, 0.9)]),
     }
 )
 BASE = {"max_model_len": 192, "threads": 1, "seed": 1}
@@ -76,7 +78,7 @@ class Alone:
     """Answers of one request alone in a fresh cache, remembered."""
 
     def __init__(self, folder, **settings_):
-        self.llm = LLM(folder, kv_blocks=400, prefix_cache=False, **(BASE | settings_))
+        self.llm = LLM(folder, kv_blocks=400, prefix_cache=False, speculate="off", **(BASE | settings_))
         self.known: dict[tuple, list] = {}
 
     def answer(self, ask: Ask):
@@ -107,15 +109,18 @@ def model(request, llama_folder, gemma_folder):
     return folder, {"kv_dtype": kv}, Alone(folder, kv_dtype=kv)
 
 
+LIBRARY = "twostroke.ops.cpu.library.available"
+
+
 @pytest.fixture(scope="module", params=["llama", "gemma"])
 def torch_model(request, llama_folder, gemma_folder):
     """The same on a machine without the native library."""
+    folder = gemma_folder if request.param == "gemma" else llama_folder
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("twostroke.ops.cpu.library.available", lambda: False)
-        folder = gemma_folder if request.param == "gemma" else llama_folder
+        patch.setattr(LIBRARY, lambda: False)
         alone = Alone(folder, threads=2)
-        assert isinstance(alone.llm.engine.core.runner.ops, ReferenceOps)
-        yield folder, {"threads": 2}, alone  # torch has them for the whole process
+    assert isinstance(alone.llm.engine.core.runner.ops, ReferenceOps)
+    return folder, {"threads": 2}, alone  # torch has them for the whole process
 
 
 def check_levers(model, many, lever):
@@ -123,10 +128,12 @@ def check_levers(model, many, lever):
     block = alone.llm.settings.layout.block_bytes
     offload = lever["host_slots"] * block if lever["prefix_cache"] else 0
     given = {name: value for name, value in lever.items() if name not in ("host_slots", "draft")}
-    llm = LLM(folder, kv_offload=offload, **(BASE | given | extra))
-    if lever.get("draft") is not None:
+    draft = lever.get("draft", "lookup")
+    speculate = draft if isinstance(draft, str) else "off"
+    llm = LLM(folder, kv_offload=offload, speculate=speculate, **(BASE | given | extra))
+    if draft != speculate:
         known = {(ask.tokens, ask.temperature): [s[0] for s in alone.answer(ask)] for ask in many}
-        llm.engine.core.scheduler.drafter = OracleDrafter(known, *lever["draft"])
+        llm.engine.core.scheduler.drafter = OracleDrafter(known, *draft)
     for _ in range(2):  # the second time with whatever the cache holds by then
         for ask, output in run_together(llm, many):
             for got, want in zip(result(output), alone.answer(ask), strict=True):
@@ -157,7 +164,9 @@ def test_levers_do_not_change_a_token(model, many, lever):
 
 @random_lives(8)
 def test_levers_do_not_change_a_token_on_torch(torch_model, many, lever):
-    check_levers(torch_model, many, lever)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LIBRARY, lambda: False)
+        check_levers(torch_model, many, lever)
 
 
 @pytest.fixture(scope="module")
@@ -214,6 +223,30 @@ def test_drafts_are_really_verified_and_change_nothing(llama_folder):
     for ask, output in run_together(llm, many):
         assert result(output) == alone.answer(ask)
     assert drafter.proposed > 40 and llm.stats()["steps"] < 14
+
+
+class FreeRows(StepTimes):
+    """As if every step took the same time."""
+
+    def predict(self, rows: int) -> float:
+        return 1.0
+
+
+def test_lookup_drafts_are_verified_and_change_nothing(default_model):
+    """A text that repeats itself: fewer steps, the same tokens and log probabilities."""
+    alone = Alone(default_model)
+    llm = LLM(default_model, kv_blocks=100, **BASE)
+    llm.engine.core.scheduler.drafter.times = FreeRows()
+    text = "Line 1: the cat sat on the mat.\nLine 2: the dog lay on the rug.\n"
+    tokens = tuple(llm.tokenizer.encode(text * 2))
+    for temperature in (0.0, 1.0):
+        ask = Ask(tokens, 40, temperature, 1, 0, None)
+        output = run_together(llm, [ask])[0][1]
+        assert result(output) == alone.answer(ask)
+    stats = llm.stats()
+    assert stats["accepted_tokens"] > 10 and stats["steps"] < 80 - stats["accepted_tokens"] + 5
+    llm.generate([list(tokens)], SamplingParams(max_tokens=20, temperature=0, speculate=False))
+    assert llm.stats()["drafted_tokens"] == stats["drafted_tokens"]
 
 
 def test_penalties_and_grammars_see_the_tokens_before_each_draft(llama_folder):

@@ -97,7 +97,7 @@ def test_questions_are_answered_between_steps(llama_folder: Path, client: str) -
         await engine.change({"max_requests": 1})
         assert engine.intake.settings.max_requests == 1 and engine.changed == {"max_requests": 1}
 
-    run(llama_folder, scenario, client=client)
+    run(llama_folder, scenario, client=client, speculate="off")
 
 
 @both

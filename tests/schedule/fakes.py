@@ -42,6 +42,18 @@ class RandomDrafter:
         assert request.in_flight == 0 and most > 0
         return [self.rng.randint(0, 3) for _ in range(self.rng.choice([0, 0, 1, 2, 5, 20]))]
 
+    def waits(self, request: RequestState) -> bool:
+        return self.rng.random() < 0.5
+
+    def begin(self, streams: int) -> None:
+        pass
+
+    def learn(self, plan: Plan, result: Result, seconds: float) -> None:
+        pass
+
+    def forget(self, request: RequestState) -> None:
+        pass
+
 
 class FakeEngine:
     """Drives a scheduler as the engine's core does, and checks the design's invariants after every step."""

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from twostroke.config import DEFAULT_BATCH_TOKENS, DEFAULT_REQUESTS, Config, Resolved, resolve
+from twostroke.draft.speculate import make_drafter
 from twostroke.engine.core import Core
 from twostroke.engine.intake import Intake, open_tokenizer
 from twostroke.errors import ConfigError
@@ -82,6 +83,7 @@ def build_engine(
         log.info("%s = %s: %s", name, getattr(settings, name), reason)
     kv = KVStorage(settings.layout, settings.kv_blocks, settings.kv_dtype, ops.device, settings.host_slots)
     scheduler = make_scheduler(arch, settings, block_identity(checkpoint, settings, ops), block_key)
+    scheduler.drafter = make_drafter(settings.speculate, device)
     grammars = GrammarCompiler(tokenizer, arch.vocab)
     runner = make_runner(transformer, kv, scheduler.tables.array, ops, grammars)
     core = Core(scheduler, runner, clock, StepLog())

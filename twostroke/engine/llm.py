@@ -114,6 +114,9 @@ class LLM:
             "steps": counters.steps,
             "preemptions": counters.preemptions,
             "recomputed_tokens": counters.recomputed_tokens,
+            "drafts": counters.drafts,
+            "drafted_tokens": counters.drafted_tokens,
+            "accepted_tokens": counters.accepted_tokens,
         }
 
     # ---- inside ----------------------------------------------------------------------------------------------------

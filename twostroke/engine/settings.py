@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from twostroke.config import SETTINGS, Config, Resolved, longest_that_fits
+from twostroke.draft.speculate import make_drafter
 from twostroke.errors import ConfigError
 from twostroke.schedule.policy import POLICIES
 
@@ -42,6 +43,8 @@ def change(scheduler: Scheduler, settings: Resolved, wanted: Mapping[str, Any]) 
         chunked=then.chunked_prefill,
         static=then.batching == "static",
     )
+    if then.speculate != settings.speculate:
+        scheduler.drafter = make_drafter(then.speculate, then.device)
     scheduler.policy = POLICIES[then.policy]
     scheduler.waiting.sort(key=scheduler.policy.key)
     scheduler.pace.max_gap = then.max_gap

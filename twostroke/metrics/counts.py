@@ -15,6 +15,9 @@ class Counts(NamedTuple):
     output_tokens: int = 0
     preemptions: int = 0
     recomputed_tokens: int = 0
+    drafts: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     running: int = 0
     waiting: int = 0
     blocks_total: int = 0

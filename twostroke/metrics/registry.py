@@ -57,6 +57,9 @@ class Metrics:
         self.hits = self._make(Counter, "vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.")
         self.preemptions = self._make(Counter, "vllm:num_preemptions", "Times a request had to give its blocks back.")
         self.recomputed = self._make(Counter, "twostroke:recomputed_tokens", "Tokens computed again after that.")
+        self.drafts = self._make(Counter, "vllm:spec_decode_num_drafts", "Drafts verified.")
+        self.drafted = self._make(Counter, "vllm:spec_decode_num_draft_tokens", "Tokens of drafts.")
+        self.accepted = self._make(Counter, "vllm:spec_decode_num_accepted_tokens", "Of these, what the model chose.")
         self.offloaded = self._make(Counter, "twostroke:kv_blocks_offloaded", "Evicted KV blocks copied to the host.")
         self.restored = self._make(Counter, "twostroke:kv_blocks_restored", "KV blocks copied back from the host.")
         self.steps = self._make(Counter, "twostroke:steps", "Steps of the engine.")
@@ -118,6 +121,9 @@ class Metrics:
         self.hits.inc(now.cached_tokens - last.cached_tokens)
         self.preemptions.inc(now.preemptions - last.preemptions)
         self.recomputed.inc(now.recomputed_tokens - last.recomputed_tokens)
+        self.drafts.inc(now.drafts - last.drafts)
+        self.drafted.inc(now.drafted_tokens - last.drafted_tokens)
+        self.accepted.inc(now.accepted_tokens - last.accepted_tokens)
 
     def lost(self) -> None:
         """The engine process died; it is being started again."""

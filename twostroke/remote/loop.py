@@ -142,8 +142,9 @@ class EngineLoop:
         moved = (0, 0) if host is None else (host.offloaded, host.restored)
         return Counts(
             c.steps, c.prompt_tokens, c.cached_tokens, c.computed_tokens, c.output_tokens, c.preemptions,
-            c.recomputed_tokens, len(scheduler.running), len(scheduler.waiting), pool.total, len(pool.free),
-            len(pool.cached), kept, kept * self.settings.layout.block_bytes, *moved,
+            c.recomputed_tokens, c.drafts, c.drafted_tokens, c.accepted_tokens,
+            len(scheduler.running), len(scheduler.waiting), pool.total, len(pool.free), len(pool.cached),
+            kept, kept * self.settings.layout.block_bytes, *moved,
         )  # fmt: skip
 
 

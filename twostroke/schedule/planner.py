@@ -33,6 +33,8 @@ class Planner:
     def add_streams(self) -> None:
         """Every running stream advances by one, or by what is kept of a draft."""
         scheduler, tables = self.scheduler, self.tables
+        if scheduler.drafter is not None:
+            scheduler.drafter.begin(len(self.streams))
         if tables.pool.available < len(self.streams) * len(tables.windows):
             # Those that would be preempted first come last, and are not planned yet.
             self.streams.sort(key=worth_keeping, reverse=True)
@@ -44,7 +46,7 @@ class Planner:
                 continue
             if start % BLOCK == 0 and not self._make_room(request, start + 1):
                 continue
-            draft = self._draft(request, self.tokens_left - 1 - left) if scheduler.drafter is not None else ()
+            draft = self._draft(request, self.tokens_left - 1 - left) if not request.in_flight else ()
             count = 1 + len(draft)
             self.works.append(Work(request, start, count, WorkKind.VERIFY if draft else WorkKind.WRITE, draft))
             request.in_flight += count
@@ -54,14 +56,15 @@ class Planner:
     def _waits(self, request: RequestState) -> bool:
         """Whether its next plan depends on a result that is not known yet: a draft continues the newest token. Where
         nothing is drafted, the next step is planned while one runs."""
-        return self.scheduler.drafter is not None and request.in_flight > 0
+        drafter = self.scheduler.drafter
+        return drafter is not None and request.in_flight > 0 and drafter.waits(request)
 
     def _draft(self, request: RequestState, rows: int) -> tuple[int, ...]:
         """Tokens to verify after the newest one. They take rows and blocks that are free: none evicts or preempts."""
         drafter = self.scheduler.drafter
         known = len(request.tokens)
         most = min(request.limit - known - 1, rows)
-        if drafter is None or most < 1:
+        if drafter is None or most < 1 or not request.params.speculate:
             return ()
         draft = tuple(drafter.propose(request, most))[:most]
         while draft and self.tables.missing(request, known + len(draft)) > len(self.tables.pool.free):

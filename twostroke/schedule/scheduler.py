@@ -43,6 +43,9 @@ class Counters:
     output_tokens: int = 0
     preemptions: int = 0
     recomputed_tokens: int = 0
+    drafts: int = 0  # verified
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0  # of these, what the model itself chose
 
 
 class Scheduler:
@@ -209,6 +212,8 @@ class Scheduler:
     def commit(self, plan: Plan, result: Result, now: float, seconds: float) -> list[Event]:
         self.published.pop(plan.number, None)
         self.pace.observe(plan, seconds)
+        if self.drafter is not None:
+            self.drafter.learn(plan, result, seconds)
         self.counters.steps += 1
         events = []
         for index, (work, tokens) in enumerate(zip(plan.works, result.tokens, strict=True)):
@@ -231,7 +236,13 @@ class Scheduler:
         if details.error is not None:
             return self._finish(request, FinishReason.ERROR, now, error=details.error)
         # Of a draft only what was kept counts: K and V of the rest lie beyond `computed` and are written again.
-        request.computed += len(tokens) if work.kind is WorkKind.VERIFY else work.count
+        if work.kind is WorkKind.VERIFY:
+            request.computed += len(tokens)
+            self.counters.drafts += 1
+            self.counters.drafted_tokens += work.count - 1
+            self.counters.accepted_tokens += len(tokens) - 1
+        else:
+            request.computed += work.count
         kept, reason = self._append(request, tokens, now)
         if work.kind is not WorkKind.WRITE or request.computed % BLOCK == 0:  # else no block became full
             self.tables.publish(request, request.computed)
@@ -277,6 +288,8 @@ class Scheduler:
             self.leaving[request.id] = request
         self.suspects.pop(request.id, None)
         request.status = Status.FINISHED
+        if self.drafter is not None:
+            self.drafter.forget(request)
         self._leave(request)
         facts = request.timeline.facts()
         return Event(request.id, tokens, reason, details.logprobs[: len(tokens)], details.prompt_logprobs, error, facts)

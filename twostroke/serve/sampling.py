@@ -14,7 +14,7 @@ from twostroke.serve.transport.errors import bad_request
 MAX_TOP_LOGPROBS = 20
 SAME_NAME = (  # fields that SamplingParams has under the same name
     "n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens",
-    "presence_penalty", "frequency_penalty", "repetition_penalty", "priority", "deadline",
+    "presence_penalty", "frequency_penalty", "repetition_penalty", "priority", "deadline", "speculate",
 )  # fmt: skip
 
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
@@ -64,6 +64,7 @@ class SamplingFields(ExplainField):
     ignore_eos: bool | None = None
     priority: Integer | None = None
     deadline: float | None = None
+    speculate: bool | None = None
 
     @property
     def include_usage(self) -> bool:

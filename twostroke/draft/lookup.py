@@ -1,0 +1,80 @@
+"""Prompt lookup: the tokens that followed the same text earlier in the request itself.
+
+A match is a place in the request's own tokens where the newest tokens stand a second time; the guess is what follows
+there. While guesses are right the match simply grows. Else the last KEY tokens are looked up in an index of all earlier
+places, and of the newest CANDIDATES the one with the longest common past wins. Each token is indexed once: the cost for
+a token does not grow with the context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+KEY = 3  # tokens that must agree for a match
+CANDIDATES = 8
+COMPARED = 32  # longest past that is compared
+
+
+class Lookup:
+    """The index of one request."""
+
+    def __init__(self) -> None:
+        self.newest: dict[tuple[int, ...], int] = {}  # KEY tokens -> the position after their newest occurrence
+        self.older: dict[int, int] = {}  # such a position -> the one before it with the same KEY tokens
+        self.indexed = 0  # tokens before this position have been followed
+        self.next = 0  # the position whose token is guessed next; 0: no match
+        self.length = 0  # of the match: tokens that agree before it
+
+    def update(self, tokens: Sequence[int]) -> int:
+        """Take in the tokens since the last call. Returns the length of the match; 0: there is none."""
+        self._follow(tokens)
+        if not self.length and len(tokens) > KEY:
+            self._search(tokens)
+        self._index(tokens, len(tokens))
+        return self.length
+
+    def guess(self, tokens: Sequence[int], most: int) -> list[int]:
+        """Up to `most` tokens. A match near the end repeats: its own guesses continue it."""
+        found = list(tokens[self.next : self.next + most])
+        period = len(tokens) - self.next
+        while 0 < len(found) < most:
+            found.append(found[len(found) - period])
+        return found
+
+    def _follow(self, tokens: Sequence[int]) -> None:
+        if not self.length:
+            return
+        for position in range(self.indexed, len(tokens)):
+            if tokens[self.next] != tokens[position]:
+                self.length = 0
+                return
+            self.next += 1
+            self.length += 1
+
+    def _search(self, tokens: Sequence[int]) -> None:
+        self._index(tokens, len(tokens) - 1)  # the newest KEY tokens are what is looked for
+        place = self.newest.get(tuple(tokens[-KEY:]))
+        for _ in range(CANDIDATES):
+            if place is None:
+                return
+            length = common_past(tokens, place)
+            if length > self.length:
+                self.length, self.next = length, place
+            place = self.older.get(place)
+
+    def _index(self, tokens: Sequence[int], until: int) -> None:
+        for end in range(max(KEY, self.indexed + 1), until + 1):
+            key = tuple(tokens[end - KEY : end])
+            before = self.newest.get(key)
+            if before is not None:
+                self.older[end] = before
+            self.newest[key] = end
+        self.indexed = max(self.indexed, until)
+
+
+def common_past(tokens: Sequence[int], place: int) -> int:
+    """How many tokens before `place` agree with the last tokens."""
+    end, length = len(tokens), 0
+    while length < min(place, COMPARED) and tokens[place - 1 - length] == tokens[end - 1 - length]:
+        length += 1
+    return length

@@ -1,0 +1,67 @@
+"""What past steps teach: how often guesses are right, and how long a step takes by its number of rows."""
+
+from __future__ import annotations
+
+from bisect import bisect_right, insort
+from itertools import accumulate
+
+DECAY = 0.98  # of what was counted, for each new guess
+PRIORS = (0.4, 0.6, 0.8, 0.9)  # share of right guesses for matches of 3, 4-7, 8-15 and 16 tokens or more
+WEIGHT = 4.0  # guesses that a prior counts for
+SLOPE = 0.03  # what a row more costs is first taken to be so much of the step: little, so that it is tried
+SMOOTHING = 0.2  # share of a new measurement
+
+
+def size_of(match: int) -> int:
+    """The class of a match by its length."""
+    return min(3, max(0, match.bit_length() - 2))
+
+
+class Acceptance:
+    """Right guesses and all guesses, by the class of the match; a guess after a wrong one is not counted."""
+
+    def __init__(self, prior: Acceptance | None = None):
+        self.prior = prior  # of all requests
+        self.right = [0.0] * len(PRIORS)
+        self.tried = [0.0] * len(PRIORS)
+
+    def add(self, match: int, drafted: int, accepted: int) -> None:
+        size, tried = size_of(match), min(drafted, accepted + 1)
+        keep = DECAY**tried
+        self.right[size] = keep * self.right[size] + accepted
+        self.tried[size] = keep * self.tried[size] + tried
+
+    def rate(self, match: int) -> float:
+        size = size_of(match)
+        prior = PRIORS[size] if self.prior is None else self.prior.rate(match)
+        return (self.right[size] + WEIGHT * prior) / (self.tried[size] + WEIGHT)
+
+
+class StepTimes:
+    """Seconds of a step without prompts, by its rows: a moving mean of each number of rows that was met. The predicted
+    time never falls when rows are added."""
+
+    def __init__(self) -> None:
+        self.means: dict[int, float] = {}
+        self.sizes: list[int] = []  # the numbers of rows that were met, sorted
+        self.seconds: list[float] = []  # of each, never below those before it; empty: to be made
+
+    def add(self, rows: int, seconds: float) -> None:
+        mean = self.means.get(rows)
+        if mean is None:
+            insort(self.sizes, rows)
+            mean = seconds
+        self.means[rows] = mean + SMOOTHING * (min(seconds, 3 * mean) - mean)
+        self.seconds = []
+
+    def predict(self, rows: int) -> float | None:
+        """None: no step was met yet."""
+        if not self.sizes:
+            return None
+        if not self.seconds:
+            self.seconds = list(accumulate((self.means[size] for size in self.sizes), max))
+        after = bisect_right(self.sizes, rows)
+        if after == 0:
+            return self.seconds[0]
+        seconds = self.seconds[after - 1] * (1 + SLOPE * (rows - self.sizes[after - 1]))
+        return seconds if after == len(self.sizes) else min(seconds, self.seconds[after])
