@@ -75,7 +75,7 @@ class Serving:
     """One engine that gets all requests at once and serves them during its turns."""
 
     def __init__(self, sizes: Sizes, cap: int, mode: str):
-        llm = LLM(DEFAULT, max_requests=cap, batching=mode, prefix_cache=False)
+        llm = LLM(DEFAULT, max_requests=cap, batching=mode, prefix_cache=False, speculate="off")
         self.clock = llm.engine.core.clock = Stopwatch()
         self.clock.start()
         self.streams = deque(llm.stream(prompt(p, i), greedy(n)) for i, (p, n) in enumerate(sizes))
@@ -111,7 +111,7 @@ def batching(sizes: Sizes, cap: int, suffix: str) -> dict[str, dict[str, float]]
 
 def reservation(sizes: Sizes) -> dict[str, float]:
     """KV bytes without a token when each request ends: in blocks, and with the whole context reserved."""
-    llm = LLM(DEFAULT, max_requests=1)
+    llm = LLM(DEFAULT, max_requests=1, speculate="off")
     per_token = llm.settings.layout.block_bytes // BLOCK
     lengths = [p + n for p, n in sizes]
     return {
@@ -146,7 +146,7 @@ def transformers_batching(sizes: Sizes, cap: int, model: Any) -> dict[str, float
 
 def chunking(chunked: bool, streams: int, prompts: int) -> dict[str, float]:
     """Gaps of running streams while 2,000-token prompts arrive, and the TTFT of those prompts."""
-    llm = LLM(DEFAULT, chunked_prefill=chunked, prefix_cache=False, max_requests=streams + prompts)
+    llm = LLM(DEFAULT, chunked_prefill=chunked, prefix_cache=False, speculate="off", max_requests=streams + prompts)
     running = [llm.stream(prompt(50, i), greedy(2000)) for i in range(streams)]
     for _ in range(16):  # all streams decode, and the pace has seen a few steps
         for stream in running:

@@ -196,7 +196,7 @@ def on_cpu(args: argparse.Namespace) -> dict[str, Any]:
     from twostroke.weights.checkpoint import locate, open_checkpoint
     from twostroke.weights.describe import checkpoint_bytes
 
-    llm = LLM(args.model, device="cpu")
+    llm = LLM(args.model, device="cpu", speculate="off")
     weight_bytes = checkpoint_bytes(open_checkpoint(locate(args.model)))
     core, cost = llm.engine.core, model_cost(llm.arch, "float32", weight_bytes)
     rates, on_grid = grid(core, cost, "cpu", args.seconds, args.rounds)

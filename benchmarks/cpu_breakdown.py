@@ -114,7 +114,7 @@ def breakdown(whole: dict[str, float], parts: dict[str, dict[str, float]]) -> di
 
 
 def main() -> None:
-    llm = LLM(DEFAULT, prefix_cache=False, max_requests=16)
+    llm = LLM(DEFAULT, prefix_cache=False, speculate="off", max_requests=16)
     model = llm.engine.core.runner.model
     llm.generate([prompt(64, 0)], greedy(8))
     bandwidth, peaks = read_bandwidth() / 1e9, {name: value / 1e9 for name, value in dot_peaks().items()}

@@ -37,7 +37,7 @@ class Ours:
     """twostroke through its Python API, scheduling and sampling included."""
 
     def __init__(self, path: Path, **settings: Any):
-        self.llm = LLM(path, prefix_cache=False, **settings)
+        self.llm = LLM(path, prefix_cache=False, speculate="off", **settings)
         self._decode(1, 64, 8)
 
     def decode(self, batch: int, context: int, tokens: int, repeats: int = 1) -> float:

@@ -108,7 +108,7 @@ def run_fault(fault: Fault, model: str, rates: Rates) -> dict[str, Any]:
 
 def rates_here(model: str, seconds: float = 30.0) -> Rates:
     """Measured in this process."""
-    llm = LLM(model)
+    llm = LLM(model, speculate="off")
     return calibrate(llm, model, checkpoint_bytes(open_checkpoint(locate(model))), seconds).rates
 
 

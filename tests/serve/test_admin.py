@@ -44,6 +44,7 @@ def test_every_setting_has_a_reason(admin: Server) -> None:
     settings = document["settings"]
     assert {name for name, one in settings.items() if one["live"]} == {
         "max_batch_tokens", "max_requests", "batching", "chunked_prefill", "max_gap", "policy", "prefix_cache",
+        "speculate",
     }  # fmt: skip
     assert all(one["reason"] for one in settings.values())
     assert settings["max_requests"]["reason"] == settings["max_queue"]["reason"] == "given at the start"
@@ -107,7 +108,7 @@ def test_what_cannot_change_is_refused_by_name(admin: Server, body: dict, param:
 def test_steps_account_for_every_token(admin: Server) -> None:
     with admin.client() as client:
         last = client.get("/twostroke/steps").json()["last"]
-        answer = complete(client, "a long walk home " * 20, 12, n=2)
+        answer = complete(client, "a long walk home " * 20, 12, n=2, speculate=False)
         document = client.get("/twostroke/steps", params={"since": last}).json()
         steps = document["steps"]
         assert [step["number"] for step in steps] == sorted({step["number"] for step in steps})

@@ -50,7 +50,8 @@ def test_verdicts(share: float, seen: float, within: bool | None) -> None:
 
 
 def ask(server: Server) -> list[str]:
-    body = {"prompt": "Once upon a time", "max_tokens": 40, "temperature": 0, "ignore_eos": True, "n": 2}
+    body: dict[str, object] = {"prompt": "Once upon a time", "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+    body |= {"n": 2, "speculate": False}
     with server.client() as client:
         answer = client.post("/v1/completions", json=body).raise_for_status().json()
     return [choice["text"] for choice in answer["choices"]]
