@@ -6,7 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
+from itertools import pairwise
 
 import httpx
 import pytest
@@ -48,7 +48,7 @@ class Neighbour(threading.Thread):
     def longest_gap(self, began: float, ended: float) -> float:
         moments = [moment for moment in self.moments if began <= moment <= ended]
         assert len(moments) > 5, "the stream hardly moved"
-        return max(later - earlier for earlier, later in zip(moments, moments[1:], strict=False))
+        return max(later - earlier for earlier, later in pairwise(moments))
 
 
 def attack(client: httpx.Client, n: int) -> str:

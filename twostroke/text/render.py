@@ -152,9 +152,9 @@ def _compared(tree: nodes.Template) -> Iterator[nodes.Const]:
         if isinstance(call.node, nodes.Getattr) and hasattr(str, call.node.attr) and call.node.attr != "format":
             for argument in call.args:
                 yield from _constants(argument)
-    for call in tree.find_all(nodes.Filter):
-        if call.name == "replace" and call.args:
-            yield from _constants(call.args[0])
+    for used in tree.find_all(nodes.Filter):
+        if used.name == "replace" and used.args:
+            yield from _constants(used.args[0])
 
 
 def _constants(node: nodes.Node) -> Iterator[nodes.Const]:

@@ -114,7 +114,8 @@ class Tokenizer:
                     encoder.pre_tokenizer = original.pre_tokenizer
                 added = {n: self._renamed(token) for n, token in original.get_added_tokens_decoder().items()}
                 encoder.add_tokens(list(added.values()))
-                self._literal = encoder, {encoder.token_to_id(token.content): n for n, token in added.items()}
+                numbers = {encoder.token_to_id(token.content): n for n, token in added.items()}
+                self._literal = encoder, {here: n for here, n in numbers.items() if here is not None}
             return self._literal
 
     def _renamed(self, token: tokenizers.AddedToken) -> tokenizers.AddedToken:
