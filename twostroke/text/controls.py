@@ -40,10 +40,11 @@ class Controls:
         """The control tokens that the text has as plain characters."""
         return set(self._token.findall(text))
 
-    def composed(self, spelled: Iterable[str], variables: dict[str, Any]) -> set[str]:
-        """Those that a template may have put together from a role, such as "<|" + role + "|>"."""
-        roles = {"assistant", *(message["role"] for message in variables["messages"])}
-        return {text for text in spelled if any(role in text for role in roles)}
+    def composed(self, text: str, words: Iterable[str]) -> set[str]:
+        """Of the spelled tokens those with one of these words: a template may have put them together from parts, such
+        as "<|" + role + "|>"."""
+        known = [word.lower() for word in words]
+        return {token for token in self.spelled(text) if any(word in token.lower() for word in known)}
 
     def mark(self, value: Any, tokens: set[str]) -> Any:
         """A copy of messages or tools in which these tokens are marked. Roles are left as they are."""

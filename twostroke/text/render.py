@@ -29,6 +29,7 @@ from twostroke.text.controls import Controls
 
 MAX_ERROR = 500  # characters of an error that the template caused
 _TIME_FORMAT = re.compile(r"(?:[^%]|%[-a-zA-Z%]){0,64}\Z")
+_WORD = re.compile(r"[A-Za-z_]{4,32}\Z")
 _REFUSED_METHODS = frozenset({"encode", "to_bytes", "translate"})  # bytes are no text; sizes grow without need
 
 
@@ -112,6 +113,7 @@ def _strftime_now(now: datetime) -> Callable[[str], str]:
 class _Compiled(NamedTuple):
     template: Template
     variables: frozenset[str]  # the names that the template reads
+    words: frozenset[str]  # constants that may be names of roles
 
 
 _environment = _Environment()
@@ -126,8 +128,10 @@ def _compile(source: str, controls: Controls) -> _Compiled | str:
         if next(tree.find_all(loading), None) is not None:
             return "cannot be compiled: a template may not load another file"
         variables = frozenset(name.name for name in tree.find_all(nodes.Name) if name.ctx == "load")
+        texts = {constant.value for constant in tree.find_all(nodes.Const) if isinstance(constant.value, str)}
         _hide_controls(tree, controls)
-        return _Compiled(_environment.from_string(tree), variables)
+        words = frozenset(text for text in texts if _WORD.match(text))
+        return _Compiled(_environment.from_string(tree), variables, words)
     except TemplateSyntaxError as error:
         return f"line {error.lineno}: {error.message}"
     except Exception as error:  # too deep, numbers too long
@@ -176,7 +180,7 @@ def render(message: Message, controls: Controls) -> Message:
             reason = "this model's chat template never reads it, so nothing would change; leave it out"
             return {"input": f"{name}: {reason}"}
     try:
-        return _write_prompt(compiled.template, message, controls)
+        return _write_prompt(compiled, message, controls)
     except _RefusalError as error:
         return {"input": f"messages: the model's chat template refuses them: {_short(error, controls)}"}
     except SecurityError as error:
@@ -193,15 +197,17 @@ def render(message: Message, controls: Controls) -> Message:
         return {"input": f"messages: the model's chat template cannot render them: {reason}"}
 
 
-def _write_prompt(template: Template, message: Message, controls: Controls) -> Message:
+def _write_prompt(compiled: _Compiled, message: Message, controls: Controls) -> Message:
     special = {name: controls.hide(text) for name, text in message["special"].items()}
     fixed = special | {"strftime_now": _strftime_now(datetime.fromisoformat(message["now"]))}
     given = {**message["arguments"], **message["variables"]}
-    marked = _write(template, {**fixed, **given}, message["max_output"])
-    composed = controls.composed(controls.spelled(marked), given)
-    if composed:  # by the template from a role, or spelled by a message: only the latter are marked the second time
-        again = _write(template, {**fixed, **controls.mark(given, composed)}, message["max_output"])
-        marked = controls.hide_composed(again, composed)
+    marked = _write(compiled.template, {**fixed, **given}, message["max_output"])
+    composed = controls.composed(marked, {*compiled.words, *(one["role"] for one in given["messages"])})
+    if composed:  # written by the template, or by a message: then they are marked, and the prompt is written again
+        other = controls.mark(given, composed)
+        if other != given:
+            marked = _write(compiled.template, {**fixed, **other}, message["max_output"])
+        marked = controls.hide_composed(marked, composed)
     reply = {"text": _utf8(controls.show(marked))}
     return reply | {"marked": _utf8(marked)} if controls.spelled(marked) else reply
 
