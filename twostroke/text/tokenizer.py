@@ -47,20 +47,19 @@ class Tokenizer:
         """
         if not isinstance(text, str):
             raise InputError(f"prompt: must be a string, got {type(text).__name__}; pass text or a list of token ids")
-        marked = text.marked if isinstance(text, Prompt) else None
-        if marked is not None and parse_special:
-            text, parse_special = marked, False
+        if parse_special and isinstance(text, Prompt) and text.marked is not None:
+            text, parse_special = text.marked, False
+        encoder, numbers = (self._vocabulary.encoder, {}) if parse_special else self._literal_encoder()
         try:
-            if parse_special:
-                ids: list[int] = self._vocabulary.encoder.encode(text, add_special_tokens=False).ids
-            else:
-                ids = self._encode_literal(text)
+            ids: list[int] = encoder.encode(text, add_special_tokens=False).ids
         except (TypeError, UnicodeError):  # which of the two depends on the library's version
             place = next((i for i, char in enumerate(text) if "\ud800" <= char <= "\udfff"), 0)
             raise InputError(
                 f"prompt: has half a character (a lone surrogate) at position {place}; "
                 "send text that can be written as UTF-8"
             ) from None
+        if numbers:
+            ids = [numbers.get(number, number) for number in ids]
         return [*self._vocabulary.prefix, *ids, *self._vocabulary.suffix] if add_special else ids
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True, at_start: bool = True) -> str:
@@ -94,12 +93,6 @@ class Tokenizer:
 
     def _control_tokens(self) -> list[tokenizers.AddedToken]:
         return [token for token in self._vocabulary.encoder.get_added_tokens_decoder().values() if token.special]
-
-    def _encode_literal(self, text: str) -> list[int]:
-        """Control tokens are plain characters, and aliases are control tokens."""
-        encoder, numbers = self._literal_encoder()
-        ids: list[int] = [numbers.get(number, number) for number in encoder.encode(text, add_special_tokens=False).ids]
-        return ids
 
     def _literal_encoder(self) -> tuple[tokenizers.Tokenizer, dict[int, int]]:
         """An encoder that knows control tokens by their aliases only, and from its ids to those of the vocabulary where
