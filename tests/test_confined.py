@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from twostroke.confined import GRACE_SECONDS, WALL_FACTOR, Confined, LimitError
+from twostroke.confined import GRACE_SECONDS, WALL_FACTOR, AccidentError, Confined, LimitError
 
 SECONDS = 0.3
 
@@ -59,7 +59,7 @@ def test_a_child_that_was_ended_from_outside_is_replaced_and_asked_again(child: 
 
 
 def test_a_message_during_which_every_child_is_killed_is_not_called_too_large(child: Confined) -> None:
-    with pytest.raises(RuntimeError, match=r"tests\.confined_child was killed or stopped twice"):
+    with pytest.raises(AccidentError, match=r"tests\.confined_child was killed or stopped twice"):
         child.ask({"signal": signal.SIGKILL})
     assert child.ask({})["message"] == {}
 

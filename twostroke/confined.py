@@ -24,6 +24,7 @@ from typing import Any
 START_SECONDS = 60.0
 WALL_FACTOR = 5.0  # wall time allowed for one second of CPU time, because other processes use the CPU too
 GRACE_SECONDS = 1.0  # what the parent waits beyond the wall time, in which the child ends itself
+LOOK_SECONDS = 0.25  # while the parent waits: how often it looks whether the child was stopped
 MAX_ANSWER = 64 << 20  # bytes
 MAX_CHUNK = 1 << 18
 LENGTH = struct.Struct("<I")
@@ -35,7 +36,11 @@ class LimitError(Exception):
     """A message made the child exceed its time or memory, or crash."""
 
 
-class _AccidentError(Exception):
+class WallTimeError(LimitError):
+    """A message took its wall time but not its CPU time. Other processes may be the cause: later it may succeed."""
+
+
+class AccidentError(RuntimeError):
     """The child was killed or stopped from outside: the message is not the cause."""
 
 
@@ -54,19 +59,20 @@ class Confined:
         self._lock = threading.Lock()
 
     def ask(self, message: Message) -> Message:
-        """The child's answer. LimitError if the message takes too much; after an accident a new child is asked once."""
+        """The child's answer. LimitError if the message takes too much. After an accident a new child is asked once;
+        AccidentError if that one has an accident too."""
         data = _packed(message)
         patience = self._limits["seconds"] * WALL_FACTOR + GRACE_SECONDS
         with self._lock:
             for _ in range(2):
                 try:
                     return self._started().ask(data, patience)
-                except _AccidentError:
+                except AccidentError:
                     self._end()
                 except LimitError:
                     self._end()
                     raise
-        raise RuntimeError(f"the child process {self._module} was killed or stopped twice while it had one message")
+        raise AccidentError(f"the child process {self._module} was killed or stopped twice while it had one message")
 
     def start(self) -> None:
         """Start the child now, so that the first message does not wait for it."""
@@ -108,23 +114,40 @@ class _Child:
         self.end = weakref.finalize(self, _end, self.process, self._socket)  # at the latest when this process ends
         try:
             self.ask(_packed(first), START_SECONDS)
-        except (LimitError, _AccidentError) as error:
+        except AccidentError:
+            self.end()
+            raise
+        except LimitError as error:
             self.end()
             raise RuntimeError(f"the child process {module} does not start") from error
 
     def ask(self, data: bytes, seconds: float) -> Message:
         deadline = time.monotonic() + seconds
         try:
-            self._socket.settimeout(seconds)
-            self._socket.sendall(data)
-            return _receive(self._socket, deadline)
-        except TimeoutError:
-            raise _AccidentError from None
+            _send(self._socket, data, lambda: self._check(deadline))
+            return _receive(self._socket, lambda: self._check(deadline))
         except OSError:  # the child has closed its end
             with contextlib.suppress(subprocess.TimeoutExpired):
-                if self.process.wait(START_SECONDS) in (-signal.SIGKILL, -signal.SIGTERM):
-                    raise _AccidentError from None
+                code = self.process.wait(START_SECONDS)
+                if code in (-signal.SIGKILL, -signal.SIGTERM):
+                    raise AccidentError from None
+                if code == -signal.SIGALRM:
+                    raise WallTimeError from None
             raise LimitError from None
+
+    def _check(self, deadline: float) -> None:
+        """AccidentError if the child was stopped, or neither answers nor ends in time."""
+        if time.monotonic() > deadline or _stopped(self.process.pid):
+            raise AccidentError
+
+
+def _stopped(pid: int) -> bool:
+    """Whether a signal has stopped this child. Where the system cannot say it, the deadline ends the wait."""
+    if not hasattr(os, "waitid"):
+        return False
+    with contextlib.suppress(ChildProcessError):
+        return os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
+    return False
 
 
 def _end(process: subprocess.Popen[bytes], channel: socket.socket) -> None:
@@ -140,28 +163,44 @@ def _packed(message: Message) -> bytes:
     return LENGTH.pack(len(body)) + body
 
 
-def _receive(channel: socket.socket, deadline: float | None = None) -> Message:
+def _send(channel: socket.socket, data: bytes, check: Callable[[], None]) -> None:
+    """check: called while the other side does not read; it raises to end the wait."""
+    channel.settimeout(LOOK_SECONDS)
+    rest = memoryview(data)
+    while rest:
+        try:
+            rest = rest[channel.send(rest) :]
+        except TimeoutError:
+            check()
+
+
+def _receive(channel: socket.socket, check: Callable[[], None] | None = None) -> Message:
+    """check: called while the message is not complete; it raises to end the wait. None: wait without end."""
     import msgspec
 
-    (size,) = LENGTH.unpack(_read(channel, LENGTH.size, deadline))
-    if deadline is not None and size > MAX_ANSWER:
+    channel.settimeout(None if check is None else LOOK_SECONDS)
+    (size,) = LENGTH.unpack(_read(channel, LENGTH.size, check))
+    if check is not None and size > MAX_ANSWER:
         raise LimitError
     try:
-        message: Message = msgspec.msgpack.decode(_read(channel, size, deadline))
+        message: Message = msgspec.msgpack.decode(_read(channel, size, check))
     except msgspec.MsgspecError as error:
         raise LimitError from error
     return message
 
 
-def _read(channel: socket.socket, size: int, deadline: float | None) -> bytes:
+def _read(channel: socket.socket, size: int, check: Callable[[], None] | None) -> bytes:
     data = bytearray()
     while len(data) < size:
-        if deadline is not None:
-            channel.settimeout(max(deadline - time.monotonic(), 1e-3))
-        chunk = channel.recv(min(size - len(data), MAX_CHUNK))
-        if not chunk:
-            raise ConnectionResetError
-        data += chunk
+        try:
+            chunk = channel.recv(min(size - len(data), MAX_CHUNK))
+            if not chunk:
+                raise ConnectionResetError
+            data += chunk
+        except TimeoutError:
+            pass
+        if check is not None and len(data) < size:
+            check()
     return bytes(data)
 
 

@@ -84,7 +84,7 @@ def build_engine(
     kv = KVStorage(settings.layout, settings.kv_blocks, settings.kv_dtype, ops.device, settings.host_slots)
     scheduler = make_scheduler(arch, settings, block_identity(checkpoint, settings, ops), block_key)
     scheduler.drafter = make_drafter(settings.speculate, device)
-    grammars = GrammarCompiler(tokenizer, arch.vocab)
+    grammars = GrammarCompiler(tokenizer, arch.vocab, lambda: scheduler.pace.max_gap)
     runner = make_runner(transformer, kv, scheduler.tables.array, ops, grammars)
     core = Core(scheduler, runner, clock, StepLog())
     return Engine(core, Intake(tokenizer, settings, arch.vocab, grammars), tokenizer, arch, settings)

@@ -12,8 +12,8 @@ from collections import OrderedDict
 from hashlib import blake2b
 from typing import Any
 
-from twostroke.confined import Confined, LimitError, Message, answer_messages
-from twostroke.errors import InputError
+from twostroke.confined import AccidentError, Confined, LimitError, Message, WallTimeError, answer_messages
+from twostroke.errors import InputError, TwostrokeError
 from twostroke.grammar.lark import to_lark
 from twostroke.grammar.library import GrammarError, TokenTable, compile_lark, make_tokenizer, next_tokens, token_table
 from twostroke.sampling import Grammar
@@ -27,8 +27,15 @@ VERDICTS = 1024  # how many are remembered
 TOO_MUCH = "takes more time or memory to compile than a request may use; make it simpler"
 
 
+class NotCheckedError(TwostrokeError):
+    """A grammar could not be tried, for a reason that has nothing to do with it: try again."""
+
+
 class GrammarChecker:
-    """Decides whether a grammar can be used. Thread-safe; verdicts are remembered, one grammar is tried at a time."""
+    """Decides whether a grammar can be used. Thread-safe; verdicts are remembered, one grammar is tried at a time.
+
+    What an accident ends (the child is killed or stopped, or other processes take its time) has no verdict.
+    """
 
     def __init__(self, tokenizer: Tokenizer, vocab: int) -> None:
         """vocab: rows of the logits."""
@@ -42,8 +49,8 @@ class GrammarChecker:
         self._lock = threading.Lock()  # of the verdicts; not held while a grammar is tried
 
     def prepare(self, grammar: Grammar) -> None:
-        """InputError if the grammar cannot be used."""
-        key = blake2b(f"{grammar.kind} {grammar.source}".encode(), digest_size=16).digest()
+        """InputError if the grammar cannot be used, NotCheckedError if that could not be found out."""
+        key = _digest(grammar)
         with self._lock:
             verdict = self._verdicts.get(key)
         if verdict is None:
@@ -56,9 +63,16 @@ class GrammarChecker:
         if verdict:
             raise InputError(f"grammar: {verdict}.")
 
+    def knows(self, grammar: Grammar) -> bool:
+        """Whether `prepare` answers at once."""
+        with self._lock:
+            return _digest(grammar) in self._verdicts
+
     def _try(self, grammar: Grammar) -> str:
         try:
             return str(self.process.ask({"kind": grammar.kind, "source": grammar.source})["error"])
+        except (AccidentError, WallTimeError):
+            raise NotCheckedError("grammar: it could not be tried now, send the request again.") from None
         except LimitError:
             return TOO_MUCH
 
@@ -68,6 +82,10 @@ class GrammarChecker:
 
     def close(self) -> None:
         self.process.close()
+
+
+def _digest(grammar: Grammar) -> bytes:
+    return blake2b(f"{grammar.kind} {grammar.source}".encode(), digest_size=16).digest()
 
 
 # ---- in the child --------------------------------------------------------------------------------------------------

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
+from twostroke.config import DEFAULT_GAP
 from twostroke.errors import InputError
 from twostroke.grammar.check import GrammarChecker
 from twostroke.grammar.lark import to_lark
@@ -19,9 +21,13 @@ COMPILED = 64  # how many grammars are kept ready
 class GrammarCompiler:
     """Compiles grammars and keeps them. Thread-safe; one thread can compile while another takes steps."""
 
-    def __init__(self, tokenizer: Tokenizer, vocab: int):
-        """vocab: rows of the logits, which may be more or fewer than the tokenizer's tokens."""
+    def __init__(
+        self, tokenizer: Tokenizer, vocab: int, max_gap: Callable[[], float] = lambda: DEFAULT_GAP["cpu"]
+    ) -> None:
+        """vocab: rows of the logits, which may be more or fewer than the tokenizer's tokens. max_gap: the setting as it
+        is now, from which the time that a grammar may take follows."""
         self.vocab = vocab
+        self.max_gap = max_gap
         self.checker = GrammarChecker(tokenizer, vocab)
         self._tokenizer = tokenizer
         self._library_tokenizer: Any = None

@@ -6,7 +6,6 @@ after a failed step or in another process it is computed again from the tokens.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -14,15 +13,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from twostroke.errors import InputError
+from twostroke.grammar.budget import GrammarBudgets
 from twostroke.grammar.compile import GrammarCompiler
 from twostroke.grammar.library import GrammarError, next_tokens, reason
 from twostroke.types import Choice, RequestState, Status
 
-MASK_SECONDS = 1.0  # CPU time of one mask, beyond which its request ends; fuel ends it long before
-
 DEAD = "the grammar allows no token here that this model can write"
 TOO_SHORT = "the grammar's text is complete before min_tokens"
-TOO_SLOW = "the grammar takes too long to follow"
 
 
 class GrammarState:
@@ -91,6 +88,7 @@ class GrammarRows:
     def __init__(self, compiler: GrammarCompiler):
         self.compiler = compiler
         self.states: dict[int, tuple[RequestState, GrammarState]] = {}
+        self.budgets = GrammarBudgets(compiler.max_gap)
 
     def masks(self, choices: Sequence[Choice]) -> RowMasks:
         """choices: those of one step, in the order of their rows of logits; a request's own are adjacent."""
@@ -98,6 +96,8 @@ class GrammarRows:
             self._forget_finished()
         if all(choice.request.params.grammar is None for choice in choices):
             return NO_MASKS
+        bound = [choice.request for choice in choices if choice.request.params.grammar is not None]
+        self.budgets.begin_step(bound, (request for request, _ in self.states.values()))
         allowed: dict[int, np.ndarray] = {}
         errors: dict[int, str] = {}
         unmasked: set[int] = set()
@@ -116,8 +116,10 @@ class GrammarRows:
 
     def _mask_rows(self, choices: list[Choice], row: int, allowed: dict[int, np.ndarray]) -> None:
         """The masks of one request. Rows after a draft that the grammar forbids need none: they are rejected."""
-        state = self._state(choices[0].request)
-        state.follow(choices[0].tokens, choices[0].request.prompt_length)
+        request = choices[0].request
+        state = self._state(request)
+        with self.budgets.charge(request, again=choices[0].output_length - len(state.tokens) - 1):
+            state.follow(choices[0].tokens, request.prompt_length)
         allowed[row] = self._mask(state, choices[0])
         taken = 0
         try:
@@ -125,20 +127,18 @@ class GrammarRows:
                 draft = choice.tokens[-1]
                 if not allowed[row + index - 1][draft] or draft in choice.request.stop_ids:
                     break
-                state.advance(draft)
+                with self.budgets.charge(request):
+                    state.advance(draft)
                 taken += 1
                 allowed[row + index] = self._mask(state, choice)
         except GrammarError:  # the text cannot go on after this draft
-            del self.states[choices[0].request.id]  # the library cannot leave an error: computed again when needed
+            del self.states[request.id]  # the library cannot leave an error: computed again when needed
         else:
             state.rollback(taken)
 
     def _mask(self, state: GrammarState, choice: Choice) -> np.ndarray:
-        started = time.thread_time()
-        mask = allowed_tokens(state, choice, self.compiler.vocab)
-        if time.thread_time() - started > MASK_SECONDS:
-            raise GrammarError(TOO_SLOW)
-        return mask
+        with self.budgets.charge(choice.request):
+            return allowed_tokens(state, choice, self.compiler.vocab)
 
     def _state(self, request: RequestState) -> GrammarState:
         known = self.states.get(request.id)

@@ -19,7 +19,7 @@ from twostroke.config import Resolved
 from twostroke.engine.answer import Answer
 from twostroke.engine.intake import Intake, RequestIds, open_tokenizer
 from twostroke.errors import TwostrokeError
-from twostroke.grammar.check import GrammarChecker
+from twostroke.grammar.check import GrammarChecker, NotCheckedError
 from twostroke.metrics.counts import Counts
 from twostroke.metrics.steplog import Step
 from twostroke.remote.admission import Admission, BusyError
@@ -129,7 +129,7 @@ class AsyncEngine:
 
     async def prepare(self, params: SamplingParams) -> None:
         """Check what depends on the model. A grammar is tried in a thread; only so many may wait for that."""
-        if params.grammar is None:
+        if params.grammar is None or self.grammars.knows(params.grammar):
             self.intake.prepare(params)
             return
         if self._grammars >= MAX_GRAMMARS:
@@ -137,6 +137,8 @@ class AsyncEngine:
         self._grammars += 1
         try:
             await asyncio.get_running_loop().run_in_executor(self._checker, self.intake.prepare, params)
+        except NotCheckedError:
+            raise BusyError(1) from None
         finally:
             self._grammars -= 1
 

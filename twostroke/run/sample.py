@@ -16,6 +16,7 @@ from twostroke.types import EMPTY, Choice, TokenLogprobs
 
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: steps of a Weyl sequence
 SLACK = 1e-9  # off top_p: how the probabilities before a token were added up must not decide whether it stays
+TINY = 1e-4  # temperatures below it: a logit over the temperature is too large for float32 to keep the noise apart
 NOT_FINITE = "the model produced logits that are not numbers for this request"
 
 
@@ -73,9 +74,22 @@ def choose_one(row: np.ndarray, choice: Choice, allowed: np.ndarray | None = Non
         row = adjust(row, choice)
     if request.params.temperature == 0:
         return int(row.argmax())
-    values, ids = keep_likely(row / np.float32(request.params.temperature), request.params)
+    values, ids = keep_likely(tempered(row, request.params.temperature), request.params)
     key = noise_key(request.seed, request.sample, choice.position)
     return int(ids[(values + gumbel(key, ids)).argmax()])
+
+
+def has_tiny_temperature(params: SamplingParams) -> bool:
+    return 0.0 < params.temperature < TINY
+
+
+def tempered(row: np.ndarray, temperature: float) -> np.ndarray:
+    """The logits over the temperature. Below TINY they are first shifted so that the largest is 0, and divided in
+    float64: the largest stays 0 and the others become as small as they are, down to minus infinity."""
+    if temperature >= TINY:
+        return row / np.float32(temperature)
+    with np.errstate(over="ignore"):
+        return (row.astype(np.float64) - float(row.max())) / temperature
 
 
 def adjust(row: np.ndarray, choice: Choice) -> np.ndarray:

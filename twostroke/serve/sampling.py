@@ -90,8 +90,11 @@ def make_params(*, unlimited: bool = False, **values: Any) -> SamplingParams:
 
 
 def token_biases(given: dict[str, float] | None) -> dict[int, float] | None:
-    """JSON has names where SamplingParams has token ids."""
+    """JSON has names where SamplingParams has token ids. One id has one name, so that no token is named twice."""
     for name in given or ():
         if not (name.isascii() and name.isdigit() and len(name) < 10):
             raise bad_request(f"logit_bias: {name[:40]!r} is no token id.", "logit_bias", "invalid_value")
+        if name != str(int(name)):
+            reason = f"logit_bias: {name!r} is not how token id {int(name)} is written; send {str(int(name))!r}."
+            raise bad_request(reason, "logit_bias", "invalid_value")
     return None if given is None else {int(name): bias for name, bias in given.items()}

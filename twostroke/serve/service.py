@@ -29,7 +29,7 @@ from twostroke.sampling import SamplingParams
 from twostroke.serve import usage
 from twostroke.serve.cache_miss import Nearest, RecentPrompts, explanation
 from twostroke.serve.costs import answer_costs
-from twostroke.serve.structured import AnswerFormat
+from twostroke.serve.structured import AnswerFormat, grammar_failure
 from twostroke.serve.transport import errors
 from twostroke.serve.transport.auth import Keys
 from twostroke.serve.transport.http import Exchange, GoneError
@@ -325,6 +325,9 @@ def failure(error: str) -> errors.ApiError:
         return errors.unavailable("The engine stopped while it wrote this answer: send the request again.")
     if error == SLOW_READER:
         return errors.ApiError(408, "The answer was read too slowly and was ended.", code="slow_reader")
+    by_grammar = grammar_failure(error)
+    if by_grammar is not None:
+        return by_grammar
     number = secrets.token_hex(8)
     errors.log.error("error %s: a request failed: %s", number, error)
     return errors.internal_with(number)

@@ -8,11 +8,13 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field
 
 from twostroke.errors import InputError
+from twostroke.grammar.budget import TOO_SLOW
+from twostroke.grammar.masks import DEAD, TOO_SHORT
 from twostroke.grammar.tools import tool_grammar
 from twostroke.sampling import Grammar, schema_text
 from twostroke.serve.fields import Name, Payload, Text
 from twostroke.serve.segments import SegmentReader
-from twostroke.serve.transport.errors import bad_request
+from twostroke.serve.transport.errors import ApiError, bad_request
 from twostroke.text.parse import StreamParser
 from twostroke.text.tokenizer import Tokenizer
 from twostroke.text.tools import MAX_TOOLS, ToolFormat, has_reasoning, marker_ids, read_choice, read_tools, tool_format
@@ -119,6 +121,13 @@ def function_tool(name: str, description: str | None, parameters: dict[str, Any]
 
 def function_choice(name: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name}}
+
+
+def grammar_failure(error: str) -> ApiError | None:
+    """An answer that its grammar ended: the client's own grammar is the reason. None: another error."""
+    if error not in (TOO_SLOW, DEAD, TOO_SHORT):
+        return None
+    return bad_request(f"grammar: {error}.", "grammar", "grammar_failed")
 
 
 class AnswerFormat(NamedTuple):

@@ -8,6 +8,7 @@ pretokenize.py        how families split text into words, by the name that a GGU
 token_bytes.py        from one token to its bytes
 stream.py             tokens to whole characters, and stop strings
 chat.py               messages to a prompt, through the model's chat template
+controls.py           control tokens of the template, told apart from the same characters in a message
 render.py             the child process that renders the template
 tools.py              tools as clients describe them, and the formats in which models write calls
 parse.py              an answer's text as content, reasoning and tool calls

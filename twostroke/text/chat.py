@@ -12,6 +12,7 @@ from typing import Any
 
 from twostroke.confined import Confined, LimitError
 from twostroke.errors import InputError, ModelError
+from twostroke.text.controls import Controls
 
 MAX_SOURCE = 1 << 16  # characters of a template: twice the longest that is in use
 MAX_OUTPUT = 4 << 20  # characters of a rendered prompt
@@ -26,9 +27,21 @@ ARGUMENTS = frozenset(
 )  # fmt: skip
 
 
-def renderer(seconds: float = MAX_SECONDS) -> Confined:
-    """A child process that renders templates. It starts with the first message."""
-    return Confined("twostroke.text.render", seconds=seconds, memory=MAX_MEMORY)
+def renderer(seconds: float = MAX_SECONDS, controls: Controls | None = None) -> Confined:
+    """A child process that renders templates. It starts with the first message. controls: of the vocabulary."""
+    setup = {} if controls is None else {"controls": controls.texts, "secret": controls.secret}
+    return Confined("twostroke.text.render", lambda: setup, seconds=seconds, memory=MAX_MEMORY)
+
+
+class Prompt(str):
+    """A rendered conversation. `Tokenizer.encode` reads as control tokens only those that the template wrote."""
+
+    marked: str | None  # the same with an alias for each control token, where a message spells one as text
+
+    def __new__(cls, text: str, marked: str | None = None) -> Prompt:
+        prompt = super().__new__(cls, text)
+        prompt.marked = marked
+        return prompt
 
 
 class ChatTemplate:
@@ -60,7 +73,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         **arguments: Any,
-    ) -> str:
+    ) -> Prompt:
         """The prompt for these messages. Encode it with add_special=False: the template writes its own tokens.
 
         This waits for the child process, at most a few seconds: do not call it on an event loop.
@@ -86,7 +99,7 @@ class ChatTemplate:
         """End the child process. The next rendering starts a new one."""
         self._process.close()
 
-    def _ask(self, message: dict[str, Any]) -> str:
+    def _ask(self, message: dict[str, Any]) -> Prompt:
         message |= {
             "source": self.source,
             "special": self._special,
@@ -105,8 +118,13 @@ class ChatTemplate:
         except UnicodeError:
             raise InputError("messages: has half a character (a lone surrogate); send valid UTF-8") from None
         if "text" in answer:
-            return str(answer["text"], "utf-8", "surrogatepass")
+            marked = answer.get("marked")
+            return Prompt(_from_utf8(answer["text"]), None if marked is None else _from_utf8(marked))
         raise ModelError(answer["model"]) if "model" in answer else InputError(answer["input"])
+
+
+def _from_utf8(data: bytes) -> str:
+    return str(data, "utf-8", "surrogatepass")
 
 
 def checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -10,7 +10,8 @@ from typing import Any
 import tokenizers
 
 from twostroke.errors import InputError
-from twostroke.text.chat import ChatTemplate
+from twostroke.text.chat import ChatTemplate, Prompt, renderer
+from twostroke.text.controls import Controls
 from twostroke.text.folder_vocabulary import read_folder
 from twostroke.text.gguf_vocabulary import read_gguf
 from twostroke.text.vocabulary import Vocabulary
@@ -25,12 +26,14 @@ class Tokenizer:
         self.bos_id: int | None = vocabulary.bos_id
         self.special_ids: frozenset[int] = vocabulary.special_ids
         self.leading_space: bool = vocabulary.leading_space
-        self.chat: ChatTemplate | None = (
-            ChatTemplate(vocabulary.template, vocabulary.names) if vocabulary.template else None
-        )
         self._vocabulary = vocabulary
+        self._controls = Controls([token.content for token in self._control_tokens()])
+        self.chat: ChatTemplate | None = None
+        if vocabulary.template:
+            process = renderer(controls=self._controls)
+            self.chat = ChatTemplate(vocabulary.template, vocabulary.names, process=process)
         self._bytes: list[bytes | None] = [None] * vocabulary.size
-        self._literal: tokenizers.Tokenizer | None = None
+        self._literal: tuple[tokenizers.Tokenizer, dict[int, int]] | None = None
         self._lock = threading.Lock()
 
     def encode(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]:
@@ -39,11 +42,14 @@ class Tokenizer:
         add_special: add the model's begin and end tokens, if it has any. A rendered chat template contains its own:
         encode that with add_special=False.
         parse_special: read "<|im_end|>" in the text as that token. With False it is plain characters: use that for text
-        that must not contain control tokens.
+        that must not contain control tokens. In a rendered conversation (`Prompt`) only the tokens that the template
+        wrote are control tokens, and those that a message spells are plain characters.
         """
         if not isinstance(text, str):
             raise InputError(f"prompt: must be a string, got {type(text).__name__}; pass text or a list of token ids")
-        encoder = self._vocabulary.encoder if parse_special else self._literal_encoder()
+        if parse_special and isinstance(text, Prompt) and text.marked is not None:
+            text, parse_special = text.marked, False
+        encoder, numbers = (self._vocabulary.encoder, {}) if parse_special else self._literal_encoder()
         try:
             ids: list[int] = encoder.encode(text, add_special_tokens=False).ids
         except (TypeError, UnicodeError):  # which of the two depends on the library's version
@@ -52,6 +58,8 @@ class Tokenizer:
                 f"prompt: has half a character (a lone surrogate) at position {place}; "
                 "send text that can be written as UTF-8"
             ) from None
+        if numbers:
+            ids = [numbers.get(number, number) for number in ids]
         return [*self._vocabulary.prefix, *ids, *self._vocabulary.suffix] if add_special else ids
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True, at_start: bool = True) -> str:
@@ -83,14 +91,36 @@ class Tokenizer:
         number: int | None = self._vocabulary.encoder.token_to_id(token)
         return number
 
-    def _literal_encoder(self) -> tokenizers.Tokenizer:
-        """A copy that reads special tokens as characters. The library has no such option for a single call."""
+    def _control_tokens(self) -> list[tokenizers.AddedToken]:
+        return [token for token in self._vocabulary.encoder.get_added_tokens_decoder().values() if token.special]
+
+    def _literal_encoder(self) -> tuple[tokenizers.Tokenizer, dict[int, int]]:
+        """An encoder that knows control tokens by their aliases only, and from its ids to those of the vocabulary where
+        they differ. It shares the model's memory. The library has no such option for a single call."""
         with self._lock:
             if self._literal is None:
-                copy = tokenizers.Tokenizer.from_str(self._vocabulary.encoder.to_str())
-                copy.encode_special_tokens = True
-                self._literal = copy
+                original = self._vocabulary.encoder
+                encoder = tokenizers.Tokenizer(original.model)
+                if original.normalizer is not None:
+                    encoder.normalizer = original.normalizer
+                if original.pre_tokenizer is not None:
+                    encoder.pre_tokenizer = original.pre_tokenizer
+                added = {n: self._renamed(token) for n, token in original.get_added_tokens_decoder().items()}
+                encoder.add_tokens(list(added.values()))
+                numbers = {encoder.token_to_id(token.content): n for n, token in added.items()}
+                self._literal = encoder, {here: n for here, n in numbers.items() if here is not None}
             return self._literal
+
+    def _renamed(self, token: tokenizers.AddedToken) -> tokenizers.AddedToken:
+        """A control token under its alias; other added tokens as they are."""
+        return tokenizers.AddedToken(
+            self._controls.alias(token.content) if token.special else token.content,
+            single_word=token.single_word,
+            lstrip=token.lstrip,
+            rstrip=token.rstrip,
+            normalized=token.normalized,
+            special=False,
+        )
 
 
 def from_folder(path: Path) -> Tokenizer:

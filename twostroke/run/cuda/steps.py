@@ -18,7 +18,7 @@ from twostroke.ops.interface import BLOCK
 from twostroke.run.cuda.buckets import CAPTURED_TOKENS, mixed_rows, stream_rows
 from twostroke.run.cuda.shared_prefix import Sharing, find_sharing
 from twostroke.run.cuda.staging import Fields
-from twostroke.run.sample import MASK, needs_adjusting, noise_key
+from twostroke.run.sample import MASK, has_tiny_temperature, needs_adjusting, noise_key
 from twostroke.run.step import StepRows
 from twostroke.types import Choice
 
@@ -189,7 +189,8 @@ def column_bucket(context: int, most: int) -> int:
 def on_device(choice: Choice) -> bool:
     """Whether the device can choose the token by itself."""
     params = choice.request.params
-    return params.logprobs is None and params.grammar is None and not needs_adjusting(choice)
+    plain = params.logprobs is None and params.grammar is None and not has_tiny_temperature(params)
+    return plain and not needs_adjusting(choice)
 
 
 def is_filtered(choices: Sequence[Choice]) -> bool:
