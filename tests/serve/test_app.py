@@ -30,7 +30,7 @@ def ask(folder: Path, method: str, path: str, routes: tuple[Route, ...] = (), **
     async def whole() -> httpx.Response:
         service = Service(AsyncEngine(folder, {}), "tiny", Keys([]), Metrics("tiny"))
         transport = httpx.ASGITransport(App(service, (*routes, *ROUTES)))
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             return await client.request(method, path, **more)
 
     return asyncio.run(whole())

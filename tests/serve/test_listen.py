@@ -37,10 +37,10 @@ def read_answer(sock: socket.socket) -> tuple[int, dict]:
 @pytest.mark.parametrize(
     ("head", "status"),
     [
-        ("POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: 8000000\r\n", 413),
-        ("POST /nowhere HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: 8000000\r\n", 404),
+        ("POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: 8000000\r\n", 413),
+        ("POST /nowhere HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: 8000000\r\n", 404),
         ("this is no HTTP\r\n", 400),
-        ("GET /v1/models HTTP/1.1\r\nx-long: " + "y" * 50_000 + "\r\n", 400),
+        ("GET /v1/models HTTP/1.1\r\nx-long: " + "y" * 50_000 + "\r\n", 431),
     ],
 )
 def test_who_is_refused_while_it_sends_can_read_why(server: Server, head: str, status: int) -> None:
@@ -59,7 +59,7 @@ def test_a_streamed_answer_is_chunks_for_1_1_and_plain_for_1_0(server: Server) -
     texts = []
     for version in ("1.1", "1.0"):
         with connect(server) as sock:
-            head = f"POST /v1/completions HTTP/{version}\r\nhost: x\r\nconnection: close\r\n{KEY_LINE}"
+            head = f"POST /v1/completions HTTP/{version}\r\nhost: localhost\r\nconnection: close\r\n{KEY_LINE}"
             sock.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
             data = b""
             while part := sock.recv(65536):

@@ -22,7 +22,9 @@ from tests.serve.test_listen import KEY_LINE, connect, read_answer
 LIMITS = (
     "import twostroke.serve.transport.listen as l, twostroke.serve.transport.connection as c; "
     "import twostroke.serve.transport.lingering_close as g, twostroke.remote.stream as a; "
-    "l.SEND_BUFFER = 4096; c.STALL_SECONDS = 5.0; c.MAX_CONNECTIONS = 100; g.LINGER_SECONDS = 60.0; a.MAX_UNREAD = 500"
+    "import twostroke.serve.transport.places as p, twostroke.serve.transport.http as h; "
+    "l.SEND_BUFFER = 4096; c.STALL_SECONDS = 5.0; p.MAX_CONNECTIONS = 100; h.BODY_SECONDS = 600.0; "
+    "g.LINGER_SECONDS = 60.0; a.MAX_UNREAD = 500"
 )
 HASTY = "import twostroke.serve.transport.connection as c; c.HEADER_SECONDS = 3.0"
 
@@ -113,7 +115,8 @@ def test_what_can_never_fit_is_a_bad_request(small: Server) -> None:
 def test_a_reader_that_does_not_read_is_ended(small: Server) -> None:
     """Its buffers stay bounded, its blocks come back, others do not notice."""
     body = json.dumps({"prompt": "Once", "max_tokens": 4000, "ignore_eos": True, "stream": True, "logprobs": 5})
-    lines = ["POST /v1/completions HTTP/1.1", "host: x", f"x-api-key: {KEY}", f"content-length: {len(body)}", "", body]
+    lines = ["POST /v1/completions HTTP/1.1", "host: localhost", f"x-api-key: {KEY}"]
+    lines += [f"content-length: {len(body)}", "", body]
     host, port = small.url.removeprefix("http://").split(":")
     before = small.quiet()["steps"]
     with socket.socket() as sock:
@@ -129,18 +132,21 @@ def test_a_reader_that_does_not_read_is_ended(small: Server) -> None:
 
 def test_connections_are_bounded(small: Server) -> None:
     small.quiet()
-    idle: list[socket.socket] = []
-    for _ in range(101):  # the last of them, at the latest, is one too many; others of before may still be closing
-        idle.append(connect(small))
-        idle[-1].sendall(b"GET /health/live HTTP/1.1\r\nhost: x\r\n\r\n")
-        if read_answer(idle[-1])[0] == 503:
-            break
-    assert len(idle) > 90 and is_full(small), len(idle)
+    sending: list[socket.socket] = []
+    while not is_full(small):
+        assert len(sending) <= 100
+        sending.append(connect(small))
+        sending[-1].sendall(
+            f"POST /tokenize HTTP/1.1\r\nhost: localhost\r\n{KEY_LINE}content-length: 9\r\n\r\n".encode()
+        )
+    assert len(sending) > 90
     for _ in range(20):  # clients with much to send can read the refusal too
         with connect(small) as sock, contextlib.suppress(BrokenPipeError):
-            sock.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 300000\r\n\r\n" + b"x" * 300_000)
+            sock.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 300000\r\n\r\n" + b"x" * 300_000
+            )
             assert read_answer(sock)[0] == 503
-    for sock in idle:
+    for sock in sending:
         sock.close()
     wait_until(lambda: not is_full(small), "closed connections were not given back")
 
@@ -148,7 +154,7 @@ def test_connections_are_bounded(small: Server) -> None:
 def test_a_head_that_never_ends_is_cut_off(hasty: Server) -> None:
     host, port = hasty.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as fresh, socket.create_connection((host, int(port))) as used:
-        used.sendall(b"GET /health/live HTTP/1.1\r\nhost: x\r\n\r\n")
+        used.sendall(b"GET /health/live HTTP/1.1\r\nhost: localhost\r\n\r\n")
         answer = b""
         while not answer.endswith(b"}"):
             answer += used.recv(4096)
@@ -164,7 +170,7 @@ def test_an_early_refusal_does_not_end_the_connection(hasty: Server) -> None:
     """Answered before its body came; what comes then is no head that takes too long."""
     with connect(hasty) as sock:
         for pause in (4.0, 0.0):  # longer than a head may take
-            sock.sendall(f"POST /nowhere HTTP/1.1\r\nhost: x\r\n{KEY_LINE}content-length: 5\r\n\r\n".encode())
+            sock.sendall(f"POST /nowhere HTTP/1.1\r\nhost: localhost\r\n{KEY_LINE}content-length: 5\r\n\r\n".encode())
             assert read_answer(sock)[0] == 404
             sock.sendall(b"hello")
             time.sleep(pause)
@@ -172,7 +178,8 @@ def test_an_early_refusal_does_not_end_the_connection(hasty: Server) -> None:
 
 def is_full(server: Server) -> bool:
     with server.client() as client:
-        response = client.get("/health/live")
+        assert client.get("/health/live").status_code == 200
+        response = client.get("/v1/models")
         assert response.status_code == 200 or (response.status_code == 503 and response.headers["retry-after"] == "5")
         return response.status_code == 503
 

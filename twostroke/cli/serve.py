@@ -25,6 +25,12 @@ def serve(
     max_queue: Annotated[int | None, typer.Option(help="Samples that may wait beyond those that run.", min=0)] = None,
     drain_timeout: Annotated[float, typer.Option(help="Seconds for running requests after SIGTERM.", min=0)] = 30.0,
     option: Settings = None,
+    allowed_host: Annotated[
+        list[str] | None, typer.Option(help="A further name under which clients reach this server; * for any.")
+    ] = None,
+    allow_origin: Annotated[
+        list[str] | None, typer.Option(help="A web site whose pages may use this server (CORS); * for any.")
+    ] = None,
 ) -> None:
     """Serve a model over HTTP: OpenAI's and Anthropic's APIs, metrics, health."""
     from twostroke.config import make_config
@@ -33,18 +39,21 @@ def serve(
     try:
         from twostroke.serve.main import Options, run
         from twostroke.serve.transport.auth import read_keys
+        from twostroke.serve.transport.browsers import checked_names
     except ImportError as error:
         raise ConfigError(
             f"the server needs a package that is not installed ({error.name}): pip install twostroke."
         ) from None
     settings, keys = parse_settings(option), read_keys(api_key, api_key_file)
+    hosts, origins = checked_names(allowed_host or (), allow_origin or ())
     make_config(**settings)  # checked before anything is fetched
     with progress_bar(f"fetching {model}") as fetching:
         path = locate(model, fetching)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     options = Options(
-        path.resolve(), model, settings, host, port, tuple(keys), max_queue=max_queue, drain_timeout=drain_timeout
-    )
+        path.resolve(), model, settings, host, port, tuple(keys), max_queue=max_queue, drain_timeout=drain_timeout,
+        allowed_hosts=hosts, allowed_origins=origins,
+    )  # fmt: skip
     run(options, lambda line: errors.print(line, markup=False, soft_wrap=True))
     sys.stderr.flush()
     os._exit(0)  # a thread that still compiles a grammar must not delay the end

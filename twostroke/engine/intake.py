@@ -10,6 +10,7 @@ from twostroke.errors import InputError
 from twostroke.grammar.check import GrammarChecker
 from twostroke.grammar.compile import GrammarCompiler
 from twostroke.sampling import SamplingParams, is_whole, mix
+from twostroke.text.encode import LongTextError
 from twostroke.text.tokenizer import Tokenizer, from_folder, from_gguf
 from twostroke.types import Request
 from twostroke.weights.checkpoint import Checkpoint
@@ -58,7 +59,10 @@ class Intake:
 
     def tokenize(self, prompt: Prompt, *, add_special: bool = True) -> list[int]:
         if isinstance(prompt, str):
-            tokens = self.tokenizer.encode(prompt, add_special=add_special)
+            try:
+                tokens = self.tokenizer.encode(prompt, add_special=add_special, limit=self.settings.max_model_len)
+            except LongTextError as error:
+                raise self._too_long(error.count) from None
         elif isinstance(prompt, Sequence) and not isinstance(prompt, bytes) and all(is_whole(t) for t in prompt):
             tokens = [int(token) for token in prompt]
         else:
@@ -72,12 +76,12 @@ class Intake:
         for token in tokens:
             if not 0 <= token < self.vocab:
                 raise InputError(f"token id {token} is outside the vocabulary (0 to {self.vocab - 1}).")
-        limit = self.settings.max_model_len
-        if len(tokens) >= limit:
-            why = self.settings.reasons.get("max_model_len", "max_model_len")
-            raise InputError(
-                f"the prompt has {len(tokens)} tokens, but prompt and answer must fit {limit} ({why}): shorten it."
-            )
+        if len(tokens) >= self.settings.max_model_len:
+            raise self._too_long(len(tokens))
+
+    def _too_long(self, count: int) -> InputError:
+        limit, why = self.settings.max_model_len, self.settings.reasons.get("max_model_len", "max_model_len")
+        return InputError(f"the prompt has {count} tokens, but prompt and answer must fit {limit} ({why}): shorten it.")
 
     def prepare(self, params: SamplingParams) -> None:
         """Check what depends on the model. A new grammar may take seconds: call this before taking a lock."""

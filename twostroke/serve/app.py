@@ -1,4 +1,4 @@
-"""The ASGI application: checks the key, finds the route, and turns errors into answers."""
+"""The ASGI application: checks names and the key, finds the route, and turns errors into answers."""
 
 from __future__ import annotations
 
@@ -7,15 +7,18 @@ import logging
 from twostroke.serve.route import Route
 from twostroke.serve.routes import ROUTES
 from twostroke.serve.service import Service
-from twostroke.serve.transport.errors import ApiError, anthropic_error, internal, not_found, openai_error
+from twostroke.serve.transport.auth import OPEN_PATHS, PROBES, STATIC
+from twostroke.serve.transport.browsers import Browsers, is_preflight, preflight_headers
+from twostroke.serve.transport.errors import ApiError, anthropic_error, full, internal, not_found, openai_error
 from twostroke.serve.transport.http import BodyMemory, Exchange, GoneError, Message, Receive, Send
 
 log = logging.getLogger(__name__)
 
 
 class App:
-    def __init__(self, service: Service, routes: tuple[Route, ...] = ROUTES):
+    def __init__(self, service: Service, routes: tuple[Route, ...] = ROUTES, browsers: Browsers | None = None):
         self.service = service
+        self.browsers = browsers or Browsers()
         self.memory = BodyMemory()
         self.routes = routes
 
@@ -30,9 +33,25 @@ class App:
             await self._refuse(exchange, error)
         except Exception:
             await self._refuse(exchange, internal(f"{exchange.method} {exchange.path[:100]}"))
+        finally:
+            exchange.release_body()
+            if exchange.weight:
+                self.service.threads.trim()
 
     async def _serve(self, exchange: Exchange) -> None:
+        exchange.check_framing()
+        if exchange.reserved:
+            exchange.extra_headers["connection"] = "close"
+            if exchange.path not in PROBES:
+                raise full()
+        let_in = self.browsers.check(exchange.path, exchange.headers)
+        exchange.extra_headers |= let_in
+        if let_in and is_preflight(exchange.method, exchange.headers):
+            await exchange.respond(204, b"", preflight_headers(exchange.headers))
+            return
         exchange.caller = self.service.keys.check(exchange.path, exchange.headers)
+        if exchange.path not in OPEN_PATHS and not exchange.path.startswith(STATIC):
+            exchange.accepted()
         route = self.find("GET" if exchange.method == "HEAD" else exchange.method, exchange.path)
         if not route.generates:
             if route.loaded:

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from twostroke.serve.transport.errors import ApiError, bad_request
 
+T = TypeVar("T")
 MAX_COUNT = 2**31 - 1
 
 Text = Annotated[str, Field(max_length=4 << 20)]
@@ -24,6 +25,7 @@ Integer = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 Natural = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 TokenId = Natural
+Many = Annotated[list[T], Field(fail_fast=True)]  # checked up to its first wrong element
 
 
 class Payload(BaseModel):

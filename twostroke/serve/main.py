@@ -12,6 +12,7 @@ import ipaddress
 import logging
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,8 +24,10 @@ from twostroke.remote.async_engine import AsyncEngine
 from twostroke.remote.messages import Ready
 from twostroke.remote.process import Patience
 from twostroke.serve.app import App
+from twostroke.serve.off_loop import SWITCH_SECONDS
 from twostroke.serve.service import Service
 from twostroke.serve.transport.auth import Keys
+from twostroke.serve.transport.browsers import Browsers
 from twostroke.serve.transport.listen import Listener, bind, make_listener
 
 log = logging.getLogger(__name__)
@@ -40,6 +43,8 @@ class Options:
     port: int = 8000
     keys: tuple[str, ...] = ()
     max_queue: int | None = None
+    allowed_hosts: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
     drain_timeout: float = 30.0
     patience: Patience = field(default_factory=Patience)
 
@@ -59,7 +64,8 @@ class Server:
         metrics = Metrics(self.options.name)
         engine = await asyncio.to_thread(self._open, metrics)
         service = Service(engine, self.options.name, Keys(self.options.keys), metrics)
-        listener = make_listener(App(service))
+        browsers = Browsers(self.options.host, self.options.allowed_hosts, self.options.allowed_origins)
+        listener = make_listener(App(service, browsers=browsers))
         listening = asyncio.create_task(listener.serve(sockets=[sock]))
         try:
             ready = await self._load(engine)
@@ -147,4 +153,5 @@ def is_loopback(host: str) -> bool:
 
 
 def run(options: Options, say: Say) -> None:
+    sys.setswitchinterval(SWITCH_SECONDS)
     asyncio.run(Server(options, say).run())

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from twostroke.errors import InputError
 from twostroke.sampling import MAX_STOP_LENGTH, SamplingParams
-from twostroke.serve.fields import Integer, Name, Natural, Payload, TokenId
+from twostroke.serve.fields import Integer, Many, Name, Natural, Payload, TokenId
 from twostroke.serve.transport.errors import bad_request
 
 MAX_TOP_LOGPROBS = 20
@@ -50,7 +50,7 @@ class SamplingFields(ExplainField):
     temperature: float | None = None
     top_p: float | None = None
     seed: Integer | None = None
-    stop: StopString | list[StopString] | None = None
+    stop: StopString | Many[StopString] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[Name, Bias] | None = None
@@ -60,7 +60,7 @@ class SamplingFields(ExplainField):
     min_p: float | None = None
     min_tokens: Natural | None = None
     repetition_penalty: float | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: Many[TokenId] | None = None
     ignore_eos: bool | None = None
     priority: Integer | None = None
     deadline: float | None = None

@@ -27,8 +27,11 @@ from twostroke.remote.ended import KEPT, EndedRequest
 from twostroke.remote.stream import SLOW_READER, Stream
 from twostroke.sampling import SamplingParams
 from twostroke.serve import usage
+from twostroke.serve.body_shape import check_text
 from twostroke.serve.cache_miss import Nearest, RecentPrompts, explanation
 from twostroke.serve.costs import answer_costs
+from twostroke.serve.fields import Payload
+from twostroke.serve.off_loop import Threads
 from twostroke.serve.structured import AnswerFormat, grammar_failure
 from twostroke.serve.transport import errors
 from twostroke.serve.transport.auth import Keys
@@ -39,7 +42,7 @@ from twostroke.text.tools import with_parsed_arguments
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-INLINE = 16_384  # longer texts are tokenized in a thread, so that the event loop stays free
+P = TypeVar("P", bound=Payload)
 
 
 class GenerationInput(NamedTuple):
@@ -131,7 +134,7 @@ class Service:
         self.verdicts = Verdicts(engine.clock)
         self.draining = False
         self.generating = 0  # exchanges of generating routes that are under way
-        self._threads = ThreadPoolExecutor(2, thread_name_prefix="tokenize")
+        self.threads = Threads()
         self._rendering = ThreadPoolExecutor(1, thread_name_prefix="render")  # waits for the process that renders
 
     # ---- what is served --------------------------------------------------------------------------------------------
@@ -256,15 +259,18 @@ class Service:
 
     # ---- from prompts to answers -----------------------------------------------------------------------------------
 
+    async def read(self, payload: type[P], exchange: Exchange) -> P:
+        """The body of a request, checked."""
+        return await self.threads.read(payload, exchange)
+
     async def off_loop(self, size: int, function: Callable[..., T], *arguments: Any) -> T:
         """Calls the function at once if `size` is small, else in a thread, so that streams keep their pace."""
-        if size <= INLINE:
-            return function(*arguments)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
+        return await self.threads.call(size, function, *arguments)
 
     async def tokenize(self, prompts: Sequence[str | list[int]], param: str = "prompt") -> list[list[int]]:
         try:
-            return [await self.off_loop(len(prompt), self.engine.intake.tokenize, prompt) for prompt in prompts]
+            size = sum(len(prompt) for prompt in prompts)
+            return await self.off_loop(size, lambda: [self.engine.intake.tokenize(prompt) for prompt in prompts])
         except InputError as error:
             raise errors.bad_request(str(error), param, "invalid_prompt") from None
 
@@ -275,9 +281,15 @@ class Service:
         template = self.tokenizer.chat
         if template is None:
             raise errors.bad_request("messages: this model has no chat template; use /v1/completions.", "messages")
-        try:
+
+        def write() -> str:
+            for message in messages:
+                for call in message.get("tool_calls") or ():
+                    check_text(call["function"]["arguments"])
             plain = with_parsed_arguments(messages)
-            write = partial(template.render, plain, add_generation_prompt=add_generation_prompt, **arguments)
+            return template.render(plain, add_generation_prompt=add_generation_prompt, **arguments)
+
+        try:
             return await asyncio.get_running_loop().run_in_executor(self._rendering, write)
         except (InputError, ModelError) as error:
             named = str(error).split(":", 1)[0]
@@ -294,6 +306,7 @@ class Service:
             raise errors.bad_request(str(error), "messages", "invalid_prompt") from None
 
     async def generate(self, exchange: Exchange, given: GenerationInput, user: str | None = None) -> Generation:
+        exchange.release_body()
         salt = exchange.caller.salt
         near = self.recent.nearest(salt, given.prompts[0]) if given.explain else None
         try:

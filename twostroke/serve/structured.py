@@ -12,7 +12,7 @@ from twostroke.grammar.budget import TOO_SLOW
 from twostroke.grammar.masks import DEAD, TOO_SHORT
 from twostroke.grammar.tools import tool_grammar
 from twostroke.sampling import Grammar, schema_text
-from twostroke.serve.fields import Name, Payload, Text
+from twostroke.serve.fields import Many, Name, Payload, Text
 from twostroke.serve.segments import SegmentReader
 from twostroke.serve.transport.errors import ApiError, bad_request
 from twostroke.text.parse import StreamParser
@@ -103,7 +103,7 @@ def json_grammar(schema: dict[str, Any] | None, field: str = "response_format") 
 
 
 class ToolFields(FormatFields):
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[Many[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
 

@@ -12,6 +12,7 @@ import tokenizers
 from twostroke.errors import InputError
 from twostroke.text.chat import ChatTemplate, Prompt, renderer
 from twostroke.text.controls import Controls
+from twostroke.text.encode import encode_ids
 from twostroke.text.folder_vocabulary import read_folder
 from twostroke.text.gguf_vocabulary import read_gguf
 from twostroke.text.vocabulary import Vocabulary
@@ -36,7 +37,9 @@ class Tokenizer:
         self._literal: tuple[tokenizers.Tokenizer, dict[int, int]] | None = None
         self._lock = threading.Lock()
 
-    def encode(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]:
+    def encode(
+        self, text: str, *, add_special: bool = True, parse_special: bool = True, limit: int | None = None
+    ) -> list[int]:
         """Text to ids.
 
         add_special: add the model's begin and end tokens, if it has any. A rendered chat template contains its own:
@@ -44,6 +47,7 @@ class Tokenizer:
         parse_special: read "<|im_end|>" in the text as that token. With False it is plain characters: use that for text
         that must not contain control tokens. In a rendered conversation (`Prompt`) only the tokens that the template
         wrote are control tokens, and those that a message spells are plain characters.
+        limit: more tokens than this are a LongTextError.
         """
         if not isinstance(text, str):
             raise InputError(f"prompt: must be a string, got {type(text).__name__}; pass text or a list of token ids")
@@ -51,7 +55,7 @@ class Tokenizer:
             text, parse_special = text.marked, False
         encoder, numbers = (self._vocabulary.encoder, {}) if parse_special else self._literal_encoder()
         try:
-            ids: list[int] = encoder.encode(text, add_special_tokens=False).ids
+            ids = encode_ids(encoder, text, limit)
         except (TypeError, UnicodeError):  # which of the two depends on the library's version
             place = next((i for i, char in enumerate(text) if "\ud800" <= char <= "\udfff"), 0)
             raise InputError(

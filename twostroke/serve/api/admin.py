@@ -15,7 +15,7 @@ from twostroke.metrics.steplog import Step
 from twostroke.model.arch import Arch, arch_document
 from twostroke.remote.ended import KEPT, EndedRequest, by_arrival
 from twostroke.serve.costs import step_costs
-from twostroke.serve.fields import Payload, validate, validate_query
+from twostroke.serve.fields import Payload, validate_query
 from twostroke.serve.service import Service
 from twostroke.serve.transport import errors
 from twostroke.serve.transport.http import Exchange, dump
@@ -57,7 +57,7 @@ async def settings(service: Service, exchange: Exchange) -> None:
 
 async def change(service: Service, exchange: Exchange) -> None:
     try:
-        request = validate(SettingsRequest, await exchange.body())
+        request = await service.read(SettingsRequest, exchange)
     except errors.ApiError as error:
         raise needs_restart(error.param) if error.param in FIXED else error from None
     wanted = request.model_dump(exclude_unset=True)

@@ -12,7 +12,7 @@ from twostroke.engine.answer import StreamEvent
 from twostroke.sampling import MAX_STOPS, SamplingParams
 from twostroke.serve import sse
 from twostroke.serve.api.chat import MAX_MESSAGES
-from twostroke.serve.fields import Count, Name, Natural, Payload, Text, validate
+from twostroke.serve.fields import Count, Many, Name, Natural, Payload, Text
 from twostroke.serve.sampling import ExplainField, StopString, make_params
 from twostroke.serve.segments import CONTENT, TOOL_CALL, Segment, SegmentDelta
 from twostroke.serve.service import Generation, GenerationInput, Service
@@ -53,7 +53,7 @@ class ToolUseBlock(Payload):
 class ToolResultBlock(Payload):
     type: Literal["tool_result"]
     tool_use_id: Name
-    content: Text | Annotated[list[TextBlock], Field(max_length=MAX_MESSAGES)] | None = None
+    content: Text | Annotated[Many[TextBlock], Field(max_length=MAX_MESSAGES)] | None = None
     is_error: bool | None = None
     cache_control: CacheControl | None = None
 
@@ -71,7 +71,7 @@ Block = Annotated[TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock, Fi
 
 class Turn(Payload):
     role: Literal["user", "assistant"]
-    content: Text | Annotated[list[Block], Field(max_length=MAX_MESSAGES)]
+    content: Text | Annotated[Many[Block], Field(max_length=MAX_MESSAGES)]
 
     def for_template(self) -> list[dict[str, Any]]:
         """One turn may become several messages: tool results have their own role."""
@@ -125,9 +125,9 @@ class Conversation(Payload):
     """The fields that /v1/messages and /v1/messages/count_tokens have in common."""
 
     model: Name
-    messages: Annotated[list[Turn], Field(min_length=1, max_length=MAX_MESSAGES)]
-    system: Text | Annotated[list[TextBlock], Field(max_length=MAX_MESSAGES)] | None = None
-    tools: Annotated[list[AnthropicTool], Field(max_length=MAX_TOOLS)] | None = None
+    messages: Annotated[Many[Turn], Field(min_length=1, max_length=MAX_MESSAGES)]
+    system: Text | Annotated[Many[TextBlock], Field(max_length=MAX_MESSAGES)] | None = None
+    tools: Annotated[Many[AnthropicTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: AnthropicChoice | None = None
     thinking: NoThinking | None = None
     cache_control: CacheControl | None = None
@@ -158,7 +158,7 @@ class MessagesRequest(Conversation, ExplainField):
     temperature: Annotated[float, Field(ge=0.0, le=1.0)] | None = None  # 1 is the limit of this API
     top_p: float | None = None
     top_k: Natural | None = None
-    stop_sequences: Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
+    stop_sequences: Annotated[Many[StopString], Field(max_length=MAX_STOPS)] | None = None
     metadata: Metadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
 
@@ -177,8 +177,8 @@ class CountTokensRequest(Conversation):
 
 
 async def handle(service: Service, exchange: Exchange) -> None:
-    request = validate(MessagesRequest, await exchange.body())
-    text, tokens, form = await read(service, request)
+    request = await service.read(MessagesRequest, exchange)
+    text, tokens, form = await read(service, request, exchange.weight)
     params = request.to_params(grammar=form.grammar)
     user = request.metadata.user_id if request.metadata is not None else None
     given = GenerationInput([tokens], params, request.explain, form, text, "tools")
@@ -187,16 +187,17 @@ async def handle(service: Service, exchange: Exchange) -> None:
 
 
 async def count_tokens(service: Service, exchange: Exchange) -> None:
-    request = validate(CountTokensRequest, await exchange.body())
-    _, tokens, _ = await read(service, request)
+    request = await service.read(CountTokensRequest, exchange)
+    _, tokens, _ = await read(service, request, exchange.weight)
     await exchange.respond(200, {"input_tokens": len(tokens)})
 
 
-async def read(service: Service, request: Conversation) -> tuple[str, list[int], AnswerFormat]:
+async def read(service: Service, request: Conversation, weight: int) -> tuple[str, list[int], AnswerFormat]:
     """The prompt in text and in tokens, and the format of its answer."""
     service.check_model(request.model)
-    form = request.answer_format(service.tokenizer)
-    text, tokens = await service.render(request.for_template(), tools=form.tools)
+    form = await service.off_loop(weight, request.answer_format, service.tokenizer)
+    messages = await service.off_loop(weight, request.for_template)
+    text, tokens = await service.render(messages, tools=form.tools)
     return text, tokens, form
 
 

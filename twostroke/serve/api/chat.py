@@ -9,7 +9,7 @@ from pydantic import Field
 from twostroke.engine.answer import StreamEvent
 from twostroke.sampling import SamplingParams
 from twostroke.serve import sse
-from twostroke.serve.fields import Count, Name, Payload, Text, validate
+from twostroke.serve.fields import Count, Many, Name, Payload, Text
 from twostroke.serve.sampling import MAX_TOP_LOGPROBS, SamplingFields
 from twostroke.serve.segments import CONTENT, REASONING, SegmentDelta
 from twostroke.serve.service import Generation, GenerationInput, Service
@@ -46,13 +46,13 @@ class Message(Payload):
     """The last four fields are those of an answer that a client sends back as it got it."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | Annotated[list[TextPart], Field(max_length=MAX_MESSAGES)] | None = None
+    content: Text | Annotated[Many[TextPart], Field(max_length=MAX_MESSAGES)] | None = None
     name: Name | None = None
-    tool_calls: Annotated[list[ToolCall], Field(max_length=128)] | None = None
+    tool_calls: Annotated[Many[ToolCall], Field(max_length=128)] | None = None
     tool_call_id: Name | None = None
     reasoning_content: Text | None = None
     refusal: None = None
-    annotations: Annotated[list[None], Field(max_length=0)] | None = None
+    annotations: Annotated[Many[None], Field(max_length=0)] | None = None
     audio: None = None
     function_call: None = None
 
@@ -64,7 +64,7 @@ class Message(Payload):
         return message
 
 
-Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+Messages = Annotated[Many[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
 
 
 class ChatRequest(SamplingFields, ToolFields):
@@ -77,7 +77,7 @@ class ChatRequest(SamplingFields, ToolFields):
     chat_template_kwargs: dict[Name, Any] | None = None
     store: Literal[False] | None = None
     service_tier: Literal["auto", "default"] | None = None
-    modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
+    modalities: Annotated[Many[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
 
     def to_params(self, **more: Any) -> SamplingParams:
         if self.max_tokens is not None and self.max_completion_tokens is not None:
@@ -87,6 +87,9 @@ class ChatRequest(SamplingFields, ToolFields):
         longest = self.max_tokens or self.max_completion_tokens
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         return self.params(max_tokens=longest, unlimited=True, logprobs=logprobs, **more)
+
+    def for_template(self) -> list[dict[str, Any]]:
+        return [message.for_template() for message in self.messages]
 
     def template_arguments(self) -> dict[str, Any]:
         arguments = dict(self.chat_template_kwargs or {})
@@ -102,11 +105,11 @@ class ChatRequest(SamplingFields, ToolFields):
 
 
 async def handle(service: Service, exchange: Exchange) -> None:
-    request = validate(ChatRequest, await exchange.body())
+    request = await service.read(ChatRequest, exchange)
     service.check_model(request.model)
-    form = request.answer_format(service.tokenizer)
+    form = await service.off_loop(exchange.weight, request.answer_format, service.tokenizer)
     params = request.to_params(grammar=form.grammar)
-    messages = [message.for_template() for message in request.messages]
+    messages = await service.off_loop(exchange.weight, request.for_template)
     text, tokens = await service.render(messages, tools=form.tools, **request.template_arguments())
     given = GenerationInput([tokens], params, request.explain, form, text, request.grammar_field)
     generation = await service.generate(exchange, given, request.user)

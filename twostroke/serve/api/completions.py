@@ -10,7 +10,7 @@ from pydantic import Field
 from twostroke.engine.answer import StreamEvent
 from twostroke.sampling import MAX_SAMPLES, SamplingParams
 from twostroke.serve import sse
-from twostroke.serve.fields import Natural, Text, TokenId, validate
+from twostroke.serve.fields import Many, Natural, Text, TokenId
 from twostroke.serve.sampling import MAX_TOP_LOGPROBS, SamplingFields
 from twostroke.serve.service import Generation, GenerationInput, Service
 from twostroke.serve.structured import AnswerFormat, FormatFields
@@ -20,11 +20,11 @@ from twostroke.serve.usage import text_logprobs
 from twostroke.types import TokenLogprobs
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
-Tokens = Annotated[list[TokenId], Field(min_length=1)]
+Tokens = Annotated[Many[TokenId], Field(min_length=1)]
 
 
 class CompletionRequest(SamplingFields, FormatFields):
-    prompt: Text | Tokens | Annotated[list[Text | Tokens], Field(min_length=1, max_length=MAX_SAMPLES)]
+    prompt: Text | Tokens | Annotated[Many[Text | Tokens], Field(min_length=1, max_length=MAX_SAMPLES)]
     max_tokens: Natural | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     echo: bool | None = None
@@ -55,9 +55,9 @@ class CompletionRequest(SamplingFields, FormatFields):
 
 
 async def handle(service: Service, exchange: Exchange) -> None:
-    request = validate(CompletionRequest, await exchange.body())
+    request = await service.read(CompletionRequest, exchange)
     service.check_model(request.model)
-    form = AnswerFormat(request.make_grammar())
+    form = AnswerFormat(await service.off_loop(exchange.weight, request.make_grammar))
     params = request.to_params(grammar=form.grammar)
     prompts = await service.tokenize(request.prompts())
     given = GenerationInput(prompts, params, request.explain, form, grammar_field=request.grammar_field)

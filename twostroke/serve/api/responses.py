@@ -11,7 +11,7 @@ from twostroke.engine.answer import StreamEvent
 from twostroke.sampling import Grammar, SamplingParams
 from twostroke.serve import sse
 from twostroke.serve.api.chat import MAX_MESSAGES, tool_call
-from twostroke.serve.fields import Count, Name, Payload, Text, validate
+from twostroke.serve.fields import Count, Many, Name, Payload, Text
 from twostroke.serve.sampling import MAX_TOP_LOGPROBS, ExplainField, make_params
 from twostroke.serve.segments import CONTENT, TOOL_CALL, Segment, SegmentDelta
 from twostroke.serve.service import Generation, GenerationInput, Service
@@ -31,7 +31,7 @@ LOGPROBS = "message.output_text.logprobs"
 class TextContent(Payload):
     type: Literal["input_text", "output_text"]
     text: Text
-    annotations: Annotated[list[None], Field(max_length=0)] | None = None
+    annotations: Annotated[Many[None], Field(max_length=0)] | None = None
     logprobs: list[Any] | None = None
 
 
@@ -45,7 +45,7 @@ class Item(Payload):
 class MessageItem(Item):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: Text | Annotated[list[TextContent], Field(max_length=MAX_MESSAGES)]
+    content: Text | Annotated[Many[TextContent], Field(max_length=MAX_MESSAGES)]
 
     def for_template(self) -> dict[str, Any]:
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
@@ -118,18 +118,18 @@ class ResponsesStreamOptions(Payload):
 
 
 class ResponsesRequest(ExplainField):
-    input: Text | Annotated[list[AnyItem], Field(min_length=1, max_length=MAX_MESSAGES)]
+    input: Text | Annotated[Many[AnyItem], Field(min_length=1, max_length=MAX_MESSAGES)]
     model: Name | None = None
     instructions: Text | None = None
     max_output_tokens: Count | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    include: Annotated[list[Literal["message.output_text.logprobs"]], Field(max_length=1)] | None = None
+    include: Annotated[Many[Literal["message.output_text.logprobs"]], Field(max_length=1)] | None = None
     stream: bool | None = None
     stream_options: ResponsesStreamOptions | None = None
     text: TextConfig | None = None
-    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[Many[FunctionTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["auto", "none", "required"] | FunctionChoice | None = None
     parallel_tool_calls: bool | None = None
     metadata: Annotated[dict[Name, Annotated[str, Field(max_length=512)]], Field(max_length=16)] | None = None
@@ -194,11 +194,12 @@ def merged(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 async def handle(service: Service, exchange: Exchange) -> None:
-    request = validate(ResponsesRequest, await exchange.body())
+    request = await service.read(ResponsesRequest, exchange)
     service.check_model(request.model)
-    form = request.answer_format(service.tokenizer)
+    form = await service.off_loop(exchange.weight, request.answer_format, service.tokenizer)
     params = request.to_params(grammar=form.grammar)
-    text, tokens = await service.render(request.for_template(), tools=form.tools)
+    messages = await service.off_loop(exchange.weight, request.for_template)
+    text, tokens = await service.render(messages, tools=form.tools)
     source = "tools" if form.tools else "text.format"
     given = GenerationInput([tokens], params, request.explain, form, text, source)
     generation = await service.generate(exchange, given, request.user)

@@ -12,7 +12,8 @@ from typing import NamedTuple
 from twostroke.errors import ConfigError
 from twostroke.serve.transport.errors import ApiError
 
-OPEN_PATHS = frozenset({"/", "/health/live", "/health/ready"})
+PROBES = frozenset({"/health/live", "/health/ready"})
+OPEN_PATHS = PROBES | {"/"}
 STATIC = "/static/"  # the dashboard's files, which hold nothing about this server
 MIN_KEY = 8  # characters; shorter keys can be guessed
 MAX_KEY = 512

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -10,12 +11,13 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
-from twostroke.serve.transport.errors import ApiError, openai_error
-from twostroke.serve.transport.http import WRITE_NOW, dump
+from twostroke.serve.transport import places
+from twostroke.serve.transport.errors import ApiError, full, openai_error
+from twostroke.serve.transport.half_closed import HalfClosed, can_watch
+from twostroke.serve.transport.http import ACCEPTED, RESERVED, WRITE_NOW, dump
 from twostroke.serve.transport.lingering_close import LingeringTransport
+from twostroke.serve.transport.strict_buffer import MAX_HEADER_BYTES, StrictBuffer
 
-MAX_CONNECTIONS = 1024
-MAX_HEADER_BYTES = 32 << 10
 HEADER_SECONDS = 20.0  # for the head of a request to arrive
 STALL_SECONDS = 60.0  # a client may leave its answer unread for this long
 LATE_SECONDS = 0.5  # a timer that fires later than this shows that this process was stopped, not the client
@@ -30,17 +32,14 @@ def raw_answer(status: bytes, error: ApiError) -> bytes:
     return b"HTTP/1.1 %b\r\n%b\r\n%b" % (status, lines, body)
 
 
-FULL = raw_answer(
-    b"503 Service Unavailable",
-    ApiError(503, "Too many connections: try again.", code="connections", retry_after=5),
-)
+FULL = raw_answer(b"503 Service Unavailable", full())
 BAD_HTTP = raw_answer(
     b"400 Bad Request",
-    ApiError(
-        400,
-        f"What was sent is no HTTP/1.1 request, or its head is over {MAX_HEADER_BYTES >> 10} KiB.",
-        code="invalid_http",
-    ),
+    ApiError(400, "What was sent is not an HTTP/1.1 request as RFC 9112 writes it.", code="invalid_http"),
+)
+LONG_HEAD = raw_answer(
+    b"431 Request Header Fields Too Large",
+    ApiError(431, f"The head of the request is over {MAX_HEADER_BYTES >> 10} KiB.", code="head_too_large"),
 )
 REFUSED: set[asyncio.Protocol] = set()  # connections over the limit that are still open
 
@@ -78,16 +77,42 @@ class Connection(H11Protocol):
 
     def __init__(self, *arguments: Any, **named: Any):
         super().__init__(*arguments, **named)
-        self._inner_app, self.app = self.app, self._with_write_now
+        self.conn._receive_buffer = StrictBuffer()
+        self._inner_app, self.app = self.app, self._with_extensions
+        self.accepted = self.reserved = False  # the nouns of `places`
+        self.since = 0.0
+        self.half_closed: HalfClosed | None = None  # after the client has closed its direction
         self.head_timer = Timer()  # runs while the head of a request is incomplete
         self.stall_timer = Timer()  # runs while the client leaves its answer unread
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        if len(self.connections) >= MAX_CONNECTIONS:
+        if not self._take_place():
             self._refuse(transport)
             return
+        self.since = self.loop.time()
         super().connection_made(LingeringTransport(transport, self._has_unread_input))  # type: ignore[arg-type]
         self.head_timer.start(HEADER_SECONDS, transport.abort)
+
+    @property
+    def busy(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _take_place(self) -> bool:
+        """Whether there is a place for this connection. An idle one may lose its own for it."""
+        connections: set[Connection] = self.connections  # type: ignore[assignment]
+        if len(connections) < places.MAX_CONNECTIONS:
+            return True
+        idle = places.idle_one(connections)
+        if idle is None:
+            self.reserved = True
+            if len(connections) < places.MAX_CONNECTIONS + places.RESERVE:
+                return True
+            idle = places.idle_one(connections, reserved=True)
+        if idle is None:
+            return False
+        connections.discard(idle)
+        idle.transport.abort()
+        return True
 
     def _refuse(self, transport: asyncio.Transport) -> None:
         linger = len(REFUSED) < MAX_REFUSED
@@ -101,9 +126,16 @@ class Connection(H11Protocol):
         """Whether the client is in the middle of a request, or has sent something that is no HTTP."""
         return self.conn.their_state in (h11.SEND_BODY, h11.ERROR)
 
-    async def _with_write_now(self, scope: Any, receive: Any, send: Any) -> None:
-        scope["extensions"] = {WRITE_NOW: partial(self._write_now, self.cycle)}
+    async def _with_extensions(self, scope: Any, receive: Any, send: Any) -> None:
+        scope["extensions"] = {
+            WRITE_NOW: partial(self._write_now, self.cycle),
+            ACCEPTED: self._set_accepted,
+            RESERVED: self.reserved,
+        }
         await self._inner_app(scope, receive, send)
+
+    def _set_accepted(self) -> None:
+        self.accepted = True
 
     def _write_now(self, cycle: RequestResponseCycle, make: Callable[[], bytes]) -> bool:
         """Makes and writes a part of a streamed answer at once, where ASGI's `send` would need a task switch for every
@@ -119,17 +151,43 @@ class Connection(H11Protocol):
         if self.transport.is_closing():
             return
         super().data_received(data)
-        answering = self.cycle is not None and not self.cycle.response_complete
-        if answering or (self.conn.their_state is h11.IDLE and not self.conn.trailing_data[0]):
+        if self.busy or (self.conn.their_state is h11.IDLE and not self.conn.trailing_data[0]):
             self.head_timer.stop()  # the head is complete, or none has begun: uvicorn times idle connections itself
         else:
             self.head_timer.start(HEADER_SECONDS, self.transport.abort)
 
     def send_400_response(self, msg: str) -> None:
-        """Answers what is no HTTP, or has too long a head, with the usual error body if an answer can still be sent."""
+        """Answers what is not HTTP, or has too long a head, with the usual error body if an answer can still be sent.
+        uvicorn calls this while it handles the error of h11."""
         if self.conn.our_state is h11.IDLE:
-            self.transport.write(BAD_HTTP)
+            too_long = getattr(sys.exception(), "error_status_hint", 400) == 431
+            self.transport.write(LONG_HEAD if too_long else BAD_HTTP)
         self.transport.close()
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """The client has closed its direction. It still gets the answers to the requests that it sent completely."""
+        complete = self.busy and not self.cycle.more_body
+        if not complete or not can_watch(self.transport):
+            return False
+        if self.half_closed is None:
+            self.half_closed = HalfClosed(self.transport, self._probe())
+        return True
+
+    def _probe(self) -> bytes:
+        """Bytes that a client ignores, and to which the system of a client that is gone answers with a reset: an
+        interim answer before the head of the answer, a comment in a stream of events."""
+        if self.flow.write_paused:
+            return b""  # it has enough to read
+        if self.conn.our_state is h11.SEND_BODY:
+            return self.conn.send(h11.Data(data=b":\n\n")) or b""
+        known = self.conn.their_http_version
+        return b"HTTP/1.1 100 Continue\r\n\r\n" if known == b"1.1" else b""
+
+    def on_response_complete(self) -> None:
+        self.since = self.loop.time()
+        super().on_response_complete()
+        if self.reserved or (self.half_closed is not None and not self.busy):
+            self.transport.close()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -155,6 +213,8 @@ class Connection(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.head_timer.stop()
         self.stall_timer.stop()
+        if self.half_closed is not None:
+            self.half_closed.stop()
         REFUSED.discard(self)
         if self.flow is not None:
             super().connection_lost(exc)

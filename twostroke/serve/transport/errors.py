@@ -64,6 +64,10 @@ def unavailable(message: str, code: str = "engine_unavailable") -> ApiError:
     return ApiError(503, message, code=code, retry_after=RESTART_SECONDS, reason="unavailable")
 
 
+def full() -> ApiError:
+    return ApiError(503, "Too many connections: try again.", code="connections", retry_after=5, reason="connections")
+
+
 def internal(context: str) -> ApiError:
     """Call it while an exception is handled: the log gets the trace under an error id, the client only the id."""
     number = secrets.token_hex(8)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -16,11 +16,15 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 WriteNow = Callable[[Callable[[], bytes]], bool]
 
-WRITE_NOW = "twostroke.write_now"  # the ASGI extension that `Exchange.write_now` comes from
+# ASGI extensions of this server's connections
+WRITE_NOW = "twostroke.write_now"  # where `Exchange.write_now` comes from
+ACCEPTED = "twostroke.accepted"  # a function: the connection has sent a request with a valid key
+RESERVED = "twostroke.reserved"  # the connection is beyond the limit: only probes are answered on it
 
 MAX_BODY = 4 << 20  # bytes of one request
-MAX_BODIES = 256 << 20  # bytes of all bodies that are being read
+MAX_BODIES = 256 << 20  # bytes of all bodies that are being read or turned into prompts
 BODY_SECONDS = 30.0  # for a whole body to arrive
+JSON_TYPE = b"application/json"
 ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
 
@@ -29,7 +33,7 @@ class GoneError(Exception):
 
 
 class BodyMemory:
-    """Counts the bytes of all request bodies that are being read."""
+    """Counts the bytes of all request bodies that are being read or turned into prompts."""
 
     def __init__(self) -> None:
         self.held = 0
@@ -50,14 +54,34 @@ class Exchange:
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         self.arrival = arrival
         self.caller = Caller("", b"")
+        self.weight = 0  # bytes of a large body: what grows with them is done in threads; 0 for small ones
+        self.extra_headers: dict[str, str] = {}  # of any answer, errors too
         self.started = False  # the head of the answer was sent
-        self.write_now: WriteNow | None = scope.get("extensions", {}).get(WRITE_NOW)
+        extensions = scope.get("extensions", {})
+        self.write_now: WriteNow | None = extensions.get(WRITE_NOW)
+        self.accepted: Callable[[], None] = extensions.get(ACCEPTED, lambda: None)
+        self.reserved: bool = extensions.get(RESERVED, False)
+        self.http_version: str = scope["http_version"]
         self._receive = receive
         self._send = send
         self._memory = memory
+        self._held = 0  # bytes of the body
+
+    def check_framing(self) -> None:
+        """Refuses a request of which it is unclear where it ends: another server on its way may have read two."""
+        chunked = b"transfer-encoding" in self.headers
+        if chunked and (b"content-length" in self.headers or self.http_version == "1.0"):
+            self.extra_headers["connection"] = "close"
+            raise ApiError(400, "Send Content-Length or Transfer-Encoding, not both.", code="invalid_http")
+
+    def release_body(self) -> None:
+        """The body is not needed any more."""
+        self._memory.held -= self._held
+        self._held = 0
 
     async def body(self) -> bytes:
         """The whole body. A body over the limit is refused before it is held."""
+        check_content_type(self.headers)
         if self.headers.get(b"content-encoding", b"identity") != b"identity":
             why = "content-encoding: bodies are read as they come: send JSON that is not compressed."
             raise ApiError(415, why, param="content-encoding", code="unsupported_encoding")
@@ -65,7 +89,6 @@ class Exchange:
         if length.isdigit() and int(length) > MAX_BODY:
             raise too_large()
         data = bytearray()
-        held = 0
         try:
             async with asyncio.timeout(BODY_SECONDS):
                 while True:
@@ -73,7 +96,7 @@ class Exchange:
                     if message["type"] == "http.disconnect":
                         raise GoneError
                     part = message.get("body", b"")
-                    held += len(part)
+                    self._held += len(part)
                     self._memory.add(len(part))
                     data += part
                     if len(data) > MAX_BODY:
@@ -82,8 +105,6 @@ class Exchange:
                         return bytes(data)
         except TimeoutError:
             raise ApiError(408, f"The body did not arrive within {BODY_SECONDS:.0f} s.", reason="timeout") from None
-        finally:
-            self._memory.held -= held
 
     async def respond(
         self, status: int, document: Any, headers: dict[str, str] | None = None, kind: str = "application/json"
@@ -106,6 +127,7 @@ class Exchange:
         await self._send({"type": "http.response.body", "body": b""})
 
     async def _start(self, status: int, lines: dict[str, str]) -> None:
+        lines = lines | self.extra_headers
         headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in lines.items()]
         self.started = True
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
@@ -124,6 +146,15 @@ class Exchange:
         while (await self._receive())["type"] != "http.disconnect":
             continue
         gone()
+
+
+def check_content_type(headers: Mapping[bytes, bytes]) -> None:
+    """JSON is read only where it is called JSON: a web page can send a body as text or as a form without being asked.
+    Without a content-type the body is read as JSON."""
+    kind = headers.get(b"content-type", JSON_TYPE).partition(b";")[0].strip().lower()
+    if kind != JSON_TYPE:
+        why = f"content-type: {kind.decode('latin-1')[:100]} is not read here: send 'Content-Type: application/json'"
+        raise ApiError(415, f"{why} (curl: -H).", param="content-type", code="unsupported_content_type")
 
 
 def too_large() -> ApiError:

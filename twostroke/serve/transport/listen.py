@@ -11,7 +11,9 @@ from typing import Any
 import uvicorn
 
 from twostroke.errors import ConfigError
-from twostroke.serve.transport.connection import MAX_CONNECTIONS, MAX_HEADER_BYTES, Connection
+from twostroke.serve.transport.connection import Connection
+from twostroke.serve.transport.places import MAX_CONNECTIONS
+from twostroke.serve.transport.strict_buffer import MAX_HEADER_BYTES
 
 IDLE_SECONDS = 75  # between two requests on one connection
 SEND_BUFFER = 256 << 10  # bytes that the kernel may hold for a client that reads slowly
