@@ -13,9 +13,9 @@ import numpy as np
 
 from twostroke.serve.transport.errors import ApiError, bad_request
 
-MAX_ELEMENTS = 1 << 18  # of all lists and objects together
+MAX_ELEMENTS = 1 << 17  # of all lists and objects together
 MAX_OBJECTS = 1 << 14
-MAX_FIELDS = 1 << 12  # of one object
+MAX_FIELDS = 1 << 11  # of one object
 MAX_DEPTH = 64
 SLICE = 1 << 18  # bytes
 COMMA, OPEN, CLOSE = ord(","), ord("{"), ord("}")

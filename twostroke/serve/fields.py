@@ -70,7 +70,7 @@ def explain(payload: type[Payload], error: ValidationError, body: bytes) -> ApiE
     if any(problem["type"].startswith("json_") for problem in problems):
         why = problems[0]["msg"].removeprefix("Invalid JSON: ")
         return bad_request(f"The body is not JSON: {why}.", code="invalid_json")
-    value = json.loads(body)
+    value = jiter.from_json(body, cache_mode="keys")
     located = [(path_of(value, problem["loc"], problem["type"] == "missing"), problem) for problem in problems]
     path, problem = max(located, key=lambda pair: len(pair[0]))
     where = written(path)
