@@ -136,9 +136,9 @@ def test_connections_are_bounded(small: Server) -> None:
     while not is_full(small):
         assert len(sending) <= 100
         sending.append(connect(small))
-        sending[-1].sendall(
-            f"POST /tokenize HTTP/1.1\r\nhost: localhost\r\n{KEY_LINE}content-length: 9\r\n\r\n".encode()
-        )
+        lines = f"host: localhost\r\n{KEY_LINE}expect: 100-continue\r\ncontent-length: 9\r\n"
+        sending[-1].sendall(f"POST /tokenize HTTP/1.1\r\n{lines}\r\n".encode())
+        assert b"100 Continue" in sending[-1].recv(1000)  # its body is waited for
     assert len(sending) > 90
     for _ in range(20):  # clients with much to send can read the refusal too
         with connect(small) as sock, contextlib.suppress(BrokenPipeError):
