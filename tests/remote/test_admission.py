@@ -19,7 +19,9 @@ def test_admission_is_by_cost(llama_folder: Path) -> None:
     arch = load_arch(open_checkpoint(llama_folder))
     config = make_config(max_requests=4, kv_blocks=128, **SETTINGS)
     now = [0.0]
-    admission = Admission(resolve(config, arch, Hardware("cpu", 2, 1 << 30), 1000), 4, lambda: now[0])
+    admission = Admission(
+        resolve(config, arch, Hardware("cpu", 2, 1 << 30), 1000), 4, lambda: now[0], lambda samples, key: None
+    )
     assert admission.max_samples == 8 and admission.max_blocks == 256
     with pytest.raises(InputError, match="n: 9 samples"):
         admission.take(9, 9)

@@ -32,14 +32,14 @@ class App:
             await self._refuse(exchange, internal(f"{exchange.method} {exchange.path[:100]}"))
 
     async def _serve(self, exchange: Exchange) -> None:
-        exchange.caller = self.service.keys.check(exchange.path, exchange.headers)
+        exchange.caller = self.service.keys.check(exchange.path, exchange.headers, exchange.peer)
         route = self.find("GET" if exchange.method == "HEAD" else exchange.method, exchange.path)
         if not route.generates:
             if route.loaded:
                 self.service.check_loaded()
             await route.handler(self.service, exchange)
             return
-        self.service.check_open()
+        self.service.check_open(exchange.caller)
         self.service.generating += 1
         try:
             await route.handler(self.service, exchange)

@@ -48,6 +48,7 @@ class Exchange:
         self.path: str = scope["path"]
         self.query: bytes = scope["query_string"]
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
+        self.peer: str = (scope.get("client") or ("",))[0]  # the address of the client
         self.arrival = arrival
         self.caller = Caller("", b"")
         self.started = False  # the head of the answer was sent
