@@ -192,7 +192,7 @@ def announce(port: Port, ready: Ready) -> None:
 
 def warm_up(engine: Engine) -> tuple[int, float]:
     """Run a prompt and two tokens, so that the first caller does not pay for what only a first run costs. Returns the
-    length of the prompt and the seconds that it took. Leaves no trace in the cache, the counters or the log of steps."""
+    length of the prompt and the seconds it took. Leaves no trace in the cache, the counters or the log of steps."""
     scheduler = engine.core.scheduler
     count = max(1, min(WARM_UP_TOKENS, engine.settings.max_model_len - 3))
     rehearse(engine, count)

@@ -13,7 +13,8 @@ from twostroke.serve.route import Route
 ERRORS = {
     400: "A field is wrong: `param` names it", 401: "No valid API key", 403: "An admin key is needed",
     404: "No such route or model", 408: "The body came, or the answer was read, too slowly",
-    413: "The body is too large", 429: "The queue is full: see Retry-After", 503: "The engine is not available: see Retry-After",
+    413: "The body is too large", 429: "The queue is full: see Retry-After",
+    503: "The engine is not available: see Retry-After",
 }  # fmt: skip
 
 
