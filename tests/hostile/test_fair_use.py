@@ -67,7 +67,9 @@ def test_retry_after_is_when_there_is_room(folder: Path) -> None:
         advised, real = asyncio.run(refused_until_free(server))
     finally:
         server.stop()
-    assert advised > 1 and real / 3 <= advised <= 3 * real + 1, f"advised {advised} s, there was room after {real:.1f} s"
+    assert advised > 1 and real / 3 <= advised <= 3 * real + 1, (
+        f"advised {advised} s, there was room after {real:.1f} s"
+    )
 
 
 async def refused_until_free(server: Server) -> tuple[int, float]:

@@ -46,6 +46,9 @@ class Held:
         self.blocks = 0
 
 
+NOTHING = Held()
+
+
 class Admission:
     def __init__(self, settings: Resolved, max_queue: int, clock: Callable[[], float], finishing: Finishing):
         """finishing: (samples, key) → seconds until so many of the answers that are being written have reached their
@@ -120,9 +123,9 @@ class Admission:
         over, over_blocks = self.samples + samples - self.max_samples, self.blocks + blocks - self.max_blocks
         if over > 0 or over_blocks > 0:
             raise BusyError(self.retry_after(over, over_blocks))
-        held = self.held.get(key)
-        if held is None:
+        if not key:
             return
+        held = self.held.get(key, NOTHING)
         over = held.samples + samples - most_of(self.share, self.max_samples, self.samples - held.samples)
         over_blocks = held.blocks + blocks - most_of(self.share, self.max_blocks, self.blocks - held.blocks)
         if over > 0 or over_blocks > 0:

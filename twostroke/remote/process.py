@@ -168,7 +168,7 @@ class ProcessEngine(MessageClient):
         task.add_done_callback(self._tasks.discard)
 
     def _lost(self, why: str, shown: str) -> None:
-        """why: for the log and for the operator who starts it; shown: the same in words for clients."""
+        """why: for the log and for the operator who starts the server; shown: the same in words for clients."""
         lived = time.monotonic() - self._born if self._up else 0.0
         self._up, self.child, self.why = False, None, shown
         if self._closing:
