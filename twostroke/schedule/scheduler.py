@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from math import inf
 
 from twostroke.kv.addresses import Name
-from twostroke.kv.tables import KVTables
+from twostroke.kv.tables import Hit, KVTables
 from twostroke.ops.interface import BLOCK
 from twostroke.schedule.keys import Shares, Turns
 from twostroke.schedule.pace import Pace
@@ -101,12 +101,17 @@ class Scheduler:
         planner = Planner(self, now)
         if self.suspects:
             planner.add_suspect(self.suspects)
-        elif self.policy.prompts_first:
+            return self._planned(planner)
+        planner.make_way()
+        if self.policy.prompts_first:
             planner.add_prompts()
             planner.add_streams()
         else:
             planner.add_streams()
             planner.add_prompts()
+        return self._planned(planner)
+
+    def _planned(self, planner: Planner) -> Plan:
         if planner.promised:
             self.published[self.plans] = planner.promised
         host = self.tables.pool.host
@@ -135,19 +140,32 @@ class Scheduler:
     def _open(self, request: RequestState) -> bool:
         """Give a waiting request a row and the cached blocks it starts from. What is found is held before anything is
         evicted for the rest."""
-        if not self.tables.free_rows or len(self.running) + len(self.fetching) >= self.limits.max_requests:
+        if not self.has_place:
             return False
         hit = self.tables.match(request)
-        step = self.limits.max_batch_tokens if self.limits.chunked else len(request.tokens)
-        needed = self.tables.blocks_needed(request, hit, step)
-        if self.running:
-            needed += int(WATERMARK * self.tables.pool.total) + 1 + self._promised_to_prompts(step)
-        if needed > self.tables.pool.available:
+        if self._needed(request, hit) > self.tables.pool.available:
             return False
         self.tables.open(request, hit)
         self.waiting.remove(request)
         self.turns.take(request.turn)
         return True
+
+    @property
+    def has_place(self) -> bool:
+        """Whether one more request may run."""
+        return bool(self.tables.free_rows) and len(self.running) + len(self.fetching) < self.limits.max_requests
+
+    def fits(self, request: RequestState) -> bool:
+        """Whether the blocks that a waiting request needs can be had without preemption."""
+        return self._needed(request, self.tables.match(request)) <= self.tables.pool.available
+
+    def _needed(self, request: RequestState, hit: Hit) -> int:
+        """Blocks for its prompt, and some for streams and prompts that are in the batch already."""
+        step = self.limits.max_batch_tokens if self.limits.chunked else len(request.tokens)
+        needed = self.tables.blocks_needed(request, hit, step)
+        if self.running:
+            needed += int(WATERMARK * self.tables.pool.total) + 1 + self._promised_to_prompts(step)
+        return needed
 
     # ---- blocks from elsewhere ---------------------------------------------------------------------------------------
 
