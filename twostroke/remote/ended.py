@@ -22,7 +22,7 @@ from twostroke.types import Request
 KEPT = 1024  # requests
 MAX_SEGMENTS = 1 << 17  # of all of them
 SHORTEST, LONGEST = 8, 64  # tokens of a segment
-CUT_BITS = 4  # one token in 2^4 ends a segment, if that is not too short
+CUT_BITS = 3  # one pair of neighbours in 2^3 ends a segment, if that is not too short
 PADDED = 16  # tokens: lengths of prompts are shown as multiples of it
 MAX_SALTS = 256  # whose cuts are remembered
 CONTENT_BITS = 38  # of a hash: what a trace's made-up token ids have room for
@@ -50,7 +50,7 @@ class EndedRequests:
         self._secret = secrets.token_bytes(32)
         self._ended: deque[EndedRequest] = deque()
         self._segments = 0
-        self._cuts: dict[bytes, tuple[int, int]] = {}  # by salt: the multiplier and addend of `_ends`
+        self._cuts: dict[bytes, np.ndarray] = {}  # by salt: the multipliers and the addend of `_ends`
 
     def add(self, request: Request, timeline: Timeline, salt: bytes, reason: str) -> None:
         params = request.params
@@ -89,14 +89,15 @@ class EndedRequests:
                 yield end
 
     def _ends(self, numbers: np.ndarray, salt: bytes) -> list[int]:
-        """Where a segment may end: after tokens that a secret hash selects, another one for each salt."""
+        """Where a segment may end: after pairs of tokens that a secret hash selects, another one for each salt."""
         if salt not in self._cuts:
             if len(self._cuts) == MAX_SALTS:
                 self._cuts.pop(next(iter(self._cuts)))
-            digest = blake2b(salt, key=self._secret, digest_size=16, person=b"cut").digest()
-            self._cuts[salt] = int.from_bytes(digest[:8], "little") | 1, int.from_bytes(digest[8:], "little")
-        multiplier, addend = self._cuts[salt]
-        mixed = numbers.astype(np.uint64) * np.uint64(multiplier) + np.uint64(addend)
+            digest = blake2b(salt, key=self._secret, digest_size=24, person=b"cut").digest()
+            self._cuts[salt] = np.frombuffer(digest, dtype=np.uint64) | np.uint64(1)
+        first, second, addend = self._cuts[salt]
+        mixed = numbers.astype(np.uint64) * second + addend  # modulo 2^64
+        mixed[1:] += numbers[:-1].astype(np.uint64) * first
         return (np.flatnonzero(mixed >> np.uint64(64 - CUT_BITS) == 0) + 1).tolist()
 
     def _content(self, data: bytes) -> int:
