@@ -13,8 +13,8 @@ from tests import tiny
 from tests.serve.server import HEADERS, KEY, OTHER_KEY, PATIENT, Server
 
 OTHER = {"authorization": f"Bearer {OTHER_KEY}"}
-LONG = {"prompt": "Once upon a time", "max_tokens": 12_000, "temperature": 0, "ignore_eos": True}
-SHORT = {"prompt": "The quick brown fox", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+LONG = {"prompt": "Once upon a time", "max_tokens": 12_000, "temperature": 1.0, "ignore_eos": True}
+SHORT = {"prompt": "The quick brown fox", "max_tokens": 8, "temperature": 1.0, "ignore_eos": True}
 LIMITS = ("-s", "max_requests=4", "--max-queue", "12", "--drain-timeout", "0")
 
 

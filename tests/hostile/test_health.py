@@ -14,7 +14,7 @@ from tests import tiny
 from tests.serve.server import Server, alive, wait_until
 from tests.serve.test_faults import Streaming
 
-LONG = {"prompt": "Once upon a time", "max_tokens": 30000, "temperature": 0, "ignore_eos": True, "stream": True}
+LONG = {"prompt": "Once upon a time", "max_tokens": 30000, "temperature": 1.0, "ignore_eos": True, "stream": True}
 # Progress is judged over two seconds instead of ten; a dead engine is started again after three.
 HASTY = (
     "import twostroke.remote.process as p; p.Patience.__init__.__defaults__ = (3.0, 60.0, 20.0, 600.0, 3.0, 3.0)\n"

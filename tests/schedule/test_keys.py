@@ -64,20 +64,3 @@ def test_a_key_that_was_away_gets_no_credit() -> None:
         turns.take(turns.give(1))
     assert turns.give(2) == 99 and turns.give(2) == 100 and turns.give(1) == 100
     assert turns.give(0) == 0
-
-
-def test_memory_that_one_key_fills_is_shared_with_another() -> None:
-    """Long answers of one key hold all blocks; a request of another key gets in at once, and stays."""
-    engine = FakeEngine(make_scheduler(blocks=40, max_requests=16, key_share=0.75))
-    for number in range(12):
-        engine.add([number] * 32, 300, key=1)
-    while engine.scheduler.tables.pool.available:
-        engine.step()
-    other = engine.add([99] * 60, 30, key=2)
-    steps = 0
-    while other.status is not Status.FINISHED:
-        engine.step()
-        steps += 1
-    assert steps < 45 and other.timeline.preemptions == 0
-    assert not any(request.status is Status.FINISHED for request in engine.requests[:12])
-    engine.finish_all()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from twostroke.ops.interface import BLOCK
@@ -20,48 +19,16 @@ class Planner:
         self.tables = scheduler.tables
         self.now = now
         self.works: list[Work] = []
-        self.streams: list[RequestState]  # running: at most their newest token is left to compute
-        self.prompts: list[RequestState]  # running: more is left, or the whole of a prompt
-        self._sort_in()
+        self.streams: list[RequestState] = []  # running: at most their newest token is left to compute
+        self.prompts: list[RequestState] = []  # running: more is left, or the whole of a prompt
+        for request in scheduler.running.values():
+            start = request.computed + request.in_flight
+            stream = start >= request.prompt_length and start >= len(request.tokens) - 1
+            (self.streams if stream else self.prompts).append(request)
         self.promised: list[int] = []  # blocks published before their content is there
         self.tokens_left = scheduler.limits.max_batch_tokens
         self.seconds_left: float | None = None  # of prompt work; None: no stream is waiting for this step
         self.chunks = 0
-
-    def _sort_in(self) -> None:
-        self.streams, self.prompts = [], []
-        for request in self.scheduler.running.values():
-            start = request.computed + request.in_flight
-            stream = start >= request.prompt_length and start >= len(request.tokens) - 1
-            (self.streams if stream else self.prompts).append(request)
-
-    def make_way(self) -> None:
-        """Admit the first request of an API key that has none in the batch, when memory is short: requests of keys that
-        have several, and are no more important, lose their blocks for it. Else a key that fills the memory with long
-        answers would keep others waiting until they end."""
-        scheduler = self.scheduler
-        if not scheduler.waiting or not scheduler.waiting[-1].key or not scheduler.has_place:
-            return  # keys are numbered for all requests or for none
-        held = scheduler.shares().held
-        request = next((one for one in scheduler.waiting if not held[one.key]), None)
-        if request is None or scheduler.fits(scheduler.waiting[0]):
-            return
-        while not scheduler.fits(request):
-            able = [
-                one for one in scheduler.running.values()
-                if held[one.key] > 1 and not one.in_flight and one.params.priority >= request.params.priority
-            ]  # fmt: skip
-            if not able:
-                return
-            victim = min(able, key=self._worth())
-            scheduler.preempt(victim)
-            held[victim.key] -= 1
-        if scheduler.admit(request):
-            self._sort_in()
-
-    def _worth(self) -> Callable[[RequestState], tuple[int, ...]]:
-        held = self.scheduler.shares().held
-        return lambda request: worth_keeping(request, held[request.key])
 
     def add_streams(self) -> None:
         """Every running stream advances by one, or by what is kept of a draft."""
@@ -70,7 +37,7 @@ class Planner:
             scheduler.drafter.begin(len(self.streams))
         if tables.pool.available < len(self.streams) * len(tables.windows):
             # Those that would be preempted first come last, and are not planned yet.
-            self.streams.sort(key=self._worth(), reverse=True)
+            self.streams.sort(key=worth_keeping, reverse=True)
         for left, request in zip(range(len(self.streams) - 1, -1, -1), self.streams, strict=True):
             if self.tokens_left < 1:
                 return
@@ -147,7 +114,7 @@ class Planner:
         first = next(iter(suspects))
         request = scheduler.running.get(first) or next(r for r in scheduler.waiting if r.id == first)
         if request.status is Status.WAITING and not scheduler.admit(request):
-            for victim in sorted(scheduler.running.values(), key=self._worth()):
+            for victim in sorted(scheduler.running.values(), key=worth_keeping):
                 scheduler.preempt(victim)
                 if scheduler.admit(request):
                     break
@@ -205,7 +172,7 @@ class Planner:
         """Grow the request's tables, preempting the request that loses least. False if the request itself must wait."""
         scheduler = self.scheduler
         while not self.tables.grow(request, length):
-            victim = min((r for r in scheduler.running.values() if not r.in_flight), key=self._worth(), default=None)
+            victim = min((r for r in scheduler.running.values() if not r.in_flight), key=worth_keeping, default=None)
             if victim is None:
                 return False
             scheduler.preempt(victim)
@@ -220,7 +187,6 @@ def is_complete(request: RequestState, start: int) -> bool:
     return start > known or known + (start == known) >= request.limit
 
 
-def worth_keeping(request: RequestState, crowd: int) -> tuple[int, ...]:
-    """Smallest first: the least important, then one of the API key that has most in the batch (`crowd`), then the one
-    that loses least, then the youngest."""
-    return (-request.params.priority, -crowd, request.computed, -request.id)
+def worth_keeping(request: RequestState) -> tuple[int, int, int]:
+    """Smallest first: the least important, then the one that loses least, then the youngest."""
+    return (-request.params.priority, request.computed, -request.id)

@@ -101,17 +101,12 @@ class Scheduler:
         planner = Planner(self, now)
         if self.suspects:
             planner.add_suspect(self.suspects)
-            return self._planned(planner)
-        planner.make_way()
-        if self.policy.prompts_first:
+        elif self.policy.prompts_first:
             planner.add_prompts()
             planner.add_streams()
         else:
             planner.add_streams()
             planner.add_prompts()
-        return self._planned(planner)
-
-    def _planned(self, planner: Planner) -> Plan:
         if planner.promised:
             self.published[self.plans] = planner.promised
         host = self.tables.pool.host
@@ -140,7 +135,7 @@ class Scheduler:
     def _open(self, request: RequestState) -> bool:
         """Give a waiting request a row and the cached blocks it starts from. What is found is held before anything is
         evicted for the rest."""
-        if not self.has_place:
+        if not self.tables.free_rows or len(self.running) + len(self.fetching) >= self.limits.max_requests:
             return False
         hit = self.tables.match(request)
         if self._needed(request, hit) > self.tables.pool.available:
@@ -149,15 +144,6 @@ class Scheduler:
         self.waiting.remove(request)
         self.turns.take(request.turn)
         return True
-
-    @property
-    def has_place(self) -> bool:
-        """Whether one more request may run."""
-        return bool(self.tables.free_rows) and len(self.running) + len(self.fetching) < self.limits.max_requests
-
-    def fits(self, request: RequestState) -> bool:
-        """Whether the blocks that a waiting request needs can be had without preemption."""
-        return self._needed(request, self.tables.match(request)) <= self.tables.pool.available
 
     def _needed(self, request: RequestState, hit: Hit) -> int:
         """Blocks for its prompt, and some for streams and prompts that are in the batch already."""
