@@ -142,6 +142,10 @@ class Config:
         choices=("continuous", "static"),
     )  # fmt: skip
     policy: str = setting("fcfs", "which request comes first", choices=tuple(POLICIES), live=True, stroke="prefill")
+    key_share: float = setting(
+        0.75, "most that one API key may use of what other keys leave free; 1 is no limit",
+        unsimulated="the simulator knows no keys",
+    )  # fmt: skip
     max_gap: float | None = setting(
         None, "longest pause of a stream while prompts are read, in seconds", live=True, stroke="both",
         derived=by_device(DEFAULT_GAP),
@@ -166,6 +170,8 @@ class Config:
                 raise ConfigError(f"{name} must be {row.values}, got {getattr(self, name)!r}.")
         if self.kv_memory is not None and self.kv_blocks is not None:
             raise ConfigError("kv_memory and kv_blocks both size the KV cache: give one of them.")
+        if self.key_share > 1:
+            raise ConfigError(f"key_share must be a number above 0 and at most 1, got {self.key_share!r}.")
         if self.dtype is not None and self.quantize is not None:
             raise ConfigError("dtype and quantize both choose the precision of the weights: give one of them.")
         if self.kv_offload and not self.prefix_cache:

@@ -57,6 +57,7 @@ class Request:
     stop_ids: frozenset[int] = frozenset()  # end-of-text tokens and the caller's stop_token_ids
     salt: bytes = b""  # prompts share KV blocks only under the same salt (one per tenant)
     sample: int = 0  # index among the samples of the call: part of the key of its randomness
+    key: int = 0  # number of the caller's API key, for fairness between keys; 0: there is only one caller
     written: int = 0  # the last so many tokens belong to the answer: a request that another engine began
 
     def siblings(self, count: int) -> list[Request]:
@@ -68,8 +69,9 @@ class RequestState:
     """What the engine knows of a request while it has it. Fields that every step reads are copied from the request."""
 
     __slots__ = (
-        "computed", "facts_changed", "finish_reason", "hashes", "id", "in_flight", "limit", "lost", "params",
+        "computed", "facts_changed", "finish_reason", "hashes", "id", "in_flight", "key", "limit", "lost", "params",
         "prompt_length", "request", "row", "salt", "sample", "seed", "status", "stop_ids", "timeline", "tokens",
+        "turn",
     )  # fmt: skip
 
     def __init__(self, request: Request):
@@ -79,6 +81,8 @@ class RequestState:
         self.seed = request.seed
         self.sample = request.sample
         self.salt = request.salt
+        self.key = request.key
+        self.turn = -1  # its place in the order of keys, given when it is first queued
         self.stop_ids = request.stop_ids
         self.limit = request.limit
         self.tokens = list(request.tokens)  # the prompt, then what was sampled

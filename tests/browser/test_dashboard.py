@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.browser.conftest import PATIENT
-from tests.serve.server import KEY, Server
+from tests.serve.server import KEY, OTHER_KEY, Server
 
 pytestmark = pytest.mark.system
 WIDE = {"width": 1440, "height": 1000}
@@ -149,6 +149,9 @@ def test_a_locked_server_asks_for_its_key(locked: Server, watched):
     page.click("#key-send")
     expect(page, "#key-problem").to_be_visible()
     assert page.evaluate("document.activeElement.id") == "key"
+    page.fill("#key", OTHER_KEY)  # a user's
+    page.click("#key-send")
+    expect(page, "#key-problem").to_contain_text("admin key")
     page.fill("#key", KEY)
     page.press("#key", "Enter")
     expect(page, "#status").to_contain_text("running")

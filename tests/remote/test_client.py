@@ -125,7 +125,7 @@ def test_what_keeps_the_engine_from_starting_is_raised_here(llama_folder: Path, 
 
 
 def test_a_thread_that_fails_is_reported_and_ends_every_stream(
-    llama_folder: Path, monkeypatch: pytest.MonkeyPatch
+    llama_folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def report(self: loop.EngineLoop, events: list) -> None:
         if self.steps > 2:
@@ -138,7 +138,8 @@ def test_a_thread_that_fails_is_reported_and_ends_every_stream(
     async def scenario(engine: AsyncEngine) -> None:
         pieces = [piece async for piece in engine.submit([[5, 6, 7]], GREEDY)]
         assert pieces[-1].event.error == ENGINE_GONE
-        assert "out of it" in (engine.client.trouble() or "") and not engine.client.healthy
+        assert "the log has the reason" in (engine.client.trouble() or "") and not engine.client.healthy
+        assert "out of it" in caplog.text
         with pytest.raises(EngineError):
             engine.submit([[5]], GREEDY)
         with pytest.raises(EngineError):

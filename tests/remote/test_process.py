@@ -78,7 +78,8 @@ def test_a_warm_up_changes_no_limit_and_teaches_nothing_of_first_times(llama_fol
     pace = engine.core.scheduler.pace
     pace.min_chunk, pace.max_gap = 128, 7.0  # as they are on a GPU
     pace.prompt_rate.add(1e9)
-    assert warm_up(engine) > 0
+    tokens, seconds = warm_up(engine)
+    assert tokens > 0 and seconds > 0
     found = engine.core.scheduler.pace
     assert (found.min_chunk, found.max_gap, found.flops) == (128, 7.0, pace.flops)
     assert found.prompt_rate.mean is not None and found.prompt_rate.mean < 1.0
@@ -104,7 +105,7 @@ def test_restarts_that_fail_wait_longer_each_time(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(client, "_restart", restart)
         client._up, client._born = True, time.monotonic() - 1000.0
         for _ in range(4):
-            client._lost("it died")
+            client._lost("it died", "it died")
             await asyncio.sleep(0)
         return waits
 
@@ -124,7 +125,7 @@ def test_a_process_that_cannot_be_made_is_tried_again(monkeypatch: pytest.Monkey
         monkeypatch.setattr(process, "spawn", spawn)
         client = ProcessEngine(Path("nowhere"), {}, Patience(backoff=0.0))
         client.listener = IgnoringListener()  # type: ignore[assignment]
-        client._lost("it died")
+        client._lost("it died", "it died")
         while client._tasks:
             await asyncio.gather(*client._tasks, return_exceptions=True)
         assert client.child is not None and len(tries) == 3

@@ -168,7 +168,7 @@ def test_a_length_over_the_limit_is_refused_before_it_is_read(monkeypatch: pytes
 def test_settings_arrive_as_they_were_sent(llama_folder: Path) -> None:
     arch = load_arch(open_checkpoint(llama_folder))
     resolved = resolve(make_config(**SETTINGS), arch, Hardware("cpu", 2, 1 << 30), 1000)
-    assert same(from_engine(), Ready(resolved, {"load": 1.0}, 0.5, "a machine", 12.5))
+    assert same(from_engine(), Ready(resolved, {"load": 1.0}, 0.5, (48, 0.01), "a machine", 12.5))
     assert same(from_engine(), Changed(7, resolved, ""), Changed(8, None, "no"))
 
 

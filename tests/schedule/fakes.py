@@ -23,12 +23,13 @@ SPOILT = (-1,)  # tokens that nobody has
 
 
 def make_scheduler(blocks, windows=(None,), max_batch_tokens=512, max_requests=64, chunked=True, static=False,
-                   policy="fcfs", prefix_cache=True, max_length=4096, max_gap=1e9, host_slots=0):  # fmt: skip
+                   policy="fcfs", prefix_cache=True, max_length=4096, max_gap=1e9, host_slots=0,
+                   key_share=1.0):  # fmt: skip
     entry = KVEntry((KVPart("keys", 1, 64, "int8"),))
     layout = KVLayout(tuple(KVGroup(replace(entry, window=w), (i,)) for i, w in enumerate(windows)), 16 * 64)
     pool = BlockPool(blocks, prefix_cache, HostPool(host_slots) if host_slots else None)
     tables = KVTables(layout, pool, BlockHasher("fake", b"key"), max_requests, max_length)
-    limits = Limits(max_batch_tokens, max_requests, chunked, static)
+    limits = Limits(max_batch_tokens, max_requests, chunked, static, key_share)
     return Scheduler(tables, limits, POLICIES[policy], Pace(lambda start, count: float(count), max_gap))
 
 
@@ -70,6 +71,7 @@ class FakeEngine:
         self.failure_rate = 0.0
         self.stop_rate = 0.0
         self.capacity = 4096
+        self.keys = self.rng.choice([(0,), (1, 1, 1, 2, 3)])  # of random requests
         self.snapshots: deque[list] = deque()  # block tables as each plan saw them
         self.content: dict[int, tuple[int, ...]] = {}  # block -> the tokens from the start up to its end, as written
         self.on_host: dict[int, tuple[int, ...]] = {}  # slot -> the same
@@ -82,7 +84,7 @@ class FakeEngine:
         scheduler = make_scheduler(
             blocks, windows, budget, requests, chunked=rng.random() < 0.8, static=rng.random() < 0.2,
             policy=rng.choice(list(POLICIES)), prefix_cache=rng.random() < 0.7, max_gap=rng.choice([1e9, 20.0]),
-            host_slots=rng.choice([0, 1, 7, 40, 1000]),
+            host_slots=rng.choice([0, 1, 7, 40, 1000]), key_share=rng.choice([1.0, 0.75, 0.01]),
         )  # fmt: skip
         if rng.random() < 0.5:
             scheduler.drafter = RandomDrafter(rng)
@@ -93,10 +95,10 @@ class FakeEngine:
         engine.capacity = max(n for n in range(1, 400) if layout.blocks_for(n, n) <= blocks)
         return engine
 
-    def add(self, tokens: list[int], max_tokens: int, priority: int = 0) -> RequestState:
+    def add(self, tokens: list[int], max_tokens: int, priority: int = 0, key: int = 0) -> RequestState:
         params = SamplingParams(max_tokens=max_tokens, priority=priority)
         limit = min(len(tokens) + max_tokens, self.capacity)
-        asked = Request(len(self.requests), tuple(tokens), params, 0, self.now, limit, frozenset({-7}))
+        asked = Request(len(self.requests), tuple(tokens), params, 0, self.now, limit, frozenset({-7}), key=key)
         request = RequestState(asked)
         self.requests.append(request)
         self.scheduler.add(request)
@@ -218,7 +220,7 @@ class FakeEngine:
                 length = rng.randint(1, min(150, self.capacity - 1))
                 shared = rng.choice([0, 0, 16, 40, 100])
                 tokens = [9] * min(shared, length) + [rng.randint(0, 5) for _ in range(max(0, length - shared))]
-                self.add(tokens, rng.randint(1, 40), rng.choice([0, 0, 1]))
+                self.add(tokens, rng.randint(1, 40), rng.choice([0, 0, 1]), rng.choice(self.keys))
         if self.requests and rng.random() < 0.05:
             event = self.scheduler.abort(rng.choice(self.requests[-30:]), self.now)
             if event is not None:

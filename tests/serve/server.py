@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 
 ROOT = Path(__file__).parents[2]
-KEY = "test-key-one"
+KEY = "test-key-one"  # of the admin
 OTHER_KEY = "test-key-two"
 HEADERS = {"authorization": f"Bearer {KEY}"}
 RUN = "from twostroke.cli.main import main; main()"
@@ -23,7 +23,8 @@ PATIENT = 120.0  # seconds for what takes moments: the machine may be slow and b
 
 
 class Server:
-    """`twostroke serve` as a user starts it. `code` may change the package before it runs (patience, limits)."""
+    """`twostroke serve` as a user starts it. `code` may change the package before it runs (patience, limits).
+    admin: which of the keys is the admin's."""
 
     def __init__(
         self,
@@ -31,11 +32,14 @@ class Server:
         *arguments: str,
         code: str = "",
         keys: tuple[str, ...] = (KEY, OTHER_KEY),
+        admin: str | None = KEY,
         threads: int = 1,
     ):
         self.key_file = folder.parent / f"keys-{os.getpid()}-{id(self)}"
         self.key_file.write_text("\n".join(keys) + "\n")
         given = ("--api-key-file", str(self.key_file)) if keys else ()
+        if keys and admin is not None:
+            given += ("--admin-key", admin)
         command = [
             sys.executable,
             "-c",

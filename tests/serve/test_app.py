@@ -16,11 +16,10 @@ from twostroke.remote.async_engine import AsyncEngine
 from twostroke.serve import sse
 from twostroke.serve.app import App
 from twostroke.serve.cache_miss import MAX_KEYS, MAX_PROMPTS, RecentPrompts, sentence
-from twostroke.serve.main import is_loopback
 from twostroke.serve.route import Route
 from twostroke.serve.routes import ROUTES
 from twostroke.serve.service import Service, failure
-from twostroke.serve.transport.auth import Keys, caller, read_keys
+from twostroke.serve.transport.auth import Keys, caller, is_loopback, read_keys
 from twostroke.serve.transport.http import Exchange
 
 SECRET = "the password is swordfish"
@@ -71,8 +70,8 @@ def test_every_route_has_a_handler_and_a_line() -> None:
 
 def test_keys(tmp_path: Path) -> None:
     keys = Keys(["first-key-here", "second-key-here"])
-    assert keys.identify({b"authorization": b"Bearer first-key-here"}) == caller("first-key-here")
-    assert keys.identify({b"x-api-key": b"second-key-here"}) == caller("second-key-here")
+    assert keys.identify({b"authorization": b"Bearer first-key-here"}) == caller("first-key-here", number=1)
+    assert keys.identify({b"x-api-key": b"second-key-here"}) == caller("second-key-here", number=2)
     assert caller("first-key-here").salt != caller("second-key-here").salt
     assert "first" not in caller("first-key-here").name
     for wrong in (b"", b"Bearer", b"Bearer ", b"Bearer first-key-her", b"Bearer first-key-heree", b"first-key-here"):
@@ -116,7 +115,7 @@ def test_a_text_filled_in_gives_the_event_written_whole(text: str) -> None:
 
 
 def test_loopback() -> None:
-    assert is_loopback("127.0.0.1") and is_loopback("::1")
+    assert is_loopback("127.0.0.1") and is_loopback("::1") and is_loopback("::ffff:127.0.0.1")
     assert not is_loopback("0.0.0.0") and not is_loopback("::") and not is_loopback("192.168.1.1")
 
 

@@ -9,13 +9,13 @@ from fnmatch import fnmatch
 import httpx
 
 from tests.serve.server import ROOT, Server, wait_until
-from twostroke.serve.dashboard import FILES, KINDS, LOCKED, PAGE
+from twostroke.serve.dashboard import FILES, KINDS, PAGE, PAGES
 
 
 def test_files_load_without_a_key_and_tell_nothing(server: Server):
     with server.client(headers={}) as client:
         page = client.get("/")
-        assert page.status_code == 200 and page.content == LOCKED.data and b'data-key="required"' in page.content
+        assert page.status_code == 200 and page.content == PAGES["admin"].data and b'data-key="admin"' in page.content
         for name, file in FILES.items():
             answer = client.get(f"/static/{name}")
             assert answer.content == file.data and answer.headers["content-type"] == file.kind
@@ -52,7 +52,7 @@ def test_a_file_that_is_known_is_not_sent_again(server: Server):
         first = client.get("/static/style.css")
         again = client.get("/static/style.css", headers={"if-none-match": first.headers["etag"]})
         assert again.status_code == 304 and not again.content
-        assert client.head("/").headers["content-length"] == str(len(LOCKED.data))
+        assert client.head("/").headers["content-length"] == str(len(PAGES["admin"].data))
 
 
 def test_every_file_is_in_the_wheel():

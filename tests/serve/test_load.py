@@ -32,7 +32,7 @@ HASTY = "import twostroke.serve.transport.connection as c; c.HEADER_SECONDS = 3.
 @pytest.fixture(scope="module")
 def small(long_folder: Path) -> Iterator[Server]:
     """Four samples run, four may wait."""
-    settings = ("-s", "max_requests=4", "-s", "max_model_len=4096")
+    settings = ("-s", "max_requests=4", "-s", "max_model_len=4096", "-s", "key_share=1")
     running = Server(long_folder, "--max-queue", "4", *settings, code=LIMITS).wait()
     yield running
     assert running.stop() == 0

@@ -55,6 +55,8 @@ class Admin:
             raise InputError(self._unreached(error)) from None
         if answer.status_code == 401:
             raise InputError(f"{self.http.base_url}: refuses the key: give --api-key.")
+        if answer.status_code == 403:
+            raise InputError(f"{self.http.base_url}: wants an admin key for this: give one with --api-key.")
         if answer.status_code == 503 and error_code(answer) == "loading":
             raise InputError(f"{self.http.base_url}: is still loading its model: ask again in a moment.")
         return answer.status_code == 200

@@ -25,6 +25,10 @@ def serve(
     max_queue: Annotated[int | None, typer.Option(help="Samples that may wait beyond those that run.", min=0)] = None,
     drain_timeout: Annotated[float, typer.Option(help="Seconds for running requests after SIGTERM.", min=0)] = 30.0,
     option: Settings = None,
+    admin_key: Annotated[
+        str | None, typer.Option(envvar="TWOSTROKE_ADMIN_KEY", help="Key of the operator: settings, steps, arrivals.")
+    ] = None,
+    admin_key_file: Annotated[Path | None, typer.Option(help="A file with one admin key on each line.")] = None,
     allowed_host: Annotated[
         list[str] | None, typer.Option(help="A further name under which clients reach this server; * for any.")
     ] = None,
@@ -45,14 +49,15 @@ def serve(
             f"the server needs a package that is not installed ({error.name}): pip install twostroke."
         ) from None
     settings, keys = parse_settings(option), read_keys(api_key, api_key_file)
+    admin_keys = read_keys(admin_key, admin_key_file, "--admin-key-file")
     hosts, origins = checked_names(allowed_host or (), allow_origin or ())
     make_config(**settings)  # checked before anything is fetched
     with progress_bar(f"fetching {model}") as fetching:
         path = locate(model, fetching)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     options = Options(
-        path.resolve(), model, settings, host, port, tuple(keys), max_queue=max_queue, drain_timeout=drain_timeout,
-        allowed_hosts=hosts, allowed_origins=origins,
+        path.resolve(), model, settings, host, port, tuple(keys), tuple(admin_keys), max_queue=max_queue,
+        drain_timeout=drain_timeout, allowed_hosts=hosts, allowed_origins=origins,
     )  # fmt: skip
     run(options, lambda line: errors.print(line, markup=False, soft_wrap=True))
     sys.stderr.flush()

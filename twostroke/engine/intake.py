@@ -101,7 +101,9 @@ class Intake:
         self.prepare(params)
         return self.make(tokens, params, arrival, salt)
 
-    def make(self, tokens: list[int], params: SamplingParams, arrival: float, salt: bytes = b"") -> list[Request]:
+    def make(
+        self, tokens: list[int], params: SamplingParams, arrival: float, salt: bytes = b"", key: int = 0
+    ) -> list[Request]:
         """The same for params that were prepared already: it takes no time worth mentioning."""
         stop_ids = self._stop_ids(params)
         limit = self.settings.max_model_len
@@ -112,7 +114,7 @@ class Intake:
             salt += b"request %d" % first  # the samples of one call still share their prompt
         seed = params.seed if params.seed is not None else mix(self.settings.seed ^ mix(self.requests_made))
         self.requests_made += params.n
-        return Request(first, tuple(tokens), params, seed, arrival, limit, stop_ids, salt).siblings(params.n)
+        return Request(first, tuple(tokens), params, seed, arrival, limit, stop_ids, salt, key=key).siblings(params.n)
 
 
 def open_tokenizer(checkpoint: Checkpoint) -> Tokenizer:

@@ -6,7 +6,9 @@
 file           what it does
 async_engine   `AsyncEngine`: tokenizer, admission, a `Stream` for each call; what the server is built on
 stream         `Stream`: the pieces of the answers to one call, for one reader
-admission      which requests are taken: a queue bounded by what its requests may cost
+admission      which requests are taken: a queue bounded by what its requests may cost, with a share for each API key
+turns          one at a time, and API keys take turns: for grammars that are tried
+progress       what the engine did over the last seconds with work
 ended          the record of the last requests that ended, for a replay in the simulator
 observer       who counts tokens, gaps and ends
 client         the `EngineClient` protocol: submit, abort, change, steps, health; ids and clocks across machines

@@ -1,7 +1,12 @@
 """Which requests are admitted: a queue bounded by what its requests may cost, before anything is allocated. Torch-free.
 
-A request's cost is the KV blocks it may hold in the end: samples × blocks for (prompt + longest answer). The engine can
-run `kv_blocks` of them at once, and the queue may hold kv_blocks × max_queue / max_requests more.
+A request costs samples, and KV blocks: those it may hold in the end, samples × blocks for (prompt + longest answer).
+The engine can run `max_requests` samples and `kv_blocks` blocks at once; the queue may hold `max_queue` samples more,
+and as many blocks in proportion. Of both, one API key may have `key_share` of what other keys leave free
+(schedule/keys.py).
+
+A refusal says when there should be room: what is missing, at the rate at which samples and blocks were given back in
+the last seconds. Where none was given back, the lengths of the answers under way say when the first of them ends.
 """
 
 from __future__ import annotations
@@ -12,32 +17,57 @@ from math import ceil
 
 from twostroke.config import Resolved
 from twostroke.errors import InputError
+from twostroke.schedule.keys import most_of
 
 LONGEST_WAIT = 120.0  # seconds ever advised
-HISTORY = 256  # releases from which the pace is estimated
+HISTORY = 1024  # releases that are remembered
+RECENT = 30.0  # seconds over which their rate is measured
+FULL = "The server is at capacity"
+KEY_FULL = "This API key has as many requests here as one key may have"
+Finishing = Callable[[int, int], float | None]
 
 
 class BusyError(Exception):
-    """The queue is full. `retry_after`: whole seconds after which there should be room."""
+    """There is no room. `retry_after`: whole seconds after which there should be."""
 
-    def __init__(self, retry_after: int):
-        super().__init__(f"the server is at capacity: try again in {retry_after} s.")
+    def __init__(self, retry_after: int, why: str = FULL):
+        super().__init__(f"{why}: try again in {retry_after} s.")
         self.retry_after = retry_after
+        self.why = why
+
+
+class Held:
+    """What one key holds."""
+
+    __slots__ = ("blocks", "samples")
+
+    def __init__(self) -> None:
+        self.samples = 0
+        self.blocks = 0
+
+
+NOTHING = Held()
 
 
 class Admission:
-    def __init__(self, settings: Resolved, max_queue: int, clock: Callable[[], float]):
+    def __init__(self, settings: Resolved, max_queue: int, clock: Callable[[], float], finishing: Finishing):
+        """finishing: (samples, key) → seconds until so many of the answers that are being written have reached their
+        longest length, None if that is unknown. key 0: of all keys."""
         self.layout = settings.layout
         self.max_queue = max_queue
         self.adapt(settings)
         self.clock = clock
+        self.finishing = finishing
         self.samples = 0
         self.blocks = 0
-        self._released: deque[tuple[float, int]] = deque(maxlen=HISTORY)  # (when, blocks)
+        self.held: dict[int, Held] = {}  # by key
+        self._busy_since = 0.0  # when the first sample came that the present ones overlap with
+        self._released: deque[tuple[float, int, int]] = deque(maxlen=HISTORY)  # (when, key, blocks)
 
     def adapt(self, settings: Resolved) -> None:
         """The limits under these settings; requests that were admitted stay."""
         self.step = settings.max_batch_tokens if settings.chunked_prefill else settings.max_model_len
+        self.share = settings.key_share
         self.max_samples = settings.max_requests + self.max_queue
         self.max_blocks = ceil(settings.kv_blocks * self.max_samples / settings.max_requests)
 
@@ -45,37 +75,72 @@ class Admission:
         """Blocks that one sample may hold on its way to `limit` tokens."""
         return self.layout.blocks_for(limit, min(self.step, limit))
 
-    def check(self) -> None:
-        """Refuse early, before a prompt is even tokenized, when not one more sample would fit."""
-        if self.samples >= self.max_samples or self.blocks >= self.max_blocks:
-            raise BusyError(self.retry_after(1))
+    def check(self, key: int = 0) -> None:
+        """Refuse early, before a prompt is even tokenized, when not one more sample of this key would fit."""
+        self._refuse_over(1, 1, key)
 
-    def take(self, samples: int, blocks: int) -> None:
+    def take(self, samples: int, blocks: int, key: int = 0) -> None:
         """Admit a request. InputError when it would not even fit an idle server."""
-        if samples > self.max_samples:
-            raise InputError(
-                f"n: {samples} samples are more than the {self.max_samples} that this server runs and queues: lower n."
-            )
-        if blocks > self.max_blocks:
-            raise InputError(
-                f"n: {samples} samples of this length need {blocks} KV blocks, and this server runs and queues "
-                f"{self.max_blocks}: lower n or max_tokens."
-            )
-        if self.samples + samples > self.max_samples or self.blocks + blocks > self.max_blocks:
-            raise BusyError(self.retry_after(self.blocks + blocks - self.max_blocks))
+        self._check_size(samples, blocks, key)
+        self._refuse_over(samples, blocks, key)
+        if not self.samples:
+            self._busy_since = self.clock()
         self.samples += samples
         self.blocks += blocks
+        if key:
+            held = self.held.setdefault(key, Held())
+            held.samples += samples
+            held.blocks += blocks
 
-    def release(self, blocks: int) -> None:
+    def release(self, blocks: int, key: int = 0) -> None:
         """One sample has ended."""
         self.samples -= 1
         self.blocks -= blocks
-        self._released.append((self.clock(), blocks))
+        if key:
+            held = self.held[key]
+            held.samples -= 1
+            held.blocks -= blocks
+            if not held.samples:
+                del self.held[key]
+        self._released.append((self.clock(), key, blocks))
 
-    def retry_after(self, blocks: int) -> int:
-        """Whole seconds until that many blocks should be free, at the pace of the last releases."""
-        if len(self._released) < 2:
-            return 1
-        seconds = self.clock() - self._released[0][0]
-        pace = (sum(count for _, count in self._released) - self._released[0][1]) / max(seconds, 1e-3)
-        return int(min(LONGEST_WAIT, max(1.0, ceil(max(blocks, 1) / pace))))
+    # ---- limits ----------------------------------------------------------------------------------------------------
+
+    def _check_size(self, samples: int, blocks: int, key: int) -> None:
+        share = self.share if key else 1.0
+        most, room = most_of(share, self.max_samples, 0), most_of(share, self.max_blocks, 0)
+        who = "one key may run and queue here" if key else "this server runs and queues"
+        if samples > most:
+            raise InputError(f"n: {samples} samples are more than the {most} that {who}: lower n.")
+        if blocks > room:
+            raise InputError(
+                f"n: {samples} samples of this length need {blocks} KV blocks, more than the {room} that {who}: "
+                "lower n or max_tokens."
+            )
+
+    def _refuse_over(self, samples: int, blocks: int, key: int) -> None:
+        """BusyError if so much more is over the limits of the server, or over those of the key."""
+        over, over_blocks = self.samples + samples - self.max_samples, self.blocks + blocks - self.max_blocks
+        if over > 0 or over_blocks > 0:
+            raise BusyError(self.retry_after(over, over_blocks))
+        if not key:
+            return
+        held = self.held.get(key, NOTHING)
+        over = held.samples + samples - most_of(self.share, self.max_samples, self.samples - held.samples)
+        over_blocks = held.blocks + blocks - most_of(self.share, self.max_blocks, self.blocks - held.blocks)
+        if over > 0 or over_blocks > 0:
+            raise BusyError(self.retry_after(over, over_blocks, key), KEY_FULL)
+
+    # ---- when there is room ----------------------------------------------------------------------------------------
+
+    def retry_after(self, samples: int, blocks: int, key: int = 0) -> int:
+        """Whole seconds until so many samples and blocks should be free: of this key, or of all (0)."""
+        now = self.clock()
+        begin = max(self._busy_since, now - RECENT)
+        ended = [count for when, of, count in self._released if when >= begin and key in (0, of)]
+        span = max(now - begin, 1e-3)
+        if ended:
+            wait = span * max(samples / len(ended), blocks / max(1, sum(ended)))
+        else:
+            wait = self.finishing(max(samples, 1), key) or 1.0
+        return int(min(LONGEST_WAIT, max(1.0, ceil(wait))))

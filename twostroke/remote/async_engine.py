@@ -28,7 +28,9 @@ from twostroke.remote.ended import EndedRequests
 from twostroke.remote.messages import Ready, Report, Stage
 from twostroke.remote.observer import NoObserver, Observer
 from twostroke.remote.process import Patience, ProcessEngine
+from twostroke.remote.progress import Progress
 from twostroke.remote.stream import Stream
+from twostroke.remote.turns import FairTurns
 from twostroke.sampling import SamplingParams
 from twostroke.text.tokenizer import Tokenizer
 from twostroke.types import Event, FinishReason
@@ -36,7 +38,7 @@ from twostroke.weights.checkpoint import open_checkpoint
 from twostroke.weights.describe import checkpoint_bytes, load_arch
 
 ENGINE_GONE = "the engine stopped while it wrote this answer"
-MAX_GRAMMARS = 16  # that may wait to be tried
+MAX_GRAMMARS = 16  # that may be tried or wait for it
 
 
 class Recipient(NamedTuple):
@@ -46,6 +48,7 @@ class Recipient(NamedTuple):
     choice: int
     answer: Answer
     cost: int
+    key: int  # of the caller
 
 
 class AsyncEngine:
@@ -81,7 +84,8 @@ class AsyncEngine:
         self.ended = EndedRequests()
         self._recipients: dict[int, Recipient] = {}  # by request id
         self._to_wake: dict[Stream, None] = {}  # streams that got pieces in this report
-        self._grammars = 0  # being tried, or waiting for it
+        self._grammars = FairTurns(MAX_GRAMMARS)
+        self.progress = Progress(self.clock)
         self._checker = ThreadPoolExecutor(1, thread_name_prefix="grammar")
 
     async def start(self, grammars: bool = False) -> Ready:
@@ -127,20 +131,16 @@ class AsyncEngine:
 
     # ---- callers ---------------------------------------------------------------------------------------------------
 
-    async def prepare(self, params: SamplingParams) -> None:
-        """Check what depends on the model. A grammar is tried in a thread; only so many may wait for that."""
+    async def prepare(self, params: SamplingParams, key: int = 0) -> None:
+        """Check what depends on the model. A grammar is tried in a thread, in turns of the API keys."""
         if params.grammar is None or self.grammars.knows(params.grammar):
             self.intake.prepare(params)
             return
-        if self._grammars >= MAX_GRAMMARS:
-            raise BusyError(1)
-        self._grammars += 1
         try:
-            await asyncio.get_running_loop().run_in_executor(self._checker, self.intake.prepare, params)
+            async with self._grammars.turn(key, self.intake.settings.key_share):
+                await asyncio.get_running_loop().run_in_executor(self._checker, self.intake.prepare, params)
         except NotCheckedError:
             raise BusyError(1) from None
-        finally:
-            self._grammars -= 1
 
     def submit(
         self,
@@ -149,20 +149,21 @@ class AsyncEngine:
         salt: bytes = b"",
         arrival: float | None = None,
         visible: frozenset[int] = frozenset(),
+        key: int = 0,
     ) -> Stream:
         """Take prompts (checked by `intake.tokenize`) and params (by `prepare`) in. visible: special tokens whose text
-        is wanted. InputError, BusyError or EngineError, and nothing is held."""
+        is wanted; key: number of the caller's API key. InputError, BusyError or EngineError, and nothing is held."""
         if not self.client.healthy:
             raise EngineError(self.client.trouble() or "it is not ready")
         moment = self.clock() if arrival is None else arrival
-        groups = [self.intake.make(tokens, params, moment, salt) for tokens in prompts]
+        groups = [self.intake.make(tokens, params, moment, salt, key) for tokens in prompts]
         costs = [self.admission.cost(group[0].limit) for group in groups]
-        self.admission.take(len(groups) * params.n, sum(costs) * params.n)
+        self.admission.take(len(groups) * params.n, sum(costs) * params.n, key)
         stream = Stream(self, prompts, params, moment, salt)
         for group, cost in zip(groups, costs, strict=True):
             for request in group:
                 answer = Answer(request, self.tokenizer, visible)
-                self._recipients[request.id] = Recipient(stream, len(stream.answers), answer, cost)
+                self._recipients[request.id] = Recipient(stream, len(stream.answers), answer, cost, key)
                 stream.answers.append(answer)
             self.client.submit(group)
         return stream
@@ -180,6 +181,23 @@ class AsyncEngine:
             if recipient is not None:
                 self._fail(recipient, error)
         self._wake()
+
+    def finishing(self, samples: int, key: int) -> float | None:
+        """Seconds until so many of the answers that are being written have reached their longest length, each at its
+        own pace so far. None: too few have a pace yet. key: those of one API key; 0: all."""
+        left = []
+        for recipient in self._recipients.values():
+            times = recipient.answer.sample.timeline.token_times
+            if len(times) > 1 and key in (0, recipient.key):
+                request = recipient.answer.request
+                pace = (times[-1] - times[0]) / (len(times) - 1)
+                left.append(pace * (request.limit - len(request.tokens) - len(times)))
+        return sorted(left)[samples - 1] if len(left) >= samples else None
+
+    def contexts(self) -> list[int]:
+        """Tokens known of each request in the engine."""
+        answers = (recipient.answer for recipient in self._recipients.values())
+        return [len(answer.request.tokens) + len(answer.sample.token_ids) for answer in answers]
 
     def wake_later(self, stream: Stream) -> None:
         self._to_wake[stream] = None
@@ -204,7 +222,8 @@ class AsyncEngine:
             self._opening.result()  # done about as soon: the engine reads the same vocabulary, and the weights
             self.intake = Intake(self.tokenizer, settings, self.arch.vocab, self.grammars, RequestIds())
         self.intake.settings = settings  # ids go on from where they were
-        self.admission = Admission(settings, self.max_queue, self.clock)
+        self.admission = Admission(settings, self.max_queue, self.clock, self.finishing)
+        self.progress = Progress(self.clock)
         self.counts = Counts(blocks_total=settings.kv_blocks, blocks_free=settings.kv_blocks)
 
     def on_settings(self, settings: Resolved) -> None:
@@ -213,6 +232,7 @@ class AsyncEngine:
 
     def on_report(self, report: Report) -> None:
         self.counts, self.step_seconds = report.counts, report.step_seconds
+        self.progress.note(report.at, report.counts)
         self.observer.reported(report.counts, report.step_seconds)
         gaps: list[float] = []
         for event in report.events:
@@ -223,13 +243,13 @@ class AsyncEngine:
                 self._push(recipient, event, report.at, gaps)
             if event.finish_reason is not None:
                 del self._recipients[event.request_id]
-                self.admission.release(recipient.cost)
+                self.admission.release(recipient.cost, recipient.key)
         if gaps:
             self.observer.gaps(gaps)
         self._wake()
 
     def _push(self, recipient: Recipient, event: Event, at: float, gaps: list[float]) -> None:
-        stream, choice, answer, _ = recipient
+        stream, choice, answer, *_ = recipient
         if event.prompt_logprobs:
             stream.prompt_logprobs[choice // stream.params.n].update(event.prompt_logprobs)
         timeline = answer.sample.timeline
@@ -250,15 +270,19 @@ class AsyncEngine:
             stream.put(choice, piece)
 
     def on_lost(self, why: str) -> None:
-        """Every request that waits for the engine gets an error as its last piece."""
+        """Every request that waits for the engine gets an error as its last piece. The counts are those of an engine
+        that has no request and an empty cache."""
         self.observer.lost()
+        total = self.counts.blocks_total
+        self.counts = Counts(steps=self.counts.steps, blocks_total=total, blocks_free=total)
+        self.progress = Progress(self.clock)
         self._fail_all()
 
     def _fail_all(self) -> None:
         recipients = list(self._recipients.values())
         self._recipients.clear()
         for recipient in recipients:
-            self.admission.release(recipient.cost)
+            self.admission.release(recipient.cost, recipient.key)
             self._fail(recipient, ENGINE_GONE)
         self._wake()
 

@@ -1,17 +1,20 @@
 """A record of the last requests that ended, for a simulator to replay: times, lengths, and equal segments of prompts.
 
 A prompt is cut into segments where its own tokens say so (not at fixed places), so that equal segments are found at any
-position. Of a segment only its length and a keyed hash, salted by tenant, are kept: neither text nor tokens.
+position. Of a segment only its length and a keyed hash are kept: neither text nor tokens. The places of the cuts and
+the hashes depend on a secret of this process and on the salt of the API key, so a reader cannot test candidate prompts
+against them. The lengths of whole prompts are padded to a multiple of PADDED tokens for the same reason.
 """
 
 from __future__ import annotations
 
 import secrets
-from array import array
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from typing import NamedTuple
+
+import numpy as np
 
 from twostroke.metrics.timeline import Timeline
 from twostroke.types import Request
@@ -19,7 +22,9 @@ from twostroke.types import Request
 KEPT = 1024  # requests
 MAX_SEGMENTS = 1 << 17  # of all of them
 SHORTEST, LONGEST = 8, 64  # tokens of a segment
-MIX = 2654435761  # spreads token ids: about one in sixteen ends a segment
+CUT_BITS = 3  # one pair of neighbours in 2^3 ends a segment, if that is not too short
+PADDED = 16  # tokens: lengths of prompts are shown as multiples of it
+MAX_SALTS = 256  # whose cuts are remembered
 CONTENT_BITS = 38  # of a hash: what a trace's made-up token ids have room for
 
 
@@ -45,34 +50,66 @@ class EndedRequests:
         self._secret = secrets.token_bytes(32)
         self._ended: deque[EndedRequest] = deque()
         self._segments = 0
+        self._cuts: dict[bytes, np.ndarray] = {}  # by salt: the multipliers and the addend of `_ends`
 
     def add(self, request: Request, timeline: Timeline, salt: bytes, reason: str) -> None:
         params = request.params
-        segments = tuple(self._cut(request.tokens[: timeline.prompt_tokens], salt))
+        segments = self._cut(request.tokens[: timeline.prompt_tokens], salt)
         kept = Timeline(timeline.arrival, timeline.scheduled, timeline.end, timeline.token_times[:1])
-        kept.prompt_tokens, kept.cached_tokens = timeline.prompt_tokens, timeline.cached_tokens
+        kept.prompt_tokens, kept.cached_tokens = padded(timeline.prompt_tokens), timeline.cached_tokens
         kept.preemptions = timeline.preemptions
         self._ended.append(
             EndedRequest(request.id, kept, timeline.ttft, timeline.tpot, timeline.output_tokens, params.max_tokens,
-                  params.priority, reason, segments)
+                  params.priority, reason, tuple(segments))
         )  # fmt: skip
         self._segments += len(segments)
         while len(self._ended) > KEPT or self._segments > MAX_SEGMENTS:
             self._segments -= len(self._ended.popleft().segments)
 
-    def _cut(self, tokens: Sequence[int], salt: bytes) -> Iterator[Segment]:
-        begin = 0
-        for end, token in enumerate(tokens, 1):
-            length = end - begin
-            ends = length >= SHORTEST and not (token * MIX >> 16) & 15
-            if ends or length == LONGEST or end == len(tokens):
-                data = array("i", tokens[begin:end]).tobytes() + salt
-                digest = blake2b(data, key=self._secret, digest_size=8).digest()
-                yield Segment(int.from_bytes(digest, "little") >> (64 - CONTENT_BITS), length)
+    def _cut(self, tokens: Sequence[int], salt: bytes) -> list[Segment]:
+        """The last segment holds the padding too: equal contents have equal lengths."""
+        numbers = np.asarray(tokens, dtype=np.int32)
+        total, begin, segments = len(numbers), 0, []
+        for end in self._borders(numbers, salt):
+            pad = padded(total) - total if end == total else 0
+            content = self._content(numbers[begin:end].tobytes() + salt + bytes([pad]))
+            segments.append(Segment(content, end - begin + pad))
+            begin = end
+        return segments
+
+    def _borders(self, numbers: np.ndarray, salt: bytes) -> Iterator[int]:
+        """The end of each segment: after LONGEST tokens, or after a token that ends one."""
+        begin, total = 0, len(numbers)
+        for end in (*self._ends(numbers, salt), total):
+            while end - begin > LONGEST:
+                begin += LONGEST
+                yield begin
+            if end - begin >= SHORTEST or (end == total and end > begin):
                 begin = end
+                yield end
+
+    def _ends(self, numbers: np.ndarray, salt: bytes) -> list[int]:
+        """Where a segment may end: after pairs of tokens that a secret hash selects, another one for each salt."""
+        if salt not in self._cuts:
+            if len(self._cuts) == MAX_SALTS:
+                self._cuts.pop(next(iter(self._cuts)))
+            digest = blake2b(salt, key=self._secret, digest_size=24, person=b"cut").digest()
+            self._cuts[salt] = np.frombuffer(digest, dtype=np.uint64) | np.uint64(1)
+        first, second, addend = self._cuts[salt]
+        mixed = numbers.astype(np.uint64) * second + addend  # modulo 2^64
+        mixed[1:] += numbers[:-1].astype(np.uint64) * first
+        return (np.flatnonzero(mixed >> np.uint64(64 - CUT_BITS) == 0) + 1).tolist()
+
+    def _content(self, data: bytes) -> int:
+        digest = blake2b(data, key=self._secret, digest_size=8).digest()
+        return int.from_bytes(digest, "little") >> (64 - CONTENT_BITS)
 
     def latest(self, limit: int = KEPT) -> list[EndedRequest]:
         return list(self._ended)[-limit:]
+
+
+def padded(length: int) -> int:
+    return -(-length // PADDED) * PADDED
 
 
 def by_arrival(ended: Sequence[EndedRequest]) -> list[EndedRequest]:

@@ -176,21 +176,23 @@ def start(port: Port, hello: Hello) -> tuple[Engine, Ready]:
 
     engine = build_engine(hello.model, make_config(**hello.settings), clock, load_progress=loaded, stage=stage)
     stage("warm up")
-    longest = warm_up(engine)
+    count, first = warm_up(engine)
+    longest = first * max(1.0, engine.settings.max_batch_tokens / count)
     stage("grammars")
     compiler_of(engine).warm()
     times.append(("", clock()))
     seconds = {name: after - began for (name, began), (_, after) in pairwise(times)}
-    return engine, Ready(engine.settings, seconds, longest, device_name(engine.settings.device), clock())
+    machine = device_name(engine.settings.device)
+    return engine, Ready(engine.settings, seconds, longest, (count, first), machine, clock())
 
 
 def announce(port: Port, ready: Ready) -> None:
     port.send(msgspec.structs.replace(ready, clock=clock()))
 
 
-def warm_up(engine: Engine) -> float:
+def warm_up(engine: Engine) -> tuple[int, float]:
     """Run a prompt and two tokens, so that the first caller does not pay for what only a first run costs. Returns the
-    seconds that a step of the largest size may take. Leaves no trace in the cache, the counters or the log of steps."""
+    length of the prompt and the seconds it took. Leaves no trace in the cache, the counters or the log of steps."""
     scheduler = engine.core.scheduler
     count = max(1, min(WARM_UP_TOKENS, engine.settings.max_model_len - 3))
     rehearse(engine, count)
@@ -199,7 +201,7 @@ def warm_up(engine: Engine) -> float:
     scheduler.counters = Counters()
     assert engine.core.steplog is not None
     engine.core.steplog.clear()
-    return first * max(1.0, engine.settings.max_batch_tokens / count)
+    return count, first
 
 
 def rehearse(engine: Engine, count: int) -> float:

@@ -80,6 +80,7 @@ class Ready(Message, frozen=True, tag="ready"):
     settings: Resolved
     seconds: dict[str, float]  # of each stage of the start
     longest_step: float  # what a full step may take, extrapolated from the warm-up
+    warm_up: tuple[int, float]  # tokens of the warm-up's prompt, and the seconds it took
     machine: str  # the processor or the card that computes, by its own name
     clock: float  # the engine's clock when it sent this
 

@@ -28,6 +28,7 @@ from twostroke.remote.client import EngineError, EngineListener, MessageClient
 from twostroke.remote.messages import Beat, Failed, FromEngine, Hello, Message, Ready, Report
 
 log = logging.getLogger(__name__)
+NOT_STARTED = "it could not start, and the server's log has the reason"  # which may name files: not for clients
 BOOT = "import sys; sys.path.append(sys.argv[3]); from twostroke.remote.worker import main; main(*sys.argv[1:3])"
 SOCKET_BUFFER = 4 << 20
 READ = 1 << 18  # bytes taken in at once; one buffer for all of them, as a new one costs more than what is read
@@ -49,7 +50,7 @@ class Child(asyncio.BufferedProtocol):
     """One life of the engine process."""
 
     def __init__(
-        self, process: subprocess.Popen[bytes], receive: Callable[[FromEngine], None], lost: Callable[[str], None]
+        self, process: subprocess.Popen[bytes], receive: Callable[[FromEngine], None], lost: Callable[[str, str], None]
     ):
         self.process = process
         self.receive = receive
@@ -57,7 +58,8 @@ class Child(asyncio.BufferedProtocol):
         self.reader = wire.from_engine()
         self.buffer = memoryview(bytearray(READ))
         self.transport: asyncio.Transport | None = None
-        self.why = ""  # it ends, once that is decided
+        self.why = ""  # it ends, once that is decided; for the log
+        self.shown = ""  # the same for clients, where it differs
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -77,7 +79,8 @@ class Child(asyncio.BufferedProtocol):
         self.process.kill()  # whatever closed its socket, nothing of it may stay
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(1.0)
-        self.lost(self.why or f"it ended with exit status {self.process.returncode}")
+        why = self.why or f"it ended with exit status {self.process.returncode}"
+        self.lost(why, self.shown or why)
 
     def send(self, message: Message) -> None:
         if self.transport is not None and not self.transport.is_closing():
@@ -90,7 +93,7 @@ class Child(asyncio.BufferedProtocol):
             self.transport.abort()
 
 
-async def spawn(receive: Callable[[FromEngine], None], lost: Callable[[str], None], hello: Hello) -> Child:
+async def spawn(receive: Callable[[FromEngine], None], lost: Callable[[str, str], None], hello: Hello) -> Child:
     """Called on the main thread: on Linux the child is bound to the life of the thread that makes it."""
     ours, theirs = socket.socketpair()
     for end in (ours, theirs):
@@ -114,7 +117,7 @@ class ProcessEngine(MessageClient):
         self.model = model
         self.patience = patience or Patience()
         self.child: Child | None = None
-        self.why = "it has not been started"
+        self.why = "it has not been started"  # in words that clients may read: no paths
         self._up = False
         self._heard = 0.0  # when the last message came
         self._moved = 0.0  # when the child last began or ended a step, or had nothing to do
@@ -164,9 +167,10 @@ class ProcessEngine(MessageClient):
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _lost(self, why: str) -> None:
+    def _lost(self, why: str, shown: str) -> None:
+        """why: for the log and for the operator who starts the server; shown: the same in words for clients."""
         lived = time.monotonic() - self._born if self._up else 0.0
-        self._up, self.child, self.why = False, None, why
+        self._up, self.child, self.why = False, None, shown
         if self._closing:
             return
         if self._first is not None and not self._first.done():
@@ -174,7 +178,7 @@ class ProcessEngine(MessageClient):
             return
         log.error("the engine process is gone: %s; starting it again", why)
         self.restarts += 1
-        self._lose(why)
+        self._lose(shown)
         self._keep(self._restart(self._backoff(lived)))
 
     def _backoff(self, lived: float) -> float:
@@ -187,7 +191,7 @@ class ProcessEngine(MessageClient):
         try:
             await self._spawn()
         except OSError as error:
-            self._lost(f"it could not be started ({error})")
+            self._lost(f"it could not be started ({error})", NOT_STARTED)
 
     # ---- messages --------------------------------------------------------------------------------------------------
 
@@ -218,7 +222,7 @@ class ProcessEngine(MessageClient):
 
     def _on_failed(self, failed: Failed) -> None:
         if self.child is not None:
-            self.child.why = failed.message
+            self.child.why, self.child.shown = failed.message, NOT_STARTED
         if self._first is not None and not self._first.done():
             kind = getattr(errors, failed.kind, EngineError)
             self._first.set_exception(kind(failed.message))

@@ -21,6 +21,7 @@ from twostroke.remote.loop import ClosedError
 from twostroke.remote.messages import FromEngine, Hello, Message, Ready, ToEngine
 
 log = logging.getLogger(__name__)
+ENDED = "it ended, and the log has the reason"  # which may name files: not for clients
 
 
 class QueuePort:
@@ -110,9 +111,10 @@ class ThreadEngine(MessageClient):
             port.events.call_soon_threadsafe(self._lost, error, why)
 
     def _lost(self, error: Exception, why: str) -> None:
-        self.why = why
+        self.why = ENDED
         if self._first.done():
-            self._lose(why)
+            log.error("the engine is gone: %s", why)
+            self._lose(ENDED)
         else:
             self._first.set_exception(error)
 

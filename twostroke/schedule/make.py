@@ -23,7 +23,11 @@ def make_scheduler(arch: Arch, settings: Resolved, identity: str, key: bytes | N
     pool = BlockPool(settings.kv_blocks, keep_cached=settings.prefix_cache, host=host)
     tables = KVTables(settings.layout, pool, BlockHasher(identity, key), settings.max_requests, settings.max_model_len)
     limits = Limits(
-        settings.max_batch_tokens, settings.max_requests, settings.chunked_prefill, settings.batching == "static"
+        settings.max_batch_tokens,
+        settings.max_requests,
+        settings.chunked_prefill,
+        settings.batching == "static",
+        settings.key_share,
     )
 
     def flops(start: int, count: int) -> float:

@@ -86,6 +86,7 @@ class Planner:
             )
         started = sorted((r for r in self.prompts if r.id in scheduler.running), key=key)
         waiting = self._admissible()
+        shares = scheduler.shares()
         while (started or waiting) and self._has_budget():
             if started and (not waiting or key(started[0]) <= key(waiting[0])):
                 request = started.pop(0)
@@ -93,10 +94,14 @@ class Planner:
                     self._add_chunk(request)
             else:
                 request = waiting.pop(0)
+                if shares.full(request.key):
+                    continue  # the slots that are left are for other keys
                 if not scheduler.admit(request):
                     waiting = []
                     scheduler.batch_open = False
-                elif not self._add_chunk(request):
+                    continue
+                shares.take(request.key)
+                if not self._add_chunk(request):
                     waiting = []
         if not scheduler.waiting:
             scheduler.batch_open = False

@@ -8,6 +8,8 @@ shortest         the one with the fewest tokens left to prefill   mean TTFT
 longest-prefix   the one with most of its prompt in the cache     shared prefixes under memory pressure
 prefill-first    prompts before running streams                   TTFT above all; streams may stall
 decode-first     streams; prompts may at most double their step   TPOT above all
+
+Requests that a policy does not tell apart come in turns of their API keys (keys.py), then in the order of arrival.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ class Policy(NamedTuple):
 
 
 def _arrival(request: RequestState) -> Key:
-    return (request.timeline.arrival, request.id)
+    return (request.turn, request.timeline.arrival, request.id)
 
 
 def _priority(request: RequestState) -> Key:

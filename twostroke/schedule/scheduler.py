@@ -8,13 +8,15 @@ and every request that was added gets exactly one event with a finish reason.
 from __future__ import annotations
 
 from bisect import insort
+from collections import Counter as Count
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
 from twostroke.kv.addresses import Name
-from twostroke.kv.tables import KVTables
+from twostroke.kv.tables import Hit, KVTables
 from twostroke.ops.interface import BLOCK
+from twostroke.schedule.keys import Shares, Turns
 from twostroke.schedule.pace import Pace
 from twostroke.schedule.planner import Planner
 from twostroke.schedule.policy import Policy
@@ -30,6 +32,7 @@ class Limits:
     max_requests: int  # requests running at once
     chunked: bool = True  # False: a prompt runs in one step, over the budget if it must
     static: bool = False  # admit only into an empty batch: the baseline that shows what continuous batching buys
+    key_share: float = 1.0  # most of what other API keys leave of max_requests that one key may have
 
 
 @dataclass(slots=True)
@@ -63,6 +66,7 @@ class Scheduler:
         # Part of a step that raised, by id: each is tried alone until it has computed so many tokens again.
         self.suspects: dict[int, int] = {}
         self.published: dict[int, list[int]] = {}  # plan number -> blocks whose content it promised
+        self.turns = Turns()  # of API keys
         self.batch_open = True  # static batching: whether the batch still takes requests
         self.plans = 0
         self.counters = Counters()
@@ -71,6 +75,8 @@ class Scheduler:
 
     def add(self, request: RequestState) -> None:
         request.status = Status.WAITING
+        if request.turn < 0:
+            request.turn = self.turns.give(request.key)
         insort(self.waiting, request, key=self.policy.key)
 
     def find(self, request_id: int) -> RequestState | None:
@@ -112,6 +118,11 @@ class Scheduler:
             return list(self.waiting)
         return sorted(self.waiting, key=lambda r: (-self.tables.match(r).columns, *self.policy.key(r)))
 
+    def shares(self) -> Shares:
+        """Of the API keys in the batch."""
+        held = Count(request.key for request in (*self.running.values(), *self.fetching.values()))
+        return Shares(self.limits.key_share, self.limits.max_requests, held)
+
     def admit(self, request: RequestState) -> bool:
         """Move a waiting request into the batch if its whole prompt fits beside what is promised to others."""
         if not self._open(request):
@@ -127,15 +138,20 @@ class Scheduler:
         if not self.tables.free_rows or len(self.running) + len(self.fetching) >= self.limits.max_requests:
             return False
         hit = self.tables.match(request)
+        if self._needed(request, hit) > self.tables.pool.available:
+            return False
+        self.tables.open(request, hit)
+        self.waiting.remove(request)
+        self.turns.take(request.turn)
+        return True
+
+    def _needed(self, request: RequestState, hit: Hit) -> int:
+        """Blocks for its prompt, and some for streams and prompts that are in the batch already."""
         step = self.limits.max_batch_tokens if self.limits.chunked else len(request.tokens)
         needed = self.tables.blocks_needed(request, hit, step)
         if self.running:
             needed += int(WATERMARK * self.tables.pool.total) + 1 + self._promised_to_prompts(step)
-        if needed > self.tables.pool.available:
-            return False
-        self.tables.open(request, hit)
-        self.waiting.remove(request)
-        return True
+        return needed
 
     # ---- blocks from elsewhere ---------------------------------------------------------------------------------------
 

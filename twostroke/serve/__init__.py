@@ -7,6 +7,7 @@
 `service`       the engine as the routes see it, and the way from a prompt to an answer
 `segments`      an answer's text as content, reasoning and tool calls; `sse`: answers as events, or whole
 `usage`, `costs`, `cache_miss`, `verdicts`   what an answer says about itself, and the server about its load
+`expected`      what the cost model expects of the engine's work: a slow engine is not healthy
 `main`          bind, load, serve, drain, stop
 
 The server needs only the packages of the default install, and its process does not import torch.

@@ -49,7 +49,7 @@ class App:
         if let_in and is_preflight(exchange.method, exchange.headers):
             await exchange.respond(204, b"", preflight_headers(exchange.headers))
             return
-        exchange.caller = self.service.keys.check(exchange.path, exchange.headers)
+        exchange.caller = self.service.keys.check(exchange.path, exchange.headers, exchange.peer)
         if exchange.path not in OPEN_PATHS and not exchange.path.startswith(STATIC):
             exchange.accepted()
         route = self.find("GET" if exchange.method == "HEAD" else exchange.method, exchange.path)
@@ -58,7 +58,7 @@ class App:
                 self.service.check_loaded()
             await route.handler(self.service, exchange)
             return
-        self.service.check_open()
+        self.service.check_open(exchange.caller)
         self.service.generating += 1
         try:
             await route.handler(self.service, exchange)

@@ -1,5 +1,5 @@
-"""The dashboard's files, held in memory. They say nothing about the server except whether it asks for a key, so they
-are served without one."""
+"""The dashboard's files, held in memory. They say nothing about the server except which kind of key it asks for, so
+they are served without one."""
 
 from __future__ import annotations
 
@@ -52,11 +52,16 @@ def read_files(folder: Traversable, prefix: str = "") -> dict[str, File]:
 
 FILES = read_files(files("twostroke.serve") / "static")
 PAGE = FILES.pop("index.html")
-LOCKED = make_file("index.html", PAGE.data.replace(b'data-key="none"', b'data-key="required"', 1))
+PAGES = {
+    kind: make_file("index.html", PAGE.data.replace(b'data-key="none"', f'data-key="{kind}"'.encode(), 1))
+    for kind in ("none", "user", "admin")
+}
 
 
 async def page(service: Service, exchange: Exchange) -> None:
-    await send(exchange, LOCKED if service.keys.required else PAGE)
+    keys = service.keys
+    kind = "admin" if keys.has_admin else "user" if keys.required else "none"  # the best key that there is to ask for
+    await send(exchange, PAGES[kind])
 
 
 async def static(service: Service, exchange: Exchange) -> None:

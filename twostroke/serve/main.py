@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import ipaddress
 import logging
 import signal
 import socket
@@ -26,7 +25,7 @@ from twostroke.remote.process import Patience
 from twostroke.serve.app import App
 from twostroke.serve.off_loop import SWITCH_SECONDS
 from twostroke.serve.service import Service
-from twostroke.serve.transport.auth import Keys
+from twostroke.serve.transport.auth import Keys, is_loopback
 from twostroke.serve.transport.browsers import Browsers
 from twostroke.serve.transport.listen import Listener, bind, make_listener
 
@@ -42,6 +41,7 @@ class Options:
     host: str = "127.0.0.1"
     port: int = 8000
     keys: tuple[str, ...] = ()
+    admin_keys: tuple[str, ...] = ()
     max_queue: int | None = None
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
@@ -63,7 +63,7 @@ class Server:
         self._take_signals()
         metrics = Metrics(self.options.name)
         engine = await asyncio.to_thread(self._open, metrics)
-        service = Service(engine, self.options.name, Keys(self.options.keys), metrics)
+        service = Service(engine, self.options.name, Keys(self.options.keys, self.options.admin_keys), metrics)
         browsers = Browsers(self.options.host, self.options.allowed_hosts, self.options.allowed_origins)
         listener = make_listener(App(service, browsers=browsers))
         listening = asyncio.create_task(listener.serve(sockets=[sock]))
@@ -139,17 +139,10 @@ class Server:
             self.say(f"  {name} = {getattr(ready.settings, name)}: {reason}")
         self.say(f"ready after {total:.2f} s: processes and imports {rest:.2f} s, {parts}")
         host, port = sock.getsockname()[:2]
-        if not self.options.keys and not is_loopback(host):
+        if not (self.options.keys or self.options.admin_keys) and not is_loopback(host):
             self.say(f"WARNING: every client that reaches {host} may use this server: set --api-key or --api-key-file")
         where = f"[{host}]" if ":" in host else host
         self.say(f"serving {self.options.name} on http://{where}:{port}/v1")
-
-
-def is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def run(options: Options, say: Say) -> None:

@@ -24,17 +24,19 @@ from twostroke.remote.admission import BusyError
 from twostroke.remote.async_engine import ENGINE_GONE, AsyncEngine
 from twostroke.remote.client import EngineError
 from twostroke.remote.ended import KEPT, EndedRequest
+from twostroke.remote.messages import Ready
 from twostroke.remote.stream import SLOW_READER, Stream
 from twostroke.sampling import SamplingParams
-from twostroke.serve import usage
+from twostroke.serve import expected, usage
 from twostroke.serve.body_shape import check_text
 from twostroke.serve.cache_miss import Nearest, RecentPrompts, explanation
 from twostroke.serve.costs import answer_costs
+from twostroke.serve.expected import Expectation
 from twostroke.serve.fields import Payload
 from twostroke.serve.off_loop import Threads
 from twostroke.serve.structured import AnswerFormat, grammar_failure
 from twostroke.serve.transport import errors
-from twostroke.serve.transport.auth import Keys
+from twostroke.serve.transport.auth import Caller, Keys
 from twostroke.serve.transport.http import Exchange, GoneError
 from twostroke.serve.verdicts import Verdicts
 from twostroke.text.tokenizer import Tokenizer
@@ -132,6 +134,7 @@ class Service:
         self.wall = time.time() - engine.clock()  # added to the engine's clock, it gives unix time
         self.recent = RecentPrompts()
         self.verdicts = Verdicts(engine.clock)
+        self._expectation: tuple[Ready, Expectation] | None = None  # of the engine's present life
         self.draining = False
         self.generating = 0  # exchanges of generating routes that are under way
         self.threads = Threads()
@@ -174,6 +177,17 @@ class Service:
     def trouble(self) -> str | None:
         return self.engine.client.trouble()
 
+    def slow(self) -> str | None:
+        """Why the engine counts as slow: it does less than a tenth of what the cost model expects. None: it does not,
+        or has not had work for long enough to tell."""
+        engine, ready = self.engine, self.engine.client.ready
+        done = engine.progress.over(expected.SECONDS)
+        if done is None or ready is None:
+            return None
+        if self._expectation is None or self._expectation[0] is not ready:
+            self._expectation = ready, Expectation(self.arch, self.weight_bytes, ready)
+        return expected.slow(done, self._expectation[1].seconds(done, engine.contexts()))
+
     def check_loaded(self) -> None:
         """Raises a 503 for as long as the model has never been loaded."""
         if self.engine.client.ready is None:
@@ -181,17 +195,17 @@ class Service:
                 503, "The model is still loading.", code="loading", retry_after=2, reason="unavailable"
             )
 
-    def check_open(self) -> None:
-        """Raises the 429 or 503 of a server that cannot take a generating request now."""
+    def check_open(self, caller: Caller) -> None:
+        """Raises the 429 or 503 of a server that cannot take a generating request of this caller now."""
         if self.draining:
             raise errors.unavailable("The server is shutting down.", "shutting_down")
         trouble = self.trouble()
         if trouble is not None:
             raise errors.unavailable(f"The engine is not available: {trouble}.")
         try:
-            self.engine.admission.check()
+            self.engine.admission.check(caller.number)
         except BusyError as error:
-            raise errors.busy(error.retry_after) from None
+            raise errors.busy(error.retry_after, error.why) from None
 
     def state(self) -> dict[str, Any]:
         """Counters of the engine, as /health shows them."""
@@ -307,21 +321,31 @@ class Service:
 
     async def generate(self, exchange: Exchange, given: GenerationInput, user: str | None = None) -> Generation:
         exchange.release_body()
-        salt = exchange.caller.salt
+        caller, salt = exchange.caller, exchange.caller.salt
+        self.check_rights(caller, given)
         near = self.recent.nearest(salt, given.prompts[0]) if given.explain else None
         try:
-            await self.engine.prepare(given.params)
-            stream = self.engine.submit(given.prompts, given.params, salt, exchange.arrival, given.format.visible)
+            await self.engine.prepare(given.params, caller.number)
+            stream = self.engine.submit(
+                given.prompts, given.params, salt, exchange.arrival, given.format.visible, caller.number
+            )
         except InputError as error:
             named, _, why = str(error).partition(":")
             field = given.grammar_field if named == "grammar" else named  # as the request calls it
             raise errors.bad_request(f"{field}:{why}", field) from None
         except BusyError as error:
-            raise errors.busy(error.retry_after) from None
+            raise errors.busy(error.retry_after, error.why) from None
         except EngineError as error:
             raise unavailable_engine(error) from None
         log.info("%s: %d prompts for %s, user %r", exchange.path, len(given.prompts), exchange.caller.name, user)
         return Generation(self, exchange, stream, near, given)
+
+    def check_rights(self, caller: Caller, given: GenerationInput) -> None:
+        """Raises the 403 of a user key that asks for what is the admin's."""
+        if given.params.priority < 0:
+            self.keys.require_admin(caller, f"priority: {given.params.priority}, a value below 0,", "priority")
+        if given.explain and not self.keys.required:  # all callers share one record of prompts
+            self.keys.require_admin(caller, "prefix_cache.explain", "prefix_cache")
 
     def head(self, prefix: str) -> dict[str, Any]:
         """The fields that OpenAI's answers begin with."""

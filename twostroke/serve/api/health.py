@@ -17,8 +17,8 @@ async def ready(service: Service, exchange: Exchange) -> None:
 
 
 async def health(service: Service, exchange: Exchange) -> None:
-    """Judged by the engine's progress: one that is stopped, stuck or dead is not healthy."""
-    trouble = service.trouble()
+    """Judged by the engine's progress: one that is stopped, stuck, dead or far too slow is not healthy."""
+    trouble = service.trouble() or service.slow()
     if service.draining:
         trouble = trouble or "the server is shutting down"
     document = {"status": "unavailable" if trouble else "ok", "reason": trouble, **service.state()}

@@ -10,20 +10,27 @@ export class Trouble extends Error {
   constructor(status, message) { super(message); this.status = status; }
 }
 
-export const keyNeeded = () => document.documentElement.dataset.key === "required";
+const kind = document.documentElement.dataset.key;  // the best key that there is to ask for: none, user or admin
+export const keyNeeded = () => kind !== "none";
+export const operated = () => kind !== "user";  // false: no key of this server opens the operator's routes
 
 export async function call(path, options = {}) {
-  if (keyNeeded() && !key) await askForKey(false);
+  if (keyNeeded() && !key) await askForKey("");
   const headers = { ...(options.headers || {}) };
   if (key) headers.authorization = `Bearer ${key}`;
   if (options.body) headers["content-type"] = "application/json";
   const answer = await fetch(path, { ...options, headers, cache: "no-store" });
   if (answer.status === 401) {
-    await askForKey(true);
+    await askForKey("That key was not accepted.");
     return call(path, options);
   }
-  if (!answer.ok) throw new Trouble(answer.status, await problem(answer));
-  return answer;
+  if (answer.ok) return answer;
+  const { code, message } = await problem(answer);
+  if (code === "admin_key_needed") {
+    await askForKey("That is a user key. The dashboard needs an admin key.");
+    return call(path, options);
+  }
+  throw new Trouble(answer.status, message);
 }
 
 export const get = async (path) => (await call(path)).json();
@@ -32,17 +39,23 @@ export const post = (path, body, signal) => call(path, { method: "POST", body: J
 
 async function problem(answer) {
   try {
-    return (await answer.json()).error.message;
+    const found = await answer.json();
+    return found.error ?? { code: null, message: `The server is not well: ${found.reason}.` };
   } catch {
-    return `The server answered ${answer.status}.`;
+    return { code: null, message: `The server answered ${answer.status}.` };
   }
 }
 
 // All callers wait for one dialog.
-export function askForKey(refused) {
+export function askForKey(trouble) {
   if (asking) return asking;
   const dialog = byId("key-dialog");
-  byId("key-problem").hidden = !refused;
+  byId("key-problem").textContent = trouble;
+  byId("key-problem").hidden = !trouble;
+  if (kind === "admin") {
+    byId("key-title").textContent = "This dashboard needs an admin key";
+    byId("key-label").textContent = "Admin key";
+  }
   byId("key").value = "";
   asking = new Promise((resolve) => {
     byId("key-form").onsubmit = (event) => {

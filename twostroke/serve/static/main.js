@@ -1,6 +1,6 @@
 // Starts everything, and asks the server again and again, each thing at its own pace; not while the page is hidden.
 
-import { askForKey, get, keyNeeded, Trouble } from "./api.js";
+import { askForKey, get, keyNeeded, operated, Trouble } from "./api.js";
 import { drawCharts, drawRoofline, makeCharts, repaint } from "./charts.js";
 import { byId, count } from "./format.js";
 import { drawLanes, watchPointer } from "./lanes.js";
@@ -66,10 +66,14 @@ watchPointer();
 requestAnimationFrame(animate);
 if (keyNeeded()) {
   byId("key-button").hidden = false;
-  byId("key-button").addEventListener("click", () => askForKey(false));
+  byId("key-button").addEventListener("click", () => askForKey(""));
 }
-every(15000, settings);
-every(400, async () => { await fetchSteps(); drawSummary(); drawMemory(); });
 every(1000, health);
-every(1500, async () => { await fetchArrivals(); drawCharts(); drawRoofline(); });
-every(3000, async () => { await fetchDiagnosis(); drawVerdict(); });
+if (operated()) {
+  every(15000, settings);
+  every(400, async () => { await fetchSteps(); drawSummary(); drawMemory(); });
+  every(1500, async () => { await fetchArrivals(); drawCharts(); drawRoofline(); });
+  every(3000, async () => { await fetchDiagnosis(); drawVerdict(); });
+} else {
+  byId("verdict").textContent = "What all requests do is shown to an admin key, and this server has none: start it with --admin-key.";
+}

@@ -8,10 +8,13 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 RESTART_SECONDS = 5  # Retry-After while the engine is not available
-OPENAI_TYPES = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error"}
+OPENAI_TYPES = {
+    401: "authentication_error", 403: "permission_error", 429: "rate_limit_error", 500: "server_error",
+    503: "server_error",
+}  # fmt: skip
 ANTHROPIC_TYPES = {
-    401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error",
-    500: "api_error", 503: "overloaded_error",
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
+    429: "rate_limit_error", 500: "api_error", 503: "overloaded_error",
 }  # fmt: skip
 
 
@@ -55,8 +58,8 @@ def not_found(path: str) -> ApiError:
     return ApiError(404, f"{path[:200]}: there is no such route.", code="not_found", reason="not_found")
 
 
-def busy(retry_after: int) -> ApiError:
-    message = f"The server is at capacity: try again in {retry_after} s."
+def busy(retry_after: int, why: str) -> ApiError:
+    message = f"{why}: try again in {retry_after} s."
     return ApiError(429, message, code="server_busy", retry_after=retry_after, reason="busy")
 
 

@@ -52,6 +52,7 @@ class Exchange:
         self.path: str = scope["path"]
         self.query: bytes = scope["query_string"]
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
+        self.peer: str = (scope.get("client") or ("",))[0]  # the address of the client
         self.arrival = arrival
         self.caller = Caller("", b"")
         self.weight = 0  # bytes of a large body: what grows with them is done in threads; 0 for small ones
