@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from tests import tiny
-from tests.serve.server import Server, children, command_line, wait_until
+from tests.serve.server import OTHER_KEY, Server, children, command_line, wait_until
 from twostroke.confined import Confined, WallTimeError
 
 PATIENCE = 8.0  # seconds: a new process reads the vocabulary again, on a busy machine
@@ -84,3 +84,25 @@ def test_wall_time_alone_is_no_verdict() -> None:
     with pytest.raises(WallTimeError):
         child.ask({"sleep": 60})
     child.close()
+
+
+def test_a_key_with_slow_grammars_does_not_keep_another_key_waiting(server: Server) -> None:
+    """The keys take turns: another key waits for one slow grammar, not for all of them, and is not refused."""
+
+    def flood(number: int) -> None:
+        schema = {"type": "integer", "multipleOf": 1_000_003 + number}  # a state for each remainder
+        form = {"type": "json_schema", "json_schema": {"name": "slow", "schema": schema}}
+        with server.client() as client:
+            assert client.post("/v1/completions", json={"prompt": "x", "response_format": form}).status_code == 400
+
+    floods = [threading.Thread(target=flood, args=[number]) for number in range(4)]
+    for thread in floods:
+        thread.start()
+    time.sleep(0.5)
+    with server.client(headers={"authorization": f"Bearer {OTHER_KEY}"}) as client:
+        answer = ask(client, fresh())
+    waiting = sum(thread.is_alive() for thread in floods)
+    for thread in floods:
+        thread.join()
+    assert answer.status_code == 200, answer.text
+    assert waiting >= 2
