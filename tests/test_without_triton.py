@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow  # collects the suite once more
+
 ROOT = Path(__file__).resolve().parent.parent
 MISSING = "raise ModuleNotFoundError(\"No module named 'triton'\", name='triton')\n"
 

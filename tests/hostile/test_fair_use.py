@@ -12,6 +12,8 @@ import pytest
 from tests import tiny
 from tests.serve.server import HEADERS, KEY, OTHER_KEY, PATIENT, Server
 
+pytestmark = pytest.mark.slow  # seconds for each case
+
 OTHER = {"authorization": f"Bearer {OTHER_KEY}"}
 LONG = {"prompt": "Once upon a time", "max_tokens": 12_000, "temperature": 1.0, "ignore_eos": True}
 SHORT = {"prompt": "The quick brown fox", "max_tokens": 8, "temperature": 1.0, "ignore_eos": True}
@@ -74,7 +76,7 @@ def test_retry_after_is_when_there_is_room(folder: Path) -> None:
 
 async def refused_until_free(server: Server) -> tuple[int, float]:
     async with server.async_client() as client, asyncio.timeout(PATIENT):
-        body = LONG | {"max_tokens": 6000}
+        body = LONG | {"speculate": False}
         running = [asyncio.create_task(client.post("/v1/completions", json=body)) for _ in range(2)]
         await in_flight(client, 2)
         await asyncio.sleep(0.5)

@@ -17,6 +17,8 @@ from tests import tiny
 from tests.serve.server import OTHER_KEY, Server, children, command_line, wait_until
 from twostroke.confined import Confined, WallTimeError
 
+pytestmark = pytest.mark.slow  # seconds for each case
+
 PATIENCE = 8.0  # seconds: a new process reads the vocabulary again, on a busy machine
 numbers = itertools.count()
 

@@ -20,6 +20,8 @@ HASTY = (
     "import twostroke.remote.process as p; p.Patience.__init__.__defaults__ = (3.0, 60.0, 20.0, 600.0, 3.0, 3.0)\n"
     "import twostroke.serve.expected as e; e.SECONDS = 2.0\n"
 )
+
+pytestmark = pytest.mark.slow  # seconds for each case
 RUN, STOP = 0.002, 0.6  # seconds: the engine gets a small part of the time
 
 

@@ -1,9 +1,11 @@
 """What a user may type for a model, and what a folder may hold."""
 
+import hashlib
 import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -105,8 +107,9 @@ def test_a_catalog_name_that_is_on_disk(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("TWOSTROKE_HOME", str(tmp_path))
     path = tmp_path / "models" / "smollm2-135m.gguf"
     path.parent.mkdir()
-    with path.open("wb") as file:
-        file.truncate(catalog.CATALOG["smollm2-135m"].bytes)
+    path.write_bytes(b"a model")
+    entry = replace(catalog.CATALOG["smollm2-135m"], bytes=7, sha256=hashlib.sha256(b"a model").hexdigest())
+    monkeypatch.setitem(catalog.CATALOG, "smollm2-135m", entry)
     assert locate("smollm2-135m") == path
 
 
