@@ -31,7 +31,7 @@ TEXTS = {
     "story": "Once upon a time there was a",
     "chat": "Explain in a few sentences why the sky is blue and why sunsets are red.",
 }
-TOKENS = 160
+TOKENS = 120
 
 
 class Oracle(Speculation):

@@ -55,6 +55,11 @@ def test_rows_of_one_plan_add_up() -> None:
     assert found.rows == 2 + first and found.tokens > 2
 
 
+def test_nothing_is_guessed_for_many_streams() -> None:
+    assert speculation(0.95, 0.0, 2).propose(repeating(), 10)
+    assert not speculation(0.95, 0.0, 3).propose(repeating(), 10)
+
+
 def test_one_step_in_a_while_goes_without() -> None:
     found = speculation(0.95, 0.02, 1)
     lengths = []

@@ -17,6 +17,8 @@ from twostroke.draft.rates import Acceptance, StepTimes
 from twostroke.types import Plan, RequestState, Result, WorkKind
 
 MOST = 16  # guesses for one request and step
+STREAMS = 2  # with more of them nothing is guessed: rows are dear there, and what is learnt was too noisy to gain
+GAIN = 1.1  # least predicted gain in tokens per second
 WITHOUT_EVERY = 32  # steps that could draft: one of so many does not
 TRY_EVERY = 64  # long matches that do not pay: one of so many is tried
 TRIED = 3  # guesses of such a try
@@ -46,13 +48,13 @@ class Speculation:
         self.of: dict[int, Guessing] = {}  # by the request's id
         self.acceptance = Acceptance()
         self.times = StepTimes()
-        self.rows = self.chances = self.declined = 0
+        self.streams = self.rows = self.chances = self.declined = 0
         self.tokens = 0.0  # expected of the step that is being planned
         self.without = False
 
     def begin(self, streams: int) -> None:
         """A plan is being made: each stream writes one token."""
-        self.rows, self.tokens = streams, float(streams)
+        self.streams, self.rows, self.tokens = streams, streams, float(streams)
         self.without = self.chances % WITHOUT_EVERY == WITHOUT_EVERY - 1
 
     def waits(self, request: RequestState) -> bool:
@@ -61,6 +63,8 @@ class Speculation:
         return known is not None and known.lookup.length > 0
 
     def propose(self, request: RequestState, most: int) -> Sequence[int]:
+        if self.streams > STREAMS:
+            return ()
         known = self.of.get(request.id)
         if known is None:
             known = self.of[request.id] = Guessing(self.acceptance)
@@ -83,7 +87,7 @@ class Speculation:
         alone = self.times.predict(self.rows)
         if alone is None:
             return 0
-        speed = self.tokens / alone
+        speed = GAIN * self.tokens / alone
         for count in range(1, most + 1):
             chance *= rate
             total += chance
