@@ -80,11 +80,13 @@ def attention_kernels(model: Transformer, settings: Resolved) -> list[Task]:
 
 
 def product_kernels(model: Transformer) -> list[Task]:
-    """The products of a layer and the head with one row, and of the layer with two, as a step runs them."""
+    """The products of a layer and the head with one row, as a step runs them. With two rows a norm or a gate is a kernel
+    of its own: one product of each kind."""
     shapes = model.arch.layers[0].products(model.arch.hidden)
     layer = list(zip(model.layers[0].products(), shapes, strict=True))
     one = [task for product, shape in layer for task in product_tasks(model, product, shape, 1)]
-    two = [task for product, shape in layer if not product.adds for task in product_tasks(model, product, shape, 2)]
+    kinds = {type(product.before): (product, shape) for product, shape in layer if product.before is not None}
+    two = [task for product, shape in kinds.values() for task in product_tasks(model, product, shape, 2)]
     return [*one, lambda: model.logits(rows_for(model, model.arch.hidden, 1)), *two]
 
 

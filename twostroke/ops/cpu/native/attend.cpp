@@ -6,13 +6,15 @@ namespace {
 
 int chunks_of(int total, int size) { return (total + size - 1) / size; }
 
+constexpr int64_t kAlone = 2048;  // elements below which waking the others costs more than it saves
+
 // Rotation and KV writes, all of them before any read: requests of one step may share the blocks it fills.
 void write_rows(Context& c, const AttendLayer& L, const AttendBatch& B, const float* qkv, float* q) {
     const int64_t elements = (int64_t)B.rows * (L.heads + 2 * L.kv_heads) * L.head_dim;
-    if (B.rows == 1 || elements < 16384) return c.kernels.attend_write(L, B, qkv, q, 0, B.rows);
+    if (B.rows == 1 || elements < kAlone) return c.kernels.attend_write(L, B, qkv, q, 0, B.rows);
     const int size = std::max(1, B.rows / (4 * c.pool.threads()));
     auto body = [&](int i, int) { c.kernels.attend_write(L, B, qkv, q, i * size, std::min(B.rows, (i + 1) * size)); };
-    c.pool.each(chunks_of(B.rows, size), body);
+    c.pool.each(chunks_of(B.rows, size), body, B.rows == B.requests);  // a thread then reads the rows that it wrote
 }
 
 constexpr int kSmallTile = 8;  // rows: smaller ones are not worth it

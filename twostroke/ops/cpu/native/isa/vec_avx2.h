@@ -191,6 +191,9 @@ TS_INLINE void store_low_bytes(int8_t* p, I x) {
     const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(_mm256_and_si256(x.a, mask), _mm256_and_si256(x.b, mask)), 0xd8);
     _mm_storeu_si128((__m128i*)p, _mm_packus_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
 }
+TS_INLINE void store_fourth_bytes(uint8_t* p, const int8_t* codes) {
+    for (int i = 0; i < 16; ++i) p[4 * i] = (uint8_t)codes[i];
+}
 TS_INLINE void store_int8(int8_t* p, I x) {
     const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(x.a, x.b), 0xd8);
     const __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));

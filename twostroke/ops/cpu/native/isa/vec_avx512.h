@@ -149,6 +149,9 @@ TS_INLINE int32_t isum(I a) { return _mm512_reduce_add_epi32(a.v); }
 TS_INLINE int32_t ipeak(I a) { return _mm512_reduce_max_epi32(a.v); }
 TS_INLINE I round_even(F a) { return {_mm512_cvtps_epi32(a.v)}; }
 TS_INLINE void store_low_bytes(int8_t* p, I a) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(a.v)); }
+TS_INLINE void store_fourth_bytes(uint8_t* p, const int8_t* codes) {
+    _mm512_mask_storeu_epi8(p, 0x1111111111111111, _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)codes)));
+}
 TS_INLINE void store_int8(int8_t* p, I a) { _mm_storeu_si128((__m128i*)p, _mm512_cvtsepi32_epi8(a.v)); }
 
 TS_INLINE W load_codes(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }

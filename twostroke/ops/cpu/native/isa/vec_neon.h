@@ -184,6 +184,9 @@ TS_INLINE I round_even(F a) {
     return r;
 }
 TS_INLINE int16x8_t low_halves(int32x4_t a, int32x4_t b) { return vuzp1q_s16(vreinterpretq_s16_s32(a), vreinterpretq_s16_s32(b)); }
+TS_INLINE void store_fourth_bytes(uint8_t* p, const int8_t* codes) {
+    for (int i = 0; i < 16; ++i) p[4 * i] = (uint8_t)codes[i];
+}
 TS_INLINE void store_int8(int8_t* p, I a) {  // numbers that fit
     const int16x8_t low = low_halves(a.v[0], a.v[1]), high = low_halves(a.v[2], a.v[3]);
     vst1q_s8(p, vuzp1q_s8(vreinterpretq_s8_s16(low), vreinterpretq_s8_s16(high)));

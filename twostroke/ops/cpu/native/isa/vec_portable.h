@@ -113,6 +113,7 @@ TS_INLINE I round_even(F a) {  // |a| < 2^22; anything where a is not finite
     return r;
 }
 TS_INLINE void store_low_bytes(int8_t* p, I a) { TS_LOOP p[i] = (int8_t)(uint8_t)((uint32_t)a.v[i] & 255u); }
+TS_INLINE void store_fourth_bytes(uint8_t* p, const int8_t* codes) { TS_LOOP p[4 * i] = (uint8_t)codes[i]; }  // the bytes between stay
 TS_INLINE void store_int8(int8_t* p, I a) { TS_LOOP p[i] = (int8_t)a.v[i]; }  // lanes within int8
 
 TS_INLINE W load_codes(const uint8_t* p) { W w; memcpy(&w, p, 64); return w; }

@@ -113,8 +113,10 @@ static void attend_write(const AttendLayer& L, const AttendBatch& B, const float
     const bool coded = is_coded(L.kv_format);
     const float factor = coded ? L.scale / (float)(dim & -dim) : L.scale;  // spread heads of q and k: their product is `size` times as large
     float head[kMaxHeadDim];
+    if (L.kv_format == KVInt8) fetch_places(L, B.slots[row]);
     for (int r = row; r < row_end; ++r) {
-        if (L.kv_format == KVInt8 && (r == row || B.slots[r] / kBlock != B.slots[r - 1] / kBlock)) fetch_places(L, B.slots[r]);
+        const bool next = r + 1 < row_end && B.slots[r + 1] / kBlock != B.slots[r] / kBlock;
+        if (L.kv_format == KVInt8 && next) fetch_places(L, B.slots[r + 1]);
         const float* x = qkv + r * width;
         const float* cos = L.rope_half ? L.cos + B.positions[r] * L.rope_half : nullptr;
         const float* sin = L.rope_half ? L.sin + B.positions[r] * L.rope_half : nullptr;

@@ -53,7 +53,9 @@ struct KeyCodes {  // where the codes of a token lie in its block
 struct ValueCodes {
     static void put(const int8_t* codes, int dim, int token, uint8_t* block) {
         uint8_t* const part = block + token / 4 * dim * 4 + token % 4;
-        for (int d = 0; d < dim; ++d) part[4 * d] = (uint8_t)codes[d];
+        int d = 0;  // the bytes between belong to tokens that another thread may write now
+        for (; d + 16 <= dim; d += 16) store_fourth_bytes(part + 4 * d, codes + d);
+        for (; d < dim; ++d) part[4 * d] = (uint8_t)codes[d];
     }
 };
 
