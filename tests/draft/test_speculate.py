@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from twostroke.draft.rates import Acceptance, StepTimes
-from twostroke.draft.speculate import MOST, WITHOUT_EVERY, Speculation, make_drafter
-from twostroke.sampling import SamplingParams
+from twostroke.draft.rates import FORCED, Acceptance, StepTimes, kind_of
+from twostroke.draft.speculate import MOST, WITHOUT_EVERY, Speculation, make_drafter, never_forced
+from twostroke.sampling import Grammar, SamplingParams
 from twostroke.types import Request, RequestState
 
 
@@ -14,7 +14,7 @@ def speculation(rate: float, cost: float, streams: int) -> Speculation:
     """Guesses are right with probability `rate`; each row costs `cost` of a step with one."""
     found = Speculation()
     for _ in range(200):
-        found.acceptance.add(20, 1, int(rate >= 1) or 0)
+        found.acceptance.add(3, 1, int(rate >= 1) or 0)
     found.acceptance.right[3] = rate * found.acceptance.tried[3]
     for rows in range(1, streams + MOST + 1):
         found.times.add(rows, 0.01 * (1 + cost * (rows - 1)))
@@ -60,6 +60,21 @@ def test_nothing_is_guessed_for_many_streams() -> None:
     assert not speculation(0.95, 0.0, 3).propose(repeating(), 10)
 
 
+def test_the_source_that_promises_more_is_taken() -> None:
+    """Poor guesses from a match, good ones from the grammar, and the other way round."""
+    request = repeating()
+    grammar = SamplingParams(grammar=Grammar("json_object"))
+    request = RequestState(Request(1, request.tokens, grammar, limit=10_000))
+    found = speculation(0.1, 0.02, 1)
+    found.forced = lambda request: [7, 8, 9]
+    assert found.propose(request, 10) == [7, 8, 9]
+    found = speculation(0.95, 0.02, 1)
+    found.forced = lambda request: [7, 8, 9]
+    for _ in range(50):
+        found.acceptance.add(FORCED, 3, 0)
+    assert found.propose(request, 10) == list(range(10, 20))
+
+
 def test_one_step_in_a_while_goes_without() -> None:
     found = speculation(0.95, 0.02, 1)
     lengths = []
@@ -73,11 +88,11 @@ def test_rates_follow_what_is_seen() -> None:
     shared = Acceptance()
     own = Acceptance(shared)
     for _ in range(100):
-        own.add(9, 4, 0)
-    assert own.rate(9) < 0.1 and own.rate(20) == shared.rate(20)
+        own.add(kind_of(9), 4, 0)
+    assert own.rate(kind_of(9)) < 0.1 and own.rate(kind_of(20)) == shared.rate(kind_of(20))
     for _ in range(100):
-        own.add(9, 4, 4)
-    assert own.rate(9) > 0.9
+        own.add(kind_of(9), 4, 4)
+    assert own.rate(kind_of(9)) > 0.9
 
 
 def test_predicted_times_never_fall_when_rows_are_added() -> None:
@@ -90,5 +105,6 @@ def test_predicted_times_never_fall_when_rows_are_added() -> None:
 
 
 def test_the_setting() -> None:
-    assert make_drafter("off", "cpu") is None and make_drafter("auto", "cuda") is None
-    assert make_drafter("auto", "cpu") is not None and make_drafter("lookup", "cuda") is not None
+    assert make_drafter("off", "cpu", never_forced) is None and make_drafter("auto", "cuda", never_forced) is None
+    assert make_drafter("auto", "cpu", never_forced) is not None
+    assert make_drafter("lookup", "cuda", never_forced) is not None

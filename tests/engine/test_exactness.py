@@ -6,6 +6,7 @@ sampled tokens and log probabilities are compared too.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.engine.oracle import OracleDrafter
 from twostroke import LLM, SamplingParams
-from twostroke.draft.rates import StepTimes
+from twostroke.draft.rates import FORCED, StepTimes
 from twostroke.ops.reference.backend import ReferenceOps
 from twostroke.sampling import Grammar
 from twostroke.schedule.policy import POLICIES
@@ -270,6 +271,23 @@ def test_penalties_and_grammars_see_the_tokens_before_each_draft(llama_folder):
             known = {(tuple(prompt), one.temperature): [s[0] for s in want]}
             drafted.engine.core.scheduler.drafter = OracleDrafter(known, 8, errors)
             assert result(drafted.generate([prompt], one)[0]) == want
+
+
+def test_tokens_that_a_grammar_forces_are_drafted_and_change_nothing(default_model):
+    keys = ("first_and_last_name", "favourite_colour_of_the_year", "number_of_children")
+    schema = {"type": "object", "properties": {key: {"type": "string", "maxLength": 8} for key in keys}}
+    schema |= {"required": list(keys), "additionalProperties": False}
+    grammar = Grammar("json_schema", json.dumps(schema))
+    plain = LLM(default_model, kv_blocks=100, speculate="off", **BASE)
+    llm = LLM(default_model, kv_blocks=100, **BASE)
+    llm.engine.core.scheduler.drafter.times = FreeRows()
+    for temperature in (0.0, 1.0):
+        asked = SamplingParams(max_tokens=90, temperature=temperature, seed=5, grammar=grammar, logprobs=1)
+        want = plain.generate(["A person as JSON:\n"], asked)[0]
+        assert result(llm.generate(["A person as JSON:\n"], asked)[0]) == result(want)
+        assert set(json.loads(want.text)) == set(keys)
+    kinds = llm.engine.core.scheduler.drafter.acceptance
+    assert kinds.right[FORCED] > 10 and kinds.right[FORCED] > 0.5 * kinds.tried[FORCED]
 
 
 def test_a_failed_step_changes_nothing(llama_folder):

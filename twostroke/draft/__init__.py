@@ -1,6 +1,7 @@
 """Speculative decoding: guesses of what a request writes next, and how many of them a step verifies. Torch-free.
 
-lookup.py     the guess: what followed the same tokens earlier in the prompt or the answer
+lookup.py     the guess: what followed the same tokens earlier in the prompt or the answer (or: what a grammar forces,
+              grammar/forced.py)
 rates.py      learnt from past steps: how often guesses are right, how long steps with more rows take
 speculate.py  the choice: as many guesses as raise the expected tokens per second
 """

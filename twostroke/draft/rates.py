@@ -6,35 +6,36 @@ from bisect import bisect_right, insort
 from itertools import accumulate
 
 DECAY = 0.98  # of what was counted, for each new guess
-PRIORS = (0.4, 0.6, 0.8, 0.9)  # share of right guesses for matches of 3, 4-7, 8-15 and 16 tokens or more
+# Kinds of guesses: from matches of 3, 4-7, 8-15 and 16 tokens or more, and what a grammar forces.
+PRIORS = (0.4, 0.6, 0.8, 0.9, 0.8)  # share of right guesses
+FORCED = 4
 WEIGHT = 4.0  # guesses that a prior counts for
 SLOPE = 0.03  # what a row more costs is first taken to be so much of the step: little, so that it is tried
 SMOOTHING = 0.2  # share of a new measurement
 
 
-def size_of(match: int) -> int:
-    """The class of a match by its length."""
+def kind_of(match: int) -> int:
+    """The kind of a guess from a match of this length."""
     return min(3, max(0, match.bit_length() - 2))
 
 
 class Acceptance:
-    """Right guesses and all guesses, by the class of the match; a guess after a wrong one is not counted."""
+    """Right guesses and all guesses, by their kind; a guess after a wrong one is not counted."""
 
     def __init__(self, prior: Acceptance | None = None):
         self.prior = prior  # of all requests
         self.right = [0.0] * len(PRIORS)
         self.tried = [0.0] * len(PRIORS)
 
-    def add(self, match: int, drafted: int, accepted: int) -> None:
-        size, tried = size_of(match), min(drafted, accepted + 1)
+    def add(self, kind: int, drafted: int, accepted: int) -> None:
+        tried = min(drafted, accepted + 1)
         keep = DECAY**tried
-        self.right[size] = keep * self.right[size] + accepted
-        self.tried[size] = keep * self.tried[size] + tried
+        self.right[kind] = keep * self.right[kind] + accepted
+        self.tried[kind] = keep * self.tried[kind] + tried
 
-    def rate(self, match: int) -> float:
-        size = size_of(match)
-        prior = PRIORS[size] if self.prior is None else self.prior.rate(match)
-        return (self.right[size] + WEIGHT * prior) / (self.tried[size] + WEIGHT)
+    def rate(self, kind: int) -> float:
+        prior = PRIORS[kind] if self.prior is None else self.prior.rate(kind)
+        return (self.right[kind] + WEIGHT * prior) / (self.tried[kind] + WEIGHT)
 
 
 class StepTimes:

@@ -10,10 +10,11 @@ although it would pay, or a few although they would not.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from twostroke.draft.lookup import Lookup
-from twostroke.draft.rates import Acceptance, StepTimes
+from twostroke.draft.rates import FORCED, Acceptance, StepTimes, kind_of
 from twostroke.types import Plan, RequestState, Result, WorkKind
 
 MOST = 16  # guesses for one request and step
@@ -25,26 +26,45 @@ TRIED = 3  # guesses of such a try
 LONG = 8  # tokens of a match that is worth a try
 
 
-def make_drafter(speculate: str, device: str) -> Speculation | None:
+Forced = Callable[[RequestState], Sequence[int]]  # the tokens that a request's grammar leaves no choice about
+
+
+def make_drafter(speculate: str, device: str, forced: Forced) -> Speculation | None:
     """For a setting. "auto" is off on a GPU: steps with drafts are not captured there, and no gain was measured."""
-    return Speculation() if speculate == "lookup" or (speculate == "auto" and device == "cpu") else None
+    if speculate == "lookup" or (speculate == "auto" and device == "cpu"):
+        return Speculation(forced)
+    return None
+
+
+def never_forced(request: RequestState) -> Sequence[int]:
+    return ()
 
 
 class Guessing:
     """What is known of one request."""
 
-    __slots__ = ("acceptance", "lookup", "match")
+    __slots__ = ("acceptance", "kind", "lookup")
 
     def __init__(self, prior: Acceptance):
         self.lookup = Lookup()
         self.acceptance = Acceptance(prior)
-        self.match = 0  # of the last proposal
+        self.kind = 0  # of the last guesses
+
+
+class Proposal(NamedTuple):
+    """How many guesses of a kind a step verifies."""
+
+    kind: int
+    length: int
+    gained: float  # tokens expected of them
+    speed: float  # expected tokens per second of the whole step
 
 
 class Speculation:
     """The drafter of a scheduler."""
 
-    def __init__(self) -> None:
+    def __init__(self, forced: Forced = never_forced) -> None:
+        self.forced = forced
         self.of: dict[int, Guessing] = {}  # by the request's id
         self.acceptance = Acceptance()
         self.times = StepTimes()
@@ -63,40 +83,54 @@ class Speculation:
         return known is not None and known.lookup.length > 0
 
     def propose(self, request: RequestState, most: int) -> Sequence[int]:
+        """The guesses of the source from which the step gains most: the grammar, or the request's own tokens."""
         if self.streams > STREAMS:
             return ()
         known = self.of.get(request.id)
         if known is None:
             known = self.of[request.id] = Guessing(self.acceptance)
-        match = known.match = known.lookup.update(request.tokens)
-        if not match:
+        match = known.lookup.update(request.tokens)
+        forced = self.forced(request) if request.params.grammar is not None else ()
+        if not match and not forced:
             return ()
-        count = self._choose(known.acceptance.rate(match), min(most, MOST))
-        if count == 0 and match >= LONG:
+        most = min(most, MOST)
+        best = Proposal(kind_of(match), 0, 0.0, 0.0)
+        if match:
+            best = self._choose(known.acceptance, kind_of(match), most)
+        if forced:
+            best = max(best, self._choose(known.acceptance, FORCED, min(most, len(forced))), key=lambda c: c.speed)
+        return self._take(request, known, best, forced, min(most, TRIED) if match >= LONG else 0)
+
+    def _take(
+        self, request: RequestState, known: Guessing, best: Proposal, forced: Sequence[int], tried: int
+    ) -> Sequence[int]:
+        """tried: so many guesses are verified once in a while although they do not pay."""
+        known.kind, count = best.kind, best.length
+        self.chances += count > 0
+        self.tokens += best.gained
+        if count == 0 and tried:
             self.declined += 1
-            count = min(most, TRIED) if self.declined % TRY_EVERY == 0 else 0
+            count = tried if self.declined % TRY_EVERY == 0 else 0
         if count and self.without:
             count = 0
-        draft = known.lookup.guess(request.tokens, count)
+        draft = forced[:count] if best.kind == FORCED else known.lookup.guess(request.tokens, count)
         self.rows += len(draft)
         return draft
 
-    def _choose(self, rate: float, most: int) -> int:
+    def _choose(self, acceptance: Acceptance, kind: int, most: int) -> Proposal:
         """The count with the most expected tokens per second."""
-        best, gained, total, chance = 0, 0.0, 0.0, 1.0
+        rate, total, chance = acceptance.rate(kind), 0.0, 1.0
         alone = self.times.predict(self.rows)
         if alone is None:
-            return 0
-        speed = GAIN * self.tokens / alone
+            return Proposal(kind, 0, 0.0, 0.0)
+        best = Proposal(kind, 0, 0.0, GAIN * self.tokens / alone)
         for count in range(1, most + 1):
             chance *= rate
             total += chance
             seconds = self.times.predict(self.rows + count)
             assert seconds is not None
-            if (self.tokens + total) / seconds > speed:
-                best, gained, speed = count, total, (self.tokens + total) / seconds
-        self.chances += best > 0
-        self.tokens += gained
+            if (self.tokens + total) / seconds > best.speed:
+                best = Proposal(kind, count, total, (self.tokens + total) / seconds)
         return best
 
     def learn(self, plan: Plan, result: Result, seconds: float) -> None:
@@ -114,8 +148,8 @@ class Speculation:
     def _count(self, request: RequestState, drafted: int, accepted: int) -> None:
         known = self.of.get(request.id)
         if known is not None:
-            self.acceptance.add(known.match, drafted, accepted)
-            known.acceptance.add(known.match, drafted, accepted)
+            self.acceptance.add(known.kind, drafted, accepted)
+            known.acceptance.add(known.kind, drafted, accepted)
 
     def forget(self, request: RequestState) -> None:
         self.of.pop(request.id, None)

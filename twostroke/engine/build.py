@@ -17,6 +17,8 @@ from twostroke.engine.core import Core
 from twostroke.engine.intake import Intake, open_tokenizer
 from twostroke.errors import ConfigError
 from twostroke.grammar.compile import GrammarCompiler
+from twostroke.grammar.forced import ForcedTokens
+from twostroke.grammar.masks import GrammarRows
 from twostroke.hardware import Hardware, cuda_devices, free_memory, machine_name, this_machine
 from twostroke.kv.storage import KVStorage
 from twostroke.metrics.steplog import StepLog
@@ -83,11 +85,12 @@ def build_engine(
         log.info("%s = %s: %s", name, getattr(settings, name), reason)
     kv = KVStorage(settings.layout, settings.kv_blocks, settings.kv_dtype, ops.device, settings.host_slots)
     scheduler = make_scheduler(arch, settings, block_identity(checkpoint, settings, ops), block_key)
-    scheduler.drafter = make_drafter(settings.speculate, device)
-    grammars = GrammarCompiler(tokenizer, arch.vocab, lambda: scheduler.pace.max_gap)
+    grammars = GrammarRows(GrammarCompiler(tokenizer, arch.vocab, lambda: scheduler.pace.max_gap))
+    scheduler.forced = ForcedTokens(grammars, tokenizer)
+    scheduler.drafter = make_drafter(settings.speculate, device, scheduler.forced)
     runner = make_runner(transformer, kv, scheduler.tables.array, ops, grammars)
     core = Core(scheduler, runner, clock, StepLog())
-    return Engine(core, Intake(tokenizer, settings, arch.vocab, grammars), tokenizer, arch, settings)
+    return Engine(core, Intake(tokenizer, settings, arch.vocab, grammars.compiler), tokenizer, arch, settings)
 
 
 def block_identity(checkpoint: Checkpoint, settings: Resolved, ops: Ops) -> str:
@@ -138,7 +141,7 @@ def hardware_of(device: str, arch: Arch) -> Hardware:
     return replace(machine, free_memory=max(0, torch.cuda.mem_get_info()[0] - step))
 
 
-def make_runner(model: Transformer, kv: KVStorage, tables: np.ndarray, ops: Ops, grammars: GrammarCompiler) -> Runner:
+def make_runner(model: Transformer, kv: KVStorage, tables: np.ndarray, ops: Ops, grammars: GrammarRows) -> Runner:
     if ops.device is None:
         return ModelRunner(model, kv, tables, ops, grammars)
     if ops.device.type == "cuda":

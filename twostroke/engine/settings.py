@@ -44,7 +44,7 @@ def change(scheduler: Scheduler, settings: Resolved, wanted: Mapping[str, Any]) 
         static=then.batching == "static",
     )
     if then.speculate != settings.speculate:
-        scheduler.drafter = make_drafter(then.speculate, then.device)
+        scheduler.drafter = make_drafter(then.speculate, then.device, scheduler.forced)
     scheduler.policy = POLICIES[then.policy]
     scheduler.waiting.sort(key=scheduler.policy.key)
     scheduler.pace.max_gap = then.max_gap

@@ -58,6 +58,10 @@ class GrammarState:
         for token in tokens[start + len(self.tokens) :]:
             self.advance(token)
 
+    def forced_bytes(self) -> bytes:
+        """What every continuation of the text starts with."""
+        return bytes(self._matcher.compute_ff_bytes())
+
     def next_tokens(self) -> tuple[np.ndarray, bool]:
         """Booleans by token id, and whether the text may end here."""
         return next_tokens(self._matcher)
@@ -114,11 +118,24 @@ class GrammarRows:
             row += len(verified)
         return RowMasks(allowed, errors, frozenset(unmasked))
 
+    def forced_bytes(self, request: RequestState) -> bytes:
+        """What every continuation of a request's answer starts with; none before the first masks of its answer."""
+        known = self.states.get(request.id)
+        if known is None or known[0] is not request:
+            return b""
+        try:
+            with self.budgets.charge(request):
+                known[1].follow(request.tokens, request.prompt_length)
+                return known[1].forced_bytes()
+        except GrammarError:  # the masks of the next step meet it again, and say so
+            del self.states[request.id]
+            return b""
+
     def _mask_rows(self, choices: list[Choice], row: int, allowed: dict[int, np.ndarray]) -> None:
         """The masks of one request. Rows after a draft that the grammar forbids need none: they are rejected."""
         request = choices[0].request
         state = self._state(request)
-        with self.budgets.charge(request, again=choices[0].output_length - len(state.tokens) - 1):
+        with self.budgets.charge(request, again=max(0, choices[0].output_length - len(state.tokens) - 1)):
             state.follow(choices[0].tokens, request.prompt_length)
         allowed[row] = self._mask(state, choices[0])
         taken = 0

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from twostroke.grammar.compile import GrammarCompiler
 from twostroke.grammar.masks import NO_MASKS, GrammarRows
 from twostroke.kv.storage import KVStorage
 from twostroke.model.transformer import Transformer
@@ -27,13 +26,13 @@ class ModelRunner:
     depth = 1
 
     def __init__(
-        self, model: Transformer, kv: KVStorage, tables: np.ndarray, ops: Ops, grammars: GrammarCompiler | None = None
+        self, model: Transformer, kv: KVStorage, tables: np.ndarray, ops: Ops, grammars: GrammarRows | None = None
     ):
         self.model = model
         self.kv = kv
         self.tables = tables
         self.ops = ops
-        self.grammars = GrammarRows(grammars) if grammars is not None else None
+        self.grammars = grammars
 
     def launch(self, plan: Plan) -> Result:
         self.kv.move(plan.moves)

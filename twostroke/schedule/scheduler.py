@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter as Count
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -58,6 +58,7 @@ class Scheduler:
         self.policy = policy
         self.pace = pace
         self.drafter = drafter  # proposes tokens that a step verifies
+        self.forced: Callable[[RequestState], Sequence[int]] = lambda request: ()  # a grammar's tokens, for drafters
         self.waiting: list[RequestState] = []  # sorted by the policy's key
         self.running: dict[int, RequestState] = {}  # by id, in order of admission
         self.leaving: dict[int, RequestState] = {}  # finished, but a step in flight still writes their blocks

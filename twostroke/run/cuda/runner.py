@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from twostroke.grammar.compile import GrammarCompiler
 from twostroke.grammar.masks import NO_MASKS, GrammarRows
 from twostroke.kv.storage import KVStorage
 from twostroke.model.layers import Grouped
@@ -75,9 +74,9 @@ class CudaRunner:
 
     def __init__(
         self, model: Transformer, kv: KVStorage, tables: np.ndarray, ops: CudaOps,
-        grammars: GrammarCompiler | None = None, graphs: bool = True,
+        grammars: GrammarRows | None = None, graphs: bool = True,
     ):  # fmt: skip
-        self.grammars = GrammarRows(grammars) if grammars is not None else None
+        self.grammars = grammars
         self.model, self.kv, self.tables, self.ops = model, kv, tables, ops
         self.on_card = ops.device.type == "cuda"
         self.graphs = graphs and self.on_card

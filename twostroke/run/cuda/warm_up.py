@@ -80,8 +80,8 @@ def attention_kernels(model: Transformer, settings: Resolved) -> list[Task]:
 
 
 def product_kernels(model: Transformer) -> list[Task]:
-    """The products of a layer and the head with one row, as a step runs them. With two rows a norm or a gate is a kernel
-    of its own: one product of each kind."""
+    """The products of a layer and the head with one row, as a step runs them. With two rows a norm or a gate is a
+    kernel of its own: one product of each kind."""
     shapes = model.arch.layers[0].products(model.arch.hidden)
     layer = list(zip(model.layers[0].products(), shapes, strict=True))
     one = [task for product, shape in layer for task in product_tasks(model, product, shape, 1)]
