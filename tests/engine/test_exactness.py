@@ -244,6 +244,8 @@ def test_lookup_drafts_are_verified_and_change_nothing(default_model):
         ask = Ask(tokens, 40, temperature, 1, 0, None)
         output = run_together(llm, [ask])[0][1]
         assert result(output) == alone.answer(ask)
+        timeline = output.timeline
+        assert 0 < timeline.accepted_tokens <= timeline.drafted_tokens and timeline.tokens_per_step > 1
     stats = llm.stats()
     assert stats["accepted_tokens"] > 10 and stats["steps"] < 80 - stats["accepted_tokens"] + 5
     llm.generate([list(tokens)], SamplingParams(max_tokens=20, temperature=0, speculate=False))

@@ -33,7 +33,7 @@ request_ids = st.integers(0, 2**53 - 1)
 scores = st.builds(
     TokenLogprobs, ids, st.floats(allow_nan=False), st.lists(st.tuples(ids, st.floats(allow_nan=False))).map(tuple)
 )
-facts = st.builds(Facts, *[st.none() | st.floats(0, 1e9)] * 2, *[ids] * 4)
+facts = st.builds(Facts, *[st.none() | st.floats(0, 1e9)] * 2, *[ids] * 6)
 events = st.builds(
     Event, request_ids, st.lists(ids).map(tuple), st.none() | st.sampled_from(FinishReason),
     st.lists(scores).map(tuple), st.none() | st.dictionaries(ids, scores, max_size=3), st.none() | st.text(min_size=1),
@@ -130,7 +130,7 @@ def mutations(value: Any) -> Iterator[Any]:
 
 def test_a_wrong_type_anywhere_is_a_wire_error() -> None:
     scored = TokenLogprobs(1, -0.5, ((2, -1.0),))
-    event = Event(1, (2,), FinishReason.STOP, (scored,), {3: scored}, None, Facts(1.0, 2.0, 3, 4, 5, 6))
+    event = Event(1, (2,), FinishReason.STOP, (scored,), {3: scored}, None, Facts(1.0, 2.0, 3, 4, 5, 6, 7, 8))
     report = Report(1.0, (event,), Counts(), 2.0)
     whole = msgspec.msgpack.decode(encode(report)[4:], strict=False)
     reader, accepted = from_engine(), []

@@ -57,6 +57,9 @@ def as_document(output: Output) -> dict[str, Any]:
     return document
 
 
+DRAFTS = ("drafted_tokens", "accepted_tokens", "tokens_per_step")
+
+
 def timeline_document(timeline: Timeline) -> dict[str, Any]:
     names = "queue prefill decode ttft tpot e2e prompt_tokens cached_tokens output_tokens chunks preemptions"
-    return {name: getattr(timeline, name) for name in (*names.split(), "recomputed_tokens", "itl")}
+    return {name: getattr(timeline, name) for name in (*names.split(), *DRAFTS, "recomputed_tokens", "itl")}

@@ -56,12 +56,19 @@ def phase_table(timeline: Timeline) -> Table:
     written = max(0, timeline.output_tokens - 1)
     table.add_row(
         "decode", f"{timeline.decode:.3f}", str(written), rate(written, timeline.decode),
-        "writes the answer after its first token",
+        "writes the answer after its first token" + drafts_note(timeline),
     )  # fmt: skip
     table.add_row("TTFT", seconds(timeline.ttft), "", "", "time to the first token = queue + prefill")
     table.add_row("TPOT", seconds(timeline.tpot), "", "", "time per output token after the first")
     table.add_row("E2E", f"{timeline.e2e:.3f}", "", "", f"{timeline.preemptions} preemptions")
     return table
+
+
+def drafts_note(timeline: Timeline) -> str:
+    if not timeline.drafted_tokens:
+        return ""
+    right = f"{timeline.accepted_tokens} of {timeline.drafted_tokens} drafted tokens right"
+    return f"; {right}, {timeline.tokens_per_step or 0:.2f} tokens a step"
 
 
 def rate(tokens: int, duration: float) -> str:

@@ -23,6 +23,8 @@ class Facts(NamedTuple):
     chunks: int
     preemptions: int
     recomputed_tokens: int
+    drafted_tokens: int
+    accepted_tokens: int
 
     def shifted(self, seconds: float) -> Facts:
         """The same facts on a clock that is ahead by so many seconds."""
@@ -45,14 +47,20 @@ class Timeline:
     chunks: int = 0  # steps that computed a part of the prompt, the last one included
     preemptions: int = 0
     recomputed_tokens: int = 0
+    drafted_tokens: int = 0  # guessed, and verified by a step
+    accepted_tokens: int = 0  # of those: the model chose the same
 
     def facts(self) -> Facts:
         return Facts(
-            self.scheduled, self.end, self.cached_tokens, self.chunks, self.preemptions, self.recomputed_tokens
-        )
+            self.scheduled, self.end, self.cached_tokens, self.chunks, self.preemptions, self.recomputed_tokens,
+            self.drafted_tokens, self.accepted_tokens,
+        )  # fmt: skip
 
     def update(self, facts: Facts) -> None:
-        (self.scheduled, self.end, self.cached_tokens, self.chunks, self.preemptions, self.recomputed_tokens) = facts
+        (
+            self.scheduled, self.end, self.cached_tokens, self.chunks, self.preemptions, self.recomputed_tokens,
+            self.drafted_tokens, self.accepted_tokens,
+        ) = facts  # fmt: skip
 
     @property
     def first_token(self) -> float | None:
@@ -89,6 +97,12 @@ class Timeline:
     @property
     def output_tokens(self) -> int:
         return len(self.token_times)
+
+    @property
+    def tokens_per_step(self) -> float | None:
+        """Output tokens of a decode step; None where there was no such step."""
+        written = self.output_tokens - 1  # the first comes from the prompt's last step
+        return written / (written - self.accepted_tokens) if written > self.accepted_tokens else None
 
     @property
     def tpot(self) -> float | None:

@@ -150,7 +150,7 @@ class EngineLoop:
 
 def never_scheduled() -> Facts:
     """The facts of a request that ends now without having run."""
-    return Facts(None, clock(), 0, 0, 0, 0)
+    return Facts(None, clock(), 0, 0, 0, 0, 0, 0)
 
 
 def compiler_of(engine: Engine) -> GrammarCompiler:

@@ -253,14 +253,10 @@ class Scheduler:
         if details.error is not None:
             return self._finish(request, FinishReason.ERROR, now, error=details.error)
         # Of a draft only what was kept counts: K and V of the rest lie beyond `computed` and are written again.
-        if work.kind is WorkKind.VERIFY:
-            request.computed += len(tokens)
-            self.counters.drafts += 1
-            self.counters.drafted_tokens += work.count - 1
-            self.counters.accepted_tokens += len(tokens) - 1
-        else:
-            request.computed += work.count
+        request.computed += len(tokens) if work.kind is WorkKind.VERIFY else work.count
         kept, reason = self._append(request, tokens, now)
+        if work.kind is WorkKind.VERIFY:
+            self._count_draft(request, work.count - 1, max(0, len(kept) - 1))
         if work.kind is not WorkKind.WRITE or request.computed % BLOCK == 0:  # else no block became full
             self.tables.publish(request, request.computed)
         if self.tables.windowed:
@@ -272,6 +268,13 @@ class Scheduler:
             request.facts_changed = False
             return Event(request.id, kept, None, details.logprobs[: len(kept)], details.prompt_logprobs, None, facts)
         return None
+
+    def _count_draft(self, request: RequestState, drafted: int, accepted: int) -> None:
+        self.counters.drafts += 1
+        self.counters.drafted_tokens += drafted
+        self.counters.accepted_tokens += accepted
+        request.timeline.drafted_tokens += drafted
+        request.timeline.accepted_tokens += accepted
 
     def _append(
         self, request: RequestState, tokens: tuple[int, ...], now: float

@@ -35,6 +35,9 @@ def timings(timeline: Timeline, costs: dict[str, float]) -> dict[str, Any]:
         "cached_tokens": timeline.cached_tokens,
         "output_tokens": timeline.output_tokens,
         "preemptions": timeline.preemptions,
+        "drafted_tokens": timeline.drafted_tokens,
+        "accepted_tokens": timeline.accepted_tokens,
+        "tokens_per_step": timeline.tokens_per_step,
         **costs,
     }
 
