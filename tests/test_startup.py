@@ -25,7 +25,7 @@ assert len(passes) < 10, f"{len(passes) // 2} collections while the engine was i
 """
 USED = """
 import sys
-import twostroke.remote.worker
+import twostroke.remote.child_main
 from twostroke import LLM, Grammar, SamplingParams
 
 folder = sys.argv[1]

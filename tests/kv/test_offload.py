@@ -114,9 +114,9 @@ def test_copies_that_no_plan_has_taken_yet_are_forgotten_too():
 @pytest.mark.parametrize("kv_format", ["float32", "bfloat16", "int8", "int4", "fp8"])
 def test_bytes_come_back_as_they_went(kv_format, device, monkeypatch):
     layout = make_layout(ARCH, kv_format)
-    monkeypatch.setattr(host_memory, "PIECE", 2 * layout.block_bytes)  # five slots lie in three pieces
+    monkeypatch.setattr(host_memory, "ALLOCATION", 2 * layout.block_bytes)  # five slots lie in three allocations
     kv = KVStorage(layout, 6, kv_format, device, host_slots=5)
-    assert kv.host.pieces[0].shape == (2, layout.block_bytes) and len(kv.host.pieces) == 3
+    assert kv.host.allocations[0].shape == (2, layout.block_bytes) and len(kv.host.allocations) == 3
     pool = np.asarray(kv.data)  # the same memory
     pool[:] = np.random.default_rng(0).integers(0, 256, pool.shape)
     before = pool.copy()

@@ -12,7 +12,7 @@ from twostroke.ops.cuda.backend import CudaOps
 from twostroke.ops.cuda.kernels.one_row import Form
 from twostroke.ops.cuda.kernels.quantized import as_float
 from twostroke.ops.interface import Gate, Norm
-from twostroke.ops.reference.backend import Matrix
+from twostroke.ops.reference.backend import ReferenceMatrix
 
 CASES = [  # widths that do and do not fill the rounds; outputs that end amid a tile; one tile or several in a program
     (1024, 48, "norm", Form(4, 2, 2, 2)), (1408, 80, "none", Form(2, 1, 1, 1)), (512, 16, "silu", Form(8, 1, 2, 1)),
@@ -43,7 +43,7 @@ def test_one_row(quantize: str, wide: int, out: int, before: str, form: Form, mo
     norm = Norm(torch.rand(wide, generator=generator) + 0.5, 1e-5)
     kinds = {"none": None, "norm": norm, "silu": Gate("silu"), "gelu_tanh": Gate("gelu_tanh")}
     matrix = as_float(weight, torch.float32).cpu()
-    expected = REFERENCE.linear(x, Matrix(matrix, bias), before=kinds[before], add_to=residual.clone())
+    expected = REFERENCE.linear(x, ReferenceMatrix(matrix, bias), before=kinds[before], add_to=residual.clone())
     mine = on_card(norm) if before == "norm" else kinds[before]
     close(ops.linear(x.to(DEVICE), weight, before=mine, add_to=residual.to(DEVICE)), expected, 1e-4)
 
@@ -60,8 +60,8 @@ def test_gated_row(quantize: str, activation: str, out: int, form: Form, monkeyp
     x, bias = torch.randn(1, 512, generator=generator), torch.randn(out, generator=generator)
     weight = ops.adopt(torch.randn(out, 512, generator=generator).to(DEVICE), bias)
     norm = Norm(torch.rand(512, generator=generator) + 0.5, 1e-5)
-    inner = REFERENCE.linear(x, Matrix(as_float(weight, torch.float32).cpu(), bias), before=norm)
-    expected = REFERENCE.linear(inner, Matrix(torch.eye(out // 2), None), before=gate)
+    inner = REFERENCE.linear(x, ReferenceMatrix(as_float(weight, torch.float32).cpu(), bias), before=norm)
+    expected = REFERENCE.linear(inner, ReferenceMatrix(torch.eye(out // 2), None), before=gate)
     found = ops.gated(x.to(DEVICE), weight, on_card(norm), gate)
     assert found is not None
     close(found, expected, 1e-4)

@@ -19,7 +19,7 @@ from twostroke.ops.cuda.kernels.prefill import split_for  # noqa: E402
 from twostroke.ops.cuda.kernels.quantized import as_float  # noqa: E402
 from twostroke.ops.formats import from_float  # noqa: E402
 from twostroke.ops.interface import Batch, Gate, GroupBlocks, KVLayer, Norm  # noqa: E402
-from twostroke.ops.reference.backend import Matrix, ReferenceOps  # noqa: E402
+from twostroke.ops.reference.backend import ReferenceMatrix, ReferenceOps  # noqa: E402
 
 DEVICE = torch.device("cuda" if ON_CARD else "cpu")
 REFERENCE = ReferenceOps()
@@ -176,7 +176,7 @@ def test_quantized(quantize: str, rows: int, before: str) -> None:
     matrix = as_float(weight, torch.float32).cpu()
     norm = Norm(torch.rand(wide, generator=generator) + 0.5, 1e-5)
     kinds = {"none": None, "norm": norm, "silu": Gate("silu"), "gelu_tanh": Gate("gelu_tanh")}
-    expected = REFERENCE.linear(x, Matrix(matrix, bias), before=kinds[before], add_to=residual.clone())
+    expected = REFERENCE.linear(x, ReferenceMatrix(matrix, bias), before=kinds[before], add_to=residual.clone())
     mine = Norm(norm.weight.to(DEVICE), 1e-5) if before == "norm" else kinds[before]
     close(ops.linear(x.to(DEVICE), weight, before=mine, add_to=residual.to(DEVICE)), expected, 1e-4)
     table = ops.embed(weight, torch.tensor([3, 7], device=DEVICE), 1.0)

@@ -22,11 +22,16 @@ def run(
     scenario: Callable[[AsyncEngine], Awaitable[None]],
     patience: Patience | None = None,
     client: str = "process",
+    block_key: bytes | None = None,
     **settings: object,
 ) -> None:
     async def whole() -> None:
         given = SETTINGS | settings
-        made = ProcessEngine(folder, given, patience) if client == "process" else ThreadEngine(folder, given)
+        made: ProcessEngine | ThreadEngine
+        if client == "process":
+            made = ProcessEngine(folder, given, patience, block_key)
+        else:
+            made = ThreadEngine(folder, given, block_key)
         engine = AsyncEngine(folder, given, client=made)
         try:
             await asyncio.wait_for(engine.start(), 240)

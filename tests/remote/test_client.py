@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.remote.engines import CLIENTS, GREEDY, SETTINGS, answer, run
+from twostroke.config import make_config
+from twostroke.engine.build import build_engine
 from twostroke.engine.intake import COUNTER_BITS, RequestIds
 from twostroke.engine.llm import LLM
 from twostroke.errors import ConfigError, ModelError
@@ -50,6 +52,38 @@ def test_the_same_tokens_as_in_process(llama_folder: Path, client: str) -> None:
         assert engine.admission.samples == engine.admission.blocks == 0
 
     run(llama_folder, scenario, client=client)
+
+
+NOTE_ROOT = """
+import pathlib, twostroke.remote.loop as l
+def noting(port, hello, start=l.start, file=pathlib.Path({file!r})):
+    engine, ready = start(port, hello)
+    file.write_bytes(engine.core.scheduler.tables.hasher.root(b"tenant"))
+    return engine, ready
+l.start = noting
+"""
+
+
+@both
+def test_engines_with_one_key_agree_on_the_names_of_blocks(
+    llama_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, client: str
+) -> None:
+    """All names are made from the root: `build_engine` here and an engine behind a client have the same one."""
+    code = NOTE_ROOT.format(file=str(tmp_path / "root"))
+    monkeypatch.setattr(process, "BOOT", code + process.BOOT)
+    monkeypatch.setattr(loop, "start", loop.start)
+    exec(code)  # for the engine on a thread; undone with the line above
+
+    async def nothing(engine: AsyncEngine) -> None:
+        return
+
+    roots = []
+    for key in (bytes(range(32)), bytes(range(32)), bytes(32), None, None):
+        run(llama_folder, nothing, client=client, block_key=key)
+        roots.append((tmp_path / "root").read_bytes())
+    here = build_engine(llama_folder, make_config(**SETTINGS), block_key=bytes(range(32)))
+    assert roots[0] == roots[1] == here.core.scheduler.tables.hasher.root(b"tenant")
+    assert len(set(roots)) == 4
 
 
 @both

@@ -23,14 +23,14 @@ STUCK = """
 import sys, time
 sys.path.append(sys.argv[3])
 from twostroke.engine import core
-from twostroke.remote import worker
+from twostroke.remote import child_main
 plain = core.Core.step
 def step(self):
     if any(len(r.tokens) == 7 for r in self.scheduler.running.values()):
         time.sleep(1000)
     return plain(self)
 core.Core.step = step
-worker.main(*sys.argv[1:3])
+child_main.main(*sys.argv[1:3])
 """
 POISON = STUCK.replace("time.sleep(1000)", "raise MemoryError('not caught by the core')")
 

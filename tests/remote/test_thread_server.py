@@ -41,4 +41,4 @@ def client(server: Server) -> Iterator[object]:
 
 def test_no_child_process_runs_an_engine(server: Server) -> None:
     assert server.health()["status"] == "ok"
-    assert not any(b"remote.worker" in command_line(pid) for pid in children(server.process.pid))
+    assert not any(b"remote.child_main" in command_line(pid) for pid in children(server.process.pid))

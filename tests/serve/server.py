@@ -102,7 +102,7 @@ class Server:
     def engine_pid(self) -> int:
         """The one child process that runs the engine."""
         for pid in children(self.process.pid):
-            if b"remote.worker" in command_line(pid):
+            if b"remote.child_main" in command_line(pid):
                 return pid
         raise AssertionError("there is no engine process")
 

@@ -14,7 +14,7 @@ Statistic = Callable[[np.ndarray], np.ndarray]  # over the last axis
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class Comparison:
     name: str
     before: float
     after: float
@@ -33,7 +33,7 @@ class Change:
         return "better" if (self.high < 1.0) == (self.better == "lower") else "worse"
 
 
-def changes(before: Run, after: Run, seed: int = 0) -> list[Change]:
+def changes(before: Run, after: Run, seed: int = 0) -> list[Comparison]:
     rng = np.random.default_rng(seed)
     found = []
     for name, pick, statistic in QUANTITIES:
@@ -43,7 +43,7 @@ def changes(before: Run, after: Run, seed: int = 0) -> list[Change]:
         drawn_old = statistic(old[rng.integers(len(old), size=(DRAWS, len(old)))])
         drawn_new = statistic(new[rng.integers(len(new), size=(DRAWS, len(new)))])
         low, high = np.percentile(drawn_new / np.maximum(drawn_old, 1e-12), (2.5, 97.5))
-        found.append(Change(name, float(statistic(old)), float(statistic(new)), float(low), float(high), "lower"))
+        found.append(Comparison(name, float(statistic(old)), float(statistic(new)), float(low), float(high), "lower"))
     rates = [_throughput(run) for run in (before, after)]
     if min(rates) > 0:
         found.append(_throughput_change(before, after, rates[0], rates[1], rng))
@@ -54,7 +54,7 @@ def _throughput(run: Run) -> float:
     return run.summary().output_rate if run.answered else 0.0
 
 
-def _throughput_change(before: Run, after: Run, old: float, new: float, rng: np.random.Generator) -> Change:
+def _throughput_change(before: Run, after: Run, old: float, new: float, rng: np.random.Generator) -> Comparison:
     """The samples are tokens/s in windows of the run: requests overlap, so they are not independent samples."""
     slices = [window_rates(run) for run in (before, after)]
     drawn = [
@@ -62,7 +62,7 @@ def _throughput_change(before: Run, after: Run, old: float, new: float, rng: np.
         for values in slices
     ]
     low, high = np.percentile(drawn[1] / np.maximum(drawn[0], 1e-12), (2.5, 97.5))
-    return Change("output tokens/s", old, new, float(low), float(high), "higher")
+    return Comparison("output tokens/s", old, new, float(low), float(high), "higher")
 
 
 def window_rates(run: Run, windows: int = 12) -> np.ndarray:

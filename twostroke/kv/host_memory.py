@@ -1,4 +1,4 @@
-"""Bytes of evicted KV blocks in the host's memory, one slot for each block."""
+"""Bytes of evicted KV blocks in the host's memory: one slot for each block, many slots in one allocation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from twostroke.errors import ConfigError
 from twostroke.ops.interface import Array
 from twostroke.types import Move
 
-PIECE = 1 << 30  # bytes: pinned memory comes in powers of two
+ALLOCATION = 1 << 30  # bytes: the allocator of pinned memory rounds up to a power of two
 
 
 class HostMemory:
@@ -23,15 +23,15 @@ class HostMemory:
         in_numpy = isinstance(data, np.ndarray)
         self.copy: Callable[[Array, Array], object] = np.copyto if in_numpy else copy_tensor
         size = data.shape[1]
-        self.each = max(1, PIECE // size)  # slots in a piece
+        self.each = max(1, ALLOCATION // size)  # slots in one allocation
         try:
-            self.pieces = [
-                self._piece(min(self.each, slots - first), size, in_numpy) for first in range(0, slots, self.each)
+            self.allocations = [
+                self._allocate(min(self.each, slots - first), size, in_numpy) for first in range(0, slots, self.each)
             ]
         except (RuntimeError, MemoryError) as error:
             raise ConfigError(f"kv_offload: the system gave no {slots * size:,} bytes ({error}): lower it.") from None
 
-    def _piece(self, slots: int, size: int, in_numpy: bool) -> Array:
+    def _allocate(self, slots: int, size: int, in_numpy: bool) -> Array:
         if in_numpy:
             return np.empty((slots, size), np.uint8)
         import torch
@@ -41,7 +41,7 @@ class HostMemory:
     def move(self, moves: Sequence[Move]) -> None:
         for block, (slot, peer), away in moves:
             assert not peer, "a peer's blocks come through its connection, not in a step"
-            here = self.pieces[slot // self.each][slot % self.each]
+            here = self.allocations[slot // self.each][slot % self.each]
             if away:
                 self.copy(here, self.data[block])
             else:

@@ -85,7 +85,7 @@ class KVEntry:
         return seen * self.bytes / self.tokens
 
 
-class Mixer(Protocol):
+class MixerArch(Protocol):
     """How tokens read each other."""
 
     @property
@@ -104,7 +104,7 @@ class Mixer(Protocol):
         ...
 
 
-class Feed(Protocol):
+class FeedArch(Protocol):
     """What each token does by itself."""
 
     @property
@@ -181,8 +181,8 @@ class DenseArch:
 
 @dataclass(frozen=True, slots=True)
 class LayerArch:
-    mixer: Mixer
-    feed: Feed
+    mixer: MixerArch
+    feed: FeedArch
     out_norms: bool = False  # norms after mixer and feed too, before each residual add
 
     def products(self, hidden: int) -> tuple[Product, ...]:
@@ -201,7 +201,7 @@ class Arch:
     logit_softcap: float = 0.0
     embedding_scale: float = 1.0
     tied_head: bool = False
-    mixers: tuple[tuple[Mixer, int], ...] = field(init=False, repr=False, compare=False)  # each with its layers' count
+    mixers: tuple[tuple[MixerArch, int], ...] = field(init=False, repr=False, compare=False)  # and their layers
     products: tuple[Product, ...] = field(init=False, repr=False, compare=False)  # of all layers, as a step runs them
 
     def __post_init__(self) -> None:

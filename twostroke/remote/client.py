@@ -20,9 +20,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
@@ -34,6 +36,7 @@ from twostroke.remote.messages import (
     Change,
     Changed,
     FromEngine,
+    Hello,
     Message,
     Orders,
     Ready,
@@ -101,8 +104,11 @@ class EngineClient(Protocol):
 class MessageClient:
     """The part of an `EngineClient` that does not depend on how messages travel."""
 
-    def __init__(self, settings: dict[str, Any]):
+    def __init__(self, model: Path, settings: dict[str, Any], block_key: bytes | None = None):
+        """block_key: shared by engines that are to agree on the names of KV blocks (kv/addresses.py)."""
+        self.model = model
         self.settings = settings
+        self.block_key = block_key
         self.changed: dict[str, Any] = {}
         self.ready: Ready | None = None
         self.restarts = 0
@@ -114,6 +120,14 @@ class MessageClient:
         self._flushing = False
         self._numbers = itertools.count()
         self._questions: dict[int, asyncio.Future[Any]] = {}
+
+    def _hello(self) -> Hello:
+        settings = self.settings
+        if self.ready is not None:  # as before the restart: seeds of requests are made from it
+            settings = settings | {"seed": self.ready.settings.seed}
+        self._said_hello = clock()
+        level = logging.getLogger("twostroke").getEffectiveLevel()
+        return Hello(str(self.model), settings, level, self.block_key)
 
     def _send(self, message: Message) -> None:
         """Give a message to the engine; EngineError when it is not there."""

@@ -28,7 +28,7 @@ MAX_SALTS = 256  # whose cuts are remembered
 CONTENT_BITS = 38  # of a hash: what a trace's made-up token ids have room for
 
 
-class Segment(NamedTuple):
+class PromptSegment(NamedTuple):
     content: int
     length: int
 
@@ -42,7 +42,7 @@ class EndedRequest(NamedTuple):
     max_tokens: int | None
     priority: int
     reason: str
-    segments: tuple[Segment, ...]
+    segments: tuple[PromptSegment, ...]
 
 
 class EndedRequests:
@@ -66,14 +66,14 @@ class EndedRequests:
         while len(self._ended) > KEPT or self._segments > MAX_SEGMENTS:
             self._segments -= len(self._ended.popleft().segments)
 
-    def _cut(self, tokens: Sequence[int], salt: bytes) -> list[Segment]:
+    def _cut(self, tokens: Sequence[int], salt: bytes) -> list[PromptSegment]:
         """The last segment holds the padding too: equal contents have equal lengths."""
         numbers = np.asarray(tokens, dtype=np.int32)
         total, begin, segments = len(numbers), 0, []
         for end in self._borders(numbers, salt):
             pad = padded(total) - total if end == total else 0
             content = self._content(numbers[begin:end].tobytes() + salt + bytes([pad]))
-            segments.append(Segment(content, end - begin + pad))
+            segments.append(PromptSegment(content, end - begin + pad))
             begin = end
         return segments
 
@@ -119,11 +119,11 @@ def by_arrival(ended: Sequence[EndedRequest]) -> list[EndedRequest]:
     return sorted(joined, key=lambda one: one.timeline.arrival)
 
 
-def join(segments: Sequence[Segment], seen: Counter[int]) -> Iterator[Segment]:
-    own: Segment | None = None
+def join(segments: Sequence[PromptSegment], seen: Counter[int]) -> Iterator[PromptSegment]:
+    own: PromptSegment | None = None
     for segment in segments:
         if seen[segment.content] == 1:
-            own = segment if own is None else Segment(own.content, own.length + segment.length)
+            own = segment if own is None else PromptSegment(own.content, own.length + segment.length)
             continue
         if own is not None:
             yield own

@@ -1,7 +1,7 @@
 """Where the engine runs: takes messages between steps, runs the core, reports each step.
 
 It waits for a message while there is nothing to do, and looks for one between two steps while there is. How messages
-travel is the business of its `Port`: a socket in the engine process (worker.py), a queue on a thread (thread.py).
+travel is the business of its `Port`: a socket in the engine process (child_main.py), a queue on a thread (thread.py).
 """
 
 from __future__ import annotations
@@ -174,7 +174,8 @@ def start(port: Port, hello: Hello) -> tuple[Engine, Ready]:
             last = clock()
             port.send(Stage("load", done, total))
 
-    engine = build_engine(hello.model, make_config(**hello.settings), clock, load_progress=loaded, stage=stage)
+    config = make_config(**hello.settings)
+    engine = build_engine(hello.model, config, clock, load_progress=loaded, stage=stage, block_key=hello.block_key)
     stage("warm up")
     count, first = warm_up(engine)
     longest = first * max(1.0, engine.settings.max_batch_tokens / count)

@@ -26,11 +26,12 @@ class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
 
 class Hello(Message, frozen=True, tag="hello"):
-    """The first message: which model to run and how. `log_level` is a number of the logging module."""
+    """The first message: which model to run and how."""
 
     model: str
     settings: dict[str, Any]
-    log_level: int
+    log_level: int  # a number of the logging module
+    block_key: bytes | None = None  # key of the names of KV blocks, shared by a deployment; None: the engine draws one
 
 
 class Orders(Message, frozen=True, tag="orders"):

@@ -29,7 +29,7 @@ from twostroke.remote.messages import Beat, Failed, FromEngine, Hello, Message, 
 
 log = logging.getLogger(__name__)
 NOT_STARTED = "it could not start, and the server's log has the reason"  # which may name files: not for clients
-BOOT = "import sys; sys.path.append(sys.argv[3]); from twostroke.remote.worker import main; main(*sys.argv[1:3])"
+BOOT = "import sys; sys.path.append(sys.argv[3]); from twostroke.remote.child_main import main; main(*sys.argv[1:3])"
 SOCKET_BUFFER = 4 << 20
 READ = 1 << 18  # bytes taken in at once; one buffer for all of them, as a new one costs more than what is read
 
@@ -112,9 +112,14 @@ async def spawn(receive: Callable[[FromEngine], None], lost: Callable[[str, str]
 class ProcessEngine(MessageClient):
     """An `EngineClient` that keeps one engine process alive and knows how it is."""
 
-    def __init__(self, model: Path, settings: dict[str, Any], patience: Patience | None = None):
-        super().__init__(settings)
-        self.model = model
+    def __init__(
+        self,
+        model: Path,
+        settings: dict[str, Any],
+        patience: Patience | None = None,
+        block_key: bytes | None = None,
+    ):
+        super().__init__(model, settings, block_key)
         self.patience = patience or Patience()
         self.child: Child | None = None
         self.why = "it has not been started"  # in words that clients may read: no paths
@@ -155,12 +160,9 @@ class ProcessEngine(MessageClient):
         child.process.wait()
 
     async def _spawn(self) -> None:
-        settings = self.settings
-        if self.ready is not None:  # requests without a seed of their own go on from the same one
-            settings = settings | {"seed": self.ready.settings.seed}
-        self._said_hello = self._heard = self._moved = time.monotonic()
-        level = logging.getLogger("twostroke").getEffectiveLevel()
-        self.child = await spawn(self._receive, self._lost, Hello(str(self.model), settings, level))
+        hello = self._hello()
+        self._heard = self._moved = self._said_hello
+        self.child = await spawn(self._receive, self._lost, hello)
 
     def _keep(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

@@ -10,7 +10,6 @@ import asyncio
 import logging
 import queue
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +64,8 @@ class QueuePort:
 class ThreadEngine(MessageClient):
     """An `EngineClient` whose engine runs on a thread."""
 
-    def __init__(self, model: Path, settings: dict[str, Any]):
-        super().__init__(settings)
-        self.model = model
+    def __init__(self, model: Path, settings: dict[str, Any], block_key: bytes | None = None):
+        super().__init__(model, settings, block_key)
         self.why = "it has not been started"
         self._port: QueuePort
         self._thread: threading.Thread | None = None
@@ -78,9 +76,7 @@ class ThreadEngine(MessageClient):
         self.why = "it is starting"
         self._port = QueuePort(self)
         self._first = asyncio.get_running_loop().create_future()
-        self._said_hello = time.monotonic()
-        hello = Hello(str(self.model), self.settings, logging.getLogger("twostroke").getEffectiveLevel())
-        self._thread = threading.Thread(target=self._run, args=(self._port, hello), name="engine", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(self._port, self._hello()), name="engine", daemon=True)
         self._thread.start()
         return await self._first
 

@@ -43,7 +43,7 @@ def test_prompts_are_shared_out_as_the_kernels_do_it(model):
         request = SimpleNamespace(row=0, params=SamplingParams(), tokens=[0] * 99_999, output_length=0, sample=0)
         plan = Plan(0, tuple(Work(request, start, count) for start, count in chunks))
         counts, contexts = np.array([c for _, c in chunks]), np.array([s + c for s, c in chunks])
-        mine = cuda.share_out(counts, contexts, kind)
+        mine = cuda.cut_step(counts, contexts, kind)
         first = [dense_tokens(*chunk) for chunk in chunks]
         assert sum(first) == sum(count for _, count, _ in mine.rows)
         rest = [(s + done, c - done) for (s, c), done in zip(chunks, first, strict=True) if c > done]

@@ -42,18 +42,18 @@ from twostroke.ops.cuda.kernels.tall_decode import tall_attention
 from twostroke.ops.formats import Stored, dequantize
 from twostroke.ops.interface import Attention, Batch, Gate, KVLayer, Norm, Ops
 
-PIECE = 2048  # rows of a wide product made at a time
+WIDE_ROWS = 2048  # rows of a wide product made at a time
 FEW, FEW_FP8 = 16, 8  # rows that are multiplied straight from the codes
 SOME = 256  # rows from which on a decoded copy of an int4 matrix pays
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Matrix:
+class FloatMatrix:
     weight: Tensor  # (out, in), in the type of the activations
     bias: Tensor | None  # (out,) float32
 
 
-Weight = Matrix | Narrow
+Weight = FloatMatrix | Narrow
 
 
 class Kind(NamedTuple):
@@ -98,7 +98,7 @@ class DeviceBatch(Batch):
     cuts: Mapping[Kind, Cut] | None = None  # for every kind of attention in the model, where they are made already
 
 
-class Shares(NamedTuple):
+class HostCut(NamedTuple):
     """A Cut as the host makes it."""
 
     singles: np.ndarray
@@ -109,7 +109,7 @@ class Shares(NamedTuple):
     rows: tuple[tuple[int, int, int], ...]
 
 
-def share_out(counts: np.ndarray, lengths: np.ndarray, kind: Kind) -> Shares:
+def cut_step(counts: np.ndarray, lengths: np.ndarray, kind: Kind) -> HostCut:
     """counts: new tokens of each request; lengths: its tokens in the cache once they are there."""
     singles = np.flatnonzero(counts == 1).astype(np.int32)
     whole = np.where((lengths - counts) % UNIT == 0, counts // UNIT * UNIT, 0) if kind.dense else np.zeros_like(counts)
@@ -120,7 +120,7 @@ def share_out(counts: np.ndarray, lengths: np.ndarray, kind: Kind) -> Shares:
         tiles = make_tiles(counts, lengths, some, kind.queries, whole[some])
         tile_splits = split_for(len(tiles), kind.kv_heads, int(counts.sum()), int(lengths[some].max()))
     starts = np.cumsum(counts) - counts
-    return Shares(
+    return HostCut(
         singles=singles,
         splits=split_count(int(lengths[singles].max())) if len(singles) else 1,
         tiles=tiles,
@@ -168,21 +168,21 @@ class CudaOps(Ops):
             return to_fp8(weight, bias) if self.quantize == "fp8" else to_int8(weight, bias)
         if self.quantize == "int4" and weight.shape[1] % GROUP == 0:
             return to_int4(weight, bias)
-        return Matrix(weight, bias)
+        return FloatMatrix(weight, bias)
 
     def weight_bytes(self, weight: Weight) -> int:
-        return weight.weight.nbytes if isinstance(weight, Matrix) else weight.codes.nbytes + weight.scales.nbytes
+        return weight.weight.nbytes if isinstance(weight, FloatMatrix) else weight.codes.nbytes + weight.scales.nbytes
 
     def read_in_order(self, weights: Sequence[Weight]) -> None:
         """Wide matrices are asked for ahead. Others gain nothing: what comes before them leaves memory free anyway."""
         for weight, following in zip(weights, [*weights[1:], weights[0]], strict=True):
-            if not isinstance(following, Matrix) and following.codes.shape[0] > following.inputs:
+            if not isinstance(following, FloatMatrix) and following.codes.shape[0] > following.inputs:
                 self._following[weight] = following.codes
 
     # ---- rows ----------------------------------------------------------------------------------------------------
 
     def embed(self, table: Weight, tokens: Tensor, scale: float) -> Tensor:
-        if not isinstance(table, Matrix):
+        if not isinstance(table, FloatMatrix):
             return rows_of(table, tokens, scale, self.dtype)
         return rows_.embed(table.weight, tokens, scale, self.dtype)
 
@@ -192,9 +192,9 @@ class CudaOps(Ops):
     def linear(
         self, x: Tensor, weight: Weight, *, before: Norm | Gate | None = None, add_to: Tensor | None = None
     ) -> Tensor:
-        if not isinstance(weight, Matrix) and x.shape[0] <= (FEW_FP8 if isinstance(weight, Fp8) else FEW):
+        if not isinstance(weight, FloatMatrix) and x.shape[0] <= (FEW_FP8 if isinstance(weight, Fp8) else FEW):
             return self._few_rows(x, weight, before, add_to)
-        if isinstance(weight, Matrix) and x.shape[0] == 1 and x.is_contiguous():
+        if isinstance(weight, FloatMatrix) and x.shape[0] == 1 and x.is_contiguous():
             return self._one_row(x, weight, before, add_to)
         x = self._prepared(x, before)
         if isinstance(weight, Int4) and x.shape[0] <= SOME:
@@ -205,7 +205,7 @@ class CudaOps(Ops):
             out = fp8_product(x, weight) if isinstance(weight, Fp8) else int8_product(x, weight)
             out = out if weight.bias is None else out.add_(weight.bias)
             return out if add_to is None else add_to.add_(out)
-        matrix = (weight.weight if isinstance(weight, Matrix) else as_float(weight, self.dtype)).t()
+        matrix = (weight.weight if isinstance(weight, FloatMatrix) else as_float(weight, self.dtype)).t()
         if add_to is not None:
             add_to.addmm_(x, matrix)
             return add_to if weight.bias is None else add_to.add_(weight.bias)
@@ -213,15 +213,15 @@ class CudaOps(Ops):
         return out if weight.bias is None else out.add_(weight.bias)
 
     def gated(self, x: Tensor, weight: Weight, norm: Norm, gate: Gate) -> Tensor | None:
-        if isinstance(weight, Matrix) or not self.gates_early(x, weight):
+        if isinstance(weight, FloatMatrix) or not self.gates_early(x, weight):
             return None
         out = torch.empty(1, weight.codes.shape[0] // 2, dtype=x.dtype, device=x.device)
         return self._one_narrow_row(x, weight, norm, out, gate=self._before(gate)[0])
 
     def gates_early(self, x: Tensor, weight: Weight) -> bool:
-        return not isinstance(weight, Matrix) and x.shape[0] == 1 and x.is_contiguous()
+        return not isinstance(weight, FloatMatrix) and x.shape[0] == 1 and x.is_contiguous()
 
-    def _one_row(self, x: Tensor, weight: Matrix, before: Norm | Gate | None, add_to: Tensor | None) -> Tensor:
+    def _one_row(self, x: Tensor, weight: FloatMatrix, before: Norm | Gate | None, add_to: Tensor | None) -> Tensor:
         out = torch.empty(1, weight.weight.shape[0], dtype=x.dtype, device=x.device) if add_to is None else add_to
         kind, norm = self._before(before)
         return gemv_.gemv(
@@ -344,7 +344,7 @@ class CudaOps(Ops):
         lengths = batch.lengths if known else batch.contexts.cpu().numpy()  # type: ignore[attr-defined]
         if isinstance(batch, DeviceBatch) and batch.streams:
             return Cut(None, batch.contexts.shape[0], batch.splits or split_count(int(lengths.max())), None, 1)
-        mine = share_out(counts, lengths, kind)
+        mine = cut_step(counts, lengths, kind)
         singles, tiles = self._upload(mine.singles), self._upload(mine.tiles)
         return Cut(
             singles, len(mine.singles), mine.splits, tiles if len(mine.tiles) else None, mine.tile_splits,
@@ -357,12 +357,12 @@ class CudaOps(Ops):
 
 
 def product(x: Tensor, matrix: Tensor) -> Tensor:
-    """x @ matrix. A wide result of many rows is made in pieces: cuBLAS is 8 % faster on them (L2 keeps the weights)."""
-    if x.shape[0] < 2 * PIECE or matrix.shape[1] < 16384:
+    """x @ matrix. A wide result of many rows is made in parts: cuBLAS is 8 % faster on them (L2 keeps the weights)."""
+    if x.shape[0] < 2 * WIDE_ROWS or matrix.shape[1] < 16384:
         return torch.mm(x, matrix)
     out = torch.empty(x.shape[0], matrix.shape[1], dtype=x.dtype, device=x.device)
-    pieces = -(-x.shape[0] // PIECE)
-    for a, b in zip(x.chunk(pieces), out.chunk(pieces), strict=True):
+    parts = -(-x.shape[0] // WIDE_ROWS)
+    for a, b in zip(x.chunk(parts), out.chunk(parts), strict=True):
         torch.mm(a, matrix, out=b)
     return out
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from twostroke.ops.cuda.backend import CudaOps, DeviceBatch, Kind, Matrix, Weight
+from twostroke.ops.cuda.backend import CudaOps, DeviceBatch, FloatMatrix, Kind, Weight
 from twostroke.ops.cuda.kernels.decode import split_count
 from twostroke.ops.cuda.kernels.exact_attention import exact_attention
 from twostroke.ops.cuda.kernels.exact_matmul import Products
@@ -21,7 +21,7 @@ class ExactCudaOps(CudaOps):
     def linear(
         self, x: Tensor, weight: Weight, *, before: Norm | Gate | None = None, add_to: Tensor | None = None
     ) -> Tensor:
-        assert isinstance(weight, Matrix)
+        assert isinstance(weight, FloatMatrix)
         out = self.products(self._prepared(x, before), weight.weight, add_to)
         return out if weight.bias is None else out.add_(weight.bias)
 

@@ -19,7 +19,7 @@ ATTENTION_STEP = 64  # positions whose weights share a scale, where attention mu
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Matrix:
+class ReferenceMatrix:
     weight: Tensor  # (out, in), float64 as `pack` makes it
     bias: Tensor | None  # (out,) float32
 
@@ -33,13 +33,13 @@ class ReferenceOps(Ops):
         as in the native CPU kernels. GPU kernels do not round them."""
         self.byte_attention = byte_attention
 
-    def pack(self, parts: Sequence[Stored], bias: Tensor | None = None) -> Matrix:
-        return Matrix(torch.cat([torch.from_numpy(dequantize(part)).double() for part in parts]), bias)
+    def pack(self, parts: Sequence[Stored], bias: Tensor | None = None) -> ReferenceMatrix:
+        return ReferenceMatrix(torch.cat([torch.from_numpy(dequantize(part)).double() for part in parts]), bias)
 
-    def weight_bytes(self, weight: Matrix) -> int:
+    def weight_bytes(self, weight: ReferenceMatrix) -> int:
         return weight.weight.nbytes
 
-    def embed(self, table: Matrix, tokens: Tensor, scale: float) -> Tensor:
+    def embed(self, table: ReferenceMatrix, tokens: Tensor, scale: float) -> Tensor:
         return table.weight[tokens].float() * scale
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
@@ -48,7 +48,7 @@ class ReferenceOps(Ops):
         return (wide / rms * norm.weight.double()).float()
 
     def linear(
-        self, x: Tensor, weight: Matrix, *, before: Norm | Gate | None = None, add_to: Tensor | None = None
+        self, x: Tensor, weight: ReferenceMatrix, *, before: Norm | Gate | None = None, add_to: Tensor | None = None
     ) -> Tensor:
         if isinstance(before, Norm):
             x = self.norm(x, before)

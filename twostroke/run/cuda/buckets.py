@@ -5,8 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left
 
 BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
-MIXED_TOKENS = (16, 32, 64, 128, 192, 256)  # then multiples of PIECE
-PIECE = 128  # rows that a product takes at a time
+MIXED_TOKENS = (16, 32, 64, 128, 192, 256)  # then multiples of TILE_ROWS
+TILE_ROWS = 128  # rows that a product takes at a time
 CAPTURED_TOKENS = 2047  # of a step that may be captured; longer ones keep the device busy for longer than the host
 
 
@@ -18,7 +18,7 @@ def stream_rows(count: int) -> int:
 def mixed_rows(tokens: int) -> int:
     """Rows of a step that also reads prompts and may be captured."""
     if tokens > MIXED_TOKENS[-1]:
-        return -(-tokens // PIECE) * PIECE
+        return -(-tokens // TILE_ROWS) * TILE_ROWS
     return MIXED_TOKENS[bisect_left(MIXED_TOKENS, tokens)]
 
 

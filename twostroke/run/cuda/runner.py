@@ -24,7 +24,7 @@ from twostroke.model.transformer import Transformer
 from twostroke.ops.cuda.backend import Cascade, CudaOps, Cut, DeviceBatch
 from twostroke.ops.cuda.kernels.sample import Filters, resolve_tokens, sample
 from twostroke.ops.interface import KV_SCALE_BYTES, Attention, GroupBlocks
-from twostroke.run.cuda.staging import Fields, Staging
+from twostroke.run.cuda.staging import StagedArrays, Staging
 from twostroke.run.cuda.steps import Mixture, Shape, Streams, on_device
 from twostroke.run.runner import LOGIT_ROWS, describe_choices
 from twostroke.run.sample import SLACK, choose_one, logprobs
@@ -40,7 +40,7 @@ BEHIND = 0.6  # a host that took this share of a step's time kept the device wai
 class Captured:
     """All that is known of one shape of steps."""
 
-    fields: Fields
+    arrays: StagedArrays
     buffer: Tensor  # the numbers of such steps on the device: always at the same place
     there: dict[str, Tensor]  # views of it
     met: int = 0
@@ -129,19 +129,19 @@ class CudaRunner:
         streams = Streams.of(rows, self.tables, self.members)
         shape = streams.shape(self.members, self.kv_heads)
         entry = self._entry(shape)
-        streams.fill(self.staging.begin(entry.fields))
+        streams.fill(self.staging.begin(entry.arrays))
         return self._run_shape(rows, shape, entry)
 
     def _entry(self, shape: Shape) -> Captured:
         entry = self.shapes.get(shape)
         if entry is None:
-            fields = shape.fields(self.tables.shape[0])
-            buffer = torch.empty(fields.size, dtype=torch.int32, device=self.ops.device)
-            entry = self.shapes[shape] = Captured(fields, buffer, fields.views(buffer))
+            arrays = shape.arrays(self.tables.shape[0])
+            buffer = torch.empty(arrays.size, dtype=torch.int32, device=self.ops.device)
+            entry = self.shapes[shape] = Captured(arrays, buffer, arrays.views(buffer))
         return entry
 
     def _run_shape(self, rows: StepRows, shape: Shape, entry: Captured) -> Handle:
-        self.staging.send(entry.fields, entry.buffer)
+        self.staging.send(entry.arrays, entry.buffer)
         entry.met += 1
         if entry.graph is None and entry.worthwhile and entry.met > MEETINGS and self.captures < MOST_GRAPHS:
             self._capture(shape, entry)
@@ -179,7 +179,7 @@ class CudaRunner:
                 cuts[kind] = Cut(None, shape.singles, shape.splits, None, 1, cascade=cascade, scale=shape.scale)
                 continue
             tiles = there[f"tiles{index}"] if shape.tiles[index] else None
-            long, rows = ((), ()) if mixture is None else (mixture.shares[index].long, mixture.shares[index].rows)
+            long, rows = ((), ()) if mixture is None else (mixture.cuts[index].long, mixture.cuts[index].rows)
             cuts[kind] = Cut(
                 there["singles"], shape.singles, shape.splits, tiles, shape.tile_splits[index], long, rows
             )  # fmt: skip
@@ -213,14 +213,14 @@ class CudaRunner:
         if padded is None:
             return self._launch_once(mixture, hosted)
         entry = self._entry(padded)
-        mixture.fill(self.staging.begin(entry.fields), self.tables)
+        mixture.fill(self.staging.begin(entry.arrays), self.tables)
         return self._run_shape(rows, padded, entry)
 
     def _launch_once(self, mixture: Mixture, hosted: list[int]) -> Handle:
         rows, shape = mixture.rows, mixture.exact_shape()
-        fields = shape.fields(self.tables.shape[0], sum(prompt.count for prompt in rows.prompts))
-        mixture.fill(self.staging.begin(fields), self.tables)
-        there = fields.views(self.staging.send(fields))
+        arrays = shape.arrays(self.tables.shape[0], sum(prompt.count for prompt in rows.prompts))
+        mixture.fill(self.staging.begin(arrays), self.tables)
+        there = arrays.views(self.staging.send(arrays))
         hidden = self.model.forward(self._batch(shape, there, mixture), self.kv)
         details: dict[int, Details] = {}
         for prompt in rows.prompts:

@@ -17,14 +17,14 @@ ALIGN = 16  # elements: keeps every array on a 64-byte border
 
 
 @dataclass(frozen=True, slots=True)
-class Fields:
+class StagedArrays:
     """Arrays of int32 laid one after the other."""
 
     places: dict[str, tuple[slice, tuple[int, ...]]]
     size: int
 
     @classmethod
-    def lay(cls, shapes: dict[str, tuple[int, ...]]) -> Fields:
+    def lay(cls, shapes: dict[str, tuple[int, ...]]) -> StagedArrays:
         places, offset = {}, 0
         for name, shape in shapes.items():
             size = prod(shape)
@@ -44,25 +44,25 @@ class Staging:
         self.host: list[Tensor] = []
         self.there = torch.empty(0, dtype=torch.int32, device=device)
 
-    def begin(self, fields: Fields) -> dict[str, np.ndarray]:
+    def begin(self, arrays: StagedArrays) -> dict[str, np.ndarray]:
         """Host arrays to fill in, zeroed."""
-        if not self.host or self.host[0].numel() < fields.size:
-            self._grow(fields.size)
+        if not self.host or self.host[0].numel() < arrays.size:
+            self._grow(arrays.size)
         self.turn = (self.turn + 1) % self.buffers
         event = self.events[self.turn]
         if event is not None:
             event.synchronize()
         flat = self.host[self.turn].numpy()
-        flat[: fields.size] = 0
-        return {name: flat[place].reshape(shape) for name, (place, shape) in fields.places.items()}
+        flat[: arrays.size] = 0
+        return {name: flat[place].reshape(shape) for name, (place, shape) in arrays.places.items()}
 
-    def send(self, fields: Fields, into: Tensor | None = None) -> Tensor:
+    def send(self, arrays: StagedArrays, into: Tensor | None = None) -> Tensor:
         """What was filled in, on the device; `into` is the buffer to use there."""
         if into is None:
-            if self.there.numel() < fields.size:
+            if self.there.numel() < arrays.size:
                 self.there = torch.empty(self.host[0].numel(), dtype=torch.int32, device=self.device)
             into = self.there
-        into[: fields.size].copy_(self.host[self.turn][: fields.size], non_blocking=True)
+        into[: arrays.size].copy_(self.host[self.turn][: arrays.size], non_blocking=True)
         if self.device.type == "cuda":
             event = self.events[self.turn] = self.events[self.turn] or torch.cuda.Event()
             event.record()

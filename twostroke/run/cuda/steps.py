@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from twostroke.ops.cuda.backend import Kind, Shares, share_out
+from twostroke.ops.cuda.backend import HostCut, Kind, cut_step
 from twostroke.ops.cuda.kernels.decode import longer, split_count
 from twostroke.ops.interface import BLOCK
 from twostroke.run.cuda.buckets import CAPTURED_TOKENS, mixed_rows, stream_rows
 from twostroke.run.cuda.shared_prefix import Sharing, find_sharing
-from twostroke.run.cuda.staging import Fields
+from twostroke.run.cuda.staging import StagedArrays
 from twostroke.run.sample import MASK, has_tiny_temperature, needs_adjusting, noise_key
 from twostroke.run.step import StepRows
 from twostroke.types import Choice
@@ -47,7 +47,7 @@ class Shape(NamedTuple):
         """Whether attention itself rotates, and writes to the cache."""
         return self.streams and not self.cascade
 
-    def fields(self, groups: int, prompt_rows: int = 0) -> Fields:
+    def arrays(self, groups: int, prompt_rows: int = 0) -> StagedArrays:
         shapes: dict[str, tuple[int, ...]] = {
             "tokens": (self.tokens,), "positions": (self.tokens,), "starts": (self.requests + 2,),
             "contexts": (self.requests + 1,), "slots": (0 if self.fused else groups, self.tokens),
@@ -59,7 +59,7 @@ class Shape(NamedTuple):
         }  # fmt: skip
         for index, count in enumerate(self.tiles):
             shapes[f"tiles{index}"] = (count, 2)
-        return Fields.lay(shapes)
+        return StagedArrays.lay(shapes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -118,36 +118,36 @@ class Mixture:
     """A plan of prompts, chunks, streams and drafts."""
 
     rows: StepRows
-    shares: tuple[Shares, ...]  # for each kind of attention
+    cuts: tuple[HostCut, ...]  # for each kind of attention
 
     @classmethod
     def of(cls, rows: StepRows, kinds: tuple[Kind, ...]) -> Mixture:
-        return cls(rows, tuple(share_out(rows.counts, rows.contexts, kind) for kind in kinds))
+        return cls(rows, tuple(cut_step(rows.counts, rows.contexts, kind) for kind in kinds))
 
     def exact_shape(self) -> Shape:
-        rows, first = self.rows, self.shares[0]
+        rows, first = self.rows, self.cuts[0]
         return Shape(
             rows.total, len(rows.works), -(-rows.columns // BLOCK), len(rows.choices), len(first.singles), first.splits,
-            tuple(len(share.tiles) for share in self.shares), tuple(share.tile_splits for share in self.shares),
+            tuple(len(cut.tiles) for cut in self.cuts), tuple(cut.tile_splits for cut in self.cuts),
             filtered=is_filtered(rows.choices),
         )  # fmt: skip
 
     def padded_shape(self, kinds: tuple[Kind, ...], most_columns: int) -> Shape | None:
         """A shape that similar steps share; None where this step is no match for a graph."""
         rows, count = self.rows, len(self.rows.works)
-        if rows.total > CAPTURED_TOKENS or rows.prompts or any(share.long for share in self.shares):
+        if rows.total > CAPTURED_TOKENS or rows.prompts or any(cut.long for cut in self.cuts):
             return None
         tokens = mixed_rows(rows.total)
         requests = next((size for size in MIXED_REQUESTS if size >= count), count)
         choosing = next((size for size in MIXED_REQUESTS if size >= len(rows.choices)), len(rows.choices))
-        singles = self.shares[0].singles
+        singles = self.cuts[0].singles
         reach = column_bucket(int(rows.contexts[singles].max()), most_columns) if len(singles) else 0
         chunks = FEW_CHUNKS if count - len(singles) <= FEW_CHUNKS else requests
         return Shape(
             tokens, requests, column_bucket(rows.columns, most_columns),
             max(requests, choosing) if rows.choices else 0, requests if len(singles) else 0, split_count(reach * BLOCK),
             tuple(tokens // kind.queries + chunks for kind in kinds),
-            tuple(1 << (share.tile_splits.bit_length() - 1) for share in self.shares),
+            tuple(1 << (cut.tile_splits.bit_length() - 1) for cut in self.cuts),
             filtered=is_filtered(rows.choices),
         )  # fmt: skip
 
@@ -166,13 +166,13 @@ class Mixture:
         host["rows"][:chosen] = rows.table_rows[rows.chooser]
         host["rows"][chosen:] = -1
         fill_sampling(host, rows.choices)
-        singles = self.shares[0].singles
+        singles = self.cuts[0].singles
         host["singles"][: len(singles)] = singles
         host["singles"][len(singles) :] = padding
-        for index, share in enumerate(self.shares):
+        for index, cut in enumerate(self.cuts):
             tiles = host[f"tiles{index}"]
-            tiles[: len(share.tiles)] = share.tiles
-            tiles[len(share.tiles) :] = (padding, 0)
+            tiles[: len(cut.tiles)] = cut.tiles
+            tiles[len(cut.tiles) :] = (padding, 0)
 
 
 def fill_slots(slots: np.ndarray, rows: StepRows, tables: np.ndarray) -> None:

@@ -20,7 +20,7 @@ gdc_wait = _cuda.gdc_wait
 gdc_launch_dependents = _cuda.gdc_launch_dependents
 
 __all__ = [
-    "EARLY", "INTERPRETED", "PDL", "PIECE", "ask_ahead", "gdc_launch_dependents", "gdc_wait", "triton", "wake_driver",
+    "EARLY", "FETCH_BYTES", "INTERPRETED", "PDL", "ask_ahead", "gdc_launch_dependents", "gdc_wait", "triton", "wake_driver",
 ]  # fmt: skip
 
 
@@ -29,14 +29,14 @@ def wake_driver() -> None:
     Thread(target=lambda: driver.active.utils, daemon=True).start()
 
 
-PIECE = tl.constexpr(4096)  # bytes that the second-level cache is asked for at a time
+FETCH_BYTES = tl.constexpr(4096)  # bytes that the second-level cache is asked for at a time
 
 
 @triton.jit
 def ask_ahead(ptr, mine, turn, count):
     """Ask the second-level cache for `count` pieces of what begins at ptr, in turns with the other programs, so that
     what all of them want first comes first. One thread does."""
-    at = ptr.to(tl.pointer_type(tl.int8), bitcast=True) + mine * PIECE
+    at = ptr.to(tl.pointer_type(tl.int8), bitcast=True) + mine * FETCH_BYTES
     for _ in tl.range(count, num_stages=1):
         tl.inline_asm_elementwise(
             """{ .reg .pred %one; .reg .u32 %thread;
@@ -45,4 +45,4 @@ def ask_ahead(ptr, mine, turn, count):
             mov.u32 $0, 0; }""",
             "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
-        at += turn * PIECE
+        at += turn * FETCH_BYTES

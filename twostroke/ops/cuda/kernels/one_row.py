@@ -24,7 +24,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from twostroke.ops.cuda.kernels.launch import EARLY, INTERPRETED, PDL, PIECE, ask_ahead, gdc_launch_dependents, gdc_wait
+from twostroke.ops.cuda.kernels.launch import (
+    EARLY,
+    FETCH_BYTES,
+    INTERPRETED,
+    PDL,
+    ask_ahead,
+    gdc_launch_dependents,
+    gdc_wait,
+)
 from twostroke.ops.cuda.kernels.narrow_tiles import FINE, WHOLE, WHOLE_BITS
 from twostroke.ops.cuda.kernels.rows import activated
 from twostroke.ops.cuda.kernels.skinny import BYTES, INT4, NOTHING, SILU, as_tall, parts_of
@@ -303,7 +311,7 @@ def one_row_kernel(
             )  # fmt: skip
 
 
-PIECES = 6  # of the matrix that is read next, for each program to ask for; as measured on an H200
+FETCHES = 6  # of the matrix that is read next, for each program to ask for; as measured on an H200
 
 
 class Form(NamedTuple):
@@ -344,7 +352,7 @@ def one_row(
     programs = min(triton.cdiv(n, 4 * form.fours), processors(x.device) * form.programs)
     ask = 0
     if following is not None and not INTERPRETED:
-        ask = min(PIECES, following.nbytes // (programs * PIECE.value))
+        ask = min(FETCHES, following.nbytes // (programs * FETCH_BYTES.value))
     one_row_kernel[(programs,)](
         x, x if norm is None else norm, codes, scales, scales if bias is None else bias, out,
         codes if following is None else following, eps, n, ask, K=k, S=s, BEFORE=before, FORMAT=fmt,
