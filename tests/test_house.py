@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +25,24 @@ def test_tool(name):
         [Path(sys.executable).parent / tool, *arguments], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+VAGUE = re.compile(r"\b(nobody|somebody|whoever|anybody|no one)\b", re.IGNORECASE)
+TEXT = {".py", ".md", ".h", ".cpp", ".js", ".css", ".html"}
+
+
+def test_words_name_what_acts():
+    """Comments, docs and messages say which thing or person acts: a request, a caller, another kernel."""
+    inside = [path for folder in ("twostroke", "tests", "docs", "benchmarks") for path in (ROOT / folder).rglob("*")]
+    read = [path for path in (ROOT / "README.md", *inside) if path.suffix in TEXT and path.parent.name != "vendor"]
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path in read
+        if path != Path(__file__)
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if VAGUE.search(line)
+    ]
+    assert len(read) > 300 and not found, "\n".join(found)
 
 
 def test_files_stay_readable():

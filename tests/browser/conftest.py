@@ -17,7 +17,7 @@ PATIENT = 120_000  # ms: the machine may be slow and busy
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[object]:
-    """Closed before other modules run: until then its event loop is the thread's, and nobody else can start one."""
+    """Closed before other modules run: until then its event loop is the thread's, and no other can be started."""
     sync_api = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed: pip install '.[test]'")
     path = next((found for name in ("chromium", "chromium-browser") if (found := shutil.which(name))), None)
     if path is None:

@@ -35,7 +35,7 @@ def test_random_bytes_decode_as_in_ggml(name: str, shape: tuple[int, ...]) -> No
     ours, theirs = dequantize(stored), oracle(stored).reshape(shape)
     assert ours.shape == shape
     assert ours.dtype == np.float32
-    nan = np.isnan(theirs)  # random scales include nan, whose payload is nobody's business
+    nan = np.isnan(theirs)  # random scales include nan, whose payload is not specified
     assert np.array_equal(np.isnan(ours), nan)
     assert np.array_equal(ours.view(np.uint32)[~nan], theirs.view(np.uint32)[~nan])
 

@@ -39,7 +39,7 @@ def both_ways(folder: Path, bits: str | None = None) -> tuple[Transformer, Trans
     return whole, single
 
 
-# Prefill beside decode, a chunk, single tokens; each with the rows somebody asks for: none, some, out of order, all
+# Prefill beside decode, a chunk, single tokens; each with other rows asked for: none, some, out of order, all
 STEPS: tuple[tuple[tuple[tuple[int, int], ...], list[int]], ...] = (
     (((0, 41), (1, 5)), [40, 45]),
     (((0, 1), (2, 30)), []),

@@ -19,7 +19,7 @@ from twostroke.schedule.policy import POLICIES
 from twostroke.schedule.scheduler import Limits, Scheduler
 from twostroke.types import FinishReason, Plan, Request, RequestState, Result, Status, Work, WorkKind
 
-SPOILT = (-1,)  # tokens that nobody has
+SPOILT = (-1,)  # tokens that no request has
 
 
 def make_scheduler(blocks, windows=(None,), max_batch_tokens=512, max_requests=64, chunked=True, static=False,
@@ -150,7 +150,7 @@ class FakeEngine:
             assert total <= scheduler.limits.max_batch_tokens
         assert len({work.request.id for work in plan.works}) == len(plan.works)
         if not plan.works and not self.in_flight:
-            assert not scheduler.running and not scheduler.waiting, "an empty plan while someone could run"
+            assert not scheduler.running and not scheduler.waiting, "an empty plan while a request could run"
         for request, start, count, kind, draft in plan.works:
             assert count == 1 + len(draft) or kind is WorkKind.READ
             assert request.status is Status.RUNNING and count > 0

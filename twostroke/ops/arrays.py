@@ -1,5 +1,5 @@
-"""The way from NumPy to what a backend computes with. Torch is imported only for a backend that computes with tensors:
-importing it takes longer than all the rest of a start."""
+"""From NumPy arrays to the arrays of a backend. Torch is imported only for a backend that computes with tensors, as the
+import takes longer than the rest of a start."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The mathematics a device must offer: about ten functions, arrays in and arrays out.
 
-`reference.py` is the specification in plain torch, obvious and slow. Every other backend is an optimisation of it and
+`reference/` is the specification in plain torch, obvious and slow. Every other backend is an optimisation of it and
 is tested against it. This package imports nothing of ours, so it could be lifted into another project.
 
 Two rules every backend keeps, because exactness rests on them:
@@ -110,7 +110,7 @@ class KVLayer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupBlocks:
-    """Where a step's tokens live, for the layers of one KV group (layers of one group share a block table)."""
+    """Where a step's tokens live, for the layers of one KV group (they share a block table)."""
 
     slots: Array  # (T,) int64: block · BLOCK + offset where the row's K and V are written
     tables: Array  # (R, columns) int32: block of request r that holds positions [c·BLOCK, (c+1)·BLOCK); columns past

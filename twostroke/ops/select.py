@@ -1,4 +1,4 @@
-"""Which backend serves which device. Only the chosen one is imported: all but the native one bring torch with them."""
+"""Which backend serves which device. Only the chosen one is imported: all but the native one import torch."""
 
 from __future__ import annotations
 

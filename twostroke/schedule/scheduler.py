@@ -22,7 +22,7 @@ from twostroke.schedule.planner import Planner
 from twostroke.schedule.policy import Policy
 from twostroke.types import Details, Drafter, Event, FinishReason, Plan, RequestState, Result, Status, Work, WorkKind
 
-WATERMARK = 0.01  # of the pool kept free at admission, so that streams can grow before someone is preempted
+WATERMARK = 0.01  # of the pool kept free at admission, so that streams can grow before a request is preempted
 NOTHING = Details()
 
 

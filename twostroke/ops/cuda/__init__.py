@@ -2,5 +2,18 @@
 
 backend.py    the ops, and which kernel serves which shape
 exact.py      the same with one order of additions for any number of rows (exact=True)
-kernels/      the Triton kernels, one idea a file
+kernels/      the Triton kernels, one idea for each file
+    rows             norm, gate, embedding, argmax: one row at a time
+    gemv             one row times a matrix of floats
+    one_row, skinny  one row, a few rows times a matrix of few bits; narrow_tiles: their operands
+    int4_gemm        tens of rows times an int4 matrix
+    quantized        weights in fp8, int8 and int4: packing, and products of many rows
+    exact_matmul     products with one order of additions
+    rope, heads      norm and rotate q and k, write K and V; what one head needs for it
+    prefill, dense   attention of many new tokens: our tiles, and the vendor's kernel for long runs
+    decode           attention of one new token over a cache of floats; cascade: over a shared prefix, read once
+    tall_decode      the same over int8, int4 and fp8; tall_tiles: its operands
+    exact_attention  attention with one order of additions
+    sample           from logits to tokens
+    launch           kernels that start before the one before them ends
 """

@@ -57,10 +57,10 @@ Weight = FloatMatrix | Narrow
 
 
 class Kind(NamedTuple):
-    """What decides how a step is shared out among attention kernels: layers of one kind share a Cut."""
+    """What decides how a step is divided among attention kernels: layers of one kind share a Cut."""
 
     queries: int  # of a tile
-    dense: bool  # whether long stretches may go to the vendor's kernel
+    dense: bool  # whether long runs of new tokens may go to the vendor's kernel
     kv_heads: int
     members: int  # requests whose heads fill a tile where they share a prefix; 0: not where layers have windows
 
@@ -74,7 +74,7 @@ class Cascade(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cut:
-    """How a step's requests are shared out among the attention kernels."""
+    """How a step's requests are divided among the attention kernels."""
 
     singles: Tensor | None  # (n,) int32 requests with one new token; None: the first `single_count`
     single_count: int
@@ -84,22 +84,22 @@ class Cut:
     long: tuple[int, ...] = ()  # requests whose first new tokens fill the tensor cores by themselves
     rows: tuple[tuple[int, int, int], ...] = ()  # (first row, count, context) of each of `long`
     cascade: Cascade | None = None
-    scale: int = 1  # times that splits are longer than usual
+    scale: int = 1  # factor by which splits are longer than usual
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceBatch(Batch):
-    """A batch on the device together with what the host knows of it: no code waits for the device to learn it."""
+    """A batch on the device, and the numbers of it that the host knows: reading them does not wait for the device."""
 
     counts: np.ndarray | None = None  # (R,) new tokens of each request
     lengths: np.ndarray | None = None  # (R,) the same numbers as `contexts`
     streams: bool = False  # one new token each, and no request reads blocks that this step fills
     splits: int = 0  # of streams: enough for the longest context that such a step may meet
-    cuts: Mapping[Kind, Cut] | None = None  # for every kind of attention in the model, where they are made already
+    cuts: Mapping[Kind, Cut] | None = None  # by kind of attention; None: not made yet
 
 
 class HostCut(NamedTuple):
-    """A Cut as the host makes it."""
+    """A Cut in arrays of the host."""
 
     singles: np.ndarray
     splits: int
@@ -110,7 +110,7 @@ class HostCut(NamedTuple):
 
 
 def cut_step(counts: np.ndarray, lengths: np.ndarray, kind: Kind) -> HostCut:
-    """counts: new tokens of each request; lengths: its tokens in the cache once they are there."""
+    """counts: new tokens of each request; lengths: its tokens in the cache once the new ones are written."""
     singles = np.flatnonzero(counts == 1).astype(np.int32)
     whole = np.where((lengths - counts) % UNIT == 0, counts // UNIT * UNIT, 0) if kind.dense else np.zeros_like(counts)
     large = np.flatnonzero(whole)
@@ -133,7 +133,7 @@ def cut_step(counts: np.ndarray, lengths: np.ndarray, kind: Kind) -> HostCut:
 class CudaOps(Ops):
     name = "cuda"
     device: torch.device
-    shares_steps = True  # steps may come padded, and already shared out among the attention kernels
+    shares_steps = True  # steps may be padded, and divided among the attention kernels beforehand
 
     def __init__(
         self, dtype: torch.dtype = torch.bfloat16, device: str | torch.device = "cuda", quantize: str | None = None
@@ -142,7 +142,7 @@ class CudaOps(Ops):
         self.dtype, self.device, self.quantize = dtype, torch.device(device), quantize
         self.scratch = DecodeScratch(self.device)
         self._norms: dict[Norm, Norm] = {}
-        self._following: dict[Weight, Tensor] = {}  # what to ask for at the end of a product with a matrix
+        self._following: dict[Weight, Tensor] = {}  # by matrix: what to prefetch at the end of a product with it
         self._kinds: dict[Attention, Kind] = {}
         self._cuts: tuple[Batch | None, dict[Kind, Cut]] = (None, {})
 
@@ -174,7 +174,7 @@ class CudaOps(Ops):
         return weight.weight.nbytes if isinstance(weight, FloatMatrix) else weight.codes.nbytes + weight.scales.nbytes
 
     def read_in_order(self, weights: Sequence[Weight]) -> None:
-        """Wide matrices are asked for ahead. Others gain nothing: what comes before them leaves memory free anyway."""
+        """Wide matrices are prefetched. Others gain nothing: the kernels before them leave the memory idle anyway."""
         for weight, following in zip(weights, [*weights[1:], weights[0]], strict=True):
             if not isinstance(following, FloatMatrix) and following.codes.shape[0] > following.inputs:
                 self._following[weight] = following.codes

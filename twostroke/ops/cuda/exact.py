@@ -30,7 +30,7 @@ class ExactCudaOps(CudaOps):
         width = attention.heads * attention.head_dim
         out = torch.empty(qkv.shape[0], width, dtype=qkv.dtype, device=qkv.device)
         streams = isinstance(batch, DeviceBatch) and batch.streams
-        # A norm's sum has its order from rotate_and_store's layout, and codes on a border the rounding of its rotation.
+        # The bits of a norm's sum, and of codes near a rounding border, are those of rotate_and_store.
         fused = streams and attention.query_norm is None and kv.key_scales is None
         q = qkv
         if not fused:
@@ -49,5 +49,5 @@ class ExactCudaOps(CudaOps):
         return out
 
     def _kind(self, attention: Attention) -> Kind:
-        """The vendor's kernel adds in an order of its own, and so do tiles of several requests' shared prefix."""
+        """Neither the vendor's kernel nor tiles of several requests are used: both add in an order of their own."""
         return super()._kind(attention)._replace(dense=False, members=0)

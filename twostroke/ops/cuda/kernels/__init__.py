@@ -1,1 +1,1 @@
-"""The GPU kernels, in Triton. Each file holds one idea; `ops/cuda.py` decides which kernel serves which case."""
+"""The GPU kernels, in Triton. Each file holds one idea; `ops/cuda/backend.py` chooses the kernel for each case."""

@@ -1,9 +1,9 @@
 """Attention of many streams over the prefix they share: its K and V are read once for a whole tile of streams.
 
-One new token of one request fills a corner of what the tensor cores take at a time, and each request reads the shared
-blocks again. Here the heads of several requests that hold the same blocks lie in one tile. The cuts are those of the
-decode kernel (decode.py), and so is the place of the parts: what a request does not share, the decode kernel adds, and
-puts all parts together.
+The heads of one request fill only a part of a tensor-core tile, and without this kernel each request reads the shared
+blocks again. Here the heads of several requests that hold the same blocks fill one tile. Contexts are cut into the same
+splits as in the decode kernel (decode.py), and partial results are stored in the same places. The decode kernel then
+computes the splits that a request does not share, and merges all of them.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def cascade_attention(
     shared: Tensor, splits: int,
 ) -> None:  # fmt: skip
     """q (T, heads · head_dim) rotated. members (tiles, members_of_tile) int32: requests that share a prefix, -1 for
-    nobody. shared (R,) int32: how many of a request's leading splits it shares. splits: as the decode kernel's."""
+    an empty place. shared (R,) int32: how many leading splits a request shares. splits: as in decode.py."""
     dim = attention.head_dim
     wide = max(16, triton.next_power_of_2(dim))
     scales = kv.key_scales if kv.key_scales is not None else kv.keys

@@ -1,15 +1,15 @@
 """Attention of one new token per request over its cached context, cut into splits that run side by side.
 
-Splits are short at first, so that a short context is spread out too, and long far out, so that there are few partial
-results. Where many streams fill the device anyway, all splits are longer (SCALE). The program that finishes a head's
-last split puts the parts together, in order of position.
+Splits near the start of a context are short, so that a short context occupies many programs too. Splits further out are
+longer, so that there are few partial results. Where many streams fill the device, all splits are longer (SCALE). The
+program that finishes a head's last split merges the partial results in order of position.
 
-FUSED: q, k and v come straight from the projection; every program norms and rotates the q it needs, and the one that
-owns the newest position writes its K and V and adds them by itself. Only for steps in which nobody reads blocks that
-this step fills: then the cached tokens depend on nobody, and with AHEAD their first tile is asked for before the
-projection ends.
+FUSED: q, k and v are the output of the projection. Every program norms and rotates the q it needs; the program that
+owns the newest position writes its K and V and attends to them. It needs a step in which no request reads blocks that
+the step itself fills. The cached tokens were then written by earlier steps, and with AHEAD a program loads their first
+tile before the projection ends.
 
-This is for caches of floats; tall_decode.py is for those of few bits.
+This kernel reads caches of floats; tall_decode.py reads int8, int4 and fp8.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ NEAR_SPLITS, MIDDLE_SPLITS = tl.constexpr(8), tl.constexpr(38)  # splits that en
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
-LONGEST = 8  # times that splits may be longer than usual
+LONGEST = 8  # largest factor by which splits are longer than usual
 
 
 def longer(heads: int) -> int:
-    """Times that splits are longer where so many K/V heads of all streams want programs, as measured on an H200."""
+    """The factor for so many K/V heads of all streams together, as measured on an H200."""
     return LONGEST if heads >= 1024 else 4 if heads >= 512 else 2 if heads >= 256 else 1
 
 
@@ -66,8 +66,8 @@ def share_of(
     split, request, rows_ptr, shared_ptr, contexts_ptr, WINDOW: tl.constexpr, SCALE: tl.constexpr, LISTED: tl.constexpr,
     FUSED: tl.constexpr, CASCADE: tl.constexpr,
 ):  # fmt: skip
-    """Whose token a program serves, which splits that token sees, the first of them that is not done already, and the
-    positions from `begin` to `end` of the program's own."""
+    """The request of a program, the splits that its token sees, the first of them that is not computed already, and the
+    positions from `begin` to `end` that the program itself computes."""
     if LISTED:
         request = tl.load(rows_ptr + request)
     context = tl.load(contexts_ptr + request)
@@ -76,7 +76,7 @@ def share_of(
     first_split, last_split = split_of(first // SCALE), split_of(newest // SCALE)
     first_own = first_split
     if CASCADE:
-        first_own = tl.load(shared_ptr + request)  # splits before it are in their places already
+        first_own = tl.load(shared_ptr + request)  # the splits before it are computed already
     begin = tl.maximum(SCALE * split_start(split), first)
     end = tl.minimum(SCALE * split_start(split + 1), context)
     if FUSED:
@@ -129,7 +129,7 @@ def combine(
     part, part_ptr, part_max_ptr, part_sum_ptr, first_split, last_split, shared, dims, HEAD: tl.constexpr,
     SPLITS_2: tl.constexpr,
 ):  # fmt: skip
-    """The splits of a head put together in order of position: elements `dims`, not yet divided, and the sums."""
+    """Merges the splits of a head in order of position: elements `dims`, not yet divided by the sums, and the sums."""
     every = tl.arange(0, SPLITS_2)
     active = shared[:, None] & ((every >= first_split) & (every <= last_split))[None, :]
     place = part_max_ptr + part[:, None] + every[None, :]
@@ -225,7 +225,7 @@ def decode_kernel(
         )
         best, total, acc = attend_tile(q, best, total, acc, seen, k, v, scale, softcap, SOFTCAP, DTYPE, PRECISION)
     place = out_ptr + row * HEADS * HEAD + (head * SHARE + index)[:, None] * HEAD
-    if first_split == last_split:  # the only part is the whole
+    if first_split == last_split:  # one split: nothing to merge
         tl.store(place + dims[None, :], (acc / total[:, None]).to(DTYPE), mask=inside)
         return
     part = (request * HEADS + head * SHARE + index) * splits  # (SHARE_2,): first part of each head
@@ -246,11 +246,11 @@ def decode_kernel(
 
 
 class DecodeScratch:
-    """Partial results of the splits, and a counter for each head that the last split sets back to 0."""
+    """Partial results of the splits, and a counter for each head; the program of the last split sets it back to 0."""
 
     def __init__(self, device: torch.device):
         self.device = device
-        self.kept: list[Tensor] = []  # outgrown, but captured steps still use them
+        self.kept: list[Tensor] = []  # too small by now, but captured steps still use them
         self.floats = torch.empty(0, device=device)
         self.done = torch.zeros(0, dtype=torch.int32, device=device)
 
@@ -271,9 +271,9 @@ def decode_attention(
     shared: Tensor | None = None, tile: int | None = None, stages: int = 2, warps: int = 4,
 ) -> Tensor:  # fmt: skip
     """q: (T, heads · head_dim) rotated, or with `fused` the raw projections. listed: indices of the requests to serve
-    (None: the first `requests`). splits: at least split_count of the longest context over `scale`, the number of times
-    that splits are longer than usual. shared: how many of each
-    request's leading splits are done already (cascade.py); only where no layer has a window."""
+    (None: the first `requests`). splits: at least split_count of the longest context over `scale`, the factor
+    by which splits are longer than usual. shared: how many of each request's leading splits are computed already
+    (cascade.py); only where no layer has a window."""
     dim, share = attention.head_dim, attention.heads // attention.kv_heads
     wide = max(16, triton.next_power_of_2(dim))
     rope, qn, kn = attention.rope, attention.query_norm, attention.key_norm
@@ -281,11 +281,11 @@ def decode_attention(
     part, part_max, part_sum, done = scratch.reserve(total, attention.heads, splits, dim)
     tables = batch.groups[group].tables
     wide_float = q.dtype == torch.float32
-    ahead = fused and requests * attention.kv_heads <= 64  # few programs: latency is all; many: registers are
+    ahead = fused and requests * attention.kv_heads <= 64  # few programs: latency counts; many: registers count
     if tile is None:
         tile = 32 if wide > 128 or wide_float else 128 if ahead else 64
         stages = 1 if ahead else 2
-        short = scale == LONGEST or (scale == 1 and splits <= 8)  # few tokens for a program, or programs enough
+        short = scale == LONGEST or (scale == 1 and splits <= 8)  # few tokens for each program, or enough programs
         if not ahead and not wide_float and short:
             tile, stages, warps = 32, 3, 1
     decode_kernel[(attention.kv_heads, splits, requests)](

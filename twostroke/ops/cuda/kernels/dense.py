@@ -1,8 +1,9 @@
-"""Attention of one request's long stretch of new tokens through the vendor's kernel, on K and V laid out in a row.
+"""Attention of one request's long run of new tokens through the vendor's kernel, on contiguous K and V.
 
-The new tokens see each other causally and everything before them whole: calls whose results are merged by their
-softmax sums. The first stretch of a prompt needs neither the merge nor a gather. The library plans every new shape for
-a good part of a second, so only whole multiples of UNIT come here, and what lies before them goes in powers of two.
+One call lets the new tokens attend to each other causally, further calls let them attend to all tokens before. The
+results are merged by their softmax sums. The first run of a prompt needs neither the merge nor a gather. The library
+takes a good part of a second to plan a new shape, so runs are multiples of UNIT, and the tokens before them are passed
+in powers of two.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 from twostroke.ops.cuda.kernels.heads import FORMATS, load_tile
 from twostroke.ops.interface import BLOCK, Attention, KVLayer
 
-UNIT = 2048  # new tokens, and tokens before them, come in multiples of this
+UNIT = 2048  # new tokens, and tokens before them, are passed in multiples of this
 
 
 @triton.jit
@@ -65,7 +66,7 @@ def merge_kernel(
     a_ptr, b_ptr, la_ptr, lb_ptr, sums_ptr, out_ptr, count, out_stride, HEADS: tl.constexpr, HEAD: tl.constexpr,
     WIDE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """a, b: (count, HEADS, HEAD) with log-sums (HEADS, count). Nothing is written in place: warps may run apart."""
+    """a, b: (count, HEADS, HEAD) with log-sums (HEADS, count). Not in place: warps do not run in step."""
     rows, head = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
     dims = tl.arange(0, WIDE)
     valid = rows < count

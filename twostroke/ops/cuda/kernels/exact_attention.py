@@ -1,13 +1,14 @@
 """Attention whose bits do not depend on the phase: one order of additions for a row, alone or among a chunk's rows.
 
-A row's keys are taken in tiles of TILE_N at fixed positions, tiles are added up in splits that end where decode.py's
-do (a function of the position alone), and splits are merged in order of position. A program either walks over all
-splits of its rows with two accumulators, one for the split and one for what came before, or it owns one split and the
-last to finish merges the parts: the same operations in the same order. Keys a row does not see add exact zeros.
+A row's keys are taken in tiles of TILE_N at fixed positions. Tiles are summed in splits that end where those of
+decode.py do (a function of the position alone), and splits are merged in order of position. A program either computes
+all splits of its rows with two accumulators, one for the split and one for the splits before it, or it computes one
+split, and the last program to finish merges all of them: the same operations in the same order. Keys that a row does
+not see add exact zeros.
 
 Every operation that is rounded is written out (`enable_fp_fusion` is off, multiply-adds are explicit), so that no
 compiler decides differently for another tile. All sums over keys are the tensor cores' (the sum of a row's weights is
-their product with ones): how a tile lies across lanes and warps does not matter to them.
+their product with ones), whose order does not depend on how a tile is spread over lanes and warps.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ MOST_PARTS = 1 << 25  # floats of unmerged splits
 
 @triton.jit
 def fence():
-    """What this program has written is there for whoever asks next, the asynchronous copies too."""
+    """Makes what this program has written visible to every later read, asynchronous copies included."""
     tl.inline_asm_elementwise(
         "fence.acq_rel.gpu; mov.u32 $0, 0;", "=r,r", [tl.arange(0, 128)], dtype=tl.int32, is_pure=False, pack=1
     )
@@ -75,7 +76,7 @@ def visit(
 
 @triton.jit
 def merge(best, total, acc, next_best, next_total, next_acc):
-    """What came before and the next split put together."""
+    """Merges the splits so far with the next one."""
     new = tl.maximum(best, next_best)
     stable = tl.where(new == float("-inf"), 0.0, new)
     before, after = tl.exp2(best - stable), tl.exp2(next_best - stable)
@@ -116,10 +117,10 @@ def attend_kernel(
     first_split, last_split = split_of(first), split_of(high - 1)
     begin, end = first, high
     split = tl.program_id(2)
-    nobody = context <= 0
+    empty = context <= 0
     if PARALLEL:
-        nobody = nobody | (split < first_split) | (split > last_split)
-    if nobody:
+        empty = empty | (split < first_split) | (split > last_split)
+    if empty:
         if PDL:
             gdc_wait()
             gdc_launch_dependents()
@@ -240,8 +241,8 @@ def exact_attention(
 ) -> Tensor:  # fmt: skip
     """q (T, heads · head_dim), rotated, or with `fused` the raw projections of a step of streams, whose K and V are
     written too; only where q and k have no norms. tiles: `count` pairs of request and first query, or with `single` the
-    requests that have one query (None: the first `count`). splits: at least split_count of the longest context, to be
-    shared out among as many programs; 0: a program walks over all of them."""
+    requests that have one query (None: the first `count`). splits: at least split_count of the longest context, one
+    program for each; 0: a program computes all of them."""
     dim, share = attention.head_dim, attention.heads // attention.kv_heads
     wide = max(16, triton.next_power_of_2(dim))
     scales = kv.key_scales if kv.key_scales is not None else kv.keys

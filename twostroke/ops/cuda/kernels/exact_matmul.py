@@ -1,10 +1,10 @@
 """Products whose bits do not depend on how many rows there are: every output adds its products in one order.
 
 The tensor cores add sixteen products to an accumulator at a time. A program walks along K from the first column to the
-last with one accumulator, so an output's order is k = 0, 16, 32 … whatever the tile. The library's kernels for many
-rows do the same, as long as they do not cut K among several programs: whether they do is tried out, bit by bit, once
-for each shape (`Products`), and where they differ, or where nobody tried, our kernel is used. A product that is added
-to something is rounded first: so a product and an addition give the same as the two in one.
+last with one accumulator, so an output's order is k = 0, 16, 32 … for every tile. The library's kernels for many rows
+do the same unless they divide K among several programs. Whether they do is tested once for each shape, bit by bit
+(`Products`). Where the bits differ, or a shape was not tested, our kernel is used. A product is rounded before it is
+added to something, so that a fused addition gives the same bits as a separate one.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ Tile = tuple[int, int, int, int, int, bool]  # BLOCK_R, BLOCK_N, BLOCK_K, stages
 def tile_of(rows: int, n: int, dtype: torch.dtype) -> Tile:
     """As measured on an H200. No choice here changes a bit."""
     if INTERPRETED:
-        return 16, 64, 32, 2, 4, False  # its products are a library's, whose order may follow the shape
+        return 16, 64, 32, 2, 4, False  # the interpreter multiplies with a library, whose order may depend on the shape
     if dtype == torch.float32:
         return (16, 64, 32, 2, 4, False) if rows <= 16 else (64, 64, 32, 2, 8, False)
     wide = n >= 16384
@@ -87,7 +87,7 @@ def tile_of(rows: int, n: int, dtype: torch.dtype) -> Tile:
 
 
 def exact_product(x: Tensor, weight: Tensor, out: Tensor, add: bool, tile: Tile | None = None) -> Tensor:
-    """out (rows, N) = x @ weight.T, added to what `out` holds with `add`, once it has been rounded."""
+    """out (rows, N) = x @ weight.T, added to what `out` holds with `add`; the product is rounded first."""
     (rows, k), n = x.shape, weight.shape[0]
     block_r, block_n, block_k, stages, warps, first = tile or tile_of(rows, n, x.dtype)
     product_kernel[(triton.cdiv(n, block_n), triton.cdiv(rows, block_r))](
@@ -109,7 +109,7 @@ class Products:
         rows, (n, k) = x.shape[0], weight.shape
         if rows <= FEW or not x.is_cuda or x.dtype == torch.float32 or n % 8 or k % 8:
             return self._ours(x, weight, add_to)
-        limit = MOST if n < 16384 else 2048  # a wide result in pieces: L2 keeps the weights
+        limit = MOST if n < 16384 else 2048  # a wide result in parts: L2 keeps the weights
         if rows <= limit:
             return self._piece(x, weight, add_to)
         if add_to is None:
@@ -139,7 +139,7 @@ class Products:
             made = torch.mm(x, weight.t()) if out is None else torch.mm(x, weight.t(), out=out)
         else:
             wider = torch.empty(padded, x.shape[1], dtype=x.dtype, device=x.device)
-            wider[:rows] = x  # rows past them hold anything: nobody reads what comes of them
+            wider[:rows] = x  # the rows past them are not set: their results are not read
             made = torch.mm(wider, weight.t())[:rows]
             if out is not None:
                 made = out.copy_(made)
@@ -156,7 +156,7 @@ class Products:
 
 
 def padded_rows(rows: int) -> int:
-    """Few counts, so that few shapes have to be tried out."""
+    """Rows after padding: few different counts, so that few shapes have to be tested."""
     step = 64 if rows <= 512 else 128 if rows <= 1024 else 256 if rows <= 4096 else 512
     return -(-rows // step) * step
 

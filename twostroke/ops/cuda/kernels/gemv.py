@@ -1,9 +1,9 @@
-"""One row times a matrix: the whole cost is reading the matrix once, so the norm or gate before it rides along free.
+"""One row times a matrix. The cost is reading the matrix once, so the norm or gate before the product adds no time.
 
 cuBLAS reads large matrices at full bandwidth but reaches only two thirds of it on the small ones (the attention
 output), and needs a kernel of its own for the norm, the gate and the residual. Here a program owns BLOCK_N rows of the
-matrix and walks along K with the next tile already on its way. The first tile is asked for before the kernel that makes
-`x` has ended (programmatic dependent launch): weights depend on nobody.
+matrix and walks along K while the next tile is being loaded. It starts to load its first tile before the kernel that
+makes `x` has ended (programmatic dependent launch), because no kernel writes weights.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NOTHING, NORM, SILU, GELU = 0, 1, 2, 3  # what happens to x before the product
 
 @triton.jit
 def weight_tile(w_rows, rows, k0, k, K: tl.constexpr, EVEN: tl.constexpr):
-    """The tile of columns from k0 on; nothing at all past the end of the rows."""
+    """The tile of columns from k0 on; zeros past the end of the rows."""
     if EVEN:
         mask = rows[:, None] & (k0 < K)
     else:
@@ -90,7 +90,7 @@ def gemv_kernel(
 
 
 def tile_of(n: int, k: int) -> tuple[int, int, int, int]:
-    """BLOCK_N, BLOCK_K, warps and tiles asked for ahead, as measured on an H200."""
+    """BLOCK_N, BLOCK_K, warps and tiles loaded ahead, as measured on an H200."""
     if k <= 2048 and n <= 8192:
         block_n, block_k = (4, 2048) if n <= 2048 else (16, 512)
         return block_n, min(block_k, triton.next_power_of_2(k)), 8, 1

@@ -53,7 +53,7 @@ def turned(
 
 @triton.jit
 def rounded(x):
-    """To the nearest whole number, half to even: adding 1.5 · 2^23 leaves no room for a fraction."""
+    """To the nearest whole number, half to even: a float32 near 1.5 · 2^23 has no bits for a fraction."""
     return (x + 12582912.0) - 12582912.0
 
 
@@ -63,11 +63,11 @@ def store_head(
     HEAD: tl.constexpr, WIDE: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, FORMAT: tl.constexpr,
     STEP: tl.constexpr,
 ):  # fmt: skip
-    """Norm, rotate and write one token's heads; `codes` and `scales` point (M,) to where each head's go, its elements
-    STEP apart. What was stored comes back as attention will read it, (M, WIDE) float32.
+    """Norm, rotate and write one token's heads. `codes` and `scales` (M,) point to the places of each head, whose
+    elements are STEP apart. Returns what was stored as attention will read it, (M, WIDE) float32.
 
-    Divisions are rounded as IEEE asks for: what `/` is compiled to may be off in the last bit, and then a value between
-    two codes, as many numbers of few bits are, becomes the other one than in the specification."""
+    Divisions are rounded as IEEE 754 requires. The compiler's `/` may be wrong in the last bit; a value halfway between
+    two codes would then get another code than in the specification."""
     inverse_rms = head_scale(heads, eps, HEAD, WIDE, NORM)
     dims = tl.arange(0, WIDE)
     if FORMAT == 2:

@@ -1,4 +1,4 @@
-"""Tens of rows times an int4 matrix: codes are decoded on their way into the tensor cores.
+"""Tens of rows times an int4 matrix: codes are decoded in registers, just before the product.
 
 The weights are the product's tall side, so that decoded tiles stay in registers; one step takes a group of 128 inputs,
 whose scale each output applies to its decoded weights. From a few hundred rows on, a decoded copy and the vendor's
@@ -18,7 +18,7 @@ from twostroke.ops.cuda.kernels.launch import INTERPRETED
 @triton.jit
 def decoded_nibbles(codes, DTYPE: tl.constexpr, FAST: tl.constexpr):
     """The low and the high elements of int4 codes."""
-    if FAST:  # 128 + nibble has its bits in place, less 136
+    if FAST:  # the bits of 128 + nibble are set directly; 136 is then subtracted
         low, high = tl.inline_asm_elementwise(
             """{
             .reg .b32 a, b, m;

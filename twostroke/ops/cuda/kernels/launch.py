@@ -1,6 +1,6 @@
-"""Programmatic dependent launch: a kernel may start, and ask for what depends on nobody, before the one ahead ends.
+"""Programmatic dependent launch: a kernel may start, and load what no kernel writes, before the kernel before it ends.
 
-Every kernel launched so waits before it touches anything another kernel writes, so the chain stays ordered.
+Every kernel launched in this way waits before it touches anything that another kernel writes: the order is kept.
 """
 
 from __future__ import annotations
@@ -20,22 +20,23 @@ gdc_wait = _cuda.gdc_wait
 gdc_launch_dependents = _cuda.gdc_launch_dependents
 
 __all__ = [
-    "EARLY", "FETCH_BYTES", "INTERPRETED", "PDL", "ask_ahead", "gdc_launch_dependents", "gdc_wait", "triton", "wake_driver",
+    "EARLY", "FETCH_BYTES", "INTERPRETED", "PDL", "ask_ahead", "gdc_launch_dependents", "gdc_wait", "triton",
+    "wake_driver",
 ]  # fmt: skip
 
 
 def wake_driver() -> None:
-    """In the background: before its first kernel Triton has a C compiler make what it talks to the device with."""
+    """Starts Triton's driver on a thread: Triton compiles its interface to the device in C before its first kernel."""
     Thread(target=lambda: driver.active.utils, daemon=True).start()
 
 
-FETCH_BYTES = tl.constexpr(4096)  # bytes that the second-level cache is asked for at a time
+FETCH_BYTES = tl.constexpr(4096)  # bytes that one prefetch brings into the L2 cache
 
 
 @triton.jit
 def ask_ahead(ptr, mine, turn, count):
-    """Ask the second-level cache for `count` pieces of what begins at ptr, in turns with the other programs, so that
-    what all of them want first comes first. One thread does."""
+    """Prefetch `count` times FETCH_BYTES of the memory at `ptr` into the L2 cache. Programs take turns (`mine` of
+    `turn`), so that the beginning arrives first. One thread of the program does it."""
     at = ptr.to(tl.pointer_type(tl.int8), bitcast=True) + mine * FETCH_BYTES
     for _ in tl.range(count, num_stages=1):
         tl.inline_asm_elementwise(

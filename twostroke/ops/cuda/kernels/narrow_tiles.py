@@ -1,9 +1,9 @@
-"""Codes of few bits as operands of a product, straight from memory: what a lane loads is what it must hold.
+"""Codes of few bits as operands of a product, loaded so that each lane loads the elements that it must hold.
 
-The tensor cores take neighbours along a product's inner side in one lane (RUN of them), but the order of the elements
-along that side is free as long as both operands agree. So 16 bytes go from memory into a lane with one load, and
-nothing moves through shared memory. Codes travel as words of four; x, q or p are cut into two parts, so that eight bits
-for each of them keep sixteen: int8 and int4 multiply as whole numbers, fp8 as float16.
+A tensor-core operand has RUN neighbours along the product's inner side in one lane, but the order of the elements along
+that side is free as long as both operands agree. So a lane loads 16 bytes with one instruction, and nothing moves
+through shared memory. Codes are kept as words of four. The other operand (x, q or p) is split into two parts of eight
+bits each, which keeps sixteen bits of it: int8 and int4 are multiplied as integers, fp8 as float16.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# 1.5 · 2^23: a whole number added to these bits is its own float, plus this.
+# The bits of 1.5 · 2^23 as float32: an integer added to them gives the float of that integer plus 1.5 · 2^23.
 WHOLE, WHOLE_BITS = tl.constexpr(12582912.0), tl.constexpr(0x4B400000)
 FINE = tl.constexpr(254.0)  # steps of the second part in one of the first
 
 
 @triton.jit
 def bytes_of(words):
-    """The four bytes of each word side by side, (..., 2, 2) int8: nothing moves, the words are read in another way."""
+    """The four bytes of each word side by side, (..., 2, 2) int8: a reinterpretation, no data moves."""
     even = tl.join(words.to(tl.int8), (words >> 16).to(tl.int8))
     odd = tl.join((words >> 8).to(tl.int8), (words >> 24).to(tl.int8))
     return tl.join(even, odd)

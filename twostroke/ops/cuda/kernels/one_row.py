@@ -1,17 +1,17 @@
-"""One row times a matrix of few bits, norm or gate included: x stays in registers while the matrix streams past.
+"""One row times a matrix of few bits, norm or gate included: x stays in registers while the matrix is read once.
 
-A tensor-core instruction multiplies 16 rows by 8 columns. For one row of x its columns would lie idle, so the matrix is
-laid differently: the 16 rows are four outputs times four neighbouring segments of 64 bytes, the columns those four
-segments of x in two parts each (skinny.py says why two). Only where row and column speak of the same segment is the
-product wanted; the rest is thrown away, and costs nothing that is short. A warp so reads 256 neighbouring bytes of an
-output, and needs no other x than that of its own segments, which it prepares once and keeps: no kernel before has to
-cut x, and nothing but the matrix is read in the loop.
+A tensor-core instruction multiplies 16 rows by 8 columns. One row of x would use one column, so the product is arranged
+differently: the 16 rows are four outputs times four neighbouring segments of 64 bytes, the columns are the same four
+segments of x in two parts each (skinny.py says why two). Only products of a segment with itself are needed; the others
+are dropped, and cost nothing, because the tensor cores are not the limit. So a warp reads 256 neighbouring bytes of an
+output and needs x only for its own segments. It prepares them once and keeps them: no kernel before has to split x, and
+the loop reads nothing but the matrix.
 
-A program takes tiles of outputs in turns with the others. A tile is asked for as soon as the registers of the one
-before are free; the sum over the warps that ends a tile is a barrier, which keeps the compiler from moving those loads
-behind it (in skinny.py it does, and what is called following there is asked for last). From a kernel's last loads to
-the first of the next, memory would lie idle for two microseconds and more: a program that has asked for its last tile
-asks the second-level cache for the beginning of the matrix that is read next.
+Programs take tiles of outputs in turn. A program loads its next tile as soon as the registers of the tile before are
+free. The sum over the warps at the end of a tile is a barrier, which keeps the compiler from moving those loads behind
+it (in skinny.py the compiler does move them). Between the last loads of one kernel and the first of the next, the
+memory would be idle for two microseconds or more: so a program that has loaded its last tile prefetches the beginning
+of the next matrix into the L2 cache.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from twostroke.ops.cuda.kernels.skinny import BYTES, INT4, NOTHING, SILU, as_tal
 
 @triton.jit
 def output_rows(tile, within, n_rows, TALL: tl.constexpr, GATE: tl.constexpr):
-    """Rows of the matrix behind a tile's outputs. With a gate they come in pairs, one of each half of the matrix; past
-    the last there is none, and that is said by n_rows."""
+    """Rows of the matrix for a tile's outputs. With a gate they are pairs, one row of each half of the matrix. Past the
+    last output the result is n_rows."""
     if GATE == 0:
         return tile * TALL + within
     else:
@@ -109,8 +109,9 @@ def over(x, unit, W: tl.constexpr, ROUNDS: tl.constexpr):
 
 @triton.jit
 def tile_start(x, y, BATCH: tl.constexpr, FORMAT: tl.constexpr):
-    """What a tile's sums start from. Nibbles are multiplied as 0 to 15: the eight that each has too many goes off here,
-    where it costs nothing. For fp8 it is zero, made of x so that x is brought to its lanes before the loop."""
+    """The starting values of a tile's sums. Nibbles are multiplied as 0 to 15 instead of -8 to 7: the difference is
+    subtracted here, where it costs nothing. For fp8 it is zero, computed from x so that x is in its lanes before the
+    loop."""
     if FORMAT == 3:
         nothing = tl.zeros((BATCH, 16, 64), tl.float16)
         return tl.dot(nothing, x, tl.zeros((BATCH, 16, 8), tl.float32))
@@ -125,7 +126,7 @@ def tile_start(x, y, BATCH: tl.constexpr, FORMAT: tl.constexpr):
 
 @triton.jit
 def nibbles_of(words, FAST: tl.constexpr):
-    """0 to 15, as words of int8. Said in assembly, since the compiler else takes the words to pieces."""
+    """0 to 15, as words of int8. In assembly, because the compiler would take the words apart."""
     if FAST:
         low, high = tl.inline_asm_elementwise(
             "and.b32 $0, $2, 0x0f0f0f0f; shr.u32 $1, $2, 4; and.b32 $1, $1, 0x0f0f0f0f;", "=&r,=&r,r", [words],
@@ -164,8 +165,8 @@ def tile_scales(
     scales_ptr, tile, n_rows, SEGMENTS: tl.constexpr, W: tl.constexpr, ROUNDS: tl.constexpr, FOURS: tl.constexpr,
     GATE: tl.constexpr,
 ):  # fmt: skip
-    """int4's scales of a tile, (FOURS · ROUNDS · W, 16, 4), one for all four columns. Loaded the other way round: so
-    they come to the lanes that use them."""
+    """int4's scales of a tile, (FOURS · ROUNDS · W, 16, 4), one for all four columns. Loaded transposed, so
+    that each lane gets the scales that it uses."""
     index = tl.arange(0, FOURS * ROUNDS * 2 * W * 8)
     within = index // (ROUNDS * 2 * W * 8) * 4 + index // (W * 8) % 2 * 2 + index // 4 % 2
     n = output_rows(tile, within, n_rows, 4 * FOURS, GATE)
@@ -179,14 +180,14 @@ def tile_scales(
 
 @triton.jit
 def same_segment():
-    """(1, 4, 4, 4): whether row and column, (output, segment) and segment, speak of the same."""
+    """(1, 4, 4, 4): whether a row (output, segment) and a column have the same segment."""
     four = tl.arange(0, 4)
     return (four[:, None] == four[None, :])[None, None, :, :]
 
 
 @triton.jit
 def tile_sums(found, W: tl.constexpr, ROUNDS: tl.constexpr, FOURS: tl.constexpr):
-    """(4 FOURS,): what is wanted of `found`, added up over segments."""
+    """(4 FOURS,): the products of `found` that are needed, summed over segments."""
     found = tl.sum(tl.reshape(found, (FOURS, ROUNDS, W, 16, 4)), axis=1)
     found = tl.where(same_segment(), tl.reshape(found, (FOURS * W, 4, 4, 4)), 0.0)
     found = tl.sum(tl.reshape(found, (FOURS, W, 4, 16)), axis=3)
@@ -213,7 +214,7 @@ def do_tile(
     SEGMENTS: tl.constexpr, W: tl.constexpr, ROUNDS: tl.constexpr, FOURS: tl.constexpr, FORMAT: tl.constexpr,
     BIAS: tl.constexpr, ADD: tl.constexpr, GATE: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """A tile's outputs, and the tile that takes its registers."""
+    """A tile's outputs, and the next tile, which takes its registers."""
     n = output_rows(tile, tl.arange(0, 4 * FOURS), n_rows, 4 * FOURS, GATE)
     residual = tl.load(out_ptr + n, mask=n < n_rows, other=0.0).to(tl.float32) if ADD else 0.0
     found = tile_products(words, x, y, start, W, ROUNDS, FOURS, FORMAT, 4 if FORMAT == 3 else 8, FAST)
@@ -263,7 +264,7 @@ def one_row_kernel(
     high = row_places(64, S, W, ROUNDS)
     if BEFORE == 1:
         norm = tl.load(norm_ptr + low, mask=low < K, other=0.0)
-        most = tl.max(tl.abs(norm.to(tl.float32))) * tl.sqrt(K * 1.0)  # no row can hold more after its norm
+        most = tl.max(tl.abs(norm.to(tl.float32))) * tl.sqrt(K * 1.0)  # no element of a normed row is larger
         if FORMAT == 2:
             high_norm = tl.load(norm_ptr + high, mask=high < K, other=0.0)
     if PDL:
@@ -298,7 +299,7 @@ def one_row_kernel(
     y = as_narrow(y, W, ROUNDS, FOURS, FORMAT, RUN) if FORMAT == 2 else x
     start = tile_start(x, y, FOURS * ROUNDS * W, FORMAT)
     for tile in tl.range(mine, tiles, BUFFERS * turn, num_stages=1):
-        if ASK and tile + BUFFERS * turn >= tiles:  # all of this matrix is under way
+        if ASK and tile + BUFFERS * turn >= tiles:  # all of this matrix is being loaded
             ask_ahead(next_ptr, mine, turn, ask)
         words, scale = do_tile(
             words, scale, x, y, start, units, unit, tile, tile + BUFFERS * turn, w_ptr, scales_ptr, bias_ptr,
@@ -311,15 +312,15 @@ def one_row_kernel(
             )  # fmt: skip
 
 
-FETCHES = 6  # of the matrix that is read next, for each program to ask for; as measured on an H200
+FETCHES = 6  # of the next matrix by each program, FETCH_BYTES each; as measured on an H200
 
 
 class Form(NamedTuple):
-    """How the work is cut."""
+    """How the work is divided."""
 
     warps: int
     fours: int  # of outputs in a tile
-    buffers: int  # tiles under way in a program
+    buffers: int  # tiles that a program loads at once
     programs: int  # on a multiprocessor
 
 
@@ -342,7 +343,7 @@ def one_row(
     """out (1, N) = before(x) @ matrix.T · scales + bias, added to what `out` holds with `add`.
 
     gate: out (1, N / 2) is the first half of that, activated, times the second.
-    following: the matrix that is read next, if the second-level cache is to be asked for its beginning.
+    following: the matrix that is read next, if its beginning is to be prefetched into the L2 cache.
     """
     n, segments = codes.shape[0], codes.shape[1] // BYTES
     s = 128 if fmt == INT4 else 64

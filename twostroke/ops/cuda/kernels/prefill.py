@@ -2,7 +2,7 @@
 
 The query heads that share a K/V head lie in one tile, so K and V are read once for all of them. Tiles of all requests
 of a step are one list, the longest first, so that a mixed batch is one launch. A short chunk of a long context makes
-few tiles: then several programs share a tile's context and a second kernel puts their parts together.
+few tiles: then several programs share a tile's context and a second kernel merges their results.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from twostroke.ops.interface import BLOCK, Attention, Batch, KVLayer
 
 LOG2E = tl.constexpr(1.4426950408889634)
 PROCESSORS = 132  # of an H200, with room for two programs each; elsewhere the last round of programs is less full
-LONE = 0.65  # how long a program takes that has a multiprocessor to itself
+LONE = 0.65  # time of a program alone on a multiprocessor, over that of two side by side
 
 
 @triton.jit
@@ -159,7 +159,7 @@ def combine_kernel(
     part_ptr, part_max_ptr, part_sum_ptr, out_ptr, tiles_ptr, starts_ptr, rows, splits,
     HEADS: tl.constexpr, HEAD: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """One query of one tile, all heads of it one by one: the parts in order of position."""
+    """Merges the partial results of one query, head by head, in order of position."""
     tile, query = tl.program_id(0), tl.program_id(1)
     request, first_query = tl.load(tiles_ptr + 2 * tile), tl.load(tiles_ptr + 2 * tile + 1)
     start, stop = tl.load(starts_ptr + request), tl.load(starts_ptr + request + 1)
@@ -182,13 +182,13 @@ def combine_kernel(
 
 
 def split_for(tiles: int, kv_heads: int, rows: int, context: int) -> int:
-    """Programs to share one tile's context, a power of two: such that all multiprocessors are at work until the end."""
+    """Programs that share one tile's context: the power of two that keeps all multiprocessors busy longest."""
 
     def cost(splits: int) -> float:
-        """In times that a program with another beside it takes for a whole context."""
+        """In units of the time that one of two programs on a multiprocessor takes for a whole context."""
         rounds, rest = divmod(tiles * kv_heads * splits, 2 * PROCESSORS)
         last = 0.0 if rest == 0 else LONE if rest <= PROCESSORS else 1.0
-        return (rounds + last) / splits + splits * rows / (6 * context)  # the parts are written, read and put together
+        return (rounds + last) / splits + splits * rows / (6 * context)  # partial results are written, read and merged
 
     most = max(1, min(context // 1024, 16384 // max(rows, 1), 16))
     return min((splits for splits in (1, 2, 4, 8, 16) if splits <= most), key=cost)
@@ -203,7 +203,7 @@ def make_tiles(
     counts: np.ndarray, contexts: np.ndarray, wanted: np.ndarray, queries: int, done: np.ndarray | None = None
 ) -> np.ndarray:
     """(tiles, 2) int32: request and first query of every tile of the `wanted` requests, the most work first.
-    done: how many of each one's first queries are somebody else's."""
+    done: how many of each one's first queries another kernel computes."""
     skipped = np.zeros(len(wanted), np.int64) if done is None else done
     per = -(-(counts[wanted] - skipped) // queries)
     request = np.repeat(wanted, per)

@@ -21,7 +21,7 @@ def rope_kernel(
     WIDE: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr,
     KEEP_K: tl.constexpr, STREAMS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """STREAMS: a row is a request, and `slots_ptr` its table of blocks; rows without a context are nobody's."""
+    """STREAMS: a row is a request, and `slots_ptr` its table of blocks; rows without a context are padding."""
     row = tl.program_id(0).to(tl.int64)
     position = tl.load(positions_ptr + row)
     if PDL:
@@ -40,13 +40,13 @@ def rope_kernel(
         if STREAMS:
             block = tl.load(slots_ptr + row * table_stride + position // BLOCK).to(tl.int64)
             offset = position % BLOCK
-            somebody = tl.load(contexts_ptr + row) > 0
+            stored = tl.load(contexts_ptr + row) > 0
         else:
             slot = tl.load(slots_ptr + row).to(tl.int64)
             block, offset = slot // BLOCK, slot % BLOCK
-            somebody = slot >= 0
+            stored = slot >= 0
         kv_index = tl.arange(0, KV_HEADS_2)
-        kv_mask = tl.where(somebody, kv_index, KV_HEADS) < KV_HEADS
+        kv_mask = tl.where(stored, kv_index, KV_HEADS) < KV_HEADS
         token = block * block_stride + kv_index * head_stride + offset * token_stride
         v_token = token
         if FORMAT > 0:
@@ -73,11 +73,11 @@ def rotate_and_store(
     qkv: Tensor, attention: Attention, kv: KVLayer, batch: Batch, group: int, keep_k: bool, streams: bool = False,
     exact: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """q (T, heads · head_dim) ready for attention, and with `keep_k` k (T, kv_heads · head_dim) too. Rows whose slot is
-    negative are nobody's: nothing is stored for them.
+    """q (T, heads · head_dim) ready for attention, and with `keep_k` k (T, kv_heads · head_dim) too. Rows with a
+    negative slot are padding: nothing is stored for them.
 
-    streams: one row for each request, the block to write to is found in its table. exact: round every operation by
-    itself, so that no variant of the kernel rounds otherwise."""
+    streams: one row for each request; the block to write to is found in its table. exact: every operation is rounded
+    by itself, so that all variants of the kernel round alike."""
     blocks = batch.groups[group]
     rows, dim = qkv.shape[0], attention.head_dim
     q = torch.empty(rows, attention.heads * dim, dtype=qkv.dtype, device=qkv.device)

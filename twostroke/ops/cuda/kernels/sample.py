@@ -2,9 +2,9 @@
 
 The noise is the hash of run/sample.py, bit for bit, so a token does not depend on which of the two made it.
 
-top-k, top-p and min-p each keep the first of the tokens in order of their logits, equal ones in order of their ids. So
-nothing has to be sorted: what they leave is all that lies above a threshold, and of those that equal it the first few.
-The threshold's bits are found from the top down, three at a time, each time by counting (or weighing) what lies above.
+top-k, top-p and min-p each keep the tokens with the highest logits, equal ones in order of their ids. No sort is
+needed: they keep all tokens above a threshold, and the first few of those that equal it. The threshold's bits are found
+from the highest to the lowest, three at a time, by counting the tokens above it (or adding their probabilities).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def resolve_kernel(tokens_ptr, newest_ptr, out_ptr, count, BLOCK: tl.constexpr):
 
 
 def resolve_tokens(tokens: Tensor, newest: Tensor) -> Tensor:
-    """Where a token is -1 - row, the one that row sampled last, which the host may not know yet."""
+    """Replaces each token -1 - row by the token that this row sampled last, which the host may not know yet."""
     out = torch.empty_like(tokens)
     resolve_kernel[(triton.cdiv(tokens.numel(), 1024),)](tokens, newest, out, tokens.numel(), BLOCK=1024, num_warps=4)
     return out
@@ -68,8 +68,8 @@ def as_number(key):
 
 @triton.jit
 def above(base, temperature, top, pivots, vocab, WEIGHED: tl.constexpr, CHUNK: tl.constexpr, PIVOTS: tl.constexpr):
-    """How many tokens of a row lie above each of the pivots, or what they weigh together."""
-    totals = tl.zeros((CHUNK, PIVOTS), tl.float64 if WEIGHED else tl.int32)  # every thread adds up what it meets
+    """How many tokens of a row lie above each of the pivots, or the sum of their probabilities."""
+    totals = tl.zeros((CHUNK, PIVOTS), tl.float64 if WEIGHED else tl.int32)  # each thread has its own sum
     for start in range(0, vocab, CHUNK):
         ids = start + tl.arange(0, CHUNK)
         inside = ids < vocab
@@ -219,8 +219,9 @@ def sample(
     logits: Tensor, temperatures: Tensor, keys: Tensor, rows: Tensor, newest: Tensor, out: Tensor,
     filters: Filters | None = None,
 ) -> Tensor:  # fmt: skip
-    """One token for each row of logits (S, V) float32 into out (S,) and newest[rows] (rows of -1 are left out); -1: no
-    numbers. temperatures (S,) float32, 0 for greedy; keys (S, 2) int32: the low and high half of the noise's key."""
+    """One token for each row of logits (S, V) float32 into out (S,) and newest[rows] (rows of -1 are left out); -1:
+    the logits are not numbers. temperatures (S,) float32, 0 for greedy; keys (S, 2) int32: the low and the high half of
+    the noise's key."""
     count, vocab = logits.shape
     chunks = triton.cdiv(vocab, CHUNK)
     best = torch.empty(count, chunks, device=logits.device)

@@ -1,14 +1,13 @@
-"""A few rows times a matrix of few bits: the weights go straight from memory into the tensor cores.
+"""A few rows times a matrix of few bits: weights go from memory into the operands of the tensor cores directly.
 
-The weights are the product's tall side (16 outputs to an instruction), the rows of x its narrow one, so that one row
-costs what four do. What a lane loads of the matrix, 16 bytes at a time, is what it must hold as an operand: the order
-of the inputs along the product is free as long as x follows it, so nothing moves through shared memory. Each warp takes
-slices of 64 bytes of its own along the inputs; their sums meet at the end.
+The weights are the product's tall side (16 outputs for an instruction), the rows of x its narrow side, so that one row
+costs as much as four. A lane loads 16 bytes of the matrix at a time, and they are the elements that it must hold as an
+operand: the order of the inputs along the product is free as long as x has the same, so nothing moves through shared
+memory. Each warp takes its own slices of 64 bytes along the inputs; the sums of the warps are added at the end.
 
-x is cut into slices too, each with its largest element as its unit, and every element into two parts: int8 and int4
-matrices are multiplied in whole numbers and keep sixteen bits of x, fp8 ones as float16. A kernel before does the
-cutting, and what else happens to x first: done on the way, every program does it again, and it costs more than it saves
-(docs/gpu.md).
+x is divided into slices too, each scaled by its largest element, and every element into two parts: int8 and int4
+matrices are multiplied as integers and keep sixteen bits of x, fp8 ones as float16. A kernel before this one does that,
+and the norm or gate. Inside this kernel every program would do it again, which costs more than it saves (docs/gpu.md).
 """
 
 from __future__ import annotations
@@ -102,8 +101,8 @@ def products(
     words, x, y, W: tl.constexpr, G: tl.constexpr, EIGHTS: tl.constexpr, COLUMNS: tl.constexpr, FORMAT: tl.constexpr,
     RUN: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """Slices of the matrix times x (G · W, 64, COLUMNS), whose columns are tokens' parts by turns: sums (G · W,
-    8 EIGHTS, COLUMNS / 2) float32. y: what meets the high nibbles of int4."""
+    """Slices of the matrix times x (G · W, 64, COLUMNS), whose columns are the two parts of each token in turn: sums
+    (G · W, 8 EIGHTS, COLUMNS / 2) float32. y: the part of x that is multiplied with the high nibbles of int4."""
     if FORMAT == 3:
         zero = tl.zeros((G * W, EIGHTS * 8, COLUMNS), tl.float32)
         found = tl.dot(as_tall(words, W, G, EIGHTS, FORMAT, RUN, FAST), x, zero)
@@ -154,7 +153,7 @@ def int8_parts(
 def float_parts(
     parts_ptr, first, tokens, K: tl.constexpr, W: tl.constexpr, G: tl.constexpr, TILES: tl.constexpr
 ):  # fmt: skip
-    """The same of float16: a lane's 16 elements come in two loads."""
+    """The same of float16: a lane loads its 16 elements with two instructions."""
     index = tl.arange(0, G * 2 * TILES * W * 32)  # (G, 2, TILES, W, 8, 4)
     column = index // (W * 32) % TILES * 8 + index // 4 % 8
     part = first + index // (W * 64 * TILES) * W + index // 32 % W

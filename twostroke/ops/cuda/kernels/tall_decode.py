@@ -1,8 +1,8 @@
-"""Attention of one new token per request over a cache of few bits, straight from memory into the tensor cores.
+"""Attention of one new token per request over a cache of few bits: K and V are loaded as operands of the tensor cores.
 
-A warp works alone. K and V are the tall sides of its products, the heads that share them the narrow one
-(tall_tiles.py). q is read in the order in which K lies in the lanes, and it and later p in two parts. What is said of
-splits in decode.py holds here too.
+A warp works alone. K and V are the tall sides of its products, the heads that share them the narrow side
+(tall_tiles.py). q is read in the order in which the lanes hold K; q, and later p, are split into two parts. Splits are
+as in decode.py.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def add_values(
         acc_b = acc_b * shrink[None, :] + by_heads(one_sum(times(high, parts, start, FORMAT), FORMAT), factor)
     else:
         low = as_left(words, PART, TILE, FORMAT, RUN, FAST)
-        if MASKED and FORMAT == 3:  # where nothing is `seen` may lie what is no number
+        if MASKED and FORMAT == 3:  # where nothing is `seen`, memory may hold NaN
             low = tl.where(seen[None, :], low, 0.0)
     acc_a = acc_a * shrink[None, :] + by_heads(one_sum(times(low, parts, start, FORMAT), FORMAT), factor)
     return acc_a, acc_b
@@ -78,7 +78,7 @@ def piece_of_q(
     HALF: tl.constexpr, NORM: tl.constexpr, N: tl.constexpr, DTYPE: tl.constexpr, FORMAT: tl.constexpr,
     RUN: tl.constexpr,
 ):  # fmt: skip
-    """(R, N): the elements of q that N bytes of K meet; for int4 low and high elements in turns."""
+    """(R, N): the elements of q that are multiplied with N bytes of K; for int4 low and high elements in turn."""
     if FORMAT == 2:
         dims = 2 * (which // 2 * N + inner_order(N, RUN)) + which % 2
     else:
@@ -218,7 +218,7 @@ def tall_kernel(
     value_words = values.to(tl.pointer_type(tl.int32), bitcast=True)
     RUN: tl.constexpr = 4 if FORMAT == 3 else 8  # neighbours along a product's inner side that lie in one lane
     whole = begin // TILE * TILE if WINDOW > 0 else end // TILE * TILE  # up to here tiles need no mask
-    if FUSED:  # what is cached depends on nobody: ask for it before the projection ends
+    if FUSED:  # no kernel of this step writes cached tokens: load them before the projection ends
         k_0, k_1, k_2, k_3, k_scale, v, v_scale = load_tokens(
             table, key_words, value_words, key_scales, value_scales, begin, begin, end, whole, block_stride,
             scale_block_stride, WIDTH, PART, N, PIECES, BLOCK, TILE, False,
@@ -254,7 +254,7 @@ def tall_kernel(
     unit = tl.maximum(largest, 1e-30) / most
     q_0, q_1 = operand(q_0, unit, FORMAT), operand(q_1, unit, FORMAT)
     q_2, q_3 = operand(q_2, unit, FORMAT), operand(q_3, unit, FORMAT)
-    # Sums start from a product with nothing, so that q is brought to its lanes before the loop.
+    # Sums start from a product with zeros, so that q is in its lanes before the loop.
     nothing = tl.zeros((16, N), tl.float16 if FORMAT == 3 else tl.int8)
     start = times(nothing, q_0, start_sum(16, 2 * R, FORMAT), FORMAT)
     if QS > 1:

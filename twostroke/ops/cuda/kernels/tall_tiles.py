@@ -1,13 +1,13 @@
-"""K and V of few bits as the tall side of products, straight from memory: what a lane loads is what it must hold.
+"""K and V of few bits as the tall side of products: each lane loads the elements that it must hold as an operand.
 
 A tensor-core instruction multiplies 16 rows by 8 columns. Tokens of K, and elements of V, are its rows; its columns are
 the heads that share them, in two parts each (narrow_tiles.py says why), so that four heads fill them. The order of
-tokens and of elements is free as long as both sides of a product agree, so it is the one in which they lie in lanes:
+tokens and of elements is free as long as both sides of a product agree, so it is the order in which lanes load them:
 
 - lane 4 g + c of a warp holds row g of a product's left side (and g + 8, ...) and every fourth run of its inner side;
 - a tile of tokens is cut into quarters c of places 8 w + 4 x + l. K's rows are in the order (w, l, c, x), so a lane
-  finds four neighbouring tokens' scores of one head in its own registers: scales come with one load of four, and
-  weights go to the lanes that multiply V as words of four;
+  finds four neighbouring tokens' scores of one head in its own registers: it loads their scales with one instruction,
+  and weights go to the lanes that multiply V as words of four;
 - V lies transposed in its blocks (heads.py), and a lane reads a quarter's tokens of an element.
 """
 
@@ -21,7 +21,7 @@ from twostroke.ops.cuda.kernels.narrow_tiles import FINE, WHOLE, WHOLE_BITS, cod
 
 @triton.jit
 def lanes():
-    """(1, 8) and (4, 1): row and quarter of a warp's lanes. The compiler gives neighbouring lanes what is first."""
+    """(1, 8) and (4, 1): row and quarter of a warp's lanes. The first axis is spread over neighbouring lanes."""
     return tl.arange(0, 8)[None, :], tl.arange(0, 4)[:, None]
 
 
@@ -110,8 +110,8 @@ def load_values(
 
 @triton.jit
 def nibbles_of(words, FAST: tl.constexpr):
-    """Sixteen times the low and the high elements of words of int4 codes, as words of int8. Said in assembly, since the
-    compiler else takes the words to pieces."""
+    """Sixteen times the low and the high elements of words of int4 codes, as words of int8. In assembly, because the
+    compiler would take the words apart."""
     if FAST:
         low, high = tl.inline_asm_elementwise(
             """{
@@ -131,14 +131,14 @@ def nibbles_of(words, FAST: tl.constexpr):
 def as_left(
     words, ROWS: tl.constexpr, INNER: tl.constexpr, FORMAT: tl.constexpr, RUN: tl.constexpr, FAST: tl.constexpr
 ):
-    """(ROWS, INNER) elements, four lanes' shares in turns of RUN."""
+    """(ROWS, INNER) elements: runs of RUN from four lanes in turn."""
     codes = tl.reshape(codes_of(words, FORMAT, FAST), (ROWS, 4, INNER // 4 // RUN, RUN))
     return tl.reshape(tl.permute(codes, (0, 2, 1, 3)), (ROWS, INNER))
 
 
 @triton.jit
 def two_columns(x, FORMAT: tl.constexpr):
-    """x (N, R), at most 127 (fp8: 32), in two parts by turns, (N, 2 R): int8, or float16 for fp8."""
+    """x (N, R), at most 127 (fp8: 32), as two parts in turn, (N, 2 R): int8, or float16 for fp8."""
     if FORMAT == 3:
         first = x.to(tl.float16)
         both = tl.join(first, (x - first.to(tl.float32)).to(tl.float16))
