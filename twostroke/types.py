@@ -106,10 +106,6 @@ class RequestState:
         """The first position that is neither computed nor in flight."""
         return self.computed + self.in_flight
 
-    def next_choice(self) -> Choice:
-        """The token after all that are known."""
-        return Choice(self, len(self.tokens), self.tokens)
-
 
 class WorkKind(Enum):
     """What a work does."""

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests import tiny
+from tests.choices import next_choice
 from tests.grammar.walks import END, PERSON, accepts, request, start, texts
 from twostroke.grammar.compile import GrammarCompiler
 from twostroke.grammar.lark import to_lark
@@ -22,7 +23,7 @@ from twostroke.types import Status
 
 def test_mask_is_what_continues_the_text(compiler, tokenizer):
     state = start(compiler, Grammar("regex", "on(ce|ly)"))
-    allowed = allowed_tokens(state, request(tokenizer).next_choice(), tiny.VOCAB + 5)
+    allowed = allowed_tokens(state, next_choice(request(tokenizer)), tiny.VOCAB + 5)
     assert texts(tokenizer, allowed) <= {b"o", b"on", b"onc", b"once"}
     state.advance(tokenizer.encode("o")[0])
     state.advance(tokenizer.encode("n")[0])
@@ -33,12 +34,12 @@ def test_end_tokens_only_where_the_text_may_end(compiler, tokenizer):
     state = start(compiler, Grammar("regex", "a{1,2}"))
     a = tokenizer.encode("a")[0]
     asked = request(tokenizer, grammar=Grammar("regex", "a{1,2}"))
-    assert not allowed_tokens(state, asked.next_choice(), tiny.VOCAB)[list(asked.stop_ids)].any()
+    assert not allowed_tokens(state, next_choice(asked), tiny.VOCAB)[list(asked.stop_ids)].any()
     state.advance(a)
-    allowed = allowed_tokens(state, asked.next_choice(), tiny.VOCAB)
+    allowed = allowed_tokens(state, next_choice(asked), tiny.VOCAB)
     assert allowed[list(asked.stop_ids)].all() and allowed[a]
     state.advance(a)
-    assert set(np.flatnonzero(allowed_tokens(state, asked.next_choice(), tiny.VOCAB))) == asked.stop_ids
+    assert set(np.flatnonzero(allowed_tokens(state, next_choice(asked), tiny.VOCAB))) == asked.stop_ids
 
 
 def test_a_stop_token_is_never_text(compiler, tokenizer):
@@ -46,9 +47,9 @@ def test_a_stop_token_is_never_text(compiler, tokenizer):
     asked = request(tokenizer, stop_token_ids=[b])
     state = start(compiler, Grammar("regex", "a[bc]+"))
     state.advance(tokenizer.encode("a")[0])
-    assert not allowed_tokens(state, asked.next_choice(), tiny.VOCAB)[b]
+    assert not allowed_tokens(state, next_choice(asked), tiny.VOCAB)[b]
     state.advance(tokenizer.encode("c")[0])
-    assert allowed_tokens(state, asked.next_choice(), tiny.VOCAB)[b]
+    assert allowed_tokens(state, next_choice(asked), tiny.VOCAB)[b]
 
 
 def test_min_tokens_and_ignore_eos_go_on_for_as_long_as_the_grammar_does(compiler, tokenizer):
@@ -56,12 +57,12 @@ def test_min_tokens_and_ignore_eos_go_on_for_as_long_as_the_grammar_does(compile
     state = start(compiler, Grammar("regex", "a{1,2}"))
     state.advance(a)
     for params in ({"min_tokens": 3}, {"ignore_eos": True}):
-        choice = request(tokenizer, [a], **params).next_choice()
+        choice = next_choice(request(tokenizer, [a], **params))
         assert set(np.flatnonzero(allowed_tokens(state, choice, tiny.VOCAB))) == {a}
     state.advance(a)
-    assert allowed_tokens(state, request(tokenizer, [a, a], ignore_eos=True).next_choice(), tiny.VOCAB)[END]
+    assert allowed_tokens(state, next_choice(request(tokenizer, [a, a], ignore_eos=True)), tiny.VOCAB)[END]
     with pytest.raises(GrammarError, match=TOO_SHORT):
-        allowed_tokens(state, request(tokenizer, [a, a], min_tokens=3).next_choice(), tiny.VOCAB)
+        allowed_tokens(state, next_choice(request(tokenizer, [a, a], min_tokens=3)), tiny.VOCAB)
 
 
 def test_special_tokens_are_allowed_only_where_named(compiler, tokenizer):
@@ -77,7 +78,7 @@ def test_a_state_that_nothing_continues_is_an_error(tokenizer):
     grammar = Grammar("regex", re.escape(tokenizer.token_bytes(39).decode()) + "z")
     asked = request(tokenizer, [39], grammar=grammar)
     free = request(tokenizer)
-    masks = rows.masks([free.next_choice(), asked.next_choice()])
+    masks = rows.masks([next_choice(free), next_choice(asked)])
     assert masks.allowed == {} and masks.errors == {1: DEAD}
 
 
@@ -151,9 +152,9 @@ def test_states_of_finished_requests_are_forgotten(compiler, tokenizer):
     rows = GrammarRows(compiler)
     first, second = (request(tokenizer, grammar=Grammar("json_object")) for _ in range(2))
     second.id = 2
-    rows.masks([first.next_choice(), second.next_choice()])
+    rows.masks([next_choice(first), next_choice(second)])
     first.status = Status.FINISHED
-    rows.masks([second.next_choice()])
+    rows.masks([next_choice(second)])
     assert set(rows.states) == {2}
 
 

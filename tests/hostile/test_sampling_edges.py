@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests import tiny
+from tests.choices import next_choice
 from tests.serve.server import Server
 from twostroke import SamplingParams
 from twostroke.run.sample import TINY, choose_one
@@ -38,7 +39,7 @@ def test_a_tiny_temperature_is_greedy(client: httpx.Client, temperature: float, 
 
 
 def choice_of(**params: float) -> Choice:
-    return RequestState(Request(1, (5,), SamplingParams(**params), seed=4)).next_choice()
+    return next_choice(RequestState(Request(1, (5,), SamplingParams(**params), seed=4)))
 
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)
@@ -49,7 +50,7 @@ def test_equal_logits_are_still_equally_likely(temperature: float) -> None:
     found = set()
     for seed in range(40):
         state = RequestState(Request(1, (5,), SamplingParams(temperature=temperature), seed=seed))
-        found.add(choose_one(row, state.next_choice()))
+        found.add(choose_one(row, next_choice(state)))
     assert found == {4, 9}
 
 

@@ -12,6 +12,7 @@ if not ON_CARD:
     os.environ["TRITON_INTERPRET"] = "1"  # before the first import of Triton
 pytest.importorskip("triton")
 
+from tests.choices import next_choice  # noqa: E402
 from twostroke.ops.cuda.kernels.sample import Filters, sample  # noqa: E402
 from twostroke.run.sample import MASK, SLACK, choose_one, noise_key  # noqa: E402
 from twostroke.sampling import SamplingParams  # noqa: E402
@@ -69,5 +70,5 @@ def test_filters_leave_the_same_tokens(kind: str) -> None:
             RequestState(Request(n, (1,) * (4 + n), SamplingParams(**asked), 11 * seed + n))
             for n, asked in enumerate(ASKED)
         ]
-        wanted = [choose_one(row, request.next_choice()) for row, request in zip(logits.numpy(), requests, strict=True)]
+        wanted = [choose_one(row, next_choice(request)) for row, request in zip(logits.numpy(), requests, strict=True)]
         assert on_device(logits, requests) == wanted

@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 
+from tests.choices import next_choice
 from twostroke.run import sample
 from twostroke.sampling import SamplingParams
 from twostroke.types import Request, RequestState
@@ -79,21 +80,21 @@ def test_penalties_and_bias():
         logit_bias={0: 3.0},
     )
     # repetition: 1, 2 (prompt), 3, 4 (answer); presence and frequency: 3 twice, 4 once
-    assert sample.adjust(row, one.next_choice()).tolist() == [4.0, 1.0, -4.0, 2.0 - 2.5, 2.5 - 1.5]
+    assert sample.adjust(row, next_choice(one)).tolist() == [4.0, 1.0, -4.0, 2.0 - 2.5, 2.5 - 1.5]
     assert row.tolist() == [1.0, 2.0, -2.0, 4.0, 5.0]
 
 
 def test_no_stop_token_before_the_minimum():
     row = row_of(9.0, 1.0, 2.0)
-    assert sample.choose_one(row, request(min_tokens=1, temperature=0).next_choice()) == 2
-    assert sample.choose_one(row, request(written=[1], min_tokens=1, temperature=0).next_choice()) == 0
+    assert sample.choose_one(row, next_choice(request(min_tokens=1, temperature=0))) == 2
+    assert sample.choose_one(row, next_choice(request(written=[1], min_tokens=1, temperature=0))) == 0
 
 
 def test_logits_that_are_not_numbers_fail_their_own_row_only():
     logits = np.random.default_rng(0).standard_normal((4, 30), np.float32)
     logits[1, 5] = float("nan")
     logits[2, 5] = float("inf")
-    choices = [request(temperature=warm).next_choice() for warm in (0, 0, 1.0, 1.0)]
+    choices = [next_choice(request(temperature=warm)) for warm in (0, 0, 1.0, 1.0)]
     tokens = sample.choose(logits, choices, first_highest)
     assert [token is None for token in tokens] == [False, True, True, False]
     alone = [sample.choose(logits[i : i + 1], [choices[i]], first_highest)[0] for i in range(4)]
@@ -102,8 +103,8 @@ def test_logits_that_are_not_numbers_fail_their_own_row_only():
 
 def test_siblings_and_positions_draw_differently():
     row = np.zeros(1000, np.float32)
-    drawn = {sample.choose_one(row, request(index=i).next_choice()) for i in range(8)}
-    drawn |= {sample.choose_one(row, request(written=[1] * p).next_choice()) for p in range(1, 8)}
+    drawn = {sample.choose_one(row, next_choice(request(index=i))) for i in range(8)}
+    drawn |= {sample.choose_one(row, next_choice(request(written=[1] * p))) for p in range(1, 8)}
     assert len(drawn) > 10
 
 

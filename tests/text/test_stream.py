@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -14,7 +15,7 @@ from twostroke.text.stream import StopMatcher, StreamDecoder
 from twostroke.text.tokenizer import Tokenizer
 
 
-def _stream(tokenizer: Tokenizer, ids: list[int], cuts: list[int], **options: bool) -> list[str]:
+def _stream(tokenizer: Tokenizer, ids: list[int], cuts: list[int], **options: Any) -> list[str]:
     decoder = StreamDecoder(tokenizer, **options)
     edges = [0, *sorted({cut % (len(ids) + 1) for cut in cuts}), len(ids)]
     pieces = [decoder.push(ids[start:end]) for start, end in pairwise(edges)]
@@ -29,10 +30,11 @@ def test_pieces_make_the_whole(request: pytest.FixtureRequest, name: str, data: 
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 2), max_size=30))
     cuts = data.draw(st.lists(st.integers(0, 30), max_size=10))
     for skip in (True, False):
+        visible = frozenset() if skip else tokenizer.special_ids
         for start in (True, False):
-            pieces = _stream(tokenizer, ids, cuts, skip_special=skip, at_start=start)
+            pieces = _stream(tokenizer, ids, cuts, visible=visible, at_start=start)
             assert "".join(pieces) == tokenizer.decode(ids, skip_special=skip, at_start=start)
-            single = _stream(tokenizer, ids, list(range(len(ids))), skip_special=skip, at_start=start)
+            single = _stream(tokenizer, ids, list(range(len(ids))), visible=visible, at_start=start)
             assert "".join(single) == "".join(pieces)
 
 

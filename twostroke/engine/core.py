@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from twostroke.metrics.counts import Counts
 from twostroke.metrics.steplog import RawStep, StepLog
 from twostroke.schedule.scheduler import Scheduler
 from twostroke.types import Event, Plan, Request, RequestState, Result, Runner
@@ -49,6 +50,19 @@ class Core:
     @property
     def idle(self) -> bool:
         return self.scheduler.idle and not self.in_flight
+
+    def counts(self) -> Counts:
+        """Totals since the start, and the requests and KV blocks now."""
+        c, tables = self.scheduler.counters, self.scheduler.tables
+        pool, host = tables.pool, tables.pool.host
+        kept = 0 if host is None else len(host.slot_of)
+        moved = (0, 0) if host is None else (host.offloaded, host.restored)
+        return Counts(
+            c.steps, c.prompt_tokens, c.cached_tokens, c.computed_tokens, c.output_tokens, c.preemptions,
+            c.recomputed_tokens, c.drafts, c.drafted_tokens, c.accepted_tokens,
+            len(self.scheduler.running), len(self.scheduler.waiting), pool.total, len(pool.free), len(pool.cached),
+            kept, kept * tables.layout.block_bytes, *moved,
+        )  # fmt: skip
 
     def step(self) -> list[Event]:
         """Launch the next plan, and collect the oldest one once as many run as the runner allows."""

@@ -97,27 +97,8 @@ class LLM:
         return self._pieces(self._submit(tokens, params))
 
     def stats(self) -> dict[str, int]:
-        """Totals since start, and the KV blocks now."""
-        pool, counters = self.engine.core.scheduler.tables.pool, self.engine.core.scheduler.counters
-        host = pool.host
-        return {
-            "blocks_total": pool.total,
-            "blocks_free": len(pool.free),
-            "blocks_cached": len(pool.cached),
-            "blocks_on_host": 0 if host is None else len(host.slot_of),
-            "blocks_offloaded": 0 if host is None else host.offloaded,
-            "blocks_restored": 0 if host is None else host.restored,
-            "prompt_tokens": counters.prompt_tokens,
-            "cached_tokens": counters.cached_tokens,
-            "computed_tokens": counters.computed_tokens,
-            "output_tokens": counters.output_tokens,
-            "steps": counters.steps,
-            "preemptions": counters.preemptions,
-            "recomputed_tokens": counters.recomputed_tokens,
-            "drafts": counters.drafts,
-            "drafted_tokens": counters.drafted_tokens,
-            "accepted_tokens": counters.accepted_tokens,
-        }
+        """Totals since the start, and the requests and KV blocks now."""
+        return self.engine.core.counts()._asdict()
 
     # ---- inside ----------------------------------------------------------------------------------------------------
 

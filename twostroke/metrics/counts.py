@@ -1,4 +1,4 @@
-"""How the engine as a whole stands. Torch-free."""
+"""The counters of an engine. Torch-free."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Counts(NamedTuple):
-    """Totals since start, then how things stand."""
+    """Totals since the start; `running` and what follows is the present state, unless it says otherwise."""
 
     steps: int = 0
     prompt_tokens: int = 0
@@ -24,6 +24,6 @@ class Counts(NamedTuple):
     blocks_free: int = 0
     blocks_cached: int = 0
     blocks_on_host: int = 0
-    host_bytes: int = 0  # that those take there
-    blocks_offloaded: int = 0  # since start, as those brought back
-    blocks_restored: int = 0
+    host_bytes: int = 0  # of these blocks
+    blocks_offloaded: int = 0  # since the start
+    blocks_restored: int = 0  # since the start

@@ -6,10 +6,8 @@ from it, and a diagnosis reads from it how large the batches really were.
 
 from __future__ import annotations
 
-import json
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 KEPT = 4096  # steps
@@ -50,7 +48,7 @@ class Step(NamedTuple):
 
     @property
     def chunks(self) -> list[LoggedWork]:
-        """Stretches of prompts."""
+        """Parts of prompts that were read."""
         return [work for work in self.works if work.kind == "read"]
 
     @property
@@ -68,8 +66,8 @@ RawStep = tuple[int, float, float, tuple[tuple[int, int, int, str], ...], int, t
 
 
 class StepLog:
-    """Many steps are written and few are read: they are kept as the bare numbers of a `Step`, which the garbage
-    collector need not look at, and made into one when they are read."""
+    """Many steps are written and few are read. So a step is kept as tuples of numbers, which the garbage collector does
+    not visit, and becomes a `Step` when it is read."""
 
     def __init__(self, kept: int = KEPT):
         self._steps: deque[RawStep] = deque(maxlen=kept)
@@ -95,26 +93,9 @@ class StepLog:
     def clear(self) -> None:
         self._steps.clear()
 
-    def save(self, path: Path) -> None:
-        path.write_text("".join(json.dumps(as_document(step)) + "\n" for step in self))
-
 
 def make_step(raw: Sequence[Any]) -> Step:
     """From numbers in the order of the fields. TypeError: too few or too many of them."""
     number, launched, seconds, works, sampled, blocks, running, waiting = raw
     made = tuple([LoggedWork(*work) for work in works])
     return Step(number, launched, seconds, made, sampled, Blocks(*blocks), running, waiting)
-
-
-def as_document(step: Step) -> dict[str, Any]:
-    return step._asdict()
-
-
-def from_document(document: dict[str, Any]) -> Step:
-    works = tuple(LoggedWork(*work) for work in document["works"])
-    return Step(**{**document, "works": works, "blocks": Blocks(*document["blocks"])})
-
-
-def read_steps(lines: Iterable[str]) -> list[Step]:
-    """Steps as `StepLog.save` writes them, one JSON object on each line."""
-    return [from_document(json.loads(line)) for line in lines if line.strip()]

@@ -53,8 +53,8 @@ class Fields:
             raise self.error(key, f"must be even, not {value}")
         return value
 
-    def number(self, key: str, default: float | None = None, *, least: float = 0.0, most: float = 1e12) -> float:
-        """A finite number above `least` (exclusive)."""
+    def number(self, key: str, default: float | None = None, *, most: float = 1e12) -> float:
+        """A finite number above 0."""
         value = self.get(key)
         if value is None:
             if default is None:
@@ -62,8 +62,8 @@ class Fields:
             return default
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.error(key, f"must be a number, not {value!r:.80}")
-        if not (math.isfinite(value) and least < value <= most):
-            raise self.error(key, f"must be above {least:g} and at most {most:g}, not {value!r}")
+        if not (math.isfinite(value) and 0 < value <= most):
+            raise self.error(key, f"must be above 0 and at most {most:g}, not {value!r}")
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:

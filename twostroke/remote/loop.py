@@ -19,7 +19,6 @@ from twostroke.engine.settings import change
 from twostroke.errors import ConfigError, TwostrokeError
 from twostroke.grammar.compile import GrammarCompiler
 from twostroke.grammar.queue import GrammarQueue
-from twostroke.metrics.counts import Counts
 from twostroke.metrics.timeline import Facts
 from twostroke.remote.messages import (
     Change,
@@ -132,20 +131,7 @@ class EngineLoop:
 
     def _report(self, events: list[Event]) -> None:
         at = self.core.collected or clock()
-        self.port.send(Report(at, tuple(events), self._counts(), self.step_seconds))
-
-    def _counts(self) -> Counts:
-        scheduler = self.core.scheduler
-        c, pool = scheduler.counters, scheduler.tables.pool
-        host = pool.host
-        kept = 0 if host is None else len(host.slot_of)
-        moved = (0, 0) if host is None else (host.offloaded, host.restored)
-        return Counts(
-            c.steps, c.prompt_tokens, c.cached_tokens, c.computed_tokens, c.output_tokens, c.preemptions,
-            c.recomputed_tokens, c.drafts, c.drafted_tokens, c.accepted_tokens,
-            len(scheduler.running), len(scheduler.waiting), pool.total, len(pool.free), len(pool.cached),
-            kept, kept * self.settings.layout.block_bytes, *moved,
-        )  # fmt: skip
+        self.port.send(Report(at, tuple(events), self.core.counts(), self.step_seconds))
 
 
 def never_scheduled() -> Facts:

@@ -52,12 +52,12 @@ class Counters:
 
 
 class Scheduler:
-    def __init__(self, tables: KVTables, limits: Limits, policy: Policy, pace: Pace, drafter: Drafter | None = None):
+    def __init__(self, tables: KVTables, limits: Limits, policy: Policy, pace: Pace):
         self.tables = tables
         self.limits = limits
         self.policy = policy
         self.pace = pace
-        self.drafter = drafter  # proposes tokens that a step verifies
+        self.drafter: Drafter | None = None  # proposes tokens that a step verifies
         self.forced: Callable[[RequestState], Sequence[int]] = lambda request: ()  # a grammar's tokens, for drafters
         self.waiting: list[RequestState] = []  # sorted by the policy's key
         self.running: dict[int, RequestState] = {}  # by id, in order of admission

@@ -10,10 +10,10 @@ from twostroke.text.tokenizer import Tokenizer
 
 
 class StreamDecoder:
-    """Tokens to text in whole characters. All texts together are what `decode` returns for all ids.
+    """Tokens to text in whole characters. All texts together are what `decode` returns for all tokens.
 
     at_start=False: the ids continue a text (an answer to a prompt), so SentencePiece's first space is kept.
-    visible: special tokens whose text is kept although skip_special is set.
+    Special tokens have no text, but for those in `visible`.
     """
 
     __slots__ = ("_skip", "_strip", "_tokenizer", "_utf8")
@@ -21,12 +21,11 @@ class StreamDecoder:
     def __init__(
         self,
         tokenizer: Tokenizer,
-        skip_special: bool = True,
         at_start: bool = True,
         visible: frozenset[int] = frozenset(),
     ) -> None:
         self._tokenizer = tokenizer
-        self._skip = tokenizer.special_ids - visible if skip_special else frozenset()
+        self._skip = tokenizer.special_ids - visible
         self._strip = at_start and tokenizer.leading_space
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 

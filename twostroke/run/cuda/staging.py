@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+BUFFERS = 3  # on the host, used in turn
 ALIGN = 16  # elements: keeps every array on a 64-byte border
 
 
@@ -37,10 +38,9 @@ class StagedArrays:
 
 
 class Staging:
-    def __init__(self, device: torch.device, buffers: int = 3):
+    def __init__(self, device: torch.device):
         self.device, self.turn = device, 0
-        self.buffers = buffers
-        self.events: list[torch.cuda.Event | None] = [None] * buffers
+        self.events: list[torch.cuda.Event | None] = [None] * BUFFERS
         self.host: list[Tensor] = []
         self.there = torch.empty(0, dtype=torch.int32, device=device)
 
@@ -48,7 +48,7 @@ class Staging:
         """Host arrays to fill in, zeroed."""
         if not self.host or self.host[0].numel() < arrays.size:
             self._grow(arrays.size)
-        self.turn = (self.turn + 1) % self.buffers
+        self.turn = (self.turn + 1) % BUFFERS
         event = self.events[self.turn]
         if event is not None:
             event.synchronize()
