@@ -6,6 +6,7 @@ import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import zip_longest
 
 from twostroke.kv.addresses import BlockHasher
 from twostroke.kv.blocks import BlockPool
@@ -24,9 +25,11 @@ SPOILT = (-1,)  # tokens that no request has
 
 def make_scheduler(blocks, windows=(None,), max_batch_tokens=512, max_requests=64, chunked=True, static=False,
                    policy="fcfs", prefix_cache=True, max_length=4096, max_gap=1e9, host_slots=0,
-                   key_share=1.0):  # fmt: skip
+                   key_share=1.0, entry_tokens=()):  # fmt: skip
+    """A KV group for each window; entry_tokens: tokens that share an entry in each group (1 where not given)."""
     entry = KVEntry((KVPart("keys", 1, 64, "int8"),))
-    layout = KVLayout(tuple(KVGroup(replace(entry, window=w), (i,)) for i, w in enumerate(windows)), 16 * 64)
+    entries = [replace(entry, window=w, tokens=t) for w, t in zip_longest(windows, entry_tokens, fillvalue=1)]
+    layout = KVLayout(tuple(KVGroup(entry, (i,)) for i, entry in enumerate(entries)), 16 * 64)
     pool = BlockPool(blocks, prefix_cache, HostPool(host_slots) if host_slots else None)
     tables = KVTables(layout, pool, BlockHasher("fake", b"key"), max_requests, max_length)
     limits = Limits(max_batch_tokens, max_requests, chunked, static, key_share)
@@ -77,7 +80,7 @@ class FakeEngine:
         self.on_host: dict[int, tuple[int, ...]] = {}  # slot -> the same
 
     @classmethod
-    def random(cls, rng: random.Random, depth: int, windows: tuple) -> FakeEngine:
+    def random(cls, rng: random.Random, depth: int, windows: tuple, entry_tokens: tuple = ()) -> FakeEngine:
         blocks = rng.randint(12, 60) * len(windows)
         budget = rng.choice([16, 32, 64, 256])
         requests = rng.randint(1, min(16, budget))
@@ -85,6 +88,7 @@ class FakeEngine:
             blocks, windows, budget, requests, chunked=rng.random() < 0.8, static=rng.random() < 0.2,
             policy=rng.choice(list(POLICIES)), prefix_cache=rng.random() < 0.7, max_gap=rng.choice([1e9, 20.0]),
             host_slots=rng.choice([0, 1, 7, 40, 1000]), key_share=rng.choice([1.0, 0.75, 0.01]),
+            entry_tokens=entry_tokens,
         )  # fmt: skip
         if rng.random() < 0.5:
             scheduler.drafter = RandomDrafter(rng)
@@ -167,9 +171,9 @@ class FakeEngine:
             else:
                 self.content[block] = self.on_host[slot]
         for work, groups in zip(plan.works, tables, strict=True):
-            first, last = work.start // 16, (work.start + work.count - 1) // 16
-            for block in (block for blocks in groups for block in blocks[first : last + 1]):
-                assert self.scheduler.tables.pool.references[block] > 0, "a block was given away under a running step"
+            for blocks, columns in zip(groups, self._columns(work), strict=True):
+                held = [self.scheduler.tables.pool.references[blocks[column]] for column in columns]
+                assert all(held), "a block was given away under a running step"
         for work, groups in zip(plan.works, tables, strict=True):
             self._write(work, groups)
         for work, groups in zip(plan.works, tables, strict=True):
@@ -183,33 +187,39 @@ class FakeEngine:
             else:
                 self.content[block] = SPOILT
         for work, groups in zip(plan.works, tables, strict=True):
-            for blocks in groups:
-                for block in blocks[work.start // 16 : (work.start + work.count - 1) // 16 + 1]:
-                    self.content[block] = SPOILT
+            for blocks, columns in zip(groups, self._columns(work), strict=True):
+                for column in columns:
+                    self.content[blocks[column]] = SPOILT
+
+    def _columns(self, work: Work) -> list[range]:
+        """The columns of each group that a work writes."""
+        last = work.start + work.count - 1
+        return [range(work.start // span, last // span + 1) for span in self.scheduler.tables.spans]
 
     def _write(self, work: Work, groups: list) -> None:
         """Leave in each block the whole history of its tokens."""
         request, start, count, _, draft = work
         tokens = [*request.tokens, *draft]
-        for blocks in groups:
-            for column in range(start // 16, (start + count - 1) // 16 + 1):
-                end = min(start + count, (column + 1) * 16, len(tokens))
+        for blocks, columns, span in zip(groups, self._columns(work), self.scheduler.tables.spans, strict=True):
+            for column in columns:
+                end = min(start + count, (column + 1) * span, len(tokens))
                 self.content[blocks[column]] = tuple(tokens[:end])
 
     def _read(self, work: Work, groups: list) -> None:
         """Whatever the newest token sees was written for exactly these tokens."""
         request, start = work.request, work.start
-        for window, blocks in zip(self.scheduler.tables.windows, groups, strict=True):
+        tables = self.scheduler.tables
+        for window, span, blocks in zip(tables.windows, tables.spans, groups, strict=True):
             first = 0 if window is None else max(0, start - window + 1)
-            for column in range(first // 16, start // 16):
-                assert self.content[blocks[column]] == tuple(request.tokens[: (column + 1) * 16]), "foreign content"
+            for column in range(first // span, start // span):
+                assert self.content[blocks[column]] == tuple(request.tokens[: (column + 1) * span]), "foreign content"
 
     def _check_blocks(self, request: RequestState, start: int, count: int) -> None:
         """Everything the step reads or writes lies in blocks that the request holds."""
         tables = self.scheduler.tables
-        for window, blocks in zip(tables.windows, tables.held[request.row], strict=True):
+        for window, span, blocks in zip(tables.windows, tables.spans, tables.held[request.row], strict=True):
             first = 0 if window is None else max(0, start - window + 1)
-            for column in range(first // 16, (start + count - 1) // 16 + 1):
+            for column in range(first // span, (start + count - 1) // span + 1):
                 assert blocks[column] >= 0, "a visible block was released"
                 assert tables.pool.references[blocks[column]] > 0
 

@@ -35,6 +35,20 @@ def test_random_levers():
         engine.finish_all()
 
 
+def test_entries_that_stand_for_several_tokens():
+    """One pool holds groups of blocks of 16 tokens and of 64: the same invariants, hits at the ends of both."""
+    hits = 0
+    for seed in range(60):
+        rng = random.Random(2000 + seed)
+        windows, entries = rng.choice([((None, None), (1, 64)), ((None, 40, None), (1, 1, 32)), ((None,), (4,))])
+        engine = FakeEngine.random(rng, rng.choice([1, 2]), windows, entries)
+        for _ in range(100):
+            engine.random_step()
+        engine.finish_all()
+        hits += engine.scheduler.counters.cached_tokens
+    assert hits > 1000
+
+
 def test_torch_is_not_imported():
     code = (
         "import sys; sys.modules['torch'] = None\n"

@@ -43,12 +43,17 @@ def client(server: Server) -> Iterator[httpx.Client]:
         yield client
 
 
-@pytest.fixture(scope="session")
-def tooled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A model whose template knows tools as Qwen's does, with a short context: no answer takes long."""
+def tooled_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose template knows tools as Qwen's does."""
     folder = tiny.tiny_llama(tmp_path_factory.mktemp("tooled"), max_position_embeddings=2048)
     config = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": TEMPLATE}))
-    running = Server(folder, "-s", "max_model_len=800").wait()
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tooled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """With a short context: no answer takes long."""
+    running = Server(tooled_folder(tmp_path_factory), "-s", "max_model_len=800").wait()
     yield running
     assert running.stop() == 0

@@ -73,19 +73,19 @@ class KVTables:
     def _match_column(self, request: RequestState, column: int, found: list[list[int]]) -> bool:
         """Look up the blocks that end with this column. False: a layer that sees everything misses one; a window may
         yet skip over one."""
-        for group, end in self._ends(column):
-            block = self._find(Name(group, request.hashes[column]), self._tokens(request, group, end))
+        for group, end in self.ends(column):
+            block = self._find(Name(group, request.hashes[column]), self.tokens(request, group, end))
             if block is None and self.windows[group] is None:
                 return False
             found[group].append(RELEASED if block is None else block)
         return True
 
-    def _ends(self, column: int) -> list[tuple[int, int]]:
+    def ends(self, column: int) -> list[tuple[int, int]]:
         """Groups with a block that ends with this column of BLOCK tokens, and which of their columns it is."""
         end = (column + 1) * BLOCK
         return [(group, end // span - 1) for group, span in enumerate(self.spans) if end % span == 0]
 
-    def _tokens(self, request: RequestState, group: int, column: int) -> tuple[int, ...]:
+    def tokens(self, request: RequestState, group: int, column: int) -> tuple[int, ...]:
         """The tokens of a column of a group."""
         span = self.spans[group]
         return tuple(request.tokens[column * span : (column + 1) * span])
@@ -155,7 +155,7 @@ class KVTables:
         for (group, column), name, slot in zip(places, names, host.claim(names), strict=True):
             block = groups[group][column] = self.pool.take()
             host.bring_back(slot, block)
-            self.pool.publish(block, name, self._tokens(request, group, column))
+            self.pool.publish(block, name, self.tokens(request, group, column))
 
     def name(self, request: RequestState, group: int, column: int) -> Name:
         """Of a column of a group: the hash at its end."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from twostroke.model.transformer import Transformer
 from twostroke.ops.interface import Array, Batch, Ops
 from twostroke.run.sample import NOT_FINITE, choose, logprobs
 from twostroke.run.step import PromptRows, StepRows
-from twostroke.types import Details, Plan, Result
+from twostroke.types import Details, Plan, RequestState, Result, TokenLogprobs
 
 LOGIT_ROWS = 128  # rows of prompt logits made at a time: a long prompt times a large vocabulary does not fit in memory
 
@@ -40,8 +40,9 @@ class ModelRunner:
         hidden = self._forward(step.batch(self.tables, self.kv.layout.groups))  # (S, hidden): choices, prompt rows
         details: dict[int, Details] = {}
         tokens = self._choose(step, hidden, details)
-        for rows in step.prompts:
-            details.setdefault(rows.work, Details()).prompt_logprobs = self._score_prompt(plan, rows, hidden)
+        for prompt in step.prompts:
+            scores = score_prompt(plan.works[prompt.work].request, prompt, hidden, self._logits)
+            details.setdefault(prompt.work, Details()).prompt_logprobs = scores
         return Result(tokens, details)
 
     def collect(self, handle: Result) -> Result:
@@ -70,17 +71,18 @@ class ModelRunner:
         describe_choices(step, kept, logits, masks.errors, details)
         return tuple(kept)
 
-    def _score_prompt(self, plan: Plan, rows: PromptRows, hidden: Array) -> dict:
-        request = plan.works[rows.work].request
-        best = request.params.prompt_logprobs or 0
-        scores = {}
-        for offset in range(0, rows.count, LOGIT_ROWS):
-            count = min(LOGIT_ROWS, rows.count - offset)
-            logits = self._logits(hidden[rows.first + offset : rows.first + offset + count])
-            for i in range(count):
-                position = rows.position + offset + i
-                scores[position] = logprobs(logits[i], request.tokens[position], best)
-        return scores
+
+def score_prompt(
+    request: RequestState, prompt: PromptRows, hidden: Array, make_logits: Callable[[Array], np.ndarray]
+) -> dict[int, TokenLogprobs]:
+    """Log probabilities of the prompt's own tokens, by position. hidden: all rows of the step that go to the head."""
+    scores, wanted = {}, request.params.prompt_logprobs or 0
+    rows = hidden[prompt.first : prompt.first + prompt.count]
+    for offset in range(0, prompt.count, LOGIT_ROWS):
+        logits = make_logits(rows[offset : offset + LOGIT_ROWS])
+        for position, row in enumerate(logits, prompt.position + offset):
+            scores[position] = logprobs(row, request.tokens[position], wanted)
+    return scores
 
 
 def describe_choices(

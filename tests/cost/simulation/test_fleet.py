@@ -10,15 +10,19 @@ import numpy as np
 import pytest
 
 from tests.cost.fleets import CPU, fleet, parts, requests
+from tests.schedule.fakes import make_scheduler
 from twostroke.cost.model.devices import find_device
 from twostroke.cost.model.known_models import known_arch
 from twostroke.cost.model.rates import HOST_LINK, datasheet_rates
 from twostroke.cost.model.roofline import Roofline
-from twostroke.cost.simulation.fleet import Fleet, Pools
+from twostroke.cost.simulation.fleet import Fleet, Pools, deliver
 from twostroke.cost.simulation.trace import Arrival, Contents, Part, faster, read_trace, shared_first, shorter
 from twostroke.cost.simulation.worker import SimulatedWorker
 from twostroke.errors import InputError
+from twostroke.ops.interface import BLOCK
+from twostroke.sampling import SamplingParams
 from twostroke.schedule.scheduler import Scheduler
+from twostroke.types import Request, RequestState
 
 CASES = {
     "quiet": ({}, {"rate": 0.5}),
@@ -230,3 +234,13 @@ def test_shared_parts_first():
     contents = Contents()
     rows = [Arrival(i, (contents.own(8), Part(3, 500), contents.own(20)), 5) for i in range(3)]
     assert [part.length for part in shared_first(rows)[0].parts] == [500, 8, 20]
+
+
+def test_blocks_are_delivered_to_groups_of_any_span():
+    """A decode worker finds what was delivered, also where a group's blocks hold 64 tokens."""
+    tables = make_scheduler(blocks=40, windows=(None, None), entry_tokens=(1, 64)).tables
+    sent = RequestState(Request(0, tuple(range(150)), SamplingParams()))
+    taken = deliver(tables, sent, 149 // BLOCK)
+    assert len(taken) == 9 + 2 and tables.pool.available == 40
+    hit = tables.match(RequestState(Request(1, tuple(range(150)), SamplingParams())))
+    assert hit.columns * BLOCK == 128 and [len(blocks) for blocks in hit.blocks] == [8, 2]

@@ -217,15 +217,15 @@ def deliver(tables: KVTables, request: RequestState, columns: int) -> list[int]:
     tables.hasher.extend(request.hashes, request.tokens, request.salt, columns)
     taken: list[int] = []
     for column in range(columns):
-        names = [Name(group, request.hashes[column]) for group in range(len(tables.windows))]
+        ends = tables.ends(column)
+        names = [Name(group, request.hashes[column]) for group, _ in ends]
         if all(name in pool.by_name for name in names):
             continue
         if pool.available < len(names):
             break
-        tokens = tuple(request.tokens[column * BLOCK : (column + 1) * BLOCK])
-        for name in names:
+        for (group, end), name in zip(ends, names, strict=True):
             taken.append(pool.take())
-            pool.publish(taken[-1], name, tokens)
+            pool.publish(taken[-1], name, tables.tokens(request, group, end))
     for block in reversed(taken):
         pool.release(block)
     return taken

@@ -26,10 +26,10 @@ from twostroke.ops.cuda.kernels.sample import Filters, resolve_tokens, sample
 from twostroke.ops.interface import KV_SCALE_BYTES, Attention, GroupBlocks
 from twostroke.run.cuda.staging import StagedArrays, Staging
 from twostroke.run.cuda.steps import Mixture, Shape, Streams, on_device
-from twostroke.run.runner import LOGIT_ROWS, describe_choices
-from twostroke.run.sample import SLACK, choose_one, logprobs
+from twostroke.run.runner import describe_choices, score_prompt
+from twostroke.run.sample import SLACK, choose_one
 from twostroke.run.step import StepRows
-from twostroke.types import Choice, Details, Plan, Result, Work, WorkKind
+from twostroke.types import Choice, Details, Plan, Result, WorkKind
 
 MEETINGS = 2  # of a shape before it is captured
 MOST_GRAPHS = 200  # a few megabytes each
@@ -129,7 +129,7 @@ class CudaRunner:
         streams = Streams.of(rows, self.tables, self.members)
         shape = streams.shape(self.members, self.kv_heads)
         entry = self._entry(shape)
-        streams.fill(self.staging.begin(entry.arrays))
+        streams.fill(self.staging.begin(entry.arrays), self.kv.layout.groups)
         return self._run_shape(rows, shape, entry)
 
     def _entry(self, shape: Shape) -> Captured:
@@ -213,18 +213,18 @@ class CudaRunner:
         if padded is None:
             return self._launch_once(mixture, hosted)
         entry = self._entry(padded)
-        mixture.fill(self.staging.begin(entry.arrays), self.tables)
+        mixture.fill(self.staging.begin(entry.arrays), self.tables, self.kv.layout.groups)
         return self._run_shape(rows, padded, entry)
 
     def _launch_once(self, mixture: Mixture, hosted: list[int]) -> Handle:
         rows, shape = mixture.rows, mixture.exact_shape()
         arrays = shape.arrays(self.tables.shape[0], sum(prompt.count for prompt in rows.prompts))
-        mixture.fill(self.staging.begin(arrays), self.tables)
+        mixture.fill(self.staging.begin(arrays), self.tables, self.kv.layout.groups)
         there = arrays.views(self.staging.send(arrays))
         hidden = self.model.forward(self._batch(shape, there, mixture), self.kv)
         details: dict[int, Details] = {}
         for prompt in rows.prompts:
-            scores = self._score_prompt(rows.works[prompt.work], hidden[prompt.first : prompt.first + prompt.count])
+            scores = score_prompt(rows.works[prompt.work].request, prompt, hidden, self._host_logits)
             details[prompt.work] = Details(prompt_logprobs=scores)
         if not rows.choices:
             return self._finish(rows, self.newest[:0], details)
@@ -239,14 +239,9 @@ class CudaRunner:
         handle.logits, handle.errors = kept, errors
         return handle
 
-    def _score_prompt(self, work: Work, hidden: Tensor) -> dict:
-        request, scores = work.request, {}
-        for offset in range(0, hidden.shape[0], LOGIT_ROWS):
-            logits = self.model.logits(hidden[offset : offset + LOGIT_ROWS]).cpu().numpy()
-            for i, row in enumerate(logits):
-                position = work.start + 1 + offset + i
-                scores[position] = logprobs(row, request.tokens[position], request.params.prompt_logprobs or 0)
-        return scores
+    def _host_logits(self, hidden: Tensor) -> np.ndarray:
+        """Waits for the device."""
+        return self.model.logits(hidden).cpu().numpy()
 
     def _choose_on_host(
         self, logits: Tensor, rows: StepRows, hosted: list[int], before: Tensor, tokens: Tensor

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from twostroke.kv.layout import KVGroup
 from twostroke.ops.cuda.backend import HostCut, Kind, cut_step
 from twostroke.ops.cuda.kernels.decode import longer, split_count
 from twostroke.ops.interface import BLOCK
@@ -90,7 +91,7 @@ class Streams:
             cascade=cascade_tiles(rows, members) if self.sharing else 0, members=members if self.sharing else 0,
         )  # fmt: skip
 
-    def fill(self, host: dict[str, np.ndarray]) -> None:
+    def fill(self, host: dict[str, np.ndarray], groups: Sequence[KVGroup]) -> None:
         rows, count = self.rows, self.rows.total
         host["tokens"][:count] = rows.tokens
         host["positions"][:count] = rows.positions
@@ -101,7 +102,7 @@ class Streams:
         host["tables"][:, :count] = self.tables
         fill_sampling(host, rows.choices)
         if self.sharing is not None:
-            fill_slots(host["slots"], rows, self.tables)
+            fill_slots(host["slots"], rows, self.tables, groups)
             tiles = self.sharing.tiles
             host["members"][: len(tiles)] = tiles
             host["members"][len(tiles) :] = -1
@@ -151,7 +152,7 @@ class Mixture:
             filtered=is_filtered(rows.choices),
         )  # fmt: skip
 
-    def fill(self, host: dict[str, np.ndarray], tables: np.ndarray) -> None:
+    def fill(self, host: dict[str, np.ndarray], tables: np.ndarray, groups: Sequence[KVGroup]) -> None:
         rows, count, padding = self.rows, len(self.rows.works), len(host["contexts"]) - 1
         host["starts"][: count + 1] = rows.starts
         host["starts"][count:] = rows.total
@@ -160,7 +161,7 @@ class Mixture:
         host["tokens"][: rows.total] = rows.tokens
         table = host["tables"]
         table[:, :count] = tables[:, rows.table_rows, : table.shape[2]]
-        fill_slots(host["slots"], rows, table)
+        fill_slots(host["slots"], rows, table, groups)
         host["logit_rows"][: len(rows.logit_rows)] = rows.logit_rows
         chosen = len(rows.choices)
         host["rows"][:chosen] = rows.table_rows[rows.chooser]
@@ -175,10 +176,10 @@ class Mixture:
             tiles[len(cut.tiles) :] = (padding, 0)
 
 
-def fill_slots(slots: np.ndarray, rows: StepRows, tables: np.ndarray) -> None:
+def fill_slots(slots: np.ndarray, rows: StepRows, tables: np.ndarray, groups: Sequence[KVGroup]) -> None:
     """slots (groups, tokens), tables (groups, requests, columns): padding has no slot."""
-    positions = rows.positions
-    slots[:, : rows.total] = tables[:, rows.owner, positions // BLOCK] * BLOCK + positions % BLOCK
+    for mine, table, group in zip(slots, tables, groups, strict=True):
+        mine[: rows.total] = rows.slots(table, group)
     slots[:, rows.total :] = -1
 
 
