@@ -59,7 +59,7 @@ def schema_text(schema: Any, name: str = "grammar.source") -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How the answer is chosen, when it ends, and what is told about it. Immutable; bad values are refused by name."""
+    """How the answer is chosen, when it ends, and what is reported about it. Immutable; wrong values are refused."""
 
     max_tokens: int | None = 256  # None: until the model stops or the context is full
     min_tokens: int = 0  # no stop of any kind before this many output tokens

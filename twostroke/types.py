@@ -30,7 +30,7 @@ class Status(Enum):
     WAITING = 0
     RUNNING = 1
     FINISHED = 2
-    FETCHING = 3  # it has a row and blocks, and waits for their bytes to come from elsewhere
+    FETCHING = 3  # it has a row and blocks, and waits for their bytes from another engine
 
 
 class TokenLogprobs(NamedTuple):

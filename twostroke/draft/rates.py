@@ -1,4 +1,4 @@
-"""What past steps teach: how often guesses are right, and how long a step takes by its number of rows."""
+"""Learnt from past steps: how often guesses are right, and how long a step takes by its number of rows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ DECAY = 0.98  # of what was counted, for each new guess
 PRIORS = (0.4, 0.6, 0.8, 0.9, 0.8)  # share of right guesses
 FORCED = 4
 WEIGHT = 4.0  # guesses that a prior counts for
-SLOPE = 0.03  # what a row more costs is first taken to be so much of the step: little, so that it is tried
+SLOPE = 0.03  # assumed cost of one more row, as a share of the step, until it is measured: low, so that it is tried
 SMOOTHING = 0.2  # share of a new measurement
 
 
@@ -39,12 +39,12 @@ class Acceptance:
 
 
 class StepTimes:
-    """Seconds of a step without prompts, by its rows: a moving mean of each number of rows that was met. The predicted
-    time never falls when rows are added."""
+    """Seconds of a step without prompts, by its rows: a moving mean for each number of rows that occurred. The
+    predicted time never falls when rows are added."""
 
     def __init__(self) -> None:
         self.means: dict[int, float] = {}
-        self.sizes: list[int] = []  # the numbers of rows that were met, sorted
+        self.sizes: list[int] = []  # the numbers of rows that occurred, sorted
         self.seconds: list[float] = []  # of each, never below those before it; empty: to be made
 
     def add(self, rows: int, seconds: float) -> None:
@@ -56,7 +56,7 @@ class StepTimes:
         self.seconds = []
 
     def predict(self, rows: int) -> float | None:
-        """None: no step was met yet."""
+        """None: no step was measured yet."""
         if not self.sizes:
             return None
         if not self.seconds:

@@ -2,10 +2,11 @@
 
 A step with `rows` rows takes T(rows) seconds. If each guess is right with probability p, k guesses of one request bring
 p + p² + … + p^k tokens more. The requests of a step are asked in turn, and each takes the k that gives the whole step
-the most expected tokens over its predicted time. Where rows are dear (many streams) or guesses are poor, that is none.
+the most expected tokens over its predicted time. Where more rows cost much (many streams) or few guesses are right,
+that is none.
 
-Both p and T are learnt while serving. T of what is not chosen would grow old, so once in a while a step takes none
-although it would pay, or a few although they would not.
+Both p and T are learnt while serving. T of what is not chosen would become outdated. So now and then a step verifies no
+guess although it would pay, or a few although they would not.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from twostroke.draft.rates import FORCED, Acceptance, StepTimes, kind_of
 from twostroke.types import Plan, RequestState, Result, WorkKind
 
 MOST = 16  # guesses for one request and step
-STREAMS = 2  # with more of them nothing is guessed: rows are dear there, and what is learnt was too noisy to gain
+STREAMS = 2  # with more streams nothing is guessed: rows cost much there, and no gain was measured
 GAIN = 1.1  # least predicted gain in tokens per second
 WITHOUT_EVERY = 32  # steps that could draft: one of so many does not
 TRY_EVERY = 64  # long matches that do not pay: one of so many is tried
@@ -41,7 +42,7 @@ def never_forced(request: RequestState) -> Sequence[int]:
 
 
 class Guessing:
-    """What is known of one request."""
+    """The guesses of one request."""
 
     __slots__ = ("acceptance", "kind", "lookup")
 

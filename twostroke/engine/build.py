@@ -64,7 +64,7 @@ def build_engine(
     stage: Stage = ignore_stage,
     block_key: bytes | None = None,
 ) -> Engine:
-    """block_key: shared by engines that exchange KV blocks; None: names of blocks hold in this process alone."""
+    """block_key: shared by engines that exchange KV blocks; None: the names are valid in this process alone."""
     stage("open")
     check_host_memory(config.kv_offload, free_memory())
     checkpoint = open_checkpoint(locate(model, download_progress))

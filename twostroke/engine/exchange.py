@@ -1,7 +1,7 @@
-"""KV blocks that leave one engine and enter another: the bytes of a prefix, under names that both agree on.
+"""KV blocks move from one engine to another: the bytes of a prefix, under names that both agree on.
 
-The receiving request waits in FETCHING while its bytes are on their way. If they do not come, it computes its prompt
-itself: the tokens are the same either way.
+The receiving request waits in FETCHING while its bytes are transferred. If they do not arrive, it computes its prompt
+itself. The tokens are the same in both cases.
 """
 
 from __future__ import annotations

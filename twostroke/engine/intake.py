@@ -104,7 +104,7 @@ class Intake:
     def make(
         self, tokens: list[int], params: SamplingParams, arrival: float, salt: bytes = b"", key: int = 0
     ) -> list[Request]:
-        """The same for params that were prepared already: it takes no time worth mentioning."""
+        """The same for params that were prepared before. It is fast."""
         stop_ids = self._stop_ids(params)
         limit = self.settings.max_model_len
         if params.max_tokens is not None:

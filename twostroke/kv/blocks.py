@@ -1,4 +1,4 @@
-"""The pool of KV blocks: who holds which, and which can be found again by their content. Torch-free.
+"""The pool of KV blocks: which are held, and which can be found again by their content. Torch-free.
 
 A block is always in exactly one state:
 
@@ -21,7 +21,7 @@ from twostroke.kv.offload import HostPool
 class BlockPool:
     def __init__(self, blocks: int, keep_cached: bool = True, host: HostPool | None = None):
         self.total = blocks
-        self.keep_cached = keep_cached  # False: a block is forgotten when its last holder lets go
+        self.keep_cached = keep_cached  # False: a block is forgotten when its last holder releases it
         self.host = host  # takes the content of blocks that are evicted
         self.references = [0] * blocks
         self.free = list(range(blocks - 1, -1, -1))
@@ -68,7 +68,7 @@ class BlockPool:
             self.free.append(block)
 
     def publish(self, block: int, name: Name, tokens: tuple[int, ...]) -> bool:
-        """Let others find the block under `name`. False when an equal block is already known: ours stays private."""
+        """Let other requests find the block under `name`. False: an equal block has it, and this one gets none."""
         if name in self.by_name:
             return False
         self.by_name[name] = block
@@ -91,14 +91,14 @@ class BlockPool:
             self.tokens_of[block] = ()
 
     def revoke(self, block: int) -> None:
-        """Forget a block whose promised content never came."""
+        """Forget a block that has a name but was never filled."""
         self.forget(block)
         if self.references[block] == 0 and block in self.cached:
             del self.cached[block]
             self.free.append(block)
 
     def clear(self) -> None:
-        """Forget what is kept only because its content may be wanted again."""
+        """Forget all cached blocks."""
         for block in list(self.cached):
             self.revoke(block)
         if self.host is not None:

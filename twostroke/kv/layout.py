@@ -54,7 +54,7 @@ class KVLayout:
 
     @property
     def token_bytes(self) -> float:
-        """Bytes that one more token takes in every layer, windows aside."""
+        """Bytes that one more token takes in all layers, without regard to windows."""
         return sum(len(group.layers) * group.entry.bytes / group.entry.tokens for group in self.groups)
 
     def read_bytes(self, context: int) -> float:
@@ -62,7 +62,7 @@ class KVLayout:
         return sum(len(group.layers) * group.entry.read(context) for group in self.groups)
 
     def document(self) -> dict[str, Any]:
-        """Plain data, as a server tells of its cache."""
+        """As plain data, for a server's description of its cache."""
         groups = [
             {
                 "window": group.window,

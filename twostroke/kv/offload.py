@@ -1,11 +1,11 @@
-"""Evicted blocks that the host keeps: under which name they lie in which slot, and the copies to be made. Torch-free.
+"""Evicted blocks that the host keeps: the name in each slot, and the copies to be made. Torch-free.
 
     block on the device ──evicted──▶ slot on the host ──its name is asked for──▶ any block on the device
 
 A copy is decided while a plan is made and belongs to that plan: the runner makes its copies before its step, in the
-order in which they were decided. So an evicted block is read before it is written again, and a slot that is wanted
-back is read before another block's bytes replace it. What was copied back stays in its slot too: evicted again, it need
-not be copied again.
+order in which they were decided. So an evicted block is read before it is written again, and a slot is read before
+another block's bytes replace it. What was copied back stays in its slot too, so that it need not be copied when it is
+evicted again.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class HostPool:
         self.offloaded += 1
 
     def claim(self, names: Iterable[Name]) -> list[int]:
-        """The slots of these names. They are not given away until each was brought back."""
+        """The slots of these names. No other block gets them until `bring_back` was called for each."""
         return [self.slot_of.pop(name) for name in names]
 
     def bring_back(self, slot: int, block: int) -> None:
@@ -65,8 +65,8 @@ class HostPool:
         return moves
 
     def undo(self, moves: Iterable[Move]) -> set[int]:
-        """Forget what these copies, and those that are still to be made, promised. Returns the blocks on the device
-        whose content may never have come."""
+        """These copies failed: forget them and those still to be made. Returns the blocks on the device that may not
+        have been filled."""
         broken = set()
         for block, place, away in (*moves, *self.take_moves()):
             if not away:

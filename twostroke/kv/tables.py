@@ -52,14 +52,14 @@ class KVTables:
         # The same tables for the runner. Unused and released entries hold block 0, a valid id that is not read.
         self.array = np.zeros((len(layout.groups), rows, -(-max_length // BLOCK)), dtype=np.int32)
 
-    # ---- a request comes and goes ----------------------------------------------------------------------------------
+    # ---- open and close --------------------------------------------------------------------------------------------
 
     def match(self, request: RequestState) -> Hit:
         """The longest cached prefix, in whole blocks, that leaves at least the newest token to compute."""
         if request.params.prompt_logprobs is not None and request.output_length == 0 and request.sample == 0:
             return NO_HIT  # the logits of every prompt token are wanted
         if self.layout.state_bytes:
-            return NO_HIT  # blocks alone do not hold what such a layer has read
+            return NO_HIT  # such a layer also needs its state, which blocks do not hold
         limit = (len(request.tokens) - 1) // BLOCK
         if self.simple:
             return self._match_whole(request, limit)
@@ -71,8 +71,8 @@ class KVTables:
         return self._longest_usable(found, limit)
 
     def _match_column(self, request: RequestState, column: int, found: list[list[int]]) -> bool:
-        """Look up the blocks that end with this column. False: a layer that sees everything misses one; a window may
-        yet skip over one."""
+        """Look up the blocks that end with this column. False: a block of a group without a window is missing. A group
+        with a window may not need the block that is missing."""
         for group, end in self.ends(column):
             block = self._find(Name(group, request.hashes[column]), self.tokens(request, group, end))
             if block is None and self.windows[group] is None:
@@ -130,8 +130,8 @@ class KVTables:
         return needed
 
     def open(self, request: RequestState, hit: Hit) -> None:
-        """Give the request a row and the blocks of its hit: those on the device first, lest room for the others be
-        made by evicting them."""
+        """Give the request a row and the blocks of its hit. Blocks on the device are held first, so that making room
+        for the others does not evict them."""
         row = request.row = self.free_rows.pop()
         request.computed = hit.columns * BLOCK
         self.named[row] = hit.columns
@@ -162,7 +162,7 @@ class KVTables:
         return Name(group, request.hashes[(column + 1) * self.spans[group] // BLOCK - 1])
 
     def close(self, request: RequestState) -> None:
-        """Let go of everything. The tail goes first, so that it is evicted before the prefix others may share."""
+        """Release all its blocks, the last ones first: they are evicted before the prefix that others may share."""
         row = request.row
         for group, blocks in enumerate(self.held[row]):
             for block in reversed(blocks):
@@ -174,7 +174,7 @@ class KVTables:
         self.free_rows.append(row)
         request.row = -1
 
-    # ---- a request moves on ----------------------------------------------------------------------------------------
+    # ---- grow, publish, release ------------------------------------------------------------------------------------
 
     def room(self, request: RequestState) -> int:
         """Tokens the request's columns can hold."""
@@ -186,7 +186,7 @@ class KVTables:
         return sum(max(0, -(-length // span) - len(held[group])) for group, span in enumerate(self.spans))
 
     def grow(self, request: RequestState, length: int) -> bool:
-        """Make room for `length` tokens, or change nothing and say False."""
+        """Make room for `length` tokens. False: there is none, and nothing was changed."""
         row = request.row
         if self.missing(request, length) > self.pool.available:
             return False

@@ -254,14 +254,14 @@ def seen_pairs(start: int, count: int, window: int | None) -> int:
     return short * start + short * (short + 1) // 2 + (count - short) * window
 
 
-# ---- as a document: what a server tells of its model ------------------------------------------------------------
+# ---- as a document, for a server's description of its model ------------------------------------------------------
 
 _MIXERS: dict[str, type] = {"grouped": GroupedArch}
 _FEEDS: dict[str, type] = {"dense": DenseArch}
 
 
 def arch_document(arch: Arch) -> dict[str, Any]:
-    """Plain data. Positions cost nothing and are left out."""
+    """As plain data. Rotary positions cost no time and are left out."""
     described = asdict(replace(arch, layers=()))
     for made in ("mixers", "products"):
         del described[made]

@@ -108,7 +108,7 @@ def _gemma3(c: Fields) -> Arch:
 
 
 def _gemma3_with_vision(c: Fields) -> Arch:
-    """The text half of a multimodal Gemma 3: its tower of image layers is left on disk."""
+    """The text half of a multimodal Gemma 3: its image layers are not loaded."""
     text = c.section("text_config")
     text.only("model_type", "gemma3_text")
     text.only("quantization_config")
@@ -175,7 +175,7 @@ def _arch(
 def grouped_layers(
     mixer: GroupedArch, feed: DenseArch, reaches: Sequence[Reach], c: Fields, out_norms: bool = False
 ) -> tuple[LayerArch, ...]:
-    """Layers that differ in their reach alone; refuses what no single key can tell."""
+    """Layers that differ in their reach alone. ModelError where the numbers do not fit each other."""
     if mixer.heads % mixer.kv_heads:
         raise c.error("num_attention_heads", f"is {mixer.heads}, not a multiple of the {mixer.kv_heads} K/V heads")
     for reach in reaches:

@@ -95,7 +95,7 @@ class Layer:
         return (*self.mixer.products(), *self.feed.products())
 
     def fused(self) -> FusedLayer | None:
-        """As a backend takes it that runs whole layers in one call; None for kinds of parts that none does."""
+        """For a backend that runs whole layers in one call; None for other kinds of mixers and feeds."""
         mixer, feed = self.mixer, self.feed
         if not (isinstance(mixer, Grouped) and isinstance(feed, Dense)):
             return None

@@ -59,14 +59,14 @@ class Transformer:
     # ---- a step ----------------------------------------------------------------------------------------------------
 
     def forward(self, batch: Batch, kv: KVStorage) -> Array:
-        """Compute the batch's rows, leaving K and V in `kv`; the hidden rows batch.logit_rows (S, hidden) come back."""
+        """Compute the batch's rows and write their K and V to `kv`. Returns the rows batch.logit_rows, (S, hidden)."""
         x = self.ops.embed(self.embedding, batch.tokens, self.arch.embedding_scale)  # (T, hidden)
         runs = self._runs.get(kv)
         if runs is None:
             runs = self._runs[kv] = self._make_runs(kv)
         for run in runs[:-1]:
             x = run(x, batch, None)
-        return runs[-1](x, batch, batch.logit_rows)  # after the last mixer rows do not meet: only those asked for go on
+        return runs[-1](x, batch, batch.logit_rows)  # after the last mixer only the rows asked for
 
     def logits(self, hidden: Array) -> Array:
         """(S, hidden) -> (S, vocab) float32."""
@@ -81,7 +81,7 @@ class Transformer:
         return out
 
     def _make_runs(self, kv: KVStorage) -> list[Run]:
-        """The layers as calls: stretches that the backend takes as a whole, the others one by one."""
+        """The layers as calls: one for each run of layers that the backend fuses, one for each other layer."""
         runs: list[Run] = []
         forms = [(index, layer.fused()) for index, layer in enumerate(self.layers)]
         for plain, stretch in groupby(forms, key=lambda form: form[1] is not None):

@@ -15,7 +15,7 @@ from twostroke.sampling import MASK, MIX_1, MIX_2, SamplingParams, mix
 from twostroke.types import EMPTY, Choice, TokenLogprobs
 
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: steps of a Weyl sequence
-SLACK = 1e-9  # off top_p: how the probabilities before a token were added up must not decide whether it stays
+SLACK = 1e-9  # taken off top_p: the rounding of a sum of probabilities must not decide whether a token is kept
 TINY = 1e-4  # temperatures below it: a logit over the temperature is too large for float32 to keep the noise apart
 NOT_FINITE = "the model produced logits that are not numbers for this request"
 
@@ -123,7 +123,7 @@ def keep_likely(row: np.ndarray, params: SamplingParams) -> tuple[np.ndarray, np
     weights = np.exp(values.astype(np.float64) - float(values.max()))
     probabilities = weights / weights.sum()
     keep = probabilities >= params.min_p * probabilities.max()
-    if params.top_p < 1.0:  # rarer ones together do not make up what top_p leaves out: they need not be put in order
+    if params.top_p < 1.0:  # the rarer ones together are less than top_p leaves out: they need not be sorted
         keep &= probabilities >= (1.0 - params.top_p) / len(ids)
     values, ids, probabilities = values[keep], ids[keep], probabilities[keep]
     order = np.argsort(-values, kind="stable")

@@ -17,7 +17,7 @@ FEW = 64  # rows
 
 @dataclass(frozen=True, slots=True)
 class PromptRows:
-    """Rows of one work whose logits tell how likely the prompt itself was."""
+    """Rows of one work whose logits give the log probabilities of the prompt's own tokens."""
 
     work: int  # index in the plan
     first: int  # index of the first such row among the step's logit rows
@@ -55,7 +55,7 @@ class StepRows:
         self.positions = np.arange(self.total) - self.starts[self.owner] + self.first[self.owner]
 
     def _choose_rows(self) -> None:
-        """Which rows choose tokens, and which tell how likely the prompt was: the first kind comes first."""
+        """The rows that choose tokens, then those that give log probabilities of the prompt."""
         choices: list[Choice] = []
         chooser: list[int] = []  # the work that each choice belongs to
         rows: list[int] = []
@@ -133,7 +133,7 @@ class StepRows:
 
 @lru_cache(maxsize=1024)
 def ones_and_indices(count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Ones; 0, 1, … for each; the same and one more as int32."""
+    """`count` ones, 0 to count - 1, and 0 to count as int32."""
     return np.ones(count, np.int64), np.arange(count), np.arange(count + 1, dtype=np.int32)
 
 
@@ -146,7 +146,7 @@ def input_tokens(work: Work) -> Sequence[int]:
 
 
 def prompt_rows(work: Work) -> int:
-    """How many of the work's first rows tell how likely the prompt itself was, for a request that asked."""
+    """How many of the work's first rows give log probabilities of the prompt, for a request that asked for them."""
     request = work.request
     if request.params.prompt_logprobs is None or request.output_length or request.sample:
         return 0

@@ -4,8 +4,8 @@ A mixed step costs what its streams cost plus what its prompt tokens cost. Both 
 streams' own step in seconds, for each doubling of their number; the prompts' in seconds per FLOP (FLOPs know that a
 token deep in a long context costs more). Each estimate is a moving mean with a moving deviation, as TCP estimates its
 round-trip time, and plans use mean + 2 deviations: a noisy machine makes the chunks smaller instead of the gaps longer.
-A value below half the mean starts the estimate anew: what came before held something that does not recur (a kernel
-compiled, a step captured), and chunks kept small by it would be slow to learn better.
+A value below half the mean starts the estimate anew: the values before it included a cost that does not recur (a kernel
+was compiled, a step was captured), and with small chunks the mean would fall slowly.
 
 The cost of prompts is a difference: where streams take most of a step, an error in the streams' time makes prompts look
 free, and the next chunk would be many times too long. Three rules prevent that. The predicted time of streams never
@@ -22,7 +22,7 @@ from twostroke.types import Plan, WorkKind
 
 MARGIN = 0.85  # of max_gap that a step may be planned to take; the rest is for what happens between steps
 SMOOTHING = 0.2
-TELLING = 0.1  # least share of a step that its prompts must take for the step to be learnt from
+LEAST_SHARE = 0.1  # of a step: prompts that take less teach nothing about prompts
 # The smallest chunk, in tokens: a prompt always advances, even where this chunk takes longer than max_gap. On a GPU a
 # mixed step has a fixed cost that a hundred tokens hardly raise, so smaller chunks would be all fixed cost. Twice as
 # many tokens take nearly all of a default max_gap at the end of a prompt of 64k tokens.
@@ -51,7 +51,7 @@ class Estimate:
 
 class Pace:
     def __init__(self, flops: Callable[[int, int], float], max_gap: float, min_chunk: int = BLOCK):
-        self.flops = flops  # (start, count) -> FLOPs of computing that stretch of a prompt
+        self.flops = flops  # (start, count) -> FLOPs of that part of a prompt
         self.max_gap = max_gap
         self.min_chunk = min_chunk  # whole blocks
         self.stream_steps: dict[int, Estimate] = {}  # seconds of a step without prompts, by doublings of its streams
@@ -81,21 +81,21 @@ class Pace:
         own = seconds
         if streams:
             own -= self.least_of(streams)
-            if own < TELLING * seconds:
+            if own < LEAST_SHARE * seconds:
                 # Streams alone cannot take as long as with prompts beside them.
-                self.stream_step(streams).add((1 - TELLING) * seconds)
+                self.stream_step(streams).add((1 - LEAST_SHARE) * seconds)
                 if self.prompt_rate.mean is not None:
                     return
-        self.prompt_rate.add(max(own, TELLING * seconds) / prompt, certain=own > seconds / 2)
+        self.prompt_rate.add(max(own, LEAST_SHARE * seconds) / prompt, certain=own > seconds / 2)
 
     def stream_step(self, streams: int) -> Estimate:
-        """What is known of steps with about so many streams: of the nearest number that was met."""
+        """The estimate for steps with about so many streams: that of the nearest number that was measured."""
         size = streams.bit_length()
         nearest = min(self.stream_steps, key=lambda known: abs(known - size), default=None)
         return Estimate() if nearest is None else self.stream_steps[nearest]
 
     def least_of(self, streams: int) -> float:
-        """Seconds of a step with so many streams or more."""
+        """The shortest step that was measured with so many streams or more, in seconds."""
         size = streams.bit_length()
         known = [estimate.mean or 0.0 for of, estimate in self.stream_steps.items() if of >= size]
         return min(known) if known else self.stream_step(streams).mean or 0.0

@@ -36,7 +36,7 @@ class Planner:
         if scheduler.drafter is not None:
             scheduler.drafter.begin(len(self.streams))
         if tables.pool.available < len(self.streams) * len(tables.windows):
-            # Those that would be preempted first come last, and are not planned yet.
+            # Requests that would be preempted first are planned last.
             self.streams.sort(key=worth_keeping, reverse=True)
         for left, request in zip(range(len(self.streams) - 1, -1, -1), self.streams, strict=True):
             if self.tokens_left < 1:

@@ -1,6 +1,6 @@
-"""A scheduling policy is a sort key: who gets the next tokens of the budget. Torch-free.
+"""A scheduling policy is a sort key: which request gets the next tokens of the budget. Torch-free.
 
-policy           who goes first                                   good for
+policy           which request goes first                         good for
 fcfs             the one that arrived first                       fairness; the default
 priority         the lowest `priority`                            paid tiers, foreground before background
 deadline         the one whose first token is due soonest         TTFT targets that differ
@@ -9,7 +9,7 @@ longest-prefix   the one with most of its prompt in the cache     shared prefixe
 prefill-first    prompts before running streams                   TTFT above all; streams may stall
 decode-first     streams; prompts may at most double their step   TPOT above all
 
-Requests that a policy does not tell apart come in turns of their API keys (keys.py), then in the order of arrival.
+Among requests that are equal to a policy, API keys take turns (keys.py); then the order of arrival decides.
 """
 
 from __future__ import annotations

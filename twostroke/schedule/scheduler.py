@@ -1,8 +1,10 @@
-"""Who computes what in the next step. One scheduler for prefill, chunks, decode and mixed batches. Torch-free.
+"""Which requests compute which tokens in the next step. Torch-free.
+
+There is one scheduler for prefill, chunks, decode and mixed batches.
 
 `plan` lets every running stream advance by one, then spends what is left of the token budget on prompts, in the order
-of the policy. `commit` takes the step's result in. `fail` takes a step back that raised. Nothing else changes state,
-and every request that was added gets exactly one event with a finish reason.
+of the policy. `commit` applies the step's result. `fail` undoes a step that raised an exception. Nothing else changes
+state, and every request that was added gets exactly one event with a finish reason.
 """
 
 from __future__ import annotations
@@ -63,8 +65,8 @@ class Scheduler:
         self.running: dict[int, RequestState] = {}  # by id, in order of admission
         self.leaving: dict[int, RequestState] = {}  # finished, but a step in flight still writes their blocks
         self.fetching: dict[int, RequestState] = {}  # admitted, and waiting for bytes of blocks from elsewhere
-        self.broken: set[int] = set()  # of those: a block that they start from was lost meanwhile
-        # Part of a step that raised, by id: each is tried alone until it has computed so many tokens again.
+        self.broken: set[int] = set()  # ids of fetching requests that lost a block which they start from
+        # Requests of a step that raised, by id: each runs alone until it has computed so many tokens again.
         self.suspects: dict[int, int] = {}
         self.published: dict[int, list[int]] = {}  # plan number -> blocks whose content it promised
         self.turns = Turns()  # of API keys
@@ -72,7 +74,7 @@ class Scheduler:
         self.plans = 0
         self.counters = Counters()
 
-    # ---- requests come and go --------------------------------------------------------------------------------------
+    # ---- add, find, abort ------------------------------------------------------------------------------------------
 
     def add(self, request: RequestState) -> None:
         request.status = Status.WAITING
@@ -165,12 +167,12 @@ class Scheduler:
         if tokens <= request.computed or not self.tables.grow(request, tokens):
             tokens = request.computed
         request.status = Status.FETCHING
-        request.in_flight = tokens - request.computed  # until they have come, no other request gets these blocks
+        request.in_flight = tokens - request.computed  # until their bytes arrive, no other request gets these blocks
         self.fetching[request.id] = request
         return self.tables.unfilled(request, tokens)
 
     def arrived(self, request: RequestState, complete: bool) -> None:
-        """The bytes have come, or never will: the request goes on from there, or computes all that was not here."""
+        """The bytes have arrived (`complete`), or will not: the request continues after them or computes them."""
         del self.fetching[request.id]
         count, request.in_flight = request.in_flight, 0
         if request.status is Status.FINISHED:  # it ended meanwhile
@@ -241,7 +243,7 @@ class Scheduler:
         if self.suspects:
             for request in (work.request for work in plan.works):
                 if request.computed >= self.suspects.get(request.id, inf):
-                    del self.suspects[request.id]  # it came past what failed, alone: innocent
+                    del self.suspects[request.id]  # alone it passed the point of failure: it was not the cause
         return events
 
     def _commit_one(self, work: Work, tokens: tuple[int, ...], details: Details, now: float) -> Event | None:
@@ -322,15 +324,15 @@ class Scheduler:
     # ---- fail ------------------------------------------------------------------------------------------------------
 
     def fail(self, plans: Sequence[Plan], error: str, now: float) -> list[Event]:
-        """Take back steps that raised: all that were in flight. A request that failed alone is to blame and ends;
-        others start again, each alone at first, so that a poisoned request cannot take its neighbours with it."""
+        """Undo all steps in flight, because one of them raised. A request that was alone caused the error and ends.
+        Others start again, each alone at first, so that one faulty request does not end its neighbours."""
         broken = {block for plan in plans for block in self.published.pop(plan.number, ())}
         if self.tables.pool.host is not None:
             broken |= self.tables.pool.host.undo(move for plan in plans for move in plan.moves)
         for block in broken:
             self.tables.pool.revoke(block)
         works = [work for plan in plans for work in plan.works]
-        ends: dict[int, int] = {}  # how far each of them was to come
+        ends: dict[int, int] = {}  # the position that each should have reached
         for request, start, count, *_ in works:
             request.in_flight -= count
             ends[request.id] = min(start + count, len(request.tokens))
@@ -345,7 +347,7 @@ class Scheduler:
                 self._restart(request)
                 self.suspects[request.id] = max(ends[request.id], self.suspects.get(request.id, 0))
         for request in list(self.running.values()):
-            if self.tables.holds_any(request, broken):  # it was admitted on a promise that was not kept
+            if self.tables.holds_any(request, broken):  # it was admitted with blocks that the step should have filled
                 self._restart(request)
         self.broken |= {number for number, r in self.fetching.items() if self.tables.holds_any(r, broken)}
         return events

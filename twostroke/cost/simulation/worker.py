@@ -54,7 +54,7 @@ class SimulatedRunner:
         self.jitter = jitter
         self.busy = 0.0  # when the device is free again
         self.cold = 0.0  # extra seconds of the next step if it reads no prompt
-        self.more_streams = self.more_context = 0  # streams in every step that are not in its plan, and their contexts
+        self.more_streams = self.more_context = 0  # of every step, beside its plan
 
     def launch(self, plan: Plan) -> Launched:
         chunks: list[tuple[int, int]] = []

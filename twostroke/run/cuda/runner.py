@@ -31,14 +31,14 @@ from twostroke.run.sample import SLACK, choose_one
 from twostroke.run.step import StepRows
 from twostroke.types import Choice, Details, Plan, Result, WorkKind
 
-MEETINGS = 2  # of a shape before it is captured
+OCCURRENCES = 2  # of a shape before it is captured
 MOST_GRAPHS = 200  # a few megabytes each
-BEHIND = 0.6  # a host that took this share of a step's time kept the device waiting
+BEHIND = 0.6  # share of a step's time: a host that took longer kept the device waiting
 
 
 @dataclass(slots=True, eq=False)
 class Captured:
-    """All that is known of one shape of steps."""
+    """One shape of steps: its buffers, and its graph once it is captured."""
 
     arrays: StagedArrays
     buffer: Tensor  # the numbers of such steps on the device: always at the same place
@@ -51,7 +51,7 @@ class Captured:
 
 @dataclass(slots=True, eq=False)
 class Clocked:
-    """A step that was launched kernel by kernel, to be judged once it has ended."""
+    """A step that was launched kernel by kernel. Its times decide whether its shape is worth a graph."""
 
     entry: Captured
     host_seconds: float
@@ -143,7 +143,7 @@ class CudaRunner:
     def _run_shape(self, rows: StepRows, shape: Shape, entry: Captured) -> Handle:
         self.staging.send(entry.arrays, entry.buffer)
         entry.met += 1
-        if entry.graph is None and entry.worthwhile and entry.met > MEETINGS and self.captures < MOST_GRAPHS:
+        if entry.graph is None and entry.worthwhile and entry.met > OCCURRENCES and self.captures < MOST_GRAPHS:
             self._capture(shape, entry)
         if entry.graph is not None:
             entry.graph.replay()
@@ -162,7 +162,7 @@ class CudaRunner:
             tokens = self._step(shape, entry.there)
         finally:
             graph.capture_end()
-        entry.graph, entry.tokens = graph, tokens  # not before: a capture that failed must not be replayed
+        entry.graph, entry.tokens = graph, tokens  # at the end: a capture that failed must not be replayed
 
     def _step(self, shape: Shape, there: dict[str, Tensor]) -> Tensor:
         hidden = self.model.forward(self._batch(shape, there), self.kv)
@@ -171,7 +171,7 @@ class CudaRunner:
         return self._sample(self.model.logits(hidden[: shape.samplers]), there)
 
     def _batch(self, shape: Shape, there: dict[str, Tensor], mixture: Mixture | None = None) -> DeviceBatch:
-        """mixture: what the host knows of this very step, where it is not one of many of its shape."""
+        """mixture: the step itself, where its shape is not shared with other steps."""
         cuts = {}
         for index, kind in enumerate(self.kinds):
             if shape.streams:
@@ -284,7 +284,7 @@ def grouped_attentions(model: Transformer) -> list[Attention]:
 
 
 def timing_event() -> Any:
-    """One that knows when it was passed, recorded here and now."""
+    """An event with a time, recorded now."""
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event

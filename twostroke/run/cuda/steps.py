@@ -37,7 +37,7 @@ class Shape(NamedTuple):
     splits: int  # of their contexts
     tiles: tuple[int, ...] = ()  # of queries of the other requests, for each kind of attention
     tile_splits: tuple[int, ...] = ()
-    streams: bool = False  # all requests have one new token and no part in each other's blocks
+    streams: bool = False  # each request has one new token, and reads no block that another fills
     filtered: bool = False  # some row wants top-k, top-p or min-p
     cascade: int = 0  # tiles of streams that share a prefix
     members: int = 0  # of such a tile
@@ -134,7 +134,7 @@ class Mixture:
         )  # fmt: skip
 
     def padded_shape(self, kinds: tuple[Kind, ...], most_columns: int) -> Shape | None:
-        """A shape that similar steps share; None where this step is no match for a graph."""
+        """A shape that similar steps share; None: this step is not captured."""
         rows, count = self.rows, len(self.rows.works)
         if rows.total > CAPTURED_TOKENS or rows.prompts or any(cut.long for cut in self.cuts):
             return None

@@ -1,4 +1,4 @@
-"""Kernels compiled side by side before the first step, and what the largest step leaves of a GPU's memory."""
+"""Kernels are compiled in parallel before the first step; the KV cache gets the memory that the largest step leaves."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from twostroke.sampling import SamplingParams
 from twostroke.types import Plan, Request, RequestState, Work
 
 GRAPHS = 1 << 30  # bytes for steps captured later on
-MEETING = 1.0  # seconds of a start for row counts that the library has not met
+MEETING = 1.0  # seconds of the start for products with row counts that the library has not planned yet
 COMPILERS = 6  # threads: half of a compilation is Python, so that more would only keep the longest waiting
 Task = Callable[[], object]
 
@@ -42,7 +42,7 @@ def prepare(config: Config, settings: Resolved, model: Transformer) -> Resolved:
 
 
 def resized(config: Config, settings: Resolved, model: Transformer) -> Resolved:
-    """What the weights and the largest step leave is the cache's."""
+    """The KV cache takes what the weights and the largest step leave."""
     free = free_after_warm_up(model, settings)
     known = replace(config, max_model_len=settings.max_model_len, seed=settings.seed)
     sized = resolve(known, model.arch, Hardware("cuda", settings.threads, free), 0)
@@ -134,7 +134,7 @@ def cuda_ops(model: Transformer) -> CudaOps:
 @torch.inference_mode()
 def meet_row_counts(model: Transformer, sizes: Sequence[int], seconds: float) -> list[int]:
     """Multiply a layer's matrices once with each number of rows, as far as the seconds go; returns those met. The
-    library chooses and loads a kernel when it first meets a size: better here than amid streams that wait for it."""
+    library chooses and loads a kernel at its first product of a size: here no stream waits for it."""
     shapes = model.arch.layers[0].products(model.arch.hidden)
     layer = list(zip(model.layers[0].products(), shapes, strict=True))
     met: list[int] = []
