@@ -45,6 +45,14 @@ def test_words_name_what_acts():
     assert len(read) > 300 and not found, "\n".join(found)
 
 
+def test_the_reading_path_is_an_afternoon():
+    """The README names files from `LLM.generate` to a token: they exist, and have about 4,000 lines together."""
+    section = (ROOT / "README.md").read_text().split("## Read it in an afternoon")[1].split("Then by interest")[0]
+    names = [name for row in re.findall(r"^\| (`.*?) \|", section, re.MULTILINE) for name in re.findall("`(.+?)`", row)]
+    lines = [(ROOT / "twostroke" / name).read_text().count("\n") for name in names]
+    assert len(names) > 20 and 3_500 < sum(lines) < 4_300, sum(lines)
+
+
 def test_files_stay_readable():
     long = {
         str(path.relative_to(ROOT)): lines
