@@ -1,5 +1,5 @@
-"""Starting quickly. Importing modules and reading a vocabulary make a great many objects that stay: looking through
-them for garbage again and again while they are made takes time, a sixth of a start where torch is among the modules."""
+"""A faster start: no garbage collection while modules are imported and a vocabulary is read. Both create many objects
+that stay, and the collector would visit them again and again: a sixth of a start in which torch is imported."""
 
 from __future__ import annotations
 

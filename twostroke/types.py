@@ -178,7 +178,7 @@ class Plan(NamedTuple):
 
 @dataclass(slots=True)
 class Details:
-    """What a runner has to say of one work beyond its tokens."""
+    """What a runner reports of one work beside its tokens."""
 
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by position in the prompt

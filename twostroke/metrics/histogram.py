@@ -1,4 +1,4 @@
-"""A histogram for what happens on every step: counting costs one search among its bounds, and no lock."""
+"""A histogram for values of every step: counting is one search among its bounds, without a lock."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ admission      which requests are taken: a queue bounded by what its requests ma
 turns          one at a time, and API keys take turns: for grammars that are tried
 progress       what the engine did over the last seconds with work
 ended          the record of the last requests that ended, for a replay in the simulator
-observer       who counts tokens, gaps and ends
+observer       the interface of metrics: tokens, gaps, ends of answers
 client         the `EngineClient` protocol: submit, abort, change, steps, health; ids and clocks across machines
 process        `ProcessEngine`: the engine in a child process, watched and started again
 thread         `ThreadEngine`: the engine on a thread of this process

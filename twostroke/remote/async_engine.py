@@ -203,7 +203,7 @@ class AsyncEngine:
         self._to_wake[stream] = None
 
     def _wake(self) -> None:
-        """Each stream once, whatever number of its answers got something."""
+        """Each stream once, however many of its answers got pieces."""
         streams, self._to_wake = self._to_wake, {}
         for stream in streams:
             stream.wake()
@@ -219,7 +219,7 @@ class AsyncEngine:
             self.max_queue = 4 * settings.max_requests
             self.queue_reason = "four times max_requests at the start"
         if self.client.restarts == 0:
-            self._opening.result()  # done about as soon: the engine reads the same vocabulary, and the weights
+            self._opening.result()  # hardly a wait: the engine reads the same vocabulary, and the weights
             self.intake = Intake(self.tokenizer, settings, self.arch.vocab, self.grammars, RequestIds())
         self.intake.settings = settings  # ids go on from where they were
         self.admission = Admission(settings, self.max_queue, self.clock, self.finishing)

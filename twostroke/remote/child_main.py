@@ -1,7 +1,6 @@
 """The engine's own process: an `EngineLoop` at the end of a socket. process.py starts it.
 
-It ends when the socket does, and where the system can promise it (Linux), at once when its parent dies, whatever it is
-doing then.
+It ends when the socket is closed. On Linux it also ends at once when its parent dies, in the middle of a step too.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ class SocketPort:
             raise ClosedError from None
 
     def wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # enough of them wait to be read
+        with contextlib.suppress(BlockingIOError):  # the pipe is full of wake-ups already
             os.write(self._wake_write, b"!")
 
     def receive(self, wait: bool) -> list[ToEngine]:
@@ -76,7 +75,7 @@ class SocketPort:
 
 
 def beat(port: SocketPort, engine: loop.EngineLoop) -> None:
-    """Says from a thread of its own that the process runs: a process that is stopped then differs from a long step."""
+    """Reports from a thread that the process runs, so that a stopped process can be distinguished from a long step."""
     while True:
         time.sleep(BEAT_SECONDS)
         try:
@@ -86,7 +85,7 @@ def beat(port: SocketPort, engine: loop.EngineLoop) -> None:
 
 
 def follow_parent() -> None:
-    """Die with the parent even when stuck, where the system can promise it; signals for the group are its business."""
+    """End with the parent, on Linux even in a step. The parent alone handles signals that are sent to both."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if sys.platform == "linux":

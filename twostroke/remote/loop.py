@@ -1,7 +1,7 @@
 """Where the engine runs: takes messages between steps, runs the core, reports each step.
 
-It waits for a message while there is nothing to do, and looks for one between two steps while there is. How messages
-travel is the business of its `Port`: a socket in the engine process (child_main.py), a queue on a thread (thread.py).
+It waits for messages while it has nothing to do, and reads them between two steps while it has. A `Port` carries them:
+a socket in the engine process (child_main.py), a queue on a thread (thread.py).
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ def warm_up(engine: Engine) -> tuple[int, float]:
     scheduler = engine.core.scheduler
     count = max(1, min(WARM_UP_TOKENS, engine.settings.max_model_len - 3))
     rehearse(engine, count)
-    scheduler.pace = scheduler.pace.anew()  # a first run is no measure of later ones
+    scheduler.pace = scheduler.pace.anew()  # a first run is slower than later ones
     first = rehearse(engine, count)
     scheduler.counters = Counters()
     assert engine.core.steplog is not None

@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself before a single weight is read. Torch-free: servers and planners ask this."""
+"""What a checkpoint's description says, before any weight is read. Torch-free: servers and planners use it."""
 
 from __future__ import annotations
 

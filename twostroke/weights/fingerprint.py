@@ -1,5 +1,5 @@
-"""What tells one checkpoint's weights from another's, in a fraction of a second: every tensor's name, format and shape,
-and a sample of its bytes. Two copies of a file in different places have the same fingerprint."""
+"""A fingerprint of a checkpoint's weights, made in a fraction of a second: every tensor's name, format and shape, and a
+sample of its bytes. Two copies of a file in different places have the same fingerprint."""
 
 from __future__ import annotations
 

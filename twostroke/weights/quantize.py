@@ -2,8 +2,8 @@
 
 The results are ordinary Q8_0 and Q4_0 tensors, so every backend multiplies them as it multiplies a GGUF file's. For
 int4 the scale is not simply the largest weight over 8: for each group the candidate with the least squared error is
-kept, which never does worse than rounding to the nearest with the plain scale. The native library does the same, bit
-for bit and far faster; what is written here in numpy serves where it was not built, and says what it must do.
+kept, which is never worse than rounding to the nearest with the plain scale. The native library computes the same bits
+much faster. The numpy code here is its specification, and is used where the library was not built.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from twostroke.ops.cpu.library import available, load_library
 from twostroke.ops.formats import FORMATS, Stored, dequantize
 
 GROUP = 32
-CHUNK = 1 << 13  # groups quantized at a time: what is made on the way stays in a core's cache
+CHUNK = 1 << 13  # groups quantized at a time: intermediate results stay in a core's cache
 TRIALS = tuple(np.linspace(0.76, 1.04, 15).tolist())  # of the plain scale; 1.0 itself is tried first
 
 

