@@ -97,11 +97,7 @@ class Answer:
         sample, timeline = self.sample, self.sample.timeline
         if event.facts is not None:
             timeline.update(event.facts)
-        if event.finish_reason is None and self.stops is None:
-            ids = event.token_ids
-            text = self.decoder.push(ids)
-        else:
-            ids, text = self._decode(event)
+        ids, text = self._decode(event)
         sample.pieces.append(text)
         sample.token_ids += ids
         timeline.token_times += [at] * len(ids)
@@ -118,15 +114,18 @@ class Answer:
         return StreamEvent(text, ids, reason, self.request.sample, logprobs, timeline, event.error)
 
     def _decode(self, event: Event) -> tuple[tuple[int, ...], str]:
-        """The tokens that belong to the answer, and the text that may be shown now, where either may end here."""
-        ids, reason, text = event.token_ids, event.finish_reason, ""
-        # An end token ends the text, it is not part of it.
-        shown = len(ids) - 1 if reason is FinishReason.STOP else len(ids)
-        for count, token in enumerate(ids[:shown], 1):
-            piece, stopped = self._match(self.decoder.push((token,)), len(self.sample.token_ids) + count)
-            text += piece
-            if stopped:
-                return ids[:count], text
+        """The tokens that belong to the answer, and the text that may be shown now."""
+        ids, reason = event.token_ids, event.finish_reason
+        shown = ids[:-1] if reason is FinishReason.STOP else ids  # an end token has no text
+        text = ""
+        if self.stops is None:
+            text = self.decoder.push(shown)
+        else:
+            for count, token in enumerate(shown, 1):
+                piece, stopped = self._match(self.decoder.push((token,)), len(self.sample.token_ids) + count)
+                text += piece
+                if stopped:
+                    return ids[:count], text
         if reason is not None:
             piece, stopped = self._match(self.decoder.flush(), len(self.sample.token_ids) + len(ids))
             text += piece
