@@ -45,6 +45,18 @@ def test_words_name_what_acts():
     assert len(read) > 300 and not found, "\n".join(found)
 
 
+def test_files_that_are_named_exist():
+    """Docs, docstrings and comments name files by their path or its end."""
+    files = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md", *(ROOT / "twostroke").rglob("*.py")]
+    known = {str(path.relative_to(ROOT)) for top in ("twostroke", "tests", "docs", "benchmarks")
+             for path in (ROOT / top).rglob("*.*")} | {"README.md", "setup.py"}  # fmt: skip
+    ends = {"/".join(name.split("/")[first:]) for name in known for first in range(name.count("/") + 1)}
+    path_of = re.compile(r"(?<![\w./-])(?:\w+/)*\w+\.(?:py|md)\b")
+    named = [(path, name) for path in files for name in path_of.findall(path.read_text())]
+    assert len(named) > 200
+    assert not [f"{path.relative_to(ROOT)}: {name}" for path, name in named if name not in ends]
+
+
 def test_the_reading_path_is_an_afternoon():
     """The README names files from `LLM.generate` to a token: they exist, and have about 4,000 lines together."""
     section = (ROOT / "README.md").read_text().split("## Read it in an afternoon")[1].split("Then by interest")[0]
