@@ -25,7 +25,7 @@ BATCHES = (1, 2, 4, 8)  # streams
 REPEATS = 3
 ANSWER = 24  # tokens of each stream of a batch
 FLAT = 0.15  # growth of TPOT per doubling of the batch below which streams are almost free
-Point = tuple[float, float]  # prompt tokens and TTFT, or streams and TPOT
+Measured = tuple[float, float]  # prompt tokens and TTFT, or streams and TPOT
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ def probe(target: Target) -> Probe:
     return fit_probe(prompts, batches, ttfts[0], median(ttfts[1:]))
 
 
-def ttft_by_prompt(run: Run, length: int) -> Point:
+def ttft_by_prompt(run: Run, length: int) -> Measured:
     """Prompt tokens as the server counts them, and the median TTFT."""
     done = [record for record in run.records if record.ttft is not None]
     if not done:
@@ -85,7 +85,7 @@ def ttft_by_prompt(run: Run, length: int) -> Point:
     return median(record.prompt for record in done), median(record.ttft or 0.0 for record in done)
 
 
-def fit_probe(prompts: Sequence[Point], batches: Sequence[Point], first: float, again: float) -> Probe:
+def fit_probe(prompts: Sequence[Measured], batches: Sequence[Measured], first: float, again: float) -> Probe:
     sizes, times = [size for size, _ in prompts], [seconds for _, seconds in prompts]
     if max(sizes) > min(sizes):
         per_token, fixed = (float(value) for value in np.polyfit(sizes, times, 1))

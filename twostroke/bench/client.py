@@ -20,7 +20,7 @@ from twostroke.bench.workload import Load
 from twostroke.cost.simulation.trace import Arrival
 from twostroke.errors import InputError
 
-Progress = Callable[[Record], None]
+OnRecord = Callable[[Record], None]
 clock = time.perf_counter
 DENIED = (401, 403)  # statuses for a wrong key
 
@@ -49,7 +49,7 @@ class Target:
         return self.url.rstrip("/").removesuffix("/v1")
 
 
-def measure(target: Target, load: Load, machine: str = "", progress: Progress | None = None) -> Run:
+def measure(target: Target, load: Load, machine: str = "", progress: OnRecord | None = None) -> Run:
     return asyncio.run(Client(target, load, progress).run(machine))
 
 
@@ -60,7 +60,7 @@ def refused(base: str, status: int) -> str:
 
 
 class Client:
-    def __init__(self, target: Target, load: Load, progress: Progress | None = None):
+    def __init__(self, target: Target, load: Load, progress: OnRecord | None = None):
         import httpx
 
         self.target = target

@@ -34,7 +34,7 @@ ENOUGH = 2  # undisturbed repeats
 UNBOUNDED = 1e6  # seconds of max_gap: chunks are not cut
 FIRST_ID = 1 << 40
 PARAMS = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
-Progress = Callable[[str], None]
+OnCell = Callable[[str], None]
 
 
 class Cell(NamedTuple):
@@ -147,7 +147,7 @@ def run_grid(
     wanted: Sequence[Cell],
     seconds: float,
     rounds: int = 1000,
-    progress: Progress | None = None,
+    progress: OnCell | None = None,
 ) -> list[Step]:
     """The steps of up to so many rounds, as long as there is time for one more. On a GPU a first round, in which shapes
     are compiled and captured, does not count."""

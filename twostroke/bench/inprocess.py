@@ -8,7 +8,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from twostroke.bench import prompts
-from twostroke.bench.client import Progress
+from twostroke.bench.client import OnRecord
 from twostroke.bench.record import IN_PROCESS, Record, Run, new_run
 from twostroke.bench.workload import Load
 from twostroke.cost.simulation.trace import Arrival, Contents
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from twostroke.engine.llm import LLM
 
 
-def measure(llm: LLM, load: Load, model: str, machine: str = "", progress: Progress | None = None) -> Run:
+def measure(llm: LLM, load: Load, model: str, machine: str = "", progress: OnRecord | None = None) -> Run:
     run = new_run(load, IN_PROCESS, model, machine)
     run.settings = settings_document(llm)
     core, clock = llm.engine.core, llm.engine.core.clock

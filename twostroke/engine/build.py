@@ -33,12 +33,12 @@ from twostroke.text.tokenizer import Tokenizer
 from twostroke.types import Runner
 from twostroke.weights.checkpoint import Checkpoint, locate, open_checkpoint
 from twostroke.weights.describe import checkpoint_bytes, load_arch
+from twostroke.weights.files import Progress
 from twostroke.weights.fingerprint import fingerprint
 from twostroke.weights.load import load_model
 
 log = logging.getLogger(__name__)
-Progress = Callable[[int, int], None]
-Stage = Callable[[str], None]
+OnStage = Callable[[str], None]
 
 
 def ignore_stage(name: str) -> None:
@@ -61,7 +61,7 @@ def build_engine(
     clock: Callable[[], float] = time.perf_counter,
     download_progress: Progress | None = None,
     load_progress: Progress | None = None,
-    stage: Stage = ignore_stage,
+    stage: OnStage = ignore_stage,
     block_key: bytes | None = None,
 ) -> Engine:
     """block_key: shared by engines that exchange KV blocks; None: the names are valid in this process alone."""

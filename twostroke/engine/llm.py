@@ -10,12 +10,13 @@ from typing import Any, cast
 
 from twostroke.config import make_config
 from twostroke.engine.answer import Answer, Output, StreamEvent
-from twostroke.engine.build import Progress, build_engine
+from twostroke.engine.build import build_engine
 from twostroke.engine.intake import Prompt
 from twostroke.engine.interrupt import interrupt_deferred
 from twostroke.errors import InputError
 from twostroke.sampling import SamplingParams
 from twostroke.types import Event, TokenLogprobs
+from twostroke.weights.files import Progress
 
 Messages = Sequence[Mapping[str, Any]]
 DEFAULT_MODEL = "smollm2-135m"

@@ -16,7 +16,7 @@ from typing import Literal
 
 from twostroke.model.arch import Arch, DenseArch, GroupedArch, LayerArch
 
-Kind = Literal["gguf", "safetensors"]
+FileKind = Literal["gguf", "safetensors"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ def ignorable(tensor: str, arch: Arch) -> bool:
     return bool(_IGNORABLE.fullmatch(tensor)) or (arch.tied_head and tensor.endswith("lm_head.weight"))
 
 
-def parameter_sources(arch: Arch, kind: Kind, present: Collection[str]) -> dict[str, Source]:
+def parameter_sources(arch: Arch, kind: FileKind, present: Collection[str]) -> dict[str, Source]:
     """Every parameter of `arch`, `layers.3.q` and the like, with its place. present: the checkpoint's tensor names."""
     gguf = kind == "gguf"
     prefix = "" if gguf else _find_prefix(present)

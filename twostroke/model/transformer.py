@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 ANGLES = 1 << 20  # computed at a time
 
-Run = Callable[[Array, Batch, Array | None], Array]  # rows through some layers; the last argument: rows that go on
+LayerRun = Callable[[Array, Batch, Array | None], Array]  # rows through some layers; the last argument: rows that go on
 
 
 class Transformer:
@@ -42,7 +42,7 @@ class Transformer:
         self.embedding, self.layers, self.final_norm, self.head = embedding, tuple(layers), final_norm, head
         self.max_positions = max_positions  # length of the rotary tables
         ops.read_in_order([product.weight for product in self.products()])
-        self._runs: WeakKeyDictionary[KVStorage, list[Run]] = WeakKeyDictionary()
+        self._runs: WeakKeyDictionary[KVStorage, list[LayerRun]] = WeakKeyDictionary()
 
     def products(self) -> list[PackedProduct]:
         """What every step multiplies with, in order."""
@@ -80,9 +80,9 @@ class Transformer:
             out *= cap
         return out
 
-    def _make_runs(self, kv: KVStorage) -> list[Run]:
+    def _make_runs(self, kv: KVStorage) -> list[LayerRun]:
         """The layers as calls: one for each run of layers that the backend fuses, one for each other layer."""
-        runs: list[Run] = []
+        runs: list[LayerRun] = []
         forms = [(index, layer.fused()) for index, layer in enumerate(self.layers)]
         for plain, stretch in groupby(forms, key=lambda form: form[1] is not None):
             found = list(stretch)
@@ -90,11 +90,11 @@ class Transformer:
             runs += [whole] if whole is not None else [self._layer_run(index, kv) for index, _ in found]
         return runs
 
-    def _fuse(self, stretch: list[tuple[int, FusedLayer | None]], kv: KVStorage) -> Run | None:
+    def _fuse(self, stretch: list[tuple[int, FusedLayer | None]], kv: KVStorage) -> LayerRun | None:
         layers = [layer for _, layer in stretch if layer is not None]
         return self.ops.fuse(layers, [kv.layer(index) for index, _ in stretch])
 
-    def _layer_run(self, index: int, kv: KVStorage) -> Run:
+    def _layer_run(self, index: int, kv: KVStorage) -> LayerRun:
         """One layer, op by op."""
         layer, (cache, group) = self.layers[index], kv.layer(index)
 

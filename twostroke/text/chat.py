@@ -33,12 +33,12 @@ def renderer(seconds: float = MAX_SECONDS, controls: Controls | None = None) -> 
     return Confined("twostroke.text.render", lambda: setup, seconds=seconds, memory=MAX_MEMORY)
 
 
-class Prompt(str):
+class RenderedPrompt(str):
     """A rendered conversation. `Tokenizer.encode` reads as control tokens only those that the template wrote."""
 
     marked: str | None  # the same with an alias for each control token, where a message spells one as text
 
-    def __new__(cls, text: str, marked: str | None = None) -> Prompt:
+    def __new__(cls, text: str, marked: str | None = None) -> RenderedPrompt:
         prompt = super().__new__(cls, text)
         prompt.marked = marked
         return prompt
@@ -73,7 +73,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         **arguments: Any,
-    ) -> Prompt:
+    ) -> RenderedPrompt:
         """The prompt for these messages. Encode it with add_special=False: the template writes its own tokens.
 
         This waits for the child process, at most a few seconds: do not call it on an event loop.
@@ -99,7 +99,7 @@ class ChatTemplate:
         """End the child process. The next rendering starts a new one."""
         self._process.close()
 
-    def _ask(self, message: dict[str, Any]) -> Prompt:
+    def _ask(self, message: dict[str, Any]) -> RenderedPrompt:
         message |= {
             "source": self.source,
             "special": self._special,
@@ -119,7 +119,7 @@ class ChatTemplate:
             raise InputError("messages: has half a character (a lone surrogate); send valid UTF-8") from None
         if "text" in answer:
             marked = answer.get("marked")
-            return Prompt(_from_utf8(answer["text"]), None if marked is None else _from_utf8(marked))
+            return RenderedPrompt(_from_utf8(answer["text"]), None if marked is None else _from_utf8(marked))
         raise ModelError(answer["model"]) if "model" in answer else InputError(answer["input"])
 
 

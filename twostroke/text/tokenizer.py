@@ -10,7 +10,7 @@ from typing import Any
 import tokenizers
 
 from twostroke.errors import InputError
-from twostroke.text.chat import ChatTemplate, Prompt, renderer
+from twostroke.text.chat import ChatTemplate, RenderedPrompt, renderer
 from twostroke.text.controls import Controls
 from twostroke.text.encode import encode_ids
 from twostroke.text.folder_vocabulary import read_folder
@@ -45,13 +45,13 @@ class Tokenizer:
         add_special: add the model's begin and end tokens, if it has any. A rendered chat template contains its own:
         encode that with add_special=False.
         parse_special: read "<|im_end|>" in the text as that token. With False it is plain characters: use that for text
-        that must not contain control tokens. In a rendered conversation (`Prompt`) only the tokens that the template
-        wrote are control tokens, and those that a message spells are plain characters.
+        that must not contain control tokens. In a `RenderedPrompt` only the tokens that the template wrote are control
+        tokens; those that a message spells are plain characters.
         limit: more tokens than this are a LongTextError.
         """
         if not isinstance(text, str):
             raise InputError(f"prompt: must be a string, got {type(text).__name__}; pass text or a list of token ids")
-        if parse_special and isinstance(text, Prompt) and text.marked is not None:
+        if parse_special and isinstance(text, RenderedPrompt) and text.marked is not None:
             text, parse_special = text.marked, False
         encoder, numbers = (self._vocabulary.encoder, {}) if parse_special else self._literal_encoder()
         try:

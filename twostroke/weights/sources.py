@@ -19,8 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, BinaryIO
 
-Progress = Callable[[int, int], None]
-"""progress(done, total), both in bytes; called from the thread that fetches, a few times a second."""
+from twostroke.weights.files import Progress
 
 _POLL = 0.1  # seconds between two looks at the folder
 _COPY_BYTES = 1 << 20  # bytes copied at a time

@@ -35,7 +35,7 @@ def test_prompts_are_shared_out_as_the_kernels_do_it(model):
     share = mixer.heads // mixer.kv_heads
     queries = prefill.tile_rows(torch.bfloat16, mixer.head_dim, share) // share
     assert tile_queries(mixer) == queries
-    kind = cuda.Kind(queries, True, mixer.kv_heads, 0)
+    kind = cuda.AttentionKind(queries, True, mixer.kv_heads, 0)
     rng = random.Random(1)
     for _ in range(60):
         chunks = [(rng.choice((0, 100, 1024, 2048, 8192)), rng.choice((2, 48, 192, 768, 2048, 6144)))

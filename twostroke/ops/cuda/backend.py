@@ -53,10 +53,10 @@ class FloatMatrix:
     bias: Tensor | None  # (out,) float32
 
 
-Weight = FloatMatrix | Narrow
+CudaWeight = FloatMatrix | Narrow
 
 
-class Kind(NamedTuple):
+class AttentionKind(NamedTuple):
     """What decides how a step is divided among attention kernels: layers of one kind share a Cut."""
 
     queries: int  # of a tile
@@ -95,7 +95,7 @@ class DeviceBatch(Batch):
     lengths: np.ndarray | None = None  # (R,) the same numbers as `contexts`
     streams: bool = False  # one new token each, and no request reads blocks that this step fills
     splits: int = 0  # of streams: enough for the longest context that such a step may meet
-    cuts: Mapping[Kind, Cut] | None = None  # by kind of attention; None: not made yet
+    cuts: Mapping[AttentionKind, Cut] | None = None  # by kind of attention; None: not made yet
 
 
 class HostCut(NamedTuple):
@@ -109,7 +109,7 @@ class HostCut(NamedTuple):
     rows: tuple[tuple[int, int, int], ...]
 
 
-def cut_step(counts: np.ndarray, lengths: np.ndarray, kind: Kind) -> HostCut:
+def cut_step(counts: np.ndarray, lengths: np.ndarray, kind: AttentionKind) -> HostCut:
     """counts: new tokens of each request; lengths: its tokens in the cache once the new ones are written."""
     singles = np.flatnonzero(counts == 1).astype(np.int32)
     whole = np.where((lengths - counts) % UNIT == 0, counts // UNIT * UNIT, 0) if kind.dense else np.zeros_like(counts)
@@ -142,13 +142,13 @@ class CudaOps(Ops):
         self.dtype, self.device, self.quantize = dtype, torch.device(device), quantize
         self.scratch = DecodeScratch(self.device)
         self._norms: dict[Norm, Norm] = {}
-        self._following: dict[Weight, Tensor] = {}  # by matrix: what to prefetch at the end of a product with it
-        self._kinds: dict[Attention, Kind] = {}
-        self._cuts: tuple[Batch | None, dict[Kind, Cut]] = (None, {})
+        self._following: dict[CudaWeight, Tensor] = {}  # by matrix: what to prefetch at the end of a product with it
+        self._kinds: dict[Attention, AttentionKind] = {}
+        self._cuts: tuple[Batch | None, dict[AttentionKind, Cut]] = (None, {})
 
     # ---- weights -------------------------------------------------------------------------------------------------
 
-    def pack(self, parts: Sequence[Stored], bias: Tensor | None = None) -> Weight:
+    def pack(self, parts: Sequence[Stored], bias: Tensor | None = None) -> CudaWeight:
         width = parts[0].shape[1]
         out = torch.empty(sum(part.shape[0] for part in parts), width, dtype=self.dtype, device=self.device)
         start = 0
@@ -160,7 +160,7 @@ class CudaOps(Ops):
                 start += rows.shape[0]
         return self.adopt(out, bias)
 
-    def adopt(self, weight: Tensor, bias: Tensor | None = None) -> Weight:
+    def adopt(self, weight: Tensor, bias: Tensor | None = None) -> CudaWeight:
         """A matrix that is on the device already."""
         if bias is not None:
             bias = bias.to(self.device, torch.float32)
@@ -170,10 +170,10 @@ class CudaOps(Ops):
             return to_int4(weight, bias)
         return FloatMatrix(weight, bias)
 
-    def weight_bytes(self, weight: Weight) -> int:
+    def weight_bytes(self, weight: CudaWeight) -> int:
         return weight.weight.nbytes if isinstance(weight, FloatMatrix) else weight.codes.nbytes + weight.scales.nbytes
 
-    def read_in_order(self, weights: Sequence[Weight]) -> None:
+    def read_in_order(self, weights: Sequence[CudaWeight]) -> None:
         """Wide matrices are prefetched. Others gain nothing: the kernels before them leave the memory idle anyway."""
         for weight, following in zip(weights, [*weights[1:], weights[0]], strict=True):
             if not isinstance(following, FloatMatrix) and following.codes.shape[0] > following.inputs:
@@ -181,7 +181,7 @@ class CudaOps(Ops):
 
     # ---- rows ----------------------------------------------------------------------------------------------------
 
-    def embed(self, table: Weight, tokens: Tensor, scale: float) -> Tensor:
+    def embed(self, table: CudaWeight, tokens: Tensor, scale: float) -> Tensor:
         if not isinstance(table, FloatMatrix):
             return rows_of(table, tokens, scale, self.dtype)
         return rows_.embed(table.weight, tokens, scale, self.dtype)
@@ -190,7 +190,7 @@ class CudaOps(Ops):
         return rows_.rms_norm(x, norm.weight, norm.eps)
 
     def linear(
-        self, x: Tensor, weight: Weight, *, before: Norm | Gate | None = None, add_to: Tensor | None = None
+        self, x: Tensor, weight: CudaWeight, *, before: Norm | Gate | None = None, add_to: Tensor | None = None
     ) -> Tensor:
         if not isinstance(weight, FloatMatrix) and x.shape[0] <= (FEW_FP8 if isinstance(weight, Fp8) else FEW):
             return self._few_rows(x, weight, before, add_to)
@@ -212,13 +212,13 @@ class CudaOps(Ops):
         out = product(x, matrix)
         return out if weight.bias is None else out.add_(weight.bias)
 
-    def gated(self, x: Tensor, weight: Weight, norm: Norm, gate: Gate) -> Tensor | None:
+    def gated(self, x: Tensor, weight: CudaWeight, norm: Norm, gate: Gate) -> Tensor | None:
         if isinstance(weight, FloatMatrix) or not self.gates_early(x, weight):
             return None
         out = torch.empty(1, weight.codes.shape[0] // 2, dtype=x.dtype, device=x.device)
         return self._one_narrow_row(x, weight, norm, out, gate=self._before(gate)[0])
 
-    def gates_early(self, x: Tensor, weight: Weight) -> bool:
+    def gates_early(self, x: Tensor, weight: CudaWeight) -> bool:
         return not isinstance(weight, FloatMatrix) and x.shape[0] == 1 and x.is_contiguous()
 
     def _one_row(self, x: Tensor, weight: FloatMatrix, before: Norm | Gate | None, add_to: Tensor | None) -> Tensor:
@@ -310,18 +310,18 @@ class CudaOps(Ops):
             shared=cut.cascade and cut.cascade.shared,
         )  # fmt: skip
 
-    def kind(self, attention: Attention) -> Kind:
+    def kind(self, attention: Attention) -> AttentionKind:
         found = self._kinds.get(attention)
         if found is None:
             found = self._kinds[attention] = self._kind(attention)
         return found
 
-    def _kind(self, attention: Attention) -> Kind:
+    def _kind(self, attention: Attention) -> AttentionKind:
         share = attention.heads // attention.kv_heads
         queries = tile_rows(self.dtype, attention.head_dim, share) // share
         dense = attention.window == 0 and attention.softcap == 0 and self._dense_ok(attention)
         members = 0 if attention.window else members_of_tile(attention)
-        return Kind(queries, dense, attention.kv_heads, members)
+        return AttentionKind(queries, dense, attention.kv_heads, members)
 
     def _dense_ok(self, attention: Attention) -> bool:
         return self.dtype == torch.bfloat16 and self.device.type == "cuda" and attention.head_dim in (64, 128)
@@ -338,7 +338,7 @@ class CudaOps(Ops):
             found = self._cuts[1][kind] = self._make_cut(batch, kind)
         return found
 
-    def _make_cut(self, batch: Batch, kind: Kind) -> Cut:
+    def _make_cut(self, batch: Batch, kind: AttentionKind) -> Cut:
         known = isinstance(batch, DeviceBatch) and batch.counts is not None and batch.lengths is not None
         counts = batch.counts if known else np.diff(batch.starts.cpu().numpy())  # type: ignore[attr-defined]
         lengths = batch.lengths if known else batch.contexts.cpu().numpy()  # type: ignore[attr-defined]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from twostroke.ops.cuda.backend import CudaOps, DeviceBatch, FloatMatrix, Kind, Weight
+from twostroke.ops.cuda.backend import AttentionKind, CudaOps, CudaWeight, DeviceBatch, FloatMatrix
 from twostroke.ops.cuda.kernels.decode import split_count
 from twostroke.ops.cuda.kernels.exact_attention import exact_attention
 from twostroke.ops.cuda.kernels.exact_matmul import Products
@@ -19,7 +19,7 @@ class ExactCudaOps(CudaOps):
         self.products = Products()
 
     def linear(
-        self, x: Tensor, weight: Weight, *, before: Norm | Gate | None = None, add_to: Tensor | None = None
+        self, x: Tensor, weight: CudaWeight, *, before: Norm | Gate | None = None, add_to: Tensor | None = None
     ) -> Tensor:
         assert isinstance(weight, FloatMatrix)
         out = self.products(self._prepared(x, before), weight.weight, add_to)
@@ -48,6 +48,6 @@ class ExactCudaOps(CudaOps):
             )  # fmt: skip
         return out
 
-    def _kind(self, attention: Attention) -> Kind:
+    def _kind(self, attention: Attention) -> AttentionKind:
         """Neither the vendor's kernel nor tiles of several requests are used: both add in an order of their own."""
         return super()._kind(attention)._replace(dense=False, members=0)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from twostroke.kv.layout import KVGroup
-from twostroke.ops.cuda.backend import HostCut, Kind, cut_step
+from twostroke.ops.cuda.backend import AttentionKind, HostCut, cut_step
 from twostroke.ops.cuda.kernels.decode import longer, split_count
 from twostroke.ops.interface import BLOCK
 from twostroke.run.cuda.buckets import CAPTURED_TOKENS, mixed_rows, stream_rows
@@ -122,7 +122,7 @@ class Mixture:
     cuts: tuple[HostCut, ...]  # for each kind of attention
 
     @classmethod
-    def of(cls, rows: StepRows, kinds: tuple[Kind, ...]) -> Mixture:
+    def of(cls, rows: StepRows, kinds: tuple[AttentionKind, ...]) -> Mixture:
         return cls(rows, tuple(cut_step(rows.counts, rows.contexts, kind) for kind in kinds))
 
     def exact_shape(self) -> Shape:
@@ -133,7 +133,7 @@ class Mixture:
             filtered=is_filtered(rows.choices),
         )  # fmt: skip
 
-    def padded_shape(self, kinds: tuple[Kind, ...], most_columns: int) -> Shape | None:
+    def padded_shape(self, kinds: tuple[AttentionKind, ...], most_columns: int) -> Shape | None:
         """A shape that similar steps share; None: this step is not captured."""
         rows, count = self.rows, len(self.rows.works)
         if rows.total > CAPTURED_TOKENS or rows.prompts or any(cut.long for cut in self.cuts):

@@ -234,12 +234,12 @@ def cut(x: Tensor, fmt: int, before: int, norm: Tensor | None, eps: float) -> tu
     return parts, units
 
 
-Shape = tuple[int, int, int]  # warps, slices each of them takes at a time, eights of outputs of a program
+SkinnyShape = tuple[int, int, int]  # warps, slices each of them takes at a time, eights of outputs of a program
 
 
 def skinny(
     x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, out: Tensor, fmt: int, *, before: int = NOTHING,
-    norm: Tensor | None = None, eps: float = 0.0, add: bool = False, shape: Shape | None = None,
+    norm: Tensor | None = None, eps: float = 0.0, add: bool = False, shape: SkinnyShape | None = None,
 ) -> Tensor:  # fmt: skip
     """out (rows, N) = before(x) @ matrix.T · scales + bias, added to what `out` holds with `add`."""
     n, tokens = codes.shape[0], x.shape[0]
@@ -256,7 +256,7 @@ def skinny(
     return out
 
 
-def shape_for(n: int, slices: int, fmt: int, tokens: int) -> Shape:
+def shape_for(n: int, slices: int, fmt: int, tokens: int) -> SkinnyShape:
     """As measured on an H200."""
     most = 4 if fmt == INT4 and (n > 8192 or slices > 64 or tokens > 8) else 8
     warps = max(1, min(most, triton.next_power_of_2(slices)))
