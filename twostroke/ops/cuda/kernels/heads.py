@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 
 FLOATS, INT8, INT4, FP8 = 0, 1, 2, 3
-LARGEST = {INT8: 127.0, INT4: 7.0, FP8: 448.0}
 FORMATS = {"float32": FLOATS, "float16": FLOATS, "bfloat16": FLOATS, "int8": INT8, "int4": INT4, "fp8": FP8}
 
 
