@@ -1,0 +1,9 @@
+"""The KV cache: blocks, their names and their memory (docs/kv.md). All but storage and host_memory is torch-free.
+
+layout.py       how the layers' entries are cut into groups and blocks
+blocks.py       the pool: which blocks are held, cached or free
+tables.py       the block tables of running requests, one for each group; the search for cached prefixes
+addresses.py    names of blocks: a keyed hash, chained from block to block
+offload.py      evicted blocks that the host keeps, and the copies to be made
+storage.py      the memory behind the pool, each layer's view of it, blocks as bytes; host_memory.py: slots on the host
+"""

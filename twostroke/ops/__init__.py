@@ -1,0 +1,10 @@
+"""Device mathematics: arrays in, arrays out. Imports nothing else of this package.
+
+interface.py   what a backend must offer, and the shapes of its arguments
+reference/     the specification in plain torch
+cpu/           C++ kernels for x86 and ARM (docs/cpu.md)
+cuda/          Triton kernels and cuBLAS (docs/gpu.md)
+formats.py     weights in memory: floats, and ggml's blocks of few bits
+arrays.py      from NumPy to a backend's arrays
+select.py      the backend for a device
+"""

@@ -1,0 +1,9 @@
+"""Which requests compute which tokens (docs/scheduling.md). Torch-free.
+
+scheduler.py   requests wait, run and end; `plan`, `commit`, `fail`
+planner.py     makes one plan within the budgets
+policy.py      the order of requests: a policy is a sort key
+pace.py        how much prompt a step may carry beside running streams
+keys.py        turns and shares of API keys
+make.py        the scheduler for given settings
+"""

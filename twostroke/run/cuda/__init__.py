@@ -1,0 +1,9 @@
+"""The runner of a GPU.
+
+runner.py          launches steps, two in flight; captures shapes that occur again as graphs
+steps.py           the shape of a step, and its arrays padded to it
+buckets.py         the row counts that steps are padded to
+shared_prefix.py   streams that hold the same leading blocks
+staging.py         a step's numbers in one pinned copy
+warm_up.py         compiles kernels before the first request; sizes the KV cache after the largest step
+"""
