@@ -221,10 +221,10 @@ def offload(bench: Bench) -> None:
 # ---- what the host costs ---------------------------------------------------------------------------------------------
 
 
-def device_ms(rig: Rig, met: dict[object, int]) -> float:
-    """Milliseconds of the captured step that ran most often since `met`, replayed alone; 0: none was captured."""
+def device_ms(rig: Rig, before: dict[object, int]) -> float:
+    """Milliseconds of the captured step that ran most often since `before`, replayed alone; 0: none was captured."""
     shapes = rig.runner.shapes
-    shape = max(shapes, key=lambda s: shapes[s].met - met.get(s, 0))
+    shape = max(shapes, key=lambda s: shapes[s].occurred - before.get(s, 0))
     if shapes[shape].graph is None:
         return 0.0
     began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -241,11 +241,11 @@ def host(bench: Bench) -> None:
     """Steps of the engine beside the same steps replayed on the device alone: one stream, and 32 with a prompt."""
     rig = bench.rig()
     for _ in range(2):
-        met = {shape: entry.met for shape, entry in rig.runner.shapes.items()}
+        before = {shape: entry.occurred for shape, entry in rig.runner.shapes.items()}
         times = rig.ask(rig.prompt(128), 380).timeline.token_times
         rig.run()
     step = (times[-1] - times[-101]) * 10  # contexts 408 to 508 are the shape that ran most often
-    own = device_ms(rig, met)
+    own = device_ms(rig, before)
     bench.report("step1", step, "ms/step", own, higher=False, host_share=round(1 - own / step, 4))
     streams = [rig.ask(rig.prompt(512), 100_000) for _ in range(32)]
     while min(len(stream.timeline.token_times) for stream in streams) < 12:
@@ -253,7 +253,7 @@ def host(bench: Bench) -> None:
     pace = rig.core.scheduler.pace
     usual, pace.max_gap = pace.max_gap, 1.0  # prompts are not cut
     for prompt in (0, 16, 128, 512, 1024):
-        met = {shape: entry.met for shape, entry in rig.runner.shapes.items()}
+        before = {shape: entry.occurred for shape, entry in rig.runner.shapes.items()}
         for turn in range(30):
             if turn == 10:
                 began = time.perf_counter()
@@ -261,7 +261,7 @@ def host(bench: Bench) -> None:
                 rig.ask(rig.prompt(prompt), 1)
             rig.core.step()
         step = (time.perf_counter() - began) * 1e3 / 20
-        own = device_ms(rig, met)
+        own = device_ms(rig, before)
         bench.report(f"step32+{prompt}", step, "ms/step", own, higher=False)
     pace.max_gap = usual
     for stream in streams:

@@ -136,7 +136,7 @@ def step_ms(rig: Rig) -> float:
     runner.captures, runner.pool = 0, torch.cuda.graph_pool_handle()
     rig.ask(rig.prompt(128), 24)
     rig.run()
-    graph: Any = max((e for e in runner.shapes.values() if e.graph is not None), key=lambda e: e.met).graph
+    graph: Any = max((e for e in runner.shapes.values() if e.graph is not None), key=lambda e: e.occurred).graph
     began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     best = float("inf")
     with torch.cuda.stream(runner.stream):

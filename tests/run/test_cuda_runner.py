@@ -23,7 +23,7 @@ from twostroke.run.cuda import shared_prefix  # noqa: E402
 from twostroke.run.cuda import steps as cuda_steps  # noqa: E402
 from twostroke.run.cuda.buckets import all_mixed_rows  # noqa: E402
 from twostroke.run.cuda.runner import CudaRunner  # noqa: E402
-from twostroke.run.cuda.warm_up import compile_kernels, meet_row_counts, run_largest_step  # noqa: E402
+from twostroke.run.cuda.warm_up import compile_kernels, plan_row_counts, run_largest_step  # noqa: E402
 from twostroke.run.torch_runner import TorchRunner  # noqa: E402
 from twostroke.sampling import SamplingParams  # noqa: E402
 from twostroke.schedule.make import make_scheduler  # noqa: E402
@@ -90,8 +90,8 @@ def test_the_largest_step_can_be_run_before_there_is_a_cache(llama_folder: Path,
     ops = CudaOps(torch.float32, "cuda" if ON_CARD else "cpu", quantize)
     model = load_model(checkpoint, ops, settings.max_model_len)
     compile_kernels(model, settings)
-    assert meet_row_counts(model, all_mixed_rows(12), 60.0) == [16]
-    assert meet_row_counts(model, all_mixed_rows(12), -1.0) == []
+    assert plan_row_counts(model, all_mixed_rows(12), 60.0) == [16]
+    assert plan_row_counts(model, all_mixed_rows(12), -1.0) == []
     if quantize is not None:
         return  # the interpreter takes long for whole steps
     tokens = run_largest_step(model, ops, settings)

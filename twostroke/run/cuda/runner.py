@@ -3,7 +3,7 @@
 Nothing here waits for the device but `collect`, and rows that need the host (penalties, log probabilities). A token
 sampled by a step still in flight never leaves the device: the next step reads it from `newest`, by the request's row.
 Steps that kept the device waiting for the host are captured as graphs, one for each shape (run/cuda/steps.py), when
-such a step is met again: the first tokens do not wait for captures, and long steps are not captured at all.
+such a step occurs again: the first tokens do not wait for captures, and long steps are not captured at all.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Captured:
     arrays: StagedArrays
     buffer: Tensor  # the numbers of such steps on the device: always at the same place
     there: dict[str, Tensor]  # views of it
-    met: int = 0
+    occurred: int = 0
     worthwhile: bool = False  # the device waited for the host
     graph: Any = None
     tokens: Tensor | None = None
@@ -142,8 +142,8 @@ class CudaRunner:
 
     def _run_shape(self, rows: StepRows, shape: Shape, entry: Captured) -> Handle:
         self.staging.send(entry.arrays, entry.buffer)
-        entry.met += 1
-        if entry.graph is None and entry.worthwhile and entry.met > OCCURRENCES and self.captures < MOST_GRAPHS:
+        entry.occurred += 1
+        if entry.graph is None and entry.worthwhile and entry.occurred > OCCURRENCES and self.captures < MOST_GRAPHS:
             self._capture(shape, entry)
         if entry.graph is not None:
             entry.graph.replay()

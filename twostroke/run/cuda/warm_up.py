@@ -28,7 +28,7 @@ from twostroke.sampling import SamplingParams
 from twostroke.types import Plan, Request, RequestState, Work
 
 GRAPHS = 1 << 30  # bytes for steps captured later on
-MEETING = 1.0  # seconds of the start for products with row counts that the library has not planned yet
+PLANNING = 1.0  # seconds of the start for products with row counts that the library has not planned yet
 COMPILERS = 6  # threads: half of a compilation is Python, so that more would only keep the longest waiting
 Task = Callable[[], object]
 
@@ -37,7 +37,7 @@ def prepare(config: Config, settings: Resolved, model: Transformer) -> Resolved:
     """Compile the kernels before the first request. Returns the settings, with a KV cache of what is really free where
     its size was not given."""
     compile_kernels(model, settings)
-    meet_row_counts(model, all_mixed_rows(settings.max_batch_tokens), MEETING)
+    plan_row_counts(model, all_mixed_rows(settings.max_batch_tokens), PLANNING)
     return resized(config, settings, model) if config.kv_blocks is None and config.kv_memory is None else settings
 
 
@@ -132,12 +132,12 @@ def cuda_ops(model: Transformer) -> CudaOps:
 
 
 @torch.inference_mode()
-def meet_row_counts(model: Transformer, sizes: Sequence[int], seconds: float) -> list[int]:
-    """Multiply a layer's matrices once with each number of rows, as far as the seconds go; returns those met. The
+def plan_row_counts(model: Transformer, sizes: Sequence[int], seconds: float) -> list[int]:
+    """Multiply a layer's matrices once with each number of rows, as far as the seconds go; returns those done. The
     library chooses and loads a kernel at its first product of a size: here no stream waits for it."""
     shapes = model.arch.layers[0].products(model.arch.hidden)
     layer = list(zip(model.layers[0].products(), shapes, strict=True))
-    met: list[int] = []
+    done: list[int] = []
     began = time.perf_counter()
     for rows in sizes:
         if time.perf_counter() - began > seconds:
@@ -145,8 +145,8 @@ def meet_row_counts(model: Transformer, sizes: Sequence[int], seconds: float) ->
         for product, shape in layer:
             for task in product_tasks(model, product, shape, rows):
                 task()
-        met.append(rows)
-    return met
+        done.append(rows)
+    return done
 
 
 def small_batch(ops: CudaOps, attention: Attention, count: int, group: int) -> DeviceBatch:
