@@ -43,7 +43,7 @@ LONG = {
     FP8: [Form(16, 1, 1, 1), Form(8, 1, 1, 1), Form(8, 1, 2, 1), Form(8, 2, 1, 1)],
     INT4: [Form(16, 2, 1, 1), Form(8, 1, 1, 1), Form(8, 2, 1, 1), Form(16, 1, 2, 1), Form(8, 1, 2, 1)],
 }
-PIECES = (0, 1, 2, 4, 6, 8, 12)
+FETCHES = (0, 1, 2, 4, 6, 8, 12)
 NEXT = {
     "qkv": "output",
     "output": "gate_up",
@@ -158,7 +158,7 @@ class Tuning:
         self.log: dict[str, float] = {}
         self.forms = {s: [f for f in forms_of(s, fmt) if Variant(fmt, s, f).name in right] for s in SHAPES}
         self.form = {s: self.forms[s][0] for s in SHAPES}
-        self.pieces = {s: one_row_.PIECES if SHAPES[s][0] > SHAPES[s][1] else 0 for s in SHAPES}
+        self.pieces = {s: one_row_.FETCHES if SHAPES[s][0] > SHAPES[s][1] else 0 for s in SHAPES}
         cuda.one_row = self.product  # type: ignore[attr-defined]
         self.bench = Bench(ceilings=found)
         self.following: dict[int, torch.Tensor] = {}  # every matrix's, by the address of the one before
@@ -171,7 +171,7 @@ class Tuning:
         names = {(n, k // wide): name for name, (n, k, *_) in SHAPES.items()}
         name = names[codes.shape[0], codes.shape[1]]
         form = self.form[name]
-        one_row_.form_for, one_row_.PIECES = (lambda fmt, segments: form), self.pieces[NEXT[name]]
+        one_row_.form_for, one_row_.FETCHES = (lambda fmt, segments: form), self.pieces[NEXT[name]]
         return one_row(x, codes, *rest, following=self.following.get(codes.data_ptr()), **how)
 
     def measure(self, name: str) -> float:
@@ -197,7 +197,7 @@ class Tuning:
         for shape in ("down", "gate_up", "qkv", "output", "head"):
             best = self.best(self.form, shape, self.forms[shape], best)
         for shape in SHAPES:
-            best = self.best(self.pieces, shape, list(PIECES), best)
+            best = self.best(self.pieces, shape, list(FETCHES), best)
         self.rig.runner.shapes.clear()
         self.rig.runner.pool = torch.cuda.graph_pool_handle()
         measure_decode(self.bench, self.rig, f"{self.kind}_decode1")

@@ -13,7 +13,7 @@ from twostroke.ops.interface import Attention, Gate, Norm
 from twostroke.weights.load import RopeTables
 
 if TYPE_CHECKING:  # the shapes below serve without Triton
-    from twostroke.ops.cuda.backend import CudaOps, Weight
+    from twostroke.ops.cuda.backend import CudaOps, CudaWeight
 
 THETA = 500_000.0
 
@@ -37,7 +37,7 @@ def random_model(arch: Arch, ops: CudaOps, max_positions: int, seed: int = 0) ->
     """Normal weights with a deviation that keeps activations near 1."""
     generator = torch.Generator(ops.device).manual_seed(seed)
 
-    def matrix(rows: int, columns: int) -> Weight:
+    def matrix(rows: int, columns: int) -> CudaWeight:
         weight = torch.empty(rows, columns, dtype=ops.dtype, device=ops.device)
         return ops.adopt(weight.normal_(std=columns**-0.5, generator=generator))
 
