@@ -163,7 +163,7 @@ class Tuning:
         self.bench = Bench(ceilings=found)
         self.following: dict[int, torch.Tensor] = {}  # every matrix's, by the address of the one before
         self.rig = self.bench.own(LLAMA_8B, quantize=self.kind, max_model_len=16384)
-        codes = [weight.codes for weight in self.rig.model.read_in_order()]
+        codes = [product.weight.codes for product in self.rig.model.products()]
         self.following = {a.data_ptr(): b for a, b in zip(codes, [*codes[1:], codes[0]], strict=True)}
 
     def product(self, x: torch.Tensor, codes: torch.Tensor, *rest: Any, following: Any = None, **how: Any) -> Any:
