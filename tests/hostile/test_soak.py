@@ -1,0 +1,112 @@
+"""Minutes of everything at once: one key sends ordinary and hostile requests and goes away at random moments, child
+processes are killed and stopped, and another key's answers stay the same, bit for bit and in time.
+
+SOAK_MINUTES says how long (10 without it): `SOAK_MINUTES=30 pytest -m slow tests/hostile/test_soak.py -s`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.hostile.fault_injection import Faults
+from tests.hostile.victim import Victim
+from tests.serve.server import KEY, OTHER_KEY, ROOT, Server, children, wait_until
+from tests.serve.test_load import memory
+
+pytestmark = pytest.mark.slow
+
+MINUTES = float(os.environ.get("SOAK_MINUTES", "10"))
+WARM_UP = 30.0  # seconds of the same traffic before anything is measured
+HOSTILE_KEY = "test-key-three"
+MAX_GAP = 0.25  # seconds
+SETTINGS = ("-s", f"max_gap={MAX_GAP}", "-s", "kv_blocks=4096")  # a small cache: its memory is touched in the warm-up
+
+
+class Held(NamedTuple):
+    """What the server and its engine hold of the system."""
+
+    megabytes: tuple[float, float]
+    descriptors: tuple[int, int]
+    threads: tuple[int, int]
+    processes: int
+
+
+def held(server: Server) -> Held:
+    pids = server.process.pid, server.engine_pid()
+    files, threads = ([len(list(Path(f"/proc/{pid}/{of}").iterdir())) for pid in pids] for of in ("fd", "task"))
+    megabytes = [round(memory(pid), 1) for pid in pids]
+    return Held(tuple(megabytes), tuple(files), tuple(threads), len(children(server.process.pid)))  # type: ignore[arg-type]
+
+
+async def attack(server: Server, seconds: float, seed: int) -> dict:
+    """The attacker's document."""
+    arguments = ("-m", "tests.hostile.attacker", server.url, HOSTILE_KEY, str(seconds), str(seed))
+    process = await asyncio.create_subprocess_exec(sys.executable, *arguments, cwd=ROOT, stdout=asyncio.subprocess.PIPE)
+    output, _ = await process.communicate()
+    assert process.returncode == 0
+    return json.loads(output)
+
+
+async def soak(server: Server, seconds: float) -> tuple[dict, Victim, Faults, Held]:
+    victim = Victim(server.url, OTHER_KEY)
+    await victim.learn()
+    warm = await attack(server, WARM_UP, 0)
+    assert not warm["wrong"], warm["wrong"][:10]
+    await asyncio.to_thread(server.quiet)
+    before = held(server)
+    faults = Faults(server, 1)
+    until = time.monotonic() + seconds
+    found, *_ = await asyncio.gather(attack(server, seconds, 1), victim.run(until), faults.run(until))
+    return found, victim, faults, before
+
+
+def test_soak(long_folder: Path) -> None:
+    server = Server(long_folder, *SETTINGS, keys=(KEY, OTHER_KEY, HOSTILE_KEY)).wait()
+    try:
+        found, victim, faults, before = asyncio.run(soak(server, 60 * MINUTES))
+        check_answers(found, victim, faults)
+        check_gaps(victim)
+        check_leaks(server, before)
+    finally:
+        code = server.stop()
+    assert code == 0
+
+
+def check_answers(found: dict, victim: Victim, faults: Faults) -> None:
+    print(f"\nhostile key: {json.dumps(found['ends'], indent=1)}\nfaults: {dict(faults.counts)}")
+    print(f"other key: {victim.same} answers the same, {len(victim.failed)} ended by a fault")
+    assert not found["wrong"], found["wrong"][:10]
+    assert not victim.wrong, victim.wrong[:10]
+    unexplained = [how for begin, end, how in victim.failed if not faults.near(begin, end)]
+    assert not unexplained, unexplained[:10]
+    assert victim.same > 20 * MINUTES and faults.counts["engine killed"] >= MINUTES // 3
+
+
+def check_gaps(victim: Victim) -> None:
+    gaps = sorted(victim.gaps)
+    p99 = gaps[int(0.99 * len(gaps))]
+    print(f"gaps: {len(gaps)}, median {statistics.median(gaps):.4f} s, p99 {p99:.4f} s, longest {gaps[-1]:.2f} s")
+    assert p99 < 2 * MAX_GAP
+
+
+def check_leaks(server: Server, before: Held) -> None:
+    server.assert_no_blocks_held()
+    seen = [before]
+
+    def returned() -> bool:
+        seen.append(now := held(server))
+        grown = [abs(after - then) for after, then in zip(now.megabytes, before.megabytes, strict=True)]
+        return max(grown) < 50 and now[1:] == before[1:]
+
+    try:
+        wait_until(returned, f"held before {before}", 100)
+    finally:
+        print(f"held before {before}, after {seen[-1]}")
