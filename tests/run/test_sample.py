@@ -140,3 +140,16 @@ def test_what_is_left_out_before_sorting_is_what_sorting_would_leave_out(spread)
     for top_p in (1e-9, 0.1, 0.5, 0.9, 0.999, 1 - 1e-7):
         ids = sample.keep_likely(row, SamplingParams(top_p=top_p))[1]
         assert ids.tolist() == order[before < max(top_p - sample.SLACK, sample.SLACK)].tolist()
+
+
+def test_a_token_that_cannot_be_chosen_has_a_score_that_json_can_write():
+    got = sample.logprobs(row_of(1.0, -np.inf, 0.0), 1, 3)
+    assert got.logprob == sample.LEAST and got.top[-1] == (1, sample.LEAST)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_prompt_whose_scores_are_not_numbers_is_an_error(bad: float):
+    scores = {1: sample.logprobs(row_of(1.0, 2.0), 0, 1), 2: sample.logprobs(row_of(bad, 2.0), 1, 1)}
+    assert sample.prompt_details(scores).error == sample.NOT_FINITE
+    del scores[2]
+    assert sample.prompt_details(scores).error is None

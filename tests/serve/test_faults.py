@@ -68,36 +68,54 @@ class Streaming(threading.Thread):
 # ---- clients that go away ------------------------------------------------------------------------------------------
 
 
-async def drop_many(server: Server, count: int, at_once: int) -> None:
-    """Connections closed at random moments: while queued, in prefill, in decode."""
+async def drop_many(server: Server, count: int, at_once: int) -> int:
+    """Connections closed at random moments: while queued, in prefill, in decode. How many of them were closed after
+    the first token and before the last."""
     rng = random.Random(0)
     gate = asyncio.Semaphore(at_once)
 
-    async def one(number: int) -> None:
-        prompt = "The quick brown fox " * rng.randint(1, 12) + str(number % 7)
+    async def one(number: int) -> bool:
+        in_decode = rng.random() < 0.5
         body = {
-            "prompt": prompt,
-            "max_tokens": rng.randint(5, 150),
-            "stream": rng.random() < 0.7,
+            "prompt": "The quick brown fox " * rng.randint(1, 12) + str(number % 7),
+            "max_tokens": 400 if in_decode else rng.randint(5, 150),
+            "stream": in_decode or rng.random() < 0.4,
+            "ignore_eos": in_decode,
             "n": rng.choice([1, 1, 3]),
         }
         async with gate, server.async_client() as client:
-            try:
-                async with asyncio.timeout(rng.choice([0.002, 0.02, 0.1, 0.3])):
-                    async with client.stream("POST", "/v1/completions", json=body) as response:
-                        assert response.status_code in (200, 429)
-                        async for _ in response.aiter_bytes():
-                            pass
-            except (TimeoutError, httpx.TransportError):
+            if in_decode:
+                return await drop_after(client, body, rng.choice([1, 2, 10, 60]))
+            await drop_within(client, body, rng.choice([0.002, 0.02, 0.1, 0.3]))
+            return False
+
+    return sum(await asyncio.gather(*(one(number) for number in range(count))))
+
+
+async def drop_within(client: httpx.AsyncClient, body: dict, seconds: float) -> None:
+    with contextlib.suppress(TimeoutError, httpx.TransportError):
+        async with asyncio.timeout(seconds), client.stream("POST", "/v1/completions", json=body) as response:
+            assert response.status_code in (200, 429)
+            async for _ in response.aiter_bytes():
                 pass
 
-    await asyncio.gather(*(one(number) for number in range(count)))
+
+async def drop_after(client: httpx.AsyncClient, body: dict, tokens: int) -> bool:
+    """Closes the connection after so many events with text. Whether there were so many, and more to come."""
+    async with client.stream("POST", "/v1/completions", json=body) as response:
+        assert response.status_code in (200, 429)
+        async for line in response.aiter_lines():
+            tokens -= line.startswith("data: {")
+            if tokens <= 0:
+                return '"finish_reason":"' not in line
+    return False
 
 
 @pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.slow)])
 def test_random_disconnects_leave_nothing_behind(server: Server, client: httpx.Client, count: int) -> None:
     right = client.post("/v1/completions", json=SHORT).json()["choices"][0]["text"]
-    asyncio.run(drop_many(server, count, 24))
+    in_decode = asyncio.run(drop_many(server, count, 24))
+    assert in_decode >= 0.3 * count, f"only {in_decode} of {count} were closed in decode"
     server.assert_no_blocks_held()
     assert client.post("/v1/completions", json=SHORT).json()["choices"][0]["text"] == right
     assert server.health()["restarts"] == 0

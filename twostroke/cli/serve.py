@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -11,7 +12,7 @@ from typing import Annotated
 import typer
 
 from twostroke.cli.options import ModelArgument, Settings, parse_settings
-from twostroke.cli.terminal import errors, progress_bar
+from twostroke.cli.terminal import progress_bar
 from twostroke.errors import ConfigError
 from twostroke.weights.catalog import DEFAULT
 
@@ -59,6 +60,11 @@ def serve(
         path.resolve(), model, settings, host, port, tuple(keys), tuple(admin_keys), max_queue=max_queue,
         drain_timeout=drain_timeout, allowed_hosts=hosts, allowed_origins=origins,
     )  # fmt: skip
-    run(options, lambda line: errors.print(line, markup=False, soft_wrap=True))
-    sys.stderr.flush()
+    run(options, say)
     os._exit(0)  # a thread that still compiles a grammar must not delay the end
+
+
+def say(line: str) -> None:
+    """On stderr. The server does not end because its log cannot be written: a full disk, a pipe without a reader."""
+    with contextlib.suppress(OSError):
+        print(line, file=sys.stderr, flush=True)

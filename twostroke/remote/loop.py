@@ -196,9 +196,10 @@ def rehearse(engine: Engine, count: int) -> float:
     tokens = tuple(number % engine.arch.vocab for number in range(count))
     params = SamplingParams(temperature=0, max_tokens=2)
     state = engine.core.submit(Request(-1, tokens, params, 0, clock(), count + 2, salt=b"warm up"))
+    errors: list[str] = []
     while not engine.core.idle:
-        engine.core.step()
+        errors += [event.error for event in engine.core.step() if event.error is not None]
     if state.finish_reason is not FinishReason.LENGTH:
-        raise TwostrokeError("the warm-up failed: the log above has the trace.")
+        raise TwostrokeError(f"the warm-up failed: {'; '.join(errors)}.")
     engine.core.scheduler.tables.pool.clear()
     return state.timeline.prefill

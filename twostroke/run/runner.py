@@ -10,7 +10,7 @@ from twostroke.grammar.masks import NO_MASKS, GrammarRows
 from twostroke.kv.storage import KVStorage
 from twostroke.model.transformer import Transformer
 from twostroke.ops.interface import Array, Batch, Ops
-from twostroke.run.sample import NOT_FINITE, choose, logprobs
+from twostroke.run.sample import NOT_FINITE, choose, logprobs, prompt_details
 from twostroke.run.step import PromptRows, StepRows
 from twostroke.types import Details, Plan, RequestState, Result, TokenLogprobs
 
@@ -39,10 +39,10 @@ class ModelRunner:
         step = StepRows(plan)
         hidden = self._forward(step.batch(self.tables, self.kv.layout.groups))  # (S, hidden): choices, prompt rows
         details: dict[int, Details] = {}
-        tokens = self._choose(step, hidden, details)
         for prompt in step.prompts:
             scores = score_prompt(plan.works[prompt.work].request, prompt, hidden, self._logits)
-            details.setdefault(prompt.work, Details()).prompt_logprobs = scores
+            details[prompt.work] = prompt_details(scores)
+        tokens = self._choose(step, hidden, details)
         return Result(tokens, details)
 
     def collect(self, handle: Result) -> Result:

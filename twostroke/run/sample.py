@@ -7,17 +7,21 @@ has no state, so a result does not depend on what else was in the batch, and a d
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from math import isfinite
+from math import isfinite, isnan, nan
 
 import numpy as np
 
 from twostroke.sampling import MASK, MIX_1, MIX_2, SamplingParams, mix
-from twostroke.types import EMPTY, Choice, TokenLogprobs
+from twostroke.types import EMPTY, Choice, Details, TokenLogprobs
 
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: steps of a Weyl sequence
 SLACK = 1e-9  # taken off top_p: the rounding of a sum of probabilities must not decide whether a token is kept
 TINY = 1e-4  # temperatures below it: a logit over the temperature is too large for float32 to keep the noise apart
-NOT_FINITE = "the model produced logits that are not numbers for this request"
+LEAST = -9999.0  # the log probability of a token that cannot be chosen: JSON has no infinity
+NOT_FINITE = (
+    "the model computed values that are not numbers (NaN or infinite) for this request: its weights are damaged, or "
+    "too large for their type"
+)
 
 
 def choose(
@@ -161,13 +165,19 @@ def gumbel(key: int, ids: np.ndarray) -> np.ndarray:
 
 
 def logprobs(row: np.ndarray, token: int, best: int) -> TokenLogprobs:
-    """Of the model's own distribution, before temperature, penalties and filters."""
+    """Of the model's own distribution, before temperature, penalties and filters. NaN if it has none."""
     row = row.astype(np.float64)
     peak = float(row.max())
-    total = peak + float(np.log(np.exp(row - peak).sum())) if isfinite(peak) else peak
+    total = peak + float(np.log(np.exp(row - peak).sum())) if isfinite(peak) else nan
     top: tuple[tuple[int, float], ...] = ()
     if best:
         ids = highest(row, min(best, len(row)))
         ids = ids[np.argsort(-row[ids], kind="stable")]
-        top = tuple(zip(ids.tolist(), (row[ids] - total).tolist(), strict=True))
-    return TokenLogprobs(token, float(row[token]) - total, top)
+        top = tuple(zip(ids.tolist(), np.maximum(row[ids] - total, LEAST).tolist(), strict=True))
+    return TokenLogprobs(token, float(np.maximum(row[token] - total, LEAST)), top)
+
+
+def prompt_details(scores: dict[int, TokenLogprobs]) -> Details:
+    """What is said of a work that scores its prompt; an error if a score is not a number."""
+    bad = any(isnan(score.logprob) for score in scores.values())
+    return Details(prompt_logprobs=scores, error=NOT_FINITE if bad else None)

@@ -26,6 +26,7 @@ from twostroke.remote.client import EngineError
 from twostroke.remote.ended import KEPT, EndedRequest
 from twostroke.remote.messages import Ready
 from twostroke.remote.stream import SLOW_READER, Stream
+from twostroke.run.sample import NOT_FINITE
 from twostroke.sampling import SamplingParams
 from twostroke.serve import expected, usage
 from twostroke.serve.body_shape import check_text
@@ -362,6 +363,8 @@ def failure(error: str) -> errors.ApiError:
         return errors.unavailable("The engine stopped while it wrote this answer: send the request again.")
     if error == SLOW_READER:
         return errors.ApiError(408, "The answer was read too slowly and was ended.", code="slow_reader")
+    if error == NOT_FINITE:
+        return errors.ApiError(500, f"{error[0].upper()}{error[1:]}.", code="not_finite", reason="internal")
     by_grammar = grammar_failure(error)
     if by_grammar is not None:
         return by_grammar

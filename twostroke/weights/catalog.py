@@ -135,8 +135,7 @@ def fetch(name: str, progress: Progress | None = None) -> Path:
             found = installed(name) or _fetch_locked(entry, home, progress)
     except OSError as error:
         raise ModelError(
-            f"{name}: cannot be stored in {cache_folder()} ({error.strerror or error}); it needs "
-            f"{2 * entry.bytes >> 20} MiB there while fetching: free some space or point TWOSTROKE_HOME elsewhere."
+            f"{name}: cannot be stored in {cache_folder()} ({error.strerror or error}); {_more_room(entry)}."
         ) from error
     return _unaltered(found, entry)
 
@@ -170,10 +169,24 @@ def _fetch_locked(entry: Entry, home: Path, progress: Progress | None) -> Path:
                 return _install(file, entry, progress)
             except SourceError as error:
                 reasons.append(f"{label}: {error}")
+    free = shutil.disk_usage(home).free
+    advice = (
+        "Check the network" if free >= _room(entry) else f"Only {free >> 20} MiB are free there: {_more_room(entry)}"
+    )
     raise ModelError(
-        f"{entry.name}: could not be fetched. {'; '.join(reasons)}. Check the network, or get {entry.hub_file} from "
+        f"{entry.name}: could not be fetched to {home}. {'; '.join(reasons)}. {advice}, or get {entry.hub_file} from "
         f"{entry.hub_repo} by other means and give its path instead of the name."
     )
+
+
+def _room(entry: Entry) -> int:
+    """Bytes that a fetch takes on the disk: what was downloaded, and the model that is made of it."""
+    return 2 * entry.bytes
+
+
+def _more_room(entry: Entry) -> str:
+    need = f"fetching needs {_room(entry) >> 20} MiB"
+    return f"{need}, so free some space or point TWOSTROKE_HOME elsewhere"
 
 
 def _verify(file: Path, entry: Entry) -> None:

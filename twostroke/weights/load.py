@@ -136,10 +136,20 @@ class Parameters:
         parts = [self._stored(name) for name in names]
         if self.bits is not None:
             bits = self.bits if names[0].startswith("layers.") else "int8"
-            parts = [quantize(part, bits) for part in parts]
+            parts = [self._quantized(name, part, bits) for name, part in zip(names, parts, strict=True)]
         weight = self.ops.pack(parts, self._bias(names))
         self._advance(names)
         return weight
+
+    def _quantized(self, name: str, part: Stored, bits: str) -> Stored:
+        try:
+            return quantize(part, bits)
+        except ValueError as error:
+            tensor = self.sources[name].tensor
+            raise ModelError(
+                f"{self.where}: {tensor} {error}, which {bits} cannot store. The file is damaged: fetch or convert it "
+                "again."
+            ) from None
 
     def norm(self, name: str) -> Norm:
         weight = dequantize(self._stored(name)) + np.float32(self.sources[name].add)

@@ -23,7 +23,8 @@ TRIALS = tuple(np.linspace(0.76, 1.04, 15).tolist())  # of the plain scale; 1.0 
 
 
 def quantize(stored: Stored, kind: str) -> Stored:
-    """The same matrix in 8 or 4 bits; rows that groups of 32 do not divide stay as they are."""
+    """The same matrix in 8 or 4 bits; rows that groups of 32 do not divide stay as they are. ValueError if a weight is
+    not a finite number: no code stands for it, and rounding would hide it."""
     if len(stored.shape) != 2 or stored.shape[1] % GROUP:
         return stored
     name = {"int8": "Q8_0", "int4": "Q4_0"}[kind]
@@ -32,7 +33,10 @@ def quantize(stored: Stored, kind: str) -> Stored:
     out = np.empty((len(values), FORMATS[name].bytes), np.uint8)
 
     def one(first: int) -> None:
-        out[first : first + CHUNK] = encode(values[first : first + CHUNK])
+        groups = values[first : first + CHUNK]
+        if not np.isfinite(groups).all():
+            raise ValueError("holds a weight that is not a finite number")
+        out[first : first + CHUNK] = encode(groups)
 
     with ThreadPoolExecutor(usable_cores()) as pool:
         list(pool.map(one, range(0, len(values), CHUNK)))

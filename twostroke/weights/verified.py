@@ -49,9 +49,12 @@ def _record(file: Path) -> Path:
 
 
 def _write(record: Path, line: str) -> None:
-    """In one step. A folder that cannot be written means that the file is hashed at every start."""
+    """In one step. Where nothing can be written (a read-only folder, a full disk) the file is hashed at every start."""
     with contextlib.suppress(OSError):
         handle, temporary = tempfile.mkstemp(prefix=record.name, dir=record.parent)
-        with os.fdopen(handle, "w", encoding="utf-8") as out:
-            out.write(line)
-        os.replace(temporary, record)
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as out:
+                out.write(line)
+            os.replace(temporary, record)
+        except OSError:
+            os.unlink(temporary)

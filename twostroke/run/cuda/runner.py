@@ -27,7 +27,7 @@ from twostroke.ops.interface import KV_SCALE_BYTES, Attention, GroupBlocks
 from twostroke.run.cuda.staging import StagedArrays, Staging
 from twostroke.run.cuda.steps import Mixture, Shape, Streams, on_device
 from twostroke.run.runner import describe_choices, score_prompt
-from twostroke.run.sample import SLACK, choose_one
+from twostroke.run.sample import SLACK, choose_one, prompt_details
 from twostroke.run.step import StepRows
 from twostroke.types import Choice, Details, Plan, Result, WorkKind
 
@@ -225,7 +225,7 @@ class CudaRunner:
         details: dict[int, Details] = {}
         for prompt in rows.prompts:
             scores = score_prompt(rows.works[prompt.work].request, prompt, hidden, self._host_logits)
-            details[prompt.work] = Details(prompt_logprobs=scores)
+            details[prompt.work] = prompt_details(scores)
         if not rows.choices:
             return self._finish(rows, self.newest[:0], details)
         logits = self.model.logits(hidden[: len(rows.choices)])
