@@ -20,6 +20,7 @@ from twostroke import LLM, SamplingParams
 from twostroke.errors import ModelError
 from twostroke.ops.formats import FORMATS
 
+SLOW = pytest.mark.slow  # seconds
 BAD = [float("nan"), float("inf"), float("-inf")]
 PROMPTS = ["Once upon a time", "dog 0123"]
 TENSORS = ["blk.0.attn_q", "blk.0.attn_k", "blk.1.attn_v", "blk.0.attn_output", "blk.1.ffn_gate", "blk.0.ffn_down"]
@@ -44,7 +45,7 @@ def damaged(folder: Path, kind: str, tensor: str, value: float) -> Path:
     return tiny_gguf.write(folder / "model.gguf", kind, change)
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("kind", [kind if kind == "Q4_1" else pytest.param(kind, marks=SLOW) for kind in FORMATS])
 def test_no_format_hides_a_bad_scale(tmp_path: Path, kind: str) -> None:
     """One scale of one matrix, or one weight of a norm."""
     assert errors_of(tiny_gguf.write(tmp_path / "model.gguf", kind)) == [None] * 4
@@ -76,6 +77,7 @@ def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return healthy, bad, token
 
 
+@SLOW
 def test_a_request_that_meets_a_bad_weight_fails_alone(folders: tuple[Path, Path, int]) -> None:
     """Good requests run in the same steps, and their answers are those of the healthy model."""
     healthy, bad, token = folders
@@ -116,6 +118,7 @@ async def mixed(
     return texts, [part[-2] for part in rounds], [part[-1] for part in rounds]
 
 
+@SLOW
 def test_a_server_does_not_start_with_a_model_that_cannot_answer(tmp_path: Path) -> None:
     """Every answer would fail: the reason is said at the start."""
     with pytest.raises(AssertionError, match=r"the warm-up failed: .*\(NaN or infinite\).*its weights are damaged"):

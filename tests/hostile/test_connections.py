@@ -27,8 +27,8 @@ UNFINISHED = (
 
 @pytest.fixture(scope="module")
 def crowded(long_folder: Path) -> Iterator[Server]:
-    """A server with 20 places and a reserve of 4."""
-    running = Server(long_folder, code=CROWDED).wait()
+    """A server with 20 places, of which one key may have all, and a reserve of 4."""
+    running = Server(long_folder, "-s", "key_share=1", code=CROWDED).wait()
     yield running
     assert running.stop() == 0
 

@@ -24,7 +24,10 @@ from twostroke.weights import catalog
 from twostroke.weights.catalog import fetch, installed
 
 
-@pytest.mark.parametrize("size", [1_000_000, 4_000_000])
+SLOW = pytest.mark.slow  # seconds
+
+
+@pytest.mark.parametrize("size", [pytest.param(1_000_000, marks=SLOW), 4_000_000])
 def test_a_full_disk_is_named_and_leaves_nothing(
     index: Path,  # noqa: F811
     tmp_path: Path,
@@ -102,6 +105,7 @@ def is_ready(client: httpx.Client) -> bool:
         return False
 
 
+@SLOW
 def test_a_server_starts_from_a_read_only_disk(default_model: Path, tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", default_model.stat().st_size + (1 << 20)) as disk:
         (disk / "models").mkdir()
@@ -110,6 +114,7 @@ def test_a_server_starts_from_a_read_only_disk(default_model: Path, tmp_path: Pa
         assert serve_and_ask(disk, subprocess.DEVNULL) == 0
 
 
+@SLOW
 def test_a_server_runs_though_its_log_cannot_be_written(default_model: Path) -> None:
     """stderr on a full disk, and into a pipe that is not read any more."""
     home = default_model.parent.parent

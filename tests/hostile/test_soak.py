@@ -12,14 +12,13 @@ import statistics
 import sys
 import time
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
 from tests.hostile.fault_injection import Faults
+from tests.hostile.held import Held, held
 from tests.hostile.victim import Victim
-from tests.serve.server import KEY, OTHER_KEY, ROOT, Server, children, wait_until
-from tests.serve.test_load import memory
+from tests.serve.server import KEY, OTHER_KEY, ROOT, Server, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -28,22 +27,6 @@ WARM_UP = 30.0  # seconds of the same traffic before anything is measured
 HOSTILE_KEY = "test-key-three"
 MAX_GAP = 0.25  # seconds
 SETTINGS = ("-s", f"max_gap={MAX_GAP}", "-s", "kv_blocks=4096")  # a small cache: its memory is touched in the warm-up
-
-
-class Held(NamedTuple):
-    """What the server and its engine hold of the system."""
-
-    megabytes: tuple[float, float]
-    descriptors: tuple[int, int]
-    threads: tuple[int, int]
-    processes: int
-
-
-def held(server: Server) -> Held:
-    pids = server.process.pid, server.engine_pid()
-    files, threads = ([len(list(Path(f"/proc/{pid}/{of}").iterdir())) for pid in pids] for of in ("fd", "task"))
-    megabytes = [round(memory(pid), 1) for pid in pids]
-    return Held(tuple(megabytes), tuple(files), tuple(threads), len(children(server.process.pid)))  # type: ignore[arg-type]
 
 
 async def attack(server: Server, seconds: float, seed: int) -> dict:
@@ -60,8 +43,7 @@ async def soak(server: Server, seconds: float) -> tuple[dict, Victim, Faults, He
     await victim.learn()
     warm = await attack(server, WARM_UP, 0)
     assert not warm["wrong"], warm["wrong"][:10]
-    await asyncio.to_thread(server.quiet)
-    before = held(server)
+    before = await asyncio.to_thread(held, server)
     faults = Faults(server, 1)
     until = time.monotonic() + seconds
     found, *_ = await asyncio.gather(attack(server, seconds, 1), victim.run(until), faults.run(until))
@@ -104,6 +86,7 @@ def check_leaks(server: Server, before: Held) -> None:
     def returned() -> bool:
         seen.append(now := held(server))
         grown = [abs(after - then) for after, then in zip(now.megabytes, before.megabytes, strict=True)]
+        time.sleep(1)
         return max(grown) < 50 and now[1:] == before[1:]
 
     try:

@@ -9,7 +9,7 @@ from twostroke.serve.routes import ROUTES
 from twostroke.serve.service import Service
 from twostroke.serve.transport.auth import OPEN_PATHS, PROBES, STATIC
 from twostroke.serve.transport.browsers import Browsers, is_preflight, preflight_headers
-from twostroke.serve.transport.errors import ApiError, anthropic_error, full, internal, not_found, openai_error
+from twostroke.serve.transport.errors import ApiError, anthropic_error, busy, full, internal, not_found, openai_error
 from twostroke.serve.transport.http import BodyMemory, Exchange, GoneError, Message, Receive, Send
 
 log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class App:
             return
         exchange.caller = self.service.keys.check(exchange.path, exchange.headers, exchange.peer)
         if exchange.path not in OPEN_PATHS and not exchange.path.startswith(STATIC):
-            exchange.accepted()
+            self._check_place(exchange)
         route = self.find("GET" if exchange.method == "HEAD" else exchange.method, exchange.path)
         if not route.generates:
             if route.loaded:
@@ -64,6 +64,12 @@ class App:
             await route.handler(self.service, exchange)
         finally:
             self.service.generating -= 1
+
+    def _check_place(self, exchange: Exchange) -> None:
+        """429 for a key that is busy on its share of the connections. This connection is closed: it takes a place."""
+        if not exchange.accepted(exchange.caller.number, self.service.key_share):
+            exchange.extra_headers["connection"] = "close"
+            raise busy(1, "This API key has as many connections here as one key may have")
 
     def find(self, method: str, path: str) -> Route:
         known = {route.method: route for route in self.routes if route.matches(path)}

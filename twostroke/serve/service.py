@@ -157,6 +157,11 @@ class Service:
         return self.engine.intake.settings
 
     @property
+    def key_share(self) -> float:
+        """Of what other keys leave free; 1 until the model is loaded."""
+        return 1.0 if self.engine.client.ready is None else self.settings.key_share
+
+    @property
     def weight_bytes(self) -> int:
         return self.engine.weight_bytes
 

@@ -19,7 +19,8 @@ from twostroke.serve.transport.lingering_close import LingeringTransport
 from twostroke.serve.transport.strict_buffer import MAX_HEADER_BYTES, StrictBuffer
 
 HEADER_SECONDS = 20.0  # for the head of a request to arrive
-STALL_SECONDS = 60.0  # a client may leave its answer unread for this long
+STALL_SECONDS = 60.0  # in which a client that has much to read must read STALL_BYTES
+STALL_BYTES = 16 << 10
 LATE_SECONDS = 0.5  # a timer that fires later than this shows that this process was stopped, not the client
 MAX_REFUSED = 256  # connections over the limit that get time to read the refusal
 
@@ -80,6 +81,7 @@ class Connection(H11Protocol):
         self.conn._receive_buffer = StrictBuffer()
         self._inner_app, self.app = self.app, self._with_extensions
         self.accepted = self.reserved = False  # the nouns of `places`
+        self.key = 0
         self.since = 0.0
         self.half_closed: HalfClosed | None = None  # after the client has closed its direction
         self.head_timer = Timer()  # runs while the head of a request is incomplete
@@ -129,13 +131,15 @@ class Connection(H11Protocol):
     async def _with_extensions(self, scope: Any, receive: Any, send: Any) -> None:
         scope["extensions"] = {
             WRITE_NOW: partial(self._write_now, self.cycle),
-            ACCEPTED: self._set_accepted,
+            ACCEPTED: self._accept,
             RESERVED: self.reserved,
         }
         await self._inner_app(scope, receive, send)
 
-    def _set_accepted(self) -> None:
-        self.accepted = True
+    def _accept(self, key: int, share: float) -> bool:
+        """The request has a valid key. False: this key is busy on as many connections as it may be."""
+        self.accepted, self.key = True, key
+        return not places.over_share(self.connections, key, share)  # type: ignore[arg-type]
 
     def _write_now(self, cycle: RequestResponseCycle, make: Callable[[], bytes]) -> bool:
         """Makes and writes a part of a streamed answer at once, where ASGI's `send` would need a task switch for every
@@ -194,12 +198,12 @@ class Connection(H11Protocol):
         self._start_stall_timer()
 
     def _start_stall_timer(self) -> None:
-        """Closes the connection of a client that reads nothing at all for STALL_SECONDS."""
+        """Closes the connection of a client that reads nothing, or next to nothing, for STALL_SECONDS."""
         left = self.transport.get_write_buffer_size()
 
         def check() -> None:
             self.stall_timer.stop()
-            if self.transport.get_write_buffer_size() < left:
+            if left - self.transport.get_write_buffer_size() >= STALL_BYTES:
                 self._start_stall_timer()
             else:
                 self.transport.abort()

@@ -15,10 +15,11 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 WriteNow = Callable[[Callable[[], bytes]], bool]
+Accepted = Callable[[int, float], bool]  # (key, its share): whether one more connection of this key may be busy
 
 # ASGI extensions of this server's connections
 WRITE_NOW = "twostroke.write_now"  # where `Exchange.write_now` comes from
-ACCEPTED = "twostroke.accepted"  # a function: the connection has sent a request with a valid key
+ACCEPTED = "twostroke.accepted"  # where `Exchange.accepted` comes from
 RESERVED = "twostroke.reserved"  # the connection is beyond the limit: only probes are answered on it
 
 MAX_BODY = 4 << 20  # bytes of one request
@@ -60,7 +61,7 @@ class Exchange:
         self.started = False  # the head of the answer was sent
         extensions = scope.get("extensions", {})
         self.write_now: WriteNow | None = extensions.get(WRITE_NOW)
-        self.accepted: Callable[[], None] = extensions.get(ACCEPTED, lambda: None)
+        self.accepted: Accepted = extensions.get(ACCEPTED, lambda key, share: True)
         self.reserved: bool = extensions.get(RESERVED, False)
         self.http_version: str = scope["http_version"]
         self._receive = receive
