@@ -18,11 +18,10 @@ import pytest
 
 from tests.hostile.small_disk import make_read_only, small_disk
 from tests.serve.server import PATIENT, ROOT
-from tests.weights.test_catalog import WHOLE, index, left_behind, put_parts, tiny  # noqa: F401
+from tests.weights.test_catalog import WHOLE, index, left_behind, put_parts  # noqa: F401
 from twostroke.errors import ModelError
 from twostroke.weights import catalog
 from twostroke.weights.catalog import fetch, installed
-
 
 SLOW = pytest.mark.slow  # seconds
 

@@ -1,5 +1,5 @@
-"""SIGSTOP of the server, of its engine, of both: after SIGCONT the answers go on and are the same, or each ends with one
-clean error. Nothing is left behind."""
+"""SIGSTOP of the server, of its engine, of both: after SIGCONT the answers go on and are the same, or each of them ends
+with one clean error. Nothing is left behind."""
 
 from __future__ import annotations
 
