@@ -121,5 +121,5 @@ async def mixed(
 @SLOW
 def test_a_server_does_not_start_with_a_model_that_cannot_answer(tmp_path: Path) -> None:
     """Every answer would fail: the reason is said at the start."""
-    with pytest.raises(AssertionError, match=r"the warm-up failed: .*\(NaN or infinite\).*its weights are damaged"):
+    with pytest.raises(AssertionError, match=r"the warm-up failed: .*\(NaN or infinite\).*its\s+weights are damaged"):
         Server(damaged(tmp_path, "Q4_1", "output_norm", float("nan"))).wait()

@@ -25,6 +25,7 @@ LIMITS = (
     "import twostroke.serve.transport.listen as l, twostroke.remote.stream as s; "
     "c.HEADER_SECONDS = 4.0; h.BODY_SECONDS = 5.0; c.STALL_SECONDS = 4.0; l.SEND_BUFFER = 4096; s.MAX_UNREAD = 500"
 )
+MAX_GAP = 0.25  # seconds
 MANY = 40  # slow clients at once
 BOUND = 25.0  # seconds after which none of them has its connection
 GREEDY = {"prompt": "Once upon a time", "max_tokens": 200, "temperature": 0, "ignore_eos": True, "stream": True}
@@ -34,7 +35,9 @@ OTHER = {"authorization": f"Bearer {OTHER_KEY}"}
 
 @pytest.fixture(scope="module")
 def server(long_folder: Path) -> Iterator[Server]:
-    running = Server(long_folder, "-s", "kv_blocks=16384", "-s", "max_requests=48", code=LIMITS).wait()
+    running = Server(
+        long_folder, "-s", "kv_blocks=16384", "-s", f"max_gap={MAX_GAP}", "-s", "max_requests=48", code=LIMITS
+    ).wait()
     yield running
     assert running.stop() == 0
 
@@ -108,8 +111,8 @@ def slow_clients(server: Server, kind: str) -> Iterator[list[SlowClient]]:
         yield clients
 
 
-def ask(server: Server) -> tuple[str, float]:
-    """Another key's stream: its text, and its longest pause."""
+def ask(server: Server) -> tuple[str, list[float]]:
+    """Another key's stream: its text, and the seconds between its events."""
     parts, pauses, before = [], [], None
     with server.client(headers=OTHER) as client, client.stream("POST", "/v1/completions", json=GREEDY) as answer:
         assert answer.status_code == 200
@@ -120,7 +123,7 @@ def ask(server: Server) -> tuple[str, float]:
             pauses += [] if before is None else [now - before]
             before = now
             parts.append(json.loads(line[6:])["choices"][0]["text"])
-    return "".join(parts), max(pauses)
+    return "".join(parts), pauses
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -128,19 +131,20 @@ def test_slow_clients_are_cut_off_and_harm_no_other(server: Server, kind: str) -
     right, _ = ask(server)
     server.quiet()
     before, sockets = memory(server.process.pid), connections(server)
-    pauses, most = [], before
+    pauses: list[float] = []
+    most = before
     with slow_clients(server, kind):
         began = time.monotonic()
         wait_until(lambda: connections(server) > sockets + MANY // 2, "they are not connected")
         while (left := connections(server) - sockets) > 0 and time.monotonic() < began + BOUND:
-            text, pause = ask(server)
-            pauses.append(pause)
+            text, more = ask(server)
+            pauses += more
             most = max(most, memory(server.process.pid))
             assert text == right
-        took, grown = time.monotonic() - began, most - before
-        print(f"\n{kind}: closed within {took:.1f} s; pauses of another key up to {max(pauses):.3f} s; {grown:.0f} MB")
+        took, grown, p99 = time.monotonic() - began, most - before, sorted(pauses)[int(0.99 * len(pauses))]
+        print(f"\n{kind}: closed within {took:.1f} s; gaps of another key {p99:.3f} s at p99; {grown:.0f} MB")
         assert left <= 0, f"{left} of {MANY} still have their connection after {BOUND} s"
-        assert max(pauses) < 1.0 and grown < 50
+        assert p99 < 2 * MAX_GAP and grown < 50
     server.assert_no_blocks_held()
 
 
