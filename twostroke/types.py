@@ -107,7 +107,7 @@ class RequestState:
         return self.computed + self.in_flight
 
 
-class WorkKind(Enum):
+class WorkKind(StrEnum):
     """What a work does."""
 
     READ = "read"  # tokens of a prompt, or of an answer that is computed again
@@ -209,8 +209,9 @@ class Event(NamedTuple):
 class Drafter(Protocol):
     """Guesses what requests write next. A wrong guess costs time and changes nothing."""
 
-    def begin(self, streams: int) -> None:
-        """A plan is being made in which so many streams write."""
+    def begin(self, streams: int) -> bool:
+        """A plan is being made in which so many streams write. False: nothing is guessed in it."""
+        ...
 
     def waits(self, request: RequestState) -> bool:
         """Whether a request with a step in flight is planned again only when its result is known."""

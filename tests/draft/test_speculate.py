@@ -56,8 +56,8 @@ def test_rows_of_one_plan_add_up() -> None:
 
 
 def test_nothing_is_guessed_for_many_streams() -> None:
-    assert speculation(0.95, 0.0, 2).propose(repeating(), 10)
-    assert not speculation(0.95, 0.0, 3).propose(repeating(), 10)
+    assert speculation(0.95, 0.0, 2).begin(2)
+    assert not speculation(0.95, 0.0, 3).begin(3)
 
 
 def test_the_source_that_promises_more_is_taken() -> None:

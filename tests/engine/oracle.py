@@ -17,8 +17,8 @@ class OracleDrafter:
         self.rng = random.Random(seed)
         self.proposed = 0
 
-    def begin(self, streams: int) -> None:
-        pass
+    def begin(self, streams: int) -> bool:
+        return True
 
     def waits(self, request: RequestState) -> bool:
         return True

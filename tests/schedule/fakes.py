@@ -49,8 +49,8 @@ class RandomDrafter:
     def waits(self, request: RequestState) -> bool:
         return self.rng.random() < 0.5
 
-    def begin(self, streams: int) -> None:
-        pass
+    def begin(self, streams: int) -> bool:
+        return self.rng.random() < 0.9
 
     def learn(self, plan: Plan, result: Result, seconds: float) -> None:
         pass

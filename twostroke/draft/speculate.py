@@ -73,10 +73,11 @@ class Speculation:
         self.tokens = 0.0  # expected of the step that is being planned
         self.without = False
 
-    def begin(self, streams: int) -> None:
-        """A plan is being made: each stream writes one token."""
+    def begin(self, streams: int) -> bool:
+        """A plan is being made: each stream writes one token. False: nothing is guessed in it."""
         self.streams, self.rows, self.tokens = streams, streams, float(streams)
         self.without = self.chances % WITHOUT_EVERY == WITHOUT_EVERY - 1
+        return streams <= STREAMS
 
     def waits(self, request: RequestState) -> bool:
         """Whether the next plan of a request with a step in flight should wait for its result: it has a match."""
@@ -85,8 +86,6 @@ class Speculation:
 
     def propose(self, request: RequestState, most: int) -> Sequence[int]:
         """The guesses of the source from which the step gains most: the grammar, or the request's own tokens."""
-        if self.streams > STREAMS:
-            return ()
         known = self.of.get(request.id)
         if known is None:
             known = self.of[request.id] = Guessing(self.acceptance)
@@ -135,7 +134,9 @@ class Speculation:
         return best
 
     def learn(self, plan: Plan, result: Result, seconds: float) -> None:
-        """From a step that was collected."""
+        """From a step that was collected. Nothing is guessed beside many streams, so nothing is learnt there."""
+        if len(plan.works) > STREAMS:
+            return
         rows = 0
         plain = True
         for work, tokens in zip(plan.works, result.tokens, strict=True):

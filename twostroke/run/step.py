@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 import numpy as np
 
@@ -30,22 +30,27 @@ class StepRows:
 
     def __init__(self, plan: Plan):
         self.works = plan.works
-        self.table_rows = np.array([work.request.row for work in plan.works], np.int64)
-        self.first = np.array([work.start for work in plan.works], np.int64)
-        if all(work.count == 1 for work in plan.works):
+        if all([work.count == 1 for work in plan.works]):  # noqa: C419 - a list is faster here
             self._lay_single()
         else:
             self._lay_out()
-        self.tokens = np.array([token for work in plan.works for token in input_tokens(work)], np.int64)
         self._choose_rows()
 
     def _lay_single(self) -> None:
         """One row for each request: nearly every decode step, where a few microseconds are a share of the step."""
-        self.total, self.single = len(self.works), True
+        works = self.works
+        self.total, self.single = len(works), True
+        self.places = [work.start for work in works]
+        rows, newest = [work.request.row for work in works], [input_tokens(work)[0] for work in works]
+        self.table_rows, self.first, self.tokens = np.array((rows, self.places, newest), np.int64)
         self.counts, self.owner, self.starts = ones_and_indices(self.total)
         self.contexts, self.positions = self.first + 1, self.first
+        self.columns = max(self.places) + 1
 
     def _lay_out(self) -> None:
+        self.table_rows = np.array([work.request.row for work in self.works], np.int64)
+        self.first = np.array([work.start for work in self.works], np.int64)
+        self.tokens = np.array([token for work in self.works for token in input_tokens(work)], np.int64)
         self.counts = np.array([work.count for work in self.works], np.int64)
         self.contexts = self.first + self.counts  # tokens in the cache once the step has written its own
         self.starts = np.zeros(len(self.counts) + 1, np.int32)
@@ -53,6 +58,7 @@ class StepRows:
         self.total, self.single = int(self.starts[-1]), False
         self.owner = np.repeat(np.arange(len(self.counts)), self.counts)
         self.positions = np.arange(self.total) - self.starts[self.owner] + self.first[self.owner]
+        self.columns = int(self.contexts.max())
 
     def _choose_rows(self) -> None:
         """The rows that choose tokens, then those that give log probabilities of the prompt."""
@@ -79,11 +85,6 @@ class StepRows:
         self.choices, self.chooser, self.prompts = choices, chooser, tuple(prompts)
         self.logit_rows = np.array(rows, np.int64)
 
-    @cached_property
-    def columns(self) -> int:
-        """Tokens of the longest context."""
-        return int(self.contexts.max())
-
     def blocks(self, tables: np.ndarray, groups: Sequence[KVGroup]) -> tuple[GroupBlocks, ...]:
         """tables: (groups, rows, columns) int32, the block tables of all running requests."""
         found = []
@@ -96,8 +97,7 @@ class StepRows:
         """Where each row's cache entry is written: block · entries of a block + place in the block."""
         span, tokens = group.span, group.entry.tokens
         if self.single and tokens == 1 and self.total <= FEW:  # faster than NumPy's calls
-            places = self.positions.tolist()
-            found = [table.item(row, place // span) * span + place % span for row, place in enumerate(places)]
+            found = [table.item(row, place // span) * span + place % span for row, place in enumerate(self.places)]
             return np.array(found, np.int64)
         blocks, offsets = np.divmod(self.positions, span)
         return table[self.owner, blocks] * np.int64(span // tokens) + offsets // tokens

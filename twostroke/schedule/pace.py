@@ -20,6 +20,7 @@ from collections.abc import Callable
 from twostroke.ops.interface import BLOCK
 from twostroke.types import Plan, WorkKind
 
+READ = WorkKind.READ
 MARGIN = 0.85  # of max_gap that a step may be planned to take; the rest is for what happens between steps
 SMOOTHING = 0.2
 LEAST_SHARE = 0.1  # of a step: prompts that take less teach nothing about prompts
@@ -63,11 +64,11 @@ class Pace:
 
     def observe(self, plan: Plan, seconds: float) -> None:
         prompt, streams = 0.0, 0
-        for work in plan.works:
-            if work.kind is WorkKind.READ:
-                prompt += self.flops(work.start, work.count)
+        for _, start, count, kind, _ in plan.works:
+            if kind is READ:
+                prompt += self.flops(start, count)
             else:
-                streams += work.count
+                streams += count
         self.learn(prompt, streams, seconds)
 
     def learn(self, prompt: float, streams: int, seconds: float) -> None:

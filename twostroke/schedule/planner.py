@@ -10,6 +10,8 @@ from twostroke.types import RequestState, Status, Work, WorkKind
 if TYPE_CHECKING:
     from twostroke.schedule.scheduler import Scheduler
 
+WRITE, VERIFY = WorkKind.WRITE, WorkKind.VERIFY  # looked up once: every stream of every step needs one
+
 
 class Planner:
     """One plan in the making: the works so far and what is left of the budget."""
@@ -33,31 +35,33 @@ class Planner:
     def add_streams(self) -> None:
         """Every running stream advances by one, or by what is kept of a draft."""
         scheduler, tables = self.scheduler, self.tables
-        if scheduler.drafter is not None:
-            scheduler.drafter.begin(len(self.streams))
+        drafting = scheduler.drafter is not None and scheduler.drafter.begin(len(self.streams))
         if tables.pool.available < len(self.streams) * len(tables.windows):
             # Requests that would be preempted first are planned last.
             self.streams.sort(key=worth_keeping, reverse=True)
-        for left, request in zip(range(len(self.streams) - 1, -1, -1), self.streams, strict=True):
-            if self.tokens_left < 1:
-                return
+        running, works, budget, left = scheduler.running, self.works, self.tokens_left, len(self.streams)
+        for request in self.streams:
+            left -= 1
+            if budget < 1:
+                break
             start = request.computed + request.in_flight
-            if request.id not in scheduler.running or is_complete(request, start) or self._waits(request):
+            if request.id not in running or is_complete(request, start) or (drafting and self._waits(request)):
                 continue
             if start % BLOCK == 0 and not self._make_room(request, start + 1):
                 continue
-            draft = self._draft(request, self.tokens_left - 1 - left) if not request.in_flight else ()
+            draft = self._draft(request, budget - 1 - left) if drafting and not request.in_flight else ()
             count = 1 + len(draft)
-            self.works.append(Work(request, start, count, WorkKind.VERIFY if draft else WorkKind.WRITE, draft))
+            works.append(Work(request, start, count, VERIFY if draft else WRITE, draft))
             request.in_flight += count
-            self.tokens_left -= count
-            scheduler.counters.computed_tokens += count
+            budget -= count
+        scheduler.counters.computed_tokens += self.tokens_left - budget
+        self.tokens_left = budget
 
     def _waits(self, request: RequestState) -> bool:
         """Whether its next plan depends on a result that is not known yet: a draft continues the newest token. Where
         nothing is drafted, the next step is planned while one runs."""
         drafter = self.scheduler.drafter
-        return drafter is not None and request.in_flight > 0 and drafter.waits(request)
+        return request.in_flight > 0 and drafter is not None and drafter.waits(request)
 
     def _draft(self, request: RequestState, rows: int) -> tuple[int, ...]:
         """Tokens to verify after the newest one. They take rows and blocks that are free: none evicts or preempts."""

@@ -20,9 +20,9 @@ from twostroke.kv.tables import Hit, KVTables
 from twostroke.ops.interface import BLOCK
 from twostroke.schedule.keys import Shares, Turns
 from twostroke.schedule.pace import Pace
-from twostroke.schedule.planner import Planner
+from twostroke.schedule.planner import VERIFY, WRITE, Planner
 from twostroke.schedule.policy import Policy
-from twostroke.types import Details, Drafter, Event, FinishReason, Plan, RequestState, Result, Status, Work, WorkKind
+from twostroke.types import Details, Drafter, Event, FinishReason, Plan, RequestState, Result, Status, Work
 
 WATERMARK = 0.01  # of the pool kept free at admission, so that streams can grow before a request is preempted
 NOTHING = Details()
@@ -247,25 +247,27 @@ class Scheduler:
         return events
 
     def _commit_one(self, work: Work, tokens: tuple[int, ...], details: Details, now: float) -> Event | None:
-        request = work.request
-        request.in_flight -= work.count
+        request, _, count, kind, _ = work
+        request.in_flight -= count
         if request.status is Status.FINISHED:  # it ended while this step ran
             self._leave(request)
             return None
         if details.error is not None:
             return self._finish(request, FinishReason.ERROR, now, error=details.error)
         # Of a draft only what was kept counts: K and V of the rest lie beyond `computed` and are written again.
-        request.computed += len(tokens) if work.kind is WorkKind.VERIFY else work.count
+        request.computed += len(tokens) if kind is VERIFY else count
         kept, reason = self._append(request, tokens, now)
-        if work.kind is WorkKind.VERIFY:
-            self._count_draft(request, work.count - 1, max(0, len(kept) - 1))
-        if work.kind is not WorkKind.WRITE or request.computed % BLOCK == 0:  # else no block became full
+        if kind is VERIFY:
+            self._count_draft(request, count - 1, max(0, len(kept) - 1))
+        if kind is not WRITE or request.computed % BLOCK == 0:  # else no block became full
             self.tables.publish(request, request.computed)
         if self.tables.windowed:
             self.tables.release_behind(request)
         if reason is not None:
             return self._finish(request, reason, now, kept, details)
         if kept or details.prompt_logprobs:
+            if details is NOTHING and not request.facts_changed:
+                return Event(request.id, kept)
             facts = request.timeline.facts() if request.facts_changed else None
             request.facts_changed = False
             return Event(request.id, kept, None, details.logprobs[: len(kept)], details.prompt_logprobs, None, facts)
