@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from math import isfinite
-from typing import Any
+from typing import Any, NamedTuple
 
 from twostroke.errors import InputError
 
@@ -57,6 +57,45 @@ def schema_text(schema: Any, name: str = "grammar.source") -> str:
         raise InputError(f"{name}: is not plain JSON data: {error}.") from None
 
 
+class Range(NamedTuple):
+    """The values that a number may have. Whole numbers where `low` is one; high: None for no limit."""
+
+    low: float
+    high: float | None
+    optional: bool = False  # None is a value too
+    above: bool = False  # `low` itself is not a value
+
+    def check(self, name: str, value: Any) -> None:
+        if value is None and self.optional:
+            return
+        right = is_whole if isinstance(self.low, int) else is_number
+        too_low = right(value) and (value <= self.low if self.above else value < self.low)
+        if not right(value) or too_low or (self.high is not None and value > self.high):
+            kind = "whole number" if isinstance(self.low, int) else "number"
+            low, high = (f"{bound:g}" if isinstance(bound, float) else bound for bound in (self.low, self.high))
+            bounds = f"at least {low}" if high is None else f"from {low} to {high}"
+            raise InputError(f"{name} must be a {kind} {bounds}, got {value!r}.")
+
+
+RANGES = {
+    "max_tokens": Range(1, None, optional=True),
+    "min_tokens": Range(0, None),
+    "temperature": Range(0.0, 100.0),
+    "top_k": Range(0, None),
+    "top_p": Range(0.0, 1.0, above=True),
+    "min_p": Range(0.0, 1.0),
+    "seed": Range(-(2**63), 2**64 - 1, optional=True),
+    "presence_penalty": Range(-2.0, 2.0),
+    "frequency_penalty": Range(-2.0, 2.0),
+    "repetition_penalty": Range(0.01, 100.0),
+    "logprobs": Range(0, MAX_LOGPROBS, optional=True),
+    "prompt_logprobs": Range(0, MAX_LOGPROBS, optional=True),
+    "n": Range(1, MAX_SAMPLES),
+    "priority": Range(-(2**31), 2**31 - 1),
+    "deadline": Range(0.0, 1e9, optional=True),
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How the answer is chosen, when it ends, and what is reported about it. Immutable; wrong values are refused."""
@@ -94,31 +133,18 @@ class SamplingParams:
         return object.__new__(cls)
 
     def __post_init__(self) -> None:
-        whole(self, "max_tokens", 1, optional=True)
-        whole(self, "min_tokens", 0)
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise InputError(f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens}): lower it.")
-        number(self, "temperature", 0.0, 100.0)
-        whole(self, "top_k", 0)
-        number(self, "top_p", 0.0, 1.0)
         if self.top_p == 0.0:
             raise InputError("top_p must be above 0: for the likeliest token alone use temperature=0.")
-        number(self, "min_p", 0.0, 1.0)
-        whole(self, "seed", -(2**63), 2**64 - 1, optional=True)
+        for name, allowed in RANGES.items():
+            allowed.check(name, getattr(self, name))
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InputError(f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens}): lower it.")
         self._check_stops()
         flag(self, "ignore_eos")
         flag(self, "speculate")
-        number(self, "presence_penalty", -2.0, 2.0)
-        number(self, "frequency_penalty", -2.0, 2.0)
-        number(self, "repetition_penalty", 0.01, 100.0)
         self._check_bias()
-        whole(self, "logprobs", 0, MAX_LOGPROBS, optional=True)
-        whole(self, "prompt_logprobs", 0, MAX_LOGPROBS, optional=True)
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
             raise InputError(f"grammar must be a Grammar, got {type(self.grammar).__name__}.")
-        whole(self, "n", 1, MAX_SAMPLES)
-        whole(self, "priority", -(2**31), 2**31 - 1)
-        number(self, "deadline", 0.0, 1e9, optional=True)
 
     def _check_stops(self) -> None:
         stops = (self.stop,) if isinstance(self.stop, str) else self.stop
@@ -166,23 +192,6 @@ def is_whole(value: Any) -> bool:
 
 def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
-
-
-def whole(params: Any, name: str, low: int, high: int | None = None, optional: bool = False) -> None:
-    value = getattr(params, name)
-    if value is None and optional:
-        return
-    if not is_whole(value) or value < low or (high is not None and value > high):
-        bounds = f"at least {low}" if high is None else f"from {low} to {high}"
-        raise InputError(f"{name} must be a whole number {bounds}, got {value!r}.")
-
-
-def number(params: Any, name: str, low: float, high: float, optional: bool = False) -> None:
-    value = getattr(params, name)
-    if value is None and optional:
-        return
-    if not is_number(value) or not low <= value <= high:
-        raise InputError(f"{name} must be a number from {low:g} to {high:g}, got {value!r}.")
 
 
 def flag(params: Any, name: str) -> None:

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.serve.server import PATIENT, Server
+from tests.serve.server import HEADERS, OTHER_KEY, PATIENT, Server
 from twostroke.serve.body_shape import MAX_DEPTH, MAX_ELEMENTS, MAX_FIELDS, check_shape
 from twostroke.serve.transport.errors import ApiError
-from twostroke.serve.transport.http import MAX_BODY
+from twostroke.serve.transport.http import MAX_BODIES, MAX_BODY, BodyMemory
 
 pytestmark = pytest.mark.slow  # seconds for each case
 
@@ -33,6 +33,10 @@ BODIES = {
     ),
     "text": ("/v1/completions", json.dumps({"prompt": PROSE}).encode()),
     "texts": ("/v1/completions", json.dumps({"prompt": [PROSE[:30_000]] * 128}).encode()),
+    "echo of ids": (
+        "/v1/completions",
+        json.dumps({"prompt": [[7] * 1900] * 4, "echo": True, "logprobs": 20, "max_tokens": 0}).encode(),
+    ),
     "text to count": ("/tokenize", json.dumps({"prompt": PROSE[:500_000], "return_token_strs": True}).encode()),
     "conversation": ("/v1/chat/completions", json.dumps({"messages": [{"role": "user", "content": PROSE}]}).encode()),
     "arguments": (
@@ -87,7 +91,7 @@ def post(server: Server, path: str, body: bytes) -> tuple[int, bytes]:
     """With as little work for this process as possible: it measures meanwhile."""
     host, port = server.url.removeprefix("http://").split(":")
     connection = http.client.HTTPConnection(host, int(port), timeout=PATIENT)
-    connection.request("POST", path, body, {"content-type": "application/json"})
+    connection.request("POST", path, body, {"content-type": "application/json", **HEADERS})
     answer = connection.getresponse()
     found = answer.status, answer.read()
     connection.close()
@@ -119,6 +123,44 @@ def test_memory_comes_back(open_server: Server) -> None:
     while (after := resident(open_server)) > before + 50 and time.monotonic() < deadline:
         time.sleep(0.1)
     assert after < before + 50, (before, after)
+
+
+def test_long_texts_of_one_key_do_not_delay_another(long_folder: Path) -> None:
+    """Ten texts of 4 MiB take seconds each. Another key's long text is tokenized meanwhile, and its chat rendered."""
+    server = Server(long_folder).wait()
+    try:
+        path, body = BODIES["text"]
+        flood = [threading.Thread(target=post, args=(server, path, body)) for _ in range(10)]
+        for one in flood:
+            one.start()
+        time.sleep(0.5)
+        with server.client(headers={"authorization": f"Bearer {OTHER_KEY}"}) as client:
+            began = time.monotonic()
+            client.post("/tokenize", json={"prompt": PROSE[:50_000]}).raise_for_status()
+            client.post("/v1/completions", json={"prompt": "Once", "max_tokens": 1}).raise_for_status()
+            waited = time.monotonic() - began
+        assert sum(one.is_alive() for one in flood) > 4, "the flood was over too soon to show anything"
+        for one in flood:
+            one.join()
+        whole = time.monotonic() - began
+    finally:
+        server.stop()
+    assert waited < whole / 4, f"{waited:.1f} s of {whole:.1f} s"
+
+
+def test_one_key_has_a_share_of_the_memory_for_bodies() -> None:
+    memory = BodyMemory()
+    memory.share = 0.75
+    for _ in range(3 * MAX_BODIES // MAX_BODY // 4):
+        memory.add(1, MAX_BODY)
+    with pytest.raises(ApiError) as refused:
+        memory.add(1, MAX_BODY)
+    assert refused.value.status == 429
+    memory.release(1, MAX_BODY)
+    memory.add(2, MAX_BODY)
+    for key, held in list(memory.held.items()):
+        memory.release(key, held)
+    assert not memory.held
 
 
 @pytest.mark.parametrize(

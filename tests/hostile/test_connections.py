@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import resource
 import socket
+import statistics
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 
 from tests.serve.server import Server, wait_until
 from tests.serve.test_listen import KEY_LINE, connect, read_answer
+from twostroke.serve.transport.strict_buffer import MAX_CHUNKS
 
 CROWDED = (
     "import twostroke.serve.transport.places as p, twostroke.serve.transport.http as h; "
@@ -88,6 +91,65 @@ def test_probes_are_answered_when_every_place_is_busy(crowded: Server) -> None:
         assert sum(map(is_closed, silent)) >= 6
         assert not any(map(is_closed, busy))
     wait_until(lambda: ask(crowded, MODELS)[0] == 200, "the places did not come back")
+
+
+@pytest.fixture
+def many_files() -> Iterator[None]:
+    """This process may hold both thousand connections and more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 4096:
+        pytest.skip("the system allows this test too few open files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 4096), hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def limit_files(soft: int, hard: int) -> str:
+    return f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["idle", "busy"])
+def test_the_real_number_of_connections(long_folder: Path, many_files: None, kind: str) -> None:
+    """1,024 places under the usual limit of 1,024 open files: more connections than that, and probes are answered."""
+    code = limit_files(1024, 4096) + "; import twostroke.serve.transport.http as h; h.BODY_SECONDS = 600.0"
+    server = Server(long_folder, code=code, keys=()).wait()
+    try:
+        with contextlib.ExitStack() as stack:
+            held = [stack.enter_context(connect(server)) for _ in range(1024 + (200 if kind == "idle" else 0))]
+            for sock in held:
+                sock.sendall(UNFINISHED if kind == "busy" else LIVE)
+                with contextlib.suppress(OSError):
+                    sock.recv(65536)
+            silent = [stack.enter_context(connect(server)) for _ in range(100)]
+            took = []
+            for _ in range(200):
+                began = time.perf_counter()
+                assert ask(server, LIVE)[0] == 200
+                took.append(time.perf_counter() - began)
+            assert statistics.quantiles(took, n=100)[-1] < 0.25, max(took)
+            assert ask(server, MODELS)[0] == (503 if kind == "busy" else 200)
+            assert len(silent) == 100
+        wait_until(lambda: ask(server, MODELS)[0] == 200, "the places did not come back")
+        assert not [line for line in server.lines if "Too many open files" in line]
+    finally:
+        assert server.stop() == 0
+
+
+def test_few_open_files_mean_fewer_places(long_folder: Path) -> None:
+    """A server that may open 256 files has 24 places, and says so; 300 connections do not keep a probe waiting."""
+    server = Server(long_folder, code=limit_files(256, 256), keys=()).wait()
+    try:
+        assert any("24 connections at most" in line for line in server.lines), server.lines
+        with contextlib.ExitStack() as stack:
+            for _ in range(300):
+                stack.enter_context(connect(server)).sendall(LIVE)
+            began = time.monotonic()
+            assert ask(server, LIVE)[0] == 200 and ask(server, MODELS)[0] == 200
+            assert time.monotonic() - began < 5.0
+        assert not [line for line in server.lines if "Too many open files" in line]
+    finally:
+        assert server.stop() == 0
 
 
 # ---- the RFC -------------------------------------------------------------------------------------------------------
@@ -181,3 +243,56 @@ def test_a_client_that_is_gone_is_not_taken_for_half_closed(server: Server, stre
     began = time.monotonic()
     wait_until(lambda: server.health()["in_flight"] == 0, "it went on")
     assert time.monotonic() - began < 5.0
+
+
+# ---- chunks --------------------------------------------------------------------------------------------------------
+
+CHUNKED = f"POST /tokenize HTTP/1.1\r\nhost: localhost\r\n{KEY_LINE}transfer-encoding: chunked\r\n\r\n".encode()
+
+
+def in_chunks(body: bytes, size: int) -> bytes:
+    parts = [body[start : start + size] for start in range(0, len(body), size)]
+    return b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in parts) + b"0\r\n\r\n"
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000, 100_000])
+def test_bodies_in_chunks_are_read(server: Server, size: int) -> None:
+    body = json.dumps({"prompt": "x " * (600 if size < 100 else 30_000)}).encode()
+    status, document = ask(server, CHUNKED + in_chunks(body, size))
+    assert status == 200 and document["count"] > 100
+
+
+def test_requests_of_all_kinds_in_one_write(server: Server) -> None:
+    """A body with a length, one in chunks, and one without, in any order, and then the end."""
+    body = json.dumps({"prompt": "x " * 3000}).encode()
+    known = CHUNKED.replace(b"transfer-encoding: chunked", b"content-length: %d" % len(body)) + body
+    with connect(server) as sock:
+        sock.sendall(known + CHUNKED + in_chunks(body, 9) + MODELS + known + CHUNKED + in_chunks(body, 5000))
+        sock.shutdown(socket.SHUT_WR)
+        data = b""
+        while part := sock.recv(65536):
+            data += part
+    assert data.count(b"HTTP/1.1 200 ") == 5
+
+
+def test_a_body_in_tiny_chunks_does_not_stop_the_server(server: Server) -> None:
+    """h11 takes as long for a chunk of one byte as for a large one."""
+    with connect(server) as sock, connect(server) as probe:
+        sock.sendall(CHUNKED)
+        sock.setblocking(False)
+        data, took = b"1\r\nx\r\n" * 100_000, []
+        while len(took) < 100:
+            with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
+                sock.send(data)
+            began = time.perf_counter()
+            probe.sendall(LIVE)
+            assert read_answer(probe)[0] == 200
+            took.append(time.perf_counter() - began)
+        assert statistics.median(took) < 0.05 and max(took) < 0.5, (statistics.median(took), max(took))
+
+
+def test_too_many_chunks_are_refused(server: Server) -> None:
+    with connect(server) as sock:
+        sock.sendall(CHUNKED + b"1\r\n \r\n" * (MAX_CHUNKS + 1))
+        status, document = read_answer(sock)
+        assert status == 400 and "chunks" in document["error"]["message"]

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from urllib.parse import unquote, urlsplit
 
 import httpx
 import pytest
+import requests
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from schemathesis import GenerationMode
 
-from tests.serve.server import HEADERS, Server
+from tests.serve.server import HEADERS, OTHER_KEY, Server
+from twostroke.sampling import RANGES
 from twostroke.serve.routes import ROUTES
+from twostroke.serve.transport.auth import ADMIN, OPEN_PATHS, STATIC
 
 POSTS = [route.path for route in ROUTES if route.method == "POST"]
 QUICK = settings(
@@ -91,9 +95,28 @@ def test_anything_at_all(fuzzed: Server) -> None:
         run()
 
 
+CALLERS = {"no key": {}, "user key": {"authorization": f"Bearer {OTHER_KEY}"}, "admin key": HEADERS}
+
+
+def check_access(who: str, response: requests.Response) -> None:
+    """A caller without a key sees probes and the dashboard's files only, one with a user key no operator's route."""
+    status, path = response.status_code, unquote(urlsplit(response.request.url).path)
+    if response.request.headers.get("authorization") != CALLERS[who].get("authorization"):
+        who = "no key"  # of what the description says of keys, this case has a wrong one
+    assert status < 500 or status == 503, response.text
+    is_open = path in OPEN_PATHS or path.startswith(STATIC)
+    if who == "no key" and not is_open:
+        assert status == 401, response.text
+    elif who == "user key" and path.startswith(ADMIN):
+        assert status in (403, 405), response.text
+    else:
+        assert status not in (401, 403) or (who == "user key" and "priority" in response.text), response.text
+
+
 @pytest.mark.parametrize("examples", [5, pytest.param(150, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE], ids=["allowed", "not allowed"])
-def test_what_the_description_says(fuzzed: Server, mode: GenerationMode, examples: int) -> None:
+@pytest.mark.parametrize("who", CALLERS)
+def test_what_the_description_says(fuzzed: Server, mode: GenerationMode, examples: int, who: str) -> None:
     """Schemathesis reads the server's own OpenAPI document and sends what it allows, and what it does not."""
     with fuzzed.client() as client:
         schema = schemathesis.openapi.from_dict(client.get("/openapi.json").json())
@@ -103,7 +126,25 @@ def test_what_the_description_says(fuzzed: Server, mode: GenerationMode, example
             @settings(QUICK, max_examples=examples)
             @given(operation.as_strategy(generation_mode=mode))
             def run(case: schemathesis.Case) -> None:
-                response = case.call(base_url=fuzzed.url, headers=HEADERS, timeout=600)
-                assert response.status_code < 500 or response.status_code == 503, response.text
+                response = case.call(base_url=fuzzed.url, headers=CALLERS[who], timeout=600)
+                check_access(who, response)
 
             run()
+
+
+def test_the_description_has_the_ranges_that_are_checked(fuzzed: Server) -> None:
+    """Every bound that the description gives is accepted, and what lies beyond it is refused by name."""
+    with fuzzed.client() as client:
+        fields = client.get("/openapi.json").json()["components"]["schemas"]["CompletionRequest"]["properties"]
+        ranged = {name: fields[name]["anyOf"][0] for name in RANGES if "maximum" in str(fields.get(name))}
+        assert set(ranged) >= {"temperature", "top_p", "min_p", "n", "presence_penalty", "repetition_penalty"}
+        for name, found in ranged.items():
+            low, high = found.get("minimum", found.get("exclusiveMinimum")), found["maximum"]
+            good = [low] if name in ("n", "min_tokens") else [high] if "exclusiveMinimum" in found else [low, high]
+            for value in good:
+                answer = client.post("/v1/completions", json=GOOD["/v1/completions"] | {"echo": True, name: value})
+                assert answer.status_code == 200, (name, value, answer.text)
+            bad = [low - 1, high + 1, *([low] if "exclusiveMinimum" in found else [])]
+            for value in bad:
+                answer = client.post("/v1/completions", json=GOOD["/v1/completions"] | {name: value})
+                assert answer.status_code == 400 and answer.json()["error"]["param"] == name, (name, value, answer.text)

@@ -84,7 +84,7 @@ class AsyncEngine:
         self.ended = EndedRequests()
         self._recipients: dict[int, Recipient] = {}  # by request id
         self._to_wake: dict[Stream, None] = {}  # streams that got pieces in this report
-        self._grammars = FairTurns(MAX_GRAMMARS)
+        self._grammars = FairTurns(most=MAX_GRAMMARS)
         self.progress = Progress(self.clock)
         self._checker = ThreadPoolExecutor(1, thread_name_prefix="grammar")
 
@@ -183,15 +183,16 @@ class AsyncEngine:
         self._wake()
 
     def finishing(self, samples: int, key: int) -> float | None:
-        """Seconds until so many of the answers that are being written have reached their longest length, each at its
-        own pace so far. None: too few have a pace yet. key: those of one API key; 0: all."""
+        """Seconds until so many of the answers under way have reached their longest length, each at its own pace so
+        far, or at one step for each token where it has none yet. None: there are fewer answers. key: those of one API
+        key; 0: all."""
         left = []
         for recipient in self._recipients.values():
-            times = recipient.answer.sample.timeline.token_times
-            if len(times) > 1 and key in (0, recipient.key):
-                request = recipient.answer.request
-                pace = (times[-1] - times[0]) / (len(times) - 1)
-                left.append(pace * (request.limit - len(request.tokens) - len(times)))
+            if key not in (0, recipient.key):
+                continue
+            times, request = recipient.answer.sample.timeline.token_times, recipient.answer.request
+            pace = (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else self.step_seconds
+            left.append(pace * (request.limit - len(request.tokens) - len(times)))
         return sorted(left)[samples - 1] if len(left) >= samples else None
 
     def contexts(self) -> list[int]:

@@ -32,7 +32,7 @@ class App:
         except ApiError as error:
             await self._refuse(exchange, error)
         except Exception:
-            await self._refuse(exchange, internal(f"{exchange.method} {exchange.path[:100]}"))
+            await self._refuse(exchange, internal(f"{exchange.method} {exchange.path[:100]!r}"))
         finally:
             exchange.release_body()
             if exchange.weight:
@@ -52,6 +52,7 @@ class App:
         exchange.caller = self.service.keys.check(exchange.path, exchange.headers, exchange.peer)
         if exchange.path not in OPEN_PATHS and not exchange.path.startswith(STATIC):
             self._check_place(exchange)
+        self.memory.share = self.service.key_share
         route = self.find("GET" if exchange.method == "HEAD" else exchange.method, exchange.path)
         if not route.generates:
             if route.loaded:
@@ -83,7 +84,7 @@ class App:
     async def _refuse(self, exchange: Exchange, error: ApiError) -> None:
         self.service.metrics.refused(error.reason)
         if exchange.started:  # nothing more can be said on this connection; uvicorn closes it
-            log.error("%s: failed after its answer had begun", exchange.path[:100])
+            log.error("%r: failed after its answer had begun", exchange.path[:100])
             return
         headers = {} if error.retry_after is None else {"retry-after": str(error.retry_after)}
         took = 1000 * (self.service.clock() - exchange.arrival)

@@ -28,6 +28,7 @@ from twostroke.serve.service import Service
 from twostroke.serve.transport.auth import Keys, is_loopback
 from twostroke.serve.transport.browsers import Browsers
 from twostroke.serve.transport.listen import Listener, bind, make_listener
+from twostroke.serve.transport.places import fit_to_descriptors
 
 log = logging.getLogger(__name__)
 Say = Callable[[str], None]
@@ -147,4 +148,5 @@ class Server:
 
 def run(options: Options, say: Say) -> None:
     sys.setswitchinterval(SWITCH_SECONDS)
+    fit_to_descriptors()
     asyncio.run(Server(options, say).run())

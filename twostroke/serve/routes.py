@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from twostroke.serve import dashboard
 from twostroke.serve.api import admin, anthropic, chat, completions, diagnosis, health, models, responses, tokenize
 from twostroke.serve.api.anthropic import CountTokensRequest, MessagesRequest
@@ -9,14 +11,22 @@ from twostroke.serve.api.chat import ChatRequest
 from twostroke.serve.api.completions import CompletionRequest
 from twostroke.serve.api.responses import ResponsesRequest
 from twostroke.serve.api.tokenize import DetokenizeRequest, TokenizeRequest
+from twostroke.serve.off_loop import LARGE
 from twostroke.serve.openapi import document
 from twostroke.serve.route import Route
 from twostroke.serve.service import Service
-from twostroke.serve.transport.http import Exchange
+from twostroke.serve.transport.http import Exchange, dump_large
+
+
+@cache
+def openapi_text(locked: bool) -> bytes:
+    """locked: requests need a key."""
+    return dump_large(document(ROUTES, locked))
 
 
 async def openapi(service: Service, exchange: Exchange) -> None:
-    await exchange.respond(200, document(ROUTES, service.keys.required))
+    """In a thread: the schemas of all payloads take a tenth of a second the first time."""
+    await exchange.respond(200, await service.off_loop(exchange, LARGE, openapi_text, service.keys.required))
 
 
 ROUTES = (

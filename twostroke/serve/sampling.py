@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from twostroke.errors import InputError
-from twostroke.sampling import MAX_STOP_LENGTH, SamplingParams
+from twostroke.sampling import MAX_STOP_LENGTH, RANGES, SamplingParams
 from twostroke.serve.fields import Integer, Many, Name, Natural, Payload, TokenId
 from twostroke.serve.transport.errors import bad_request
 
@@ -21,6 +21,27 @@ StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 Bias = Annotated[float, Field(ge=-100.0, le=100.0)]
 
 
+def add_ranges(schema: dict[str, Any]) -> None:
+    """Into the JSON schema of a payload: the ranges that SamplingParams checks. A narrower one of the payload stays."""
+    for name in SAME_NAME:
+        allowed, found = RANGES.get(name), schema.get("properties", {}).get(name)
+        if allowed is None or found is None:
+            continue
+        for branch in found.get("anyOf", [found]):
+            if branch.get("type") not in ("integer", "number"):
+                continue
+            lowest = "exclusiveMinimum" if allowed.above else "minimum"
+            branch[lowest] = max(allowed.low, branch.get(lowest, allowed.low))
+            if allowed.high is not None:
+                branch["maximum"] = min(allowed.high, branch.get("maximum", allowed.high))
+
+
+class SampledPayload(Payload):
+    """A payload with fields of SamplingParams."""
+
+    model_config = ConfigDict(json_schema_extra=add_ranges)
+
+
 class StreamOptions(Payload):
     include_usage: bool | None = None
     include_obfuscation: Literal[False] | None = None
@@ -32,7 +53,7 @@ class PrefixCacheOptions(Payload):
     explain: bool = False
 
 
-class ExplainField(Payload):
+class ExplainField(SampledPayload):
     prefix_cache: PrefixCacheOptions | None = None
 
     @property

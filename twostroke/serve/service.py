@@ -5,16 +5,15 @@ Only this file and main.py, which starts the engine, use the engine itself.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from twostroke.config import Resolved
+from twostroke.confined import AccidentError
 from twostroke.engine.answer import StreamEvent
 from twostroke.errors import InputError, ModelError
 from twostroke.metrics.registry import Metrics
@@ -25,7 +24,7 @@ from twostroke.remote.async_engine import ENGINE_GONE, AsyncEngine
 from twostroke.remote.client import EngineError
 from twostroke.remote.ended import KEPT, EndedRequest
 from twostroke.remote.messages import Ready
-from twostroke.remote.stream import SLOW_READER, Stream
+from twostroke.remote.stream import SLOW_READER, Piece, Stream
 from twostroke.run.sample import NOT_FINITE
 from twostroke.sampling import SamplingParams
 from twostroke.serve import expected, usage
@@ -73,15 +72,29 @@ class Generation:
         self.readers = [given.format.reader(given.text) for _ in stream.answers]
 
     async def finish(self) -> None:
-        """Waits for the end, and reads the whole answers. The error of an answer that failed is raised."""
+        """Waits for the end. The error of an answer that failed is raised."""
         self.stream.listener = lambda choice, text: True  # no need to wake up for text
         async with self.exchange.watched(self.stream.close):
             while await self.stream.take():
                 continue
         self.record()
         self.check()
-        for reader, answer in zip(self.readers, self.stream.answers, strict=True):
-            reader.push(StreamEvent(answer.sample.text, (), answer.sample.finish_reason))
+
+    def whole_pieces(self) -> list[Piece]:
+        """Every answer as one piece."""
+        samples = [answer.sample for answer in self.stream.answers]
+        return [
+            Piece(choice, StreamEvent(sample.text, (), sample.finish_reason, logprobs=tuple(sample.logprobs or ())))
+            for choice, sample in enumerate(samples)
+        ]
+
+    def read_whole(self) -> None:
+        """Reads the answers for their segments, where they were not read piece by piece."""
+        for choice, event in self.whole_pieces():
+            self.readers[choice].push(event)
+
+    async def off_loop(self, size: int, function: Callable[..., T], *arguments: Any) -> T:
+        return await self.service.off_loop(self.exchange, size, function, *arguments)
 
     def check(self) -> None:
         for answer in self.stream.answers:
@@ -139,7 +152,6 @@ class Service:
         self.draining = False
         self.generating = 0  # exchanges of generating routes that are under way
         self.threads = Threads()
-        self._rendering = ThreadPoolExecutor(1, thread_name_prefix="render")  # waits for the process that renders
 
     # ---- what is served --------------------------------------------------------------------------------------------
 
@@ -158,7 +170,7 @@ class Service:
 
     @property
     def key_share(self) -> float:
-        """Of what other keys leave free; 1 until the model is loaded."""
+        """Of what other keys leave free, the most that one key may have; 1 until the model is loaded."""
         return 1.0 if self.engine.client.ready is None else self.settings.key_share
 
     @property
@@ -283,19 +295,23 @@ class Service:
         """The body of a request, checked."""
         return await self.threads.read(payload, exchange)
 
-    async def off_loop(self, size: int, function: Callable[..., T], *arguments: Any) -> T:
+    async def off_loop(self, exchange: Exchange, size: int, function: Callable[..., T], *arguments: Any) -> T:
         """Calls the function at once if `size` is small, else in a thread, so that streams keep their pace."""
-        return await self.threads.call(size, function, *arguments)
+        return await self.threads.call(exchange, size, function, *arguments)
 
-    async def tokenize(self, prompts: Sequence[str | list[int]], param: str = "prompt") -> list[list[int]]:
-        try:
-            size = sum(len(prompt) for prompt in prompts)
-            return await self.off_loop(size, lambda: [self.engine.intake.tokenize(prompt) for prompt in prompts])
+    async def tokenize(self, exchange: Exchange, prompts: Sequence[str | list[int]]) -> list[list[int]]:
+        size = sum(len(prompt) for prompt in prompts)
+        try:  # one prompt at a time: keys take turns between them
+            return [await self.off_loop(exchange, size, self.engine.intake.tokenize, prompt) for prompt in prompts]
         except InputError as error:
-            raise errors.bad_request(str(error), param, "invalid_prompt") from None
+            raise errors.bad_request(str(error), "prompt", "invalid_prompt") from None
 
     async def render_text(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **arguments: Any
+        self,
+        exchange: Exchange,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        **arguments: Any,
     ) -> str:
         """Messages as the model's chat template writes them."""
         template = self.tokenizer.chat
@@ -310,18 +326,23 @@ class Service:
             return template.render(plain, add_generation_prompt=add_generation_prompt, **arguments)
 
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._rendering, write)
+            return await self.threads.render(exchange, write)
+        except AccidentError:
+            message = "The conversation could not be rendered: send the request again."
+            raise errors.unavailable(message, "not_rendered") from None
         except (InputError, ModelError) as error:
             named = str(error).split(":", 1)[0]
             param = named if named in arguments or named.startswith("messages[") else "messages"
             raise errors.bad_request(str(error), param, "invalid_prompt") from None
 
-    async def render(self, messages: Sequence[Mapping[str, Any]], **arguments: Any) -> tuple[str, list[int]]:
+    async def render(
+        self, exchange: Exchange, messages: Sequence[Mapping[str, Any]], **arguments: Any
+    ) -> tuple[str, list[int]]:
         """Messages as one prompt, in text and in tokens. The template writes the special tokens itself."""
-        text = await self.render_text(messages, **arguments)
+        text = await self.render_text(exchange, messages, **arguments)
         try:
             tokenize = partial(self.engine.intake.tokenize, text, add_special=False)
-            return text, await self.off_loop(len(text), tokenize)
+            return text, await self.off_loop(exchange, len(text), tokenize)
         except InputError as error:
             raise errors.bad_request(str(error), "messages", "invalid_prompt") from None
 

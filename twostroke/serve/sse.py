@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from json.encoder import encode_basestring
 from typing import Any, Protocol
 
 from twostroke.engine.answer import StreamEvent
+from twostroke.remote.stream import Piece
+from twostroke.serve.off_loop import INLINE
 from twostroke.serve.service import Generation
 from twostroke.serve.transport.errors import ApiError
-from twostroke.serve.transport.http import GoneError, dump
+from twostroke.serve.transport.http import GoneError, dump, dump_large
+from twostroke.types import TokenLogprobs
 
 DONE = b"data: [DONE]\n\n"
 PLACEHOLDER = secrets.token_hex(16)
+SCORE = 50  # characters that one log probability takes as JSON
 
 
 class Writer(Protocol):
@@ -30,11 +34,22 @@ class Writer(Protocol):
 
     def piece(self, choice: int, event: StreamEvent) -> bytes: ...
 
+    def pieces(self, several: Iterable[Piece]) -> bytes:
+        return b"".join([self.piece(choice, event) for choice, event in several])
+
+    def size(self, several: Iterable[Piece]) -> int:
+        """About how many characters these pieces have as JSON."""
+        return sum(len(event.text) + scores_size(event.logprobs or ()) for _, event in several)
+
     def end(self) -> bytes: ...
 
     def problem(self, error: ApiError) -> bytes:
         """The end of a stream that failed."""
         ...
+
+
+def scores_size(scores: Iterable[TokenLogprobs | None]) -> int:
+    return SCORE * sum(1 + len(one.top) for one in scores if one is not None)
 
 
 def data(document: Any) -> bytes:
@@ -72,7 +87,15 @@ async def reply(generation: Generation, writer: Writer, streamed: bool | None) -
         await send(generation, writer)
         return
     await generation.finish()
-    await generation.exchange.respond(200, writer.whole(), generation.headers())
+    size = writer.size(generation.whole_pieces())
+    if size > INLINE:
+        generation.exchange.weight = size
+
+    def whole() -> bytes:
+        generation.read_whole()
+        return (dump if size <= INLINE else dump_large)(writer.whole())
+
+    await generation.exchange.respond(200, await generation.off_loop(size, whole), generation.headers())
 
 
 async def send(generation: Generation, writer: Writer) -> None:
@@ -88,12 +111,12 @@ async def send(generation: Generation, writer: Writer) -> None:
         await exchange.write(writer.begin())
         stream.listener = listen
         while pieces := await stream.take():
-            written = [writer.piece(choice, event) for choice, event in pieces if event.error is None]
-            await exchange.write(b"".join(written))
+            good = [piece for piece in pieces if piece.event.error is None]
+            await exchange.write(await generation.off_loop(writer.size(good), writer.pieces, good))
     generation.record()
     try:
         generation.check()
-        await exchange.write(writer.end())
+        await exchange.write(await generation.off_loop(writer.size(generation.whole_pieces()), writer.end))
     except ApiError as error:
         await exchange.write(writer.problem(error))
     except GoneError:

@@ -16,12 +16,12 @@ from twostroke.model.arch import Arch, arch_document
 from twostroke.remote.ended import KEPT, EndedRequest, by_arrival
 from twostroke.serve.costs import step_costs
 from twostroke.serve.fields import Payload, validate_query
+from twostroke.serve.off_loop import LARGE
 from twostroke.serve.service import Service
 from twostroke.serve.transport import errors
-from twostroke.serve.transport.http import Exchange, dump
+from twostroke.serve.transport.http import Exchange, dump_large
 
 FIXED = {*SETTINGS, "max_queue"} - set(LIVE)
-LARGE = 1 << 20  # the size given to `off_loop`: long documents are written in a thread
 JSON_TYPES: dict[type, Any] = {  # `Config` checks the values; these types keep them within what the wire carries
     int: Annotated[int, Field(ge=1, le=1 << 20)],
     float: Annotated[float, Field(gt=0, le=3600)],
@@ -110,7 +110,7 @@ def setting(service: Service, now: Resolved, name: str) -> dict[str, Any]:
 async def steps(service: Service, exchange: Exchange) -> None:
     query = validate_query(StepsQuery, exchange.query)
     document = await steps_document(service, query.since, query.limit)
-    await exchange.respond(200, await service.off_loop(LARGE, lambda: dump(document())))
+    await exchange.respond(200, await service.off_loop(exchange, LARGE, lambda: dump_large(document())))
 
 
 async def steps_document(service: Service, since: int, limit: int) -> Callable[[], dict[str, Any]]:
@@ -154,7 +154,7 @@ def step_document(step: Step, arch: Arch, now: Resolved, weight_bytes: int, wall
 async def arrivals(service: Service, exchange: Exchange) -> None:
     query = validate_query(ArrivalsQuery, exchange.query)
     document = arrivals_document(service, query.limit)
-    await exchange.respond(200, await service.off_loop(LARGE, lambda: dump(document())))
+    await exchange.respond(200, await service.off_loop(exchange, LARGE, lambda: dump_large(document())))
 
 
 def arrivals_document(service: Service, limit: int) -> Callable[[], dict[str, Any]]:

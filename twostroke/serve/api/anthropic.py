@@ -178,7 +178,7 @@ class CountTokensRequest(Conversation):
 
 async def handle(service: Service, exchange: Exchange) -> None:
     request = await service.read(MessagesRequest, exchange)
-    text, tokens, form = await read(service, request, exchange.weight)
+    text, tokens, form = await read(service, exchange, request)
     params = request.to_params(grammar=form.grammar)
     user = request.metadata.user_id if request.metadata is not None else None
     given = GenerationInput([tokens], params, request.explain, form, text, "tools")
@@ -188,16 +188,16 @@ async def handle(service: Service, exchange: Exchange) -> None:
 
 async def count_tokens(service: Service, exchange: Exchange) -> None:
     request = await service.read(CountTokensRequest, exchange)
-    _, tokens, _ = await read(service, request, exchange.weight)
+    _, tokens, _ = await read(service, exchange, request)
     await exchange.respond(200, {"input_tokens": len(tokens)})
 
 
-async def read(service: Service, request: Conversation, weight: int) -> tuple[str, list[int], AnswerFormat]:
+async def read(service: Service, exchange: Exchange, request: Conversation) -> tuple[str, list[int], AnswerFormat]:
     """The prompt in text and in tokens, and the format of its answer."""
     service.check_model(request.model)
-    form = await service.off_loop(weight, request.answer_format, service.tokenizer)
-    messages = await service.off_loop(weight, request.for_template)
-    text, tokens = await service.render(messages, tools=form.tools)
+    form = await service.off_loop(exchange, exchange.weight, request.answer_format, service.tokenizer)
+    messages = await service.off_loop(exchange, exchange.weight, request.for_template)
+    text, tokens = await service.render(exchange, messages, tools=form.tools)
     return text, tokens, form
 
 

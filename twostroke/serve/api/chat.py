@@ -107,10 +107,10 @@ class ChatRequest(SamplingFields, ToolFields):
 async def handle(service: Service, exchange: Exchange) -> None:
     request = await service.read(ChatRequest, exchange)
     service.check_model(request.model)
-    form = await service.off_loop(exchange.weight, request.answer_format, service.tokenizer)
+    form = await service.off_loop(exchange, exchange.weight, request.answer_format, service.tokenizer)
     params = request.to_params(grammar=form.grammar)
-    messages = await service.off_loop(exchange.weight, request.for_template)
-    text, tokens = await service.render(messages, tools=form.tools, **request.template_arguments())
+    messages = await service.off_loop(exchange, exchange.weight, request.for_template)
+    text, tokens = await service.render(exchange, messages, tools=form.tools, **request.template_arguments())
     given = GenerationInput([tokens], params, request.explain, form, text, request.grammar_field)
     generation = await service.generate(exchange, given, request.user)
     await sse.reply(generation, ChatWriter(generation, request), request.stream)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any
 
 from pydantic import Field
 
 from twostroke.engine.answer import StreamEvent
+from twostroke.remote.stream import Piece
 from twostroke.sampling import MAX_SAMPLES, SamplingParams
 from twostroke.serve import sse
 from twostroke.serve.fields import Many, Natural, Text, TokenId
@@ -57,31 +58,37 @@ class CompletionRequest(SamplingFields, FormatFields):
 async def handle(service: Service, exchange: Exchange) -> None:
     request = await service.read(CompletionRequest, exchange)
     service.check_model(request.model)
-    form = AnswerFormat(await service.off_loop(exchange.weight, request.make_grammar))
+    form = AnswerFormat(await service.off_loop(exchange, exchange.weight, request.make_grammar))
     params = request.to_params(grammar=form.grammar)
-    prompts = await service.tokenize(request.prompts())
+    prompts = await service.tokenize(exchange, request.prompts())
+    echo = await prompt_texts(service, exchange, request)
     given = GenerationInput(prompts, params, request.explain, form, grammar_field=request.grammar_field)
     generation = await service.generate(exchange, given, request.user)
-    await sse.reply(generation, CompletionWriter(generation, request), request.stream)
+    await sse.reply(generation, CompletionWriter(generation, request, Echo(generation, echo)), request.stream)
+
+
+async def prompt_texts(service: Service, exchange: Exchange, request: CompletionRequest) -> list[str]:
+    """The texts of the prompts, where the answer repeats them."""
+    prompts = request.prompts() if request.echo else []
+    size = sum(len(prompt) for prompt in prompts)
+    decode = service.tokenizer.decode
+    return [p if isinstance(p, str) else await service.off_loop(exchange, size, decode, p) for p in prompts]
 
 
 class Echo:
     """The prompt in front of the answer, where it was asked for: its text, its tokens and their scores."""
 
-    def __init__(self, generation: Generation, request: CompletionRequest):
+    def __init__(self, generation: Generation, texts: list[str]):
+        """texts: of the prompts; none if they were not asked for."""
         self.generation = generation
-        self.wanted = bool(request.echo)
         self.n = generation.stream.params.n
-        self.given = request.prompts()
+        self.texts = texts
 
     def text(self, choice: int) -> str:
-        if not self.wanted:
-            return ""
-        prompt = self.given[choice // self.n]
-        return prompt if isinstance(prompt, str) else self.generation.service.tokenizer.decode(prompt)
+        return self.texts[choice // self.n] if self.texts else ""
 
     def tokens(self, choice: int) -> list[int]:
-        return self.generation.stream.prompts[choice // self.n] if self.wanted else []
+        return self.generation.stream.prompts[choice // self.n] if self.texts else []
 
     def scores(self, choice: int) -> list[TokenLogprobs | None]:
         known = self.generation.stream.prompt_logprobs[choice // self.n]
@@ -89,14 +96,21 @@ class Echo:
 
 
 class CompletionWriter(sse.Writer):
-    def __init__(self, generation: Generation, request: CompletionRequest):
+    def __init__(self, generation: Generation, request: CompletionRequest, echo: Echo):
         self.generation = generation
         self.tokenizer = generation.service.tokenizer
         self.head = {**generation.service.head("cmpl-"), "object": "text_completion"}
         self.request = request
-        self.echo = Echo(generation, request)
+        self.echo = echo
         self.written: dict[int, int] = {}  # characters with log probabilities so far, by choice
         self.text_events = sse.TextEvents(lambda choice, text: self._event([chunk(choice, text)]))
+
+    def size(self, several: Iterable[Piece]) -> int:
+        pieces = list(several)
+        new = [choice for choice, _ in pieces if choice not in self.written]
+        scores = 0 if self.request.logprobs is None else sse.SCORE * (1 + self.request.logprobs)  # of one token
+        echoed = sum(len(self.echo.text(choice)) + scores * len(self.echo.tokens(choice)) for choice in new)
+        return super().size(pieces) + echoed
 
     def whole(self) -> dict[str, Any]:
         """Every choice is what its stream's chunks add up to."""

@@ -196,10 +196,10 @@ def merged(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 async def handle(service: Service, exchange: Exchange) -> None:
     request = await service.read(ResponsesRequest, exchange)
     service.check_model(request.model)
-    form = await service.off_loop(exchange.weight, request.answer_format, service.tokenizer)
+    form = await service.off_loop(exchange, exchange.weight, request.answer_format, service.tokenizer)
     params = request.to_params(grammar=form.grammar)
-    messages = await service.off_loop(exchange.weight, request.for_template)
-    text, tokens = await service.render(messages, tools=form.tools)
+    messages = await service.off_loop(exchange, exchange.weight, request.for_template)
+    text, tokens = await service.render(exchange, messages, tools=form.tools)
     source = "tools" if form.tools else "text.format"
     given = GenerationInput([tokens], params, request.explain, form, text, source)
     generation = await service.generate(exchange, given, request.user)

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from itertools import islice
-from typing import Any
-
 from pydantic import model_validator
 
 from twostroke.errors import InputError
@@ -14,9 +10,7 @@ from twostroke.serve.body_shape import MAX_ELEMENTS
 from twostroke.serve.fields import Many, Name, Payload, Text, TokenId
 from twostroke.serve.service import Service
 from twostroke.serve.transport.errors import bad_request
-from twostroke.serve.transport.http import Exchange, dump
-
-PART = 1 << 14  # elements or characters that are written as JSON in one piece
+from twostroke.serve.transport.http import Exchange, dump, dump_large
 
 
 class TokenizeRequest(Payload):
@@ -47,8 +41,10 @@ async def tokenize(service: Service, exchange: Exchange) -> None:
     tokenizer = service.tokenizer
     if request.messages is not None:
         given = request.messages
-        messages = await service.off_loop(exchange.weight, lambda: [message.for_template() for message in given])
-        text = await service.render_text(messages, add_generation_prompt=request.add_generation_prompt)
+        messages = await service.off_loop(
+            exchange, exchange.weight, lambda: [message.for_template() for message in given]
+        )
+        text = await service.render_text(exchange, messages, add_generation_prompt=request.add_generation_prompt)
         special = False
     else:
         text, special = request.prompt or "", request.add_special_tokens
@@ -56,13 +52,12 @@ async def tokenize(service: Service, exchange: Exchange) -> None:
 
     def write() -> bytes:
         tokens = tokenizer.encode(text, add_special=special, limit=MAX_ELEMENTS)
-        texts = map(tokenizer.token_text, tokens) if request.return_token_strs else None
-        return b'{"count":%d,"max_model_len":%d,"tokens":%b,"token_strs":%b}' % (
-            len(tokens), longest, dump_list(tokens), b"null" if texts is None else dump_list(texts),
-        )  # fmt: skip
+        texts = [tokenizer.token_text(token) for token in tokens] if request.return_token_strs else None
+        document = {"count": len(tokens), "max_model_len": longest, "tokens": tokens, "token_strs": texts}
+        return dump_large(document)
 
     try:
-        document = await service.off_loop(len(text), write)
+        document = await service.off_loop(exchange, len(text), write)
     except InputError as error:
         raise bad_request(str(error), "prompt") from None
     await exchange.respond(200, document)
@@ -76,21 +71,6 @@ async def detokenize(service: Service, exchange: Exchange) -> None:
     def write() -> bytes:
         if any(token >= vocabulary for token in tokens):
             raise bad_request(f"tokens: ids must be below {vocabulary}.", "tokens", "invalid_value")
-        return b'{"prompt":%b}' % dump_text(service.tokenizer.decode(tokens, skip_special=False))
+        return dump({"prompt": service.tokenizer.decode(tokens, skip_special=False)})
 
-    await exchange.respond(200, await service.off_loop(exchange.weight, write))
-
-
-def dump_list(values: Iterable[Any]) -> bytes:
-    """JSON, made of short parts: other threads can run between two of them."""
-    return b"[%b]" % b",".join([dump(list(part))[1:-1] for part in batched(values, PART)])
-
-
-def dump_text(text: str) -> bytes:
-    return b'"%b"' % b"".join([dump(text[start : start + PART])[1:-1] for start in range(0, len(text), PART)])
-
-
-def batched(values: Iterable[Any], size: int) -> Iterator[tuple[Any, ...]]:
-    rest = iter(values)
-    while part := tuple(islice(rest, size)):
-        yield part
+    await exchange.respond(200, await service.off_loop(exchange, exchange.weight, write))

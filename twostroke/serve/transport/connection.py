@@ -16,13 +16,13 @@ from twostroke.serve.transport.errors import ApiError, full, openai_error
 from twostroke.serve.transport.half_closed import HalfClosed, can_watch
 from twostroke.serve.transport.http import ACCEPTED, RESERVED, WRITE_NOW, dump
 from twostroke.serve.transport.lingering_close import LingeringTransport
-from twostroke.serve.transport.strict_buffer import MAX_HEADER_BYTES, StrictBuffer
+from twostroke.serve.transport.strict_buffer import MAX_CHUNKS, MAX_HEADER_BYTES, StrictBuffer
 
 HEADER_SECONDS = 20.0  # for the head of a request to arrive
 STALL_SECONDS = 60.0  # in which a client that has much to read must read STALL_BYTES
 STALL_BYTES = 16 << 10
+SLICE = 1 << 10  # bytes of heads and chunks that are read in one turn of the event loop: some 5 ms at worst
 LATE_SECONDS = 0.5  # a timer that fires later than this shows that this process was stopped, not the client
-MAX_REFUSED = 256  # connections over the limit that get time to read the refusal
 
 
 def raw_answer(status: bytes, error: ApiError) -> bytes:
@@ -36,7 +36,11 @@ def raw_answer(status: bytes, error: ApiError) -> bytes:
 FULL = raw_answer(b"503 Service Unavailable", full())
 BAD_HTTP = raw_answer(
     b"400 Bad Request",
-    ApiError(400, "What was sent is not an HTTP/1.1 request as RFC 9112 writes it.", code="invalid_http"),
+    ApiError(
+        400,
+        f"What was sent is not an HTTP/1.1 request as RFC 9112 writes it, or has more than {MAX_CHUNKS} chunks.",
+        code="invalid_http",
+    ),
 )
 LONG_HEAD = raw_answer(
     b"431 Request Header Fields Too Large",
@@ -83,6 +87,9 @@ class Connection(H11Protocol):
         self.accepted = self.reserved = False  # the nouns of `places`
         self.key = 0
         self.since = 0.0
+        self.unread = bytearray()  # received, and not yet given to h11
+        self.feeding = False  # the rest of it will be, in later turns of the event loop
+        self.eof_waits = False
         self.half_closed: HalfClosed | None = None  # after the client has closed its direction
         self.head_timer = Timer()  # runs while the head of a request is incomplete
         self.stall_timer = Timer()  # runs while the client leaves its answer unread
@@ -117,7 +124,7 @@ class Connection(H11Protocol):
         return True
 
     def _refuse(self, transport: asyncio.Transport) -> None:
-        linger = len(REFUSED) < MAX_REFUSED
+        linger = len(REFUSED) < places.MAX_REFUSED
         if linger:
             REFUSED.add(self)
         self.transport = LingeringTransport(transport, lambda: linger)  # type: ignore[assignment]
@@ -152,7 +159,38 @@ class Connection(H11Protocol):
         return True
 
     def data_received(self, data: bytes) -> None:
+        self.unread += data
+        if not self.feeding:
+            self._feed()
+
+    def _feed(self) -> None:
+        """Gives h11 what was received. Where many small parts may be in it, a little in each turn of the event loop."""
+        self.feeding = False
+        while self.unread:
+            size = self._body_left() or SLICE
+            part = bytes(self.unread[:size])
+            del self.unread[:size]
+            self._receive(part)
+            if self.unread and not self._body_left():
+                self.feeding = True
+                self.transport.pause_reading()
+                self.loop.call_soon(self._feed)
+                return
+        if self.eof_waits:
+            self.eof_waits = False
+            if not self.eof_received():
+                self.transport.close()
+        elif not self.flow.read_paused and not self.transport.is_closing():
+            self.transport.resume_reading()
+
+    def _body_left(self) -> int:
+        """Bytes that are left of a body with a known length: h11 passes them on as they come. 0 for heads and chunks,
+        which it reads part by part."""
+        return getattr(self.conn._reader, "_remaining", 0)
+
+    def _receive(self, data: bytes) -> None:
         if self.transport.is_closing():
+            self.unread.clear()
             return
         super().data_received(data)
         if self.busy or (self.conn.their_state is h11.IDLE and not self.conn.trailing_data[0]):
@@ -161,15 +199,18 @@ class Connection(H11Protocol):
             self.head_timer.start(HEADER_SECONDS, self.transport.abort)
 
     def send_400_response(self, msg: str) -> None:
-        """Answers what is not HTTP, or has too long a head, with the usual error body if an answer can still be sent.
-        uvicorn calls this while it handles the error of h11."""
-        if self.conn.our_state is h11.IDLE:
+        """Answers what is not HTTP, or has too long a head, with the usual error body if no answer has begun. uvicorn
+        calls this while it handles the error of h11."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             too_long = getattr(sys.exception(), "error_status_hint", 400) == 431
             self.transport.write(LONG_HEAD if too_long else BAD_HTTP)
         self.transport.close()
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """The client has closed its direction. It still gets the answers to the requests that it sent completely."""
+        if self.feeding:
+            self.eof_waits = True  # until all that came before has been read
+            return True
         complete = self.busy and not self.cycle.more_body
         if not complete or not can_watch(self.transport):
             return False

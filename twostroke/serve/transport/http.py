@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
 from contextlib import asynccontextmanager
 from typing import Any
 
+from twostroke.remote.admission import KEY_FULL
+from twostroke.schedule.keys import most_of
 from twostroke.serve.transport.auth import Caller
-from twostroke.serve.transport.errors import ApiError
+from twostroke.serve.transport.errors import ApiError, busy
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -27,6 +30,7 @@ MAX_BODIES = 256 << 20  # bytes of all bodies that are being read or turned into
 BODY_SECONDS = 30.0  # for a whole body to arrive
 JSON_TYPE = b"application/json"
 ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+ESCAPING = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 
 
 class GoneError(Exception):
@@ -34,15 +38,25 @@ class GoneError(Exception):
 
 
 class BodyMemory:
-    """Counts the bytes of all request bodies that are being read or turned into prompts."""
+    """Counts the bytes of all request bodies that are being read or turned into prompts. One API key may have a share
+    of what other keys leave free."""
 
     def __init__(self) -> None:
-        self.held = 0
+        self.held = Counter[int]()  # by key
+        self.share = 1.0
 
-    def add(self, count: int) -> None:
-        self.held += count
-        if self.held > MAX_BODIES:
+    def add(self, key: int, count: int) -> None:
+        self.held[key] += count
+        total = self.held.total()
+        if total > MAX_BODIES:
             raise ApiError(503, "Too many large requests at once: try again.", retry_after=1, reason="bodies")
+        if key and self.held[key] > most_of(self.share, MAX_BODIES, total - self.held[key]):
+            raise busy(1, KEY_FULL)
+
+    def release(self, key: int, count: int) -> None:
+        self.held[key] -= count
+        if not self.held[key]:
+            del self.held[key]
 
 
 class Exchange:
@@ -56,7 +70,7 @@ class Exchange:
         self.peer: str = (scope.get("client") or ("",))[0]  # the address of the client
         self.arrival = arrival
         self.caller = Caller("", b"")
-        self.weight = 0  # bytes of a large body: what grows with them is done in threads; 0 for small ones
+        self.weight = 0  # bytes of a large body or answer: what grows with them is done in threads; 0 for small ones
         self.extra_headers: dict[str, str] = {}  # of any answer, errors too
         self.started = False  # the head of the answer was sent
         extensions = scope.get("extensions", {})
@@ -78,7 +92,7 @@ class Exchange:
 
     def release_body(self) -> None:
         """The body is not needed any more."""
-        self._memory.held -= self._held
+        self._memory.release(self.caller.number, self._held)
         self._held = 0
 
     async def body(self) -> bytes:
@@ -99,7 +113,7 @@ class Exchange:
                         raise GoneError
                     part = message.get("body", b"")
                     self._held += len(part)
-                    self._memory.add(len(part))
+                    self._memory.add(self.caller.number, len(part))
                     data += part
                     if len(data) > MAX_BODY:
                         raise too_large()
@@ -168,4 +182,12 @@ def dump(document: Any) -> bytes:
     try:
         return ENCODER.encode(document).encode()
     except UnicodeEncodeError:
-        return json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
+        return ESCAPING.encode(document).encode()
+
+
+def dump_large(document: Any) -> bytes:
+    """The same for a thread. `dump` holds the interpreter lock to the end; this is Python code, which gives it up."""
+    try:
+        return "".join(ENCODER.iterencode(document)).encode()
+    except UnicodeEncodeError:
+        return "".join(ESCAPING.iterencode(document)).encode()

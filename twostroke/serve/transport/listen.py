@@ -11,11 +11,12 @@ from typing import Any
 import uvicorn
 
 from twostroke.errors import ConfigError
+from twostroke.serve.transport import places
 from twostroke.serve.transport.connection import Connection
-from twostroke.serve.transport.places import MAX_CONNECTIONS
 from twostroke.serve.transport.strict_buffer import MAX_HEADER_BYTES
 
 IDLE_SECONDS = 75  # between two requests on one connection
+WAITING = 1024  # connections that the kernel holds until they are accepted
 SEND_BUFFER = 256 << 10  # bytes that the kernel may hold for a client that reads slowly
 
 
@@ -26,13 +27,19 @@ class Listener(uvicorn.Server):
     def capture_signals(self) -> Generator[None, None, None]:
         yield
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """asyncio takes one number for the connections that wait in the kernel and for those accepted at one go."""
+        await super().startup(sockets)
+        for sock in sockets or ():
+            sock.listen(WAITING)
+
 
 def make_listener(app: Any) -> Listener:
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # malformed requests are not worth a warning each
     config = uvicorn.Config(
         app, http=Connection, ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
         proxy_headers=False, timeout_keep_alive=IDLE_SECONDS, h11_max_incomplete_event_size=MAX_HEADER_BYTES,
-        backlog=MAX_CONNECTIONS,
+        backlog=places.BACKLOG,
     )  # fmt: skip
     return Listener(config)
 

@@ -8,14 +8,20 @@ places that other keys leave free, as of everything else (schedule/keys.py).
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Collection, Iterable
 from typing import Protocol, TypeVar
 
 from twostroke.schedule.keys import most_of
 
+log = logging.getLogger(__name__)
 MAX_CONNECTIONS = 1024
 RESERVE = 64  # further connections, on which only /health/live and /health/ready are answered
+MAX_REFUSED = 256  # connections beyond these that get time to read the refusal
+BACKLOG = 256  # connections that the event loop accepts at one go
+BURSTS = 3  # of them that may be open before the first connection is closed for a new one
+OTHER_FILES = 192  # descriptors that this process may need for anything else
 
 
 class Placed(Protocol):
@@ -46,3 +52,24 @@ def over_share(connections: Collection[Placed], key: int, share: float) -> bool:
         return False
     busy = Counter(one.key for one in connections if one.busy)
     return busy[key] > most_of(share, MAX_CONNECTIONS, busy.total() - busy[key])
+
+
+def fit_to_descriptors() -> None:
+    """Raises the limit of open files as far as the connections need it. Where the system allows fewer, there are fewer
+    places: a server without a free descriptor accepts no connection, so it could not even answer a probe."""
+    global MAX_CONNECTIONS, RESERVE, MAX_REFUSED, BACKLOG
+    try:
+        import resource
+    except ImportError:  # Windows has no such limit
+        return
+    needed = MAX_CONNECTIONS + RESERVE + MAX_REFUSED + BURSTS * BACKLOG + OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    if soft < allowed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    if allowed < needed:
+        room = max(48, allowed - OTHER_FILES)
+        MAX_CONNECTIONS, RESERVE, MAX_REFUSED, BACKLOG = room * 3 // 8, room // 16, room // 16, room // (2 * BURSTS)
+        log.warning("%d connections at most: `ulimit -n` allows %d open files", MAX_CONNECTIONS, allowed)
