@@ -53,9 +53,12 @@ class Planner:
                 continue
             if start % BLOCK == 0 and not self._make_room(request, start + 1):
                 continue
-            draft = self._draft(request, budget - 1 - left) if drafting and not request.in_flight else ()
-            count = 1 + len(draft)
-            works.append(Work(request, start, count, VERIFY if draft else WRITE, draft))
+            count = 1
+            if drafting and not request.in_flight and (draft := self._draft(request, budget - 1 - left)):
+                count += len(draft)
+                works.append(Work(request, start, count, VERIFY, draft))
+            else:
+                works.append(Work(request, start, 1, WRITE))
             request.in_flight += count
             budget -= count
         scheduler.counters.computed_tokens += self.tokens_left - budget

@@ -246,10 +246,9 @@ class Scheduler:
         if self.drafter is not None:
             self.drafter.learn(plan, result, seconds)
         self.counters.steps += 1
-        events = []
+        events, described = [], result.details
         for index, (work, tokens) in enumerate(zip(plan.works, result.tokens, strict=True)):
-            details = result.details.get(index, NOTHING) if result.details else NOTHING
-            event = self._commit_one(work, tokens, details, now)
+            event = self._commit_one(work, tokens, described.get(index, NOTHING) if described else NOTHING, now)
             if event is not None:
                 events.append(event)
         if self.suspects:
