@@ -17,7 +17,7 @@ from twostroke.serve.body_shape import MAX_DEPTH, MAX_ELEMENTS, MAX_FIELDS, chec
 from twostroke.serve.transport.errors import ApiError
 from twostroke.serve.transport.http import MAX_BODIES, MAX_BODY, BodyMemory
 
-pytestmark = pytest.mark.slow  # seconds for each case
+pytestmark = [pytest.mark.slow, pytest.mark.alone]  # seconds for each case
 
 FILL = MAX_BODY - 200  # bytes for what a body is filled with
 PROSE = ("The quick brown fox, it said, jumps over the lazy dog. " * (FILL // 50))[:FILL]

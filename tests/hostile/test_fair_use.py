@@ -12,7 +12,7 @@ import pytest
 from tests import tiny
 from tests.serve.server import HEADERS, KEY, OTHER_KEY, PATIENT, Server
 
-pytestmark = pytest.mark.slow  # seconds for each case
+pytestmark = [pytest.mark.slow, pytest.mark.alone]  # seconds for each case
 
 OTHER = {"authorization": f"Bearer {OTHER_KEY}"}
 LONG = {"prompt": "Once upon a time", "max_tokens": 12_000, "temperature": 1.0, "ignore_eos": True}
@@ -100,34 +100,3 @@ def test_what_one_key_may_never_have_is_a_bad_request(folder: Path) -> None:
             assert client.post("/v1/completions", json=SHORT | {"n": 12}).status_code == 200
     finally:
         server.stop()
-
-
-def test_a_key_does_not_wait_until_the_answers_of_another_end(folder: Path) -> None:
-    """Four long answers of one key have filled the KV memory. Another key's prompt is read at once, and its answer is
-    the same as alone."""
-    wanted = {"prompt": "The quick brown fox " * 120, "max_tokens": 20, "temperature": 0, "ignore_eos": True}
-    server = Server(folder, "-s", "kv_blocks=200", "-s", "max_model_len=3000", "--drain-timeout", "0").wait()
-    try:
-        with server.client() as client:
-            alone = client.post("/v1/completions", json=wanted, headers=OTHER).json()
-        beside = asyncio.run(beside_full_memory(server, wanted))
-    finally:
-        server.stop()
-    assert beside["choices"][0]["text"] == alone["choices"][0]["text"]
-    assert beside["timings"]["queue_s"] < 1.0 and beside["timings"]["preemptions"] == 0, beside["timings"]
-
-
-async def beside_full_memory(server: Server, wanted: dict) -> dict:
-    async with server.async_client() as client, asyncio.timeout(PATIENT):
-        body = LONG | {"max_tokens": 2900, "speculate": False}
-        flood = [asyncio.create_task(client.post("/v1/completions", json=body)) for _ in range(4)]
-        blocks = {"free": 200, "cached": 0}
-        while blocks["free"] + blocks["cached"] > 3:
-            blocks = (await client.get("/health")).json()["blocks"]
-            assert not any(task.done() for task in flood), [task.result().text for task in flood if task.done()]
-        answer = await client.post("/v1/completions", json=wanted, headers=OTHER)
-        assert not all(task.done() for task in flood)
-        for task in flood:
-            task.cancel()
-        await asyncio.gather(*flood, return_exceptions=True)
-    return dict(answer.json())

@@ -15,7 +15,7 @@ from tests import tiny
 from tests.measured import measured
 from tests.serve.server import OTHER_KEY, Server, events, wait_until
 
-pytestmark = pytest.mark.slow  # seconds for each case
+pytestmark = [pytest.mark.slow, pytest.mark.alone]  # seconds for each case
 
 AMBIGUOUS = 'root ::= e\ne ::= e e | "a" | "b"'  # a text of n letters can be read in exponentially many ways
 MAX_GAP = 0.25

@@ -21,7 +21,7 @@ HASTY = (
     "import twostroke.serve.expected as e; e.SECONDS = 2.0\n"
 )
 
-pytestmark = pytest.mark.slow  # seconds for each case
+pytestmark = [pytest.mark.slow, pytest.mark.alone]  # seconds for each case
 RUN, STOP = 0.002, 0.6  # seconds: the engine gets a small part of the time
 
 

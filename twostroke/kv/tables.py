@@ -228,19 +228,6 @@ class KVTables:
             for column in range(max(request.computed // span, self._first_visible(group, length)), length // span)
         ]
 
-    def blocks_of(self, rows: list[int]) -> int:
-        """How many blocks the requests in these rows hold; a block that several of them share counts once."""
-        found = np.zeros(self.pool.total, dtype=np.bool_)
-        for row in rows:
-            for group, blocks in enumerate(self.held[row]):
-                found[self.array[group, row, self.released[row][group] : len(blocks)]] = True
-        return int(np.count_nonzero(found))
-
-    def own_blocks(self, request: RequestState) -> int:
-        """Blocks that no other request holds."""
-        references = self.pool.references
-        return sum(references[block] == 1 for blocks in self.held[request.row] for block in blocks if block != RELEASED)
-
     def holds_any(self, request: RequestState, wanted: set[int]) -> bool:
         return any(not wanted.isdisjoint(blocks) for blocks in self.held[request.row])
 

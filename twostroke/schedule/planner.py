@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from twostroke.ops.interface import BLOCK
-from twostroke.schedule.room import worth_keeping
 from twostroke.types import RequestState, Status, Work, WorkKind
 
 if TYPE_CHECKING:
@@ -24,10 +23,7 @@ class Planner:
         self.works: list[Work] = []
         self.streams: list[RequestState] = []  # running: at most their newest token is left to compute
         self.prompts: list[RequestState] = []  # running: more is left, or the whole of a prompt
-        leaving = scheduler.room.leaving
         for request in scheduler.running.values():
-            if leaving and request.id in leaving:
-                continue
             start = request.computed + request.in_flight
             stream = start >= request.prompt_length and start >= len(request.tokens) - 1
             (self.streams if stream else self.prompts).append(request)
@@ -42,7 +38,7 @@ class Planner:
         drafting = scheduler.drafter is not None and scheduler.drafter.begin(len(self.streams))
         if tables.pool.available < len(self.streams) * len(tables.windows):
             # Requests that would be preempted first are planned last.
-            self.streams.sort(key=scheduler.room.worth(), reverse=True)
+            self.streams.sort(key=worth_keeping, reverse=True)
         running, works, budget, left = scheduler.running, self.works, self.tokens_left, len(self.streams)
         for request in self.streams:
             left -= 1
@@ -105,8 +101,8 @@ class Planner:
                     self._add_chunk(request)
             else:
                 request = waiting.pop(0)
-                if shares.full(request.key) or scheduler.stays_out(request):
-                    continue  # the slots or blocks that are left are for other keys
+                if shares.full(request.key):
+                    continue  # the slots that are left are for other keys
                 if not scheduler.admit(request):
                     waiting = []
                     scheduler.batch_open = False
@@ -183,9 +179,7 @@ class Planner:
         """Grow the request's tables, preempting the request that loses least. False if the request itself must wait."""
         scheduler = self.scheduler
         while not self.tables.grow(request, length):
-            victim = min(
-                (r for r in scheduler.running.values() if not r.in_flight), key=scheduler.room.worth(), default=None
-            )
+            victim = min((r for r in scheduler.running.values() if not r.in_flight), key=worth_keeping, default=None)
             if victim is None:
                 return False
             scheduler.preempt(victim)
@@ -198,3 +192,8 @@ def is_complete(request: RequestState, start: int) -> bool:
     """Steps in flight will bring it to its limit, or it is already one unknown token ahead."""
     known = len(request.tokens)
     return start > known or known + (start == known) >= request.limit
+
+
+def worth_keeping(request: RequestState) -> tuple[int, int, int]:
+    """Smallest first: the least important, then the one that loses least, then the youngest."""
+    return (-request.params.priority, request.computed, -request.id)

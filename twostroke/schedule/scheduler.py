@@ -22,7 +22,6 @@ from twostroke.schedule.keys import Shares, Turns
 from twostroke.schedule.pace import Pace
 from twostroke.schedule.planner import VERIFY, WRITE, Planner
 from twostroke.schedule.policy import Policy
-from twostroke.schedule.room import Room
 from twostroke.types import Details, Drafter, Event, FinishReason, Plan, RequestState, Result, Status, Work
 
 WATERMARK = 0.01  # of the pool kept free at admission, so that streams can grow before a request is preempted
@@ -71,7 +70,6 @@ class Scheduler:
         self.suspects: dict[int, int] = {}
         self.published: dict[int, list[int]] = {}  # plan number -> blocks whose content it promised
         self.turns = Turns()  # of API keys
-        self.room = Room(self)  # for a key that waits
         self.batch_open = True  # static batching: whether the batch still takes requests
         self.plans = 0
         self.counters = Counters()
@@ -103,7 +101,6 @@ class Scheduler:
 
     def plan(self, now: float) -> Plan:
         self.plans += 1
-        self.room.begin_plan()
         planner = Planner(self, now)
         if self.suspects:
             planner.add_suspect(self.suspects)
@@ -129,13 +126,6 @@ class Scheduler:
         held = Count(request.key for request in (*self.running.values(), *self.fetching.values()))
         return Shares(self.limits.key_share, self.limits.max_requests, held)
 
-    def stays_out(self, request: RequestState) -> bool:
-        """Whether a waiting request lets one of another key go first that waits for blocks."""
-        if self.room.asking is None:
-            return False
-        step = self.limits.max_batch_tokens if self.limits.chunked else len(request.tokens)
-        return self.room.stays_out(request, self.tables.blocks_needed(request, self.tables.match(request), step))
-
     def admit(self, request: RequestState) -> bool:
         """Move a waiting request into the batch if its whole prompt fits beside what is promised to others."""
         if not self._open(request):
@@ -151,9 +141,7 @@ class Scheduler:
         if not self.tables.free_rows or len(self.running) + len(self.fetching) >= self.limits.max_requests:
             return False
         hit = self.tables.match(request)
-        needed = self._needed(request, hit)
-        if needed > self.tables.pool.available:
-            self.room.ask(request, needed, needed - self.tables.pool.available)
+        if self._needed(request, hit) > self.tables.pool.available:
             return False
         self.tables.open(request, hit)
         self.waiting.remove(request)
