@@ -21,6 +21,7 @@ TOO_SLOW = (
 )
 SHARE = 0.25  # of max_gap: what the grammars of one key may take of each step; its calls divide it
 BURST = 0.5  # of max_gap: what a call may use before its share adds up, as in a slow first step
+ONE_CALL = 0.8  # of the burst: the most that one measurement counts for, since a pause of the machine may be in it
 LEAST = 0.001  # seconds of each step that a call may always use, however many calls its key has
 CATCH_UP = 0.0002  # seconds for each token that is followed again, as after a preemption
 LONGEST = 1.0  # seconds: a longer max_gap does not give grammars more
@@ -37,12 +38,14 @@ class GrammarBudgets:
     def __init__(self, max_gap: Callable[[], float]):
         self._max_gap = max_gap
         self._left: dict[int, float] = {}  # by call
+        self._most = ONE_CALL * BURST * min(max_gap(), LONGEST)
 
     def begin_step(self, requests: Iterable[RequestState], others: Iterable[RequestState]) -> None:
         """requests: those with a grammar in this step; their calls get the step's share. others: that are not over."""
         calls = {call_of(request): request.salt for request in requests}
         of_key = Counter(calls.values())
         gap = min(self._max_gap(), LONGEST)
+        self._most = ONE_CALL * BURST * gap
         left = {call: self._left[call] for call in map(call_of, others) if call in self._left}
         for call, key in calls.items():
             more = max(SHARE * gap / of_key[key], LEAST)
@@ -57,7 +60,7 @@ class GrammarBudgets:
             raise GrammarError(TOO_SLOW)
         began = time.thread_time()
         yield
-        self._left[call] -= max(time.thread_time() - began - again * CATCH_UP, 0.0)
+        self._left[call] -= min(max(time.thread_time() - began - again * CATCH_UP, 0.0), self._most)
         if self._left[call] < 0:
             self._left[call] = float("-inf")  # its other samples end too
             raise GrammarError(TOO_SLOW)
