@@ -72,7 +72,7 @@ def distributions(llm: LLM, tokens: list[int]) -> Tensor:
     finally:
         model.logits = plain
     logits = torch.from_numpy(np.concatenate(rows))
-    found = logits.log_softmax(-1)[1:]  # the first row is the sampled token's
+    found = logits.log_softmax(-1)[:-1]  # the last row is the sampled token's
     assert out.prompt_logprobs is not None
     for position in range(1, len(tokens)):  # the rows are those of these tokens
         score = out.prompt_logprobs[position]
