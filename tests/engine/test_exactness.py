@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from tests.engine.oracle import OracleDrafter
 from twostroke import LLM, SamplingParams
 from twostroke.draft.rates import FORCED, StepTimes
+from twostroke.grammar.forced import BYTES
 from twostroke.ops.reference.backend import ReferenceOps
 from twostroke.sampling import Grammar
 from twostroke.schedule.policy import POLICIES
@@ -290,6 +292,18 @@ def test_tokens_that_a_grammar_forces_are_drafted_and_change_nothing(default_mod
         assert set(json.loads(want.text)) == set(keys)
     kinds = llm.engine.core.scheduler.drafter.acceptance
     assert kinds.right[FORCED] > 10 and kinds.right[FORCED] > 0.5 * kinds.tried[FORCED]
+
+
+def test_a_long_forced_text_is_tokenized_in_part(default_model):
+    llm = LLM(default_model, kv_blocks=100, **BASE)
+    llm.engine.core.scheduler.drafter.times = FreeRows()
+    encoded = []
+    forced = llm.engine.core.scheduler.forced
+    plain = forced.tokenizer.encode
+    forced.tokenizer = SimpleNamespace(encode=lambda text, **more: encoded.append(len(text)) or plain(text, **more))
+    grammar = Grammar("regex", "the cat sat on the mat, " * 400)
+    llm.generate(["Once"], SamplingParams(max_tokens=40, temperature=0, grammar=grammar))
+    assert encoded and max(encoded) <= BYTES
 
 
 def test_a_failed_step_changes_nothing(llama_folder):

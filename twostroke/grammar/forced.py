@@ -6,6 +6,8 @@ from twostroke.grammar.masks import GrammarRows
 from twostroke.text.tokenizer import Tokenizer
 from twostroke.types import RequestState
 
+BYTES = 128  # the part of a forced text that is tokenized: more than one draft can take
+
 
 class ForcedTokens:
     """The forced bytes of an answer, as the tokenizer would cut them. The model may choose another cut: then the draft
@@ -16,7 +18,7 @@ class ForcedTokens:
         self.tokenizer = tokenizer
 
     def __call__(self, request: RequestState) -> list[int]:
-        forced = self.rows.forced_bytes(request)
+        forced = self.rows.forced_bytes(request)[:BYTES]
         if len(forced) < 2:
             return []
         text = forced.decode("utf-8", "ignore")

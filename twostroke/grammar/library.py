@@ -48,7 +48,7 @@ class _TokenizerWrapper:
         self.eos_token_id = table.ends[0] if table.ends else None  # None: the library adds a token of its own
 
     def __call__(self, text: str) -> list[int]:
-        raise NotImplementedError("nothing is forced, so nothing needs tokenizing")
+        raise NotImplementedError("the library gives forced bytes; grammar/forced.py tokenizes them")
 
 
 def make_tokenizer(table: TokenTable) -> Any:
