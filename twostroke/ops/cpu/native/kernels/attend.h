@@ -160,17 +160,20 @@ template <int Format, class Codes> static void attend_format(const AttendTask& t
     const AttendLayer& L = *task.layer;
     const int group = L.heads / L.kv_heads, padded = padded_dim(L.head_dim), count = task.rows * group;
     const Lines s = place_lines(count, padded, scratch);
-    const Lines merged = place_lines(count, padded, scratch + lines_bytes(count, padded));
+    const bool alone = task.split_end - task.split == 1;  // every line sees some of it, and nothing is merged
+    const Lines merged = alone ? s : place_lines(count, padded, scratch + lines_bytes(count, padded));
     float* total = merged.rescale;  // the merged lines need no rescale factor, but a plain sum
-    for (int i = 0; i < count; ++i) merged.maximum[i] = kNever;
+    for (int i = 0; !alone && i < count; ++i) merged.maximum[i] = kNever;
     if (!is_coded(Format) && scorer_by_lane<kByLane>(padded) && !few_lines<Format>(count, L.head_dim))
         turn_queries(queries_of(task, 0, padded), count, padded, s.queries);
     if (!fetched) fetch_first_step(task);
     for (int64_t split = task.split; split < task.split_end; ++split) {
         int line, line_end;
         attend_split<Format, Codes>(task, next, s, split, line, line_end);
+        if (alone) break;
         for (; line < line_end; line += 16) merge_lines(merged, total, s, line, line_end - line < 16 ? line_end - line : 16);
     }
+    for (int i = 0; alone && i < count; ++i) total[i] = sum(load(s.sums + 16 * i));
     for (int i = 0; i < count; ++i) {
         const float* v = merged.values + (int64_t)i * padded;
         if (task.out) {
