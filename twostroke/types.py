@@ -102,6 +102,11 @@ class RequestState:
         return len(self.tokens) - self.prompt_length
 
     @property
+    def scores_prompt(self) -> bool:
+        """Whether the log probabilities of its prompt's tokens are still wanted."""
+        return self.params.prompt_logprobs is not None and not self.output_length and not self.sample
+
+    @property
     def start(self) -> int:
         """The first position that is neither computed nor in flight."""
         return self.computed + self.in_flight

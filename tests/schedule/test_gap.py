@@ -16,7 +16,7 @@ from twostroke.engine.core import Core
 from twostroke.hardware import Hardware
 from twostroke.sampling import SamplingParams
 from twostroke.schedule.make import make_scheduler
-from twostroke.schedule.pace import Estimate
+from twostroke.schedule.pace import Estimate, Pace
 from twostroke.types import Plan, Request, RequestState, Result
 
 H200 = Rates(4.13e12, 7.9e14, 3.97e12, 4.4e14, 6e-4, 0.0, ((1, 1.0), (2, 1.14), (16, 1.17)), "H200", 6.4e-3,
@@ -106,3 +106,21 @@ def test_prompts_do_not_look_cheap_where_streams_were_thought_to_be_slow(length)
     slow.add(0.015)
     gaps, _ = engine.gaps_beside_a_long_prompt(length=length)
     assert gaps[-1] <= 0.050
+
+
+def test_prompts_whose_log_probabilities_are_wanted_have_a_cost_of_their_own():
+    """Such a token costs three times as much here; ordinary prompts keep their long chunks."""
+    read, score, streams = 1e-4, 2e-4, 0.01
+    pace = Pace(lambda start, count: count, max_gap=0.1)
+    for _ in range(20):
+        pace.learn(0, 4, streams)
+        pace.learn(500, 4, streams + 500 * read)
+    ordinary = pace.affordable(0, 10_000, pace.allowance(False, 4))
+    assert ordinary > 500
+    steps = []
+    for _ in range(20):
+        count = pace.affordable(0, 10_000, pace.allowance(False, 4), scored=True)
+        steps.append(streams + count * (read + score))
+        pace.learn(count, 4, steps[-1], scored=True)
+    assert max(steps) < 0.1 and steps[-1] > 0.06
+    assert pace.affordable(0, 10_000, pace.allowance(False, 4)) == ordinary

@@ -56,7 +56,7 @@ class KVTables:
 
     def match(self, request: RequestState) -> Hit:
         """The longest cached prefix, in whole blocks, that leaves at least the newest token to compute."""
-        if request.params.prompt_logprobs is not None and request.output_length == 0 and request.sample == 0:
+        if request.scores_prompt:
             return NO_HIT  # the logits of every prompt token are wanted
         if self.layout.state_bytes:
             return NO_HIT  # such a layer also needs its state, which blocks do not hold

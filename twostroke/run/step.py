@@ -148,6 +148,6 @@ def input_tokens(work: Work) -> Sequence[int]:
 def prompt_rows(work: Work) -> int:
     """How many of the work's first rows give log probabilities of the prompt, for a request that asked for them."""
     request = work.request
-    if request.params.prompt_logprobs is None or request.output_length or request.sample:
+    if not request.scores_prompt:
         return 0
     return max(0, min(work.count, request.prompt_length - 1 - work.start))  # the newest token predicts no prompt token

@@ -11,6 +11,9 @@ The cost of prompts is a difference: where streams take most of a step, an error
 free, and the next chunk would be many times too long. Three rules prevent that. The predicted time of streams never
 falls when streams are added. A step in which streams take most of the time never starts the estimate anew. A step in
 which prompts take less than a tenth of the time teaches nothing about prompts.
+
+A prompt whose log probabilities are wanted costs more: every token goes through the head. Such prompts have a rate of
+their own. Until it is measured, they are assumed to take three times as long. A step with both kinds teaches nothing.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from twostroke.types import Plan, WorkKind
 READ = WorkKind.READ
 MARGIN = 0.85  # of max_gap that a step may be planned to take; the rest is for what happens between steps
 SMOOTHING = 0.2
+UNMEASURED_SCORED = 3.0  # times as long as other prompts
 LEAST_SHARE = 0.1  # of a step: prompts that take less teach nothing about prompts
 # The smallest chunk, in tokens: a prompt always advances, even where this chunk takes longer than max_gap. On a GPU a
 # mixed step has a fixed cost that a hundred tokens hardly raise, so smaller chunks would be all fixed cost. Twice as
@@ -57,37 +61,40 @@ class Pace:
         self.min_chunk = min_chunk  # whole blocks
         self.stream_steps: dict[int, Estimate] = {}  # seconds of a step without prompts, by doublings of its streams
         self.prompt_rate = Estimate()  # seconds per prompt FLOP
+        self.scored_rate = Estimate()  # the same where the log probabilities of the prompt are wanted
 
     def anew(self, max_gap: float | None = None) -> Pace:
         """The same limits (but for another gap, where one is given), and nothing learnt yet."""
         return Pace(self.flops, self.max_gap if max_gap is None else max_gap, self.min_chunk)
 
     def observe(self, plan: Plan, seconds: float) -> None:
-        prompt, streams = 0.0, 0
-        for _, start, count, kind, _ in plan.works:
+        prompt, streams, scored = 0.0, 0, set()
+        for request, start, count, kind, _ in plan.works:
             if kind is READ:
                 prompt += self.flops(start, count)
+                scored.add(request.scores_prompt)
             else:
                 streams += count
-        self.learn(prompt, streams, seconds)
+        if len(scored) < 2:
+            self.learn(prompt, streams, seconds, True in scored)
 
-    def learn(self, prompt: float, streams: int, seconds: float) -> None:
-        """From a step with so many FLOPs of prompts and so many streams."""
+    def learn(self, prompt: float, streams: int, seconds: float, scored: bool = False) -> None:
+        """From a step with so many FLOPs of prompts and so many streams; scored: with the prompts' log probabilities."""
         if not prompt:
             size = streams.bit_length()
             if size not in self.stream_steps:
                 self.stream_steps[size] = Estimate()
             self.stream_steps[size].add(seconds)
             return
-        own = seconds
+        own, rate = seconds, self.scored_rate if scored else self.prompt_rate
         if streams:
             own -= self.least_of(streams)
             if own < LEAST_SHARE * seconds:
                 # Streams alone cannot take as long as with prompts beside them.
                 self.stream_step(streams).add((1 - LEAST_SHARE) * seconds)
-                if self.prompt_rate.mean is not None:
+                if rate.mean is not None:
                     return
-        self.prompt_rate.add(max(own, LEAST_SHARE * seconds) / prompt, certain=own > seconds / 2)
+        rate.add(max(own, LEAST_SHARE * seconds) / prompt, certain=own > seconds / 2)
 
     def stream_step(self, streams: int) -> Estimate:
         """The estimate for steps with about so many streams: that of the nearest number that was measured."""
@@ -109,17 +116,21 @@ class Pace:
             target = min(target, 2 * alone.mean)
         return max(0.0, target - alone.careful)
 
-    def seconds(self, start: int, count: int) -> float:
-        return self.prompt_rate.careful * self.flops(start, count)
+    def seconds(self, start: int, count: int, scored: bool = False) -> float:
+        """Of so many tokens of a prompt; scored: with their log probabilities."""
+        rate = self.prompt_rate.careful
+        if scored:
+            rate = UNMEASURED_SCORED * rate if self.scored_rate.mean is None else self.scored_rate.careful
+        return rate * self.flops(start, count)
 
-    def affordable(self, start: int, want: int, allowance: float) -> int:
+    def affordable(self, start: int, want: int, allowance: float, scored: bool = False) -> int:
         """The longest chunk, ending on a block border, that fits the allowance."""
-        if want <= self.min_chunk or self.seconds(start, want) <= allowance:
+        if want <= self.min_chunk or self.seconds(start, want, scored) <= allowance:
             return want
         low, high = self.min_chunk // BLOCK, -(-want // BLOCK)  # in blocks: low always granted, high known not to fit
         while high - low > 1:
             middle = (low + high) // 2
-            if self.seconds(start, middle * BLOCK) <= allowance:
+            if self.seconds(start, middle * BLOCK, scored) <= allowance:
                 low = middle
             else:
                 high = middle

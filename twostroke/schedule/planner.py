@@ -146,21 +146,21 @@ class Planner:
         want = len(request.tokens) - start
         if want <= 0:
             return True
-        count = self._affordable(start, want)
+        count = self._affordable(request, start, want)
         if count < 1 or not self._make_room(request, start + count):
             return False
         self._add(request, start, count)
         self.chunks += 1
         if self.seconds_left is not None:
-            self.seconds_left -= self.scheduler.pace.seconds(start, count)
+            self.seconds_left -= self.scheduler.pace.seconds(start, count, request.scores_prompt)
         return True
 
-    def _affordable(self, start: int, want: int) -> int:
+    def _affordable(self, request: RequestState, start: int, want: int) -> int:
         if not self.scheduler.limits.chunked:
             return want if want <= self.tokens_left or self.chunks == 0 else 0
         count = min(want, self.tokens_left)
         if self.seconds_left is not None:
-            count = self.scheduler.pace.affordable(start, count, self.seconds_left)
+            count = self.scheduler.pace.affordable(start, count, self.seconds_left, request.scores_prompt)
         return count
 
     def _add(self, request: RequestState, start: int, count: int) -> None:
