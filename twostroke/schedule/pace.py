@@ -79,7 +79,7 @@ class Pace:
             self.learn(prompt, streams, seconds, True in scored)
 
     def learn(self, prompt: float, streams: int, seconds: float, scored: bool = False) -> None:
-        """From a step with so many FLOPs of prompts and so many streams; scored: with the prompts' log probabilities."""
+        """From a step with so many FLOPs of prompts and so many streams; scored: with their log probabilities."""
         if not prompt:
             size = streams.bit_length()
             if size not in self.stream_steps:
