@@ -13,7 +13,7 @@ import torch
 from twostroke.config import Config, Resolved, resolve
 from twostroke.hardware import Hardware
 from twostroke.kv.storage import KVStorage
-from twostroke.model.arch import Product
+from twostroke.model.arch import Arch, Product
 from twostroke.model.layers import Dense, PackedProduct
 from twostroke.model.transformer import Transformer
 from twostroke.ops.cuda.backend import CudaOps, Cut, DeviceBatch
@@ -33,19 +33,21 @@ COMPILERS = 6  # threads: half of a compilation is Python, so that more would on
 Task = Callable[[], object]
 
 
-def prepare(config: Config, settings: Resolved, model: Transformer) -> Resolved:
+def prepare(config: Config, settings: Resolved, model: Transformer, draft: Arch | None = None) -> Resolved:
     """Compile the kernels before the first request. Returns the settings, with a KV cache of what is really free where
     its size was not given."""
     compile_kernels(model, settings)
     plan_row_counts(model, all_mixed_rows(settings.max_batch_tokens), PLANNING)
-    return resized(config, settings, model) if config.kv_blocks is None and config.kv_memory is None else settings
+    return (
+        resized(config, settings, model, draft) if config.kv_blocks is None and config.kv_memory is None else settings
+    )
 
 
-def resized(config: Config, settings: Resolved, model: Transformer) -> Resolved:
-    """The KV cache takes what the weights and the largest step leave."""
+def resized(config: Config, settings: Resolved, model: Transformer, draft: Arch | None = None) -> Resolved:
+    """The KV cache takes what the weights and the largest step leave. draft: of the draft model."""
     free = free_after_warm_up(model, settings)
     known = replace(config, max_model_len=settings.max_model_len, seed=settings.seed)
-    sized = resolve(known, model.arch, Hardware("cuda", settings.threads, free), 0)
+    sized = resolve(known, model.arch, Hardware("cuda", settings.threads, free), 0, draft)
     return replace(sized, reasons={**settings.reasons, **sized.reasons})
 
 
