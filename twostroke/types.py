@@ -254,9 +254,8 @@ class Event(NamedTuple):
 class Drafter(Protocol):
     """Guesses what requests write next. A wrong guess costs time and changes nothing."""
 
-    def begin(self, streams: int, context: int) -> bool:
-        """A plan is being made in which so many streams write; context: tokens that they have computed, all together.
-        False: nothing is guessed in it."""
+    def begin(self, streams: int) -> bool:
+        """A plan is being made in which so many streams write. False: nothing is guessed in it."""
         ...
 
     def waits(self, request: RequestState) -> bool:

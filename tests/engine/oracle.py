@@ -17,7 +17,7 @@ class OracleDrafter:
         self.rng = random.Random(seed)
         self.proposed = 0
 
-    def begin(self, streams: int, context: int = 0) -> bool:
+    def begin(self, streams: int) -> bool:
         return True
 
     def reads(self, request: RequestState) -> bool:

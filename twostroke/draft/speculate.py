@@ -88,19 +88,20 @@ class Speculation:
         self.times = StepTimes()
         self.realised: dict[int, Realised] = {}  # by doublings of streams
         self.streams = self.rows = self.chances = self.declined = 0
+        self.context = 0  # tokens before the rows of the last step, all streams together
         self.tokens = 0.0  # expected of the step that is being planned
         self.drafting = 0.0  # seconds of the draft model in it
         self.without = False
 
     # ---- a plan ------------------------------------------------------------------------------------------------------
 
-    def begin(self, streams: int, context: int = 0) -> bool:
+    def begin(self, streams: int) -> bool:
         """A plan is being made: each stream writes one token. False: nothing is guessed in it."""
         self.streams, self.rows, self.tokens, self.drafting = streams, streams, float(streams), 0.0
         self.without = self.chances % WITHOUT_EVERY == WITHOUT_EVERY - 1
         if streams > self.most_streams or not self._realised(streams).allows():
             return False
-        self.times.at(context)
+        self.times.at(self.context)
         if self.model is not None:
             chosen = self.model.chosen = self._for_all(self.model, streams)
             self.drafting = chosen.seconds if streams > 1 else 0.0  # one stream pays for its own passes
@@ -237,11 +238,12 @@ class Speculation:
         works = plan.works
         if len(works) > self.most_streams:
             return
-        rows = kept = 0
+        rows = kept = context = 0
         plain, guessed = True, False
         for work, tokens in zip(works, result.tokens, strict=True):
             rows += work.count
             kept += len(tokens)
+            context += work.start
             plain = plain and work.kind is not WorkKind.READ
             if work.kind is WorkKind.VERIFY and tokens:
                 guessed = True
@@ -251,6 +253,7 @@ class Speculation:
                 self.model.times.add(size, taken)
         if not plain:
             return
+        self.context = context
         if guessed and (alone := self.times.predict(len(works))) is not None:
             self._realised(len(works)).add(alone * kept / len(works), seconds)
         self.times.add(rows, seconds - sum(taken for _, taken in result.passes))

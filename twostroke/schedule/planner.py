@@ -39,8 +39,7 @@ class Planner:
     def add_streams(self) -> None:
         """Every running stream advances by one, or by what is kept of a draft."""
         scheduler, tables = self.scheduler, self.tables
-        drafter = scheduler.drafter
-        drafting = drafter is not None and drafter.begin(len(self.streams), sum([r.computed for r in self.streams]))
+        drafting = scheduler.drafter is not None and scheduler.drafter.begin(len(self.streams))
         if tables.pool.available < len(self.streams) * len(tables.windows):
             # Requests that would be preempted first are planned last.
             self.streams.sort(key=worth_keeping, reverse=True)
