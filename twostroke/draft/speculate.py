@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from math import inf
 from typing import NamedTuple
 
+from twostroke.draft.answers import EarlierAnswers
 from twostroke.draft.by_model import READY, TRIALS, Choice, ModelDrafts
 from twostroke.draft.lookup import Lookup
 from twostroke.draft.rates import FORCED, MODEL, Acceptance, Realised, StepTimes, kind_of
@@ -53,8 +54,8 @@ class Guessing:
 
     __slots__ = ("acceptance", "catching_up", "kind", "lookup", "missed", "reads", "trials")
 
-    def __init__(self, prior: Acceptance):
-        self.lookup = Lookup()
+    def __init__(self, prior: Acceptance, lookup: Lookup | None = None):
+        self.lookup = lookup or Lookup()
         self.acceptance = Acceptance(prior)
         self.kind = 0  # of the last guesses
         self.reads: bool | None = None  # whether the draft model reads its prompt; None: not decided
@@ -84,6 +85,7 @@ class Speculation:
     ) -> None:
         self.forced, self.by_text, self.model, self.most_streams = forced, by_text, model, most_streams
         self.of: dict[int, Guessing] = {}  # by the request's id
+        self.earlier = EarlierAnswers()
         self.acceptance = Acceptance()
         self.times = StepTimes()
         self.realised: dict[int, Realised] = {}  # by doublings of streams
@@ -164,7 +166,7 @@ class Speculation:
     def _known(self, request: RequestState) -> Guessing:
         known = self.of.get(request.id)
         if known is None:
-            known = self.of[request.id] = Guessing(self.acceptance)
+            known = self.of[request.id] = Guessing(self.acceptance, Lookup(self.earlier, request.salt))
         return known
 
     # ---- how many ----------------------------------------------------------------------------------------------------
@@ -271,4 +273,5 @@ class Speculation:
             known.acceptance.add(known.kind, drafted, accepted)
 
     def forget(self, request: RequestState) -> None:
-        self.of.pop(request.id, None)
+        if self.of.pop(request.id, None) is not None and self.by_text:
+            self.earlier.add(request.salt, request.tokens, request.prompt_length)

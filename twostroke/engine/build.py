@@ -86,7 +86,7 @@ def build_engine(
     if device == "cuda":
         from twostroke.run.cuda.warm_up import prepare  # Triton is not installed everywhere
 
-        settings = prepare(config, settings, transformer, draft_arch)
+        settings = prepare(config, settings, transformer, drafter)
     for name, reason in settings.reasons.items():
         log.info("%s = %s: %s", name, getattr(settings, name), reason)
     kv = KVStorage(settings.layout, settings.kv_blocks, settings.kv_dtype, ops.device, settings.host_slots)
