@@ -81,12 +81,12 @@ def build_engine(
     stage("load")
     bits = settings.quantize if device == "cpu" else None  # a GPU packs float weights into its own formats
     transformer = load_model(checkpoint, ops, settings.max_model_len, load_progress, bits)
-    drafter = load_model(draft.checkpoint, ops, settings.max_model_len, None, bits) if draft is not None else None
+    small = load_model(draft.checkpoint, ops, settings.max_model_len, None, bits) if draft is not None else None
     stage("size KV")
     if device == "cuda":
         from twostroke.run.cuda.warm_up import prepare  # Triton is not installed everywhere
 
-        settings = prepare(config, settings, transformer, drafter)
+        settings = prepare(config, settings, transformer, small)
     for name, reason in settings.reasons.items():
         log.info("%s = %s: %s", name, getattr(settings, name), reason)
     kv = KVStorage(settings.layout, settings.kv_blocks, settings.kv_dtype, ops.device, settings.host_slots)
@@ -96,7 +96,7 @@ def build_engine(
     scheduler.forced = ForcedTokens(grammars, tokenizer)
     scheduler.draft_share = draft.arch.weights / arch.weights if draft is not None else None
     scheduler.drafter = make_drafter(settings.speculate, device, scheduler.forced, scheduler.draft_share)
-    runner = make_runner(transformer, kv, scheduler.tables.array, ops, grammars, drafter)
+    runner = make_runner(transformer, kv, scheduler.tables.array, ops, grammars, small)
     core = Core(scheduler, runner, clock, StepLog())
     return Engine(core, Intake(tokenizer, settings, arch.vocab, grammars.compiler), tokenizer, arch, settings)
 
