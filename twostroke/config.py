@@ -10,6 +10,7 @@ from __future__ import annotations
 import secrets
 from dataclasses import asdict, dataclass, field, fields
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, cast, get_args, get_type_hints
 
 from twostroke.errors import ConfigError
@@ -56,7 +57,7 @@ class Setting:
         if self.kind is float:
             return "a number above 0"
         if self.kind is str:
-            return "a text that is not empty"
+            return "a name or a path"
         if self.most is None:
             return f"a whole number of at least {self.least}"
         return f"a whole number from {self.least} to {self.most}"
@@ -223,7 +224,7 @@ def make_config(**settings: Any) -> Config:
     """A Config from keywords; an unknown one is an error that names the nearest known one."""
     for name in settings:
         find_setting(name)
-    return Config(**settings)
+    return Config(**{name: str(value) if isinstance(value, Path) else value for name, value in settings.items()})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -116,27 +116,33 @@ class CudaRunner:
     def next_tokens(self, rows: StepRows) -> list[int | None]:
         """What follows the rows that choose; for a draft model, of which nothing else is asked. It waits."""
         streams = rows.single and len(rows.choices) == rows.total and all(map(on_device, rows.choices))
+        began = timing_event() if self.on_card else None
         handle = self._launch_streams(rows) if streams else self._launch_mixed(rows)
-        if handle.done is not None:
-            handle.done.synchronize()
+        handle.began = began
+        self._wait(handle)
         chosen = handle.tokens[: len(rows.choices)].tolist()
         self.results.append(handle.tokens)
         most = self.model.arch.vocab if self.vocab is None else self.vocab
         return [token if 0 <= token < most else None for token in chosen]
 
     def collect(self, handle: Handle) -> Result:
-        seconds = None
-        if handle.done is not None:
-            handle.done.synchronize()
-            seconds = handle.began.elapsed_time(handle.done) / 1e3
-            if handle.clocked is not None:
-                handle.clocked.entry.worthwhile = handle.clocked.host_seconds > BEHIND * seconds
+        seconds = self._wait(handle)
         rows, details = handle.rows, handle.details
         chosen = handle.tokens[: len(rows.choices)].tolist()
         kept = rows.accepted([None if token < 0 else token for token in chosen])
         describe_choices(rows, kept, handle.logits, handle.errors, details)
         self.results.append(handle.tokens)
         return Result(tuple(kept), details, seconds, handle.passes)
+
+    def _wait(self, handle: Handle) -> float | None:
+        """Until the device is done. Returns the seconds that the step took, where the device measures them."""
+        if handle.done is None:
+            return None
+        handle.done.synchronize()
+        seconds: float = handle.began.elapsed_time(handle.done) / 1e3
+        if handle.clocked is not None:
+            handle.clocked.entry.worthwhile = handle.clocked.host_seconds > BEHIND * seconds
+        return seconds
 
     # ---- steps of a shape that others share ------------------------------------------------------------------------
 
