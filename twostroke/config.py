@@ -222,9 +222,10 @@ def find_setting(name: str) -> Setting:
 
 def make_config(**settings: Any) -> Config:
     """A Config from keywords; an unknown one is an error that names the nearest known one."""
-    for name in settings:
+    for name, value in settings.items():
         find_setting(name)
-    return Config(**{name: str(value) if isinstance(value, Path) else value for name, value in settings.items()})
+        settings[name] = str(value) if isinstance(value, Path) else value
+    return Config(**settings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
