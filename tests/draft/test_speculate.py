@@ -142,6 +142,14 @@ def test_a_draft_model_writes_as_many_as_pay(rate, cost, share, streams, least, 
         assert least <= len(draft) <= most and set(draft) <= {UNWRITTEN}
 
 
+def test_no_step_is_predicted_longer_than_a_stream_may_pause() -> None:
+    for found, request in ((speculation(0.95, 0.1, 1), repeating()), (by_model(0.95, 0.1, 0.1, 1), unmatched())):
+        free = len(found.propose(request, 100))
+        found.longest = lambda: 0.0135
+        found.begin(1)
+        assert free > 4 > len(found.propose(request, 100)) > 0
+
+
 def test_the_better_of_text_and_model_is_taken() -> None:
     request = repeating()
     request.computed = request.drafted = len(request.tokens) - 1

@@ -44,9 +44,11 @@ class ModelDrafts:
         """Of writing `count` tokens for each stream, after reading `missed` tokens in all."""
         return self.pass_seconds(missed, target) + (count - 1) * self.pass_seconds(streams, target)
 
-    def choose(self, streams: int, rate: float, step: Callable[[int], float | None], gain: float, most: int) -> Choice:
+    def choose(
+        self, streams: int, rate: float, step: Callable[[int], float | None], *, gain: float, most: int, longest: float
+    ) -> Choice:
         """The count for a step in which all streams draft alike. rate: share of right guesses; step: seconds of the
-        target's step by rows; gain: least predicted gain."""
+        target's step by rows; gain: least predicted gain; longest: seconds that the step may take."""
         alone = step(streams)
         best = Choice(0)
         if alone is None or not streams:
@@ -58,6 +60,8 @@ class ModelDrafts:
             target = step(streams * (1 + count))
             assert target is not None
             drafting = self.draft_seconds(streams, count, 2 * streams, alone)
+            if target + drafting > longest:
+                break
             if streams * tokens / (target + drafting) > speed:
                 speed = streams * tokens / (target + drafting)
                 best = Choice(count, drafting, alone * tokens - (target + drafting))

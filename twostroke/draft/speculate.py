@@ -34,15 +34,22 @@ LONG = 8  # tokens of a match that is worth a try
 Forced = Callable[[RequestState], Sequence[int]]  # the tokens that a request's grammar leaves no choice about
 
 
-def make_drafter(speculate: str, device: str, forced: Forced, draft_share: float | None = None) -> Speculation | None:
+def make_drafter(
+    speculate: str,
+    device: str,
+    forced: Forced,
+    draft_share: float | None = None,
+    longest: Callable[[], float] = lambda: inf,
+) -> Speculation | None:
     """For a setting. draft_share: None where there is no draft model, else its weights as a share of the target's.
-    "auto" guesses from the text on a CPU only: on a GPU such steps are not captured, and no gain was measured."""
+    longest: seconds that a step with guesses may take. "auto" guesses from the text on a CPU only: on a GPU such steps
+    are not captured, and no gain was measured."""
     by_text = speculate == "lookup" or (speculate == "auto" and device == "cpu")
     by_model = speculate in ("auto", "draft") and draft_share is not None
     if not by_text and not by_model:
         return None
     model = ModelDrafts(draft_share) if by_model and draft_share is not None else None
-    return Speculation(forced, by_text, model, STREAMS[device])
+    return Speculation(forced, by_text, model, STREAMS[device], longest)
 
 
 def never_forced(request: RequestState) -> Sequence[int]:
@@ -82,8 +89,10 @@ class Speculation:
         by_text: bool = True,
         model: ModelDrafts | None = None,
         most_streams: int = STREAMS["cpu"],
+        longest: Callable[[], float] = lambda: inf,
     ) -> None:
-        self.forced, self.by_text, self.model, self.most_streams = forced, by_text, model, most_streams
+        self.forced, self.by_text, self.model = forced, by_text, model
+        self.most_streams, self.longest = most_streams, longest
         self.of: dict[int, Guessing] = {}  # by the request's id
         self.earlier = EarlierAnswers()
         self.acceptance = Acceptance()
@@ -179,16 +188,18 @@ class Speculation:
         alone = self.times.predict(self.rows)
         if alone is None:
             return Proposal(kind, 0, 0.0, 0.0)
-        least = 1 + (GAIN - 1) / max(1, self.streams)
+        least, longest = 1 + (GAIN - 1) / max(1, self.streams), self.longest()
         best = Proposal(kind, 0, 0.0, least * self.tokens / (alone + self.drafting))
         for count in range(1, most + 1):
             chance *= rate
             total += chance
-            seconds = self.times.predict(self.rows + count)
-            assert seconds is not None
-            speed = (self.tokens + total) / (seconds + self.drafting + drafting(count))
-            if speed > best.speed:
-                best = Proposal(kind, count, total, speed)
+            target = self.times.predict(self.rows + count)
+            assert target is not None
+            seconds = target + self.drafting + drafting(count)
+            if seconds > longest:
+                break
+            if (self.tokens + total) / seconds > best.speed:
+                best = Proposal(kind, count, total, (self.tokens + total) / seconds)
         return best
 
     def _choose_model(self, request: RequestState, known: Guessing, most: int) -> Proposal:
@@ -200,7 +211,9 @@ class Speculation:
         return self._choose(known.acceptance, MODEL, min(most, model.chosen.length))
 
     def _for_all(self, model: ModelDrafts, streams: int) -> Choice:
-        return model.choose(streams, self.acceptance.rate(MODEL), self.times.predict, GAIN, MOST)
+        return model.choose(
+            streams, self.acceptance.rate(MODEL), self.times.predict, gain=GAIN, most=MOST, longest=self.longest()
+        )
 
     def _model_seconds(self, model: ModelDrafts, request: RequestState, count: int) -> float:
         alone = self.times.predict(self.streams)

@@ -95,7 +95,9 @@ def build_engine(
     grammars = GrammarRows(GrammarCompiler(tokenizer, arch.vocab, lambda: scheduler.pace.max_gap))
     scheduler.forced = ForcedTokens(grammars, tokenizer)
     scheduler.draft_share = draft.arch.weights / arch.weights if draft is not None else None
-    scheduler.drafter = make_drafter(settings.speculate, device, scheduler.forced, scheduler.draft_share)
+    scheduler.drafter = make_drafter(
+        settings.speculate, device, scheduler.forced, scheduler.draft_share, scheduler.longest_step
+    )
     runner = make_runner(transformer, kv, scheduler.tables.array, ops, grammars, small)
     core = Core(scheduler, runner, clock, StepLog())
     return Engine(core, Intake(tokenizer, settings, arch.vocab, grammars.compiler), tokenizer, arch, settings)

@@ -44,7 +44,9 @@ def change(scheduler: Scheduler, settings: Resolved, wanted: Mapping[str, Any]) 
         static=then.batching == "static",
     )
     if then.speculate != settings.speculate:
-        scheduler.drafter = make_drafter(then.speculate, then.device, scheduler.forced, scheduler.draft_share)
+        scheduler.drafter = make_drafter(
+            then.speculate, then.device, scheduler.forced, scheduler.draft_share, scheduler.longest_step
+        )
     scheduler.policy = POLICIES[then.policy]
     scheduler.waiting.sort(key=scheduler.policy.key)
     scheduler.pace.max_gap = then.max_gap

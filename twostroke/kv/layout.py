@@ -65,8 +65,8 @@ class KVLayout:
         return sum(len(group.layers) * group.entry.bytes / group.entry.tokens for group in self.groups)
 
     def read_bytes(self, context: int) -> float:
-        """Bytes of K and V that a token at the end of `context` tokens reads in all layers."""
-        return sum(len(group.layers) * group.entry.read(context) for group in self.groups)
+        """Bytes of K and V that a token at the end of `context` tokens reads in all layers of the target."""
+        return sum(len(group.layers) * group.entry.read(context) for group in self.groups if not group.draft)
 
     @property
     def draft_groups(self) -> tuple[int, ...]:

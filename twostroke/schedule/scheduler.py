@@ -19,7 +19,7 @@ from twostroke.kv.addresses import Name
 from twostroke.kv.tables import Hit, KVTables
 from twostroke.ops.interface import BLOCK
 from twostroke.schedule.keys import Shares, Turns
-from twostroke.schedule.pace import Pace
+from twostroke.schedule.pace import MARGIN, Pace
 from twostroke.schedule.planner import VERIFY, WRITE, Planner
 from twostroke.schedule.policy import Policy
 from twostroke.types import (
@@ -88,6 +88,10 @@ class Scheduler:
         self.batch_open = True  # static batching: whether the batch still takes requests
         self.plans = 0
         self.counters = Counters()
+
+    def longest_step(self) -> float:
+        """Seconds that a step with drafts may be predicted to take."""
+        return MARGIN * self.pace.max_gap
 
     # ---- add, find, abort ------------------------------------------------------------------------------------------
 
