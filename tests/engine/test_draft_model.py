@@ -154,6 +154,24 @@ def test_auto_takes_the_draft_model_where_it_pays(llama_pair, plain) -> None:
     assert llm.engine.core.scheduler.counters.drafted_tokens == llm.stats()["drafted_tokens"]
 
 
+def test_a_question_that_comes_again_is_answered_from_the_same_tenants_answer(llama_pair) -> None:
+    llm = LLM(llama_pair[0], speculate="lookup", kv_blocks=400, **BASE)
+    core = llm.engine.core
+    make_drafts_cheap(core.scheduler.drafter)
+
+    def ask(number: int, salt: bytes) -> tuple[list[int], int]:
+        """Its tokens, and how many of them were accepted guesses."""
+        params, before = SamplingParams(max_tokens=60, temperature=1.0), core.scheduler.counters.accepted_tokens
+        state = core.submit(Request(number, tuple(PROMPT), params, seed=3, limit=len(PROMPT) + 60, salt=salt))
+        finish(core)
+        return state.tokens, core.scheduler.counters.accepted_tokens - before
+
+    tokens, accepted = ask(1, b"a")
+    assert ask(2, b"b") == (tokens, accepted)  # another tenant: as if it had never been asked
+    again, found = ask(3, b"a")
+    assert again == tokens and found > accepted + 20
+
+
 def make_drafts_cheap(drafter: Speculation) -> None:
     """As if a step took the same time for any number of rows, and a pass of the draft model a tenth of it."""
     drafter.times = FreeRows()
