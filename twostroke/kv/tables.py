@@ -188,13 +188,21 @@ class KVTables:
         return Name(group, request.hashes[(column + 1) * self.spans[group] // BLOCK - 1])
 
     def close(self, request: RequestState) -> None:
-        """Release all its blocks, the last ones first: they are evicted before the prefix that others may share."""
-        row = request.row
-        for group, blocks in enumerate(self.held[row]):
-            for block in reversed(blocks):
-                if block != RELEASED:
-                    self.pool.release(block)
-            self.held[row][group] = []
+        """Release all its blocks, the last ones first: they are evicted before the prefix that others may share. Of
+        several groups the blocks of one place go together: a hit needs them all."""
+        row, held = request.row, self.held[request.row]
+        if len(held) == 1:
+            ordered = held[0][::-1]
+        else:
+            ends = [
+                (-(column + 1) * self.spans[g], b) for g, blocks in enumerate(held) for column, b in enumerate(blocks)
+            ]
+            ordered = [block for _, block in sorted(ends)]
+        for block in ordered:
+            if block != RELEASED:
+                self.pool.release(block)
+        for group in range(len(held)):
+            held[group] = []
             self.released[row][group] = 0
         self.array[:, row] = 0
         self.free_rows.append(row)

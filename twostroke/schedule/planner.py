@@ -97,6 +97,8 @@ class Planner:
             return
         pace, known = scheduler.pace, len(request.tokens)
         allowance = pace.allowance(scheduler.policy.gentle, len(self.streams)) - self.seconds_read
+        if allowance <= 0 and self.seconds_read:
+            return  # another stream's turn; the first one always advances
         count = pace.affordable(request.drafted, known - request.drafted, allowance)
         if self._read_for_draft(request, min(known, request.drafted + count)):
             self.seconds_read += pace.seconds(request.drafted, count)
