@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from twostroke.draft.answers import BEFORE, KEY, PAST, EarlierAnswers
+from twostroke.draft.answers import BEFORE, KEY, PAST, TEMPLATE, EarlierAnswers
 from twostroke.draft.lookup import Lookup
 
 PROMPT = list(range(100, 150))
@@ -38,8 +38,10 @@ def test_another_tenant_finds_nothing() -> None:
 def test_a_few_equal_tokens_are_no_match() -> None:
     earlier = EarlierAnswers()
     earlier.add(b"", PROMPT + ANSWER, len(PROMPT))
-    assert earlier.find(b"", [900, *PROMPT[-PAST + 1 :]]) is None
-    assert earlier.find(b"", [900, *PROMPT[-PAST:]]) is not None
+    assert earlier.find(b"", [900, *PROMPT[1 - TEMPLATE :]]) is None  # all of it may be the chat template's
+    assert earlier.find(b"", [900, *PROMPT[-TEMPLATE:]]) is not None
+    assert earlier.find(b"", [900, *ANSWER[11 : 10 + PAST]]) is None
+    assert earlier.find(b"", [900, *ANSWER[10 : 10 + PAST]]) is not None
 
 
 def test_the_request_itself_comes_first() -> None:
@@ -55,9 +57,9 @@ def test_memory_is_bounded_and_what_is_forgotten_is_not_found() -> None:
     texts = [[rng.randint(0, 20) for _ in range(rng.randint(20, 200))] for _ in range(100)]
     for number, text in enumerate(texts):
         earlier.add(b"%d" % (number % 3), text, 10)
-        assert earlier.held <= 2000 and earlier.held == sum(len(kept) for _, kept in earlier.texts.values())
+        assert earlier.held <= 2000 and earlier.held == sum(len(kept) for _, kept, _ in earlier.texts.values())
         for salt, places in earlier.places.items():
             for key, (where, end) in places.items():
-                kept_salt, kept = earlier.texts[where]
+                kept_salt, kept, _ = earlier.texts[where]
                 assert kept_salt == salt and kept[end - KEY : end] == key
     assert len(earlier.texts) < 60 and set(earlier.places) <= {b"0", b"1", b"2"}

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 KEY = 3  # tokens that must agree before a place is looked at
 PAST = 8  # tokens that must agree for a match: in many texts three tokens agree by chance
+TEMPLATE = 16  # the same near an answer's start: the last tokens of a prompt are its chat template's
 BEFORE = 32  # of the prompt, kept before an answer: the match begins there
 MOST = 1 << 16  # tokens of all tenants; each takes about 250 bytes
 
@@ -21,7 +22,8 @@ Place = tuple[int, int]  # number of a text, and a position in it
 class EarlierAnswers:
     def __init__(self, most: int = MOST):
         self.most, self.held, self.number = most, 0, 0
-        self.texts: OrderedDict[int, tuple[bytes, Text]] = OrderedDict()  # by number, least recently used first
+        # By number, least recently used first: the salt, the text, and where the answer starts in it.
+        self.texts: OrderedDict[int, tuple[bytes, Text, int]] = OrderedDict()
         self.places: dict[bytes, dict[Text, Place]] = {}  # salt -> KEY tokens -> the newest place after them
 
     def add(self, salt: bytes, tokens: Sequence[int], prompt_length: int) -> None:
@@ -30,7 +32,7 @@ class EarlierAnswers:
         if len(tokens) - prompt_length < PAST or len(text) > self.most:
             return
         self.number += 1
-        self.texts[self.number] = (salt, text)
+        self.texts[self.number] = (salt, text, min(prompt_length, BEFORE))
         places = self.places.setdefault(salt, {})
         for end in range(KEY, len(text)):
             places[text[end - KEY : end]] = (self.number, end)
@@ -44,17 +46,17 @@ class EarlierAnswers:
         if place is None:
             return None
         number, end = place
-        text = self.texts[number][1]
+        _, text, start = self.texts[number]
         agree, known = 0, len(tokens)
         while agree < min(end, known, BEFORE) and text[end - 1 - agree] == tokens[known - 1 - agree]:
             agree += 1
-        if agree < PAST:
+        if agree < (PAST if end >= start + PAST else TEMPLATE):
             return None
         self.texts.move_to_end(number)
         return text, end, agree
 
     def _forget(self) -> None:
-        number, (salt, text) = self.texts.popitem(last=False)
+        number, (salt, text, _) = self.texts.popitem(last=False)
         self.held -= len(text)
         places = self.places[salt]
         for end in range(KEY, len(text)):
