@@ -150,6 +150,16 @@ def test_no_step_is_predicted_longer_than_a_stream_may_pause() -> None:
         assert free > 4 > len(found.propose(request, 100)) > 0
 
 
+def test_a_long_first_pass_says_little_about_short_ones() -> None:
+    """A prompt was read, and nothing was drafted yet."""
+    model = ModelDrafts(0.2)
+    assert model.pass_seconds(1, 0.1) == pytest.approx(0.02)
+    model.times.add(60, 0.08)
+    assert model.pass_seconds(1, 0.1) == pytest.approx(0.02) and model.pass_seconds(60, 0.1) == 0.08
+    model.times.add(1, 0.03)
+    assert model.pass_seconds(1, 0.1) == 0.03
+
+
 def test_the_better_of_text_and_model_is_taken() -> None:
     request = repeating()
     request.computed = request.drafted = len(request.tokens) - 1

@@ -37,8 +37,10 @@ class ModelDrafts:
 
     def pass_seconds(self, rows: int, target: float) -> float:
         """target: seconds of the target's step with one row for each stream."""
-        seconds = self.times.predict(rows)
-        return self.share * target if seconds is None else seconds
+        seconds, assumed = self.times.predict(rows), self.share * target
+        if seconds is None:
+            return assumed
+        return min(seconds, assumed) if self.times.is_below(rows) else seconds
 
     def draft_seconds(self, streams: int, count: int, missed: int, target: float) -> float:
         """Of writing `count` tokens for each stream, after reading `missed` tokens in all."""

@@ -72,6 +72,10 @@ class StepTimes:
         """None: no step was measured yet."""
         return self.now.predict(rows)
 
+    def is_below(self, rows: int) -> bool:
+        """Whether only steps with more rows were measured: such a step may be much shorter than predicted."""
+        return not self.now.sizes or rows < self.now.sizes[0]
+
 
 class Curve:
     """Seconds by rows, for contexts of about one length."""
