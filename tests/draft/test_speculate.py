@@ -103,6 +103,12 @@ def test_predicted_times_never_fall_when_rows_are_added() -> None:
         times.add(rows, seconds)
     predicted = [times.predict(rows) or 0.0 for rows in range(1, 40)]
     assert predicted == sorted(predicted)
+    slow = StepTimes()
+    for rows in (1, 2, 4, 8):
+        for _ in range(9):
+            slow.add(rows, 0.001 * rows)
+    slow.add(3, 0.1)  # measured once, while the machine was busy
+    assert (slow.predict(8) or 0.0) < 0.012
 
 
 def by_model(rate: float, cost: float, share: float, streams: int) -> Speculation:

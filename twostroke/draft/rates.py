@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from bisect import bisect_right, insort
 from collections import deque
-from itertools import accumulate
+from collections.abc import Sequence
 from statistics import median
 
 DECAY = 0.98  # of what was counted, for each new guess
@@ -15,9 +15,10 @@ FORCED = 4
 MODEL = 5
 WEIGHT = 4.0  # guesses that a prior counts for
 SLOPE = 0.03  # assumed cost of one more row, as a share of the step, until it is measured: low, so that it is tried
+NEAR = 1024  # tokens of context, all streams together: with fewer, attention takes no time that matters
 MEASURED = 9  # newest times of which the median counts
 FORGET = 0.9  # of the steps with guesses, for each new one
-JUDGED = 12  # steps with guesses, before it is judged whether they were faster
+JUDGED = 8  # steps with guesses, before it is judged whether they were faster
 PAUSE, LONGEST_PAUSE = 64, 2048  # steps without guesses where they were not
 
 
@@ -49,8 +50,8 @@ class StepTimes:
     """Seconds of a step without prompts, by its rows: the median of the newest for each number of rows that occurred,
     so that a single slow step decides nothing. The predicted time never falls when rows are added.
 
-    Attention reads the context for every row, so each doubling of the context has times of its own; they begin with
-    those of the nearest one."""
+    Attention reads the context for every row, so each doubling of the context beyond NEAR tokens has times of its own;
+    they begin with those of the nearest one."""
 
     def __init__(self) -> None:
         self.by_context: dict[int, Curve] = {}
@@ -58,7 +59,7 @@ class StepTimes:
 
     def at(self, context: int) -> Curve:
         """From now on the steps have so many tokens of context, all streams together."""
-        size = context.bit_length()
+        size = (context // NEAR).bit_length()
         if size not in self.by_context:
             nearest = min(self.by_context, key=lambda known: abs(known - size), default=None)
             self.by_context[size] = Curve() if nearest is None else self.by_context[nearest].copy()
@@ -84,7 +85,7 @@ class Curve:
         self.newest: dict[int, deque[float]] = {}
         self.medians: dict[int, float] = {}
         self.sizes: list[int] = []  # the numbers of rows that occurred, sorted
-        self.seconds: list[float] = []  # of each, never below those before it; empty: to be made
+        self.seconds: list[float] = []  # of each, never falling; empty: to be made
 
     def copy(self) -> Curve:
         same = Curve()
@@ -104,12 +105,26 @@ class Curve:
         if not self.sizes:
             return None
         if not self.seconds:
-            self.seconds = list(accumulate((self.medians[size] for size in self.sizes), max))
+            self.seconds = never_falling([(self.medians[size], len(self.newest[size])) for size in self.sizes])
         after = bisect_right(self.sizes, rows)
         if after == 0:
             return self.seconds[0]
         seconds = self.seconds[after - 1] * (1 + SLOPE * (rows - self.sizes[after - 1]))
         return seconds if after == len(self.sizes) else min(seconds, self.seconds[after])
+
+
+def never_falling(values: Sequence[tuple[float, int]]) -> list[float]:
+    """The nearest sequence that never falls: neighbours in the wrong order get their mean, weighted by how often each
+    was measured. values: each with its weight."""
+    runs: list[tuple[float, int, int]] = []  # mean, weight, how many values
+    for value, weight in values:
+        run = (value, weight, 1)
+        while runs and runs[-1][0] > run[0]:
+            mean, before, count = runs.pop()
+            weight_sum = before + run[1]
+            run = ((mean * before + run[0] * run[1]) / weight_sum, weight_sum, count + run[2])
+        runs.append(run)
+    return [mean for mean, _, count in runs for _ in range(count)]
 
 
 class Realised:

@@ -188,7 +188,7 @@ class Speculation:
         alone = self.times.predict(self.rows)
         if alone is None:
             return Proposal(kind, 0, 0.0, 0.0)
-        least, longest = 1 + (GAIN - 1) / max(1, self.streams), self.longest()
+        least, longest = 1 + (GAIN - 1) / max(1.0, self.streams / 2), self.longest()  # one stream's part of the gain
         best = Proposal(kind, 0, 0.0, least * self.tokens / (alone + self.drafting))
         for count in range(1, most + 1):
             chance *= rate
