@@ -34,6 +34,20 @@ def gemma_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def llama_pair(tmp_path_factory: pytest.TempPathFactory, llama_folder: Path) -> tuple[Path, Path]:
+    """A target and a draft model that often agrees with it."""
+    target = tiny.quiet_end(tmp_path_factory.mktemp("target"), llama_folder)
+    return target, tiny.tiny_draft(tmp_path_factory.mktemp("draft"), target)
+
+
+@pytest.fixture(scope="session")
+def gemma_pair(tmp_path_factory: pytest.TempPathFactory, gemma_folder: Path) -> tuple[Path, Path]:
+    """The same with windows, in the draft model too."""
+    target = tiny.quiet_end(tmp_path_factory.mktemp("target"), gemma_folder)
+    return target, tiny.tiny_draft(tmp_path_factory.mktemp("draft"), target, layers=2)
+
+
+@pytest.fixture(scope="session")
 def default_model() -> Path:
     """The real default model, fetched on first use."""
     from twostroke.weights.catalog import DEFAULT, fetch

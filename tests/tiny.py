@@ -61,6 +61,32 @@ def tiny_llama(folder: Path, **changes: object) -> Path:
     return save(transformers.LlamaForCausalLM(config), folder)
 
 
+def tiny_draft(folder: Path, target: Path, layers: int = 1) -> Path:
+    """The first layers of a checkpoint as a model of their own. It often agrees with the target where the layers after
+    them add little: see `quiet_end`."""
+    config = transformers.AutoConfig.from_pretrained(target)
+    config.num_hidden_layers = layers
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:layers]
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    weights = transformers.AutoModelForCausalLM.from_pretrained(target).state_dict()
+    model.load_state_dict({name: weights[name] for name in model.state_dict()})
+    return save(model, folder)
+
+
+def quiet_end(folder: Path, source: Path, share: float = 0.2) -> Path:
+    """A checkpoint whose last layer adds only a share of what it added."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(source)
+    layer = model.model.layers[-1]
+    with torch.no_grad():
+        for part in (layer.self_attn.o_proj, layer.mlp.down_proj):
+            part.weight.mul_(share)
+        if hasattr(layer, "post_feedforward_layernorm"):  # Gemma: a norm follows, whose weight counts from -1
+            for norm in (layer.post_attention_layernorm, layer.post_feedforward_layernorm):
+                norm.weight.copy_((1 + norm.weight) * share - 1)
+    return save(model, folder)
+
+
 def tiny_gemma(folder: Path) -> Path:
     """Alternating windows: layers 0 and 1 see 40 tokens, layer 2 everything."""
     torch.manual_seed(1)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import secrets
 from dataclasses import asdict, dataclass, field, fields
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, cast, get_args, get_type_hints
 
 from twostroke.errors import ConfigError
@@ -55,6 +56,8 @@ class Setting:
             return "True or False"
         if self.kind is float:
             return "a number above 0"
+        if self.kind is str:
+            return "a name or a path"
         if self.most is None:
             return f"a whole number of at least {self.least}"
         return f"a whole number from {self.least} to {self.most}"
@@ -68,6 +71,8 @@ class Setting:
             return isinstance(value, bool)
         if self.kind is float:
             return is_number(value) and value > 0
+        if self.kind is str:
+            return isinstance(value, str) and bool(value)
         return is_whole(value) and self.least <= value and (self.most is None or value <= self.most)
 
     def parse(self, text: str) -> Any:
@@ -151,9 +156,13 @@ class Config:
         derived=by_device(DEFAULT_GAP),
     )  # fmt: skip
     speculate: str = setting(
-        "auto", "verify several guessed tokens in one step: auto and lookup guess from the text so far", live=True,
-        choices=("auto", "lookup", "off"), stroke="decode",
+        "auto", "verify several guessed tokens in one step: lookup guesses from the text so far, draft by draft_model, "
+        "auto takes what pays", live=True, choices=("auto", "lookup", "draft", "off"), stroke="decode",
         unsimulated="the gain depends on the text, which the cost model does not see",
+    )  # fmt: skip
+    draft_model: str | None = setting(
+        None, "a small model with the same vocabulary that guesses the next tokens: name, path or hub id",
+        derived="none", stroke="decode", unsimulated="the gain depends on the text, which the cost model does not see",
     )  # fmt: skip
     exact: bool | None = setting(
         None, "the same output whatever else is served", derived="always on a CPU, off on a GPU",
@@ -174,6 +183,10 @@ class Config:
             raise ConfigError(f"key_share must be a number above 0 and at most 1, got {self.key_share!r}.")
         if self.dtype is not None and self.quantize is not None:
             raise ConfigError("dtype and quantize both choose the precision of the weights: give one of them.")
+        if self.speculate == "draft" and self.draft_model is None:
+            raise ConfigError(
+                "speculate='draft' needs a draft model: give draft_model a small model with the same vocabulary."
+            )
         if self.kv_offload and not self.prefix_cache:
             raise ConfigError("kv_offload keeps what the prefix cache evicts: it needs prefix_cache. Drop one of them.")
         if self.max_gap is not None and not self.chunked_prefill:
@@ -209,8 +222,9 @@ def find_setting(name: str) -> Setting:
 
 def make_config(**settings: Any) -> Config:
     """A Config from keywords; an unknown one is an error that names the nearest known one."""
-    for name in settings:
+    for name, value in settings.items():
         find_setting(name)
+        settings[name] = str(value) if isinstance(value, Path) else value
     return Config(**settings)
 
 
@@ -241,8 +255,9 @@ class Resolved(Config):
         return self.kv_offload // self.layout.block_bytes
 
 
-def resolve(config: Config, arch: Arch, hardware: Hardware, weight_bytes: int) -> Resolved:
-    """Pure: the same inputs give the same values, except for a seed that is drawn."""
+def resolve(config: Config, arch: Arch, hardware: Hardware, weight_bytes: int, draft: Arch | None = None) -> Resolved:
+    """Pure: the same inputs give the same values, except for a seed that is drawn. draft: of the draft model, whose
+    weights are among weight_bytes."""
     reasons: dict[str, str] = {}
 
     def derive(name: str, value: Any, reason: str) -> Any:
@@ -258,7 +273,9 @@ def resolve(config: Config, arch: Arch, hardware: Hardware, weight_bytes: int) -
     kv_dtype = _kv_dtype(config, device, reasons)
     if kv_dtype == "int4":
         _check_four_bits(arch, device)
-    layout = make_layout(arch, kv_dtype)
+        if draft is not None:
+            _check_four_bits(draft, device)
+    layout = make_layout(arch, kv_dtype, draft)
     batch = derive("max_batch_tokens", DEFAULT_BATCH_TOKENS[device], f"enough rows to keep a {device} busy in one step")
     requests = derive("max_requests", DEFAULT_REQUESTS[device], f"streams that a {device} serves well at once")
     if requests > batch:

@@ -69,8 +69,27 @@ class RequestState:
     """What the engine knows of a request while it has it. Fields that every step reads are copied from the request."""
 
     __slots__ = (
-        "computed", "facts_changed", "finish_reason", "hashes", "id", "in_flight", "key", "limit", "lost", "params",
-        "prompt_length", "request", "row", "salt", "sample", "seed", "status", "stop_ids", "timeline", "tokens",
+        "computed",
+        "drafted",
+        "facts_changed",
+        "finish_reason",
+        "hashes",
+        "id",
+        "in_flight",
+        "key",
+        "limit",
+        "lost",
+        "params",
+        "prompt_length",
+        "request",
+        "row",
+        "salt",
+        "sample",
+        "seed",
+        "status",
+        "stop_ids",
+        "timeline",
+        "tokens",
         "turn",
     )  # fmt: skip
 
@@ -90,6 +109,7 @@ class RequestState:
         self.timeline = Timeline(request.arrival, prompt_tokens=self.prompt_length)
         self.facts_changed = True  # the timeline has facts that no event has carried yet
         self.computed = 0  # tokens whose K and V are in the cache
+        self.drafted = 0  # tokens whose K and V the draft model has in the cache, where there is one
         self.in_flight = 0  # tokens launched and not yet collected
         self.lost = 0  # tokens computed before a preemption or failed step and not yet computed again
         self.status = Status.WAITING
@@ -118,6 +138,9 @@ class WorkKind(StrEnum):
     READ = "read"  # tokens of a prompt, or of an answer that is computed again
     WRITE = "write"  # the newest token: the next one is chosen from it
     VERIFY = "verify"  # the newest token and drafts after it: as many are kept as the model itself would have chosen
+
+
+UNWRITTEN = -1  # a token of a draft that the draft model writes when the step runs
 
 
 class Work(NamedTuple):
@@ -158,6 +181,21 @@ class Choice(NamedTuple):
         return self.position - self.request.prompt_length
 
 
+class DraftWork(NamedTuple):
+    """What the draft model does in a step: it computes `count` known tokens of `request`, the first at `start`, and
+    then writes `writes` tokens after them."""
+
+    request: RequestState
+    start: int
+    count: int  # type: ignore[assignment]  # hides tuple.count
+    writes: int = 0
+
+    @property
+    def end(self) -> int:
+        """Where its K and V end. The last token that it writes has none."""
+        return self.start + self.count + max(0, self.writes - 1)
+
+
 class Place(NamedTuple):
     """Where the bytes of a KV block can be, beside the pool: a slot of the host's memory, or of a peer's."""
 
@@ -179,6 +217,7 @@ class Plan(NamedTuple):
     number: int
     works: tuple[Work, ...]
     moves: tuple[Move, ...] = ()  # to be made before the step, in this order
+    drafts: tuple[DraftWork, ...] = ()  # of the draft model, before the works
 
 
 @dataclass(slots=True)
@@ -197,6 +236,7 @@ class Result(NamedTuple):
     tokens: tuple[tuple[int, ...], ...]
     details: Mapping[int, Details] = EMPTY  # by index of the work
     seconds: float | None = None  # the step took, where the runner knows better than the engine's clock
+    passes: tuple[tuple[int, float], ...] = ()  # rows and seconds of each pass of the draft model, part of the step
 
 
 class Event(NamedTuple):
@@ -223,7 +263,15 @@ class Drafter(Protocol):
         ...
 
     def propose(self, request: RequestState, most: int) -> Sequence[int]:
-        """Up to `most` tokens that may follow `request.tokens`."""
+        """Up to `most` tokens that may follow `request.tokens`. UNWRITTEN: the draft model is to write them."""
+        ...
+
+    def reads(self, request: RequestState) -> bool:
+        """Whether the draft model reads a prompt along with the target."""
+        ...
+
+    def catches_up(self, request: RequestState) -> bool:
+        """Whether the draft model reads what it has missed of a stream, so that it can draft later."""
         ...
 
     def learn(self, plan: Plan, result: Result, seconds: float) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from twostroke.draft.rates import FORCED, Acceptance, StepTimes, kind_of
+from twostroke.draft.by_model import READY, TRIAL_EVERY, ModelDrafts
+from twostroke.draft.rates import FORCED, JUDGED, MODEL, PAUSE, Acceptance, Realised, StepTimes, kind_of
 from twostroke.draft.speculate import MOST, WITHOUT_EVERY, Speculation, make_drafter, never_forced
 from twostroke.sampling import Grammar, SamplingParams
-from twostroke.types import Request, RequestState
+from twostroke.types import UNWRITTEN, Request, RequestState
 
 
 def speculation(rate: float, cost: float, streams: int) -> Speculation:
@@ -102,9 +103,137 @@ def test_predicted_times_never_fall_when_rows_are_added() -> None:
         times.add(rows, seconds)
     predicted = [times.predict(rows) or 0.0 for rows in range(1, 40)]
     assert predicted == sorted(predicted)
+    slow = StepTimes()
+    for rows in (1, 2, 4, 8):
+        for _ in range(9):
+            slow.add(rows, 0.001 * rows)
+    slow.add(3, 0.1)  # measured once, while the machine was busy
+    assert (slow.predict(8) or 0.0) < 0.012
+
+
+def by_model(rate: float, cost: float, share: float, streams: int) -> Speculation:
+    """Drafts of a model whose pass takes `share` of a step."""
+    found = speculation(0.1, cost, streams)
+    found.most_streams, found.model = 64, ModelDrafts(share)
+    for _ in range(200):
+        found.acceptance.add(MODEL, 1, 0)
+    found.acceptance.right[MODEL] = rate * found.acceptance.tried[MODEL]
+    for rows in range(1, 33):
+        found.model.times.add(rows, 0.01 * share * (1 + 0.01 * rows))
+    found.begin(streams)
+    return found
+
+
+def unmatched(number: int = 9, read: bool = True) -> RequestState:
+    request = RequestState(Request(number, tuple(range(80)), SamplingParams(), limit=10_000))
+    request.computed, request.drafted = 79, 79 if read else 0
+    return request
+
+
+@pytest.mark.parametrize(
+    ("rate", "cost", "share", "streams", "least", "most"),
+    [
+        (0.8, 0.02, 0.1, 1, 3, 8),  # a good and small model: some
+        (0.95, 0.02, 0.05, 1, 8, 16),
+        (0.8, 0.02, 0.5, 1, 0, 2),  # a pass takes half a step: hardly
+        (0.3, 0.02, 0.2, 1, 0, 0),  # poor guesses
+        (0.8, 0.02, 0.1, 16, 1, 5),  # sixteen streams share the passes
+        (0.8, 0.9, 0.1, 16, 0, 0),  # rows cost as much as streams
+    ],
+)
+def test_a_draft_model_writes_as_many_as_pay(rate, cost, share, streams, least, most) -> None:  # type: ignore[no-untyped-def]
+    found = by_model(rate, cost, share, streams)
+    for number in range(streams):
+        draft = found.propose(unmatched(number), 100)
+        assert least <= len(draft) <= most and set(draft) <= {UNWRITTEN}
+
+
+def test_no_step_is_predicted_longer_than_a_stream_may_pause() -> None:
+    for found, request in ((speculation(0.95, 0.1, 1), repeating()), (by_model(0.95, 0.1, 0.1, 1), unmatched())):
+        free = len(found.propose(request, 100))
+        found.longest = lambda: 0.0135
+        found.begin(1)
+        assert free > 4 > len(found.propose(request, 100)) > 0
+
+
+def test_a_long_first_pass_says_little_about_short_ones() -> None:
+    """A prompt was read, and nothing was drafted yet."""
+    model = ModelDrafts(0.2)
+    assert model.pass_seconds(1, 0.1) == pytest.approx(0.02)
+    model.times.add(60, 0.08)
+    assert model.pass_seconds(1, 0.1) == pytest.approx(0.02) and model.pass_seconds(60, 0.1) == 0.08
+    model.times.add(1, 0.03)
+    assert model.pass_seconds(1, 0.1) == 0.03
+
+
+def test_the_better_of_text_and_model_is_taken() -> None:
+    request = repeating()
+    request.computed = request.drafted = len(request.tokens) - 1
+    assert set(by_model(0.9, 0.02, 0.1, 1).propose(request, 10)) == {UNWRITTEN}  # matches were seldom right
+    found = by_model(0.9, 0.02, 0.3, 1)
+    found.acceptance.right[3] = 0.95 * found.acceptance.tried[3]
+    assert found.propose(request, 10) == list(range(10, 20))
+
+
+def test_what_the_draft_model_missed_is_read_when_that_pays() -> None:
+    found = by_model(0.9, 0.02, 0.1, 1)
+    missed = unmatched(read=False)
+    assert not found.propose(missed, 10)
+    steps = next(n for n in range(1000) if found.catches_up(missed))
+    assert steps < 20  # seconds saved in so many steps exceed those of a pass over 80 tokens
+    missed.drafted = len(missed.tokens) - READY
+    assert not found.catches_up(missed) and found.propose(missed, 10)
+    poor = by_model(0.1, 0.02, 0.1, 1)
+    assert not any(poor.catches_up(missed) for _ in range(100))
+
+
+def test_prompts_are_read_where_drafts_pay_and_else_once_in_a_while() -> None:
+    good, poor = by_model(0.9, 0.02, 0.1, 1), by_model(0.1, 0.02, 0.1, 1)
+    assert all(good.reads(unmatched(number, read=False)) for number in range(10))
+    read = [poor.reads(unmatched(number, read=False)) for number in range(2 * TRIAL_EVERY)]
+    assert read.count(True) == 2
+    tried = unmatched(read.index(True))
+    assert len(poor.propose(tried, 10)) > 0 and not poor.propose(unmatched(read.index(False)), 10)
+
+
+def test_steps_that_were_slower_than_without_drafts_end_in_a_pause() -> None:
+    found = speculation(0.95, 0.02, 1)
+    assert found.begin(1) and found.propose(repeating(), 4)
+    slower = found._realised(1)
+    for _ in range(JUDGED):
+        slower.add(0.02, 0.021)
+    assert [found.begin(1) for _ in range(PAUSE)] == [False] * (PAUSE - 1) + [True]
+    for _ in range(JUDGED):
+        slower.add(0.02, 0.021)
+    assert [found.begin(1) for _ in range(2 * PAUSE)].count(True) == 1  # the next pause is twice as long
+    judged = Realised()
+    for _ in range(100):
+        judged.add(0.02, 0.019)
+        assert judged.allows()
+
+
+def test_each_length_of_context_has_times_of_its_own() -> None:
+    times = StepTimes()
+    times.at(100)
+    for _ in range(5):
+        times.add(1, 0.01)
+    times.at(8000)
+    assert times.predict(1) == 0.01  # as long as nothing else is known
+    for _ in range(5):
+        times.add(1, 0.02)
+    assert times.predict(1) == 0.02 and times.at(120).predict(1) == 0.01
+    times.add(1, 5.0)
+    assert times.predict(1) == 0.01  # one slow step decides nothing
 
 
 def test_the_setting() -> None:
     assert make_drafter("off", "cpu", never_forced) is None and make_drafter("auto", "cuda", never_forced) is None
+    assert make_drafter("off", "cpu", never_forced, 0.3) is None
+    text, model, both = (make_drafter(name, "cpu", never_forced, 0.3) for name in ("lookup", "draft", "auto"))
+    assert text is not None and text.by_text and text.model is None
+    assert model is not None and not model.by_text and model.model is not None
+    assert both is not None and both.by_text and both.model is not None
+    card = make_drafter("auto", "cuda", never_forced, 0.3)
+    assert card is not None and not card.by_text
     assert make_drafter("auto", "cpu", never_forced) is not None
     assert make_drafter("lookup", "cuda", never_forced) is not None

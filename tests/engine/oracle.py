@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from twostroke.types import Plan, RequestState, Result
+from twostroke.types import UNWRITTEN, Plan, RequestState, Result
 
 
 class OracleDrafter:
@@ -19,6 +19,12 @@ class OracleDrafter:
 
     def begin(self, streams: int) -> bool:
         return True
+
+    def reads(self, request: RequestState) -> bool:
+        return False
+
+    def catches_up(self, request: RequestState) -> bool:
+        return False
 
     def waits(self, request: RequestState) -> bool:
         return True
@@ -39,3 +45,24 @@ class OracleDrafter:
         draft += [self.rng.randint(3, 299) for _ in range(count - len(draft))]
         self.proposed += len(draft)
         return draft
+
+
+class RandomModelDrafter(OracleDrafter):
+    """Lets the draft model write at random: it reads some prompts, misses parts of texts, and catches up at times."""
+
+    def __init__(self, most: int, seed: int = 0):
+        super().__init__({}, most, 0.0, seed)
+        self.caught_up = 0
+
+    def reads(self, request: RequestState) -> bool:
+        return self.rng.random() < 0.8
+
+    def catches_up(self, request: RequestState) -> bool:
+        missed = request.drafted < len(request.tokens) - 1 and self.rng.random() < 0.5
+        self.caught_up += missed
+        return missed
+
+    def propose(self, request: RequestState, most: int) -> Sequence[int]:
+        count = min(most, self.rng.randint(0, self.most))
+        self.proposed += count
+        return (UNWRITTEN,) * count

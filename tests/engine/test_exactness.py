@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from tests.engine.oracle import OracleDrafter
+from tests.engine.oracle import OracleDrafter, RandomModelDrafter
 from twostroke import LLM, SamplingParams
 from twostroke.draft.rates import FORCED, StepTimes
 from twostroke.grammar.forced import BYTES
@@ -60,8 +60,8 @@ levers = st.fixed_dictionaries(
         "chunked_prefill": st.sampled_from([True, True, True, False]),
         "host_slots": st.sampled_from([0, 2, 30, 500]),  # evicted blocks that the host keeps
         "threads": st.sampled_from([1, 1, 2]),
-        # lookup, none, or an oracle: (most, share of errors)
-        "draft": st.sampled_from(["lookup", "off", (1, 0.0), (3, 0.3), (8, 0.0), (8, 0.2), (8, 0.9)]),
+        # lookup, none, an oracle: (most, share of errors), or a draft model that writes up to so many tokens
+        "draft": st.sampled_from(["lookup", "off", (1, 0.0), (3, 0.3), (8, 0.0), (8, 0.2), (8, 0.9), 1, 5, 9]),
     }
 )
 BASE = {"max_model_len": 192, "threads": 1, "seed": 1}
@@ -106,35 +106,40 @@ def run_together(llm: LLM, many: list[Ask]):
 
 
 @pytest.fixture(scope="module", params=["llama", "llama-int8-kv", "llama-int4-kv", "gemma"])
-def model(request, llama_folder, gemma_folder):
-    folder = gemma_folder if request.param == "gemma" else llama_folder
+def model(request, llama_pair, gemma_pair):
+    folder, draft = gemma_pair if request.param == "gemma" else llama_pair
     kv = {"llama-int8-kv": "int8", "llama-int4-kv": "int4"}.get(request.param)
-    return folder, {"kv_dtype": kv}, Alone(folder, kv_dtype=kv)
+    return folder, {"kv_dtype": kv}, Alone(folder, kv_dtype=kv), draft
 
 
 LIBRARY = "twostroke.ops.cpu.library.available"
 
 
 @pytest.fixture(scope="module", params=["llama", "gemma"])
-def torch_model(request, llama_folder, gemma_folder):
+def torch_model(request, llama_pair, gemma_pair):
     """The same on a machine without the native library."""
-    folder = gemma_folder if request.param == "gemma" else llama_folder
+    folder, draft = gemma_pair if request.param == "gemma" else llama_pair
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LIBRARY, lambda: False)
         alone = Alone(folder, threads=2)
     assert isinstance(alone.llm.engine.core.runner.ops, ReferenceOps)
-    return folder, {"threads": 2}, alone  # torch has them for the whole process
+    return folder, {"threads": 2}, alone, draft  # torch has them for the whole process
 
 
 def check_levers(model, many, lever):
-    folder, extra, alone = model
+    folder, extra, alone, *pair = model
     block = alone.llm.settings.layout.block_bytes
     offload = lever["host_slots"] * block if lever["prefix_cache"] else 0
     given = {name: value for name, value in lever.items() if name not in ("host_slots", "draft")}
     draft = lever.get("draft", "lookup")
     speculate = draft if isinstance(draft, str) else "off"
+    if isinstance(draft, int):
+        given |= {"draft_model": str(pair[0]), "kv_blocks": 2 * given["kv_blocks"]}
+        offload *= 2
     llm = LLM(folder, kv_offload=offload, speculate=speculate, **(BASE | given | extra))
-    if draft != speculate:
+    if isinstance(draft, int):
+        llm.engine.core.scheduler.drafter = RandomModelDrafter(draft)
+    elif draft != speculate:
         known = {(ask.tokens, ask.temperature): [s[0] for s in alone.answer(ask)] for ask in many}
         llm.engine.core.scheduler.drafter = OracleDrafter(known, *draft)
     for _ in range(2):  # the second time with whatever the cache holds by then
@@ -229,10 +234,10 @@ def test_drafts_are_really_verified_and_change_nothing(llama_folder):
 
 
 class FreeRows(StepTimes):
-    """As if every step took the same time."""
+    """As if every step took the same time, and longer than it really does."""
 
     def predict(self, rows: int) -> float:
-        return 1.0
+        return 0.1
 
 
 def test_lookup_drafts_are_verified_and_change_nothing(default_model):

@@ -17,6 +17,7 @@ if not ON_CARD:
 pytest.importorskip("triton")
 
 from benchmarks.random_weights import LLAMA_8B, random_model  # noqa: E402
+from tests.engine.oracle import RandomModelDrafter  # noqa: E402
 from twostroke.config import make_config, resolve  # noqa: E402
 from twostroke.engine.core import Core  # noqa: E402
 from twostroke.hardware import this_machine  # noqa: E402
@@ -25,6 +26,7 @@ from twostroke.model.arch import Arch, DenseArch, GroupedArch, LayerArch, Rope  
 from twostroke.model.transformer import Transformer  # noqa: E402
 from twostroke.ops.cuda.exact import ExactCudaOps  # noqa: E402
 from twostroke.run.cuda.runner import CudaRunner  # noqa: E402
+from twostroke.run.drafting import Drafting  # noqa: E402
 from twostroke.sampling import SamplingParams  # noqa: E402
 from twostroke.schedule.make import make_scheduler  # noqa: E402
 from twostroke.types import Request  # noqa: E402
@@ -47,17 +49,23 @@ MODELS = {
 class Served:
     """An engine of its own around a model: token ids in, token ids out."""
 
-    def __init__(self, model: Transformer, **settings: object):
+    def __init__(self, model: Transformer, draft: Transformer | None = None, **settings: object):
         ops, arch = model.ops, model.arch
         assert isinstance(ops, ExactCudaOps)
         dtype = "float32" if ops.dtype == torch.float32 else "bfloat16"
         config = make_config(dtype=dtype, seed=1, **settings)
-        resolved = resolve(config, arch, this_machine("cpu"), 0)
+        resolved = resolve(config, arch, this_machine("cpu"), 0, draft.arch if draft is not None else None)
         kv = KVStorage(
             resolved.layout, resolved.kv_blocks, resolved.kv_dtype, ops.device, resolved.host_slots
         )  # fmt: skip
         self.scheduler = make_scheduler(arch, resolved, "random")
-        self.core = Core(self.scheduler, CudaRunner(model, kv, self.scheduler.tables.array, ops))
+        tables = self.scheduler.tables.array
+        drafting = None
+        if draft is not None:
+            part = kv.draft_part(len(model.layers))
+            drafting = Drafting(CudaRunner(draft, part, tables, ops, vocab=arch.vocab), draft.arch.vocab)
+            self.scheduler.drafter = RandomModelDrafter(4)
+        self.core = Core(self.scheduler, CudaRunner(model, kv, tables, ops, drafting=drafting))
         self.asked = 0
 
     def answers(self, prompts: list[list[int]]) -> list[list[int]]:
@@ -88,9 +96,9 @@ def served(request: pytest.FixtureRequest) -> tuple[Transformer, list[list[int]]
     return model, prompts, alone
 
 
-def engine(model: Transformer, **changes: object) -> Served:
+def engine(model: Transformer, draft: Transformer | None = None, **changes: object) -> Served:
     longest = 2048 if model.arch is not TINY else 512
-    return Served(model, **{"max_model_len": longest, "kv_blocks": 1200, "max_batch_tokens": 2048, **changes})
+    return Served(model, draft, **{"max_model_len": longest, "kv_blocks": 1200, "max_batch_tokens": 2048, **changes})
 
 
 def test_among_neighbours(served) -> None:  # type: ignore[no-untyped-def]
@@ -103,6 +111,18 @@ def test_among_neighbours(served) -> None:  # type: ignore[no-untyped-def]
 def test_in_chunks(served, budget: int) -> None:  # type: ignore[no-untyped-def]
     model, prompts, alone = served
     assert engine(model, max_batch_tokens=budget, max_requests=8).answers(prompts) == alone
+
+
+def test_drafted_by_a_model(served) -> None:  # type: ignore[no-untyped-def]
+    """The model drafts for itself: what it has read and written must be right for the drafts to be accepted."""
+    model, prompts, alone = served
+    drafted = engine(model, model, max_batch_tokens=64, max_requests=8)
+    drafted.scheduler.drafter.reads = lambda request: True
+    chosen = slice(None) if ON_CARD else slice(1, 2)
+    for _ in range(2 if ON_CARD else 1):
+        assert drafted.answers(prompts[chosen]) == alone[chosen]
+    counters = drafted.scheduler.counters
+    assert counters.drafted_tokens == counters.accepted_tokens > 0
 
 
 def test_after_a_hit(served) -> None:  # type: ignore[no-untyped-def]

@@ -7,7 +7,7 @@ from twostroke.model.arch import KVEntry
 from twostroke.ops.interface import BLOCK
 from twostroke.run.step import StepRows
 from twostroke.sampling import SamplingParams
-from twostroke.types import Plan, Request, RequestState, Work, WorkKind
+from twostroke.types import Request, RequestState, Work, WorkKind
 
 GROUPS = [KVGroup(KVEntry(()), ()), KVGroup(KVEntry((), window=64), ())]
 TABLES = np.arange(1, 2 * 4 * 8 + 1, dtype=np.int32).reshape(2, 4, 8)  # (groups, rows, columns): every block another
@@ -44,7 +44,7 @@ def rows_of(works: list[Work], logit_rows: list[int]) -> dict[str, object]:
 
 
 def built(works: list[Work]) -> tuple[dict[str, object], tuple[int, ...]]:
-    step = StepRows(Plan(1, tuple(works)))
+    step = StepRows(tuple(works))
     batch = step.batch(TABLES, GROUPS)
     found = {
         name: getattr(batch, name).tolist() for name in ("tokens", "positions", "starts", "contexts", "logit_rows")
@@ -78,14 +78,14 @@ def test_a_draft_has_a_row_for_each_of_its_tokens_and_a_choice_after_each():
     stream, other = request(1, 20, 3, row=2), request(3, 4, 2, row=0)
     works = [Work(stream, 22, 4, WorkKind.VERIFY, (71, 72, 73)), newest(other)]
     assert built(works) == (rows_of(works, [0, 1, 2, 3, 4]), (0, 0, 0, 0, 1))
-    choices = StepRows(Plan(1, tuple(works))).choices
+    choices = StepRows(tuple(works)).choices
     assert [choice.position for choice in choices] == [23, 24, 25, 26, 6]
     assert list(choices[2].tokens) == [*stream.tokens, 71, 72]
 
 
 def test_drafts_are_kept_as_far_as_the_model_would_have_chosen_them():
     works = (Work(request(1, 20, 3, row=2), 22, 3, WorkKind.VERIFY, (71, 72)), newest(request(3, 4, 2, row=0)))
-    step = StepRows(Plan(1, works))
+    step = StepRows(works)
     assert step.accepted([71, 72, 5, 9]) == [(71, 72, 5), (9,)]
     assert step.accepted([71, 8, 5, 9]) == [(71, 8), (9,)]
     assert step.accepted([8, 72, 5, 9]) == [(8,), (9,)]
@@ -94,13 +94,13 @@ def test_drafts_are_kept_as_far_as_the_model_would_have_chosen_them():
 
 def test_a_token_in_flight_is_named_by_its_row():
     one = request(1, 20, 3, row=2)
-    step = StepRows(Plan(1, (Work(one, 23, 1, WorkKind.WRITE),)))
+    step = StepRows((Work(one, 23, 1, WorkKind.WRITE),))
     assert step.tokens.tolist() == [-3] and step.choices[0].position == 24
 
 
 def test_an_entry_for_several_tokens_has_one_slot():
     group = KVGroup(KVEntry((), tokens=4), ())
-    step = StepRows(Plan(1, (Work(request(1, 70, 0, row=1), 14, 8),)))
+    step = StepRows((Work(request(1, 70, 0, row=1), 14, 8),))
     (blocks,) = step.blocks(TABLES[:1], [group])
     table = TABLES[0, 1]
     assert blocks.slots.tolist() == [4 * int(table[p // 16]) + p % 16 // 4 for p in range(14, 22)]

@@ -14,22 +14,26 @@ from twostroke.kv.layout import KVGroup, KVLayout
 from twostroke.kv.offload import HostPool
 from twostroke.kv.tables import KVTables
 from twostroke.model.arch import KVEntry, KVPart
+from twostroke.ops.interface import BLOCK
 from twostroke.sampling import SamplingParams
 from twostroke.schedule.pace import Pace
 from twostroke.schedule.policy import POLICIES
 from twostroke.schedule.scheduler import Limits, Scheduler
-from twostroke.types import FinishReason, Plan, Request, RequestState, Result, Status, Work, WorkKind
+from twostroke.types import UNWRITTEN, FinishReason, Plan, Request, RequestState, Result, Status, Work, WorkKind
 
 SPOILT = (-1,)  # tokens that no request has
 
 
 def make_scheduler(blocks, windows=(None,), max_batch_tokens=512, max_requests=64, chunked=True, static=False,
                    policy="fcfs", prefix_cache=True, max_length=4096, max_gap=1e9, host_slots=0,
-                   key_share=1.0, entry_tokens=()):  # fmt: skip
-    """A KV group for each window; entry_tokens: tokens that share an entry in each group (1 where not given)."""
+                   key_share=1.0, entry_tokens=(), draft_groups=0):  # fmt: skip
+    """A KV group for each window; entry_tokens: tokens that share an entry in each group (1 where not given).
+    draft_groups: groups of a draft model beside them."""
     entry = KVEntry((KVPart("keys", 1, 64, "int8"),))
     entries = [replace(entry, window=w, tokens=t) for w, t in zip_longest(windows, entry_tokens, fillvalue=1)]
-    layout = KVLayout(tuple(KVGroup(entry, (i,)) for i, entry in enumerate(entries)), 16 * 64)
+    groups = [KVGroup(one, (i,)) for i, one in enumerate(entries)]
+    groups += [KVGroup(entry, (len(groups) + i,), draft=True) for i in range(draft_groups)]
+    layout = KVLayout(tuple(groups), 16 * 64)
     pool = BlockPool(blocks, prefix_cache, HostPool(host_slots) if host_slots else None)
     tables = KVTables(layout, pool, BlockHasher("fake", b"key"), max_requests, max_length)
     limits = Limits(max_batch_tokens, max_requests, chunked, static, key_share)
@@ -59,6 +63,21 @@ class RandomDrafter:
         pass
 
 
+class RandomModelDrafter(RandomDrafter):
+    """The same, and often the draft model is to write."""
+
+    def reads(self, request: RequestState) -> bool:
+        return self.rng.random() < 0.7
+
+    def catches_up(self, request: RequestState) -> bool:
+        return self.rng.random() < 0.2
+
+    def propose(self, request: RequestState, most: int) -> list[int]:
+        if self.rng.random() < 0.3:
+            return super().propose(request, most)
+        return [UNWRITTEN] * self.rng.choice([0, 1, 2, 5, 20])
+
+
 class FakeEngine:
     """Drives a scheduler as the engine's core does, and checks the design's invariants after every step."""
 
@@ -74,23 +93,28 @@ class FakeEngine:
         self.failure_rate = 0.0
         self.stop_rate = 0.0
         self.capacity = 4096
+        self.drafted = 0  # tokens that the draft model found computed
         self.keys = self.rng.choice([(0,), (1, 1, 1, 2, 3)])  # of random requests
         self.snapshots: deque[list] = deque()  # block tables as each plan saw them
         self.content: dict[int, tuple[int, ...]] = {}  # block -> the tokens from the start up to its end, as written
         self.on_host: dict[int, tuple[int, ...]] = {}  # slot -> the same
 
     @classmethod
-    def random(cls, rng: random.Random, depth: int, windows: tuple, entry_tokens: tuple = ()) -> FakeEngine:
-        blocks = rng.randint(12, 60) * len(windows)
+    def random(
+        cls, rng: random.Random, depth: int, windows: tuple, entry_tokens: tuple = (), draft_groups: int = 0
+    ) -> FakeEngine:
+        blocks = rng.randint(12, 60) * (len(windows) + draft_groups)
         budget = rng.choice([16, 32, 64, 256])
         requests = rng.randint(1, min(16, budget))
         scheduler = make_scheduler(
             blocks, windows, budget, requests, chunked=rng.random() < 0.8, static=rng.random() < 0.2,
             policy=rng.choice(list(POLICIES)), prefix_cache=rng.random() < 0.7, max_gap=rng.choice([1e9, 20.0]),
             host_slots=rng.choice([0, 1, 7, 40, 1000]), key_share=rng.choice([1.0, 0.75, 0.01]),
-            entry_tokens=entry_tokens,
+            entry_tokens=entry_tokens, draft_groups=draft_groups,
         )  # fmt: skip
-        if rng.random() < 0.5:
+        if draft_groups:
+            scheduler.drafter = RandomModelDrafter(rng)
+        elif rng.random() < 0.5:
             scheduler.drafter = RandomDrafter(rng)
         engine = cls(scheduler, depth, rng)
         engine.failure_rate = rng.choice([0.0, 0.01])
@@ -131,6 +155,8 @@ class FakeEngine:
             self.in_flight.clear()
             self.snapshots.clear()
         else:
+            self._move(plan)
+            plan = self._write_drafts(plan)
             self._run(plan, self.snapshots.popleft())
             result = Result(tuple(self._sample(work) for work in plan.works))
             events = self.scheduler.commit(plan, result, self.now, seconds)
@@ -163,13 +189,15 @@ class FakeEngine:
         held = self.scheduler.tables.held
         self.snapshots.append([[list(blocks) for blocks in held[work.request.row]] for work in plan.works])
 
-    def _run(self, plan: Plan, tables: list) -> None:
-        """What the model would do to the blocks: all writes come before all reads, as in every layer."""
+    def _move(self, plan: Plan) -> None:
         for block, (slot, _), away in plan.moves:
             if away:
-                self.on_host[slot] = self.content[block]
+                self.on_host[slot] = self.content.get(block, SPOILT)  # a draft model's may never have been filled
             else:
                 self.content[block] = self.on_host[slot]
+
+    def _run(self, plan: Plan, tables: list) -> None:
+        """What the model would do to the blocks: all writes come before all reads, as in every layer."""
         for work, groups in zip(plan.works, tables, strict=True):
             for blocks, columns in zip(groups, self._columns(work), strict=True):
                 held = [self.scheduler.tables.pool.references[blocks[column]] for column in columns]
@@ -179,8 +207,34 @@ class FakeEngine:
         for work, groups in zip(plan.works, tables, strict=True):
             self._read(work, groups)
 
+    def _write_drafts(self, plan: Plan) -> Plan:
+        """What the draft model does: it reads blocks that were filled for exactly these tokens, and fills others."""
+        tables, texts = self.scheduler.tables, {}
+        for request, start, count, writes in plan.drafts:
+            assert request.drafted == start and start + count <= len(request.tokens)
+            assert not writes or start + count == len(request.tokens)
+            texts[request.id] = tuple(self.rng.randint(0, 3) for _ in range(writes))
+            tokens = [*request.tokens[: start + count], *texts[request.id][:-1]]
+            for group in tables.drafting:
+                blocks = tables.held[request.row][group]
+                for column in range(start // BLOCK, -(-len(tokens) // BLOCK)):
+                    self.content[blocks[column]] = tuple(tokens[: (column + 1) * BLOCK])
+        for draft in plan.drafts:  # all writes come before all reads
+            for group in tables.drafting:
+                blocks = tables.held[draft.request.row][group]
+                for column in range(draft.start // BLOCK):
+                    known = tuple(draft.request.tokens[: (column + 1) * BLOCK])
+                    assert self.content[blocks[column]] == known, "foreign content for the draft model"
+            self.drafted += draft.start
+        works = [w._replace(draft=texts[w.request.id]) if w.draft[:1] == (UNWRITTEN,) else w for w in plan.works]
+        return plan._replace(works=tuple(works))
+
     def _spoil(self, plan: Plan, tables: list) -> None:
         """A step that failed may have left anything in whatever it was to write."""
+        for request, start, count, _ in plan.drafts:
+            for group in self.scheduler.tables.drafting:
+                for column in range(start // BLOCK, -(-(start + count) // BLOCK)):
+                    self.content[self.scheduler.tables.held[request.row][group][column]] = SPOILT
         for block, (slot, _), away in plan.moves:
             if away:
                 self.on_host[slot] = SPOILT
@@ -192,9 +246,10 @@ class FakeEngine:
                     self.content[blocks[column]] = SPOILT
 
     def _columns(self, work: Work) -> list[range]:
-        """The columns of each group that a work writes."""
-        last = work.start + work.count - 1
-        return [range(work.start // span, last // span + 1) for span in self.scheduler.tables.spans]
+        """The columns of each group that a work writes; none of a draft model's."""
+        last, tables = work.start + work.count - 1, self.scheduler.tables
+        found = [range(work.start // span, last // span + 1) for span in tables.spans]
+        return [range(0) if group in tables.drafting else columns for group, columns in enumerate(found)]
 
     def _write(self, work: Work, groups: list) -> None:
         """Leave in each block the whole history of its tokens."""
@@ -209,9 +264,9 @@ class FakeEngine:
         """Whatever the newest token sees was written for exactly these tokens."""
         request, start = work.request, work.start
         tables = self.scheduler.tables
-        for window, span, blocks in zip(tables.windows, tables.spans, groups, strict=True):
+        for group, (window, span, blocks) in enumerate(zip(tables.windows, tables.spans, groups, strict=True)):
             first = 0 if window is None else max(0, start - window + 1)
-            for column in range(first // span, start // span):
+            for column in range(first // span, start // span if group not in tables.drafting else 0):
                 assert self.content[blocks[column]] == tuple(request.tokens[: (column + 1) * span]), "foreign content"
 
     def _check_blocks(self, request: RequestState, start: int, count: int) -> None:

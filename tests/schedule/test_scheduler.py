@@ -49,6 +49,22 @@ def test_entries_that_stand_for_several_tokens():
     assert hits > 1000
 
 
+def test_a_draft_model_finds_what_it_computed_and_nothing_else():
+    """It reads some prompts, misses parts of texts, catches up; blocks are shared, evicted, kept on the host, spoilt by
+    failed steps. What counts as computed was computed for exactly these tokens."""
+    found = drafts = 0
+    for seed in range(24):
+        rng = random.Random(3000 + seed)
+        windows = rng.choice([(None,), (None, 24)])
+        engine = FakeEngine.random(rng, 1, windows, draft_groups=rng.choice([1, 2]))
+        for _ in range(100):
+            engine.random_step()
+        engine.finish_all()
+        found += engine.drafted
+        drafts += engine.scheduler.counters.drafts
+    assert found > 30_000 and drafts > 300
+
+
 def test_torch_is_not_imported():
     code = (
         "import sys; sys.modules['torch'] = None\n"

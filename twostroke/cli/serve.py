@@ -55,6 +55,9 @@ def serve(
     make_config(**settings)  # checked before anything is fetched
     with progress_bar(f"fetching {model}") as fetching:
         path = locate(model, fetching)
+    if "draft_model" in settings:
+        with progress_bar(f"fetching {settings['draft_model']}") as fetching:
+            settings["draft_model"] = str(locate(settings["draft_model"], fetching).resolve())
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     options = Options(
         path.resolve(), model, settings, host, port, tuple(keys), tuple(admin_keys), max_queue=max_queue,

@@ -2,6 +2,8 @@
 
 lookup.py     the guess: what followed the same tokens earlier in the prompt or the answer (or: what a grammar forces,
               grammar/forced.py)
+answers.py    earlier answers of a tenant, for the same guess
+by_model.py   when a draft model writes guesses, and how many
 rates.py      learnt from past steps: how often guesses are right, how long steps with more rows take
 speculate.py  the choice: as many guesses as raise the expected tokens per second
 """

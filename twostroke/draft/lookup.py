@@ -1,14 +1,17 @@
-"""Prompt lookup: the tokens that followed the same text earlier in the request itself.
+"""Prompt lookup: the tokens that followed the same text earlier, in the request itself or in an earlier answer.
 
 A match is a place in the request's own tokens where the newest tokens stand a second time; the guess is what follows
 there. While guesses are right the match simply grows. Else the last KEY tokens are looked up in an index of all earlier
-places, and of the newest CANDIDATES the one with the longest common past wins. Each token is indexed once: the cost for
-a token does not grow with the context.
+places, and of the newest CANDIDATES the one with the longest common past wins. Where the request has none, earlier
+answers of the same tenant are asked (answers.py). Each token is indexed once: the cost for a token does not grow with
+the context.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+from twostroke.draft.answers import EarlierAnswers
 
 KEY = 3  # tokens that must agree for a match
 CANDIDATES = 8
@@ -18,7 +21,9 @@ COMPARED = 32  # longest past that is compared
 class Lookup:
     """The index of one request."""
 
-    def __init__(self) -> None:
+    def __init__(self, earlier: EarlierAnswers | None = None, salt: bytes = b"") -> None:
+        self.earlier, self.salt = earlier, salt
+        self.text: Sequence[int] | None = None  # the earlier answer in which the match is; None: the request itself
         self.newest: dict[tuple[int, ...], int] = {}  # KEY tokens -> the position after their newest occurrence
         self.older: dict[int, int] = {}  # such a position -> the one before it with the same KEY tokens
         self.indexed = 0  # tokens before this position have been followed
@@ -29,12 +34,17 @@ class Lookup:
         """Take in the tokens since the last call. Returns the length of the match; 0: there is none."""
         self._follow(tokens)
         if not self.length and len(tokens) > KEY:
+            self.text = None
             self._search(tokens)
+            if not self.length and self.earlier is not None and (found := self.earlier.find(self.salt, tokens)):
+                self.text, self.next, self.length = found
         self._index(tokens, len(tokens))
         return self.length
 
     def guess(self, tokens: Sequence[int], most: int) -> list[int]:
         """Up to `most` tokens. A match near the end repeats: its own guesses continue it."""
+        if self.text is not None:
+            return list(self.text[self.next : self.next + most])
         found = list(tokens[self.next : self.next + most])
         period = len(tokens) - self.next
         while 0 < len(found) < most:
@@ -44,8 +54,9 @@ class Lookup:
     def _follow(self, tokens: Sequence[int]) -> None:
         if not self.length:
             return
+        text = tokens if self.text is None else self.text
         for position in range(self.indexed, len(tokens)):
-            if tokens[self.next] != tokens[position]:
+            if self.next >= len(text) or text[self.next] != tokens[position]:
                 self.length = 0
                 return
             self.next += 1

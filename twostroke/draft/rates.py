@@ -1,17 +1,25 @@
-"""Learnt from past steps: how often guesses are right, and how long a step takes by its number of rows."""
+"""Learnt from past steps: how often guesses are right, how long steps take by their number of rows, and whether steps
+with guesses were faster."""
 
 from __future__ import annotations
 
 from bisect import bisect_right, insort
-from itertools import accumulate
+from collections import deque
+from collections.abc import Sequence
+from statistics import median
 
 DECAY = 0.98  # of what was counted, for each new guess
-# Kinds of guesses: from matches of 3, 4-7, 8-15 and 16 tokens or more, and what a grammar forces.
-PRIORS = (0.4, 0.6, 0.8, 0.9, 0.8)  # share of right guesses
+# Kinds of guesses: from matches of 3, 4-7, 8-15 and 16 tokens or more, what a grammar forces, and a draft model's.
+PRIORS = (0.4, 0.6, 0.8, 0.9, 0.8, 0.7)  # share of right guesses
 FORCED = 4
+MODEL = 5
 WEIGHT = 4.0  # guesses that a prior counts for
 SLOPE = 0.03  # assumed cost of one more row, as a share of the step, until it is measured: low, so that it is tried
-SMOOTHING = 0.2  # share of a new measurement
+NEAR = 1024  # tokens of context, all streams together: with fewer, attention takes no time that matters
+MEASURED = 9  # newest times of which the median counts
+FORGET = 0.9  # of the steps with guesses, for each new one
+JUDGED = 8  # steps with guesses, before it is judged whether they were faster
+PAUSE, LONGEST_PAUSE = 64, 2048  # steps without guesses where they were not
 
 
 def kind_of(match: int) -> int:
@@ -39,30 +47,110 @@ class Acceptance:
 
 
 class StepTimes:
-    """Seconds of a step without prompts, by its rows: a moving mean for each number of rows that occurred. The
-    predicted time never falls when rows are added."""
+    """Seconds of a step without prompts, by its rows: the median of the newest for each number of rows that occurred,
+    so that a single slow step decides nothing. The predicted time never falls when rows are added.
+
+    Attention reads the context for every row, so each doubling of the context beyond NEAR tokens has times of its own;
+    they begin with those of the nearest one."""
 
     def __init__(self) -> None:
-        self.means: dict[int, float] = {}
-        self.sizes: list[int] = []  # the numbers of rows that occurred, sorted
-        self.seconds: list[float] = []  # of each, never below those before it; empty: to be made
+        self.by_context: dict[int, Curve] = {}
+        self.now: Curve = self.at(0)
+
+    def at(self, context: int) -> Curve:
+        """From now on the steps have so many tokens of context, all streams together."""
+        size = (context // NEAR).bit_length()
+        if size not in self.by_context:
+            nearest = min(self.by_context, key=lambda known: abs(known - size), default=None)
+            self.by_context[size] = Curve() if nearest is None else self.by_context[nearest].copy()
+        self.now = self.by_context[size]
+        return self.now
 
     def add(self, rows: int, seconds: float) -> None:
-        mean = self.means.get(rows)
-        if mean is None:
-            insort(self.sizes, rows)
-            mean = seconds
-        self.means[rows] = mean + SMOOTHING * (min(seconds, 3 * mean) - mean)
-        self.seconds = []
+        self.now.add(rows, seconds)
 
     def predict(self, rows: int) -> float | None:
         """None: no step was measured yet."""
+        return self.now.predict(rows)
+
+    def is_below(self, rows: int) -> bool:
+        """Whether only steps with more rows were measured: such a step may be much shorter than predicted."""
+        return not self.now.sizes or rows < self.now.sizes[0]
+
+
+class Curve:
+    """Seconds by rows, for contexts of about one length."""
+
+    def __init__(self) -> None:
+        self.newest: dict[int, deque[float]] = {}
+        self.medians: dict[int, float] = {}
+        self.sizes: list[int] = []  # the numbers of rows that occurred, sorted
+        self.seconds: list[float] = []  # of each, never falling; empty: to be made
+
+    def copy(self) -> Curve:
+        same = Curve()
+        same.newest = {rows: deque([median], maxlen=MEASURED) for rows, median in self.medians.items()}
+        same.medians, same.sizes = dict(self.medians), list(self.sizes)
+        return same
+
+    def add(self, rows: int, seconds: float) -> None:
+        if rows not in self.newest:
+            insort(self.sizes, rows)
+            self.newest[rows] = deque(maxlen=MEASURED)
+        self.newest[rows].append(seconds)
+        self.medians[rows] = median(self.newest[rows])
+        self.seconds = []
+
+    def predict(self, rows: int) -> float | None:
         if not self.sizes:
             return None
         if not self.seconds:
-            self.seconds = list(accumulate((self.means[size] for size in self.sizes), max))
+            self.seconds = never_falling([(self.medians[size], len(self.newest[size])) for size in self.sizes])
         after = bisect_right(self.sizes, rows)
         if after == 0:
             return self.seconds[0]
         seconds = self.seconds[after - 1] * (1 + SLOPE * (rows - self.sizes[after - 1]))
         return seconds if after == len(self.sizes) else min(seconds, self.seconds[after])
+
+
+def never_falling(values: Sequence[tuple[float, int]]) -> list[float]:
+    """The nearest sequence that never falls: neighbours in the wrong order get their mean, weighted by how often each
+    was measured. values: each with its weight."""
+    runs: list[tuple[float, int, int]] = []  # mean, weight, how many values
+    for value, weight in values:
+        run = (value, weight, 1)
+        while runs and runs[-1][0] > run[0]:
+            mean, before, count = runs.pop()
+            weight_sum = before + run[1]
+            run = ((mean * before + run[0] * run[1]) / weight_sum, weight_sum, count + run[2])
+        runs.append(run)
+    return [mean for mean, _, count in runs for _ in range(count)]
+
+
+class Realised:
+    """Whether steps with guesses were faster than the same tokens without: measured, whatever was predicted. If they
+    were not, nothing is guessed for a pause, which doubles each time."""
+
+    def __init__(self) -> None:
+        self.without = self.taken = 0.0  # seconds
+        self.steps = 0
+        self.left, self.pause = 0, PAUSE  # steps
+
+    def add(self, without: float, taken: float) -> None:
+        """A step with guesses took `taken` seconds; its tokens would have taken `without`."""
+        self.without = FORGET * self.without + without
+        self.taken = FORGET * self.taken + min(taken, 3 * without)  # a pause of the machine says nothing
+        self.steps += 1
+        if self.steps < JUDGED:
+            return
+        if self.without < self.taken:
+            self.left, self.pause = self.pause, min(2 * self.pause, LONGEST_PAUSE)
+            self.without = self.taken = 0.0
+            self.steps = 0
+        elif self.steps > 4 * JUDGED:
+            self.pause = PAUSE
+
+    def allows(self) -> bool:
+        """For the next step. Counts the pause down."""
+        self.left -= self.left > 0
+        return self.left == 0

@@ -6,6 +6,7 @@ intake        checks prompts and sampling parameters, and makes a frozen `Reques
 core          `Core`: one step is plan → run → commit; a submitted `Request` becomes a `RequestState` here
 answer        from the core's events to text: `Answer` decodes and finds stop strings, `Output` is what the caller gets
 build         puts an engine together: checkpoint, settings, backend, model, KV cache, scheduler, core
+draft_model   opens the draft model's checkpoint, and checks that it fits
 settings      settings that can change while the engine runs
 exchange      KV blocks that leave one engine and enter another
 interrupt     Ctrl-C takes effect between steps, never within one

@@ -14,6 +14,7 @@ import numpy as np
 from twostroke.config import DEFAULT_BATCH_TOKENS, DEFAULT_REQUESTS, Config, Resolved, resolve
 from twostroke.draft.speculate import make_drafter
 from twostroke.engine.core import Core
+from twostroke.engine.draft_model import open_draft
 from twostroke.engine.intake import Intake, open_tokenizer
 from twostroke.errors import ConfigError
 from twostroke.grammar.compile import GrammarCompiler
@@ -26,6 +27,7 @@ from twostroke.model.arch import Arch
 from twostroke.model.transformer import Transformer
 from twostroke.ops.interface import Ops
 from twostroke.ops.select import make_ops
+from twostroke.run.drafting import Drafting
 from twostroke.run.runner import ModelRunner
 from twostroke.schedule.make import make_scheduler
 from twostroke.startup import collector_paused
@@ -70,32 +72,42 @@ def build_engine(
     checkpoint = open_checkpoint(locate(model, download_progress))
     arch = load_arch(checkpoint)
     tokenizer = open_tokenizer(checkpoint)
+    draft = open_draft(config.draft_model, arch, tokenizer, download_progress)
     device = choose_device(config)
-    settings = resolve(config, arch, hardware_of(device, arch), checkpoint_bytes(checkpoint))
+    weight_bytes = checkpoint_bytes(checkpoint) + (checkpoint_bytes(draft.checkpoint) if draft is not None else 0)
+    draft_arch = draft.arch if draft is not None else None
+    settings = resolve(config, arch, hardware_of(device, arch), weight_bytes, draft_arch)
     ops = make_ops(device, settings.dtype, settings.threads, settings.quantize, settings.exact)
     stage("load")
     bits = settings.quantize if device == "cpu" else None  # a GPU packs float weights into its own formats
     transformer = load_model(checkpoint, ops, settings.max_model_len, load_progress, bits)
+    small = load_model(draft.checkpoint, ops, settings.max_model_len, None, bits) if draft is not None else None
     stage("size KV")
     if device == "cuda":
         from twostroke.run.cuda.warm_up import prepare  # Triton is not installed everywhere
 
-        settings = prepare(config, settings, transformer)
+        settings = prepare(config, settings, transformer, small)
     for name, reason in settings.reasons.items():
         log.info("%s = %s: %s", name, getattr(settings, name), reason)
     kv = KVStorage(settings.layout, settings.kv_blocks, settings.kv_dtype, ops.device, settings.host_slots)
-    scheduler = make_scheduler(arch, settings, block_identity(checkpoint, settings, ops), block_key)
+    identity = block_identity(checkpoint, settings, ops, draft.checkpoint if draft is not None else None)
+    scheduler = make_scheduler(arch, settings, identity, block_key)
     grammars = GrammarRows(GrammarCompiler(tokenizer, arch.vocab, lambda: scheduler.pace.max_gap))
     scheduler.forced = ForcedTokens(grammars, tokenizer)
-    scheduler.drafter = make_drafter(settings.speculate, device, scheduler.forced)
-    runner = make_runner(transformer, kv, scheduler.tables.array, ops, grammars)
+    scheduler.draft_share = draft.arch.weights / arch.weights if draft is not None else None
+    scheduler.drafter = make_drafter(
+        settings.speculate, device, scheduler.forced, scheduler.draft_share, scheduler.longest_step
+    )
+    runner = make_runner(transformer, kv, scheduler.tables.array, ops, grammars, small)
     core = Core(scheduler, runner, clock, StepLog())
     return Engine(core, Intake(tokenizer, settings, arch.vocab, grammars.compiler), tokenizer, arch, settings)
 
 
-def block_identity(checkpoint: Checkpoint, settings: Resolved, ops: Ops) -> str:
+def block_identity(checkpoint: Checkpoint, settings: Resolved, ops: Ops, draft: Checkpoint | None = None) -> str:
     """What determines the bytes of a KV block beside its tokens: weights, their precision, the format, the backend."""
-    parts = (fingerprint(checkpoint), settings.kv_dtype, settings.dtype, settings.quantize, ops.name, settings.exact)
+    parts = [fingerprint(checkpoint), settings.kv_dtype, settings.dtype, settings.quantize, ops.name, settings.exact]
+    if draft is not None:
+        parts.append(fingerprint(draft))
     return " ".join(map(str, parts))
 
 
@@ -141,15 +153,33 @@ def hardware_of(device: str, arch: Arch) -> Hardware:
     return replace(machine, free_memory=max(0, torch.cuda.mem_get_info()[0] - step))
 
 
-def make_runner(model: Transformer, kv: KVStorage, tables: np.ndarray, ops: Ops, grammars: GrammarRows) -> Runner:
-    if ops.device is None:
-        return ModelRunner(model, kv, tables, ops, grammars)
-    if ops.device.type == "cuda":
+def make_runner(
+    model: Transformer,
+    kv: KVStorage,
+    tables: np.ndarray,
+    ops: Ops,
+    grammars: GrammarRows,
+    draft: Transformer | None = None,
+) -> Runner:
+    """draft: the draft model, whose layers are numbered after the target's in the KV cache."""
+    part = kv.draft_part(len(model.layers)) if draft is not None else None
+    if ops.device is not None and ops.device.type == "cuda":
         from twostroke.ops.cuda.backend import CudaOps
         from twostroke.run.cuda.runner import CudaRunner  # Triton is not installed everywhere
 
         assert isinstance(ops, CudaOps)
-        return CudaRunner(model, kv, tables, ops, grammars)
-    from twostroke.run.torch_runner import TorchRunner
+        if draft is None or part is None:
+            return CudaRunner(model, kv, tables, ops, grammars)
+        small = CudaRunner(draft, part, tables, ops, vocab=model.arch.vocab)
+        runner = CudaRunner(model, kv, tables, ops, grammars, drafting=Drafting(small, draft.arch.vocab))
+        small.stream = runner.stream  # the target's copies of blocks come before the draft model's step
+        return runner
+    kind = ModelRunner
+    if ops.device is not None:
+        from twostroke.run.torch_runner import TorchRunner
 
-    return TorchRunner(model, kv, tables, ops, grammars)
+        kind = TorchRunner
+    if draft is None or part is None:
+        return kind(model, kv, tables, ops, grammars)
+    drafting = Drafting(kind(draft, part, tables, ops, vocab=model.arch.vocab), draft.arch.vocab)
+    return kind(model, kv, tables, ops, grammars, drafting)

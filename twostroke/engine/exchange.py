@@ -27,7 +27,8 @@ def storage_of(core: Core) -> KVStorage:
 
 
 def export_prefix(core: Core, tokens: Sequence[int], salt: bytes = b"") -> dict[Name, bytes]:
-    """The blocks of these tokens that the engine has, as far as a continuation needs them."""
+    """The blocks of these tokens that the engine has, as far as a continuation needs them. The draft model's are among
+    them where it has computed them."""
     tables, storage = core.scheduler.tables, storage_of(core)
     asked = RequestState(Request(-1, (*tokens, 0), params=NOTHING_ASKED, salt=salt))
     hit = tables.match(asked)
@@ -35,7 +36,7 @@ def export_prefix(core: Core, tokens: Sequence[int], salt: bytes = b"") -> dict[
         tables.name(asked, group, column): storage.export(block)
         for group, blocks in enumerate(hit.blocks)
         for column, block in enumerate(blocks)
-        if block >= 0
+        if block >= 0 and (group not in tables.drafting or block in tables.pool.filled)
     }
 
 
@@ -45,9 +46,13 @@ def submit_with(core: Core, request: Request, blocks: Mapping[Name, bytes], toke
     wanted = core.scheduler.expect(state, tokens)
     if wanted is None:
         return state  # no room now: it waits, and computes its prompt itself
-    complete = all(name in blocks for name, _ in wanted)
+    drafting = core.scheduler.tables.drafting
+    complete = all(name in blocks for name, _ in wanted if name.group not in drafting)
+    filled = []
     if complete:
         for name, block in wanted:
-            storage.take_in(block, blocks[name])
-    core.scheduler.arrived(state, complete)
+            if name in blocks:
+                storage.take_in(block, blocks[name])
+                filled += [block] if name.group in drafting else []
+    core.scheduler.arrived(state, complete, filled)
     return state

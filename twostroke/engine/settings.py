@@ -44,7 +44,9 @@ def change(scheduler: Scheduler, settings: Resolved, wanted: Mapping[str, Any]) 
         static=then.batching == "static",
     )
     if then.speculate != settings.speculate:
-        scheduler.drafter = make_drafter(then.speculate, then.device, scheduler.forced)
+        scheduler.drafter = make_drafter(
+            then.speculate, then.device, scheduler.forced, scheduler.draft_share, scheduler.longest_step
+        )
     scheduler.policy = POLICIES[then.policy]
     scheduler.waiting.sort(key=scheduler.policy.key)
     scheduler.pace.max_gap = then.max_gap
@@ -56,7 +58,7 @@ def change(scheduler: Scheduler, settings: Resolved, wanted: Mapping[str, Any]) 
 
 def check_combination(settings: Resolved, given: Mapping[str, Any]) -> None:
     """Each value and their combination, as at a start. A max_gap that is given must be one that can hold."""
-    Config(**given)
+    Config(**dict(given) | {"draft_model": settings.draft_model})
     if not given.get("prefix_cache", True) and settings.kv_offload:
         raise ConfigError(
             "prefix_cache: kv_offload, set at the start, keeps what it evicts: start without one of them."

@@ -30,6 +30,7 @@ class BlockPool:
         self.name_of: list[Name | None] = [None] * blocks
         self.shared = 0  # blocks with more than one reference
         self.tokens_of: list[tuple[int, ...]] = [()] * blocks  # compared on a hit: a hash alone is not proof
+        self.filled: set[int] = set()  # blocks of the draft model that it has computed; it may leave others out
 
     @property
     def available(self) -> int:
@@ -44,8 +45,9 @@ class BlockPool:
             block, _ = self.cached.popitem(last=False)
             name = self.name_of[block]
             if self.host is not None and name is not None:
-                self.host.keep(block, name, self.tokens_of[block])
+                self.host.keep(block, name, self.tokens_of[block], block in self.filled)
             self.forget(block)
+        self.filled.discard(block)
         self.references[block] = 1
         return block
 

@@ -7,22 +7,29 @@ holds the entries of BLOCK tokens (of as many as one entry stands for, where tha
     Gemma 3, 18 layers, one in six full:     group 0 (full)    layers  5 11 17
                                              group 1 (window)  layers  0  1  2
                                              group 2 (window)  layers  3  4  6   …
+
+The layers of a draft model are numbered after the target's and have groups of their own. Those have no window: a draft
+model may read a text again from any place on.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
 
 from twostroke.model.arch import Arch, KVEntry
 from twostroke.ops.interface import BLOCK
 
+GROUP_COST = 0.03  # of one more group, as a share of the cache: every step prepares a block table for each
+
 
 @dataclass(frozen=True, slots=True)
 class KVGroup:
     entry: KVEntry  # of each of its layers
     layers: tuple[int, ...]
+    draft: bool = False  # they belong to the draft model
 
     @property
     def window(self) -> int | None:
@@ -58,8 +65,13 @@ class KVLayout:
         return sum(len(group.layers) * group.entry.bytes / group.entry.tokens for group in self.groups)
 
     def read_bytes(self, context: int) -> float:
-        """Bytes of K and V that a token at the end of `context` tokens reads in all layers."""
-        return sum(len(group.layers) * group.entry.read(context) for group in self.groups)
+        """Bytes of K and V that a token at the end of `context` tokens reads in all layers of the target."""
+        return sum(len(group.layers) * group.entry.read(context) for group in self.groups if not group.draft)
+
+    @property
+    def draft_groups(self) -> tuple[int, ...]:
+        """The groups of the draft model."""
+        return tuple(index for index, group in enumerate(self.groups) if group.draft)
 
     def document(self) -> dict[str, Any]:
         """As plain data, for a server's description of its cache."""
@@ -81,14 +93,38 @@ class KVLayout:
         return sum(group.blocks(tokens, step or tokens) for group in self.groups)
 
 
-def make_layout(arch: Arch, kv_dtype: str) -> KVLayout:
-    """Groups of about equal bytes: as many layers each as the kind with the fewest bytes in all has."""
+def make_layout(arch: Arch, kv_dtype: str, draft: Arch | None = None) -> KVLayout:
+    """Groups of about equal bytes: as many layers each as the kind with the fewest bytes in all has. With a draft model
+    the size is the one that wastes least, in few groups."""
+    kinds = layers_by_kind(arch, kv_dtype)
+    if draft is None:
+        return cut(kinds, min(len(layers) * entry.block_bytes for entry, layers, _ in kinds))
+    first = len(arch.layers)
+    for entry, layers, _ in layers_by_kind(draft, kv_dtype):
+        kinds.append((replace(entry, window=None), [first + layer for layer in layers], True))
+    sizes = {-(-len(layers) // count) * entry.block_bytes for entry, layers, _ in kinds for count in range(1, 5)}
+    fitting = [cut(kinds, size) for size in sizes if size >= max(entry.block_bytes for entry, _, _ in kinds)]
+    return min(fitting, key=lambda one: len(one.groups) * one.block_bytes * (1 + GROUP_COST * len(one.groups)))
+
+
+Kind = tuple[KVEntry, list[int], bool]  # layers that cache alike, and whether they are the draft model's
+
+
+def layers_by_kind(arch: Arch, kv_dtype: str) -> list[Kind]:
+    """Those without a window first."""
     kinds: dict[KVEntry, list[int]] = {}
     for index, layer in enumerate(arch.layers):
         kinds.setdefault(layer.mixer.entry(kv_dtype), []).append(index)
-    size = min(len(layers) * entry.block_bytes for entry, layers in kinds.items())
+    order = sorted(kinds.items(), key=lambda kind: (kind[0].window is not None, kind[0].window or 0))
+    return [(entry, layers, False) for entry, layers in order]
+
+
+def cut(kinds: Sequence[Kind], size: int) -> KVLayout:
+    """Into groups of at most `size` bytes for each block (of one layer, where that has more)."""
     groups = []
-    for entry, layers in sorted(kinds.items(), key=lambda kind: (kind[0].window is not None, kind[0].window or 0)):
+    for entry, layers, draft in kinds:
         count = max(1, size // entry.block_bytes)
-        groups += [KVGroup(entry, tuple(layers[first : first + count])) for first in range(0, len(layers), count)]
+        groups += [
+            KVGroup(entry, tuple(layers[first : first + count]), draft) for first in range(0, len(layers), count)
+        ]
     return KVLayout(tuple(groups), max(len(group.layers) * group.entry.block_bytes for group in groups))

@@ -24,6 +24,7 @@ class HostPool:
         self.slot_of: OrderedDict[Name, int] = OrderedDict()  # least recently used first
         self.name_in: list[Name | None] = [None] * slots
         self.tokens_in: list[tuple[int, ...]] = [()] * slots  # compared on a hit: a hash alone is not proof
+        self.filled: set[int] = set()  # slots whose bytes the draft model had computed (see BlockPool.filled)
         self.moves: list[Move] = []  # decided, and not yet part of a plan
         self.offloaded = self.restored = 0  # blocks, since start
 
@@ -31,12 +32,14 @@ class HostPool:
         slot = self.slot_of.get(name)
         return slot is not None and self.tokens_in[slot] == tokens
 
-    def keep(self, block: int, name: Name, tokens: tuple[int, ...]) -> None:
+    def keep(self, block: int, name: Name, tokens: tuple[int, ...], filled: bool = False) -> None:
         """The device gives the block to another request: its bytes go to the host, in place of the least used there."""
         if name in self.slot_of:
             self.slot_of.move_to_end(name)
-            return
-        if self.free:
+            if not filled or self.slot_of[name] in self.filled:
+                return
+            slot = self.slot_of[name]  # the draft model has computed the block since its bytes were copied
+        elif self.free:
             slot = self.free.pop()
         elif self.slot_of:
             _, slot = self.slot_of.popitem(last=False)
@@ -44,6 +47,7 @@ class HostPool:
             return  # every slot is about to be read
         self.slot_of[name] = slot
         self.name_in[slot], self.tokens_in[slot] = name, tokens
+        (self.filled.add if filled else self.filled.discard)(slot)
         self.moves.append(Move(block, Place(slot), away=True))
         self.offloaded += 1
 

@@ -50,6 +50,10 @@ class KVStorage:
             offset += count * part.bytes
         return KVLayer(self.format, **parts), group
 
+    def draft_part(self, first: int) -> DraftStorage:
+        """The layers of the draft model: the first of them has the number `first`."""
+        return DraftStorage(self, first)
+
     # ---- blocks as bytes -----------------------------------------------------------------------------------------
 
     def move(self, moves: Sequence[Move]) -> None:
@@ -74,3 +78,11 @@ class KVStorage:
             import torch
 
             self.data[block].copy_(torch.from_numpy(values.copy()))
+
+
+class DraftStorage(KVStorage):
+    """The draft model's layers in the same memory: layer 0 here is the first of them."""
+
+    def __init__(self, whole: KVStorage, first: int):
+        self.layout, self.format, self.data, self.host = whole.layout, whole.format, whole.data, None
+        self.place = {layer - first: place for layer, place in whole.place.items() if layer >= first}

@@ -40,6 +40,7 @@ class KVTables:
         self.pool = pool
         self.hasher = hasher
         self.windows = [group.window for group in layout.groups]
+        self.drafting = layout.draft_groups
         self.windowed = any(window is not None for window in self.windows)
         self.spans = [group.span for group in layout.groups]  # tokens of a column
         self.unit = lcm(*self.spans)  # tokens after which every group's block is full
@@ -144,6 +145,29 @@ class KVTables:
         self._bring_back(request)
         for group, held in enumerate(self.held[row]):
             self.array[group, row, : len(held)] = np.maximum(held, 0)
+        self.count_filled(request)
+
+    def count_filled(self, request: RequestState) -> None:
+        """How much of what the request starts from the draft model has computed."""
+        request.drafted = 0
+        if not self.drafting:
+            return
+        for blocks in zip(*(self.held[request.row][group] for group in self.drafting), strict=True):
+            if request.drafted >= request.computed or not self.pool.filled.issuperset(blocks):
+                break
+            request.drafted += BLOCK
+
+    def fill(self, request: RequestState, start: int, end: int) -> list[int]:
+        """The draft model has computed these positions, or a plan promises it. Returns the blocks that are newly whole.
+        What came before `start` must have been filled."""
+        blocks = [
+            self.held[request.row][group][column]
+            for group in self.drafting
+            for column in range(start // BLOCK, end // BLOCK)
+        ]
+        fresh = [block for block in blocks if block not in self.pool.filled]
+        self.pool.filled.update(fresh)
+        return fresh
 
     def _bring_back(self, request: RequestState) -> None:
         """Blocks for the columns whose bytes are on the host, to be copied before the step that is being planned."""
@@ -155,6 +179,8 @@ class KVTables:
         for (group, column), name, slot in zip(places, names, host.claim(names), strict=True):
             block = groups[group][column] = self.pool.take()
             host.bring_back(slot, block)
+            if slot in host.filled:
+                self.pool.filled.add(block)
             self.pool.publish(block, name, self.tokens(request, group, column))
 
     def name(self, request: RequestState, group: int, column: int) -> Name:
@@ -162,13 +188,21 @@ class KVTables:
         return Name(group, request.hashes[(column + 1) * self.spans[group] // BLOCK - 1])
 
     def close(self, request: RequestState) -> None:
-        """Release all its blocks, the last ones first: they are evicted before the prefix that others may share."""
-        row = request.row
-        for group, blocks in enumerate(self.held[row]):
-            for block in reversed(blocks):
-                if block != RELEASED:
-                    self.pool.release(block)
-            self.held[row][group] = []
+        """Release all its blocks, the last ones first: they are evicted before the prefix that others may share. Of
+        several groups the blocks of one place go together: a hit needs them all."""
+        row, held = request.row, self.held[request.row]
+        if len(held) == 1:
+            ordered = held[0][::-1]
+        else:
+            ends = [
+                (-(column + 1) * self.spans[g], b) for g, blocks in enumerate(held) for column, b in enumerate(blocks)
+            ]
+            ordered = [block for _, block in sorted(ends)]
+        for block in ordered:
+            if block != RELEASED:
+                self.pool.release(block)
+        for group in range(len(held)):
+            held[group] = []
             self.released[row][group] = 0
         self.array[:, row] = 0
         self.free_rows.append(row)

@@ -10,7 +10,8 @@ from twostroke.grammar.masks import NO_MASKS, GrammarRows
 from twostroke.kv.storage import KVStorage
 from twostroke.model.transformer import Transformer
 from twostroke.ops.interface import Array, Batch, Ops
-from twostroke.run.sample import NOT_FINITE, choose, logprobs, prompt_details
+from twostroke.run.drafting import Drafting
+from twostroke.run.sample import NOT_FINITE, choose, logprobs, of_width, prompt_details
 from twostroke.run.step import PromptRows, StepRows
 from twostroke.types import Details, Plan, RequestState, Result, TokenLogprobs
 
@@ -26,27 +27,46 @@ class ModelRunner:
     depth = 1
 
     def __init__(
-        self, model: Transformer, kv: KVStorage, tables: np.ndarray, ops: Ops, grammars: GrammarRows | None = None
+        self,
+        model: Transformer,
+        kv: KVStorage,
+        tables: np.ndarray,
+        ops: Ops,
+        grammars: GrammarRows | None = None,
+        drafting: Drafting | None = None,
+        vocab: int | None = None,
     ):
+        """drafting: the draft model's part of each step. vocab: of a draft model's runner, how many logits the target
+        has; the models' own numbers may differ by padding."""
         self.model = model
         self.kv = kv
         self.tables = tables
         self.ops = ops
         self.grammars = grammars
+        self.drafting = drafting
+        self.vocab = vocab
 
     def launch(self, plan: Plan) -> Result:
         self.kv.move(plan.moves)
-        step = StepRows(plan)
+        works, passes = self.drafting.write(plan) if self.drafting is not None else (plan.works, ())
+        step = StepRows(works)
         hidden = self._forward(step.batch(self.tables, self.kv.layout.groups))  # (S, hidden): choices, prompt rows
         details: dict[int, Details] = {}
         for prompt in step.prompts:
             scores = score_prompt(plan.works[prompt.work].request, prompt, hidden, self._logits)
             details[prompt.work] = prompt_details(scores)
         tokens = self._choose(step, hidden, details)
-        return Result(tokens, details)
+        return Result(tokens, details, passes=passes)
 
     def collect(self, handle: Result) -> Result:
         return handle
+
+    def next_tokens(self, rows: StepRows) -> list[int | None]:
+        """What follows the rows that choose; for a draft model, of which nothing else is asked."""
+        hidden = self._forward(rows.batch(self.tables, self.kv.layout.groups))
+        if not rows.choices:
+            return []
+        return choose(of_width(self._logits(hidden), self.vocab), rows.choices, self._argmax)
 
     # ---- what depends on the arrays of the backend -------------------------------------------------------------------
 

@@ -25,6 +25,15 @@ NOT_FINITE = (
 )
 
 
+def of_width(logits: np.ndarray, vocab: int | None) -> np.ndarray:
+    """Logits (…, V) cut or padded to `vocab` tokens; those that were added are never chosen. None: as they are."""
+    if vocab is None or logits.shape[-1] == vocab:
+        return logits
+    missing = max(0, vocab - logits.shape[-1])
+    widths = [(0, 0)] * (logits.ndim - 1) + [(0, missing)]
+    return np.ascontiguousarray(np.pad(logits[..., :vocab], widths, constant_values=np.float32(-1e30)))
+
+
 def choose(
     logits: np.ndarray,
     choices: Sequence[Choice],

@@ -10,7 +10,7 @@ import numpy as np
 
 from twostroke.kv.layout import KVGroup
 from twostroke.ops.interface import Batch, GroupBlocks
-from twostroke.types import Choice, Plan, Work, WorkKind
+from twostroke.types import Choice, Work, WorkKind
 
 FEW = 64  # rows
 
@@ -26,11 +26,11 @@ class PromptRows:
 
 
 class StepRows:
-    """The rows of a plan, request by request, each request's in order."""
+    """The rows of a plan's works, request by request, each request's in order."""
 
-    def __init__(self, plan: Plan):
-        self.works = plan.works
-        if all([work.count == 1 for work in plan.works]):  # noqa: C419 - a list is faster here
+    def __init__(self, works: Sequence[Work]):
+        self.works = works
+        if all([work.count == 1 for work in works]):  # noqa: C419 - a list is faster here
             self._lay_single()
         else:
             self._lay_out()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from twostroke.ops.interface import BLOCK
-from twostroke.types import RequestState, Status, Work, WorkKind
+from twostroke.types import UNWRITTEN, DraftWork, RequestState, Status, Work, WorkKind
 
 if TYPE_CHECKING:
     from twostroke.schedule.scheduler import Scheduler
@@ -28,6 +28,10 @@ class Planner:
             stream = start >= request.prompt_length and start >= len(request.tokens) - 1
             (self.streams if stream else self.prompts).append(request)
         self.promised: list[int] = []  # blocks published before their content is there
+        self.drafts: list[DraftWork] = []
+        self.filled: list[int] = []  # blocks that the draft model has promised to compute
+        self.draft_rows_left = scheduler.limits.max_batch_tokens
+        self.seconds_read = 0.0  # at most, by the draft model to catch up with streams
         self.tokens_left = scheduler.limits.max_batch_tokens
         self.seconds_left: float | None = None  # of prompt work; None: no stream is waiting for this step
         self.chunks = 0
@@ -53,8 +57,12 @@ class Planner:
             if drafting and not request.in_flight and (draft := self._draft(request, budget - 1 - left)):
                 count += len(draft)
                 works.append(Work(request, start, count, VERIFY, draft))
+                if draft[0] == UNWRITTEN:
+                    self._read_for_draft(request, len(request.tokens), len(draft))
             else:
                 works.append(Work(request, start, 1, WRITE))
+                if drafting and tables.drafting and not request.in_flight:
+                    self._catch_up(request)
             request.in_flight += count
             budget -= count
         scheduler.counters.computed_tokens += self.tokens_left - budget
@@ -74,11 +82,37 @@ class Planner:
         if drafter is None or most < 1 or not request.params.speculate:
             return ()
         draft = tuple(drafter.propose(request, most))[:most]
+        if draft and draft[0] == UNWRITTEN and known - request.drafted > self.draft_rows_left:
+            return ()
         while draft and self.tables.missing(request, known + len(draft)) > len(self.tables.pool.free):
             draft = draft[: len(draft) // 2]
         if draft:
             self.tables.grow(request, known + len(draft))
         return draft
+
+    def _catch_up(self, request: RequestState) -> None:
+        """The draft model reads a part of what it has missed, as much as the pause of a stream allows."""
+        scheduler = self.scheduler
+        if scheduler.drafter is None or not scheduler.drafter.catches_up(request):
+            return
+        pace, known = scheduler.pace, len(request.tokens)
+        allowance = pace.allowance(scheduler.policy.gentle, len(self.streams)) - self.seconds_read
+        if allowance <= 0 and self.seconds_read:
+            return  # another stream's turn; the first one always advances
+        count = pace.affordable(request.drafted, known - request.drafted, allowance)
+        if self._read_for_draft(request, min(known, request.drafted + count)):
+            self.seconds_read += pace.seconds(request.drafted, count)
+
+    def _read_for_draft(self, request: RequestState, end: int, writes: int = 0) -> bool:
+        """The draft model computes what it lacks before `end`, then writes. What it reads can be found by others from
+        this plan on."""
+        start, count = request.drafted, end - request.drafted
+        if count < 1 or count > self.draft_rows_left:
+            return False
+        self.drafts.append(DraftWork(request, start, count, writes))
+        self.draft_rows_left -= count
+        self.filled += self.tables.fill(request, start, end)
+        return True
 
     def add_prompts(self) -> None:
         """Prompts that are under way and prompts that wait, merged in the order of the policy."""
@@ -88,9 +122,8 @@ class Planner:
             return
         key = scheduler.policy.key
         if self.works:
-            self.seconds_left = scheduler.pace.allowance(
-                scheduler.policy.gentle, sum(work.count for work in self.works)
-            )
+            rows = sum(work.count for work in self.works)
+            self.seconds_left = scheduler.pace.allowance(scheduler.policy.gentle, rows) - self.seconds_read
         started = sorted((r for r in self.prompts if r.id in scheduler.running), key=key)
         waiting = self._admissible()
         shares = scheduler.shares()
@@ -142,7 +175,7 @@ class Planner:
 
     def _add_chunk(self, request: RequestState) -> bool:
         """As much of the prompt as the budget allows. False if none of it does."""
-        start = request.start
+        scheduler, start = self.scheduler, request.start
         want = len(request.tokens) - start
         if want <= 0:
             return True
@@ -150,9 +183,12 @@ class Planner:
         if count < 1 or not self._make_room(request, start + count):
             return False
         self._add(request, start, count)
+        drafter = scheduler.drafter
+        if self.tables.drafting and drafter is not None and request.drafted >= start - BLOCK and drafter.reads(request):
+            self._read_for_draft(request, start + count)
         self.chunks += 1
         if self.seconds_left is not None:
-            self.seconds_left -= self.scheduler.pace.seconds(start, count, request.scores_prompt)
+            self.seconds_left -= scheduler.pace.seconds(start, count, request.scores_prompt)
         return True
 
     def _affordable(self, request: RequestState, start: int, want: int) -> int:

@@ -19,10 +19,21 @@ from twostroke.kv.addresses import Name
 from twostroke.kv.tables import Hit, KVTables
 from twostroke.ops.interface import BLOCK
 from twostroke.schedule.keys import Shares, Turns
-from twostroke.schedule.pace import Pace
+from twostroke.schedule.pace import MARGIN, Pace
 from twostroke.schedule.planner import VERIFY, WRITE, Planner
 from twostroke.schedule.policy import Policy
-from twostroke.types import Details, Drafter, Event, FinishReason, Plan, RequestState, Result, Status, Work
+from twostroke.types import (
+    Details,
+    Drafter,
+    DraftWork,
+    Event,
+    FinishReason,
+    Plan,
+    RequestState,
+    Result,
+    Status,
+    Work,
+)
 
 WATERMARK = 0.01  # of the pool kept free at admission, so that streams can grow before a request is preempted
 NOTHING = Details()
@@ -61,6 +72,9 @@ class Scheduler:
         self.pace = pace
         self.drafter: Drafter | None = None  # proposes tokens that a step verifies
         self.forced: Callable[[RequestState], Sequence[int]] = lambda request: ()  # a grammar's tokens, for drafters
+        self.draft_share: float | None = (
+            None  # weights of the draft model as a share of the target's; None: there is none
+        )
         self.waiting: list[RequestState] = []  # sorted by the policy's key
         self.running: dict[int, RequestState] = {}  # by id, in order of admission
         self.leaving: dict[int, RequestState] = {}  # finished, but a step in flight still writes their blocks
@@ -69,10 +83,15 @@ class Scheduler:
         # Requests of a step that raised, by id: each runs alone until it has computed so many tokens again.
         self.suspects: dict[int, int] = {}
         self.published: dict[int, list[int]] = {}  # plan number -> blocks whose content it promised
+        self.filled: dict[int, list[int]] = {}  # the same of the draft model
         self.turns = Turns()  # of API keys
         self.batch_open = True  # static batching: whether the batch still takes requests
         self.plans = 0
         self.counters = Counters()
+
+    def longest_step(self) -> float:
+        """Seconds that a step with drafts may be predicted to take."""
+        return MARGIN * self.pace.max_gap
 
     # ---- add, find, abort ------------------------------------------------------------------------------------------
 
@@ -112,9 +131,11 @@ class Scheduler:
             planner.add_prompts()
         if planner.promised:
             self.published[self.plans] = planner.promised
+        if planner.filled:
+            self.filled[self.plans] = planner.filled
         host = self.tables.pool.host
         moves = host.take_moves() if host is not None and planner.works else ()  # an empty plan is not run
-        return Plan(self.plans, tuple(planner.works), moves)
+        return Plan(self.plans, tuple(planner.works), moves, tuple(planner.drafts))
 
     def waiting_in_order(self) -> list[RequestState]:
         if not self.policy.by_cached_prefix:
@@ -171,8 +192,9 @@ class Scheduler:
         self.fetching[request.id] = request
         return self.tables.unfilled(request, tokens)
 
-    def arrived(self, request: RequestState, complete: bool) -> None:
-        """The bytes have arrived (`complete`), or will not: the request continues after them or computes them."""
+    def arrived(self, request: RequestState, complete: bool, filled: Sequence[int] = ()) -> None:
+        """The bytes have arrived (`complete`), or will not: the request continues after them or computes them.
+        filled: the draft model's blocks among them."""
         del self.fetching[request.id]
         count, request.in_flight = request.in_flight, 0
         if request.status is Status.FINISHED:  # it ended meanwhile
@@ -186,6 +208,8 @@ class Scheduler:
             return
         if complete:
             request.computed += count
+            self.tables.pool.filled.update(filled)
+            self.tables.count_filled(request)
             self.tables.release_behind(request)  # blocks behind a window were not fetched: they get no name
             self.tables.publish(request, request.computed)
         self._count_admission(request)
@@ -223,13 +247,14 @@ class Scheduler:
         request.lost = max(request.lost, request.computed)
         del self.running[request.id]
         self.tables.close(request)
-        request.computed = 0
+        request.computed = request.drafted = 0
         self.add(request)
 
     # ---- commit ----------------------------------------------------------------------------------------------------
 
     def commit(self, plan: Plan, result: Result, now: float, seconds: float) -> list[Event]:
         self.published.pop(plan.number, None)
+        self.filled.pop(plan.number, None)
         self.pace.observe(plan, seconds)
         if self.drafter is not None:
             self.drafter.learn(plan, result, seconds)
@@ -239,6 +264,8 @@ class Scheduler:
             event = self._commit_one(work, tokens, described.get(index, NOTHING) if described else NOTHING, now)
             if event is not None:
                 events.append(event)
+        for draft in plan.drafts:
+            self._commit_draft(draft)
         if self.suspects:
             for request in (work.request for work in plan.works):
                 if request.computed >= self.suspects.get(request.id, inf):
@@ -271,6 +298,13 @@ class Scheduler:
             request.facts_changed = False
             return Event(request.id, kept, None, details.logprobs[: len(kept)], details.prompt_logprobs, None, facts)
         return None
+
+    def _commit_draft(self, draft: DraftWork) -> None:
+        """What the draft model has computed of the tokens that were kept."""
+        request = draft.request
+        if request.status is Status.RUNNING:
+            request.drafted = min(draft.end, request.computed)
+            self.tables.fill(request, draft.start, request.drafted)
 
     def _count_draft(self, request: RequestState, drafted: int, accepted: int) -> None:
         self.counters.drafts += 1
@@ -332,6 +366,8 @@ class Scheduler:
             broken |= self.tables.pool.host.undo(move for plan in plans for move in plan.moves)
         for block in broken:
             self.tables.pool.revoke(block)
+        for plan in plans:
+            self.tables.pool.filled.difference_update(self.filled.pop(plan.number, ()))
         works = [work for plan in plans for work in plan.works]
         ends: dict[int, int] = {}  # the position that each should have reached
         for request, start, count, *_ in works:
@@ -363,6 +399,7 @@ class Scheduler:
         for request in self.running.values():
             assert 0 <= request.computed < len(request.tokens), "computed ran past the known tokens"
             assert self.tables.room(request) >= request.start, "blocks do not cover what is computed or planned"
+            assert request.drafted <= request.computed, "the draft model is ahead of the target"
         fetching = [request for request in self.fetching.values() if request.status is Status.FETCHING]
         rows = len(self.running) + len(self.leaving) + len(fetching) + len(self.tables.free_rows)
         assert rows == len(self.tables.held), "a row is lost"

@@ -51,7 +51,7 @@ def test_prompts_are_shared_out_as_the_kernels_do_it(model):
             assert not len(mine.tiles)
             continue
         rows = int(counts.sum())
-        mixture = steps.Mixture(StepRows(plan), (mine,))
+        mixture = steps.Mixture(StepRows(plan.works), (mine,))
         shape = mixture.padded_shape((kind,), 4096) if rows <= CAPTURED_TOKENS else None
         assert splits_of(mixer, rest, rows) == (shape.tile_splits[0] if shape else mine.tile_splits)
         assert rows_run(rows, prompts=True) == (shape.tokens if shape else rows)

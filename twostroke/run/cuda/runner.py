@@ -26,8 +26,9 @@ from twostroke.ops.cuda.kernels.sample import Filters, resolve_tokens, sample
 from twostroke.ops.interface import KV_SCALE_BYTES, Attention, GroupBlocks
 from twostroke.run.cuda.staging import StagedArrays, Staging
 from twostroke.run.cuda.steps import Mixture, Shape, Streams, on_device
+from twostroke.run.drafting import Drafting, Passes
 from twostroke.run.runner import describe_choices, score_prompt
-from twostroke.run.sample import SLACK, choose_one, prompt_details
+from twostroke.run.sample import SLACK, choose_one, of_width, prompt_details
 from twostroke.run.step import StepRows
 from twostroke.types import Choice, Details, Plan, Result, WorkKind
 
@@ -67,16 +68,19 @@ class Handle:
     errors: dict[int, str] = field(default_factory=dict)  # of choices that the host could not make
     clocked: Clocked | None = None
     began: Any = None
+    passes: Passes = ()
 
 
 class CudaRunner:
-    depth = 2
-
     def __init__(
         self, model: Transformer, kv: KVStorage, tables: np.ndarray, ops: CudaOps,
-        grammars: GrammarRows | None = None, graphs: bool = True,
+        grammars: GrammarRows | None = None, graphs: bool = True, drafting: Drafting | None = None,
+        vocab: int | None = None,
     ):  # fmt: skip
-        self.grammars = grammars
+        """drafting and vocab: as in run/runner.py. A draft continues tokens that must be known, so with a draft model
+        one plan is in flight at a time."""
+        self.depth = 2 if drafting is None else 1
+        self.grammars, self.drafting, self.vocab = grammars, drafting, vocab
         self.model, self.kv, self.tables, self.ops = model, kv, tables, ops
         self.on_card = ops.device.type == "cuda"
         self.graphs = graphs and self.on_card
@@ -102,25 +106,44 @@ class CudaRunner:
         with torch.cuda.stream(self.stream) if self.on_card else nullcontext():
             began = timing_event() if self.on_card else None
             self.kv.move(plan.moves)
-            rows = StepRows(plan)
-            streams = all(work.kind is WorkKind.WRITE for work in plan.works) and all(map(on_device, rows.choices))
+            works, passes = self.drafting.write(plan) if self.drafting is not None else (plan.works, ())
+            rows = StepRows(works)
+            streams = all(work.kind is WorkKind.WRITE for work in works) and all(map(on_device, rows.choices))
             handle = self._launch_streams(rows) if streams else self._launch_mixed(rows)
-            handle.began = began
+            handle.began, handle.passes = began, passes
             return handle
 
+    def next_tokens(self, rows: StepRows) -> list[int | None]:
+        """What follows the rows that choose; for a draft model, of which nothing else is asked. It waits."""
+        streams = rows.single and len(rows.choices) == rows.total and all(map(on_device, rows.choices))
+        began = timing_event() if self.on_card else None
+        handle = self._launch_streams(rows) if streams else self._launch_mixed(rows)
+        handle.began = began
+        self._wait(handle)
+        chosen = handle.tokens[: len(rows.choices)].tolist()
+        self.results.append(handle.tokens)
+        most = self.model.arch.vocab if self.vocab is None else self.vocab
+        return [token if 0 <= token < most else None for token in chosen]
+
     def collect(self, handle: Handle) -> Result:
-        seconds = None
-        if handle.done is not None:
-            handle.done.synchronize()
-            seconds = handle.began.elapsed_time(handle.done) / 1e3
-            if handle.clocked is not None:
-                handle.clocked.entry.worthwhile = handle.clocked.host_seconds > BEHIND * seconds
+        seconds = self._wait(handle)
         rows, details = handle.rows, handle.details
         chosen = handle.tokens[: len(rows.choices)].tolist()
         kept = rows.accepted([None if token < 0 else token for token in chosen])
         describe_choices(rows, kept, handle.logits, handle.errors, details)
         self.results.append(handle.tokens)
-        return Result(tuple(kept), details, seconds)
+        return Result(tuple(kept), details, seconds, handle.passes)
+
+    def _wait(self, handle: Handle) -> float | None:
+        """Until the device is done. Returns the seconds that the step took, where the device measures them."""
+        if handle.done is None:
+            return None
+        handle.done.synchronize()
+        seconds: float = handle.began.elapsed_time(handle.done) / 1e3
+        if handle.clocked is not None:
+            alone = seconds - sum(taken for _, taken in handle.passes)
+            handle.clocked.entry.worthwhile = handle.clocked.host_seconds > BEHIND * alone
+        return seconds
 
     # ---- steps of a shape that others share ------------------------------------------------------------------------
 
@@ -248,7 +271,7 @@ class CudaRunner:
     ) -> tuple[dict[int, np.ndarray], dict[int, str]]:
         """The whole chain of run/sample.py, for what the device does not do. Waits for the device. Returns the logits
         of these choices, and why some could not be made."""
-        found = {n: logits[n].cpu().numpy() for n in hosted}
+        found = {n: of_width(logits[n].cpu().numpy(), self.vocab) for n in hosted}
         choices = [self._with_newest(rows.choices[n], before) for n in hosted]
         masks = self.grammars.masks(choices) if self.grammars is not None else NO_MASKS
         for index, (n, choice) in enumerate(zip(hosted, choices, strict=True)):

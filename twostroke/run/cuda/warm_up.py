@@ -33,34 +33,39 @@ COMPILERS = 6  # threads: half of a compilation is Python, so that more would on
 Task = Callable[[], object]
 
 
-def prepare(config: Config, settings: Resolved, model: Transformer) -> Resolved:
+def prepare(config: Config, settings: Resolved, model: Transformer, draft: Transformer | None = None) -> Resolved:
     """Compile the kernels before the first request. Returns the settings, with a KV cache of what is really free where
     its size was not given."""
     compile_kernels(model, settings)
+    if draft is not None:
+        compile_kernels(draft, settings, len(model.layers))
     plan_row_counts(model, all_mixed_rows(settings.max_batch_tokens), PLANNING)
-    return resized(config, settings, model) if config.kv_blocks is None and config.kv_memory is None else settings
+    return (
+        resized(config, settings, model, draft) if config.kv_blocks is None and config.kv_memory is None else settings
+    )
 
 
-def resized(config: Config, settings: Resolved, model: Transformer) -> Resolved:
+def resized(config: Config, settings: Resolved, model: Transformer, draft: Transformer | None = None) -> Resolved:
     """The KV cache takes what the weights and the largest step leave."""
     free = free_after_warm_up(model, settings)
     known = replace(config, max_model_len=settings.max_model_len, seed=settings.seed)
-    sized = resolve(known, model.arch, Hardware("cuda", settings.threads, free), 0)
+    sized = resolve(known, model.arch, Hardware("cuda", settings.threads, free), 0, draft.arch if draft else None)
     return replace(sized, reasons={**settings.reasons, **sized.reasons})
 
 
-def compile_kernels(model: Transformer, settings: Resolved) -> None:
-    """Those of a prompt and of a stream, several at a time: each takes a good part of a second."""
-    tasks = [*attention_kernels(model, settings), *product_kernels(model), *token_kernels(model)]
+def compile_kernels(model: Transformer, settings: Resolved, first: int = 0) -> None:
+    """Those of a prompt and of a stream, several at a time: each takes a good part of a second. first: the number of
+    the model's first layer in the KV cache."""
+    tasks = [*attention_kernels(model, settings, first), *product_kernels(model), *token_kernels(model)]
     with ThreadPoolExecutor(1 if INTERPRETED else COMPILERS) as pool:
         for done in [pool.submit(torch.inference_mode()(task)) for task in tasks]:
             done.result()
 
 
-def attention_kernels(model: Transformer, settings: Resolved) -> list[Task]:
+def attention_kernels(model: Transformer, settings: Resolved, first: int = 0) -> list[Task]:
     """The longest to compile come first."""
     ops, attention = cuda_ops(model), grouped_attentions(model)[0]
-    kv, group = KVStorage(settings.layout, 2, settings.kv_dtype, ops.device).layer(0)
+    kv, group = KVStorage(settings.layout, 2, settings.kv_dtype, ops.device).layer(first)
     width = attention.heads * attention.head_dim
     qkv = torch.zeros(2, width + 2 * attention.kv_heads * attention.head_dim, dtype=ops.dtype, device=ops.device)
     single, prompt = small_batch(ops, attention, 1, group), small_batch(ops, attention, 2, group)
