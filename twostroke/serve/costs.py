@@ -20,6 +20,7 @@ def answer_costs(arch: Arch, settings: Resolved, weight_bytes: int, timeline: Ti
     seen = sum(
         seen_pairs(prompt, written, group.window) * len(group.layers) * group.entry.bytes / group.entry.tokens
         for group in layout.groups
+        if not group.draft
     )
     return {
         "prefill_flops": float(arch.linear_flops(read, 1) + arch.attention_flops(cached, read)) if read else 0.0,

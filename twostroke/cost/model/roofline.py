@@ -243,9 +243,11 @@ def kv_bytes_per_token(layout: KVLayout) -> int:
 
 
 def cached_bytes(layout: KVLayout) -> tuple[tuple[int | None, float], ...]:
-    """Bytes that a token has in the cache, of all layers with the same window: (window, bytes)."""
+    """Bytes that a token has in the cache, of all the target's layers with the same window: (window, bytes)."""
     sizes: dict[int | None, float] = {}
     for group in layout.groups:
+        if group.draft:
+            continue
         size = len(group.layers) * group.entry.bytes / group.entry.tokens
         sizes[group.window] = sizes.get(group.window, 0.0) + size
     return tuple(sizes.items())

@@ -26,8 +26,8 @@ class PaceWithSkipped(Pace):
 
     skipped = 0
 
-    def learn(self, prompt: float, streams: int, seconds: float) -> None:
-        super().learn(prompt, streams + self.skipped, seconds)
+    def learn(self, prompt: float, streams: int, seconds: float, scored: bool = False) -> None:
+        super().learn(prompt, streams + self.skipped, seconds, scored)
 
     def allowance(self, gentle: bool, streams: int) -> float:
         return super().allowance(gentle, streams + self.skipped)
