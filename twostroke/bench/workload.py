@@ -109,6 +109,16 @@ WORKLOADS: dict[str, Callable[[random.Random, Contents], Iterator[Lengths]]] = {
 }
 
 
+def equal_lengths(prompt: int, output: int) -> Callable[[random.Random, Contents], Iterator[Lengths]]:
+    """Prompts and answers of one length each; prompts share nothing."""
+
+    def rows(rng: random.Random, contents: Contents) -> Iterator[Lengths]:
+        while True:
+            yield (contents.own(prompt),), output
+
+    return rows
+
+
 # ---- arrivals --------------------------------------------------------------------------------------------------------
 
 
@@ -140,19 +150,22 @@ def make_load(
     seed: int = 0,
     scale: float = 1.0,
     concurrency: int = 8,
+    lengths: tuple[int, int] | None = None,
 ) -> Load:
-    """A named workload."""
+    """A named workload, or prompts and answers of one length each."""
     if workload not in WORKLOADS:
         raise InputError(f"workload must be one of {', '.join(WORKLOADS)}; got {workload!r}.")
     if per_second <= 0 or count < 1 or scale <= 0 or concurrency < 1:
         raise InputError("rate, requests, scale and concurrency must be above 0.")
     rng = random.Random(seed)
     moments = times(kind, count, per_second, rng)
-    lengths = islice(WORKLOADS[workload](rng, Contents()), count)
-    rows = [Arrival(at, parts, output) for at, (parts, output) in zip(moments, lengths, strict=True)]
+    made = WORKLOADS[workload] if lengths is None else equal_lengths(*lengths)
+    each = islice(made(rng, Contents()), count)
+    rows = [Arrival(at, parts, output) for at, (parts, output) in zip(moments, each, strict=True)]
     rows = shorter(rows, scale) if scale != 1.0 else rows
     closed = kind == "closed"
-    return Load(workload, from_zero(rows), concurrency if closed else None, None if closed else per_second)
+    name = workload if lengths is None else f"{lengths[0]} + {lengths[1]} tokens"
+    return Load(name, from_zero(rows), concurrency if closed else None, None if closed else per_second)
 
 
 def trace_load(
@@ -172,17 +185,18 @@ def choose_load(
     trace: str | None = None,
     workload: str = "chat",
     kind: str = "poisson",
-    count: int = 100,
+    count: int | None = 100,
     per_second: float | None = None,
     seed: int = 0,
     scale: float = 1.0,
     concurrency: int = 8,
     longest: int | None = None,
+    lengths: tuple[int, int] | None = None,
 ) -> Load:
-    """A trace where one is given, otherwise a workload."""
+    """A trace where one is given (without `count` all of it), otherwise a workload."""
     if trace is not None:
         return trace_load(trace, count, per_second, scale, longest)
-    return make_load(workload, kind, count, per_second or 1.0, seed, scale, concurrency)
+    return make_load(workload, kind, count or 100, per_second or 1.0, seed, scale, concurrency, lengths)
 
 
 def renewed(load: Load, times: int = 1) -> Load:

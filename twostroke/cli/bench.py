@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,7 +12,15 @@ from rich.markup import escape
 from rich.table import Table
 
 from twostroke.cli import options
-from twostroke.cli.options import FASTEST, SLOWEST, can_be_written, make_targets, parse_settings, refuse_unused
+from twostroke.cli.options import (
+    FASTEST,
+    SLOWEST,
+    can_be_written,
+    lengths_of,
+    make_targets,
+    parse_settings,
+    refuse_unused,
+)
 from twostroke.cli.terminal import console, errors, open_llm, progress_bar
 from twostroke.cost.units import seconds, times
 from twostroke.errors import InputError
@@ -35,6 +44,8 @@ def bench(
     model: Annotated[str | None, typer.Option("--model", "-m", help="Model in process, or its name there.")] = None,
     workload: options.Workload = "chat",
     trace: options.Trace = None,
+    prompt: options.Prompt = None,
+    output: options.Output = None,
     arrivals: Annotated[str, typer.Option(help="poisson, burst, constant or closed.")] = "poisson",
     rate: Annotated[str, typer.Option(help="Requests/s; several, as 1,2,4, are measured one after another.")] = "1",
     requests: options.Requests = 100,
@@ -56,15 +67,16 @@ def bench(
     """Send requests at a given rate, whether or not earlier ones have ended, and report TTFT, TPOT and throughput."""
     if context.invoked_subcommand is not None:
         return
-    refuse_unused(context, unused(url, trace, arrivals))
+    lengths = lengths_of(prompt, output)
+    refuse_unused(context, unused(url, trace, arrivals, lengths is not None))
     rates = rates_of(rate, trace, context)
     from twostroke.bench.client import Target
     from twostroke.bench.workload import choose_load, renewed
     from twostroke.cli.watch import over_http
 
+    choose = partial(choose_load, trace, workload, arrivals, requests)
     loads = [
-        renewed(choose_load(trace, workload, arrivals, requests, one, seed, scale, concurrency, longest), number)
-        for number, one in enumerate(rates)
+        renewed(choose(one, seed, scale, concurrency, longest, lengths), number) for number, one in enumerate(rates)
     ]
     if url is not None:
         target = Target(url, model, api_key, chat, vocabulary)
@@ -74,7 +86,7 @@ def bench(
     show(runs, make_targets(ttft, tpot), json_out, html_out)
 
 
-def unused(url: str | None, trace: str | None, arrivals: str) -> dict[str, str]:
+def unused(url: str | None, trace: str | None, arrivals: str, lengths: bool = False) -> dict[str, str]:
     """Options without effect beside these, and why."""
     found: dict[str, str] = {}
     if url is None:
@@ -82,8 +94,11 @@ def unused(url: str | None, trace: str | None, arrivals: str) -> dict[str, str]:
     else:
         found["option"] = "is for an engine in this process: start the server with that setting instead"
     if trace is not None:
-        found |= dict.fromkeys(("workload", "arrivals", "seed", "concurrency"), "has no effect with --trace")
+        names = ("workload", "arrivals", "seed", "concurrency", "prompt", "output")
+        found |= dict.fromkeys(names, "has no effect with --trace")
     else:
+        if lengths:
+            found["workload"] = "has no effect with --prompt and --output"
         found["longest"] = "cuts the prompts of a --trace"
         if arrivals == "closed":
             found["rate"] = "has no effect in a closed loop: --concurrency decides how many are under way"

@@ -38,6 +38,14 @@ def sane_scale(value: float) -> float:
     return value
 
 
+def lengths_of(prompt: int | None, output: int | None) -> tuple[int, int] | None:
+    """--prompt and --output, of which one needs the other."""
+    if (prompt is None) != (output is None):
+        given, other = ("--prompt", "--output") if output is None else ("--output", "--prompt")
+        raise ConfigError(f"{given} needs {other} too: the tokens of a prompt and those of an answer.")
+    return None if prompt is None or output is None else (prompt, output)
+
+
 def can_be_written(path: Path | None) -> Path | None:
     """Checked before anything is measured."""
     if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
@@ -113,6 +121,8 @@ Trace = Annotated[
     str | None, typer.Option(help="azure-conv, azure-code, mooncake, or a file in Azure's or Mooncake's format.")
 ]
 Requests = Annotated[int, typer.Option("--requests", "-n", min=1, max=10**6, help="How many requests.")]
+Prompt = Annotated[int | None, typer.Option(min=1, help="Tokens of every prompt, instead of a workload's lengths.")]
+Output = Annotated[int | None, typer.Option(min=1, help="Tokens of every answer, with --prompt.")]
 Scale = Annotated[float, typer.Option(callback=sane_scale, help="Divides all lengths, for small machines.")]
 Ttft = Annotated[float | None, typer.Option(callback=above_zero, help="Target for TTFT, in seconds.")]
 Tpot = Annotated[float | None, typer.Option(callback=above_zero, help="Target for TPOT, in seconds.")]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -33,6 +34,16 @@ def progress_bar(title: str) -> Iterator[Callable[[int, int], None]]:
             progress.update(task, completed=done, total=total)
 
         yield report
+
+
+@contextlib.contextmanager
+def telling(title: str) -> Iterator[Callable[[str], None]]:
+    """What is being done, on stderr: one line that changes on a terminal, a line for each report elsewhere."""
+    if not errors.is_terminal:
+        yield lambda text: errors.print(f"[dim]{escape(text)}[/dim]", soft_wrap=True)
+        return
+    with errors.status(title) as status:
+        yield lambda text: status.update(escape(text))
 
 
 def open_llm(model: str, settings: dict[str, Any]) -> LLM:

@@ -203,23 +203,20 @@ class Arch:
     tied_head: bool = False
     mixers: tuple[tuple[MixerArch, int], ...] = field(init=False, repr=False, compare=False)  # and their layers
     products: tuple[Product, ...] = field(init=False, repr=False, compare=False)  # of all layers, as a step runs them
+    layer_weights: int = field(init=False, repr=False, compare=False)  # matrix weights of all layers
 
     def __post_init__(self) -> None:
-        # Once: every plan asks what attention costs.
+        # Once: every plan asks what its tokens cost.
         object.__setattr__(self, "mixers", tuple(Counter(layer.mixer for layer in self.layers).items()))
         found = {layer: layer.products(self.hidden) for layer in set(self.layers)}
         object.__setattr__(self, "products", tuple(product for layer in self.layers for product in found[layer]))
+        object.__setattr__(self, "layer_weights", sum(product.weights for product in self.products))
 
     # ---- what it costs -------------------------------------------------------------------------------------------
 
     @property
     def head_weights(self) -> int:
         return self.hidden * self.vocab
-
-    @property
-    def layer_weights(self) -> int:
-        """Matrix weights of all layers."""
-        return sum(product.weights for product in self.products)
 
     @property
     def weights(self) -> int:
@@ -263,7 +260,7 @@ _FEEDS: dict[str, type] = {"dense": DenseArch}
 def arch_document(arch: Arch) -> dict[str, Any]:
     """As plain data. Rotary positions cost no time and are left out."""
     described = asdict(replace(arch, layers=()))
-    for made in ("mixers", "products"):
+    for made in ("mixers", "products", "layer_weights"):
         del described[made]
     described["layers"] = [
         {

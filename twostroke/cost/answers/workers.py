@@ -1,33 +1,33 @@
 """How many workers a load needs, and which kind is the cheapest: found by simulating the load.
 
-The answer is the smallest fleet with which 95 % of the requests meet the targets.
+The answer is the smallest fleet with which 95 % of the requests meet the targets in a steady state (steady.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import ceil, inf
 from typing import NamedTuple
 
 from twostroke.config import QUANTIZATIONS_OF, Config
+from twostroke.cost.answers.steady import MOST, PART, SHARE, Trial, try_fleet
 from twostroke.cost.model.devices import DEVICES, Device
 from twostroke.cost.simulation.deployment import Deployment, Outcome
 from twostroke.cost.simulation.fleet import Pools
 from twostroke.cost.simulation.served import Targets
 from twostroke.cost.simulation.trace import Arrival, at_rate, fresh_tokens, mean_lengths, rate, repeat
+from twostroke.cost.units import seconds
 from twostroke.errors import ConfigError
 from twostroke.model.arch import Arch
 
-SHARE = 0.95  # of the requests that must meet the targets
-SIMULATED = 300  # arrivals in one simulation
-STEADY = 6.0  # length of a simulated load, in typical request durations
+STEADY = 2.0  # length of a part of the load, in typical request durations
+LARGEST_PART = 600  # requests; a load with larger parts is served by copies of a small fleet
 MOST_SIMULATED = 64  # workers; a larger fleet is made of copies of a smaller one
-UNIT = 4  # workers in one copy of a fleet with two pools
-BATCHES = 4  # full batches for each worker of a copy
-MOST_REQUESTS = 1500  # in the load for a copy
-RATE_SHARES = (1.0, 0.9, 0.8, 0.65, 0.5, 0.35, 0.2, 0.1)  # of the highest rate of a copy, tried in turn
+MOST_IN_UNIT = 8  # workers of one copy
+NEAR = 1.06  # precision of a highest rate, as a factor
+RAISED = 1.25  # factor by which a rate is raised while the fleet meets the targets
+MOST_FOR_RATE = 1500  # requests of a simulation that looks for a highest rate
 GPUS = (1, 2, 4, 8)
 PRICIER = 1.75  # options with an estimate above this multiple of the cheapest that meets the targets are not simulated
 
@@ -38,6 +38,7 @@ class Demand(NamedTuple):
     arrivals: Sequence[Arrival]
     per_second: float
     targets: Targets
+    least: int = 0  # fewest requests that are simulated
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,49 +52,83 @@ class Need:
     dollars_per_hour: float
     dollars_per_million: float  # output tokens
     load: list[Arrival]  # that was simulated
+    trial: Trial
     copies: float = 1.0  # of the simulated fleet
 
 
-def workers_needed(deployment: Deployment, demand: Demand, split: bool = False) -> Need | None:
-    """None when more workers do not help: a request alone already misses the targets."""
-    arrivals, per_second, targets = demand
-    if _misses_alone(deployment, arrivals, targets):
-        return None
-    span = STEADY * _typical_seconds(deployment, arrivals)
-    copies = max(1.0, per_second * span / SIMULATED)
-    each = per_second / copies
-    if copies > 1.0 and each * _busy_seconds(deployment, arrivals) < 1.0:
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """A kind of worker that was asked for and does not serve the load."""
+
+    deployment: Deployment
+    reason: str
+    split: bool = False
+
+
+def workers_needed(deployment: Deployment, demand: Demand, split: bool = False) -> Need | str:
+    """The reason, when more workers do not help."""
+    arrivals, per_second, targets, least = demand
+    missed = _misses_alone(deployment, arrivals, targets)
+    if missed:
+        return missed
+    part = _part(deployment, arrivals, per_second)
+    if part > LARGEST_PART:
         return _copies(deployment, demand, split)
-    load = at_rate(repeat(arrivals, max(50, ceil(each * span))), each)
-    found = _smallest(deployment, load, targets, split)
-    if found is not None and (copies == 1.0 or found[0].workers > (2 if split else 1)):
-        return _need(*found, load, copies)
-    return _copies(deployment, demand, split)  # the smallest fleet may be half idle
+    load = at_rate(repeat(arrivals, max(MOST, least)), per_second)
+    found = _smallest(deployment, load, targets, split, part, least)
+    if found is None:
+        return _copies(deployment, demand, split)
+    return _need(*found, load, demand, 1.0)
 
 
-def _need(tested: Deployment, outcome: Outcome, load: list[Arrival], copies: float) -> Need:
+def _part(deployment: Deployment, arrivals: Sequence[Arrival], per_second: float) -> int:
+    """Requests in one part of a load at this rate."""
+    return max(PART, ceil(STEADY * per_second * _typical_seconds(deployment, arrivals)))
+
+
+def _need(tested: Deployment, trial: Trial, load: list[Arrival], demand: Demand, copies: float) -> Need:
+    assert trial.outcome is not None, "the trial was accepted"
     pools = tested.pools
     workers, prefill = ceil(pools.workers * copies), ceil(pools.prefill * copies)
     hourly = tested.price / tested.workers * (workers + prefill)
-    tokens = outcome.summary.output_rate * copies
-    return Need(tested, outcome, workers, prefill, hourly, hourly / 3600 / max(tokens, 1e-12) * 1e6, load, copies)
+    tokens = demand.per_second * mean_lengths(demand.arrivals)[1]  # in a steady state all that arrives is served
+    dollars = hourly / 3600 / max(tokens, 1e-12) * 1e6
+    return Need(tested, trial.outcome, workers, prefill, hourly, dollars, load, trial, copies)
 
 
-def _copies(deployment: Deployment, demand: Demand, split: bool) -> Need | None:
-    """A large load is served by copies of a small fleet, each at the highest rate at which it meets the targets. All
-    requests at once give the highest rate that the fleet serves; lower rates are then tried in turn. There are enough
-    requests to fill the batches."""
-    arrivals, per_second, targets = demand
+def _copies(deployment: Deployment, demand: Demand, split: bool) -> Need | str:
+    """A large load is served by copies of a small fleet, each at the highest rate at which it meets the targets."""
+    arrivals, per_second, targets, _ = demand
     share = prefill_share(deployment, arrivals)
-    unit = replace(deployment, pools=_pools(UNIT if split else 1, split, share, deployment.pools))
-    requests = repeat(arrivals, min(MOST_REQUESTS, BATCHES * _batch(deployment, arrivals) * unit.pools.workers))
-    most = unit.run(at_rate(requests, 1e6)).summary.request_rate
-    for rate_share in RATE_SHARES:
-        load = at_rate(requests, rate_share * most)
-        outcome = unit.run(load)
-        if targets.met_by_share(outcome.served, SHARE):
-            return _need(unit, outcome, load, per_second / (rate_share * most))
-    return None
+    each = 1 / _busy_seconds(deployment, arrivals)  # requests/s of one worker, estimated
+    fits = int(LARGEST_PART / _part(deployment, arrivals, each)) if each else 1
+    count = max(2 if split else 1, min(MOST_IN_UNIT, fits))
+    unit = replace(deployment, pools=_pools(count, split, share, deployment.pools))
+    found = highest_rate(unit, arrivals, targets, 0.7 * count * each)
+    if found is None:
+        return "no rate that is worth a worker was found within the targets"
+    highest, trial = found
+    load = at_rate(repeat(arrivals, trial.requests), highest)
+    return _need(unit, trial, load, demand, per_second / highest)
+
+
+def highest_rate(
+    deployment: Deployment, arrivals: Sequence[Arrival], targets: Targets, guess: float, known: Trial | None = None
+) -> tuple[float, Trial] | None:
+    """The highest rate at which the fleet meets the targets, and how it does then; None: none above a hundredth of the
+    guess. `known`: a trial at the guess that met them."""
+    low, high, best = (guess, inf, known) if known is not None else (0.0, inf, None)
+    per_second = guess if known is None else RAISED * guess
+    while high > NEAR * max(low, guess / 100):
+        part = _part(deployment, arrivals, per_second)
+        load = at_rate(repeat(arrivals, max(MOST_FOR_RATE, 6 * part)), per_second)
+        trial = try_fleet(deployment, load, targets, part)
+        if trial.met:
+            low, best = per_second, trial
+        else:
+            high = per_second
+        per_second = RAISED * low if high == inf else (low * high) ** 0.5 if low else high / 1.6
+    return None if best is None else (low, best)
 
 
 def _pools(count: int, split: bool, prefill_share: float, like: Pools) -> Pools:
@@ -104,18 +139,18 @@ def _pools(count: int, split: bool, prefill_share: float, like: Pools) -> Pools:
 
 
 def _smallest(
-    deployment: Deployment, load: Sequence[Arrival], targets: Targets, split: bool
-) -> tuple[Deployment, Outcome] | None:
-    """The smallest number of workers that meets the targets: doubled until one does, then by bisection."""
+    deployment: Deployment, load: Sequence[Arrival], targets: Targets, split: bool, part: int, least: int
+) -> tuple[Deployment, Trial] | None:
+    """The smallest number of workers that meets the targets: raised until one does, then by bisection."""
     share = prefill_share(deployment, load)
 
-    def attempt(count: int) -> tuple[Deployment, Outcome] | None:
+    def attempt(count: int) -> tuple[Deployment, Trial] | None:
         tried = replace(deployment, pools=_pools(count, split, share, deployment.pools))
-        outcome = tried.run(load)
-        return (tried, outcome) if targets.met_by_share(outcome.served, SHARE) else None
+        trial = try_fleet(tried, load, targets, part, least)
+        return (tried, trial) if trial.met else None
 
     fewest = 2 if split else 1
-    high = max(fewest, int(0.6 * rate(load) * _busy_seconds(deployment, load)))
+    high = max(fewest, int(0.9 * rate(load) * _busy_seconds(deployment, load)))
     low = high - 1
     best = attempt(high)
     while best is not None and high > fewest:  # the estimate was enough: try fewer
@@ -124,7 +159,7 @@ def _smallest(
             return best
         high, low, best = low, low - 1, found
     while best is None:
-        low, high = high, 2 * high
+        low, high = high, ceil(1.3 * high) if high > 1 else 2
         if high > MOST_SIMULATED:
             return None
         best = attempt(high)
@@ -164,10 +199,16 @@ def _typical_seconds(deployment: Deployment, arrivals: Sequence[Arrival]) -> flo
     return line.prefill_seconds(round(prompt)) + output * line.decode_seconds(batch, context)
 
 
-def _misses_alone(deployment: Deployment, load: Sequence[Arrival], targets: Targets) -> bool:
-    """Whether too many requests miss the targets even alone, so that no number of workers helps."""
+def _misses_alone(deployment: Deployment, load: Sequence[Arrival], targets: Targets) -> str | None:
+    """Why no number of workers helps: too many requests miss the targets even alone. None: they meet them."""
     alone = [replace(arrival, at=1e6 * number) for number, arrival in enumerate(load[:50])]
-    return not targets.met_by_share(replace(deployment, pools=Pools()).run(alone).served, SHARE)
+    outcome = replace(deployment, pools=Pools()).run(alone)
+    if targets.met_by_share(outcome.served, SHARE):
+        return None
+    found = outcome.summary
+    if not found.requests:
+        return "no request fits"
+    return f"a request alone misses the targets: TTFT p95 {seconds(found.ttft.p95)}, TPOT p95 {seconds(found.tpot.p95)}"
 
 
 def prefill_share(deployment: Deployment, load: Sequence[Arrival]) -> float:
@@ -187,9 +228,16 @@ def candidates(arch: Arch, devices: Sequence[Device], config: Config, gpus: Sequ
         for count in gpus if device.kind == "cuda" else (1,):
             for precision in precisions(device):
                 deployment = Deployment(arch, device, config, precision, gpus=count)
-                if deployment.model.bytes < 0.9 * device.memory * count:
+                if does_not_fit(deployment) is None:
                     found.append(deployment)
     return sorted(found, key=lambda deployment: deployment.price)
+
+
+def does_not_fit(deployment: Deployment) -> str | None:
+    weights, memory = deployment.model.bytes, deployment.device.memory * deployment.gpus
+    if weights < 0.9 * memory:
+        return None
+    return f"its weights take {weights / 1e9:,.0f} GB of {memory / 1e9:,.0f}: no room for K and V"
 
 
 def precisions(device: Device) -> list[str]:
@@ -198,48 +246,57 @@ def precisions(device: Device) -> list[str]:
     return ["bfloat16", *narrow]
 
 
+class Found(NamedTuple):
+    needs: list[Need]  # the cheapest first
+    dropped: list[Dropped]  # the options that serve the load at no number of workers, or were not simulated
+
+
 def cheapest(
     options: Sequence[Deployment],
     demand: Demand,
     progress: Callable[[str, Deployment], None] | None = None,
     split: Sequence[bool] = (False,),
-) -> list[Need]:
+    pricier: float = PRICIER,
+) -> Found:
     """Options that meet the targets, the cheapest first. Options whose estimate is far above one of them are not
     simulated. With both values of `split`, two pools are tried where one misses the targets, and for the cheapest."""
-    demand = demand._replace(arrivals=demand.arrivals[:SIMULATED])
     needs: list[Need] = []
-    missed: list[Deployment] = []
+    estimates, dropped = _by_estimate(options, demand)
     enough = inf  # estimated dollars above which an option is not simulated
 
     def attempt(option: Deployment, apart: bool) -> Need | None:
         if progress is not None:
             progress("with two pools" if apart else "", option)
-        return workers_needed(option, demand, apart)
+        need = workers_needed(option, demand, apart)
+        if isinstance(need, str):
+            dropped.append(Dropped(option, need, apart))
+            return None
+        needs.append(need)
+        return need
 
-    for dollars, option in _by_estimate(options, demand):
+    for dollars, option in estimates:
         if dollars > enough:
-            break
-        need = attempt(option, split[0])
-        if need is None:
-            missed.append(option)
-        else:
-            enough = min(enough, PRICIER * dollars)
-            needs.append(need)
+            dropped.append(Dropped(option, f"not simulated: about ${dollars:,.2f} an hour", split[0]))
+        elif attempt(option, split[0]) is not None:
+            enough = min(enough, pricier * dollars)
     needs.sort(key=_dollars)
     if len(split) > 1:
-        again = missed + [replace(need.deployment, pools=Pools()) for need in needs[:1]]
-        needs += [need for option in again if (need := attempt(option, split[1])) is not None]
-    return sorted(needs, key=_dollars)
+        again = [one.deployment for one in dropped if not one.reason.startswith("not simulated")]
+        for option in again + [replace(need.deployment, pools=Pools()) for need in needs[:1]]:
+            attempt(option, split[1])
+    return Found(sorted(needs, key=_dollars), dropped)
 
 
-def _by_estimate(options: Sequence[Deployment], demand: Demand) -> list[tuple[float, Deployment]]:
-    """Options with their estimated dollars an hour; those on which no request fits are left out."""
-    found = []
+def _by_estimate(options: Sequence[Deployment], demand: Demand) -> tuple[list[tuple[float, Deployment]], list[Dropped]]:
+    """Options with their estimated dollars an hour, and those on which no request fits."""
+    found, dropped = [], []
     for option in options:
-        with suppress(ConfigError):
+        try:
             workers = max(1.0, demand.per_second * _busy_seconds(option, demand.arrivals))
             found.append((workers * option.price / option.workers, option))
-    return sorted(found, key=lambda pair: pair[0])
+        except ConfigError as error:
+            dropped.append(Dropped(option, does_not_fit(option) or str(error)))
+    return sorted(found, key=lambda pair: pair[0]), dropped
 
 
 def _dollars(need: Need) -> float:

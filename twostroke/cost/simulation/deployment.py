@@ -75,14 +75,24 @@ class Deployment:
         return replace(self.rates, bandwidth=read * self.rates.bandwidth, compute=times * self.rates.compute)
 
     def run(self, arrivals: Sequence[Arrival], jitter: Jitter | None = None) -> Outcome:
+        fleet = self.fleet(jitter)
+        fleet.run(arrivals)
+        return self.outcome(fleet)
+
+    def fleet(self, jitter: Jitter | None = None) -> Fleet:
+        """Its workers, idle, at the start of a simulation."""
         settings = self.settings
-        fleet = Fleet(self.roofline(settings), settings, self.pools, jitter=jitter)
-        served = fleet.run(arrivals)
-        held = max((worker.held_peak for worker in fleet.workers if worker is not None), default=0)
-        busy = sum(worker.busy_seconds for worker in fleet.workers if worker is not None)
-        summary = summarize(served)
-        utilisation = busy / max(summary.seconds * self.workers, 1e-12)
-        return Outcome(self, settings, served, summary, held / settings.kv_blocks, min(1.0, utilisation))
+        return Fleet(self.roofline(settings), settings, self.pools, jitter=jitter)
+
+    def outcome(self, fleet: Fleet, skipped: int = 0) -> Outcome:
+        """Of a fleet that has served everything, the first `skipped` requests left out."""
+        settings, workers = fleet.settings, [worker for worker in fleet.workers if worker is not None]
+        held = max((worker.held_peak for worker in workers), default=0)
+        busy = sum(worker.busy_seconds for worker in workers)
+        whole = max((one.end for one in fleet.served if one.answered), default=0.0)
+        utilisation = min(1.0, busy / max(whole * self.workers, 1e-12))
+        served = fleet.served[skipped:]
+        return Outcome(self, settings, served, summarize(served), held / settings.kv_blocks, utilisation)
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,11 +84,24 @@ class Fleet:
 
     def run(self, arrivals: Sequence[Arrival]) -> list[Served]:
         """Serve all arrivals; the result is in the order of arrival."""
-        for number, arrival in enumerate(arrivals):
+        self.feed(arrivals)
+        return self.drain()
+
+    def feed(self, arrivals: Sequence[Arrival]) -> None:
+        """Serve up to the last of these arrivals, which come after all that were fed before."""
+        for arrival in arrivals:
             self._run_until(arrival.at)
-            self._arrive(number, arrival)
+            self._arrive(len(self.served), arrival)
+
+    def drain(self) -> list[Served]:
+        """Serve what is left; nothing more arrives."""
         self._run_until(inf)
         return self.served
+
+    @property
+    def outstanding(self) -> int:
+        """Requests that have arrived and are not answered yet."""
+        return len(self.live) + len(self.transfers)
 
     def _make_worker(self) -> SimulatedWorker:
         worker = SimulatedWorker(self.roofline, self.settings, *self._options)

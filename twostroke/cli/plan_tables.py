@@ -1,0 +1,156 @@
+"""What `plan` shows: one worker's two strokes, the gain of drafts, and the fleets that serve a load."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.markup import escape
+from rich.table import Table
+
+from twostroke.cli.terminal import console
+from twostroke.cost.units import per_second, seconds
+
+if TYPE_CHECKING:
+    from twostroke.cost.answers.sizing import Sizing
+    from twostroke.cost.answers.workers import Demand, Found, Need
+    from twostroke.cost.simulation.deployment import Deployment
+
+MOST_ROWS = 12
+
+
+def label(deployment: Deployment) -> str:
+    return f"{devices(deployment)}{deployment.device.name}, {weights(deployment)}"
+
+
+def devices(deployment: Deployment) -> str:
+    return f"{deployment.gpus} × " if deployment.gpus > 1 else ""
+
+
+def weights(deployment: Deployment) -> str:
+    if deployment.config.quantize is None and deployment.stored_bytes is not None:
+        return "as stored"
+    return deployment.config.quantize or deployment.precision
+
+
+def show_sizing(found: Sizing) -> None:
+    deployment = found.deployment
+    console.print(f"[bold]{devices(deployment)}{deployment.device.title}, weights {weights(deployment)}: one worker[/]")
+    table = Table(header_style="bold")
+    for name in ("", "prefill", "decode"):
+        table.add_column(name, justify="right" if name else "left")
+    p, d = found.prefill, found.decode
+    table.add_row("alone", f"TTFT {seconds(p.seconds)}", f"TPOT {seconds(d.seconds)}")
+    table.add_row(f"batch of {found.batch}", f"TTFT ≥ {seconds(p.batch_seconds)}", f"TPOT {seconds(d.batch_seconds)}")
+    table.add_row("FLOP per byte", f"{p.intensity:,.0f}", f"{d.intensity:,.1f}")
+    table.add_row(f"bound by (ridge {found.ridge:,.0f})", p.bound, d.bound)
+    table.add_row("tokens/s at most", f"{p.tokens_rate:,.0f}", f"{d.tokens_rate:,.0f}")
+    table.add_row("$ per million tokens", f"{p.dollars_per_million:,.3f}", f"{d.dollars_per_million:,.3f}")
+    console.print(table)
+    console.print(
+        f"{found.parameters:,} parameters, weights {found.weight_bytes:,} bytes · "
+        f"KV {found.kv_bytes_per_token:,} bytes a token, {found.kv_bytes:,} bytes in all · "
+        f"memory holds the K and V of {found.largest_batch:,} requests of {found.prompt:,} + {found.output:,} tokens; "
+        f"at most {deployment.settings.max_requests:,} run at once (max_requests)"
+    )
+    prices = (
+        "this machine counts as one dollar an hour"
+        if deployment.device.price is None
+        else "prices are typical on-demand ones, yours may differ"
+    )
+    console.print(f"[dim]Times by {source(deployment)}; {prices}.[/dim]")
+
+
+def source(deployment: Deployment) -> str:
+    """Where the times come from, with the shares of the datasheet's peaks that are assumed."""
+    from twostroke.cost.model.rates import BANDWIDTH_REACHED, COMPUTE_REACHED
+
+    rates, device = deployment.roofline().rates, deployment.device
+    if deployment.rates is not None:
+        return rates.source
+    peak = device.peak(deployment.model.precision) / 1e12
+    return (
+        f"{rates.source}: {BANDWIDTH_REACHED[device.kind]:.0%} of {device.bandwidth / 1e9:,.0f} GB/s and "
+        f"{COMPUTE_REACHED[device.kind]:.0%} of {peak:,.0f} TFLOP/s are assumed"
+    )
+
+
+def show_needs(found: Found, demand: Demand, highest: float | None, search: bool) -> None:
+    title = f"{per_second(demand.per_second)} with {demand.targets} for 95 % of requests"
+    table = Table(title=title, header_style="bold", title_justify="left")
+    for name in ("worker", "workers", "$/hour", "$/M out", "TTFT p95", "TPOT p95", "hits"):
+        table.add_column(name, justify="left" if name == "worker" else "right")
+    for need in found.needs[:MOST_ROWS]:
+        s = need.outcome.summary
+        count = f"{need.prefill} prefill + {need.workers} decode" if need.prefill else str(need.workers)
+        money = [f"{value:,.2f}" for value in (need.dollars_per_hour, need.dollars_per_million)]
+        times = [seconds(s.ttft.p95), seconds(s.tpot.p95)]
+        table.add_row(label(need.deployment), count, *money, *times, f"{s.hit_rate:.0%}")
+    if found.needs:
+        console.print(table)
+        console.print(f"[dim]{simulated(found.needs)}[/dim]")
+    if highest is not None:
+        best = found.needs[0]
+        count = f"{best.prefill} prefill + {best.workers} decode" if best.prefill else f"{best.workers}"
+        console.print(
+            f"The first row ({count} × {label(best.deployment)}) serves up to about {highest:,.3g} requests/s within "
+            "the targets."
+        )
+    show_dropped(found, search)
+
+
+def simulated(needs: list[Need]) -> str:
+    """How long was simulated, and what hits are."""
+    requests, times = [need.trial.requests for need in needs], [need.trial.seconds for need in needs]
+    least, most = (f"{min(requests):,}", f"{max(requests):,}")
+    count = most if least == most else f"{least} to {most}"
+    span = seconds(max(times)) if max(times) < 1.2 * min(times) else f"{seconds(min(times))} to {seconds(max(times))}"
+    return (
+        f"Each fleet was simulated until its percentiles were steady: {count} requests, {span} of load. "
+        "hits: the share of prompt tokens that this load finds in the prefix cache."
+    )
+
+
+def show_dropped(found: Found, search: bool) -> None:
+    """One line for each kind of worker that is not in the table; in a search only how many there are."""
+    pricier = [one for one in found.dropped if one.reason.startswith("not simulated")]
+    rest = [one for one in found.dropped if one not in pricier]
+    if search:
+        if found.dropped:
+            console.print(
+                f"[dim]{len(pricier)} kinds of workers were not simulated: their estimate is far above the cheapest. "
+                f"{len(rest)} do not meet the targets.[/dim]"
+            )
+        return
+    for one in found.dropped:
+        pools = " with two pools" if one.split else ""
+        console.print(f"{label(one.deployment)}{pools}: [yellow]left out[/], {escape(one.reason)}")
+
+
+def show_drafts(deployment: Deployment, draft: str, acceptance: float, context: int) -> None:
+    """TPOT with drafts beside that without, for several batches."""
+    from twostroke.cli.deployment import describe
+    from twostroke.cost.model.drafts import Drafts, best_length
+    from twostroke.cost.simulation.deployment import Deployment as Kind
+
+    line, helper = deployment.roofline(), None
+    if draft != "lookup":
+        arch, stored = describe(draft)
+        precision = deployment.config.quantize or deployment.precision
+        helper = Kind(arch, deployment.device, deployment.config, precision, stored, gpus=deployment.gpus).roofline()
+    how = "prompt lookup" if helper is None else f"drafts of {draft}"
+    table = Table(
+        title=f"TPOT with {how}, {acceptance:.0%} of the drafted tokens right, {context:,} tokens of context",
+        header_style="bold", title_justify="left",
+    )  # fmt: skip
+    for name in ("streams", "without", "with", "speed-up", "drafted", "tokens/step"):
+        table.add_column(name, justify="right")
+    for streams in (1, 2, 4, 8, 16, 32, 64):
+        if streams > deployment.settings.max_requests:
+            break
+        alone = line.decode_seconds(streams, context)
+        best = best_length(line, Drafts(acceptance, draft=helper), streams, context)
+        table.add_row(
+            str(streams), seconds(alone), seconds(best.tpot), f"×{alone / best.tpot:.2f}", str(best.length),
+            f"{best.tokens:.2f}",
+        )  # fmt: skip
+    console.print(table)

@@ -1,0 +1,127 @@
+"""A fleet under a load, simulated until it is clear whether it meets the targets.
+
+The load is fed in parts. The first fills the fleet and does not count. After each further part the simulation stops if
+the fleet is overloaded (its queue grows with every part), if too many requests miss the targets, or if their share and
+the 95th percentiles are steady: the standard error over the parts is small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf, sqrt
+from typing import NamedTuple
+
+import numpy as np
+
+from twostroke.cost.simulation.deployment import Deployment, Outcome
+from twostroke.cost.simulation.fleet import Fleet
+from twostroke.cost.simulation.served import Targets
+from twostroke.cost.simulation.trace import Arrival
+
+SHARE = 0.95  # of the requests that must meet the targets
+PART = 150  # fewest requests in a part
+FEWEST = 4  # parts that must have been judged before a fleet is accepted
+MOST = 3000  # requests in one simulation
+CLOSE = 0.05  # standard error of a 95th percentile that is steady, as a share of it
+SURE = 2.0  # standard errors between the share that meets the targets and SHARE
+LAG = 0.02  # growth of the requests under way, as a share of the arrivals, from which on a queue grows
+FAR = 0.2  # the same where the simulation stops at once
+CHANCE = 3.0  # square roots of the requests under way: growth by less than this may be chance
+
+
+class Part(NamedTuple):
+    """One part of the load, judged."""
+
+    share: float  # of the requests that met the targets
+    ttft: float  # 95th percentiles
+    tpot: float
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A fleet that was tried. `outcome` leaves the first part out; None: the simulation stopped before the end."""
+
+    met: bool
+    outcome: Outcome | None
+    requests: int  # that were simulated
+    seconds: float  # that were simulated
+    lag: float  # of the served rate behind the offered one, as a share of it
+
+
+def try_fleet(
+    deployment: Deployment, load: Sequence[Arrival], targets: Targets, part: int = PART, least: int = 0
+) -> Trial:
+    """`part`: requests in a part; `least`: fewest requests that are simulated before the fleet is accepted."""
+    fleet, waiting = deployment.fleet(), []
+    decided: bool | None = None
+    fed = 0
+    while decided is None and fed < len(load):
+        fleet.feed(load[fed : fed + part])
+        fed = min(len(load), fed + part)
+        waiting.append(fleet.outstanding)
+        parts = judged(fleet, load, targets, part, fed)
+        decided = decide(parts, lag_of(waiting, part), fed >= least)
+    lag, now = lag_of(waiting, part), fleet.now
+    if decided is False:
+        return Trial(False, None, fed, now, lag)
+    fleet.drain()
+    outcome = deployment.outcome(fleet, part if fed > part else 0)
+    met = targets.met_by_share(outcome.served, SHARE) and lag <= LAG
+    return Trial(met, outcome, fed, now, lag)
+
+
+def lag_of(waiting: Sequence[int], part: int) -> float:
+    """How much the served rate lags the offered one, as a share of it: from the growth of the requests under way
+    between the middle third and the last third of the parts. 0 where it may be chance."""
+    third = len(waiting) // 3
+    if not third:
+        return 0.0
+    middle, last = (float(np.mean(waiting[-n * third :][:third])) for n in (2, 1))
+    return (last - middle) / (third * part) if last - middle > CHANCE * sqrt(max(last, 1.0)) else 0.0
+
+
+def judged(fleet: Fleet, load: Sequence[Arrival], targets: Targets, part: int, fed: int) -> list[Part]:
+    """The parts after the first and before the last, whose requests have had time to end."""
+    return [judge(fleet, load, targets, first, first + part) for first in range(part, fed - part, part)]
+
+
+def judge(fleet: Fleet, load: Sequence[Arrival], targets: Targets, first: int, last: int) -> Part:
+    ttfts, tpots, met, missed = [], [], 0, 0
+    for served, arrival in zip(fleet.served[first:last], load[first:last], strict=True):
+        if served.refused or served.end < inf:
+            hit = targets.met_by(served)
+            met, missed = met + hit, missed + (not hit)
+            if served.answered:
+                ttfts.append(served.ttft)
+                tpots.append(served.tpot or 0.0)
+        elif fleet.now - served.arrival > targets.ttft + targets.tpot * arrival.output:
+            missed += 1
+    if not ttfts:
+        return Part(0.0 if missed else 1.0, inf, inf)
+    return Part(met / max(1, met + missed), float(np.percentile(ttfts, 95)), float(np.percentile(tpots, 95)))
+
+
+def decide(parts: Sequence[Part], lag: float, enough: bool) -> bool | None:
+    """True: it meets the targets; False: it does not, or is overloaded; None: not clear yet."""
+    if len(parts) < 2:
+        return None
+    share, error = mean_and_error([one.share for one in parts])
+    if share + SURE * error < SHARE and (len(parts) > 2 or share < 0.5):
+        return False
+    if len(parts) < FEWEST:
+        return None
+    if lag > FAR:
+        return False
+    clear = share - SURE * error >= SHARE and lag <= LAG
+    return True if clear and enough and all(map(is_steady, zip(*parts, strict=True))) else None
+
+
+def is_steady(values: Sequence[float]) -> bool:
+    mean, error = mean_and_error(values)
+    return error <= CLOSE * mean
+
+
+def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
+    """The mean and its standard error."""
+    return float(np.mean(values)), float(np.std(values, ddof=1)) / sqrt(len(values))
