@@ -72,7 +72,7 @@ def pull(llm: LLM, reopen: Callable[[dict[str, Any]], LLM], effect: Effect) -> L
 
 
 def make_prediction(found: Diagnosis, effect: Effect, before: Run, after: Run, machine: str, model: str) -> Prediction:
-    old, new = value_of(found.metric, before.summary()), value_of(found.metric, after.summary())
+    old, new = value_of(found.metric, found.measured), value_of(found.metric, after.summary())
     predicted = value_of(found.metric, effect.predicted.summary)  # with rates tuned to `before`
     if found.metric == "ttft":
         predicted += outside_engine(before)
@@ -90,8 +90,7 @@ def outside_engine(run: Run) -> float:
 
 
 def value_of(metric: str, summary: Summary) -> float:
-    if metric == "ttft":
-        return (summary.ttft.p50 * summary.ttft.p95) ** 0.5
-    if metric == "tpot":
-        return (summary.tpot.p50 * summary.tpot.p95) ** 0.5
+    """The number that the verdict names."""
+    if metric in ("ttft", "tpot"):
+        return float(getattr(summary, metric).p50)
     return summary.stall.mean if metric == "stall" else summary.output_rate

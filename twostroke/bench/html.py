@@ -50,7 +50,8 @@ def page(runs: Sequence[Run], command: str, targets: Targets = Targets()) -> str
 
 def section(run: Run, targets: Targets) -> str:
     served = [one for one in run.served() if not one.refused]
-    flags = "".join(f'<p class="flag">{escape(flag)}</p>' for flag in run.flags)
+    said = ([overload] if (overload := report.overload(run)) else []) + run.flags
+    flags = "".join(f'<p class="flag">{escape(flag)}</p>' for flag in said)
     if not served:
         return f"<h2>{escape(report.title(run))}</h2>{flags}<p>No request was answered.</p>"
     body = "".join(f"<tr>{''.join(f'<td>{cell.strip()}</td>' for cell in row)}</tr>" for row in report.rows(run))

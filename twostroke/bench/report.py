@@ -9,6 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from twostroke.bench.record import Run
+from twostroke.cost.answers.overload import find_overload
 from twostroke.cost.model.roofline import Roofline
 from twostroke.cost.simulation.served import Spread, Targets
 from twostroke.cost.units import per_second, seconds
@@ -98,6 +99,12 @@ def title(run: Run) -> str:
     else:
         load = per_second(run.rate) if run.rate else "the trace's own rate"
     return " · ".join(part for part in (run.load, load, run.target, run.model) if part)
+
+
+def overload(run: Run) -> str | None:
+    """That more requests arrived than were served; None: they were served, or a closed loop admits no more."""
+    found = None if run.closed is not None else find_overload(run.served())
+    return None if found is None else f"{found}."
 
 
 def lines(run: Run, targets: Targets = Targets()) -> list[str]:  # noqa: B008  frozen

@@ -161,6 +161,9 @@ def show(runs: list[Run], targets: Targets, json_out: Path | None, html_out: Pat
     for run in runs:
         run.flags = run.flags or report.check(run)
         if run.answered:
+            overload = report.overload(run)
+            if overload is not None:
+                console.print(f"[bold red]{escape(overload)}[/]")
             console.print(report.table(run))
             for line in report.lines(run, targets):
                 console.print(line)

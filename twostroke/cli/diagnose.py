@@ -183,7 +183,7 @@ def of_other_server(target: Target, load: Load, described: Described, targets: T
         trouble = error
     if trouble is not None:
         prompt = mean(record.prompt for record in run.records)
-        console.print(f"[bold]{verdict(found, run.summary(), prompt)}[/bold]")
+        console.print(f"[bold]{report.overload(run) or verdict(found, run.summary(), prompt)}[/bold]")
     else:
         of_run(run, described, targets)
     for line in found.sentences:
@@ -249,7 +249,7 @@ def show_applied(found: Applied | Diagnosis) -> None:
 
     if not isinstance(found, Applied):
         show_diagnosis(found)
-        console.print("No setting would help: nothing was changed.")
+        console.print("Nothing was changed." if found.mismatch else "No setting would help: nothing was changed.")
         return
     show_diagnosis(found.diagnosis)
     how = "on the running engine" if found.live else "with a new engine"

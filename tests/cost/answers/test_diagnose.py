@@ -44,6 +44,8 @@ def test_what_was_predicted_comes_true(make):
     after = case.measure(best.after.deployment, best.after.arrivals, seed=1).summary
     if found.metric == "ttft":
         predicted, real = best.ttft * middle(before.summary.ttft), middle(after.ttft)
+    elif found.metric == "throughput":
+        predicted, real = best.throughput * before.summary.output_rate, after.output_rate
     else:
         predicted, real = best.tpot * middle(before.summary.tpot), middle(after.tpot)
     assert predicted == pytest.approx(real, rel=0.2)

@@ -10,7 +10,7 @@ import pytest
 from tests.cost.fleets import poisson
 from twostroke.config import make_config
 from twostroke.cost.answers.sizing import size
-from twostroke.cost.answers.workers import Demand, candidates, cheapest, workers_needed
+from twostroke.cost.answers.workers import Demand, Need, candidates, cheapest, workers_needed
 from twostroke.cost.model.devices import find_device
 from twostroke.cost.model.known_models import known_arch
 from twostroke.cost.simulation.deployment import Deployment
@@ -45,7 +45,7 @@ def test_what_does_not_fit_is_refused_with_a_way_out():
 def test_the_fleet_that_is_named_is_the_smallest():
     rows = poisson(random.Random(0), 200, 5.0, (500, 1500), (50, 150))
     need = workers_needed(deployment(device="l40s"), Demand(rows, 20.0, Targets(0.5, 0.08)))
-    assert need is not None and need.workers > 1
+    assert isinstance(need, Need) and need.workers > 1
     assert Targets(0.5, 0.08).met_by_share(need.outcome.served, 0.95)
     fewer = replace(need.deployment, pools=replace(need.deployment.pools, workers=need.deployment.pools.workers - 1))
     assert not Targets(0.5, 0.08).met_by_share(fewer.run(need.load).served, 0.95)
@@ -54,20 +54,21 @@ def test_the_fleet_that_is_named_is_the_smallest():
 
 def test_targets_that_no_fleet_meets_have_no_answer():
     rows = poisson(random.Random(0), 60, 5.0, (500, 1500), (50, 150))
-    assert workers_needed(deployment(device="l4"), Demand(rows, 1.0, Targets(0.5, 0.001))) is None
+    reason = workers_needed(deployment(device="l4"), Demand(rows, 1.0, Targets(0.5, 0.001)))
+    assert isinstance(reason, str) and "a request alone misses the targets" in reason
 
 
 def test_a_split_fleet_has_both_kinds():
     rows = poisson(random.Random(0), 120, 5.0, (800, 1500), (50, 150))
     need = workers_needed(deployment(device="l40s"), Demand(rows, 10.0, Targets(1.0, 0.08)), split=True)
-    assert need is not None and need.prefill >= 1 and need.workers >= 1
+    assert isinstance(need, Need) and need.prefill >= 1 and need.workers >= 1
 
 
 def test_the_cheapest_comes_first():
     rows = poisson(random.Random(0), 80, 5.0, (200, 600), (50, 150))
     devices = [find_device(name) for name in ("l4", "h100")]
     options = candidates(known_arch("llama-3.1-8b"), devices, make_config(max_model_len=8192, seed=0), gpus=(1,))
-    found = cheapest(options, Demand(rows, 3.0, Targets(2.0, 0.1)))
+    found = cheapest(options, Demand(rows, 3.0, Targets(2.0, 0.1))).needs
     assert found and [one.dollars_per_hour for one in found] == sorted(one.dollars_per_hour for one in found)
     assert found[0].deployment.device.name == "l4"
 
@@ -82,10 +83,14 @@ def test_what_would_cost_far_more_is_not_simulated():
         lambda how, one: tried.append((one.device.name, how)),
         (False, True),
     )
-    assert {name for name, _ in tried} == {"l4"} and len(found) > 2
+    assert {name for name, _ in tried} == {"l4"} and len(found.needs) > 2
+    assert {one.deployment.device.name for one in found.dropped} == {"b200"}, "and it says so"
+    assert all(one.reason.startswith("not simulated") for one in found.dropped)
     assert [how != "" for _, how in tried] == [False] * (len(tried) - 1) + [True], "two pools for the cheapest alone"
     missing = [deployment(device="l4"), deployment(device="b200")]
-    assert [one.deployment.device.name for one in cheapest(missing, Demand(rows, 0.1, Targets(2.0, 0.008)))] == ["b200"]
+    found = cheapest(missing, Demand(rows, 0.1, Targets(2.0, 0.008)))
+    assert [one.deployment.device.name for one in found.needs] == ["b200"]
+    assert [(one.deployment.device.name, "misses the targets" in one.reason) for one in found.dropped] == [("l4", True)]
 
 
 def test_a_recording_is_repeated_by_other_users():
@@ -103,7 +108,7 @@ def test_a_recording_is_repeated_by_other_users():
 def test_a_load_beyond_simulation_is_many_copies():
     rows = poisson(random.Random(0), 60, 5.0, (300, 600), (50, 100))
     need = workers_needed(deployment(device="l4", precision="int8"), Demand(rows, 2000.0, Targets(1.0, 0.1)))
-    assert need is not None and need.workers > 64 and need.copies > 1
+    assert isinstance(need, Need) and need.workers > 64 and need.copies > 1
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -112,7 +117,7 @@ def test_copies_of_a_small_fleet_are_neither_overrun_nor_half_idle(split):
     rows = poisson(random.Random(0), 60, 5.0, (100, 300), (20, 60))
     fast = replace(deployment(device="h200"), config=make_config(max_model_len=4096, max_requests=64, seed=0))
     need = workers_needed(fast, Demand(rows, 100_000.0, Targets(1.0, 0.1)), split)
-    assert need is not None and need.workers > 100 and (need.prefill > 0) == split
+    assert isinstance(need, Need) and need.workers > 100 and (need.prefill > 0) == split
     for times, kept_up in ((1.0, True), (1.6, False)):
-        long = at_rate(repeat(rows, 4 * len(need.load)), times * 100_000.0 / need.copies)
+        long = at_rate(repeat(rows, 1500), times * 100_000.0 / need.copies)
         assert Targets(1.0, 0.1).met_by_share(need.deployment.run(long).served, 0.9) == kept_up

@@ -1,11 +1,15 @@
 """Which stroke is slow, why, and what each lever would change.
 
+0. Overload. If the wait grows from request to request, more requests arrive than are served. That comes before all
+   else, and then only what serves more requests counts as help.
 1. The complaint. For every request, its time beyond what the same machine needs for that request alone, before the
    first token (start) and after it (stream). The larger sum names the stroke. Where all requests arrive at once, only
    the throughput counts. A target that is given and missed comes first.
 2. The levers. The machine's rates are tuned until a replay of the arrivals matches the measurement. Then the arrivals
    are replayed with each lever; its effect is the ratio to the replay without it.
 3. The cause. It is that of the lever with the best score: its gain, less its price and its harm to the other stroke.
+
+A replay that is far from the measurement explains nothing: then the diagnosis says so and names no lever.
 """
 
 from __future__ import annotations
@@ -19,17 +23,21 @@ import numpy as np
 from twostroke.config import DEFAULT_BATCH_TOKENS, DEFAULT_GAP
 from twostroke.cost.answers.evidence import Evidence, TimesAlone, gather, times_alone
 from twostroke.cost.answers.levers import LEVERS, Lever, Scenario
+from twostroke.cost.answers.overload import AT_ONCE, Overload, find_overload
 from twostroke.cost.answers.tune import tune
-from twostroke.cost.answers.wording import sentence
+from twostroke.cost.answers.wording import mismatch_sentence, sentence
 from twostroke.cost.simulation.deployment import Deployment, Outcome
 from twostroke.cost.simulation.served import Served, Summary, Targets, summarize
 from twostroke.cost.simulation.trace import Arrival, fresh_tokens
+from twostroke.cost.units import seconds
 
 HELPS = 0.05  # smallest gain (a logarithm) of a lever that helps
 SIDE = 0.5  # weight of the harm to the other metrics
-AT_ONCE = 0.05  # arrivals within this share of the whole time are a batch job
 REPLAYED = 600  # most arrivals that are replayed: those of the busiest part of the recording
 SLOW = 0.1  # excess over the time of requests alone, as a share of all time, from which on something is slow
+APART = 2.0  # factor between a replay and the measurement from which on the replay explains nothing
+UNNOTICED = {"ttft": 0.02, "tpot": 0.002}  # seconds: a smaller difference is none
+PRICE = 0.5  # weight of a lever's price under overload: there more hardware is a remedy
 STALLING = 0.25  # share of decode time lost in long gaps from which on streams stall
 
 
@@ -68,6 +76,8 @@ class Diagnosis:
     simulated: Summary  # the replay without any lever; its distance from `measured` is the model's error
     effects: list[Effect]  # best first; only those that help
     rejected: list[Rejected]
+    overload: Overload | None = None
+    mismatch: str | None = None  # how far the replay is from the measurement; then there are no effects
 
     @property
     def best(self) -> Effect | None:
@@ -95,11 +105,33 @@ def diagnose(
     alone = times_alone(done, [new for _, new in both], deployment.roofline(base.settings), step)
     shareable = 1 - sum(fresh) / sum(arrival.prompt for arrival in arrivals)
     evidence = gather(outcome, alone, shareable, kv_known=served is None)
+    overload = find_overload(outcome.served)
     phase, metric, slow = complaint(outcome, evidence, done, alone, targets)
-    effects, rejected = try_levers(Scenario(deployment, arrivals), base, metric, levers, progress)
+    if overload is not None:
+        metric, slow = "throughput", True
+    mismatch = None if served is None else mismatch_of(outcome.summary, base.summary)
+    if mismatch is not None:
+        said = mismatch_sentence(phase, metric, evidence, outcome.summary, slow, overload, mismatch)
+        return Diagnosis(
+            phase, metric, said, evidence, outcome.summary, base.summary, [], [], overload, mismatch
+        )  # fmt: skip
+    price = 1.0 if overload is None else PRICE
+    effects, rejected = try_levers(Scenario(deployment, arrivals), base, metric, levers, progress, price)
     best = effects[0].lever if effects else None
-    said = sentence(phase, metric, evidence, outcome.summary, best, slow)
-    return Diagnosis(phase, metric, said, evidence, outcome.summary, base.summary, effects, rejected)
+    said = sentence(phase, metric, evidence, outcome.summary, best, slow, overload)
+    return Diagnosis(phase, metric, said, evidence, outcome.summary, base.summary, effects, rejected, overload)
+
+
+def mismatch_of(measured: Summary, replayed: Summary) -> str | None:
+    """How the replay differs from the measurement, where it is too far away to explain it."""
+    found = []
+    for name, label in (("ttft", "TTFT"), ("tpot", "TPOT")):
+        seen, simulated = getattr(measured, name).p50, getattr(replayed, name).p50
+        if not (seen > 0 and simulated > 0) or abs(seen - simulated) < UNNOTICED[name]:
+            continue
+        if not 1 / APART <= simulated / seen <= APART:
+            found.append(f"{label} {seconds(simulated)} instead of {seconds(seen)}")
+    return " and ".join(found) or None
 
 
 def busiest(
@@ -152,7 +184,12 @@ def complaint(
 
 
 def try_levers(
-    scenario: Scenario, base: Outcome, metric: str, levers: Sequence[Lever], progress: Callable[[str], None] | None
+    scenario: Scenario,
+    base: Outcome,
+    metric: str,
+    levers: Sequence[Lever],
+    progress: Callable[[str], None] | None,
+    price: float = 1.0,
 ) -> tuple[list[Effect], list[Rejected]]:
     effects, rejected = [], []
     for lever in levers:
@@ -162,7 +199,7 @@ def try_levers(
         if isinstance(after, str):
             rejected.append(Rejected(lever, after))
             continue
-        effect = compare(lever, after, base, after.deployment.run(after.arrivals), metric)
+        effect = compare(lever, after, base, after.deployment.run(after.arrivals), metric, price)
         if effect.helps:
             effects.append(effect)
         else:
@@ -170,7 +207,8 @@ def try_levers(
     return sorted(effects, key=lambda effect: -effect.score), rejected
 
 
-def compare(lever: Lever, after: Scenario, before: Outcome, then: Outcome, metric: str) -> Effect:
+def compare(lever: Lever, after: Scenario, before: Outcome, then: Outcome, metric: str, price: float = 1.0) -> Effect:
+    """price: weight of what the lever costs in hardware."""
     old, new = before.summary, then.summary
     ttft = (ratio(new.ttft.p50, old.ttft.p50) * ratio(new.ttft.p95, old.ttft.p95)) ** 0.5
     tpot = (ratio(new.tpot.p50, old.tpot.p50) * ratio(new.tpot.p95, old.tpot.p95)) ** 0.5
@@ -184,7 +222,7 @@ def compare(lever: Lever, after: Scenario, before: Outcome, then: Outcome, metri
     paid = log(ratio(then.deployment.price, before.deployment.price))
     refused = max(0, new.refused - old.refused)
     weight = 0.0 if metric == "throughput" else SIDE
-    score = gains[metric] + weight * harm - paid - lever.lossy - 10.0 * refused / max(1, old.requests)
+    score = gains[metric] + weight * harm - price * paid - lever.lossy - 10.0 * refused / max(1, old.requests)
     return Effect(lever, ttft, tpot, stall, throughput, cost, score, after, then)
 
 

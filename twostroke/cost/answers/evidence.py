@@ -146,7 +146,7 @@ def prefill_mfu(served: Sequence[Served], roofline: Roofline) -> float:
         if took > 0 and one.prompt > one.cached:
             flops = roofline.flops([(one.cached, one.prompt - one.cached)], [], 1)
             found.append(flops / took / roofline.rates.compute)
-    return float(np.median(found)) if found else 0.0
+    return min(1.0, float(np.median(found))) if found else 0.0
 
 
 def decode_mbu(served: Sequence[Served], roofline: Roofline, concurrent: np.ndarray) -> float:
@@ -156,4 +156,5 @@ def decode_mbu(served: Sequence[Served], roofline: Roofline, concurrent: np.ndar
         return 0.0
     context = float(np.mean([one.prompt + one.output / 2 for one in served]))
     streams = max(1, round(float(np.median(concurrent))))
-    return roofline.bytes([], [round(context)] * streams, streams) / float(np.median(tpots)) / roofline.rates.bandwidth
+    read = roofline.bytes([], [round(context)] * streams, streams) / float(np.median(tpots))
+    return min(1.0, read / roofline.rates.bandwidth)

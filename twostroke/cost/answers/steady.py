@@ -20,14 +20,14 @@ from twostroke.cost.simulation.served import Targets
 from twostroke.cost.simulation.trace import Arrival
 
 SHARE = 0.95  # of the requests that must meet the targets
-PART = 150  # fewest requests in a part
+PART = 100  # fewest requests in a part
 FEWEST = 4  # parts that must have been judged before a fleet is accepted
 MOST = 3000  # requests in one simulation
 CLOSE = 0.05  # standard error of a 95th percentile that is steady, as a share of it
 SURE = 2.0  # standard errors between the share that meets the targets and SHARE
 LAG = 0.02  # growth of the requests under way, as a share of the arrivals, from which on a queue grows
 FAR = 0.2  # the same where the simulation stops at once
-CHANCE = 3.0  # square roots of the requests under way: growth by less than this may be chance
+CHANCE = 2.5  # square roots of the requests under way: growth by less than this may be chance
 
 
 class Part(NamedTuple):
@@ -72,13 +72,15 @@ def try_fleet(
 
 
 def lag_of(waiting: Sequence[int], part: int) -> float:
-    """How much the served rate lags the offered one, as a share of it: from the growth of the requests under way
-    between the middle third and the last third of the parts. 0 where it may be chance."""
-    third = len(waiting) // 3
-    if not third:
+    """How much the served rate lags the offered one, as a share of it: from the growth of the requests under way since
+    the fleet was filled. 0 where it may be chance."""
+    filled = waiting[1:]
+    if len(filled) < 3:
         return 0.0
-    middle, last = (float(np.mean(waiting[-n * third :][:third])) for n in (2, 1))
-    return (last - middle) / (third * part) if last - middle > CHANCE * sqrt(max(last, 1.0)) else 0.0
+    edge = 2 if len(filled) > 4 else 1
+    first, last = float(np.mean(filled[:edge])), float(np.mean(filled[-edge:]))
+    growth = last - first
+    return growth / (part * (len(filled) - edge)) if growth > CHANCE * sqrt(max(last, 1.0)) else 0.0
 
 
 def judged(fleet: Fleet, load: Sequence[Arrival], targets: Targets, part: int, fed: int) -> list[Part]:

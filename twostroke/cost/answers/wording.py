@@ -10,18 +10,51 @@ from twostroke.cost.units import seconds
 
 if TYPE_CHECKING:
     from twostroke.cost.answers.levers import Lever
+    from twostroke.cost.answers.overload import Overload
 
 
 def sentence(
-    phase: str, metric: str, evidence: Evidence, summary: Summary, best: Lever | None, slow: bool = True
+    phase: str,
+    metric: str,
+    evidence: Evidence,
+    summary: Summary,
+    best: Lever | None,
+    slow: bool = True,
+    overload: Overload | None = None,
 ) -> str:
     """What is slow, and the cause that the best lever removes."""
-    opening = _complaint(phase, metric, evidence, summary) if slow else _nothing_is_slow(phase, summary)
+    opening = _opening(phase, metric, evidence, summary, slow, overload)
+    if overload is not None and best is not None:
+        return f"{overload.fact}, because {best.because}. What serves more: {best.title}; or admit less."
     if best is None:
         return f"{opening}. No lever helps much."
     if best.phase not in (phase, "both"):  # a lever for the other stroke: its cause does not explain this one
         return f"{opening}. What helps most: {best.title}."
     return f"{opening}, because {best.because}."
+
+
+def mismatch_sentence(
+    phase: str,
+    metric: str,
+    evidence: Evidence,
+    summary: Summary,
+    slow: bool,
+    overload: Overload | None,
+    mismatch: str,
+) -> str:
+    return (
+        f"{_opening(phase, metric, evidence, summary, slow, overload)}. The replay of these requests gives {mismatch}: "
+        "something that it does not know sets the time (other programs, the network, a slower clock), so no lever can "
+        "be recommended."
+    )
+
+
+def _opening(
+    phase: str, metric: str, evidence: Evidence, summary: Summary, slow: bool, overload: Overload | None
+) -> str:
+    if overload is not None:
+        return str(overload)
+    return _complaint(phase, metric, evidence, summary) if slow else _nothing_is_slow(phase, summary)
 
 
 def _nothing_is_slow(phase: str, summary: Summary) -> str:
@@ -65,10 +98,27 @@ def evidence_lines(e: Evidence) -> list[str]:
         f"prompts {e.prompt.p50:,.0f} tokens (p95 {e.prompt.p95:,.0f}), answers {e.output.p50:,.0f} "
         f"(p95 {e.output.p95:,.0f})",
         f"time of requests: queue {e.queue_share:.0%}, prefill {e.prefill_share:.0%}, decode {e.decode_share:.0%}",
-        f"TTFT {e.ttft_over_alone:.1f}× that of a request alone, {longer}",
-        f"decode {e.decode_over_alone:.1f}× that of a request alone, + {seconds(max(0.0, e.tpot_per_stream))} TPOT "
+        f"TTFT {_over(e.ttft_over_alone)} that of a request alone, {longer}",
+        f"decode {_over(e.decode_over_alone)} that of a request alone, + {seconds(max(0.0, e.tpot_per_stream))} TPOT "
         f"for one more stream, + {seconds(max(0.0, e.tpot_per_1k))} for 1,000 more tokens of context; "
         f"{e.batch:.1f} streams at once; {e.stall_share:.0%} of decode time in long gaps",
-        f"prefill MFU {e.prefill_mfu:.0%}, decode MBU {e.decode_mbu:.0%} of what the machine reaches{kv}",
-        f"prefix hits {e.hit_rate:.0%} of {e.shareable:.0%} that earlier prompts had; {e.preemptions} preemptions",
+        f"{_utilisation(e)}{kv}",
+        f"{_hits(e)}; {e.preemptions} preemptions",
     ]
+
+
+def _over(ratio: float) -> str:
+    return f"{max(1.0, ratio):.1f}×"
+
+
+def _utilisation(e: Evidence) -> str:
+    """Without the shares that the recording does not show."""
+    shares = [("prefill MFU", e.prefill_mfu), ("decode MBU", e.decode_mbu)]
+    known = [f"{name} {share:.0%}" if share >= 0.01 else f"{name} {share:.1%}" for name, share in shares if share]
+    return f"{', '.join(known)} of what the machine reaches" if known else "too few tokens for MFU or MBU"
+
+
+def _hits(e: Evidence) -> str:
+    if e.hit_rate >= 0.95 * e.shareable:
+        return f"prefix hits {e.hit_rate:.0%} of prompt tokens" + (", all that there are" if e.shareable else "")
+    return f"prefix hits {e.hit_rate:.0%} of prompt tokens; earlier prompts had {e.shareable:.0%}"

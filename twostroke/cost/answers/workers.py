@@ -22,12 +22,12 @@ from twostroke.errors import ConfigError
 from twostroke.model.arch import Arch
 
 STEADY = 2.0  # length of a part of the load, in typical request durations
-LARGEST_PART = 600  # requests; a load with larger parts is served by copies of a small fleet
+LARGEST_PART = 500  # requests; a load with larger parts is served by copies of a small fleet
 MOST_SIMULATED = 64  # workers; a larger fleet is made of copies of a smaller one
 MOST_IN_UNIT = 8  # workers of one copy
 NEAR = 1.06  # precision of a highest rate, as a factor
 RAISED = 1.25  # factor by which a rate is raised while the fleet meets the targets
-MOST_FOR_RATE = 1500  # requests of a simulation that looks for a highest rate
+MOST_FOR_RATE = 1200  # requests of a simulation that looks for a highest rate
 GPUS = (1, 2, 4, 8)
 PRICIER = 1.75  # options with an estimate above this multiple of the cheapest that meets the targets are not simulated
 
@@ -121,7 +121,7 @@ def highest_rate(
     per_second = guess if known is None else RAISED * guess
     while high > NEAR * max(low, guess / 100):
         part = _part(deployment, arrivals, per_second)
-        load = at_rate(repeat(arrivals, max(MOST_FOR_RATE, 6 * part)), per_second)
+        load = at_rate(repeat(arrivals, max(MOST_FOR_RATE, 8 * part)), per_second)
         trial = try_fleet(deployment, load, targets, part)
         if trial.met:
             low, best = per_second, trial

@@ -1,0 +1,74 @@
+"""Overload is named before all else, and a replay that is far from the measurement recommends nothing."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from tests.cost.cases import cap_of_one, on_box
+from tests.cost.fleets import poisson
+from twostroke.bench import report
+from twostroke.bench.record import Record, Run
+from twostroke.cost.answers.diagnose import diagnose
+from twostroke.cost.answers.overload import find_overload
+from twostroke.cost.answers.wording import evidence_lines
+from twostroke.cost.simulation.trace import at_rate
+
+
+def rows(rate):
+    return at_rate(poisson(random.Random(1), 60, 1.0, (200, 300), (40, 80)), rate)
+
+
+def test_the_served_rate_is_read_from_the_growing_wait():
+    served = on_box().run(rows(20.0)).served
+    found = find_overload(served)
+    assert found is not None and found.offered == pytest.approx(20.0)
+    really = len(served) / (max(one.end for one in served) - served[0].arrival)
+    assert found.served == pytest.approx(really, rel=0.25)
+    assert str(found).startswith("Overloaded: 20 requests/s arrive, ") and "admit less" in str(found)
+
+
+@pytest.mark.parametrize("rate", [0.2, 1.0, 1e6])
+def test_what_is_served_as_it_arrives_or_came_at_once_is_no_overload(rate):
+    assert find_overload(on_box().run(rows(rate)).served) is None
+
+
+def test_a_diagnosis_of_an_overload_begins_with_it_and_counts_what_serves_more():
+    found = diagnose(on_box(), rows(20.0))
+    assert found.sentence.startswith("Overloaded: ") and found.metric == "throughput"
+    assert "longer-gap" not in {effect.lever.name for effect in found.effects}
+    assert all(effect.throughput > 1.05 for effect in found.effects)
+
+
+def test_a_replay_far_from_the_measurement_recommends_nothing():
+    case = cap_of_one()
+    served = [
+        replace(one, first=one.arrival + 3.7 * one.ttft, end=one.arrival + 3.7 * (one.end - one.arrival),
+                gaps=3.7 * one.gaps)
+        for one in on_box(max_requests=4).run(case.arrivals[:12]).served
+    ]  # fmt: skip
+    hurried = on_box(max_requests=4)
+    fixed = replace(hurried, rates=replace(hurried.rates, step_seconds=0.0, bandwidth=1e12, kv_bandwidth=1e12))
+    found = diagnose(fixed, case.arrivals[:12], served)
+    assert found.mismatch is not None and not found.effects
+    assert "no lever can be recommended" in found.sentence
+
+
+def test_the_evidence_agrees_with_itself():
+    found = diagnose(on_box(), rows(0.2)[:6])
+    whole = " ".join(evidence_lines(found.evidence))
+    assert "MFU 0%" not in whole and "MBU 0%" not in whole and " 0.9×" not in whole
+    odd = replace(found.evidence, hit_rate=0.62, shareable=0.59, prefill_mfu=0.0)
+    assert "62% of prompt tokens, all that there are" in evidence_lines(odd)[-1]
+    assert "MFU" not in evidence_lines(odd)[-2] and "MBU" in evidence_lines(odd)[-2]
+
+
+def test_bench_names_the_overload_first():
+    records = [
+        Record(float(n), float(n), [2.0 * n + 1, 2.0 * n + 2], 2.0 * n + 2, prompt=9, output=2) for n in range(12)
+    ]
+    run = Run("chat", "in process", 1.0, None, records)
+    assert report.overload(run).startswith("Overloaded: 1 request/s arrives, 0.5 are served")
+    assert report.overload(replace(run, closed=4)) is None

@@ -1,0 +1,64 @@
+"""Whether more requests arrived than were served, so that the wait grew from request to request.
+
+A queue that is served in order makes each request wait longer than the one before it. If λ requests arrive a second and
+μ are served, the wait grows by λ/μ − 1 seconds in a second. So the slope of TTFT over the time of arrival gives μ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from twostroke.cost.simulation.served import Served
+from twostroke.cost.units import per_second, seconds
+
+FEWEST = 8  # requests
+AT_ONCE = 0.05  # arrivals within this share of the whole time are a batch job, which may queue
+STEEP = 0.1  # seconds that the wait grows in a second, from which on it is an overload
+STRAIGHT = 0.75  # least share of pairs of requests in which the later one waited longer
+GROWN = 3.0  # growth over the whole load, in short waits (the 10th percentile)
+
+
+class Overload(NamedTuple):
+    offered: float  # requests a second that arrived
+    served: float  # requests a second that were served
+    growth: float  # seconds that the wait for the first token grew in a second
+
+    @property
+    def fact(self) -> str:
+        arrive = "arrives" if rounded(self.offered) == 1 else "arrive"
+        are = "is" if rounded(self.served) == 1 else "are"
+        return (
+            f"Overloaded: {per_second(rounded(self.offered))} {arrive}, {rounded(self.served):,.10g} {are} served (the "
+            f"wait for the first token grows by {seconds(self.growth)} every second)"
+        )
+
+    def __str__(self) -> str:
+        return f"{self.fact}: more capacity, or admit less"
+
+
+def find_overload(served: Sequence[Served]) -> Overload | None:
+    """None: the requests were served as they arrived, or they all came at once."""
+    done = sorted((one for one in served if one.answered), key=lambda one: one.arrival)
+    if len(done) < FEWEST:
+        return None
+    at, wait = np.array([one.arrival for one in done]), np.array([one.ttft for one in done])
+    span = float(at.max() - at.min())
+    whole = max(one.end for one in done) - float(at.min())
+    if span < AT_ONCE * whole or not wait.std():
+        return None
+    earlier, later = np.triu_indices(len(done), 1)
+    apart = at[later] - at[earlier]
+    slopes = (wait[later] - wait[earlier])[apart > 0] / apart[apart > 0]
+    slope, straight = float(np.median(slopes)), float(np.mean(slopes > 0))  # a few long waits do not count
+    if slope < STEEP or straight < STRAIGHT or slope * span < GROWN * float(np.percentile(wait, 10)):
+        return None
+    offered = (len(served) - 1) / span
+    return Overload(offered, offered / (1 + slope), slope)
+
+
+def rounded(rate: float) -> float:
+    """To two digits behind the point, or three in all."""
+    return round(rate, 2) if rate < 10 else float(f"{rate:.3g}")
