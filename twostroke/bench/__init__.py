@@ -1,6 +1,6 @@
 """Loads, measurements and reports.
 
-workload.py, prompts.py   what to send and when
+workload.py, prompts.py, texts.py   what to send and when
 client.py, inprocess.py   send it to a server, or to an engine in this process
 record.py                 what happened to each request, and a run of them as JSON
 report.py, html.py, plots.py, compare.py   results in a terminal, on a page, beside each other

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from statistics import median, quantiles
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ from twostroke.bench.record import Run
 from twostroke.bench.workload import Load, renewed
 from twostroke.cost.answers.diagnose import Diagnosis, Effect, diagnose
 from twostroke.cost.model.calibration import Calibration
-from twostroke.cost.simulation.deployment import deployment_of
+from twostroke.cost.simulation.deployment import deployment_of, drafts_of
 from twostroke.cost.simulation.served import Summary, Targets
 from twostroke.engine.settings import change
 from twostroke.errors import TwostrokeError
@@ -45,6 +45,7 @@ def apply(
     """Only the diagnosis when no lever with a setting helps."""
     before = measure(llm, load, model, calibration.machine)
     deployment = deployment_of(llm.arch, settings_document(llm), calibration, weight_bytes)
+    deployment = replace(deployment, lookup=drafts_of(before.lookup()))
     found = diagnose(deployment, before.arrivals(), before.served(), targets)
     for effect in found.effects:
         try:

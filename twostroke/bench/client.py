@@ -80,7 +80,7 @@ class Client:
         async with self.http:
             model = self.target.model or await self.first_model()
             run = new_run(self.load, self.target.base, model, machine)
-            bodies = [self.body(arrival, model) for arrival in self.load.arrivals]  # made before the clock starts
+            bodies = [self.body(number, model) for number in range(len(self.load.arrivals))]  # before the clock starts
             self.began = clock()
             if self.load.closed is not None:
                 run.records = await self._closed(bodies)
@@ -113,21 +113,23 @@ class Client:
                 f"{self.target.base}/v1/models does not name a model ({type(error).__name__}): give --model."
             ) from None
 
-    def body(self, arrival: Arrival, model: str) -> dict[str, Any]:
+    def body(self, number: int, model: str) -> dict[str, Any]:
+        arrival, texts = self.load.arrivals[number], self.load.texts
+        text = texts[number] if texts else prompts.text(arrival)
         body: dict[str, Any] = {
             "model": model,
             "max_tokens": arrival.output,
-            "temperature": 0,
+            "temperature": self.load.temperature,
             "stream": True,
             "stream_options": {"include_usage": True},
             "ignore_eos": True,  # of twostroke, vLLM and SGLang; other servers ignore it
         }
         if self.target.chat:
-            body["messages"] = [{"role": "user", "content": prompts.text(arrival)}]
-        elif self.target.vocabulary is not None:
+            body["messages"] = [{"role": "user", "content": text}]
+        elif self.target.vocabulary is not None and not texts:
             body["prompt"] = prompts.token_ids(arrival, self.target.vocabulary)
         else:
-            body["prompt"] = prompts.text(arrival)
+            body["prompt"] = text
         return body
 
     # ---- arrivals --------------------------------------------------------------------------------------------------

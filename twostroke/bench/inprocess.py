@@ -12,6 +12,7 @@ from twostroke.bench.client import OnRecord
 from twostroke.bench.record import IN_PROCESS, Record, Run, new_run
 from twostroke.bench.workload import Load
 from twostroke.cost.simulation.trace import Arrival, Contents
+from twostroke.draft.replay import replay
 from twostroke.errors import InputError
 from twostroke.sampling import SamplingParams
 from twostroke.types import RequestState
@@ -24,7 +25,8 @@ def measure(llm: LLM, load: Load, model: str, machine: str = "", progress: OnRec
     run = new_run(load, IN_PROCESS, model, machine)
     run.settings = settings_document(llm)
     core, clock = llm.engine.core, llm.engine.core.clock
-    waiting = deque((arrival, prompts.token_ids(arrival, llm.arch.vocab)) for arrival in load.arrivals)
+    waiting = deque(zip(load.arrivals, prompts_of(llm, load), strict=True))
+    ended: list[tuple[Record, RequestState]] = []
     live: dict[int, tuple[Record, RequestState]] = {}
     records: list[Record] = []
     began = clock()
@@ -35,7 +37,7 @@ def measure(llm: LLM, load: Load, model: str, machine: str = "", progress: OnRec
             due = arrival.at if load.closed is None else now
             record = Record(due, now, prompt=len(tokens), parts=[list(part) for part in arrival.parts])
             records.append(record)
-            request = submit(llm, arrival, tokens, began + due, record)
+            request = submit(llm, arrival, tokens, began + due, record, load.temperature)
             if request is not None:
                 live[request.id] = (record, request)
         if not live:
@@ -46,10 +48,20 @@ def measure(llm: LLM, load: Load, model: str, machine: str = "", progress: OnRec
             if event.finish_reason is not None:
                 record, request = live.pop(event.request_id)
                 finish(record, request, began, event.error)
+                ended.append((record, request))
                 if progress is not None:
                     progress(record)
+    for record, request in ended:
+        tokens, length = request.tokens, request.prompt_length
+        record.lookup = list(replay(tokens[:length], tokens[length:]))
     run.records = sorted(records, key=lambda record: record.arrival)
     return run
+
+
+def prompts_of(llm: LLM, load: Load) -> list[list[int]]:
+    if load.texts:
+        return [llm.engine.intake.tokenize(text) for text in load.texts]
+    return [prompts.token_ids(arrival, llm.arch.vocab) for arrival in load.arrivals]
 
 
 def warm_up(llm: LLM) -> None:
@@ -60,8 +72,10 @@ def is_due(load: Load, arrival: Arrival, now: float, live: int) -> bool:
     return arrival.at <= now if load.closed is None else live < load.closed
 
 
-def submit(llm: LLM, arrival: Arrival, tokens: list[int], at: float, record: Record) -> RequestState | None:
-    params = SamplingParams(max_tokens=arrival.output, temperature=0, ignore_eos=True)
+def submit(
+    llm: LLM, arrival: Arrival, tokens: list[int], at: float, record: Record, temperature: float = 0.0
+) -> RequestState | None:
+    params = SamplingParams(max_tokens=arrival.output, temperature=temperature, seed=len(tokens), ignore_eos=True)
     try:
         request = llm.engine.intake.requests(tokens, params, at)[0]
     except InputError as error:

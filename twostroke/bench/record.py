@@ -13,6 +13,7 @@ import numpy as np
 from twostroke.bench.workload import Load
 from twostroke.cost.simulation.served import Served, Summary, summarize
 from twostroke.cost.simulation.trace import Arrival, Part
+from twostroke.draft.replay import LookupCounts, total
 from twostroke.errors import InputError
 
 KIND = "twostroke bench"
@@ -34,6 +35,7 @@ class Record:
     error: str | None = None
     timings: dict[str, Any] | None = None  # the server's own, where it reports them
     parts: list[list[int]] = field(default_factory=list)
+    lookup: list[Any] | None = None  # counts of a replay of prompt lookup over the answer, in process
 
     @property
     def ttft(self) -> float | None:
@@ -100,6 +102,10 @@ class Run:
             at = record.arrival if self.closed is None else record.sent
             rows.append(Arrival(at, fitted(parts, record.prompt), max(1, record.output)))
         return rows
+
+    def lookup(self) -> LookupCounts:
+        """What a replay of prompt lookup over the answers counted."""
+        return total(LookupCounts(*one.lookup) for one in self.records if one.lookup is not None)
 
     def document(self) -> dict[str, Any]:
         summary = self.summary() if self.answered else None

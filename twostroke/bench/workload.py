@@ -7,6 +7,8 @@ Every workload says which parts of its prompts are the same text, because that i
     chat    conversations that grow: every turn begins with all the turns before it
     batch   many independent documents, all at once; only the throughput counts
     agent   a long shared list of tools, then steps that each begin with the steps before; short answers
+
+Two more have prompts of real text (texts.py), for what depends on the text: edit, questions.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from importlib.resources import as_file, files
 from itertools import islice
 from pathlib import Path
 
+from twostroke.bench.texts import CHARACTERS, TEMPERATURE, TEXTS
 from twostroke.cost.simulation.trace import Arrival, Contents, Part, at_rate, from_zero, read_trace, shorter
 from twostroke.errors import InputError
 
@@ -38,6 +41,8 @@ class Load:
     arrivals: list[Arrival]
     closed: int | None = None  # requests under way at once; the arrivals' times then do not count
     rate: float | None = None  # requests/s; None: the trace's own
+    texts: tuple[str, ...] = ()  # the prompts, where they are real text; empty: made up from the arrivals' parts
+    temperature: float = 0.0
 
 
 def shipped_trace(name: str, limit: int | None = None) -> list[Arrival]:
@@ -153,19 +158,38 @@ def make_load(
     lengths: tuple[int, int] | None = None,
 ) -> Load:
     """A named workload, or prompts and answers of one length each."""
-    if workload not in WORKLOADS:
-        raise InputError(f"workload must be one of {', '.join(WORKLOADS)}; got {workload!r}.")
+    if workload not in (*WORKLOADS, *TEXTS):
+        raise InputError(f"workload must be one of {', '.join((*WORKLOADS, *TEXTS))}; got {workload!r}.")
     if per_second <= 0 or count < 1 or scale <= 0 or concurrency < 1:
         raise InputError("rate, requests, scale and concurrency must be above 0.")
     rng = random.Random(seed)
     moments = times(kind, count, per_second, rng)
+    closed = kind == "closed"
+    limits = (concurrency if closed else None, None if closed else per_second)
+    if workload in TEXTS and lengths is None:
+        return text_load(workload, moments, rng, scale, *limits)
     made = WORKLOADS[workload] if lengths is None else equal_lengths(*lengths)
     each = islice(made(rng, Contents()), count)
     rows = [Arrival(at, parts, output) for at, (parts, output) in zip(moments, each, strict=True)]
     rows = shorter(rows, scale) if scale != 1.0 else rows
-    closed = kind == "closed"
     name = workload if lengths is None else f"{lengths[0]} + {lengths[1]} tokens"
-    return Load(name, from_zero(rows), concurrency if closed else None, None if closed else per_second)
+    return Load(name, from_zero(rows), *limits)
+
+
+def text_load(
+    workload: str, moments: list[float], rng: random.Random, scale: float, closed: int | None, per_second: float | None
+) -> Load:
+    """Prompts of real text; `scale` divides the answers. No two prompts begin alike: each has a number."""
+    contents, rows, texts = Contents(), [], []
+    for number, (at, text) in enumerate(zip(sorted(moments), TEXTS[workload](rng), strict=False)):
+        texts.append(numbered(number, text.prompt))
+        prompt = contents.own(max(1, round(len(texts[-1]) / CHARACTERS)))
+        rows.append(Arrival(at, (prompt,), max(2, round(text.output / scale))))
+    return Load(workload, from_zero(rows), closed, per_second, tuple(texts), TEMPERATURE[workload])
+
+
+def numbered(number: int, text: str) -> str:
+    return f"Text {number}.\n{text}"
 
 
 def trace_load(
@@ -205,7 +229,8 @@ def renewed(load: Load, times: int = 1) -> Load:
         replace(row, parts=tuple(Part(part.content + times * OTHER, part.length) for part in row.parts))
         for row in load.arrivals
     ]
-    return replace(load, arrivals=rows)
+    texts = tuple(numbered(times, text) if times else text for text in load.texts)
+    return replace(load, arrivals=rows, texts=texts)
 
 
 def cut(row: Arrival, longest: int) -> Arrival:

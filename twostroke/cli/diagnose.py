@@ -58,7 +58,7 @@ def diagnose(
     precision: Annotated[str | None, typer.Option(help="Of the weights, where there is no file.")] = None,
     workload: Annotated[
         str | None,
-        typer.Option("--workload", "-w", help="rag, code, chat, batch or agent. Without: what a twostroke recorded."),
+        typer.Option("--workload", "-w", help="As for `bench`. Without: what a twostroke recorded."),
     ] = None,
     requests: options.Requests = 60,
     rate: Annotated[float, typer.Option(callback=sane_rate, help="Requests/s of the workload.")] = 1.0,
@@ -202,11 +202,11 @@ def of_result(path: Path, described: Described, targets: Targets) -> None:
 def of_run(run: Run, described: Described, targets: Targets) -> None:
     """Options take precedence over the result's own settings."""
     from twostroke.cost.answers.diagnose import diagnose
-    from twostroke.cost.simulation.deployment import config_of
+    from twostroke.cost.simulation.deployment import config_of, drafts_of
 
     refuse_unsimulated(described.settings)
     config = config_of(run.settings, described.settings)
-    deployment = replace(described.deployment(run.model, {}), config=config)
+    deployment = replace(described.deployment(run.model, {}), config=config, lookup=drafts_of(run.lookup()))
     show_diagnosis(diagnose(deployment, run.arrivals(), run.served(), targets))
 
 

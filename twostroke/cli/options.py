@@ -116,7 +116,7 @@ Settings = Annotated[
         help=f"An engine setting; may be repeated; `-s help` explains them: {', '.join(SETTINGS)}.",
     ),
 ]
-Workload = Annotated[str, typer.Option("--workload", "-w", help="rag, code, chat, batch or agent.")]
+Workload = Annotated[str, typer.Option("--workload", "-w", help="rag, code, chat, batch, agent, edit or questions.")]
 Trace = Annotated[
     str | None, typer.Option(help="azure-conv, azure-code, mooncake, or a file in Azure's or Mooncake's format.")
 ]

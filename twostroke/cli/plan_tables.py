@@ -129,7 +129,7 @@ def show_dropped(found: Found, search: bool) -> None:
 def show_drafts(deployment: Deployment, draft: str, acceptance: float, context: int) -> None:
     """TPOT with drafts beside that without, for several batches."""
     from twostroke.cli.deployment import describe
-    from twostroke.cost.model.drafts import Drafts, best_length
+    from twostroke.cost.model.drafts import Drafts, Source, best_length
     from twostroke.cost.simulation.deployment import Deployment as Kind
 
     line, helper = deployment.roofline(), None
@@ -148,7 +148,7 @@ def show_drafts(deployment: Deployment, draft: str, acceptance: float, context: 
         if streams > deployment.settings.max_requests:
             break
         alone = line.decode_seconds(streams, context)
-        best = best_length(line, Drafts(acceptance, draft=helper), streams, context)
+        best = best_length(line, Drafts((Source(1.0, acceptance),), draft=helper), streams, context)
         table.add_row(
             str(streams), seconds(alone), seconds(best.tpot), f"×{alone / best.tpot:.2f}", str(best.length),
             f"{best.tokens:.2f}",

@@ -264,7 +264,8 @@ class AsyncEngine:
             self.observer.tokens(timeline, count)
         if piece.finish_reason is not None:
             self.observer.ended(timeline, piece.finish_reason)
-            self.ended.add(answer.request, timeline, stream.salt, piece.finish_reason)
+            tokens = answer.sample.token_ids
+            self.ended.add(answer.request, timeline, stream.salt, piece.finish_reason, tokens)
             if event.finish_reason is None:
                 self.abort([event.request_id])  # a stop string ended it
         if count or piece.text or piece.finish_reason is not None:

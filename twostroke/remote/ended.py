@@ -4,11 +4,15 @@ A prompt is cut into segments where its own tokens say so (not at fixed places),
 position. Of a segment only its length and a keyed hash are kept: neither text nor tokens. The places of the cuts and
 the hashes depend on a secret of this process and on the salt of the API key, so a reader cannot test candidate prompts
 against them. The lengths of whole prompts are padded to a multiple of PADDED tokens for the same reason.
+
+Of some answers it is also counted how often prompt lookup would have guessed right (draft/replay.py). Replays take at
+most a hundredth of the time.
 """
 
 from __future__ import annotations
 
 import secrets
+import time
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
@@ -16,6 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from twostroke.draft.replay import LookupCounts, replay
 from twostroke.metrics.timeline import Timeline
 from twostroke.types import Request
 
@@ -25,6 +30,8 @@ SHORTEST, LONGEST = 8, 64  # tokens of a segment
 CUT_BITS = 3  # one pair of neighbours in 2^3 ends a segment, if that is not too short
 PADDED = 16  # tokens: lengths of prompts are shown as multiples of it
 MAX_SALTS = 256  # whose cuts are remembered
+REPLAYS = 0.01  # share of the time that replays of prompt lookup may take
+REPLAYED = 8192  # longest request that is replayed, in tokens
 CONTENT_BITS = 38  # of a hash: what a trace's made-up token ids have room for
 
 
@@ -43,6 +50,7 @@ class EndedRequest(NamedTuple):
     priority: int
     reason: str
     segments: tuple[PromptSegment, ...]
+    lookup: LookupCounts | None = None  # None: not replayed
 
 
 class EndedRequests:
@@ -50,9 +58,11 @@ class EndedRequests:
         self._secret = secrets.token_bytes(32)
         self._ended: deque[EndedRequest] = deque()
         self._segments = 0
+        self._next_replay = 0.0
         self._cuts: dict[bytes, np.ndarray] = {}  # by salt: the multipliers and the addend of `_ends`
 
-    def add(self, request: Request, timeline: Timeline, salt: bytes, reason: str) -> None:
+    def add(self, request: Request, timeline: Timeline, salt: bytes, reason: str, written: Sequence[int] = ()) -> None:
+        """written: the tokens of the answer."""
         params = request.params
         segments = self._cut(request.tokens[: timeline.prompt_tokens], salt)
         kept = Timeline(timeline.arrival, timeline.scheduled, timeline.end, timeline.token_times[:1])
@@ -60,11 +70,21 @@ class EndedRequests:
         kept.preemptions = timeline.preemptions
         self._ended.append(
             EndedRequest(request.id, kept, timeline.ttft, timeline.tpot, timeline.output_tokens, params.max_tokens,
-                  params.priority, reason, tuple(segments))
+                  params.priority, reason, tuple(segments), self._replayed(request.tokens, written))
         )  # fmt: skip
         self._segments += len(segments)
         while len(self._ended) > KEPT or self._segments > MAX_SEGMENTS:
             self._segments -= len(self._ended.popleft().segments)
+
+    def _replayed(self, prompt: Sequence[int], written: Sequence[int]) -> LookupCounts | None:
+        """Not of every answer: replays take a small share of the time."""
+        began = time.perf_counter()
+        if len(written) < 2 or len(prompt) + len(written) > REPLAYED or began < self._next_replay:
+            return None
+        counts = replay(prompt, written)
+        ended = time.perf_counter()
+        self._next_replay = ended + (ended - began) / REPLAYS
+        return counts
 
     def _cut(self, tokens: Sequence[int], salt: bytes) -> list[PromptSegment]:
         """The last segment holds the padding too: equal contents have equal lengths."""

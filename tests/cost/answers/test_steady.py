@@ -62,7 +62,7 @@ def test_a_plan_equals_the_full_simulation(workload, per_second):
 
 
 def test_a_fleet_that_is_overrun_is_not_accepted_because_the_load_is_short():
-    """20 requests/s of the code workload are more prompt tokens than one H200 reads. Fifty requests would not show it."""
+    """20 requests/s of the code workload are more tokens than one H200 reads. Fifty requests would not show it."""
     rows = make_load("code", count=1200).arrivals
     one, two = (replace(h200(rows), pools=Pools(count)) for count in (1, 2))
     load = at_rate(rows, 20.0)

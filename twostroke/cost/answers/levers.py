@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from twostroke.config import DEFAULT_BATCH_TOKENS, DEFAULT_REQUESTS, QUANTIZATIONS_OF, Config
 from twostroke.cost.model.devices import Device, known_gpu
+from twostroke.cost.model.drafts import best_length
 from twostroke.cost.simulation.deployment import Deployment
 from twostroke.cost.simulation.trace import Arrival, shared_first
 from twostroke.errors import ConfigError
@@ -143,6 +144,24 @@ def kv(precision: str) -> Callable[[Scenario], Scenario | str]:
     return pull
 
 
+def lookup(scenario: Scenario) -> Scenario | str:
+    deployment, drafts = scenario.deployment, scenario.deployment.lookup
+    if deployment.looks_up:
+        return "prompt lookup is on already"
+    if drafts is None:
+        return "how often its guesses would be right is not known: no answers were recorded"
+    then = changed(scenario, speculate="lookup")
+    if isinstance(then, str):
+        return then
+    context = round(sum(one.prompt + one.output / 2 for one in scenario.arrivals) / max(1, len(scenario.arrivals)))
+    if not best_length(deployment.roofline(), drafts, 1, context).length:
+        return (
+            f"{drafts.covered:.0%} of the steps would have had a guess, and {drafts.right:.0%} of the guessed tokens "
+            "would have been right: too few to pay for verifying them"
+        )
+    return then
+
+
 def more_kv(scenario: Scenario) -> Scenario | str:
     config, now = scenario.deployment.config, scenario.deployment.settings
     whole = changed(scenario, kv_blocks=None, kv_memory=None)
@@ -235,6 +254,9 @@ LEVERS: tuple[Lever, ...] = (
     Lever("kv-int4", "hold K and V in 4 bits (the answers suffer)", "decode", False,
           "K and V of long contexts fill the memory and are read for every token",
           "four times the batch or context in the same memory", kv("int4"), sets(kv_dtype="int4"), lossy=0.8),
+    Lever("prompt-lookup", "guess tokens from the text so far and verify several in one step", "decode", True,
+          "every step reads all the weights for one token, although answers repeat text that is already there",
+          "TPOT falls where answers repeat their prompt, and nowhere else", lookup, sets(speculate="lookup")),
     Lever("kv-memory", "give the KV cache more memory", "decode", False,
           "the KV cache is too small: requests lose their blocks and start again",
           "preemptions end, larger batches", more_kv, takes("kv_blocks")),

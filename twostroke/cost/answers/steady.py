@@ -21,9 +21,9 @@ from twostroke.cost.simulation.trace import Arrival
 
 SHARE = 0.95  # of the requests that must meet the targets
 PART = 100  # fewest requests in a part
-FEWEST = 4  # parts that must have been judged before a fleet is accepted
+FEWEST = 6  # parts that must have been judged before a fleet is accepted
 MOST = 3000  # requests in one simulation
-CLOSE = 0.05  # standard error of a 95th percentile that is steady, as a share of it
+CLOSE = 0.04  # standard error of a 95th percentile that is steady, as a share of it
 SURE = 2.0  # standard errors between the share that meets the targets and SHARE
 LAG = 0.02  # growth of the requests under way, as a share of the arrivals, from which on a queue grows
 FAR = 0.2  # the same where the simulation stops at once

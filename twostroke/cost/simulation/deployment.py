@@ -12,17 +12,22 @@ from typing import Any
 from twostroke.config import SETTINGS, Config, Resolved, make_config, resolve
 from twostroke.cost.model.calibration import Calibration
 from twostroke.cost.model.devices import Device
+from twostroke.cost.model.drafts import DraftingRoofline, Drafts, Source
 from twostroke.cost.model.rates import Rates, datasheet_rates, narrow_read
 from twostroke.cost.model.roofline import ModelCost, Roofline, model_cost
 from twostroke.cost.simulation.fleet import Fleet, Pools
 from twostroke.cost.simulation.served import Served, Summary, summarize
 from twostroke.cost.simulation.trace import Arrival
 from twostroke.cost.simulation.worker import Jitter
+from twostroke.draft.replay import LookupCounts
+from twostroke.draft.speculate import STREAMS
 from twostroke.model.arch import Arch
 
 # Settings of an engine that a replay takes over. Two others decide what these are: kv_memory gives kv_blocks, and dtype
 # the bytes of the weights, which a replay is given.
-REPLAYED = [name for name, one in SETTINGS.items() if not one.unsimulated and name not in ("kv_memory", "dtype")]
+# What `speculate` does depends on the text: a replay takes it over, and uses it where drafts were counted.
+LEFT_OUT = ("kv_memory", "dtype")
+REPLAYED = [name for name, one in SETTINGS.items() if name == "speculate" or not (one.unsimulated or name in LEFT_OUT)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +40,12 @@ class Deployment:
     rates: Rates | None = None  # measured; None: a share of the datasheet
     gpus: int = 1  # devices that make up one worker
     pools: Pools = field(default_factory=Pools)
+    lookup: Drafts | None = None  # how good prompt lookup's guesses are on the recorded answers; None: not known
+
+    @property
+    def looks_up(self) -> bool:
+        """Whether the engine guesses by prompt lookup."""
+        return self.config.speculate == "lookup" or (self.config.speculate == "auto" and self.device.kind == "cpu")
 
     @property
     def model(self) -> ModelCost:
@@ -50,7 +61,8 @@ class Deployment:
     def roofline(self, settings: Resolved | None = None) -> Roofline:
         model = self.model
         rates = self.rates or datasheet_rates(self.device, model.precision, self.gpus)
-        return Roofline(model, (settings or self.settings).layout, rates, self.gpus, self.device.link)
+        line = Roofline(model, (settings or self.settings).layout, rates, self.gpus, self.device.link)
+        return line if self.lookup is None or not self.looks_up else DraftingRoofline(line, self.lookup)
 
     @property
     def workers(self) -> int:
@@ -117,6 +129,15 @@ def config_of(settings: dict[str, Any], changes: dict[str, Any] | None = None) -
     if "max_gap" not in wanted and (not known.get("chunked_prefill", True) or known.get("policy") == "prefill-first"):
         known.pop("max_gap", None)
     return make_config(**known)
+
+
+def drafts_of(counts: LookupCounts) -> Drafts | None:
+    """From a replay of prompt lookup over answers; None where there were none."""
+    if not counts.steps:
+        return None
+    kinds = zip(counts.covered, counts.tried, counts.right, strict=True)
+    sources = (Source(covered / counts.steps, right / tried) for covered, tried, right in kinds if tried)
+    return Drafts(tuple(sources), STREAMS)
 
 
 def deployment_of(

@@ -16,9 +16,10 @@ from twostroke.cost.model.calibration import Calibration
 from twostroke.cost.model.fit import coldness, fit, fit_launched, with_between
 from twostroke.cost.model.rates import KEY_SECONDS, REQUEST_SECONDS, STEP_SECONDS, Rates, TileRates
 from twostroke.cost.model.roofline import Roofline
-from twostroke.cost.simulation.deployment import Deployment, deployment_of
+from twostroke.cost.simulation.deployment import Deployment, deployment_of, drafts_of
 from twostroke.cost.simulation.served import Served
 from twostroke.cost.simulation.trace import Arrival, Part
+from twostroke.draft.replay import LookupCounts
 from twostroke.errors import InputError
 from twostroke.metrics.steplog import LoggedWork, Step
 from twostroke.model.arch import read_arch
@@ -55,6 +56,7 @@ def read_recording(
         raise InputError(f"the server's settings, steps or arrivals are not in the known form ({error!r}).") from None
     found = rates or rates_of(log, deployment)
     deployment = deployment_of(arch, values, replace(made, rates=found), settings["weight_bytes"])
+    deployment = replace(deployment, lookup=drafts_of(read_counts(arrivals.get("lookup"))))
     first = min((one["time"] for one in rows), default=0.0)
     times = token_times(steps["steps"])
     return Recording(
@@ -62,6 +64,14 @@ def read_recording(
         [read_arrival(one, first) for one in rows],
         [read_served(one, first, times.get(one["request"], [])) for one in rows],
     )
+
+
+def read_counts(document: Document | None) -> LookupCounts:
+    """Of a replay of prompt lookup; a server that does not report them counts none."""
+    if document is None:
+        return LookupCounts()
+    columns = (tuple(int(value) for value in document[name]) for name in ("covered", "tried", "right"))
+    return LookupCounts(int(document["steps"]), *columns)
 
 
 def read_step(document: Document) -> Step:

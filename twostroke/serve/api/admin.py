@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from pydantic import Field, create_model
 
 from twostroke.config import SETTINGS, Resolved
+from twostroke.draft.replay import total
 from twostroke.engine.settings import LIVE
 from twostroke.errors import ConfigError
 from twostroke.metrics import steplog
@@ -164,6 +165,7 @@ def arrivals_document(service: Service, limit: int) -> Callable[[], dict[str, An
         "now": service.clock() + service.wall,
         "kept": KEPT,
         "arrivals": [arrival_document(one, service.wall) for one in by_arrival(ended)],
+        "lookup": total(one.lookup for one in ended if one.lookup is not None)._asdict(),
     }
 
 
