@@ -96,6 +96,8 @@ def test_the_page_moves_while_requests_run(opened):
     expect(page, "#settings tbody tr >> nth=0").to_be_visible()
     assert page.locator("#settings tbody tr").count() > 12
     expect(page, "#verdict-note").to_contain_text("replayed as they were")
+    expect(page, "#verdict-note").to_contain_text("ago")
+    assert page.locator("#itl-chart canvas").count() == 1
     assert page.locator("#verdict").inner_text().endswith(".")
     page.wait_for_timeout(1500)
     picture(page, "dashboard-light.png")
@@ -125,6 +127,15 @@ def test_stopping_an_answer_and_clearing(opened):
     wait_for_answer(page)
     page.click("#clear")
     expect(page, "#hint").to_be_visible()
+    page.fill("#question", "Count to two thousand.")
+    page.click("#send")
+    expect(page, "#send").to_have_text("Waiting for the answer")
+    expect(page, ".answer .message").not_to_be_empty()
+    page.click("#clear")  # while it is written: that ends it
+    wait_for_answer(page)
+    expect(page, "#send").to_have_text("Send")
+    expect(page, "#status").to_contain_text("0 running")
+    assert page.locator(".answer").count() == 0
     assert opened.complaints == []
 
 

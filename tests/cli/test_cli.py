@@ -74,6 +74,7 @@ def test_generate_json_is_one_document(llama_folder):
     done = run("generate", str(llama_folder), "-", "--max-tokens", "5", "--json", stdin="Once upon a time")
     document = json.loads(done.stdout)
     sample = document["samples"][0]
+    assert document["text"].startswith(sample["text"][:1]) and len(document["text"]) > 0
     assert len(sample["token_ids"]) <= 5
     timeline = sample["timeline"]
     assert timeline["e2e"] == pytest.approx(timeline["queue"] + timeline["prefill"] + timeline["decode"])
@@ -82,6 +83,14 @@ def test_generate_json_is_one_document(llama_folder):
 def test_models_lists_sizes_and_licences():
     done = run("models")
     assert "smollm2-135m" in done.stdout and "98 MB" in done.stdout and "Apache-2.0" in done.stdout
+    lines = done.stdout.splitlines()
+    assert all(len(line) <= 80 for line in lines if not line.startswith("Kept in")), "at 80 columns nothing is broken"
+    assert lines[0].split()[0] == "smollm2-135m", "a name can be cut out with any tool"
+
+
+def test_the_version_is_told():
+    done = run("--version")
+    assert done.returncode == 0 and done.stdout.split()[0] == "twostroke" and done.stdout.split()[1][0].isdigit()
 
 
 def test_settings_are_read_as_what_they_are(llama_folder, mistake):

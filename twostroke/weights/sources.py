@@ -1,4 +1,4 @@
-"""Where a catalog model's bytes come from: wheels of the package index, or a file of the hub.
+"""Where a catalog model's bytes come from: a file of the hub, or wheels of the package index that carry a copy.
 
 Both run in a process of their own that writes below one folder, so the size of what lies there is the progress, and
 Ctrl-C ends it. A wheel is opened as the zip it is: nothing in it is installed or executed, and one member is read.
@@ -11,6 +11,7 @@ import fnmatch
 import importlib.util
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import zipfile
@@ -18,9 +19,11 @@ import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, BinaryIO
+from urllib.parse import urlsplit
 
 from twostroke.weights.files import Progress
 
+_REACHED_WITHIN = 3.0  # seconds in which the hub must take a connection
 _POLL = 0.1  # seconds between two looks at the folder
 _COPY_BYTES = 1 << 20  # bytes copied at a time
 _HUB_SCRIPT = """
@@ -29,6 +32,21 @@ from huggingface_hub import hf_hub_download
 repo, revision, file, folder = sys.argv[1:]
 hf_hub_download(repo, file, revision=revision or None, local_dir=folder)
 """
+
+
+def hub_reachable() -> bool:
+    """Whether the hub's address takes a connection. Behind a proxy this is not tested."""
+    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
+        return False
+    if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
+        return True
+    address = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
+    try:
+        port = address.port or (80 if address.scheme == "http" else 443)
+        with socket.create_connection((address.hostname or "", port), _REACHED_WITHIN):
+            return True
+    except (OSError, ValueError):
+        return False
 
 
 class SourceError(Exception):

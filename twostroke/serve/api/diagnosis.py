@@ -23,7 +23,7 @@ async def handle(service: Service, exchange: Exchange) -> None:
     basis = (newest, tuple(service.changed_settings.items()), service.restarts)
     if not service.draining:
         service.verdicts.refresh(answered, basis, lambda: documents(service))
-    await exchange.respond(200, service.verdicts.document(answered))
+    await exchange.respond(200, service.verdicts.document(answered, basis))
 
 
 async def documents(service: Service) -> bytes:

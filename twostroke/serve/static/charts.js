@@ -45,7 +45,24 @@ export function makeCharts() {
   timeChart("rate-chart", [["read", "prefill-fill", false], ["written", "decode-fill", false]], count);
   timeChart("ttft-chart", [["median", "prefill-fill", false], ["95 %", "prefill-fill", true]], seconds);
   timeChart("tpot-chart", [["median", "decode-fill", false], ["95 %", "decode-fill", true]], seconds);
+  timeChart("itl-chart", [["median", "decode-fill", false], ["99 %", "decode-fill", true]], seconds);
   makeRoofline();
+}
+
+// The gaps of all streams by the bin in which they end. A step that verified a draft writes several tokens at once.
+function gapsByBin(begin, bins) {
+  const found = Array.from({ length: bins }, () => []);
+  const last = new Map();
+  for (const step of state.steps) {
+    const end = step.time + step.seconds;
+    const bin = Math.floor((end - begin) / BIN);
+    for (const lane of step.lanes) {
+      const before = last.get(lane.request);
+      if (before !== undefined && lane.stage === "decode" && bin >= 0 && bin < bins) found[bin].push(end - before);
+      last.set(lane.request, end);
+    }
+  }
+  return found;
 }
 
 export function drawCharts() {
@@ -64,6 +81,8 @@ export function drawCharts() {
   }
   const places = times.map((time) => time - now);
   charts.get("rate-chart").setData([places, read, written]);
+  const gaps = gapsByBin(end - SPAN, bins);
+  charts.get("itl-chart").setData([places, gaps.map((values) => percentile(values, 0.5)), gaps.map((values) => percentile(values, 0.99))]);
   for (const [id, name] of [["ttft-chart", "ttft_s"], ["tpot-chart", "tpot_s"]]) {
     const rows = state.arrivals.filter((one) => one[name] !== null && one.time + one.e2e_s > end - SPAN - WINDOW);
     const within = times.map((time) => rows.filter((one) => one.time + one.e2e_s <= time && one.time + one.e2e_s > time - WINDOW).map((one) => one[name]));

@@ -1,4 +1,5 @@
-// The batch as lanes: a row for each request, blue where it reads a chunk of its prompt, orange where it writes.
+// The batch as lanes: a row for each request, blue where it reads a chunk of its prompt, orange where it writes, dark
+// orange where it verifies several drafted tokens in one step. The line in a row is the growth of its K and V.
 
 import { byId, colour, count, seconds } from "./format.js";
 import { serverNow, state, stepsSince } from "./store.js";
@@ -20,13 +21,18 @@ export function collect(steps, arrivals, now) {
       let one = requests.get(lane.request);
       if (!one) requests.set(lane.request, (one = { request: lane.request, queue: null, stretches: [], last: 0 }));
       const before = one.stretches[one.stretches.length - 1];
-      if (before && lane.stage === "decode" && before.stage === "decode" && step.time - before.end < 0.05) {
+      // Of a draft only the right tokens are kept: the next step begins where they end.
+      if (before && before.stage !== "prefill" && lane.start > before.until) before.until = lane.start;
+      const stage = lane.stage === "decode" && lane.tokens > 1 ? "verify" : lane.stage;
+      const until = lane.start + (stage === "prefill" ? lane.tokens : 1);
+      if (before && stage !== "prefill" && before.stage === stage && step.time - before.end < 0.05) {
         before.end = end;
-        before.tokens += lane.tokens;
+        before.until = until;
+        before.rows += lane.tokens;
         before.steps += 1;
         before.longest = Math.max(before.longest, step.seconds);
       } else {
-        one.stretches.push({ stage: lane.stage, begin: step.time, end, tokens: lane.tokens, start: lane.start, steps: 1, longest: step.seconds });
+        one.stretches.push({ stage, begin: step.time, end, start: lane.start, until, rows: lane.tokens, steps: 1, longest: step.seconds });
       }
       one.last = end;
     }
@@ -59,6 +65,7 @@ export function drawLanes() {
   drawAxis(pen, width, height, now);
   const pitch = Math.min(26, (height - AXIS - 4) / Math.max(6, rows.length));
   const thick = Math.max(2, pitch - Math.min(5, pitch * 0.25));
+  const longest = Math.max(1, ...rows.map((row) => row.stretches.at(-1).until));
   drawn = [];
   pen.font = "11px system-ui, sans-serif";
   pen.textBaseline = "middle";
@@ -79,10 +86,27 @@ export function drawLanes() {
     }
     if (row.queue) bar(row, row.queue, top, "queue");
     for (const stretch of row.stretches) bar(row, stretch, top, stretch.stage);
+    if (thick >= 8) drawGrowth(pen, row, place, top, thick, longest);
   });
   canvas.dataset.rows = rows.length;
   canvas.dataset.bars = drawn.length;
   describe(rows, now);
+}
+
+// Tokens in the KV cache over time, as a line in the row; the longest request of the picture fills its row.
+function drawGrowth(pen, row, place, top, thick, longest) {
+  const height = (tokens) => top + thick - 1 - (thick - 2) * (tokens / longest);
+  pen.strokeStyle = colour("kv-shared");
+  pen.lineWidth = 1.5;
+  pen.beginPath();
+  row.stretches.forEach((stretch, index) => {
+    const left = Math.max(GUTTER, place(stretch.begin));
+    const right = Math.max(GUTTER, place(stretch.end));
+    if (index === 0) pen.moveTo(left, height(stretch.start));
+    else pen.lineTo(left, height(stretch.start));
+    pen.lineTo(right, height(stretch.until));
+  });
+  pen.stroke();
 }
 
 function drawAxis(pen, width, height, now) {
@@ -109,7 +133,7 @@ let described = 0;
 function describe(rows, now) {
   if (now - described < 1) return;
   described = now;
-  const writing = rows.filter((row) => row.last > now - 1 && row.stretches.at(-1).stage === "decode").length;
+  const writing = rows.filter((row) => row.last > now - 1 && row.stretches.at(-1).stage !== "prefill").length;
   const waiting = state.steps.length ? state.steps.at(-1).waiting : 0;
   const text = rows.length
     ? `${count(rows.length)} ${rows.length === 1 ? "request" : "requests"} in the last 30 seconds; ${count(writing)} ${writing === 1 ? "stream is" : "streams are"} being written, ${count(writing ? waiting : 0)} waiting.`
@@ -143,6 +167,16 @@ function name(request) {
 function words({ kind, stretch, request }) {
   const took = seconds(stretch.end - stretch.begin);
   if (kind === "queue") return `${name(request)} waited ${took}`;
-  if (kind === "prefill") return `${name(request)} read ${stretch.tokens} tokens from position ${stretch.start} in ${took}`;
-  return `${name(request)} wrote ${stretch.tokens} tokens in ${took}, the longest step ${seconds(stretch.longest)}`;
+  const tokens = stretch.until - stretch.start;
+  if (kind === "prefill") return `${name(request)} read ${tokens} tokens from position ${stretch.start} in ${took}; ${held(stretch)}`;
+  const steps = kind === "verify" ? ` in ${stretch.steps} steps that verified ${stretch.rows - stretch.steps} drafted tokens` : "";
+  return `${name(request)} wrote ${tokens} tokens${steps} in ${took}, the longest step ${seconds(stretch.longest)}; ${held(stretch)}`;
+}
+
+// What the request's K and V take at the end of a stretch.
+function held(stretch) {
+  const layout = state.settings?.layout;
+  if (!layout) return `${count(stretch.until)} tokens in its KV cache`;
+  const blocks = Math.ceil(stretch.until / layout.block_tokens);
+  return `${count(stretch.until)} tokens in its KV cache, ${count(blocks)} blocks, ${count((blocks * layout.block_bytes) / 1024)} KiB`;
 }

@@ -24,7 +24,7 @@ export function startPlayground() {
     if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); byId("ask").requestSubmit(); }
   });
   byId("stop").addEventListener("click", () => stopping?.abort());
-  byId("clear").addEventListener("click", () => { history.length = 0; byId("talk").replaceChildren(hint); });
+  byId("clear").addEventListener("click", () => { stopping?.abort(); history.length = 0; byId("talk").replaceChildren(hint); });
   for (const button of document.querySelectorAll("[data-try]")) {
     button.addEventListener("click", () => { if (!stopping) send(...TRIES[button.dataset.try]); });
   }
@@ -69,8 +69,12 @@ function redraw(talk) {
 
 function busy(yes) {
   byId("send").disabled = yes;
+  byId("send").textContent = yes ? "Waiting for the answer" : "Send";
   byId("stop").hidden = !yes;
-  for (const button of document.querySelectorAll("[data-try]")) button.disabled = yes;
+  for (const button of document.querySelectorAll("[data-try]")) {
+    button.disabled = yes;
+    button.title = yes ? "An answer is being written: wait for it, or stop it" : "";
+  }
 }
 
 // All copies come over one connection: a browser opens only six, and the page needs some for itself.

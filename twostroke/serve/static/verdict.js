@@ -12,13 +12,14 @@ export function drawVerdict() {
   if (!answer) return;
   const found = answer.verdict;
   note(answer);
-  const now = JSON.stringify(found) + answer.needed + answer.requests;
+  byId("verdict").closest(".verdict").classList.toggle("faded", Boolean(found) && faded(answer) !== "");
+  const now = JSON.stringify(found) + answer.needed + answer.requests + answer.working;
   if (now === shown) return;
   shown = now;
   if (!found) {
     byId("verdict").textContent = answer.trouble
       ? "No verdict could be reached."
-      : `A verdict needs ${answer.needed} answers; there ${answer.requests === 1 ? "is" : "are"} ${answer.requests}.`;
+      : answer.requests >= answer.needed ? `A verdict on ${count(answer.requests)} answers is being made.` : `A verdict needs ${answer.needed} answers; there ${answer.requests === 1 ? "is" : "are"} ${answer.requests}.`;
     return;
   }
   byId("verdict").textContent = found.sentence;
@@ -27,11 +28,24 @@ export function drawVerdict() {
   drawTable(found);
 }
 
+const OLD = 30;   // seconds after which a verdict on another load fades
+const LATE = 300; // seconds after which any verdict does
+
+// Why a verdict may no longer hold; empty: it does.
+function faded(answer) {
+  if (answer.outdated && answer.age_s > OLD) return "the load or the settings have changed since";
+  return answer.age_s > LATE ? "nothing has run since" : "";
+}
+
+// "40 s", "3 min", "2 h".
+const age = (value) => (value < 120 ? `${Math.round(value)} s` : value < 7200 ? `${Math.round(value / 60)} min` : `${Math.round(value / 3600)} h`);
+
 function note(answer) {
   const parts = [];
   if (answer.verdict) {
     const { requests, measured, replayed } = answer.verdict;
-    parts.push(`From the last ${count(requests)} requests, ${Math.round(answer.age_s)} s ago`);
+    const why = faded(answer);
+    parts.push(`From ${count(requests)} requests, ${age(answer.age_s)} ago${why ? `: ${why}` : ""}`);
     parts.push(`replayed as they were: TTFT ${seconds(replayed.ttft)} (measured ${seconds(measured.ttft)}), TPOT ${seconds(replayed.tpot)} (measured ${seconds(measured.tpot)})`);
   }
   if (answer.working) parts.push("a new one is being made");
@@ -64,6 +78,7 @@ function pullButton(best) {
   button.title = Object.entries(best.settings).map(([name, value]) => `${name} = ${value}`).join(", ");
   button.addEventListener("click", async () => {
     button.disabled = true;
+    button.textContent = "Waiting for the engine";
     try {
       const given = Object.fromEntries(Object.entries(best.settings).filter(([, value]) => value !== null));
       await post("/twostroke/settings", given);
