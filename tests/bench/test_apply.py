@@ -73,13 +73,32 @@ def test_the_attention_kernel_is_measured_by_itself(llama_folder):
     assert drawn.count("<svg") == 1 and "&lt;here&gt;" in drawn and "KV memory 4.00×" in drawn
 
 
+def tiny_round(folder):
+    return levers.Round(lambda settings: open_tiny(folder, **settings), 1, True, stored=10**9)
+
+
+def test_every_lever_has_a_row_as_soon_as_it_is_measured(llama_folder):
+    """The computed and simulated ones here; the others are measured by the command."""
+    made = levers.measures(tiny_round(llama_folder))
+    assert len(made) == len(levers.EXPERIMENTS) + 6
+    for name in ("grouped queries", "blocks of tokens", "separate pools"):
+        row = made[name]()
+        assert row.trouble is None and row.effect, name
+    assert made["sliding windows"]().trouble == "this model has no windows"
+    assert made["blocks of tokens"]().effect["kv_bytes"] < 0.6
+    for one in levers.EXPERIMENTS:
+        for quick in (True, False):
+            assert one.load(quick).arrivals
+        assert len(one.load(True).arrivals) <= len(one.load(False).arrivals)
+
+
 def test_what_a_lever_saves_in_memory_is_told(llama_folder):
     """Bytes of the weights too: as the file has them, or as they are held."""
     load = Load("one", [Arrival(0.0, (Contents().own(8),), 3)], 1)
     brief = levers.Experiment(
-        "int8", "decode", {"kv_dtype": "float16"}, {"quantize": "int8", "kv_dtype": "int8"}, lambda: load, ""
+        "int8", "decode", {"kv_dtype": "float16"}, {"quantize": "int8", "kv_dtype": "int8"}, lambda quick: load, ""
     )
-    row = levers.measure_experiment(brief, lambda settings: open_tiny(llama_folder, **settings), 1, stored=10**9)
+    row = levers.measure_experiment(brief, tiny_round(llama_folder))
     assert row.trouble is None and row.off["weight_bytes"] == 10**9 and 0 < row.on["weight_bytes"] < 10**9
     assert row.memory.startswith("KV ×0.") and ", weights ×" in row.memory
     assert "weights' memory" in plots.effects("levers", [(row.name, row.effect)])

@@ -8,19 +8,26 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from twostroke.bench.inprocess import measure, warm_up
 from twostroke.bench.workload import Load, make_load
+from twostroke.config import make_config
+from twostroke.cost.model.devices import find_device
+from twostroke.cost.model.known_models import known_arch
 from twostroke.cost.model.roofline import kv_bytes_per_token, model_cost
+from twostroke.cost.simulation.deployment import Deployment
+from twostroke.cost.simulation.fleet import Pools
 from twostroke.cost.simulation.trace import Arrival, Contents
 from twostroke.cost.units import times
 from twostroke.errors import TwostrokeError
 from twostroke.kv.layout import make_layout
+from twostroke.model.arch import Arch
+from twostroke.ops.interface import BLOCK
 
 if TYPE_CHECKING:
     from twostroke.engine.llm import LLM
@@ -36,7 +43,7 @@ class Experiment:
     stroke: str
     off: Settings
     on: Settings
-    load: Callable[[], Load]
+    load: Callable[[bool], Load]  # True: a smaller one
     textbook: str
 
 
@@ -59,38 +66,65 @@ class Row:
     def memory(self) -> str:
         """The bytes that it changes."""
         effect = self.effect
-        named = (("KV", "kv_bytes_per_token"), ("weights", "weight_bytes"))
+        named = (("KV", "kv_bytes_per_token"), ("KV held", "kv_bytes"), ("weights", "weight_bytes"))
         return ", ".join(f"{name} {times(effect[key])}" for name, key in named if effect.get(key, 1.0) != 1.0) or "–"
 
 
-def streams_and_prompts() -> Load:
-    """Six streams, and a long prompt every half second."""
+def streams_and_prompts(quick: bool) -> Load:
+    """Streams, and a long prompt every half second."""
     contents = Contents()
-    rows = [Arrival(0.0, (contents.own(40),), 150) for _ in range(6)]
-    rows += [Arrival(0.5 + 0.5 * number, (contents.own(900),), 4) for number in range(3)]
+    rows = [Arrival(0.0, (contents.own(40),), 100 if quick else 150) for _ in range(4 if quick else 6)]
+    rows += [Arrival(0.3 + 0.5 * number, (contents.own(900),), 4) for number in range(1 if quick else 3)]
     return Load("streams and prompts", rows)
 
 
-def offline() -> Load:
-    return make_load("batch", "closed", 24, seed=1, scale=4.0, concurrency=24)
+def offline(quick: bool) -> Load:
+    count = 12 if quick else 24
+    return make_load("batch", "closed", count, seed=1, scale=4.0, concurrency=count)
 
 
-def questions() -> Load:
-    return make_load("rag", "closed", 16, seed=2, scale=2.0, concurrency=1)
+def documents(quick: bool) -> Load:
+    return make_load("rag", "closed", 8 if quick else 16, seed=2, scale=2.0, concurrency=1)
 
 
-def one_stream() -> Load:
+def many_documents(quick: bool) -> Load:
+    """More documents than the cache of the experiment holds, each asked for twice."""
     contents = Contents()
-    return Load("one stream", [Arrival(0.0, (contents.own(256),), 64)], 1)
+    texts = [contents.own(420) for _ in range(6 if quick else 10)]
+    rows = [Arrival(0.0, (text, contents.own(20)), 4) for _ in range(2) for text in texts]
+    return Load("documents in turn", rows, 1)
 
 
-def long_context() -> Load:
+def mixed_prompts(quick: bool) -> Load:
+    """A long prompt before several short ones, all at once."""
     contents = Contents()
-    return Load("long contexts", [Arrival(0.0, (contents.own(1200),), 48) for _ in range(4)], 4)
+    lengths = [1000, *[30] * (6 if quick else 10)]
+    return Load("a long prompt first", [Arrival(0.0, (contents.own(length),), 8) for length in lengths])
+
+
+def one_stream(quick: bool) -> Load:
+    contents = Contents()
+    return Load("one stream", [Arrival(0.0, (contents.own(256),), 32 if quick else 64)], 1)
+
+
+def long_context(quick: bool) -> Load:
+    contents = Contents()
+    streams, context = (2, 800) if quick else (4, 1200)
+    rows = [Arrival(0.0, (contents.own(context),), 24 if quick else 48) for _ in range(streams)]
+    return Load("long contexts", rows, streams)
+
+
+def repeated_file(quick: bool) -> Load:
+    return make_load("edit", "closed", 2 if quick else 4, seed=3, concurrency=1)
+
+
+def open_questions(quick: bool) -> Load:
+    return make_load("questions", "closed", 2 if quick else 4, seed=4, concurrency=1)
 
 
 SAME_KV: Settings = {"kv_dtype": "float16"}  # otherwise it follows `dtype`: two levers at once
 FLOAT_WEIGHTS: Settings = {"dtype": "float32"} | SAME_KV
+SMALL_CACHE: Settings = {"kv_blocks": 100, "max_model_len": 1024, "max_requests": 1}
 EXPERIMENTS = (
     Experiment("continuous batching", "both", {"batching": "static", "max_requests": 8}, {"max_requests": 8}, offline,
                "2–20× throughput over static batches"),
@@ -98,8 +132,12 @@ EXPERIMENTS = (
                "throughput nearly ×16 while memory-bound; TPOT rises"),
     Experiment("chunked prefill", "decode", {"chunked_prefill": False}, {}, streams_and_prompts,
                "gaps bounded; TTFT of long prompts a little longer"),
-    Experiment("prefix cache", "prefill", {"prefix_cache": False}, {}, questions,
+    Experiment("shortest first", "prefill", {}, {"policy": "shortest"}, mixed_prompts,
+               "the median TTFT falls, long prompts wait longer"),
+    Experiment("prefix cache", "prefill", {"prefix_cache": False}, {}, documents,
                "TTFT falls by the shared share; decode unchanged"),
+    Experiment("evicted K and V kept on the host", "prefill", SMALL_CACHE, SMALL_CACHE | {"kv_offload": 1 << 28},
+               many_documents, "a copy is faster than reading the prompt again"),
     Experiment("weights as in the file", "decode", FLOAT_WEIGHTS, SAME_KV, one_stream,
                "decode speeds up with the bytes saved; prefill hardly"),
     Experiment("weights in int8", "decode", FLOAT_WEIGHTS, {"quantize": "int8"} | SAME_KV, one_stream,
@@ -112,35 +150,54 @@ EXPERIMENTS = (
                "half the KV memory again"),
     Experiment("KV in int4", "decode", {"kv_dtype": "float16"}, {"kv_dtype": "int4"}, long_context,
                "a quarter of float16's KV memory"),
+    Experiment("prompt lookup, a file repeated", "decode", {"speculate": "off"}, {"speculate": "lookup"},
+               repeated_file, "2–3× where the answer repeats its prompt"),
+    Experiment("prompt lookup, open questions", "decode", {"speculate": "off"}, {"speculate": "lookup"},
+               open_questions, "nothing to look up: no gain, and no loss"),
 )  # fmt: skip
 
 
-def run(
-    open_llm: Open, rounds: int = 3, progress: Callable[[str], None] | None = None, stored: int | None = None
-) -> list[Row]:
-    """stored: bytes of the weights in the file."""
-    measures: dict[str, Callable[[], Row]] = {
+@dataclass(frozen=True, slots=True)
+class Round:
+    """How experiments are measured."""
+
+    open_llm: Open
+    rounds: int = 3
+    quick: bool = False  # smaller loads
+    stored: int | None = None  # bytes of the weights in the file
+
+
+def measures(how: Round) -> dict[str, Callable[[], Row]]:
+    """The rows by name, in the order in which they are measured."""
+    open_llm = how.open_llm
+    found: dict[str, Callable[[], Row]] = {
         "attention kernel": lambda: attention_kernel(open_llm),  # first: plain torch is slower after long contexts
-        "KV cache": lambda: kv_cache(open_llm, rounds),
+        "KV cache": lambda: kv_cache(open_llm, how.rounds),
     }
     for experiment in EXPERIMENTS:
-        measures[experiment.name] = partial(measure_experiment, experiment, open_llm, rounds, stored)
-    measures["grouped queries"] = lambda: grouped_queries(open_llm)
-    rows = []
-    for number, (name, measured) in enumerate(measures.items(), 1):
+        found[experiment.name] = partial(measure_experiment, experiment, how)
+    for computed in (grouped_queries, sliding_windows, blocks_of_tokens):
+        found[computed.__name__.replace("_", " ")] = partial(computed, open_llm)
+    found["separate pools"] = separate_pools
+    return found
+
+
+def run(how: Round, progress: Callable[[str], None] | None = None) -> Iterator[Row]:
+    """Each row when it is measured."""
+    all_of_them = measures(how)
+    for number, (name, measured) in enumerate(all_of_them.items(), 1):
         if progress is not None:
-            progress(f"{number} of {len(measures)}: {name}")
-        rows.append(measured())
-    return rows
+            progress(f"{number} of {len(all_of_them)}: {name}")
+        yield measured()
 
 
-def measure_experiment(experiment: Experiment, open_llm: Open, rounds: int, stored: int | None) -> Row:
+def measure_experiment(experiment: Experiment, how: Round) -> Row:
     row = Row(experiment.name, experiment.stroke, experiment.textbook)
     found: dict[str, list[Numbers]] = {"off": [], "on": []}
     try:
-        for _ in range(rounds):
+        for _ in range(how.rounds):
             for name, settings in (("off", experiment.off), ("on", experiment.on)):
-                found[name].append(numbers(open_llm(settings), experiment.load(), stored))
+                found[name].append(numbers(how.open_llm(settings), experiment.load(how.quick), how.stored))
                 gc.collect()
     except (TwostrokeError, ValueError) as error:
         row.trouble = str(error)
@@ -218,3 +275,48 @@ def grouped_queries(open_llm: Open) -> Row:
     row.on = {"kv_bytes_per_token": layout.token_bytes}
     row.off = {"kv_bytes_per_token": make_layout(every_head, llm.settings.kv_dtype).token_bytes}
     return row
+
+
+def sliding_windows(open_llm: Open) -> Row:
+    """K and V of one request of the longest length, with the model's windows and without. Computed, not measured."""
+    llm = open_llm({})
+    row = Row("sliding windows (computed)", "decode", "K and V of a long context shrink to those of its windows")
+    windowed = llm.settings.layout
+    if not any(group.window for group in windowed.groups):
+        row.trouble = "this model has no windows"
+        return row
+    whole = make_layout(llm.arch.with_mixers(window=None), llm.settings.kv_dtype)
+    length = llm.settings.max_model_len
+    row.on, row.off = ({"kv_bytes": one.read_bytes(length)} for one in (windowed, whole))
+    return row
+
+
+def blocks_of_tokens(open_llm: Open) -> Row:
+    """K and V held by the chat workload: room for the longest answer reserved for every request, or blocks as they
+    fill. Computed, not measured."""
+    llm = open_llm({})
+    row = Row("blocks of 16 tokens (computed)", "decode", "60–80 % of reserved room is never filled")
+    requests = make_load("chat", count=200).arrivals
+    longest, each = max(one.prompt + one.output for one in requests), llm.settings.layout.token_bytes
+    blocks = sum(-(-(one.prompt + one.output) // BLOCK) * BLOCK for one in requests)
+    row.on, row.off = {"kv_bytes": each * blocks}, {"kv_bytes": each * longest * len(requests)}
+    return row
+
+
+def separate_pools() -> Row:
+    """Two workers in one pool, and as two pools. Simulated: it takes two machines."""
+    row = Row("separate pools (simulated, 8B on two H200)", "both", "gaps become even; K and V must be transferred")
+    load = make_load("code", count=200, per_second=12.0, seed=5).arrivals
+    config = make_config(max_model_len=16_384, seed=0)
+    deployment = Deployment(model_arch("llama-3.1-8b"), find_device("h200"), config)
+    for numbers_of, pools in ((row.off, Pools(2)), (row.on, Pools(1, prefill=1))):
+        found = replace(deployment, pools=pools).run(load).summary
+        numbers_of |= {"ttft": found.ttft.p50, "tpot": found.tpot.p50, "gap": found.stall.mean,
+                       "throughput": found.output_rate}  # fmt: skip
+    return row
+
+
+def model_arch(name: str) -> Arch:
+    found = known_arch(name)
+    assert found is not None
+    return found

@@ -21,7 +21,7 @@ from twostroke.cli.options import (
     parse_settings,
     refuse_unused,
 )
-from twostroke.cli.terminal import console, errors, open_llm, progress_bar
+from twostroke.cli.terminal import console, open_llm, progress_bar, telling
 from twostroke.cost.units import seconds, times
 from twostroke.errors import InputError
 from twostroke.weights.catalog import DEFAULT, cache_folder
@@ -204,8 +204,10 @@ def compare(before: Path, after: Path) -> None:
 
 @bench_app.command()
 def levers(
+    context: typer.Context,
     model: options.Model = DEFAULT,
     rounds: Annotated[int, typer.Option(min=1, help="Times that every variant is measured.")] = 3,
+    quick: Annotated[bool, typer.Option("--quick", help="One round of smaller loads: about two minutes.")] = False,
     json_out: options.Json = None,
     svg_out: Annotated[
         Path | None, typer.Option("--svg", callback=can_be_written, help="Write the table as a plot.")
@@ -213,7 +215,8 @@ def levers(
     option: options.Settings = None,
 ) -> None:
     """Every lever off and on, on this machine and model, beside what textbooks say. A round takes minutes."""
-    from twostroke.bench.levers import as_document, run
+    refuse_unused(context, {"rounds": "has no effect with --quick, which is one round"} if quick else {})
+    from twostroke.bench.levers import Round, as_document, run
     from twostroke.bench.plots import effects
     from twostroke.cli.deployment import describe
     from twostroke.hardware import machine_name
@@ -222,14 +225,28 @@ def levers(
     base = parse_settings(option)
     with progress_bar(f"fetching {model}") as fetching:
         locate(model, fetching)  # `describe` counts the bytes of the file
-    progress = lambda text: errors.print(f"[dim]{text}[/dim]")  # noqa: E731
-    rows = run(lambda settings: open_llm(model, base | settings), rounds, progress, describe(model)[1])
-    where = f"{model} on {machine_name()}"
-    show_levers(f"{where}: on over off", rows)
-    if json_out is not None:
-        json_out.write_text(as_document(machine_name(), model, rounds, rows))
+    rounds = 1 if quick else rounds
+    how = Round(lambda settings: open_llm(model, base | settings), rounds, quick, describe(model)[1])
+    where, rows = f"{model} on {machine_name()}", []
+    try:
+        with telling("measuring") as say:
+            for row in run(how, say):
+                rows.append(row)
+                say(f"{row.name}: {shown_effect(row)}")
+                if json_out is not None:  # what is measured is kept, whatever happens to the rest
+                    json_out.write_text(as_document(machine_name(), model, rounds, rows))
+    finally:
+        show_levers(f"{where}: on over off", rows)
     if svg_out is not None:
         svg_out.write_text(effects(f"{where}: what each lever does", [(row.name, row.effect) for row in rows]))
+
+
+def shown_effect(row: Row) -> str:
+    if row.trouble is not None:
+        return row.trouble
+    named = (("TTFT", "ttft"), ("TPOT", "tpot"), ("longest gap", "gap"), ("tokens/s", "throughput"))
+    cells = [f"{label} {times(row.effect[key])}" for label, key in named if key in row.effect]
+    return ", ".join(cells + ([row.memory] if row.memory != "–" else []))
 
 
 def show_levers(title: str, rows: list[Row]) -> None:

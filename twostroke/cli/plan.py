@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
@@ -94,12 +95,13 @@ def find_workers(kinds: list[Deployment], dropped: list[Dropped], demand: Demand
     from math import inf
 
     from twostroke.cli.plan_tables import label, show_needs
-    from twostroke.cost.answers.workers import PRICIER, cheapest, highest_rate
+    from twostroke.cost.answers.workers import PRICIER, ROUGH, cheapest, highest_rate
 
     pools = (True,) if split else (False,) if search else (False, True)
     with telling("simulating") as say:
         tell = lambda how, one: say(f"simulating {label(one)} {how}".rstrip())  # noqa: E731
-        found = cheapest(kinds, demand, tell, pools, PRICIER if search else inf)
+        wanted = demand._replace(close=ROUGH) if search else demand
+        found = cheapest(kinds, wanted, tell, pools, PRICIER if search else inf, os.cpu_count() or 1)
         found.dropped.extend(dropped)
         highest = None
         if found.needs and found.needs[0].copies == 1.0:

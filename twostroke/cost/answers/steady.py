@@ -23,7 +23,7 @@ SHARE = 0.95  # of the requests that must meet the targets
 PART = 100  # fewest requests in a part
 FEWEST = 6  # parts that must have been judged before a fleet is accepted
 MOST = 3000  # requests in one simulation
-CLOSE = 0.04  # standard error of a 95th percentile that is steady, as a share of it
+CLOSE = 0.03  # standard error of a 95th percentile that is steady, as a share of it
 SURE = 2.0  # standard errors between the share that meets the targets and SHARE
 LAG = 0.02  # growth of the requests under way, as a share of the arrivals, from which on a queue grows
 FAR = 0.2  # the same where the simulation stops at once
@@ -50,9 +50,15 @@ class Trial:
 
 
 def try_fleet(
-    deployment: Deployment, load: Sequence[Arrival], targets: Targets, part: int = PART, least: int = 0
+    deployment: Deployment,
+    load: Sequence[Arrival],
+    targets: Targets,
+    part: int = PART,
+    least: int = 0,
+    close: float = CLOSE,
 ) -> Trial:
-    """`part`: requests in a part; `least`: fewest requests that are simulated before the fleet is accepted."""
+    """`part`: requests in a part; `least`: fewest requests that are simulated before the fleet is accepted; `close`:
+    the standard error at which a percentile is steady."""
     fleet, waiting = deployment.fleet(), []
     decided: bool | None = None
     fed = 0
@@ -61,7 +67,7 @@ def try_fleet(
         fed = min(len(load), fed + part)
         waiting.append(fleet.outstanding)
         parts = judged(fleet, load, targets, part, fed)
-        decided = decide(parts, lag_of(waiting, part), fed >= least)
+        decided = decide(parts, lag_of(waiting, part), fed >= least, close)
     lag, now = lag_of(waiting, part), fleet.now
     if decided is False:
         return Trial(False, None, fed, now, lag)
@@ -104,7 +110,7 @@ def judge(fleet: Fleet, load: Sequence[Arrival], targets: Targets, first: int, l
     return Part(met / max(1, met + missed), float(np.percentile(ttfts, 95)), float(np.percentile(tpots, 95)))
 
 
-def decide(parts: Sequence[Part], lag: float, enough: bool) -> bool | None:
+def decide(parts: Sequence[Part], lag: float, enough: bool, close: float) -> bool | None:
     """True: it meets the targets; False: it does not, or is overloaded; None: not clear yet."""
     if len(parts) < 2:
         return None
@@ -116,12 +122,8 @@ def decide(parts: Sequence[Part], lag: float, enough: bool) -> bool | None:
     if lag > FAR:
         return False
     clear = share - SURE * error >= SHARE and lag <= LAG
-    return True if clear and enough and all(map(is_steady, zip(*parts, strict=True))) else None
-
-
-def is_steady(values: Sequence[float]) -> bool:
-    mean, error = mean_and_error(values)
-    return error <= CLOSE * mean
+    steady = all(error <= close * mean for mean, error in map(mean_and_error, zip(*parts, strict=True)))
+    return True if clear and enough and steady else None
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float]:

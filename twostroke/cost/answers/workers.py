@@ -6,12 +6,14 @@ The answer is the smallest fleet with which 95 % of the requests meet the target
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from math import ceil, inf
+from multiprocessing import get_context
 from typing import NamedTuple
 
 from twostroke.config import QUANTIZATIONS_OF, Config
-from twostroke.cost.answers.steady import MOST, PART, SHARE, Trial, try_fleet
+from twostroke.cost.answers.steady import CLOSE, MOST, PART, SHARE, Trial, try_fleet
 from twostroke.cost.model.devices import DEVICES, Device
 from twostroke.cost.simulation.deployment import Deployment, Outcome
 from twostroke.cost.simulation.fleet import Pools
@@ -27,6 +29,7 @@ MOST_SIMULATED = 64  # workers; a larger fleet is made of copies of a smaller on
 MOST_IN_UNIT = 8  # workers of one copy
 NEAR = 1.06  # precision of a highest rate, as a factor
 RAISED = 1.25  # factor by which a rate is raised while the fleet meets the targets
+ROUGH = 0.1  # standard error of a percentile where only the number of workers or a highest rate is wanted
 MOST_FOR_RATE = 1200  # requests of a simulation that looks for a highest rate
 GPUS = (1, 2, 4, 8)
 PRICIER = 1.75  # options with an estimate above this multiple of the cheapest that meets the targets are not simulated
@@ -39,6 +42,7 @@ class Demand(NamedTuple):
     per_second: float
     targets: Targets
     least: int = 0  # fewest requests that are simulated
+    close: float = CLOSE  # standard error at which a percentile is steady
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +71,7 @@ class Dropped:
 
 def workers_needed(deployment: Deployment, demand: Demand, split: bool = False) -> Need | str:
     """The reason, when more workers do not help."""
-    arrivals, per_second, targets, least = demand
+    arrivals, per_second, targets, least, _ = demand
     missed = _misses_alone(deployment, arrivals, targets)
     if missed:
         return missed
@@ -75,7 +79,7 @@ def workers_needed(deployment: Deployment, demand: Demand, split: bool = False) 
     if part > LARGEST_PART:
         return _copies(deployment, demand, split)
     load = at_rate(repeat(arrivals, max(MOST, least)), per_second)
-    found = _smallest(deployment, load, targets, split, part, least)
+    found = _smallest(deployment, load, demand, split, part)
     if found is None:
         return _copies(deployment, demand, split)
     return _need(*found, load, demand, 1.0)
@@ -98,7 +102,7 @@ def _need(tested: Deployment, trial: Trial, load: list[Arrival], demand: Demand,
 
 def _copies(deployment: Deployment, demand: Demand, split: bool) -> Need | str:
     """A large load is served by copies of a small fleet, each at the highest rate at which it meets the targets."""
-    arrivals, per_second, targets, _ = demand
+    arrivals, per_second, targets, *_ = demand
     share = prefill_share(deployment, arrivals)
     each = 1 / _busy_seconds(deployment, arrivals)  # requests/s of one worker, estimated
     fits = int(LARGEST_PART / _part(deployment, arrivals, each)) if each else 1
@@ -122,7 +126,7 @@ def highest_rate(
     while high > NEAR * max(low, guess / 100):
         part = _part(deployment, arrivals, per_second)
         load = at_rate(repeat(arrivals, max(MOST_FOR_RATE, 8 * part)), per_second)
-        trial = try_fleet(deployment, load, targets, part)
+        trial = try_fleet(deployment, load, targets, part, close=ROUGH)
         if trial.met:
             low, best = per_second, trial
         else:
@@ -139,14 +143,14 @@ def _pools(count: int, split: bool, prefill_share: float, like: Pools) -> Pools:
 
 
 def _smallest(
-    deployment: Deployment, load: Sequence[Arrival], targets: Targets, split: bool, part: int, least: int
+    deployment: Deployment, load: Sequence[Arrival], demand: Demand, split: bool, part: int
 ) -> tuple[Deployment, Trial] | None:
     """The smallest number of workers that meets the targets: raised until one does, then by bisection."""
     share = prefill_share(deployment, load)
 
     def attempt(count: int) -> tuple[Deployment, Trial] | None:
         tried = replace(deployment, pools=_pools(count, split, share, deployment.pools))
-        trial = try_fleet(tried, load, targets, part, least)
+        trial = try_fleet(tried, load, demand.targets, part, demand.least, demand.close)
         return (tried, trial) if trial.met else None
 
     fewest = 2 if split else 1
@@ -251,40 +255,57 @@ class Found(NamedTuple):
     dropped: list[Dropped]  # the options that serve the load at no number of workers, or were not simulated
 
 
+Attempt = tuple[Deployment, bool]  # a kind of worker, and whether it has two pools
+
+
 def cheapest(
     options: Sequence[Deployment],
     demand: Demand,
     progress: Callable[[str, Deployment], None] | None = None,
     split: Sequence[bool] = (False,),
     pricier: float = PRICIER,
+    jobs: int = 1,
 ) -> Found:
     """Options that meet the targets, the cheapest first. Options whose estimate is far above one of them are not
-    simulated. With both values of `split`, two pools are tried where one misses the targets, and for the cheapest."""
+    simulated. With both values of `split`, two pools are tried where one misses the targets, and for the cheapest.
+    jobs: processes that simulate at the same time."""
     needs: list[Need] = []
     estimates, dropped = _by_estimate(options, demand)
     enough = inf  # estimated dollars above which an option is not simulated
 
-    def attempt(option: Deployment, apart: bool) -> Need | None:
-        if progress is not None:
-            progress("with two pools" if apart else "", option)
-        need = workers_needed(option, demand, apart)
-        if isinstance(need, str):
-            dropped.append(Dropped(option, need, apart))
-            return None
-        needs.append(need)
-        return need
+    def attempt(tried: Sequence[Attempt]) -> None:
+        for option, apart in tried:
+            if progress is not None:
+                progress("with two pools" if apart else "", option)
+        for (option, apart), need in zip(tried, _all_needed(tried, demand, jobs), strict=True):
+            if isinstance(need, str):
+                dropped.append(Dropped(option, need, apart))
+            else:
+                needs.append(need)
 
-    for dollars, option in estimates:
-        if dollars > enough:
-            dropped.append(Dropped(option, f"not simulated: about ${dollars:,.2f} an hour", split[0]))
-        elif attempt(option, split[0]) is not None:
-            enough = min(enough, pricier * dollars)
+    while estimates:
+        wave, estimates = estimates[:jobs], estimates[jobs:]
+        met = len(needs)
+        attempt([(option, split[0]) for dollars, option in wave if dollars <= enough])
+        for dollars, option in wave:
+            if dollars > enough:
+                dropped.append(Dropped(option, f"not simulated: about ${dollars:,.2f} an hour", split[0]))
+        if len(needs) > met:
+            enough = min(enough, pricier * wave[0][0])
     needs.sort(key=_dollars)
     if len(split) > 1:
         again = [one.deployment for one in dropped if not one.reason.startswith("not simulated")]
-        for option in again + [replace(need.deployment, pools=Pools()) for need in needs[:1]]:
-            attempt(option, split[1])
+        again += [replace(need.deployment, pools=Pools()) for need in needs[:1]]
+        attempt([(option, split[1]) for option in again])
     return Found(sorted(needs, key=_dollars), dropped)
+
+
+def _all_needed(tried: Sequence[Attempt], demand: Demand, jobs: int) -> list[Need | str]:
+    if jobs < 2 or len(tried) < 2:
+        return [workers_needed(option, demand, apart) for option, apart in tried]
+    with ProcessPoolExecutor(min(jobs, len(tried)), get_context("spawn")) as pool:
+        kinds, splits = zip(*tried, strict=True)
+        return list(pool.map(workers_needed, kinds, [demand] * len(tried), splits))
 
 
 def _by_estimate(options: Sequence[Deployment], demand: Demand) -> tuple[list[tuple[float, Deployment]], list[Dropped]]:
