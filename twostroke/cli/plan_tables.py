@@ -88,6 +88,8 @@ def show_needs(found: Found, demand: Demand, highest: float | None, search: bool
     if found.needs:
         console.print(table)
         console.print(f"[dim]{simulated(found.needs)}[/dim]")
+        if any(need.prefill for need in found.needs):
+            console.print("[dim]Two pools are simulated only: this version does not run them.[/dim]")
     if highest is not None:
         best = found.needs[0]
         count = f"{best.prefill} prefill + {best.workers} decode" if best.prefill else f"{best.workers}"
