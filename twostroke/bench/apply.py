@@ -45,7 +45,7 @@ def apply(
     """Only the diagnosis when no lever with a setting helps."""
     before = measure(llm, load, model, calibration.machine)
     deployment = deployment_of(llm.arch, settings_document(llm), calibration, weight_bytes)
-    deployment = replace(deployment, lookup=drafts_of(before.lookup()))
+    deployment = replace(deployment, lookup=drafts_of(before.lookup(), calibration.kind))
     found = diagnose(deployment, before.arrivals(), before.served(), targets)
     for effect in found.effects:
         try:

@@ -157,6 +157,12 @@ EXPERIMENTS = (
 )  # fmt: skip
 
 
+DRAFT_MODEL = Experiment(
+    "draft model, open questions", "decode", {"speculate": "off"}, {"speculate": "draft"}, open_questions,
+    "1.5–2.5× for one stream; less in a batch",
+)  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True)
 class Round:
     """How experiments are measured."""
@@ -165,6 +171,7 @@ class Round:
     rounds: int = 3
     quick: bool = False  # smaller loads
     stored: int | None = None  # bytes of the weights in the file
+    drafts: bool = False  # whether the engines have a draft model
 
 
 def measures(how: Round) -> dict[str, Callable[[], Row]]:
@@ -174,7 +181,7 @@ def measures(how: Round) -> dict[str, Callable[[], Row]]:
         "attention kernel": lambda: attention_kernel(open_llm),  # first: plain torch is slower after long contexts
         "KV cache": lambda: kv_cache(open_llm, how.rounds),
     }
-    for experiment in EXPERIMENTS:
+    for experiment in (*EXPERIMENTS, *((DRAFT_MODEL,) if how.drafts else ())):
         found[experiment.name] = partial(measure_experiment, experiment, how)
     for computed in (grouped_queries, sliding_windows, blocks_of_tokens):
         found[computed.__name__.replace("_", " ")] = partial(computed, open_llm)

@@ -226,7 +226,8 @@ def levers(
     with progress_bar(f"fetching {model}") as fetching:
         locate(model, fetching)  # `describe` counts the bytes of the file
     rounds = 1 if quick else rounds
-    how = Round(lambda settings: open_llm(model, base | settings), rounds, quick, describe(model)[1])
+    stored, drafts = describe(model)[1], "draft_model" in base
+    how = Round(lambda settings: open_llm(model, base | settings), rounds, quick, stored, drafts)
     where, rows = f"{model} on {machine_name()}", []
     try:
         with telling("measuring") as say:

@@ -206,7 +206,8 @@ def of_run(run: Run, described: Described, targets: Targets) -> None:
 
     refuse_unsimulated(described.settings)
     config = config_of(run.settings, described.settings)
-    deployment = replace(described.deployment(run.model, {}), config=config, lookup=drafts_of(run.lookup()))
+    deployment = described.deployment(run.model, {})
+    deployment = replace(deployment, config=config, lookup=drafts_of(run.lookup(), deployment.device.kind))
     show_diagnosis(diagnose(deployment, run.arrivals(), run.served(), targets))
 
 

@@ -8,11 +8,12 @@ import pytest
 
 from tests.cost.cases import on_gpu
 from twostroke.cost.answers.levers import LEVERS, Scenario
-from twostroke.cost.model.drafts import MOST, DraftingRoofline, Drafts, Source, best_length, expected_tokens
+from twostroke.cost.model.drafts import DraftingRoofline, Drafts, Source, best_length, expected_tokens
 from twostroke.cost.model.known_models import known_arch
 from twostroke.cost.simulation.deployment import drafts_of
 from twostroke.cost.simulation.trace import Arrival, Contents
 from twostroke.draft.replay import LookupCounts
+from twostroke.draft.speculate import MOST
 
 LOOKUP = next(lever for lever in LEVERS if lever.name == "prompt-lookup")
 
@@ -54,7 +55,7 @@ def test_a_simulated_stream_is_as_fast_as_the_best_length():
 
 def scenario(counts):
     rows = [Arrival(60.0 * n, (Contents(1000 * n).own(200),), 100) for n in range(1, 5)]
-    return Scenario(replace(on_gpu(), lookup=drafts_of(counts)), rows)
+    return Scenario(replace(on_gpu(), lookup=drafts_of(counts, "cuda")), rows)
 
 
 def test_lookup_is_a_lever_where_answers_repeat_text_and_says_so_where_not():

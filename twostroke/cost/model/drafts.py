@@ -18,9 +18,8 @@ from typing import NamedTuple
 import numpy as np
 
 from twostroke.cost.model.roofline import Roofline
+from twostroke.draft.speculate import GAIN, MOST
 
-MOST = 16  # drafted tokens of one stream and step
-GAIN = 1.1  # least gain in tokens per second for which the engine drafts (draft/speculate.py)
 NEAR = 128  # tokens of context: within so many the gain is taken to be the same
 
 

@@ -20,12 +20,12 @@ from twostroke.cost.simulation.served import Served, Summary, summarize
 from twostroke.cost.simulation.trace import Arrival
 from twostroke.cost.simulation.worker import Jitter
 from twostroke.draft.replay import LookupCounts
-from twostroke.draft.speculate import STREAMS
 from twostroke.model.arch import Arch
 
 # Settings of an engine that a replay takes over. Two others decide what these are: kv_memory gives kv_blocks, and dtype
 # the bytes of the weights, which a replay is given.
 # What `speculate` does depends on the text: a replay takes it over, and uses it where drafts were counted.
+DRAFTED_STREAMS = {"cpu": 2, "cuda": 64}  # with more streams the engine drafts nothing (draft/speculate.py)
 LEFT_OUT = ("kv_memory", "dtype")
 REPLAYED = [name for name, one in SETTINGS.items() if name == "speculate" or not (one.unsimulated or name in LEFT_OUT)]
 
@@ -125,19 +125,21 @@ def config_of(settings: dict[str, Any], changes: dict[str, Any] | None = None) -
     for name, gone in (("kv_memory", "kv_blocks"), ("dtype", "quantize")):
         if name in wanted:
             given.pop(gone, None)
+    if given.get("speculate") == "draft":
+        given["speculate"] = "off"  # a draft model is not replayed: the rates are tuned to what was measured with it
     known = {"seed": 0, **given, **wanted}
     if "max_gap" not in wanted and (not known.get("chunked_prefill", True) or known.get("policy") == "prefill-first"):
         known.pop("max_gap", None)
     return make_config(**known)
 
 
-def drafts_of(counts: LookupCounts) -> Drafts | None:
-    """From a replay of prompt lookup over answers; None where there were none."""
+def drafts_of(counts: LookupCounts, kind: str) -> Drafts | None:
+    """From a replay of prompt lookup over answers, on a kind of device; None where there were none."""
     if not counts.steps:
         return None
     kinds = zip(counts.covered, counts.tried, counts.right, strict=True)
     sources = (Source(covered / counts.steps, right / tried) for covered, tried, right in kinds if tried)
-    return Drafts(tuple(sources), STREAMS)
+    return Drafts(tuple(sources), DRAFTED_STREAMS[kind])
 
 
 def deployment_of(

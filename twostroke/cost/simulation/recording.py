@@ -56,7 +56,7 @@ def read_recording(
         raise InputError(f"the server's settings, steps or arrivals are not in the known form ({error!r}).") from None
     found = rates or rates_of(log, deployment)
     deployment = deployment_of(arch, values, replace(made, rates=found), settings["weight_bytes"])
-    deployment = replace(deployment, lookup=drafts_of(read_counts(arrivals.get("lookup"))))
+    deployment = replace(deployment, lookup=drafts_of(read_counts(arrivals.get("lookup")), made.kind))
     first = min((one["time"] for one in rows), default=0.0)
     times = token_times(steps["steps"])
     return Recording(
