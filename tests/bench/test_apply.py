@@ -150,10 +150,28 @@ def test_bench_in_process_and_its_files(llama_folder, tmp_path):
 
 
 def test_plan_needs_no_model_file():
-    shown = command("plan", "llama-3-8b", "--hardware", "h200", "-w", "rag", "--ttft", 0.5, "--tpot", 0.03, "-n", 60)
+    shown = command("plan", "llama-3-8b", "--hardware", "h200", "-w", "rag", "--ttft", 0.5, "--tpot", 0.03, "-n", 60,
+                    "--precision", "bfloat16")  # fmt: skip
     assert "131,072 bytes" in shown and "workers" in shown
-    assert "misses them" in command("plan", "llama-3-70b", "--hardware", "a100", "--gpus", 2, "--tpot", 0.001,
-                                    "-n", 60, code=1)  # fmt: skip
+    for part in ("80% of 4,800 GB/s", "memory holds the K and V", "requests/s within the targets", "of load", "hits"):
+        assert part in shown, part
+    assert "busy" not in shown
+    shown = command("plan", "llama-3-70b", "--hardware", "a100", "--gpus", 2, "--tpot", 0.001, "-n", 60, code=1)
+    assert shown.count("left out, a request alone misses the targets") >= 2, "a line for each precision and pool"
+    assert "NVIDIA A100 SXM 80 GB has no products in fp8" in shown
+
+
+def test_plan_with_lengths_and_drafts():
+    shown = command("plan", "llama-3.1-8b", "--prompt", 400, "--output", 50, "--precision", "bfloat16",
+                    "--draft", "llama-3.2-1b", "--acceptance", 0.8)  # fmt: skip
+    assert "requests of 400 + 50 tokens" in shown and "TPOT with drafts of llama-3.2-1b, 80%" in shown
+    for arguments, word in (
+        (("--prompt", 400), "--prompt needs --output too"),
+        (("--prompt", 400, "--output", 5, "-w", "rag"), "--workload has no effect with --prompt"),
+        (("--acceptance", 0.5), "--acceptance is for --draft"),
+    ):
+        result = CliRunner().invoke(app, ["plan", "llama-3.1-8b", *map(str, arguments)])
+        assert result.exit_code != 0 and word in str(result.exception), word
 
 
 def test_diagnose_a_trace_and_a_result(llama_folder, tmp_path, monkeypatch, calibration):

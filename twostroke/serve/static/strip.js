@@ -73,7 +73,8 @@ export class Strip {
     if (timings) rows.push(["queue", "waited", queue, ""]);
     const reads = timings ? ` ${timings.prompt_tokens} tokens${timings.cached_tokens ? `, ${timings.cached_tokens} from the cache` : ""}` : "";
     rows.push(["prefill", timings ? "read" : this.pieces.length ? "first word after" : "waits and reads", prefill, reads]);
-    if (tokens) rows.push(["decode", "wrote", decode, ` ${tokens} tokens`]);
+    const drafts = timings?.drafted_tokens ? ` (${timings.accepted_tokens} of ${timings.drafted_tokens} drafted ones right, ${timings.tokens_per_step.toFixed(1)} a step)` : "";
+    if (tokens) rows.push(["decode", "wrote", decode, ` ${tokens} tokens${drafts}`]);
     this.caption.replaceChildren(
       ...rows.map(([kind, label, value, more]) => element("span", { class: kind }, `${label}${more} `, element("b", {}, seconds(value)))),
       ...(this.pieces.length || timings ? [element("span", { class: "prefill" }, "TTFT ", element("b", {}, seconds(timings ? timings.ttft_s : this.pieces[0])))] : []),
