@@ -112,8 +112,9 @@ def diagnose(
     mismatch = None if served is None else mismatch_of(outcome.summary, base.summary)
     if mismatch is not None:
         said = mismatch_sentence(phase, metric, evidence, outcome.summary, slow, overload, mismatch)
+        untried = [Rejected(lever, "not tried: the replay does not match the measurement") for lever in levers]
         return Diagnosis(
-            phase, metric, said, evidence, outcome.summary, base.summary, [], [], overload, mismatch
+            phase, metric, said, evidence, outcome.summary, base.summary, [], untried, overload, mismatch
         )  # fmt: skip
     price = 1.0 if overload is None else PRICE
     effects, rejected = try_levers(Scenario(deployment, arrivals), base, metric, levers, progress, price)
