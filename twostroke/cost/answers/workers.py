@@ -122,7 +122,8 @@ def highest_rate(
     """The highest rate at which the fleet meets the targets, and how it does then; None: none above a hundredth of the
     guess. `known`: a trial at the guess that met them."""
     low, high, best = (guess, inf, known) if known is not None else (0.0, inf, None)
-    per_second = guess if known is None else RAISED * guess
+    estimate = deployment.workers / _busy_seconds(deployment, arrivals)
+    per_second = guess if known is None else max(RAISED * guess, 0.85 * estimate)
     while high > NEAR * max(low, guess / 100):
         part = _part(deployment, arrivals, per_second)
         load = at_rate(repeat(arrivals, max(MOST_FOR_RATE, 8 * part)), per_second)
