@@ -156,9 +156,10 @@ def test_plan_needs_no_model_file():
     for part in ("80% of 4,800 GB/s", "memory holds the K and V", "requests/s within the targets", "of load", "hits"):
         assert part in shown, part
     assert "busy" not in shown
-    shown = command("plan", "llama-3-70b", "--hardware", "a100", "--gpus", 2, "--tpot", 0.001, "-n", 60, code=1)
-    assert shown.count("left out, a request alone misses the targets") >= 2, "a line for each precision and pool"
-    assert "NVIDIA A100 SXM 80 GB has no products in fp8" in shown
+    shown = command("plan", "llama-3-70b", "--hardware", "a100", "--tpot", 0.001, "-n", 60, code=1)
+    assert "a100, bfloat16: left out, its weights take 141 GB of 80" in shown, "a line for each precision"
+    assert "a100, int8: left out" in shown and "NVIDIA A100 SXM 80 GB has no products in fp8" in shown
+    assert "a100, int4: left out, a request alone misses the targets" in shown
 
 
 def test_plan_with_lengths_and_drafts():

@@ -44,7 +44,7 @@ WRONG = {
     "plan llama-3.1-8b --rate 1e300": "1e-06 to 1e+09 requests a second",
     "bench --rate 1,1e400": "--rate 1,1e400: each must be above 0: 1e-06 to 1e+09",
     "plan llama-3.1-8b --ttft inf": "a number above 0",
-    "plan llama-3-70b --hardware h200": "weights take 141.1 GB; 1 × h200 has 141 GB",
+    "plan llama-3-70b --hardware h200 --precision bfloat16": "weights take 141.1 GB; 1 × h200 has 141 GB",
     "plan llama-3.1-8b --hardware l4 --precision float32": "use more devices or a narrower precision",
     "plan llama-3.1-8b --trace nosuch": "--trace nosuch: no such file: give its path, or one of azure-code",
     "plan llama-3.1-8b --trace azure-conv -w rag": "has no effect with --trace",

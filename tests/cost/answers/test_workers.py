@@ -118,6 +118,6 @@ def test_copies_of_a_small_fleet_are_neither_overrun_nor_half_idle(split):
     fast = replace(deployment(device="h200"), config=make_config(max_model_len=4096, max_requests=64, seed=0))
     need = workers_needed(fast, Demand(rows, 100_000.0, Targets(1.0, 0.1)), split)
     assert isinstance(need, Need) and need.workers > 100 and (need.prefill > 0) == split
-    for times, kept_up in ((1.0, True), (1.6, False)):
-        long = at_rate(repeat(rows, 1500), times * 100_000.0 / need.copies)
+    for times, count, kept_up in ((1.0, 1500, True), (1.6, 4000, False)):
+        long = at_rate(repeat(rows, count), times * 100_000.0 / need.copies)
         assert Targets(1.0, 0.1).met_by_share(need.deployment.run(long).served, 0.9) == kept_up

@@ -27,6 +27,7 @@ CLOSE = 0.03  # standard error of a 95th percentile that is steady, as a share o
 SURE = 2.0  # standard errors between the share that meets the targets and SHARE
 LAG = 0.02  # growth of the requests under way, as a share of the arrivals, from which on a queue grows
 FAR = 0.2  # the same where the simulation stops at once
+UNKNOWN = 1e9  # seconds: a percentile of a part without an answer
 CHANCE = 2.5  # square roots of the requests under way: growth by less than this may be chance
 
 
@@ -106,7 +107,7 @@ def judge(fleet: Fleet, load: Sequence[Arrival], targets: Targets, first: int, l
         elif fleet.now - served.arrival > targets.ttft + targets.tpot * arrival.output:
             missed += 1
     if not ttfts:
-        return Part(0.0 if missed else 1.0, inf, inf)
+        return Part(0.0 if missed else 1.0, UNKNOWN, UNKNOWN)
     return Part(met / max(1, met + missed), float(np.percentile(ttfts, 95)), float(np.percentile(tpots, 95)))
 
 

@@ -26,11 +26,11 @@ from twostroke.model.arch import Arch
 STEADY = 2.0  # length of a part of the load, in typical request durations
 LARGEST_PART = 500  # requests; a load with larger parts is served by copies of a small fleet
 MOST_SIMULATED = 64  # workers; a larger fleet is made of copies of a smaller one
-MOST_IN_UNIT = 8  # workers of one copy
+MOST_IN_UNIT = 4  # workers of one copy
 NEAR = 1.06  # precision of a highest rate, as a factor
 RAISED = 1.25  # factor by which a rate is raised while the fleet meets the targets
 ROUGH = 0.1  # standard error of a percentile where only the number of workers or a highest rate is wanted
-MOST_FOR_RATE = 1200  # requests of a simulation that looks for a highest rate
+MOST_FOR_RATE = 1000  # requests of a simulation that looks for a highest rate
 GPUS = (1, 2, 4, 8)
 PRICIER = 1.75  # options with an estimate above this multiple of the cheapest that meets the targets are not simulated
 
