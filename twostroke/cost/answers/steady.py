@@ -22,7 +22,7 @@ from twostroke.cost.simulation.trace import Arrival
 SHARE = 0.95  # of the requests that must meet the targets
 PART = 100  # fewest requests in a part
 FEWEST = 6  # parts that must have been judged before a fleet is accepted
-MOST = 3000  # requests in one simulation
+MOST = 4000  # requests in one simulation
 CLOSE = 0.03  # standard error of a 95th percentile that is steady, as a share of it
 SURE = 2.0  # standard errors between the share that meets the targets and SHARE
 LAG = 0.02  # growth of the requests under way, as a share of the arrivals, from which on a queue grows
