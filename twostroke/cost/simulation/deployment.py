@@ -20,12 +20,12 @@ from twostroke.cost.simulation.served import Served, Summary, summarize
 from twostroke.cost.simulation.trace import Arrival
 from twostroke.cost.simulation.worker import Jitter
 from twostroke.draft.replay import LookupCounts
+from twostroke.draft.speculate import STREAMS
 from twostroke.model.arch import Arch
 
 # Settings of an engine that a replay takes over. Two others decide what these are: kv_memory gives kv_blocks, and dtype
 # the bytes of the weights, which a replay is given.
 # What `speculate` does depends on the text: a replay takes it over, and uses it where drafts were counted.
-DRAFTED_STREAMS = {"cpu": 2, "cuda": 64}  # with more streams the engine drafts nothing (draft/speculate.py)
 LEFT_OUT = ("kv_memory", "dtype")
 REPLAYED = [name for name, one in SETTINGS.items() if name == "speculate" or not (one.unsimulated or name in LEFT_OUT)]
 
@@ -139,7 +139,7 @@ def drafts_of(counts: LookupCounts, kind: str) -> Drafts | None:
         return None
     kinds = zip(counts.covered, counts.tried, counts.right, strict=True)
     sources = (Source(covered / counts.steps, right / tried) for covered, tried, right in kinds if tried)
-    return Drafts(tuple(sources), DRAFTED_STREAMS[kind])
+    return Drafts(tuple(sources), STREAMS[kind])
 
 
 def deployment_of(
