@@ -8,7 +8,7 @@ import pytest
 
 from tests.cost.cases import on_gpu
 from twostroke.cost.answers.levers import LEVERS, Scenario
-from twostroke.cost.model.drafts import DraftingRoofline, Drafts, Source, best_length, expected_tokens
+from twostroke.cost.model.drafts import DraftingRoofline, Drafts, Source, best_length, expected_tokens, right_for
 from twostroke.cost.model.known_models import known_arch
 from twostroke.cost.simulation.deployment import drafts_of
 from twostroke.cost.simulation.trace import Arrival, Contents
@@ -25,6 +25,12 @@ def always(right, **more):
 def test_expected_tokens_are_the_sum_of_powers():
     assert expected_tokens(0.8, 4) == pytest.approx(1 + 0.8 + 0.8**2 + 0.8**3 + 0.8**4)
     assert expected_tokens(1.0, 4) == 5 and expected_tokens(0.0, 4) == 1
+
+
+def test_drafts_that_are_right_to_the_end_or_wrong_at_once_bring_what_they_brought():
+    assert expected_tokens(right_for(4.0, 8), 8) == pytest.approx(5.0, rel=1e-3)
+    assert right_for(4.0, 8) < 36 / 40.5, "the share of right tokens where half of the drafts are right"
+    assert right_for(0.0, 8) == pytest.approx(0.0, abs=1e-4) and right_for(8.0, 8) > 0.999
 
 
 def test_the_length_grows_with_acceptance_and_shrinks_with_streams():

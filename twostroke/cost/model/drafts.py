@@ -59,6 +59,16 @@ def expected_tokens(right: float, length: int) -> float:
     return float(length + 1) if right >= 1 else (1 - right ** (length + 1)) / (1 - right)
 
 
+def right_for(accepted: float, length: int) -> float:
+    """The probability with which drafts of this length bring so many tokens on average. Some drafts are right to the end
+    and others wrong at once: the share of right tokens alone would promise more than they bring."""
+    low, high = 0.0, 1.0
+    for _ in range(20):
+        middle = (low + high) / 2
+        low, high = (middle, high) if expected_tokens(middle, length) - 1 < accepted else (low, middle)
+    return low
+
+
 def verify_seconds(line: Roofline, streams: int, context: int, length: int) -> float:
     """A step in which each stream verifies a draft of this length."""
     rows = streams * (1 + length)

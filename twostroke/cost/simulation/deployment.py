@@ -12,14 +12,14 @@ from typing import Any
 from twostroke.config import SETTINGS, Config, Resolved, make_config, resolve
 from twostroke.cost.model.calibration import Calibration
 from twostroke.cost.model.devices import Device
-from twostroke.cost.model.drafts import DraftingRoofline, Drafts, Source
+from twostroke.cost.model.drafts import DraftingRoofline, Drafts, Source, right_for
 from twostroke.cost.model.rates import Rates, datasheet_rates, narrow_read
 from twostroke.cost.model.roofline import ModelCost, Roofline, model_cost
 from twostroke.cost.simulation.fleet import Fleet, Pools
 from twostroke.cost.simulation.served import Served, Summary, summarize
 from twostroke.cost.simulation.trace import Arrival
 from twostroke.cost.simulation.worker import Jitter
-from twostroke.draft.replay import LookupCounts
+from twostroke.draft.replay import GUESSED, LookupCounts
 from twostroke.draft.speculate import STREAMS
 from twostroke.model.arch import Arch
 
@@ -138,7 +138,9 @@ def drafts_of(counts: LookupCounts, kind: str) -> Drafts | None:
     if not counts.steps:
         return None
     kinds = zip(counts.covered, counts.tried, counts.right, strict=True)
-    sources = (Source(covered / counts.steps, right / tried) for covered, tried, right in kinds if tried)
+    sources = (
+        Source(covered / counts.steps, right_for(right / covered, GUESSED)) for covered, tried, right in kinds if tried
+    )
     return Drafts(tuple(sources), STREAMS[kind])
 
 
