@@ -60,8 +60,8 @@ def expected_tokens(right: float, length: int) -> float:
 
 
 def right_for(accepted: float, length: int) -> float:
-    """The probability with which drafts of this length bring so many tokens on average. Some drafts are right to the end
-    and others wrong at once: the share of right tokens alone would promise more than they bring."""
+    """The probability with which drafts of this length bring so many tokens on average. Some drafts are right to their
+    end and others wrong at once: the share of right tokens alone would promise more than they bring."""
     low, high = 0.0, 1.0
     for _ in range(20):
         middle = (low + high) / 2
