@@ -40,7 +40,9 @@ def test_prompts_are_shared_out_as_the_kernels_do_it(model):
     for _ in range(60):
         chunks = [(rng.choice((0, 100, 1024, 2048, 8192)), rng.choice((2, 48, 192, 768, 2048, 6144)))
                   for _ in range(rng.choice((1, 1, 3)))]  # fmt: skip
-        request = SimpleNamespace(row=0, params=SamplingParams(), tokens=[0] * 99_999, output_length=0, sample=0)
+        request = SimpleNamespace(
+            row=0, params=SamplingParams(), tokens=[0] * 99_999, output_length=0, sample=0, scores_prompt=False
+        )
         plan = Plan(0, tuple(Work(request, start, count) for start, count in chunks))
         counts, contexts = np.array([c for _, c in chunks]), np.array([s + c for s, c in chunks])
         mine = cuda.cut_step(counts, contexts, kind)
