@@ -1,7 +1,7 @@
 """The clients that have a virtual environment of their own, and how to make it.
 
-    python -m tests.clients.environments FOLDER             makes all of them, one after the other
-    TWOSTROKE_CLIENTS=FOLDER python -m pytest -m clients     runs the clients against a real server
+python -m tests.clients.environments FOLDER             makes all of them, one after the other
+TWOSTROKE_CLIENTS=FOLDER python -m pytest -m clients     runs the clients against a real server
 """
 
 from __future__ import annotations

@@ -34,7 +34,12 @@ def settings(server: Server, **more: str) -> dict[str, str]:
     """The environment variables of a client. It must not find another server, nor send anything elsewhere."""
     kept = {name: value for name, value in os.environ.items() if name in ("PATH", "HOME", "LANG", "TMPDIR")}
     mine = {"TWOSTROKE_URL": server.url, "TWOSTROKE_KEY": KEY, "TWOSTROKE_MODEL": server.model}
-    quiet = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "DO_NOT_TRACK": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+    quiet = {
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_OFFLINE": "1",
+        "DO_NOT_TRACK": "1",
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+    }
     return {**kept, **mine, **quiet, "OPENAI_API_KEY": KEY, "NO_PROXY": "127.0.0.1,localhost", **more}
 
 

@@ -24,8 +24,8 @@ PATIENT = 120.0  # seconds for what takes moments: the machine may be slow and b
 
 
 class Server:
-    """`twostroke serve` as a user starts it, with a checkpoint or a name of the catalog. `code` may change the package before it runs (patience, limits).
-    admin: which of the keys is the admin's."""
+    """`twostroke serve` as a user starts it, with a checkpoint or a name of the catalog. `code` may change the package
+    before it runs (patience, limits). admin: which of the keys is the admin's."""
 
     def __init__(
         self,

@@ -58,7 +58,7 @@ HINTS = {
     "spaces_between_special_tokens": "text is exact, no spaces are added",
     "status": "of an item that the client sends back",
     "store": "nothing is stored",
-    "strict": "a forced call, or a form, always keeps to its schema",
+    "strict": "a form and a forced call always keep to their schema; a call of the model's own choice is only read",
     "summary": "reasoning is given whole",
     "thinking_blocks": "of a message that the client sends back",
     "truncation": "a prompt beyond the context is an error",

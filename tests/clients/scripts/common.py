@@ -1,4 +1,4 @@
-"""What every client script needs: where the server is, and a report of what was run. Imports nothing but the library."""
+"""What every client script needs: where the server is, and a report of what was run. Standard library only."""
 
 from __future__ import annotations
 

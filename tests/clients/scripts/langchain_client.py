@@ -33,7 +33,9 @@ history = [HumanMessage(QUESTION), forced, ToolMessage(get_weather.invoke(call["
 ran("tool result", chat.bind_tools([get_weather]).invoke(history).content is not None)
 responses = ChatOpenAI(model=MODEL, base_url=V1, api_key=KEY, use_responses_api=True, max_tokens=40, max_retries=0)
 ran("responses", responses.invoke("Say hello.").text)
-ran("OpenAI completions", OpenAI(model=MODEL, base_url=V1, api_key=KEY, max_tokens=8, max_retries=0).invoke("Once upon"))
+ran(
+    "OpenAI completions", OpenAI(model=MODEL, base_url=V1, api_key=KEY, max_tokens=8, max_retries=0).invoke("Once upon")
+)
 claude = ChatAnthropic(model=MODEL, base_url=URL, api_key=KEY, max_tokens=40, max_retries=0, timeout=300)
 ran("ChatAnthropic", claude.invoke("Say hello.").content)
 bound = claude.bind_tools([get_weather], tool_choice="get_weather")
