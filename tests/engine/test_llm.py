@@ -254,13 +254,13 @@ def test_roles_are_those_of_the_server(llm):
 
 
 def test_the_error_of_an_answer(llm):
-    class Broken(Exception):
+    class BrokenError(Exception):
         pass
 
     runner, real = llm.engine.core.runner, llm.engine.core.runner.launch
 
     def launch(plan):
-        raise Broken("on purpose")
+        raise BrokenError("on purpose")
 
     runner.launch = launch
     try:
