@@ -75,3 +75,11 @@ def test_javascript(script: str, tool_server: Server) -> None:
         pytest.skip("js: its environment is not there; make it with tests/clients/environments.py")
     env = settings(tool_server, TWOSTROKE_NODE=str(folder / "js"))
     check_report(run(["node", SCRIPTS / f"{script}.mjs"], env))
+
+
+def test_the_text_between(tool_server: Server) -> None:
+    """`suffix`, with a model that has tokens for filling in the middle."""
+    with tool_server.client() as client:
+        body = {"prompt": "def add(a, b):\n    return ", "suffix": "\n\nprint(add(1, 2))\n", "temperature": 0}
+        text = client.post("/v1/completions", json={**body, "max_tokens": 20}).json()["choices"][0]
+    assert text["text"].strip() == "a + b" and text["finish_reason"] == "stop", text

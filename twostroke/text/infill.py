@@ -35,7 +35,7 @@ class Infill(NamedTuple):
 def infill_of(tokenizer: Tokenizer) -> Infill | None:
     """None: the model has no tokens for this."""
     for marks in MARKS:
-        ids = [number for mark in marks if (number := tokenizer.token_id(mark)) in tokenizer.special_ids]
+        ids = [number for mark in marks if (number := tokenizer.token_id(mark)) is not None]
         if len(ids) == len(marks):
             ends = tuple(number for mark in ENDS if (number := tokenizer.token_id(mark)) is not None)
             prefix, suffix, middle = ids

@@ -15,8 +15,8 @@ import requests
 sys.modules.setdefault("wget", types.ModuleType("wget"))  # only for models that are not fetched here
 sys.modules.setdefault("filelock", types.ModuleType("filelock"))
 
-import openai
-import utils
+import openai  # noqa: E402
+import utils  # noqa: E402
 
 WHERE = urlsplit(os.environ["TWOSTROKE_URL"])
 MODEL = os.environ["TWOSTROKE_MODEL"]
