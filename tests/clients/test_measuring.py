@@ -90,7 +90,7 @@ def test_aiperf(chat_server: Server, tokenizer_folder: Path, tmp_path: Path) -> 
         "--extra-inputs", "ignore_eos:true", "--artifact-dir", str(tmp_path), "--ui-type", "none",
         "--no-gpu-telemetry", "--no-server-metrics",
     ]  # fmt: skip
-    run(command, settings(chat_server), cwd=tmp_path)
+    run(command, settings(chat_server, HF_HUB_OFFLINE="0"), cwd=tmp_path)  # offline it takes folders for hub names
     report = json.loads(next(tmp_path.rglob("profile_export_aiperf.json")).read_text())
     assert report["request_count"]["avg"] == REQUESTS and not report.get("error_request_count", {}).get("avg")
     agree("TTFT", report["time_to_first_token"]["avg"] / 1000, observed.mean("ttft_s", REQUESTS))
@@ -106,7 +106,7 @@ output_type: OUTPUT
 doc_to_text: "The capital of {{country}} is"
 METRIC
 """
-CHOICES = 'doc_to_choice: ["Paris", "Rome", "Tokyo"]\ndoc_to_target: "{{answer}}"\nmetric_list: [{metric: acc}]'
+CHOICES = 'doc_to_choice: ["Paris", "Rome", "Tokyo"]\ndoc_to_target: label\nmetric_list: [{metric: acc}]'
 WRITTEN = (
     'doc_to_target: "{{answer}}"\ngeneration_kwargs: {until: ["."], max_gen_toks: 8}\n'
     "metric_list: [{metric: exact_match}]"
@@ -127,7 +127,8 @@ def test_lm_eval(
     lm_eval = program("lmeval", "lm_eval")
     data = tmp_path / "capitals.jsonl"
     known = {"France": "Paris", "Italy": "Rome", "Japan": "Tokyo"}
-    data.write_text("\n".join(json.dumps({"country": name, "answer": city}) for name, city in known.items()))
+    rows = [{"country": name, "answer": city, "label": n} for n, (name, city) in enumerate(known.items())]
+    data.write_text("\n".join(map(json.dumps, rows)))
     text = TASK.replace("FILE", str(data)).replace("OUTPUT", output).replace("METRIC", metric)
     (tmp_path / "capitals.yaml").write_text(text)
     arguments = (

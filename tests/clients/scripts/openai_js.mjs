@@ -21,12 +21,13 @@ for await (const chunk of await client.chat.completions.create({ ...common, stre
 check("stream", text === whole.choices[0].message.content);
 const parameters = { type: "object", properties: { city: { type: "string" } }, required: ["city"] };
 const tools = [{ type: "function", function: { name: "get_weather", description: "Weather of a city.", parameters } }];
-const question = [{ role: "user", content: "What is the weather in Paris?" }];
+const question = [{ role: "user", content: "What is the weather in Paris? Use the tool." }];
 const called = await client.chat.completions.create({ ...common, messages: question, tools, tool_choice: "required" });
 check("tools", called.choices[0].message.tool_calls[0].function.name === "get_weather");
 const runner = client.chat.completions.runTools({
   ...common,
   max_completion_tokens: 400,
+  temperature: undefined,
   messages: question,
   tools: [
     {
