@@ -7,6 +7,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+import tokenizers
 
 from tests.clients import environments
 from tests.clients.test_heavy import interpreter, run, settings
@@ -25,7 +26,9 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model's tokenizer as transformers reads it: these programs make prompts of a given length."""
     folder = tmp_path_factory.mktemp("tokenizer")
     tokenizer = open_tokenizer(open_checkpoint(fetch(DEFAULT)))
-    tokenizer._vocabulary.encoder.save(str(folder / "tokenizer.json"))
+    encoder = tokenizers.Tokenizer.from_str(tokenizer._vocabulary.encoder.to_str())
+    encoder.decoder = tokenizers.decoders.ByteLevel()  # this engine decodes bytes itself
+    encoder.save(str(folder / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "model_max_length": 8192}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
@@ -90,7 +93,9 @@ def test_aiperf(chat_server: Server, tokenizer_folder: Path, tmp_path: Path) -> 
         "--extra-inputs", "ignore_eos:true", "--artifact-dir", str(tmp_path), "--ui-type", "none",
         "--no-gpu-telemetry", "--no-server-metrics",
     ]  # fmt: skip
-    run(command, settings(chat_server, HF_HUB_OFFLINE="0"), cwd=tmp_path)  # offline it takes folders for hub names
+    env = settings(chat_server)
+    del env["HF_HUB_OFFLINE"]  # with it, a folder is taken for a name of the hub
+    run(command, env, cwd=tmp_path)
     report = json.loads(next(tmp_path.rglob("profile_export_aiperf.json")).read_text())
     assert report["request_count"]["avg"] == REQUESTS and not report.get("error_request_count", {}).get("avg")
     agree("TTFT", report["time_to_first_token"]["avg"] / 1000, observed.mean("ttft_s", REQUESTS))
@@ -136,7 +141,7 @@ def test_lm_eval(
         f"tokenizer={tokenizer_folder},tokenizer_backend=huggingface,tokenized_requests=False"
     )
     command = [lm_eval, "run", "--model", model, "--model_args", arguments, "--tasks", "capitals", "--include_path",
-               tmp_path, "--output_path", tmp_path / "out"]  # fmt: skip
+               tmp_path, "--log_samples", "--output_path", tmp_path / "out"]  # fmt: skip
     if "chat" in model:
         command.append("--apply_chat_template")
     run(command, settings(chat_server), cwd=tmp_path)

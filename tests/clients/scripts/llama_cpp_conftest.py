@@ -37,10 +37,12 @@ def with_our_model(data):
 
 
 def renamed(method):
-    def call(*arguments, **named):
+    def call(url, **named):
+        for route in ("/chat/completions", "/completions"):  # theirs are served without a version too
+            url = url if "/v1/" in url else url.replace(route, "/v1" + route)
         if "json" in named:
             named["json"] = with_our_model(named["json"])
-        return method(*arguments, **named)
+        return method(url, **named)
 
     return call
 
