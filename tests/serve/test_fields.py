@@ -140,7 +140,7 @@ def test_usage_in_every_chunk(client: httpx.Client) -> None:
         text = client.post(path, json={**body, "ignore_eos": True, "stream": True, "stream_options": options}).text
         chunks = [json.loads(line) for line in events(text)[:-1]]
         counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
-        assert counts == sorted(counts) and counts[-1] == body["max_tokens"] and len(set(counts)) > 2
+        assert counts == sorted(counts) and counts[-1] == body["max_tokens"] and len(set(counts)) > 2, counts
         assert all(chunk["usage"]["prompt_tokens"] > 0 for chunk in chunks)
 
 

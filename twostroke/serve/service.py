@@ -111,10 +111,11 @@ class Generation:
         for prompt, answer in zip(self.stream.prompts, firsts, strict=True):
             self.service.recent.add(self.exchange.caller.salt, prompt + answer.sample.token_ids)
 
-    def usage(self, silent: bool = False) -> dict[str, Any]:
-        """In OpenAI's form. silent: the one token that an answer must have was not asked for."""
+    def usage(self, written: int | None = None) -> dict[str, Any]:
+        """In OpenAI's form. written: tokens that count as written; None: all."""
         firsts = [answer.sample.timeline for answer in self.stream.answers[:: self.stream.params.n]]
-        written = 0 if silent else sum(len(answer.sample.token_ids) for answer in self.stream.answers)
+        if written is None:
+            written = sum(len(answer.sample.token_ids) for answer in self.stream.answers)
         prompt = sum(len(tokens) for tokens in self.stream.prompts)
         return usage.openai_usage(prompt, sum(timeline.cached_tokens for timeline in firsts), written)
 

@@ -197,7 +197,8 @@ class ChatWriter(sse.Writer):
         self.tokenizer = generation.service.tokenizer
         self.head = generation.service.head("chatcmpl-")
         self.include_usage = request.include_usage
-        self.usage_in_chunks = request.usage_in_chunks
+        self.usage_in_chunks = self.whole_events = request.usage_in_chunks
+        self.written = 0  # tokens of the chunks so far
         self.begun: set[int] = set()  # choices whose role was sent
         self.text_events = sse.TextEvents(lambda choice, text: self._chunk(choice, {"content": text}))
 
@@ -222,6 +223,7 @@ class ChatWriter(sse.Writer):
 
     def piece(self, choice: int, event: StreamEvent) -> bytes:
         reader = self.generation.readers[choice]
+        self.written += len(event.token_ids)
         scores = None if event.logprobs is None else chat_logprobs(self.tokenizer, event.logprobs)
         deltas = reader.push(event)
         if not deltas and not scores and event.finish_reason is None:
@@ -257,7 +259,7 @@ class ChatWriter(sse.Writer):
     def _usage(self) -> dict[str, Any]:
         """Of a chunk: so far, or null where only the last chunk has it."""
         if self.usage_in_chunks:
-            return {"usage": self.generation.usage()}
+            return {"usage": self.generation.usage(self.written)}
         return {"usage": None} if self.include_usage else {}
 
     def _document(self, choices: list[dict[str, Any]]) -> dict[str, Any]:

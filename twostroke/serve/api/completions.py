@@ -128,6 +128,8 @@ class CompletionWriter(sse.Writer):
         self.head = {**generation.service.head("cmpl-"), "object": "text_completion"}
         self.request = request
         self.echo = echo
+        self.whole_events = request.usage_in_chunks
+        self.tokens = 0  # of the chunks so far
         self.written: dict[int, int] = {}  # characters with log probabilities so far, by choice
         self.text_events = sse.TextEvents(lambda choice, text: self._event([chunk(choice, text)]))
 
@@ -152,7 +154,12 @@ class CompletionWriter(sse.Writer):
                 scores = text_logprobs(self.tokenizer, tokens, every, 0)
             reason = "length" if request.silent else sample.finish_reason
             choices.append(chunk(index, text, reason, scores) | generation.choice_extras(index))
-        return {**self.head, "choices": choices, "usage": generation.usage(request.silent), **generation.extras()}
+        return {
+            **self.head,
+            "choices": choices,
+            "usage": generation.usage(0 if request.silent else None),
+            **generation.extras(),
+        }
 
     def piece(self, choice: int, event: StreamEvent) -> bytes:
         written = b""
@@ -162,6 +169,7 @@ class CompletionWriter(sse.Writer):
                 scores = self.echo.scores(choice) if self.request.logprobs is not None else None
                 written = self._text(choice, self.echo.text(choice), self.echo.tokens(choice), scores)
         text, reason = event.text, event.finish_reason
+        self.tokens += 0 if self.request.silent else len(event.token_ids)
         if self.request.silent:
             text, reason = "", "length" if reason else None
         if text or event.logprobs:
@@ -183,13 +191,13 @@ class CompletionWriter(sse.Writer):
     def _event(self, choices: list[dict[str, Any]], extras: dict[str, Any] | None = None) -> bytes:
         usage: dict[str, Any] = {"usage": None} if self.request.include_usage else {}
         if self.request.usage_in_chunks:
-            usage = {"usage": self.generation.usage(self.request.silent)}
+            usage = {"usage": self.generation.usage(self.tokens)}
         return sse.data({**self.head, "choices": choices, **(extras or {}), **usage})
 
     def end(self) -> bytes:
         if not self.request.include_usage:
             return sse.DONE
-        usage = self.generation.usage(self.request.silent)
+        usage = self.generation.usage(0 if self.request.silent else None)
         return sse.data({**self.head, "choices": [], "usage": usage}) + sse.DONE
 
     def problem(self, error: ApiError) -> bytes:
