@@ -137,7 +137,8 @@ def test_refusals_of_the_other_apis(client: httpx.Client, server: Server) -> Non
 def test_usage_in_every_chunk(client: httpx.Client) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     for path, body in (("/v1/chat/completions", CHAT), ("/v1/completions", {"prompt": "Once", "max_tokens": 4})):
-        text = client.post(path, json={**body, "ignore_eos": True, "stream": True, "stream_options": options}).text
+        more = {"ignore_eos": True, "speculate": False, "stream": True, "stream_options": options}
+        text = client.post(path, json={**body, **more}).text
         chunks = [json.loads(line) for line in events(text)[:-1]]
         counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
         assert counts == sorted(counts) and counts[-1] == body["max_tokens"] and len(set(counts)) > 2, counts
