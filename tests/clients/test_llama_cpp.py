@@ -26,7 +26,6 @@ OTHER = {  # what they ask of llama.cpp alone
     "test_compat_anthropic.py::test_anthropic_thinking_with_reasoning_model[False]",  # a model from the hub
     "test_compat_anthropic.py::test_anthropic_thinking_with_reasoning_model[True]",
     "test_compat_oai_responses.py::test_responses_with_openai_library",  # words of its own model
-    "test_compat_oai_responses.py::test_responses_stream_with_openai_library",
     "test_compat_oai_responses.py::test_responses_stream_with_llama_telemetry",  # fields of its own
 }
 pytestmark = pytest.mark.clients
