@@ -13,6 +13,7 @@ from twostroke.engine.answer import Answer, Output, StreamEvent
 from twostroke.engine.build import Engine, build_engine
 from twostroke.engine.intake import Prompt
 from twostroke.engine.interrupt import interrupt_deferred
+from twostroke.engine.several import as_list, params_for
 from twostroke.errors import InputError
 from twostroke.sampling import SamplingParams
 from twostroke.text.conversation import render_conversation
@@ -196,24 +197,3 @@ class LLM:
                     event = self.engine.core.abort(answer.request.id) if not answer.finished else None
                     if event is not None:
                         self._deliver(event)
-
-
-def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt (a string, or a flat list of token ids) or several."""
-    if isinstance(prompts, str):
-        return [prompts]
-    if not isinstance(prompts, Sequence):
-        raise InputError(f"prompts must be a string or a list, got {type(prompts).__name__}.")
-    if prompts and all(isinstance(item, int) for item in prompts):
-        return [cast(Prompt, prompts)]
-    return list(cast(Sequence[Prompt], prompts))
-
-
-def params_for(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    if params is None:
-        return [SamplingParams()] * count
-    if isinstance(params, SamplingParams):
-        return [params] * count
-    if len(params) != count or not all(isinstance(one, SamplingParams) for one in params):
-        raise InputError(f"params must be one SamplingParams or a list of {count}, one for each prompt.")
-    return list(params)
