@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from math import isfinite
 from typing import Any, NamedTuple
@@ -102,7 +102,7 @@ class SamplingParams:
 
     max_tokens: int | None = 256  # None: until the model stops or the context is full
     min_tokens: int = 0  # no stop of any kind before this many output tokens
-    temperature: float = 1.0  # 0: greedy
+    temperature: float = 1.0  # 0: greedy. Not set: as the model's generation config says, and so are the next three
     top_k: int = 0  # keep the k likeliest; 0: all
     top_p: float = 1.0  # keep the likeliest tokens that together reach this probability
     min_p: float = 0.0  # keep tokens at least this likely relative to the likeliest
@@ -122,6 +122,8 @@ class SamplingParams:
     priority: int = 0  # lower first (policy "priority"; victims of preemption are chosen from the highest)
     deadline: float | None = None  # seconds after arrival by which the first token should be out (policy "deadline")
 
+    given: frozenset[str] = field(init=False, repr=False, compare=False)  # the names that the caller set
+
     def __new__(cls, *positional: Any, **given: Any) -> SamplingParams:
         if positional:
             raise InputError("SamplingParams takes its values by name, as in SamplingParams(temperature=0).")
@@ -130,7 +132,9 @@ class SamplingParams:
                 near = get_close_matches(name, cls.__dataclass_fields__, n=1)
                 hint = f"Did you mean {near[0]!r}?" if near else f"Known: {', '.join(cls.__dataclass_fields__)}."
                 raise InputError(f"{name}: unknown sampling parameter. {hint}")
-        return object.__new__(cls)
+        made = object.__new__(cls)
+        object.__setattr__(made, "given", frozenset(given))
+        return made
 
     def __post_init__(self) -> None:
         if self.top_p == 0.0:
@@ -168,6 +172,13 @@ class SamplingParams:
             if not is_whole(token) or not is_number(value) or not -100.0 <= value <= 100.0:
                 raise InputError(f"logit_bias: {token!r}: {value!r} must map a token id to a number from -100 to 100.")
         object.__setattr__(self, "logit_bias", dict(bias))
+
+    def with_defaults(self, defaults: Mapping[str, float]) -> SamplingParams:
+        """The same with a model's values where the caller set none. A caller that sets the temperature has chosen how
+        to sample, and nothing is added."""
+        chosen = "temperature" in self.given
+        missing: dict[str, Any] = {} if chosen else {n: v for n, v in defaults.items() if n not in self.given}
+        return replace(self, **missing) if missing else self
 
     def check_vocabulary(self, vocab: int) -> None:
         """Token ids must name rows of the logits, or they would reach memory that is not theirs."""

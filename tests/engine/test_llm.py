@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import threading
 
 import pytest
 
-from twostroke import LLM, ConfigError, InputError, ModelError, SamplingParams
+from twostroke import LLM, ConfigError, Grammar, InputError, ModelError, SamplingParams
 
 GREEDY = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
 
@@ -228,3 +230,65 @@ def test_every_sampling_parameter_together(llm):
     first, second = llm.generate(["Once upon", "Once upon"], params)
     assert [s.token_ids for s in first.samples] == [s.token_ids for s in second.samples]
     assert all(8 not in s.token_ids and len(s.token_ids) >= 4 for s in first.samples)
+
+
+def test_a_closed_model_is_refused_and_leaves_no_process(llama_folder):
+    with LLM(llama_folder) as llm:
+        assert llm.chat([{"role": "user", "content": "hi"}], GREEDY).error is None
+        grammar = SamplingParams(max_tokens=4, temperature=0, grammar=Grammar("regex", "a+"))
+        llm.generate("Once", grammar)
+        children = [llm.tokenizer.chat._process, llm.engine.intake.grammars.checker.process]
+        assert all(child._child is not None for child in children)
+    assert all(child._child is None for child in children)
+    with pytest.raises(InputError, match="closed"):
+        llm.generate("Once", GREEDY)
+    llm.close()
+
+
+def test_roles_are_those_of_the_server(llm):
+    with pytest.raises(InputError, match=r"messages\[1\].role: must be one of system, developer, user"):
+        llm.chat([{"role": "user", "content": "hi"}, {"role": "king", "content": "hi"}])
+    turns = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "hi"}]
+    same = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
+    assert llm.chat(turns, GREEDY).prompt_token_ids == llm.chat(same, GREEDY).prompt_token_ids
+
+
+def test_the_error_of_an_answer(llm):
+    class BrokenError(Exception):
+        pass
+
+    runner, real = llm.engine.core.runner, llm.engine.core.runner.launch
+
+    def launch(plan):
+        raise BrokenError("on purpose")
+
+    runner.launch = launch
+    try:
+        out = llm.generate("Once", GREEDY)[0]
+    finally:
+        runner.launch = real
+    assert out.finish_reason == "error" and "on purpose" in out.error
+    assert llm.generate("Once", GREEDY)[0].error is None
+
+
+def test_how_a_model_samples_by_itself(llama_folder, tmp_path):
+    """Its generation config decides where the caller sets no temperature; a small model gets a light penalty."""
+    folder = tmp_path / "own"
+    shutil.copytree(llama_folder, folder)
+    written = json.loads((folder / "generation_config.json").read_text())
+    (folder / "generation_config.json").write_text(json.dumps(written | {"temperature": 0.5, "top_k": 7}))
+    with LLM(folder, seed=3) as llm:
+        intake = llm.engine.intake
+        assert intake.defaults == {"temperature": 0.5, "top_k": 7, "repetition_penalty": 1.1}
+
+        def made(**given):
+            return intake.requests([1, 2], SamplingParams(**given), 0.0)[0].params
+
+        assert made(max_tokens=3) == SamplingParams(max_tokens=3, temperature=0.5, top_k=7, repetition_penalty=1.1)
+        assert made(top_k=2) == SamplingParams(temperature=0.5, top_k=2, repetition_penalty=1.1)
+        for chosen in (0, 0.9):
+            assert made(temperature=chosen) == SamplingParams(temperature=chosen)
+        messages = [{"role": "user", "content": "hi"}]
+        assert llm.chat(messages, SamplingParams(seed=1)).token_ids == llm.chat(
+            messages, SamplingParams(seed=1, temperature=0.5, top_k=7, repetition_penalty=1.1)
+        ).token_ids  # fmt: skip

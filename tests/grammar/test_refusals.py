@@ -62,7 +62,6 @@ def nested(count):
         (("json_schema", "[]"), "object"),
         (("json_schema", '{"a": NaN}'), "JSON"),
         (("json_schema", "false"), ""),
-        (("json_schema", {"type": "array", "uniqueItems": True}), "uniqueItems"),
         (("json_schema", {"type": "object", "minProperties": 3}), "minProperties"),
         (("json_schema", {"const": "a\x07"}), "control character"),
         (("json_schema", {"properties": {"a": {"enum": [{"\x1f": 1}]}}}), "control character"),

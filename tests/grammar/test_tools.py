@@ -11,6 +11,8 @@ from tests import tiny
 from tests.grammar.walks import start, walk
 from twostroke import LLM, InputError, SamplingParams
 from twostroke.grammar.compile import GrammarCompiler
+from twostroke.grammar.masks import GrammarState
+from twostroke.grammar.schema import close_objects
 from twostroke.grammar.tools import MAX_CALLS, tool_grammar
 from twostroke.sampling import Grammar
 from twostroke.text.parse import Call, StreamParser
@@ -187,3 +189,54 @@ def test_qwen_fills_a_schema(qwen):
         if output.finish_reason == "stop":
             jsonschema.validate(json.loads(output.text), schema)
     assert output.finish_reason == "stop"
+
+
+def test_forced_bytes_leave_the_state_as_it_is(compiler, tokenizer):
+    """Also where the forced text reaches a token that is no text, such as the mark after a call."""
+    mark = tokenizer.token_id("<|im_start|>")
+    state = GrammarState(compiler.compile(Grammar("ebnf", f'start: "ab" <[{mark}]>')))
+    for token in (*tokenizer.encode("ab", add_special=False), mark):
+        assert b"\xff" not in state.forced_bytes()
+        allowed, may_end = state.next_tokens()
+        assert allowed[token] and not may_end
+        state.advance(token)
+    assert state.forced_bytes() == b"" and state.next_tokens()[1]
+
+
+@pytest.mark.parametrize("form", [HERMES, LLAMA, MISTRAL], ids=lambda form: form.family)
+def test_calls_or_a_form(compiler, tokenizer, form):
+    """With a form of any kind the answer is calls or that form."""
+    auto = read_choice("auto", TOOLS)
+    forms = {
+        Grammar("json_schema", WEATHER): lambda text: jsonschema.validate(json.loads(text), WEATHER),
+        Grammar("regex", "[0-9]{2}"): int,
+        Grammar("ebnf", 'root ::= call\ncall ::= "yes" | "no"'): {"yes": 1, "no": 1}.__getitem__,
+    }
+    for own, check in forms.items():
+        grammar = tool_grammar(TOOLS, auto, form, None, True, own)
+        kinds = set()
+        for seed in range(8):
+            tokens = walk(compiler, grammar, seed, 400)
+            if tokens is None:
+                continue
+            text = tokenizer.decode(tokens, skip_special=False, at_start=False)
+            try:
+                kinds.add("calls" if calls_in(text, form) else "none")
+            except AssertionError:
+                check(text)
+                kinds.add("form")
+        assert kinds <= {"calls", "form"} and kinds
+    with pytest.raises(ValueError, match="leave out"):
+        tool_grammar(TOOLS, read_choice("required", TOOLS), form, None, True, Grammar("regex", "a"))
+
+
+def test_closed_objects():
+    open_one = {"type": "object", "properties": {"a": {"type": "object", "properties": {"b": {}}}}}
+    closed = close_objects(open_one)
+    assert closed["additionalProperties"] is False is closed["properties"]["a"]["additionalProperties"]
+    for kept in (
+        {"type": "object"}, {"properties": {"a": {}}, "additionalProperties": True}, {"type": "array", "items": {}},
+        {"allOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}], "properties": {"c": {}}},
+        {"enum": [{"properties": {"a": 1}}]},
+    ):  # fmt: skip
+        assert close_objects(kept) == kept

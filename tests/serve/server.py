@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -23,19 +24,20 @@ PATIENT = 120.0  # seconds for what takes moments: the machine may be slow and b
 
 
 class Server:
-    """`twostroke serve` as a user starts it. `code` may change the package before it runs (patience, limits).
-    admin: which of the keys is the admin's."""
+    """`twostroke serve` as a user starts it, with a checkpoint or a name of the catalog. `code` may change the package
+    before it runs (patience, limits). admin: which of the keys is the admin's."""
 
     def __init__(
         self,
-        folder: Path,
+        folder: Path | str,
         *arguments: str,
         code: str = "",
         keys: tuple[str, ...] = (KEY, OTHER_KEY),
         admin: str | None = KEY,
         threads: int = 1,
     ):
-        self.key_file = folder.parent / f"keys-{os.getpid()}-{id(self)}"
+        where = folder.parent if isinstance(folder, Path) else Path(tempfile.gettempdir())
+        self.key_file = where / f"keys-{os.getpid()}-{id(self)}"
         self.key_file.write_text("\n".join(keys) + "\n")
         given = ("--api-key-file", str(self.key_file)) if keys else ()
         if keys and admin is not None:

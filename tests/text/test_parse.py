@@ -20,6 +20,7 @@ from twostroke.text.tools import (
     ToolChoice,
     has_reasoning,
     new_call_id,
+    read_arguments,
     read_choice,
     read_tools,
     tool_format,
@@ -315,9 +316,18 @@ def test_earlier_calls_go_into_templates_as_objects():
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": None, "tool_calls": [call, 3]}]
     parsed = with_parsed_arguments(messages)
     assert parsed[0] is messages[0] and parsed[1]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
-    call["function"]["arguments"] = "{"
-    with pytest.raises(InputError, match=r"messages\[1\].tool_calls"):
-        with_parsed_arguments(messages)
+    call["function"]["arguments"] = '{"a": [1, "tw'
+    cut = with_parsed_arguments(messages)[1]["tool_calls"][0]["function"]["arguments"]
+    assert cut == {"a": [1, "tw"]}  # a call that max_tokens ended can be sent back
+
+
+@pytest.mark.parametrize(
+    ("text", "read"),
+    [("", {}), ("{", {}), ('{"a"', {}), ('{"a": 1', {"a": 1}), ("{a: 1}", {"text": "{a: 1}"}), ("3", {"text": "3"}),
+     ("[1]", {"text": "[1]"}), ("{" * 5000, {"text": "{" * 5000}), ("\ud800", {"text": "\ud800"})],
+)  # fmt: skip
+def test_arguments_of_any_text_are_an_object(text, read):
+    assert read_arguments(text) == read
 
 
 def test_call_ids():

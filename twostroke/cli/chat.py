@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from twostroke.cli.options import MaxTokens, Model, Seed, Settings, Temperature, parse_settings
+from twostroke.cli.options import MaxTokens, Model, Seed, Settings, Temperature, make_params, parse_settings
 from twostroke.cli.terminal import errors, open_llm, phase_table
 from twostroke.errors import InputError
 from twostroke.metrics.timeline import Timeline
@@ -30,13 +30,13 @@ def chat(
     model: Model = DEFAULT,
     system: Annotated[str | None, typer.Option(help="A system message.")] = None,
     max_tokens: MaxTokens = 1024,
-    temperature: Temperature = 0.0,
+    temperature: Temperature = None,
     seed: Seed = None,
     stats: Annotated[bool, typer.Option(help="Print where the time went.")] = False,
     option: Settings = None,
 ) -> None:
     """Ask a question, or talk: the answer streams as it is written."""
-    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
+    params = make_params(max_tokens, temperature, seed)
     if text is not None and not text.strip():
         raise InputError("the question is empty: write one, or leave it out for an interactive chat.")
     session = Chat(open_llm(model, parse_settings(option)), params, system, stats)

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from twostroke.cli.options import MaxTokens, ModelArgument, Seed, Settings, Temperature, parse_settings
+from twostroke.cli.options import MaxTokens, ModelArgument, Seed, Settings, Temperature, make_params, parse_settings
 from twostroke.cli.terminal import errors, open_llm, phase_table
 from twostroke.metrics.timeline import Timeline
-from twostroke.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from twostroke.engine.answer import Output
@@ -22,7 +21,7 @@ def generate(
     model: ModelArgument,
     prompt: Annotated[str, typer.Argument(help="Text to continue; '-' reads it from standard input.")],
     max_tokens: MaxTokens = 256,
-    temperature: Temperature = 0.0,
+    temperature: Temperature = None,
     seed: Seed = None,
     stats: Annotated[bool, typer.Option("--stats", help="Print where the time went.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")] = False,
@@ -31,7 +30,7 @@ def generate(
     """Continue a text exactly as given, without a chat template."""
     if prompt == "-":
         prompt = sys.stdin.read()
-    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
+    params = make_params(max_tokens, temperature, seed)
     llm = open_llm(model, parse_settings(option))
     if as_json:
         output = llm.generate(prompt, params)[0]

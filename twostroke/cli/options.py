@@ -12,6 +12,7 @@ import typer
 from twostroke.cli.terminal import console
 from twostroke.config import SETTINGS, find_setting
 from twostroke.errors import ConfigError
+from twostroke.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from twostroke.cost.simulation.served import Targets
@@ -67,6 +68,12 @@ def refuse_unused(context: typer.Context, reasons: Mapping[str, str]) -> None:
             raise ConfigError(f"{parameter.opts[0]} {reasons[name]}.")
 
 
+def make_params(max_tokens: int, temperature: float | None, seed: int | None) -> SamplingParams:
+    """Without a temperature the model's generation config decides how tokens are chosen."""
+    chosen: dict[str, Any] = {} if temperature is None else {"temperature": temperature}
+    return SamplingParams(max_tokens=max_tokens, seed=seed, **chosen)
+
+
 def parse_settings(options: list[str] | None) -> dict[str, Any]:
     """NAME=VALUE pairs as keywords of `LLM`, each value read as the type of its setting."""
     settings: dict[str, Any] = {}
@@ -104,7 +111,10 @@ def refuse_unsimulated(settings: Iterable[str]) -> None:
 Model = Annotated[str, typer.Option("--model", "-m", help="Catalog name, folder, .gguf file or hub id.")]
 ModelArgument = Annotated[str, typer.Argument(help="Catalog name, folder, .gguf file or hub id.")]
 MaxTokens = Annotated[int, typer.Option(help="Longest answer, in tokens.")]
-Temperature = Annotated[float, typer.Option(help="0 always takes the likeliest token; higher is more varied.")]
+Temperature = Annotated[
+    float | None,
+    typer.Option(help="0 always takes the likeliest token; higher is more varied. Default: the model's own."),
+]
 Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.")]
 ApiKey = Annotated[str | None, typer.Option(envvar="TWOSTROKE_API_KEY", help="For the server.")]
 Settings = Annotated[

@@ -36,6 +36,9 @@ def serve(
     allow_origin: Annotated[
         list[str] | None, typer.Option(help="A web site whose pages may use this server (CORS); * for any.")
     ] = None,
+    closed_objects: Annotated[
+        bool, typer.Option(help="JSON objects have only the properties of their schema, unless it says otherwise.")
+    ] = False,
 ) -> None:
     """Serve a model over HTTP: OpenAI's and Anthropic's APIs, metrics, health."""
     from twostroke.config import make_config
@@ -62,6 +65,7 @@ def serve(
     options = Options(
         path.resolve(), model, settings, host, port, tuple(keys), tuple(admin_keys), max_queue=max_queue,
         drain_timeout=drain_timeout, allowed_hosts=hosts, allowed_origins=origins,
+        closed_objects=closed_objects,
     )  # fmt: skip
     run(options, say)
     os._exit(0)  # a thread that still compiles a grammar must not delay the end

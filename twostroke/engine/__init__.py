@@ -2,6 +2,7 @@
 
 file          what it does
 llm           `LLM`: load a model and ask it, from Python
+several       one prompt or several, with their sampling parameters
 intake        checks prompts and sampling parameters, and makes a frozen `Request` for each sample
 core          `Core`: one step is plan → run → commit; a submitted `Request` becomes a `RequestState` here
 answer        from the core's events to text: `Answer` decodes and finds stop strings, `Output` is what the caller gets

@@ -72,6 +72,11 @@ class Output:
     def timeline(self) -> Timeline:
         return self.samples[0].timeline
 
+    @property
+    def error(self) -> str | None:
+        """Why the answer failed (finish_reason "error"); None if it did not."""
+        return self.samples[0].error
+
 
 class Answer:
     """One sample in the making: turns the core's events into text that is final the moment it is shown."""

@@ -37,6 +37,7 @@ from twostroke.weights.checkpoint import Checkpoint, locate, open_checkpoint
 from twostroke.weights.describe import checkpoint_bytes, load_arch
 from twostroke.weights.files import Progress
 from twostroke.weights.fingerprint import fingerprint
+from twostroke.weights.generation import sampling_defaults
 from twostroke.weights.load import load_model
 
 log = logging.getLogger(__name__)
@@ -100,7 +101,9 @@ def build_engine(
     )
     runner = make_runner(transformer, kv, scheduler.tables.array, ops, grammars, small)
     core = Core(scheduler, runner, clock, StepLog())
-    return Engine(core, Intake(tokenizer, settings, arch.vocab, grammars.compiler), tokenizer, arch, settings)
+    defaults = sampling_defaults(checkpoint, arch)
+    intake = Intake(tokenizer, settings, arch.vocab, grammars.compiler, defaults=defaults)
+    return Engine(core, intake, tokenizer, arch, settings)
 
 
 def block_identity(checkpoint: Checkpoint, settings: Resolved, ops: Ops, draft: Checkpoint | None = None) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from twostroke.config import Resolved
 from twostroke.errors import InputError
@@ -40,7 +40,8 @@ class RequestIds:
 
 class Intake:
     """`grammars` decides whether a grammar can be used: a GrammarCompiler where the model runs in this process, else a
-    GrammarChecker (the default). `ids`: where several front ends may share an engine, ids of its own."""
+    GrammarChecker (the default). `ids`: where several front ends may share an engine, ids of its own. `defaults`: how
+    the model samples where the caller says nothing about it."""
 
     def __init__(
         self,
@@ -49,12 +50,14 @@ class Intake:
         vocab: int,
         grammars: GrammarCompiler | GrammarChecker | None = None,
         ids: RequestIds | None = None,
+        defaults: Mapping[str, float] | None = None,
     ):
         self.tokenizer = tokenizer
         self.settings = settings
         self.vocab = vocab
         self.grammars = grammars or GrammarChecker(tokenizer, vocab)
         self.ids = ids or RequestIds(0)
+        self.defaults = dict(defaults or {})
         self.requests_made = 0
 
     def tokenize(self, prompt: Prompt, *, add_special: bool = True) -> list[int]:
@@ -105,6 +108,7 @@ class Intake:
         self, tokens: list[int], params: SamplingParams, arrival: float, salt: bytes = b"", key: int = 0
     ) -> list[Request]:
         """The same for params that were prepared before. It is fast."""
+        params = params.with_defaults(self.defaults)
         stop_ids = self._stop_ids(params)
         limit = self.settings.max_model_len
         if params.max_tokens is not None:

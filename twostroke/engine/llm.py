@@ -10,11 +10,13 @@ from typing import Any, cast
 
 from twostroke.config import make_config
 from twostroke.engine.answer import Answer, Output, StreamEvent
-from twostroke.engine.build import build_engine
+from twostroke.engine.build import Engine, build_engine
 from twostroke.engine.intake import Prompt
 from twostroke.engine.interrupt import interrupt_deferred
+from twostroke.engine.several import as_list, params_for
 from twostroke.errors import InputError
 from twostroke.sampling import SamplingParams
+from twostroke.text.conversation import render_conversation
 from twostroke.types import Event, TokenLogprobs
 from twostroke.weights.files import Progress
 
@@ -47,6 +49,7 @@ class LLM:
 
     `model` is a catalog name, a folder with safetensors, a .gguf file or a hub id. Every setting is optional and
     derived when absent: `llm.settings.reasons` says why. Calls from several threads share the engine's batches.
+    `close()`, or a `with` block, gives the memory back.
     """
 
     def __init__(
@@ -57,7 +60,8 @@ class LLM:
         load_progress: Progress | None = None,
         **settings: Any,
     ):
-        self.engine = build_engine(
+        self._closed = False
+        self._engine = build_engine(
             model, make_config(**settings), download_progress=download_progress, load_progress=load_progress
         )
         self.settings = self.engine.settings
@@ -97,6 +101,32 @@ class LLM:
         self.engine.intake.prepare(params)
         return self._pieces(self._submit(tokens, params))
 
+    def close(self) -> None:
+        """End what is under way and the child processes, and give the model's memory back. Any later call is refused.
+        Closing twice does nothing."""
+        if self._closed:
+            return
+        with self._lock:
+            jobs = [job for job, _ in self._answers.values()]
+        self._abort(jobs)
+        self._closed = True
+        if self.tokenizer.chat is not None:
+            self.tokenizer.chat.close()
+        self._engine.intake.grammars.close()
+        del self._engine
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    @property
+    def engine(self) -> Engine:
+        if self._closed:
+            raise InputError("this LLM is closed: open another one.")
+        return self._engine
+
     def stats(self) -> dict[str, int]:
         """Totals since the start, and the requests and KV blocks now."""
         return self.engine.core.counts()._asdict()
@@ -107,7 +137,7 @@ class LLM:
         template = self.tokenizer.chat
         if template is None:
             raise InputError("this model has no chat template: use generate() with a plain prompt.")
-        text = template.render(list(messages), **arguments)
+        text = render_conversation(template, list(messages), **arguments)
         return self.engine.intake.tokenize(text, add_special=False)
 
     def _run(self, prompts: list[list[int]], params: SamplingParams | Sequence[SamplingParams] | None) -> list[Output]:
@@ -167,24 +197,3 @@ class LLM:
                     event = self.engine.core.abort(answer.request.id) if not answer.finished else None
                     if event is not None:
                         self._deliver(event)
-
-
-def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt (a string, or a flat list of token ids) or several."""
-    if isinstance(prompts, str):
-        return [prompts]
-    if not isinstance(prompts, Sequence):
-        raise InputError(f"prompts must be a string or a list, got {type(prompts).__name__}.")
-    if prompts and all(isinstance(item, int) for item in prompts):
-        return [cast(Prompt, prompts)]
-    return list(cast(Sequence[Prompt], prompts))
-
-
-def params_for(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    if params is None:
-        return [SamplingParams()] * count
-    if isinstance(params, SamplingParams):
-        return [params] * count
-    if len(params) != count or not all(isinstance(one, SamplingParams) for one in params):
-        raise InputError(f"params must be one SamplingParams or a list of {count}, one for each prompt.")
-    return list(params)

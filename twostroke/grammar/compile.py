@@ -63,6 +63,10 @@ class GrammarCompiler:
             if self._library_tokenizer is None:
                 self._library_tokenizer = make_tokenizer(token_table(self._tokenizer, self.vocab))
 
+    def close(self) -> None:
+        """End the process that tries grammars."""
+        self.checker.close()
+
     def _known(self, grammar: Grammar) -> Any:
         with self._lock:
             matcher = self._ready.get(grammar)

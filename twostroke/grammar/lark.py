@@ -12,20 +12,27 @@ OPTIONS = '\n%llguidance {"no_forcing": true}\n'
 
 def to_lark(grammar: Grammar) -> str:
     """The grammar's source in Lark. The library may still refuse it when it is compiled."""
-    if grammar.kind == "json_object":
-        return "start: " + inline_schema({"type": "object"}) + OPTIONS
-    if grammar.kind == "json_schema":
-        return "start: " + inline_schema(read_schema(grammar.source)) + OPTIONS
+    return (_ebnf(grammar.source) if grammar.kind == "ebnf" else "start: " + _expression(grammar)) + OPTIONS
+
+
+def form_rule(grammar: Grammar) -> str:
+    """The grammar as the rule `form` of another one. Rules of its own keep their names."""
+    if grammar.kind == "ebnf":
+        return "form: %lark {\n" + _ebnf(grammar.source) + "\n}"
+    return "form: " + _expression(grammar)
+
+
+def _expression(grammar: Grammar) -> str:
     if grammar.kind == "regex":
-        return _regex(grammar.source) + OPTIONS
-    return _ebnf(grammar.source) + OPTIONS
+        return _regex(grammar.source)
+    return inline_schema({"type": "object"} if grammar.kind == "json_object" else read_schema(grammar.source))
 
 
 def _regex(source: str) -> str:
     """Classes such as \\d and \\w mean what they mean in JavaScript: ASCII."""
     from llguidance import regex_to_lark
 
-    return "start: /" + regex_to_lark(source, "dw") + "/"
+    return "/" + regex_to_lark(source, "dw") + "/"
 
 
 def _ebnf(source: str) -> str:

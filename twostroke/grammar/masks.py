@@ -18,6 +18,7 @@ from twostroke.grammar.compile import GrammarCompiler
 from twostroke.grammar.library import GrammarError, next_tokens, reason
 from twostroke.types import Choice, RequestState, Status
 
+SPECIAL = b"\xff"  # before the number of a token that is no text, in the library's bytes
 DEAD = "the grammar allows no token here that this model can write"
 TOO_SHORT = "the grammar's text is complete before min_tokens"
 
@@ -59,8 +60,9 @@ class GrammarState:
             self.advance(token)
 
     def forced_bytes(self) -> bytes:
-        """What every continuation of the text starts with."""
-        return bytes(self._matcher.compute_ff_bytes())
+        """What every continuation of the text starts with, up to a token that is no text. A copy is asked: the library
+        leaves a matcher in an error where the forced text reaches such a token."""
+        return bytes(self._matcher.deep_copy().compute_ff_bytes()).partition(SPECIAL)[0]
 
     def next_tokens(self) -> tuple[np.ndarray, bool]:
         """Booleans by token id, and whether the text may end here."""

@@ -28,6 +28,7 @@ _NESTED = ("allOf", "anyOf", "oneOf", "prefixItems", "items", "additionalPropert
 _CONTROL = re.compile(r"(?<!\\)(?:\\\\)*\\u00[01]|\x7f")  # control characters in JSON text, without a short escape
 _NEVER_WRITTEN = r"\x00-\x07\x0B\x0E-\x1F"  # control characters that no JSON text written here contains
 _UNSUPPORTED = re.compile(r"\\x[01]|\\x\{0*1?[0-9a-fA-F]\}|\\u00[01]|\\[0Pc]|\\p(?!L|N|\{L|\{N)")
+_FREE_FORMATS = ("binary", "password", "int32", "int64", "float", "double")
 _OPERATION = re.compile("&&|--|~~")  # on classes, in the library's language
 
 
@@ -71,7 +72,40 @@ def _safe(schema: Any, name: str, depth: int) -> Any:
     if "x-guidance" in schema:
         raise InputError(f"{name}: x-guidance is not supported; remove it.")
     _check_counts(schema, name)
-    return {key: _safe_value(key, value, name, depth + 1) for key, value in schema.items()}
+    kept = {key: value for key, value in schema.items() if not _says_nothing(key, value)}
+    return {key: _safe_value(key, value, name, depth + 1) for key, value in kept.items()}
+
+
+def _says_nothing(key: str, value: Any) -> bool:
+    """Formats that allow every string or number. `uniqueItems` is beyond a grammar: the server lists it as ignored."""
+    return key == "uniqueItems" or (key == "format" and value in _FREE_FORMATS)
+
+
+def has_unique_items(value: Any) -> bool:
+    """Whether a schema, or a list of tools, asks for lists without repetition."""
+    if isinstance(value, Mapping):
+        return value.get("uniqueItems") is True or any(has_unique_items(item) for item in value.values())
+    return isinstance(value, list) and any(has_unique_items(item) for item in value)
+
+
+def close_objects(schema: Any, depth: int = 0) -> Any:
+    """The same schema in which objects that say nothing about further properties have none. Parts of an `allOf` stay
+    open: each of them names some of the properties only."""
+    if isinstance(schema, list):
+        return [close_objects(item, depth) for item in schema]
+    if not isinstance(schema, Mapping) or depth > MAX_DEPTH:
+        return schema
+    closed = {key: _closed_value(key, value, depth + 1) for key, value in schema.items()}
+    open_words = ("additionalProperties", "unevaluatedProperties", "patternProperties", "allOf", "$ref")
+    if isinstance(schema.get("properties"), Mapping) and not any(word in schema for word in open_words):
+        closed["additionalProperties"] = False
+    return closed
+
+
+def _closed_value(key: str, value: Any, depth: int) -> Any:
+    if key in _MAPS and isinstance(value, Mapping):
+        return {word: close_objects(item, depth) for word, item in value.items()}
+    return close_objects(value, depth) if key in _NESTED and key not in ("allOf", "not", "if") else value
 
 
 def _safe_value(key: str, value: Any, name: str, depth: int) -> Any:

@@ -1,4 +1,4 @@
-"""A grammar that forces tool calls, in the format that the model was trained with. Torch-free."""
+"""A grammar that forces tool calls, in the format that the model was trained with, or calls or a form. Torch-free."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 
 from twostroke.errors import InputError
+from twostroke.grammar.lark import form_rule
 from twostroke.grammar.schema import inline_schema, safe_schema
 from twostroke.sampling import MAX_GRAMMAR, Grammar
 from twostroke.text.tokenizer import Tokenizer
@@ -20,13 +21,15 @@ def tool_grammar(
     form: ToolFormat,
     tokenizer: Tokenizer | None = None,
     parallel: bool = True,
+    instead: Grammar | None = None,
 ) -> Grammar:
     """For tool_choice "required" (one or more calls, one if not `parallel`) and "named" (one call).
 
     tokenizer: with it, the format's marks are single tokens where this model has them, special tokens included.
+    instead: with it, for tool_choice "auto": the answer is calls, or a text of this grammar.
     """
-    if not choice.forced:
-        raise ValueError(f"tool_choice {choice.mode!r} does not force a call")
+    if choice.forced == (instead is not None):
+        raise ValueError(f"tool_choice {choice.mode!r} does not {'force' if instead is None else 'leave out'} a call")
     rules, names = [], []
     for index, tool in enumerate(tools):
         if choice.name not in (None, tool.name):
@@ -36,8 +39,9 @@ def tool_grammar(
         rules.append(f'call_{index}: {_text(opening)} arguments_{index} "}}"')
         rules.append(f"arguments_{index}: {inline_schema(schema)}")  # a root of its own for $ref
         names.append(f"call_{index}")
-    more = MAX_CALLS - 1 if parallel and choice.mode == "required" else 0
-    lines = [*_frame(form, tokenizer, more), "call: " + " | ".join(names), *rules]
+    more = MAX_CALLS - 1 if parallel and choice.mode != "named" else 0
+    start = ["start: calls"] if instead is None else ["start: calls | form", form_rule(instead)]
+    lines = [*start, *_frame(form, tokenizer, more), "call: " + " | ".join(names), *rules]
     source = "\n".join(lines) + "\n"
     if len(source) > MAX_GRAMMAR:
         raise InputError(f"tools: their schemas have {len(source)} characters, a forced call takes {MAX_GRAMMAR}.")
@@ -45,15 +49,15 @@ def tool_grammar(
 
 
 def _frame(form: ToolFormat, tokenizer: Tokenizer | None, more: int) -> list[str]:
-    """The rules around the rule `call`."""
+    """The rule `calls` around the rule `call`."""
     begin, end = _mark(form.begin, tokenizer), _mark(form.end, tokenizer)
     times = f"{{0,{more}}}"
     if form.listed:
-        return [f'start: {begin} " "? "[" call ' + (f'(", " call){times} ' if more else "") + '"]"']
+        return [f'calls: {begin} " "? "[" call ' + (f'(", " call){times} ' if more else "") + '"]"']
     if form.bare:
-        return ["start: call"]  # these models call one tool at a time
+        return ["calls: call"]  # these models call one tool at a time
     several = f' ("\\n" one){times} "\\n"?' if more else ""  # after a line break the answer may still end
-    return [f"start: one{several}", f'one: {begin} "\\n" call "\\n" {end}']
+    return [f"calls: one{several}", f'one: {begin} "\\n" call "\\n" {end}']
 
 
 def _mark(text: str, tokenizer: Tokenizer | None) -> str:

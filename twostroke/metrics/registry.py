@@ -8,13 +8,14 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
 from twostroke.metrics.counts import Counts
-from twostroke.metrics.histogram import Histogram
+from twostroke.metrics.histogram import Histogram, Renamed
 from twostroke.metrics.timeline import Timeline
 
 TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
 GAPS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0)
 PHASES = (0.001, 0.01, 0.03, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 240.0, 480.0)
 LENGTHS = tuple(float(base * 10**power) for power in range(6) for base in (1, 2, 5))
+SAMPLES = (1.0, 2.0, 5.0, 10.0, 20.0)
 STEP_TOKENS = tuple(float(2**power) for power in range(15))
 
 
@@ -46,6 +47,7 @@ class Metrics:
         self.running = self._make(Gauge, "vllm:num_requests_running", "Samples in the engine's batch.")
         self.waiting = self._make(Gauge, "vllm:num_requests_waiting", "Samples waiting to be scheduled.")
         self.kv_usage = self._make(Gauge, "vllm:kv_cache_usage_perc", "KV blocks held by requests, 0 to 1.")
+        self.gpu_usage = self._make(Gauge, "vllm:gpu_cache_usage_perc", "Older name of kv_cache_usage_perc.")
         self.kv_cached = self._make(Gauge, "twostroke:kv_cached_perc", "KV blocks kept for reuse only, 0 to 1.")
         self.kv_host = self._make(Gauge, "twostroke:kv_host_bytes", "Bytes of evicted KV blocks that the host keeps.")
         self.up = self._make(Gauge, "twostroke:engine_up", "1 while the engine makes progress or idles.")
@@ -55,6 +57,7 @@ class Metrics:
         self.output_tokens = self._make(Counter, "vllm:generation_tokens", "Tokens written.")
         self.queries = self._make(Counter, "vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
         self.hits = self._make(Counter, "vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.")
+        self.cached = self._make(Counter, "vllm:prompt_tokens_cached", "Prompt tokens that were not computed again.")
         self.preemptions = self._make(Counter, "vllm:num_preemptions", "Times a request had to give its blocks back.")
         self.recomputed = self._make(Counter, "twostroke:recomputed_tokens", "Tokens computed again after that.")
         self.drafts = self._make(Counter, "vllm:spec_decode_num_drafts", "Drafts verified.")
@@ -82,7 +85,17 @@ class Metrics:
         self.decode = self._seconds("vllm:request_decode_time_seconds", "First token to end.", PHASES)
         self.inference = self._seconds("vllm:request_inference_time_seconds", "First scheduled to end.", PHASES)
         self.prompt_length = self._seconds("vllm:request_prompt_tokens", "Prompt tokens of a request.", LENGTHS)
+        self.prompt_computed = self._seconds(
+            "vllm:request_prefill_kv_computed_tokens", "Prompt tokens that were computed, not found.", LENGTHS
+        )
         self.output_length = self._seconds("vllm:request_generation_tokens", "Tokens of an answer.", LENGTHS)
+        self.longest = self._seconds("vllm:request_params_max_tokens", "Longest answer that was asked for.", LENGTHS)
+        self.samples = self._seconds("vllm:request_params_n", "Samples of the request that an answer is of.", SAMPLES)
+        for other, name in (
+            (self.gap, "vllm:time_per_output_token_seconds"),
+            (self.output_length, "vllm:request_max_num_generation_tokens"),
+        ):
+            self.registry.register(Renamed(other, name))
         self.step_tokens = self._seconds("vllm:iteration_tokens_total", "Tokens computed in a step.", STEP_TOKENS)
 
     def _seconds(self, name: str, text: str, bounds: tuple[float, ...]) -> Histogram:
@@ -107,7 +120,9 @@ class Metrics:
         self._written = now
         self.running.set(now.running)
         self.waiting.set(now.waiting)
-        self.kv_usage.set((now.blocks_total - now.blocks_free - now.blocks_cached) / max(1, now.blocks_total))
+        held = (now.blocks_total - now.blocks_free - now.blocks_cached) / max(1, now.blocks_total)
+        self.kv_usage.set(held)
+        self.gpu_usage.set(held)
         self.kv_cached.set(now.blocks_cached / max(1, now.blocks_total))
         self.kv_host.set(now.host_bytes)
         self.offloaded.inc(now.blocks_offloaded - last.blocks_offloaded)
@@ -119,6 +134,7 @@ class Metrics:
         self.prompt_tokens.inc(now.prompt_tokens - last.prompt_tokens)
         self.queries.inc(now.prompt_tokens - last.prompt_tokens)
         self.hits.inc(now.cached_tokens - last.cached_tokens)
+        self.cached.inc(now.cached_tokens - last.cached_tokens)
         self.preemptions.inc(now.preemptions - last.preemptions)
         self.recomputed.inc(now.recomputed_tokens - last.recomputed_tokens)
         self.drafts.inc(now.drafts - last.drafts)
@@ -144,7 +160,7 @@ class Metrics:
         for _ in range(count - 1):
             self.gap.observe(0.0)
 
-    def ended(self, timeline: Timeline, reason: str) -> None:
+    def ended(self, timeline: Timeline, reason: str, params: Any) -> None:
         self._ended[reason].inc()
         self.e2e.observe(timeline.e2e)
         self.queue.observe(timeline.queue)
@@ -155,7 +171,17 @@ class Metrics:
         if timeline.tpot is not None:
             self.tpot.observe(timeline.tpot)
         self.prompt_length.observe(timeline.prompt_tokens)
+        self.prompt_computed.observe(max(0, timeline.prompt_tokens - timeline.cached_tokens))
         self.output_length.observe(timeline.output_tokens)
+        self.samples.observe(params.n)
+        if params.max_tokens is not None:
+            self.longest.observe(params.max_tokens)
+
+    def configured(self, values: dict[str, Any]) -> None:
+        """How the cache is set up, as labels of a gauge that is always 1."""
+        text = "How the KV cache is set up."
+        info = Gauge("vllm:cache_config_info", text, ["model_name", *values], registry=self.registry)
+        info.labels(self.model, *map(str, values.values())).set(1)
 
     def refused(self, reason: str) -> None:
         self._refused.labels(self.model, reason).inc()

@@ -36,6 +36,8 @@ from twostroke.text.tokenizer import Tokenizer
 from twostroke.types import Event, FinishReason
 from twostroke.weights.checkpoint import open_checkpoint
 from twostroke.weights.describe import checkpoint_bytes, load_arch
+from twostroke.weights.fingerprint import fingerprint
+from twostroke.weights.generation import sampling_defaults
 
 ENGINE_GONE = "the engine stopped while it wrote this answer"
 MAX_GRAMMARS = 16  # that may be tried or wait for it
@@ -68,8 +70,9 @@ class AsyncEngine:
         self.checkpoint = open_checkpoint(path)
         self.arch = load_arch(self.checkpoint)
         self.weight_bytes = checkpoint_bytes(self.checkpoint)
-        self.tokenizer: Tokenizer  # both are made while the engine starts
+        self.tokenizer: Tokenizer  # these are made while the engine starts
         self.grammars: GrammarChecker
+        self.weights: str  # which weights they are
         self._opening: Future[None]
         self.clock = time.monotonic
         self.max_queue = max_queue
@@ -105,9 +108,11 @@ class AsyncEngine:
     def _open(self) -> None:
         self.tokenizer = open_tokenizer(self.checkpoint)
         self.grammars = GrammarChecker(self.tokenizer, self.arch.vocab)
+        self.weights = fingerprint(self.checkpoint)
         if self.tokenizer.chat is not None:
             with contextlib.suppress(TwostrokeError):  # compiles it; one that is broken is refused when it is used
                 self.tokenizer.chat.render([{"role": "user", "content": "Hello"}])
+                _ = self.tokenizer.chat.variables
 
     async def stop(self, seconds: float = 2.0) -> None:
         await self.client.stop(seconds)
@@ -221,7 +226,10 @@ class AsyncEngine:
             self.queue_reason = "four times max_requests at the start"
         if self.client.restarts == 0:
             self._opening.result()  # hardly a wait: the engine reads the same vocabulary, and the weights
-            self.intake = Intake(self.tokenizer, settings, self.arch.vocab, self.grammars, RequestIds())
+            defaults = sampling_defaults(self.checkpoint, self.arch)
+            self.intake = Intake(
+                self.tokenizer, settings, self.arch.vocab, self.grammars, RequestIds(), defaults=defaults
+            )
         self.intake.settings = settings  # ids go on from where they were
         self.admission = Admission(settings, self.max_queue, self.clock, self.finishing)
         self.progress = Progress(self.clock)
@@ -263,7 +271,7 @@ class AsyncEngine:
         elif count:
             self.observer.tokens(timeline, count)
         if piece.finish_reason is not None:
-            self.observer.ended(timeline, piece.finish_reason)
+            self.observer.ended(timeline, piece.finish_reason, answer.request.params)
             tokens = answer.sample.token_ids
             self.ended.add(answer.request, timeline, stream.salt, piece.finish_reason, tokens)
             if event.finish_reason is None:

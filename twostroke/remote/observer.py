@@ -6,6 +6,7 @@ from typing import Protocol
 
 from twostroke.metrics.counts import Counts
 from twostroke.metrics.timeline import Timeline
+from twostroke.sampling import SamplingParams
 
 
 class Observer(Protocol):
@@ -20,7 +21,7 @@ class Observer(Protocol):
     def gaps(self, seconds: list[float]) -> None:
         """Answers have got further tokens: the time of each since the one before it."""
 
-    def ended(self, timeline: Timeline, reason: str) -> None: ...
+    def ended(self, timeline: Timeline, reason: str, params: SamplingParams) -> None: ...
 
     def lost(self) -> None:
         """The engine is gone."""
@@ -38,7 +39,7 @@ class NoObserver:
     def gaps(self, seconds: list[float]) -> None:
         return
 
-    def ended(self, timeline: Timeline, reason: str) -> None:
+    def ended(self, timeline: Timeline, reason: str, params: SamplingParams) -> None:
         return
 
     def lost(self) -> None:

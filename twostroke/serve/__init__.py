@@ -3,7 +3,8 @@
 `transport/`    HTTP: connections and their limits, bodies, keys, error answers
 `app`           checks the key, finds the route, turns errors into answers; `route`, `routes`: the table of routes
 `api/`          one file for each API: its payloads, its routes, its answers; `dashboard`, `openapi` beside them
-`fields`        from bytes to checked fields; `sampling` and `structured`: fields that several APIs share
+`fields`        from bytes to checked fields; `fates`, `field_table`: which fields are hints, and which are refused
+`sampling`, `forms`, `structured`, `thinking`   fields that several APIs share
 `service`       the engine as the routes see it, and the way from a prompt to an answer
 `segments`      an answer's text as content, reasoning and tool calls; `sse`: answers as events, or whole
 `usage`, `costs`, `cache_miss`, `verdicts`   what an answer says about itself, and the server about its load

@@ -13,6 +13,7 @@ from twostroke.serve.transport.errors import ApiError, anthropic_error, busy, fu
 from twostroke.serve.transport.http import BodyMemory, Exchange, GoneError, Message, Receive, Send
 
 log = logging.getLogger(__name__)
+ANTHROPIC = "/v1/messages"
 
 
 class App:
@@ -25,6 +26,8 @@ class App:
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         assert scope["type"] == "http", "uvicorn is configured for HTTP only"
         exchange = Exchange(scope, receive, send, self.service.clock(), self.memory)
+        if exchange.path.startswith(ANTHROPIC):
+            exchange.extra_headers["request-id"] = exchange.extra_headers["x-request-id"]  # the name in that API
         try:
             await self._serve(exchange)
         except GoneError:
@@ -91,5 +94,5 @@ class App:
         headers["server-timing"] = f"total;dur={took:.3f}"
         if error.status == 401:
             headers["www-authenticate"] = "Bearer"
-        write = anthropic_error if exchange.path.startswith("/v1/messages") else openai_error
+        write = anthropic_error if exchange.path.startswith(ANTHROPIC) else openai_error
         await exchange.respond(error.status, write(error), headers)

@@ -1,4 +1,5 @@
-"""From a request's bytes to checked fields: types are strict, unknown fields are refused by name.
+"""From a request's bytes to checked fields: types are strict, unknown fields are refused by name. `fates` says which
+fields are hints, and which are refused with a sentence.
 
 A payload class says which JSON types its fields have. `SamplingParams` checks the ranges of sampling values, as it does
 for callers in Python. Only elements of lists and objects have their range here, where an error can name the element.
@@ -14,6 +15,7 @@ from urllib.parse import parse_qsl
 import jiter
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from twostroke.serve.fates import REFUSED_TYPE
 from twostroke.serve.transport.errors import ApiError, bad_request
 
 T = TypeVar("T")
@@ -65,21 +67,22 @@ def validate_query(payload: type[P], query: bytes) -> P:
 
 
 def explain(payload: type[Payload], error: ValidationError, body: bytes) -> ApiError:
-    """One error of many: the one that lies deepest. For a union that is the branch which the caller meant."""
+    """One error of many: a refusal with its own sentence, else the error that lies deepest. For a union that is the
+    branch which the caller meant."""
     problems = error.errors(include_url=False, include_context=False, include_input=False)
     if any(problem["type"].startswith("json_") for problem in problems):
         why = problems[0]["msg"].removeprefix("Invalid JSON: ")
         return bad_request(f"The body is not JSON: {why}.", code="invalid_json")
     value = jiter.from_json(body, cache_mode="keys")
     located = [(path_of(value, problem["loc"], problem["type"] == "missing"), problem) for problem in problems]
-    path, problem = max(located, key=lambda pair: len(pair[0]))
+    path, problem = max(located, key=lambda pair: (pair[1]["type"] == REFUSED_TYPE, len(pair[0])))
     where = written(path)
+    if problem["type"] == REFUSED_TYPE:
+        return bad_request(f"{where}: {problem['msg']}.", where, "unsupported_field")
     if problem["type"] == "extra_forbidden":
         near = get_close_matches(str(path[-1]), list(payload.model_fields), n=1) if len(path) == 1 else []
         hint = f" Did you mean {near[0]!r}?" if near else ""
         return bad_request(f"{where}: unknown or unsupported field.{hint}", where, "unsupported_field")
-    if problem["type"] == "none_required":
-        return bad_request(f"{where}: is not supported here; leave it out.", where, "unsupported_field")
     why = problem["msg"].removeprefix("Value error, ")
     return bad_request(f"{where or 'The body'}: {why}.", where or None, "invalid_value")
 

@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from twostroke.config import Resolved
+from twostroke.kv.layout import BLOCK
 from twostroke.metrics.registry import Metrics
 from twostroke.remote.async_engine import AsyncEngine
 from twostroke.remote.messages import Ready
@@ -25,7 +27,7 @@ from twostroke.remote.process import Patience
 from twostroke.serve.app import App
 from twostroke.serve.off_loop import SWITCH_SECONDS
 from twostroke.serve.service import Service
-from twostroke.serve.transport.auth import Keys, is_loopback
+from twostroke.serve.transport.auth import SHORT_KEY, Keys, is_loopback
 from twostroke.serve.transport.browsers import Browsers
 from twostroke.serve.transport.listen import Listener, bind, make_listener
 from twostroke.serve.transport.places import fit_to_descriptors
@@ -47,6 +49,7 @@ class Options:
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
     drain_timeout: float = 30.0
+    closed_objects: bool = False
     patience: Patience = field(default_factory=Patience)
 
 
@@ -64,13 +67,15 @@ class Server:
         self._take_signals()
         metrics = Metrics(self.options.name)
         engine = await asyncio.to_thread(self._open, metrics)
-        service = Service(engine, self.options.name, Keys(self.options.keys, self.options.admin_keys), metrics)
+        keys = Keys(self.options.keys, self.options.admin_keys)
+        service = Service(engine, self.options.name, keys, metrics, self.options.closed_objects)
         browsers = Browsers(self.options.host, self.options.allowed_hosts, self.options.allowed_origins)
         listener = make_listener(App(service, browsers=browsers))
         listening = asyncio.create_task(listener.serve(sockets=[sock]))
         try:
             ready = await self._load(engine)
             if ready is not None:
+                metrics.configured(cache_labels(ready.settings))
                 gc.collect()
                 gc.freeze()  # these objects stay: later collections need not visit them
                 self._announce(sock, ready, time.monotonic() - began)
@@ -142,8 +147,18 @@ class Server:
         host, port = sock.getsockname()[:2]
         if not (self.options.keys or self.options.admin_keys) and not is_loopback(host):
             self.say(f"WARNING: every client that reaches {host} may use this server: set --api-key or --api-key-file")
+        if any(len(key) < SHORT_KEY for key in (*self.options.keys, *self.options.admin_keys)):
+            self.say(f"WARNING: an API key with fewer than {SHORT_KEY} characters can be guessed: use a longer one")
         where = f"[{host}]" if ":" in host else host
         self.say(f"serving {self.options.name} on http://{where}:{port}/v1")
+
+
+def cache_labels(settings: Resolved) -> dict[str, Any]:
+    """Under vLLM's names."""
+    return {
+        "block_size": BLOCK, "num_gpu_blocks": settings.kv_blocks, "cache_dtype": settings.kv_dtype,
+        "enable_prefix_caching": settings.prefix_cache,
+    }  # fmt: skip
 
 
 def run(options: Options, say: Say) -> None:

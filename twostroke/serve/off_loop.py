@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from twostroke.remote.turns import FairTurns
 from twostroke.serve.body_shape import check_shape
+from twostroke.serve.fates import ignored
 from twostroke.serve.fields import Payload, validate
 from twostroke.serve.transport.http import Exchange
 
@@ -52,9 +53,12 @@ class Threads:
         """The body of a request, checked."""
         body = await exchange.body()
         if len(body) <= INLINE_BODY and body.count(b",") <= INLINE_COMMAS:
-            return validate(payload, body)
-        exchange.weight = max(len(body), INLINE + 1)
-        return await self._parsing.run(exchange.caller.number, validate_large, payload, body)
+            found, hints = validate_with_hints(payload, body)
+        else:
+            exchange.weight = max(len(body), INLINE + 1)
+            found, hints = await self._parsing.run(exchange.caller.number, validate_large, payload, body)
+        exchange.ignored |= hints
+        return found
 
     async def call(self, exchange: Exchange, size: int, function: Callable[..., T], *arguments: Any) -> T:
         """Calls the function at once if `size` is small, else in a thread."""
@@ -71,9 +75,14 @@ class Threads:
             self._trimming = asyncio.ensure_future(self._parsing.run(0, trim_memory))
 
 
-def validate_large(payload: type[P], body: bytes) -> P:
+def validate_with_hints(payload: type[P], body: bytes) -> tuple[P, set[str]]:
+    found = validate(payload, body)
+    return found, set(ignored(found))
+
+
+def validate_large(payload: type[P], body: bytes) -> tuple[P, set[str]]:
     check_shape(body)
-    return validate(payload, body)
+    return validate_with_hints(payload, body)
 
 
 def trim_memory() -> None:

@@ -8,6 +8,7 @@ from pydantic import ConfigDict, Field
 
 from twostroke.errors import InputError
 from twostroke.sampling import MAX_STOP_LENGTH, RANGES, SamplingParams
+from twostroke.serve.fates import Hint, HintFate, Refused
 from twostroke.serve.fields import Integer, Many, Name, Natural, Payload, TokenId
 from twostroke.serve.transport.errors import bad_request
 
@@ -17,7 +18,8 @@ SAME_NAME = (  # fields that SamplingParams has under the same name
     "presence_penalty", "frequency_penalty", "repetition_penalty", "priority", "deadline", "speculate",
 )  # fmt: skip
 
-StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
+StopString = Annotated[str, Field(max_length=MAX_STOP_LENGTH)]  # an empty one stops nothing
+TopK = Natural | Literal[-1]  # -1 and 0: all tokens
 Bias = Annotated[float, Field(ge=-100.0, le=100.0)]
 
 
@@ -28,7 +30,7 @@ def add_ranges(schema: dict[str, Any]) -> None:
         if allowed is None or found is None:
             continue
         for branch in found.get("anyOf", [found]):
-            if branch.get("type") not in ("integer", "number"):
+            if branch.get("type") not in ("integer", "number") or "const" in branch:
                 continue
             lowest = "exclusiveMinimum" if allowed.above else "minimum"
             branch[lowest] = max(allowed.low, branch.get(lowest, allowed.low))
@@ -44,7 +46,8 @@ class SampledPayload(Payload):
 
 class StreamOptions(Payload):
     include_usage: bool | None = None
-    include_obfuscation: Literal[False] | None = None
+    continuous_usage_stats: bool | None = None  # usage so far in every chunk
+    include_obfuscation: Annotated[Any, HintFate((False,))] = None
 
 
 class PrefixCacheOptions(Payload):
@@ -61,7 +64,32 @@ class ExplainField(SampledPayload):
         return self.prefix_cache is not None and self.prefix_cache.explain
 
 
-class SamplingFields(ExplainField):
+class CommonHints(Payload):
+    """Hints that clients send to every route."""
+
+    cache_prompt: Hint = None
+    chat_id: Hint = None
+    context_management: Hint = None
+    keep_alive: Hint = None
+    metadata: Hint = None
+    num_ctx: Hint = None
+    prompt_cache_key: Hint = None
+    prompt_cache_retention: Hint = None
+    provider: Hint = None
+    safety_identifier: Hint = None
+    service_tier: Hint = None
+    session_id: Hint = None
+    store: Annotated[Any, HintFate((False,))] = None
+    usage: Hint = None
+    user: Hint = None
+
+    @property
+    def user_name(self) -> str | None:
+        """For the log."""
+        return self.user[:64] if isinstance(self.user, str) else None
+
+
+class SamplingFields(ExplainField, CommonHints):
     """Fields of OpenAI's chat and completions, then extensions under the names that other engines gave them."""
 
     model: Name | None = None
@@ -75,14 +103,18 @@ class SamplingFields(ExplainField):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[Name, Bias] | None = None
-    user: Name | None = None
 
-    top_k: Natural | None = None
+    top_k: TopK | None = None
     min_p: float | None = None
     min_tokens: Natural | None = None
     repetition_penalty: float | None = None
+    repeat_penalty: float | None = None  # another name of repetition_penalty
     stop_token_ids: Many[TokenId] | None = None
     ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None  # False: special tokens are part of the text
+    spaces_between_special_tokens: Hint = None
+    use_beam_search: Refused = None
+    include_stop_str_in_output: Refused = None
     priority: Integer | None = None
     deadline: float | None = None
     speculate: bool | None = None
@@ -91,17 +123,40 @@ class SamplingFields(ExplainField):
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
+    @property
+    def usage_in_chunks(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+
+    def hints(self) -> set[str]:
+        """Fields that are hints because of the values of others."""
+        return {"stream_options"} if self.stream_options is not None and not self.stream else set()
+
     def params(self, **more: Any) -> SamplingParams:
         """SamplingParams of these fields and of `more`."""
-        if self.stream_options is not None and not self.stream:
-            raise bad_request("stream_options: only together with stream=true.", "stream_options")
         values = {name: getattr(self, name) for name in SAME_NAME}
-        return make_params(**values, logit_bias=token_biases(self.logit_bias), **more)
+        values["stop"] = stop_strings(self.stop)
+        values["repetition_penalty"] = same_value(self, "repetition_penalty", "repeat_penalty")
+        return make_params(**(values | {"logit_bias": token_biases(self.logit_bias)} | more))
+
+
+def stop_strings(given: str | list[str] | None) -> list[str]:
+    """Without empty ones, which stop nothing."""
+    return [stop for stop in ([given] if isinstance(given, str) else given or ()) if stop]
+
+
+def same_value(payload: Payload, name: str, other: str) -> Any:
+    """The value of a field that has two names. Both may be sent if they agree."""
+    first, second = getattr(payload, name), getattr(payload, other)
+    if first is not None and second is not None and first != second:
+        raise bad_request(f"{other}: means the same as {name}, which has another value: send one.", other)
+    return second if first is None else first
 
 
 def make_params(*, unlimited: bool = False, **values: Any) -> SamplingParams:
     """SamplingParams of the values that are not None. unlimited: without max_tokens the answer may fill the context."""
     given = {name: value for name, value in values.items() if value is not None}
+    if given.get("top_k") == -1:
+        given["top_k"] = 0
     if unlimited:
         given.setdefault("max_tokens", None)
     try:

@@ -10,8 +10,10 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from hashlib import blake2b
 from typing import Any, NamedTuple, TypeVar
 
+import twostroke
 from twostroke.config import Resolved
 from twostroke.confined import AccidentError
 from twostroke.engine.answer import StreamEvent
@@ -34,13 +36,13 @@ from twostroke.serve.costs import answer_costs
 from twostroke.serve.expected import Expectation
 from twostroke.serve.fields import Payload
 from twostroke.serve.off_loop import Threads
-from twostroke.serve.structured import AnswerFormat, grammar_failure
+from twostroke.serve.structured import AnswerFormat, FormContext, grammar_failure
 from twostroke.serve.transport import errors
 from twostroke.serve.transport.auth import Caller, Keys
 from twostroke.serve.transport.http import Exchange, GoneError
 from twostroke.serve.verdicts import Verdicts
+from twostroke.text.conversation import render_conversation
 from twostroke.text.tokenizer import Tokenizer
-from twostroke.text.tools import with_parsed_arguments
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -109,10 +111,11 @@ class Generation:
         for prompt, answer in zip(self.stream.prompts, firsts, strict=True):
             self.service.recent.add(self.exchange.caller.salt, prompt + answer.sample.token_ids)
 
-    def usage(self, silent: bool = False) -> dict[str, Any]:
-        """In OpenAI's form. silent: the one token that an answer must have was not asked for."""
+    def usage(self, written: int | None = None) -> dict[str, Any]:
+        """In OpenAI's form. written: tokens that count as written; None: all."""
         firsts = [answer.sample.timeline for answer in self.stream.answers[:: self.stream.params.n]]
-        written = 0 if silent else sum(len(answer.sample.token_ids) for answer in self.stream.answers)
+        if written is None:
+            written = sum(len(answer.sample.token_ids) for answer in self.stream.answers)
         prompt = sum(len(tokens) for tokens in self.stream.prompts)
         return usage.openai_usage(prompt, sum(timeline.cached_tokens for timeline in firsts), written)
 
@@ -138,8 +141,10 @@ class Generation:
 
 
 class Service:
-    def __init__(self, engine: AsyncEngine, name: str, keys: Keys, metrics: Metrics):
+    def __init__(self, engine: AsyncEngine, name: str, keys: Keys, metrics: Metrics, closed: bool = False):
+        """closed: objects of a schema have no other properties than it names, unless it says so."""
         self.engine = engine
+        self.closed = closed
         self.name = name
         self.keys = keys
         self.metrics = metrics
@@ -158,6 +163,15 @@ class Service:
     @property
     def tokenizer(self) -> Tokenizer:
         return self.engine.tokenizer
+
+    @property
+    def forms(self) -> FormContext:
+        return FormContext(self.tokenizer, self.closed)
+
+    @property
+    def template_variables(self) -> frozenset[str]:
+        """The names that the chat template reads."""
+        return frozenset() if self.tokenizer.chat is None else self.tokenizer.chat.variables
 
     @property
     def arch(self) -> Arch:
@@ -299,21 +313,19 @@ class Service:
         """Calls the function at once if `size` is small, else in a thread, so that streams keep their pace."""
         return await self.threads.call(exchange, size, function, *arguments)
 
-    async def tokenize(self, exchange: Exchange, prompts: Sequence[str | list[int]]) -> list[list[int]]:
+    async def tokenize(
+        self, exchange: Exchange, prompts: Sequence[str | list[int]], special: bool = True
+    ) -> list[list[int]]:
+        """special: with the model's begin and end tokens."""
         size = sum(len(prompt) for prompt in prompts)
+        tokenize = partial(self.engine.intake.tokenize, add_special=special)
         try:  # one prompt at a time: keys take turns between them
-            return [await self.off_loop(exchange, size, self.engine.intake.tokenize, prompt) for prompt in prompts]
+            return [await self.off_loop(exchange, size, tokenize, prompt) for prompt in prompts]
         except InputError as error:
             raise errors.bad_request(str(error), "prompt", "invalid_prompt") from None
 
-    async def render_text(
-        self,
-        exchange: Exchange,
-        messages: Sequence[Mapping[str, Any]],
-        add_generation_prompt: bool = True,
-        **arguments: Any,
-    ) -> str:
-        """Messages as the model's chat template writes them."""
+    async def render_text(self, exchange: Exchange, messages: Sequence[Mapping[str, Any]], **arguments: Any) -> str:
+        """Messages as the model's chat template writes them. arguments: of `render_conversation`."""
         template = self.tokenizer.chat
         if template is None:
             raise errors.bad_request("messages: this model has no chat template; use /v1/completions.", "messages")
@@ -322,8 +334,7 @@ class Service:
             for message in messages:
                 for call in message.get("tool_calls") or ():
                     check_text(call["function"]["arguments"])
-            plain = with_parsed_arguments(messages)
-            return template.render(plain, add_generation_prompt=add_generation_prompt, **arguments)
+            return render_conversation(template, messages, **arguments)
 
         try:
             return await self.threads.render(exchange, write)
@@ -348,6 +359,7 @@ class Service:
 
     async def generate(self, exchange: Exchange, given: GenerationInput, user: str | None = None) -> Generation:
         exchange.release_body()
+        exchange.ignored |= given.format.hints
         caller, salt = exchange.caller, exchange.caller.salt
         self.check_rights(caller, given)
         near = self.recent.nearest(salt, given.prompts[0]) if given.explain else None
@@ -376,7 +388,15 @@ class Service:
 
     def head(self, prefix: str) -> dict[str, Any]:
         """The fields that OpenAI's answers begin with."""
-        return {"id": f"{prefix}{secrets.token_hex(12)}", "created": int(time.time()), "model": self.name}
+        head = {"id": f"{prefix}{secrets.token_hex(12)}", "created": int(time.time()), "model": self.name}
+        return head if prefix == "resp_" else head | {"system_fingerprint": self.fingerprint}
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes when the same request may be answered with other tokens: other weights, precision or version."""
+        settings = self.settings
+        parts = (twostroke.__version__, self.engine.weights, settings.dtype, settings.kv_dtype, settings.quantize)
+        return "fp_" + blake2b(repr(parts).encode(), digest_size=6).hexdigest()
 
 
 def unavailable_engine(error: EngineError) -> errors.ApiError:

@@ -24,6 +24,8 @@ SCORE = 50  # characters that one log probability takes as JSON
 class Writer(Protocol):
     """How one API writes an answer."""
 
+    whole_events: bool = False  # it needs the tokens of each piece, not only its text
+
     def whole(self) -> dict[str, Any]:
         """The document of an answer that is not streamed."""
         ...
@@ -109,7 +111,8 @@ async def send(generation: Generation, writer: Writer) -> None:
     async with exchange.watched(stream.close):
         await exchange.begin_stream()
         await exchange.write(writer.begin())
-        stream.listener = listen
+        if not writer.whole_events:
+            stream.listener = listen
         while pieces := await stream.take():
             good = [piece for piece in pieces if piece.event.error is None]
             await exchange.write(await generation.off_loop(writer.size(good), writer.pieces, good))

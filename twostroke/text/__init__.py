@@ -10,6 +10,9 @@ stream.py             tokens to whole characters, and stop strings
 chat.py               messages to a prompt, through the model's chat template
 controls.py           control tokens of the template, told apart from the same characters in a message
 render.py             the child process that renders the template
+conversation.py       messages with roles, calls and tools to a prompt; an answer that is continued
+generic_tools.py      tools for models whose template has no form for them
+infill.py             prompts for filling in the middle
 tools.py              tools as clients describe them, and the formats in which models write calls
 parse.py              an answer's text as content, reasoning and tool calls
 """

@@ -65,6 +65,29 @@ class ChatTemplate:
         self._process = process or renderer()
         self._max_output = max_output
         self._now = now
+        self._variables: frozenset[str] | None = None
+        self._takes_system: bool | None = None
+
+    @property
+    def variables(self) -> frozenset[str]:
+        """The names that the template reads; none if it cannot be compiled. The first call waits for the process."""
+        if self._variables is None:
+            try:
+                self._variables = frozenset(self._answer({"names": True}).get("names", ()))
+            except InputError:
+                self._variables = frozenset()
+        return self._variables
+
+    @property
+    def takes_system(self) -> bool:
+        """Whether the template has a form for the role system. The first call waits for the process."""
+        if self._takes_system is None:
+            try:
+                self.render([{"role": "system", "content": "a"}, {"role": "user", "content": "b"}])
+                self._takes_system = True
+            except InputError:
+                self._takes_system = False
+        return self._takes_system
 
     def render(
         self,
@@ -100,6 +123,13 @@ class ChatTemplate:
         self._process.close()
 
     def _ask(self, message: dict[str, Any]) -> RenderedPrompt:
+        answer = self._answer(message)
+        if "text" in answer:
+            marked = answer.get("marked")
+            return RenderedPrompt(_from_utf8(answer["text"]), None if marked is None else _from_utf8(marked))
+        raise ModelError(answer["model"]) if "model" in answer else InputError(answer["input"])
+
+    def _answer(self, message: dict[str, Any]) -> dict[str, Any]:
         message |= {
             "source": self.source,
             "special": self._special,
@@ -107,7 +137,7 @@ class ChatTemplate:
             "now": self._now().isoformat(),
         }
         try:
-            answer = self._process.ask(message)
+            return self._process.ask(message)
         except LimitError:
             raise InputError(
                 "messages: the model's chat template did not finish within its time and memory; send a shorter "
@@ -117,10 +147,6 @@ class ChatTemplate:
             raise InputError("messages: has a whole number with more than 64 bits; send it as a string") from None
         except UnicodeError:
             raise InputError("messages: has half a character (a lone surrogate); send valid UTF-8") from None
-        if "text" in answer:
-            marked = answer.get("marked")
-            return RenderedPrompt(_from_utf8(answer["text"]), None if marked is None else _from_utf8(marked))
-        raise ModelError(answer["model"]) if "model" in answer else InputError(answer["input"])
 
 
 def _from_utf8(data: bytes) -> str:
@@ -143,7 +169,7 @@ def _checked_message(message: object, where: str) -> dict[str, Any]:
     role = plain.get("role")
     if not isinstance(role, str) or not role:
         raise InputError(f"{where}.role: must be a string such as 'user', got {role!r}")
-    if plain.get("content") is None and plain.get("tool_calls"):
+    if plain.get("content") is None and (plain.get("tool_calls") or role == "assistant"):
         plain["content"] = ""
     elif isinstance(plain.get("content"), list):
         plain["content"] = "\n".join(_part_text(part, where) for part in plain["content"])

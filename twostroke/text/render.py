@@ -170,9 +170,12 @@ def _constants(node: nodes.Node) -> Iterator[nodes.Const]:
 def render(message: Message, controls: Controls) -> Message:
     """{"text": UTF-8}, or {"input": …} or {"model": …}: an error of the messages or of the template.
 
-    With "text", "marked" is the prompt with an alias for each control token, where a message spells one too.
+    With "text", "marked" is the prompt with an alias for each control token, where a message spells one too. A message
+    with "names" is answered by the names that the template reads.
     """
     compiled = _compile(message["source"], controls)
+    if message.get("names"):
+        return {"names": [] if isinstance(compiled, str) else sorted(compiled.variables)}
     if isinstance(compiled, str):
         return {"model": f"chat template: {compiled}; use another model, or a prompt instead of messages"}
     for name in message["arguments"]:

@@ -7,8 +7,10 @@ import re
 import secrets
 import string
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+import jiter
 
 from twostroke.errors import InputError
 from twostroke.text.tokenizer import Tokenizer
@@ -55,11 +57,13 @@ class ToolFormat:
 
 HERMES = ToolFormat("hermes", "<tool_call>", "</tool_call>", "arguments")
 LLAMA = ToolFormat("llama", "<|python_tag|>", "", "parameters", bare=True)
+GENERIC = replace(HERMES, family="generic")  # for templates without a form of their own: text/generic_tools.py
 MISTRAL = ToolFormat("mistral", "[TOOL_CALLS]", "", "arguments", listed=True)
 
 
 def tool_format(template_source: str | None) -> ToolFormat | None:
-    """How a model with this chat template writes calls. None: it has no tools, or a format that is not read here."""
+    """How a model with this chat template writes calls. None: it has no tools, or a format that is not read here:
+    `GENERIC` is used then."""
     source = template_source or ""
     if HERMES.begin in source:
         other = "<function=" in source or "<arg_key>" in source  # the same mark around XML
@@ -157,23 +161,29 @@ def read_choice(choice: object, tools: Sequence[Tool]) -> ToolChoice:
 def with_parsed_arguments(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Messages in which the arguments of earlier calls are objects, as templates expect; clients send JSON text."""
     return [
-        {**message, "tool_calls": [_parsed_call(call, f"messages[{index}].tool_calls") for call in calls]}
+        {**message, "tool_calls": [_parsed_call(call) for call in calls]}
         if isinstance(message, Mapping) and isinstance(calls := message.get("tool_calls"), list)
         else message
-        for index, message in enumerate(messages)
+        for message in messages
     ]
 
 
-def _parsed_call(call: Any, where: str) -> Any:
+def _parsed_call(call: Any) -> Any:
     function = call.get("function") if isinstance(call, Mapping) else None
     arguments = function.get("arguments") if isinstance(function, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(arguments, str):
         return call
+    return {**call, "function": {**function, "arguments": read_arguments(arguments)}}
+
+
+def read_arguments(text: str) -> Any:
+    """The arguments of a call as an object. Those of an answer that `max_tokens` cut are closed where they were cut;
+    a text that is no JSON is one argument."""
     try:
-        parsed = json.loads(arguments or "{}")
-    except (ValueError, RecursionError):
-        raise InputError(f"{where}.function.arguments: is not JSON") from None
-    return {**call, "function": {**function, "arguments": parsed}}
+        found = jiter.from_json(text.encode() or b"{}", partial_mode="trailing-strings")
+    except (ValueError, UnicodeEncodeError):
+        return {"text": text}
+    return found if isinstance(found, dict) else {"text": text}
 
 
 def new_call_id() -> str:

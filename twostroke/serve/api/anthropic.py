@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import json
 import secrets
+from collections.abc import Collection
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from twostroke.engine.answer import StreamEvent
 from twostroke.sampling import MAX_STOPS, SamplingParams
 from twostroke.serve import sse
 from twostroke.serve.api.chat import MAX_MESSAGES
-from twostroke.serve.fields import Count, Many, Name, Natural, Payload, Text
-from twostroke.serve.sampling import ExplainField, StopString, make_params
+from twostroke.serve.fates import Hint, Refused, refusal
+from twostroke.serve.fields import Count, Many, Name, Payload, Text
+from twostroke.serve.forms import json_grammar
+from twostroke.serve.sampling import ExplainField, StopString, TopK, make_params, stop_strings
 from twostroke.serve.segments import CONTENT, TOOL_CALL, Segment, SegmentDelta
 from twostroke.serve.service import Generation, GenerationInput, Service
-from twostroke.serve.structured import AnswerFormat, chat_format, function_choice, function_tool
+from twostroke.serve.structured import AnswerFormat, FormContext, chat_format, function_choice, function_tool
+from twostroke.serve.thinking import ThinkingConfig, Wish, template_arguments
 from twostroke.serve.transport.errors import ApiError, anthropic_error, bad_request
 from twostroke.serve.transport.http import Exchange
-from twostroke.text.tokenizer import Tokenizer
 from twostroke.text.tools import MAX_TOOLS
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens"}
@@ -28,18 +31,11 @@ STOP_REASONS = {"stop": "end_turn", "length": "max_tokens"}
 # ---- the request ---------------------------------------------------------------------------------------------------
 
 
-class CacheControl(Payload):
-    """Accepted without effect: every prompt is cached."""
-
-    type: Literal["ephemeral"]
-    ttl: Literal["5m", "1h"] | None = None
-
-
 class TextBlock(Payload):
     type: Literal["text"]
     text: Text
-    cache_control: CacheControl | None = None
-    citations: None = None
+    cache_control: Hint = None
+    citations: Refused = None
 
 
 class ToolUseBlock(Payload):
@@ -47,7 +43,8 @@ class ToolUseBlock(Payload):
     id: Name
     name: Name
     input: dict[str, Any]
-    cache_control: CacheControl | None = None
+    cache_control: Hint = None
+    caller: Hint = None
 
 
 class ToolResultBlock(Payload):
@@ -55,18 +52,29 @@ class ToolResultBlock(Payload):
     tool_use_id: Name
     content: Text | Annotated[Many[TextBlock], Field(max_length=MAX_MESSAGES)] | None = None
     is_error: bool | None = None
-    cache_control: CacheControl | None = None
+    cache_control: Hint = None
 
 
 class ThinkingBlock(Payload):
     """The reasoning of an earlier answer. It is not given to the model again."""
 
-    type: Literal["thinking"]
-    thinking: Text
-    signature: Text | None = None
+    type: Literal["thinking", "redacted_thinking"]
+    thinking: Text | None = None
+    signature: Hint = None
+    data: Hint = None
+    cache_control: Hint = None
 
 
-Block = Annotated[TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock, Field(discriminator="type")]
+def _known_block(value: Any) -> Any:
+    kind = value.get("type") if isinstance(value, dict) else None
+    if isinstance(kind, str) and kind not in BLOCK_TYPES:
+        raise refusal(f"{kind[:40]!r} blocks are not read: this server reads text only, no images or documents")
+    return value
+
+
+BLOCK_TYPES = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
+AnyBlock = Annotated[TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock, Field(discriminator="type")]
+Block = Annotated[AnyBlock, BeforeValidator(_known_block)]
 
 
 class Turn(Payload):
@@ -98,13 +106,23 @@ def joined(content: str | list[TextBlock] | None) -> str:
     return content if isinstance(content, str) else "".join(block.text for block in content or ())
 
 
+def _only_functions(kind: str | None) -> str | None:
+    if kind not in (None, "custom"):
+        raise refusal(f"{str(kind)[:40]!r} tools are not run here: nothing is searched, fetched or executed")
+    return kind
+
+
 class AnthropicTool(Payload):
-    type: Literal["custom"] | None = None
+    type: Annotated[str | None, AfterValidator(_only_functions)] = None
     name: Name
     description: Text | None = None
-    input_schema: dict[str, Any]
-    strict: bool | None = None
-    cache_control: CacheControl | None = None
+    input_schema: dict[str, Any] = Field(default_factory=dict)
+    strict: Hint = None
+    cache_control: Hint = None
+    eager_input_streaming: Hint = None
+    defer_loading: Hint = None
+    allowed_callers: Hint = None
+    input_examples: Hint = None
 
 
 class AnthropicChoice(Payload):
@@ -113,12 +131,14 @@ class AnthropicChoice(Payload):
     disable_parallel_tool_use: bool | None = None
 
 
-class NoThinking(Payload):
-    type: Literal["disabled"]
+class OutputFormat(Payload):
+    type: Literal["json_schema"]
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
 
 
-class Metadata(Payload):
-    user_id: Name | None = None
+class OutputConfig(Payload):
+    effort: Name | None = None
+    format: OutputFormat | None = None
 
 
 class Conversation(Payload):
@@ -129,16 +149,30 @@ class Conversation(Payload):
     system: Text | Annotated[Many[TextBlock], Field(max_length=MAX_MESSAGES)] | None = None
     tools: Annotated[Many[AnthropicTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: AnthropicChoice | None = None
-    thinking: NoThinking | None = None
-    cache_control: CacheControl | None = None
+    thinking: ThinkingConfig | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None  # an older name of output_config.format
+    cache_control: Hint = None
+    context_management: Hint = None
+    container: Refused = None
+    mcp_servers: Refused = None
 
     def for_template(self) -> list[dict[str, Any]]:
-        if self.messages[-1].role == "assistant":
-            raise bad_request("messages: the last one must be the user's: no answer can be begun for it.", "messages")
         opening = [{"role": "system", "content": joined(self.system)}] if self.system else []
         return opening + [message for turn in self.messages for message in turn.for_template()]
 
-    def answer_format(self, tokenizer: Tokenizer) -> AnswerFormat:
+    def ending(self) -> dict[str, bool]:
+        """A text of the assistant at the end is the beginning of the answer."""
+        return {"continue_final_message": True} if self.messages[-1].role == "assistant" else {}
+
+    def template_arguments(self, variables: Collection[str]) -> tuple[dict[str, Any], set[str]]:
+        wishes = (
+            Wish("output_config.effort", None if self.output_config is None else self.output_config.effort),
+            Wish("thinking", enabled=None if self.thinking is None else self.thinking.enabled),
+        )
+        return template_arguments(variables, wishes)
+
+    def answer_format(self, context: FormContext) -> AnswerFormat:
         tools = [function_tool(tool.name, tool.description, tool.input_schema) for tool in self.tools or ()]
         wanted = self.tool_choice
         choice: Any = None
@@ -149,7 +183,9 @@ class Conversation(Payload):
         elif wanted is not None:
             choice = "required" if wanted.type == "any" else wanted.type
         parallel = wanted is None or not wanted.disable_parallel_tool_use
-        return chat_format(tokenizer, None, tools, choice, parallel)
+        form = (self.output_config.format if self.output_config is not None else None) or self.output_format
+        grammar = None if form is None else json_grammar(form.schema_, context.closed, "output_config.format")
+        return chat_format(context, grammar, tools, choice, parallel)
 
 
 class MessagesRequest(Conversation, ExplainField):
@@ -157,15 +193,21 @@ class MessagesRequest(Conversation, ExplainField):
     stream: bool | None = None
     temperature: Annotated[float, Field(ge=0.0, le=1.0)] | None = None  # 1 is the limit of this API
     top_p: float | None = None
-    top_k: Natural | None = None
+    top_k: TopK | None = None
     stop_sequences: Annotated[Many[StopString], Field(max_length=MAX_STOPS)] | None = None
-    metadata: Metadata | None = None
-    service_tier: Literal["auto", "standard_only"] | None = None
+    metadata: Hint = None
+    service_tier: Hint = None
+
+    @property
+    def user_name(self) -> str | None:
+        """For the log."""
+        name = self.metadata.get("user_id") if isinstance(self.metadata, dict) else None
+        return name[:64] if isinstance(name, str) else None
 
     def to_params(self, **more: Any) -> SamplingParams:
         return make_params(
             max_tokens=self.max_tokens, temperature=self.temperature, top_p=self.top_p, top_k=self.top_k,
-            stop=self.stop_sequences, **more,
+            stop=stop_strings(self.stop_sequences), **more,
         )  # fmt: skip
 
 
@@ -180,9 +222,10 @@ async def handle(service: Service, exchange: Exchange) -> None:
     request = await service.read(MessagesRequest, exchange)
     text, tokens, form = await read(service, exchange, request)
     params = request.to_params(grammar=form.grammar)
-    user = request.metadata.user_id if request.metadata is not None else None
-    given = GenerationInput([tokens], params, request.explain, form, text, "tools")
-    generation = await service.generate(exchange, given, user)
+    given = GenerationInput(
+        [tokens], params, request.explain, form, text, "tools" if form.tools else "output_config.format"
+    )
+    generation = await service.generate(exchange, given, request.user_name)
     await sse.reply(generation, MessageWriter(generation), request.stream)
 
 
@@ -195,9 +238,11 @@ async def count_tokens(service: Service, exchange: Exchange) -> None:
 async def read(service: Service, exchange: Exchange, request: Conversation) -> tuple[str, list[int], AnswerFormat]:
     """The prompt in text and in tokens, and the format of its answer."""
     service.check_model(request.model)
-    form = await service.off_loop(exchange, exchange.weight, request.answer_format, service.tokenizer)
+    form = await service.off_loop(exchange, exchange.weight, request.answer_format, service.forms)
+    arguments, hints = request.template_arguments(service.template_variables)
+    exchange.ignored |= hints
     messages = await service.off_loop(exchange, exchange.weight, request.for_template)
-    text, tokens = await service.render(exchange, messages, tools=form.tools)
+    text, tokens = await service.render(exchange, messages, tools=form.tools, **request.ending(), **arguments)
     return text, tokens, form
 
 

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Collection
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field, model_validator
 
 from twostroke.engine.answer import StreamEvent
 from twostroke.sampling import SamplingParams
 from twostroke.serve import sse
+from twostroke.serve.fates import Hint, HintFate, Refused, refusal
 from twostroke.serve.fields import Count, Many, Name, Payload, Text
-from twostroke.serve.sampling import MAX_TOP_LOGPROBS, SamplingFields
+from twostroke.serve.sampling import MAX_TOP_LOGPROBS, SamplingFields, same_value
 from twostroke.serve.segments import CONTENT, REASONING, SegmentDelta
 from twostroke.serve.service import Generation, GenerationInput, Service
 from twostroke.serve.structured import ToolFields
+from twostroke.serve.thinking import ThinkingConfig, Wish, template_arguments
 from twostroke.serve.transport.errors import ApiError, bad_request, openai_error
 from twostroke.serve.transport.http import Exchange
 from twostroke.serve.usage import chat_logprobs
-from twostroke.text.chat import ARGUMENTS
+from twostroke.text.tools import new_call_id
 
 MAX_MESSAGES = 4096
 
@@ -25,43 +29,76 @@ MAX_MESSAGES = 4096
 # ---- the request ---------------------------------------------------------------------------------------------------
 
 
-class TextPart(Payload):
-    type: Literal["text"]
-    text: Text
+def _text_only(kind: str) -> str:
+    if kind not in ("text", "refusal"):
+        raise refusal(f"{kind[:40]!r} parts are not read: this server reads text only, no images, audio or files")
+    return kind
+
+
+class ContentPart(Payload):
+    type: Annotated[str, AfterValidator(_text_only)]
+    text: Text | None = None
+    refusal: Text | None = None
+    cache_control: Hint = None
+    annotations: Hint = None
+
+    @model_validator(mode="after")
+    def _has_text(self) -> ContentPart:
+        if self.text is None and self.refusal is None:
+            raise ValueError("text is missing")
+        return self
 
 
 class CalledFunction(Payload):
     name: Name
-    arguments: Text
+    arguments: Text | dict[str, Any] | None = None
+    parsed_arguments: Hint = None
 
 
 class ToolCall(Payload):
-    id: Name
+    id: Name | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
     index: int | None = None
 
+    def for_template(self) -> dict[str, Any]:
+        given = self.function.arguments
+        arguments = json.dumps(given, ensure_ascii=False) if isinstance(given, dict) else given or "{}"
+        return tool_call(self.id or new_call_id(), self.function.name, arguments)
+
 
 class Message(Payload):
-    """The last four fields are those of an answer that a client sends back as it got it."""
+    """The fields after `reasoning_content` are those of an answer that a client sends back as it got it."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | Annotated[Many[TextPart], Field(max_length=MAX_MESSAGES)] | None = None
+    content: Text | Annotated[Many[ContentPart], Field(max_length=MAX_MESSAGES)] | None = None
     name: Name | None = None
     tool_calls: Annotated[Many[ToolCall], Field(max_length=128)] | None = None
     tool_call_id: Name | None = None
     reasoning_content: Text | None = None
-    refusal: None = None
-    annotations: Annotated[Many[None], Field(max_length=0)] | None = None
-    audio: None = None
-    function_call: None = None
+    refusal: Text | None = None
+    annotations: Annotated[Any, HintFate(([],))] = None
+    audio: Refused = None
+    cache_control: Hint = None
+    function_call: Refused = None
+    id: Hint = None
+    parsed: Hint = None
+    provider_specific_fields: Hint = None
+    reasoning: Hint = None
+    reasoning_details: Hint = None
+    thinking_blocks: Hint = None
 
     def for_template(self) -> dict[str, Any]:
         """Chat templates have no role `developer`: it is read as `system`."""
-        message = self.model_dump(exclude_none=True, exclude={"annotations"})
-        if self.role == "developer":
-            message["role"] = "system"
-        return message
+        content: Any = self.content
+        if isinstance(content, list):
+            content = [{"type": "text", "text": part.text or part.refusal or ""} for part in content]
+        message = {
+            "role": "system" if self.role == "developer" else self.role, "content": content or self.refusal or content,
+            "name": self.name or None, "tool_call_id": self.tool_call_id, "reasoning_content": self.reasoning_content,
+            "tool_calls": [call.for_template() for call in self.tool_calls or ()] or None,
+        }  # fmt: skip
+        return {name: value for name, value in message.items() if value is not None}
 
 
 Messages = Annotated[Many[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
@@ -74,31 +111,47 @@ class ChatRequest(SamplingFields, ToolFields):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     reasoning_effort: Name | None = None
+    thinking: ThinkingConfig | None = None
+    enable_thinking: bool | None = None
     chat_template_kwargs: dict[Name, Any] | None = None
-    store: Literal[False] | None = None
-    service_tier: Literal["auto", "default"] | None = None
-    modalities: Annotated[Many[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None  # the last message is the beginning of the answer
+    modalities: Annotated[Many[Literal["text"]], Field(max_length=1)] | None = None
+    prediction: Hint = None
+    verbosity: Hint = None
+    cache_control: Hint = None
+    audio: Refused = None
+    function_call: Refused = None
+    functions: Refused = None
+    web_search_options: Refused = None
 
     def to_params(self, **more: Any) -> SamplingParams:
-        if self.max_tokens is not None and self.max_completion_tokens is not None:
-            raise bad_request("max_tokens and max_completion_tokens mean the same: send one.", "max_tokens")
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise bad_request("top_logprobs: only together with logprobs=true.", "top_logprobs")
-        longest = self.max_tokens or self.max_completion_tokens
+        longest = same_value(self, "max_tokens", "max_completion_tokens")
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         return self.params(max_tokens=longest, unlimited=True, logprobs=logprobs, **more)
 
     def for_template(self) -> list[dict[str, Any]]:
         return [message.for_template() for message in self.messages]
 
-    def template_arguments(self) -> dict[str, Any]:
-        arguments = dict(self.chat_template_kwargs or {})
-        for name in arguments:
-            if name not in ARGUMENTS:
-                raise bad_request(f"chat_template_kwargs: {name!r} may not be set.", "chat_template_kwargs")
-        if self.reasoning_effort is not None:
-            arguments["reasoning_effort"] = self.reasoning_effort
-        return arguments
+    def template_arguments(self, variables: Collection[str]) -> tuple[dict[str, Any], set[str]]:
+        """For a template that reads these variables, and the fields that are hints because it has no switch."""
+        wishes = (
+            Wish("reasoning_effort", self.reasoning_effort),
+            Wish("thinking", enabled=None if self.thinking is None else self.thinking.enabled),
+            Wish("enable_thinking", enabled=self.enable_thinking),
+        )
+        return template_arguments(variables, wishes, self.chat_template_kwargs)
+
+    def ending(self) -> dict[str, bool]:
+        """How the prompt ends: with the beginning of an answer, or with a message that is continued."""
+        if self.continue_final_message and self.add_generation_prompt:
+            reason = "continue_final_message: does not go together with add_generation_prompt: send one of them."
+            raise bad_request(reason, "continue_final_message")
+        if self.continue_final_message:
+            return {"continue_final_message": True}
+        return {"add_generation_prompt": self.add_generation_prompt is not False}
 
 
 # ---- the answer ----------------------------------------------------------------------------------------------------
@@ -107,12 +160,16 @@ class ChatRequest(SamplingFields, ToolFields):
 async def handle(service: Service, exchange: Exchange) -> None:
     request = await service.read(ChatRequest, exchange)
     service.check_model(request.model)
-    form = await service.off_loop(exchange, exchange.weight, request.answer_format, service.tokenizer)
+    form = await service.off_loop(exchange, exchange.weight, request.answer_format, service.forms)
+    if request.skip_special_tokens is False:
+        form = form._replace(visible=service.tokenizer.special_ids)
     params = request.to_params(grammar=form.grammar)
+    arguments, hints = request.template_arguments(service.template_variables)
+    exchange.ignored |= hints | request.hints()
     messages = await service.off_loop(exchange, exchange.weight, request.for_template)
-    text, tokens = await service.render(exchange, messages, tools=form.tools, **request.template_arguments())
+    text, tokens = await service.render(exchange, messages, tools=form.tools, **request.ending(), **arguments)
     given = GenerationInput([tokens], params, request.explain, form, text, request.grammar_field)
-    generation = await service.generate(exchange, given, request.user)
+    generation = await service.generate(exchange, given, request.user_name)
     await sse.reply(generation, ChatWriter(generation, request), request.stream)
 
 
@@ -140,6 +197,8 @@ class ChatWriter(sse.Writer):
         self.tokenizer = generation.service.tokenizer
         self.head = generation.service.head("chatcmpl-")
         self.include_usage = request.include_usage
+        self.usage_in_chunks = self.whole_events = request.usage_in_chunks
+        self.written = 0  # tokens of the chunks so far
         self.begun: set[int] = set()  # choices whose role was sent
         self.text_events = sse.TextEvents(lambda choice, text: self._chunk(choice, {"content": text}))
 
@@ -164,6 +223,7 @@ class ChatWriter(sse.Writer):
 
     def piece(self, choice: int, event: StreamEvent) -> bytes:
         reader = self.generation.readers[choice]
+        self.written += len(event.token_ids)
         scores = None if event.logprobs is None else chat_logprobs(self.tokenizer, event.logprobs)
         deltas = reader.push(event)
         if not deltas and not scores and event.finish_reason is None:
@@ -173,7 +233,7 @@ class ChatWriter(sse.Writer):
             self.begun.add(choice)
             written = self._chunk(choice, {"role": "assistant", "content": ""})
         for delta in deltas:
-            if scores is None and delta.segment.kind == CONTENT:
+            if scores is None and delta.segment.kind == CONTENT and not self.usage_in_chunks:
                 written += self.text_events.fill(choice, delta.text)
                 continue
             written += self._chunk(choice, delta_of(delta), scores=scores)
@@ -194,7 +254,13 @@ class ChatWriter(sse.Writer):
         extras: dict[str, Any] | None = None,
     ) -> bytes:
         one = {"index": choice, "delta": delta, "logprobs": scored(scores), "finish_reason": reason}
-        return sse.data(self._document([one]) | ({"usage": None} if self.include_usage else {}) | (extras or {}))
+        return sse.data(self._document([one]) | self._usage() | (extras or {}))
+
+    def _usage(self) -> dict[str, Any]:
+        """Of a chunk: so far, or null where only the last chunk has it."""
+        if self.usage_in_chunks:
+            return {"usage": self.generation.usage(self.written)}
+        return {"usage": None} if self.include_usage else {}
 
     def _document(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {**self.head, "object": "chat.completion.chunk", "choices": choices}

@@ -12,12 +12,15 @@ from twostroke.remote.stream import Piece
 from twostroke.sampling import MAX_SAMPLES, SamplingParams
 from twostroke.serve import sse
 from twostroke.serve.fields import Many, Natural, Text, TokenId
+from twostroke.serve.forms import FormatFields
 from twostroke.serve.sampling import MAX_TOP_LOGPROBS, SamplingFields
 from twostroke.serve.service import Generation, GenerationInput, Service
-from twostroke.serve.structured import AnswerFormat, FormatFields
+from twostroke.serve.structured import AnswerFormat, grammar_hints
 from twostroke.serve.transport.errors import ApiError, bad_request, openai_error
 from twostroke.serve.transport.http import Exchange
 from twostroke.serve.usage import text_logprobs
+from twostroke.text.infill import Infill, infill_of
+from twostroke.text.tokenizer import Tokenizer
 from twostroke.types import TokenLogprobs
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
@@ -30,6 +33,8 @@ class CompletionRequest(SamplingFields, FormatFields):
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     echo: bool | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] | None = None
+    suffix: Text | None = None  # the answer is the text between prompt and suffix
+    add_special_tokens: bool | None = None
 
     def prompts(self) -> list[str | list[int]]:
         """One or several: a flat list of numbers is one prompt of token ids."""
@@ -39,6 +44,17 @@ class CompletionRequest(SamplingFields, FormatFields):
         if len(many) * (self.n or 1) > MAX_SAMPLES:
             raise bad_request(f"prompt: prompts × n may be at most {MAX_SAMPLES}.", "prompt")
         return many
+
+    def infill(self, tokenizer: Tokenizer) -> Infill | None:
+        """How the model writes the text before a suffix. None: there is no suffix."""
+        if not self.suffix:
+            return None
+        if self.echo:
+            raise bad_request("suffix: does not go together with echo: send one of them.", "suffix")
+        found = infill_of(tokenizer)
+        if found is None:
+            raise bad_request("suffix: this model has no tokens for filling in the middle.", "suffix")
+        return found
 
     @property
     def silent(self) -> bool:
@@ -52,18 +68,28 @@ class CompletionRequest(SamplingFields, FormatFields):
             raise bad_request("max_tokens: 0 only together with echo=true.", "max_tokens")
         longest = DEFAULT_MAX_TOKENS if self.max_tokens is None else max(1, self.max_tokens)
         prompt_logprobs = self.logprobs if self.echo else None
-        return self.params(max_tokens=longest, logprobs=self.logprobs, prompt_logprobs=prompt_logprobs, **more)
+        values = {"max_tokens": longest, "logprobs": self.logprobs, "prompt_logprobs": prompt_logprobs}
+        return self.params(**values, **more)
 
 
 async def handle(service: Service, exchange: Exchange) -> None:
     request = await service.read(CompletionRequest, exchange)
     service.check_model(request.model)
-    form = AnswerFormat(await service.off_loop(exchange, exchange.weight, request.make_grammar))
-    params = request.to_params(grammar=form.grammar)
-    prompts = await service.tokenize(exchange, request.prompts())
+    grammar = await service.off_loop(exchange, exchange.weight, request.make_grammar, service.forms.closed)
+    visible = service.tokenizer.special_ids if request.skip_special_tokens is False else frozenset()
+    form = AnswerFormat(grammar, visible=visible, hints=grammar_hints(grammar))
+    exchange.ignored |= request.hints()
+    infill = request.infill(service.tokenizer)
+    ends = {} if infill is None else {"stop_token_ids": [*(request.stop_token_ids or ()), *infill.ends]}
+    params = request.to_params(grammar=form.grammar, **ends)
+    special = infill is None and request.add_special_tokens is not False
+    prompts = await service.tokenize(exchange, request.prompts(), special)
+    if infill is not None and request.suffix:
+        (after,) = await service.tokenize(exchange, [request.suffix], special)
+        prompts = [infill.prompt(before, after) for before in prompts]
     echo = await prompt_texts(service, exchange, request)
     given = GenerationInput(prompts, params, request.explain, form, grammar_field=request.grammar_field)
-    generation = await service.generate(exchange, given, request.user)
+    generation = await service.generate(exchange, given, request.user_name)
     await sse.reply(generation, CompletionWriter(generation, request, Echo(generation, echo)), request.stream)
 
 
@@ -102,6 +128,8 @@ class CompletionWriter(sse.Writer):
         self.head = {**generation.service.head("cmpl-"), "object": "text_completion"}
         self.request = request
         self.echo = echo
+        self.whole_events = request.usage_in_chunks
+        self.tokens = 0  # of the chunks so far
         self.written: dict[int, int] = {}  # characters with log probabilities so far, by choice
         self.text_events = sse.TextEvents(lambda choice, text: self._event([chunk(choice, text)]))
 
@@ -126,7 +154,12 @@ class CompletionWriter(sse.Writer):
                 scores = text_logprobs(self.tokenizer, tokens, every, 0)
             reason = "length" if request.silent else sample.finish_reason
             choices.append(chunk(index, text, reason, scores) | generation.choice_extras(index))
-        return {**self.head, "choices": choices, "usage": generation.usage(request.silent), **generation.extras()}
+        return {
+            **self.head,
+            "choices": choices,
+            "usage": generation.usage(0 if request.silent else None),
+            **generation.extras(),
+        }
 
     def piece(self, choice: int, event: StreamEvent) -> bytes:
         written = b""
@@ -136,6 +169,7 @@ class CompletionWriter(sse.Writer):
                 scores = self.echo.scores(choice) if self.request.logprobs is not None else None
                 written = self._text(choice, self.echo.text(choice), self.echo.tokens(choice), scores)
         text, reason = event.text, event.finish_reason
+        self.tokens += 0 if self.request.silent else len(event.token_ids)
         if self.request.silent:
             text, reason = "", "length" if reason else None
         if text or event.logprobs:
@@ -146,20 +180,24 @@ class CompletionWriter(sse.Writer):
         return written
 
     def _text(self, choice: int, text: str, tokens: list[int], scores: Sequence[TokenLogprobs | None] | None) -> bytes:
-        if scores is None:
+        if scores is None and not self.request.usage_in_chunks:
             return self.text_events.fill(choice, text)
+        if scores is None:
+            return self._event([chunk(choice, text)])
         logprobs = text_logprobs(self.tokenizer, tokens, scores, self.written[choice])
         self.written[choice] += len(text)
         return self._event([chunk(choice, text, None, logprobs)])
 
     def _event(self, choices: list[dict[str, Any]], extras: dict[str, Any] | None = None) -> bytes:
-        usage = {"usage": None} if self.request.include_usage else {}
+        usage: dict[str, Any] = {"usage": None} if self.request.include_usage else {}
+        if self.request.usage_in_chunks:
+            usage = {"usage": self.generation.usage(self.tokens)}
         return sse.data({**self.head, "choices": choices, **(extras or {}), **usage})
 
     def end(self) -> bytes:
         if not self.request.include_usage:
             return sse.DONE
-        usage = self.generation.usage(self.request.silent)
+        usage = self.generation.usage(0 if self.request.silent else None)
         return sse.data({**self.head, "choices": [], "usage": usage}) + sse.DONE
 
     def problem(self, error: ApiError) -> bytes:

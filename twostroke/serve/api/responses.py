@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Collection
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field, model_validator
 
 from twostroke.engine.answer import StreamEvent
 from twostroke.sampling import Grammar, SamplingParams
 from twostroke.serve import sse
 from twostroke.serve.api.chat import MAX_MESSAGES, tool_call
+from twostroke.serve.fates import Hint, HintFate, Refused, refusal
 from twostroke.serve.fields import Count, Many, Name, Payload, Text
-from twostroke.serve.sampling import MAX_TOP_LOGPROBS, ExplainField, make_params
+from twostroke.serve.forms import json_grammar
+from twostroke.serve.sampling import MAX_TOP_LOGPROBS, CommonHints, ExplainField, make_params
 from twostroke.serve.segments import CONTENT, TOOL_CALL, Segment, SegmentDelta
 from twostroke.serve.service import Generation, GenerationInput, Service
-from twostroke.serve.structured import AnswerFormat, chat_format, function_choice, function_tool, json_grammar
+from twostroke.serve.structured import (
+    AnswerFormat,
+    FormContext,
+    FunctionType,
+    chat_format,
+    function_choice,
+    function_tool,
+)
+from twostroke.serve.thinking import Wish, template_arguments
 from twostroke.serve.transport.errors import ApiError, bad_request
 from twostroke.serve.transport.http import Exchange
 from twostroke.serve.usage import chat_logprobs
-from twostroke.text.tokenizer import Tokenizer
 from twostroke.text.tools import MAX_TOOLS
 
 LOGPROBS = "message.output_text.logprobs"
@@ -28,28 +38,49 @@ LOGPROBS = "message.output_text.logprobs"
 # ---- the request ---------------------------------------------------------------------------------------------------
 
 
+def _text_only(kind: str) -> str:
+    if kind not in ("input_text", "output_text", "text", "refusal"):
+        raise refusal(f"{kind[:40]!r} parts are not read: this server reads text only, no images, audio or files")
+    return kind
+
+
 class TextContent(Payload):
-    type: Literal["input_text", "output_text"]
-    text: Text
-    annotations: Annotated[Many[None], Field(max_length=0)] | None = None
-    logprobs: list[Any] | None = None
+    type: Annotated[str, AfterValidator(_text_only)]
+    text: Text | None = None
+    refusal: Text | None = None
+    annotations: Annotated[Any, HintFate(([],))] = None
+    logprobs: Annotated[Any, HintFate(([],))] = None
+    parsed: Hint = None
+
+    @model_validator(mode="after")
+    def _has_text(self) -> TextContent:
+        if self.text is None and self.refusal is None:
+            raise ValueError("text is missing")
+        return self
+
+
+Contents = Text | Annotated[Many[TextContent], Field(max_length=MAX_MESSAGES)]
+
+
+def joined(content: str | list[TextContent]) -> str:
+    return content if isinstance(content, str) else "".join(part.text or part.refusal or "" for part in content)
 
 
 class Item(Payload):
-    """A part of the input. `id` and `status` are those of an answer that a client sends back."""
+    """A part of the input. These fields are those of an answer that a client sends back."""
 
-    id: Name | None = None
-    status: Name | None = None
+    id: Hint = None
+    status: Hint = None
+    provider_specific_fields: Hint = None
 
 
 class MessageItem(Item):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: Text | Annotated[Many[TextContent], Field(max_length=MAX_MESSAGES)]
+    content: Contents
 
     def for_template(self) -> dict[str, Any]:
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+        return {"role": "system" if self.role == "developer" else self.role, "content": joined(self.content)}
 
 
 class CallItem(Item):
@@ -57,6 +88,7 @@ class CallItem(Item):
     call_id: Name
     name: Name
     arguments: Text
+    parsed_arguments: Hint = None
 
     def for_template(self) -> dict[str, Any]:
         call = tool_call(self.call_id, self.name, self.arguments)
@@ -66,19 +98,19 @@ class CallItem(Item):
 class ResultItem(Item):
     type: Literal["function_call_output"]
     call_id: Name
-    output: Text
+    output: Contents
 
     def for_template(self) -> dict[str, Any]:
-        return {"role": "tool", "tool_call_id": self.call_id, "content": self.output}
+        return {"role": "tool", "tool_call_id": self.call_id, "content": joined(self.output)}
 
 
 class ReasoningItem(Item):
     """The reasoning of an earlier answer. It is not given to the model again."""
 
     type: Literal["reasoning"]
-    summary: list[Any] | None = None
+    summary: Annotated[Any, HintFate(([],))] = None
     content: list[Any] | None = None
-    encrypted_content: None = None
+    encrypted_content: Hint = None
 
     def for_template(self) -> None:
         return
@@ -92,20 +124,22 @@ class TextFormat(Payload):
     name: Name | None = None
     description: Text | None = None
     schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
-    strict: bool | None = None
+    strict: Hint = None
 
 
 class TextConfig(Payload):
     format: TextFormat | None = None
-    verbosity: None = None
+    verbosity: Hint = None
 
 
 class FunctionTool(Payload):
-    type: Literal["function"]
+    type: FunctionType
     name: Name
     description: Text | None = None
     parameters: dict[str, Any] | None = None
-    strict: bool | None = None
+    strict: Hint = None
+    defer_loading: Hint = None
+    cache_control: Hint = None
 
 
 class FunctionChoice(Payload):
@@ -114,10 +148,16 @@ class FunctionChoice(Payload):
 
 
 class ResponsesStreamOptions(Payload):
-    include_obfuscation: Literal[False] | None = None
+    include_obfuscation: Annotated[Any, HintFate((False,))] = None
 
 
-class ResponsesRequest(ExplainField):
+class ReasoningConfig(Payload):
+    effort: Name | None = None
+    summary: Hint = None
+    generate_summary: Hint = None
+
+
+class ResponsesRequest(ExplainField, CommonHints):
     input: Text | Annotated[Many[AnyItem], Field(min_length=1, max_length=MAX_MESSAGES)]
     model: Name | None = None
     instructions: Text | None = None
@@ -125,24 +165,20 @@ class ResponsesRequest(ExplainField):
     temperature: float | None = None
     top_p: float | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    include: Annotated[Many[Literal["message.output_text.logprobs"]], Field(max_length=1)] | None = None
+    include: Annotated[Any, HintFate(([], [LOGPROBS]))] = None
     stream: bool | None = None
     stream_options: ResponsesStreamOptions | None = None
     text: TextConfig | None = None
     tools: Annotated[Many[FunctionTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["auto", "none", "required"] | FunctionChoice | None = None
     parallel_tool_calls: bool | None = None
-    metadata: Annotated[dict[Name, Annotated[str, Field(max_length=512)]], Field(max_length=16)] | None = None
-    user: Name | None = None
-    store: Literal[False] | None = None  # nothing is stored
-    background: Literal[False] | None = None
-    truncation: Literal["disabled"] | None = None
-    service_tier: Literal["auto", "default"] | None = None
-    previous_response_id: None = None
-    conversation: None = None
-    prompt: None = None
-    reasoning: None = None
-    max_tool_calls: None = None
+    reasoning: ReasoningConfig | None = None
+    truncation: Annotated[Any, HintFate(("disabled",))] = None
+    max_tool_calls: Hint = None
+    background: Refused = None
+    conversation: Refused = None
+    previous_response_id: Refused = None
+    prompt: Refused = None
 
     def for_template(self) -> list[dict[str, Any]]:
         opening = [{"role": "system", "content": self.instructions}] if self.instructions else []
@@ -152,7 +188,7 @@ class ResponsesRequest(ExplainField):
 
     @property
     def wants_logprobs(self) -> bool:
-        return LOGPROBS in (self.include or ())
+        return isinstance(self.include, list) and LOGPROBS in self.include
 
     def to_params(self, **more: Any) -> SamplingParams:
         if self.top_logprobs and not self.wants_logprobs:
@@ -163,19 +199,24 @@ class ResponsesRequest(ExplainField):
             logprobs=logprobs, **more,
         )  # fmt: skip
 
-    def answer_format(self, tokenizer: Tokenizer) -> AnswerFormat:
+    def answer_format(self, context: FormContext) -> AnswerFormat:
         tools = [function_tool(tool.name, tool.description, tool.parameters) for tool in self.tools or ()]
         choice = self.tool_choice
         named = function_choice(choice.name) if isinstance(choice, FunctionChoice) else choice
-        return chat_format(tokenizer, self._grammar(), tools, named, self.parallel_tool_calls is not False)
+        form = self._grammar(context.closed)
+        return chat_format(context, form, tools, named, self.parallel_tool_calls is not False)
 
-    def _grammar(self) -> Grammar | None:
+    def _grammar(self, closed: bool) -> Grammar | None:
         form = self.text.format if self.text is not None else None
         if form is None or form.type == "text":
             return None
-        if form.type == "json_schema" and (form.name is None or form.schema_ is None):
-            raise bad_request("text.format: a json_schema needs name and schema.", "text.format")
-        return json_grammar(form.schema_ if form.type == "json_schema" else None, "text.format")
+        if form.type == "json_schema" and form.schema_ is None:
+            raise bad_request("text.format: a json_schema needs a schema.", "text.format")
+        return json_grammar(form.schema_, closed, "text.format")
+
+    def template_arguments(self, variables: Collection[str]) -> tuple[dict[str, Any], set[str]]:
+        effort = None if self.reasoning is None else self.reasoning.effort
+        return template_arguments(variables, [Wish("reasoning.effort", effort)])
 
 
 def merged(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -196,13 +237,17 @@ def merged(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 async def handle(service: Service, exchange: Exchange) -> None:
     request = await service.read(ResponsesRequest, exchange)
     service.check_model(request.model)
-    form = await service.off_loop(exchange, exchange.weight, request.answer_format, service.tokenizer)
+    form = await service.off_loop(exchange, exchange.weight, request.answer_format, service.forms)
     params = request.to_params(grammar=form.grammar)
+    arguments, hints = request.template_arguments(service.template_variables)
+    if request.stream_options is not None and not request.stream:
+        hints.add("stream_options")
+    exchange.ignored |= hints
     messages = await service.off_loop(exchange, exchange.weight, request.for_template)
-    text, tokens = await service.render(exchange, messages, tools=form.tools)
+    text, tokens = await service.render(exchange, messages, tools=form.tools, **arguments)
     source = "tools" if form.tools else "text.format"
     given = GenerationInput([tokens], params, request.explain, form, text, source)
-    generation = await service.generate(exchange, given, request.user)
+    generation = await service.generate(exchange, given, request.user_name)
     await sse.reply(generation, ResponseWriter(generation, request), request.stream)
 
 
@@ -212,15 +257,16 @@ def response(head: dict[str, Any], request: ResponsesRequest) -> dict[str, Any]:
         "id": head["id"], "object": "response", "created_at": head["created"], "status": "in_progress",
         "model": head["model"],
         "output": [], "error": None, "incomplete_details": None, "instructions": request.instructions,
-        "metadata": request.metadata or {}, "max_output_tokens": request.max_output_tokens,
+        "metadata": request.metadata if isinstance(request.metadata, dict) else {},
+        "max_output_tokens": request.max_output_tokens,
         "parallel_tool_calls": request.parallel_tool_calls is not False, "previous_response_id": None,
-        "reasoning": {"effort": None, "summary": None}, "store": False,
+        "reasoning": {"effort": None, "summary": None} | (dumped(request.reasoning) or {}), "store": False,
         "temperature": 1.0 if request.temperature is None else request.temperature,
         "top_p": 1.0 if request.top_p is None else request.top_p,
         "text": dumped(request.text) or {"format": {"type": "text"}},
         "tool_choice": dumped(request.tool_choice) or "auto",
         "tools": [dumped(tool) for tool in request.tools or ()], "truncation": "disabled", "usage": None,
-        "user": request.user,
+        "user": request.user_name,
     }  # fmt: skip
 
 

@@ -18,7 +18,7 @@ PROBES = frozenset({"/health/live", "/health/ready"})
 OPEN_PATHS = PROBES | {"/"}
 STATIC = "/static/"  # the dashboard's files, which hold nothing about this server
 ADMIN = "/twostroke/"  # settings, steps, arrivals, diagnosis: they show or change what concerns all keys
-MIN_KEY = 8  # characters; shorter keys can be guessed
+SHORT_KEY = 8  # characters; shorter keys can be guessed
 MAX_KEY = 512
 HOW = "start the server with --admin-key KEY (or TWOSTROKE_ADMIN_KEY, or --admin-key-file)"
 
@@ -128,6 +128,6 @@ def read_keys(key: str | None, file: Path | None, option: str = "--api-key-file"
         if not keys:
             raise ConfigError(f"{option} {file}: holds no key; write one on each line.")
     for key in keys:
-        if not MIN_KEY <= len(key) <= MAX_KEY or not key.isascii() or not key.isprintable() or " " in key:
-            raise ConfigError(f"an API key must have {MIN_KEY} to {MAX_KEY} printable ASCII characters and no space.")
+        if not 1 <= len(key) <= MAX_KEY or not key.isascii() or not key.isprintable() or " " in key:
+            raise ConfigError(f"an API key must have 1 to {MAX_KEY} printable ASCII characters and no space.")
     return keys

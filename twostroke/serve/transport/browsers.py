@@ -47,7 +47,7 @@ class Browsers:
                 )  # fmt: skip
         if not (origin and allowed):
             return {}
-        shown = "retry-after, server-timing"
+        shown = "retry-after, server-timing, x-request-id, x-twostroke-ignored"
         return {"access-control-allow-origin": origin, "access-control-expose-headers": shown, "vary": "origin"}
 
     def _check_host(self, headers: Mapping[bytes, bytes]) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+import secrets
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
 from contextlib import asynccontextmanager
@@ -29,6 +31,9 @@ MAX_BODY = 4 << 20  # bytes of one request
 MAX_BODIES = 256 << 20  # bytes of all bodies that are being read or turned into prompts
 BODY_SECONDS = 30.0  # for a whole body to arrive
 JSON_TYPE = b"application/json"
+IGNORED_HEADER = "x-twostroke-ignored"  # lists the hints of a request
+MAX_IGNORED = 4096  # characters of that header
+REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}\Z")
 ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 ESCAPING = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 
@@ -71,7 +76,8 @@ class Exchange:
         self.arrival = arrival
         self.caller = Caller("", b"")
         self.weight = 0  # bytes of a large body or answer: what grows with them is done in threads; 0 for small ones
-        self.extra_headers: dict[str, str] = {}  # of any answer, errors too
+        self.extra_headers: dict[str, str] = {"x-request-id": request_id(self.headers)}  # of any answer, errors too
+        self.ignored: set[str] = set()  # hints of the request that change nothing about the answer
         self.started = False  # the head of the answer was sent
         extensions = scope.get("extensions", {})
         self.write_now: WriteNow | None = extensions.get(WRITE_NOW)
@@ -144,6 +150,8 @@ class Exchange:
 
     async def _start(self, status: int, lines: dict[str, str]) -> None:
         lines = lines | self.extra_headers
+        if self.ignored:
+            lines[IGNORED_HEADER] = ", ".join(sorted(self.ignored))[:MAX_IGNORED]
         headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in lines.items()]
         self.started = True
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
@@ -162,6 +170,12 @@ class Exchange:
         while (await self._receive())["type"] != "http.disconnect":
             continue
         gone()
+
+
+def request_id(headers: Mapping[bytes, bytes]) -> str:
+    """The client's own id of its request, if it is plain; else a new one."""
+    given = headers.get(b"x-request-id", b"")
+    return given.decode() if REQUEST_ID.match(given) else f"req_{secrets.token_hex(12)}"
 
 
 def check_content_type(headers: Mapping[bytes, bytes]) -> None:

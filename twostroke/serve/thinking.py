@@ -1,0 +1,62 @@
+"""Fields that switch reasoning on and off, or say how long it may be. They are honoured where the model's chat template
+has a switch for it; elsewhere they are hints."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, Literal, NamedTuple
+
+from twostroke.serve.fields import Payload
+from twostroke.serve.transport.errors import bad_request
+from twostroke.text.chat import ARGUMENTS
+
+SWITCHES = ("enable_thinking", "thinking")  # names that templates give to it
+
+
+class ThinkingConfig(Payload):
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = None
+    display: str | None = None
+
+    @property
+    def enabled(self) -> bool:
+        return self.type != "disabled"
+
+
+class Wish(NamedTuple):
+    """What one field of a request says."""
+
+    field: str
+    effort: str | None = None  # "none": no reasoning
+    enabled: bool | None = None
+
+    def arguments(self, variables: Collection[str]) -> dict[str, Any]:
+        """For a template that reads these variables; empty if it has no switch."""
+        if self.effort is not None and "reasoning_effort" in variables:
+            return {"reasoning_effort": self.effort}
+        enabled = self.effort != "none" if self.enabled is None else self.enabled
+        return next(({name: enabled} for name in SWITCHES if name in variables), {})
+
+
+def template_arguments(
+    variables: Collection[str], wishes: Collection[Wish], given: Mapping[str, Any] | None = None
+) -> tuple[dict[str, Any], set[str]]:
+    """The arguments of the template, and the fields that are hints. given: chat_template_kwargs, which come first."""
+    arguments, all_wishes = dict(given or {}), list(wishes)
+    for name in given or ():
+        if name not in ARGUMENTS:
+            raise bad_request(f"chat_template_kwargs: {name!r} may not be set.", "chat_template_kwargs")
+        value = arguments[name]
+        if name in SWITCHES and name not in variables and isinstance(value, bool):
+            del arguments[name]
+            all_wishes.append(Wish(f"chat_template_kwargs.{name}", enabled=value))
+    hints = set()
+    for wish in all_wishes:
+        if not wish.effort and wish.enabled is None:
+            continue
+        found = wish.arguments(variables)
+        if not found:
+            hints.add(wish.field)
+        for name, value in found.items():
+            arguments.setdefault(name, value)
+    return arguments, hints

@@ -1,0 +1,70 @@
+"""Tools for models whose chat template has no form for them: a preamble, calls and results as plain text.
+
+The form is that of Hermes and Qwen, which many models have seen. `text/parse.py` reads the calls back.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from twostroke.text.tools import GENERIC
+
+PREAMBLE = """You can call functions. These are available:
+<tools>
+{tools}
+</tools>
+To call a function, answer only with its name and arguments as JSON, in this form:
+{begin}
+{{"name": "the function's name", "arguments": {{"an argument": "its value"}}}}
+{end}"""
+
+Message = Mapping[str, Any]
+
+
+def with_generic_tools(
+    messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, system: bool = True
+) -> list[Message]:
+    """Messages of roles that every template knows. system: the template has the role system; without it the preamble
+    and the system's text stand at the beginning of the first user message."""
+    written: list[Message] = []
+    before = ""  # the role of the message before
+    for message in messages:
+        role, content = message["role"], message.get("content") or ""
+        if role == "tool":  # results that follow each other are one message: some templates want turns to alternate
+            first = f"{written.pop()['content']}\n" if before == "tool" else ""
+            result = f"{first}<tool_response>\n{content}\n</tool_response>"
+            written.append({"role": "user", "content": result})
+        elif message.get("tool_calls"):
+            calls = "\n".join(_call(call) for call in message["tool_calls"])
+            written.append({"role": "assistant", "content": f"{content}\n{calls}" if content else calls})
+        else:
+            written.append(message)
+        before = role
+    opening = _preamble(tools) if tools else ""
+    if written and written[0].get("role") == "system" and (opening or not system):
+        own = str(written.pop(0).get("content") or "")
+        opening = f"{own}\n\n{opening}" if own and opening else own or opening
+    if not opening:
+        return written
+    return [{"role": "system", "content": opening}, *written] if system else _before_user(opening, written)
+
+
+def _preamble(tools: Sequence[Mapping[str, Any]]) -> str:
+    lines = "\n".join(json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools)
+    return PREAMBLE.format(tools=lines, begin=GENERIC.begin, end=GENERIC.end)
+
+
+def _call(call: Mapping[str, Any]) -> str:
+    function = call.get("function", call)
+    written = {"name": function.get("name"), "arguments": function.get("arguments")}
+    return f"{GENERIC.begin}\n{json.dumps(written, ensure_ascii=False)}\n{GENERIC.end}"
+
+
+def _before_user(opening: str, written: list[Message]) -> list[Message]:
+    for index, message in enumerate(written):
+        if message.get("role") == "user":
+            content = f"{opening}\n\n{message.get('content') or ''}"
+            return [*written[:index], {**message, "content": content}, *written[index + 1 :]]
+    return [{"role": "user", "content": opening}, *written]
