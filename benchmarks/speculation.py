@@ -1,11 +1,12 @@
-"""Prompt lookup against no drafts: decode speed on texts that repeat and on texts that do not, and under load.
+"""Drafts against no drafts: decode speed by streams, context and share of right guesses, and on real texts.
 
-    python -m benchmarks.speculation
+    python -m benchmarks.speculation           # this CPU, the default model
+    python -m benchmarks.speculation --cuda    # a GPU, random weights in the shape of an 8B model
 
-One engine; the setting changes live between answers, so both take turns on the same machine state. "edit": repeat a
-given source file; "list": a list with a fixed form; "story" and "chat": nothing to look up. Tokens must be equal. The
-oracle rows hold acceptance fixed: a drafter that knows the answer and errs at a given rate, under the same choice of
-length.
+The grid holds the share of right guesses fixed: an oracle knows the answer and errs at a given rate, under the engine's
+own choice of length. Off and on take turns on one engine, and the tokens must be equal (on a GPU the engine is exact).
+"texts" are prompts with something to look up ("edit", "list") and without ("story", "chat"); earlier answers are
+forgotten before each. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -13,15 +14,18 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
+import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.machine import save
 from twostroke import LLM, SamplingParams
+from twostroke.draft.answers import EarlierAnswers
 from twostroke.draft.lookup import Lookup
-from twostroke.draft.speculate import Guessing, Speculation
-from twostroke.types import RequestState
+from twostroke.draft.speculate import STREAMS, Guessing, Speculation
+from twostroke.engine.core import Core
+from twostroke.types import Request, RequestState
 from twostroke.weights.catalog import DEFAULT
 
 SOURCE = Path(__file__).parent / "machine.py"
@@ -31,90 +35,155 @@ TEXTS = {
     "story": "Once upon a time there was a",
     "chat": "Explain in a few sentences why the sky is blue and why sunsets are red.",
 }
-TOKENS = 120
+WRONG = 7  # a token that the oracle puts where it errs
 
 
 class Oracle(Speculation):
     """The same choice of length; guesses are the true answer with errors."""
 
-    def __init__(self, answer: Sequence[int], errors: float):
-        super().__init__()
-        self.answer, self.errors, self.random = answer, errors, random.Random(0)
+    def __init__(self, answers: dict[tuple[int, ...], list[int]], errors: float, most_streams: int):
+        super().__init__(most_streams=most_streams)
+        self.answers, self.errors, self.random = answers, errors, random.Random(0)
 
-    def propose(self, request: RequestState, most: int) -> Sequence[int]:
+    def _known(self, request: RequestState) -> Guessing:
         if request.id not in self.of:
-            self.of[request.id] = Guessing(self.acceptance)
-            self.of[request.id].lookup = Known(self, request.prompt_length)
-        return super().propose(request, most)
+            answer = self.answers[tuple(request.tokens[: request.prompt_length])]
+            self.of[request.id] = Guessing(self.acceptance, Known(self, request.prompt_length, answer))
+        return self.of[request.id]
 
 
 class Known(Lookup):
-    def __init__(self, oracle: Oracle, prompt: int):
+    def __init__(self, oracle: Oracle, prompt: int, answer: Sequence[int]):
         super().__init__()
-        self.oracle, self.prompt = oracle, prompt
+        self.oracle, self.prompt, self.answer = oracle, prompt, answer
+        self.length = 20  # as after a long match
 
     def update(self, tokens: Sequence[int]) -> int:
-        return 20
+        return self.length
 
     def guess(self, tokens: Sequence[int], most: int) -> list[int]:
         written = len(tokens) - self.prompt
-        right = self.oracle.answer[written : written + most]
-        wrong = self.oracle.errors
-        return [7 if self.oracle.random.random() < wrong else token for token in right]
+        right = self.answer[written : written + most]
+        return [WRONG if self.oracle.random.random() < self.oracle.errors else token for token in right]
 
 
-def speed(llm: LLM, prompt: Any, streams: int, drafter: Speculation | None) -> tuple[float, list[list[int]], float]:
-    """Tokens/s of decode, the tokens, and tokens per step and stream."""
-    llm.engine.core.scheduler.drafter = drafter
-    before = llm.stats()
-    prompts = [prompt] * streams
-    outs = llm.generate(prompts, SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True))
-    after = llm.stats()
-    begin = min(out.timeline.token_times[0] for out in outs)
-    end = max(out.timeline.token_times[-1] for out in outs)
-    gained = after["accepted_tokens"] - before["accepted_tokens"]
-    return streams * TOKENS / (end - begin), [out.token_ids for out in outs], 1 + gained / (streams * TOKENS)
+class Run(NamedTuple):
+    speed: float  # tokens per second of decode, all streams
+    tokens: list[list[int]]
+    drafted: float  # guesses in a draft
+    drafts: int
 
 
-def compare(llm: LLM, prompt: Any, streams: int, drafter: Speculation, rounds: int) -> dict[str, float]:
-    without, with_drafts, accepted = [], [], []
-    speed(llm, prompt, streams, drafter)  # what is learnt is kept between rounds
-    for _ in range(rounds):
-        off, tokens, _ = speed(llm, prompt, streams, None)
-        on, same, kept = speed(llm, prompt, streams, drafter)
-        assert tokens == same, "drafts changed a token"
-        without.append(off)
-        with_drafts.append(on)
-        accepted.append(kept)
-    ratios = [on / off for on, off in zip(with_drafts, without, strict=True)]
+class Engine:
+    """Requests of one core, without text."""
+
+    def __init__(self, core: Core, count: int):
+        self.core, self.count, self.ids = core, count, 0
+
+    def run(self, prompts: Sequence[Sequence[int]], drafter: Speculation | None) -> Run:
+        self.core.scheduler.drafter = drafter
+        counters = self.core.scheduler.counters
+        before = (counters.drafts, counters.drafted_tokens)
+        states = [self._submit(prompt) for prompt in prompts]
+        while not self.core.idle:
+            self.core.step()
+        begin = max(state.timeline.token_times[0] for state in states)
+        end = max(state.timeline.token_times[-1] for state in states)
+        written = sum(sum(moment > begin for moment in state.timeline.token_times) for state in states)
+        drafts, drafted = counters.drafts - before[0], counters.drafted_tokens - before[1]
+        tokens = [state.tokens[state.prompt_length :] for state in states]
+        return Run(written / (end - begin), tokens, drafted / max(1, drafts), drafts)
+
+    def _submit(self, prompt: Sequence[int]) -> RequestState:
+        params = SamplingParams(max_tokens=self.count, temperature=0.0, ignore_eos=True)
+        self.ids += 1
+        limit = len(prompt) + self.count
+        return self.core.submit(Request(self.ids, tuple(prompt), params, 0, time.perf_counter(), limit))
+
+    def compare(
+        self, prompts: Sequence[Sequence[int]], drafter: Speculation, rounds: int, again: bool
+    ) -> dict[str, float]:
+        """again: the drafter has seen such streams before, and keeps what it has learnt."""
+        pairs = []
+        if again:
+            self.run(prompts, drafter)
+        for _ in range(rounds):
+            off = self.run(prompts, None)
+            drafter.earlier = EarlierAnswers()  # the same question does not come again
+            on = self.run(prompts, drafter)
+            assert off.tokens == on.tokens, "drafts changed a token"
+            pairs.append((off, on))
+        ratios = [on.speed / off.speed for off, on in pairs]
+        return {
+            "off": statistics.median(off.speed for off, _ in pairs),
+            "on": statistics.median(on.speed for _, on in pairs),
+            "ratio": statistics.median(ratios),
+            "least": min(ratios),
+            "guesses_in_a_draft": statistics.fmean(on.drafted for _, on in pairs),
+            "drafts_of_all_steps": statistics.fmean(on.drafts for _, on in pairs) / (len(prompts) * self.count),
+        }
+
+
+def grid(engine: Engine, vocab: int, args: argparse.Namespace) -> dict[str, dict[str, float]]:
+    found = {}
+    for context in args.contexts:
+        for streams in args.streams:
+            prompts = [
+                [random.Random(i * 1000 + n).randrange(10, vocab) for n in range(context)] for i in range(streams)
+            ]
+            tokens = engine.run(prompts, None).tokens
+            answers = {tuple(prompt): answer for prompt, answer in zip(prompts, tokens, strict=True)}
+            for acceptance in args.acceptances:
+                drafter = Oracle(answers, 1 - acceptance, STREAMS["cuda" if args.cuda else "cpu"])
+                row = engine.compare(prompts, drafter, args.rounds, again=True)
+                found[f"{streams} x {context}, {acceptance:.0%} right"] = row
+                print(f"{streams:3d} streams x {context:5d} tokens, {acceptance:4.0%} right: {row['ratio']:.2f} "
+                      f"(least {row['least']:.2f}), k {row['guesses_in_a_draft']:.1f}", flush=True)  # fmt: skip
+    return found
+
+
+def texts(llm: LLM, engine: Engine, rounds: int) -> dict[str, dict[str, float]]:
+    found = {}
+    for name, text in TEXTS.items():
+        row = found[name] = engine.compare([llm.tokenizer.encode(text)], Speculation(), rounds, again=False)
+        print(f"{name}: {row['off']:.0f} -> {row['on']:.0f} tokens/s, {row['ratio']:.2f}", flush=True)
+    return found
+
+
+def on_a_gpu(args: argparse.Namespace) -> dict[str, Any]:
+    from benchmarks.gpu_rig import make_rig  # torch and Triton only where they are wanted
+    from benchmarks.random_weights import LLAMA_8B
+
+    rig = make_rig(LLAMA_8B, exact=True, max_model_len=16_384)
     return {
-        "off": statistics.median(without),
-        "on": statistics.median(with_drafts),
-        "ratio": statistics.median(ratios),
-        "least": min(ratios),
-        "accepted_share": 1 - 1 / statistics.median(accepted),
+        "model": "8B shape, random weights, exact",
+        "grid": grid(Engine(rig.core, args.tokens), LLAMA_8B.vocab, args),
     }
+
+
+def on_a_cpu(args: argparse.Namespace) -> dict[str, Any]:
+    llm = LLM(args.model)
+    engine = Engine(llm.engine.core, args.tokens)
+    found: dict[str, Any] = {"model": args.model, "texts": texts(llm, engine, args.rounds)}
+    if args.acceptances:
+        found["grid"] = grid(engine, llm.tokenizer.vocab_size, args)
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cuda", action="store_true", help="on a GPU, with random weights")
     parser.add_argument("--model", default=DEFAULT)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=120, help="of each answer")
+    parser.add_argument("--streams", type=int, nargs="*", default=[1, 2, 4, 8, 16])
+    parser.add_argument("--contexts", type=int, nargs="*", default=[128, 2048])
+    parser.add_argument("--acceptances", type=float, nargs="*", default=[0.0, 0.3, 0.6, 0.8, 0.95])
+    parser.add_argument("--json", type=Path, help="instead of a file under results/")
     args = parser.parse_args()
-    llm = LLM(args.model, prefix_cache=True)
-    result: dict[str, Any] = {"model": args.model, "tokens": TOKENS, "texts": {}, "oracle": {}}
-    for name, text in TEXTS.items():
-        for streams in (1, 4, 16):
-            row = compare(llm, text, streams, Speculation(), args.rounds)
-            result["texts"][f"{name} x {streams}"] = row
-            print(f"{name} x {streams}: {row['off']:.0f} -> {row['on']:.0f} tokens/s, {row['ratio']:.2f}", flush=True)
-    _, answers, _ = speed(llm, TEXTS["story"], 1, None)
-    for streams in (1, 4, 16):
-        for acceptance in (0.0, 0.3, 0.6, 0.8, 0.95):
-            row = compare(llm, TEXTS["story"], streams, Oracle(answers[0], 1 - acceptance), args.rounds)
-            result["oracle"][f"{acceptance} x {streams}"] = row
-            print(f"acceptance {acceptance} x {streams}: {row['ratio']:.2f}", flush=True)
-    save("speculation", "speculation", result)
+    found = on_a_gpu(args) if args.cuda else on_a_cpu(args)
+    name = "speculation-h200" if args.cuda else "speculation"
+    save(name, "speculation", {"tokens": args.tokens, "rounds": args.rounds, **found}, args.json)
 
 
 if __name__ == "__main__":
