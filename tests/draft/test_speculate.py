@@ -50,6 +50,14 @@ def test_nothing_before_a_step_was_measured_and_nothing_without_a_match() -> Non
     assert not speculation(0.95, 0.02, 1).propose(other, 10)
 
 
+def test_a_plan_waits_for_a_result_where_guesses_would_pay() -> None:
+    """Also for a request that has not been asked before: on a GPU the next plan is made while a step runs."""
+    request = repeating()
+    assert speculation(0.95, 0.02, 1).waits(request)
+    assert not speculation(0.2, 0.3, 1).waits(request)
+    assert not speculation(0.95, 0.02, 1).waits(RequestState(Request(2, tuple(range(50)), SamplingParams(), limit=1000)))
+
+
 def test_rows_of_one_plan_add_up() -> None:
     found = speculation(0.95, 0.02, 2)
     first = len(found.propose(repeating(), 100))

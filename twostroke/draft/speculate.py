@@ -119,9 +119,13 @@ class Speculation:
         return True
 
     def waits(self, request: RequestState) -> bool:
-        """Whether the next plan of a request with a step in flight should wait for its result: it has a match."""
-        known = self.of.get(request.id)
-        return known is not None and known.lookup.length > 0
+        """Whether the next plan of a request with a step in flight should wait for its result: guesses from what is
+        known so far would pay."""
+        if not self.by_text or not request.params.speculate:
+            return False
+        known = self._known(request)
+        match = known.lookup.update(request.tokens)
+        return match > 0 and self._choose(known.acceptance, kind_of(match), MOST).length > 0
 
     def propose(self, request: RequestState, most: int) -> Sequence[int]:
         """The guesses of the source from which the step gains most: the grammar, the request's own tokens, or the draft
