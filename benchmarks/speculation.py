@@ -23,7 +23,7 @@ from benchmarks.machine import save
 from twostroke import LLM, SamplingParams
 from twostroke.draft.answers import EarlierAnswers
 from twostroke.draft.lookup import Lookup
-from twostroke.draft.speculate import STREAMS, Guessing, Speculation
+from twostroke.draft.speculate import TEXT_STREAMS, Guessing, Speculation
 from twostroke.engine.core import Core
 from twostroke.types import Request, RequestState
 from twostroke.weights.catalog import DEFAULT
@@ -42,7 +42,7 @@ class Oracle(Speculation):
     """The same choice of length; guesses are the true answer with errors."""
 
     def __init__(self, answers: dict[tuple[int, ...], list[int]], errors: float, most_streams: int):
-        super().__init__(most_streams=most_streams)
+        super().__init__(text_streams=most_streams, most_streams=most_streams)
         self.answers, self.errors, self.random = answers, errors, random.Random(0)
 
     def _known(self, request: RequestState) -> Guessing:
@@ -134,7 +134,7 @@ def grid(engine: Engine, vocab: int, args: argparse.Namespace) -> dict[str, dict
             tokens = engine.run(prompts, None).tokens
             answers = {tuple(prompt): answer for prompt, answer in zip(prompts, tokens, strict=True)}
             for acceptance in args.acceptances:
-                drafter = Oracle(answers, 1 - acceptance, STREAMS["cuda" if args.cuda else "cpu"])
+                drafter = Oracle(answers, 1 - acceptance, args.most or TEXT_STREAMS["cuda" if args.cuda else "cpu"])
                 row = engine.compare(prompts, drafter, args.rounds, again=True)
                 found[f"{streams} x {context}, {acceptance:.0%} right"] = row
                 print(f"{streams:3d} streams x {context:5d} tokens, {acceptance:4.0%} right: {row['ratio']:.2f} "
@@ -179,6 +179,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, nargs="*", default=[1, 2, 4, 8, 16])
     parser.add_argument("--contexts", type=int, nargs="*", default=[128, 2048])
     parser.add_argument("--acceptances", type=float, nargs="*", default=[0.0, 0.3, 0.6, 0.8, 0.95])
+    parser.add_argument("--most", type=int, help="streams up to which is drafted, instead of the engine's own limit")
     parser.add_argument("--json", type=Path, help="instead of a file under results/")
     args = parser.parse_args()
     found = on_a_gpu(args) if args.cuda else on_a_cpu(args)

@@ -55,7 +55,8 @@ def test_a_plan_waits_for_a_result_where_guesses_would_pay() -> None:
     request = repeating()
     assert speculation(0.95, 0.02, 1).waits(request)
     assert not speculation(0.2, 0.3, 1).waits(request)
-    assert not speculation(0.95, 0.02, 1).waits(RequestState(Request(2, tuple(range(50)), SamplingParams(), limit=1000)))
+    other = RequestState(Request(2, tuple(range(50)), SamplingParams(), limit=1000))
+    assert not speculation(0.95, 0.02, 1).waits(other)
 
 
 def test_rows_of_one_plan_add_up() -> None:
@@ -235,13 +236,15 @@ def test_each_length_of_context_has_times_of_its_own() -> None:
 
 
 def test_the_setting() -> None:
-    assert make_drafter("off", "cpu", never_forced) is None and make_drafter("auto", "cuda", never_forced) is None
+    assert make_drafter("off", "cpu", never_forced) is None and make_drafter("draft", "cuda", never_forced) is None
     assert make_drafter("off", "cpu", never_forced, 0.3) is None
     text, model, both = (make_drafter(name, "cpu", never_forced, 0.3) for name in ("lookup", "draft", "auto"))
-    assert text is not None and text.by_text and text.model is None
-    assert model is not None and not model.by_text and model.model is not None
-    assert both is not None and both.by_text and both.model is not None
+    assert text is not None and text.text_streams == 2 and text.model is None
+    assert model is not None and not model.text_streams and model.model is not None
+    assert both is not None and both.text_streams and both.model is not None
     card = make_drafter("auto", "cuda", never_forced, 0.3)
-    assert card is not None and not card.by_text
+    assert card is not None and (card.text_streams, card.most_streams) == (1, 64)
+    alone = make_drafter("auto", "cuda", never_forced)
+    assert alone is not None and (alone.text_streams, alone.most_streams) == (1, 1)
     assert make_drafter("auto", "cpu", never_forced) is not None
     assert make_drafter("lookup", "cuda", never_forced) is not None

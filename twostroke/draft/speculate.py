@@ -23,7 +23,9 @@ from twostroke.draft.rates import FORCED, MODEL, Acceptance, Realised, StepTimes
 from twostroke.types import UNWRITTEN, Plan, RequestState, Result, WorkKind
 
 MOST = 16  # guesses for one request and step
-STREAMS = {"cpu": 2, "cuda": 64}  # with more streams nothing is guessed: rows cost much there, no gain was measured
+# With more streams nothing is guessed: no gain was measured (docs/speculation.md). By a draft model, and from the text:
+STREAMS = {"cpu": 2, "cuda": 64}
+TEXT_STREAMS = {"cpu": 2, "cuda": 1}  # on a GPU a stream that waits for its result leaves the step of the others
 GAIN = 1.1  # least predicted gain in tokens per second
 WITHOUT_EVERY = 32  # steps that could draft: one of so many does not
 TRY_EVERY = 64  # long matches that do not pay: one of so many is tried
@@ -42,14 +44,14 @@ def make_drafter(
     longest: Callable[[], float] = lambda: inf,
 ) -> Speculation | None:
     """For a setting. draft_share: None where there is no draft model, else its weights as a share of the target's.
-    longest: seconds that a step with guesses may take. "auto" guesses from the text on a CPU only: on a GPU such steps
-    are not captured, and no gain was measured."""
-    by_text = speculate == "lookup" or (speculate == "auto" and device == "cpu")
+    longest: seconds that a step with guesses may take."""
+    by_text = speculate in ("auto", "lookup")
     by_model = speculate in ("auto", "draft") and draft_share is not None
     if not by_text and not by_model:
         return None
     model = ModelDrafts(draft_share) if by_model and draft_share is not None else None
-    return Speculation(forced, by_text, model, STREAMS[device], longest)
+    texts = TEXT_STREAMS[device] if by_text else 0
+    return Speculation(forced, texts, model, STREAMS[device] if by_model else texts, longest)
 
 
 def never_forced(request: RequestState) -> Sequence[int]:
@@ -86,12 +88,13 @@ class Speculation:
     def __init__(
         self,
         forced: Forced = never_forced,
-        by_text: bool = True,
+        text_streams: int = TEXT_STREAMS["cpu"],
         model: ModelDrafts | None = None,
         most_streams: int = STREAMS["cpu"],
         longest: Callable[[], float] = lambda: inf,
     ) -> None:
-        self.forced, self.by_text, self.model = forced, by_text, model
+        """text_streams: with more streams nothing is looked up; 0: never."""
+        self.forced, self.text_streams, self.model = forced, text_streams, model
         self.most_streams, self.longest = most_streams, longest
         self.of: dict[int, Guessing] = {}  # by the request's id
         self.earlier = EarlierAnswers()
@@ -121,7 +124,7 @@ class Speculation:
     def waits(self, request: RequestState) -> bool:
         """Whether the next plan of a request with a step in flight should wait for its result: guesses from what is
         known so far would pay."""
-        if not self.by_text or not request.params.speculate:
+        if self.streams > self.text_streams or not request.params.speculate:
             return False
         known = self._known(request)
         match = known.lookup.update(request.tokens)
@@ -131,7 +134,7 @@ class Speculation:
         """The guesses of the source from which the step gains most: the grammar, the request's own tokens, or the draft
         model."""
         known = self._known(request)
-        match = known.lookup.update(request.tokens) if self.by_text else 0
+        match = known.lookup.update(request.tokens) if self.streams <= self.text_streams else 0
         forced = self.forced(request) if request.params.grammar is not None else ()
         most = min(most, MOST)
         best = Proposal(kind_of(match), 0, 0.0, 0.0)
@@ -290,5 +293,5 @@ class Speculation:
             known.acceptance.add(known.kind, drafted, accepted)
 
     def forget(self, request: RequestState) -> None:
-        if self.of.pop(request.id, None) is not None and self.by_text:
+        if self.of.pop(request.id, None) is not None and self.text_streams:
             self.earlier.add(request.salt, request.tokens, request.prompt_length)

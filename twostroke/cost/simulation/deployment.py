@@ -20,7 +20,7 @@ from twostroke.cost.simulation.served import Served, Summary, summarize
 from twostroke.cost.simulation.trace import Arrival
 from twostroke.cost.simulation.worker import Jitter
 from twostroke.draft.replay import GUESSED, LookupCounts
-from twostroke.draft.speculate import STREAMS
+from twostroke.draft.speculate import TEXT_STREAMS
 from twostroke.model.arch import Arch
 
 # Settings of an engine that a replay takes over. Two others decide what these are: kv_memory gives kv_blocks, and dtype
@@ -141,7 +141,7 @@ def drafts_of(counts: LookupCounts, kind: str) -> Drafts | None:
     sources = (
         Source(covered / counts.steps, right_for(right / covered, GUESSED)) for covered, tried, right in kinds if tried
     )
-    return Drafts(tuple(sources), STREAMS[kind])
+    return Drafts(tuple(sources), TEXT_STREAMS[kind])
 
 
 def deployment_of(
