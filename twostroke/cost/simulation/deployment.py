@@ -45,7 +45,7 @@ class Deployment:
     @property
     def looks_up(self) -> bool:
         """Whether the engine guesses by prompt lookup."""
-        return self.config.speculate == "lookup" or (self.config.speculate == "auto" and self.device.kind == "cpu")
+        return self.config.speculate in ("auto", "lookup")
 
     @property
     def model(self) -> ModelCost:
