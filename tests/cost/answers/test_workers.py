@@ -42,6 +42,7 @@ def test_what_does_not_fit_is_refused_with_a_way_out():
     assert size(deployment("llama-3-70b", "h100", "int8", gpus=2), 1000, 200).largest_batch > 10
 
 
+@pytest.mark.slow
 def test_the_fleet_that_is_named_is_the_smallest():
     rows = poisson(random.Random(0), 200, 5.0, (500, 1500), (50, 150))
     need = workers_needed(deployment(device="l40s"), Demand(rows, 20.0, Targets(0.5, 0.08)))
@@ -111,6 +112,7 @@ def test_a_load_beyond_simulation_is_many_copies():
     assert isinstance(need, Need) and need.workers > 64 and need.copies > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", [False, True])
 def test_copies_of_a_small_fleet_are_neither_overrun_nor_half_idle(split):
     """A small load that one worker serves does not show the highest rate that it sustains."""
