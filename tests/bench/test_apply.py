@@ -40,6 +40,8 @@ def test_calibration_fits_its_own_steps(calibration):
     assert calibration.errors["median"] < 0.5  # a tiny model on a shared machine: noise is most of a step
 
 
+@pytest.mark.slow
+@pytest.mark.alone
 def test_the_best_lever_is_pulled_and_measured(llama_folder, calibration):
     """One request at a time by construction: the remedy is known. Other programs on the machine may make a measurement
     that the replay does not agree with; then nothing is pulled, and the load is run again."""

@@ -34,6 +34,8 @@ def long_prompts() -> Load:
     return Load("long prompts", [Arrival(0.15 * number, (contents.own(300),), 4) for number in range(12)])
 
 
+@pytest.mark.slow
+@pytest.mark.alone
 def test_a_lever_is_pulled_on_a_running_server(hobbled: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     target = Target(hobbled.url, key=KEY)
     admin = Admin(target)
