@@ -13,7 +13,7 @@ from tests.serve.server import Server, children, command_line
 
 HEAL_SECONDS = 60.0  # for a new engine process to serve
 EVERY = 15.0  # seconds between two faults, at least
-NAMES = {"engine": b"remote.worker", "checker": b"grammar.check", "renderer": b"text.render"}
+NAMES = {"engine": b"remote.child_main", "checker": b"grammar.check", "renderer": b"text.render"}
 
 
 def find(server: Server, name: str) -> int | None:
