@@ -61,7 +61,8 @@ def test_a_simulated_stream_is_as_fast_as_the_best_length():
 
 def scenario(counts):
     rows = [Arrival(60.0 * n, (Contents(1000 * n).own(200),), 100) for n in range(1, 5)]
-    return Scenario(replace(on_gpu(), lookup=drafts_of(counts, "cuda")), rows)
+    deployment = replace(on_gpu(), lookup=drafts_of(counts, "cuda"))
+    return Scenario(replace(deployment, config=replace(deployment.config, speculate="off")), rows)
 
 
 def test_lookup_is_a_lever_where_answers_repeat_text_and_says_so_where_not():
