@@ -8,6 +8,7 @@ are made from it. Every derived value comes with a sentence that explains it.
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from difflib import get_close_matches
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any, cast, get_args, get_type_hints
 from twostroke.errors import ConfigError
 from twostroke.hardware import Hardware
 from twostroke.kv.layout import KVLayout, make_layout
-from twostroke.model.arch import Arch
+from twostroke.model.arch import Arch, GroupedArch
 from twostroke.ops.interface import BLOCK, KV_BITS, KVFormat
 from twostroke.sampling import is_number, is_whole
 from twostroke.schedule.policy import POLICIES
@@ -270,11 +271,13 @@ def resolve(config: Config, arch: Arch, hardware: Hardware, weight_bytes: int, d
     device = hardware.device
     check_quantize(config.quantize, device)
     threads = derive("threads", hardware.cores, f"{hardware.cores} cores may be used by this process")
-    kv_dtype = _kv_dtype(config, device, reasons)
+    models = [arch] if draft is None else [arch, draft]
+    for model in models:
+        _check_device(model, device)
+    kv_dtype = _kv_dtype(config, models, device, reasons)
     if kv_dtype == "int4":
-        _check_four_bits(arch, device)
-        if draft is not None:
-            _check_four_bits(draft, device)
+        for model in models:
+            _check_four_bits(model, device)
     layout = make_layout(arch, kv_dtype, draft)
     batch = derive("max_batch_tokens", DEFAULT_BATCH_TOKENS[device], f"enough rows to keep a {device} busy in one step")
     requests = derive("max_requests", DEFAULT_REQUESTS[device], f"streams that a {device} serves well at once")
@@ -325,7 +328,24 @@ def _check_four_bits(arch: Arch, device: str) -> None:
         raise ConfigError(f"kv_dtype='int4' on a GPU needs heads of at least 32, not {least}: use int8.")
 
 
-def _kv_dtype(config: Config, device: str, reasons: dict[str, str]) -> KVFormat:
+def _check_device(arch: Arch, device: str) -> None:
+    latent = any(mixer.kind == "latent" for mixer, _ in arch.mixers)
+    if device == "cuda" and (latent or any(isinstance(mixer, GroupedArch) and mixer.sinks for mixer, _ in arch.mixers)):
+        feature = "latent attention" if latent else "attention with sinks"
+        raise ConfigError(f"device='cuda' has no {feature}, which {arch.family} needs: use device='cpu'.")
+
+
+def _kv_dtype(config: Config, models: Sequence[Arch], device: str, reasons: dict[str, str]) -> KVFormat:
+    """models: the target and perhaps the draft model, which share the cache."""
+
+    def stored(kv_dtype: str) -> bool:
+        return all(mixer.stores(kv_dtype) for arch in models for mixer, _ in arch.mixers)
+
+    if config.kv_dtype is not None and not stored(config.kv_dtype):
+        raise ConfigError(
+            f"kv_dtype={config.kv_dtype!r} is not served for latent attention: K and V are read from the same numbers, "
+            "and one scale does not fit both. Use float16, bfloat16 or float32; an entry is small already."
+        )
     if config.kv_dtype == "fp8" and device != "cuda":
         raise ConfigError(f"kv_dtype='fp8' needs a GPU; on a {device} int8 takes the same room and keeps more.")
     if config.kv_dtype in ("int8", "int4", "fp8") and device == "cuda" and config.dtype == "float32":
@@ -341,6 +361,9 @@ def _kv_dtype(config: Config, device: str, reasons: dict[str, str]) -> KVFormat:
     if device == "cuda":
         reasons["kv_dtype"] = "the type a GPU computes in"
         return "bfloat16"
+    if not stored("int8"):
+        reasons["kv_dtype"] = "latent attention keeps its entries as floats"
+        return "float16"
     reasons["kv_dtype"] = (
         "half the bytes of float16, and a CPU multiplies bytes faster; perplexity stays within its noise"
     )

@@ -26,7 +26,7 @@ GEMMA = {**SHAPE, "model_type": "gemma3_text", "head_dim": 8}
 @pytest.mark.parametrize(
     ("base", "change", "named"),
     [
-        (LLAMA, {"model_type": "mamba"}, r"mamba.*gemma3, gemma3_text, llama, mistral"),
+        (LLAMA, {"model_type": "mamba"}, r"mamba.*gemma3, gemma3_text,.* llama, mistral"),
         (LLAMA, {"model_type": None}, "model_type"),
         (LLAMA, {"hidden_size": None}, "hidden_size is missing"),
         (LLAMA, {"hidden_size": -1}, "hidden_size"),

@@ -57,6 +57,9 @@ class MeanArch:
     def entry(self, kv_dtype: str) -> KVEntry:
         return KVEntry((KVPart("keys", 1, WIDTH, "float32"),), self.window)
 
+    def stores(self, kv_dtype: str) -> bool:
+        return True  # it keeps float32 in any case
+
     def small_weights(self) -> int:
         return 0
 

@@ -3,8 +3,9 @@
 A family (families.py) turns config.json or GGUF keys into an `Arch`; `Transformer` runs any `Arch`. Quirks of a
 checkpoint end in families.py and names.py and never reach the forward pass.
 
-A layer is a mixer (tokens read each other: `GroupedArch`) and a feed (each token for itself: `DenseArch`). Each knows
-its products, its FLOPs and what it caches; memory sizing, scheduling, metrics and the cost model read only that.
+A layer is a mixer (tokens read each other: `GroupedArch`, `LatentArch`) and a feed (each token for itself:
+`DenseArch`). Each knows its products, its FLOPs and what it caches; memory sizing, scheduling, metrics and the cost
+model read only that.
 """
 
 from __future__ import annotations
@@ -99,8 +100,12 @@ class MixerArch(Protocol):
 
     def entry(self, kv_dtype: str) -> KVEntry: ...
 
+    def stores(self, kv_dtype: str) -> bool:
+        """Whether its entries can be kept in this format."""
+        ...
+
     def small_weights(self) -> int:
-        """Weights of norms inside the mixer."""
+        """Weights of norms and sinks inside the mixer."""
         ...
 
 
@@ -127,6 +132,7 @@ class GroupedArch:
     qk_norm: bool = False  # RMS norm of each query and key head
     qkv_bias: bool = False
     output_bias: bool = False
+    sinks: bool = False  # each query head has a logit of its own in the softmax, without a value
 
     @property
     def kind(self) -> str:
@@ -160,8 +166,72 @@ class GroupedArch:
             parts += [KVPart(name, self.kv_heads, 1, "float32") for name in ("key_scales", "value_scales")]
         return KVEntry(tuple(parts), self.window)
 
+    def stores(self, kv_dtype: str) -> bool:
+        return True
+
     def small_weights(self) -> int:
-        return 2 * self.head_dim if self.qk_norm else 0
+        return (2 * self.head_dim if self.qk_norm else 0) + (self.heads if self.sinks else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class LatentArch:
+    """Multi-head latent attention (MLA). A token caches one latent vector and one rotated key part; all heads share
+    them, and the K and V of a head are linear in them."""
+
+    heads: int
+    latent: int  # numbers of the latent vector (kv_lora_rank)
+    plain_dim: int  # of a query and key head, not rotated (qk_nope_head_dim)
+    rope_dim: int  # of a query head and of the shared key part, rotated
+    value_dim: int  # of a value head
+    query_rank: int | None = None  # q is a product of this rank with a norm inside; None: one product
+    scale: float | None = None  # multiplies q · k; None: (plain_dim + rope_dim) ** -0.5
+    rope: Rope | None = None
+    interleaved: bool = True  # the checkpoint rotates neighbouring dimensions
+    bias: bool = False  # on the products from the hidden state, and on the output
+
+    @property
+    def kind(self) -> str:
+        return "latent"
+
+    @property
+    def factor(self) -> float:
+        """What q · k is multiplied with."""
+        return self.scale if self.scale is not None else float(self.plain_dim + self.rope_dim) ** -0.5
+
+    @property
+    def query_width(self) -> int:
+        """Of all query heads together."""
+        return self.heads * (self.plain_dim + self.rope_dim)
+
+    @property
+    def cached(self) -> int:
+        """Numbers that a token keeps in the cache."""
+        return self.latent + self.rope_dim
+
+    def products(self, hidden: int) -> tuple[Product, ...]:
+        """key_up and value_up multiply each head with a matrix of its own: as many weights as one matrix has whose
+        inputs are those of one head."""
+        return (
+            Product("latents", hidden, (self.query_rank or self.query_width) + self.cached, self.bias),
+            *((Product("queries", self.query_rank, self.query_width),) if self.query_rank else ()),
+            Product("key_up", self.plain_dim, self.heads * self.latent),
+            Product("value_up", self.latent, self.heads * self.value_dim),
+            Product("output", self.heads * self.value_dim, hidden, self.bias),
+        )
+
+    def attention_flops(self, start: int, count: int) -> int:
+        """q·k over latent and rotated part, p·v over the latent."""
+        return 2 * seen_pairs(start, count, None) * self.heads * (self.cached + self.latent)
+
+    def entry(self, kv_dtype: str) -> KVEntry:
+        """Latent and rotated key part, once for all heads; values are read from the same numbers."""
+        return KVEntry((KVPart("keys", 1, self.cached, kv_dtype),))
+
+    def stores(self, kv_dtype: str) -> bool:
+        return kv_dtype not in KV_SCALE_BYTES
+
+    def small_weights(self) -> int:
+        return self.latent + (self.query_rank or 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +323,7 @@ def seen_pairs(start: int, count: int, window: int | None) -> int:
 
 # ---- as a document, for a server's description of its model ------------------------------------------------------
 
-_MIXERS: dict[str, type] = {"grouped": GroupedArch}
+_MIXERS: dict[str, type] = {"grouped": GroupedArch, "latent": LatentArch}
 _FEEDS: dict[str, type] = {"dense": DenseArch}
 
 

@@ -11,9 +11,9 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from twostroke.errors import ModelError
-from twostroke.model.arch import Arch, DenseArch, GroupedArch, LayerArch, Rope
+from twostroke.model.arch import Arch, DenseArch, FeedArch, GroupedArch, LatentArch, LayerArch, Rope
 from twostroke.model.fields import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_POSITIONS, MAX_VOCAB, Fields
-from twostroke.model.rope import make_rope
+from twostroke.model.rope import latent_scale, make_rope
 
 
 class Reach(NamedTuple):
@@ -35,7 +35,7 @@ def arch_from_config(config: Mapping[str, Any], where: str = "config.json") -> A
     if make is None:
         raise ModelError(f"{where}: model_type {family!r:.80} is not known; known: {', '.join(sorted(_FAMILIES))}.")
     fields.only("quantization_config")
-    for key in _EXPERT_KEYS:
+    for key in _EXPERT_KEYS if family not in _MIXTURES else ():
         fields.only(key, 0)
     return make(fields)
 
@@ -122,6 +122,72 @@ def _phi3(c: Fields) -> Arch:
     return _arch(c, "phi3", [Reach(_window(c), rope)] * _layers(c))
 
 
+def _deepseek_v2(c: Fields) -> Arch:
+    return _deepseek(c, "deepseek_v2", interleaved=True)
+
+
+def _deepseek_v3(c: Fields) -> Arch:
+    """Moonlight, and the text half of Kimi K2.5, are this family too."""
+    return _deepseek(c, "deepseek_v3", interleaved=c.flag("rope_interleave", True))
+
+
+def _deepseek(c: Fields, family: str, interleaved: bool) -> Arch:
+    """Latent attention in all layers; the first ones have a dense feed, the others experts."""
+    c.only("hidden_act", "silu")
+    c.only("mlp_bias", False)
+    c.only("moe_layer_freq", 1)
+    heads, count = _heads(c), _layers(c)
+    c.only("num_key_value_heads", heads)
+    plain_dim = c.integer("qk_nope_head_dim", 128, most=MAX_HEAD_DIM)
+    rope_dim = c.even("qk_rope_head_dim", 64, most=MAX_HEAD_DIM)
+    mixer = LatentArch(
+        heads=heads,
+        latent=c.integer("kv_lora_rank", 512, most=MAX_HEAD_DIM),
+        plain_dim=plain_dim,
+        rope_dim=rope_dim,
+        value_dim=c.integer("v_head_dim", 128, most=MAX_HEAD_DIM),
+        query_rank=c.integer("q_lora_rank") if c.has("q_lora_rank") else None,
+        scale=latent_scale(_rope_kind(c), _rope_section(c), plain_dim + rope_dim),
+        rope=_rope(c, 10_000.0, head_dim=rope_dim),
+        interleaved=interleaved,
+        bias=c.flag("attention_bias", False),
+    )
+    return Arch(
+        family=family,
+        vocab=c.integer("vocab_size", most=MAX_VOCAB),
+        hidden=_hidden(c),
+        layers=tuple(LayerArch(mixer, feed) for feed in _deepseek_feeds(c, count)),
+        max_positions=_positions(c),
+        norm_eps=c.number("rms_norm_eps", 1e-6, most=1.0),
+        tied_head=c.flag("tie_word_embeddings", False),
+    )
+
+
+def _gpt_oss(c: Fields) -> Arch:
+    """A sink for each head, windows on every other layer, experts in all."""
+    head_dim, biased, count = _head_dim(c, 64), c.flag("attention_bias", True), _layers(c)
+    kinds = _per_layer(c, "layer_types", [FULL if i % 2 else SLIDING for i in range(count)], (FULL, SLIDING))
+    window, rope = _window(c, 128), _rope(c, 150_000.0, head_dim=head_dim)
+    layers = [Reach(_need_window(c, window) if kind == SLIDING else None, rope) for kind in kinds]
+    feeds = _gpt_oss_feeds(c, count)
+    return _arch(c, "gpt_oss", layers, feeds=feeds, head_dim=head_dim, qkv_bias=biased, output_bias=biased, sinks=True)
+
+
+# The one place where experts join these families.
+
+
+def _deepseek_feeds(c: Fields, count: int) -> list[FeedArch]:
+    dense = min(count, c.integer("first_k_dense_replace", 0, least=0))
+    if dense < count:
+        raise c.error("first_k_dense_replace", f"leaves {count - dense} layers to experts, which are not supported")
+    return [DenseArch(c.integer("intermediate_size"))] * dense
+
+
+def _gpt_oss_feeds(c: Fields, count: int) -> list[FeedArch]:
+    raise c.error("num_local_experts", "is a mixture of experts, which is not supported")
+
+
+_MIXTURES = ("deepseek_v2", "deepseek_v3", "gpt_oss")  # families that read the keys of experts
 _FAMILIES: dict[str, Callable[[Fields], Arch]] = {
     "llama": _llama,
     "smollm3": _smollm3,
@@ -131,6 +197,9 @@ _FAMILIES: dict[str, Callable[[Fields], Arch]] = {
     "gemma3_text": _gemma3,
     "gemma3": _gemma3_with_vision,
     "phi3": _phi3,
+    "deepseek_v2": _deepseek_v2,
+    "deepseek_v3": _deepseek_v3,
+    "gpt_oss": _gpt_oss,
 }
 
 
@@ -142,6 +211,7 @@ def _arch(
     family: str,
     reaches: Sequence[Reach],
     *,
+    feeds: Sequence[FeedArch] | None = None,
     head_dim: int | None = None,
     activation_key: str = "hidden_act",
     activation: str = "silu",
@@ -151,11 +221,13 @@ def _arch(
     logit_softcap: float = 0.0,
     **attention: Any,
 ) -> Arch:
-    """attention: fields of GroupedArch that only some families set."""
+    """feeds: of each layer; None: dense ones. attention: fields of GroupedArch that only some families set."""
     c.only(activation_key, activation)
     c.only("mlp_bias", False)
     heads = _heads(c)
-    feed = DenseArch(c.integer("intermediate_size"), "silu" if activation == "silu" else "gelu_tanh")
+    if feeds is None:
+        dense = DenseArch(c.integer("intermediate_size"), "silu" if activation == "silu" else "gelu_tanh")
+        feeds = [dense] * len(reaches)
     mixer = GroupedArch(
         heads, c.integer("num_key_value_heads", heads, most=MAX_HEADS), head_dim or _head_dim(c), **attention
     )
@@ -163,7 +235,7 @@ def _arch(
         family=family,
         vocab=c.integer("vocab_size", most=MAX_VOCAB),
         hidden=_hidden(c),
-        layers=grouped_layers(mixer, feed, reaches, c, out_norms),
+        layers=grouped_layers(mixer, feeds, reaches, c, out_norms),
         max_positions=_positions(c),
         norm_eps=c.number("rms_norm_eps", 1e-6, most=1.0),
         embedding_scale=embedding_scale,
@@ -173,19 +245,20 @@ def _arch(
 
 
 def grouped_layers(
-    mixer: GroupedArch, feed: DenseArch, reaches: Sequence[Reach], c: Fields, out_norms: bool = False
+    mixer: GroupedArch, feeds: Sequence[FeedArch], reaches: Sequence[Reach], c: Fields, out_norms: bool = False
 ) -> tuple[LayerArch, ...]:
-    """Layers that differ in their reach alone. ModelError where the numbers do not fit each other."""
+    """Layers that differ in their reach and their feed. ModelError where the numbers do not fit each other."""
     if mixer.heads % mixer.kv_heads:
         raise c.error("num_attention_heads", f"is {mixer.heads}, not a multiple of the {mixer.kv_heads} K/V heads")
     for reach in reaches:
         if reach.rope is not None and reach.rope.dim > mixer.head_dim:
             raise c.error("rope", f"rotates {reach.rope.dim} dimensions of heads that have {mixer.head_dim}")
+    wanted = list(zip(reaches, feeds, strict=True))
     made = {
-        reach: LayerArch(replace(mixer, window=reach.window, rope=reach.rope), feed, out_norms)
-        for reach in set(reaches)
+        (reach, feed): LayerArch(replace(mixer, window=reach.window, rope=reach.rope), feed, out_norms)
+        for reach, feed in set(wanted)
     }
-    return tuple(made[reach] for reach in reaches)
+    return tuple(made[one] for one in wanted)
 
 
 def _hidden(c: Fields) -> int:

@@ -129,12 +129,12 @@ def _arch(
         qkv_bias="blk.0.attn_q.bias" in g.shapes or "blk.0.attn_qkv.bias" in g.shapes,
         output_bias="blk.0.attn_output.bias" in g.shapes,
     )
-    feed = DenseArch(c.integer("feed_forward_length"), activation)
+    feeds = [DenseArch(c.integer("feed_forward_length"), activation)] * len(reaches)
     return Arch(
         family=family,
         vocab=_vocab(g),
         hidden=_hidden(g),
-        layers=grouped_layers(mixer, feed, reaches, c, out_norms),
+        layers=grouped_layers(mixer, feeds, reaches, c, out_norms),
         max_positions=_positions(g),
         norm_eps=c.number("attention.layer_norm_rms_epsilon", most=1.0),
         embedding_scale=embedding_scale,

@@ -5,6 +5,8 @@ A parameter may be some rows of a fused tensor, may have its rows in another ord
   (i with i + dim/2). Whole rows move, so quantized rows can be put back as bytes.
 - Gemma multiplies by 1 + w: transformers stores w, GGUF stores 1 + w.
 - Phi-3 fuses q, k, v and gate, up.
+- DeepSeek rotates neighbouring dimensions at the end of each query head and of the shared key, in both kinds of files.
+  Its up-projections of the latent are one tensor, or two in newer GGUF files, which hold those of the keys transposed.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
-from twostroke.model.arch import Arch, DenseArch, GroupedArch, LayerArch
+from twostroke.model.arch import Arch, DenseArch, GroupedArch, LatentArch, LayerArch, MixerArch
 
 FileKind = Literal["gguf", "safetensors"]
 
@@ -27,6 +29,7 @@ class Source:
     shape: tuple[int, ...]  # of the whole tensor
     rows: tuple[int, int] | None = None  # the parameter's rows of a fused tensor
     paired_heads: int = 0  # number of heads whose rows lie in neighbouring pairs and must be put into halves
+    paired_tail: int = 0  # only so many rows at the end of each of these heads; 0: all rows
     add: float = 0.0
 
 
@@ -51,6 +54,16 @@ _PROJECTIONS = {
     "up": ("mlp.up_proj", "ffn_up"),
     "down": ("mlp.down_proj", "ffn_down"),
 }
+_LATENT = {
+    "q": ("self_attn.q_proj", "attn_q"),
+    "q_a": ("self_attn.q_a_proj", "attn_q_a"),
+    "q_b": ("self_attn.q_b_proj", "attn_q_b"),
+    "kv_a": ("self_attn.kv_a_proj_with_mqa", "attn_kv_a_mqa"),
+    "latent_norm": ("self_attn.kv_a_layernorm", "attn_kv_a_norm"),
+    "query_norm": ("self_attn.q_a_layernorm", "attn_q_a_norm"),
+    "kv_b": ("self_attn.kv_b_proj", "attn_kv_b"),
+    "output": ("self_attn.o_proj", "attn_output"),
+}
 _FUSED = {"qkv": ("self_attn.qkv_proj", "attn_qkv"), "gate_up": ("mlp.gate_up_proj", "ffn_up")}
 _PAIRED_FAMILIES = ("llama", "mistral", "smollm3")  # in GGUF
 
@@ -59,11 +72,17 @@ _IGNORABLE = re.compile(
     r".*rotary_emb\.inv_freq|rope_freqs\.weight|rope_factors_(long|short)\.weight"
     r"|(model\.)?(vision_tower|multi_modal_projector)\..*"
 )
+_LAYER = re.compile(r"(?:model\.layers|blk)\.(\d{1,6})\.")
+_DRAFT_LAYERS = (
+    "deepseek_v3",
+)  # families with layers after the last one that predict further tokens; they are not run
 _PREFIXES = ("model.", "model.language_model.", "language_model.model.")  # of transformers' text models
 
 
 def ignorable(tensor: str, arch: Arch) -> bool:
     """True for tensors that may be left over."""
+    if arch.family in _DRAFT_LAYERS and (layer := _LAYER.match(tensor)) and int(layer[1]) >= len(arch.layers):
+        return True
     return bool(_IGNORABLE.fullmatch(tensor)) or (arch.tied_head and tensor.endswith("lm_head.weight"))
 
 
@@ -98,59 +117,107 @@ def _find_head(present: Collection[str]) -> str:
 def _layer_sources(
     arch: Arch, layer: LayerArch, gguf: bool, stem: str, add: float, present: Collection[str]
 ) -> dict[str, Source]:
-    mixer, feed = layer.mixer, layer.feed
-    assert isinstance(mixer, GroupedArch) and isinstance(feed, DenseArch)  # the parts that have names here
+    spelling = 1 if gguf else 0
+    norms = _norm_names(arch, layer).items()
+    sources = {name: Source(f"{stem}{spell[spelling]}.weight", (arch.hidden,), add=add) for name, spell in norms}
+    return (
+        sources | _mixer_sources(arch, layer.mixer, gguf, stem, add, present) | _feed_sources(arch, layer, gguf, stem)
+    )
+
+
+def _mixer_sources(
+    arch: Arch, mixer: MixerArch, gguf: bool, stem: str, add: float, present: Collection[str]
+) -> dict[str, Source]:
+    if isinstance(mixer, LatentArch):
+        return _latent_sources(mixer, arch.hidden, gguf, stem, present)
+    assert isinstance(mixer, GroupedArch)  # the other kind that has names here
+    return _grouped_sources(arch, mixer, gguf, stem, add, present)
+
+
+def _grouped_sources(
+    arch: Arch, mixer: GroupedArch, gguf: bool, stem: str, add: float, present: Collection[str]
+) -> dict[str, Source]:
     spelling = 1 if gguf else 0
     sources = {}
-    norms = {name: (spell, arch.hidden) for name, spell in _norm_names(layer).items()}
-    if mixer.qk_norm:
-        norms |= {name: (spell, mixer.head_dim) for name, spell in _QK_NORMS.items()}
-    for name, (spell, width) in norms.items():
-        sources[name] = Source(f"{stem}{spell[spelling]}.weight", (width,), add=add)
-    shapes = _matrix_shapes(arch.hidden, mixer, feed)
-    fused = {ours: f"{stem}{_FUSED[ours][spelling]}" for ours in _FUSED} if arch.family == "phi3" else {}
-    if "qkv" in fused and f"{fused['qkv']}.weight" not in present and f"{stem}attn_q.weight" in present:
-        del fused["qkv"]  # some GGUF files hold Phi-3's q, k and v apart
-    apart = set(_PROJECTIONS) - {part for whole in fused for part in _parts(whole)}
+    for name, spell in _QK_NORMS.items() if mixer.qk_norm else ():
+        sources[name] = Source(f"{stem}{spell[spelling]}.weight", (mixer.head_dim,), add=add)
+    if mixer.sinks:
+        sources["sinks"] = Source(f"{stem}{'attn_sinks.weight' if gguf else 'self_attn.sinks'}", (mixer.heads,))
+    shapes = _attention_shapes(arch.hidden, mixer)
+    whole = f"{stem}{_FUSED['qkv'][spelling]}"
+    if arch.family == "phi3" and not (f"{whole}.weight" not in present and f"{stem}attn_q.weight" in present):
+        sources |= _split(mixer, whole, ("q", "k", "v"), shapes)  # some GGUF files hold Phi-3's q, k and v apart
     paired = gguf and arch.family in _PAIRED_FAMILIES
-    for name in (n for n in _PROJECTIONS if n in apart):
+    for name in (n for n in shapes if n not in sources):
         heads = {"q": mixer.heads, "k": mixer.kv_heads}.get(name, 0) if paired else 0
         tensor = f"{stem}{_PROJECTIONS[name][spelling]}"
         sources[name] = Source(f"{tensor}.weight", shapes[name], paired_heads=heads)
         if _has_bias(mixer, name):
             sources[f"{name}_bias"] = Source(f"{tensor}.bias", shapes[name][:1], paired_heads=heads)
-    for whole, tensor in fused.items():
-        sources |= _split(mixer, tensor, _parts(whole), shapes)
     return sources
 
 
-def _norm_names(layer: LayerArch) -> dict[str, tuple[str, str]]:
+def _latent_sources(
+    mixer: LatentArch, hidden: int, gguf: bool, stem: str, present: Collection[str]
+) -> dict[str, Source]:
+    def tensor(name: str) -> str:
+        return f"{stem}{_LATENT[name][1 if gguf else 0]}"
+
+    width, tail = mixer.query_width, mixer.rope_dim if mixer.interleaved else 0
+    matrices = {"kv_a": (mixer.cached, hidden), "output": (hidden, mixer.heads * mixer.value_dim)}
+    if mixer.query_rank:
+        matrices |= {"q_a": (mixer.query_rank, hidden), "q_b": (width, mixer.query_rank)}
+    else:
+        matrices["q"] = (width, hidden)
+    heads = {"q": mixer.heads, "q_b": mixer.heads, "kv_a": 1} if tail else {}
+    sources = {}
+    for name, shape in matrices.items():
+        sources[name] = Source(f"{tensor(name)}.weight", shape, None, heads.get(name, 0), tail)
+        if mixer.bias and name in ("q_a", "kv_a", "output"):
+            sources[f"{name}_bias"] = Source(f"{tensor(name)}.bias", shape[:1], None, heads.get(name, 0), tail)
+    sources["latent_norm"] = Source(f"{tensor('latent_norm')}.weight", (mixer.latent,))
+    if mixer.query_rank:
+        sources["query_norm"] = Source(f"{tensor('query_norm')}.weight", (mixer.query_rank,))
+    if gguf and f"{stem}attn_k_b.weight" in present:
+        sources["k_b"] = Source(f"{stem}attn_k_b.weight", (mixer.heads, mixer.latent, mixer.plain_dim))
+        sources["v_b"] = Source(f"{stem}attn_v_b.weight", (mixer.heads, mixer.value_dim, mixer.latent))
+    else:
+        rows = mixer.heads * (mixer.plain_dim + mixer.value_dim)
+        sources["kv_b"] = Source(f"{tensor('kv_b')}.weight", (rows, mixer.latent))
+    return sources
+
+
+def _feed_sources(arch: Arch, layer: LayerArch, gguf: bool, stem: str) -> dict[str, Source]:
+    feed, spelling = layer.feed, 1 if gguf else 0
+    assert isinstance(feed, DenseArch)  # the kind that has names here
+    wide, tall = (feed.width, arch.hidden), (arch.hidden, feed.width)
+    sources = {"down": Source(f"{stem}{_PROJECTIONS['down'][spelling]}.weight", tall)}
+    if arch.family == "phi3":
+        return sources | _split(
+            None, f"{stem}{_FUSED['gate_up'][spelling]}", ("gate", "up"), {"gate": wide, "up": wide}
+        )
+    return sources | {n: Source(f"{stem}{_PROJECTIONS[n][spelling]}.weight", wide) for n in ("gate", "up")}
+
+
+def _norm_names(arch: Arch, layer: LayerArch) -> dict[str, tuple[str, str]]:
+    if arch.family == "gpt_oss":  # GGUF calls the feed's norm after the place where it stands
+        return {**_LAYER_NORMS, "feed_norm": ("post_attention_layernorm", "post_attention_norm")}
     return _SANDWICH_NORMS if layer.out_norms else _LAYER_NORMS
 
 
-def _parts(fused: str) -> tuple[str, ...]:
-    return ("q", "k", "v") if fused == "qkv" else ("gate", "up")
-
-
-def _has_bias(mixer: GroupedArch, name: str) -> bool:
+def _has_bias(mixer: GroupedArch | None, name: str) -> bool:
+    if mixer is None:
+        return False
     return (mixer.qkv_bias and name in ("q", "k", "v")) or (mixer.output_bias and name == "output")
 
 
-def _matrix_shapes(hidden: int, mixer: GroupedArch, feed: DenseArch) -> dict[str, tuple[int, int]]:
+def _attention_shapes(hidden: int, mixer: GroupedArch) -> dict[str, tuple[int, int]]:
     queries, keys = mixer.width, mixer.kv_heads * mixer.head_dim
-    return {
-        "q": (queries, hidden),
-        "k": (keys, hidden),
-        "v": (keys, hidden),
-        "output": (hidden, queries),
-        "gate": (feed.width, hidden),
-        "up": (feed.width, hidden),
-        "down": (hidden, feed.width),
-    }
+    return {"q": (queries, hidden), "k": (keys, hidden), "v": (keys, hidden), "output": (hidden, queries)}
 
 
 def _split(
-    mixer: GroupedArch, tensor: str, parts: tuple[str, ...], shapes: dict[str, tuple[int, int]]
+    mixer: GroupedArch | None, tensor: str, parts: tuple[str, ...], shapes: dict[str, tuple[int, int]]
 ) -> dict[str, Source]:
     """Rows of a fused tensor, one run for each part."""
     total = sum(shapes[part][0] for part in parts)

@@ -79,14 +79,26 @@ def _yarn(settings: Fields, theta: float, dim: int, max_positions: int) -> Rope:
 
 
 def _yarn_factor(settings: Fields, factor: float) -> float:
-    def magnitude(weight: float) -> float:
-        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
-
     if settings.has("mscale") and settings.has("mscale_all_dim"):
-        default = magnitude(settings.number("mscale")) / magnitude(settings.number("mscale_all_dim"))
+        above, below = (_magnitude(factor, settings.number(key)) for key in ("mscale", "mscale_all_dim"))
+        default = above / below
     else:
-        default = magnitude(1.0)
+        default = _magnitude(factor, 1.0)
     return settings.number("attention_factor", default)
+
+
+def latent_scale(kind: str, settings: Fields, dim: int) -> float:
+    """What q · k is multiplied with in DeepSeek's attention, whose query heads have `dim` dimensions. A scaled rotation
+    with `mscale_all_dim` makes scores larger as well."""
+    scale = float(dim) ** -0.5
+    if kind == "default" or not settings.has("mscale_all_dim"):
+        return scale
+    return scale * _magnitude(settings.number("factor"), settings.number("mscale_all_dim")) ** 2
+
+
+def _magnitude(factor: float, weight: float) -> float:
+    """How much YaRN enlarges queries and keys when it stretches the context by `factor`."""
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def _longrope(settings: Fields, theta: float, dim: int, max_positions: int) -> Rope:

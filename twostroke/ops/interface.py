@@ -71,6 +71,24 @@ class Attention:
     # (kv_heads, head_dim): subtracted from keys that become codes of 8 bits. The same constant for every key adds the
     # same amount to all scores of a query, which the softmax removes
     key_center: Array | None = None
+    # (heads,) float32: one more logit of each query head, in the softmax's maximum and sum, without a value
+    sinks: Array | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LatentAttention:
+    """The constants of `attend_latent`."""
+
+    heads: int
+    latent: int  # numbers of a latent vector
+    plain_dim: int  # of a query head, not rotated
+    rope_dim: int  # of a query head and of the shared key part, rotated in rotate-half order
+    value_dim: int  # of a value head
+    scale: float  # multiplies q·k
+    rope: RopeTable
+    norm: Norm  # of the latent, before it is cached
+    key_up: Weight  # one part for each head, (latent, plain_dim): a query head's plain part -> latent
+    value_up: Weight  # one part for each head, (value_dim, latent): a weighted sum of latents -> value head
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -165,6 +183,17 @@ class Ops(Protocol):
         qkv: (T, (heads + 2·kv_heads) · head_dim), heads in the order q… k… v…; result: (T, heads · head_dim).
         """
         ...
+
+    def attend_latent(
+        self, q: Array, kv: Array, attention: LatentAttention, cache: KVLayer, batch: Batch, group: int
+    ) -> Array:
+        """Norm the latent, rotate, write both to the cache, attend causally over the cached latents.
+
+        q: (T, heads · (plain_dim + rope_dim)); kv: (T, latent + rope_dim); result: (T, heads · value_dim).
+        A head's key is (key_upᵀ · latent, rotated part), its value value_up · latent. Both are applied to the query and
+        to the sum instead of to every cached token, in prefill and decode alike.
+        """
+        raise ValueError(f"the {self.name} backend has no latent attention")
 
     def argmax(self, logits: Array) -> Array:
         """(S, V) -> (S,) int64: the lowest index among equals, -1 for a row that holds a NaN."""

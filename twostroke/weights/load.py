@@ -11,22 +11,24 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from twostroke.errors import ModelError
-from twostroke.model.arch import Arch, DenseArch, GroupedArch, LayerArch, Rope
-from twostroke.model.layers import Dense, Feed, Grouped, Layer, Mixer
+from twostroke.model.arch import Arch, DenseArch, GroupedArch, LatentArch, LayerArch, Rope
+from twostroke.model.layers import Dense, Feed, Grouped, Latent, Layer, Mixer
 from twostroke.model.names import ignorable, parameter_sources
 from twostroke.model.transformer import Transformer, rope_table
 from twostroke.ops.arrays import placed
 from twostroke.ops.formats import Stored, dequantize
-from twostroke.ops.interface import Array, Attention, Gate, Norm, Ops, RopeTable, Weight
+from twostroke.ops.interface import Array, Attention, Gate, LatentAttention, Norm, Ops, RopeTable, Weight
 from twostroke.weights.checkpoint import Checkpoint
 from twostroke.weights.describe import load_arch
 from twostroke.weights.files import Progress
+from twostroke.weights.latent import key_parts, value_parts
 from twostroke.weights.quantize import quantize
 
 if TYPE_CHECKING:
     import torch
 
 CENTERED_POSITIONS = 8192  # of the mean of rotated biases
+LATENT_EPS = 1e-6  # of the norms inside latent attention, whatever the config says of the others: as transformers
 
 
 def load_model(
@@ -73,6 +75,8 @@ def _layer(parameters: Parameters, arch: LayerArch, stem: str, ropes: RopeTables
 
 def _mixer(parameters: Parameters, arch: LayerArch, stem: str, ropes: RopeTables) -> Mixer:
     mixer = arch.mixer
+    if isinstance(mixer, LatentArch):
+        return _latent(parameters, mixer, stem, ropes)
     assert isinstance(mixer, GroupedArch)
     attention = Attention(
         heads=mixer.heads,
@@ -85,6 +89,7 @@ def _mixer(parameters: Parameters, arch: LayerArch, stem: str, ropes: RopeTables
         query_norm=parameters.norm(f"{stem}q_norm") if mixer.qk_norm else None,
         key_norm=parameters.norm(f"{stem}k_norm") if mixer.qk_norm else None,
         key_center=parameters.key_center(f"{stem}k_bias", mixer),
+        sinks=parameters.vector(f"{stem}sinks") if mixer.sinks else None,
     )
     return Grouped(
         norm=parameters.norm(f"{stem}attention_norm"),
@@ -92,6 +97,33 @@ def _mixer(parameters: Parameters, arch: LayerArch, stem: str, ropes: RopeTables
         attention=attention,
         output=parameters.matrix(f"{stem}output"),
         out_norm=parameters.norm(f"{stem}attention_out_norm") if arch.out_norms else None,
+    )
+
+
+def _latent(parameters: Parameters, mixer: LatentArch, stem: str, ropes: RopeTables) -> Latent:
+    rope = ropes.get(mixer.rope)
+    assert rope is not None
+    attention = LatentAttention(
+        heads=mixer.heads,
+        latent=mixer.latent,
+        plain_dim=mixer.plain_dim,
+        rope_dim=mixer.rope_dim,
+        value_dim=mixer.value_dim,
+        scale=mixer.factor,
+        rope=rope,
+        norm=parameters.norm(f"{stem}latent_norm", LATENT_EPS),
+        key_up=parameters.heads(mixer, stem, "k_b"),
+        value_up=parameters.heads(mixer, stem, "v_b"),
+    )
+    low_rank = mixer.query_rank is not None
+    return Latent(
+        norm=parameters.norm(f"{stem}attention_norm"),
+        latents=parameters.matrix(f"{stem}{'q_a' if low_rank else 'q'}", f"{stem}kv_a"),
+        query_width=mixer.query_rank or mixer.query_width,
+        query_norm=parameters.norm(f"{stem}query_norm", LATENT_EPS) if low_rank else None,
+        queries=parameters.matrix(f"{stem}q_b") if low_rank else None,
+        attention=attention,
+        output=parameters.matrix(f"{stem}output"),
     )
 
 
@@ -151,27 +183,53 @@ class Parameters:
                 "again."
             ) from None
 
-    def norm(self, name: str) -> Norm:
+    def norm(self, name: str, eps: float | None = None) -> Norm:
         weight = dequantize(self._stored(name)) + np.float32(self.sources[name].add)
         self._advance((name,))
-        return Norm(placed(weight, self.ops.device), self.arch.norm_eps)
+        return Norm(placed(weight, self.ops.device), self.arch.norm_eps if eps is None else eps)
+
+    def vector(self, name: str) -> Array:
+        values = dequantize(self._stored(name))
+        self._advance((name,))
+        return placed(values, self.ops.device)
+
+    def heads(self, mixer: LatentArch, stem: str, name: str) -> Weight:
+        """A matrix for each head, from the latent attention's `k_b` or `v_b`, or from its part of `kv_b`."""
+        apart = f"{stem}{name}" in self.sources
+        stored = self._stored(f"{stem}{name}" if apart else f"{stem}kv_b")
+        parts = (key_parts if name == "k_b" else value_parts)(stored, mixer)
+        if self.bits is not None:
+            parts = [self._quantized(f"{stem}{name}" if apart else f"{stem}kv_b", part, self.bits) for part in parts]
+        if apart or name == "v_b":
+            self._advance((f"{stem}{name}" if apart else f"{stem}kv_b",))
+        return self.ops.pack(parts)
 
     def key_center(self, name: str, mixer: GroupedArch) -> Array | None:
-        if name not in self.sources or mixer.qk_norm or mixer.softcap:  # both change a constant part of the keys
+        # A norm and a cap change a constant part of the keys. A sink would lose against scores that all moved.
+        if name not in self.sources or mixer.qk_norm or mixer.softcap or mixer.sinks:
             return None
         bias = dequantize(self._stored(name)).reshape(mixer.kv_heads, mixer.head_dim)
         return placed(mean_rotated(bias, mixer.rope), self.ops.device)
 
     def _bias(self, names: tuple[str, ...]) -> Array | None:
-        parts = [dequantize(self._stored(f"{name}_bias")) for name in names if f"{name}_bias" in self.sources]
-        return placed(np.concatenate(parts), self.ops.device) if parts else None
+        if not any(f"{name}_bias" in self.sources for name in names):
+            return None
+        parts = [
+            dequantize(self._stored(f"{name}_bias"))
+            if f"{name}_bias" in self.sources
+            else np.zeros(self.sources[name].shape[0], np.float32)
+            for name in names
+        ]
+        return placed(np.concatenate(parts), self.ops.device)
 
     def _stored(self, name: str) -> Stored:
         source = self.sources[name]
         stored = self.tensors[source.tensor]
         if source.rows is not None:
             stored = stored.rows(*source.rows)
-        return stored.take_rows(halves_order(stored.shape[0], source.paired_heads)) if source.paired_heads else stored
+        if not source.paired_heads:
+            return stored
+        return stored.take_rows(halves_order(stored.shape[0], source.paired_heads, source.paired_tail))
 
     def _advance(self, names: tuple[str, ...]) -> None:
         self.done += sum(self._stored_bytes(name) for name in names)
@@ -202,9 +260,13 @@ class Parameters:
                 raise ModelError(f"{self.where}: {source.tensor} has shape {shape}, expected {source.shape}.")
 
 
-def halves_order(rows: int, heads: int) -> np.ndarray:
-    """For each row in rotate-half order, its row where a head's pairs are neighbours: 0 2 4 … 1 3 5 … of every head."""
-    return np.arange(rows).reshape(heads, rows // heads // 2, 2).swapaxes(1, 2).reshape(rows)
+def halves_order(rows: int, heads: int, tail: int = 0) -> np.ndarray:
+    """For each row in rotate-half order, its row where a head's pairs are neighbours: 0 2 4 … 1 3 5 … of every head.
+    tail: only so many rows at the end of a head are pairs."""
+    order = np.arange(rows).reshape(heads, rows // heads)
+    pairs = order[:, -tail:]  # all of them where tail is 0
+    order[:, -tail:] = pairs.reshape(heads, pairs.shape[1] // 2, 2).swapaxes(1, 2).reshape(pairs.shape)
+    return order.reshape(rows)
 
 
 def _listed(names: list[str]) -> str:

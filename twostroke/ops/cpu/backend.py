@@ -16,20 +16,26 @@ from typing import Any
 
 import numpy as np
 
-from twostroke.ops.cpu.library import AttendBatch, AttendLayer, LayerCall, NormRef, load_library
+from twostroke.ops.cpu.describe import (
+    address,
+    any_address,
+    describe_batch,
+    describe_latent,
+    describe_layer,
+    norm_reference,
+    signature,
+)
+from twostroke.ops.cpu.library import LatentCall, LayerCall, load_library
 from twostroke.ops.formats import Stored, dequantize, from_float
-from twostroke.ops.interface import BLOCK, Attention, Batch, FusedLayer, Gate, KVLayer, Norm, Ops
+from twostroke.ops.interface import Attention, Batch, FusedLayer, Gate, KVLayer, LatentAttention, Norm, Ops
 
 _FORMATS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 _FLOATS = ("F32", "F16", "BF16")
 _NARROW = {"float16": "F16", "bfloat16": "BF16"}
-_KV_FORMATS = {"float32": 0, "float16": 1, "bfloat16": 2, "int8": 3, "int4": 4}
 _ACTIVATIONS = {"silu": 2, "gelu_tanh": 3}
 _STATUS = {1: "out of memory", 2: "a token id lies outside the table", 3: "bad argument"}
 _CACHED = 4096  # layers remembered by attend; a model has a few dozen
-_NOTHING = ctypes.c_char * 0
 _FLOAT32 = np.dtype(np.float32)
-_BATCH_TYPES = tuple(map(np.dtype, ("i8", "i8", "i4", "i4", "i4")))  # positions, slots, tables, starts, contexts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -191,6 +197,21 @@ class NativeCpuOps(Ops):
             _check(status)
         return out
 
+    def attend_latent(
+        self, q: np.ndarray, kv: np.ndarray, attention: LatentAttention, cache: KVLayer, batch: Batch, group: int
+    ) -> np.ndarray:
+        q, kv = _rows(q), _rows(kv)
+        widths = (attention.heads * (attention.plain_dim + attention.rope_dim), attention.latent + attention.rope_dim)
+        if (q.shape[1], kv.shape[1]) != widths or len(q) != len(kv):
+            raise ValueError(f"q of shape {q.shape} and kv of shape {kv.shape} do not fit the layer")
+        out = np.empty((q.shape[0], attention.heads * attention.value_dim), _FLOAT32)
+        status = self._lib.ts_attend_latent(
+            self._context, self._layer(attention, cache), self._step(batch, group), any_address(q), q.strides[0] // 4,
+            any_address(kv), kv.strides[0] // 4, address(out),
+        )  # fmt: skip
+        _check(status)
+        return out
+
     # ---- whole models --------------------------------------------------------------------------------------------
 
     def fuse(self, layers: Sequence[FusedLayer], caches: Sequence[tuple[KVLayer, int]]) -> FusedLayers:
@@ -224,18 +245,27 @@ class NativeCpuOps(Ops):
 
     # ---- descriptions, made once and remembered ------------------------------------------------------------------
 
-    def _layer(self, attention: Attention, kv: KVLayer) -> int:
+    def _layer(self, attention: Attention | LatentAttention, kv: KVLayer) -> int:
         """The address of the layer's constants. Built once for each (attention, cache) pair."""
         key = (id(attention), kv.keys.ctypes.data)
         found = self._layers.get(key)
-        if found is not None and found[1] is attention and (found[2] is kv or found[3] == _signature(kv)):
+        if found is not None and found[1] is attention and (found[2] is kv or found[3] == signature(kv)):
             return int(found[0])
         if len(self._layers) >= _CACHED:
             self._layers.clear()
-        structure = describe_layer(attention, kv)
-        entry = (ctypes.addressof(structure), attention, kv, _signature(kv), structure)
+        structure = self._described(attention, kv)
+        entry = (ctypes.addressof(structure), attention, kv, signature(kv), structure)
         self._layers[key] = entry
         return entry[0]
+
+    def _described(self, attention: Attention | LatentAttention, kv: KVLayer) -> Any:
+        if isinstance(attention, Attention):
+            return describe_layer(attention, kv)
+        layer = describe_latent(attention, kv)
+        key_up, value_up = attention.key_up.handle, attention.value_up.handle
+        call = LatentCall(ctypes.addressof(layer), key_up, value_up, attention.plain_dim)
+        call.kept = layer
+        return call
 
     def _step(self, batch: Batch, group: int) -> int:
         """The address of the step's rows: the same for every layer of a group."""
@@ -281,78 +311,6 @@ def brain_bits(values: np.ndarray) -> np.ndarray:
     bits = values.view(np.uint32)
     rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
     return np.where(np.isnan(values), 0x7FC0, rounded).astype(np.uint16)
-
-
-def describe_layer(attention: Attention, kv: KVLayer) -> AttendLayer:
-    dim = attention.head_dim
-    if kv.format not in _KV_FORMATS:
-        raise ValueError(f"a cache in {kv.format} is not supported here; use one of {', '.join(_KV_FORMATS)}")
-    if dim % 2 or not 2 <= dim <= 256 or attention.heads % attention.kv_heads:
-        raise ValueError(f"heads of {dim} ({attention.heads} over {attention.kv_heads}) are not supported")
-    layer = AttendLayer(
-        heads=attention.heads, kv_heads=attention.kv_heads, head_dim=dim, window=attention.window,
-        scale=attention.scale, softcap=attention.softcap, kv_format=_KV_FORMATS[kv.format],
-    )  # fmt: skip
-    if attention.rope is not None:
-        cos, sin = attention.rope.cos, attention.rope.sin
-        if not (cos.flags.c_contiguous and sin.flags.c_contiguous) or 2 * cos.shape[1] > dim:
-            raise ValueError(f"a rotary table of shape {cos.shape} does not fit heads of {dim}")
-        layer.rope_half, layer.cos, layer.sin = cos.shape[1], address(cos), address(sin)
-    if attention.query_norm is not None:
-        layer.query_norm, layer.query_eps = address(attention.query_norm.weight), attention.query_norm.eps
-    if attention.key_norm is not None:
-        layer.key_norm, layer.key_eps = address(attention.key_norm.weight), attention.key_norm.eps
-    if attention.key_center is not None:
-        layer.key_center = address(attention.key_center)
-    if kv.values is None:
-        raise ValueError("a cache without values is not supported here")
-    for name, codes in (("key", kv.keys), ("value", kv.values)):
-        width = codes.shape[3] * codes.itemsize
-        if codes.strides[2:] != (width, codes.itemsize) or codes.shape[2] != BLOCK:
-            raise ValueError(f"a block of the cache must hold adjacent tokens, not strides {codes.strides}")
-        setattr(layer, f"{name}s", codes.ctypes.data)
-        setattr(layer, f"{name}_block_stride", codes.strides[0])
-        setattr(layer, f"{name}_head_stride", codes.strides[1])
-    for name, scales in (("key", kv.key_scales), ("value", kv.value_scales)):
-        if scales is not None:
-            setattr(layer, f"{name}_scales", scales.ctypes.data)
-            setattr(layer, f"{name}_scale_block_stride", scales.strides[0] // 4)
-            setattr(layer, f"{name}_scale_head_stride", scales.strides[1] // 4)
-    return layer
-
-
-def norm_reference(norm: Norm | None) -> NormRef:
-    return NormRef() if norm is None else NormRef(address(norm.weight), norm.eps)
-
-
-def describe_batch(batch: Batch, group: int) -> tuple[AttendBatch, list[np.ndarray]]:
-    """The structure, and the arrays it points into."""
-    blocks = batch.groups[group]
-    found = (batch.positions, blocks.slots, blocks.tables, batch.starts, batch.contexts)
-    if tuple([array.dtype for array in found]) != _BATCH_TYPES:
-        raise ValueError(f"a batch holds {[str(array.dtype) for array in found]}, not {list(map(str, _BATCH_TYPES))}")
-    kept = [np.ascontiguousarray(array) for array in found]
-    positions, slots, tables, starts, contexts = map(address, kept)
-    structure = AttendBatch(len(kept[0]), len(kept[4]), positions, slots, tables, kept[2].shape[1], starts, contexts)
-    return structure, kept
-
-
-def _signature(kv: KVLayer) -> tuple[Any, ...]:
-    return (
-        kv.format,
-        kv.keys.strides,
-        None if kv.values is None else kv.values.ctypes.data,
-        None if kv.key_scales is None else kv.key_scales.ctypes.data,
-    )
-
-
-def address(array: np.ndarray) -> int:
-    """Where the elements of a contiguous, writable array begin: `array.ctypes.data`, four times as fast."""
-    return ctypes.addressof(_NOTHING.from_buffer(array))  # type: ignore[arg-type]
-
-
-def any_address(array: np.ndarray) -> int:
-    return address(array) if array.flags.carray else array.ctypes.data
 
 
 def _rows(x: np.ndarray) -> np.ndarray:

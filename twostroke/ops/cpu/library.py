@@ -10,15 +10,16 @@ from pathlib import Path
 from typing import ClassVar
 
 NAME = "libtwostroke.so"
-ABI = 4  # ts_version: raised whenever a signature or a shared structure changes
+ABI = 6  # ts_version: raised whenever a signature or a shared structure changes
 
 
 class AttendLayer(ctypes.Structure):
     _fields_: ClassVar = [
         ("heads", c_int32), ("kv_heads", c_int32), ("head_dim", c_int32), ("window", c_int32),
-        ("scale", c_float), ("softcap", c_float), ("rope_half", c_int32), ("kv_format", c_int32),
+        ("value_dim", c_int32), ("scale", c_float), ("softcap", c_float), ("rope_half", c_int32),
+        ("kv_format", c_int32),
         ("cos", c_void_p), ("sin", c_void_p), ("query_norm", c_void_p), ("key_norm", c_void_p),
-        ("key_center", c_void_p),
+        ("key_center", c_void_p), ("sinks", c_void_p),
         ("query_eps", c_float), ("key_eps", c_float),
         ("keys", c_void_p), ("values", c_void_p),
         ("key_block_stride", c_int64), ("key_head_stride", c_int64),
@@ -33,6 +34,13 @@ class AttendBatch(ctypes.Structure):
     _fields_: ClassVar = [
         ("rows", c_int32), ("requests", c_int32), ("positions", c_void_p), ("slots", c_void_p),
         ("tables", c_void_p), ("table_stride", c_int64), ("starts", c_void_p), ("contexts", c_void_p),
+    ]  # fmt: skip
+
+
+class LatentCall(ctypes.Structure):
+    _fields_: ClassVar = [
+        ("attention", c_void_p), ("key_up", c_void_p), ("value_up", c_void_p), ("plain_dim", c_int32),
+        ("unused", c_int32),
     ]  # fmt: skip
 
 
@@ -64,6 +72,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
         [c_void_p, c_void_p, c_void_p, c_int64, c_int, c_int, c_void_p, c_float, c_void_p, c_int64, c_int],
     ),
     "ts_attend": (c_int, [c_void_p] * 5),
+    "ts_attend_latent": (c_int, [*[c_void_p] * 4, c_int64, c_void_p, c_int64, c_void_p]),
     "ts_layers": (
         c_int,
         [c_void_p, c_void_p, c_int, POINTER(c_void_p), c_void_p, c_int, c_int, c_void_p, c_int, c_void_p],

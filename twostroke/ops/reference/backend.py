@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from twostroke.ops.formats import Stored, dequantize
-from twostroke.ops.interface import BLOCK, Attention, Batch, Gate, KVLayer, Norm, Ops, RopeTable
+from twostroke.ops.interface import BLOCK, Attention, Batch, Gate, KVLayer, LatentAttention, Norm, Ops, RopeTable
 from twostroke.ops.reference.kv_codec import decode_kv, write_kv
 
 ATTENTION_STEP = 64  # positions whose weights share a scale, where attention multiplies bytes
@@ -90,6 +90,30 @@ class ReferenceOps(Ops):
                     out[row] = attended(q[row], keys, values, attention)
         return out.flatten(1)  # (T, heads · head_dim)
 
+    def attend_latent(
+        self, q: Tensor, kv: Tensor, attention: LatentAttention, cache: KVLayer, batch: Batch, group: int
+    ) -> Tensor:
+        heads, latent, rope = attention.heads, attention.latent, attention.rope
+        plain, turned = q.view(len(q), heads, -1).split([attention.plain_dim, attention.rope_dim], dim=2)
+        turned = rotated(turned, rope, batch.positions)
+        shared_part = rotated(kv[:, None, latent:], rope, batch.positions)
+        keys = torch.cat((self.norm(kv[:, None, :latent], attention.norm), shared_part), dim=2)
+        blocks = batch.groups[group]
+        write_kv(cache, blocks.slots, keys)
+        key_up = attention.key_up.weight.view(heads, latent, -1)
+        value_up = attention.value_up.weight.view(heads, -1, latent)
+        out = torch.empty(len(q), heads, attention.value_dim)
+        for request in range(len(batch.contexts)):
+            for row in range(int(batch.starts[request]), int(batch.starts[request + 1])):
+                places = seen(int(batch.positions[row]), 0)
+                seen_keys = stored_keys(cache, blocks.tables[request], places)[:, 0].double()  # (n, latent + rope_dim)
+                absorbed = torch.einsum("hp,hlp->hl", plain[row].double(), key_up).float()
+                query = torch.cat((absorbed, turned[row]), dim=1).double()
+                weights = torch.softmax(query @ seen_keys.T * attention.scale, dim=1)
+                sums = (weights @ seen_keys[:, :latent]).float()  # (heads, latent)
+                out[row] = torch.einsum("hl,hvl->hv", sums.double(), value_up).float()
+        return out.flatten(1)  # (T, heads · value_dim)
+
     def argmax(self, logits: Tensor) -> Tensor:
         best = logits.amax(dim=-1, keepdim=True)
         index = torch.arange(logits.shape[-1])
@@ -149,11 +173,16 @@ def seen(position: int, window: int) -> Tensor:
 def stored(kv: KVLayer, table: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
     """K and V at these positions, as stored: each (n, kv_heads, head_dim)."""
     block, offset = table[places // BLOCK].long(), places % BLOCK
-    key_scales = None if kv.key_scales is None else kv.key_scales[block, :, offset]
     value_scales = None if kv.value_scales is None else kv.value_scales[block, :, offset]
-    keys = decode_kv(kv.keys[block, :, offset], key_scales, kv.format)
     assert kv.values is not None
-    return keys, decode_kv(kv.values[block, :, offset], value_scales, kv.format)
+    return stored_keys(kv, table, places), decode_kv(kv.values[block, :, offset], value_scales, kv.format)
+
+
+def stored_keys(kv: KVLayer, table: Tensor, places: Tensor) -> Tensor:
+    """Keys at these positions, as stored: (n, kv_heads, head_dim)."""
+    block, offset = table[places // BLOCK].long(), places % BLOCK
+    key_scales = None if kv.key_scales is None else kv.key_scales[block, :, offset]
+    return decode_kv(kv.keys[block, :, offset], key_scales, kv.format)
 
 
 def scored(q: Tensor, keys: Tensor, attention: Attention) -> Tensor:
@@ -169,8 +198,16 @@ def shared(x: Tensor, attention: Attention) -> Tensor:
 
 def attended(q: Tensor, keys: Tensor, values: Tensor, attention: Attention) -> Tensor:
     """One query: q (heads, D), keys and values (n, kv_heads, D) -> (heads, D)."""
-    weights = torch.softmax(scored(q, keys, attention), dim=1)
+    weights = softened(scored(q, keys, attention), attention)
     return torch.einsum("hn,nhd->hd", weights, shared(values.double(), attention)).float()
+
+
+def softened(scores: Tensor, attention: Attention) -> Tensor:
+    """The softmax of (heads, n) scores. A sink takes its share of a head's weights and has no value."""
+    if attention.sinks is None:
+        return torch.softmax(scores, dim=1)
+    sinks = torch.as_tensor(attention.sinks).double().unsqueeze(1)
+    return torch.softmax(torch.cat((scores, sinks), dim=1), dim=1)[:, :-1]
 
 
 def attended_bytes(
@@ -179,7 +216,7 @@ def attended_bytes(
     """The same where both products multiply bytes. q and keys are spread, and q is rounded to 8 bits with one scale for
     a head. The weight of a key times the scale of its value is rounded too, with one scale for a step of 64 positions.
     value_scales: (n, heads of K and V)."""
-    weights = torch.softmax(scored(rounded(q.double()), keys, attention), dim=1)
+    weights = softened(scored(rounded(q.double()), keys, attention), attention)
     scales = shared(value_scales.double(), attention).T  # (heads, n)
     worth = weights * scales
     for step in places.div(ATTENTION_STEP, rounding_mode="floor").unique():

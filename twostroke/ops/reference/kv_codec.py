@@ -42,11 +42,12 @@ def decode_kv(codes: Tensor, scales: Tensor | None, kv_format: KVFormat) -> Tens
     return (pairs.flatten(-2).to(torch.float32) - 8) * scales.unsqueeze(-1)
 
 
-def write_kv(kv: KVLayer, slots: Tensor, k: Tensor, v: Tensor) -> None:
-    """Store k and v, (T, kv_heads, head_dim) float32, at `slots` (T,)."""
+def write_kv(kv: KVLayer, slots: Tensor, k: Tensor, v: Tensor | None = None) -> None:
+    """Store k and v, (T, kv_heads, head_dim) float32, at `slots` (T,). v None: a cache of keys alone."""
     block, offset = slots // BLOCK, slots % BLOCK
-    assert kv.values is not None
     for x, codes, scales in ((k, kv.keys, kv.key_scales), (v, kv.values, kv.value_scales)):
+        if x is None or codes is None:
+            continue
         new_codes, new_scales = encode_kv(x, kv.format)
         codes[block, :, offset] = new_codes  # (T, kv_heads, width)
         if scales is not None and new_scales is not None:

@@ -1,6 +1,7 @@
 // The C interface: raw pointers in, an int out (0, or one of the codes below). Called through ctypes, which releases the
 // interpreter lock; a context serves one call at a time.
 #include "attend.h"
+#include "latent.h"
 #include "layers.h"
 #include "linear.h"
 #include "pack.h"
@@ -24,7 +25,7 @@ template <class Body> int guarded(Context* c, Body body) {
 }  // namespace
 
 // Raised whenever a signature or a shared structure changes; library.py expects the same number.
-TS_API int ts_version() { return 4; }
+TS_API int ts_version() { return 6; }
 
 // The name of the i-th instruction set usable here, best first; null past the last.
 TS_API const char* ts_isa(int i) {
@@ -87,6 +88,15 @@ TS_API int ts_linear(Context* c, const Weight* weight, const float* x, int64_t x
 TS_API int ts_attend(Context* c, const AttendLayer* layer, const AttendBatch* batch, const float* qkv, float* out) {
     return guarded(c, [&] {
         if (batch->rows > 0) attend_step(*c, *layer, *batch, qkv, out);
+        return Fine;
+    });
+}
+
+// q and kv: rows of floats, so many elements apart.
+TS_API int ts_attend_latent(Context* c, const LatentCall* call, const AttendBatch* batch, const float* q, int64_t q_stride,
+                            const float* kv, int64_t kv_stride, float* out) {
+    return guarded(c, [&] {
+        if (batch->rows > 0) latent_step(*c, *call, *batch, q, q_stride, kv, kv_stride, out);
         return Fine;
     });
 }

@@ -40,9 +40,13 @@ Splits splits_of(const AttendLayer& L, const AttendBatch& B, int row, int rows) 
 }  // namespace
 
 void attend_step(Context& c, const AttendLayer& L, const AttendBatch& B, const float* qkv, float* out) {
-    const int group = L.heads / L.kv_heads, padded = padded_dim(L.head_dim);
-    float* q = c.q.get<float>((size_t)B.rows * L.heads * padded);
+    float* q = c.q.get<float>((size_t)B.rows * L.heads * padded_dim(L.head_dim));
     write_rows(c, L, B, qkv, q);
+    attend_lines(c, L, B, q, out);
+}
+
+void attend_lines(Context& c, const AttendLayer& L, const AttendBatch& B, float* q, float* out) {
+    const int group = L.heads / L.kv_heads, padded = padded_dim(L.head_dim);
     c.reserve_scratch(c.kernels.attend_scratch(group, L.head_dim));
 
     // Large tiles convert K and V less often, small ones give every thread something to do.
@@ -104,8 +108,8 @@ void attend_step(Context& c, const AttendLayer& L, const AttendBatch& B, const f
         const Splits s = splits_of(L, B, row, 1);
         for (int h = 0; h < L.kv_heads; ++h) {
             for (int i = 0; i < group; ++i)
-                c.kernels.attend_merge(L, next + i * (2 + padded), s.end - s.first, partial,
-                                       out + ((int64_t)row * L.heads + h * group + i) * L.head_dim);
+                c.kernels.attend_merge(L, h * group + i, next + i * (2 + padded), s.end - s.first, partial,
+                                       out + ((int64_t)row * L.heads + h * group + i) * L.value_dim);
             next += (s.end - s.first) * partial;
         }
     }

@@ -45,6 +45,7 @@ enum KVFormat : int { KVFloat, KVHalf, KVBfloat, KVInt8, KVInt4 };
 // The constants of one layer's attention and where its cache lies. Mirrored in library.py.
 struct AttendLayer {
     int32_t heads, kv_heads, head_dim, window;
+    int32_t value_dim;  // head_dim; less where values are the first part of the keys (latent attention)
     float scale, softcap;
     int32_t rope_half;  // rotated pairs; 0: no rotation
     int32_t kv_format;
@@ -53,6 +54,7 @@ struct AttendLayer {
     const float* query_norm;  // head_dim weights or null
     const float* key_norm;
     const float* key_center;  // (kv_heads, head_dim) or null: subtracted from keys that become codes
+    const float* sinks;       // (heads) or null: a logit of each query head in its softmax, without a value
     float query_eps, key_eps;
     uint8_t* keys;      // block, head; within, see kernels/kv.h. Strides in bytes
     uint8_t* values;
@@ -83,8 +85,18 @@ struct AttendTask {
     float* q;        // (kv_heads, batch rows, heads per KV head, padded head_dim), rotated and scaled
     int request, row, rows, kv_head;
     int split, split_end;
-    float* out;      // (batch rows, heads, head_dim): the finished result; or null:
+    float* out;      // (batch rows, heads, value_dim): the finished result; or null:
     float* partial;  // (heads per KV head, 2 + padded head_dim) for this row and split: maximum, sum, weighted values
+};
+
+// The projections of latent attention for the rows of a step; strides in elements.
+struct LatentRows {
+    const float* q;   // (rows, heads, plain_dim + rotated part)
+    int64_t q_stride;
+    int plain_dim;
+    const float* kv;  // (rows, latent + rotated part)
+    int64_t kv_stride;
+    float* lines;     // as AttendTask::q; the latent part of every line is there already
 };
 
 struct Kernels {
@@ -99,12 +111,14 @@ struct Kernels {
     void (*attend_write)(const AttendLayer&, const AttendBatch&, const float* qkv, float* q, int row, int row_end);
     // next: what the same thread will do after it, or null; fetched: whether this task was the last one's next
     void (*attend)(const AttendTask&, const AttendTask* next, bool fetched, uint8_t* scratch);
-    void (*attend_merge)(const AttendLayer&, const float* partials, int splits, int64_t split_stride, float* out);
+    void (*attend_merge)(const AttendLayer&, int head, const float* partials, int splits, int64_t split_stride, float* out);
     size_t (*attend_scratch)(int heads_per_kv, int head_dim);  // bytes
     int (*attend_tile_rows)(int heads_per_kv, int head_dim);
     int64_t (*argmax)(const float* x, int64_t count);  // lowest index among equals; -1 if any is NaN
+    void (*latent_write)(const AttendLayer&, const AttendBatch&, const LatentRows&, int row, int row_end);
 };
 
-constexpr int kMaxHeadDim = 256;
+constexpr int kMaxHeadDim = 256;    // of coded caches and of the heads of K and V
+constexpr int kMaxEntryDim = 1088;  // of a latent with its rotated part
 
 static inline int padded_dim(int head_dim) { return (head_dim + kLanes - 1) / kLanes * kLanes; }

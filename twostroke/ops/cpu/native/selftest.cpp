@@ -210,6 +210,7 @@ struct Cache {
 void describe(const AttendCase& c, Cache& cache, AttendLayer& L) {
     const int64_t row = c.format == KVFloat ? c.dim * 4 : c.format == KVInt8 ? c.dim : c.format == KVInt4 ? c.dim / 2 : c.dim * 2;
     const int64_t head = 16 * row, block = 2 * c.kv_heads * head;
+    L.value_dim = c.dim;
     L.keys = cache.data.data();
     L.values = L.keys + c.kv_heads * head;
     L.key_block_stride = L.value_block_stride = block;

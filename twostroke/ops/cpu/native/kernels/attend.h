@@ -50,11 +50,11 @@ template <int Format> TS_INLINE void fetch_unread(int count, int dim, const Foll
 
 // What all lines of a tile read of tokens [from, to) of a float cache, `from` at a block's border: converted copies.
 template <int Format>
-static void load_step(const Lines& s, const StepBlocks& blocks, int dim, int from, int to) {
+static void load_step(const Lines& s, const StepBlocks& blocks, int dim, int value_dim, int from, int to) {
     for (int b = from / kBlock; b * kBlock < to; ++b) {
         const int n = tokens_of(b, to);
         load_keys<Format>(blocks.keys[b], dim, n, s.keys + b * kBlock * s.padded);
-        load_values<Format>(blocks.values[b], dim, s.padded, n, s.block + b * kBlock * s.padded);
+        load_values<Format>(blocks.values[b], dim, value_dim, s.wide, n, s.block + b * kBlock * s.wide);
     }
 }
 
@@ -89,7 +89,7 @@ static void weigh_step(const Lines& s, const StepBlocks& blocks, int dim, bool f
     if constexpr (kByLane) {
         if (!few) return weigh_all_by_lane<kLinesWeighed>(s, 0, s.count, from, to);
     } else {
-        if (!few) return weigh_all<kRowsAttend, kChunks>(s, BlockValues{s.block, s.padded}, 0, s.count, from, to);
+        if (!few) return weigh_all<kRowsAttend, kChunks>(s, BlockValues{s.block, s.wide}, 0, s.count, from, to);
     }
     const auto direct = [&](auto head, auto lines, int i) {
         const CacheValues<Format, decltype(head)::value> source{blocks.values, ahead.values, dim};
@@ -124,7 +124,7 @@ static void attend_lines(const AttendTask& task, const Lines& tile, const StepBl
         if (few) Codes::template attend<true>(step, line, end);
         else Codes::template attend<false>(step, line, end);
     } else {
-        if (!few) load_step<Format>(tile, blocks, dim, from, to);
+        if (!few) load_step<Format>(tile, blocks, dim, task.layer->value_dim, from, to);
         attend_floats<Format>(task, tile, blocks, start, line, end, few, ahead);
     }
 }
@@ -158,10 +158,10 @@ static void attend_split(const AttendTask& task, const AttendTask* next, const L
 
 template <int Format, class Codes> static void attend_format(const AttendTask& task, const AttendTask* next, bool fetched, uint8_t* scratch) {
     const AttendLayer& L = *task.layer;
-    const int group = L.heads / L.kv_heads, padded = padded_dim(L.head_dim), count = task.rows * group;
-    const Lines s = place_lines(count, padded, scratch);
+    const int group = L.heads / L.kv_heads, padded = padded_dim(L.head_dim), wide = padded_dim(L.value_dim), count = task.rows * group;
+    const Lines s = place_lines(count, padded, wide, scratch);
     const bool alone = task.split_end - task.split == 1;  // every line sees some of it, and nothing is merged
-    const Lines merged = alone ? s : place_lines(count, padded, scratch + lines_bytes(count, padded));
+    const Lines merged = alone ? s : place_lines(count, padded, wide, scratch + lines_bytes(count, padded));
     float* total = merged.rescale;  // the merged lines need no rescale factor, but a plain sum
     for (int i = 0; !alone && i < count; ++i) merged.maximum[i] = kNever;
     if (!is_coded(Format) && scorer_by_lane<kByLane>(padded) && !few_lines<Format>(count, L.head_dim))
@@ -175,15 +175,16 @@ template <int Format, class Codes> static void attend_format(const AttendTask& t
     }
     for (int i = 0; alone && i < count; ++i) total[i] = sum(load(s.sums + 16 * i));
     for (int i = 0; i < count; ++i) {
-        const float* v = merged.values + (int64_t)i * padded;
+        const float* v = merged.values + (int64_t)i * wide;
         if (task.out) {
-            float* out = task.out + ((int64_t)(task.row + i / group) * L.heads + task.kv_head * group + i % group) * L.head_dim;
-            finish_line(total[i], v, L.head_dim, out);
+            const int head = task.kv_head * group + i % group;
+            float* out = task.out + ((int64_t)(task.row + i / group) * L.heads + head) * L.value_dim;
+            finish_line(L, head, merged.maximum[i], total[i], v, out);
         } else {
             float* out = task.partial + (int64_t)i * (2 + padded);
             out[0] = merged.maximum[i];
             out[1] = total[i];
-            memcpy(out + 2, v, sizeof(float) * (size_t)padded);
+            memcpy(out + 2, v, sizeof(float) * (size_t)wide);
         }
     }
 }
@@ -202,17 +203,17 @@ template <class Codes> static void attend(const AttendTask& task, const AttendTa
     Codes::finish(lines);
 }
 
-// The splits of one line, `stride` floats apart, merged in ascending order into head_dim results.
-static void attend_merge(const AttendLayer& L, const float* partials, int splits, int64_t stride, float* out) {
-    const int padded = padded_dim(L.head_dim);
-    float values[kMaxHeadDim];
+// The splits of one line of a query head, `stride` floats apart, merged in ascending order into value_dim results.
+static void attend_merge(const AttendLayer& L, int head, const float* partials, int splits, int64_t stride, float* out) {
+    const int wide = padded_dim(L.value_dim);
+    float values[kMaxEntryDim];
     float maximum = partials[0], total = partials[1];
-    memcpy(values, partials + 2, sizeof(float) * (size_t)padded);
+    memcpy(values, partials + 2, sizeof(float) * (size_t)wide);
     for (int s = 1; s < splits; ++s) {
         const float* p = partials + s * stride;
-        merge_line(maximum, total, values, p[0], p[1], p + 2, padded);
+        merge_line(maximum, total, values, p[0], p[1], p + 2, wide);
     }
-    finish_line(total, values, L.head_dim, out);
+    finish_line(L, head, maximum, total, values, out);
 }
 
 }  // namespace

@@ -82,33 +82,33 @@ template <bool ByLane> TS_INLINE ScoreByLane scorer_by_lane(int padded) {
 template <int N> TS_INLINE void weigh_by_lane(const Lines& s, int line, int d, int from, int to) {
     F acc[N];
     const float* w = s.scores + line * kStep;
-    const float* v = s.block + from * s.padded + d;
-    TS_UNROLL for (int i = 0; i < N; ++i) acc[i] = mul(load(s.values + (line + i) * s.padded + d), splat(s.rescale[line + i]));
+    const float* v = s.block + from * s.wide + d;
+    TS_UNROLL for (int i = 0; i < N; ++i) acc[i] = mul(load(s.values + (line + i) * s.wide + d), splat(s.rescale[line + i]));
     int t = from;
     for (; t + 4 <= to; t += 4) {
         X x[N];
         TS_UNROLL for (int i = 0; i < N; ++i) x[i] = load_x4(w + kStep * i + t);
         F value = load(v);
         TS_UNROLL for (int i = 0; i < N; ++i) acc[i] = fma_lane<0>(value, x[i], acc[i]);
-        value = load(v += s.padded);
+        value = load(v += s.wide);
         TS_UNROLL for (int i = 0; i < N; ++i) acc[i] = fma_lane<1>(value, x[i], acc[i]);
-        value = load(v += s.padded);
+        value = load(v += s.wide);
         TS_UNROLL for (int i = 0; i < N; ++i) acc[i] = fma_lane<2>(value, x[i], acc[i]);
-        value = load(v += s.padded);
+        value = load(v += s.wide);
         TS_UNROLL for (int i = 0; i < N; ++i) acc[i] = fma_lane<3>(value, x[i], acc[i]);
-        v += s.padded;
+        v += s.wide;
     }
-    for (; t < to; ++t, v += s.padded) {
+    for (; t < to; ++t, v += s.wide) {
         const F value = load(v);
         TS_UNROLL for (int i = 0; i < N; ++i) acc[i] = fma(splat(w[kStep * i + t]), value, acc[i]);
     }
-    TS_UNROLL for (int i = 0; i < N; ++i) store(s.values + (line + i) * s.padded + d, acc[i]);
+    TS_UNROLL for (int i = 0; i < N; ++i) store(s.values + (line + i) * s.wide + d, acc[i]);
 }
 
 // Lines [line, end): N at a time, then half as many.
 template <int N> static void weigh_all_by_lane(const Lines& s, int line, int end, int from, int to) {
     for (; line + N <= end; line += N)
-        for (int d = 0; d < s.padded; d += 16) weigh_by_lane<N>(s, line, d, from, to);
+        for (int d = 0; d < s.wide; d += 16) weigh_by_lane<N>(s, line, d, from, to);
     if constexpr (N > 1)
         if (line < end) weigh_all_by_lane<N / 2>(s, line, end, from, to);
 }

@@ -20,26 +20,26 @@ constexpr float kNever = -1e30f;  // below every score: the maximum before the f
 template <int Value> struct Constant { static constexpr int value = Value; };
 
 struct Lines {
-    int count, padded;
+    int count, padded, wide;  // lines; head_dim and value_dim, padded
     float* scores;    // (chunk, 64): scores, then weights of the current step
     float* sums;      // (count, 16): lane sums of the weights
-    float* values;    // (count, padded)
+    float* values;    // (count, wide)
     float* rescale;   // (count)
     float* maximum;   // (count)
     float* keys;      // the step's keys: (4 blocks, padded, 16) floats, or panels of codes where the cache has none
-    float* block;     // the step's values: (64, padded) floats, or panels of codes
+    float* block;     // the step's values: (64, wide) floats, or panels of codes
     int8_t* codes;    // (chunk, 64): weights as codes, and
     float* steps;     // (chunk): what one is worth, over a coded cache
     float* queries;   // (count, padded): turned, where attention multiplies by lane
 };
 
-TS_INLINE Lines place_lines(int count, int padded, uint8_t* scratch) {
+TS_INLINE Lines place_lines(int count, int padded, int wide, uint8_t* scratch) {
     float* p = (float*)scratch;
     Lines s{};
-    s.count = count, s.padded = padded;
+    s.count = count, s.padded = padded, s.wide = wide;
     s.scores = p, p += kChunkLines * kStep;
     s.sums = p, p += count * 16;
-    s.values = p, p += count * padded;
+    s.values = p, p += count * wide;
     s.keys = p, p += padded * kStep;
     s.block = p, p += padded * kStep;
     s.codes = (int8_t*)p, p += kChunkLines * kStep / 4;
@@ -52,7 +52,7 @@ TS_INLINE Lines place_lines(int count, int padded, uint8_t* scratch) {
 
 TS_INLINE Lines lines_from(Lines s, int line, int count) {
     s.count = count;
-    s.sums += 16 * line, s.values += line * s.padded, s.rescale += line, s.maximum += line, s.queries += line * s.padded;
+    s.sums += 16 * line, s.values += line * s.wide, s.rescale += line, s.maximum += line, s.queries += line * s.padded;
     return s;
 }
 
@@ -64,7 +64,7 @@ static size_t lines_bytes(int count, int padded) {
 TS_INLINE void reset_lines(const Lines& s) {
     for (int i = 0; i < s.count; ++i) s.maximum[i] = kNever;
     memset(s.sums, 0, sizeof(float) * (size_t)s.count * 16);
-    memset(s.values, 0, sizeof(float) * (size_t)s.count * s.padded);
+    memset(s.values, 0, sizeof(float) * (size_t)s.count * s.wide);
 }
 
 TS_INLINE float exp_of(float x) {  // through the same vector code: one definition of e^x
@@ -153,12 +153,12 @@ static void soften_lines(const Lines& s, float cap, int line, int count, const S
 }
 
 // (maximum, sum, values) of one line, merged with what came before it.
-TS_INLINE void merge_line(float& maximum, float& total, float* values, float m, float l, const float* v, int padded) {
+TS_INLINE void merge_line(float& maximum, float& total, float* values, float m, float l, const float* v, int wide) {
     const float top = m > maximum || m != m ? m : maximum;
     const float before = exp_of(maximum - top), after = exp_of(m - top);
     total = __builtin_fmaf(total, before, l * after);
     maximum = top;
-    for (int d = 0; d < padded; d += 16)
+    for (int d = 0; d < wide; d += 16)
         store(values + d, fma(load(values + d), splat(before), mul(load(v + d), splat(after))));
 }
 
@@ -169,22 +169,30 @@ static void merge_lines(const Lines& merged, float* total, const Lines& s, int l
     store(highest, top), store(first, old), store(before, vexp(sub(old, top))), store(after, vexp(sub(now, top)));
     for (int i = 0; i < count; ++i) {
         const float l = sum(load(s.sums + 16 * (line + i)));
-        const float* v = s.values + (int64_t)(line + i) * s.padded;
-        float* into = merged.values + (int64_t)(line + i) * s.padded;
+        const float* v = s.values + (int64_t)(line + i) * s.wide;
+        float* into = merged.values + (int64_t)(line + i) * s.wide;
         merged.maximum[line + i] = highest[i];
         if (first[i] == kNever) {  // the first split is taken as it is
             total[line + i] = l;
-            memcpy(into, v, sizeof(float) * (size_t)s.padded);
+            memcpy(into, v, sizeof(float) * (size_t)s.wide);
             continue;
         }
         total[line + i] = __builtin_fmaf(total[line + i], before[i], l * after[i]);
-        for (int d = 0; d < s.padded; d += 16) store(into + d, fma(load(into + d), splat(before[i]), mul(load(v + d), splat(after[i]))));
+        for (int d = 0; d < s.wide; d += 16) store(into + d, fma(load(into + d), splat(before[i]), mul(load(v + d), splat(after[i]))));
     }
 }
 
-TS_INLINE void finish_line(float total, const float* values, int dim, float* out) {
+// The result of a line of this query head. Its sink, where there is one, comes last: one more score, whose value is zero.
+TS_INLINE void finish_line(const AttendLayer& L, int head, float maximum, float total, const float* values, float* out) {
+    const int dim = L.value_dim;
+    float factor = 1.f;
+    if (L.sinks) {
+        const float sink = L.sinks[head], top = maximum > sink || maximum != maximum ? maximum : sink;
+        factor = exp_of(maximum - top);
+        total = __builtin_fmaf(total, factor, exp_of(sink - top));
+    }
     for (int d = 0; d < dim; d += 16) {
-        const F v = div(load(values + d), splat(total));
+        const F x = load(values + d), v = div(L.sinks ? mul(x, splat(factor)) : x, splat(total));
         if (d + 16 <= dim) store(out + d, v);
         else store_first(out + d, v, dim - d);
     }

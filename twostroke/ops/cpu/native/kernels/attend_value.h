@@ -3,20 +3,21 @@
 
 namespace {
 
-template <int Format> static void load_values(const uint8_t* rows, int dim, int padded, int n, float* out) {
-    const size_t stride = kv_row_bytes(Format, dim);
+// The first `dim` of `head_dim` elements of each row.
+template <int Format> static void load_values(const uint8_t* rows, int head_dim, int dim, int wide, int n, float* out) {
+    const size_t stride = kv_row_bytes(Format, head_dim);
     for (int t = 0; t < n; ++t)
-        for (int d = 0; d < dim; d += 16) store(out + t * padded + d, kv_chunk<Format>(rows + t * stride, d, dim));
+        for (int d = 0; d < dim; d += 16) store(out + t * wide + d, kv_chunk<Format>(rows + t * stride, d, head_dim));
 }
 
 // Where values come from: the converted step, or the cache itself. A place is where one token's values are; place() finds
 // it, next() goes on to the next token of the same block, and at() gives dimensions [d, d + 16).
 struct BlockValues {
     const float* block;
-    int padded;
+    int wide;
     using Place = const float*;
-    TS_MEMBER Place place(int t) const { return block + t * padded; }
-    TS_MEMBER void next(Place& place) const { place += padded; }
+    TS_MEMBER Place place(int t) const { return block + t * wide; }
+    TS_MEMBER void next(Place& place) const { place += wide; }
     TS_MEMBER void fetch_soon(Place) const {}
     TS_MEMBER F at(Place place, int d) const { return load(place + d); }
 };
@@ -44,7 +45,7 @@ TS_INLINE void weigh_chunks(const Lines& s, const Values& source, int line, int 
     const float* w = s.scores + line * kStep + from;
     TS_UNROLL for (int i = 0; i < N; ++i)
         TS_UNROLL for (int c = 0; c < C; ++c)
-            acc[i][c] = mul(load(s.values + (line + i) * s.padded + d + 16 * c), splat(s.rescale[line + i]));
+            acc[i][c] = mul(load(s.values + (line + i) * s.wide + d + 16 * c), splat(s.rescale[line + i]));
     for (int t = from; t < to;) {
         const int border = t - t % kBlock + kBlock, end = to < border ? to : border;
         auto place = source.place(t);
@@ -59,14 +60,14 @@ TS_INLINE void weigh_chunks(const Lines& s, const Values& source, int line, int 
         }
     }
     TS_UNROLL for (int i = 0; i < N; ++i)
-        TS_UNROLL for (int c = 0; c < C; ++c) store(s.values + (line + i) * s.padded + d + 16 * c, acc[i][c]);
+        TS_UNROLL for (int c = 0; c < C; ++c) store(s.values + (line + i) * s.wide + d + 16 * c, acc[i][c]);
 }
 
 template <int N, int C, class Values>
 static void weigh_lines(const Lines& s, const Values& source, int line, int from, int to) {
     int d = 0;
-    for (; d + 16 * C <= s.padded; d += 16 * C) weigh_chunks<N, C>(s, source, line, d, from, to);
-    for (; d < s.padded; d += 16) weigh_chunks<N, 1>(s, source, line, d, from, to);
+    for (; d + 16 * C <= s.wide; d += 16 * C) weigh_chunks<N, C>(s, source, line, d, from, to);
+    for (; d < s.wide; d += 16) weigh_chunks<N, 1>(s, source, line, d, from, to);
 }
 
 // Lines [line, end): N at a time, then half as many.
