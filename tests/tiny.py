@@ -108,3 +108,31 @@ def tiny_gemma(folder: Path) -> Path:
         initializer_range=0.15,
     )
     return save(transformers.Gemma3ForCausalLM(config), folder)
+
+
+def tiny_deepseek(folder: Path) -> Path:
+    """Latent attention in all layers, YaRN, dense feeds."""
+    torch.manual_seed(2)
+    config = transformers.DeepseekV3Config(
+        vocab_size=VOCAB,
+        hidden_size=48,
+        intermediate_size=80,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        num_key_value_heads=6,
+        q_lora_rank=24,
+        kv_lora_rank=32,
+        qk_nope_head_dim=12,
+        qk_rope_head_dim=8,
+        v_head_dim=10,
+        first_k_dense_replace=2,
+        max_position_embeddings=512,
+        rope_parameters={
+            "rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 128,
+            "mscale": 1.0, "mscale_all_dim": 1.0,
+        },
+        bos_token_id=0,
+        eos_token_id=2,
+        initializer_range=0.15,
+    )  # fmt: skip
+    return save(transformers.DeepseekV3ForCausalLM(config), folder)

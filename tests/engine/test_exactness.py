@@ -178,6 +178,34 @@ def test_levers_do_not_change_a_token_on_torch(torch_model, many, lever):
 
 
 @pytest.fixture(scope="module")
+def latent_model(deepseek_pair):
+    folder, draft = deepseek_pair
+    return folder, {}, Alone(folder), draft
+
+
+@random_lives(14)
+def test_levers_do_not_change_a_token_of_latent_attention(latent_model, many, lever):
+    check_levers(latent_model, many, lever)
+
+
+@pytest.fixture(scope="module")
+def torch_latent_model(deepseek_pair):
+    folder, draft = deepseek_pair
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LIBRARY, lambda: False)
+        alone = Alone(folder, threads=2)
+    assert isinstance(alone.llm.engine.core.runner.ops, ReferenceOps)
+    return folder, {"threads": 2}, alone, draft
+
+
+@random_lives(3)
+def test_levers_do_not_change_a_token_of_latent_attention_on_torch(torch_latent_model, many, lever):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LIBRARY, lambda: False)
+        check_levers(torch_latent_model, many, lever)
+
+
+@pytest.fixture(scope="module")
 def quantized_model(default_model):
     return default_model, {"threads": 2}, Alone(default_model, threads=2)
 
@@ -210,10 +238,12 @@ def test_levers_do_not_change_a_token_of_the_quantized_default_model(quantized_m
     check_levers(quantized_model, REAL, {"prefix_cache": True, "host_slots": 0} | lever)
 
 
-def test_preemption_really_happens_and_changes_nothing(llama_folder):
-    alone = Alone(llama_folder)
+@pytest.mark.parametrize("kind", ["llama", "latent"])
+def test_preemption_really_happens_and_changes_nothing(kind, llama_folder, deepseek_pair):
+    folder = llama_folder if kind == "llama" else deepseek_pair[0]
+    alone = Alone(folder)
     many = [Ask(tuple(range(10 * i + 3, 10 * i + 33)), 24, 0.0, 1, 0, None) for i in range(10)]
-    llm = LLM(llama_folder, kv_blocks=16, **(BASE | {"max_model_len": 128}))
+    llm = LLM(folder, kv_blocks=16, **(BASE | {"max_model_len": 128}))
     for ask, output in run_together(llm, many):
         assert result(output) == alone.answer(ask)
     stats = llm.stats()

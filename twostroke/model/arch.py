@@ -3,7 +3,7 @@
 A family (families.py) turns config.json or GGUF keys into an `Arch`; `Transformer` runs any `Arch`. Quirks of a
 checkpoint end in families.py and names.py and never reach the forward pass.
 
-A layer is a mixer (tokens read each other: `GroupedArch`, `LatentArch`) and a feed (each token for itself:
+A layer is a mixer (tokens read each other: `GroupedArch`, or latent.py's) and a feed (each token for itself:
 `DenseArch`). Each knows its products, its FLOPs and what it caches; memory sizing, scheduling, metrics and the cost
 model read only that.
 """
@@ -11,8 +11,7 @@ model read only that.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 from twostroke.ops.interface import BLOCK, KV_BITS, KV_SCALE_BYTES
@@ -174,67 +173,6 @@ class GroupedArch:
 
 
 @dataclass(frozen=True, slots=True)
-class LatentArch:
-    """Multi-head latent attention (MLA). A token caches one latent vector and one rotated key part; all heads share
-    them, and the K and V of a head are linear in them."""
-
-    heads: int
-    latent: int  # numbers of the latent vector (kv_lora_rank)
-    plain_dim: int  # of a query and key head, not rotated (qk_nope_head_dim)
-    rope_dim: int  # of a query head and of the shared key part, rotated
-    value_dim: int  # of a value head
-    query_rank: int | None = None  # q is a product of this rank with a norm inside; None: one product
-    scale: float | None = None  # multiplies q · k; None: (plain_dim + rope_dim) ** -0.5
-    rope: Rope | None = None
-    interleaved: bool = True  # the checkpoint rotates neighbouring dimensions
-    bias: bool = False  # on the products from the hidden state, and on the output
-
-    @property
-    def kind(self) -> str:
-        return "latent"
-
-    @property
-    def factor(self) -> float:
-        """What q · k is multiplied with."""
-        return self.scale if self.scale is not None else float(self.plain_dim + self.rope_dim) ** -0.5
-
-    @property
-    def query_width(self) -> int:
-        """Of all query heads together."""
-        return self.heads * (self.plain_dim + self.rope_dim)
-
-    @property
-    def cached(self) -> int:
-        """Numbers that a token keeps in the cache."""
-        return self.latent + self.rope_dim
-
-    def products(self, hidden: int) -> tuple[Product, ...]:
-        """key_up and value_up multiply each head with a matrix of its own: as many weights as one matrix has whose
-        inputs are those of one head."""
-        return (
-            Product("latents", hidden, (self.query_rank or self.query_width) + self.cached, self.bias),
-            *((Product("queries", self.query_rank, self.query_width),) if self.query_rank else ()),
-            Product("key_up", self.plain_dim, self.heads * self.latent),
-            Product("value_up", self.latent, self.heads * self.value_dim),
-            Product("output", self.heads * self.value_dim, hidden, self.bias),
-        )
-
-    def attention_flops(self, start: int, count: int) -> int:
-        """q·k over latent and rotated part, p·v over the latent."""
-        return 2 * seen_pairs(start, count, None) * self.heads * (self.cached + self.latent)
-
-    def entry(self, kv_dtype: str) -> KVEntry:
-        """Latent and rotated key part, once for all heads; values are read from the same numbers."""
-        return KVEntry((KVPart("keys", 1, self.cached, kv_dtype),))
-
-    def stores(self, kv_dtype: str) -> bool:
-        return kv_dtype not in KV_SCALE_BYTES
-
-    def small_weights(self) -> int:
-        return self.latent + (self.query_rank or 0)
-
-
-@dataclass(frozen=True, slots=True)
 class DenseArch:
     """A gated feed-forward network: down · (activation(gate · x) · (up · x))."""
 
@@ -319,42 +257,3 @@ def seen_pairs(start: int, count: int, window: int | None) -> int:
         return full
     short = max(0, min(count, window - start))  # queries that do not yet fill the window
     return short * start + short * (short + 1) // 2 + (count - short) * window
-
-
-# ---- as a document, for a server's description of its model ------------------------------------------------------
-
-_MIXERS: dict[str, type] = {"grouped": GroupedArch, "latent": LatentArch}
-_FEEDS: dict[str, type] = {"dense": DenseArch}
-
-
-def arch_document(arch: Arch) -> dict[str, Any]:
-    """As plain data. Rotary positions cost no time and are left out."""
-    described = asdict(replace(arch, layers=()))
-    for made in ("mixers", "products", "layer_weights"):
-        del described[made]
-    described["layers"] = [
-        {
-            "mixer": {"kind": layer.mixer.kind, **_plain(layer.mixer)},
-            "feed": {"kind": layer.feed.kind, **_plain(layer.feed)},
-            "out_norms": layer.out_norms,
-        }
-        for layer in arch.layers
-    ]
-    return described
-
-
-def _plain(part: Any) -> dict[str, Any]:
-    return {name: value for name, value in asdict(part).items() if name != "rope"}
-
-
-def read_arch(document: Mapping[str, Any]) -> Arch:
-    """From such a document; KeyError or TypeError where it is not one."""
-
-    def part(values: Mapping[str, Any], kinds: Mapping[str, type]) -> Any:
-        return kinds[values["kind"]](**{name: value for name, value in values.items() if name != "kind"})
-
-    layers = tuple(
-        LayerArch(part(one["mixer"], _MIXERS), part(one["feed"], _FEEDS), one["out_norms"])
-        for one in document["layers"]
-    )
-    return Arch(**{**document, "layers": layers})

@@ -11,8 +11,9 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from twostroke.errors import ModelError
-from twostroke.model.arch import Arch, DenseArch, FeedArch, GroupedArch, LatentArch, LayerArch, Rope
+from twostroke.model.arch import Arch, DenseArch, FeedArch, GroupedArch, LayerArch, Rope
 from twostroke.model.fields import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_POSITIONS, MAX_VOCAB, Fields
+from twostroke.model.latent import LatentArch
 from twostroke.model.rope import latent_scale, make_rope
 
 

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from twostroke.errors import ModelError
-from twostroke.model.arch import Arch, DenseArch, GroupedArch, Rope
+from twostroke.model.arch import Arch, DenseArch, FeedArch, GroupedArch, LayerArch, Rope
 from twostroke.model.families import Reach, grouped_layers
 from twostroke.model.fields import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_POSITIONS, MAX_VOCAB, Fields
-from twostroke.model.rope import divided, make_rope, plain_frequencies
+from twostroke.model.latent import LatentArch
+from twostroke.model.rope import divided, latent_scale, make_rope, plain_frequencies
 
 Values = Callable[[str], Sequence[float]]  # the numbers of a small tensor
 
@@ -38,7 +39,8 @@ def arch_from_gguf(
         known = ", ".join(sorted(_FAMILIES))
         raise ModelError(f"{where}: general.architecture {family!r:.80} is not known; known: {known}.")
     keys = Fields(metadata, where, f"{family}.")
-    keys.only("expert_count", 0)
+    if family not in _MIXTURES:
+        keys.only("expert_count", 0)
     return make(Gguf(keys, shapes, values))
 
 
@@ -93,6 +95,67 @@ def _phi3(g: Gguf) -> Arch:
     return _arch(g, "phi3", [Reach(window or None, rope)] * _layers(g))
 
 
+def _deepseek(g: Gguf) -> Arch:
+    """V2 and V3. Newer files describe the cached entry as one key head, and the heads under keys that end in _mla."""
+    c = g.keys
+    rope_dim = c.even("rope.dimension_count", 64, most=MAX_HEAD_DIM)
+    whole = c.integer(
+        "attention.key_length_mla" if c.has("attention.key_length_mla") else "attention.key_length", most=MAX_HEAD_DIM
+    )
+    if whole <= rope_dim:
+        raise c.error("attention.key_length", f"is {whole}, not above the {rope_dim} rotated dimensions")
+    value_key = "attention.value_length_mla" if c.has("attention.value_length_mla") else "attention.value_length"
+    settings = _scaling(g)
+    mixer = LatentArch(
+        heads=_heads(g),
+        latent=c.integer("attention.kv_lora_rank", most=MAX_HEAD_DIM),
+        plain_dim=whole - rope_dim,
+        rope_dim=rope_dim,
+        value_dim=c.integer(value_key, most=MAX_HEAD_DIM),
+        query_rank=c.integer("attention.q_lora_rank") if c.has("attention.q_lora_rank") else None,
+        scale=latent_scale(_scaling_kind(g), settings, whole),
+        rope=make_rope(_scaling_kind(g), settings, c.number("rope.freq_base", 10_000.0), rope_dim, _positions(g)),
+        bias="blk.0.attn_kv_a_mqa.bias" in g.shapes,
+    )
+    return Arch(
+        family="deepseek_v3" if c.get("expert_gating_func") == 2 else "deepseek_v2",
+        vocab=_vocab(g),
+        hidden=_hidden(g),
+        layers=tuple(LayerArch(mixer, feed) for feed in _deepseek_feeds(g, _layers(g))),
+        max_positions=_positions(g),
+        norm_eps=c.number("attention.layer_norm_rms_epsilon", most=1.0),
+        tied_head="output.weight" not in g.shapes,
+    )
+
+
+def _gpt_oss(g: Gguf) -> Arch:
+    """Windows on every other layer, the first one included. The rotation's ramp is not rounded to whole pairs."""
+    c, count = g.keys, _layers(g)
+    settings = _scaling(g)
+    settings.values = {**settings.values, "truncate": False}
+    theta = c.number("rope.freq_base", 150_000.0)
+    rope = make_rope(_scaling_kind(g), settings, theta, _rotated(g), _positions(g))
+    window = c.integer("attention.sliding_window", 128, most=MAX_POSITIONS)
+    reaches = [Reach(None if i % 2 else window, rope) for i in range(count)]
+    return _arch(g, "gpt_oss", reaches, feeds=_gpt_oss_feeds(g, count))
+
+
+# The one place where experts join these families.
+
+
+def _deepseek_feeds(g: Gguf, count: int) -> list[FeedArch]:
+    dense = min(count, g.keys.integer("leading_dense_block_count", 0, least=0))
+    if dense < count:
+        reason = f"leaves {count - dense} layers to experts, which are not supported"
+        raise g.keys.error("leading_dense_block_count", reason)
+    return [DenseArch(g.keys.integer("feed_forward_length"))] * dense
+
+
+def _gpt_oss_feeds(g: Gguf, count: int) -> list[FeedArch]:
+    raise g.keys.error("expert_count", "is that of a mixture of experts, which is not supported")
+
+
+_MIXTURES = ("deepseek2", "gpt-oss")  # families that read the keys of experts
 _FAMILIES: dict[str, Callable[[Gguf], Arch]] = {
     "llama": _llama,
     "smollm3": _smollm3,
@@ -100,6 +163,8 @@ _FAMILIES: dict[str, Callable[[Gguf], Arch]] = {
     "qwen3": _qwen,
     "gemma3": _gemma3,
     "phi3": _phi3,
+    "deepseek2": _deepseek,
+    "gpt-oss": _gpt_oss,
 }
 
 
@@ -111,6 +176,7 @@ def _arch(
     family: str,
     reaches: Sequence[Reach],
     *,
+    feeds: Sequence[FeedArch] | None = None,
     activation: Literal["silu", "gelu_tanh"] = "silu",
     out_norms: bool = False,
     embedding_scale: float = 1.0,
@@ -128,8 +194,10 @@ def _arch(
         qk_norm="blk.0.attn_q_norm.weight" in g.shapes,
         qkv_bias="blk.0.attn_q.bias" in g.shapes or "blk.0.attn_qkv.bias" in g.shapes,
         output_bias="blk.0.attn_output.bias" in g.shapes,
+        sinks="blk.0.attn_sinks.weight" in g.shapes,
     )
-    feeds = [DenseArch(c.integer("feed_forward_length"), activation)] * len(reaches)
+    if feeds is None:
+        feeds = [DenseArch(c.integer("feed_forward_length"), activation)] * len(reaches)
     return Arch(
         family=family,
         vocab=_vocab(g),
@@ -188,10 +256,21 @@ def _rope(g: Gguf, theta: float = 10_000.0) -> Rope:
     converter. Other kinds of scaling are keys."""
     c, dim = g.keys, _rotated(g)
     theta = c.number("rope.freq_base", theta)
-    kind = c.text("rope.scaling.type", "none")
     if "rope_freqs.weight" in g.shapes:
         c.only("rope.scaling.type", "none", "llama3")
         return divided(plain_frequencies(theta, dim), _factors(g, "rope_freqs.weight", dim))
+    return make_rope(_scaling_kind(g), _scaling(g), theta, dim, _positions(g))
+
+
+def _scaling_kind(g: Gguf) -> str:
+    kind = g.keys.text("rope.scaling.type", "none")
+    return "default" if kind == "none" else kind
+
+
+def _scaling(g: Gguf) -> Fields:
+    """The keys of a scaling under transformers' names. A log multiplier is a tenth of YaRN's mscale_all_dim; such files
+    say nothing of mscale, and their cos and sin are not multiplied."""
+    c = g.keys
     found = {
         "factor": c.get("rope.scaling.factor"),
         "original_max_position_embeddings": c.get("rope.scaling.original_context_length"),
@@ -199,8 +278,10 @@ def _rope(g: Gguf, theta: float = 10_000.0) -> Rope:
         "beta_fast": c.get("rope.scaling.yarn_beta_fast"),
         "beta_slow": c.get("rope.scaling.yarn_beta_slow"),
     }
-    settings = Fields(found, f"{c.where}: {c.prefix}rope.scaling")
-    return make_rope("default" if kind == "none" else kind, settings, theta, dim, _positions(g))
+    if c.has("rope.scaling.yarn_log_multiplier"):
+        weight = 10 * c.number("rope.scaling.yarn_log_multiplier")
+        found |= {"mscale": weight, "mscale_all_dim": weight}
+    return Fields(found, f"{c.where}: {c.prefix}rope.scaling")
 
 
 def _whole_head_rope(g: Gguf) -> Rope:

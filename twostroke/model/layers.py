@@ -9,18 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from twostroke.ops.interface import (
-    Array,
-    Attention,
-    Batch,
-    FusedLayer,
-    Gate,
-    KVLayer,
-    LatentAttention,
-    Norm,
-    Ops,
-    Weight,
-)
+from twostroke.ops.interface import Array, Attention, Batch, FusedLayer, Gate, KVLayer, Norm, Ops, Weight
 
 
 class Branch(NamedTuple):
@@ -71,37 +60,6 @@ class Grouped:
     def products(self) -> tuple[PackedProduct, ...]:
         adds = self.out_norm is None
         return PackedProduct("qkv", self.qkv, self.norm, False), PackedProduct("output", self.output, None, adds)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Latent:
-    """LatentArch with its weights."""
-
-    norm: Norm
-    latents: Weight  # q (or what q is made of), latent and shared key part stacked
-    query_width: int  # columns of `latents` that are q's
-    query_norm: Norm | None
-    queries: Weight | None  # None: q is made in one product
-    attention: LatentAttention
-    output: Weight
-
-    def run(self, ops: Ops, x: Array, cache: KVLayer, batch: Batch, group: int) -> Branch:
-        stacked = ops.linear(x, self.latents, before=self.norm)
-        q, kv = stacked[:, : self.query_width], stacked[:, self.query_width :]
-        if self.queries is not None:
-            q = ops.linear(q, self.queries, before=self.query_norm)
-        attended = ops.attend_latent(q, kv, self.attention, cache, batch, group)  # (T, heads · value_dim)
-        return Branch(attended, self.output, None, None)
-
-    def products(self) -> tuple[PackedProduct, ...]:
-        second = () if self.queries is None else (PackedProduct("queries", self.queries, self.query_norm, False),)
-        return (
-            PackedProduct("latents", self.latents, self.norm, False),
-            *second,
-            PackedProduct("key_up", self.attention.key_up, None, False),
-            PackedProduct("value_up", self.attention.value_up, None, False),
-            PackedProduct("output", self.output, None, True),
-        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

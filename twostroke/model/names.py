@@ -16,7 +16,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
-from twostroke.model.arch import Arch, DenseArch, GroupedArch, LatentArch, LayerArch, MixerArch
+from twostroke.model.arch import Arch, DenseArch, GroupedArch, LayerArch, MixerArch
+from twostroke.model.latent import LatentArch
 
 FileKind = Literal["gguf", "safetensors"]
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from twostroke.model.arch import LatentArch
+from twostroke.model.latent import LatentArch
 from twostroke.ops.formats import Stored, dequantize, from_float
 
 _BITS = {"F32": np.uint32, "F16": np.uint16, "BF16": np.uint16}  # formats with a whole number of bytes per element

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from twostroke.errors import ModelError
-from twostroke.model.arch import Arch, DenseArch, GroupedArch, LatentArch, LayerArch, Rope
-from twostroke.model.layers import Dense, Feed, Grouped, Latent, Layer, Mixer
+from twostroke.model.arch import Arch, DenseArch, GroupedArch, LayerArch, Rope
+from twostroke.model.latent import Latent, LatentArch
+from twostroke.model.layers import Dense, Feed, Grouped, Layer, Mixer
 from twostroke.model.names import ignorable, parameter_sources
 from twostroke.model.transformer import Transformer, rope_table
 from twostroke.ops.arrays import placed

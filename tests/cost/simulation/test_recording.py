@@ -13,7 +13,7 @@ from twostroke.cost.model.fit import predicted
 from twostroke.cost.model.roofline import Roofline
 from twostroke.cost.simulation.recording import read_recording, read_step, token_times
 from twostroke.errors import InputError
-from twostroke.model.arch import arch_document
+from twostroke.model.document import arch_document
 
 
 def admin_documents(case):

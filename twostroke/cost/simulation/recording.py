@@ -22,7 +22,7 @@ from twostroke.cost.simulation.trace import Arrival, Part
 from twostroke.draft.replay import LookupCounts
 from twostroke.errors import InputError
 from twostroke.metrics.steplog import LoggedWork, Step
-from twostroke.model.arch import read_arch
+from twostroke.model.document import read_arch
 
 FEWEST_STEPS = 24  # that a fit needs
 GOOD = 75  # percentile of the steps' rates that counts as what the machine reaches

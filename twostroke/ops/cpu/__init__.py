@@ -1,6 +1,7 @@
 """The CPU backend: a C++ library behind ctypes.
 
 backend.py    the ops, called with NumPy arrays; checks every shape before a pointer leaves Python
+describe.py   layers, batches and caches as structures of addresses
 library.py    where the compiled library is, its functions and the structures it shares
 build.py      compiles it: each instruction set is a translation unit with its own flags
 native/       the C++ sources
@@ -8,6 +9,7 @@ native/       the C++ sources
     layers.cpp      all layers of a model in one call
     linear.cpp      a product: prologue (norm, gate, quantization of inputs), panels shared out among threads
     attend.cpp      attention: tasks of (rows, head, split), their order and their merge
+    latent.cpp      latent attention: each head's own products around the attention over shared entries
     pack.cpp        weights from a file's format into panels; quantize.cpp makes int8 and int4 from floats
     pool.cpp        the threads
     isa/            one header of vector operations for each instruction set

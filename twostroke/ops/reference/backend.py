@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from twostroke.ops.formats import Stored, dequantize
-from twostroke.ops.interface import BLOCK, Attention, Batch, Gate, KVLayer, LatentAttention, Norm, Ops, RopeTable
+from twostroke.ops.interface import BLOCK, Attention, Batch, Gate, KVLayer, LatentAttention, Norm, Ops
+from twostroke.ops.reference.cached import rotated, seen, stored_keys
 from twostroke.ops.reference.kv_codec import decode_kv, write_kv
+from twostroke.ops.reference.latent import attend_latents
 
 ATTENTION_STEP = 64  # positions whose weights share a scale, where attention multiplies bytes
 
@@ -93,26 +95,7 @@ class ReferenceOps(Ops):
     def attend_latent(
         self, q: Tensor, kv: Tensor, attention: LatentAttention, cache: KVLayer, batch: Batch, group: int
     ) -> Tensor:
-        heads, latent, rope = attention.heads, attention.latent, attention.rope
-        plain, turned = q.view(len(q), heads, -1).split([attention.plain_dim, attention.rope_dim], dim=2)
-        turned = rotated(turned, rope, batch.positions)
-        shared_part = rotated(kv[:, None, latent:], rope, batch.positions)
-        keys = torch.cat((self.norm(kv[:, None, :latent], attention.norm), shared_part), dim=2)
-        blocks = batch.groups[group]
-        write_kv(cache, blocks.slots, keys)
-        key_up = attention.key_up.weight.view(heads, latent, -1)
-        value_up = attention.value_up.weight.view(heads, -1, latent)
-        out = torch.empty(len(q), heads, attention.value_dim)
-        for request in range(len(batch.contexts)):
-            for row in range(int(batch.starts[request]), int(batch.starts[request + 1])):
-                places = seen(int(batch.positions[row]), 0)
-                seen_keys = stored_keys(cache, blocks.tables[request], places)[:, 0].double()  # (n, latent + rope_dim)
-                absorbed = torch.einsum("hp,hlp->hl", plain[row].double(), key_up).float()
-                query = torch.cat((absorbed, turned[row]), dim=1).double()
-                weights = torch.softmax(query @ seen_keys.T * attention.scale, dim=1)
-                sums = (weights @ seen_keys[:, :latent]).float()  # (heads, latent)
-                out[row] = torch.einsum("hl,hvl->hv", sums.double(), value_up).float()
-        return out.flatten(1)  # (T, heads · value_dim)
+        return attend_latents(self, q, kv, attention, cache, batch, group)
 
     def argmax(self, logits: Tensor) -> Tensor:
         best = logits.amax(dim=-1, keepdim=True)
@@ -129,14 +112,6 @@ def gated(x: Tensor, gate: Gate) -> Tensor:
     else:
         active = 0.5 * left * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (left + 0.044715 * left**3)))
     return (active * up).float()
-
-
-def rotated(x: Tensor, rope: RopeTable, positions: Tensor) -> Tensor:
-    """x (T, heads, head_dim): rotate the first rotary_dim dimensions of a head, element i with i + rotary_dim / 2."""
-    half = rope.cos.shape[1]
-    cos, sin = rope.cos[positions].unsqueeze(1), rope.sin[positions].unsqueeze(1)  # (T, 1, half)
-    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
 
 
 def centered(k: Tensor, attention: Attention) -> Tensor:
@@ -165,24 +140,12 @@ def spread(x: Tensor) -> Tensor:
     return runs.flatten(-2)
 
 
-def seen(position: int, window: int) -> Tensor:
-    """The positions that a query at `position` sees."""
-    return torch.arange(max(0, position - window + 1) if window else 0, position + 1)
-
-
 def stored(kv: KVLayer, table: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
     """K and V at these positions, as stored: each (n, kv_heads, head_dim)."""
     block, offset = table[places // BLOCK].long(), places % BLOCK
     value_scales = None if kv.value_scales is None else kv.value_scales[block, :, offset]
     assert kv.values is not None
     return stored_keys(kv, table, places), decode_kv(kv.values[block, :, offset], value_scales, kv.format)
-
-
-def stored_keys(kv: KVLayer, table: Tensor, places: Tensor) -> Tensor:
-    """Keys at these positions, as stored: (n, kv_heads, head_dim)."""
-    block, offset = table[places // BLOCK].long(), places % BLOCK
-    key_scales = None if kv.key_scales is None else kv.key_scales[block, :, offset]
-    return decode_kv(kv.keys[block, :, offset], key_scales, kv.format)
 
 
 def scored(q: Tensor, keys: Tensor, attention: Attention) -> Tensor:

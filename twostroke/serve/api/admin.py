@@ -13,7 +13,8 @@ from twostroke.engine.settings import LIVE
 from twostroke.errors import ConfigError
 from twostroke.metrics import steplog
 from twostroke.metrics.steplog import Step
-from twostroke.model.arch import Arch, arch_document
+from twostroke.model.arch import Arch
+from twostroke.model.document import arch_document
 from twostroke.remote.ended import KEPT, EndedRequest, by_arrival
 from twostroke.serve.costs import step_costs
 from twostroke.serve.fields import Payload, validate_query

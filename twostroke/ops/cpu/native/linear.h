@@ -18,15 +18,5 @@ struct LinearArgs {
 };
 
 void linear(Context& c, const Weight& weight, const LinearArgs& args);
-// Head h of every row times part h of the weight. Strides from row to row and from head to head.
-struct HeadsArgs {
-    const float* x;
-    int64_t x_stride, x_head;
-    int rows;
-    float* out;
-    int64_t out_stride, out_head;
-};
-
-void linear_heads(Context& c, const Weight& weight, const HeadsArgs& args);
 void norm_rows(Context& c, const PrologueArgs& args);
 bool embed(Context& c, const Weight& table, const int64_t* tokens, int count, float scale, float* out);

@@ -1,0 +1,46 @@
+"""An architecture as plain data, for a server's description of its model, and back. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+from twostroke.model.arch import Arch, DenseArch, GroupedArch, LayerArch
+from twostroke.model.latent import LatentArch
+
+_MIXERS: dict[str, type] = {"grouped": GroupedArch, "latent": LatentArch}
+_FEEDS: dict[str, type] = {"dense": DenseArch}
+
+
+def arch_document(arch: Arch) -> dict[str, Any]:
+    """As plain data. Rotary positions cost no time and are left out."""
+    described = asdict(replace(arch, layers=()))
+    for made in ("mixers", "products", "layer_weights"):
+        del described[made]
+    described["layers"] = [
+        {
+            "mixer": {"kind": layer.mixer.kind, **_plain(layer.mixer)},
+            "feed": {"kind": layer.feed.kind, **_plain(layer.feed)},
+            "out_norms": layer.out_norms,
+        }
+        for layer in arch.layers
+    ]
+    return described
+
+
+def _plain(part: Any) -> dict[str, Any]:
+    return {name: value for name, value in asdict(part).items() if name != "rope"}
+
+
+def read_arch(document: Mapping[str, Any]) -> Arch:
+    """From such a document; KeyError or TypeError where it is not one."""
+
+    def part(values: Mapping[str, Any], kinds: Mapping[str, type]) -> Any:
+        return kinds[values["kind"]](**{name: value for name, value in values.items() if name != "kind"})
+
+    layers = tuple(
+        LayerArch(part(one["mixer"], _MIXERS), part(one["feed"], _FEEDS), one["out_norms"])
+        for one in document["layers"]
+    )
+    return Arch(**{**document, "layers": layers})
