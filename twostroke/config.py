@@ -17,7 +17,7 @@ from typing import Any, cast, get_args, get_type_hints
 from twostroke.errors import ConfigError
 from twostroke.hardware import Hardware
 from twostroke.kv.layout import KVLayout, make_layout
-from twostroke.model.arch import Arch, GroupedArch
+from twostroke.model.arch import Arch
 from twostroke.ops.interface import BLOCK, KV_BITS, KVFormat
 from twostroke.sampling import is_number, is_whole
 from twostroke.schedule.policy import POLICIES
@@ -272,8 +272,6 @@ def resolve(config: Config, arch: Arch, hardware: Hardware, weight_bytes: int, d
     check_quantize(config.quantize, device)
     threads = derive("threads", hardware.cores, f"{hardware.cores} cores may be used by this process")
     models = [arch] if draft is None else [arch, draft]
-    for model in models:
-        _check_device(model, device)
     kv_dtype = _kv_dtype(config, models, device, reasons)
     if kv_dtype == "int4":
         for model in models:
@@ -328,13 +326,6 @@ def _check_four_bits(arch: Arch, device: str) -> None:
         raise ConfigError(f"kv_dtype='int4' on a GPU needs heads of at least 32, not {least}: use int8.")
 
 
-def _check_device(arch: Arch, device: str) -> None:
-    latent = any(mixer.kind == "latent" for mixer, _ in arch.mixers)
-    if device == "cuda" and (latent or any(isinstance(mixer, GroupedArch) and mixer.sinks for mixer, _ in arch.mixers)):
-        feature = "latent attention" if latent else "attention with sinks"
-        raise ConfigError(f"device='cuda' has no {feature}, which {arch.family} needs: use device='cpu'.")
-
-
 def _kv_dtype(config: Config, models: Sequence[Arch], device: str, reasons: dict[str, str]) -> KVFormat:
     """models: the target and perhaps the draft model, which share the cache."""
 
@@ -343,8 +334,8 @@ def _kv_dtype(config: Config, models: Sequence[Arch], device: str, reasons: dict
 
     if config.kv_dtype is not None and not stored(config.kv_dtype):
         raise ConfigError(
-            f"kv_dtype={config.kv_dtype!r} is not served for latent attention: K and V are read from the same numbers, "
-            "and one scale does not fit both. Use float16, bfloat16 or float32; an entry is small already."
+            f"kv_dtype={config.kv_dtype!r} is not served for latent attention, whose entries are small already: use "
+            "float16, bfloat16 or float32."
         )
     if config.kv_dtype == "fp8" and device != "cuda":
         raise ConfigError(f"kv_dtype='fp8' needs a GPU; on a {device} int8 takes the same room and keeps more.")

@@ -21,6 +21,7 @@ from twostroke.weights.load import halves_order, load_model
 
 LLAMA = {**SHAPE, "model_type": "llama", "rms_norm_eps": 1e-5}
 GEMMA = {**SHAPE, "model_type": "gemma3_text", "head_dim": 8}
+DEEPSEEK = {**SHAPE, "model_type": "deepseek_v3", "num_key_value_heads": 6, "first_k_dense_replace": 3}
 
 
 @pytest.mark.parametrize(
@@ -61,6 +62,19 @@ GEMMA = {**SHAPE, "model_type": "gemma3_text", "head_dim": 8}
         (GEMMA, {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         (GEMMA, {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
         ({"model_type": "gemma3"}, {}, "text_config"),
+        (DEEPSEEK, {"kv_lora_rank": 0}, "kv_lora_rank"),
+        (DEEPSEEK, {"kv_lora_rank": 10**9}, "kv_lora_rank"),
+        (DEEPSEEK, {"qk_rope_head_dim": 7}, "qk_rope_head_dim"),
+        (DEEPSEEK, {"qk_nope_head_dim": "many"}, "qk_nope_head_dim"),
+        (DEEPSEEK, {"v_head_dim": -1}, "v_head_dim"),
+        (DEEPSEEK, {"q_lora_rank": 0.5}, "q_lora_rank"),
+        (DEEPSEEK, {"num_key_value_heads": 2}, "num_key_value_heads"),
+        (DEEPSEEK, {"first_k_dense_replace": 1}, "first_k_dense_replace leaves 2 layers to experts"),
+        (DEEPSEEK, {"moe_layer_freq": 2}, "moe_layer_freq"),
+        (DEEPSEEK, {"rope_scaling": {"rope_type": "yarn", "mscale_all_dim": 1.0}}, "factor is missing"),
+        (DEEPSEEK, {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "mscale_all_dim": "x"}}, "mscale_all_dim"),
+        ({**LLAMA, "model_type": "gpt_oss"}, {"layer_types": ["chunked_attention"] * 3}, "chunked_attention"),
+        ({**LLAMA, "model_type": "gpt_oss"}, {"sliding_window": -4}, "sliding_window"),
         ({"model_type": "gemma3", "text_config": GEMMA}, {"text_config": {**GEMMA, "head_dim": 0}}, "head_dim"),
     ],
 )
@@ -72,13 +86,16 @@ def test_refused_descriptions(base: dict[str, Any], change: dict[str, Any], name
 def test_any_value_gives_our_own_error() -> None:
     """Whatever stands under whatever key: an Arch or a ModelError, nothing else."""
     odd: list[Any] = [None, -1, 0, 1, 2**70, 0.5, float("inf"), "x", [], [1], {}, {"rope_type": 3}, True]
-    for model_type in ("llama", "smollm3", "mistral", "qwen2", "qwen3", "gemma3_text", "phi3"):
+    known = ("llama", "smollm3", "mistral", "qwen2", "qwen3", "gemma3_text", "phi3", "deepseek_v3", "gpt_oss")
+    for model_type in known:
+        base = DEEPSEEK if model_type == "deepseek_v3" else SHAPE
         keys = [*SHAPE, "head_dim", "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta", "sliding_window"]
+        keys += ["kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "v_head_dim", "first_k_dense_replace"]
         keys += ["layer_types", "no_rope_layers", "sliding_window_pattern", "use_sliding_window", "attention_bias"]
         for key in keys:
             for value in odd:
                 try:
-                    arch_from_config({**SHAPE, "model_type": model_type, key: value})
+                    arch_from_config({**base, "model_type": model_type, key: value})
                 except ModelError:
                     continue
 
@@ -134,6 +151,7 @@ def test_text_half_of_multimodal_gemma(prefix: str, tmp_path: Path) -> None:
 
 
 def test_halves_order() -> None:
+    assert halves_order(10, 2, 4).tolist() == [0, 1, 3, 2, 4, 5, 6, 8, 7, 9]
     assert halves_order(8, 2).tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
 
 

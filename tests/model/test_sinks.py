@@ -18,9 +18,8 @@ from torch import Tensor, nn
 
 from tests.helpers import run_tokens
 from tests.model.test_parity import SHAPE, YARN, load, tokens_of
-from twostroke.config import make_config, resolve
+from twostroke.engine.build import check_attention
 from twostroke.errors import ConfigError
-from twostroke.hardware import Hardware
 from twostroke.model import families
 from twostroke.model.arch import DenseArch, GroupedArch
 from twostroke.model.fields import Fields
@@ -130,5 +129,6 @@ def test_windows_alternate_and_a_gpu_refuses(tmp_path: Path) -> None:
     mixers = [layer.mixer for layer in arch.layers]
     assert all(isinstance(mixer, GroupedArch) and mixer.qkv_bias and mixer.output_bias for mixer in mixers)
     assert [mixer.window for mixer in mixers] == [WINDOW, None, WINDOW, None]
+    check_attention(arch, "cpu")
     with pytest.raises(ConfigError, match=r"sinks.*gpt_oss.*device='cpu'"):
-        resolve(make_config(), arch, Hardware("cuda", 2, 1 << 34), 0)
+        check_attention(arch, "cuda")

@@ -23,7 +23,7 @@ from twostroke.grammar.masks import GrammarRows
 from twostroke.hardware import Hardware, cuda_devices, free_memory, machine_name, this_machine
 from twostroke.kv.storage import KVStorage
 from twostroke.metrics.steplog import StepLog
-from twostroke.model.arch import Arch
+from twostroke.model.arch import Arch, GroupedArch
 from twostroke.model.transformer import Transformer
 from twostroke.ops.interface import Ops
 from twostroke.ops.select import make_ops
@@ -75,6 +75,8 @@ def build_engine(
     tokenizer = open_tokenizer(checkpoint)
     draft = open_draft(config.draft_model, arch, tokenizer, download_progress)
     device = choose_device(config)
+    for described in (arch,) if draft is None else (arch, draft.arch):
+        check_attention(described, device)
     weight_bytes = checkpoint_bytes(checkpoint) + (checkpoint_bytes(draft.checkpoint) if draft is not None else 0)
     draft_arch = draft.arch if draft is not None else None
     settings = resolve(config, arch, hardware_of(device, arch), weight_bytes, draft_arch)
@@ -126,6 +128,17 @@ def choose_device(config: Config) -> str:
     if config.device is not None:
         return config.device
     return "cuda" if find_spec("triton") is not None and cuda_devices() and cuda_available() else "cpu"
+
+
+def check_attention(arch: Arch, device: str) -> None:
+    """A GPU has kernels for grouped attention without sinks."""
+    if device != "cuda":
+        return
+    for mixer, _ in arch.mixers:
+        sinks = isinstance(mixer, GroupedArch) and mixer.sinks
+        if sinks or not isinstance(mixer, GroupedArch):
+            feature = "attention with sinks" if sinks else f"{mixer.kind} attention"
+            raise ConfigError(f"device='cuda' does not serve {feature}, which {arch.family} has: use device='cpu'.")
 
 
 def cuda_available() -> bool:

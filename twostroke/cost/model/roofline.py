@@ -7,7 +7,8 @@
               many rows (prefill): the FLOPs set the time
     chunk     attention FLOPs / attention rate, quadratic in the prompt, plus K and V before it / bandwidth. On a GPU
               short chunks have their own rate, and a least time that grows with the keys before them (tiles.py)
-    stream    K and V of its context / bandwidth: every token reads all before it
+    stream    K and V of its context / bandwidth: every token reads all before it. Latent attention reads few bytes and
+              computes with all heads on each, so its FLOPs / attention rate may be longer
 
 This gives the two strokes: in 16 bits one stream does about 1 FLOP for each byte it reads, a prompt of n tokens n times
 that. The ridge, compute / bandwidth, separates memory-bound from compute-bound steps.
@@ -26,6 +27,7 @@ from twostroke.cost.model.tiles import attend, rows_run
 from twostroke.errors import ConfigError
 from twostroke.kv.layout import KVLayout, make_layout
 from twostroke.model.arch import Arch
+from twostroke.model.latent import LatentArch
 from twostroke.ops.formats import FORMATS
 
 WEIGHT_BYTES = {
@@ -94,6 +96,7 @@ class Roofline:
         self.stored = cached_bytes(layout)
         # Bytes of entries for attention times: their own, or those they would have in 16 bits.
         self.charged = self.stored if rates.kv_by_bytes else cached_bytes(make_layout(model.arch, "bfloat16"))
+        self.charged = with_latent_flops(self.charged, model.arch, rates)
         self._rows = [log2(rows) for rows, _ in rates.slowdown]
         self._factors = [factor for _, factor in rates.slowdown]
         self._linear_cache: dict[tuple[int, int, bool], float] = {}
@@ -251,6 +254,19 @@ def cached_bytes(layout: KVLayout) -> tuple[tuple[int | None, float], ...]:
         size = len(group.layers) * group.entry.bytes / group.entry.tokens
         sizes[group.window] = sizes.get(group.window, 0.0) + size
     return tuple(sizes.items())
+
+
+def with_latent_flops(
+    cached: tuple[tuple[int | None, float], ...], arch: Arch, rates: Rates
+) -> tuple[tuple[int | None, float], ...]:
+    """The bytes of each cached token, more where computing with it takes longer than reading it."""
+    more = 0.0
+    for mixer, layers in arch.mixers:
+        if isinstance(mixer, LatentArch):
+            flops = mixer.attention_flops(1, 1) - mixer.attention_flops(0, 1)  # of one more cached token
+            as_bytes = flops / rates.attention_compute * rates.kv_bandwidth
+            more += layers * max(0.0, as_bytes - mixer.entry("bfloat16").bytes)
+    return tuple((window, size + more if window is None else size) for window, size in cached) if more else cached
 
 
 def read_bytes(cached: tuple[tuple[int | None, float], ...], contexts: Iterable[int]) -> float:

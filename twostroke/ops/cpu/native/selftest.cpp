@@ -13,10 +13,9 @@
 
 #include "half.h"
 #include "kernels.h"
+#include "latent.h"
 #include "pack.h"
 
-struct Context;
-struct Weight;
 extern "C" {
 const char* ts_isa(int);
 Context* ts_new(int, const char*);
@@ -27,6 +26,7 @@ int ts_embed(Context*, const Weight*, const int64_t*, int, float, float*);
 int ts_norm(Context*, const float*, int64_t, int, int, const float*, float, float*);
 int ts_linear(Context*, const Weight*, const float*, int64_t, int, int, const float*, float, float*, int64_t, int);
 int ts_attend(Context*, const AttendLayer*, const AttendBatch*, const float*, float*);
+int ts_attend_latent(Context*, const LatentCall*, const AttendBatch*, const float*, int64_t, const float*, int64_t, float*);
 int ts_argmax(Context*, const float*, int64_t, int, int64_t, int64_t*);
 }
 
@@ -195,7 +195,7 @@ struct AttendCase {
     const char* name;
     int heads, kv_heads, dim, window, format;
     float cap;
-    bool norms;
+    bool norms, sinks;
 };
 
 const char* const kKvNames[] = {"float32", "float16", "bfloat16", "int8", "int4"};
@@ -278,8 +278,9 @@ void code_weights(std::vector<double>& weights, int64_t from) {
 }
 
 // One line over positions [from, position], in double.
-std::vector<double> plain_line(const AttendCase& c, const AttendLayer& L, const int32_t* table, const std::vector<double>& q, int shared,
+std::vector<double> plain_line(const AttendCase& c, const AttendLayer& L, const int32_t* table, const std::vector<double>& q, int head,
                                int64_t from, int64_t position) {
+    const int shared = head / (c.heads / c.kv_heads);
     const bool coded = c.format >= KVInt8;
     std::vector<double> weights, values((size_t)c.dim);
     double total = 0, top = -1e300;
@@ -303,6 +304,7 @@ std::vector<double> plain_line(const AttendCase& c, const AttendLayer& L, const 
         for (int i = 0; i < c.dim; ++i)
             values[(size_t)i] += weights[(size_t)(p - from)] *
                                  cached(c, L.values + table[p / 16] * L.value_block_stride + shared * L.value_head_stride, true, (int)(p % 16), i);
+    if (L.sinks) total += exp(L.sinks[head] - top);
     for (double& value : values) value /= total;
     return values;
 }
@@ -325,7 +327,7 @@ std::vector<double> plain_attention(const AttendCase& c, const AttendLayer& L, c
                 for (double v : q) peak = fmax(peak, fabs(v));
                 for (double& v : q) v = nearbyint(v * 127 / peak) * peak / 127;
             }
-            const auto line = plain_line(c, L, B.tables + request * B.table_stride, q, h / (c.heads / c.kv_heads), from, position);
+            const auto line = plain_line(c, L, B.tables + request * B.table_stride, q, h, from, position);
             out.insert(out.end(), line.begin(), line.end());
         }
     }
@@ -342,6 +344,8 @@ void check_attention(const std::vector<Backend>& backends, const AttendCase& c) 
     L.heads = c.heads, L.kv_heads = c.kv_heads, L.head_dim = c.dim, L.window = c.window;
     L.scale = 0.2f, L.softcap = c.cap, L.rope_half = half, L.kv_format = c.format;
     L.cos = cos.data(), L.sin = sin.data();
+    const auto sinks = random.numbers(c.heads);
+    if (c.sinks) L.sinks = sinks.data();
     if (c.norms) L.query_norm = query_norm.data(), L.key_norm = key_norm.data(), L.query_eps = L.key_eps = 1e-6f;
 
     std::vector<int32_t> tables(kRequests * kColumns), starts{0}, contexts;
@@ -393,6 +397,8 @@ void check_attention(const std::vector<Backend>& backends, const AttendCase& c) 
     printf("%s %016llx\n", name.c_str(), (unsigned long long)checksum(first));
 }
 
+#include "selftest_latent.h"
+
 void check_argmax(const std::vector<Backend>& backends) {
     Random random{5};
     auto x = random.numbers(4 * 3001);
@@ -422,13 +428,18 @@ int main(int count, char** arguments) {
     check_linear(backends, {F32, 7, 19, 33, RmsNorm, false}, "linear F32 odd");
     check_linear(backends, {F16, 3, 5, 7, Nothing, true}, "linear F16 odd");
     for (int format = KVFloat; format <= KVInt4; ++format) {
-        check_attention(backends, {"plain", 9, 3, 64, 0, format, 0.f, false});
-        check_attention(backends, {"window", 4, 2, 16, 24, format, 0.f, true});
-        check_attention(backends, {"odd head", 2, 1, 40, 0, format, 5.f, false});
-        check_attention(backends, {"wide head", 2, 2, 128, 300, format, 0.f, true});
-        check_attention(backends, {"head of 80", 3, 1, 80, 0, format, 0.f, true});
-        check_attention(backends, {"uneven head", 3, 1, 90, 0, format, 0.f, false});
+        check_attention(backends, {"plain", 9, 3, 64, 0, format, 0.f, false, false});
+        check_attention(backends, {"window", 4, 2, 16, 24, format, 0.f, true, false});
+        check_attention(backends, {"odd head", 2, 1, 40, 0, format, 5.f, false, false});
+        check_attention(backends, {"wide head", 2, 2, 128, 300, format, 0.f, true, false});
+        check_attention(backends, {"head of 80", 3, 1, 80, 0, format, 0.f, true, false});
+        check_attention(backends, {"uneven head", 3, 1, 90, 0, format, 0.f, false, false});
+        check_attention(backends, {"sinks", 8, 2, 64, 0, format, 0.f, false, true});
+        check_attention(backends, {"sinks, window", 4, 4, 32, 24, format, 0.f, false, true});
     }
+    check_latent(backends, {5, 64, 32, 16, 20, KVFloat, F32}, "latent F32");
+    check_latent(backends, {3, 40, 12, 6, 10, KVHalf, F32}, "latent odd");
+    check_latent(backends, {16, 128, 32, 32, 32, KVBfloat, Q8_0}, "latent Q8_0");
     check_argmax(backends);
     for (Backend& b : backends) ts_free(b.context);
     printf(failures ? "%d failures\n" : "ok\n", failures);

@@ -1,0 +1,106 @@
+"""What latent attention costs: few bytes for each token of context, and all heads' FLOPs on each."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from twostroke.config import make_config, resolve
+from twostroke.cost.model.devices import find_device
+from twostroke.cost.model.rates import datasheet_rates
+from twostroke.cost.model.roofline import Roofline, kv_bytes_per_token, model_cost
+from twostroke.errors import ConfigError
+from twostroke.hardware import Hardware
+from twostroke.kv.layout import make_layout
+from twostroke.model.arch import Arch, GroupedArch
+from twostroke.model.document import arch_document, read_arch
+from twostroke.model.families import arch_from_config
+
+
+def deepseek(layers: int, hidden: int, heads: int, rank: int | None, context: int = 163_840) -> Arch:
+    """The attention of a DeepSeek model, in layers with dense feeds."""
+    return arch_from_config(
+        {
+            "model_type": "deepseek_v3",
+            "num_hidden_layers": layers,
+            "first_k_dense_replace": layers,
+            "hidden_size": hidden,
+            "intermediate_size": 2 * hidden,
+            "num_attention_heads": heads,
+            "num_key_value_heads": heads,
+            "q_lora_rank": rank,
+            "vocab_size": 129_280,
+            "max_position_embeddings": context,
+        }
+    )
+
+
+V3 = deepseek(61, 7168, 128, 1536)
+LITE = deepseek(27, 2048, 16, None)
+
+
+def line(arch: Arch, device: str = "h200") -> Roofline:
+    rates = datasheet_rates(find_device(device), "bfloat16")
+    return Roofline(model_cost(arch), make_layout(arch, "bfloat16"), rates)
+
+
+def test_bytes_of_a_token() -> None:
+    assert kv_bytes_per_token(make_layout(V3, "bfloat16")) == 70_272
+    assert kv_bytes_per_token(make_layout(LITE, "bfloat16")) == 27 * 576 * 2
+
+
+def test_weights_of_the_mixer() -> None:
+    """DeepSeek-V3's attention has 187 million weights in each layer."""
+    products = V3.layers[0].mixer.products(7168)
+    q = 7168 * 1536 + 1536 * 128 * 192
+    kv = 7168 * 576 + 512 * 128 * 256
+    assert sum(product.weights for product in products) == q + kv + 128 * 128 * 7168
+    assert [product.name for product in LITE.layers[0].mixer.products(2048)] == [
+        "latents", "key_up", "value_up", "output",
+    ]  # fmt: skip
+    assert V3.parameters - V3.weights == 61 * (2 * 7168 + 512 + 1536) + 7168
+
+
+def test_flops_count_every_head_on_every_entry() -> None:
+    assert V3.attention_flops(999, 1) == 61 * 1000 * 128 * 2 * (576 + 512)
+    assert V3.attention_flops(0, 10) == 61 * 55 * 128 * 2 * (576 + 512)
+
+
+def test_long_contexts_are_cheap() -> None:
+    """Against the same layers with 16 KV heads of 128, at 32,768 tokens: a seventh of the bytes, a faster step."""
+    grouped = replace(
+        V3, layers=tuple(replace(one, mixer=GroupedArch(128, 16, 128)) for one in V3.layers), family="grouped"
+    )
+    latent, other = line(V3), line(grouped)
+    assert other.stream_bytes([32_768]) / latent.stream_bytes([32_768]) == pytest.approx(4096 / 576, rel=0.01)
+    context = [32_768] * 32
+    assert latent.step([], context, 32) < other.step([], context, 32)
+
+
+def test_flops_of_decode_count_where_they_are_longer() -> None:
+    """128 heads do 242 FLOPs for each byte: on an H200 that is longer than reading; with 16 heads it does not."""
+    rates = datasheet_rates(find_device("h200"), "bfloat16")
+    assert line(LITE).attended([1000]) == line(LITE).stream_bytes([1000])
+    assert line(V3).attended([1000]) == pytest.approx(
+        (V3.attention_flops(1000, 1) - V3.attention_flops(0, 1)) / rates.attention_compute * rates.kv_bandwidth
+    )
+
+
+def test_a_prompt_on_a_gpu_has_a_time() -> None:
+    short, long = line(V3).prefill_seconds(512), line(V3).prefill_seconds(8192)
+    assert 0 < short < long
+
+
+def test_the_document_of_a_server() -> None:
+    back = read_arch(arch_document(V3))
+    assert back.weights == V3.weights and make_layout(back, "float16") == make_layout(V3, "float16")
+
+
+def test_settings_keep_floats() -> None:
+    machine = Hardware("cpu", 2, 1 << 34)
+    found = resolve(make_config(seed=1), LITE, machine, 0)
+    assert found.kv_dtype == "float16" and "latent" in found.reasons["kv_dtype"]
+    assert resolve(make_config(seed=1, dtype="float32"), LITE, machine, 0).kv_dtype == "float32"
+    with pytest.raises(ConfigError, match=r"kv_dtype='int8'.*latent.*float16"):
+        resolve(make_config(kv_dtype="int8"), LITE, machine, 0)
