@@ -11,7 +11,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from twostroke.errors import ModelError
-from twostroke.model.arch import Arch, DenseArch, GroupedArch, LayerArch, Rope
+from twostroke.model.arch import Arch, DenseArch, FeedArch, GroupedArch, LayerArch, Rope
+from twostroke.model.experts import mixtral_feeds, olmoe_feeds, qwen3_moe_feeds
 from twostroke.model.fields import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_POSITIONS, MAX_VOCAB, Fields
 from twostroke.model.rope import make_rope
 
@@ -35,7 +36,7 @@ def arch_from_config(config: Mapping[str, Any], where: str = "config.json") -> A
     if make is None:
         raise ModelError(f"{where}: model_type {family!r:.80} is not known; known: {', '.join(sorted(_FAMILIES))}.")
     fields.only("quantization_config")
-    for key in _EXPERT_KEYS:
+    for key in _EXPERT_KEYS if family not in _MIXTURES else ():
         fields.only(key, 0)
     return make(fields)
 
@@ -122,6 +123,32 @@ def _phi3(c: Fields) -> Arch:
     return _arch(c, "phi3", [Reach(_window(c), rope)] * _layers(c))
 
 
+def _qwen3_moe(c: Fields) -> Arch:
+    biased, head_dim, count = c.flag("attention_bias", False), _head_dim(c, 128), _layers(c)
+    c.only("use_sliding_window", False)
+    reaches = [Reach(rope=_rope(c, 10_000.0, head_dim=head_dim))] * count
+    feeds = qwen3_moe_feeds(c, count)
+    return _arch(
+        c, "qwen3_moe", reaches, feeds=feeds, qkv_bias=biased, output_bias=biased, qk_norm=True, head_dim=head_dim
+    )
+
+
+def _mixtral(c: Fields) -> Arch:
+    count = _layers(c)
+    reaches = [Reach(_window(c), _rope(c, 10_000.0))] * count
+    return _arch(c, "mixtral", reaches, feeds=mixtral_feeds(c, count))
+
+
+def _olmoe(c: Fields) -> Arch:
+    """The norms of queries and keys are over all heads together."""
+    c.only("clip_qkv")
+    biased, count = c.flag("attention_bias", False), _layers(c)
+    reaches = [Reach(rope=_rope(c, 10_000.0))] * count
+    feeds = olmoe_feeds(c, count)
+    return _arch(c, "olmoe", reaches, feeds=feeds, qkv_bias=biased, output_bias=biased, wide_qk_norm=True)
+
+
+_MIXTURES = ("qwen3_moe", "mixtral", "olmoe")  # families that read the keys of experts
 _FAMILIES: dict[str, Callable[[Fields], Arch]] = {
     "llama": _llama,
     "smollm3": _smollm3,
@@ -131,6 +158,9 @@ _FAMILIES: dict[str, Callable[[Fields], Arch]] = {
     "gemma3_text": _gemma3,
     "gemma3": _gemma3_with_vision,
     "phi3": _phi3,
+    "qwen3_moe": _qwen3_moe,
+    "mixtral": _mixtral,
+    "olmoe": _olmoe,
 }
 
 
@@ -142,6 +172,7 @@ def _arch(
     family: str,
     reaches: Sequence[Reach],
     *,
+    feeds: Sequence[FeedArch] | None = None,
     head_dim: int | None = None,
     activation_key: str = "hidden_act",
     activation: str = "silu",
@@ -151,11 +182,13 @@ def _arch(
     logit_softcap: float = 0.0,
     **attention: Any,
 ) -> Arch:
-    """attention: fields of GroupedArch that only some families set."""
+    """feeds: of each layer; None: dense ones. attention: fields of GroupedArch that only some families set."""
     c.only(activation_key, activation)
     c.only("mlp_bias", False)
     heads = _heads(c)
-    feed = DenseArch(c.integer("intermediate_size"), "silu" if activation == "silu" else "gelu_tanh")
+    if feeds is None:
+        dense = DenseArch(c.integer("intermediate_size"), "silu" if activation == "silu" else "gelu_tanh")
+        feeds = [dense] * len(reaches)
     mixer = GroupedArch(
         heads, c.integer("num_key_value_heads", heads, most=MAX_HEADS), head_dim or _head_dim(c), **attention
     )
@@ -163,7 +196,7 @@ def _arch(
         family=family,
         vocab=c.integer("vocab_size", most=MAX_VOCAB),
         hidden=_hidden(c),
-        layers=grouped_layers(mixer, feed, reaches, c, out_norms),
+        layers=grouped_layers(mixer, feeds, reaches, c, out_norms),
         max_positions=_positions(c),
         norm_eps=c.number("rms_norm_eps", 1e-6, most=1.0),
         embedding_scale=embedding_scale,
@@ -173,19 +206,20 @@ def _arch(
 
 
 def grouped_layers(
-    mixer: GroupedArch, feed: DenseArch, reaches: Sequence[Reach], c: Fields, out_norms: bool = False
+    mixer: GroupedArch, feeds: Sequence[FeedArch], reaches: Sequence[Reach], c: Fields, out_norms: bool = False
 ) -> tuple[LayerArch, ...]:
-    """Layers that differ in their reach alone. ModelError where the numbers do not fit each other."""
+    """Layers that differ in their reach and their feed. ModelError where the numbers do not fit each other."""
     if mixer.heads % mixer.kv_heads:
         raise c.error("num_attention_heads", f"is {mixer.heads}, not a multiple of the {mixer.kv_heads} K/V heads")
     for reach in reaches:
         if reach.rope is not None and reach.rope.dim > mixer.head_dim:
             raise c.error("rope", f"rotates {reach.rope.dim} dimensions of heads that have {mixer.head_dim}")
+    wanted = list(zip(reaches, feeds, strict=True))
     made = {
-        reach: LayerArch(replace(mixer, window=reach.window, rope=reach.rope), feed, out_norms)
-        for reach in set(reaches)
+        (reach, feed): LayerArch(replace(mixer, window=reach.window, rope=reach.rope), feed, out_norms)
+        for reach, feed in set(wanted)
     }
-    return tuple(made[reach] for reach in reaches)
+    return tuple(made[one] for one in wanted)
 
 
 def _hidden(c: Fields) -> int:

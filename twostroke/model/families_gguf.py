@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from twostroke.errors import ModelError
-from twostroke.model.arch import Arch, DenseArch, GroupedArch, Rope
+from twostroke.model.arch import Arch, DenseArch, FeedArch, GroupedArch, Rope
+from twostroke.model.experts import gguf_feeds
 from twostroke.model.families import Reach, grouped_layers
 from twostroke.model.fields import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_POSITIONS, MAX_VOCAB, Fields
 from twostroke.model.rope import divided, make_rope, plain_frequencies
+from twostroke.ops.interface import Activation
 
 Values = Callable[[str], Sequence[float]]  # the numbers of a small tensor
 
@@ -38,14 +40,30 @@ def arch_from_gguf(
         known = ", ".join(sorted(_FAMILIES))
         raise ModelError(f"{where}: general.architecture {family!r:.80} is not known; known: {known}.")
     keys = Fields(metadata, where, f"{family}.")
-    keys.only("expert_count", 0)
+    if family not in _MIXTURES:
+        keys.only("expert_count", 0)
     return make(Gguf(keys, shapes, values))
 
 
 def _llama(g: Gguf) -> Arch:
-    """Llama, Mistral and SmolLM2: converters write all of them as `llama`."""
-    window = g.keys.integer("attention.sliding_window", 0, least=0, most=MAX_POSITIONS)
-    return _arch(g, "llama", [Reach(window or None, _whole_head_rope(g))] * _layers(g))
+    """Llama, Mistral, Mixtral and SmolLM2: converters write all of them as `llama`."""
+    window, count = g.keys.integer("attention.sliding_window", 0, least=0, most=MAX_POSITIONS), _layers(g)
+    feeds = gguf_feeds(g.keys, g.shapes, count, normalised=True)
+    return _arch(g, "llama", [Reach(window or None, _whole_head_rope(g))] * count, feeds=feeds)
+
+
+def _olmoe(g: Gguf) -> Arch:
+    g.keys.only("attention.clamp_kqv", 0.0)
+    count = _layers(g)
+    feeds = gguf_feeds(g.keys, g.shapes, count, normalised=False)
+    return _arch(g, "olmoe", [Reach(None, _rope(g))] * count, feeds=feeds)
+
+
+def _qwen3_moe(g: Gguf) -> Arch:
+    g.keys.only("attention.sliding_window", 0)
+    count = _layers(g)
+    feeds = gguf_feeds(g.keys, g.shapes, count, normalised=True)
+    return _arch(g, "qwen3_moe", [Reach(None, _rope(g))] * count, feeds=feeds)
 
 
 def _smollm3(g: Gguf) -> Arch:
@@ -93,6 +111,7 @@ def _phi3(g: Gguf) -> Arch:
     return _arch(g, "phi3", [Reach(window or None, rope)] * _layers(g))
 
 
+_MIXTURES = ("llama", "olmoe", "qwen3moe")  # families that read the keys of experts
 _FAMILIES: dict[str, Callable[[Gguf], Arch]] = {
     "llama": _llama,
     "smollm3": _smollm3,
@@ -100,6 +119,8 @@ _FAMILIES: dict[str, Callable[[Gguf], Arch]] = {
     "qwen3": _qwen,
     "gemma3": _gemma3,
     "phi3": _phi3,
+    "olmoe": _olmoe,
+    "qwen3moe": _qwen3_moe,
 }
 
 
@@ -111,7 +132,8 @@ def _arch(
     family: str,
     reaches: Sequence[Reach],
     *,
-    activation: Literal["silu", "gelu_tanh"] = "silu",
+    feeds: Sequence[FeedArch] | None = None,
+    activation: Activation = "silu",
     out_norms: bool = False,
     embedding_scale: float = 1.0,
     logit_softcap: float = 0.0,
@@ -120,21 +142,24 @@ def _arch(
     c, heads, head_dim = g.keys, _heads(g), _head_dim(g)
     if c.integer("attention.value_length", head_dim, most=MAX_HEAD_DIM) != head_dim:
         raise c.error("attention.value_length", f"differs from the key length, {head_dim}; that is not supported")
+    normed = g.shapes.get("blk.0.attn_q_norm.weight")
     mixer = GroupedArch(
         heads,
         c.integer("attention.head_count_kv", heads, most=MAX_HEADS),
         head_dim,
         scale=scale,
-        qk_norm="blk.0.attn_q_norm.weight" in g.shapes,
+        qk_norm=normed is not None and family != "olmoe",
+        wide_qk_norm=normed is not None and family == "olmoe",
         qkv_bias="blk.0.attn_q.bias" in g.shapes or "blk.0.attn_qkv.bias" in g.shapes,
         output_bias="blk.0.attn_output.bias" in g.shapes,
     )
-    feed = DenseArch(c.integer("feed_forward_length"), activation)
+    if feeds is None:
+        feeds = [DenseArch(c.integer("feed_forward_length"), activation)] * len(reaches)
     return Arch(
         family=family,
         vocab=_vocab(g),
         hidden=_hidden(g),
-        layers=grouped_layers(mixer, feed, reaches, c, out_norms),
+        layers=grouped_layers(mixer, feeds, reaches, c, out_norms),
         max_positions=_positions(g),
         norm_eps=c.number("attention.layer_norm_rms_epsilon", most=1.0),
         embedding_scale=embedding_scale,

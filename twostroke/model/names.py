@@ -11,23 +11,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
-from dataclasses import dataclass
 from typing import Literal
 
-from twostroke.model.arch import Arch, DenseArch, GroupedArch, LayerArch
+from twostroke.model.arch import Arch, DenseArch, ExpertsArch, GroupedArch, LayerArch
+from twostroke.model.expert_names import expert_sources
+from twostroke.model.source import Source
 
 FileKind = Literal["gguf", "safetensors"]
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """Where one parameter comes from."""
-
-    tensor: str
-    shape: tuple[int, ...]  # of the whole tensor
-    rows: tuple[int, int] | None = None  # the parameter's rows of a fused tensor
-    paired_heads: int = 0  # number of heads whose rows lie in neighbouring pairs and must be put into halves
-    add: float = 0.0
 
 
 # The one place where the two spellings stand side by side: ours, transformers', GGUF's.
@@ -99,12 +89,13 @@ def _layer_sources(
     arch: Arch, layer: LayerArch, gguf: bool, stem: str, add: float, present: Collection[str]
 ) -> dict[str, Source]:
     mixer, feed = layer.mixer, layer.feed
-    assert isinstance(mixer, GroupedArch) and isinstance(feed, DenseArch)  # the parts that have names here
+    assert isinstance(mixer, GroupedArch) and isinstance(feed, DenseArch | ExpertsArch)  # parts that have names here
     spelling = 1 if gguf else 0
-    sources = {}
+    sources = {} if isinstance(feed, DenseArch) else expert_sources(arch.hidden, feed, gguf, stem, present)
     norms = {name: (spell, arch.hidden) for name, spell in _norm_names(layer).items()}
-    if mixer.qk_norm:
-        norms |= {name: (spell, mixer.head_dim) for name, spell in _QK_NORMS.items()}
+    if mixer.qk_norm or mixer.wide_qk_norm:
+        heads_of = {"q_norm": mixer.heads, "k_norm": mixer.kv_heads} if mixer.wide_qk_norm else {}
+        norms |= {name: (spell, mixer.head_dim * heads_of.get(name, 1)) for name, spell in _QK_NORMS.items()}
     for name, (spell, width) in norms.items():
         sources[name] = Source(f"{stem}{spell[spelling]}.weight", (width,), add=add)
     shapes = _matrix_shapes(arch.hidden, mixer, feed)
@@ -113,7 +104,7 @@ def _layer_sources(
         del fused["qkv"]  # some GGUF files hold Phi-3's q, k and v apart
     apart = set(_PROJECTIONS) - {part for whole in fused for part in _parts(whole)}
     paired = gguf and arch.family in _PAIRED_FAMILIES
-    for name in (n for n in _PROJECTIONS if n in apart):
+    for name in (n for n in _PROJECTIONS if n in apart and n in shapes):
         heads = {"q": mixer.heads, "k": mixer.kv_heads}.get(name, 0) if paired else 0
         tensor = f"{stem}{_PROJECTIONS[name][spelling]}"
         sources[name] = Source(f"{tensor}.weight", shapes[name], paired_heads=heads)
@@ -136,17 +127,12 @@ def _has_bias(mixer: GroupedArch, name: str) -> bool:
     return (mixer.qkv_bias and name in ("q", "k", "v")) or (mixer.output_bias and name == "output")
 
 
-def _matrix_shapes(hidden: int, mixer: GroupedArch, feed: DenseArch) -> dict[str, tuple[int, int]]:
+def _matrix_shapes(hidden: int, mixer: GroupedArch, feed: DenseArch | ExpertsArch) -> dict[str, tuple[int, int]]:
     queries, keys = mixer.width, mixer.kv_heads * mixer.head_dim
-    return {
-        "q": (queries, hidden),
-        "k": (keys, hidden),
-        "v": (keys, hidden),
-        "output": (hidden, queries),
-        "gate": (feed.width, hidden),
-        "up": (feed.width, hidden),
-        "down": (hidden, feed.width),
-    }
+    shapes = {"q": (queries, hidden), "k": (keys, hidden), "v": (keys, hidden), "output": (hidden, queries)}
+    if isinstance(feed, DenseArch):
+        shapes |= {"gate": (feed.width, hidden), "up": (feed.width, hidden), "down": (hidden, feed.width)}
+    return shapes
 
 
 def _split(

@@ -95,6 +95,11 @@ class Stored:
             raise ValueError(f"rows {start}:{stop} lie outside shape {self.shape}")
         return Stored(self.format, (stop - start, *self.shape[1:]), self.by_row()[start:stop].reshape(-1))
 
+    def entry(self, index: int) -> Stored:
+        """Entry `index` of the first axis, as a view without that axis."""
+        one = self.rows(index, index + 1)
+        return Stored(one.format, one.shape[1:], one.data)
+
     def take_rows(self, index: np.ndarray) -> Stored:
         """The rows named by `index`, in that order, as a copy of their bytes."""
         return Stored(self.format, (len(index), *self.shape[1:]), self.by_row()[index].reshape(-1))
