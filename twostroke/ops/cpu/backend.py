@@ -16,18 +16,18 @@ from typing import Any
 
 import numpy as np
 
-from twostroke.ops.cpu.library import AttendBatch, AttendLayer, LayerCall, NormRef, load_library
+from twostroke.ops.cpu.arrays import address, any_address, norm_reference
+from twostroke.ops.cpu.experts import ACTIVATIONS, describe_experts
+from twostroke.ops.cpu.library import AttendBatch, AttendLayer, ExpertsCall, LayerCall, load_library
 from twostroke.ops.formats import Stored, dequantize, from_float
-from twostroke.ops.interface import BLOCK, Attention, Batch, FusedLayer, Gate, KVLayer, Norm, Ops
+from twostroke.ops.interface import BLOCK, Attention, Batch, ExpertSet, FusedLayer, Gate, KVLayer, Norm, Ops
 
 _FORMATS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 _FLOATS = ("F32", "F16", "BF16")
 _NARROW = {"float16": "F16", "bfloat16": "BF16"}
 _KV_FORMATS = {"float32": 0, "float16": 1, "bfloat16": 2, "int8": 3, "int4": 4}
-_ACTIVATIONS = {"silu": 2, "gelu_tanh": 3}
 _STATUS = {1: "out of memory", 2: "a token id lies outside the table", 3: "bad argument"}
 _CACHED = 4096  # layers remembered by attend; a model has a few dozen
-_NOTHING = ctypes.c_char * 0
 _FLOAT32 = np.dtype(np.float32)
 _BATCH_TYPES = tuple(map(np.dtype, ("i8", "i8", "i4", "i4", "i4")))  # positions, slots, tables, starts, contexts
 
@@ -82,6 +82,7 @@ class NativeCpuOps(Ops):
         self._linear = lib.ts_linear
         self._attend = lib.ts_attend
         self._layers: dict[tuple[int, int], tuple[Any, ...]] = {}
+        self._experts: dict[int, tuple[ExpertsCall, tuple[Any, ...]]] = {}
         self._batch: tuple[Batch | None, dict[int, tuple[Any, ...]]] = (None, {})
 
     # ---- weights -------------------------------------------------------------------------------------------------
@@ -149,7 +150,7 @@ class NativeCpuOps(Ops):
             if type(before) is Norm:
                 kind, scales, eps = 1, address(before.weight), before.eps
             else:
-                kind = _ACTIVATIONS[before.activation]  # type: ignore[union-attr]
+                kind = ACTIVATIONS[before.activation]  # type: ignore[union-attr]
                 width //= 2
         if width != weight.inputs or x.dtype != _FLOAT32:
             raise ValueError(f"a {x.dtype} input of width {x.shape[1]} does not fit a weight of {weight.inputs} inputs")
@@ -167,6 +168,16 @@ class NativeCpuOps(Ops):
         )  # fmt: skip
         if status:
             _check(status)
+        return out
+
+    def experts(self, x: np.ndarray, norm: Norm, experts: ExpertSet) -> np.ndarray:
+        if x.dtype != _FLOAT32 or x.shape[1] != experts.router.inputs:
+            raise ValueError(f"a {x.dtype} input of width {x.shape[1]} does not fit {experts.router.inputs} inputs")
+        if not x.flags.c_contiguous:
+            x = np.ascontiguousarray(x)
+        out = np.empty_like(x)
+        call = self._experts_call(experts, norm)
+        _check(self._lib.ts_experts(self._context, call, address(x), x.shape[0], x.shape[1], address(out)))
         return out
 
     def argmax(self, logits: np.ndarray) -> np.ndarray:
@@ -198,12 +209,16 @@ class NativeCpuOps(Ops):
         attentions = [describe_layer(layer.attention, kv) for layer, (kv, _) in zip(layers, caches, strict=True)]
         for call, layer, attention, (_, group) in zip(calls, layers, attentions, caches, strict=True):
             for name in ("qkv", "output", "gate_up", "down"):
-                setattr(call, name, getattr(layer, name).handle)
+                if (weight := getattr(layer, name)) is not None:
+                    setattr(call, name, weight.handle)
+            if layer.experts is not None:
+                call.experts = self._experts_call(layer.experts, layer.feed_norm)
             call.attention = ctypes.addressof(attention)
             call.attention_norm, call.feed_norm = norm_reference(layer.attention_norm), norm_reference(layer.feed_norm)
             call.attention_out = norm_reference(layer.attention_out_norm)
             call.feed_out = norm_reference(layer.feed_out_norm)
-            call.group, call.gate = group, _ACTIVATIONS[layer.gate.activation]
+            call.queries, call.keys = norm_reference(layer.all_queries_norm), norm_reference(layer.all_keys_norm)
+            call.group, call.gate = group, ACTIVATIONS[layer.gate.activation]
         groups = 1 + max(group for _, group in caches)
         return FusedLayers(self, calls, groups, ctypes.c_void_p * groups, (attentions, tuple(layers), tuple(caches)))
 
@@ -236,6 +251,13 @@ class NativeCpuOps(Ops):
         entry = (ctypes.addressof(structure), attention, kv, _signature(kv), structure)
         self._layers[key] = entry
         return entry[0]
+
+    def _experts_call(self, experts: ExpertSet, norm: Norm) -> int:
+        """The address of the experts' description. It stays valid: a model's experts live as long as this object."""
+        found = self._experts.get(id(experts))
+        if found is None or found[1][0] is not experts or found[1][1] is not norm:
+            found = self._experts[id(experts)] = describe_experts(experts, norm)
+        return ctypes.addressof(found[0])
 
     def _step(self, batch: Batch, group: int) -> int:
         """The address of the step's rows: the same for every layer of a group."""
@@ -321,10 +343,6 @@ def describe_layer(attention: Attention, kv: KVLayer) -> AttendLayer:
     return layer
 
 
-def norm_reference(norm: Norm | None) -> NormRef:
-    return NormRef() if norm is None else NormRef(address(norm.weight), norm.eps)
-
-
 def describe_batch(batch: Batch, group: int) -> tuple[AttendBatch, list[np.ndarray]]:
     """The structure, and the arrays it points into."""
     blocks = batch.groups[group]
@@ -344,15 +362,6 @@ def _signature(kv: KVLayer) -> tuple[Any, ...]:
         None if kv.values is None else kv.values.ctypes.data,
         None if kv.key_scales is None else kv.key_scales.ctypes.data,
     )
-
-
-def address(array: np.ndarray) -> int:
-    """Where the elements of a contiguous, writable array begin: `array.ctypes.data`, four times as fast."""
-    return ctypes.addressof(_NOTHING.from_buffer(array))  # type: ignore[arg-type]
-
-
-def any_address(array: np.ndarray) -> int:
-    return address(array) if array.flags.carray else array.ctypes.data
 
 
 def _rows(x: np.ndarray) -> np.ndarray:

@@ -20,7 +20,9 @@ HERE = Path(__file__).resolve().parent
 NATIVE = HERE / "native"
 LIBRARY = "libtwostroke.so"
 
-COMMON = ("api.cpp", "attend.cpp", "cpu.cpp", "layers.cpp", "linear.cpp", "pack.cpp", "pool.cpp", "quantize.cpp")
+COMMON = (
+    "api.cpp", "attend.cpp", "cpu.cpp", "experts.cpp", "layers.cpp", "linear.cpp", "pack.cpp", "pool.cpp", "quantize.cpp",
+)  # fmt: skip
 
 # Products are fused only where the source says so, or instruction sets would round differently.
 FLAGS = (

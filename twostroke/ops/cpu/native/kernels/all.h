@@ -8,6 +8,7 @@
 #include "matmul_codes.h"
 #include "matmul_float.h"
 #include "argmax.h"
+#include "scores.h"
 #include "kv.h"
 #include "attend_lines.h"
 #include "attend_fetch.h"
@@ -24,4 +25,4 @@
 #define TS_KERNELS_TILED(symbol, label, direct_rows, tiled_rows, prologue_tile, multiply, multiply_scratch, codes)                  \
     extern const Kernels symbol;                                                                                                  \
     const Kernels symbol = {label,        direct_rows,   tiled_rows,   kWideScales,    prologue,         prologue_tile, multiply, multiply_scratch, \
-                            attend_write, attend<codes>, attend_merge, attend_scratch, attend_tile_rows, argmax};
+                            attend_write, attend<codes>, attend_merge, attend_scratch, attend_tile_rows, argmax, scores, weighted_sum};
