@@ -86,7 +86,9 @@ def gguf_feeds(
         raise c.error("expert_count", f"is {c.get('expert_count')!r:.80}, but no layer has a router (ffn_gate_inp)")
     gating = c.integer("expert_gating_func", 1)
     if gating not in (1, 2, 3):
-        raise c.error("expert_gating_func", f"is {gating}; supported are 1 (softmax), 2 (sigmoid), 3 (softmax of the chosen)")
+        raise c.error(
+            "expert_gating_func", f"is {gating}; supported are 1 (softmax), 2 (sigmoid), 3 (softmax of the chosen)"
+        )
     groups = c.integer("expert_group_count", 1, most=MAX_EXPERTS)
     routing = _routing(
         c,

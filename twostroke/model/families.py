@@ -135,7 +135,7 @@ def _qwen3_moe(c: Fields) -> Arch:
 
 def _mixtral(c: Fields) -> Arch:
     count = _layers(c)
-    reaches = [Reach(_window(c), _rope(c, 10_000.0))] * count
+    reaches = [Reach(_window(c), _rope(c, 1_000_000.0))] * count
     return _arch(c, "mixtral", reaches, feeds=mixtral_feeds(c, count))
 
 

@@ -55,7 +55,9 @@ class Transformer:
     def weight_bytes(self) -> int:
         """Bytes of weights that a step of one row reads: every layer, of experts the chosen ones, and the head."""
         always = sum(self.ops.weight_bytes(product.weight) for product in self.products())
-        return always + sum(layer.feed.chosen_bytes(self.ops) for layer in self.layers if isinstance(layer.feed, Experts))
+        return always + sum(
+            layer.feed.chosen_bytes(self.ops) for layer in self.layers if isinstance(layer.feed, Experts)
+        )
 
     # ---- a step ----------------------------------------------------------------------------------------------------
 

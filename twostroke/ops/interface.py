@@ -44,7 +44,7 @@ class Norm:
 class Gate:
     """Gated activation of a (T, 2F) array holding gate | up: activation(gate) · up, of shape (T, F).
 
-    swiglu_oai (gpt-oss): gate is at most 7, up lies between -7 and 7, and the result is gate · σ(1.702 gate) · (up + 1).
+    swiglu_oai (gpt-oss): gate is at most 7, up lies between -7 and 7; gate · σ(1.702 gate) · (up + 1).
     """
 
     activation: Activation

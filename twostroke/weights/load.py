@@ -21,6 +21,7 @@ from twostroke.ops.interface import Array, Attention, ExpertSet, Gate, Norm, Ops
 from twostroke.weights.checkpoint import Checkpoint
 from twostroke.weights.describe import load_arch
 from twostroke.weights.files import Progress
+from twostroke.weights.mxfp4 import joined_mxfp4
 from twostroke.weights.quantize import quantize
 
 if TYPE_CHECKING:
@@ -204,6 +205,9 @@ class Parameters:
         stored = self.tensors[source.tensor]
         if source.entry is not None:
             stored = stored.entry(source.entry)
+        if source.scales:
+            scales = self.tensors[source.scales]
+            stored = joined_mxfp4(stored, scales if source.entry is None else scales.entry(source.entry))
         if source.transposed:
             stored = from_float(np.ascontiguousarray(dequantize(stored).T))
         if source.step > 1:
@@ -227,6 +231,7 @@ class Parameters:
 
     def _check_names(self) -> None:
         wanted = {source.tensor for source in self.sources.values()}
+        wanted |= {source.scales for source in self.sources.values() if source.scales}
         missing = sorted(wanted - self.tensors.keys())
         if missing:
             raise ModelError(f"{self.where}: {_listed(missing)} missing; the checkpoint is incomplete.")
@@ -238,10 +243,15 @@ class Parameters:
             )
 
     def _check_shapes(self) -> None:
-        for source in self.sources.values():
-            shape = self.tensors[source.tensor].shape
-            if shape != source.shape:
-                raise ModelError(f"{self.where}: {source.tensor} has shape {shape}, expected {source.shape}.")
+        shapes = {source.tensor: source.shape for source in self.sources.values()}
+        shapes |= {source.scales: source.shape[:-1] for source in self.sources.values() if source.scales}
+        parts = {name for source in self.sources.values() if source.scales for name in (source.tensor, source.scales)}
+        for name, shape in shapes.items():
+            if self.tensors[name].shape != shape:
+                raise ModelError(f"{self.where}: {name} has shape {self.tensors[name].shape}, expected {shape}.")
+            if (self.tensors[name].format == "U8") != (name in parts):
+                kind = "bytes" if name in parts else "floats"
+                raise ModelError(f"{self.where}: {name} has dtype {self.tensors[name].format}; it must hold {kind}.")
 
 
 def halves_order(rows: int, heads: int) -> np.ndarray:

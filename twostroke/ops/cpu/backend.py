@@ -22,7 +22,7 @@ from twostroke.ops.cpu.library import AttendBatch, AttendLayer, ExpertsCall, Lay
 from twostroke.ops.formats import Stored, dequantize, from_float
 from twostroke.ops.interface import BLOCK, Attention, Batch, ExpertSet, FusedLayer, Gate, KVLayer, Norm, Ops
 
-_FORMATS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
+_FORMATS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
 _FLOATS = ("F32", "F16", "BF16")
 _NARROW = {"float16": "F16", "bfloat16": "BF16"}
 _KV_FORMATS = {"float32": 0, "float16": 1, "bfloat16": 2, "int8": 3, "int4": 4}

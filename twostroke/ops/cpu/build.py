@@ -21,8 +21,9 @@ NATIVE = HERE / "native"
 LIBRARY = "libtwostroke.so"
 
 COMMON = (
-    "api.cpp", "attend.cpp", "cpu.cpp", "experts.cpp", "layers.cpp", "linear.cpp", "pack.cpp", "pool.cpp", "quantize.cpp",
-)  # fmt: skip
+    *("api.cpp", "attend.cpp", "cpu.cpp", "experts.cpp", "layers.cpp", "linear.cpp", "pack.cpp", "pool.cpp"),
+    "quantize.cpp",
+)
 
 # Products are fused only where the source says so, or instruction sets would round differently.
 FLAGS = (

@@ -20,7 +20,9 @@ def describe_experts(experts: ExpertSet, norm: Norm) -> tuple[ExpertsCall, tuple
         raise ValueError(f"cannot choose experts by {routing}")
     if routing.chosen > routing.kept_groups * (count // routing.groups) or routing.group_best > count // routing.groups:
         raise ValueError(f"the groups are too small for {routing}")
-    shapes = {(one.outputs, one.inputs) for one in experts.gate_up} | {(one.inputs, one.outputs) for one in experts.down}
+    shapes = {(one.outputs, one.inputs) for one in experts.gate_up} | {
+        (one.inputs, one.outputs) for one in experts.down
+    }
     if not len(experts.gate_up) == len(experts.down) == count or shapes != {(2 * width, hidden), (width, hidden)}:
         raise ValueError(f"{count} experts cannot have weights of the shapes {sorted(shapes)}")
     if (experts.router.outputs, experts.router.inputs) != (count, hidden) or len(norm.weight) != hidden:

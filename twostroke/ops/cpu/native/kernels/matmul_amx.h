@@ -42,6 +42,7 @@ template <class Source> TS_INLINE const uint8_t* expand_group(Source& source, in
         TS_UNROLL for (int i = 0; i < 4; ++i) {
             W a, b;
             split_nibbles(codes + 64 * i, a, b);
+            if (Source::table) a = looked_up(kFourBitFloats, a), b = looked_up(kFourBitFloats, b);
             if (Source::eight) {
                 const __m512i eight = _mm512_set1_epi8(8);
                 a.v = _mm512_sub_epi8(a.v, eight), b.v = _mm512_sub_epi8(b.v, eight);
@@ -239,6 +240,7 @@ static void matmul_tiles(const MatmulArgs& args, int panel, int panel_end, uint8
             case Codes4: return tile_matmul<Codes4>(args, panel, panel_end, scratch);
             case Codes4M: return tile_matmul<Codes4M>(args, panel, panel_end, scratch);
             case Codes8M: return tile_matmul<Codes8M>(args, panel, panel_end, scratch);
+            case Codes4X: return tile_matmul<Codes4X>(args, panel, panel_end, scratch);
             case Codes4K: return tile_matmul<Codes4K>(args, panel, panel_end, scratch);
             case Codes8K: return tile_matmul<Codes8K>(args, panel, panel_end, scratch);
             case Codes8S: return tile_matmul<Codes8S>(args, panel, panel_end, scratch);
