@@ -40,7 +40,7 @@ def write_random(path: Path, kind: str) -> Path:
     writer.add_rope_freq_base(500_000.0)
     writer.add_rope_dimension_count(HIDDEN // HEADS)
     writer.add_vocab_size(VOCAB)
-    add_vocabulary(writer)
+    add_vocabulary(writer, VOCAB)
 
     def matrix(name: str, rows: int, columns: int) -> None:
         writer.add_tensor(f"{name}.weight", random_matrix(kind, rows, columns, rng), raw_dtype=TYPES[kind])
@@ -70,16 +70,16 @@ def write_random(path: Path, kind: str) -> Path:
     return path
 
 
-def add_vocabulary(writer: gguf.GGUFWriter) -> None:
+def add_vocabulary(writer: gguf.GGUFWriter, count: int) -> None:
     """Byte-level tokens and fillers: enough for both engines to open the file; only token ids are sent."""
     from tokenizers.pre_tokenizers import ByteLevel
 
     letters = sorted(ByteLevel.alphabet())
-    tokens = [*letters, "ab", *(f"filler{i}" for i in range(VOCAB - len(letters) - 1))]
+    tokens = [*letters, "ab", *(f"filler{i}" for i in range(count - len(letters) - 1))]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(tokens)
-    writer.add_token_types([gguf.TokenType.NORMAL] * VOCAB)
+    writer.add_token_types([gguf.TokenType.NORMAL] * count)
     writer.add_token_merges(["a b"])
-    writer.add_eos_token_id(VOCAB - 1)
-    writer.add_bos_token_id(VOCAB - 2)
+    writer.add_eos_token_id(count - 1)
+    writer.add_bos_token_id(count - 2)

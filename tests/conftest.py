@@ -56,6 +56,14 @@ def deepseek_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]
 
 
 @pytest.fixture(scope="session")
+def mixture_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The same with experts, in the draft model too."""
+    plain = tiny.tiny_mixture(tmp_path_factory.mktemp("plain"))
+    target = tiny.quiet_end(tmp_path_factory.mktemp("target"), plain)
+    return target, tiny.tiny_draft(tmp_path_factory.mktemp("draft"), target)
+
+
+@pytest.fixture(scope="session")
 def default_model() -> Path:
     """The real default model, fetched on first use."""
     from twostroke.weights.catalog import DEFAULT, fetch

@@ -79,8 +79,10 @@ def quiet_end(folder: Path, source: Path, share: float = 0.2) -> Path:
     model = transformers.AutoModelForCausalLM.from_pretrained(source)
     layer = model.model.layers[-1]
     with torch.no_grad():
-        for part in (layer.self_attn.o_proj, layer.mlp.down_proj):
-            part.weight.mul_(share)
+        mixture = hasattr(layer.mlp, "experts")
+        down = layer.mlp.experts.down_proj if mixture else layer.mlp.down_proj.weight
+        for part in (layer.self_attn.o_proj.weight, down):
+            part.mul_(share)
         if hasattr(layer, "post_feedforward_layernorm"):  # Gemma: a norm follows, whose weight counts from -1
             for norm in (layer.post_attention_layernorm, layer.post_feedforward_layernorm):
                 norm.weight.copy_((1 + norm.weight) * share - 1)
@@ -136,3 +138,27 @@ def tiny_deepseek(folder: Path) -> Path:
         initializer_range=0.15,
     )  # fmt: skip
     return save(transformers.DeepseekV3ForCausalLM(config), folder)
+
+
+def tiny_mixture(folder: Path) -> Path:
+    """Experts in both layers, of which a token uses three of seven."""
+    torch.manual_seed(4)
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=VOCAB,
+        hidden_size=48,
+        intermediate_size=80,
+        moe_intermediate_size=32,
+        num_experts=7,
+        num_experts_per_tok=3,
+        norm_topk_prob=True,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        bos_token_id=0,
+        eos_token_id=2,
+        initializer_range=0.15,
+    )
+    return save(transformers.Qwen3MoeForCausalLM(config), folder)

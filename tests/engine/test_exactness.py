@@ -206,6 +206,34 @@ def test_levers_do_not_change_a_token_of_latent_attention_on_torch(torch_latent_
 
 
 @pytest.fixture(scope="module")
+def mixture_model(mixture_pair):
+    folder, draft = mixture_pair
+    return folder, {}, Alone(folder), draft
+
+
+@random_lives(12)
+def test_levers_do_not_change_a_token_of_a_mixture(mixture_model, many, lever):
+    check_levers(mixture_model, many, lever)
+
+
+@pytest.fixture(scope="module")
+def torch_mixture_model(mixture_pair):
+    folder, draft = mixture_pair
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LIBRARY, lambda: False)
+        alone = Alone(folder, threads=2)
+    assert isinstance(alone.llm.engine.core.runner.ops, ReferenceOps)
+    return folder, {"threads": 2}, alone, draft
+
+
+@random_lives(2)
+def test_levers_do_not_change_a_token_of_a_mixture_on_torch(torch_mixture_model, many, lever):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LIBRARY, lambda: False)
+        check_levers(torch_mixture_model, many, lever)
+
+
+@pytest.fixture(scope="module")
 def quantized_model(default_model):
     return default_model, {"threads": 2}, Alone(default_model, threads=2)
 

@@ -38,6 +38,7 @@ SPELLINGS = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
     "mlp.gate_up_proj": "ffn_up",
+    "mlp.gate": "ffn_gate_inp",
 }
 GEMMA_SPELLINGS = {
     "post_attention_layernorm": "post_attention_norm",
@@ -58,6 +59,9 @@ CASES = {
     "gemma3": "gemma3",
     "phi3": "phi3",
     "phi3 partial long": "phi3",
+    "qwen3_moe": "qwen3moe",
+    "mixtral": "llama",
+    "olmoe": "olmoe",
 }
 
 
@@ -79,6 +83,12 @@ def converted(peer: Any, arch: str) -> dict[str, np.ndarray]:
             _, _, layer, stem = stem.split(".", 3)
             prefix = f"blk.{layer}."
         data = parameter.detach().float().numpy()
+        if stem == "mlp.experts":  # (experts, outputs, inputs), gate above up
+            parts = (
+                {"down": data} if kind == "down_proj" else dict(zip(("gate", "up"), np.split(data, 2, 1), strict=True))
+            )
+            tensors |= {f"{prefix}ffn_{part}_exps.weight": np.ascontiguousarray(one) for part, one in parts.items()}
+            continue
         if arch in ("llama", "smollm3") and "q_proj" in stem:
             data = permuted(data, peer.config.num_attention_heads)
         if arch in ("llama", "smollm3") and "k_proj" in stem:
@@ -102,6 +112,11 @@ def write_gguf(path: Path, arch: str, peer: Any, extra: dict[str, Any], quantize
     head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
+    if experts := getattr(c, "num_local_experts", None) or getattr(c, "num_experts", None):
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(c.num_experts_per_tok)
+        if width := getattr(c, "moe_intermediate_size", None):
+            writer.add_expert_feed_forward_length(width)
     tensors = converted(peer, arch)
     for key, value in extra.items():
         if isinstance(value, np.ndarray):
@@ -111,7 +126,7 @@ def write_gguf(path: Path, arch: str, peer: Any, extra: dict[str, Any], quantize
         else:
             (writer.add_uint32 if isinstance(value, int) else writer.add_float32)(f"{arch}.{key}", value)
     for name, data in tensors.items():
-        if quantized and data.ndim == 2:
+        if quantized and data.ndim >= 2:
             packed = gguf.quants.quantize(data, gguf.GGMLQuantizationType.Q8_0)
             writer.add_tensor(name, packed, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
         else:
@@ -148,6 +163,7 @@ EXTRA: dict[str, dict[str, Any]] = {
         "rope.scaling.original_context_length": 64,
     },
     "mistral window": {"attention.sliding_window": 24},
+    "mixtral": {"rope.freq_base": 1_000_000.0},
     "smollm3": {"rope.freq_base": 2_000_000.0},
     "gemma3": {"attention.sliding_window": 24, "rope.freq_base": 1_000_000.0},
     "phi3": {"rope.dimension_count": 8},
@@ -231,5 +247,5 @@ def test_refusals(extra: dict[str, Any], message: str, tmp_path: Path) -> None:
 
 def test_unknown_architecture(tmp_path: Path) -> None:
     write_gguf(tmp_path / "model.gguf", "mamba", make_peer("llama", tmp_path / "folder"), {})
-    with pytest.raises(ModelError, match=r"mamba.*gemma3,.* llama, phi3"):
+    with pytest.raises(ModelError, match=r"mamba.*gemma3,.* llama, olmoe, phi3"):
         load_arch(open_checkpoint(tmp_path / "model.gguf"))

@@ -1,4 +1,4 @@
-"""Latent attention (MLA): the same logits as transformers, from tiny random checkpoints whose layers are dense."""
+"""Latent attention (MLA): the same logits as transformers, from tiny random checkpoints."""
 
 from __future__ import annotations
 
@@ -27,6 +27,15 @@ MLA: dict[str, Any] = {
     "v_head_dim": 10,
     "first_k_dense_replace": 3,
 }
+EXPERTS = {
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "n_shared_experts": 1,
+    "n_group": 4,
+    "topk_group": 2,
+}
 LOUD = {**YARN, "mscale": 0.7, "mscale_all_dim": 1.2}
 # name -> (config class, what differs)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -37,6 +46,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "v3 yarn, one mscale": ("DeepseekV3", {"rope_parameters": {**YARN, "mscale_all_dim": 1.0}}),
     "v3 halves": ("DeepseekV3", {"rope_interleave": False, "tie_word_embeddings": True}),
     "v3 biases": ("DeepseekV3", {"attention_bias": True}),
+    "v2 experts": ("DeepseekV2", {**EXPERTS, "topk_method": "group_limited_greedy", "routed_scaling_factor": 1.7}),
+    "v2 lite experts": ("DeepseekV2", {**EXPERTS, "q_lora_rank": None, "n_shared_experts": 2, "n_group": 1}),
+    "v3 experts": ("DeepseekV3", EXPERTS),
     "v3 biases, direct q": ("DeepseekV3", {"attention_bias": True, "q_lora_rank": None}),
 }
 LENGTHS = (9, 17, 150)
@@ -57,6 +69,9 @@ def make_peer(family: str, folder: Path, **more: Any) -> Any:
     for name, parameter in peer.named_parameters():
         if "norm" in name or name.endswith("bias"):
             parameter.add_(torch.randn_like(parameter) * 0.2)
+    for name, buffer in peer.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.add_(torch.randn_like(buffer) * 0.2)
     peer.save_pretrained(folder)
     return peer.eval()
 
@@ -90,7 +105,7 @@ def test_logits_equal_transformers(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not available(), reason="the native library is not built")
-@pytest.mark.parametrize("family", ["v2 lite", "v3", "v3 yarn", "v3 biases, direct q"])
+@pytest.mark.parametrize("family", ["v2 lite", "v3", "v3 yarn", "v3 experts", "v3 biases, direct q"])
 def test_native_kernels_agree(family: str, tmp_path: Path) -> None:
     """On every instruction set of this machine the same bits, and those of transformers within rounding."""
     peer = make_peer(family, tmp_path)

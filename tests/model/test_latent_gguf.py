@@ -20,7 +20,7 @@ from tests.model.test_latent import make_peer
 from tests.model.test_parity import tokens_of
 from tests.model.test_sinks import make_peer as make_sinks
 from twostroke.errors import ModelError
-from twostroke.model import families, families_gguf
+from twostroke.model import families
 from twostroke.model.arch import DenseArch
 from twostroke.ops.reference.backend import ReferenceOps
 from twostroke.weights.checkpoint import open_checkpoint
@@ -33,6 +33,10 @@ LATENT_SPELLINGS = {
     "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
     "self_attn.kv_a_layernorm": "attn_kv_a_norm",
     "self_attn.kv_b_proj": "attn_kv_b",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_experts.up_proj": "ffn_up_shexp",
+    "mlp.shared_experts.down_proj": "ffn_down_shexp",
 }
 
 
@@ -55,8 +59,16 @@ def converted(peer: Any, split: bool, more: dict[str, str]) -> dict[str, np.ndar
             keys, values = heads[:, : c.qk_nope_head_dim], heads[:, c.qk_nope_head_dim :]
             tensors[f"{prefix}attn_k_b.weight"] = np.ascontiguousarray(keys.swapaxes(1, 2))
             tensors[f"{prefix}attn_v_b.weight"] = np.ascontiguousarray(values)
+        elif stem == "mlp.experts":
+            whole = {"ffn_down_exps": data}
+            if kind == "gate_up_proj":
+                whole = {"ffn_gate_exps": data[:, : data.shape[1] // 2], "ffn_up_exps": data[:, data.shape[1] // 2 :]}
+            tensors |= {f"{prefix}{part}.weight": np.ascontiguousarray(values) for part, values in whole.items()}
         else:
             tensors[f"{prefix}{spellings[stem]}.{kind}"] = data
+    for name, buffer in peer.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            tensors[f"blk.{name.split('.')[2]}.exp_probs_b.bias"] = buffer.numpy()
     return tensors
 
 
@@ -66,7 +78,8 @@ def write(path: Path, arch: str, tensors: dict[str, np.ndarray], keys: dict[str,
         if isinstance(value, str):
             writer.add_string(f"{arch}.{key}", value)
         else:
-            (writer.add_uint32 if isinstance(value, int) else writer.add_float32)(f"{arch}.{key}", value)
+            add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}[type(value)]
+            add(f"{arch}.{key}", value)
     for name, data in tensors.items():
         if quantized and data.ndim > 1 and data.shape[-1] % 32 == 0:
             packed = gguf.quants.quantize(data, gguf.GGMLQuantizationType.Q8_0)
@@ -106,6 +119,17 @@ def deepseek_keys(c: Any, split: bool) -> dict[str, Any]:
         "rope.dimension_count": c.qk_rope_head_dim,
         "expert_count": 8,
     }
+    if c.first_k_dense_replace < c.num_hidden_layers:
+        found |= {
+            "expert_used_count": c.num_experts_per_tok,
+            "expert_feed_forward_length": c.moe_intermediate_size,
+            "expert_shared_count": c.n_shared_experts,
+            "expert_weights_scale": float(c.routed_scaling_factor),
+            "expert_weights_norm": bool(c.norm_topk_prob),
+            "expert_gating_func": 2 if c.model_type == "deepseek_v3" else 1,
+            "expert_group_count": c.n_group,
+            "expert_group_used_count": c.topk_group,
+        }
     if c.q_lora_rank:
         found["attention.q_lora_rank"] = c.q_lora_rank
     if "mscale_all_dim" in c.rope_parameters:
@@ -133,6 +157,8 @@ CASES = {  # family of test_latent, whether kv_b is split, what differs
     "v3": ("v3", True, {}),
     "v3 yarn": ("v3", False, {"rope_parameters": SAME_MSCALE}),
     "biases": ("v3 biases", True, {}),
+    "v2 experts": ("v2 experts", True, {}),
+    "v3 experts": ("v3 experts", True, {}),
 }
 
 
@@ -173,10 +199,7 @@ def test_quantized_files(split: bool, tmp_path: Path) -> None:
 
 
 def test_gguf_with_sinks_equals_safetensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(families, "_gpt_oss_feeds", lambda c, n: [DenseArch(c.integer("intermediate_size"))] * n)
-    monkeypatch.setattr(
-        families_gguf, "_gpt_oss_feeds", lambda g, n: [DenseArch(g.keys.integer("feed_forward_length"))] * n
-    )
+    monkeypatch.setattr(families, "gpt_oss_feeds", lambda c, n: [DenseArch(c.integer("intermediate_size"))] * n)
     with torch.no_grad():
         peer = make_sinks(tmp_path / "folder", "yarn")
     c = peer.config
@@ -195,7 +218,7 @@ def test_gguf_with_sinks_equals_safetensors(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"leading_dense_block_count": 2}, "leading_dense_block_count leaves 1 layers to experts"),
+        ({"leading_dense_block_count": 2}, "expert_count is 8, but no layer has a router"),
         ({"attention.key_length_mla": 8}, "not above the 8 rotated dimensions"),
         ({"attention.kv_lora_rank": 33}, r"attn_kv_a_mqa.weight has shape \(40, 48\), expected \(41, 48\)"),
         ({"attention.value_length_mla": 11}, r"attn_output.weight has shape|attn_v_b.weight has shape"),

@@ -93,7 +93,27 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3 long": ("Phi3", {"rope_parameters": LONG, "original_max_position_embeddings": 8}),
     "phi3 short": ("Phi3", {"rope_parameters": LONG, "original_max_position_embeddings": 256}),
     "phi3 partial long": ("Phi3", {"rope_parameters": HALF_LONG, "original_max_position_embeddings": 8}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {
+            "head_dim": 16,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "qwen3_moe every second layer": (
+        "Qwen3Moe",
+        {"head_dim": 16, "num_experts": 5, "num_experts_per_tok": 2, "decoder_sparse_step": 2},
+    ),
+    "mixtral": ("Mixtral", {"num_local_experts": 8, "num_experts_per_tok": 2}),
+    "mixtral window": ("Mixtral", {"num_local_experts": 3, "num_experts_per_tok": 3, "sliding_window": 24}),
+    "olmoe": ("Olmoe", {"num_experts": 8, "num_experts_per_tok": 3}),
+    "olmoe normalised": ("Olmoe", {"num_experts": 20, "num_experts_per_tok": 1, "norm_topk_prob": True}),
 }
+MIXTURES = [name for name, (kind, _) in FAMILIES.items() if kind in ("Qwen3Moe", "Mixtral", "Olmoe")]
 LENGTHS = (9, 16, 17, 61, 150)
 
 

@@ -1,6 +1,6 @@
 """Attention with sinks, as gpt-oss has it: windows on every other layer, biases, YaRN without truncation.
 
-Its experts are replaced by a dense feed on both sides: what is compared is the attention, within a whole model.
+Where the attention alone is compared, the experts are replaced by a dense feed on both sides.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ def _no_gradients() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(autouse=True)
-def _dense_feeds(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def dense_feeds(monkeypatch: pytest.MonkeyPatch) -> None:
     def feeds(c: Fields, count: int) -> list[DenseArch]:
         return [DenseArch(c.integer("intermediate_size"))] * count
 
-    monkeypatch.setattr(families, "_gpt_oss_feeds", feeds)
+    monkeypatch.setattr(families, "gpt_oss_feeds", feeds)
 
 
 def make_peer(folder: Path, rope: str, **more: Any) -> Any:
@@ -77,6 +77,7 @@ def make_peer(folder: Path, rope: str, **more: Any) -> Any:
     return peer.eval()
 
 
+@pytest.mark.usefixtures("dense_feeds")
 @pytest.mark.parametrize("rope", ROPES)
 def test_logits_equal_transformers(rope: str, tmp_path: Path) -> None:
     peer = make_peer(tmp_path, rope)
@@ -90,6 +91,25 @@ def test_logits_equal_transformers(rope: str, tmp_path: Path) -> None:
         assert torch.equal(run_tokens(model, tokens, [7, length - 8, 1]), whole)
 
 
+def test_whole_models_equal_transformers(tmp_path: Path) -> None:
+    """With experts, on both backends."""
+    torch.manual_seed(1)
+    shape = {**SHAPE, "num_hidden_layers": 4, "head_dim": 16, "num_local_experts": 8, "num_experts_per_tok": 2}
+    config = transformers.GptOssConfig(**shape, sliding_window=WINDOW, rope_parameters=ROPES["yarn"])
+    peer = transformers.GptOssForCausalLM._from_config(config, attn_implementation="eager").eval()
+    for name, parameter in peer.named_parameters():
+        if "norm" in name or "bias" in name:
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    peer.save_pretrained(tmp_path)
+    tokens = tokens_of(90)
+    expected = peer(torch.tensor([tokens]), use_cache=False).logits[0]
+    assert expected.std() > 0.3
+    for ops in [ReferenceOps(), *([NativeCpuOps(2, "float32")] if available() else [])]:
+        got = run_tokens(load(tmp_path, ops), tokens, [50, 39, 1])
+        torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.usefixtures("dense_feeds")
 def test_sinks_matter(tmp_path: Path) -> None:
     """Without them the logits are others: the comparison above cannot pass by accident."""
     peer = make_peer(tmp_path, "plain")
@@ -100,6 +120,7 @@ def test_sinks_matter(tmp_path: Path) -> None:
     assert (peer(torch.tensor([tokens])).logits - before).abs().max() > 0.3
 
 
+@pytest.mark.usefixtures("dense_feeds")
 @pytest.mark.skipif(not available(), reason="the native library is not built")
 @pytest.mark.parametrize("kv_format", ["float32", "int8"])
 def test_native_kernels_agree(kv_format: Any, tmp_path: Path) -> None:
@@ -117,12 +138,14 @@ def test_native_kernels_agree(kv_format: Any, tmp_path: Path) -> None:
         torch.testing.assert_close(whole[:300], slow, atol=1e-4, rtol=0)
 
 
+@pytest.mark.usefixtures("dense_feeds")
 def test_keys_are_not_centered(tmp_path: Path) -> None:
     """A constant that is taken from all keys would move their scores against the sink."""
     make_peer(tmp_path, "plain")
     assert all(layer.mixer.attention.key_center is None for layer in load(tmp_path).layers)
 
 
+@pytest.mark.usefixtures("dense_feeds")
 def test_windows_alternate_and_a_gpu_refuses(tmp_path: Path) -> None:
     make_peer(tmp_path, "yarn")
     arch = load(tmp_path).arch

@@ -23,7 +23,7 @@ from twostroke.grammar.masks import GrammarRows
 from twostroke.hardware import Hardware, cuda_devices, free_memory, machine_name, this_machine
 from twostroke.kv.storage import KVStorage
 from twostroke.metrics.steplog import StepLog
-from twostroke.model.arch import Arch, GroupedArch
+from twostroke.model.arch import Arch, ExpertsArch, GroupedArch
 from twostroke.model.transformer import Transformer
 from twostroke.ops.interface import Ops
 from twostroke.ops.select import make_ops
@@ -75,8 +75,9 @@ def build_engine(
     tokenizer = open_tokenizer(checkpoint)
     draft = open_draft(config.draft_model, arch, tokenizer, download_progress)
     device = choose_device(config)
-    for described in (arch,) if draft is None else (arch, draft.arch):
-        check_attention(described, device)
+    for one in (arch, *([] if draft is None else [draft.arch])):
+        check_attention(one, device)
+        check_experts(one, device)
     weight_bytes = checkpoint_bytes(checkpoint) + (checkpoint_bytes(draft.checkpoint) if draft is not None else 0)
     draft_arch = draft.arch if draft is not None else None
     settings = resolve(config, arch, hardware_of(device, arch), weight_bytes, draft_arch)
@@ -119,6 +120,11 @@ def block_identity(checkpoint: Checkpoint, settings: Resolved, ops: Ops, draft: 
 def check_host_memory(wanted: int, free: int) -> None:
     if wanted > free:
         raise ConfigError(f"kv_offload ({wanted:,}) is above the {free:,} bytes that this machine has free: lower it.")
+
+
+def check_experts(arch: Arch, device: str) -> None:
+    if device == "cuda" and any(isinstance(layer.feed, ExpertsArch) for layer in arch.layers):
+        raise ConfigError(f"A mixture of experts ({arch.family}) is not served on a GPU yet: use device='cpu'.")
 
 
 def choose_device(config: Config) -> str:

@@ -4,17 +4,17 @@ A family (families.py) turns config.json or GGUF keys into an `Arch`; `Transform
 checkpoint end in families.py and names.py and never reach the forward pass.
 
 A layer is a mixer (tokens read each other: `GroupedArch`, or latent.py's) and a feed (each token for itself:
-`DenseArch`). Each knows its products, its FLOPs and what it caches; memory sizing, scheduling, metrics and the cost
-model read only that.
+`DenseArch`, or `ExpertsArch` of which a token uses a few). Each knows its products, its FLOPs and what it caches;
+memory sizing, scheduling, metrics and the cost model read only that.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
-from twostroke.ops.interface import BLOCK, KV_BITS, KV_SCALE_BYTES
+from twostroke.ops.interface import BLOCK, KV_BITS, KV_SCALE_BYTES, Activation, Routing
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,16 +31,30 @@ class Rope:
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """One matrix that a step multiplies its rows with."""
+    """One matrix that a step multiplies its rows with, or several of one shape of which each row uses some."""
 
     name: str
     inputs: int
     outputs: int
     bias: bool = False
+    matrices: int = 1
+    used: int = 1  # by one row
 
     @property
     def weights(self) -> int:
-        return self.inputs * self.outputs
+        """Of all matrices."""
+        return self.inputs * self.outputs * self.matrices
+
+    @property
+    def row_weights(self) -> int:
+        """Those that one row is multiplied with."""
+        return self.inputs * self.outputs * self.used
+
+    def read(self, rows: int) -> float:
+        """Weights that a step of so many rows reads. With several matrices it is the expected number: each row chooses
+        its own, all equally likely."""
+        missed = (1 - self.used / self.matrices) ** rows  # probability that no row chose a given matrix
+        return self.weights * (1 - missed) if rows else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +143,7 @@ class GroupedArch:
     scale: float | None = None  # multiplies q · k; None: head_dim ** -0.5
     softcap: float = 0.0
     qk_norm: bool = False  # RMS norm of each query and key head
+    wide_qk_norm: bool = False  # RMS norm of all query heads together, and of all key heads
     qkv_bias: bool = False
     output_bias: bool = False
     sinks: bool = False  # each query head has a logit of its own in the softmax, without a value
@@ -169,7 +184,10 @@ class GroupedArch:
         return True
 
     def small_weights(self) -> int:
-        return (2 * self.head_dim if self.qk_norm else 0) + (self.heads if self.sinks else 0)
+        sinks = self.heads if self.sinks else 0
+        if self.wide_qk_norm:
+            return sinks + self.width + self.kv_heads * self.head_dim
+        return sinks + (2 * self.head_dim if self.qk_norm else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +195,7 @@ class DenseArch:
     """A gated feed-forward network: down · (activation(gate · x) · (up · x))."""
 
     width: int
-    activation: Literal["silu", "gelu_tanh"] = "silu"
+    activation: Activation = "silu"
 
     @property
     def kind(self) -> str:
@@ -185,6 +203,34 @@ class DenseArch:
 
     def products(self, hidden: int) -> tuple[Product, ...]:
         return Product("gate_up", hidden, 2 * self.width), Product("down", self.width, hidden)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsArch:
+    """Many gated networks of which each token uses a few, chosen by a router, and perhaps one that every token uses."""
+
+    routing: Routing
+    width: int  # of one expert
+    activation: Activation = "silu"
+    shared: int = 0  # width of the expert that every token uses; 0: there is none
+    corrected: bool = False  # the choice adds a learnt number to each expert's score
+    router_bias: bool = False
+    expert_bias: bool = False
+
+    @property
+    def kind(self) -> str:
+        return "experts"
+
+    def products(self, hidden: int) -> tuple[Product, ...]:
+        count, used, bias = self.routing.experts, self.routing.chosen, self.expert_bias
+        found = [
+            Product("router", hidden, count, self.router_bias),
+            Product("gate_up", hidden, 2 * self.width, bias, count, used),
+            Product("down", self.width, hidden, bias, count, used),
+        ]
+        if self.shared:
+            found += [Product("shared_gate_up", hidden, 2 * self.shared), Product("shared_down", self.shared, hidden)]
+        return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +258,7 @@ class Arch:
     mixers: tuple[tuple[MixerArch, int], ...] = field(init=False, repr=False, compare=False)  # and their layers
     products: tuple[Product, ...] = field(init=False, repr=False, compare=False)  # of all layers, as a step runs them
     layer_weights: int = field(init=False, repr=False, compare=False)  # matrix weights of all layers
+    row_weights: int = field(init=False, repr=False, compare=False)  # those of them that one row is multiplied with
 
     def __post_init__(self) -> None:
         # Once: every plan asks what its tokens cost.
@@ -219,6 +266,7 @@ class Arch:
         found = {layer: layer.products(self.hidden) for layer in set(self.layers)}
         object.__setattr__(self, "products", tuple(product for layer in self.layers for product in found[layer]))
         object.__setattr__(self, "layer_weights", sum(product.weights for product in self.products))
+        object.__setattr__(self, "row_weights", sum(product.row_weights for product in self.products))
 
     # ---- what it costs -------------------------------------------------------------------------------------------
 
@@ -235,11 +283,22 @@ class Arch:
     def parameters(self) -> int:
         """Every weight of the checkpoint, norms and biases included."""
         norms = sum((4 if layer.out_norms else 2) * self.hidden + layer.mixer.small_weights() for layer in self.layers)
-        biases = sum(product.outputs for product in self.products if product.bias)
+        biases = sum(product.outputs * product.matrices for product in self.products if product.bias)
+        biases += sum(
+            layer.feed.routing.experts
+            for layer in self.layers
+            if isinstance(layer.feed, ExpertsArch) and layer.feed.corrected
+        )
         return self.weights + norms + biases + self.hidden
 
     def linear_flops(self, tokens: int, logit_rows: int) -> int:
-        return 2 * (tokens * self.layer_weights + logit_rows * self.head_weights)
+        return 2 * (tokens * self.row_weights + logit_rows * self.head_weights)
+
+    def read_share(self, rows: int) -> float:
+        """The part of the layers' weights that a step of so many rows is expected to read; 1 without experts."""
+        if self.row_weights == self.layer_weights or not rows:
+            return 1.0 if rows else 0.0
+        return sum(product.read(rows) for product in self.products) / self.layer_weights
 
     def attention_flops(self, start: int, count: int) -> int:
         """q·k and p·v of `count` tokens after `start` cached ones, over all layers, windows respected."""

@@ -6,17 +6,18 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
-from twostroke.model.arch import Arch, DenseArch, GroupedArch, LayerArch
+from twostroke.model.arch import Arch, DenseArch, ExpertsArch, GroupedArch, LayerArch
 from twostroke.model.latent import LatentArch
+from twostroke.ops.interface import Routing
 
 _MIXERS: dict[str, type] = {"grouped": GroupedArch, "latent": LatentArch}
-_FEEDS: dict[str, type] = {"dense": DenseArch}
+_FEEDS: dict[str, type] = {"dense": DenseArch, "experts": ExpertsArch}
 
 
 def arch_document(arch: Arch) -> dict[str, Any]:
     """As plain data. Rotary positions cost no time and are left out."""
     described = asdict(replace(arch, layers=()))
-    for made in ("mixers", "products", "layer_weights"):
+    for made in ("mixers", "products", "layer_weights", "row_weights"):
         del described[made]
     described["layers"] = [
         {
@@ -37,7 +38,10 @@ def read_arch(document: Mapping[str, Any]) -> Arch:
     """From such a document; KeyError or TypeError where it is not one."""
 
     def part(values: Mapping[str, Any], kinds: Mapping[str, type]) -> Any:
-        return kinds[values["kind"]](**{name: value for name, value in values.items() if name != "kind"})
+        found = {name: value for name, value in values.items() if name != "kind"}
+        if "routing" in found:
+            found["routing"] = Routing(**found["routing"])
+        return kinds[values["kind"]](**found)
 
     layers = tuple(
         LayerArch(part(one["mixer"], _MIXERS), part(one["feed"], _FEEDS), one["out_norms"])

@@ -12,6 +12,14 @@ from typing import Any, NamedTuple
 
 from twostroke.errors import ModelError
 from twostroke.model.arch import Arch, DenseArch, FeedArch, GroupedArch, LayerArch, Rope
+from twostroke.model.experts import (
+    deepseek_v2_feeds,
+    deepseek_v3_feeds,
+    gpt_oss_feeds,
+    mixtral_feeds,
+    olmoe_feeds,
+    qwen3_moe_feeds,
+)
 from twostroke.model.fields import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_POSITIONS, MAX_VOCAB, Fields
 from twostroke.model.latent import LatentArch
 from twostroke.model.rope import latent_scale, make_rope
@@ -124,19 +132,18 @@ def _phi3(c: Fields) -> Arch:
 
 
 def _deepseek_v2(c: Fields) -> Arch:
-    return _deepseek(c, "deepseek_v2", interleaved=True)
+    return _deepseek(c, "deepseek_v2", deepseek_v2_feeds, interleaved=True)
 
 
 def _deepseek_v3(c: Fields) -> Arch:
     """Moonlight, and the text half of Kimi K2.5, are this family too."""
-    return _deepseek(c, "deepseek_v3", interleaved=c.flag("rope_interleave", True))
+    return _deepseek(c, "deepseek_v3", deepseek_v3_feeds, interleaved=c.flag("rope_interleave", True))
 
 
-def _deepseek(c: Fields, family: str, interleaved: bool) -> Arch:
+def _deepseek(c: Fields, family: str, feeds: Callable[[Fields, int], list[FeedArch]], interleaved: bool) -> Arch:
     """Latent attention in all layers; the first ones have a dense feed, the others experts."""
     c.only("hidden_act", "silu")
     c.only("mlp_bias", False)
-    c.only("moe_layer_freq", 1)
     heads, count = _heads(c), _layers(c)
     c.only("num_key_value_heads", heads)
     plain_dim = c.integer("qk_nope_head_dim", 128, most=MAX_HEAD_DIM)
@@ -153,11 +160,13 @@ def _deepseek(c: Fields, family: str, interleaved: bool) -> Arch:
         interleaved=interleaved,
         bias=c.flag("attention_bias", False),
     )
+    all_dense = c.integer("first_k_dense_replace", 0, least=0) >= count
+    found = [DenseArch(c.integer("intermediate_size"))] * count if all_dense else feeds(c, count)
     return Arch(
         family=family,
         vocab=c.integer("vocab_size", most=MAX_VOCAB),
         hidden=_hidden(c),
-        layers=tuple(LayerArch(mixer, feed) for feed in _deepseek_feeds(c, count)),
+        layers=tuple(LayerArch(mixer, feed) for feed in found),
         max_positions=_positions(c),
         norm_eps=c.number("rms_norm_eps", 1e-6, most=1.0),
         tied_head=c.flag("tie_word_embeddings", False),
@@ -170,25 +179,37 @@ def _gpt_oss(c: Fields) -> Arch:
     kinds = _per_layer(c, "layer_types", [FULL if i % 2 else SLIDING for i in range(count)], (FULL, SLIDING))
     window, rope = _window(c, 128), _rope(c, 150_000.0, head_dim=head_dim)
     layers = [Reach(_need_window(c, window) if kind == SLIDING else None, rope) for kind in kinds]
-    feeds = _gpt_oss_feeds(c, count)
+    feeds = gpt_oss_feeds(c, count)
     return _arch(c, "gpt_oss", layers, feeds=feeds, head_dim=head_dim, qkv_bias=biased, output_bias=biased, sinks=True)
 
 
-# The one place where experts join these families.
+def _qwen3_moe(c: Fields) -> Arch:
+    biased, head_dim, count = c.flag("attention_bias", False), _head_dim(c, 128), _layers(c)
+    c.only("use_sliding_window", False)
+    reaches = [Reach(rope=_rope(c, 10_000.0, head_dim=head_dim))] * count
+    feeds = qwen3_moe_feeds(c, count)
+    return _arch(
+        c, "qwen3_moe", reaches, feeds=feeds, qkv_bias=biased, output_bias=biased, qk_norm=True, head_dim=head_dim
+    )
 
 
-def _deepseek_feeds(c: Fields, count: int) -> list[FeedArch]:
-    dense = min(count, c.integer("first_k_dense_replace", 0, least=0))
-    if dense < count:
-        raise c.error("first_k_dense_replace", f"leaves {count - dense} layers to experts, which are not supported")
-    return [DenseArch(c.integer("intermediate_size"))] * dense
+def _mixtral(c: Fields) -> Arch:
+    count = _layers(c)
+    reaches = [Reach(_window(c), _rope(c, 1_000_000.0))] * count
+    return _arch(c, "mixtral", reaches, feeds=mixtral_feeds(c, count))
 
 
-def _gpt_oss_feeds(c: Fields, count: int) -> list[FeedArch]:
-    raise c.error("num_local_experts", "is a mixture of experts, which is not supported")
+def _olmoe(c: Fields) -> Arch:
+    """The norms of queries and keys are over all heads together."""
+    c.only("clip_qkv")
+    biased, count = c.flag("attention_bias", False), _layers(c)
+    reaches = [Reach(rope=_rope(c, 10_000.0))] * count
+    feeds = olmoe_feeds(c, count)
+    return _arch(c, "olmoe", reaches, feeds=feeds, qkv_bias=biased, output_bias=biased, wide_qk_norm=True)
 
 
-_MIXTURES = ("deepseek_v2", "deepseek_v3", "gpt_oss")  # families that read the keys of experts
+# families that read the keys of experts
+_MIXTURES = ("qwen3_moe", "mixtral", "olmoe", "deepseek_v2", "deepseek_v3", "gpt_oss")
 _FAMILIES: dict[str, Callable[[Fields], Arch]] = {
     "llama": _llama,
     "smollm3": _smollm3,
@@ -201,6 +222,9 @@ _FAMILIES: dict[str, Callable[[Fields], Arch]] = {
     "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _deepseek_v3,
     "gpt_oss": _gpt_oss,
+    "qwen3_moe": _qwen3_moe,
+    "mixtral": _mixtral,
+    "olmoe": _olmoe,
 }
 
 

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from twostroke.errors import ModelError
 from twostroke.model.arch import Arch, DenseArch, FeedArch, GroupedArch, LayerArch, Rope
+from twostroke.model.experts import gguf_feeds
 from twostroke.model.families import Reach, grouped_layers
 from twostroke.model.fields import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_POSITIONS, MAX_VOCAB, Fields
 from twostroke.model.latent import LatentArch
 from twostroke.model.rope import divided, latent_scale, make_rope, plain_frequencies
+from twostroke.ops.interface import Activation
 
 Values = Callable[[str], Sequence[float]]  # the numbers of a small tensor
 
@@ -45,9 +47,24 @@ def arch_from_gguf(
 
 
 def _llama(g: Gguf) -> Arch:
-    """Llama, Mistral and SmolLM2: converters write all of them as `llama`."""
-    window = g.keys.integer("attention.sliding_window", 0, least=0, most=MAX_POSITIONS)
-    return _arch(g, "llama", [Reach(window or None, _whole_head_rope(g))] * _layers(g))
+    """Llama, Mistral, Mixtral and SmolLM2: converters write all of them as `llama`."""
+    window, count = g.keys.integer("attention.sliding_window", 0, least=0, most=MAX_POSITIONS), _layers(g)
+    feeds = gguf_feeds(g.keys, g.shapes, count, normalised=True)
+    return _arch(g, "llama", [Reach(window or None, _whole_head_rope(g))] * count, feeds=feeds)
+
+
+def _olmoe(g: Gguf) -> Arch:
+    g.keys.only("attention.clamp_kqv", 0.0)
+    count = _layers(g)
+    feeds = gguf_feeds(g.keys, g.shapes, count, normalised=False)
+    return _arch(g, "olmoe", [Reach(None, _rope(g))] * count, feeds=feeds)
+
+
+def _qwen3_moe(g: Gguf) -> Arch:
+    g.keys.only("attention.sliding_window", 0)
+    count = _layers(g)
+    feeds = gguf_feeds(g.keys, g.shapes, count, normalised=True)
+    return _arch(g, "qwen3_moe", [Reach(None, _rope(g))] * count, feeds=feeds)
 
 
 def _smollm3(g: Gguf) -> Arch:
@@ -117,11 +134,14 @@ def _deepseek(g: Gguf) -> Arch:
         rope=make_rope(_scaling_kind(g), settings, c.number("rope.freq_base", 10_000.0), rope_dim, _positions(g)),
         bias="blk.0.attn_kv_a_mqa.bias" in g.shapes,
     )
+    all_dense = c.integer("leading_dense_block_count", 0, least=0) >= _layers(g)
+    dense = [DenseArch(c.integer("feed_forward_length"))] * _layers(g)
+    feeds = dense if all_dense else gguf_feeds(c, g.shapes, _layers(g), normalised=False)
     return Arch(
         family="deepseek_v3" if c.get("expert_gating_func") == 2 else "deepseek_v2",
         vocab=_vocab(g),
         hidden=_hidden(g),
-        layers=tuple(LayerArch(mixer, feed) for feed in _deepseek_feeds(g, _layers(g))),
+        layers=tuple(LayerArch(mixer, feed) for feed in feeds),
         max_positions=_positions(g),
         norm_eps=c.number("attention.layer_norm_rms_epsilon", most=1.0),
         tied_head="output.weight" not in g.shapes,
@@ -137,25 +157,11 @@ def _gpt_oss(g: Gguf) -> Arch:
     rope = make_rope(_scaling_kind(g), settings, theta, _rotated(g), _positions(g))
     window = c.integer("attention.sliding_window", 128, most=MAX_POSITIONS)
     reaches = [Reach(None if i % 2 else window, rope) for i in range(count)]
-    return _arch(g, "gpt_oss", reaches, feeds=_gpt_oss_feeds(g, count))
+    feeds = gguf_feeds(c, g.shapes, count, normalised=True, activation="swiglu_oai")
+    return _arch(g, "gpt_oss", reaches, feeds=feeds)
 
 
-# The one place where experts join these families.
-
-
-def _deepseek_feeds(g: Gguf, count: int) -> list[FeedArch]:
-    dense = min(count, g.keys.integer("leading_dense_block_count", 0, least=0))
-    if dense < count:
-        reason = f"leaves {count - dense} layers to experts, which are not supported"
-        raise g.keys.error("leading_dense_block_count", reason)
-    return [DenseArch(g.keys.integer("feed_forward_length"))] * dense
-
-
-def _gpt_oss_feeds(g: Gguf, count: int) -> list[FeedArch]:
-    raise g.keys.error("expert_count", "is that of a mixture of experts, which is not supported")
-
-
-_MIXTURES = ("deepseek2", "gpt-oss")  # families that read the keys of experts
+_MIXTURES = ("llama", "olmoe", "qwen3moe", "deepseek2", "gpt-oss")  # families that read the keys of experts
 _FAMILIES: dict[str, Callable[[Gguf], Arch]] = {
     "llama": _llama,
     "smollm3": _smollm3,
@@ -165,6 +171,8 @@ _FAMILIES: dict[str, Callable[[Gguf], Arch]] = {
     "phi3": _phi3,
     "deepseek2": _deepseek,
     "gpt-oss": _gpt_oss,
+    "olmoe": _olmoe,
+    "qwen3moe": _qwen3_moe,
 }
 
 
@@ -177,7 +185,7 @@ def _arch(
     reaches: Sequence[Reach],
     *,
     feeds: Sequence[FeedArch] | None = None,
-    activation: Literal["silu", "gelu_tanh"] = "silu",
+    activation: Activation = "silu",
     out_norms: bool = False,
     embedding_scale: float = 1.0,
     logit_softcap: float = 0.0,
@@ -186,12 +194,14 @@ def _arch(
     c, heads, head_dim = g.keys, _heads(g), _head_dim(g)
     if c.integer("attention.value_length", head_dim, most=MAX_HEAD_DIM) != head_dim:
         raise c.error("attention.value_length", f"differs from the key length, {head_dim}; that is not supported")
+    normed = g.shapes.get("blk.0.attn_q_norm.weight")
     mixer = GroupedArch(
         heads,
         c.integer("attention.head_count_kv", heads, most=MAX_HEADS),
         head_dim,
         scale=scale,
-        qk_norm="blk.0.attn_q_norm.weight" in g.shapes,
+        qk_norm=normed is not None and family != "olmoe",
+        wide_qk_norm=normed is not None and family == "olmoe",
         qkv_bias="blk.0.attn_q.bias" in g.shapes or "blk.0.attn_qkv.bias" in g.shapes,
         output_bias="blk.0.attn_output.bias" in g.shapes,
         sinks="blk.0.attn_sinks.weight" in g.shapes,

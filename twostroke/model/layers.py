@@ -9,14 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from twostroke.ops.interface import Array, Attention, Batch, FusedLayer, Gate, KVLayer, Norm, Ops, Weight
+from twostroke.ops.interface import Array, Attention, Batch, ExpertSet, FusedLayer, Gate, KVLayer, Norm, Ops, Weight
 
 
 class Branch(NamedTuple):
-    """What a part of a layer adds to the residual stream: norm(weight · before(inner))."""
+    """What a part of a layer adds to the residual stream: norm(weight · before(inner)), or norm(inner) where that is
+    the sum of several products."""
 
     inner: Array  # (T, …)
-    weight: Weight
+    weight: Weight | None
     before: Gate | None
     norm: Norm | None
 
@@ -51,9 +52,15 @@ class Grouped:
     attention: Attention
     output: Weight
     out_norm: Norm | None = None  # before the residual add, where the family has one
+    wide_norms: tuple[Norm, Norm] | None = None  # of all query heads together, of all key heads together
 
     def run(self, ops: Ops, x: Array, cache: KVLayer, batch: Batch, group: int) -> Branch:
         qkv = ops.linear(x, self.qkv, before=self.norm)
+        start = 0
+        for norm in self.wide_norms or ():
+            part = slice(start, start + len(norm.weight))
+            qkv[:, part] = ops.norm(qkv[:, part], norm)
+            start = part.stop
         attended = ops.attend(qkv, self.attention, cache, batch, group)  # (T, heads · head_dim)
         return Branch(attended, self.output, None, self.out_norm)
 
@@ -86,6 +93,43 @@ class Dense:
         )
 
 
+class SharedExpert(NamedTuple):
+    """The expert that every token uses."""
+
+    gate_up: Weight
+    down: Weight
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Experts:
+    """ExpertsArch with its weights."""
+
+    norm: Norm
+    experts: ExpertSet
+    shared: SharedExpert | None = None
+    out_norm: Norm | None = None
+
+    def run(self, ops: Ops, x: Array) -> Branch:
+        total = ops.experts(x, self.norm, self.experts)
+        if self.shared is not None:
+            inner = ops.linear(x, self.shared.gate_up, before=self.norm)
+            total = ops.linear(inner, self.shared.down, before=self.experts.gate, add_to=total)
+        return Branch(total, None, None, self.out_norm)
+
+    def chosen_bytes(self, ops: Ops) -> int:
+        """Of the experts of one row."""
+        one = ops.weight_bytes(self.experts.gate_up[0]) + ops.weight_bytes(self.experts.down[0])
+        return self.experts.routing.chosen * one
+
+    def products(self) -> tuple[PackedProduct, ...]:
+        """What every step reads: an expert's weights are read only where a row chooses it."""
+        found = [PackedProduct("router", self.experts.router, self.norm, False)]
+        if self.shared is not None:
+            found.append(PackedProduct("shared_gate_up", self.shared.gate_up, self.norm, False))
+            found.append(PackedProduct("shared_down", self.shared.down, self.experts.gate, True))
+        return tuple(found)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Layer:
     mixer: Mixer
@@ -97,9 +141,16 @@ class Layer:
     def fused(self) -> FusedLayer | None:
         """For a backend that runs whole layers in one call; None for other kinds of mixers and feeds."""
         mixer, feed = self.mixer, self.feed
-        if not (isinstance(mixer, Grouped) and isinstance(feed, Dense)):
+        if not (isinstance(mixer, Grouped) and isinstance(feed, Dense | Experts)):
             return None
+        experts = feed.experts if isinstance(feed, Experts) else None
+        always = feed.shared if isinstance(feed, Experts) else feed
+        queries, keys = mixer.wide_norms or (None, None)
         return FusedLayer(
             mixer.norm, mixer.qkv, mixer.attention, mixer.output, mixer.out_norm,
-            feed.norm, feed.gate_up, feed.gate, feed.down, feed.out_norm,
+            feed.norm,
+            None if always is None else always.gate_up,
+            feed.experts.gate if isinstance(feed, Experts) else feed.gate,
+            None if always is None else always.down,
+            feed.out_norm, experts, queries, keys,
         )  # fmt: skip

@@ -13,25 +13,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
-from dataclasses import dataclass
 from typing import Literal
 
-from twostroke.model.arch import Arch, DenseArch, GroupedArch, LayerArch, MixerArch
+from twostroke.model.arch import Arch, DenseArch, ExpertsArch, GroupedArch, LayerArch, MixerArch
+from twostroke.model.expert_names import expert_sources
 from twostroke.model.latent import LatentArch
+from twostroke.model.source import Source
 
 FileKind = Literal["gguf", "safetensors"]
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """Where one parameter comes from."""
-
-    tensor: str
-    shape: tuple[int, ...]  # of the whole tensor
-    rows: tuple[int, int] | None = None  # the parameter's rows of a fused tensor
-    paired_heads: int = 0  # number of heads whose rows lie in neighbouring pairs and must be put into halves
-    paired_tail: int = 0  # only so many rows at the end of each of these heads; 0: all rows
-    add: float = 0.0
 
 
 # The one place where the two spellings stand side by side: ours, transformers', GGUF's.
@@ -121,9 +110,10 @@ def _layer_sources(
     spelling = 1 if gguf else 0
     norms = _norm_names(arch, layer).items()
     sources = {name: Source(f"{stem}{spell[spelling]}.weight", (arch.hidden,), add=add) for name, spell in norms}
-    return (
-        sources | _mixer_sources(arch, layer.mixer, gguf, stem, add, present) | _feed_sources(arch, layer, gguf, stem)
-    )
+    sources |= _mixer_sources(arch, layer.mixer, gguf, stem, add, present)
+    if isinstance(layer.feed, ExpertsArch):
+        return sources | expert_sources(arch.hidden, layer.feed, gguf, stem, present)
+    return sources | _feed_sources(arch, layer, gguf, stem)
 
 
 def _mixer_sources(
@@ -140,8 +130,9 @@ def _grouped_sources(
 ) -> dict[str, Source]:
     spelling = 1 if gguf else 0
     sources = {}
-    for name, spell in _QK_NORMS.items() if mixer.qk_norm else ():
-        sources[name] = Source(f"{stem}{spell[spelling]}.weight", (mixer.head_dim,), add=add)
+    heads_of = {"q_norm": mixer.heads, "k_norm": mixer.kv_heads} if mixer.wide_qk_norm else {}
+    for name, spell in _QK_NORMS.items() if mixer.qk_norm or mixer.wide_qk_norm else ():
+        sources[name] = Source(f"{stem}{spell[spelling]}.weight", (mixer.head_dim * heads_of.get(name, 1),), add=add)
     if mixer.sinks:
         sources["sinks"] = Source(f"{stem}{'attn_sinks.weight' if gguf else 'self_attn.sinks'}", (mixer.heads,))
     shapes = _attention_shapes(arch.hidden, mixer)

@@ -12,7 +12,7 @@ import numpy as np
 
 from twostroke.kv.storage import KVStorage
 from twostroke.model.arch import Arch, Rope
-from twostroke.model.layers import Branch, Layer, PackedProduct
+from twostroke.model.layers import Branch, Experts, Layer, PackedProduct
 from twostroke.ops.arrays import placed
 from twostroke.ops.interface import Array, Batch, FusedLayer, Norm, Ops, RopeTable, Weight
 
@@ -53,8 +53,11 @@ class Transformer:
         return PackedProduct("head", self.head, self.final_norm, False)
 
     def weight_bytes(self) -> int:
-        """Bytes of weights that a decode step reads: every layer and the head."""
-        return sum(self.ops.weight_bytes(product.weight) for product in self.products())
+        """Bytes of weights that a step of one row reads: every layer, of experts the chosen ones, and the head."""
+        always = sum(self.ops.weight_bytes(product.weight) for product in self.products())
+        return always + sum(
+            layer.feed.chosen_bytes(self.ops) for layer in self.layers if isinstance(layer.feed, Experts)
+        )
 
     # ---- a step ----------------------------------------------------------------------------------------------------
 
@@ -109,9 +112,12 @@ class Transformer:
 
     def _add(self, x: Array, branch: Branch) -> Array:
         """The residual add."""
-        if branch.norm is None:
+        if branch.norm is None and branch.weight is not None:
             return self.ops.linear(branch.inner, branch.weight, before=branch.before, add_to=x)
-        return x + self.ops.norm(self.ops.linear(branch.inner, branch.weight, before=branch.before), branch.norm)
+        value = branch.inner
+        if branch.weight is not None:
+            value = self.ops.linear(value, branch.weight, before=branch.before)
+        return x + (value if branch.norm is None else self.ops.norm(value, branch.norm))
 
 
 def rope_table(rope: Rope, positions: int, device: torch.device | None) -> RopeTable:

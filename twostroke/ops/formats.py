@@ -33,6 +33,7 @@ _LAYOUTS: dict[str, tuple[int, np.dtype]] = {
     "F32": (1, np.dtype([("x", "<f4")])),
     "F16": (1, np.dtype([("x", "<f2")])),
     "BF16": (1, np.dtype([("x", "<u2")])),
+    "U8": (1, np.dtype([("x", "u1")])),  # parts of another format: MXFP4 in safetensors
     "Q8_0": (32, np.dtype([("d", "<f2"), ("qs", "i1", 32)])),
     "Q4_0": (32, np.dtype([("d", "<f2"), ("qs", "u1", 16)])),
     "Q4_1": (32, np.dtype([("d", "<f2"), ("m", "<f2"), ("qs", "u1", 16)])),
@@ -43,8 +44,11 @@ _LAYOUTS: dict[str, tuple[int, np.dtype]] = {
         256,
         np.dtype([("d", "<f2"), ("m", "<f2"), ("scales", "u1", (3, 4)), ("qh", "u1", 32), ("qs", "u1", (4, 32))]),
     ),
+    "MXFP4": (32, np.dtype([("e", "u1"), ("qs", "u1", 16)])),
     "Q6_K": (256, np.dtype([("ql", "u1", (2, 2, 32)), ("qh", "u1", (2, 32)), ("scales", "i1", 16), ("d", "<f2")])),
 }
+
+FOUR_BIT_FLOATS = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)  # MXFP4's codes
 
 FORMATS: dict[str, Format] = {name: Format(name, block, layout.itemsize) for name, (block, layout) in _LAYOUTS.items()}
 
@@ -94,6 +98,11 @@ class Stored:
         if not 0 <= start <= stop <= self.shape[0]:
             raise ValueError(f"rows {start}:{stop} lie outside shape {self.shape}")
         return Stored(self.format, (stop - start, *self.shape[1:]), self.by_row()[start:stop].reshape(-1))
+
+    def entry(self, index: int) -> Stored:
+        """Entry `index` of the first axis, as a view without that axis."""
+        one = self.rows(index, index + 1)
+        return Stored(one.format, one.shape[1:], one.data)
 
     def take_rows(self, index: np.ndarray) -> Stored:
         """The rows named by `index`, in that order, as a copy of their bytes."""
@@ -185,6 +194,12 @@ def _q6_k(b: np.ndarray, out: np.ndarray) -> None:
     q16 *= scales[:, :, None]
 
 
+def _mxfp4(b: np.ndarray, out: np.ndarray) -> None:
+    out[:, :16] = FOUR_BIT_FLOATS[b["qs"] & np.uint8(15)]
+    out[:, 16:] = FOUR_BIT_FLOATS[b["qs"] >> np.uint8(4)]
+    np.ldexp(out, b["e"].astype(np.int32)[:, None] - 127, out=out)
+
+
 def _column(values: np.ndarray) -> np.ndarray:
     return values.astype(np.float32)[:, None]
 
@@ -222,6 +237,7 @@ _DECODERS: dict[str, Callable[[np.ndarray, np.ndarray], None]] = {
     "F32": _plain,
     "F16": _plain,
     "BF16": _bf16,
+    "U8": _plain,
     "Q8_0": _q8_0,
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,
@@ -230,4 +246,5 @@ _DECODERS: dict[str, Callable[[np.ndarray, np.ndarray], None]] = {
     "Q4_K": _q4_k,
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
+    "MXFP4": _mxfp4,
 }

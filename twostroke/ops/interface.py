@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # neither the block bookkeeping nor the native CPU backend br
 
 BLOCK = 16  # tokens in one KV block
 
-Activation = Literal["silu", "gelu_tanh"]
+Activation = Literal["silu", "gelu_tanh", "swiglu_oai"]
 KVFormat = Literal["float32", "float16", "bfloat16", "int8", "int4", "fp8"]
 KV_BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "int8": 8, "int4": 4, "fp8": 8}  # of one element
 KV_SCALE_BYTES = {"int8": 4, "int4": 4, "fp8": 4}  # one float32 scale for each token and head
@@ -42,9 +42,43 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """Gated activation of a (T, 2F) array holding gate | up: activation(gate) · up, of shape (T, F)."""
+    """Gated activation of a (T, 2F) array holding gate | up: activation(gate) · up, of shape (T, F).
+
+    swiglu_oai (gpt-oss): gate is at most 7, up lies between -7 and 7; gate · σ(1.702 gate) · (up + 1).
+    """
 
     activation: Activation
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """How a row chooses its experts, and what each of them counts.
+
+    A score for each expert is made of the router's outputs. The `chosen` best are taken, the lowest index first among
+    equals. Where experts are in groups, a group's score is the sum of its `group_best` best, and only experts of the
+    `kept_groups` best groups may be chosen.
+    """
+
+    experts: int
+    chosen: int
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    normalised: bool = False  # the weights of the chosen are divided by their sum
+    factor: float = 1.0  # multiplies the weights
+    groups: int = 1
+    kept_groups: int = 1
+    group_best: int = 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertSet:
+    """The experts of one layer: each is a gated feed-forward network of its own."""
+
+    routing: Routing
+    router: Weight  # (experts, hidden)
+    correction: Array | None  # (experts,) float32: added to the scores for the choice, not to the weights
+    gate_up: tuple[Weight, ...]  # of each expert gate and up stacked
+    gate: Gate
+    down: tuple[Weight, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,7 +127,10 @@ class LatentAttention:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FusedLayer:
-    """Grouped attention and a gated feed, each added to the residual stream: what `Ops.fuse` may run in one call."""
+    """Grouped attention and a gated feed, each added to the residual stream: what `Ops.fuse` may run in one call.
+
+    With experts, gate_up and down are those of an expert that every row takes as well; None: there is no such one.
+    """
 
     attention_norm: Norm
     qkv: Weight  # q, k and v stacked
@@ -101,10 +138,13 @@ class FusedLayer:
     output: Weight
     attention_out_norm: Norm | None  # before the residual add
     feed_norm: Norm
-    gate_up: Weight  # gate and up stacked
+    gate_up: Weight | None  # gate and up stacked
     gate: Gate
-    down: Weight
+    down: Weight | None
     feed_out_norm: Norm | None
+    experts: ExpertSet | None = None
+    all_queries_norm: Norm | None = None  # over all query heads together, before `attention`
+    all_keys_norm: Norm | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -175,6 +215,11 @@ class Ops(Protocol):
         self, x: Array, weight: Weight, *, before: Norm | Gate | None = None, add_to: Array | None = None
     ) -> Array:
         """before(x) @ weight.T + bias. With `add_to` the result is added into it in place, and it is returned."""
+        ...
+
+    def experts(self, x: Array, norm: Norm, experts: ExpertSet) -> Array:
+        """The sum over a row's chosen experts of weight · down(gate(gate_up(norm(x)))), added in the order of choice:
+        (T, hidden). An expert's weights are read once for all rows that chose it, and only if a row did."""
         ...
 
     def attend(self, qkv: Array, attention: Attention, kv: KVLayer, batch: Batch, group: int) -> Array:

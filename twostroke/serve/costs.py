@@ -1,7 +1,7 @@
 """FLOPs and bytes of an answer and of a step, computed from the model's architecture.
 
 An answer's costs are those of the answer alone: the weights count once for every step it took part in, although in a
-batch all requests of a step share them.
+batch all requests of a step share them. Of experts, those count that its own tokens are expected to choose.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ def answer_costs(arch: Arch, settings: Resolved, weight_bytes: int, timeline: Ti
     read = prompt - cached if timeline.token_times else 0  # unknown if there was no output
     written = max(0, timeline.output_tokens - 1)  # prefill gives the first token
     layout = settings.layout
+    chunk = weight_bytes * arch.read_share(-(-read // max(1, timeline.chunks)))  # read by a chunk of the mean size
     seen = sum(
         seen_pairs(prompt, written, group.window) * len(group.layers) * group.entry.bytes / group.entry.tokens
         for group in layout.groups
@@ -24,9 +25,9 @@ def answer_costs(arch: Arch, settings: Resolved, weight_bytes: int, timeline: Ti
     )
     return {
         "prefill_flops": float(arch.linear_flops(read, 1) + arch.attention_flops(cached, read)) if read else 0.0,
-        "prefill_bytes": float(timeline.chunks * weight_bytes + prompt * layout.token_bytes) if read else 0.0,
+        "prefill_bytes": float(timeline.chunks * chunk + prompt * layout.token_bytes) if read else 0.0,
         "decode_flops": float(arch.linear_flops(written, written) + arch.attention_flops(prompt, written)),
-        "decode_bytes": float(written * weight_bytes + seen),
+        "decode_bytes": float(written * weight_bytes * arch.read_share(1) + seen),
     }
 
 
@@ -36,5 +37,5 @@ def step_costs(arch: Arch, settings: Resolved, weight_bytes: int, step: Step) ->
     seen = sum(settings.layout.read_bytes(work.start + work.count) for work in step.works)
     return {
         "flops": float(arch.linear_flops(step.tokens, step.sampled) + attention),
-        "bytes": float(weight_bytes + seen),
+        "bytes": float(weight_bytes * arch.read_share(step.tokens) + seen),
     }

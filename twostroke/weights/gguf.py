@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from twostroke.errors import ModelError
-from twostroke.ops.formats import FORMATS, Stored, stored_bytes
+from twostroke.ops.formats import Stored, stored_bytes
 from twostroke.weights.files import damaged, map_file
 
 # ggml's numbers for the tensor types we read.
@@ -38,12 +38,13 @@ _TENSOR_TYPES = {
     13: "Q5_K",
     14: "Q6_K",
     30: "BF16",
+    39: "MXFP4",
 }
 # Names of other types, only so that the refusal can say what the file holds.
 _UNREAD_TYPES = {
     9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S",
     20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64",
-    29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
+    29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0",
 }  # fmt: skip
 
 _BOOL, _STRING, _ARRAY = 7, 8, 9
@@ -242,7 +243,7 @@ def _read_record(cursor: _Cursor) -> _Record:
     if format_name is None:
         raise ModelError(
             f"{cursor.path}: tensor {name!r} is stored as {_UNREAD_TYPES.get(kind, f'type {kind}')}, which is not "
-            f"read; use a file quantized to one of {', '.join(FORMATS)}."
+            f"read; use a file quantized to one of {', '.join(_TENSOR_TYPES.values())}."
         )
     shape = tuple(reversed(sizes))
     try:

@@ -11,18 +11,29 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from twostroke.errors import ModelError
-from twostroke.model.arch import Arch, DenseArch, GroupedArch, LayerArch, Rope
+from twostroke.model.arch import Arch, DenseArch, ExpertsArch, GroupedArch, LayerArch, Rope
 from twostroke.model.latent import Latent, LatentArch
-from twostroke.model.layers import Dense, Feed, Grouped, Layer, Mixer
+from twostroke.model.layers import Dense, Experts, Feed, Grouped, Layer, Mixer, SharedExpert
 from twostroke.model.names import ignorable, parameter_sources
 from twostroke.model.transformer import Transformer, rope_table
 from twostroke.ops.arrays import placed
-from twostroke.ops.formats import Stored, dequantize
-from twostroke.ops.interface import Array, Attention, Gate, LatentAttention, Norm, Ops, RopeTable, Weight
+from twostroke.ops.formats import Stored, dequantize, from_float
+from twostroke.ops.interface import (
+    Array,
+    Attention,
+    ExpertSet,
+    Gate,
+    LatentAttention,
+    Norm,
+    Ops,
+    RopeTable,
+    Weight,
+)
 from twostroke.weights.checkpoint import Checkpoint
 from twostroke.weights.describe import load_arch
 from twostroke.weights.files import Progress
 from twostroke.weights.latent import key_parts, value_parts
+from twostroke.weights.mxfp4 import joined_mxfp4
 from twostroke.weights.quantize import quantize
 
 if TYPE_CHECKING:
@@ -98,6 +109,7 @@ def _mixer(parameters: Parameters, arch: LayerArch, stem: str, ropes: RopeTables
         attention=attention,
         output=parameters.matrix(f"{stem}output"),
         out_norm=parameters.norm(f"{stem}attention_out_norm") if arch.out_norms else None,
+        wide_norms=(parameters.norm(f"{stem}q_norm"), parameters.norm(f"{stem}k_norm")) if mixer.wide_qk_norm else None,
     )
 
 
@@ -129,14 +141,40 @@ def _latent(parameters: Parameters, mixer: LatentArch, stem: str, ropes: RopeTab
 
 
 def _feed(parameters: Parameters, arch: LayerArch, stem: str) -> Feed:
+    norm = parameters.norm(f"{stem}feed_norm")
+    out_norm = parameters.norm(f"{stem}feed_out_norm") if arch.out_norms else None
+    if isinstance(arch.feed, ExpertsArch):
+        return _experts(parameters, arch.feed, stem, norm, out_norm)
     assert isinstance(arch.feed, DenseArch)
     return Dense(
-        norm=parameters.norm(f"{stem}feed_norm"),
+        norm=norm,
         gate_up=parameters.matrix(f"{stem}gate", f"{stem}up"),
         gate=Gate(arch.feed.activation),
         down=parameters.matrix(f"{stem}down"),
-        out_norm=parameters.norm(f"{stem}feed_out_norm") if arch.out_norms else None,
+        out_norm=out_norm,
     )
+
+
+def _experts(parameters: Parameters, feed: ExpertsArch, stem: str, norm: Norm, out_norm: Norm | None) -> Experts:
+    """The router keeps its precision: it is small, and a rounding could change which experts are chosen."""
+    gate_up, down = [], []
+    for expert in range(feed.routing.experts):
+        place = f"{stem}experts.{expert}."
+        gate_up.append(parameters.matrix(f"{place}gate", f"{place}up"))
+        down.append(parameters.matrix(f"{place}down"))
+    found = ExpertSet(
+        routing=feed.routing,
+        router=parameters.matrix(f"{stem}router", exact=True),
+        correction=parameters.vector(f"{stem}correction") if feed.corrected else None,
+        gate_up=tuple(gate_up),
+        gate=Gate(feed.activation),
+        down=tuple(down),
+    )
+    shared = None
+    if feed.shared:
+        both = parameters.matrix(f"{stem}shared_gate", f"{stem}shared_up")
+        shared = SharedExpert(both, parameters.matrix(f"{stem}shared_down"))
+    return Experts(norm, found, shared, out_norm)
 
 
 def mean_rotated(bias: np.ndarray, rope: Rope | None) -> np.ndarray:
@@ -164,10 +202,11 @@ class Parameters:
         self._check_shapes()
         self.done, self.total = 0, sum(tensor.nbytes for tensor in self.tensors.values())
 
-    def matrix(self, *names: str) -> Weight:
-        """The named matrices stacked along their outputs, with their biases if the family has them."""
+    def matrix(self, *names: str, exact: bool = False) -> Weight:
+        """The named matrices stacked along their outputs, with their biases if the family has them. exact: they keep
+        the precision of the file."""
         parts = [self._stored(name) for name in names]
-        if self.bits is not None:
+        if self.bits is not None and not exact:
             bits = self.bits if names[0].startswith("layers.") else "int8"
             parts = [self._quantized(name, part, bits) for name, part in zip(names, parts, strict=True)]
         weight = self.ops.pack(parts, self._bias(names))
@@ -189,11 +228,6 @@ class Parameters:
         self._advance((name,))
         return Norm(placed(weight, self.ops.device), self.arch.norm_eps if eps is None else eps)
 
-    def vector(self, name: str) -> Array:
-        values = dequantize(self._stored(name))
-        self._advance((name,))
-        return placed(values, self.ops.device)
-
     def heads(self, mixer: LatentArch, stem: str, name: str) -> Weight:
         """A matrix for each head, from the latent attention's `k_b` or `v_b`, or from its part of `kv_b`."""
         apart = f"{stem}{name}" in self.sources
@@ -204,6 +238,11 @@ class Parameters:
         if apart or name == "v_b":
             self._advance((f"{stem}{name}" if apart else f"{stem}kv_b",))
         return self.ops.pack(parts)
+
+    def vector(self, name: str) -> Array:
+        values = dequantize(self._stored(name))
+        self._advance((name,))
+        return placed(values, self.ops.device)
 
     def key_center(self, name: str, mixer: GroupedArch) -> Array | None:
         # A norm and a cap change a constant part of the keys. A sink would lose against scores that all moved.
@@ -226,6 +265,16 @@ class Parameters:
     def _stored(self, name: str) -> Stored:
         source = self.sources[name]
         stored = self.tensors[source.tensor]
+        if source.entry is not None:
+            stored = stored.entry(source.entry)
+        if source.scales:
+            scales = self.tensors[source.scales]
+            stored = joined_mxfp4(stored, scales if source.entry is None else scales.entry(source.entry))
+        if source.transposed:
+            stored = from_float(np.ascontiguousarray(dequantize(stored).T))
+        if source.step > 1:
+            assert source.rows is not None
+            return stored.take_rows(np.arange(*source.rows, source.step))
         if source.rows is not None:
             stored = stored.rows(*source.rows)
         if not source.paired_heads:
@@ -239,11 +288,14 @@ class Parameters:
 
     def _stored_bytes(self, name: str) -> int:
         source = self.sources[name]
-        whole = self.tensors[source.tensor].nbytes
-        return whole * (source.rows[1] - source.rows[0]) // source.shape[0] if source.rows else whole
+        whole, shape = self.tensors[source.tensor].nbytes, source.shape
+        if source.entry is not None:
+            whole, shape = whole // shape[0], shape[1:]
+        return whole * len(range(*source.rows, source.step)) // shape[0] if source.rows else whole
 
     def _check_names(self) -> None:
         wanted = {source.tensor for source in self.sources.values()}
+        wanted |= {source.scales for source in self.sources.values() if source.scales}
         missing = sorted(wanted - self.tensors.keys())
         if missing:
             raise ModelError(f"{self.where}: {_listed(missing)} missing; the checkpoint is incomplete.")
@@ -255,10 +307,15 @@ class Parameters:
             )
 
     def _check_shapes(self) -> None:
-        for source in self.sources.values():
-            shape = self.tensors[source.tensor].shape
-            if shape != source.shape:
-                raise ModelError(f"{self.where}: {source.tensor} has shape {shape}, expected {source.shape}.")
+        shapes = {source.tensor: source.shape for source in self.sources.values()}
+        shapes |= {source.scales: source.shape[:-1] for source in self.sources.values() if source.scales}
+        parts = {name for source in self.sources.values() if source.scales for name in (source.tensor, source.scales)}
+        for name, shape in shapes.items():
+            if self.tensors[name].shape != shape:
+                raise ModelError(f"{self.where}: {name} has shape {self.tensors[name].shape}, expected {shape}.")
+            if (self.tensors[name].format == "U8") != (name in parts):
+                kind = "bytes" if name in parts else "floats"
+                raise ModelError(f"{self.where}: {name} has dtype {self.tensors[name].format}; it must hold {kind}.")
 
 
 def halves_order(rows: int, heads: int, tail: int = 0) -> np.ndarray:

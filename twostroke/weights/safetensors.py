@@ -19,6 +19,7 @@ from twostroke.weights.files import JSON_LIMIT, damaged, map_file, parse_json_ob
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _FORMATS = ("F32", "F16", "BF16")
+_BYTES = ("_blocks", "_scales")  # ends of the names of MXFP4's tensors, which are bytes
 _MAX_DIMS = 8
 
 
@@ -60,7 +61,7 @@ def _read_entry(path: Path, name: str, entry: Any, size: int) -> tuple[str, tupl
     label = f"tensor {name[:200]!r}"
     if not isinstance(dtype, str) or not _naturals(shape) or not _naturals(offsets) or len(offsets) != 2:
         raise damaged(path, f"{label} lacks a proper dtype, shape or data_offsets")
-    if dtype not in _FORMATS:
+    if dtype not in _FORMATS and not (dtype == "U8" and name.endswith(_BYTES)):
         raise ModelError(
             f"{path}: {label} has dtype {dtype[:20]}, which is not read; save the model as {' or '.join(_FORMATS)}."
         )

@@ -8,6 +8,7 @@ import pytest
 
 from twostroke.config import make_config, resolve
 from twostroke.cost.model.devices import find_device
+from twostroke.cost.model.known_models import known_arch
 from twostroke.cost.model.rates import datasheet_rates
 from twostroke.cost.model.roofline import Roofline, kv_bytes_per_token, model_cost
 from twostroke.errors import ConfigError
@@ -48,6 +49,36 @@ def line(arch: Arch, device: str = "h200") -> Roofline:
 def test_bytes_of_a_token() -> None:
     assert kv_bytes_per_token(make_layout(V3, "bfloat16")) == 70_272
     assert kv_bytes_per_token(make_layout(LITE, "bfloat16")) == 27 * 576 * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("deepseek-v3", 671_026_419_200),
+        ("deepseek-v2-lite", 15_706_484_224),
+        ("kimi-k2", 1_026_408_232_448),
+        ("gpt-oss-20b", 20_914_757_184),
+        ("gpt-oss-120b", 116_829_156_672),
+    ],
+)
+def test_known_models(name: str, count: int) -> None:
+    """Parameters as published, those of layers that predict further tokens left out."""
+    arch = known_arch(name)
+    assert arch is not None and arch.parameters == count
+
+
+@pytest.mark.parametrize(("name", "size"), [("deepseek-v3", 70_272), ("kimi-k2", 70_272), ("deepseek-v2-lite", 31_104)])
+def test_bytes_of_a_token_of_known_models(name: str, size: int) -> None:
+    arch = known_arch(name)
+    assert arch is not None and kv_bytes_per_token(make_layout(arch, "bfloat16")) == size
+
+
+def test_full_layers_of_gpt_oss() -> None:
+    """Half of the layers keep the whole context; the others keep 128 tokens."""
+    arch = known_arch("gpt-oss-20b")
+    assert arch is not None
+    layout = make_layout(arch, "bfloat16")
+    assert (layout.read_bytes(2000) - layout.read_bytes(1000)) / 1000 == 24_576
 
 
 def test_weights_of_the_mixer() -> None:

@@ -62,17 +62,17 @@ def mean_error(steps: Sequence[Step], roofline: Roofline) -> float:
 
 def on_the_roof(rates: Rates, model: ModelCost, largest: int) -> Rates:
     """The same times from rates that products reach: bandwidth from one row, compute from the best up to `largest`."""
-    at = {rows: max(factor, LEAST) * roof(rates, int(rows), model.layer_bytes, model.layer_weights)
+    at = {rows: max(factor, LEAST) * roof(rates, int(rows), model.read_bytes(int(rows)), model.row_weights)
           for rows, factor in rates.slowdown}  # fmt: skip
-    products = [(2.0 * model.layer_weights * rows, seconds) for rows, seconds in at.items() if rows <= largest]
-    bound = [
-        (flops, seconds) for flops, seconds in products if flops / rates.compute > model.layer_bytes / rates.bandwidth
-    ]
-    compute = max((flops / seconds for flops, seconds in bound), default=rates.compute)
-    bandwidth = rates.bandwidth if products[0] in bound else model.layer_bytes / products[0][1]
+    products = [(int(rows), seconds) for rows, seconds in at.items() if rows <= largest]
+    each = 2.0 * model.row_weights  # FLOPs of a row
+    bound = [one for one in products if each * one[0] / rates.compute > model.read_bytes(one[0]) / rates.bandwidth]
+    compute = max((each * rows / seconds for rows, seconds in bound), default=rates.compute)
+    first, shortest = products[0]
+    bandwidth = rates.bandwidth if products[0] in bound else model.read_bytes(first) / shortest
     reached = replace(rates, bandwidth=bandwidth, compute=compute)
     factors = tuple(
-        (rows, seconds / roof(reached, int(rows), model.layer_bytes, model.layer_weights))
+        (rows, seconds / roof(reached, int(rows), model.read_bytes(int(rows)), model.row_weights))
         for rows, seconds in at.items()
     )
     return replace(reached, slowdown=factors)
@@ -84,7 +84,7 @@ def fit_once(
     roofline = Roofline(model, layout, start)
     largest = max(max(step.tokens for step in steps), 1)
     knots = [knot for knot in KNOTS if knot <= 2 * largest]
-    roofs = np.array([roof(start, knot, model.layer_bytes, model.layer_weights) for knot in knots])
+    roofs = np.array([roof(start, knot, model.read_bytes(knot), model.row_weights) for knot in knots])
     seconds = np.array([step.seconds for step in steps])
     features = np.array([_features(step, roofline, knots) for step in steps])
     known = _known(start)
@@ -124,7 +124,7 @@ def _features(step: Step, roofline: Roofline, knots: Sequence[int]) -> list[floa
     fixed = len(values)
     values += [0.0] * len(knots)
     rows, sampled = roofline.rows_run(step.tokens, step.sampled, bool(step.chunks))
-    parts = ((rows, model.layer_bytes, model.layer_weights), (sampled, model.head_bytes, model.head_weights))
+    parts = ((rows, model.read_bytes(rows), model.row_weights), (sampled, model.head_bytes, model.head_weights))
     for rows, size, weights in parts:
         if rows:
             time = roof(rates, rows, size, weights)

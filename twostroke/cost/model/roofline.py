@@ -5,6 +5,8 @@
     linear    max(weight bytes / bandwidth, 2·weights·rows / compute) · slowdown(rows)
               few rows (decode): the weights are read once for all rows, so the bytes set the time
               many rows (prefill): the FLOPs set the time
+              experts: the bytes are those of the experts that the rows are expected to choose, which grow with the
+              rows; the FLOPs count the experts of each row alone
     chunk     attention FLOPs / attention rate, quadratic in the prompt, plus K and V before it / bandwidth. On a GPU
               short chunks have their own rate, and a least time that grows with the keys before them (tiles.py)
     stream    K and V of its context / bandwidth: every token reads all before it. Latent attention reads few bytes and
@@ -48,7 +50,7 @@ class ModelCost:
     """Bytes of a model's weights, by when a step reads them."""
 
     arch: Arch
-    layer_bytes: float  # of the matrices of all layers: read in every step
+    layer_bytes: float  # of the matrices of all layers: read in every step, of experts those that are chosen
     head_bytes: float  # of the output matrix: read in every step that samples
     other_bytes: float  # in memory but hardly read: input embeddings, norms
     precision: str  # of the weights; it selects the peak rate of the products
@@ -62,8 +64,13 @@ class ModelCost:
         return self.arch.head_weights
 
     @property
-    def layer_weights(self) -> int:
-        return self.arch.layer_weights
+    def row_weights(self) -> int:
+        """Weights of the layers that one row is multiplied with."""
+        return self.arch.row_weights
+
+    def read_bytes(self, rows: int) -> float:
+        """Of the layers' matrices in a step of so many rows."""
+        return self.layer_bytes * self.arch.read_share(rows)
 
 
 def model_cost(
@@ -76,7 +83,7 @@ def model_cost(
     scale = ROW_SCALES.get(precision, 0) if kind == "cuda" else 0
     if stored_bytes is not None:
         each, scale = stored_bytes / arch.parameters, 0
-    rows = sum(product.outputs for product in arch.products)
+    rows = sum(product.outputs * product.matrices for product in arch.products)
     head = arch.head_weights * each + arch.vocab * scale
     layers = arch.layer_weights * each + rows * scale
     small = arch.parameters - arch.weights  # norms and biases are not quantized
@@ -126,7 +133,7 @@ class Roofline:
         if found is None:
             model = self.model
             run, sampled = self.rows_run(rows, logit_rows, prompts)
-            found = self.product(run, model.layer_bytes, model.layer_weights) if run else 0.0
+            found = self.product(run, model.read_bytes(run), model.row_weights) if run else 0.0
             if logit_rows:
                 found += self.product(sampled, model.head_bytes, model.head_weights)
             found += self._exchange(run)
@@ -222,7 +229,8 @@ class Roofline:
 
     def bytes(self, chunks: Sequence[tuple[int, int]], contexts: Sequence[int], logit_rows: int) -> float:
         """Weights once, K and V of every context once."""
-        weights = self.model.layer_bytes + (self.model.head_bytes if logit_rows else 0.0)
+        rows = len(contexts) + sum(count for _, count in chunks)
+        weights = self.model.read_bytes(rows) + (self.model.head_bytes if logit_rows else 0.0)
         return weights + self.stream_bytes(contexts) + self.stream_bytes(start + count for start, count in chunks)
 
     def intensity(self, chunks: Sequence[tuple[int, int]], contexts: Sequence[int], logit_rows: int) -> float:

@@ -2,11 +2,13 @@
 
 backend.py    the ops, called with NumPy arrays; checks every shape before a pointer leaves Python
 describe.py   layers, batches and caches as structures of addresses
+experts.py    a layer's experts as a structure; arrays.py: addresses of arrays
 library.py    where the compiled library is, its functions and the structures it shares
 build.py      compiles it: each instruction set is a translation unit with its own flags
 native/       the C++ sources
     api.cpp         the C interface
     layers.cpp      all layers of a model in one call
+    experts.cpp     a layer's experts: choice, products of each expert with all its rows, weighted sum
     linear.cpp      a product: prologue (norm, gate, quantization of inputs), panels shared out among threads
     attend.cpp      attention: tasks of (rows, head, split), their order and their merge
     latent.cpp      latent attention: each head's own products around the attention over shared entries

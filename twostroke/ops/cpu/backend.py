@@ -16,23 +16,16 @@ from typing import Any
 
 import numpy as np
 
-from twostroke.ops.cpu.describe import (
-    address,
-    any_address,
-    describe_batch,
-    describe_latent,
-    describe_layer,
-    norm_reference,
-    signature,
-)
-from twostroke.ops.cpu.library import LatentCall, LayerCall, load_library
+from twostroke.ops.cpu.arrays import address, any_address, norm_reference
+from twostroke.ops.cpu.describe import describe_batch, describe_latent, describe_layer, signature
+from twostroke.ops.cpu.experts import ACTIVATIONS, describe_experts
+from twostroke.ops.cpu.library import ExpertsCall, LatentCall, LayerCall, load_library
 from twostroke.ops.formats import Stored, dequantize, from_float
-from twostroke.ops.interface import Attention, Batch, FusedLayer, Gate, KVLayer, LatentAttention, Norm, Ops
+from twostroke.ops.interface import Attention, Batch, ExpertSet, FusedLayer, Gate, KVLayer, LatentAttention, Norm, Ops
 
-_FORMATS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
+_FORMATS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
 _FLOATS = ("F32", "F16", "BF16")
 _NARROW = {"float16": "F16", "bfloat16": "BF16"}
-_ACTIVATIONS = {"silu": 2, "gelu_tanh": 3}
 _STATUS = {1: "out of memory", 2: "a token id lies outside the table", 3: "bad argument"}
 _CACHED = 4096  # layers remembered by attend; a model has a few dozen
 _FLOAT32 = np.dtype(np.float32)
@@ -88,6 +81,7 @@ class NativeCpuOps(Ops):
         self._linear = lib.ts_linear
         self._attend = lib.ts_attend
         self._layers: dict[tuple[int, int], tuple[Any, ...]] = {}
+        self._experts: dict[int, tuple[ExpertsCall, tuple[Any, ...]]] = {}
         self._batch: tuple[Batch | None, dict[int, tuple[Any, ...]]] = (None, {})
 
     # ---- weights -------------------------------------------------------------------------------------------------
@@ -155,7 +149,7 @@ class NativeCpuOps(Ops):
             if type(before) is Norm:
                 kind, scales, eps = 1, address(before.weight), before.eps
             else:
-                kind = _ACTIVATIONS[before.activation]  # type: ignore[union-attr]
+                kind = ACTIVATIONS[before.activation]  # type: ignore[union-attr]
                 width //= 2
         if width != weight.inputs or x.dtype != _FLOAT32:
             raise ValueError(f"a {x.dtype} input of width {x.shape[1]} does not fit a weight of {weight.inputs} inputs")
@@ -173,6 +167,16 @@ class NativeCpuOps(Ops):
         )  # fmt: skip
         if status:
             _check(status)
+        return out
+
+    def experts(self, x: np.ndarray, norm: Norm, experts: ExpertSet) -> np.ndarray:
+        if x.dtype != _FLOAT32 or x.shape[1] != experts.router.inputs:
+            raise ValueError(f"a {x.dtype} input of width {x.shape[1]} does not fit {experts.router.inputs} inputs")
+        if not x.flags.c_contiguous:
+            x = np.ascontiguousarray(x)
+        out = np.empty_like(x)
+        call = self._experts_call(experts, norm)
+        _check(self._lib.ts_experts(self._context, call, address(x), x.shape[0], x.shape[1], address(out)))
         return out
 
     def argmax(self, logits: np.ndarray) -> np.ndarray:
@@ -219,12 +223,16 @@ class NativeCpuOps(Ops):
         attentions = [describe_layer(layer.attention, kv) for layer, (kv, _) in zip(layers, caches, strict=True)]
         for call, layer, attention, (_, group) in zip(calls, layers, attentions, caches, strict=True):
             for name in ("qkv", "output", "gate_up", "down"):
-                setattr(call, name, getattr(layer, name).handle)
+                if (weight := getattr(layer, name)) is not None:
+                    setattr(call, name, weight.handle)
+            if layer.experts is not None:
+                call.experts = self._experts_call(layer.experts, layer.feed_norm)
             call.attention = ctypes.addressof(attention)
             call.attention_norm, call.feed_norm = norm_reference(layer.attention_norm), norm_reference(layer.feed_norm)
             call.attention_out = norm_reference(layer.attention_out_norm)
             call.feed_out = norm_reference(layer.feed_out_norm)
-            call.group, call.gate = group, _ACTIVATIONS[layer.gate.activation]
+            call.queries, call.keys = norm_reference(layer.all_queries_norm), norm_reference(layer.all_keys_norm)
+            call.group, call.gate = group, ACTIVATIONS[layer.gate.activation]
         groups = 1 + max(group for _, group in caches)
         return FusedLayers(self, calls, groups, ctypes.c_void_p * groups, (attentions, tuple(layers), tuple(caches)))
 
@@ -266,6 +274,13 @@ class NativeCpuOps(Ops):
         call = LatentCall(ctypes.addressof(layer), key_up, value_up, attention.plain_dim)
         call.kept = layer
         return call
+
+    def _experts_call(self, experts: ExpertSet, norm: Norm) -> int:
+        """The address of the experts' description. It stays valid: a model's experts live as long as this object."""
+        found = self._experts.get(id(experts))
+        if found is None or found[1][0] is not experts or found[1][1] is not norm:
+            found = self._experts[id(experts)] = describe_experts(experts, norm)
+        return ctypes.addressof(found[0])
 
     def _step(self, batch: Batch, group: int) -> int:
         """The address of the step's rows: the same for every layer of a group."""

@@ -5,18 +5,17 @@ A structure does not keep the arrays alive: what makes one holds on to them as l
 
 from __future__ import annotations
 
-import ctypes
 from typing import Any
 
 import numpy as np
 
-from twostroke.ops.cpu.library import AttendBatch, AttendLayer, NormRef
-from twostroke.ops.interface import BLOCK, Attention, Batch, KVLayer, LatentAttention, Norm
+from twostroke.ops.cpu.arrays import address
+from twostroke.ops.cpu.library import AttendBatch, AttendLayer
+from twostroke.ops.interface import BLOCK, Attention, Batch, KVLayer, LatentAttention
 
 KV_FORMATS = {"float32": 0, "float16": 1, "bfloat16": 2, "int8": 3, "int4": 4}
 BATCH_TYPES = tuple(map(np.dtype, ("i8", "i8", "i4", "i4", "i4")))  # positions, slots, tables, starts, contexts
 MAX_LATENT, MAX_TURNED = 1024, 64  # kMaxEntryDim of kernels.h
-_NOTHING = ctypes.c_char * 0
 
 
 def describe_layer(attention: Attention, kv: KVLayer) -> AttendLayer:
@@ -83,10 +82,6 @@ def describe_latent(attention: LatentAttention, kv: KVLayer) -> AttendLayer:
     return layer
 
 
-def norm_reference(norm: Norm | None) -> NormRef:
-    return NormRef() if norm is None else NormRef(address(norm.weight), norm.eps)
-
-
 def describe_batch(batch: Batch, group: int) -> tuple[AttendBatch, list[np.ndarray]]:
     """The structure, and the arrays it points into."""
     blocks = batch.groups[group]
@@ -106,12 +101,3 @@ def signature(kv: KVLayer) -> tuple[Any, ...]:
         None if kv.values is None else kv.values.ctypes.data,
         None if kv.key_scales is None else kv.key_scales.ctypes.data,
     )
-
-
-def address(array: np.ndarray) -> int:
-    """Where the elements of a contiguous, writable array begin: `array.ctypes.data`, four times as fast."""
-    return ctypes.addressof(_NOTHING.from_buffer(array))  # type: ignore[arg-type]
-
-
-def any_address(array: np.ndarray) -> int:
-    return address(array) if array.flags.carray else array.ctypes.data

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import ClassVar
 
 NAME = "libtwostroke.so"
-ABI = 6  # ts_version: raised whenever a signature or a shared structure changes
+ABI = 7  # ts_version: raised whenever a signature or a shared structure changes
 
 
 class AttendLayer(ctypes.Structure):
@@ -48,10 +48,21 @@ class NormRef(ctypes.Structure):
     _fields_: ClassVar = [("weight", c_void_p), ("eps", c_float), ("unused", c_int32)]
 
 
+class ExpertsCall(ctypes.Structure):
+    _fields_: ClassVar = [
+        ("router", c_void_p), ("correction", c_void_p), ("gate_up", c_void_p), ("down", c_void_p), ("norm", NormRef),
+        ("experts", c_int32), ("chosen", c_int32), ("sigmoid", c_int32), ("normalised", c_int32),
+        ("groups", c_int32), ("kept_groups", c_int32), ("group_best", c_int32), ("gate", c_int32),
+        ("factor", c_float), ("unused", c_int32),
+    ]  # fmt: skip
+
+
 class LayerCall(ctypes.Structure):
     _fields_: ClassVar = [
         ("qkv", c_void_p), ("output", c_void_p), ("gate_up", c_void_p), ("down", c_void_p), ("attention", c_void_p),
+        ("experts", c_void_p),
         ("attention_norm", NormRef), ("feed_norm", NormRef), ("attention_out", NormRef), ("feed_out", NormRef),
+        ("queries", NormRef), ("keys", NormRef),
         ("group", c_int32), ("gate", c_int32),
     ]  # fmt: skip
 
@@ -73,6 +84,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     ),
     "ts_attend": (c_int, [c_void_p] * 5),
     "ts_attend_latent": (c_int, [*[c_void_p] * 4, c_int64, c_void_p, c_int64, c_void_p]),
+    "ts_experts": (c_int, [c_void_p, c_void_p, c_void_p, c_int, c_int, c_void_p]),
     "ts_layers": (
         c_int,
         [c_void_p, c_void_p, c_int, POINTER(c_void_p), c_void_p, c_int, c_int, c_void_p, c_int, c_void_p],

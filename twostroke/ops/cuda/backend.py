@@ -40,7 +40,7 @@ from twostroke.ops.cuda.kernels.rope import rotate_and_store
 from twostroke.ops.cuda.kernels.skinny import skinny
 from twostroke.ops.cuda.kernels.tall_decode import tall_attention
 from twostroke.ops.formats import Stored, dequantize
-from twostroke.ops.interface import Attention, Batch, Gate, KVLayer, Norm, Ops
+from twostroke.ops.interface import Attention, Batch, ExpertSet, Gate, KVLayer, Norm, Ops
 
 WIDE_ROWS = 2048  # rows of a wide product made at a time
 FEW, FEW_FP8 = 16, 8  # rows that are multiplied straight from the codes
@@ -188,6 +188,11 @@ class CudaOps(Ops):
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
         return rows_.rms_norm(x, norm.weight, norm.eps)
+
+    def experts(self, x: Tensor, norm: Norm, experts: ExpertSet) -> Tensor:
+        raise NotImplementedError(
+            "there are no GPU kernels for experts: an engine refuses such a model before it loads"
+        )
 
     def linear(
         self, x: Tensor, weight: CudaWeight, *, before: Norm | Gate | None = None, add_to: Tensor | None = None

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from twostroke.ops.formats import Stored, dequantize
-from twostroke.ops.interface import BLOCK, Attention, Batch, Gate, KVLayer, LatentAttention, Norm, Ops
+from twostroke.ops.interface import BLOCK, Attention, Batch, ExpertSet, Gate, KVLayer, LatentAttention, Norm, Ops
 from twostroke.ops.reference.cached import rotated, seen, stored_keys
 from twostroke.ops.reference.kv_codec import decode_kv, write_kv
 from twostroke.ops.reference.latent import attend_latents
+from twostroke.ops.reference.routing import route
 
 ATTENTION_STEP = 64  # positions whose weights share a scale, where attention multiplies bytes
 
@@ -65,6 +66,15 @@ class ReferenceOps(Ops):
             return out
         return add_to.add_(out)
 
+    def experts(self, x: Tensor, norm: Norm, experts: ExpertSet) -> Tensor:
+        normed, out = self.norm(x, norm), torch.zeros_like(x)
+        logits = self.linear(normed, experts.router)
+        for row in range(len(x)):
+            for expert, weight in route(logits[row], experts.correction, experts.routing):
+                inner = self.linear(normed[row : row + 1], experts.gate_up[expert])
+                out[row] += weight * self.linear(inner, experts.down[expert], before=experts.gate)[0]
+        return out
+
     def attend(self, qkv: Tensor, attention: Attention, kv: KVLayer, batch: Batch, group: int) -> Tensor:
         heads, kv_heads, dim = attention.heads, attention.kv_heads, attention.head_dim
         q, k, v = qkv.view(-1, heads + 2 * kv_heads, dim).split([heads, kv_heads, kv_heads], dim=1)
@@ -107,6 +117,9 @@ class ReferenceOps(Ops):
 def gated(x: Tensor, gate: Gate) -> Tensor:
     """activation(gate) · up of (T, gate | up)."""
     left, up = x.double().chunk(2, dim=-1)
+    if gate.activation == "swiglu_oai":
+        left, up = left.clamp(max=7.0), up.clamp(-7.0, 7.0)
+        return (left / (1 + torch.exp(-1.702 * left)) * (up + 1)).float()
     if gate.activation == "silu":
         active = left / (1 + torch.exp(-left))
     else:

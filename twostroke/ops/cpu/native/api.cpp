@@ -1,6 +1,7 @@
 // The C interface: raw pointers in, an int out (0, or one of the codes below). Called through ctypes, which releases the
 // interpreter lock; a context serves one call at a time.
 #include "attend.h"
+#include "experts.h"
 #include "latent.h"
 #include "layers.h"
 #include "linear.h"
@@ -25,7 +26,7 @@ template <class Body> int guarded(Context* c, Body body) {
 }  // namespace
 
 // Raised whenever a signature or a shared structure changes; library.py expects the same number.
-TS_API int ts_version() { return 6; }
+TS_API int ts_version() { return 7; }
 
 // The name of the i-th instruction set usable here, best first; null past the last.
 TS_API const char* ts_isa(int i) {
@@ -76,7 +77,7 @@ TS_API int ts_norm(Context* c, const float* x, int64_t stride, int rows, int col
     });
 }
 
-// before: 0 nothing, 1 norm (weight, eps), 2 silu gate, 3 tanh-gelu gate.
+// before: 0 nothing, 1 norm (weight, eps), 2 silu gate, 3 tanh-gelu gate, 4 gpt-oss' gate.
 TS_API int ts_linear(Context* c, const Weight* weight, const float* x, int64_t x_stride, int rows, int before, const float* norm,
                      float eps, float* out, int64_t out_stride, int add) {
     return guarded(c, [&] {
@@ -97,6 +98,13 @@ TS_API int ts_attend_latent(Context* c, const LatentCall* call, const AttendBatc
                             const float* kv, int64_t kv_stride, float* out) {
     return guarded(c, [&] {
         if (batch->rows > 0) latent_step(*c, *call, *batch, q, q_stride, kv, kv_stride, out);
+        return Fine;
+    });
+}
+
+TS_API int ts_experts(Context* c, const ExpertsCall* call, const float* x, int rows, int hidden, float* out) {
+    return guarded(c, [&] {
+        if (rows > 0) run_experts(*c, *call, x, rows, hidden, out);
         return Fine;
     });
 }

@@ -68,12 +68,34 @@ struct Weight {
     std::shared_ptr<Arena> arena;
 };
 
+// Rows [first, first + rows) of an input, and what they are multiplied with.
+struct RowGroup {
+    const Weight* weight;
+    int first, rows;
+};
+
+// A product that is ready to start once its input is made: see linear.cpp.
+struct ReadyProduct {
+    PrologueArgs before;
+    MatmulArgs product;
+};
+
+struct ProductTask {
+    int group, from, to;  // rows or panels
+};
+
 struct Context {
     const Kernels& kernels;
     Pool pool;
     std::mutex mutex;  // one call at a time: the buffers below are its own
     Buffer acts, plain, q, partials;
     Buffer qkv, attended, gate_up, product;  // between the ops of a layer
+    Buffer normed, total;
+    Buffer choice, pairs, sorted;            // of experts
+    std::vector<int> starts;                 // where an expert's rows start
+    std::vector<RowGroup> row_groups;
+    std::vector<ReadyProduct> ready;
+    std::vector<ProductTask> product_tasks;
     std::vector<std::unique_ptr<Buffer>> scratch;  // one for each thread
     std::vector<AttendTask> tasks;
     std::vector<int> expected;  // for each thread, the task that it asked memory for

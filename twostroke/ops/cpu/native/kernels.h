@@ -2,7 +2,7 @@
 #pragma once
 #include "layout.h"
 
-enum Before : int { Nothing, RmsNorm, GateSilu, GateGelu };
+enum Before : int { Nothing, RmsNorm, GateSilu, GateGelu, GateOai };
 
 static inline bool has_seconds(int before) { return before == RmsNorm; }  // second codes: see Act
 
@@ -116,6 +116,8 @@ struct Kernels {
     int (*attend_tile_rows)(int heads_per_kv, int head_dim);
     int64_t (*argmax)(const float* x, int64_t count);  // lowest index among equals; -1 if any is NaN
     void (*latent_write)(const AttendLayer&, const AttendBatch&, const LatentRows&, int row, int row_end);
+    void (*scores)(const float* x, int count, int sigmoid, float* out);  // of a router's outputs; out: whole vectors
+    void (*weighted_sum)(const float* x, int cols, const int32_t* rows, const float* weights, int count, float* out);
 };
 
 constexpr int kMaxHeadDim = 256;    // of coded caches and of the heads of K and V

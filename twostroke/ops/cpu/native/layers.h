@@ -1,19 +1,17 @@
 // All layers of a model in one call: between the ops of a decode step nothing but the next op happens.
 #pragma once
 #include "context.h"
-
-struct NormRef {  // weight null: no norm here
-    const float* weight;
-    float eps;
-    int32_t unused;
-};
+#include "experts.h"
 
 // One layer. Mirrored in library.py.
 struct LayerCall {
-    const Weight *qkv, *output, *gate_up, *down;
+    const Weight *qkv, *output;
+    const Weight *gate_up, *down;     // with experts: of the one that every row takes, or null
     const AttendLayer* attention;
+    const ExpertsCall* experts;       // or null
     NormRef attention_norm, feed_norm;
     NormRef attention_out, feed_out;  // before the residual add, where the family has them
+    NormRef queries, keys;            // over all heads together, where the family has them
     int32_t group;                    // whose block table the layer follows
     int32_t gate;                     // GateSilu or GateGelu
 };

@@ -14,6 +14,7 @@
 //   Codes4    (code - 8) · d               d[16] f16
 //   Codes4M   code · d + m                 d[16] f16, m[16] f16
 //   Codes8M   code · d + m    (0..31)      d[16] f16, m[16] f16
+//   Codes4X   table[code] · d              d[16] bf16
 //   Codes4K   code · D s - M t             s[16] u8, t[16] u8                     D[16] f16, M[16] f16
 //   Codes8K   code · D s - M t (0..31)     s[16] u8, t[16] u8                     D[16] f16, M[16] f16
 //   Codes8S   code · D s      (signed)     s[16] i8 inputs 0-15, s[16] i8 16-31   D[16] f16
@@ -23,32 +24,37 @@
 // times its value. Codes of 8 bits keep float16: products of one row wait for memory there.
 //
 // Every GGUF format maps to one of these without loss: Q8_0, Q5_0 -> Codes8, Q4_0 -> Codes4, Q4_1 -> Codes4M,
-// Q5_1 -> Codes8M, Q4_K -> Codes4K, Q5_K -> Codes8K, Q6_K -> Codes8S.
+// Q5_1 -> Codes8M, Q4_K -> Codes4K, Q5_K -> Codes8K, Q6_K -> Codes8S, MXFP4 -> Codes4X.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
 
-enum Format : int { F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K, kFormats };
-enum Kind : int { Float32, Half, Bfloat, Codes8, Codes4, Codes4M, Codes8M, Codes4K, Codes8K, Codes8S };
+enum Format : int { F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K, MXFP4, kFormats };
+enum Kind : int { Float32, Half, Bfloat, Codes8, Codes4, Codes4M, Codes8M, Codes4X, Codes4K, Codes8K, Codes8S };
 
 constexpr int kLanes = 16;   // outputs in a panel
 constexpr int kGroup = 32;   // inputs that share a scale
 constexpr int kSuper = 256;  // inputs that share the scale of the scales (K kinds)
 
 static inline Kind kind_of(int format) {
-    constexpr Kind kinds[kFormats] = {Float32, Half, Bfloat, Codes8, Codes4, Codes4M, Codes8, Codes8M, Codes4K, Codes8K, Codes8S};
+    constexpr Kind kinds[kFormats] = {Float32, Half, Bfloat, Codes8, Codes4, Codes4M, Codes8, Codes8M, Codes4K, Codes8K, Codes8S, Codes4X};
     return kinds[format];
 }
 
 static inline bool is_float(int kind) { return kind <= Bfloat; }
 static inline bool is_super(int kind) { return kind >= Codes4K; }
-static inline bool is_nibbles(int kind) { return kind == Codes4 || kind == Codes4M || kind == Codes4K; }
+static inline bool is_nibbles(int kind) { return kind == Codes4 || kind == Codes4M || kind == Codes4X || kind == Codes4K; }
+static inline bool has_floats(int kind) { return kind == Codes4 || kind == Codes4M; }  // scales, where they are wide
+
+// MXFP4: twice the value that a code stands for; the scale is half of the file's.
+constexpr int8_t kFourBitFloats[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+constexpr int kFourBitMost = 12;
 
 static inline bool has_minimum(int kind) { return kind == Codes4M || kind == Codes8M; }  // one for each group
 
 // Bytes of scales in front of a group's codes, and in front of eight groups. wide: see above.
 static inline size_t group_scales(int kind, bool wide) {
-    return is_super(kind) ? 32 : (has_minimum(kind) ? 2 : 1) * kLanes * (wide && is_nibbles(kind) ? sizeof(float) : 2);
+    return is_super(kind) ? 32 : (has_minimum(kind) ? 2 : 1) * kLanes * (wide && has_floats(kind) ? sizeof(float) : 2);
 }
 static inline size_t super_scales(int kind) { return !is_super(kind) ? 0 : kind == Codes8S ? 32 : 64; }
 static inline size_t group_bytes(int kind, bool wide) { return group_scales(kind, wide) + (is_nibbles(kind) ? 256 : 512); }

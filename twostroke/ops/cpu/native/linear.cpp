@@ -88,6 +88,70 @@ void multiply(Context& c, const Weight& weight, const MatmulArgs& base, int pane
     }
 }
 
+// Bytes of the codes of `rows` inputs.
+size_t input_bytes(const Context& c, const Weight& weight, int rows, int before) {
+    if (!weight.coded) return 0;
+    const size_t groups = (size_t)weight.cols / kGroup, codes = has_seconds(before) ? 2 : 1;
+    if (c.kernels.tiled_rows && rows >= c.kernels.tiled_rows) return (size_t)chunks_of(rows, kTileRows) * codes * groups * sizeof(ActTile);
+    return codes * (size_t)rows * groups * sizeof(Act);
+}
+
+size_t scratch_bytes(const Context& c, const Weight& weight) {
+    size_t bytes = 0;
+    for (const Part& part : weight.parts) bytes = std::max(bytes, c.kernels.matmul_scratch(part.kind, weight.cols));
+    return bytes;
+}
+
+// What the prologue and the product of these rows take. acts: input_bytes; plain: (rows, cols), where floats are multiplied
+// and something comes before.
+ReadyProduct make_ready(const Context& c, const Weight& weight, const LinearArgs& a, uint8_t* acts, float* plain) {
+    PrologueArgs before{a.before, a.x, a.x_stride, a.rows, weight.cols, a.norm, a.eps, nullptr, nullptr, 0, nullptr};
+    MatmulArgs base{};
+    base.cols = weight.cols;
+    base.x = a.x;
+    base.x_stride = a.x_stride;
+    base.rows = a.rows;
+    base.out = a.out;
+    base.out_stride = a.out_stride;
+    base.bias = weight.bias.empty() ? nullptr : weight.bias.data();
+    base.add = a.add;
+    const int groups = weight.cols / kGroup, codes = has_seconds(a.before) ? 2 : 1;
+    if (weight.coded && c.kernels.tiled_rows && a.rows >= c.kernels.tiled_rows) {
+        base.extra = groups, base.tile_stride = codes * groups;
+        base.tiles = before.tiles = reinterpret_cast<ActTile*>(acts);
+    } else if (weight.coded) {
+        base.extra = before.extra = (int64_t)a.rows * groups;
+        base.acts = before.acts = reinterpret_cast<Act*>(acts);
+    }
+    if (weight.floats && a.before != Nothing) {
+        base.x = before.plain = plain;
+        base.x_stride = weight.cols;
+    }
+    return {before, base};
+}
+
+// How long a group's products take, in panels of one row: up to a few rows, reading the panel does.
+int64_t work_of(const RowGroup& group) { return (int64_t)group.weight->panels * std::max(group.rows, 8); }
+
+// The prologues of c.ready; with `same` the first one serves all.
+void prepare_groups(Context& c, const std::vector<RowGroup>& groups, bool same) {
+    c.product_tasks.clear();
+    int64_t elements = 0;
+    for (int i = 0; i < (same ? 1 : (int)groups.size()); ++i) {
+        elements += (int64_t)groups[i].rows * groups[i].weight->cols;
+        for (int row = 0; row < groups[i].rows; row += kTileRows)
+            c.product_tasks.push_back({i, row, std::min(groups[i].rows, row + kTileRows)});
+    }
+    auto body = [&](int i, int) {
+        const ProductTask& task = c.product_tasks[i];
+        const PrologueArgs& before = c.ready[task.group].before;
+        if (before.acts || before.plain) c.kernels.prologue(before, task.from, task.to);
+        if (before.tiles) c.kernels.prologue_tile(before, task.from, task.to, 0, before.cols / kGroup);
+    };
+    if (elements > kAlone) return c.pool.each((int)c.product_tasks.size(), body);
+    for (int i = 0; i < (int)c.product_tasks.size(); ++i) body(i, 0);
+}
+
 }  // namespace
 
 Weight* pack_weight(Context& c, int parts, const int32_t* formats, const int32_t* rows, const uint8_t* const* data, int cols,
@@ -121,32 +185,14 @@ Weight* pack_weight(Context& c, int parts, const int32_t* formats, const int32_t
 }
 
 void linear(Context& c, const Weight& weight, const LinearArgs& a) {
-    PrologueArgs before{a.before, a.x, a.x_stride, a.rows, weight.cols, a.norm, a.eps, nullptr, nullptr, 0, nullptr};
-    MatmulArgs base{};
-    base.cols = weight.cols;
-    base.x = a.x;
-    base.x_stride = a.x_stride;
-    base.out = a.out;
-    base.out_stride = a.out_stride;
-    base.bias = weight.bias.empty() ? nullptr : weight.bias.data();
-    base.add = a.add;
-    const int groups = weight.cols / kGroup, codes = has_seconds(a.before) ? 2 : 1;
-    if (weight.coded && c.kernels.tiled_rows && a.rows >= c.kernels.tiled_rows) {
-        base.extra = groups, base.tile_stride = codes * groups;
-        base.tiles = before.tiles = c.acts.get<ActTile>((size_t)chunks_of(a.rows, kTileRows) * (size_t)base.tile_stride);
-    } else if (weight.coded) {
-        base.extra = before.extra = (int64_t)a.rows * groups;
-        base.acts = before.acts = c.acts.get<Act>(codes * (size_t)base.extra);
-    }
-    if (weight.floats && a.before != Nothing) {
-        base.x = before.plain = c.plain.get<float>((size_t)a.rows * weight.cols);
-        base.x_stride = weight.cols;
-    }
+    const bool plain = weight.floats && a.before != Nothing;
+    const ReadyProduct ready = make_ready(c, weight, a, c.acts.get<uint8_t>(input_bytes(c, weight, a.rows, a.before)),
+                                          plain ? c.plain.get<float>((size_t)a.rows * weight.cols) : nullptr);
+    const PrologueArgs& before = ready.before;
+    const MatmulArgs& base = ready.product;
     if (before.acts || before.plain) run_prologue(c, before);
     if (before.tiles) run_prologue_tiles(c, before);
-    size_t scratch = 0;
-    for (const Part& part : weight.parts) scratch = std::max(scratch, c.kernels.matmul_scratch(part.kind, weight.cols));
-    c.reserve_scratch(scratch);
+    c.reserve_scratch(scratch_bytes(c, weight));
     const int threads = c.pool.threads();
     const int apart = a.rows >= 2 * kRowsApart && weight.panels < 8 * threads ? kRowsApart : a.rows;
     const bool streams = a.rows <= c.kernels.direct_rows;  // memory sets the pace: every thread reads a stretch of its own
@@ -158,6 +204,48 @@ void linear(Context& c, const Weight& weight, const LinearArgs& a) {
         multiply(c, weight, base, panel, end, row, std::min(a.rows, row + apart), worker);
     };
     c.pool.each(chunks * chunks_of(a.rows, apart), body, streams);
+}
+
+void linear_groups(Context& c, const std::vector<RowGroup>& groups, const LinearArgs& a) {
+    const bool same = a.x_stride == 0;
+    const int cols = groups[0].weight->cols, threads = c.pool.threads();
+    size_t bytes = 0, scratch = 0;
+    bool plain = false, streams = true;
+    int64_t work = 0;
+    for (const RowGroup& g : groups) {
+        const size_t own = input_bytes(c, *g.weight, g.rows, a.before);
+        bytes = same ? std::max(bytes, own) : bytes + own;
+        scratch = std::max(scratch, scratch_bytes(c, *g.weight));
+        plain |= g.weight->floats && a.before != Nothing;
+        streams &= g.rows <= c.kernels.direct_rows;
+        work += work_of(g);
+    }
+    uint8_t* acts = c.acts.get<uint8_t>(bytes);
+    float* const floats = plain ? c.plain.get<float>((size_t)a.rows * (size_t)cols) : nullptr;
+    c.reserve_scratch(scratch);
+    c.ready.clear();
+    for (const RowGroup& g : groups) {
+        const int first = same ? 0 : g.first;
+        c.ready.push_back(make_ready(c, *g.weight,
+                                     {a.x + first * a.x_stride, a.x_stride, g.rows, a.before, a.norm, a.eps,
+                                      a.out + g.first * a.out_stride, a.out_stride, a.add},
+                                     acts, floats ? floats + (int64_t)first * cols : nullptr));
+        if (!same) acts += input_bytes(c, *g.weight, g.rows, a.before);
+    }
+    prepare_groups(c, groups, same);
+    c.product_tasks.clear();
+    for (int i = 0; i < (int)groups.size(); ++i) {
+        const int panels = groups[i].weight->panels;
+        const int cuts = (int)std::min<int64_t>(panels, std::max<int64_t>(1, work_of(groups[i]) * (streams ? 12 : 16) * threads / work));
+        for (int k = 0; k < cuts; ++k)
+            c.product_tasks.push_back({i, (int)((int64_t)panels * k / cuts), (int)((int64_t)panels * (k + 1) / cuts)});
+    }
+    auto body = [&](int i, int worker) {
+        const ProductTask& task = c.product_tasks[i];
+        const RowGroup& group = groups[task.group];
+        multiply(c, *group.weight, c.ready[task.group].product, task.from, task.to, 0, group.rows, worker);
+    };
+    c.pool.each((int)c.product_tasks.size(), body, streams);
 }
 
 void norm_rows(Context& c, const PrologueArgs& args) { run_prologue(c, args); }

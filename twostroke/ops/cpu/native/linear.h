@@ -18,5 +18,9 @@ struct LinearArgs {
 };
 
 void linear(Context& c, const Weight& weight, const LinearArgs& args);
+
+// The same for groups of rows that follow each other, each with a weight of its own; all weights have the same shape. With an
+// x_stride of 0, one row is the input of all groups, which then have one row each.
+void linear_groups(Context& c, const std::vector<RowGroup>& groups, const LinearArgs& args);
 void norm_rows(Context& c, const PrologueArgs& args);
 bool embed(Context& c, const Weight& table, const int64_t* tokens, int count, float scale, float* out);

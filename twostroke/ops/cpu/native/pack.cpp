@@ -18,7 +18,7 @@ struct Block {
 };
 
 constexpr Block kBlocks[kFormats] = {{1, 4},   {1, 2},   {1, 2},    {32, 34},   {32, 18},  {32, 20},
-                                     {32, 22}, {32, 24}, {256, 144}, {256, 176}, {256, 210}};
+                                     {32, 22}, {32, 24}, {256, 144}, {256, 176}, {256, 210}, {32, 17}};
 
 inline uint16_t half_at(const uint8_t* p) {
     uint16_t h;
@@ -74,6 +74,10 @@ void decode_super(int format, const uint8_t* b, int j, Group& g) {  // group j o
 void decode(int format, const uint8_t* row, int group, Group& g) {
     if (kBlocks[format].elements == kSuper) return decode_super(format, row + group / 8 * kBlocks[format].bytes, group % 8, g);
     const uint8_t* b = row + group * kBlocks[format].bytes;
+    if (format == MXFP4) {  // the exponent of a scale, and the codes: 2^(exponent - 128) as bfloat16
+        g.d = b[0] < 2 ? (uint16_t)(0x20 << b[0]) : (uint16_t)((b[0] - 1) << 7);
+        return nibbles(b + 1, g.code);
+    }
     g.d = half_at(b);
     switch (format) {
         case Q8_0: memcpy(g.code, b + 2, 32); return;
@@ -114,7 +118,7 @@ float scale_factor(int kind, bool wide) { return wide && kind == Codes4 ? 1.f / 
 
 // Lane `lane` of one group: its scales and codes into the packed group at `out`.
 void place(int kind, bool wide, const Group& g, int lane, uint8_t* out) {
-    const bool floats = wide && is_nibbles(kind);
+    const bool floats = wide && has_floats(kind);
     if (is_super(kind)) {
         out[lane] = g.s;
         out[16 + lane] = g.t;
@@ -167,7 +171,12 @@ int code_at(int kind, const uint8_t* codes, int lane, int i) {
 // `super`: the scales of the group's 256 inputs, K kinds only.
 void unpack_group(int kind, bool wide, const uint8_t* at, const uint8_t* super, int lane, float* out) {
     const uint8_t* codes = at + group_scales(kind, wide);
-    const bool floats = wide && is_nibbles(kind) && !is_super(kind);
+    if (kind == Codes4X) {
+        const float scale = bfloat_to_float(half_at(at + 2 * lane));
+        for (int i = 0; i < kGroup; ++i) out[i] = (float)kFourBitFloats[code_at(kind, codes, lane, i)] * scale;
+        return;
+    }
+    const bool floats = wide && has_floats(kind);
     const float d = scale_at(is_super(kind) ? super : at, floats, lane) / scale_factor(kind, wide);
     float scale[2] = {d, d}, low = 0.f;
     if (kind == Codes8S) {

@@ -73,7 +73,7 @@ bool close(const std::vector<float>& got, const std::vector<double>& expected, d
 
 // ---- products ---------------------------------------------------------------------------------------------------------
 
-const char* const kNames[kFormats] = {"F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"};
+const char* const kNames[kFormats] = {"F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "MXFP4"};
 
 std::vector<uint8_t> stored_matrix(int format, int rows, int cols, Random& random) {
     std::vector<uint8_t> data(stored_row_bytes(format, (size_t)cols) * (size_t)rows);
@@ -91,9 +91,10 @@ std::vector<uint8_t> stored_matrix(int format, int rows, int cols, Random& rando
         return data;
     }
     for (uint8_t& byte : data) byte = (uint8_t)random.next();
-    const size_t block = data.size() / ((size_t)rows * (size_t)cols / (format >= Q4_K ? 256 : 32));
+    const size_t block = data.size() / ((size_t)rows * (size_t)cols / (format >= Q4_K && format <= Q6_K ? 256 : 32));
     for (size_t at = 0; at < data.size(); at += block) {
-        put_half(format == Q6_K ? at + 208 : at, random.number() * 0.01f);
+        if (format == MXFP4) data[at] = (uint8_t)(118 + random.next() % 4);
+        else put_half(format == Q6_K ? at + 208 : at, random.number() * 0.01f);
         if (format == Q4_1 || format == Q5_1 || format == Q4_K || format == Q5_K) put_half(at + 2, random.number() * 0.01f);
     }
     return data;

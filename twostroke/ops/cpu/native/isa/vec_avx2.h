@@ -209,6 +209,10 @@ TS_INLINE void split_nibbles(const uint8_t* p, W& low, W& high) {
     low = {_mm256_and_si256(both.a, mask), _mm256_and_si256(both.b, mask)};
     high = {_mm256_and_si256(_mm256_srli_epi16(both.a, 4), mask), _mm256_and_si256(_mm256_srli_epi16(both.b, 4), mask)};
 }
+TS_INLINE W looked_up(const int8_t* table, W w) {  // of 16 bytes
+    const __m256i both = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)table));
+    return {_mm256_shuffle_epi8(both, w.a), _mm256_shuffle_epi8(both, w.b)};
+}
 TS_INLINE void store_codes(uint8_t* p, W w) {
     _mm256_storeu_si256((__m256i*)p, w.a);
     _mm256_storeu_si256((__m256i*)(p + 32), w.b);

@@ -160,6 +160,9 @@ TS_INLINE void split_nibbles(const uint8_t* p, W& low, W& high) {
     low.v = _mm512_and_si512(both, mask);
     high.v = _mm512_and_si512(_mm512_srli_epi16(both, 4), mask);
 }
+TS_INLINE W looked_up(const int8_t* table, W w) {  // of 16 bytes
+    return {_mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)table)), w.v)};
+}
 TS_INLINE void store_codes(uint8_t* p, W w) { _mm512_storeu_si512(p, w.v); }
 TS_INLINE W interleave(B a, B b, B c, B d) {
     const __m128i ab = _mm_unpacklo_epi8(a.v, b.v), cd = _mm_unpacklo_epi8(c.v, d.v);

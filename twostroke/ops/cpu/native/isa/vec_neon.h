@@ -210,6 +210,11 @@ TS_INLINE void split_signed(const uint8_t* p, W& low, W& high) {  // 16 times th
         high.v[i] = vreinterpretq_s8_u8(vandq_u8(both, vdupq_n_u8(0xf0)));
     }
 }
+TS_INLINE W looked_up(const int8_t* table, W w) {  // of 16 bytes
+    W out;
+    TS_EACH out.v[i] = vqtbl1q_s8(vld1q_s8(table), vreinterpretq_u8_s8(w.v[i]));
+    return out;
+}
 TS_INLINE void store_codes(uint8_t* p, W w) { TS_EACH vst1q_s8((int8_t*)p + 16 * i, w.v[i]); }
 TS_INLINE W interleave(B a, B b, B c, B d) {
     const int16x8_t ab = vreinterpretq_s16_s8(vzip1q_s8(a.v, b.v)), ba = vreinterpretq_s16_s8(vzip2q_s8(a.v, b.v));

@@ -120,6 +120,10 @@ TS_INLINE W load_codes(const uint8_t* p) { W w; memcpy(&w, p, 64); return w; }
 TS_INLINE void split_nibbles(const uint8_t* p, W& low, W& high) {
     for (int i = 0; i < 64; ++i) { low.v[i] = (int8_t)(p[i] & 15); high.v[i] = (int8_t)(p[i] >> 4); }
 }
+TS_INLINE W looked_up(const int8_t* table, W w) {  // of 16 bytes
+    for (int i = 0; i < 64; ++i) w.v[i] = table[w.v[i]];
+    return w;
+}
 TS_INLINE void store_codes(uint8_t* p, W w) { memcpy(p, &w, 64); }
 TS_INLINE W interleave(B a, B b, B c, B d) {  // element i of all four side by side
     W w;

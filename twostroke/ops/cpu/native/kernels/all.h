@@ -8,6 +8,7 @@
 #include "matmul_codes.h"
 #include "matmul_float.h"
 #include "argmax.h"
+#include "scores.h"
 #include "kv.h"
 #include "attend_lines.h"
 #include "attend_fetch.h"
@@ -25,4 +26,4 @@
 #define TS_KERNELS_TILED(symbol, label, direct_rows, tiled_rows, prologue_tile, multiply, multiply_scratch, codes)                  \
     extern const Kernels symbol;                                                                                                  \
     const Kernels symbol = {label,        direct_rows,   tiled_rows,   kWideScales,    prologue,         prologue_tile, multiply, multiply_scratch, \
-                            attend_write, attend<codes>, attend_merge, attend_scratch, attend_tile_rows, argmax, latent_write};
+                            attend_write, attend<codes>, attend_merge, attend_scratch, attend_tile_rows, argmax, latent_write, scores, weighted_sum};

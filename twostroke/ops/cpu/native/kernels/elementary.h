@@ -35,6 +35,13 @@ TS_INLINE F gelu_tanh(F x) {
     return div(x, add(splat(1.f), vexp(mul(inner, splat(-1.5957691216057308f)))));
 }
 
+// gpt-oss: gate at most 7, up between -7 and 7. NaN stays NaN
+TS_INLINE F swiglu_oai(F gate, F up) {
+    gate = vmin(splat(7.f), gate);
+    up = vmax(splat(-7.f), vmin(splat(7.f), up));
+    return mul(div(gate, add(splat(1.f), vexp(mul(gate, splat(-1.702f))))), add(up, splat(1.f)));
+}
+
 // limit · tanh(x / limit)
 TS_INLINE F softcap(F x, float limit) {
     const F e = vexp(mul(x, splat(2.f / limit)));

@@ -12,6 +12,7 @@ constexpr int kSums = 4;       // tiles of sums that are under way at a time: a 
 // tile load waits until what it reads has left the store buffer.
 constexpr int kLead = 4;
 constexpr int kSlots = kLead + kSums;
+TS_INLINE size_t most_slots(size_t groups) { return groups < kSlots ? (size_t)kSlots : groups; }
 
 struct alignas(64) TileConfig {
     uint8_t palette = 1, start = 0, reserved[14] = {0};
@@ -41,6 +42,7 @@ template <class Source> TS_INLINE const uint8_t* expand_group(Source& source, in
         TS_UNROLL for (int i = 0; i < 4; ++i) {
             W a, b;
             split_nibbles(codes + 64 * i, a, b);
+            if (Source::table) a = looked_up(kFourBitFloats, a), b = looked_up(kFourBitFloats, b);
             if (Source::eight) {
                 const __m512i eight = _mm512_set1_epi8(8);
                 a.v = _mm512_sub_epi8(a.v, eight), b.v = _mm512_sub_epi8(b.v, eight);
@@ -204,7 +206,7 @@ template <int K> static void tile_matmul(const MatmulArgs& args, int panel, int 
     using Source = Reader<K>;
     const int groups = args.cols / kGroup;
     const int64_t most = 2 * Source::halves * (int64_t)groups;  // steps of a tile
-    Step* const steps = (Step*)(scratch + groups * Expanded<Source>::group);
+    Step* const steps = (Step*)(scratch + most_slots((size_t)groups) * Expanded<Source>::group);
     int64_t counts[kRowBlock / kTileRows];
     configure_tiles(args.rows < kTileRows ? args.rows : kTileRows, Source::halves);
     for (int block = 0; block < args.rows; block += kRowBlock) {
@@ -229,7 +231,7 @@ template <int K> static void tile_matmul(const MatmulArgs& args, int panel, int 
 static size_t tiles_scratch(int kind, int cols) {
     if (is_float(kind)) return matmul_scratch(kind, cols);
     const size_t groups = (size_t)cols / kGroup;
-    return matmul_scratch(kind, cols) + kRowBlock / kTileRows * 2 * (kind == Codes8S ? 2 : 1) * groups * sizeof(Step);
+    return most_slots(groups) * (512 + 256) + kRowBlock / kTileRows * 2 * (kind == Codes8S ? 2 : 1) * groups * sizeof(Step);
 }
 
 static void matmul_tiles(const MatmulArgs& args, int panel, int panel_end, uint8_t* scratch) {
@@ -238,6 +240,7 @@ static void matmul_tiles(const MatmulArgs& args, int panel, int panel_end, uint8
             case Codes4: return tile_matmul<Codes4>(args, panel, panel_end, scratch);
             case Codes4M: return tile_matmul<Codes4M>(args, panel, panel_end, scratch);
             case Codes8M: return tile_matmul<Codes8M>(args, panel, panel_end, scratch);
+            case Codes4X: return tile_matmul<Codes4X>(args, panel, panel_end, scratch);
             case Codes4K: return tile_matmul<Codes4K>(args, panel, panel_end, scratch);
             case Codes8K: return tile_matmul<Codes8K>(args, panel, panel_end, scratch);
             case Codes8S: return tile_matmul<Codes8S>(args, panel, panel_end, scratch);

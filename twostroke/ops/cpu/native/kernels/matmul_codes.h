@@ -14,14 +14,14 @@ namespace {
 
 // A reader walks one panel: next() gives the scales of the coming group and where its codes start.
 //   small: codes are 0..31; nibbles: two quads share 64 bytes; halves: scales for 16 inputs each; eight: see first_sum;
-//   sixteen: nibbles are signed and split into 16 times their value (see kWideScales)
+//   sixteen: nibbles are signed and split into 16 times their value (see kWideScales); table: nibbles are MXFP4's codes
 template <int K> struct Reader;
 
 template <bool Wide> TS_INLINE F load_scale(const uint8_t* p) { return Wide ? load((const float*)p) : load_half((const uint16_t*)p); }
 template <bool Wide> constexpr size_t kScaleBytes = Wide ? 64 : 32;  // of 16 outputs
 
 template <> struct Reader<Codes8> {
-    static constexpr bool small = false, nibbles = false, minimum = false, eight = false, sixteen = false;
+    static constexpr bool small = false, nibbles = false, minimum = false, eight = false, sixteen = false, table = false;
     static constexpr int halves = 1;
     const uint8_t* p;
     TS_MEMBER const uint8_t* next(int, F* scale, F&) {
@@ -32,7 +32,7 @@ template <> struct Reader<Codes8> {
     }
 };
 template <> struct Reader<Codes4> {
-    static constexpr bool small = !kWideScales, nibbles = true, minimum = false, eight = !kWideScales, sixteen = kWideScales;
+    static constexpr bool small = !kWideScales, nibbles = true, minimum = false, eight = !kWideScales, sixteen = kWideScales, table = false;
     static constexpr int halves = 1;
     const uint8_t* p;
     TS_MEMBER const uint8_t* next(int, F* scale, F&) {
@@ -43,8 +43,21 @@ template <> struct Reader<Codes4> {
         return codes;
     }
 };
+// Read with 12 added where codes must not be negative.
+template <> struct Reader<Codes4X> {
+    static constexpr bool small = kUnsignedCodes, nibbles = true, minimum = false, eight = false, sixteen = false, table = true;
+    static constexpr int halves = 1;
+    const uint8_t* p;
+    TS_MEMBER const uint8_t* next(int, F* scale, F&) {
+        scale[0] = load_bfloat((const uint16_t*)p);
+        const uint8_t* codes = p + 32;
+        p += 32 + 256;
+        return codes;
+    }
+};
+
 template <int Bytes> struct ReaderM {
-    static constexpr bool small = true, nibbles = Bytes == 256, minimum = true, eight = false, sixteen = false;
+    static constexpr bool small = true, nibbles = Bytes == 256, minimum = true, eight = false, sixteen = false, table = false;
     static constexpr int halves = 1;
     const uint8_t* p;
     TS_MEMBER const uint8_t* next(int, F* scale, F& low) {
@@ -61,7 +74,7 @@ template <> struct Reader<Codes4M> : ReaderM<256> {};
 template <> struct Reader<Codes8M> : ReaderM<512> {};
 
 template <int Bytes> struct ReaderK {
-    static constexpr bool small = true, nibbles = Bytes == 256, minimum = true, eight = false, sixteen = false;
+    static constexpr bool small = true, nibbles = Bytes == 256, minimum = true, eight = false, sixteen = false, table = false;
     static constexpr int halves = 1;
     const uint8_t* p;
     F d{}, m{};  // of the running 256 inputs
@@ -82,7 +95,7 @@ template <> struct Reader<Codes4K> : ReaderK<256> {};
 template <> struct Reader<Codes8K> : ReaderK<512> {};
 
 template <> struct Reader<Codes8S> {
-    static constexpr bool small = false, nibbles = false, minimum = false, eight = false, sixteen = false;
+    static constexpr bool small = false, nibbles = false, minimum = false, eight = false, sixteen = false, table = false;
     static constexpr int halves = 2;
     const uint8_t* p;
     F d{};
@@ -102,7 +115,7 @@ template <> struct Reader<Codes8S> {
 // The expanded form of a panel: for each group the scales as floats, then bytes ready for dot4.
 template <class Source> struct Expanded {
     static constexpr bool small = Source::small, nibbles = false, minimum = Source::minimum, eight = Source::eight;
-    static constexpr bool sixteen = false;
+    static constexpr bool sixteen = false, table = Source::table;
     static constexpr int halves = Source::halves;
     static constexpr size_t scales = 64 * (halves + minimum);
     static constexpr size_t group = scales + 512;
@@ -127,10 +140,23 @@ template <class Source> TS_INLINE uint8_t* store_scales(const F* scale, F low, u
     return out + Expanded<Source>::scales;
 }
 
+// Values of MXFP4's codes, those of `split` and the signed ones.
+template <int Added> struct FourBitFloats {
+    int8_t v[16];
+    constexpr FourBitFloats() : v() {
+        for (int i = 0; i < 16; ++i) v[i] = (int8_t)(kFourBitFloats[i] + Added);
+    }
+};
+alignas(16) static constexpr FourBitFloats<kUnsignedCodes ? kFourBitMost : 0> kTable;
+
 // Two quads that share 64 bytes.
 template <class Source, class Codes = W> TS_INLINE void split(const uint8_t* codes, Codes& low, Codes& high) {
-    if constexpr (Source::sixteen) split_signed(codes, low, high);
-    else split_nibbles(codes, low, high);
+    if constexpr (Source::sixteen) {
+        split_signed(codes, low, high);
+    } else {
+        split_nibbles(codes, low, high);
+        if constexpr (Source::table) low = looked_up(kTable.v, low), high = looked_up(kTable.v, high);
+    }
 }
 
 template <class Source> static void expand(Source source, int groups, uint8_t* out) {
@@ -163,6 +189,7 @@ template <class R> TS_INLINE void fetch(const uint8_t* p) {
 
 template <class R> TS_INLINE I first_sum(const Act& act, int half) {
     if (R::eight) return isplat(act.start8);
+    if (R::table && kUnsignedCodes) return isplat(act.start8 + (act.start8 - kDotStart) / 2);  // 12 is 8 and half of it
     if (R::small || !kUnsignedCodes) return isplat(kDotStart);
     return isplat(R::halves == 2 ? act.half128[half] : act.start128);
 }

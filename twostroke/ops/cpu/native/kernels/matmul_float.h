@@ -61,6 +61,7 @@ static void matmul(const MatmulArgs& args, int panel, int panel_end, uint8_t* sc
         case Codes4: return codes_matmul<Codes4>(args, panel, panel_end, scratch);
         case Codes4M: return codes_matmul<Codes4M>(args, panel, panel_end, scratch);
         case Codes8M: return codes_matmul<Codes8M>(args, panel, panel_end, scratch);
+        case Codes4X: return codes_matmul<Codes4X>(args, panel, panel_end, scratch);
         case Codes4K: return codes_matmul<Codes4K>(args, panel, panel_end, scratch);
         case Codes8K: return codes_matmul<Codes8K>(args, panel, panel_end, scratch);
         case Codes8S: return codes_matmul<Codes8S>(args, panel, panel_end, scratch);

@@ -132,6 +132,7 @@ static void matmul_octets(const MatmulArgs& args, int panel, int panel_end, uint
             case Codes4: return octet_matmul<Codes4>(args, panel, panel_end, scratch);
             case Codes4M: return octet_matmul<Codes4M>(args, panel, panel_end, scratch);
             case Codes8M: return octet_matmul<Codes8M>(args, panel, panel_end, scratch);
+            case Codes4X: return octet_matmul<Codes4X>(args, panel, panel_end, scratch);
             case Codes4K: return octet_matmul<Codes4K>(args, panel, panel_end, scratch);
             case Codes8K: return octet_matmul<Codes8K>(args, panel, panel_end, scratch);
             case Codes8S: return octet_matmul<Codes8S>(args, panel, panel_end, scratch);

@@ -196,6 +196,7 @@ static void matmul_dots(const MatmulArgs& args, int panel, int panel_end, uint8_
             case Codes4: return sdot_matmul<Codes4>(args, panel, panel_end, scratch);
             case Codes4M: return sdot_matmul<Codes4M>(args, panel, panel_end, scratch);
             case Codes8M: return sdot_matmul<Codes8M>(args, panel, panel_end, scratch);
+            case Codes4X: return sdot_matmul<Codes4X>(args, panel, panel_end, scratch);
             case Codes4K: return sdot_matmul<Codes4K>(args, panel, panel_end, scratch);
             case Codes8K: return sdot_matmul<Codes8K>(args, panel, panel_end, scratch);
             case Codes8S: return sdot_matmul<Codes8S>(args, panel, panel_end, scratch);

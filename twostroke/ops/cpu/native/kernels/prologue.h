@@ -97,6 +97,7 @@ struct Prologue {
             case RmsNorm: return mul(mul(v, splat(scale)), load(args.norm + k));
             case GateSilu: return mul(silu(v), load(x + args.cols + k));
             case GateGelu: return mul(gelu_tanh(v), load(x + args.cols + k));
+            case GateOai: return swiglu_oai(v, load(x + args.cols + k));
             default: return v;
         }
     }
@@ -106,6 +107,7 @@ struct Prologue {
             case RmsNorm: return mul(mul(v, splat(scale)), load_first(args.norm + k, n));
             case GateSilu: return mul(silu(v), load_first(x + args.cols + k, n));
             case GateGelu: return mul(gelu_tanh(v), load_first(x + args.cols + k, n));
+            case GateOai: return swiglu_oai(v, load_first(x + args.cols + k, n));
             default: return v;
         }
     }
