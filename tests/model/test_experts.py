@@ -18,7 +18,8 @@ from tests.helpers import run_tokens
 from tests.model.test_gguf_parity import write_gguf
 from tests.model.test_parity import MIXTURES, SHAPE, load, make_peer, tokens_of
 from twostroke.errors import ModelError
-from twostroke.model.arch import Arch, ExpertsArch, GroupedArch, LayerArch, arch_document, read_arch
+from twostroke.model.arch import Arch, ExpertsArch, GroupedArch, LayerArch
+from twostroke.model.document import arch_document, read_arch
 from twostroke.model.expert_names import expert_sources
 from twostroke.model.experts import deepseek_v2_feeds, deepseek_v3_feeds, gguf_feeds, gpt_oss_feeds
 from twostroke.model.families import arch_from_config
