@@ -26,6 +26,7 @@ LENGTHS = (150, 61, 17, 90, 3)
         ("qwen2 window", "float16"),
         ("gemma3 scaled", "int4"),
         ("phi3", "bfloat16"),
+        ("qwen3_moe", "float32"),
     ],
 )
 def test_neighbours_and_chunks_do_not_show(family: str, kv_format: KVFormat, tmp_path: Path) -> None:

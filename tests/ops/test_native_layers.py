@@ -76,10 +76,12 @@ def test_every_family(family: str, tmp_path: Path) -> None:
         check(whole, single, kv_format)
 
 
-@pytest.mark.parametrize("family", ["llama bias, head_dim", "gemma3 scaled", "qwen3 bias"])
+@pytest.mark.parametrize("family", ["llama bias, head_dim", "gemma3 scaled", "qwen3 bias", "qwen3_moe", "olmoe"])
 @pytest.mark.parametrize("bits", ["int8", "int4"])
 def test_quantized_weights(family: str, bits: str, tmp_path: Path) -> None:
     shape = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_attention_heads": 4}
+    if family == "qwen3_moe":
+        shape["moe_intermediate_size"] = 64
     make_peer(family, tmp_path, **shape)
     whole, single = both_ways(tmp_path, bits)
     for kv_format in ("float16", "bfloat16", "int4"):

@@ -190,9 +190,7 @@ class CudaOps(Ops):
         return rows_.rms_norm(x, norm.weight, norm.eps)
 
     def experts(self, x: Tensor, norm: Norm, experts: ExpertSet) -> Tensor:
-        raise NotImplementedError(
-            "there are no GPU kernels for experts: an engine refuses such a model before it loads"
-        )
+        raise NotImplementedError("there are no GPU kernels for experts: an engine refuses such a model first")
 
     def linear(
         self, x: Tensor, weight: CudaWeight, *, before: Norm | Gate | None = None, add_to: Tensor | None = None
