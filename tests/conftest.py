@@ -64,6 +64,14 @@ def mixture_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.fixture(scope="session")
+def gpt_oss_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The same with sinks and experts, in the draft model too."""
+    plain = tiny.tiny_gpt_oss(tmp_path_factory.mktemp("plain"))
+    target = tiny.quiet_end(tmp_path_factory.mktemp("target"), plain)
+    return target, tiny.tiny_draft(tmp_path_factory.mktemp("draft"), target)
+
+
+@pytest.fixture(scope="session")
 def default_model() -> Path:
     """The real default model, fetched on first use."""
     from twostroke.weights.catalog import DEFAULT, fetch

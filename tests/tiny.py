@@ -113,7 +113,7 @@ def tiny_gemma(folder: Path) -> Path:
 
 
 def tiny_deepseek(folder: Path) -> Path:
-    """Latent attention in all layers, YaRN, dense feeds."""
+    """Latent attention in both layers, YaRN, a dense feed and then experts in groups."""
     torch.manual_seed(2)
     config = transformers.DeepseekV3Config(
         vocab_size=VOCAB,
@@ -127,7 +127,13 @@ def tiny_deepseek(folder: Path) -> Path:
         qk_nope_head_dim=12,
         qk_rope_head_dim=8,
         v_head_dim=10,
-        first_k_dense_replace=2,
+        first_k_dense_replace=1,
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=32,
+        n_shared_experts=1,
+        n_group=4,
+        topk_group=2,
         max_position_embeddings=512,
         rope_parameters={
             "rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 128,
@@ -162,3 +168,30 @@ def tiny_mixture(folder: Path) -> Path:
         initializer_range=0.15,
     )
     return save(transformers.Qwen3MoeForCausalLM(config), folder)
+
+
+def tiny_gpt_oss(folder: Path) -> Path:
+    """Sinks, a window of 40 tokens on the first layer, biases, experts in both layers."""
+    torch.manual_seed(5)
+    config = transformers.GptOssConfig(
+        vocab_size=VOCAB,
+        hidden_size=48,
+        intermediate_size=32,
+        num_local_experts=6,
+        num_experts_per_tok=2,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=16,
+        sliding_window=40,
+        max_position_embeddings=512,
+        rope_parameters={
+            "rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 128,
+            "truncate": False,
+        },
+        bos_token_id=0,
+        eos_token_id=2,
+        pad_token_id=0,
+        initializer_range=0.15,
+    )  # fmt: skip
+    return save(transformers.GptOssForCausalLM(config), folder)

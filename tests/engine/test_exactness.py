@@ -189,6 +189,17 @@ def test_levers_do_not_change_a_token_of_latent_attention(latent_model, many, le
 
 
 @pytest.fixture(scope="module")
+def sinks_model(gpt_oss_pair):
+    folder, draft = gpt_oss_pair
+    return folder, {}, Alone(folder), draft
+
+
+@random_lives(8)
+def test_levers_do_not_change_a_token_of_attention_with_sinks(sinks_model, many, lever):
+    check_levers(sinks_model, many, lever)
+
+
+@pytest.fixture(scope="module")
 def torch_latent_model(deepseek_pair):
     folder, draft = deepseek_pair
     with pytest.MonkeyPatch.context() as patch:
@@ -198,7 +209,7 @@ def torch_latent_model(deepseek_pair):
     return folder, {"threads": 2}, alone, draft
 
 
-@random_lives(3)
+@random_lives(2)
 def test_levers_do_not_change_a_token_of_latent_attention_on_torch(torch_latent_model, many, lever):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LIBRARY, lambda: False)
