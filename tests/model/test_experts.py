@@ -17,7 +17,8 @@ import transformers
 from tests.helpers import run_tokens
 from tests.model.test_gguf_parity import write_gguf
 from tests.model.test_parity import MIXTURES, SHAPE, load, make_peer, tokens_of
-from twostroke.errors import ModelError
+from twostroke.engine.build import check_experts
+from twostroke.errors import ConfigError, ModelError
 from twostroke.model.arch import Arch, ExpertsArch, GroupedArch, LayerArch
 from twostroke.model.document import arch_document, read_arch
 from twostroke.model.expert_names import expert_sources
@@ -269,6 +270,13 @@ def test_missing_and_odd_tensors(tmp_path: Path) -> None:
     rewrite(tmp_path, lambda t: t.update({name: kept, name.replace(".5.", ".8."): kept.clone()}))
     with pytest.raises(ModelError, match=r"experts\.8\.up_proj\.weight is left over"):
         load(tmp_path)
+
+
+def test_a_gpu_refuses_a_mixture() -> None:
+    arch = arch_from_config(QWEN)
+    check_experts(arch, "cpu")
+    with pytest.raises(ConfigError, match=r"mixture of experts \(qwen3_moe\) is not served on a GPU yet"):
+        check_experts(arch, "cuda")
 
 
 def test_a_gguf_file_without_routers(tmp_path: Path) -> None:

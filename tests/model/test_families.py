@@ -19,6 +19,8 @@ from twostroke.ops.reference.backend import ReferenceOps
 from twostroke.weights.checkpoint import open_checkpoint
 from twostroke.weights.load import halves_order, load_model
 
+MIXTURES = ("qwen3_moe", "mixtral", "olmoe", "gpt_oss")
+EXPERTS = {"num_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 LLAMA = {**SHAPE, "model_type": "llama", "rms_norm_eps": 1e-5}
 GEMMA = {**SHAPE, "model_type": "gemma3_text", "head_dim": 8}
 DEEPSEEK = {**SHAPE, "model_type": "deepseek_v3", "num_key_value_heads": 6, "first_k_dense_replace": 3}
@@ -85,16 +87,19 @@ def test_refused_descriptions(base: dict[str, Any], change: dict[str, Any], name
 def test_any_value_gives_our_own_error() -> None:
     """Whatever stands under whatever key: an Arch or a ModelError, nothing else."""
     odd: list[Any] = [None, -1, 0, 1, 2**70, 0.5, float("inf"), "x", [], [1], {}, {"rope_type": 3}, True]
-    known = ("llama", "smollm3", "mistral", "qwen2", "qwen3", "gemma3_text", "phi3", "deepseek_v3", "gpt_oss")
-    for model_type in known:
-        base = DEEPSEEK if model_type == "deepseek_v3" else SHAPE
+    dense = ("llama", "smollm3", "mistral", "qwen2", "qwen3", "gemma3_text", "phi3", "deepseek_v3")
+    for model_type in (*dense, *MIXTURES):
         keys = [*SHAPE, "head_dim", "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta", "sliding_window"]
         keys += ["kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "v_head_dim", "first_k_dense_replace"]
         keys += ["layer_types", "no_rope_layers", "sliding_window_pattern", "use_sliding_window", "attention_bias"]
+        keys += ["num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "mlp_only_layers"]
+        keys += ["decoder_sparse_step", "norm_topk_prob"]
+        more = EXPERTS if model_type in MIXTURES else DEEPSEEK if model_type == "deepseek_v3" else {}
+        base = {**SHAPE, **more, "model_type": model_type}
         for key in keys:
             for value in odd:
                 try:
-                    arch_from_config({**base, "model_type": model_type, key: value})
+                    arch_from_config({**base, key: value})
                 except ModelError:
                     continue
 

@@ -20,7 +20,7 @@ from twostroke.ops.formats import FORMATS
 from twostroke.weights.gguf import open_gguf
 
 EXPERTS = 6
-TYPES = {name: gguf.GGMLQuantizationType[name] for name in FORMATS if name != "U8"}
+TYPES = {name: gguf.GGMLQuantizationType[name] for name in FORMATS}
 
 
 def write_split(source: Path, target: Path, chosen: int) -> Path:

@@ -8,7 +8,6 @@ import pytest
 
 from twostroke.ops.formats import FORMATS, Stored, dequantize, from_float, stored_bytes
 
-GGML = [name for name in FORMATS if name != "U8"]
 QUANTIZED = [name for name, fmt in FORMATS.items() if fmt.block > 1]
 
 
@@ -24,12 +23,12 @@ def oracle(stored: Stored) -> np.ndarray:
         return gguf.dequantize(stored.data.reshape(-1, stored_bytes(stored.format, stored.shape[-1:])), kind)
 
 
-@pytest.mark.parametrize("name", GGML)
+@pytest.mark.parametrize("name", FORMATS)
 def test_sizes_are_ggmls(name: str) -> None:
     assert (FORMATS[name].block, FORMATS[name].bytes) == gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]]
 
 
-@pytest.mark.parametrize("name", GGML)
+@pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("shape", [(3, 256), (300, 768)])
 def test_random_bytes_decode_as_in_ggml(name: str, shape: tuple[int, ...]) -> None:
     stored = random_stored(name, shape)
@@ -50,7 +49,7 @@ def test_quantized_floats_come_back(name: str) -> None:
     assert np.abs(decoded - values).max() < 0.5
 
 
-@pytest.mark.parametrize("name", GGML)
+@pytest.mark.parametrize("name", FORMATS)
 def test_rows_move_as_bytes(name: str) -> None:
     stored = random_stored(name, (6, 512), seed=2)
     whole = dequantize(stored)

@@ -50,7 +50,7 @@ def check_physics(run: Run, roofline: Roofline) -> list[str]:
     """Times far below what the machine's measured rates allow."""
     found = []
     answered = [served for served in run.served() if not served.refused]
-    reading = (roofline.model.layer_bytes + roofline.model.head_bytes) / roofline.rates.bandwidth
+    reading = (roofline.model.read_bytes(1) + roofline.model.head_bytes) / roofline.rates.bandwidth
     tpot = min((one.tpot for one in answered if one.tpot is not None), default=reading)
     if tpot < BEATEN * reading:
         found.append(f"impossible: TPOT {seconds(tpot)}; reading the weights alone takes {seconds(reading)}")

@@ -98,7 +98,7 @@ def build_engine(
     scheduler = make_scheduler(arch, settings, identity, block_key)
     grammars = GrammarRows(GrammarCompiler(tokenizer, arch.vocab, lambda: scheduler.pace.max_gap))
     scheduler.forced = ForcedTokens(grammars, tokenizer)
-    scheduler.draft_share = draft.arch.weights / arch.weights if draft is not None else None
+    scheduler.draft_share = draft.arch.used_weights / arch.used_weights if draft is not None else None
     scheduler.drafter = make_drafter(
         settings.speculate, device, scheduler.forced, scheduler.draft_share, scheduler.longest_step
     )

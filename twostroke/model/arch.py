@@ -280,6 +280,11 @@ class Arch:
         return self.layer_weights + self.head_weights * (1 if self.tied_head else 2)
 
     @property
+    def used_weights(self) -> int:
+        """Those that one token uses."""
+        return self.weights - self.layer_weights + self.row_weights
+
+    @property
     def parameters(self) -> int:
         """Every weight of the checkpoint, norms and biases included."""
         norms = sum((4 if layer.out_norms else 2) * self.hidden + layer.mixer.small_weights() for layer in self.layers)

@@ -33,7 +33,6 @@ _LAYOUTS: dict[str, tuple[int, np.dtype]] = {
     "F32": (1, np.dtype([("x", "<f4")])),
     "F16": (1, np.dtype([("x", "<f2")])),
     "BF16": (1, np.dtype([("x", "<u2")])),
-    "U8": (1, np.dtype([("x", "u1")])),  # parts of another format: MXFP4 in safetensors
     "Q8_0": (32, np.dtype([("d", "<f2"), ("qs", "i1", 32)])),
     "Q4_0": (32, np.dtype([("d", "<f2"), ("qs", "u1", 16)])),
     "Q4_1": (32, np.dtype([("d", "<f2"), ("m", "<f2"), ("qs", "u1", 16)])),
@@ -51,6 +50,7 @@ _LAYOUTS: dict[str, tuple[int, np.dtype]] = {
 FOUR_BIT_FLOATS = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)  # MXFP4's codes
 
 FORMATS: dict[str, Format] = {name: Format(name, block, layout.itemsize) for name, (block, layout) in _LAYOUTS.items()}
+BYTES = Format("U8", 1, 1)  # a part of another format, which a file holds by itself: codes or scales
 
 # Elements decoded at a time: the temporaries of one chunk stay in a core's cache.
 _CHUNK = 1 << 16
@@ -58,7 +58,7 @@ _CHUNK = 1 << 16
 
 def stored_bytes(format_name: str, shape: Sequence[int]) -> int:
     """Bytes that a tensor of this shape (torch order) takes; ValueError when its last axis is not whole blocks."""
-    fmt = FORMATS.get(format_name)
+    fmt = BYTES if format_name == BYTES.name else FORMATS.get(format_name)
     if fmt is None:
         raise ValueError(f"unknown storage format {format_name!r}; known: {', '.join(FORMATS)}")
     if any(d < 0 for d in shape):
@@ -89,7 +89,7 @@ class Stored:
 
     def by_row(self) -> np.ndarray:
         """The bytes as (shape[0], bytes of one row), no copy: rows are whole runs of blocks."""
-        if not self.shape or (len(self.shape) == 1 and FORMATS[self.format].block > 1):
+        if not self.shape or (len(self.shape) == 1 and self.format != BYTES.name and FORMATS[self.format].block > 1):
             raise ValueError(f"{self.format} of shape {self.shape} has no rows to move")
         return self.data.reshape(self.shape[0], stored_bytes(self.format, self.shape[1:]) if self.nbytes else 0)
 
@@ -237,7 +237,6 @@ _DECODERS: dict[str, Callable[[np.ndarray, np.ndarray], None]] = {
     "F32": _plain,
     "F16": _plain,
     "BF16": _bf16,
-    "U8": _plain,
     "Q8_0": _q8_0,
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,

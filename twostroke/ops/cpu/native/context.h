@@ -91,7 +91,7 @@ struct Context {
     Buffer acts, plain, q, partials;
     Buffer qkv, attended, gate_up, product;  // between the ops of a layer
     Buffer normed, total;
-    Buffer choice, pairs, sorted;            // of experts
+    Buffer choice, pairs;                    // of experts
     std::vector<int> starts;                 // where an expert's rows start
     std::vector<RowGroup> row_groups;
     std::vector<ReadyProduct> ready;

@@ -70,12 +70,16 @@ void choose_all(Context& c, const ExpertsCall& call, const float* logits, int ro
     c.pool.each(cuts, body);
 }
 
-// Places of (row, choice) pairs when they are sorted by expert, rows in order; the groups of rows, one for each expert in use.
-void group_rows(const ExpertsCall& call, const int32_t* chosen, int pairs, int32_t* place, std::vector<int>& starts) {
+// (row, choice) pairs sorted by expert, rows in order: the place of each pair, the row at each place, and where an expert's
+// places start.
+void group_rows(const ExpertsCall& call, const int32_t* chosen, int pairs, int32_t* place, int32_t* rows_of, std::vector<int>& starts) {
     starts.assign((size_t)call.experts + 1, 0);
     for (int i = 0; i < pairs; ++i) ++starts[(size_t)chosen[i] + 1];
     for (int e = 0; e < call.experts; ++e) starts[(size_t)e + 1] += starts[(size_t)e];
-    for (int i = 0; i < pairs; ++i) place[i] = starts[(size_t)chosen[i]]++;
+    for (int i = 0; i < pairs; ++i) {
+        place[i] = starts[(size_t)chosen[i]]++;
+        rows_of[place[i]] = i / call.chosen;
+    }
     for (int e = call.experts; e > 0; --e) starts[(size_t)e] = starts[(size_t)e - 1];
     starts[0] = 0;
 }
@@ -101,27 +105,16 @@ void run_experts(Context& c, const ExpertsCall& call, const float* x, int rows, 
     const int count = call.chosen, pairs = rows * count, width = call.gate_up[0]->rows;
     float* const logits = c.product.get<float>((size_t)rows * (size_t)call.experts);
     linear(c, *call.router, {x, hidden, rows, RmsNorm, call.norm.weight, call.norm.eps, logits, call.experts, 0});
-    int32_t* const chosen = c.pairs.get<int32_t>(3 * (size_t)pairs);
-    int32_t* const place = chosen + pairs;
-    float* const weights = reinterpret_cast<float*>(place + pairs);
+    int32_t* const chosen = c.pairs.get<int32_t>(4 * (size_t)pairs);
+    int32_t *const place = chosen + pairs, *const rows_of = place + pairs;  // sorted by expert: where a pair is, whose it is
+    float* const weights = reinterpret_cast<float*>(rows_of + pairs);
     choose_all(c, call, logits, rows, chosen, weights);
-    group_rows(call, chosen, pairs, place, c.starts);
+    group_rows(call, chosen, pairs, place, rows_of, c.starts);
 
-    // One row is the input of all its experts.
-    const float* inputs = x;
-    if (rows > 1) {
-        float* const sorted = c.sorted.get<float>((size_t)pairs * (size_t)hidden);
-        auto copy = [&](int r) {
-            for (int i = r * count; i < (r + 1) * count; ++i)
-                memcpy(sorted + (int64_t)place[i] * hidden, x + (int64_t)r * hidden, sizeof(float) * (size_t)hidden);
-        };
-        by_rows(c, rows, copy);
-        inputs = sorted;
-    }
     float* const inner = c.gate_up.get<float>((size_t)pairs * (size_t)width);
     float* const products = c.product.get<float>((size_t)pairs * (size_t)hidden);
     list_groups(call.gate_up, c.starts, c.row_groups);
-    linear_groups(c, c.row_groups, {inputs, rows > 1 ? hidden : 0, pairs, RmsNorm, call.norm.weight, call.norm.eps, inner, width, 0});
+    linear_groups(c, c.row_groups, {x, hidden, pairs, RmsNorm, call.norm.weight, call.norm.eps, inner, width, 0, rows_of}, rows == 1);
     list_groups(call.down, c.starts, c.row_groups);
     linear_groups(c, c.row_groups, {inner, width, pairs, call.gate, nullptr, 0.f, products, hidden, 0});
     auto add_up = [&](int r) {

@@ -18,7 +18,10 @@ struct PrologueArgs {
     Act* acts;         // see place_of; the second ones `extra` further on
     int64_t extra;
     ActTile* tiles;    // instead of acts: (rows / 16, with second codes 2, cols / 32)
+    const int32_t* index = nullptr;  // which row of x is the r-th; null: row r
 };
+
+static inline const float* row_of(const PrologueArgs& args, int r) { return args.x + (args.index ? args.index[r] : r) * args.x_stride; }
 
 // out[r, n] (+)= x[r, :] · weight[n, :] + bias[n] for panels of one packed matrix.
 struct MatmulArgs {

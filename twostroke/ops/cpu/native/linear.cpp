@@ -105,7 +105,7 @@ size_t scratch_bytes(const Context& c, const Weight& weight) {
 // What the prologue and the product of these rows take. acts: input_bytes; plain: (rows, cols), where floats are multiplied
 // and something comes before.
 ReadyProduct make_ready(const Context& c, const Weight& weight, const LinearArgs& a, uint8_t* acts, float* plain) {
-    PrologueArgs before{a.before, a.x, a.x_stride, a.rows, weight.cols, a.norm, a.eps, nullptr, nullptr, 0, nullptr};
+    PrologueArgs before{a.before, a.x, a.x_stride, a.rows, weight.cols, a.norm, a.eps, nullptr, nullptr, 0, nullptr, a.index};
     MatmulArgs base{};
     base.cols = weight.cols;
     base.x = a.x;
@@ -206,8 +206,7 @@ void linear(Context& c, const Weight& weight, const LinearArgs& a) {
     c.pool.each(chunks * chunks_of(a.rows, apart), body, streams);
 }
 
-void linear_groups(Context& c, const std::vector<RowGroup>& groups, const LinearArgs& a) {
-    const bool same = a.x_stride == 0;
+void linear_groups(Context& c, const std::vector<RowGroup>& groups, const LinearArgs& a, bool same) {
     const int cols = groups[0].weight->cols, threads = c.pool.threads();
     size_t bytes = 0, scratch = 0;
     bool plain = false, streams = true;
@@ -227,8 +226,8 @@ void linear_groups(Context& c, const std::vector<RowGroup>& groups, const Linear
     for (const RowGroup& g : groups) {
         const int first = same ? 0 : g.first;
         c.ready.push_back(make_ready(c, *g.weight,
-                                     {a.x + first * a.x_stride, a.x_stride, g.rows, a.before, a.norm, a.eps,
-                                      a.out + g.first * a.out_stride, a.out_stride, a.add},
+                                     {a.index ? a.x : a.x + first * a.x_stride, a.x_stride, g.rows, a.before, a.norm, a.eps,
+                                      a.out + g.first * a.out_stride, a.out_stride, a.add, a.index ? a.index + first : nullptr},
                                      acts, floats ? floats + (int64_t)first * cols : nullptr));
         if (!same) acts += input_bytes(c, *g.weight, g.rows, a.before);
     }

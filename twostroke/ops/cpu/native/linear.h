@@ -15,12 +15,13 @@ struct LinearArgs {
     float* out;
     int64_t out_stride;
     int add;
+    const int32_t* index = nullptr;  // which row of x is the r-th of the input: only with something before the product
 };
 
 void linear(Context& c, const Weight& weight, const LinearArgs& args);
 
-// The same for groups of rows that follow each other, each with a weight of its own; all weights have the same shape. With an
-// x_stride of 0, one row is the input of all groups, which then have one row each.
-void linear_groups(Context& c, const std::vector<RowGroup>& groups, const LinearArgs& args);
+// The same for groups of rows that follow each other, each with a weight of its own; all weights have the same shape.
+// same: one row is the input of all groups, which then have one row each.
+void linear_groups(Context& c, const std::vector<RowGroup>& groups, const LinearArgs& args, bool same = false);
 void norm_rows(Context& c, const PrologueArgs& args);
 bool embed(Context& c, const Weight& table, const int64_t* tokens, int count, float scale, float* out);

@@ -116,7 +116,7 @@ struct Prologue {
 static void prologue(const PrologueArgs& args, int row, int row_end) {
     const int groups = args.cols / kGroup;
     for (int r = row; r < row_end; ++r) {
-        const float* x = args.x + r * args.x_stride;
+        const float* x = row_of(args, r);
         const Prologue source{args, x, args.before == RmsNorm ? inverse_rms(x, args.cols, args.eps) : 0.f};
         if (args.plain) {
             float* out = args.plain + (int64_t)r * args.cols;

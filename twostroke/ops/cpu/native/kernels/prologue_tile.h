@@ -29,12 +29,12 @@ static void prologue_tile(const PrologueArgs& args, int row, int row_end, int gr
     ActTile* const tiles = args.tiles + (int64_t)(row / kTileRows) * groups * (seconds ? 2 : 1);
     float scale[kTileRows];
     for (int r = row; r < row_end; ++r)
-        scale[r - row] = args.before == RmsNorm ? inverse_rms(args.x + r * args.x_stride, args.cols, args.eps) : 0.f;
+        scale[r - row] = args.before == RmsNorm ? inverse_rms(row_of(args, r), args.cols, args.eps) : 0.f;
     for (int g = group; g < group_end; ++g) {
         ActTile &first = tiles[g], &second = tiles[seconds ? groups + g : g];
         first.more = 0;
         for (int r = row; r < row_end; ++r) {
-            const Prologue source{args, args.x + r * args.x_stride, scale[r - row]};
+            const Prologue source{args, row_of(args, r), scale[r - row]};
             const F a = source.at(g * kGroup, 16), b = source.at(g * kGroup + 16, 16);
             if (seconds) quantize_group<true>(a, b, TileRow{first, second, r - row});
             else quantize_group<false>(a, b, TileRow{first, second, r - row});
