@@ -48,6 +48,9 @@ def stored(name: str, outputs: int, inputs: int, seed: int = 0) -> Stored:
         return from_float(x.astype(np.float16) if name == "F16" else x)
     fmt = FORMATS[name]
     blocks = rng.integers(0, 256, (outputs * inputs // fmt.block, fmt.bytes), dtype=np.uint8)
+    if name == "MXFP4":  # the scale is a power of two, in one byte
+        blocks[:, 0] = rng.integers(117, 123, len(blocks))
+        return Stored(name, (outputs, inputs), blocks.reshape(-1))
     halves = [208] if name == "Q6_K" else [0, 2] if name in ("Q4_1", "Q5_1", "Q4_K", "Q5_K") else [0]
     for place in halves:
         scales = rng.uniform(-1e-2, 1e-2, len(blocks)).astype(np.float16)
