@@ -84,7 +84,8 @@ def gguf_feeds(
     first = next((stem for stem in layers if f"{stem}ffn_gate_inp.weight" in tensors), None)
     if first is None:
         raise c.error("expert_count", f"is {c.get('expert_count')!r:.80}, but no layer has a router (ffn_gate_inp)")
-    gating = c.integer("expert_gating_func", 1)
+    corrected = f"{first}exp_probs_b.bias" in tensors
+    gating = c.integer("expert_gating_func", 2 if corrected else 1)  # some files of DeepSeek V3 do not say it
     if gating not in (1, 2, 3):
         raise c.error(
             "expert_gating_func", f"is {gating}; supported are 1 (softmax), 2 (sigmoid), 3 (softmax of the chosen)"
@@ -107,7 +108,7 @@ def gguf_feeds(
         width,
         activation,
         shared=shared if f"{first}ffn_gate_shexp.weight" in tensors else 0,
-        corrected=f"{first}exp_probs_b.bias" in tensors,
+        corrected=corrected,
         router_bias=f"{first}ffn_gate_inp.bias" in tensors,
         expert_bias=f"{first}ffn_gate_exps.bias" in tensors,
     )

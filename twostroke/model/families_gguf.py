@@ -138,7 +138,7 @@ def _deepseek(g: Gguf) -> Arch:
     dense = [DenseArch(c.integer("feed_forward_length"))] * _layers(g)
     feeds = dense if all_dense else gguf_feeds(c, g.shapes, _layers(g), normalised=False)
     return Arch(
-        family="deepseek_v3" if c.get("expert_gating_func") == 2 else "deepseek_v2",
+        family="deepseek_v3" if any(name.endswith("exp_probs_b.bias") for name in g.shapes) else "deepseek_v2",
         vocab=_vocab(g),
         hidden=_hidden(g),
         layers=tuple(LayerArch(mixer, feed) for feed in feeds),
