@@ -14,8 +14,9 @@ from __future__ import annotations
 import secrets
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
+from struct import Struct
 from typing import NamedTuple
 
 import numpy as np
@@ -32,6 +33,7 @@ PADDED = 16  # tokens: lengths of prompts are shown as multiples of it
 MAX_SALTS = 256  # whose cuts are remembered
 REPLAYS = 0.01  # share of the time that replays of prompt lookup may take
 REPLAYED = 8192  # longest request that is replayed, in tokens
+PACKED = Struct("<qi")  # a segment's content and length
 CONTENT_BITS = 38  # of a hash: what a trace's made-up token ids have room for
 
 
@@ -49,8 +51,16 @@ class EndedRequest(NamedTuple):
     max_tokens: int | None
     priority: int
     reason: str
-    segments: tuple[PromptSegment, ...]
+    packed: bytes  # the segments as numbers: objects would take ten times the memory
     lookup: LookupCounts | None = None  # None: not replayed
+
+    @property
+    def segments(self) -> list[PromptSegment]:
+        return [PromptSegment(*pair) for pair in PACKED.iter_unpack(self.packed)]
+
+
+def pack(segments: Iterable[PromptSegment]) -> bytes:
+    return b"".join(PACKED.pack(*segment) for segment in segments)
 
 
 class EndedRequests:
@@ -70,11 +80,11 @@ class EndedRequests:
         kept.preemptions = timeline.preemptions
         self._ended.append(
             EndedRequest(request.id, kept, timeline.ttft, timeline.tpot, timeline.output_tokens, params.max_tokens,
-                  params.priority, reason, tuple(segments), self._replayed(request.tokens, written))
+                  params.priority, reason, pack(segments), self._replayed(request.tokens, written))
         )  # fmt: skip
         self._segments += len(segments)
         while len(self._ended) > KEPT or self._segments > MAX_SEGMENTS:
-            self._segments -= len(self._ended.popleft().segments)
+            self._segments -= len(self._ended.popleft().packed) // PACKED.size
 
     def _replayed(self, prompt: Sequence[int], written: Sequence[int]) -> LookupCounts | None:
         """Not of every answer: replays take a small share of the time."""
@@ -135,7 +145,7 @@ def padded(length: int) -> int:
 def by_arrival(ended: Sequence[EndedRequest]) -> list[EndedRequest]:
     """Sorted by arrival. Neighbouring segments that only one of them has are joined."""
     seen = Counter(segment.content for one in ended for segment in one.segments)
-    joined = [one._replace(segments=tuple(join(one.segments, seen))) for one in ended]
+    joined = [one._replace(packed=pack(join(one.segments, seen))) for one in ended]
     return sorted(joined, key=lambda one: one.timeline.arrival)
 
 
