@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 
 import pytest
 
@@ -37,3 +39,15 @@ def test_tenants_share_no_contents() -> None:
     assert len(theirs.segments) == 1 and len(again.segments) > 3 and again.segments == ours.segments
     assert theirs.segments[0].content not in {segment.content for segment in ours.segments}
     assert json.loads(json.dumps(ours.segments))[0] == list(ours.segments[0])
+
+
+def test_a_long_request_is_recorded_by_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    record, threads = EndedRequests(), []
+    monkeypatch.setattr(record, "_cut", lambda *_: threads.append(threading.current_thread()) or [])
+    ended(record, 1, [1] * module.AT_ONCE)
+    ended(record, 2, [1] * (module.AT_ONCE + 1))
+    deadline = time.monotonic() + 30
+    while len(record.latest()) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert [one.request for one in record.latest()] == [1, 2]
+    assert threads[0] is threading.main_thread() and threads[1] is not threads[0]

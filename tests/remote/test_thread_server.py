@@ -34,6 +34,7 @@ from tests.serve.test_forms import (  # noqa: F401
 from tests.serve.test_http import *  # noqa: F403
 from tests.serve.test_trust import test_a_user_name_is_no_identity, test_an_id_opens_nothing  # noqa: F401
 
+pytestmark = pytest.mark.slow
 THREAD = (
     "import twostroke.remote.async_engine as a\n"
     "from twostroke.remote.thread import ThreadEngine\n"

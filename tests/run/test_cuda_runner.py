@@ -32,6 +32,7 @@ from twostroke.weights.checkpoint import open_checkpoint  # noqa: E402
 from twostroke.weights.load import load_arch, load_model  # noqa: E402
 
 pytestmark = [pytest.mark.gpu] if ON_CARD else []
+slow_here = pytest.mark.gpu if ON_CARD else pytest.mark.slow  # the interpreter takes long
 ASKED = (
     SamplingParams(max_tokens=4, temperature=0.0),
     SamplingParams(max_tokens=4, temperature=1.0),
@@ -81,6 +82,7 @@ def test_streams_that_share_a_prefix_choose_the_same_tokens(llama_folder: Path, 
     assert any(sharing is not None for sharing in found)
 
 
+@slow_here
 @pytest.mark.parametrize("quantize", [None, "int8"])
 def test_the_largest_step_can_be_run_before_there_is_a_cache(llama_folder: Path, quantize: str | None) -> None:
     checkpoint = open_checkpoint(llama_folder)

@@ -32,6 +32,7 @@ from twostroke.schedule.make import make_scheduler  # noqa: E402
 from twostroke.types import Request  # noqa: E402
 
 pytestmark = [pytest.mark.gpu] if ON_CARD else []
+slow_here = pytest.mark.gpu if ON_CARD else pytest.mark.slow  # the interpreter takes long
 ROPE = Rope(tuple(100.0 ** (-2 * i / 16) for i in range(8)))
 LAYERS = tuple(LayerArch(GroupedArch(2, 1, 16, window, ROPE), DenseArch(32)) for window in (None, 24))
 TINY = Arch(
@@ -107,12 +108,14 @@ def test_among_neighbours(served) -> None:  # type: ignore[no-untyped-def]
     assert engine(model, max_requests=64).answers(others + prompts)[len(others) :] == alone
 
 
+@slow_here
 @pytest.mark.parametrize("budget", [16, 50, 256, 1024] if ON_CARD else [16])
 def test_in_chunks(served, budget: int) -> None:  # type: ignore[no-untyped-def]
     model, prompts, alone = served
     assert engine(model, max_batch_tokens=budget, max_requests=8).answers(prompts) == alone
 
 
+@slow_here
 def test_drafted_by_a_model(served) -> None:  # type: ignore[no-untyped-def]
     """The model drafts for itself: what it has read and written must be right for the drafts to be accepted."""
     model, prompts, alone = served
@@ -125,6 +128,7 @@ def test_drafted_by_a_model(served) -> None:  # type: ignore[no-untyped-def]
     assert counters.drafted_tokens == counters.accepted_tokens > 0
 
 
+@slow_here
 def test_after_a_hit(served) -> None:  # type: ignore[no-untyped-def]
     model, prompts, alone = served
     again = engine(model)
@@ -133,6 +137,7 @@ def test_after_a_hit(served) -> None:  # type: ignore[no-untyped-def]
     assert again.scheduler.counters.cached_tokens > 0
 
 
+@slow_here
 def test_after_blocks_went_to_the_host(served) -> None:  # type: ignore[no-untyped-def]
     """Room for one prompt at a time: each takes the blocks of the one before, and finds its own again."""
     model, prompts, alone = served
@@ -150,6 +155,7 @@ def test_after_blocks_went_to_the_host(served) -> None:  # type: ignore[no-untyp
     assert tight.scheduler.counters.cached_tokens > 0
 
 
+@slow_here
 def test_preempted(served) -> None:  # type: ignore[no-untyped-def]
     """All prompts find room at once, but not all that they grow by."""
     model = served[0]

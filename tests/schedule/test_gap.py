@@ -122,5 +122,5 @@ def test_prompts_whose_log_probabilities_are_wanted_have_a_cost_of_their_own():
         count = pace.affordable(0, 10_000, pace.allowance(False, 4), scored=True)
         steps.append(streams + count * (read + score))
         pace.learn(count, 4, steps[-1], scored=True)
-    assert max(steps) < 0.1 and steps[-1] > 0.06
+    assert max(steps) < 0.1 and 0.05 < steps[-1] < 0.062, "a third below 0.85 max_gap"
     assert pace.affordable(0, 10_000, pace.allowance(False, 4)) == ordinary

@@ -57,6 +57,15 @@ def test_a_hint_is_accepted_with_any_value_and_listed(client: httpx.Client, name
         assert ignored(response) == (set() if value is None else {name})
 
 
+def test_common_hints_on_messages(client: httpx.Client, server: Server) -> None:
+    body = {"model": server.model, "max_tokens": 2, "messages": HELLO, "temperature": 0}
+    plain = ask(client, "/v1/messages", **body).json()["content"]
+    hints = ("store", "user", "session_id", "prompt_cache_key", "keep_alive", "metadata", "context_management")
+    for value in ANYTHING[1:]:
+        response = ask(client, "/v1/messages", **body, **dict.fromkeys(hints, value))
+        assert response.json()["content"] == plain and ignored(response) == set(hints)
+
+
 def test_hints_inside_messages_and_tools(client: httpx.Client, tooled: Server) -> None:
     """An answer is sent back as it came, with what the client's library added to it."""
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{", "parsed_arguments": None}}

@@ -14,6 +14,7 @@ which prompts take less than a tenth of the time teaches nothing about prompts.
 
 A prompt whose log probabilities are wanted costs more: every token goes through the head. Such prompts have a rate of
 their own. Until it is measured, they are assumed to take three times as long. A step with both kinds teaches nothing.
+The measured times of such steps stray more, so their chunks are a third smaller than the learnt rate allows.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ READ = WorkKind.READ
 MARGIN = 0.85  # of max_gap that a step may be planned to take; the rest is for what happens between steps
 SMOOTHING = 0.2
 UNMEASURED_SCORED = 3.0  # times as long as other prompts
+SCORED_CARE = 1.5  # times as long as learnt, in plans
 LEAST_SHARE = 0.1  # of a step: prompts that take less teach nothing about prompts
 # The smallest chunk, in tokens: a prompt always advances, even where this chunk takes longer than max_gap. On a GPU a
 # mixed step has a fixed cost that a hundred tokens hardly raise, so smaller chunks would be all fixed cost. Twice as
@@ -120,7 +122,7 @@ class Pace:
         """Of so many tokens of a prompt; scored: with their log probabilities."""
         rate = self.prompt_rate.careful
         if scored:
-            rate = UNMEASURED_SCORED * rate if self.scored_rate.mean is None else self.scored_rate.careful
+            rate = UNMEASURED_SCORED * rate if self.scored_rate.mean is None else SCORED_CARE * self.scored_rate.careful
         return rate * self.flops(start, count)
 
     def affordable(self, start: int, want: int, allowance: float, scored: bool = False) -> int:

@@ -104,7 +104,7 @@ def _copies(deployment: Deployment, demand: Demand, split: bool) -> Need | str:
     """A large load is served by copies of a small fleet, each at the highest rate at which it meets the targets."""
     arrivals, per_second, targets, *_ = demand
     share = prefill_share(deployment, arrivals)
-    each = 1 / _busy_seconds(deployment, arrivals)  # requests/s of one worker, estimated
+    each = 1 / _busy_seconds(deployment, mean_request(arrivals))  # requests/s of one worker, estimated
     fits = int(LARGEST_PART / _part(deployment, arrivals, each)) if each else 1
     count = max(2 if split else 1, min(MOST_IN_UNIT, fits))
     unit = replace(deployment, pools=_pools(count, split, share, deployment.pools))
@@ -122,7 +122,7 @@ def highest_rate(
     """The highest rate at which the fleet meets the targets, and how it does then; None: none above a hundredth of the
     guess. `known`: a trial at the guess that met them."""
     low, high, best = (guess, inf, known) if known is not None else (0.0, inf, None)
-    estimate = deployment.workers / _busy_seconds(deployment, arrivals)
+    estimate = deployment.workers / _busy_seconds(deployment, mean_request(arrivals))
     per_second = guess if known is None else max(RAISED * guess, 0.85 * estimate)
     while high > NEAR * max(low, guess / 100):
         part = _part(deployment, arrivals, per_second)
@@ -155,7 +155,7 @@ def _smallest(
         return (tried, trial) if trial.met else None
 
     fewest = 2 if split else 1
-    high = max(fewest, int(0.9 * rate(load) * _busy_seconds(deployment, load)))
+    high = max(fewest, int(0.9 * rate(load) * _busy_seconds(deployment, mean_request(load))))
     low = high - 1
     best = attempt(high)
     while best is not None and high > fewest:  # the estimate was enough: try fewer
@@ -178,21 +178,31 @@ def _smallest(
     return best
 
 
-def _busy_seconds(deployment: Deployment, arrivals: Sequence[Arrival]) -> float:
+class MeanRequest(NamedTuple):
+    """In tokens."""
+
+    prompt: float
+    output: float
+    fresh: float  # of the prompt: in no earlier prompt
+
+
+def mean_request(arrivals: Sequence[Arrival]) -> MeanRequest:
+    return MeanRequest(*mean_lengths(arrivals), sum(fresh_tokens(arrivals)) / len(arrivals))
+
+
+def _busy_seconds(deployment: Deployment, mean: MeanRequest) -> float:
     """Seconds of a worker that one request takes: its share of full batches, cached prompt tokens left out."""
-    settings, batch = deployment.settings, _batch(deployment, arrivals)
+    settings, batch = deployment.settings, _batch(deployment, mean)
     line = deployment.roofline(settings)
-    mean, output = mean_lengths(arrivals)
-    prompt = round(mean)
-    fresh = round(sum(fresh_tokens(arrivals)) / len(arrivals)) if settings.prefix_cache else prompt
+    prompt = round(mean.prompt)
+    fresh = round(mean.fresh) if settings.prefix_cache else prompt
     prefill = line.prefill_seconds(prompt, prompt - max(1, fresh))
-    return prefill + output * line.decode_seconds(batch, prompt + round(output / 2)) / batch
+    return prefill + mean.output * line.decode_seconds(batch, prompt + round(mean.output / 2)) / batch
 
 
-def _batch(deployment: Deployment, arrivals: Sequence[Arrival]) -> int:
+def _batch(deployment: Deployment, mean: MeanRequest) -> int:
     """Most requests that run at once on one worker."""
-    settings = deployment.settings
-    typical = round(sum(arrival.prompt + arrival.output for arrival in arrivals) / len(arrivals))
+    settings, typical = deployment.settings, round(mean.prompt + mean.output)
     return max(1, min(settings.max_requests, settings.kv_blocks // max(1, settings.layout.blocks_for(typical))))
 
 
@@ -274,47 +284,45 @@ def cheapest(
     estimates, dropped = _by_estimate(options, demand)
     enough = inf  # estimated dollars above which an option is not simulated
 
-    def attempt(tried: Sequence[Attempt]) -> None:
-        for option, apart in tried:
-            if progress is not None:
-                progress("with two pools" if apart else "", option)
-        for (option, apart), need in zip(tried, _all_needed(tried, demand, jobs), strict=True):
-            if isinstance(need, str):
-                dropped.append(Dropped(option, need, apart))
-            else:
-                needs.append(need)
+    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
 
-    while estimates:
-        wave, estimates = estimates[:jobs], estimates[jobs:]
-        met = len(needs)
-        attempt([(option, split[0]) for dollars, option in wave if dollars <= enough])
-        for dollars, option in wave:
-            if dollars > enough:
-                dropped.append(Dropped(option, f"not simulated: about ${dollars:,.2f} an hour", split[0]))
-        if len(needs) > met:
-            enough = min(enough, pricier * wave[0][0])
-    needs.sort(key=_dollars)
-    if len(split) > 1:
-        again = [one.deployment for one in dropped if not one.reason.startswith("not simulated")]
-        again += [replace(need.deployment, pools=Pools()) for need in needs[:1]]
-        attempt([(option, split[1]) for option in again])
+        def attempt(tried: Sequence[Attempt]) -> None:
+            for option, apart in tried:
+                if progress is not None:
+                    progress("with two pools" if apart else "", option)
+            run = pool.map if jobs > 1 and len(tried) > 1 else map  # its processes start when they are first used
+            kinds, apart_or_not = [option for option, _ in tried], [apart for _, apart in tried]
+            found = run(workers_needed, kinds, [demand] * len(tried), apart_or_not)
+            for (option, apart), need in zip(tried, found, strict=True):
+                if isinstance(need, str):
+                    dropped.append(Dropped(option, need, apart))
+                else:
+                    needs.append(need)
+
+        while estimates:
+            wave, estimates = estimates[:jobs], estimates[jobs:]
+            met = len(needs)
+            attempt([(option, split[0]) for dollars, option in wave if dollars <= enough])
+            for dollars, option in wave:
+                if dollars > enough:
+                    dropped.append(Dropped(option, f"not simulated: about ${dollars:,.2f} an hour", split[0]))
+            if len(needs) > met:
+                enough = min(enough, pricier * wave[0][0])
+        needs.sort(key=_dollars)
+        if len(split) > 1:
+            again = [one.deployment for one in dropped if not one.reason.startswith("not simulated")]
+            again += [replace(need.deployment, pools=Pools()) for need in needs[:1]]
+            attempt([(option, split[1]) for option in again])
     return Found(sorted(needs, key=_dollars), dropped)
-
-
-def _all_needed(tried: Sequence[Attempt], demand: Demand, jobs: int) -> list[Need | str]:
-    if jobs < 2 or len(tried) < 2:
-        return [workers_needed(option, demand, apart) for option, apart in tried]
-    with ProcessPoolExecutor(min(jobs, len(tried)), get_context("spawn")) as pool:
-        kinds, splits = zip(*tried, strict=True)
-        return list(pool.map(workers_needed, kinds, [demand] * len(tried), splits))
 
 
 def _by_estimate(options: Sequence[Deployment], demand: Demand) -> tuple[list[tuple[float, Deployment]], list[Dropped]]:
     """Options with their estimated dollars an hour, and those on which no request fits."""
     found, dropped = [], []
+    mean = mean_request(demand.arrivals)
     for option in options:
         try:
-            workers = max(1.0, demand.per_second * _busy_seconds(option, demand.arrivals))
+            workers = max(1.0, demand.per_second * _busy_seconds(option, mean))
             found.append((workers * option.price / option.workers, option))
         except ConfigError as error:
             dropped.append(Dropped(option, does_not_fit(option) or str(error)))

@@ -16,7 +16,7 @@ from twostroke.serve.api.chat import MAX_MESSAGES
 from twostroke.serve.fates import Hint, Refused, refusal
 from twostroke.serve.fields import Count, Many, Name, Payload, Text
 from twostroke.serve.forms import json_grammar
-from twostroke.serve.sampling import ExplainField, StopString, TopK, make_params, stop_strings
+from twostroke.serve.sampling import CommonHints, ExplainField, StopString, TopK, make_params, stop_strings
 from twostroke.serve.segments import CONTENT, TOOL_CALL, Segment, SegmentDelta
 from twostroke.serve.service import Generation, GenerationInput, Service
 from twostroke.serve.structured import AnswerFormat, FormContext, chat_format, function_choice, function_tool
@@ -141,7 +141,7 @@ class OutputConfig(Payload):
     format: OutputFormat | None = None
 
 
-class Conversation(Payload):
+class Conversation(CommonHints):
     """The fields that /v1/messages and /v1/messages/count_tokens have in common."""
 
     model: Name
@@ -153,7 +153,6 @@ class Conversation(Payload):
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None  # an older name of output_config.format
     cache_control: Hint = None
-    context_management: Hint = None
     container: Refused = None
     mcp_servers: Refused = None
 
@@ -195,14 +194,12 @@ class MessagesRequest(Conversation, ExplainField):
     top_p: float | None = None
     top_k: TopK | None = None
     stop_sequences: Annotated[Many[StopString], Field(max_length=MAX_STOPS)] | None = None
-    metadata: Hint = None
-    service_tier: Hint = None
 
     @property
     def user_name(self) -> str | None:
         """For the log."""
         name = self.metadata.get("user_id") if isinstance(self.metadata, dict) else None
-        return name[:64] if isinstance(name, str) else None
+        return name[:64] if isinstance(name, str) else super().user_name
 
     def to_params(self, **more: Any) -> SamplingParams:
         return make_params(
