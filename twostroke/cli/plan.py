@@ -127,7 +127,8 @@ def unused(trace: bool, lengths: bool, search: bool, calibrate: bool, draft: boo
     if calibrate:
         found["hardware"] = "has no effect with --calibrate, which measures this machine"
     if search:
-        found |= dict.fromkeys(("hardware", "gpus", "precision"), "has no effect with --search, which tries them all")
+        known = ("hardware", "gpus", "precision", "calibrate")
+        found |= dict.fromkeys(known, "has no effect with --search, which tries all rentable hardware")
     if not draft:
         found["acceptance"] = "is for --draft"
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -16,6 +17,7 @@ from twostroke.cost.answers.levers import LEVERS, Scenario
 from twostroke.cost.answers.wording import sentence
 from twostroke.cost.simulation.served import Served, Targets
 from twostroke.cost.simulation.trace import Arrival, Part
+from twostroke.errors import InputError
 
 
 @cache
@@ -53,6 +55,17 @@ def test_what_was_predicted_comes_true(make):
 
 def middle(spread):
     return (spread.p50 * spread.p95) ** 0.5
+
+
+def test_without_an_answer_there_is_nothing_to_diagnose():
+    short = replace(on_gpu(), config=replace(on_gpu().config, max_model_len=1024))
+    long = [Arrival(0.1 * n, (Part(n, 5000),), 8) for n in range(5)]
+    with pytest.raises(InputError, match="the shortest has 5,008 tokens, max_model_len is 1,024: raise"):
+        diagnose(short, long)
+    with pytest.raises(InputError, match="no request was answered"):
+        diagnose(on_gpu(), long, [Served(one.at, one.prompt, refused=True) for one in long])
+    with pytest.raises(InputError, match="no request was answered"):
+        diagnose(on_gpu(), [])
 
 
 def test_textbook_levers_that_do_not_help_say_why():

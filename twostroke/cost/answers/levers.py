@@ -150,7 +150,7 @@ def lookup(scenario: Scenario) -> Scenario | str:
         return "prompt lookup is on already"
     if drafts is None:
         return "how often its guesses would be right is not known: no answers were recorded"
-    then = changed(scenario, speculate="lookup")
+    then = changed(scenario, speculate="auto")  # a draft model that the engine has stays in use
     if isinstance(then, str):
         return then
     context = round(sum(one.prompt + one.output / 2 for one in scenario.arrivals) / max(1, len(scenario.arrivals)))
@@ -256,7 +256,7 @@ LEVERS: tuple[Lever, ...] = (
           "four times the batch or context in the same memory", kv("int4"), sets(kv_dtype="int4"), lossy=0.8),
     Lever("prompt-lookup", "guess tokens from the text so far and verify several in one step", "decode", True,
           "every step reads all the weights for one token, although answers repeat text that is already there",
-          "TPOT falls where answers repeat their prompt, and nowhere else", lookup, sets(speculate="lookup")),
+          "TPOT falls where answers repeat their prompt, and nowhere else", lookup, sets(speculate="auto")),
     Lever("kv-memory", "give the KV cache more memory", "decode", False,
           "the KV cache is too small: requests lose their blocks and start again",
           "preemptions end, larger batches", more_kv, takes("kv_blocks")),
