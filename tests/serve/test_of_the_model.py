@@ -1,7 +1,8 @@
-"""`suffix` of /v1/completions: the text between a prefix and a suffix, with a model that has tokens for it."""
+"""What a model brings along: tokens for filling in the middle (`suffix` of /v1/completions), and its own sampling."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,17 +17,18 @@ from twostroke.text.infill import MARKS
 LONGEST = 128  # tokens of a request
 
 
-def infill_folder(folder: Path) -> Path:
+def made_folder(folder: Path) -> Path:
     tiny.tiny_llama(folder, num_hidden_layers=1, vocab_size=tiny.VOCAB + 8)
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.add_special_tokens(list(MARKS[0]))
     tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.25, "top_p": 0.75}))
     return folder
 
 
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    folder = infill_folder(tmp_path_factory.mktemp("infill"))
+    folder = made_folder(tmp_path_factory.mktemp("made"))
     running = Server(folder, "-s", f"max_model_len={LONGEST}", keys=()).wait()
     with running.client(timeout=20.0) as client:
         yield client
@@ -62,3 +64,12 @@ def test_special_tokens_beside_the_marks_are_a_hint(client: httpx.Client) -> Non
     asked = fill(client, prompt=[5], suffix="a", add_special_tokens=True)
     assert asked.headers["x-twostroke-ignored"] == "add_special_tokens"
     assert "x-twostroke-ignored" not in fill(client, prompt=[5], suffix="a", add_special_tokens=False).headers
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [({}, (0.25, 0.75)), ({"top_p": 0.5}, (0.25, 0.5)), ({"temperature": 2.0}, (2.0, 1.0))],
+)  # fmt: skip
+def test_a_response_shows_the_sampling_that_was_used(client: httpx.Client, given: dict, shown: tuple) -> None:
+    answer = client.post("/v1/responses", json={"input": "hi", "max_output_tokens": 2, **given}).json()
+    assert (answer["temperature"], answer["top_p"]) == shown
