@@ -11,6 +11,7 @@ import pytest
 
 from tests.cost.cases import CASES, chat, code, on_box, on_gpu, rag
 from tests.cost.fleets import poisson
+from twostroke.config import make_config
 from twostroke.cost.answers.diagnose import diagnose
 from twostroke.cost.answers.evidence import tpot_slopes
 from twostroke.cost.answers.levers import LEVERS, Scenario
@@ -121,6 +122,22 @@ def test_every_lever_changes_what_it_says_or_tells_why_not(deployment):
         if not isinstance(after, str) and lever.setting is not None:
             for name, value in lever.setting(after.deployment).items():
                 assert getattr(after.deployment.config, name) == value
+
+
+def test_a_lever_replaces_settings_that_conflict_with_it():
+    """An engine that was started with the other one of two settings is started again with the lever's."""
+    deployment = on_gpu(kv_blocks=2000)
+    given = {"kv_memory": 2000 * deployment.settings.layout.block_bytes, "dtype": "bfloat16"}
+    pulled = {lever.name: lever.pull(Scenario(deployment, rag().arrivals)) for lever in LEVERS}
+    for lever in LEVERS:
+        after = pulled[lever.name]
+        if not isinstance(after, str) and lever.setting is not None:
+            config = make_config(**given | lever.setting(after.deployment))
+            assert config.quantize == after.deployment.config.quantize
+            if lever.name.startswith("kv-"):
+                assert config.kv_blocks == after.deployment.config.kv_blocks > 2000 and config.kv_memory is None
+    tried = {"weights-int8", "weights-int4", "kv-int8", "kv-memory"}
+    assert not {name for name in tried if isinstance(pulled[name], str)}
 
 
 def test_tpot_against_streams_and_context_is_one_plane():
