@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.gpu import Bench, measure_decode
+from benchmarks.gpu_bench import Bench
 from benchmarks.gpu_kernels import DEVICE, ceilings
+from benchmarks.gpu_parts import measure_decode
 from benchmarks.gpu_rig import Rig
 from benchmarks.random_weights import LLAMA_8B
 from twostroke.ops.cuda import backend as cuda

@@ -1,6 +1,6 @@
 """Plots of benchmarks.speculation: decode speed with drafts over speed without, by streams, context and right guesses.
 
-    python -m benchmarks.speculation_plot benchmarks/results/speculation-h200.json     # writes a .png beside it
+python -m benchmarks.speculation_plot benchmarks/results/speculation-h200.json     # writes a .png beside it
 """
 
 from __future__ import annotations

@@ -49,6 +49,7 @@ WRONG = {
     "plan llama-3.1-8b --trace nosuch": "--trace nosuch: no such file: give its path, or one of azure-code",
     "plan llama-3.1-8b --trace azure-conv -w rag": "has no effect with --trace",
     "plan llama-3.1-8b --search --hardware l4": "--hardware has no effect with --search",
+    "plan llama-3.1-8b --search --calibrate": "--calibrate has no effect with --search",
     "plan llama-3.1-8b --hardware this": "run `twostroke plan llama-3.1-8b --calibrate`, or name a device: a100",
     "diagnose --trace azure-conv": "--hardware this: llama-3.1-8b was never measured on this machine",
     "diagnose --trace azure-conv --hardware h200 --rate 3": "--rate has no effect with --trace",

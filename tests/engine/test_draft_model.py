@@ -37,7 +37,7 @@ def plain(llama_pair):
 
 
 def drafted(pair, most: int = 6, **settings) -> LLM:
-    """An engine whose draft model writes at random, whatever it costs."""
+    """An engine whose drafter asks the draft model for a random number of tokens, also where that is slower."""
     llm = LLM(pair[0], draft_model=str(pair[1]), **(BASE | {"kv_blocks": 400} | settings))
     llm.engine.core.scheduler.drafter = RandomModelDrafter(most)
     return llm
@@ -67,6 +67,14 @@ def test_a_draft_model_that_does_not_fit_is_refused(llama_pair, tmp_path: Path) 
     llm = LLM(target, **BASE)
     with pytest.raises(ConfigError, match="needs a draft model"):
         change(llm.engine.core.scheduler, llm.settings, {"speculate": "draft"})
+
+
+def test_a_running_engine_takes_drafts_together_with_other_settings(llama_pair) -> None:
+    llm = drafted(llama_pair)
+    then = change(llm.engine.core.scheduler, llm.settings, {"speculate": "draft", "max_gap": 0.5, "policy": "shortest"})
+    assert (then.speculate, then.max_gap, then.policy) == ("draft", 0.5, "shortest")
+    with pytest.raises(ConfigError, match="max_gap cannot hold"):
+        change(llm.engine.core.scheduler, then, {"speculate": "draft", "max_gap": 0.5, "policy": "prefill-first"})
 
 
 def test_padding_of_the_vocabularies_may_differ(llama_pair, plain, tmp_path: Path) -> None:

@@ -170,7 +170,8 @@ def test_every_answer_has_an_id_and_chats_a_fingerprint(client: httpx.Client, se
 
 def test_thinking_is_a_hint_without_a_switch(client: httpx.Client, server: Server) -> None:
     assert ignored(ask(client, reasoning_effort="low")) == {"reasoning_effort"}
-    assert ignored(ask(client, thinking={"type": "enabled", "budget_tokens": 5})) == {"thinking"}
+    limited = {"type": "enabled", "budget_tokens": 5, "display": "omitted"}
+    assert ignored(ask(client, thinking=limited)) == {"thinking", "thinking.budget_tokens", "thinking.display"}
     assert ignored(ask(client, enable_thinking=False)) == {"enable_thinking"}
     listed = ignored(ask(client, chat_template_kwargs={"enable_thinking": False}))
     assert listed == {"chat_template_kwargs.enable_thinking"}
@@ -179,6 +180,30 @@ def test_thinking_is_a_hint_without_a_switch(client: httpx.Client, server: Serve
     more = {"model": server.model, "max_tokens": 2, "messages": HELLO}
     thought = {"output_config": {"effort": "low"}, "thinking": {"type": "adaptive"}}
     assert ignored(ask(client, "/v1/messages", **more, **thought)) == {"output_config.effort", "thinking"}
+
+
+def test_what_a_form_says_to_the_model_is_listed(client: httpx.Client) -> None:
+    form = {"name": "x", "description": "a or b", "schema": CLOSED}
+    chat = ask(client, response_format={"type": "json_schema", "json_schema": form}, max_tokens=60)
+    assert ignored(chat) == {"response_format.json_schema.description"}
+    text = {"format": {"type": "json_schema", **form}}
+    assert ignored(ask(client, "/v1/responses", input="hi", text=text, max_output_tokens=60)) == {
+        "text.format.description"
+    }
+    text = {"format": {"type": "text", "schema": CLOSED}}
+    refused = client.post("/v1/responses", json={"input": "hi", "text": text})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "text.format"
+    thought = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]}
+    items = [{"role": "user", "content": "hi"}, thought, {"role": "user", "content": "well?"}]
+    assert ignored(ask(client, "/v1/responses", input=items, max_output_tokens=2)) == {"input.content"}
+
+
+def test_a_streamed_item_that_was_cut_says_so(client: httpx.Client) -> None:
+    body = {"input": "hi", "max_output_tokens": 2, "temperature": 0, "stream": True}
+    documents = [json.loads(line) for line in events(client.post("/v1/responses", json=body).text)]
+    last = next(one["item"] for one in documents if one["type"] == "response.output_item.done")
+    assert documents[-1]["type"] == "response.incomplete"
+    assert last["status"] == documents[-1]["response"]["output"][-1]["status"] == "incomplete"
 
 
 @pytest.mark.parametrize(

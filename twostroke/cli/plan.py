@@ -65,11 +65,8 @@ def plan(
     refuse_unused(context, unused(trace is not None, lengths is not None, search, calibrate, draft is not None))
     from twostroke.bench.workload import choose_load
     from twostroke.cli.deployment import calibrate_here, deployment_for
-    from twostroke.cli.plan_tables import show_drafts, show_sizing
-    from twostroke.cost.answers.sizing import size
     from twostroke.cost.answers.steady import MOST
     from twostroke.cost.answers.workers import Demand
-    from twostroke.cost.simulation.trace import mean_lengths
 
     count = requests if trace is not None else max(MOST, requests or 0)
     rows = choose_load(trace, workload, count=count, scale=scale, lengths=lengths).arrivals
@@ -83,11 +80,20 @@ def plan(
     any_precision = precision is None and hardware != "this" and deployment.config.quantize is None
     kinds, dropped = kinds_of_workers(deployment, model, search, any_precision)
     check_lengths(kinds[0], rows)
-    typical, answer = (round(mean) for mean in mean_lengths(rows))
-    show_sizing(size(kinds[0], typical, answer))
-    if draft is not None:
-        show_drafts(kinds[0], draft, acceptance, typical + answer // 2)
+    show_one_worker(kinds[0], rows, draft, acceptance)
     find_workers(kinds, dropped, Demand(rows, rate, make_targets(ttft, tpot), requests or 0), split, search)
+
+
+def show_one_worker(kind: Deployment, rows: list[Arrival], draft: str | None, acceptance: float) -> None:
+    """What fits on it and how fast it is; the gain of drafts, where they are asked for."""
+    from twostroke.cli.plan_tables import show_drafts, show_sizing
+    from twostroke.cost.answers.sizing import size
+    from twostroke.cost.simulation.trace import mean_lengths
+
+    typical, answer = (round(mean) for mean in mean_lengths(rows))
+    show_sizing(size(kind, typical, answer))
+    if draft is not None:
+        show_drafts(kind, draft, acceptance, typical + answer // 2)
 
 
 def find_workers(kinds: list[Deployment], dropped: list[Dropped], demand: Demand, split: bool, search: bool) -> None:
@@ -127,7 +133,8 @@ def unused(trace: bool, lengths: bool, search: bool, calibrate: bool, draft: boo
     if calibrate:
         found["hardware"] = "has no effect with --calibrate, which measures this machine"
     if search:
-        found |= dict.fromkeys(("hardware", "gpus", "precision"), "has no effect with --search, which tries them all")
+        known = ("hardware", "gpus", "precision", "calibrate")
+        found |= dict.fromkeys(known, "has no effect with --search, which tries all rentable hardware")
     if not draft:
         found["acceptance"] = "is for --draft"
     return found

@@ -108,9 +108,11 @@ class Intake:
         self, tokens: list[int], params: SamplingParams, arrival: float, salt: bytes = b"", key: int = 0
     ) -> list[Request]:
         """The same for params that were prepared before. It is fast."""
+        limit = self.settings.max_model_len
+        if len(tokens) >= limit:  # the engine has no room for more
+            raise self._too_long(len(tokens))
         params = params.with_defaults(self.defaults)
         stop_ids = self._stop_ids(params)
-        limit = self.settings.max_model_len
         if params.max_tokens is not None:
             limit = min(limit, len(tokens) + params.max_tokens)
         first = self.ids.take(params.n)

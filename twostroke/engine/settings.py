@@ -58,11 +58,12 @@ def change(scheduler: Scheduler, settings: Resolved, wanted: Mapping[str, Any]) 
 
 def check_combination(settings: Resolved, given: Mapping[str, Any]) -> None:
     """Each value and their combination, as at a start. A max_gap that is given must be one that can hold."""
-    Config(**dict(given) | {"draft_model": settings.draft_model})
+    given = dict(given) | {"draft_model": settings.draft_model}
+    Config(**given)
     if not given.get("prefix_cache", True) and settings.kv_offload:
         raise ConfigError(
             "prefix_cache: kv_offload, set at the start, keeps what it evicts: start without one of them."
         )
     if "max_gap" in given:
         now: dict[str, Any] = {"chunked_prefill": settings.chunked_prefill, "policy": settings.policy}
-        Config(**(now | dict(given)))
+        Config(**(now | given))

@@ -72,9 +72,7 @@ class Scheduler:
         self.pace = pace
         self.drafter: Drafter | None = None  # proposes tokens that a step verifies
         self.forced: Callable[[RequestState], Sequence[int]] = lambda request: ()  # a grammar's tokens, for drafters
-        self.draft_share: float | None = (
-            None  # weights of the draft model as a share of the target's; None: there is none
-        )
+        self.draft_share: float | None = None  # weights of the draft model over the target's; None: there is none
         self.waiting: list[RequestState] = []  # sorted by the policy's key
         self.running: dict[int, RequestState] = {}  # by id, in order of admission
         self.leaving: dict[int, RequestState] = {}  # finished, but a step in flight still writes their blocks

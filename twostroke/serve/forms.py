@@ -30,7 +30,7 @@ class JsonObject(Payload):
 
 class JsonSchema(Payload):
     name: Name | None = None
-    description: Text | None = None
+    description: Hint = None
     schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
     strict: Hint = None
 

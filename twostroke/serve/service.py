@@ -370,6 +370,8 @@ class Service:
             )
         except InputError as error:
             named, _, why = str(error).partition(":")
+            if " " in named:  # a sentence about the prompt
+                raise errors.bad_request(str(error), "prompt", "invalid_prompt") from None
             field = given.grammar_field if named == "grammar" else named  # as the request calls it
             raise errors.bad_request(f"{field}:{why}", field) from None
         except BusyError as error:

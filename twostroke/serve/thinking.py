@@ -1,11 +1,12 @@
-"""Fields that switch reasoning on and off, or say how long it may be. They are honoured where the model's chat template
-has a switch for it; elsewhere they are hints."""
+"""Fields that switch reasoning on and off. They are honoured where the model's chat template has a switch for it;
+elsewhere they are hints."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from typing import Any, Literal, NamedTuple
 
+from twostroke.serve.fates import Hint
 from twostroke.serve.fields import Payload
 from twostroke.serve.transport.errors import bad_request
 from twostroke.text.chat import ARGUMENTS
@@ -15,8 +16,8 @@ SWITCHES = ("enable_thinking", "thinking")  # names that templates give to it
 
 class ThinkingConfig(Payload):
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: int | None = None
-    display: str | None = None
+    budget_tokens: Hint = None
+    display: Hint = None
 
     @property
     def enabled(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -10,12 +11,14 @@ import pytest
 
 from tests.cost.cases import CASES, chat, code, on_box, on_gpu, rag
 from tests.cost.fleets import poisson
+from twostroke.config import make_config
 from twostroke.cost.answers.diagnose import diagnose
 from twostroke.cost.answers.evidence import tpot_slopes
 from twostroke.cost.answers.levers import LEVERS, Scenario
 from twostroke.cost.answers.wording import sentence
 from twostroke.cost.simulation.served import Served, Targets
 from twostroke.cost.simulation.trace import Arrival, Part
+from twostroke.errors import InputError
 
 
 @cache
@@ -53,6 +56,17 @@ def test_what_was_predicted_comes_true(make):
 
 def middle(spread):
     return (spread.p50 * spread.p95) ** 0.5
+
+
+def test_without_an_answer_there_is_nothing_to_diagnose():
+    short = replace(on_gpu(), config=replace(on_gpu().config, max_model_len=1024))
+    long = [Arrival(0.1 * n, (Part(n, 5000),), 8) for n in range(5)]
+    with pytest.raises(InputError, match="the shortest has 5,008 tokens, max_model_len is 1,024: raise"):
+        diagnose(short, long)
+    with pytest.raises(InputError, match="no request was answered"):
+        diagnose(on_gpu(), long, [Served(one.at, one.prompt, refused=True) for one in long])
+    with pytest.raises(InputError, match="no request was answered"):
+        diagnose(on_gpu(), [])
 
 
 def test_textbook_levers_that_do_not_help_say_why():
@@ -108,6 +122,22 @@ def test_every_lever_changes_what_it_says_or_tells_why_not(deployment):
         if not isinstance(after, str) and lever.setting is not None:
             for name, value in lever.setting(after.deployment).items():
                 assert getattr(after.deployment.config, name) == value
+
+
+def test_a_lever_replaces_settings_that_conflict_with_it():
+    """An engine that was started with the other one of two settings is started again with the lever's."""
+    deployment = on_gpu(kv_blocks=2000)
+    given = {"kv_memory": 2000 * deployment.settings.layout.block_bytes, "dtype": "bfloat16"}
+    pulled = {lever.name: lever.pull(Scenario(deployment, rag().arrivals)) for lever in LEVERS}
+    for lever in LEVERS:
+        after = pulled[lever.name]
+        if not isinstance(after, str) and lever.setting is not None:
+            config = make_config(**given | lever.setting(after.deployment))
+            assert config.quantize == after.deployment.config.quantize
+            if lever.name.startswith("kv-"):
+                assert config.kv_blocks == after.deployment.config.kv_blocks > 2000 and config.kv_memory is None
+    tried = {"weights-int8", "weights-int4", "kv-int8", "kv-memory"}
+    assert not {name for name in tried if isinstance(pulled[name], str)}
 
 
 def test_tpot_against_streams_and_context_is_one_plane():

@@ -69,7 +69,8 @@ def test_lookup_is_a_lever_where_answers_repeat_text_and_says_so_where_not():
     repeats = LookupCounts(100, (0, 0, 0, 90), (0, 0, 0, 700), (0, 0, 0, 670))
     case = scenario(repeats)
     after = LOOKUP.pull(case)
-    assert isinstance(after, Scenario) and after.deployment.config.speculate == "lookup"
+    assert isinstance(after, Scenario) and after.deployment.config.speculate == "auto"
+    assert LOOKUP.setting(after.deployment) == {"speculate": "auto"}, "a draft model stays in use"
     before, then = (one.deployment.run(one.arrivals).summary.tpot.p50 for one in (case, after))
     assert then < 0.5 * before
     chat = LookupCounts(1000, (60, 10, 0, 0), (70, 14, 0, 0), (12, 4, 0, 0))

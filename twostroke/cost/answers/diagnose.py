@@ -30,6 +30,7 @@ from twostroke.cost.simulation.deployment import Deployment, Outcome
 from twostroke.cost.simulation.served import Served, Summary, Targets, summarize
 from twostroke.cost.simulation.trace import Arrival, fresh_tokens
 from twostroke.cost.units import seconds
+from twostroke.errors import InputError
 
 HELPS = 0.05  # smallest gain (a logarithm) of a lever that helps
 SIDE = 0.5  # weight of the harm to the other metrics
@@ -92,11 +93,13 @@ def diagnose(
     levers: Sequence[Lever] = LEVERS,
     progress: Callable[[str], None] | None = None,
 ) -> Diagnosis:
-    """`served`: the measured results of these arrivals; without them the simulator's are used."""
+    """`served`: the measured results of these arrivals; without them the simulator's are used. InputError where no
+    request was answered."""
     arrivals, served = busiest(arrivals, served)
     if served is not None:
         deployment = tune(deployment, arrivals, served)
     base = deployment.run(arrivals)
+    check_answered(arrivals, served, base)
     outcome = base if served is None else measured_outcome(base, served)
     step = DEFAULT_BATCH_TOKENS[deployment.device.kind]
     fresh = fresh_tokens(arrivals)
@@ -121,6 +124,18 @@ def diagnose(
     best = effects[0].lever if effects else None
     said = sentence(phase, metric, evidence, outcome.summary, best, slow, overload)
     return Diagnosis(phase, metric, said, evidence, outcome.summary, base.summary, effects, rejected, overload)
+
+
+def check_answered(arrivals: Sequence[Arrival], served: Sequence[Served] | None, base: Outcome) -> None:
+    """InputError where no request was answered, measured or simulated."""
+    if not arrivals or (served is not None and not any(one.answered for one in served)):
+        raise InputError("no request was answered, so there is nothing to diagnose: give another load or recording.")
+    if not any(one.answered for one in base.served):
+        shortest, room = min(one.prompt + one.output for one in arrivals), base.settings.max_model_len
+        raise InputError(
+            f"no request fits the simulated engine: the shortest has {shortest:,} tokens, max_model_len is {room:,}: "
+            "raise max_model_len, or divide the lengths with --scale."
+        )
 
 
 def mismatch_of(measured: Summary, replayed: Summary) -> str | None:

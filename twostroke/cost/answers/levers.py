@@ -150,7 +150,7 @@ def lookup(scenario: Scenario) -> Scenario | str:
         return "prompt lookup is on already"
     if drafts is None:
         return "how often its guesses would be right is not known: no answers were recorded"
-    then = changed(scenario, speculate="lookup")
+    then = changed(scenario, speculate="auto")  # a draft model that the engine has stays in use
     if isinstance(then, str):
         return then
     context = round(sum(one.prompt + one.output / 2 for one in scenario.arrivals) / max(1, len(scenario.arrivals)))
@@ -195,10 +195,11 @@ def sets(**values: Any) -> Callable[[Deployment], dict[str, Any]]:
 
 
 def takes(*names: str) -> Callable[[Deployment], dict[str, Any]]:
-    """The named settings of the deployment after the lever."""
+    """The named settings of the deployment after the lever. None: it replaces a setting that may have been given."""
     return lambda after: {name: getattr(after.config, name) for name in names}
 
 
+SAME_MEMORY = ("kv_dtype", "kv_blocks", "kv_memory")  # as many blocks of the new type as the same memory holds
 LEVERS: tuple[Lever, ...] = (
     Lever("token-budget", "let a step carry more prompt tokens", "prefill", True,
           "a step may carry too few prompt tokens, and every small chunk reads all the weights again",
@@ -241,25 +242,25 @@ LEVERS: tuple[Lever, ...] = (
           prefix_router),
     Lever("weights-fp8", "hold the weights in fp8, and multiply in fp8", "both", False,
           "every token reads all the weights", "decode up to 2× as fast as from 16 bits, prefill too",
-          weights("fp8"), takes("quantize"), lossy=0.1),
+          weights("fp8"), takes("quantize", "dtype"), lossy=0.1),
     Lever("weights-int8", "hold the weights in int8", "decode", False,
           "every token reads all the weights", "decode up to 2× as fast as from 16 bits, prefill hardly changes",
-          weights("int8"), takes("quantize"), lossy=0.1),
+          weights("int8"), takes("quantize", "dtype"), lossy=0.1),
     Lever("weights-int4", "hold the weights in int4", "decode", False,
           "every token reads all the weights", "decode up to 3.5× as fast as from 16 bits, prefill hardly changes",
-          weights("int4"), takes("quantize"), lossy=0.2),
+          weights("int4"), takes("quantize", "dtype"), lossy=0.2),
     Lever("kv-int8", "hold K and V in 8 bits", "decode", False,
           "K and V of long contexts fill the memory and are read for every token",
-          "twice the batch or context in the same memory", kv("int8"), sets(kv_dtype="int8"), lossy=0.1),
+          "twice the batch or context in the same memory", kv("int8"), takes(*SAME_MEMORY), lossy=0.1),
     Lever("kv-int4", "hold K and V in 4 bits (the answers suffer)", "decode", False,
           "K and V of long contexts fill the memory and are read for every token",
-          "four times the batch or context in the same memory", kv("int4"), sets(kv_dtype="int4"), lossy=0.8),
+          "four times the batch or context in the same memory", kv("int4"), takes(*SAME_MEMORY), lossy=0.8),
     Lever("prompt-lookup", "guess tokens from the text so far and verify several in one step", "decode", True,
           "every step reads all the weights for one token, although answers repeat text that is already there",
-          "TPOT falls where answers repeat their prompt, and nowhere else", lookup, sets(speculate="lookup")),
+          "TPOT falls where answers repeat their prompt, and nowhere else", lookup, sets(speculate="auto")),
     Lever("kv-memory", "give the KV cache more memory", "decode", False,
           "the KV cache is too small: requests lose their blocks and start again",
-          "preemptions end, larger batches", more_kv, takes("kv_blocks")),
+          "preemptions end, larger batches", more_kv, takes("kv_blocks", "kv_memory")),
     Lever("replica", "add a worker", "both", False, "more requests arrive than this many workers can serve",
           "queues end; the price grows", replica),
     Lever("split-pools", "separate pools for prefill and decode (simulated: not built here)", "both", False,

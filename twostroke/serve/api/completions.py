@@ -82,15 +82,28 @@ async def handle(service: Service, exchange: Exchange) -> None:
     infill = request.infill(service.tokenizer)
     ends = {} if infill is None else {"stop_token_ids": [*(request.stop_token_ids or ()), *infill.ends]}
     params = request.to_params(grammar=form.grammar, **ends)
-    special = infill is None and request.add_special_tokens is not False
-    prompts = await service.tokenize(exchange, request.prompts(), special)
-    if infill is not None and request.suffix:
-        (after,) = await service.tokenize(exchange, [request.suffix], special)
-        prompts = [infill.prompt(before, after) for before in prompts]
+    if infill is None:
+        prompts = await service.tokenize(exchange, request.prompts(), request.add_special_tokens is not False)
+    else:
+        prompts = await infill_prompts(service, exchange, request, infill)
     echo = await prompt_texts(service, exchange, request)
     given = GenerationInput(prompts, params, request.explain, form, grammar_field=request.grammar_field)
     generation = await service.generate(exchange, given, request.user_name)
     await sse.reply(generation, CompletionWriter(generation, request, Echo(generation, echo)), request.stream)
+
+
+async def infill_prompts(
+    service: Service, exchange: Exchange, request: CompletionRequest, infill: Infill
+) -> list[list[int]]:
+    """Prompts that ask for the text between a prefix, which may be empty, and the suffix."""
+    if request.add_special_tokens:
+        exchange.ignored.add("add_special_tokens")  # the marks are the only special tokens of such a prompt
+    (after,) = await service.tokenize(exchange, [request.suffix or ""], special=False)
+    whole: list[str | list[int]] = []
+    for prefix in request.prompts():
+        (before,) = await service.tokenize(exchange, [prefix], special=False) if prefix else ([],)
+        whole.append(infill.prompt(before, after))
+    return await service.tokenize(exchange, whole)  # their length
 
 
 async def prompt_texts(service: Service, exchange: Exchange, request: CompletionRequest) -> list[str]:

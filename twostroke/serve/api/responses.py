@@ -109,7 +109,7 @@ class ReasoningItem(Item):
 
     type: Literal["reasoning"]
     summary: Annotated[Any, HintFate(([],))] = None
-    content: list[Any] | None = None
+    content: Annotated[Any, HintFate(([],))] = None
     encrypted_content: Hint = None
 
     def for_template(self) -> None:
@@ -122,7 +122,7 @@ AnyItem = CallItem | ResultItem | ReasoningItem | MessageItem
 class TextFormat(Payload):
     type: Literal["text", "json_object", "json_schema"]
     name: Name | None = None
-    description: Text | None = None
+    description: Hint = None
     schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
     strict: Hint = None
 
@@ -208,8 +208,10 @@ class ResponsesRequest(ExplainField, CommonHints):
 
     def _grammar(self, closed: bool) -> Grammar | None:
         form = self.text.format if self.text is not None else None
-        if form is None or form.type == "text":
+        if form is None or (form.type == "text" and form.schema_ is None):
             return None
+        if form.type == "text":
+            raise bad_request("text.format: a text has no schema: send the type json_schema.", "text.format")
         if form.type == "json_schema" and form.schema_ is None:
             raise bad_request("text.format: a json_schema needs a schema.", "text.format")
         return json_grammar(form.schema_, closed, "text.format")
@@ -251,8 +253,8 @@ async def handle(service: Service, exchange: Exchange) -> None:
     await sse.reply(generation, ResponseWriter(generation, request), request.stream)
 
 
-def response(head: dict[str, Any], request: ResponsesRequest) -> dict[str, Any]:
-    """A response at its beginning."""
+def response(head: dict[str, Any], request: ResponsesRequest, params: SamplingParams) -> dict[str, Any]:
+    """A response at its beginning. params: with the model's own values where the request has none."""
     return {
         "id": head["id"], "object": "response", "created_at": head["created"], "status": "in_progress",
         "model": head["model"],
@@ -261,8 +263,7 @@ def response(head: dict[str, Any], request: ResponsesRequest) -> dict[str, Any]:
         "max_output_tokens": request.max_output_tokens,
         "parallel_tool_calls": request.parallel_tool_calls is not False, "previous_response_id": None,
         "reasoning": {"effort": None, "summary": None} | (dumped(request.reasoning) or {}), "store": False,
-        "temperature": 1.0 if request.temperature is None else request.temperature,
-        "top_p": 1.0 if request.top_p is None else request.top_p,
+        "temperature": params.temperature, "top_p": params.top_p,
         "text": dumped(request.text) or {"format": {"type": "text"}},
         "tool_choice": dumped(request.tool_choice) or "auto",
         "tools": [dumped(tool) for tool in request.tools or ()], "truncation": "disabled", "usage": None,
@@ -284,7 +285,8 @@ class ResponseWriter(sse.Writer):
     def __init__(self, generation: Generation, request: ResponsesRequest):
         self.generation = generation
         self.reader = generation.readers[0]
-        self.begun = response(generation.service.head("resp_"), request)
+        params = generation.stream.answers[0].request.params
+        self.begun = response(generation.service.head("resp_"), request, params)
         self.ids: list[str] = []  # of the items
         self.index = -1  # of the newest item
         self.open: Segment | None = None
@@ -332,7 +334,7 @@ class ResponseWriter(sse.Writer):
 
     def end(self) -> bytes:
         document = self.whole()
-        return self._close() + self._event(f"response.{document['status']}", response=document)
+        return self._close(document["status"]) + self._event(f"response.{document['status']}", response=document)
 
     def problem(self, error: ApiError) -> bytes:
         why = {"code": error.code or "server_error", "message": error.message}
@@ -393,7 +395,7 @@ class ResponseWriter(sse.Writer):
             return self._event("response.function_call_arguments.delta", **self._place(), delta=delta.text)
         return self._event("response.reasoning_text.delta", **self._place(), content_index=0, delta=delta.text)
 
-    def _close(self) -> bytes:
+    def _close(self, status: str = "completed") -> bytes:
         segment = self.open
         if segment is None:
             return b""
@@ -407,6 +409,6 @@ class ResponseWriter(sse.Writer):
             written = self._event("response.function_call_arguments.done", **place, **more)
         else:
             written = self._event("response.reasoning_text.done", **place, content_index=0, text=segment.text)
-        item = self._item(self.index, segment, "completed", [])
+        item = self._item(self.index, segment, status, [])
         self.open = None
         return written + self._event("response.output_item.done", output_index=self.index, item=item)
