@@ -59,7 +59,7 @@ _IGNORABLE = re.compile(
     r".*rotary_emb\.inv_freq|rope_freqs\.weight|rope_factors_(long|short)\.weight"
     r"|(model\.)?(vision_tower|multi_modal_projector)\..*"
 )
-_PREFIXES = ("model.", "model.language_model.", "language_model.model.")  # of transformers' text models
+_PREFIXES = ("model.", "model.language_model.", "language_model.model.", "")  # of transformers' text models
 
 
 def ignorable(tensor: str, arch: Arch) -> bool:

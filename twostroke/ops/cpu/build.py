@@ -20,7 +20,7 @@ HERE = Path(__file__).resolve().parent
 NATIVE = HERE / "native"
 LIBRARY = "libtwostroke.so"
 
-COMMON = ("api.cpp", "attend.cpp", "cpu.cpp", "layers.cpp", "linear.cpp", "pack.cpp", "pool.cpp", "quantize.cpp")
+COMMON = ("api.cpp", "attend.cpp", "cpu.cpp", "encode.cpp", "layers.cpp", "linear.cpp", "pack.cpp", "pool.cpp", "quantize.cpp")
 
 # Products are fused only where the source says so, or instruction sets would round differently.
 FLAGS = (
@@ -43,7 +43,7 @@ ISA_FLAGS: dict[str, dict[str, tuple[str, ...]]] = {
         "avx2": ("-mavx2", "-mfma", "-mf16c"),
         "avx512": (
             *("-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni"),
-            *("-mamx-tile", "-mamx-int8"),
+            *("-mamx-tile", "-mamx-int8", "-mamx-bf16"),
         ),
     },
     "aarch64": {
