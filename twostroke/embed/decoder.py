@@ -17,7 +17,7 @@ from twostroke.embed.texts import Tokens
 from twostroke.kv.layout import KVGroup, make_layout
 from twostroke.kv.storage import KVStorage
 from twostroke.ops.cpu.backend import NativeCpuOps
-from twostroke.ops.interface import KVFormat, Batch, GroupBlocks
+from twostroke.ops.interface import Batch, GroupBlocks, KVFormat
 from twostroke.weights.checkpoint import Checkpoint
 from twostroke.weights.load import load_model
 

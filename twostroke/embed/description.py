@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from twostroke.errors import ModelError
-from twostroke.weights.checkpoint import CONFIG, Checkpoint
-from twostroke.weights.files import read_json_object, read_json_list
+from twostroke.ops.cpu.encode import EncodeActivation
+from twostroke.weights.checkpoint import CONFIG, Checkpoint, open_checkpoint
+from twostroke.weights.files import read_json_list, read_json_object
 
 Pooling = Literal["mean", "cls", "last"]
 Kind = Literal["encoder", "cross-encoder", "decoder"]
@@ -24,7 +25,9 @@ CLASSIFIERS = "ForSequenceClassification"
 _POOLINGS: dict[str, Pooling] = {
     "pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls", "pooling_mode_lasttoken": "last",
 }  # fmt: skip
-_ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
+_ACTIVATIONS: dict[str, EncodeActivation] = {
+    "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +39,7 @@ class EncoderArch:
     vocab: int
     positions: int
     types: int
-    activation: str
+    activation: EncodeActivation
     eps: float
     labels: int = 0  # outputs of a classification head
 
@@ -54,6 +57,11 @@ def is_embedder(checkpoint: Checkpoint) -> bool:
     if checkpoint.kind != "safetensors":
         return False
     return checkpoint.config.get("model_type") in ENCODERS or (checkpoint.path / MODULES).is_file()
+
+
+def is_embedder_at(path: Path) -> bool:
+    """The same for a file or folder; only a folder can hold an embedder."""
+    return path.is_dir() and is_embedder(open_checkpoint(path))
 
 
 def describe(checkpoint: Checkpoint) -> Description:

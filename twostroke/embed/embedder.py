@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from twostroke.embed.decoder import DecoderModel
 from twostroke.embed.description import describe, encoder_arch
 from twostroke.embed.encoder import EncoderModel, unit
 from twostroke.embed.texts import TextTokenizer, Tokens
-from twostroke.errors import InputError
+from twostroke.errors import ConfigError, InputError
 from twostroke.hardware import usable_cores
 from twostroke.weights.checkpoint import Checkpoint, locate, open_checkpoint
 from twostroke.weights.describe import load_arch
@@ -22,6 +23,7 @@ from twostroke.weights.files import Progress
 MAX_DECODER_TOKENS = 8192
 BATCH_TOKENS = 4096  # of one batch
 BATCH_TEXTS = 256
+SETTINGS = ("threads", "key_share")  # that an embedder has; the second: of a server
 
 
 class Model(Protocol):
@@ -31,7 +33,8 @@ class Model(Protocol):
     def run(self, texts: Sequence[Tokens]) -> np.ndarray: ...
 
 
-class Ranked(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Ranked:
     index: int  # of the document
     score: float  # higher is more relevant
 
@@ -107,6 +110,16 @@ class Embedder:
         if not texts:
             return np.empty((0, self.width), np.float32)
         return np.concatenate([self.model.run(batch) for batch in batches(texts)])
+
+
+def open_embedder(path: Path, settings: Mapping[str, Any]) -> Embedder:
+    """settings: of an embedder; another one is a ConfigError."""
+    unknown = sorted(set(settings) - set(SETTINGS))
+    if unknown:
+        raise ConfigError(
+            f"{unknown[0]}: {path.name} makes vectors and has no such setting; it has {', '.join(SETTINGS)}."
+        )
+    return Embedder(open_checkpoint(path), settings.get("threads") or 0)
 
 
 def batches(texts: Sequence[Tokens]) -> list[list[Tokens]]:

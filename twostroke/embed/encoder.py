@@ -65,7 +65,7 @@ class EncoderModel:
     ):
         if arch.hidden % LANES or arch.hidden % arch.heads or arch.hidden // arch.heads % LANES:
             raise ModelError(
-                f"{checkpoint.path.name}: {arch.heads} heads of {arch.hidden} numbers; widths must be multiples of {LANES}."
+                f"{checkpoint.path.name}: {arch.heads} heads in {arch.hidden} numbers; multiples of {LANES} are needed."
             )
         parameters = Parameters(checkpoint)
         self.arch, self.description = arch, description
@@ -80,7 +80,12 @@ class EncoderModel:
         layers = [encoder_layer(parameters, arch, index) for index in range(arch.layers)]
         try:
             self.encoder = NativeEncoder(
-                layers, heads=arch.heads, activation=arch.activation, eps=arch.eps, threads=threads, isa=isa  # type: ignore[arg-type]
+                layers,
+                heads=arch.heads,
+                activation=arch.activation,
+                eps=arch.eps,
+                threads=threads,
+                isa=isa,
             )
         except ValueError as error:
             raise ModelError(f"{checkpoint.path.name}: {error}. The file is damaged, or not made for this.") from None
@@ -112,7 +117,9 @@ class EncoderModel:
             (pooler, shift), (classifier, bias) = self.head
             scores: np.ndarray = classifier @ np.tanh(pooler @ rows[0] + shift) + bias
             return scores
-        vector = rows[0].astype(np.float64) if self.description.pooling == "cls" else rows.mean(axis=0, dtype=np.float64)
+        vector = (
+            rows[0].astype(np.float64) if self.description.pooling == "cls" else rows.mean(axis=0, dtype=np.float64)
+        )
         return unit(vector) if self.description.normalize else vector.astype(np.float32)
 
 

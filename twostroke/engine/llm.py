@@ -8,7 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
+
 from twostroke.config import make_config
+from twostroke.embed.description import is_embedder_at
+from twostroke.embed.embedder import Embedder, Ranked, open_embedder
 from twostroke.engine.answer import Answer, Output, StreamEvent
 from twostroke.engine.build import Engine, build_engine
 from twostroke.engine.intake import Prompt
@@ -18,6 +22,7 @@ from twostroke.errors import InputError
 from twostroke.sampling import SamplingParams
 from twostroke.text.conversation import render_conversation
 from twostroke.types import Event, TokenLogprobs
+from twostroke.weights.checkpoint import locate
 from twostroke.weights.files import Progress
 
 Messages = Sequence[Mapping[str, Any]]
@@ -61,9 +66,12 @@ class LLM:
         **settings: Any,
     ):
         self._closed = False
-        self._engine = build_engine(
-            model, make_config(**settings), download_progress=download_progress, load_progress=load_progress
-        )
+        self._embedder: Embedder | None = None
+        config, path = make_config(**settings), locate(model, download_progress)
+        if is_embedder_at(path):
+            self._embedder = open_embedder(path, settings)
+            return
+        self._engine = build_engine(path, config, load_progress=load_progress)
         self.settings = self.engine.settings
         self.tokenizer = self.engine.tokenizer
         self.arch = self.engine.arch
@@ -101,10 +109,29 @@ class LLM:
         self.engine.intake.prepare(params)
         return self._pieces(self._submit(tokens, params))
 
+    def embed(self, texts: Sequence[str | Sequence[int]], dimensions: int | None = None) -> np.ndarray:
+        """(texts, dimensions) float32: the vectors of texts, or of lists of token ids. For models that make vectors."""
+        return self.embedder.embed(texts, dimensions)
+
+    def rank(self, query: str, documents: Sequence[str]) -> list[Ranked]:
+        """The documents by their relevance for the query, best first: index and score."""
+        return self.embedder.rank(query, documents)
+
+    @property
+    def embedder(self) -> Embedder:
+        if self._closed:
+            raise InputError("this LLM is closed: open another one.")
+        if self._embedder is None:
+            raise InputError("this model writes text and makes no vectors: open an embedder, such as all-minilm-l6-v2.")
+        return self._embedder
+
     def close(self) -> None:
         """End what is under way and the child processes, and give the model's memory back. Any later call is refused.
         Closing twice does nothing."""
         if self._closed:
+            return
+        if self._embedder is not None:
+            self._closed, self._embedder = True, None
             return
         with self._lock:
             jobs = [job for job, _ in self._answers.values()]
@@ -125,6 +152,8 @@ class LLM:
     def engine(self) -> Engine:
         if self._closed:
             raise InputError("this LLM is closed: open another one.")
+        if self._embedder is not None:
+            raise InputError("this model makes vectors and writes no text: use embed() or rank().")
         return self._engine
 
     def stats(self) -> dict[str, int]:

@@ -5,7 +5,18 @@ from __future__ import annotations
 from functools import cache
 
 from twostroke.serve import dashboard
-from twostroke.serve.api import admin, anthropic, chat, completions, diagnosis, health, models, responses, tokenize
+from twostroke.serve.api import (
+    admin,
+    anthropic,
+    chat,
+    completions,
+    diagnosis,
+    embeddings,
+    health,
+    models,
+    responses,
+    tokenize,
+)
 from twostroke.serve.api.anthropic import CountTokensRequest, MessagesRequest
 from twostroke.serve.api.chat import ChatRequest
 from twostroke.serve.api.completions import CompletionRequest
@@ -39,6 +50,10 @@ ROUTES = (
     Route("GET", "/v1/models/*", models.model, "One model"),
     Route("POST", "/tokenize", tokenize.tokenize, "Text or messages to token ids", TokenizeRequest),
     Route("POST", "/detokenize", tokenize.detokenize, "Token ids to text", DetokenizeRequest),
+    *(
+        Route("POST", path, embeddings.refuse, "Refused: a generative model makes no vectors")
+        for path in ("/v1/embeddings", "/v1/rerank", "/rerank", "/score")
+    ),
     Route("GET", "/twostroke/settings", admin.settings, "Every setting, why, and whether it can change now"),
     Route("POST", "/twostroke/settings", admin.change, "Change settings while running", admin.SettingsRequest),
     Route("GET", "/twostroke/steps", admin.steps, "The last steps of the engine", query=admin.StepsQuery),

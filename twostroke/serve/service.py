@@ -30,12 +30,11 @@ from twostroke.remote.stream import SLOW_READER, Piece, Stream
 from twostroke.run.sample import NOT_FINITE
 from twostroke.sampling import SamplingParams
 from twostroke.serve import expected, usage
+from twostroke.serve.base_service import BaseService
 from twostroke.serve.body_shape import check_text
 from twostroke.serve.cache_miss import Nearest, RecentPrompts, explanation
 from twostroke.serve.costs import answer_costs
 from twostroke.serve.expected import Expectation
-from twostroke.serve.fields import Payload
-from twostroke.serve.off_loop import Threads
 from twostroke.serve.structured import AnswerFormat, FormContext, grammar_failure
 from twostroke.serve.transport import errors
 from twostroke.serve.transport.auth import Caller, Keys
@@ -46,7 +45,6 @@ from twostroke.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-P = TypeVar("P", bound=Payload)
 
 
 class GenerationInput(NamedTuple):
@@ -140,23 +138,16 @@ class Generation:
         return {"server-timing": usage.server_timing(self.stream.answers[0].sample.timeline)}
 
 
-class Service:
+class Service(BaseService):
     def __init__(self, engine: AsyncEngine, name: str, keys: Keys, metrics: Metrics, closed: bool = False):
         """closed: objects of a schema have no other properties than it names, unless it says so."""
+        super().__init__(name, keys, metrics, engine.clock)
         self.engine = engine
         self.closed = closed
-        self.name = name
-        self.keys = keys
-        self.metrics = metrics
-        self.clock = engine.clock
-        self.created = int(time.time())
         self.wall = time.time() - engine.clock()  # added to the engine's clock, it gives unix time
         self.recent = RecentPrompts()
         self.verdicts = Verdicts(engine.clock)
         self._expectation: tuple[Ready, Expectation] | None = None  # of the engine's present life
-        self.draining = False
-        self.generating = 0  # exchanges of generating routes that are under way
-        self.threads = Threads()
 
     # ---- what is served --------------------------------------------------------------------------------------------
 
@@ -191,10 +182,9 @@ class Service:
     def weight_bytes(self) -> int:
         return self.engine.weight_bytes
 
-    def check_model(self, name: str | None) -> None:
-        if name is not None and name != self.name:
-            message = f"The model {name[:100]!r} is not served here; {self.name!r} is."
-            raise errors.ApiError(404, message, param="model", code="model_not_found", reason="model")
+    @property
+    def max_model_len(self) -> int:
+        return self.settings.max_model_len
 
     # ---- how the engine is -----------------------------------------------------------------------------------------
 
@@ -229,8 +219,7 @@ class Service:
 
     def check_open(self, caller: Caller) -> None:
         """Raises the 429 or 503 of a server that cannot take a generating request of this caller now."""
-        if self.draining:
-            raise errors.unavailable("The server is shutting down.", "shutting_down")
+        self.check_draining()
         trouble = self.trouble()
         if trouble is not None:
             raise errors.unavailable(f"The engine is not available: {trouble}.")
@@ -304,14 +293,6 @@ class Service:
         return self.engine.ended.latest(limit)
 
     # ---- from prompts to answers -----------------------------------------------------------------------------------
-
-    async def read(self, payload: type[P], exchange: Exchange) -> P:
-        """The body of a request, checked."""
-        return await self.threads.read(payload, exchange)
-
-    async def off_loop(self, exchange: Exchange, size: int, function: Callable[..., T], *arguments: Any) -> T:
-        """Calls the function at once if `size` is small, else in a thread, so that streams keep their pace."""
-        return await self.threads.call(exchange, size, function, *arguments)
 
     async def tokenize(
         self, exchange: Exchange, prompts: Sequence[str | list[int]], special: bool = True

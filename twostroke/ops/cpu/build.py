@@ -20,7 +20,17 @@ HERE = Path(__file__).resolve().parent
 NATIVE = HERE / "native"
 LIBRARY = "libtwostroke.so"
 
-COMMON = ("api.cpp", "attend.cpp", "cpu.cpp", "encode.cpp", "layers.cpp", "linear.cpp", "pack.cpp", "pool.cpp", "quantize.cpp")
+COMMON = (
+    "api.cpp",
+    "attend.cpp",
+    "cpu.cpp",
+    "encode.cpp",
+    "layers.cpp",
+    "linear.cpp",
+    "pack.cpp",
+    "pool.cpp",
+    "quantize.cpp",
+)
 
 # Products are fused only where the source says so, or instruction sets would round differently.
 FLAGS = (

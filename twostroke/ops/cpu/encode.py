@@ -55,7 +55,7 @@ class NativeEncoder:
         threads: int,
         isa: str = "",
     ):
-        """isa: one of `instruction_sets()`, the best of them when empty. ValueError: a weight that float16 cannot hold."""
+        """isa: one of `instruction_sets()`, the best when empty. ValueError: a weight that float16 cannot hold."""
         self._lib = lib = load_library()
         self._context = lib.ts_new(threads, isa.encode())
         if not self._context:
