@@ -20,7 +20,11 @@ from twostroke.serve.transport.listen import bind, make_listener
 class EmbeddingServer(BaseServer):
     async def run(self) -> None:
         options = self.options
-        refused = {"--max-queue": options.max_queue is not None, "--closed-objects": options.closed_objects}
+        refused = {
+            "--max-queue": options.max_queue is not None,
+            "--closed-objects": options.closed_objects,
+            "--answer-cache": options.answers.tier != "off",
+        }
         for name, given in refused.items():
             if given:
                 raise ConfigError(f"{name}: {options.name} makes vectors and has no such option.")

@@ -19,6 +19,8 @@ from twostroke.kv.layout import BLOCK
 from twostroke.metrics.registry import Metrics
 from twostroke.remote.async_engine import AsyncEngine
 from twostroke.remote.messages import Ready
+from twostroke.serve.answer_setup import AnswerMetrics, open_cache
+from twostroke.serve.answering import Answering
 from twostroke.serve.app import App
 from twostroke.serve.main_base import BaseServer, Options, Say
 from twostroke.serve.off_loop import SWITCH_SECONDS
@@ -44,6 +46,7 @@ class Server(BaseServer):
         try:
             ready = await self._load(engine)
             if ready is not None:
+                await self._open_answers(service)
                 metrics.configured(cache_labels(ready.settings))
                 gc.collect()
                 gc.freeze()  # these objects stay: later collections need not visit them
@@ -51,7 +54,18 @@ class Server(BaseServer):
                 await self._until_stopped(listening)
                 await self._drain(service)
         finally:
+            if service.answers is not None:
+                await asyncio.to_thread(service.answers.cache.close)
             await self._stop(listener, listening, engine)
+
+    async def _open_answers(self, service: Service) -> None:
+        options = self.options.answers
+        if options.tier != "off":
+            cache = await asyncio.to_thread(open_cache, options)
+            service.answers = Answering(cache, service)
+            AnswerMetrics(cache, service.name, service.metrics.registry)
+            where = "redis" if options.url else options.file
+            self.say(f"  answer cache: {options.tier}, {where}, at most {options.error:.2%} wrong")
 
     def _open(self, metrics: Metrics) -> AsyncEngine:
         options = self.options

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from twostroke.remote.process import Patience
+from twostroke.serve.answer_setup import AnswerOptions
 from twostroke.serve.base_service import BaseService
 from twostroke.serve.transport.auth import SHORT_KEY, is_loopback
 from twostroke.serve.transport.listen import Listener
@@ -34,6 +35,7 @@ class Options:
     drain_timeout: float = 30.0
     closed_objects: bool = False
     patience: Patience = field(default_factory=Patience)
+    answers: AnswerOptions = field(default_factory=AnswerOptions)
 
 
 class BaseServer:

@@ -7,6 +7,7 @@ from functools import cache
 from twostroke.serve import dashboard
 from twostroke.serve.api import (
     admin,
+    answers,
     anthropic,
     chat,
     completions,
@@ -17,6 +18,7 @@ from twostroke.serve.api import (
     responses,
     tokenize,
 )
+from twostroke.serve.api.answers import AnswersQuery
 from twostroke.serve.api.anthropic import CountTokensRequest, MessagesRequest
 from twostroke.serve.api.chat import ChatRequest
 from twostroke.serve.api.completions import CompletionRequest
@@ -58,6 +60,9 @@ ROUTES = (
     Route("POST", "/twostroke/settings", admin.change, "Change settings while running", admin.SettingsRequest),
     Route("GET", "/twostroke/steps", admin.steps, "The last steps of the engine", query=admin.StepsQuery),
     Route("GET", "/twostroke/arrivals", admin.arrivals, "The last requests, for a replay", query=admin.ArrivalsQuery),
+    Route("GET", "/twostroke/answers", answers.show, "The answer cache: counts, error, entries", query=AnswersQuery),
+    Route("POST", "/twostroke/answers/forget", answers.forget, "Forget answers", answers.ForgetRequest),
+    Route("POST", "/twostroke/answers/*", answers.wrong, "/ID/wrong: an answer was wrong"),
     Route("GET", "/twostroke/diagnosis", diagnosis.handle, "Which stroke is slow, why, and what would help"),
     Route("GET", "/", dashboard.page, "The dashboard", loaded=False),
     Route("GET", "/static/*", dashboard.static, "A file of the dashboard", loaded=False),
