@@ -114,6 +114,11 @@ class Stream:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
+    @property
+    def ending(self) -> bool:
+        """Its reader has gone, and no other stream holds it."""
+        return self._closed and not self.holders
+
     def release(self) -> None:
         """A holder needs it no more."""
         self.holders -= 1

@@ -136,7 +136,7 @@ class Answering:
     def join(self, exchange: Exchange, given: GenerationInput, query: Query) -> Stream | None:
         """A stream filled from one that computes the same answer now; None: there is none."""
         leader = self._leaders.get(query.exact) if query.exact else None
-        if leader is None:
+        if leader is None or leader.ending:
             return None
         owner = ReplayOwner(leader)
         stream, answer = self._stream(exchange, given, owner)
@@ -165,7 +165,7 @@ class Answering:
     def watch(self, planned: Planned, stream: Stream) -> None:
         """Stores the answer when it has ended well, and lets equal requests join it until then."""
         query, looked = planned
-        if query.exact and query.exact not in self._leaders:
+        if query.exact:
             self._leaders[query.exact] = stream
 
         def tap(_: int, event: StreamEvent) -> None:
