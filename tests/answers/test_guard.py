@@ -67,16 +67,14 @@ def test_swaps_are_never_shared(swap) -> None:
 @pytest.mark.parametrize(
     ("first", "second"),
     [
-        ("How do I repair a bicycle?", "How can I fix the bicycle?"),
-        ("What is the capital of France?", "What's the capital of France"),
-        ("How does a heat pump work?", "How do heat pumps work?"),
-        ("Explain photosynthesis.", "Please explain what photosynthesis is... "),
+        ("How do I repair a bicycle?", "How do you fix the bicycle?"),
+        ("What is the capital of France?", "what is capital of france"),
+        ("How does a heat pump work?", "How do the heat pumps work?"),
+        ("Explain photosynthesis.", "Please explain photosynthesis"),
     ],
 )
 def test_the_same_question_in_other_words(first: str, second: str) -> None:
-    words = refusal(first, second)
-    assert words in (None, "question word", "length ratio"), words
-    assert refusal(first, first) is None
+    assert refusal(first, second) is None and refusal(second, first) is None
 
 
 @pytest.mark.parametrize(
@@ -91,6 +89,8 @@ def test_the_same_question_in_other_words(first: str, second: str) -> None:
         ("Who leads the WHO?", "Who leads the who?", "names"),
         ("What is a file?", "Что такое файл?", "question word"),
         ("Is it safe?", "Is it not safe?", "negation"),
+        ("What is C?", "What is C++?", "symbols"),
+        ("What does a barometer do?", "What is a barometer?", "words"),
     ],
 )
 def test_each_row_of_the_table(first: str, second: str, why: str) -> None:

@@ -18,7 +18,7 @@ CHANGING = re.compile(
     r"\b(now|today|tonight|tomorrow|yesterday|current(ly)?|latest|recent(ly)?|this (week|month|year)|right now)\b",
     re.IGNORECASE,
 )
-_WORD = re.compile(r"[^\W\d_][\w'’-]*|\d[\w.,:/%°-]*|[^\w\s]", re.UNICODE)
+_WORD = re.compile(r"[^\W\d_][\w'’+#-]*|\d[\w.,:/%°-]*|[^\w\s]", re.UNICODE)
 _NUMBER = re.compile(r"\d+(?:[.,:/-]\d+)*")
 _QUOTED = re.compile(r"\"([^\"]*)\"|“([^”]*)”|'([^']{2,})'|`([^`]*)`|«([^»]*)»")
 _CODE = re.compile(
@@ -40,6 +40,7 @@ _OPPOSITES = re.compile(
     r"delete|import|export|encode|decode|upload|download|north|south|east|west)\b",
     re.IGNORECASE,
 )
+_SYMBOLS = re.compile(r"[^\w\s.,;:?!'’\"“”`()-]")
 _UNITS = re.compile(
     r"\b(mm|cm|km|m|inch(?:es)?|f(?:oo|ee)t|miles?|kg|g|mg|lbs?|pounds?|ounces?|oz|l|ml|lit(?:er|re)s?|gallons?|celsius|"
     r"fahrenheit|kelvin|seconds?|minutes?|hours?|days?|weeks?|months?|years?|euros?|dollars?|usd|eur|rupees?|percent|%|"
@@ -47,111 +48,8 @@ _UNITS = re.compile(
     re.IGNORECASE,
 )
 _STOP = frozenset(
-    [
-        "a",
-        "an",
-        "the",
-        "is",
-        "are",
-        "was",
-        "were",
-        "be",
-        "been",
-        "being",
-        "do",
-        "does",
-        "did",
-        "can",
-        "could",
-        "will",
-        "would",
-        "shall",
-        "should",
-        "may",
-        "might",
-        "must",
-        "of",
-        "to",
-        "in",
-        "on",
-        "at",
-        "for",
-        "with",
-        "by",
-        "from",
-        "as",
-        "and",
-        "or",
-        "if",
-        "then",
-        "than",
-        "that",
-        "this",
-        "these",
-        "those",
-        "it",
-        "its",
-        "i",
-        "you",
-        "your",
-        "he",
-        "she",
-        "they",
-        "we",
-        "what",
-        "which",
-        "who",
-        "whom",
-        "whose",
-        "when",
-        "where",
-        "why",
-        "how",
-        "there",
-        "here",
-        "so",
-        "very",
-        "just",
-        "also",
-        "any",
-        "some",
-        "one",
-        "ones",
-        "get",
-        "got",
-        "have",
-        "has",
-        "had",
-        "use",
-        "used",
-        "using",
-        "best",
-        "way",
-        "ways",
-        "good",
-        "make",
-        "made",
-        "please",
-        "tell",
-        "explain",
-        "describe",
-        "give",
-        "show",
-        "know",
-        "mean",
-        "means",
-        "meaning",
-        "about",
-        "into",
-        "s",
-        "t",
-        "re",
-        "ve",
-        "ll",
-        "d",
-        "m",
-    ]
-)
+    ["a", "an", "the", "of", "to", "please", "some", "any", "it", "us", "who", "what", "which"]
+)  # fmt: skip
 
 
 def _listed(pattern: re.Pattern[str]) -> Callable[[str], tuple[str, ...]]:
@@ -188,18 +86,16 @@ def _contents(text: str) -> tuple[str, ...]:
 
 
 def _bare(word: str) -> str:
+    """Without an apostrophe's "s" and without marks at its ends."""
     return word.removesuffix("'s").removesuffix("’s").strip(".,:'’-")
 
 
 def stem(word: str) -> str:
-    """The word without a usual ending, and without a doubled last letter or an "e"."""
-    for end in ("ing", "ies", "ed", "es", "s", "ly", "er"):
-        if word.endswith(end) and len(word) - len(end) >= 3:
-            word = word[: -len(end)]
-            break
-    if len(word) > 3 and word[-1] == word[-2]:
-        word = word[:-1]
-    return word[:-1] if len(word) > 3 and word[-1] in "ey" else word
+    """Without the ending of a plural."""
+    for end, instead in (("ies", "y"), ("sses", "ss"), ("s", "")):
+        if word.endswith(end) and len(word) - len(end) >= 3 and not word.endswith("ss" if end == "s" else " "):
+            return word[: -len(end)] + instead
+    return word
 
 
 def _scripts(text: str) -> tuple[str, ...]:
@@ -212,7 +108,7 @@ SYNONYMS = (
     "buy purchase", "fix repair", "movie film", "quick fast rapid", "begin start", "big large", "choose select",
     "phone cellphone smartphone", "learn study", "photo picture", "difference differ", "example instance",
     "reason cause", "remove delete erase", "improve enhance", "calculate compute", "automobile car",
-    "doctor physician", "error mistake", "benefit advantage",
+    "doctor physician", "error mistake", "benefit advantage", "is are be", "do does", "can could", "you i",
 )  # fmt: skip
 _SAME = {stem(word): stem(group.split()[0]) for group in SYNONYMS for word in group.split()}
 
@@ -228,6 +124,7 @@ GUARD: tuple[Rule, ...] = (
     Rule("units", _listed(_UNITS)),
     Rule("quoted text", _exactly(_QUOTED)),
     Rule("code", _exactly(_CODE)),
+    Rule("symbols", _exactly(_SYMBOLS)),
     Rule("negation", _listed(_NEGATION)),
     Rule("question word", _listed(_ASKS)),
     Rule("opposites", _listed(_OPPOSITES)),
