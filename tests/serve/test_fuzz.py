@@ -37,6 +37,12 @@ GOOD: dict[str, dict] = {
     "/v1/messages/count_tokens": {"model": "", "messages": [{"role": "user", "content": "hi"}]},
     "/tokenize": {"prompt": "hi"},
     "/detokenize": {"tokens": [5]},
+    "/v1/embeddings": {"input": "hi"},
+    "/v1/rerank": {"query": "hi", "documents": ["a", "b"]},
+    "/rerank": {"query": "hi", "documents": ["a", "b"]},
+    "/score": {"text_1": "hi", "text_2": "ho"},
+    "/twostroke/answers/*": {},
+    "/twostroke/answers/forget": {"question": "hi"},
     "/twostroke/settings": {"prefix_cache": True},
 }
 

@@ -8,7 +8,7 @@ from typing import Annotated
 from pydantic import Field
 
 from twostroke.answers.cache import AnswerCache
-from twostroke.serve.fields import Name, Payload, Text, validate_query
+from twostroke.serve.fields import Name, Payload, Text, validate, validate_query
 from twostroke.serve.service import Service
 from twostroke.serve.transport.errors import ApiError, bad_request
 from twostroke.serve.transport.http import Exchange, dump_large
@@ -27,6 +27,10 @@ class ForgetRequest(Payload):
     older_than: Annotated[float, Field(ge=0)] | None = None  # seconds
     tenant: Name | None = None  # as the list shows it
     all: bool = False
+
+
+class WrongRequest(Payload):
+    """Nothing more is said: the address names the answer. The body may be empty."""
 
 
 def cache_of(service: Service) -> AnswerCache:
@@ -63,6 +67,9 @@ async def forget(service: Service, exchange: Exchange) -> None:
 
 async def wrong(service: Service, exchange: Exchange) -> None:
     cache = cache_of(service)
+    body = await exchange.body()
+    if body:
+        validate(WrongRequest, body)
     name = exchange.path.removeprefix(PREFIX)
     if not name.endswith(WRONG) or not await asyncio.to_thread(cache.wrong, name.removesuffix(WRONG)):
         raise ApiError(404, f"{exchange.path[:200]}: there is no such answer.", code="not_found", reason="not_found")

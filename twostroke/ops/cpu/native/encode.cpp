@@ -9,7 +9,8 @@
 
 namespace {
 
-constexpr int kPairPanels = 2;
+constexpr int kPanels = 2, kPanelsOfOneTile = 4;  // that a task multiplies with
+constexpr size_t kArena = 64u << 20;
 constexpr float kLargestHalf = 65504.f;
 
 int chunks(int count, int size) { return (count + size - 1) / size; }
@@ -49,13 +50,27 @@ void product(Context& c, const EncodeWeight& weight, const float* x, int rows, i
     auto spread = [&](int i, int) { kernels.split(x, rows, weight.inputs, split, i); };
     c.pool.each(tiles, spread);
     c.reserve_scratch(kernels.scratch(weight.inputs));
-    EncodeProduct args{split, rows, weight.inputs, static_cast<const uint16_t*>(const_cast<Buffer&>(weight.tiles).get<uint16_t>(0)),
+    EncodeProduct args{split, rows, weight.inputs, weight.tiles,
                        weight.outputs, weight.bias.empty() ? nullptr : weight.bias.data(), activation, out};
     const int panels = weight.outputs / kLanes;
+    const int together = tiles == 1 ? kPanelsOfOneTile : kPanels;
     auto body = [&](int i, int worker) {
-        kernels.multiply(args, i * kPairPanels, std::min(panels, (i + 1) * kPairPanels), c.scratch_of(worker));
+        kernels.multiply(args, i * together, std::min(panels, (i + 1) * together), c.scratch_of(worker));
     };
-    c.pool.each(chunks(panels, kPairPanels), body);
+    c.pool.each(chunks(panels, together), body);
+}
+
+// In large pages, which many weights share.
+uint16_t* take_tiles(Context& c, EncodeWeight& weight, size_t bytes) {
+    const size_t padded = (bytes + 63) / 64 * 64;
+    uint8_t* found = c.arena ? c.arena->take(padded) : nullptr;
+    if (!found) {
+        c.arena = std::make_shared<Arena>(std::max(padded + 64, kArena));
+        found = c.arena->take(padded);
+    }
+    if (!found) throw std::bad_alloc();
+    weight.arena = c.arena;
+    return reinterpret_cast<uint16_t*>(found);
 }
 
 void attend(Context& c, const EncodeArgs& a, const float* qkv, float* out) {
@@ -89,7 +104,8 @@ EncodeWeight* pack_encode_weight(Context& c, const float* values, int outputs, i
         return weight.release();
     }
     if (bias) weight->bias.assign(bias, bias + outputs);
-    uint16_t* out = weight->tiles.get<uint16_t>(halves.size());
+    uint16_t* out = take_tiles(c, *weight, sizeof(uint16_t) * halves.size());
+    weight->tiles = out;
     for (int panel = 0; panel < outputs / kLanes; ++panel)
         for (int k = 0; k < inputs; k += 2)
             for (int odd = 0; odd < 2; ++odd)

@@ -10,7 +10,8 @@
 struct EncodeWeight {
     int outputs = 0, inputs = 0;
     std::unique_ptr<Weight> plain;  // where there are no tiles for bfloat16
-    Buffer tiles;                   // (panels of 16 outputs, blocks of 32 inputs, 16 pairs, even and odd, 16 outputs) float16
+    std::shared_ptr<Arena> arena;
+    const uint16_t* tiles = nullptr;  // (panels of 16 outputs, blocks of 32 inputs, 16 pairs, even and odd, 16 outputs) float16
     bool tiled = false;
     std::vector<float> bias;
 };

@@ -5,6 +5,8 @@
 
 namespace {
 
+constexpr int kEncodeAhead = 4096;  // bytes of weights that are asked for before they are needed
+
 TS_INLINE __m512i upper_halves(__m512i v) { return _mm512_and_si512(v, _mm512_set1_epi32((int32_t)0xffff0000)); }
 
 // 16 floats to the nearest bfloat16, as the upper halves of 32 bits.
@@ -36,6 +38,7 @@ static void encode_split(const float* x, int rows, int cols, uint16_t* out, int 
 TS_INLINE void expand_panel(const uint16_t* from, int blocks, uint16_t* to) {
     for (int b = 0; b < blocks; ++b, to += 2 * kEncodeTile)
         for (int pair = 0; pair < 16; ++pair, from += 32) {
+            _mm_prefetch((const char*)from + kEncodeAhead, _MM_HINT_T0);
             const __m512i even = _mm512_castps_si512(_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from)));
             const __m512i odd = _mm512_castps_si512(_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)(from + 16))));
             const __m512i top_even = upper_halves(even), top_odd = upper_halves(odd);
@@ -96,7 +99,50 @@ static void encode_tiles(const EncodeProduct& a, const uint16_t* w, int tile, in
 #undef TS_INPUTS
 #undef TS_PRODUCTS
 
-// Panels [panel, panel_end), at most two of them.
+// One tile of rows with up to four panels: their sums do not wait for each other. Tiles 0-3: sums. 4, 5: inputs, high and
+// low. 6, 7: weights. The order of additions is that of encode_tiles.
+#define TS_PANEL(c, t)                                                                      \
+    if (Panels > c) {                                                                       \
+        _tile_loadd(t, w + c * apart + (2 * b + 1) * kEncodeTile, 64);                      \
+        _tile_dpbf16ps(c, 4, t);                                                            \
+    }
+#define TS_PANEL_HIGH(c, t)                                                                 \
+    if (Panels > c) {                                                                       \
+        _tile_loadd(t, w + c * apart + 2 * b * kEncodeTile, 64);                            \
+        _tile_dpbf16ps(c, 4, t);                                                            \
+        _tile_dpbf16ps(c, 5, t);                                                            \
+    }
+template <int Panels> static void encode_few(const EncodeProduct& a, const uint16_t* w, int tile, int panel) {
+    const int64_t blocks = a.inputs / kEncodeInputs, apart = 2 * blocks * kEncodeTile;
+    const uint16_t* x = a.x + tile * apart;
+    alignas(64) float sums[4][16 * kEncodeRows];
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t b = 0; b < blocks; ++b) {
+        _tile_loadd(4, x + 2 * b * kEncodeTile, 64);
+        _tile_loadd(5, x + (2 * b + 1) * kEncodeTile, 64);
+        TS_PANEL(0, 6)
+        TS_PANEL(1, 7)
+        TS_PANEL(2, 6)
+        TS_PANEL(3, 7)
+        TS_PANEL_HIGH(0, 6)
+        TS_PANEL_HIGH(1, 7)
+        TS_PANEL_HIGH(2, 6)
+        TS_PANEL_HIGH(3, 7)
+    }
+    _tile_stored(0, sums[0], 64);
+    _tile_stored(1, sums[1], 64);
+    _tile_stored(2, sums[2], 64);
+    _tile_stored(3, sums[3], 64);
+    asm volatile("" ::: "memory");
+    for (int p = 0; p < Panels; ++p) finish_tile(a, sums[p], tile * kEncodeRows, panel + p);
+}
+#undef TS_PANEL_HIGH
+#undef TS_PANEL
+
+// Panels [panel, panel_end): at most two of them, four where there is one tile of rows.
 static void encode_multiply(const EncodeProduct& a, int panel, int panel_end, uint8_t* scratch) {
     const int blocks = a.inputs / kEncodeInputs, tiles = (a.rows + kEncodeRows - 1) / kEncodeRows;
     uint16_t* const expanded = (uint16_t*)scratch;
@@ -107,13 +153,23 @@ static void encode_multiply(const EncodeProduct& a, int panel, int panel_end, ui
     for (int i = 0; i < 8; ++i) config.bytes[i] = 64, config.rows[i] = 16;
     asm volatile("" ::"r"(&config) : "memory");
     _tile_loadconfig(&config);
+    if (tiles == 1) {
+        switch (panel_end - panel) {
+            case 1: encode_few<1>(a, expanded, 0, panel); break;
+            case 2: encode_few<2>(a, expanded, 0, panel); break;
+            case 3: encode_few<3>(a, expanded, 0, panel); break;
+            default: encode_few<4>(a, expanded, 0, panel);
+        }
+        _tile_release();
+        return;
+    }
     int tile = 0;
     for (; tile + 2 <= tiles; tile += 2) two ? encode_tiles<true, true>(a, expanded, tile, panel) : encode_tiles<true, false>(a, expanded, tile, panel);
     if (tile < tiles) two ? encode_tiles<false, true>(a, expanded, tile, panel) : encode_tiles<false, false>(a, expanded, tile, panel);
     _tile_release();
 }
 
-static size_t encode_scratch(int inputs) { return 2 * sizeof(uint16_t) * 2 * kEncodeTile * (size_t)(inputs / kEncodeInputs); }
+static size_t encode_scratch(int inputs) { return 4 * sizeof(uint16_t) * 2 * kEncodeTile * (size_t)(inputs / kEncodeInputs); }
 
 static const EncodeKernels kEncodeTiles = {encode_activate, encode_add_norm, encode_attend, encode_split, encode_multiply, encode_scratch};
 
