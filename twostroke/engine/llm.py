@@ -8,16 +8,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
-
 from twostroke.config import make_config
 from twostroke.embed.description import is_embedder_at
-from twostroke.embed.embedder import Embedder, Ranked, open_embedder
+from twostroke.embed.embedder import open_embedder
 from twostroke.engine.answer import Answer, Output, StreamEvent
 from twostroke.engine.build import Engine, build_engine
 from twostroke.engine.intake import Prompt
 from twostroke.engine.interrupt import interrupt_deferred
 from twostroke.engine.several import as_list, params_for
+from twostroke.engine.vectors import VectorMethods
 from twostroke.errors import InputError
 from twostroke.sampling import SamplingParams
 from twostroke.text.conversation import render_conversation
@@ -49,7 +48,7 @@ class Job:
         return Output(self.tokens, [answer.sample for answer in self.answers], scores)
 
 
-class LLM:
+class LLM(VectorMethods):
     """A model with its engine.
 
     `model` is a catalog name, a folder with safetensors, a .gguf file or a hub id. Every setting is optional and
@@ -65,8 +64,6 @@ class LLM:
         load_progress: Progress | None = None,
         **settings: Any,
     ):
-        self._closed = False
-        self._embedder: Embedder | None = None
         config, path = make_config(**settings), locate(model, download_progress)
         if is_embedder_at(path):
             self._embedder = open_embedder(path, settings)
@@ -108,22 +105,6 @@ class LLM:
         params = params or SamplingParams()
         self.engine.intake.prepare(params)
         return self._pieces(self._submit(tokens, params))
-
-    def embed(self, texts: Sequence[str | Sequence[int]], dimensions: int | None = None) -> np.ndarray:
-        """(texts, dimensions) float32: the vectors of texts, or of lists of token ids. For models that make vectors."""
-        return self.embedder.embed(texts, dimensions)
-
-    def rank(self, query: str, documents: Sequence[str]) -> list[Ranked]:
-        """The documents by their relevance for the query, best first: index and score."""
-        return self.embedder.rank(query, documents)
-
-    @property
-    def embedder(self) -> Embedder:
-        if self._closed:
-            raise InputError("this LLM is closed: open another one.")
-        if self._embedder is None:
-            raise InputError("this model writes text and makes no vectors: open an embedder, such as all-minilm-l6-v2.")
-        return self._embedder
 
     def close(self) -> None:
         """End what is under way and the child processes, and give the model's memory back. Any later call is refused.
