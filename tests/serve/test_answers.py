@@ -12,9 +12,12 @@ from pathlib import Path
 
 import httpx
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.answers.servers import Redis
 from tests.serve.server import KEY, OTHER_KEY, ROOT, Server, events, wait_until
+from tests.serve.test_fuzz import QUICK, VALUES
 
 SLOW_DEADLINE = (
     "import dataclasses, twostroke.answers.cache as c, twostroke.serve.answer_setup as s\n"
@@ -176,6 +179,20 @@ def test_the_operators_routes_and_commands(caching: Server) -> None:
         settle(client, before + 1)
         assert "tokens" in run("list") and "nothing is shared yet" in run("stats")
         assert "forgotten" in run("clear") and run("list") == ""
+
+
+def test_whatever_the_operator_sends_the_answer_is_never_a_500(caching: Server) -> None:
+    with caching.client() as client:
+
+        @settings(QUICK, max_examples=40)
+        @given(st.dictionaries(st.sampled_from(["question", "older_than", "tenant", "all"]), VALUES, max_size=3))
+        def run(body: dict) -> None:
+            for path in ("/twostroke/answers/forget", "/twostroke/answers/x/wrong"):
+                content = json.dumps(body).encode("utf-8", "surrogatepass")
+                answer = client.post(path, content=content, headers={"content-type": "application/json"})
+                assert answer.status_code < 500, answer.text
+
+        run()
 
 
 def test_without_a_cache_the_routes_say_so(client: httpx.Client) -> None:

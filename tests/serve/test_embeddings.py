@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,10 +12,14 @@ import httpx
 import numpy as np
 import openai
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.embed.checkpoints import TEXTS, tiny_bert, tiny_cross_encoder
 from tests.serve.server import KEY, OTHER_KEY, Server
+from tests.serve.test_fuzz import QUICK, VALUES
 from twostroke.embed.embedder import Embedder
+from twostroke.serve.embedding_routes import EMBEDDING_ROUTES
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +134,28 @@ def test_keys_and_other_routes(embedding: Server) -> None:
         assert client.get("/health").json()["status"] == "ok"
         assert "/v1/rerank" in client.get("/openapi.json").json()["paths"]
         assert b"twostroke:embedding_tokens_total" in client.get("/metrics").content
+
+
+@pytest.mark.parametrize(
+    ("path", "good"),
+    [
+        ("/v1/embeddings", {"input": "hi"}),
+        ("/v1/rerank", {"query": "hi", "documents": ["a", "b"]}),
+        ("/score", {"text_1": "hi", "text_2": "ho"}),
+    ],
+)
+def test_whatever_is_sent_the_answer_is_never_a_500(embedding_client: httpx.Client, path: str, good: dict) -> None:
+    fields = {*next(route.body for route in EMBEDDING_ROUTES if route.path == path).model_fields}
+
+    @settings(QUICK, max_examples=60)
+    @given(st.dictionaries(st.sampled_from(sorted(fields)), VALUES, max_size=3))
+    def run(changes: dict) -> None:
+        body = json.dumps(good | changes).encode("utf-8", "surrogatepass")
+        answer = embedding_client.post(path, content=body, headers={"content-type": "application/json"})
+        assert answer.status_code < 500, answer.text
+
+    run()
+    assert embedding_client.post(path, json=good).status_code == 200
 
 
 def test_a_generative_model_refuses(client: httpx.Client) -> None:
