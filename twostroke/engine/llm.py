@@ -109,10 +109,7 @@ class LLM(VectorMethods):
     def close(self) -> None:
         """End what is under way and the child processes, and give the model's memory back. Any later call is refused.
         Closing twice does nothing."""
-        if self._closed:
-            return
-        if self._embedder is not None:
-            self._closed, self._embedder = True, None
+        if self._closed or self._embedder_closed():
             return
         with self._lock:
             jobs = [job for job, _ in self._answers.values()]

@@ -29,3 +29,10 @@ class VectorMethods:
         if self._embedder is None:
             raise InputError("this model writes text and makes no vectors: open an embedder, such as all-minilm-l6-v2.")
         return self._embedder
+
+    def _embedder_closed(self) -> bool:
+        """Gives the embedder back; False where there is none."""
+        if self._embedder is None:
+            return False
+        self._closed, self._embedder = True, None
+        return True
