@@ -149,6 +149,7 @@ def main() -> None:
     parser.add_argument("--python", default=sys.executable, help="an interpreter that has the other engines")
     parser.add_argument("--model", default="")
     parser.add_argument("--serve", choices=ENGINES)
+    parser.add_argument("--engines", default=",".join(ENGINES))
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     if given.serve:
@@ -159,7 +160,7 @@ def main() -> None:
 
     model, texts = str(fetch(MODEL)), sentences(max(SIZES))
     racers, missing = {}, {}
-    for engine in ENGINES:
+    for engine in given.engines.split(","):
         if engine == "onnxruntime" and not given.onnx:
             continue
         python = sys.executable if engine in ("twostroke", "transformers") else given.python
