@@ -318,7 +318,8 @@ def test_the_catalog_is_complete() -> None:
         assert entry.licence
         assert entry.packages
         assert entry.hub_repo.count("/") == 1
-        assert entry.hub_file.endswith(".gguf")
+        assert entry.hub_file.endswith((".gguf", ".safetensors"))
+        assert all(len(bytes.fromhex(one.sha256)) == 32 and one.bytes for one in entry.beside)
     with pytest.raises(ModelError, match="smollm2-135m"):
         fetch("absent")
 

@@ -9,6 +9,7 @@ from rich.markup import escape
 
 from twostroke import __version__
 from twostroke.cli.bench import bench_app
+from twostroke.cli.cache import cache_app
 from twostroke.cli.chat import chat
 from twostroke.cli.diagnose import diagnose
 from twostroke.cli.generate import generate
@@ -43,6 +44,7 @@ def root(
 for command in (chat, generate, serve, models, plan, diagnose):
     app.command()(command)
 app.add_typer(bench_app, name="bench")
+app.add_typer(cache_app, name="cache")
 
 
 def main() -> None:

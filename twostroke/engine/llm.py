@@ -9,15 +9,19 @@ from pathlib import Path
 from typing import Any, cast
 
 from twostroke.config import make_config
+from twostroke.embed.description import is_embedder_at
+from twostroke.embed.embedder import open_embedder
 from twostroke.engine.answer import Answer, Output, StreamEvent
 from twostroke.engine.build import Engine, build_engine
 from twostroke.engine.intake import Prompt
 from twostroke.engine.interrupt import interrupt_deferred
 from twostroke.engine.several import as_list, params_for
+from twostroke.engine.vectors import VectorMethods
 from twostroke.errors import InputError
 from twostroke.sampling import SamplingParams
 from twostroke.text.conversation import render_conversation
 from twostroke.types import Event, TokenLogprobs
+from twostroke.weights.checkpoint import locate
 from twostroke.weights.files import Progress
 
 Messages = Sequence[Mapping[str, Any]]
@@ -44,7 +48,7 @@ class Job:
         return Output(self.tokens, [answer.sample for answer in self.answers], scores)
 
 
-class LLM:
+class LLM(VectorMethods):
     """A model with its engine.
 
     `model` is a catalog name, a folder with safetensors, a .gguf file or a hub id. Every setting is optional and
@@ -60,10 +64,11 @@ class LLM:
         load_progress: Progress | None = None,
         **settings: Any,
     ):
-        self._closed = False
-        self._engine = build_engine(
-            model, make_config(**settings), download_progress=download_progress, load_progress=load_progress
-        )
+        config, path = make_config(**settings), locate(model, download_progress)
+        if is_embedder_at(path):
+            self._embedder = open_embedder(path, settings)
+            return
+        self._engine = build_engine(path, config, load_progress=load_progress)
         self.settings = self.engine.settings
         self.tokenizer = self.engine.tokenizer
         self.arch = self.engine.arch
@@ -104,7 +109,7 @@ class LLM:
     def close(self) -> None:
         """End what is under way and the child processes, and give the model's memory back. Any later call is refused.
         Closing twice does nothing."""
-        if self._closed:
+        if self._closed or self._embedder_closed():
             return
         with self._lock:
             jobs = [job for job, _ in self._answers.values()]
@@ -125,6 +130,8 @@ class LLM:
     def engine(self) -> Engine:
         if self._closed:
             raise InputError("this LLM is closed: open another one.")
+        if self._embedder is not None:
+            raise InputError("this model makes vectors and writes no text: use embed() or rank().")
         return self._engine
 
     def stats(self) -> dict[str, int]:

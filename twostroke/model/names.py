@@ -63,10 +63,9 @@ _IGNORABLE = re.compile(
     r"|(model\.)?(vision_tower|multi_modal_projector)\..*"
 )
 _LAYER = re.compile(r"(?:model\.layers|blk)\.(\d{1,6})\.")
-_DRAFT_LAYERS = (
-    "deepseek_v3",
-)  # families with layers after the last one that predict further tokens; they are not run
-_PREFIXES = ("model.", "model.language_model.", "language_model.model.")  # of transformers' text models
+# Families with layers after the last one that predict further tokens; they are not run.
+_DRAFT_LAYERS = ("deepseek_v3",)
+_PREFIXES = ("model.", "model.language_model.", "language_model.model.", "")  # of transformers' text models
 
 
 def ignorable(tensor: str, arch: Arch) -> bool:

@@ -51,6 +51,9 @@ class Stream:
         self.prompt_logprobs: list[dict[int, TokenLogprobs]] = [{} for _ in prompts]
         self.open = len(prompts) * params.n  # answers without a last piece
         self.listener: Callable[[int, str], bool] | None = None
+        self.taps: list[Callable[[int, StreamEvent], None]] = []  # each is called with every piece
+        self.holders = 0  # other streams that are filled from this one: it goes on without its own reader
+        self._closed = False
         self._pieces: deque[Piece] = deque()
         self._unread = 0
         self._given_up = False
@@ -80,6 +83,10 @@ class Stream:
             self.close()
 
     def put(self, choice: int, event: StreamEvent) -> None:
+        for tap in tuple(self.taps):
+            tap(choice, event)
+        if self._closed and self.holders and event.finish_reason is None:
+            return  # its own reader has gone
         if self.listener is not None and not self._pieces and event.is_text and self._tell(choice, event.text):
             return
         self._pieces.append(Piece(choice, event))
@@ -107,6 +114,20 @@ class Stream:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
+    @property
+    def ending(self) -> bool:
+        """Its reader has gone, and no other stream holds it."""
+        return self._closed and not self.holders
+
+    def release(self) -> None:
+        """A holder needs it no more."""
+        self.holders -= 1
+        if self._closed:
+            self.close()
+
     def close(self) -> None:
         """End whatever has not ended. Safe to call at any time, any number of times."""
+        self._closed = True
+        if self.holders:
+            return
         self.owner.abort([answer.request.id for answer in self.answers if not answer.finished])

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 
+from twostroke.serve.base_service import BaseService
 from twostroke.serve.route import Route
 from twostroke.serve.routes import ROUTES
-from twostroke.serve.service import Service
 from twostroke.serve.transport.auth import OPEN_PATHS, PROBES, STATIC
 from twostroke.serve.transport.browsers import Browsers, is_preflight, preflight_headers
 from twostroke.serve.transport.errors import ApiError, anthropic_error, busy, full, internal, not_found, openai_error
@@ -17,7 +17,7 @@ ANTHROPIC = "/v1/messages"
 
 
 class App:
-    def __init__(self, service: Service, routes: tuple[Route, ...] = ROUTES, browsers: Browsers | None = None):
+    def __init__(self, service: BaseService, routes: tuple[Route, ...] = ROUTES, browsers: Browsers | None = None):
         self.service = service
         self.browsers = browsers or Browsers()
         self.memory = BodyMemory()

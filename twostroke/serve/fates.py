@@ -41,6 +41,7 @@ HINTS = {
     "include": "only `message.output_text.logprobs` adds something",
     "include_obfuscation": "streams are not padded",
     "input_examples": "examples of a tool's arguments are not shown to the model",
+    "input_type": "one model reads queries and documents alike",
     "keep_alive": "the model stays loaded",
     "logprobs": "of a part that the client sends back",
     "max_tool_calls": "it limits tools that run on the server, and none does",

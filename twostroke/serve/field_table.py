@@ -13,11 +13,14 @@ from pydantic import BaseModel
 from twostroke.serve.api.anthropic import MessagesRequest
 from twostroke.serve.api.chat import ChatRequest
 from twostroke.serve.api.completions import CompletionRequest
+from twostroke.serve.api.embeddings import EmbeddingsRequest
+from twostroke.serve.api.rerank import RerankRequest, ScoreRequest
 from twostroke.serve.api.responses import ResponsesRequest
 from twostroke.serve.fates import HINTS, REFUSED, HintFate, fates
 
 ROUTES: dict[str, type[BaseModel]] = {
     "chat": ChatRequest, "completions": CompletionRequest, "responses": ResponsesRequest, "messages": MessagesRequest,
+    "embeddings": EmbeddingsRequest, "rerank": RerankRequest, "score": ScoreRequest,
 }  # fmt: skip
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from twostroke.serve.fields import Payload
-from twostroke.serve.service import Service
 from twostroke.serve.transport.http import Exchange
 
-Handler = Callable[[Service, Exchange], Awaitable[None]]
+Handler = Callable[[Any, Exchange], Awaitable[None]]  # the first: a `BaseService` of the kind that the table is for
 
 
 class Route(NamedTuple):

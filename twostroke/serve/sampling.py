@@ -56,8 +56,16 @@ class PrefixCacheOptions(Payload):
     explain: bool = False
 
 
+class AnswerCacheOptions(Payload):
+    """Extension: how this request uses the answer cache."""
+
+    answer: bool = True  # False: the answer is computed, and not stored
+    max_age: Annotated[float, Field(ge=0)] | None = None  # seconds
+
+
 class ExplainField(SampledPayload):
     prefix_cache: PrefixCacheOptions | None = None
+    cache: AnswerCacheOptions | None = None
 
     @property
     def explain(self) -> bool:

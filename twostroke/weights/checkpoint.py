@@ -26,9 +26,10 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]
 _HUB_FILES = [
     "*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "tokenizer.json",
     "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
-    "tokenizer.model", "chat_template.jinja", "chat_template.json",
+    "tokenizer.model", "chat_template.jinja", "chat_template.json", "modules.json", "1_Pooling/config.json",
+    "sentence_bert_config.json",
 ]  # fmt: skip
-_HUB_SKIP = ["*/*", "consolidated*"]
+_HUB_SKIP = ["[!1]*/*", "1_Pooling/*.safetensors", "consolidated*"]  # 1_Pooling: how an embedder pools
 
 
 @dataclass(frozen=True, slots=True)

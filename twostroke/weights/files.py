@@ -40,13 +40,27 @@ def map_file(path: Path) -> mmap.mmap:
 
 def read_json_object(path: Path, unique: bool = False) -> dict[str, Any]:
     """A JSON file that must hold an object, of bounded size."""
+    return parse_json_object(path, _read_bounded(path), unique)
+
+
+def read_json_list(path: Path) -> list[Any]:
+    """A JSON file that must hold a list, of bounded size."""
+    try:
+        value = json.loads(_read_bounded(path)[:JSON_LIMIT].decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise damaged(path, f"not valid JSON ({error})") from None
+    if not isinstance(value, list):
+        raise damaged(path, f"holds a JSON {type(value).__name__}, not a list")
+    return value
+
+
+def _read_bounded(path: Path) -> bytes:
     try:
         with path.open("rb") as file:
             size = min(os.fstat(file.fileno()).st_size, JSON_LIMIT)
-            text = file.read(size + 1)  # one more than wanted, to see that it is too long
+            return file.read(size + 1)  # one more than wanted, to see that it is too long
     except OSError as error:
         raise unreadable(path, error) from error
-    return parse_json_object(path, text, unique)
 
 
 def parse_json_object(path: Path, text: bytes, unique: bool = False) -> dict[str, Any]:

@@ -20,6 +20,7 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _FORMATS = ("F32", "F16", "BF16")
 _BYTES = ("_blocks", "_scales")  # ends of the names of MXFP4's tensors, which are bytes
+_POSITION_IDS = "position_ids"  # the numbers 0, 1, 2, … which some checkpoints hold; they are not read
 _MAX_DIMS = 8
 
 
@@ -51,7 +52,11 @@ def open_safetensors(path: Path) -> dict[str, Stored]:
     data = np.frombuffer(buffer, np.uint8)[8 + length :]
     spans = {name: _read_entry(path, name, entry, data.size) for name, entry in header.items()}
     _check_cover(path, {name: (begin, end) for name, (_, _, begin, end) in spans.items()}, data.size)
-    return {name: Stored(dtype, shape, data[begin:end]) for name, (dtype, shape, begin, end) in spans.items()}
+    return {
+        name: Stored(dtype, shape, data[begin:end])
+        for name, (dtype, shape, begin, end) in spans.items()
+        if dtype in _FORMATS
+    }
 
 
 def _read_entry(path: Path, name: str, entry: Any, size: int) -> tuple[str, tuple[int, ...], int, int]:
@@ -61,13 +66,16 @@ def _read_entry(path: Path, name: str, entry: Any, size: int) -> tuple[str, tupl
     label = f"tensor {name[:200]!r}"
     if not isinstance(dtype, str) or not _naturals(shape) or not _naturals(offsets) or len(offsets) != 2:
         raise damaged(path, f"{label} lacks a proper dtype, shape or data_offsets")
-    if dtype not in _FORMATS and not (dtype == "U8" and name.endswith(_BYTES)):
+    is_bytes = dtype == "U8" and name.endswith(_BYTES)
+    if dtype not in _FORMATS and not is_bytes and name.rpartition(".")[2] != _POSITION_IDS:
         raise ModelError(
             f"{path}: {label} has dtype {dtype[:20]}, which is not read; save the model as {' or '.join(_FORMATS)}."
         )
     begin, end = offsets
     if not begin <= end <= size:
         raise damaged(path, f"{label} lies at bytes {begin} to {end} of {size}")
+    if dtype not in _FORMATS:
+        return dtype, tuple(shape), begin, end
     if len(shape) > _MAX_DIMS or stored_bytes(dtype, shape) != end - begin:
         raise damaged(path, f"{label} of {len(shape)} dimensions does not fit its {end - begin} bytes of {dtype}")
     return dtype, tuple(shape), begin, end

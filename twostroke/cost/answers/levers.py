@@ -17,6 +17,7 @@ from twostroke.cost.simulation.deployment import Deployment
 from twostroke.cost.simulation.trace import Arrival, shared_first
 from twostroke.errors import ConfigError
 
+FEW_REPEATED = 0.01  # share of prompts
 GROW = 4  # factor by which a cap is raised
 
 
@@ -162,6 +163,20 @@ def lookup(scenario: Scenario) -> Scenario | str:
     return then
 
 
+def known_answers(scenario: Scenario) -> Scenario | str:
+    """Without the requests whose whole prompt came before: the exact tier of the answer cache answers them."""
+    seen: set[Any] = set()
+    first = []
+    for arrival in scenario.arrivals:
+        if arrival.parts not in seen:
+            seen.add(arrival.parts)
+            first.append(arrival)
+    repeated = 1 - len(first) / max(1, len(scenario.arrivals))
+    if repeated < FEW_REPEATED:
+        return f"{repeated:.1%} of the prompts came before as a whole: too few to answer from"
+    return Scenario(scenario.deployment, first)
+
+
 def more_kv(scenario: Scenario) -> Scenario | str:
     config, now = scenario.deployment.config, scenario.deployment.settings
     whole = changed(scenario, kv_blocks=None, kv_memory=None)
@@ -258,6 +273,9 @@ LEVERS: tuple[Lever, ...] = (
     Lever("prompt-lookup", "guess tokens from the text so far and verify several in one step", "decode", True,
           "every step reads all the weights for one token, although answers repeat text that is already there",
           "TPOT falls where answers repeat their prompt, and nowhere else", lookup, sets(speculate="auto")),
+    Lever("answer-cache", "serve --answer-cache exact: answer equal requests from known answers", "both", False,
+          "the same prompts are read and answered again", "repeated requests take neither stroke, the others wait less "
+          "(only requests with temperature 0 or a seed)", known_answers),
     Lever("kv-memory", "give the KV cache more memory", "decode", False,
           "the KV cache is too small: requests lose their blocks and start again",
           "preemptions end, larger batches", more_kv, takes("kv_blocks", "kv_memory")),

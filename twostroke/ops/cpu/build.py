@@ -21,7 +21,8 @@ NATIVE = HERE / "native"
 LIBRARY = "libtwostroke.so"
 
 COMMON = (
-    *("api.cpp", "attend.cpp", "cpu.cpp", "experts.cpp", "latent.cpp", "layers.cpp", "linear.cpp", "pack.cpp"),
+    *("api.cpp", "attend.cpp", "cpu.cpp", "encode.cpp", "experts.cpp", "latent.cpp", "layers.cpp", "linear.cpp"),
+    "pack.cpp",
     "pool.cpp",
     "quantize.cpp",
 )
@@ -47,7 +48,7 @@ ISA_FLAGS: dict[str, dict[str, tuple[str, ...]]] = {
         "avx2": ("-mavx2", "-mfma", "-mf16c"),
         "avx512": (
             *("-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni"),
-            *("-mamx-tile", "-mamx-int8"),
+            *("-mamx-tile", "-mamx-int8", "-mamx-bf16"),
         ),
     },
     "aarch64": {

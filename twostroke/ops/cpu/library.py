@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import ClassVar
 
 NAME = "libtwostroke.so"
-ABI = 8  # ts_version: raised whenever a signature or a shared structure changes
+ABI = 9  # ts_version: raised whenever a signature or a shared structure changes
 
 
 class AttendLayer(ctypes.Structure):
@@ -67,6 +67,13 @@ class LayerCall(ctypes.Structure):
     ]  # fmt: skip
 
 
+class EncodeLayer(ctypes.Structure):
+    _fields_: ClassVar = [
+        ("qkv", c_void_p), ("output", c_void_p), ("up", c_void_p), ("down", c_void_p),
+        ("attention_norm", c_void_p), ("attention_shift", c_void_p), ("feed_norm", c_void_p), ("feed_shift", c_void_p),
+    ]  # fmt: skip
+
+
 _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "ts_version": (c_int, []),
     "ts_isa": (c_char_p, [c_int]),
@@ -90,6 +97,13 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
         [c_void_p, c_void_p, c_int, POINTER(c_void_p), c_void_p, c_int, c_int, c_void_p, c_int, c_void_p],
     ),
     "ts_quantize": (None, [c_void_p, c_int64, c_void_p, c_int, c_void_p]),
+    "ts_encode_pack": (c_void_p, [c_void_p, c_void_p, c_int, c_int, c_void_p]),
+    "ts_encode_weight_free": (None, [c_void_p]),
+    "ts_layer_norm": (c_int, [c_void_p, c_void_p, c_int, c_int, c_void_p, c_void_p, c_float]),
+    "ts_encode": (
+        c_int,
+        [c_void_p, c_void_p, c_int, c_int, c_int, c_float, c_void_p, c_int, c_void_p, c_int],
+    ),
     "ts_argmax": (c_int, [c_void_p, c_void_p, c_int64, c_int, c_int64, c_void_p]),
 }
 

@@ -220,7 +220,7 @@ async def handle(service: Service, exchange: Exchange) -> None:
     text, tokens, form = await read(service, exchange, request)
     params = request.to_params(grammar=form.grammar)
     given = GenerationInput(
-        [tokens], params, request.explain, form, text, "tools" if form.tools else "output_config.format"
+        [tokens], params, request.explain, form, text, "tools" if form.tools else "output_config.format", request.cache
     )
     generation = await service.generate(exchange, given, request.user_name)
     await sse.reply(generation, MessageWriter(generation), request.stream)

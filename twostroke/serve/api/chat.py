@@ -11,6 +11,7 @@ from pydantic import AfterValidator, Field, model_validator
 from twostroke.engine.answer import StreamEvent
 from twostroke.sampling import SamplingParams
 from twostroke.serve import sse
+from twostroke.serve.answering import question_of
 from twostroke.serve.fates import Hint, HintFate, Refused, refusal
 from twostroke.serve.fields import Count, Many, Name, Payload, Text
 from twostroke.serve.sampling import MAX_TOP_LOGPROBS, SamplingFields, same_value
@@ -167,8 +168,14 @@ async def handle(service: Service, exchange: Exchange) -> None:
     arguments, hints = request.template_arguments(service.template_variables)
     exchange.ignored |= hints | request.hints()
     messages = await service.off_loop(exchange, exchange.weight, request.for_template)
+    question = None
+    if service.answers is not None:
+        before = (messages[:-1], form.tools, arguments, request.ending())
+        question = question_of(messages, before) if form.tools is None else None
     text, tokens = await service.render(exchange, messages, tools=form.tools, **request.ending(), **arguments)
-    given = GenerationInput([tokens], params, request.explain, form, text, request.grammar_field)
+    given = GenerationInput(
+        [tokens], params, request.explain, form, text, request.grammar_field, request.cache, question
+    )
     generation = await service.generate(exchange, given, request.user_name)
     await sse.reply(generation, ChatWriter(generation, request), request.stream)
 

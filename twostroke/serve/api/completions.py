@@ -87,7 +87,9 @@ async def handle(service: Service, exchange: Exchange) -> None:
     else:
         prompts = await infill_prompts(service, exchange, request, infill)
     echo = await prompt_texts(service, exchange, request)
-    given = GenerationInput(prompts, params, request.explain, form, grammar_field=request.grammar_field)
+    given = GenerationInput(
+        prompts, params, request.explain, form, grammar_field=request.grammar_field, cache=request.cache
+    )
     generation = await service.generate(exchange, given, request.user_name)
     await sse.reply(generation, CompletionWriter(generation, request, Echo(generation, echo)), request.stream)
 

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from twostroke.serve.service import Service
+from twostroke.serve.base_service import BaseService
 from twostroke.serve.transport.http import Exchange
 
 
-async def live(service: Service, exchange: Exchange) -> None:
+async def live(service: BaseService, exchange: Exchange) -> None:
     await exchange.respond(200, {"status": "ok", "reason": None})
 
 
-async def ready(service: Service, exchange: Exchange) -> None:
+async def ready(service: BaseService, exchange: Exchange) -> None:
     """This route needs no key, so it gives no reason."""
     good = service.healthy and not service.draining
     await exchange.respond(200 if good else 503, {"status": "ok" if good else "unavailable", "reason": None})
 
 
-async def health(service: Service, exchange: Exchange) -> None:
+async def health(service: BaseService, exchange: Exchange) -> None:
     """Judged by the engine's progress: one that is stopped, stuck, dead or far too slow is not healthy."""
     trouble = service.trouble() or service.slow()
     if service.draining:
@@ -25,6 +25,6 @@ async def health(service: Service, exchange: Exchange) -> None:
     await exchange.respond(503 if trouble else 200, document)
 
 
-async def metrics(service: Service, exchange: Exchange) -> None:
+async def metrics(service: BaseService, exchange: Exchange) -> None:
     service.metrics.up.set(1 if service.healthy else 0)
     await exchange.respond(200, service.metrics.render(), kind=service.metrics.content_type)

@@ -248,7 +248,7 @@ async def handle(service: Service, exchange: Exchange) -> None:
     messages = await service.off_loop(exchange, exchange.weight, request.for_template)
     text, tokens = await service.render(exchange, messages, tools=form.tools, **arguments)
     source = "tools" if form.tools else "text.format"
-    given = GenerationInput([tokens], params, request.explain, form, text, source)
+    given = GenerationInput([tokens], params, request.explain, form, text, source, request.cache)
     generation = await service.generate(exchange, given, request.user_name)
     await sse.reply(generation, ResponseWriter(generation, request), request.stream)
 

@@ -1,6 +1,7 @@
 // Starts everything, and asks the server again and again, each thing at its own pace; not while the page is hidden.
 
 import { askForKey, get, keyNeeded, operated, Trouble } from "./api.js";
+import { drawAnswers } from "./answers.js";
 import { drawCharts, drawRoofline, makeCharts, repaint } from "./charts.js";
 import { byId, count } from "./format.js";
 import { drawLanes, watchPointer } from "./lanes.js";
@@ -51,6 +52,7 @@ async function settings() {
   byId("model").title = name;
   byId("model").hidden = false;
   drawSettings();
+  if (state.settings.answer_cache !== "off") await drawAnswers();
 }
 
 // Ten frames a second: smooth enough to follow, and little enough to leave the machine to the engine.
@@ -70,7 +72,7 @@ if (keyNeeded()) {
 }
 every(1000, health);
 if (operated()) {
-  every(15000, settings);
+  every(5000, settings);
   every(400, async () => { await fetchSteps(); drawSummary(); drawMemory(); });
   every(1500, async () => { await fetchArrivals(); drawCharts(); drawRoofline(); });
   every(3000, async () => { await fetchDiagnosis(); drawVerdict(); });

@@ -1,6 +1,7 @@
 // The C interface: raw pointers in, an int out (0, or one of the codes below). Called through ctypes, which releases the
 // interpreter lock; a context serves one call at a time.
 #include "attend.h"
+#include "encode.h"
 #include "experts.h"
 #include "latent.h"
 #include "layers.h"
@@ -26,7 +27,7 @@ template <class Body> int guarded(Context* c, Body body) {
 }  // namespace
 
 // Raised whenever a signature or a shared structure changes; library.py expects the same number.
-TS_API int ts_version() { return 8; }
+TS_API int ts_version() { return 9; }
 
 // The name of the i-th instruction set usable here, best first; null past the last.
 TS_API const char* ts_isa(int i) {
@@ -116,6 +117,36 @@ TS_API int ts_layers(Context* c, const LayerCall* layers, int count, const Atten
         for (int i = 0; i < kept; ++i)
             if (keep[i] < 0 || keep[i] >= rows) return BadArgument;
         if (rows > 0) run_layers(*c, {layers, count, groups, x, rows, hidden, keep, kept, out});
+        return Fine;
+    });
+}
+
+TS_API EncodeWeight* ts_encode_pack(Context* c, const float* values, int outputs, int inputs, const float* bias) {
+    EncodeWeight* weight = nullptr;
+    guarded(c, [&] {
+        weight = pack_encode_weight(*c, values, outputs, inputs, bias);
+        return Fine;
+    });
+    return weight;
+}
+
+TS_API void ts_encode_weight_free(EncodeWeight* weight) { delete weight; }
+
+TS_API int ts_layer_norm(Context* c, float* x, int rows, int cols, const float* weight, const float* shift, float eps) {
+    return guarded(c, [&] {
+        layer_norm(*c, x, rows, cols, weight, shift, eps);
+        return Fine;
+    });
+}
+
+// All layers of an encoder over the rows of some texts; x is changed. hidden and hidden / heads: multiples of 16.
+TS_API int ts_encode(Context* c, const EncodeLayer* layers, int count, int heads, int activation, float eps, float* x, int hidden,
+                     const int32_t* starts, int texts) {
+    return guarded(c, [&] {
+        if (heads < 1 || hidden % heads || hidden / heads % kLanes || starts[0] != 0) return BadArgument;
+        for (int i = 0; i < texts; ++i)
+            if (starts[i + 1] <= starts[i]) return BadArgument;
+        run_encoder(*c, {layers, count, heads, activation, eps, x, starts[texts], hidden, starts, texts});
         return Fine;
     });
 }

@@ -100,6 +100,7 @@ struct Context {
     std::vector<AttendTask> tasks;
     std::vector<int> expected;  // for each thread, the task that it asked memory for
     std::shared_ptr<Arena> arena;  // the one that still has room
+    std::shared_ptr<void> encoding;  // what encode.cpp keeps between its ops
 
     Context(const Kernels& k, int threads) : kernels(k), pool(threads) {
         for (int i = 0; i < pool.threads(); ++i) scratch.push_back(std::make_unique<Buffer>());

@@ -27,9 +27,9 @@ static bool has_amx() {
 #if defined(__linux__)
     unsigned a, b, c, d;
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
-    const bool tiles = d >> 24 & 1, bytes = d >> 25 & 1;
+    const bool tiles = d >> 24 & 1, bytes = d >> 25 & 1, bfloats = d >> 22 & 1;
     constexpr long kRequestPermission = 0x1023, kTileData = 18;
-    return tiles && bytes && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+    return tiles && bytes && bfloats && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 #else
     return false;
 #endif

@@ -102,6 +102,44 @@ struct LatentRows {
     float* lines;     // as AttendTask::q; the latent part of every line is there already
 };
 
+// ---- encoders: see encode.h ----------------------------------------------------------------------------------------
+
+enum EncodeActivation : int { EncodeLinear, EncodeGelu, EncodeGeluTanh, EncodeRelu };
+
+constexpr int kEncodeRows = 16;    // of a tile
+constexpr int kEncodeInputs = 32;  // of a tile
+constexpr int kEncodeTile = 512;   // bfloat16 numbers
+constexpr int kEncodeQueries = 4;  // rows whose scores are made together
+
+// One head of one text.
+struct EncodeAttend {
+    const float* qkv;  // (rows, 3 · hidden): q, k and v of every head
+    int rows, hidden, head_dim, head;
+    float* out;        // (rows, hidden)
+    float* scratch;    // (head_dim + kEncodeQueries, rows padded to 16)
+};
+
+// out = activation(x · weightsᵀ + bias)
+struct EncodeProduct {
+    const uint16_t* x;  // what `split` wrote
+    int rows, inputs;
+    const uint16_t* weights;
+    int outputs;
+    const float* bias;  // or null
+    int activation;
+    float* out;         // (rows, outputs)
+};
+
+struct EncodeKernels {
+    void (*activate)(float* x, int64_t count, int activation);
+    void (*add_norm)(float* x, const float* add, int cols, const float* weight, const float* shift, float eps, int row, int row_end);
+    void (*attend)(const EncodeAttend&);
+    // Products on tiles; null where there are none.
+    void (*split)(const float* x, int rows, int cols, uint16_t* out, int tile);
+    void (*multiply)(const EncodeProduct&, int panel, int panel_end, uint8_t* scratch);
+    size_t (*scratch)(int inputs);  // bytes
+};
+
 struct Kernels {
     const char* name;
     int direct_rows;  // up to so many rows read the packed panel once: memory sets the pace
@@ -121,6 +159,7 @@ struct Kernels {
     void (*latent_write)(const AttendLayer&, const AttendBatch&, const LatentRows&, int row, int row_end);
     void (*scores)(const float* x, int count, int sigmoid, float* out);  // of a router's outputs; out: whole vectors
     void (*weighted_sum)(const float* x, int cols, const int32_t* rows, const float* weights, int count, float* out);
+    const EncodeKernels* encode;
 };
 
 constexpr int kMaxHeadDim = 256;    // of coded caches and of the heads of K and V

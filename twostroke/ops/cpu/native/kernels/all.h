@@ -19,11 +19,12 @@
 #include "attend_write.h"
 #include "attend.h"
 #include "latent_write.h"
+#include "encode.h"
 
 // multiply, multiply_scratch: matmul and its scratch, or something faster that gives the same bits. codes: see VectorCodes.
 #define TS_KERNELS(symbol, label, multiply, multiply_scratch, codes) \
-    TS_KERNELS_TILED(symbol, label, kDirectRows, 0, nullptr, multiply, multiply_scratch, codes)
-#define TS_KERNELS_TILED(symbol, label, direct_rows, tiled_rows, prologue_tile, multiply, multiply_scratch, codes)                  \
+    TS_KERNELS_TILED(symbol, label, kDirectRows, 0, nullptr, multiply, multiply_scratch, codes, kEncode)
+#define TS_KERNELS_TILED(symbol, label, direct_rows, tiled_rows, prologue_tile, multiply, multiply_scratch, codes, encoder)         \
     extern const Kernels symbol;                                                                                                  \
     const Kernels symbol = {label,        direct_rows,   tiled_rows,   kWideScales,    prologue,         prologue_tile, multiply, multiply_scratch, \
-                            attend_write, attend<codes>, attend_merge, attend_scratch, attend_tile_rows, argmax, latent_write, scores, weighted_sum};
+                            attend_write, attend<codes>, attend_merge, attend_scratch, attend_tile_rows, argmax, latent_write, scores, weighted_sum, &encoder};

@@ -1,0 +1,242 @@
+"""The cache on both stores: exact and semantic hits, tenants, forged entries, age, eviction, a store that is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.answers.servers import Redis
+from twostroke.answers.cache import AnswerCache, CacheOptions, Looked, Query
+from twostroke.answers.entry import pack, unpack
+from twostroke.answers.redis import PREFIX, RedisStore
+from twostroke.answers.store import FileStore, Known, Store
+
+SECRET = b"s" * 32
+TENANT, OTHER = b"tenant-1", b"tenant-2"
+PATIENT = CacheOptions("semantic", error=0.05, deadline=30.0, shadow=0.0)
+
+
+class Letters:
+    """Vectors from the words of a text: texts with the same words have the same vector."""
+
+    def embed(self, texts: list[str]) -> np.ndarray:
+        rows = np.zeros((len(texts), 64), np.float32)
+        for row, text in zip(rows, texts, strict=True):
+            for word in text.lower().split():
+                row[sum(map(ord, word)) % 64] += 1
+            row /= max(np.linalg.norm(row), 1e-9)
+        return rows
+
+
+@pytest.fixture(scope="module")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Redis]:
+    server = Redis(tmp_path_factory.mktemp("redis")).start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture(params=["file", "redis"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+    if request.param == "file":
+        made: Store = FileStore(tmp_path / "answers.sqlite", 100)
+    else:
+        server = request.getfixturevalue("redis_server")
+        made = RedisStore(server.url, None)
+        made._redis.flushall()  # type: ignore[attr-defined]
+    yield made
+    made.close()
+
+
+def cache_on(store: Store, options: CacheOptions = PATIENT) -> AnswerCache:
+    return AnswerCache(options, store, SECRET, Letters())
+
+
+def look(cache: AnswerCache, query: Query) -> Looked:
+    return asyncio.run(cache.lookup(query))
+
+
+def keep(cache: AnswerCache, query: Query, tokens: tuple[int, ...] = (7, 8, 2), looked: Looked | None = None) -> None:
+    cache.store_later(query, looked or Looked(), tokens, False, 5, 0.25, lambda ids: " ".join(map(str, ids)))
+    cache._thread.submit(lambda: None).result()
+
+
+def convinced(cache: AnswerCache) -> AnswerCache:
+    for _ in range(400):
+        cache.bound.learn("elsewhere", 0.99, True)
+    return cache
+
+
+def test_an_equal_request_is_found(store: Store) -> None:
+    cache = cache_on(store)
+    query = Query(TENANT, exact=b"key")
+    assert look(cache, query).found is None
+    keep(cache, query)
+    found = look(cache, query).found
+    assert found is not None and found.tier == "exact" and found.entry.tokens == (7, 8, 2)
+    assert found.entry.seconds == 0.25 and 0 <= found.age < 60
+    assert look(cache, Query(TENANT, exact=b"other")).found is None
+    assert cache.counters.hits["exact"] == 1 and cache.counters.misses == 2 and cache.counters.tokens_saved == 3
+
+
+def test_a_question_is_shared_only_with_evidence(store: Store) -> None:
+    cache = cache_on(store)
+    asked = Query(TENANT, context=b"context", question="How do I repair a bicycle?")
+    keep(cache, asked)
+    similar = Query(TENANT, context=b"context", question="How do I repair the bicycle?")
+    first = look(cache, similar)
+    assert first.found is None and first.near is not None  # no evidence yet
+    convinced(cache)
+    assert look(cache, asked).found is not None
+    assert look(cache, Query(TENANT, context=b"another", question=asked.question)).found is None
+    swapped = look(cache, Query(TENANT, context=b"context", question="How do I repair a tricycle?"))
+    assert swapped.found is None and swapped.near is None  # the guard refused it
+    assert any(one["decision"].startswith("guard") for one in cache.borderline)
+
+
+def test_what_was_computed_is_evidence(store: Store) -> None:
+    cache = cache_on(store)
+    asked = Query(TENANT, context=b"context", question="How do I repair a bicycle?")
+    keep(cache, asked)
+    for tokens, right in (((7, 8, 2), True), ((9, 9, 2), False)):
+        looked = look(cache, asked)
+        assert looked.near is not None
+        keep(cache, asked, tokens, looked)
+        assert cache.bound.dump()[-1][1] is right
+
+
+def test_nothing_crosses_tenants(store: Store) -> None:
+    cache = cache_on(store)
+    keep(cache, Query(TENANT, exact=b"key", context=b"context", question="what is a cat"))
+    convinced(cache)
+    assert look(cache, Query(OTHER, exact=b"key")).found is None  # even where the keys were the same
+    assert look(cache, Query(OTHER, context=b"context", question="what is a cat")).found is None
+    assert cache.counters.refused >= 2
+    assert look(cache, Query(TENANT, context=b"context", question="what is a cat")).found is not None
+
+
+def test_forged_and_damaged_entries_are_never_served(redis_server: Redis) -> None:
+    store = RedisStore(redis_server.url, None)
+    client = store._redis
+    client.flushall()
+    cache = cache_on(store)
+    query = Query(TENANT, exact=b"key")
+    keep(cache, query)
+    (name,) = client.keys(PREFIX + b"entry:*")
+    good = client.get(name)
+    entry = unpack(good, SECRET)
+    assert entry is not None
+    forged = pack(entry, b"another key of someone else.....")
+    flipped = good[:40] + bytes([good[40] ^ 1]) + good[41:]
+    other_request = pack(
+        type(entry)(**{**{f: getattr(entry, f) for f in entry.__struct_fields__}, "exact": b"x"}), SECRET
+    )
+    for bad in (forged, flipped, good[:50], b"", b"x" * 1000, other_request):
+        client.set(name, bad)
+        assert look(cache, query).found is None, bad[:20]
+    client.set(name, good)
+    assert look(cache, query).found is not None
+    store.close()
+
+
+def test_redis_that_dies_is_a_miss_and_is_used_again(tmp_path: Path) -> None:
+    server = Redis(tmp_path).start()
+    store = RedisStore(server.url, None)
+    cache = AnswerCache(CacheOptions("exact", deadline=0.1), store, SECRET)
+    query = Query(TENANT, exact=b"key")
+    keep(cache, query)
+    assert look(cache, query).found is not None
+    server.stop()
+    for _ in range(20):
+        began = time.monotonic()
+        assert look(cache, query).found is None
+        assert time.monotonic() - began < 2.0  # the deadline, on a machine that may be busy
+    assert cache.counters.failed + cache.counters.late >= 20
+    server.start()
+    deadline = time.monotonic() + 30
+    while look(cache, query).found is None:
+        assert time.monotonic() < deadline, "Redis is not used again"
+        time.sleep(0.1)
+    cache.close()
+    server.stop()
+
+
+def test_a_slow_store_does_not_delay_a_miss(tmp_path: Path) -> None:
+    class Slow(FileStore):
+        def exact(self, key: bytes) -> bytes | None:
+            time.sleep(0.5)
+            return None
+
+    cache = AnswerCache(CacheOptions("exact", deadline=0.005), Slow(None, 10), SECRET)
+
+    async def timed() -> float:
+        began = time.monotonic()
+        await cache.lookup(Query(TENANT, exact=b"key"))
+        return time.monotonic() - began
+
+    assert asyncio.run(timed()) < 0.3 and cache.counters.late == 1
+
+
+def test_age(store: Store) -> None:
+    cache = cache_on(store)
+    query = Query(TENANT, exact=b"key")
+    keep(cache, query)
+    time.sleep(0.05)
+    assert look(cache, Query(TENANT, exact=b"key", max_age=0.01)).found is None
+    assert look(cache, Query(TENANT, exact=b"key", max_age=60)).found is not None
+
+
+@pytest.mark.parametrize("text", ["I'm sorry, but I can't help with that.", "  "])
+def test_refusals_and_empty_answers_are_not_stored(text: str) -> None:
+    cache = AnswerCache(PATIENT, FileStore(None, 10), SECRET)
+    cache.store_later(Query(TENANT, exact=b"key"), Looked(), (1,), False, 1, 1.0, lambda ids: text)
+    assert look(cache, Query(TENANT, exact=b"key")).found is None and cache.counters.stored == 0
+
+
+def test_a_wrong_answer_is_forgotten_and_learnt_from(store: Store) -> None:
+    cache = convinced(cache_on(store))
+    query = Query(TENANT, context=b"context", question="what is a cat")
+    keep(cache, query)
+    found = look(cache, query).found
+    assert found is not None and found.tier == "semantic"
+    assert cache.wrong(found.hit) and not cache.wrong(found.hit) and not cache.wrong("nothing")
+    assert look(cache, query).found is None
+    assert cache.bound.dump()[-1][1] is False
+
+
+def test_forgetting(store: Store) -> None:
+    cache = cache_on(store)
+    for name, tenant in (("cat", TENANT), ("dog", TENANT), ("cat", OTHER)):
+        keep(cache, Query(tenant, exact=name.encode() + tenant, context=b"c", question=f"what is a {name}"))
+    assert len(cache.listed(10)) == 3 and len(cache.listed(1)) == 1
+    assert cache.forget(older_than=3600) == 0
+    assert cache.forget(question="CAT", tenant=TENANT) == 1
+    assert cache.forget(tenant=OTHER) == 1
+    assert [one["question"] for one in cache.listed(10)] == ["what is a dog"]
+    assert cache.forget() == 1 and cache.statistics()["entries"] == 0
+
+
+def test_a_file_is_used_again(tmp_path: Path) -> None:
+    path = tmp_path / "answers.sqlite"
+    cache = convinced(cache_on(FileStore(path, 10)))
+    query = Query(TENANT, exact=b"key", context=b"c", question="what is a cat")
+    keep(cache, query)
+    cache.close()
+    assert path.stat().st_mode & 0o077 == 0
+    again = cache_on(FileStore(path, 10))
+    assert look(again, Query(TENANT, exact=b"key")).found is not None
+    assert look(again, Query(TENANT, context=b"c", question="what is a cat")).found is not None  # the evidence too
+
+
+def test_the_least_valuable_go_first() -> None:
+    store = FileStore(None, 50)
+    for number in range(50):
+        store.put(Known(str(number), TENANT, b"%d" % number, b"", float(number), 10), None, b"x")
+    for number in (0, 1, 2):
+        store.hit(str(number))
+    store.put(Known("new", TENANT, b"new", b"", 99.0, 10), None, b"x")
+    assert store.count() == 50 and store.get("0") and store.get("2") and store.get("3") is None

@@ -1,0 +1,110 @@
+"""Questions that look alike and want other answers never share one."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from twostroke.answers.guard import fit_for_sharing, refusal
+
+CITIES = ["Paris", "London", "Rome", "Madrid", "Vienna", "Oslo", "Cairo", "Lima", "Delhi", "Quito", "Kyoto", "Perth"]
+THINGS = ["a bicycle", "the router", "a passport", "the boiler", "a tent", "the printer", "a piano", "the clutch"]
+FORMS = ["How do I repair {thing} in {city}?", "What does it cost to buy {thing} in {city}?",
+         "Which shop in {city} sells {thing}?", "Is {thing} allowed in {city}?"]  # fmt: skip
+
+
+def made(chance: random.Random) -> tuple[str, dict[str, str]]:
+    return chance.choice(FORMS), {"city": chance.choice(CITIES), "thing": chance.choice(THINGS)}
+
+
+def entity_swap(chance: random.Random) -> tuple[str, str]:
+    form, words = made(chance)
+    other = chance.choice([city for city in CITIES if city != words["city"]])
+    lower = chance.random() < 0.5
+    pair = form.format(**words), form.format(**(words | {"city": other}))
+    return (pair[0].lower(), pair[1].lower()) if lower else pair
+
+
+def number_swap(chance: random.Random) -> tuple[str, str]:
+    form = chance.choice(
+        ["What is {} percent of 80?", "How far is {} km in miles?", "Who won in {}?", "Is {} a prime?"]
+    )
+    first = chance.randint(2, 3000)
+    return form.format(first), form.format(first + chance.choice([1, 10, 100, -1]))
+
+
+def negation_swap(chance: random.Random) -> tuple[str, str]:
+    form, words = made(chance)
+    whole = form.format(**words)
+    return whole, chance.choice([
+        whole.replace("How do I", "How do I not"), whole.replace("Is ", "Isn't "),
+        whole.replace("does it", "doesn't it"),
+        whole.replace("?", " without a licence?"), whole.replace("Which shop", "Which shop never"),
+    ])  # fmt: skip
+
+
+def template_swap(chance: random.Random) -> tuple[str, str]:
+    words = [
+        " ".join(chance.choices(["sun", "moon", "tree", "river", "glass", "stone", "bread", "salt"], k=6))
+        for _ in range(2)
+    ]
+    form = chance.choice(["Translate into French: {}", "Summarise this text: {}", 'Is "{}" grammatical?'])
+    return form.format(words[0]), form.format(words[1])
+
+
+@pytest.mark.parametrize("swap", [entity_swap, number_swap, negation_swap, template_swap])
+def test_swaps_are_never_shared(swap) -> None:
+    chance = random.Random(1)
+    shared = []
+    for _ in range(1000):
+        first, second = swap(chance)
+        if first != second and refusal(first, second) is None:
+            shared.append((first, second))
+    assert not shared, shared[:3]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("How do I repair a bicycle?", "How do you fix the bicycle?"),
+        ("What is the capital of France?", "what is capital of france"),
+        ("How does a heat pump work?", "How do the heat pumps work?"),
+        ("Explain photosynthesis.", "Please explain photosynthesis"),
+    ],
+)
+def test_the_same_question_in_other_words(first: str, second: str) -> None:
+    assert refusal(first, second) is None and refusal(second, first) is None
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "why"),
+    [
+        ("Is Ann taller than Bob?", "Is Bob taller than Ann?", "words"),
+        ("Can one buy a flat from Spain in Italy?", "Can one buy a flat from Italy in Spain?", "words"),
+        ("How heavy is 3 kg of gold?", "How heavy is 5 kg of gold?", "numbers"),
+        ("How long is 3 km?", "How long is 3 miles?", "units"),
+        ('What does "sic" mean?', 'What does "ibid" mean?', "quoted text"),
+        ("What does os.fork() do?", "What does os.exec() do?", "code"),
+        ("Who leads the WHO?", "Who leads the who?", "names"),
+        ("What is a file?", "Что такое файл?", "question word"),
+        ("Is it safe?", "Is it not safe?", "negation"),
+        ("What is C?", "What is C++?", "symbols"),
+        ("What does a barometer do?", "What is a barometer?", "words"),
+    ],
+)
+def test_each_row_of_the_table(first: str, second: str, why: str) -> None:
+    assert refusal(first, second) == why
+
+
+@pytest.mark.parametrize(
+    ("question", "why"),
+    [
+        ("What is my balance?", "personal"),
+        ("What is the weather today?", "changing"),
+        (" ", "length"),
+        ("What is a cat?", None),
+    ],
+)
+def test_questions_that_are_not_compared(question: str, why: str | None) -> None:
+    assert fit_for_sharing(question) == why

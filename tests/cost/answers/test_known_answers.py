@@ -1,0 +1,33 @@
+"""The answer cache as a lever: requests whose whole prompt came before are not computed."""
+
+from __future__ import annotations
+
+from tests.cost.cases import on_box
+from twostroke.cost.answers.levers import LEVERS, Scenario
+from twostroke.cost.simulation.trace import Arrival, Part
+
+LEVER = next(lever for lever in LEVERS if lever.name == "answer-cache")
+
+
+def asked(*prompts: int) -> list[Arrival]:
+    return [Arrival(float(at), (Part(0, 64), Part(content, 32)), 20) for at, content in enumerate(prompts)]
+
+
+def test_repeated_prompts_are_left_out() -> None:
+    after = LEVER.pull(Scenario(on_box(), asked(1, 2, 1, 1, 3)))
+    assert isinstance(after, Scenario)
+    assert [one.at for one in after.arrivals] == [0.0, 1.0, 4.0]
+
+
+def test_it_says_when_it_does_not_help() -> None:
+    after = LEVER.pull(Scenario(on_box(), asked(*range(50))))
+    assert isinstance(after, str) and "0.0%" in after
+
+
+def test_the_others_wait_less() -> None:
+    busy = [Arrival(0.01 * at, (Part(at % 4, 600),), 40) for at in range(60)]
+    case = Scenario(on_box(prefix_cache=False), busy)
+    after = LEVER.pull(case)
+    assert isinstance(after, Scenario)
+    before, then = (one.deployment.run(one.arrivals).summary for one in (case, after))
+    assert then.ttft.p95 < 0.5 * before.ttft.p95

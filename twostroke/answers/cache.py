@@ -1,0 +1,383 @@
+"""`AnswerCache`: looks up, stores, and learns from what was computed. The store and the embedder are used on one
+thread, so that the event loop never waits for them; every lookup has a deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import secrets
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, Protocol
+
+import msgspec
+import numpy as np
+
+from twostroke.answers import guard
+from twostroke.answers.bound import NEAREST, ErrorBound, Estimate
+from twostroke.answers.entry import Entry, pack, sealed, unpack, unseal
+from twostroke.answers.redis import RedisStore
+from twostroke.answers.store import Known, Near, Store, StoreError
+
+log = logging.getLogger(__name__)
+Tier = Literal["exact", "semantic"]
+SERVED = 4096  # hits that can still be called wrong
+BORDERLINE = 50  # decisions that are shown
+NEIGHBOURS = 4  # of a question that the guard looks at
+AGREE = 0.9  # cosine of two answers that count as the same
+EVIDENCE = "evidence"
+SAVE_EVERY = 50  # pairs of evidence
+
+
+@dataclass(frozen=True, slots=True)
+class CacheOptions:
+    tier: Tier = "exact"
+    error: float = 0.01  # share of wrong answers of the semantic tier
+    ttl: float | None = 7 * 86400.0  # seconds
+    deadline: float = 0.005  # seconds that a lookup may take
+    shadow: float = 0.05  # share of semantic hits that are computed as well
+
+
+class Texts(Protocol):
+    """Makes vectors of length 1; None: texts are not compared by meaning."""
+
+    def embed(self, texts: list[str]) -> np.ndarray: ...
+
+
+@dataclass(slots=True)
+class Query:
+    """A request as the cache sees it."""
+
+    tenant: bytes
+    exact: bytes = b""  # empty: not determined
+    context: bytes = b""  # empty: not compared by meaning
+    question: str = ""
+    max_age: float | None = None
+
+
+class Found(NamedTuple):
+    entry: Entry
+    tier: Tier
+    similarity: float
+    hit: str  # id of this hit
+    age: float
+
+
+@dataclass(slots=True)
+class Looked:
+    """What a lookup found out, also when it came too late to be used."""
+
+    found: Found | None = None
+    vector: np.ndarray | None = None
+    near: tuple[Entry, float] | None = None  # a known question that passed the guard and was not near enough
+    shadow: bool = False  # the hit is to be computed as well
+
+
+@dataclass(slots=True)
+class Counters:
+    hits: dict[str, int] = field(default_factory=lambda: {"exact": 0, "semantic": 0, "coalesced": 0})
+    misses: int = 0
+    bypassed: int = 0
+    late: int = 0
+    failed: int = 0
+    stored: int = 0
+    refused: int = 0  # entries that were not authentic
+    tokens_saved: int = 0
+    seconds_saved: float = 0.0
+
+
+class AnswerCache:
+    def __init__(self, options: CacheOptions, store: Store, secret: bytes, texts: Texts | None = None):
+        self.options, self.store, self.secret, self.texts = options, store, secret, texts
+        self.bound = ErrorBound(options.error)
+        self.counters = Counters()
+        self.borderline: deque[dict[str, Any]] = deque(maxlen=BORDERLINE)
+        self._served: OrderedDict[str, tuple[str, float]] = OrderedDict()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="answers")
+        self._complained = 0.0
+        self._learnt = 0
+        with contextlib.suppress(StoreError, msgspec.DecodeError, msgspec.ValidationError):
+            kept = store.note(EVIDENCE)
+            data = None if kept is None else unseal(kept, secret)
+            if data is not None:
+                self.bound.load(msgspec.msgpack.decode(data, type=list[tuple[float, bool]]))
+
+    # ---- looking up ------------------------------------------------------------------------------------------------
+
+    async def lookup(self, query: Query) -> Looked:
+        """Within the deadline; a slow or dead store is a miss, and the request goes on."""
+        future = asyncio.get_running_loop().run_in_executor(self._thread, self._look, query)
+        try:
+            looked = await asyncio.wait_for(asyncio.shield(future), self.options.deadline)
+        except TimeoutError:
+            self.counters.late += 1
+            self.counters.misses += 1
+            self._complain("a lookup took longer than its deadline")
+            return Looked()
+        self._count(looked)
+        return looked
+
+    def _count(self, looked: Looked) -> None:
+        found = looked.found
+        if found is None:
+            self.counters.misses += 1
+            return
+        self.counters.hits[found.tier] += 1
+        self.counters.tokens_saved += len(found.entry.tokens)
+        self.counters.seconds_saved += found.entry.seconds
+
+    def _look(self, query: Query) -> Looked:
+        looked = Looked()
+        try:
+            if query.exact:
+                entry = self._open(self.store.exact(query.exact), query)
+                if entry is not None and entry.exact == query.exact:
+                    looked.found = self._hit(entry, "exact", 1.0)
+                    return looked
+            if query.context and self.texts is not None:
+                looked.vector = self.texts.embed([query.question])[0]
+                self._look_near(query, looked)
+        except StoreError as error:
+            self.counters.failed += 1
+            self._complain(str(error))
+        except Exception:
+            self.counters.failed += 1
+            log.exception("the answer cache failed")
+        return looked
+
+    def _look_near(self, query: Query, looked: Looked) -> None:
+        assert looked.vector is not None
+        for near in self.store.nearest(query.context, looked.vector, NEIGHBOURS):
+            if near.similarity < NEAREST:
+                return
+            entry = self._entry_of(near, query)
+            if entry is None:
+                continue
+            similarity = cosine(looked.vector, entry.vector)  # the store's own number is not trusted
+            refused = guard.refusal(query.question, entry.question)
+            allowed = refused is None and self.bound.allows(entry.id, similarity)
+            self._note(query, entry, similarity, refused, allowed)
+            if refused is not None:
+                continue
+            if allowed:
+                looked.found = self._hit(entry, "semantic", similarity)
+                looked.shadow = random.random() < self.options.shadow
+                looked.near = (entry, similarity) if looked.shadow else None
+            else:
+                looked.near = entry, similarity
+            return
+
+    def _entry_of(self, near: Near, query: Query) -> Entry | None:
+        sealed = self.store.get(near.id)
+        if sealed is None and isinstance(self.store, RedisStore):
+            self.store.drop(query.context, near.id)
+        entry = self._open(sealed, query)
+        return entry if entry is not None and entry.context == query.context and entry.id == near.id else None
+
+    def _open(self, sealed: bytes | None, query: Query) -> Entry | None:
+        """An entry that is authentic, of this tenant, and fresh."""
+        if sealed is None:
+            return None
+        entry = unpack(sealed, self.secret)
+        if entry is None or entry.tenant != query.tenant:
+            self.counters.refused += 1
+            return None
+        age = time.time() - entry.created
+        limits = [limit for limit in (self.options.ttl, query.max_age) if limit is not None]
+        return None if limits and age > min(limits) else entry
+
+    def _hit(self, entry: Entry, tier: Tier, similarity: float) -> Found:
+        hit = f"ans_{secrets.token_hex(10)}"
+        self._served[hit] = entry.id, similarity
+        while len(self._served) > SERVED:
+            self._served.popitem(last=False)
+        with contextlib.suppress(StoreError):
+            self.store.hit(entry.id)
+        return Found(entry, tier, similarity, hit, max(0.0, time.time() - entry.created))
+
+    def _note(self, query: Query, entry: Entry, similarity: float, refused: str | None, allowed: bool) -> None:
+        decision = "shared" if allowed else f"guard: {refused}" if refused else "not near enough"
+        self.borderline.append(
+            {
+                "entry": entry.id, "asked": query.question[:200], "known": entry.question[:200],
+                "similarity": round(similarity, 4), "decision": decision, "at": time.time(),
+            }
+        )  # fmt: skip
+
+    # ---- storing and learning --------------------------------------------------------------------------------------
+
+    def store_later(
+        self,
+        query: Query,
+        looked: Looked,
+        tokens: tuple[int, ...],
+        by_string: bool,
+        prompt_tokens: int,
+        seconds: float,
+        decode: Callable[[tuple[int, ...]], str],
+    ) -> None:
+        """Of an answer that was computed and ended well."""
+        arguments = (query, looked, tokens, by_string, prompt_tokens, seconds, decode)
+        with contextlib.suppress(RuntimeError):  # the cache was closed
+            self._thread.submit(self._store, *arguments)
+
+    def _store(
+        self,
+        query: Query,
+        looked: Looked,
+        tokens: tuple[int, ...],
+        by_string: bool,
+        prompt_tokens: int,
+        seconds: float,
+        decode: Callable[[tuple[int, ...]], str],
+    ) -> None:
+        try:
+            text = decode(tokens)
+            if looked.near is not None:
+                entry, similarity = looked.near
+                self._learn(entry.id, similarity, self._same(text, decode(entry.tokens)))
+            if looked.shadow or not text.strip() or is_refusal(text):
+                return
+            vector = looked.vector
+            if vector is None and query.context and self.texts is not None:
+                vector = self.texts.embed([query.question])[0]
+            entry = Entry(
+                secrets.token_hex(12), query.tenant, query.exact, query.context, query.question, tokens, by_string,
+                prompt_tokens, time.time(), seconds, b"" if vector is None else vector.astype(np.float32).tobytes(),
+            )  # fmt: skip
+            known = Known(entry.id, entry.tenant, entry.exact, entry.context, entry.created, len(tokens))
+            self.store.put(known, vector, pack(entry, self.secret))
+            self.counters.stored += 1
+        except StoreError as error:
+            self.counters.failed += 1
+            self._complain(str(error))
+        except Exception:
+            self.counters.failed += 1
+            log.exception("an answer was not stored")
+
+    def _same(self, one: str, other: str) -> bool:
+        """Whether two answers say the same, as far as that can be told: equal, or near with the same numbers."""
+        if one == other:
+            return True
+        if self.texts is None or guard.GUARD[0].find(one) != guard.GUARD[0].find(other):
+            return False
+        first, second = self.texts.embed([one[:1000], other[:1000]])
+        return float(first @ second) >= AGREE
+
+    def _learn(self, entry: str, similarity: float, right: bool) -> None:
+        self.bound.learn(entry, similarity, right)
+        self._learnt += 1
+        if self._learnt % SAVE_EVERY == 0:
+            self.store.keep(EVIDENCE, sealed(msgspec.msgpack.encode(self.bound.dump()), self.secret))
+
+    def wrong(self, hit: str) -> bool:
+        """A person says that the answer of this hit, or of this entry, was wrong: it is forgotten, and learnt from."""
+        entry, similarity = self._served.pop(hit, (hit, 1.0))
+        known = entry != hit or self._exists(hit)
+        if known:
+            self._thread.submit(self._forget_wrong, entry, similarity).result(5.0)
+        return known
+
+    def _exists(self, entry: str) -> bool:
+        try:
+            return bool(self._thread.submit(self.store.get, entry).result(5.0))
+        except StoreError:
+            return False
+
+    def _forget_wrong(self, entry: str, similarity: float) -> None:
+        with contextlib.suppress(StoreError):
+            self._learn(entry, similarity, False)
+            self.store.forget([entry])
+
+    # ---- the operator ----------------------------------------------------------------------------------------------
+
+    def listed(self, limit: int) -> list[dict[str, Any]]:
+        """The latest entries. Questions are shown; answers are not."""
+        return self._thread.submit(self._listed, limit).result(30.0)
+
+    def _listed(self, limit: int) -> list[dict[str, Any]]:
+        found = []
+        for known in self.store.entries(limit):
+            entry = unpack(self.store.get(known.id) or b"", self.secret)
+            if entry is not None:
+                found.append(
+                    {
+                        "id": entry.id, "question": entry.question[:200], "tenant": entry.tenant.hex(),
+                        "created": entry.created, "output_tokens": len(entry.tokens),
+                        "tiers": [name for name, key in (("exact", entry.exact), ("semantic", entry.context)) if key],
+                    }
+                )  # fmt: skip
+        return found
+
+    def forget(self, question: str | None = None, older_than: float | None = None, tenant: bytes | None = None) -> int:
+        """Entries with this text in their question, older than so many seconds, or of this tenant; all conditions hold.
+        Without any: all entries."""
+        return self._thread.submit(self._forget, question, older_than, tenant).result(60.0)
+
+    def _forget(self, question: str | None, older_than: float | None, tenant: bytes | None) -> int:
+        now, gone = time.time(), []
+        for known in self.store.entries(1 << 30):
+            entry = unpack(self.store.get(known.id) or b"", self.secret)
+            fits = entry is not None and (
+                (question is None or question.lower() in entry.question.lower())
+                and (older_than is None or now - entry.created > older_than)
+                and (tenant is None or entry.tenant == tenant)
+            )
+            if fits or entry is None:
+                gone.append(known.id)
+        return self.store.forget(gone)
+
+    def statistics(self) -> dict[str, Any]:
+        """Counts, and the estimated share of wrong answers with the upper end of its 95 % interval."""
+        counters, estimate = self.counters, self.estimate()
+        try:
+            entries: int | None = self._thread.submit(self.store.count).result(1.0)
+        except (StoreError, TimeoutError):
+            entries = None
+        return {
+            "tier": self.options.tier, "entries": entries, "hits": dict(counters.hits), "misses": counters.misses,
+            "bypassed": counters.bypassed, "late": counters.late, "failed": counters.failed,
+            "stored": counters.stored, "refused_entries": counters.refused, "tokens_saved": counters.tokens_saved,
+            "seconds_saved": counters.seconds_saved, "error_bound": self.options.error,
+            "error": {
+                "threshold": estimate.threshold, "pairs": estimate.pairs, "wrong": estimate.wrong,
+                "rate": estimate.rate, "upper": estimate.upper,
+            },
+        }  # fmt: skip
+
+    def estimate(self) -> Estimate:
+        return self.bound.estimate()
+
+    def _complain(self, why: str) -> None:
+        """One line a minute."""
+        if time.monotonic() - self._complained > 60:
+            self._complained = time.monotonic()
+            log.warning("the answer cache is passed over: %s", why)
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=True, cancel_futures=True)
+        with contextlib.suppress(StoreError):
+            self.store.keep(EVIDENCE, sealed(msgspec.msgpack.encode(self.bound.dump()), self.secret))
+        self.store.close()
+
+
+REFUSALS = (
+    "i'm sorry", "i am sorry", "sorry, ", "i cannot", "i can't", "i can’t", "as an ai", "i'm unable", "i am unable",
+)  # fmt: skip
+
+
+def is_refusal(text: str) -> bool:
+    """Whether an answer begins as refusals do: such an answer is not kept."""
+    return text.strip().lower().startswith(REFUSALS)
+
+
+def cosine(vector: np.ndarray, stored: bytes) -> float:
+    if len(stored) != 4 * len(vector):
+        return -1.0
+    return float(vector @ np.frombuffer(stored, np.float32))

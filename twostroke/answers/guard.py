@@ -1,0 +1,154 @@
+"""Which questions may share an answer at all, however similar they are.
+
+A similarity does not see what an answer would have to repeat: a number, a name, a quoted string, a "not". So both
+questions must agree on each row of `GUARD`, and neither may hold what `PERSONAL` or `CHANGING` find.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import NamedTuple
+
+MAX_QUESTION = 2000  # characters: longer ones are not compared by meaning
+MAX_LENGTH_RATIO = 2.0
+
+PERSONAL = re.compile(r"\b(my|mine|our|ours|me|us|i am|i'm|i've|i was|myself)\b", re.IGNORECASE)
+CHANGING = re.compile(
+    r"\b(now|today|tonight|tomorrow|yesterday|current(ly)?|latest|recent(ly)?|this (week|month|year)|right now)\b",
+    re.IGNORECASE,
+)
+_WORD = re.compile(r"[^\W\d_][\w'’+#-]*|\d[\w.,:/%°-]*|[^\w\s]", re.UNICODE)
+_NUMBER = re.compile(r"\d+(?:[.,:/-]\d+)*")
+_QUOTED = re.compile(r"\"([^\"]*)\"|“([^”]*)”|'([^']{2,})'|`([^`]*)`|«([^»]*)»")
+_CODE = re.compile(
+    r"[\w.]+\([^)]*\)|\w+(?:_\w+)+|\w+::\w+|[A-Za-z]:\\\S+|(?:/[\w.-]+){2,}|https?://\S+|[{}<>=;|&]+|[\w.+-]+@\S+"
+)
+_NEGATION = re.compile(
+    r"\b(not|no|never|none|without|cannot|nor|neither|un(?:able|safe|like)|avoid|stop|except|lack|fail|wrong|false|"
+    r"[a-z]+n['’]t|dont|doesnt|isnt|cant|wont|shouldnt|opposite|dis\w+|il?legal|im?possible)\b",
+    re.IGNORECASE,
+)
+_ASKS = re.compile(
+    r"\b(who|whom|whose|what|when|where|why|which|how (?:many|much|long|often|far|old)|how)\b", re.IGNORECASE
+)
+_OPPOSITES = re.compile(
+    r"\b(before|after|more|less|most|least|best|worst|decrease|gain|sell|open|close|"
+    r"end|first|last|min(?:imum)?|max(?:imum)?|up|down|left|right|out|off|from|over|under|above|below|male|female|"
+    r"man|woman|men|women|boy|girl|husband|wife|mother|father|old|new|young|hot|cold|high|low|big|small|long|short|fast|"
+    r"slow|easy|hard|good|bad|advantages?|disadvantages?|pros|cons|enable|disable|install|uninstall|add|remove|create|"
+    r"delete|import|export|encode|decode|upload|download|north|south|east|west)\b",
+    re.IGNORECASE,
+)
+_SYMBOLS = re.compile(r"[^\w\s.,;:?!'’\"“”`()-]")
+_UNITS = re.compile(
+    r"\b(mm|cm|km|m|inch(?:es)?|f(?:oo|ee)t|miles?|kg|g|mg|lbs?|pounds?|ounces?|oz|l|ml|lit(?:er|re)s?|gallons?|celsius|"
+    r"fahrenheit|kelvin|seconds?|minutes?|hours?|days?|weeks?|months?|years?|euros?|dollars?|usd|eur|rupees?|percent|%|"
+    r"kb|mb|gb|tb|bytes?|bits?|volts?|watts?|amps?|hz)\b",
+    re.IGNORECASE,
+)
+_STOP = frozenset(
+    ["a", "an", "the", "of", "to", "please", "some", "any", "it", "us", "who", "what", "which"]
+)  # fmt: skip
+
+
+def _listed(pattern: re.Pattern[str]) -> Callable[[str], tuple[str, ...]]:
+    def find(text: str) -> tuple[str, ...]:
+        return tuple(sorted(match.group(0).lower() for match in pattern.finditer(text)))
+
+    return find
+
+
+def _in_order(pattern: re.Pattern[str]) -> Callable[[str], tuple[str, ...]]:
+    def find(text: str) -> tuple[str, ...]:
+        return tuple(match.group(0).lower() for match in pattern.finditer(text))
+
+    return find
+
+
+def _exactly(pattern: re.Pattern[str]) -> Callable[[str], tuple[str, ...]]:
+    def find(text: str) -> tuple[str, ...]:
+        return tuple(match.group(0) for match in pattern.finditer(text))
+
+    return find
+
+
+def _names(text: str) -> tuple[str, ...]:
+    """Words in capitals that are common words when written small: US, IT, WHO. Other names are among the words."""
+    return tuple(word for word in _WORD.findall(text) if len(word) > 1 and word.isupper() and word.lower() in _STOP)
+
+
+def _contents(text: str) -> tuple[str, ...]:
+    """The words that carry meaning, in order, as the first of their synonyms: another word, or another order, is
+    another question. An entity cannot be told from any other word, so every word counts."""
+    words = [_bare(word.lower()) for word in _WORD.findall(text) if word[0].isalnum()]
+    return tuple(_SAME.get(stem(word), stem(word)) for word in words if word not in _STOP)
+
+
+def _bare(word: str) -> str:
+    """Without an apostrophe's "s" and without marks at its ends."""
+    return word.removesuffix("'s").removesuffix("’s").strip(".,:'’-")
+
+
+def stem(word: str) -> str:
+    """Without the ending of a plural."""
+    for end, instead in (("ies", "y"), ("sses", "ss"), ("s", "")):
+        if word.endswith(end) and len(word) - len(end) >= 3 and not word.endswith("ss" if end == "s" else " "):
+            return word[: -len(end)] + instead
+    return word
+
+
+def _scripts(text: str) -> tuple[str, ...]:
+    """The alphabets that the text is written in: a cheap sign of its language."""
+    kinds = {"latin" if char < "ɐ" else f"{ord(char) >> 8:x}" for char in text if char.isalpha()}
+    return tuple(sorted(kinds))
+
+
+SYNONYMS = (
+    "buy purchase", "fix repair", "movie film", "quick fast rapid", "begin start", "big large", "choose select",
+    "phone cellphone smartphone", "learn study", "photo picture", "difference differ", "example instance",
+    "reason cause", "remove delete erase", "improve enhance", "calculate compute", "automobile car",
+    "doctor physician", "error mistake", "benefit advantage", "is are be", "do does", "can could", "you i",
+)  # fmt: skip
+_SAME = {stem(word): stem(group.split()[0]) for group in SYNONYMS for word in group.split()}
+
+
+class Rule(NamedTuple):
+    name: str
+    find: Callable[[str], tuple[str, ...]]
+
+
+# What two questions must agree on. Words are compared in order: "is A taller than B" is not "is B taller than A".
+GUARD: tuple[Rule, ...] = (
+    Rule("numbers", _in_order(_NUMBER)),
+    Rule("units", _listed(_UNITS)),
+    Rule("quoted text", _exactly(_QUOTED)),
+    Rule("code", _exactly(_CODE)),
+    Rule("symbols", _exactly(_SYMBOLS)),
+    Rule("negation", _listed(_NEGATION)),
+    Rule("question word", _listed(_ASKS)),
+    Rule("opposites", _listed(_OPPOSITES)),
+    Rule("names", _names),
+    Rule("script", _scripts),
+    Rule("words", _contents),
+)
+
+
+def fit_for_sharing(question: str) -> str | None:
+    """Why a question is not compared by meaning; None: it is."""
+    if not question.strip() or len(question) > MAX_QUESTION:
+        return "length"
+    if PERSONAL.search(question):
+        return "personal"
+    return "changing" if CHANGING.search(question) else None
+
+
+def refusal(asked: str, known: str) -> str | None:
+    """The first rule on which two questions differ; None: they may share an answer."""
+    long, short = max(len(asked), len(known)), max(1, min(len(asked), len(known)))
+    if long / short > MAX_LENGTH_RATIO:
+        return "length ratio"
+    for rule in GUARD:
+        if rule.find(asked) != rule.find(known):
+            return rule.name
+    return None

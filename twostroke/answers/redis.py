@@ -1,0 +1,120 @@
+"""The store on Redis 8: vector sets for questions, plain keys for answers. All servers of a deployment share it.
+
+Every call has a deadline. After a failure Redis is not asked again for a moment, so that requests go on without it at
+once; then it is tried again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
+
+from twostroke.answers.store import Known, Near, StoreError
+from twostroke.errors import ConfigError
+
+T = TypeVar("T")
+PREFIX = b"twostroke:answers:"
+RETRY = 1.0  # seconds without Redis after a failure
+SOCKET = 0.05  # seconds that one call may take
+
+
+class RedisStore:
+    def __init__(self, url: str, ttl: float | None):
+        """ttl: seconds after which Redis forgets an entry."""
+        try:
+            import redis
+        except ImportError:
+            raise ConfigError("--answer-cache-url needs redis-py: pip install 'twostroke[redis]'.") from None
+        try:
+            self._redis: Any = redis.Redis.from_url(
+                url, socket_timeout=SOCKET, socket_connect_timeout=SOCKET, retry=None, protocol=2
+            )
+        except ValueError as error:
+            raise ConfigError(f"--answer-cache-url: {error}; write redis://HOST:PORT.") from None
+        self._error: type[Exception] = redis.RedisError
+        self._ttl = ttl
+        self._away_until = 0.0
+        self.clock = time.monotonic
+
+    def _call(self, function: Callable[[], T]) -> T:
+        if self.clock() < self._away_until:
+            raise StoreError("Redis did not answer a moment ago")
+        try:
+            return function()
+        except (self._error, OSError) as error:
+            self._away_until = self.clock() + RETRY
+            raise StoreError(f"Redis: {type(error).__name__}") from None
+
+    def _name(self, kind: bytes, key: bytes) -> bytes:
+        return PREFIX + kind + b":" + key.hex().encode()
+
+    def exact(self, key: bytes) -> bytes | None:
+        def ask() -> bytes | None:
+            entry = self._redis.get(self._name(b"exact", key))
+            return None if entry is None else self._redis.get(PREFIX + b"entry:" + entry)
+
+        return self._call(ask)
+
+    def nearest(self, context: bytes, vector: np.ndarray, count: int) -> list[Near]:
+        """VSIM's score is (1 + cosine) / 2."""
+        data = np.ascontiguousarray(vector, np.float32).tobytes()
+        name = self._name(b"near", context)
+        found = self._call(
+            lambda: self._redis.execute_command("VSIM", name, "FP32", data, "WITHSCORES", "COUNT", count)
+        )
+        pairs = zip(found[::2], found[1::2], strict=True)
+        return [Near(entry.decode("ascii", "replace"), 2 * float(score) - 1) for entry, score in pairs]
+
+    def get(self, entry: str) -> bytes | None:
+        return self._call(lambda: self._redis.get(PREFIX + b"entry:" + entry.encode()))
+
+    def put(self, known: Known, vector: np.ndarray | None, sealed: bytes) -> None:
+        life = None if self._ttl is None else max(1, int(self._ttl))
+        entry = known.id.encode()
+
+        def write() -> None:
+            pipe = self._redis.pipeline(transaction=False)
+            pipe.set(PREFIX + b"entry:" + entry, sealed, ex=life)
+            pipe.zadd(PREFIX + b"latest", {entry: known.created})
+            if known.exact:
+                pipe.set(self._name(b"exact", known.exact), entry, ex=life)
+            if known.context and vector is not None:
+                data = np.ascontiguousarray(vector, np.float32).tobytes()
+                pipe.execute_command("VADD", self._name(b"near", known.context), "FP32", data, entry, "NOQUANT")
+            pipe.execute()
+
+        self._call(write)
+
+    def hit(self, entry: str) -> None:
+        self._call(lambda: self._redis.incr(PREFIX + b"hits:" + entry.encode()))
+
+    def forget(self, entries: list[str]) -> int:
+        """Elements of vector sets stay until they are found and turn out to have no entry: see `drop`."""
+        names = [entry.encode() for entry in entries]
+        if not names:
+            return 0
+        self._call(lambda: self._redis.zrem(PREFIX + b"latest", *names))
+        return int(self._call(lambda: self._redis.delete(*(PREFIX + b"entry:" + name for name in names))))
+
+    def drop(self, context: bytes, entry: str) -> None:
+        """Takes an element out of a vector set whose entry is gone."""
+        self._call(lambda: self._redis.execute_command("VREM", self._name(b"near", context), entry.encode()))
+
+    def entries(self, limit: int) -> list[Known]:
+        found = self._call(lambda: self._redis.zrevrange(PREFIX + b"latest", 0, limit - 1, withscores=True))
+        return [Known(entry.decode(), b"", b"", b"", created, 0) for entry, created in found]
+
+    def count(self) -> int:
+        return int(self._call(lambda: self._redis.zcard(PREFIX + b"latest")))
+
+    def note(self, name: str) -> bytes | None:
+        return self._call(lambda: self._redis.get(PREFIX + b"note:" + name.encode()))
+
+    def keep(self, name: str, value: bytes) -> None:
+        self._call(lambda: self._redis.set(PREFIX + b"note:" + name.encode(), value))
+
+    def close(self) -> None:
+        self._redis.close()

@@ -1,0 +1,213 @@
+"""The embedded store: one SQLite file, with keys and vectors in memory. Used from one thread.
+
+Vectors lie in one matrix for each context, and a search multiplies it with the question's vector: 100,000 vectors of
+384 numbers take a few milliseconds.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from twostroke.errors import ConfigError
+
+TABLES = """
+CREATE TABLE IF NOT EXISTS answers (
+    id TEXT PRIMARY KEY, tenant BLOB, exact BLOB, context BLOB, vector BLOB, sealed BLOB, created REAL, tokens INTEGER,
+    hits INTEGER DEFAULT 0);
+CREATE TABLE IF NOT EXISTS notes (name TEXT PRIMARY KEY, value BLOB);
+"""
+EVICTED = 0.02  # of the entries, when there are too many
+
+
+class Known(NamedTuple):
+    """What is kept in memory of an entry."""
+
+    id: str
+    tenant: bytes
+    exact: bytes
+    context: bytes
+    created: float
+    tokens: int
+
+
+class Near(NamedTuple):
+    id: str
+    similarity: float
+
+
+class StoreError(Exception):
+    """The store did not answer."""
+
+
+class Store(Protocol):
+    def exact(self, key: bytes) -> bytes | None: ...
+
+    def nearest(self, context: bytes, vector: np.ndarray, count: int) -> list[Near]: ...
+
+    def get(self, entry: str) -> bytes | None: ...
+
+    def put(self, known: Known, vector: np.ndarray | None, sealed: bytes) -> None: ...
+
+    def hit(self, entry: str) -> None: ...
+
+    def forget(self, entries: list[str]) -> int: ...
+
+    def entries(self, limit: int) -> list[Known]: ...
+
+    def count(self) -> int: ...
+
+    def note(self, name: str) -> bytes | None: ...
+
+    def keep(self, name: str, value: bytes) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Rows:
+    """The vectors of one context. Removed rows are overwritten by the last one."""
+
+    def __init__(self, width: int):
+        self.ids: list[str] = []
+        self._place: dict[str, int] = {}
+        self._matrix = np.empty((16, width), np.float32)
+
+    def add(self, entry: str, vector: np.ndarray) -> None:
+        if len(self.ids) == len(self._matrix):
+            self._matrix = np.concatenate([self._matrix, np.empty_like(self._matrix)])
+        self._matrix[len(self.ids)] = vector
+        self._place[entry] = len(self.ids)
+        self.ids.append(entry)
+
+    def remove(self, entry: str) -> None:
+        place = self._place.pop(entry, None)
+        if place is None:
+            return
+        last = self.ids.pop()
+        if last != entry:
+            self.ids[place], self._place[last] = last, place
+            self._matrix[place] = self._matrix[len(self.ids)]
+
+    def nearest(self, vector: np.ndarray, count: int) -> list[Near]:
+        scores = self._matrix[: len(self.ids)] @ vector
+        best = np.argpartition(scores, -count)[-count:] if len(scores) > count else np.arange(len(scores))
+        found = [Near(self.ids[i], float(scores[i])) for i in best]
+        return sorted(found, key=lambda near: -near.similarity)
+
+
+class FileStore:
+    def __init__(self, path: Path | None, max_entries: int):
+        """path: None keeps everything in memory."""
+        self.max_entries = max_entries
+        self._known: dict[str, Known] = {}
+        self._by_exact: dict[bytes, str] = {}
+        self._rows: dict[bytes, Rows] = {}
+        self._hits: dict[str, int] = {}
+        try:
+            if path is not None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))  # only its owner reads questions and answers
+            self._data = sqlite3.connect(path or ":memory:", check_same_thread=False, isolation_level=None)
+            self._data.execute("PRAGMA journal_mode=WAL")
+            self._data.execute("PRAGMA synchronous=NORMAL")
+            self._data.executescript(TABLES)
+            self._read()
+        except (OSError, sqlite3.Error) as error:
+            raise ConfigError(f"--answer-cache-file {path}: cannot be used: {error}; name another file.") from None
+
+    def _read(self) -> None:
+        rows = self._data.execute("SELECT id, tenant, exact, context, created, tokens, vector, hits FROM answers")
+        for *fields, vector, hits in rows:
+            known = Known(*fields)
+            self._index(known, np.frombuffer(vector, np.float32) if vector else None)
+            self._hits[known.id] = hits
+
+    def _index(self, known: Known, vector: np.ndarray | None) -> None:
+        self._known[known.id] = known
+        if known.exact:
+            self._by_exact[known.exact] = known.id
+        if known.context and vector is not None:
+            self._rows.setdefault(known.context, Rows(len(vector))).add(known.id, vector)
+
+    def exact(self, key: bytes) -> bytes | None:
+        entry = self._by_exact.get(key)
+        return None if entry is None else self.get(entry)
+
+    def nearest(self, context: bytes, vector: np.ndarray, count: int) -> list[Near]:
+        rows = self._rows.get(context)
+        return [] if rows is None or not rows.ids else rows.nearest(vector, count)
+
+    def get(self, entry: str) -> bytes | None:
+        found = self._data.execute("SELECT sealed FROM answers WHERE id = ?", (entry,)).fetchone()
+        return None if found is None else found[0]
+
+    def put(self, known: Known, vector: np.ndarray | None, sealed: bytes) -> None:
+        same = self._by_exact.get(known.exact) if known.exact else None
+        if same is not None:
+            self.forget([same])
+        stored = None if vector is None else np.ascontiguousarray(vector, np.float32).tobytes()
+        self._data.execute(
+            "INSERT OR REPLACE INTO answers VALUES (?, ?, ?, ?, ?, ?, ?, ?, 0)",
+            (known.id, known.tenant, known.exact, known.context, stored, sealed, known.created, known.tokens),
+        )
+        self._index(known, vector)
+        if len(self._known) > self.max_entries:
+            self._evict()
+
+    def _evict(self) -> None:
+        """Those that saved least: tokens × hits; among equals the oldest."""
+
+        def value(known: Known) -> tuple[int, float]:
+            return known.tokens * self._hits.get(known.id, 0), known.created
+
+        worst = sorted(self._known.values(), key=value)[: max(1, int(EVICTED * self.max_entries))]
+        self.forget([known.id for known in worst])
+
+    def hit(self, entry: str) -> None:
+        if entry in self._known:
+            self._hits[entry] = self._hits.get(entry, 0) + 1
+            self._data.execute("UPDATE answers SET hits = hits + 1 WHERE id = ?", (entry,))
+
+    def forget(self, entries: list[str]) -> int:
+        gone = 0
+        for entry in entries:
+            known = self._known.pop(entry, None)
+            if known is None:
+                continue
+            gone += 1
+            self._hits.pop(entry, None)
+            if self._by_exact.get(known.exact) == entry:
+                del self._by_exact[known.exact]
+            if known.context in self._rows:
+                self._rows[known.context].remove(entry)
+                if not self._rows[known.context].ids:
+                    del self._rows[known.context]
+            self._data.execute("DELETE FROM answers WHERE id = ?", (entry,))
+        return gone
+
+    def entries(self, limit: int) -> list[Known]:
+        return list(self._latest(limit))
+
+    def _latest(self, limit: int) -> Iterator[Known]:
+        for number, known in enumerate(reversed(self._known.values())):
+            if number == limit:
+                return
+            yield known
+
+    def count(self) -> int:
+        return len(self._known)
+
+    def note(self, name: str) -> bytes | None:
+        found = self._data.execute("SELECT value FROM notes WHERE name = ?", (name,)).fetchone()
+        return None if found is None else found[0]
+
+    def keep(self, name: str, value: bytes) -> None:
+        self._data.execute("INSERT OR REPLACE INTO notes VALUES (?, ?)", (name, value))
+
+    def close(self) -> None:
+        self._data.close()

@@ -1,0 +1,76 @@
+"""/twostroke/answers: the answer cache, for the operator."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated
+
+from pydantic import Field
+
+from twostroke.answers.cache import AnswerCache
+from twostroke.serve.fields import Name, Payload, Text, validate, validate_query
+from twostroke.serve.service import Service
+from twostroke.serve.transport.errors import ApiError, bad_request
+from twostroke.serve.transport.http import Exchange, dump_large
+
+PREFIX, WRONG = "/twostroke/answers/", "/wrong"
+
+
+class AnswersQuery(Payload):
+    limit: Annotated[int, Field(ge=0, le=1000)] = 100
+
+
+class ForgetRequest(Payload):
+    """Entries that fulfil all conditions that are given; `all` for those without any condition."""
+
+    question: Text | None = None  # a part of it
+    older_than: Annotated[float, Field(ge=0)] | None = None  # seconds
+    tenant: Name | None = None  # as the list shows it
+    all: bool = False
+
+
+class WrongRequest(Payload):
+    """Nothing more is said: the address names the answer. The body may be empty."""
+
+
+def cache_of(service: Service) -> AnswerCache:
+    if service.answers is None:
+        message = "This server has no answer cache: start it with --answer-cache exact or --answer-cache semantic."
+        raise ApiError(404, message, code="no_answer_cache", reason="not_found")
+    return service.answers.cache
+
+
+async def show(service: Service, exchange: Exchange) -> None:
+    cache = cache_of(service)
+    query = validate_query(AnswersQuery, exchange.query)
+
+    def write() -> bytes:
+        document = cache.statistics() | {"borderline": list(cache.borderline), "answers": cache.listed(query.limit)}
+        return dump_large(document)
+
+    await exchange.respond(200, await asyncio.to_thread(write))
+
+
+async def forget(service: Service, exchange: Exchange) -> None:
+    cache = cache_of(service)
+    request = await service.read(ForgetRequest, exchange)
+    conditions = (request.question, request.older_than, request.tenant)
+    if request.all == any(one is not None for one in conditions):
+        raise bad_request("all: send it, or at least one of question, older_than and tenant.", "all", "invalid_value")
+    try:
+        tenant = None if request.tenant is None else bytes.fromhex(request.tenant)
+    except ValueError:
+        raise bad_request("tenant: must be one that the list shows.", "tenant", "invalid_value") from None
+    gone = await asyncio.to_thread(cache.forget, request.question, request.older_than, tenant)
+    await exchange.respond(200, {"forgotten": gone})
+
+
+async def wrong(service: Service, exchange: Exchange) -> None:
+    cache = cache_of(service)
+    body = await exchange.body()
+    if body:
+        validate(WrongRequest, body)
+    name = exchange.path.removeprefix(PREFIX)
+    if not name.endswith(WRONG) or not await asyncio.to_thread(cache.wrong, name.removesuffix(WRONG)):
+        raise ApiError(404, f"{exchange.path[:200]}: there is no such answer.", code="not_found", reason="not_found")
+    await exchange.respond(200, {"forgotten": 1})
