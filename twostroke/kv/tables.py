@@ -50,6 +50,7 @@ class KVTables:
         self.held: list[list[list[int]]] = [[[] for _ in layout.groups] for _ in range(rows)]  # [row][group][column]
         self.released = [[0] * len(layout.groups) for _ in range(rows)]  # leading columns given back
         self.named = [0] * rows  # leading columns whose names were offered to the pool
+        self.lent: dict[int, list[tuple[Name, int]]] = {}  # blocks of ended requests, by id, for another engine
         # The same tables for the runner. Unused and released entries hold block 0, a valid id that is not read.
         self.array = np.zeros((len(layout.groups), rows, -(-max_length // BLOCK)), dtype=np.int32)
 
@@ -208,6 +209,33 @@ class KVTables:
         self.free_rows.append(row)
         request.row = -1
 
+    # ---- lend ------------------------------------------------------------------------------------------------------
+
+    def lend(self, request: RequestState, unready: set[int]) -> None:
+        """Hold the full blocks of a request that ends, under its id, until `take_back`: those that a continuation on
+        another engine needs. unready: blocks that have a name, and whose content a step in flight computes."""
+        if self.layout.state_bytes:
+            return  # such a layer also needs its state, which blocks do not hold
+        length = (len(request.tokens) - 1) // self.unit * self.unit
+        self.hasher.extend(request.hashes, request.tokens, request.salt, length // BLOCK)
+        lent: list[tuple[Name, int]] = []
+        for group, span in enumerate(self.spans):
+            for column in range(self._first_visible(group, length), length // span):
+                name, block = self.name(request, group, column), self.held[request.row][group][column]
+                if block == RELEASED:  # behind the window by now, and perhaps still cached
+                    found = self.pool.find(name, self.tokens(request, group, column))
+                    block = RELEASED if found is None else found
+                if block >= 0 and block not in unready:
+                    self.pool.hold(block)
+                    lent.append((name, block))
+        if lent:
+            self.lent[request.id] = lent
+
+    def take_back(self, number: int) -> None:
+        """What was lent under this id is held no longer."""
+        for _, block in reversed(self.lent.pop(number, [])):
+            self.pool.release(block)
+
     # ---- grow, publish, release ------------------------------------------------------------------------------------
 
     def room(self, request: RequestState) -> int:
@@ -288,8 +316,11 @@ class KVTables:
         return 0 if window is None else max(0, position - window + 1) // self.spans[group]
 
     def check(self) -> None:
-        """Invariant: a block's references equal the tables that hold it, and the runner's copy agrees."""
+        """Invariant: a block's references equal the tables and leases that hold it, and the runner's copy agrees."""
         counts = [0] * self.pool.total
+        for lent in self.lent.values():
+            for _, block in lent:
+                counts[block] += 1
         for row, groups in enumerate(self.held):
             ends = [len(blocks) * span for blocks, span in zip(groups, self.spans, strict=True)]
             assert max(ends) - min(ends) < max(self.spans), "tables of one request cover different lengths"
