@@ -57,6 +57,12 @@ class BlockExchange:
             return Arrived(message.question, arrive(self.core, waiting, {}))
         return Arrived(message.question, self._take_in(waiting, message.payload))
 
+    def drop(self, request_id: int) -> None:
+        """A request has ended that may still wait for blocks."""
+        waiting = self.waiting.pop(request_id, None)
+        if waiting is not None:
+            arrive(self.core, waiting, {})
+
     def _take_in(self, waiting: Waiting, payload: Payload) -> bool:
         """What does not have the announced length and checksum counts as not arrived."""
         try:

@@ -148,7 +148,9 @@ class EngineLoop:
 
     def _abort(self, request_id: int) -> Event | None:
         if self.grammars.drop(request_id) is None:
-            return self.core.abort(request_id)
+            event = self.core.abort(request_id)
+            self.blocks.drop(request_id)
+            return event
         expected = self.expected.pop(request_id, None)
         if expected is not None:
             self.port.send(Expected(expected.question, ()))
