@@ -77,7 +77,9 @@ class FakeIncoming:
                 blocks.segment.view[size // 2] ^= 1
             if self.fault.forget:
                 found = found[:-1]
-                return replace(blocks, found=found, checksum=zlib.crc32(blocks.segment.view[: len(found) * block_bytes]))
+                return replace(
+                    blocks, found=found, checksum=zlib.crc32(blocks.segment.view[: len(found) * block_bytes])
+                )
             if self.fault.truncate:
                 shorter = Segment.create(size - 7)
                 shorter.view[:] = blocks.segment.view[:-7]

@@ -55,6 +55,12 @@ def run_pair(
     asyncio.run(whole())
 
 
+async def moved(pair: Pair) -> None:
+    """An answer may be complete before the transfer that began it has been closed."""
+    while pair._moves:
+        await asyncio.sleep(0.005)
+
+
 async def all_back(engine: AsyncEngine, pair: Pair) -> None:
     """Until no request, lease or transfer is left, and every block is free or cached in both engines."""
     while engine.in_flight or pair.flights or pair._moves or len(pair.holder.leases):
