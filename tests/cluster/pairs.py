@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from twostroke.cluster.channel import derive
 from twostroke.cluster.pair import Pair
 from twostroke.cluster.transport import Transport
 from twostroke.remote.async_engine import AsyncEngine
-from twostroke.remote.client import BlockClient
+from twostroke.remote.client import BlockClient, EngineError
 from twostroke.remote.process import ProcessEngine
 from twostroke.remote.thread import ThreadEngine
 from twostroke.sampling import SamplingParams
@@ -44,7 +45,7 @@ def run_pair(
     async def whole() -> None:
         first, second = SETTINGS | (prefill or {}), SETTINGS | (decode or {})
         pair = Pair(client(folder, kind, first), client(folder, kind, second), transport(), **options)  # type: ignore[arg-type]
-        engine = AsyncEngine(folder, second, client=pair)
+        engine = AsyncEngine(folder, second, client=pair, max_queue=200)
         try:
             await asyncio.wait_for(engine.start(), 120)
             await asyncio.wait_for(scenario(engine, pair), 240)
@@ -67,12 +68,12 @@ async def all_back(engine: AsyncEngine, pair: Pair) -> None:
         await asyncio.sleep(0.01)
     for side in (pair.prefill, pair.decode):
         while side.up:
-            probe = await side.engine.steps(0, 1)  # an engine reports its counts after each message
+            with contextlib.suppress(EngineError):  # it may have been killed a moment ago
+                await side.engine.steps(0, 1)  # an engine reports its counts after each message
             await asyncio.sleep(0.02)
             counts = side.counts
             if counts.blocks_free + counts.blocks_cached == counts.blocks_total and not counts.running + counts.waiting:
                 break
-            del probe
     assert engine.admission.samples == engine.admission.blocks == 0
 
 

@@ -125,7 +125,7 @@ def test_tokens_do_not_depend_on_any_lever_with_narrow_blocks_and_windows(
     folder = gemma_folder if family == "gemma" else llama_folder
     alone = Alone(folder, kv_dtype=kv_dtype)
 
-    @settings(max_examples=20)
+    @settings(max_examples=12)
     @given(st.lists(asks, min_size=2, max_size=6), engines, engines)
     def check(many: list, prefill: dict, decode: dict) -> None:
         check_levers(folder, alone, many, prefill, decode, kv_dtype=kv_dtype)
