@@ -6,6 +6,7 @@ import asyncio
 import os
 import random
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +17,10 @@ from tests.cluster.pairs import GREEDY, PEERS, all_back, answer, moved, run_pair
 from tests.cluster.test_pair import PROMPT, Alone
 from twostroke.cluster.pair import GONE, Pair
 from twostroke.cluster.sockets import SharedMemoryTransport, TcpTransport
+from twostroke.remote import client
 from twostroke.remote.async_engine import ENGINE_GONE, AsyncEngine
+from twostroke.remote.blocks import BlockExchange
+from twostroke.remote.messages import Expect, Expected
 from twostroke.remote.process import ProcessEngine
 from twostroke.sampling import SamplingParams
 
@@ -108,6 +112,27 @@ def test_blocks_that_are_lent_give_way_to_a_prompt_that_needs_them(llama_folder:
 
     small = {"kv_blocks": 11, "max_model_len": 170}
     run_pair(llama_folder, scenario, lambda: FakeTransport(lambda: Fault(delay=1.0)), prefill=small)
+
+
+def test_a_decode_engine_that_answers_too_late_keeps_nothing(
+    llama_folder: Path, llama_alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether it took the request is not known in time: the other engine goes on, and the late one gives all back."""
+    want, plain = llama_alone.answer(PROMPT), BlockExchange.expect
+
+    def late(self: BlockExchange, message: Expect) -> Expected:
+        time.sleep(0.8)
+        return plain(self, message)
+
+    monkeypatch.setattr(BlockExchange, "expect", late)
+    monkeypatch.setattr(client, "ANSWER_SECONDS", 0.3)
+
+    async def scenario(engine: AsyncEngine, pair: Pair) -> None:
+        assert await answer(engine, PROMPT) == want
+        assert pair.prefill.counts.output_tokens == 12 and pair.handover.counts.done == 0
+
+    for transfer_seconds in (10.0, 0.1):
+        run_pair(llama_folder, scenario, transfer_seconds=transfer_seconds)
 
 
 # ---- processes that are killed ---------------------------------------------------------------------------------------

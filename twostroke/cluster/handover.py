@@ -9,7 +9,6 @@ what it lacks itself and writes the same tokens. The transfer's end gives the bl
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections import Counter
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from dataclasses import dataclass, field
 from twostroke.cluster.holder import Offer
 from twostroke.cluster.transport import Incoming, TransferError, Transport
 from twostroke.kv.addresses import Name
-from twostroke.remote.client import BlockClient, EngineError
+from twostroke.remote.client import BlockClient
 from twostroke.types import Request
 
 log = logging.getLogger(__name__)
@@ -46,7 +45,8 @@ class Handover:
     async def run(self, offer: Offer, request: Request, tokens: int) -> bool:
         """A request goes on at the receiver; its first `tokens` tokens were computed where the offer comes from. False:
         the receiver did not take it, as it had no room in time or the transfer could not begin. EngineError: the
-        receiver is gone. However this ends, no request is left there that waits for blocks."""
+        receiver is gone or does not answer; it may have the request, and has to be told to abort it. However else this
+        ends, no request is left there that waits for blocks."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         taken: list[tuple[Name, ...]] = []  # the blocks that it waits for, once it is taken
@@ -83,9 +83,8 @@ class Handover:
             try:
                 wanted = await asyncio.shield(asking)
             except asyncio.CancelledError:  # the question was asked: the answer says whether the request was taken
-                with contextlib.suppress(EngineError):
-                    wanted = await asking
-                    taken += [] if wanted is None else [wanted]
+                wanted = await asking
+                taken += [] if wanted is None else [wanted]
                 raise
             if wanted is not None:
                 taken.append(wanted)
