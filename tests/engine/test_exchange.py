@@ -141,15 +141,15 @@ def test_what_a_request_leaves_is_held_until_it_is_taken_back(llama_folder, pref
     assert found == (0, 1, 2, 3) and not export_lent(first, 6, expected.names, memoryview(memory))
     size = len(memory) // 4
     parts = {name: bytes(memory[i * size : (i + 1) * size]) for i, name in enumerate(expected.names)}
-    assert parts == {name: part for name, part in parts.items() if name in dict(first.scheduler.tables.lent[5])}
+    assert parts == {name: part for name, part in parts.items() if name in dict(first.scheduler.tables.lent.by_id[5])}
     assert arrive(second, expected, parts) and expected.state.computed == 64
     finish(second)
     alone = build_engine(llama_folder, make_config(**settings), block_key=KEY).core
     want = alone.submit(begun)
     finish(alone)
     assert expected.state.tokens == want.tokens
-    first.scheduler.tables.take_back(5)
-    first.scheduler.tables.take_back(5)
+    first.scheduler.tables.lent.take_back(5)
+    first.scheduler.tables.lent.take_back(5)
     first.scheduler.check()
     assert pool.available == pool.total
 
@@ -161,7 +161,7 @@ def test_an_aborted_request_leaves_nothing():
     engine.step()
     engine.scheduler.abort(request, 1.0)
     engine.step()
-    assert request.finish_reason is FinishReason.ABORT and not engine.scheduler.tables.lent
+    assert request.finish_reason is FinishReason.ABORT and not engine.scheduler.tables.lent.by_id
 
 
 def test_blocks_that_are_lent_are_taken_back_for_a_request_that_cannot_run_otherwise():
@@ -172,12 +172,12 @@ def test_blocks_that_are_lent_are_taken_back_for_a_request_that_cannot_run_other
         request.request = lending(request.id, [number] * 50)
         while request.finish_reason is None:
             engine.step()
-    assert list(map(len, scheduler.tables.lent.values())) == [3, 3, 3]
+    assert list(map(len, scheduler.tables.lent.by_id.values())) == [3, 3, 3]
     engine.add([7] * 100, max_tokens=8)
     while not scheduler.idle:
         engine.step()
         scheduler.check()
-    assert len(scheduler.tables.lent) == 1, "the oldest ones first, and no more than needed"
+    assert len(scheduler.tables.lent.by_id) == 1, "the oldest ones first, and no more than needed"
 
 
 def test_evicted_blocks_reach_the_host_before_bytes_from_elsewhere_replace_them(llama_folder):

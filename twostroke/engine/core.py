@@ -36,7 +36,6 @@ class Core:
         self.steplog = steplog
         self.in_flight: deque[InFlight] = deque()
         self.collected = 0.0  # when the last step was collected
-        self.empty_plans = 0  # in a row, with nothing in flight; a caller that changes something sets it to 0
 
     def submit(self, request: Request) -> RequestState:
         state = RequestState(request)
@@ -51,12 +50,6 @@ class Core:
     @property
     def idle(self) -> bool:
         return self.scheduler.idle and not self.in_flight
-
-    @property
-    def stalled(self) -> bool:
-        """Nothing can be planned before blocks arrive from elsewhere. Two empty plans in a row show it: the first may
-        have preempted a request, which the second could admit again."""
-        return self.empty_plans > 1 and bool(self.scheduler.fetching)
 
     def counts(self) -> Counts:
         """Totals since the start, and the requests and KV blocks now."""
@@ -75,7 +68,6 @@ class Core:
         """Launch the next plan, and collect the oldest one once as many run as the runner allows."""
         now = self.clock()
         plan = self.scheduler.plan(now)
-        self.empty_plans = 0 if plan.works or self.in_flight else self.empty_plans + 1
         try:
             if plan.works:
                 self.in_flight.append(InFlight(plan, None, now))

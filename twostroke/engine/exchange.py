@@ -12,10 +12,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
 from twostroke.engine.core import Core
 from twostroke.kv.addresses import Name
 from twostroke.sampling import SamplingParams
-from twostroke.types import Request, RequestState
+from twostroke.types import Move, Request, RequestState
 
 if TYPE_CHECKING:
     from twostroke.kv.storage import KVStorage
@@ -63,13 +65,23 @@ def export_lent(core: Core, number: int, wanted: Sequence[Name], out: memoryview
     tables, storage = core.scheduler.tables, storage_of(core)
     lent = {
         name: block
-        for name, block in tables.lent.get(number, ())
+        for name, block in tables.lent.by_id.get(number, ())
         if name.group not in tables.drafting or block in tables.pool.filled
     }
     found = tuple(index for index, name in enumerate(wanted) if name in lent)
     size = len(found) * tables.layout.block_bytes
-    storage.export_to([lent[wanted[index]] for index in found], out[:size])
+    if found:
+        export_to(storage, [lent[wanted[index]] for index in found], out[:size])
     return found
+
+
+def export_to(storage: KVStorage, blocks: list[int], out: memoryview) -> None:
+    """The bytes of several blocks, one after the other."""
+    to = np.frombuffer(out, np.uint8).reshape(len(blocks), storage.layout.block_bytes)
+    if isinstance(storage.data, np.ndarray):
+        np.take(storage.data, blocks, axis=0, out=to)
+    else:
+        to[:] = storage.data[blocks].cpu().numpy()
 
 
 # ---- the receiver ----------------------------------------------------------------------------------------------------
@@ -95,13 +107,25 @@ def arrive(core: Core, expected: Expected, blocks: Mapping[Name, bytes | memoryv
     filled = []
     if complete:
         if host is not None:
-            storage.move_now(host.take_moves())  # what these blocks held before goes to the host
+            move_now(storage, host.take_moves())  # what these blocks held before goes to the host
         for name, block in expected.wanted:
             if name in blocks:
                 storage.take_in(block, blocks[name])
                 filled += [block] if name.group in drafting else []
     scheduler.arrived(expected.state, complete, filled)
     return complete
+
+
+def move_now(storage: KVStorage, moves: Sequence[Move]) -> None:
+    """Copy blocks to the host and back outside of a step."""
+    if not moves or isinstance(storage.data, np.ndarray):
+        storage.move(moves)
+        return
+    import torch
+
+    torch.cuda.synchronize()  # the steps in flight have a stream of their own
+    storage.move(moves)
+    torch.cuda.synchronize()
 
 
 def submit_with(core: Core, request: Request, blocks: Mapping[Name, bytes], tokens: int) -> RequestState:

@@ -62,29 +62,6 @@ class KVStorage:
             assert self.host is not None, "blocks are to be moved to a host that has no place for them"
             self.host.move(moves)
 
-    def move_now(self, moves: Sequence[Move]) -> None:
-        """The same outside of a step, before bytes from elsewhere overwrite what is to be kept."""
-        if not moves:
-            return
-        if isinstance(self.data, np.ndarray):
-            self.move(moves)
-            return
-        import torch
-
-        torch.cuda.synchronize()  # the steps in flight have a stream of their own
-        self.move(moves)
-        torch.cuda.synchronize()
-
-    def export_to(self, blocks: Sequence[int], out: memoryview) -> None:
-        """The bytes of several blocks, one after the other."""
-        if not blocks:
-            return
-        to = np.frombuffer(out, np.uint8).reshape(len(blocks), self.layout.block_bytes)
-        if isinstance(self.data, np.ndarray):
-            np.take(self.data, blocks, axis=0, out=to)
-        else:
-            to[:] = self.data[list(blocks)].cpu().numpy()
-
     def export(self, block: int) -> bytes:
         """The bytes of a block of any group. Waits for the device."""
         here = self.data[block]

@@ -15,6 +15,7 @@ import numpy as np
 from twostroke.kv.addresses import BlockHasher, Name
 from twostroke.kv.blocks import BlockPool
 from twostroke.kv.layout import KVLayout
+from twostroke.kv.lending import LentBlocks
 from twostroke.ops.interface import BLOCK
 from twostroke.types import RequestState
 
@@ -50,7 +51,7 @@ class KVTables:
         self.held: list[list[list[int]]] = [[[] for _ in layout.groups] for _ in range(rows)]  # [row][group][column]
         self.released = [[0] * len(layout.groups) for _ in range(rows)]  # leading columns given back
         self.named = [0] * rows  # leading columns whose names were offered to the pool
-        self.lent: dict[int, list[tuple[Name, int]]] = {}  # blocks of ended requests, by id, for another engine
+        self.lent = LentBlocks(self)  # of requests that have ended, for other engines
         # The same tables for the runner. Unused and released entries hold block 0, a valid id that is not read.
         self.array = np.zeros((len(layout.groups), rows, -(-max_length // BLOCK)), dtype=np.int32)
 
@@ -114,7 +115,7 @@ class KVTables:
         runs = [_run_lengths(group) for group in found]
         for usable in range(columns // self.whole * self.whole, 0, -self.whole):
             have = [usable * BLOCK // span for span in self.spans]  # columns of each group
-            first = [self._first_visible(group, usable * BLOCK) for group in range(len(have))]
+            first = [self.first_visible(group, usable * BLOCK) for group in range(len(have))]
             if all(run[h - 1] >= h - f for run, h, f in zip(runs, have, first, strict=True)):
                 kept = [tuple([RELEASED] * f + blocks[f:h]) for blocks, h, f in zip(found, have, first, strict=True)]
                 return Hit(usable, tuple(kept))
@@ -209,33 +210,6 @@ class KVTables:
         self.free_rows.append(row)
         request.row = -1
 
-    # ---- lend ------------------------------------------------------------------------------------------------------
-
-    def lend(self, request: RequestState, unready: set[int]) -> None:
-        """Hold the full blocks of a request that ends, under its id, until `take_back`: those that a continuation on
-        another engine needs. unready: blocks that have a name, and whose content a step in flight computes."""
-        if self.layout.state_bytes:
-            return  # such a layer also needs its state, which blocks do not hold
-        length = (len(request.tokens) - 1) // self.unit * self.unit
-        self.hasher.extend(request.hashes, request.tokens, request.salt, length // BLOCK)
-        lent: list[tuple[Name, int]] = []
-        for group, span in enumerate(self.spans):
-            for column in range(self._first_visible(group, length), length // span):
-                name, block = self.name(request, group, column), self.held[request.row][group][column]
-                if block == RELEASED:  # behind the window by now, and perhaps still cached
-                    found = self.pool.find(name, self.tokens(request, group, column))
-                    block = RELEASED if found is None else found
-                if block >= 0 and block not in unready:
-                    self.pool.hold(block)
-                    lent.append((name, block))
-        if lent:
-            self.lent[request.id] = lent
-
-    def take_back(self, number: int) -> None:
-        """What was lent under this id is held no longer."""
-        for _, block in reversed(self.lent.pop(number, [])):
-            self.pool.release(block)
-
     # ---- grow, publish, release ------------------------------------------------------------------------------------
 
     def room(self, request: RequestState) -> int:
@@ -287,7 +261,7 @@ class KVTables:
         return [
             (self.name(request, group, column), self.held[request.row][group][column])
             for group, span in enumerate(self.spans)
-            for column in range(max(request.computed // span, self._first_visible(group, length)), length // span)
+            for column in range(max(request.computed // span, self.first_visible(group, length)), length // span)
         ]
 
     def holds_any(self, request: RequestState, wanted: set[int]) -> bool:
@@ -303,14 +277,14 @@ class KVTables:
             if window is None:
                 continue
             blocks = self.held[row][group]
-            last = min(self._first_visible(group, request.computed), len(blocks))
+            last = min(self.first_visible(group, request.computed), len(blocks))
             for column in range(self.released[row][group], last):
                 self.pool.release(blocks[column])
                 blocks[column] = RELEASED
                 self.array[group, row, column] = 0
             self.released[row][group] = max(self.released[row][group], last)
 
-    def _first_visible(self, group: int, position: int) -> int:
+    def first_visible(self, group: int, position: int) -> int:
         """First column of the group that a token at `position` or later can see."""
         window = self.windows[group]
         return 0 if window is None else max(0, position - window + 1) // self.spans[group]
@@ -318,9 +292,8 @@ class KVTables:
     def check(self) -> None:
         """Invariant: a block's references equal the tables and leases that hold it, and the runner's copy agrees."""
         counts = [0] * self.pool.total
-        for lent in self.lent.values():
-            for _, block in lent:
-                counts[block] += 1
+        for block in self.lent.blocks():
+            counts[block] += 1
         for row, groups in enumerate(self.held):
             ends = [len(blocks) * span for blocks, span in zip(groups, self.spans, strict=True)]
             assert max(ends) - min(ends) < max(self.spans), "tables of one request cover different lengths"

@@ -37,7 +37,7 @@ class BlockExchange:
 
     def take_back(self, lent: tuple[int, ...]) -> None:
         for number in lent:
-            self.core.scheduler.tables.take_back(number)
+            self.core.scheduler.tables.lent.take_back(number)
 
     def expect(self, message: Expect) -> Expected:
         waiting = expect(self.core, message.request, message.tokens)

@@ -76,13 +76,20 @@ class EngineLoop:
         self.steps = 0  # begun
         self.working = False  # the last of them has not ended
         self.step_seconds = 0.0
+        self.empty_steps = 0  # in a row: steps in which nothing could be planned
+
+    @property
+    def _stalled(self) -> bool:
+        """Nothing can be planned before blocks arrive from elsewhere. Two empty steps in a row show it: the first may
+        have preempted a request, which the second could admit again."""
+        return self.empty_steps > 1 and bool(self.core.scheduler.fetching)
 
     def run(self) -> None:
         """Until ClosedError."""
         while True:
             events: list[Event] = []
-            for message in self.port.receive(wait=self.core.idle or self.core.stalled):
-                self.core.empty_plans = 0
+            for message in self.port.receive(wait=self.core.idle or self._stalled):
+                self.empty_steps = 0
                 events += self._take(message)
             for request, error in self.grammars.take():
                 events += self._join(request, error)
@@ -134,7 +141,7 @@ class EngineLoop:
 
     def _join(self, request: Request, error: str | None) -> list[Event]:
         """The grammar of a request is ready, or does not compile."""
-        self.core.empty_plans = 0
+        self.empty_steps = 0
         expected = self.expected.pop(request.id, None)
         if error is None:
             if expected is None:
@@ -160,7 +167,10 @@ class EngineLoop:
         began = clock()
         self.steps += 1
         self.working = True
+        before = self.core.scheduler.counters.steps
         events = self.core.step()
+        moved = events or self.core.in_flight or self.core.scheduler.counters.steps != before
+        self.empty_steps = 0 if moved else self.empty_steps + 1
         self.working = False
         self.step_seconds += clock() - began
         return events

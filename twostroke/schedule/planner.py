@@ -216,8 +216,6 @@ class Planner:
         scheduler = self.scheduler
         while not self.tables.grow(request, length):
             victim = min((r for r in scheduler.running.values() if not r.in_flight), key=worth_keeping, default=None)
-            if victim in (None, request) and scheduler.reclaim():
-                continue
             if victim is None:
                 return False
             scheduler.preempt(victim)

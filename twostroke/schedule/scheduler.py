@@ -161,7 +161,7 @@ class Scheduler:
             return False
         hit = self.tables.match(request)
         while self._needed(request, hit) > self.tables.pool.available:
-            if self.running or self.fetching or self.leaving or not self.reclaim():
+            if self.running or self.fetching or self.leaving or not self.tables.lent.take_back_oldest():
                 return False
             hit = self.tables.match(request)
         self.tables.open(request, hit)
@@ -177,15 +177,7 @@ class Scheduler:
             needed += int(WATERMARK * self.tables.pool.total) + 1 + self._promised_to_prompts(step)
         return needed
 
-    # ---- blocks from and for elsewhere -------------------------------------------------------------------------------
-
-    def reclaim(self) -> bool:
-        """Take back the blocks that were lent longest ago, for a request that cannot run otherwise. The engine that
-        wanted them computes them itself. False: none are lent."""
-        if not self.tables.lent:
-            return False
-        self.tables.take_back(next(iter(self.tables.lent)))
-        return True
+    # ---- blocks from elsewhere ---------------------------------------------------------------------------------------
 
     def expect(self, request: RequestState, tokens: int) -> list[tuple[Name, int]] | None:
         """Admit a waiting request whose first `tokens` tokens were computed elsewhere. It gets blocks for them and
@@ -362,8 +354,8 @@ class Scheduler:
     def _leave(self, request: RequestState) -> None:
         """Free a finished request's blocks, once no step in flight writes them any more."""
         if request.in_flight == 0 and self.leaving.pop(request.id, None) is not None:
-            if request.request.lend and request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
-                self.tables.lend(request, {block for blocks in self.published.values() for block in blocks})
+            if request.request.lend:
+                self.tables.lent.lend(request, self.published)
             self.tables.close(request)
 
     # ---- fail ------------------------------------------------------------------------------------------------------
