@@ -121,11 +121,11 @@ def test_a_decode_engine_that_answers_too_late_keeps_nothing(
     want, plain = llama_alone.answer(PROMPT), BlockExchange.expect
 
     def late(self: BlockExchange, message: Expect) -> Expected:
-        time.sleep(0.8)
+        time.sleep(0.5)
         return plain(self, message)
 
     monkeypatch.setattr(BlockExchange, "expect", late)
-    monkeypatch.setattr(client, "ANSWER_SECONDS", 0.3)
+    monkeypatch.setattr(client, "ANSWER_SECONDS", 0.2)
 
     async def scenario(engine: AsyncEngine, pair: Pair) -> None:
         assert await answer(engine, PROMPT) == want

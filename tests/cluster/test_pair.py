@@ -108,7 +108,7 @@ def check_levers(folder: Path, alone: Alone, many: list, prefill: dict, decode: 
     return pairs[0]
 
 
-@settings(max_examples=4)
+@settings(max_examples=3)
 @given(st.lists(asks, min_size=2, max_size=5), engines, engines)
 def test_tokens_do_not_depend_on_any_lever(
     llama_folder: Path, llama_alone: Alone, many: list, prefill: dict, decode: dict

@@ -123,7 +123,7 @@ def every_route(found: Router, ask: Ask) -> list[Route]:
     return routes
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(workers, st.integers(0, 12), st.sampled_from([Link(), Link(1e8, 0.01), Link(1e6, 0.5)]))
 def test_no_route_begins_sooner_than_the_one_that_is_chosen(many: list, blocks: int, link: Link) -> None:
     found = Router(BYTES, link)

@@ -175,7 +175,7 @@ async def two_ends() -> tuple[Channel, Channel]:
     return client, server
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(st.binary(max_size=200), st.integers(0, 10_000), st.integers(1, 255))
 def test_a_frame_with_any_altered_byte_is_refused(body: bytes, place: int, change: int) -> None:
     async def scenario() -> None:

@@ -101,7 +101,7 @@ class Transfers(RuleBasedStateMachine):
         assert len(self.leases) == 0 and self.back == {one[0]: 1 for one in self.known.values()}
 
 
-Transfers.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
+Transfers.TestCase.settings = settings(max_examples=25, stateful_step_count=30)
 TestTransfers = Transfers.TestCase
 
 
