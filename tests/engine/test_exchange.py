@@ -12,9 +12,9 @@ from tests.schedule.fakes import FakeEngine, make_scheduler
 from twostroke import LLM, SamplingParams
 from twostroke.config import make_config
 from twostroke.engine.build import build_engine
-from twostroke.engine.exchange import export_prefix, submit_with
+from twostroke.engine.exchange import arrive, expect, export_lent, export_prefix, submit_with
 from twostroke.kv.addresses import Name
-from twostroke.types import Request, RequestState, Status
+from twostroke.types import FinishReason, Request, RequestState, Status
 
 KEY = bytes(range(32))
 PROMPT = [(7 * i) % 290 + 3 for i in range(75)]
@@ -116,3 +116,91 @@ def test_a_prefix_that_is_here_is_not_fetched():
     assert request.computed == 32 and len(wanted) == 1
     engine.scheduler.arrived(request, complete=True)
     assert request.computed == 48 and isinstance(request, RequestState)
+
+
+# ---- blocks that are lent --------------------------------------------------------------------------------------------
+
+
+def lending(number: int, tokens: list[int]) -> Request:
+    params = SamplingParams(max_tokens=1, temperature=0)
+    return Request(number, tuple(tokens), params, limit=len(tokens) + 1, salt=b"t", lend=True)
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_what_a_request_leaves_is_held_until_it_is_taken_back(llama_folder, prefix_cache):
+    settings = SETTINGS | {"prefix_cache": prefix_cache}
+    first, second = (build_engine(llama_folder, make_config(**settings), block_key=KEY).core for _ in range(2))
+    first.submit(lending(5, PROMPT))
+    finish(first)
+    pool = first.scheduler.tables.pool
+    assert pool.available == pool.total - 4 and first.idle
+    begun = Request(6, (*PROMPT, 9), SamplingParams(max_tokens=12, temperature=0), limit=90, salt=b"t", written=1)
+    expected = expect(second, begun, len(PROMPT))
+    memory = bytearray(4 * first.scheduler.tables.layout.block_bytes)
+    found = export_lent(first, 5, expected.names, memoryview(memory))
+    assert found == (0, 1, 2, 3) and not export_lent(first, 6, expected.names, memoryview(memory))
+    size = len(memory) // 4
+    parts = {name: bytes(memory[i * size : (i + 1) * size]) for i, name in enumerate(expected.names)}
+    assert parts == {name: part for name, part in parts.items() if name in dict(first.scheduler.tables.lent.by_id[5])}
+    assert arrive(second, expected, parts) and expected.state.computed == 64
+    finish(second)
+    alone = build_engine(llama_folder, make_config(**settings), block_key=KEY).core
+    want = alone.submit(begun)
+    finish(alone)
+    assert expected.state.tokens == want.tokens
+    first.scheduler.tables.lent.take_back(5)
+    first.scheduler.tables.lent.take_back(5)
+    first.scheduler.check()
+    assert pool.available == pool.total
+
+
+def test_an_aborted_request_leaves_nothing():
+    engine = FakeEngine(make_scheduler(blocks=30))
+    request = engine.add(list(range(50)), max_tokens=4)
+    request.request = lending(request.id, list(range(50)))
+    engine.step()
+    engine.scheduler.abort(request, 1.0)
+    engine.step()
+    assert request.finish_reason is FinishReason.ABORT and not engine.scheduler.tables.lent.by_id
+
+
+def test_blocks_that_are_lent_are_taken_back_for_a_request_that_cannot_run_otherwise():
+    engine = FakeEngine(make_scheduler(blocks=12))
+    scheduler = engine.scheduler
+    for number in range(3):
+        request = engine.add([number] * 50, max_tokens=1)
+        request.request = lending(request.id, [number] * 50)
+        while request.finish_reason is None:
+            engine.step()
+    assert list(map(len, scheduler.tables.lent.by_id.values())) == [3, 3, 3]
+    engine.add([7] * 100, max_tokens=8)
+    while not scheduler.idle:
+        engine.step()
+        scheduler.check()
+    assert len(scheduler.tables.lent.by_id) == 1, "the oldest ones first, and no more than needed"
+
+
+def test_evicted_blocks_reach_the_host_before_bytes_from_elsewhere_replace_them(llama_folder):
+    """The pool is full of cached blocks. Those that make room are found on the host later, with their own bytes."""
+    settings = SETTINGS | {"kv_blocks": 12, "kv_offload": 1 << 18}
+    blocks = other_process(llama_folder, SETTINGS)
+    old = [(11 * i) % 290 + 3 for i in range(180)]
+    params = SamplingParams(max_tokens=4, temperature=0)
+    core = build_engine(llama_folder, make_config(**settings), block_key=KEY).core
+    answers = []
+    for number in range(2):
+        state = core.submit(Request(number, tuple(old), params, limit=len(old) + 4, salt=b"t"))
+        finish(core)
+        answers.append(state.tokens)
+        if number == 0:
+            assert submit_with(core, asked(), blocks, len(PROMPT)).computed == 64
+            finish(core)
+    assert answers[0] == answers[1] and core.counts().blocks_restored > 0
+    assert export_prefix(core, old, b"t") == export_alone(llama_folder, old)
+
+
+def export_alone(folder, tokens) -> dict[Name, bytes]:
+    core = build_engine(folder, make_config(**SETTINGS), block_key=KEY).core
+    core.submit(Request(0, tuple(tokens), SamplingParams(max_tokens=1), limit=len(tokens) + 1, salt=b"t"))
+    finish(core)
+    return export_prefix(core, tokens, b"t")

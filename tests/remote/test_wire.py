@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from tests.remote.engines import SETTINGS
 from twostroke.config import make_config, resolve
 from twostroke.hardware import Hardware
+from twostroke.kv.addresses import Name
 from twostroke.metrics.counts import Counts
 from twostroke.metrics.steplog import Blocks, LoggedWork, Step
 from twostroke.metrics.timeline import Facts
@@ -170,6 +171,16 @@ def test_settings_arrive_as_they_were_sent(llama_folder: Path) -> None:
     resolved = resolve(make_config(**SETTINGS), arch, Hardware("cpu", 2, 1 << 30), 1000)
     assert same(from_engine(), Ready(resolved, {"load": 1.0}, 0.5, (48, 0.01), "a machine", 12.5))
     assert same(from_engine(), Changed(7, resolved, ""), Changed(8, None, "no"))
+
+
+@settings(deadline=None, max_examples=30)
+@given(requests, st.lists(st.tuples(ids, st.binary(min_size=16, max_size=16)).map(lambda one: Name(*one))).map(tuple))
+def test_messages_about_blocks_arrive_as_they_were_sent(request: Request, names: tuple[Name, ...]) -> None:
+    payload = messages.Payload("/proc/1/fd/2", 100, (0, 2), 2**32 - 1)
+    assert same(to_engine(), messages.Expect(1, request, 64), messages.Export(2, 3, names, "/proc/1/fd/2"))
+    assert same(to_engine(), messages.Arrive(4, 5, payload), messages.Arrive(4, 5, None), messages.TakeBack((6, 7)))
+    assert same(from_engine(), messages.Expected(1, names), messages.Expected(1, None), messages.Exported(2, (0,), 9))
+    assert same(from_engine(), *(messages.Arrived(3, complete) for complete in (True, False, None)))
 
 
 def test_questions_and_steps_arrive_as_they_were_sent() -> None:

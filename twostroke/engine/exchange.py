@@ -2,17 +2,22 @@
 
 The receiving request waits in FETCHING while its bytes are transferred. If they do not arrive, it computes its prompt
 itself. The tokens are the same in both cases.
+
+    holder      a request with `lend` ends; its blocks stay held under its id ── export_lent ──▶ bytes ── take_back
+    receiver    expect: the names of the blocks that are not here ── bytes ──▶ arrive: the request goes on after them
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
 
 from twostroke.engine.core import Core
 from twostroke.kv.addresses import Name
 from twostroke.sampling import SamplingParams
-from twostroke.types import Request, RequestState
+from twostroke.types import Move, Request, RequestState
 
 if TYPE_CHECKING:
     from twostroke.kv.storage import KVStorage
@@ -21,9 +26,23 @@ if TYPE_CHECKING:
 NOTHING_ASKED = SamplingParams()
 
 
+class Expected(NamedTuple):
+    """A request in FETCHING, and the blocks that it waits for."""
+
+    state: RequestState
+    wanted: list[tuple[Name, int]]
+
+    @property
+    def names(self) -> tuple[Name, ...]:
+        return tuple(name for name, _ in self.wanted)
+
+
 def storage_of(core: Core) -> KVStorage:
     storage: KVStorage = core.runner.kv  # type: ignore[attr-defined]  # a runner with a model has a cache
     return storage
+
+
+# ---- the holder ------------------------------------------------------------------------------------------------------
 
 
 def export_prefix(core: Core, tokens: Sequence[int], salt: bytes = b"") -> dict[Name, bytes]:
@@ -40,19 +59,79 @@ def export_prefix(core: Core, tokens: Sequence[int], salt: bytes = b"") -> dict[
     }
 
 
-def submit_with(core: Core, request: Request, blocks: Mapping[Name, bytes], tokens: int) -> RequestState:
-    """Take a request in whose first `tokens` tokens were computed elsewhere, with their blocks."""
-    state, storage = core.submit(request), storage_of(core)
-    wanted = core.scheduler.expect(state, tokens)
+def export_lent(core: Core, number: int, wanted: Sequence[Name], out: memoryview) -> tuple[int, ...]:
+    """Write the bytes of the wanted blocks that were lent under this id to `out`, one after the other. Returns which of
+    `wanted` they are. What the draft model has not computed is left out."""
+    tables, storage = core.scheduler.tables, storage_of(core)
+    lent = {
+        name: block
+        for name, block in tables.lent.by_id.get(number, ())
+        if name.group not in tables.drafting or block in tables.pool.filled
+    }
+    found = tuple(index for index, name in enumerate(wanted) if name in lent)
+    size = len(found) * tables.layout.block_bytes
+    if found:
+        export_to(storage, [lent[wanted[index]] for index in found], out[:size])
+    return found
+
+
+def export_to(storage: KVStorage, blocks: list[int], out: memoryview) -> None:
+    """The bytes of several blocks, one after the other."""
+    to = np.frombuffer(out, np.uint8).reshape(len(blocks), storage.layout.block_bytes)
+    if isinstance(storage.data, np.ndarray):
+        np.take(storage.data, blocks, axis=0, out=to)
+    else:
+        to[:] = storage.data[blocks].cpu().numpy()
+
+
+# ---- the receiver ----------------------------------------------------------------------------------------------------
+
+
+def expect(core: Core, request: Request, tokens: int) -> Expected | None:
+    """Take a request in whose first `tokens` tokens were computed elsewhere. It gets blocks and waits in FETCHING until
+    `arrive` is called. None: there is no room now, and nothing was changed."""
+    scheduler, state = core.scheduler, RequestState(request)
+    scheduler.add(state)
+    wanted = scheduler.expect(state, tokens)
     if wanted is None:
-        return state  # no room now: it waits, and computes its prompt itself
-    drafting = core.scheduler.tables.drafting
-    complete = all(name in blocks for name, _ in wanted if name.group not in drafting)
+        scheduler.waiting.remove(state)
+        return None
+    return Expected(state, wanted)
+
+
+def arrive(core: Core, expected: Expected, blocks: Mapping[Name, bytes | memoryview]) -> bool:
+    """The bytes that came. With all of them the request goes on after them, else it computes them. Returns which."""
+    scheduler, storage = core.scheduler, storage_of(core)
+    drafting, host = scheduler.tables.drafting, scheduler.tables.pool.host
+    complete = all(name in blocks for name in expected.names if name.group not in drafting)
     filled = []
     if complete:
-        for name, block in wanted:
+        if host is not None:
+            move_now(storage, host.take_moves())  # what these blocks held before goes to the host
+        for name, block in expected.wanted:
             if name in blocks:
                 storage.take_in(block, blocks[name])
                 filled += [block] if name.group in drafting else []
-    core.scheduler.arrived(state, complete, filled)
-    return state
+    scheduler.arrived(expected.state, complete, filled)
+    return complete
+
+
+def move_now(storage: KVStorage, moves: Sequence[Move]) -> None:
+    """Copy blocks to the host and back outside of a step."""
+    if not moves or isinstance(storage.data, np.ndarray):
+        storage.move(moves)
+        return
+    import torch
+
+    torch.cuda.synchronize()  # the steps in flight have a stream of their own
+    storage.move(moves)
+    torch.cuda.synchronize()
+
+
+def submit_with(core: Core, request: Request, blocks: Mapping[Name, bytes], tokens: int) -> RequestState:
+    """Take a request in whose first `tokens` tokens were computed elsewhere, with their blocks."""
+    expected = expect(core, request, tokens)
+    if expected is None:
+        return core.submit(request)  # no room now: it waits, and computes its prompt itself
+    arrive(core, expected, blocks)
+    return expected.state

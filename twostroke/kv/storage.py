@@ -67,7 +67,7 @@ class KVStorage:
         here = self.data[block]
         return here.tobytes() if isinstance(here, np.ndarray) else here.cpu().numpy().tobytes()
 
-    def take_in(self, block: int, content: bytes) -> None:
+    def take_in(self, block: int, content: bytes | memoryview) -> None:
         """Bytes that `export` gave, in another process perhaps."""
         if len(content) != self.layout.block_bytes:
             raise ValueError(f"a block has {self.layout.block_bytes} bytes, not {len(content)}")

@@ -15,6 +15,7 @@ import numpy as np
 from twostroke.kv.addresses import BlockHasher, Name
 from twostroke.kv.blocks import BlockPool
 from twostroke.kv.layout import KVLayout
+from twostroke.kv.lending import LentBlocks
 from twostroke.ops.interface import BLOCK
 from twostroke.types import RequestState
 
@@ -50,6 +51,7 @@ class KVTables:
         self.held: list[list[list[int]]] = [[[] for _ in layout.groups] for _ in range(rows)]  # [row][group][column]
         self.released = [[0] * len(layout.groups) for _ in range(rows)]  # leading columns given back
         self.named = [0] * rows  # leading columns whose names were offered to the pool
+        self.lent = LentBlocks(self)  # of requests that have ended, for other engines
         # The same tables for the runner. Unused and released entries hold block 0, a valid id that is not read.
         self.array = np.zeros((len(layout.groups), rows, -(-max_length // BLOCK)), dtype=np.int32)
 
@@ -113,7 +115,7 @@ class KVTables:
         runs = [_run_lengths(group) for group in found]
         for usable in range(columns // self.whole * self.whole, 0, -self.whole):
             have = [usable * BLOCK // span for span in self.spans]  # columns of each group
-            first = [self._first_visible(group, usable * BLOCK) for group in range(len(have))]
+            first = [self.first_visible(group, usable * BLOCK) for group in range(len(have))]
             if all(run[h - 1] >= h - f for run, h, f in zip(runs, have, first, strict=True)):
                 kept = [tuple([RELEASED] * f + blocks[f:h]) for blocks, h, f in zip(found, have, first, strict=True)]
                 return Hit(usable, tuple(kept))
@@ -259,7 +261,7 @@ class KVTables:
         return [
             (self.name(request, group, column), self.held[request.row][group][column])
             for group, span in enumerate(self.spans)
-            for column in range(max(request.computed // span, self._first_visible(group, length)), length // span)
+            for column in range(max(request.computed // span, self.first_visible(group, length)), length // span)
         ]
 
     def holds_any(self, request: RequestState, wanted: set[int]) -> bool:
@@ -275,21 +277,23 @@ class KVTables:
             if window is None:
                 continue
             blocks = self.held[row][group]
-            last = min(self._first_visible(group, request.computed), len(blocks))
+            last = min(self.first_visible(group, request.computed), len(blocks))
             for column in range(self.released[row][group], last):
                 self.pool.release(blocks[column])
                 blocks[column] = RELEASED
                 self.array[group, row, column] = 0
             self.released[row][group] = max(self.released[row][group], last)
 
-    def _first_visible(self, group: int, position: int) -> int:
+    def first_visible(self, group: int, position: int) -> int:
         """First column of the group that a token at `position` or later can see."""
         window = self.windows[group]
         return 0 if window is None else max(0, position - window + 1) // self.spans[group]
 
     def check(self) -> None:
-        """Invariant: a block's references equal the tables that hold it, and the runner's copy agrees."""
+        """Invariant: a block's references equal the tables and leases that hold it, and the runner's copy agrees."""
         counts = [0] * self.pool.total
+        for block in self.lent.blocks():
+            counts[block] += 1
         for row, groups in enumerate(self.held):
             ends = [len(blocks) * span for blocks, span in zip(groups, self.spans, strict=True)]
             assert max(ends) - min(ends) < max(self.spans), "tables of one request cover different lengths"

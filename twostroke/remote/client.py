@@ -31,19 +31,30 @@ import msgspec
 
 from twostroke.config import Resolved
 from twostroke.errors import ConfigError
+from twostroke.kv.addresses import Name
 from twostroke.metrics.steplog import Step
 from twostroke.remote.messages import (
+    Arrive,
+    Arrived,
     Change,
     Changed,
+    Expect,
+    Expected,
+    Export,
+    Exported,
     FromEngine,
     Hello,
     Message,
     Orders,
+    Payload,
+    Question,
     Ready,
     Recall,
+    Reply,
     Report,
     Stage,
     Steps,
+    TakeBack,
     runs_of,
 )
 from twostroke.types import Event, Request
@@ -99,6 +110,24 @@ class EngineClient(Protocol):
 
     def trouble(self) -> str | None:
         """What is wrong with the engine now, if anything is."""
+
+
+class BlockClient(EngineClient, Protocol):
+    """An engine that gives KV blocks to other engines and takes theirs. EngineError: it is gone, or did not answer."""
+
+    async def export(self, lent: int, wanted: Sequence[Name], path: str) -> Exported:
+        """Write blocks that the request `lent` has left (`Request.lend`) to the segment at `path`."""
+
+    def take_back(self, lent: Sequence[int]) -> None:
+        """What these requests have left is not needed any more."""
+
+    async def expect(self, request: Request, tokens: int) -> tuple[Name, ...] | None:
+        """Run a request whose first `tokens` tokens another engine has computed: the blocks that it waits for, until
+        `arrive` is called. None: there is no room for it now, and it was not taken."""
+
+    async def arrive(self, request_id: int, payload: Payload | None) -> bool | None:
+        """Its blocks have arrived, or will not (None). Whether it goes on after them; else it computes them. None: no
+        such request waits."""
 
 
 class MessageClient:
@@ -170,7 +199,26 @@ class MessageClient:
         answer: Steps = await self._ask(Recall(next(self._numbers), since, limit))
         return answer.steps
 
-    async def _ask(self, question: Change | Recall) -> Any:
+    # ---- KV blocks -------------------------------------------------------------------------------------------------
+
+    async def export(self, lent: int, wanted: Sequence[Name], path: str) -> Exported:
+        answer: Exported = await self._ask(Export(next(self._numbers), lent, tuple(wanted), path))
+        return answer
+
+    def take_back(self, lent: Sequence[int]) -> None:
+        with contextlib.suppress(EngineError):  # it is gone, and with it what was lent
+            self._send(TakeBack(tuple(lent)))
+
+    async def expect(self, request: Request, tokens: int) -> tuple[Name, ...] | None:
+        request = replace(request, arrival=request.arrival - self._offset)
+        answer: Expected = await self._ask(Expect(next(self._numbers), request, tokens))
+        return answer.wanted
+
+    async def arrive(self, request_id: int, payload: Payload | None) -> bool | None:
+        answer: Arrived = await self._ask(Arrive(next(self._numbers), request_id, payload))
+        return answer.complete
+
+    async def _ask(self, question: Question) -> Any:
         future = self._questions[question.question] = asyncio.get_running_loop().create_future()
         try:
             self._send(question)
@@ -181,7 +229,7 @@ class MessageClient:
         finally:
             del self._questions[question.question]
 
-    def _answer(self, answer: Changed | Steps) -> None:
+    def _answer(self, answer: Reply) -> None:
         future = self._questions.get(answer.question)
         if future is not None and not future.done():
             future.set_result(answer)
@@ -202,6 +250,8 @@ class MessageClient:
         elif isinstance(message, Steps):
             steps = tuple(step._replace(launched=step.launched + self._offset) for step in message.steps)
             self._answer(msgspec.structs.replace(message, steps=steps) if self._offset else message)
+        elif isinstance(message, Exported | Expected | Arrived):
+            self._answer(message)
 
     def _on_ready(self, ready: Ready) -> None:
         now = clock()

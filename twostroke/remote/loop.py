@@ -20,9 +20,14 @@ from twostroke.errors import ConfigError, TwostrokeError
 from twostroke.grammar.compile import GrammarCompiler
 from twostroke.grammar.queue import GrammarQueue
 from twostroke.metrics.timeline import Facts
+from twostroke.remote.blocks import BlockExchange
 from twostroke.remote.messages import (
+    Arrive,
     Change,
     Changed,
+    Expect,
+    Expected,
+    Export,
     FromEngine,
     Hello,
     Orders,
@@ -31,6 +36,7 @@ from twostroke.remote.messages import (
     Report,
     Stage,
     Steps,
+    TakeBack,
     ToEngine,
 )
 from twostroke.sampling import SamplingParams
@@ -65,15 +71,25 @@ class EngineLoop:
         self.core = engine.core
         self.settings = engine.settings
         self.grammars = GrammarQueue(compiler_of(engine), port.wake)
+        self.blocks = BlockExchange(engine.core)
+        self.expected: dict[int, Expect] = {}  # requests that come with blocks and wait for their grammar, by id
         self.steps = 0  # begun
         self.working = False  # the last of them has not ended
         self.step_seconds = 0.0
+        self.empty_steps = 0  # in a row: steps in which nothing could be planned
+
+    @property
+    def _stalled(self) -> bool:
+        """Nothing can be planned before blocks arrive from elsewhere. Two empty steps in a row show it: the first may
+        have preempted a request, which the second could admit again."""
+        return self.empty_steps > 1 and bool(self.core.scheduler.fetching)
 
     def run(self) -> None:
         """Until ClosedError."""
         while True:
             events: list[Event] = []
-            for message in self.port.receive(wait=self.core.idle):
+            for message in self.port.receive(wait=self.core.idle or self._stalled):
+                self.empty_steps = 0
                 events += self._take(message)
             for request, error in self.grammars.take():
                 events += self._join(request, error)
@@ -89,7 +105,22 @@ class EngineLoop:
         elif isinstance(message, Recall):
             assert self.core.steplog is not None
             self.port.send(Steps(message.question, tuple(self.core.steplog.after(message.since, message.limit))))
+        elif isinstance(message, Export):
+            self.port.send(self.blocks.export(message))
+        elif isinstance(message, TakeBack):
+            self.blocks.take_back(message.lent)
+        elif isinstance(message, Arrive):
+            self.port.send(self.blocks.arrive(message))
+        elif isinstance(message, Expect):
+            self._expect(message)
         return []
+
+    def _expect(self, message: Expect) -> None:
+        if message.request.params.grammar is None:
+            self.port.send(self.blocks.expect(message))
+        else:
+            self.expected[message.request.id] = message
+            self.grammars.add([message.request])
 
     def _change(self, wanted: Change) -> Changed:
         try:
@@ -110,21 +141,36 @@ class EngineLoop:
 
     def _join(self, request: Request, error: str | None) -> list[Event]:
         """The grammar of a request is ready, or does not compile."""
+        self.empty_steps = 0
+        expected = self.expected.pop(request.id, None)
         if error is None:
-            self.core.submit(request)
+            if expected is None:
+                self.core.submit(request)
+            else:
+                self.port.send(self.blocks.expect(expected))
             return []
+        if expected is not None:
+            self.port.send(Expected(expected.question, ()))
         return [Event(request.id, (), FinishReason.ERROR, error=error, facts=never_scheduled())]
 
     def _abort(self, request_id: int) -> Event | None:
         if self.grammars.drop(request_id) is None:
-            return self.core.abort(request_id)
+            event = self.core.abort(request_id)
+            self.blocks.drop(request_id)
+            return event
+        expected = self.expected.pop(request_id, None)
+        if expected is not None:
+            self.port.send(Expected(expected.question, ()))
         return Event(request_id, (), FinishReason.ABORT, facts=never_scheduled())
 
     def _step(self) -> list[Event]:
         began = clock()
         self.steps += 1
         self.working = True
+        before = self.core.scheduler.counters.steps
         events = self.core.step()
+        moved = events or self.core.in_flight or self.core.scheduler.counters.steps != before
+        self.empty_steps = 0 if moved else self.empty_steps + 1
         self.working = False
         self.step_seconds += clock() - began
         return events
@@ -170,7 +216,8 @@ def start(port: Port, hello: Hello) -> tuple[Engine, Ready]:
     times.append(("", clock()))
     seconds = {name: after - began for (name, began), (_, after) in pairwise(times)}
     machine = device_name(engine.settings.device)
-    return engine, Ready(engine.settings, seconds, longest, (count, first), machine, clock())
+    names = engine.core.scheduler.tables.hasher.root(b"")
+    return engine, Ready(engine.settings, seconds, longest, (count, first), machine, clock(), names)
 
 
 def announce(port: Port, ready: Ready) -> None:

@@ -4,6 +4,11 @@
     engine ─▶ front end    Stage and Ready (or Failed) while it starts, then a Report for each step, a Beat twice a
                            second, and the answers Changed and Steps, each under the number of its question
 
+KV blocks of one engine for another, as bytes in a shared segment (segment.py):
+
+    front end ─▶ engine    Export what was lent, answered by Exported; TakeBack when it is not needed any more
+                           Expect a request whose blocks will come, answered by Expected; Arrive, answered by Arrived
+
 A request travels as the `Request` that the front end made, an event as the `Event` that the scheduler made. Times are
 seconds of the engine's clock (client.py converts them). wire.py turns messages into bytes.
 """
@@ -16,6 +21,7 @@ from typing import Any
 import msgspec
 
 from twostroke.config import Resolved
+from twostroke.kv.addresses import Name
 from twostroke.metrics.counts import Counts
 from twostroke.metrics.steplog import Step
 from twostroke.types import Event, Request
@@ -84,6 +90,7 @@ class Ready(Message, frozen=True, tag="ready"):
     warm_up: tuple[int, float]  # tokens of the warm-up's prompt, and the seconds it took
     machine: str  # the processor or the card that computes, by its own name
     clock: float  # the engine's clock when it sent this
+    names: bytes = b""  # equal for engines that give equal names to equal KV blocks
 
 
 class Failed(Message, frozen=True, tag="failed"):
@@ -109,8 +116,72 @@ class Report(Message, frozen=True, tag="report"):
     step_seconds: float
 
 
-ToEngine = Hello | Orders | Change | Recall
-FromEngine = Report | Beat | Stage | Ready | Failed | Changed | Steps
+class Export(Message, frozen=True, tag="export"):
+    """Write blocks that the request `lent` has left to the segment at `path`. Answered by Exported."""
+
+    question: int
+    lent: int
+    wanted: tuple[Name, ...]
+    path: str
+
+
+class Exported(Message, frozen=True, tag="exported"):
+    """Which of the wanted blocks are in the segment, one after the other, and the CRC-32 of their bytes."""
+
+    question: int
+    found: tuple[int, ...]
+    checksum: int
+
+
+class TakeBack(Message, frozen=True, tag="take back"):
+    """What these requests have left is not needed any more."""
+
+    lent: tuple[int, ...]
+
+
+class Expect(Message, frozen=True, tag="expect"):
+    """Run a request whose first `tokens` tokens another engine has computed. Answered by Expected."""
+
+    question: int
+    request: Request
+    tokens: int
+
+
+class Expected(Message, frozen=True, tag="expected"):
+    """The blocks that the request waits for. None: there is no room for it now, and it was not taken."""
+
+    question: int
+    wanted: tuple[Name, ...] | None
+
+
+class Payload(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Bytes of blocks in a segment of another process: which of the wanted ones, one after the other."""
+
+    path: str
+    size: int
+    found: tuple[int, ...]
+    checksum: int
+
+
+class Arrive(Message, frozen=True, tag="arrive"):
+    """The blocks that a request waits for have arrived; None: they will not. Answered by Arrived."""
+
+    question: int
+    request_id: int
+    payload: Payload | None
+
+
+class Arrived(Message, frozen=True, tag="arrived"):
+    """Whether the request goes on after these blocks; else it computes them. None: no such request waits."""
+
+    question: int
+    complete: bool | None
+
+
+Question = Change | Recall | Export | Expect | Arrive
+Reply = Changed | Steps | Exported | Expected | Arrived
+ToEngine = Hello | Orders | TakeBack | Question
+FromEngine = Report | Beat | Stage | Ready | Failed | Reply
 
 
 def runs_of(requests: Iterable[Request]) -> tuple[tuple[Request, int], ...]:

@@ -160,8 +160,10 @@ class Scheduler:
         if not self.tables.free_rows or len(self.running) + len(self.fetching) >= self.limits.max_requests:
             return False
         hit = self.tables.match(request)
-        if self._needed(request, hit) > self.tables.pool.available:
-            return False
+        while self._needed(request, hit) > self.tables.pool.available:
+            if self.running or self.fetching or self.leaving or not self.tables.lent.take_back_oldest():
+                return False
+            hit = self.tables.match(request)
         self.tables.open(request, hit)
         self.waiting.remove(request)
         self.turns.take(request.turn)
@@ -181,7 +183,7 @@ class Scheduler:
         """Admit a waiting request whose first `tokens` tokens were computed elsewhere. It gets blocks for them and
         waits in FETCHING. Returns the blocks to be filled with their names; None: there is no room now."""
         tokens = min(tokens, len(request.tokens) - 1) // self.tables.unit * self.tables.unit
-        if not self._open(request):
+        if self.shares().full(request.key) or not self._open(request):
             return None
         if tokens <= request.computed or not self.tables.grow(request, tokens):
             tokens = request.computed
@@ -352,6 +354,8 @@ class Scheduler:
     def _leave(self, request: RequestState) -> None:
         """Free a finished request's blocks, once no step in flight writes them any more."""
         if request.in_flight == 0 and self.leaving.pop(request.id, None) is not None:
+            if request.request.lend:
+                self.tables.lent.lend(request, self.published)
             self.tables.close(request)
 
     # ---- fail ------------------------------------------------------------------------------------------------------

@@ -1,0 +1,126 @@
+"""A transport in memory that cuts, delays, damages and shortens what it carries, and a source without an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from twostroke.cluster.transport import Blocks, Source, TransferError
+from twostroke.kv.addresses import Name
+from twostroke.remote.segment import Segment
+
+BLOCK_BYTES = 1000
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens to one transfer."""
+
+    refuse: bool = False  # the holder cannot be reached
+    cut_renewals: bool = False  # the connection ends before the blocks are asked for
+    cut: bool = False  # it ends while they are sent
+    corrupt: bool = False
+    truncate: bool = False
+    forget: bool = False  # a block is left out
+    delay: float = 0.0  # seconds before the first byte
+
+    @property
+    def harmless(self) -> bool:
+        return self == replace(Fault(), delay=self.delay)
+
+
+class FakeTransport:
+    """Source and fetching side in one process. `fault` says what happens to each transfer."""
+
+    def __init__(self, fault: Callable[[], Fault] = Fault):
+        self.fault = fault
+        self.source: Source
+        self.fetched: list[int] = []  # blocks of each transfer that was begun
+        self.open = 0
+
+    async def listen(self, source: Source) -> str:
+        self.source = source
+        return "fake"
+
+    async def connect(self, address: str, ticket: bytes) -> FakeIncoming:
+        fault = self.fault()
+        if address != "fake" or fault.refuse or not self.source.renew(ticket):
+            raise TransferError("refused")
+        self.open += 1
+        return FakeIncoming(self, ticket, fault)
+
+    async def close(self) -> None:
+        return
+
+
+class FakeIncoming:
+    def __init__(self, transport: FakeTransport, ticket: bytes, fault: Fault):
+        self.transport, self.ticket, self.fault = transport, ticket, fault
+
+    async def renew(self) -> None:
+        if self.fault.cut_renewals or not self.transport.source.renew(self.ticket):
+            raise TransferError("the peer closed the connection")
+
+    async def fetch(self, wanted: Sequence[Name], block_bytes: int) -> Blocks:
+        self.transport.fetched.append(len(wanted))
+        await asyncio.sleep(self.fault.delay)
+        if self.fault.cut_renewals:
+            raise TransferError("the peer closed the connection")
+        blocks = await self.transport.source.fetch(self.ticket, wanted)
+        size, found = blocks.segment.size, blocks.found
+        try:
+            if self.fault.cut:
+                raise TransferError("the peer closed the connection")
+            if self.fault.corrupt:
+                blocks.segment.view[size // 2] ^= 1
+            if self.fault.forget:
+                found = found[:-1]
+                return replace(
+                    blocks, found=found, checksum=zlib.crc32(blocks.segment.view[: len(found) * block_bytes])
+                )
+            if self.fault.truncate:
+                shorter = Segment.create(size - 7)
+                shorter.view[:] = blocks.segment.view[:-7]
+                blocks.segment.close()
+                return replace(blocks, segment=shorter)
+            return blocks
+        except TransferError:
+            blocks.segment.close()
+            raise
+
+    async def close(self, complete: bool) -> None:
+        self.transport.open -= 1
+        self.transport.source.end(self.ticket, complete)
+
+
+class Shelf:
+    """A `Source` that has any block: its bytes are made from its name."""
+
+    def __init__(self, block_bytes: int = BLOCK_BYTES):
+        self.block_bytes = block_bytes
+        self.renewed = 0
+        self.ended: list[tuple[bytes, bool]] = []
+        self.segments: list[Segment] = []
+        self.closed_tickets: set[bytes] = set()
+
+    def renew(self, ticket: bytes) -> bool:
+        self.renewed += 1
+        return ticket not in self.closed_tickets
+
+    async def fetch(self, ticket: bytes, wanted: Sequence[Name]) -> Blocks:
+        if ticket in self.closed_tickets:
+            raise TransferError("this transfer has ended")
+        segment = Segment.create(len(wanted) * self.block_bytes)
+        for place, name in enumerate(wanted):
+            segment.view[place * self.block_bytes : (place + 1) * self.block_bytes] = self.content(name)
+        self.segments.append(segment)
+        return Blocks(segment, tuple(range(len(wanted))), zlib.crc32(segment.view))
+
+    def content(self, name: Name) -> bytes:
+        return (name.digest * self.block_bytes)[: self.block_bytes]
+
+    def end(self, ticket: bytes, complete: bool) -> None:
+        self.ended.append((ticket, complete))
+        self.closed_tickets.add(ticket)

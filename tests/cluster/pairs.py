@@ -1,0 +1,86 @@
+"""Pairs of engines for tests, behind the front end that the server uses."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from tests.cluster.fakes import FakeTransport
+from twostroke.cluster.channel import derive
+from twostroke.cluster.pair import Pair
+from twostroke.cluster.transport import Transport
+from twostroke.remote.async_engine import AsyncEngine
+from twostroke.remote.client import BlockClient, EngineError
+from twostroke.remote.process import ProcessEngine
+from twostroke.remote.thread import ThreadEngine
+from twostroke.sampling import SamplingParams
+
+SECRET = bytes(range(32))
+PEERS = derive(SECRET, "peers")
+NAMES = derive(SECRET, "names")
+SETTINGS: dict = {"threads": 1, "seed": 3, "max_model_len": 256, "kv_blocks": 80}
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
+Scenario = Callable[[AsyncEngine, Pair], Awaitable[None]]
+
+
+def client(folder: Path, kind: str, settings: dict, key: bytes = NAMES) -> BlockClient:
+    if kind == "process":
+        return ProcessEngine(folder, settings, block_key=key)
+    return ThreadEngine(folder, settings, key)
+
+
+def run_pair(
+    folder: Path,
+    scenario: Scenario,
+    transport: Callable[[], Transport] = FakeTransport,
+    kind: str = "thread",
+    prefill: dict | None = None,
+    decode: dict | None = None,
+    **options: object,
+) -> None:
+    """prefill, decode: settings of one engine beside SETTINGS. Afterwards every block is back in both engines."""
+
+    async def whole() -> None:
+        first, second = SETTINGS | (prefill or {}), SETTINGS | (decode or {})
+        pair = Pair(client(folder, kind, first), client(folder, kind, second), transport(), **options)  # type: ignore[arg-type]
+        engine = AsyncEngine(folder, second, client=pair, max_queue=200)
+        try:
+            await asyncio.wait_for(engine.start(), 120)
+            await asyncio.wait_for(scenario(engine, pair), 240)
+            await asyncio.wait_for(all_back(engine, pair), 30)
+        finally:
+            await engine.stop()
+
+    asyncio.run(whole())
+
+
+async def moved(pair: Pair) -> None:
+    """An answer may be complete before the transfer that began it has been closed."""
+    while pair._moves:
+        await asyncio.sleep(0.005)
+
+
+async def all_back(engine: AsyncEngine, pair: Pair) -> None:
+    """Until no request, lease or transfer is left, and every block is free or cached in both engines."""
+    while engine.in_flight or pair.flights or pair._moves or len(pair.holder.leases):
+        await asyncio.sleep(0.01)
+    for side in (pair.prefill, pair.decode):
+        while side.up:
+            with contextlib.suppress(EngineError):  # it may have been killed a moment ago
+                await side.engine.steps(0, 1)  # an engine reports its counts after each message
+            await asyncio.sleep(0.02)
+            counts = side.counts
+            if counts.blocks_free + counts.blocks_cached == counts.blocks_total and not counts.running + counts.waiting:
+                break
+    assert engine.admission.samples == engine.admission.blocks == 0
+
+
+async def answer(engine: AsyncEngine, tokens: list[int], params: SamplingParams = GREEDY) -> list:
+    """(tokens, finish reason, log probabilities) of each sample."""
+    await engine.prepare(params)
+    stream = engine.submit([tokens], params)
+    async for _ in stream:
+        pass
+    return [(one.sample.token_ids, one.sample.finish_reason, one.sample.logprobs) for one in stream.answers]

@@ -1,0 +1,270 @@
+"""Whatever is lost on the way, every request ends with the right tokens or one clear error, and every block is back."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.fakes import FakeTransport, Fault
+from tests.cluster.pairs import GREEDY, PEERS, all_back, answer, moved, run_pair
+from tests.cluster.test_pair import PROMPT, Alone
+from twostroke.cluster.pair import GONE, Pair
+from twostroke.cluster.sockets import SharedMemoryTransport, TcpTransport
+from twostroke.remote import client
+from twostroke.remote.async_engine import ENGINE_GONE, AsyncEngine
+from twostroke.remote.blocks import BlockExchange
+from twostroke.remote.messages import Expect, Expected
+from twostroke.remote.process import ProcessEngine
+from twostroke.sampling import SamplingParams
+
+FAULTS = {
+    "refuse": Fault(refuse=True),
+    "cut renewals": Fault(cut_renewals=True),
+    "cut": Fault(cut=True),
+    "corrupt": Fault(corrupt=True),
+    "truncate": Fault(truncate=True),
+    "forget": Fault(forget=True),
+    "too late": Fault(delay=5.0),
+}
+LONG = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llama_alone(llama_folder: Path) -> Alone:
+    return Alone(llama_folder)
+
+
+def prompts(count: int) -> list[list[int]]:
+    return [[(i * (2 * k + 3) + k) % 290 + 3 for i in range(40 + k)] for k in range(count)]
+
+
+def test_every_fault_of_a_transport_costs_time_and_no_token(llama_folder: Path, llama_alone: Alone) -> None:
+    transport = FakeTransport()
+    want = [llama_alone.answer(prompt) for prompt in prompts(len(FAULTS))]
+
+    async def scenario(engine: AsyncEngine, pair: Pair) -> None:
+        for number, (prompt, fault) in enumerate(zip(prompts(len(FAULTS)), FAULTS.values(), strict=True)):
+            transport.fault = lambda fault=fault: fault  # type: ignore[misc]
+            assert await answer(engine, prompt) == want[number]
+            await moved(pair)
+            assert sum(pair.handover.counts.failed.values()) == number + 1
+            await all_back(engine, pair)
+        assert pair.handover.counts.failed == {"transfer": 3, "damaged or missing": 3, "deadline": 1}
+        assert pair.handover.counts.done == 0 and transport.open == 0
+        assert pair.decode.counts.computed_tokens >= sum(map(len, prompts(len(FAULTS))))
+
+    run_pair(llama_folder, scenario, lambda: transport, transfer_seconds=0.5)
+
+
+def test_a_lease_that_is_not_renewed_ends(llama_folder: Path, llama_alone: Alone) -> None:
+    """The decode side waits longer than the lease lasts before it fetches, as a stopped process does."""
+    want = llama_alone.answer(PROMPT)
+
+    async def scenario(engine: AsyncEngine, pair: Pair) -> None:
+        assert await answer(engine, PROMPT) == want
+        await moved(pair)
+        assert pair.holder.leases.ended == {"expired": 1}
+        assert pair.handover.counts.failed == {"transfer": 1}
+
+    run_pair(llama_folder, scenario, lambda: FakeTransport(lambda: Fault(delay=0.4)), lease=0.1)
+
+
+def test_requests_that_the_caller_aborts_leave_nothing(llama_folder: Path) -> None:
+    """At any moment: in the prefill engine, in a transfer, while it waits for room, in the decode engine."""
+    rng = random.Random(5)
+
+    async def one(engine: AsyncEngine, prompt: list[int]) -> str | None:
+        stream = engine.submit([prompt], LONG)
+        await asyncio.sleep(rng.random() * 0.12)
+        stream.close()
+        pieces = [piece async for piece in stream]
+        ends = [piece.event.finish_reason for piece in pieces if piece.event.finish_reason is not None]
+        assert len(ends) == 1
+        return ends[0]
+
+    async def scenario(engine: AsyncEngine, pair: Pair) -> None:
+        for _ in range(3):
+            ends = await asyncio.gather(*(one(engine, prompt) for prompt in prompts(12)))
+            assert "abort" in ends
+        assert await answer(engine, PROMPT)
+
+    slow = FakeTransport(lambda: Fault(delay=rng.random() * 0.1))
+    run_pair(llama_folder, scenario, lambda: slow, decode={"max_requests": 4})
+    assert slow.open == 0
+
+
+def test_blocks_that_are_lent_give_way_to_a_prompt_that_needs_them(llama_folder: Path, llama_alone: Alone) -> None:
+    """The prefill engine has room for one long prompt. Transfers that wait do not keep the next prompt from running."""
+    many = [[(i * k) % 290 + 3 for i in range(150)] for k in (3, 5, 11)]
+    want = [llama_alone.answer(prompt) for prompt in many]
+
+    async def scenario(engine: AsyncEngine, pair: Pair) -> None:
+        assert list(await asyncio.gather(*(answer(engine, prompt) for prompt in many))) == want
+        await moved(pair)
+        assert 0 < sum(pair.handover.counts.failed.values()) <= 3
+
+    small = {"kv_blocks": 11, "max_model_len": 170}
+    run_pair(llama_folder, scenario, lambda: FakeTransport(lambda: Fault(delay=1.0)), prefill=small)
+
+
+def test_a_decode_engine_that_answers_too_late_keeps_nothing(
+    llama_folder: Path, llama_alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether it took the request is not known in time: the other engine goes on, and the late one gives all back."""
+    want, plain = llama_alone.answer(PROMPT), BlockExchange.expect
+
+    def late(self: BlockExchange, message: Expect) -> Expected:
+        time.sleep(0.5)
+        return plain(self, message)
+
+    monkeypatch.setattr(BlockExchange, "expect", late)
+    monkeypatch.setattr(client, "ANSWER_SECONDS", 0.2)
+
+    async def scenario(engine: AsyncEngine, pair: Pair) -> None:
+        assert await answer(engine, PROMPT) == want
+        assert pair.prefill.counts.output_tokens == 12 and pair.handover.counts.done == 0
+
+    for transfer_seconds in (10.0, 0.1):
+        run_pair(llama_folder, scenario, transfer_seconds=transfer_seconds)
+
+
+# ---- processes that are killed ---------------------------------------------------------------------------------------
+
+
+def kill(engine: object, how: int = signal.SIGKILL) -> None:
+    assert isinstance(engine, ProcessEngine) and engine.child is not None
+    os.kill(engine.child.process.pid, how)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    while not condition():
+        await asyncio.sleep(0.002)
+
+
+def test_a_prefill_process_is_killed(llama_folder: Path, llama_alone: Alone) -> None:
+    """In the middle of a transfer, then in the middle of a prefill: the decode engine goes on with the same tokens."""
+    transport = FakeTransport(lambda: Fault(delay=0.3))
+    want = llama_alone.answer(PROMPT), llama_alone.answer(PROMPT[::-1] * 3)
+
+    async def scenario(engine: AsyncEngine, pair: Pair) -> None:
+        first = asyncio.ensure_future(answer(engine, PROMPT))
+        await until(lambda: transport.fetched)
+        kill(pair.prefill.engine)
+        assert await first == want[0]
+        assert pair.handover.counts.failed == {"transfer": 1} and pair.holder.leases.ended == {"failed": 1}
+        assert engine.client.healthy and pair.restarts == 0
+        await until(lambda: pair.prefill.engine.healthy)
+        second = asyncio.ensure_future(answer(engine, PROMPT[::-1] * 3))
+        await until(lambda: pair.prefill.counts.running)
+        kill(pair.prefill.engine)
+        assert await second == want[1]
+        assert pair.resumed == 1 and pair.prefill.losses == 2
+
+    run_pair(llama_folder, scenario, lambda: transport, "process", prefill={"max_batch_tokens": 32})
+
+
+def test_a_decode_process_is_killed(llama_folder: Path, llama_alone: Alone) -> None:
+    """In the middle of streams: they go on where they were, on the other engine. Without any engine each ends once."""
+    want = [llama_alone.answer(prompt, LONG) for prompt in prompts(3)]
+
+    async def scenario(engine: AsyncEngine, pair: Pair) -> None:
+        streams = [asyncio.ensure_future(answer(engine, prompt, LONG)) for prompt in prompts(3)]
+        await until(lambda: sum(len(flight.written) for flight in pair.flights.values()) > 60)
+        kill(pair.decode.engine)
+        assert [await stream for stream in streams] == want
+        assert pair.resumed >= 1 and pair.restarts == 0
+        lost = engine.submit(prompts(2), LONG)
+        await until(lambda: any(flight.written for flight in pair.flights.values()))
+        for side in (pair.prefill, pair.decode):
+            if side.up:
+                kill(side.engine)
+        pieces = [piece async for piece in lost]
+        assert [piece.event.error for piece in pieces if piece.event.finish_reason is not None] == [ENGINE_GONE] * 2
+        await until(lambda: pair.prefill.engine.healthy and pair.decode.engine.healthy)
+        assert await answer(engine, prompts(1)[0], LONG) == want[0]
+
+    run_pair(llama_folder, scenario, lambda: SharedMemoryTransport(PEERS), "process")
+
+
+# ---- storms ----------------------------------------------------------------------------------------------------------
+
+
+def random_fault(rng: random.Random) -> Fault:
+    if rng.random() < 0.5:
+        return Fault(delay=rng.random() * 0.05)
+    return rng.choice(list(FAULTS.values())[:-1])
+
+
+@pytest.mark.slow
+def test_five_hundred_random_faults(llama_folder: Path, llama_alone: Alone) -> None:
+    rng = random.Random(11)
+    many = prompts(20)
+    params = [GREEDY, SamplingParams(max_tokens=20, temperature=1.0, seed=3)]
+    transport = FakeTransport(lambda: random_fault(rng))
+
+    async def one(engine: AsyncEngine) -> None:
+        prompt, asked = rng.choice(many)[: rng.randint(16, 60)], rng.choice(params)
+        if rng.random() < 0.2:
+            stream = engine.submit([prompt], asked)
+            await asyncio.sleep(rng.random() * 0.1)
+            stream.close()
+            assert sum([piece.event.finish_reason is not None async for piece in stream]) == 1
+        else:
+            assert await answer(engine, prompt, asked) == llama_alone.answer(prompt, asked)
+
+    async def scenario(engine: AsyncEngine, pair: Pair) -> None:
+        counts = pair.handover.counts
+        while sum(counts.failed.values()) < 500:
+            await asyncio.gather(*(one(engine) for _ in range(8)))
+        await all_back(engine, pair)
+        assert counts.done > 100 and transport.open == 0
+
+    run_pair(llama_folder, scenario, lambda: transport, prefill={"prefix_cache": False}, decode={"prefix_cache": False})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", [SharedMemoryTransport, TcpTransport])
+def test_processes_that_are_killed_and_stopped_again_and_again(
+    llama_folder: Path, llama_alone: Alone, transport: type
+) -> None:
+    """One engine at a time: every answer is right. Each round ends with all blocks and leases back."""
+    rng = random.Random(13)
+
+    async def one(engine: AsyncEngine, prompt: list[int]) -> None:
+        await asyncio.sleep(rng.random() * 0.3)
+        assert await answer(engine, prompt, LONG) == llama_alone.answer(prompt, LONG)
+
+    async def scenario(engine: AsyncEngine, pair: Pair) -> None:
+        for _ in range(8):
+            await until(lambda: pair.prefill.engine.healthy and pair.decode.engine.healthy)
+            running = [asyncio.ensure_future(one(engine, prompt)) for prompt in prompts(6)]
+            await asyncio.sleep(rng.random() * 0.4)
+            side = rng.choice([pair.prefill, pair.decode])
+            stopped = rng.random() < 0.4
+            kill(side.engine, signal.SIGSTOP if stopped else signal.SIGKILL)
+            if stopped:
+                await asyncio.sleep(1.0)
+                kill(side.engine, signal.SIGCONT)
+            await asyncio.gather(*running)
+            await asyncio.wait_for(all_back(engine, pair), 10)
+        assert pair.restarts == 0
+
+    run_pair(llama_folder, scenario, lambda: transport(PEERS), "process")
+
+
+def test_a_request_without_any_engine_ends_at_once(llama_folder: Path) -> None:
+    async def scenario(engine: AsyncEngine, pair: Pair) -> None:
+        pair.prefill.up = pair.decode.up = False
+        stream = engine.submit([PROMPT[:10]], GREEDY)
+        pieces = [piece async for piece in stream]
+        assert [piece.event.error for piece in pieces] == [GONE]
+        pair.prefill.up = pair.decode.up = True
+
+    run_pair(llama_folder, scenario)

@@ -1,0 +1,155 @@
+"""The router takes the route whose stream begins first, and is right against a search over all routes."""
+
+from __future__ import annotations
+
+import random
+from math import inf
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from twostroke.cluster.router import Ask, Link, Load, Role, Route, Router
+from twostroke.ops.interface import BLOCK
+
+BYTES = 1_000_000  # of a block
+FAST = Load(max_streams=8, token_seconds=0.001, step_seconds=0.01)
+
+
+def names(prompt: int, count: int) -> list[bytes]:
+    return [bytes([prompt, i]) for i in range(count)]
+
+
+def router(link: Link | None = None, **roles: Role) -> Router:
+    made = Router(BYTES, link or Link(1e9, 0.001))
+    for name, role in roles.items():
+        made.update(name, role, FAST)
+    return made
+
+
+def test_a_long_prompt_goes_to_a_prefill_worker_and_a_short_one_stays() -> None:
+    """Beside streams a decode worker computes prompts slowly; a transfer has its latency."""
+    found = router(Link(1e9, 0.05), p=Role.PREFILL, d=Role.DECODE)
+    found.update("d", Role.DECODE, Load(streams=4, max_streams=8, token_seconds=0.004, step_seconds=0.01))
+    long = found.choose(Ask(1000, names(1, 62)))
+    assert long is not None and (long.prefill, long.decode, long.sent) == ("p", "d", 62)
+    assert long.ttft == pytest.approx(1.0) and long.second == pytest.approx(1.0 + 0.05 + 62 * BYTES / 1e9 + 0.01)
+    found.update("p", Role.PREFILL, FAST)
+    short = found.choose(Ask(16, names(2, 1)))
+    assert short is not None and (short.prefill, short.decode) == ("d", "d")
+    assert short.ttft == pytest.approx(16 * 0.004)
+
+
+def test_a_slow_link_keeps_prompts_where_they_are() -> None:
+    for bandwidth, prefill in ((1e9, "p"), (1e6, "d")):
+        found = router(Link(bandwidth), p=Role.PREFILL, d=Role.DECODE)
+        found.update("d", Role.DECODE, Load(streams=4, max_streams=8, token_seconds=0.002))
+        route = found.choose(Ask(160, names(1, 10)))
+        assert route is not None and route.prefill == prefill
+
+
+def test_a_prompt_goes_where_its_beginning_is_unless_that_worker_is_busy() -> None:
+    found = router(a=Role.BOTH, b=Role.BOTH)
+    found.stored("b", names(1, 50))
+    route = found.choose(Ask(820, names(1, 51)))
+    assert route is not None and (route.prefill, route.decode, route.cached) == ("b", "b", 50)
+    assert route.ttft == pytest.approx(0.02)
+    found.update("b", Role.BOTH, Load(queued_tokens=5000, max_streams=8, token_seconds=0.001))
+    route = found.choose(Ask(820, names(1, 51)))
+    assert route is not None and (route.prefill, route.cached) == ("a", 0)
+
+
+def test_blocks_that_the_decode_worker_has_are_not_counted_as_sent() -> None:
+    found = router(Link(1e6), p=Role.PREFILL, d=Role.DECODE, e=Role.DECODE)
+    for name in "de":
+        found.update(name, Role.DECODE, Load(max_streams=8, token_seconds=1.0))
+    found.stored("e", names(1, 9))
+    route = found.choose(Ask(160, names(1, 10)))
+    assert route is not None and (route.prefill, route.decode, route.sent) == ("p", "e", 1)
+
+
+def test_what_was_sent_counts_until_the_next_report() -> None:
+    found = router(a=Role.BOTH, b=Role.BOTH)
+    taken = [found.choose(Ask(100, names(i, 6))) for i in range(6)]
+    assert [route.decode for route in taken if route] == ["a", "b"] * 3
+    found.update("a", Role.BOTH, FAST)
+    assert [found.choose(Ask(100, names(i, 6))).decode for i in (10, 11)] == ["a", "a"]  # type: ignore[union-attr]
+
+
+def test_a_full_worker_is_waited_for_or_passed_over() -> None:
+    found = router(a=Role.BOTH, b=Role.BOTH)
+    full = Load(streams=8, max_streams=8, token_seconds=0.001, stream_seconds=40.0)
+    found.update("a", Role.BOTH, full)
+    assert found.choose(Ask(100)).decode == "b"  # type: ignore[union-attr]
+    found.update("b", Role.BOTH, full)
+    assert found.choose(Ask(100)).ttft == pytest.approx(5.0)  # type: ignore[union-attr]
+
+
+def test_a_worker_that_is_lost_is_not_chosen_and_its_blocks_are_forgotten() -> None:
+    found = router(p=Role.PREFILL, d=Role.DECODE)
+    found.stored("d", names(1, 4))
+    found.lost("d")
+    assert found.choose(Ask(100, names(1, 6))) is None
+    found.update("d", Role.DECODE, FAST)
+    route = found.choose(Ask(100, names(1, 6)))
+    assert route is not None and route.cached == 0
+    found.stored("d", names(2, 4))
+    found.evicted("d", names(2, 4)[2:])
+    assert found.workers["d"].cached(names(2, 4)) == 2
+
+
+seconds = st.sampled_from([0.0, 0.001, 0.01, 0.3])
+loads = st.builds(Load, st.integers(0, 3000), st.integers(0, 9), st.integers(1, 8), seconds, seconds, seconds)
+workers = st.lists(st.tuples(st.sampled_from(Role), loads, st.integers(0, 12)), max_size=6)
+
+
+def every_route(found: Router, ask: Ask) -> list[Route]:
+    """All of them, by the definition."""
+    routes = []
+    for first, helper in found.workers.items():
+        cached = helper.cached(ask.names)
+        for second, writer in found.workers.items():
+            if writer.role is Role.PREFILL or (helper.role is Role.DECODE and first != second):
+                continue
+            left = helper.load.queued_tokens + max(1, ask.tokens - cached * BLOCK)
+            ttft = left * helper.load.token_seconds
+            step, lacking = writer.load.step_seconds, len(ask.names) - writer.cached(ask.names)
+            if first == second:
+                ttft = max(ttft, writer.place())
+                routes.append(Route(first, first, ttft, ttft + step, cached))
+            elif ask.names:
+                ready = max(ttft + found.link.seconds(lacking * BYTES), writer.place())
+                routes.append(Route(first, second, ttft, ready + step, cached, lacking))
+    return routes
+
+
+@settings(max_examples=80)
+@given(workers, st.integers(0, 12), st.sampled_from([Link(), Link(1e8, 0.01), Link(1e6, 0.5)]))
+def test_no_route_begins_sooner_than_the_one_that_is_chosen(many: list, blocks: int, link: Link) -> None:
+    found = Router(BYTES, link)
+    for number, (role, load, held) in enumerate(many):
+        found.update(str(number), role, load)
+        found.stored(str(number), names(1, held))
+    ask = Ask(blocks * BLOCK + 5, names(1, blocks))
+    routes = every_route(found, ask)
+    chosen = found.choose(ask)
+    assert (chosen is None) == (not routes)
+    if chosen is not None:
+        assert chosen in routes
+        assert chosen.second == min((route.second for route in routes), default=inf)
+
+
+def test_many_workers_and_requests() -> None:
+    """Loads stay even over 32 workers, and prompts with the same beginning meet."""
+    rng = random.Random(1)
+    found = Router(BYTES, Link(25e9, 0.002))
+    for number in range(32):
+        found.update(str(number), Role.BOTH, Load(max_streams=10**6, token_seconds=1e-4, step_seconds=0.01))
+    hits = 0
+    for _ in range(2000):
+        group = rng.randrange(20)
+        route = found.choose(Ask(700, [*names(group, 30), *names(rng.randrange(100, 250), 12)]))
+        assert route is not None
+        hits += route.cached >= 30
+    sent = [worker.sent_streams for worker in found.workers.values()]
+    assert sum(sent) == 2000 and max(sent) < 3 * min(sent) and hits > 1000

@@ -1,0 +1,59 @@
+"""Blocks of requests that have ended, held for another engine that may fetch them. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from twostroke.kv.addresses import Name
+from twostroke.ops.interface import BLOCK
+from twostroke.types import FinishReason, RequestState
+
+if TYPE_CHECKING:
+    from twostroke.kv.tables import KVTables
+
+
+class LentBlocks:
+    def __init__(self, tables: KVTables):
+        self.tables = tables
+        self.by_id: dict[int, list[tuple[Name, int]]] = {}  # of the request that left them, the oldest first
+
+    def lend(self, request: RequestState, promised: Mapping[int, Sequence[int]]) -> None:
+        """Hold the full blocks of a request that ends, under its id, until `take_back`: those that a continuation on
+        another engine needs. promised: blocks that have a name, and whose content a step in flight computes, by plan.
+        A request that was aborted or failed leaves none."""
+        tables, pool = self.tables, self.tables.pool
+        if tables.layout.state_bytes or request.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
+            return  # a layer with a state needs it too, and blocks do not hold it
+        unready = {block for blocks in promised.values() for block in blocks}
+        length = (len(request.tokens) - 1) // tables.unit * tables.unit
+        tables.hasher.extend(request.hashes, request.tokens, request.salt, length // BLOCK)
+        lent: list[tuple[Name, int]] = []
+        for group, span in enumerate(tables.spans):
+            for column in range(tables.first_visible(group, length), length // span):
+                name, block = tables.name(request, group, column), tables.held[request.row][group][column]
+                if block < 0:  # behind the window by now, and perhaps still cached
+                    found = pool.find(name, tables.tokens(request, group, column))
+                    block = block if found is None else found
+                if block >= 0 and block not in unready:
+                    pool.hold(block)
+                    lent.append((name, block))
+        if lent:
+            self.by_id[request.id] = lent
+
+    def take_back(self, number: int) -> None:
+        """What this request has left is held no longer."""
+        for _, block in reversed(self.by_id.pop(number, [])):
+            self.tables.pool.release(block)
+
+    def take_back_oldest(self) -> bool:
+        """For a request that cannot run otherwise. The engine that wanted these blocks computes them itself. False:
+        none are lent."""
+        if not self.by_id:
+            return False
+        self.take_back(next(iter(self.by_id)))
+        return True
+
+    def blocks(self) -> Iterator[int]:
+        """Each as often as it is held here."""
+        return (block for lent in self.by_id.values() for _, block in lent)
