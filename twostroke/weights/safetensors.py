@@ -55,7 +55,7 @@ def open_safetensors(path: Path) -> dict[str, Stored]:
     return {
         name: Stored(dtype, shape, data[begin:end])
         for name, (dtype, shape, begin, end) in spans.items()
-        if dtype in _FORMATS
+        if not _left_out(name, dtype)
     }
 
 
@@ -67,18 +67,22 @@ def _read_entry(path: Path, name: str, entry: Any, size: int) -> tuple[str, tupl
     if not isinstance(dtype, str) or not _naturals(shape) or not _naturals(offsets) or len(offsets) != 2:
         raise damaged(path, f"{label} lacks a proper dtype, shape or data_offsets")
     is_bytes = dtype == "U8" and name.endswith(_BYTES)
-    if dtype not in _FORMATS and not is_bytes and name.rpartition(".")[2] != _POSITION_IDS:
+    if dtype not in _FORMATS and not is_bytes and not _left_out(name, dtype):
         raise ModelError(
             f"{path}: {label} has dtype {dtype[:20]}, which is not read; save the model as {' or '.join(_FORMATS)}."
         )
     begin, end = offsets
     if not begin <= end <= size:
         raise damaged(path, f"{label} lies at bytes {begin} to {end} of {size}")
-    if dtype not in _FORMATS:
+    if _left_out(name, dtype):
         return dtype, tuple(shape), begin, end
     if len(shape) > _MAX_DIMS or stored_bytes(dtype, shape) != end - begin:
         raise damaged(path, f"{label} of {len(shape)} dimensions does not fit its {end - begin} bytes of {dtype}")
     return dtype, tuple(shape), begin, end
+
+
+def _left_out(name: str, dtype: str) -> bool:
+    return dtype not in _FORMATS and name.rpartition(".")[2] == _POSITION_IDS
 
 
 def _naturals(value: Any) -> TypeGuard[list[int]]:
