@@ -27,6 +27,8 @@ def set_scale(data: np.ndarray, kind: str, block: int, value: float) -> None:
     size, at = FORMATS[kind].bytes, SCALE_AT.get(kind, 0)
     if kind == "BF16":
         raw = np.array([value], np.float32).view(np.uint8)[2:]
+    elif kind == "MXFP4":
+        raw = np.array([255], np.uint8)  # the one scale of its powers of two that is no number
     else:
         raw = np.array([value], np.float32 if kind == "F32" else np.float16).view(np.uint8)
     data.reshape(-1)[block * size + at :][: len(raw)] = raw
@@ -43,6 +45,9 @@ def random_matrix(rng: np.random.Generator, rows: int, columns: int, kind: str) 
         return np.ascontiguousarray(values.view(np.uint16)[:, 1::2]).view(np.uint8)
     size = FORMATS[kind].bytes
     blocks = rng.integers(0, 256, (rows * columns // FORMATS[kind].block, size), np.uint8)
+    if kind == "MXFP4":
+        blocks[:, 0] = 127 - 7
+        return blocks.reshape(rows, -1)
     at = SCALE_AT.get(kind, 0)
     most = {"Q8_0": 100.0, "Q4_K": 15.0 * 32, "Q5_K": 31.0 * 32, "Q6_K": 32.0 * 64}.get(kind, 16.0)
     blocks[:, at : at + 2] = np.array([0.1 / most], np.float16).view(np.uint8)
