@@ -54,6 +54,7 @@ class EndedRequest(NamedTuple):
     max_tokens: int | None
     priority: int
     reason: str
+    determined: bool  # by its prompt and parameters: temperature 0, or a seed
     packed: bytes  # the segments as numbers: objects would take ten times the memory
     lookup: LookupCounts | None = None  # None: not replayed
 
@@ -89,9 +90,10 @@ class EndedRequests:
         kept = Timeline(timeline.arrival, timeline.scheduled, timeline.end, timeline.token_times[:1])
         kept.prompt_tokens, kept.cached_tokens = padded(timeline.prompt_tokens), timeline.cached_tokens
         kept.preemptions = timeline.preemptions
+        determined = params.temperature == 0 or params.seed is not None
         ended = EndedRequest(
             request.id, kept, timeline.ttft, timeline.tpot, timeline.output_tokens, params.max_tokens, params.priority,
-            reason, pack(segments), self._replayed(request.tokens, written),
+            reason, determined, pack(segments), self._replayed(request.tokens, written),
         )  # fmt: skip
         with self._lock:
             self._ended.append(ended)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tests.cost.cases import on_box
 from twostroke.cost.answers.levers import LEVERS, Scenario
 from twostroke.cost.simulation.trace import Arrival, Part
@@ -10,7 +12,9 @@ LEVER = next(lever for lever in LEVERS if lever.name == "answer-cache")
 
 
 def asked(*prompts: int) -> list[Arrival]:
-    return [Arrival(float(at), (Part(0, 64), Part(content, 32)), 20) for at, content in enumerate(prompts)]
+    return [
+        Arrival(float(at), (Part(0, 64), Part(content, 32)), 20, determined=True) for at, content in enumerate(prompts)
+    ]
 
 
 def test_repeated_prompts_are_left_out() -> None:
@@ -19,13 +23,21 @@ def test_repeated_prompts_are_left_out() -> None:
     assert [one.at for one in after.arrivals] == [0.0, 1.0, 4.0]
 
 
+def test_only_determined_answers_are_used_again() -> None:
+    rows = asked(1, 1, 1, 2)
+    after = LEVER.pull(Scenario(on_box(), [replace(row, determined=at > 0) for at, row in enumerate(rows)]))
+    assert isinstance(after, Scenario) and [one.at for one in after.arrivals] == [0.0, 1.0, 3.0]
+    unknown = LEVER.pull(Scenario(on_box(), [replace(row, determined=False) for row in rows]))
+    assert isinstance(unknown, str) and "temperature 0" in unknown
+
+
 def test_it_says_when_it_does_not_help() -> None:
     after = LEVER.pull(Scenario(on_box(), asked(*range(50))))
     assert isinstance(after, str) and "0.0%" in after
 
 
 def test_the_others_wait_less() -> None:
-    busy = [Arrival(0.01 * at, (Part(at % 4, 600),), 40) for at in range(60)]
+    busy = [Arrival(0.01 * at, (Part(at % 4, 600),), 40, determined=True) for at in range(60)]
     case = Scenario(on_box(prefix_cache=False), busy)
     after = LEVER.pull(case)
     assert isinstance(after, Scenario)

@@ -164,11 +164,16 @@ def lookup(scenario: Scenario) -> Scenario | str:
 
 
 def known_answers(scenario: Scenario) -> Scenario | str:
-    """Without the requests whose whole prompt came before: the exact tier of the answer cache answers them."""
+    """Without the requests whose whole prompt came before: the exact tier of the answer cache answers them. Only
+    requests whose answers are determined count."""
+    if not any(arrival.determined for arrival in scenario.arrivals):
+        return "no request is known to have temperature 0 or a seed, and only such answers are used again"
     seen: set[Any] = set()
     first = []
     for arrival in scenario.arrivals:
-        if arrival.parts not in seen:
+        if not arrival.determined:
+            first.append(arrival)
+        elif arrival.parts not in seen:
             seen.add(arrival.parts)
             first.append(arrival)
     repeated = 1 - len(first) / max(1, len(scenario.arrivals))

@@ -84,7 +84,13 @@ def read_step(document: Document) -> Step:
 
 def read_arrival(document: Document, first: float) -> Arrival:
     parts = tuple(Part(*part) for part in document["parts"]) or (Part(-document["request"], document["prompt_tokens"]),)
-    return Arrival(document["time"] - first, parts, document["output_tokens"], document["priority"])
+    return Arrival(
+        document["time"] - first,
+        parts,
+        document["output_tokens"],
+        document["priority"],
+        document.get("determined") is True,
+    )
 
 
 def read_served(document: Document, first: float, times: Sequence[float]) -> Served:

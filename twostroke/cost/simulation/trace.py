@@ -38,6 +38,7 @@ class Arrival:
     parts: tuple[Part, ...]
     output: int  # tokens written
     priority: int = 0
+    determined: bool = False  # an equal prompt would get an equal answer: temperature 0, or a seed
 
     @property
     def prompt(self) -> int:

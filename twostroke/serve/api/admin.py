@@ -188,6 +188,7 @@ def arrival_document(one: EndedRequest, wall: float) -> dict[str, Any]:
         "e2e_s": timeline.e2e,
         "preemptions": timeline.preemptions,
         "priority": one.priority,
+        "determined": one.determined,
         "finish_reason": one.reason,
         "parts": one.segments,
     }
