@@ -64,9 +64,9 @@ def answers(path: Path, prompts: list[str], tokens: int, **settings: Any) -> lis
     return [output.samples[0].token_ids for output in llm.generate(prompts, asked)]
 
 
-def check_equal(default_model: Path, folder: Path, prompts: list[str], tokens: int) -> None:
+def check_equal(default_model: Path, folder: Path, prompts: list[str], tokens: int, **settings: Any) -> None:
     split = write_split(default_model, folder / "split.gguf", EXPERTS)
-    assert answers(split, prompts, tokens) == answers(default_model, prompts, tokens)
+    assert answers(split, prompts, tokens, **settings) == answers(default_model, prompts, tokens, **settings)
 
 
 def test_all_experts_are_the_dense_model(default_model: Path, tmp_path: Path) -> None:
@@ -75,7 +75,8 @@ def test_all_experts_are_the_dense_model(default_model: Path, tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_all_experts_are_the_dense_model_over_many_prompts(default_model: Path, tmp_path: Path) -> None:
-    check_equal(default_model, tmp_path, PROMPTS, 32)
+    """In float32: with activations of 8 bits another order of sums moves a few codes, and near ties fall otherwise."""
+    check_equal(default_model, tmp_path, PROMPTS, 32, dtype="float32", kv_dtype="float32")
 
 
 def test_some_experts_stream_and_stay_exact(default_model: Path, tmp_path: Path) -> None:
