@@ -75,6 +75,8 @@ def test_every_form_of_input(embedding_client: httpx.Client, folder: Path) -> No
 def test_a_bad_field_is_refused_by_name(embedding_client: httpx.Client, body: dict, field: str) -> None:
     answer = embedding_client.post("/v1/embeddings", json=body)
     assert answer.status_code in (400, 404) and answer.json()["error"]["param"].startswith(field), answer.text
+    if body == {"input": []}:
+        assert "is empty: send a text" in answer.json()["error"]["message"]
 
 
 def test_a_long_text_can_be_cut(embedding_client: httpx.Client) -> None:

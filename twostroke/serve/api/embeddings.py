@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from twostroke.embed.embedder import Embedder, shortened
 from twostroke.embed.texts import Tokens
 from twostroke.serve.base_service import BaseService
 from twostroke.serve.embedding import EmbeddingService, timings
-from twostroke.serve.fates import Hint
+from twostroke.serve.fates import Hint, refusal
 from twostroke.serve.fields import Count, Many, Name, Text, TokenId
 from twostroke.serve.sampling import CommonHints
 from twostroke.serve.transport.errors import ApiError, bad_request
@@ -25,9 +25,15 @@ TokenIds = Annotated[Many[TokenId], Field(min_length=1)]
 Several = Annotated[Many[Text | TokenIds], Field(min_length=1, max_length=MAX_INPUTS)]
 
 
+def _something(value: Any) -> Any:
+    if value == []:
+        raise refusal("is empty: send a text, a list of texts or token ids")
+    return value
+
+
 class EmbeddingsRequest(CommonHints):
     model: Name | None = None
-    input: Text | TokenIds | Several
+    input: Annotated[Text | TokenIds | Several, BeforeValidator(_something)]
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Count | None = None
     truncate: bool = False  # extension: a text beyond the model's length loses its end
