@@ -24,6 +24,7 @@ constexpr bool kWideScales = true;
 constexpr int kAheadNibbles = 12288;
 constexpr int kAheadBytes = 1024;
 constexpr bool kByLane = true;
+constexpr bool kSecondsByQuad = true;
 constexpr bool kUnsignedCodes = false;
 constexpr int32_t kDotStart = 0x4b400000;
 

@@ -23,11 +23,6 @@ TS_INLINE float inverse_rms(const float* x, int n, float eps) {
     return 1.f / square_root(sum_of_squares(x, n) / (float)n + eps);
 }
 
-TS_INLINE F round_float(F x) {  // as round_even
-    const F magic = splat(12582912.f);
-    return sub(add(x, magic), magic);
-}
-
 struct Codes {
     I a, b;  // inputs 0-15 and 16-31
     float d;
@@ -56,9 +51,9 @@ struct ActPair {
         out.half128[1] = kDotStart - 128 * sum_b;
     }
     TS_MEMBER void put_first(const Codes& codes) { write(codes, first); }
-    TS_MEMBER void put_second(const Codes& codes) {
+    TS_MEMBER void put_second(const Codes& codes, int k) {
         write(codes, second);
-        first.more = 1;
+        first.more = 1 + k / 4;
     }
     TS_MEMBER void put_no_second() {  // whatever its codes are
         second.d = second.dsum = 0.f;
@@ -68,20 +63,35 @@ struct ActPair {
 
 // The absolute maximum is taken on the bits, where NaN is above infinity is above every number: a bad input makes the
 // scale bad, and with it every product of this row.
-template <bool Seconds, class Out> TS_INLINE void quantize_group(F a, F b, Out out) {
+TS_INLINE float peak_of(F a, F b) {
     const I magnitude = isplat(0x7fffffff);
-    const float peak = bits_to_float((uint32_t)ipeak(imax(iand(bits_of(a), magnitude), iand(bits_of(b), magnitude))));
+    return bits_to_float((uint32_t)ipeak(imax(iand(bits_of(a), magnitude), iand(bits_of(b), magnitude))));
+}
+
+TS_INLINE Codes codes_of(F a, F b, float peak) {
     const bool tiny = peak < 1e-30f;
-    const float d = tiny ? 0.f : peak / 127.f, inverse = tiny ? 0.f : 127.f / peak;
-    out.put_first(Codes(a, b, d, inverse));
-    if constexpr (!Seconds) return;
-    if (!tiny && kDominance * peak * peak > sum(fma(b, b, mul(a, a)))) {
-        const F da = splat(-d), scale = splat(inverse);
-        const F left_a = fma(da, round_float(mul(a, scale)), a), left_b = fma(da, round_float(mul(b, scale)), b);
-        out.put_second(Codes(left_a, left_b, d / 254.f, 254.f * inverse));  // at most half a step is left
-    } else {
-        out.put_no_second();
-    }
+    return Codes(a, b, tiny ? 0.f : peak / 127.f, tiny ? 0.f : 127.f / peak);
+}
+
+// The largest input apart, as the one code 127 of a second Act: see Act.
+template <class Out> static void quantize_apart(F a, F b, float peak, Out out) {
+    alignas(64) float x[kGroup], largest[kGroup] = {0};
+    store(x, a);
+    store(x + 16, b);
+    int k = 0;
+    while (__builtin_fabsf(x[k]) != peak) ++k;
+    largest[k] = x[k] < 0 ? -127.f : 127.f;
+    x[k] = 0.f;
+    a = load(x), b = load(x + 16);
+    out.put_first(codes_of(a, b, peak_of(a, b)));
+    out.put_second(Codes(load(largest), load(largest + 16), peak / 127.f, 1.f), k);
+}
+
+template <bool Seconds, class Out> TS_INLINE void quantize_group(F a, F b, Out out) {
+    const float peak = peak_of(a, b);
+    if (Seconds && peak >= 1e-30f && kDominance * peak * peak > sum(fma(b, b, mul(a, a)))) return quantize_apart(a, b, peak, out);
+    out.put_first(codes_of(a, b, peak));
+    if constexpr (Seconds) out.put_no_second();
 }
 
 // 16 lanes of before(x); `n` of them lie within the row.
