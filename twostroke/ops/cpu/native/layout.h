@@ -74,8 +74,8 @@ static inline size_t group_offset(int kind, size_t g, bool wide) {
 // An input that holds most of its group's energy would leave the others only a few of the 255 steps. Where that costs
 // most, which is after a norm (outlying channels are the same in all rows), it is taken out of such a group (its code is
 // 0) and gets a second Act, at a distance that the arguments give (`extra`): the one code 127 or -127, and a scale of its own.
-// Without it there is a second Act too, whose d and dsum are zero, and adding its product changes nothing: rows may be
-// multiplied together freely.
+// Instruction sets that multiply several rows together find a second Act without it too, whose d and dsum are zero: adding its
+// product changes nothing.
 constexpr float kDominance = 1.6f;  // second codes where this times the largest square exceeds the sum of squares
 struct alignas(64) Act {
     int8_t q[kGroup];

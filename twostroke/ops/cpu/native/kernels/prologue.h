@@ -37,14 +37,11 @@ struct ActPair {
     TS_MEMBER static void write(const Codes& codes, Act& out) {
         store_int8(out.q, codes.a);
         store_int8(out.q + 16, codes.b);
-        out.d = codes.d;
-        out.more = 0;
-        if (kWideScales) {  // every sum starts at the same number
-            out.dsum = codes.d * (float)isum(iadd(codes.a, codes.b));
-            return;
-        }
         const int32_t sum_a = isum(codes.a), sum_b = isum(codes.b);
+        out.d = codes.d;
         out.dsum = codes.d * (float)(sum_a + sum_b);
+        out.more = 0;
+        if (kWideScales) return;  // every sum starts at the same number
         out.start8 = kDotStart - 8 * (sum_a + sum_b);
         out.start128 = kDotStart - 128 * (sum_a + sum_b);
         out.half128[0] = kDotStart - 128 * sum_a;
@@ -123,6 +120,23 @@ struct Prologue {
     }
 };
 
+}  // namespace
+
+#ifdef TS_FOUR_GROUPS
+#include "prologue_four.h"
+#else
+namespace {
+
+template <bool Seconds> static void quantize_row(const Prologue& source, int groups, Act* act, int64_t stride, int64_t extra) {
+    for (int g = 0; g < groups; ++g, act += stride)
+        quantize_group<Seconds>(source.at(g * kGroup, 16), source.at(g * kGroup + 16, 16), ActPair{*act, act[Seconds ? extra : 0]});
+}
+
+}  // namespace
+#endif
+
+namespace {
+
 static void prologue(const PrologueArgs& args, int row, int row_end) {
     const int groups = args.cols / kGroup;
     for (int r = row; r < row_end; ++r) {
@@ -136,12 +150,9 @@ static void prologue(const PrologueArgs& args, int row, int row_end) {
         }
         if (args.acts) {
             const ActPlace place = place_of(r, args.rows, groups);
-            Act* act = args.acts + place.start;
-            for (int g = 0; g < groups; ++g, act += place.stride) {
-                const F a = source.at(g * kGroup, 16), b = source.at(g * kGroup + 16, 16);
-                if (has_seconds(args.before)) quantize_group<true>(a, b, ActPair{*act, act[args.extra]});
-                else quantize_group<false>(a, b, ActPair{*act, *act});
-            }
+            Act* const act = args.acts + place.start;
+            if (has_seconds(args.before)) quantize_row<true>(source, groups, act, place.stride, args.extra);
+            else quantize_row<false>(source, groups, act, place.stride, args.extra);
         }
     }
 }
