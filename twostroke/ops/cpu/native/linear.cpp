@@ -196,8 +196,7 @@ void linear(Context& c, const Weight& weight, const LinearArgs& a) {
     const int threads = c.pool.threads();
     const int apart = a.rows >= 2 * kRowsApart && weight.panels < 8 * threads ? kRowsApart : a.rows;
     const bool streams = a.rows <= c.kernels.direct_rows;  // memory sets the pace: every thread reads a stretch of its own
-    const bool fine = streams || (!base.tiles && a.rows <= kRowsApart);  // small tasks end together; tiles want long runs
-    const int chunks = std::min(weight.panels, (fine ? 12 : 4) * threads);
+    const int chunks = std::min(weight.panels, (base.tiles ? 4 : streams ? 12 : 24) * threads);  // small tasks end together; tiles want long runs
     auto body = [&](int i, int worker) {
         const int row = i / chunks * apart, chunk = i % chunks;
         const int panel = (int)((int64_t)weight.panels * chunk / chunks), end = (int)((int64_t)weight.panels * (chunk + 1) / chunks);
