@@ -202,7 +202,7 @@ void linear(Context& c, const Weight& weight, const LinearArgs& a) {
         const int panel = (int)((int64_t)weight.panels * chunk / chunks), end = (int)((int64_t)weight.panels * (chunk + 1) / chunks);
         multiply(c, weight, base, panel, end, row, std::min(a.rows, row + apart), worker);
     };
-    c.pool.each(chunks * chunks_of(a.rows, apart), body, streams);
+    c.pool.each(chunks * chunks_of(a.rows, apart), body, !base.tiles && apart == a.rows);
 }
 
 void linear_groups(Context& c, const std::vector<RowGroup>& groups, const LinearArgs& a, bool same) {
