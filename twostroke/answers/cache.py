@@ -16,12 +16,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
-import msgspec
 import numpy as np
 
 from twostroke.answers import guard
-from twostroke.answers.bound import NEAREST, ErrorBound, Estimate
-from twostroke.answers.entry import Entry, pack, sealed, unpack, unseal
+from twostroke.answers.bound import NEAREST, ErrorBound, Estimate, Evidence
+from twostroke.answers.entry import Entry, pack, unpack
+from twostroke.answers.evidence import SharedEvidence
 from twostroke.answers.redis import RedisStore
 from twostroke.answers.store import Known, Near, Store, StoreError
 
@@ -29,10 +29,9 @@ log = logging.getLogger(__name__)
 Tier = Literal["exact", "semantic"]
 SERVED = 4096  # hits that can still be called wrong
 BORDERLINE = 50  # decisions that are shown
-NEIGHBOURS = 4  # of a question that the guard looks at
+NEIGHBOURS = 8  # of a question that the guard looks at
 AGREE = 0.9  # cosine of two answers that count as the same
-EVIDENCE = "evidence"
-SAVE_EVERY = 50  # pairs of evidence
+EXACT = "exact"  # in the place of a kind: what is learnt from it says nothing about similarity
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +68,35 @@ class Found(NamedTuple):
     age: float
 
 
+class Similar(NamedTuple):
+    """A known question that passed the guard."""
+
+    entry: Entry
+    kind: str
+    similarity: float
+
+    def evidence(self, right: bool) -> Evidence:
+        return Evidence(self.entry.id, self.kind, self.similarity, right)
+
+
 @dataclass(slots=True)
 class Looked:
-    """What a lookup found out, also when it came too late to be used."""
+    """What a lookup found out."""
 
     found: Found | None = None
     vector: np.ndarray | None = None
-    near: tuple[Entry, float] | None = None  # a known question that passed the guard and was not near enough
+    near: Similar | None = None  # what the computed answer is compared with
     shadow: bool = False  # the hit is to be computed as well
+
+
+class Computed(NamedTuple):
+    """An answer that was computed and ended well."""
+
+    tokens: tuple[int, ...]
+    by_string: bool  # a stop string ended it
+    prompt_tokens: int
+    seconds: float
+    decode: Callable[[tuple[int, ...]], str]
 
 
 @dataclass(slots=True)
@@ -98,15 +118,12 @@ class AnswerCache:
         self.bound = ErrorBound(options.error)
         self.counters = Counters()
         self.borderline: deque[dict[str, Any]] = deque(maxlen=BORDERLINE)
-        self._served: OrderedDict[str, tuple[str, float]] = OrderedDict()
+        self.evidence = SharedEvidence(self.bound, store, secret)
+        self._served: OrderedDict[str, Evidence] = OrderedDict()  # by hit: what is learnt if it was wrong
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="answers")
         self._complained = 0.0
-        self._learnt = 0
-        with contextlib.suppress(StoreError, msgspec.DecodeError, msgspec.ValidationError):
-            kept = store.note(EVIDENCE)
-            data = None if kept is None else unseal(kept, secret)
-            if data is not None:
-                self.bound.load(msgspec.msgpack.decode(data, type=list[tuple[float, bool]]))
+        with contextlib.suppress(StoreError):
+            self.evidence.read()
 
     # ---- looking up ------------------------------------------------------------------------------------------------
 
@@ -138,7 +155,7 @@ class AnswerCache:
             if query.exact:
                 entry = self._open(self.store.exact(query.exact), query)
                 if entry is not None and entry.exact == query.exact:
-                    looked.found = self._hit(entry, "exact", 1.0)
+                    looked.found = self._hit(entry, "exact")
                     return looked
             if query.context and self.texts is not None:
                 looked.vector = self.texts.embed([query.question])[0]
@@ -160,17 +177,19 @@ class AnswerCache:
             if entry is None:
                 continue
             similarity = cosine(looked.vector, entry.vector)  # the store's own number is not trusted
-            refused = guard.refusal(query.question, entry.question)
-            allowed = refused is None and self.bound.allows(entry.id, similarity)
-            self._note(query, entry, similarity, refused, allowed)
+            refused, kind = guard.compare(query.question, entry.question)
             if refused is not None:
+                self._note(query, entry, similarity, f"guard: {refused}")
                 continue
-            if allowed:
-                looked.found = self._hit(entry, "semantic", similarity)
+            near_one = Similar(entry, kind, similarity)
+            if self.bound.allows(entry.id, kind, similarity):
+                looked.found = self._hit(entry, "semantic", near_one)
                 looked.shadow = random.random() < self.options.shadow
-                looked.near = (entry, similarity) if looked.shadow else None
+                looked.near = near_one if looked.shadow else None
+                self._note(query, entry, similarity, "shared", looked.found.hit)
             else:
-                looked.near = entry, similarity
+                looked.near = near_one
+                self._note(query, entry, similarity, "not near enough")
             return
 
     def _entry_of(self, near: Near, query: Query) -> Entry | None:
@@ -192,67 +211,47 @@ class AnswerCache:
         limits = [limit for limit in (self.options.ttl, query.max_age) if limit is not None]
         return None if limits and age > min(limits) else entry
 
-    def _hit(self, entry: Entry, tier: Tier, similarity: float) -> Found:
+    def _hit(self, entry: Entry, tier: Tier, similar: Similar | None = None) -> Found:
         hit = f"ans_{secrets.token_hex(10)}"
-        self._served[hit] = entry.id, similarity
+        self._served[hit] = Evidence(entry.id, EXACT, 1.0, False) if similar is None else similar.evidence(False)
         while len(self._served) > SERVED:
             self._served.popitem(last=False)
         with contextlib.suppress(StoreError):
             self.store.hit(entry.id)
+        similarity = 1.0 if similar is None else similar.similarity
         return Found(entry, tier, similarity, hit, max(0.0, time.time() - entry.created))
 
-    def _note(self, query: Query, entry: Entry, similarity: float, refused: str | None, allowed: bool) -> None:
-        decision = "shared" if allowed else f"guard: {refused}" if refused else "not near enough"
+    def _note(self, query: Query, entry: Entry, similarity: float, decision: str, hit: str | None = None) -> None:
         self.borderline.append(
             {
-                "entry": entry.id, "asked": query.question[:200], "known": entry.question[:200],
+                "entry": entry.id, "hit": hit, "asked": query.question[:200], "known": entry.question[:200],
                 "similarity": round(similarity, 4), "decision": decision, "at": time.time(),
             }
         )  # fmt: skip
 
     # ---- storing and learning --------------------------------------------------------------------------------------
 
-    def store_later(
-        self,
-        query: Query,
-        looked: Looked,
-        tokens: tuple[int, ...],
-        by_string: bool,
-        prompt_tokens: int,
-        seconds: float,
-        decode: Callable[[tuple[int, ...]], str],
-    ) -> None:
-        """Of an answer that was computed and ended well."""
-        arguments = (query, looked, tokens, by_string, prompt_tokens, seconds, decode)
+    def store_later(self, query: Query, looked: Looked, computed: Computed) -> None:
         with contextlib.suppress(RuntimeError):  # the cache was closed
-            self._thread.submit(self._store, *arguments)
+            self._thread.submit(self._store, query, looked, computed)
 
-    def _store(
-        self,
-        query: Query,
-        looked: Looked,
-        tokens: tuple[int, ...],
-        by_string: bool,
-        prompt_tokens: int,
-        seconds: float,
-        decode: Callable[[tuple[int, ...]], str],
-    ) -> None:
+    def _store(self, query: Query, looked: Looked, computed: Computed) -> None:
         try:
-            text = decode(tokens)
+            tokens, text = computed.tokens, computed.decode(computed.tokens)
             if looked.near is not None:
-                entry, similarity = looked.near
-                self._learn(entry.id, similarity, self._same(text, decode(entry.tokens)))
+                known = computed.decode(looked.near.entry.tokens)
+                self.evidence.add(looked.near.evidence(self._same(text, known)))
             if looked.shadow or not text.strip() or is_refusal(text):
                 return
             vector = looked.vector
             if vector is None and query.context and self.texts is not None:
                 vector = self.texts.embed([query.question])[0]
             entry = Entry(
-                secrets.token_hex(12), query.tenant, query.exact, query.context, query.question, tokens, by_string,
-                prompt_tokens, time.time(), seconds, b"" if vector is None else vector.astype(np.float32).tobytes(),
+                secrets.token_hex(12), query.tenant, query.exact, query.context, query.question, tokens, computed.by_string,
+                computed.prompt_tokens, time.time(), computed.seconds, b"" if vector is None else vector.astype(np.float32).tobytes(),
             )  # fmt: skip
-            known = Known(entry.id, entry.tenant, entry.exact, entry.context, entry.created, len(tokens))
-            self.store.put(known, vector, pack(entry, self.secret))
+            row = Known(entry.id, entry.tenant, entry.exact, entry.context, entry.created, len(tokens))
+            self.store.put(row, vector, pack(entry, self.secret))
             self.counters.stored += 1
         except StoreError as error:
             self.counters.failed += 1
@@ -270,19 +269,14 @@ class AnswerCache:
         first, second = self.texts.embed([one[:1000], other[:1000]])
         return float(first @ second) >= AGREE
 
-    def _learn(self, entry: str, similarity: float, right: bool) -> None:
-        self.bound.learn(entry, similarity, right)
-        self._learnt += 1
-        if self._learnt % SAVE_EVERY == 0:
-            self.store.keep(EVIDENCE, sealed(msgspec.msgpack.encode(self.bound.dump()), self.secret))
-
     def wrong(self, hit: str) -> bool:
         """A person says that the answer of this hit, or of this entry, was wrong: it is forgotten, and learnt from."""
-        entry, similarity = self._served.pop(hit, (hit, 1.0))
-        known = entry != hit or self._exists(hit)
-        if known:
-            self._thread.submit(self._forget_wrong, entry, similarity).result(5.0)
-        return known
+        known = self._served.pop(hit, None)
+        if known is None and self._exists(hit):
+            known = Evidence(hit, EXACT, 1.0, False)
+        if known is not None:
+            self._thread.submit(self._forget_wrong, known).result(5.0)
+        return known is not None
 
     def _exists(self, entry: str) -> bool:
         try:
@@ -290,10 +284,10 @@ class AnswerCache:
         except StoreError:
             return False
 
-    def _forget_wrong(self, entry: str, similarity: float) -> None:
+    def _forget_wrong(self, known: Evidence) -> None:
         with contextlib.suppress(StoreError):
-            self._learn(entry, similarity, False)
-            self.store.forget([entry])
+            self.evidence.add(known)
+            self.store.forget([known.entry])
 
     # ---- the operator ----------------------------------------------------------------------------------------------
 
@@ -349,6 +343,7 @@ class AnswerCache:
                 "threshold": estimate.threshold, "pairs": estimate.pairs, "wrong": estimate.wrong,
                 "rate": estimate.rate, "upper": estimate.upper,
             },
+            "kinds": {name: kind.estimate()._asdict() for name, kind in self.bound.kinds.items()},
         }  # fmt: skip
 
     def estimate(self) -> Estimate:
@@ -362,8 +357,6 @@ class AnswerCache:
 
     def close(self) -> None:
         self._thread.shutdown(wait=True, cancel_futures=True)
-        with contextlib.suppress(StoreError):
-            self.store.keep(EVIDENCE, sealed(msgspec.msgpack.encode(self.bound.dump()), self.secret))
         self.store.close()
 
 

@@ -20,9 +20,10 @@ TABLES = """
 CREATE TABLE IF NOT EXISTS answers (
     id TEXT PRIMARY KEY, tenant BLOB, exact BLOB, context BLOB, vector BLOB, sealed BLOB, created REAL, tokens INTEGER,
     hits INTEGER DEFAULT 0);
-CREATE TABLE IF NOT EXISTS notes (name TEXT PRIMARY KEY, value BLOB);
+CREATE TABLE IF NOT EXISTS evidence (number INTEGER PRIMARY KEY AUTOINCREMENT, value BLOB);
 """
 EVICTED = 0.02  # of the entries, when there are too many
+MAX_EVIDENCE = 60_000  # records: the oldest go first
 
 
 class Known(NamedTuple):
@@ -62,9 +63,11 @@ class Store(Protocol):
 
     def count(self) -> int: ...
 
-    def note(self, name: str) -> bytes | None: ...
+    def add_evidence(self, value: bytes) -> None: ...
 
-    def keep(self, name: str, value: bytes) -> None: ...
+    def evidence(self, after: str, limit: int) -> list[tuple[str, bytes]]:
+        """Records and their marks, the oldest first. after: the mark of the last one that was read, or empty."""
+        ...
 
     def close(self) -> None: ...
 
@@ -202,12 +205,15 @@ class FileStore:
     def count(self) -> int:
         return len(self._known)
 
-    def note(self, name: str) -> bytes | None:
-        found = self._data.execute("SELECT value FROM notes WHERE name = ?", (name,)).fetchone()
-        return None if found is None else found[0]
+    def add_evidence(self, value: bytes) -> None:
+        number = self._data.execute("INSERT INTO evidence (value) VALUES (?)", (value,)).lastrowid or 0
+        if number % 100 == 0:
+            self._data.execute("DELETE FROM evidence WHERE number <= ?", (number - MAX_EVIDENCE,))
 
-    def keep(self, name: str, value: bytes) -> None:
-        self._data.execute("INSERT OR REPLACE INTO notes VALUES (?, ?)", (name, value))
+    def evidence(self, after: str, limit: int) -> list[tuple[str, bytes]]:
+        """The same as of `Store`."""
+        asked = "SELECT number, value FROM evidence WHERE number > ? ORDER BY number LIMIT ?"
+        return [(str(number), value) for number, value in self._data.execute(asked, (int(after or 0), limit))]
 
     def close(self) -> None:
         self._data.close()

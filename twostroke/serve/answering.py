@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from twostroke.answers import guard
-from twostroke.answers.cache import AnswerCache, Found, Looked, Query
+from twostroke.answers.cache import AnswerCache, Computed, Found, Looked, Query
 from twostroke.answers.keys import context_key, exact_key, tenant_key
 from twostroke.engine.answer import Answer, StreamEvent
 from twostroke.remote.admission import BusyError
@@ -177,11 +177,11 @@ class Answering:
             sample = answer.sample
             if event.finish_reason != FinishReason.STOP or event.error is not None:
                 return  # an answer that was cut off, failed or was given up is not kept
-            tokens = tuple(sample.token_ids)
-            self.cache.store_later(
-                query, looked, tokens, ended_by_string(answer), sample.timeline.prompt_tokens, sample.timeline.e2e,
+            computed = Computed(
+                tuple(sample.token_ids), ended_by_string(answer), sample.timeline.prompt_tokens, sample.timeline.e2e,
                 lambda ids: self.service.tokenizer.decode(ids, at_start=False),
             )  # fmt: skip
+            self.cache.store_later(query, looked, computed)
 
         stream.taps.append(tap)
 

@@ -46,11 +46,14 @@ void product(Context& c, const EncodeWeight& weight, const float* x, int rows, i
         return;
     }
     const int tiles = chunks(rows, kEncodeRows), blocks = weight.inputs / kEncodeInputs;
-    uint16_t* split = workspace_of(c).split.get<uint16_t>((size_t)tiles * (size_t)blocks * 2 * kEncodeTile);
-    auto spread = [&](int i, int) { kernels.split(x, rows, weight.inputs, split, i); };
-    c.pool.each(tiles, spread);
+    uint16_t* split = nullptr;
+    if (kernels.split) {
+        split = workspace_of(c).split.get<uint16_t>((size_t)tiles * (size_t)blocks * 2 * kEncodeTile);
+        auto spread = [&](int i, int) { kernels.split(x, rows, weight.inputs, split, i); };
+        c.pool.each(tiles, spread);
+    }
     c.reserve_scratch(kernels.scratch(weight.inputs));
-    EncodeProduct args{split, rows, weight.inputs, weight.tiles,
+    EncodeProduct args{split, x, rows, weight.inputs, weight.tiles,
                        weight.outputs, weight.bias.empty() ? nullptr : weight.bias.data(), activation, out};
     const int panels = weight.outputs / kLanes;
     const int together = tiles == 1 ? kPanelsOfOneTile : kPanels;

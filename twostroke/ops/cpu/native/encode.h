@@ -9,7 +9,7 @@
 // float32 weights by 1e-7 in cosine.
 struct EncodeWeight {
     int outputs = 0, inputs = 0;
-    std::unique_ptr<Weight> plain;  // where there are no tiles for bfloat16
+    std::unique_ptr<Weight> plain;  // where there are no products of their own
     std::shared_ptr<Arena> arena;
     const uint16_t* tiles = nullptr;  // (panels of 16 outputs, blocks of 32 inputs, 16 pairs, even and odd, 16 outputs) float16
     bool tiled = false;
