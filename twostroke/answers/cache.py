@@ -1,5 +1,6 @@
 """`AnswerCache`: looks up, stores, and learns from what was computed. The store and the embedder are used on one
-thread, so that the event loop never waits for them; every lookup has a deadline.
+thread, so that the event loop never waits for them. A lookup has a deadline; after it the request is computed, and the
+lookup still counts if it ends before the first token.
 """
 
 from __future__ import annotations
@@ -87,6 +88,7 @@ class Looked:
     vector: np.ndarray | None = None
     near: Similar | None = None  # what the computed answer is compared with
     shadow: bool = False  # the hit is to be computed as well
+    late: asyncio.Future[Looked] | None = None  # the lookup that goes on
 
 
 class Computed(NamedTuple):
@@ -128,17 +130,29 @@ class AnswerCache:
     # ---- looking up ------------------------------------------------------------------------------------------------
 
     async def lookup(self, query: Query) -> Looked:
-        """Within the deadline; a slow or dead store is a miss, and the request goes on."""
+        """Within the deadline. A lookup that needs longer is `late`: the request goes on, and may ask again."""
         future = asyncio.get_running_loop().run_in_executor(self._thread, self._look, query)
+        if self.evidence.due:
+            self._thread.submit(self._read_evidence)
         try:
             looked = await asyncio.wait_for(asyncio.shield(future), self.options.deadline)
         except TimeoutError:
             self.counters.late += 1
-            self.counters.misses += 1
             self._complain("a lookup took longer than its deadline")
-            return Looked()
+            return Looked(late=future)
         self._count(looked)
         return looked
+
+    async def overtake(self, looked: Looked, begun: asyncio.Future[None]) -> None:
+        """Fills in what a late lookup finds, unless the computed answer has begun before."""
+        assert looked.late is not None
+        both: set[asyncio.Future[Any]] = {looked.late, begun}
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        if not begun.done():
+            found = looked.late.result()
+            looked.found, looked.near, looked.shadow = found.found, found.near, found.shadow
+            looked.vector = found.vector
+        self._count(looked)
 
     def _count(self, looked: Looked) -> None:
         found = looked.found
@@ -191,6 +205,10 @@ class AnswerCache:
                 looked.near = near_one
                 self._note(query, entry, similarity, "not near enough")
             return
+
+    def _read_evidence(self) -> None:
+        with contextlib.suppress(StoreError):
+            self.evidence.read()
 
     def _entry_of(self, near: Near, query: Query) -> Entry | None:
         sealed = self.store.get(near.id)
@@ -247,8 +265,9 @@ class AnswerCache:
             if vector is None and query.context and self.texts is not None:
                 vector = self.texts.embed([query.question])[0]
             entry = Entry(
-                secrets.token_hex(12), query.tenant, query.exact, query.context, query.question, tokens, computed.by_string,
-                computed.prompt_tokens, time.time(), computed.seconds, b"" if vector is None else vector.astype(np.float32).tobytes(),
+                secrets.token_hex(12), query.tenant, query.exact, query.context, query.question, tokens,
+                computed.by_string, computed.prompt_tokens, time.time(), computed.seconds,
+                b"" if vector is None else vector.astype(np.float32).tobytes(),
             )  # fmt: skip
             row = Known(entry.id, entry.tenant, entry.exact, entry.context, entry.created, len(tokens))
             self.store.put(row, vector, pack(entry, self.secret))

@@ -1,4 +1,4 @@
-"""Evidence that all servers of a deployment share: each adds what it learns to the store and reads what the others added.
+"""Evidence that all servers of a deployment share: each adds what it learns to the store and reads what others added.
 
 A record is authenticated with the deployment's key and counts once, however often it is found in the store.
 """
@@ -67,5 +67,3 @@ class SharedEvidence:
         while len(self._seen) > 2 * MAX_EVIDENCE:
             self._seen.popitem(last=False)
         self.bound.learn(record.evidence)
-
-

@@ -2,7 +2,7 @@
 
 A similarity does not see what an answer would have to repeat: a number, a name, a quoted string, a "not". So both
 questions must agree on each row of `GUARD`, on their words in one of `FORMS`, and neither may hold what `PERSONAL`,
-`REFERRING` or `CHANGING` find. The first form in which they agree is the kind of the pair: each kind has evidence of its own.
+`REFERRING` or `CHANGING` find. The first form in which they agree is the kind of the pair; each has its own evidence.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ CHANGING = re.compile(
     r"\b(now|today|tonight|tomorrow|yesterday|current(ly)?|latest|recent(ly)?|this (week|month|year)|right now)\b",
     re.IGNORECASE,
 )
-REFERRING = re.compile(r"\b(this|these|following|above|attached)\b", re.IGNORECASE)  # to what the question does not hold
+REFERRING = re.compile(r"\b(this|these|following|above|attached)\b", re.IGNORECASE)  # to what is not in the question
 _WORD = re.compile(r"[^\W\d_][\w'’+#-]*|\d[\w.,:/%°-]*|[^\w\s]", re.UNICODE)
 _NUMBER = re.compile(r"\d+(?:[.,:/-]\d+)*")
 _QUOTED = re.compile(r"\"([^\"]*)\"|“([^”]*)”|'([^']{2,})'|`([^`]*)`|«([^»]*)»")
@@ -57,8 +57,8 @@ _STOP = frozenset(
 _HOW = re.compile(
     r"^\W*(?:how (?:to|(?:do|can|could|should|would|shall) (?:i|(?P<you>you)|we|one|someone|people))|"
     r"what(?:['’]s| is| are| would be)(?: the| some| a)*"
-    r"(?: best| good| easiest| simplest| possible| effective| proper| right| correct| most effective)* (?:ways?|methods?)"
-    r"(?: to|(?: that)? (?:i|one|we) can))\b",
+    r"(?: best| good| easiest| simplest| possible| effective| proper| right| correct| most effective)*"
+    r" (?:ways?|methods?)(?: to|(?: that)? (?:i|one|we) can))\b",
     re.IGNORECASE,
 )
 

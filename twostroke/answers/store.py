@@ -1,7 +1,7 @@
 """The embedded store: one SQLite file, with keys and vectors in memory. Used from one thread.
 
-Vectors lie in one matrix for each context, and a search multiplies it with the question's vector: 100,000 vectors of
-384 numbers take a few milliseconds.
+Vectors lie in one matrix for each context, and a search multiplies it with the question's vector. Of many vectors only
+short sketches are multiplied, and the best candidates are compared in full.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sqlite3
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -23,6 +24,9 @@ CREATE TABLE IF NOT EXISTS answers (
 CREATE TABLE IF NOT EXISTS evidence (number INTEGER PRIMARY KEY AUTOINCREMENT, value BLOB);
 """
 EVICTED = 0.02  # of the entries, when there are too many
+FEW = 4096  # vectors that are compared in full
+SKETCH = 64  # numbers of a sketch
+CANDIDATES = 64  # vectors with the best sketches, which are compared in full
 MAX_EVIDENCE = 60_000  # records: the oldest go first
 
 
@@ -73,18 +77,25 @@ class Store(Protocol):
 
 
 class Rows:
-    """The vectors of one context. Removed rows are overwritten by the last one."""
+    """The vectors of one context. Removed rows are overwritten by the last one. Where there are many, their sketches
+    are compared first: projections to SKETCH numbers, which keep near vectors near."""
 
     def __init__(self, width: int):
         self.ids: list[str] = []
         self._place: dict[str, int] = {}
-        self._matrix = np.empty((16, width), np.float32)
+        self._matrix = np.zeros((16, width), np.float32)
+        self._sketches: np.ndarray | None = None  # where there were ever more than FEW rows
 
     def add(self, entry: str, vector: np.ndarray) -> None:
         if len(self.ids) == len(self._matrix):
-            self._matrix = np.concatenate([self._matrix, np.empty_like(self._matrix)])
-        self._matrix[len(self.ids)] = vector
-        self._place[entry] = len(self.ids)
+            self._matrix = np.concatenate([self._matrix, np.zeros_like(self._matrix)])
+            if self._sketches is not None or len(self.ids) >= FEW:
+                self._sketches = self._matrix @ projection(self._matrix.shape[1])
+        place = len(self.ids)
+        self._matrix[place] = vector
+        if self._sketches is not None:
+            self._sketches[place] = vector @ projection(len(vector))
+        self._place[entry] = place
         self.ids.append(entry)
 
     def remove(self, entry: str) -> None:
@@ -95,12 +106,29 @@ class Rows:
         if last != entry:
             self.ids[place], self._place[last] = last, place
             self._matrix[place] = self._matrix[len(self.ids)]
+            if self._sketches is not None:
+                self._sketches[place] = self._sketches[len(self.ids)]
 
     def nearest(self, vector: np.ndarray, count: int) -> list[Near]:
-        scores = self._matrix[: len(self.ids)] @ vector
-        best = np.argpartition(scores, -count)[-count:] if len(scores) > count else np.arange(len(scores))
-        found = [Near(self.ids[i], float(scores[i])) for i in best]
-        return sorted(found, key=lambda near: -near.similarity)
+        places = np.arange(len(self.ids))
+        if self._sketches is not None:
+            rough = self._sketches[: len(self.ids)] @ (vector @ projection(len(vector)))
+            places = highest(rough, CANDIDATES)
+        scores = self._matrix[places] @ vector if self._sketches is not None else self._matrix[: len(places)] @ vector
+        best = highest(scores, count)
+        return [Near(self.ids[places[i]], float(scores[i])) for i in best[np.argsort(-scores[best])]]
+
+
+def highest(scores: np.ndarray, count: int) -> np.ndarray:
+    """The places of the highest scores, in any order."""
+    return np.argpartition(scores, -count)[-count:] if len(scores) > count else np.arange(len(scores))
+
+
+@lru_cache(maxsize=4)
+def projection(width: int) -> np.ndarray:
+    """Onto SKETCH directions, at right angles to each other, that are always the same."""
+    directions, _ = np.linalg.qr(np.random.default_rng(0).standard_normal((width, min(width, SKETCH))))
+    return directions.astype(np.float32)
 
 
 class FileStore:

@@ -68,7 +68,7 @@ def open_cache(options: AnswerOptions) -> AnswerCache:
     texts = None
     if options.tier == "semantic":
         assert options.embedder is not None
-        embedder = Embedder.open(options.embedder, threads=1)
+        embedder = Embedder.open(options.embedder, threads=1, coded=True)
         embedder.check_vectors()
         texts = Questions(embedder)
     store: Store

@@ -107,7 +107,36 @@ class Answering:
     async def look(self, query: Query) -> Planned:
         return Planned(query, await self.cache.lookup(query))
 
+    async def look_again(self, looked: Looked, stream: Stream) -> None:
+        """After a late lookup, when the engine has the request: what is found before the answer begins."""
+        if looked.late is None:
+            return
+        begun = asyncio.get_running_loop().create_future()
+
+        def tap(_: int, event: StreamEvent) -> None:
+            if not begun.done():
+                begun.set_result(None)
+
+        stream.taps.append(tap)
+        try:
+            await self.cache.overtake(looked, begun)
+        except BaseException:
+            stream.close()
+            raise
+        finally:
+            stream.taps.remove(tap)
+
     # ---- answers that are known ------------------------------------------------------------------------------------
+
+    def known(
+        self, exchange: Exchange, given: GenerationInput, planned: Planned
+    ) -> tuple[Stream, dict[str, Any] | None]:
+        """The stream of a hit, and what its answer says about the cache."""
+        found = planned.looked.found
+        assert found is not None
+        if planned.looked.shadow:
+            self.check_in_shadow(exchange, given, planned)
+        return self.replay(exchange, given, found), described(found, False)
 
     def replay(self, exchange: Exchange, given: GenerationInput, found: Found) -> Stream:
         """A stream that has all of its pieces."""

@@ -377,11 +377,8 @@ class Service(BaseService):
         query = answers.query(exchange, given) if answers is not None else None
         planned = await answers.look(query) if answers is not None and query is not None else None
         if answers is not None and planned is not None:
-            found = planned.looked.found
-            if found is not None:
-                if planned.looked.shadow:
-                    answers.check_in_shadow(exchange, given, planned)
-                return answers.replay(exchange, given, found), described(found, False)
+            if planned.looked.found is not None:
+                return answers.known(exchange, given, planned)
             joined = answers.join(exchange, given, planned.query)
             if joined is not None:
                 return joined, described(None, True)
@@ -393,6 +390,10 @@ class Service(BaseService):
             return stream, None
         if planned is not None:
             answers.watch(planned, stream)
+            await answers.look_again(planned.looked, stream)
+            if planned.looked.found is not None:
+                stream.close()
+                return answers.known(exchange, given, planned)
         return stream, described(None, False)
 
     def check_rights(self, caller: Caller, given: GenerationInput) -> None:

@@ -125,6 +125,7 @@ struct EncodeProduct {
     const float* floats;  // (rows, inputs)
     int rows, inputs;
     const uint16_t* weights;
+    const float* wide;  // instead of them
     int outputs;
     const float* bias;  // or null
     int activation;
@@ -139,6 +140,7 @@ struct EncodeKernels {
     void (*split)(const float* x, int rows, int cols, uint16_t* out, int tile);
     void (*multiply)(const EncodeProduct&, int panel, int panel_end, uint8_t* scratch);
     size_t (*scratch)(int inputs);  // bytes
+    bool wide;                      // multiply takes float32 weights
 };
 
 struct Kernels {

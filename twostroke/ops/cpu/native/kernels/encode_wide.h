@@ -1,6 +1,5 @@
-// Products for encoders where widening float16 weights costs as much as multiplying with them: a panel is widened once, into
-// scratch memory, and then multiplied with all rows. acc = fma(w, x, acc) over inputs in ascending order, as in
-// matmul_float.h, so the bits are the same.
+// Products for encoders where widening float16 weights costs as much as multiplying with them: the panels hold float32.
+// acc = fma(w, x, acc) over inputs in ascending order, as in matmul_float.h, so the bits are the same.
 #pragma once
 
 namespace {
@@ -36,21 +35,17 @@ template <int MR> static void wide_group(const EncodeProduct& a, const float* pa
 }
 
 // Rows in groups of about the same size: the last one is not a single row.
-static void wide_multiply(const EncodeProduct& a, int panel, int panel_end, uint8_t* scratch) {
-    float* const widened = (float*)scratch;
+static void wide_multiply(const EncodeProduct& a, int panel, int panel_end, uint8_t*) {
     const int groups = (a.rows + kRowsFloat - 1) / kRowsFloat;
-    for (; panel < panel_end; ++panel) {
-        const uint16_t* const from = a.weights + (int64_t)panel * a.inputs * kLanes;
-        for (int64_t k = 0; k < a.inputs; ++k) store(widened + k * kLanes, load_half(from + k * kLanes));
+    for (; panel < panel_end; ++panel)
         for (int64_t g = 0; g < groups; ++g) {
             const int row = (int)(a.rows * g / groups), end = (int)(a.rows * (g + 1) / groups);
-            wide_group<kRowsFloat>(a, widened, row, end - row, panel * kLanes);
+            wide_group<kRowsFloat>(a, a.wide + (int64_t)panel * a.inputs * kLanes, row, end - row, panel * kLanes);
         }
-    }
 }
 
-static size_t wide_scratch(int inputs) { return sizeof(float) * kLanes * (size_t)inputs; }
+static size_t wide_scratch(int) { return 0; }
 
-static const EncodeKernels kEncodeWide = {encode_activate, encode_add_norm, encode_attend, nullptr, wide_multiply, wide_scratch};
+static const EncodeKernels kEncodeWide = {encode_activate, encode_add_norm, encode_attend, nullptr, wide_multiply, wide_scratch, true};
 
 }  // namespace
