@@ -31,6 +31,7 @@ Tier = Literal["exact", "semantic"]
 SERVED = 4096  # hits that can still be called wrong
 BORDERLINE = 50  # decisions that are shown
 NEIGHBOURS = 8  # of a question that the guard looks at
+ALLOWED = ("tools", "temperature", *guard.MARKERS)  # what keeps a request from the semantic tier, unless it is allowed
 AGREE = 0.9  # cosine of two answers that count as the same
 EXACT = "exact"  # in the place of a kind: what is learnt from it says nothing about similarity
 
@@ -42,6 +43,7 @@ class CacheOptions:
     ttl: float | None = 7 * 86400.0  # seconds
     deadline: float = 0.005  # seconds that a lookup may take
     shadow: float = 0.05  # share of semantic hits that are computed as well
+    allow: frozenset[str] = frozenset()  # see ALLOWED
 
 
 class Texts(Protocol):

@@ -188,15 +188,15 @@ KINDS = tuple(form.name for form in FORMS)
 WORDS = "words"  # the reason of a refusal
 
 
-def fit_for_sharing(question: str) -> str | None:
-    """Why a question is not compared by meaning; None: it is."""
+MARKERS = {"personal": PERSONAL, "referring": REFERRING, "changing": CHANGING}
+
+
+def fit_for_sharing(question: str, allowed: frozenset[str] = frozenset()) -> str | None:
+    """Why a question is not compared by meaning; None: it is. allowed: markers that are no reason."""
     if not question.strip() or len(question) > MAX_QUESTION:
         return "length"
-    if PERSONAL.search(question):
-        return "personal"
-    if REFERRING.search(question):
-        return "referring"
-    return "changing" if CHANGING.search(question) else None
+    found = (name for name, pattern in MARKERS.items() if name not in allowed and pattern.search(question))
+    return next(found, None)
 
 
 class Compared(NamedTuple):

@@ -18,6 +18,7 @@ from twostroke.engine.answer import Answer, StreamEvent
 from twostroke.remote.admission import BusyError
 from twostroke.remote.client import EngineError
 from twostroke.remote.stream import Stream
+from twostroke.sampling import SamplingParams
 from twostroke.serve.transport.http import Exchange
 from twostroke.types import Event, FinishReason
 
@@ -33,13 +34,28 @@ class Question(NamedTuple):
 
     text: str
     before: Any
+    tools: bool  # the request has some
 
 
-def question_of(messages: Sequence[Mapping[str, Any]], before: Any) -> Question | None:
+def question_of(messages: Sequence[Mapping[str, Any]], before: Any, tools: bool) -> Question | None:
     """None where the last message is not a user's text."""
     content = messages[-1].get("content")
     plain = messages[-1].get("role") == "user" and isinstance(content, str) and set(messages[-1]) == {"role", "content"}
-    return Question(content, before) if plain and isinstance(content, str) else None
+    return Question(content, before, tools) if plain and isinstance(content, str) else None
+
+
+def comparable(question: Question, params: SamplingParams, allowed: frozenset[str] = frozenset()) -> bool:
+    """Whether a question may be compared by meaning. params: with the server's defaults."""
+    warm = params.temperature > WARM and params.seed is None
+    if (warm and "temperature" not in allowed) or (question.tools and "tools" not in allowed):
+        return False
+    return guard.fit_for_sharing(question.text, allowed) is None
+
+
+def context_of(
+    question: Question, given: GenerationInput, secret: bytes, salt: bytes, model: str, params: SamplingParams
+) -> bytes:
+    return context_key(secret, salt, model, (question.before, sorted(given.format.visible)), params)
 
 
 class Planned(NamedTuple):
@@ -96,12 +112,10 @@ class Answering:
                 secret, salt, service.fingerprint, given.prompts[0], effective, given.format.visible
             )
         question = given.question
-        cool = effective.temperature <= WARM or params.seed is not None
-        if self.cache.options.tier == "semantic" and question is not None and cool:
+        options = self.cache.options
+        if options.tier == "semantic" and question is not None and comparable(question, effective, options.allow):
             query.question = question.text
-            if guard.fit_for_sharing(question.text) is None:
-                before = (question.before, sorted(given.format.visible))
-                query.context = context_key(secret, salt, service.fingerprint, before, effective)
+            query.context = context_of(question, given, secret, salt, service.fingerprint, effective)
         return query if query.exact or query.context else None
 
     async def look(self, query: Query) -> Planned:

@@ -36,6 +36,7 @@ from twostroke.serve.body_shape import check_text
 from twostroke.serve.cache_miss import Nearest, RecentPrompts, explanation
 from twostroke.serve.costs import answer_costs
 from twostroke.serve.expected import Expectation
+from twostroke.serve.recorder import Recorder
 from twostroke.serve.sampling import AnswerCacheOptions
 from twostroke.serve.structured import AnswerFormat, FormContext, grammar_failure
 from twostroke.serve.transport import errors
@@ -156,6 +157,7 @@ class Service(BaseService):
         self.verdicts = Verdicts(engine.clock)
         self._expectation: tuple[Ready, Expectation] | None = None  # of the engine's present life
         self.answers: Answering | None = None  # the answer cache
+        self.topics: Recorder | None = None  # of questions, where they are recorded
 
     # ---- what is served --------------------------------------------------------------------------------------------
 
@@ -386,6 +388,8 @@ class Service(BaseService):
         stream = self.engine.submit(
             given.prompts, given.params, caller.salt, exchange.arrival, given.format.visible, caller.number
         )
+        if self.topics is not None and given.question is not None:
+            self.topics.record(self, stream, given, caller.salt)
         if answers is None:
             return stream, None
         if planned is not None:
