@@ -21,7 +21,8 @@ from typing import NamedTuple
 from twostroke.answers.guard import KINDS
 
 CONFIDENCE = 0.95
-GRID = (0.80, 0.85, 0.90, 0.925, 0.95, 0.97, 0.98, 0.99)  # thresholds that are tried
+GRID = (0.80, 0.90, 0.95, 0.98, 0.99)  # thresholds that are tried
+FIRST = 0.5  # share of the allowed doubt for the lowest one, which has all pairs; the others share the rest
 NEAREST = 0.70  # pairs below are no evidence
 MARGIN = 0.005  # above a similarity that was wrong
 KEPT = 20_000  # pairs of a kind: the oldest go first
@@ -49,7 +50,7 @@ class ErrorBound:
     def __init__(self, most: float):
         """most: the share of wrong answers that is allowed."""
         self.most = most
-        self.kinds = {kind: Kind(most, (1 - CONFIDENCE) / len(GRID) / len(KINDS)) for kind in KINDS}
+        self.kinds = {kind: Kind(most, (1 - CONFIDENCE) / len(KINDS)) for kind in KINDS}
         self._own: dict[str, float] = {}  # by entry
 
     def learn(self, one: Evidence) -> None:
@@ -85,8 +86,10 @@ class ErrorBound:
 class Kind:
     """The evidence of one kind of pairs."""
 
-    def __init__(self, most: float, level: float):
-        self.most, self.level = most, level
+    def __init__(self, most: float, doubt: float):
+        """doubt: the probability with which a threshold may be chosen wrongly."""
+        self.most = most
+        self._levels = (FIRST * doubt, *[(1 - FIRST) * doubt / (len(GRID) - 1)] * (len(GRID) - 1))
         self._evidence: deque[tuple[float, bool]] = deque()
         self._pairs = [0] * len(GRID)  # at or above each threshold
         self._wrong = [0] * len(GRID)
@@ -120,7 +123,7 @@ class Kind:
             new_pairs, new_wrong = (pairs, wrong) if found is None else (pairs - found.pairs, wrong - found.wrong)
             if new_pairs < LEAST:
                 continue
-            holds = wrong <= self.most * pairs and at_most(wrong, pairs, self.most) <= self.level
+            holds = wrong <= self.most * pairs and at_most(wrong, pairs, self.most) <= self._levels[place]
             if holds and new_wrong <= self.most * new_pairs:
                 found = made(GRID[place], pairs, wrong)
             elif found is not None:
