@@ -40,8 +40,8 @@ ENTRIES, WIDTH = 100_000, 384
 HITS, PAIRS = 300, 60  # hits of each kind; pairs of computed requests
 KEY = "benchmark key of the answer cache"
 REDIS_PORT = 18439
-ASKED = "How do I reset the password?"
-OTHERS = ("How can I reset the password?", "How do I reset a password?", "What is the best way to reset a password?")
+ASKED = "What is the capital of Portugal?"
+OTHERS = ("What is capital of Portugal?", "Which is the capital of Portugal?", "what is the capital of portugal")
 CONTEXT = "You work for a shop that sells tools, plants and bicycles. " * 12  # a prompt of usual length
 STORES = ("embedded", "redis")
 
@@ -92,7 +92,9 @@ def opened(folder: Path, url: str | None) -> Store:
 def fill(store_name: str, folder: Path, url: str | None) -> dict[str, Any]:
     with served(store_name, folder, url) as (address, _):
         httpx.post(f"{address}/v1/chat/completions", json=body(ASKED), timeout=120).raise_for_status()
-        while not httpx.get(f"{address}/twostroke/answers").json()["stored"]:
+        for _ in range(100):
+            if httpx.get(f"{address}/twostroke/answers").json()["stored"]:
+                break
             time.sleep(0.1)
     store, secret = opened(folder, url), digest(KEY.encode())
     began, before = time.monotonic(), used(store)
@@ -100,14 +102,19 @@ def fill(store_name: str, folder: Path, url: str | None) -> dict[str, Any]:
     model = unpack(store.get(known.id) or b"", secret)
     assert model is not None and model.context
     copy(store, model, secret)
-    evidence = SharedEvidence(ErrorBound(0.05), store, secret)
-    for number in range(400):
-        evidence.add(Evidence(f"elsewhere-{number}", KINDS[number % len(KINDS)], 0.99, True))
+    believe(store, secret)
     found = {"seconds": time.monotonic() - began, "bytes_each": (used(store) - before) / ENTRIES}
     if isinstance(store, RedisStore):
         store._redis.save()
     store.close()
     return found
+
+
+def believe(store: Store, secret: bytes) -> None:
+    """Evidence of every kind and similarity."""
+    evidence = SharedEvidence(ErrorBound(0.05), store, secret)
+    for number in range(600):
+        evidence.add(Evidence(f"elsewhere-{number}", KINDS[number % len(KINDS)], 0.8 + number / 3000, True))
 
 
 def copy(store: Store, model: Entry, secret: bytes) -> None:
