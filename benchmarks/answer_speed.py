@@ -83,7 +83,13 @@ def served(store: str, folder: Path, url: str | None) -> Iterator[tuple[str, int
 
 
 def opened(folder: Path, url: str | None) -> Store:
-    return RedisStore(url, None) if url else FileStore(folder / "answers.sqlite", 2 * ENTRIES)
+    if url is None:
+        return FileStore(folder / "answers.sqlite", 2 * ENTRIES)
+    import redis
+
+    store = RedisStore(url, None)
+    store._redis = redis.Redis.from_url(url, protocol=2)  # without a deadline: nothing waits for it
+    return store
 
 
 # ---- entries --------------------------------------------------------------------------------------------------------
@@ -213,12 +219,16 @@ def main() -> None:
     kept = given.folder / "figures.json"
     figures: dict[str, Any] = msgspec.json.decode(kept.read_bytes()) if kept.exists() else {}
     run = fill if given.what == "fill" else measure
+
+    def keep(store: str, url: str | None) -> None:
+        figures.setdefault(store, {})[given.what] = run(store, given.folder, url)
+        kept.write_bytes(msgspec.json.encode(figures))
+
     if given.store in (None, "embedded"):
-        figures.setdefault("embedded", {})[given.what] = run("embedded", given.folder, None)
+        keep("embedded", None)
     if given.redis and given.store in (None, "redis"):
         with redis_running(given.redis, given.folder) as url:
-            figures.setdefault("redis", {})[given.what] = run("redis", given.folder, url)
-    kept.write_bytes(msgspec.json.encode(figures))
+            keep("redis", url)
     if given.what == "measure":
         save("answer-speed", "answer_speed measure FOLDER", {"entries": ENTRIES, "stores": figures})
         print(RESULTS)

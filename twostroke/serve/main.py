@@ -41,6 +41,7 @@ class Server(BaseServer):
         keys = Keys(self.options.keys, self.options.admin_keys)
         service = Service(engine, self.options.name, keys, metrics, self.options.closed_objects)
         browsers = Browsers(self.options.host, self.options.allowed_hosts, self.options.allowed_origins)
+        service.opening = self.options.answers.tier != "off" or self.options.answers.record
         listener = make_listener(App(service, browsers=browsers))
         listening = asyncio.create_task(listener.serve(sockets=[sock]))
         try:
@@ -71,6 +72,7 @@ class Server(BaseServer):
         if options.record:
             service.topics = await asyncio.to_thread(open_recorder, options)
             self.say("  questions are recorded in memory for diagnose")
+        service.opening = False
 
     def _open(self, metrics: Metrics) -> AsyncEngine:
         options = self.options

@@ -158,6 +158,7 @@ class Service(BaseService):
         self._expectation: tuple[Ready, Expectation] | None = None  # of the engine's present life
         self.answers: Answering | None = None  # the answer cache
         self.topics: Recorder | None = None  # of questions, where they are recorded
+        self.opening = False  # the answer cache is not open yet: requests wait for it as for the model
 
     # ---- what is served --------------------------------------------------------------------------------------------
 
@@ -200,7 +201,7 @@ class Service(BaseService):
 
     @property
     def healthy(self) -> bool:
-        return self.engine.client.healthy
+        return self.engine.client.healthy and not self.opening
 
     @property
     def restarts(self) -> int:
@@ -222,7 +223,7 @@ class Service(BaseService):
 
     def check_loaded(self) -> None:
         """Raises a 503 for as long as the model has never been loaded."""
-        if self.engine.client.ready is None:
+        if self.engine.client.ready is None or self.opening:
             raise errors.ApiError(
                 503, "The model is still loading.", code="loading", retry_after=2, reason="unavailable"
             )
