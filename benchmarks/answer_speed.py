@@ -132,6 +132,10 @@ def copy(store: Store, model: Entry, secret: bytes) -> None:
         name = f"copy-{number}"
         entry = Entry(**{**fields, "id": name, "exact": b"%d" % number, "vector": vector.tobytes()})
         row = Known(name, entry.tenant, entry.exact, entry.context, entry.created, len(entry.tokens))
+        if isinstance(store, RedisStore):  # as `put` does, with less care for the graph, which takes its time
+            near = store._name(b"near", row.context)
+            store._redis.execute_command("VADD", near, "FP32", entry.vector, name, "NOQUANT", "EF", 16)
+            row = row._replace(context=b"")
         store.put(row, vector, pack(entry, secret))
 
 
