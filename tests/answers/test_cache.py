@@ -64,7 +64,8 @@ def look(cache: AnswerCache, query: Query) -> Looked:
 def keep(cache: AnswerCache, query: Query, tokens: tuple[int, ...] = (7, 8, 2), looked: Looked | None = None) -> None:
     computed = Computed(tokens, False, 5, 0.25, lambda ids: " ".join(map(str, ids)))
     cache.store_later(query, looked or Looked(), computed)
-    cache._thread.submit(lambda: None).result()
+    for thread in (cache._embedding, cache._thread):
+        thread.submit(lambda: None).result()
 
 
 def convinced(cache: AnswerCache) -> AnswerCache:

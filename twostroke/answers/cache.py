@@ -1,6 +1,6 @@
-"""`AnswerCache`: looks up, stores, and learns from what was computed. The store and the embedder are used on one
-thread, so that the event loop never waits for them. A lookup has a deadline; after it the request is computed, and the
-lookup still counts if it ends before the first token.
+"""`AnswerCache`: looks up, stores, and learns from what was computed. The store is used on one thread and the embedder
+on another: the event loop never waits for them, and a quick lookup does not wait for a vector. A lookup has a deadline;
+after it the request is computed, and the lookup still counts if it ends before the first token.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import random
 import secrets
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
@@ -125,6 +125,7 @@ class AnswerCache:
         self.evidence = SharedEvidence(self.bound, store, secret)
         self._served: OrderedDict[str, Evidence] = OrderedDict()  # by hit: what is learnt if it was wrong
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="answers")
+        self._embedding = ThreadPoolExecutor(1, thread_name_prefix="answers-embed")
         self._complained = 0.0
         with contextlib.suppress(StoreError):
             self.evidence.read()
@@ -133,7 +134,7 @@ class AnswerCache:
 
     async def lookup(self, query: Query) -> Looked:
         """Within the deadline. A lookup that needs longer is `late`: the request goes on, and may ask again."""
-        future = asyncio.get_running_loop().run_in_executor(self._thread, self._look, query)
+        future = asyncio.ensure_future(self._look(query))
         if self.evidence.due:
             self._thread.submit(self._read_evidence)
         try:
@@ -165,34 +166,56 @@ class AnswerCache:
         self.counters.tokens_saved += len(found.entry.tokens)
         self.counters.seconds_saved += found.entry.seconds
 
-    def _look(self, query: Query) -> Looked:
-        looked = Looked()
+    async def _look(self, query: Query) -> Looked:
+        looked, run = Looked(), asyncio.get_running_loop().run_in_executor
+        if query.exact and not await run(self._thread, self._look_exact, query, looked):
+            return looked
+        if looked.found is None and query.context and self.texts is not None:
+            looked.vector = await run(self._embedding, self._vector, query.question)
+            await run(self._thread, self._look_near, query, looked)
+        return looked
+
+    @contextlib.contextmanager
+    def _safely(self) -> Iterator[None]:
+        """The cache may fail; the request goes on."""
         try:
-            if query.exact:
-                entry = self._open(self.store.exact(query.exact), query)
-                if entry is not None and entry.exact == query.exact:
-                    looked.found = self._hit(entry, "exact")
-                    return looked
-            if query.context and self.texts is not None:
-                looked.vector = self.texts.embed([query.question])[0]
-                self._look_near(query, looked)
+            yield
         except StoreError as error:
             self.counters.failed += 1
             self._complain(str(error))
         except Exception:
             self.counters.failed += 1
             log.exception("the answer cache failed")
-        return looked
+
+    def _vector(self, text: str) -> np.ndarray | None:
+        assert self.texts is not None
+        with self._safely():
+            vector: np.ndarray = self.texts.embed([text])[0]
+            return vector
+        return None
+
+    def _look_exact(self, query: Query, looked: Looked) -> bool:
+        """Whether the store answered."""
+        with self._safely():
+            entry = self._open(self.store.exact(query.exact), query)
+            if entry is not None and entry.exact == query.exact:
+                looked.found = self._hit(entry, "exact")
+            return True
+        return False
 
     def _look_near(self, query: Query, looked: Looked) -> None:
-        assert looked.vector is not None
-        for near in self.store.nearest(query.context, looked.vector, NEIGHBOURS):
+        if looked.vector is not None:
+            with self._safely():
+                self._compare(query, looked, looked.vector)
+
+    def _compare(self, query: Query, looked: Looked, vector: np.ndarray) -> None:
+        for near in self.store.nearest(query.context, vector, NEIGHBOURS):
             if near.similarity < NEAREST:
                 return
             entry = self._entry_of(near, query)
             if entry is None:
                 continue
-            similarity = cosine(looked.vector, entry.vector)  # the store's own number is not trusted
+            similarity = cosine(vector, entry.vector)  # the store's own number is not trusted
             refused, kind = guard.compare(query.question, entry.question)
             if refused is not None:
                 self._note(query, entry, similarity, f"guard: {refused}")
@@ -253,33 +276,39 @@ class AnswerCache:
 
     def store_later(self, query: Query, looked: Looked, computed: Computed) -> None:
         with contextlib.suppress(RuntimeError):  # the cache was closed
-            self._thread.submit(self._store, query, looked, computed)
+            self._embedding.submit(self._judge, query, looked, computed)
 
-    def _store(self, query: Query, looked: Looked, computed: Computed) -> None:
-        try:
-            tokens, text = computed.tokens, computed.decode(computed.tokens)
+    def _judge(self, query: Query, looked: Looked, computed: Computed) -> None:
+        """What needs the embedder; the rest is the store's."""
+        with self._safely():
+            text, evidence = computed.decode(computed.tokens), None
             if looked.near is not None:
-                known = computed.decode(looked.near.entry.tokens)
-                self.evidence.add(looked.near.evidence(self._same(text, known)))
-            if looked.shadow or not text.strip() or is_refusal(text):
-                return
-            vector = looked.vector
-            if vector is None and query.context and self.texts is not None:
-                vector = self.texts.embed([query.question])[0]
-            entry = Entry(
-                secrets.token_hex(12), query.tenant, query.exact, query.context, query.question, tokens,
-                computed.by_string, computed.prompt_tokens, time.time(), computed.seconds,
-                b"" if vector is None else vector.astype(np.float32).tobytes(),
-            )  # fmt: skip
-            row = Known(entry.id, entry.tenant, entry.exact, entry.context, entry.created, len(tokens))
-            self.store.put(row, vector, pack(entry, self.secret))
-            self.counters.stored += 1
-        except StoreError as error:
-            self.counters.failed += 1
-            self._complain(str(error))
-        except Exception:
-            self.counters.failed += 1
-            log.exception("an answer was not stored")
+                evidence = looked.near.evidence(self._same(text, computed.decode(looked.near.entry.tokens)))
+            keep = not looked.shadow and bool(text.strip()) and not is_refusal(text)
+            if keep and looked.vector is None and query.context and self.texts is not None:
+                looked.vector = self._vector(query.question)
+            with contextlib.suppress(RuntimeError):
+                self._thread.submit(self._store, query, looked.vector, computed if keep else None, evidence)
+
+    def _store(
+        self, query: Query, vector: np.ndarray | None, computed: Computed | None, evidence: Evidence | None
+    ) -> None:
+        """computed: None if the answer is not kept."""
+        with self._safely():
+            if evidence is not None:
+                self.evidence.add(evidence)
+            if computed is not None:
+                self._put(query, vector, computed)
+
+    def _put(self, query: Query, vector: np.ndarray | None, computed: Computed) -> None:
+        entry = Entry(
+            secrets.token_hex(12), query.tenant, query.exact, query.context, query.question, computed.tokens,
+            computed.by_string, computed.prompt_tokens, time.time(), computed.seconds,
+            b"" if vector is None else vector.astype(np.float32).tobytes(),
+        )  # fmt: skip
+        row = Known(entry.id, entry.tenant, entry.exact, entry.context, entry.created, len(entry.tokens))
+        self.store.put(row, vector, pack(entry, self.secret))
+        self.counters.stored += 1
 
     def _same(self, one: str, other: str) -> bool:
         """Whether two answers say the same, as far as that can be told: equal, or near with the same numbers."""
@@ -377,6 +406,7 @@ class AnswerCache:
             log.warning("the answer cache is passed over: %s", why)
 
     def close(self) -> None:
+        self._embedding.shutdown(wait=True, cancel_futures=True)
         self._thread.shutdown(wait=True, cancel_futures=True)
         self.store.close()
 

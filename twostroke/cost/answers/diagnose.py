@@ -216,7 +216,7 @@ def try_levers(
         if isinstance(after, str):
             rejected.append(Rejected(lever, after))
             continue
-        then = with_known(after.deployment.run(after.arrivals), after.known)
+        then = with_known(after.deployment.run(after.arrivals), after)
         effect = compare(lever, after, base, then, metric, price)
         if effect.helps:
             effects.append(effect)
@@ -225,16 +225,21 @@ def try_levers(
     return sorted(effects, key=lambda effect: -effect.score), rejected
 
 
-def with_known(outcome: Outcome, known: Sequence[Arrival]) -> Outcome:
-    """With the requests that the answer cache answers."""
-    if not known:
+def with_known(outcome: Outcome, scenario: Scenario) -> Outcome:
+    """With the requests that the answer cache answers; the others wait for their lookups."""
+    if not scenario.known:
         return outcome
-    served = [*outcome.served, *(at_once(arrival) for arrival in known)]
+    wait = scenario.lookup
+    late = [
+        replace(one, scheduled=one.scheduled + wait, first=one.first + wait, end=one.end + wait)
+        for one in outcome.served
+    ]
+    served = [*late, *(at_once(arrival, wait) for arrival in scenario.known)]
     return replace(outcome, served=served, summary=summarize(served))
 
 
-def at_once(arrival: Arrival) -> Served:
-    first = arrival.at + KNOWN
+def at_once(arrival: Arrival, wait: float) -> Served:
+    first = arrival.at + wait + KNOWN
     served = Served(arrival.at, arrival.prompt, 0, arrival.at, first, first + KNOWN, arrival.output)
     served.gaps = np.full(max(0, arrival.output - 1), KNOWN / max(1, arrival.output - 1), dtype=np.float32)
     return served

@@ -17,6 +17,7 @@ from twostroke.cost.simulation.deployment import Deployment
 from twostroke.cost.simulation.trace import Arrival, shared_first
 from twostroke.errors import ConfigError
 
+EXACT_LOOKUP, SEMANTIC_LOOKUP = 0.001, 0.006  # seconds of the answer cache, for a question of usual length
 FEW_REPEATED = 0.01  # share of prompts
 GROW = 4  # factor by which a cap is raised
 
@@ -26,7 +27,8 @@ class Scenario(NamedTuple):
 
     deployment: Deployment
     arrivals: Sequence[Arrival]
-    known: Sequence[Arrival] = ()  # requests beside them that the answer cache answers
+    known: Sequence[Arrival] = ()  # requests beside them that the answer cache answers,
+    lookup: float = 0.0  # after so many seconds, which the others wait for too
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,16 +171,18 @@ def known_answers(scenario: Scenario) -> Scenario | str:
     are determined count."""
     if not any(arrival.determined for arrival in scenario.arrivals):
         return "no request is known to have temperature 0 or a seed, and only such answers are used again"
-    return without_repeated(
+    found = without_repeated(
         scenario, lambda arrival: arrival.parts if arrival.determined else None, "prompts", "a whole"
     )
+    return found if isinstance(found, str) else found._replace(lookup=EXACT_LOOKUP)
 
 
 def known_questions(scenario: Scenario) -> Scenario | str:
     """The semantic tier also answers questions that ask what another one asked, once there is enough evidence."""
     if not any(arrival.topic is not None for arrival in scenario.arrivals):
         return "which questions ask the same is not known: serve --record-questions records it"
-    return without_repeated(scenario, lambda arrival: arrival.topic, "questions", "the same in meaning")
+    found = without_repeated(scenario, lambda arrival: arrival.topic, "questions", "the same in meaning")
+    return found if isinstance(found, str) else found._replace(lookup=SEMANTIC_LOOKUP)
 
 
 def without_repeated(scenario: Scenario, key: Callable[[Arrival], Any], what: str, how: str) -> Scenario | str:
