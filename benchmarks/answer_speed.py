@@ -88,7 +88,9 @@ def opened(folder: Path, url: str | None) -> Store:
     import redis
 
     store = RedisStore(url, None)
-    store._redis = redis.Redis.from_url(url, protocol=2)  # without a deadline: nothing waits for it
+    store._redis = redis.Redis.from_url(
+        url, protocol=2, socket_timeout=None
+    )  # without a deadline: nothing waits for it
     return store
 
 
@@ -178,6 +180,8 @@ def spread(seconds: list[float]) -> dict[str, float]:
 def measure(store: str, folder: Path, url: str | None) -> dict[str, Any]:
     with served(store, folder, url) as (address, process), httpx.Client(base_url=address, timeout=120) as client:
         found: dict[str, Any] = {"resident_mb": resident(process) / 1e6}
+        if url is not None:
+            found["redis_mb"] = used(opened(folder, url)) / 1e6
         for question in (ASKED, *OTHERS):
             first_byte(client, body(question))
         found["exact"] = hits(client, [ASKED], "exact")

@@ -33,6 +33,8 @@ BORDERLINE = 50  # decisions that are shown
 NEIGHBOURS = 8  # of a question that the guard looks at
 ALLOWED = ("tools", "temperature", *guard.MARKERS)  # what keeps a request from the semantic tier, unless it is allowed
 AGREE = 0.9  # cosine of two answers that count as the same
+PACE = 0.1  # weight of the last vector in the mean of their times
+SLOW_VECTOR = 0.01  # seconds that a request waits for a vector at most
 EXACT = "exact"  # in the place of a kind: what is learnt from it says nothing about similarity
 
 
@@ -41,7 +43,7 @@ class CacheOptions:
     tier: Tier = "exact"
     error: float = 0.01  # share of wrong answers of the semantic tier
     ttl: float | None = 7 * 86400.0  # seconds
-    deadline: float = 0.005  # seconds that a lookup may take
+    deadline: float = 0.005  # seconds that a lookup may take, beside the time of a vector
     shadow: float = 0.05  # share of semantic hits that are computed as well
     allow: frozenset[str] = frozenset()  # see ALLOWED
 
@@ -127,6 +129,7 @@ class AnswerCache:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="answers")
         self._embedding = ThreadPoolExecutor(1, thread_name_prefix="answers-embed")
         self._complained = 0.0
+        self._pace = 0.0  # seconds that a question's vector takes
         with contextlib.suppress(StoreError):
             self.evidence.read()
 
@@ -138,13 +141,19 @@ class AnswerCache:
         if self.evidence.due:
             self._thread.submit(self._read_evidence)
         try:
-            looked = await asyncio.wait_for(asyncio.shield(future), self.options.deadline)
+            looked = await asyncio.wait_for(asyncio.shield(future), self._patience(query))
         except TimeoutError:
             self.counters.late += 1
             self._complain("a lookup took longer than its deadline")
             return Looked(late=future)
         self._count(looked)
         return looked
+
+    def _patience(self, query: Query) -> float:
+        """Seconds: longer where a vector is needed and takes its time, as a vector made beside a running engine would
+        slow both down."""
+        embeds = bool(query.context) and self.texts is not None
+        return self.options.deadline + (min(2 * self._pace, SLOW_VECTOR) if embeds else 0.0)
 
     async def overtake(self, looked: Looked, begun: asyncio.Future[None]) -> None:
         """Fills in what a late lookup finds, unless the computed answer has begun before."""
@@ -190,7 +199,9 @@ class AnswerCache:
     def _vector(self, text: str) -> np.ndarray | None:
         assert self.texts is not None
         with self._safely():
+            began = time.perf_counter()
             vector: np.ndarray = self.texts.embed([text])[0]
+            self._pace += PACE * (time.perf_counter() - began - self._pace)
             return vector
         return None
 

@@ -26,6 +26,7 @@ CREATE TABLE IF NOT EXISTS evidence (number INTEGER PRIMARY KEY AUTOINCREMENT, v
 EVICTED = 0.02  # of the entries, when there are too many
 FEW = 4096  # vectors that are compared in full
 SKETCH = 64  # numbers of a sketch
+BLOCK = 64  # scores of which the highest is taken first
 CANDIDATES = 64  # vectors with the best sketches, which are compared in full
 MAX_EVIDENCE = 60_000  # records: the oldest go first
 
@@ -94,7 +95,7 @@ class Rows:
         place = len(self.ids)
         self._matrix[place] = vector
         if self._sketches is not None:
-            self._sketches[place] = vector @ projection(len(vector))
+            self._sketches[place] = np.einsum("i,ij->j", vector, projection(len(vector)))
         self._place[entry] = place
         self.ids.append(entry)
 
@@ -111,17 +112,33 @@ class Rows:
 
     def nearest(self, vector: np.ndarray, count: int) -> list[Near]:
         places = np.arange(len(self.ids))
+        rows = self._matrix[: len(self.ids)]
         if self._sketches is not None:
-            rough = self._sketches[: len(self.ids)] @ (vector @ projection(len(vector)))
-            places = highest(rough, CANDIDATES)
-        scores = self._matrix[places] @ vector if self._sketches is not None else self._matrix[: len(places)] @ vector
+            sketch = np.einsum("i,ij->j", vector, projection(len(vector)))
+            places = highest(products(self._sketches[: len(self.ids)], sketch), CANDIDATES)
+            rows = self._matrix[places]
+        scores = products(rows, vector)
         best = highest(scores, count)
         return [Near(self.ids[places[i]], float(scores[i])) for i in best[np.argsort(-scores[best])]]
 
 
+def products(rows: np.ndarray, vector: np.ndarray) -> np.ndarray:
+    """On this thread alone: threads of a BLAS wait for each other where the engine has the cores."""
+    made: np.ndarray = np.einsum("ij,j->i", rows, vector)
+    return made
+
+
 def highest(scores: np.ndarray, count: int) -> np.ndarray:
-    """The places of the highest scores, in any order."""
-    return np.argpartition(scores, -count)[-count:] if len(scores) > count else np.arange(len(scores))
+    """The places of the highest scores, in any order. Of many, those below the best blocks are left out first."""
+    if len(scores) <= count:
+        return np.arange(len(scores))
+    places = np.arange(len(scores))
+    blocks = len(scores) // BLOCK
+    if blocks > count:
+        most = scores[: blocks * BLOCK].reshape(blocks, BLOCK).max(axis=1)
+        places = np.flatnonzero(scores >= np.partition(most, -count)[-count])
+    found: np.ndarray = places[np.argpartition(scores[places], -count)[-count:]]
+    return found
 
 
 @lru_cache(maxsize=4)
