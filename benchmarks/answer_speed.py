@@ -209,7 +209,7 @@ def misses(client: httpx.Client) -> dict[str, Any]:
     bypassed: list[float] = []
     for number in range(PAIRS):
         for times, cache in ((looked, {}), (bypassed, {"cache": {"answer": False}}))[:: 1 if number % 2 else -1]:
-            question = f"Which of the {10 * number + len(times) % 7 + 3} tools is the best for a large garden?"
+            question = f"Which of the {time.time_ns() % 10**9} tools is the best for a large garden?"
             _, text, _ = first_byte(client, body(question, **cache))
             times.append(text)
     ratio = float(np.median(looked) / np.median(bypassed))
