@@ -34,7 +34,7 @@ NEIGHBOURS = 8  # of a question that the guard looks at
 ALLOWED = ("tools", "temperature", *guard.MARKERS)  # what keeps a request from the semantic tier, unless it is allowed
 AGREE = 0.9  # cosine of two answers that count as the same
 PACE = 0.1  # weight of the last vector in the mean of their times
-SLOW_VECTOR = 0.01  # seconds that a request waits for a vector at most
+SLOW_VECTOR = 0.03  # seconds that a request waits for a vector at most
 EXACT = "exact"  # in the place of a kind: what is learnt from it says nothing about similarity
 
 
@@ -154,7 +154,7 @@ class AnswerCache:
         """Seconds: longer where a vector is needed and takes its time, as a vector made beside a running engine would
         slow both down."""
         embeds = bool(query.context) and self.texts is not None
-        return self.options.deadline + (min(2 * self._pace, SLOW_VECTOR) if embeds else 0.0)
+        return self.options.deadline + (min(5 * self._pace, SLOW_VECTOR) if embeds else 0.0)
 
     async def overtake(self, looked: Looked, begun: asyncio.Future[None]) -> None:
         """Fills in what a late lookup finds, unless the computed answer has begun before."""
