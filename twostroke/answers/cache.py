@@ -13,7 +13,7 @@ import secrets
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -62,7 +62,6 @@ class Query:
     exact: bytes = b""  # empty: not determined
     context: bytes = b""  # empty: not compared by meaning
     question: str = ""
-    vector: Future[np.ndarray | None] | None = None  # of the question, where it is being made already
     max_age: float | None = None
 
 
@@ -181,14 +180,9 @@ class AnswerCache:
         if query.exact and not await run(self._thread, self._look_exact, query, looked):
             return looked
         if looked.found is None and query.context and self.texts is not None:
-            made = query.vector or self.embed_early(query.question)
-            looked.vector = None if made is None else await asyncio.wrap_future(made)
+            looked.vector = await run(self._embedding, self._vector, query.question)
             await run(self._thread, self._look_near, query, looked)
         return looked
-
-    def embed_early(self, question: str) -> Future[np.ndarray | None] | None:
-        """Begins to make a vector, while the request is still being read. None: questions are not compared."""
-        return None if self.texts is None else self._embedding.submit(self._vector, question)
 
     @contextlib.contextmanager
     def _safely(self) -> Iterator[None]:

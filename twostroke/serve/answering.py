@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NamedTuple
-
-import numpy as np
 
 from twostroke.answers import guard
 from twostroke.answers.cache import AnswerCache, Computed, Found, Looked, Query
@@ -38,7 +35,6 @@ class Question(NamedTuple):
     text: str
     before: Any
     tools: bool  # the request has some
-    vector: Future[np.ndarray | None] | None = None  # being made
 
 
 def question_of(messages: Sequence[Mapping[str, Any]], before: Any, tools: bool) -> Question | None:
@@ -118,15 +114,9 @@ class Answering:
         question = given.question
         options = self.cache.options
         if options.tier == "semantic" and question is not None and comparable(question, effective, options.allow):
-            query.question, query.vector = question.text, question.vector
+            query.question = question.text
             query.context = context_of(question, given, secret, salt, service.fingerprint, effective)
         return query if query.exact or query.context else None
-
-    def begin(self, question: Question) -> Question:
-        """Begins to make the vector of a question that may be compared, beside rendering and tokenizing."""
-        if guard.fit_for_sharing(question.text, self.cache.options.allow) is not None:
-            return question
-        return question._replace(vector=self.cache.embed_early(question.text))
 
     async def look(self, query: Query) -> Planned:
         return Planned(query, await self.cache.lookup(query))
