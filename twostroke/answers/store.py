@@ -25,7 +25,7 @@ CREATE TABLE IF NOT EXISTS evidence (number INTEGER PRIMARY KEY AUTOINCREMENT, v
 """
 EVICTED = 0.02  # of the entries, when there are too many
 FEW = 4096  # vectors that are compared in full
-SKETCH = 64  # numbers of a sketch
+SKETCH = 32  # numbers of a sketch
 BLOCK = 64  # scores of which the highest is taken first
 CANDIDATES = 64  # vectors with the best sketches, which are compared in full
 MAX_EVIDENCE = 60_000  # records: the oldest go first
