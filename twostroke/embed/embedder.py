@@ -49,6 +49,8 @@ class Embedder:
         where = f"{checkpoint.path.name}/config.json"
         self.model: Model
         if self.description.kind == "decoder":
+            if coded:
+                raise ConfigError("coded: only encoders (the BERT family) have 8-bit products; leave it out.")
             decoder = load_arch(checkpoint)
             longest = min(self.description.max_tokens or MAX_DECODER_TOKENS, MAX_DECODER_TOKENS, decoder.max_positions)
             self.model, vocab = DecoderModel(checkpoint, self.description, threads, longest), decoder.vocab
