@@ -55,6 +55,12 @@ def serve(
     answer_cache_error: Annotated[float, typer.Option(help="Share of wrong answers that is allowed.")] = 0.01,
     answer_cache_ttl: Annotated[float | None, typer.Option(help="Seconds that an answer is kept.", min=1)] = None,
     answer_cache_entries: Annotated[int, typer.Option(help="Answers that the embedded store keeps.", min=1)] = 100_000,
+    answer_cache_allow: Annotated[
+        str, typer.Option(help="Requests to compare by meaning too: tools,temperature,personal,referring,changing.")
+    ] = "",
+    record_questions: Annotated[
+        bool, typer.Option(help="Keep questions in memory, so that diagnose knows which ask the same.")
+    ] = False,
 ) -> None:
     """Serve a model over HTTP: OpenAI's and Anthropic's APIs, metrics, health."""
     from twostroke.config import make_config
@@ -75,7 +81,8 @@ def serve(
     make_config(**settings)  # checked before anything is fetched
     answers = AnswerOptions(
         checked_tier(answer_cache), answer_cache_url, answer_cache_file, answer_cache_error, answer_cache_ttl,
-        answer_cache_entries,
+        answer_cache_entries, tuple(name.strip() for name in answer_cache_allow.split(",") if name.strip()),
+        record_questions,
     )  # fmt: skip
     answers.check()
     with progress_bar(f"fetching {model}") as fetching:
@@ -105,12 +112,12 @@ def answer_files(answers: AnswerOptions, model: str) -> AnswerOptions:
     from twostroke.weights.catalog import cache_folder
     from twostroke.weights.checkpoint import locate
 
-    if answers.tier == "off":
+    if answers.tier == "off" and not answers.record:
         return answers
     name = "".join(char if char.isalnum() or char in "-._" else "-" for char in model)[-80:]
     file = answers.file or cache_folder() / "answers" / f"{name}.sqlite"
     embedder = None
-    if answers.tier == "semantic":
+    if answers.compares:
         with progress_bar(f"fetching {EMBEDDER}") as fetching:
             embedder = locate(EMBEDDER, fetching)
     return replace(answers, file=file, embedder=embedder)

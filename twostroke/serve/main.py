@@ -19,7 +19,7 @@ from twostroke.kv.layout import BLOCK
 from twostroke.metrics.registry import Metrics
 from twostroke.remote.async_engine import AsyncEngine
 from twostroke.remote.messages import Ready
-from twostroke.serve.answer_setup import AnswerMetrics, open_cache
+from twostroke.serve.answer_setup import AnswerMetrics, open_cache, open_recorder
 from twostroke.serve.answering import Answering
 from twostroke.serve.app import App
 from twostroke.serve.main_base import BaseServer, Options, Say
@@ -41,6 +41,7 @@ class Server(BaseServer):
         keys = Keys(self.options.keys, self.options.admin_keys)
         service = Service(engine, self.options.name, keys, metrics, self.options.closed_objects)
         browsers = Browsers(self.options.host, self.options.allowed_hosts, self.options.allowed_origins)
+        service.opening = self.options.answers.tier != "off" or self.options.answers.record
         listener = make_listener(App(service, browsers=browsers))
         listening = asyncio.create_task(listener.serve(sockets=[sock]))
         try:
@@ -56,6 +57,8 @@ class Server(BaseServer):
         finally:
             if service.answers is not None:
                 await asyncio.to_thread(service.answers.cache.close)
+            if service.topics is not None:
+                await asyncio.to_thread(service.topics.topics.close)
             await self._stop(listener, listening, engine)
 
     async def _open_answers(self, service: Service) -> None:
@@ -66,6 +69,10 @@ class Server(BaseServer):
             AnswerMetrics(cache, service.name, service.metrics.registry)
             where = "redis" if options.url else options.file
             self.say(f"  answer cache: {options.tier}, {where}, at most {options.error:.2%} wrong")
+        if options.record:
+            service.topics = await asyncio.to_thread(open_recorder, options)
+            self.say("  questions are recorded in memory for diagnose")
+        service.opening = False
 
     def _open(self, metrics: Metrics) -> AsyncEngine:
         options = self.options

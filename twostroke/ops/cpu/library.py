@@ -97,7 +97,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
         [c_void_p, c_void_p, c_int, POINTER(c_void_p), c_void_p, c_int, c_int, c_void_p, c_int, c_void_p],
     ),
     "ts_quantize": (None, [c_void_p, c_int64, c_void_p, c_int, c_void_p]),
-    "ts_encode_pack": (c_void_p, [c_void_p, c_void_p, c_int, c_int, c_void_p]),
+    "ts_encode_pack": (c_void_p, [c_void_p, c_void_p, c_int, c_int, c_void_p, c_int]),
     "ts_encode_weight_free": (None, [c_void_p]),
     "ts_layer_norm": (c_int, [c_void_p, c_void_p, c_int, c_int, c_void_p, c_void_p, c_float]),
     "ts_encode": (

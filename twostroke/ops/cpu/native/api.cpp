@@ -121,10 +121,10 @@ TS_API int ts_layers(Context* c, const LayerCall* layers, int count, const Atten
     });
 }
 
-TS_API EncodeWeight* ts_encode_pack(Context* c, const float* values, int outputs, int inputs, const float* bias) {
+TS_API EncodeWeight* ts_encode_pack(Context* c, const float* values, int outputs, int inputs, const float* bias, int coded) {
     EncodeWeight* weight = nullptr;
     guarded(c, [&] {
-        weight = pack_encode_weight(*c, values, outputs, inputs, bias);
+        weight = pack_encode_weight(*c, values, outputs, inputs, bias, coded != 0);
         return Fine;
     });
     return weight;

@@ -121,9 +121,11 @@ struct EncodeAttend {
 
 // out = activation(x · weightsᵀ + bias)
 struct EncodeProduct {
-    const uint16_t* x;  // what `split` wrote
+    const uint16_t* x;    // what `split` wrote; null without it
+    const float* floats;  // (rows, inputs)
     int rows, inputs;
     const uint16_t* weights;
+    const float* wide;  // instead of them
     int outputs;
     const float* bias;  // or null
     int activation;
@@ -134,10 +136,11 @@ struct EncodeKernels {
     void (*activate)(float* x, int64_t count, int activation);
     void (*add_norm)(float* x, const float* add, int cols, const float* weight, const float* shift, float eps, int row, int row_end);
     void (*attend)(const EncodeAttend&);
-    // Products on tiles; null where there are none.
+    // Products with a task's panels at a time; null where there are none of their own. split: null where they read floats.
     void (*split)(const float* x, int rows, int cols, uint16_t* out, int tile);
     void (*multiply)(const EncodeProduct&, int panel, int panel_end, uint8_t* scratch);
     size_t (*scratch)(int inputs);  // bytes
+    bool wide;                      // multiply takes float32 weights
 };
 
 struct Kernels {
