@@ -321,7 +321,8 @@ def _exact(config: Config, device: str, reasons: dict[str, str]) -> bool:
 
 
 def _check_four_bits(arch: Arch, device: str) -> None:
-    least = min(part.width for mixer, _ in arch.mixers for part in mixer.entry("int8").parts if part.format == "int8")
+    least = min(part.width for mixer, _ in arch.mixers for entry in mixer.entries("int8")
+                for part in entry.parts if part.format == "int8")  # fmt: skip
     if device == "cuda" and least < 32:  # 8 bytes of a head: exact attention over them goes wrong
         raise ConfigError(f"kv_dtype='int4' on a GPU needs heads of at least 32, not {least}: use int8.")
 

@@ -54,8 +54,8 @@ class MeanArch:
     def attention_flops(self, start: int, count: int) -> int:
         return seen_pairs(start, count, self.window) * WIDTH
 
-    def entry(self, kv_dtype: str) -> KVEntry:
-        return KVEntry((KVPart("keys", 1, WIDTH, "float32"),), self.window)
+    def entries(self, kv_dtype: str) -> tuple[KVEntry, ...]:
+        return (KVEntry((KVPart("keys", 1, WIDTH, "float32"),), self.window),)
 
     def stores(self, kv_dtype: str) -> bool:
         return True  # it keeps float32 in any case
@@ -132,8 +132,8 @@ PROMPTS = [[(5 * i + n) % 90 + 3 for i in range(50 + 7 * n)] for n in range(5)]
 
 def test_sizing_reads_the_entries(model):
     layout = engine(model).scheduler.tables.layout
-    grouped = model.arch.layers[0].mixer.entry("float16")
-    mine = model.arch.layers[1].mixer.entry("float16")
+    grouped = model.arch.layers[0].mixer.entries("float16")[0]
+    mine = model.arch.layers[1].mixer.entries("float16")[0]
     assert [group.entry for group in layout.groups].count(mine) == 1
     assert layout.token_bytes == (len(model.arch.layers) - 1) * grouped.bytes + 4 * WIDTH
     assert layout.block_bytes == max(len(group.layers) * group.entry.block_bytes for group in layout.groups)

@@ -12,9 +12,11 @@ from typing import Any, NamedTuple
 
 from twostroke.errors import ModelError
 from twostroke.model.arch import Arch, DenseArch, FeedArch, GroupedArch, LayerArch, Rope
+from twostroke.model.compressed_config import compressed_mixers
 from twostroke.model.experts import (
     deepseek_v2_feeds,
     deepseek_v3_feeds,
+    deepseek_v4_feeds,
     gpt_oss_feeds,
     mixtral_feeds,
     olmoe_feeds,
@@ -173,6 +175,28 @@ def _deepseek(c: Fields, family: str, feeds: Callable[[Fields, int], list[FeedAr
     )
 
 
+def _deepseek_v4(c: Fields) -> Arch:
+    """Compressed attention over several residual streams, experts in all layers."""
+    c.only("hidden_act", "silu")
+    for key in ("mlp_bias", "attention_bias", "tie_word_embeddings"):
+        c.only(key, False)
+    c.only("num_key_value_heads", 1)
+    count, dim = _layers(c), c.even("head_dim", 512, most=MAX_HEAD_DIM)
+    feeds = deepseek_v4_feeds(c, count)
+    mixers = compressed_mixers(c, count, _heads(c), dim)
+    return Arch(
+        family="deepseek_v4",
+        vocab=c.integer("vocab_size", most=MAX_VOCAB),
+        hidden=_hidden(c),
+        layers=tuple(LayerArch(mixer, feed) for mixer, feed in zip(mixers, feeds, strict=True)),
+        max_positions=_positions(c),
+        norm_eps=c.number("rms_norm_eps", 1e-6, most=1.0),
+        streams=c.integer("hc_mult", 4, least=2, most=64),
+        stream_rounds=c.integer("hc_sinkhorn_iters", 20, most=1024),
+        stream_eps=c.number("hc_eps", 1e-6, most=1.0),
+    )
+
+
 def _gpt_oss(c: Fields) -> Arch:
     """A sink for each head, windows on every other layer, experts in all."""
     head_dim, biased, count = _head_dim(c, 64), c.flag("attention_bias", True), _layers(c)
@@ -209,7 +233,7 @@ def _olmoe(c: Fields) -> Arch:
 
 
 # families that read the keys of experts
-_MIXTURES = ("qwen3_moe", "mixtral", "olmoe", "deepseek_v2", "deepseek_v3", "gpt_oss")
+_MIXTURES = ("qwen3_moe", "mixtral", "olmoe", "deepseek_v2", "deepseek_v3", "deepseek_v4", "gpt_oss")
 _FAMILIES: dict[str, Callable[[Fields], Arch]] = {
     "llama": _llama,
     "smollm3": _smollm3,
@@ -221,6 +245,7 @@ _FAMILIES: dict[str, Callable[[Fields], Arch]] = {
     "phi3": _phi3,
     "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _deepseek_v3,
+    "deepseek_v4": _deepseek_v4,
     "gpt_oss": _gpt_oss,
     "qwen3_moe": _qwen3_moe,
     "mixtral": _mixtral,

@@ -14,7 +14,8 @@ from twostroke.kv.storage import KVStorage
 from twostroke.model.arch import Arch, Rope
 from twostroke.model.layers import Branch, Experts, Layer, PackedProduct
 from twostroke.ops.arrays import placed
-from twostroke.ops.interface import Array, Batch, FusedLayer, Norm, Ops, RopeTable, Weight
+from twostroke.ops.interface import Array, Batch, FusedLayer, KVLayer, Norm, Ops, RopeTable, StreamMix, Weight
+from twostroke.ops.streams import collapse, collapse_last, expand, spread
 
 if TYPE_CHECKING:
     import torch
@@ -37,10 +38,13 @@ class Transformer:
         final_norm: Norm,
         head: Weight,
         max_positions: int,
+        head_streams: StreamMix | None = None,
     ):
+        """head_streams: how the head reads several residual streams."""
         self.arch, self.ops = arch, ops
         self.embedding, self.layers, self.final_norm, self.head = embedding, tuple(layers), final_norm, head
         self.max_positions = max_positions  # length of the rotary tables
+        self.head_streams = head_streams
         ops.read_in_order([product.weight for product in self.products()])
         self._runs: WeakKeyDictionary[KVStorage, list[LayerRun]] = WeakKeyDictionary()
 
@@ -64,12 +68,15 @@ class Transformer:
     def forward(self, batch: Batch, kv: KVStorage) -> Array:
         """Compute the batch's rows and write their K and V to `kv`. Returns the rows batch.logit_rows, (S, hidden)."""
         x = self.ops.embed(self.embedding, batch.tokens, self.arch.embedding_scale)  # (T, hidden)
+        if self.arch.streams > 1:
+            x = spread(x, self.arch.streams)  # (T, streams · hidden)
         runs = self._runs.get(kv)
         if runs is None:
             runs = self._runs[kv] = self._make_runs(kv)
         for run in runs[:-1]:
             x = run(x, batch, None)
-        return runs[-1](x, batch, batch.logit_rows)  # after the last mixer only the rows asked for
+        x = runs[-1](x, batch, batch.logit_rows)  # after the last mixer only the rows asked for
+        return x if self.head_streams is None else collapse_last(self.ops, x, self.head_streams)
 
     def logits(self, hidden: Array) -> Array:
         """(S, hidden) -> (S, vocab) float32."""
@@ -100,13 +107,34 @@ class Transformer:
     def _layer_run(self, index: int, kv: KVStorage) -> LayerRun:
         """One layer, op by op."""
         layer, (cache, group) = self.layers[index], kv.layer(index)
+        if layer.streams is not None:
+            return self._streams_run(layer, cache, group)
 
         def run(x: Array, batch: Batch, rows: Array | None) -> Array:
             branch = layer.mixer.run(self.ops, x, cache, batch, group)
             if rows is not None:
                 x, branch = x[rows], branch._replace(inner=branch.inner[rows])
             x = self._add(x, branch)
-            return self._add(x, layer.feed.run(self.ops, x))
+            tokens = batch.tokens if rows is None else batch.tokens[rows]
+            return self._add(x, layer.feed.run(self.ops, x, tokens))
+
+        return run
+
+    def _streams_run(self, layer: Layer, cache: KVLayer, group: int) -> LayerRun:
+        """One layer over several residual streams, op by op."""
+        assert layer.streams is not None
+        (mixer_mix, feed_mix), streams = layer.streams, self.arch.streams
+
+        def run(x: Array, batch: Batch, rows: Array | None) -> Array:
+            read, weights = collapse(self.ops, x, mixer_mix)
+            branch = layer.mixer.run(self.ops, read, cache, batch, group)
+            tokens = batch.tokens
+            if rows is not None:
+                x, weights, tokens = x[rows], weights[rows], tokens[rows]
+                branch = branch._replace(inner=branch.inner[rows])
+            x = expand(x, self._value(branch), weights, streams)
+            read, weights = collapse(self.ops, x, feed_mix)
+            return expand(x, self._value(layer.feed.run(self.ops, read, tokens)), weights, streams)
 
         return run
 
@@ -114,10 +142,14 @@ class Transformer:
         """The residual add."""
         if branch.norm is None and branch.weight is not None:
             return self.ops.linear(branch.inner, branch.weight, before=branch.before, add_to=x)
+        return x + self._value(branch)
+
+    def _value(self, branch: Branch) -> Array:
+        """What a branch adds."""
         value = branch.inner
         if branch.weight is not None:
             value = self.ops.linear(value, branch.weight, before=branch.before)
-        return x + (value if branch.norm is None else self.ops.norm(value, branch.norm))
+        return value if branch.norm is None else self.ops.norm(value, branch.norm)
 
 
 def rope_table(rope: Rope, positions: int, device: torch.device | None) -> RopeTable:

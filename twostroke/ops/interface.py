@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # neither the block bookkeeping nor the native CPU backend br
 
 BLOCK = 16  # tokens in one KV block
 
-Activation = Literal["silu", "gelu_tanh", "swiglu_oai"]
+Activation = Literal["silu", "gelu_tanh", "swiglu_oai", "swiglu_10"]
 KVFormat = Literal["float32", "float16", "bfloat16", "int8", "int4", "fp8"]
 KV_BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "int8": 8, "int4": 4, "fp8": 8}  # of one element
 KV_SCALE_BYTES = {"int8": 4, "int4": 4, "fp8": 4}  # one float32 scale for each token and head
@@ -45,6 +45,7 @@ class Gate:
     """Gated activation of a (T, 2F) array holding gate | up: activation(gate) · up, of shape (T, F).
 
     swiglu_oai (gpt-oss): gate is at most 7, up lies between -7 and 7; gate · σ(1.702 gate) · (up + 1).
+    swiglu_10 (DeepSeek V4): gate is at most 10, up lies between -10 and 10; silu(gate) · up.
     """
 
     activation: Activation
@@ -61,7 +62,7 @@ class Routing:
 
     experts: int
     chosen: int
-    scores: Literal["softmax", "sigmoid"] = "softmax"
+    scores: Literal["softmax", "sigmoid", "sqrt_softplus"] = "softmax"
     normalised: bool = False  # the weights of the chosen are divided by their sum
     factor: float = 1.0  # multiplies the weights
     groups: int = 1
@@ -79,6 +80,20 @@ class ExpertSet:
     gate_up: tuple[Weight, ...]  # of each expert gate and up stacked
     gate: Gate
     down: tuple[Weight, ...]
+    table: Array | None = None  # (vocab, chosen) int32: the experts of each token; None: the best scores choose
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StreamMix:
+    """How a part of a layer reads several residual streams and adds to them: see streams.py."""
+
+    streams: int
+    norm: Norm  # of all streams of a row together
+    weight: Weight  # (streams · (2 + streams), streams · hidden); of the head (streams, streams · hidden)
+    base: Array  # float32, one for each output of `weight`
+    scale: Array  # float32: of reading, adding and mixing; of the head one
+    eps: float
+    rounds: int  # of making the mixing matrix doubly stochastic
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -126,6 +141,49 @@ class LatentAttention:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Compressor:
+    """One entry for `ratio` tokens: a weighted mean of what the tokens left, for each dimension by itself, normed and
+    rotated. overlap: a token leaves two vectors, the first for the entry after its own, the second for its own."""
+
+    ratio: int
+    dim: int  # of an entry
+    overlap: bool
+    bias: Array  # (ratio, dim, twice that with overlap) float32: added to the weights' logits
+    norm: Norm
+
+    @property
+    def width(self) -> int:
+        """Numbers that a token leaves, and of its weights' logits."""
+        return 2 * self.dim if self.overlap else self.dim
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Indexer:
+    """Chooses the entries that a query reads: its `chosen` best scores, the lowest index first among equals."""
+
+    heads: int
+    dim: int
+    chosen: int
+    compressor: Compressor  # of its own keys
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CompressedAttention:
+    """The constants of `attend_compressed`. Rotations turn neighbouring dimensions at the end of a head."""
+
+    heads: int
+    dim: int  # of a head, and of the one key that all heads share and that is the value too
+    window: int
+    scale: float
+    rope: RopeTable
+    query_norm: Norm  # of each head
+    key_norm: Norm
+    sinks: Array  # (heads,) float32
+    compressor: Compressor | None = None
+    indexer: Indexer | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class FusedLayer:
     """Grouped attention and a gated feed, each added to the residual stream: what `Ops.fuse` may run in one call.
 
@@ -164,6 +222,7 @@ class KVLayer:
     values: Array | None = None  # None: a mixer that caches keys alone
     key_scales: Array | None = None  # (blocks, kv_heads, BLOCK) float32
     value_scales: Array | None = None
+    further: tuple[tuple[KVLayer, int], ...] = ()  # what the layer caches beside, each with the group it follows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -188,6 +247,17 @@ class Batch:
     contexts: Array  # (R,) int32: tokens of the request in the cache once this step has written its own
     groups: tuple[GroupBlocks, ...]  # one for each KV group
     logit_rows: Array  # (S,) int64: the rows whose logits are wanted
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CompressedRows:
+    """The products of a step's rows that `attend_compressed` starts from; those it has no use for are None."""
+
+    q: Array  # (T, heads · dim)
+    key: Array  # (T, dim)
+    state: Array | None  # (T, …): for each compressor what a token leaves and its weights' logits
+    index_q: Array | None = None  # (T, heads of the indexer · its dim)
+    index_weights: Array | None = None  # (T, heads of the indexer)
 
 
 class Ops(Protocol):
@@ -217,9 +287,10 @@ class Ops(Protocol):
         """before(x) @ weight.T + bias. With `add_to` the result is added into it in place, and it is returned."""
         ...
 
-    def experts(self, x: Array, norm: Norm, experts: ExpertSet) -> Array:
+    def experts(self, x: Array, norm: Norm, experts: ExpertSet, tokens: Array | None = None) -> Array:
         """The sum over a row's chosen experts of weight · down(gate(gate_up(norm(x)))), added in the order of choice:
-        (T, hidden). An expert's weights are read once for all rows that chose it, and only if a row did."""
+        (T, hidden). An expert's weights are read once for all rows that chose it, and only if a row did.
+        tokens: (T,), of the rows, for experts that a table chooses."""
         ...
 
     def attend(self, qkv: Array, attention: Attention, kv: KVLayer, batch: Batch, group: int) -> Array:
@@ -239,6 +310,13 @@ class Ops(Protocol):
         to the sum instead of to every cached token, in prefill and decode alike.
         """
         raise ValueError(f"the {self.name} backend has no latent attention")
+
+    def attend_compressed(
+        self, parts: CompressedRows, attention: CompressedAttention, cache: KVLayer, batch: Batch, group: int
+    ) -> Array:
+        """Norm, rotate and cache the keys, compress what the step completes, attend over the window, the entries and
+        the sink in one softmax, rotate back: (T, heads · dim). See compressed.py."""
+        raise ValueError(f"the {self.name} backend has no compressed attention")
 
     def argmax(self, logits: Array) -> Array:
         """(S, V) -> (S,) int64: the lowest index among equals, -1 for a row that holds a NaN."""

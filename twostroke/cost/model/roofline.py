@@ -273,7 +273,7 @@ def with_latent_flops(
         if isinstance(mixer, LatentArch):
             flops = mixer.attention_flops(1, 1) - mixer.attention_flops(0, 1)  # of one more cached token
             as_bytes = flops / rates.attention_compute * rates.kv_bandwidth
-            more += layers * max(0.0, as_bytes - mixer.entry("bfloat16").bytes)
+            more += layers * max(0.0, as_bytes - mixer.entries("bfloat16")[0].bytes)
     return tuple((window, size + more if window is None else size) for window, size in cached) if more else cached
 
 
