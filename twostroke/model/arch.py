@@ -81,6 +81,7 @@ class KVEntry:
     state_bytes: int = 0  # fixed, for each running request
     grid: int = 0  # a token sees back to the last multiple of this, and `window - grid` tokens before; 0: the window
     most: int = 0  # entries whose first part a token reads at most; 0: all that it sees
+    block_tokens: int = BLOCK  # a block has the entries of so many tokens, or one
 
     @property
     def bytes(self) -> int:
@@ -89,7 +90,7 @@ class KVEntry:
     @property
     def span(self) -> int:
         """Tokens whose entries of this layer lie in one block."""
-        return max(BLOCK, self.tokens)
+        return max(self.block_tokens, self.tokens)
 
     @property
     def block_bytes(self) -> int:
@@ -103,11 +104,18 @@ class KVEntry:
             return max(0, position // self.grid * self.grid - (self.window - self.grid))
         return max(0, position - self.window + 1)
 
+    def reach(self) -> tuple[tuple[int | None, float], ...]:
+        """What a token reads, as (tokens, bytes of each): of so many tokens before it, None: of all."""
+        if self.grid and self.window is not None:  # read when an entry is complete
+            return ((self.window // self.grid, float(self.bytes)),)
+        if not self.most:
+            return ((self.window, self.bytes / self.tokens),)
+        first = self.parts[0].bytes
+        return (self.most * self.tokens, first / self.tokens), (self.window, (self.bytes - first) / self.tokens)
+
     def read(self, context: int) -> float:
         """Bytes of entries that a token at the end of `context` tokens reads."""
-        seen = (context if self.window is None else min(context, self.window)) / self.tokens
-        unread = max(0.0, seen - self.most) * self.parts[0].bytes if self.most else 0.0
-        return seen * self.bytes - unread
+        return sum(size * (context if tokens is None else min(context, tokens)) for tokens, size in self.reach())
 
 
 class MixerArch(Protocol):

@@ -13,11 +13,13 @@ entries that a query reads; two entries share each token) or of HCA. `ops/compre
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import lcm
 
 from twostroke.model.arch import KVEntry, KVPart, Product, Rope, seen_pairs
 from twostroke.model.layers import Branch, PackedProduct
 from twostroke.ops.arrays import side_by_side
 from twostroke.ops.interface import (
+    BLOCK,
     KV_SCALE_BYTES,
     Array,
     Batch,
@@ -28,6 +30,8 @@ from twostroke.ops.interface import (
     Ops,
     Weight,
 )
+
+ENTRIES = 8  # of CSA in a block: the states of a few tokens are large, and all blocks of a pool are of one size
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +112,10 @@ class CompressedArch:
         parts = self._key("keys", self.dim, kv_dtype)
         if self.index is not None:
             parts += self._index_key(kv_dtype)
-        made = KVEntry(parts, None, self.ratio, most=self.index.chosen if self.index else 0)
+        most = self.index.chosen if self.index else 0
+        made = KVEntry(
+            parts, None, self.ratio, most=most, block_tokens=lcm(BLOCK, ENTRIES * self.ratio) if most else BLOCK
+        )
         span = 2 * self.ratio if self.overlap else self.ratio
         state = KVEntry((KVPart("keys", 1, self.state, "float32"),), span, grid=self.ratio)
         return made, state, raw

@@ -17,7 +17,6 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from twostroke.ops.interface import (
-    BLOCK,
     Batch,
     CompressedAttention,
     CompressedRows,
@@ -228,8 +227,7 @@ def turned_rows(x: np.ndarray, rope: RopeTable, positions: np.ndarray) -> np.nda
 def places_of(cache: tuple[KVLayer, int], batch: Batch, tokens: int, kv_format: KVFormat | None = None) -> Places:
     layer, group = cache
     data = layer.keys[:, 0]
-    entries = max(BLOCK, tokens) // tokens
-    return Places(data, kv_format or layer.format, batch.groups[group].tables, entries, tokens)
+    return Places(data, kv_format or layer.format, batch.groups[group].tables, data.shape[1], tokens)
 
 
 def encoded(values: np.ndarray, kv_format: KVFormat) -> np.ndarray:

@@ -36,7 +36,7 @@ def collapse(ops: Ops, x: Array, mix: StreamMix) -> tuple[Array, Array]:
 def expand(x: Array, result: Array, weights: Array, streams: int) -> Array:
     """The streams after a part of a layer: (T, streams · hidden)."""
     n = streams
-    rows = x.reshape(len(x), n, -1)
+    rows = x.reshape(len(x), n, x.shape[1] // n)
     adds, mixing = weights[:, :n], weights[:, n:].reshape(-1, n, n)
     out = rows * 0
     for k in range(n):
@@ -44,7 +44,7 @@ def expand(x: Array, result: Array, weights: Array, streams: int) -> Array:
         for j in range(1, n):
             total = total + mixing[:, j, k, None] * rows[:, j]
         out[:, k] = adds[:, k, None] * result + total
-    return out.reshape(len(x), -1)
+    return out.reshape(x.shape)
 
 
 def collapse_last(ops: Ops, x: Array, mix: StreamMix) -> Array:
@@ -77,7 +77,7 @@ def _sum(x: Array, n: int, axis: int) -> Array:
 
 
 def _weighted(x: Array, weights: Array, n: int) -> Array:
-    rows = x.reshape(len(x), n, -1)
+    rows = x.reshape(len(x), n, x.shape[1] // n)
     total = weights[:, 0, None] * rows[:, 0]
     for k in range(1, n):
         total = total + weights[:, k, None] * rows[:, k]
@@ -85,7 +85,7 @@ def _weighted(x: Array, weights: Array, n: int) -> Array:
 
 
 def _joined(adds: Array, mixing: Array) -> Array:
-    flat = mixing.reshape(len(mixing), -1)
+    flat = mixing.reshape(len(mixing), mixing.shape[1] * mixing.shape[2])
     if isinstance(adds, np.ndarray):
         return np.concatenate((adds, flat), axis=1)
     import torch

@@ -259,8 +259,8 @@ def cached_bytes(layout: KVLayout) -> tuple[tuple[int | None, float], ...]:
     for group in layout.groups:
         if group.draft:
             continue
-        size = len(group.layers) * group.entry.bytes / group.entry.tokens
-        sizes[group.window] = sizes.get(group.window, 0.0) + size
+        for window, size in group.entry.reach():
+            sizes[window] = sizes.get(window, 0.0) + len(group.layers) * size
     return tuple(sizes.items())
 
 
