@@ -335,8 +335,8 @@ def _kv_dtype(config: Config, models: Sequence[Arch], device: str, reasons: dict
 
     if config.kv_dtype is not None and not stored(config.kv_dtype):
         raise ConfigError(
-            f"kv_dtype={config.kv_dtype!r} is not served for latent attention, whose entries are small already: use "
-            "float16, bfloat16 or float32."
+            f"kv_dtype={config.kv_dtype!r} is not served for latent and compressed attention, whose entries are small "
+            "already: use float16, bfloat16 or float32."
         )
     if config.kv_dtype == "fp8" and device != "cuda":
         raise ConfigError(f"kv_dtype='fp8' needs a GPU; on a {device} int8 takes the same room and keeps more.")

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 import transformers
 
 from tests.helpers import run_tokens
+from twostroke.cost.model.known_models import known_arch
+from twostroke.cost.model.roofline import lasting_bytes, window_bytes
+from twostroke.engine.build import check_attention
+from twostroke.errors import ConfigError, ModelError
+from twostroke.kv.layout import make_layout
+from twostroke.model.document import arch_document, read_arch
 from twostroke.model.transformer import Transformer
 from twostroke.ops.cpu.backend import NativeCpuOps
 from twostroke.ops.reference.backend import ReferenceOps
 from twostroke.weights.checkpoint import open_checkpoint
-from twostroke.weights.load import load_model
+from twostroke.weights.load import load_arch, load_model
 
 SPARSE, HEAVY, SLIDING = "compressed_sparse_attention", "heavily_compressed_attention", "sliding_attention"
 SHAPE: dict[str, Any] = {
@@ -120,6 +129,49 @@ def test_cached_decode_equals_transformers(tmp_path: Path) -> None:
         rows.append(step.logits[0])
     mine = run_tokens(model, tokens, [13] + [1] * 27)
     torch.testing.assert_close(mine, torch.cat(rows), atol=1e-4, rtol=0)
+
+
+def test_a_description_survives_its_document_and_counts_its_weights(tmp_path: Path) -> None:
+    peer = make_peer(tmp_path)
+    arch = load_arch(open_checkpoint(tmp_path))
+    again = read_arch(json.loads(json.dumps(arch_document(arch))))
+    assert again == replace(arch, layers=arch.with_mixers(rope=None).layers)
+    assert arch.parameters == sum(parameter.numel() for parameter in peer.parameters()) + 3 * 8  # its corrections
+
+
+def test_names_of_published_checkpoints(tmp_path: Path) -> None:
+    """DeepSeek's own: no prefix, and layers that predict further tokens, which are left out."""
+    make_peer(tmp_path)
+    tokens = tokens_of(20)
+    expected = run_tokens(load(tmp_path, NativeCpuOps(2)), tokens)
+    tensors = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    renamed = {name.removeprefix("model.").replace("hc_head.hc_", "hc_head_"): t for name, t in tensors.items()}
+    renamed["embed.weight"] = renamed.pop("embed_tokens.weight")
+    renamed |= {"mtp.0.norm.weight": torch.ones(48), "layers.4.attn_norm.weight": torch.ones(48)}
+    safetensors.torch.save_file(renamed, tmp_path / "model.safetensors")
+    assert torch.equal(run_tokens(load(tmp_path, NativeCpuOps(2)), tokens), expected)
+    renamed["layers.0.ffn.gate.tid2eid"][5, 1] = 8
+    safetensors.torch.save_file(renamed, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match="tid2eid names experts outside 0 to 7"):
+        load(tmp_path)
+    del renamed["layers.2.attn.indexer.wq_b.weight"]
+    safetensors.torch.save_file(renamed, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"layers\.2\.attn\.indexer\.wq_b\.weight is missing"):
+        load(tmp_path)
+
+
+def test_what_flash_costs() -> None:
+    """DeepSeek-V4-Flash: 284 billion weights, 3.7 kB a token in fp8, 17 MB a request in windows."""
+    arch = known_arch("deepseek-v4-flash")
+    assert arch is not None and 284e9 < arch.parameters < 285e9 and 13e9 < arch.used_weights < 14e9
+    layout = make_layout(arch, "fp8")
+    assert 3_650 < lasting_bytes(layout) < 3_750 and 16e6 < window_bytes(layout) < 18e6
+    assert layout.blocks_for(1 << 20, 512) * layout.block_bytes < 2 * (1 << 20) * lasting_bytes(layout)
+    long, longer = (make_layout(arch, "bfloat16").read_bytes(context) for context in (1 << 17, 1 << 18))
+    assert longer - long < (1 << 17) * 1_600  # of more context a token reads index keys and the entries of HCA
+    assert arch.attention_flops(1 << 17, 1) < arch.linear_flops(1, 1)
+    with pytest.raises(ConfigError, match="does not serve compressed attention, which deepseek_v4 has"):
+        check_attention(arch, "cuda")
 
 
 def test_the_specification_agrees(tmp_path: Path) -> None:

@@ -18,7 +18,8 @@ from twostroke.cost.simulation.recording import UNKNOWN
 from twostroke.engine.core import Core
 from twostroke.hardware import Hardware
 from twostroke.kv.storage import KVStorage
-from twostroke.model.arch import Arch, KVEntry, KVPart, LayerArch, Product, seen_pairs
+from twostroke.model.arch import Arch, LayerArch, Product, seen_pairs
+from twostroke.model.entry import KVEntry, KVPart
 from twostroke.model.layers import Branch, Layer, PackedProduct
 from twostroke.model.transformer import Transformer
 from twostroke.ops.cpu.backend import NativeCpuOps

@@ -63,9 +63,10 @@ def show_sizing(found: Sizing) -> None:
 
 def kv_text(layout: KVLayout) -> str:
     """Bytes of a token, and of what a window bounds."""
-    if not layout.window_bytes:
-        return f"{round(layout.token_bytes):,} bytes a token"
-    return f"{round(layout.lasting_bytes):,} bytes a token and {layout.window_bytes:,} bytes a request in windows"
+    from twostroke.cost.model.roofline import lasting_bytes, window_bytes
+
+    in_windows = f" and {window_bytes(layout):,} bytes a request in windows" if window_bytes(layout) else ""
+    return f"{round(lasting_bytes(layout)):,} bytes a token{in_windows}"
 
 
 def source(deployment: Deployment) -> str:

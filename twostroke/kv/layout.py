@@ -19,7 +19,8 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
 
-from twostroke.model.arch import Arch, KVEntry
+from twostroke.model.arch import Arch
+from twostroke.model.entry import KVEntry
 from twostroke.ops.interface import BLOCK
 
 LONG_REQUEST = 32768  # tokens
@@ -64,17 +65,6 @@ class KVLayout:
     def token_bytes(self) -> float:
         """Bytes that one more token takes in all layers, without regard to windows."""
         return sum(len(group.layers) * group.entry.bytes / group.entry.tokens for group in self.groups)
-
-    @property
-    def lasting_bytes(self) -> float:
-        """Bytes of one more token that stay as long as its request runs: in layers without a window."""
-        kept = (group for group in self.groups if group.window is None)
-        return sum(len(group.layers) * group.entry.bytes / group.entry.tokens for group in kept)
-
-    @property
-    def window_bytes(self) -> int:
-        """Bytes of a long request in layers with a window."""
-        return sum(len(group.layers) * group.entry.bytes * group.window for group in self.groups if group.window)
 
     def read_bytes(self, context: int) -> float:
         """Bytes of K and V that a token at the end of `context` tokens reads in all layers of the target."""

@@ -15,21 +15,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import lcm
 
-from twostroke.model.arch import KVEntry, KVPart, Product, Rope, seen_pairs
+from twostroke.model.arch import Product, Rope, seen_pairs
+from twostroke.model.entry import KVEntry, KVPart
 from twostroke.model.layers import Branch, PackedProduct
-from twostroke.ops.arrays import side_by_side
-from twostroke.ops.interface import (
-    BLOCK,
-    KV_SCALE_BYTES,
-    Array,
-    Batch,
-    CompressedAttention,
-    CompressedRows,
-    KVLayer,
-    Norm,
-    Ops,
-    Weight,
-)
+from twostroke.ops.compressed_interface import CompressedAttention, CompressedRows
+from twostroke.ops.interface import BLOCK, KV_SCALE_BYTES, Array, Batch, KVLayer, Norm, Ops, Weight
+from twostroke.ops.joined import side_by_side
 
 ENTRIES = 8  # of CSA in a block: the states of a few tokens are large, and all blocks of a pool are of one size
 

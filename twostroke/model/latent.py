@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from twostroke.model.arch import KVEntry, KVPart, Product, Rope, seen_pairs
+from twostroke.model.arch import Product, Rope, seen_pairs
+from twostroke.model.entry import KVEntry, KVPart
 from twostroke.model.layers import Branch, PackedProduct
 from twostroke.ops.interface import KV_SCALE_BYTES, Array, Batch, KVLayer, LatentAttention, Norm, Ops, Weight
 

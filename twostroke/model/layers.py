@@ -9,19 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from twostroke.ops.interface import (
-    Array,
-    Attention,
-    Batch,
-    ExpertSet,
-    FusedLayer,
-    Gate,
-    KVLayer,
-    Norm,
-    Ops,
-    StreamMix,
-    Weight,
-)
+from twostroke.ops.interface import Array, Attention, Batch, ExpertSet, FusedLayer, Gate, KVLayer, Norm, Ops, Weight
+from twostroke.ops.streams import StreamMix
 
 
 class Branch(NamedTuple):
@@ -32,6 +21,14 @@ class Branch(NamedTuple):
     weight: Weight | None
     before: Gate | None
     norm: Norm | None
+
+
+def value_of(ops: Ops, branch: Branch) -> Array:
+    """What a branch adds."""
+    value = branch.inner
+    if branch.weight is not None:
+        value = ops.linear(value, branch.weight, before=branch.before)
+    return value if branch.norm is None else ops.norm(value, branch.norm)
 
 
 class PackedProduct(NamedTuple):

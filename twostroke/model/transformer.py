@@ -12,10 +12,11 @@ import numpy as np
 
 from twostroke.kv.storage import KVStorage
 from twostroke.model.arch import Arch, Rope
-from twostroke.model.layers import Branch, Experts, Layer, PackedProduct
+from twostroke.model.layers import Branch, Experts, Layer, PackedProduct, value_of
+from twostroke.model.streams import streams_run
 from twostroke.ops.arrays import placed
-from twostroke.ops.interface import Array, Batch, FusedLayer, KVLayer, Norm, Ops, RopeTable, StreamMix, Weight
-from twostroke.ops.streams import collapse, collapse_last, expand, spread
+from twostroke.ops.interface import Array, Batch, FusedLayer, Norm, Ops, RopeTable, Weight
+from twostroke.ops.streams import StreamMix, collapse_last, spread
 
 if TYPE_CHECKING:
     import torch
@@ -108,7 +109,7 @@ class Transformer:
         """One layer, op by op."""
         layer, (cache, group) = self.layers[index], kv.layer(index)
         if layer.streams is not None:
-            return self._streams_run(layer, cache, group)
+            return streams_run(self.ops, layer, cache, group)
 
         def run(x: Array, batch: Batch, rows: Array | None) -> Array:
             branch = layer.mixer.run(self.ops, x, cache, batch, group)
@@ -120,36 +121,11 @@ class Transformer:
 
         return run
 
-    def _streams_run(self, layer: Layer, cache: KVLayer, group: int) -> LayerRun:
-        """One layer over several residual streams, op by op."""
-        assert layer.streams is not None
-        (mixer_mix, feed_mix), streams = layer.streams, self.arch.streams
-
-        def run(x: Array, batch: Batch, rows: Array | None) -> Array:
-            read, weights = collapse(self.ops, x, mixer_mix)
-            branch = layer.mixer.run(self.ops, read, cache, batch, group)
-            tokens = batch.tokens
-            if rows is not None:
-                x, weights, tokens = x[rows], weights[rows], tokens[rows]
-                branch = branch._replace(inner=branch.inner[rows])
-            x = expand(x, self._value(branch), weights, streams)
-            read, weights = collapse(self.ops, x, feed_mix)
-            return expand(x, self._value(layer.feed.run(self.ops, read, tokens)), weights, streams)
-
-        return run
-
     def _add(self, x: Array, branch: Branch) -> Array:
         """The residual add."""
         if branch.norm is None and branch.weight is not None:
             return self.ops.linear(branch.inner, branch.weight, before=branch.before, add_to=x)
-        return x + self._value(branch)
-
-    def _value(self, branch: Branch) -> Array:
-        """What a branch adds."""
-        value = branch.inner
-        if branch.weight is not None:
-            value = self.ops.linear(value, branch.weight, before=branch.before)
-        return value if branch.norm is None else self.ops.norm(value, branch.norm)
+        return x + value_of(self.ops, branch)
 
 
 def rope_table(rope: Rope, positions: int, device: torch.device | None) -> RopeTable:

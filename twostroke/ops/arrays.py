@@ -4,7 +4,6 @@ import takes longer than the rest of a start."""
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
 from contextlib import suppress
 from math import prod
 from typing import TYPE_CHECKING
@@ -28,15 +27,6 @@ def placed(values: np.ndarray, device: torch.device | None) -> Array:
     import torch
 
     return torch.from_numpy(values).to(device)
-
-
-def side_by_side(parts: Sequence[Array]) -> Array:
-    """Rows of several arrays joined, column after column."""
-    if isinstance(parts[0], np.ndarray):
-        return np.concatenate(parts, axis=1)
-    import torch
-
-    return torch.cat(list(parts), dim=1)
 
 
 def batch_of_tensors(batch: Batch) -> Batch:

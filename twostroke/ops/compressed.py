@@ -16,17 +16,8 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from twostroke.ops.interface import (
-    Batch,
-    CompressedAttention,
-    CompressedRows,
-    Compressor,
-    Indexer,
-    KVFormat,
-    KVLayer,
-    Norm,
-    RopeTable,
-)
+from twostroke.ops.compressed_interface import CompressedAttention, CompressedRows, Compressor, Indexer
+from twostroke.ops.interface import Batch, KVFormat, KVLayer, Norm, RopeTable
 
 Normed = Callable[[np.ndarray, Norm], np.ndarray]
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 if TYPE_CHECKING:  # neither the block bookkeeping nor the native CPU backend brings torch with it
     import torch
 
+    from twostroke.ops.compressed_interface import CompressedAttention, CompressedRows
     from twostroke.ops.formats import Stored
 
 BLOCK = 16  # tokens in one KV block
@@ -84,19 +85,6 @@ class ExpertSet:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class StreamMix:
-    """How a part of a layer reads several residual streams and adds to them: see streams.py."""
-
-    streams: int
-    norm: Norm  # of all streams of a row together
-    weight: Weight  # (streams · (2 + streams), streams · hidden); of the head (streams, streams · hidden)
-    base: Array  # float32, one for each output of `weight`
-    scale: Array  # float32: of reading, adding and mixing; of the head one
-    eps: float
-    rounds: int  # of making the mixing matrix doubly stochastic
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class RopeTable:
     """Rotation of the first `2·cos.shape[1]` dimensions of each head, in rotate-half order (i pairs with i + dim/2)."""
 
@@ -138,49 +126,6 @@ class LatentAttention:
     norm: Norm  # of the latent, before it is cached
     key_up: Weight  # one part for each head, (latent, plain_dim): a query head's plain part -> latent
     value_up: Weight  # one part for each head, (value_dim, latent): a weighted sum of latents -> value head
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Compressor:
-    """One entry for `ratio` tokens: a weighted mean of what the tokens left, for each dimension by itself, normed and
-    rotated. overlap: a token leaves two vectors, the first for the entry after its own, the second for its own."""
-
-    ratio: int
-    dim: int  # of an entry
-    overlap: bool
-    bias: Array  # (ratio, dim, twice that with overlap) float32: added to the weights' logits
-    norm: Norm
-
-    @property
-    def width(self) -> int:
-        """Numbers that a token leaves, and of its weights' logits."""
-        return 2 * self.dim if self.overlap else self.dim
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Indexer:
-    """Chooses the entries that a query reads: its `chosen` best scores, the lowest index first among equals."""
-
-    heads: int
-    dim: int
-    chosen: int
-    compressor: Compressor  # of its own keys
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class CompressedAttention:
-    """The constants of `attend_compressed`. Rotations turn neighbouring dimensions at the end of a head."""
-
-    heads: int
-    dim: int  # of a head, and of the one key that all heads share and that is the value too
-    window: int
-    scale: float
-    rope: RopeTable
-    query_norm: Norm  # of each head
-    key_norm: Norm
-    sinks: Array  # (heads,) float32
-    compressor: Compressor | None = None
-    indexer: Indexer | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -247,17 +192,6 @@ class Batch:
     contexts: Array  # (R,) int32: tokens of the request in the cache once this step has written its own
     groups: tuple[GroupBlocks, ...]  # one for each KV group
     logit_rows: Array  # (S,) int64: the rows whose logits are wanted
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class CompressedRows:
-    """The products of a step's rows that `attend_compressed` starts from; those it has no use for are None."""
-
-    q: Array  # (T, heads · dim)
-    key: Array  # (T, dim)
-    state: Array | None  # (T, …): for each compressor what a token leaves and its weights' logits
-    index_q: Array | None = None  # (T, heads of the indexer · its dim)
-    index_weights: Array | None = None  # (T, heads of the indexer)
 
 
 class Ops(Protocol):

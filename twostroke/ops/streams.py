@@ -10,11 +10,26 @@ terms and is written out, so a row's bits depend on that row alone. Arrays of Nu
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from twostroke.ops.interface import Array, Ops, StreamMix
+from twostroke.ops.interface import Array, Norm, Ops, Weight
+from twostroke.ops.joined import side_by_side
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StreamMix:
+    """How a part of a layer reads several residual streams and adds to them."""
+
+    streams: int
+    norm: Norm  # of all streams of a row together
+    weight: Weight  # (streams · (2 + streams), streams · hidden); of the head (streams, streams · hidden)
+    base: Array  # float32, one for each output of `weight`
+    scale: Array  # float32: of reading, adding and mixing; of the head one
+    eps: float
+    rounds: int  # of making the mixing matrix doubly stochastic
 
 
 def spread(x: Array, streams: int) -> Array:
@@ -30,7 +45,8 @@ def collapse(ops: Ops, x: Array, mix: StreamMix) -> tuple[Array, Array]:
     read = _sigmoid(weights[:, :n] * scale[0] + base[:n]) + mix.eps
     adds = 2 * _sigmoid(weights[:, n : 2 * n] * scale[1] + base[n : 2 * n])
     mixing = (weights[:, 2 * n :] * scale[2] + base[2 * n :]).reshape(-1, n, n)
-    return _weighted(x, read, n), _joined(adds, _stochastic(mixing, mix))
+    flat = _stochastic(mixing, mix).reshape(len(x), n * n)
+    return _weighted(x, read, n), side_by_side((adds, flat))
 
 
 def expand(x: Array, result: Array, weights: Array, streams: int) -> Array:
@@ -82,15 +98,6 @@ def _weighted(x: Array, weights: Array, n: int) -> Array:
     for k in range(1, n):
         total = total + weights[:, k, None] * rows[:, k]
     return total
-
-
-def _joined(adds: Array, mixing: Array) -> Array:
-    flat = mixing.reshape(len(mixing), mixing.shape[1] * mixing.shape[2])
-    if isinstance(adds, np.ndarray):
-        return np.concatenate((adds, flat), axis=1)
-    import torch
-
-    return torch.cat((adds, flat), dim=1)
 
 
 def _sigmoid(x: Array) -> Array:

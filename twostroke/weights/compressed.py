@@ -8,7 +8,8 @@ import numpy as np
 
 from twostroke.model.compressed import Compressed, CompressedArch
 from twostroke.ops.arrays import placed
-from twostroke.ops.interface import CompressedAttention, Compressor, Indexer, Norm
+from twostroke.ops.compressed_interface import CompressedAttention, Compressor, Indexer
+from twostroke.ops.interface import Norm
 
 if TYPE_CHECKING:
     from twostroke.weights.load import Parameters, RopeTables

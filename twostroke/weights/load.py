@@ -19,22 +19,13 @@ from twostroke.model.names import ignorable, parameter_sources
 from twostroke.model.transformer import Transformer, rope_table
 from twostroke.ops.arrays import placed
 from twostroke.ops.formats import INTEGERS, Stored, dequantize, from_float, integers
-from twostroke.ops.interface import (
-    Array,
-    Attention,
-    ExpertSet,
-    Gate,
-    LatentAttention,
-    Norm,
-    Ops,
-    RopeTable,
-    StreamMix,
-    Weight,
-)
+from twostroke.ops.interface import Array, Attention, ExpertSet, Gate, LatentAttention, Norm, Ops, RopeTable, Weight
+from twostroke.ops.streams import StreamMix
 from twostroke.weights.checkpoint import Checkpoint
 from twostroke.weights.compressed import load_compressed
 from twostroke.weights.describe import load_arch
 from twostroke.weights.files import Progress
+from twostroke.weights.fp8 import decoded_fp8, is_fp8, scale_name
 from twostroke.weights.latent import key_parts, value_parts
 from twostroke.weights.mxfp4 import joined_mxfp4
 from twostroke.weights.quantize import quantize
@@ -298,6 +289,8 @@ class Parameters:
     def _stored(self, name: str) -> Stored:
         source = self.sources[name]
         stored = self.tensors[source.tensor]
+        if is_fp8(stored):
+            stored = decoded_fp8(stored, self.tensors[scale_name(source.tensor)], f"{self.where}: {source.tensor}")
         if source.entry is not None:
             stored = stored.entry(source.entry)
         if source.scales:
@@ -329,6 +322,7 @@ class Parameters:
     def _check_names(self) -> None:
         wanted = {source.tensor for source in self.sources.values()}
         wanted |= {source.scales for source in self.sources.values() if source.scales}
+        wanted |= {scale_name(name) for name in wanted if name in self.tensors and is_fp8(self.tensors[name])}
         missing = sorted(wanted - self.tensors.keys())
         if missing:
             raise ModelError(f"{self.where}: {_listed(missing)} missing; the checkpoint is incomplete.")

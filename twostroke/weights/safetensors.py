@@ -13,7 +13,7 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from twostroke.errors import ModelError
-from twostroke.ops.formats import INTEGERS, Stored, stored_bytes
+from twostroke.ops.formats import FP8, INTEGERS, Stored, stored_bytes
 from twostroke.weights.files import JSON_LIMIT, damaged, map_file, parse_json_object, read_json_object
 
 SINGLE = "model.safetensors"
@@ -69,7 +69,7 @@ def _read_entry(path: Path, name: str, entry: Any, size: int) -> tuple[str, tupl
         raise damaged(path, f"{label} lacks a proper dtype, shape or data_offsets")
     is_bytes = dtype == "U8" and name.endswith(_BYTES)
     is_table = dtype in INTEGERS and name.endswith(_TABLE)
-    if dtype not in _FORMATS and not is_bytes and not is_table and not _left_out(name, dtype):
+    if dtype not in (*_FORMATS, FP8.name) and not is_bytes and not is_table and not _left_out(name, dtype):
         raise ModelError(
             f"{path}: {label} has dtype {dtype[:20]}, which is not read; save the model as {' or '.join(_FORMATS)}."
         )

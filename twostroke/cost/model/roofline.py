@@ -253,6 +253,17 @@ def kv_bytes_per_token(layout: KVLayout) -> int:
     return round(layout.token_bytes)
 
 
+def lasting_bytes(layout: KVLayout) -> float:
+    """Bytes of one more token that stay as long as its request runs: in layers without a window."""
+    kept = (group for group in layout.groups if group.window is None)
+    return sum(len(group.layers) * group.entry.bytes / group.entry.tokens for group in kept)
+
+
+def window_bytes(layout: KVLayout) -> int:
+    """Bytes of a long request in layers with a window."""
+    return sum(len(group.layers) * group.entry.bytes * group.window for group in layout.groups if group.window)
+
+
 def cached_bytes(layout: KVLayout) -> tuple[tuple[int | None, float], ...]:
     """Bytes that a token has in the cache, of all the target's layers with the same window: (window, bytes)."""
     sizes: dict[int | None, float] = {}

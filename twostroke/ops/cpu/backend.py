@@ -17,25 +17,14 @@ from typing import Any
 import numpy as np
 
 from twostroke.ops.compressed import attend_compressed
+from twostroke.ops.compressed_interface import CompressedAttention, CompressedRows
 from twostroke.ops.cpu.arrays import address, any_address, norm_reference
 from twostroke.ops.cpu.describe import describe_batch, describe_latent, describe_layer, signature
 from twostroke.ops.cpu.entries import NativeCore
 from twostroke.ops.cpu.experts import ACTIVATIONS, describe_experts
 from twostroke.ops.cpu.library import ExpertsCall, LatentCall, LayerCall, load_library
 from twostroke.ops.formats import Stored, dequantize, from_float
-from twostroke.ops.interface import (
-    Attention,
-    Batch,
-    CompressedAttention,
-    CompressedRows,
-    ExpertSet,
-    FusedLayer,
-    Gate,
-    KVLayer,
-    LatentAttention,
-    Norm,
-    Ops,
-)
+from twostroke.ops.interface import Attention, Batch, ExpertSet, FusedLayer, Gate, KVLayer, LatentAttention, Norm, Ops
 
 _FORMATS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
 _FLOATS = ("F32", "F16", "BF16")

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from twostroke.ops.compressed import Core, Reads
+from twostroke.ops.compressed_interface import CompressedAttention
 from twostroke.ops.cpu.arrays import address
 from twostroke.ops.cpu.library import EntriesCall
-from twostroke.ops.interface import CompressedAttention
 
 _FORMATS = {"float32": 0, "float16": 1, "bfloat16": 2}  # KVFormat in kernels.h
 

@@ -11,20 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from twostroke.ops.compressed_interface import CompressedAttention, CompressedRows
 from twostroke.ops.formats import Stored, dequantize
-from twostroke.ops.interface import (
-    BLOCK,
-    Attention,
-    Batch,
-    CompressedAttention,
-    CompressedRows,
-    ExpertSet,
-    Gate,
-    KVLayer,
-    LatentAttention,
-    Norm,
-    Ops,
-)
+from twostroke.ops.interface import BLOCK, Attention, Batch, ExpertSet, Gate, KVLayer, LatentAttention, Norm, Ops
 from twostroke.ops.reference.cached import rotated, seen, stored_keys
 from twostroke.ops.reference.entries import attend_lists
 from twostroke.ops.reference.kv_codec import decode_kv, write_kv

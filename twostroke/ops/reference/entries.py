@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from twostroke.ops.compressed import Core, Reads, attend_compressed, decoded
-from twostroke.ops.interface import Batch, CompressedAttention, CompressedRows, KVLayer, Norm, Ops
+from twostroke.ops.compressed_interface import CompressedAttention, CompressedRows
+from twostroke.ops.interface import Batch, KVLayer, Norm, Ops
 
 
 class ReferenceCore(Core):
