@@ -28,6 +28,14 @@ DEEPSEEK_V4 |= {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermedia
 DEEPSEEK = {**SHAPE, "model_type": "deepseek_v3", "num_key_value_heads": 6, "first_k_dense_replace": 3}
 
 
+def test_published_quantized_formats_are_known() -> None:
+    mxfp4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+    fp8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    gpt_oss = {**LLAMA, **EXPERTS, "model_type": "gpt_oss", "sliding_window": 16}
+    assert arch_from_config({**gpt_oss, "quantization_config": mxfp4}) == arch_from_config(gpt_oss)
+    assert arch_from_config({**DEEPSEEK, "quantization_config": fp8}) == arch_from_config(DEEPSEEK)
+
+
 @pytest.mark.parametrize(
     ("base", "change", "named"),
     [

@@ -169,7 +169,7 @@ class Made:
         q = turned(q, self.attention.rope, self.batch.positions[row : row + 1])[0]
         scale = np.float32(indexer.dim**-0.5 * indexer.heads**-0.5)
         scores = core.score(q, self.parts.index_weights[row] * scale, self.keys.read(request, np.arange(count)))
-        return np.sort(np.argsort(-scores, kind="stable")[: indexer.chosen])
+        return selected(indexer, scores)
 
 
 def biased(state: np.ndarray, compressors: list[Compressor], positions: np.ndarray) -> np.ndarray:
