@@ -10,7 +10,7 @@ that multiply (`Core`) are the backend's.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -28,25 +28,25 @@ class Places(NamedTuple):
     data: np.ndarray  # (blocks, entries of a block, width), as codes of `format`
     format: KVFormat
     tables: np.ndarray  # (R, columns)
-    entries: int  # of a block
-    tokens: int  # of an entry
 
-    def rows(self, request: int, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Block and place of entries by their numbers in a request."""
-        return self.tables[request, numbers // self.entries], numbers % self.entries
+    def find(self, request: np.ndarray, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Block and place of entries by their numbers in requests."""
+        size = self.data.shape[1]
+        return self.tables[request, numbers // size], numbers % size
 
-    def read(self, request: int, numbers: np.ndarray) -> np.ndarray:
-        return decoded(self.data[self.rows(request, numbers)], self.format)
+    def read(self, request: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+        return decoded(self.data[self.find(request, numbers)], self.format)
 
     def write(self, slots: np.ndarray, values: np.ndarray) -> None:
-        self.data[slots // self.entries, slots % self.entries] = encoded(values, self.format)
+        size = self.data.shape[1]
+        self.data[slots // size, slots % size] = encoded(values, self.format)
 
 
 class Core(Protocol):
     """The products of compressed attention."""
 
-    def attend(self, q: np.ndarray, reads: list[Reads], attention: CompressedAttention) -> np.ndarray:
-        """q: (T, heads, dim), one list of entries for each row -> (T, heads, dim)."""
+    def attend(self, q: np.ndarray, lists: Sequence[Lists], attention: CompressedAttention) -> np.ndarray:
+        """q: (T, heads, dim), the entries that each row reads, kind after kind -> (T, heads, dim)."""
         ...
 
     def score(self, q: np.ndarray, weights: np.ndarray, keys: np.ndarray) -> np.ndarray:
@@ -55,10 +55,17 @@ class Core(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Reads:
-    """What one row attends over: entries of the window, then compressed ones."""
+class Lists:
+    """Entries of one kind that each row reads: row r those from starts[r] to starts[r + 1]."""
 
-    parts: tuple[tuple[Places, np.ndarray, np.ndarray], ...]  # where, blocks, places in them
+    places: Places
+    starts: np.ndarray  # (T + 1,)
+    blocks: np.ndarray
+    offsets: np.ndarray  # in the blocks
+
+    def read(self, row: int) -> np.ndarray:
+        mine = slice(self.starts[row], self.starts[row + 1])
+        return decoded(self.places.data[self.blocks[mine], self.offsets[mine]], self.places.format)
 
 
 def attend_compressed(
@@ -69,32 +76,31 @@ def attend_compressed(
     caches: tuple[tuple[KVLayer, int], ...],
     batch: Batch,
 ) -> np.ndarray:
-    """caches: entries (None where there is no compressor: the raw window alone), state, raw window."""
+    """caches: compressed entries and states, where there is a compressor, and the raw window."""
     positions, heads, dim = batch.positions, attention.heads, attention.dim
+    owner = np.repeat(np.arange(len(batch.starts) - 1), np.diff(batch.starts))  # the request of each row
     q = turned(norm(parts.q.reshape(-1, heads, dim), attention.query_norm), attention.rope, positions)
-    raw = places_of(caches[-1], batch, 1)
-    raw.write(
-        batch.groups[caches[-1][1]].slots, turned_rows(norm(parts.key, attention.key_norm), attention.rope, positions)
-    )
-    made = Made(norm, attention, caches, batch, parts) if attention.compressor is not None else None
+    raw = places_of(caches[-1], batch)
+    keys = turned_rows(norm(parts.key, attention.key_norm), attention.rope, positions)
+    raw.write(batch.groups[caches[-1][1]].slots, keys)
+    made = Made(norm, attention, caches, batch, parts, owner) if attention.compressor is not None else None
     if made is not None:
         made.write()
-    reads = []
-    for request, row in rows_of(batch):
-        position = int(positions[row])
-        seen = np.arange(max(0, position - attention.window + 1), position + 1)
-        found = [(raw, *raw.rows(request, seen))]
-        if made is not None and (chosen := made.chosen(core, request, row, position)) is not None:
-            found.append((made.entries, *made.entries.rows(request, chosen)))
-        reads.append(Reads(tuple(found)))
-    out = core.attend(q, reads, attention)
+    first = np.maximum(positions + 1 - attention.window, 0)
+    lists = [listed(raw, owner, first, positions + 1 - first)]
+    if made is not None:
+        lists.append(made.chosen(core))
+    out = core.attend(q, lists, attention)
     return turned(out, attention.rope, positions, back=True).reshape(len(q), heads * dim)
 
 
-def rows_of(batch: Batch) -> list[tuple[int, int]]:
-    """(request, row) of every row, in order."""
-    starts = [int(start) for start in batch.starts]
-    return [(request, row) for request in range(len(starts) - 1) for row in range(starts[request], starts[request + 1])]
+def listed(places: Places, owner: np.ndarray, first: np.ndarray, counts: np.ndarray) -> Lists:
+    """For each row `counts` entries in order from number `first` on."""
+    starts = np.zeros(len(owner) + 1, np.int64)
+    np.cumsum(counts, out=starts[1:])
+    rows = np.repeat(np.arange(len(owner)), counts)
+    numbers = np.arange(len(rows)) - starts[rows] + first[rows]
+    return Lists(places, starts, *places.find(owner[rows], numbers))
 
 
 class Made:
@@ -107,69 +113,66 @@ class Made:
         caches: tuple[tuple[KVLayer, int], ...],
         batch: Batch,
         parts: CompressedRows,
+        owner: np.ndarray,
     ):
         assert attention.compressor is not None
         (entries, group), state, _ = caches
-        self.norm, self.attention, self.batch, self.parts = norm, attention, batch, parts
-        self.ratio = attention.compressor.ratio
-        self.entries = places_of(caches[0], batch, self.ratio)
-        self.keys = (
-            places_of((KVLayer(entries.format, entries.values), group), batch, self.ratio)
-            if attention.indexer
-            else None
-        )
+        self.norm, self.attention, self.parts, self.owner = norm, attention, parts, owner
+        self.positions, self.ratio = batch.positions, attention.compressor.ratio
+        self.compressor, self.indexer = attention.compressor, attention.indexer
+        self.entries = places_of(caches[0], batch)
+        self.keys = places_of((KVLayer(entries.format, entries.values), group), batch) if self.indexer else None
         self.slots = batch.groups[group].slots
-        self.state = places_of(state, batch, 1, "float32")
+        self.state = places_of(state, batch, "float32")
         self.state_slots = batch.groups[state[1]].slots
 
     def write(self) -> None:
         """What the tokens leave, then every entry that a row completes."""
-        compressors: list[tuple[Compressor, Places]] = []
-        assert self.attention.compressor is not None and self.parts.state is not None
-        compressors.append((self.attention.compressor, self.entries))
-        if self.attention.indexer is not None and self.keys is not None:
-            compressors.append((self.attention.indexer.compressor, self.keys))
-        self.state.write(
-            self.state_slots, biased(self.parts.state, [one for one, _ in compressors], self.batch.positions)
-        )
-        closing = [
-            (request, row) for request, row in rows_of(self.batch) if (self.batch.positions[row] + 1) % self.ratio == 0
-        ]
-        if not closing:
+        compressors = [(self.compressor, self.entries)]
+        if self.indexer is not None and self.keys is not None:
+            compressors.append((self.indexer.compressor, self.keys))
+        assert self.parts.state is not None
+        left = biased(self.parts.state, [one for one, _ in compressors], self.positions)
+        self.state.write(self.state_slots, left)
+        rows = np.flatnonzero((self.positions + 1) % self.ratio == 0)
+        if not len(rows):
             return
-        rows = np.array([row for _, row in closing])
-        first = self.batch.positions[rows] + 1 - self.ratio  # of the tokens of each entry
-        windows = np.stack(
-            [self._window(request, int(start)) for (request, _), start in zip(closing, first, strict=True)]
-        )
-        offset = 0
+        first = self.positions[rows] + 1 - self.ratio  # of the tokens of each entry
+        windows, offset = self._windows(self.owner[rows], first), 0
         for compressor, places in compressors:
             mine = windows[:, :, offset : offset + 2 * compressor.width]
             offset += 2 * compressor.width
             made = self.norm(mixed(mine, compressor, first > 0), compressor.norm)
             places.write(self.slots[rows], turned_rows(made, self.attention.rope, first))
 
-    def _window(self, request: int, start: int) -> np.ndarray:
-        """The states of the tokens that an entry is made of: with overlap those of the entry before it too."""
-        assert self.attention.compressor is not None
-        before = self.ratio if self.attention.compressor.overlap else 0
-        numbers = np.maximum(np.arange(start - before, start + self.ratio), 0)  # before the first entry: not used
-        return self.state.read(request, numbers)
+    def _windows(self, owner: np.ndarray, first: np.ndarray) -> np.ndarray:
+        """The states that each entry is made of: with overlap those of the place before it too."""
+        before = self.ratio if self.compressor.overlap else 0
+        numbers = first[:, None] + np.arange(-before, self.ratio)
+        return self.state.read(owner[:, None], np.maximum(numbers, 0))  # before the first entry: not used
 
-    def chosen(self, core: Core, request: int, row: int, position: int) -> np.ndarray | None:
-        """The numbers of the entries that a row reads."""
-        count = (position + 1) // self.ratio
-        if count == 0:
-            return None
-        indexer = self.attention.indexer
-        if indexer is None or count <= indexer.chosen:
-            return np.arange(count)
+    def chosen(self, core: Core) -> Lists:
+        """The entries that each row reads."""
+        counts = (self.positions + 1) // self.ratio
+        if self.indexer is None:
+            return listed(self.entries, self.owner, np.zeros_like(counts), counts)
+        limit = self.indexer.chosen
+        lists = listed(self.entries, self.owner, np.zeros_like(counts), np.minimum(counts, limit))
+        for row in np.flatnonzero(counts > limit):
+            best = self._best(core, self.indexer, int(row), int(counts[row]))
+            mine = slice(lists.starts[row], lists.starts[row + 1])
+            lists.blocks[mine], lists.offsets[mine] = self.entries.find(self.owner[row], best)
+        return lists
+
+    def _best(self, core: Core, indexer: Indexer, row: int, count: int) -> np.ndarray:
+        """The numbers of the best entries of a row, in order; the lowest numbers among equals."""
         assert self.parts.index_q is not None and self.parts.index_weights is not None and self.keys is not None
         q = self.parts.index_q[row].reshape(1, indexer.heads, indexer.dim)
-        q = turned(q, self.attention.rope, self.batch.positions[row : row + 1])[0]
+        q = turned(q, self.attention.rope, self.positions[row : row + 1])[0]
         scale = np.float32(indexer.dim**-0.5 * indexer.heads**-0.5)
-        scores = core.score(q, self.parts.index_weights[row] * scale, self.keys.read(request, np.arange(count)))
-        return selected(indexer, scores)
+        keys = self.keys.read(self.owner[row], np.arange(count))
+        scores = core.score(q, self.parts.index_weights[row] * scale, keys)
+        return np.sort(np.argsort(-scores, kind="stable")[: indexer.chosen])
 
 
 def biased(state: np.ndarray, compressors: list[Compressor], positions: np.ndarray) -> np.ndarray:
@@ -215,10 +218,9 @@ def turned_rows(x: np.ndarray, rope: RopeTable, positions: np.ndarray) -> np.nda
     return turned(x[:, None], rope, positions)[:, 0]
 
 
-def places_of(cache: tuple[KVLayer, int], batch: Batch, tokens: int, kv_format: KVFormat | None = None) -> Places:
+def places_of(cache: tuple[KVLayer, int], batch: Batch, kv_format: KVFormat | None = None) -> Places:
     layer, group = cache
-    data = layer.keys[:, 0]
-    return Places(data, kv_format or layer.format, batch.groups[group].tables, data.shape[1], tokens)
+    return Places(layer.keys[:, 0], kv_format or layer.format, batch.groups[group].tables)
 
 
 def encoded(values: np.ndarray, kv_format: KVFormat) -> np.ndarray:
@@ -233,8 +235,3 @@ def decoded(codes: np.ndarray, kv_format: KVFormat) -> np.ndarray:
     if kv_format == "bfloat16":
         return (codes.astype(np.uint32) << 16).view(np.float32)
     return codes.astype(np.float32)
-
-
-def selected(indexer: Indexer, scores: np.ndarray) -> np.ndarray:
-    """The numbers of the best entries, in order; the lowest numbers among equals."""
-    return np.sort(np.argsort(-scores, kind="stable")[: indexer.chosen])

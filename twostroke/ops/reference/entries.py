@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -9,19 +10,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from twostroke.ops.compressed import Core, Reads, attend_compressed, decoded
+from twostroke.ops.compressed import Core, Lists, attend_compressed
 from twostroke.ops.compressed_interface import CompressedAttention, CompressedRows
 from twostroke.ops.interface import Batch, KVLayer, Norm, Ops
 
 
 class ReferenceCore(Core):
-    def attend(self, q: np.ndarray, reads: list[Reads], attention: CompressedAttention) -> np.ndarray:
-        rows = [self._row(one, read, attention) for one, read in zip(q, reads, strict=True)]
+    def attend(self, q: np.ndarray, lists: Sequence[Lists], attention: CompressedAttention) -> np.ndarray:
+        rows = [self._row(one, [part.read(row) for part in lists], attention) for row, one in enumerate(q)]
         return np.stack(rows) if rows else np.empty_like(q)
 
-    def _row(self, q: np.ndarray, read: Reads, attention: CompressedAttention) -> np.ndarray:
+    def _row(self, q: np.ndarray, entries: list[np.ndarray], attention: CompressedAttention) -> np.ndarray:
         """One query (heads, dim): the softmax over its entries and the sink, which has no value."""
-        entries = [decoded(places.data[blocks, offsets], places.format) for places, blocks, offsets in read.parts]
         keys = np.concatenate(entries).astype(np.float64)  # (n, dim)
         scores = np.concatenate((q.astype(np.float64) @ keys.T * attention.scale, attention.sinks[:, None]), axis=1)
         weights = np.exp(scores - scores.max(axis=1, keepdims=True))
