@@ -21,7 +21,7 @@ from twostroke.errors import ConfigError, ModelError
 from twostroke.kv.layout import make_layout
 from twostroke.model.document import arch_document, read_arch
 from twostroke.model.transformer import Transformer
-from twostroke.ops.cpu.backend import NativeCpuOps
+from twostroke.ops.cpu.backend import NativeCpuOps, instruction_sets
 from twostroke.ops.reference.backend import ReferenceOps
 from twostroke.weights.checkpoint import open_checkpoint
 from twostroke.weights.load import load_arch, load_model
@@ -172,6 +172,14 @@ def test_what_flash_costs() -> None:
     assert arch.attention_flops(1 << 17, 1) < arch.linear_flops(1, 1)
     with pytest.raises(ConfigError, match="does not serve compressed attention, which deepseek_v4 has"):
         check_attention(arch, "cuda")
+
+
+def test_every_instruction_set_and_number_of_threads_gives_the_same_bits(tmp_path: Path) -> None:
+    make_peer(tmp_path)
+    tokens = tokens_of(50)
+    first = run_tokens(load(tmp_path, NativeCpuOps(2)), tokens, [30, 20], "float16")
+    for isa in instruction_sets():
+        assert torch.equal(run_tokens(load(tmp_path, NativeCpuOps(1, isa=isa)), tokens, [49, 1], "float16"), first)
 
 
 def test_the_specification_agrees(tmp_path: Path) -> None:
