@@ -76,6 +76,7 @@ def test_published_quantized_formats_are_known() -> None:
         (DEEPSEEK_V4, {"mlp_layer_types": ["dense"] * 3}, "mlp_layer_types must be a list of 3 entries"),
         (DEEPSEEK_V4, {"qk_rope_head_dim": 7}, "qk_rope_head_dim must be even"),
         (DEEPSEEK_V4, {"index_head_dim": 4}, "index_head_dim is 4, less than the 8"),
+        (DEEPSEEK_V4, {"head_dim": 40}, "head_dim is 40; that must be a multiple of 16"),
         (DEEPSEEK_V4, {"hc_mult": 0}, "hc_mult"),
         (DEEPSEEK_V4, {"swiglu_limit": 7.0}, "swiglu_limit is 7.0"),
         (DEEPSEEK_V4, {"scoring_func": "softmax"}, "scoring_func"),

@@ -14,6 +14,7 @@ SLIDING, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "he
 _BY_RATIO = {0: SLIDING, 4: SPARSE, 128: HEAVY}  # in older configs a layer is named by its ratio
 _RATIOS = {SPARSE: ("compress_rate_csa", 4), HEAVY: ("compress_rate_hca", 128)}  # older key, default
 _MAX_RATIO = 4096
+LANES = 16
 
 
 def compressed_mixers(c: Fields, count: int, heads: int, dim: int) -> list[CompressedArch]:
@@ -30,6 +31,9 @@ def compressed_mixers(c: Fields, count: int, heads: int, dim: int) -> list[Compr
     )
     if index.dim < rope_dim:
         raise c.error("index_head_dim", f"is {index.dim}, less than the {rope_dim} dimensions that are rotated")
+    for key, size in (("head_dim", dim), ("index_head_dim", index.dim)):
+        if size % LANES:
+            raise c.error(key, f"is {size}; that must be a multiple of {LANES}, which the kernels read at a time")
     ropes = {kind: _rope(c, kind != SLIDING, rope_dim) for kind in (SLIDING, SPARSE)}
     made = {
         kind: CompressedArch(
