@@ -189,7 +189,7 @@ class CudaOps(Ops):
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
         return rows_.rms_norm(x, norm.weight, norm.eps)
 
-    def experts(self, x: Tensor, norm: Norm, experts: ExpertSet) -> Tensor:
+    def experts(self, x: Tensor, norm: Norm, experts: ExpertSet, tokens: Tensor | None = None) -> Tensor:
         raise NotImplementedError("there are no GPU kernels for experts: an engine refuses such a model first")
 
     def linear(

@@ -2,7 +2,7 @@
 #pragma once
 #include "layout.h"
 
-enum Before : int { Nothing, RmsNorm, GateSilu, GateGelu, GateOai };
+enum Before : int { Nothing, RmsNorm, GateSilu, GateGelu, GateOai, GateTen };
 
 static inline bool has_seconds(int before) { return before == RmsNorm; }  // second codes: see Act
 
@@ -102,6 +102,23 @@ struct LatentRows {
     float* lines;     // as AttendTask::q; the latent part of every line is there already
 };
 
+// The constants of attention over lists of entries. Mirrored in library.py.
+struct EntriesCall {
+    int32_t heads, dim;  // dim: a multiple of 16
+    float scale;
+    int32_t format;      // a KVFormat: floats
+    const float* sinks;  // (heads)
+};
+
+struct EntriesTask {
+    const EntriesCall* call;
+    const void* const* entries;
+    int count;
+    int head, head_end;
+    const float* q;  // (heads of the task, dim)
+    float* out;
+};
+
 // ---- encoders: see encode.h ----------------------------------------------------------------------------------------
 
 enum EncodeActivation : int { EncodeLinear, EncodeGelu, EncodeGeluTanh, EncodeRelu };
@@ -162,6 +179,8 @@ struct Kernels {
     void (*latent_write)(const AttendLayer&, const AttendBatch&, const LatentRows&, int row, int row_end);
     void (*scores)(const float* x, int count, int sigmoid, float* out);  // of a router's outputs; out: whole vectors
     void (*weighted_sum)(const float* x, int cols, const int32_t* rows, const float* weights, int count, float* out);
+    void (*attend_entries)(const EntriesTask&, float* scratch);  // see entries.cpp
+    void (*entry_scores)(const float* q, const float* weights, int heads, int dim, const float* keys, int from, int to, float* out);
     const EncodeKernels* encode;
 };
 

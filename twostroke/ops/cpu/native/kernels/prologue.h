@@ -105,6 +105,7 @@ struct Prologue {
             case GateSilu: return mul(silu(v), load(x + args.cols + k));
             case GateGelu: return mul(gelu_tanh(v), load(x + args.cols + k));
             case GateOai: return swiglu_oai(v, load(x + args.cols + k));
+            case GateTen: return swiglu_ten(v, load(x + args.cols + k));
             default: return v;
         }
     }
@@ -115,6 +116,7 @@ struct Prologue {
             case GateSilu: return mul(silu(v), load_first(x + args.cols + k, n));
             case GateGelu: return mul(gelu_tanh(v), load_first(x + args.cols + k, n));
             case GateOai: return swiglu_oai(v, load_first(x + args.cols + k, n));
+            case GateTen: return swiglu_ten(v, load_first(x + args.cols + k, n));
             default: return v;
         }
     }
