@@ -1,4 +1,4 @@
-"""Which worker computes a prompt and which writes the answer: the route whose stream is expected to begin first.
+"""Which worker computes a prompt and which writes the answer: the route that is expected to cost the least time.
 
 A route is one worker that does both, or one that computes the prompt and another that writes the answer. A stream has
 begun when its second token is out: the first comes from the worker that computed the prompt, the second needs the
@@ -8,9 +8,9 @@ blocks on the worker that writes.
     two workers    wait for the queue of the first, compute what is not cached there: the first token.
                    Send the blocks that the second one lacks (latency + bytes / bandwidth), wait for a place, one step
 
-A short prompt is computed in place where that is sooner; no threshold has to be set. What streams lose to a prompt
-beside them is in the worker's own figure: `token_seconds` is measured beside the streams that it writes, and its
-scheduler gives prompts only what `max_gap` leaves.
+The cost of a route is the time until its stream begins, and the time that others lose: each answer that a worker writes
+waits while it computes the prompt. So a short prompt is computed in place where that is sooner, and a long one goes to
+a worker that writes nothing; no threshold has to be set.
 
 The router knows by their names (kv/addresses.py) which blocks a worker holds, as far as it was told. A worker that has
 evicted them since costs time and no token. Between two reports the router adds what it has sent itself. Nothing here
@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import islice
 from math import inf
 from typing import NamedTuple
 
@@ -44,6 +45,7 @@ class Load:
     token_seconds: float = 0.0  # to compute a token of a prompt, beside the streams that it writes now
     step_seconds: float = 0.0  # of a step of its streams
     stream_seconds: float = 1.0  # that a stream takes on average: when a full worker has a place again
+    blocks: int = 1 << 62  # that it can keep; of the names that the router knows, the oldest beyond that are forgotten
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +70,8 @@ class Route(NamedTuple):
     prefill: str
     decode: str  # the same worker, where nothing is sent
     ttft: float  # seconds until the first token, expected
-    second: float  # seconds until the second token, expected: what routes are compared by
+    second: float  # seconds until the second token, expected
+    cost: float  # the same and what other answers wait: what routes are compared by
     cached: int = 0  # blocks of the prompt that the prefill worker has
     sent: int = 0  # blocks that the decode worker lacks
 
@@ -81,9 +84,18 @@ class Worker:
     def __init__(self, role: Role, load: Load):
         self.role = role
         self.load = load
-        self.names: set[bytes] = set()  # of blocks that it has
+        self.names: dict[bytes, None] = {}  # of blocks that it has, the least recently used first
         self.sent_tokens = 0  # since its last report, as are the streams
         self.sent_streams = 0
+
+    def keep(self, names: Iterable[bytes]) -> None:
+        """It has these blocks now. The end of a prompt counts as used before its beginning, as it is evicted first."""
+        own = self.names
+        for name in reversed(list(names)):
+            own.pop(name, None)
+            own[name] = None
+        for name in list(islice(own, max(0, len(own) - self.load.blocks))):
+            del own[name]
 
     def cached(self, names: Sequence[bytes]) -> int:
         """Leading blocks that it has. Names are chained and the end of a prompt is evicted first, so the border is
@@ -103,6 +115,11 @@ class Worker:
         """Seconds until it has computed a prompt: after those before it. The last token is always computed."""
         before = self.load.queued_tokens + self.sent_tokens
         return (before + max(1, tokens - cached * BLOCK)) * self.load.token_seconds
+
+    def burden(self, tokens: int, cached: int) -> float:
+        """Seconds that its streams wait for the prompt, all together."""
+        own = max(1, tokens - cached * BLOCK) * self.load.token_seconds
+        return (self.load.streams + self.sent_streams) * own
 
     def place(self) -> float:
         """Seconds until it can write one more answer: its streams end evenly over time."""
@@ -138,47 +155,56 @@ class Router:
 
     def stored(self, name: str, names: Iterable[bytes]) -> None:
         """A worker has these blocks."""
-        self.workers[name].names.update(names)
+        self.workers[name].keep(names)
 
     def evicted(self, name: str, names: Iterable[bytes]) -> None:
-        self.workers[name].names.difference_update(names)
+        for one in names:
+            self.workers[name].names.pop(one, None)
 
     # ---- routes ----------------------------------------------------------------------------------------------------
 
-    def choose(self, ask: Ask) -> Route | None:
-        """The best route, which then counts as taken. None: no worker can write the answer."""
+    def choose(self, ask: Ask, apart: bool = False, among: Iterable[str] | None = None) -> Route | None:
+        """The best route, which then counts as taken. None: no worker can write the answer. apart: prompts with a full
+        block are computed by prefill workers alone, where there are any. among: the workers that may be asked."""
         best: Route | None = None
-        cached = {name: worker.cached(ask.names) for name, worker in self.workers.items()}
-        done = {name: worker.prompt_done(ask.tokens, cached[name]) for name, worker in self.workers.items()}
-        writers = [(name, worker) for name, worker in self.workers.items() if worker.role is not Role.PREFILL]
-        for name, worker in writers:
-            ttft = max(done[name], worker.place())
-            best = sooner(best, Route(name, name, ttft, ttft + worker.load.step_seconds, cached[name]))
-        helpers = [name for name, worker in self.workers.items() if worker.role is not Role.DECODE]
-        helpers.sort(key=done.__getitem__)
+        workers = self.workers if among is None else {name: self.workers[name] for name in among}
+        cached = {name: worker.cached(ask.names) for name, worker in workers.items()}
+        done = {name: worker.prompt_done(ask.tokens, cached[name]) for name, worker in workers.items()}
+        writers = [(name, worker) for name, worker in workers.items() if worker.role is not Role.PREFILL]
+        helpers = [name for name, worker in workers.items() if worker.role is not Role.DECODE]
+        if apart and ask.names:
+            helpers = [name for name in helpers if self.workers[name].role is Role.PREFILL] or helpers
+        for name, worker in writers if not (apart and ask.names and helpers) else ():
+            second = max(done[name], worker.place()) + worker.load.step_seconds
+            cost = second + worker.burden(ask.tokens, cached[name])
+            best = cheaper(best, Route(name, name, second - worker.load.step_seconds, second, cost, cached[name]))
+        least = {name: done[name] + workers[name].burden(ask.tokens, cached[name]) for name in helpers}
+        helpers.sort(key=least.__getitem__)
         for decode, worker in writers if ask.names else ():
             for prefill in helpers:
-                if best is not None and done[prefill] + worker.load.step_seconds >= best.second:
-                    break  # the helpers after it are later still
+                if best is not None and least[prefill] + worker.load.step_seconds >= best.cost:
+                    break  # the helpers after it cost more still
                 if prefill != decode:
                     sent = len(ask.names) - cached[decode]
-                    best = sooner(best, self._apart(prefill, decode, done[prefill], cached[prefill], sent))
+                    best = cheaper(best, self._apart(prefill, decode, ask, done[prefill], cached[prefill], sent))
         if best is not None:
             self._take(best, ask)
         return best
 
-    def _apart(self, prefill: str, decode: str, ttft: float, cached: int, sent: int) -> Route:
+    def _apart(self, prefill: str, decode: str, ask: Ask, ttft: float, cached: int, sent: int) -> Route:
         link, writer = self.links.get((prefill, decode), self.link), self.workers[decode]
-        ready = max(ttft + link.seconds(sent * self.block_bytes), writer.place())
-        return Route(prefill, decode, ttft, ready + writer.load.step_seconds, cached, sent)
+        second = max(ttft + link.seconds(sent * self.block_bytes), writer.place()) + writer.load.step_seconds
+        cost = second + self.workers[prefill].burden(ask.tokens, cached)
+        return Route(prefill, decode, ttft, second, cost, cached, sent)
 
     def _take(self, route: Route, ask: Ask) -> None:
         prefill, decode = self.workers[route.prefill], self.workers[route.decode]
         prefill.sent_tokens += max(1, ask.tokens - route.cached * BLOCK)
         decode.sent_streams += 1
-        prefill.names.update(ask.names)
-        decode.names.update(ask.names)
+        prefill.keep(ask.names)
+        if decode is not prefill:
+            decode.keep(ask.names)
 
 
-def sooner(one: Route | None, other: Route) -> Route:
-    return other if one is None or other.second < one.second else one
+def cheaper(one: Route | None, other: Route) -> Route:
+    return other if one is None or other.cost < one.cost else one

@@ -18,6 +18,7 @@ from twostroke.embed.description import is_embedder_at
 from twostroke.kv.layout import BLOCK
 from twostroke.metrics.registry import Metrics
 from twostroke.remote.async_engine import AsyncEngine
+from twostroke.remote.client import EngineClient
 from twostroke.remote.messages import Ready
 from twostroke.serve.answer_setup import AnswerMetrics, open_cache
 from twostroke.serve.answering import Answering
@@ -37,7 +38,8 @@ class Server(BaseServer):
         sock = bind(self.options.host, self.options.port)
         self._take_signals()
         metrics = Metrics(self.options.name)
-        engine = await asyncio.to_thread(self._open, metrics)
+        client = self.options.client() if self.options.client is not None else None
+        engine = await asyncio.to_thread(self._open, metrics, client)
         keys = Keys(self.options.keys, self.options.admin_keys)
         service = Service(engine, self.options.name, keys, metrics, self.options.closed_objects)
         browsers = Browsers(self.options.host, self.options.allowed_hosts, self.options.allowed_origins)
@@ -67,11 +69,12 @@ class Server(BaseServer):
             where = "redis" if options.url else options.file
             self.say(f"  answer cache: {options.tier}, {where}, at most {options.error:.2%} wrong")
 
-    def _open(self, metrics: Metrics) -> AsyncEngine:
+    def _open(self, metrics: Metrics, client: EngineClient | None) -> AsyncEngine:
         options = self.options
         return AsyncEngine(
-            options.path, options.settings, max_queue=options.max_queue, observer=metrics, patience=options.patience
-        )
+            options.path, options.settings, max_queue=options.max_queue, observer=metrics, patience=options.patience,
+            client=client,
+        )  # fmt: skip
 
     async def _load(self, engine: AsyncEngine) -> Ready | None:
         """Returns when the engine is ready; None when a signal comes first."""
