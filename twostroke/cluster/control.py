@@ -115,6 +115,7 @@ class Line(Generic[T]):
         self._wake = asyncio.Event()
         self._sending = asyncio.get_running_loop().create_task(self._send_all())
         self.closed = False
+        self._reading = False
 
     def send(self, message: Message) -> None:
         """Nothing, if the line is closed: `receive` says so."""
@@ -139,7 +140,18 @@ class Line(Generic[T]):
 
     async def receive(self) -> Iterator[T]:
         """The next messages. TransferError: the line is closed, or what came is no message."""
-        data = await self.channel.receive()
+        if self.closed:
+            raise TransferError("the connection is closed")
+        self._reading = True
+        try:
+            data = await self.channel.receive()
+        except TransferError:
+            self.close()
+            raise
+        finally:
+            self._reading = False
+            if self.closed:
+                self.channel.close()
         try:
             return iter(list(self.reader.feed(data)))
         except wire.WireError as error:
@@ -149,4 +161,7 @@ class Line(Generic[T]):
         if not self.closed:
             self.closed = True
             self._sending.cancel()
-            self.channel.close()
+            if self._reading:
+                self.channel.shut()  # the reader wakes, and closes it
+            else:
+                self.channel.close()

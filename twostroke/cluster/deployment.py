@@ -93,7 +93,7 @@ class Deployment(Pools):
         try:
             connected = await self.placement.start()
             where = "a local Ray was started, and ends with this server" if connected.own else "Ray is used"
-            self.say(f"{where} ({connected.address}); {len(self.roles)} workers: {', '.join(self.roles)}")
+            self.say(f"{where} ({connected.address}); its workers: {', '.join(self.roles)}")
             return await self._until_ready(listener)
         except BaseException:
             await self._close()

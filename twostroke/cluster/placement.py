@@ -20,7 +20,7 @@ from twostroke.remote import wire
 
 log = logging.getLogger(__name__)
 BOOT = (
-    "import sys; sys.path.append(sys.argv[3]); from twostroke.cluster.placement_main import main; main(*sys.argv[1:3])"
+    "import sys; sys.path.append(sys.argv[2]); from twostroke.cluster.placement_main import main; main(sys.argv[1])"
 )
 CONNECT_SECONDS = 90.0  # a Ray of its own takes 13 s on two cores
 STOP_SECONDS = 10.0
@@ -105,7 +105,7 @@ class Placement:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
         if own and os.environ.get("RAY_AUTH_MODE", "token") == "token":
             environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-        command = [sys.executable, "-P", "-c", BOOT, str(theirs.fileno()), str(os.getpid()), root]
+        command = [sys.executable, "-P", "-c", BOOT, str(theirs.fileno()), root]
         with theirs:
             self._process = subprocess.Popen(
                 command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=self._said, stderr=self._said,

@@ -25,11 +25,11 @@ from twostroke.cluster.placing import (
     ToDriver,
 )
 from twostroke.remote import wire
-from twostroke.remote.child_main import follow_parent
 
 INSTALL = "this command needs Ray: pip install 'twostroke[cluster]'."
 LOOPBACK = "127.0.0.1"
 CHUNK = 1 << 16
+REACH_SECONDS = 5.0
 PLACE_SECONDS = 30.0  # for cores that others give back
 BACKOFF, BACKOFF_MOST = 0.5, 30.0  # seconds before a worker is started again
 OOM = (
@@ -106,8 +106,10 @@ class Driver:
             )
         if wanted.address is None:
             self.start_own(wanted.cores)
-        elif not self.init(wanted.address):
-            return Absent()
+        else:
+            check_reachable(os.environ.get("RAY_ADDRESS", "auto") if wanted.address == "auto" else wanted.address)
+            if not self.init(wanted.address):
+                return Absent()
         nodes = [node for node in ray.nodes() if node["Alive"]]
         free = ray.available_resources()
         cores = tuple(float(node["Resources"].get("CPU", 0.0)) for node in nodes)
@@ -124,10 +126,7 @@ class Driver:
         except ConnectionError as error:
             if address == "auto" and not os.environ.get("RAY_ADDRESS"):
                 return False
-            raise ImpossibleError(
-                f"no Ray cluster answers at {os.environ.get('RAY_ADDRESS', address)} ({first_line(error)}): start one "
-                "with `ray start --head`, or leave --address out."
-            ) from None
+            raise ImpossibleError(not_there(address, first_line(error))) from None
         except RuntimeError as error:
             said = " ".join(str(error).split())
             if "ersion mismatch" not in said:
@@ -217,6 +216,24 @@ def reason(error: Exception) -> tuple[str, bool]:
     return "its process is gone", False
 
 
+def not_there(address: str, why: str) -> str:
+    return (
+        f"no Ray cluster answers at {address} ({why}): start one with `ray start --head` there, or leave --address "
+        "(and RAY_ADDRESS) out."
+    )
+
+
+def check_reachable(address: str) -> None:
+    """Ray itself would try for a minute."""
+    host, sign, port = address.rpartition(":")
+    if not sign or not port.isdigit():
+        return  # "auto", or a name that Ray knows
+    try:
+        socket.create_connection((host, int(port)), REACH_SECONDS).close()
+    except OSError as error:
+        raise ImpossibleError(not_there(address, first_line(error))) from None
+
+
 def first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
 
@@ -230,10 +247,10 @@ async def drive(sock: socket.socket) -> None:
             task.cancel()
 
 
-def main(descriptor: str, parent: str) -> None:
-    follow_parent()
-    if os.getppid() != int(parent):
-        return
+def main(descriptor: str) -> None:
+    """The router's end closes the socket, in whatever way it ends. A Ray that was started here then ends in order."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sock = socket.socket(fileno=int(descriptor))
     sock.setblocking(False)
     try:
@@ -243,4 +260,3 @@ def main(descriptor: str, parent: str) -> None:
             import ray
 
             ray.shutdown()
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
