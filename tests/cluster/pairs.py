@@ -79,7 +79,7 @@ def run_pair(
     asyncio.run(whole())
 
 
-async def moved(pair: Pair) -> None:
+async def moved(pair: Pools) -> None:
     """An answer may be complete before the transfer that began it has been closed."""
     while pair._moves:
         await asyncio.sleep(0.005)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import twostroke
-from tests.cluster.pairs import NAMES, SECRET, SETTINGS, all_back, answer
+from tests.cluster.pairs import NAMES, SECRET, SETTINGS, all_back, answer, moved
 from tests.cluster.test_faults import LONG, prompts
 from tests.cluster.test_pair import PROMPT, SAMPLED, Alone
 from twostroke.cluster import agent
@@ -96,6 +96,7 @@ def test_workers_join_and_share_requests(llama_folder: Path, llama_alone: Alone)
         assert await answer(engine, PROMPT) == want[0]
         assert await answer(engine, PROMPT[:50], SAMPLED) == want[1]
         assert await answer(engine, PROMPT, choice) == want[2]
+        await moved(pools)
         assert pools.counts.done == 4 and pools.counts.bytes > 0 and not pools.counts.failed
         assert pools.link.link.bandwidth > 1e4
         await engine.change({"max_gap": 0.4})
@@ -131,6 +132,7 @@ def test_a_worker_whose_line_is_cut_joins_again(llama_folder: Path, llama_alone:
             await asyncio.sleep(0.01)
         before = pools.counts.done
         assert await answer(engine, prompts(1)[0], LONG) == want[0]
+        await moved(pools)
         assert pools.counts.done == before + 1
         steps = engine.counts.steps
         assert steps >= 100, "what a lost worker has counted stays"

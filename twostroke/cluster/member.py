@@ -44,14 +44,19 @@ class Member:
         self.step_seconds = 0.0
         self.up = False  # it has said that it is ready, and was not lost since
         self.losses = 0
-        self.draining = False  # it gets no new requests, as its role changes
         self.queued = 0  # tokens of prompts that it has and has not computed
         self.streams = 0  # answers that it writes, or is to write
         self.speed = Speed()
 
     @property
     def usable(self) -> bool:
-        return self.up and not self.draining and self.worker.healthy
+        return self.up and self.worker.healthy
+
+    @property
+    def machine(self) -> str:
+        """What computes there, by its own name."""
+        ready = self.worker.ready
+        return "" if ready is None else ready.machine
 
     def load(self) -> Load:
         ready, speed = self.worker.ready, self.speed

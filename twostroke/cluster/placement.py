@@ -19,9 +19,7 @@ from twostroke.errors import ConfigError
 from twostroke.remote import wire
 
 log = logging.getLogger(__name__)
-BOOT = (
-    "import sys; sys.path.append(sys.argv[2]); from twostroke.cluster.placement_main import main; main(sys.argv[1])"
-)
+BOOT = "import sys; sys.path.append(sys.argv[2]); from twostroke.cluster.placement_main import main; main(sys.argv[1])"
 CONNECT_SECONDS = 90.0  # a Ray of its own takes 13 s on two cores
 STOP_SECONDS = 10.0
 NO_CLUSTER = (

@@ -449,6 +449,23 @@ class Pools:
                 await member.worker.change(before)
             raise
 
+    def change_role(self, name: str, role: Role) -> None:
+        """From the next request on; what the worker has it ends. All workers run the same engine, so any can take any
+        role; each keeps its settings."""
+        member = self.members.get(name)
+        if member is None:
+            raise ConfigError(f"worker: there is no {name}; the workers are {', '.join(self.members)}.")
+        others = [one.role for one in self.members.values() if one is not member]
+        if all(one is Role.PREFILL for one in (role, *others)):
+            raise ConfigError(f"role: {name} is the last worker that writes answers: give another one that role first.")
+        member.role = role
+        self._tell_settings()
+
+    @property
+    def moving(self) -> int:
+        """Requests on their way from one worker to another."""
+        return len(self._moves)
+
     async def steps(self, since: int, limit: int) -> tuple[Step, ...]:
         """Of one worker that writes answers."""
         return await self._shown.worker.steps(since, limit)

@@ -208,9 +208,9 @@ class RemoteWorker(MessageClient):
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             now = time.monotonic()
-            late, before = now - before > 4 * LOOK_SECONDS, now
-            if late:
-                self._heard = max(self._heard, now - self.silence.late / 2)  # this process slept, and has not read yet
+            slept, before = now - before, now
+            if slept > 4 * LOOK_SECONDS:
+                self._heard += slept  # this process did not run: what came meanwhile is still unread
             elif self._line is not None and now - self._heard > self.silence.dead:
                 log.error("%s gave no sign of life for %g s and is killed", self.name, self.silence.dead)
                 self.kill()

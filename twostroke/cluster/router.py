@@ -76,6 +76,14 @@ class Route(NamedTuple):
     sent: int = 0  # blocks that the decode worker lacks
 
 
+class Prompt(NamedTuple):
+    """A prompt at one worker."""
+
+    cached: int  # leading blocks that it has
+    done: float  # seconds until it is computed
+    cost: float  # the same, and what the streams of the worker wait meanwhile, all together
+
+
 class Worker:
     """What the router knows of one worker."""
 
@@ -84,24 +92,25 @@ class Worker:
     def __init__(self, role: Role, load: Load):
         self.role = role
         self.load = load
-        self.names: dict[bytes, None] = {}  # of blocks that it has, the least recently used first
+        self.names: dict[bytes, None] = {}  # of blocks that it has, the oldest first
         self.sent_tokens = 0  # since its last report, as are the streams
         self.sent_streams = 0
 
-    def keep(self, names: Iterable[bytes]) -> None:
-        """It has these blocks now. The end of a prompt counts as used before its beginning, as it is evicted first."""
-        own = self.names
-        for name in reversed(list(names)):
-            own.pop(name, None)
-            own[name] = None
-        for name in list(islice(own, max(0, len(own) - self.load.blocks))):
-            del own[name]
+    def keep(self, names: Sequence[bytes]) -> None:
+        """It has these blocks now. Of too many the oldest are forgotten, an eighth at once."""
+        self.names.update(dict.fromkeys(reversed(names)))
+        over = len(self.names) - self.load.blocks
+        if over > self.load.blocks // 8:
+            for name in list(islice(self.names, over)):
+                del self.names[name]
 
     def cached(self, names: Sequence[bytes]) -> int:
         """Leading blocks that it has. Names are chained and the end of a prompt is evicted first, so the border is
         found by bisection."""
         if not names or names[0] not in self.names:
             return 0
+        if names[-1] in self.names:
+            return len(names)
         low, high = 1, len(names)  # the first `low` are there
         while low < high:
             middle = (low + high + 1) // 2
@@ -111,15 +120,13 @@ class Worker:
                 high = middle - 1
         return low
 
-    def prompt_done(self, tokens: int, cached: int) -> float:
-        """Seconds until it has computed a prompt: after those before it. The last token is always computed."""
-        before = self.load.queued_tokens + self.sent_tokens
-        return (before + max(1, tokens - cached * BLOCK)) * self.load.token_seconds
-
-    def burden(self, tokens: int, cached: int) -> float:
-        """Seconds that its streams wait for the prompt, all together."""
-        own = max(1, tokens - cached * BLOCK) * self.load.token_seconds
-        return (self.load.streams + self.sent_streams) * own
+    def prompt(self, tokens: int, names: Sequence[bytes]) -> Prompt:
+        """What it would cost to compute a prompt here, after those before it. The last token is always computed."""
+        load = self.load
+        cached = self.cached(names) if names and names[0] in self.names else 0
+        own = max(1, tokens - cached * BLOCK) * load.token_seconds
+        done = (load.queued_tokens + self.sent_tokens) * load.token_seconds + own
+        return Prompt(cached, done, done + (load.streams + self.sent_streams) * own)
 
     def place(self) -> float:
         """Seconds until it can write one more answer: its streams end evenly over time."""
@@ -153,7 +160,7 @@ class Router:
         """A worker is gone, and its blocks with it."""
         self.workers.pop(name, None)
 
-    def stored(self, name: str, names: Iterable[bytes]) -> None:
+    def stored(self, name: str, names: Sequence[bytes]) -> None:
         """A worker has these blocks."""
         self.workers[name].keep(names)
 
@@ -168,34 +175,43 @@ class Router:
         block are computed by prefill workers alone, where there are any. among: the workers that may be asked."""
         best: Route | None = None
         workers = self.workers if among is None else {name: self.workers[name] for name in among}
-        cached = {name: worker.cached(ask.names) for name, worker in workers.items()}
-        done = {name: worker.prompt_done(ask.tokens, cached[name]) for name, worker in workers.items()}
-        writers = [(name, worker) for name, worker in workers.items() if worker.role is not Role.PREFILL]
-        helpers = [name for name, worker in workers.items() if worker.role is not Role.DECODE]
-        if apart and ask.names:
-            helpers = [name for name in helpers if self.workers[name].role is Role.PREFILL] or helpers
-        for name, worker in writers if not (apart and ask.names and helpers) else ():
-            second = max(done[name], worker.place()) + worker.load.step_seconds
-            cost = second + worker.burden(ask.tokens, cached[name])
-            best = cheaper(best, Route(name, name, second - worker.load.step_seconds, second, cost, cached[name]))
-        least = {name: done[name] + workers[name].burden(ask.tokens, cached[name]) for name in helpers}
-        helpers.sort(key=least.__getitem__)
-        for decode, worker in writers if ask.names else ():
-            for prefill in helpers:
-                if best is not None and least[prefill] + worker.load.step_seconds >= best.cost:
+        tokens, names = ask
+        prompts = {name: worker.prompt(tokens, names) for name, worker in workers.items()}
+        helpers = [name for name, worker in workers.items() if worker.role is not Role.DECODE] if names else []
+        if apart:
+            helpers = [name for name in helpers if workers[name].role is Role.PREFILL] or helpers
+        in_place = not (apart and helpers)
+        helpers.sort(key=lambda name: prompts[name].cost)
+        for name, worker in workers.items():
+            if worker.role is Role.PREFILL:
+                continue
+            if in_place:
+                best = self._in_place(best, name, worker, prompts[name])
+            for helper in helpers:
+                prompt = prompts[helper]
+                if best is not None and prompt.cost + worker.load.step_seconds >= best.cost:
                     break  # the helpers after it cost more still
-                if prefill != decode:
-                    sent = len(ask.names) - cached[decode]
-                    best = cheaper(best, self._apart(prefill, decode, ask, done[prefill], cached[prefill], sent))
+                if helper != name:
+                    best = self._apart(best, helper, name, prompt, len(names) - prompts[name].cached)
         if best is not None:
             self._take(best, ask)
         return best
 
-    def _apart(self, prefill: str, decode: str, ask: Ask, ttft: float, cached: int, sent: int) -> Route:
+    def _in_place(self, best: Route | None, name: str, worker: Worker, prompt: Prompt) -> Route:
+        ttft = max(prompt.done, worker.place())
+        cost = ttft + worker.load.step_seconds + prompt.cost - prompt.done
+        if best is not None and best.cost <= cost:
+            return best
+        return Route(name, name, ttft, ttft + worker.load.step_seconds, cost, prompt.cached)
+
+    def _apart(self, best: Route | None, prefill: str, decode: str, prompt: Prompt, sent: int) -> Route:
         link, writer = self.links.get((prefill, decode), self.link), self.workers[decode]
-        second = max(ttft + link.seconds(sent * self.block_bytes), writer.place()) + writer.load.step_seconds
-        cost = second + self.workers[prefill].burden(ask.tokens, cached)
-        return Route(prefill, decode, ttft, second, cost, cached, sent)
+        ready = max(prompt.done + link.seconds(sent * self.block_bytes), writer.place())
+        second = ready + writer.load.step_seconds
+        cost = second + prompt.cost - prompt.done
+        if best is not None and best.cost <= cost:
+            return best
+        return Route(prefill, decode, prompt.done, second, cost, prompt.cached, sent)
 
     def _take(self, route: Route, ask: Ask) -> None:
         prefill, decode = self.workers[route.prefill], self.workers[route.decode]
@@ -204,7 +220,3 @@ class Router:
         prefill.keep(ask.names)
         if decode is not prefill:
             decode.keep(ask.names)
-
-
-def cheaper(one: Route | None, other: Route) -> Route:
-    return other if one is None or other.cost < one.cost else one

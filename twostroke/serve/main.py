@@ -13,6 +13,7 @@ import sys
 import time
 from typing import Any
 
+from twostroke.cluster.pools import Pools
 from twostroke.config import Resolved
 from twostroke.embed.description import is_embedder_at
 from twostroke.kv.layout import BLOCK
@@ -25,6 +26,7 @@ from twostroke.serve.answering import Answering
 from twostroke.serve.app import App
 from twostroke.serve.main_base import BaseServer, Options, Say
 from twostroke.serve.off_loop import SWITCH_SECONDS
+from twostroke.serve.pool_metrics import PoolMetrics
 from twostroke.serve.service import Service
 from twostroke.serve.transport.auth import Keys
 from twostroke.serve.transport.browsers import Browsers
@@ -50,6 +52,8 @@ class Server(BaseServer):
             if ready is not None:
                 await self._open_answers(service)
                 metrics.configured(cache_labels(ready.settings))
+                if isinstance(client, Pools):
+                    PoolMetrics(client, self.options.name, metrics.registry)
                 gc.collect()
                 gc.freeze()  # these objects stay: later collections need not visit them
                 self._announce(sock, ready, time.monotonic() - began)
