@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.pairs import SETTINGS, all_back
+from twostroke.cluster import placement
 from twostroke.cluster.deployment import Deployment, Shape
 from twostroke.remote.async_engine import AsyncEngine
 from twostroke.remote.client import EngineError
@@ -73,16 +74,17 @@ def ray_address() -> Iterator[str]:
             os.environ["RAY_AUTH_MODE"] = before
 
 
-def run_deployment(folder: Path, shape: Shape, scenario: Scenario, seconds: float = 240) -> None:
+def run_deployment(folder: Path, shape: Shape, scenario: Scenario, seconds: float = 400) -> None:
     """Afterwards every block and lease is back."""
 
     async def whole() -> None:
+        placement.CONNECT_SECONDS = 300.0  # the machine of the tests may be slow and busy
         deployment = Deployment(folder, shape, print)
         engine = AsyncEngine(folder, SETTINGS, client=deployment, max_queue=200)
         try:
-            await asyncio.wait_for(engine.start(), 120)
+            await asyncio.wait_for(engine.start(), 400)
             await asyncio.wait_for(scenario(engine, deployment), seconds)
-            await asyncio.wait_for(all_back(engine, deployment), 30)
+            await asyncio.wait_for(all_back(engine, deployment), 60)
         finally:
             await engine.stop()
 

@@ -173,7 +173,6 @@ class Router:
     def choose(self, ask: Ask, apart: bool = False, among: Iterable[str] | None = None) -> Route | None:
         """The best route, which then counts as taken. None: no worker can write the answer. apart: prompts with a full
         block are computed by prefill workers alone, where there are any. among: the workers that may be asked."""
-        best: Route | None = None
         workers = self.workers if among is None else {name: self.workers[name] for name in among}
         tokens, names = ask
         prompts = {name: worker.prompt(tokens, names) for name, worker in workers.items()}
@@ -182,36 +181,30 @@ class Router:
             helpers = [name for name in helpers if workers[name].role is Role.PREFILL] or helpers
         in_place = not (apart and helpers)
         helpers.sort(key=lambda name: prompts[name].cost)
+        best, least = None, inf
         for name, worker in workers.items():
             if worker.role is Role.PREFILL:
                 continue
-            if in_place:
-                best = self._in_place(best, name, worker, prompts[name])
-            for helper in helpers:
-                prompt = prompts[helper]
-                if best is not None and prompt.cost + worker.load.step_seconds >= best.cost:
+            step = worker.load.step_seconds
+            for helper in (name, *helpers) if in_place and prompts[name].cost + step < least else helpers:
+                if prompts[helper].cost + step >= least:
                     break  # the helpers after it cost more still
-                if helper != name:
-                    best = self._apart(best, helper, name, prompt, len(names) - prompts[name].cached)
+                if helper != name or in_place:
+                    route = self._route(helper, name, prompts[helper], len(names) - prompts[name].cached)
+                    best, least = (route, route.cost) if route.cost < least else (best, least)
         if best is not None:
             self._take(best, ask)
         return best
 
-    def _in_place(self, best: Route | None, name: str, worker: Worker, prompt: Prompt) -> Route:
-        ttft = max(prompt.done, worker.place())
-        cost = ttft + worker.load.step_seconds + prompt.cost - prompt.done
-        if best is not None and best.cost <= cost:
-            return best
-        return Route(name, name, ttft, ttft + worker.load.step_seconds, cost, prompt.cached)
-
-    def _apart(self, best: Route | None, prefill: str, decode: str, prompt: Prompt, sent: int) -> Route:
-        link, writer = self.links.get((prefill, decode), self.link), self.workers[decode]
-        ready = max(prompt.done + link.seconds(sent * self.block_bytes), writer.place())
-        second = ready + writer.load.step_seconds
-        cost = second + prompt.cost - prompt.done
-        if best is not None and best.cost <= cost:
-            return best
-        return Route(prefill, decode, prompt.done, second, cost, prompt.cached, sent)
+    def _route(self, prefill: str, decode: str, prompt: Prompt, lacking: int) -> Route:
+        writer, sent, ready = self.workers[decode], 0, prompt.done
+        if prefill != decode:
+            sent = lacking
+            ready += self.links.get((prefill, decode), self.link).seconds(sent * self.block_bytes)
+        place = writer.place()
+        second = max(ready, place) + writer.load.step_seconds
+        ttft = max(prompt.done, place) if prefill == decode else prompt.done
+        return Route(prefill, decode, ttft, second, second + prompt.cost - prompt.done, prompt.cached, sent)
 
     def _take(self, route: Route, ask: Ask) -> None:
         prefill, decode = self.workers[route.prefill], self.workers[route.decode]
