@@ -209,7 +209,7 @@ def test_a_storm_of_faults(llama_folder: Path, llama_alone: Alone, ray_address: 
     [
         ({"settings": {"threads": 7}}, "2 workers need 14 cores together"),
         ({"decode_settings": {"kv_dtype": "float32"}}, "kv_dtype is int8 for prefill-0 and float32 for decode-0"),
-        ({"settings": {"kv_blocks": 1, "max_model_len": 4000}}, "prefill-0 on .*max_model_len"),
+        ({"settings": {"kv_blocks": 1, "max_model_len": 4000}}, "-0 on .*max_model_len"),
         ({"settings": {"device": "cuda"}}, "need a GPU each"),
     ],
 )
