@@ -128,7 +128,7 @@ async def one_request(engine: AsyncEngine, alone: Alone, rng: random.Random) -> 
     shared = [(7 * i + 3) % 300 + 3 for i in range(rng.choice([0, 16, 45, 100]))]
     prompt = shared + [(rng.randrange(20) + 11 * i) % 300 + 3 for i in range(rng.randint(1, 60))]
     params = SamplingParams(
-        max_tokens=rng.randint(1, 40), temperature=rng.choice([0.0, 1.0]), seed=17, n=rng.choice([1, 1, 3]), logprobs=1
+        max_tokens=rng.randint(1, 30), temperature=rng.choice([0.0, 1.0]), seed=17, n=rng.choice([1, 1, 3]), logprobs=1
     )
     await asyncio.sleep(rng.random() * 0.3)
     if rng.random() < 0.1:
@@ -138,13 +138,15 @@ async def one_request(engine: AsyncEngine, alone: Alone, rng: random.Random) -> 
         ends = [piece async for piece in stream if piece.event.finish_reason is not None]
         assert len(ends) == params.n
     else:
-        assert await answer(engine, prompt, params) == alone.answer(prompt, params)
+        found, want = await answer(engine, prompt, params), alone.answer(prompt, params)
+        assert [one[:2] for one in found] == [one[:2] for one in want]
+        assert found == want, "the tokens are right, and log probabilities are not"
 
 
 async def hurt(deployment: Deployment, rng: random.Random) -> str:
     """One fault: a process is killed or stopped for a while, or the line of a worker is cut."""
     name, kind = rng.choice(list(deployment.members)), rng.choice(["kill agent", "kill engine", "stop", "cut"])
-    with contextlib.suppress(EngineError, ProcessLookupError):
+    with contextlib.suppress(EngineError, OSError):  # it is being started again
         if kind == "cut":
             deployment.members[name].worker._line.close()  # type: ignore[attr-defined]
         elif kind == "stop":

@@ -206,6 +206,7 @@ class Pools:
     def _go_on(self, flight: Flight, but: Member | None = None) -> None:
         """A worker computes what is missing and writes the rest."""
         flight.settle()
+        flight.offer = None
         self._place(flight, None, None)
         if flight.request.id in self.flights:  # what a worker may yet say of it under the old number is not heard
             del self._by_number[flight.number]
