@@ -83,7 +83,12 @@ def run_deployment(folder: Path, shape: Shape, scenario: Scenario, seconds: floa
         engine = AsyncEngine(folder, SETTINGS, client=deployment, max_queue=200)
         try:
             await asyncio.wait_for(engine.start(), 400)
-            await asyncio.wait_for(scenario(engine, deployment), seconds)
+            try:
+                await asyncio.wait_for(scenario(engine, deployment), seconds)
+            except TimeoutError:
+                print(engine.in_flight, deployment.flights, deployment._moves)
+                print([(one.name, one.up, one.worker.trouble(), one.counts) for one in deployment.members.values()])
+                raise
             await asyncio.wait_for(all_back(engine, deployment), 60)
         finally:
             await engine.stop()
