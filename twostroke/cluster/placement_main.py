@@ -11,6 +11,8 @@ import os
 import signal
 import socket
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
 from twostroke.cluster.placing import (
@@ -106,6 +108,8 @@ class Driver:
             )
         if wanted.address is None:
             self.start_own(wanted.cores)
+        elif wanted.address == "auto" and not os.environ.get("RAY_ADDRESS") and left_behind():
+            return Absent()
         else:
             check_reachable(os.environ.get("RAY_ADDRESS", "auto") if wanted.address == "auto" else wanted.address)
             if not self.init(wanted.address):
@@ -232,6 +236,18 @@ def check_reachable(address: str) -> None:
         socket.create_connection((host, int(port)), REACH_SECONDS).close()
     except OSError as error:
         raise ImpossibleError(not_there(address, first_line(error))) from None
+
+
+def left_behind() -> bool:
+    """Whether Ray's note of a cluster on this machine names one that is gone: Ray itself would try for minutes."""
+    note = Path(os.environ.get("RAY_TMPDIR", tempfile.gettempdir())) / "ray" / "ray_current_cluster"
+    try:
+        check_reachable(note.read_text().strip())
+    except OSError:
+        return False  # there is none
+    except ImpossibleError:
+        return True
+    return False
 
 
 def first_line(error: Exception) -> str:
