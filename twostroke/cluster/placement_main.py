@@ -145,7 +145,7 @@ class Driver:
 
         self.own = True
         ray.init(
-            num_cpus=cores, include_dashboard=False, log_to_driver=False, configure_logging=False,
+            address="local", num_cpus=cores, include_dashboard=False, log_to_driver=False, configure_logging=False,
             _node_ip_address=LOOPBACK,
         )  # fmt: skip
 
