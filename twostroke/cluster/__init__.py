@@ -4,6 +4,7 @@
 
 file             what it does
 pools            `Pools`: workers as one `EngineClient`; what happens when one of them is lost
+group            their settings, health and roles as those of one engine
 router           which worker computes a prompt and which writes the answer: the least expected time
 member           one of these workers: its load, its speed, its events
 totals           the counters of several workers as those of one engine
