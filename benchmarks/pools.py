@@ -82,7 +82,7 @@ def main() -> None:
     given = parser.parse_args()
     path = RESULTS / f"pools-{platform.machine()}.json"
     kept = json.loads(path.read_text()).get("shapes", {}) if path.exists() else {}
-    kept[given.shape] = run(given.shape, given.rate, given.requests)
+    kept[f"{given.shape} at {given.rate:g}/s"] = run(given.shape, given.rate, given.requests)
     save("pools", "pools SHAPE", {"model": MODEL, "good_is": {"ttft": TTFT, "gap": GAP}, "shapes": kept})
 
 
