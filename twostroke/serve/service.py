@@ -14,6 +14,7 @@ from hashlib import blake2b
 from typing import Any, NamedTuple, TypeVar
 
 import twostroke
+from twostroke.cluster.pools import Pools
 from twostroke.config import Resolved
 from twostroke.confined import AccidentError
 from twostroke.engine.answer import StreamEvent
@@ -270,6 +271,12 @@ class Service(BaseService):
         ready = self.engine.client.ready
         assert ready is not None
         return {"machine": ready.machine, "restarts": self.restarts, "rows": ready.settings.max_requests}
+
+    @property
+    def workers(self) -> int:
+        """Of a deployment; 0: one engine, which is none."""
+        client = self.engine.client
+        return len(client.members) if isinstance(client, Pools) else 0
 
     @property
     def given_settings(self) -> Mapping[str, Any]:

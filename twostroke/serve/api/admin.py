@@ -92,6 +92,7 @@ def settings_document(service: Service) -> dict[str, Any]:
         "arch": arch_document(service.arch),
         "layout": now.layout.document(),
         "settings": described,
+        "workers": service.workers,
         "answer_cache": "off" if service.answers is None else service.answers.cache.options.tier,
     }
 
