@@ -12,6 +12,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 pytest.importorskip("triton")
 
+from benchmarks.random_weights import llama_shape, random_model
 from tests.model.test_parity import FAMILIES, load, make_peer, tokens_of
 from twostroke.kv.layout import make_layout
 from twostroke.kv.storage import KVStorage
@@ -78,6 +79,22 @@ def test_exact_logits_have_the_same_bits_in_any_chunks(family: str, tmp_path: Pa
         assert (whole - expected).norm() / expected.norm() < limit
         for chunks in ([7, 140, 1, 1, 1], [129] + [1] * 21, [16] * 9 + [6]):
             assert torch.equal(logits_of(model, tokens, chunks, kv_format), whole), (dtype, chunks)
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (3, 1), (8, 2)], ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@torch.no_grad()
+def test_every_dtype_at_every_length(dtype: str, heads: tuple[int, int]) -> None:
+    """A prompt read at once gives what it gives in chunks, whichever kernels its length chooses."""
+    arch = llama_shape(256, 512, 2, *heads, 64, vocab=256, max_positions=8192)
+    model = random_model(arch, CudaOps(getattr(torch, dtype), CARD), 8192)
+    limit = {"float32": 1e-4, "float16": 5e-3, "bfloat16": 3e-2}[dtype]
+    for length in (1, 2, 17, 2047, 2048, 2049, 3000, 4096, 8192):
+        tokens = [(7919 * i) % 256 for i in range(length)]
+        whole = logits_of(model, tokens, [length], dtype)
+        parts = logits_of(model, tokens, [500] * (length // 500) + [length % 500] * (length % 500 > 0), dtype)
+        assert whole.isfinite().all(), length
+        assert (whole - parts).norm() / parts.norm() < limit, length
 
 
 @pytest.mark.parametrize(("before", "count"), [(0, 2048), (2048, 2048), (6144, 2100), (10240, 4096)])

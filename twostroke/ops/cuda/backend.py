@@ -6,6 +6,7 @@ weights are kept in the same type. Under Triton's interpreter the same code runs
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -373,7 +374,8 @@ def product(x: Tensor, matrix: Tensor) -> Tensor:
 def as_tensor(stored: Stored) -> Tensor:
     """On the host, in the stored precision where torch has it."""
     if stored.format == "BF16":
-        return (
-            torch.from_numpy(np.ascontiguousarray(stored.data).view(np.int16)).view(torch.bfloat16).view(stored.shape)
-        )
+        with warnings.catch_warnings():  # a mapped file is read-only, and so is what reads it here
+            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+            bits = torch.from_numpy(np.ascontiguousarray(stored.data).view(np.int16))
+        return bits.view(torch.bfloat16).view(stored.shape)
     return torch.from_numpy(dequantize(stored))
