@@ -24,6 +24,7 @@ from twostroke.hardware import Hardware, cuda_devices, free_memory, machine_name
 from twostroke.kv.storage import KVStorage
 from twostroke.metrics.steplog import StepLog
 from twostroke.model.arch import Arch, ExpertsArch, GroupedArch
+from twostroke.model.latent import LatentArch
 from twostroke.model.transformer import Transformer
 from twostroke.ops.interface import Ops
 from twostroke.ops.select import make_ops
@@ -76,8 +77,8 @@ def build_engine(
     draft = open_draft(config.draft_model, arch, tokenizer, download_progress)
     device = choose_device(config)
     for one in (arch, *([] if draft is None else [draft.arch])):
-        check_attention(one, device)
-        check_experts(one, device)
+        check_attention(one, device, config.quantize)
+        check_feeds(one, device, config.quantize)
     weight_bytes = checkpoint_bytes(checkpoint) + (checkpoint_bytes(draft.checkpoint) if draft is not None else 0)
     draft_arch = draft.arch if draft is not None else None
     settings = resolve(config, arch, hardware_of(device, arch), weight_bytes, draft_arch)
@@ -122,9 +123,18 @@ def check_host_memory(wanted: int, free: int) -> None:
         raise ConfigError(f"kv_offload ({wanted:,}) is above the {free:,} bytes that this machine has free: lower it.")
 
 
-def check_experts(arch: Arch, device: str) -> None:
-    if device == "cuda" and any(isinstance(layer.feed, ExpertsArch) for layer in arch.layers):
-        raise ConfigError(f"A mixture of experts ({arch.family}) is not served on a GPU yet: use device='cpu'.")
+def check_feeds(arch: Arch, device: str, quantize: str | None) -> None:
+    """A GPU has kernels for experts with float weights, without biases."""
+    mixtures = [layer.feed for layer in arch.layers if isinstance(layer.feed, ExpertsArch)]
+    if device != "cuda" or not mixtures:
+        return
+    if any(feed.expert_bias or feed.activation == "swiglu_oai" for feed in mixtures):
+        raise ConfigError(f"device='cuda' does not serve experts with biases ({arch.family}): use device='cpu'.")
+    if quantize is not None:
+        raise ConfigError(
+            f"quantize={quantize!r} is not served for a mixture of experts ({arch.family}) on a GPU: leave quantize "
+            "out, or use device='cpu'."
+        )
 
 
 def choose_device(config: Config) -> str:
@@ -136,15 +146,20 @@ def choose_device(config: Config) -> str:
     return "cuda" if find_spec("triton") is not None and cuda_devices() and cuda_available() else "cpu"
 
 
-def check_attention(arch: Arch, device: str) -> None:
-    """A GPU has kernels for grouped attention without sinks."""
+def check_attention(arch: Arch, device: str, quantize: str | None) -> None:
+    """A GPU has kernels for grouped attention without sinks, and for latent attention with float weights."""
     if device != "cuda":
         return
     for mixer, _ in arch.mixers:
         sinks = isinstance(mixer, GroupedArch) and mixer.sinks
-        if sinks or not isinstance(mixer, GroupedArch):
+        if sinks or not isinstance(mixer, GroupedArch | LatentArch):
             feature = "attention with sinks" if sinks else f"{mixer.kind} attention"
             raise ConfigError(f"device='cuda' does not serve {feature}, which {arch.family} has: use device='cpu'.")
+        if quantize is not None and isinstance(mixer, LatentArch):
+            raise ConfigError(
+                f"quantize={quantize!r} is not served for latent attention ({arch.family}) on a GPU: leave quantize "
+                "out, or use device='cpu'."
+            )
 
 
 def cuda_available() -> bool:

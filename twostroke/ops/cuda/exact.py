@@ -14,6 +14,8 @@ from twostroke.ops.interface import BLOCK, Attention, Batch, Gate, KVLayer, Norm
 
 
 class ExactCudaOps(CudaOps):
+    one_order = True
+
     def __init__(self, dtype: torch.dtype = torch.bfloat16, device: str | torch.device = "cuda"):
         super().__init__(dtype, device)
         self.products = Products()
