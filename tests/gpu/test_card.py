@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,8 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 from benchmarks.random_weights import llama_shape, random_model
-from tests.model.test_parity import FAMILIES, load, make_peer, tokens_of
+from tests.model import test_latent, test_parity
+from tests.model.test_parity import load, tokens_of
 from twostroke.kv.layout import make_layout
 from twostroke.kv.storage import KVStorage
 from twostroke.model.transformer import Transformer
@@ -23,6 +25,12 @@ from twostroke.ops.interface import BLOCK, Attention, GroupBlocks, KVLayer
 
 pytestmark = pytest.mark.gpu
 CARD = torch.device("cuda")
+FAMILIES = [*test_parity.FAMILIES, *test_latent.FAMILIES]
+
+
+def make_peer(family: str, folder: Path) -> Any:
+    """The family as transformers has it, small and random; its checkpoint is in the folder."""
+    return (test_parity if family in test_parity.FAMILIES else test_latent).make_peer(family, folder)
 
 
 def logits_of(model: Transformer, tokens: list[int], chunks: list[int], kv_format: str) -> torch.Tensor:
