@@ -17,6 +17,7 @@ from torch import Tensor
 
 from twostroke.ops.cuda.kernels import gemv as gemv_
 from twostroke.ops.cuda.kernels import rows as rows_
+from twostroke.ops.cuda.kernels.byte_gemm import byte_product
 from twostroke.ops.cuda.kernels.cascade import cascade_attention, members_of_tile
 from twostroke.ops.cuda.kernels.decode import DecodeScratch, decode_attention, split_count
 from twostroke.ops.cuda.kernels.dense import UNIT, attend_long
@@ -31,11 +32,8 @@ from twostroke.ops.cuda.kernels.quantized import (
     GROUP,
     Fp8,
     Int4,
-    Int8,
     Narrow,
     as_float,
-    fp8_product,
-    int8_product,
     rows_of,
     to_fp8,
     to_int4,
@@ -50,7 +48,7 @@ from twostroke.ops.interface import BLOCK, Attention, Batch, ExpertSet, Gate, KV
 WIDE_ROWS = 2048  # rows of a wide product made at a time
 FEW, FEW_FP8 = 16, 8  # rows that are multiplied straight from the codes
 FEW_OF_EXPERTS = 8  # rows of which each reads its experts by itself
-SOME = 256  # rows from which on a decoded copy of an int4 matrix pays
+SOME = 256  # rows from which on a decoded copy of a matrix of few bits pays
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -243,14 +241,11 @@ class CudaOps(Ops):
         if isinstance(weight, FloatMatrix) and x.shape[0] == 1 and x.is_contiguous():
             return self._one_row(x, weight, before, add_to)
         x = self._prepared(x, before)
-        if isinstance(weight, Int4) and x.shape[0] <= SOME:
+        if not isinstance(weight, FloatMatrix) and x.shape[0] <= SOME:
             shape = x.shape[0], weight.codes.shape[0]
             out = torch.empty(shape, dtype=x.dtype, device=x.device) if add_to is None else add_to
-            return int4_product(x, weight.codes, weight.scales, weight.bias, out, add_to is not None)
-        if isinstance(weight, Fp8 | Int8):
-            out = fp8_product(x, weight) if isinstance(weight, Fp8) else int8_product(x, weight)
-            out = out if weight.bias is None else out.add_(weight.bias)
-            return out if add_to is None else add_to.add_(out)
+            run = int4_product if isinstance(weight, Int4) else byte_product
+            return run(x, weight.codes, weight.scales, weight.bias, out, add_to is not None)
         matrix = (weight.weight if isinstance(weight, FloatMatrix) else as_float(weight, self.dtype)).t()
         if add_to is not None:
             add_to.addmm_(x, matrix)

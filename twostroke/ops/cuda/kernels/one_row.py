@@ -165,7 +165,7 @@ def tile_scales(
     scales_ptr, tile, n_rows, SEGMENTS: tl.constexpr, W: tl.constexpr, ROUNDS: tl.constexpr, FOURS: tl.constexpr,
     GATE: tl.constexpr,
 ):  # fmt: skip
-    """int4's scales of a tile, (FOURS · ROUNDS · W, 16, 4), one for all four columns. Loaded transposed, so
+    """The scales of a tile of int4 or fp8, (FOURS · ROUNDS · W, 16, 4), one for all four columns. Loaded transposed, so
     that each lane gets the scales that it uses."""
     index = tl.arange(0, FOURS * ROUNDS * 2 * W * 8)
     within = index // (ROUNDS * 2 * W * 8) * 4 + index // (W * 8) % 2 * 2 + index // 4 % 2
@@ -173,7 +173,7 @@ def tile_scales(
     segment = (index // (2 * W * 8) % ROUNDS * W + index // 8 % W) * 4 + index % 4
     there = (segment < SEGMENTS) & (n < n_rows)
     at = tl.zeros((4, 1), tl.int32) + (segment * n_rows + n)[None, :]
-    scale = tl.load(scales_ptr + at, mask=there[None, :], other=0.0)
+    scale = tl.load(scales_ptr + at, mask=there[None, :], other=0.0).to(tl.float32)
     scale = tl.permute(tl.reshape(scale, (4, FOURS * ROUNDS, 2, W, 8)), (1, 3, 2, 4, 0))
     return tl.reshape(scale, (FOURS * ROUNDS * W, 16, 4))
 
@@ -200,7 +200,7 @@ def load_tile(
     FOURS: tl.constexpr, FORMAT: tl.constexpr, GATE: tl.constexpr,
 ):  # fmt: skip
     words = tile_words(w_ptr, tile, n_rows, SEGMENTS, W, ROUNDS, FOURS, GATE)
-    if FORMAT == 2:
+    if FORMAT != 1:
         scale = tile_scales(scales_ptr, tile, n_rows, SEGMENTS, W, ROUNDS, FOURS, GATE)
     else:
         n = output_rows(tile, tl.arange(0, 4 * FOURS), n_rows, 4 * FOURS, GATE)
@@ -223,12 +223,12 @@ def do_tile(
     )  # fmt: skip
     if FORMAT != 3:
         found = tl.reshape(tl.reshape(found, (FOURS, ROUNDS * W, 16, 4)) * units[None, :, None, :], found.shape)
-    if FORMAT == 2:
+    if FORMAT != 1:
         found *= scale
     out = tile_sums(found, W, ROUNDS, FOURS)
     if FORMAT == 3:
         out *= unit
-    if FORMAT != 2:
+    if FORMAT == 1:
         out *= scale
     if BIAS:
         out += tl.load(bias_ptr + n, mask=n < n_rows, other=0.0)

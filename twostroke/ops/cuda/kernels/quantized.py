@@ -1,9 +1,11 @@
 """Products with weights kept in fewer bits.
 
-fp8 and int8: a scale for each output; many rows multiply in eight bits with a scale for each row (W8A8).
+int8: a scale for each output. fp8: a scale for each output and 64 inputs, the one of several with the least error.
 int4: a scale for each output and 128 inputs; a byte holds elements j and j + 64 of its group, so that both halves of a
 run of bytes meet neighbouring elements of x.
-A few rows are multiplied straight from the codes with x in (nearly) full precision: skinny.py.
+x keeps (nearly) its full precision with any number of rows: one_row.py and skinny.py multiply a few straight from the
+codes, byte_gemm.py and int4_gemm.py tens; for many rows a decoded copy is made. Rounding x to eight bits as well would
+double the pace of long prompts, and cost perplexity ten times what the codes cost (docs/gpu.md).
 """
 
 from __future__ import annotations
@@ -17,14 +19,15 @@ from torch import Tensor
 
 from twostroke.ops.cuda.kernels.skinny import FP8, INT4, INT8
 
-GROUP = 128
+GROUP, SLICE = 128, 64  # inputs that share a scale in int4, in fp8
 LARGEST = 448.0  # of fp8 with four bits of exponent
+TRIALS = tuple(2.0 ** (eighth / 8) for eighth in range(8))  # of fp8's smallest scale: its codes are not evenly spaced
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fp8:
     codes: Tensor  # (out, in) float8_e4m3fn
-    scales: Tensor  # (out,) float32
+    scales: Tensor  # (in / SLICE, out) bfloat16
     bias: Tensor | None
     format: int = FP8
 
@@ -61,11 +64,26 @@ Narrow = Fp8 | Int8 | Int4
 
 
 def to_fp8(weight: Tensor, bias: Tensor | None) -> Fp8:
-    scales = weight.abs().amax(dim=1).float().clamp_(min=1e-12) / LARGEST
+    rows, width = weight.shape
     codes = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
+    scales = torch.empty(width // SLICE, rows, dtype=torch.bfloat16, device=weight.device)
     for a, b in chunks(weight):
-        codes[a:b] = (weight[a:b].float() / scales[a:b, None]).to(torch.float8_e4m3fn)
+        part = weight[a:b].float().view(-1, width // SLICE, SLICE)
+        least = part.abs().amax(dim=2, keepdim=True).clamp_(min=1e-12) / LARGEST
+        best = error = None
+        for trial in TRIALS:
+            scale = (least * trial).bfloat16().float()
+            lost = (as_fp8(part / scale).float() * scale - part).square_().sum(dim=2, keepdim=True)
+            best = scale if best is None else torch.where(lost < error, scale, best)
+            error = lost if error is None else torch.minimum(lost, error)
+        assert best is not None
+        codes[a:b] = as_fp8(part / best).flatten(1)
+        scales[:, a:b] = best.squeeze(2).t()
     return Fp8(codes, scales, bias)
+
+
+def as_fp8(x: Tensor) -> Tensor:
+    return x.clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
 
 
 def to_int8(weight: Tensor, bias: Tensor | None) -> Int8:
@@ -111,7 +129,10 @@ def rows_kernel(
         x *= tl.load(scales_ptr + (k // 128).to(tl.int64) * n_rows + token, mask=inside, other=0.0)
     else:
         x = tl.load(codes_ptr + token * WIDTH + k, mask=inside, other=0.0).to(tl.float32)
-        x *= tl.load(scales_ptr + token)
+        if FORMAT == 3:
+            x *= tl.load(scales_ptr + (k // 64).to(tl.int64) * n_rows + token, mask=inside, other=0.0).to(tl.float32)
+        else:
+            x *= tl.load(scales_ptr + token)
     tl.store(out_ptr + tl.program_id(0).to(tl.int64) * WIDTH + k, (x * scale).to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -131,67 +152,3 @@ def rows_of(weight: Narrow, tokens: Tensor | None, scale: float, dtype: torch.dt
 
 def as_float(weight: Narrow, dtype: torch.dtype) -> Tensor:
     return rows_of(weight, None, 1.0, dtype)
-
-
-@triton.jit
-def round_rows_kernel(
-    x_ptr, out_ptr, scales_ptr, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr
-):  # fmt: skip
-    """Rows in eight bits, each with its scale: whole numbers up to 127, or fp8 up to 448."""
-    row = tl.program_id(0).to(tl.int64)
-    dims = tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + row * stride + dims, mask=dims < WIDTH, other=0.0).to(tl.float32)
-    most: tl.constexpr = 127.0 if WHOLE else 448.0
-    scale = tl.maximum(tl.max(tl.abs(x)) / most, 1e-12)
-    x = tl.clamp(x / scale, -most, most)
-    if WHOLE:
-        x = (x + 12582912.0) - 12582912.0
-    tl.store(out_ptr + row * WIDTH + dims, x.to(out_ptr.dtype.element_ty), mask=dims < WIDTH)
-    tl.store(scales_ptr + row, scale)
-
-
-def rounded_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    rows, width = x.shape
-    codes = torch.empty(rows, width, dtype=dtype, device=x.device)
-    scales = torch.empty(rows, 1, device=x.device)
-    round_rows_kernel[(rows,)](
-        x, codes, scales, x.stride(0), WIDTH=width, BLOCK=triton.next_power_of_2(width), WHOLE=dtype == torch.int8,
-        num_warps=8,
-    )  # fmt: skip
-    return codes, scales
-
-
-def fp8_product(x: Tensor, weight: Fp8) -> Tensor:
-    """x (rows, in) @ weight.T, both in fp8, each row and each output with its scale."""
-    codes, scales = rounded_rows(x, torch.float8_e4m3fn)
-    return torch._scaled_mm(
-        codes,
-        weight.codes.t(),
-        scale_a=scales,
-        scale_b=weight.scales.unsqueeze(0),
-        out_dtype=x.dtype,
-        use_fast_accum=True,
-    )
-
-
-@triton.jit
-def scale_kernel(sums_ptr, rows_ptr, scales_ptr, out_ptr, width, BLOCK: tl.constexpr):
-    row = tl.program_id(1).to(tl.int64)
-    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(sums_ptr + row * width + n, mask=n < width, other=0).to(tl.float32)
-    x *= tl.load(rows_ptr + row) * tl.load(scales_ptr + n, mask=n < width, other=0.0)
-    tl.store(out_ptr + row * width + n, x.to(out_ptr.dtype.element_ty), mask=n < width)
-
-
-def int8_product(x: Tensor, weight: Int8) -> Tensor:
-    """The same in int8. A wide result is made in pieces: its sums need four bytes each."""
-    codes, scales = rounded_rows(x, torch.int8)
-    rows, width = x.shape[0], weight.codes.shape[0]
-    out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
-    for a in range(0, rows, 2048):
-        sums = torch._int_mm(codes[a : a + 2048], weight.codes.t())
-        block = min(4096, triton.next_power_of_2(width))
-        scale_kernel[(triton.cdiv(width, block), sums.shape[0])](
-            sums, scales[a:], weight.scales, out[a:], width, BLOCK=block, num_warps=8
-        )
-    return out
