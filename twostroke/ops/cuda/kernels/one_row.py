@@ -35,7 +35,7 @@ from twostroke.ops.cuda.kernels.launch import (
 )
 from twostroke.ops.cuda.kernels.narrow_tiles import FINE, WHOLE, WHOLE_BITS
 from twostroke.ops.cuda.kernels.rows import activated
-from twostroke.ops.cuda.kernels.skinny import BYTES, INT4, NOTHING, SILU, as_tall, parts_of
+from twostroke.ops.cuda.kernels.skinny import BYTES, FP8, INT4, NOTHING, SILU, as_tall, parts_of
 
 
 @triton.jit
@@ -312,6 +312,7 @@ def one_row_kernel(
             )  # fmt: skip
 
 
+REGISTERS = {FP8: 128}  # most of a thread, by format: with more, two programs do not fit on a multiprocessor
 FETCHES = 6  # of the next matrix by each program, FETCH_BYTES each; as measured on an H200
 
 
@@ -359,6 +360,7 @@ def one_row(
         codes if following is None else following, eps, n, ask, K=k, S=s, BEFORE=before, FORMAT=fmt,
         BIAS=bias is not None, ADD=add, GATE=gate, W=form.warps,
         ROUNDS=triton.next_power_of_2(triton.cdiv(segments, 4 * form.warps)), FOURS=form.fours, BUFFERS=form.buffers,
-        ASK=ask > 0, PDL=PDL, FAST=not INTERPRETED, num_warps=form.warps, num_stages=1, **EARLY,
+        ASK=ask > 0, PDL=PDL, FAST=not INTERPRETED, num_warps=form.warps, num_stages=1,
+        maxnreg=REGISTERS.get(fmt), **EARLY,
     )  # fmt: skip
     return out
