@@ -18,6 +18,7 @@ from twostroke.ops.formats import Stored, from_float
 from twostroke.ops.interface import ExpertSet, Gate, Norm, Routing
 from twostroke.ops.reference.routing import route as reference_route
 
+slow_here = pytest.mark.gpu if ON_CARD else pytest.mark.slow  # the interpreter takes long
 HIDDEN, WIDTH = 72, 40  # neither fills the tiles
 ROUTINGS = {
     "softmax": Routing(experts=6, chosen=2),
@@ -53,8 +54,10 @@ def rows_of(count: int) -> torch.Tensor:
     return torch.randn(count, HIDDEN, generator=torch.Generator().manual_seed(count))
 
 
-@pytest.mark.parametrize("name", ROUTINGS)
-@pytest.mark.parametrize("rows", [1, 3, 19])
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [("softmax", 1), ("sigmoid groups", 9), *(pytest.param(n, r, marks=slow_here) for n in ROUTINGS for r in (3, 19))],
+)
 def test_experts(name: str, rows: int) -> None:
     """A few rows read their experts one by one, many are grouped by expert."""
     ops, x = CudaOps(torch.float32, DEVICE), rows_of(rows)
@@ -62,6 +65,7 @@ def test_experts(name: str, rows: int) -> None:
     close(ops.experts(x.to(DEVICE), *make(ops, ROUTINGS[name])), expected, 1e-5)
 
 
+@slow_here
 @pytest.mark.parametrize("rows", [2, 10])
 def test_gelu(rows: int) -> None:
     ops, x = CudaOps(torch.float32, DEVICE), rows_of(rows)
@@ -69,6 +73,7 @@ def test_gelu(rows: int) -> None:
     close(ops.experts(x.to(DEVICE), *make(ops, ROUTINGS["softmax"], "gelu_tanh")), expected, 1e-5)
 
 
+@slow_here
 @pytest.mark.parametrize("name", ["normalised", "sigmoid groups"])
 def test_bits_do_not_depend_on_the_batch(name: str) -> None:
     for dtype in (torch.float32, torch.bfloat16) if ON_CARD else (torch.float32,):
@@ -95,6 +100,7 @@ def test_a_router_may_have_a_bias() -> None:
     assert ids.tolist() == wanted
 
 
+@slow_here
 def test_a_bad_row_stays_alone() -> None:
     ops, x = CudaOps(torch.float32, DEVICE), rows_of(12).to(DEVICE)
     made = make(ops, ROUTINGS["sigmoid groups"])
@@ -106,6 +112,7 @@ def test_a_bad_row_stays_alone() -> None:
     assert torch.equal(got[others], good[others])
 
 
+@slow_here
 def test_all_rows_may_choose_one_expert() -> None:
     """The longest group that there can be, and experts without a row."""
     ops, x = CudaOps(torch.float32, DEVICE), rows_of(40)

@@ -26,6 +26,7 @@ SHAPES = {  # heads, latent, plain, rotated, value
     "many heads": (20, 32, 16, 8, 16),
 } | ({"deepseek": (16, 512, 128, 64, 128), "128 heads": (128, 512, 128, 64, 128)} if ON_CARD else {})
 COLUMNS = 64
+slow_here = pytest.mark.gpu if ON_CARD else pytest.mark.slow  # the interpreter takes long
 
 
 class Life:
@@ -81,7 +82,7 @@ class Life:
         return list(out.float().cpu().split(counts.tolist()))
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", ["few heads", *(pytest.param(name, marks=slow_here) for name in [*SHAPES][1:])])
 def test_numbers_of_the_specification(name: str) -> None:
     """Prompts, chunks, single tokens of several contexts and streams; splits end at 128."""
     for dtype, limit in ((torch.float32, 1e-5), (torch.bfloat16, 1e-2))[: 2 if ON_CARD else 1]:
@@ -93,6 +94,7 @@ def test_numbers_of_the_specification(name: str) -> None:
             close(found, expected, limit)
 
 
+@slow_here
 @pytest.mark.parametrize("name", ["few heads"] if not ON_CARD else SHAPES)
 def test_the_same_bits_however_rows_come(name: str) -> None:
     """exact=True: whole, in chunks, one by one, beside others."""
