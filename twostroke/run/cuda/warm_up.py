@@ -22,10 +22,12 @@ from twostroke.ops.cuda.kernels.grouped import TILE_BORDERS
 from twostroke.ops.cuda.kernels.launch import INTERPRETED
 from twostroke.ops.cuda.kernels.prefill import prefill_attention
 from twostroke.ops.cuda.kernels.rope import rotate_and_store
-from twostroke.ops.cuda.kernels.sample import resolve_tokens, sample
+from twostroke.ops.cuda.kernels.sample import Filters, resolve_tokens, sample
 from twostroke.ops.interface import BLOCK, Attention, Gate, GroupBlocks, KVLayer, LatentAttention
 from twostroke.run.cuda.buckets import all_mixed_rows
-from twostroke.run.cuda.runner import CudaRunner, grouped_attentions
+from twostroke.run.cuda.runner import CudaRunner, attentions, grouped_attentions
+from twostroke.run.cuda.variants import attention_variants
+from twostroke.run.sample import SLACK
 from twostroke.sampling import SamplingParams
 from twostroke.types import Plan, Request, RequestState, Work
 
@@ -59,10 +61,28 @@ def compile_kernels(model: Transformer, settings: Resolved, first: int = 0) -> N
     """Those of a prompt and of a stream, several at a time: each takes a good part of a second. first: the number of
     the model's first layer in the KV cache."""
     products = product_kernels(model, settings.max_batch_tokens)
-    tasks = [*attention_kernels(model, settings, first), *products, *token_kernels(model)]
+    in_parallel([*attention_kernels(model, settings, first), *products, *token_kernels(model)])
+    in_parallel(variant_kernels(model, settings, first))  # they share kernels with those before
+
+
+def in_parallel(tasks: Sequence[Task]) -> None:
     with ThreadPoolExecutor(1 if INTERPRETED else COMPILERS) as pool:
         for done in [pool.submit(torch.inference_mode()(task)) for task in tasks]:
             done.result()
+
+
+def variant_kernels(model: Transformer, settings: Resolved, first: int = 0) -> list[Task]:
+    """What other steps than a first prompt and its stream need: of one layer for each kind of attention."""
+    ops, found = cuda_ops(model), dict[tuple[object, ...], int]()
+    for number, attention in enumerate(attentions(model)):
+        window, cap = getattr(attention, "window", 0), getattr(attention, "softcap", 0.0)
+        found.setdefault((ops.kind(attention), window, cap), number)
+    storage, tasks = KVStorage(settings.layout, 2, settings.kv_dtype, ops.device), []
+    for number in found.values():
+        kv, group = storage.layer(first + number)
+        attention = attentions(model)[number]
+        tasks += attention_variants(ops, attention, kv, group, settings.max_requests, settings.max_model_len)
+    return tasks
 
 
 def attention_kernels(model: Transformer, settings: Resolved, first: int = 0) -> list[Task]:
@@ -177,11 +197,13 @@ def token_kernels(model: Transformer) -> list[Task]:
     numbers = torch.zeros(1, 2, dtype=torch.int32, device=ops.device)
     token, newest = numbers[0, :1], torch.zeros(1, dtype=torch.int32, device=ops.device)
 
-    def sample_one() -> None:
+    def sample_one(filters: Filters | None = None) -> None:
         logits, cold = torch.zeros(1, arch.vocab, device=ops.device), torch.zeros(1, device=ops.device)
-        sample(logits, cold, numbers, token, newest, torch.empty_like(newest))
+        sample(logits, cold, numbers, token, newest, torch.empty_like(newest), filters)
 
+    nothing = Filters(newest, torch.zeros(1, 2, dtype=torch.float64, device=ops.device), SLACK)
     return [
+        lambda: sample_one(nothing),
         sample_one,
         lambda: resolve_tokens(token, newest),
         lambda: ops.embed(model.embedding, token, arch.embedding_scale),
