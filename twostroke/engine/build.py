@@ -34,6 +34,7 @@ from twostroke.schedule.make import make_scheduler
 from twostroke.startup import collector_paused
 from twostroke.text.tokenizer import Tokenizer
 from twostroke.types import Runner
+from twostroke.weights.catalog import cache_folder
 from twostroke.weights.checkpoint import Checkpoint, locate, open_checkpoint
 from twostroke.weights.describe import checkpoint_bytes, load_arch
 from twostroke.weights.files import Progress
@@ -82,6 +83,10 @@ def build_engine(
     weight_bytes = checkpoint_bytes(checkpoint) + (checkpoint_bytes(draft.checkpoint) if draft is not None else 0)
     draft_arch = draft.arch if draft is not None else None
     settings = resolve(config, arch, hardware_of(device, arch), weight_bytes, draft_arch)
+    if device == "cuda":
+        from twostroke.run.cuda.kernel_cache import use_kernel_cache
+
+        use_kernel_cache(cache_folder(), device_name(device))
     ops = make_ops(device, settings.dtype, settings.threads, settings.quantize, settings.exact)
     stage("load")
     bits = settings.quantize if device == "cpu" else None  # a GPU packs float weights into its own formats
