@@ -152,6 +152,6 @@ def test_windows_alternate_and_a_gpu_refuses(tmp_path: Path) -> None:
     mixers = [layer.mixer for layer in arch.layers]
     assert all(isinstance(mixer, GroupedArch) and mixer.qkv_bias and mixer.output_bias for mixer in mixers)
     assert [mixer.window for mixer in mixers] == [WINDOW, None, WINDOW, None]
-    check_attention(arch, "cpu", None)
+    check_attention(arch, "cpu")
     with pytest.raises(ConfigError, match=r"sinks.*gpt_oss.*device='cpu'"):
-        check_attention(arch, "cuda", None)
+        check_attention(arch, "cuda")

@@ -14,8 +14,10 @@ from tests.ops.test_triton import DEVICE, ON_CARD, REFERENCE, close, pytestmark 
 from twostroke.ops.cuda.backend import CudaOps
 from twostroke.ops.cuda.exact import ExactCudaOps
 from twostroke.ops.cuda.kernels.experts import route
+from twostroke.ops.cuda.kernels.quantized import as_float
 from twostroke.ops.formats import Stored, from_float
 from twostroke.ops.interface import ExpertSet, Gate, Norm, Routing
+from twostroke.ops.reference.backend import ReferenceMatrix
 from twostroke.ops.reference.routing import route as reference_route
 
 slow_here = pytest.mark.gpu if ON_CARD else pytest.mark.slow  # the interpreter takes long
@@ -41,7 +43,7 @@ def make(ops, routing: Routing, gate: str = "silu") -> tuple[Norm, ExpertSet]:  
         return torch.from_numpy(values.astype(np.float32)).to(ops.device)
 
     norm = Norm(place(1 + rng.standard_normal(HIDDEN) * 0.2), 1e-6)
-    router = ops.pack([random_matrix(rng, routing.experts, HIDDEN)])
+    router = ops.pack_precisely([random_matrix(rng, routing.experts, HIDDEN)])
     gate_up, down = [], []
     for _ in range(routing.experts):
         gate_up.append(ops.pack([random_matrix(rng, WIDTH, HIDDEN) for _ in range(2)]))
@@ -63,6 +65,23 @@ def test_experts(name: str, rows: int) -> None:
     ops, x = CudaOps(torch.float32, DEVICE), rows_of(rows)
     expected = REFERENCE.experts(x, *make(REFERENCE, ROUTINGS[name]))
     close(ops.experts(x.to(DEVICE), *make(ops, ROUTINGS[name])), expected, 1e-5)
+
+
+@slow_here
+@pytest.mark.parametrize("quantize", ["int8", "fp8"])
+@pytest.mark.parametrize("rows", [2, 10])
+def test_experts_of_few_bits(quantize: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The codes give what their decoded matrices give."""
+    for name, value in (("HIDDEN", 192), ("WIDTH", 64)):
+        monkeypatch.setitem(globals(), name, value)
+    ops, x = CudaOps(torch.float32, DEVICE, quantize), rows_of(rows)
+    norm, experts = make(ops, ROUTINGS["softmax"])
+    plain = [[ReferenceMatrix(as_float(one, torch.float32).cpu(), None) for one in part] for part in
+             (experts.gate_up, experts.down)]  # fmt: skip
+    router = ReferenceMatrix(experts.router.weight.cpu(), None)
+    decoded = replace(experts, router=router, gate_up=tuple(plain[0]), down=tuple(plain[1]))
+    expected = REFERENCE.experts(x, Norm(norm.weight.cpu(), norm.eps), decoded)
+    close(ops.experts(x.to(DEVICE), norm, experts), expected, 1e-5)
 
 
 @slow_here

@@ -78,7 +78,7 @@ def build_engine(
     draft = open_draft(config.draft_model, arch, tokenizer, download_progress)
     device = choose_device(config)
     for one in (arch, *([] if draft is None else [draft.arch])):
-        check_attention(one, device, config.quantize)
+        check_attention(one, device)
         check_feeds(one, device, config.quantize)
     weight_bytes = checkpoint_bytes(checkpoint) + (checkpoint_bytes(draft.checkpoint) if draft is not None else 0)
     draft_arch = draft.arch if draft is not None else None
@@ -129,17 +129,14 @@ def check_host_memory(wanted: int, free: int) -> None:
 
 
 def check_feeds(arch: Arch, device: str, quantize: str | None) -> None:
-    """A GPU has kernels for experts with float weights, without biases."""
+    """A GPU has kernels for experts in floats, int8 and fp8, without biases."""
     mixtures = [layer.feed for layer in arch.layers if isinstance(layer.feed, ExpertsArch)]
     if device != "cuda" or not mixtures:
         return
     if any(feed.expert_bias or feed.activation == "swiglu_oai" for feed in mixtures):
         raise ConfigError(f"device='cuda' does not serve experts with biases ({arch.family}): use device='cpu'.")
-    if quantize is not None:
-        raise ConfigError(
-            f"quantize={quantize!r} is not served for a mixture of experts ({arch.family}) on a GPU: leave quantize "
-            "out, or use device='cpu'."
-        )
+    if quantize == "int4":
+        raise ConfigError(f"quantize='int4' is not served for experts ({arch.family}) on a GPU: use fp8 or int8.")
 
 
 def choose_device(config: Config) -> str:
@@ -151,8 +148,8 @@ def choose_device(config: Config) -> str:
     return "cuda" if find_spec("triton") is not None and cuda_devices() and cuda_available() else "cpu"
 
 
-def check_attention(arch: Arch, device: str, quantize: str | None) -> None:
-    """A GPU has kernels for grouped attention without sinks, and for latent attention with float weights."""
+def check_attention(arch: Arch, device: str) -> None:
+    """A GPU has kernels for grouped attention without sinks, and for latent attention."""
     if device != "cuda":
         return
     for mixer, _ in arch.mixers:
@@ -160,11 +157,6 @@ def check_attention(arch: Arch, device: str, quantize: str | None) -> None:
         if sinks or not isinstance(mixer, GroupedArch | LatentArch):
             feature = "attention with sinks" if sinks else f"{mixer.kind} attention"
             raise ConfigError(f"device='cuda' does not serve {feature}, which {arch.family} has: use device='cpu'.")
-        if quantize is not None and isinstance(mixer, LatentArch):
-            raise ConfigError(
-                f"quantize={quantize!r} is not served for latent attention ({arch.family}) on a GPU: leave quantize "
-                "out, or use device='cpu'."
-            )
 
 
 def cuda_available() -> bool:

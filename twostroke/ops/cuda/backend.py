@@ -22,7 +22,7 @@ from twostroke.ops.cuda.kernels.cascade import cascade_attention, members_of_til
 from twostroke.ops.cuda.kernels.decode import DecodeScratch, decode_attention, split_count
 from twostroke.ops.cuda.kernels.dense import UNIT, attend_long
 from twostroke.ops.cuda.kernels.exact_matmul import exact_product
-from twostroke.ops.cuda.kernels.experts import pair_experts, route
+from twostroke.ops.cuda.kernels.experts import ExpertMatrices, pair_experts, route
 from twostroke.ops.cuda.kernels.grouped import grouped_experts
 from twostroke.ops.cuda.kernels.int4_gemm import int4_product
 from twostroke.ops.cuda.kernels.latent import head_product, latent_attention, latent_tile, store_latents
@@ -64,20 +64,28 @@ class LaidExperts(NamedTuple):
     """A layer's experts as the kernels take them."""
 
     router: FloatMatrix
-    gate_up: tuple[Tensor, Tensor]  # the first expert's matrix; of each expert the distance to its own, in elements
-    down: tuple[Tensor, Tensor]
+    gate_up: ExpertMatrices
+    down: ExpertMatrices
 
 
 def lay_experts(experts: ExpertSet) -> LaidExperts:
     assert isinstance(experts.router, FloatMatrix)
-    return LaidExperts(experts.router, distances(experts.gate_up), distances(experts.down))
+    return LaidExperts(experts.router, lay_matrices(experts.gate_up), lay_matrices(experts.down))
 
 
-def distances(weights: Sequence[CudaWeight]) -> tuple[Tensor, Tensor]:
-    matrices = [weight.weight for weight in weights if isinstance(weight, FloatMatrix) and weight.bias is None]
-    assert len(matrices) == len(weights), "an engine refuses experts in other formats, or with biases, first"
-    first = matrices[0]
-    found = [(matrix.data_ptr() - first.data_ptr()) // first.element_size() for matrix in matrices]
+def lay_matrices(weights: Sequence[CudaWeight]) -> ExpertMatrices:
+    kinds = {type(weight) for weight in weights}
+    assert len(kinds) == 1 and not any(weight.bias is not None for weight in weights) and Int4 not in kinds
+    plain = kinds == {FloatMatrix}
+    codes = distances([weight.weight if isinstance(weight, FloatMatrix) else weight.codes for weight in weights])
+    scales = codes if plain else distances([weight.scales for weight in weights])  # type: ignore[union-attr]
+    return ExpertMatrices(*codes, *scales, 0 if plain else weights[0].format)  # type: ignore[union-attr]
+
+
+def distances(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """The first tensor, and the places of all of them, counted in elements from its own."""
+    first = tensors[0]
+    found = [(tensor.data_ptr() - first.data_ptr()) // first.element_size() for tensor in tensors]
     assert not any(distance % 16 for distance in found), "matrices must lie on borders of 16 elements"
     return first, torch.tensor(found, dtype=torch.int64, device=first.device)
 
@@ -177,6 +185,12 @@ class CudaOps(Ops):
     # ---- weights -------------------------------------------------------------------------------------------------
 
     def pack(self, parts: Sequence[Stored], bias: Tensor | None = None) -> CudaWeight:
+        return self.adopt(self._stacked(parts), bias)
+
+    def pack_precisely(self, parts: Sequence[Stored], bias: Tensor | None = None) -> CudaWeight:
+        return FloatMatrix(self._stacked(parts), None if bias is None else bias.to(self.device, torch.float32))
+
+    def _stacked(self, parts: Sequence[Stored]) -> Tensor:
         width = parts[0].shape[1]
         out = torch.empty(sum(part.shape[0] for part in parts), width, dtype=self.dtype, device=self.device)
         start = 0
@@ -186,7 +200,7 @@ class CudaOps(Ops):
                 rows = as_tensor(part.rows(a, min(a + step, part.shape[0])))
                 out[start : start + rows.shape[0]].copy_(rows)
                 start += rows.shape[0]
-        return self.adopt(out, bias)
+        return out
 
     def adopt(self, weight: Tensor, bias: Tensor | None = None) -> CudaWeight:
         """A matrix that is on the device already."""

@@ -3,10 +3,13 @@
 A pair is a row and one of its chosen experts, numbered row · CHOSEN + place. With few rows each pair reads its expert's
 matrices by itself, so a step reads the chosen experts and no others; grouped.py multiplies many rows.
 
-An expert's matrix is found by its distance, in elements, from the first expert's: matrices need not lie together.
+An expert's matrix is found by its distance, in elements, from the first expert's: matrices need not lie together. Its
+weights are floats, or codes of 8 bits as in quantized.py.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -113,16 +116,46 @@ def route(logits: Tensor, bias: Tensor | None, correction: Tensor | None, routin
     return ids, weights
 
 
+class ExpertMatrices(NamedTuple):
+    """One matrix of each expert, all of one shape and format."""
+
+    codes: Tensor  # the first expert's; floats, or codes
+    places: Tensor  # (experts,) int64: from the first to each expert's, in elements
+    scales: Tensor  # the first expert's; `codes` where they are floats
+    scale_places: Tensor
+    format: int  # 0: floats; else as in skinny.py
+
+
 @triton.jit
 def expert_tile(w_rows, inside, k0, k, K: tl.constexpr):
-    """(rows, BLOCK_K) weights of columns k0 on; zeros past the end."""
+    """(rows, BLOCK_K) weights or codes of columns k0 on; zeros past the end."""
     return tl.load(w_rows + (k0 + k)[None, :], mask=inside[:, None] & (k0 + k < K)[None, :], other=0.0)
 
 
 @triton.jit
+def as_weights(
+    codes, scales, n, inside, k0, n_rows, K: tl.constexpr, FORMAT: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """(BLOCK_N, BLOCK_K) codes of rows n and columns k0 on as float32. n_rows: of a whole matrix. scales: int8's
+    (n_rows,), fp8's (K / 64, n_rows)."""
+    weights = codes.to(tl.float32)
+    if FORMAT == 1:
+        weights *= tl.load(scales + n, mask=inside, other=0.0)[:, None]
+    if FORMAT == 3:
+        group = k0 // 64 + tl.arange(0, BLOCK_K // 64)
+        at = scales + group[None, :] * n_rows + n[:, None]
+        scale = tl.load(at, mask=inside[:, None] & (group < K // 64)[None, :], other=0.0).to(tl.float32)
+        weights = tl.reshape(weights, (BLOCK_N, BLOCK_K // 64, 64)) * scale[:, :, None]
+        weights = tl.reshape(weights, (BLOCK_N, BLOCK_K))
+    return weights
+
+
+@triton.jit
 def pair_gate_kernel(
-    x_ptr, w_ptr, places_ptr, ids_ptr, out_ptr, K: tl.constexpr, WIDTH: tl.constexpr, CHOSEN: tl.constexpr,
-    SILU: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, w_ptr, places_ptr, scales_ptr, scale_places_ptr, ids_ptr, out_ptr, K: tl.constexpr, WIDTH: tl.constexpr,
+    CHOSEN: tl.constexpr, FORMAT: tl.constexpr, SILU: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """out (pairs, WIDTH) = activation(gate) · up of a pair's row of x (T, K). The first half of an expert's rows is
     gate."""
@@ -133,7 +166,9 @@ def pair_gate_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    place = tl.multiple_of(tl.load(places_ptr + tl.load(ids_ptr + pair)), 16)
+    expert = tl.load(ids_ptr + pair)
+    place = tl.multiple_of(tl.load(places_ptr + expert), 16)
+    scales = scales_ptr + tl.load(scale_places_ptr + expert)
     gates = w_ptr + place + n.to(tl.int64)[:, None] * K
     ups = gates + WIDTH * K
     x_row = x_ptr + pair // CHOSEN * K
@@ -143,8 +178,8 @@ def pair_gate_kernel(
         next_gate = expert_tile(gates, inside, k0 + BLOCK_K, k, K)
         next_up = expert_tile(ups, inside, k0 + BLOCK_K, k, K)
         x = tl.load(x_row + k0 + k, mask=k0 + k < K, other=0.0).to(tl.float32)[None, :]
-        left += gate.to(tl.float32) * x
-        right += up.to(tl.float32) * x
+        left += as_weights(gate, scales, n, inside, k0, 2 * WIDTH, K, FORMAT, BLOCK_N, BLOCK_K) * x
+        right += as_weights(up, scales, WIDTH + n, inside, k0, 2 * WIDTH, K, FORMAT, BLOCK_N, BLOCK_K) * x
         gate, up = next_gate, next_up
     out = activated(tl.sum(left, axis=1), SILU) * tl.sum(right, axis=1)
     tl.store(out_ptr + pair * WIDTH + n, out.to(out_ptr.dtype.element_ty), mask=inside)
@@ -152,8 +187,9 @@ def pair_gate_kernel(
 
 @triton.jit
 def pair_down_kernel(
-    inner_ptr, w_ptr, places_ptr, ids_ptr, weights_ptr, out_ptr, N: tl.constexpr, K: tl.constexpr,
-    CHOSEN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    inner_ptr, w_ptr, places_ptr, scales_ptr, scale_places_ptr, ids_ptr, weights_ptr, out_ptr, N: tl.constexpr,
+    K: tl.constexpr, CHOSEN: tl.constexpr, FORMAT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """out (T, N): the sum of a row's experts, each times its weight. One loop runs over all experts' columns, so that
     the next tile is being loaded at all times."""
@@ -175,27 +211,30 @@ def pair_down_kernel(
         next_tile = expert_tile(rows + tl.multiple_of(place, 16), inside, following % ROUNDS * BLOCK_K, k, K)
         pair, k0 = row * CHOSEN + turn // ROUNDS, turn % ROUNDS * BLOCK_K
         x = tl.load(inner_ptr + pair * K + k0 + k, mask=k0 + k < K, other=0.0).to(tl.float32)
-        total += tile.to(tl.float32) * (x * tl.load(weights_ptr + pair))[None, :]
+        scales = scales_ptr + tl.load(scale_places_ptr + tl.load(ids_ptr + pair))
+        tile_weights = as_weights(tile, scales, n, inside, k0, N, K, FORMAT, BLOCK_N, BLOCK_K)
+        total += tile_weights * (x * tl.load(weights_ptr + pair))[None, :]
         tile = next_tile
     tl.store(out_ptr + row * N + n, tl.sum(total, axis=1).to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def pair_experts(
-    x: Tensor, ids: Tensor, weights: Tensor, gate_up: tuple[Tensor, Tensor], down: tuple[Tensor, Tensor], silu: bool
+    x: Tensor, ids: Tensor, weights: Tensor, gate_up: ExpertMatrices, down: ExpertMatrices, silu: bool
 ) -> Tensor:
-    """x (T, hidden) normed -> (T, hidden). gate_up and down: the first expert's matrix, and all experts' distances."""
+    """x (T, hidden) normed -> (T, hidden)."""
     rows, hidden = x.shape
-    chosen, width = ids.shape[1], down[0].shape[1]
+    chosen, width = ids.shape[1], down.codes.shape[1]
     inner = torch.empty(rows * chosen, width, dtype=x.dtype, device=x.device)
     out = torch.empty(rows, hidden, dtype=x.dtype, device=x.device)
     block_k = min(512, triton.next_power_of_2(hidden))
     pair_gate_kernel[(triton.cdiv(width, 8), rows * chosen)](
-        x, *gate_up, ids, inner, K=hidden, WIDTH=width, CHOSEN=chosen, SILU=silu, BLOCK_N=8, BLOCK_K=block_k, PDL=PDL,
-        num_warps=4, **EARLY,
+        x, *gate_up[:4], ids, inner, K=hidden, WIDTH=width, CHOSEN=chosen, FORMAT=gate_up.format, SILU=silu, BLOCK_N=8,
+        BLOCK_K=block_k, PDL=PDL, num_warps=4, **EARLY,
     )  # fmt: skip
     block_k = min(1024, triton.next_power_of_2(width))
     pair_down_kernel[(triton.cdiv(hidden, 8), rows)](
-        inner, *down, ids, weights, out, N=hidden, K=width, CHOSEN=chosen, BLOCK_N=8, BLOCK_K=block_k, PDL=PDL,
+        inner, *down[:4], ids, weights, out, N=hidden, K=width, CHOSEN=chosen, FORMAT=down.format, BLOCK_N=8,
+        BLOCK_K=block_k, PDL=PDL,
         num_warps=4 if block_k <= 512 else 8, **EARLY,
     )  # fmt: skip
     return out

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from twostroke.ops.cuda.kernels.experts import ExpertMatrices, as_weights
 from twostroke.ops.cuda.kernels.launch import INTERPRETED
 from twostroke.ops.cuda.kernels.rows import activated
 
@@ -66,9 +67,9 @@ def tile_of(counts_ptr, tile, EXPERTS: tl.constexpr, EXPERTS_2: tl.constexpr, BL
 
 @triton.jit
 def grouped_gate_kernel(
-    x_ptr, w_ptr, places_ptr, counts_ptr, order_ptr, out_ptr,
+    x_ptr, w_ptr, places_ptr, scales_ptr, scale_places_ptr, counts_ptr, order_ptr, out_ptr,
     EXPERTS: tl.constexpr, EXPERTS_2: tl.constexpr, CHOSEN: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr,
-    SILU: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    FORMAT: tl.constexpr, SILU: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     WEIGHTS_FIRST: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out (pairs in order, WIDTH) = activation(gate) · up."""
@@ -82,6 +83,8 @@ def grouped_gate_kernel(
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     base = w_ptr + tl.multiple_of(tl.load(places_ptr + expert), 16)
+    scales = scales_ptr + tl.load(scale_places_ptr + expert)
+    there = n < WIDTH
     gates = base + tl.where(n < WIDTH, n, 0).to(tl.int64) * K
     ups = gates + WIDTH * K
     x_rows = x_ptr + row.to(tl.int64) * K
@@ -99,6 +102,9 @@ def grouped_gate_kernel(
             x = tl.load(x_rows[:, None] + here[None, :], mask=mine[:, None] & (here < K)[None, :], other=0.0)
             g = tl.load(gates[:, None] + here[None, :], mask=(here < K)[None, :], other=0.0)
             u = tl.load(ups[:, None] + here[None, :], mask=(here < K)[None, :], other=0.0)
+        if FORMAT > 0:
+            g = as_weights(g, scales, n, there, k0, 2 * WIDTH, K, FORMAT, BLOCK_N, BLOCK_K).to(x.dtype)
+            u = as_weights(u, scales, WIDTH + n, there, k0, 2 * WIDTH, K, FORMAT, BLOCK_N, BLOCK_K).to(x.dtype)
         if WEIGHTS_FIRST:
             gate = tl.dot(g, tl.trans(x), gate, input_precision=PRECISION)
             up = tl.dot(u, tl.trans(x), up, input_precision=PRECISION)
@@ -114,8 +120,9 @@ def grouped_gate_kernel(
 
 @triton.jit
 def grouped_down_kernel(
-    inner_ptr, w_ptr, places_ptr, counts_ptr, order_ptr, out_ptr,
-    EXPERTS: tl.constexpr, EXPERTS_2: tl.constexpr, K: tl.constexpr, N: tl.constexpr, BLOCK_M: tl.constexpr,
+    inner_ptr, w_ptr, places_ptr, scales_ptr, scale_places_ptr, counts_ptr, order_ptr, out_ptr,
+    EXPERTS: tl.constexpr, EXPERTS_2: tl.constexpr, K: tl.constexpr, N: tl.constexpr, FORMAT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WEIGHTS_FIRST: tl.constexpr, STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -129,6 +136,7 @@ def grouped_down_kernel(
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     base = w_ptr + tl.multiple_of(tl.load(places_ptr + expert), 16)
+    scales = scales_ptr + tl.load(scale_places_ptr + expert)
     w_rows = base + tl.where(n < N, n, 0).to(tl.int64) * K
     x_rows = inner_ptr + place.to(tl.int64) * K
     if WEIGHTS_FIRST:
@@ -143,6 +151,8 @@ def grouped_down_kernel(
         else:
             x = tl.load(x_rows[:, None] + here[None, :], mask=mine[:, None] & (here < K)[None, :], other=0.0)
             w = tl.load(w_rows[:, None] + here[None, :], mask=(here < K)[None, :], other=0.0)
+        if FORMAT > 0:
+            w = as_weights(w, scales, n, n < N, k0, N, K, FORMAT, BLOCK_N, BLOCK_K).to(x.dtype)
         if WEIGHTS_FIRST:
             acc = tl.dot(w, tl.trans(x), acc, input_precision=PRECISION)
         else:
@@ -176,10 +186,13 @@ class Tile(NamedTuple):
     weights_first: bool
 
 
-def tile_for(rows: float, dtype: torch.dtype, two: bool) -> Tile:
-    """For so many rows of each expert on average. two: two matrices at once. No choice here changes a bit."""
+def tile_for(rows: float, dtype: torch.dtype, two: bool, narrow: bool = False) -> Tile:
+    """For so many rows of each expert on average. two: two matrices at once. narrow: of codes, which are decoded on the
+    way. No choice here changes a bit."""
     if INTERPRETED:
-        return Tile(16, 32, 32, 2, 4, False)  # the interpreter multiplies with a library: one shape for all
+        return Tile(16, 32, 64, 2, 4, False)  # the interpreter multiplies with a library: one shape for all
+    if narrow and dtype == torch.float32:
+        return Tile(16, 32, 64, 2, 4, False)
     if dtype == torch.float32:
         return Tile(16, 64, 32, 2, 4, False) if rows <= 32 else Tile(64, 32 if two else 64, 32, 2, 8, False)
     if rows <= TILE_BORDERS[0]:
@@ -192,12 +205,12 @@ def tile_for(rows: float, dtype: torch.dtype, two: bool) -> Tile:
 
 
 def grouped_experts(
-    x: Tensor, ids: Tensor, weights: Tensor, gate_up: tuple[Tensor, Tensor], down: tuple[Tensor, Tensor], silu: bool
+    x: Tensor, ids: Tensor, weights: Tensor, gate_up: ExpertMatrices, down: ExpertMatrices, silu: bool
 ) -> Tensor:
-    """x (T, hidden) normed -> (T, hidden). gate_up and down: the first expert's matrix, and all experts' distances."""
+    """x (T, hidden) normed -> (T, hidden)."""
     rows, hidden = x.shape
-    experts, width = len(down[1]), down[0].shape[1]
-    pairs, experts_2 = ids.numel(), triton.next_power_of_2(len(down[1]))
+    experts, width = len(down.places), down.codes.shape[1]
+    pairs, experts_2 = ids.numel(), triton.next_power_of_2(experts)
     counts, order = torch.zeros(experts, dtype=torch.int32, device=x.device), torch.empty_like(ids)
     ranks, blocks = torch.empty_like(ids), (triton.cdiv(pairs, COUNTED),)
     count_kernel[blocks](ids, counts, ranks, pairs, BLOCK=COUNTED)
@@ -205,15 +218,16 @@ def grouped_experts(
     inner = torch.empty(pairs, width, dtype=x.dtype, device=x.device)
     each = torch.empty(pairs, hidden, dtype=x.dtype, device=x.device)
     common = {"EXPERTS": experts, "EXPERTS_2": experts_2, "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32"}
-    tile = tile_for(pairs / experts, x.dtype, True)
+    tile = tile_for(pairs / experts, x.dtype, True, gate_up.format > 0)
     grouped_gate_kernel[(triton.cdiv(width, tile.n), most_tiles(pairs, experts, tile.m))](
-        x, *gate_up, counts, order, inner, CHOSEN=ids.shape[1], K=hidden, WIDTH=width, SILU=silu, **common,
+        x, *gate_up[:4], counts, order, inner, CHOSEN=ids.shape[1], K=hidden, WIDTH=width, FORMAT=gate_up.format,
+        SILU=silu, **common,
         BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k, WEIGHTS_FIRST=tile.weights_first, STAGES=tile.stages,
         num_warps=tile.warps,
     )  # fmt: skip
-    tile = tile_for(pairs / experts, x.dtype, False)
+    tile = tile_for(pairs / experts, x.dtype, False, down.format > 0)
     grouped_down_kernel[(triton.cdiv(hidden, tile.n), most_tiles(pairs, experts, tile.m))](
-        inner, *down, counts, order, each, K=width, N=hidden, **common,
+        inner, *down[:4], counts, order, each, K=width, N=hidden, FORMAT=down.format, **common,
         BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k, WEIGHTS_FIRST=tile.weights_first, STAGES=tile.stages,
         num_warps=tile.warps,
     )  # fmt: skip
