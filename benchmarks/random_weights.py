@@ -60,11 +60,18 @@ def v2_lite_shape(layers: int = 27) -> Arch:
 
 def random_model(arch: Arch, ops: CudaOps, max_positions: int, seed: int = 0) -> Transformer:
     """Normal weights with a deviation that keeps activations near 1."""
+    from twostroke.ops.cuda.backend import FloatMatrix  # needs Triton
+
     generator = torch.Generator(ops.device).manual_seed(seed)
 
     def matrix(rows: int, columns: int) -> CudaWeight:
         weight = torch.empty(rows, columns, dtype=ops.dtype, device=ops.device)
         return ops.adopt(weight.normal_(std=columns**-0.5, generator=generator))
+
+    def floats(rows: int, columns: int) -> CudaWeight:
+        """One that is not rounded to fewer bits."""
+        return FloatMatrix(torch.empty(rows, columns, dtype=ops.dtype, device=ops.device).normal_(
+            std=columns**-0.5, generator=generator), None)  # fmt: skip
 
     def stack(count: int, rows: int, columns: int) -> tuple[CudaWeight, ...]:
         """So many matrices beside each other."""
@@ -84,7 +91,7 @@ def random_model(arch: Arch, ops: CudaOps, max_positions: int, seed: int = 0) ->
             assert rope is not None and mixer.query_rank is None
             latent = LatentAttention(
                 mixer.heads, mixer.latent, mixer.plain_dim, mixer.rope_dim, mixer.value_dim, mixer.factor, rope,
-                norm(mixer.latent), matrix(*shapes["key_up"]), matrix(*shapes["value_up"]),
+                norm(mixer.latent), floats(*shapes["key_up"]), floats(*shapes["value_up"]),
             )  # fmt: skip
             latents, output = matrix(*shapes["latents"]), matrix(*shapes["output"])
             return Latent(norm(), latents, mixer.query_width, None, None, latent, output)
@@ -103,7 +110,7 @@ def random_model(arch: Arch, ops: CudaOps, max_positions: int, seed: int = 0) ->
         assert isinstance(feed, ExpertsArch)
         count = feed.routing.experts
         experts = ExpertSet(
-            feed.routing, matrix(*shapes["router"]), None, stack(count, *shapes["gate_up"]), Gate(feed.activation),
+            feed.routing, floats(*shapes["router"]), None, stack(count, *shapes["gate_up"]), Gate(feed.activation),
             stack(count, *shapes["down"]),
         )  # fmt: skip
         shared = None

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from twostroke.ops.cuda.kernels import gemv as gemv_
 from twostroke.ops.cuda.kernels import rows as rows_
-from twostroke.ops.cuda.kernels.byte_gemm import byte_product
 from twostroke.ops.cuda.kernels.cascade import cascade_attention, members_of_tile
 from twostroke.ops.cuda.kernels.decode import DecodeScratch, decode_attention, split_count
 from twostroke.ops.cuda.kernels.dense import UNIT, attend_long
@@ -32,8 +31,11 @@ from twostroke.ops.cuda.kernels.quantized import (
     GROUP,
     Fp8,
     Int4,
+    Int8,
     Narrow,
     as_float,
+    fp8_product,
+    int8_product,
     rows_of,
     to_fp8,
     to_int4,
@@ -255,11 +257,14 @@ class CudaOps(Ops):
         if isinstance(weight, FloatMatrix) and x.shape[0] == 1 and x.is_contiguous():
             return self._one_row(x, weight, before, add_to)
         x = self._prepared(x, before)
-        if not isinstance(weight, FloatMatrix) and x.shape[0] <= SOME:
+        if isinstance(weight, Int4) and x.shape[0] <= SOME:
             shape = x.shape[0], weight.codes.shape[0]
             out = torch.empty(shape, dtype=x.dtype, device=x.device) if add_to is None else add_to
-            run = int4_product if isinstance(weight, Int4) else byte_product
-            return run(x, weight.codes, weight.scales, weight.bias, out, add_to is not None)
+            return int4_product(x, weight.codes, weight.scales, weight.bias, out, add_to is not None)
+        if isinstance(weight, Fp8) or (isinstance(weight, Int8) and x.shape[0] <= SOME):
+            out = fp8_product(x, weight) if isinstance(weight, Fp8) else int8_product(x, weight)
+            out = out if weight.bias is None else out.add_(weight.bias)
+            return out if add_to is None else add_to.add_(out)
         matrix = (weight.weight if isinstance(weight, FloatMatrix) else as_float(weight, self.dtype)).t()
         if add_to is not None:
             add_to.addmm_(x, matrix)

@@ -133,21 +133,11 @@ def expert_tile(w_rows, inside, k0, k, K: tl.constexpr):
 
 
 @triton.jit
-def as_weights(
-    codes, scales, n, inside, k0, n_rows, K: tl.constexpr, FORMAT: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """(BLOCK_N, BLOCK_K) codes of rows n and columns k0 on as float32. n_rows: of a whole matrix. scales: int8's
-    (n_rows,), fp8's (K / 64, n_rows)."""
+def as_weights(codes, scales, n, inside, FORMAT: tl.constexpr):
+    """Codes of the rows n as float32; their scales are applied."""
     weights = codes.to(tl.float32)
-    if FORMAT == 1:
+    if FORMAT > 0:
         weights *= tl.load(scales + n, mask=inside, other=0.0)[:, None]
-    if FORMAT == 3:
-        group = k0 // 64 + tl.arange(0, BLOCK_K // 64)
-        at = scales + group[None, :] * n_rows + n[:, None]
-        scale = tl.load(at, mask=inside[:, None] & (group < K // 64)[None, :], other=0.0).to(tl.float32)
-        weights = tl.reshape(weights, (BLOCK_N, BLOCK_K // 64, 64)) * scale[:, :, None]
-        weights = tl.reshape(weights, (BLOCK_N, BLOCK_K))
     return weights
 
 
@@ -178,8 +168,8 @@ def pair_gate_kernel(
         next_gate = expert_tile(gates, inside, k0 + BLOCK_K, k, K)
         next_up = expert_tile(ups, inside, k0 + BLOCK_K, k, K)
         x = tl.load(x_row + k0 + k, mask=k0 + k < K, other=0.0).to(tl.float32)[None, :]
-        left += as_weights(gate, scales, n, inside, k0, 2 * WIDTH, K, FORMAT, BLOCK_N, BLOCK_K) * x
-        right += as_weights(up, scales, WIDTH + n, inside, k0, 2 * WIDTH, K, FORMAT, BLOCK_N, BLOCK_K) * x
+        left += as_weights(gate, scales, n, inside, FORMAT) * x
+        right += as_weights(up, scales, WIDTH + n, inside, FORMAT) * x
         gate, up = next_gate, next_up
     out = activated(tl.sum(left, axis=1), SILU) * tl.sum(right, axis=1)
     tl.store(out_ptr + pair * WIDTH + n, out.to(out_ptr.dtype.element_ty), mask=inside)
@@ -212,7 +202,7 @@ def pair_down_kernel(
         pair, k0 = row * CHOSEN + turn // ROUNDS, turn % ROUNDS * BLOCK_K
         x = tl.load(inner_ptr + pair * K + k0 + k, mask=k0 + k < K, other=0.0).to(tl.float32)
         scales = scales_ptr + tl.load(scale_places_ptr + tl.load(ids_ptr + pair))
-        tile_weights = as_weights(tile, scales, n, inside, k0, N, K, FORMAT, BLOCK_N, BLOCK_K)
+        tile_weights = as_weights(tile, scales, n, inside, FORMAT)
         total += tile_weights * (x * tl.load(weights_ptr + pair))[None, :]
         tile = next_tile
     tl.store(out_ptr + row * N + n, tl.sum(total, axis=1).to(out_ptr.dtype.element_ty), mask=inside)

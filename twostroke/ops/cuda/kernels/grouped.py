@@ -103,8 +103,8 @@ def grouped_gate_kernel(
             g = tl.load(gates[:, None] + here[None, :], mask=(here < K)[None, :], other=0.0)
             u = tl.load(ups[:, None] + here[None, :], mask=(here < K)[None, :], other=0.0)
         if FORMAT > 0:
-            g = as_weights(g, scales, n, there, k0, 2 * WIDTH, K, FORMAT, BLOCK_N, BLOCK_K).to(x.dtype)
-            u = as_weights(u, scales, WIDTH + n, there, k0, 2 * WIDTH, K, FORMAT, BLOCK_N, BLOCK_K).to(x.dtype)
+            g = as_weights(g, scales, n, there, FORMAT).to(x.dtype)
+            u = as_weights(u, scales, WIDTH + n, there, FORMAT).to(x.dtype)
         if WEIGHTS_FIRST:
             gate = tl.dot(g, tl.trans(x), gate, input_precision=PRECISION)
             up = tl.dot(u, tl.trans(x), up, input_precision=PRECISION)
@@ -152,7 +152,7 @@ def grouped_down_kernel(
             x = tl.load(x_rows[:, None] + here[None, :], mask=mine[:, None] & (here < K)[None, :], other=0.0)
             w = tl.load(w_rows[:, None] + here[None, :], mask=(here < K)[None, :], other=0.0)
         if FORMAT > 0:
-            w = as_weights(w, scales, n, n < N, k0, N, K, FORMAT, BLOCK_N, BLOCK_K).to(x.dtype)
+            w = as_weights(w, scales, n, n < N, FORMAT).to(x.dtype)
         if WEIGHTS_FIRST:
             acc = tl.dot(w, tl.trans(x), acc, input_precision=PRECISION)
         else:

@@ -35,7 +35,7 @@ from twostroke.ops.cuda.kernels.launch import (
 )
 from twostroke.ops.cuda.kernels.narrow_tiles import FINE, WHOLE, WHOLE_BITS
 from twostroke.ops.cuda.kernels.rows import activated
-from twostroke.ops.cuda.kernels.skinny import BYTES, FP8, INT4, NOTHING, SILU, as_tall, parts_of
+from twostroke.ops.cuda.kernels.skinny import BYTES, INT4, NOTHING, SILU, as_tall, parts_of
 
 
 @triton.jit
@@ -165,7 +165,7 @@ def tile_scales(
     scales_ptr, tile, n_rows, SEGMENTS: tl.constexpr, W: tl.constexpr, ROUNDS: tl.constexpr, FOURS: tl.constexpr,
     GATE: tl.constexpr,
 ):  # fmt: skip
-    """The scales of a tile of int4 or fp8, (FOURS · ROUNDS · W, 16, 4), one for all four columns. Loaded transposed, so
+    """int4's scales of a tile, (FOURS · ROUNDS · W, 16, 4), one for all four columns. Loaded transposed, so
     that each lane gets the scales that it uses."""
     index = tl.arange(0, FOURS * ROUNDS * 2 * W * 8)
     within = index // (ROUNDS * 2 * W * 8) * 4 + index // (W * 8) % 2 * 2 + index // 4 % 2
@@ -173,7 +173,7 @@ def tile_scales(
     segment = (index // (2 * W * 8) % ROUNDS * W + index // 8 % W) * 4 + index % 4
     there = (segment < SEGMENTS) & (n < n_rows)
     at = tl.zeros((4, 1), tl.int32) + (segment * n_rows + n)[None, :]
-    scale = tl.load(scales_ptr + at, mask=there[None, :], other=0.0).to(tl.float32)
+    scale = tl.load(scales_ptr + at, mask=there[None, :], other=0.0)
     scale = tl.permute(tl.reshape(scale, (4, FOURS * ROUNDS, 2, W, 8)), (1, 3, 2, 4, 0))
     return tl.reshape(scale, (FOURS * ROUNDS * W, 16, 4))
 
@@ -200,7 +200,7 @@ def load_tile(
     FOURS: tl.constexpr, FORMAT: tl.constexpr, GATE: tl.constexpr,
 ):  # fmt: skip
     words = tile_words(w_ptr, tile, n_rows, SEGMENTS, W, ROUNDS, FOURS, GATE)
-    if FORMAT != 1:
+    if FORMAT == 2:
         scale = tile_scales(scales_ptr, tile, n_rows, SEGMENTS, W, ROUNDS, FOURS, GATE)
     else:
         n = output_rows(tile, tl.arange(0, 4 * FOURS), n_rows, 4 * FOURS, GATE)
@@ -223,12 +223,12 @@ def do_tile(
     )  # fmt: skip
     if FORMAT != 3:
         found = tl.reshape(tl.reshape(found, (FOURS, ROUNDS * W, 16, 4)) * units[None, :, None, :], found.shape)
-    if FORMAT != 1:
+    if FORMAT == 2:
         found *= scale
     out = tile_sums(found, W, ROUNDS, FOURS)
     if FORMAT == 3:
         out *= unit
-    if FORMAT == 1:
+    if FORMAT != 2:
         out *= scale
     if BIAS:
         out += tl.load(bias_ptr + n, mask=n < n_rows, other=0.0)
@@ -312,7 +312,6 @@ def one_row_kernel(
             )  # fmt: skip
 
 
-REGISTERS = {FP8: 128}  # most of a thread, by format: with more, two programs do not fit on a multiprocessor
 FETCHES = 6  # of the next matrix by each program, FETCH_BYTES each; as measured on an H200
 
 
@@ -360,7 +359,6 @@ def one_row(
         codes if following is None else following, eps, n, ask, K=k, S=s, BEFORE=before, FORMAT=fmt,
         BIAS=bias is not None, ADD=add, GATE=gate, W=form.warps,
         ROUNDS=triton.next_power_of_2(triton.cdiv(segments, 4 * form.warps)), FOURS=form.fours, BUFFERS=form.buffers,
-        ASK=ask > 0, PDL=PDL, FAST=not INTERPRETED, num_warps=form.warps, num_stages=1,
-        maxnreg=REGISTERS.get(fmt), **EARLY,
+        ASK=ask > 0, PDL=PDL, FAST=not INTERPRETED, num_warps=form.warps, num_stages=1, **EARLY,
     )  # fmt: skip
     return out

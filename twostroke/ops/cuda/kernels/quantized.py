@@ -1,11 +1,11 @@
 """Products with weights kept in fewer bits.
 
-int8: a scale for each output. fp8: a scale for each output and 64 inputs, the one of several with the least error.
+fp8 and int8: a scale for each output. fp8 multiplies many rows in eight bits, with a scale for each row of x (W8A8).
+int8 keeps x nearly whole: tens of rows are cut into two parts of eight bits, which are multiplied as rows of their own,
+and for many rows a decoded copy is made.
 int4: a scale for each output and 128 inputs; a byte holds elements j and j + 64 of its group, so that both halves of a
 run of bytes meet neighbouring elements of x.
-x keeps (nearly) its full precision with any number of rows: one_row.py and skinny.py multiply a few straight from the
-codes, byte_gemm.py and int4_gemm.py tens; for many rows a decoded copy is made. Rounding x to eight bits as well would
-double the pace of long prompts, and cost perplexity ten times what the codes cost (docs/gpu.md).
+A few rows are multiplied straight from the codes with x in (nearly) full precision: skinny.py.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from twostroke.ops.cuda.kernels.narrow_tiles import FINE
 from twostroke.ops.cuda.kernels.skinny import FP8, INT4, INT8
 
-GROUP, SLICE = 128, 64  # inputs that share a scale in int4, in fp8
+GROUP = 128
 LARGEST = 448.0  # of fp8 with four bits of exponent
-TRIALS = tuple(2.0 ** (eighth / 8) for eighth in range(8))  # of fp8's smallest scale: its codes are not evenly spaced
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fp8:
     codes: Tensor  # (out, in) float8_e4m3fn
-    scales: Tensor  # (in / SLICE, out) bfloat16
+    scales: Tensor  # (out,) float32
     bias: Tensor | None
     format: int = FP8
 
@@ -64,26 +64,11 @@ Narrow = Fp8 | Int8 | Int4
 
 
 def to_fp8(weight: Tensor, bias: Tensor | None) -> Fp8:
-    rows, width = weight.shape
+    scales = weight.abs().amax(dim=1).float().clamp_(min=1e-12) / LARGEST
     codes = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
-    scales = torch.empty(width // SLICE, rows, dtype=torch.bfloat16, device=weight.device)
     for a, b in chunks(weight):
-        part = weight[a:b].float().view(-1, width // SLICE, SLICE)
-        least = part.abs().amax(dim=2, keepdim=True).clamp_(min=1e-12) / LARGEST
-        best = error = None
-        for trial in TRIALS:
-            scale = (least * trial).bfloat16().float()
-            lost = (as_fp8(part / scale).float() * scale - part).square_().sum(dim=2, keepdim=True)
-            best = scale if best is None else torch.where(lost < error, scale, best)
-            error = lost if error is None else torch.minimum(lost, error)
-        assert best is not None
-        codes[a:b] = as_fp8(part / best).flatten(1)
-        scales[:, a:b] = best.squeeze(2).t()
+        codes[a:b] = (weight[a:b].float() / scales[a:b, None]).to(torch.float8_e4m3fn)
     return Fp8(codes, scales, bias)
-
-
-def as_fp8(x: Tensor) -> Tensor:
-    return x.clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
 
 
 def to_int8(weight: Tensor, bias: Tensor | None) -> Int8:
@@ -129,10 +114,7 @@ def rows_kernel(
         x *= tl.load(scales_ptr + (k // 128).to(tl.int64) * n_rows + token, mask=inside, other=0.0)
     else:
         x = tl.load(codes_ptr + token * WIDTH + k, mask=inside, other=0.0).to(tl.float32)
-        if FORMAT == 3:
-            x *= tl.load(scales_ptr + (k // 64).to(tl.int64) * n_rows + token, mask=inside, other=0.0).to(tl.float32)
-        else:
-            x *= tl.load(scales_ptr + token)
+        x *= tl.load(scales_ptr + token)
     tl.store(out_ptr + tl.program_id(0).to(tl.int64) * WIDTH + k, (x * scale).to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -152,3 +134,74 @@ def rows_of(weight: Narrow, tokens: Tensor | None, scale: float, dtype: torch.dt
 
 def as_float(weight: Narrow, dtype: torch.dtype) -> Tensor:
     return rows_of(weight, None, 1.0, dtype)
+
+
+@triton.jit
+def round_rows_kernel(
+    x_ptr, out_ptr, scales_ptr, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr
+):  # fmt: skip
+    """Rows in eight bits, each with its scale: fp8 up to 448, or WHOLE numbers up to 127 and, in a row behind all
+    others, what they leave over in steps of 1 / FINE."""
+    row = tl.program_id(0).to(tl.int64)
+    dims = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row * stride + dims, mask=dims < WIDTH, other=0.0).to(tl.float32)
+    most: tl.constexpr = 127.0 if WHOLE else 448.0
+    scale = tl.maximum(tl.max(tl.abs(x)) / most, 1e-12)
+    x = tl.clamp(x / scale, -most, most)
+    if WHOLE:
+        whole = (x + 12582912.0) - 12582912.0
+        rest = ((x - whole) * FINE + 12582912.0) - 12582912.0
+        behind = (tl.num_programs(0) + row) * WIDTH
+        tl.store(out_ptr + behind + dims, rest.to(out_ptr.dtype.element_ty), mask=dims < WIDTH)
+        x = whole
+    tl.store(out_ptr + row * WIDTH + dims, x.to(out_ptr.dtype.element_ty), mask=dims < WIDTH)
+    tl.store(scales_ptr + row, scale)
+
+
+def rounded_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    rows, width = x.shape
+    whole = dtype == torch.int8
+    codes = torch.empty(rows * (2 if whole else 1), width, dtype=dtype, device=x.device)
+    scales = torch.empty(rows, 1, device=x.device)
+    round_rows_kernel[(rows,)](
+        x, codes, scales, x.stride(0), WIDTH=width, BLOCK=triton.next_power_of_2(width), WHOLE=whole, num_warps=8
+    )
+    return codes, scales
+
+
+def fp8_product(x: Tensor, weight: Fp8) -> Tensor:
+    """x (rows, in) @ weight.T, both in fp8, each row and each output with its scale."""
+    codes, scales = rounded_rows(x, torch.float8_e4m3fn)
+    return torch._scaled_mm(
+        codes,
+        weight.codes.t(),
+        scale_a=scales,
+        scale_b=weight.scales.unsqueeze(0),
+        out_dtype=x.dtype,
+        use_fast_accum=True,
+    )
+
+
+@triton.jit
+def scale_kernel(sums_ptr, rows_ptr, scales_ptr, out_ptr, width, BLOCK: tl.constexpr):
+    """The sums of both parts of each row, times the scales of row and output."""
+    row = tl.program_id(1).to(tl.int64)
+    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    behind = (tl.num_programs(1) + row) * width
+    x = tl.load(sums_ptr + row * width + n, mask=n < width, other=0).to(tl.float32)
+    x += tl.load(sums_ptr + behind + n, mask=n < width, other=0).to(tl.float32) * (1.0 / FINE)
+    x *= tl.load(rows_ptr + row) * tl.load(scales_ptr + n, mask=n < width, other=0.0)
+    tl.store(out_ptr + row * width + n, x.to(out_ptr.dtype.element_ty), mask=n < width)
+
+
+def int8_product(x: Tensor, weight: Int8) -> Tensor:
+    """x (rows, in) @ weight.T with x in two parts of eight bits; at least nine rows."""
+    codes, scales = rounded_rows(x, torch.int8)
+    rows, width = x.shape[0], weight.codes.shape[0]
+    out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
+    sums = torch._int_mm(codes, weight.codes.t())
+    block = min(4096, triton.next_power_of_2(width))
+    scale_kernel[(triton.cdiv(width, block), rows)](
+        sums, scales, weight.scales, out, width, BLOCK=block, num_warps=8
+    )  # fmt: skip
+    return out

@@ -122,13 +122,13 @@ def products(
 
 @triton.jit
 def group_scales(
-    scales_ptr, n0, n_rows, first, SLICES: tl.constexpr, B: tl.constexpr, HEIGHT: tl.constexpr, FORMAT: tl.constexpr
+    scales_ptr, n0, n_rows, first, SLICES: tl.constexpr, B: tl.constexpr, HEIGHT: tl.constexpr
 ):  # fmt: skip
-    """(B, HEIGHT, 1): the scales of int4, over sixteen (low_nibbles), or of fp8."""
+    """(B, HEIGHT, 1): int4's scales, over sixteen (low_nibbles)."""
     n, part = n0 + tl.arange(0, HEIGHT), first + tl.arange(0, B)
     at = scales_ptr + part[:, None] * n_rows + n[None, :]
-    scale = tl.load(at, mask=(part < SLICES)[:, None] & (n < n_rows)[None, :], other=0.0).to(tl.float32)
-    return (scale * (1.0 / 16.0) if FORMAT == 2 else scale)[:, :, None]
+    scale = tl.load(at, mask=(part < SLICES)[:, None] & (n < n_rows)[None, :], other=0.0)
+    return (scale * (1.0 / 16.0))[:, :, None]
 
 
 @triton.jit
@@ -182,8 +182,8 @@ def rows_step(
     there = (part < K // S)[:, None] & (token < tokens)[None, :]
     unit = tl.load(units_ptr + token[None, :] * (K // S) + part[:, None], mask=there, other=0.0)
     found *= unit[:, None, :]
-    if FORMAT != 1:
-        found *= group_scales(scales_ptr, n0, n_rows, first, K // S, G * W, EIGHTS * 8, FORMAT)
+    if FORMAT == 2:
+        found *= group_scales(scales_ptr, n0, n_rows, first, K // S, G * W, EIGHTS * 8)
     return found
 
 
@@ -209,7 +209,7 @@ def rows_kernel(
         words = following
     out = tl.sum(total, axis=0)  # (8 EIGHTS, 4 TILES)
     n, token = n0 + tl.arange(0, EIGHTS * 8), tl.arange(0, 4 * TILES)
-    if FORMAT == 1:
+    if FORMAT != 2:
         out *= tl.load(scales_ptr + n, mask=n < n_rows, other=0.0)[:, None]
     if BIAS:
         out += tl.load(bias_ptr + n, mask=n < n_rows, other=0.0)[:, None]
