@@ -60,7 +60,7 @@ def v2_lite_shape(layers: int = 27) -> Arch:
 
 def random_model(arch: Arch, ops: CudaOps, max_positions: int, seed: int = 0) -> Transformer:
     """Normal weights with a deviation that keeps activations near 1."""
-    from twostroke.ops.cuda.backend import FloatMatrix  # needs Triton
+    from twostroke.ops.cuda.weights import FloatMatrix  # needs Triton
 
     generator = torch.Generator(ops.device).manual_seed(seed)
 

@@ -16,9 +16,10 @@ if not ON_CARD and "TRITON_COMPILE_ONLY" not in os.environ:
 pytest.importorskip("triton")
 
 from tests.ops.cases import CASES, DECODE, MIXED, Case, make_step  # noqa: E402
-from twostroke.ops.cuda.backend import CudaOps, DeviceBatch, as_tensor  # noqa: E402
+from twostroke.ops.cuda.backend import CudaOps, DeviceBatch  # noqa: E402
 from twostroke.ops.cuda.kernels.prefill import split_for  # noqa: E402
 from twostroke.ops.cuda.kernels.quantized import as_float  # noqa: E402
+from twostroke.ops.cuda.weights import as_tensor  # noqa: E402
 from twostroke.ops.formats import Stored, from_float  # noqa: E402
 from twostroke.ops.interface import Batch, Gate, GroupBlocks, KVLayer, Norm  # noqa: E402
 from twostroke.ops.reference.backend import ReferenceMatrix, ReferenceOps  # noqa: E402

@@ -6,7 +6,6 @@ weights are kept in the same type. Under Triton's interpreter the same code runs
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -21,7 +20,7 @@ from twostroke.ops.cuda.kernels.cascade import cascade_attention, members_of_til
 from twostroke.ops.cuda.kernels.decode import DecodeScratch, decode_attention, split_count
 from twostroke.ops.cuda.kernels.dense import UNIT, attend_long
 from twostroke.ops.cuda.kernels.exact_matmul import exact_product
-from twostroke.ops.cuda.kernels.experts import ExpertMatrices, pair_experts, route
+from twostroke.ops.cuda.kernels.experts import pair_experts, route
 from twostroke.ops.cuda.kernels.grouped import grouped_experts
 from twostroke.ops.cuda.kernels.int4_gemm import int4_product
 from twostroke.ops.cuda.kernels.latent import head_product, latent_attention, latent_tile, store_latents
@@ -44,52 +43,14 @@ from twostroke.ops.cuda.kernels.quantized import (
 from twostroke.ops.cuda.kernels.rope import rotate_and_store
 from twostroke.ops.cuda.kernels.skinny import skinny
 from twostroke.ops.cuda.kernels.tall_decode import tall_attention
-from twostroke.ops.formats import Stored, dequantize
+from twostroke.ops.cuda.weights import CudaWeight, FloatMatrix, LaidExperts, as_tensor, lay_experts
+from twostroke.ops.formats import Stored
 from twostroke.ops.interface import BLOCK, Attention, Batch, ExpertSet, Gate, KVLayer, LatentAttention, Norm, Ops
 
 WIDE_ROWS = 2048  # rows of a wide product made at a time
 FEW, FEW_FP8 = 16, 8  # rows that are multiplied straight from the codes
 FEW_OF_EXPERTS = 8  # rows of which each reads its experts by itself
 SOME = 256  # rows from which on a decoded copy of a matrix of few bits pays
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class FloatMatrix:
-    weight: Tensor  # (out, in), in the type of the activations
-    bias: Tensor | None  # (out,) float32
-
-
-CudaWeight = FloatMatrix | Narrow
-
-
-class LaidExperts(NamedTuple):
-    """A layer's experts as the kernels take them."""
-
-    router: FloatMatrix
-    gate_up: ExpertMatrices
-    down: ExpertMatrices
-
-
-def lay_experts(experts: ExpertSet) -> LaidExperts:
-    assert isinstance(experts.router, FloatMatrix)
-    return LaidExperts(experts.router, lay_matrices(experts.gate_up), lay_matrices(experts.down))
-
-
-def lay_matrices(weights: Sequence[CudaWeight]) -> ExpertMatrices:
-    kinds = {type(weight) for weight in weights}
-    assert len(kinds) == 1 and not any(weight.bias is not None for weight in weights) and Int4 not in kinds
-    plain = kinds == {FloatMatrix}
-    codes = distances([weight.weight if isinstance(weight, FloatMatrix) else weight.codes for weight in weights])
-    scales = codes if plain else distances([weight.scales for weight in weights])  # type: ignore[union-attr]
-    return ExpertMatrices(*codes, *scales, 0 if plain else weights[0].format)  # type: ignore[union-attr]
-
-
-def distances(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """The first tensor, and the places of all of them, counted in elements from its own."""
-    first = tensors[0]
-    found = [(tensor.data_ptr() - first.data_ptr()) // first.element_size() for tensor in tensors]
-    assert not any(distance % 16 for distance in found), "matrices must lie on borders of 16 elements"
-    return first, torch.tensor(found, dtype=torch.int64, device=first.device)
 
 
 class AttentionKind(NamedTuple):
@@ -450,13 +411,6 @@ class CudaOps(Ops):
         return torch.from_numpy(array).to(self.device)
 
 
-def shape_of(weight: CudaWeight) -> tuple[int, int]:
-    """Outputs and inputs."""
-    if isinstance(weight, FloatMatrix):
-        return weight.weight.shape[0], weight.weight.shape[1]
-    return weight.codes.shape[0], weight.inputs
-
-
 def product(x: Tensor, matrix: Tensor) -> Tensor:
     """x @ matrix. A wide result of many rows is made in parts: cuBLAS is 8 % faster on them (L2 keeps the weights)."""
     if x.shape[0] < 2 * WIDE_ROWS or matrix.shape[1] < 16384:
@@ -466,13 +420,3 @@ def product(x: Tensor, matrix: Tensor) -> Tensor:
     for a, b in zip(x.chunk(parts), out.chunk(parts), strict=True):
         torch.mm(a, matrix, out=b)
     return out
-
-
-def as_tensor(stored: Stored) -> Tensor:
-    """On the host, in the stored precision where torch has it."""
-    if stored.format == "BF16":
-        with warnings.catch_warnings():  # a mapped file is read-only, and so is what reads it here
-            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-            bits = torch.from_numpy(np.ascontiguousarray(stored.data).view(np.int16))
-        return bits.view(torch.bfloat16).view(stored.shape)
-    return torch.from_numpy(dequantize(stored))

@@ -15,6 +15,8 @@ import torch
 
 from twostroke.ops.cuda.backend import AttentionKind, Cascade, CudaOps, Cut, DeviceBatch
 from twostroke.ops.cuda.kernels.decode import longer, split_count
+from twostroke.ops.cuda.kernels.dense import gather, merge
+from twostroke.ops.cuda.kernels.rope import rotate_and_store
 from twostroke.ops.interface import BLOCK, KV_SCALE_BYTES, Attention, GroupBlocks, KVLayer, LatentAttention
 from twostroke.run.cuda.buckets import BATCHES, stream_rows
 
@@ -83,7 +85,26 @@ def attention_variants(
     grouped = isinstance(attention, Attention) and not ops.one_order
     shares = ops.shares_steps and kv.format not in KV_SCALE_BYTES
     cases = cases_of(kind, requests, length, grouped=grouped, shares=shares)
-    return [partial(run_case, case, ops, attention, kv, group) for case in cases]
+    tasks: list[Callable[[], object]] = [partial(run_case, case, ops, attention, kv, group) for case in cases]
+    if isinstance(attention, Attention) and kind.dense:
+        tasks.append(partial(run_long, ops, attention, kv, group))
+    return tasks
+
+
+def run_long(ops: CudaOps, attention: Attention, kv: KVLayer, group: int) -> None:
+    """What stands around the vendor's attention: K and V of the new tokens are kept, those before them are gathered,
+    and results are merged."""
+    case = Case(0, 1, tile_splits=1)
+    qkv = torch.zeros(
+        16, (attention.heads + 2 * attention.kv_heads) * attention.head_dim, dtype=ops.dtype, device=ops.device
+    )
+    batch = batch_of(case._replace(rows=16), ops, ops.kind(attention), group)
+    rotate_and_store(qkv, attention, kv, batch, group, keep_k=True)
+    gather(kv, batch.groups[group].tables[0], 16, attention, ops.dtype)
+    part = torch.zeros(16, attention.heads, attention.head_dim, dtype=ops.dtype, device=ops.device)
+    sums = torch.zeros(attention.heads, 16, device=ops.device)
+    merge(part, part, (sums, sums), torch.empty_like(part), torch.empty_like(sums), attention)
+    merge(part, part, (sums, sums), torch.empty_like(part).flatten(1), torch.empty_like(sums), attention)
 
 
 def run_case(

@@ -17,12 +17,13 @@ from twostroke.kv.storage import KVStorage
 from twostroke.model.latent import Latent
 from twostroke.model.layers import Dense, Experts, Grouped, Layer, PackedProduct
 from twostroke.model.transformer import Transformer
-from twostroke.ops.cuda.backend import FEW_OF_EXPERTS, CudaOps, Cut, DeviceBatch, shape_of
+from twostroke.ops.cuda.backend import FEW_OF_EXPERTS, CudaOps, Cut, DeviceBatch
 from twostroke.ops.cuda.kernels.grouped import TILE_BORDERS
 from twostroke.ops.cuda.kernels.launch import INTERPRETED
 from twostroke.ops.cuda.kernels.prefill import prefill_attention
 from twostroke.ops.cuda.kernels.rope import rotate_and_store
 from twostroke.ops.cuda.kernels.sample import Filters, resolve_tokens, sample
+from twostroke.ops.cuda.weights import shape_of
 from twostroke.ops.interface import BLOCK, Attention, Gate, GroupBlocks, KVLayer, LatentAttention
 from twostroke.run.cuda.buckets import all_mixed_rows
 from twostroke.run.cuda.runner import CudaRunner, attentions, grouped_attentions
