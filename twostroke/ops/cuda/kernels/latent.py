@@ -4,7 +4,8 @@ A query head is its product with the head's part of `key_up` beside its rotated 
 one: its first LATENT numbers are the value. Entries are taken in tiles at fixed positions and summed in splits that end
 where those of decode.py do, as in exact_attention.py: one program computes a split, and the last to finish merges all
 of them in order of position. For many queries a program computes all splits of its rows. With EXACT it sums each split
-by itself and merges, the same operations in the same order; else it takes the context as one.
+by itself and merges, the same operations in the same order; else it takes the context as one. Without EXACT a single
+query's context is cut into as many equal parts as fill the device, and a kernel of its own merges them.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from twostroke.ops.cuda.kernels.decode import DecodeScratch, split_of, split_sta
 from twostroke.ops.cuda.kernels.exact_attention import LOG2E, MOST_PARTS, SUMS, merge
 from twostroke.ops.cuda.kernels.launch import EARLY, INTERPRETED, PDL, gdc_launch_dependents, gdc_wait
 from twostroke.ops.interface import BLOCK, Batch, KVLayer, LatentAttention
+
+MOST_EVEN = 128  # equal parts of a context
+PLACES = 396  # programs that fill an H200
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -167,15 +171,55 @@ def visit(
     return new, total, acc
 
 
+@triton.jit
+def part_length(context, splits, TILE_N: tl.constexpr):
+    """Tokens of an equal part."""
+    return tl.maximum(tl.cdiv(tl.cdiv(context, splits), TILE_N), 1) * TILE_N
+
+
+@triton.jit(do_not_specialize=["splits"])
+def latent_merge_kernel(
+    part_ptr, part_max_ptr, part_sum_ptr, out_ptr, tiles_ptr, starts_ptr, contexts_ptr, splits,
+    HEADS: tl.constexpr, HEADS_T: tl.constexpr, LATENT: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    LISTED: tl.constexpr, SPLITS_2: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The equal parts of one query head's context, merged."""
+    tile, head = tl.program_id(0), tl.program_id(1)
+    dims = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    request = tile
+    if LISTED == 1:
+        request = tl.load(tiles_ptr + tile)
+    context = tl.load(contexts_ptr + request)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    if context <= 0:
+        return
+    split = tl.arange(0, SPLITS_2)
+    there = split <= (context - 1) // part_length(context, splits, TILE_N)
+    groups: tl.constexpr = (HEADS + HEADS_T - 1) // HEADS_T
+    part = ((tile * groups + head // HEADS_T) * TILE_M + head % HEADS_T) * splits + split
+    most = tl.load(part_max_ptr + part, mask=there, other=float("-inf"))
+    weight = tl.exp2(most - tl.max(most, axis=0))
+    total = tl.sum(weight * tl.load(part_sum_ptr + part, mask=there, other=0.0), axis=0)
+    at = part_ptr + (part.to(tl.int64) * LATENT)[:, None] + dims[None, :]
+    parts = tl.load(at, mask=there[:, None] & (dims < LATENT)[None, :], other=0.0)
+    row = tl.load(starts_ptr + request).to(tl.int64)
+    out = tl.sum(parts * weight[:, None], axis=0) / total
+    tl.store(out_ptr + (row * HEADS + head) * LATENT + dims, out.to(out_ptr.dtype.element_ty), mask=dims < LATENT)
+
+
 @triton.jit(do_not_specialize=["splits", "table_stride"])
 def latent_kernel(
     q_ptr, out_ptr, part_ptr, part_max_ptr, part_sum_ptr, done_ptr, tiles_ptr, starts_ptr, contexts_ptr, tables_ptr,
     keys, factor, table_stride, block_stride, token_stride, splits,
     HEADS: tl.constexpr, HEADS_T: tl.constexpr, LATENT: tl.constexpr, LATENT_2: tl.constexpr, ROPE: tl.constexpr,
     ROPE_2: tl.constexpr, BLOCK: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr, PARALLEL: tl.constexpr, EXACT: tl.constexpr, LISTED: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, PARALLEL: tl.constexpr, EXACT: tl.constexpr, LISTED: tl.constexpr, EVEN: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """A tile is HEADS_T heads of TILE_M / HEADS_T queries; LISTED as in exact_attention.py. out (T, HEADS, LATENT)."""
+    """A tile is HEADS_T heads of TILE_M / HEADS_T queries; LISTED as in exact_attention.py. EVEN: with PARALLEL, `splits`
+    equal parts of the context, which are left to be merged. out (T, HEADS, LATENT)."""
     QUERIES: tl.constexpr = TILE_M // HEADS_T if LISTED == 2 else 1
     DTYPE: tl.constexpr = q_ptr.dtype.element_ty
     WIDTH: tl.constexpr = LATENT + ROPE
@@ -191,6 +235,9 @@ def latent_kernel(
     low = before + first_query  # position of the first query
     high = tl.minimum(low + QUERIES, context)  # one past the last
     last_split = split_of(tl.maximum(high - 1, 0))
+    length = part_length(high, splits, TILE_N)
+    if EVEN:
+        last_split = tl.maximum(high - 1, 0) // length
     empty = (context <= 0) | (first_query >= stop - start)
     if PARALLEL:
         empty = empty | (split > last_split)
@@ -219,6 +266,8 @@ def latent_kernel(
         begin, end = 0, high
         if PARALLEL:
             begin, end = split_start(split), tl.minimum(high, split_start(split + 1))
+        if EVEN:
+            begin, end = split * length, tl.minimum(high, (split + 1) * length)
         until = tl.maximum(begin, tl.minimum(whole, end // TILE_N * TILE_N))
         for n0 in tl.range(begin, until, TILE_N, num_stages=STAGES):
             best, total, acc = visit(
@@ -244,6 +293,12 @@ def latent_kernel(
                 )  # fmt: skip
             all_best, all_total, all_acc = merge(all_best, all_total, all_acc, best, total, acc)
         best, total, acc = all_best, all_total, all_acc
+    if EVEN:
+        part = ((tile * tl.num_programs(0) + heads) * TILE_M + index) * splits + split
+        tl.store(part_ptr + (part.to(tl.int64) * LATENT)[:, None] + dims[None, :], acc, mask=inside)
+        tl.store(part_max_ptr + part, best, mask=mine)
+        tl.store(part_sum_ptr + part, tl.max(total, axis=1), mask=mine)
+        return
     if PARALLEL:  # noqa: SIM102  (one is known at compile time)
         if last_split > 0:
             programs = tl.num_programs(0)
@@ -291,6 +346,9 @@ def latent_attention(
         rows = 16 if wide or INTERPRETED else max(16, min(64, triton.next_power_of_2(heads)))
         heads_t = min(heads, rows)
     groups = triton.cdiv(heads, heads_t)
+    even = single and not exact
+    if even:
+        splits = even_parts(count * groups, batch.groups[group].tables.shape[1] * BLOCK)
     if count * groups * rows * splits * latent > (4 if single else 1) * MOST_PARTS:
         splits = 0
     part, part_max, part_sum, done = scratch.reserve(count, groups * rows, max(1, splits), latent)
@@ -302,6 +360,17 @@ def latent_attention(
         HEADS=heads, HEADS_T=heads_t, LATENT=latent, LATENT_2=max(16, triton.next_power_of_2(latent)), ROPE=rope,
         ROPE_2=max(16, triton.next_power_of_2(rope)), BLOCK=BLOCK, TILE_M=rows, TILE_N=16 if wide else 32,
         PRECISION="ieee" if wide else "tf32", STAGES=2, PARALLEL=splits > 0, EXACT=exact,
-        LISTED=0 if tiles is None else 1 if single else 2, PDL=PDL, num_warps=8 if rows >= 32 else 4,
+        LISTED=0 if tiles is None else 1 if single else 2, EVEN=even, PDL=PDL, num_warps=8 if rows >= 32 else 4,
         enable_fp_fusion=False, **EARLY,
     )  # fmt: skip
+    if even:
+        latent_merge_kernel[(count, heads, triton.cdiv(latent, 128))](
+            part, part_max, part_sum, out, tables if tiles is None else tiles, batch.starts, batch.contexts, splits,
+            HEADS=heads, HEADS_T=heads_t, LATENT=latent, TILE_M=rows, TILE_N=16 if wide else 32,
+            LISTED=0 if tiles is None else 1, SPLITS_2=MOST_EVEN, BLOCK=128, PDL=PDL, num_warps=4, **EARLY,
+        )  # fmt: skip
+
+
+def even_parts(programs: int, context: int) -> int:
+    """Parts of a context of up to `context` tokens, of at least 64 each, for so many programs beside each other."""
+    return max(1, min(MOST_EVEN, PLACES // max(1, programs), context // 64))
