@@ -218,8 +218,8 @@ def latent_kernel(
     STAGES: tl.constexpr, PARALLEL: tl.constexpr, EXACT: tl.constexpr, LISTED: tl.constexpr, EVEN: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """A tile is HEADS_T heads of TILE_M / HEADS_T queries; LISTED as in exact_attention.py. EVEN: with PARALLEL, `splits`
-    equal parts of the context, which are left to be merged. out (T, HEADS, LATENT)."""
+    """A tile is HEADS_T heads of TILE_M / HEADS_T queries; LISTED as in exact_attention.py. EVEN: with PARALLEL, equal
+    parts of the context, `splits` of them, which are left to be merged. out (T, HEADS, LATENT)."""
     QUERIES: tl.constexpr = TILE_M // HEADS_T if LISTED == 2 else 1
     DTYPE: tl.constexpr = q_ptr.dtype.element_ty
     WIDTH: tl.constexpr = LATENT + ROPE
@@ -349,7 +349,7 @@ def latent_attention(
     even = single and not exact
     if even:
         splits = even_parts(count * groups, batch.groups[group].tables.shape[1] * BLOCK)
-    if count * groups * rows * splits * latent > (4 if single else 1) * MOST_PARTS:
+    elif count * groups * rows * splits * latent > (4 if single else 1) * MOST_PARTS:
         splits = 0
     part, part_max, part_sum, done = scratch.reserve(count, groups * rows, max(1, splits), latent)
     tables = batch.groups[group].tables
