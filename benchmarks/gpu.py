@@ -71,6 +71,8 @@ PARTS: dict[str, tuple[Callable[[Bench], None], int]] = {  # with the seconds it
     "small": (parts.small, 10),
     "weights": (parts.weights, 45),
     "kv": (parts.kv, 8),
+    "mixture": (parts.mixture, 30),
+    "latent": (parts.latent, 30),
     "transformers": (parts.transformers, 110),
 }
 INEXACT = ("start", "offload", "weights", "kv", "transformers")  # parts that exact=True does not change or allow

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.gpu_bench import Bench
 from benchmarks.gpu_rig import Rig, longest_steps, restore_times
-from benchmarks.random_weights import LLAMA_1B, LLAMA_8B
+from benchmarks.random_weights import LLAMA_1B, LLAMA_8B, qwen3_30b_shape, v2_lite_shape
 from twostroke.metrics.steplog import StepLog
 from twostroke.types import RequestState
 
@@ -98,18 +98,41 @@ def prefix(bench: Bench) -> None:
 
 def decode64(bench: Bench) -> None:
     """A step of 64 streams at 4,096 tokens, once all of them run."""
-    rig, count, context, steps = bench.rig(), 64, 4096, 24
+    measure_streams(bench, bench.rig(), "decode64x4096", 64, 4096)
+
+
+def mixture(bench: Bench) -> None:
+    """Qwen3-30B-A3B's shape; limits count the experts that so many rows are expected to choose."""
+    rig = bench.own(qwen3_30b_shape(), max_model_len=16384)
+    measure_decode(bench, rig, "mixture_decode1")
+    measure_ttft(bench, rig, "mixture_ttft", (512, 8192))
+    measure_streams(bench, rig, "mixture_decode32", 32, 512)
+
+
+def latent(bench: Bench) -> None:
+    """DeepSeek-V2-Lite's shape."""
+    rig = bench.own(v2_lite_shape(), max_model_len=40960)
+    measure_decode(bench, rig, "latent_decode1")
+    measure_ttft(bench, rig, "latent_ttft", (512, 8192))
+    for count in (1, 16):
+        measure_streams(bench, rig, f"latent_decode{count}x32768", count, 32768)
+
+
+def measure_streams(bench: Bench, rig: Rig, name: str, count: int, context: int, steps: int = 24) -> None:
+    """One step of so many streams at `context` tokens, once all of them run."""
     requests = [rig.ask(rig.prompt(context), 4096) for _ in range(count)]
     while min(len(r.timeline.token_times) for r in requests) < steps + 8:
         rig.core.step()
     times = min(requests, key=lambda r: len(r.timeline.token_times)).timeline.token_times
     step = (times[-1] - times[-1 - steps]) / steps
     entry = rig.core.scheduler.tables.layout.token_bytes
-    read = rig.model.weight_bytes() + sum(r.computed for r in requests) * entry
+    products = [product for layer in rig.arch.layers for product in layer.products(rig.arch.hidden)]
+    chosen = sum(product.read(count) - product.row_weights for product in products if product.matrices > 1)
+    read = rig.model.weight_bytes() + 2 * chosen + sum(r.computed for r in requests) * entry
     for request in requests:
         rig.core.abort(request.id)
     rig.run()
-    bench.report("decode64x4096", step * 1e3, "ms/step", read / bench.ceilings["read_TBps"] / 1e9, higher=False)
+    bench.report(name, step * 1e3, "ms/step", read / bench.ceilings["read_TBps"] / 1e9, higher=False)
 
 
 def gap(bench: Bench) -> None:

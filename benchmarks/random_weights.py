@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from twostroke.model.arch import Arch, DenseArch, GroupedArch, LayerArch, Rope
-from twostroke.model.layers import Dense, Grouped, Layer
+from twostroke.model.arch import Arch, DenseArch, ExpertsArch, FeedArch, GroupedArch, LayerArch, MixerArch, Rope
+from twostroke.model.latent import Latent, LatentArch
+from twostroke.model.layers import Dense, Experts, Feed, Grouped, Layer, Mixer, SharedExpert
 from twostroke.model.transformer import Transformer
-from twostroke.ops.interface import Attention, Gate, Norm
+from twostroke.ops.interface import Attention, ExpertSet, Gate, LatentAttention, Norm, Routing
 from twostroke.weights.load import RopeTables
 
 if TYPE_CHECKING:  # the shapes below serve without Triton
@@ -33,33 +34,93 @@ LLAMA_8B = llama_shape(4096, 14_336, 32, 32, 8, 128)
 LLAMA_1B = llama_shape(2048, 8192, 16, 32, 8, 64, tied_head=True)
 
 
+def turns(dim: int, theta: float) -> Rope:
+    return Rope(tuple(theta ** (-2 * i / dim) for i in range(dim // 2)))
+
+
+def qwen3_30b_shape(layers: int = 48) -> Arch:
+    """Qwen3-30B-A3B's: 8 of 128 experts."""
+    mixer = GroupedArch(32, 4, 128, rope=turns(128, 1e6), qk_norm=True)
+    feed = ExpertsArch(Routing(128, 8, normalised=True), 768)
+    return Arch(
+        family="qwen3_moe", vocab=151_936, hidden=2048, max_positions=131_072, norm_eps=1e-6,
+        layers=(LayerArch(mixer, feed),) * layers,
+    )  # fmt: skip
+
+
+def v2_lite_shape(layers: int = 27) -> Arch:
+    """DeepSeek-V2-Lite's: latent attention, 6 of 64 experts and one of twice the width that every token uses."""
+    mixer = LatentArch(16, 512, 128, 64, 128, rope=turns(64, 1e4))
+    feeds = (DenseArch(10_944), *(ExpertsArch(Routing(64, 6), 1408, shared=2816),) * (layers - 1))
+    return Arch(
+        family="deepseek_v2", vocab=102_400, hidden=2048, max_positions=163_840, norm_eps=1e-6,
+        layers=tuple(LayerArch(mixer, feed) for feed in feeds),
+    )  # fmt: skip
+
+
 def random_model(arch: Arch, ops: CudaOps, max_positions: int, seed: int = 0) -> Transformer:
     """Normal weights with a deviation that keeps activations near 1."""
+    from twostroke.ops.cuda.weights import FloatMatrix  # needs Triton
+
     generator = torch.Generator(ops.device).manual_seed(seed)
 
     def matrix(rows: int, columns: int) -> CudaWeight:
         weight = torch.empty(rows, columns, dtype=ops.dtype, device=ops.device)
         return ops.adopt(weight.normal_(std=columns**-0.5, generator=generator))
 
-    def norm() -> Norm:
-        return Norm(torch.ones(arch.hidden, device=ops.device), arch.norm_eps)
+    def floats(rows: int, columns: int) -> CudaWeight:
+        """One that is not rounded to fewer bits."""
+        return FloatMatrix(torch.empty(rows, columns, dtype=ops.dtype, device=ops.device).normal_(
+            std=columns**-0.5, generator=generator), None)  # fmt: skip
+
+    def stack(count: int, rows: int, columns: int) -> tuple[CudaWeight, ...]:
+        """So many matrices beside each other."""
+        whole = torch.empty(count, rows, columns, dtype=ops.dtype, device=ops.device)
+        whole.normal_(std=columns**-0.5, generator=generator)
+        return tuple(ops.adopt(one) for one in whole)
+
+    def norm(width: int = arch.hidden) -> Norm:
+        return Norm(torch.ones(width, device=ops.device), arch.norm_eps)
 
     ropes = RopeTables(max_positions, ops.device)
 
-    def layer(shape: LayerArch) -> Layer:
-        mixer, feed = shape.mixer, shape.feed
-        assert isinstance(mixer, GroupedArch) and isinstance(feed, DenseArch)
-        qkv, output, gate_up, down = (
-            matrix(product.outputs, product.inputs) for product in shape.products(arch.hidden)
-        )
+    def make_mixer(mixer: MixerArch) -> Mixer:
+        shapes = {product.name: (product.outputs, product.inputs) for product in mixer.products(arch.hidden)}
+        if isinstance(mixer, LatentArch):
+            rope = ropes.get(mixer.rope)
+            assert rope is not None and mixer.query_rank is None
+            latent = LatentAttention(
+                mixer.heads, mixer.latent, mixer.plain_dim, mixer.rope_dim, mixer.value_dim, mixer.factor, rope,
+                norm(mixer.latent), floats(*shapes["key_up"]), floats(*shapes["value_up"]),
+            )  # fmt: skip
+            latents, output = matrix(*shapes["latents"]), matrix(*shapes["output"])
+            return Latent(norm(), latents, mixer.query_width, None, None, latent, output)
+        assert isinstance(mixer, GroupedArch)
+        heads = (norm(mixer.head_dim), norm(mixer.head_dim)) if mixer.qk_norm else (None, None)
         attention = Attention(
             mixer.heads, mixer.kv_heads, mixer.head_dim, mixer.factor, mixer.window or 0, mixer.softcap,
-            ropes.get(mixer.rope),
+            ropes.get(mixer.rope), *heads,
         )  # fmt: skip
-        return Layer(Grouped(norm(), qkv, attention, output), Dense(norm(), gate_up, Gate(feed.activation), down))
+        return Grouped(norm(), matrix(*shapes["qkv"]), attention, matrix(*shapes["output"]))
 
+    def make_feed(feed: FeedArch) -> Feed:
+        shapes = {product.name: (product.outputs, product.inputs) for product in feed.products(arch.hidden)}
+        if isinstance(feed, DenseArch):
+            return Dense(norm(), matrix(*shapes["gate_up"]), Gate(feed.activation), matrix(*shapes["down"]))
+        assert isinstance(feed, ExpertsArch)
+        count = feed.routing.experts
+        experts = ExpertSet(
+            feed.routing, floats(*shapes["router"]), None, stack(count, *shapes["gate_up"]), Gate(feed.activation),
+            stack(count, *shapes["down"]),
+        )  # fmt: skip
+        shared = None
+        if feed.shared:
+            shared = SharedExpert(matrix(*shapes["shared_gate_up"]), matrix(*shapes["shared_down"]))
+        return Experts(norm(), experts, shared)
+
+    layers = [Layer(make_mixer(shape.mixer), make_feed(shape.feed)) for shape in arch.layers]
     embedding = matrix(arch.vocab, arch.hidden)
     return Transformer(
-        arch, ops, embedding=embedding, layers=[layer(shape) for shape in arch.layers], final_norm=norm(),
+        arch, ops, embedding=embedding, layers=layers, final_norm=norm(),
         head=embedding if arch.tied_head else matrix(arch.vocab, arch.hidden), max_positions=max_positions,
     )  # fmt: skip

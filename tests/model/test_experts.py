@@ -17,7 +17,7 @@ import transformers
 from tests.helpers import run_tokens
 from tests.model.test_gguf_parity import write_gguf
 from tests.model.test_parity import MIXTURES, SHAPE, load, make_peer, tokens_of
-from twostroke.engine.build import check_experts
+from twostroke.engine.build import check_feeds
 from twostroke.errors import ConfigError, ModelError
 from twostroke.model.arch import Arch, ExpertsArch, GroupedArch, LayerArch
 from twostroke.model.document import arch_document, read_arch
@@ -274,11 +274,12 @@ def test_missing_and_odd_tensors(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-def test_a_gpu_refuses_a_mixture() -> None:
+def test_a_gpu_refuses_experts_of_four_bits() -> None:
     arch = arch_from_config(QWEN)
-    check_experts(arch, "cpu")
-    with pytest.raises(ConfigError, match=r"mixture of experts \(qwen3_moe\) is not served on a GPU yet"):
-        check_experts(arch, "cuda")
+    check_feeds(arch, "cpu", "int4")
+    check_feeds(arch, "cuda", "fp8")
+    with pytest.raises(ConfigError, match=r"quantize='int4' is not served for experts \(qwen3_moe\)"):
+        check_feeds(arch, "cuda", "int4")
 
 
 def test_a_gguf_file_without_routers(tmp_path: Path) -> None:

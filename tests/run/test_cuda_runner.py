@@ -13,6 +13,7 @@ if not ON_CARD:
     os.environ["TRITON_INTERPRET"] = "1"  # before the first import of Triton
 pytest.importorskip("triton")
 
+from tests.model import test_latent, test_parity  # noqa: E402
 from twostroke.config import make_config, resolve  # noqa: E402
 from twostroke.engine.core import Core  # noqa: E402
 from twostroke.hardware import this_machine  # noqa: E402
@@ -67,6 +68,15 @@ def tokens_of(
 
 def test_both_runners_choose_the_same_tokens(llama_folder: Path) -> None:
     assert tokens_of(llama_folder, "cuda") == tokens_of(llama_folder, "cpu")
+
+
+@slow_here
+@pytest.mark.parametrize("family", ["qwen3_moe", "v2 lite experts", "v3 experts"])
+@torch.no_grad()
+def test_with_experts_and_latent_attention(family: str, tmp_path: Path) -> None:
+    (test_latent if family in test_latent.FAMILIES else test_parity).make_peer(family, tmp_path)
+    prompts = [[token % 90 for token in prompt[:23]] for prompt in PROMPTS]
+    assert tokens_of(tmp_path, "cuda", prompts) == tokens_of(tmp_path, "cpu", prompts)
 
 
 @pytest.mark.slow

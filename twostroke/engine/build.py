@@ -24,6 +24,7 @@ from twostroke.hardware import Hardware, cuda_devices, free_memory, machine_name
 from twostroke.kv.storage import KVStorage
 from twostroke.metrics.steplog import StepLog
 from twostroke.model.arch import Arch, ExpertsArch, GroupedArch
+from twostroke.model.latent import LatentArch
 from twostroke.model.transformer import Transformer
 from twostroke.ops.interface import Ops
 from twostroke.ops.select import make_ops
@@ -33,6 +34,7 @@ from twostroke.schedule.make import make_scheduler
 from twostroke.startup import collector_paused
 from twostroke.text.tokenizer import Tokenizer
 from twostroke.types import Runner
+from twostroke.weights.catalog import cache_folder
 from twostroke.weights.checkpoint import Checkpoint, locate, open_checkpoint
 from twostroke.weights.describe import checkpoint_bytes, load_arch
 from twostroke.weights.files import Progress
@@ -77,10 +79,14 @@ def build_engine(
     device = choose_device(config)
     for one in (arch, *([] if draft is None else [draft.arch])):
         check_attention(one, device)
-        check_experts(one, device)
+        check_feeds(one, device, config.quantize)
     weight_bytes = checkpoint_bytes(checkpoint) + (checkpoint_bytes(draft.checkpoint) if draft is not None else 0)
     draft_arch = draft.arch if draft is not None else None
     settings = resolve(config, arch, hardware_of(device, arch), weight_bytes, draft_arch)
+    if device == "cuda":
+        from twostroke.run.cuda.kernel_cache import use_kernel_cache
+
+        use_kernel_cache(cache_folder(), device_name(device))
     ops = make_ops(device, settings.dtype, settings.threads, settings.quantize, settings.exact)
     stage("load")
     bits = settings.quantize if device == "cpu" else None  # a GPU packs float weights into its own formats
@@ -122,9 +128,15 @@ def check_host_memory(wanted: int, free: int) -> None:
         raise ConfigError(f"kv_offload ({wanted:,}) is above the {free:,} bytes that this machine has free: lower it.")
 
 
-def check_experts(arch: Arch, device: str) -> None:
-    if device == "cuda" and any(isinstance(layer.feed, ExpertsArch) for layer in arch.layers):
-        raise ConfigError(f"A mixture of experts ({arch.family}) is not served on a GPU yet: use device='cpu'.")
+def check_feeds(arch: Arch, device: str, quantize: str | None) -> None:
+    """A GPU has kernels for experts in floats, int8 and fp8, without biases."""
+    mixtures = [layer.feed for layer in arch.layers if isinstance(layer.feed, ExpertsArch)]
+    if device != "cuda" or not mixtures:
+        return
+    if any(feed.expert_bias or feed.activation == "swiglu_oai" for feed in mixtures):
+        raise ConfigError(f"device='cuda' does not serve experts with biases ({arch.family}): use device='cpu'.")
+    if quantize == "int4":
+        raise ConfigError(f"quantize='int4' is not served for experts ({arch.family}) on a GPU: use fp8 or int8.")
 
 
 def choose_device(config: Config) -> str:
@@ -137,12 +149,12 @@ def choose_device(config: Config) -> str:
 
 
 def check_attention(arch: Arch, device: str) -> None:
-    """A GPU has kernels for grouped attention without sinks."""
+    """A GPU has kernels for grouped attention without sinks, and for latent attention."""
     if device != "cuda":
         return
     for mixer, _ in arch.mixers:
         sinks = isinstance(mixer, GroupedArch) and mixer.sinks
-        if sinks or not isinstance(mixer, GroupedArch):
+        if sinks or not isinstance(mixer, GroupedArch | LatentArch):
             feature = "attention with sinks" if sinks else f"{mixer.kind} attention"
             raise ConfigError(f"device='cuda' does not serve {feature}, which {arch.family} has: use device='cpu'.")
 

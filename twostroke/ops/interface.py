@@ -205,6 +205,10 @@ class Ops(Protocol):
         """One (out, in) matrix made of `parts` stacked along the output, in the layout this backend multiplies best."""
         ...
 
+    def pack_precisely(self, parts: Sequence[Stored], bias: Array | None = None) -> Weight:
+        """The same, where the backend keeps other weights in fewer bits than it was given: this one is not rounded."""
+        return self.pack(parts, bias)
+
     def weight_bytes(self, weight: Weight) -> int:
         """Bytes that one product with `weight` reads."""
         ...

@@ -210,7 +210,7 @@ class Parameters:
         if self.bits is not None and not exact:
             bits = self.bits if names[0].startswith("layers.") else "int8"
             parts = [self._quantized(name, part, bits) for name, part in zip(names, parts, strict=True)]
-        weight = self.ops.pack(parts, self._bias(names))
+        weight = (self.ops.pack_precisely if exact else self.ops.pack)(parts, self._bias(names))
         self._advance(names)
         return weight
 
@@ -238,7 +238,7 @@ class Parameters:
             parts = [self._quantized(f"{stem}{name}" if apart else f"{stem}kv_b", part, self.bits) for part in parts]
         if apart or name == "v_b":
             self._advance((f"{stem}{name}" if apart else f"{stem}kv_b",))
-        return self.ops.pack(parts)
+        return self.ops.pack_precisely(parts)
 
     def vector(self, name: str) -> Array:
         values = dequantize(self._stored(name))

@@ -1,6 +1,7 @@
 """The GPU backend: cuBLAS for large products, Triton kernels for the rest.
 
 backend.py    the ops, and which kernel serves which shape
+weights.py    weights as the kernels take them
 exact.py      the same with one order of additions for any number of rows (exact=True)
 kernels/      the Triton kernels, one idea for each file
     rows             norm, gate, embedding, argmax: one row at a time
@@ -8,6 +9,8 @@ kernels/      the Triton kernels, one idea for each file
     one_row, skinny  one row, a few rows times a matrix of few bits; narrow_tiles: their operands
     int4_gemm        tens of rows times an int4 matrix
     quantized        weights in fp8, int8 and int4: packing, and products of many rows
+    experts, grouped which experts a row takes; a few rows through theirs, many rows grouped by expert
+    latent           latent attention in the absorbed form
     exact_matmul     products with one order of additions
     rope, heads      norm and rotate q and k, write K and V; what one head needs for it
     prefill, dense   attention of many new tokens: our tiles, and the vendor's kernel for long runs

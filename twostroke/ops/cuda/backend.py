@@ -19,7 +19,11 @@ from twostroke.ops.cuda.kernels import rows as rows_
 from twostroke.ops.cuda.kernels.cascade import cascade_attention, members_of_tile
 from twostroke.ops.cuda.kernels.decode import DecodeScratch, decode_attention, split_count
 from twostroke.ops.cuda.kernels.dense import UNIT, attend_long
+from twostroke.ops.cuda.kernels.exact_matmul import exact_product
+from twostroke.ops.cuda.kernels.experts import pair_experts, route
+from twostroke.ops.cuda.kernels.grouped import grouped_experts
 from twostroke.ops.cuda.kernels.int4_gemm import int4_product
+from twostroke.ops.cuda.kernels.latent import head_product, latent_attention, latent_tile, store_latents
 from twostroke.ops.cuda.kernels.one_row import one_row
 from twostroke.ops.cuda.kernels.prefill import make_tiles, prefill_attention, split_for, tile_rows
 from twostroke.ops.cuda.kernels.quantized import (
@@ -39,21 +43,14 @@ from twostroke.ops.cuda.kernels.quantized import (
 from twostroke.ops.cuda.kernels.rope import rotate_and_store
 from twostroke.ops.cuda.kernels.skinny import skinny
 from twostroke.ops.cuda.kernels.tall_decode import tall_attention
-from twostroke.ops.formats import Stored, dequantize
-from twostroke.ops.interface import Attention, Batch, ExpertSet, Gate, KVLayer, Norm, Ops
+from twostroke.ops.cuda.weights import CudaWeight, FloatMatrix, LaidExperts, as_tensor, lay_experts
+from twostroke.ops.formats import Stored
+from twostroke.ops.interface import BLOCK, Attention, Batch, ExpertSet, Gate, KVLayer, LatentAttention, Norm, Ops
 
 WIDE_ROWS = 2048  # rows of a wide product made at a time
 FEW, FEW_FP8 = 16, 8  # rows that are multiplied straight from the codes
-SOME = 256  # rows from which on a decoded copy of an int4 matrix pays
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class FloatMatrix:
-    weight: Tensor  # (out, in), in the type of the activations
-    bias: Tensor | None  # (out,) float32
-
-
-CudaWeight = FloatMatrix | Narrow
+FEW_OF_EXPERTS = 8  # rows of which each reads its experts by itself
+SOME = 256  # rows from which on a decoded copy of a matrix of few bits pays
 
 
 class AttentionKind(NamedTuple):
@@ -133,6 +130,7 @@ def cut_step(counts: np.ndarray, lengths: np.ndarray, kind: AttentionKind) -> Ho
 class CudaOps(Ops):
     name = "cuda"
     device: torch.device
+    one_order = False  # whether sums are added in an order that depends on neither rows nor phase
     shares_steps = True  # steps may be padded, and divided among the attention kernels beforehand
 
     def __init__(
@@ -143,12 +141,19 @@ class CudaOps(Ops):
         self.scratch = DecodeScratch(self.device)
         self._norms: dict[Norm, Norm] = {}
         self._following: dict[CudaWeight, Tensor] = {}  # by matrix: what to prefetch at the end of a product with it
-        self._kinds: dict[Attention, AttentionKind] = {}
+        self._kinds: dict[Attention | LatentAttention, AttentionKind] = {}
         self._cuts: tuple[Batch | None, dict[AttentionKind, Cut]] = (None, {})
+        self._experts: dict[ExpertSet, LaidExperts] = {}
 
     # ---- weights -------------------------------------------------------------------------------------------------
 
     def pack(self, parts: Sequence[Stored], bias: Tensor | None = None) -> CudaWeight:
+        return self.adopt(self._stacked(parts), bias)
+
+    def pack_precisely(self, parts: Sequence[Stored], bias: Tensor | None = None) -> CudaWeight:
+        return FloatMatrix(self._stacked(parts), None if bias is None else bias.to(self.device, torch.float32))
+
+    def _stacked(self, parts: Sequence[Stored]) -> Tensor:
         width = parts[0].shape[1]
         out = torch.empty(sum(part.shape[0] for part in parts), width, dtype=self.dtype, device=self.device)
         start = 0
@@ -158,7 +163,7 @@ class CudaOps(Ops):
                 rows = as_tensor(part.rows(a, min(a + step, part.shape[0])))
                 out[start : start + rows.shape[0]].copy_(rows)
                 start += rows.shape[0]
-        return self.adopt(out, bias)
+        return out
 
     def adopt(self, weight: Tensor, bias: Tensor | None = None) -> CudaWeight:
         """A matrix that is on the device already."""
@@ -190,7 +195,20 @@ class CudaOps(Ops):
         return rows_.rms_norm(x, norm.weight, norm.eps)
 
     def experts(self, x: Tensor, norm: Norm, experts: ExpertSet, tokens: Tensor | None = None) -> Tensor:
-        raise NotImplementedError("there are no GPU kernels for experts: an engine refuses such a model first")
+        normed = self.norm(x, norm)
+        laid = self._laid(experts)
+        logits = torch.empty(x.shape[0], experts.routing.experts, dtype=torch.float32, device=x.device)
+        exact_product(normed, laid.router.weight, logits, False)
+        ids, weights = route(logits, laid.router.bias, experts.correction, experts.routing)
+        few = x.shape[0] <= FEW_OF_EXPERTS and not self.one_order
+        run = pair_experts if few else grouped_experts
+        return run(normed, ids, weights, laid.gate_up, laid.down, experts.gate.activation == "silu")
+
+    def _laid(self, experts: ExpertSet) -> LaidExperts:
+        found = self._experts.get(experts)
+        if found is None:
+            found = self._experts[experts] = lay_experts(experts)
+        return found
 
     def linear(
         self, x: Tensor, weight: CudaWeight, *, before: Norm | Gate | None = None, add_to: Tensor | None = None
@@ -204,7 +222,7 @@ class CudaOps(Ops):
             shape = x.shape[0], weight.codes.shape[0]
             out = torch.empty(shape, dtype=x.dtype, device=x.device) if add_to is None else add_to
             return int4_product(x, weight.codes, weight.scales, weight.bias, out, add_to is not None)
-        if isinstance(weight, Fp8 | Int8):
+        if isinstance(weight, Fp8) or (isinstance(weight, Int8) and x.shape[0] <= SOME):
             out = fp8_product(x, weight) if isinstance(weight, Fp8) else int8_product(x, weight)
             out = out if weight.bias is None else out.add_(weight.bias)
             return out if add_to is None else add_to.add_(out)
@@ -303,6 +321,34 @@ class CudaOps(Ops):
             out = attend_long(q, k, v, attention, kv, table, first, count, context, out)
         return out
 
+    def attend_latent(
+        self, q: Tensor, kv: Tensor, attention: LatentAttention, cache: KVLayer, batch: Batch, group: int
+    ) -> Tensor:
+        assert isinstance(attention.key_up, FloatMatrix) and isinstance(attention.value_up, FloatMatrix)
+        rows, heads, latent = q.shape[0], attention.heads, attention.latent
+        query, sums, out = (
+            torch.empty(rows, heads, width, dtype=q.dtype, device=q.device)
+            for width in (latent + attention.rope_dim, latent, attention.value_dim)
+        )
+        plain = q.unflatten(1, (heads, -1))[:, :, : attention.plain_dim]
+        head_product(plain, attention.key_up.weight, query[:, :, :latent])
+        streams = isinstance(batch, DeviceBatch) and batch.streams
+        store_latents(q, kv, query, attention, cache, batch, group, streams)
+        cut = self._cut(batch, attention)
+        if cut.single_count:
+            latent_attention(
+                query, attention, cache, batch, group, sums, self.scratch, tiles=cut.singles, count=cut.single_count,
+                splits=cut.splits, single=True, exact=self.one_order,
+            )  # fmt: skip
+        if cut.tiles is not None:
+            splits = split_count(batch.groups[group].tables.shape[1] * BLOCK) if cut.tile_splits > 1 else 0
+            latent_attention(
+                query, attention, cache, batch, group, sums, self.scratch, tiles=cut.tiles, count=cut.tiles.shape[0],
+                splits=splits, single=False, exact=self.one_order,
+            )  # fmt: skip
+        head_product(sums, attention.value_up.weight, out)
+        return out.flatten(1)
+
     def _attend_singles(
         self, q: Tensor, attention: Attention, kv: KVLayer, batch: Batch, group: int, out: Tensor, cut: Cut, fused: bool
     ) -> None:
@@ -313,11 +359,17 @@ class CudaOps(Ops):
             shared=cut.cascade and cut.cascade.shared,
         )  # fmt: skip
 
-    def kind(self, attention: Attention) -> AttentionKind:
+    def kind(self, attention: Attention | LatentAttention) -> AttentionKind:
         found = self._kinds.get(attention)
         if found is None:
-            found = self._kinds[attention] = self._kind(attention)
+            latent = isinstance(attention, LatentAttention)
+            found = self._latent_kind(attention) if latent else self._kind(attention)  # type: ignore[arg-type]
+            self._kinds[attention] = found
         return found
+
+    def _latent_kind(self, attention: LatentAttention) -> AttentionKind:
+        rows, heads = latent_tile(self.dtype, attention.heads, self.one_order)
+        return AttentionKind(rows // heads, False, -(-attention.heads // heads), 0)
 
     def _kind(self, attention: Attention) -> AttentionKind:
         share = attention.heads // attention.kv_heads
@@ -329,7 +381,7 @@ class CudaOps(Ops):
     def _dense_ok(self, attention: Attention) -> bool:
         return self.dtype == torch.bfloat16 and self.device.type == "cuda" and attention.head_dim in (64, 128)
 
-    def _cut(self, batch: Batch, attention: Attention) -> Cut:
+    def _cut(self, batch: Batch, attention: Attention | LatentAttention) -> Cut:
         """The same for every layer of its kind, so made once a step."""
         kind = self.kind(attention)
         if isinstance(batch, DeviceBatch) and batch.cuts is not None:
@@ -368,12 +420,3 @@ def product(x: Tensor, matrix: Tensor) -> Tensor:
     for a, b in zip(x.chunk(parts), out.chunk(parts), strict=True):
         torch.mm(a, matrix, out=b)
     return out
-
-
-def as_tensor(stored: Stored) -> Tensor:
-    """On the host, in the stored precision where torch has it."""
-    if stored.format == "BF16":
-        return (
-            torch.from_numpy(np.ascontiguousarray(stored.data).view(np.int16)).view(torch.bfloat16).view(stored.shape)
-        )
-    return torch.from_numpy(dequantize(stored))

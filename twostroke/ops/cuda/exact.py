@@ -5,15 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from twostroke.ops.cuda.backend import AttentionKind, CudaOps, CudaWeight, DeviceBatch, FloatMatrix
+from twostroke.ops.cuda.backend import AttentionKind, CudaOps, DeviceBatch
 from twostroke.ops.cuda.kernels.decode import split_count
 from twostroke.ops.cuda.kernels.exact_attention import exact_attention
 from twostroke.ops.cuda.kernels.exact_matmul import Products
 from twostroke.ops.cuda.kernels.rope import rotate_and_store
+from twostroke.ops.cuda.weights import CudaWeight, FloatMatrix
 from twostroke.ops.interface import BLOCK, Attention, Batch, Gate, KVLayer, Norm
 
 
 class ExactCudaOps(CudaOps):
+    one_order = True
+
     def __init__(self, dtype: torch.dtype = torch.bfloat16, device: str | torch.device = "cuda"):
         super().__init__(dtype, device)
         self.products = Products()

@@ -5,5 +5,7 @@ steps.py           the shape of a step, and its arrays padded to it
 buckets.py         the row counts that steps are padded to
 shared_prefix.py   streams that hold the same leading blocks
 staging.py         a step's numbers in one pinned copy
+kernel_cache.py    where compiled kernels are kept
+variants.py        the variants of attention that steps can meet
 warm_up.py         compiles kernels before the first request; sizes the KV cache after the largest step
 """

@@ -19,11 +19,12 @@ from torch import Tensor
 
 from twostroke.grammar.masks import NO_MASKS, GrammarRows
 from twostroke.kv.storage import KVStorage
+from twostroke.model.latent import Latent
 from twostroke.model.layers import Grouped
 from twostroke.model.transformer import Transformer
 from twostroke.ops.cuda.backend import Cascade, CudaOps, Cut, DeviceBatch
 from twostroke.ops.cuda.kernels.sample import Filters, resolve_tokens, sample
-from twostroke.ops.interface import KV_SCALE_BYTES, Attention, GroupBlocks
+from twostroke.ops.interface import KV_SCALE_BYTES, Attention, GroupBlocks, LatentAttention
 from twostroke.run.cuda.staging import StagedArrays, Staging
 from twostroke.run.cuda.steps import Mixture, Shape, Streams, on_device
 from twostroke.run.drafting import Drafting, Passes
@@ -91,10 +92,11 @@ class CudaRunner:
         self.pool: Any = torch.cuda.graph_pool_handle() if self.graphs else None
         self.staging = Staging(ops.device)
         self.newest = torch.zeros(tables.shape[1], dtype=torch.int32, device=ops.device)
-        self.kinds = tuple(dict.fromkeys(ops.kind(attention) for attention in grouped_attentions(model)))
+        self.kinds = tuple(dict.fromkeys(ops.kind(attention) for attention in attentions(model)))
         plain = ops.shares_steps and kv.format not in KV_SCALE_BYTES  # K and V as floats
         self.members = self.kinds[0].members if plain and len(self.kinds) == 1 else 0
-        self.kv_heads = self.kinds[0].kv_heads if ops.shares_steps else 0  # where splits may be longer than usual
+        grouped = len(grouped_attentions(model)) == len(model.layers)
+        self.kv_heads = self.kinds[0].kv_heads if ops.shares_steps and grouped else 0  # where splits may be longer
         self.shapes: dict[Shape, Captured] = {}
         self.captures = 0
         self.results: list[Tensor] = []  # pinned, back from `collect`, to be used again
@@ -302,8 +304,12 @@ class CudaRunner:
 
 
 def grouped_attentions(model: Transformer) -> list[Attention]:
-    """Of the layers that the attention kernels here serve."""
+    """Of the layers that cache K and V of heads."""
     return [layer.mixer.attention for layer in model.layers if isinstance(layer.mixer, Grouped)]
+
+
+def attentions(model: Transformer) -> list[Attention | LatentAttention]:
+    return [layer.mixer.attention for layer in model.layers if isinstance(layer.mixer, Grouped | Latent)]
 
 
 def timing_event() -> Any:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -13,17 +14,21 @@ import torch
 from twostroke.config import Config, Resolved, resolve
 from twostroke.hardware import Hardware
 from twostroke.kv.storage import KVStorage
-from twostroke.model.arch import Product
-from twostroke.model.layers import Dense, PackedProduct
+from twostroke.model.latent import Latent
+from twostroke.model.layers import Dense, Experts, Grouped, Layer, PackedProduct
 from twostroke.model.transformer import Transformer
-from twostroke.ops.cuda.backend import CudaOps, Cut, DeviceBatch
+from twostroke.ops.cuda.backend import FEW_OF_EXPERTS, CudaOps, Cut, DeviceBatch
+from twostroke.ops.cuda.kernels.grouped import TILE_BORDERS
 from twostroke.ops.cuda.kernels.launch import INTERPRETED
 from twostroke.ops.cuda.kernels.prefill import prefill_attention
 from twostroke.ops.cuda.kernels.rope import rotate_and_store
-from twostroke.ops.cuda.kernels.sample import resolve_tokens, sample
-from twostroke.ops.interface import BLOCK, Attention, Gate, GroupBlocks
+from twostroke.ops.cuda.kernels.sample import Filters, resolve_tokens, sample
+from twostroke.ops.cuda.weights import shape_of
+from twostroke.ops.interface import BLOCK, Attention, Gate, GroupBlocks, KVLayer, LatentAttention
 from twostroke.run.cuda.buckets import all_mixed_rows
-from twostroke.run.cuda.runner import CudaRunner, grouped_attentions
+from twostroke.run.cuda.runner import CudaRunner, attentions, grouped_attentions
+from twostroke.run.cuda.variants import attention_variants
+from twostroke.run.sample import SLACK
 from twostroke.sampling import SamplingParams
 from twostroke.types import Plan, Request, RequestState, Work
 
@@ -56,16 +61,50 @@ def resized(config: Config, settings: Resolved, model: Transformer, draft: Trans
 def compile_kernels(model: Transformer, settings: Resolved, first: int = 0) -> None:
     """Those of a prompt and of a stream, several at a time: each takes a good part of a second. first: the number of
     the model's first layer in the KV cache."""
-    tasks = [*attention_kernels(model, settings, first), *product_kernels(model), *token_kernels(model)]
+    products = product_kernels(model, settings.max_batch_tokens)
+    in_parallel([*attention_kernels(model, settings, first), *products, *token_kernels(model)])
+    in_parallel(variant_kernels(model, settings, first))  # they share kernels with those before
+
+
+def in_parallel(tasks: Sequence[Task]) -> None:
     with ThreadPoolExecutor(1 if INTERPRETED else COMPILERS) as pool:
         for done in [pool.submit(torch.inference_mode()(task)) for task in tasks]:
             done.result()
 
 
+def variant_kernels(model: Transformer, settings: Resolved, first: int = 0) -> list[Task]:
+    """What other steps than a first prompt and its stream need: of one layer for each kind of attention."""
+    ops, found = cuda_ops(model), dict[tuple[object, ...], int]()
+    for number, attention in enumerate(attentions(model)):
+        window, cap = getattr(attention, "window", 0), getattr(attention, "softcap", 0.0)
+        found.setdefault((ops.kind(attention), window, cap), number)
+    storage, tasks = KVStorage(settings.layout, 2, settings.kv_dtype, ops.device), []
+    for number in found.values():
+        kv, group = storage.layer(first + number)
+        attention = attentions(model)[number]
+        tasks += attention_variants(ops, attention, kv, group, settings.max_requests, settings.max_model_len)
+    return tasks
+
+
 def attention_kernels(model: Transformer, settings: Resolved, first: int = 0) -> list[Task]:
+    """Of one layer for each kind of mixer."""
+    ops = cuda_ops(model)
+    found: dict[type, int] = {}
+    for number, layer in enumerate(model.layers):
+        found.setdefault(type(layer.mixer), number)
+    storage = KVStorage(settings.layout, 2, settings.kv_dtype, ops.device)
+    tasks: list[Task] = []
+    for number in found.values():
+        mixer, (kv, group) = model.layers[number].mixer, storage.layer(first + number)
+        if isinstance(mixer, Grouped):
+            tasks += grouped_kernels(ops, mixer.attention, kv, group)
+        elif isinstance(mixer, Latent):
+            tasks += latent_kernels(ops, mixer.attention, kv, group)
+    return tasks
+
+
+def grouped_kernels(ops: CudaOps, attention: Attention, kv: KVLayer, group: int) -> list[Task]:
     """The longest to compile come first."""
-    ops, attention = cuda_ops(model), grouped_attentions(model)[0]
-    kv, group = KVStorage(settings.layout, 2, settings.kv_dtype, ops.device).layer(first)
     width = attention.heads * attention.head_dim
     qkv = torch.zeros(2, width + 2 * attention.kv_heads * attention.head_dim, dtype=ops.dtype, device=ops.device)
     single, prompt = small_batch(ops, attention, 1, group), small_batch(ops, attention, 2, group)
@@ -84,29 +123,68 @@ def attention_kernels(model: Transformer, settings: Resolved, first: int = 0) ->
     ]
 
 
-def product_kernels(model: Transformer) -> list[Task]:
-    """The products of a layer and the head with one row, as a step runs them. With two rows a norm or a gate is a
-    kernel of its own: one product of each kind."""
-    shapes = model.arch.layers[0].products(model.arch.hidden)
-    layer = list(zip(model.layers[0].products(), shapes, strict=True))
-    one = [task for product, shape in layer for task in product_tasks(model, product, shape, 1)]
-    kinds = {type(product.before): (product, shape) for product, shape in layer if product.before is not None}
-    two = [task for product, shape in kinds.values() for task in product_tasks(model, product, shape, 2)]
-    return [*one, lambda: model.logits(rows_for(model, model.arch.hidden, 1)), *two]
+def latent_kernels(ops: CudaOps, attention: LatentAttention, kv: KVLayer, group: int) -> list[Task]:
+    def attend(count: int) -> None:
+        width = attention.latent + attention.rope_dim
+        q = torch.zeros(
+            count, attention.heads * (attention.plain_dim + attention.rope_dim), dtype=ops.dtype, device=ops.device
+        )
+        batch = small_batch(ops, attention, count, group)
+        ops.attend_latent(q, q.new_zeros(count, width), attention, kv, batch, group)
+
+    return [lambda: attend(2), lambda: attend(1)]
 
 
-def product_tasks(model: Transformer, product: PackedProduct, shape: Product, rows: int) -> list[Task]:
-    ops = cuda_ops(model)
-    x = rows_for(model, shape.inputs * (2 if isinstance(product.before, Gate) else 1), rows)
-    out = rows_for(model, shape.outputs, rows) if product.adds else None
+def product_kernels(model: Transformer, most: int) -> list[Task]:
+    """The products of one layer of each kind and the head with one row, as a step runs them. With two rows a norm or a
+    gate is a kernel of its own: one product of each kind. most: rows of a step."""
+    tasks: list[Task] = []
+    for layer in kinds_of_layers(model):
+        products = plain_products(layer)
+        tasks += [task for product in products for task in product_tasks(model, layer, product, 1)]
+        kinds = {type(product.before): product for product in products if product.before is not None}
+        tasks += [task for product in kinds.values() for task in product_tasks(model, layer, product, 2)]
+        if isinstance(layer.feed, Experts):
+            tasks += expert_tasks(model, layer.feed, most)
+    return [*tasks, lambda: model.logits(rows_for(model, model.arch.hidden, 1))]
+
+
+def kinds_of_layers(model: Transformer) -> list[Layer]:
+    """The first layer of each kind."""
+    found: dict[tuple[type, type], Layer] = {}
+    for layer in model.layers:
+        found.setdefault((type(layer.mixer), type(layer.feed)), layer)
+    return list(found.values())
+
+
+def plain_products(layer: Layer) -> list[PackedProduct]:
+    """Those that `linear` multiplies."""
+    return [product for product in layer.products() if product.name not in ("router", "key_up", "value_up")]
+
+
+def product_tasks(model: Transformer, layer: Layer, product: PackedProduct, rows: int) -> list[Task]:
+    ops, (outputs, inputs) = cuda_ops(model), shape_of(product.weight)
+    x = rows_for(model, inputs * (2 if isinstance(product.before, Gate) else 1), rows)
+    out = rows_for(model, outputs, rows) if product.adds else None
     tasks: list[Task] = [lambda: ops.linear(x, product.weight, before=product.before, add_to=out)]
-    feed = model.layers[0].feed
+    feed = layer.feed
     if isinstance(feed, Dense) and ops.gates_early(x, product.weight):  # the gate is part of the product before
         if product.weight is feed.gate_up:
             return [lambda: ops.gated(x, feed.gate_up, feed.norm, feed.gate)]
         if product.weight is feed.down:
-            return [lambda: ops.linear(x[:, : shape.inputs].contiguous(), feed.down, add_to=out)]
+            return [lambda: ops.linear(x[:, :inputs].contiguous(), feed.down, add_to=out)]
     return tasks
+
+
+def expert_tasks(model: Transformer, feed: Experts, most: int) -> list[Task]:
+    """One step for each way of multiplying experts."""
+    ops, routing = cuda_ops(model), feed.experts.routing
+    each = [1, FEW_OF_EXPERTS + 1, *(rows * routing.experts // routing.chosen + 1 for rows in TILE_BORDERS)]
+
+    def run(rows: int) -> None:
+        ops.experts(rows_for(model, model.arch.hidden, rows), feed.norm, feed.experts)
+
+    return [partial(run, rows) for rows in each if rows <= max(most, 1)]
 
 
 def rows_for(model: Transformer, width: int, rows: int) -> torch.Tensor:
@@ -120,11 +198,13 @@ def token_kernels(model: Transformer) -> list[Task]:
     numbers = torch.zeros(1, 2, dtype=torch.int32, device=ops.device)
     token, newest = numbers[0, :1], torch.zeros(1, dtype=torch.int32, device=ops.device)
 
-    def sample_one() -> None:
+    def sample_one(filters: Filters | None = None) -> None:
         logits, cold = torch.zeros(1, arch.vocab, device=ops.device), torch.zeros(1, device=ops.device)
-        sample(logits, cold, numbers, token, newest, torch.empty_like(newest))
+        sample(logits, cold, numbers, token, newest, torch.empty_like(newest), filters)
 
+    nothing = Filters(newest, torch.zeros(1, 2, dtype=torch.float64, device=ops.device), SLACK)
     return [
+        lambda: sample_one(nothing),
         sample_one,
         lambda: resolve_tokens(token, newest),
         lambda: ops.embed(model.embedding, token, arch.embedding_scale),
@@ -140,21 +220,21 @@ def cuda_ops(model: Transformer) -> CudaOps:
 def plan_row_counts(model: Transformer, sizes: Sequence[int], seconds: float) -> list[int]:
     """Multiply a layer's matrices once with each number of rows, as far as the seconds go; returns those done. The
     library chooses and loads a kernel at its first product of a size: here no stream waits for it."""
-    shapes = model.arch.layers[0].products(model.arch.hidden)
-    layer = list(zip(model.layers[0].products(), shapes, strict=True))
+    layers = [(layer, plain_products(layer)) for layer in kinds_of_layers(model)]
     done: list[int] = []
     began = time.perf_counter()
     for rows in sizes:
         if time.perf_counter() - began > seconds:
             break
-        for product, shape in layer:
-            for task in product_tasks(model, product, shape, rows):
-                task()
+        for layer, products in layers:
+            for product in products:
+                for task in product_tasks(model, layer, product, rows):
+                    task()
         done.append(rows)
     return done
 
 
-def small_batch(ops: CudaOps, attention: Attention, count: int, group: int) -> DeviceBatch:
+def small_batch(ops: CudaOps, attention: Attention | LatentAttention, count: int, group: int) -> DeviceBatch:
     """`count` new tokens of one request in block 0."""
     positions = torch.arange(count, dtype=torch.int32, device=ops.device)
     starts, context = positions.new_tensor([0, count]), positions.new_tensor([count])
@@ -171,7 +251,8 @@ def free_after_warm_up(model: Transformer, settings: Resolved) -> int:
     ops = cuda_ops(model)
     run_largest_step(model, ops, settings)
     torch.cuda.synchronize()
-    width = max(2 * attention.kv_heads * attention.head_dim for attention in grouped_attentions(model))
+    widths = (2 * attention.kv_heads * attention.head_dim for attention in grouped_attentions(model))
+    width = max(widths, default=0)
     gathered = settings.max_model_len * width * ops.dtype.itemsize  # K and V in one row
     return max(0, torch.cuda.mem_get_info()[0] - gathered - GRAPHS)
 

@@ -83,6 +83,17 @@ def merge_kernel(
     tl.store(place, ((a * wa + b * wb) / (wa + wb)).to(out_ptr.dtype.element_ty), mask=inside)
 
 
+def merge(
+    a: Tensor, b: Tensor, sums: tuple[Tensor, Tensor], merged: Tensor, merged_sums: Tensor, attention: Attention
+) -> None:
+    """a and b (count, heads, head_dim) with their log-sums (heads, count) into `merged`, whose rows may lie apart."""
+    count, dim = a.shape[0], attention.head_dim
+    merge_kernel[(triton.cdiv(count, 32), attention.heads)](
+        a, b, *sums, merged_sums, merged, count, merged.stride(0), HEADS=attention.heads, HEAD=dim,
+        WIDE=max(16, triton.next_power_of_2(dim)), ROWS=32, num_warps=4,
+    )  # fmt: skip
+
+
 def sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, sums: bool) -> tuple[Tensor, Tensor | None]:
     """q (T, heads, dim), k and v (n, kv_heads, dim) -> (T, heads, dim), and the log-sums (heads, T) if asked for."""
     q4, k4, v4 = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
@@ -120,9 +131,7 @@ def attend_long(
         old, old_sums = sdpa(mine, all_k[piece], all_v[piece], attention.scale, False, True)
         start += size
         merged, merged_sums = out[rows] if start == before else torch.empty_like(whole), torch.empty_like(sums)
-        merge_kernel[(triton.cdiv(count, 32), attention.heads)](
-            whole, old.contiguous(), sums, old_sums, merged_sums, merged, count, merged.stride(0),
-            HEADS=attention.heads, HEAD=dim, WIDE=max(16, triton.next_power_of_2(dim)), ROWS=32, num_warps=4,
-        )  # fmt: skip
+        assert old_sums is not None
+        merge(whole, old.contiguous(), (sums, old_sums), merged, merged_sums, attention)
         whole, sums = merged, merged_sums
     return out

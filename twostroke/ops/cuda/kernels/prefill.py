@@ -67,7 +67,7 @@ def step(
     if MASKED:
         s = tl.where(visible(places, positions, valid, WINDOW), s, float("-inf"))
     new = tl.maximum(best, tl.max(s, axis=1))
-    stable = tl.where(new == float("-inf"), 0.0, new) if WINDOW > 0 else new
+    stable = tl.where(new == float("-inf"), 0.0, new) if MASKED else new  # a query may see nothing of a tile
     p = tl.exp2(s - stable[:, None])
     shrink = tl.exp2(best - stable)
     total = total * shrink + tl.sum(p, axis=1)

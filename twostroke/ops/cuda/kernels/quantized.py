@@ -1,6 +1,8 @@
 """Products with weights kept in fewer bits.
 
-fp8 and int8: a scale for each output; many rows multiply in eight bits with a scale for each row (W8A8).
+fp8 and int8: a scale for each output. fp8 multiplies many rows in eight bits, with a scale for each row of x (W8A8).
+int8 keeps x nearly whole: tens of rows are cut into two parts of eight bits, which are multiplied as rows of their own,
+and for many rows a decoded copy is made.
 int4: a scale for each output and 128 inputs; a byte holds elements j and j + 64 of its group, so that both halves of a
 run of bytes meet neighbouring elements of x.
 A few rows are multiplied straight from the codes with x in (nearly) full precision: skinny.py.
@@ -15,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from twostroke.ops.cuda.kernels.narrow_tiles import FINE
 from twostroke.ops.cuda.kernels.skinny import FP8, INT4, INT8
 
 GROUP = 128
@@ -137,7 +140,8 @@ def as_float(weight: Narrow, dtype: torch.dtype) -> Tensor:
 def round_rows_kernel(
     x_ptr, out_ptr, scales_ptr, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr
 ):  # fmt: skip
-    """Rows in eight bits, each with its scale: whole numbers up to 127, or fp8 up to 448."""
+    """Rows in eight bits, each with its scale: fp8 up to 448, or WHOLE numbers up to 127 and, in a row behind all
+    others, what they leave over in steps of 1 / FINE."""
     row = tl.program_id(0).to(tl.int64)
     dims = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * stride + dims, mask=dims < WIDTH, other=0.0).to(tl.float32)
@@ -145,19 +149,23 @@ def round_rows_kernel(
     scale = tl.maximum(tl.max(tl.abs(x)) / most, 1e-12)
     x = tl.clamp(x / scale, -most, most)
     if WHOLE:
-        x = (x + 12582912.0) - 12582912.0
+        whole = (x + 12582912.0) - 12582912.0
+        rest = ((x - whole) * FINE + 12582912.0) - 12582912.0
+        behind = (tl.num_programs(0) + row) * WIDTH
+        tl.store(out_ptr + behind + dims, rest.to(out_ptr.dtype.element_ty), mask=dims < WIDTH)
+        x = whole
     tl.store(out_ptr + row * WIDTH + dims, x.to(out_ptr.dtype.element_ty), mask=dims < WIDTH)
     tl.store(scales_ptr + row, scale)
 
 
 def rounded_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     rows, width = x.shape
-    codes = torch.empty(rows, width, dtype=dtype, device=x.device)
+    whole = dtype == torch.int8
+    codes = torch.empty(rows * (2 if whole else 1), width, dtype=dtype, device=x.device)
     scales = torch.empty(rows, 1, device=x.device)
     round_rows_kernel[(rows,)](
-        x, codes, scales, x.stride(0), WIDTH=width, BLOCK=triton.next_power_of_2(width), WHOLE=dtype == torch.int8,
-        num_warps=8,
-    )  # fmt: skip
+        x, codes, scales, x.stride(0), WIDTH=width, BLOCK=triton.next_power_of_2(width), WHOLE=whole, num_warps=8
+    )
     return codes, scales
 
 
@@ -176,22 +184,24 @@ def fp8_product(x: Tensor, weight: Fp8) -> Tensor:
 
 @triton.jit
 def scale_kernel(sums_ptr, rows_ptr, scales_ptr, out_ptr, width, BLOCK: tl.constexpr):
+    """The sums of both parts of each row, times the scales of row and output."""
     row = tl.program_id(1).to(tl.int64)
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    behind = (tl.num_programs(1) + row) * width
     x = tl.load(sums_ptr + row * width + n, mask=n < width, other=0).to(tl.float32)
+    x += tl.load(sums_ptr + behind + n, mask=n < width, other=0).to(tl.float32) * (1.0 / FINE)
     x *= tl.load(rows_ptr + row) * tl.load(scales_ptr + n, mask=n < width, other=0.0)
     tl.store(out_ptr + row * width + n, x.to(out_ptr.dtype.element_ty), mask=n < width)
 
 
 def int8_product(x: Tensor, weight: Int8) -> Tensor:
-    """The same in int8. A wide result is made in pieces: its sums need four bytes each."""
+    """x (rows, in) @ weight.T with x in two parts of eight bits; at least nine rows."""
     codes, scales = rounded_rows(x, torch.int8)
     rows, width = x.shape[0], weight.codes.shape[0]
     out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
-    for a in range(0, rows, 2048):
-        sums = torch._int_mm(codes[a : a + 2048], weight.codes.t())
-        block = min(4096, triton.next_power_of_2(width))
-        scale_kernel[(triton.cdiv(width, block), sums.shape[0])](
-            sums, scales[a:], weight.scales, out[a:], width, BLOCK=block, num_warps=8
-        )
+    sums = torch._int_mm(codes, weight.codes.t())
+    block = min(4096, triton.next_power_of_2(width))
+    scale_kernel[(triton.cdiv(width, block), rows)](
+        sums, scales, weight.scales, out, width, BLOCK=block, num_warps=8
+    )  # fmt: skip
     return out

@@ -228,7 +228,7 @@ def sample(
     index = torch.empty(count, chunks, dtype=torch.int32, device=logits.device)
     key, last = index, index
     if filters is not None:
-        key, last = torch.empty(2, count, dtype=torch.int32, device=logits.device)
+        key, last = (torch.empty(count, dtype=torch.int32, device=logits.device) for _ in "kl")  # each on a border
         filter_kernel[(count,)](
             logits, temperatures, filters.top_k, filters.top_p, key, last, vocab, logits.stride(0), filters.slack,
             CHUNK=2048, num_warps=16,

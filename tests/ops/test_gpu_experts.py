@@ -1,0 +1,146 @@
+"""Experts on the GPU against the specification: under Triton's interpreter anywhere, and on the card with `-m gpu`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from tests.ops.test_triton import DEVICE, ON_CARD, REFERENCE, close, pytestmark  # noqa: F401
+from twostroke.ops.cuda.backend import CudaOps
+from twostroke.ops.cuda.exact import ExactCudaOps
+from twostroke.ops.cuda.kernels.experts import route
+from twostroke.ops.cuda.kernels.quantized import as_float
+from twostroke.ops.formats import Stored, from_float
+from twostroke.ops.interface import ExpertSet, Gate, Norm, Routing
+from twostroke.ops.reference.backend import ReferenceMatrix
+from twostroke.ops.reference.routing import route as reference_route
+
+slow_here = pytest.mark.gpu if ON_CARD else pytest.mark.slow  # the interpreter takes long
+HIDDEN, WIDTH = 72, 40  # neither fills the tiles
+ROUTINGS = {
+    "softmax": Routing(experts=6, chosen=2),
+    "all": Routing(experts=3, chosen=3, normalised=True, factor=3.0),
+    "normalised": Routing(experts=33, chosen=5, normalised=True),
+    "greedy groups": Routing(experts=20, chosen=3, factor=1.5, groups=4, kept_groups=2),
+    "sigmoid groups": Routing(16, 4, "sigmoid", True, 2.5, groups=4, kept_groups=2, group_best=2),
+}
+
+
+def random_matrix(rng: np.random.Generator, rows: int, columns: int) -> Stored:
+    return from_float(rng.standard_normal((rows, columns), np.float32) * np.float32(columns**-0.5))
+
+
+def make(ops, routing: Routing, gate: str = "silu") -> tuple[Norm, ExpertSet]:  # type: ignore[no-untyped-def]
+    """The same weights for every backend."""
+    rng = np.random.default_rng(7)
+
+    def place(values: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(values.astype(np.float32)).to(ops.device)
+
+    norm = Norm(place(1 + rng.standard_normal(HIDDEN) * 0.2), 1e-6)
+    router = ops.pack_precisely([random_matrix(rng, routing.experts, HIDDEN)])
+    gate_up, down = [], []
+    for _ in range(routing.experts):
+        gate_up.append(ops.pack([random_matrix(rng, WIDTH, HIDDEN) for _ in range(2)]))
+        down.append(ops.pack([random_matrix(rng, HIDDEN, WIDTH)]))
+    correction = place(rng.standard_normal(routing.experts) * 0.3) if routing.scores == "sigmoid" else None
+    return norm, ExpertSet(routing, router, correction, tuple(gate_up), Gate(gate), tuple(down))  # type: ignore[arg-type]
+
+
+def rows_of(count: int) -> torch.Tensor:
+    return torch.randn(count, HIDDEN, generator=torch.Generator().manual_seed(count))
+
+
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [("softmax", 1), ("sigmoid groups", 9), *(pytest.param(n, r, marks=slow_here) for n in ROUTINGS for r in (3, 19))],
+)
+def test_experts(name: str, rows: int) -> None:
+    """A few rows read their experts one by one, many are grouped by expert."""
+    ops, x = CudaOps(torch.float32, DEVICE), rows_of(rows)
+    expected = REFERENCE.experts(x, *make(REFERENCE, ROUTINGS[name]))
+    close(ops.experts(x.to(DEVICE), *make(ops, ROUTINGS[name])), expected, 1e-5)
+
+
+@slow_here
+@pytest.mark.parametrize("quantize", ["int8", "fp8"])
+@pytest.mark.parametrize("rows", [2, 10])
+def test_experts_of_few_bits(quantize: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The codes give what their decoded matrices give."""
+    for name, value in (("HIDDEN", 192), ("WIDTH", 64)):
+        monkeypatch.setitem(globals(), name, value)
+    ops, x = CudaOps(torch.float32, DEVICE, quantize), rows_of(rows)
+    norm, experts = make(ops, ROUTINGS["softmax"])
+    plain = [[ReferenceMatrix(as_float(one, torch.float32).cpu(), None) for one in part] for part in
+             (experts.gate_up, experts.down)]  # fmt: skip
+    router = ReferenceMatrix(experts.router.weight.cpu(), None)
+    decoded = replace(experts, router=router, gate_up=tuple(plain[0]), down=tuple(plain[1]))
+    expected = REFERENCE.experts(x, Norm(norm.weight.cpu(), norm.eps), decoded)
+    close(ops.experts(x.to(DEVICE), norm, experts), expected, 1e-5)
+
+
+@slow_here
+@pytest.mark.parametrize("rows", [2, 10])
+def test_gelu(rows: int) -> None:
+    ops, x = CudaOps(torch.float32, DEVICE), rows_of(rows)
+    expected = REFERENCE.experts(x, *make(REFERENCE, ROUTINGS["softmax"], "gelu_tanh"))
+    close(ops.experts(x.to(DEVICE), *make(ops, ROUTINGS["softmax"], "gelu_tanh")), expected, 1e-5)
+
+
+@slow_here
+@pytest.mark.parametrize("name", ["normalised", "sigmoid groups"])
+def test_bits_do_not_depend_on_the_batch(name: str) -> None:
+    for dtype in (torch.float32, torch.bfloat16) if ON_CARD else (torch.float32,):
+        ops, x = ExactCudaOps(dtype, DEVICE), rows_of(700 if ON_CARD else 20).to(DEVICE, dtype)
+        made = make(ops, ROUTINGS[name])
+        whole = ops.experts(x, *made)
+        for a, b in ((0, 1), (1, 3), (3, 20), (20, 700))[: 4 if ON_CARD else 3]:
+            assert torch.equal(ops.experts(x[a:b].contiguous(), *made), whole[a:b]), (dtype, a, b)
+
+
+def test_equal_scores_take_the_lowest_index() -> None:
+    for routing in (Routing(12, 3), Routing(12, 3, groups=6, kept_groups=2),
+                    Routing(12, 3, "sigmoid", groups=3, kept_groups=1, group_best=2)):  # fmt: skip
+        ids, weights = route(torch.zeros(2, 12, device=DEVICE), None, None, routing)
+        assert ids.tolist() == [[0, 1, 2]] * 2
+        expected = [weight for _, weight in reference_route(torch.zeros(12), None, routing)]
+        torch.testing.assert_close(weights.cpu(), torch.tensor([expected] * 2))
+
+
+def test_a_router_may_have_a_bias() -> None:
+    logits, bias = rows_of(4)[:, :6].contiguous(), torch.linspace(-2, 2, 6)
+    ids, _ = route(logits.to(DEVICE), bias.to(DEVICE), None, ROUTINGS["softmax"])
+    wanted = [[e for e, _ in reference_route(row + bias, None, ROUTINGS["softmax"])] for row in logits]
+    assert ids.tolist() == wanted
+
+
+@slow_here
+def test_a_bad_row_stays_alone() -> None:
+    ops, x = CudaOps(torch.float32, DEVICE), rows_of(12).to(DEVICE)
+    made = make(ops, ROUTINGS["sigmoid groups"])
+    good = ops.experts(x, *made)
+    x[7] = float("nan")
+    got = ops.experts(x, *made)
+    assert got[7].isnan().all()
+    others = [row for row in range(12) if row != 7]
+    assert torch.equal(got[others], good[others])
+
+
+@slow_here
+def test_all_rows_may_choose_one_expert() -> None:
+    """The longest group that there can be, and experts without a row."""
+    ops, x = CudaOps(torch.float32, DEVICE), rows_of(40)
+    routing = Routing(experts=7, chosen=1)
+    pulled = torch.zeros(7, HIDDEN)
+    pulled[5] = 1.0
+    found = []
+    for backend, device in ((REFERENCE, torch.device("cpu")), (ops, DEVICE)):
+        norm, experts = make(backend, routing)
+        router = backend.pack([from_float(pulled.numpy())])
+        found.append(backend.experts(x.abs().to(device), norm, replace(experts, router=router)))
+    close(found[1], found[0], 1e-5)

@@ -1,0 +1,73 @@
+"""Weights as the GPU's kernels take them: floats, codes of few bits, and the experts of a layer."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from twostroke.ops.cuda.kernels.experts import ExpertMatrices
+from twostroke.ops.cuda.kernels.quantized import Int4, Narrow
+from twostroke.ops.formats import Stored, dequantize
+from twostroke.ops.interface import ExpertSet
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FloatMatrix:
+    weight: Tensor  # (out, in), in the type of the activations
+    bias: Tensor | None  # (out,) float32
+
+
+CudaWeight = FloatMatrix | Narrow
+
+
+class LaidExperts(NamedTuple):
+    """A layer's experts as the kernels take them."""
+
+    router: FloatMatrix
+    gate_up: ExpertMatrices
+    down: ExpertMatrices
+
+
+def lay_experts(experts: ExpertSet) -> LaidExperts:
+    assert isinstance(experts.router, FloatMatrix)
+    return LaidExperts(experts.router, lay_matrices(experts.gate_up), lay_matrices(experts.down))
+
+
+def lay_matrices(weights: Sequence[CudaWeight]) -> ExpertMatrices:
+    kinds = {type(weight) for weight in weights}
+    assert len(kinds) == 1 and not any(weight.bias is not None for weight in weights) and Int4 not in kinds
+    plain = kinds == {FloatMatrix}
+    codes = distances([weight.weight if isinstance(weight, FloatMatrix) else weight.codes for weight in weights])
+    scales = codes if plain else distances([weight.scales for weight in weights])  # type: ignore[union-attr]
+    return ExpertMatrices(*codes, *scales, 0 if plain else weights[0].format)  # type: ignore[union-attr]
+
+
+def distances(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """The first tensor, and the places of all of them, counted in elements from its own."""
+    first = tensors[0]
+    found = [(tensor.data_ptr() - first.data_ptr()) // first.element_size() for tensor in tensors]
+    assert not any(distance % 16 for distance in found), "matrices must lie on borders of 16 elements"
+    return first, torch.tensor(found, dtype=torch.int64, device=first.device)
+
+
+def shape_of(weight: CudaWeight) -> tuple[int, int]:
+    """Outputs and inputs."""
+    if isinstance(weight, FloatMatrix):
+        return weight.weight.shape[0], weight.weight.shape[1]
+    return weight.codes.shape[0], weight.inputs
+
+
+def as_tensor(stored: Stored) -> Tensor:
+    """On the host, in the stored precision where torch has it."""
+    if stored.format == "BF16":
+        with warnings.catch_warnings():  # a mapped file is read-only, and so is what reads it here
+            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+            bits = torch.from_numpy(np.ascontiguousarray(stored.data).view(np.int16))
+        return bits.view(torch.bfloat16).view(stored.shape)
+    return torch.from_numpy(dequantize(stored))
