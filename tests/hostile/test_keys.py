@@ -116,7 +116,7 @@ def test_arrivals_do_not_tell_a_prompt_from_candidates() -> None:
     victim = candidates[1234]
     for number in (1, 2):  # twice: parts that only one request has are joined
         add(record, number, victim, b"victim")
-    parts = json.loads(json.dumps(arrival_document(by_arrival(record.latest())[0], 0.0)))
+    parts = json.loads(json.dumps(arrival_document(by_arrival(record.latest())[0], 0.0, None)))
     theirs = [length for _, length in parts["parts"]]
     assert sum(theirs) == parts["prompt_tokens"] == -(-len(victim) // 16) * 16
     same_size = [one for one in candidates if -(-len(one) // 16) * 16 == parts["prompt_tokens"]]

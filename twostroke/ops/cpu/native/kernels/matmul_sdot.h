@@ -199,6 +199,12 @@ template <class Source, int R> static void sdot_rows(const MatmulArgs& args, con
     TS_UNROLL for (int r = 0; r < R; ++r) emit(args, row + r, output, sums[r]);
 }
 
+// Tiles of three rows; the last four are two and two, unless they lie in two blocks of Acts (see place_of).
+static bool takes_three(int row, int end) {
+    const int left = end - row;
+    return left == 3 || left > 4 || (left == 4 && row % kActRows == kActRows - 3);
+}
+
 template <int K> static void sdot_matmul(const MatmulArgs& args, int panel, int panel_end, uint8_t* scratch) {
     using Source = Reader<K>;
     for (int block = 0; block < args.rows; block += kRowBlock) {
@@ -206,8 +212,8 @@ template <int K> static void sdot_matmul(const MatmulArgs& args, int panel, int 
         for (int p = panel; p < panel_end; ++p) {
             expand_sdot(Source{args.panels + p * args.panel_stride}, args.cols / kGroup, scratch);
             int row = block;
-            for (; end - row == 3 || end - row > 4; row += 3) sdot_rows<Source, 3>(args, scratch, row, p * kLanes);
-            for (; row + 2 <= end; row += 2) sdot_rows<Source, 2>(args, scratch, row, p * kLanes);  // 4 rows: two and two
+            for (; takes_three(row, end); row += 3) sdot_rows<Source, 3>(args, scratch, row, p * kLanes);
+            for (; row + 2 <= end; row += 2) sdot_rows<Source, 2>(args, scratch, row, p * kLanes);
             if (row < end) sdot_rows<Source, 1>(args, scratch, row, p * kLanes);
         }
     }
