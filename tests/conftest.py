@@ -56,6 +56,12 @@ def deepseek_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]
 
 
 @pytest.fixture(scope="session")
+def compressed_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Compressed attention: windows, entries for several tokens, states."""
+    return tiny.tiny_deepseek_v4(tmp_path_factory.mktemp("compressed"))
+
+
+@pytest.fixture(scope="session")
 def mixture_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """The same with experts, in the draft model too."""
     plain = tiny.tiny_mixture(tmp_path_factory.mktemp("plain"))

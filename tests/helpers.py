@@ -53,8 +53,10 @@ class Sequences:
         return batch_arrays(batch) if self.model.ops.device is None else batch
 
     def _group(self, group: int, sequences: list[int], owner: Tensor, positions: Tensor) -> GroupBlocks:
-        blocks = self.tables[group][owner, positions // BLOCK].long()
-        return GroupBlocks(blocks * BLOCK + positions % BLOCK, self.tables[group][sequences])
+        entry = self.kv.layout.groups[group].entry
+        blocks = self.tables[group][owner, positions // entry.span].long()
+        slots = blocks * (entry.span // entry.tokens) + positions % entry.span // entry.tokens
+        return GroupBlocks(slots, self.tables[group][sequences])
 
 
 def run_tokens(

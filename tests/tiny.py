@@ -146,6 +146,41 @@ def tiny_deepseek(folder: Path) -> Path:
     return save(transformers.DeepseekV3ForCausalLM(config), folder)
 
 
+def tiny_deepseek_v4(folder: Path) -> Path:
+    """Compressed attention of every kind, residual streams, experts chosen by token in the first layer."""
+    torch.manual_seed(4)
+    config = transformers.DeepseekV4Config(
+        vocab_size=VOCAB,
+        hidden_size=48,
+        moe_intermediate_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=32,
+        q_lora_rank=24,
+        o_groups=2,
+        o_lora_rank=16,
+        sliding_window=24,
+        index_n_heads=8,
+        index_head_dim=16,
+        index_topk=6,
+        compress_rates={"compressed_sparse_attention": 4, "heavily_compressed_attention": 32},
+        layer_types=["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
+        qk_rope_head_dim=8,
+        num_hash_layers=1,
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        max_position_embeddings=512,
+        bos_token_id=0,
+        eos_token_id=2,
+        initializer_range=0.15,
+    )
+    model = transformers.DeepseekV4ForCausalLM(config)
+    table = model.model.layers[0].mlp.gate.tid2eid
+    table.copy_((torch.arange(VOCAB)[:, None] * 3 + torch.arange(3)) % 8)
+    return save(model, folder)
+
+
 def tiny_mixture(folder: Path) -> Path:
     """Experts in both layers, of which a token uses three of seven."""
     torch.manual_seed(4)

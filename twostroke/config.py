@@ -321,7 +321,8 @@ def _exact(config: Config, device: str, reasons: dict[str, str]) -> bool:
 
 
 def _check_four_bits(arch: Arch, device: str) -> None:
-    least = min(part.width for mixer, _ in arch.mixers for part in mixer.entry("int8").parts if part.format == "int8")
+    least = min(part.width for mixer, _ in arch.mixers for entry in mixer.entries("int8")
+                for part in entry.parts if part.format == "int8")  # fmt: skip
     if device == "cuda" and least < 32:  # 8 bytes of a head: exact attention over them goes wrong
         raise ConfigError(f"kv_dtype='int4' on a GPU needs heads of at least 32, not {least}: use int8.")
 
@@ -334,8 +335,8 @@ def _kv_dtype(config: Config, models: Sequence[Arch], device: str, reasons: dict
 
     if config.kv_dtype is not None and not stored(config.kv_dtype):
         raise ConfigError(
-            f"kv_dtype={config.kv_dtype!r} is not served for latent attention, whose entries are small already: use "
-            "float16, bfloat16 or float32."
+            f"kv_dtype={config.kv_dtype!r} is not served for latent and compressed attention, whose entries are small "
+            "already: use float16, bfloat16 or float32."
         )
     if config.kv_dtype == "fp8" and device != "cuda":
         raise ConfigError(f"kv_dtype='fp8' needs a GPU; on a {device} int8 takes the same room and keeps more.")

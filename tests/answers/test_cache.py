@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from tests.answers.servers import Redis
-from twostroke.answers.cache import AnswerCache, CacheOptions, Looked, Query
+from twostroke.answers.bound import Evidence
+from twostroke.answers.cache import AnswerCache, CacheOptions, Computed, Looked, Query
 from twostroke.answers.entry import pack, unpack
 from twostroke.answers.redis import PREFIX, RedisStore
-from twostroke.answers.store import FileStore, Known, Store
+from twostroke.answers.store import FileStore, Known, Rows, Store
 
 SECRET = b"s" * 32
 TENANT, OTHER = b"tenant-1", b"tenant-2"
@@ -61,14 +62,23 @@ def look(cache: AnswerCache, query: Query) -> Looked:
 
 
 def keep(cache: AnswerCache, query: Query, tokens: tuple[int, ...] = (7, 8, 2), looked: Looked | None = None) -> None:
-    cache.store_later(query, looked or Looked(), tokens, False, 5, 0.25, lambda ids: " ".join(map(str, ids)))
-    cache._thread.submit(lambda: None).result()
+    computed = Computed(tokens, False, 5, 0.25, lambda ids: " ".join(map(str, ids)))
+    cache.store_later(query, looked or Looked(), computed)
+    for thread in (cache._embedding, cache._thread):
+        thread.submit(lambda: None).result()
 
 
 def convinced(cache: AnswerCache) -> AnswerCache:
-    for _ in range(400):
-        cache.bound.learn("elsewhere", 0.99, True)
+    for kind in cache.bound.kinds:
+        for _ in range(400):
+            cache.bound.learn(Evidence("elsewhere", kind, 0.99, True))
     return cache
+
+
+def pairs(cache: AnswerCache) -> tuple[int, int]:
+    """Evidence of all kinds, and how much of it was wrong."""
+    found = [kind.estimate() for kind in cache.bound.kinds.values()]
+    return sum(one.pairs for one in found), sum(one.wrong for one in found)
 
 
 def test_an_equal_request_is_found(store: Store) -> None:
@@ -105,8 +115,9 @@ def test_what_was_computed_is_evidence(store: Store) -> None:
     for tokens, right in (((7, 8, 2), True), ((9, 9, 2), False)):
         looked = look(cache, asked)
         assert looked.near is not None
+        before = pairs(cache)
         keep(cache, asked, tokens, looked)
-        assert cache.bound.dump()[-1][1] is right
+        assert pairs(cache) == (before[0] + 1, before[1] + (not right))
 
 
 def test_nothing_crosses_tenants(store: Store) -> None:
@@ -178,7 +189,7 @@ def test_a_slow_store_does_not_delay_a_miss(tmp_path: Path) -> None:
         await cache.lookup(Query(TENANT, exact=b"key"))
         return time.monotonic() - began
 
-    assert asyncio.run(timed()) < 0.3 and cache.counters.late == 1
+    assert asyncio.run(timed()) < 0.3 and cache.counters.late == 1 and cache.counters.misses == 0
 
 
 def test_age(store: Store) -> None:
@@ -193,7 +204,7 @@ def test_age(store: Store) -> None:
 @pytest.mark.parametrize("text", ["I'm sorry, but I can't help with that.", "  "])
 def test_refusals_and_empty_answers_are_not_stored(text: str) -> None:
     cache = AnswerCache(PATIENT, FileStore(None, 10), SECRET)
-    cache.store_later(Query(TENANT, exact=b"key"), Looked(), (1,), False, 1, 1.0, lambda ids: text)
+    cache.store_later(Query(TENANT, exact=b"key"), Looked(), Computed((1,), False, 1, 1.0, lambda ids: text))
     assert look(cache, Query(TENANT, exact=b"key")).found is None and cache.counters.stored == 0
 
 
@@ -205,7 +216,7 @@ def test_a_wrong_answer_is_forgotten_and_learnt_from(store: Store) -> None:
     assert found is not None and found.tier == "semantic"
     assert cache.wrong(found.hit) and not cache.wrong(found.hit) and not cache.wrong("nothing")
     assert look(cache, query).found is None
-    assert cache.bound.dump()[-1][1] is False
+    assert pairs(cache)[1] == 1
 
 
 def test_forgetting(store: Store) -> None:
@@ -222,9 +233,11 @@ def test_forgetting(store: Store) -> None:
 
 def test_a_file_is_used_again(tmp_path: Path) -> None:
     path = tmp_path / "answers.sqlite"
-    cache = convinced(cache_on(FileStore(path, 10)))
+    cache = cache_on(FileStore(path, 10))
     query = Query(TENANT, exact=b"key", context=b"c", question="what is a cat")
     keep(cache, query)
+    for _ in range(150):
+        cache.evidence.add(Evidence("elsewhere", "same words", 1.0, True))
     cache.close()
     assert path.stat().st_mode & 0o077 == 0
     again = cache_on(FileStore(path, 10))
@@ -240,3 +253,59 @@ def test_the_least_valuable_go_first() -> None:
         store.hit(str(number))
     store.put(Known("new", TENANT, b"new", b"", 99.0, 10), None, b"x")
     assert store.count() == 50 and store.get("0") and store.get("2") and store.get("3") is None
+
+
+def test_servers_share_their_evidence(store: Store) -> None:
+    first, second = cache_on(store), cache_on(store)
+    for number in range(150):
+        first.evidence.add(Evidence(str(number), "same words", 1.0, True))
+    assert not second.bound.allows("x", "same words", 1.0)
+    second.evidence.read()
+    assert second.bound.allows("x", "same words", 1.0) and first.bound.estimate() == second.bound.estimate()
+    first.evidence.read()
+    assert first.bound.estimate().pairs == 150  # its own records count once
+    (_, record), *_ = store.evidence("", 1)
+    for forged in (record, record[:-1] + b"x", b""):  # a copy counts once, a forged one never
+        store.add_evidence(forged)
+    second.evidence.read()
+    assert second.bound.estimate().pairs == 150
+
+
+def test_a_late_lookup_counts_until_the_answer_begins() -> None:
+    class Slow(FileStore):
+        def exact(self, key: bytes) -> bytes | None:
+            time.sleep(0.1)
+            return super().exact(key)
+
+    cache = AnswerCache(CacheOptions("exact", deadline=0.005), Slow(None, 10), SECRET)
+    query = Query(TENANT, exact=b"key")
+    keep(cache, query)
+
+    async def scene(begins: bool) -> Looked:
+        looked = await cache.lookup(query)
+        assert looked.found is None and looked.late is not None
+        begun = asyncio.get_running_loop().create_future()
+        if begins:
+            begun.set_result(None)
+        await cache.overtake(looked, begun)
+        return looked
+
+    assert asyncio.run(scene(False)).found is not None and asyncio.run(scene(True)).found is None
+    assert cache.counters.late == 2 and cache.counters.hits["exact"] == 1 and cache.counters.misses == 1
+
+
+def test_many_vectors_are_found_by_their_sketches() -> None:
+    chance = np.random.default_rng(1)
+    rows, vectors = Rows(384), chance.standard_normal((6000, 384)).astype(np.float32)
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    for number, vector in enumerate(vectors):
+        rows.add(str(number), vector)
+    for number in range(0, 500):
+        rows.remove(str(number))
+    for number in (777, 4100, 5999):
+        asked = vectors[number] + 0.01 * chance.standard_normal(384).astype(np.float32)
+        asked /= np.linalg.norm(asked)
+        found = rows.nearest(asked, 8)
+        assert found[0].id == str(number) and found[0].similarity == pytest.approx(float(vectors[number] @ asked))
+        assert len(found) == 8 and [one.similarity for one in found] == sorted(o.similarity for o in found)[::-1]
+    assert "3" not in {one.id for one in rows.nearest(vectors[3], 8)}

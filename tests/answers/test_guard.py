@@ -6,75 +6,35 @@ import random
 
 import pytest
 
-from twostroke.answers.guard import fit_for_sharing, refusal
-
-CITIES = ["Paris", "London", "Rome", "Madrid", "Vienna", "Oslo", "Cairo", "Lima", "Delhi", "Quito", "Kyoto", "Perth"]
-THINGS = ["a bicycle", "the router", "a passport", "the boiler", "a tent", "the printer", "a piano", "the clutch"]
-FORMS = ["How do I repair {thing} in {city}?", "What does it cost to buy {thing} in {city}?",
-         "Which shop in {city} sells {thing}?", "Is {thing} allowed in {city}?"]  # fmt: skip
+from benchmarks.swaps import SWAPS
+from twostroke.answers.guard import compare, fit_for_sharing
 
 
-def made(chance: random.Random) -> tuple[str, dict[str, str]]:
-    return chance.choice(FORMS), {"city": chance.choice(CITIES), "thing": chance.choice(THINGS)}
-
-
-def entity_swap(chance: random.Random) -> tuple[str, str]:
-    form, words = made(chance)
-    other = chance.choice([city for city in CITIES if city != words["city"]])
-    lower = chance.random() < 0.5
-    pair = form.format(**words), form.format(**(words | {"city": other}))
-    return (pair[0].lower(), pair[1].lower()) if lower else pair
-
-
-def number_swap(chance: random.Random) -> tuple[str, str]:
-    form = chance.choice(
-        ["What is {} percent of 80?", "How far is {} km in miles?", "Who won in {}?", "Is {} a prime?"]
-    )
-    first = chance.randint(2, 3000)
-    return form.format(first), form.format(first + chance.choice([1, 10, 100, -1]))
-
-
-def negation_swap(chance: random.Random) -> tuple[str, str]:
-    form, words = made(chance)
-    whole = form.format(**words)
-    return whole, chance.choice([
-        whole.replace("How do I", "How do I not"), whole.replace("Is ", "Isn't "),
-        whole.replace("does it", "doesn't it"),
-        whole.replace("?", " without a licence?"), whole.replace("Which shop", "Which shop never"),
-    ])  # fmt: skip
-
-
-def template_swap(chance: random.Random) -> tuple[str, str]:
-    words = [
-        " ".join(chance.choices(["sun", "moon", "tree", "river", "glass", "stone", "bread", "salt"], k=6))
-        for _ in range(2)
-    ]
-    form = chance.choice(["Translate into French: {}", "Summarise this text: {}", 'Is "{}" grammatical?'])
-    return form.format(words[0]), form.format(words[1])
-
-
-@pytest.mark.parametrize("swap", [entity_swap, number_swap, negation_swap, template_swap])
-def test_swaps_are_never_shared(swap) -> None:
+@pytest.mark.parametrize("kind", SWAPS)
+def test_swaps_are_never_shared(kind: str) -> None:
     chance = random.Random(1)
     shared = []
     for _ in range(1000):
-        first, second = swap(chance)
-        if first != second and refusal(first, second) is None:
+        first, second = SWAPS[kind](chance)
+        if first != second and compare(first, second).refusal is None:
             shared.append((first, second))
     assert not shared, shared[:3]
 
 
 @pytest.mark.parametrize(
-    ("first", "second"),
+    ("first", "second", "kind"),
     [
-        ("How do I repair a bicycle?", "How do you fix the bicycle?"),
-        ("What is the capital of France?", "what is capital of france"),
-        ("How does a heat pump work?", "How do the heat pumps work?"),
-        ("Explain photosynthesis.", "Please explain photosynthesis"),
+        ("What is the capital of France?", "what is the capital of france", "same words"),
+        ("What is the capital of France?", "what is capital of france", "small words"),
+        ("How does a heat pump work?", "How do the heat pumps work?", "small words"),
+        ("Explain photosynthesis.", "Please explain photosynthesis", "small words"),
+        ("How can I cook rice?", "What is the best way to cook rice?", "small words"),
+        ("Which river is the longest?", "What river is the longest?", "small words"),
+        ("How do I repair a bicycle?", "How do you fix the bicycle?", "synonyms"),
     ],
 )
-def test_the_same_question_in_other_words(first: str, second: str) -> None:
-    assert refusal(first, second) is None and refusal(second, first) is None
+def test_the_same_question_in_other_words(first: str, second: str, kind: str) -> None:
+    assert compare(first, second) == (None, kind) and compare(second, first) == (None, kind)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +54,7 @@ def test_the_same_question_in_other_words(first: str, second: str) -> None:
     ],
 )
 def test_each_row_of_the_table(first: str, second: str, why: str) -> None:
-    assert refusal(first, second) == why
+    assert compare(first, second).refusal == why
 
 
 @pytest.mark.parametrize(
@@ -102,6 +62,7 @@ def test_each_row_of_the_table(first: str, second: str, why: str) -> None:
     [
         ("What is my balance?", "personal"),
         ("What is the weather today?", "changing"),
+        ("Is this a prime number?", "referring"),
         (" ", "length"),
         ("What is a cat?", None),
     ],

@@ -8,6 +8,7 @@ from tests.serve.server import Server
 from twostroke.weights.catalog import DEFAULT, fetch
 
 TOOLS_MODEL = "qwen2.5-coder-0.5b"
+EMBEDDER = "all-minilm-l6-v2"
 
 
 def serving(model: str) -> Iterator[Server]:
@@ -28,3 +29,8 @@ def chat_server() -> Iterator[Server]:
 def tool_server() -> Iterator[Server]:
     """A model that was trained to call tools."""
     yield from serving(TOOLS_MODEL)
+
+
+@pytest.fixture(scope="session")
+def embedding_server() -> Iterator[Server]:
+    yield from serving(EMBEDDER)

@@ -68,6 +68,11 @@ def test_client(script: str, tool_server: Server) -> None:
     check_report(run([python, SCRIPTS / f"{script}.py"], settings(tool_server)))
 
 
+def test_langchains_embeddings(embedding_server: Server) -> None:
+    python = interpreter("langchain")
+    check_report(run([python, SCRIPTS / "langchain_embeddings_client.py"], settings(embedding_server)))
+
+
 @pytest.mark.parametrize("script", ["openai_js", "ai_sdk"])
 def test_javascript(script: str, tool_server: Server) -> None:
     folder = environments.folder()

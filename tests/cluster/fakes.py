@@ -32,35 +32,37 @@ class Fault:
 
 
 class FakeTransport:
-    """Source and fetching side in one process. `fault` says what happens to each transfer."""
+    """Sources and fetching sides in one process. `fault` says what happens to each transfer."""
 
     def __init__(self, fault: Callable[[], Fault] = Fault):
         self.fault = fault
-        self.source: Source
+        self.sources: dict[str, Source] = {}  # by address
         self.fetched: list[int] = []  # blocks of each transfer that was begun
         self.open = 0
 
     async def listen(self, source: Source) -> str:
-        self.source = source
-        return "fake"
+        address = f"fake {len(self.sources)}"
+        self.sources[address] = source
+        return address
 
     async def connect(self, address: str, ticket: bytes) -> FakeIncoming:
         fault = self.fault()
-        if address != "fake" or fault.refuse or not self.source.renew(ticket):
+        source = self.sources.get(address)
+        if source is None or fault.refuse or not source.renew(ticket):
             raise TransferError("refused")
         self.open += 1
-        return FakeIncoming(self, ticket, fault)
+        return FakeIncoming(self, source, ticket, fault)
 
     async def close(self) -> None:
         return
 
 
 class FakeIncoming:
-    def __init__(self, transport: FakeTransport, ticket: bytes, fault: Fault):
-        self.transport, self.ticket, self.fault = transport, ticket, fault
+    def __init__(self, transport: FakeTransport, source: Source, ticket: bytes, fault: Fault):
+        self.transport, self.source, self.ticket, self.fault = transport, source, ticket, fault
 
     async def renew(self) -> None:
-        if self.fault.cut_renewals or not self.transport.source.renew(self.ticket):
+        if self.fault.cut_renewals or not self.source.renew(self.ticket):
             raise TransferError("the peer closed the connection")
 
     async def fetch(self, wanted: Sequence[Name], block_bytes: int) -> Blocks:
@@ -68,7 +70,7 @@ class FakeIncoming:
         await asyncio.sleep(self.fault.delay)
         if self.fault.cut_renewals:
             raise TransferError("the peer closed the connection")
-        blocks = await self.transport.source.fetch(self.ticket, wanted)
+        blocks = await self.source.fetch(self.ticket, wanted)
         size, found = blocks.segment.size, blocks.found
         try:
             if self.fault.cut:
@@ -92,7 +94,7 @@ class FakeIncoming:
 
     async def close(self, complete: bool) -> None:
         self.transport.open -= 1
-        self.transport.source.end(self.ticket, complete)
+        self.source.end(self.ticket, complete)
 
 
 class Shelf:

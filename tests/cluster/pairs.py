@@ -1,4 +1,4 @@
-"""Pairs of engines for tests, behind the front end that the server uses."""
+"""Pairs of workers for tests, behind the front end that the server uses."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from pathlib import Path
 
 from tests.cluster.fakes import FakeTransport
 from twostroke.cluster.channel import derive
-from twostroke.cluster.pair import Pair
+from twostroke.cluster.member import Member
+from twostroke.cluster.pools import Pools, Seat
+from twostroke.cluster.router import Role
 from twostroke.cluster.transport import Transport
+from twostroke.cluster.worker import Worker
 from twostroke.remote.async_engine import AsyncEngine
 from twostroke.remote.client import BlockClient, EngineError
 from twostroke.remote.process import ProcessEngine
@@ -22,6 +25,20 @@ PEERS = derive(SECRET, "peers")
 NAMES = derive(SECRET, "names")
 SETTINGS: dict = {"threads": 1, "seed": 3, "max_model_len": 256, "kv_blocks": 80}
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
+
+
+class Pair(Pools):
+    """One worker of each kind."""
+
+    @property
+    def prefill(self) -> Member:
+        return self.members["prefill"]
+
+    @property
+    def decode(self) -> Member:
+        return self.members["decode"]
+
+
 Scenario = Callable[[AsyncEngine, Pair], Awaitable[None]]
 
 
@@ -44,7 +61,13 @@ def run_pair(
 
     async def whole() -> None:
         first, second = SETTINGS | (prefill or {}), SETTINGS | (decode or {})
-        pair = Pair(client(folder, kind, first), client(folder, kind, second), transport(), **options)  # type: ignore[arg-type]
+        one = transport()
+        other = one if isinstance(one, FakeTransport) else transport()
+        seats = {
+            "prefill": Seat(Role.PREFILL, Worker(client(folder, kind, first), one, **options)),  # type: ignore[arg-type]
+            "decode": Seat(Role.DECODE, Worker(client(folder, kind, second), other, **options)),  # type: ignore[arg-type]
+        }
+        pair = Pair(seats, apart=True)
         engine = AsyncEngine(folder, second, client=pair, max_queue=200)
         try:
             await asyncio.wait_for(engine.start(), 120)
@@ -56,20 +79,23 @@ def run_pair(
     asyncio.run(whole())
 
 
-async def moved(pair: Pair) -> None:
+async def moved(pair: Pools) -> None:
     """An answer may be complete before the transfer that began it has been closed."""
     while pair._moves:
         await asyncio.sleep(0.005)
 
 
-async def all_back(engine: AsyncEngine, pair: Pair) -> None:
+async def all_back(engine: AsyncEngine, pair: Pools) -> None:
     """Until no request, lease or transfer is left, and every block is free or cached in both engines."""
-    while engine.in_flight or pair.flights or pair._moves or len(pair.holder.leases):
+    while (
+        engine.in_flight or pair.flights or pair._moves or any(one.worker.held.leases for one in pair.members.values())
+    ):
         await asyncio.sleep(0.01)
-    for side in (pair.prefill, pair.decode):
+    assert not pair._by_number and not any(one.queued or one.streams for one in pair.members.values())
+    for side in pair.members.values():
         while side.up:
             with contextlib.suppress(EngineError):  # it may have been killed a moment ago
-                await side.engine.steps(0, 1)  # an engine reports its counts after each message
+                await side.worker.steps(0, 1)  # an engine reports its counts after each message
             await asyncio.sleep(0.02)
             counts = side.counts
             if counts.blocks_free + counts.blocks_cached == counts.blocks_total and not counts.running + counts.waiting:

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.fakes import FakeTransport, Fault
-from tests.cluster.pairs import GREEDY, PEERS, all_back, answer, moved, run_pair
+from tests.cluster.pairs import GREEDY, PEERS, Pair, all_back, answer, moved, run_pair
 from tests.cluster.test_pair import PROMPT, Alone
-from twostroke.cluster.pair import GONE, Pair
+from twostroke.cluster.pools import GONE
 from twostroke.cluster.sockets import SharedMemoryTransport, TcpTransport
 from twostroke.remote import client
 from twostroke.remote.async_engine import ENGINE_GONE, AsyncEngine
@@ -54,10 +54,10 @@ def test_every_fault_of_a_transport_costs_time_and_no_token(llama_folder: Path, 
             transport.fault = lambda fault=fault: fault  # type: ignore[misc]
             assert await answer(engine, prompt) == want[number]
             await moved(pair)
-            assert sum(pair.handover.counts.failed.values()) == number + 1
+            assert sum(pair.counts.failed.values()) == number + 1
             await all_back(engine, pair)
-        assert pair.handover.counts.failed == {"transfer": 3, "damaged or missing": 3, "deadline": 1}
-        assert pair.handover.counts.done == 0 and transport.open == 0
+        assert pair.counts.failed == {"transfer": 3, "damaged or missing": 3, "deadline": 1}
+        assert pair.counts.done == 0 and transport.open == 0
         assert pair.decode.counts.computed_tokens >= sum(map(len, prompts(len(FAULTS))))
 
     run_pair(llama_folder, scenario, lambda: transport, transfer_seconds=0.5)
@@ -70,8 +70,8 @@ def test_a_lease_that_is_not_renewed_ends(llama_folder: Path, llama_alone: Alone
     async def scenario(engine: AsyncEngine, pair: Pair) -> None:
         assert await answer(engine, PROMPT) == want
         await moved(pair)
-        assert pair.holder.leases.ended == {"expired": 1}
-        assert pair.handover.counts.failed == {"transfer": 1}
+        assert pair.prefill.worker.holder.leases.ended == {"expired": 1}
+        assert pair.counts.failed == {"transfer": 1}
 
     run_pair(llama_folder, scenario, lambda: FakeTransport(lambda: Fault(delay=0.4)), lease=0.1)
 
@@ -108,7 +108,7 @@ def test_blocks_that_are_lent_give_way_to_a_prompt_that_needs_them(llama_folder:
     async def scenario(engine: AsyncEngine, pair: Pair) -> None:
         assert list(await asyncio.gather(*(answer(engine, prompt) for prompt in many))) == want
         await moved(pair)
-        assert 0 < sum(pair.handover.counts.failed.values()) <= 3
+        assert 0 < sum(pair.counts.failed.values()) <= 3
 
     small = {"kv_blocks": 11, "max_model_len": 170}
     run_pair(llama_folder, scenario, lambda: FakeTransport(lambda: Fault(delay=1.0)), prefill=small)
@@ -129,7 +129,7 @@ def test_a_decode_engine_that_answers_too_late_keeps_nothing(
 
     async def scenario(engine: AsyncEngine, pair: Pair) -> None:
         assert await answer(engine, PROMPT) == want
-        assert pair.prefill.counts.output_tokens == 12 and pair.handover.counts.done == 0
+        assert pair.prefill.counts.output_tokens == 12 and pair.counts.done == 0
 
     for transfer_seconds in (10.0, 0.1):
         run_pair(llama_folder, scenario, transfer_seconds=transfer_seconds)
@@ -156,14 +156,14 @@ def test_a_prefill_process_is_killed(llama_folder: Path, llama_alone: Alone) -> 
     async def scenario(engine: AsyncEngine, pair: Pair) -> None:
         first = asyncio.ensure_future(answer(engine, PROMPT))
         await until(lambda: transport.fetched)
-        kill(pair.prefill.engine)
+        kill(pair.prefill.worker.engine)
         assert await first == want[0]
-        assert pair.handover.counts.failed == {"transfer": 1} and pair.holder.leases.ended == {"failed": 1}
+        assert pair.counts.failed == {"transfer": 1} and pair.prefill.worker.holder.leases.ended == {"failed": 1}
         assert engine.client.healthy and pair.restarts == 0
-        await until(lambda: pair.prefill.engine.healthy)
+        await until(lambda: pair.prefill.worker.engine.healthy)
         second = asyncio.ensure_future(answer(engine, PROMPT[::-1] * 3))
         await until(lambda: pair.prefill.counts.running)
-        kill(pair.prefill.engine)
+        kill(pair.prefill.worker.engine)
         assert await second == want[1]
         assert pair.resumed == 1 and pair.prefill.losses == 2
 
@@ -177,17 +177,17 @@ def test_a_decode_process_is_killed(llama_folder: Path, llama_alone: Alone) -> N
     async def scenario(engine: AsyncEngine, pair: Pair) -> None:
         streams = [asyncio.ensure_future(answer(engine, prompt, LONG)) for prompt in prompts(3)]
         await until(lambda: sum(len(flight.written) for flight in pair.flights.values()) > 60)
-        kill(pair.decode.engine)
+        kill(pair.decode.worker.engine)
         assert [await stream for stream in streams] == want
         assert pair.resumed >= 1 and pair.restarts == 0
         lost = engine.submit(prompts(2), LONG)
         await until(lambda: any(flight.written for flight in pair.flights.values()))
         for side in (pair.prefill, pair.decode):
             if side.up:
-                kill(side.engine)
+                kill(side.worker.engine)
         pieces = [piece async for piece in lost]
         assert [piece.event.error for piece in pieces if piece.event.finish_reason is not None] == [ENGINE_GONE] * 2
-        await until(lambda: pair.prefill.engine.healthy and pair.decode.engine.healthy)
+        await until(lambda: pair.prefill.worker.engine.healthy and pair.decode.worker.engine.healthy)
         assert await answer(engine, prompts(1)[0], LONG) == want[0]
 
     run_pair(llama_folder, scenario, lambda: SharedMemoryTransport(PEERS), "process")
@@ -220,7 +220,7 @@ def test_five_hundred_random_faults(llama_folder: Path, llama_alone: Alone) -> N
             assert await answer(engine, prompt, asked) == llama_alone.answer(prompt, asked)
 
     async def scenario(engine: AsyncEngine, pair: Pair) -> None:
-        counts = pair.handover.counts
+        counts = pair.counts
         while sum(counts.failed.values()) < 500:
             await asyncio.gather(*(one(engine) for _ in range(8)))
         await all_back(engine, pair)
@@ -243,15 +243,15 @@ def test_processes_that_are_killed_and_stopped_again_and_again(
 
     async def scenario(engine: AsyncEngine, pair: Pair) -> None:
         for _ in range(8):
-            await until(lambda: pair.prefill.engine.healthy and pair.decode.engine.healthy)
+            await until(lambda: pair.prefill.worker.engine.healthy and pair.decode.worker.engine.healthy)
             running = [asyncio.ensure_future(one(engine, prompt)) for prompt in prompts(6)]
             await asyncio.sleep(rng.random() * 0.4)
             side = rng.choice([pair.prefill, pair.decode])
             stopped = rng.random() < 0.4
-            kill(side.engine, signal.SIGSTOP if stopped else signal.SIGKILL)
+            kill(side.worker.engine, signal.SIGSTOP if stopped else signal.SIGKILL)
             if stopped:
                 await asyncio.sleep(1.0)
-                kill(side.engine, signal.SIGCONT)
+                kill(side.worker.engine, signal.SIGCONT)
             await asyncio.gather(*running)
             await asyncio.wait_for(all_back(engine, pair), 10)
         assert pair.restarts == 0
@@ -259,7 +259,10 @@ def test_processes_that_are_killed_and_stopped_again_and_again(
     run_pair(llama_folder, scenario, lambda: transport(PEERS), "process")
 
 
-def test_a_request_without_any_engine_ends_at_once(llama_folder: Path) -> None:
+def test_a_request_without_any_engine_ends_at_once(llama_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are lost between the check of their health and the request."""
+    monkeypatch.setattr(Pair, "healthy", True)
+
     async def scenario(engine: AsyncEngine, pair: Pair) -> None:
         pair.prefill.up = pair.decode.up = False
         stream = engine.submit([PROMPT[:10]], GREEDY)

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.cluster.fakes import FakeTransport
-from tests.cluster.pairs import GREEDY, PEERS, SETTINGS, answer, moved, run_pair
-from twostroke.cluster.pair import Pair
+from tests.cluster.pairs import GREEDY, PEERS, SETTINGS, Pair, answer, moved, run_pair
 from twostroke.cluster.sockets import SharedMemoryTransport, TcpTransport
 from twostroke.engine.llm import LLM
 from twostroke.errors import ConfigError
@@ -48,7 +47,7 @@ def test_two_processes_write_one_answer(llama_folder: Path, llama_alone: Alone, 
     want, sampled = llama_alone.answer(PROMPT), llama_alone.answer(PROMPT[:50], SAMPLED)
 
     async def scenario(engine: AsyncEngine, pair: Pair) -> None:
-        counts = pair.handover.counts
+        counts = pair.counts
         assert await answer(engine, PROMPT) == want
         await moved(pair)
         assert (counts.done, counts.blocks, sum(counts.failed.values())) == (1, 4, 0)
@@ -58,7 +57,7 @@ def test_two_processes_write_one_answer(llama_folder: Path, llama_alone: Alone, 
         assert await answer(engine, PROMPT[:50], SAMPLED) == sampled
         await moved(pair)
         assert counts.done == 4 and counts.blocks == 4, "blocks that are there are not sent again"
-        assert pair.holder.leases.ended == {"done": 4}
+        assert pair.prefill.worker.holder.leases.ended == {"done": 4}
 
     run_pair(llama_folder, scenario, lambda: transport(PEERS), "process", decode={"speculate": "off"})
 
@@ -140,7 +139,7 @@ def test_windows_and_narrow_blocks_travel(gemma_folder: Path, kv_dtype: str) -> 
     async def scenario(engine: AsyncEngine, pair: Pair) -> None:
         assert await answer(engine, PROMPT) == want
         await moved(pair)
-        counts = pair.handover.counts
+        counts = pair.counts
         assert counts.done == 1 and not counts.failed
         assert pair.decode.counts.computed_tokens < len(PROMPT), "the prompt was not computed again"
 
@@ -164,7 +163,7 @@ def test_what_a_request_may_ask_for_is_kept_across_the_engines(llama_folder: Pat
     async def scenario(engine: AsyncEngine, pair: Pair) -> None:
         assert [await answer(engine, PROMPT[:40], params) for params in many] == want
         await moved(pair)
-        assert pair.handover.counts.done >= 4 and not pair.handover.counts.failed
+        assert pair.counts.done >= 4 and not pair.counts.failed
 
     run_pair(llama_folder, scenario)
 
@@ -202,7 +201,7 @@ def test_a_decode_engine_without_room_keeps_the_lease_until_it_has_some(llama_fo
     async def scenario(engine: AsyncEngine, pair: Pair) -> None:
         assert list(await asyncio.gather(*(answer(engine, prompt, long) for prompt in prompts))) == want
         await moved(pair)
-        assert pair.handover.counts.done == 4 and not pair.handover.counts.failed
+        assert pair.counts.done == 4 and not pair.counts.failed
 
     slow = {"max_requests": 1, "speculate": "off"}
     run_pair(llama_folder, scenario, decode=slow, lease=0.3, transfer_seconds=60.0)
@@ -219,12 +218,16 @@ def test_engines_that_name_blocks_differently_do_not_start(llama_folder: Path) -
 def test_settings_change_in_both_engines_or_in_none(llama_folder: Path) -> None:
     async def scenario(engine: AsyncEngine, pair: Pair) -> None:
         await engine.change({"max_gap": 0.5})
-        assert pair.prefill.engine.changed == pair.decode.engine.changed == {"max_gap": 0.5}
-        with pytest.raises(ConfigError):
-            await engine.change({"max_requests": 4})  # the decode engine began with fewer
-        assert pair.decode.engine.changed == {"max_gap": 0.5}
-        assert pair.prefill.engine.changed["max_requests"] == 5
+        assert pair.prefill.worker.engine.changed == pair.decode.worker.engine.changed == {"max_gap": 0.5}
+        with pytest.raises(ConfigError, match="max_batch_tokens must not be below max_requests"):
+            await engine.change({"max_batch_tokens": 3})
+        assert pair.decode.worker.engine.changed == {"max_gap": 0.5}
+        assert pair.prefill.worker.engine.changed["max_batch_tokens"] == 256
+        with pytest.raises(ConfigError, match="shows the sum over its workers"):
+            await engine.change({"max_requests": 2})
+        assert engine.intake.settings.max_requests == 5
         assert engine.intake.settings.max_gap == 0.5
         assert await answer(engine, PROMPT)
 
-    run_pair(llama_folder, scenario, prefill={"max_requests": 5}, decode={"max_requests": 2})
+    first = {"max_requests": 2, "max_batch_tokens": 256}
+    run_pair(llama_folder, scenario, prefill=first, decode={"max_requests": 5})

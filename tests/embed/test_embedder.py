@@ -121,6 +121,15 @@ def test_a_vector_has_the_same_bits_in_any_batch(kind: str, request: pytest.Fixt
             assert all(row.tobytes() == alone[text] for text, row in zip(batch, one.embed(batch), strict=True))
 
 
+def test_eight_bits_are_near_and_have_the_same_bits_in_any_batch(bert: Path, decoder: Path) -> None:
+    exact, coded = (Embedder.open(bert, threads=1, coded=coded) for coded in (False, True))
+    rows = coded.embed(TEXTS)
+    assert cosines(rows, exact.embed(TEXTS)).min() > 0.995
+    assert all((coded.embed([text])[0] == row).all() for text, row in zip(TEXTS, rows, strict=True))
+    with pytest.raises(ConfigError, match="coded"):
+        Embedder.open(decoder, coded=True)
+
+
 def test_token_ids_and_dimensions(bert: Path) -> None:
     embedder = Embedder.open(bert)
     text = embedder.embed([TEXTS[0]])

@@ -25,7 +25,8 @@ from twostroke.engine.exchange import export_prefix, submit_with
 from twostroke.engine.settings import change
 from twostroke.grammar.tools import tool_grammar
 from twostroke.sampling import Grammar
-from twostroke.text.tools import HERMES, read_choice
+from twostroke.text.formats import HERMES
+from twostroke.text.tools import read_choice
 from twostroke.types import Request, RequestState
 
 PROMPTS = [[(7 * i + 13 * n) % 290 + 3 for i in range(20 + 9 * n)] for n in range(5)]

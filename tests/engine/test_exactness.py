@@ -189,6 +189,37 @@ def test_levers_do_not_change_a_token_of_latent_attention(latent_model, many, le
 
 
 @pytest.fixture(scope="module")
+def compressed_model(compressed_folder, llama_pair):
+    """With a draft model of another kind: their caches share the pool."""
+    return compressed_folder, {}, Alone(compressed_folder), llama_pair[1]
+
+
+@random_lives(5)
+def test_levers_do_not_change_a_token_of_compressed_attention(compressed_model, many, lever):
+    check_levers(compressed_model, many, lever | {"kv_blocks": 2 * lever["kv_blocks"]})
+
+
+@pytest.mark.slow
+@random_lives(60)
+def test_many_levers_do_not_change_a_token_of_compressed_attention(compressed_model, many, lever):
+    check_levers(compressed_model, many, lever | {"kv_blocks": 2 * lever["kv_blocks"]})
+
+
+def test_compressed_entries_are_shared_at_whole_multiples(compressed_folder):
+    """Entries of 4 and of 32 tokens: a prefix is shared in steps of 32, also after its states are gone."""
+    alone = Alone(compressed_folder)
+    llm = LLM(compressed_folder, kv_blocks=400, speculate="off", **BASE)
+    first = Ask(tuple(i % 300 + 3 for i in range(101)), 20, 0.0, 1, 0, None)
+    run_together(llm, [first])
+    for kept in (31, 32, 33, 70, 100):
+        before = llm.stats()["cached_tokens"]
+        ask = Ask((*first.tokens[:kept], 299), 9, 0.0, 1, 0, None)
+        ((_, output),) = run_together(llm, [ask])
+        assert result(output) == alone.answer(ask)
+        assert llm.stats()["cached_tokens"] - before == 32 * (kept // 32)
+
+
+@pytest.fixture(scope="module")
 def sinks_model(gpt_oss_pair):
     folder, draft = gpt_oss_pair
     return folder, {}, Alone(folder), draft
@@ -277,12 +308,13 @@ def test_levers_do_not_change_a_token_of_the_quantized_default_model(quantized_m
     check_levers(quantized_model, REAL, {"prefix_cache": True, "host_slots": 0} | lever)
 
 
-@pytest.mark.parametrize("kind", ["llama", "latent"])
-def test_preemption_really_happens_and_changes_nothing(kind, llama_folder, deepseek_pair):
-    folder = llama_folder if kind == "llama" else deepseek_pair[0]
+@pytest.mark.parametrize("kind", ["llama", "latent", "compressed"])
+def test_preemption_really_happens_and_changes_nothing(kind, llama_folder, deepseek_pair, compressed_folder):
+    folder = {"llama": llama_folder, "latent": deepseek_pair[0], "compressed": compressed_folder}[kind]
     alone = Alone(folder)
     many = [Ask(tuple(range(10 * i + 3, 10 * i + 33)), 24, 0.0, 1, 0, None) for i in range(10)]
-    llm = LLM(folder, kv_blocks=16, **(BASE | {"max_model_len": 128}))
+    blocks = 60 if kind == "compressed" else 16
+    llm = LLM(folder, kv_blocks=blocks, **(BASE | {"max_model_len": 128}))
     for ask, output in run_together(llm, many):
         assert result(output) == alone.answer(ask)
     stats = llm.stats()

@@ -15,9 +15,11 @@ from twostroke.grammar.masks import GrammarState
 from twostroke.grammar.schema import close_objects
 from twostroke.grammar.tools import MAX_CALLS, tool_grammar
 from twostroke.sampling import Grammar
+from twostroke.text import formats
+from twostroke.text.formats import HERMES, LLAMA, MISTRAL, tool_format
 from twostroke.text.parse import Call, StreamParser
 from twostroke.text.tokenizer import from_folder
-from twostroke.text.tools import HERMES, LLAMA, MISTRAL, marker_ids, read_choice, read_tools, tool_format
+from twostroke.text.tools import marker_ids, read_choice, read_tools
 
 WEATHER = {
     "type": "object",
@@ -39,6 +41,7 @@ TOOLS = read_tools(
         {"type": "function", "function": {"name": "now"}},
     ]
 )
+RAW_NOW = {"type": "function", "function": {"name": "now"}}
 NAMED = {"type": "function", "function": {"name": "tree"}}
 
 
@@ -49,7 +52,7 @@ def llm(llama_folder):
 
 def calls_in(text, form, tools=TOOLS):
     """The calls in a text that must be nothing but valid calls."""
-    parser = StreamParser(form, {tool.name for tool in tools})
+    parser = StreamParser(form, {tool.name: tool.parameters for tool in tools})
     whole: dict[int, list[str]] = {}
     for delta in parser.push(text) + parser.finish():
         assert isinstance(delta, Call), delta
@@ -59,6 +62,47 @@ def calls_in(text, form, tools=TOOLS):
     for name, arguments in whole.values():
         jsonschema.validate(json.loads(arguments), schemas[name])
     return [(name, json.loads(arguments)) for name, arguments in whole.values()]
+
+
+OTHERS = [formats.DEEPSEEK, formats.DEEPSEEK_V31, formats.KIMI, formats.MISTRAL_ARGS, formats.QWEN_XML, formats.GLM,
+          formats.DSML, formats.HARMONY]  # fmt: skip
+
+
+@pytest.mark.parametrize("form", OTHERS, ids=lambda form: form.family)
+def test_random_walks_call_in_every_form(compiler, tokenizer, form):
+    places = {"type": "object", "properties": {"unit": {"enum": ["C", "F"]}, "days": {"type": "integer", "minimum": 0,
+              "maximum": 9}, "at": {"type": ["boolean", "null"]}}, "required": ["unit", "days"]}  # fmt: skip
+    tools = read_tools([{"type": "function", "function": {"name": "places", "parameters": places}}, RAW_NOW])
+    grammar = tool_grammar(tools, read_choice("required", tools), form, tokenizer)
+    names = set()
+    for seed in range(6):
+        tokens = walk(compiler, grammar, seed, 300, hurry=0.5)
+        if tokens is not None:
+            found = calls_in(tokenizer.decode(tokens, skip_special=False, at_start=False), form, tools)
+            names |= {name for name, _ in found}
+            assert 1 <= len(found) <= (1 if form.channels else MAX_CALLS)
+    assert names <= {"places", "now"} and names
+
+
+@pytest.mark.parametrize("form", [formats.QWEN_XML, formats.DSML], ids=lambda form: form.family)
+def test_strings_between_tags_are_any_text(compiler, tokenizer, form):
+    texts = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    tools = read_tools([{"type": "function", "function": {"name": "f", "parameters": texts}}])
+    grammar = tool_grammar(tools, read_choice("required", tools), form, tokenizer, parallel=False)
+    for city in ("a < b </p>", "\n", 'say "hi" {"'):
+        opening = ' string="true">' if form.tags.values[0][0] else ""
+        body = form.tags.argument.format(key="city", open=opening, value=city)
+        text = form.begin + form.lead.format(name="f") + body + form.tail + form.end
+        if form.section[0]:
+            text = f"{form.section[0]}\n{text}\n{form.section[1]}"
+        state = start(compiler, grammar)
+        for token in tokenizer.encode(text, add_special=False):
+            assert state.next_tokens()[0][token], text
+            state.advance(token)
+        assert state.next_tokens()[1] and calls_in(text, form, tools) == [("f", {"city": city})]
+    bad = read_tools([{"type": "function", "function": {"name": "f", "parameters": {"anyOf": [texts]}}}])
+    with pytest.raises(InputError, match=r"tools\[0\].function.parameters: anyOf"):
+        tool_grammar(bad, read_choice("required", bad), form)
 
 
 @pytest.mark.parametrize("form", [HERMES, LLAMA, MISTRAL], ids=lambda form: form.family)

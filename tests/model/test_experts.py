@@ -120,7 +120,9 @@ class Part(Parameters):
 def feed_of(folder: Path, feed: ExpertsArch, layer: int) -> Any:
     checkpoint = open_checkpoint(folder)
     part = Part(checkpoint, feed, f"model.layers.{layer}.", 64)
-    return lambda x: _feed(part, part.arch.layers[0], "feed.").run(part.ops, x).inner
+    return lambda x: (
+        _feed(part, part.arch.layers[0], "feed.").run(part.ops, x, torch.zeros(len(x), dtype=torch.int64)).inner
+    )
 
 
 def save_random(kind: str, folder: Path, **values: Any) -> Any:

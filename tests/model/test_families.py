@@ -23,7 +23,17 @@ MIXTURES = ("qwen3_moe", "mixtral", "olmoe", "gpt_oss")
 EXPERTS = {"num_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 LLAMA = {**SHAPE, "model_type": "llama", "rms_norm_eps": 1e-5}
 GEMMA = {**SHAPE, "model_type": "gemma3_text", "head_dim": 8}
+DEEPSEEK_V4 = {**SHAPE, "model_type": "deepseek_v4", "num_key_value_heads": 1, "head_dim": 32, "qk_rope_head_dim": 8}
+DEEPSEEK_V4 |= {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "o_groups": 2}
 DEEPSEEK = {**SHAPE, "model_type": "deepseek_v3", "num_key_value_heads": 6, "first_k_dense_replace": 3}
+
+
+def test_published_quantized_formats_are_known() -> None:
+    mxfp4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+    fp8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    gpt_oss = {**LLAMA, **EXPERTS, "model_type": "gpt_oss", "sliding_window": 16}
+    assert arch_from_config({**gpt_oss, "quantization_config": mxfp4}) == arch_from_config(gpt_oss)
+    assert arch_from_config({**DEEPSEEK, "quantization_config": fp8}) == arch_from_config(DEEPSEEK)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +58,29 @@ DEEPSEEK = {**SHAPE, "model_type": "deepseek_v3", "num_key_value_heads": 6, "fir
         (LLAMA, {"hidden_act": "relu"}, "hidden_act"),
         (LLAMA, {"mlp_bias": True}, "mlp_bias"),
         (LLAMA, {"num_local_experts": 8}, "num_local_experts"),
-        (LLAMA, {"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
+        (LLAMA, {"quantization_config": {"quant_method": "awq"}}, "quantization_config has quant_method 'awq'"),
+        (LLAMA, {"quantization_config": {"quant_method": "mxfp4"}}, "is not read for llama"),
+        (LLAMA, {"quantization_config": "fp8"}, "quantization_config must be an object"),
+        (LLAMA, {"quantization_config": {"quant_method": "fp8"}}, "weight_block_size is None"),
+        (LLAMA, {"quantization_config": {"quant_method": "fp8", "fmt": "e5m2"}}, "fmt is 'e5m2'"),
+        (DEEPSEEK_V4, {"quantization_config": {"quant_method": "fp8"}}, "not read for deepseek_v4"),
+        (DEEPSEEK_V4, {"n_routed_experts": 0}, "n_routed_experts must lie between 1 and"),
+        (DEEPSEEK_V4, {"num_experts_per_tok": 9}, "num_experts_per_tok is 9, but there are 8 experts"),
+        (DEEPSEEK_V4, {"num_key_value_heads": 2}, "num_key_value_heads is 2"),
+        (DEEPSEEK_V4, {"o_groups": 4}, "o_groups is 4, which does not divide 6 heads"),
+        (DEEPSEEK_V4, {"compress_rates": {"compressed_sparse_attention": 5}}, "compress_rates has 5"),
+        (DEEPSEEK_V4, {"compress_rates": {"heavily_compressed_attention": 0}}, "heavily_compressed_attention"),
+        (DEEPSEEK_V4, {"compress_rate_hca": 10**9}, "compress_rate_hca"),
+        (DEEPSEEK_V4, {"layer_types": ["full_attention"] * 3}, "layer_types must be a list of 3 entries"),
+        (DEEPSEEK_V4, {"compress_ratios": [0, 4, 7]}, "compress_ratios must be a list of 3 entries"),
+        (DEEPSEEK_V4, {"mlp_layer_types": ["dense"] * 3}, "mlp_layer_types must be a list of 3 entries"),
+        (DEEPSEEK_V4, {"qk_rope_head_dim": 7}, "qk_rope_head_dim must be even"),
+        (DEEPSEEK_V4, {"index_head_dim": 4}, "index_head_dim is 4, less than the 8"),
+        (DEEPSEEK_V4, {"head_dim": 40}, "head_dim is 40; that must be a multiple of 16"),
+        (DEEPSEEK_V4, {"hc_mult": 0}, "hc_mult"),
+        (DEEPSEEK_V4, {"swiglu_limit": 7.0}, "swiglu_limit is 7.0"),
+        (DEEPSEEK_V4, {"scoring_func": "softmax"}, "scoring_func"),
+        (DEEPSEEK_V4, {"rope_parameters": {"rope_type": "longrope"}}, "long_factor|short_factor"),
         (LLAMA, {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
         (LLAMA, {"rope_scaling": {"rope_type": "linear"}}, "factor is missing"),
         (LLAMA, {"rope_scaling": "linear"}, "rope_scaling"),

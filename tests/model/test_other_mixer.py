@@ -18,7 +18,8 @@ from twostroke.cost.simulation.recording import UNKNOWN
 from twostroke.engine.core import Core
 from twostroke.hardware import Hardware
 from twostroke.kv.storage import KVStorage
-from twostroke.model.arch import Arch, KVEntry, KVPart, LayerArch, Product, seen_pairs
+from twostroke.model.arch import Arch, LayerArch, Product, seen_pairs
+from twostroke.model.entry import KVEntry, KVPart
 from twostroke.model.layers import Branch, Layer, PackedProduct
 from twostroke.model.transformer import Transformer
 from twostroke.ops.cpu.backend import NativeCpuOps
@@ -54,8 +55,8 @@ class MeanArch:
     def attention_flops(self, start: int, count: int) -> int:
         return seen_pairs(start, count, self.window) * WIDTH
 
-    def entry(self, kv_dtype: str) -> KVEntry:
-        return KVEntry((KVPart("keys", 1, WIDTH, "float32"),), self.window)
+    def entries(self, kv_dtype: str) -> tuple[KVEntry, ...]:
+        return (KVEntry((KVPart("keys", 1, WIDTH, "float32"),), self.window),)
 
     def stores(self, kv_dtype: str) -> bool:
         return True  # it keeps float32 in any case
@@ -132,8 +133,8 @@ PROMPTS = [[(5 * i + n) % 90 + 3 for i in range(50 + 7 * n)] for n in range(5)]
 
 def test_sizing_reads_the_entries(model):
     layout = engine(model).scheduler.tables.layout
-    grouped = model.arch.layers[0].mixer.entry("float16")
-    mine = model.arch.layers[1].mixer.entry("float16")
+    grouped = model.arch.layers[0].mixer.entries("float16")[0]
+    mine = model.arch.layers[1].mixer.entries("float16")[0]
     assert [group.entry for group in layout.groups].count(mine) == 1
     assert layout.token_bytes == (len(model.arch.layers) - 1) * grouped.bytes + 4 * WIDTH
     assert layout.block_bytes == max(len(group.layers) * group.entry.block_bytes for group in layout.groups)

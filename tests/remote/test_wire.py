@@ -34,7 +34,7 @@ request_ids = st.integers(0, 2**53 - 1)
 scores = st.builds(
     TokenLogprobs, ids, st.floats(allow_nan=False), st.lists(st.tuples(ids, st.floats(allow_nan=False))).map(tuple)
 )
-facts = st.builds(Facts, *[st.none() | st.floats(0, 1e9)] * 2, *[ids] * 6)
+facts = st.builds(Facts, *[st.none() | st.floats(0, 1e9)] * 2, *[ids] * 6, st.floats(0, 1e9))
 events = st.builds(
     Event, request_ids, st.lists(ids).map(tuple), st.none() | st.sampled_from(FinishReason),
     st.lists(scores).map(tuple), st.none() | st.dictionaries(ids, scores, max_size=3), st.none() | st.text(min_size=1),

@@ -3,7 +3,7 @@
 import numpy as np
 
 from twostroke.kv.layout import KVGroup
-from twostroke.model.arch import KVEntry
+from twostroke.model.entry import KVEntry
 from twostroke.ops.interface import BLOCK
 from twostroke.run.step import StepRows
 from twostroke.sampling import SamplingParams

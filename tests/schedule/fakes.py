@@ -13,7 +13,7 @@ from twostroke.kv.blocks import BlockPool
 from twostroke.kv.layout import KVGroup, KVLayout
 from twostroke.kv.offload import HostPool
 from twostroke.kv.tables import KVTables
-from twostroke.model.arch import KVEntry, KVPart
+from twostroke.model.entry import KVEntry, KVPart
 from twostroke.ops.interface import BLOCK
 from twostroke.sampling import SamplingParams
 from twostroke.schedule.pace import Pace

@@ -24,8 +24,8 @@ PATIENT = 120.0  # seconds for what takes moments: the machine may be slow and b
 
 
 class Server:
-    """`twostroke serve` as a user starts it, with a checkpoint or a name of the catalog. `code` may change the package
-    before it runs (patience, limits). admin: which of the keys is the admin's."""
+    """`twostroke serve` (or `cluster`) as a user starts it, with a checkpoint or a name of the catalog. `code` may
+    change the package before it runs (patience, limits). admin: which of the keys is the admin's."""
 
     def __init__(
         self,
@@ -35,6 +35,7 @@ class Server:
         keys: tuple[str, ...] = (KEY, OTHER_KEY),
         admin: str | None = KEY,
         threads: int = 1,
+        command: str = "serve",
     ):
         where = folder.parent if isinstance(folder, Path) else Path(tempfile.gettempdir())
         self.key_file = where / f"keys-{os.getpid()}-{id(self)}"
@@ -42,11 +43,11 @@ class Server:
         given = ("--api-key-file", str(self.key_file)) if keys else ()
         if keys and admin is not None:
             given += ("--admin-key", admin)
-        command = [
+        started = [
             sys.executable,
             "-c",
             code + "\n" + RUN,
-            "serve",
+            command,
             str(folder),
             "--port",
             "0",
@@ -54,7 +55,7 @@ class Server:
             f"threads={threads}",
         ]
         self.process = subprocess.Popen(
-            [*command, *given, *arguments], cwd=ROOT, stderr=subprocess.PIPE, text=True,
+            [*started, *given, *arguments], cwd=ROOT, stderr=subprocess.PIPE, text=True,
             env={**os.environ, "OMP_NUM_THREADS": str(threads)},
         )  # fmt: skip
         self.lines: list[str] = []

@@ -18,6 +18,7 @@ from twostroke.engine.answer import StreamEvent
 from twostroke.serve.api.chat import ChatRequest
 from twostroke.serve.segments import CONTENT, REASONING, SegmentReader
 from twostroke.serve.structured import FormContext
+from twostroke.text.formats import HARMONY
 from twostroke.text.tokenizer import from_folder
 
 SCHEMA = {
@@ -188,6 +189,57 @@ def test_what_a_grammar_binds_is_all_answer(tmp_path: Path) -> None:
     required = ChatRequest.model_validate({**CHAT, "tools": [TOOL], "tool_choice": "required"})
     forced = required.answer_format(FormContext(tokenizer))
     assert forced.grammar is not None and not forced.reasons
+
+
+def harmony_folder(folder: Path) -> Path:
+    """A vocabulary with Harmony's marks as special tokens, and a template that writes them."""
+    folder = tiny.tiny_llama(folder)
+    data = json.loads((folder / "tokenizer.json").read_text())
+    number = max(token["id"] for token in data["added_tokens"])
+    known = max(max(data["model"]["vocab"].values()), number) + 1
+    data["added_tokens"] += [
+        {"id": known + index, "content": mark, "special": True, "single_word": False, "lstrip": False, "rstrip": False,
+         "normalized": False} for index, mark in enumerate(HARMONY.marks)
+    ]  # fmt: skip
+    (folder / "tokenizer.json").write_text(json.dumps(data))
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    template = "{{ tools }}{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}"
+    template += "<|start|>assistant{# <|channel|> #}"
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": template}))
+    return folder
+
+
+def test_channels_become_content_reasoning_and_calls(tmp_path: Path) -> None:
+    tokenizer = from_folder(harmony_folder(tmp_path / "harmony"))
+    text = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>"
+    call = 'commentary to=functions.look_up <|constrain|>json<|message|>{"name": "A", "age": 3}<|call|>'
+
+    def read(answer: str, **more: object) -> SegmentReader:
+        """The answer as the engine decodes it: special tokens are skipped, except those that the form needs."""
+        form = ChatRequest.model_validate({**CHAT, **more}).answer_format(FormContext(tokenizer))
+        reader = form.reader("<|start|>assistant")
+        ids = tokenizer.encode(answer, add_special=False)
+        shown = [number for number in ids if number not in tokenizer.special_ids or number in form.visible]
+        for number in shown:
+            reader.push(StreamEvent(tokenizer.decode([number], skip_special=False, at_start=False), (number,), None, 0))
+        reader.push(StreamEvent("", (), "stop", 0))
+        return reader
+
+    plain = read(text + "final<|message|>Yes.<|return|>")
+    assert (plain.text(REASONING), plain.text(CONTENT), plain.calls) == ("Hm.", "Yes.", [])
+    called = read(text + call, tools=[TOOL])
+    assert called.text(REASONING) == "Hm." and called.text(CONTENT) == ""
+    assert [(one.name, json.loads(one.text)) for one in called.calls] == [("look_up", {"name": "A", "age": 3})]
+    assert called.finish_reason("stop") == "tool_calls"
+    assert read(text + call).text(CONTENT) == '{"name": "A", "age": 3}'  # no tools: there is nothing to call
+    form = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}
+    bound = ChatRequest.model_validate({**CHAT, "response_format": form}).answer_format(FormContext(tokenizer))
+    assert bound.grammar is not None and '"final"' in bound.grammar.source
+    either = ChatRequest.model_validate({**CHAT, "response_format": form, "tools": [TOOL]})
+    both = either.answer_format(FormContext(tokenizer)).grammar
+    assert both is not None and '"final"' in both.source and "to=functions.look_up" in both.source
+    ends = {tokenizer.token_id("<|return|>"), tokenizer.token_id("<|call|>")}
+    assert ends <= tokenizer.eos_ids and tokenizer.token_id("<|end|>") not in tokenizer.eos_ids
 
 
 @pytest.mark.slow

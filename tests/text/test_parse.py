@@ -10,24 +10,32 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from twostroke import InputError
+from twostroke.text import formats
+from twostroke.text.formats import HERMES, LLAMA, MISTRAL, has_reasoning, tool_format
 from twostroke.text.parse import Call, Content, Reasoning, StreamParser
 from twostroke.text.tools import (
-    HERMES,
-    LLAMA,
     MAX_TOOLS,
-    MISTRAL,
     Tool,
     ToolChoice,
-    has_reasoning,
     new_call_id,
     read_arguments,
     read_choice,
     read_tools,
-    tool_format,
     with_parsed_arguments,
 )
 
 FORMS = {"hermes": HERMES, "llama": LLAMA, "mistral": MISTRAL, "none": None}
+MORE = {form.family: form for form in (
+    formats.DEEPSEEK, formats.DEEPSEEK_V31, formats.KIMI, formats.MISTRAL_ARGS, formats.QWEN_XML, formats.GLM,
+    formats.DSML, formats.HARMONY,
+)}  # fmt: skip
+FORMS |= MORE
+SCHEMA = {"properties": {
+    "city": {"type": "string"}, "days": {"type": "integer"}, "when": {"type": ["string", "null"]},
+    "exact": {"type": "boolean"}, "places": {"type": "array"}, "code": {"type": "string"}, "any": {},
+    "either": {"anyOf": [{"type": "number"}, {"type": "string"}]}, "unit": {"enum": ["C", "F"]},
+}}  # fmt: skip
+KNOWN = {"get_weather": SCHEMA, "f": SCHEMA}
 
 
 def joined(deltas):
@@ -117,6 +125,79 @@ def test_recorded_answers(form, text, meaning):
     assert read(text, form, cuts=()) == meaning  # all at once
 
 
+# The forms of DeepSeek V3, R1 and V3.1, Kimi K2, Mistral, Qwen3-Coder, GLM-4.5 and 4.7, DeepSeek V4, gpt-oss.
+V3 = (
+    "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n"
+    '```json\n{"city": "Paris"}\n```<｜tool▁call▁end｜>'
+)
+XML, DONE = "<tool_call>\n<function=get_weather>\n", "</function>\n</tool_call>"
+CHANNEL, MESSAGE, CLOSE = "<|channel|>", "<|message|>", "<|end|><|start|>assistant"
+TAGGED = [
+    ("deepseek", f"{V3}<｜tool▁calls▁end｜>", [Call(0, "get_weather", '{"city": "Paris"}')]),
+    ("deepseek", f"I look.\n\n{V3}\n" + V3.removeprefix("<｜tool▁calls▁begin｜>") + "<｜tool▁calls▁end｜>",
+     [Content("I look."), Call(0, "get_weather", '{"city": "Paris"}'), Call(1, "get_weather", '{"city": "Paris"}')]),
+    ("deepseek", V3, [Call(0, "get_weather", '{"city": "Paris"}')]),  # cut before the end
+    ("deepseek", V3[: V3.index("is")], [Call(0, "get_weather", '{"city": "Par')]),
+    ("deepseek", "<｜tool▁calls▁begin｜>and what?", [Content("<｜tool▁calls▁begin｜>and what?")]),
+    ("deepseek", V3.replace("get_weather", "rm"), [Content(V3.replace("get_weather", "rm"))]),
+    ("deepseek-v3.1", '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>'
+     "<｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+     [Call(0, "f", '{"a": 1}'), Call(1, "get_weather", "{}")]),
+    ("kimi", '<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"a": "}"}'
+     "<|tool_call_end|><|tool_call_begin|>functions.get_weather:1<|tool_call_argument_begin|>{}<|tool_call_end|>"
+     "<|tool_calls_section_end|>", [Call(0, "f", '{"a": "}"}'), Call(1, "get_weather", "{}")]),
+    ("mistral-args", '[TOOL_CALLS]f[ARGS]{"a": [1]}[TOOL_CALLS]get_weather[CALL_ID]abc[ARGS]{}',
+     [Call(0, "f", '{"a": [1]}'), Call(1, "get_weather", "{}")]),
+    ("qwen-xml", f"{XML}<parameter=city>\nParis\n</parameter>\n<parameter=days>\n3\n</parameter>\n{DONE}",
+     [Call(0, "get_weather", '{"city": "Paris", "days": 3}')]),
+    ("qwen-xml", f"{XML}<parameter=code>\n\nif a < b:\n    x = \"</p>\"\n\n</parameter>\n{DONE}",
+     [Call(0, "get_weather", json.dumps({"code": '\nif a < b:\n    x = "</p>"\n'}))]),
+    ("qwen-xml", f"{XML}<parameter=exact>\nTrue\n</parameter>\n<parameter=when>\nnull\n</parameter>\n<parameter=any>\n"
+     f"[1]\n</parameter>\n<parameter=either>\n7\n</parameter>\n<parameter=unit>\nC\n</parameter>\n{DONE}\n",
+     [Call(0, "get_weather", '{"exact": true, "when": null, "any": [1], "either": 7, "unit": "C"}')]),
+    ("qwen-xml", f"{XML}<parameter=city>\n12\n</parameter>\n{DONE}\n{XML}{DONE}",
+     [Call(0, "get_weather", '{"city": "12"}'), Call(1, "get_weather", "{}")]),
+    ("qwen-xml", f"{XML}<parameter=city>\nPar", [Call(0, "get_weather", '{"city": "Par')]),
+    ("qwen-xml", f"{XML}<parameter=days>\n3", [Call(0, "get_weather", "{")]),
+    ("qwen-xml", f"{XML}<parameter=city>\nx\n</parameter>\nno tag",
+     [Call(0, "get_weather", '{"city": "x"}'), Content("\nno tag")]),
+    ("qwen-xml", f"{XML}<param>", [Call(0, "get_weather", "{}"), Content("\n<param>")]),
+    ("qwen-xml", "<tool_call>\n<function=rm>\n</function>\n</tool_call>",
+     [Content("<tool_call>\n<function=rm>\n</function>\n</tool_call>")]),
+    ("glm", "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Bern</arg_value>\n<arg_key>places</arg_key>\n"
+     '<arg_value>["a"]</arg_value>\n</tool_call>', [Call(0, "get_weather", '{"city": "Bern", "places": ["a"]}')]),
+    ("glm", "<tool_call>f<arg_key>days</arg_key><arg_value>2</arg_value></tool_call><tool_call>f</tool_call>",
+     [Call(0, "f", '{"days": 2}'), Call(1, "f", "{}")]),
+    ("dsml", '\n\n<｜DSML｜tool_calls>\n<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="city" string="true">3'
+     '</｜DSML｜parameter>\n<｜DSML｜parameter name="days" string="false">3</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+     '<｜DSML｜invoke name="f">\n'
+     "</｜DSML｜invoke>\n</｜DSML｜tool_calls>", [Call(0, "f", '{"city": "3", "days": 3}'), Call(1, "f", "{}")]),
+    ("harmony", f"{CHANNEL}analysis{MESSAGE}Let me see: 1 < 2.{CLOSE}{CHANNEL}final{MESSAGE}Hi <b>!\n",
+     [Reasoning("Let me see: 1 < 2."), Content("Hi <b>!\n")]),
+    ("harmony", f"{CHANNEL}analysis{MESSAGE}Hm.{CLOSE}{CHANNEL}commentary{MESSAGE}I look. {CLOSE}{CHANNEL}commentary "
+     f'to=functions.f <|constrain|>json{MESSAGE}{{"city": "Bern"}}<|call|>',
+     [Reasoning("Hm."), Content("I look. "), Call(0, "f", '{"city": "Bern"}')]),
+    ("harmony", f' to=functions.f{CHANNEL}commentary json{MESSAGE}{{"a": [', [Call(0, "f", '{"a": [')]),
+    ("harmony", f"{CHANNEL}commentary to=functions.rm{MESSAGE}{{}}<|call|>", [Content("{}")]),
+    ("harmony", f"{CHANNEL}analysis{MESSAGE}cut <|en", [Reasoning("cut <|en")]),
+    ("harmony", f"{CHANNEL}anal", []),
+    ("harmony", '{"a": 1}', [Content('{"a": 1}')]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("form", "text", "meaning"), TAGGED)
+def test_recorded_answers_of_other_forms(form, text, meaning):
+    assert read(text, form, KNOWN) == meaning
+    assert read(text, form, KNOWN, cuts=()) == meaning
+
+
+def test_long_strings_between_tags_are_emitted_while_they_arrive():
+    parser = StreamParser(formats.QWEN_XML, KNOWN)
+    assert parser.push(f"{XML}<parameter=code>\nx = 1\n") == [Call(0, "get_weather", '{"code": "x = 1')]
+    assert parser.push('y = "2"') == [Call(0, None, '\\ny = \\"2\\"')]
+    assert parser.push("\n</parameter>\n</function>\n</tool_call>") == [Call(0, None, '"}')]
+
+
 @pytest.mark.parametrize(
     ("text", "meaning"),
     [
@@ -177,6 +258,10 @@ PIECES = st.sampled_from(
      "{", "}", '"', "\\", ":", ",", ";", " ", "\n", "a", '"name"', '"arguments"', '"parameters"', '"f"', "null", "é",
      '{"name": "f", "arguments": {"a": "}"}}', '{"name": "f", "parameters": {}}', '[{"name": "f", "arguments": {}}]',
      '{"arguments": {"x": 1}, "name": "g"}', "some text"]
+    + [mark for form in MORE.values() for mark in form.marks]
+    + ["<function=f>", "</function>", "<parameter=city>", "</parameter>", "<parameter=days>", "<arg_key>", "</arg_key>",
+       "<arg_value>", "</arg_value>", 'name="f">', 'name="city"', ' string="true">', "</｜DSML｜parameter>", "function",
+       "functions.f:0", "analysis", "final", "commentary to=functions.f ", "```json", "```", "f"]
 )  # fmt: skip
 
 
@@ -187,7 +272,7 @@ def test_deltas_do_not_depend_on_how_the_text_is_split(text, form, reasoning, da
     cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=8)) if text else ()
     assert read(text, form, cuts=cuts, reasoning=reasoning) == whole
     assert read(text, form, reasoning=reasoning) == whole
-    if not reasoning and not any(isinstance(delta, Call) for delta in whole):
+    if form != "harmony" and not reasoning and not any(isinstance(delta, Call) for delta in whole):
         assert "".join(delta.text for delta in whole) == text  # nothing is lost
     numbers = [delta.number for delta in whole if isinstance(delta, Call)]
     assert sorted(set(numbers)) == list(range(len(set(numbers))))
@@ -206,19 +291,53 @@ CALLS = st.lists(
 
 
 def written(form, calls, ascii_only):
-    key = FORMS[form].arguments
-    texts = [json.dumps({"name": name, key: arguments}, ensure_ascii=ascii_only) for name, arguments in calls]
+    one = FORMS[form]
+    if one.tags is not None:
+        return framed(
+            one,
+            [(name, "".join(tagged(one.tags, key, value) for key, value in given.items())) for name, given in calls],
+        )
+    if one.head:
+        return framed(one, [(name, json.dumps(given, ensure_ascii=ascii_only)) for name, given in calls])
+    if one.channels:
+        return "<|start|>assistant".join(
+            f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{json.dumps(given)}<|call|>"
+            for name, given in calls
+        )
+    texts = [json.dumps({"name": name, one.arguments: given}, ensure_ascii=ascii_only) for name, given in calls]
     if form == "hermes":
         return "\n".join(f"<tool_call>\n{text}\n</tool_call>" for text in texts)
     return "; ".join(texts) if form == "llama" else "[TOOL_CALLS] [" + ", ".join(texts) + "]"
 
 
-@given(st.sampled_from(["hermes", "llama", "mistral"]), CALLS, st.booleans(), st.data())
-@settings(max_examples=200, deadline=None)
+def framed(form, calls):
+    bodies = [f"{form.begin}{form.lead.format(name=name)}{body}{form.tail}{form.end}" for name, body in calls]
+    return form.section[0] + form.between.join(bodies) + form.section[1]
+
+
+def tagged(tags, key, value):
+    """As chat templates write them: strings as they are, other values as JSON."""
+    text = value if isinstance(value, str) else json.dumps(value)
+    return tags.argument.format(key=key, value=text, open=f' string="{"true" if isinstance(value, str) else "false"}">')
+
+
+@given(st.sampled_from(sorted(set(FORMS) - {"none"})), CALLS, st.booleans(), st.data())
+@settings(max_examples=300, deadline=None)
 def test_whatever_is_called_arrives(form, calls, ascii_only, data):
+    names = {"f": None, "get_weather": None}
+    if FORMS[form].tags is not None:  # values between tags have the types of the tool's schema
+        values = {
+            "days": st.integers(),
+            "code": st.text().filter(lambda text: "</" not in text),
+            "exact": st.booleans(),
+        }
+        calls = data.draw(
+            st.lists(st.tuples(st.just("f"), st.fixed_dictionaries({}, optional=values)), min_size=1, max_size=3)
+        )
+        names = KNOWN
     text = written(form, calls, ascii_only)
     cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=6))
-    deltas = read(text, form, {"f", "get_weather"}, cuts=cuts)
+    deltas = read(text, form, names, cuts=cuts)
     assert [(delta.name, json.loads(delta.arguments)) for delta in deltas] == calls
 
 
@@ -240,12 +359,12 @@ def test_hostile_text_takes_linear_time():
     ("source", "form"),
     [
         ('{{- "\\n</tools>\\n\\nreturn a json object within <tool_call></tool_call> XML tags" }}', HERMES),
-        ("{{- '<tool_call>\\n<function=' + call.name + '>' }}", None),
-        ("{{- '<tool_call>' + name + '<arg_key>' }}", None),
+        ("{{- '<tool_call>\\n<function=' + call.name + '>' }}", formats.QWEN_XML),
+        ("{{- '<tool_call>' + name + '<arg_key>' }}", formats.GLM),
         ('{{- \'Respond in the format {"name": function name, "parameters": dictionary of arguments}.\' }}', LLAMA),
         ('{{- "<|python_tag|>" + call }}', LLAMA),
         ('{{- "[TOOL_CALLS] [" }}', MISTRAL),
-        ('{{- "[TOOL_CALLS]" + name + "[ARGS]" }}', None),
+        ('{{- "[TOOL_CALLS]" + name + "[ARGS]" }}', formats.MISTRAL_ARGS),
         ("{% for m in messages %}{{ m.content }}{% endfor %}", None),
         (None, None),
     ],

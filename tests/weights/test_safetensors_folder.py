@@ -136,7 +136,7 @@ BAD_HEADERS: dict[str, tuple[Any, str]] = {
     "shape of floats": ({"a": f32(0, 32, [8.0])}, "proper"),
     "shape of bools": ({"a": f32(0, 32, [True, 8])}, "proper"),
     "many dimensions": ({"a": f32(0, 32, [1] * 1000 + [8])}, "1001 dimensions"),
-    "dtype": ({"a": {**f32(0, 32), "dtype": "F8_E4M3"}}, "F8_E4M3.*F32 or F16 or BF16"),
+    "dtype": ({"a": {**f32(0, 32), "dtype": "F8_E5M2"}}, "F8_E5M2.*F32 or F16 or BF16"),
     "dtype of no kind": ({"a": {**f32(0, 32), "dtype": 3}}, "proper"),
     "three offsets": ({"a": {**f32(0, 32), "data_offsets": [0, 8, 32]}}, "proper"),
     "entry": ({"a": [1, 2]}, "proper"),

@@ -1,5 +1,6 @@
-"""`AnswerCache`: looks up, stores, and learns from what was computed. The store and the embedder are used on one
-thread, so that the event loop never waits for them; every lookup has a deadline.
+"""`AnswerCache`: looks up, stores, and learns from what was computed. The store is used on one thread and the embedder
+on another: the event loop never waits for them, and a quick lookup does not wait for a vector. A lookup has a deadline;
+after it the request is computed, and the lookup still counts if it ends before the first token.
 """
 
 from __future__ import annotations
@@ -11,17 +12,17 @@ import random
 import secrets
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
-import msgspec
 import numpy as np
 
 from twostroke.answers import guard
-from twostroke.answers.bound import NEAREST, ErrorBound, Estimate
-from twostroke.answers.entry import Entry, pack, sealed, unpack, unseal
+from twostroke.answers.bound import NEAREST, ErrorBound, Estimate, Evidence
+from twostroke.answers.entry import Entry, pack, unpack
+from twostroke.answers.evidence import SharedEvidence
 from twostroke.answers.redis import RedisStore
 from twostroke.answers.store import Known, Near, Store, StoreError
 
@@ -29,10 +30,12 @@ log = logging.getLogger(__name__)
 Tier = Literal["exact", "semantic"]
 SERVED = 4096  # hits that can still be called wrong
 BORDERLINE = 50  # decisions that are shown
-NEIGHBOURS = 4  # of a question that the guard looks at
+NEIGHBOURS = 8  # of a question that the guard looks at
+ALLOWED = ("tools", "temperature", *guard.MARKERS)  # what keeps a request from the semantic tier, unless it is allowed
 AGREE = 0.9  # cosine of two answers that count as the same
-EVIDENCE = "evidence"
-SAVE_EVERY = 50  # pairs of evidence
+PACE = 0.1  # weight of the last vector in the mean of their times
+SLOW_VECTOR = 0.03  # seconds that a request waits for a vector at most
+EXACT = "exact"  # in the place of a kind: what is learnt from it says nothing about similarity
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +43,9 @@ class CacheOptions:
     tier: Tier = "exact"
     error: float = 0.01  # share of wrong answers of the semantic tier
     ttl: float | None = 7 * 86400.0  # seconds
-    deadline: float = 0.005  # seconds that a lookup may take
+    deadline: float = 0.005  # seconds that a lookup may take, beside the time of a vector
     shadow: float = 0.05  # share of semantic hits that are computed as well
+    allow: frozenset[str] = frozenset()  # see ALLOWED
 
 
 class Texts(Protocol):
@@ -69,14 +73,36 @@ class Found(NamedTuple):
     age: float
 
 
+class Similar(NamedTuple):
+    """A known question that passed the guard."""
+
+    entry: Entry
+    kind: str
+    similarity: float
+
+    def evidence(self, right: bool) -> Evidence:
+        return Evidence(self.entry.id, self.kind, self.similarity, right)
+
+
 @dataclass(slots=True)
 class Looked:
-    """What a lookup found out, also when it came too late to be used."""
+    """What a lookup found out."""
 
     found: Found | None = None
     vector: np.ndarray | None = None
-    near: tuple[Entry, float] | None = None  # a known question that passed the guard and was not near enough
+    near: Similar | None = None  # what the computed answer is compared with
     shadow: bool = False  # the hit is to be computed as well
+    late: asyncio.Future[Looked] | None = None  # the lookup that goes on
+
+
+class Computed(NamedTuple):
+    """An answer that was computed and ended well."""
+
+    tokens: tuple[int, ...]
+    by_string: bool  # a stop string ended it
+    prompt_tokens: int
+    seconds: float
+    decode: Callable[[tuple[int, ...]], str]
 
 
 @dataclass(slots=True)
@@ -98,30 +124,47 @@ class AnswerCache:
         self.bound = ErrorBound(options.error)
         self.counters = Counters()
         self.borderline: deque[dict[str, Any]] = deque(maxlen=BORDERLINE)
-        self._served: OrderedDict[str, tuple[str, float]] = OrderedDict()
+        self.evidence = SharedEvidence(self.bound, store, secret)
+        self._served: OrderedDict[str, Evidence] = OrderedDict()  # by hit: what is learnt if it was wrong
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="answers")
+        self._embedding = ThreadPoolExecutor(1, thread_name_prefix="answers-embed")
         self._complained = 0.0
-        self._learnt = 0
-        with contextlib.suppress(StoreError, msgspec.DecodeError, msgspec.ValidationError):
-            kept = store.note(EVIDENCE)
-            data = None if kept is None else unseal(kept, secret)
-            if data is not None:
-                self.bound.load(msgspec.msgpack.decode(data, type=list[tuple[float, bool]]))
+        self._pace = 0.0  # seconds that a question's vector takes
+        with contextlib.suppress(StoreError):
+            self.evidence.read()
 
     # ---- looking up ------------------------------------------------------------------------------------------------
 
     async def lookup(self, query: Query) -> Looked:
-        """Within the deadline; a slow or dead store is a miss, and the request goes on."""
-        future = asyncio.get_running_loop().run_in_executor(self._thread, self._look, query)
+        """Within the deadline. A lookup that needs longer is `late`: the request goes on, and may ask again."""
+        future = asyncio.ensure_future(self._look(query))
+        if self.evidence.due:
+            self._thread.submit(self._read_evidence)
         try:
-            looked = await asyncio.wait_for(asyncio.shield(future), self.options.deadline)
+            looked = await asyncio.wait_for(asyncio.shield(future), self._patience(query))
         except TimeoutError:
             self.counters.late += 1
-            self.counters.misses += 1
             self._complain("a lookup took longer than its deadline")
-            return Looked()
+            return Looked(late=future)
         self._count(looked)
         return looked
+
+    def _patience(self, query: Query) -> float:
+        """Seconds: longer where a vector is needed and takes its time, as a vector made beside a running engine would
+        slow both down."""
+        embeds = bool(query.context) and self.texts is not None
+        return self.options.deadline + (min(5 * self._pace, SLOW_VECTOR) if embeds else 0.0)
+
+    async def overtake(self, looked: Looked, begun: asyncio.Future[None]) -> None:
+        """Fills in what a late lookup finds, unless the computed answer has begun before."""
+        assert looked.late is not None
+        both: set[asyncio.Future[Any]] = {looked.late, begun}
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        if not begun.done():
+            found = looked.late.result()
+            looked.found, looked.near, looked.shadow = found.found, found.near, found.shadow
+            looked.vector = found.vector
+        self._count(looked)
 
     def _count(self, looked: Looked) -> None:
         found = looked.found
@@ -132,46 +175,76 @@ class AnswerCache:
         self.counters.tokens_saved += len(found.entry.tokens)
         self.counters.seconds_saved += found.entry.seconds
 
-    def _look(self, query: Query) -> Looked:
-        looked = Looked()
+    async def _look(self, query: Query) -> Looked:
+        looked, run = Looked(), asyncio.get_running_loop().run_in_executor
+        if query.exact and not await run(self._thread, self._look_exact, query, looked):
+            return looked
+        if looked.found is None and query.context and self.texts is not None:
+            looked.vector = await run(self._embedding, self._vector, query.question)
+            await run(self._thread, self._look_near, query, looked)
+        return looked
+
+    @contextlib.contextmanager
+    def _safely(self) -> Iterator[None]:
+        """The cache may fail; the request goes on."""
         try:
-            if query.exact:
-                entry = self._open(self.store.exact(query.exact), query)
-                if entry is not None and entry.exact == query.exact:
-                    looked.found = self._hit(entry, "exact", 1.0)
-                    return looked
-            if query.context and self.texts is not None:
-                looked.vector = self.texts.embed([query.question])[0]
-                self._look_near(query, looked)
+            yield
         except StoreError as error:
             self.counters.failed += 1
             self._complain(str(error))
         except Exception:
             self.counters.failed += 1
             log.exception("the answer cache failed")
-        return looked
+
+    def _vector(self, text: str) -> np.ndarray | None:
+        assert self.texts is not None
+        with self._safely():
+            began = time.perf_counter()
+            vector: np.ndarray = self.texts.embed([text])[0]
+            self._pace += PACE * (time.perf_counter() - began - self._pace)
+            return vector
+        return None
+
+    def _look_exact(self, query: Query, looked: Looked) -> bool:
+        """Whether the store answered."""
+        with self._safely():
+            entry = self._open(self.store.exact(query.exact), query)
+            if entry is not None and entry.exact == query.exact:
+                looked.found = self._hit(entry, "exact")
+            return True
+        return False
 
     def _look_near(self, query: Query, looked: Looked) -> None:
-        assert looked.vector is not None
-        for near in self.store.nearest(query.context, looked.vector, NEIGHBOURS):
+        if looked.vector is not None:
+            with self._safely():
+                self._compare(query, looked, looked.vector)
+
+    def _compare(self, query: Query, looked: Looked, vector: np.ndarray) -> None:
+        for near in self.store.nearest(query.context, vector, NEIGHBOURS):
             if near.similarity < NEAREST:
                 return
             entry = self._entry_of(near, query)
             if entry is None:
                 continue
-            similarity = cosine(looked.vector, entry.vector)  # the store's own number is not trusted
-            refused = guard.refusal(query.question, entry.question)
-            allowed = refused is None and self.bound.allows(entry.id, similarity)
-            self._note(query, entry, similarity, refused, allowed)
+            similarity = cosine(vector, entry.vector)  # the store's own number is not trusted
+            refused, kind = guard.compare(query.question, entry.question)
             if refused is not None:
+                self._note(query, entry, similarity, f"guard: {refused}")
                 continue
-            if allowed:
-                looked.found = self._hit(entry, "semantic", similarity)
+            near_one = Similar(entry, kind, similarity)
+            if self.bound.allows(entry.id, kind, similarity):
+                looked.found = self._hit(entry, "semantic", near_one)
                 looked.shadow = random.random() < self.options.shadow
-                looked.near = (entry, similarity) if looked.shadow else None
+                looked.near = near_one if looked.shadow else None
+                self._note(query, entry, similarity, "shared", looked.found.hit)
             else:
-                looked.near = entry, similarity
+                looked.near = near_one
+                self._note(query, entry, similarity, "not near enough")
             return
+
+    def _read_evidence(self) -> None:
+        with contextlib.suppress(StoreError):
+            self.evidence.read()
 
     def _entry_of(self, near: Near, query: Query) -> Entry | None:
         sealed = self.store.get(near.id)
@@ -192,74 +265,61 @@ class AnswerCache:
         limits = [limit for limit in (self.options.ttl, query.max_age) if limit is not None]
         return None if limits and age > min(limits) else entry
 
-    def _hit(self, entry: Entry, tier: Tier, similarity: float) -> Found:
+    def _hit(self, entry: Entry, tier: Tier, similar: Similar | None = None) -> Found:
         hit = f"ans_{secrets.token_hex(10)}"
-        self._served[hit] = entry.id, similarity
+        self._served[hit] = Evidence(entry.id, EXACT, 1.0, False) if similar is None else similar.evidence(False)
         while len(self._served) > SERVED:
             self._served.popitem(last=False)
         with contextlib.suppress(StoreError):
             self.store.hit(entry.id)
+        similarity = 1.0 if similar is None else similar.similarity
         return Found(entry, tier, similarity, hit, max(0.0, time.time() - entry.created))
 
-    def _note(self, query: Query, entry: Entry, similarity: float, refused: str | None, allowed: bool) -> None:
-        decision = "shared" if allowed else f"guard: {refused}" if refused else "not near enough"
+    def _note(self, query: Query, entry: Entry, similarity: float, decision: str, hit: str | None = None) -> None:
         self.borderline.append(
             {
-                "entry": entry.id, "asked": query.question[:200], "known": entry.question[:200],
+                "entry": entry.id, "hit": hit, "asked": query.question[:200], "known": entry.question[:200],
                 "similarity": round(similarity, 4), "decision": decision, "at": time.time(),
             }
         )  # fmt: skip
 
     # ---- storing and learning --------------------------------------------------------------------------------------
 
-    def store_later(
-        self,
-        query: Query,
-        looked: Looked,
-        tokens: tuple[int, ...],
-        by_string: bool,
-        prompt_tokens: int,
-        seconds: float,
-        decode: Callable[[tuple[int, ...]], str],
-    ) -> None:
-        """Of an answer that was computed and ended well."""
-        arguments = (query, looked, tokens, by_string, prompt_tokens, seconds, decode)
+    def store_later(self, query: Query, looked: Looked, computed: Computed) -> None:
         with contextlib.suppress(RuntimeError):  # the cache was closed
-            self._thread.submit(self._store, *arguments)
+            self._embedding.submit(self._judge, query, looked, computed)
+
+    def _judge(self, query: Query, looked: Looked, computed: Computed) -> None:
+        """What needs the embedder; the rest is the store's."""
+        with self._safely():
+            text, evidence = computed.decode(computed.tokens), None
+            if looked.near is not None:
+                evidence = looked.near.evidence(self._same(text, computed.decode(looked.near.entry.tokens)))
+            keep = not looked.shadow and bool(text.strip()) and not is_refusal(text)
+            if keep and looked.vector is None and query.context and self.texts is not None:
+                looked.vector = self._vector(query.question)
+            with contextlib.suppress(RuntimeError):
+                self._thread.submit(self._store, query, looked.vector, computed if keep else None, evidence)
 
     def _store(
-        self,
-        query: Query,
-        looked: Looked,
-        tokens: tuple[int, ...],
-        by_string: bool,
-        prompt_tokens: int,
-        seconds: float,
-        decode: Callable[[tuple[int, ...]], str],
+        self, query: Query, vector: np.ndarray | None, computed: Computed | None, evidence: Evidence | None
     ) -> None:
-        try:
-            text = decode(tokens)
-            if looked.near is not None:
-                entry, similarity = looked.near
-                self._learn(entry.id, similarity, self._same(text, decode(entry.tokens)))
-            if looked.shadow or not text.strip() or is_refusal(text):
-                return
-            vector = looked.vector
-            if vector is None and query.context and self.texts is not None:
-                vector = self.texts.embed([query.question])[0]
-            entry = Entry(
-                secrets.token_hex(12), query.tenant, query.exact, query.context, query.question, tokens, by_string,
-                prompt_tokens, time.time(), seconds, b"" if vector is None else vector.astype(np.float32).tobytes(),
-            )  # fmt: skip
-            known = Known(entry.id, entry.tenant, entry.exact, entry.context, entry.created, len(tokens))
-            self.store.put(known, vector, pack(entry, self.secret))
-            self.counters.stored += 1
-        except StoreError as error:
-            self.counters.failed += 1
-            self._complain(str(error))
-        except Exception:
-            self.counters.failed += 1
-            log.exception("an answer was not stored")
+        """computed: None if the answer is not kept."""
+        with self._safely():
+            if evidence is not None:
+                self.evidence.add(evidence)
+            if computed is not None:
+                self._put(query, vector, computed)
+
+    def _put(self, query: Query, vector: np.ndarray | None, computed: Computed) -> None:
+        entry = Entry(
+            secrets.token_hex(12), query.tenant, query.exact, query.context, query.question, computed.tokens,
+            computed.by_string, computed.prompt_tokens, time.time(), computed.seconds,
+            b"" if vector is None else vector.astype(np.float32).tobytes(),
+        )  # fmt: skip
+        row = Known(entry.id, entry.tenant, entry.exact, entry.context, entry.created, len(entry.tokens))
+        self.store.put(row, vector, pack(entry, self.secret))
+        self.counters.stored += 1
 
     def _same(self, one: str, other: str) -> bool:
         """Whether two answers say the same, as far as that can be told: equal, or near with the same numbers."""
@@ -270,19 +330,14 @@ class AnswerCache:
         first, second = self.texts.embed([one[:1000], other[:1000]])
         return float(first @ second) >= AGREE
 
-    def _learn(self, entry: str, similarity: float, right: bool) -> None:
-        self.bound.learn(entry, similarity, right)
-        self._learnt += 1
-        if self._learnt % SAVE_EVERY == 0:
-            self.store.keep(EVIDENCE, sealed(msgspec.msgpack.encode(self.bound.dump()), self.secret))
-
     def wrong(self, hit: str) -> bool:
         """A person says that the answer of this hit, or of this entry, was wrong: it is forgotten, and learnt from."""
-        entry, similarity = self._served.pop(hit, (hit, 1.0))
-        known = entry != hit or self._exists(hit)
-        if known:
-            self._thread.submit(self._forget_wrong, entry, similarity).result(5.0)
-        return known
+        known = self._served.pop(hit, None)
+        if known is None and self._exists(hit):
+            known = Evidence(hit, EXACT, 1.0, False)
+        if known is not None:
+            self._thread.submit(self._forget_wrong, known).result(5.0)
+        return known is not None
 
     def _exists(self, entry: str) -> bool:
         try:
@@ -290,10 +345,10 @@ class AnswerCache:
         except StoreError:
             return False
 
-    def _forget_wrong(self, entry: str, similarity: float) -> None:
+    def _forget_wrong(self, known: Evidence) -> None:
         with contextlib.suppress(StoreError):
-            self._learn(entry, similarity, False)
-            self.store.forget([entry])
+            self.evidence.add(known)
+            self.store.forget([known.entry])
 
     # ---- the operator ----------------------------------------------------------------------------------------------
 
@@ -349,6 +404,7 @@ class AnswerCache:
                 "threshold": estimate.threshold, "pairs": estimate.pairs, "wrong": estimate.wrong,
                 "rate": estimate.rate, "upper": estimate.upper,
             },
+            "kinds": {name: kind.estimate()._asdict() for name, kind in self.bound.kinds.items()},
         }  # fmt: skip
 
     def estimate(self) -> Estimate:
@@ -361,9 +417,8 @@ class AnswerCache:
             log.warning("the answer cache is passed over: %s", why)
 
     def close(self) -> None:
+        self._embedding.shutdown(wait=True, cancel_futures=True)
         self._thread.shutdown(wait=True, cancel_futures=True)
-        with contextlib.suppress(StoreError):
-            self.store.keep(EVIDENCE, sealed(msgspec.msgpack.encode(self.bound.dump()), self.secret))
         self.store.close()
 
 

@@ -1,7 +1,8 @@
 """Which questions may share an answer at all, however similar they are.
 
 A similarity does not see what an answer would have to repeat: a number, a name, a quoted string, a "not". So both
-questions must agree on each row of `GUARD`, and neither may hold what `PERSONAL` or `CHANGING` find.
+questions must agree on each row of `GUARD`, on their words in one of `FORMS`, and neither may hold what `PERSONAL`,
+`REFERRING` or `CHANGING` find. The first form in which they agree is the kind of the pair; each has its own evidence.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ CHANGING = re.compile(
     r"\b(now|today|tonight|tomorrow|yesterday|current(ly)?|latest|recent(ly)?|this (week|month|year)|right now)\b",
     re.IGNORECASE,
 )
+REFERRING = re.compile(r"\b(this|these|following|above|attached)\b", re.IGNORECASE)  # to what is not in the question
 _WORD = re.compile(r"[^\W\d_][\w'’+#-]*|\d[\w.,:/%°-]*|[^\w\s]", re.UNICODE)
 _NUMBER = re.compile(r"\d+(?:[.,:/-]\d+)*")
 _QUOTED = re.compile(r"\"([^\"]*)\"|“([^”]*)”|'([^']{2,})'|`([^`]*)`|«([^»]*)»")
@@ -48,8 +50,22 @@ _UNITS = re.compile(
     re.IGNORECASE,
 )
 _STOP = frozenset(
-    ["a", "an", "the", "of", "to", "please", "some", "any", "it", "us", "who", "what", "which"]
+    ["a", "an", "the", "of", "to", "please", "some", "any", "it", "us", "who", "what", "which", "exactly", "really",
+     "actually"]
 )  # fmt: skip
+# Ways to begin the same question: "what is the best way to", "how can I" and "how do I" ask how something is done.
+_HOW = re.compile(
+    r"^\W*(?:how (?:to|(?:do|can|could|should|would|shall) (?:i|(?P<you>you)|we|one|someone|people))|"
+    r"what(?:['’]s| is| are| would be)(?: the| some| a)*"
+    r"(?: best| good| easiest| simplest| possible| effective| proper| right| correct| most effective)*"
+    r" (?:ways?|methods?)(?: to|(?: that)? (?:i|one|we) can))\b",
+    re.IGNORECASE,
+)
+
+
+def _opened(text: str) -> str:
+    """The question with one word for such a beginning. "You" may mean the one who is asked, so it is kept."""
+    return _HOW.sub(lambda match: "how you" if match["you"] else "how", text, count=1)
 
 
 def _listed(pattern: re.Pattern[str]) -> Callable[[str], tuple[str, ...]]:
@@ -78,11 +94,24 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(word for word in _WORD.findall(text) if len(word) > 1 and word.isupper() and word.lower() in _STOP)
 
 
-def _contents(text: str) -> tuple[str, ...]:
-    """The words that carry meaning, in order, as the first of their synonyms: another word, or another order, is
-    another question. An entity cannot be told from any other word, so every word counts."""
-    words = [_bare(word.lower()) for word in _WORD.findall(text) if word[0].isalnum()]
-    return tuple(_SAME.get(stem(word), stem(word)) for word in words if word not in _STOP)
+def _words(text: str) -> list[str]:
+    return [_bare(word.lower()) for word in _WORD.findall(text) if word[0].isalnum()]
+
+
+def _plain(text: str) -> tuple[str, ...]:
+    return tuple(_words(text))
+
+
+def _without_small_words(text: str) -> tuple[str, ...]:
+    """The words that carry meaning, in order: another word, or another order, is another question. An entity cannot be
+    told from any other word, so every word counts."""
+    return tuple(_GRAMMAR.get(stem(word), stem(word)) for word in _words(_opened(text)) if word not in _STOP)
+
+
+def _with_synonyms(text: str) -> tuple[str, ...]:
+    """The same with the first of its synonyms for each word."""
+    words = [_SAME.get(word, word) for word in _without_small_words(text)]
+    return tuple(word for word in words if word not in ("i", "you"))
 
 
 def _bare(word: str) -> str:
@@ -108,9 +137,26 @@ SYNONYMS = (
     "buy purchase", "fix repair", "movie film", "quick fast rapid", "begin start", "big large", "choose select",
     "phone cellphone smartphone", "learn study", "photo picture", "difference differ", "example instance",
     "reason cause", "remove delete erase", "improve enhance", "calculate compute", "automobile car",
-    "doctor physician", "error mistake", "benefit advantage", "is are be", "do does", "can could", "you i",
+    "doctor physician", "error mistake", "benefit advantage", "can could",
 )  # fmt: skip
-_SAME = {stem(word): stem(group.split()[0]) for group in SYNONYMS for word in group.split()}
+GRAMMAR = ("is are be", "do does")
+
+
+def _first_of(groups: tuple[str, ...]) -> dict[str, str]:
+    return {stem(word): stem(group.split()[0]) for group in groups for word in group.split()}
+
+
+_SAME, _GRAMMAR = _first_of(SYNONYMS), _first_of(GRAMMAR)
+
+
+def _asks(text: str) -> tuple[str, ...]:
+    """Question words; "which" asks for what "what" asks for."""
+    found = _listed(_ASKS)(_opened(text))
+    return tuple(sorted("what" if word == "which" else word for word in found))
+
+
+def _opposites(text: str) -> tuple[str, ...]:
+    return _listed(_OPPOSITES)(_opened(text))
 
 
 class Rule(NamedTuple):
@@ -118,7 +164,7 @@ class Rule(NamedTuple):
     find: Callable[[str], tuple[str, ...]]
 
 
-# What two questions must agree on. Words are compared in order: "is A taller than B" is not "is B taller than A".
+# What two questions must agree on.
 GUARD: tuple[Rule, ...] = (
     Rule("numbers", _in_order(_NUMBER)),
     Rule("units", _listed(_UNITS)),
@@ -126,29 +172,46 @@ GUARD: tuple[Rule, ...] = (
     Rule("code", _exactly(_CODE)),
     Rule("symbols", _exactly(_SYMBOLS)),
     Rule("negation", _listed(_NEGATION)),
-    Rule("question word", _listed(_ASKS)),
-    Rule("opposites", _listed(_OPPOSITES)),
+    Rule("question word", _asks),
+    Rule("opposites", _opposites),
     Rule("names", _names),
     Rule("script", _scripts),
-    Rule("words", _contents),
 )
+# How two questions may differ, from the least on. Words are compared in order: "is A taller than B" is not "is B taller
+# than A".
+FORMS: tuple[Rule, ...] = (
+    Rule("same words", _plain),
+    Rule("small words", _without_small_words),
+    Rule("synonyms", _with_synonyms),
+)
+KINDS = tuple(form.name for form in FORMS)
+WORDS = "words"  # the reason of a refusal
 
 
-def fit_for_sharing(question: str) -> str | None:
-    """Why a question is not compared by meaning; None: it is."""
+MARKERS = {"personal": PERSONAL, "referring": REFERRING, "changing": CHANGING}
+
+
+def fit_for_sharing(question: str, allowed: frozenset[str] = frozenset()) -> str | None:
+    """Why a question is not compared by meaning; None: it is. allowed: markers that are no reason."""
     if not question.strip() or len(question) > MAX_QUESTION:
         return "length"
-    if PERSONAL.search(question):
-        return "personal"
-    return "changing" if CHANGING.search(question) else None
+    found = (name for name, pattern in MARKERS.items() if name not in allowed and pattern.search(question))
+    return next(found, None)
 
 
-def refusal(asked: str, known: str) -> str | None:
-    """The first rule on which two questions differ; None: they may share an answer."""
+class Compared(NamedTuple):
+    refusal: str | None  # the first rule on which two questions differ; None: they may share an answer
+    kind: str = ""  # the first form in which their words agree
+
+
+def compare(asked: str, known: str) -> Compared:
     long, short = max(len(asked), len(known)), max(1, min(len(asked), len(known)))
     if long / short > MAX_LENGTH_RATIO:
-        return "length ratio"
+        return Compared("length ratio")
     for rule in GUARD:
         if rule.find(asked) != rule.find(known):
-            return rule.name
-    return None
+            return Compared(rule.name)
+    for form in FORMS:
+        if form.find(asked) == form.find(known):
+            return Compared(None, form.name)
+    return Compared(WORDS)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from twostroke.answers.store import Known, Near, StoreError
+from twostroke.answers.store import MAX_EVIDENCE, Known, Near, StoreError
 from twostroke.errors import ConfigError
 
 T = TypeVar("T")
@@ -110,11 +110,15 @@ class RedisStore:
     def count(self) -> int:
         return int(self._call(lambda: self._redis.zcard(PREFIX + b"latest")))
 
-    def note(self, name: str) -> bytes | None:
-        return self._call(lambda: self._redis.get(PREFIX + b"note:" + name.encode()))
+    def add_evidence(self, value: bytes) -> None:
+        name, record = PREFIX + b"evidence", {b"v": value}
+        self._call(lambda: self._redis.xadd(name, record, maxlen=MAX_EVIDENCE, approximate=True))
 
-    def keep(self, name: str, value: bytes) -> None:
-        self._call(lambda: self._redis.set(PREFIX + b"note:" + name.encode(), value))
+    def evidence(self, after: str, limit: int) -> list[tuple[str, bytes]]:
+        """From all servers of the deployment."""
+        first = f"({after}" if after else "-"
+        found = self._call(lambda: self._redis.xrange(PREFIX + b"evidence", first, "+", count=limit))
+        return [(mark.decode(), record.get(b"v", b"")) for mark, record in found]
 
     def close(self) -> None:
         self._redis.close()

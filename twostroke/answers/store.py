@@ -1,7 +1,7 @@
 """The embedded store: one SQLite file, with keys and vectors in memory. Used from one thread.
 
-Vectors lie in one matrix for each context, and a search multiplies it with the question's vector: 100,000 vectors of
-384 numbers take a few milliseconds.
+Vectors lie in one matrix for each context, and a search multiplies it with the question's vector. Of many vectors only
+short sketches are multiplied, and the best candidates are compared in full.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sqlite3
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -20,9 +21,14 @@ TABLES = """
 CREATE TABLE IF NOT EXISTS answers (
     id TEXT PRIMARY KEY, tenant BLOB, exact BLOB, context BLOB, vector BLOB, sealed BLOB, created REAL, tokens INTEGER,
     hits INTEGER DEFAULT 0);
-CREATE TABLE IF NOT EXISTS notes (name TEXT PRIMARY KEY, value BLOB);
+CREATE TABLE IF NOT EXISTS evidence (number INTEGER PRIMARY KEY AUTOINCREMENT, value BLOB);
 """
 EVICTED = 0.02  # of the entries, when there are too many
+FEW = 4096  # vectors that are compared in full
+SKETCH = 32  # numbers of a sketch
+BLOCK = 64  # scores of which the highest is taken first
+CANDIDATES = 64  # vectors with the best sketches, which are compared in full
+MAX_EVIDENCE = 60_000  # records: the oldest go first
 
 
 class Known(NamedTuple):
@@ -62,26 +68,35 @@ class Store(Protocol):
 
     def count(self) -> int: ...
 
-    def note(self, name: str) -> bytes | None: ...
+    def add_evidence(self, value: bytes) -> None: ...
 
-    def keep(self, name: str, value: bytes) -> None: ...
+    def evidence(self, after: str, limit: int) -> list[tuple[str, bytes]]:
+        """Records and their marks, the oldest first. after: the mark of the last one that was read, or empty."""
+        ...
 
     def close(self) -> None: ...
 
 
 class Rows:
-    """The vectors of one context. Removed rows are overwritten by the last one."""
+    """The vectors of one context. Removed rows are overwritten by the last one. Where there are many, their sketches
+    are compared first: projections to SKETCH numbers, which keep near vectors near."""
 
     def __init__(self, width: int):
         self.ids: list[str] = []
         self._place: dict[str, int] = {}
-        self._matrix = np.empty((16, width), np.float32)
+        self._matrix = np.zeros((16, width), np.float32)
+        self._sketches: np.ndarray | None = None  # where there were ever more than FEW rows
 
     def add(self, entry: str, vector: np.ndarray) -> None:
         if len(self.ids) == len(self._matrix):
-            self._matrix = np.concatenate([self._matrix, np.empty_like(self._matrix)])
-        self._matrix[len(self.ids)] = vector
-        self._place[entry] = len(self.ids)
+            self._matrix = np.concatenate([self._matrix, np.zeros_like(self._matrix)])
+            if self._sketches is not None or len(self.ids) >= FEW:
+                self._sketches = self._matrix @ projection(self._matrix.shape[1])
+        place = len(self.ids)
+        self._matrix[place] = vector
+        if self._sketches is not None:
+            self._sketches[place] = np.einsum("i,ij->j", vector, projection(len(vector)))
+        self._place[entry] = place
         self.ids.append(entry)
 
     def remove(self, entry: str) -> None:
@@ -92,12 +107,45 @@ class Rows:
         if last != entry:
             self.ids[place], self._place[last] = last, place
             self._matrix[place] = self._matrix[len(self.ids)]
+            if self._sketches is not None:
+                self._sketches[place] = self._sketches[len(self.ids)]
 
     def nearest(self, vector: np.ndarray, count: int) -> list[Near]:
-        scores = self._matrix[: len(self.ids)] @ vector
-        best = np.argpartition(scores, -count)[-count:] if len(scores) > count else np.arange(len(scores))
-        found = [Near(self.ids[i], float(scores[i])) for i in best]
-        return sorted(found, key=lambda near: -near.similarity)
+        places = np.arange(len(self.ids))
+        rows = self._matrix[: len(self.ids)]
+        if self._sketches is not None:
+            sketch = np.einsum("i,ij->j", vector, projection(len(vector)))
+            places = highest(products(self._sketches[: len(self.ids)], sketch), CANDIDATES)
+            rows = self._matrix[places]
+        scores = products(rows, vector)
+        best = highest(scores, count)
+        return [Near(self.ids[places[i]], float(scores[i])) for i in best[np.argsort(-scores[best])]]
+
+
+def products(rows: np.ndarray, vector: np.ndarray) -> np.ndarray:
+    """On this thread alone: threads of a BLAS wait for each other where the engine has the cores."""
+    made: np.ndarray = np.einsum("ij,j->i", rows, vector)
+    return made
+
+
+def highest(scores: np.ndarray, count: int) -> np.ndarray:
+    """The places of the highest scores, in any order. Of many, those below the best blocks are left out first."""
+    if len(scores) <= count:
+        return np.arange(len(scores))
+    places = np.arange(len(scores))
+    blocks = len(scores) // BLOCK
+    if blocks > count:
+        most = scores[: blocks * BLOCK].reshape(blocks, BLOCK).max(axis=1)
+        places = np.flatnonzero(scores >= np.partition(most, -count)[-count])
+    found: np.ndarray = places[np.argpartition(scores[places], -count)[-count:]]
+    return found
+
+
+@lru_cache(maxsize=4)
+def projection(width: int) -> np.ndarray:
+    """Onto SKETCH directions, at right angles to each other, that are always the same."""
+    directions, _ = np.linalg.qr(np.random.default_rng(0).standard_normal((width, min(width, SKETCH))))
+    return directions.astype(np.float32)
 
 
 class FileStore:
@@ -202,12 +250,15 @@ class FileStore:
     def count(self) -> int:
         return len(self._known)
 
-    def note(self, name: str) -> bytes | None:
-        found = self._data.execute("SELECT value FROM notes WHERE name = ?", (name,)).fetchone()
-        return None if found is None else found[0]
+    def add_evidence(self, value: bytes) -> None:
+        number = self._data.execute("INSERT INTO evidence (value) VALUES (?)", (value,)).lastrowid or 0
+        if number % 100 == 0:
+            self._data.execute("DELETE FROM evidence WHERE number <= ?", (number - MAX_EVIDENCE,))
 
-    def keep(self, name: str, value: bytes) -> None:
-        self._data.execute("INSERT OR REPLACE INTO notes VALUES (?, ?)", (name, value))
+    def evidence(self, after: str, limit: int) -> list[tuple[str, bytes]]:
+        """The same as of `Store`."""
+        asked = "SELECT number, value FROM evidence WHERE number > ? ORDER BY number LIMIT ?"
+        return [(str(number), value) for number, value in self._data.execute(asked, (int(after or 0), limit))]
 
     def close(self) -> None:
         self._data.close()

@@ -50,7 +50,7 @@ def stats(url: Url = DEFAULT_URL, admin_key: Key = None) -> None:
     """Hits, misses, what was saved, and the estimated error with its bound."""
     found = ask(url, admin_key, "GET", "/twostroke/answers", params={"limit": 0})
     error = found.pop("error")
-    for name in ("answers", "borderline"):
+    for name in ("answers", "borderline", "kinds"):
         found.pop(name)
     for name, value in found.items():
         typer.echo(f"{name:16} {value}")

@@ -11,6 +11,7 @@ from twostroke import __version__
 from twostroke.cli.bench import bench_app
 from twostroke.cli.cache import cache_app
 from twostroke.cli.chat import chat
+from twostroke.cli.cluster import cluster
 from twostroke.cli.diagnose import diagnose
 from twostroke.cli.generate import generate
 from twostroke.cli.models import models
@@ -41,7 +42,7 @@ def root(
     """Load an open model and use it: fast to start (prefill), fast to stream (decode)."""
 
 
-for command in (chat, generate, serve, models, plan, diagnose):
+for command in (chat, generate, serve, cluster, models, plan, diagnose):
     app.command()(command)
 app.add_typer(bench_app, name="bench")
 app.add_typer(cache_app, name="cache")

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from twostroke.cli.terminal import console
 from twostroke.cost.units import per_second, seconds
+from twostroke.kv.layout import KVLayout
 
 if TYPE_CHECKING:
     from twostroke.cost.answers.sizing import Sizing
@@ -48,7 +49,7 @@ def show_sizing(found: Sizing) -> None:
     console.print(table)
     console.print(
         f"{found.parameters:,} parameters, weights {found.weight_bytes:,} bytes · "
-        f"KV {found.kv_bytes_per_token:,} bytes a token, {found.kv_bytes:,} bytes in all · "
+        f"KV {kv_text(deployment.settings.layout)}, {found.kv_bytes:,} bytes in all · "
         f"memory holds the K and V of {found.largest_batch:,} requests of {found.prompt:,} + {found.output:,} tokens; "
         f"at most {deployment.settings.max_requests:,} run at once (max_requests)"
     )
@@ -58,6 +59,14 @@ def show_sizing(found: Sizing) -> None:
         else "prices are typical on-demand ones, yours may differ"
     )
     console.print(f"[dim]Times by {source(deployment)}; {prices}.[/dim]")
+
+
+def kv_text(layout: KVLayout) -> str:
+    """Bytes of a token, and of what a window bounds."""
+    from twostroke.cost.model.roofline import lasting_bytes, window_bytes
+
+    in_windows = f" and {window_bytes(layout):,} bytes a request in windows" if window_bytes(layout) else ""
+    return f"{round(lasting_bytes(layout)):,} bytes a token{in_windows}"
 
 
 def source(deployment: Deployment) -> str:

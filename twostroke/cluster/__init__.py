@@ -1,19 +1,32 @@
-"""Engines that share the work of a request: prompts computed here, answers written there, KV blocks sent between them.
+"""Workers that share the work of requests: prompts computed here, answers written there, KV blocks sent between them.
 
-    Pair        prefill engine ──▶ Holder ══ transport ══▶ Handover ──▶ decode engine
+    Pools ── router          Worker: engine, Holder ══ transport ══▶ Handover, engine: Worker
 
-file        what it does
-pair        `Pair`: two engines as one `EngineClient`; what happens when one of them is lost
-side        one of these engines: its events say where they come from
-flight      a request on its way through several engines: what each is asked, one answer for the caller
-handover    one request moves to another engine: room, blocks that are lacking, and local prefill when they do not come
-holder      lends the blocks of an engine: offers, leases, bytes for peers
-transfer    five states with a lease, without bytes or engines
-transport   the protocol of all transports
-sockets     TCP between machines; a Unix socket with shared memory on one machine
-session     what the two ends of a transfer say to each other
-channel     proof of the deployment's key, and sealed frames over a socket
-router      which worker computes a prompt and which writes the answer: expected TTFT
+file             what it does
+pools            `Pools`: workers as one `EngineClient`; what happens when one of them is lost
+group            their settings, health and roles as those of one engine
+router           which worker computes a prompt and which writes the answer: the least expected time
+member           one of these workers: its load, its speed, its events
+totals           the counters of several workers as those of one engine
+flight           a request on its way through several workers: what each is asked, one answer for the caller
+worker           `Worker`: an engine that gives its blocks to others and takes theirs
+handover         one request moves to another worker: room, blocks that are lacking, local prefill when they do not come
+holder           lends the blocks of an engine: offers, leases, bytes for peers
+transfer         five states with a lease, without bytes or engines
+transport        the protocol of all transports
+transports       the one that fits a pair of workers
+sockets          TCP between machines; a Unix socket with shared memory on one machine
+session          what the two ends of a transfer say to each other
+channel          proof of the deployment's key, and sealed frames over a socket
 
-None of it needs torch.
+deployment       `Deployment`: `Pools` on Ray
+placement        the router's end of its Ray driver
+placement_main   the Ray driver: workers as actors, placed and started again
+placing          what these two say to each other
+agent            the process of a worker
+remote_worker    a worker in the router's process: the end of its line
+hub              where workers join the router
+control          what router and worker say to each other
+
+None of it needs torch, and only placement_main needs Ray.
 """

@@ -14,6 +14,7 @@ Bodies go straight between the socket and the memory that holds them. A receiver
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import os
 import secrets
@@ -189,6 +190,11 @@ class Channel:
             if not count:
                 raise TransferError("the peer closed the connection")
             memory = memory[count:]
+
+    def shut(self) -> None:
+        """Both sides see the end of the connection; the socket is still to be closed."""
+        with contextlib.suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         self.sock.close()

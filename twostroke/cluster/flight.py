@@ -1,68 +1,85 @@
-"""A request on its way through several engines: what each is asked, and one answer for its caller. Torch-free."""
+"""A request on its way through several workers: what each is asked, and one answer for its caller. Torch-free."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from twostroke.metrics.timeline import Facts
-from twostroke.ops.interface import BLOCK
 from twostroke.types import Event, FinishReason, Request
+
+if TYPE_CHECKING:
+    from twostroke.cluster.holder import Offer
+    from twostroke.cluster.member import Member
 
 
 @dataclass(slots=True, eq=False)
 class Flight:
     request: Request  # as the caller made it
-    engine: object = None  # that has it now; None: it is between two engines
+    number: int  # its id at the worker that has it: a new one for each that goes on after a loss
+    member: Member | None = None  # that has it now; None: it is between two workers
+    writer: Member | None = None  # that writes its answer, or is to write it
+    offer: Offer | None = None  # the blocks of its prompt
+    queued: int = 0  # tokens that its worker has to compute before it writes
     written: list[int] = field(default_factory=list)  # tokens that the caller has got
-    before: Facts | None = None  # of the engines that had it before
-    latest: Facts | None = None  # of the engine that has it
-    lends: bool = False  # the engine that has it computes the prompt and one token, and keeps the blocks
+    before: Facts | None = None  # of the workers that had it before
+    latest: Facts | None = None  # of the worker that has it
+    lends: bool = False  # the worker that has it computes the prompt and one token, and keeps the blocks
     aborted: bool = False  # by the caller
+    resumed: int = 0  # times that its worker was lost
+    diverted: bool = False  # its move was cancelled, as the worker that was to take it does not answer
+    moving: float = 0.0  # when its move began
 
     def prompt_only(self) -> Request:
-        """For an engine that computes the prompt, writes one token and keeps the blocks for another engine."""
-        return replace(self.request, limit=len(self.request.tokens) + 1, lend=True)
+        """For a worker that computes the prompt, writes one token and keeps the blocks for another worker."""
+        return replace(self.request, id=self.number, limit=len(self.request.tokens) + 1, lend=True)
 
     def rest(self) -> Request:
-        """For an engine that goes on after what was written: the same tokens follow as if it had written all."""
+        """For a worker that goes on after what was written: the same tokens follow as if it had written all."""
         begun, written = self.request, tuple(self.written)
-        return replace(begun, tokens=begun.tokens + written, written=begun.written + len(written))
+        length = begun.written + len(written)
+        return replace(begun, id=self.number, tokens=begun.tokens + written, written=length)
+
+    @property
+    def length(self) -> int:
+        """Of the prompt and what is written."""
+        return len(self.request.tokens) + len(self.written)
 
     @property
     def continues(self) -> bool:
         """Whether more tokens may follow those that are written."""
-        return len(self.request.tokens) + len(self.written) < self.request.limit
+        return self.length < self.request.limit
 
-    def leave(self) -> None:
-        """Its engine has it no longer; what that one measured counts for the whole."""
+    def settle(self) -> None:
+        """What its worker measured counts for the whole: another one goes on."""
         self.before, self.latest = self.facts(self.latest), None
-        self.engine, self.lends = None, False
+        self.lends = False
+
+    def moved_in(self, seconds: float) -> None:
+        """Its blocks were on their way for so long."""
+        if self.before is not None:
+            self.before = self.before._replace(transfer=self.before.transfer + seconds)
 
     def take(self, event: Event) -> Event:
-        """An event of the engine that has it, as the caller is to see it."""
+        """An event of the worker that has it, as the caller is to see it."""
         self.written += event.token_ids
         if event.facts is None:
-            return event
+            return event._replace(request_id=self.request.id)
         self.latest = event.facts
-        return event._replace(facts=self.facts(event.facts))
+        return event._replace(request_id=self.request.id, facts=self.facts(event.facts))
 
     def facts(self, latest: Facts | None) -> Facts | None:
-        """Of all its engines."""
+        """Of all its workers."""
         if self.before is None or latest is None:
             return latest or self.before
         return Facts(
             self.before.scheduled if self.before.scheduled is not None else latest.scheduled,
             latest.end,
             self.before.cached_tokens,
-            *(one + other for one, other in zip(self.before[3:], latest[3:], strict=True)),
+            *(one + other for one, other in zip(self.before[3:], latest[3:], strict=True)),  # type: ignore[arg-type]
         )
 
     def ended(self, reason: FinishReason, now: float, error: str | None = None) -> Event:
-        """The last event of a request that no engine has."""
+        """The last event of a request that no worker has."""
         facts = self.facts(self.latest) or Facts(None, None, 0, 0, 0, 0, 0, 0)
         return Event(self.request.id, (), reason, error=error, facts=facts._replace(end=now))
-
-
-def has_full_block(request: Request) -> bool:
-    """Whether its prompt leaves a block that can be sent."""
-    return len(request.tokens) >= BLOCK

@@ -12,6 +12,7 @@ import asyncio
 import logging
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from twostroke.cluster.holder import Offer
 from twostroke.cluster.transport import Incoming, TransferError, Transport
@@ -21,6 +22,17 @@ from twostroke.types import Request
 
 log = logging.getLogger(__name__)
 ROOM_SECONDS = 0.02  # between two tries to find room for a request
+TRANSFER, DEADLINE, DAMAGED = "transfer", "deadline", "damaged or missing"  # why blocks did not come
+
+
+class Moved(NamedTuple):
+    """How one request moved."""
+
+    taken: bool  # the receiver has it
+    blocks: int = 0  # fetched and used
+    bytes: int = 0
+    seconds: float = 0.0  # until it could go on
+    failed: str = ""  # why the receiver computes the prompt itself; empty: it does not
 
 
 @dataclass(slots=True)
@@ -33,6 +45,15 @@ class HandoverCounts:
     seconds: float = 0.0  # of all handovers that were done
     failed: Counter[str] = field(default_factory=Counter)  # that computed their prompt again, by reason
 
+    def add(self, moved: Moved) -> None:
+        if moved.failed:
+            self.failed[moved.failed] += 1
+            return
+        self.done += 1
+        self.blocks += moved.blocks
+        self.bytes += moved.bytes
+        self.seconds += moved.seconds
+
 
 class Handover:
     """Moves requests to one engine."""
@@ -40,37 +61,47 @@ class Handover:
     def __init__(self, receiver: BlockClient, transport: Transport):
         self.receiver = receiver
         self.transport = transport
-        self.counts = HandoverCounts()
 
-    async def run(self, offer: Offer, request: Request, tokens: int) -> bool:
-        """A request goes on at the receiver; its first `tokens` tokens were computed where the offer comes from. False:
-        the receiver did not take it, as it had no room in time or the transfer could not begin. EngineError: the
-        receiver is gone or does not answer; it may have the request, and has to be told to abort it. However else this
-        ends, no request is left there that waits for blocks."""
+    async def run(self, offer: Offer, request: Request, tokens: int) -> Moved:
+        """A request goes on at the receiver; its first `tokens` tokens were computed where the offer comes from. Not
+        taken: the receiver had no room in time, or the transfer could not begin. EngineError: the receiver is gone or
+        does not answer; it may have the request, and has to be told to abort it. However else this ends, no request is
+        left there that waits for blocks."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         taken: list[tuple[Name, ...]] = []  # the blocks that it waits for, once it is taken
-        complete = False
+        fetched: int | None = None  # blocks, once all that lacked are there
+        failed, seconds = "", 0.0
         incoming: Incoming | None = None
         try:
             async with asyncio.timeout(offer.seconds):
                 incoming = await self.transport.connect(offer.address, offer.ticket)
                 await self._take(request, tokens, incoming, offer.lease / 3, taken)
-                complete = await self._fetch(request, taken[0], incoming) if taken[0] else True
-                self.counts.done += complete
-                self.counts.seconds += complete * (loop.time() - began)
+                fetched = await self._fetch(request, taken[0], incoming) if taken[0] else 0
+                failed = DAMAGED if fetched is None else ""
+                seconds = loop.time() - began
         except TimeoutError:
-            self._fail(request, "deadline")
+            failed = DEADLINE
         except TransferError as error:
-            self._fail(request, "transfer", error)
+            log.info("the blocks of request %d did not come: %s", request.id, error)
+            failed = TRANSFER
         finally:
+            complete = fetched is not None and not failed
             try:
                 if taken and taken[0] and not complete:
                     await self.receiver.arrive(request.id, None)  # it computes them; nothing, if it waits for none
             finally:
                 if incoming is not None:
                     await incoming.close(complete)
-        return bool(taken)
+        if failed:
+            log.warning("request %d is computed again: %s", request.id, failed)
+            return Moved(bool(taken), failed=failed)
+        return Moved(True, fetched or 0, (fetched or 0) * self._block_bytes(), seconds)
+
+    def _block_bytes(self) -> int:
+        ready = self.receiver.ready
+        assert ready is not None, "an engine that expects blocks has said that it is ready"
+        return ready.settings.layout.block_bytes
 
     async def _take(
         self, request: Request, tokens: int, incoming: Incoming, every: float, taken: list[tuple[Name, ...]]
@@ -94,10 +125,9 @@ class Handover:
                 await incoming.renew()
                 renewed = loop.time()
 
-    async def _fetch(self, request: Request, wanted: tuple[Name, ...], incoming: Incoming) -> bool:
-        ready = self.receiver.ready
-        assert ready is not None, "an engine that expects blocks has said that it is ready"
-        blocks = await incoming.fetch(wanted, ready.settings.layout.block_bytes)
+    async def _fetch(self, request: Request, wanted: tuple[Name, ...], incoming: Incoming) -> int | None:
+        """How many blocks came. None: they were damaged, or not all of them."""
+        blocks = await incoming.fetch(wanted, self._block_bytes())
         with blocks.segment:
             # From here on the bytes are on this machine: the answer is awaited even if the time is over.
             arriving = asyncio.ensure_future(self.receiver.arrive(request.id, blocks.payload()))
@@ -106,13 +136,4 @@ class Handover:
             except asyncio.CancelledError:
                 await arriving
                 raise
-        if complete:
-            self.counts.blocks += len(blocks.found)
-            self.counts.bytes += len(blocks.found) * ready.settings.layout.block_bytes
-        else:
-            self._fail(request, "damaged or missing")
-        return bool(complete)
-
-    def _fail(self, request: Request, reason: str, error: Exception | None = None) -> None:
-        self.counts.failed[reason] += 1
-        log.warning("request %d is computed again: %s", request.id, error or reason)
+        return len(blocks.found) if complete else None

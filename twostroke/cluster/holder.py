@@ -43,7 +43,8 @@ class Holder:
         self.engine = engine
         self.transport = transport
         self.clock = clock
-        self.leases = Leases(lease, lambda lent: engine.take_back([lent]), clock)
+        self.leases = Leases(lease, self._give_back, clock)
+        self._tickets: dict[int, bytes] = {}  # of the open transfers, by the request whose blocks they are
         self.address = ""
         self._watching: asyncio.Task[None] | None = None
 
@@ -61,7 +62,18 @@ class Holder:
 
     def offer(self, lent: int, seconds: float) -> Offer:
         """Blocks that a request has left, to be fetched within so many seconds."""
-        return Offer(self.address, self.leases.offer(lent, seconds), self.leases.seconds, seconds)
+        ticket = self._tickets[lent] = self.leases.offer(lent, seconds)
+        return Offer(self.address, ticket, self.leases.seconds, seconds)
+
+    def withdraw(self, lent: int) -> None:
+        """The blocks that a request has left are not needed any more. Nothing, if they are back."""
+        ticket = self._tickets.get(lent)
+        if ticket is not None:
+            self.leases.end(ticket, False)
+
+    def _give_back(self, lent: int) -> None:
+        self._tickets.pop(lent, None)
+        self.engine.take_back([lent])
 
     def engine_lost(self) -> None:
         self.leases.fail_all()

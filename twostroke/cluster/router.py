@@ -1,4 +1,4 @@
-"""Which worker computes a prompt and which writes the answer: the route whose stream is expected to begin first.
+"""Which worker computes a prompt and which writes the answer: the route that is expected to cost the least time.
 
 A route is one worker that does both, or one that computes the prompt and another that writes the answer. A stream has
 begun when its second token is out: the first comes from the worker that computed the prompt, the second needs the
@@ -8,9 +8,9 @@ blocks on the worker that writes.
     two workers    wait for the queue of the first, compute what is not cached there: the first token.
                    Send the blocks that the second one lacks (latency + bytes / bandwidth), wait for a place, one step
 
-A short prompt is computed in place where that is sooner; no threshold has to be set. What streams lose to a prompt
-beside them is in the worker's own figure: `token_seconds` is measured beside the streams that it writes, and its
-scheduler gives prompts only what `max_gap` leaves.
+The cost of a route is the time until its stream begins, and the time that others lose: each answer that a worker writes
+waits while it computes the prompt. So a short prompt is computed in place where that is sooner, and a long one goes to
+a worker that writes nothing; no threshold has to be set.
 
 The router knows by their names (kv/addresses.py) which blocks a worker holds, as far as it was told. A worker that has
 evicted them since costs time and no token. Between two reports the router adds what it has sent itself. Nothing here
@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import islice
 from math import inf
 from typing import NamedTuple
 
@@ -44,6 +45,7 @@ class Load:
     token_seconds: float = 0.0  # to compute a token of a prompt, beside the streams that it writes now
     step_seconds: float = 0.0  # of a step of its streams
     stream_seconds: float = 1.0  # that a stream takes on average: when a full worker has a place again
+    blocks: int = 1 << 62  # that it can keep; of the names that the router knows, the oldest beyond that are forgotten
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +70,18 @@ class Route(NamedTuple):
     prefill: str
     decode: str  # the same worker, where nothing is sent
     ttft: float  # seconds until the first token, expected
-    second: float  # seconds until the second token, expected: what routes are compared by
+    second: float  # seconds until the second token, expected
+    cost: float  # the same and what other answers wait: what routes are compared by
     cached: int = 0  # blocks of the prompt that the prefill worker has
     sent: int = 0  # blocks that the decode worker lacks
+
+
+class Prompt(NamedTuple):
+    """A prompt at one worker."""
+
+    cached: int  # leading blocks that it has
+    done: float  # seconds until it is computed
+    cost: float  # the same, and what the streams of the worker wait meanwhile, all together
 
 
 class Worker:
@@ -81,15 +92,25 @@ class Worker:
     def __init__(self, role: Role, load: Load):
         self.role = role
         self.load = load
-        self.names: set[bytes] = set()  # of blocks that it has
+        self.names: dict[bytes, None] = {}  # of blocks that it has, the oldest first
         self.sent_tokens = 0  # since its last report, as are the streams
         self.sent_streams = 0
+
+    def keep(self, names: Sequence[bytes]) -> None:
+        """It has these blocks now. Of too many the oldest are forgotten, an eighth at once."""
+        self.names.update(dict.fromkeys(reversed(names)))
+        over = len(self.names) - self.load.blocks
+        if over > self.load.blocks // 8:
+            for name in list(islice(self.names, over)):
+                del self.names[name]
 
     def cached(self, names: Sequence[bytes]) -> int:
         """Leading blocks that it has. Names are chained and the end of a prompt is evicted first, so the border is
         found by bisection."""
         if not names or names[0] not in self.names:
             return 0
+        if names[-1] in self.names:
+            return len(names)
         low, high = 1, len(names)  # the first `low` are there
         while low < high:
             middle = (low + high + 1) // 2
@@ -99,10 +120,13 @@ class Worker:
                 high = middle - 1
         return low
 
-    def prompt_done(self, tokens: int, cached: int) -> float:
-        """Seconds until it has computed a prompt: after those before it. The last token is always computed."""
-        before = self.load.queued_tokens + self.sent_tokens
-        return (before + max(1, tokens - cached * BLOCK)) * self.load.token_seconds
+    def prompt(self, tokens: int, names: Sequence[bytes]) -> Prompt:
+        """What it would cost to compute a prompt here, after those before it. The last token is always computed."""
+        load = self.load
+        cached = self.cached(names) if names and names[0] in self.names else 0
+        own = max(1, tokens - cached * BLOCK) * load.token_seconds
+        done = (load.queued_tokens + self.sent_tokens) * load.token_seconds + own
+        return Prompt(cached, done, done + (load.streams + self.sent_streams) * own)
 
     def place(self) -> float:
         """Seconds until it can write one more answer: its streams end evenly over time."""
@@ -136,49 +160,56 @@ class Router:
         """A worker is gone, and its blocks with it."""
         self.workers.pop(name, None)
 
-    def stored(self, name: str, names: Iterable[bytes]) -> None:
+    def stored(self, name: str, names: Sequence[bytes]) -> None:
         """A worker has these blocks."""
-        self.workers[name].names.update(names)
+        self.workers[name].keep(names)
 
     def evicted(self, name: str, names: Iterable[bytes]) -> None:
-        self.workers[name].names.difference_update(names)
+        for one in names:
+            self.workers[name].names.pop(one, None)
 
     # ---- routes ----------------------------------------------------------------------------------------------------
 
-    def choose(self, ask: Ask) -> Route | None:
-        """The best route, which then counts as taken. None: no worker can write the answer."""
-        best: Route | None = None
-        cached = {name: worker.cached(ask.names) for name, worker in self.workers.items()}
-        done = {name: worker.prompt_done(ask.tokens, cached[name]) for name, worker in self.workers.items()}
-        writers = [(name, worker) for name, worker in self.workers.items() if worker.role is not Role.PREFILL]
-        for name, worker in writers:
-            ttft = max(done[name], worker.place())
-            best = sooner(best, Route(name, name, ttft, ttft + worker.load.step_seconds, cached[name]))
-        helpers = [name for name, worker in self.workers.items() if worker.role is not Role.DECODE]
-        helpers.sort(key=done.__getitem__)
-        for decode, worker in writers if ask.names else ():
-            for prefill in helpers:
-                if best is not None and done[prefill] + worker.load.step_seconds >= best.second:
-                    break  # the helpers after it are later still
-                if prefill != decode:
-                    sent = len(ask.names) - cached[decode]
-                    best = sooner(best, self._apart(prefill, decode, done[prefill], cached[prefill], sent))
+    def choose(self, ask: Ask, apart: bool = False, among: Iterable[str] | None = None) -> Route | None:
+        """The best route, which then counts as taken. None: no worker can write the answer. apart: prompts with a full
+        block are computed by prefill workers alone, where there are any. among: the workers that may be asked."""
+        workers = self.workers if among is None else {name: self.workers[name] for name in among}
+        tokens, names = ask
+        prompts = {name: worker.prompt(tokens, names) for name, worker in workers.items()}
+        helpers = [name for name, worker in workers.items() if worker.role is not Role.DECODE] if names else []
+        if apart:
+            helpers = [name for name in helpers if workers[name].role is Role.PREFILL] or helpers
+        in_place = not (apart and helpers)
+        helpers.sort(key=lambda name: prompts[name].cost)
+        best, least = None, inf
+        for name, worker in workers.items():
+            if worker.role is Role.PREFILL:
+                continue
+            step = worker.load.step_seconds
+            for helper in (name, *helpers) if in_place and prompts[name].cost + step < least else helpers:
+                if prompts[helper].cost + step >= least:
+                    break  # the helpers after it cost more still
+                if helper != name or in_place:
+                    route = self._route(helper, name, prompts[helper], len(names) - prompts[name].cached)
+                    best, least = (route, route.cost) if route.cost < least else (best, least)
         if best is not None:
             self._take(best, ask)
         return best
 
-    def _apart(self, prefill: str, decode: str, ttft: float, cached: int, sent: int) -> Route:
-        link, writer = self.links.get((prefill, decode), self.link), self.workers[decode]
-        ready = max(ttft + link.seconds(sent * self.block_bytes), writer.place())
-        return Route(prefill, decode, ttft, ready + writer.load.step_seconds, cached, sent)
+    def _route(self, prefill: str, decode: str, prompt: Prompt, lacking: int) -> Route:
+        writer, sent, ready = self.workers[decode], 0, prompt.done
+        if prefill != decode:
+            sent = lacking
+            ready += self.links.get((prefill, decode), self.link).seconds(sent * self.block_bytes)
+        place = writer.place()
+        second = max(ready, place) + writer.load.step_seconds
+        ttft = max(prompt.done, place) if prefill == decode else prompt.done
+        return Route(prefill, decode, ttft, second, second + prompt.cost - prompt.done, prompt.cached, sent)
 
     def _take(self, route: Route, ask: Ask) -> None:
         prefill, decode = self.workers[route.prefill], self.workers[route.decode]
         prefill.sent_tokens += max(1, ask.tokens - route.cached * BLOCK)
         decode.sent_streams += 1
-        prefill.names.update(ask.names)
-        decode.names.update(ask.names)
-
-
-def sooner(one: Route | None, other: Route) -> Route:
-    return other if one is None or other.second < one.second else one
+        prefill.keep(ask.names)
+        if decode is not prefill:
+            decode.keep(ask.names)

@@ -61,7 +61,13 @@ class EncoderModel:
     """Gives one row for each text: its vector, or the scores of a cross-encoder's labels."""
 
     def __init__(
-        self, checkpoint: Checkpoint, arch: EncoderArch, description: Description, threads: int, isa: str = ""
+        self,
+        checkpoint: Checkpoint,
+        arch: EncoderArch,
+        description: Description,
+        threads: int,
+        isa: str = "",
+        coded: bool = False,
     ):
         if arch.hidden % LANES or arch.hidden % arch.heads or arch.hidden // arch.heads % LANES:
             raise ModelError(
@@ -86,6 +92,7 @@ class EncoderModel:
                 eps=arch.eps,
                 threads=threads,
                 isa=isa,
+                coded=coded,
             )
         except ValueError as error:
             raise ModelError(f"{checkpoint.path.name}: {error}. The file is damaged, or not made for this.") from None

@@ -3,6 +3,7 @@
 lark.py     a `Grammar` in the one notation that the grammar library reads
 schema.py   JSON schemas in the form that the library follows exactly; what it cannot follow is refused
 tools.py    a grammar that forces tool calls
+tagged.py   their arguments between tags
 library.py  the calls into the grammar library (llguidance), with limits
 check.py    the child process in which every new grammar is tried
 compile.py  compiled grammars of one vocabulary

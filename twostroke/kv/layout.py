@@ -19,9 +19,11 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
 
-from twostroke.model.arch import Arch, KVEntry
+from twostroke.model.arch import Arch
+from twostroke.model.entry import KVEntry
 from twostroke.ops.interface import BLOCK
 
+LONG_REQUEST = 32768  # tokens
 GROUP_COST = 0.03  # of one more group, as a share of the cache: every step prepares a block table for each
 
 
@@ -97,6 +99,8 @@ def make_layout(arch: Arch, kv_dtype: str, draft: Arch | None = None) -> KVLayou
     """Groups of about equal bytes: as many layers each as the kind with the fewest bytes in all has. With a draft model
     the size is the one that wastes least, in few groups."""
     kinds = layers_by_kind(arch, kv_dtype)
+    if draft is None and sum(len(layers) for _, layers, _ in kinds) > len(arch.layers):
+        return least_of_long_requests(kinds)
     if draft is None:
         return cut(kinds, min(len(layers) * entry.block_bytes for entry, layers, _ in kinds))
     first = len(arch.layers)
@@ -107,16 +111,32 @@ def make_layout(arch: Arch, kv_dtype: str, draft: Arch | None = None) -> KVLayou
     return min(fitting, key=lambda one: len(one.groups) * one.block_bytes * (1 + GROUP_COST * len(one.groups)))
 
 
+def least_of_long_requests(kinds: Sequence[Kind]) -> KVLayout:
+    """For layers that cache several kinds: of very different sizes, some for a few tokens and some for all. The cut
+    with which a long request takes the least memory, in few groups."""
+    least = max(entry.block_bytes for entry, _, _ in kinds)
+    sizes = {-(-len(layers) // count) * entry.block_bytes for entry, layers, _ in kinds for count in range(1, 9)}
+    fitting = [cut(kinds, size) for size in sizes | {least} if size >= least]
+    step = min(LONG_REQUEST, 512)
+    return min(fitting, key=lambda one: one.blocks_for(LONG_REQUEST, step) * one.block_bytes
+               * (1 + GROUP_COST * len(one.groups)))  # fmt: skip
+
+
 Kind = tuple[KVEntry, list[int], bool]  # layers that cache alike, and whether they are the draft model's
 
 
 def layers_by_kind(arch: Arch, kv_dtype: str) -> list[Kind]:
-    """Those without a window first."""
+    """Those without a window first, then those on a grid: the order in which a mixer lists its entries."""
     kinds: dict[KVEntry, list[int]] = {}
     for index, layer in enumerate(arch.layers):
-        kinds.setdefault(layer.mixer.entry(kv_dtype), []).append(index)
-    order = sorted(kinds.items(), key=lambda kind: (kind[0].window is not None, kind[0].window or 0))
+        for entry in layer.mixer.entries(kv_dtype):
+            kinds.setdefault(entry, []).append(index)
+    order = sorted(kinds.items(), key=lambda kind: _place(kind[0]))
     return [(entry, layers, False) for entry, layers in order]
+
+
+def _place(entry: KVEntry) -> tuple[bool, bool, int]:
+    return entry.window is not None, not entry.grid, entry.window or 0
 
 
 def cut(kinds: Sequence[Kind], size: int) -> KVLayout:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -33,13 +34,15 @@ class KVStorage:
         self.layout, self.format = layout, kv_format
         self.data = reserve((blocks, layout.block_bytes), "uint8", device)
         self.host = HostMemory(host_slots, self.data) if host_slots else None  # of evicted blocks
-        self.place = {  # layer -> (group, index of the layer within its group)
-            layer: (g, i) for g, group in enumerate(layout.groups) for i, layer in enumerate(group.layers)
-        }
+        self.place = places(layout)
 
     def layer(self, layer: int) -> tuple[KVLayer, int]:
-        """The layer's views into the pool, and the group whose block table it follows."""
-        group, index = self.place[layer]
+        """The layer's views into the pool, and the group whose block table it follows. What it caches beside is in
+        `further`, in the order in which its mixer lists its entries."""
+        (first, group), *rest = (self._part(*place) for place in self.place[layer])
+        return replace(first, further=tuple(rest)), group
+
+    def _part(self, group: int, index: int) -> tuple[KVLayer, int]:
         entry = self.layout.groups[group].entry
         count, offset = entry.span // entry.tokens, index * entry.block_bytes
         parts: dict[str, Array] = {}
@@ -78,6 +81,15 @@ class KVStorage:
             import torch
 
             self.data[block].copy_(torch.from_numpy(values.copy()))
+
+
+def places(layout: KVLayout) -> dict[int, list[tuple[int, int]]]:
+    """From a layer to where each kind that it caches lies: the group, and the layer's index within it."""
+    found: dict[int, list[tuple[int, int]]] = {}
+    for number, group in enumerate(layout.groups):
+        for index, layer in enumerate(group.layers):
+            found.setdefault(layer, []).append((number, index))
+    return found
 
 
 class DraftStorage(KVStorage):

@@ -286,8 +286,7 @@ class KVTables:
 
     def first_visible(self, group: int, position: int) -> int:
         """First column of the group that a token at `position` or later can see."""
-        window = self.windows[group]
-        return 0 if window is None else max(0, position - window + 1) // self.spans[group]
+        return self.layout.groups[group].entry.first_seen(position) // self.spans[group]
 
     def check(self) -> None:
         """Invariant: a block's references equal the tables and leases that hold it, and the runner's copy agrees."""

@@ -25,6 +25,7 @@ class Facts(NamedTuple):
     recomputed_tokens: int
     drafted_tokens: int
     accepted_tokens: int
+    transfer: float = 0.0  # seconds in which its KV blocks were on their way to another worker
 
     def shifted(self, seconds: float) -> Facts:
         """The same facts on a clock that is ahead by so many seconds."""
@@ -49,17 +50,18 @@ class Timeline:
     recomputed_tokens: int = 0
     drafted_tokens: int = 0  # guessed, and verified by a step
     accepted_tokens: int = 0  # of those: the model chose the same
+    transfer: float = 0.0  # seconds of `decode` in which KV blocks were on their way to another worker
 
     def facts(self) -> Facts:
         return Facts(
             self.scheduled, self.end, self.cached_tokens, self.chunks, self.preemptions, self.recomputed_tokens,
-            self.drafted_tokens, self.accepted_tokens,
+            self.drafted_tokens, self.accepted_tokens, self.transfer,
         )  # fmt: skip
 
     def update(self, facts: Facts) -> None:
         (
             self.scheduled, self.end, self.cached_tokens, self.chunks, self.preemptions, self.recomputed_tokens,
-            self.drafted_tokens, self.accepted_tokens,
+            self.drafted_tokens, self.accepted_tokens, self.transfer,
         ) = facts  # fmt: skip
 
     @property

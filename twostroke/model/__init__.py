@@ -5,8 +5,12 @@ families.py       from config.json to an `Arch`, a function for each family; fam
 document.py       an `Arch` as plain data, and back
 fields.py         values of such files, read without trusting them
 names.py          our parameter names, and where each lies in a checkpoint
+entry.py          what a layer keeps in the KV cache
 latent.py         latent attention: its description and its layer
+compressed.py     compressed attention, the same; compressed_config.py, compressed_names.py: from DeepSeek V4's files
+experts.py        feeds with experts from a config; expert_names.py: where they lie in a checkpoint
 rope.py           rotary frequencies with every kind of scaling
 layers.py         a loaded layer: a mixer and a feed with their weights
+streams.py        a layer over several residual streams
 transformer.py    the forward pass
 """

@@ -14,7 +14,8 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from twostroke.ops.interface import BLOCK, KV_BITS, KV_SCALE_BYTES, Activation, Routing
+from twostroke.model.entry import KVEntry, KVPart
+from twostroke.ops.interface import KV_SCALE_BYTES, Activation, Routing
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,48 +58,6 @@ class Product:
         return self.weights * (1 - missed) if rows else 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class KVPart:
-    """One array of a cache entry: `heads` rows of `width` elements."""
-
-    name: str  # the field of ops.interface.KVLayer that shows it
-    heads: int
-    width: int
-    format: str  # of one element
-
-    @property
-    def bytes(self) -> int:
-        return self.heads * self.width * KV_BITS[self.format] // 8
-
-
-@dataclass(frozen=True, slots=True)
-class KVEntry:
-    """What one layer keeps in the KV cache. Sizing and cost read bytes, window, tokens and state_bytes alone."""
-
-    parts: tuple[KVPart, ...]  # of one entry
-    window: int | None = None  # tokens that a token sees, itself included; None: all before it
-    tokens: int = 1  # tokens that share one entry
-    state_bytes: int = 0  # fixed, for each running request
-
-    @property
-    def bytes(self) -> int:
-        return sum(part.bytes for part in self.parts)
-
-    @property
-    def span(self) -> int:
-        """Tokens whose entries of this layer lie in one block."""
-        return max(BLOCK, self.tokens)
-
-    @property
-    def block_bytes(self) -> int:
-        return self.bytes * (self.span // self.tokens)
-
-    def read(self, context: int) -> float:
-        """Bytes of entries that a token at the end of `context` tokens reads."""
-        seen = context if self.window is None else min(context, self.window)
-        return seen * self.bytes / self.tokens
-
-
 class MixerArch(Protocol):
     """How tokens read each other."""
 
@@ -111,7 +70,9 @@ class MixerArch(Protocol):
         """FLOPs beside the products: `count` tokens after `start` cached ones."""
         ...
 
-    def entry(self, kv_dtype: str) -> KVEntry: ...
+    def entries(self, kv_dtype: str) -> tuple[KVEntry, ...]:
+        """What each layer caches: one kind, or several."""
+        ...
 
     def stores(self, kv_dtype: str) -> bool:
         """Whether its entries can be kept in this format."""
@@ -173,12 +134,12 @@ class GroupedArch:
         """q·k and p·v."""
         return 4 * seen_pairs(start, count, self.window) * self.width
 
-    def entry(self, kv_dtype: str) -> KVEntry:
+    def entries(self, kv_dtype: str) -> tuple[KVEntry, ...]:
         """K and V of one token, with a scale for each head in formats that have scales."""
         parts = [KVPart(name, self.kv_heads, self.head_dim, kv_dtype) for name in ("keys", "values")]
         if kv_dtype in KV_SCALE_BYTES:
             parts += [KVPart(name, self.kv_heads, 1, "float32") for name in ("key_scales", "value_scales")]
-        return KVEntry(tuple(parts), self.window)
+        return (KVEntry(tuple(parts), self.window),)
 
     def stores(self, kv_dtype: str) -> bool:
         return True
@@ -216,6 +177,7 @@ class ExpertsArch:
     corrected: bool = False  # the choice adds a learnt number to each expert's score
     router_bias: bool = False
     expert_bias: bool = False
+    by_token: bool = False  # a table names the experts of each token; the scores only weigh them
 
     @property
     def kind(self) -> str:
@@ -255,6 +217,9 @@ class Arch:
     logit_softcap: float = 0.0
     embedding_scale: float = 1.0
     tied_head: bool = False
+    streams: int = 1  # residual streams; several are mixed anew at each part of a layer
+    stream_rounds: int = 0  # of making the matrix that mixes them doubly stochastic
+    stream_eps: float = 1e-6
     mixers: tuple[tuple[MixerArch, int], ...] = field(init=False, repr=False, compare=False)  # and their layers
     products: tuple[Product, ...] = field(init=False, repr=False, compare=False)  # of all layers, as a step runs them
     layer_weights: int = field(init=False, repr=False, compare=False)  # matrix weights of all layers
@@ -294,10 +259,18 @@ class Arch:
             for layer in self.layers
             if isinstance(layer.feed, ExpertsArch) and layer.feed.corrected
         )
-        return self.weights + norms + biases + self.hidden
+        return self.weights + norms + biases + self.hidden + self.stream_weights
+
+    @property
+    def stream_weights(self) -> int:
+        """Of reading and mixing several residual streams."""
+        if self.streams == 1:
+            return 0
+        parts = 2 * len(self.layers) * self.streams * (2 + self.streams)
+        return (parts + self.streams) * (self.streams * self.hidden + 1) + 6 * len(self.layers) + 1
 
     def linear_flops(self, tokens: int, logit_rows: int) -> int:
-        return 2 * (tokens * self.row_weights + logit_rows * self.head_weights)
+        return 2 * (tokens * (self.row_weights + self.stream_weights) + logit_rows * self.head_weights)
 
     def read_share(self, rows: int) -> float:
         """The part of the layers' weights that a step of so many rows is expected to read; 1 without experts."""

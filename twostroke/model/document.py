@@ -7,10 +7,11 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from twostroke.model.arch import Arch, DenseArch, ExpertsArch, GroupedArch, LayerArch
+from twostroke.model.compressed import CompressedArch, IndexArch
 from twostroke.model.latent import LatentArch
 from twostroke.ops.interface import Routing
 
-_MIXERS: dict[str, type] = {"grouped": GroupedArch, "latent": LatentArch}
+_MIXERS: dict[str, type] = {"grouped": GroupedArch, "latent": LatentArch, "compressed": CompressedArch}
 _FEEDS: dict[str, type] = {"dense": DenseArch, "experts": ExpertsArch}
 
 
@@ -41,6 +42,8 @@ def read_arch(document: Mapping[str, Any]) -> Arch:
         found = {name: value for name, value in values.items() if name != "kind"}
         if "routing" in found:
             found["routing"] = Routing(**found["routing"])
+        if found.get("index") is not None:
+            found["index"] = IndexArch(**found["index"])
         return kinds[values["kind"]](**found)
 
     layers = tuple(

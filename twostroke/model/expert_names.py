@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from twostroke.errors import ModelError
 from twostroke.model.arch import ExpertsArch
 from twostroke.model.source import Source
 
@@ -106,6 +107,8 @@ def _alternating(hidden: int, feed: ExpertsArch, block: str, present: Collection
         rows = None if part == "down" else (0 if part == "gate" else 1, outputs)
         step = 1 if part == "down" else 2
         coded = f"{name}_blocks" in present
+        if coded and inputs % MXFP4_GROUP:
+            raise ModelError(f"{name}_blocks: MXFP4 has groups of {MXFP4_GROUP}, which do not divide {inputs} inputs.")
         for expert in range(count):
             if coded:
                 shape: tuple[int, ...] = (count, outputs, inputs // MXFP4_GROUP, MXFP4_GROUP // 2)

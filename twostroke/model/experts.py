@@ -7,6 +7,7 @@ code applies. The functions are for the families in families.py and families_ggu
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Literal
 
 from twostroke.model.arch import DenseArch, ExpertsArch, FeedArch
@@ -74,6 +75,28 @@ def deepseek_v3_feeds(c: Fields, count: int) -> list[FeedArch]:
     return _deepseek(c, count, routing, corrected=True)
 
 
+def deepseek_v4_feeds(c: Fields, count: int) -> list[FeedArch]:
+    """Scores are √softplus; the first layers have a table that names the experts of each token."""
+    c.only("scoring_func", "sqrtsoftplus")
+    c.only("norm_topk_prob", True)
+    c.only("swiglu_limit", 10.0, 10)
+    c.only("n_shared_experts", 1)
+    routing = _routing(
+        c, _experts(c, "n_routed_experts"), scores="sqrt_softplus", normalised=True, factor=_factor(c, 1.5)
+    )
+    width = c.integer("moe_intermediate_size")
+    sparse = ExpertsArch(routing, width, "swiglu_10", shared=width, corrected=True)
+    by_token = replace(sparse, corrected=False, by_token=True)
+    given = c.get("mlp_layer_types")
+    if given is None:
+        first = c.integer("num_hash_layers", 3, least=0, most=MAX_LAYERS)
+        return [by_token if i < first else sparse for i in range(count)]
+    kinds = {"hash_moe": by_token, "moe": sparse}
+    if not isinstance(given, list) or len(given) != count or any(kind not in kinds for kind in given):
+        raise c.error("mlp_layer_types", f"must be a list of {count} entries, each hash_moe or moe")
+    return [kinds[kind] for kind in given]
+
+
 def gguf_feeds(
     c: Fields, tensors: Collection[str], count: int, *, normalised: bool, activation: Activation = "silu"
 ) -> list[FeedArch]:
@@ -131,7 +154,7 @@ def _routing(
     experts: int,
     key: str = "num_experts_per_tok",
     *,
-    scores: Literal["softmax", "sigmoid"] = "softmax",
+    scores: Literal["softmax", "sigmoid", "sqrt_softplus"] = "softmax",
     normalised: bool = False,
     factor: float = 1.0,
     groups: Sequence[int] = (1, 1),

@@ -12,9 +12,11 @@ from typing import Any, NamedTuple
 
 from twostroke.errors import ModelError
 from twostroke.model.arch import Arch, DenseArch, FeedArch, GroupedArch, LayerArch, Rope
+from twostroke.model.compressed_config import compressed_mixers
 from twostroke.model.experts import (
     deepseek_v2_feeds,
     deepseek_v3_feeds,
+    deepseek_v4_feeds,
     gpt_oss_feeds,
     mixtral_feeds,
     olmoe_feeds,
@@ -43,10 +45,29 @@ def arch_from_config(config: Mapping[str, Any], where: str = "config.json") -> A
     make = _FAMILIES.get(family)
     if make is None:
         raise ModelError(f"{where}: model_type {family!r:.80} is not known; known: {', '.join(sorted(_FAMILIES))}.")
-    fields.only("quantization_config")
+    _check_quantization(fields, family)
     for key in _EXPERT_KEYS if family not in _MIXTURES else ():
         fields.only(key, 0)
     return make(fields)
+
+
+def _check_quantization(c: Fields, family: str) -> None:
+    """Published formats that are read: fp8 in squares of 128, and gpt-oss' MXFP4. Any other would need its own code."""
+    if not c.has("quantization_config"):
+        return
+    q = c.section("quantization_config")
+    method = q.text("quant_method", "missing")
+    if method == "mxfp4" and family == "gpt_oss":
+        return
+    if method != "fp8" or family == "deepseek_v4":
+        raise c.error(
+            "quantization_config",
+            f"has quant_method {method!r:.40}, which is not read for {family}; read are fp8 with weight_block_size "
+            "[128, 128] and, for gpt_oss, mxfp4. Use the model's bfloat16 version or a GGUF file of it",
+        )
+    q.only("fmt", "e4m3", "float8_e4m3fn")
+    if q.get("weight_block_size") != [128, 128]:
+        raise q.error("weight_block_size", f"is {q.get('weight_block_size')!r:.80}; only [128, 128] is read")
 
 
 def _llama(c: Fields) -> Arch:
@@ -173,6 +194,28 @@ def _deepseek(c: Fields, family: str, feeds: Callable[[Fields, int], list[FeedAr
     )
 
 
+def _deepseek_v4(c: Fields) -> Arch:
+    """Compressed attention over several residual streams, experts in all layers."""
+    c.only("hidden_act", "silu")
+    for key in ("mlp_bias", "attention_bias", "tie_word_embeddings"):
+        c.only(key, False)
+    c.only("num_key_value_heads", 1)
+    count, dim = _layers(c), c.even("head_dim", 512, most=MAX_HEAD_DIM)
+    feeds = deepseek_v4_feeds(c, count)
+    mixers = compressed_mixers(c, count, _heads(c), dim)
+    return Arch(
+        family="deepseek_v4",
+        vocab=c.integer("vocab_size", most=MAX_VOCAB),
+        hidden=_hidden(c),
+        layers=tuple(LayerArch(mixer, feed) for mixer, feed in zip(mixers, feeds, strict=True)),
+        max_positions=_positions(c),
+        norm_eps=c.number("rms_norm_eps", 1e-6, most=1.0),
+        streams=c.integer("hc_mult", 4, least=2, most=64),
+        stream_rounds=c.integer("hc_sinkhorn_iters", 20, most=1024),
+        stream_eps=c.number("hc_eps", 1e-6, most=1.0),
+    )
+
+
 def _gpt_oss(c: Fields) -> Arch:
     """A sink for each head, windows on every other layer, experts in all."""
     head_dim, biased, count = _head_dim(c, 64), c.flag("attention_bias", True), _layers(c)
@@ -209,7 +252,7 @@ def _olmoe(c: Fields) -> Arch:
 
 
 # families that read the keys of experts
-_MIXTURES = ("qwen3_moe", "mixtral", "olmoe", "deepseek_v2", "deepseek_v3", "gpt_oss")
+_MIXTURES = ("qwen3_moe", "mixtral", "olmoe", "deepseek_v2", "deepseek_v3", "deepseek_v4", "gpt_oss")
 _FAMILIES: dict[str, Callable[[Fields], Arch]] = {
     "llama": _llama,
     "smollm3": _smollm3,
@@ -221,6 +264,7 @@ _FAMILIES: dict[str, Callable[[Fields], Arch]] = {
     "phi3": _phi3,
     "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _deepseek_v3,
+    "deepseek_v4": _deepseek_v4,
     "gpt_oss": _gpt_oss,
     "qwen3_moe": _qwen3_moe,
     "mixtral": _mixtral,

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from twostroke.model.arch import KVEntry, KVPart, Product, Rope, seen_pairs
+from twostroke.model.arch import Product, Rope, seen_pairs
+from twostroke.model.entry import KVEntry, KVPart
 from twostroke.model.layers import Branch, PackedProduct
 from twostroke.ops.interface import KV_SCALE_BYTES, Array, Batch, KVLayer, LatentAttention, Norm, Ops, Weight
 
@@ -65,9 +66,9 @@ class LatentArch:
         """q·k over latent and rotated part, p·v over the latent."""
         return 2 * seen_pairs(start, count, None) * self.heads * (self.cached + self.latent)
 
-    def entry(self, kv_dtype: str) -> KVEntry:
+    def entries(self, kv_dtype: str) -> tuple[KVEntry, ...]:
         """Latent and rotated key part, once for all heads; values are read from the same numbers."""
-        return KVEntry((KVPart("keys", 1, self.cached, kv_dtype),))
+        return (KVEntry((KVPart("keys", 1, self.cached, kv_dtype),)),)
 
     def stores(self, kv_dtype: str) -> bool:
         return kv_dtype not in KV_SCALE_BYTES

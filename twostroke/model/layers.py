@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from twostroke.ops.interface import Array, Attention, Batch, ExpertSet, FusedLayer, Gate, KVLayer, Norm, Ops, Weight
+from twostroke.ops.streams import StreamMix
 
 
 class Branch(NamedTuple):
@@ -20,6 +21,14 @@ class Branch(NamedTuple):
     weight: Weight | None
     before: Gate | None
     norm: Norm | None
+
+
+def value_of(ops: Ops, branch: Branch) -> Array:
+    """What a branch adds."""
+    value = branch.inner
+    if branch.weight is not None:
+        value = ops.linear(value, branch.weight, before=branch.before)
+    return value if branch.norm is None else ops.norm(value, branch.norm)
 
 
 class PackedProduct(NamedTuple):
@@ -38,7 +47,7 @@ class Mixer(Protocol):
 
 
 class Feed(Protocol):
-    def run(self, ops: Ops, x: Array) -> Branch: ...
+    def run(self, ops: Ops, x: Array, tokens: Array) -> Branch: ...
 
     def products(self) -> tuple[PackedProduct, ...]: ...
 
@@ -79,7 +88,7 @@ class Dense:
     down: Weight
     out_norm: Norm | None = None
 
-    def run(self, ops: Ops, x: Array) -> Branch:
+    def run(self, ops: Ops, x: Array, tokens: Array) -> Branch:
         gated = ops.gated(x, self.gate_up, self.norm, self.gate)  # (T, ffn)
         if gated is not None:
             return Branch(gated, self.down, None, self.out_norm)
@@ -109,8 +118,8 @@ class Experts:
     shared: SharedExpert | None = None
     out_norm: Norm | None = None
 
-    def run(self, ops: Ops, x: Array) -> Branch:
-        total = ops.experts(x, self.norm, self.experts)
+    def run(self, ops: Ops, x: Array, tokens: Array) -> Branch:
+        total = ops.experts(x, self.norm, self.experts, tokens)
         if self.shared is not None:
             inner = ops.linear(x, self.shared.gate_up, before=self.norm)
             total = ops.linear(inner, self.shared.down, before=self.experts.gate, add_to=total)
@@ -134,6 +143,7 @@ class Experts:
 class Layer:
     mixer: Mixer
     feed: Feed
+    streams: tuple[StreamMix, StreamMix] | None = None  # of mixer and feed, where there are several residual streams
 
     def products(self) -> tuple[PackedProduct, ...]:
         return (*self.mixer.products(), *self.feed.products())
@@ -141,9 +151,11 @@ class Layer:
     def fused(self) -> FusedLayer | None:
         """For a backend that runs whole layers in one call; None for other kinds of mixers and feeds."""
         mixer, feed = self.mixer, self.feed
-        if not (isinstance(mixer, Grouped) and isinstance(feed, Dense | Experts)):
+        if self.streams is not None or not (isinstance(mixer, Grouped) and isinstance(feed, Dense | Experts)):
             return None
         experts = feed.experts if isinstance(feed, Experts) else None
+        if experts is not None and experts.table is not None:
+            return None
         always = feed.shared if isinstance(feed, Experts) else feed
         queries, keys = mixer.wide_norms or (None, None)
         return FusedLayer(

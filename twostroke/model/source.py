@@ -18,4 +18,5 @@ class Source:
     entry: int | None = None  # of a tensor whose first axis counts the experts
     step: int = 1  # from one of the parameter's rows to the next: 2 where the rows of two parameters alternate
     transposed: bool = False  # the tensor holds (inputs, outputs)
+    integers: bool = False  # the tensor holds whole numbers
     scales: str = ""  # MXFP4 in safetensors: the tensor with the scales of the codes in `tensor`

@@ -12,9 +12,11 @@ import numpy as np
 
 from twostroke.kv.storage import KVStorage
 from twostroke.model.arch import Arch, Rope
-from twostroke.model.layers import Branch, Experts, Layer, PackedProduct
+from twostroke.model.layers import Branch, Experts, Layer, PackedProduct, value_of
+from twostroke.model.streams import streams_run
 from twostroke.ops.arrays import placed
 from twostroke.ops.interface import Array, Batch, FusedLayer, Norm, Ops, RopeTable, Weight
+from twostroke.ops.streams import StreamMix, collapse_last, spread
 
 if TYPE_CHECKING:
     import torch
@@ -37,10 +39,13 @@ class Transformer:
         final_norm: Norm,
         head: Weight,
         max_positions: int,
+        head_streams: StreamMix | None = None,
     ):
+        """head_streams: how the head reads several residual streams."""
         self.arch, self.ops = arch, ops
         self.embedding, self.layers, self.final_norm, self.head = embedding, tuple(layers), final_norm, head
         self.max_positions = max_positions  # length of the rotary tables
+        self.head_streams = head_streams
         ops.read_in_order([product.weight for product in self.products()])
         self._runs: WeakKeyDictionary[KVStorage, list[LayerRun]] = WeakKeyDictionary()
 
@@ -64,12 +69,15 @@ class Transformer:
     def forward(self, batch: Batch, kv: KVStorage) -> Array:
         """Compute the batch's rows and write their K and V to `kv`. Returns the rows batch.logit_rows, (S, hidden)."""
         x = self.ops.embed(self.embedding, batch.tokens, self.arch.embedding_scale)  # (T, hidden)
+        if self.arch.streams > 1:
+            x = spread(x, self.arch.streams)  # (T, streams · hidden)
         runs = self._runs.get(kv)
         if runs is None:
             runs = self._runs[kv] = self._make_runs(kv)
         for run in runs[:-1]:
             x = run(x, batch, None)
-        return runs[-1](x, batch, batch.logit_rows)  # after the last mixer only the rows asked for
+        x = runs[-1](x, batch, batch.logit_rows)  # after the last mixer only the rows asked for
+        return x if self.head_streams is None else collapse_last(self.ops, x, self.head_streams)
 
     def logits(self, hidden: Array) -> Array:
         """(S, hidden) -> (S, vocab) float32."""
@@ -100,13 +108,16 @@ class Transformer:
     def _layer_run(self, index: int, kv: KVStorage) -> LayerRun:
         """One layer, op by op."""
         layer, (cache, group) = self.layers[index], kv.layer(index)
+        if layer.streams is not None:
+            return streams_run(self.ops, layer, cache, group)
 
         def run(x: Array, batch: Batch, rows: Array | None) -> Array:
             branch = layer.mixer.run(self.ops, x, cache, batch, group)
             if rows is not None:
                 x, branch = x[rows], branch._replace(inner=branch.inner[rows])
             x = self._add(x, branch)
-            return self._add(x, layer.feed.run(self.ops, x))
+            tokens = batch.tokens if rows is None else batch.tokens[rows]
+            return self._add(x, layer.feed.run(self.ops, x, tokens))
 
         return run
 
@@ -114,10 +125,7 @@ class Transformer:
         """The residual add."""
         if branch.norm is None and branch.weight is not None:
             return self.ops.linear(branch.inner, branch.weight, before=branch.before, add_to=x)
-        value = branch.inner
-        if branch.weight is not None:
-            value = self.ops.linear(value, branch.weight, before=branch.before)
-        return x + (value if branch.norm is None else self.ops.norm(value, branch.norm))
+        return x + value_of(self.ops, branch)
 
 
 def rope_table(rope: Rope, positions: int, device: torch.device | None) -> RopeTable:

@@ -1,6 +1,8 @@
 """Device mathematics: arrays in, arrays out. Imports nothing else of this package.
 
 interface.py   what a backend must offer, and the shapes of its arguments
+compressed.py  compressed attention apart from its products; compressed_interface.py: its arguments
+streams.py     several residual streams; joined.py: arrays side by side
 reference/     the specification in plain torch
 cpu/           C++ kernels for x86 and ARM (docs/cpu.md)
 cuda/          Triton kernels and cuBLAS (docs/gpu.md)

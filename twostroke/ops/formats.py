@@ -51,6 +51,8 @@ FOUR_BIT_FLOATS = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -
 
 FORMATS: dict[str, Format] = {name: Format(name, block, layout.itemsize) for name, (block, layout) in _LAYOUTS.items()}
 BYTES = Format("U8", 1, 1)  # a part of another format, which a file holds by itself: codes or scales
+FP8 = Format("F8_E4M3", 1, 1)  # codes whose scales lie in another tensor
+INTEGERS = {"I32": Format("I32", 1, 4), "I64": Format("I64", 1, 8)}  # of tables; no weights
 
 # Elements decoded at a time: the temporaries of one chunk stay in a core's cache.
 _CHUNK = 1 << 16
@@ -58,7 +60,7 @@ _CHUNK = 1 << 16
 
 def stored_bytes(format_name: str, shape: Sequence[int]) -> int:
     """Bytes that a tensor of this shape (torch order) takes; ValueError when its last axis is not whole blocks."""
-    fmt = BYTES if format_name == BYTES.name else FORMATS.get(format_name)
+    fmt = FORMATS.get(format_name) or INTEGERS.get(format_name) or {BYTES.name: BYTES, FP8.name: FP8}.get(format_name)
     if fmt is None:
         raise ValueError(f"unknown storage format {format_name!r}; known: {', '.join(FORMATS)}")
     if any(d < 0 for d in shape):
@@ -115,6 +117,11 @@ def from_float(array: np.ndarray) -> Stored:
     if array.dtype.name not in names:
         raise ValueError(f"cannot store {array.dtype}; give float32 or float16")
     return Stored(names[array.dtype.name], array.shape, np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+
+
+def integers(stored: Stored) -> np.ndarray:
+    """A table of whole numbers."""
+    return stored.data.view("<i4" if stored.format == "I32" else "<i8").reshape(stored.shape)
 
 
 def dequantize(stored: Stored) -> np.ndarray:

@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 if TYPE_CHECKING:  # neither the block bookkeeping nor the native CPU backend brings torch with it
     import torch
 
+    from twostroke.ops.compressed_interface import CompressedAttention, CompressedRows
     from twostroke.ops.formats import Stored
 
 BLOCK = 16  # tokens in one KV block
 
-Activation = Literal["silu", "gelu_tanh", "swiglu_oai"]
+Activation = Literal["silu", "gelu_tanh", "swiglu_oai", "swiglu_10"]
 KVFormat = Literal["float32", "float16", "bfloat16", "int8", "int4", "fp8"]
 KV_BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "int8": 8, "int4": 4, "fp8": 8}  # of one element
 KV_SCALE_BYTES = {"int8": 4, "int4": 4, "fp8": 4}  # one float32 scale for each token and head
@@ -45,6 +46,7 @@ class Gate:
     """Gated activation of a (T, 2F) array holding gate | up: activation(gate) · up, of shape (T, F).
 
     swiglu_oai (gpt-oss): gate is at most 7, up lies between -7 and 7; gate · σ(1.702 gate) · (up + 1).
+    swiglu_10 (DeepSeek V4): gate is at most 10, up lies between -10 and 10; silu(gate) · up.
     """
 
     activation: Activation
@@ -61,7 +63,7 @@ class Routing:
 
     experts: int
     chosen: int
-    scores: Literal["softmax", "sigmoid"] = "softmax"
+    scores: Literal["softmax", "sigmoid", "sqrt_softplus"] = "softmax"
     normalised: bool = False  # the weights of the chosen are divided by their sum
     factor: float = 1.0  # multiplies the weights
     groups: int = 1
@@ -79,6 +81,7 @@ class ExpertSet:
     gate_up: tuple[Weight, ...]  # of each expert gate and up stacked
     gate: Gate
     down: tuple[Weight, ...]
+    table: Array | None = None  # (vocab, chosen) int32: the experts of each token; None: the best scores choose
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -164,6 +167,7 @@ class KVLayer:
     values: Array | None = None  # None: a mixer that caches keys alone
     key_scales: Array | None = None  # (blocks, kv_heads, BLOCK) float32
     value_scales: Array | None = None
+    further: tuple[tuple[KVLayer, int], ...] = ()  # what the layer caches beside, each with the group it follows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -221,9 +225,10 @@ class Ops(Protocol):
         """before(x) @ weight.T + bias. With `add_to` the result is added into it in place, and it is returned."""
         ...
 
-    def experts(self, x: Array, norm: Norm, experts: ExpertSet) -> Array:
+    def experts(self, x: Array, norm: Norm, experts: ExpertSet, tokens: Array | None = None) -> Array:
         """The sum over a row's chosen experts of weight · down(gate(gate_up(norm(x)))), added in the order of choice:
-        (T, hidden). An expert's weights are read once for all rows that chose it, and only if a row did."""
+        (T, hidden). An expert's weights are read once for all rows that chose it, and only if a row did.
+        tokens: (T,), of the rows, for experts that a table chooses."""
         ...
 
     def attend(self, qkv: Array, attention: Attention, kv: KVLayer, batch: Batch, group: int) -> Array:
@@ -243,6 +248,13 @@ class Ops(Protocol):
         to the sum instead of to every cached token, in prefill and decode alike.
         """
         raise ValueError(f"the {self.name} backend has no latent attention")
+
+    def attend_compressed(
+        self, parts: CompressedRows, attention: CompressedAttention, cache: KVLayer, batch: Batch, group: int
+    ) -> Array:
+        """Norm, rotate and cache the keys, compress what the step completes, attend over the window, the entries and
+        the sink in one softmax, rotate back: (T, heads · dim). See compressed.py."""
+        raise ValueError(f"the {self.name} backend has no compressed attention")
 
     def argmax(self, logits: Array) -> Array:
         """(S, V) -> (S,) int64: the lowest index among equals, -1 for a row that holds a NaN."""

@@ -85,9 +85,17 @@ class EngineClient(Protocol):
     """An engine that runs elsewhere. All calls are made on one event loop; events arrive at the listener there."""
 
     settings: dict[str, Any]  # given at the start
-    changed: dict[str, Any]  # settings that were changed since
-    ready: Ready | None  # what the engine said when it was last ready
-    restarts: int
+
+    @property
+    def changed(self) -> dict[str, Any]:
+        """Settings that were changed since."""
+
+    @property
+    def ready(self) -> Ready | None:
+        """What the engine said when it was last ready."""
+
+    @property
+    def restarts(self) -> int: ...
 
     async def start(self, listener: EngineListener) -> Ready:
         """Until the engine is ready. What keeps it from starting is raised in the words of the engine."""
@@ -218,14 +226,15 @@ class MessageClient:
         answer: Arrived = await self._ask(Arrive(next(self._numbers), request_id, payload))
         return answer.complete
 
-    async def _ask(self, question: Question) -> Any:
+    async def _ask(self, question: Question, seconds: float | None = None) -> Any:
+        limit = ANSWER_SECONDS if seconds is None else seconds
         future = self._questions[question.question] = asyncio.get_running_loop().create_future()
         try:
             self._send(question)
-            async with asyncio.timeout(ANSWER_SECONDS):
+            async with asyncio.timeout(limit):
                 return await future
         except TimeoutError:
-            raise EngineError(f"it did not answer within {ANSWER_SECONDS:g} s") from None
+            raise EngineError(f"it did not answer within {limit:g} s") from None
         finally:
             del self._questions[question.question]
 

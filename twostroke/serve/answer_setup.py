@@ -15,11 +15,13 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from twostroke.answers.cache import AnswerCache, CacheOptions
+from twostroke.answers.cache import ALLOWED, AnswerCache, CacheOptions
 from twostroke.answers.redis import RedisStore
 from twostroke.answers.store import FileStore, Store
+from twostroke.answers.topics import Topics
 from twostroke.embed.embedder import Embedder
 from twostroke.errors import ConfigError
+from twostroke.serve.recorder import Recorder
 
 KEY_VARIABLE = "TWOSTROKE_ANSWER_CACHE_KEY"  # shared by all servers of a deployment
 SHORT_KEY = 16  # characters
@@ -36,7 +38,9 @@ class AnswerOptions:
     error: float = 0.01
     ttl: float | None = None
     entries: int = 100_000
-    embedder: Path | None = None  # its folder; of the semantic tier
+    allow: tuple[str, ...] = ()  # what the semantic tier compares although it would not
+    record: bool = False  # questions, for `diagnose`
+    embedder: Path | None = None  # its folder; of the semantic tier and of recorded questions
 
     def check(self) -> None:
         """Before anything is fetched."""
@@ -47,8 +51,25 @@ class AnswerOptions:
                 f"--answer-cache-url: set {KEY_VARIABLE} to a secret of {SHORT_KEY} characters or more, the same for "
                 "all servers of the deployment: entries are authenticated with it."
             )
+        self._check_allowed()
         if not 0 < self.error < 1:
             raise ConfigError(f"--answer-cache-error: {self.error:g} is no share of wrong answers; 0.01 is 1 %.")
+
+    def _check_allowed(self) -> None:
+        if self.allow and self.tier != "semantic":
+            raise ConfigError("--answer-cache-allow: needs --answer-cache semantic.")
+        for name in self.allow:
+            if name in ("n", "logprobs"):
+                raise ConfigError(
+                    f"--answer-cache-allow: {name!r}: one answer is stored, without its log-probabilities."
+                )
+            if name not in ALLOWED:
+                raise ConfigError(f"--answer-cache-allow: {name!r} is not known; use {', '.join(ALLOWED)}.")
+
+    @property
+    def compares(self) -> bool:
+        """Whether questions become vectors."""
+        return self.record or self.tier == "semantic"
 
 
 class Questions:
@@ -62,22 +83,29 @@ class Questions:
         return self._embedder.run(tokens)
 
 
+def open_texts(options: AnswerOptions) -> Questions:
+    assert options.embedder is not None
+    embedder = Embedder.open(options.embedder, threads=1, coded=True)
+    embedder.check_vectors()
+    return Questions(embedder)
+
+
+def open_recorder(options: AnswerOptions) -> Recorder:
+    """In a thread, as the cache."""
+    return Recorder(Topics(open_texts(options)))
+
+
 def open_cache(options: AnswerOptions) -> AnswerCache:
     """In a thread: it reads the embedder's weights and the stored vectors."""
     assert options.tier != "off"
-    texts = None
-    if options.tier == "semantic":
-        assert options.embedder is not None
-        embedder = Embedder.open(options.embedder, threads=1)
-        embedder.check_vectors()
-        texts = Questions(embedder)
+    texts = open_texts(options) if options.tier == "semantic" else None
     store: Store
     if options.url is not None:
         store, secret = RedisStore(options.url, options.ttl), digest(os.environ[KEY_VARIABLE].encode())
     else:
         assert options.file is not None
         store, secret = FileStore(options.file, options.entries), file_secret(options.file)
-    settings = CacheOptions(tier=options.tier, error=options.error, ttl=options.ttl)
+    settings = CacheOptions(tier=options.tier, error=options.error, ttl=options.ttl, allow=frozenset(options.allow))
     return AnswerCache(settings, store, secret, texts)
 
 

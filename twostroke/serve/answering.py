@@ -12,12 +12,13 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from twostroke.answers import guard
-from twostroke.answers.cache import AnswerCache, Found, Looked, Query
+from twostroke.answers.cache import AnswerCache, Computed, Found, Looked, Query
 from twostroke.answers.keys import context_key, exact_key, tenant_key
 from twostroke.engine.answer import Answer, StreamEvent
 from twostroke.remote.admission import BusyError
 from twostroke.remote.client import EngineError
 from twostroke.remote.stream import Stream
+from twostroke.sampling import SamplingParams
 from twostroke.serve.transport.http import Exchange
 from twostroke.types import Event, FinishReason
 
@@ -33,13 +34,28 @@ class Question(NamedTuple):
 
     text: str
     before: Any
+    tools: bool  # the request has some
 
 
-def question_of(messages: Sequence[Mapping[str, Any]], before: Any) -> Question | None:
+def question_of(messages: Sequence[Mapping[str, Any]], before: Any, tools: bool) -> Question | None:
     """None where the last message is not a user's text."""
     content = messages[-1].get("content")
     plain = messages[-1].get("role") == "user" and isinstance(content, str) and set(messages[-1]) == {"role", "content"}
-    return Question(content, before) if plain and isinstance(content, str) else None
+    return Question(content, before, tools) if plain and isinstance(content, str) else None
+
+
+def comparable(question: Question, params: SamplingParams, allowed: frozenset[str] = frozenset()) -> bool:
+    """Whether a question may be compared by meaning. params: with the server's defaults."""
+    warm = params.temperature > WARM and params.seed is None
+    if (warm and "temperature" not in allowed) or (question.tools and "tools" not in allowed):
+        return False
+    return guard.fit_for_sharing(question.text, allowed) is None
+
+
+def context_of(
+    question: Question, given: GenerationInput, secret: bytes, salt: bytes, model: str, params: SamplingParams
+) -> bytes:
+    return context_key(secret, salt, model, (question.before, sorted(given.format.visible)), params)
 
 
 class Planned(NamedTuple):
@@ -96,18 +112,45 @@ class Answering:
                 secret, salt, service.fingerprint, given.prompts[0], effective, given.format.visible
             )
         question = given.question
-        cool = effective.temperature <= WARM or params.seed is not None
-        if self.cache.options.tier == "semantic" and question is not None and cool:
+        options = self.cache.options
+        if options.tier == "semantic" and question is not None and comparable(question, effective, options.allow):
             query.question = question.text
-            if guard.fit_for_sharing(question.text) is None:
-                before = (question.before, sorted(given.format.visible))
-                query.context = context_key(secret, salt, service.fingerprint, before, effective)
+            query.context = context_of(question, given, secret, salt, service.fingerprint, effective)
         return query if query.exact or query.context else None
 
     async def look(self, query: Query) -> Planned:
         return Planned(query, await self.cache.lookup(query))
 
+    async def look_again(self, looked: Looked, stream: Stream) -> None:
+        """After a late lookup, when the engine has the request: what is found before the answer begins."""
+        if looked.late is None:
+            return
+        begun = asyncio.get_running_loop().create_future()
+
+        def tap(_: int, event: StreamEvent) -> None:
+            if not begun.done():
+                begun.set_result(None)
+
+        stream.taps.append(tap)
+        try:
+            await self.cache.overtake(looked, begun)
+        except BaseException:
+            stream.close()
+            raise
+        finally:
+            stream.taps.remove(tap)
+
     # ---- answers that are known ------------------------------------------------------------------------------------
+
+    def known(
+        self, exchange: Exchange, given: GenerationInput, planned: Planned
+    ) -> tuple[Stream, dict[str, Any] | None]:
+        """The stream of a hit, and what its answer says about the cache."""
+        found = planned.looked.found
+        assert found is not None
+        if planned.looked.shadow:
+            self.check_in_shadow(exchange, given, planned)
+        return self.replay(exchange, given, found), described(found, False)
 
     def replay(self, exchange: Exchange, given: GenerationInput, found: Found) -> Stream:
         """A stream that has all of its pieces."""
@@ -177,11 +220,11 @@ class Answering:
             sample = answer.sample
             if event.finish_reason != FinishReason.STOP or event.error is not None:
                 return  # an answer that was cut off, failed or was given up is not kept
-            tokens = tuple(sample.token_ids)
-            self.cache.store_later(
-                query, looked, tokens, ended_by_string(answer), sample.timeline.prompt_tokens, sample.timeline.e2e,
+            computed = Computed(
+                tuple(sample.token_ids), ended_by_string(answer), sample.timeline.prompt_tokens, sample.timeline.e2e,
                 lambda ids: self.service.tokenizer.decode(ids, at_start=False),
             )  # fmt: skip
+            self.cache.store_later(query, looked, computed)
 
         stream.taps.append(tap)
 

@@ -24,6 +24,7 @@ class EmbeddingServer(BaseServer):
             "--max-queue": options.max_queue is not None,
             "--closed-objects": options.closed_objects,
             "--answer-cache": options.answers.tier != "off",
+            "--record-questions": options.answers.record,
         }
         for name, given in refused.items():
             if given:

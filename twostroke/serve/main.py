@@ -13,17 +13,20 @@ import sys
 import time
 from typing import Any
 
+from twostroke.cluster.pools import Pools
 from twostroke.config import Resolved
 from twostroke.embed.description import is_embedder_at
 from twostroke.kv.layout import BLOCK
 from twostroke.metrics.registry import Metrics
 from twostroke.remote.async_engine import AsyncEngine
+from twostroke.remote.client import EngineClient
 from twostroke.remote.messages import Ready
-from twostroke.serve.answer_setup import AnswerMetrics, open_cache
+from twostroke.serve.answer_setup import AnswerMetrics, open_cache, open_recorder
 from twostroke.serve.answering import Answering
 from twostroke.serve.app import App
 from twostroke.serve.main_base import BaseServer, Options, Say
 from twostroke.serve.off_loop import SWITCH_SECONDS
+from twostroke.serve.pool_metrics import PoolMetrics
 from twostroke.serve.service import Service
 from twostroke.serve.transport.auth import Keys
 from twostroke.serve.transport.browsers import Browsers
@@ -37,10 +40,12 @@ class Server(BaseServer):
         sock = bind(self.options.host, self.options.port)
         self._take_signals()
         metrics = Metrics(self.options.name)
-        engine = await asyncio.to_thread(self._open, metrics)
+        client = self.options.client() if self.options.client is not None else None
+        engine = await asyncio.to_thread(self._open, metrics, client)
         keys = Keys(self.options.keys, self.options.admin_keys)
         service = Service(engine, self.options.name, keys, metrics, self.options.closed_objects)
         browsers = Browsers(self.options.host, self.options.allowed_hosts, self.options.allowed_origins)
+        service.opening = self.options.answers.tier != "off" or self.options.answers.record
         listener = make_listener(App(service, browsers=browsers))
         listening = asyncio.create_task(listener.serve(sockets=[sock]))
         try:
@@ -48,6 +53,8 @@ class Server(BaseServer):
             if ready is not None:
                 await self._open_answers(service)
                 metrics.configured(cache_labels(ready.settings))
+                if isinstance(client, Pools):
+                    PoolMetrics(client, self.options.name, metrics.registry)
                 gc.collect()
                 gc.freeze()  # these objects stay: later collections need not visit them
                 self._announce(sock, ready, time.monotonic() - began)
@@ -56,6 +63,8 @@ class Server(BaseServer):
         finally:
             if service.answers is not None:
                 await asyncio.to_thread(service.answers.cache.close)
+            if service.topics is not None:
+                await asyncio.to_thread(service.topics.topics.close)
             await self._stop(listener, listening, engine)
 
     async def _open_answers(self, service: Service) -> None:
@@ -66,12 +75,17 @@ class Server(BaseServer):
             AnswerMetrics(cache, service.name, service.metrics.registry)
             where = "redis" if options.url else options.file
             self.say(f"  answer cache: {options.tier}, {where}, at most {options.error:.2%} wrong")
+        if options.record:
+            service.topics = await asyncio.to_thread(open_recorder, options)
+            self.say("  questions are recorded in memory for diagnose")
+        service.opening = False
 
-    def _open(self, metrics: Metrics) -> AsyncEngine:
+    def _open(self, metrics: Metrics, client: EngineClient | None) -> AsyncEngine:
         options = self.options
         return AsyncEngine(
-            options.path, options.settings, max_queue=options.max_queue, observer=metrics, patience=options.patience
-        )
+            options.path, options.settings, max_queue=options.max_queue, observer=metrics, patience=options.patience,
+            client=client,
+        )  # fmt: skip
 
     async def _load(self, engine: AsyncEngine) -> Ready | None:
         """Returns when the engine is ready; None when a signal comes first."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from twostroke.remote.client import EngineClient
 from twostroke.remote.process import Patience
 from twostroke.serve.answer_setup import AnswerOptions
 from twostroke.serve.base_service import BaseService
@@ -36,6 +37,7 @@ class Options:
     closed_objects: bool = False
     patience: Patience = field(default_factory=Patience)
     answers: AnswerOptions = field(default_factory=AnswerOptions)
+    client: Callable[[], EngineClient] | None = None  # makes it, on the event loop; None: a child process
 
 
 class BaseServer:

@@ -17,6 +17,7 @@ from twostroke.serve.api import (
     models,
     responses,
     tokenize,
+    workers,
 )
 from twostroke.serve.api.answers import AnswersQuery, WrongRequest
 from twostroke.serve.api.anthropic import CountTokensRequest, MessagesRequest
@@ -66,6 +67,8 @@ ROUTES = (
     Route("POST", "/twostroke/settings", admin.change, "Change settings while running", admin.SettingsRequest),
     Route("GET", "/twostroke/steps", admin.steps, "The last steps of the engine", query=admin.StepsQuery),
     Route("GET", "/twostroke/arrivals", admin.arrivals, "The last requests, for a replay", query=admin.ArrivalsQuery),
+    Route("GET", "/twostroke/workers", workers.show, "The workers of a deployment, and transfers between them"),
+    Route("POST", "/twostroke/workers", workers.change, "Change the role of a worker", workers.RoleRequest),
     Route("GET", "/twostroke/answers", answers.show, "The answer cache: counts, error, entries", query=AnswersQuery),
     Route("POST", "/twostroke/answers/*", answers.wrong, "/ID/wrong: an answer was wrong", WrongRequest),
     Route("POST", "/twostroke/answers/forget", answers.forget, "Forget answers", answers.ForgetRequest),

@@ -14,6 +14,7 @@ from hashlib import blake2b
 from typing import Any, NamedTuple, TypeVar
 
 import twostroke
+from twostroke.cluster.pools import Pools
 from twostroke.config import Resolved
 from twostroke.confined import AccidentError
 from twostroke.engine.answer import StreamEvent
@@ -36,6 +37,7 @@ from twostroke.serve.body_shape import check_text
 from twostroke.serve.cache_miss import Nearest, RecentPrompts, explanation
 from twostroke.serve.costs import answer_costs
 from twostroke.serve.expected import Expectation
+from twostroke.serve.recorder import Recorder
 from twostroke.serve.sampling import AnswerCacheOptions
 from twostroke.serve.structured import AnswerFormat, FormContext, grammar_failure
 from twostroke.serve.transport import errors
@@ -156,6 +158,8 @@ class Service(BaseService):
         self.verdicts = Verdicts(engine.clock)
         self._expectation: tuple[Ready, Expectation] | None = None  # of the engine's present life
         self.answers: Answering | None = None  # the answer cache
+        self.topics: Recorder | None = None  # of questions, where they are recorded
+        self.opening = False  # the answer cache is not open yet: requests wait for it as for the model
 
     # ---- what is served --------------------------------------------------------------------------------------------
 
@@ -198,7 +202,7 @@ class Service(BaseService):
 
     @property
     def healthy(self) -> bool:
-        return self.engine.client.healthy
+        return self.engine.client.healthy and not self.opening
 
     @property
     def restarts(self) -> int:
@@ -220,7 +224,7 @@ class Service(BaseService):
 
     def check_loaded(self) -> None:
         """Raises a 503 for as long as the model has never been loaded."""
-        if self.engine.client.ready is None:
+        if self.engine.client.ready is None or self.opening:
             raise errors.ApiError(
                 503, "The model is still loading.", code="loading", retry_after=2, reason="unavailable"
             )
@@ -267,6 +271,12 @@ class Service(BaseService):
         ready = self.engine.client.ready
         assert ready is not None
         return {"machine": ready.machine, "restarts": self.restarts, "rows": ready.settings.max_requests}
+
+    @property
+    def workers(self) -> int:
+        """Of a deployment; 0: one engine, which is none."""
+        client = self.engine.client
+        return len(client.members) if isinstance(client, Pools) else 0
 
     @property
     def given_settings(self) -> Mapping[str, Any]:
@@ -377,11 +387,8 @@ class Service(BaseService):
         query = answers.query(exchange, given) if answers is not None else None
         planned = await answers.look(query) if answers is not None and query is not None else None
         if answers is not None and planned is not None:
-            found = planned.looked.found
-            if found is not None:
-                if planned.looked.shadow:
-                    answers.check_in_shadow(exchange, given, planned)
-                return answers.replay(exchange, given, found), described(found, False)
+            if planned.looked.found is not None:
+                return answers.known(exchange, given, planned)
             joined = answers.join(exchange, given, planned.query)
             if joined is not None:
                 return joined, described(None, True)
@@ -389,10 +396,16 @@ class Service(BaseService):
         stream = self.engine.submit(
             given.prompts, given.params, caller.salt, exchange.arrival, given.format.visible, caller.number
         )
+        if self.topics is not None and given.question is not None:
+            self.topics.record(self, stream, given, caller.salt)
         if answers is None:
             return stream, None
         if planned is not None:
             answers.watch(planned, stream)
+            await answers.look_again(planned.looked, stream)
+            if planned.looked.found is not None:
+                stream.close()
+                return answers.known(exchange, given, planned)
         return stream, described(None, False)
 
     def check_rights(self, caller: Caller, given: GenerationInput) -> None:

@@ -3,6 +3,7 @@ the answer's text."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -12,25 +13,18 @@ from twostroke.errors import InputError
 from twostroke.grammar.budget import TOO_SLOW
 from twostroke.grammar.masks import DEAD, TOO_SHORT
 from twostroke.grammar.schema import close_objects, has_unique_items
-from twostroke.grammar.tools import tool_grammar
+from twostroke.grammar.tagged import unbound
+from twostroke.grammar.tools import answer_grammar, tool_grammar
 from twostroke.sampling import Grammar
 from twostroke.serve.fates import Hint, refusal
 from twostroke.serve.fields import Many, Name, Payload, Text
 from twostroke.serve.forms import FormatFields
 from twostroke.serve.segments import SegmentReader
 from twostroke.serve.transport.errors import ApiError, bad_request
+from twostroke.text.formats import GENERIC, ToolFormat, has_reasoning, tool_format
 from twostroke.text.parse import StreamParser
 from twostroke.text.tokenizer import Tokenizer
-from twostroke.text.tools import (
-    GENERIC,
-    MAX_TOOLS,
-    ToolFormat,
-    has_reasoning,
-    marker_ids,
-    read_choice,
-    read_tools,
-    tool_format,
-)
+from twostroke.text.tools import MAX_TOOLS, marker_ids, read_choice, read_tools
 
 UNIQUE = frozenset({"uniqueItems"})
 
@@ -110,7 +104,7 @@ class AnswerFormat(NamedTuple):
     grammar: Grammar | None = None
     tools: list[dict[str, Any]] | None = None  # for the chat template
     calls: ToolFormat | None = None  # how the model writes tool calls; None: all of its text is content
-    names: frozenset[str] = frozenset()  # of the tools
+    names: Mapping[str, Any] = {}  # of the tools, with their schemas
     reasons: bool = False  # the model may write its reasoning first
     visible: frozenset[int] = frozenset()  # special tokens whose text the reader needs
     hints: frozenset[str] = frozenset()  # what the grammar cannot promise
@@ -135,11 +129,13 @@ def chat_format(
         chosen = read_choice(choice, tools)
     except InputError as error:
         raise bad_request(str(error), str(error).split(":", 1)[0], "invalid_value") from None
+    calls = tool_format(source) or GENERIC
     if chosen.mode == "none":
         reasons = has_reasoning(source) and form is None  # a grammar covers the whole answer: there is no reasoning
-        visible = marker_ids(tokenizer, None) if reasons else frozenset()
-        return AnswerFormat(form, reasons=reasons, visible=visible, hints=grammar_hints(form))
-    calls = tool_format(source) or GENERIC
+        channels = calls if calls.channels else None  # these models write marks whatever they answer
+        visible = marker_ids(tokenizer, channels) if reasons or channels else frozenset()
+        grammar = None if form is None else answer_grammar(form, channels, tokenizer)
+        return AnswerFormat(grammar, None, channels, {}, reasons, visible, grammar_hints(form))
     grammar = None
     if chosen.forced or form is not None:
         if closed:
@@ -149,8 +145,11 @@ def chat_format(
         except InputError as error:
             raise bad_request(str(error), "tools", "invalid_value") from None
     reasons = has_reasoning(source) and grammar is None
-    names = frozenset(tool.name for tool in tools)
-    hints = grammar_hints(form) | (UNIQUE if grammar is not None and has_unique_items(given) else frozenset())
+    names = {tool.name: tool.parameters for tool in tools}
+    hints = grammar_hints(form)
+    if grammar is not None:
+        hints |= UNIQUE if has_unique_items(given) else frozenset()
+        hints |= unbound(given) if calls.tags is not None else frozenset()
     return AnswerFormat(grammar, given, calls, names, reasons, marker_ids(tokenizer, calls), hints)
 
 

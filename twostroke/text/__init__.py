@@ -12,7 +12,13 @@ controls.py           control tokens of the template, told apart from the same c
 render.py             the child process that renders the template
 conversation.py       messages with roles, calls and tools to a prompt; an answer that is continued
 generic_tools.py      tools for models whose template has no form for them
+history.py            earlier answers as the template of a family takes them
 infill.py             prompts for filling in the middle
-tools.py              tools as clients describe them, and the formats in which models write calls
+tools.py              tools as clients describe them
+formats.py            the table of formats in which models write calls
 parse.py              an answer's text as content, reasoning and tool calls
+reading.py            what its parts share: characters, deltas, marks
+json_calls.py         calls as JSON objects
+tagged_calls.py       calls with arguments between tags
+channels.py           answers in channels (Harmony)
 """

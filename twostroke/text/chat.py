@@ -101,12 +101,25 @@ class ChatTemplate:
 
         This waits for the child process, at most a few seconds: do not call it on an event loop.
         """
+        return self.render_checked(
+            checked_messages(messages), add_generation_prompt=add_generation_prompt, tools=tools, **arguments
+        )
+
+    def render_checked(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **arguments: Any,
+    ) -> RenderedPrompt:
+        """The prompt for messages that `checked_messages` made."""
         unknown = sorted(set(arguments) - ARGUMENTS)
         if unknown:
             known = ", ".join(sorted(ARGUMENTS))
             raise InputError(f"{unknown[0]}: is not an argument chat templates may be given; use one of {known}")
         variables = {
-            "messages": checked_messages(messages),
+            "messages": list(messages),
             "tools": None if tools is None else _plain(list(tools), "tools"),
             "add_generation_prompt": bool(add_generation_prompt),
         }

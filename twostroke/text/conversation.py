@@ -8,8 +8,9 @@ from typing import Any
 
 from twostroke.errors import InputError
 from twostroke.text.chat import ChatTemplate, RenderedPrompt, checked_messages
-from twostroke.text.generic_tools import with_generic_tools
-from twostroke.text.tools import tool_format, with_parsed_arguments
+from twostroke.text.formats import tool_format
+from twostroke.text.generic_tools import with_described_tools, with_generic_tools
+from twostroke.text.history import for_family
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -25,17 +26,20 @@ def render_conversation(
 ) -> RenderedPrompt:
     """The prompt for these messages. continue_final_message: it ends with the text of the last message, which is the
     beginning of the answer. This waits for the template's process: do not call it on an event loop."""
-    plain: Sequence[Mapping[str, Any]] = with_parsed_arguments(with_known_roles(checked_messages(messages)))
-    if tool_format(template.source) is None and (tools or _has_calls(plain)):
+    form = tool_format(template.source)
+    plain: Sequence[Mapping[str, Any]] = for_family(with_known_roles(checked_messages(messages)), form)
+    if form is None and (tools or _has_calls(plain)):
         plain, tools = with_generic_tools(plain, tools, template.takes_system), None
+    elif form is not None and tools and "tools" not in template.variables:
+        plain, tools = with_described_tools(plain, tools, form, template.takes_system), None
     if not continue_final_message:
-        return template.render(plain, tools=tools, add_generation_prompt=add_generation_prompt, **arguments)
+        return template.render_checked(plain, tools=tools, add_generation_prompt=add_generation_prompt, **arguments)
     last = plain[-1]
     if last["role"] != "assistant" or last.get("tool_calls"):
         raise InputError("messages: only a text of the assistant at their end can be continued; add one")
     mark = str(secrets.randbits(80))
     marked = [*plain[:-1], {**last, "content": last["content"] + mark}]
-    prompt = template.render(marked, tools=tools, add_generation_prompt=False, **arguments)
+    prompt = template.render_checked(marked, tools=tools, add_generation_prompt=False, **arguments)
     if mark not in prompt:
         raise InputError("messages: the model's chat template leaves the last one out, so it cannot be continued")
     return RenderedPrompt(

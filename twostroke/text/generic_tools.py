@@ -9,16 +9,15 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from twostroke.text.tools import GENERIC
+from twostroke.text.formats import GENERIC, ToolFormat
 
 PREAMBLE = """You can call functions. These are available:
 <tools>
 {tools}
 </tools>
 To call a function, answer only with its name and arguments as JSON, in this form:
-{begin}
-{{"name": "the function's name", "arguments": {{"an argument": "its value"}}}}
-{end}"""
+{example}"""
+EXAMPLE = ("the function's name", '{"an argument": "its value"}')
 
 Message = Mapping[str, Any]
 
@@ -42,7 +41,17 @@ def with_generic_tools(
         else:
             written.append(message)
         before = role
-    opening = _preamble(tools) if tools else ""
+    return _with_opening(written, _preamble(tools, GENERIC) if tools else "", system)
+
+
+def with_described_tools(
+    messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], form: ToolFormat, system: bool = True
+) -> list[Message]:
+    """For a template that writes calls in a form of its own, but does not tell the model which tools there are."""
+    return _with_opening(list(messages), _preamble(tools, form), system)
+
+
+def _with_opening(written: list[Message], opening: str, system: bool) -> list[Message]:
     if written and written[0].get("role") == "system" and (opening or not system):
         own = str(written.pop(0).get("content") or "")
         opening = f"{own}\n\n{opening}" if own and opening else own or opening
@@ -51,9 +60,12 @@ def with_generic_tools(
     return [{"role": "system", "content": opening}, *written] if system else _before_user(opening, written)
 
 
-def _preamble(tools: Sequence[Mapping[str, Any]]) -> str:
+def _preamble(tools: Sequence[Mapping[str, Any]], form: ToolFormat) -> str:
     lines = "\n".join(json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools)
-    return PREAMBLE.format(tools=lines, begin=GENERIC.begin, end=GENERIC.end)
+    name, arguments = EXAMPLE
+    body = arguments if form.head else f'{{"name": "{name}", "{form.arguments}": {arguments}}}'
+    call = f"{form.begin}{form.lead.format(name=name)}{body}{form.tail}{form.end}"
+    return PREAMBLE.format(tools=lines, example=f"{form.section[0]}{call}{form.section[1]}")
 
 
 def _call(call: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Tools as clients describe them, checked; and the formats in which models write calls, known from their templates."""
+"""Tools as clients describe them, checked."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import re
 import secrets
 import string
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jiter
 
 from twostroke.errors import InputError
+from twostroke.text.formats import ToolFormat
 from twostroke.text.tokenizer import Tokenizer
 
 MAX_TOOLS = 128
@@ -43,47 +44,10 @@ class ToolChoice:
         return self.mode in ("required", "named")
 
 
-@dataclass(frozen=True, slots=True)
-class ToolFormat:
-    """How a family of models writes calls: JSON objects with a name and arguments, between two marks."""
-
-    family: str
-    begin: str  # the mark before a call; often a single token
-    end: str  # the mark after it, "" if there is none
-    arguments: str  # the key of the arguments
-    bare: bool = False  # the mark may be missing: an answer that starts with such an object is a call
-    listed: bool = False  # after the mark comes a list of objects
-
-
-HERMES = ToolFormat("hermes", "<tool_call>", "</tool_call>", "arguments")
-LLAMA = ToolFormat("llama", "<|python_tag|>", "", "parameters", bare=True)
-GENERIC = replace(HERMES, family="generic")  # for templates without a form of their own: text/generic_tools.py
-MISTRAL = ToolFormat("mistral", "[TOOL_CALLS]", "", "arguments", listed=True)
-
-
-def tool_format(template_source: str | None) -> ToolFormat | None:
-    """How a model with this chat template writes calls. None: it has no tools, or a format that is not read here:
-    `GENERIC` is used then."""
-    source = template_source or ""
-    if HERMES.begin in source:
-        other = "<function=" in source or "<arg_key>" in source  # the same mark around XML
-        return None if other else HERMES
-    if MISTRAL.begin in source:
-        return None if "[ARGS]" in source else MISTRAL
-    if LLAMA.begin in source or re.search(r'"name": [^\n]{0,40}"parameters":', source):
-        return LLAMA
-    return None
-
-
-def has_reasoning(template_source: str | None) -> bool:
-    """Whether a model with this chat template writes its reasoning between <think> and </think>."""
-    return "</think>" in (template_source or "")
-
-
 def marker_ids(tokenizer: Tokenizer, form: ToolFormat | None) -> frozenset[int]:
     """Special tokens whose text the parser needs, although decoders skip special tokens."""
-    texts = ("<think>", "</think>") + (() if form is None else (form.begin, form.end))
-    found = (tokenizer.token_id(text) for text in texts if text)
+    texts = ("<think>", "</think>", *(() if form is None else form.marks))
+    found = (tokenizer.token_id(text) for text in texts)
     return frozenset(number for number in found if number is not None and number in tokenizer.special_ids)
 
 

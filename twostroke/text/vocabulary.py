@@ -41,6 +41,7 @@ def end_ids(listed: Iterable[int], specials: dict[str, int]) -> frozenset[int]:
     known = {specials[name] for name in END_NAMES if name in specials}
     if "<|return|>" in specials and "<|call|>" in specials:  # in these "<|end|>" closes a message, not the answer
         known.discard(specials.get("<|end|>", -1))
+        known |= {specials["<|return|>"], specials["<|call|>"]}
     return frozenset(listed) | known
 
 

@@ -6,4 +6,6 @@ gguf.py          GGUF files; safetensors.py: safetensors folders; files.py: mapp
 describe.py      architecture and bytes of a checkpoint, without its weights; fingerprint.py: which weights they are
 generation.py    how a model samples where a caller says nothing about it
 load.py          from a checkpoint to a model on a device; quantize.py: int8 and int4 from wider weights
+latent.py        the matrices of latent attention; compressed.py: those of compressed attention
+mxfp4.py, fp8.py published formats of few bits
 """

@@ -12,26 +12,20 @@ import numpy as np
 
 from twostroke.errors import ModelError
 from twostroke.model.arch import Arch, DenseArch, ExpertsArch, GroupedArch, LayerArch, Rope
+from twostroke.model.compressed import CompressedArch
 from twostroke.model.latent import Latent, LatentArch
 from twostroke.model.layers import Dense, Experts, Feed, Grouped, Layer, Mixer, SharedExpert
 from twostroke.model.names import ignorable, parameter_sources
 from twostroke.model.transformer import Transformer, rope_table
 from twostroke.ops.arrays import placed
-from twostroke.ops.formats import Stored, dequantize, from_float
-from twostroke.ops.interface import (
-    Array,
-    Attention,
-    ExpertSet,
-    Gate,
-    LatentAttention,
-    Norm,
-    Ops,
-    RopeTable,
-    Weight,
-)
+from twostroke.ops.formats import INTEGERS, Stored, dequantize, from_float, integers
+from twostroke.ops.interface import Array, Attention, ExpertSet, Gate, LatentAttention, Norm, Ops, RopeTable, Weight
+from twostroke.ops.streams import StreamMix
 from twostroke.weights.checkpoint import Checkpoint
+from twostroke.weights.compressed import load_compressed
 from twostroke.weights.describe import load_arch
 from twostroke.weights.files import Progress
+from twostroke.weights.fp8 import decoded_fp8, is_fp8, scale_name
 from twostroke.weights.latent import key_parts, value_parts
 from twostroke.weights.mxfp4 import joined_mxfp4
 from twostroke.weights.quantize import quantize
@@ -63,6 +57,7 @@ def load_model(
         final_norm=parameters.norm("final_norm"),
         head=embedding if arch.tied_head else parameters.matrix("head"),
         max_positions=max_positions,
+        head_streams=parameters.streams("streams") if arch.streams > 1 else None,
     )
 
 
@@ -82,13 +77,18 @@ class RopeTables:
 
 
 def _layer(parameters: Parameters, arch: LayerArch, stem: str, ropes: RopeTables) -> Layer:
-    return Layer(_mixer(parameters, arch, stem, ropes), _feed(parameters, arch, stem))
+    streams = None
+    if parameters.arch.streams > 1:
+        streams = parameters.streams(f"{stem}attention_streams"), parameters.streams(f"{stem}feed_streams")
+    return Layer(_mixer(parameters, arch, stem, ropes), _feed(parameters, arch, stem), streams)
 
 
 def _mixer(parameters: Parameters, arch: LayerArch, stem: str, ropes: RopeTables) -> Mixer:
     mixer = arch.mixer
     if isinstance(mixer, LatentArch):
         return _latent(parameters, mixer, stem, ropes)
+    if isinstance(mixer, CompressedArch):
+        return load_compressed(parameters, mixer, stem, ropes)
     assert isinstance(mixer, GroupedArch)
     attention = Attention(
         heads=mixer.heads,
@@ -169,6 +169,7 @@ def _experts(parameters: Parameters, feed: ExpertsArch, stem: str, norm: Norm, o
         gate_up=tuple(gate_up),
         gate=Gate(feed.activation),
         down=tuple(down),
+        table=parameters.table(f"{stem}table", feed.routing.experts) if feed.by_token else None,
     )
     shared = None
     if feed.shared:
@@ -244,6 +245,29 @@ class Parameters:
         self._advance((name,))
         return placed(values, self.ops.device)
 
+    def table(self, name: str, experts: int) -> Array:
+        """A table from tokens to experts."""
+        values = integers(self._stored(name))
+        if values.min() < 0 or values.max() >= experts:
+            tensor = self.sources[name].tensor
+            raise ModelError(f"{self.where}: {tensor} names experts outside 0 to {experts - 1}. The file is damaged.")
+        self._advance((name,))
+        return placed(np.ascontiguousarray(values, np.int32), self.ops.device)
+
+    def streams(self, name: str) -> StreamMix:
+        """The weights that mix several residual streams. They keep the precision of the file."""
+        arch = self.arch
+        ones = np.ones(arch.streams * arch.hidden, np.float32)
+        return StreamMix(
+            streams=arch.streams,
+            norm=Norm(placed(ones, self.ops.device), arch.norm_eps),
+            weight=self.matrix(name, exact=True),
+            base=self.vector(f"{name}_base"),
+            scale=self.vector(f"{name}_scale"),
+            eps=arch.stream_eps,
+            rounds=arch.stream_rounds,
+        )
+
     def key_center(self, name: str, mixer: GroupedArch) -> Array | None:
         # A norm and a cap change a constant part of the keys. A sink would lose against scores that all moved.
         if name not in self.sources or mixer.qk_norm or mixer.softcap or mixer.sinks:
@@ -265,6 +289,8 @@ class Parameters:
     def _stored(self, name: str) -> Stored:
         source = self.sources[name]
         stored = self.tensors[source.tensor]
+        if is_fp8(stored):
+            stored = decoded_fp8(stored, self.tensors[scale_name(source.tensor)], f"{self.where}: {source.tensor}")
         if source.entry is not None:
             stored = stored.entry(source.entry)
         if source.scales:
@@ -296,6 +322,7 @@ class Parameters:
     def _check_names(self) -> None:
         wanted = {source.tensor for source in self.sources.values()}
         wanted |= {source.scales for source in self.sources.values() if source.scales}
+        wanted |= {scale_name(name) for name in wanted if name in self.tensors and is_fp8(self.tensors[name])}
         missing = sorted(wanted - self.tensors.keys())
         if missing:
             raise ModelError(f"{self.where}: {_listed(missing)} missing; the checkpoint is incomplete.")
@@ -310,9 +337,13 @@ class Parameters:
         shapes = {source.tensor: source.shape for source in self.sources.values()}
         shapes |= {source.scales: source.shape[:-1] for source in self.sources.values() if source.scales}
         parts = {name for source in self.sources.values() if source.scales for name in (source.tensor, source.scales)}
+        tables = {source.tensor for source in self.sources.values() if source.integers}
         for name, shape in shapes.items():
             if self.tensors[name].shape != shape:
                 raise ModelError(f"{self.where}: {name} has shape {self.tensors[name].shape}, expected {shape}.")
+            if (self.tensors[name].format in INTEGERS) != (name in tables):
+                kind = "whole numbers" if name in tables else "floats"
+                raise ModelError(f"{self.where}: {name} has dtype {self.tensors[name].format}; it must hold {kind}.")
             if (self.tensors[name].format == "U8") != (name in parts):
                 kind = "bytes" if name in parts else "floats"
                 raise ModelError(f"{self.where}: {name} has dtype {self.tensors[name].format}; it must hold {kind}.")

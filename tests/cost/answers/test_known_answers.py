@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tests.cost.cases import on_box
+from twostroke.cost.answers.diagnose import with_known
 from twostroke.cost.answers.levers import LEVERS, Scenario
 from twostroke.cost.simulation.trace import Arrival, Part
 
@@ -43,3 +44,14 @@ def test_the_others_wait_less() -> None:
     assert isinstance(after, Scenario)
     before, then = (one.deployment.run(one.arrivals).summary for one in (case, after))
     assert then.ttft.p95 < 0.5 * before.ttft.p95
+
+
+def test_questions_that_ask_the_same() -> None:
+    semantic = next(lever for lever in LEVERS if lever.name == "semantic-cache")
+    rows = [replace(row, topic=topic) for row, topic in zip(asked(1, 2, 3, 4), (7, None, 7, None), strict=True)]
+    after = semantic.pull(Scenario(on_box(), rows))
+    assert isinstance(after, Scenario) and [one.at for one in after.known] == [2.0] and len(after.arrivals) == 3
+    outcome = with_known(after.deployment.run(after.arrivals), after)
+    assert outcome.summary.requests == 4 and min(one.ttft for one in outcome.served) < 0.02
+    unknown = semantic.pull(Scenario(on_box(), asked(1, 1)))
+    assert isinstance(unknown, str) and "--record-questions" in unknown

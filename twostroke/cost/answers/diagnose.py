@@ -15,7 +15,7 @@ A replay that is far from the measurement explains nothing: then the diagnosis s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import log
 
 import numpy as np
@@ -39,6 +39,7 @@ SLOW = 0.1  # excess over the time of requests alone, as a share of all time, fr
 APART = 2.0  # factor between a replay and the measurement from which on the replay explains nothing
 UNNOTICED = {"ttft": 0.02, "tpot": 0.002}  # seconds: a smaller difference is none
 PRICE = 0.5  # weight of a lever's price under overload: there more hardware is a remedy
+KNOWN = 0.005  # seconds until an answer from the answer cache begins, and again until it ends
 STALLING = 0.25  # share of decode time lost in long gaps from which on streams stall
 
 
@@ -215,12 +216,33 @@ def try_levers(
         if isinstance(after, str):
             rejected.append(Rejected(lever, after))
             continue
-        effect = compare(lever, after, base, after.deployment.run(after.arrivals), metric, price)
+        then = with_known(after.deployment.run(after.arrivals), after)
+        effect = compare(lever, after, base, then, metric, price)
         if effect.helps:
             effects.append(effect)
         else:
             rejected.append(Rejected(lever, why_not(effect, metric)))
     return sorted(effects, key=lambda effect: -effect.score), rejected
+
+
+def with_known(outcome: Outcome, scenario: Scenario) -> Outcome:
+    """With the requests that the answer cache answers; the others wait for their lookups."""
+    if not scenario.known:
+        return outcome
+    wait = scenario.lookup
+    late = [
+        replace(one, scheduled=one.scheduled + wait, first=one.first + wait, end=one.end + wait)
+        for one in outcome.served
+    ]
+    served = [*late, *(at_once(arrival, wait) for arrival in scenario.known)]
+    return replace(outcome, served=served, summary=summarize(served))
+
+
+def at_once(arrival: Arrival, wait: float) -> Served:
+    first = arrival.at + wait + KNOWN
+    served = Served(arrival.at, arrival.prompt, 0, arrival.at, first, first + KNOWN, arrival.output)
+    served.gaps = np.full(max(0, arrival.output - 1), KNOWN / max(1, arrival.output - 1), dtype=np.float32)
+    return served
 
 
 def compare(lever: Lever, after: Scenario, before: Outcome, then: Outcome, metric: str, price: float = 1.0) -> Effect:

@@ -17,6 +17,7 @@ from twostroke.cost.simulation.deployment import Deployment
 from twostroke.cost.simulation.trace import Arrival, shared_first
 from twostroke.errors import ConfigError
 
+EXACT_LOOKUP, SEMANTIC_LOOKUP = 0.001, 0.006  # seconds of the answer cache, for a question of usual length
 FEW_REPEATED = 0.01  # share of prompts
 GROW = 4  # factor by which a cap is raised
 
@@ -26,6 +27,8 @@ class Scenario(NamedTuple):
 
     deployment: Deployment
     arrivals: Sequence[Arrival]
+    known: Sequence[Arrival] = ()  # requests beside them that the answer cache answers,
+    lookup: float = 0.0  # after so many seconds, which the others wait for too
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,22 +167,37 @@ def lookup(scenario: Scenario) -> Scenario | str:
 
 
 def known_answers(scenario: Scenario) -> Scenario | str:
-    """Without the requests whose whole prompt came before: the exact tier of the answer cache answers them. Only
-    requests whose answers are determined count."""
+    """The exact tier of the answer cache answers requests whose whole prompt came before. Only requests whose answers
+    are determined count."""
     if not any(arrival.determined for arrival in scenario.arrivals):
         return "no request is known to have temperature 0 or a seed, and only such answers are used again"
+    found = without_repeated(
+        scenario, lambda arrival: arrival.parts if arrival.determined else None, "prompts", "a whole"
+    )
+    return found if isinstance(found, str) else found._replace(lookup=EXACT_LOOKUP)
+
+
+def known_questions(scenario: Scenario) -> Scenario | str:
+    """The semantic tier also answers questions that ask what another one asked, once there is enough evidence."""
+    if not any(arrival.topic is not None for arrival in scenario.arrivals):
+        return "which questions ask the same is not known: serve --record-questions records it"
+    found = without_repeated(scenario, lambda arrival: arrival.topic, "questions", "the same in meaning")
+    return found if isinstance(found, str) else found._replace(lookup=SEMANTIC_LOOKUP)
+
+
+def without_repeated(scenario: Scenario, key: Callable[[Arrival], Any], what: str, how: str) -> Scenario | str:
+    """key: equal for requests that have one answer; None: of no other request."""
     seen: set[Any] = set()
-    first = []
+    first: list[Arrival] = []
+    known: list[Arrival] = []
     for arrival in scenario.arrivals:
-        if not arrival.determined:
-            first.append(arrival)
-        elif arrival.parts not in seen:
-            seen.add(arrival.parts)
-            first.append(arrival)
-    repeated = 1 - len(first) / max(1, len(scenario.arrivals))
+        mine = key(arrival)
+        (known if mine is not None and mine in seen else first).append(arrival)
+        seen.add(mine)
+    repeated = len(known) / max(1, len(scenario.arrivals))
     if repeated < FEW_REPEATED:
-        return f"{repeated:.1%} of the prompts came before as a whole: too few to answer from"
-    return Scenario(scenario.deployment, first)
+        return f"{repeated:.1%} of the {what} came before as {how}: too few to answer from"
+    return Scenario(scenario.deployment, first, known)
 
 
 def more_kv(scenario: Scenario) -> Scenario | str:
@@ -281,6 +299,9 @@ LEVERS: tuple[Lever, ...] = (
     Lever("answer-cache", "serve --answer-cache exact: answer equal requests from known answers", "both", False,
           "the same prompts are read and answered again", "repeated requests take neither stroke, the others wait less "
           "(only requests with temperature 0 or a seed)", known_answers),
+    Lever("semantic-cache", "serve --answer-cache semantic: answer questions that ask the same from known answers",
+          "both", False, "questions that were answered come again in other words", "they take neither stroke, once "
+          "there is evidence that few of the shared answers are wrong", known_questions, lossy=0.05),
     Lever("kv-memory", "give the KV cache more memory", "decode", False,
           "the KV cache is too small: requests lose their blocks and start again",
           "preemptions end, larger batches", more_kv, takes("kv_blocks", "kv_memory")),

@@ -253,14 +253,25 @@ def kv_bytes_per_token(layout: KVLayout) -> int:
     return round(layout.token_bytes)
 
 
+def lasting_bytes(layout: KVLayout) -> float:
+    """Bytes of one more token that stay as long as its request runs: in layers without a window."""
+    kept = (group for group in layout.groups if group.window is None)
+    return sum(len(group.layers) * group.entry.bytes / group.entry.tokens for group in kept)
+
+
+def window_bytes(layout: KVLayout) -> int:
+    """Bytes of a long request in layers with a window."""
+    return sum(len(group.layers) * group.entry.bytes * group.window for group in layout.groups if group.window)
+
+
 def cached_bytes(layout: KVLayout) -> tuple[tuple[int | None, float], ...]:
     """Bytes that a token has in the cache, of all the target's layers with the same window: (window, bytes)."""
     sizes: dict[int | None, float] = {}
     for group in layout.groups:
         if group.draft:
             continue
-        size = len(group.layers) * group.entry.bytes / group.entry.tokens
-        sizes[group.window] = sizes.get(group.window, 0.0) + size
+        for window, size in group.entry.reach():
+            sizes[window] = sizes.get(window, 0.0) + len(group.layers) * size
     return tuple(sizes.items())
 
 
@@ -273,7 +284,7 @@ def with_latent_flops(
         if isinstance(mixer, LatentArch):
             flops = mixer.attention_flops(1, 1) - mixer.attention_flops(0, 1)  # of one more cached token
             as_bytes = flops / rates.attention_compute * rates.kv_bandwidth
-            more += layers * max(0.0, as_bytes - mixer.entry("bfloat16").bytes)
+            more += layers * max(0.0, as_bytes - mixer.entries("bfloat16")[0].bytes)
     return tuple((window, size + more if window is None else size) for window, size in cached) if more else cached
 
 

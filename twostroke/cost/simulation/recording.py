@@ -90,6 +90,7 @@ def read_arrival(document: Document, first: float) -> Arrival:
         document["output_tokens"],
         document["priority"],
         document.get("determined") is True,
+        document.get("topic"),
     )
 
 

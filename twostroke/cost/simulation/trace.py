@@ -39,6 +39,7 @@ class Arrival:
     output: int  # tokens written
     priority: int = 0
     determined: bool = False  # an equal prompt would get an equal answer: temperature 0, or a seed
+    topic: int | None = None  # equal for questions that ask the same; None: not recorded
 
     @property
     def prompt(self) -> int:

@@ -3,6 +3,7 @@
 backend.py    the ops, called with NumPy arrays; checks every shape before a pointer leaves Python
 describe.py   layers, batches and caches as structures of addresses
 experts.py    a layer's experts as a structure; arrays.py: addresses of arrays
+entries.py    lists of cache entries for compressed attention
 library.py    where the compiled library is, its functions and the structures it shares
 build.py      compiles it: each instruction set is a translation unit with its own flags
 native/       the C++ sources
@@ -11,6 +12,7 @@ native/       the C++ sources
     experts.cpp     a layer's experts: choice, products of each expert with all its rows, weighted sum
     linear.cpp      a product: prologue (norm, gate, quantization of inputs), panels shared out among threads
     attend.cpp      attention: tasks of (rows, head, split), their order and their merge
+    entries.cpp     attention over a list of entries for each row
     latent.cpp      latent attention: each head's own products around the attention over shared entries
     pack.cpp        weights from a file's format into panels; quantize.cpp makes int8 and int4 from floats
     pool.cpp        the threads

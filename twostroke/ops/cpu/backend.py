@@ -16,8 +16,11 @@ from typing import Any
 
 import numpy as np
 
+from twostroke.ops.compressed import attend_compressed
+from twostroke.ops.compressed_interface import CompressedAttention, CompressedRows
 from twostroke.ops.cpu.arrays import address, any_address, norm_reference
 from twostroke.ops.cpu.describe import describe_batch, describe_latent, describe_layer, signature
+from twostroke.ops.cpu.entries import NativeCore
 from twostroke.ops.cpu.experts import ACTIVATIONS, describe_experts
 from twostroke.ops.cpu.library import ExpertsCall, LatentCall, LayerCall, load_library
 from twostroke.ops.formats import Stored, dequantize, from_float
@@ -169,14 +172,18 @@ class NativeCpuOps(Ops):
             _check(status)
         return out
 
-    def experts(self, x: np.ndarray, norm: Norm, experts: ExpertSet) -> np.ndarray:
+    def experts(self, x: np.ndarray, norm: Norm, experts: ExpertSet, tokens: np.ndarray | None = None) -> np.ndarray:
         if x.dtype != _FLOAT32 or x.shape[1] != experts.router.inputs:
             raise ValueError(f"a {x.dtype} input of width {x.shape[1]} does not fit {experts.router.inputs} inputs")
         if not x.flags.c_contiguous:
             x = np.ascontiguousarray(x)
         out = np.empty_like(x)
         call = self._experts_call(experts, norm)
-        _check(self._lib.ts_experts(self._context, call, address(x), x.shape[0], x.shape[1], address(out)))
+        rows, hidden = x.shape
+        ids = np.zeros(rows, np.int64) if tokens is None else np.ascontiguousarray(tokens, np.int64)
+        if ids.shape != (rows,) or (tokens is None and experts.table is not None):
+            raise ValueError(f"these experts need the tokens of {rows} rows")
+        _check(self._lib.ts_experts(self._context, call, address(x), address(ids), rows, hidden, address(out)))
         return out
 
     def argmax(self, logits: np.ndarray) -> np.ndarray:
@@ -215,6 +222,12 @@ class NativeCpuOps(Ops):
         )  # fmt: skip
         _check(status)
         return out
+
+    def attend_compressed(
+        self, parts: CompressedRows, attention: CompressedAttention, cache: KVLayer, batch: Batch, group: int
+    ) -> np.ndarray:
+        core = NativeCore(self._lib, self._context, _check)
+        return attend_compressed(core, self.norm, parts, attention, ((cache, group), *cache.further), batch)
 
     # ---- whole models --------------------------------------------------------------------------------------------
 

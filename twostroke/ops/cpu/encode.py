@@ -54,14 +54,17 @@ class NativeEncoder:
         eps: float,
         threads: int,
         isa: str = "",
+        coded: bool = False,
     ):
-        """isa: one of `instruction_sets()`, the best when empty. ValueError: a weight that float16 cannot hold."""
+        """isa: one of `instruction_sets()`, the best when empty. coded: 8 bits for weights and inputs, several times as
+        fast, cosines off by about 0.001. ValueError: a weight that float16 cannot hold."""
         self._lib = lib = load_library()
         self._context = lib.ts_new(threads, isa.encode())
         if not self._context:
             raise ValueError(f"no kernels for {isa!r} on this machine")
         weakref.finalize(self, lib.ts_free, self._context)
         self.heads, self.activation, self.eps = heads, ACTIVATIONS[activation], eps
+        self.coded = coded
         self._kept: list[Any] = []
         self._layers = (EncodeLayer * len(layers))()
         for call, layer in zip(self._layers, layers, strict=True):
@@ -73,9 +76,11 @@ class NativeEncoder:
     def _pack(self, matrix: np.ndarray, bias: np.ndarray) -> int:
         matrix, bias = (np.ascontiguousarray(part, np.float32) for part in (matrix, bias))
         outputs, inputs = matrix.shape
-        handle = self._lib.ts_encode_pack(self._context, matrix.ctypes.data, outputs, inputs, bias.ctypes.data)
+        handle = self._lib.ts_encode_pack(
+            self._context, matrix.ctypes.data, outputs, inputs, bias.ctypes.data, self.coded
+        )
         if not handle:
-            raise ValueError(f"a matrix of {outputs} x {inputs} holds a number that float16 cannot hold")
+            raise ValueError(f"a matrix of {outputs} x {inputs} has a number or a width that cannot be held")
         owner = _Owner()
         weakref.finalize(owner, self._lib.ts_encode_weight_free, handle)
         self._kept.append(owner)

@@ -5,11 +5,15 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
+import numpy as np
+
 from twostroke.ops.cpu.arrays import address, norm_reference
 from twostroke.ops.cpu.library import ExpertsCall
 from twostroke.ops.interface import ExpertSet, Norm
 
-ACTIVATIONS = {"silu": 2, "gelu_tanh": 3, "swiglu_oai": 4}  # Before in kernels.h
+ACTIVATIONS = {"silu": 2, "gelu_tanh": 3, "swiglu_oai": 4, "swiglu_10": 5}  # Before in kernels.h
+
+SCORES = {"softmax": 0, "sigmoid": 1, "sqrt_softplus": 2}  # ExpertsCall in experts.h
 
 
 def describe_experts(experts: ExpertSet, norm: Norm) -> tuple[ExpertsCall, tuple[Any, ...]]:
@@ -31,10 +35,14 @@ def describe_experts(experts: ExpertSet, norm: Norm) -> tuple[ExpertsCall, tuple
     down = (ctypes.c_void_p * count)(*(one.handle for one in experts.down))
     call = ExpertsCall(
         router=experts.router.handle, gate_up=ctypes.addressof(gate_up), down=ctypes.addressof(down),
-        norm=norm_reference(norm), experts=count, chosen=routing.chosen, sigmoid=routing.scores == "sigmoid",
+        norm=norm_reference(norm), experts=count, chosen=routing.chosen, scores=SCORES[routing.scores],
         normalised=routing.normalised, groups=routing.groups, kept_groups=routing.kept_groups,
         group_best=routing.group_best, gate=ACTIVATIONS[experts.gate.activation], factor=routing.factor,
     )  # fmt: skip
+    if experts.table is not None:
+        if experts.table.shape[1:] != (routing.chosen,) or experts.table.dtype != np.int32:
+            raise ValueError(f"a table of shape {experts.table.shape} does not name {routing.chosen} experts")
+        call.table, call.vocab = address(experts.table), len(experts.table)
     if experts.correction is not None:
         if experts.correction.shape != (count,):
             raise ValueError(f"a correction of shape {experts.correction.shape} does not fit {count} experts")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import ClassVar
 
 NAME = "libtwostroke.so"
-ABI = 9  # ts_version: raised whenever a signature or a shared structure changes
+ABI = 10  # ts_version: raised whenever a signature or a shared structure changes
 
 
 class AttendLayer(ctypes.Structure):
@@ -51,9 +51,15 @@ class NormRef(ctypes.Structure):
 class ExpertsCall(ctypes.Structure):
     _fields_: ClassVar = [
         ("router", c_void_p), ("correction", c_void_p), ("gate_up", c_void_p), ("down", c_void_p), ("norm", NormRef),
-        ("experts", c_int32), ("chosen", c_int32), ("sigmoid", c_int32), ("normalised", c_int32),
+        ("experts", c_int32), ("chosen", c_int32), ("scores", c_int32), ("normalised", c_int32),
         ("groups", c_int32), ("kept_groups", c_int32), ("group_best", c_int32), ("gate", c_int32),
-        ("factor", c_float), ("unused", c_int32),
+        ("factor", c_float), ("vocab", c_int32), ("table", c_void_p),
+    ]  # fmt: skip
+
+
+class EntriesCall(ctypes.Structure):
+    _fields_: ClassVar = [
+        ("heads", c_int32), ("dim", c_int32), ("scale", c_float), ("format", c_int32), ("sinks", c_void_p),
     ]  # fmt: skip
 
 
@@ -91,13 +97,15 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     ),
     "ts_attend": (c_int, [c_void_p] * 5),
     "ts_attend_latent": (c_int, [*[c_void_p] * 4, c_int64, c_void_p, c_int64, c_void_p]),
-    "ts_experts": (c_int, [c_void_p, c_void_p, c_void_p, c_int, c_int, c_void_p]),
+    "ts_experts": (c_int, [c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_int, c_void_p]),
+    "ts_attend_entries": (c_int, [c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_void_p]),
+    "ts_entry_scores": (c_int, [c_void_p, c_void_p, c_void_p, c_int, c_int, c_void_p, c_int, c_void_p]),
     "ts_layers": (
         c_int,
         [c_void_p, c_void_p, c_int, POINTER(c_void_p), c_void_p, c_int, c_int, c_void_p, c_int, c_void_p],
     ),
     "ts_quantize": (None, [c_void_p, c_int64, c_void_p, c_int, c_void_p]),
-    "ts_encode_pack": (c_void_p, [c_void_p, c_void_p, c_int, c_int, c_void_p]),
+    "ts_encode_pack": (c_void_p, [c_void_p, c_void_p, c_int, c_int, c_void_p, c_int]),
     "ts_encode_weight_free": (None, [c_void_p]),
     "ts_layer_norm": (c_int, [c_void_p, c_void_p, c_int, c_int, c_void_p, c_void_p, c_float]),
     "ts_encode": (

@@ -194,7 +194,7 @@ class CudaOps(Ops):
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
         return rows_.rms_norm(x, norm.weight, norm.eps)
 
-    def experts(self, x: Tensor, norm: Norm, experts: ExpertSet) -> Tensor:
+    def experts(self, x: Tensor, norm: Norm, experts: ExpertSet, tokens: Tensor | None = None) -> Tensor:
         normed = self.norm(x, norm)
         laid = self._laid(experts)
         logits = torch.empty(x.shape[0], experts.routing.experts, dtype=torch.float32, device=x.device)

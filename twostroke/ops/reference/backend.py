@@ -11,9 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from twostroke.ops.compressed_interface import CompressedAttention, CompressedRows
 from twostroke.ops.formats import Stored, dequantize
 from twostroke.ops.interface import BLOCK, Attention, Batch, ExpertSet, Gate, KVLayer, LatentAttention, Norm, Ops
 from twostroke.ops.reference.cached import rotated, seen, stored_keys
+from twostroke.ops.reference.entries import attend_lists
 from twostroke.ops.reference.kv_codec import decode_kv, write_kv
 from twostroke.ops.reference.latent import attend_latents
 from twostroke.ops.reference.routing import route
@@ -66,11 +68,12 @@ class ReferenceOps(Ops):
             return out
         return add_to.add_(out)
 
-    def experts(self, x: Tensor, norm: Norm, experts: ExpertSet) -> Tensor:
+    def experts(self, x: Tensor, norm: Norm, experts: ExpertSet, tokens: Tensor | None = None) -> Tensor:
         normed, out = self.norm(x, norm), torch.zeros_like(x)
         logits = self.linear(normed, experts.router)
         for row in range(len(x)):
-            for expert, weight in route(logits[row], experts.correction, experts.routing):
+            given = None if experts.table is None or tokens is None else experts.table[int(tokens[row])].tolist()
+            for expert, weight in route(logits[row], experts.correction, experts.routing, given):
                 inner = self.linear(normed[row : row + 1], experts.gate_up[expert])
                 out[row] += weight * self.linear(inner, experts.down[expert], before=experts.gate)[0]
         return out
@@ -107,6 +110,11 @@ class ReferenceOps(Ops):
     ) -> Tensor:
         return attend_latents(self, q, kv, attention, cache, batch, group)
 
+    def attend_compressed(
+        self, parts: CompressedRows, attention: CompressedAttention, cache: KVLayer, batch: Batch, group: int
+    ) -> Tensor:
+        return attend_lists(self, parts, attention, ((cache, group), *cache.further), batch)
+
     def argmax(self, logits: Tensor) -> Tensor:
         best = logits.amax(dim=-1, keepdim=True)
         index = torch.arange(logits.shape[-1])
@@ -120,7 +128,9 @@ def gated(x: Tensor, gate: Gate) -> Tensor:
     if gate.activation == "swiglu_oai":
         left, up = left.clamp(max=7.0), up.clamp(-7.0, 7.0)
         return (left / (1 + torch.exp(-1.702 * left)) * (up + 1)).float()
-    if gate.activation == "silu":
+    if gate.activation == "swiglu_10":
+        left, up = left.clamp(max=10.0), up.clamp(-10.0, 10.0)
+    if gate.activation in ("silu", "swiglu_10"):
         active = left / (1 + torch.exp(-left))
     else:
         active = 0.5 * left * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (left + 0.044715 * left**3)))

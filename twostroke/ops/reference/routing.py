@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -10,17 +12,32 @@ from twostroke.ops.interface import Routing
 TINY = 1e-20  # added to a sum of weights before it divides
 
 
-def route(logits: Tensor, correction: Tensor | None, routing: Routing) -> list[tuple[int, float]]:
-    """(experts,) outputs of the router -> the chosen experts and their weights, the best first."""
+SCORES: dict[str, Callable[[Tensor], Tensor]] = {
+    "softmax": lambda logits: torch.softmax(logits, dim=0),
+    "sigmoid": torch.sigmoid,
+    "sqrt_softplus": lambda logits: torch.sqrt(logits.clamp(min=0) + torch.log1p(torch.exp(-logits.abs()))),
+}
+
+
+def route(
+    logits: Tensor, correction: Tensor | None, routing: Routing, given: list[int] | None = None
+) -> list[tuple[int, float]]:
+    """(experts,) outputs of the router -> the chosen experts and their weights, the best first. given: experts that
+    were chosen otherwise."""
     wide = logits.double()
-    scores = (torch.softmax(wide, dim=0) if routing.scores == "softmax" else torch.sigmoid(wide)).float()
+    scores = SCORES[routing.scores](wide).float()
+    if given is not None:
+        return _weighed(given, scores, routing)
     keys = (scores if correction is None else scores + correction).tolist()
     size = routing.experts // routing.groups
     of_groups = [sum(sorted(keys[start : start + size], reverse=True)[: routing.group_best])
                  for start in range(0, routing.experts, size)]  # fmt: skip
     kept = best(of_groups, range(routing.groups), routing.kept_groups)
     allowed = [expert for group in sorted(kept) for expert in range(group * size, (group + 1) * size)]
-    chosen = best(keys, allowed, routing.chosen)
+    return _weighed(best(keys, allowed, routing.chosen), scores, routing)
+
+
+def _weighed(chosen: list[int], scores: Tensor, routing: Routing) -> list[tuple[int, float]]:
     weights = scores[chosen].double()
     if routing.normalised:
         weights = weights / (weights.sum() + TINY)

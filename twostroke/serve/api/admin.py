@@ -92,6 +92,7 @@ def settings_document(service: Service) -> dict[str, Any]:
         "arch": arch_document(service.arch),
         "layout": now.layout.document(),
         "settings": described,
+        "workers": service.workers,
         "answer_cache": "off" if service.answers is None else service.answers.cache.options.tier,
     }
 
@@ -162,16 +163,21 @@ async def arrivals(service: Service, exchange: Exchange) -> None:
 
 def arrivals_document(service: Service, limit: int) -> Callable[[], dict[str, Any]]:
     """The function that is returned makes the document and may run in a thread."""
-    ended = service.ended_requests(limit)
+    ended, recorder = service.ended_requests(limit), service.topics
+
+    def topic_of(request: int) -> int | None:
+        return None if recorder is None else recorder.topics.of(request)
+
     return lambda: {
         "now": service.clock() + service.wall,
         "kept": KEPT,
-        "arrivals": [arrival_document(one, service.wall) for one in by_arrival(ended)],
+        "arrivals": [arrival_document(one, service.wall, topic_of(one.request)) for one in by_arrival(ended)],
         "lookup": total(one.lookup for one in ended if one.lookup is not None)._asdict(),
     }
 
 
-def arrival_document(one: EndedRequest, wall: float) -> dict[str, Any]:
+def arrival_document(one: EndedRequest, wall: float, topic: int | None) -> dict[str, Any]:
+    """topic: equal for questions that ask the same; None: not recorded."""
     timeline = one.timeline
     return {
         "request": one.request,
@@ -189,6 +195,7 @@ def arrival_document(one: EndedRequest, wall: float) -> dict[str, Any]:
         "preemptions": timeline.preemptions,
         "priority": one.priority,
         "determined": one.determined,
+        "topic": topic,
         "finish_reason": one.reason,
         "parts": one.segments,
     }

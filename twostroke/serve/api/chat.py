@@ -169,9 +169,9 @@ async def handle(service: Service, exchange: Exchange) -> None:
     exchange.ignored |= hints | request.hints()
     messages = await service.off_loop(exchange, exchange.weight, request.for_template)
     question = None
-    if service.answers is not None:
+    if service.answers is not None or service.topics is not None:
         before = (messages[:-1], form.tools, arguments, request.ending())
-        question = question_of(messages, before) if form.tools is None else None
+        question = question_of(messages, before, form.tools is not None)
     text, tokens = await service.render(exchange, messages, tools=form.tools, **request.ending(), **arguments)
     given = GenerationInput(
         [tokens], params, request.explain, form, text, request.grammar_field, request.cache, question

@@ -23,7 +23,7 @@ function decision(one) {
   const shared = one.decision === "shared";
   return element("tr", {},
     element("td", {}, one.asked), element("td", {}, one.known), element("td", {}, one.similarity.toFixed(3)),
-    element("td", {}, one.decision), element("td", {}, ...(shared ? [wrongButton(one.entry)] : [])));
+    element("td", {}, one.decision), element("td", {}, ...(shared ? [wrongButton(one.hit)] : [])));
 }
 
 export async function drawAnswers() {

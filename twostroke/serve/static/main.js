@@ -12,6 +12,7 @@ import { fetchArrivals, fetchDiagnosis, fetchSettings, fetchSteps, state } from 
 import { drawSummary } from "./summary.js";
 import { startTheme } from "./theme.js";
 import { drawVerdict } from "./verdict.js";
+import { drawWorkers } from "./workers.js";
 
 const pause = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
 
@@ -53,6 +54,7 @@ async function settings() {
   byId("model").hidden = false;
   drawSettings();
   if (state.settings.answer_cache !== "off") await drawAnswers();
+  if (state.settings.workers) await drawWorkers();
 }
 
 // Ten frames a second: smooth enough to follow, and little enough to leave the machine to the engine.

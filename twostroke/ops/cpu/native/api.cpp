@@ -2,6 +2,7 @@
 // interpreter lock; a context serves one call at a time.
 #include "attend.h"
 #include "encode.h"
+#include "entries.h"
 #include "experts.h"
 #include "latent.h"
 #include "layers.h"
@@ -27,7 +28,7 @@ template <class Body> int guarded(Context* c, Body body) {
 }  // namespace
 
 // Raised whenever a signature or a shared structure changes; library.py expects the same number.
-TS_API int ts_version() { return 9; }
+TS_API int ts_version() { return 10; }
 
 // The name of the i-th instruction set usable here, best first; null past the last.
 TS_API const char* ts_isa(int i) {
@@ -78,7 +79,7 @@ TS_API int ts_norm(Context* c, const float* x, int64_t stride, int rows, int col
     });
 }
 
-// before: 0 nothing, 1 norm (weight, eps), 2 silu gate, 3 tanh-gelu gate, 4 gpt-oss' gate.
+// before: 0 nothing, 1 norm (weight, eps), 2 silu gate, 3 tanh-gelu gate, 4 gpt-oss' gate, 5 DeepSeek V4's.
 TS_API int ts_linear(Context* c, const Weight* weight, const float* x, int64_t x_stride, int rows, int before, const float* norm,
                      float eps, float* out, int64_t out_stride, int add) {
     return guarded(c, [&] {
@@ -103,9 +104,29 @@ TS_API int ts_attend_latent(Context* c, const LatentCall* call, const AttendBatc
     });
 }
 
-TS_API int ts_experts(Context* c, const ExpertsCall* call, const float* x, int rows, int hidden, float* out) {
+// tokens: of the rows, for experts that a table chooses.
+TS_API int ts_experts(Context* c, const ExpertsCall* call, const float* x, const int64_t* tokens, int rows, int hidden, float* out) {
     return guarded(c, [&] {
-        if (rows > 0) run_experts(*c, *call, x, rows, hidden, out);
+        for (int r = 0; r < rows && call->table; ++r)
+            if (tokens[r] < 0 || tokens[r] >= call->vocab) return BadToken;
+        if (rows > 0) run_experts(*c, *call, x, tokens, rows, hidden, out);
+        return Fine;
+    });
+}
+
+TS_API int ts_attend_entries(Context* c, const EntriesCall* call, const void* const* entries, const int64_t* starts, const float* q,
+                             int rows, float* out) {
+    return guarded(c, [&] {
+        if (call->dim < kLanes || call->dim % kLanes || call->format > KVBfloat) return BadArgument;
+        if (rows > 0) attend_lists(*c, *call, entries, starts, q, rows, out);
+        return Fine;
+    });
+}
+
+TS_API int ts_entry_scores(Context* c, const float* q, const float* weights, int heads, int dim, const float* keys, int count, float* out) {
+    return guarded(c, [&] {
+        if (dim < kLanes || dim % kLanes) return BadArgument;
+        score_entries(*c, q, weights, heads, dim, keys, count, out);
         return Fine;
     });
 }
@@ -121,10 +142,10 @@ TS_API int ts_layers(Context* c, const LayerCall* layers, int count, const Atten
     });
 }
 
-TS_API EncodeWeight* ts_encode_pack(Context* c, const float* values, int outputs, int inputs, const float* bias) {
+TS_API EncodeWeight* ts_encode_pack(Context* c, const float* values, int outputs, int inputs, const float* bias, int coded) {
     EncodeWeight* weight = nullptr;
     guarded(c, [&] {
-        weight = pack_encode_weight(*c, values, outputs, inputs, bias);
+        weight = pack_encode_weight(*c, values, outputs, inputs, bias, coded != 0);
         return Fine;
     });
     return weight;

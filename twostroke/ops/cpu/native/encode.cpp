@@ -6,6 +6,8 @@
 
 #include "half.h"
 #include "linear.h"
+#include "pack.h"
+#include "quantize.h"
 
 namespace {
 
@@ -37,7 +39,7 @@ template <class Body> void each_rows(Context& c, int rows, Body body) {
 
 void product(Context& c, const EncodeWeight& weight, const float* x, int rows, int activation, float* out) {
     const EncodeKernels& kernels = *c.kernels.encode;
-    if (!weight.tiled) {
+    if (!weight.paneled) {
         linear(c, *weight.plain, {x, weight.inputs, rows, Nothing, nullptr, 0.f, out, weight.outputs, 0});
         if (activation)
             each_rows(c, rows, [&](int from, int to) {
@@ -46,11 +48,14 @@ void product(Context& c, const EncodeWeight& weight, const float* x, int rows, i
         return;
     }
     const int tiles = chunks(rows, kEncodeRows), blocks = weight.inputs / kEncodeInputs;
-    uint16_t* split = workspace_of(c).split.get<uint16_t>((size_t)tiles * (size_t)blocks * 2 * kEncodeTile);
-    auto spread = [&](int i, int) { kernels.split(x, rows, weight.inputs, split, i); };
-    c.pool.each(tiles, spread);
+    uint16_t* split = nullptr;
+    if (kernels.split) {
+        split = workspace_of(c).split.get<uint16_t>((size_t)tiles * (size_t)blocks * 2 * kEncodeTile);
+        auto spread = [&](int i, int) { kernels.split(x, rows, weight.inputs, split, i); };
+        c.pool.each(tiles, spread);
+    }
     c.reserve_scratch(kernels.scratch(weight.inputs));
-    EncodeProduct args{split, rows, weight.inputs, weight.tiles,
+    EncodeProduct args{split, x, rows, weight.inputs, weight.tiles, weight.wide,
                        weight.outputs, weight.bias.empty() ? nullptr : weight.bias.data(), activation, out};
     const int panels = weight.outputs / kLanes;
     const int together = tiles == 1 ? kPanelsOfOneTile : kPanels;
@@ -61,7 +66,7 @@ void product(Context& c, const EncodeWeight& weight, const float* x, int rows, i
 }
 
 // In large pages, which many weights share.
-uint16_t* take_tiles(Context& c, EncodeWeight& weight, size_t bytes) {
+uint8_t* take_panels(Context& c, EncodeWeight& weight, size_t bytes) {
     const size_t padded = (bytes + 63) / 64 * 64;
     uint8_t* found = c.arena ? c.arena->take(padded) : nullptr;
     if (!found) {
@@ -70,7 +75,12 @@ uint16_t* take_tiles(Context& c, EncodeWeight& weight, size_t bytes) {
     }
     if (!found) throw std::bad_alloc();
     weight.arena = c.arena;
-    return reinterpret_cast<uint16_t*>(found);
+    return found;
+}
+
+void pack_plain(Context& c, EncodeWeight& weight, int32_t format, const uint8_t* data, const float* bias) {
+    const int32_t rows = weight.outputs;
+    weight.plain.reset(pack_weight(c, 1, &format, &rows, &data, weight.inputs, bias));
 }
 
 void attend(Context& c, const EncodeArgs& a, const float* qkv, float* out) {
@@ -89,28 +99,42 @@ void attend(Context& c, const EncodeArgs& a, const float* qkv, float* out) {
 
 }  // namespace
 
-EncodeWeight* pack_encode_weight(Context& c, const float* values, int outputs, int inputs, const float* bias) {
+EncodeWeight* pack_encode_weight(Context& c, const float* values, int outputs, int inputs, const float* bias, bool coded) {
     auto weight = std::make_unique<EncodeWeight>();
     weight->outputs = outputs, weight->inputs = inputs;
+    if (coded) {
+        if (inputs % kGroup) throw std::domain_error("inputs are not whole groups");
+        const int64_t groups = (int64_t)outputs * inputs / kGroup;
+        std::vector<uint8_t> codes((size_t)outputs * stored_row_bytes(Q8_0, (size_t)inputs));
+        quantize_eight(values, groups, codes.data());
+        pack_plain(c, *weight, Q8_0, codes.data(), bias);
+        return weight.release();
+    }
     std::vector<uint16_t> halves((size_t)outputs * (size_t)inputs);
     for (size_t i = 0; i < halves.size(); ++i) {
         if (!(std::fabs(values[i]) <= kLargestHalf)) throw std::domain_error("a weight does not fit float16");
         halves[i] = float_to_half(values[i]);
     }
     if (!c.kernels.encode->multiply || inputs % kEncodeInputs || outputs % kLanes) {
-        const int32_t format = F16, rows = outputs;
-        const uint8_t* data = reinterpret_cast<const uint8_t*>(halves.data());
-        weight->plain.reset(pack_weight(c, 1, &format, &rows, &data, inputs, bias));
+        pack_plain(c, *weight, F16, reinterpret_cast<const uint8_t*>(halves.data()), bias);
         return weight.release();
     }
     if (bias) weight->bias.assign(bias, bias + outputs);
-    uint16_t* out = take_tiles(c, *weight, sizeof(uint16_t) * halves.size());
-    weight->tiles = out;
+    const bool wide = c.kernels.encode->wide;
+    uint8_t* const out = take_panels(c, *weight, (wide ? sizeof(float) : sizeof(uint16_t)) * halves.size());
+    uint16_t* const tiles = reinterpret_cast<uint16_t*>(out);
+    float* const floats = reinterpret_cast<float*>(out);
+    size_t at = 0;
     for (int panel = 0; panel < outputs / kLanes; ++panel)
-        for (int k = 0; k < inputs; k += 2)
-            for (int odd = 0; odd < 2; ++odd)
-                for (int lane = 0; lane < kLanes; ++lane) *out++ = halves[(size_t)(panel * kLanes + lane) * (size_t)inputs + (size_t)(k + odd)];
-    weight->tiled = true;
+        for (int k = 0; k < inputs; ++k)
+            for (int lane = 0; lane < kLanes; ++lane, ++at) {
+                const uint16_t half = halves[(size_t)(panel * kLanes + lane) * (size_t)inputs + (size_t)k];
+                if (wide) floats[at] = half_to_float(half);
+                else tiles[at] = half;
+            }
+    if (wide) weight->wide = floats;
+    else weight->tiles = tiles;
+    weight->paneled = true;
     return weight.release();
 }
 

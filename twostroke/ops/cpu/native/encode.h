@@ -5,14 +5,15 @@
 
 #include "context.h"
 
-// A matrix for encoders. Its weights are rounded to float16: half the bytes to read, and vectors that differ from those of
-// float32 weights by 1e-7 in cosine.
+// A matrix for encoders. Its weights are rounded to float16: half the bytes to read where they are kept so, and vectors that
+// differ from those of float32 weights by 1e-7 in cosine.
 struct EncodeWeight {
     int outputs = 0, inputs = 0;
-    std::unique_ptr<Weight> plain;  // where there are no tiles for bfloat16
+    std::unique_ptr<Weight> plain;  // where there are no products of their own
     std::shared_ptr<Arena> arena;
-    const uint16_t* tiles = nullptr;  // (panels of 16 outputs, blocks of 32 inputs, 16 pairs, even and odd, 16 outputs) float16
-    bool tiled = false;
+    const uint16_t* tiles = nullptr;  // (panels of 16 outputs, inputs, 16 outputs) float16,
+    const float* wide = nullptr;      // or the same as float32
+    bool paneled = false;
     std::vector<float> bias;
 };
 
@@ -33,6 +34,7 @@ struct EncodeArgs {
     int texts;
 };
 
-EncodeWeight* pack_encode_weight(Context& c, const float* values, int outputs, int inputs, const float* bias);
+// coded: 8 bits for a weight and for an input, for vectors that need not be exact.
+EncodeWeight* pack_encode_weight(Context& c, const float* values, int outputs, int inputs, const float* bias, bool coded);
 void run_encoder(Context& c, const EncodeArgs& args);
 void layer_norm(Context& c, float* x, int rows, int cols, const float* weight, const float* shift, float eps);

@@ -39,15 +39,18 @@ void keep_groups(const ExpertsCall& call, const Choice& at) {
         memset(at.free + take_best(at.group_keys, at.free_groups, call.groups) * size, 1, (size_t)size);
 }
 
-void choose(const Kernels& kernels, const ExpertsCall& call, const float* logits, const Choice& at, int32_t* chosen, float* weights) {
+float sqrt_softplus(double x) { return (float)sqrt((x > 0 ? x : 0) + log1p(exp(-fabs(x)))); }
+
+void choose(const Kernels& kernels, const ExpertsCall& call, const float* logits, const int32_t* given, const Choice& at, int32_t* chosen, float* weights) {
     const int count = call.experts;
-    kernels.scores(logits, count, call.sigmoid, at.scores);
+    if (call.scores == 2) for (int i = 0; i < count; ++i) at.scores[i] = sqrt_softplus(logits[i]);
+    else kernels.scores(logits, count, call.scores, at.scores);
     for (int i = 0; i < count; ++i) at.keys[i] = call.correction ? at.scores[i] + call.correction[i] : at.scores[i];
     memset(at.free, 1, (size_t)count);
     if (call.groups > 1) keep_groups(call, at);
     float sum = 0.f;
     for (int i = 0; i < call.chosen; ++i) {
-        chosen[i] = take_best(at.keys, at.free, count);
+        chosen[i] = given ? given[i] : take_best(at.keys, at.free, count);
         weights[i] = at.scores[chosen[i]];
         sum += weights[i];
     }
@@ -57,7 +60,7 @@ void choose(const Kernels& kernels, const ExpertsCall& call, const float* logits
 int padded(int count) { return (count + kLanes - 1) / kLanes * kLanes; }
 
 // Experts and weights of every row, (rows, chosen), the best first.
-void choose_all(Context& c, const ExpertsCall& call, const float* logits, int rows, int32_t* chosen, float* weights) {
+void choose_all(Context& c, const ExpertsCall& call, const float* logits, const int64_t* tokens, int rows, int32_t* chosen, float* weights) {
     const int cuts = std::min(rows, rows < 16 ? 1 : 2 * c.pool.threads()), width = padded(call.experts);
     float* const floats = c.choice.get<float>((size_t)cuts * (size_t)width * 4);  // the last quarter: bytes
     auto body = [&](int i, int) {
@@ -65,7 +68,7 @@ void choose_all(Context& c, const ExpertsCall& call, const float* logits, int ro
         uint8_t* const bytes = reinterpret_cast<uint8_t*>(mine + 3 * width);
         const Choice at{mine, mine + width, mine + 2 * width, bytes, bytes + width};
         for (int r = (int)((int64_t)rows * i / cuts); r < (int)((int64_t)rows * (i + 1) / cuts); ++r)
-            choose(c.kernels, call, logits + (int64_t)r * call.experts, at, chosen + (int64_t)r * call.chosen, weights + (int64_t)r * call.chosen);
+            choose(c.kernels, call, logits + (int64_t)r * call.experts, call.table ? call.table + tokens[r] * call.chosen : nullptr, at, chosen + (int64_t)r * call.chosen, weights + (int64_t)r * call.chosen);
     };
     c.pool.each(cuts, body);
 }
@@ -101,14 +104,14 @@ template <class Body> void by_rows(Context& c, int rows, Body& row) {
 
 }  // namespace
 
-void run_experts(Context& c, const ExpertsCall& call, const float* x, int rows, int hidden, float* out) {
+void run_experts(Context& c, const ExpertsCall& call, const float* x, const int64_t* tokens, int rows, int hidden, float* out) {
     const int count = call.chosen, pairs = rows * count, width = call.gate_up[0]->rows;
     float* const logits = c.product.get<float>((size_t)rows * (size_t)call.experts);
     linear(c, *call.router, {x, hidden, rows, RmsNorm, call.norm.weight, call.norm.eps, logits, call.experts, 0});
     int32_t* const chosen = c.pairs.get<int32_t>(4 * (size_t)pairs);
     int32_t *const place = chosen + pairs, *const rows_of = place + pairs;  // sorted by expert: where a pair is, whose it is
     float* const weights = reinterpret_cast<float*>(rows_of + pairs);
-    choose_all(c, call, logits, rows, chosen, weights);
+    choose_all(c, call, logits, tokens, rows, chosen, weights);
     group_rows(call, chosen, pairs, place, rows_of, c.starts);
 
     float* const inner = c.gate_up.get<float>((size_t)pairs * (size_t)width);

@@ -2,7 +2,7 @@
 #pragma once
 #include "layout.h"
 
-enum Before : int { Nothing, RmsNorm, GateSilu, GateGelu, GateOai };
+enum Before : int { Nothing, RmsNorm, GateSilu, GateGelu, GateOai, GateTen };
 
 static inline bool has_seconds(int before) { return before == RmsNorm; }  // second codes: see Act
 
@@ -102,6 +102,23 @@ struct LatentRows {
     float* lines;     // as AttendTask::q; the latent part of every line is there already
 };
 
+// The constants of attention over lists of entries. Mirrored in library.py.
+struct EntriesCall {
+    int32_t heads, dim;  // dim: a multiple of 16
+    float scale;
+    int32_t format;      // a KVFormat: floats
+    const float* sinks;  // (heads)
+};
+
+struct EntriesTask {
+    const EntriesCall* call;
+    const void* const* entries;
+    int count;
+    int head, head_end;
+    const float* q;  // (heads of the task, dim)
+    float* out;
+};
+
 // ---- encoders: see encode.h ----------------------------------------------------------------------------------------
 
 enum EncodeActivation : int { EncodeLinear, EncodeGelu, EncodeGeluTanh, EncodeRelu };
@@ -121,9 +138,11 @@ struct EncodeAttend {
 
 // out = activation(x · weightsᵀ + bias)
 struct EncodeProduct {
-    const uint16_t* x;  // what `split` wrote
+    const uint16_t* x;    // what `split` wrote; null without it
+    const float* floats;  // (rows, inputs)
     int rows, inputs;
     const uint16_t* weights;
+    const float* wide;  // instead of them
     int outputs;
     const float* bias;  // or null
     int activation;
@@ -134,10 +153,11 @@ struct EncodeKernels {
     void (*activate)(float* x, int64_t count, int activation);
     void (*add_norm)(float* x, const float* add, int cols, const float* weight, const float* shift, float eps, int row, int row_end);
     void (*attend)(const EncodeAttend&);
-    // Products on tiles; null where there are none.
+    // Products with a task's panels at a time; null where there are none of their own. split: null where they read floats.
     void (*split)(const float* x, int rows, int cols, uint16_t* out, int tile);
     void (*multiply)(const EncodeProduct&, int panel, int panel_end, uint8_t* scratch);
     size_t (*scratch)(int inputs);  // bytes
+    bool wide;                      // multiply takes float32 weights
 };
 
 struct Kernels {
@@ -159,6 +179,8 @@ struct Kernels {
     void (*latent_write)(const AttendLayer&, const AttendBatch&, const LatentRows&, int row, int row_end);
     void (*scores)(const float* x, int count, int sigmoid, float* out);  // of a router's outputs; out: whole vectors
     void (*weighted_sum)(const float* x, int cols, const int32_t* rows, const float* weights, int count, float* out);
+    void (*attend_entries)(const EntriesTask&, float* scratch);  // see entries.cpp
+    void (*entry_scores)(const float* q, const float* weights, int heads, int dim, const float* keys, int from, int to, float* out);
     const EncodeKernels* encode;
 };
 

@@ -60,7 +60,7 @@ void add_dense(Context& c, const LayerCall& layer, int hidden, int rows, const W
 
 void add_experts(Context& c, const LayerCall& layer, int hidden, int rows, const Weight* next, float* x) {
     float* total = c.total.get<float>((size_t)rows * (size_t)hidden);
-    run_experts(c, *layer.experts, x, rows, hidden, total);
+    run_experts(c, *layer.experts, x, nullptr, rows, hidden, total);
     if (layer.gate_up) {
         const int width = layer.gate_up->rows;
         float* gate_up = c.gate_up.get<float>((size_t)rows * (size_t)width);

@@ -72,9 +72,10 @@ static inline size_t group_offset(int kind, size_t g, bool wide) {
 // 32 inputs of one row, quantized: value = q · d. One cache line.
 //
 // An input that holds most of its group's energy would leave the others only a few of the 255 steps. Where that costs
-// most, which is after a norm (outlying channels are the same in all rows), such a group gets a second Act for what the
-// first leaves over, at a distance that the arguments give (`extra`). Without it there is one too, whose d
-// and dsum are zero, and adding its product changes nothing: rows may be multiplied together freely.
+// most, which is after a norm (outlying channels are the same in all rows), it is taken out of such a group (its code is
+// 0) and gets a second Act, at a distance that the arguments give (`extra`): the one code 127 or -127, and a scale of its own.
+// Instruction sets that multiply several rows together find a second Act without it too, whose d and dsum are zero: adding its
+// product changes nothing.
 constexpr float kDominance = 1.6f;  // second codes where this times the largest square exceeds the sum of squares
 struct alignas(64) Act {
     int8_t q[kGroup];
@@ -83,7 +84,7 @@ struct alignas(64) Act {
     int32_t start8;       // where an integer sum starts for codes with 8 added (see kDotStart)
     int32_t start128;     // and for signed codes read with 128 added (instruction sets that need it);
     int32_t half128[2];   // the same for inputs 0-15 and 16-31 alone
-    int32_t more;         // the second Act is not zero
+    int32_t more;         // not 0: there is a second Act, and this is 1 + the quad of inputs that its code is in
 };
 static_assert(sizeof(Act) == 64, "one cache line");
 

@@ -196,14 +196,13 @@ void linear(Context& c, const Weight& weight, const LinearArgs& a) {
     const int threads = c.pool.threads();
     const int apart = a.rows >= 2 * kRowsApart && weight.panels < 8 * threads ? kRowsApart : a.rows;
     const bool streams = a.rows <= c.kernels.direct_rows;  // memory sets the pace: every thread reads a stretch of its own
-    const bool fine = streams || (!base.tiles && a.rows <= kRowsApart);  // small tasks end together; tiles want long runs
-    const int chunks = std::min(weight.panels, (fine ? 12 : 4) * threads);
+    const int chunks = std::min(weight.panels, (base.tiles ? 4 : streams ? 12 : 24) * threads);  // small tasks end together; tiles want long runs
     auto body = [&](int i, int worker) {
         const int row = i / chunks * apart, chunk = i % chunks;
         const int panel = (int)((int64_t)weight.panels * chunk / chunks), end = (int)((int64_t)weight.panels * (chunk + 1) / chunks);
         multiply(c, weight, base, panel, end, row, std::min(a.rows, row + apart), worker);
     };
-    c.pool.each(chunks * chunks_of(a.rows, apart), body, streams);
+    c.pool.each(chunks * chunks_of(a.rows, apart), body, !base.tiles && apart == a.rows);
 }
 
 void linear_groups(Context& c, const std::vector<RowGroup>& groups, const LinearArgs& a, bool same) {

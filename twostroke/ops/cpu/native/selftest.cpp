@@ -122,14 +122,18 @@ std::vector<double> before_rows(const std::vector<float>& x, int rows, int cols,
 
 void quantize_rows(std::vector<double>& x, bool seconds) {  // groups of 32, as the kernels do: see Act
     for (size_t g = 0; g < x.size(); g += 32) {
-        double peak = 0, squares = 0;
-        for (size_t i = g; i < g + 32; ++i) peak = fmax(peak, fabs(x[i])), squares += x[i] * x[i];
-        const double step = peak / 127;
-        for (size_t i = g; i < g + 32 && peak > 0; ++i) {
-            const double coded = nearbyint(x[i] / step) * step;
-            const double rest = nearbyint((x[i] - coded) / step * 254) * step / 254;
-            x[i] = coded + (seconds && kDominance * peak * peak > squares ? rest : 0);
+        double squares = 0;
+        size_t largest = g;
+        for (size_t i = g; i < g + 32; ++i) {
+            squares += x[i] * x[i];
+            if (fabs(x[i]) > fabs(x[largest])) largest = i;
         }
+        const bool apart = seconds && kDominance * x[largest] * x[largest] > squares;
+        double peak = 0;
+        for (size_t i = g; i < g + 32; ++i)
+            if (!apart || i != largest) peak = fmax(peak, fabs(x[i]));
+        for (size_t i = g; i < g + 32 && peak > 0; ++i)
+            if (!apart || i != largest) x[i] = nearbyint(x[i] / peak * 127) * peak / 127;
     }
 }
 

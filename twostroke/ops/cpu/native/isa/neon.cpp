@@ -1,5 +1,6 @@
 #include "vec_neon.h"
 #include "../kernels/all.h"
+#include "../kernels/encode_wide.h"
 #include "../kernels/matmul_sdot.h"
 
-TS_KERNELS(kernels_neon, "neon", matmul_dots, matmul_scratch, VectorCodes)
+TS_KERNELS_ENCODING(kernels_neon, "neon", matmul_dots, matmul_scratch, VectorCodes, kEncodeWide)

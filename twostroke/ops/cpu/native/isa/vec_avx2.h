@@ -21,6 +21,7 @@ constexpr bool kWideScales = false;
 constexpr int kAheadNibbles = 6144;
 constexpr int kAheadBytes = 6144;
 constexpr bool kByLane = false;
+constexpr bool kSecondsByQuad = false;
 constexpr bool kUnsignedCodes = false;
 constexpr int32_t kDotStart = 0;
 

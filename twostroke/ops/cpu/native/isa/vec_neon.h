@@ -7,6 +7,7 @@
 
 namespace {
 
+#define TS_FOUR_GROUPS  // see prologue_four.h
 #define TS_EACH TS_UNROLL for (int i = 0; i < 4; ++i)
 
 constexpr int kRowsInt = 0;  // matmul_sdot.h and matmul_i8mm.h multiply many rows
@@ -24,6 +25,7 @@ constexpr bool kWideScales = true;
 constexpr int kAheadNibbles = 12288;
 constexpr int kAheadBytes = 1024;
 constexpr bool kByLane = true;
+constexpr bool kSecondsByQuad = true;
 constexpr bool kUnsignedCodes = false;
 constexpr int32_t kDotStart = 0x4b400000;
 
@@ -187,10 +189,11 @@ TS_INLINE int16x8_t low_halves(int32x4_t a, int32x4_t b) { return vuzp1q_s16(vre
 TS_INLINE void store_fourth_bytes(uint8_t* p, const int8_t* codes) {
     for (int i = 0; i < 16; ++i) p[4 * i] = (uint8_t)codes[i];
 }
-TS_INLINE void store_int8(int8_t* p, I a) {  // numbers that fit
+TS_INLINE int8x16_t low_bytes(I a) {
     const int16x8_t low = low_halves(a.v[0], a.v[1]), high = low_halves(a.v[2], a.v[3]);
-    vst1q_s8(p, vuzp1q_s8(vreinterpretq_s8_s16(low), vreinterpretq_s8_s16(high)));
+    return vuzp1q_s8(vreinterpretq_s8_s16(low), vreinterpretq_s8_s16(high));
 }
+TS_INLINE void store_int8(int8_t* p, I a) { vst1q_s8(p, low_bytes(a)); }  // numbers that fit
 TS_INLINE void store_low_bytes(int8_t* p, I a) {
     store_int8(p, a);
 }

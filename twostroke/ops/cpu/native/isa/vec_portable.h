@@ -33,6 +33,7 @@ constexpr bool kWideScales = false;  // packed panels hold scales as floats (see
 constexpr int kAheadNibbles = 6144;  // of a packed panel, what comes so many bytes after codes of 4 bits is asked for,
 constexpr int kAheadBytes = 6144;    // or of 8
 constexpr bool kByLane = false;  // attention multiplies with one lane of a register (attend_lanes.h)
+constexpr bool kSecondsByQuad = false;
 constexpr bool kUnsignedCodes = false;  // signed codes are stored as they are in the expanded panel
 constexpr int32_t kDotStart = 0;        // an integer sum starts here (see to_float_dot)
 

@@ -9,6 +9,7 @@
 #include "matmul_float.h"
 #include "argmax.h"
 #include "scores.h"
+#include "entries.h"
 #include "kv.h"
 #include "attend_lines.h"
 #include "attend_fetch.h"
@@ -23,8 +24,10 @@
 
 // multiply, multiply_scratch: matmul and its scratch, or something faster that gives the same bits. codes: see VectorCodes.
 #define TS_KERNELS(symbol, label, multiply, multiply_scratch, codes) \
-    TS_KERNELS_TILED(symbol, label, kDirectRows, 0, nullptr, multiply, multiply_scratch, codes, kEncode)
+    TS_KERNELS_ENCODING(symbol, label, multiply, multiply_scratch, codes, kEncode)
+#define TS_KERNELS_ENCODING(symbol, label, multiply, multiply_scratch, codes, encoder) \
+    TS_KERNELS_TILED(symbol, label, kDirectRows, 0, nullptr, multiply, multiply_scratch, codes, encoder)
 #define TS_KERNELS_TILED(symbol, label, direct_rows, tiled_rows, prologue_tile, multiply, multiply_scratch, codes, encoder)         \
     extern const Kernels symbol;                                                                                                  \
     const Kernels symbol = {label,        direct_rows,   tiled_rows,   kWideScales,    prologue,         prologue_tile, multiply, multiply_scratch, \
-                            attend_write, attend<codes>, attend_merge, attend_scratch, attend_tile_rows, argmax, latent_write, scores, weighted_sum, &encoder};
+                            attend_write, attend<codes>, attend_merge, attend_scratch, attend_tile_rows, argmax, latent_write, scores, weighted_sum, attend_entries, entry_scores, &encoder};

@@ -42,6 +42,11 @@ TS_INLINE F swiglu_oai(F gate, F up) {
     return mul(div(gate, add(splat(1.f), vexp(mul(gate, splat(-1.702f))))), add(up, splat(1.f)));
 }
 
+// DeepSeek V4: gate at most 10, up between -10 and 10. NaN stays NaN
+TS_INLINE F swiglu_ten(F gate, F up) {
+    return mul(silu(vmin(splat(10.f), gate)), vmax(splat(-10.f), vmin(splat(10.f), up)));
+}
+
 // limit · tanh(x / limit)
 TS_INLINE F softcap(F x, float limit) {
     const F e = vexp(mul(x, splat(2.f / limit)));

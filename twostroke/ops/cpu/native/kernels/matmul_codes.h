@@ -9,6 +9,7 @@
 // sets the pace); many rows from a panel expanded to bytes and float scales in the core's own cache, below or, where an
 // instruction set has something faster, in matmul_amx.h, matmul_i8mm.h or matmul_sdot.h.
 #pragma once
+#include <string.h>
 
 namespace {
 
@@ -240,6 +241,23 @@ TS_INLINE void add_group(const uint8_t* codes, const F* scale, F low, const Act*
         TS_UNROLL for (int r = 0; r < MR; ++r) out[r] = fma(low, splat(act[r].dsum), out[r]);
 }
 
+// The second codes of one row: one quad of inputs.
+template <class R> TS_INLINE void add_quad(const uint8_t* codes, const F* scale, F low, const Act& act, int quad, F& out) {
+    W w, high;
+    if (R::nibbles) {
+        split<R>(codes + 64 * (quad / 2), w, high);
+        if (quad % 2) w = high;
+    } else {
+        w = load_codes(codes + 64 * quad);
+        if (!R::small && !IsExpanded<R>::value) w = to_unsigned(w);
+    }
+    int32_t inputs[4];
+    for (int i = 0; i < 4; ++i) memcpy(inputs + i, act.q + 4 * quad, 4);
+    const I acc = dot4<0, R::small>(first_sum<R>(act, quad / 4), w, load_inputs((const int8_t*)inputs));
+    out = fma(mul(to_float_dot(acc), scale[R::halves == 2 ? quad / 4 : 0]), splat(act.d), out);
+    if (R::minimum) out = fma(low, splat(act.dsum), out);
+}
+
 template <class R, int MR>
 TS_INLINE void codes_tile(R panel, int groups, const Act* act, int64_t stride, int64_t extra, F* out) {
     TS_UNROLL for (int r = 0; r < MR; ++r) out[r] = splat(0.f);
@@ -252,7 +270,12 @@ TS_INLINE void codes_tile(R panel, int groups, const Act* act, int64_t stride, i
         TS_UNROLL for (int r = 0; r < MR; ++r) more |= act[r].more;
         if (more) {
             asm("" : "+r"(codes));  // read them again: kept from above, they would push everything out of the registers
-            add_group<R, MR>(codes, scale, low, act + extra, out);
+            if constexpr (kSecondsByQuad) {
+                TS_UNROLL for (int r = 0; r < MR; ++r)
+                    if (act[r].more) add_quad<R>(codes, scale, low, act[extra + r], act[r].more - 1, out[r]);
+            } else {
+                add_group<R, MR>(codes, scale, low, act + extra, out);
+            }
         }
     }
 }

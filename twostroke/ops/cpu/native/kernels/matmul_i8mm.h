@@ -8,6 +8,7 @@ namespace {
 
 constexpr int kPairs = 2;               // pairs of rows in a tile: 16 registers of sums
 constexpr int kMatrixRows = 2 * kPairs;
+static const Act kNoSecond{};
 
 // A panel for matrix instructions: for each group its scales, then 4 octets of inputs, each with 8 pairs of outputs as
 // [output][8 inputs].
@@ -105,7 +106,7 @@ static void octet_rows(const MatmulArgs& args, const uint8_t* panel, int row, in
         for (int r = 0; r < kMatrixRows; ++r) more |= act[r]->more;
         if (more) {
             const Act* second[kMatrixRows];
-            for (int r = 0; r < kMatrixRows; ++r) second[r] = act[r] + args.extra;
+            for (int r = 0; r < kMatrixRows; ++r) second[r] = act[r]->more ? act[r] + args.extra : &kNoSecond;
             add_octets<Source>(panel, second, acc);
         }
         for (int r = 0; r < kMatrixRows; ++r) act[r] += place.stride;

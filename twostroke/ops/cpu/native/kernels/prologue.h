@@ -23,11 +23,6 @@ TS_INLINE float inverse_rms(const float* x, int n, float eps) {
     return 1.f / square_root(sum_of_squares(x, n) / (float)n + eps);
 }
 
-TS_INLINE F round_float(F x) {  // as round_even
-    const F magic = splat(12582912.f);
-    return sub(add(x, magic), magic);
-}
-
 struct Codes {
     I a, b;  // inputs 0-15 and 16-31
     float d;
@@ -42,23 +37,20 @@ struct ActPair {
     TS_MEMBER static void write(const Codes& codes, Act& out) {
         store_int8(out.q, codes.a);
         store_int8(out.q + 16, codes.b);
-        out.d = codes.d;
-        out.more = 0;
-        if (kWideScales) {  // every sum starts at the same number
-            out.dsum = codes.d * (float)isum(iadd(codes.a, codes.b));
-            return;
-        }
         const int32_t sum_a = isum(codes.a), sum_b = isum(codes.b);
+        out.d = codes.d;
         out.dsum = codes.d * (float)(sum_a + sum_b);
+        out.more = 0;
+        if (kWideScales) return;  // every sum starts at the same number
         out.start8 = kDotStart - 8 * (sum_a + sum_b);
         out.start128 = kDotStart - 128 * (sum_a + sum_b);
         out.half128[0] = kDotStart - 128 * sum_a;
         out.half128[1] = kDotStart - 128 * sum_b;
     }
     TS_MEMBER void put_first(const Codes& codes) { write(codes, first); }
-    TS_MEMBER void put_second(const Codes& codes) {
+    TS_MEMBER void put_second(const Codes& codes, int k) {
         write(codes, second);
-        first.more = 1;
+        first.more = 1 + k / 4;
     }
     TS_MEMBER void put_no_second() {  // whatever its codes are
         second.d = second.dsum = 0.f;
@@ -68,20 +60,35 @@ struct ActPair {
 
 // The absolute maximum is taken on the bits, where NaN is above infinity is above every number: a bad input makes the
 // scale bad, and with it every product of this row.
-template <bool Seconds, class Out> TS_INLINE void quantize_group(F a, F b, Out out) {
+TS_INLINE float peak_of(F a, F b) {
     const I magnitude = isplat(0x7fffffff);
-    const float peak = bits_to_float((uint32_t)ipeak(imax(iand(bits_of(a), magnitude), iand(bits_of(b), magnitude))));
+    return bits_to_float((uint32_t)ipeak(imax(iand(bits_of(a), magnitude), iand(bits_of(b), magnitude))));
+}
+
+TS_INLINE Codes codes_of(F a, F b, float peak) {
     const bool tiny = peak < 1e-30f;
-    const float d = tiny ? 0.f : peak / 127.f, inverse = tiny ? 0.f : 127.f / peak;
-    out.put_first(Codes(a, b, d, inverse));
-    if constexpr (!Seconds) return;
-    if (!tiny && kDominance * peak * peak > sum(fma(b, b, mul(a, a)))) {
-        const F da = splat(-d), scale = splat(inverse);
-        const F left_a = fma(da, round_float(mul(a, scale)), a), left_b = fma(da, round_float(mul(b, scale)), b);
-        out.put_second(Codes(left_a, left_b, d / 254.f, 254.f * inverse));  // at most half a step is left
-    } else {
-        out.put_no_second();
-    }
+    return Codes(a, b, tiny ? 0.f : peak / 127.f, tiny ? 0.f : 127.f / peak);
+}
+
+// The largest input apart, as the one code 127 of a second Act: see Act.
+template <class Out> static void quantize_apart(F a, F b, float peak, Out out) {
+    alignas(64) float x[kGroup], largest[kGroup] = {0};
+    store(x, a);
+    store(x + 16, b);
+    int k = 0;
+    while (__builtin_fabsf(x[k]) != peak) ++k;
+    largest[k] = x[k] < 0 ? -127.f : 127.f;
+    x[k] = 0.f;
+    a = load(x), b = load(x + 16);
+    out.put_first(codes_of(a, b, peak_of(a, b)));
+    out.put_second(Codes(load(largest), load(largest + 16), peak / 127.f, 1.f), k);
+}
+
+template <bool Seconds, class Out> TS_INLINE void quantize_group(F a, F b, Out out) {
+    const float peak = peak_of(a, b);
+    if (Seconds && peak >= 1e-30f && kDominance * peak * peak > sum(fma(b, b, mul(a, a)))) return quantize_apart(a, b, peak, out);
+    out.put_first(codes_of(a, b, peak));
+    if constexpr (Seconds) out.put_no_second();
 }
 
 // 16 lanes of before(x); `n` of them lie within the row.
@@ -98,6 +105,7 @@ struct Prologue {
             case GateSilu: return mul(silu(v), load(x + args.cols + k));
             case GateGelu: return mul(gelu_tanh(v), load(x + args.cols + k));
             case GateOai: return swiglu_oai(v, load(x + args.cols + k));
+            case GateTen: return swiglu_ten(v, load(x + args.cols + k));
             default: return v;
         }
     }
@@ -108,10 +116,28 @@ struct Prologue {
             case GateSilu: return mul(silu(v), load_first(x + args.cols + k, n));
             case GateGelu: return mul(gelu_tanh(v), load_first(x + args.cols + k, n));
             case GateOai: return swiglu_oai(v, load_first(x + args.cols + k, n));
+            case GateTen: return swiglu_ten(v, load_first(x + args.cols + k, n));
             default: return v;
         }
     }
 };
+
+}  // namespace
+
+#ifdef TS_FOUR_GROUPS
+#include "prologue_four.h"
+#else
+namespace {
+
+template <bool Seconds> static void quantize_row(const Prologue& source, int groups, Act* act, int64_t stride, int64_t extra) {
+    for (int g = 0; g < groups; ++g, act += stride)
+        quantize_group<Seconds>(source.at(g * kGroup, 16), source.at(g * kGroup + 16, 16), ActPair{*act, act[Seconds ? extra : 0]});
+}
+
+}  // namespace
+#endif
+
+namespace {
 
 static void prologue(const PrologueArgs& args, int row, int row_end) {
     const int groups = args.cols / kGroup;
@@ -126,12 +152,9 @@ static void prologue(const PrologueArgs& args, int row, int row_end) {
         }
         if (args.acts) {
             const ActPlace place = place_of(r, args.rows, groups);
-            Act* act = args.acts + place.start;
-            for (int g = 0; g < groups; ++g, act += place.stride) {
-                const F a = source.at(g * kGroup, 16), b = source.at(g * kGroup + 16, 16);
-                if (has_seconds(args.before)) quantize_group<true>(a, b, ActPair{*act, act[args.extra]});
-                else quantize_group<false>(a, b, ActPair{*act, *act});
-            }
+            Act* const act = args.acts + place.start;
+            if (has_seconds(args.before)) quantize_row<true>(source, groups, act, place.stride, args.extra);
+            else quantize_row<false>(source, groups, act, place.stride, args.extra);
         }
     }
 }

@@ -14,7 +14,7 @@ struct TileRow {
         out.dsum[row] = codes.d * (float)isum(iadd(codes.a, codes.b));
     }
     TS_MEMBER void put_first(const Codes& codes) { write(codes, first); }
-    TS_MEMBER void put_second(const Codes& codes) {
+    TS_MEMBER void put_second(const Codes& codes, int) {
         write(codes, second);
         first.more = 1;
     }

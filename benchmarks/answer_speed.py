@@ -1,0 +1,246 @@
+"""How fast the answer cache is with 100,000 entries, over HTTP: hits, what a miss costs, memory for each entry.
+
+    python -m benchmarks.answer_speed fill FOLDER [--redis REDIS_SERVER]      # makes the entries: some minutes
+    python -m benchmarks.answer_speed measure FOLDER [--redis REDIS_SERVER]   # about a minute for each store
+
+REDIS_SERVER is the program of a Redis 8 with vector sets. The entries are copies of one answered question with random
+vectors in its context, so every search goes over all of them; evidence for all kinds is written beside them. Measured
+are exact hits (the same request), semantic hits (other wordings of the question), and requests that are computed: those
+that were looked up in vain and those that asked not to be looked up take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import numpy as np
+
+from benchmarks.machine import RESULTS, save
+from benchmarks.serving_servers import OURS, running
+from twostroke.answers.bound import ErrorBound, Evidence
+from twostroke.answers.entry import Entry, pack, unpack
+from twostroke.answers.evidence import SharedEvidence
+from twostroke.answers.guard import KINDS
+from twostroke.answers.redis import RedisStore
+from twostroke.answers.store import FileStore, Known, Store
+from twostroke.serve.answer_setup import digest
+
+ENTRIES, WIDTH = 100_000, 384
+HITS, PAIRS = 300, 60  # hits of each kind; pairs of computed requests
+KEY = "benchmark key of the answer cache"
+REDIS_PORT = 18439
+ASKED = "What is the capital of Portugal?"
+OTHERS = ("What is capital of Portugal?", "Which is the capital of Portugal?", "what is the capital of portugal")
+CONTEXT = "You work for a shop that sells tools, plants and bicycles. " * 12  # a prompt of usual length
+STORES = ("embedded", "redis")
+
+
+def body(question: str, **more: Any) -> dict[str, Any]:
+    messages = [{"role": "system", "content": CONTEXT}, {"role": "user", "content": question}]
+    return {"messages": messages, "temperature": 0, "max_tokens": 24, "stop": [" "], "stream": True} | more
+
+
+@contextmanager
+def redis_running(program: str, folder: Path) -> Iterator[str]:
+    import redis
+
+    url = f"redis://127.0.0.1:{REDIS_PORT}"
+    words = [program, "--port", str(REDIS_PORT), "--bind", "127.0.0.1", "--dir", str(folder), "--save", ""]
+    process = subprocess.Popen([*words, "--dbfilename", "answers.rdb"], stdout=subprocess.DEVNULL)
+    try:
+        client = redis.Redis.from_url(url)
+        for _ in range(1200):
+            try:
+                client.ping()
+                break
+            except redis.RedisError:
+                time.sleep(0.1)
+        yield url
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+@contextmanager
+def served(store: str, folder: Path, url: str | None) -> Iterator[tuple[str, int]]:
+    where = ["--answer-cache-url", url] if url else ["--answer-cache-file", str(folder / "answers.sqlite")]
+    words = [sys.executable, "-m", "twostroke", "serve", "--port", "18431", "-s", "prefix_cache=false"]
+    words += ["--answer-cache", "semantic", "--answer-cache-error", "0.05", *where]
+    environment = {**os.environ, "TWOSTROKE_ANSWER_CACHE_KEY": KEY}
+    with running(OURS, words, environment) as (address, process):
+        yield address, process.pid
+
+
+def opened(folder: Path, url: str | None) -> Store:
+    if url is None:
+        return FileStore(folder / "answers.sqlite", 2 * ENTRIES)
+    import redis
+
+    store = RedisStore(url, None)
+    store._redis = redis.Redis.from_url(
+        url, protocol=2, socket_timeout=None
+    )  # without a deadline: nothing waits for it
+    return store
+
+
+# ---- entries --------------------------------------------------------------------------------------------------------
+
+
+def fill(store_name: str, folder: Path, url: str | None) -> dict[str, Any]:
+    with served(store_name, folder, url) as (address, _):
+        httpx.post(f"{address}/v1/chat/completions", json=body(ASKED), timeout=120).raise_for_status()
+        for _ in range(100):
+            if httpx.get(f"{address}/twostroke/answers").json()["stored"]:
+                break
+            time.sleep(0.1)
+    store, secret = opened(folder, url), digest(KEY.encode())
+    began, before = time.monotonic(), used(store)
+    (known,) = store.entries(1)
+    model = unpack(store.get(known.id) or b"", secret)
+    assert model is not None and model.context
+    copy(store, model, secret)
+    believe(store, secret)
+    found = {"seconds": time.monotonic() - began, "bytes_each": (used(store) - before) / ENTRIES}
+    if isinstance(store, RedisStore):
+        store._redis.save()
+    store.close()
+    return found
+
+
+def believe(store: Store, secret: bytes) -> None:
+    """Evidence of every kind and similarity."""
+    evidence = SharedEvidence(ErrorBound(0.05), store, secret)
+    for number in range(600):
+        evidence.add(Evidence(f"elsewhere-{number}", KINDS[number % len(KINDS)], 0.8 + number / 3000, True))
+
+
+def copy(store: Store, model: Entry, secret: bytes) -> None:
+    rng = np.random.default_rng(3)
+    fields = {name: getattr(model, name) for name in model.__struct_fields__}
+    for number in range(ENTRIES):
+        vector = rng.standard_normal(WIDTH).astype(np.float32)
+        vector /= np.linalg.norm(vector)
+        name = f"copy-{number}"
+        entry = Entry(**{**fields, "id": name, "exact": b"%d" % number, "vector": vector.tobytes()})
+        row = Known(name, entry.tenant, entry.exact, entry.context, entry.created, len(entry.tokens))
+        if isinstance(store, RedisStore):  # as `put` does, with less care for the graph, which takes its time
+            near = store._name(b"near", row.context)
+            store._redis.execute_command("VADD", near, "FP32", entry.vector, name, "NOQUANT", "EF", 16)
+            row = row._replace(context=b"")
+        store.put(row, vector, pack(entry, secret))
+
+
+def used(store: Store) -> float:
+    """Bytes of memory: of this process, or of Redis."""
+    if isinstance(store, RedisStore):
+        return float(store._redis.info("memory")["used_memory"])
+    return resident(os.getpid())
+
+
+def resident(process: int) -> float:
+    return 4096.0 * int(Path(f"/proc/{process}/statm").read_text().split()[1])
+
+
+# ---- times ----------------------------------------------------------------------------------------------------------
+
+
+def first_byte(client: httpx.Client, sent: dict[str, Any]) -> tuple[float, float, str | None]:
+    """Seconds to the first byte of the body, seconds to the first text, and the hit."""
+    began, text = time.perf_counter(), 0.0
+    with client.stream("POST", "/v1/chat/completions", json=sent) as answer:
+        chunks = answer.iter_lines()
+        lines = [next(chunks)]
+        first = time.perf_counter() - began
+        for line in chunks:
+            lines.append(line)
+            if not text and line.startswith("data: {"):
+                choices = json.loads(line[6:])["choices"]
+                if choices and choices[0]["delta"].get("content"):
+                    text = time.perf_counter() - began
+    found = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    return first, text or first, next((one["answer_cache"]["hit"] for one in found if "answer_cache" in one), None)
+
+
+def spread(seconds: list[float]) -> dict[str, float]:
+    p50, p99 = np.quantile(seconds, [0.5, 0.99])
+    return {"p50_ms": 1e3 * float(p50), "p99_ms": 1e3 * float(p99), "most_ms": 1e3 * max(seconds)}
+
+
+def measure(store: str, folder: Path, url: str | None) -> dict[str, Any]:
+    with served(store, folder, url) as (address, process), httpx.Client(base_url=address, timeout=120) as client:
+        found: dict[str, Any] = {"resident_mb": resident(process) / 1e6}
+        if url is not None:
+            found["redis_mb"] = used(opened(folder, url)) / 1e6
+        for question in (ASKED, *OTHERS):
+            first_byte(client, body(question))
+        found["exact"] = hits(client, [ASKED], "exact")
+        found["semantic"] = hits(client, list(OTHERS), "semantic")
+        found["miss"] = misses(client)
+        state = client.get("/twostroke/answers", params={"limit": 0}).json()
+        found["counters"] = {name: state[name] for name in ("hits", "misses", "late", "failed", "entries")}
+    return found
+
+
+def hits(client: httpx.Client, questions: list[str], tier: str) -> dict[str, Any]:
+    seconds, other = [], 0
+    for number in range(HITS):
+        first, _, hit = first_byte(client, body(questions[number % len(questions)]))
+        if hit == tier:
+            seconds.append(first)
+        else:
+            other += 1
+    return (spread(seconds) if seconds else {}) | {"hits": len(seconds), "others": other}
+
+
+def misses(client: httpx.Client) -> dict[str, Any]:
+    """In turns: looked up in vain, and not looked up. Every question is new; all 180 tokens are read."""
+    looked: list[float] = []
+    bypassed: list[float] = []
+    for number in range(PAIRS):
+        for times, cache in ((looked, {}), (bypassed, {"cache": {"answer": False}}))[:: 1 if number % 2 else -1]:
+            question = f"Which of the {time.time_ns() % 10**9} tools is the best for a large garden?"
+            _, text, _ = first_byte(client, body(question, **cache))
+            times.append(text)
+    ratio = float(np.median(looked) / np.median(bypassed))
+    return {"looked_up": spread(looked), "bypassed": spread(bypassed), "times_ttft_p50": ratio}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=("fill", "measure"))
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--redis", help="the program")
+    parser.add_argument("--store", choices=STORES, help="only this one")
+    given = parser.parse_args()
+    given.folder.mkdir(parents=True, exist_ok=True)
+    kept = given.folder / "figures.json"
+    figures: dict[str, Any] = msgspec.json.decode(kept.read_bytes()) if kept.exists() else {}
+    run = fill if given.what == "fill" else measure
+
+    def keep(store: str, url: str | None) -> None:
+        figures.setdefault(store, {})[given.what] = run(store, given.folder, url)
+        kept.write_bytes(msgspec.json.encode(figures))
+
+    if given.store in (None, "embedded"):
+        keep("embedded", None)
+    if given.redis and given.store in (None, "redis"):
+        with redis_running(given.redis, given.folder) as url:
+            keep("redis", url)
+    if given.what == "measure":
+        save("answer-speed", "answer_speed measure FOLDER", {"entries": ENTRIES, "stores": figures})
+        print(RESULTS)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""The router of a deployment: decisions a second on one core, and memory for the names of blocks.
+
+    python -m benchmarks.router
+
+Prompts of 1,000 tokens share beginnings of 30 blocks in groups, as conversations do. A third of the workers computes
+prompts, the others write. Loads are reported anew for one worker before each decision.
+"""
+
+from __future__ import annotations
+
+import random
+import secrets
+import time
+import tracemalloc
+from typing import Any
+
+from benchmarks.machine import save
+from twostroke.cluster.router import Ask, Link, Load, Role, Router
+
+BLOCKS = 62  # of a prompt
+SHARED = 30
+GROUPS = 200
+SECONDS = 2.0
+BLOCK_BYTES = 1 << 20
+
+
+def load(rng: random.Random) -> Load:
+    return Load(rng.randrange(4000), rng.randrange(8), 32, 1e-4, 0.01, 5.0, 1 << 16)
+
+
+def decisions(workers: int) -> float:
+    """A second."""
+    rng = random.Random(1)
+    router = Router(BLOCK_BYTES, Link(10e9, 0.002))
+    names = [f"worker-{number}" for number in range(workers)]
+    roles = [Role.PREFILL if number % 3 == 0 and workers > 1 else Role.DECODE for number in range(workers)]
+    for name, role in zip(names, roles, strict=True):
+        router.update(name, role, load(rng))
+    beginnings = [[secrets.token_bytes(16) for _ in range(SHARED)] for _ in range(GROUPS)]
+    asks = [
+        Ask(1000, rng.choice(beginnings) + [secrets.token_bytes(16) for _ in range(BLOCKS - SHARED)])
+        for _ in range(5000)
+    ]
+    done, began = 0, time.perf_counter()
+    while (spent := time.perf_counter() - began) < SECONDS:
+        place = done % workers
+        router.update(names[place], roles[place], load(rng))
+        router.choose(asks[done % len(asks)])
+        done += 1
+    return done / spent
+
+
+def memory(blocks: int = 1_000_000) -> float:
+    """Bytes for each block whose name the router knows."""
+    router = Router(BLOCK_BYTES, Link())
+    router.update("worker-0", Role.BOTH, Load())
+    tracemalloc.start()
+    for _ in range(blocks // BLOCKS):
+        router.stored("worker-0", [secrets.token_bytes(16) for _ in range(BLOCKS)])
+    size = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    return size / len(router.workers["worker-0"].names)
+
+
+def main() -> None:
+    result: dict[str, Any] = {"prompt_blocks": BLOCKS, "decisions_per_second": {}}
+    for workers in (1, 3, 6, 12, 30, 120, 1000):
+        result["decisions_per_second"][workers] = round(decisions(workers))
+        print(f"{workers:5} workers: {result['decisions_per_second'][workers]:8,} decisions/s")
+    result["bytes_per_block"] = round(memory(), 1)
+    print(f"{result['bytes_per_block']:.0f} bytes for each block: {result['bytes_per_block']:.0f} MB per million")
+    save("router", "router", result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,179 @@
+"""`twostroke cluster` as a user starts it: one server over workers on a local Ray that it starts and ends."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.serve.server import OTHER_KEY, Server, wait_until
+from twostroke.cluster.deployment import Shape, check_shape
+from twostroke.errors import ConfigError
+
+PROMPT = "The quick brown fox jumps over the lazy dog, and the dog does not mind it at all today. " * 2
+BODY = {"prompt": PROMPT, "max_tokens": 60, "temperature": 0, "ignore_eos": True}
+SPLIT = ("--prefill", "1", "--decode", "1", "--route", "apart", "-s", "speculate=off", "-s", "max_model_len=512")
+
+
+@pytest.mark.parametrize(
+    ("shape", "words"),
+    [
+        (Shape(), "give --prefill P and --decode D, both 1 or more, or --workers N"),
+        (Shape(prefill=2), "give --prefill P and --decode D"),
+        (Shape(workers=1, decode=1), "give it without --prefill and --decode"),
+        (Shape(workers=1, decode_settings={"threads": 1}), "need --prefill and --decode"),
+        (Shape(workers=1, apart=True), "--route apart needs"),
+    ],
+)
+def test_shapes_that_are_none(shape: Shape, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        check_shape(shape)
+
+
+def tree(pid: int) -> set[int]:
+    """The process and all that it has started."""
+    found = {pid}
+    with contextlib.suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            for child in (task / "children").read_text().split():
+                found |= tree(int(child))
+    return found
+
+
+def alive(pids: set[int]) -> list[str]:
+    living = []
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                living.append(Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")[:100])
+    return living
+
+
+@pytest.fixture(scope="module")
+def deployment(llama_folder: Path) -> Iterator[Server]:
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'twostroke[cluster]'")
+    running = Server(llama_folder, *SPLIT, command="cluster").wait()
+    processes = tree(running.process.pid)
+    yield running
+    assert running.stop() == 0
+    wait_until(lambda: not alive(processes), "processes are left", 30)
+
+
+@contextlib.contextmanager
+def one_engine(folder: Path) -> Iterator[httpx.Client]:
+    running = Server(folder, *SPLIT[6:]).wait()
+    try:
+        with running.client() as client:
+            yield client
+    finally:
+        running.stop()
+
+
+@pytest.fixture(scope="module")
+def expected(llama_folder: Path) -> dict:
+    with one_engine(llama_folder) as client:
+        return client.post("/v1/completions", json=BODY).raise_for_status().json()
+
+
+@pytest.mark.slow
+def test_the_answer_of_one_engine(deployment: Server, expected: dict) -> None:
+    assert any("a local Ray was started, and ends with this server" in line for line in deployment.lines)
+    with deployment.client() as client:
+        found = client.post("/v1/completions", json=BODY).raise_for_status().json()
+        assert found["choices"] == expected["choices"]
+        timings = found["timings"]
+        assert 0 < timings["transfer_s"] < timings["decode_s"]
+        assert sum(timings[name] for name in ("queue_s", "prefill_s", "decode_s")) == pytest.approx(timings["e2e_s"])
+        metrics = client.get("/metrics").text
+        assert "twostroke:transfers_done_total{model_name=" in metrics
+        assert metrics.count("twostroke:worker_up{") == 2
+        settings = client.get("/twostroke/settings").json()
+        assert settings["workers"] == 2 and settings["settings"]["max_requests"]["value"] == 32
+        refused = client.post("/twostroke/settings", json={"max_requests": 3})
+        assert refused.status_code == 400 and "sum over its workers" in refused.json()["error"]["message"]
+
+
+@pytest.mark.slow
+def test_workers_are_shown_and_change_their_roles(deployment: Server, expected: dict) -> None:
+    with deployment.client() as client:
+        document = client.get("/twostroke/workers").json()
+        assert [(one["name"], one["role"], one["healthy"]) for one in document["workers"]] == [
+            ("prefill-0", "prefill", True), ("decode-0", "decode", True),
+        ]  # fmt: skip
+        assert document["transfers"]["done"] >= 1 and document["transfers"]["failed"] == {}
+        wrong = {"worker": "decode-0", "role": "prefill"}
+        refused = client.post("/twostroke/workers", json=wrong)
+        assert refused.status_code == 400 and "last worker that writes answers" in refused.json()["error"]["message"]
+        assert client.post("/twostroke/workers", json={"worker": "x", "role": "both"}).status_code == 400
+        done = document["transfers"]["done"]
+        for role in ("both", "prefill"):
+            changed = client.post("/twostroke/workers", json={"worker": "prefill-0", "role": role}).json()
+            assert changed["workers"][0]["role"] == role
+            answer = client.post("/v1/completions", json=BODY).json()
+            assert answer["choices"] == expected["choices"]
+        wait_until(lambda: client.get("/twostroke/workers").json()["transfers"]["done"] > done, "nothing moved")
+    with deployment.client(headers={"authorization": f"Bearer {OTHER_KEY}"}) as other:
+        assert other.get("/twostroke/workers").status_code == 403
+
+
+@pytest.mark.slow
+def test_a_stream_survives_its_worker(deployment: Server, llama_folder: Path, expected: dict) -> None:
+    """The client sees one stream with the right text, while the decode worker's engine is killed."""
+    body = BODY | {"stream": True, "max_tokens": 300}
+    with deployment.client() as client:
+        want = client.post("/v1/completions", json=BODY | {"max_tokens": 300}).json()["choices"][0]["text"]
+        text, killed = "", False
+        with client.stream("POST", "/v1/completions", json=body) as response:
+            for line in response.iter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                text += json.loads(line[6:])["choices"][0]["text"]
+                if not killed and len(text) > 20:
+                    kill_engines(deployment, 1)
+                    killed = True
+        assert text == want
+        wait_until(
+            lambda: all(one["healthy"] for one in client.get("/twostroke/workers").json()["workers"]), "not back"
+        )
+        health = client.get("/health").json()
+        assert health["status"] == "ok" and health["restarts"] == 0
+
+
+def kill_engines(deployment: Server, count: int) -> None:
+    """The newest engine processes."""
+    engines = sorted(pid for pid in tree(deployment.process.pid) if is_engine(pid))
+    for pid in engines[-count:]:
+        os.kill(pid, signal.SIGKILL)
+
+
+def is_engine(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return b"remote.child_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
+
+
+@pytest.mark.slow
+def test_nothing_is_left_of_a_router_that_is_killed(llama_folder: Path) -> None:
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'twostroke[cluster]'")
+    running = Server(llama_folder, "--workers", "1", command="cluster").wait()
+    processes = tree(running.process.pid)
+    assert len(processes) > 5
+    running.process.kill()
+    running.process.wait()
+    began = time.monotonic()
+    wait_until(lambda: not alive(processes), "processes are left", 60)
+    print(f"gone after {time.monotonic() - began:.1f} s")
+
+
+@pytest.mark.slow
+def test_one_engine_has_no_workers(llama_folder: Path) -> None:
+    with one_engine(llama_folder) as client:
+        answer = client.get("/twostroke/workers")
+        assert answer.status_code == 404 and "twostroke cluster" in answer.json()["error"]["message"]

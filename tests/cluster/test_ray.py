@@ -1,0 +1,232 @@
+"""Deployments on a real Ray: the tokens of one engine alone, whatever is killed, stopped or cut on the way."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.pairs import GREEDY, SETTINGS, all_back, answer, moved
+from tests.cluster.rays import SHAPES, agent_pid, all_up, engine_pid, ray_address, run_deployment
+from tests.cluster.test_faults import LONG, prompts
+from tests.cluster.test_pair import PROMPT, Alone
+from twostroke.cluster.deployment import Deployment, Shape
+from twostroke.errors import ConfigError
+from twostroke.remote.async_engine import AsyncEngine
+from twostroke.remote.client import EngineError
+from twostroke.sampling import SamplingParams
+
+pytestmark = pytest.mark.slow
+__all__ = ["ray_address"]
+FAULTS = int(os.environ.get("TWOSTROKE_FAULTS", "12"))  # of the storm
+
+
+@pytest.fixture(scope="module")
+def llama_alone(llama_folder: Path) -> Alone:
+    return Alone(llama_folder)
+
+
+def shape(address: str | None, kind: str = "1+1", **more: object) -> Shape:
+    settings = SETTINGS | {"max_batch_tokens": 64} | dict(more.pop("settings", {}))  # type: ignore[call-overload]
+    return Shape(**SHAPES[kind], settings=settings, address=address, apart=True, **more)  # type: ignore[arg-type]
+
+
+async def until_written(deployment: Deployment, count: int) -> None:
+    while sum(len(flight.written) for flight in deployment.flights.values()) < count:
+        await asyncio.sleep(0)
+
+
+def test_a_prefill_worker_is_killed(llama_folder: Path, llama_alone: Alone, ray_address: str) -> None:
+    """In the middle of prompts: they are computed elsewhere, and the worker is there again."""
+    many = [(prompt * 6)[:200] for prompt in prompts(6)]
+    want = [llama_alone.answer(prompt) for prompt in many]
+
+    async def scenario(engine: AsyncEngine, deployment: Deployment) -> None:
+        for pid_of in (agent_pid, engine_pid):
+            running = [asyncio.ensure_future(answer(engine, prompt)) for prompt in many]
+            while not deployment.members["prefill-0"].counts.running:
+                await asyncio.sleep(0.001)
+            os.kill(pid_of(deployment, "prefill-0"), signal.SIGKILL)
+            assert [await one for one in running] == want
+            began = time.monotonic()
+            await asyncio.wait_for(all_back(engine, deployment), 10)
+            await all_up(deployment)
+            print(f"back after {time.monotonic() - began:.1f} s")
+        assert deployment.members["prefill-0"].losses == 2 and deployment.restarts == 0
+        done = deployment.counts.done
+        assert await answer(engine, PROMPT) == llama_alone.answer(PROMPT)
+        await moved(deployment)
+        assert deployment.counts.done == done + 1
+
+    run_deployment(llama_folder, shape(ray_address, settings={"prefix_cache": False}), scenario)
+
+
+def test_a_decode_worker_is_killed_or_stopped(llama_folder: Path, llama_alone: Alone, ray_address: str) -> None:
+    """In the middle of streams: they go on at another worker after what was streamed."""
+    want = [llama_alone.answer(prompt, LONG) for prompt in prompts(4)]
+
+    async def scenario(engine: AsyncEngine, deployment: Deployment) -> None:
+        for pid_of, how in (
+            (agent_pid, signal.SIGKILL),
+            (engine_pid, signal.SIGKILL),
+            (agent_pid, signal.SIGSTOP),
+            (engine_pid, signal.SIGSTOP),
+        ):
+            streams = [asyncio.ensure_future(answer(engine, prompt, LONG)) for prompt in prompts(4)]
+            await until_written(deployment, 12)
+            hurt = max(deployment.members.values(), key=lambda one: one.streams)
+            before, began = deployment.resumed, time.monotonic()
+            os.kill(pid_of(deployment, hurt.name), how)
+            assert [await stream for stream in streams] == want
+            assert deployment.resumed > before and time.monotonic() - began < 20
+            await asyncio.wait_for(all_up(deployment), 60)
+            await asyncio.wait_for(all_back(engine, deployment), 10)
+        assert deployment.restarts == 0
+
+    run_deployment(
+        llama_folder, shape(ray_address, "2+2", share_cores=True, settings={"speculate": "off"}), scenario, 120
+    )
+
+
+def test_without_any_worker_each_answer_ends_once(llama_folder: Path, llama_alone: Alone, ray_address: str) -> None:
+    async def scenario(engine: AsyncEngine, deployment: Deployment) -> None:
+        stream = engine.submit(prompts(3), LONG)
+        await until_written(deployment, 20)
+        for name in deployment.members:
+            os.kill(agent_pid(deployment, name), signal.SIGKILL)
+        ends = [piece.event.error async for piece in stream if piece.event.finish_reason is not None]
+        assert len(ends) == 3 and all(ends)
+        with pytest.raises(EngineError):
+            engine.submit([PROMPT], GREEDY)
+        await asyncio.wait_for(all_up(deployment), 60)
+        assert await answer(engine, PROMPT) == llama_alone.answer(PROMPT)
+
+    run_deployment(llama_folder, shape(ray_address), scenario)
+
+
+# ---- identical tokens under random levers and faults -----------------------------------------------------------------
+
+
+def levers(rng: random.Random) -> dict:
+    return {
+        "max_batch_tokens": rng.choice([16, 50, 512]),
+        "max_requests": rng.choice([2, 5, 16]),
+        "prefix_cache": rng.random() < 0.7,
+        "speculate": rng.choice(["auto", "off"]),
+        "policy": rng.choice(["fcfs", "shortest", "prefill-first"]),
+        "kv_blocks": rng.choice([40, 60, 200]),
+    }
+
+
+async def one_request(engine: AsyncEngine, alone: Alone, rng: random.Random) -> None:
+    shared = [(7 * i + 3) % 300 + 3 for i in range(rng.choice([0, 16, 45, 100]))]
+    prompt = shared + [(rng.randrange(20) + 11 * i) % 300 + 3 for i in range(rng.randint(1, 60))]
+    params = SamplingParams(
+        max_tokens=rng.randint(1, 30), temperature=rng.choice([0.0, 1.0]), seed=17, n=rng.choice([1, 1, 3]), logprobs=1
+    )
+    await asyncio.sleep(rng.random() * 0.3)
+    if rng.random() < 0.1:
+        stream = engine.submit([prompt], params)
+        await asyncio.sleep(rng.random() * 0.05)
+        stream.close()
+        ends = [piece async for piece in stream if piece.event.finish_reason is not None]
+        assert len(ends) == params.n
+    else:
+        found, want = await answer(engine, prompt, params), alone.answer(prompt, params)
+        assert [one[:2] for one in found] == [one[:2] for one in want]
+        assert found == want, "the tokens are right, and log probabilities are not"
+
+
+async def hurt(deployment: Deployment, rng: random.Random) -> str:
+    """One fault: a process is killed or stopped for a while, or the line of a worker is cut."""
+    name, kind = rng.choice(list(deployment.members)), rng.choice(["kill agent", "kill engine", "stop", "cut"])
+    with contextlib.suppress(EngineError, OSError):  # it is being started again
+        if kind == "cut":
+            deployment.members[name].worker._line.close()  # type: ignore[attr-defined]
+        elif kind == "stop":
+            pid = rng.choice([agent_pid, engine_pid])(deployment, name)
+            os.kill(pid, signal.SIGSTOP)
+            await asyncio.sleep(rng.random() * 4)
+            os.kill(pid, signal.SIGCONT)
+        else:
+            pid_of = agent_pid if kind == "kill agent" else engine_pid
+            os.kill(pid_of(deployment, name), signal.SIGKILL)
+    return f"{kind} {name}"
+
+
+@pytest.mark.parametrize("kind", ["1+1", "2+2"])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_tokens_do_not_depend_on_levers_and_faults(
+    llama_folder: Path, llama_alone: Alone, ray_address: str, kind: str, seed: int
+) -> None:
+    rng = random.Random(seed)
+    common = {"max_model_len": 192}
+    made = shape(
+        ray_address, kind, settings=common, prefill_settings=levers(rng), decode_settings=levers(rng), share_cores=True
+    )
+
+    async def scenario(engine: AsyncEngine, deployment: Deployment) -> None:
+        for _ in range(3):
+            running = [asyncio.ensure_future(one_request(engine, llama_alone, rng)) for _ in range(12)]
+            await asyncio.sleep(rng.random() * 0.3)
+            print(await hurt(deployment, rng))
+            await asyncio.gather(*running)
+            await asyncio.wait_for(all_back(engine, deployment), 10)
+            await asyncio.wait_for(all_up(deployment), 60)
+        assert deployment.restarts == 0
+
+    run_deployment(llama_folder, made, scenario)
+
+
+def test_a_storm_of_faults(llama_folder: Path, llama_alone: Alone, ray_address: str) -> None:
+    """One after the other, without waiting for the lost worker where another one of its pool is there."""
+    rng = random.Random(23)
+
+    async def scenario(engine: AsyncEngine, deployment: Deployment) -> None:
+        for number in range(FAULTS):
+            running = [asyncio.ensure_future(one_request(engine, llama_alone, rng)) for _ in range(8)]
+            await asyncio.sleep(rng.random() * 0.4)
+            print(number, await hurt(deployment, rng))
+            await asyncio.gather(*running)
+            await asyncio.wait_for(all_back(engine, deployment), 10)
+            while sum(member.usable for member in deployment.members.values()) < 3:
+                await asyncio.sleep(0.05)
+        print(deployment.counts, deployment.resumed)
+        assert deployment.restarts == 0
+
+    run_deployment(llama_folder, shape(ray_address, "2+2", share_cores=True), scenario, 30 + 20 * FAULTS)
+
+
+# ---- what cannot start -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"settings": {"threads": 7}}, "2 workers need 14 cores together"),
+        ({"decode_settings": {"kv_dtype": "float32"}}, "kv_dtype is int8 for prefill-0 and float32 for decode-0"),
+        ({"settings": {"kv_blocks": 1, "max_model_len": 4000}}, "-0 on .*max_model_len"),
+        ({"settings": {"device": "cuda"}}, "need a GPU each"),
+    ],
+)
+def test_what_cannot_start_says_why(llama_folder: Path, ray_address: str, more: dict, words: str) -> None:
+    async def nothing(engine: AsyncEngine, deployment: Deployment) -> None:
+        raise AssertionError("it started")
+
+    with pytest.raises(ConfigError, match=words):
+        run_deployment(llama_folder, shape(ray_address, **more), nothing)
+
+
+def test_a_cluster_that_is_not_there(llama_folder: Path) -> None:
+    async def nothing(engine: AsyncEngine, deployment: Deployment) -> None:
+        raise AssertionError("it started")
+
+    pytest.importorskip("ray")
+    with pytest.raises(ConfigError, match="no Ray cluster answers at"):
+        run_deployment(llama_folder, shape("127.0.0.1:1"), nothing)

@@ -1,0 +1,170 @@
+"""A deployment on Ray as one `EngineClient`: workers are placed, join, and serve behind the router. Torch-free.
+
+Deployment (router) ── socket pair ── Ray driver ── Ray ── actors: the processes of workers
+     └══════════════════ a line to each worker ═══════════════════┘
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from twostroke.cluster.channel import derive
+from twostroke.cluster.hub import Hub
+from twostroke.cluster.placement import Placement
+from twostroke.cluster.placing import Connected, Died, Place
+from twostroke.cluster.pools import Pools, Seat
+from twostroke.cluster.remote_worker import RemoteWorker, Silence
+from twostroke.cluster.router import Role
+from twostroke.errors import ConfigError
+from twostroke.hardware import usable_cores
+from twostroke.remote.client import EngineListener
+from twostroke.remote.messages import Ready
+
+SECRET_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How many workers of which kind, and their settings."""
+
+    workers: int = 0
+    prefill: int = 0
+    decode: int = 0
+    settings: Mapping[str, Any] = field(default_factory=dict)  # of all
+    prefill_settings: Mapping[str, Any] = field(default_factory=dict)  # beside them
+    decode_settings: Mapping[str, Any] = field(default_factory=dict)
+    apart: bool = False  # prefill workers compute every prompt with a full block
+    share_cores: bool = False  # workers need no cores of their own
+    address: str | None = None  # of the Ray cluster
+
+    def roles(self) -> dict[str, Role]:
+        """By the name of the worker, in the order of their numbers."""
+        kinds = ((self.workers, "worker", Role.BOTH), (self.prefill, "prefill", Role.PREFILL))
+        kinds += ((self.decode, "decode", Role.DECODE),)  # type: ignore[assignment]
+        return {f"{name}-{number}": role for count, name, role in kinds for number in range(count)}
+
+    def settings_of(self, role: Role) -> dict[str, Any]:
+        own = {Role.PREFILL: self.prefill_settings, Role.DECODE: self.decode_settings, Role.BOTH: {}}
+        return {**self.settings, **own[role]}
+
+
+def check_shape(shape: Shape) -> None:
+    if shape.workers and (shape.prefill or shape.decode):
+        raise ConfigError("--workers N makes workers that do both: give it without --prefill and --decode.")
+    if not shape.workers and not (shape.prefill and shape.decode):
+        raise ConfigError("give --prefill P and --decode D, both 1 or more, or --workers N.")
+    if shape.workers and (shape.prefill_settings or shape.decode_settings):
+        raise ConfigError("--prefill-set and --decode-set need --prefill and --decode: with --workers, use --set.")
+    if shape.workers and shape.apart:
+        raise ConfigError(
+            "--route apart needs --prefill and --decode: with --workers, each prompt stays on one worker."
+        )
+
+
+class Deployment(Pools):
+    def __init__(self, model: Path, shape: Shape, say: Callable[[str], None], silence: Silence | None = None):
+        check_shape(shape)
+        self.shape = shape
+        self.say = say
+        self.roles = shape.roles()
+        seed = {"seed": secrets.randbits(63)}  # one for all: requests without a seed get theirs from it
+        self.numbered = {
+            number: RemoteWorker(
+                name, model, {**seed, **shape.settings_of(role)}, lambda number=number: self._kill(number), silence  # type: ignore[misc]
+            )
+            for number, (name, role) in enumerate(self.roles.items())
+        }  # fmt: skip
+        names = dict(zip(self.roles, self.numbered.values(), strict=True))
+        super().__init__({name: Seat(role, names[name]) for name, role in self.roles.items()}, apart=shape.apart)
+        self.secret = secrets.token_bytes(SECRET_BYTES)
+        self.hub = Hub(derive(self.secret, "control"), self.numbered)
+        self.router_address = ""
+        cores = max(usable_cores(), 1)
+        self.placement = Placement(shape.address, cores, self._plan, self._on_died)
+
+    # ---- life ------------------------------------------------------------------------------------------------------
+
+    async def start(self, listener: EngineListener) -> Ready:
+        try:
+            connected = await self.placement.start()
+            where = "a local Ray was started, and ends with this server" if connected.own else "Ray is used"
+            self.say(f"{where} ({connected.address}); its workers: {', '.join(self.roles)}")
+            return await self._until_ready(listener)
+        except BaseException:
+            await self._close()
+            raise
+
+    async def _until_ready(self, listener: EngineListener) -> Ready:
+        """Unless they cannot be placed."""
+        starting = asyncio.ensure_future(super().start(listener))
+        impossible = asyncio.ensure_future(self.placement.impossible())
+        try:
+            await asyncio.wait((starting, impossible), return_when=asyncio.FIRST_COMPLETED)
+            if not starting.done():
+                impossible.result()
+            return await starting
+        finally:
+            impossible.cancel()
+            starting.cancel()
+            await asyncio.gather(starting, impossible, return_exceptions=True)
+
+    async def stop(self, seconds: float) -> None:
+        await super().stop(seconds)
+        await self._close()
+
+    async def _close(self) -> None:
+        await self.hub.close()
+        await self.placement.stop()
+
+    # ---- placement -------------------------------------------------------------------------------------------------
+
+    def _plan(self, connected: Connected) -> Place:
+        """Where the hub listens, and what each worker needs."""
+        if not self.router_address:
+            self.router_address = self.hub.listen(connected.interface)
+        device = self._devices(connected)
+        cores = self._cores(connected, device)
+        gpus = tuple(1.0 if device[number] == "cuda" else 0.0 for number in self.numbered)
+        return Place(self.router_address, self.secret, cores, gpus)
+
+    def _devices(self, connected: Connected) -> list[str]:
+        """A GPU for each worker, if there are so many; else none for all whose device is not given."""
+        default = "cuda" if connected.gpus >= len(self.numbered) else "cpu"
+        devices = [worker.settings.setdefault("device", default) for worker in self.numbered.values()]
+        if devices.count("cuda") > connected.gpus:
+            raise ConfigError(
+                f"{devices.count('cuda')} workers with device=cuda need a GPU each, and the Ray cluster has "
+                f"{connected.gpus:g} free: start fewer, or use device=cpu."
+            )
+        return devices
+
+    def _cores(self, connected: Connected, device: list[str]) -> tuple[float, ...]:
+        total, count = int(sum(connected.cores)), len(self.numbered)
+        each = max(1, min(int(max(connected.cores)), total // count))
+        for number, worker in self.numbered.items():
+            worker.settings.setdefault("threads", each if device[number] == "cpu" else 1)
+        threads = [worker.settings["threads"] for worker in self.numbered.values()]
+        if self.shape.share_cores:
+            return (0.0,) * count
+        if sum(threads) > total or max(threads) > max(connected.cores):
+            raise ConfigError(
+                f"{count} workers need {sum(threads)} cores together (threads), and the Ray cluster has {total}: start "
+                "fewer workers, set threads lower, add machines, or let them share cores (--share-cores)."
+            )
+        return tuple(map(float, threads))
+
+    def _on_died(self, died: Died) -> None:
+        worker = self.numbered[died.worker]
+        worker.not_placed(died.why)
+        if died.fatal:
+            worker.fail(ConfigError(f"{worker.name}: {died.why}."))
+        elif self.ready is None:
+            worker.fail(ConfigError(f"{worker.name}: its process ended while it started. Ray's logs have the reason."))
+
+    def _kill(self, number: int) -> None:
+        self.placement.kill(number)

@@ -1,0 +1,70 @@
+"""Metrics of a deployment: its workers, and the transfers between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from twostroke.cluster.member import Member
+from twostroke.cluster.pools import Pools
+
+GAUGES: dict[str, tuple[str, Callable[[Member], float]]] = {
+    "up": ("1 while it takes requests.", lambda one: float(one.usable)),
+    "requests_running": ("Samples in its batch.", lambda one: one.counts.running),
+    "requests_waiting": ("Samples in its queue.", lambda one: one.counts.waiting),
+    "streams": ("Answers that it writes or is to write.", lambda one: one.streams),
+    "queued_tokens": ("Prompt tokens sent to it and not computed.", lambda one: one.queued),
+    "kv_usage_perc": ("KV blocks held by requests, 0 to 1.", lambda one: held(one)),
+    "leases": ("Transfers for which it keeps blocks.", lambda one: one.worker.held.leases),
+}
+
+
+def held(member: Member) -> float:
+    counts = member.counts
+    return (counts.blocks_total - counts.blocks_free - counts.blocks_cached) / max(1, counts.blocks_total)
+
+
+class PoolMetrics(Collector):
+    """Read when they are written out."""
+
+    def __init__(self, pools: Pools, model: str, registry: CollectorRegistry):
+        self.pools, self.model = pools, model
+        registry.register(self)
+
+    def collect(self) -> Iterator[Metric]:
+        labels = ["model_name", "worker", "role"]
+        for name, (text, value) in GAUGES.items():
+            gauge = GaugeMetricFamily(f"twostroke:worker_{name}", text, labels=labels)
+            for member in self.pools.members.values():
+                gauge.add_metric([self.model, member.name, member.role.value], value(member))
+            yield gauge
+        losses = CounterMetricFamily("twostroke:worker_losses", "Times that it was lost.", labels=labels)
+        for member in self.pools.members.values():
+            losses.add_metric([self.model, member.name, member.role.value], member.losses)
+        yield losses
+        yield from self._transfers()
+
+    def _transfers(self) -> Iterator[Metric]:
+        counts = self.pools.counts
+        failed = CounterMetricFamily(
+            "twostroke:transfers_failed", "Prompts computed again instead, by reason.", labels=["model_name", "reason"]
+        )
+        for reason, count in counts.failed.items():
+            failed.add_metric([self.model, reason], count)
+        yield failed
+        totals = {
+            "transfers_done": ("Requests that went on after blocks of another worker.", counts.done),
+            "transfer_bytes": ("Bytes of these blocks.", counts.bytes),
+            "transfer_seconds": ("Seconds until these requests could go on.", counts.seconds),
+            "requests_resumed": ("Requests that another worker went on with.", self.pools.resumed),
+        }
+        for name, (text, value) in totals.items():
+            total = CounterMetricFamily(f"twostroke:{name}", text, labels=["model_name"])
+            total.add_metric([self.model], value)
+            yield total
+        moving = GaugeMetricFamily("twostroke:transfers_in_flight", "Requests that move now.", labels=["model_name"])
+        moving.add_metric([self.model], self.pools.moving)
+        yield moving
