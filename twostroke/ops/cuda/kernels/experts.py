@@ -178,8 +178,8 @@ def pair_gate_kernel(
 @triton.jit
 def pair_down_kernel(
     inner_ptr, w_ptr, places_ptr, scales_ptr, scale_places_ptr, ids_ptr, weights_ptr, out_ptr, N: tl.constexpr,
-    K: tl.constexpr, CHOSEN: tl.constexpr, CHOSEN_2: tl.constexpr, FORMAT: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    K: tl.constexpr, CHOSEN: tl.constexpr, FORMAT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """out (T, N): the sum of a row's experts, each times its weight. One loop runs over all experts' columns, so that
     the next tile is being loaded at all times."""
@@ -193,19 +193,15 @@ def pair_down_kernel(
         gdc_wait()
         gdc_launch_dependents()
     total = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-    every = tl.arange(0, CHOSEN_2)
-    ids = tl.load(ids_ptr + row * CHOSEN + every, mask=every < CHOSEN, other=0)
-    places = tl.load(places_ptr + ids)  # of all experts at once: the loop waits for its tiles alone
-    scale_places = tl.load(scale_places_ptr + ids)
-    place = tl.sum(tl.where(every == 0, places, 0), axis=0)
-    tile = expert_tile(rows + tl.multiple_of(place, 16), inside, 0, k, K)
+    place = tl.multiple_of(tl.load(places_ptr + tl.load(ids_ptr + row * CHOSEN)), 16)
+    tile = expert_tile(rows + place, inside, 0, k, K)
     for turn in range(CHOSEN * ROUNDS):
         following = tl.minimum(turn + 1, CHOSEN * ROUNDS - 1)
-        place = tl.sum(tl.where(every == following // ROUNDS, places, 0), axis=0)
+        place = tl.load(places_ptr + tl.load(ids_ptr + row * CHOSEN + following // ROUNDS))
         next_tile = expert_tile(rows + tl.multiple_of(place, 16), inside, following % ROUNDS * BLOCK_K, k, K)
         pair, k0 = row * CHOSEN + turn // ROUNDS, turn % ROUNDS * BLOCK_K
         x = tl.load(inner_ptr + pair * K + k0 + k, mask=k0 + k < K, other=0.0).to(tl.float32)
-        scales = scales_ptr + tl.sum(tl.where(every == turn // ROUNDS, scale_places, 0), axis=0)
+        scales = scales_ptr + tl.load(scale_places_ptr + tl.load(ids_ptr + pair))
         tile_weights = as_weights(tile, scales, n, inside, FORMAT)
         total += tile_weights * (x * tl.load(weights_ptr + pair))[None, :]
         tile = next_tile
@@ -226,8 +222,8 @@ def pair_experts(
         BLOCK_K=block_k, PDL=PDL, num_warps=4, **EARLY,
     )  # fmt: skip
     block_k = min(1024, triton.next_power_of_2(width))
-    pair_down_kernel[(triton.cdiv(hidden, 4), rows)](
-        inner, *down[:4], ids, weights, out, N=hidden, K=width, CHOSEN=chosen, CHOSEN_2=triton.next_power_of_2(chosen),
-        FORMAT=down.format, BLOCK_N=4, BLOCK_K=block_k, PDL=PDL, num_warps=4, **EARLY,
+    pair_down_kernel[(triton.cdiv(hidden, 8), rows)](
+        inner, *down[:4], ids, weights, out, N=hidden, K=width, CHOSEN=chosen, FORMAT=down.format, BLOCK_N=8,
+        BLOCK_K=block_k, PDL=PDL, num_warps=4 if block_k <= 512 else 8, **EARLY,
     )  # fmt: skip
     return out
