@@ -93,7 +93,7 @@ def test_logits_equal_transformers(rope: str, tmp_path: Path) -> None:
 
 def test_whole_models_equal_transformers(tmp_path: Path) -> None:
     """With experts, on both backends."""
-    torch.manual_seed(1)
+    torch.manual_seed(2)
     shape = {**SHAPE, "num_hidden_layers": 4, "head_dim": 16, "num_local_experts": 8, "num_experts_per_tok": 2}
     config = transformers.GptOssConfig(**shape, sliding_window=WINDOW, rope_parameters=ROPES["yarn"])
     peer = transformers.GptOssForCausalLM._from_config(config, attn_implementation="eager").eval()
