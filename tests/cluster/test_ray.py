@@ -24,7 +24,7 @@ from twostroke.sampling import SamplingParams
 
 pytestmark = pytest.mark.slow
 __all__ = ["ray_address"]
-FAULTS = int(os.environ.get("TWOSTROKE_FAULTS", "12"))  # of the storm
+FAULTS = int(os.environ.get("TWOSTROKE_FAULTS", "6"))  # of the storm
 
 
 @pytest.fixture(scope="module")

@@ -59,8 +59,8 @@ def stored(name: str, outputs: int, inputs: int, seed: int = 0) -> Stored:
 
 
 def quantized(x: Tensor, seconds: bool = False) -> Tensor:
-    """What the kernels make of a row: codes of 8 bits, one scale for 32 of them; after a norm, the input that dominates its
-    group keeps its value and does not count for the scale."""
+    """What the kernels make of a row: codes of 8 bits, one scale for 32 of them; after a norm, the input that dominates
+    its group keeps its value and does not count for the scale."""
     groups = x.view(x.shape[0], -1, 32)
     peak = groups.abs().amax(dim=-1, keepdim=True)
     outlier = seconds & (1.6 * peak**2 > (groups**2).sum(dim=-1, keepdim=True)) & (groups.abs() == peak)
