@@ -120,7 +120,7 @@ def test_an_error_of_a_real_process_is_one_sentence():
 
 
 def test_chat_answers_one_question(llama_folder):
-    done = run("chat", "Hi there", "--model", str(llama_folder), "--max-tokens", "8", "--stats")
+    done = run("chat", "Hi there", "--model", str(llama_folder), "--max-tokens", "8", "--seed", "1", "--stats")
     assert done.returncode == 0 and done.stdout.strip() and "decode" in done.stderr
 
 

@@ -63,7 +63,7 @@ def quantized(x: Tensor, seconds: bool = False) -> Tensor:
     its group keeps its value and does not count for the scale."""
     groups = x.view(x.shape[0], -1, 32)
     peak = groups.abs().amax(dim=-1, keepdim=True)
-    outlier = seconds & (1.6 * peak**2 > (groups**2).sum(dim=-1, keepdim=True)) & (groups.abs() == peak)
+    outlier = seconds & (1.5 * peak**2 > (groups**2).sum(dim=-1, keepdim=True)) & (groups.abs() == peak)
     others = torch.where(outlier, 0.0, groups)
     most = others.abs().amax(dim=-1, keepdim=True)
     codes = torch.round(others * torch.where(most > 0, 127 / most, 0.0)) * (most / 127)

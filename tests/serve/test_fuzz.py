@@ -19,8 +19,8 @@ from twostroke.sampling import RANGES
 from twostroke.serve.routes import REFUSED_HERE, ROUTES
 from twostroke.serve.transport.auth import ADMIN, OPEN_PATHS, STATIC
 
-# Fuzzed on servers that have them: test_embeddings.py, test_answers.py.
-ELSEWHERE = {*REFUSED_HERE, "/twostroke/answers/*", "/twostroke/answers/forget"}
+# Fuzzed on servers that have them: test_embeddings.py, test_answers.py, tests/cluster/test_command.py.
+ELSEWHERE = {*REFUSED_HERE, "/twostroke/answers/*", "/twostroke/answers/forget", "/twostroke/workers"}
 POSTS = [route.path for route in ROUTES if route.method == "POST" and route.path not in ELSEWHERE]
 QUICK = settings(
     max_examples=25, deadline=None, database=None, derandomize=True, phases=[Phase.generate],

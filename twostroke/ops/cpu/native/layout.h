@@ -76,7 +76,7 @@ static inline size_t group_offset(int kind, size_t g, bool wide) {
 // 0) and gets a second Act, at a distance that the arguments give (`extra`): the one code 127 or -127, and a scale of its own.
 // Instruction sets that multiply several rows together find a second Act without it too, whose d and dsum are zero: adding its
 // product changes nothing.
-constexpr float kDominance = 1.6f;  // second codes where this times the largest square exceeds the sum of squares
+constexpr float kDominance = 1.5f;  // second codes where this times the largest square exceeds the sum of squares
 struct alignas(64) Act {
     int8_t q[kGroup];
     float d;          // absmax / 127, NaN or infinite if an input was
