@@ -199,6 +199,13 @@ def fit_for_sharing(question: str, allowed: frozenset[str] = frozenset()) -> str
     return next(found, None)
 
 
+def wording(question: str) -> str:
+    """Equal for all questions that agree in one of `FORMS`, as the last one has the least words: a question that no
+    known one shares it with is not compared. (Marks within the way that "how" begins may hide a pair with the same
+    words.)"""
+    return " ".join(FORMS[-1].find(question))
+
+
 class Compared(NamedTuple):
     refusal: str | None  # the first rule on which two questions differ; None: they may share an answer
     kind: str = ""  # the first form in which their words agree

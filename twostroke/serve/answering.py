@@ -19,6 +19,7 @@ from twostroke.remote.admission import BusyError
 from twostroke.remote.client import EngineError
 from twostroke.remote.stream import Stream
 from twostroke.sampling import SamplingParams
+from twostroke.serve.shadow import Shadows
 from twostroke.serve.transport.http import Exchange
 from twostroke.types import Event, FinishReason
 
@@ -90,12 +91,13 @@ class Answering:
         self.cache = cache
         self.service = service
         self._leaders: dict[bytes, Stream] = {}  # by exact key
-        self._tasks: set[asyncio.Task[None]] = set()
+        self.shadows = Shadows(service.clock, lambda: service.engine.in_flight > 0)
 
     # ---- which requests --------------------------------------------------------------------------------------------
 
     def query(self, exchange: Exchange, given: GenerationInput) -> Query | None:
         """None: this request is not answered from the cache, nor stored."""
+        self.shadows.request()
         params, cache = given.params, given.cache
         directives = exchange.headers.get(b"cache-control", b"").lower()
         if (cache is not None and not cache.answer) or any(word in directives for word in NO_STORE):
@@ -229,24 +231,20 @@ class Answering:
         stream.taps.append(tap)
 
     def check_in_shadow(self, exchange: Exchange, given: GenerationInput, planned: Planned) -> None:
-        """Computes an answer that was also given from the cache, to learn whether that was right."""
-        engine = self.service.engine
-        try:
-            stream = engine.submit(
-                given.prompts, given.params, exchange.caller.salt, self.service.clock(), given.format.visible,
-                exchange.caller.number,
-            )  # fmt: skip
-        except (BusyError, EngineError):
-            return
-        self.watch(planned, stream)
+        """Computes an answer that was also given from the cache, to learn whether that was right: when it is quiet."""
 
-        async def read() -> None:
-            while await stream.take():
-                continue
+        def submit() -> Stream | None:
+            try:
+                stream = self.service.engine.submit(
+                    given.prompts, given.params, exchange.caller.salt, self.service.clock(), given.format.visible,
+                    exchange.caller.number,
+                )  # fmt: skip
+            except (BusyError, EngineError):
+                return None
+            self.watch(planned, stream)
+            return stream
 
-        task = asyncio.get_running_loop().create_task(read())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self.shadows.add(submit)
 
 
 def ended_by_string(answer: Answer) -> bool:
