@@ -38,7 +38,7 @@ from twostroke.answers.store import FileStore, Known, Store
 from twostroke.serve.answer_setup import digest
 
 ENTRIES, WIDTH = 100_000, 384
-HITS, PAIRS = 300, 60  # hits of each kind; pairs of computed requests
+HITS, PAIRS = 1000, 60  # hits of each kind; pairs of computed requests
 KEY = "benchmark key of the answer cache"
 REDIS_PORT = 18439
 ASKED = "What is the capital of Portugal?"

@@ -2,8 +2,9 @@
 on another: the event loop never waits for them, and a quick lookup does not wait for a vector. A lookup has a deadline;
 after it the request is computed, and the lookup still counts if it ends before the first token.
 
-A lookup asks for the same request, then for questions with the same wording: all that the guard lets through. Only if
-one of them may be shared, the question's vector is made. What else is near is sought when the answer was computed.
+A lookup asks for the same request, and for questions with the same wording: all that the guard lets through. The latter
+can begin before the prompt is made. Only if one of them may be shared, the question's vector is made. What else is near
+is sought when the answer was computed.
 """
 
 from __future__ import annotations
@@ -68,6 +69,7 @@ class Query:
     context: bytes = b""  # empty: not compared by meaning
     question: str = ""
     max_age: float | None = None
+    begun: asyncio.Future[Alike] | None = None  # the lookup by meaning
 
 
 class Found(NamedTuple):
@@ -83,6 +85,13 @@ class Allowed(NamedTuple):
 
     entry: Entry
     kind: str
+
+
+class Alike(NamedTuple):
+    """What a lookup by meaning found."""
+
+    allowed: list[Allowed]
+    vector: np.ndarray | None  # of the question, where something is allowed
 
 
 class Similar(NamedTuple):
@@ -189,22 +198,26 @@ class AnswerCache:
 
     async def _look(self, query: Query) -> Looked:
         looked, run = Looked(), asyncio.get_running_loop().run_in_executor
-        allowed = await run(self._thread, self._look_in_store, query, looked)
-        if allowed:
-            looked.vector = self._known_vector(query, allowed)
-            if looked.vector is None:
-                looked.vector = await run(self._embedding, self._vector, query.question)
-            self._share(query, looked, allowed)
+        if query.exact:
+            await run(self._thread, self._look_exact, query, looked)
+        if looked.found is None:
+            self.begin(query)
+            if query.begun is not None:
+                self._share(query, looked, await query.begun)
         return looked
 
-    def _look_in_store(self, query: Query, looked: Looked) -> list[Allowed]:
-        """The same request, or else the known questions whose answers may be shared."""
-        with self._safely():
-            if query.exact:
-                self._look_exact(query, looked)
-            if looked.found is None and query.context and self.texts is not None:
-                return self._look_alike(query)
-        return []
+    def begin(self, query: Query) -> None:
+        """Begins the lookup by meaning, unless it was begun. The request's exact key need not be known."""
+        if query.begun is None and query.context and self.texts is not None:
+            query.begun = asyncio.ensure_future(self._begin(query))
+
+    async def _begin(self, query: Query) -> Alike:
+        run = asyncio.get_running_loop().run_in_executor
+        allowed = await run(self._thread, self._look_alike, query)
+        vector = self._known_vector(query, allowed)
+        if allowed and vector is None:
+            vector = await run(self._embedding, self._vector, query.question)
+        return Alike(allowed, vector)
 
     @contextlib.contextmanager
     def _safely(self) -> Iterator[None]:
@@ -228,19 +241,22 @@ class AnswerCache:
         return None
 
     def _look_exact(self, query: Query, looked: Looked) -> None:
-        entry = self._open(self.store.exact(query.exact), query)
-        if entry is not None and entry.exact == query.exact:
-            looked.found = self._hit(entry, "exact")
+        with self._safely():
+            entry = self._open(self.store.exact(query.exact), query)
+            if entry is not None and entry.exact == query.exact:
+                looked.found = self._hit(entry, "exact")
 
     def _look_alike(self, query: Query) -> list[Allowed]:
         """Known questions that differ in what the guard allows, of kinds that have enough evidence."""
-        found = [self._open(sealed, query) for sealed in self.store.alike(self._wording(query))]
-        compared = [(one, guard.compare(query.question, one.question)) for one in found if self._fits(one, query)]
-        return [
-            Allowed(entry, kind)
-            for entry, (refused, kind) in compared
-            if refused is None and self.bound.allows(entry.id, kind, HIGHEST)
-        ]
+        with self._safely():
+            found = [self._open(sealed, query) for sealed in self.store.alike(self._wording(query))]
+            compared = [(one, guard.compare(query.question, one.question)) for one in found if self._fits(one, query)]
+            return [
+                Allowed(entry, kind)
+                for entry, (refused, kind) in compared
+                if refused is None and self.bound.allows(entry.id, kind, HIGHEST)
+            ]
+        return []
 
     def _wording(self, query: Query) -> bytes:
         return wording_key(self.secret, query.context, guard.wording(query.question)) if query.context else b""
@@ -251,15 +267,16 @@ class AnswerCache:
         stored = next(same, None)
         return None if stored is None else np.frombuffer(stored, np.float32)
 
-    def _share(self, query: Query, looked: Looked, allowed: list[Allowed]) -> None:
-        """The nearest of the known answers, if it is near enough."""
-        vector = looked.vector
+    def _share(self, query: Query, looked: Looked, alike: Alike) -> None:
+        """The nearest of the known answers that are near enough."""
+        looked.vector = vector = alike.vector
         if vector is None:
             return
-        similar = [Similar(entry, kind, cosine(vector, entry.vector)) for entry, kind in allowed]
-        near = max(similar, key=lambda one: one.similarity)
-        if not self.bound.allows(near.entry.id, near.kind, near.similarity):
+        similar = [Similar(entry, kind, cosine(vector, entry.vector)) for entry, kind in alike.allowed]
+        shared = [one for one in similar if self.bound.allows(one.entry.id, one.kind, one.similarity)]
+        if not shared:
             return
+        near = max(shared, key=lambda one: one.similarity)
         looked.found = self._hit(near.entry, "semantic", near)
         looked.shadow = random.random() < self.options.shadow
         looked.near = near if looked.shadow else None

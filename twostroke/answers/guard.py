@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import lru_cache
 from typing import NamedTuple
 
 MAX_QUESTION = 2000  # characters: longer ones are not compared by meaning
@@ -211,12 +212,18 @@ class Compared(NamedTuple):
     kind: str = ""  # the first form in which their words agree
 
 
+@lru_cache(maxsize=256)
+def _found(question: str) -> tuple[tuple[str, ...], ...]:
+    """What each row of the table finds."""
+    return tuple(rule.find(question) for rule in GUARD)
+
+
 def compare(asked: str, known: str) -> Compared:
     long, short = max(len(asked), len(known)), max(1, min(len(asked), len(known)))
     if long / short > MAX_LENGTH_RATIO:
         return Compared("length ratio")
-    for rule in GUARD:
-        if rule.find(asked) != rule.find(known):
+    for rule, one, other in zip(GUARD, _found(asked), _found(known), strict=True):
+        if one != other:
             return Compared(rule.name)
     for form in FORMS:
         if form.find(asked) == form.find(known):

@@ -19,6 +19,7 @@ from twostroke.remote.admission import BusyError
 from twostroke.remote.client import EngineError
 from twostroke.remote.stream import Stream
 from twostroke.sampling import SamplingParams
+from twostroke.serve.sampling import AnswerCacheOptions
 from twostroke.serve.shadow import Shadows
 from twostroke.serve.transport.http import Exchange
 from twostroke.types import Event, FinishReason
@@ -36,6 +37,7 @@ class Question(NamedTuple):
     text: str
     before: Any
     tools: bool  # the request has some
+    begun: Query | None = None  # the lookup by meaning, which goes on
 
 
 def question_of(messages: Sequence[Mapping[str, Any]], before: Any, tools: bool) -> Question | None:
@@ -54,9 +56,20 @@ def comparable(question: Question, params: SamplingParams, allowed: frozenset[st
 
 
 def context_of(
-    question: Question, given: GenerationInput, secret: bytes, salt: bytes, model: str, params: SamplingParams
+    question: Question, visible: frozenset[int], secret: bytes, salt: bytes, model: str, params: SamplingParams
 ) -> bytes:
-    return context_key(secret, salt, model, (question.before, sorted(given.format.visible)), params)
+    return context_key(secret, salt, model, (question.before, sorted(visible)), params)
+
+
+def bypasses(exchange: Exchange, cache: AnswerCacheOptions | None) -> bool:
+    """Whether a request asks not to be answered from the cache."""
+    directives = exchange.headers.get(b"cache-control", b"").lower()
+    return (cache is not None and not cache.answer) or any(word in directives for word in NO_STORE)
+
+
+def several(params: SamplingParams) -> bool:
+    """More than one answer's text is asked for: other samples, or log-probabilities."""
+    return params.n != 1 or params.logprobs is not None or params.prompt_logprobs is not None
 
 
 class Planned(NamedTuple):
@@ -99,26 +112,46 @@ class Answering:
         """None: this request is not answered from the cache, nor stored."""
         self.shadows.request()
         params, cache = given.params, given.cache
-        directives = exchange.headers.get(b"cache-control", b"").lower()
-        if (cache is not None and not cache.answer) or any(word in directives for word in NO_STORE):
+        if bypasses(exchange, cache):
             self.cache.counters.bypassed += 1
             return None
-        scored = params.logprobs is not None or params.prompt_logprobs is not None
-        if len(given.prompts) != 1 or params.n != 1 or scored or given.explain:
+        if len(given.prompts) != 1 or several(params) or given.explain:
             return None
         service, salt, secret = self.service, exchange.caller.salt, self.cache.secret
         effective = params.with_defaults(service.engine.intake.defaults)
-        query = Query(tenant_key(secret, salt), max_age=None if cache is None else cache.max_age)
+        question = given.question
+        query = question.begun if question is not None else None
+        if query is None:
+            query = self._semantic(exchange, question, effective, given.format.visible, cache)
         if effective.temperature == 0 or params.seed is not None:
             query.exact = exact_key(
                 secret, salt, service.fingerprint, given.prompts[0], effective, given.format.visible
             )
-        question = given.question
-        options = self.cache.options
-        if options.tier == "semantic" and question is not None and comparable(question, effective, options.allow):
-            query.question = question.text
-            query.context = context_of(question, given, secret, salt, service.fingerprint, effective)
         return query if query.exact or query.context else None
+
+    def begin(
+        self, exchange: Exchange, question: Question, params: SamplingParams, visible: frozenset[int],
+        cache: AnswerCacheOptions | None,
+    ) -> Question:  # fmt: skip
+        """Begins to look for the question, before its prompt is made."""
+        if bypasses(exchange, cache) or several(params):
+            return question
+        effective = params.with_defaults(self.service.engine.intake.defaults)
+        query = self._semantic(exchange, question, effective, visible, cache)
+        self.cache.begin(query)
+        return question._replace(begun=query)
+
+    def _semantic(
+        self, exchange: Exchange, question: Question | None, params: SamplingParams, visible: frozenset[int],
+        cache: AnswerCacheOptions | None,
+    ) -> Query:  # fmt: skip
+        """Without a context where the question is not compared by meaning. params: with the server's defaults."""
+        salt, secret, options = exchange.caller.salt, self.cache.secret, self.cache.options
+        query = Query(tenant_key(secret, salt), max_age=None if cache is None else cache.max_age)
+        if options.tier == "semantic" and question is not None and comparable(question, params, options.allow):
+            query.question = question.text
+            query.context = context_of(question, visible, secret, salt, self.service.fingerprint, params)
+        return query
 
     async def look(self, query: Query) -> Planned:
         return Planned(query, await self.cache.lookup(query))
