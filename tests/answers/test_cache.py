@@ -12,8 +12,9 @@ import pytest
 
 from tests.answers.servers import Redis
 from twostroke.answers.bound import Evidence
-from twostroke.answers.cache import AnswerCache, CacheOptions, Computed, Looked, Query
+from twostroke.answers.cache import AnswerCache
 from twostroke.answers.entry import pack, unpack
+from twostroke.answers.lookup import CacheOptions, Computed, Looked, Query
 from twostroke.answers.redis import PREFIX, RedisStore
 from twostroke.answers.store import FileStore, Known, Rows, Store
 

@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from twostroke.answers import guard
-from twostroke.answers.cache import AnswerCache, Computed, Found, Looked, Query
+from twostroke.answers.cache import AnswerCache
 from twostroke.answers.keys import context_key, exact_key, tenant_key
+from twostroke.answers.lookup import Computed, Found, Looked, Query
 from twostroke.engine.answer import Answer, StreamEvent
 from twostroke.remote.admission import BusyError
 from twostroke.remote.client import EngineError
