@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from twostroke.metrics.timeline import Timeline
+from twostroke.text.formats import ToolFormat
+from twostroke.text.parse import Content, Reasoning, StreamParser
 from twostroke.text.stream import StopMatcher, StreamDecoder
 from twostroke.text.tokenizer import Tokenizer
 from twostroke.types import Event, FinishReason, Request, TokenLogprobs
@@ -21,6 +23,7 @@ class StreamEvent(NamedTuple):
     logprobs: tuple[TokenLogprobs, ...] | None = None
     timeline: Timeline | None = None
     error: str | None = None
+    reasoning: str = ""  # of a chat with a model that writes it in a channel of its own
 
     @property
     def is_text(self) -> bool:
@@ -38,10 +41,15 @@ class Sample:
     finish_reason: str | None = None
     logprobs: list[TokenLogprobs] | None = None
     error: str | None = None
+    thoughts: list[str] = field(default_factory=list)  # pieces of its reasoning
 
     @property
     def text(self) -> str:
         return "".join(self.pieces)
+
+    @property
+    def reasoning(self) -> str:
+        return "".join(self.thoughts)
 
 
 @dataclass(slots=True)
@@ -55,6 +63,11 @@ class Output:
     @property
     def text(self) -> str:
         return self.samples[0].text
+
+    @property
+    def reasoning(self) -> str:
+        """What a model with channels (gpt-oss) wrote before its answer, in `LLM.chat`; else empty."""
+        return self.samples[0].reasoning
 
     @property
     def token_ids(self) -> list[int]:
@@ -81,11 +94,19 @@ class Output:
 class Answer:
     """One sample in the making: turns the core's events into text that is final the moment it is shown."""
 
-    __slots__ = ("decoder", "request", "sample", "stops")
+    __slots__ = ("decoder", "parser", "request", "sample", "stops")
 
-    def __init__(self, request: Request, tokenizer: Tokenizer, visible: frozenset[int] = frozenset()):
-        """visible: special tokens that are part of the text, such as the marks around a call."""
+    def __init__(
+        self,
+        request: Request,
+        tokenizer: Tokenizer,
+        visible: frozenset[int] = frozenset(),
+        channels: ToolFormat | None = None,
+    ):
+        """visible: special tokens that are part of the text, such as the marks around a call. channels: the text is
+        divided by this format into what is shown and reasoning; None: all of it is shown."""
         self.request = request
+        self.parser = None if channels is None else StreamParser(channels, {})
         self.decoder = StreamDecoder(tokenizer, at_start=False, visible=visible)
         self.stops = StopMatcher(tuple(request.params.stop)) if request.params.stop else None
         self.sample = Sample(Timeline(request.arrival, prompt_tokens=len(request.tokens) - request.written))
@@ -103,7 +124,9 @@ class Answer:
         if event.facts is not None:
             timeline.update(event.facts)
         ids, text = self._decode(event)
+        text, reasoning = self._divided(text)
         sample.pieces.append(text)
+        sample.thoughts.append(reasoning)
         sample.token_ids += ids
         timeline.token_times += [at] * len(ids)
         logprobs = None
@@ -112,11 +135,19 @@ class Answer:
             sample.logprobs += logprobs
         reason = sample.finish_reason
         if reason is None:
-            return StreamEvent(text, ids, None, self.request.sample, logprobs)
+            return StreamEvent(text, ids, None, self.request.sample, logprobs, reasoning=reasoning)
         sample.error = event.error
         if timeline.end is None:
             timeline.end = at
-        return StreamEvent(text, ids, reason, self.request.sample, logprobs, timeline, event.error)
+        return StreamEvent(text, ids, reason, self.request.sample, logprobs, timeline, event.error, reasoning)
+
+    def _divided(self, text: str) -> tuple[str, str]:
+        """Text that is shown, and reasoning."""
+        if self.parser is None:
+            return text, ""
+        deltas = self.parser.push(text) + (self.parser.finish() if self.finished else [])
+        thoughts = [delta.text for delta in deltas if isinstance(delta, Reasoning)]
+        return "".join(delta.text for delta in deltas if isinstance(delta, Content)), "".join(thoughts)
 
     def _decode(self, event: Event) -> tuple[tuple[int, ...], str]:
         """The tokens that belong to the answer, and the text that may be shown now."""

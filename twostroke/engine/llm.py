@@ -6,7 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from twostroke.config import make_config
 from twostroke.embed.description import is_embedder_at
@@ -20,12 +20,24 @@ from twostroke.engine.vectors import VectorMethods
 from twostroke.errors import InputError
 from twostroke.sampling import SamplingParams
 from twostroke.text.conversation import render_conversation
+from twostroke.text.formats import ToolFormat, tool_format
+from twostroke.text.tools import marker_ids
 from twostroke.types import Event, TokenLogprobs
 from twostroke.weights.checkpoint import locate
 from twostroke.weights.files import Progress
 
 Messages = Sequence[Mapping[str, Any]]
 DEFAULT_MODEL = "smollm2-135m"
+
+
+class ChatForm(NamedTuple):
+    """How the text of an answer is read: see `Answer`."""
+
+    visible: frozenset[int] = frozenset()
+    channels: ToolFormat | None = None
+
+
+AS_WRITTEN = ChatForm()
 
 
 class Job:
@@ -90,21 +102,26 @@ class LLM(VectorMethods):
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         **template_arguments: Any,
     ) -> Output | list[Output]:
-        """The answer to one conversation, or a list of answers to a list of conversations."""
+        """The answer to one conversation, or a list of answers to a list of conversations.
+
+        Of a model that writes in channels (gpt-oss) the text is the answer, and `reasoning` what came before it. With
+        `tools` its text has all channels and their marks: `text.parse.StreamParser` reads calls from it.
+        """
         single = not messages or isinstance(messages[0], Mapping)
         conversations: Sequence[Any] = [messages] if single else messages
-        outputs = self._run([self._render(c, template_arguments) for c in conversations], params)
+        prompts = [self._render(c, template_arguments) for c in conversations]
+        outputs = self._run(prompts, params, self._chat_form(bool(template_arguments.get("tools"))))
         return outputs[0] if single else outputs
 
     def stream(self, prompt: Prompt | Messages, params: SamplingParams | None = None) -> Iterator[StreamEvent]:
         """Pieces of the answer as they are written; a list of messages is a chat. Closing the iterator aborts it."""
         if not isinstance(prompt, str) and prompt and isinstance(prompt[0], Mapping):
-            tokens = self._render(cast(Messages, prompt), {})
+            tokens, form = self._render(cast(Messages, prompt), {}), self._chat_form(False)
         else:
-            tokens = self.engine.intake.tokenize(cast(Prompt, prompt))
+            tokens, form = self.engine.intake.tokenize(cast(Prompt, prompt)), AS_WRITTEN
         params = params or SamplingParams()
         self.engine.intake.prepare(params)
-        return self._pieces(self._submit(tokens, params))
+        return self._pieces(self._submit(tokens, params, form))
 
     def close(self) -> None:
         """End what is under way and the child processes, and give the model's memory back. Any later call is refused.
@@ -147,14 +164,26 @@ class LLM(VectorMethods):
         text = render_conversation(template, list(messages), **arguments)
         return self.engine.intake.tokenize(text, add_special=False)
 
-    def _run(self, prompts: list[list[int]], params: SamplingParams | Sequence[SamplingParams] | None) -> list[Output]:
+    def _chat_form(self, tools: bool) -> ChatForm:
+        """How an answer in a conversation is read."""
+        form = tool_format(self.tokenizer.chat.source) if self.tokenizer.chat is not None else None
+        if form is None or not form.channels:
+            return AS_WRITTEN
+        return ChatForm(marker_ids(self.tokenizer, form), None if tools else form)
+
+    def _run(
+        self,
+        prompts: list[list[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        form: ChatForm = AS_WRITTEN,
+    ) -> list[Output]:
         each = params_for(params, len(prompts))
         for one in each:
             self.engine.intake.prepare(one)  # refuse the whole call before any of it runs
         jobs: list[Job] = []
         try:
             for tokens, one in zip(prompts, each, strict=True):
-                jobs.append(self._submit(tokens, one))
+                jobs.append(self._submit(tokens, one, form))
             while not all(job.finished for job in jobs):
                 self._pump()
         finally:
@@ -171,11 +200,12 @@ class LLM(VectorMethods):
         finally:
             self._abort([job])
 
-    def _submit(self, tokens: list[int], params: SamplingParams) -> Job:
+    def _submit(self, tokens: list[int], params: SamplingParams, form: ChatForm = AS_WRITTEN) -> Job:
         with self._lock:
             core = self.engine.core
             requests = self.engine.intake.requests(tokens, params, core.clock())
-            job = Job(tokens, [Answer(r, self.tokenizer) for r in requests], params.prompt_logprobs is not None)
+            answers = [Answer(r, self.tokenizer, form.visible, form.channels) for r in requests]
+            job = Job(tokens, answers, params.prompt_logprobs is not None)
             for request, answer in zip(requests, job.answers, strict=True):
                 self._answers[request.id] = (job, answer)
                 core.submit(request)
