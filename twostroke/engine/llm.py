@@ -6,13 +6,14 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from twostroke.config import make_config
 from twostroke.embed.description import is_embedder_at
 from twostroke.embed.embedder import open_embedder
 from twostroke.engine.answer import Answer, Output, StreamEvent
 from twostroke.engine.build import Engine, build_engine
+from twostroke.engine.chat_form import AS_WRITTEN, ChatForm, chat_form
 from twostroke.engine.intake import Prompt
 from twostroke.engine.interrupt import interrupt_deferred
 from twostroke.engine.several import as_list, params_for
@@ -20,24 +21,12 @@ from twostroke.engine.vectors import VectorMethods
 from twostroke.errors import InputError
 from twostroke.sampling import SamplingParams
 from twostroke.text.conversation import render_conversation
-from twostroke.text.formats import ToolFormat, tool_format
-from twostroke.text.tools import marker_ids
 from twostroke.types import Event, TokenLogprobs
 from twostroke.weights.checkpoint import locate
 from twostroke.weights.files import Progress
 
 Messages = Sequence[Mapping[str, Any]]
 DEFAULT_MODEL = "smollm2-135m"
-
-
-class ChatForm(NamedTuple):
-    """How the text of an answer is read: see `Answer`."""
-
-    visible: frozenset[int] = frozenset()
-    channels: ToolFormat | None = None
-
-
-AS_WRITTEN = ChatForm()
 
 
 class Job:
@@ -110,13 +99,13 @@ class LLM(VectorMethods):
         single = not messages or isinstance(messages[0], Mapping)
         conversations: Sequence[Any] = [messages] if single else messages
         prompts = [self._render(c, template_arguments) for c in conversations]
-        outputs = self._run(prompts, params, self._chat_form(bool(template_arguments.get("tools"))))
+        outputs = self._run(prompts, params, chat_form(self.tokenizer, bool(template_arguments.get("tools"))))
         return outputs[0] if single else outputs
 
     def stream(self, prompt: Prompt | Messages, params: SamplingParams | None = None) -> Iterator[StreamEvent]:
         """Pieces of the answer as they are written; a list of messages is a chat. Closing the iterator aborts it."""
         if not isinstance(prompt, str) and prompt and isinstance(prompt[0], Mapping):
-            tokens, form = self._render(cast(Messages, prompt), {}), self._chat_form(False)
+            tokens, form = self._render(cast(Messages, prompt), {}), chat_form(self.tokenizer, tools=False)
         else:
             tokens, form = self.engine.intake.tokenize(cast(Prompt, prompt)), AS_WRITTEN
         params = params or SamplingParams()
@@ -164,13 +153,6 @@ class LLM(VectorMethods):
         text = render_conversation(template, list(messages), **arguments)
         return self.engine.intake.tokenize(text, add_special=False)
 
-    def _chat_form(self, tools: bool) -> ChatForm:
-        """How an answer in a conversation is read."""
-        form = tool_format(self.tokenizer.chat.source) if self.tokenizer.chat is not None else None
-        if form is None or not form.channels:
-            return AS_WRITTEN
-        return ChatForm(marker_ids(self.tokenizer, form), None if tools else form)
-
     def _run(
         self,
         prompts: list[list[int]],
@@ -204,7 +186,7 @@ class LLM(VectorMethods):
         with self._lock:
             core = self.engine.core
             requests = self.engine.intake.requests(tokens, params, core.clock())
-            answers = [Answer(r, self.tokenizer, form.visible, form.channels) for r in requests]
+            answers = [Answer(r, self.tokenizer, form.visible, form.division()) for r in requests]
             job = Job(tokens, answers, params.prompt_logprobs is not None)
             for request, answer in zip(requests, job.answers, strict=True):
                 self._answers[request.id] = (job, answer)
