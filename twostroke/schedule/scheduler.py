@@ -319,14 +319,14 @@ class Scheduler:
     def _append(
         self, request: RequestState, tokens: tuple[int, ...], now: float
     ) -> tuple[tuple[int, ...], FinishReason | None]:
-        known, times = request.tokens, request.timeline.token_times
-        for kept, token in enumerate(tokens, 1):
+        known, times, before = request.tokens, request.timeline.token_times, len(request.tokens)
+        for token in tokens:
             known.append(token)
             times.append(now)
             if token in request.stop_ids and request.output_length > request.params.min_tokens:
-                return tokens[:kept], FinishReason.STOP
+                return tokens[: len(known) - before], FinishReason.STOP
             if len(known) >= request.limit:
-                return tokens[:kept], FinishReason.LENGTH
+                return tokens[: len(known) - before], FinishReason.LENGTH
         return tokens, None
 
     def _finish(
