@@ -230,14 +230,17 @@ def test_levers_do_not_change_a_token_of_attention_with_sinks(sinks_model, many,
     check_levers(sinks_model, many, lever)
 
 
-@pytest.fixture(scope="module")
-def torch_latent_model(deepseek_pair):
-    folder, draft = deepseek_pair
+def on_torch(folder, draft):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LIBRARY, lambda: False)
         alone = Alone(folder, threads=2)
     assert isinstance(alone.llm.engine.core.runner.ops, ReferenceOps)
     return folder, {"threads": 2}, alone, draft
+
+
+@pytest.fixture(scope="module")
+def torch_latent_model(deepseek_pair):
+    return on_torch(*deepseek_pair)
 
 
 @random_lives(2)
@@ -260,12 +263,7 @@ def test_levers_do_not_change_a_token_of_a_mixture(mixture_model, many, lever):
 
 @pytest.fixture(scope="module")
 def torch_mixture_model(mixture_pair):
-    folder, draft = mixture_pair
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LIBRARY, lambda: False)
-        alone = Alone(folder, threads=2)
-    assert isinstance(alone.llm.engine.core.runner.ops, ReferenceOps)
-    return folder, {"threads": 2}, alone, draft
+    return on_torch(*mixture_pair)
 
 
 @random_lives(2)
