@@ -115,15 +115,18 @@ def model(request, llama_pair, gemma_pair):
 LIBRARY = "twostroke.ops.cpu.library.available"
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma"])
-def torch_model(request, llama_pair, gemma_pair):
-    """The same on a machine without the native library."""
-    folder, draft = gemma_pair if request.param == "gemma" else llama_pair
+def on_torch(folder, draft):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LIBRARY, lambda: False)
         alone = Alone(folder, threads=2)
     assert isinstance(alone.llm.engine.core.runner.ops, ReferenceOps)
     return folder, {"threads": 2}, alone, draft  # torch has them for the whole process
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma"])
+def torch_model(request, llama_pair, gemma_pair):
+    """The same on a machine without the native library."""
+    return on_torch(*(gemma_pair if request.param == "gemma" else llama_pair))
 
 
 def check_levers(model, many, lever):
@@ -228,14 +231,6 @@ def sinks_model(gpt_oss_pair):
 @random_lives(8)
 def test_levers_do_not_change_a_token_of_attention_with_sinks(sinks_model, many, lever):
     check_levers(sinks_model, many, lever)
-
-
-def on_torch(folder, draft):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LIBRARY, lambda: False)
-        alone = Alone(folder, threads=2)
-    assert isinstance(alone.llm.engine.core.runner.ops, ReferenceOps)
-    return folder, {"threads": 2}, alone, draft
 
 
 @pytest.fixture(scope="module")
