@@ -23,6 +23,12 @@ def pytest_collection_finish() -> None:
     interpreter.replace_once_a_launch()
 
 
+def quiet_pair(factory: pytest.TempPathFactory, plain: Path, **shape: int) -> tuple[Path, Path]:
+    """A target whose last layer adds little, and a draft model that often agrees with it."""
+    target = tiny.quiet_end(factory.mktemp("target"), plain)
+    return target, tiny.tiny_draft(factory.mktemp("draft"), target, **shape)
+
+
 @pytest.fixture(scope="session")
 def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.tiny_llama(tmp_path_factory.mktemp("llama"))
@@ -36,23 +42,19 @@ def gemma_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def llama_pair(tmp_path_factory: pytest.TempPathFactory, llama_folder: Path) -> tuple[Path, Path]:
     """A target and a draft model that often agrees with it."""
-    target = tiny.quiet_end(tmp_path_factory.mktemp("target"), llama_folder)
-    return target, tiny.tiny_draft(tmp_path_factory.mktemp("draft"), target)
+    return quiet_pair(tmp_path_factory, llama_folder)
 
 
 @pytest.fixture(scope="session")
 def gemma_pair(tmp_path_factory: pytest.TempPathFactory, gemma_folder: Path) -> tuple[Path, Path]:
     """The same with windows, in the draft model too."""
-    target = tiny.quiet_end(tmp_path_factory.mktemp("target"), gemma_folder)
-    return target, tiny.tiny_draft(tmp_path_factory.mktemp("draft"), target, layers=2)
+    return quiet_pair(tmp_path_factory, gemma_folder, layers=2)
 
 
 @pytest.fixture(scope="session")
 def deepseek_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """The same with latent attention, in the draft model too."""
-    plain = tiny.tiny_deepseek(tmp_path_factory.mktemp("plain"))
-    target = tiny.quiet_end(tmp_path_factory.mktemp("target"), plain)
-    return target, tiny.tiny_draft(tmp_path_factory.mktemp("draft"), target)
+    return quiet_pair(tmp_path_factory, tiny.tiny_deepseek(tmp_path_factory.mktemp("plain")))
 
 
 @pytest.fixture(scope="session")
@@ -64,17 +66,13 @@ def compressed_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def mixture_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """The same with experts, in the draft model too."""
-    plain = tiny.tiny_mixture(tmp_path_factory.mktemp("plain"))
-    target = tiny.quiet_end(tmp_path_factory.mktemp("target"), plain)
-    return target, tiny.tiny_draft(tmp_path_factory.mktemp("draft"), target)
+    return quiet_pair(tmp_path_factory, tiny.tiny_mixture(tmp_path_factory.mktemp("plain")))
 
 
 @pytest.fixture(scope="session")
 def gpt_oss_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """The same with sinks and experts, in the draft model too."""
-    plain = tiny.tiny_gpt_oss(tmp_path_factory.mktemp("plain"))
-    target = tiny.quiet_end(tmp_path_factory.mktemp("target"), plain)
-    return target, tiny.tiny_draft(tmp_path_factory.mktemp("draft"), target)
+    return quiet_pair(tmp_path_factory, tiny.tiny_gpt_oss(tmp_path_factory.mktemp("plain")))
 
 
 @pytest.fixture(scope="session")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.ended_parent import assert_ends
 from twostroke.confined import GRACE_SECONDS, WALL_FACTOR, AccidentError, Confined, LimitError
 
 SECONDS = 0.3
@@ -78,8 +77,4 @@ child.start()
 print(child.pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=300)
-    number, deadline = int(done.stdout), time.monotonic() + 120
-    while Path(f"/proc/{number}/cmdline").exists() and Path(f"/proc/{number}/cmdline").read_bytes():
-        assert time.monotonic() < deadline, "it is still there"
-        time.sleep(0.05)
+    assert_ends(code)

@@ -115,15 +115,19 @@ def model(request, llama_pair, gemma_pair):
 LIBRARY = "twostroke.ops.cpu.library.available"
 
 
+def on_torch(folder, draft, **settings):
+    settings |= {"threads": 2}  # torch has them for the whole process
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LIBRARY, lambda: False)
+        alone = Alone(folder, **settings)
+    assert isinstance(alone.llm.engine.core.runner.ops, ReferenceOps)
+    return folder, settings, alone, draft
+
+
 @pytest.fixture(scope="module", params=["llama", "gemma"])
 def torch_model(request, llama_pair, gemma_pair):
     """The same on a machine without the native library."""
-    folder, draft = gemma_pair if request.param == "gemma" else llama_pair
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LIBRARY, lambda: False)
-        alone = Alone(folder, threads=2)
-    assert isinstance(alone.llm.engine.core.runner.ops, ReferenceOps)
-    return folder, {"threads": 2}, alone, draft  # torch has them for the whole process
+    return on_torch(*(gemma_pair if request.param == "gemma" else llama_pair))
 
 
 def check_levers(model, many, lever):
@@ -233,13 +237,7 @@ def test_levers_do_not_change_a_token_of_attention_with_sinks(sinks_model, many,
 
 @pytest.fixture(scope="module")
 def torch_latent_model(deepseek_pair):
-    folder, draft = deepseek_pair
-    extra = {"threads": 2, "kv_dtype": "int8"}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LIBRARY, lambda: False)
-        alone = Alone(folder, **extra)
-    assert isinstance(alone.llm.engine.core.runner.ops, ReferenceOps)
-    return folder, extra, alone, draft
+    return on_torch(*deepseek_pair, kv_dtype="int8")
 
 
 @random_lives(2)
@@ -262,12 +260,7 @@ def test_levers_do_not_change_a_token_of_a_mixture(mixture_model, many, lever):
 
 @pytest.fixture(scope="module")
 def torch_mixture_model(mixture_pair):
-    folder, draft = mixture_pair
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LIBRARY, lambda: False)
-        alone = Alone(folder, threads=2)
-    assert isinstance(alone.llm.engine.core.runner.ops, ReferenceOps)
-    return folder, {"threads": 2}, alone, draft
+    return on_torch(*mixture_pair)
 
 
 @random_lives(2)

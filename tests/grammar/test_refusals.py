@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
 from tests import tiny
+from tests.ended_parent import assert_ends
 from tests.grammar.walks import start, walk
 from tests.measured import measured
 from twostroke import InputError, SamplingParams
@@ -150,11 +148,7 @@ compiler.prepare(Grammar("json_object"))
 print(compiler.checker.process.pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=300)
-    number, deadline = int(done.stdout), time.monotonic() + 120
-    while Path(f"/proc/{number}/cmdline").exists() and Path(f"/proc/{number}/cmdline").read_bytes():
-        assert time.monotonic() < deadline, "it is still there"
-        time.sleep(0.05)
+    assert_ends(code)
 
 
 @measured

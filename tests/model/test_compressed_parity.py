@@ -14,6 +14,7 @@ import torch
 import transformers
 
 from tests.helpers import run_tokens
+from tests.model.test_parity import tokens_of
 from twostroke.cost.model.known_models import known_arch
 from twostroke.cost.model.roofline import lasting_bytes, window_bytes
 from twostroke.engine.build import check_attention
@@ -98,10 +99,6 @@ def make_peer(folder: Path, seed: int = 0, **changes: Any) -> Any:
 
 def load(folder: Path, ops: Any = None) -> Transformer:
     return load_model(open_checkpoint(folder), ops or ReferenceOps(), 512)
-
-
-def tokens_of(length: int) -> list[int]:
-    return torch.randint(3, 96, (length,), generator=torch.Generator().manual_seed(length)).tolist()
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -16,7 +16,7 @@ import transformers
 
 from tests.helpers import run_tokens
 from tests.model.test_gguf_parity import write_gguf
-from tests.model.test_parity import MIXTURES, SHAPE, load, make_peer, tokens_of
+from tests.model.test_parity import MIXTURES, SHAPE, load, make_peer, rewrite, tokens_of
 from twostroke.engine.build import check_feeds
 from twostroke.errors import ConfigError, ModelError
 from twostroke.model.arch import Arch, ExpertsArch, GroupedArch, LayerArch
@@ -42,13 +42,6 @@ LATENT = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rop
 def _no_gradients() -> Any:
     with torch.no_grad():
         yield
-
-
-def rewrite(folder: Path, change: Any) -> None:
-    file = folder / "model.safetensors"
-    tensors = safetensors.torch.load_file(file)
-    change(tensors)
-    safetensors.torch.save_file(tensors, file)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])

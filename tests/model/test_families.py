@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
 import torch
 import transformers
 
 from tests.helpers import run_tokens
-from tests.model.test_parity import SHAPE, make_peer, tokens_of
+from tests.model.test_parity import SHAPE, make_peer, rewrite, tokens_of
 from twostroke.errors import ModelError
 from twostroke.model.families import arch_from_config
 from twostroke.ops.reference.backend import ReferenceOps
@@ -134,13 +133,6 @@ def test_any_value_gives_our_own_error() -> None:
                     arch_from_config({**base, key: value})
                 except ModelError:
                     continue
-
-
-def rewrite(folder: Path, change: Any) -> None:
-    file = folder / "model.safetensors"
-    tensors = safetensors.torch.load_file(file)
-    change(tensors)
-    safetensors.torch.save_file(tensors, file)
 
 
 @pytest.mark.parametrize(

@@ -125,8 +125,13 @@ def write_gguf(path: Path, arch: str, peer: Any, extra: dict[str, Any], quantize
             writer.add_string(f"{arch}.{key}", value)
         else:
             (writer.add_uint32 if isinstance(value, int) else writer.add_float32)(f"{arch}.{key}", value)
+    write_tensors(writer, tensors, quantized)
+
+
+def write_tensors(writer: gguf.GGUFWriter, tensors: dict[str, np.ndarray], quantized: bool) -> None:
+    """And end the file. quantized: matrices whose rows are whole blocks are Q8_0."""
     for name, data in tensors.items():
-        if quantized and data.ndim >= 2:
+        if quantized and data.ndim > 1 and data.shape[-1] % 32 == 0:
             packed = gguf.quants.quantize(data, gguf.GGMLQuantizationType.Q8_0)
             writer.add_tensor(name, packed, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
         else:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.helpers import run_tokens
-from tests.model.test_gguf_parity import SPELLINGS, assert_same
+from tests.model.test_gguf_parity import SPELLINGS, assert_same, write_tensors
 from tests.model.test_latent import make_peer
 from tests.model.test_parity import tokens_of
 from tests.model.test_sinks import make_peer as make_sinks
@@ -80,16 +80,7 @@ def write(path: Path, arch: str, tensors: dict[str, np.ndarray], keys: dict[str,
         else:
             add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}[type(value)]
             add(f"{arch}.{key}", value)
-    for name, data in tensors.items():
-        if quantized and data.ndim > 1 and data.shape[-1] % 32 == 0:
-            packed = gguf.quants.quantize(data, gguf.GGMLQuantizationType.Q8_0)
-            writer.add_tensor(name, packed, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
-        else:
-            writer.add_tensor(name, data)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_tensors(writer, tensors, quantized)
 
 
 def common(c: Any) -> dict[str, Any]:

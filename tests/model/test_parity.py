@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 import transformers
 
@@ -141,6 +142,13 @@ def make_peer(family: str, folder: Path, **more: Any) -> Any:
 
 def load(folder: Path, ops: Any = None) -> Transformer:
     return load_model(open_checkpoint(folder), ops or ReferenceOps(), 256)
+
+
+def rewrite(folder: Path, change: Any) -> None:
+    file = folder / "model.safetensors"
+    tensors = safetensors.torch.load_file(file)
+    change(tensors)
+    safetensors.torch.save_file(tensors, file)
 
 
 def tokens_of(length: int) -> list[int]:

@@ -155,6 +155,21 @@ def alone(batch: Batch, request: int) -> tuple[slice, Batch]:
     )
 
 
+def part_of(batch: Batch, first: int, size: int, before: int) -> tuple[slice, Batch]:
+    """`size` tokens of a batch with one request, from `first` on: their rows and their batch. before: tokens that were
+    in the cache before the whole batch."""
+    rows = slice(first, first + size)
+    group = batch.groups[0]
+    return rows, Batch(
+        batch.tokens[rows],
+        batch.positions[rows],
+        torch.tensor([0, size], dtype=torch.int32),
+        torch.tensor([before + first + size], dtype=torch.int32),
+        (GroupBlocks(group.slots[rows], group.tables),),
+        batch.logit_rows,
+    )
+
+
 def copied(kv: KVLayer) -> KVLayer:
     scales = (None if s is None else s.clone() for s in (kv.key_scales, kv.value_scales))
     return KVLayer(kv.format, kv.keys.clone(), kv.values.clone(), *scales)

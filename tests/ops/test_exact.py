@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 from torch import Tensor
 
-from tests.ops.cases import CASES, Case, alone, copied, make_step
+from tests.ops.cases import CASES, Case, alone, copied, make_step, part_of
 from twostroke.ops.formats import from_float
 from twostroke.ops.interface import Gate, KVFormat, Norm
 from twostroke.ops.reference.backend import ReferenceOps, gated
@@ -71,16 +69,7 @@ def test_attention_in_chunks(kv_format: KVFormat, window: int) -> None:
     for sizes in ([120] + [1] * 20 + [150], [100, 1, 28, 130, 31], [16] * 18 + [1, 1]):
         cache, done = copied(kv), 0
         for size in sizes:
-            rows = slice(done, done + size)
-            group = dataclasses.replace(batch.groups[0], slots=batch.groups[0].slots[rows])
-            part = dataclasses.replace(
-                batch,
-                tokens=batch.tokens[rows],
-                positions=batch.positions[rows],
-                starts=torch.tensor([0, size], dtype=torch.int32),
-                contexts=torch.tensor([3 + done + size], dtype=torch.int32),
-                groups=(group,),
-            )
+            rows, part = part_of(batch, done, size, 3)
             got = OPS.attend(qkv[rows], attention, cache, part, 0)
             assert torch.equal(got, whole[rows]), (sizes[:3], done)
             done += size

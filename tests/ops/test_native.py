@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.ops.cases import BYTES, CASES, Case, alone, copied, make_step
+from tests.ops.cases import BYTES, CASES, Case, alone, copied, make_step, part_of
 from twostroke.ops.cpu.library import available
 from twostroke.ops.formats import FORMATS, Stored, dequantize, from_float
 from twostroke.ops.interface import Gate, KVFormat, Norm
@@ -334,16 +334,7 @@ def test_attention_in_chunks(kv_format: KVFormat, window: int) -> None:
     for sizes in ([240] + [1] * 20 + [330], [100, 1, 28, 130, 331], [16] * 36 + [7, 7]):
         cache_, done = copied(kv), 0
         for size in sizes:
-            rows = slice(done, done + size)
-            group = dataclasses.replace(batch.groups[0], slots=batch.groups[0].slots[rows])
-            part = dataclasses.replace(
-                batch,
-                tokens=batch.tokens[rows],
-                positions=batch.positions[rows],
-                starts=torch.tensor([0, size], dtype=torch.int32),
-                contexts=torch.tensor([3 + done + size], dtype=torch.int32),
-                groups=(group,),
-            )
+            rows, part = part_of(batch, done, size, 3)
             assert torch.equal(ops.attend(qkv[rows], attention, cache_, part, 0), whole[rows]), (sizes[:3], done)
             done += size
 

@@ -9,31 +9,7 @@ from typing import Annotated
 import typer
 
 from twostroke.cli.options import ModelArgument, Settings, parse_settings
-from twostroke.cli.server_options import (
-    AdminKey,
-    AdminKeyFile,
-    AllowedHost,
-    AllowOrigin,
-    AnswerCache,
-    AnswerCacheAllow,
-    AnswerCacheEntries,
-    AnswerCacheError,
-    AnswerCacheFile,
-    AnswerCacheTtl,
-    AnswerCacheUrl,
-    ApiKeyFile,
-    ApiKeys,
-    ClosedObjects,
-    DrainTimeout,
-    Given,
-    Host,
-    MaxQueue,
-    Port,
-    RecordQuestions,
-    run_server,
-    say,
-    server_options,
-)
+from twostroke.cli.server_options import Given, run_server, say, server_options, takes_server_options
 from twostroke.errors import ConfigError
 from twostroke.weights.catalog import DEFAULT
 
@@ -42,6 +18,7 @@ PoolSettings = Annotated[
 ]
 
 
+@takes_server_options
 def cluster(
     model: ModelArgument = DEFAULT,
     prefill: Annotated[int, typer.Option(help="Workers that compute prompts.", min=0, max=10_000)] = 0,
@@ -58,37 +35,11 @@ def cluster(
     share_cores: Annotated[
         bool, typer.Option(help="Workers need no cores of their own: slower, for trying it out.")
     ] = False,
-    host: Host = "127.0.0.1",
-    port: Port = 8000,
-    api_key: ApiKeys = None,
-    api_key_file: ApiKeyFile = None,
-    max_queue: MaxQueue = None,
-    drain_timeout: DrainTimeout = 30.0,
     option: Settings = None,
-    admin_key: AdminKey = None,
-    admin_key_file: AdminKeyFile = None,
-    allowed_host: AllowedHost = None,
-    allow_origin: AllowOrigin = None,
-    closed_objects: ClosedObjects = False,
-    answer_cache: AnswerCache = "off",
-    answer_cache_url: AnswerCacheUrl = None,
-    answer_cache_file: AnswerCacheFile = None,
-    answer_cache_error: AnswerCacheError = 0.01,
-    answer_cache_ttl: AnswerCacheTtl = None,
-    answer_cache_entries: AnswerCacheEntries = 100_000,
-    answer_cache_allow: AnswerCacheAllow = "",
-    record_questions: RecordQuestions = False,
+    *,
+    given: Given,
 ) -> None:
     """Serve a model with several workers on Ray: pools for prompts and answers, or workers that do both."""
-    given = Given(
-        host=host, port=port, api_key=api_key, api_key_file=api_key_file, max_queue=max_queue,
-        drain_timeout=drain_timeout, admin_key=admin_key, admin_key_file=admin_key_file, allowed_host=allowed_host,
-        allow_origin=allow_origin, closed_objects=closed_objects, answer_cache=answer_cache,
-        answer_cache_url=answer_cache_url, answer_cache_file=answer_cache_file,
-        answer_cache_error=answer_cache_error, answer_cache_ttl=answer_cache_ttl,
-        answer_cache_entries=answer_cache_entries, answer_cache_allow=answer_cache_allow,
-        record_questions=record_questions,
-    )  # fmt: skip
     from twostroke.cluster.deployment import Deployment, Shape, check_shape
     from twostroke.config import make_config
     from twostroke.embed.description import is_embedder_at

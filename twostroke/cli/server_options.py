@@ -7,9 +7,11 @@ import logging
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import wraps
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import typer
 
@@ -21,64 +23,70 @@ if TYPE_CHECKING:
     from twostroke.serve.main import Options
 
 EMBEDDER = "all-minilm-l6-v2"  # of the semantic answer cache
-Host = Annotated[str, typer.Option(help="Address to listen on; others than loopback want a key.")]
-Port = Annotated[int, typer.Option(help="0 takes any free port.", min=0, max=65535)]
-ApiKeys = Annotated[str | None, typer.Option(envvar="TWOSTROKE_API_KEY", help="Key that clients must send.")]
-ApiKeyFile = Annotated[Path | None, typer.Option(help="A file with one key on each line.")]
-MaxQueue = Annotated[int | None, typer.Option(help="Samples that may wait beyond those that run.", min=0)]
-DrainTimeout = Annotated[float, typer.Option(help="Seconds for running requests after SIGTERM.", min=0)]
-AdminKey = Annotated[
-    str | None, typer.Option(envvar="TWOSTROKE_ADMIN_KEY", help="Key of the operator: settings, steps, arrivals.")
-]
-AdminKeyFile = Annotated[Path | None, typer.Option(help="A file with one admin key on each line.")]
-AllowedHost = Annotated[
-    list[str] | None, typer.Option(help="A further name under which clients reach this server; * for any.")
-]
-AllowOrigin = Annotated[
-    list[str] | None, typer.Option(help="A web site whose pages may use this server (CORS); * for any.")
-]
-ClosedObjects = Annotated[
-    bool, typer.Option(help="JSON objects have only the properties of their schema, unless it says otherwise.")
-]
-AnswerCache = Annotated[
-    str, typer.Option(help="Answer from known answers: off, exact (equal requests) or semantic (equal questions).")
-]
-AnswerCacheUrl = Annotated[str | None, typer.Option(help="redis://HOST:PORT of a store that servers share.")]
-AnswerCacheFile = Annotated[Path | None, typer.Option(help="File of the embedded store.")]
-AnswerCacheError = Annotated[float, typer.Option(help="Share of wrong answers that is allowed.")]
-AnswerCacheTtl = Annotated[float | None, typer.Option(help="Seconds that an answer is kept.", min=1)]
-AnswerCacheEntries = Annotated[int, typer.Option(help="Answers that the embedded store keeps.", min=1)]
-AnswerCacheAllow = Annotated[
-    str, typer.Option(help="Requests to compare by meaning too: tools,temperature,personal,referring,changing.")
-]
-RecordQuestions = Annotated[
-    bool, typer.Option(help="Keep questions in memory, so that diagnose knows which ask the same.")
-]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Given:
     """What was typed, beside the model and its settings."""
 
-    host: str
-    port: int
-    api_key: str | None
-    api_key_file: Path | None
-    max_queue: int | None
-    drain_timeout: float
-    admin_key: str | None
-    admin_key_file: Path | None
-    allowed_host: list[str] | None
-    allow_origin: list[str] | None
-    closed_objects: bool
-    answer_cache: str
-    answer_cache_url: str | None
-    answer_cache_file: Path | None
-    answer_cache_error: float
-    answer_cache_ttl: float | None
-    answer_cache_entries: int
-    answer_cache_allow: str
-    record_questions: bool
+    host: Annotated[str, typer.Option(help="Address to listen on; others than loopback want a key.")] = "127.0.0.1"
+    port: Annotated[int, typer.Option(help="0 takes any free port.", min=0, max=65535)] = 8000
+    api_key: Annotated[str | None, typer.Option(envvar="TWOSTROKE_API_KEY", help="Key that clients must send.")] = None
+    api_key_file: Annotated[Path | None, typer.Option(help="A file with one key on each line.")] = None
+    max_queue: Annotated[int | None, typer.Option(help="Samples that may wait beyond those that run.", min=0)] = None
+    drain_timeout: Annotated[float, typer.Option(help="Seconds for running requests after SIGTERM.", min=0)] = 30.0
+    admin_key: Annotated[
+        str | None, typer.Option(envvar="TWOSTROKE_ADMIN_KEY", help="Key of the operator: settings, steps, arrivals.")
+    ] = None
+    admin_key_file: Annotated[Path | None, typer.Option(help="A file with one admin key on each line.")] = None
+    allowed_host: Annotated[
+        list[str] | None, typer.Option(help="A further name under which clients reach this server; * for any.")
+    ] = None
+    allow_origin: Annotated[
+        list[str] | None, typer.Option(help="A web site whose pages may use this server (CORS); * for any.")
+    ] = None
+    closed_objects: Annotated[
+        bool, typer.Option(help="JSON objects have only the properties of their schema, unless it says otherwise.")
+    ] = False
+    answer_cache: Annotated[
+        str, typer.Option(help="Answer from known answers: off, exact (equal requests) or semantic (equal questions).")
+    ] = "off"
+    answer_cache_url: Annotated[str | None, typer.Option(help="redis://HOST:PORT of a store that servers share.")] = (
+        None
+    )
+    answer_cache_file: Annotated[Path | None, typer.Option(help="File of the embedded store.")] = None
+    answer_cache_error: Annotated[float, typer.Option(help="Share of wrong answers that is allowed.")] = 0.01
+    answer_cache_ttl: Annotated[float | None, typer.Option(help="Seconds that an answer is kept.", min=1)] = None
+    answer_cache_entries: Annotated[int, typer.Option(help="Answers that the embedded store keeps.", min=1)] = 100_000
+    answer_cache_allow: Annotated[
+        str, typer.Option(help="Requests to compare by meaning too: tools,temperature,personal,referring,changing.")
+    ] = ""
+    record_questions: Annotated[
+        bool, typer.Option(help="Keep questions in memory, so that diagnose knows which ask the same.")
+    ] = False
+
+
+def takes_server_options(command: Callable[..., None]) -> Callable[..., None]:
+    """A command whose parameter `given` is shown as the options of `Given`, each with its help and its default."""
+    types, names = get_type_hints(Given, include_extras=True), [option.name for option in fields(Given)]
+    options = [
+        Parameter(option.name, Parameter.KEYWORD_ONLY, default=option.default, annotation=types[option.name])
+        for option in fields(Given)
+    ]
+    own = [
+        parameter.replace(kind=Parameter.KEYWORD_ONLY)
+        for parameter in signature(command, eval_str=True).parameters.values()
+        if parameter.name != "given"
+    ]
+
+    @wraps(command)
+    def run(**values: Any) -> None:
+        command(given=Given(**{name: values.pop(name) for name in names}), **values)
+
+    parameters = [*own, *options]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    return run
 
 
 def server_options(model: str, settings: dict[str, Any], given: Given) -> Options:

@@ -6,7 +6,6 @@ from __future__ import annotations
 from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Sequence
-from statistics import median
 
 DECAY = 0.98  # of what was counted, for each new guess
 # Kinds of guesses: from matches of 3, 4-7, 8-15 and 16 tokens or more, what a grammar forces, and a draft model's.
@@ -98,7 +97,8 @@ class Curve:
             insort(self.sizes, rows)
             self.newest[rows] = deque(maxlen=MEASURED)
         self.newest[rows].append(seconds)
-        self.medians[rows] = median(self.newest[rows])
+        ordered = sorted(self.newest[rows])
+        self.medians[rows] = (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
         self.seconds = []
 
     def predict(self, rows: int) -> float | None:

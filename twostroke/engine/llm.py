@@ -10,7 +10,6 @@ from typing import Any, cast
 
 from twostroke.config import make_config
 from twostroke.embed.description import is_embedder_at
-from twostroke.embed.embedder import open_embedder
 from twostroke.engine.answer import Answer, Output, StreamEvent
 from twostroke.engine.build import Engine, build_engine
 from twostroke.engine.chat_form import AS_WRITTEN, ChatForm, chat_form
@@ -67,6 +66,8 @@ class LLM(VectorMethods):
     ):
         config, path = make_config(**settings), locate(model, download_progress)
         if is_embedder_at(path):
+            from twostroke.embed.embedder import open_embedder  # a model that writes does not wait for its import
+
             self._embedder = open_embedder(path, settings)
             return
         self._engine = build_engine(path, config, load_progress=load_progress)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from twostroke.embed.embedder import Embedder, Ranked
 from twostroke.errors import InputError
+
+if TYPE_CHECKING:
+    from twostroke.embed.embedder import Embedder, Ranked
 
 
 class VectorMethods:

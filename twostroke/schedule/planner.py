@@ -48,8 +48,10 @@ class Planner:
             left -= 1
             if budget < 1:
                 break
-            start = request.computed + request.in_flight
-            if request.id not in running or is_complete(request, start) or (drafting and self._waits(request)):
+            start, known = request.computed + request.in_flight, len(request.tokens)
+            # Steps in flight bring it to its limit, or it is already one unknown token ahead.
+            complete = start > known or known + (start == known) >= request.limit
+            if complete or request.id not in running or (drafting and self._waits(request)):
                 continue
             if start % BLOCK == 0 and not self._make_room(request, start + 1):
                 continue
@@ -222,12 +224,6 @@ class Planner:
             if victim is request:
                 return False
         return True
-
-
-def is_complete(request: RequestState, start: int) -> bool:
-    """Steps in flight will bring it to its limit, or it is already one unknown token ahead."""
-    known = len(request.tokens)
-    return start > known or known + (start == known) >= request.limit
 
 
 def worth_keeping(request: RequestState) -> tuple[int, int, int]:

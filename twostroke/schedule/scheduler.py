@@ -36,6 +36,7 @@ from twostroke.types import (
 )
 
 WATERMARK = 0.01  # of the pool kept free at admission, so that streams can grow before a request is preempted
+FINISHED = Status.FINISHED  # looked up once: every work of every step needs it
 NOTHING = Details()
 
 
@@ -259,11 +260,13 @@ class Scheduler:
         if self.drafter is not None:
             self.drafter.learn(plan, result, seconds)
         self.counters.steps += 1
-        events, described = [], result.details
+        events, described, written = [], result.details, 0
         for index, (work, tokens) in enumerate(zip(plan.works, result.tokens, strict=True)):
             event = self._commit_one(work, tokens, described.get(index, NOTHING) if described else NOTHING, now)
             if event is not None:
                 events.append(event)
+                written += len(event.token_ids)
+        self.counters.output_tokens += written
         for draft in plan.drafts:
             self._commit_draft(draft)
         if self.suspects:
@@ -275,7 +278,7 @@ class Scheduler:
     def _commit_one(self, work: Work, tokens: tuple[int, ...], details: Details, now: float) -> Event | None:
         request, _, count, kind, _ = work
         request.in_flight -= count
-        if request.status is Status.FINISHED:  # it ended while this step ran
+        if request.status is FINISHED:  # it ended while this step ran
             self._leave(request)
             return None
         if details.error is not None:
@@ -316,15 +319,14 @@ class Scheduler:
     def _append(
         self, request: RequestState, tokens: tuple[int, ...], now: float
     ) -> tuple[tuple[int, ...], FinishReason | None]:
-        known, times = request.tokens, request.timeline.token_times
-        for index, token in enumerate(tokens, 1):
+        known, times, before = request.tokens, request.timeline.token_times, len(request.tokens)
+        for token in tokens:
             known.append(token)
             times.append(now)
-            self.counters.output_tokens += 1
             if token in request.stop_ids and request.output_length > request.params.min_tokens:
-                return tokens[:index], FinishReason.STOP
+                return tokens[: len(known) - before], FinishReason.STOP
             if len(known) >= request.limit:
-                return tokens[:index], FinishReason.LENGTH
+                return tokens[: len(known) - before], FinishReason.LENGTH
         return tokens, None
 
     def _finish(

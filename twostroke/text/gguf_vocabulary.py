@@ -8,8 +8,8 @@ the score of their result, so it is translated to BPE and one encoder serves bot
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
 from tokenizers import AddedToken, Tokenizer, models, normalizers
 
@@ -116,7 +116,10 @@ def _unsupported(kind: str) -> ModelError:
 
 def _index(tokens: list[str]) -> dict[str, int]:
     """From text to id. Rows without a text pad the embedding and are left out."""
-    ids: dict[str, int] = {}
+    ids = dict(zip(tokens, range(len(tokens)), strict=True))
+    if len(ids) == len(tokens) and "" not in ids:
+        return ids
+    ids = {}
     for number, text in enumerate(tokens):
         if text and ids.setdefault(text, number) != number:
             raise _bad("tokens", f"{text!r} is both token {ids[text]} and token {number}")
@@ -195,7 +198,7 @@ def _token_bytes(header: _Header, special: frozenset[int]) -> Callable[[int], by
 
 
 def _byte_level_encoder(header: _Header, ids: dict[str, int], pre: PreTokenizer) -> Tokenizer:
-    merges = [_split_merge(number, merge) for number, merge in enumerate(header.strings("merges"))]
+    merges = _split_merges(header.strings("merges"))
     with errors_as_model_error("tokenizer.ggml.merges do not fit tokenizer.ggml.tokens", _FIX):
         encoder = Tokenizer(models.BPE(vocab=ids, merges=merges, ignore_merges=pre.ignore_merges))
         encoder.pre_tokenizer = pre.build()
@@ -204,11 +207,13 @@ def _byte_level_encoder(header: _Header, ids: dict[str, int], pre: PreTokenizer)
     return encoder
 
 
-def _split_merge(number: int, merge: str) -> tuple[str, str]:
-    left, _, right = merge.partition(" ")
-    if not left or not right or " " in right:
-        raise _bad("merges", f"entry {number} is {merge!r}, not two tokens with a space between them")
-    return left, right
+def _split_merges(merges: Sequence[str]) -> list[tuple[str, str]]:
+    pairs = [tuple(merge.split(" ")) for merge in merges]
+    for number, pair in enumerate(pairs):
+        if len(pair) != 2 or "" in pair:
+            reason = f"entry {number} is {merges[number]!r}, not two tokens with a space between them"
+            raise _bad("merges", reason)
+    return cast(list[tuple[str, str]], pairs)
 
 
 def _sentencepiece_encoder(header: _Header, ids: dict[str, int], space: bool) -> Tokenizer:

@@ -1,0 +1,17 @@
+"""A process that kills itself, and the child that must end with it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+
+def assert_ends(code: str) -> None:
+    """code: starts a child, prints its process id and kills itself."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=300)
+    number, deadline = int(done.stdout), time.monotonic() + 120
+    while Path(f"/proc/{number}/cmdline").exists() and Path(f"/proc/{number}/cmdline").read_bytes():
+        assert time.monotonic() < deadline, "it is still there"
+        time.sleep(0.05)
