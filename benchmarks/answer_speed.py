@@ -3,10 +3,10 @@
     python -m benchmarks.answer_speed fill FOLDER [--redis REDIS_SERVER]      # makes the entries: some minutes
     python -m benchmarks.answer_speed measure FOLDER [--redis REDIS_SERVER]   # about a minute for each store
 
-REDIS_SERVER is the program of a Redis 8 with vector sets. The entries are copies of one answered question with random
-vectors in its context, so every search goes over all of them; evidence for all kinds is written beside them. Measured
-are exact hits (the same request), semantic hits (other wordings of the question), and requests that are computed: those
-that were looked up in vain and those that asked not to be looked up take turns.
+REDIS_SERVER is the program of a Redis 8 with vector sets. The entries are copies of one answer, with other questions
+and random vectors in its context, so every search goes over all of them; evidence for all kinds is written beside them.
+Measured are exact hits (the same request), semantic hits (other wordings of the question), and requests that are
+computed: those that were looked up in vain and those that asked not to be looked up take turns.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ from benchmarks.serving_servers import OURS, running
 from twostroke.answers.bound import ErrorBound, Evidence
 from twostroke.answers.entry import Entry, pack, unpack
 from twostroke.answers.evidence import SharedEvidence
-from twostroke.answers.guard import KINDS
+from twostroke.answers.guard import KINDS, wording
+from twostroke.answers.keys import wording_key
 from twostroke.answers.redis import RedisStore
 from twostroke.answers.store import FileStore, Known, Store
 from twostroke.serve.answer_setup import digest
 
 ENTRIES, WIDTH = 100_000, 384
-HITS, PAIRS = 300, 60  # hits of each kind; pairs of computed requests
+HITS, PAIRS = 1000, 60  # hits of each kind; pairs of computed requests
 KEY = "benchmark key of the answer cache"
 REDIS_PORT = 18439
 ASKED = "What is the capital of Portugal?"
@@ -132,8 +133,10 @@ def copy(store: Store, model: Entry, secret: bytes) -> None:
         vector = rng.standard_normal(WIDTH).astype(np.float32)
         vector /= np.linalg.norm(vector)
         name = f"copy-{number}"
-        entry = Entry(**{**fields, "id": name, "exact": b"%d" % number, "vector": vector.tobytes()})
-        row = Known(name, entry.tenant, entry.exact, entry.context, entry.created, len(entry.tokens))
+        other = {"id": name, "exact": b"%d" % number, "vector": vector.tobytes(), "question": f"{ASKED[:-1]} {number}?"}
+        entry = Entry(**fields | other)
+        key = wording_key(secret, entry.context, wording(entry.question))
+        row = Known(name, entry.tenant, entry.exact, entry.context, entry.created, len(entry.tokens), key)
         if isinstance(store, RedisStore):  # as `put` does, with less care for the graph, which takes its time
             near = store._name(b"near", row.context)
             store._redis.execute_command("VADD", near, "FP32", entry.vector, name, "NOQUANT", "EF", 16)

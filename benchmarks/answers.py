@@ -5,11 +5,11 @@
 A file has one pair on each line: [question, question, 1 if the same answer serves both]. The first half of the shuffled
 pairs is for making the guard's table; only the second half is measured. Its questions are a stream: both questions of
 each pair, one after the other, so questions that are in several pairs come again. The cache starts empty and without
-evidence; a question that misses is stored. The nearest known questions are judged by the labels: the same text, or a
-chain of pairs that are labelled as the same, is right; a pair that is labelled as different is wrong. Known questions
-without a label for the pair are passed over, as nothing can be said about them; how many would have been shared is
-counted beside. Evidence comes as it does in a server: from questions that were computed although a similar one was
-known, and from a share of the hits.
+evidence; a question that misses is stored. The known questions with the same wording may be shared, as in a server;
+the labels judge them: the same text, or a chain of pairs that are labelled as the same, is right; a pair that is
+labelled as different is wrong. Known questions without a label for the pair are passed over, as nothing can be said
+about them; how many would have been shared is counted beside. Evidence comes as it does in a server: from questions
+that were computed although a similar one was known, and from a share of the hits.
 
 Beside it, on the same stream: one fixed similarity without a guard, chosen on this very stream so that its error is as
 near to the bound as it can be. On the hard file (the same words in another order) the bound has already learnt. The
@@ -88,6 +88,9 @@ class Stream:
         self.place = {text: place for place, text in enumerate(self.texts)}
         self.vectors = kept_vectors(embedder, self.texts, vectors)
         self.near = self._nearest()
+        self.by_wording: dict[str, list[int]] = {}
+        for place, text in enumerate(self.texts):
+            self.by_wording.setdefault(guard.wording(text), []).append(place)
 
     def _nearest(self, block: int = 512) -> list[list[Near]]:
         """By first place: what came before has a lower one."""
@@ -101,6 +104,12 @@ class Stream:
                 near = [Near(int(i), float(mine[i])) for i in best if mine[i] >= NEAREST]
                 found.append(sorted(near, key=lambda one: -one.similarity))
         return found
+
+    def alike(self, text: str, stored: set[int]) -> list[Near]:
+        """The stored questions with the same wording, the nearest first."""
+        mine = self.vectors[self.place[text]]
+        places = [place for place in self.by_wording[guard.wording(text)] if place in stored]
+        return sorted((Near(i, float(mine @ self.vectors[i])) for i in places), key=lambda one: -one.similarity)
 
     def candidates(self, text: str, stored: set[int]) -> Iterator[Near]:
         """The nearest stored questions."""
@@ -159,28 +168,40 @@ def ask_all(stream: Stream, bound: ErrorBound) -> dict[str, Any]:
 
 def ask(stream: Stream, text: str, stored: set[int], bound: ErrorBound, chance: random.Random, tally: Tally) -> bool:
     """Whether a known answer was given."""
+    for near in stream.alike(text, stored):
+        known, kind = stream.texts[near.place], fitting(text, stream.texts[near.place])
+        if kind is None or not bound.allows(known, kind, near.similarity):
+            continue
+        right = stream.labels.judge(text, known)
+        if right is None:
+            tally.unjudged += 1
+            continue
+        tally.hits[kind] += 1
+        tally.wrong[kind] += not right
+        if chance.random() < SHADOW:
+            bound.learn(Evidence(known, kind, near.similarity, right))
+        return True
+    learn(stream, text, stored, bound)
+    return False
+
+
+def learn(stream: Stream, text: str, stored: set[int], bound: ErrorBound) -> None:
+    """From the nearest known question that passes the guard."""
     looked = 0
     for near in stream.candidates(text, stored):
         known = stream.texts[near.place]
-        looked += 1
-        compared = guard.compare(text, known)
+        kind, right = fitting(text, known), stream.labels.judge(text, known)
+        looked += kind is None or right is not None
         if looked > NEIGHBOURS:
-            return False
-        if compared.refusal is not None or guard.fit_for_sharing(known) is not None:
-            continue
-        right = stream.labels.judge(text, known)
-        entry, allowed = known, bound.allows(known, compared.kind, near.similarity)
-        if right is None:
-            tally.unjudged += allowed
-            looked -= 1
-            continue
-        if allowed:
-            tally.hits[compared.kind] += 1
-            tally.wrong[compared.kind] += not right
-        if not allowed or chance.random() < SHADOW:
-            bound.learn(Evidence(entry, compared.kind, near.similarity, right))
-        return allowed
-    return False
+            return
+        if kind is not None and right is not None:
+            return bound.learn(Evidence(known, kind, near.similarity, right))
+
+
+def fitting(asked: str, known: str) -> str | None:
+    """The kind of a pair that may be shared."""
+    compared = guard.compare(asked, known)
+    return compared.kind if compared.refusal is None and guard.fit_for_sharing(known) is None else None
 
 
 def counted(hits: int, wrong: int, asked: int) -> dict[str, Any]:

@@ -9,6 +9,8 @@ import tokenizers
 import torch
 import transformers
 
+from twostroke.text.formats import HARMONY
+
 VOCAB = 320
 TEXT = ["Once upon a time there was a little engine that could.", "The quick brown fox jumps over the lazy dog. 0123"]
 TEMPLATE = (
@@ -230,3 +232,21 @@ def tiny_gpt_oss(folder: Path) -> Path:
         initializer_range=0.15,
     )  # fmt: skip
     return save(transformers.GptOssForCausalLM(config), folder)
+
+
+def tiny_harmony(folder: Path) -> Path:
+    """A vocabulary with Harmony's marks as special tokens, and a template that writes them."""
+    folder = tiny_llama(folder, vocab_size=VOCAB + 16)
+    data = json.loads((folder / "tokenizer.json").read_text())
+    number = max(token["id"] for token in data["added_tokens"])
+    known = max(max(data["model"]["vocab"].values()), number) + 1
+    data["added_tokens"] += [
+        {"id": known + index, "content": mark, "special": True, "single_word": False, "lstrip": False, "rstrip": False,
+         "normalized": False} for index, mark in enumerate(HARMONY.marks)
+    ]  # fmt: skip
+    (folder / "tokenizer.json").write_text(json.dumps(data))
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    template = "{{ tools }}{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}"
+    template += "<|start|>assistant{# <|channel|> #}"
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": template}))
+    return folder

@@ -333,10 +333,17 @@ def _kv_dtype(config: Config, models: Sequence[Arch], device: str, reasons: dict
     def stored(kv_dtype: str) -> bool:
         return all(mixer.stores(kv_dtype) for arch in models for mixer, _ in arch.mixers)
 
+    kinds = {mixer.kind for arch in models for mixer, _ in arch.mixers}
     if config.kv_dtype is not None and not stored(config.kv_dtype):
+        kind = "compressed" if "compressed" in kinds else "latent"
+        narrow = "int8, " if kind == "latent" and device == "cpu" else ""
         raise ConfigError(
-            f"kv_dtype={config.kv_dtype!r} is not served for latent and compressed attention, whose entries are small "
-            "already: use float16, bfloat16 or float32."
+            f"kv_dtype={config.kv_dtype!r} is not served for {kind} attention, whose entries are small already: use "
+            f"{narrow}float16, bfloat16 or float32."
+        )
+    if config.kv_dtype == "int8" and "latent" in kinds and device != "cpu":
+        raise ConfigError(
+            f"kv_dtype='int8' is not served for latent attention on a {device}, only on a CPU: use bfloat16 or float32."
         )
     if config.kv_dtype == "fp8" and device != "cuda":
         raise ConfigError(f"kv_dtype='fp8' needs a GPU; on a {device} int8 takes the same room and keeps more.")
@@ -354,7 +361,10 @@ def _kv_dtype(config: Config, models: Sequence[Arch], device: str, reasons: dict
         reasons["kv_dtype"] = "the type a GPU computes in"
         return "bfloat16"
     if not stored("int8"):
-        reasons["kv_dtype"] = "latent attention keeps its entries as floats"
+        reasons["kv_dtype"] = "compressed attention keeps its entries as floats"
+        return "float16"
+    if "latent" in kinds:
+        reasons["kv_dtype"] = "int8 takes about half of it, but no published model with latents was at hand to measure"
         return "float16"
     reasons["kv_dtype"] = (
         "half the bytes of float16, and a CPU multiplies bytes faster; perplexity stays within its noise"

@@ -12,8 +12,9 @@ import pytest
 
 from tests.answers.servers import Redis
 from twostroke.answers.bound import Evidence
-from twostroke.answers.cache import AnswerCache, CacheOptions, Computed, Looked, Query
+from twostroke.answers.cache import AnswerCache
 from twostroke.answers.entry import pack, unpack
+from twostroke.answers.lookup import CacheOptions, Computed, Looked, Query
 from twostroke.answers.redis import PREFIX, RedisStore
 from twostroke.answers.store import FileStore, Known, Rows, Store
 
@@ -71,7 +72,7 @@ def keep(cache: AnswerCache, query: Query, tokens: tuple[int, ...] = (7, 8, 2), 
 def convinced(cache: AnswerCache) -> AnswerCache:
     for kind in cache.bound.kinds:
         for _ in range(400):
-            cache.bound.learn(Evidence("elsewhere", kind, 0.99, True))
+            cache.bound.learn(Evidence("elsewhere", kind, 0.8, True))
     return cache
 
 
@@ -98,14 +99,39 @@ def test_a_question_is_shared_only_with_evidence(store: Store) -> None:
     asked = Query(TENANT, context=b"context", question="How do I repair a bicycle?")
     keep(cache, asked)
     similar = Query(TENANT, context=b"context", question="How do I repair the bicycle?")
-    first = look(cache, similar)
-    assert first.found is None and first.near is not None  # no evidence yet
+    assert look(cache, similar).found is None  # no evidence yet
     convinced(cache)
-    assert look(cache, asked).found is not None
+    assert look(cache, asked).found is not None and look(cache, similar).found is not None
     assert look(cache, Query(TENANT, context=b"another", question=asked.question)).found is None
-    swapped = look(cache, Query(TENANT, context=b"context", question="How do I repair a tricycle?"))
-    assert swapped.found is None and swapped.near is None  # the guard refused it
-    assert any(one["decision"].startswith("guard") for one in cache.borderline)
+    swapped = Query(TENANT, context=b"context", question="How do I repair a tricycle?")
+    before = pairs(cache)
+    assert look(cache, swapped).found is None  # the guard refused it
+    keep(cache, swapped)
+    assert any(one["decision"].startswith("guard") for one in cache.borderline) and pairs(cache) == before
+
+
+def test_a_vector_is_made_before_the_answer_only_if_it_may_be_shared(store: Store) -> None:
+    class Counted(Letters):
+        made = 0
+
+        def embed(self, texts: list[str]) -> np.ndarray:
+            self.made += len(texts)
+            return super().embed(texts)
+
+    texts = Counted()
+    cache = AnswerCache(PATIENT, store, SECRET, texts)
+    asked, similar, other = (
+        Query(TENANT, context=b"context", question=f"How do I {text}?")
+        for text in ("repair a bicycle", "repair the bicycle", "sell a bicycle")
+    )
+    keep(cache, asked)
+    texts.made = 0
+    assert look(cache, similar).found is None and texts.made == 0  # no evidence: it cannot be shared
+    convinced(cache)
+    assert look(cache, other).found is None and texts.made == 0
+    assert look(cache, asked).found is not None and texts.made == 0  # the stored vector is that of the same text
+    found = look(cache, similar).found
+    assert found is not None and found.similarity < 1 and texts.made == 1
 
 
 def test_what_was_computed_is_evidence(store: Store) -> None:
@@ -113,10 +139,8 @@ def test_what_was_computed_is_evidence(store: Store) -> None:
     asked = Query(TENANT, context=b"context", question="How do I repair a bicycle?")
     keep(cache, asked)
     for tokens, right in (((7, 8, 2), True), ((9, 9, 2), False)):
-        looked = look(cache, asked)
-        assert looked.near is not None
         before = pairs(cache)
-        keep(cache, asked, tokens, looked)
+        keep(cache, asked, tokens, look(cache, asked))
         assert pairs(cache) == (before[0] + 1, before[1] + (not right))
 
 
@@ -243,6 +267,27 @@ def test_a_file_is_used_again(tmp_path: Path) -> None:
     again = cache_on(FileStore(path, 10))
     assert look(again, Query(TENANT, exact=b"key")).found is not None
     assert look(again, Query(TENANT, context=b"c", question="what is a cat")).found is not None  # the evidence too
+
+
+def test_a_file_of_another_version_loses_its_answers(tmp_path: Path) -> None:
+    path = tmp_path / "answers.sqlite"
+    store = FileStore(path, 10)
+    store.put(Known("old", TENANT, b"key", b"", 1.0, 10), None, b"x")
+    store.add_evidence(b"kept")
+    store._data.execute("PRAGMA user_version=1")
+    store.close()
+    again = FileStore(path, 10)
+    assert again.count() == 0 and [value for _, value in again.evidence("", 9)] == [b"kept"]
+
+
+def test_hits_are_counted_in_the_file_too(tmp_path: Path) -> None:
+    path = tmp_path / "answers.sqlite"
+    store = FileStore(path, 10)
+    store.put(Known("one", TENANT, b"key", b"", 1.0, 10), None, b"x")
+    for _ in range(300):
+        store.hit("one")
+    store.close()
+    assert FileStore(path, 10)._hits == {"one": 300}
 
 
 def test_the_least_valuable_go_first() -> None:

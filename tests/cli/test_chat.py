@@ -28,6 +28,8 @@ class Scripted:
         return self.play(scene)
 
     def play(self, scene: str) -> Iterator[StreamEvent]:
+        if scene == "thoughtful":
+            yield StreamEvent("", (7,), None, 0, reasoning="[b]Hm.")
         yield StreamEvent("Hello", (1,), None, 0)
         if scene == "cut":
             raise KeyboardInterrupt
@@ -48,6 +50,14 @@ def test_an_answer_cut_short_is_not_followed_by_the_figures_of_another(capsys: p
     assert talk.answer("Hi") == "Hello"
     assert "prefill" not in capsys.readouterr().err
     assert talk.last is not None, "/stats still knows the last whole one"
+
+
+def test_reasoning_is_apart_from_the_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    talk = Chat(Scripted("thoughtful"), SamplingParams(), None)  # type: ignore[arg-type]
+    assert talk.answer("Hi") == "Hello there"
+    said = capsys.readouterr()
+    assert said.out == "Hello there\n" and said.err == "[b]Hm.\n\n"
+    assert talk.history[-1] == {"role": "assistant", "content": "Hello there"}
 
 
 def test_what_looks_like_markup_is_said_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:

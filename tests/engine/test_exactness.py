@@ -177,10 +177,11 @@ def test_levers_do_not_change_a_token_on_torch(torch_model, many, lever):
         check_levers(torch_model, many, lever)
 
 
-@pytest.fixture(scope="module")
-def latent_model(deepseek_pair):
+@pytest.fixture(scope="module", params=["float16", "int8"])
+def latent_model(request, deepseek_pair):
     folder, draft = deepseek_pair
-    return folder, {}, Alone(folder), draft
+    kv = {"kv_dtype": request.param}
+    return folder, kv, Alone(folder, **kv), draft
 
 
 @random_lives(14)
@@ -233,11 +234,12 @@ def test_levers_do_not_change_a_token_of_attention_with_sinks(sinks_model, many,
 @pytest.fixture(scope="module")
 def torch_latent_model(deepseek_pair):
     folder, draft = deepseek_pair
+    extra = {"threads": 2, "kv_dtype": "int8"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LIBRARY, lambda: False)
-        alone = Alone(folder, threads=2)
+        alone = Alone(folder, **extra)
     assert isinstance(alone.llm.engine.core.runner.ops, ReferenceOps)
-    return folder, {"threads": 2}, alone, draft
+    return folder, extra, alone, draft
 
 
 @random_lives(2)

@@ -8,7 +8,10 @@ import threading
 
 import pytest
 
+from tests import tiny
 from twostroke import LLM, ConfigError, Grammar, InputError, ModelError, SamplingParams
+from twostroke.grammar.tools import writer
+from twostroke.text.formats import HARMONY
 
 GREEDY = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
 
@@ -81,6 +84,24 @@ def test_chat_uses_the_template(llm):
     assert many[0].token_ids == out.token_ids
     streamed = list(llm.stream([{"role": "user", "content": "Hi"}], GREEDY))
     assert [t for e in streamed for t in e.token_ids] == out.token_ids
+
+
+def test_channels_are_not_shown(tmp_path):
+    """A model that writes Harmony: the text is the answer, reasoning is apart; with tools the text has all of it."""
+    llm = LLM(tiny.tiny_harmony(tmp_path), seed=3)
+    written = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes."
+    bound = Grammar("ebnf", f"start: {writer(HARMONY, llm.tokenizer)(written)}\n")
+    params, ask = SamplingParams(grammar=bound, max_tokens=60), [{"role": "user", "content": "Rain?"}]
+    out = llm.chat(ask, params)
+    assert (out.text, out.reasoning, out.finish_reason) == ("Yes.", "Hm.", "stop")
+    events = list(llm.stream(ask, params))
+    assert ("".join(e.text for e in events), "".join(e.reasoning for e in events)) == ("Yes.", "Hm.")
+    cut = llm.chat(ask, SamplingParams(grammar=bound, max_tokens=out.token_ids.index(out.token_ids[0], 1)))
+    assert (cut.text, cut.reasoning, cut.finish_reason) == ("", "Hm.", "length")
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    assert llm.chat(ask, params, tools=[tool]).text == written
+    plain = llm.generate("Rain?", params)[0]
+    assert plain.text == "analysisHm.assistantfinalYes." and plain.reasoning == ""
 
 
 def test_stop_tokens_end_the_answer(llm):

@@ -17,14 +17,14 @@ from twostroke.model.transformer import rope_table
 from twostroke.ops.cpu.backend import NativeCpuOps, instruction_sets
 from twostroke.ops.cpu.library import available
 from twostroke.ops.formats import Stored, from_float
-from twostroke.ops.interface import BLOCK, Batch, GroupBlocks, KVFormat, KVLayer, LatentAttention, Norm
+from twostroke.ops.interface import BLOCK, Batch, GroupBlocks, KVFormat, KVLayer, LatentAttention, Norm, latent_scales
 from twostroke.ops.reference.backend import ReferenceOps
 from twostroke.weights.quantize import quantize
 
 if not available():
     pytest.skip("the native library is not built", allow_module_level=True)
 
-TYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+TYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "int8": torch.int8}
 SHAPES = {  # heads, latent, plain, rotated, value
     "deepseek": (16, 512, 128, 64, 128),
     "few heads": (2, 64, 32, 16, 24),
@@ -69,11 +69,15 @@ class Life:
         columns = 700 // BLOCK + 1
         order = torch.randperm(count * columns, generator=torch.Generator().manual_seed(count))
         self.tables = order.view(count, columns).to(torch.int32)
-        keys = torch.full((count * columns, 1, BLOCK, latent + turned), float("nan"), dtype=TYPES[kv_format])
-        self.torch_keys = keys  # the arrays below are views of it
+        coded = kv_format == "int8"
+        unwritten = 99 if coded else float("nan")
+        keys = torch.full((count * columns, 1, BLOCK, latent + turned), unwritten, dtype=TYPES[kv_format])
+        scales = torch.full((count * columns, latent_scales(latent + turned), BLOCK), float("nan")) if coded else None
+        self.torch_keys = keys, scales  # the arrays below are views of them
         if ops.device is None:
             keys = keys.view(torch.int16).numpy() if kv_format == "bfloat16" else keys.numpy()
-        self.cache = KVLayer(kv_format, keys)
+            scales = None if scales is None else scales.numpy()
+        self.cache = KVLayer(kv_format, keys, key_scales=scales)
         self.computed = [0] * count
         self.given = numbers(name)
 
@@ -104,13 +108,38 @@ class Life:
 
 
 @pytest.mark.parametrize(
-    ("name", "kv_format"), [("deepseek", "float16"), ("few heads", "bfloat16"), ("odd", "float32")]
+    ("name", "kv_format"),
+    [
+        *[("deepseek", "float16"), ("few heads", "bfloat16"), ("odd", "float32")],
+        *[("deepseek", "int8"), ("few heads", "int8"), ("odd", "int8")],
+    ],
 )
 def test_numbers_of_the_specification(name: str, kv_format: KVFormat) -> None:
     expected = Life(ReferenceOps(), name, kv_format).step([(0, 70)])[0]
     for isa in instruction_sets():
         got = Life(NativeCpuOps(2, isa=isa), name, kv_format).step([(0, 70)])[0]
         np.testing.assert_allclose(got, expected, atol=2e-3 if kv_format == "bfloat16" else 2e-4, rtol=0)
+
+
+@pytest.mark.parametrize("outlier", [1, 30])
+def test_the_error_of_latents_in_bytes(outlier: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against float32: 1.0 %, and the same where one number of each entry is thirty times as large."""
+    given = dict(numbers("deepseek"))
+    given["kv"] = given["kv"].copy()
+    given["kv"][:, 77] *= outlier
+    monkeypatch.setitem(globals(), "numbers", lambda name: given)
+    exact, coded = (Life(NativeCpuOps(2), "deepseek", kv).step([(0, 300)])[0] for kv in ("float32", "int8"))
+    assert np.linalg.norm(coded - exact) / np.linalg.norm(exact) < 0.012
+
+
+def test_a_latent_that_is_no_number_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In its own row and in all that see it, as in a float cache."""
+    given = dict(numbers("few heads"))
+    given["kv"] = given["kv"].copy()
+    given["kv"][20, 70] = np.nan
+    monkeypatch.setitem(globals(), "numbers", lambda name: given)
+    got = Life(NativeCpuOps(2), "few heads", "int8").step([(0, 40)])[0]
+    assert np.isfinite(got[:20]).all() and np.isnan(got[20:]).all()
 
 
 @pytest.mark.parametrize("bits", ["int8", "int4"])
@@ -121,13 +150,17 @@ def test_quantized_matrices_of_heads(bits: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "bits"), [("deepseek", None), ("deepseek", "int8"), ("few heads", "int4"), ("odd", None)]
+    ("name", "bits", "kv_format"),
+    [
+        *[("deepseek", None, "float16"), ("deepseek", "int8", "float16"), ("few heads", "int4", "float16")],
+        *[("odd", None, "float16"), ("deepseek", None, "int8"), ("odd", None, "int8")],
+    ],
 )
-def test_the_same_bits_however_rows_come(name: str, bits: str | None) -> None:
+def test_the_same_bits_however_rows_come(name: str, bits: str | None, kv_format: KVFormat) -> None:
     """Whole, in chunks, one by one, beside others, on other threads and instruction sets; over three splits."""
-    whole = Life(NativeCpuOps(1), name, "float16", bits=bits).step([(0, 600)])[0]
+    whole = Life(NativeCpuOps(1), name, kv_format, bits=bits).step([(0, 600)])[0]
     for isa in instruction_sets()[: 3 if name != "deepseek" else 1]:
-        life = Life(NativeCpuOps(2, isa=isa), name, "float16", 3, bits)
+        life = Life(NativeCpuOps(2, isa=isa), name, kv_format, 3, bits)
         got: list[list[np.ndarray]] = [[], [], []]
         for work in ([(0, 300)], [(0, 31), (1, 500)], [(2, 5), (0, 1), (1, 33)], [(0, 267), (1, 1), (2, 1)], [(0, 1)]):
             for (sequence, _), rows in zip(work, life.step(work), strict=True):
@@ -141,6 +174,7 @@ def test_refusals() -> None:
     life = Life(NativeCpuOps(1), "odd", "float32")
     with pytest.raises(ValueError, match="do not fit"):
         life.ops.attend_latent(np.zeros((1, 3), np.float32), life.given["kv"][:1], life.attention, life.cache, None, 0)
-    odd = KVLayer("int8", life.cache.keys)
-    with pytest.raises(ValueError, match="int8"):
-        life.ops.attend_latent(life.given["q"][:1], life.given["kv"][:1], life.attention, odd, None, 0)
+    for kv_format, reason in (("int8", "1 scales each"), ("int4", "int4 are not supported")):
+        odd = KVLayer(kv_format, life.cache.keys)
+        with pytest.raises(ValueError, match=reason):
+            life.ops.attend_latent(life.given["q"][:1], life.given["kv"][:1], life.attention, odd, None, 0)

@@ -20,7 +20,7 @@ from tests.serve.server import KEY, OTHER_KEY, ROOT, Server, events, wait_until
 from tests.serve.test_fuzz import QUICK, VALUES
 
 SLOW_DEADLINE = (
-    "import dataclasses, twostroke.answers.cache as c, twostroke.serve.answer_setup as s\n"
+    "import twostroke.answers.lookup as c, twostroke.serve.answer_setup as s\n"
     "patient = lambda **given: c.CacheOptions(**given, deadline=5.0)\n"
     "s.CacheOptions = patient\n"
 )  # the machine may be busy: what is tested is not the deadline

@@ -18,7 +18,6 @@ from twostroke.engine.answer import StreamEvent
 from twostroke.serve.api.chat import ChatRequest
 from twostroke.serve.segments import CONTENT, REASONING, SegmentReader
 from twostroke.serve.structured import FormContext
-from twostroke.text.formats import HARMONY
 from twostroke.text.tokenizer import from_folder
 
 SCHEMA = {
@@ -191,26 +190,8 @@ def test_what_a_grammar_binds_is_all_answer(tmp_path: Path) -> None:
     assert forced.grammar is not None and not forced.reasons
 
 
-def harmony_folder(folder: Path) -> Path:
-    """A vocabulary with Harmony's marks as special tokens, and a template that writes them."""
-    folder = tiny.tiny_llama(folder)
-    data = json.loads((folder / "tokenizer.json").read_text())
-    number = max(token["id"] for token in data["added_tokens"])
-    known = max(max(data["model"]["vocab"].values()), number) + 1
-    data["added_tokens"] += [
-        {"id": known + index, "content": mark, "special": True, "single_word": False, "lstrip": False, "rstrip": False,
-         "normalized": False} for index, mark in enumerate(HARMONY.marks)
-    ]  # fmt: skip
-    (folder / "tokenizer.json").write_text(json.dumps(data))
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    template = "{{ tools }}{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}"
-    template += "<|start|>assistant{# <|channel|> #}"
-    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": template}))
-    return folder
-
-
 def test_channels_become_content_reasoning_and_calls(tmp_path: Path) -> None:
-    tokenizer = from_folder(harmony_folder(tmp_path / "harmony"))
+    tokenizer = from_folder(tiny.tiny_harmony(tmp_path / "harmony"))
     text = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>"
     call = 'commentary to=functions.look_up <|constrain|>json<|message|>{"name": "A", "age": 3}<|call|>'
 

@@ -1,6 +1,10 @@
 """`AnswerCache`: looks up, stores, and learns from what was computed. The store is used on one thread and the embedder
 on another: the event loop never waits for them, and a quick lookup does not wait for a vector. A lookup has a deadline;
 after it the request is computed, and the lookup still counts if it ends before the first token.
+
+A lookup asks for the same request, and for questions with the same wording: all that the guard lets through. The latter
+can begin before the prompt is made. Only if one of them may be shared, the question's vector is made. What else is near
+is sought when the answer was computed.
 """
 
 from __future__ import annotations
@@ -12,10 +16,9 @@ import random
 import secrets
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -23,99 +26,32 @@ from twostroke.answers import guard
 from twostroke.answers.bound import NEAREST, ErrorBound, Estimate, Evidence
 from twostroke.answers.entry import Entry, pack, unpack
 from twostroke.answers.evidence import SharedEvidence
+from twostroke.answers.keys import wording_key
+from twostroke.answers.lookup import (
+    Alike,
+    Allowed,
+    CacheOptions,
+    Computed,
+    Counters,
+    Found,
+    Looked,
+    Query,
+    Similar,
+    Texts,
+    Tier,
+)  # fmt: skip
 from twostroke.answers.redis import RedisStore
-from twostroke.answers.store import Known, Near, Store, StoreError
+from twostroke.answers.store import Known, Store, StoreError
 
 log = logging.getLogger(__name__)
-Tier = Literal["exact", "semantic"]
 SERVED = 4096  # hits that can still be called wrong
 BORDERLINE = 50  # decisions that are shown
 NEIGHBOURS = 8  # of a question that the guard looks at
-ALLOWED = ("tools", "temperature", *guard.MARKERS)  # what keeps a request from the semantic tier, unless it is allowed
 AGREE = 0.9  # cosine of two answers that count as the same
 PACE = 0.1  # weight of the last vector in the mean of their times
 SLOW_VECTOR = 0.03  # seconds that a request waits for a vector at most
+HIGHEST = 1.001  # similarity, with room for rounding
 EXACT = "exact"  # in the place of a kind: what is learnt from it says nothing about similarity
-
-
-@dataclass(frozen=True, slots=True)
-class CacheOptions:
-    tier: Tier = "exact"
-    error: float = 0.01  # share of wrong answers of the semantic tier
-    ttl: float | None = 7 * 86400.0  # seconds
-    deadline: float = 0.005  # seconds that a lookup may take, beside the time of a vector
-    shadow: float = 0.05  # share of semantic hits that are computed as well
-    allow: frozenset[str] = frozenset()  # see ALLOWED
-
-
-class Texts(Protocol):
-    """Makes vectors of length 1; None: texts are not compared by meaning."""
-
-    def embed(self, texts: list[str]) -> np.ndarray: ...
-
-
-@dataclass(slots=True)
-class Query:
-    """A request as the cache sees it."""
-
-    tenant: bytes
-    exact: bytes = b""  # empty: not determined
-    context: bytes = b""  # empty: not compared by meaning
-    question: str = ""
-    max_age: float | None = None
-
-
-class Found(NamedTuple):
-    entry: Entry
-    tier: Tier
-    similarity: float
-    hit: str  # id of this hit
-    age: float
-
-
-class Similar(NamedTuple):
-    """A known question that passed the guard."""
-
-    entry: Entry
-    kind: str
-    similarity: float
-
-    def evidence(self, right: bool) -> Evidence:
-        return Evidence(self.entry.id, self.kind, self.similarity, right)
-
-
-@dataclass(slots=True)
-class Looked:
-    """What a lookup found out."""
-
-    found: Found | None = None
-    vector: np.ndarray | None = None
-    near: Similar | None = None  # what the computed answer is compared with
-    shadow: bool = False  # the hit is to be computed as well
-    late: asyncio.Future[Looked] | None = None  # the lookup that goes on
-
-
-class Computed(NamedTuple):
-    """An answer that was computed and ended well."""
-
-    tokens: tuple[int, ...]
-    by_string: bool  # a stop string ended it
-    prompt_tokens: int
-    seconds: float
-    decode: Callable[[tuple[int, ...]], str]
-
-
-@dataclass(slots=True)
-class Counters:
-    hits: dict[str, int] = field(default_factory=lambda: {"exact": 0, "semantic": 0, "coalesced": 0})
-    misses: int = 0
-    bypassed: int = 0
-    late: int = 0
-    failed: int = 0
-    stored: int = 0
-    refused: int = 0  # entries that were not authentic
-    tokens_saved: int = 0
-    seconds_saved: float = 0.0
 
 
 class AnswerCache:
@@ -177,12 +113,27 @@ class AnswerCache:
 
     async def _look(self, query: Query) -> Looked:
         looked, run = Looked(), asyncio.get_running_loop().run_in_executor
-        if query.exact and not await run(self._thread, self._look_exact, query, looked):
-            return looked
-        if looked.found is None and query.context and self.texts is not None:
-            looked.vector = await run(self._embedding, self._vector, query.question)
-            await run(self._thread, self._look_near, query, looked)
+        if query.exact:
+            await run(self._thread, self._look_exact, query, looked)
+        if looked.found is None:
+            self.begin(query)
+            begun, query.begun = query.begun, None  # a query that is asked again is looked up again
+            if begun is not None:
+                self._share(query, looked, await begun)
         return looked
+
+    def begin(self, query: Query) -> None:
+        """Begins the lookup by meaning, unless it was begun. The request's exact key need not be known."""
+        if query.begun is None and query.context and self.texts is not None:
+            query.begun = asyncio.ensure_future(self._begin(query))
+
+    async def _begin(self, query: Query) -> Alike:
+        run = asyncio.get_running_loop().run_in_executor
+        allowed = await run(self._thread, self._look_alike, query)
+        vector = self._known_vector(query, allowed)
+        if allowed and vector is None:
+            vector = await run(self._embedding, self._vector, query.question)
+        return Alike(allowed, vector)
 
     @contextlib.contextmanager
     def _safely(self) -> Iterator[None]:
@@ -205,53 +156,54 @@ class AnswerCache:
             return vector
         return None
 
-    def _look_exact(self, query: Query, looked: Looked) -> bool:
-        """Whether the store answered."""
+    def _look_exact(self, query: Query, looked: Looked) -> None:
         with self._safely():
             entry = self._open(self.store.exact(query.exact), query)
             if entry is not None and entry.exact == query.exact:
                 looked.found = self._hit(entry, "exact")
-            return True
-        return False
 
-    def _look_near(self, query: Query, looked: Looked) -> None:
-        if looked.vector is not None:
-            with self._safely():
-                self._compare(query, looked, looked.vector)
+    def _look_alike(self, query: Query) -> list[Allowed]:
+        """Known questions that differ in what the guard allows, of kinds that have enough evidence."""
+        with self._safely():
+            found = [self._open(sealed, query) for sealed in self.store.alike(self._wording(query))]
+            compared = [(one, guard.compare(query.question, one.question)) for one in found if self._fits(one, query)]
+            return [
+                Allowed(entry, kind)
+                for entry, (refused, kind) in compared
+                if refused is None and self.bound.allows(entry.id, kind, HIGHEST)
+            ]
+        return []
 
-    def _compare(self, query: Query, looked: Looked, vector: np.ndarray) -> None:
-        for near in self.store.nearest(query.context, vector, NEIGHBOURS):
-            if near.similarity < NEAREST:
-                return
-            entry = self._entry_of(near, query)
-            if entry is None:
-                continue
-            similarity = cosine(vector, entry.vector)  # the store's own number is not trusted
-            refused, kind = guard.compare(query.question, entry.question)
-            if refused is not None:
-                self._note(query, entry, similarity, f"guard: {refused}")
-                continue
-            near_one = Similar(entry, kind, similarity)
-            if self.bound.allows(entry.id, kind, similarity):
-                looked.found = self._hit(entry, "semantic", near_one)
-                looked.shadow = random.random() < self.options.shadow
-                looked.near = near_one if looked.shadow else None
-                self._note(query, entry, similarity, "shared", looked.found.hit)
-            else:
-                looked.near = near_one
-                self._note(query, entry, similarity, "not near enough")
+    def _wording(self, query: Query) -> bytes:
+        return wording_key(self.secret, query.context, guard.wording(query.question)) if query.context else b""
+
+    def _known_vector(self, query: Query, allowed: list[Allowed]) -> np.ndarray | None:
+        """The same question has the same vector."""
+        same = (one.entry.vector for one in allowed if one.entry.question == query.question and one.entry.vector)
+        stored = next(same, None)
+        return None if stored is None else np.frombuffer(stored, np.float32)
+
+    def _share(self, query: Query, looked: Looked, alike: Alike) -> None:
+        """The nearest of the known answers that are near enough."""
+        looked.vector = vector = alike.vector
+        if vector is None:
             return
+        similar = [Similar(entry, kind, cosine(vector, entry.vector)) for entry, kind in alike.allowed]
+        shared = [one for one in similar if self.bound.allows(one.entry.id, one.kind, one.similarity)]
+        if not shared:
+            return
+        near = max(shared, key=lambda one: one.similarity)
+        looked.found = self._hit(near.entry, "semantic", near)
+        looked.shadow = random.random() < self.options.shadow
+        looked.near = near if looked.shadow else None
+        self._note(query, near.entry, near.similarity, "shared", looked.found.hit)
 
     def _read_evidence(self) -> None:
         with contextlib.suppress(StoreError):
             self.evidence.read()
 
-    def _entry_of(self, near: Near, query: Query) -> Entry | None:
-        sealed = self.store.get(near.id)
-        if sealed is None and isinstance(self.store, RedisStore):
-            self.store.drop(query.context, near.id)
-        entry = self._open(sealed, query)
-        return entry if entry is not None and entry.context == query.context and entry.id == near.id else None
+    def _fits(self, entry: Entry | None, query: Query) -> TypeGuard[Entry]:
+        return entry is not None and entry.context == query.context
 
     def _open(self, sealed: bytes | None, query: Query) -> Entry | None:
         """An entry that is authentic, of this tenant, and fresh."""
@@ -270,10 +222,14 @@ class AnswerCache:
         self._served[hit] = Evidence(entry.id, EXACT, 1.0, False) if similar is None else similar.evidence(False)
         while len(self._served) > SERVED:
             self._served.popitem(last=False)
-        with contextlib.suppress(StoreError):
-            self.store.hit(entry.id)
+        with contextlib.suppress(RuntimeError):  # the cache was closed
+            self._thread.submit(self._count_hit, entry.id)
         similarity = 1.0 if similar is None else similar.similarity
         return Found(entry, tier, similarity, hit, max(0.0, time.time() - entry.created))
+
+    def _count_hit(self, entry: str) -> None:
+        with contextlib.suppress(StoreError):
+            self.store.hit(entry)
 
     def _note(self, query: Query, entry: Entry, similarity: float, decision: str, hit: str | None = None) -> None:
         self.borderline.append(
@@ -292,14 +248,40 @@ class AnswerCache:
     def _judge(self, query: Query, looked: Looked, computed: Computed) -> None:
         """What needs the embedder; the rest is the store's."""
         with self._safely():
-            text, evidence = computed.decode(computed.tokens), None
+            text = computed.decode(computed.tokens)
+            if looked.vector is None and query.context and self.texts is not None:
+                looked.vector = self._vector(query.question)
+            if looked.near is None and looked.vector is not None and not looked.shadow:
+                with contextlib.suppress(RuntimeError):  # the cache was closed
+                    looked.near = self._thread.submit(self._neighbour, query, looked.vector).result()
+            evidence = None
             if looked.near is not None:
                 evidence = looked.near.evidence(self._same(text, computed.decode(looked.near.entry.tokens)))
             keep = not looked.shadow and bool(text.strip()) and not is_refusal(text)
-            if keep and looked.vector is None and query.context and self.texts is not None:
-                looked.vector = self._vector(query.question)
             with contextlib.suppress(RuntimeError):
                 self._thread.submit(self._store, query, looked.vector, computed if keep else None, evidence)
+
+    def _neighbour(self, query: Query, vector: np.ndarray) -> Similar | None:
+        """The nearest known question that passes the guard: what a computed answer is compared with. Those nearer that
+        the guard refuses are shown to the operator."""
+        with self._safely():
+            for near in self.store.nearest(query.context, vector, NEIGHBOURS):
+                entry = self._entry_of(near.id, query)
+                similarity = -1.0 if entry is None else cosine(vector, entry.vector)  # the store's own is not trusted
+                if entry is None or similarity < NEAREST or (query.exact and entry.exact == query.exact):
+                    continue
+                refused, kind = guard.compare(query.question, entry.question)
+                self._note(query, entry, similarity, f"guard: {refused}" if refused else "computed as well")
+                if refused is None:
+                    return Similar(entry, kind, similarity)
+        return None
+
+    def _entry_of(self, name: str, query: Query) -> Entry | None:
+        sealed = self.store.get(name)
+        if sealed is None and isinstance(self.store, RedisStore):
+            self.store.drop(query.context, name)
+        entry = self._open(sealed, query)
+        return entry if self._fits(entry, query) and entry.id == name else None
 
     def _store(
         self, query: Query, vector: np.ndarray | None, computed: Computed | None, evidence: Evidence | None
@@ -317,7 +299,8 @@ class AnswerCache:
             computed.by_string, computed.prompt_tokens, time.time(), computed.seconds,
             b"" if vector is None else vector.astype(np.float32).tobytes(),
         )  # fmt: skip
-        row = Known(entry.id, entry.tenant, entry.exact, entry.context, entry.created, len(entry.tokens))
+        wording = b"" if vector is None else self._wording(query)
+        row = Known(entry.id, entry.tenant, entry.exact, entry.context, entry.created, len(entry.tokens), wording)
         self.store.put(row, vector, pack(entry, self.secret))
         self.counters.stored += 1
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import lru_cache
 from typing import NamedTuple
 
 MAX_QUESTION = 2000  # characters: longer ones are not compared by meaning
@@ -199,17 +200,30 @@ def fit_for_sharing(question: str, allowed: frozenset[str] = frozenset()) -> str
     return next(found, None)
 
 
+def wording(question: str) -> str:
+    """Equal for all questions that agree in one of `FORMS`, as the last one has the least words: a question that no
+    known one shares it with is not compared. (Marks within the way that "how" begins may hide a pair with the same
+    words.)"""
+    return " ".join(FORMS[-1].find(question))
+
+
 class Compared(NamedTuple):
     refusal: str | None  # the first rule on which two questions differ; None: they may share an answer
     kind: str = ""  # the first form in which their words agree
+
+
+@lru_cache(maxsize=256)
+def _found(question: str) -> tuple[tuple[str, ...], ...]:
+    """What each row of the table finds."""
+    return tuple(rule.find(question) for rule in GUARD)
 
 
 def compare(asked: str, known: str) -> Compared:
     long, short = max(len(asked), len(known)), max(1, min(len(asked), len(known)))
     if long / short > MAX_LENGTH_RATIO:
         return Compared("length ratio")
-    for rule in GUARD:
-        if rule.find(asked) != rule.find(known):
+    for rule, one, other in zip(GUARD, _found(asked), _found(known), strict=True):
+        if one != other:
             return Compared(rule.name)
     for form in FORMS:
         if form.find(asked) == form.find(known):

@@ -47,6 +47,11 @@ def context_key(secret: bytes, salt: bytes, model: str, before: Any, params: Sam
     )
 
 
+def wording_key(secret: bytes, context: bytes, wording: str) -> bytes:
+    """Of questions in one context that may differ in small words and synonyms only."""
+    return digest(secret, (context, wording), b"wording")[:16]
+
+
 def tenant_key(secret: bytes, salt: bytes) -> bytes:
     return digest(secret, (salt,), b"tenant")[:8]
 

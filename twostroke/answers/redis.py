@@ -1,4 +1,5 @@
-"""The store on Redis 8: vector sets for questions, plain keys for answers. All servers of a deployment share it.
+"""The store on Redis 8: vector sets for questions, plain keys for answers and wordings. All servers of a deployment
+share it.
 
 Every call has a deadline. After a failure Redis is not asked again for a moment, so that requests go on without it at
 once; then it is tried again.
@@ -12,7 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from twostroke.answers.store import MAX_EVIDENCE, Known, Near, StoreError
+from twostroke.answers.store import ALIKE, MAX_EVIDENCE, Known, Near, StoreError
 from twostroke.errors import ConfigError
 
 T = TypeVar("T")
@@ -58,6 +59,16 @@ class RedisStore:
 
         return self._call(ask)
 
+    def alike(self, wording: bytes) -> list[bytes]:
+        """The same as of `Store`."""
+
+        def ask() -> list[bytes]:
+            found = self._redis.lrange(self._name(b"alike", wording), 0, ALIKE - 1)
+            values = self._redis.mget([PREFIX + b"entry:" + entry for entry in found]) if found else []
+            return [value for value in values if value is not None]
+
+        return self._call(ask)
+
     def nearest(self, context: bytes, vector: np.ndarray, count: int) -> list[Near]:
         """VSIM's score is (1 + cosine) / 2."""
         data = np.ascontiguousarray(vector, np.float32).tobytes()
@@ -81,6 +92,12 @@ class RedisStore:
             pipe.zadd(PREFIX + b"latest", {entry: known.created})
             if known.exact:
                 pipe.set(self._name(b"exact", known.exact), entry, ex=life)
+            if known.wording:
+                name = self._name(b"alike", known.wording)
+                pipe.lpush(name, entry)
+                pipe.ltrim(name, 0, ALIKE - 1)
+                if life is not None:
+                    pipe.expire(name, life)
             if known.context and vector is not None:
                 data = np.ascontiguousarray(vector, np.float32).tobytes()
                 pipe.execute_command("VADD", self._name(b"near", known.context), "FP32", data, entry, "NOQUANT")

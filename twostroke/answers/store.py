@@ -1,11 +1,13 @@
 """The embedded store: one SQLite file, with keys and vectors in memory. Used from one thread.
 
-Vectors lie in one matrix for each context, and a search multiplies it with the question's vector. Of many vectors only
-short sketches are multiplied, and the best candidates are compared in full.
+An answer is served by its key: of the exact request, or of its question's wording. Vectors lie in one matrix for each
+context, and a search for neighbours to learn from multiplies it with the question's vector. Of many vectors only short
+sketches are multiplied, and the best candidates are compared in full.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import sqlite3
 from collections.abc import Iterator
@@ -17,10 +19,12 @@ import numpy as np
 
 from twostroke.errors import ConfigError
 
+log = logging.getLogger(__name__)
+VERSION = 2  # of the tables
 TABLES = """
 CREATE TABLE IF NOT EXISTS answers (
     id TEXT PRIMARY KEY, tenant BLOB, exact BLOB, context BLOB, vector BLOB, sealed BLOB, created REAL, tokens INTEGER,
-    hits INTEGER DEFAULT 0);
+    wording BLOB, hits INTEGER DEFAULT 0);
 CREATE TABLE IF NOT EXISTS evidence (number INTEGER PRIMARY KEY AUTOINCREMENT, value BLOB);
 """
 EVICTED = 0.02  # of the entries, when there are too many
@@ -28,6 +32,8 @@ FEW = 4096  # vectors that are compared in full
 SKETCH = 32  # numbers of a sketch
 BLOCK = 64  # scores of which the highest is taken first
 CANDIDATES = 64  # vectors with the best sketches, which are compared in full
+ALIKE = 8  # entries of one wording that are found: the latest
+UNWRITTEN = 256  # hits that are counted in memory before they are written to the file
 MAX_EVIDENCE = 60_000  # records: the oldest go first
 
 
@@ -40,6 +46,7 @@ class Known(NamedTuple):
     context: bytes
     created: float
     tokens: int
+    wording: bytes = b""  # key of its question's wording; empty: not compared by meaning
 
 
 class Near(NamedTuple):
@@ -53,6 +60,10 @@ class StoreError(Exception):
 
 class Store(Protocol):
     def exact(self, key: bytes) -> bytes | None: ...
+
+    def alike(self, wording: bytes) -> list[bytes]:
+        """The latest entries with this wording."""
+        ...
 
     def nearest(self, context: bytes, vector: np.ndarray, count: int) -> list[Near]: ...
 
@@ -154,8 +165,10 @@ class FileStore:
         self.max_entries = max_entries
         self._known: dict[str, Known] = {}
         self._by_exact: dict[bytes, str] = {}
+        self._by_wording: dict[bytes, tuple[str, ...]] = {}
         self._rows: dict[bytes, Rows] = {}
         self._hits: dict[str, int] = {}
+        self._unwritten: list[str] = []  # entries that were hit
         try:
             if path is not None:
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -163,13 +176,22 @@ class FileStore:
             self._data = sqlite3.connect(path or ":memory:", check_same_thread=False, isolation_level=None)
             self._data.execute("PRAGMA journal_mode=WAL")
             self._data.execute("PRAGMA synchronous=NORMAL")
-            self._data.executescript(TABLES)
+            self._drop_old()
+            self._data.executescript(f"{TABLES} PRAGMA user_version={VERSION};")
             self._read()
         except (OSError, sqlite3.Error) as error:
             raise ConfigError(f"--answer-cache-file {path}: cannot be used: {error}; name another file.") from None
 
+    def _drop_old(self) -> None:
+        """Answers in tables of another version: they have no wordings, and can be computed again."""
+        tables = {name for (name,) in self._data.execute("SELECT name FROM sqlite_master")}
+        if "answers" in tables and self._data.execute("PRAGMA user_version").fetchone() != (VERSION,):
+            self._data.execute("DROP TABLE answers")
+            log.warning("the answer cache's file is of another version: its answers were dropped")
+
     def _read(self) -> None:
-        rows = self._data.execute("SELECT id, tenant, exact, context, created, tokens, vector, hits FROM answers")
+        columns = "id, tenant, exact, context, created, tokens, wording, vector, hits"
+        rows = self._data.execute(f"SELECT {columns} FROM answers ORDER BY created")
         for *fields, vector, hits in rows:
             known = Known(*fields)
             self._index(known, np.frombuffer(vector, np.float32) if vector else None)
@@ -179,12 +201,20 @@ class FileStore:
         self._known[known.id] = known
         if known.exact:
             self._by_exact[known.exact] = known.id
+        if known.wording:
+            others = (one for one in self._by_wording.get(known.wording, ()) if one != known.id)
+            self._by_wording[known.wording] = (known.id, *others)[:ALIKE]
         if known.context and vector is not None:
             self._rows.setdefault(known.context, Rows(len(vector))).add(known.id, vector)
 
     def exact(self, key: bytes) -> bytes | None:
         entry = self._by_exact.get(key)
         return None if entry is None else self.get(entry)
+
+    def alike(self, wording: bytes) -> list[bytes]:
+        """The same as of `Store`."""
+        found = (self.get(entry) for entry in self._by_wording.get(wording, ()))
+        return [one for one in found if one is not None]
 
     def nearest(self, context: bytes, vector: np.ndarray, count: int) -> list[Near]:
         rows = self._rows.get(context)
@@ -200,9 +230,10 @@ class FileStore:
             self.forget([same])
         stored = None if vector is None else np.ascontiguousarray(vector, np.float32).tobytes()
         self._data.execute(
-            "INSERT OR REPLACE INTO answers VALUES (?, ?, ?, ?, ?, ?, ?, ?, 0)",
-            (known.id, known.tenant, known.exact, known.context, stored, sealed, known.created, known.tokens),
-        )
+            "INSERT OR REPLACE INTO answers VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, 0)",
+            (known.id, known.tenant, known.exact, known.context, stored, sealed, known.created, known.tokens,
+             known.wording),
+        )  # fmt: skip
         self._index(known, vector)
         if len(self._known) > self.max_entries:
             self._evict()
@@ -219,7 +250,16 @@ class FileStore:
     def hit(self, entry: str) -> None:
         if entry in self._known:
             self._hits[entry] = self._hits.get(entry, 0) + 1
-            self._data.execute("UPDATE answers SET hits = hits + 1 WHERE id = ?", (entry,))
+            self._unwritten.append(entry)
+        if len(self._unwritten) >= UNWRITTEN:
+            self._write_hits()
+
+    def _write_hits(self) -> None:
+        rows = [(self._hits[entry], entry) for entry in set(self._unwritten) if entry in self._hits]
+        self._unwritten.clear()
+        with self._data:
+            self._data.execute("BEGIN")
+            self._data.executemany("UPDATE answers SET hits = ? WHERE id = ?", rows)
 
     def forget(self, entries: list[str]) -> int:
         gone = 0
@@ -231,12 +271,18 @@ class FileStore:
             self._hits.pop(entry, None)
             if self._by_exact.get(known.exact) == entry:
                 del self._by_exact[known.exact]
+            self._forget_wording(known)
             if known.context in self._rows:
                 self._rows[known.context].remove(entry)
                 if not self._rows[known.context].ids:
                     del self._rows[known.context]
             self._data.execute("DELETE FROM answers WHERE id = ?", (entry,))
         return gone
+
+    def _forget_wording(self, known: Known) -> None:
+        left = tuple(one for one in self._by_wording.pop(known.wording, ()) if one != known.id)
+        if left:
+            self._by_wording[known.wording] = left
 
     def entries(self, limit: int) -> list[Known]:
         return list(self._latest(limit))
@@ -261,4 +307,5 @@ class FileStore:
         return [(str(number), value) for number, value in self._data.execute(asked, (int(after or 0), limit))]
 
     def close(self) -> None:
+        self._write_hits()
         self._data.close()

@@ -60,10 +60,15 @@ class Chat:
     def answer(self, text: str) -> str:
         """Stream the answer to stdout; text from before Ctrl-C stays in the conversation."""
         self.history.append({"role": "user", "content": text})
-        written, timeline = "", None
+        written, thought, timeline = "", False, None
         stream = self._open_stream()
         try:
             for event in stream:
+                if event.reasoning:
+                    errors.print(event.reasoning, end="", style="dim", markup=False, highlight=False, soft_wrap=True)
+                    thought = True
+                if event.text and thought and not written:
+                    errors.print("\n")
                 written += event.text
                 sys.stdout.write(event.text)
                 sys.stdout.flush()

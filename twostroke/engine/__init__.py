@@ -5,7 +5,9 @@ llm           `LLM`: load a model and ask it, from Python
 several       one prompt or several, with their sampling parameters
 intake        checks prompts and sampling parameters, and makes a frozen `Request` for each sample
 core          `Core`: one step is plan → run → commit; a submitted `Request` becomes a `RequestState` here
-answer        from the core's events to text: `Answer` decodes and finds stop strings, `Output` is what the caller gets
+answer        from the core's events to text: `Answer` decodes and finds stop strings
+output        what the caller gets: `StreamEvent`, `Output`
+chat_form     of models with channels: reasoning apart from the text
 build         puts an engine together: checkpoint, settings, backend, model, KV cache, scheduler, core
 draft_model   opens the draft model's checkpoint, and checks that it fits
 settings      settings that can change while the engine runs

@@ -1,91 +1,33 @@
-"""From events of the core to text: decoding, stop strings, and what the caller gets."""
+"""From events of the core to text: decoding and stop strings."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import NamedTuple
-
+from twostroke.engine.chat_form import Division
+from twostroke.engine.output import Output, Sample, StreamEvent
 from twostroke.metrics.timeline import Timeline
 from twostroke.text.stream import StopMatcher, StreamDecoder
 from twostroke.text.tokenizer import Tokenizer
-from twostroke.types import Event, FinishReason, Request, TokenLogprobs
+from twostroke.types import Event, FinishReason, Request
 
-
-class StreamEvent(NamedTuple):
-    """A piece of one answer. The last piece of each sample carries its finish reason and timeline."""
-
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: str | None = None
-    sample: int = 0
-    logprobs: tuple[TokenLogprobs, ...] | None = None
-    timeline: Timeline | None = None
-    error: str | None = None
-
-    @property
-    def is_text(self) -> bool:
-        """Whether it holds text and nothing that only some callers want."""
-        return bool(self.text) and self.finish_reason is None and self.logprobs is None
-
-
-@dataclass(slots=True)
-class Sample:
-    """One of the n answers to a prompt."""
-
-    timeline: Timeline
-    pieces: list[str] = field(default_factory=list)  # of its text
-    token_ids: list[int] = field(default_factory=list)
-    finish_reason: str | None = None
-    logprobs: list[TokenLogprobs] | None = None
-    error: str | None = None
-
-    @property
-    def text(self) -> str:
-        return "".join(self.pieces)
-
-
-@dataclass(slots=True)
-class Output:
-    """A prompt's answers. The fields of the first sample can be read directly."""
-
-    prompt_token_ids: list[int]
-    samples: list[Sample]
-    prompt_logprobs: list[TokenLogprobs | None] | None = None  # the first prompt token has none
-
-    @property
-    def text(self) -> str:
-        return self.samples[0].text
-
-    @property
-    def token_ids(self) -> list[int]:
-        return self.samples[0].token_ids
-
-    @property
-    def finish_reason(self) -> str | None:
-        return self.samples[0].finish_reason
-
-    @property
-    def logprobs(self) -> list[TokenLogprobs] | None:
-        return self.samples[0].logprobs
-
-    @property
-    def timeline(self) -> Timeline:
-        return self.samples[0].timeline
-
-    @property
-    def error(self) -> str | None:
-        """Why the answer failed (finish_reason "error"); None if it did not."""
-        return self.samples[0].error
+__all__ = ["Answer", "Output", "Sample", "StreamEvent"]
 
 
 class Answer:
     """One sample in the making: turns the core's events into text that is final the moment it is shown."""
 
-    __slots__ = ("decoder", "request", "sample", "stops")
+    __slots__ = ("decoder", "division", "request", "sample", "stops")
 
-    def __init__(self, request: Request, tokenizer: Tokenizer, visible: frozenset[int] = frozenset()):
-        """visible: special tokens that are part of the text, such as the marks around a call."""
+    def __init__(
+        self,
+        request: Request,
+        tokenizer: Tokenizer,
+        visible: frozenset[int] = frozenset(),
+        division: Division | None = None,
+    ):
+        """visible: special tokens that are part of the text, such as the marks around a call. division: into what is
+        shown and reasoning; None: all of it is shown."""
         self.request = request
+        self.division = division
         self.decoder = StreamDecoder(tokenizer, at_start=False, visible=visible)
         self.stops = StopMatcher(tuple(request.params.stop)) if request.params.stop else None
         self.sample = Sample(Timeline(request.arrival, prompt_tokens=len(request.tokens) - request.written))
@@ -103,7 +45,9 @@ class Answer:
         if event.facts is not None:
             timeline.update(event.facts)
         ids, text = self._decode(event)
+        text, reasoning = self.division(text, self.finished) if self.division else (text, "")
         sample.pieces.append(text)
+        sample.thoughts.append(reasoning)
         sample.token_ids += ids
         timeline.token_times += [at] * len(ids)
         logprobs = None
@@ -112,11 +56,11 @@ class Answer:
             sample.logprobs += logprobs
         reason = sample.finish_reason
         if reason is None:
-            return StreamEvent(text, ids, None, self.request.sample, logprobs)
+            return StreamEvent(text, ids, None, self.request.sample, logprobs, reasoning=reasoning)
         sample.error = event.error
         if timeline.end is None:
             timeline.end = at
-        return StreamEvent(text, ids, reason, self.request.sample, logprobs, timeline, event.error)
+        return StreamEvent(text, ids, reason, self.request.sample, logprobs, timeline, event.error, reasoning)
 
     def _decode(self, event: Event) -> tuple[tuple[int, ...], str]:
         """The tokens that belong to the answer, and the text that may be shown now."""

@@ -13,6 +13,7 @@ from twostroke.embed.description import is_embedder_at
 from twostroke.embed.embedder import open_embedder
 from twostroke.engine.answer import Answer, Output, StreamEvent
 from twostroke.engine.build import Engine, build_engine
+from twostroke.engine.chat_form import AS_WRITTEN, ChatForm, chat_form
 from twostroke.engine.intake import Prompt
 from twostroke.engine.interrupt import interrupt_deferred
 from twostroke.engine.several import as_list, params_for
@@ -90,21 +91,26 @@ class LLM(VectorMethods):
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         **template_arguments: Any,
     ) -> Output | list[Output]:
-        """The answer to one conversation, or a list of answers to a list of conversations."""
+        """The answer to one conversation, or a list of answers to a list of conversations.
+
+        Of a model that writes in channels (gpt-oss) the text is the answer, and `reasoning` what came before it. With
+        `tools` its text has all channels and their marks: `text.parse.StreamParser` reads calls from it.
+        """
         single = not messages or isinstance(messages[0], Mapping)
         conversations: Sequence[Any] = [messages] if single else messages
-        outputs = self._run([self._render(c, template_arguments) for c in conversations], params)
+        prompts = [self._render(c, template_arguments) for c in conversations]
+        outputs = self._run(prompts, params, chat_form(self.tokenizer, bool(template_arguments.get("tools"))))
         return outputs[0] if single else outputs
 
     def stream(self, prompt: Prompt | Messages, params: SamplingParams | None = None) -> Iterator[StreamEvent]:
         """Pieces of the answer as they are written; a list of messages is a chat. Closing the iterator aborts it."""
         if not isinstance(prompt, str) and prompt and isinstance(prompt[0], Mapping):
-            tokens = self._render(cast(Messages, prompt), {})
+            tokens, form = self._render(cast(Messages, prompt), {}), chat_form(self.tokenizer, tools=False)
         else:
-            tokens = self.engine.intake.tokenize(cast(Prompt, prompt))
+            tokens, form = self.engine.intake.tokenize(cast(Prompt, prompt)), AS_WRITTEN
         params = params or SamplingParams()
         self.engine.intake.prepare(params)
-        return self._pieces(self._submit(tokens, params))
+        return self._pieces(self._submit(tokens, params, form))
 
     def close(self) -> None:
         """End what is under way and the child processes, and give the model's memory back. Any later call is refused.
@@ -147,14 +153,19 @@ class LLM(VectorMethods):
         text = render_conversation(template, list(messages), **arguments)
         return self.engine.intake.tokenize(text, add_special=False)
 
-    def _run(self, prompts: list[list[int]], params: SamplingParams | Sequence[SamplingParams] | None) -> list[Output]:
+    def _run(
+        self,
+        prompts: list[list[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        form: ChatForm = AS_WRITTEN,
+    ) -> list[Output]:
         each = params_for(params, len(prompts))
         for one in each:
             self.engine.intake.prepare(one)  # refuse the whole call before any of it runs
         jobs: list[Job] = []
         try:
             for tokens, one in zip(prompts, each, strict=True):
-                jobs.append(self._submit(tokens, one))
+                jobs.append(self._submit(tokens, one, form))
             while not all(job.finished for job in jobs):
                 self._pump()
         finally:
@@ -171,11 +182,12 @@ class LLM(VectorMethods):
         finally:
             self._abort([job])
 
-    def _submit(self, tokens: list[int], params: SamplingParams) -> Job:
+    def _submit(self, tokens: list[int], params: SamplingParams, form: ChatForm = AS_WRITTEN) -> Job:
         with self._lock:
             core = self.engine.core
             requests = self.engine.intake.requests(tokens, params, core.clock())
-            job = Job(tokens, [Answer(r, self.tokenizer) for r in requests], params.prompt_logprobs is not None)
+            answers = [Answer(r, self.tokenizer, form.visible, form.division()) for r in requests]
+            job = Job(tokens, answers, params.prompt_logprobs is not None)
             for request, answer in zip(requests, job.answers, strict=True):
                 self._answers[request.id] = (job, answer)
                 core.submit(request)

@@ -14,7 +14,17 @@ from dataclasses import dataclass
 from twostroke.model.arch import Product, Rope, seen_pairs
 from twostroke.model.entry import KVEntry, KVPart
 from twostroke.model.layers import Branch, PackedProduct
-from twostroke.ops.interface import KV_SCALE_BYTES, Array, Batch, KVLayer, LatentAttention, Norm, Ops, Weight
+from twostroke.ops.interface import (
+    KV_SCALE_BYTES,
+    Array,
+    Batch,
+    KVLayer,
+    LatentAttention,
+    Norm,
+    Ops,
+    Weight,
+    latent_scales,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +78,13 @@ class LatentArch:
 
     def entries(self, kv_dtype: str) -> tuple[KVEntry, ...]:
         """Latent and rotated key part, once for all heads; values are read from the same numbers."""
-        return (KVEntry((KVPart("keys", 1, self.cached, kv_dtype),)),)
+        keys = KVPart("keys", 1, self.cached, kv_dtype)
+        if kv_dtype not in KV_SCALE_BYTES:
+            return (KVEntry((keys,)),)
+        return (KVEntry((keys, KVPart("key_scales", latent_scales(self.cached), 1, "float32"))),)
 
     def stores(self, kv_dtype: str) -> bool:
-        return kv_dtype not in KV_SCALE_BYTES
+        return kv_dtype == "int8" or kv_dtype not in KV_SCALE_BYTES
 
     def small_weights(self) -> int:
         return self.latent + (self.query_rank or 0)

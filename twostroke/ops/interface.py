@@ -28,6 +28,7 @@ Activation = Literal["silu", "gelu_tanh", "swiglu_oai", "swiglu_10"]
 KVFormat = Literal["float32", "float16", "bfloat16", "int8", "int4", "fp8"]
 KV_BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "int8": 8, "int4": 4, "fp8": 8}  # of one element
 KV_SCALE_BYTES = {"int8": 4, "int4": 4, "fp8": 4}  # one float32 scale for each token and head
+LATENT_GROUP = 64  # numbers of a cached latent that share a scale
 
 Array = Any  # what a backend computes with: np.ndarray where its `device` is None (the native CPU), else torch.Tensor
 Weight = Any  # a matrix as the backend packed it; only the backend that made it looks inside
@@ -156,7 +157,8 @@ class KVLayer:
 
     int8: width = head_dim, value = code · scale. int4: width = head_dim / 2 (uint8; low nibble = even element),
     value = (code - 8) · scale. fp8: four bits of exponent, three of mantissa, value = code · scale. One scale for each
-    token and head; in the other float formats there are none.
+    token and head; in the other float formats there are none. The entries of latent attention have one head; in int8
+    they have a scale for each LATENT_GROUP numbers.
 
     The native CPU backend orders the codes of an int8 block and head in its own way (cpu/native/kernels/kv.h), so only
     that backend reads its pool. Code that moves whole blocks does not depend on the order.
@@ -168,6 +170,11 @@ class KVLayer:
     key_scales: Array | None = None  # (blocks, kv_heads, BLOCK) float32
     value_scales: Array | None = None
     further: tuple[tuple[KVLayer, int], ...] = ()  # what the layer caches beside, each with the group it follows
+
+
+def latent_scales(numbers: int) -> int:
+    """Scales of an entry of latent attention in a format that has them."""
+    return -(-numbers // LATENT_GROUP)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -15,7 +15,8 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from twostroke.answers.cache import ALLOWED, AnswerCache, CacheOptions
+from twostroke.answers.cache import AnswerCache
+from twostroke.answers.lookup import ALLOWED, CacheOptions
 from twostroke.answers.redis import RedisStore
 from twostroke.answers.store import FileStore, Store
 from twostroke.answers.topics import Topics

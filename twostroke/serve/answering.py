@@ -12,13 +12,16 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from twostroke.answers import guard
-from twostroke.answers.cache import AnswerCache, Computed, Found, Looked, Query
+from twostroke.answers.cache import AnswerCache
 from twostroke.answers.keys import context_key, exact_key, tenant_key
+from twostroke.answers.lookup import Computed, Found, Looked, Query
 from twostroke.engine.answer import Answer, StreamEvent
 from twostroke.remote.admission import BusyError
 from twostroke.remote.client import EngineError
 from twostroke.remote.stream import Stream
 from twostroke.sampling import SamplingParams
+from twostroke.serve.sampling import AnswerCacheOptions
+from twostroke.serve.shadow import Shadows
 from twostroke.serve.transport.http import Exchange
 from twostroke.types import Event, FinishReason
 
@@ -35,6 +38,7 @@ class Question(NamedTuple):
     text: str
     before: Any
     tools: bool  # the request has some
+    begun: Query | None = None  # the lookup by meaning, which goes on
 
 
 def question_of(messages: Sequence[Mapping[str, Any]], before: Any, tools: bool) -> Question | None:
@@ -53,9 +57,20 @@ def comparable(question: Question, params: SamplingParams, allowed: frozenset[st
 
 
 def context_of(
-    question: Question, given: GenerationInput, secret: bytes, salt: bytes, model: str, params: SamplingParams
+    question: Question, visible: frozenset[int], secret: bytes, salt: bytes, model: str, params: SamplingParams
 ) -> bytes:
-    return context_key(secret, salt, model, (question.before, sorted(given.format.visible)), params)
+    return context_key(secret, salt, model, (question.before, sorted(visible)), params)
+
+
+def bypasses(exchange: Exchange, cache: AnswerCacheOptions | None) -> bool:
+    """Whether a request asks not to be answered from the cache."""
+    directives = exchange.headers.get(b"cache-control", b"").lower()
+    return (cache is not None and not cache.answer) or any(word in directives for word in NO_STORE)
+
+
+def several(params: SamplingParams) -> bool:
+    """More than one answer's text is asked for: other samples, or log-probabilities."""
+    return params.n != 1 or params.logprobs is not None or params.prompt_logprobs is not None
 
 
 class Planned(NamedTuple):
@@ -90,33 +105,54 @@ class Answering:
         self.cache = cache
         self.service = service
         self._leaders: dict[bytes, Stream] = {}  # by exact key
-        self._tasks: set[asyncio.Task[None]] = set()
+        self.shadows = Shadows(service.clock, lambda: service.engine.in_flight > 0)
 
     # ---- which requests --------------------------------------------------------------------------------------------
 
     def query(self, exchange: Exchange, given: GenerationInput) -> Query | None:
         """None: this request is not answered from the cache, nor stored."""
+        self.shadows.request()
         params, cache = given.params, given.cache
-        directives = exchange.headers.get(b"cache-control", b"").lower()
-        if (cache is not None and not cache.answer) or any(word in directives for word in NO_STORE):
+        if bypasses(exchange, cache):
             self.cache.counters.bypassed += 1
             return None
-        scored = params.logprobs is not None or params.prompt_logprobs is not None
-        if len(given.prompts) != 1 or params.n != 1 or scored or given.explain:
+        if len(given.prompts) != 1 or several(params) or given.explain:
             return None
         service, salt, secret = self.service, exchange.caller.salt, self.cache.secret
         effective = params.with_defaults(service.engine.intake.defaults)
-        query = Query(tenant_key(secret, salt), max_age=None if cache is None else cache.max_age)
+        question = given.question
+        query = question.begun if question is not None else None
+        if query is None:
+            query = self._semantic(exchange, question, effective, given.format.visible, cache)
         if effective.temperature == 0 or params.seed is not None:
             query.exact = exact_key(
                 secret, salt, service.fingerprint, given.prompts[0], effective, given.format.visible
             )
-        question = given.question
-        options = self.cache.options
-        if options.tier == "semantic" and question is not None and comparable(question, effective, options.allow):
-            query.question = question.text
-            query.context = context_of(question, given, secret, salt, service.fingerprint, effective)
         return query if query.exact or query.context else None
+
+    def begin(
+        self, exchange: Exchange, question: Question, params: SamplingParams, visible: frozenset[int],
+        cache: AnswerCacheOptions | None,
+    ) -> Question:  # fmt: skip
+        """Begins to look for the question, before its prompt is made."""
+        if bypasses(exchange, cache) or several(params):
+            return question
+        effective = params.with_defaults(self.service.engine.intake.defaults)
+        query = self._semantic(exchange, question, effective, visible, cache)
+        self.cache.begin(query)
+        return question._replace(begun=query)
+
+    def _semantic(
+        self, exchange: Exchange, question: Question | None, params: SamplingParams, visible: frozenset[int],
+        cache: AnswerCacheOptions | None,
+    ) -> Query:  # fmt: skip
+        """Without a context where the question is not compared by meaning. params: with the server's defaults."""
+        salt, secret, options = exchange.caller.salt, self.cache.secret, self.cache.options
+        query = Query(tenant_key(secret, salt), max_age=None if cache is None else cache.max_age)
+        if options.tier == "semantic" and question is not None and comparable(question, params, options.allow):
+            query.question = question.text
+            query.context = context_of(question, visible, secret, salt, self.service.fingerprint, params)
+        return query
 
     async def look(self, query: Query) -> Planned:
         return Planned(query, await self.cache.lookup(query))
@@ -229,24 +265,20 @@ class Answering:
         stream.taps.append(tap)
 
     def check_in_shadow(self, exchange: Exchange, given: GenerationInput, planned: Planned) -> None:
-        """Computes an answer that was also given from the cache, to learn whether that was right."""
-        engine = self.service.engine
-        try:
-            stream = engine.submit(
-                given.prompts, given.params, exchange.caller.salt, self.service.clock(), given.format.visible,
-                exchange.caller.number,
-            )  # fmt: skip
-        except (BusyError, EngineError):
-            return
-        self.watch(planned, stream)
+        """Computes an answer that was also given from the cache, to learn whether that was right: when it is quiet."""
 
-        async def read() -> None:
-            while await stream.take():
-                continue
+        def submit() -> Stream | None:
+            try:
+                stream = self.service.engine.submit(
+                    given.prompts, given.params, exchange.caller.salt, self.service.clock(), given.format.visible,
+                    exchange.caller.number,
+                )  # fmt: skip
+            except (BusyError, EngineError):
+                return None
+            self.watch(planned, stream)
+            return stream
 
-        task = asyncio.get_running_loop().create_task(read())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self.shadows.add(submit)
 
 
 def ended_by_string(answer: Answer) -> bool:

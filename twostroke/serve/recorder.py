@@ -23,5 +23,5 @@ class Recorder:
         question, params = given.question, given.params.with_defaults(service.engine.intake.defaults)
         if question is None or len(stream.answers) != 1 or not comparable(question, params):
             return
-        context = context_of(question, given, self._secret, salt, service.fingerprint, params)
+        context = context_of(question, given.format.visible, self._secret, salt, service.fingerprint, params)
         self.topics.add_later(stream.answers[0].request.id, context, question.text)

@@ -17,7 +17,7 @@ from twostroke.cost.simulation.deployment import Deployment
 from twostroke.cost.simulation.trace import Arrival, shared_first
 from twostroke.errors import ConfigError
 
-EXACT_LOOKUP, SEMANTIC_LOOKUP = 0.001, 0.006  # seconds of the answer cache, for a question of usual length
+LOOKUP = 0.001  # seconds of the answer cache that a request waits in vain
 FEW_REPEATED = 0.01  # share of prompts
 GROW = 4  # factor by which a cap is raised
 
@@ -174,7 +174,7 @@ def known_answers(scenario: Scenario) -> Scenario | str:
     found = without_repeated(
         scenario, lambda arrival: arrival.parts if arrival.determined else None, "prompts", "a whole"
     )
-    return found if isinstance(found, str) else found._replace(lookup=EXACT_LOOKUP)
+    return found if isinstance(found, str) else found._replace(lookup=LOOKUP)
 
 
 def known_questions(scenario: Scenario) -> Scenario | str:
@@ -182,7 +182,7 @@ def known_questions(scenario: Scenario) -> Scenario | str:
     if not any(arrival.topic is not None for arrival in scenario.arrivals):
         return "which questions ask the same is not known: serve --record-questions records it"
     found = without_repeated(scenario, lambda arrival: arrival.topic, "questions", "the same in meaning")
-    return found if isinstance(found, str) else found._replace(lookup=SEMANTIC_LOOKUP)
+    return found if isinstance(found, str) else found._replace(lookup=LOOKUP)
 
 
 def without_repeated(scenario: Scenario, key: Callable[[Arrival], Any], what: str, how: str) -> Scenario | str:

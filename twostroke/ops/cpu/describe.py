@@ -11,9 +11,10 @@ import numpy as np
 
 from twostroke.ops.cpu.arrays import address
 from twostroke.ops.cpu.library import AttendBatch, AttendLayer
-from twostroke.ops.interface import BLOCK, Attention, Batch, KVLayer, LatentAttention
+from twostroke.ops.interface import BLOCK, Attention, Batch, KVLayer, LatentAttention, latent_scales
 
 KV_FORMATS = {"float32": 0, "float16": 1, "bfloat16": 2, "int8": 3, "int4": 4}
+LATENT_FORMATS = {"float32": 0, "float16": 1, "bfloat16": 2, "int8": 5}
 BATCH_TYPES = tuple(map(np.dtype, ("i8", "i8", "i4", "i4", "i4")))  # positions, slots, tables, starts, contexts
 MAX_LATENT, MAX_TURNED = 1024, 64  # kMaxEntryDim of kernels.h
 
@@ -47,9 +48,7 @@ def describe_layer(attention: Attention, kv: KVLayer) -> AttendLayer:
         place_codes(layer, name, codes)
     for name, scales in (("key", kv.key_scales), ("value", kv.value_scales)):
         if scales is not None:
-            setattr(layer, f"{name}_scales", scales.ctypes.data)
-            setattr(layer, f"{name}_scale_block_stride", scales.strides[0] // 4)
-            setattr(layer, f"{name}_scale_head_stride", scales.strides[1] // 4)
+            place_scales(layer, name, scales)
     return layer
 
 
@@ -62,11 +61,20 @@ def place_codes(layer: AttendLayer, name: str, codes: np.ndarray) -> None:
     setattr(layer, f"{name}_head_stride", codes.strides[1])
 
 
+def place_scales(layer: AttendLayer, name: str, scales: np.ndarray) -> None:
+    setattr(layer, f"{name}_scales", scales.ctypes.data)
+    setattr(layer, f"{name}_scale_block_stride", scales.strides[0] // 4)
+    setattr(layer, f"{name}_scale_head_stride", scales.strides[1] // 4)
+
+
 def describe_latent(attention: LatentAttention, kv: KVLayer) -> AttendLayer:
     """One K/V head whose values are the first numbers of its keys. The norm is that of the latent."""
     dim, cos, sin = attention.latent + attention.rope_dim, attention.rope.cos, attention.rope.sin
-    if KV_FORMATS.get(kv.format, 3) > 2:
-        raise ValueError(f"latents in {kv.format} are not supported here; use float32, float16 or bfloat16")
+    if kv.format not in LATENT_FORMATS:
+        raise ValueError(f"latents in {kv.format} are not supported here; use one of {', '.join(LATENT_FORMATS)}")
+    groups = latent_scales(dim) if kv.format == "int8" else 0
+    if (0 if kv.key_scales is None else kv.key_scales.shape[1]) != groups:
+        raise ValueError(f"entries of {dim} numbers in {kv.format} have {groups} scales each")
     if attention.latent > MAX_LATENT or attention.rope_dim > MAX_TURNED or 2 * cos.shape[1] != attention.rope_dim:
         raise ValueError(
             f"a latent of {attention.latent} with {attention.rope_dim} rotated dimensions is not supported; at most "
@@ -74,11 +82,13 @@ def describe_latent(attention: LatentAttention, kv: KVLayer) -> AttendLayer:
         )
     layer = AttendLayer(
         heads=attention.heads, kv_heads=1, head_dim=dim, value_dim=attention.latent, scale=attention.scale,
-        rope_half=cos.shape[1], cos=address(cos), sin=address(sin), kv_format=KV_FORMATS[kv.format],
+        rope_half=cos.shape[1], cos=address(cos), sin=address(sin), kv_format=LATENT_FORMATS[kv.format],
         key_norm=address(attention.norm.weight), key_eps=attention.norm.eps,
     )  # fmt: skip
     for name in ("key", "value"):
         place_codes(layer, name, kv.keys)
+    if kv.key_scales is not None:
+        place_scales(layer, "key", kv.key_scales)
     return layer
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import ClassVar
 
 NAME = "libtwostroke.so"
-ABI = 10  # ts_version: raised whenever a signature or a shared structure changes
+ABI = 11  # ts_version: raised whenever a signature or a shared structure changes
 
 
 class AttendLayer(ctypes.Structure):

@@ -161,6 +161,8 @@ async def handle(service: Service, exchange: Exchange) -> None:
     if service.answers is not None or service.topics is not None:
         before = (messages[:-1], form.tools, arguments, request.ending())
         question = question_of(messages, before, form.tools is not None)
+    if service.answers is not None and question is not None:
+        question = service.answers.begin(exchange, question, params, form.visible, request.cache)
     text, tokens = await service.render(exchange, messages, tools=form.tools, **request.ending(), **arguments)
     given = GenerationInput(
         [tokens], params, request.explain, form, text, request.grammar_field, request.cache, question

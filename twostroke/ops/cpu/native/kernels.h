@@ -43,7 +43,7 @@ struct MatmulArgs {
     int add;              // add to what out holds
 };
 
-enum KVFormat : int { KVFloat, KVHalf, KVBfloat, KVInt8, KVInt4 };
+enum KVFormat : int { KVFloat, KVHalf, KVBfloat, KVInt8, KVInt4, KVLatent8 };  // KVLatent8: see kernels/latent_bytes.h
 
 // The constants of one layer's attention and where its cache lies. Mirrored in library.py.
 struct AttendLayer {

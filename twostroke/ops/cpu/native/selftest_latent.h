@@ -84,12 +84,14 @@ void check_latent(const std::vector<Backend>& backends, const LatentCase& c, con
     for (const Backend& b : backends) {
         Weight* const key_up = pack_heads(b.context, c.heads, c.matrices, c.latent, c.plain, w.key_up);
         Weight* const value_up = pack_heads(b.context, c.heads, c.matrices, c.value, c.latent, w.value_up);
-        const int64_t block = 16 * dim * (c.kv_format == KVFloat ? 4 : 2);
+        const int64_t block = 16 * dim * (c.kv_format == KVFloat ? 4 : c.kv_format == KVLatent8 ? 1 : 2);
+        std::vector<float> scales((size_t)(columns * 16 * ((dim + 63) / 64)), NAN);
         std::vector<uint8_t> cache((size_t)(columns * block), 255);
         AttendLayer L{};
         L.heads = c.heads, L.kv_heads = 1, L.head_dim = dim, L.value_dim = c.latent, L.scale = 0.05f, L.rope_half = c.turned / 2;
         L.kv_format = c.kv_format, L.cos = w.cos.data(), L.sin = w.sin.data(), L.key_norm = w.norm.data(), L.key_eps = 1e-6f;
         L.keys = L.values = cache.data(), L.key_block_stride = L.value_block_stride = block;
+        if (c.kv_format == KVLatent8) L.key_scales = scales.data(), L.key_scale_block_stride = 16 * ((dim + 63) / 64), L.key_scale_head_stride = 16;
         const LatentCall call{&L, key_up, value_up, c.plain, 0};
         for (const int chunk : {kTokens, 90, 1}) {
             std::vector<float> out((size_t)(kTokens * inner));
@@ -106,6 +108,7 @@ void check_latent(const std::vector<Backend>& backends, const LatentCase& c, con
         ts_weight_free(key_up), ts_weight_free(value_up);
     }
     const std::vector<float> last(first.end() - inner, first.end());
-    if (c.matrices == F32 && c.kv_format == KVFloat && !close(last, plain_latent(c, w, kTokens, 0.05f), 1e-5)) fail(name + " is far from the plain loops");
+    const double error = c.kv_format == KVLatent8 ? 1e-2 : 1e-5;
+    if (c.matrices == F32 && (c.kv_format == KVFloat || c.kv_format == KVLatent8) && !close(last, plain_latent(c, w, kTokens, 0.05f), error)) fail(name + " is far from the plain loops");
     printf("%s %016llx\n", name.c_str(), (unsigned long long)checksum(first));
 }

@@ -16,6 +16,7 @@
 #include "attend_score.h"
 #include "attend_value.h"
 #include "attend_lanes.h"
+#include "latent_bytes.h"
 #include "attend_codes.h"
 #include "attend_write.h"
 #include "attend.h"

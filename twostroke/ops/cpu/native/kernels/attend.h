@@ -29,9 +29,10 @@ template <class Body> TS_INLINE void for_lines(int dim, int line, int end, const
     }
 }
 
-// Whether this many lines read the cache itself, so that they can ask for what follows as they go.
+// Whether this many lines read the cache itself, so that they can ask for what follows as they go. Latents in bytes are
+// always converted.
 template <int Format> TS_INLINE bool few_lines(int count, int dim) {
-    return count <= kFewLines && (!is_coded(Format) || is_panel<Format>(dim));
+    return Format != KVLatent8 && count <= kFewLines && (!is_coded(Format) || is_panel<Format>(dim));
 }
 
 // Asks at once for what follows, as far as the rows of this step, [from, to), are not read one by one.
@@ -50,11 +51,16 @@ template <int Format> TS_INLINE void fetch_unread(int count, int dim, const Foll
 
 // What all lines of a tile read of tokens [from, to) of a float cache, `from` at a block's border: converted copies.
 template <int Format>
-static void load_step(const Lines& s, const StepBlocks& blocks, int dim, int value_dim, int from, int to) {
+static void load_step(const AttendLayer& L, const Lines& s, const StepBlocks& blocks, int from, int to) {
     for (int b = from / kBlock; b * kBlock < to; ++b) {
         const int n = tokens_of(b, to);
-        load_keys<Format>(blocks.keys[b], dim, n, s.keys + b * kBlock * s.padded);
-        load_values<Format>(blocks.values[b], dim, value_dim, s.wide, n, s.block + b * kBlock * s.wide);
+        float *const keys = s.keys + b * kBlock * s.padded, *const values = s.block + b * kBlock * s.wide;
+        if constexpr (Format == KVLatent8) {
+            load_latent_bytes(L, blocks.keys[b], blocks.key_scales[b], s.wide, n, keys, values);
+        } else {
+            load_keys<Format>(blocks.keys[b], L.head_dim, n, keys);
+            load_values<Format>(blocks.values[b], L.head_dim, L.value_dim, s.wide, n, values);
+        }
     }
 }
 
@@ -124,7 +130,7 @@ static void attend_lines(const AttendTask& task, const Lines& tile, const StepBl
         if (few) Codes::template attend<true>(step, line, end);
         else Codes::template attend<false>(step, line, end);
     } else {
-        if (!few) load_step<Format>(tile, blocks, dim, task.layer->value_dim, from, to);
+        if (!few) load_step<Format>(*task.layer, tile, blocks, from, to);
         attend_floats<Format>(task, tile, blocks, start, line, end, few, ahead);
     }
 }
@@ -195,6 +201,7 @@ template <class Codes> static void attend(const AttendTask& task, const AttendTa
         case KVFloat: return attend_format<KVFloat, VectorCodes>(task, next, fetched, scratch);
         case KVHalf: return attend_format<KVHalf, VectorCodes>(task, next, fetched, scratch);
         case KVBfloat: return attend_format<KVBfloat, VectorCodes>(task, next, fetched, scratch);
+        case KVLatent8: return attend_format<KVLatent8, VectorCodes>(task, next, fetched, scratch);
     }
     const int lines = task.rows * (task.layer->heads / task.layer->kv_heads);
     Codes::begin(lines, padded_dim(task.layer->head_dim));

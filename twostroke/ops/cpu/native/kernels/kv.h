@@ -12,7 +12,7 @@ namespace {
 TS_INLINE size_t kv_row_bytes(int format, int dim) {
     switch (format) {
         case KVFloat: return (size_t)dim * 4;
-        case KVInt8: return (size_t)dim;
+        case KVInt8: case KVLatent8: return (size_t)dim;
         case KVInt4: return (size_t)dim / 2;
         default: return (size_t)dim * 2;
     }
@@ -84,11 +84,12 @@ template <class Codes> static void kv_store(int format, const float* x, int dim,
     }
 }
 
-// 16 elements of a float cache from element d on.
+// 16 elements of a float cache from element d on; of latents in bytes the codes.
 template <int Format> TS_INLINE F kv_load(const uint8_t* row, int d) {
     switch (Format) {
         case KVFloat: return load((const float*)row + d);
         case KVHalf: return load_half((const uint16_t*)row + d);
+        case KVLatent8: return load_int8((const int8_t*)row + d);
         default: return load_bfloat((const uint16_t*)row + d);
     }
 }

@@ -21,7 +21,12 @@ static void latent_write(const AttendLayer& L, const AttendBatch& B, const Laten
         memcpy(entry, rows.kv + r * rows.kv_stride, (size_t)dim * 4);
         head_norm(entry, latent, L.key_norm, L.key_eps);
         rotate(entry + latent, L.rope_half, cos, sin);
-        kv_store<KeyCodes>(L.kv_format, entry, dim, (int)(B.slots[r] % kBlock), L.keys + B.slots[r] / kBlock * L.key_block_stride, nullptr);
+        const int64_t block = B.slots[r] / kBlock;
+        const int token = (int)(B.slots[r] % kBlock);
+        uint8_t* const keys = L.keys + block * L.key_block_stride;
+        if (L.kv_format == KVLatent8)
+            store_latent_bytes(entry, dim, keys + token * dim, L.key_scales + block * L.key_scale_block_stride + token, L.key_scale_head_stride);
+        else kv_store<KeyCodes>(L.kv_format, entry, dim, token, keys, nullptr);
     }
 }
 
