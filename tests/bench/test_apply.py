@@ -16,7 +16,7 @@ from twostroke.bench.record import save
 from twostroke.bench.workload import Load, make_load
 from twostroke.cli.main import app
 from twostroke.cost.simulation.deployment import config_of
-from twostroke.cost.simulation.trace import Arrival, Contents
+from twostroke.cost.simulation.trace import Arrival, Contents, fresh_tokens
 from twostroke.cost.units import times
 from twostroke.engine.settings import change
 from twostroke.errors import ConfigError
@@ -93,6 +93,9 @@ def test_every_lever_has_a_row_as_soon_as_it_is_measured(llama_folder):
         for quick in (True, False):
             assert one.load(quick).arrivals
         assert len(one.load(True).arrivals) <= len(one.load(False).arrivals)
+    for quick in (True, False):
+        fresh = sorted(fresh_tokens(levers.documents(quick).arrivals))
+        assert fresh[len(fresh) // 2] < 50, "the median request finds its document in the cache"
 
 
 def test_what_a_lever_saves_in_memory_is_told(llama_folder):

@@ -7,6 +7,7 @@ import sys
 import pytest
 from rich.console import Console
 
+from twostroke.bench.levers import Row
 from twostroke.bench.record import IN_PROCESS, Record, Run
 from twostroke.cli import bench
 from twostroke.cost.simulation.served import Targets
@@ -45,3 +46,15 @@ def test_a_run_in_process_has_no_network(capsys: pytest.CaptureFixture[str], mon
         run.target = target
         bench.show([run], Targets(), None, None)
         assert capsys.readouterr().out.count("of which network and client") == times
+
+
+@pytest.mark.parametrize("width", [80, 160])
+def test_every_lever_can_be_read(width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(bench, "console", Console(highlight=False, width=width))
+    numbers = {"ttft": 1.0, "tpot": 1.0, "gap": 1.0, "throughput": 1.0, "kv_bytes_per_token": 2.0, "weight_bytes": 9.0}
+    names = ("separate pools (simulated, 8B on two H200)", "evicted K and V kept on the host")
+    bench.show_levers("levers", [Row(name, "prefill", "many words " * 6, numbers, numbers) for name in names])
+    shown = capsys.readouterr().out
+    assert "…" not in shown and shown.count("many") == 12
+    if width == 80:
+        assert all(f"{name}: many words" in shown for name in names)

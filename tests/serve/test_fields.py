@@ -57,13 +57,80 @@ def test_a_hint_is_accepted_with_any_value_and_listed(client: httpx.Client, name
         assert ignored(response) == (set() if value is None else {name})
 
 
-def test_common_hints_on_messages(client: httpx.Client, server: Server) -> None:
-    body = {"model": server.model, "max_tokens": 2, "messages": HELLO, "temperature": 0}
-    plain = ask(client, "/v1/messages", **body).json()["content"]
-    hints = ("store", "user", "session_id", "prompt_cache_key", "keep_alive", "metadata", "context_management")
+EVERYWHERE = (
+    "metadata", "store", "user", "service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
+    "verbosity", "include_obfuscation", "eager_input_streaming", "cache_control", "context_management", "truncation",
+    "include", "usage", "provider", "session_id", "chat_id", "keep_alive", "cache_prompt", "num_ctx",
+)  # fmt: skip
+BODIES: dict[str, dict] = {
+    "/v1/chat/completions": CHAT,
+    "/v1/completions": {"prompt": "hi", "max_tokens": 2, "temperature": 0, "reasoning": None},
+    "/v1/responses": {"input": "hi", "max_output_tokens": 2, "temperature": 0},
+    "/v1/messages": {"messages": HELLO, "max_tokens": 2, "temperature": 0},
+}
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_common_hints_on_every_route(client: httpx.Client, server: Server, path: str) -> None:
+    body = {**BODIES[path], "model": server.model}
+    plain = written(ask(client, path, **body))
     for value in ANYTHING[1:]:
-        response = ask(client, "/v1/messages", **body, **dict.fromkeys(hints, value))
-        assert response.json()["content"] == plain and ignored(response) == set(hints)
+        response = ask(client, path, **body, **dict.fromkeys(EVERYWHERE, value))
+        assert written(response) == plain and ignored(response) == set(EVERYWHERE)
+
+
+def written(response: httpx.Response) -> object:
+    """The answer itself, in each API's place."""
+    document = response.json()
+    found = document.get("choices") or document.get("content")
+    return found or document["output"][0]["content"]
+
+
+def test_the_fields_of_the_official_libraries_are_known() -> None:
+    """Each has a fate, so that none is refused as unknown."""
+    from anthropic.types.message_create_params import MessageCreateParamsBase
+    from openai.types.chat.completion_create_params import CompletionCreateParamsBase as Chat
+    from openai.types.completion_create_params import CompletionCreateParamsBase as Completion
+    from openai.types.responses.response_create_params import ResponseCreateParamsBase
+
+    theirs = {"chat": Chat, "completions": Completion, "responses": ResponseCreateParamsBase,
+              "messages": MessageCreateParamsBase}  # fmt: skip
+    for route, params in theirs.items():
+        known = {name for name, _ in field_table.fields(field_table.ROUTES[route])}
+        assert not set(params.__annotations__) - known, route
+
+
+def test_switches_of_reasoning_have_every_name_on_every_route(client: httpx.Client, server: Server) -> None:
+    """The model's template has no switch, and a plain text has no template: all of them are hints."""
+    given = {"reasoning_effort": "low", "enable_thinking": False, "chat_template_kwargs": {"enable_thinking": False}}
+    for path, body in BODIES.items():
+        listed = ignored(ask(client, path, **body, **given, **({"model": server.model} if "messages" in path else {})))
+        assert {name.partition(".")[0] for name in listed} == set(given), path
+
+
+def test_what_libraries_add_to_messages_on_every_route(client: httpx.Client, server: Server) -> None:
+    added = dict.fromkeys(("id", "parsed", "provider_specific_fields", "reasoning", "reasoning_details",
+                           "redacted_thinking", "thinking_blocks", "cache_control"), "x")  # fmt: skip
+    thought = [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "well"}]
+    turns = [*HELLO, {"role": "assistant", "content": thought, **added}, *HELLO]
+    plain = [*HELLO, {"role": "assistant", "content": thought[1:]}, *HELLO]
+    for path, kind in (("/v1/chat/completions", "messages"), ("/v1/messages", "messages")):
+        body = {**BODIES[path], "model": server.model}
+        answer, other = (ask(client, path, **{**body, kind: some}) for some in (turns, plain))
+        assert {f"messages.{name}" for name in added} <= ignored(answer)
+        assert written(answer) == written(other), "the thought is not given to the model"
+    items = [*HELLO, {"role": "assistant", "content": "well", **added, "name": "x"}, *HELLO]
+    listed = ignored(ask(client, "/v1/responses", **{**BODIES["/v1/responses"], "input": items}))
+    assert listed == {f"input.{name}" for name in (*added, "name")}
+
+
+def test_empty_objects_mean_null(client: httpx.Client, server: Server) -> None:
+    ask(client, response_format={}, tool_choice="", thinking={}, stream_options={}, chat_template_kwargs={})
+    ask(client, "/v1/completions", prompt="hi", max_tokens=1, response_format={}, suffix="", stop=[], logit_bias={})
+    more = {"text": {"format": {}}, "reasoning": {}, "tool_choice": {}, "prompt": {}, "instructions": "", "tools": []}
+    ask(client, "/v1/responses", input="hi", max_output_tokens=1, **more)
+    more = {"thinking": {}, "output_config": {"format": {}}, "tool_choice": {}, "system": "", "stop_sequences": []}
+    ask(client, "/v1/messages", model=server.model, messages=HELLO, max_tokens=1, **more)
 
 
 def test_hints_inside_messages_and_tools(client: httpx.Client, tooled: Server) -> None:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from twostroke.cost.simulation.served import Targets
     from twostroke.engine.llm import LLM
 
+WIDE = 120  # columns of a terminal from which on the levers' table has all of its columns
 bench_app = typer.Typer(help="Measure a server or an engine under a load.", pretty_exceptions_enable=False)
 
 
@@ -251,12 +252,26 @@ def shown_effect(row: Row) -> str:
 
 
 def show_levers(title: str, rows: list[Row]) -> None:
-    table = Table(title=title, header_style="bold", title_justify="left")
-    for name in ("lever", "stroke", "TTFT", "TPOT", "longest gap", "tokens/s", "memory", "textbook"):
-        table.add_column(name, justify="left" if name in ("lever", "stroke", "textbook") else "right")
+    """On a narrow terminal the textbooks' words are lines below the table, so that every name can be read."""
+    narrow = console.width < WIDE
+    style: dict[str, Any] = {"box": None, "padding": (0, 1, 0, 0)} if narrow else {}
+    table = Table(title=title, header_style="bold", title_justify="left", **style)
+    table.add_column("lever", overflow="fold")
+    table.add_column("stroke", no_wrap=True)
+    for name in ("TTFT", "TPOT", "longest gap", "tokens/s", "memory"):
+        table.add_column(name, justify="right")
+    if not narrow:
+        table.add_column("textbook")
     for row in rows:
         effect = row.effect
         cells = [times(effect[k]) if k in effect else "–" for k in ("ttft", "tpot", "gap", "throughput")]
-        note = row.textbook if row.trouble is None else f"[dim]{escape(row.trouble)}[/dim]"
-        table.add_row(row.name, row.stroke, *cells, row.memory, note)
+        words = [] if narrow else [note(row)]
+        table.add_row(row.name, row.stroke, *cells, row.memory, *words)
     console.print(table)
+    for row in rows if narrow else ():
+        console.print(f"{escape(row.name)}: {note(row)}")
+
+
+def note(row: Row) -> str:
+    """What textbooks say, or why there is no result."""
+    return row.textbook if row.trouble is None else f"[dim]{escape(row.trouble)}[/dim]"

@@ -98,7 +98,7 @@ def show_needs(found: Found, demand: Demand, highest: float | None, search: bool
         console.print(table)
         console.print(f"[dim]{simulated(found.needs)}[/dim]")
         if any(need.prefill for need in found.needs):
-            console.print("[dim]Two pools are simulated only: this version does not run them.[/dim]")
+            console.print("[dim]`twostroke cluster --prefill P --decode D` runs two pools.[/dim]")
     if highest is not None:
         best = found.needs[0]
         count = f"{best.prefill} prefill + {best.workers} decode" if best.prefill else f"{best.workers}"

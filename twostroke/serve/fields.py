@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeVar
 from urllib.parse import parse_qsl
 
 import jiter
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from twostroke.serve.fates import REFUSED_TYPE
 from twostroke.serve.transport.errors import ApiError, bad_request
@@ -27,6 +27,7 @@ Integer = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 Natural = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 TokenId = Natural
+OrEmpty = Annotated[T | None, BeforeValidator(lambda value: None if value in ("", {}) else value)]  # means null
 Many = Annotated[list[T], Field(fail_fast=True)]  # checked up to its first wrong element
 
 

@@ -13,7 +13,7 @@ from twostroke.errors import InputError
 from twostroke.grammar.schema import close_objects
 from twostroke.sampling import Grammar, schema_text
 from twostroke.serve.fates import Hint, Refused
-from twostroke.serve.fields import Many, Name, Payload, Text
+from twostroke.serve.fields import Many, Name, OrEmpty, Payload, Text
 from twostroke.serve.transport.errors import bad_request
 
 MAX_CHOICES = 1024
@@ -40,6 +40,7 @@ class JsonSchemaFormat(Payload):
     json_schema: JsonSchema
 
 
+AnyFormat = Annotated[PlainText | JsonObject | JsonSchemaFormat, Field(discriminator="type")]
 Choices = Annotated[Many[Text], Field(min_length=1, max_length=MAX_CHOICES)]
 
 
@@ -70,7 +71,7 @@ class StructuredOutputs(Payload):
 class FormatFields(Payload):
     """The form of the whole answer: OpenAI's field, then those of other engines."""
 
-    response_format: Annotated[PlainText | JsonObject | JsonSchemaFormat, Field(discriminator="type")] | None = None
+    response_format: OrEmpty[AnyFormat] = None
     regex: Text | None = None
     grammar: Text | None = None
     json_schema: dict[str, Any] | None = None

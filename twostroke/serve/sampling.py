@@ -82,6 +82,7 @@ class CommonHints(Payload):
     metadata: Hint = None
     num_ctx: Hint = None
     prompt_cache_key: Hint = None
+    prompt_cache_options: Hint = None
     prompt_cache_retention: Hint = None
     provider: Hint = None
     safety_identifier: Hint = None
@@ -97,7 +98,32 @@ class CommonHints(Payload):
         return self.user[:64] if isinstance(self.user, str) else None
 
 
-class SamplingFields(ExplainField, CommonHints):
+class GenerationHints(CommonHints):
+    """Hints that clients send to every generating route, whichever API they were made for."""
+
+    cache_control: Hint = None
+    eager_input_streaming: Hint = None
+    include: Annotated[Any, HintFate(([],))] = None
+    include_obfuscation: Annotated[Any, HintFate((False,))] = None
+    reasoning: Hint = None
+    truncation: Annotated[Any, HintFate(("disabled",))] = None
+    verbosity: Hint = None
+
+
+class MessageHints(Payload):
+    """Hints of a message: what a client's library added to an answer that is sent back."""
+
+    cache_control: Hint = None
+    id: Hint = None
+    parsed: Hint = None
+    provider_specific_fields: Hint = None
+    reasoning: Hint = None
+    reasoning_details: Hint = None
+    redacted_thinking: Hint = None
+    thinking_blocks: Hint = None
+
+
+class SamplingFields(ExplainField, GenerationHints):
     """Fields of OpenAI's chat and completions, then extensions under the names that other engines gave them."""
 
     model: Name | None = None

@@ -17,7 +17,7 @@ from twostroke.grammar.tagged import unbound
 from twostroke.grammar.tools import answer_grammar, tool_grammar
 from twostroke.sampling import Grammar
 from twostroke.serve.fates import Hint, refusal
-from twostroke.serve.fields import Many, Name, Payload, Text
+from twostroke.serve.fields import Many, Name, OrEmpty, Payload, Text
 from twostroke.serve.forms import FormatFields
 from twostroke.serve.segments import SegmentReader
 from twostroke.serve.transport.errors import ApiError, bad_request
@@ -71,7 +71,7 @@ class NamedTool(Payload):
 
 class ToolFields(FormatFields):
     tools: Annotated[Many[Tool], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
+    tool_choice: OrEmpty[Literal["auto", "none", "required"] | NamedTool] = None
     parallel_tool_calls: bool | None = None
 
     def answer_format(self, context: FormContext) -> AnswerFormat:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, Literal, NamedTuple
 
 from twostroke.serve.fates import Hint
-from twostroke.serve.fields import Payload
+from twostroke.serve.fields import Name, OrEmpty, Payload
 from twostroke.serve.transport.errors import bad_request
 from twostroke.text.chat import ARGUMENTS
 
@@ -37,6 +37,31 @@ class Wish(NamedTuple):
             return {"reasoning_effort": self.effort}
         enabled = self.effort != "none" if self.enabled is None else self.enabled
         return next(({name: enabled} for name in SWITCHES if name in variables), {})
+
+
+class ThinkingFields(Payload):
+    """Under the names that other servers gave them, on every route with a conversation."""
+
+    reasoning_effort: Name | None = None
+    thinking: OrEmpty[ThinkingConfig] = None
+    enable_thinking: bool | None = None
+    chat_template_kwargs: dict[Name, Any] | None = None
+
+    def wishes(self) -> list[Wish]:
+        return [
+            Wish("reasoning_effort", self.reasoning_effort),
+            Wish("thinking", enabled=None if self.thinking is None else self.thinking.enabled),
+            Wish("enable_thinking", enabled=self.enable_thinking),
+        ]
+
+
+class ThinkingHints(Payload):
+    """The same fields where no chat template is used."""
+
+    reasoning_effort: Hint = None
+    thinking: Hint = None
+    enable_thinking: Hint = None
+    chat_template_kwargs: Hint = None
 
 
 def template_arguments(

@@ -14,13 +14,21 @@ from twostroke.sampling import MAX_STOPS, SamplingParams
 from twostroke.serve import sse
 from twostroke.serve.api.chat import MAX_MESSAGES
 from twostroke.serve.fates import Hint, Refused, refusal
-from twostroke.serve.fields import Count, Many, Name, Payload, Text
+from twostroke.serve.fields import Count, Many, Name, OrEmpty, Payload, Text
 from twostroke.serve.forms import json_grammar
-from twostroke.serve.sampling import CommonHints, ExplainField, StopString, TopK, make_params, stop_strings
+from twostroke.serve.sampling import (
+    ExplainField,
+    GenerationHints,
+    MessageHints,
+    StopString,
+    TopK,
+    make_params,
+    stop_strings,
+)
 from twostroke.serve.segments import CONTENT, TOOL_CALL, Segment, SegmentDelta
 from twostroke.serve.service import Generation, GenerationInput, Service
 from twostroke.serve.structured import AnswerFormat, FormContext, chat_format, function_choice, function_tool
-from twostroke.serve.thinking import ThinkingConfig, Wish, template_arguments
+from twostroke.serve.thinking import ThinkingFields, Wish, template_arguments
 from twostroke.serve.transport.errors import ApiError, anthropic_error, bad_request
 from twostroke.serve.transport.http import Exchange
 from twostroke.text.tools import MAX_TOOLS
@@ -77,9 +85,11 @@ AnyBlock = Annotated[TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock,
 Block = Annotated[AnyBlock, BeforeValidator(_known_block)]
 
 
-class Turn(Payload):
+class Turn(MessageHints):
     role: Literal["user", "assistant"]
     content: Text | Annotated[Many[Block], Field(max_length=MAX_MESSAGES)]
+    name: Hint = None
+    reasoning_content: Hint = None
 
     def for_template(self) -> list[dict[str, Any]]:
         """One turn may become several messages: tool results have their own role."""
@@ -138,21 +148,24 @@ class OutputFormat(Payload):
 
 class OutputConfig(Payload):
     effort: Name | None = None
-    format: OutputFormat | None = None
+    format: OrEmpty[OutputFormat] = None
 
 
-class Conversation(CommonHints):
+class Conversation(GenerationHints, ThinkingFields):
     """The fields that /v1/messages and /v1/messages/count_tokens have in common."""
 
     model: Name
     messages: Annotated[Many[Turn], Field(min_length=1, max_length=MAX_MESSAGES)]
     system: Text | Annotated[Many[TextBlock], Field(max_length=MAX_MESSAGES)] | None = None
     tools: Annotated[Many[AnthropicTool], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: AnthropicChoice | None = None
-    thinking: ThinkingConfig | None = None
+    tool_choice: OrEmpty[AnthropicChoice] = None
     output_config: OutputConfig | None = None
-    output_format: OutputFormat | None = None  # an older name of output_config.format
-    cache_control: Hint = None
+    output_format: OrEmpty[OutputFormat] = None  # an older name of output_config.format
+    diagnostics: Hint = None
+    inference_geo: Hint = None
+    speed: Hint = None
+    user_profile_id: Hint = None
+    workspace_id: Hint = None
     container: Refused = None
     mcp_servers: Refused = None
 
@@ -167,9 +180,9 @@ class Conversation(CommonHints):
     def template_arguments(self, variables: Collection[str]) -> tuple[dict[str, Any], set[str]]:
         wishes = (
             Wish("output_config.effort", None if self.output_config is None else self.output_config.effort),
-            Wish("thinking", enabled=None if self.thinking is None else self.thinking.enabled),
+            *self.wishes(),
         )
-        return template_arguments(variables, wishes)
+        return template_arguments(variables, wishes, self.chat_template_kwargs)
 
     def answer_format(self, context: FormContext) -> AnswerFormat:
         tools = [function_tool(tool.name, tool.description, tool.input_schema) for tool in self.tools or ()]
@@ -194,6 +207,7 @@ class MessagesRequest(Conversation, ExplainField):
     top_p: float | None = None
     top_k: TopK | None = None
     stop_sequences: Annotated[Many[StopString], Field(max_length=MAX_STOPS)] | None = None
+    stream_options: Hint = None
 
     @property
     def user_name(self) -> str | None:

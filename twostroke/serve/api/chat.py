@@ -14,24 +14,25 @@ from twostroke.serve import sse
 from twostroke.serve.answering import question_of
 from twostroke.serve.fates import Hint, HintFate, Refused, refusal
 from twostroke.serve.fields import Count, Many, Name, Payload, Text
-from twostroke.serve.sampling import MAX_TOP_LOGPROBS, SamplingFields, same_value
+from twostroke.serve.sampling import MAX_TOP_LOGPROBS, MessageHints, SamplingFields, same_value
 from twostroke.serve.segments import CONTENT, REASONING, SegmentDelta
 from twostroke.serve.service import Generation, GenerationInput, Service
 from twostroke.serve.structured import ToolFields
-from twostroke.serve.thinking import ThinkingConfig, Wish, template_arguments
+from twostroke.serve.thinking import ThinkingFields, template_arguments
 from twostroke.serve.transport.errors import ApiError, bad_request, openai_error
 from twostroke.serve.transport.http import Exchange
 from twostroke.serve.usage import chat_logprobs
 from twostroke.text.tools import new_call_id
 
 MAX_MESSAGES = 4096
+THOUGHTS = ("thinking", "redacted_thinking")  # parts of an earlier answer, which are not given to the model again
 
 
 # ---- the request ---------------------------------------------------------------------------------------------------
 
 
 def _text_only(kind: str) -> str:
-    if kind not in ("text", "refusal"):
+    if kind not in ("text", "refusal", *THOUGHTS):
         raise refusal(f"{kind[:40]!r} parts are not read: this server reads text only, no images, audio or files")
     return kind
 
@@ -42,10 +43,14 @@ class ContentPart(Payload):
     refusal: Text | None = None
     cache_control: Hint = None
     annotations: Hint = None
+    prompt_cache_breakpoint: Hint = None
+    thinking: Hint = None
+    signature: Hint = None
+    data: Hint = None
 
     @model_validator(mode="after")
     def _has_text(self) -> ContentPart:
-        if self.text is None and self.refusal is None:
+        if self.text is None and self.refusal is None and self.type not in THOUGHTS:
             raise ValueError("text is missing")
         return self
 
@@ -68,7 +73,7 @@ class ToolCall(Payload):
         return tool_call(self.id or new_call_id(), self.function.name, arguments)
 
 
-class Message(Payload):
+class Message(MessageHints):
     """The fields after `reasoning_content` are those of an answer that a client sends back as it got it."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -80,20 +85,14 @@ class Message(Payload):
     refusal: Text | None = None
     annotations: Annotated[Any, HintFate(([],))] = None
     audio: Refused = None
-    cache_control: Hint = None
     function_call: Refused = None
-    id: Hint = None
-    parsed: Hint = None
-    provider_specific_fields: Hint = None
-    reasoning: Hint = None
-    reasoning_details: Hint = None
-    thinking_blocks: Hint = None
 
     def for_template(self) -> dict[str, Any]:
         """Chat templates have no role `developer`: it is read as `system`."""
         content: Any = self.content
         if isinstance(content, list):
-            content = [{"type": "text", "text": part.text or part.refusal or ""} for part in content]
+            read = [part for part in content if part.type not in THOUGHTS]
+            content = [{"type": "text", "text": part.text or part.refusal or ""} for part in read]
         message = {
             "role": "system" if self.role == "developer" else self.role, "content": content or self.refusal or content,
             "name": self.name or None, "tool_call_id": self.tool_call_id, "reasoning_content": self.reasoning_content,
@@ -105,25 +104,20 @@ class Message(Payload):
 Messages = Annotated[Many[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
 
 
-class ChatRequest(SamplingFields, ToolFields):
+class ChatRequest(SamplingFields, ToolFields, ThinkingFields):
     messages: Messages
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    reasoning_effort: Name | None = None
-    thinking: ThinkingConfig | None = None
-    enable_thinking: bool | None = None
-    chat_template_kwargs: dict[Name, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None  # the last message is the beginning of the answer
     modalities: Annotated[Many[Literal["text"]], Field(max_length=1)] | None = None
     prediction: Hint = None
-    verbosity: Hint = None
-    cache_control: Hint = None
     audio: Refused = None
     function_call: Refused = None
     functions: Refused = None
+    moderation: Refused = None
     web_search_options: Refused = None
 
     def to_params(self, **more: Any) -> SamplingParams:
@@ -138,12 +132,7 @@ class ChatRequest(SamplingFields, ToolFields):
 
     def template_arguments(self, variables: Collection[str]) -> tuple[dict[str, Any], set[str]]:
         """For a template that reads these variables, and the fields that are hints because it has no switch."""
-        wishes = (
-            Wish("reasoning_effort", self.reasoning_effort),
-            Wish("thinking", enabled=None if self.thinking is None else self.thinking.enabled),
-            Wish("enable_thinking", enabled=self.enable_thinking),
-        )
-        return template_arguments(variables, wishes, self.chat_template_kwargs)
+        return template_arguments(variables, self.wishes(), self.chat_template_kwargs)
 
     def ending(self) -> dict[str, bool]:
         """How the prompt ends: with the beginning of an answer, or with a message that is continued."""

@@ -16,6 +16,7 @@ from twostroke.serve.forms import FormatFields
 from twostroke.serve.sampling import MAX_TOP_LOGPROBS, SamplingFields
 from twostroke.serve.service import Generation, GenerationInput, Service
 from twostroke.serve.structured import AnswerFormat, grammar_hints
+from twostroke.serve.thinking import ThinkingHints
 from twostroke.serve.transport.errors import ApiError, bad_request, openai_error
 from twostroke.serve.transport.http import Exchange
 from twostroke.serve.usage import text_logprobs
@@ -27,7 +28,7 @@ DEFAULT_MAX_TOKENS = 16  # OpenAI's
 Tokens = Annotated[Many[TokenId], Field(min_length=1)]
 
 
-class CompletionRequest(SamplingFields, FormatFields):
+class CompletionRequest(SamplingFields, FormatFields, ThinkingHints):
     prompt: Text | Tokens | Annotated[Many[Text | Tokens], Field(min_length=1, max_length=MAX_SAMPLES)]
     max_tokens: Natural | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None

@@ -13,9 +13,9 @@ from twostroke.sampling import Grammar, SamplingParams
 from twostroke.serve import sse
 from twostroke.serve.api.chat import MAX_MESSAGES, tool_call
 from twostroke.serve.fates import Hint, HintFate, Refused, refusal
-from twostroke.serve.fields import Count, Many, Name, Payload, Text
+from twostroke.serve.fields import Count, Many, Name, OrEmpty, Payload, Text
 from twostroke.serve.forms import json_grammar
-from twostroke.serve.sampling import MAX_TOP_LOGPROBS, CommonHints, ExplainField, make_params
+from twostroke.serve.sampling import MAX_TOP_LOGPROBS, ExplainField, GenerationHints, MessageHints, make_params
 from twostroke.serve.segments import CONTENT, TOOL_CALL, Segment, SegmentDelta
 from twostroke.serve.service import Generation, GenerationInput, Service
 from twostroke.serve.structured import (
@@ -26,7 +26,7 @@ from twostroke.serve.structured import (
     function_choice,
     function_tool,
 )
-from twostroke.serve.thinking import Wish, template_arguments
+from twostroke.serve.thinking import ThinkingFields, Wish, template_arguments
 from twostroke.serve.transport.errors import ApiError, bad_request
 from twostroke.serve.transport.http import Exchange
 from twostroke.serve.usage import chat_logprobs
@@ -51,6 +51,7 @@ class TextContent(Payload):
     annotations: Annotated[Any, HintFate(([],))] = None
     logprobs: Annotated[Any, HintFate(([],))] = None
     parsed: Hint = None
+    prompt_cache_breakpoint: Hint = None
 
     @model_validator(mode="after")
     def _has_text(self) -> TextContent:
@@ -66,18 +67,18 @@ def joined(content: str | list[TextContent]) -> str:
     return content if isinstance(content, str) else "".join(part.text or part.refusal or "" for part in content)
 
 
-class Item(Payload):
+class Item(MessageHints):
     """A part of the input. These fields are those of an answer that a client sends back."""
 
-    id: Hint = None
     status: Hint = None
-    provider_specific_fields: Hint = None
 
 
 class MessageItem(Item):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: Contents
+    name: Hint = None
+    reasoning_content: Hint = None
 
     def for_template(self) -> dict[str, Any]:
         return {"role": "system" if self.role == "developer" else self.role, "content": joined(self.content)}
@@ -128,7 +129,7 @@ class TextFormat(Payload):
 
 
 class TextConfig(Payload):
-    format: TextFormat | None = None
+    format: OrEmpty[TextFormat] = None
     verbosity: Hint = None
 
 
@@ -148,6 +149,8 @@ class FunctionChoice(Payload):
 
 
 class ResponsesStreamOptions(Payload):
+    include_usage: Hint = None
+    continuous_usage_stats: Hint = None
     include_obfuscation: Annotated[Any, HintFate((False,))] = None
 
 
@@ -157,7 +160,7 @@ class ReasoningConfig(Payload):
     generate_summary: Hint = None
 
 
-class ResponsesRequest(ExplainField, CommonHints):
+class ResponsesRequest(ExplainField, GenerationHints, ThinkingFields):
     input: Text | Annotated[Many[AnyItem], Field(min_length=1, max_length=MAX_MESSAGES)]
     model: Name | None = None
     instructions: Text | None = None
@@ -170,13 +173,15 @@ class ResponsesRequest(ExplainField, CommonHints):
     stream_options: ResponsesStreamOptions | None = None
     text: TextConfig | None = None
     tools: Annotated[Many[FunctionTool], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["auto", "none", "required"] | FunctionChoice | None = None
+    tool_choice: OrEmpty[Literal["auto", "none", "required"] | FunctionChoice] = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningConfig | None = None
-    truncation: Annotated[Any, HintFate(("disabled",))] = None
+    access_programs: Hint = None
+    image: Hint = None
     max_tool_calls: Hint = None
     background: Refused = None
     conversation: Refused = None
+    moderation: Refused = None
     previous_response_id: Refused = None
     prompt: Refused = None
 
@@ -218,7 +223,8 @@ class ResponsesRequest(ExplainField, CommonHints):
 
     def template_arguments(self, variables: Collection[str]) -> tuple[dict[str, Any], set[str]]:
         effort = None if self.reasoning is None else self.reasoning.effort
-        return template_arguments(variables, [Wish("reasoning.effort", effort)])
+        wishes = [Wish("reasoning.effort", effort), *self.wishes()]
+        return template_arguments(variables, wishes, self.chat_template_kwargs)
 
 
 def merged(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
