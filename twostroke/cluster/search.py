@@ -47,15 +47,16 @@ class Search:
         self.names = names
         self.seconds = sending
         count = standing.rows.shape[1]
-        self.tokens = np.full(count, float(max(1, tokens)))  # that a worker has to compute
-        self.sending = np.full(count, sending(len(names)))  # seconds, for the blocks that a worker lacks
+        self.tokens, self.sending, self.cost = standing.scratch
+        self.tokens.fill(max(1, tokens))  # that a worker has to compute
+        self.sending.fill(sending(len(names)))  # seconds, for the blocks that a worker lacks
         self.unsure = 0  # bits of the workers for which the two are bounds
         for bits, most in holdings.most(names):
             at = places(bits, count)
             self.unsure |= bits
             self.tokens[at], self.sending[at] = self._with(most)
-        self.cost = standing.slope * self.tokens
-        self.cost += standing.wait
+        np.multiply(standing.slope, self.tokens, out=self.cost)
+        np.add(self.cost, standing.wait, out=self.cost)
 
     def _with(self, cached: int) -> tuple[float, float]:
         """Tokens to compute and seconds to send, for a worker that has so many blocks."""
@@ -87,10 +88,8 @@ class Search:
         """apart: prompts with a full block are computed by workers that do nothing else, or by others than the writer
         where there are none."""
         standing = self.standing
-        helps = standing.helps
-        if apart and standing.helps_only.min() < inf:
-            helps = standing.helps_only
-        helped = bool(self.names) and bool(helps.min() < inf)
+        helps = standing.helps_only if apart and standing.helpers_only else standing.helps
+        helped = bool(self.names) and bool(standing.helpers)
         found = NONE
         if not (apart and helped):
             worker, cost = self.least(self._in_place)

@@ -27,6 +27,8 @@ class Standing:
     def __init__(self) -> None:
         self.rows: Vector = np.empty((len(EMPTY), 0))
         self.full: set[int] = set()  # workers without a free place
+        self.helpers: set[int] = set()  # that compute prompts for others
+        self.helpers_only: set[int] = set()  # and do nothing else
         self._resize(FIRST)
 
     def _resize(self, count: int) -> None:
@@ -35,16 +37,16 @@ class Standing:
         rows[:, : self.rows.shape[1]] = self.rows
         self.rows = rows
         self.wait, self.token, self.slope, self.busy, self.place, self.step, self.helps, self.helps_only = rows
+        self.scratch = np.empty((3, count))  # for one search after the other
 
     def put(self, worker: int, values: tuple[float, ...]) -> None:
         """values: of the rows."""
         if worker >= self.rows.shape[1]:
             self._resize(2 * self.rows.shape[1])
         self.rows[:, worker] = values
-        if values[4] > 0:
-            self.full.add(worker)
-        else:
-            self.full.discard(worker)
+        *_, place, _, helps, helps_only = values
+        for those, belongs in ((self.full, place > 0), (self.helpers, not helps), (self.helpers_only, not helps_only)):
+            (those.add if belongs else those.discard)(worker)
 
     def clear(self, worker: int) -> None:
         """It is not asked."""
