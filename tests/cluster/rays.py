@@ -36,10 +36,10 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def running_ray(cores: int = 8, port: int | None = None) -> Iterator[str]:
+def running_ray(cores: int = 8) -> Iterator[str]:
     """Its address. It has no more than the processes that it has started, and ends them."""
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'twostroke[cluster]'")
-    port = port or free_port()
+    port = free_port()
     options = ["--num-cpus", str(cores), "--include-dashboard", "false", "--disable-usage-stats", "--block"]
     process = subprocess.Popen(
         [sys.executable, "-c", START, "start", "--head", "--port", str(port), *options],
@@ -59,16 +59,6 @@ def running_ray(cores: int = 8, port: int | None = None) -> Iterator[str]:
             process.wait(20)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-
-
-def head_of(port: int) -> int:
-    """The process that keeps the state of the cluster on this port."""
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            words = (folder / "cmdline").read_bytes().split(b"\0")
-            if words[0].endswith(b"gcs_server") and f"--gcs_server_port={port}".encode() in words:
-                return int(folder.name)
-    raise AssertionError(f"no head on port {port}")
 
 
 @pytest.fixture(scope="module")

@@ -13,17 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.pairs import GREEDY, SETTINGS, all_back, answer, moved
-from tests.cluster.rays import (
-    SHAPES,
-    agent_pid,
-    all_up,
-    engine_pid,
-    free_port,
-    head_of,
-    ray_address,
-    run_deployment,
-    running_ray,
-)
+from tests.cluster.rays import SHAPES, agent_pid, all_up, engine_pid, ray_address, run_deployment
 from tests.cluster.test_faults import LONG, prompts
 from tests.cluster.test_pair import PROMPT, Alone
 from twostroke.cluster.deployment import Deployment, Shape
@@ -118,31 +108,6 @@ def test_without_any_worker_each_answer_ends_once(llama_folder: Path, llama_alon
         assert await answer(engine, PROMPT) == llama_alone.answer(PROMPT)
 
     run_deployment(llama_folder, shape(ray_address), scenario)
-
-
-def test_the_head_is_lost_and_comes_back(
-    llama_folder: Path, llama_alone: Alone, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its machine's workers end with it: each answer is right or ends with one error, and a new head is joined."""
-    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    want, port = [llama_alone.answer(prompt, LONG)[0][0] for prompt in prompts(4)], free_port()
-    again = contextlib.ExitStack()
-
-    async def scenario(engine: AsyncEngine, deployment: Deployment) -> None:
-        streams = [engine.submit([prompt], LONG) for prompt in prompts(4)]
-        await until_written(deployment, 12)
-        os.kill(head_of(port), signal.SIGKILL)
-        began = time.monotonic()
-        for stream, tokens in zip(streams, want, strict=True):
-            ends = [piece.event async for piece in stream if piece.event.finish_reason is not None]
-            assert len(ends) == 1 and (ends[0].error or stream.answers[0].sample.token_ids == tokens)
-        assert time.monotonic() - began < 90
-        await asyncio.to_thread(again.enter_context, running_ray(port=port))
-        await asyncio.wait_for(all_up(deployment), 240)
-        assert (await answer(engine, prompts(1)[0], LONG))[0][0] == want[0]
-
-    with again, running_ray(port=port) as address:
-        run_deployment(llama_folder, shape(address, settings={"speculate": "off"}), scenario)
 
 
 # ---- identical tokens under random levers and faults -----------------------------------------------------------------
