@@ -3,7 +3,8 @@
     python -m benchmarks.router
 
 Prompts of 1,000 tokens share beginnings of 30 blocks in groups, as conversations do. A third of the workers computes
-prompts, the others write. Loads are reported anew for one worker before each decision.
+prompts, the others write; or all do both, and every place is taken. Loads are reported anew for one worker before each
+decision.
 """
 
 from __future__ import annotations
@@ -24,18 +25,20 @@ SECONDS = 2.0
 BLOCK_BYTES = 1 << 20
 
 
-def load(rng: random.Random) -> Load:
-    return Load(rng.randrange(4000), rng.randrange(8), 32, 1e-4, 0.01, 5.0, 1 << 16)
+def load(rng: random.Random, full: bool = False) -> Load:
+    streams = 32 + rng.randrange(8) if full else rng.randrange(8)
+    return Load(rng.randrange(4000), streams, 32, 1e-4, 0.01, 5.0, 1 << 16)
 
 
-def decisions(workers: int) -> float:
-    """A second."""
+def decisions(workers: int, full: bool = False) -> float:
+    """A second. full: workers do both, and new answers wait for a place."""
     rng = random.Random(1)
     router = Router(BLOCK_BYTES, Link(10e9, 0.002))
     names = [f"worker-{number}" for number in range(workers)]
     roles = [Role.PREFILL if number % 3 == 0 and workers > 1 else Role.DECODE for number in range(workers)]
+    roles = [Role.BOTH] * workers if full else roles
     for name, role in zip(names, roles, strict=True):
-        router.update(name, role, load(rng))
+        router.update(name, role, load(rng, full))
     beginnings = [[secrets.token_bytes(16) for _ in range(SHARED)] for _ in range(GROUPS)]
     asks = [
         Ask(1000, rng.choice(beginnings) + [secrets.token_bytes(16) for _ in range(BLOCKS - SHARED)])
@@ -44,7 +47,7 @@ def decisions(workers: int) -> float:
     done, began = 0, time.perf_counter()
     while (spent := time.perf_counter() - began) < SECONDS:
         place = done % workers
-        router.update(names[place], roles[place], load(rng))
+        router.update(names[place], roles[place], load(rng, full))
         router.choose(asks[done % len(asks)])
         done += 1
     return done / spent
@@ -59,14 +62,15 @@ def memory(blocks: int = 1_000_000) -> float:
         router.stored("worker-0", [secrets.token_bytes(16) for _ in range(BLOCKS)])
     size = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
-    return size / len(router.workers["worker-0"].names)
+    return size / blocks
 
 
 def main() -> None:
-    result: dict[str, Any] = {"prompt_blocks": BLOCKS, "decisions_per_second": {}}
-    for workers in (1, 3, 6, 12, 30, 120, 1000):
-        result["decisions_per_second"][workers] = round(decisions(workers))
-        print(f"{workers:5} workers: {result['decisions_per_second'][workers]:8,} decisions/s")
+    result: dict[str, Any] = {"prompt_blocks": BLOCKS, "decisions_per_second": {}, "when_full": {}}
+    for workers in (1, 3, 12, 30, 120, 1000, 4000, 10_000):
+        free, full = round(decisions(workers)), round(decisions(workers, True))
+        result["decisions_per_second"][workers], result["when_full"][workers] = free, full
+        print(f"{workers:6} workers: {free:8,} decisions/s; {full:8,} where all places are taken")
     result["bytes_per_block"] = round(memory(), 1)
     print(f"{result['bytes_per_block']:.0f} bytes for each block: {result['bytes_per_block']:.0f} MB per million")
     save("router", "router", result)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from math import inf
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.cluster.plain_router import PlainRouter
 from twostroke.cluster.router import Ask, Link, Load, Role, Route, Router
 from twostroke.ops.interface import BLOCK
 
@@ -97,7 +99,7 @@ def test_a_worker_that_is_lost_is_not_chosen_and_its_blocks_are_forgotten() -> N
     assert route is not None and route.cached == 0
     found.stored("d", names(2, 4))
     found.evicted("d", names(2, 4)[2:])
-    assert found.workers["d"].cached(names(2, 4)) == 2
+    assert found.cached("d", names(2, 4)) == 2
 
 
 seconds = st.sampled_from([0.0, 0.001, 0.01, 0.3])
@@ -109,13 +111,13 @@ def every_route(found: Router, ask: Ask) -> list[Route]:
     """All of them, by the definition."""
     routes = []
     for first, helper in found.workers.items():
-        cached = helper.cached(ask.names)
+        cached = found.cached(first, ask.names)
         for second, writer in found.workers.items():
             if writer.role is Role.PREFILL or (helper.role is Role.DECODE and first != second):
                 continue
             left = helper.load.queued_tokens + max(1, ask.tokens - cached * BLOCK)
             ttft = left * helper.load.token_seconds
-            step, lacking = writer.load.step_seconds, len(ask.names) - writer.cached(ask.names)
+            step, lacking = writer.load.step_seconds, len(ask.names) - found.cached(second, ask.names)
             others = helper.load.streams * max(1, ask.tokens - cached * BLOCK) * helper.load.token_seconds
             if first == second:
                 ttft = max(ttft, writer.place())
@@ -141,6 +143,62 @@ def test_no_route_begins_sooner_than_the_one_that_is_chosen(many: list, blocks: 
         close = [route.cost == pytest.approx(chosen.cost) for route in routes if route[:2] == chosen[:2]]
         assert close == [True]
         assert chosen.cost == pytest.approx(min((route.cost for route in routes), default=inf))
+
+
+class Both:
+    """A router, and the one by its definition, told the same."""
+
+    def __init__(self, link: Link):
+        self.real, self.plain = Router(BYTES, link), PlainRouter(BYTES, link)
+
+    def tell(self, order: str, *facts: object) -> None:
+        for one in (self.real, self.plain):
+            getattr(one, order)(*facts)
+
+    def choose(self, ask: Ask, apart: bool, but: str | None) -> None:
+        """The same route, or one that costs the same."""
+        want = self.plain.choose(ask, apart, [name for name in self.plain.workers if name != but])
+        found = self.real.choose(ask, apart, but)
+        assert (found is None) == (want is None)
+        if found is None or want is None:
+            return
+        assert found.cost == pytest.approx(want.cost, rel=1e-9, abs=1e-12)
+        prompt = self.plain.workers[found.prefill].prompt(*ask)
+        lacking = len(ask.names) - self.plain.workers[found.decode].cached(ask.names)
+        assert found[2:] == pytest.approx(self.plain.route(found.prefill, found.decode, prompt, lacking)[2:])
+        self.plain.take(found, ask)
+
+
+changes = st.tuples(st.integers(0, 40), st.sampled_from(Role), loads, st.sampled_from([9, 40, 1 << 62]))
+requests = st.tuples(st.integers(0, 5), st.integers(0, 70), st.booleans(), st.integers(-1, 40))
+
+
+@settings(max_examples=150)
+@given(st.lists(changes | requests | st.integers(0, 40), max_size=60), st.sampled_from([Link(), Link(1e8, 0.01)]))
+def test_its_choices_are_those_of_the_plain_router(orders: list, link: Link) -> None:
+    """Workers join, report, forget and are lost; prompts share beginnings of any length."""
+    both = Both(link)
+    for order in orders:
+        if isinstance(order, int):
+            both.tell("lost", str(order))
+        elif isinstance(order[1], Role):
+            number, role, load, blocks = order
+            both.tell("update", str(number), role, replace(load, blocks=blocks))
+        else:
+            prompt, blocks, apart, but = order
+            ask = Ask(blocks * BLOCK + 5, [*names(0, min(blocks, 20)), *names(prompt, blocks)[20:]])
+            both.choose(ask, apart, str(but))
+
+
+def test_a_worker_that_pauses_is_not_asked_and_keeps_its_blocks() -> None:
+    found = router(a=Role.BOTH, b=Role.BOTH)
+    found.stored("a", names(1, 10))
+    found.pause("a")
+    assert found.choose(Ask(170, names(1, 10))).decode == "b"  # type: ignore[union-attr]
+    found.update("b", Role.BOTH, Load(queued_tokens=5000, max_streams=8, token_seconds=0.001))
+    found.update("a", Role.BOTH, FAST)
+    route = found.choose(Ask(170, names(1, 10)))
+    assert route is not None and (route.prefill, route.cached) == ("a", 10)
 
 
 def test_many_workers_and_requests() -> None:

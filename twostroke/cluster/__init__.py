@@ -6,6 +6,9 @@ file             what it does
 pools            `Pools`: workers as one `EngineClient`; what happens when one of them is lost
 group            their settings, health and roles as those of one engine
 router           which worker computes a prompt and which writes the answer: the least expected time
+search           the best route among all workers at once
+standing         their loads as arrays
+holdings         which blocks they have, by name
 member           one of these workers: its load, its speed, its events
 totals           the counters of several workers as those of one engine
 flight           a request on its way through several workers: what each is asked, one answer for the caller

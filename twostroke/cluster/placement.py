@@ -70,7 +70,9 @@ class Placement:
             self._kill()
             raise ConfigError(answer.why)
         if not isinstance(answer, Connected):
-            raise ConfigError(f"Ray could not be started: {self._last_words()}")
+            said = self._last_words()
+            self._kill()
+            raise ConfigError(f"Ray could not be started: {said}")
         try:
             self._tell(self.plan(answer))
         except ConfigError:

@@ -29,6 +29,7 @@ from twostroke.cluster.placing import (
 from twostroke.remote import wire
 
 INSTALL = "this command needs Ray: pip install 'twostroke[cluster]'."
+OLDEST = (2, 49)  # version of Ray, as in pyproject.toml
 LOOPBACK = "127.0.0.1"
 CHUNK = 1 << 16
 REACH_SECONDS = 5.0
@@ -101,6 +102,7 @@ class Driver:
             import ray
         except ImportError:
             raise ImpossibleError(INSTALL) from None
+        check_version(ray.__version__)
         if wanted.address is not None and wanted.address.startswith("ray://"):
             raise ImpossibleError(
                 f"--address {wanted.address}: the router is a driver of the cluster and not a Ray client: run this "
@@ -136,7 +138,8 @@ class Driver:
             if "ersion mismatch" not in said:
                 raise
             raise ImpossibleError(
-                f"the Ray cluster at {address} runs other versions ({said}): install the same Ray and Python here."
+                f"the Ray cluster at {address} runs other versions ({said}): install the same Ray and Python on all of "
+                "its machines, or leave --address out."
             ) from None
         return True
 
@@ -206,6 +209,13 @@ class Driver:
             self.send(Died(number, why, fatal))
             failures = 0 if loop.time() - began > 60 else failures + 1
             await asyncio.sleep(min(BACKOFF_MOST, BACKOFF * 2 ** max(0, failures - 1)))
+
+
+def check_version(version: str) -> None:
+    found = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+    if found < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
+        raise ImpossibleError(f"Ray {version} is too old, {oldest} is needed: pip install -U 'twostroke[cluster]'.")
 
 
 def reason(error: Exception) -> tuple[str, bool]:

@@ -69,6 +69,7 @@ class Pools(Group):
         self._by_number: dict[int, Flight] = {}  # by the id that its worker knows
         self._numbers = RequestIds()
         self._names = BlockHasher("router")  # the router's own: they never leave it
+        self._stale = dict.fromkeys(self.members.values())  # workers of which the router knows less than is known here
         self._totals = Totals()
         self._moves: dict[int, asyncio.Task[None]] = {}
         self._same_prompt: WeakValueDictionary[tuple[str, bytes, tuple[int, ...]], asyncio.Lock] = WeakValueDictionary()
@@ -140,19 +141,36 @@ class Pools(Group):
     def _route(self, flight: Flight, but: Member | None) -> tuple[Member | None, Member | None, int]:
         """The worker that has it first, the one that writes the answer, and the tokens to compute. An answer that is
         begun is not moved between two workers again."""
-        usable = {name: member for name, member in self.members.items() if member.usable and member is not but}
-        for name, member in usable.items():
-            self.router.update(name, member.role, member.load())
-        self.router.link = self.link.link
         begun = bool(flight.written)
-        names = [] if begun else self._names_of(flight.request)
-        route = self.router.choose(Ask(flight.length, names), self.apart, usable)
-        if route is not None:
-            return usable[route.prefill], usable[route.decode], max(1, flight.length - route.cached * BLOCK)
+        ask = Ask(flight.length, [] if begun else self._names_of(flight.request))
+        self.router.link = self.link.link
+        while True:
+            self._tell_router()
+            route = self.router.choose(ask, self.apart, None if but is None else but.name)
+            if route is None:
+                break
+            first, writer = self.members[route.prefill], self.members[route.decode]
+            self._stale |= {first: None, writer: None}  # the router has counted the request: `_place` does
+            if first.usable and writer.usable:
+                return first, writer, max(1, flight.length - route.cached * BLOCK)
         # No writer is there: a prefill worker has the same engine, and one that is late may yet answer.
-        up = list(usable.values()) or [one for one in self.members.values() if one.up and one is not but]
-        first = min(up, key=lambda one: one.queued + one.streams, default=None)
-        return first, first, flight.length
+        others = [one for one in self.members.values() if one is not but]
+        up = [one for one in others if one.usable] or [one for one in others if one.up]
+        least = min(up, key=lambda one: one.queued + one.streams, default=None)
+        return least, least, flight.length
+
+    def change_role(self, name: str, role: Role) -> None:
+        super().change_role(name, role)
+        self._stale[self.members[name]] = None
+
+    def _tell_router(self) -> None:
+        """How the workers stand that have changed since it was last told."""
+        for member in self._stale:
+            if member.usable:
+                self.router.update(member.name, member.role, member.load())
+            else:
+                self.router.pause(member.name)
+        self._stale.clear()
 
     def _names_of(self, request: Request, written: Sequence[int] = ()) -> list[bytes]:
         """Of the full blocks of a prompt, or of a prompt and its answer."""
@@ -163,6 +181,8 @@ class Pools(Group):
 
     def _place(self, flight: Flight, member: Member | None, writer: Member | None, tokens: int = 0) -> None:
         """Which worker has it, which one writes, and what is to be computed first: the loads follow."""
+        touched = (flight.member, flight.writer, member, writer)
+        self._stale.update((one, None) for one in touched if one is not None)
         if flight.member is not None:
             flight.member.queued -= flight.queued
         if flight.writer is not None:
@@ -228,6 +248,7 @@ class Pools(Group):
             member.worker.release([request_id])
 
     def on_report(self, member: Member, report: Report) -> None:
+        self._stale[member] = None
         events = []
         for event in report.events:
             flight = self._by_number.get(event.request_id)
@@ -342,6 +363,7 @@ class Pools(Group):
         """What a worker has that does not answer goes on elsewhere, if another one is there."""
         while True:
             await asyncio.sleep(LOOK_SECONDS)
+            self._stale.update(dict.fromkeys(self.members.values()))  # one may be late, or back
             silent = [member for member in self.members.values() if member.up and not member.worker.healthy]
             if silent and any(member.usable for member in self.members.values()):
                 for flight in [one for one in self.flights.values() if one.member in silent]:
@@ -375,6 +397,7 @@ class Pools(Group):
                 self._resume(flight, member)
 
     def on_ready(self, member: Member, ready: Ready) -> None:
+        self._stale[member] = None
         if self.ready is None:
             return  # `start` waits for all
         self.ready = self._joined()

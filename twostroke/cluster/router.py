@@ -12,20 +12,22 @@ The cost of a route is the time until its stream begins, and the time that other
 waits while it computes the prompt. So a short prompt is computed in place where that is sooner, and a long one goes to
 a worker that writes nothing; no threshold has to be set.
 
-The router knows by their names (kv/addresses.py) which blocks a worker holds, as far as it was told. A worker that has
-evicted them since costs time and no token. Between two reports the router adds what it has sent itself. Nothing here
-waits, sends or reads a clock. Torch-free.
+The router knows by their names (kv/addresses.py) which blocks a worker holds, as far as it was told (holdings.py). A
+worker that has evicted them since costs time and no token. Between two reports the router adds what it has sent itself.
+All workers are compared at once (search.py). Nothing here waits, sends or reads a clock. Torch-free.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import islice
 from math import inf
 from typing import NamedTuple
 
+from twostroke.cluster.holdings import Holdings
+from twostroke.cluster.search import Search
+from twostroke.cluster.standing import Standing
 from twostroke.ops.interface import BLOCK
 
 
@@ -76,74 +78,57 @@ class Route(NamedTuple):
     sent: int = 0  # blocks that the decode worker lacks
 
 
-class Prompt(NamedTuple):
-    """A prompt at one worker."""
-
-    cached: int  # leading blocks that it has
-    done: float  # seconds until it is computed
-    cost: float  # the same, and what the streams of the worker wait meanwhile, all together
-
-
 class Worker:
     """What the router knows of one worker."""
 
-    __slots__ = ("load", "names", "role", "sent_streams", "sent_tokens")
+    __slots__ = ("load", "name", "number", "role", "sent_streams", "sent_tokens")
 
-    def __init__(self, role: Role, load: Load):
+    def __init__(self, number: int, name: str, role: Role, load: Load):
+        self.number = number
+        self.name = name
         self.role = role
         self.load = load
-        self.names: dict[bytes, None] = {}  # of blocks that it has, the oldest first
         self.sent_tokens = 0  # since its last report, as are the streams
         self.sent_streams = 0
 
-    def keep(self, names: Sequence[bytes]) -> None:
-        """It has these blocks now. Of too many the oldest are forgotten, an eighth at once."""
-        self.names.update(dict.fromkeys(reversed(names)))
-        over = len(self.names) - self.load.blocks
-        if over > self.load.blocks // 8:
-            for name in list(islice(self.names, over)):
-                del self.names[name]
+    @property
+    def streams(self) -> int:
+        return self.load.streams + self.sent_streams
 
-    def cached(self, names: Sequence[bytes]) -> int:
-        """Leading blocks that it has. Names are chained and the end of a prompt is evicted first, so the border is
-        found by bisection."""
-        if not names or names[0] not in self.names:
-            return 0
-        if names[-1] in self.names:
-            return len(names)
-        low, high = 1, len(names)  # the first `low` are there
-        while low < high:
-            middle = (low + high + 1) // 2
-            if names[middle - 1] in self.names:
-                low = middle
-            else:
-                high = middle - 1
-        return low
-
-    def prompt(self, tokens: int, names: Sequence[bytes]) -> Prompt:
-        """What it would cost to compute a prompt here, after those before it. The last token is always computed."""
-        load = self.load
-        cached = self.cached(names) if names and names[0] in self.names else 0
-        own = max(1, tokens - cached * BLOCK) * load.token_seconds
-        done = (load.queued_tokens + self.sent_tokens) * load.token_seconds + own
-        return Prompt(cached, done, done + (load.streams + self.sent_streams) * own)
+    @property
+    def wait(self) -> float:
+        """Seconds for the prompts that it has."""
+        return (self.load.queued_tokens + self.sent_tokens) * self.load.token_seconds
 
     def place(self) -> float:
         """Seconds until it can write one more answer: its streams end evenly over time."""
         load = self.load
-        over = load.streams + self.sent_streams + 1 - load.max_streams
+        over = self.streams + 1 - load.max_streams
         return over * load.stream_seconds / load.max_streams if over > 0 else 0.0
+
+    def values(self) -> tuple[float, ...]:
+        """As in `Standing`."""
+        load, role = self.load, self.role
+        token = load.token_seconds
+        busy = token * self.streams
+        step = inf if role is Role.PREFILL else load.step_seconds
+        helps, helps_only = inf if role is Role.DECODE else 0.0, 0.0 if role is Role.PREFILL else inf
+        return self.wait, token, token + busy, busy, self.place(), step, helps, helps_only
 
 
 class Router:
-    """`choose` a route for each request, and tell the router what is new: `update`, `stored`, `evicted`, `lost`."""
+    """`choose` a route for each request, and tell the router what is new: `update`, `pause`, `stored`, `evicted`,
+    `lost`."""
 
-    def __init__(self, block_bytes: int, link: Link, links: Mapping[tuple[str, str], Link] | None = None):
-        """block_bytes: of BLOCK tokens in all layers. link: between two workers that `links` does not name."""
+    def __init__(self, block_bytes: int, link: Link):
+        """block_bytes: of BLOCK tokens in all layers. link: between two workers."""
         self.block_bytes = block_bytes
         self.link = link
-        self.links = dict(links or {})
         self.workers: dict[str, Worker] = {}
+        self._by_number: dict[int, Worker] = {}
+        self._free: list[int] = []  # numbers of workers that are gone
+        self._standing = Standing()
+        self._holdings = Holdings()
 
     # ---- what is known ---------------------------------------------------------------------------------------------
 
@@ -151,65 +136,79 @@ class Router:
         """A worker joins, or reports anew. Its report covers what was sent to it before."""
         worker = self.workers.get(name)
         if worker is None:
-            self.workers[name] = Worker(role, load)
-            return
-        worker.role, worker.load = role, load
-        worker.sent_tokens = worker.sent_streams = 0
+            number = self._free.pop() if self._free else len(self.workers)
+            worker = self.workers[name] = self._by_number[number] = Worker(number, name, role, load)
+        else:
+            worker.role, worker.load = role, load
+            worker.sent_tokens = worker.sent_streams = 0
+        self._standing.put(worker.number, worker.values())
+
+    def pause(self, name: str) -> None:
+        """A worker is not asked until its next report. What it has is remembered."""
+        if name in self.workers:
+            self._standing.clear(self.workers[name].number)
 
     def lost(self, name: str) -> None:
         """A worker is gone, and its blocks with it."""
-        self.workers.pop(name, None)
+        worker = self.workers.pop(name, None)
+        if worker is not None:
+            self._standing.clear(worker.number)
+            self._holdings.drop(worker.number)
+            self._free.append(worker.number)
+            del self._by_number[worker.number]
 
     def stored(self, name: str, names: Sequence[bytes]) -> None:
-        """A worker has these blocks."""
-        self.workers[name].keep(names)
+        """A worker has these blocks, the first of a prompt."""
+        self._keep(self.workers[name], names)
+
+    def _keep(self, worker: Worker, names: Sequence[bytes]) -> None:
+        self._holdings.keep(worker.number, names, worker.load.blocks)
 
     def evicted(self, name: str, names: Iterable[bytes]) -> None:
-        for one in names:
-            self.workers[name].names.pop(one, None)
+        self._holdings.forget(self.workers[name].number, names)
+
+    def cached(self, name: str, names: Sequence[bytes]) -> int:
+        """Leading blocks that a worker has."""
+        return self._holdings.cached(self.workers[name].number, names)
 
     # ---- routes ----------------------------------------------------------------------------------------------------
 
-    def choose(self, ask: Ask, apart: bool = False, among: Iterable[str] | None = None) -> Route | None:
+    def choose(self, ask: Ask, apart: bool = False, but: str | None = None) -> Route | None:
         """The best route, which then counts as taken. None: no worker can write the answer. apart: prompts with a full
-        block are computed by prefill workers alone, where there are any. among: the workers that may be asked."""
-        workers = self.workers if among is None else {name: self.workers[name] for name in among}
-        tokens, names = ask
-        prompts = {name: worker.prompt(tokens, names) for name, worker in workers.items()}
-        helpers = [name for name, worker in workers.items() if worker.role is not Role.DECODE] if names else []
-        if apart:
-            helpers = [name for name in helpers if workers[name].role is Role.PREFILL] or helpers
-        in_place = not (apart and helpers)
-        helpers.sort(key=lambda name: prompts[name].cost)
-        best, least = None, inf
-        for name, worker in workers.items():
-            if worker.role is Role.PREFILL:
-                continue
-            step = worker.load.step_seconds
-            for helper in (name, *helpers) if in_place and prompts[name].cost + step < least else helpers:
-                if prompts[helper].cost + step >= least:
-                    break  # the helpers after it cost more still
-                if helper != name or in_place:
-                    route = self._route(helper, name, prompts[helper], len(names) - prompts[name].cached)
-                    best, least = (route, route.cost) if route.cost < least else (best, least)
-        if best is not None:
-            self._take(best, ask)
-        return best
+        block are computed by prefill workers alone, where there are any. but: a worker that is not asked."""
+        aside = self.workers.get(but) if but is not None else None
+        before = self._standing.rows[:, aside.number].copy() if aside is not None else None
+        if aside is not None:
+            self._standing.clear(aside.number)
+        found = Search(self._standing, self._holdings, ask.tokens, ask.names, self._sending).best(apart)
+        if aside is not None and before is not None:
+            self._standing.put(aside.number, tuple(before))
+        if found.decode < 0:
+            return None
+        route = self._route(self._by_number[found.prefill], self._by_number[found.decode], ask)
+        self._take(route, ask)
+        return route
 
-    def _route(self, prefill: str, decode: str, prompt: Prompt, lacking: int) -> Route:
-        writer, sent, ready = self.workers[decode], 0, prompt.done
-        if prefill != decode:
-            sent = lacking
-            ready += self.links.get((prefill, decode), self.link).seconds(sent * self.block_bytes)
-        place = writer.place()
-        second = max(ready, place) + writer.load.step_seconds
-        ttft = max(prompt.done, place) if prefill == decode else prompt.done
-        return Route(prefill, decode, ttft, second, second + prompt.cost - prompt.done, prompt.cached, sent)
+    def _sending(self, blocks: int) -> float:
+        return self.link.seconds(blocks * self.block_bytes)
+
+    def _route(self, prefill: Worker, decode: Worker, ask: Ask) -> Route:
+        cached = self._holdings.cached(prefill.number, ask.names)
+        own = max(1, ask.tokens - cached * BLOCK) * prefill.load.token_seconds
+        done, place, sent = prefill.wait + own, decode.place(), 0
+        ready = ttft = done
+        if prefill is decode:
+            ttft = max(done, place)
+        else:
+            sent = len(ask.names) - self._holdings.cached(decode.number, ask.names)
+            ready += self._sending(sent)
+        second = max(ready, place) + decode.load.step_seconds
+        return Route(prefill.name, decode.name, ttft, second, second + prefill.streams * own, cached, sent)
 
     def _take(self, route: Route, ask: Ask) -> None:
         prefill, decode = self.workers[route.prefill], self.workers[route.decode]
         prefill.sent_tokens += max(1, ask.tokens - route.cached * BLOCK)
         decode.sent_streams += 1
-        prefill.keep(ask.names)
-        if decode is not prefill:
-            decode.keep(ask.names)
+        for worker in (prefill, decode) if prefill is not decode else (prefill,):
+            self._keep(worker, ask.names)
+            self._standing.put(worker.number, worker.values())

@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -79,7 +80,7 @@ class Child(asyncio.BufferedProtocol):
         self.process.kill()  # whatever closed its socket, nothing of it may stay
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(1.0)
-        why = self.why or f"it ended with exit status {self.process.returncode}"
+        why = self.why or ended_with(self.process.returncode)
         self.lost(why, self.shown or why)
 
     def send(self, message: Message) -> None:
@@ -91,6 +92,13 @@ class Child(asyncio.BufferedProtocol):
         self.process.kill()
         if self.transport is not None:
             self.transport.abort()
+
+
+def ended_with(status: int | None) -> str:
+    """In words that clients may read."""
+    if status == -signal.SIGKILL:
+        return "it was killed (signal 9), as the system does where memory runs out: see kv_memory and kv_blocks"
+    return f"it ended with exit status {status}"
 
 
 async def spawn(receive: Callable[[FromEngine], None], lost: Callable[[str, str], None], hello: Hello) -> Child:

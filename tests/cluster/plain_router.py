@@ -1,0 +1,142 @@
+"""The router by its definition: it looks at one worker after the other. The one that serves is held to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import islice
+from math import inf
+from typing import NamedTuple
+
+from twostroke.cluster.router import Ask, Link, Load, Role, Route
+from twostroke.ops.interface import BLOCK
+
+
+class Prompt(NamedTuple):
+    """A prompt at one worker."""
+
+    cached: int  # leading blocks that it has
+    done: float  # seconds until it is computed
+    cost: float  # the same, and what the streams of the worker wait meanwhile, all together
+
+
+class Worker:
+    """What the router knows of one worker."""
+
+    __slots__ = ("load", "names", "role", "sent_streams", "sent_tokens")
+
+    def __init__(self, role: Role, load: Load):
+        self.role = role
+        self.load = load
+        self.names: dict[bytes, None] = {}  # of blocks that it has, the oldest first
+        self.sent_tokens = 0  # since its last report, as are the streams
+        self.sent_streams = 0
+
+    def keep(self, names: Sequence[bytes]) -> None:
+        """It has these blocks now. Of too many the oldest are forgotten, an eighth at once."""
+        self.names.update(dict.fromkeys(reversed(names)))
+        over = len(self.names) - self.load.blocks
+        if over > self.load.blocks // 8:
+            for name in list(islice(self.names, over)):
+                del self.names[name]
+
+    def cached(self, names: Sequence[bytes]) -> int:
+        """Leading blocks that it has. Names are chained and the end of a prompt is evicted first, so the border is
+        found by bisection."""
+        if not names or names[0] not in self.names:
+            return 0
+        if names[-1] in self.names:
+            return len(names)
+        low, high = 1, len(names)  # the first `low` are there
+        while low < high:
+            middle = (low + high + 1) // 2
+            if names[middle - 1] in self.names:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def prompt(self, tokens: int, names: Sequence[bytes]) -> Prompt:
+        """What it would cost to compute a prompt here, after those before it. The last token is always computed."""
+        load = self.load
+        cached = self.cached(names) if names and names[0] in self.names else 0
+        own = max(1, tokens - cached * BLOCK) * load.token_seconds
+        done = (load.queued_tokens + self.sent_tokens) * load.token_seconds + own
+        return Prompt(cached, done, done + (load.streams + self.sent_streams) * own)
+
+    def place(self) -> float:
+        """Seconds until it can write one more answer: its streams end evenly over time."""
+        load = self.load
+        over = load.streams + self.sent_streams + 1 - load.max_streams
+        return over * load.stream_seconds / load.max_streams if over > 0 else 0.0
+
+
+class PlainRouter:
+    def __init__(self, block_bytes: int, link: Link):
+        self.block_bytes = block_bytes
+        self.link = link
+        self.workers: dict[str, Worker] = {}
+
+    # ---- what is known ---------------------------------------------------------------------------------------------
+
+    def update(self, name: str, role: Role, load: Load) -> None:
+        """A worker joins, or reports anew. Its report covers what was sent to it before."""
+        worker = self.workers.get(name)
+        if worker is None:
+            self.workers[name] = Worker(role, load)
+            return
+        worker.role, worker.load = role, load
+        worker.sent_tokens = worker.sent_streams = 0
+
+    def lost(self, name: str) -> None:
+        """A worker is gone, and its blocks with it."""
+        self.workers.pop(name, None)
+
+    def stored(self, name: str, names: Sequence[bytes]) -> None:
+        """A worker has these blocks."""
+        self.workers[name].keep(names)
+
+    def evicted(self, name: str, names: Iterable[bytes]) -> None:
+        for one in names:
+            self.workers[name].names.pop(one, None)
+
+    # ---- routes ----------------------------------------------------------------------------------------------------
+
+    def choose(self, ask: Ask, apart: bool = False, among: Iterable[str] | None = None) -> Route | None:
+        workers = self.workers if among is None else {name: self.workers[name] for name in among}
+        tokens, names = ask
+        prompts = {name: worker.prompt(tokens, names) for name, worker in workers.items()}
+        helpers = [name for name, worker in workers.items() if worker.role is not Role.DECODE] if names else []
+        if apart:
+            helpers = [name for name in helpers if workers[name].role is Role.PREFILL] or helpers
+        in_place = not (apart and helpers)
+        helpers.sort(key=lambda name: prompts[name].cost)
+        best, least = None, inf
+        for name, worker in workers.items():
+            if worker.role is Role.PREFILL:
+                continue
+            step = worker.load.step_seconds
+            for helper in (name, *helpers) if in_place and prompts[name].cost + step < least else helpers:
+                if prompts[helper].cost + step >= least:
+                    break  # the helpers after it cost more still
+                if helper != name or in_place:
+                    route = self.route(helper, name, prompts[helper], len(names) - prompts[name].cached)
+                    best, least = (route, route.cost) if route.cost < least else (best, least)
+        return best
+
+    def route(self, prefill: str, decode: str, prompt: Prompt, lacking: int) -> Route:
+        writer, sent, ready = self.workers[decode], 0, prompt.done
+        if prefill != decode:
+            sent = lacking
+            ready += self.link.seconds(sent * self.block_bytes)
+        place = writer.place()
+        second = max(ready, place) + writer.load.step_seconds
+        ttft = max(prompt.done, place) if prefill == decode else prompt.done
+        return Route(prefill, decode, ttft, second, second + prompt.cost - prompt.done, prompt.cached, sent)
+
+    def take(self, route: Route, ask: Ask) -> None:
+        prefill, decode = self.workers[route.prefill], self.workers[route.decode]
+        prefill.sent_tokens += max(1, ask.tokens - route.cached * BLOCK)
+        decode.sent_streams += 1
+        prefill.keep(ask.names)
+        if decode is not prefill:
+            decode.keep(ask.names)
