@@ -18,6 +18,7 @@ import pytest
 
 from tests.serve.server import PATIENT, Server, alive, children, events, wait_until
 from twostroke.cli.serve import serve
+from twostroke.cli.server_options import Given
 from twostroke.errors import ConfigError, ModelError
 
 # Late after a second, dead after eight; two and a half pass before a new engine is started, in which time we look at
@@ -248,4 +249,4 @@ def test_what_keeps_it_from_starting_is_one_sentence(tmp_path: Path, long_folder
 
 def command(model: Path, port: int = 0, keys: Path | None = None, settings: list[str] | None = None) -> None:
     """`twostroke serve` up to the moment it would serve."""
-    serve(str(model), "127.0.0.1", port, None, keys, None, 1.0, settings)
+    serve.__wrapped__(str(model), settings, given=Given(port=port, api_key_file=keys, drain_timeout=1.0))
