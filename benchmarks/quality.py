@@ -83,7 +83,11 @@ def main() -> None:
         "change": changes,
         "stories15m_mean_kl": moved,
         "within": {name: changes[name] <= limit for name, limit in limits.items()}
-        | {f"stories15M, {ours}": moved[ours] <= TWO_ERRORS * moved[peer] for ours, peer in NO_WORSE_THAN.items() if moved},
+        | {
+            f"stories15M, {ours}": moved[ours] <= TWO_ERRORS * moved[peer]
+            for ours, peer in NO_WORSE_THAN.items()
+            if moved
+        },
     }
     save("quality" if args.device == "cpu" else "quality-gpu", "quality", result)
 
