@@ -16,8 +16,9 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
+
+from twostroke.record import replace
 
 PROCESS_START = time.perf_counter()
 

@@ -9,7 +9,6 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 
@@ -21,6 +20,7 @@ from twostroke.ops.cuda.kernels.prefill import make_tiles, prefill_attention
 from twostroke.ops.cuda.kernels.quantized import to_fp8, to_int4, to_int8
 from twostroke.ops.cuda.kernels.skinny import skinny
 from twostroke.ops.interface import BLOCK, Attention, Batch, GroupBlocks, KVLayer, RopeTable
+from twostroke.record import replace
 
 DEVICE = torch.device("cuda")
 RESULTS: dict[str, object] = {}

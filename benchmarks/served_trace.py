@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +34,7 @@ from twostroke.cost.simulation.deployment import Deployment, deployment_of
 from twostroke.cost.simulation.served import Served, Summary, summarize
 from twostroke.cost.simulation.trace import Arrival, at_rate, from_zero
 from twostroke.metrics.steplog import Step
+from twostroke.record import replace
 
 if TYPE_CHECKING:
     from twostroke import LLM

@@ -21,7 +21,6 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ from twostroke.bench.record import Record
 from twostroke.bench.workload import trace_load
 from twostroke.cost.simulation.served import Spread, Targets, summarize
 from twostroke.cost.simulation.trace import Arrival, Part
+from twostroke.record import replace
 
 COLOURS = {SAME: "#b9b9b9", REPACKED: "#6a6a6a", OURS: "#d9822b"}
 SHARES = (0.3, 0.6, 0.9, 1.3)  # of the highest request rate of a server

@@ -5,14 +5,14 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
-from dataclasses import dataclass
 from pathlib import Path
+
+from twostroke.record import Record
 
 CGROUP = Path("/sys/fs/cgroup")
 
 
-@dataclass(frozen=True, slots=True)
-class Hardware:
+class Hardware(Record):
     device: str  # "cpu" or "cuda"
     cores: int
     free_memory: int  # bytes the KV cache and the weights may still take

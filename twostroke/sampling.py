@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from math import isfinite
 from typing import Any, NamedTuple
 
 from twostroke.errors import InputError
+from twostroke.record import replace
 
 MAX_SAMPLES = 128
 MAX_LOGPROBS = 128

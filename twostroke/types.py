@@ -8,12 +8,13 @@ preemption sets it back to 0.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from twostroke.metrics.timeline import Facts, Timeline
+from twostroke.record import replace
 from twostroke.sampling import SamplingParams
 
 EMPTY: Mapping[int, Any] = MappingProxyType({})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner
@@ -20,6 +19,7 @@ from twostroke.cost.simulation.trace import Arrival, Contents, fresh_tokens
 from twostroke.cost.units import times
 from twostroke.engine.settings import change
 from twostroke.errors import ConfigError
+from twostroke.record import replace
 from twostroke.weights.checkpoint import open_checkpoint
 from twostroke.weights.describe import checkpoint_bytes
 

@@ -7,7 +7,6 @@ import json
 import random
 import re
 import threading
-from dataclasses import replace
 from statistics import mean
 
 import numpy as np
@@ -25,6 +24,7 @@ from twostroke.cost.model.roofline import Roofline
 from twostroke.cost.simulation.served import Targets
 from twostroke.cost.simulation.trace import Arrival, Part
 from twostroke.errors import InputError
+from twostroke.record import replace
 
 # ---- loads -----------------------------------------------------------------------------------------------------------
 

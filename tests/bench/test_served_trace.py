@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
@@ -19,6 +17,7 @@ from twostroke.cost.simulation.fleet import Fleet
 from twostroke.cost.simulation.served import summarize
 from twostroke.cost.simulation.trace import Contents, rate
 from twostroke.metrics.steplog import StepLog
+from twostroke.record import replace
 
 
 @pytest.fixture

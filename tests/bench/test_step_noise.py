@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -12,6 +11,7 @@ from tests.cost.fleets import parts
 from twostroke.cost.model.fit import coldness, predicted
 from twostroke.cost.model.roofline import Roofline
 from twostroke.metrics.steplog import LoggedWork, Step
+from twostroke.record import replace
 
 READ, WRITTEN = 1.5, (0.9, 1.0, 1.3)  # times what is predicted
 

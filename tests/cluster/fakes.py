@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from twostroke.cluster.transport import Blocks, Source, TransferError
 from twostroke.kv.addresses import Name
+from twostroke.record import replace
 from twostroke.remote.segment import Segment
 
 BLOCK_BYTES = 1000

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from tests.cluster.pairs import GREEDY, PEERS, SETTINGS, Pair, answer, moved, ru
 from twostroke.cluster.sockets import SharedMemoryTransport, TcpTransport
 from twostroke.engine.llm import LLM
 from twostroke.errors import ConfigError
+from twostroke.record import replace
 from twostroke.remote.async_engine import AsyncEngine
 from twostroke.sampling import Grammar, SamplingParams
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from math import inf
 
 import pytest
@@ -13,6 +12,7 @@ from hypothesis import strategies as st
 from tests.cluster.plain_router import PlainRouter
 from twostroke.cluster.router import Ask, Link, Load, Role, Route, Router
 from twostroke.ops.interface import BLOCK
+from twostroke.record import replace
 
 BYTES = 1_000_000  # of a block
 FAST = Load(max_streams=8, token_seconds=0.001, step_seconds=0.01)

@@ -7,7 +7,7 @@ and every step is noisy.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from tests.cost.fleets import CPU, poisson
 from twostroke.config import make_config
@@ -16,6 +16,7 @@ from twostroke.cost.model.known_models import known_arch
 from twostroke.cost.simulation.deployment import Deployment
 from twostroke.cost.simulation.fleet import Pools
 from twostroke.cost.simulation.trace import Arrival, Contents, Part
+from twostroke.record import replace
 
 BOX = Device("this", "a small machine", "cpu", 4 * 10**9, 20e9, {"float32": 200e9, "bfloat16": 200e9})
 

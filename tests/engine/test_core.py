@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import FrozenInstanceError
 from itertools import count
 
 import pytest
@@ -10,6 +10,7 @@ import pytest
 from twostroke import LLM, SamplingParams
 from twostroke.engine.answer import Answer
 from twostroke.engine.core import Core
+from twostroke.record import replace
 from twostroke.types import Event, FinishReason, Request, RequestState
 
 PROMPT = tuple(range(3, 43))

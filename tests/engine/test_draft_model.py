@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import jsonschema
@@ -24,6 +23,7 @@ from twostroke.engine.build import build_engine
 from twostroke.engine.exchange import export_prefix, submit_with
 from twostroke.engine.settings import change
 from twostroke.grammar.tools import tool_grammar
+from twostroke.record import replace
 from twostroke.sampling import Grammar
 from twostroke.text.formats import HERMES
 from twostroke.text.tools import read_choice

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from twostroke.model.document import arch_document, read_arch
 from twostroke.model.transformer import Transformer
 from twostroke.ops.cpu.backend import NativeCpuOps, instruction_sets
 from twostroke.ops.reference.backend import ReferenceOps
+from twostroke.record import replace
 from twostroke.weights.checkpoint import open_checkpoint
 from twostroke.weights.load import load_arch, load_model
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from twostroke.model.fields import Fields
 from twostroke.model.source import Source
 from twostroke.ops.formats import Stored, dequantize
 from twostroke.ops.reference.backend import ReferenceOps
+from twostroke.record import replace
 from twostroke.weights.checkpoint import Checkpoint, open_checkpoint
 from twostroke.weights.load import Parameters, _feed, load_arch, load_model
 

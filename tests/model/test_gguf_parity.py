@@ -5,7 +5,6 @@ The files are written here with the gguf package, doing what llama.cpp's convert
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from tests.helpers import run_tokens
 from tests.model.test_parity import FAMILIES, LLAMA3, arch_of, make_peer, tokens_of
 from twostroke.errors import ModelError
 from twostroke.ops.reference.backend import ReferenceOps
+from twostroke.record import Record, values
 from twostroke.weights.checkpoint import open_checkpoint
 from twostroke.weights.load import load_arch, load_model
 
@@ -185,10 +185,10 @@ EXTRA: dict[str, dict[str, Any]] = {
 def assert_same(got: Any, expected: Any, place: str = "arch") -> None:
     """Equal, but a number may be rounded to float32 in one of them: a GGUF file stores its numbers so."""
     assert type(got) is type(expected), place
-    if dataclasses.is_dataclass(expected):
-        for field in dataclasses.fields(expected):
-            if field.name != "family":  # Mistral's models are called llama in GGUF
-                assert_same(getattr(got, field.name), getattr(expected, field.name), f"{place}.{field.name}")
+    if isinstance(expected, Record):
+        for name, value in values(expected).items():
+            if name != "family":  # Mistral's models are called llama in GGUF
+                assert_same(getattr(got, name), value, f"{place}.{name}")
     elif isinstance(expected, tuple):
         assert len(got) == len(expected), place
         for i, (ours, theirs) in enumerate(zip(got, expected, strict=True)):

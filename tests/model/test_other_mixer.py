@@ -6,7 +6,7 @@ The backend declines it, so it runs op by op.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -26,6 +26,7 @@ from twostroke.ops.cpu.backend import NativeCpuOps
 from twostroke.ops.cpu.library import available
 from twostroke.ops.formats import from_float
 from twostroke.ops.interface import BLOCK, Array, Batch, KVLayer, Ops, Weight
+from twostroke.record import replace
 from twostroke.run.runner import ModelRunner
 from twostroke.sampling import SamplingParams
 from twostroke.schedule.make import make_scheduler

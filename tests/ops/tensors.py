@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch import Tensor
 from twostroke.ops.cpu.backend import NativeCpuOps, PackedWeight
 from twostroke.ops.formats import Stored
 from twostroke.ops.interface import BLOCK, Attention, Batch, Gate, GroupBlocks, KVLayer, Norm, RopeTable
+from twostroke.record import replace
 
 
 class TensorOps:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
@@ -12,6 +10,7 @@ from tests.ops.cases import Case, copied, make_step
 from twostroke.ops.cpu.library import available
 from twostroke.ops.interface import Attention
 from twostroke.ops.reference.backend import attended, attended_bytes, rounded, spread, spread_size
+from twostroke.record import replace
 
 ONE_HEAD = Attention(1, 1, 8, scale=1.0)
 

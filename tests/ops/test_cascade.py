@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
 
 from tests.ops.test_triton import DEVICE, ON_CARD, REFERENCE, close, copied, moved, on_device
+from twostroke.record import replace
 
 pytest.importorskip("triton")
 

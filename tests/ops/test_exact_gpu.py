@@ -6,11 +6,12 @@ Under Triton's interpreter anywhere, and on the card with `-m gpu`.
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+
+from twostroke.record import replace
 
 ON_CARD = torch.cuda.is_available()
 if not ON_CARD:

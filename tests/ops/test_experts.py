@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ from twostroke.ops.formats import Stored, from_float, stored_bytes
 from twostroke.ops.interface import ExpertSet, Gate, Norm, Routing
 from twostroke.ops.reference.backend import ReferenceOps
 from twostroke.ops.reference.routing import route
+from twostroke.record import replace
 
 if not available():
     pytest.skip("the native library is not built", allow_module_level=True)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
+
+from twostroke.record import replace
 
 pytest.importorskip("triton")
 

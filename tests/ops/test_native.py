@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from functools import cache
 
 import numpy as np
@@ -16,6 +15,7 @@ from twostroke.ops.formats import FORMATS, Stored, dequantize, from_float
 from twostroke.ops.interface import Gate, KVFormat, Norm
 from twostroke.ops.reference.backend import ReferenceOps, gated
 from twostroke.ops.select import make_ops
+from twostroke.record import replace
 
 if not available():
     pytest.skip("the native library is not built", allow_module_level=True)
@@ -239,7 +239,7 @@ def long_case(kv_format: KVFormat, window: int = 0) -> Case:
 @pytest.mark.parametrize("kv_format", ["float32", "float16", "bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("window", [0, 300])
 def test_attention_over_several_splits(isa: str, kv_format: KVFormat, window: int) -> None:
-    case = dataclasses.replace(long_case(kv_format, window), requests=((700, 1), (3, 30), (511, 1), (512, 2), (255, 1)))
+    case = replace(long_case(kv_format, window), requests=((700, 1), (3, 30), (511, 1), (512, 2), (255, 1)))
     qkv, attention, kv, batch = make_step(case)
     expected = SLOW.attend(qkv, attention, copied(kv), batch, 0)
     got = ops_on(isa).attend(qkv, attention, copied(kv), batch, 0)

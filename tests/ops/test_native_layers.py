@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import weakref
 from pathlib import Path
@@ -15,6 +14,7 @@ from tests.model.test_parity import FAMILIES, make_peer, tokens_of
 from twostroke.model.transformer import Transformer
 from twostroke.ops.cpu.library import available
 from twostroke.ops.interface import KVFormat, Ops
+from twostroke.record import replace
 from twostroke.weights.checkpoint import open_checkpoint
 from twostroke.weights.load import load_model
 
@@ -54,7 +54,7 @@ def hidden_rows(model: Transformer, kv_format: KVFormat) -> list[np.ndarray]:
     found = []
     for work, wanted in STEPS:
         batch = sequences.batch([(which, tokens_of(count)) for which, count in work])
-        batch = dataclasses.replace(batch, logit_rows=np.array(wanted, np.int64))
+        batch = replace(batch, logit_rows=np.array(wanted, np.int64))
         found.append(model.forward(batch, sequences.kv))
     return found
 
@@ -106,7 +106,7 @@ def test_refusals(tmp_path: Path) -> None:
     batch = sequences.batch([(0, tokens_of(3))])
     for row in (-1, 3):
         with pytest.raises(ValueError, match="bad argument"):
-            model.forward(dataclasses.replace(batch, logit_rows=np.array([row])), sequences.kv)
+            model.forward(replace(batch, logit_rows=np.array([row])), sequences.kv)
     fused = model.ops.fuse([layer.fused() for layer in model.layers], [sequences.kv.layer(i) for i in range(3)])
     for x in (np.zeros((2, 48), np.float32), np.zeros((3, 48))):
         with pytest.raises(ValueError, match="does not fit"):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import warnings
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+
+from twostroke.record import replace
 
 ON_CARD = torch.cuda.is_available()
 if not ON_CARD and "TRITON_COMPILE_ONLY" not in os.environ:

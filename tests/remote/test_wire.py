@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import struct
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from twostroke.kv.addresses import Name
 from twostroke.metrics.counts import Counts
 from twostroke.metrics.steplog import Blocks, LoggedWork, Step
 from twostroke.metrics.timeline import Facts
+from twostroke.record import replace
 from twostroke.remote import messages, wire
 from twostroke.remote.messages import Change, Changed, Hello, Orders, Ready, Recall, Report, Steps, runs_of
 from twostroke.remote.wire import MAX_MESSAGE, Reader, WireError, encode, from_engine, to_engine

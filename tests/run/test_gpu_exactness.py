@@ -6,10 +6,11 @@ On the card with layers in the shape of Llama-3.1-8B; under Triton's interpreter
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 
 import pytest
 import torch
+
+from twostroke.record import replace
 
 ON_CARD = torch.cuda.is_available()
 if not ON_CARD:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import zip_longest
 
 from twostroke.kv.addresses import BlockHasher
@@ -15,6 +14,7 @@ from twostroke.kv.offload import HostPool
 from twostroke.kv.tables import KVTables
 from twostroke.model.entry import KVEntry, KVPart
 from twostroke.ops.interface import BLOCK
+from twostroke.record import replace
 from twostroke.sampling import SamplingParams
 from twostroke.schedule.pace import Pace
 from twostroke.schedule.policy import POLICIES

@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -14,6 +13,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from twostroke.errors import ModelError
+from twostroke.record import replace
 from twostroke.weights import catalog
 from twostroke.weights.checkpoint import locate, open_checkpoint
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from statistics import median, quantiles
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ from twostroke.cost.simulation.deployment import deployment_of, drafts_of
 from twostroke.cost.simulation.served import Summary, Targets
 from twostroke.engine.settings import change
 from twostroke.errors import TwostrokeError
+from twostroke.record import replace
 
 if TYPE_CHECKING:
     from twostroke.engine.llm import LLM

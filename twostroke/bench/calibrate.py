@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,6 +15,7 @@ from twostroke.cost.model.fit import errors, fit, fit_launched, with_between
 from twostroke.cost.model.rates import Rates, datasheet_rates
 from twostroke.cost.model.roofline import Roofline, model_cost
 from twostroke.hardware import free_memory, machine_name
+from twostroke.record import replace
 
 if TYPE_CHECKING:
     from twostroke.engine.llm import LLM

@@ -13,7 +13,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import product
 from statistics import median
 from typing import Any, NamedTuple
@@ -23,6 +22,7 @@ from twostroke.cost.simulation.fleet import deliver
 from twostroke.engine.core import Core
 from twostroke.metrics.steplog import KEPT, Step, StepLog
 from twostroke.ops.interface import BLOCK
+from twostroke.record import replace
 from twostroke.sampling import SamplingParams
 from twostroke.types import Request, RequestState
 

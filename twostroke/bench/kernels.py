@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,6 +15,7 @@ from twostroke.ops.arrays import batch_of_tensors
 from twostroke.ops.interface import BLOCK, Array, Attention, Batch, GroupBlocks, KVLayer, Norm, Ops, RopeTable
 from twostroke.ops.reference.backend import ReferenceOps, rotated, stored
 from twostroke.ops.reference.kv_codec import write_kv
+from twostroke.record import replace
 from twostroke.run.runner import ModelRunner
 from twostroke.run.torch_runner import TorchRunner
 

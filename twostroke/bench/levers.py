@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,7 @@ from twostroke.errors import TwostrokeError
 from twostroke.kv.layout import make_layout
 from twostroke.model.arch import Arch
 from twostroke.ops.interface import BLOCK
+from twostroke.record import replace
 
 if TYPE_CHECKING:
     from twostroke.engine.llm import LLM

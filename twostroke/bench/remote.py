@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from twostroke.bench.apply import Applied, make_prediction
@@ -17,6 +17,7 @@ from twostroke.cost.simulation.recording import Recording, read_recording
 from twostroke.cost.simulation.served import Targets
 from twostroke.errors import InputError
 from twostroke.hardware import machine_name
+from twostroke.record import replace
 
 if TYPE_CHECKING:
     import httpx

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.resources import as_file, files
 from itertools import islice
 from pathlib import Path
@@ -23,6 +23,7 @@ from pathlib import Path
 from twostroke.bench.texts import CHARACTERS, TEMPERATURE, TEXTS
 from twostroke.cost.simulation.trace import Arrival, Contents, Part, at_rate, from_zero, read_trace, shorter
 from twostroke.errors import InputError
+from twostroke.record import replace
 
 ARRIVALS = ("poisson", "burst", "constant", "closed")
 BURST = 8  # requests that arrive together

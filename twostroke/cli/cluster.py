@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +10,7 @@ import typer
 from twostroke.cli.options import ModelArgument, Settings, parse_settings
 from twostroke.cli.server_options import Given, run_server, say, server_options, takes_server_options
 from twostroke.errors import ConfigError
+from twostroke.record import replace
 from twostroke.weights.catalog import DEFAULT
 
 PoolSettings = Annotated[

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,6 +14,7 @@ from twostroke.cli.options import make_targets, parse_settings, refuse_unsimulat
 from twostroke.cli.terminal import console, open_llm
 from twostroke.cost.units import seconds
 from twostroke.errors import ConfigError, InputError, TwostrokeError
+from twostroke.record import replace
 from twostroke.weights.catalog import DEFAULT, cache_folder
 
 if TYPE_CHECKING:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -19,6 +18,7 @@ from twostroke.cli.options import (
 )
 from twostroke.cli.terminal import console, errors, telling
 from twostroke.errors import ConfigError
+from twostroke.record import replace
 
 if TYPE_CHECKING:
     from twostroke.cost.answers.workers import Demand, Dropped

@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
@@ -17,6 +17,7 @@ import typer
 
 from twostroke.cli.terminal import progress_bar
 from twostroke.errors import ConfigError
+from twostroke.record import replace
 
 if TYPE_CHECKING:
     from twostroke.serve.answer_setup import AnswerOptions

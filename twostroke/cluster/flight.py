@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from twostroke.metrics.timeline import Facts
+from twostroke.record import replace
 from twostroke.types import Event, FinishReason, Request
 
 if TYPE_CHECKING:

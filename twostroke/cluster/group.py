@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -13,6 +12,7 @@ from twostroke.cluster.router import Role
 from twostroke.config import Resolved
 from twostroke.errors import ConfigError
 from twostroke.metrics.steplog import Step
+from twostroke.record import replace
 from twostroke.remote.client import EngineError, EngineListener
 from twostroke.remote.messages import Ready
 

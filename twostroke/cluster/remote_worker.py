@@ -13,7 +13,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from twostroke.cluster.handover import Moved
 from twostroke.cluster.holder import Offer
 from twostroke.cluster.transport import TransferError
 from twostroke.cluster.worker import Held, WorkerListener
+from twostroke.record import replace
 from twostroke.remote.client import ANSWER_SECONDS, EngineError, MessageClient
 from twostroke.remote.messages import Failed, Message, Ready
 from twostroke.types import Request

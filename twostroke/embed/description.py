@@ -7,12 +7,12 @@ longest text that the model was trained for.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from twostroke.errors import ModelError
 from twostroke.ops.cpu.encode import EncodeActivation
+from twostroke.record import Record
 from twostroke.weights.checkpoint import CONFIG, Checkpoint, open_checkpoint
 from twostroke.weights.files import read_json_list, read_json_object
 
@@ -30,8 +30,7 @@ _ACTIVATIONS: dict[str, EncodeActivation] = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class EncoderArch:
+class EncoderArch(Record):
     hidden: int
     layers: int
     heads: int
@@ -44,8 +43,7 @@ class EncoderArch:
     labels: int = 0  # outputs of a classification head
 
 
-@dataclass(frozen=True, slots=True)
-class Description:
+class Description(Record):
     kind: Kind
     pooling: Pooling = "mean"
     normalize: bool = True

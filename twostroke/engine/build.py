@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -28,6 +27,7 @@ from twostroke.model.latent import LatentArch
 from twostroke.model.transformer import Transformer
 from twostroke.ops.interface import Ops
 from twostroke.ops.select import make_ops
+from twostroke.record import Record, replace
 from twostroke.run.drafting import Drafting
 from twostroke.run.runner import ModelRunner
 from twostroke.schedule.make import make_scheduler
@@ -50,8 +50,7 @@ def ignore_stage(name: str) -> None:
     """For a caller that does not show the stages of the start."""
 
 
-@dataclass(frozen=True, slots=True)
-class Engine:
+class Engine(Record):
     core: Core
     intake: Intake
     tokenizer: Tokenizer

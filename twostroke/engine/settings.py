@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from twostroke.config import SETTINGS, Config, Resolved, longest_that_fits
 from twostroke.draft.speculate import make_drafter
 from twostroke.errors import ConfigError
+from twostroke.record import replace
 from twostroke.schedule.policy import POLICIES
 
 if TYPE_CHECKING:

@@ -15,20 +15,19 @@ model may read a text again from any place on.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
 
 from twostroke.model.arch import Arch
 from twostroke.model.entry import KVEntry
 from twostroke.ops.interface import BLOCK
+from twostroke.record import Record, replace
 
 LONG_REQUEST = 32768  # tokens
 GROUP_COST = 0.03  # of one more group, as a share of the cache: every step prepares a block table for each
 
 
-@dataclass(frozen=True, slots=True)
-class KVGroup:
+class KVGroup(Record):
     entry: KVEntry  # of each of its layers
     layers: tuple[int, ...]
     draft: bool = False  # they belong to the draft model
@@ -51,8 +50,7 @@ class KVGroup:
         return min(whole, ceil((self.window - 1 + step) / self.span) + 1)
 
 
-@dataclass(frozen=True, slots=True)
-class KVLayout:
+class KVLayout(Record):
     groups: tuple[KVGroup, ...]
     block_bytes: int  # those of the largest group; a smaller one leaves the rest of its blocks unused
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,6 +11,7 @@ from twostroke.kv.host_memory import HostMemory
 from twostroke.kv.layout import KVLayout
 from twostroke.ops.arrays import reserve, strided_part
 from twostroke.ops.interface import Array, KVFormat, KVLayer
+from twostroke.record import replace
 from twostroke.types import Move
 
 if TYPE_CHECKING:

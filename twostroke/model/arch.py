@@ -11,15 +11,15 @@ memory sizing, scheduling, metrics and the cost model read only that.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Protocol
 
 from twostroke.model.entry import KVEntry, KVPart
 from twostroke.ops.interface import KV_SCALE_BYTES, Activation, Routing
+from twostroke.record import Record, replace
 
 
-@dataclass(frozen=True, slots=True)
-class Rope:
+class Rope(Record):
     """Rotary positions with every kind of scaling already folded into the frequencies."""
 
     frequencies: tuple[float, ...]  # radians per position, one for each rotated pair
@@ -30,8 +30,7 @@ class Rope:
         return 2 * len(self.frequencies)
 
 
-@dataclass(frozen=True, slots=True)
-class Product:
+class Product(Record):
     """One matrix that a step multiplies its rows with, or several of one shape of which each row uses some."""
 
     name: str
@@ -92,8 +91,7 @@ class FeedArch(Protocol):
     def products(self, hidden: int) -> tuple[Product, ...]: ...
 
 
-@dataclass(frozen=True, slots=True)
-class GroupedArch:
+class GroupedArch(Record):
     """Attention in which neighbouring query heads share a K/V head: MHA, GQA and MQA."""
 
     heads: int
@@ -151,8 +149,7 @@ class GroupedArch:
         return sinks + (2 * self.head_dim if self.qk_norm else 0)
 
 
-@dataclass(frozen=True, slots=True)
-class DenseArch:
+class DenseArch(Record):
     """A gated feed-forward network: down · (activation(gate · x) · (up · x))."""
 
     width: int
@@ -166,8 +163,7 @@ class DenseArch:
         return Product("gate_up", hidden, 2 * self.width), Product("down", self.width, hidden)
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertsArch:
+class ExpertsArch(Record):
     """Many gated networks of which each token uses a few, chosen by a router, and perhaps one that every token uses."""
 
     routing: Routing
@@ -195,8 +191,7 @@ class ExpertsArch:
         return tuple(found)
 
 
-@dataclass(frozen=True, slots=True)
-class LayerArch:
+class LayerArch(Record):
     mixer: MixerArch
     feed: FeedArch
     out_norms: bool = False  # norms after mixer and feed too, before each residual add
@@ -206,8 +201,7 @@ class LayerArch:
         return (*self.mixer.products(hidden), *self.feed.products(hidden))
 
 
-@dataclass(frozen=True, slots=True)
-class Arch:
+class Arch(Record, dict=True):
     family: str
     vocab: int  # rows of the embedding, the width of the logits
     hidden: int
@@ -220,20 +214,29 @@ class Arch:
     streams: int = 1  # residual streams; several are mixed anew at each part of a layer
     stream_rounds: int = 0  # of making the matrix that mixes them doubly stochastic
     stream_eps: float = 1e-6
-    mixers: tuple[tuple[MixerArch, int], ...] = field(init=False, repr=False, compare=False)  # and their layers
-    products: tuple[Product, ...] = field(init=False, repr=False, compare=False)  # of all layers, as a step runs them
-    layer_weights: int = field(init=False, repr=False, compare=False)  # matrix weights of all layers
-    row_weights: int = field(init=False, repr=False, compare=False)  # those of them that one row is multiplied with
 
-    def __post_init__(self) -> None:
-        # Once: every plan asks what its tokens cost.
-        object.__setattr__(self, "mixers", tuple(Counter(layer.mixer for layer in self.layers).items()))
+    # ---- what it costs: computed once, because every plan asks ---------------------------------------------------
+
+    @cached_property
+    def mixers(self) -> tuple[tuple[MixerArch, int], ...]:
+        """Each mixer, and how many layers have it."""
+        return tuple(Counter(layer.mixer for layer in self.layers).items())
+
+    @cached_property
+    def products(self) -> tuple[Product, ...]:
+        """Those of all layers, as a step runs them."""
         found = {layer: layer.products(self.hidden) for layer in set(self.layers)}
-        object.__setattr__(self, "products", tuple(product for layer in self.layers for product in found[layer]))
-        object.__setattr__(self, "layer_weights", sum(product.weights for product in self.products))
-        object.__setattr__(self, "row_weights", sum(product.row_weights for product in self.products))
+        return tuple(product for layer in self.layers for product in found[layer])
 
-    # ---- what it costs -------------------------------------------------------------------------------------------
+    @cached_property
+    def layer_weights(self) -> int:
+        """Matrix weights of all layers."""
+        return sum(product.weights for product in self.products)
+
+    @cached_property
+    def row_weights(self) -> int:
+        """Those of them that one row is multiplied with."""
+        return sum(product.row_weights for product in self.products)
 
     @property
     def head_weights(self) -> int:
@@ -284,7 +287,7 @@ class Arch:
 
     def with_mixers(self, **changes: Any) -> Arch:
         """The same with other values in every mixer."""
-        return replace(self, layers=tuple(replace(one, mixer=replace(one.mixer, **changes)) for one in self.layers))  # type: ignore[type-var]
+        return replace(self, layers=tuple(replace(one, mixer=replace(one.mixer, **changes)) for one in self.layers))
 
 
 def seen_pairs(start: int, count: int, window: int | None) -> int:

@@ -12,7 +12,6 @@ entries that a query reads; two entries share each token) or of HCA. `ops/compre
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import lcm
 
 from twostroke.model.arch import Product, Rope, seen_pairs
@@ -21,12 +20,12 @@ from twostroke.model.layers import Branch, PackedProduct
 from twostroke.ops.compressed_interface import CompressedAttention, CompressedRows
 from twostroke.ops.interface import BLOCK, KV_SCALE_BYTES, Array, Batch, KVLayer, Norm, Ops, Weight
 from twostroke.ops.joined import side_by_side
+from twostroke.record import Record
 
 ENTRIES = 8  # of CSA in a block: the states of a few tokens are large, and all blocks of a pool are of one size
 
 
-@dataclass(frozen=True, slots=True)
-class IndexArch:
+class IndexArch(Record):
     """What chooses the entries that a query reads."""
 
     heads: int
@@ -34,8 +33,7 @@ class IndexArch:
     chosen: int
 
 
-@dataclass(frozen=True, slots=True)
-class CompressedArch:
+class CompressedArch(Record):
     """What compressed attention is, as data."""
 
     heads: int
@@ -135,8 +133,7 @@ class CompressedArch:
         return own + self.dim * (1 + self.ratio * (2 if self.overlap else 1)) + index
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Compressed:
+class Compressed(Record, eq=False):
     """CompressedArch with its weights."""
 
     arch: CompressedArch

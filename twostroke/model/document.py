@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, replace
 from typing import Any
 
 from twostroke.model.arch import Arch, DenseArch, ExpertsArch, GroupedArch, LayerArch
 from twostroke.model.compressed import CompressedArch, IndexArch
 from twostroke.model.latent import LatentArch
 from twostroke.ops.interface import Routing
+from twostroke.record import as_data, values
 
 _MIXERS: dict[str, type] = {"grouped": GroupedArch, "latent": LatentArch, "compressed": CompressedArch}
 _FEEDS: dict[str, type] = {"dense": DenseArch, "experts": ExpertsArch}
@@ -17,9 +17,7 @@ _FEEDS: dict[str, type] = {"dense": DenseArch, "experts": ExpertsArch}
 
 def arch_document(arch: Arch) -> dict[str, Any]:
     """As plain data. Rotary positions cost no time and are left out."""
-    described = asdict(replace(arch, layers=()))
-    for made in ("mixers", "products", "layer_weights", "row_weights"):
-        del described[made]
+    described = {name: value for name, value in values(arch).items() if name != "layers"}
     described["layers"] = [
         {
             "mixer": {"kind": layer.mixer.kind, **_plain(layer.mixer)},
@@ -32,7 +30,7 @@ def arch_document(arch: Arch) -> dict[str, Any]:
 
 
 def _plain(part: Any) -> dict[str, Any]:
-    return {name: value for name, value in asdict(part).items() if name != "rope"}
+    return {name: as_data(value) for name, value in values(part).items() if name != "rope"}
 
 
 def read_arch(document: Mapping[str, Any]) -> Arch:

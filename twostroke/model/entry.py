@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from twostroke.ops.interface import BLOCK, KV_BITS
+from twostroke.record import Record
 
 
-@dataclass(frozen=True, slots=True)
-class KVPart:
+class KVPart(Record):
     """One array of a cache entry: `heads` rows of `width` elements."""
 
     name: str  # the field of ops.interface.KVLayer that shows it
@@ -21,8 +19,7 @@ class KVPart:
         return self.heads * self.width * KV_BITS[self.format] // 8
 
 
-@dataclass(frozen=True, slots=True)
-class KVEntry:
+class KVEntry(Record):
     """What one layer keeps in the KV cache. Sizing and cost read bytes, window, tokens and state_bytes alone."""
 
     parts: tuple[KVPart, ...]  # of one entry

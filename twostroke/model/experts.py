@@ -7,12 +7,12 @@ code applies. The functions are for the families in families.py and families_ggu
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 from typing import Literal
 
 from twostroke.model.arch import DenseArch, ExpertsArch, FeedArch
 from twostroke.model.fields import MAX_LAYERS, Fields
 from twostroke.ops.interface import Activation, Routing
+from twostroke.record import replace
 
 MAX_EXPERTS = 1 << 14
 

@@ -7,7 +7,6 @@ families_gguf.py does the same for GGUF metadata.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from twostroke.errors import ModelError
@@ -25,6 +24,7 @@ from twostroke.model.experts import (
 from twostroke.model.fields import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_POSITIONS, MAX_VOCAB, Fields
 from twostroke.model.latent import LatentArch
 from twostroke.model.rope import latent_scale, make_rope
+from twostroke.record import replace
 
 
 class Reach(NamedTuple):

@@ -7,7 +7,6 @@ llama.cpp's code (Gemma's window pattern, SmolLM3's layers without positions). B
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from twostroke.errors import ModelError
@@ -18,12 +17,12 @@ from twostroke.model.fields import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_POSI
 from twostroke.model.latent import LatentArch
 from twostroke.model.rope import divided, latent_scale, make_rope, plain_frequencies
 from twostroke.ops.interface import Activation
+from twostroke.record import Record
 
 Values = Callable[[str], Sequence[float]]  # the numbers of a small tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Gguf:
+class Gguf(Record):
     """What a family function may look at."""
 
     keys: Fields  # metadata under the architecture's prefix

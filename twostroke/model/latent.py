@@ -9,8 +9,6 @@ applied to the query and v_b to the weighted sum of latents (docs/families.md sa
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from twostroke.model.arch import Product, Rope, seen_pairs
 from twostroke.model.entry import KVEntry, KVPart
 from twostroke.model.layers import Branch, PackedProduct
@@ -25,10 +23,10 @@ from twostroke.ops.interface import (
     Weight,
     latent_scales,
 )
+from twostroke.record import Record
 
 
-@dataclass(frozen=True, slots=True)
-class LatentArch:
+class LatentArch(Record):
     """What latent attention is, as data."""
 
     heads: int
@@ -90,8 +88,7 @@ class LatentArch:
         return self.latent + (self.query_rank or 0)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Latent:
+class Latent(Record, eq=False):
     """LatentArch with its weights."""
 
     norm: Norm

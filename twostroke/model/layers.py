@@ -6,11 +6,11 @@ transformer.py. `products` lists the same weights in the order in which a step r
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from twostroke.ops.interface import Array, Attention, Batch, ExpertSet, FusedLayer, Gate, KVLayer, Norm, Ops, Weight
 from twostroke.ops.streams import StreamMix
+from twostroke.record import Record
 
 
 class Branch(NamedTuple):
@@ -52,8 +52,7 @@ class Feed(Protocol):
     def products(self) -> tuple[PackedProduct, ...]: ...
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Grouped:
+class Grouped(Record, eq=False):
     """GroupedArch with its weights."""
 
     norm: Norm
@@ -78,8 +77,7 @@ class Grouped:
         return PackedProduct("qkv", self.qkv, self.norm, False), PackedProduct("output", self.output, None, adds)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Dense:
+class Dense(Record, eq=False):
     """DenseArch with its weights."""
 
     norm: Norm
@@ -109,8 +107,7 @@ class SharedExpert(NamedTuple):
     down: Weight
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Experts:
+class Experts(Record, eq=False):
     """ExpertsArch with its weights."""
 
     norm: Norm
@@ -139,8 +136,7 @@ class Experts:
         return tuple(found)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Layer:
+class Layer(Record, eq=False):
     mixer: Mixer
     feed: Feed
     streams: tuple[StreamMix, StreamMix] | None = None  # of mixer and feed, where there are several residual streams

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from twostroke.record import Record
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
+class Source(Record):
     """Where one parameter comes from."""
 
     tensor: str

@@ -11,13 +11,13 @@ that multiply (`Core`) are the backend's.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from twostroke.ops.compressed_interface import CompressedAttention, CompressedRows, Compressor, Indexer
 from twostroke.ops.interface import Batch, KVFormat, KVLayer, Norm, RopeTable
+from twostroke.record import Record
 
 Normed = Callable[[np.ndarray, Norm], np.ndarray]
 
@@ -54,8 +54,7 @@ class Core(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Lists:
+class Lists(Record):
     """Entries of one kind that each row reads: row r those from starts[r] to starts[r + 1]."""
 
     places: Places

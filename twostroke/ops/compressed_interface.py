@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from twostroke.ops.interface import Array, Norm, RopeTable
+from twostroke.record import Record
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Compressor:
+class Compressor(Record, eq=False):
     """One entry for `ratio` tokens: a weighted mean of what the tokens left, for each dimension by itself, normed and
     rotated. overlap: a token leaves two vectors, the first for the entry after its own, the second for its own."""
 
@@ -24,8 +22,7 @@ class Compressor:
         return 2 * self.dim if self.overlap else self.dim
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Indexer:
+class Indexer(Record, eq=False):
     """Chooses the entries that a query reads: its `chosen` best scores, the lowest index first among equals."""
 
     heads: int
@@ -34,8 +31,7 @@ class Indexer:
     compressor: Compressor  # of its own keys
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class CompressedAttention:
+class CompressedAttention(Record, eq=False):
     """The constants of `attend_compressed`. Rotations turn neighbouring dimensions at the end of a head."""
 
     heads: int
@@ -50,8 +46,7 @@ class CompressedAttention:
     indexer: Indexer | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class CompressedRows:
+class CompressedRows(Record, eq=False):
     """The products of a step's rows that `attend_compressed` starts from; those it has no use for are None."""
 
     q: Array  # (T, heads · dim)

@@ -8,14 +8,14 @@ is numpy over bytes: a `Stored` may be a view of a mapped file, and costs nothin
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from math import prod
 
 import numpy as np
 
+from twostroke.record import Record
 
-@dataclass(frozen=True, slots=True)
-class Format:
+
+class Format(Record):
     """One storage format: `block` elements take `bytes` bytes."""
 
     name: str
@@ -70,8 +70,7 @@ def stored_bytes(format_name: str, shape: Sequence[int]) -> int:
     return prod(shape) // fmt.block * fmt.bytes
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Stored:
+class Stored(Record, eq=False):
     """A tensor as raw bytes. `shape` is row-major, torch order, [out, in]; `data` is uint8, 1-D, maybe read-only."""
 
     format: str

@@ -13,8 +13,9 @@ Two rules every backend keeps, because exactness rests on them:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from twostroke.record import Record
 
 if TYPE_CHECKING:  # neither the block bookkeeping nor the native CPU backend brings torch with it
     import torch
@@ -34,16 +35,14 @@ Array = Any  # what a backend computes with: np.ndarray where its `device` is No
 Weight = Any  # a matrix as the backend packed it; only the backend that made it looks inside
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Norm:
+class Norm(Record, eq=False):
     """RMS norm: x / sqrt(mean(x²) + eps) · weight. `weight` is float32 (an offset such as Gemma's +1 is in it)."""
 
     weight: Array
     eps: float
 
 
-@dataclass(frozen=True, slots=True)
-class Gate:
+class Gate(Record):
     """Gated activation of a (T, 2F) array holding gate | up: activation(gate) · up, of shape (T, F).
 
     swiglu_oai (gpt-oss): gate is at most 7, up lies between -7 and 7; gate · σ(1.702 gate) · (up + 1).
@@ -53,8 +52,7 @@ class Gate:
     activation: Activation
 
 
-@dataclass(frozen=True, slots=True)
-class Routing:
+class Routing(Record):
     """How a row chooses its experts, and what each of them counts.
 
     A score for each expert is made of the router's outputs. The `chosen` best are taken, the lowest index first among
@@ -72,8 +70,7 @@ class Routing:
     group_best: int = 1
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ExpertSet:
+class ExpertSet(Record, eq=False):
     """The experts of one layer: each is a gated feed-forward network of its own."""
 
     routing: Routing
@@ -85,16 +82,14 @@ class ExpertSet:
     table: Array | None = None  # (vocab, chosen) int32: the experts of each token; None: the best scores choose
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RopeTable:
+class RopeTable(Record, eq=False):
     """Rotation of the first `2·cos.shape[1]` dimensions of each head, in rotate-half order (i pairs with i + dim/2)."""
 
     cos: Array  # (positions, rotary_dim / 2) float32, any attention factor multiplied in
     sin: Array
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Attention:
+class Attention(Record, eq=False):
     """What one layer's attention does, apart from the data: the constants of `attend`."""
 
     heads: int
@@ -113,8 +108,7 @@ class Attention:
     sinks: Array | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LatentAttention:
+class LatentAttention(Record, eq=False):
     """The constants of `attend_latent`."""
 
     heads: int
@@ -129,8 +123,7 @@ class LatentAttention:
     value_up: Weight  # one part for each head, (value_dim, latent): a weighted sum of latents -> value head
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class FusedLayer:
+class FusedLayer(Record, eq=False):
     """Grouped attention and a gated feed, each added to the residual stream: what `Ops.fuse` may run in one call.
 
     With experts, gate_up and down are those of an expert that every row takes as well; None: there is no such one.
@@ -151,8 +144,7 @@ class FusedLayer:
     all_keys_norm: Norm | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class KVLayer:
+class KVLayer(Record, eq=False):
     """One layer's share of the block pool. Strided views: the same block of all layers of a group lies together.
 
     int8: width = head_dim, value = code · scale. int4: width = head_dim / 2 (uint8; low nibble = even element),
@@ -177,8 +169,7 @@ def latent_scales(numbers: int) -> int:
     return -(-numbers // LATENT_GROUP)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class GroupBlocks:
+class GroupBlocks(Record, eq=False):
     """Where a step's tokens live, for the layers of one KV group (they share a block table)."""
 
     slots: Array  # (T,) int64: block · BLOCK + offset where the row's K and V are written
@@ -186,8 +177,7 @@ class GroupBlocks:
     # its context, and those a window has released, hold any valid block id and must not influence the result
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Batch:
+class Batch(Record, eq=False):
     """The rows of one step: T new tokens of R requests, each request's rows contiguous and in order.
 
     Request r owns rows starts[r] : starts[r+1]; its last row is at position contexts[r] - 1.

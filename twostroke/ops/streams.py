@@ -10,17 +10,16 @@ terms and is written out, so a row's bits depend on that row alone. Arrays of Nu
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from twostroke.ops.interface import Array, Norm, Ops, Weight
 from twostroke.ops.joined import side_by_side
+from twostroke.record import Record
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class StreamMix:
+class StreamMix(Record, eq=False):
     """How a part of a layer reads several residual streams and adds to them."""
 
     streams: int

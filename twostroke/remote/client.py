@@ -23,7 +23,6 @@ import itertools
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -33,6 +32,7 @@ from twostroke.config import Resolved
 from twostroke.errors import ConfigError
 from twostroke.kv.addresses import Name
 from twostroke.metrics.steplog import Step
+from twostroke.record import replace
 from twostroke.remote.messages import (
     Arrive,
     Arrived,

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 
 from twostroke.kv.layout import KVGroup
 from twostroke.ops.interface import Batch, GroupBlocks
+from twostroke.record import Record
 from twostroke.types import Choice, Work, WorkKind
 
 FEW = 64  # rows
 
 
-@dataclass(frozen=True, slots=True)
-class PromptRows:
+class PromptRows(Record):
     """Rows of one work whose logits give the log probabilities of the prompt's own tokens."""
 
     work: int  # index in the plan

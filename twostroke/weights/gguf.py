@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import mmap
 import struct
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +22,7 @@ import numpy as np
 
 from twostroke.errors import ModelError
 from twostroke.ops.formats import Stored, stored_bytes
+from twostroke.record import Record
 from twostroke.weights.files import damaged, map_file
 
 # ggml's numbers for the tensor types we read.
@@ -59,8 +59,7 @@ _MIN_ENTRY = 8 + 4 + 1  # bytes of the smallest entry: key length, type, a one-b
 _MIN_TENSOR = 8 + 4 + 8 + 4 + 8  # bytes of the smallest tensor record: name length, dimensions, one size, type, offset
 
 
-@dataclass(frozen=True, slots=True)
-class GGUFFile:
+class GGUFFile(Record):
     """What a file says.
 
     Metadata values are int, float, bool, str, numpy arrays (of numbers or bools) and lists of strings; tensors are
@@ -182,19 +181,34 @@ def _read_strings(cursor: _Cursor, count: int, key: str) -> list[str]:
     cursor.need(count * 8, f"the {count} strings of {key!r}")
     buffer, size, position = cursor.buffer, cursor.size, cursor.position
     length_at = struct.Struct("<Q").unpack_from
-    strings: list[str] = []
+    found: list[bytes] = []
     try:
         for _ in range(count):
             start = position + 8
             position = start + length_at(buffer, position)[0]
             if position > size:
-                raise damaged(cursor.path, f"string {len(strings)} of {key!r} runs past the end of the file")
-            strings.append(buffer[start:position].decode("utf-8"))
+                raise damaged(cursor.path, f"string {len(found)} of {key!r} runs past the end of the file")
+            found.append(buffer[start:position])
     except struct.error:
         raise damaged(cursor.path, f"the list {key!r} runs past the end of the file") from None
-    except UnicodeDecodeError:
-        raise damaged(cursor.path, f"string {len(strings)} of {key!r} is not UTF-8 text") from None
     cursor.position = position
+    return _decode(cursor.path, found, key)
+
+
+def _decode(path: Path, found: list[bytes], key: str) -> list[str]:
+    """All at once where no string holds the separator: half the time of one by one."""
+    try:
+        strings = b"\0".join(found).decode("utf-8").split("\0")
+        if len(strings) == len(found):
+            return strings
+    except UnicodeDecodeError:
+        pass
+    strings = []
+    try:
+        for one in found:
+            strings.append(one.decode("utf-8"))
+    except UnicodeDecodeError:
+        raise damaged(path, f"string {len(strings)} of {key!r} is not UTF-8 text") from None
     return strings
 
 

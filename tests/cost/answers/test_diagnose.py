@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -19,6 +18,7 @@ from twostroke.cost.answers.wording import sentence
 from twostroke.cost.simulation.served import Served, Targets
 from twostroke.cost.simulation.trace import Arrival, Part
 from twostroke.errors import InputError
+from twostroke.record import replace
 
 
 @cache

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from tests.cost.cases import on_box
 from twostroke.cost.answers.diagnose import with_known
 from twostroke.cost.answers.levers import LEVERS, Scenario
 from twostroke.cost.simulation.trace import Arrival, Part
+from twostroke.record import replace
 
 LEVER = next(lever for lever in LEVERS if lever.name == "answer-cache")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 import pytest
 
@@ -15,6 +14,7 @@ from twostroke.cost.answers.diagnose import diagnose
 from twostroke.cost.answers.overload import find_overload
 from twostroke.cost.answers.wording import evidence_lines
 from twostroke.cost.simulation.trace import at_rate
+from twostroke.record import replace
 
 
 def rows(rate):

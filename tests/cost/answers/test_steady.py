@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -20,6 +19,7 @@ from twostroke.cost.simulation.deployment import Deployment
 from twostroke.cost.simulation.fleet import Pools
 from twostroke.cost.simulation.served import Targets
 from twostroke.cost.simulation.trace import at_rate, rate
+from twostroke.record import replace
 
 TARGETS = Targets(1.0, 0.05)
 WHOLE = 5000  # requests of a full simulation

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 import pytest
 
@@ -17,6 +16,7 @@ from twostroke.cost.simulation.deployment import Deployment
 from twostroke.cost.simulation.served import Targets
 from twostroke.cost.simulation.trace import Arrival, Part, at_rate, repeat
 from twostroke.errors import ConfigError
+from twostroke.record import replace
 
 
 def deployment(model="llama-3.1-8b", device="h200", precision="bfloat16", gpus=1, **settings):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from tests.cost.cases import on_gpu
@@ -14,6 +12,7 @@ from twostroke.cost.simulation.deployment import drafts_of
 from twostroke.cost.simulation.trace import Arrival, Contents
 from twostroke.draft.replay import LookupCounts
 from twostroke.draft.speculate import MOST
+from twostroke.record import replace
 
 LOOKUP = next(lever for lever in LEVERS if lever.name == "prompt-lookup")
 

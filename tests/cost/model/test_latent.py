@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from twostroke.config import make_config, resolve
@@ -17,6 +15,7 @@ from twostroke.kv.layout import make_layout
 from twostroke.model.arch import Arch, GroupedArch
 from twostroke.model.document import arch_document, read_arch
 from twostroke.model.families import arch_from_config
+from twostroke.record import replace
 
 
 def deepseek(layers: int, hidden: int, heads: int, rank: int | None, context: int = 163_840) -> Arch:

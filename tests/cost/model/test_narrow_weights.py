@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from tests.cost.cases import on_gpu, rag
@@ -17,6 +15,7 @@ from twostroke.cost.model.rates import datasheet_rates
 from twostroke.cost.model.roofline import model_cost
 from twostroke.cost.simulation.deployment import Deployment
 from twostroke.errors import ConfigError
+from twostroke.record import replace
 
 LLAMA = known_arch("llama-3.1-8b")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
-from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -23,6 +22,7 @@ from twostroke.cost.simulation.served import Served
 from twostroke.errors import ConfigError
 from twostroke.kv.layout import make_layout
 from twostroke.metrics.steplog import LoggedWork, Step
+from twostroke.record import replace
 
 
 def roofline(model="llama-3-8b", device="h200", precision="bfloat16", kv="bfloat16"):

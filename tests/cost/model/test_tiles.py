@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
 
@@ -19,6 +18,7 @@ from twostroke.cost.model.rates import TileRates
 from twostroke.cost.model.roofline import Roofline
 from twostroke.cost.model.tiles import attend, dense_tokens, rows_run, splits_of, tile_queries
 from twostroke.metrics.steplog import LoggedWork, Step
+from twostroke.record import replace
 from twostroke.run.cuda.buckets import CAPTURED_TOKENS
 from twostroke.run.step import StepRows
 from twostroke.sampling import SamplingParams

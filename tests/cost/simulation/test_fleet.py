@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,6 +19,7 @@ from twostroke.cost.simulation.trace import Arrival, Contents, Part, faster, rea
 from twostroke.cost.simulation.worker import SimulatedWorker
 from twostroke.errors import InputError
 from twostroke.ops.interface import BLOCK
+from twostroke.record import replace
 from twostroke.sampling import SamplingParams
 from twostroke.schedule.scheduler import Scheduler
 from twostroke.types import Request, RequestState

@@ -15,7 +15,7 @@ A replay that is far from the measurement explains nothing: then the diagnosis s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import log
 
 import numpy as np
@@ -31,6 +31,7 @@ from twostroke.cost.simulation.served import Served, Summary, Targets, summarize
 from twostroke.cost.simulation.trace import Arrival, fresh_tokens
 from twostroke.cost.units import seconds
 from twostroke.errors import InputError
+from twostroke.record import replace
 
 HELPS = 0.05  # smallest gain (a logarithm) of a lever that helps
 SIDE = 0.5  # weight of the harm to the other metrics

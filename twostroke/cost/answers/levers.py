@@ -7,7 +7,7 @@ here: a replay of the arrivals predicts it. `expect` is what textbooks say.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from twostroke.config import DEFAULT_BATCH_TOKENS, DEFAULT_REQUESTS, QUANTIZATIONS_OF, Config
@@ -16,6 +16,7 @@ from twostroke.cost.model.drafts import best_length
 from twostroke.cost.simulation.deployment import Deployment
 from twostroke.cost.simulation.trace import Arrival, shared_first
 from twostroke.errors import ConfigError
+from twostroke.record import replace
 
 LOOKUP = 0.001  # seconds of the answer cache that a request waits in vain
 FEW_REPEATED = 0.01  # share of prompts

@@ -8,7 +8,6 @@ median TPOT, compute to the median prefill time without queueing. A rate on whic
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from math import exp, isfinite, log
 
 import numpy as np
@@ -17,6 +16,7 @@ from twostroke.cost.model.rates import Rates
 from twostroke.cost.simulation.deployment import Deployment
 from twostroke.cost.simulation.served import Served
 from twostroke.cost.simulation.trace import Arrival
+from twostroke.record import replace
 
 ROUNDS = 3
 PROBE = 0.25  # trial change of a rate (all four are logarithms)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil, inf
 from multiprocessing import get_context
 from typing import NamedTuple
@@ -22,6 +22,7 @@ from twostroke.cost.simulation.trace import Arrival, at_rate, fresh_tokens, mean
 from twostroke.cost.units import seconds
 from twostroke.errors import ConfigError
 from twostroke.model.arch import Arch
+from twostroke.record import replace
 
 STEADY = 2.0  # length of a part of the load, in typical request durations
 LARGEST_PART = 500  # requests; a load with larger parts is served by copies of a small fleet

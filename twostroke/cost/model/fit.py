@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import pairwise
 from math import log2
 
@@ -21,6 +20,7 @@ from twostroke.cost.model.roofline import ModelCost, Roofline, roof
 from twostroke.cost.model.tiles import attend
 from twostroke.kv.layout import KVLayout
 from twostroke.metrics.steplog import Step
+from twostroke.record import replace
 
 # Rows at which the slowdown is fitted: dense where kernels have tiles of few rows, sparse where FLOPs set the time.
 KNOTS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64, 96, *(2**power for power in range(7, 15)))

@@ -6,7 +6,7 @@ Deployments are frozen: a lever is a function from one deployment to another.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from twostroke.config import SETTINGS, Config, Resolved, make_config, resolve
@@ -22,6 +22,7 @@ from twostroke.cost.simulation.worker import Jitter
 from twostroke.draft.replay import GUESSED, LookupCounts
 from twostroke.draft.speculate import TEXT_STREAMS
 from twostroke.model.arch import Arch
+from twostroke.record import replace
 
 # Settings of an engine that a replay takes over. Two others decide what these are: kv_memory gives kv_blocks, and dtype
 # the bytes of the weights, which a replay is given.

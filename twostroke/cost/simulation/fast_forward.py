@@ -9,10 +9,10 @@ skipped, so that the scheduler knows that streams are running.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NamedTuple
 
 from twostroke.ops.interface import BLOCK
+from twostroke.record import replace
 from twostroke.schedule.pace import Pace
 from twostroke.schedule.scheduler import Scheduler
 from twostroke.types import RequestState

@@ -7,7 +7,7 @@ is better where there is one: it also covers steps that the server has not run.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from twostroke.draft.replay import LookupCounts
 from twostroke.errors import InputError
 from twostroke.metrics.steplog import LoggedWork, Step
 from twostroke.model.document import read_arch
+from twostroke.record import replace
 
 FEWEST_STEPS = 24  # that a fit needs
 GOOD = 75  # percentile of the steps' rates that counts as what the machine reaches

@@ -9,13 +9,14 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 from twostroke.errors import InputError
+from twostroke.record import replace
 
 MOONCAKE_BLOCK = 512  # tokens under one hash id
 FORMATS = (

@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,6 +24,7 @@ from twostroke.ops.cpu.experts import ACTIVATIONS, describe_experts
 from twostroke.ops.cpu.library import ExpertsCall, LatentCall, LayerCall, load_library
 from twostroke.ops.formats import Stored, dequantize, from_float
 from twostroke.ops.interface import Attention, Batch, ExpertSet, FusedLayer, Gate, KVLayer, LatentAttention, Norm, Ops
+from twostroke.record import Record
 
 _FORMATS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
 _FLOATS = ("F32", "F16", "BF16")
@@ -34,16 +34,14 @@ _CACHED = 4096  # layers remembered by attend; a model has a few dozen
 _FLOAT32 = np.dtype(np.float32)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PackedWeight:
+class PackedWeight(Record, eq=False):
     handle: int
     outputs: int
     inputs: int
     owner: Any  # frees the handle when the last reference goes
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class FusedLayers:
+class FusedLayers(Record, eq=False):
     """A stretch of layers over one cache, described once: a call runs them all."""
 
     ops: NativeCpuOps

@@ -8,26 +8,24 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 
 from twostroke.ops.cpu.library import EncodeLayer, load_library
+from twostroke.record import Record
 
 EncodeActivation = Literal["gelu", "gelu_tanh", "relu"]
 ACTIVATIONS: dict[str, int] = {"gelu": 1, "gelu_tanh": 2, "relu": 3}
 LANES = 16  # the width and a head's width must be multiples of it
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LayerNorm:
+class LayerNorm(Record, eq=False):
     weight: np.ndarray
     shift: np.ndarray
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class EncoderWeights:
+class EncoderWeights(Record, eq=False):
     """One layer in float32: matrices (outputs, inputs) with their biases."""
 
     qkv: tuple[np.ndarray, np.ndarray]  # q, k and v stacked

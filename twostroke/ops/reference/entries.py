@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields, is_dataclass
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ from torch import Tensor
 from twostroke.ops.compressed import Core, Lists, attend_compressed
 from twostroke.ops.compressed_interface import CompressedAttention, CompressedRows
 from twostroke.ops.interface import Batch, KVLayer, Norm, Ops
+from twostroke.record import Record, values
 
 
 class ReferenceCore(Core):
@@ -55,6 +55,6 @@ def in_numpy(value: Any) -> Any:
         return value.view(torch.int16).numpy().view(np.uint16) if value.dtype == torch.bfloat16 else value.numpy()
     if isinstance(value, tuple):
         return tuple(in_numpy(one) for one in value)
-    if is_dataclass(value) and not isinstance(value, type):
-        return type(value)(**{field.name: in_numpy(getattr(value, field.name)) for field in fields(value)})
+    if isinstance(value, Record):
+        return type(value)(**{name: in_numpy(one) for name, one in values(value).items()})
     return value

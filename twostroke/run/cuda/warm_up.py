@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -25,6 +24,7 @@ from twostroke.ops.cuda.kernels.rope import rotate_and_store
 from twostroke.ops.cuda.kernels.sample import Filters, resolve_tokens, sample
 from twostroke.ops.cuda.weights import shape_of
 from twostroke.ops.interface import BLOCK, Attention, Gate, GroupBlocks, KVLayer, LatentAttention
+from twostroke.record import replace
 from twostroke.run.cuda.buckets import all_mixed_rows
 from twostroke.run.cuda.runner import CudaRunner, attentions, grouped_attentions
 from twostroke.run.cuda.variants import attention_variants
