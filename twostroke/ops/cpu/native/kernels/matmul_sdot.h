@@ -8,13 +8,20 @@
 
 namespace {
 
+// Signed bytes are multiplied where they are packed: only their scales are expanded.
+template <class Source> constexpr bool kInPlace = false;
+template <> constexpr bool kInPlace<Reader<Codes8>> = true;
+constexpr int kPackedScales = 32, kPackedGroup = kPackedScales + 512;  // bytes of Codes8
+template <class Source> constexpr int kExpandedGroup = kInPlace<Source> ? MagicGroup<Source>::codes : MagicGroup<Source>::bytes;
+
 template <class Source> static void expand_sdot(Source source, int groups, uint8_t* out) {
     using Group = MagicGroup<Source>;
-    for (int g = 0; g < groups; ++g, out += Group::bytes) {
+    for (int g = 0; g < groups; ++g, out += kExpandedGroup<Source>) {
         F scale[2], low;
         const uint8_t* codes = source.next(g, scale, low);
-        fetch<Source>(codes);
+        if (!kInPlace<Source>) fetch<Source>(codes);
         store_magic_scales<Source>(scale, low, out);
+        if (kInPlace<Source>) continue;
         TS_UNROLL for (int i = 0; i < 4; ++i) {
             W a, b;
             if (Source::nibbles) split<Source>(codes + 64 * i, a, b);
@@ -33,6 +40,8 @@ struct SdotWalk {
     int64_t stride;        // bytes from group to group of a row
     const int32_t* starts;
     int64_t extra;         // bytes from an Act to its second one
+    const uint8_t* codes;  // those in place,
+    const uint8_t* ahead;  // and what comes from memory next: two lines are fetched with each group
 };
 alignas(16) static const int32_t kStarts[4] = {kDotStart, kDotStart, kDotStart, kDotStart};
 
@@ -48,6 +57,9 @@ alignas(16) static const int32_t kStarts[4] = {kDotStart, kDotStart, kDotStart, 
 #define TS_DOTS_2(quad, codes, a, b, c) TS_DOTS_1(quad, codes, a, b, c) TS_DOT(b, codes, 17, quad)
 #define TS_DOTS_3(quad, codes, a, b, c) TS_DOTS_2(quad, codes, a, b, c) TS_DOT(c, codes, 18, quad)
 #define TS_CODES(x, at) TS_LOAD(x, "x9", "%[codes]+" at)
+#define TS_QUAD_CODES "add x17, x9, x14, lsl #6\n\tldp q12, q13, [x17, %[codes]]\n\tldp q14, q15, [x17, %[codes]+32]\n\t"
+#define TS_BEGIN "ldp x9, x10, [%[walk]]\n\tldp x11, x12, [%[walk], #16]\n\tldp x13, x8, [%[walk], #32]\n\t"
+#define TS_NEXT "add x9, x9, %[bytes]\n\tadd x10, x10, x12\n\t"
 #define TS_QUAD(rows, quad, next)                                                                     \
     TS_DOTS_##rows(quad, 12, 0, 4, 8) TS_CODES(12, next) TS_DOTS_##rows(quad, 13, 1, 5, 9) TS_CODES(13, next "+16") \
         TS_DOTS_##rows(quad, 14, 2, 6, 10) TS_CODES(14, next "+32") TS_DOTS_##rows(quad, 15, 3, 7, 11) TS_CODES(15, next "+48")
@@ -91,8 +103,7 @@ alignas(16) static const int32_t kStarts[4] = {kDotStart, kDotStart, kDotStart, 
     "ldr w14, [x10, #64*" #row "+56]\n\tcbz w14, 4" #row "f\n\tsub w14, w14, #1\n\t"                                    \
     "add x16, x10, x8\n\tadd x16, x16, #64*" #row "\n\tldr q17, [x16, #32]\n\t"                                         \
     "add x16, x16, x14, lsl #2\n\tld1r {v16.4s}, [x16]\n\t"                                                             \
-    "add x17, x9, x14, lsl #6\n\tldp q12, q13, [x17, %[codes]]\n\tldp q14, q15, [x17, %[codes]+32]\n\t"                 \
-    "lsr x14, x14, %[half]\n\tadd x17, x9, x14, lsl #6\n\t"                                       \
+    TS_QUAD_CODES "lsr x14, x14, %[half]\n\tadd x17, x9, x14, lsl #6\n\t"                                       \
     "sdot v" #a ".4s, v12.16b, v16.16b\n\tsdot v" #b ".4s, v13.16b, v16.16b\n\t"                                        \
     "sdot v" #c ".4s, v14.16b, v16.16b\n\tsdot v" #d ".4s, v15.16b, v16.16b\n\t"                                        \
     each(a, 0) each(b, 1) each(c, 2) each(d, 3) "4" #row ":\n\t"
@@ -108,18 +119,19 @@ alignas(16) static const int32_t kStarts[4] = {kDotStart, kDotStart, kDotStart, 
 #define TS_MORE_2 TS_MORE_1 "ldr w16, [x10, #64+56]\n\tprfm pldl1keep, [x14, #64]\n\torr w15, w15, w16\n\t"
 #define TS_MORE_3 TS_MORE_2 "ldr w17, [x10, #128+56]\n\tprfm pldl1keep, [x14, #128]\n\torr w15, w15, w17\n\t"
 #define TS_WALK(rows, text, second)                                                                                         \
-    asm volatile("ldp x9, x10, [%[walk]]\n\tldp x11, x12, [%[walk], #16]\n\tldp x13, x8, [%[walk], #32]\n\t" TS_START_##rows \
+    asm volatile(TS_BEGIN TS_START_##rows \
                  "\n1:\tadd x14, x10, x12, lsl #1\n\t" TS_MORE_##rows text "cbnz w15, 3f\n"                                 \
-                 "2:\tadd x9, x9, %[bytes]\n\tadd x10, x10, x12\n\tsubs x11, x11, #1\n\tb.ne 1b\n\tb 5f\n"                  \
+                 "2:\t" TS_NEXT "subs x11, x11, #1\n\tb.ne 1b\n\tb 5f\n"                  \
                  "3:\t" TS_SECONDS_##rows(second) "b 2b\n5:"                                                                \
                  : TS_SUMS_##rows(sums)                                                                                     \
-                 : [walk] "r"(&walk), [codes] "i"(Group::codes), [addends] "i"(Group::addends), [bytes] "i"(Group::bytes),  \
-                   [half] "i"(Source::halves == 2 ? 2 : 3)                                                                                          \
-                 : "x8", "x9", "x10", "x11", "x12", "x13", "x14", "x15", "x16", "x17", "v0", "v1", "v2", "v3", "v4", "v5",  \
+                 : [walk] "r"(&walk), [codes] "i"(Group::codes), [addends] "i"(Group::addends), [bytes] "i"(kExpandedGroup<Source>),  \
+                   [half] "i"(Source::halves == 2 ? 2 : 3), [packed] "i"(kPackedGroup)                                                                                          \
+                 : "x6", "x7", "x8", "x9", "x10", "x11", "x12", "x13", "x14", "x15", "x16", "x17", "v0", "v1", "v2", "v3", "v4", "v5",  \
                    "v6", "v7", "v8", "v9", "v10", "v11", "v12", "v13", "v14", "v15", "v16", "v17", "v18", "v19", "cc", "memory")
 #define TS_SUMS_1(s) "+w"(s[0].v[0]), "+w"(s[0].v[1]), "+w"(s[0].v[2]), "+w"(s[0].v[3])
 #define TS_SUMS_2(s) TS_SUMS_1(s), "+w"(s[1].v[0]), "+w"(s[1].v[1]), "+w"(s[1].v[2]), "+w"(s[1].v[3])
 #define TS_SUMS_3(s) TS_SUMS_2(s), "+w"(s[2].v[0]), "+w"(s[2].v[1]), "+w"(s[2].v[2]), "+w"(s[2].v[3])
+#define TS_WALK_IN_PLACE(rows) TS_WALK(rows, TS_WHOLE(rows) TS_SCALES(rows, 0, TS_SCALE), TS_SECOND_SUM)
 #define TS_WALK_KIND(rows)                                                                                                    \
     if constexpr (Source::halves == 2)                                                                                        \
         TS_WALK(rows, TS_HALF(rows, "0", "0") TS_SCALES(rows, 0, TS_SCALE) TS_HALF(rows, "16", "256") TS_SCALES(rows, 1, TS_SCALE), \
@@ -140,6 +152,26 @@ template <class Source, int R> TS_INLINE void walk_groups(const SdotWalk& walk, 
         TS_WALK_KIND(2);
     } else {
         TS_WALK_KIND(1);
+    }
+}
+
+// The same with codes in place, x7, and the lines ahead, x6.
+#undef TS_CODES
+#undef TS_QUAD_CODES
+#undef TS_BEGIN
+#undef TS_NEXT
+#define TS_CODES(x, at) TS_LOAD(x, "x7", "#" at)
+#define TS_QUAD_CODES "add x17, x7, x14, lsl #6\n\tldp q12, q13, [x17]\n\tldp q14, q15, [x17, #32]\n"
+#define TS_BEGIN "ldp x9, x10, [%[walk]]\n\tldp x11, x12, [%[walk], #16]\n\tldp x13, x8, [%[walk], #32]\n\tldp x7, x6, [%[walk], #48]\n\t"
+#define TS_NEXT "add x9, x9, %[bytes]\n\tadd x10, x10, x12\n\tadd x7, x7, %[packed]\n\tprfm pldl1keep, [x6]\n\tprfm pldl1keep, [x6, #64]\n\tadd x6, x6, #128\n\t"
+template <class Source, int R> TS_INLINE void walk_in_place(const SdotWalk& walk, F* sums) {
+    using Group = MagicGroup<Source>;
+    if constexpr (R == 3) {
+        TS_WALK_IN_PLACE(3);
+    } else if constexpr (R == 2) {
+        TS_WALK_IN_PLACE(2);
+    } else {
+        TS_WALK_IN_PLACE(1);
     }
 }
 
@@ -188,15 +220,43 @@ template <class Source, int R> TS_INLINE void walk_groups(const SdotWalk& walk, 
 #undef TS_SUMS_2
 #undef TS_SUMS_3
 #undef TS_WALK_KIND
+#undef TS_WALK_IN_PLACE
+#undef TS_QUAD_CODES
+#undef TS_BEGIN
+#undef TS_NEXT
 
-template <class Source, int R> static void sdot_rows(const MatmulArgs& args, const uint8_t* panel, int row, int output) {
+// The next panel, a part for each tile; then, and after the last panel, one that is in the cache already: a fetch of memory
+// that is not mapped takes as long as a miss.
+struct Ahead {
+    const uint8_t *here, *next, *end;
+    int64_t step;
+    Ahead(const MatmulArgs& args, int panel)
+        : here(args.panels + panel * args.panel_stride), next(here + args.panel_stride), end(next + args.panel_stride),
+          step(128 * (args.cols / kGroup)) {
+        if ((panel + 1) * kLanes >= args.outputs) next = end;
+    }
+    TS_MEMBER const uint8_t* part() {
+        if (next + step > end) return here;
+        next += step;
+        return next - step;
+    }
+};
+
+template <class Source, int R>
+static void sdot_rows(const MatmulArgs& args, const uint8_t* expanded, int row, int panel, Ahead& ahead) {
     const int groups = args.cols / kGroup;
     const ActPlace place = place_of(row, args.rows, groups);
     const int64_t size = sizeof(Act);
+    SdotWalk walk{expanded, args.acts + place.start, groups, place.stride * size, kStarts, args.extra * size, nullptr, nullptr};
     F sums[R];
     TS_UNROLL for (int r = 0; r < R; ++r) sums[r] = splat(0.f);
-    walk_groups<Source, R>({panel, args.acts + place.start, groups, place.stride * size, kStarts, args.extra * size}, sums);
-    TS_UNROLL for (int r = 0; r < R; ++r) emit(args, row + r, output, sums[r]);
+    if constexpr (kInPlace<Source>) {
+        walk.codes = ahead.here + kPackedScales, walk.ahead = ahead.part();
+        walk_in_place<Source, R>(walk, sums);
+    } else {
+        walk_groups<Source, R>(walk, sums);
+    }
+    TS_UNROLL for (int r = 0; r < R; ++r) emit(args, row + r, panel * kLanes, sums[r]);
 }
 
 // Tiles of three rows; the last four are two and two, unless they lie in two blocks of Acts (see place_of).
@@ -211,10 +271,11 @@ template <int K> static void sdot_matmul(const MatmulArgs& args, int panel, int 
         const int end = block + kRowBlock < args.rows ? block + kRowBlock : args.rows;
         for (int p = panel; p < panel_end; ++p) {
             expand_sdot(Source{args.panels + p * args.panel_stride}, args.cols / kGroup, scratch);
+            Ahead ahead(args, p);
             int row = block;
-            for (; takes_three(row, end); row += 3) sdot_rows<Source, 3>(args, scratch, row, p * kLanes);
-            for (; row + 2 <= end; row += 2) sdot_rows<Source, 2>(args, scratch, row, p * kLanes);
-            if (row < end) sdot_rows<Source, 1>(args, scratch, row, p * kLanes);
+            for (; takes_three(row, end); row += 3) sdot_rows<Source, 3>(args, scratch, row, p, ahead);
+            for (; row + 2 <= end; row += 2) sdot_rows<Source, 2>(args, scratch, row, p, ahead);
+            if (row < end) sdot_rows<Source, 1>(args, scratch, row, p, ahead);
         }
     }
 }
