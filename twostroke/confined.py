@@ -157,8 +157,6 @@ def _end(process: subprocess.Popen[bytes], channel: socket.socket) -> None:
 
 
 def _packed(message: Message) -> bytes:
-    import msgspec  # with the first message: the core can be imported without it
-
     body = msgspec.msgpack.encode(message)
     return LENGTH.pack(len(body)) + body
 
@@ -176,8 +174,6 @@ def _send(channel: socket.socket, data: bytes, check: Callable[[], None]) -> Non
 
 def _receive(channel: socket.socket, check: Callable[[], None] | None = None) -> Message:
     """check: called while the message is not complete; it raises to end the wait. None: wait without end."""
-    import msgspec
-
     channel.settimeout(None if check is None else LOOK_SECONDS)
     (size,) = LENGTH.unpack(_read(channel, LENGTH.size, check))
     if check is not None and size > MAX_ANSWER:

@@ -130,7 +130,7 @@ def test_the_core_needs_no_server() -> None:
     """Without the server's packages everything else imports."""
     code = (
         "import sys\n"
-        "for name in ('msgspec', 'uvicorn', 'h11', 'pydantic', 'prometheus_client'):\n"
+        "for name in ('uvicorn', 'h11', 'pydantic', 'prometheus_client'):\n"
         "    sys.modules[name] = None\n"
         "import twostroke, twostroke.engine.llm, twostroke.engine.core\n"
         "from twostroke.cli import bench, diagnose, main, plan\n"

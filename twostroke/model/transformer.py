@@ -15,7 +15,7 @@ from twostroke.model.arch import Arch, Rope
 from twostroke.model.layers import Branch, Experts, Layer, PackedProduct, value_of
 from twostroke.model.streams import streams_run
 from twostroke.ops.arrays import placed
-from twostroke.ops.interface import Array, Batch, FusedLayer, Norm, Ops, RopeTable, Weight
+from twostroke.ops.interface import Array, Batch, Decode, FusedLayer, Norm, Ops, RopeTable, Weight
 from twostroke.ops.streams import StreamMix, collapse_last, spread
 
 if TYPE_CHECKING:
@@ -78,6 +78,27 @@ class Transformer:
             x = run(x, batch, None)
         x = runs[-1](x, batch, batch.logit_rows)  # after the last mixer only the rows asked for
         return x if self.head_streams is None else collapse_last(self.ops, x, self.head_streams)
+
+    def decoder(self, kv: KVStorage, tables: np.ndarray) -> Decode | None:
+        """A whole step of newest tokens as one call; None where the backend or the architecture has no such call.
+
+        tables: (groups, rows, columns), the block tables of all running requests.
+        """
+        layers = [fused for layer in self.layers if (fused := layer.fused()) is not None]
+        groups = kv.layout.groups
+        whole = len(layers) == len(self.layers) and all(group.entry.tokens == 1 for group in groups)
+        if not whole or self.arch.streams > 1 or self.arch.logit_softcap:
+            return None
+        return self.ops.fuse_decode(
+            layers,
+            [kv.layer(index) for index in range(len(layers))],
+            self.embedding,
+            self.arch.embedding_scale,
+            self.final_norm,
+            self.head,
+            tables,
+            [group.span for group in groups],
+        )
 
     def logits(self, hidden: Array) -> Array:
         """(S, hidden) -> (S, vocab) float32."""

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from twostroke.record import Record
 
 if TYPE_CHECKING:  # neither the block bookkeeping nor the native CPU backend brings torch with it
+    import numpy as np
     import torch
 
     from twostroke.ops.compressed_interface import CompressedAttention, CompressedRows
@@ -33,6 +34,7 @@ LATENT_GROUP = 64  # numbers of a cached latent that share a scale
 
 Array = Any  # what a backend computes with: np.ndarray where its `device` is None (the native CPU), else torch.Tensor
 Weight = Any  # a matrix as the backend packed it; only the backend that made it looks inside
+DecodeRow = tuple[int, int, int]  # the newest token of a request, its position, the request's row of the block tables
 
 
 class Norm(Record, eq=False):
@@ -191,6 +193,12 @@ class Batch(Record, eq=False):
     logit_rows: Array  # (S,) int64: the rows whose logits are wanted
 
 
+class Decode(Protocol):
+    """A step of newest tokens: logits (S, vocab), and, where wanted, the best token of each row (-1: not a number)."""
+
+    def __call__(self, rows: Sequence[DecodeRow], best: bool) -> tuple[Array, list[int] | None]: ...
+
+
 class Ops(Protocol):
     """One backend. Activations are float32 on a CPU, bfloat16 or float32 on a GPU: the backend decides in `embed`."""
 
@@ -274,5 +282,23 @@ class Ops(Protocol):
         all). It may overwrite x. None: the backend runs them op by op.
 
         caches: for each layer its share of the pool and the group whose block table it follows.
+        """
+        return None
+
+    def fuse_decode(
+        self,
+        layers: Sequence[FusedLayer],
+        caches: Sequence[tuple[KVLayer, int]],
+        table: Weight,
+        scale: float,
+        norm: Norm,
+        head: Weight,
+        tables: np.ndarray,
+        spans: Sequence[int],
+    ) -> Decode | None:
+        """One call for a whole step of newest tokens, from the embedding to the head. None: the backend has none.
+
+        tables: (groups, requests, columns), the engine's block tables, read anew in each step. spans: the tokens of a
+        block, for each group.
         """
         return None

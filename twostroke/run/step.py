@@ -8,7 +8,7 @@ from functools import lru_cache
 import numpy as np
 
 from twostroke.kv.layout import KVGroup
-from twostroke.ops.interface import Batch, GroupBlocks
+from twostroke.ops.interface import Batch, DecodeRow, GroupBlocks
 from twostroke.record import Record
 from twostroke.types import Choice, Work, WorkKind
 
@@ -128,6 +128,18 @@ class StepRows:
             mine.append(token)
             open_works[index] = len(mine) <= len(draft) and draft[len(mine) - 1] == token
         return [tuple(tokens) for tokens in kept]
+
+
+class NewestRows(StepRows):
+    """Rows of a step that only writes, for a backend that lays them out by itself."""
+
+    def __init__(self, works: Sequence[Work]):
+        self.works, self.total, self.single, self.prompts = works, len(works), True, ()
+        self.choices = [Choice(work.request, work.start + 1, work.request.tokens) for work in works]
+        self.chooser = list(range(len(works)))
+
+    def given(self) -> list[DecodeRow]:
+        return [(work.request.tokens[work.start], work.start, work.request.row) for work in self.works]
 
 
 @lru_cache(maxsize=1024)

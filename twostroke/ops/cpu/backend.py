@@ -18,6 +18,7 @@ import numpy as np
 from twostroke.ops.compressed import attend_compressed
 from twostroke.ops.compressed_interface import CompressedAttention, CompressedRows
 from twostroke.ops.cpu.arrays import address, any_address, norm_reference
+from twostroke.ops.cpu.decode import NativeDecode
 from twostroke.ops.cpu.describe import describe_batch, describe_latent, describe_layer, signature
 from twostroke.ops.cpu.entries import NativeCore
 from twostroke.ops.cpu.experts import ACTIVATIONS, describe_experts
@@ -246,6 +247,20 @@ class NativeCpuOps(Ops):
             call.group, call.gate = group, ACTIVATIONS[layer.gate.activation]
         groups = 1 + max(group for _, group in caches)
         return FusedLayers(self, calls, groups, ctypes.c_void_p * groups, (attentions, tuple(layers), tuple(caches)))
+
+    def fuse_decode(
+        self,
+        layers: Sequence[FusedLayer],
+        caches: Sequence[tuple[KVLayer, int]],
+        table: PackedWeight,
+        scale: float,
+        norm: Norm,
+        head: PackedWeight,
+        tables: np.ndarray,
+        spans: Sequence[int],
+    ) -> NativeDecode:
+        fused = self.fuse(layers, caches)
+        return NativeDecode(self._lib.ts_decode, self._context, _check, fused, table, scale, norm, head, tables, spans)
 
     def run_layers(self, fused: FusedLayers, x: np.ndarray, batch: Batch, kept_rows: np.ndarray | None) -> np.ndarray:
         """x is overwritten."""

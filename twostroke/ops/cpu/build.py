@@ -21,7 +21,17 @@ NATIVE = HERE / "native"
 LIBRARY = "libtwostroke.so"
 
 COMMON = (
-    *("api.cpp", "attend.cpp", "cpu.cpp", "encode.cpp", "entries.cpp", "experts.cpp", "latent.cpp", "layers.cpp"),
+    *(
+        "api.cpp",
+        "attend.cpp",
+        "cpu.cpp",
+        "decode.cpp",
+        "encode.cpp",
+        "entries.cpp",
+        "experts.cpp",
+        "latent.cpp",
+        "layers.cpp",
+    ),
     "linear.cpp",
     "pack.cpp",
     "pool.cpp",

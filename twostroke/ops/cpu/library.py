@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import ClassVar
 
 NAME = "libtwostroke.so"
-ABI = 11  # ts_version: raised whenever a signature or a shared structure changes
+ABI = 12  # ts_version: raised whenever a signature or a shared structure changes
 
 
 class AttendLayer(ctypes.Structure):
@@ -73,6 +73,20 @@ class LayerCall(ctypes.Structure):
     ]  # fmt: skip
 
 
+class DecodeGroup(ctypes.Structure):
+    _fields_: ClassVar = [
+        ("tables", c_void_p), ("stride", c_int64), ("requests", c_int32), ("columns", c_int32), ("span", c_int32),
+        ("unused", c_int32),
+    ]  # fmt: skip
+
+
+class DecodeCall(ctypes.Structure):
+    _fields_: ClassVar = [
+        ("layers", c_void_p), ("table", c_void_p), ("head", c_void_p), ("groups", c_void_p), ("norm", NormRef),
+        ("layer_count", c_int32), ("group_count", c_int32), ("hidden", c_int32), ("scale", c_float),
+    ]  # fmt: skip
+
+
 class EncodeLayer(ctypes.Structure):
     _fields_: ClassVar = [
         ("qkv", c_void_p), ("output", c_void_p), ("up", c_void_p), ("down", c_void_p),
@@ -104,6 +118,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
         c_int,
         [c_void_p, c_void_p, c_int, POINTER(c_void_p), c_void_p, c_int, c_int, c_void_p, c_int, c_void_p],
     ),
+    "ts_decode": (c_int, [c_void_p, c_void_p, c_void_p, c_int, c_void_p, c_void_p]),
     "ts_quantize": (None, [c_void_p, c_int64, c_void_p, c_int, c_void_p]),
     "ts_encode_pack": (c_void_p, [c_void_p, c_void_p, c_int, c_int, c_void_p, c_int]),
     "ts_encode_weight_free": (None, [c_void_p]),

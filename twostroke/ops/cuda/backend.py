@@ -84,8 +84,7 @@ class Cut:
     scale: int = 1  # factor by which splits are longer than usual
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class DeviceBatch(Batch):
+class DeviceBatch(Batch, eq=False):
     """A batch on the device, and the numbers of it that the host knows: reading them does not wait for the device."""
 
     counts: np.ndarray | None = None  # (R,) new tokens of each request

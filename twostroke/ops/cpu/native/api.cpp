@@ -1,6 +1,7 @@
 // The C interface: raw pointers in, an int out (0, or one of the codes below). Called through ctypes, which releases the
 // interpreter lock; a context serves one call at a time.
 #include "attend.h"
+#include "decode.h"
 #include "encode.h"
 #include "entries.h"
 #include "experts.h"
@@ -9,6 +10,8 @@
 #include "linear.h"
 #include "pack.h"
 #include "quantize.h"
+
+#include <cmath>
 
 #define TS_API extern "C" __attribute__((visibility("default")))
 
@@ -28,7 +31,7 @@ template <class Body> int guarded(Context* c, Body body) {
 }  // namespace
 
 // Raised whenever a signature or a shared structure changes; library.py expects the same number.
-TS_API int ts_version() { return 11; }
+TS_API int ts_version() { return 12; }
 
 // The name of the i-th instruction set usable here, best first; null past the last.
 TS_API const char* ts_isa(int i) {
@@ -138,6 +141,20 @@ TS_API int ts_layers(Context* c, const LayerCall* layers, int count, const Atten
         for (int i = 0; i < kept; ++i)
             if (keep[i] < 0 || keep[i] >= rows) return BadArgument;
         if (rows > 0) run_layers(*c, {layers, count, groups, x, rows, hidden, keep, kept, out});
+        return Fine;
+    });
+}
+
+// chosen: for each row the token with the largest logit, -1 where it is not a number; or null.
+TS_API int ts_decode(Context* c, const DecodeCall* call, const DecodeRow* given, int rows, float* logits, int64_t* chosen) {
+    return guarded(c, [&] {
+        if (rows > 0 && !decode_step(*c, *call, given, rows, logits)) return BadToken;
+        const int64_t vocab = call->head->rows;
+        auto body = [&](int r, int) {
+            const int64_t best = c->kernels.argmax(logits + r * vocab, vocab);
+            chosen[r] = best >= 0 && std::isfinite(logits[r * vocab + best]) ? best : -1;
+        };
+        if (chosen) c->pool.each(rows, body);
         return Fine;
     });
 }

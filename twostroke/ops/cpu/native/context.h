@@ -92,6 +92,7 @@ struct Context {
     Buffer qkv, attended, gate_up, product;  // between the ops of a layer
     Buffer normed, total;
     Buffer choice, pairs;                    // of experts
+    Buffer decode_rows, decode_lengths, decode_slots, decode_tables, decode_x;  // of decode.cpp
     std::vector<int> starts;                 // where an expert's rows start
     std::vector<RowGroup> row_groups;
     std::vector<ReadyProduct> ready;
