@@ -21,6 +21,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 START_SECONDS = 60.0
 WALL_FACTOR = 5.0  # wall time allowed for one second of CPU time, because other processes use the CPU too
 GRACE_SECONDS = 1.0  # what the parent waits beyond the wall time, in which the child ends itself

@@ -111,3 +111,29 @@ def test_refusals(tmp_path: Path) -> None:
     for x in (np.zeros((2, 48), np.float32), np.zeros((3, 48))):
         with pytest.raises(ValueError, match="does not fit"):
             fused(x, batch, batch.logit_rows)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_step_of_newest_tokens_in_one_call(family: str, tmp_path: Path) -> None:
+    """The same logits as embedding, layers and head one by one, and the best tokens of the rows."""
+    make_peer(family, tmp_path)
+    model = load_model(open_checkpoint(tmp_path), NativeCpuOps(2), 256)
+    sequences, apart = (Sequences(model, 3, 64, "int8") for _ in range(2))
+    decode = model.decoder(sequences.kv, sequences.tables.numpy())
+    if decode is None:
+        assert model.arch.logit_softcap
+        return
+    prompt = [(which, tokens_of(count)) for which, count in ((0, 31), (1, 5), (2, 16))]
+    sequences.step(prompt), apart.step(prompt)
+    for order in ((2, 0, 1), (1,), (0, 1, 2)):
+        newest = [(which, tokens_of(which + 1)[-1:]) for which in order]
+        given = [(int(token[0]), sequences.computed[which], which) for which, token in newest]
+        logits, best = decode(given, True)
+        for which in order:
+            sequences.computed[which] += 1
+        expected = apart.step(newest).numpy()
+        assert np.array_equal(logits, expected) and best == expected.argmax(1).tolist()
+        assert decode([(token, place, which) for token, place, which in given], False)[1] is None
+    for wrong in ((model.arch.vocab, 0, 0), (1, 64, 0), (1, 0, 3), (1, -1, 0)):
+        with pytest.raises(ValueError, match="outside"):
+            decode([wrong], True)
