@@ -18,7 +18,7 @@ import secrets
 import time
 from collections import OrderedDict, deque
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -41,6 +41,7 @@ from twostroke.answers.lookup import (
     Texts,
     Tier,
 )  # fmt: skip
+from twostroke.answers.pending import Pending
 from twostroke.answers.redis import RedisStore
 from twostroke.answers.store import Known, Store, StoreError
 
@@ -64,7 +65,7 @@ class AnswerCache:
         self.borderline: deque[dict[str, Any]] = deque(maxlen=BORDERLINE)
         self.evidence = SharedEvidence(self.bound, store, secret)
         self._served: OrderedDict[str, Evidence] = OrderedDict()  # by hit: what is learnt if it was wrong
-        self._storing: dict[bytes, Future[None]] = {}  # by exact key: answers on their way to the store
+        self._pending = Pending()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="answers")
         self._embedding = ThreadPoolExecutor(1, thread_name_prefix="answers-embed")
         self._complained = 0.0
@@ -103,7 +104,7 @@ class AnswerCache:
         """Whether the answer to the same request is there, or about to be; None: the store must be asked."""
         if not query.exact:
             return None
-        return query.exact in self._storing or self.store.holds(query.exact)
+        return self._pending.get(query.exact) is not None or self.store.holds(query.exact)
 
     async def overtake(self, looked: Looked, begun: asyncio.Future[None]) -> None:
         """Fills in what a late lookup finds, unless the computed answer has begun before."""
@@ -128,9 +129,9 @@ class AnswerCache:
     async def _look(self, query: Query) -> Looked:
         looked, run = Looked(), asyncio.get_running_loop().run_in_executor
         if query.exact:
-            stored = self._storing.get(query.exact)
-            if stored is not None:
-                await asyncio.wrap_future(stored)
+            pending = self._pending.get(query.exact)
+            if pending is not None:
+                await asyncio.wrap_future(pending)
             await run(self._thread, self._look_exact, query, looked)
         if looked.found is None:
             self.begin(query)
@@ -259,18 +260,11 @@ class AnswerCache:
     # ---- storing and learning --------------------------------------------------------------------------------------
 
     def store_later(self, query: Query, looked: Looked, computed: Computed) -> None:
-        if query.exact:
-            self._storing[query.exact] = Future()
+        self._pending.begin(query.exact)
         try:
             self._embedding.submit(self._judge, query, looked, computed)
         except RuntimeError:  # the cache was closed
-            self._stored(query)
-
-    def _stored(self, query: Query) -> None:
-        """The answer is in the store, or it will not be."""
-        waited = self._storing.pop(query.exact, None)
-        if waited is not None and not waited.done():
-            waited.set_result(None)
+            self._pending.end(query.exact)
 
     def _judge(self, query: Query, looked: Looked, computed: Computed) -> None:
         """What needs the embedder; the rest is the store's."""
@@ -290,7 +284,7 @@ class AnswerCache:
                 self._thread.submit(self._store, query, looked.vector, computed if keep else None, evidence)
                 handed = True
         if not handed:
-            self._stored(query)
+            self._pending.end(query.exact)
 
     def _neighbour(self, query: Query, vector: np.ndarray) -> Similar | None:
         """The nearest known question that passes the guard: what a computed answer is compared with. Those nearer that
@@ -323,7 +317,7 @@ class AnswerCache:
                 self.evidence.add(evidence)
             if computed is not None:
                 self._put(query, vector, computed)
-        self._stored(query)
+        self._pending.end(query.exact)
 
     def _put(self, query: Query, vector: np.ndarray | None, computed: Computed) -> None:
         entry = Entry(
