@@ -200,8 +200,14 @@ def test_redis_that_dies_is_a_miss_and_is_used_again(tmp_path: Path) -> None:
     server.stop()
 
 
+class Afar(FileStore):
+    """As Redis: only a lookup tells what it holds."""
+
+    def holds(self, key: bytes) -> None: ...
+
+
 def test_a_slow_store_does_not_delay_a_miss(tmp_path: Path) -> None:
-    class Slow(FileStore):
+    class Slow(Afar):
         def exact(self, key: bytes) -> bytes | None:
             time.sleep(0.5)
             return None
@@ -214,6 +220,35 @@ def test_a_slow_store_does_not_delay_a_miss(tmp_path: Path) -> None:
         return time.monotonic() - began
 
     assert asyncio.run(timed()) < 0.3 and cache.counters.late == 1 and cache.counters.misses == 0
+
+
+def test_a_busy_machine_finds_what_the_embedded_store_holds() -> None:
+    """A lookup beyond its deadline, behind another's work on the store's thread, is waited for: the answer is there."""
+
+    class Busy(FileStore):
+        asked = 0
+
+        def exact(self, key: bytes) -> bytes | None:
+            Busy.asked += 1
+            time.sleep(0.02)
+            return super().exact(key)
+
+        def put(self, known: Known, vector: np.ndarray | None, sealed: bytes) -> None:
+            time.sleep(0.02)
+            super().put(known, vector, sealed)
+
+    cache = AnswerCache(CacheOptions("exact", deadline=0.005), Busy(None, 10), SECRET)
+    query, other = Query(TENANT, exact=b"key"), Query(TENANT, exact=b"other")
+    assert look(cache, query).found is None and look(cache, other).found is None
+    assert Busy.asked == 0 and cache.counters.misses == 2, "what is not there is not looked for"
+    cache.store_later(query, Looked(), Computed((7, 2), False, 5, 0.25, str))
+    for _ in range(3):  # the first while the answer is being stored
+        assert look(cache, query).found is not None
+    assert Busy.asked == 3 and cache.counters.hits["exact"] == 3 and cache.counters.late == 0
+    cache.close()
+    closed = Query(TENANT, exact=b"late")
+    cache.store_later(closed, Looked(), Computed((7, 2), False, 5, 0.25, str))
+    assert look(cache, closed).found is None
 
 
 def test_age(store: Store) -> None:
@@ -317,7 +352,7 @@ def test_servers_share_their_evidence(store: Store) -> None:
 
 
 def test_a_late_lookup_counts_until_the_answer_begins() -> None:
-    class Slow(FileStore):
+    class Slow(Afar):
         def exact(self, key: bytes) -> bytes | None:
             time.sleep(0.1)
             return super().exact(key)

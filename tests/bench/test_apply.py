@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from twostroke import LLM
-from twostroke.bench import inprocess, ledger, levers, plots
+from twostroke.bench import inprocess, known_answers, ledger, levers, plots
 from twostroke.bench.apply import Applied, apply
 from twostroke.bench.calibrate import calibrate
 from twostroke.bench.record import save
@@ -83,7 +83,7 @@ def tiny_round(folder):
 def test_every_lever_has_a_row_as_soon_as_it_is_measured(llama_folder):
     """The computed and simulated ones here; the others are measured by the command."""
     made = levers.measures(tiny_round(llama_folder))
-    assert len(made) == len(levers.EXPERIMENTS) + 6
+    assert len(made) == len(levers.EXPERIMENTS) + 7
     for name in ("grouped queries", "blocks of tokens", "separate pools"):
         row = made[name]()
         assert row.trouble is None and row.effect, name
@@ -96,6 +96,16 @@ def test_every_lever_has_a_row_as_soon_as_it_is_measured(llama_folder):
     for quick in (True, False):
         fresh = sorted(fresh_tokens(levers.documents(quick).arrivals))
         assert fresh[len(fresh) // 2] < 50, "the median request finds its document in the cache"
+
+
+def test_a_known_answer_costs_a_lookup(llama_folder):
+    how = tiny_round(llama_folder)
+    row = levers.answer_cache(how)
+    assert row.trouble is None and row.effect["throughput"] > 1 and row.effect["ttft"] > 0
+    load = known_answers.asked_again(True)
+    run = known_answers.run_cached(how.open_llm({}), load)
+    at_once = [len(set(record.pieces)) == 1 for record in run.records]
+    assert at_once == [False] * 3 + [True] * 6 and all(len(record.pieces) == 32 for record in run.records)
 
 
 def test_what_a_lever_saves_in_memory_is_told(llama_folder):

@@ -70,12 +70,27 @@ def test_generate_prints_text_and_where_the_time_went(llama_folder):
         assert word in done.stderr
 
 
+@pytest.mark.parametrize("words", [(), ("serve",), ("cluster",), ("bench",), ("bench", "levers"), ("cache",)])
+def test_help_is_whole_at_80_columns(words, capsys, monkeypatch):
+    """No name and no summary is cut."""
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys, "argv", ["twostroke", *words, "--help"])
+    with pytest.raises(SystemExit) as end:
+        main()
+    lines = capsys.readouterr().out.splitlines()
+    assert not end.value.code and lines[0].startswith("Usage: ")
+    assert all(len(line) <= 80 and "…" not in line for line in lines)
+    assert not any("..." in line for line in lines[1:])
+    assert words != ("serve",) or any("--answer-cache-file <path>" in line for line in lines)
+
+
 def test_generate_json_is_one_document(llama_folder):
     done = run("generate", str(llama_folder), "-", "--max-tokens", "5", "--json", stdin="Once upon a time")
     document = json.loads(done.stdout)
     sample = document["samples"][0]
     assert document["text"].startswith(sample["text"][:1]) and len(document["text"]) > 0
     assert len(sample["token_ids"]) <= 5
+    assert set(sample) == {"text", "token_ids", "finish_reason", "logprobs", "error", "timeline"}
     timeline = sample["timeline"]
     assert timeline["e2e"] == pytest.approx(timeline["queue"] + timeline["prefill"] + timeline["decode"])
 

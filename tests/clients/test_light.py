@@ -28,8 +28,9 @@ def ai(chat_server: Server) -> openai.OpenAI:
 
 def test_openai_tools_and_parsing(ai: openai.OpenAI, chat_server: Server) -> None:
     common = {"model": chat_server.model, "messages": ASK, "max_tokens": 80, "temperature": 0}
-    called = ai.chat.completions.create(**common, tools=[WEATHER], tool_choice="required", parallel_tool_calls=False)
-    call = called.choices[0].message.tool_calls[0]
+    called = ai.chat.completions.create(**common, tools=[WEATHER], tool_choice="required")
+    (call,) = called.choices[0].message.tool_calls
+    assert called.choices[0].finish_reason == "tool_calls"
     assert call.function.name == "get_weather" and json.loads(call.function.arguments)["city"]
     result = {"role": "tool", "tool_call_id": call.id, "content": "Sunny, 20 degrees."}
     turns = [*ASK, called.choices[0].message, result]

@@ -366,9 +366,9 @@ def test_a_model_without_a_form_for_tools_calls_them(client: httpx.Client, serve
     tools = [{"type": "function", "function": function}]
     choices = ["required", {"type": "function", "function": {"name": "look_up"}}]
     for choice in choices:
-        more = {"tools": tools, "tool_choice": choice, "parallel_tool_calls": False, "max_tokens": 200}
+        more = {"tools": tools, "tool_choice": choice, "max_tokens": 200}
         found = ask(client, **more).json()["choices"][0]
-        call = found["message"]["tool_calls"][0]
+        (call,) = found["message"]["tool_calls"]  # it was not trained to end after one
         assert found["finish_reason"] == "tool_calls" and call["function"]["name"] == "look_up"
         assert json.loads(call["function"]["arguments"]) in ({"a": True}, {"a": False})
         turns = [*HELLO, found["message"], {"role": "tool", "tool_call_id": call["id"], "content": "1"}]

@@ -17,7 +17,7 @@ from tests.serve.server import KEY, Server, events
 from twostroke.engine.answer import StreamEvent
 from twostroke.serve.api.chat import ChatRequest
 from twostroke.serve.segments import CONTENT, REASONING, SegmentReader
-from twostroke.serve.structured import FormContext
+from twostroke.serve.structured import AnswerFormat, FormContext
 from twostroke.text.tokenizer import from_folder
 
 SCHEMA = {
@@ -221,6 +221,28 @@ def test_channels_become_content_reasoning_and_calls(tmp_path: Path) -> None:
     assert both is not None and '"final"' in both.source and "to=functions.look_up" in both.source
     ends = {tokenizer.token_id("<|return|>"), tokenizer.token_id("<|call|>")}
     assert ends <= tokenizer.eos_ids and tokenizer.token_id("<|end|>") not in tokenizer.eos_ids
+
+
+def test_how_many_calls_an_answer_has(tmp_path: Path) -> None:
+    """A model without a form for tools calls one, unless the request says more; `parallel_tool_calls: false` holds
+    whatever the model writes."""
+    tokenizer = from_folder(tiny.tiny_llama(tmp_path / "untrained"))
+
+    def form(**more: object) -> AnswerFormat:
+        request = ChatRequest.model_validate({**CHAT, "tools": [TOOL], **more})
+        return request.answer_format(FormContext(tokenizer))
+
+    def several(**more: object) -> bool:
+        grammar = form(tool_choice="required", **more).grammar
+        assert grammar is not None
+        return "{0,7}" in grammar.source
+
+    assert not several() and not several(parallel_tool_calls=False) and several(parallel_tool_calls=True)
+    call = '<tool_call>\n{"name": "look_up", "arguments": {"name": "A", "age": 3}}\n</tool_call>'
+    for parallel, calls in ((None, 2), (True, 2), (False, 1)):
+        reader = form(parallel_tool_calls=parallel).reader("")
+        reader.push(StreamEvent(f"{call}\n{call}", (1,), "stop", 0))
+        assert len(reader.calls) == calls and json.loads(reader.calls[0].text)["age"] == 3
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ evidence  what was learnt, shared by all servers of a deployment
 entry     a stored answer, authenticated with a key of the deployment
 store     the embedded store: a file, and everything in memory
 redis     the same on Redis: shared by all servers of a deployment
+pending   answers on their way to the store
 lookup    what a lookup is asked and finds, the options, the counters
 cache     `AnswerCache`: looks up, stores, learns; on a thread of its own
 topics    which recorded questions ask the same, for `diagnose`

@@ -1,6 +1,7 @@
 """`AnswerCache`: looks up, stores, and learns from what was computed. The store is used on one thread and the embedder
 on another: the event loop never waits for them, and a quick lookup does not wait for a vector. A lookup has a deadline;
-after it the request is computed, and the lookup still counts if it ends before the first token.
+after it the request is computed, and the lookup still counts if it ends before the first token. The embedded store
+knows at once which requests it holds: it is not asked for others, and a lookup of those has more time.
 
 A lookup asks for the same request, and for questions with the same wording: all that the guard lets through. The latter
 can begin before the prompt is made. Only if one of them may be shared, the question's vector is made. What else is near
@@ -40,6 +41,7 @@ from twostroke.answers.lookup import (
     Texts,
     Tier,
 )  # fmt: skip
+from twostroke.answers.pending import Pending
 from twostroke.answers.redis import RedisStore
 from twostroke.answers.store import Known, Store, StoreError
 
@@ -49,6 +51,7 @@ BORDERLINE = 50  # decisions that are shown
 NEIGHBOURS = 8  # of a question that the guard looks at
 AGREE = 0.9  # cosine of two answers that count as the same
 PACE = 0.1  # weight of the last vector in the mean of their times
+HELD = 0.1  # seconds that a request waits at most for an answer that is there: less than computing it takes
 SLOW_VECTOR = 0.03  # seconds that a request waits for a vector at most
 HIGHEST = 1.001  # similarity, with room for rounding
 EXACT = "exact"  # in the place of a kind: what is learnt from it says nothing about similarity
@@ -62,6 +65,7 @@ class AnswerCache:
         self.borderline: deque[dict[str, Any]] = deque(maxlen=BORDERLINE)
         self.evidence = SharedEvidence(self.bound, store, secret)
         self._served: OrderedDict[str, Evidence] = OrderedDict()  # by hit: what is learnt if it was wrong
+        self._pending = Pending()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="answers")
         self._embedding = ThreadPoolExecutor(1, thread_name_prefix="answers-embed")
         self._complained = 0.0
@@ -73,9 +77,12 @@ class AnswerCache:
 
     async def lookup(self, query: Query) -> Looked:
         """Within the deadline. A lookup that needs longer is `late`: the request goes on, and may ask again."""
-        future = asyncio.ensure_future(self._look(query))
         if self.evidence.due:
             self._thread.submit(self._read_evidence)
+        if not query.context and self._is_held(query) is False:
+            self._count(looked := Looked())
+            return looked
+        future = asyncio.ensure_future(self._look(query))
         try:
             looked = await asyncio.wait_for(asyncio.shield(future), self._patience(query))
         except TimeoutError:
@@ -86,10 +93,18 @@ class AnswerCache:
         return looked
 
     def _patience(self, query: Query) -> float:
-        """Seconds: longer where a vector is needed and takes its time, as a vector made beside a running engine would
-        slow both down."""
+        """Seconds: longer where the answer is there, and where a vector is needed and takes its time, as a vector made
+        beside a running engine would slow both down."""
+        if self._is_held(query):
+            return max(HELD, self.options.deadline)
         embeds = bool(query.context) and self.texts is not None
         return self.options.deadline + (min(5 * self._pace, SLOW_VECTOR) if embeds else 0.0)
+
+    def _is_held(self, query: Query) -> bool | None:
+        """Whether the answer to the same request is there, or about to be; None: the store must be asked."""
+        if not query.exact:
+            return None
+        return self._pending.get(query.exact) is not None or self.store.holds(query.exact)
 
     async def overtake(self, looked: Looked, begun: asyncio.Future[None]) -> None:
         """Fills in what a late lookup finds, unless the computed answer has begun before."""
@@ -114,6 +129,9 @@ class AnswerCache:
     async def _look(self, query: Query) -> Looked:
         looked, run = Looked(), asyncio.get_running_loop().run_in_executor
         if query.exact:
+            pending = self._pending.get(query.exact)
+            if pending is not None:
+                await asyncio.wrap_future(pending)
             await run(self._thread, self._look_exact, query, looked)
         if looked.found is None:
             self.begin(query)
@@ -242,11 +260,15 @@ class AnswerCache:
     # ---- storing and learning --------------------------------------------------------------------------------------
 
     def store_later(self, query: Query, looked: Looked, computed: Computed) -> None:
-        with contextlib.suppress(RuntimeError):  # the cache was closed
+        self._pending.begin(query.exact)
+        try:
             self._embedding.submit(self._judge, query, looked, computed)
+        except RuntimeError:  # the cache was closed
+            self._pending.end(query.exact)
 
     def _judge(self, query: Query, looked: Looked, computed: Computed) -> None:
         """What needs the embedder; the rest is the store's."""
+        handed = False
         with self._safely():
             text = computed.decode(computed.tokens)
             if looked.vector is None and query.context and self.texts is not None:
@@ -260,6 +282,9 @@ class AnswerCache:
             keep = not looked.shadow and bool(text.strip()) and not is_refusal(text)
             with contextlib.suppress(RuntimeError):
                 self._thread.submit(self._store, query, looked.vector, computed if keep else None, evidence)
+                handed = True
+        if not handed:
+            self._pending.end(query.exact)
 
     def _neighbour(self, query: Query, vector: np.ndarray) -> Similar | None:
         """The nearest known question that passes the guard: what a computed answer is compared with. Those nearer that
@@ -292,6 +317,7 @@ class AnswerCache:
                 self.evidence.add(evidence)
             if computed is not None:
                 self._put(query, vector, computed)
+        self._pending.end(query.exact)
 
     def _put(self, query: Query, vector: np.ndarray | None, computed: Computed) -> None:
         entry = Entry(

@@ -52,6 +52,9 @@ class RedisStore:
     def _name(self, kind: bytes, key: bytes) -> bytes:
         return PREFIX + kind + b":" + key.hex().encode()
 
+    def holds(self, key: bytes) -> None:
+        """The same as of `Store`."""
+
     def exact(self, key: bytes) -> bytes | None:
         def ask() -> bytes | None:
             entry = self._redis.get(self._name(b"exact", key))

@@ -61,6 +61,10 @@ class StoreError(Exception):
 class Store(Protocol):
     def exact(self, key: bytes) -> bytes | None: ...
 
+    def holds(self, key: bytes) -> bool | None:
+        """From any thread, at once: whether there is an entry with this exact key; None: only a lookup can tell."""
+        ...
+
     def alike(self, wording: bytes) -> list[bytes]:
         """The latest entries with this wording."""
         ...
@@ -206,6 +210,9 @@ class FileStore:
             self._by_wording[known.wording] = (known.id, *others)[:ALIKE]
         if known.context and vector is not None:
             self._rows.setdefault(known.context, Rows(len(vector))).add(known.id, vector)
+
+    def holds(self, key: bytes) -> bool:
+        return key in self._by_exact
 
     def exact(self, key: bytes) -> bytes | None:
         entry = self._by_exact.get(key)

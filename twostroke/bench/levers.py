@@ -15,6 +15,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from twostroke.bench.inprocess import measure, warm_up
+from twostroke.bench.known_answers import asked_again, run_cached, run_plain
 from twostroke.bench.workload import Load, make_load
 from twostroke.config import make_config
 from twostroke.cost.model.devices import find_device
@@ -185,6 +186,7 @@ def measures(how: Round) -> dict[str, Callable[[], Row]]:
     found: dict[str, Callable[[], Row]] = {
         "attention kernel": lambda: attention_kernel(open_llm),  # first: plain torch is slower after long contexts
         "KV cache": lambda: kv_cache(open_llm, how.rounds),
+        "answer cache": lambda: answer_cache(how),
     }
     for experiment in (*EXPERIMENTS, *((DRAFT_MODEL,) if how.drafts else ())):
         found[experiment.name] = partial(measure_experiment, experiment, how)
@@ -261,6 +263,21 @@ def kv_cache(open_llm: Open, rounds: int, prompt: int = 128, tokens: int = 24) -
         each = measure(llm, Load("off", again, 1), "").summary()
         found["on"].append({"ttft": whole.ttft.p50, "tpot": whole.tpot.p50, "throughput": whole.output_rate})
         found["off"].append({"ttft": whole.ttft.p50, "tpot": each.ttft.mean, "throughput": each.output_rate})
+    row.off, row.on = medians(found["off"]), medians(found["on"])
+    return row
+
+
+def answer_cache(how: Round) -> Row:
+    """A known answer is returned at once, so only the time to it and the throughput are compared."""
+    row = Row("answer cache, asked again", "both", "a known answer skips both strokes: it costs a lookup")
+    found: dict[str, list[Numbers]] = {"off": [], "on": []}
+    for _ in range(how.rounds):
+        for name, run_load in (("off", run_plain), ("on", run_cached)):
+            llm = how.open_llm({})
+            warm_up(llm)
+            summary = run_load(llm, asked_again(how.quick)).summary()
+            found[name].append({"ttft": summary.ttft.p50, "throughput": summary.output_rate})
+            gc.collect()
     row.off, row.on = medians(found["off"]), medians(found["on"])
     return row
 

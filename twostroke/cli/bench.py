@@ -35,7 +35,9 @@ if TYPE_CHECKING:
     from twostroke.engine.llm import LLM
 
 WIDE = 120  # columns of a terminal from which on the levers' table has all of its columns
-bench_app = typer.Typer(help="Measure a server or an engine under a load.", pretty_exceptions_enable=False)
+bench_app = typer.Typer(
+    help="Measure a server or an engine under a load.", pretty_exceptions_enable=False, rich_markup_mode=None
+)
 
 
 @bench_app.callback(invoke_without_command=True)
@@ -215,7 +217,7 @@ def levers(
     ] = None,
     option: options.Settings = None,
 ) -> None:
-    """Every lever off and on, on this machine and model, beside what textbooks say. A round takes minutes."""
+    """Every lever off and on, on this machine and model. Beside it what textbooks say. A round takes minutes."""
     refuse_unused(context, {"rounds": "has no effect with --quick, which is one round"} if quick else {})
     from twostroke.bench.levers import Round, as_document, run
     from twostroke.bench.plots import effects

@@ -9,7 +9,7 @@ import typer
 
 from twostroke.errors import ConfigError, InputError
 
-cache_app = typer.Typer(no_args_is_help=True, help="The answer cache of a running server.")
+cache_app = typer.Typer(no_args_is_help=True, help="The answer cache of a running server.", rich_markup_mode=None)
 Url = Annotated[str, typer.Option(help="Where the server listens.")]
 Key = Annotated[str | None, typer.Option(envvar="TWOSTROKE_ADMIN_KEY", help="An admin key of the server.")]
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -47,7 +47,7 @@ def list_answers(
 
 @cache_app.command()
 def stats(url: Url = DEFAULT_URL, admin_key: Key = None) -> None:
-    """Hits, misses, what was saved, and the estimated error with its bound."""
+    """Hits, misses, savings, and the estimated error. The error is shown with its bound."""
     found = ask(url, admin_key, "GET", "/twostroke/answers", params={"limit": 0})
     error = found.pop("error")
     for name in ("answers", "borderline", "kinds"):

@@ -39,7 +39,7 @@ def cluster(
     *,
     given: Given,
 ) -> None:
-    """Serve a model with several workers on Ray: pools for prompts and answers, or workers that do both."""
+    """Serve a model with several workers on Ray. Pools for prompts and answers, or workers that do both."""
     from twostroke.cluster.deployment import Deployment, Shape, check_shape
     from twostroke.config import make_config
     from twostroke.embed.description import is_embedder_at

@@ -279,6 +279,8 @@ def show_diagnosis(found: Diagnosis) -> None:
         table.add_row(one.lever.name, *cells, "yes" if one.lever.live else "no", one.lever.title)
     if found.effects:
         console.print(table)
+    if found.mismatch is not None:
+        return  # no lever was tried
     rest = Table(title="do not help, and why", title_justify="left", show_header=False, box=None, style="dim")
     for rejected in found.rejected:
         rest.add_row(rejected.lever.name, rejected.reason)

@@ -52,7 +52,7 @@ def as_document(output: Output) -> dict[str, Any]:
     """Everything about one answer as plain JSON values."""
     document = {"text": output.text, **asdict(output)}
     for sample, source in zip(document["samples"], output.samples, strict=True):
-        del sample["pieces"]
+        del sample["pieces"], sample["thoughts"]  # a text that is continued has no reasoning apart
         sample["text"] = source.text
         sample["timeline"] = timeline_document(source.timeline)
     return document

@@ -22,6 +22,7 @@ from twostroke.errors import TwostrokeError
 
 app = typer.Typer(
     no_args_is_help=True,
+    rich_markup_mode=None,  # plain help: boxes cut the names of options at 80 columns
     add_completion=False,
     pretty_exceptions_enable=False,
 )

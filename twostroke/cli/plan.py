@@ -60,7 +60,7 @@ def plan(
     ] = 0.7,
     option: options.Settings = None,
 ) -> None:  # fmt: skip
-    """Size a deployment before there is one: does it fit, how fast, what does it cost, how many workers."""
+    """Size a deployment before there is one. Does it fit, how fast, what does it cost, how many workers?"""
     lengths = lengths_of(prompt, output)
     refuse_unused(context, unused(trace is not None, lengths is not None, search, calibrate, draft is not None))
     from twostroke.bench.workload import choose_load

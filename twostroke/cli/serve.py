@@ -14,7 +14,7 @@ def serve(
     *,
     given: Given,
 ) -> None:
-    """Serve a model over HTTP: OpenAI's and Anthropic's APIs, metrics, health."""
+    """Serve a model over HTTP, with OpenAI's and Anthropic's APIs. Metrics, health and a dashboard are there too."""
     options = server_options(model, parse_settings(option), given)
     from twostroke.serve.main import run
 

@@ -58,11 +58,11 @@ def phase_table(timeline: Timeline) -> Table:
     table = Table(title="where the time went", title_justify="left", header_style="bold")
     for name in ("phase", "seconds", "tokens", "tokens/s", "note"):
         table.add_column(name, justify="left" if name in ("phase", "note") else "right")
-    computed = timeline.prompt_tokens - timeline.cached_tokens
+    computed, chunks = timeline.prompt_tokens - timeline.cached_tokens, timeline.chunks
     table.add_row("queue", f"{timeline.queue:.3f}", "", "", "waiting to be scheduled")
     table.add_row(
         "prefill", f"{timeline.prefill:.3f}", str(computed), rate(computed, timeline.prefill),
-        f"reads the prompt; {timeline.cached_tokens} more tokens were cached, {timeline.chunks} chunks",
+        f"reads the prompt in {chunks} chunk{'s' * (chunks != 1)}; {timeline.cached_tokens} more tokens were cached",
     )  # fmt: skip
     written = max(0, timeline.output_tokens - 1)
     table.add_row(

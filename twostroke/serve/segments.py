@@ -37,9 +37,9 @@ class SegmentDelta(NamedTuple):
 class SegmentReader:
     """Reads one answer."""
 
-    def __init__(self, parser: StreamParser | None = None):
-        """Without a parser, all text is content."""
-        self.parser = parser
+    def __init__(self, parser: StreamParser | None = None, parallel: bool = True):
+        """Without a parser, all text is content. parallel: False keeps only the first call."""
+        self.parser, self.parallel = parser, parallel
         self.segments: list[Segment] = []
 
     def push(self, event: StreamEvent) -> list[SegmentDelta]:
@@ -48,7 +48,7 @@ class SegmentReader:
             deltas += self.parser.push(event.text) if self.parser else [Content(event.text)]
         if self.parser is not None and event.finish_reason is not None:
             deltas += self.parser.finish()
-        return [self._add(delta) for delta in deltas]
+        return [self._add(delta) for delta in deltas if self.parallel or not is_further_call(delta)]
 
     def _add(self, delta: Delta) -> SegmentDelta:
         segment = self.segments[-1] if self.segments else None
@@ -70,6 +70,10 @@ class SegmentReader:
     def finish_reason(self, reason: str | None) -> str | None:
         """The reason of an answer that stopped by itself is "tool_calls" if it called tools."""
         return "tool_calls" if reason == "stop" and self.calls else reason
+
+
+def is_further_call(delta: Delta) -> bool:
+    return isinstance(delta, Call) and delta.number > 0
 
 
 def continues(delta: Delta, segment: Segment) -> bool:

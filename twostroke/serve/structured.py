@@ -78,7 +78,7 @@ class ToolFields(FormatFields):
         tools = [tool.model_dump(exclude_none=True, exclude={"cache_control"}) for tool in self.tools or ()]
         choice = self.tool_choice.model_dump() if isinstance(self.tool_choice, NamedTool) else self.tool_choice
         form = self.make_grammar(context.closed)
-        return chat_format(context, form, tools, choice, self.parallel_tool_calls is not False)
+        return chat_format(context, form, tools, choice, self.parallel_tool_calls)
 
 
 def function_tool(name: str, description: str | None, parameters: dict[str, Any] | None) -> dict[str, Any]:
@@ -108,20 +108,23 @@ class AnswerFormat(NamedTuple):
     reasons: bool = False  # the model may write its reasoning first
     visible: frozenset[int] = frozenset()  # special tokens whose text the reader needs
     hints: frozenset[str] = frozenset()  # what the grammar cannot promise
+    parallel: bool = True  # False: the answer has one call, whatever the model writes
 
     def reader(self, prompt: str) -> SegmentReader:
         """For one answer to this prompt. The prompt itself may have opened the reasoning."""
         if self.calls is None and not self.reasons:
             return SegmentReader()
         inside = self.reasons and prompt.rstrip().endswith("<think>")
-        return SegmentReader(StreamParser(self.calls, self.names, reasoning=self.reasons, inside=inside))
+        parser = StreamParser(self.calls, self.names, reasoning=self.reasons, inside=inside)
+        return SegmentReader(parser, self.parallel)
 
 
 def chat_format(
-    context: FormContext, form: Grammar | None, given: list[dict[str, Any]], choice: Any, parallel: bool
+    context: FormContext, form: Grammar | None, given: list[dict[str, Any]], choice: Any, parallel: bool | None
 ) -> AnswerFormat:
     """The format of an answer in a conversation. form: of an answer that calls no tool; given, choice: tools and
-    tool_choice as /v1/chat/completions has them; parallel: an answer may have several calls."""
+    tool_choice as /v1/chat/completions has them; parallel: an answer may have several calls. None: it may if the model
+    was trained to call tools; a grammar ends the answers of other models after one call, as many would repeat it."""
     tokenizer, closed = context
     source = tokenizer.chat.source if tokenizer.chat is not None else None
     try:
@@ -141,7 +144,8 @@ def chat_format(
         if closed:
             tools = tuple(replace(tool, parameters=close_objects(tool.parameters)) for tool in tools)
         try:
-            grammar = tool_grammar(tools, chosen, calls, tokenizer, parallel, None if chosen.forced else form)
+            several = calls is not GENERIC if parallel is None else parallel
+            grammar = tool_grammar(tools, chosen, calls, tokenizer, several, None if chosen.forced else form)
         except InputError as error:
             raise bad_request(str(error), "tools", "invalid_value") from None
     reasons = has_reasoning(source) and grammar is None
@@ -150,7 +154,8 @@ def chat_format(
     if grammar is not None:
         hints |= UNIQUE if has_unique_items(given) else frozenset()
         hints |= unbound(given) if calls.tags is not None else frozenset()
-    return AnswerFormat(grammar, given, calls, names, reasons, marker_ids(tokenizer, calls), hints)
+    visible = marker_ids(tokenizer, calls)
+    return AnswerFormat(grammar, given, calls, names, reasons, visible, hints, parallel is not False)
 
 
 def grammar_hints(form: Grammar | None) -> frozenset[str]:

@@ -13,6 +13,7 @@ from twostroke.bench.record import Record, Run
 from twostroke.cost.answers.diagnose import diagnose
 from twostroke.cost.answers.overload import find_overload
 from twostroke.cost.answers.wording import evidence_lines
+from twostroke.cost.simulation.served import Served
 from twostroke.cost.simulation.trace import at_rate
 from twostroke.record import replace
 
@@ -33,6 +34,17 @@ def test_the_served_rate_is_read_from_the_growing_wait():
 @pytest.mark.parametrize("rate", [0.2, 1.0, 1e6])
 def test_what_is_served_as_it_arrives_or_came_at_once_is_no_overload(rate):
     assert find_overload(on_box().run(rows(rate)).served) is None
+
+
+def test_a_long_queue_is_an_overload_although_the_wait_falls():
+    """As with a cold prefix cache: the first prompts are read slowly, all others wait behind them and are then fast."""
+    slow = [Served(n / 8, 300, 0, 0.6 * n, 0.6 * n + 0.6, 11.0, 20) for n in range(8)]
+    fast = [Served(n / 8, 300, 280, 5.0 + n / 10, 5.2 + n / 10, 12.0, 20) for n in range(8, 40)]
+    found = find_overload(slow + fast)
+    assert found is not None and found.offered == pytest.approx(8.0) and 4.0 < found.served < 5.0
+    assert "32 of 40 still waited when the last one arrived" in str(found)
+    steady = [Served(n / 8, 300, 0, n / 8 + 2.0, n / 8 + 2.6, n / 8 + 4, 20) for n in range(40)]
+    assert find_overload(steady) is None, "all wait alike, and are served as they arrive"
 
 
 def test_a_diagnosis_of_an_overload_begins_with_it_and_counts_what_serves_more():

@@ -194,10 +194,10 @@ class Conversation(GenerationHints, ThinkingFields):
             choice = function_choice(wanted.name)
         elif wanted is not None:
             choice = "required" if wanted.type == "any" else wanted.type
-        parallel = wanted is None or not wanted.disable_parallel_tool_use
+        single = None if wanted is None else wanted.disable_parallel_tool_use
         form = (self.output_config.format if self.output_config is not None else None) or self.output_format
         grammar = None if form is None else json_grammar(form.schema_, context.closed, "output_config.format")
-        return chat_format(context, grammar, tools, choice, parallel)
+        return chat_format(context, grammar, tools, choice, None if single is None else not single)
 
 
 class MessagesRequest(Conversation, ExplainField):

@@ -209,7 +209,7 @@ class ResponsesRequest(ExplainField, GenerationHints, ThinkingFields):
         choice = self.tool_choice
         named = function_choice(choice.name) if isinstance(choice, FunctionChoice) else choice
         form = self._grammar(context.closed)
-        return chat_format(context, form, tools, named, self.parallel_tool_calls is not False)
+        return chat_format(context, form, tools, named, self.parallel_tool_calls)
 
     def _grammar(self, closed: bool) -> Grammar | None:
         form = self.text.format if self.text is not None else None
