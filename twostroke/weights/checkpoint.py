@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from twostroke.errors import ModelError
+from twostroke.model.fields import Fields
+from twostroke.model.quantization import Scheme, read_scheme
 from twostroke.ops.formats import Stored
 from twostroke.weights import catalog
 from twostroke.weights.files import Progress, read_json_object
@@ -40,6 +42,7 @@ class Checkpoint:
     path: Path
     config: dict[str, Any]
     tensors: dict[str, Stored]
+    scheme: Scheme | None = None  # of matrices in a published format of few bits
 
 
 def locate(model: str | Path, progress: Progress | None = None) -> Path:
@@ -75,7 +78,9 @@ def _open_folder(folder: Path) -> Checkpoint:
     if any(folder.glob("*.safetensors")) or any(folder.glob("*.safetensors.index.json")):
         if not (folder / CONFIG).is_file():
             raise ModelError(f"{folder}: has weights but no {CONFIG}; copy it from where the model came from.")
-        return Checkpoint("safetensors", folder, read_json_object(folder / CONFIG), open_safetensors_folder(folder))
+        config = read_json_object(folder / CONFIG)
+        scheme = read_scheme(Fields(config, f"{folder.name}/{CONFIG}"))
+        return Checkpoint("safetensors", folder, config, open_safetensors_folder(folder), scheme)
     files = sorted(folder.glob("*.gguf"))
     if len(files) == 1:
         return open_checkpoint(files[0])

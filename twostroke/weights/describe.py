@@ -5,8 +5,9 @@ from __future__ import annotations
 from twostroke.model.arch import Arch
 from twostroke.model.families import arch_from_config
 from twostroke.model.families_gguf import arch_from_gguf
-from twostroke.ops.formats import dequantize
+from twostroke.ops.formats import Stored, dequantize
 from twostroke.weights.checkpoint import Checkpoint
+from twostroke.weights.published import Coded, assembled
 
 
 def load_arch(checkpoint: Checkpoint) -> Arch:
@@ -18,6 +19,11 @@ def load_arch(checkpoint: Checkpoint) -> Arch:
     return arch_from_gguf(
         checkpoint.config, shapes, lambda name: dequantize(checkpoint.tensors[name]).tolist(), f"{where} metadata"
     )
+
+
+def whole_tensors(checkpoint: Checkpoint) -> dict[str, Stored | Coded]:
+    """The checkpoint's tensors, those that make up one matrix in a published format put together."""
+    return assembled(checkpoint.tensors, checkpoint.scheme, checkpoint.path.name)
 
 
 def checkpoint_bytes(checkpoint: Checkpoint) -> int:

@@ -23,7 +23,7 @@ from twostroke.ops.cpu.describe import describe_batch, describe_latent, describe
 from twostroke.ops.cpu.entries import NativeCore
 from twostroke.ops.cpu.experts import ACTIVATIONS, describe_experts
 from twostroke.ops.cpu.library import ExpertsCall, LatentCall, LayerCall, load_library
-from twostroke.ops.formats import Stored, dequantize, from_float
+from twostroke.ops.formats import Stored, dequantize, from_float, layout_of
 from twostroke.ops.interface import Attention, Batch, ExpertSet, FusedLayer, Gate, KVLayer, LatentAttention, Norm, Ops
 
 _FORMATS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
@@ -97,6 +97,7 @@ class NativeCpuOps(Ops):
             parts = [part if part.format in _FLOATS else from_float(dequantize(part)) for part in parts]
         elif self._weights in _NARROW:
             parts = [narrowed(part, _NARROW[self._weights]) for part in parts]
+        parts, order = in_one_order([packable(part) for part in parts])
         outputs = sum(part.shape[0] for part in parts)
         data = [np.ascontiguousarray(part.data) for part in parts]
         count = len(parts)
@@ -111,6 +112,9 @@ class NativeCpuOps(Ops):
         )
         if not handle:
             raise MemoryError(f"no memory to pack a matrix of {outputs} x {inputs}")
+        if order is not None:
+            places = np.ascontiguousarray(order, np.int32)
+            self._lib.ts_weight_order(handle, places.ctypes.data)
         owner = _Owner()
         weakref.finalize(owner, self._lib.ts_weight_free, handle)
         return PackedWeight(handle, outputs, inputs, owner)
@@ -316,9 +320,32 @@ def instruction_sets() -> list[str]:
     return names
 
 
+def packable(part: Stored) -> Stored:
+    """In a format that the library has: the two others become the nearest of them. A zero point becomes a minimum in
+    float16, which is off by 2^-11 of it at most."""
+    if part.format == "F8_32":
+        return narrowed(part, "BF16")
+    if part.format != "Q4_Z":
+        return part
+    found = part.blocks()
+    made = np.empty(len(found), layout_of("Q4_1"))
+    made["d"], made["qs"] = found["d"], found["qs"]
+    made["m"] = -(found["d"].astype(np.float32) * found["z"])
+    return Stored("Q4_1", part.shape, made.view(np.uint8), part.order)
+
+
+def in_one_order(parts: Sequence[Stored]) -> tuple[Sequence[Stored], np.ndarray | None]:
+    """The parts, and the order of inputs of all of them. Where they have several, each is put into its own order, in
+    float16."""
+    order = parts[0].order
+    if all(np.array_equal(part.order, order) for part in parts):  # type: ignore[arg-type]
+        return parts, order
+    return [part if part.order is None else narrowed(part, "F16") for part in parts], None
+
+
 def narrowed(part: Stored, name: str) -> Stored:
     """The same matrix, rounded to a float format of 16 bits."""
-    if part.format == name:
+    if part.format == name and part.order is None:
         return part
     rows, cols = part.shape
     out = np.empty((rows, cols), np.uint16)
