@@ -61,9 +61,10 @@ def _square(q: Fields, key: str) -> tuple[int, int]:
 
 
 def _awq(q: Fields) -> Scheme:
-    version = q.text("version", "gemm").lower()
-    if version != "gemm":
-        raise q.error("version", f"is {version!r:.40}, whose order of codes is not read; only 'gemm' is. {INSTEAD}")
+    for key in ("version", "checkpoint_format", "format"):
+        layout = q.text(key, "gemm").lower()
+        if layout != "gemm":
+            raise q.error(key, f"is {layout!r:.40}, whose order of codes is not read; only 'gemm' is. {INSTEAD}")
     _bits(q, 4)
     q.only("zero_point", True)
     return Scheme("awq", 4, _group(q))

@@ -14,7 +14,8 @@ import numpy as np
 from twostroke.ops.formats import Stored, to_nibbles
 
 BLOCK = 32  # inputs that share a scale in the formats that are kept
-_LEAST, _MOST = float(np.finfo(np.float16).smallest_normal), float(np.finfo(np.float16).max)
+# Of scales, which a backend may multiply with a zero point, in float16
+_LEAST, _MOST = float(np.finfo(np.float16).smallest_normal), float(np.finfo(np.float16).max) / 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,14 +58,14 @@ def block_order(group_of: np.ndarray) -> np.ndarray | None:
 
 
 def half_holds(scales: np.ndarray) -> bool:
-    """Whether float16 has the size of every scale: zero, or within its normal numbers. (No: a NaN.)"""
+    """Whether every scale is zero or among float16's normal numbers, which a NaN is not."""
     size = np.abs(scales)
     return bool(((size == 0) | ((size >= _LEAST) & (size <= _MOST))).all())
 
 
 def as_floats(grid: Grid) -> Stored:
     values = np.empty(grid.codes.shape, np.float16)
-    step = max(1, (1 << 22) // values.shape[1])
+    step = max(1, (1 << 22) // len(grid.group_of))
     with np.errstate(over="ignore", invalid="ignore"):  # a scale may be inf or nan: the caller judges the values
         for first in range(0, len(values), step):
             rows = slice(first, first + step)
