@@ -17,7 +17,7 @@ from twostroke.errors import ModelError
 from twostroke.ops.cpu.backend import NativeCpuOps
 from twostroke.ops.formats import dequantize
 from twostroke.weights.checkpoint import open_checkpoint
-from twostroke.weights.describe import whole_tensors
+from twostroke.weights.describe import checkpoint_bytes, whole_tensors
 from twostroke.weights.load import load_model
 from twostroke.weights.published import Coded
 
@@ -151,3 +151,18 @@ def test_experts_with_act_order(tmp_path: Path) -> None:
     found = run_tokens(model, TOKENS)
     assert (found - exact).norm() / exact.norm() < 0.06
     torch.testing.assert_close(run_tokens(model, TOKENS, chunks=[1] * 24), found, atol=0, rtol=0)
+
+
+def test_memory_and_what_the_log_says(plain: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A plan counts what a device keeps, not what the file has."""
+    caplog.set_level("INFO")
+    floats = checkpoint_bytes(open_checkpoint(plain))
+    folders = {kind: copied(plain, tmp_path / kind.replace(" ", "")) for kind in ("fp8 in squares", "awq")}
+    for kind, folder in folders.items():
+        published.rewrite(folder, kind)
+    kept = {kind: checkpoint_bytes(open_checkpoint(folder)) for kind, folder in folders.items()}
+    weights = 2 * 256 * 256 + 2 * 128 * 256 + 3 * 384 * 256  # in the layers
+    rest = floats - 4 * weights
+    assert kept == {"fp8 in squares": rest + 2 * weights, "awq": rest + weights * 5 // 8}
+    load(folders["fp8 in squares"])
+    assert "fp8insquares: 7 matrices of F8_32, kept as BF16" in caplog.text

@@ -80,7 +80,8 @@ def build_engine(
     for one in (arch, *([] if draft is None else [draft.arch])):
         check_attention(one, device)
         check_feeds(one, device, config.quantize)
-    weight_bytes = checkpoint_bytes(checkpoint) + (checkpoint_bytes(draft.checkpoint) if draft is not None else 0)
+    checkpoints = [checkpoint] if draft is None else [checkpoint, draft.checkpoint]
+    weight_bytes = sum(checkpoint_bytes(one, device) for one in checkpoints)
     draft_arch = draft.arch if draft is not None else None
     settings = resolve(config, arch, hardware_of(device, arch), weight_bytes, draft_arch)
     if device == "cuda":

@@ -65,6 +65,13 @@ _KNOWN = _WEIGHTS | {fmt.name: fmt for fmt in (BYTES, FP8, SMALL_INTEGERS, *INTE
 _CHUNK = 1 << 16
 
 
+def kept_format(format_name: str, device: str) -> str:
+    """What a matrix takes the memory of, on a "cpu" or on "cuda"."""
+    if format_name not in _WEIGHTS or device == "cpu":
+        return {"F8_32": "BF16", "Q4_Z": "Q4_1"}.get(format_name, format_name)
+    return "BF16"
+
+
 def layout_of(format_name: str) -> np.dtype:
     """The fields of one block."""
     return _LAYOUTS[format_name][1]

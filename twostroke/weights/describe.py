@@ -5,7 +5,7 @@ from __future__ import annotations
 from twostroke.model.arch import Arch
 from twostroke.model.families import arch_from_config
 from twostroke.model.families_gguf import arch_from_gguf
-from twostroke.ops.formats import Stored, dequantize
+from twostroke.ops.formats import Stored, dequantize, kept_format, stored_bytes
 from twostroke.weights.checkpoint import Checkpoint
 from twostroke.weights.published import Coded, assembled
 
@@ -26,5 +26,11 @@ def whole_tensors(checkpoint: Checkpoint) -> dict[str, Stored | Coded]:
     return assembled(checkpoint.tensors, checkpoint.scheme, checkpoint.path.name)
 
 
-def checkpoint_bytes(checkpoint: Checkpoint) -> int:
-    return sum(tensor.nbytes for tensor in checkpoint.tensors.values())
+def checkpoint_bytes(checkpoint: Checkpoint, device: str = "cpu") -> int:
+    """Of the weights as a device of this kind keeps them: where it cannot in the file's bits, in 16."""
+    return sum(kept_bytes(tensor, device) for tensor in whole_tensors(checkpoint).values())
+
+
+def kept_bytes(tensor: Stored | Coded, device: str) -> int:
+    name = kept_format(tensor.format, device)
+    return tensor.nbytes if name == tensor.format and isinstance(tensor, Stored) else stored_bytes(name, tensor.shape)
