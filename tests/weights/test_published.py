@@ -13,6 +13,7 @@ import transformers
 
 from tests import published, tiny
 from tests.helpers import run_tokens
+from twostroke.engine.build import count_weights
 from twostroke.errors import ModelError
 from twostroke.ops.cpu.backend import NativeCpuOps
 from twostroke.ops.formats import dequantize
@@ -157,12 +158,17 @@ def test_memory_and_what_the_log_says(plain: Path, tmp_path: Path, caplog: pytes
     """A plan counts what a device keeps, not what the file has."""
     caplog.set_level("INFO")
     floats = checkpoint_bytes(open_checkpoint(plain))
-    folders = {kind: copied(plain, tmp_path / kind.replace(" ", "")) for kind in ("fp8 in squares", "awq")}
-    for kind, folder in folders.items():
-        published.rewrite(folder, kind)
-    kept = {kind: checkpoint_bytes(open_checkpoint(folder)) for kind, folder in folders.items()}
     weights = 2 * 256 * 256 + 2 * 128 * 256 + 3 * 384 * 256  # in the layers
     rest = floats - 4 * weights
-    assert kept == {"fp8 in squares": rest + 2 * weights, "awq": rest + weights * 5 // 8}
-    load(folders["fp8 in squares"])
-    assert "fp8insquares: 7 matrices of F8_32, kept as BF16" in caplog.text
+    expected = {  # bytes in 32 weights on a CPU and on a GPU
+        "fp8 in squares": (64, 64), "fp8, one scale, static": (64, 32), "awq": (20, 20), "compressed int8": (34, 32),
+        "compressed int8 in groups": (34, 64),
+    }  # fmt: skip
+    for kind, sizes in expected.items():
+        folder = copied(plain, tmp_path / kind)
+        published.rewrite(folder, kind)
+        checkpoint = open_checkpoint(folder)
+        assert checkpoint_bytes(checkpoint) == rest + weights * sizes[0] // 32
+        assert checkpoint_bytes(checkpoint, "cuda") == rest // 2 + weights * sizes[1] // 32
+    size = count_weights(open_checkpoint(tmp_path / "fp8 in squares"), "cpu")
+    assert f"7 matrices of few bits are kept in 16 bits on a cpu; the weights take {size:,} bytes" in caplog.text

@@ -52,6 +52,7 @@ _LAYOUTS: dict[str, tuple[int, np.dtype]] = {
 
 FOUR_BIT_FLOATS = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)  # MXFP4's codes
 
+FLOATS = ("F32", "F16", "BF16")
 _WEIGHTS = {name: Format(name, block, layout.itemsize) for name, (block, layout) in _LAYOUTS.items()}
 OURS = ("Q4_Z", "F8_32")
 FORMATS: dict[str, Format] = {name: fmt for name, fmt in _WEIGHTS.items() if name not in OURS}  # ggml's
@@ -65,11 +66,19 @@ _KNOWN = _WEIGHTS | {fmt.name: fmt for fmt in (BYTES, FP8, SMALL_INTEGERS, *INTE
 _CHUNK = 1 << 16
 
 
-def kept_format(format_name: str, device: str) -> str:
-    """What a matrix takes the memory of, on a "cpu" or on "cuda"."""
+FOUR_BITS = ("Q4_0", "Q4_1", "Q4_Z", "Q4_K")  # with a scale and a least value for 32 neighbours
+
+
+def kept_format(format_name: str, device: str, by_output: bool = False, expert: bool = False) -> str:
+    """What a matrix takes the memory of, on a "cpu" or on "cuda". by_output: all inputs of an output share a scale."""
     if format_name not in _WEIGHTS or device == "cpu":
         return {"F8_32": "BF16", "Q4_Z": "Q4_1"}.get(format_name, format_name)
-    return "BF16"
+    if format_name == "MXFP4":
+        return format_name  # part of a family that a GPU does not serve
+    if format_name in FOUR_BITS and not expert:
+        return "Q4_1"
+    eight_bits = {"F8_32": FP8.name, "Q8_0": SMALL_INTEGERS.name} if by_output else {}
+    return eight_bits.get(format_name, "BF16")
 
 
 def layout_of(format_name: str) -> np.dtype:
@@ -286,8 +295,9 @@ def _five_bits(b: np.ndarray) -> np.ndarray:
     return q
 
 
-def _scale_groups(b: np.ndarray, out: np.ndarray) -> None:
-    """Q4_K and Q5_K: eight groups of 32, each with a 6-bit scale and a 6-bit minimum packed into 12 bytes.
+def group_scales(b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Scales and minimums of blocks of Q4_K or Q5_K, (blocks, 8) each: eight groups of 32, each with a 6-bit scale and
+    a 6-bit minimum packed into 12 bytes.
 
     Bytes 0-3 and 4-7 hold the six bits of groups 0-3 (scales, minimums); their top two bits and the nibbles of
     bytes 8-11 make up groups 4-7.
@@ -296,9 +306,14 @@ def _scale_groups(b: np.ndarray, out: np.ndarray) -> None:
     low6, top2 = np.uint8(0x3F), np.uint8(0x30)
     scale = np.concatenate([first & low6, (third & np.uint8(15)) | ((first >> np.uint8(2)) & top2)], axis=1)
     minimum = np.concatenate([second & low6, (third >> np.uint8(4)) | ((second >> np.uint8(2)) & top2)], axis=1)
+    return _column(b["d"]) * scale, _column(b["m"]) * minimum
+
+
+def _scale_groups(b: np.ndarray, out: np.ndarray) -> None:
+    scales, minimums = group_scales(b)
     groups = out.reshape(-1, 8, 32)
-    groups *= (_column(b["d"]) * scale)[:, :, None]
-    groups -= (_column(b["m"]) * minimum)[:, :, None]
+    groups *= scales[:, :, None]
+    groups -= minimums[:, :, None]
 
 
 _DECODERS: dict[str, Callable[[np.ndarray, np.ndarray], None]] = {

@@ -216,6 +216,10 @@ class Ops(Protocol):
         """The same, where the backend keeps other weights in fewer bits than it was given: this one is not rounded."""
         return self.pack(parts, bias)
 
+    def pack_expert(self, parts: Sequence[Stored], bias: Array | None = None) -> Weight:
+        """The same for a matrix of an expert."""
+        return self.pack(parts, bias)
+
     def weight_bytes(self, weight: Weight) -> int:
         """Bytes that one product with `weight` reads."""
         ...

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from typing import NamedTuple
+
 from twostroke.model.arch import Arch
 from twostroke.model.families import arch_from_config
 from twostroke.model.families_gguf import arch_from_gguf
-from twostroke.ops.formats import Stored, dequantize, kept_format, stored_bytes
+from twostroke.ops.formats import FLOATS, Stored, dequantize, kept_format, stored_bytes
 from twostroke.weights.checkpoint import Checkpoint
 from twostroke.weights.published import Coded, assembled
+
+_EXPERT = re.compile(r"\.experts\.\d|_exps\.")
 
 
 def load_arch(checkpoint: Checkpoint) -> Arch:
@@ -26,11 +31,23 @@ def whole_tensors(checkpoint: Checkpoint) -> dict[str, Stored | Coded]:
     return assembled(checkpoint.tensors, checkpoint.scheme, checkpoint.path.name)
 
 
+class Kept(NamedTuple):
+    """The weights of a checkpoint as a kind of device keeps them."""
+
+    bytes: int
+    widened: int  # matrices of few bits that become 16-bit floats
+
+
+def kept_weights(checkpoint: Checkpoint, device: str) -> Kept:
+    """Where nothing else is asked for."""
+    total = widened = 0
+    for name, tensor in whole_tensors(checkpoint).items():
+        by_output = isinstance(tensor, Coded) and tensor.by_output
+        kept = kept_format(tensor.format, device, by_output, _EXPERT.search(name) is not None)
+        total += stored_bytes(kept, tensor.shape)
+        widened += kept == "BF16" and tensor.format not in FLOATS
+    return Kept(total, widened)
+
+
 def checkpoint_bytes(checkpoint: Checkpoint, device: str = "cpu") -> int:
-    """Of the weights as a device of this kind keeps them: where it cannot in the file's bits, in 16."""
-    return sum(kept_bytes(tensor, device) for tensor in whole_tensors(checkpoint).values())
-
-
-def kept_bytes(tensor: Stored | Coded, device: str) -> int:
-    name = kept_format(tensor.format, device)
-    return tensor.nbytes if name == tensor.format and isinstance(tensor, Stored) else stored_bytes(name, tensor.shape)
+    return kept_weights(checkpoint, device).bytes

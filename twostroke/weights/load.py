@@ -6,8 +6,6 @@ Careful with memory: tensors stay mapped bytes until the backend packs them, one
 
 from __future__ import annotations
 
-import logging
-from collections import Counter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,7 +18,7 @@ from twostroke.model.layers import Dense, Experts, Feed, Grouped, Layer, Mixer, 
 from twostroke.model.names import ignorable, parameter_sources
 from twostroke.model.transformer import Transformer, rope_table
 from twostroke.ops.arrays import placed
-from twostroke.ops.formats import INTEGERS, Stored, dequantize, from_float, in_own_order, integers, kept_format
+from twostroke.ops.formats import INTEGERS, Stored, dequantize, from_float, in_own_order, integers
 from twostroke.ops.interface import Array, Attention, ExpertSet, Gate, LatentAttention, Norm, Ops, RopeTable, Weight
 from twostroke.ops.streams import StreamMix
 from twostroke.weights.checkpoint import Checkpoint
@@ -35,7 +33,6 @@ from twostroke.weights.quantize import quantize
 if TYPE_CHECKING:
     import torch
 
-log = logging.getLogger(__name__)
 CENTERED_POSITIONS = 8192  # of the mean of rotated biases
 LATENT_EPS = 1e-6  # of the norms inside latent attention, whatever the config says of the others: as transformers
 
@@ -52,7 +49,6 @@ def load_model(
     ropes = RopeTables(max_positions, ops.device)
     layers = [_layer(parameters, layer, f"layers.{index}.", ropes) for index, layer in enumerate(arch.layers)]
     embedding = parameters.matrix("embedding")
-    parameters.report()
     return Transformer(
         arch,
         ops,
@@ -164,8 +160,8 @@ def _experts(parameters: Parameters, feed: ExpertsArch, stem: str, norm: Norm, o
     gate_up, down = [], []
     for expert in range(feed.routing.experts):
         place = f"{stem}experts.{expert}."
-        gate_up.append(parameters.matrix(f"{place}gate", f"{place}up"))
-        down.append(parameters.matrix(f"{place}down"))
+        gate_up.append(parameters.matrix(f"{place}gate", f"{place}up", expert=True))
+        down.append(parameters.matrix(f"{place}down", expert=True))
     found = ExpertSet(
         routing=feed.routing,
         router=parameters.matrix(f"{stem}router", exact=True),
@@ -202,20 +198,20 @@ class Parameters:
     ):
         self.arch, self.ops, self.progress, self.bits = arch, ops, progress, bits
         self.tensors, self.where = whole_tensors(checkpoint), checkpoint.path.name
-        self.decoded: dict[str, str] = {}  # by tensor: the format that a published one was put into
         self.sources = parameter_sources(arch, checkpoint.kind, self.tensors.keys())
         self._check_names()
         self._check_shapes()
         self.done, self.total = 0, sum(tensor.nbytes for tensor in self.tensors.values())
 
-    def matrix(self, *names: str, exact: bool = False) -> Weight:
+    def matrix(self, *names: str, exact: bool = False, expert: bool = False) -> Weight:
         """The named matrices stacked along their outputs, with their biases if the family has them. exact: they keep
         the precision of the file."""
         parts = [self._stored(name) for name in names]
         if self.bits is not None and not exact:
             bits = self.bits if names[0].startswith("layers.") else "int8"
             parts = [self._quantized(name, part, bits) for name, part in zip(names, parts, strict=True)]
-        weight = (self.ops.pack_precisely if exact else self.ops.pack)(parts, self._bias(names))
+        pack = self.ops.pack_precisely if exact else self.ops.pack_expert if expert else self.ops.pack
+        weight = pack(parts, self._bias(names))
         self._advance(names)
         return weight
 
@@ -312,17 +308,7 @@ class Parameters:
 
     def _tensor(self, name: str) -> Stored:
         found = self.tensors[name]
-        if not isinstance(found, Coded):
-            return found
-        stored = found.decode()
-        self.decoded[name] = stored.format
-        return stored
-
-    def report(self) -> None:
-        """What became of matrices in a published format."""
-        device = "cpu" if self.ops.device is None else self.ops.device.type
-        for name, count in Counter(self.decoded.values()).items():
-            log.info("%s: %d matrices of %s, kept as %s", self.where, count, name, kept_format(name, device))
+        return found.decode() if isinstance(found, Coded) else found
 
     def _advance(self, names: tuple[str, ...]) -> None:
         self.done += sum(self._stored_bytes(name) for name in names)

@@ -23,7 +23,7 @@ import numpy as np
 
 from twostroke.errors import ModelError
 from twostroke.model.quantization import Scheme
-from twostroke.ops.formats import FP8, SMALL_INTEGERS, Stored, dequantize, integers
+from twostroke.ops.formats import FLOATS, FP8, SMALL_INTEGERS, Stored, dequantize, integers
 from twostroke.weights.fp8 import fp8_format, stored_fp8
 from twostroke.weights.grids import BLOCK, Grid, stored_grid, unpacked
 from twostroke.weights.scales import Scales, find_scales
@@ -32,7 +32,6 @@ from twostroke.weights.scales import Scales, find_scales
 _UNUSED = re.compile(r".*\.(input_scale|output_scale|activation_scale|input_zero_point|[qkv]_scale|prob_scale)")
 _AWQ_PLACES = np.argsort([0, 2, 4, 6, 1, 3, 5, 7])  # for each of eight outputs, its place in a word
 _KEPT = {4: "Q4_Z", 8: "Q8_0"}
-_FLOATS = ("F32", "F16", "BF16")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,6 +41,7 @@ class Coded:
     shape: tuple[int, ...]
     format: str  # what `decode` gives where nothing forbids it
     nbytes: int  # in the file
+    by_output: bool  # all inputs of an output share a scale
     decode: Callable[[], Stored]
 
 
@@ -78,7 +78,7 @@ class _Reader:
 
     def fp8(self, name: str) -> None:
         codes, scales = self.take(name, FP8.name), self.scales_of(name)
-        self.put(name, codes.shape, fp8_format(codes, scales), lambda: stored_fp8(codes, scales))
+        self.put(name, codes.shape, fp8_format(codes, scales), scales.by_output, lambda: stored_fp8(codes, scales))
 
     def int8(self, name: str) -> None:
         codes, scales = self.take(name, SMALL_INTEGERS.name), self.scales_of(name)
@@ -92,10 +92,10 @@ class _Reader:
             group_of = np.arange(codes.shape[1]) // scales.each[1]
             return stored_grid(Grid(codes.data.reshape(codes.shape) ^ np.uint8(128), middle, factors, group_of, 8))
 
-        self.put(name, codes.shape, "Q8_0", decode)
+        self.put(name, codes.shape, "Q8_0" if zeros is None else "F16", scales.by_output, decode)
 
     def packed(self, name: str) -> None:
-        words, scales = self.take(f"{name}_packed", "I32"), self.take(f"{name}_scale", *_FLOATS)
+        words, scales = self.take(f"{name}_packed", "I32"), self.take(f"{name}_scale", *FLOATS)
         outputs, inputs = self.shape_in(f"{name}_shape")
         bits = next((n for n in (4, 8) if words.shape == (outputs, -(-inputs * n // 32))), 0)
         if not bits:
@@ -112,12 +112,12 @@ class _Reader:
             codes = unpacked(integers(words), bits)[:, :inputs]
             return stored_grid(Grid(codes, middle, dequantize(scales), group_of(), bits))
 
-        self.put(name, (outputs, inputs), _KEPT[bits], decode)
+        self.put(name, (outputs, inputs), _KEPT[bits], groups == 1, decode)
 
     def gptq(self, stem: str) -> None:
         bits, shift = self.scheme.bits, self.scheme.zero_shift
         words, outputs, inputs, groups = self.words_of(stem, 32 // bits, 1)
-        zeros, scales = self.take(f"{stem}.qzeros", "I32"), self.take(f"{stem}.scales", *_FLOATS)
+        zeros, scales = self.take(f"{stem}.qzeros", "I32"), self.take(f"{stem}.scales", *FLOATS)
         self.check(f"{stem}.scales", scales, (groups, outputs))
         self.check(f"{stem}.qzeros", zeros, (groups, -(-outputs * bits // 32)))
         group_of = self.groups_of(stem, f"{stem}.g_idx", inputs, groups)
@@ -128,11 +128,11 @@ class _Reader:
             codes = unpacked(integers(words).T, bits)
             return stored_grid(Grid(codes, middle, dequantize(scales).T, group_of(), bits))
 
-        self.put(f"{stem}.weight", (outputs, inputs), _KEPT[bits], decode)
+        self.put(f"{stem}.weight", (outputs, inputs), _KEPT[bits], groups == 1, decode)
 
     def awq(self, stem: str) -> None:
         words, outputs, inputs, groups = self.words_of(stem, 1, 8)
-        zeros, scales = self.take(f"{stem}.qzeros", "I32"), self.take(f"{stem}.scales", *_FLOATS)
+        zeros, scales = self.take(f"{stem}.qzeros", "I32"), self.take(f"{stem}.scales", *FLOATS)
         self.check(f"{stem}.scales", scales, (groups, outputs))
         self.check(f"{stem}.qzeros", zeros, (groups, outputs // 8))
         group_of = self.groups_of(stem, "", inputs, groups)
@@ -141,7 +141,7 @@ class _Reader:
             codes, middle = (by_output(unpacked(integers(part), 4)) for part in (words, zeros))
             return stored_grid(Grid(codes, middle, dequantize(scales).T, group_of(), 4))
 
-        self.put(f"{stem}.weight", (outputs, inputs), _KEPT[4], decode)
+        self.put(f"{stem}.weight", (outputs, inputs), _KEPT[4], groups == 1, decode)
 
     # ---- their tensors ---------------------------------------------------------------------------------------------
 
@@ -165,7 +165,7 @@ class _Reader:
     def scales_of(self, name: str) -> Scales:
         ends = ("_scale_inv", "_scale") if self.scheme.method == "fp8" else ("_scale", "_scale_inv")
         there = next((end for end in ends if f"{name}{end}" in self.tensors), ends[0])
-        scales, codes = self.take(f"{name}{there}", *_FLOATS), self.tensors[name]
+        scales, codes = self.take(f"{name}{there}", *FLOATS), self.tensors[name]
         found = find_scales(scales, codes.shape, self.scheme.square)
         if found is None:
             tall, wide = self.scheme.square
@@ -215,12 +215,12 @@ class _Reader:
         if tensor.shape != shape:
             raise self.error(name, f"has shape {tensor.shape}, expected {shape}")
 
-    def put(self, name: str, shape: tuple[int, ...], kept: str, decode: Callable[[], Stored]) -> None:
+    def put(self, name: str, shape: tuple[int, ...], kept: str, by_output: bool, decode: Callable[[], Stored]) -> None:
         if len(shape) != 2:
             raise self.error(name, f"has shape {shape}; a matrix is needed")
         if kept in _KEPT.values() and shape[1] % BLOCK:
             kept = "F16"
-        self.made[name] = Coded(shape, kept, self.bytes, decode)
+        self.made[name] = Coded(shape, kept, self.bytes, by_output, decode)
         self.bytes = 0
 
     def error(self, name: str, reason: str) -> ModelError:

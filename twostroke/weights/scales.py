@@ -16,6 +16,11 @@ class Scales:
     outputs: int  # of the matrix
     each: tuple[int, int]  # outputs and inputs that share a scale
 
+    @property
+    def by_output(self) -> bool:
+        """Whether all inputs of an output share a scale."""
+        return self.shape[1] == 1
+
     def read(self) -> np.ndarray:
         """(outputs, columns) float32"""
         return self.for_outputs(dequantize(self.tensor))

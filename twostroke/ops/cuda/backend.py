@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from twostroke.ops.cuda.kept import kept_codes
 from twostroke.ops.cuda.kernels import gemv as gemv_
 from twostroke.ops.cuda.kernels import rows as rows_
 from twostroke.ops.cuda.kernels.cascade import cascade_attention, members_of_tile
@@ -130,10 +131,15 @@ class CudaOps(Ops):
     shares_steps = True  # steps may be padded, and divided among the attention kernels beforehand
 
     def __init__(
-        self, dtype: torch.dtype = torch.bfloat16, device: str | torch.device = "cuda", quantize: str | None = None
+        self,
+        dtype: torch.dtype = torch.bfloat16,
+        device: str | torch.device = "cuda",
+        quantize: str | None = None,
+        keep: bool = False,
     ):
-        """quantize: keep matrices in "fp8", "int8" or "int4" instead of `dtype`."""
-        self.dtype, self.device, self.quantize = dtype, torch.device(device), quantize
+        """quantize: pack matrices into "fp8", "int8" or "int4" instead of `dtype`. keep: matrices that come in codes
+        which there are kernels for stay in them (kept.py)."""
+        self.dtype, self.device, self.quantize, self.keep = dtype, torch.device(device), quantize, keep
         self.scratch = DecodeScratch(self.device)
         self._norms: dict[Norm, Norm] = {}
         self._following: dict[CudaWeight, Tensor] = {}  # by matrix: what to prefetch at the end of a product with it
@@ -144,7 +150,15 @@ class CudaOps(Ops):
     # ---- weights -------------------------------------------------------------------------------------------------
 
     def pack(self, parts: Sequence[Stored], bias: Tensor | None = None) -> CudaWeight:
-        return self.adopt(self._stacked(parts), bias)
+        return self._kept(parts, bias, four_bits=True) or self.adopt(self._stacked(parts), bias)
+
+    def pack_expert(self, parts: Sequence[Stored], bias: Tensor | None = None) -> CudaWeight:
+        return self._kept(parts, bias, four_bits=False) or self.adopt(self._stacked(parts), bias)
+
+    def _kept(self, parts: Sequence[Stored], bias: Tensor | None, four_bits: bool) -> CudaWeight | None:
+        if not self.keep:
+            return None
+        return kept_codes(parts, None if bias is None else bias.to(self.device, torch.float32), self.device, four_bits)
 
     def pack_precisely(self, parts: Sequence[Stored], bias: Tensor | None = None) -> CudaWeight:
         return FloatMatrix(self._stacked(parts), None if bias is None else bias.to(self.device, torch.float32))
