@@ -81,7 +81,7 @@ def groups_of(part: Stored) -> Groups:
     scales = blocks["d"].astype(np.float32)
     if part.format == "Q4_1":
         return Groups(blocks["qs"], scales, blocks["m"].astype(np.float32))
-    zeros = blocks["z"] if part.format == "Q4_Z" else np.float32(8)
+    zeros = blocks["z"].astype(np.float32) if part.format == "Q4_Z" else np.float32(8)
     scales = torch.from_numpy(scales).bfloat16().float().numpy()  # first, so that a code of the zero point is 0
     return Groups(blocks["qs"], scales, -zeros * scales)
 
