@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,12 +15,16 @@ if not ON_CARD:
     os.environ["TRITON_INTERPRET"] = "1"
 pytest.importorskip("triton")
 
+from tests import published, tiny  # noqa: E402
+from tests.helpers import run_tokens  # noqa: E402
 from twostroke.ops.cuda.backend import CudaOps  # noqa: E402
 from twostroke.ops.cuda.kernels.quantized import Fp8, Int4, Int8, as_float  # noqa: E402
 from twostroke.ops.cuda.weights import FloatMatrix, lay_matrices  # noqa: E402
 from twostroke.ops.formats import Stored, dequantize, layout_of, stored_bytes  # noqa: E402
 from twostroke.ops.interface import Norm  # noqa: E402
 from twostroke.ops.reference.backend import ReferenceOps  # noqa: E402
+from twostroke.weights.checkpoint import open_checkpoint  # noqa: E402
+from twostroke.weights.load import load_model  # noqa: E402
 
 DEVICE = torch.device("cuda" if ON_CARD else "cpu")
 REFERENCE = ReferenceOps()
@@ -109,3 +114,22 @@ def test_experts() -> None:
     assert isinstance(coded, Int8)
     assert lay_matrices([coded, coded]).format != 0
     assert lay_matrices([coded, ops.pack_expert([random_blocks("Q8_0", 32, 256)])]).format == 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(ON_CARD, reason="tests/gpu has all formats")
+@pytest.mark.parametrize(
+    ("kind", "kept"),
+    [("awq", "Int4"), ("gptq", "Int4"), ("compressed int8", "Int8"), ("compressed fp8 by output", "Fp8"),
+     ("gptq, act-order", "FloatMatrix"), ("fp8 in squares", "FloatMatrix")],
+)  # fmt: skip
+@torch.no_grad()
+def test_a_model(kind: str, kept: str, tmp_path: Path) -> None:
+    shape = {"hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 1, "head_dim": 64}
+    folder = tiny.tiny_llama(tmp_path / "model", num_attention_heads=4, **shape)
+    published.rewrite(folder, kind)
+    model = load_model(open_checkpoint(folder), CudaOps(torch.float32, DEVICE, keep=True), 64)
+    assert type(model.layers[0].mixer.qkv).__name__ == kept
+    tokens = [5, 90, 17, 200, 33]
+    expected = run_tokens(load_model(open_checkpoint(folder), REFERENCE, 64), tokens)
+    assert error(run_tokens(model, tokens, chunks=[4, 1]), expected) < 2e-2  # the interpreter cuts bfloat16 off
