@@ -148,12 +148,12 @@ def tiny_deepseek(folder: Path) -> Path:
     return save(transformers.DeepseekV3ForCausalLM(config), folder)
 
 
-def tiny_deepseek_v4(folder: Path) -> Path:
+def tiny_deepseek_v4(folder: Path, hidden: int = 48) -> Path:
     """Compressed attention of every kind, residual streams, experts chosen by token in the first layer."""
     torch.manual_seed(4)
     config = transformers.DeepseekV4Config(
         vocab_size=VOCAB,
-        hidden_size=48,
+        hidden_size=hidden,
         moe_intermediate_size=32,
         num_hidden_layers=3,
         num_attention_heads=4,

@@ -92,7 +92,7 @@ def test_published_quantized_formats_are_known() -> None:
         (LLAMA, {"quantization_config": "fp8"}, "quantization_config must be an object"),
         (LLAMA, {"quantization_config": {"quant_method": "fp8", "weight_block_size": 128}}, "weight_block_size is 128"),
         (LLAMA, {"quantization_config": {"quant_method": "fp8", "fmt": "e5m2"}}, "fmt is 'e5m2'"),
-        (DEEPSEEK_V4, {"quantization_config": {"quant_method": "fp8"}}, "not read for deepseek_v4"),
+        (DEEPSEEK_V4, {"quantization_config": {"quant_method": "awq"}}, "not read for deepseek_v4"),
         (DEEPSEEK_V4, {"n_routed_experts": 0}, "n_routed_experts must lie between 1 and"),
         (DEEPSEEK_V4, {"num_experts_per_tok": 9}, "num_experts_per_tok is 9, but there are 8 experts"),
         (DEEPSEEK_V4, {"num_key_value_heads": 2}, "num_key_value_heads is 2"),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -64,3 +67,59 @@ def test_scales_that_are_missing_or_of_another_shape(tmp_path: Path) -> None:
     safetensors.torch.save_file({**tensors, name: kept.repeat(2, 1)}, folder / "model.safetensors")
     with pytest.raises(ModelError, match=r"q_proj\.weight_scale_inv has shape .* or for squares of 128 by 128"):
         load_model(open_checkpoint(folder), NativeCpuOps(1), 64)
+
+
+FOUR_BITS = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+
+
+def powers_of_two(scales: torch.Tensor) -> torch.Tensor:
+    return torch.exp2(torch.ceil(torch.log2(scales)))
+
+
+def four_bits(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Two codes in a byte, the first in its low half; scales of 32 inputs; and what they mean."""
+    groups = weight.unflatten(1, (-1, 32))
+    scales = powers_of_two(groups.abs().amax(dim=2) / 6)
+    ratio = groups / scales.unsqueeze(2)
+    codes = (ratio.abs().unsqueeze(-1) - FOUR_BITS).abs().argmin(dim=-1)
+    meant = (FOUR_BITS[codes] * ratio.sign() * scales.unsqueeze(2)).flatten(1)
+    codes = (codes + 8 * (ratio < 0)).flatten(1).to(torch.uint8)
+    return (codes[:, ::2] | codes[:, 1::2] << 4).view(torch.int8), scales.to(torch.float8_e8m0fnu), meant
+
+
+def squares(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """One square: these matrices are small."""
+    scale = powers_of_two(weight.abs().max() / 448).reshape(1, 1)
+    codes = (weight / scale).to(torch.float8_e4m3fn)
+    return codes, scale.to(torch.float8_e8m0fnu), codes.float() * scale
+
+
+def test_deepseek_v4_as_published(tmp_path: Path) -> None:
+    """8-bit floats with scales in powers of two, experts of 4-bit floats: the same logits as their values in floats,
+    which are held to transformers' elsewhere."""
+    plain, coded = tiny.tiny_deepseek_v4(tmp_path / "plain", hidden=64), tmp_path / "coded"
+    shutil.copytree(plain, coded)
+    floats = safetensors.torch.load_file(plain / "model.safetensors")
+    tensors = dict(floats)
+    for name in [name for name in floats if re.search(r"(attn\.w|ffn\.(shared_)?experts\.).*\.weight$", name)]:
+        made = four_bits if ".ffn.experts." in name else squares
+        codes, scales, floats[name] = made(floats[name])
+        tensors |= {name: codes, name.removesuffix("weight") + "scale": scales}
+    assert {str(tensor.dtype) for tensor in tensors.values()} > {"torch.int8", "torch.float8_e4m3fn"}
+    safetensors.torch.save_file(floats, plain / "model.safetensors")
+    safetensors.torch.save_file(tensors, coded / "model.safetensors")
+    config = json.loads((coded / "config.json").read_text()) | {"expert_dtype": "fp4"}
+    config["quantization_config"] = published.SQUARES | {"scale_fmt": "ue8m0"}
+    (coded / "config.json").write_text(json.dumps(config))
+    tokens = [(7 * i + 3) % 90 + 3 for i in range(40)]
+    expected, found = (
+        run_tokens(load_model(open_checkpoint(folder), NativeCpuOps(2, weights="float32"), 64), tokens)
+        for folder in (plain, coded)
+    )
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+    kept = run_tokens(load_model(open_checkpoint(coded), NativeCpuOps(2), 64), tokens)
+    assert ((kept - expected).norm(dim=1) / expected.norm(dim=1)).median() < 0.1
+    broken = {**tensors, "model.layers.0.ffn.experts.0.w1.scale": tensors["model.layers.0.ffn.experts.0.w1.scale"][1:]}
+    safetensors.torch.save_file(broken, coded / "model.safetensors")
+    with pytest.raises(ModelError, match=r"w1\.scale has shape"):
+        load_model(open_checkpoint(coded), NativeCpuOps(1), 64)

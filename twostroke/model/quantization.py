@@ -38,7 +38,7 @@ def read_scheme(c: Fields) -> Scheme | None:
     method = q.text("quant_method", "missing")
     if method == "mxfp4" and family == "gpt_oss":
         return Scheme("mxfp4")
-    if family == "deepseek_v4" or method not in (*_FP8, *_READERS):
+    if method not in (*_FP8, *_READERS) or (family == "deepseek_v4" and method != "fp8"):
         raise c.error(
             "quantization_config",
             f"has quant_method {method!r:.40}, which is not read for {family}; read are {READ}. {INSTEAD}",

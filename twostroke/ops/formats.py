@@ -1,5 +1,6 @@
 """How a weight lies in memory: plain floats, or blocks of a few bits with a scale. The blocks are ggml's, but for two
-that hold what published safetensors files have: Q4_Z (a zero point for each group) and F8_32 (8-bit floats).
+that hold what published safetensors files have: Q4_Z (a zero point for each group) and F8_32 (8-bit floats). F8_E8M0 is
+for scales: powers of two.
 
 A quantized row is a run of blocks; a block holds `block` neighbouring elements of the last axis in `bytes` bytes.
 So whole rows can be moved as raw bytes (fusing, splitting, re-ordering heads), and nothing else can. Everything here
@@ -39,6 +40,7 @@ _LAYOUTS: dict[str, tuple[int, np.dtype]] = {
     "Q4_1": (32, np.dtype([("d", "<f2"), ("m", "<f2"), ("qs", "u1", 16)])),
     "Q4_Z": (32, np.dtype([("d", "<f2"), ("z", "u1"), ("qs", "u1", 16)])),
     "F8_32": (32, np.dtype([("d", "<f4"), ("qs", "u1", 32)])),
+    "F8_E8M0": (1, np.dtype([("e", "u1")])),
     "Q5_0": (32, np.dtype([("d", "<f2"), ("qh", "u1", 4), ("qs", "u1", 16)])),
     "Q5_1": (32, np.dtype([("d", "<f2"), ("m", "<f2"), ("qh", "u1", 4), ("qs", "u1", 16)])),
     "Q4_K": (256, np.dtype([("d", "<f2"), ("m", "<f2"), ("scales", "u1", (3, 4)), ("qs", "u1", (4, 32))])),
@@ -54,7 +56,7 @@ FOUR_BIT_FLOATS = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -
 
 FLOATS = ("F32", "F16", "BF16")
 _WEIGHTS = {name: Format(name, block, layout.itemsize) for name, (block, layout) in _LAYOUTS.items()}
-OURS = ("Q4_Z", "F8_32")
+OURS = ("Q4_Z", "F8_32", "F8_E8M0")
 FORMATS: dict[str, Format] = {name: fmt for name, fmt in _WEIGHTS.items() if name not in OURS}  # ggml's
 BYTES = Format("U8", 1, 1)  # a part of another format, which a file holds by itself: codes or scales
 FP8 = Format("F8_E4M3", 1, 1)  # codes whose scales lie in another tensor
@@ -266,6 +268,10 @@ def _q6_k(b: np.ndarray, out: np.ndarray) -> None:
     q16 *= scales[:, :, None]
 
 
+def _f8_e8m0(b: np.ndarray, out: np.ndarray) -> None:
+    out[:, 0] = np.where(b["e"] == 255, np.nan, np.ldexp(np.float32(1), b["e"].astype(np.int32) - 127))
+
+
 def _mxfp4(b: np.ndarray, out: np.ndarray) -> None:
     out[:, :16] = FOUR_BIT_FLOATS[b["qs"] & np.uint8(15)]
     out[:, 16:] = FOUR_BIT_FLOATS[b["qs"] >> np.uint8(4)]
@@ -325,6 +331,7 @@ _DECODERS: dict[str, Callable[[np.ndarray, np.ndarray], None]] = {
     "Q4_1": _q4_1,
     "Q4_Z": _q4_z,
     "F8_32": _f8_32,
+    "F8_E8M0": _f8_e8m0,
     "Q5_0": _q5_0,
     "Q5_1": _q5_1,
     "Q4_K": _q4_k,

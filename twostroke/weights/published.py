@@ -1,7 +1,9 @@
 """Safetensors in published formats of few bits: the tensors that make up one matrix become one `Coded` under its name.
 
     format               tensors of the matrix X.weight, (out, in)
-    fp8                  X.weight F8, X.weight_scale_inv or X.weight_scale: of squares, of outputs, or one
+    fp8                  X.weight F8, X.weight_scale_inv or X.weight_scale: of squares, of outputs, or one. DeepSeek V4:
+                         X.scale in powers of two; of experts X.weight I8 (out, in/2), two 4-bit floats in a byte, and
+                         X.scale (out, in/32)
     compressed-tensors   the same; or X.weight I8, X.weight_scale, X.weight_zero_point; or, packed into words,
                          X.weight_packed (out, in·bits/32), X.weight_scale (out, groups), X.weight_shape,
                          X.weight_zero_point (out·bits/32, groups), X.weight_g_idx (in)
@@ -26,12 +28,15 @@ from twostroke.model.quantization import Scheme
 from twostroke.ops.formats import FLOATS, FP8, SMALL_INTEGERS, Stored, dequantize, integers
 from twostroke.weights.fp8 import fp8_format, stored_fp8
 from twostroke.weights.grids import BLOCK, Grid, stored_grid, unpacked
+from twostroke.weights.mxfp4 import joined_mxfp4
 from twostroke.weights.scales import Scales, find_scales
 
 # Scales of activations and of the KV cache: see model/quantization.py. K and V have the format that `kv_dtype` says.
 _UNUSED = re.compile(r".*\.(input_scale|output_scale|activation_scale|input_zero_point|[qkv]_scale|prob_scale)")
 _AWQ_PLACES = np.argsort([0, 2, 4, 6, 1, 3, 5, 7])  # for each of eight outputs, its place in a word
 _KEPT = {4: "Q4_Z", 8: "Q8_0"}
+POWERS = "F8_E8M0"  # scales that are powers of two
+GROUP = 32  # 4-bit floats that share a scale
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,7 +65,7 @@ def assembled(tensors: Mapping[str, Stored], scheme: Scheme | None, where: str) 
         elif tensor.format == FP8.name:
             reader.fp8(name)
         elif tensor.format == SMALL_INTEGERS.name and not name.endswith("_zero_point"):
-            reader.int8(name)
+            (reader.fp4 if scheme.method == "fp8" else reader.int8)(name)
     plain = {name: one for name, one in tensors.items() if name not in reader.used and not _UNUSED.fullmatch(name)}
     return plain | reader.made
 
@@ -79,6 +84,18 @@ class _Reader:
     def fp8(self, name: str) -> None:
         codes, scales = self.take(name, FP8.name), self.scales_of(name)
         self.put(name, codes.shape, fp8_format(codes, scales), scales.by_output, lambda: stored_fp8(codes, scales))
+
+    def fp4(self, name: str) -> None:
+        codes, at = self.take(name, SMALL_INTEGERS.name), self.scale_name(name)
+        scales = self.take(at, POWERS)
+        if len(codes.shape) != 2 or codes.shape[1] % (GROUP // 2):
+            raise self.error(
+                name, f"has shape {codes.shape}; two 4-bit floats in a byte, in groups of {GROUP}, are read"
+            )
+        outputs, groups = codes.shape[0], 2 * codes.shape[1] // GROUP
+        self.check(at, scales, (outputs, groups))
+        parts = Stored("U8", (outputs, groups, GROUP // 2), codes.data), Stored("U8", (outputs, groups), scales.data)
+        self.put(name, (outputs, groups * GROUP), "MXFP4", False, lambda: joined_mxfp4(*parts))
 
     def int8(self, name: str) -> None:
         codes, scales = self.take(name, SMALL_INTEGERS.name), self.scales_of(name)
@@ -162,15 +179,19 @@ class _Reader:
         self.check(name, found, shape)
         return found
 
+    def scale_name(self, name: str) -> str:
+        names = [f"{name}_scale_inv", f"{name}_scale", f"{name.removesuffix('weight')}scale"]
+        usual = names[0] if self.scheme.method == "fp8" else names[1]
+        return next((one for one in names if one in self.tensors), usual)
+
     def scales_of(self, name: str) -> Scales:
-        ends = ("_scale_inv", "_scale") if self.scheme.method == "fp8" else ("_scale", "_scale_inv")
-        there = next((end for end in ends if f"{name}{end}" in self.tensors), ends[0])
-        scales, codes = self.take(f"{name}{there}", *FLOATS), self.tensors[name]
+        at = self.scale_name(name)
+        scales, codes = self.take(at, *FLOATS, POWERS), self.tensors[name]
         found = find_scales(scales, codes.shape, self.scheme.square)
         if found is None:
             tall, wide = self.scheme.square
             raise self.error(
-                f"{name}{there}",
+                at,
                 f"has shape {scales.shape}; a matrix of {codes.shape} has one scale, one for each output, for groups "
                 f"of inputs, or for squares of {tall} by {wide}",
             )

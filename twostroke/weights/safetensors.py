@@ -28,6 +28,7 @@ _NO_FLOATS = {
     "I32": (".tid2eid", *_WORDS),
     "I64": (".tid2eid", *_WORDS),
     FP8.name: ("",),
+    "F8_E8M0": (".scale", "_scale_inv", "_scale"),
 }
 _POSITION_IDS = "position_ids"  # the numbers 0, 1, 2, … which some checkpoints hold; they are not read
 _MAX_DIMS = 8
