@@ -217,7 +217,12 @@ class Ops(Protocol):
         return self.pack(parts, bias)
 
     def pack_expert(self, parts: Sequence[Stored], bias: Array | None = None) -> Weight:
-        """The same for a matrix of an expert."""
+        """A matrix of an expert: a backend may have kernels for fewer formats of these."""
+        return self.pack(parts, bias)
+
+    def pack_outer(self, parts: Sequence[Stored], bias: Array | None = None) -> Weight:
+        """The embedding or the head. A backend that keeps other weights in four bits keeps these in eight: every token
+        depends on them."""
         return self.pack(parts, bias)
 
     def weight_bytes(self, weight: Weight) -> int:

@@ -207,10 +207,12 @@ class Parameters:
         """The named matrices stacked along their outputs, with their biases if the family has them. exact: they keep
         the precision of the file."""
         parts = [self._stored(name) for name in names]
+        outer = not names[0].startswith("layers.")
         if self.bits is not None and not exact:
-            bits = self.bits if names[0].startswith("layers.") else "int8"
+            bits = "int8" if outer else self.bits
             parts = [self._quantized(name, part, bits) for name, part in zip(names, parts, strict=True)]
-        pack = self.ops.pack_precisely if exact else self.ops.pack_expert if expert else self.ops.pack
+        narrow = self.ops.pack_outer if outer else self.ops.pack_expert if expert else self.ops.pack
+        pack = self.ops.pack_precisely if exact else narrow
         weight = pack(parts, self._bias(names))
         self._advance(names)
         return weight

@@ -163,6 +163,9 @@ class CudaOps(Ops):
     def pack_precisely(self, parts: Sequence[Stored], bias: Tensor | None = None) -> CudaWeight:
         return FloatMatrix(self._stacked(parts), None if bias is None else bias.to(self.device, torch.float32))
 
+    def pack_outer(self, parts: Sequence[Stored], bias: Tensor | None = None) -> CudaWeight:
+        return self._kept(parts, bias, four_bits=True) or self.adopt(self._stacked(parts), bias, outer=True)
+
     def _stacked(self, parts: Sequence[Stored]) -> Tensor:
         width = parts[0].shape[1]
         out = torch.empty(sum(part.shape[0] for part in parts), width, dtype=self.dtype, device=self.device)
@@ -175,14 +178,14 @@ class CudaOps(Ops):
                 start += rows.shape[0]
         return out
 
-    def adopt(self, weight: Tensor, bias: Tensor | None = None) -> CudaWeight:
-        """A matrix that is on the device already."""
+    def adopt(self, weight: Tensor, bias: Tensor | None = None, *, outer: bool = False) -> CudaWeight:
+        """A matrix that is on the device already. outer: the embedding or the head, which keep eight bits."""
         if bias is not None:
             bias = bias.to(self.device, torch.float32)
-        if self.quantize in ("fp8", "int8") and weight.shape[0] % 16 == 0 and weight.shape[1] % 64 == 0:
-            return to_fp8(weight, bias) if self.quantize == "fp8" else to_int8(weight, bias)
-        if self.quantize == "int4":
+        if self.quantize == "int4" and not outer:
             return to_int4(weight, bias)
+        if self.quantize is not None and weight.shape[0] % 16 == 0 and weight.shape[1] % 64 == 0:
+            return to_fp8(weight, bias) if self.quantize == "fp8" else to_int8(weight, bias)
         return FloatMatrix(weight, bias)
 
     def weight_bytes(self, weight: CudaWeight) -> int:

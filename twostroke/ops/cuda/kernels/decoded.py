@@ -21,39 +21,30 @@ from twostroke.ops.cuda.kernels.skinny import INT4
 
 
 @triton.jit
-def decoded_nibbles(codes, groups, FAST: tl.constexpr):
-    """The low and the high elements of int4 codes, (N, BYTES) each: the bits of 128 + nibble are set directly, 128 is
-    subtracted, and a group's scale and least value are applied."""
+def decoded_nibbles(codes, groups, HIGH: tl.constexpr, FAST: tl.constexpr):
+    """The low or the high elements of int4 codes: the bits of 128 + nibble are set directly, 128 is subtracted, and a
+    group's scale and least value are applied. Both at once would be moved through shared memory by the compiler."""
     if FAST:
-        low, high = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 l, u, s, m, k;
-            and.b32 l, $4, 0x0f0f0f0f;
-            shr.u32 u, $4, 4;
-            and.b32 u, u, 0x0f0f0f0f;
-            prmt.b32 s, $5, $5, 0x1010;
-            prmt.b32 m, $5, $5, 0x3232;
+        SHIFT: tl.constexpr = "4" if HIGH else "0"
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 l, s, m, k; shr.u32 l, $2, "
+            + SHIFT
+            + """; and.b32 l, l, 0x0f0f0f0f;
+            prmt.b32 s, $3, $3, 0x1010;
+            prmt.b32 m, $3, $3, 0x3232;
             mov.b32 k, 0x43004300;
             prmt.b32 $0, l, 0x43434343, 0x4140;
             prmt.b32 $1, l, 0x43434343, 0x4342;
-            prmt.b32 $2, u, 0x43434343, 0x4140;
-            prmt.b32 $3, u, 0x43434343, 0x4342;
             sub.bf16x2 $0, $0, k;
             sub.bf16x2 $1, $1, k;
-            sub.bf16x2 $2, $2, k;
-            sub.bf16x2 $3, $3, k;
             fma.rn.bf16x2 $0, $0, s, m;
             fma.rn.bf16x2 $1, $1, s, m;
-            fma.rn.bf16x2 $2, $2, s, m;
-            fma.rn.bf16x2 $3, $3, s, m;
             }""",
-            "=&r,=&r,=&r,=&r,r,r,r,r,r", [codes, groups], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4,
+            "=&r,=&r,r,r,r,r,r", [codes, groups], dtype=tl.bfloat16, is_pure=True, pack=4,
         )  # fmt: skip
     else:
         scale, least = (groups << 16).to(tl.float32, bitcast=True), (groups & -65536).to(tl.float32, bitcast=True)
-        low = ((codes & 15).to(tl.float32) * scale + least).to(tl.bfloat16)
-        high = ((codes >> 4).to(tl.float32) * scale + least).to(tl.bfloat16)
-    return low, high
+        return (((codes >> (4 if HIGH else 0)) & 15).to(tl.float32) * scale + least).to(tl.bfloat16)
 
 
 @triton.jit
@@ -105,14 +96,14 @@ def decoded_kernel(
     t = tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
     byte = tl.arange(0, BYTES)
     rows, columns = n < n_rows, t < tokens
-    codes_at = codes_ptr + n.to(tl.int64)[:, None] * WIDE + byte[None, :]
+    near, here = tl.minimum(n, n_rows - 1), tl.minimum(t, tokens - 1)  # what lies past the end is not stored
+    codes_at = codes_ptr + near.to(tl.int64)[:, None] * WIDE + byte[None, :]
     if FORMAT == 2:
         k = byte // 16 * 32 + byte % 16
-        near = tl.minimum(n, n_rows - 1)
         groups_at = scales_ptr + (byte // 64 * (n_rows * 4) + byte % 64 // 16)[None, :] + (near * 4)[:, None]
     else:
         k = byte
-    x_at = x_ptr + t.to(tl.int64)[None, :] * x_stride + k[:, None]
+    x_at = x_ptr + here.to(tl.int64)[None, :] * x_stride + k[:, None]
     acc = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
     first = split * EACH
     last = tl.minimum(first + EACH, STEPS)
@@ -122,19 +113,19 @@ def decoded_kernel(
         gdc_wait()
         gdc_launch_dependents()
     for step in tl.range(first, last, num_stages=STAGES):
-        if WHOLE:
-            codes = tl.load(codes_at + step * BYTES, mask=rows[:, None], other=0)
-        else:
-            codes = tl.load(
-                codes_at + step * BYTES, mask=rows[:, None] & (step * BYTES + byte < WIDE)[None, :], other=0
-            )
         at = step * (BYTES // 64 * S)
-        inside = columns[None, :] if WHOLE else columns[None, :] & (at + k < K)[:, None]
-        a = tl.load(x_at + at, mask=inside, other=0.0)
+        if WHOLE:
+            codes = tl.load(codes_at + step * BYTES)
+            a = tl.load(x_at + at)
+        else:
+            codes = tl.load(codes_at + step * BYTES, mask=(step * BYTES + byte < WIDE)[None, :], other=0)
+            a = tl.load(x_at + at, mask=(at + k < K)[:, None], other=0.0)
         if FORMAT == 2:
-            inside = columns[None, :] if WHOLE else columns[None, :] & (at + 16 + k < K)[:, None]
-            b = tl.load(x_at + (at + 16), mask=inside, other=0.0)
-            low, high = decoded_nibbles(codes, groups, FAST)
+            if WHOLE:
+                b = tl.load(x_at + (at + 16))
+            else:
+                b = tl.load(x_at + (at + 16), mask=(at + 16 + k < K)[:, None], other=0.0)
+            low, high = decoded_nibbles(codes, groups, False, FAST), decoded_nibbles(codes, groups, True, FAST)
             following = tl.minimum(step + 1, WIDE // BYTES - 1)
             groups = group_words(groups_at + following * (BYTES // 64) * 4 * n_rows, FAST)
             acc = times(low, a, acc, DTYPE, PRECISION)

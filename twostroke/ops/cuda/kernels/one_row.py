@@ -3,9 +3,9 @@
 A tensor-core instruction multiplies 16 rows by 8 columns. One row of x would use one column, so the product is arranged
 differently: the 16 rows are four outputs times four neighbouring segments of 64 bytes, the columns are the same four
 segments of x in two parts each (narrow_tiles.py says why two). Only products of a segment with itself are needed; the
-others are dropped, and cost nothing, because the tensor cores are not the limit. So a warp reads 256 neighbouring bytes of an
-output and needs x only for its own segments. It prepares them once and keeps them: no kernel before has to split x, and
-the loop reads nothing but the matrix.
+others are dropped, and cost nothing, because the tensor cores are not the limit. So a warp reads 256 neighbouring bytes
+of an output and needs x only for its own segments. It prepares them once and keeps them: no kernel before has to split
+x, and the loop reads nothing but the matrix.
 
 Programs take tiles of outputs in turn. A program loads its next tile as soon as the registers of the tile before are
 free. The sum over the warps at the end of a tile is a barrier, which keeps the compiler from moving those loads behind
