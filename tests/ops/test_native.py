@@ -21,7 +21,8 @@ if not available():
     pytest.skip("the native library is not built", allow_module_level=True)
 
 from tests.ops.tensors import TensorOps
-from twostroke.ops.cpu.backend import NativeCpuOps, PackedWeight, instruction_sets, narrowed, packable
+from twostroke.ops.cpu.backend import NativeCpuOps, PackedWeight, instruction_sets
+from twostroke.ops.cpu.convert import narrowed, packable
 
 ISAS = instruction_sets()
 SLOW = ReferenceOps(byte_attention=True)

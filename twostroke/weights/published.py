@@ -155,7 +155,7 @@ class _Reader:
         group_of = self.groups_of(stem, "", inputs, groups)
 
         def decode() -> Stored:
-            codes, middle = (by_output(unpacked(integers(part), 4)) for part in (words, zeros))
+            codes, middle = (by_output(integers(part)) for part in (words, zeros))
             return stored_grid(Grid(codes, middle, dequantize(scales).T, group_of(), 4))
 
         self.put(f"{stem}.weight", (outputs, inputs), _KEPT[4], groups == 1, decode)
@@ -248,7 +248,10 @@ class _Reader:
         return ModelError(f"{self.where}: {name} {reason}. Fetch the model again, or use another version of it.")
 
 
-def by_output(codes: np.ndarray) -> np.ndarray:
-    """AWQ's (rows, outputs) in the order of the words -> (outputs, rows)."""
-    eights = codes.reshape(len(codes), -1, 8)[..., _AWQ_PLACES]
-    return np.ascontiguousarray(eights.reshape(codes.shape).T)
+def by_output(words: np.ndarray) -> np.ndarray:
+    """AWQ's (rows, outputs / 8) words -> the codes, (outputs, rows)."""
+    turned = np.ascontiguousarray(words.T).view(np.uint32)
+    codes = np.empty((len(turned), 8, turned.shape[1]), np.uint8)
+    for output, place in enumerate(_AWQ_PLACES):
+        codes[:, output] = (turned >> np.uint32(4 * place)) & np.uint32(15)
+    return codes.reshape(-1, turned.shape[1])

@@ -19,11 +19,12 @@ import numpy as np
 from twostroke.ops.compressed import attend_compressed
 from twostroke.ops.compressed_interface import CompressedAttention, CompressedRows
 from twostroke.ops.cpu.arrays import address, any_address, norm_reference
+from twostroke.ops.cpu.convert import in_one_order, narrowed, packable
 from twostroke.ops.cpu.describe import describe_batch, describe_latent, describe_layer, signature
 from twostroke.ops.cpu.entries import NativeCore
 from twostroke.ops.cpu.experts import ACTIVATIONS, describe_experts
 from twostroke.ops.cpu.library import ExpertsCall, LatentCall, LayerCall, load_library
-from twostroke.ops.formats import Stored, dequantize, from_float, layout_of
+from twostroke.ops.formats import Stored, dequantize, from_float
 from twostroke.ops.interface import Attention, Batch, ExpertSet, FusedLayer, Gate, KVLayer, LatentAttention, Norm, Ops
 
 _FORMATS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
@@ -80,7 +81,7 @@ class NativeCpuOps(Ops):
             raise ValueError(f"no kernels for {isa!r} on this machine; there are {', '.join(instruction_sets())}")
         weakref.finalize(self, lib.ts_free, self._context)
         self.isa: str = lib.ts_name(self._context).decode()
-        self._weights = weights
+        self._weights, self._threads = weights, threads
         self._linear = lib.ts_linear
         self._attend = lib.ts_attend
         self._layers: dict[tuple[int, int], tuple[Any, ...]] = {}
@@ -97,7 +98,7 @@ class NativeCpuOps(Ops):
             parts = [part if part.format in _FLOATS else from_float(dequantize(part)) for part in parts]
         elif self._weights in _NARROW:
             parts = [narrowed(part, _NARROW[self._weights]) for part in parts]
-        parts, order = in_one_order([packable(part) for part in parts])
+        parts, order = in_one_order([packable(part, self._threads) for part in parts])
         outputs = sum(part.shape[0] for part in parts)
         data = [np.ascontiguousarray(part.data) for part in parts]
         count = len(parts)
@@ -318,54 +319,6 @@ def instruction_sets() -> list[str]:
     while name := lib.ts_isa(len(names)):
         names.append(name.decode())
     return names
-
-
-def packable(part: Stored) -> Stored:
-    """In a format that the library has: the two others become the nearest of them. A zero point becomes a minimum in
-    float16, which is off by 2^-11 of it at most."""
-    if part.format == "F8_32":
-        return narrowed(part, "BF16")
-    if part.format != "Q4_Z":
-        return part
-    found = part.blocks()
-    made = np.empty(len(found), layout_of("Q4_1"))
-    made["d"], made["qs"] = found["d"], found["qs"]
-    made["m"] = -(found["d"].astype(np.float32) * found["z"])
-    return Stored("Q4_1", part.shape, made.view(np.uint8), part.order)
-
-
-def in_one_order(parts: Sequence[Stored]) -> tuple[Sequence[Stored], np.ndarray | None]:
-    """The parts, and the order of inputs of all of them. Where they have several, each is put into its own order, in
-    float16."""
-    order = parts[0].order
-    if all(np.array_equal(part.order, order) for part in parts):  # type: ignore[arg-type]
-        return parts, order
-    return [part if part.order is None else narrowed(part, "F16") for part in parts], None
-
-
-def narrowed(part: Stored, name: str) -> Stored:
-    """The same matrix, rounded to a float format of 16 bits."""
-    if part.format == name and part.order is None:
-        return part
-    rows, cols = part.shape
-    out = np.empty((rows, cols), np.uint16)
-    step = max(1, (1 << 24) // cols)  # decode a little at a time: no float32 copy of the whole matrix
-    for start in range(0, rows, step):
-        values = dequantize(part.rows(start, min(start + step, rows)))
-        out[start : start + step] = half_bits(values) if name == "F16" else brain_bits(values)
-    return Stored(name, part.shape, out.reshape(-1).view(np.uint8))
-
-
-def half_bits(values: np.ndarray) -> np.ndarray:
-    with np.errstate(over="ignore"):  # what is too large for the format is infinite
-        return values.astype(np.float16).view(np.uint16)
-
-
-def brain_bits(values: np.ndarray) -> np.ndarray:
-    """float32 to the upper half of its bits, to the nearest, the even one of two as near."""
-    bits = values.view(np.uint32)
-    rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
-    return np.where(np.isnan(values), 0x7FC0, rounded).astype(np.uint16)
 
 
 def _rows(x: np.ndarray) -> np.ndarray:
