@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -172,3 +174,33 @@ def test_memory_and_what_the_log_says(plain: Path, tmp_path: Path, caplog: pytes
         assert checkpoint_bytes(checkpoint, "cuda") == rest // 2 + weights * sizes[1] // 32
     size = count_weights(open_checkpoint(tmp_path / "fp8 in squares"), "cpu")
     assert f"7 matrices of few bits are kept in 16 bits on a cpu; the weights take {size:,} bytes" in caplog.text
+
+
+CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "empty": lambda x: torch.atleast_1d(x)[:0],
+    "no columns": lambda x: torch.atleast_1d(x)[..., :0],
+    "flat": lambda x: x.reshape(-1),
+    "turned": lambda x: torch.atleast_2d(x).T,
+    "a stack": lambda x: x.unsqueeze(0),
+    "one number": lambda x: x.reshape(-1)[0],
+    "twice": lambda x: torch.cat([torch.atleast_1d(x)] * 2),
+    "floats": lambda x: x.float(),
+    "int32": lambda x: x.float().int(),
+    "int64": lambda x: x.float().long(),
+    "int8": lambda x: x.float().to(torch.int8),
+    "ones": lambda x: torch.full_like(x, -1) if x.dtype != torch.float8_e4m3fn else x,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", published.FORMATS)
+def test_any_change_is_our_error_or_none(plain: Path, tmp_path: Path, kind: str) -> None:
+    folder = copied(plain, tmp_path / "model")
+    published.rewrite(folder, kind)
+    tensors = safetensors.torch.load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.startswith(Q)]:
+        for change in CHANGES.values():
+            changed = {**tensors, name: change(tensors[name]).contiguous()}
+            safetensors.torch.save_file(changed, folder / "model.safetensors")
+            with suppress(ModelError):
+                load(folder)

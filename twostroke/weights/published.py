@@ -166,6 +166,8 @@ class _Reader:
         found = self.tensors.get(name)
         if found is None:
             raise ModelError(f"{self.where}: {name} is missing; the checkpoint is incomplete.")
+        if not found.nbytes:
+            raise self.error(name, f"of shape {found.shape} is empty")
         if found.format not in formats:
             raise self.error(name, f"has dtype {found.format}, not {' or '.join(formats)}")
         self.used.add(name)
