@@ -180,6 +180,7 @@ FORMATS: dict[str, tuple[Writer, dict[str, Any]]] = {
     "fp8 in squares": (fp8(128, 128, "weight_scale_inv"), SQUARES),
     "fp8, one scale, static": (fp8(0, 0, flat=True, static=True), STATIC),
     "fbgemm fp8": (fp8(1, 0), {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}),
+    "modelopt fp8": (fp8(0, 0, flat=True, static=True), {"quant_method": "modelopt", "quant_algo": "FP8"}),
     "compressed fp8 by output": (fp8(1, 0), compressed(float_weights("channel"), "float-quantized", DYNAMIC)),
     "compressed fp8, one scale": (
         fp8(0, 0, flat=True, static=True),

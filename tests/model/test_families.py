@@ -70,6 +70,7 @@ def test_published_quantized_formats_are_known() -> None:
             {"quantization_config": {"load_in_4bit": True, "quant_method": "bitsandbytes"}},
             "Use the model's bfloat",
         ),
+        (LLAMA, {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}, "quant_algo is 'NVFP4'"),
         (LLAMA, {"quantization_config": {"quant_method": "awq"}}, "bits is missing"),
         (LLAMA, {"quantization_config": {"quant_method": "awq", "bits": 3}}, "bits is 3; read are 4"),
         (LLAMA, {"quantization_config": {"quant_method": "awq", "bits": 4, "version": "gemv"}}, "version is 'gemv'"),

@@ -14,7 +14,7 @@ from twostroke.model.fields import Fields
 
 Method = Literal["fp8", "compressed-tensors", "awq", "gptq", "mxfp4"]
 SQUARE = (128, 128)
-READ = "fp8, fbgemm_fp8, compressed-tensors, awq, gptq and, for gpt_oss, mxfp4"
+READ = "fp8, fbgemm_fp8, modelopt (FP8), compressed-tensors, awq, gptq and, for gpt_oss, mxfp4"
 INSTEAD = "Use the model's bfloat16 version, or one in a format that is read"
 _FP8 = ("fp8", "fbgemm_fp8")  # the same codes: scales for squares, for outputs or for a whole matrix
 _LAYOUTS = ("dense", "naive-quantized", "int-quantized", "float-quantized", "pack-quantized", "mixed-precision")
@@ -49,6 +49,13 @@ def read_scheme(c: Fields) -> Scheme | None:
 def _fp8(q: Fields) -> Scheme:
     q.only("fmt", "e4m3", "float8_e4m3fn")
     return Scheme("fp8", square=_square(q, "weight_block_size"))
+
+
+def _modelopt(q: Fields) -> Scheme:
+    algorithm = q.text("quant_algo")
+    if algorithm != "FP8":
+        raise q.error("quant_algo", f"is {algorithm!r:.40}; only 'FP8' is read. {INSTEAD}")
+    return Scheme("fp8")
 
 
 def _square(q: Fields, key: str) -> tuple[int, int]:
@@ -123,4 +130,4 @@ def _check_weights(w: Fields) -> tuple[int, int] | None:
     return _square(w, "block_structure") if w.get("strategy") == "block" else None
 
 
-_READERS = {"compressed-tensors": _compressed_tensors, "awq": _awq, "gptq": _gptq}
+_READERS = {"compressed-tensors": _compressed_tensors, "awq": _awq, "gptq": _gptq, "modelopt": _modelopt}
