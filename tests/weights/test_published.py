@@ -15,12 +15,13 @@ import transformers
 
 from tests import published, tiny
 from tests.helpers import run_tokens
+from twostroke.config import Config
 from twostroke.engine.build import count_weights
 from twostroke.errors import ModelError
 from twostroke.ops.cpu.backend import NativeCpuOps
 from twostroke.ops.formats import dequantize
 from twostroke.weights.checkpoint import open_checkpoint
-from twostroke.weights.describe import checkpoint_bytes, whole_tensors
+from twostroke.weights.describe import checkpoint_bytes, kept_weights, whole_tensors
 from twostroke.weights.load import load_model
 from twostroke.weights.published import Coded
 
@@ -172,7 +173,9 @@ def test_memory_and_what_the_log_says(plain: Path, tmp_path: Path, caplog: pytes
         checkpoint = open_checkpoint(folder)
         assert checkpoint_bytes(checkpoint) == rest + weights * sizes[0] // 32
         assert checkpoint_bytes(checkpoint, "cuda") == rest // 2 + weights * sizes[1] // 32
-    size = count_weights(open_checkpoint(tmp_path / "fp8 in squares"), "cpu")
+    assert kept_weights(open_checkpoint(tmp_path / "awq"), "cpu", "float32").bytes == floats
+    assert kept_weights(open_checkpoint(tmp_path / "awq"), "cuda", "bfloat16") == (floats // 2, 7)
+    size = count_weights(open_checkpoint(tmp_path / "fp8 in squares"), "cpu", Config())
     assert f"7 matrices of few bits are kept in 16 bits on a cpu; the weights take {size:,} bytes" in caplog.text
 
 

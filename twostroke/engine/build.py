@@ -80,9 +80,8 @@ def build_engine(
     for one in (arch, *([] if draft is None else [draft.arch])):
         check_attention(one, device)
         check_feeds(one, device, config.quantize)
-    weight_bytes = sum(
-        count_weights(one, device) for one in (checkpoint, *([] if draft is None else [draft.checkpoint]))
-    )
+    checkpoints = [checkpoint] if draft is None else [checkpoint, draft.checkpoint]
+    weight_bytes = sum(count_weights(one, device, config) for one in checkpoints)
     draft_arch = draft.arch if draft is not None else None
     settings = resolve(config, arch, hardware_of(device, arch), weight_bytes, draft_arch)
     if device == "cuda":
@@ -125,9 +124,10 @@ def block_identity(checkpoint: Checkpoint, settings: Resolved, ops: Ops, draft: 
     return " ".join(map(str, parts))
 
 
-def count_weights(checkpoint: Checkpoint, device: str) -> int:
+def count_weights(checkpoint: Checkpoint, device: str, config: Config) -> int:
     """Their bytes in memory. Formats of few bits that a device cannot keep are no error, but cost memory."""
-    kept = kept_weights(checkpoint, device)
+    decoded = "bfloat16" if device == "cuda" and config.exact else None  # its products are of floats
+    kept = kept_weights(checkpoint, device, config.dtype or decoded)
     if kept.widened:
         log.info(
             "%s: %d matrices of few bits are kept in 16 bits on a %s; the weights take %s bytes",

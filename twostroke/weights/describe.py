@@ -12,6 +12,7 @@ from twostroke.ops.formats import FLOATS, Stored, dequantize, kept_format, store
 from twostroke.weights.checkpoint import Checkpoint
 from twostroke.weights.published import Coded, assembled
 
+_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _EXPERT = re.compile(r"\.experts\.\d|_exps\.")
 
 
@@ -38,12 +39,14 @@ class Kept(NamedTuple):
     widened: int  # matrices of few bits that become 16-bit floats
 
 
-def kept_weights(checkpoint: Checkpoint, device: str) -> Kept:
-    """Where nothing else is asked for."""
+def kept_weights(checkpoint: Checkpoint, device: str, decoded: str | None = None) -> Kept:
+    """decoded: the float type that codes of few bits become, where one is asked for."""
     total = widened = 0
     for name, tensor in whole_tensors(checkpoint).items():
         by_output = isinstance(tensor, Coded) and tensor.by_output
         kept = kept_format(tensor.format, device, by_output, _EXPERT.search(name) is not None)
+        if decoded is not None and tensor.format not in FLOATS:
+            kept = _DTYPES[decoded]
         total += stored_bytes(kept, tensor.shape)
         widened += kept == "BF16" and tensor.format not in FLOATS
     return Kept(total, widened)
