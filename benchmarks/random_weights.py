@@ -64,9 +64,9 @@ def random_model(arch: Arch, ops: CudaOps, max_positions: int, seed: int = 0) ->
 
     generator = torch.Generator(ops.device).manual_seed(seed)
 
-    def matrix(rows: int, columns: int) -> CudaWeight:
+    def matrix(rows: int, columns: int, *, outer: bool = False) -> CudaWeight:
         weight = torch.empty(rows, columns, dtype=ops.dtype, device=ops.device)
-        return ops.adopt(weight.normal_(std=columns**-0.5, generator=generator))
+        return ops.adopt(weight.normal_(std=columns**-0.5, generator=generator), outer=outer)
 
     def floats(rows: int, columns: int) -> CudaWeight:
         """One that is not rounded to fewer bits."""
@@ -119,8 +119,8 @@ def random_model(arch: Arch, ops: CudaOps, max_positions: int, seed: int = 0) ->
         return Experts(norm(), experts, shared)
 
     layers = [Layer(make_mixer(shape.mixer), make_feed(shape.feed)) for shape in arch.layers]
-    embedding = matrix(arch.vocab, arch.hidden)
+    embedding = matrix(arch.vocab, arch.hidden, outer=True)
     return Transformer(
         arch, ops, embedding=embedding, layers=layers, final_norm=norm(),
-        head=embedding if arch.tied_head else matrix(arch.vocab, arch.hidden), max_positions=max_positions,
+        head=embedding if arch.tied_head else matrix(arch.vocab, arch.hidden, outer=True), max_positions=max_positions,
     )  # fmt: skip

@@ -10,6 +10,7 @@ import asyncio
 import json
 import time
 from collections.abc import Sequence
+from typing import Any
 from urllib.parse import urlsplit
 
 from twostroke.bench.prompts import token_ids
@@ -42,15 +43,17 @@ class Exchange(asyncio.Protocol):
 
 
 class RawClient:
-    def __init__(self, url: str, vocabulary: int):
+    def __init__(self, url: str, vocabulary: int, more: dict[str, Any] | None = None):
+        """more: fields of every request beside the usual ones."""
         address = urlsplit(url)
         self.host, self.port = address.hostname or "127.0.0.1", address.port or 80
-        self.vocabulary = vocabulary
+        self.vocabulary, self.more = vocabulary, more or {}
 
     def request(self, arrival: Arrival) -> bytes:
         body = json.dumps({
             "prompt": token_ids(arrival, self.vocabulary), "max_tokens": arrival.output, "temperature": 0,
             "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True},
+            **self.more,
         }).encode()  # fmt: skip
         head = f"POST /v1/completions HTTP/1.1\r\nhost: {self.host}\r\nconnection: close\r\n"
         return f"{head}content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body

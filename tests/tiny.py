@@ -148,12 +148,12 @@ def tiny_deepseek(folder: Path) -> Path:
     return save(transformers.DeepseekV3ForCausalLM(config), folder)
 
 
-def tiny_deepseek_v4(folder: Path) -> Path:
+def tiny_deepseek_v4(folder: Path, hidden: int = 48) -> Path:
     """Compressed attention of every kind, residual streams, experts chosen by token in the first layer."""
     torch.manual_seed(4)
     config = transformers.DeepseekV4Config(
         vocab_size=VOCAB,
-        hidden_size=48,
+        hidden_size=hidden,
         moe_intermediate_size=32,
         num_hidden_layers=3,
         num_attention_heads=4,
@@ -183,28 +183,28 @@ def tiny_deepseek_v4(folder: Path) -> Path:
     return save(model, folder)
 
 
-def tiny_mixture(folder: Path) -> Path:
+def tiny_mixture(folder: Path, **changes: object) -> Path:
     """Experts in both layers, of which a token uses three of seven."""
     torch.manual_seed(4)
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=VOCAB,
-        hidden_size=48,
-        intermediate_size=80,
-        moe_intermediate_size=32,
-        num_experts=7,
-        num_experts_per_tok=3,
-        norm_topk_prob=True,
-        num_hidden_layers=2,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-        bos_token_id=0,
-        eos_token_id=2,
-        initializer_range=0.15,
-    )
-    return save(transformers.Qwen3MoeForCausalLM(config), folder)
+    settings = {
+        "vocab_size": VOCAB,
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "moe_intermediate_size": 32,
+        "num_experts": 7,
+        "num_experts_per_tok": 3,
+        "norm_topk_prob": True,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": True,
+        "bos_token_id": 0,
+        "eos_token_id": 2,
+        "initializer_range": 0.15,
+    }
+    return save(transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**(settings | changes))), folder)
 
 
 def tiny_gpt_oss(folder: Path) -> Path:

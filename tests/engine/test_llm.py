@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+from pathlib import Path
 
 import pytest
 
 from tests import tiny
 from twostroke import LLM, ConfigError, Grammar, InputError, ModelError, SamplingParams
+from twostroke.engine.chat_form import chat_form
 from twostroke.grammar.tools import writer
 from twostroke.text.formats import HARMONY
 
@@ -84,6 +86,39 @@ def test_chat_uses_the_template(llm):
     assert many[0].token_ids == out.token_ids
     streamed = list(llm.stream([{"role": "user", "content": "Hi"}], GREEDY))
     assert [t for e in streamed for t in e.token_ids] == out.token_ids
+
+
+def thinking(folder: Path, opens: bool) -> LLM:
+    """A model whose template knows <think>, and may open it. Both marks are special tokens."""
+    tiny.tiny_llama(folder, vocab_size=tiny.VOCAB + 2)
+    data = json.loads((folder / "tokenizer.json").read_text())
+    known = max(data["model"]["vocab"].values()) + 1
+    data["added_tokens"] += [
+        {"id": known + index, "content": mark, "special": True, "single_word": False, "lstrip": False, "rstrip": False,
+         "normalized": False} for index, mark in enumerate(("<think>", "</think>"))
+    ]  # fmt: skip
+    (folder / "tokenizer.json").write_text(json.dumps(data))
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    template = config["chat_template"] + "{# </think> #}" + ("<think>\n" if opens else "")
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": template}))
+    return LLM(folder, seed=3)
+
+
+def test_thoughts_are_apart(tmp_path):
+    ask, params = [{"role": "user", "content": "Rain?"}], SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+    llm = thinking(tmp_path / "open", opens=True)
+    out, plain = llm.chat(ask, params), llm.generate([llm.chat(ask, params).prompt_token_ids], params)[0]
+    assert (out.text, out.reasoning) == ("", plain.text.strip())
+    events = list(llm.stream(ask, params))
+    assert ("".join(e.text for e in events), "".join(e.reasoning for e in events)) == ("", out.reasoning)
+    bound = SamplingParams(grammar=Grammar("regex", "Yes"), max_tokens=6)
+    assert llm.chat(ask, bound).text == "Yes"  # a grammar covers the whole answer
+    form, prompt = chat_form(llm.tokenizer, tools=False), llm.tokenizer.encode("Hi", add_special=False)
+    assert form.visible == {llm.tokenizer.token_id("<think>"), llm.tokenizer.token_id("</think>")}
+    divide = form.division(prompt, constrained=False)
+    assert [divide("<think>Hm.", False), divide("</think>\n\nYes.", True)] == [("", "Hm."), ("Yes.", "")]
+    assert chat_form(llm.tokenizer, tools=True).division(prompt, constrained=False) is None
+    assert thinking(tmp_path / "closed", opens=False).chat(ask, params).reasoning == ""
 
 
 def test_channels_are_not_shown(tmp_path):

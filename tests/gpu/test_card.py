@@ -14,6 +14,8 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 from benchmarks.random_weights import llama_shape, random_model
+from tests import published, tiny
+from tests.helpers import run_tokens
 from tests.model import test_latent, test_parity
 from tests.model.test_parity import load, tokens_of
 from twostroke.kv.layout import make_layout
@@ -92,6 +94,22 @@ def test_exact_logits_have_the_same_bits_in_any_chunks(family: str, tmp_path: Pa
         assert row_error(whole, expected) < limit
         for chunks in ([7, 140, 1, 1, 1], [129] + [1] * 21, [16] * 9 + [6]):
             assert torch.equal(logits_of(model, tokens, chunks, kv_format), whole), (dtype, chunks)
+
+
+@pytest.mark.parametrize("kind", published.FORMATS)
+@torch.no_grad()
+def test_published_formats(kind: str, tmp_path: Path) -> None:
+    """With the codes kept where there are kernels for them, beside the specification with the exact values."""
+    shape = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64, "num_attention_heads": 4}
+    folder = tiny.tiny_llama(tmp_path / "model", **shape)
+    published.rewrite(folder, kind)
+    tokens = tokens_of(61)
+    expected = run_tokens(load(folder), tokens)
+    for keep in (True, False):
+        model = load(folder, CudaOps(torch.bfloat16, CARD, keep=keep))
+        for chunks in ([61], [7, 51, 1, 1, 1]):
+            error = row_error(logits_of(model, tokens, chunks, "bfloat16"), expected)
+            assert error < 0.1, f"{kind} {keep} {chunks}: relative error {error:.2e}"
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (3, 1), (8, 2)], ids=str)

@@ -27,6 +27,13 @@ DEEPSEEK_V4 |= {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermedia
 DEEPSEEK = {**SHAPE, "model_type": "deepseek_v3", "num_key_value_heads": 6, "first_k_dense_replace": 3}
 
 
+COMPRESSED: dict[str, object] = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+
+
+def compressed(**weights: object) -> dict[str, object]:
+    return COMPRESSED | {"config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}}
+
+
 def test_published_quantized_formats_are_known() -> None:
     mxfp4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
     fp8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
@@ -57,12 +64,36 @@ def test_published_quantized_formats_are_known() -> None:
         (LLAMA, {"hidden_act": "relu"}, "hidden_act"),
         (LLAMA, {"mlp_bias": True}, "mlp_bias"),
         (LLAMA, {"num_local_experts": 8}, "num_local_experts"),
-        (LLAMA, {"quantization_config": {"quant_method": "awq"}}, "quantization_config has quant_method 'awq'"),
+        (LLAMA, {"quantization_config": {"quant_method": "quark"}}, "has quant_method 'quark', which is not read"),
+        (
+            LLAMA,
+            {"quantization_config": {"load_in_4bit": True, "quant_method": "bitsandbytes"}},
+            "Use the model's bfloat",
+        ),
+        (LLAMA, {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}, "quant_algo is 'NVFP4'"),
+        (LLAMA, {"quantization_config": {"quant_method": "awq"}}, "bits is missing"),
+        (LLAMA, {"quantization_config": {"quant_method": "awq", "bits": 3}}, "bits is 3; read are 4"),
+        (LLAMA, {"quantization_config": {"quant_method": "awq", "bits": 4, "version": "gemv"}}, "version is 'gemv'"),
+        (
+            LLAMA,
+            {"quantization_config": {"quant_method": "awq", "bits": 4, "zero_point": False}},
+            "zero_point is False",
+        ),
+        (LLAMA, {"quantization_config": {"quant_method": "gptq", "bits": 2}}, "bits is 2; read are 4 and 8"),
+        (LLAMA, {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 0}}, "group_size is 0"),
+        (LLAMA, {"quantization_config": {"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}}, "marlin"),
+        (LLAMA, {"quantization_config": {"quant_method": "compressed-tensors", "format": "marlin-24"}}, "marlin-24"),
+        (LLAMA, {"quantization_config": COMPRESSED | {"transform_config": {"config_groups": {}}}}, "transform_config"),
+        (LLAMA, {"quantization_config": COMPRESSED | {"sparsity_config": {"format": "sparse-24"}}}, "sparse-24"),
+        (LLAMA, {"quantization_config": compressed(type="float", num_bits=4)}, "num_bits is 4 of type 'float'"),
+        (LLAMA, {"quantization_config": compressed(strategy="tensor_group")}, "strategy is 'tensor_group'"),
+        (LLAMA, {"quantization_config": compressed(strategy="block", block_structure=[0, 1])}, "block_structure is"),
+        (LLAMA, {"quantization_config": COMPRESSED | {"config_groups": [1]}}, "config_groups must be an object"),
         (LLAMA, {"quantization_config": {"quant_method": "mxfp4"}}, "is not read for llama"),
         (LLAMA, {"quantization_config": "fp8"}, "quantization_config must be an object"),
-        (LLAMA, {"quantization_config": {"quant_method": "fp8"}}, "weight_block_size is None"),
+        (LLAMA, {"quantization_config": {"quant_method": "fp8", "weight_block_size": 128}}, "weight_block_size is 128"),
         (LLAMA, {"quantization_config": {"quant_method": "fp8", "fmt": "e5m2"}}, "fmt is 'e5m2'"),
-        (DEEPSEEK_V4, {"quantization_config": {"quant_method": "fp8"}}, "not read for deepseek_v4"),
+        (DEEPSEEK_V4, {"quantization_config": {"quant_method": "awq"}}, "not read for deepseek_v4"),
         (DEEPSEEK_V4, {"n_routed_experts": 0}, "n_routed_experts must lie between 1 and"),
         (DEEPSEEK_V4, {"num_experts_per_tok": 9}, "num_experts_per_tok is 9, but there are 8 experts"),
         (DEEPSEEK_V4, {"num_key_value_heads": 2}, "num_key_value_heads is 2"),

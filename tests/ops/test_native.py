@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.ops.cases import BYTES, CASES, Case, alone, copied, make_step, part_of
 from twostroke.ops.cpu.library import available
-from twostroke.ops.formats import FORMATS, Stored, dequantize, from_float
+from twostroke.ops.formats import FORMATS, Stored, dequantize, from_float, layout_of
 from twostroke.ops.interface import Gate, KVFormat, Norm
 from twostroke.ops.reference.backend import ReferenceOps, gated
 from twostroke.ops.select import make_ops
@@ -21,7 +21,8 @@ if not available():
     pytest.skip("the native library is not built", allow_module_level=True)
 
 from tests.ops.tensors import TensorOps
-from twostroke.ops.cpu.backend import NativeCpuOps, PackedWeight, instruction_sets, narrowed
+from twostroke.ops.cpu.backend import NativeCpuOps, PackedWeight, instruction_sets
+from twostroke.ops.cpu.convert import narrowed, packable
 
 ISAS = instruction_sets()
 SLOW = ReferenceOps(byte_attention=True)
@@ -108,6 +109,36 @@ def test_what_comes_before(isa: str, name: str, before: Norm | Gate) -> None:
         expected = SLOW.linear(inner if name in FLOATS else quantized(inner, isinstance(before, Norm)), spec)
         # A code on the edge may round the other way
         assert error(ops.linear(x, mine, before=before), expected) < (2e-6 if name in FLOATS else 2e-3)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("name", ["F16", "Q4_0"])
+@pytest.mark.parametrize("before", [None, Norm(1 + 0.2 * randn(192), 1e-5), Gate("silu")])
+def test_inputs_in_another_order(isa: str, name: str, before: Norm | Gate | None) -> None:
+    """The same bits as with inputs that were put into that order before."""
+    ops, inputs = ops_on(isa), 96 if isinstance(before, Gate) else 192
+    order = np.random.default_rng(3).permutation(inputs)
+    plain = [stored(name, n, inputs, seed=n) for n in (48, 7)]
+    mine = ops.pack([replace(part, order=order) for part in plain])
+    for rows in (1, 3, 40):
+        x = randn(rows, 192, seed=rows)
+        moved = x.view(rows, -1, inputs)[..., order].flatten(1)
+        turned = Norm(before.weight[order], before.eps) if isinstance(before, Norm) else before
+        assert torch.equal(ops.linear(x, mine, before=before), ops.linear(moved, ops.pack(plain), before=turned))
+    rows_of = ops.embed(mine, torch.tensor([3, 50]), 1.0)
+    assert torch.equal(rows_of[:, order], ops.embed(ops.pack(plain), torch.tensor([3, 50]), 1.0))
+
+
+def test_zero_points_become_minimums() -> None:
+    blocks = np.zeros(40 * 4, layout_of("Q4_Z"))
+    rng = np.random.default_rng(0)
+    blocks["d"], blocks["z"] = rng.uniform(1e-3, 1e-2, len(blocks)), rng.integers(0, 16, len(blocks))
+    blocks["qs"] = rng.integers(0, 256, (len(blocks), 16))
+    part = Stored("Q4_Z", (40, 128), blocks.view(np.uint8).reshape(-1))
+    step = blocks["d"].astype(np.float32).max()
+    assert np.abs(dequantize(packable(part)) - dequantize(part)).max() < step * 16 * 2.0**-11
+    x = randn(3, 128)
+    assert error(ops_on("").linear(x, ops_on("").pack([part])), SLOW.linear(x, SLOW.pack([part]))) < 1e-2
 
 
 @pytest.mark.parametrize("isa", ISAS)

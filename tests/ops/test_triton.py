@@ -18,8 +18,9 @@ pytest.importorskip("triton")
 
 from tests.ops.cases import CASES, DECODE, MIXED, Case, make_step  # noqa: E402
 from twostroke.ops.cuda.backend import CudaOps, DeviceBatch  # noqa: E402
+from twostroke.ops.cuda.kernels.decoded import DecodedShape  # noqa: E402
 from twostroke.ops.cuda.kernels.prefill import split_for  # noqa: E402
-from twostroke.ops.cuda.kernels.quantized import as_float  # noqa: E402
+from twostroke.ops.cuda.kernels.quantized import Int4, Int8, as_float, to_fp8, to_int4  # noqa: E402
 from twostroke.ops.cuda.weights import as_tensor  # noqa: E402
 from twostroke.ops.formats import Stored, from_float  # noqa: E402
 from twostroke.ops.interface import Batch, Gate, GroupBlocks, KVLayer, Norm  # noqa: E402
@@ -193,18 +194,61 @@ def test_quantized(quantize: str, rows: int, before: str) -> None:
     close(table, matrix[[3, 7]])
 
 
-@pytest.mark.parametrize(("quantize", "rows"), [("int8", 40), ("int4", 40), ("int8", 300), ("int4", 300)])
-def test_many_rows(quantize: str, rows: int) -> None:
-    """int8 is multiplied with both parts of x, or decoded before; int4 is decoded on the way, or before."""
+@pytest.mark.parametrize(("quantize", "wide", "rows"), [
+    ("int8", 256, 40), ("int4", 256, 40), ("int8", 256, 300), ("int4", 320, 300), ("int4", 96, 5), ("fp8", 320, 40),
+    ("fp8", 256, 300),
+])  # fmt: skip
+def test_many_rows(quantize: str, wide: int, rows: int) -> None:
+    """int8 is multiplied with both parts of x, or decoded before; int4 and fp8 are decoded on the way, or before.
+    Slices of int4 may end with zeros."""
     limit = 1e-4
     ops = CudaOps(torch.float32, DEVICE, quantize)
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(rows, 256, generator=generator)
-    weight = ops.adopt(torch.randn(80, 256, generator=generator).to(DEVICE), torch.randn(80, generator=generator))
+    x = torch.randn(rows, wide, generator=generator)
+    weight = ops.adopt(torch.randn(80, wide, generator=generator).to(DEVICE), torch.randn(80, generator=generator))
     expected = x @ as_float(weight, torch.float32).cpu().t() + weight.bias.cpu()
     residual = torch.randn(rows, 80, generator=generator)
     close(ops.linear(x.to(DEVICE), weight), expected, limit)
     close(ops.linear(x.to(DEVICE), weight, add_to=residual.clone().to(DEVICE)), expected + residual, limit)
+
+
+@pytest.mark.parametrize("quantize", ["int4", "fp8"])
+@pytest.mark.parametrize(("rows", "splits"), [(3, 1), (20, 3), (70, 2)])
+def test_shares_of_the_inputs(quantize: str, rows: int, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs that share the inputs of a tile, in the precision that serving has; the last share may be shorter."""
+    shape = DecodedShape(32, 64, splits, 2, 4)
+    monkeypatch.setattr("twostroke.ops.cuda.kernels.decoded.shape_for", lambda *_: shape)
+    ops = CudaOps(torch.bfloat16 if ON_CARD else torch.float32, DEVICE, quantize)
+    generator = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, 448, generator=generator).bfloat16()
+    weight = ops.adopt(torch.randn(48, 448, generator=generator).to(DEVICE), torch.randn(48, generator=generator))
+    expected = x.float() @ as_float(weight, torch.float32).cpu().t() + weight.bias.cpu()
+    residual = torch.randn(rows, 48, generator=generator).bfloat16()
+    given = [value.to(DEVICE, ops.dtype) for value in (x, residual)]
+    close(ops.linear(given[0], weight).float(), expected, 4e-3 if ON_CARD else 1e-4)
+    close(ops.linear(given[0], weight, add_to=given[1]).float(), expected + residual, 4e-3 if ON_CARD else 1e-4)
+
+
+def test_the_head_keeps_eight_bits() -> None:
+    ops, weight = CudaOps(torch.float32, DEVICE, "int4"), torch.randn(32, 64).to(DEVICE)
+    assert isinstance(ops.adopt(weight), Int4) and isinstance(ops.adopt(weight, outer=True), Int8)
+
+
+def test_four_bits_keep_what_has_four_bits() -> None:
+    """A file whose groups of 32 have a scale and a least value loses next to nothing."""
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 16, (8, 6, 32), generator=generator)
+    codes[..., 0], codes[..., 1] = 0, 15
+    weight = (codes * 0.013 - 0.1).flatten(1)
+    close(as_float(to_int4(weight.to(DEVICE), None), torch.float32), weight, 4e-3)
+
+
+def test_fp8_rows_take_the_best_scale() -> None:
+    weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    least = weight.abs().amax(dim=1, keepdim=True) / 448
+    plain = (weight / least).to(torch.float8_e4m3fn).float() * least
+    found = as_float(to_fp8(weight, None), torch.float32)
+    assert (found - weight).norm() < 0.97 * (plain - weight).norm()
 
 
 def test_read_only_weights_are_taken_without_a_warning() -> None:

@@ -151,7 +151,7 @@ def calibrated_roofline(llm: LLM, model: str) -> Roofline | None:
     if not path.exists():
         return None
     narrow = llm.settings.quantize
-    stored = None if narrow else describe(model)[1]
+    stored = None if narrow else describe(model, llm.settings.device)[1]
     cost = model_cost(llm.arch, narrow or "float32", stored, llm.settings.device)
     return Roofline(cost, llm.settings.layout, load_calibration(path).rates)
 

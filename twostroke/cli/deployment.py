@@ -20,9 +20,9 @@ from twostroke.model.families import arch_from_config
 from twostroke.weights.catalog import CATALOG, cache_folder, installed
 
 
-def describe(model: str) -> tuple[Arch, int | None]:
-    """Architecture, and the bytes of the weights where there is a file. Nothing is downloaded for a model whose
-    architecture is known."""
+def describe(model: str, device: str = "cpu") -> tuple[Arch, int | None]:
+    """Architecture, and the bytes of the weights on a kind of device where there is a file. Nothing is downloaded for a
+    model whose architecture is known."""
     from twostroke.weights.checkpoint import locate, open_checkpoint
     from twostroke.weights.describe import checkpoint_bytes, load_arch
 
@@ -42,26 +42,23 @@ def describe(model: str) -> tuple[Arch, int | None]:
         raise ModelError(
             f"{error} For a plan a config.json is enough, or a known model: {', '.join(CONFIGS)}."
         ) from None
-    return load_arch(checkpoint), checkpoint_bytes(checkpoint)
+    return load_arch(checkpoint), checkpoint_bytes(checkpoint, device)
 
 
 def deployment_for(
     model: str, hardware: str, precision: str | None, gpus: int, settings: dict[str, Any]
 ) -> tuple[Deployment, Calibration | None]:
-    arch, stored = describe(model)
+    calibration = calibrated(model) if hardware == "this" else None
+    device = find_device(hardware) if calibration is None else calibration.device()
+    arch, stored = describe(model, device.kind)
     config = make_config(**settings)
     heads = min(mixer.heads for mixer, _ in arch.mixers)  # type: ignore[attr-defined]
     if gpus > heads:
         raise ConfigError(f"--gpus {gpus}: {model} has {heads} heads to share out, so {heads} at most.")
-    if hardware == "this":
-        calibration = calibrated(model)
-        device, rates = calibration.device(), calibration.rates
-        check_precision(precision, device, gpus)
-        return Deployment(
-            arch, device, config, precision or "float32", None if precision else stored, rates
-        ), calibration
-    exact, device = stored if precision is None else None, find_device(hardware)
     check_precision(precision, device, gpus)
+    exact = stored if precision is None else None
+    if calibration is not None:
+        return Deployment(arch, device, config, precision or "float32", exact, calibration.rates), calibration
     return Deployment(arch, device, config, precision or "bfloat16", exact, gpus=gpus), None
 
 
@@ -88,7 +85,7 @@ def calibrate_here(model: str, settings: dict[str, Any]) -> Calibration:
     from twostroke.bench.calibrate import calibrate
 
     llm = open_llm(model, settings)
-    _, stored = describe(model)
+    _, stored = describe(model, llm.settings.device)
     assert stored is not None, "an engine that runs has a checkpoint"
     with errors.status("calibrating") as status:
         found = calibrate(llm, model, stored, progress=lambda text: status.update(f"calibrating: {text}"))

@@ -145,7 +145,7 @@ def show_drafts(deployment: Deployment, draft: str, acceptance: float, context: 
 
     line, helper = deployment.roofline(), None
     if draft != "lookup":
-        arch, stored = describe(draft)
+        arch, stored = describe(draft, deployment.device.kind)
         precision = deployment.config.quantize or deployment.precision
         helper = Kind(arch, deployment.device, deployment.config, precision, stored, gpus=deployment.gpus).roofline()
     how = "prompt lookup" if helper is None else f"drafts of {draft}"

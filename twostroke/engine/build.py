@@ -36,7 +36,7 @@ from twostroke.text.tokenizer import Tokenizer
 from twostroke.types import Runner
 from twostroke.weights.catalog import cache_folder
 from twostroke.weights.checkpoint import Checkpoint, locate, open_checkpoint
-from twostroke.weights.describe import checkpoint_bytes, load_arch
+from twostroke.weights.describe import kept_weights, load_arch
 from twostroke.weights.files import Progress
 from twostroke.weights.fingerprint import fingerprint
 from twostroke.weights.generation import sampling_defaults
@@ -79,7 +79,8 @@ def build_engine(
     for one in (arch, *([] if draft is None else [draft.arch])):
         check_attention(one, device)
         check_feeds(one, device, config.quantize)
-    weight_bytes = checkpoint_bytes(checkpoint) + (checkpoint_bytes(draft.checkpoint) if draft is not None else 0)
+    checkpoints = [checkpoint] if draft is None else [checkpoint, draft.checkpoint]
+    weight_bytes = sum(count_weights(one, device, config) for one in checkpoints)
     draft_arch = draft.arch if draft is not None else None
     settings = resolve(config, arch, hardware_of(device, arch), weight_bytes, draft_arch)
     if device == "cuda":
@@ -120,6 +121,18 @@ def block_identity(checkpoint: Checkpoint, settings: Resolved, ops: Ops, draft: 
     if draft is not None:
         parts.append(fingerprint(draft))
     return " ".join(map(str, parts))
+
+
+def count_weights(checkpoint: Checkpoint, device: str, config: Config) -> int:
+    """Their bytes in memory. Formats of few bits that a device cannot keep are no error, but cost memory."""
+    decoded = "bfloat16" if device == "cuda" and config.exact else None  # its products are of floats
+    kept = kept_weights(checkpoint, device, config.dtype or decoded)
+    if kept.widened:
+        log.info(
+            "%s: %d matrices of few bits are kept in 16 bits on a %s; the weights take %s bytes",
+            checkpoint.path.name, kept.widened, device, f"{kept.bytes:,}",
+        )  # fmt: skip
+    return kept.bytes
 
 
 def check_host_memory(wanted: int, free: int) -> None:

@@ -94,8 +94,9 @@ class LLM(VectorMethods):
     ) -> Output | list[Output]:
         """The answer to one conversation, or a list of answers to a list of conversations.
 
-        Of a model that writes in channels (gpt-oss) the text is the answer, and `reasoning` what came before it. With
-        `tools` its text has all channels and their marks: `text.parse.StreamParser` reads calls from it.
+        Of a model that writes its reasoning first (in a channel, as gpt-oss, or between <think> and </think>) the text
+        is the answer, and `reasoning` what came before it. With `tools` its text has all channels and marks:
+        `text.parse.StreamParser` reads calls from it.
         """
         single = not messages or isinstance(messages[0], Mapping)
         conversations: Sequence[Any] = [messages] if single else messages
@@ -187,7 +188,8 @@ class LLM(VectorMethods):
         with self._lock:
             core = self.engine.core
             requests = self.engine.intake.requests(tokens, params, core.clock())
-            answers = [Answer(r, self.tokenizer, form.visible, form.division()) for r in requests]
+            constrained = params.grammar is not None
+            answers = [Answer(r, self.tokenizer, form.visible, form.division(tokens, constrained)) for r in requests]
             job = Job(tokens, answers, params.prompt_logprobs is not None)
             for request, answer in zip(requests, job.answers, strict=True):
                 self._answers[request.id] = (job, answer)

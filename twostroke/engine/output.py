@@ -19,7 +19,7 @@ class StreamEvent(NamedTuple):
     logprobs: tuple[TokenLogprobs, ...] | None = None
     timeline: Timeline | None = None
     error: str | None = None
-    reasoning: str = ""  # of a chat with a model that writes it in a channel of its own
+    reasoning: str = ""  # of a chat with a model that writes it first
 
     @property
     def is_text(self) -> bool:

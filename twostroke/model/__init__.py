@@ -3,7 +3,7 @@
 arch.py           `Arch`: layers, shapes, positions, windows; products, FLOPs and cache entries follow from it
 families.py       from config.json to an `Arch`, a function for each family; families_gguf.py: from GGUF metadata
 document.py       an `Arch` as plain data, and back
-fields.py         values of such files, read without trusting them
+fields.py         values of such files, read without trusting them; quantization.py: which format of few bits they name
 names.py          our parameter names, and where each lies in a checkpoint
 entry.py          what a layer keeps in the KV cache
 latent.py         latent attention: its description and its layer

@@ -23,6 +23,7 @@ from twostroke.model.experts import (
 )
 from twostroke.model.fields import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_POSITIONS, MAX_VOCAB, Fields
 from twostroke.model.latent import LatentArch
+from twostroke.model.quantization import read_scheme
 from twostroke.model.rope import latent_scale, make_rope
 from twostroke.record import replace
 
@@ -45,29 +46,10 @@ def arch_from_config(config: Mapping[str, Any], where: str = "config.json") -> A
     make = _FAMILIES.get(family)
     if make is None:
         raise ModelError(f"{where}: model_type {family!r:.80} is not known; known: {', '.join(sorted(_FAMILIES))}.")
-    _check_quantization(fields, family)
+    read_scheme(fields)
     for key in _EXPERT_KEYS if family not in _MIXTURES else ():
         fields.only(key, 0)
     return make(fields)
-
-
-def _check_quantization(c: Fields, family: str) -> None:
-    """Published formats that are read: fp8 in squares of 128, and gpt-oss' MXFP4. Any other would need its own code."""
-    if not c.has("quantization_config"):
-        return
-    q = c.section("quantization_config")
-    method = q.text("quant_method", "missing")
-    if method == "mxfp4" and family == "gpt_oss":
-        return
-    if method != "fp8" or family == "deepseek_v4":
-        raise c.error(
-            "quantization_config",
-            f"has quant_method {method!r:.40}, which is not read for {family}; read are fp8 with weight_block_size "
-            "[128, 128] and, for gpt_oss, mxfp4. Use the model's bfloat16 version or a GGUF file of it",
-        )
-    q.only("fmt", "e4m3", "float8_e4m3fn")
-    if q.get("weight_block_size") != [128, 128]:
-        raise q.error("weight_block_size", f"is {q.get('weight_block_size')!r:.80}; only [128, 128] is read")
 
 
 def _llama(c: Fields) -> Arch:

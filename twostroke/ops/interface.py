@@ -214,6 +214,15 @@ class Ops(Protocol):
         """The same, where the backend keeps other weights in fewer bits than it was given: this one is not rounded."""
         return self.pack(parts, bias)
 
+    def pack_expert(self, parts: Sequence[Stored], bias: Array | None = None) -> Weight:
+        """A matrix of an expert: a backend may have kernels for fewer formats of these."""
+        return self.pack(parts, bias)
+
+    def pack_outer(self, parts: Sequence[Stored], bias: Array | None = None) -> Weight:
+        """The embedding or the head. A backend that keeps other weights in four bits keeps these in eight: every token
+        depends on them."""
+        return self.pack(parts, bias)
+
     def weight_bytes(self, weight: Weight) -> int:
         """Bytes that one product with `weight` reads."""
         ...

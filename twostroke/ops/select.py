@@ -18,7 +18,7 @@ def make_ops(device: str, dtype: str | None, threads: int, quantize: str | None 
     exact: a GPU adds in one order for any number of rows. A CPU does so anyway.
     """
     if device == "cuda":
-        return _cuda_ops(dtype or "bfloat16", quantize, exact)
+        return _cuda_ops(dtype or "bfloat16", quantize, exact, keep=dtype is None and quantize is None)
     if device != "cpu":
         raise ValueError(f"The device {device!r} is not known here; use 'cpu' or 'cuda'.")
     if dtype is not None and dtype not in _DTYPES:
@@ -35,7 +35,8 @@ def make_ops(device: str, dtype: str | None, threads: int, quantize: str | None 
     return ReferenceOps()
 
 
-def _cuda_ops(dtype: str, quantize: str | None, exact: bool) -> Ops:
+def _cuda_ops(dtype: str, quantize: str | None, exact: bool, keep: bool) -> Ops:
+    """keep: codes that a file holds, where no precision was asked for."""
     import torch
 
     from twostroke.ops.cuda.backend import CudaOps  # Triton is not installed everywhere
@@ -46,7 +47,7 @@ def _cuda_ops(dtype: str, quantize: str | None, exact: bool) -> Ops:
     if torch.cuda.is_available():
         wake_driver()
     if not exact:
-        return CudaOps(getattr(torch, dtype), quantize=quantize)
+        return CudaOps(getattr(torch, dtype), quantize=quantize, keep=keep)
     from twostroke.ops.cuda.exact import ExactCudaOps
 
     if quantize is not None:

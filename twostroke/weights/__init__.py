@@ -7,5 +7,5 @@ describe.py      architecture and bytes of a checkpoint, without its weights; fi
 generation.py    how a model samples where a caller says nothing about it
 load.py          from a checkpoint to a model on a device; quantize.py: int8 and int4 from wider weights
 latent.py        the matrices of latent attention; compressed.py: those of compressed attention
-mxfp4.py, fp8.py published formats of few bits
+published.py     formats of few bits in safetensors; grids.py, fp8.py, mxfp4.py: their codes; scales.py: their scales
 """

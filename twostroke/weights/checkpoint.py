@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from twostroke.errors import ModelError
+from twostroke.model.fields import Fields
+from twostroke.model.quantization import Scheme, read_scheme
 from twostroke.ops.formats import Stored
 from twostroke.record import Record
 from twostroke.weights import catalog
@@ -39,6 +41,7 @@ class Checkpoint(Record):
     path: Path
     config: dict[str, Any]
     tensors: dict[str, Stored]
+    scheme: Scheme | None = None  # of matrices in a published format of few bits
 
 
 def locate(model: str | Path, progress: Progress | None = None) -> Path:
@@ -74,7 +77,9 @@ def _open_folder(folder: Path) -> Checkpoint:
     if any(folder.glob("*.safetensors")) or any(folder.glob("*.safetensors.index.json")):
         if not (folder / CONFIG).is_file():
             raise ModelError(f"{folder}: has weights but no {CONFIG}; copy it from where the model came from.")
-        return Checkpoint("safetensors", folder, read_json_object(folder / CONFIG), open_safetensors_folder(folder))
+        config = read_json_object(folder / CONFIG)
+        scheme = read_scheme(Fields(config, f"{folder.name}/{CONFIG}"))
+        return Checkpoint("safetensors", folder, config, open_safetensors_folder(folder), scheme)
     files = sorted(folder.glob("*.gguf"))
     if len(files) == 1:
         return open_checkpoint(files[0])

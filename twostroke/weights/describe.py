@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import re
+from typing import NamedTuple
+
 from twostroke.model.arch import Arch
 from twostroke.model.families import arch_from_config
 from twostroke.model.families_gguf import arch_from_gguf
-from twostroke.ops.formats import dequantize
+from twostroke.ops.formats import FLOATS, Stored, dequantize, kept_format, stored_bytes
 from twostroke.weights.checkpoint import Checkpoint
+from twostroke.weights.published import Coded, assembled
+
+_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+_EXPERT = re.compile(r"\.experts\.\d|_exps\.")
 
 
 def load_arch(checkpoint: Checkpoint) -> Arch:
@@ -20,5 +27,30 @@ def load_arch(checkpoint: Checkpoint) -> Arch:
     )
 
 
-def checkpoint_bytes(checkpoint: Checkpoint) -> int:
-    return sum(tensor.nbytes for tensor in checkpoint.tensors.values())
+def whole_tensors(checkpoint: Checkpoint) -> dict[str, Stored | Coded]:
+    """The checkpoint's tensors, those that make up one matrix in a published format put together."""
+    return assembled(checkpoint.tensors, checkpoint.scheme, checkpoint.path.name)
+
+
+class Kept(NamedTuple):
+    """The weights of a checkpoint as a kind of device keeps them."""
+
+    bytes: int
+    widened: int  # matrices of few bits that become 16-bit floats
+
+
+def kept_weights(checkpoint: Checkpoint, device: str, decoded: str | None = None) -> Kept:
+    """decoded: the float type that codes of few bits become, where one is asked for."""
+    total = widened = 0
+    for name, tensor in whole_tensors(checkpoint).items():
+        by_output = isinstance(tensor, Coded) and tensor.by_output
+        kept = kept_format(tensor.format, device, by_output, _EXPERT.search(name) is not None)
+        if decoded is not None and tensor.format not in FLOATS:
+            kept = _DTYPES[decoded]
+        total += stored_bytes(kept, tensor.shape)
+        widened += kept == "BF16" and tensor.format not in FLOATS
+    return Kept(total, widened)
+
+
+def checkpoint_bytes(checkpoint: Checkpoint, device: str = "cpu") -> int:
+    return kept_weights(checkpoint, device).bytes

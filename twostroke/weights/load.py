@@ -18,16 +18,16 @@ from twostroke.model.layers import Dense, Experts, Feed, Grouped, Layer, Mixer, 
 from twostroke.model.names import ignorable, parameter_sources
 from twostroke.model.transformer import Transformer, rope_table
 from twostroke.ops.arrays import placed
-from twostroke.ops.formats import INTEGERS, Stored, dequantize, from_float, integers
+from twostroke.ops.formats import INTEGERS, Stored, dequantize, from_float, in_own_order, integers
 from twostroke.ops.interface import Array, Attention, ExpertSet, Gate, LatentAttention, Norm, Ops, RopeTable, Weight
 from twostroke.ops.streams import StreamMix
 from twostroke.weights.checkpoint import Checkpoint
 from twostroke.weights.compressed import load_compressed
-from twostroke.weights.describe import load_arch
+from twostroke.weights.describe import load_arch, whole_tensors
 from twostroke.weights.files import Progress
-from twostroke.weights.fp8 import decoded_fp8, is_fp8, scale_name
 from twostroke.weights.latent import key_parts, value_parts
 from twostroke.weights.mxfp4 import joined_mxfp4
+from twostroke.weights.published import Coded
 from twostroke.weights.quantize import quantize
 
 if TYPE_CHECKING:
@@ -160,8 +160,8 @@ def _experts(parameters: Parameters, feed: ExpertsArch, stem: str, norm: Norm, o
     gate_up, down = [], []
     for expert in range(feed.routing.experts):
         place = f"{stem}experts.{expert}."
-        gate_up.append(parameters.matrix(f"{place}gate", f"{place}up"))
-        down.append(parameters.matrix(f"{place}down"))
+        gate_up.append(parameters.matrix(f"{place}gate", f"{place}up", expert=True))
+        down.append(parameters.matrix(f"{place}down", expert=True))
     found = ExpertSet(
         routing=feed.routing,
         router=parameters.matrix(f"{stem}router", exact=True),
@@ -197,20 +197,23 @@ class Parameters:
         self, checkpoint: Checkpoint, arch: Arch, ops: Ops, progress: Progress | None = None, bits: str | None = None
     ):
         self.arch, self.ops, self.progress, self.bits = arch, ops, progress, bits
-        self.tensors, self.where = checkpoint.tensors, checkpoint.path.name
-        self.sources = parameter_sources(arch, checkpoint.kind, checkpoint.tensors.keys())
+        self.tensors, self.where = whole_tensors(checkpoint), checkpoint.path.name
+        self.sources = parameter_sources(arch, checkpoint.kind, self.tensors.keys())
         self._check_names()
         self._check_shapes()
         self.done, self.total = 0, sum(tensor.nbytes for tensor in self.tensors.values())
 
-    def matrix(self, *names: str, exact: bool = False) -> Weight:
+    def matrix(self, *names: str, exact: bool = False, expert: bool = False) -> Weight:
         """The named matrices stacked along their outputs, with their biases if the family has them. exact: they keep
         the precision of the file."""
         parts = [self._stored(name) for name in names]
+        outer = not names[0].startswith("layers.")
         if self.bits is not None and not exact:
-            bits = self.bits if names[0].startswith("layers.") else "int8"
+            bits = "int8" if outer else self.bits
             parts = [self._quantized(name, part, bits) for name, part in zip(names, parts, strict=True)]
-        weight = (self.ops.pack_precisely if exact else self.ops.pack)(parts, self._bias(names))
+        narrow = self.ops.pack_outer if outer else self.ops.pack_expert if expert else self.ops.pack
+        pack = self.ops.pack_precisely if exact else narrow
+        weight = pack(parts, self._bias(names))
         self._advance(names)
         return weight
 
@@ -233,7 +236,7 @@ class Parameters:
         """A matrix for each head, from the latent attention's `k_b` or `v_b`, or from its part of `kv_b`."""
         apart = f"{stem}{name}" in self.sources
         stored = self._stored(f"{stem}{name}" if apart else f"{stem}kv_b")
-        parts = (key_parts if name == "k_b" else value_parts)(stored, mixer)
+        parts = (key_parts if name == "k_b" else value_parts)(in_own_order(stored), mixer)
         if self.bits is not None:
             parts = [self._quantized(f"{stem}{name}" if apart else f"{stem}kv_b", part, self.bits) for part in parts]
         if apart or name == "v_b":
@@ -288,13 +291,11 @@ class Parameters:
 
     def _stored(self, name: str) -> Stored:
         source = self.sources[name]
-        stored = self.tensors[source.tensor]
-        if is_fp8(stored):
-            stored = decoded_fp8(stored, self.tensors[scale_name(source.tensor)], f"{self.where}: {source.tensor}")
+        stored = self._tensor(source.tensor)
         if source.entry is not None:
             stored = stored.entry(source.entry)
         if source.scales:
-            scales = self.tensors[source.scales]
+            scales = self._tensor(source.scales)
             stored = joined_mxfp4(stored, scales if source.entry is None else scales.entry(source.entry))
         if source.transposed:
             stored = from_float(np.ascontiguousarray(dequantize(stored).T))
@@ -306,6 +307,10 @@ class Parameters:
         if not source.paired_heads:
             return stored
         return stored.take_rows(halves_order(stored.shape[0], source.paired_heads, source.paired_tail))
+
+    def _tensor(self, name: str) -> Stored:
+        found = self.tensors[name]
+        return found.decode() if isinstance(found, Coded) else found
 
     def _advance(self, names: tuple[str, ...]) -> None:
         self.done += sum(self._stored_bytes(name) for name in names)
@@ -322,16 +327,24 @@ class Parameters:
     def _check_names(self) -> None:
         wanted = {source.tensor for source in self.sources.values()}
         wanted |= {source.scales for source in self.sources.values() if source.scales}
-        wanted |= {scale_name(name) for name in wanted if name in self.tensors and is_fp8(self.tensors[name])}
         missing = sorted(wanted - self.tensors.keys())
         if missing:
             raise ModelError(f"{self.where}: {_listed(missing)} missing; the checkpoint is incomplete.")
-        left = sorted(name for name in self.tensors.keys() - wanted if not ignorable(name, self.arch))
+        left = sorted(
+            name
+            for name in self.tensors.keys() - wanted
+            if not ignorable(name, self.arch) and not self._empty_bias(name)
+        )
         if left:
             raise ModelError(
                 f"{self.where}: {_listed(left)} left over; this is not a plain {self.arch.family} model, and running it"
                 " without them would give wrong answers."
             )
+
+    def _empty_bias(self, name: str) -> bool:
+        """Zeros that some tools write beside each coded matrix."""
+        matrix = self.tensors.get(f"{name.removesuffix('.bias')}.weight")
+        return name.endswith(".bias") and isinstance(matrix, Coded) and not dequantize(self._tensor(name)).any()
 
     def _check_shapes(self) -> None:
         shapes = {source.tensor: source.shape for source in self.sources.values()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from twostroke.ops.formats import Stored
+from twostroke.ops.formats import Stored, to_nibbles
 
 
 def joined_mxfp4(codes: Stored, scales: Stored) -> Stored:
@@ -15,5 +15,5 @@ def joined_mxfp4(codes: Stored, scales: Stored) -> Stored:
     elements = np.stack([pairs & np.uint8(15), pairs >> np.uint8(4)], axis=-1).reshape(rows, groups, 2 * half)
     blocks = np.empty((rows, groups, half + 1), np.uint8)
     blocks[..., 0] = scales.data.reshape(rows, groups)
-    blocks[..., 1:] = elements[..., :half] | (elements[..., half:] << np.uint8(4))
+    blocks[..., 1:] = to_nibbles(elements)
     return Stored("MXFP4", (rows, groups * 2 * half), blocks.reshape(-1))

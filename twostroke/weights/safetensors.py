@@ -13,14 +13,23 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from twostroke.errors import ModelError
-from twostroke.ops.formats import FP8, INTEGERS, Stored, stored_bytes
+from twostroke.ops.formats import FP8, Stored, stored_bytes
 from twostroke.weights.files import JSON_LIMIT, damaged, map_file, parse_json_object, read_json_object
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _FORMATS = ("F32", "F16", "BF16")
-_BYTES = ("_blocks", "_scales")  # ends of the names of MXFP4's tensors, which are bytes
-_TABLE = ".tid2eid"  # end of the name of a table from tokens to experts, which are whole numbers
+# Ends of the names of tensors that are no floats: MXFP4's bytes, a table from tokens to experts, and the codes, zero
+# points and groups of weights of few bits (published.py).
+_WORDS = (".qweight", ".qzeros", ".g_idx", ".weight_packed", ".weight_zero_point", ".weight_g_idx", ".weight_shape")
+_NO_FLOATS = {
+    "U8": ("_blocks", "_scales"),
+    "I8": (".weight", ".weight_zero_point"),
+    "I32": (".tid2eid", *_WORDS),
+    "I64": (".tid2eid", *_WORDS),
+    FP8.name: ("",),
+    "F8_E8M0": (".scale", "_scale_inv", "_scale"),
+}
 _POSITION_IDS = "position_ids"  # the numbers 0, 1, 2, … which some checkpoints hold; they are not read
 _MAX_DIMS = 8
 
@@ -67,9 +76,7 @@ def _read_entry(path: Path, name: str, entry: Any, size: int) -> tuple[str, tupl
     label = f"tensor {name[:200]!r}"
     if not isinstance(dtype, str) or not _naturals(shape) or not _naturals(offsets) or len(offsets) != 2:
         raise damaged(path, f"{label} lacks a proper dtype, shape or data_offsets")
-    is_bytes = dtype == "U8" and name.endswith(_BYTES)
-    is_table = dtype in INTEGERS and name.endswith(_TABLE)
-    if dtype not in (*_FORMATS, FP8.name) and not is_bytes and not is_table and not _left_out(name, dtype):
+    if dtype not in _FORMATS and not name.endswith(_NO_FLOATS.get(dtype, ())) and not _left_out(name, dtype):
         raise ModelError(
             f"{path}: {label} has dtype {dtype[:20]}, which is not read; save the model as {' or '.join(_FORMATS)}."
         )

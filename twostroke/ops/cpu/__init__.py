@@ -1,6 +1,7 @@
 """The CPU backend: a C++ library behind ctypes.
 
 backend.py    the ops, called with NumPy arrays; checks every shape before a pointer leaves Python
+convert.py    weights put into formats that the library has
 describe.py   layers, batches and caches as structures of addresses
 experts.py    a layer's experts as a structure; arrays.py: addresses of arrays
 entries.py    lists of cache entries for compressed attention

@@ -18,6 +18,7 @@ import numpy as np
 from twostroke.ops.compressed import attend_compressed
 from twostroke.ops.compressed_interface import CompressedAttention, CompressedRows
 from twostroke.ops.cpu.arrays import address, any_address, norm_reference
+from twostroke.ops.cpu.convert import in_one_order, narrowed, packable
 from twostroke.ops.cpu.decode import NativeDecode
 from twostroke.ops.cpu.describe import describe_batch, describe_latent, describe_layer, signature
 from twostroke.ops.cpu.entries import NativeCore
@@ -79,7 +80,7 @@ class NativeCpuOps(Ops):
             raise ValueError(f"no kernels for {isa!r} on this machine; there are {', '.join(instruction_sets())}")
         weakref.finalize(self, lib.ts_free, self._context)
         self.isa: str = lib.ts_name(self._context).decode()
-        self._weights = weights
+        self._weights, self._threads = weights, threads
         self._linear = lib.ts_linear
         self._attend = lib.ts_attend
         self._layers: dict[tuple[int, int], tuple[Any, ...]] = {}
@@ -96,6 +97,7 @@ class NativeCpuOps(Ops):
             parts = [part if part.format in _FLOATS else from_float(dequantize(part)) for part in parts]
         elif self._weights in _NARROW:
             parts = [narrowed(part, _NARROW[self._weights]) for part in parts]
+        parts, order = in_one_order([packable(part, self._threads) for part in parts])
         outputs = sum(part.shape[0] for part in parts)
         data = [np.ascontiguousarray(part.data) for part in parts]
         count = len(parts)
@@ -110,6 +112,9 @@ class NativeCpuOps(Ops):
         )
         if not handle:
             raise MemoryError(f"no memory to pack a matrix of {outputs} x {inputs}")
+        if order is not None:
+            places = np.ascontiguousarray(order, np.int32)
+            self._lib.ts_weight_order(handle, places.ctypes.data)
         owner = _Owner()
         weakref.finalize(owner, self._lib.ts_weight_free, handle)
         return PackedWeight(handle, outputs, inputs, owner)
@@ -327,31 +332,6 @@ def instruction_sets() -> list[str]:
     while name := lib.ts_isa(len(names)):
         names.append(name.decode())
     return names
-
-
-def narrowed(part: Stored, name: str) -> Stored:
-    """The same matrix, rounded to a float format of 16 bits."""
-    if part.format == name:
-        return part
-    rows, cols = part.shape
-    out = np.empty((rows, cols), np.uint16)
-    step = max(1, (1 << 24) // cols)  # decode a little at a time: no float32 copy of the whole matrix
-    for start in range(0, rows, step):
-        values = dequantize(part.rows(start, min(start + step, rows)))
-        out[start : start + step] = half_bits(values) if name == "F16" else brain_bits(values)
-    return Stored(name, part.shape, out.reshape(-1).view(np.uint8))
-
-
-def half_bits(values: np.ndarray) -> np.ndarray:
-    with np.errstate(over="ignore"):  # what is too large for the format is infinite
-        return values.astype(np.float16).view(np.uint16)
-
-
-def brain_bits(values: np.ndarray) -> np.ndarray:
-    """float32 to the upper half of its bits, to the nearest, the even one of two as near."""
-    bits = values.view(np.uint32)
-    rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
-    return np.where(np.isnan(values), 0x7FC0, rounded).astype(np.uint16)
 
 
 def _rows(x: np.ndarray) -> np.ndarray:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import ClassVar
 
 NAME = "libtwostroke.so"
-ABI = 12  # ts_version: raised whenever a signature or a shared structure changes
+ABI = 13  # ts_version: raised whenever a signature or a shared structure changes
 
 
 class AttendLayer(ctypes.Structure):
@@ -101,6 +101,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "ts_free": (None, [c_void_p]),
     "ts_name": (c_char_p, [c_void_p]),
     "ts_pack": (c_void_p, [c_void_p, c_int, POINTER(c_int32), POINTER(c_int32), POINTER(c_void_p), c_int, c_void_p]),
+    "ts_weight_order": (None, [c_void_p, c_void_p]),
     "ts_weight_free": (None, [c_void_p]),
     "ts_weight_bytes": (c_int64, [c_void_p]),
     "ts_embed": (c_int, [c_void_p, c_void_p, c_void_p, c_int, c_float, c_void_p]),

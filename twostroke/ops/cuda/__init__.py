@@ -1,7 +1,7 @@
 """The GPU backend: cuBLAS for large products, Triton kernels for the rest.
 
 backend.py    the ops, and which kernel serves which shape
-weights.py    weights as the kernels take them
+weights.py    weights as the kernels take them; kept.py: those that keep a file's codes
 exact.py      the same with one order of additions for any number of rows (exact=True)
 kernels/      the Triton kernels, one idea for each file
     rows             norm, gate, embedding, argmax: one row at a time

@@ -14,26 +14,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from twostroke.ops.cuda.kept import kept_codes
 from twostroke.ops.cuda.kernels import gemv as gemv_
 from twostroke.ops.cuda.kernels import rows as rows_
 from twostroke.ops.cuda.kernels.cascade import cascade_attention, members_of_tile
 from twostroke.ops.cuda.kernels.decode import DecodeScratch, decode_attention, split_count
+from twostroke.ops.cuda.kernels.decoded import decoded_product
 from twostroke.ops.cuda.kernels.dense import UNIT, attend_long
 from twostroke.ops.cuda.kernels.exact_matmul import exact_product
 from twostroke.ops.cuda.kernels.experts import pair_experts, route
 from twostroke.ops.cuda.kernels.grouped import grouped_experts
-from twostroke.ops.cuda.kernels.int4_gemm import int4_product
 from twostroke.ops.cuda.kernels.latent import head_product, latent_attention, latent_tile, store_latents
 from twostroke.ops.cuda.kernels.one_row import one_row
 from twostroke.ops.cuda.kernels.prefill import make_tiles, prefill_attention, split_for, tile_rows
 from twostroke.ops.cuda.kernels.quantized import (
-    GROUP,
-    Fp8,
-    Int4,
     Int8,
     Narrow,
     as_float,
-    fp8_product,
     int8_product,
     rows_of,
     to_fp8,
@@ -48,7 +45,7 @@ from twostroke.ops.formats import Stored
 from twostroke.ops.interface import BLOCK, Attention, Batch, ExpertSet, Gate, KVLayer, LatentAttention, Norm, Ops
 
 WIDE_ROWS = 2048  # rows of a wide product made at a time
-FEW, FEW_FP8 = 16, 8  # rows that are multiplied straight from the codes
+FEW = 16  # rows of int8 that are multiplied straight from the codes
 FEW_OF_EXPERTS = 8  # rows of which each reads its experts by itself
 SOME = 256  # rows from which on a decoded copy of a matrix of few bits pays
 
@@ -133,10 +130,15 @@ class CudaOps(Ops):
     shares_steps = True  # steps may be padded, and divided among the attention kernels beforehand
 
     def __init__(
-        self, dtype: torch.dtype = torch.bfloat16, device: str | torch.device = "cuda", quantize: str | None = None
+        self,
+        dtype: torch.dtype = torch.bfloat16,
+        device: str | torch.device = "cuda",
+        quantize: str | None = None,
+        keep: bool = False,
     ):
-        """quantize: keep matrices in "fp8", "int8" or "int4" instead of `dtype`."""
-        self.dtype, self.device, self.quantize = dtype, torch.device(device), quantize
+        """quantize: pack matrices into "fp8", "int8" or "int4" instead of `dtype`. keep: matrices that come in codes
+        which there are kernels for stay in them (kept.py)."""
+        self.dtype, self.device, self.quantize, self.keep = dtype, torch.device(device), quantize, keep
         self.scratch = DecodeScratch(self.device)
         self._norms: dict[Norm, Norm] = {}
         self._following: dict[CudaWeight, Tensor] = {}  # by matrix: what to prefetch at the end of a product with it
@@ -147,10 +149,21 @@ class CudaOps(Ops):
     # ---- weights -------------------------------------------------------------------------------------------------
 
     def pack(self, parts: Sequence[Stored], bias: Tensor | None = None) -> CudaWeight:
-        return self.adopt(self._stacked(parts), bias)
+        return self._kept(parts, bias, four_bits=True) or self.adopt(self._stacked(parts), bias)
+
+    def pack_expert(self, parts: Sequence[Stored], bias: Tensor | None = None) -> CudaWeight:
+        return self._kept(parts, bias, four_bits=False) or self.adopt(self._stacked(parts), bias)
+
+    def _kept(self, parts: Sequence[Stored], bias: Tensor | None, four_bits: bool) -> CudaWeight | None:
+        if not self.keep:
+            return None
+        return kept_codes(parts, None if bias is None else bias.to(self.device, torch.float32), self.device, four_bits)
 
     def pack_precisely(self, parts: Sequence[Stored], bias: Tensor | None = None) -> CudaWeight:
         return FloatMatrix(self._stacked(parts), None if bias is None else bias.to(self.device, torch.float32))
+
+    def pack_outer(self, parts: Sequence[Stored], bias: Tensor | None = None) -> CudaWeight:
+        return self._kept(parts, bias, four_bits=True) or self.adopt(self._stacked(parts), bias, outer=True)
 
     def _stacked(self, parts: Sequence[Stored]) -> Tensor:
         width = parts[0].shape[1]
@@ -164,14 +177,14 @@ class CudaOps(Ops):
                 start += rows.shape[0]
         return out
 
-    def adopt(self, weight: Tensor, bias: Tensor | None = None) -> CudaWeight:
-        """A matrix that is on the device already."""
+    def adopt(self, weight: Tensor, bias: Tensor | None = None, *, outer: bool = False) -> CudaWeight:
+        """A matrix that is on the device already. outer: the embedding or the head, which keep eight bits."""
         if bias is not None:
             bias = bias.to(self.device, torch.float32)
-        if self.quantize in ("fp8", "int8") and weight.shape[0] % 16 == 0 and weight.shape[1] % 64 == 0:
-            return to_fp8(weight, bias) if self.quantize == "fp8" else to_int8(weight, bias)
-        if self.quantize == "int4" and weight.shape[1] % GROUP == 0:
+        if self.quantize == "int4" and not outer:
             return to_int4(weight, bias)
+        if self.quantize is not None and weight.shape[0] % 16 == 0 and weight.shape[1] % 64 == 0:
+            return to_fp8(weight, bias) if self.quantize == "fp8" else to_int8(weight, bias)
         return FloatMatrix(weight, bias)
 
     def weight_bytes(self, weight: CudaWeight) -> int:
@@ -212,19 +225,12 @@ class CudaOps(Ops):
     def linear(
         self, x: Tensor, weight: CudaWeight, *, before: Norm | Gate | None = None, add_to: Tensor | None = None
     ) -> Tensor:
-        if not isinstance(weight, FloatMatrix) and x.shape[0] <= (FEW_FP8 if isinstance(weight, Fp8) else FEW):
-            return self._few_rows(x, weight, before, add_to)
-        if isinstance(weight, FloatMatrix) and x.shape[0] == 1 and x.is_contiguous():
-            return self._one_row(x, weight, before, add_to)
+        if isinstance(weight, FloatMatrix):
+            if x.shape[0] == 1 and x.is_contiguous():
+                return self._one_row(x, weight, before, add_to)
+        elif x.shape[0] <= SOME:
+            return self._some_rows(x, weight, before, add_to)
         x = self._prepared(x, before)
-        if isinstance(weight, Int4) and x.shape[0] <= SOME:
-            shape = x.shape[0], weight.codes.shape[0]
-            out = torch.empty(shape, dtype=x.dtype, device=x.device) if add_to is None else add_to
-            return int4_product(x, weight.codes, weight.scales, weight.bias, out, add_to is not None)
-        if isinstance(weight, Fp8) or (isinstance(weight, Int8) and x.shape[0] <= SOME):
-            out = fp8_product(x, weight) if isinstance(weight, Fp8) else int8_product(x, weight)
-            out = out if weight.bias is None else out.add_(weight.bias)
-            return out if add_to is None else add_to.add_(out)
         matrix = (weight.weight if isinstance(weight, FloatMatrix) else as_float(weight, self.dtype)).t()
         if add_to is not None:
             add_to.addmm_(x, matrix)
@@ -249,15 +255,23 @@ class CudaOps(Ops):
             eps=norm.eps if norm else 0.0, add=add_to is not None,
         )  # fmt: skip
 
-    def _few_rows(self, x: Tensor, weight: Narrow, before: Norm | Gate | None, add_to: Tensor | None) -> Tensor:
-        shape = x.shape[0], weight.codes.shape[0]
-        out = torch.empty(shape, dtype=x.dtype, device=x.device) if add_to is None else add_to
-        if x.shape[0] == 1 and x.is_contiguous():
-            return self._one_narrow_row(x, weight, before, out, add=add_to is not None)
+    def _some_rows(self, x: Tensor, weight: Narrow, before: Norm | Gate | None, add_to: Tensor | None) -> Tensor:
+        """x times the codes."""
+        rows, add = x.shape[0], add_to is not None
+        if isinstance(weight, Int8) and rows > FEW:
+            out = int8_product(self._prepared(x, before), weight)
+            out = out if weight.bias is None else out.add_(weight.bias)
+            return out if add_to is None else add_to.add_(out)
+        out = torch.empty(rows, weight.codes.shape[0], dtype=x.dtype, device=x.device) if add_to is None else add_to
+        if rows == 1 and x.is_contiguous():
+            return self._one_narrow_row(x, weight, before, out, add=add)
+        if not isinstance(weight, Int8):
+            x = self._prepared(x, before)
+            return decoded_product(x, weight.codes, weight.scales, weight.bias, out, weight.format, add=add)
         kind, norm = self._before(before)
         return skinny(
-            x, weight.codes, weight.scales, weight.bias, out, weight.format, before=kind,
-            norm=norm.weight if norm else None, eps=norm.eps if norm else 0.0, add=add_to is not None,
+            x, weight.codes, weight.scales, weight.bias, out, before=kind, norm=norm.weight if norm else None,
+            eps=norm.eps if norm else 0.0, add=add,
         )  # fmt: skip
 
     def _one_narrow_row(

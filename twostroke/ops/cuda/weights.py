@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from twostroke.ops.cuda.kernels.experts import ExpertMatrices
-from twostroke.ops.cuda.kernels.quantized import Int4, Narrow
+from twostroke.ops.cuda.kernels.quantized import Int4, Narrow, as_float
 from twostroke.ops.formats import Stored, dequantize
 from twostroke.ops.interface import ExpertSet
 
@@ -40,6 +40,11 @@ def lay_experts(experts: ExpertSet) -> LaidExperts:
 
 
 def lay_matrices(weights: Sequence[CudaWeight]) -> ExpertMatrices:
+    floats = [weight.weight.dtype for weight in weights if isinstance(weight, FloatMatrix)]
+    if floats:  # then all of them
+        weights = [
+            one if isinstance(one, FloatMatrix) else FloatMatrix(as_float(one, floats[0]), None) for one in weights
+        ]
     kinds = {type(weight) for weight in weights}
     assert len(kinds) == 1 and not any(weight.bias is not None for weight in weights) and Int4 not in kinds
     plain = kinds == {FloatMatrix}

@@ -24,12 +24,29 @@ def encode_kv(x: Tensor, kv_format: KVFormat) -> tuple[Tensor, Tensor | None]:
     safe = torch.where(scales > 0, scales, torch.ones_like(scales))  # a row of zeros has scale 0 and codes 0
     codes = x / safe.unsqueeze(-1)
     if kv_format == "fp8":
-        return codes.clamp(-largest, largest).to(torch.float8_e4m3fn), scales
+        factor = _best_factor(codes)
+        codes = (codes / factor.unsqueeze(-1)).clamp(-largest, largest)
+        return codes.to(torch.float8_e4m3fn), scales * factor
     codes = torch.round(codes).clamp(-largest, largest)  # half to even
     if kv_format == "int8":
         return codes.to(torch.int8), scales
     nibbles = (codes + 8).to(torch.uint8)
     return nibbles[..., 0::2] | (nibbles[..., 1::2] << 4), scales
+
+
+def _best_factor(x: Tensor) -> Tensor:
+    """Of eight factors from 1 to 2, the one by which a scale of fp8 should be larger than the largest element asks for.
+    Steps of fp8 grow with the value, so it matters where the values fall between them. Errors are squared and added as
+    whole numbers of 1/64: the order of the sum does not matter."""
+    best = torch.ones_like(x[..., 0])
+    error = torch.full_like(best, torch.iinfo(torch.int32).max, dtype=torch.int64)
+    factor = 1.0
+    for _ in range(8):
+        off = (x / factor).clamp(-448, 448).to(torch.float8_e4m3fn).to(torch.float32) * factor - x
+        found = (off * off * 64).to(torch.int32).sum(dim=-1)
+        best, error = torch.where(found < error, factor, best), torch.minimum(found, error)
+        factor *= 1.0905077326652577  # the eighth root of 2
+    return best
 
 
 def decode_kv(codes: Tensor, scales: Tensor | None, kv_format: KVFormat) -> Tensor:

@@ -150,10 +150,11 @@ def product_kernels(model: Transformer, most: int) -> list[Task]:
 
 
 def kinds_of_layers(model: Transformer) -> list[Layer]:
-    """The first layer of each kind."""
-    found: dict[tuple[type, type], Layer] = {}
+    """The first layer of each kind: layers of one file may be in several formats."""
+    found: dict[tuple[type, ...], Layer] = {}
     for layer in model.layers:
-        found.setdefault((type(layer.mixer), type(layer.feed)), layer)
+        weights = [type(product.weight) for product in layer.products()]
+        found.setdefault((type(layer.mixer), type(layer.feed), *weights), layer)
     return list(found.values())
 
 

@@ -31,7 +31,7 @@ template <class Body> int guarded(Context* c, Body body) {
 }  // namespace
 
 // Raised whenever a signature or a shared structure changes; library.py expects the same number.
-TS_API int ts_version() { return 12; }
+TS_API int ts_version() { return 13; }
 
 // The name of the i-th instruction set usable here, best first; null past the last.
 TS_API const char* ts_isa(int i) {
@@ -66,6 +66,9 @@ TS_API Weight* ts_pack(Context* c, int parts, const int32_t* formats, const int3
     });
     return weight;
 }
+
+// Column k of the weight is input order[k], a permutation of all inputs.
+TS_API void ts_weight_order(Weight* weight, const int32_t* order) { weight->order.assign(order, order + weight->cols); }
 
 TS_API void ts_weight_free(Weight* weight) { delete weight; }
 

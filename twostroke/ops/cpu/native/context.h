@@ -65,6 +65,7 @@ struct Weight {
     size_t bytes = 0;
     std::vector<Part> parts;
     std::vector<float> bias;
+    std::vector<int32_t> order;  // not empty: column k of the panels is input order[k]
     std::shared_ptr<Arena> arena;
 };
 
@@ -90,7 +91,7 @@ struct Context {
     std::mutex mutex;  // one call at a time: the buffers below are its own
     Buffer acts, plain, q, partials;
     Buffer qkv, attended, gate_up, product;  // between the ops of a layer
-    Buffer normed, total;
+    Buffer normed, total, ordered;
     Buffer choice, pairs;                    // of experts
     Buffer decode_rows, decode_lengths, decode_slots, decode_tables, decode_x;  // of decode.cpp
     std::vector<int> starts;                 // where an expert's rows start

@@ -4,6 +4,7 @@
 
 enum Before : int { Nothing, RmsNorm, GateSilu, GateGelu, GateOai, GateTen };
 
+static inline bool is_gate(int before) { return before >= GateSilu; }
 static inline bool has_seconds(int before) { return before == RmsNorm; }  // second codes: see Act
 
 // before(x), row by row, as floats (`plain`) and/or quantized (`acts`); either may be null.

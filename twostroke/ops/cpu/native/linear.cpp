@@ -130,6 +130,33 @@ ReadyProduct make_ready(const Context& c, const Weight& weight, const LinearArgs
     return {before, base};
 }
 
+size_t ordered_size(const Weight& weight, int rows, int before) {
+    return weight.order.empty() ? 0 : ((size_t)rows * (is_gate(before) ? 2 : 1) + 1) * (size_t)weight.cols;
+}
+
+// The same input with its columns in the order of the weight's. to: ordered_size floats.
+LinearArgs in_order(Context& c, const Weight& weight, const LinearArgs& a, float* to) {
+    if (weight.order.empty()) return a;
+    const int cols = weight.cols, halves = is_gate(a.before) ? 2 : 1;
+    const int32_t* const order = weight.order.data();
+    auto row = [&](int r, int) {
+        const float* const from = a.x + (a.index ? a.index[r] : r) * a.x_stride;
+        float* const out = to + (int64_t)r * halves * cols;
+        for (int h = 0; h < halves; ++h)
+            for (int k = 0; k < cols; ++k) out[h * cols + k] = from[h * cols + order[k]];
+    };
+    if ((int64_t)a.rows * cols <= kAlone) for (int r = 0; r < a.rows; ++r) row(r, 0);
+    else c.pool.each(a.rows, row);
+    LinearArgs moved = a;
+    moved.x = to, moved.x_stride = (int64_t)halves * cols, moved.index = nullptr;
+    if (a.norm) {
+        float* const norm = to + (int64_t)a.rows * halves * cols;
+        for (int k = 0; k < cols; ++k) norm[k] = a.norm[order[k]];
+        moved.norm = norm;
+    }
+    return moved;
+}
+
 // How long a group's products take, in panels of one row: up to a few rows, reading the panel does.
 int64_t work_of(const RowGroup& group) { return (int64_t)group.weight->panels * std::max(group.rows, 8); }
 
@@ -184,7 +211,8 @@ Weight* pack_weight(Context& c, int parts, const int32_t* formats, const int32_t
     return weight.release();
 }
 
-void linear(Context& c, const Weight& weight, const LinearArgs& a) {
+void linear(Context& c, const Weight& weight, const LinearArgs& given) {
+    const LinearArgs a = in_order(c, weight, given, c.ordered.get<float>(ordered_size(weight, given.rows, given.before)));
     const bool plain = weight.floats && a.before != Nothing;
     const ReadyProduct ready = make_ready(c, weight, a, c.acts.get<uint8_t>(input_bytes(c, weight, a.rows, a.before)),
                                           plain ? c.plain.get<float>((size_t)a.rows * weight.cols) : nullptr);
@@ -207,27 +235,31 @@ void linear(Context& c, const Weight& weight, const LinearArgs& a) {
 
 void linear_groups(Context& c, const std::vector<RowGroup>& groups, const LinearArgs& a, bool same) {
     const int cols = groups[0].weight->cols, threads = c.pool.threads();
-    size_t bytes = 0, scratch = 0;
+    size_t bytes = 0, scratch = 0, ordered = 0;
     bool plain = false, streams = true;
+    for (const RowGroup& g : groups) same &= g.weight->order.empty();
     int64_t work = 0;
     for (const RowGroup& g : groups) {
         const size_t own = input_bytes(c, *g.weight, g.rows, a.before);
         bytes = same ? std::max(bytes, own) : bytes + own;
         scratch = std::max(scratch, scratch_bytes(c, *g.weight));
         plain |= g.weight->floats && a.before != Nothing;
+        ordered += ordered_size(*g.weight, g.rows, a.before);
         streams &= g.rows <= c.kernels.direct_rows;
         work += work_of(g);
     }
     uint8_t* acts = c.acts.get<uint8_t>(bytes);
+    float* moved = c.ordered.get<float>(ordered);
     float* const floats = plain ? c.plain.get<float>((size_t)a.rows * (size_t)cols) : nullptr;
     c.reserve_scratch(scratch);
     c.ready.clear();
     for (const RowGroup& g : groups) {
         const int first = same ? 0 : g.first;
-        c.ready.push_back(make_ready(c, *g.weight,
-                                     {a.index ? a.x : a.x + first * a.x_stride, a.x_stride, g.rows, a.before, a.norm, a.eps,
-                                      a.out + g.first * a.out_stride, a.out_stride, a.add, a.index ? a.index + first : nullptr},
-                                     acts, floats ? floats + (int64_t)first * cols : nullptr));
+        const LinearArgs own{a.index ? a.x : a.x + first * a.x_stride, a.x_stride, g.rows, a.before, a.norm, a.eps,
+                             a.out + g.first * a.out_stride, a.out_stride, a.add, a.index ? a.index + first : nullptr};
+        c.ready.push_back(make_ready(c, *g.weight, in_order(c, *g.weight, own, moved), acts,
+                                     floats ? floats + (int64_t)first * cols : nullptr));
+        moved += ordered_size(*g.weight, g.rows, a.before);
         if (!same) acts += input_bytes(c, *g.weight, g.rows, a.before);
     }
     prepare_groups(c, groups, same);
@@ -257,6 +289,10 @@ bool embed(Context& c, const Weight& table, const int64_t* tokens, int count, fl
         while (tokens[i] >= part->output + part->rows) ++part;
         float* row = out + (int64_t)i * table.cols;
         unpack_row(part->kind, c.kernels.wide_scales, part->data, (int)tokens[i] - part->output, table.cols, row);
+        if (!table.order.empty()) {
+            const std::vector<float> stored(row, row + table.cols);
+            for (int k = 0; k < table.cols; ++k) row[table.order[k]] = stored[k];
+        }
         if (scale != 1.f)
             for (int k = 0; k < table.cols; ++k) row[k] *= scale;
     };

@@ -57,6 +57,20 @@ def rounded(x):
 
 
 @triton.jit
+def best_factor(x, DTYPE: tl.constexpr):
+    """(M,): of eight factors from 1 to 2, the one by which fp8's scale should be larger than the largest element asks
+    for. Errors are squared and added as whole numbers of 1/64, so that the order of the sum does not matter."""
+    best, error = tl.full((x.shape[0],), 1.0, tl.float32), tl.full((x.shape[0],), 0x7FFFFFFF, tl.int32)
+    factor = 1.0
+    for _ in tl.static_range(8):
+        off = tl.clamp(tl.div_rn(x, factor), -448.0, 448.0).to(DTYPE).to(tl.float32) * factor - x
+        found = tl.sum((off * off * 64.0).to(tl.int32), axis=1)
+        best, error = tl.where(found < error, factor, best), tl.minimum(found, error)
+        factor = factor * 1.0905077326652577  # the eighth root of 2
+    return best
+
+
+@triton.jit
 def store_head(
     codes, scales, heads, mask, norm_ptr, eps, cos_ptr, sin_ptr, position,
     HEAD: tl.constexpr, WIDE: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, FORMAT: tl.constexpr,
@@ -92,6 +106,10 @@ def store_head(
             largest: tl.constexpr = 127.0 if FORMAT == 1 else 448.0
             scale = tl.div_rn(tl.max(tl.abs(x), axis=1), largest)
             x = tl.div_rn(x, tl.where(scale > 0, scale, 1.0)[:, None])
+            if FORMAT == 3:
+                factor = best_factor(x, codes.dtype.element_ty)
+                scale *= factor
+                x = tl.div_rn(x, factor[:, None])
             code = tl.clamp(rounded(x) if FORMAT == 1 else x, -largest, largest).to(codes.dtype.element_ty)
             tl.store(scales, scale, mask=mask)
             stored = code.to(tl.float32) * scale[:, None]

@@ -2,10 +2,10 @@
 
 A tensor-core instruction multiplies 16 rows by 8 columns. One row of x would use one column, so the product is arranged
 differently: the 16 rows are four outputs times four neighbouring segments of 64 bytes, the columns are the same four
-segments of x in two parts each (skinny.py says why two). Only products of a segment with itself are needed; the others
-are dropped, and cost nothing, because the tensor cores are not the limit. So a warp reads 256 neighbouring bytes of an
-output and needs x only for its own segments. It prepares them once and keeps them: no kernel before has to split x, and
-the loop reads nothing but the matrix.
+segments of x in two parts each (narrow_tiles.py says why two). Only products of a segment with itself are needed; the
+others are dropped, and cost nothing, because the tensor cores are not the limit. So a warp reads 256 neighbouring bytes
+of an output and needs x only for its own segments. It prepares them once and keeps them: no kernel before has to split
+x, and the loop reads nothing but the matrix.
 
 Programs take tiles of outputs in turn. A program loads its next tile as soon as the registers of the tile before are
 free. The sum over the warps at the end of a tile is a barrier, which keeps the compiler from moving those loads behind
@@ -33,9 +33,9 @@ from twostroke.ops.cuda.kernels.launch import (
     gdc_launch_dependents,
     gdc_wait,
 )
-from twostroke.ops.cuda.kernels.narrow_tiles import FINE, WHOLE, WHOLE_BITS
+from twostroke.ops.cuda.kernels.narrow_tiles import FINE, WHOLE, WHOLE_BITS, codes_of, group_words, nibbles_of
 from twostroke.ops.cuda.kernels.rows import activated
-from twostroke.ops.cuda.kernels.skinny import BYTES, INT4, NOTHING, SILU, as_tall, parts_of
+from twostroke.ops.cuda.kernels.skinny import BYTES, INT4, NOTHING, SILU, as_tall, whole_parts
 
 
 @triton.jit
@@ -70,9 +70,10 @@ def tile_words(
 @triton.jit
 def row_places(shift, S: tl.constexpr, W: tl.constexpr, ROUNDS: tl.constexpr):
     """(ROUNDS · W · 32, 8): which elements of x each lane of each warp prepares: rows (round, warp, segment, half,
-    quarter). It will hold one part of both halves, and prepares both parts of one."""
+    quarter). It will hold one part of both halves, and prepares both parts of one. A quarter of int4 is a group, whose
+    high nibbles begin at `shift`."""
     index = tl.arange(0, ROUNDS * W * 32)
-    within = index % 4 * 16 + index // 4 % 2 * 8
+    within = index % 4 * (S // 4) + index // 4 % 2 * 8
     return tl.multiple_of(index // 8 * S + within + shift, 8)[:, None] + tl.arange(0, 8)[None, :]
 
 
@@ -85,11 +86,29 @@ def raw_row(x_ptr, k, K: tl.constexpr, BEFORE: tl.constexpr):
 
 
 @triton.jit
+def parts_of(x, FORMAT: tl.constexpr, FAST: tl.constexpr):
+    """x, over its unit, as two parts: about first + second, in whole numbers first + second / FINE. The interpreter's
+    products take no bfloat16."""
+    if FORMAT == 1:
+        first, second = whole_parts(x)
+    elif FORMAT == 2:
+        first = x.to(tl.bfloat16)
+        second = (x - first.to(tl.float32)).to(tl.bfloat16)
+        if not FAST:
+            first, second = first.to(tl.float32), second.to(tl.float32)
+    else:
+        first = x.to(tl.float16)
+        second = (x - first.to(tl.float32)).to(tl.float16)
+    return first, second
+
+
+@triton.jit
 def as_narrow(
-    x, W: tl.constexpr, ROUNDS: tl.constexpr, FOURS: tl.constexpr, FORMAT: tl.constexpr, RUN: tl.constexpr
+    x, W: tl.constexpr, ROUNDS: tl.constexpr, FOURS: tl.constexpr, FORMAT: tl.constexpr, RUN: tl.constexpr,
+    FAST: tl.constexpr,
 ):  # fmt: skip
     """x (rows, 8) as the other operand, (FOURS · ROUNDS · W, 64, 8): column 2 s + p is part p of segment s."""
-    first, second = parts_of(x, FORMAT)
+    first, second = parts_of(x, FORMAT, FAST)
     x = tl.reshape(tl.join(first, second), (ROUNDS * W, 4, 2, 4, 8 // RUN, RUN, 2))
     x = tl.reshape(tl.permute(x, (0, 2, 4, 3, 5, 1, 6)), (1, ROUNDS * W, 64, 8))
     return tl.reshape(tl.broadcast_to(x, (FOURS, ROUNDS * W, 64, 8)), (FOURS * ROUNDS * W, 64, 8))
@@ -108,74 +127,48 @@ def over(x, unit, W: tl.constexpr, ROUNDS: tl.constexpr):
 
 
 @triton.jit
-def tile_start(x, y, BATCH: tl.constexpr, FORMAT: tl.constexpr):
-    """The starting values of a tile's sums. Nibbles are multiplied as 0 to 15 instead of -8 to 7: the difference is
-    subtracted here, where it costs nothing. For fp8 it is zero, computed from x so that x is in its lanes before the
-    loop."""
-    if FORMAT == 3:
-        nothing = tl.zeros((BATCH, 16, 64), tl.float16)
-        return tl.dot(nothing, x, tl.zeros((BATCH, 16, 8), tl.float32))
+def tile_start(x, BATCH: tl.constexpr, FORMAT: tl.constexpr):
+    """The starting values of a tile's sums. For floats they are zero, computed from x so that x is in its lanes before
+    the loop."""
+    if FORMAT == 1:
+        return tl.full((BATCH, 16, 8), WHOLE_BITS, tl.int32)
     else:
-        start = tl.full((BATCH, 16, 8), WHOLE_BITS, tl.int32)
-        if FORMAT == 2:
-            eight = tl.full((BATCH, 16, 64), -8, tl.int8)
-            start = tl.dot(eight, x, start, out_dtype=tl.int32)
-            start = tl.dot(eight, y, start, out_dtype=tl.int32)
-        return start
-
-
-@triton.jit
-def nibbles_of(words, FAST: tl.constexpr):
-    """0 to 15, as words of int8. In assembly, because the compiler would take the words apart."""
-    if FAST:
-        low, high = tl.inline_asm_elementwise(
-            "and.b32 $0, $2, 0x0f0f0f0f; shr.u32 $1, $2, 4; and.b32 $1, $1, 0x0f0f0f0f;", "=&r,=&r,r", [words],
-            dtype=(tl.int32, tl.int32), is_pure=True, pack=1,
-        )  # fmt: skip
-    else:
-        low, high = words & 0x0F0F0F0F, (words >> 4) & 0x0F0F0F0F
-    return low, high
+        return tl.dot(tl.zeros((BATCH, 16, 64), x.dtype), x, tl.zeros((BATCH, 16, 8), tl.float32))
 
 
 @triton.jit
 def tile_products(
-    words, x, y, start, W: tl.constexpr, ROUNDS: tl.constexpr, FOURS: tl.constexpr, FORMAT: tl.constexpr,
-    RUN: tl.constexpr, FAST: tl.constexpr,
+    words, groups, x, y, start, W: tl.constexpr, ROUNDS: tl.constexpr, FOURS: tl.constexpr, FORMAT: tl.constexpr,
+    FAST: tl.constexpr,
 ):  # fmt: skip
-    """(FOURS · ROUNDS · W, 16, 4): every output's segment times every segment of x."""
+    """(FOURS · ROUNDS · W, 16, 4): every output's segment times every segment of x. groups: int4's scales."""
     BATCH: tl.constexpr = FOURS * ROUNDS * W
-    if FORMAT == 3:
-        found = tl.dot(as_tall(words, W, FOURS * ROUNDS, 2, FORMAT, RUN, FAST), x, start)
+    if FORMAT == 1:
+        codes = as_tall(codes_of(words, FORMAT, FAST), W, FOURS * ROUNDS, 2, 8)
+        found = tl.dot(codes, x, start, out_dtype=tl.int32).to(tl.float32, bitcast=True) - WHOLE
+    elif FORMAT == 2:
+        low, high = nibbles_of(words, groups, FAST)
+        found = tl.dot(as_tall(low, W, FOURS * ROUNDS, 2, 4), x, start)
+        found = tl.dot(as_tall(high, W, FOURS * ROUNDS, 2, 4), y, found)
     else:
-        if FORMAT == 2:
-            low, high = nibbles_of(words, FAST)
-            low = as_tall(low, W, FOURS * ROUNDS, 2, FORMAT, RUN, FAST)
-            high = as_tall(high, W, FOURS * ROUNDS, 2, FORMAT, RUN, FAST)
-            found = tl.dot(low, x, start, out_dtype=tl.int32)
-            found = tl.dot(high, y, found, out_dtype=tl.int32)
-        else:
-            found = tl.dot(as_tall(words, W, FOURS * ROUNDS, 2, FORMAT, RUN, FAST), x, start, out_dtype=tl.int32)
-        found = found.to(tl.float32, bitcast=True) - WHOLE
+        found = tl.dot(as_tall(codes_of(words, FORMAT, FAST), W, FOURS * ROUNDS, 2, 4), x, start)
     one, two = tl.split(tl.reshape(found, (BATCH, 16, 4, 2)))
-    return one + two if FORMAT == 3 else one + two * (1.0 / FINE)
+    return one + two * (1.0 / FINE) if FORMAT == 1 else one + two
 
 
 @triton.jit
-def tile_scales(
+def tile_groups(
     scales_ptr, tile, n_rows, SEGMENTS: tl.constexpr, W: tl.constexpr, ROUNDS: tl.constexpr, FOURS: tl.constexpr,
-    GATE: tl.constexpr,
+    GATE: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """int4's scales of a tile, (FOURS · ROUNDS · W, 16, 4), one for all four columns. Loaded transposed, so
-    that each lane gets the scales that it uses."""
+    """int4's scales for each of the words of tile_words. Past the end they belong to other outputs: their codes are not
+    used."""
     index = tl.arange(0, FOURS * ROUNDS * 2 * W * 8)
     within = index // (ROUNDS * 2 * W * 8) * 4 + index // (W * 8) % 2 * 2 + index // 4 % 2
-    n = output_rows(tile, within, n_rows, 4 * FOURS, GATE)
-    segment = (index // (2 * W * 8) % ROUNDS * W + index // 8 % W) * 4 + index % 4
-    there = (segment < SEGMENTS) & (n < n_rows)
-    at = tl.zeros((4, 1), tl.int32) + (segment * n_rows + n)[None, :]
-    scale = tl.load(scales_ptr + at, mask=there[None, :], other=0.0)
-    scale = tl.permute(tl.reshape(scale, (4, FOURS * ROUNDS, 2, W, 8)), (1, 3, 2, 4, 0))
-    return tl.reshape(scale, (FOURS * ROUNDS * W, 16, 4))
+    n = tl.minimum(output_rows(tile, within, n_rows, 4 * FOURS, GATE), n_rows - 1)
+    segment = tl.minimum((index // (2 * W * 8) % ROUNDS * W + index // 8 % W) * 4 + index % 4, SEGMENTS - 1)
+    at = (segment * n_rows + n) * 4
+    return group_words(scales_ptr + (at[:, None] + (tl.arange(0, 16) // 4)[None, :]), FAST)
 
 
 @triton.jit
@@ -197,11 +190,11 @@ def tile_sums(found, W: tl.constexpr, ROUNDS: tl.constexpr, FOURS: tl.constexpr)
 @triton.jit
 def load_tile(
     w_ptr, scales_ptr, tile, n_rows, SEGMENTS: tl.constexpr, W: tl.constexpr, ROUNDS: tl.constexpr,
-    FOURS: tl.constexpr, FORMAT: tl.constexpr, GATE: tl.constexpr,
+    FOURS: tl.constexpr, FORMAT: tl.constexpr, GATE: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     words = tile_words(w_ptr, tile, n_rows, SEGMENTS, W, ROUNDS, FOURS, GATE)
     if FORMAT == 2:
-        scale = tile_scales(scales_ptr, tile, n_rows, SEGMENTS, W, ROUNDS, FOURS, GATE)
+        scale = tile_groups(scales_ptr, tile, n_rows, SEGMENTS, W, ROUNDS, FOURS, GATE, FAST)
     else:
         n = output_rows(tile, tl.arange(0, 4 * FOURS), n_rows, 4 * FOURS, GATE)
         scale = tl.load(scales_ptr + n, mask=n < n_rows, other=0.0)
@@ -217,14 +210,12 @@ def do_tile(
     """A tile's outputs, and the next tile, which takes its registers."""
     n = output_rows(tile, tl.arange(0, 4 * FOURS), n_rows, 4 * FOURS, GATE)
     residual = tl.load(out_ptr + n, mask=n < n_rows, other=0.0).to(tl.float32) if ADD else 0.0
-    found = tile_products(words, x, y, start, W, ROUNDS, FOURS, FORMAT, 4 if FORMAT == 3 else 8, FAST)
+    found = tile_products(words, scale, x, y, start, W, ROUNDS, FOURS, FORMAT, FAST)
     words, next_scale = load_tile(
-        w_ptr, scales_ptr, following, n_rows, SEGMENTS, W, ROUNDS, FOURS, FORMAT, GATE
+        w_ptr, scales_ptr, following, n_rows, SEGMENTS, W, ROUNDS, FOURS, FORMAT, GATE, FAST
     )  # fmt: skip
-    if FORMAT != 3:
+    if FORMAT == 1:
         found = tl.reshape(tl.reshape(found, (FOURS, ROUNDS * W, 16, 4)) * units[None, :, None, :], found.shape)
-    if FORMAT == 2:
-        found *= scale
     out = tile_sums(found, W, ROUNDS, FOURS)
     if FORMAT == 3:
         out *= unit
@@ -248,20 +239,20 @@ def one_row_kernel(
     GATE: tl.constexpr, W: tl.constexpr, ROUNDS: tl.constexpr, FOURS: tl.constexpr, BUFFERS: tl.constexpr,
     ASK: tl.constexpr, PDL: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    SEGMENTS: tl.constexpr = K // S
+    SEGMENTS: tl.constexpr = (K + S - 1) // S
     TALL: tl.constexpr = 4 * FOURS
-    RUN: tl.constexpr = 4 if FORMAT == 3 else 8
+    RUN: tl.constexpr = 8 if FORMAT == 1 else 4
     w_ptr = w_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
     mine, turn = tl.program_id(0), tl.num_programs(0)
     tiles = tl.cdiv(n_rows, TALL)
-    words, scale = load_tile(w_ptr, scales_ptr, mine, n_rows, SEGMENTS, W, ROUNDS, FOURS, FORMAT, GATE)
+    words, scale = load_tile(w_ptr, scales_ptr, mine, n_rows, SEGMENTS, W, ROUNDS, FOURS, FORMAT, GATE, FAST)
     others, other = words, scale
     if BUFFERS == 2:
         others, other = load_tile(
-            w_ptr, scales_ptr, mine + turn, n_rows, SEGMENTS, W, ROUNDS, FOURS, FORMAT, GATE
+            w_ptr, scales_ptr, mine + turn, n_rows, SEGMENTS, W, ROUNDS, FOURS, FORMAT, GATE, FAST
         )  # fmt: skip
     low = row_places(0, S, W, ROUNDS)
-    high = row_places(64, S, W, ROUNDS)
+    high = row_places(16, S, W, ROUNDS)  # the high nibbles' inputs
     if BEFORE == 1:
         norm = tl.load(norm_ptr + low, mask=low < K, other=0.0)
         most = tl.max(tl.abs(norm.to(tl.float32))) * tl.sqrt(K * 1.0)  # no element of a normed row is larger
@@ -287,17 +278,13 @@ def one_row_kernel(
             most = tl.max(tl.abs(x))
         unit = tl.maximum(most, 1e-30) / 16384.0  # parts of float16 reach down to 2^-38 of the largest
         x *= 1.0 / unit
-    else:
-        largest = largest_of(x, W, ROUNDS)
-        if FORMAT == 2:
-            largest = tl.maximum(largest, largest_of(y, W, ROUNDS))
-        largest = largest / 127.0
+    elif FORMAT == 1:
+        largest = largest_of(x, W, ROUNDS) / 127.0
         x = over(x, largest, W, ROUNDS)
-        y = over(y, largest, W, ROUNDS) if FORMAT == 2 else x
         units = tl.reshape(largest, (ROUNDS * W, 4))
-    x = as_narrow(x, W, ROUNDS, FOURS, FORMAT, RUN)
-    y = as_narrow(y, W, ROUNDS, FOURS, FORMAT, RUN) if FORMAT == 2 else x
-    start = tile_start(x, y, FOURS * ROUNDS * W, FORMAT)
+    x = as_narrow(x, W, ROUNDS, FOURS, FORMAT, RUN, FAST)
+    y = as_narrow(y, W, ROUNDS, FOURS, FORMAT, RUN, FAST) if FORMAT == 2 else x
+    start = tile_start(x, FOURS * ROUNDS * W, FORMAT)
     for tile in tl.range(mine, tiles, BUFFERS * turn, num_stages=1):
         if ASK and tile + BUFFERS * turn >= tiles:  # all of this matrix is being loaded
             ask_ahead(next_ptr, mine, turn, ask)
@@ -346,9 +333,8 @@ def one_row(
     following: the matrix that is read next, if its beginning is to be prefetched into the L2 cache.
     """
     n, segments = codes.shape[0], codes.shape[1] // BYTES
-    s = 128 if fmt == INT4 else 64
-    k = segments * s
-    assert x.shape == (1, k * (2 if before >= SILU else 1)) and x.is_contiguous()
+    s, k = 128 if fmt == INT4 else 64, x.shape[1] // (2 if before >= SILU else 1)
+    assert triton.cdiv(k, s) == segments and x.shape[0] == 1 and x.is_contiguous()
     form = form_for(fmt, segments)
     programs = min(triton.cdiv(n, 4 * form.fours), processors(x.device) * form.programs)
     ask = 0

@@ -1,11 +1,13 @@
-"""Products with weights kept in fewer bits.
+"""Matrices kept in fewer bits than the activations, and products with many rows of x.
 
-fp8 and int8: a scale for each output. fp8 multiplies many rows in eight bits, with a scale for each row of x (W8A8).
-int8 keeps x nearly whole: tens of rows are cut into two parts of eight bits, which are multiplied as rows of their own,
-and for many rows a decoded copy is made.
-int4: a scale for each output and 128 inputs; a byte holds elements j and j + 64 of its group, so that both halves of a
-run of bytes meet neighbouring elements of x.
-A few rows are multiplied straight from the codes with x in (nearly) full precision: skinny.py.
+fp8 and int8: a scale for each output. An fp8 scale is the best of several, by the squared error of its row.
+int4: 32 neighbouring inputs of an output share a scale and a least value, both bfloat16, and a weight is
+bfloat16(code · scale + least). Rows are made of slices of 128 inputs (zeros fill the last one), 64 bytes each; a byte
+holds inputs j and j + 16 of its group, and the 16 bytes of a group follow each other.
+
+x stays (nearly) whole in all of them. One row: one_row.py. A few: skinny.py (int8), decoded.py (fp8, int4). Tens of
+rows times int8 are cut into two parts of eight bits here, multiplied as rows of their own. For many rows a decoded copy
+is made.
 """
 
 from __future__ import annotations
@@ -20,8 +22,9 @@ from torch import Tensor
 from twostroke.ops.cuda.kernels.narrow_tiles import FINE
 from twostroke.ops.cuda.kernels.skinny import FP8, INT4, INT8
 
-GROUP = 128
+GROUP, SLICE = 32, 128  # inputs that share a scale in int4; inputs of 64 bytes
 LARGEST = 448.0  # of fp8 with four bits of exponent
+CANDIDATES = 8  # scales tried for a row of fp8, evenly spread over a factor of two
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,14 +53,11 @@ class Int8:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Int4:
-    codes: Tensor  # (out, in / 2) uint8
-    scales: Tensor  # (in / GROUP, out) float32
+    codes: Tensor  # (out, slices · 64) uint8
+    scales: Tensor  # (slices, out, 4) int32: the bits of a group's scale, and above them those of its least value
     bias: Tensor | None
+    inputs: int
     format: int = INT4
-
-    @property
-    def inputs(self) -> int:
-        return 2 * self.codes.shape[1]
 
 
 Narrow = Fp8 | Int8 | Int4
@@ -67,8 +67,22 @@ def to_fp8(weight: Tensor, bias: Tensor | None) -> Fp8:
     scales = weight.abs().amax(dim=1).float().clamp_(min=1e-12) / LARGEST
     codes = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
     for a, b in chunks(weight):
-        codes[a:b] = (weight[a:b].float() / scales[a:b, None]).to(torch.float8_e4m3fn)
+        part = weight[a:b].float()
+        scales[a:b] = best_scales(part, scales[a:b])
+        codes[a:b] = (part / scales[a:b, None]).to(torch.float8_e4m3fn)
     return Fp8(codes, scales, bias)
+
+
+def best_scales(rows: Tensor, least: Tensor) -> Tensor:
+    """(rows,): `least` times up to 2, with the least squared error. Steps of fp8 are coarse and grow with the value, so
+    that it matters where the frequent values fall between them."""
+    best, error = least, torch.full_like(least, float("inf"))
+    for number in range(CANDIDATES):
+        scale = least * 2 ** (number / CANDIDATES)
+        codes = (rows / scale[:, None]).to(torch.float8_e4m3fn).float()
+        found = codes.mul_(scale[:, None]).sub_(rows).square_().sum(dim=1)
+        best, error = torch.where(found < error, scale, best), torch.minimum(found, error)
+    return best
 
 
 def to_int8(weight: Tensor, bias: Tensor | None) -> Int8:
@@ -81,21 +95,26 @@ def to_int8(weight: Tensor, bias: Tensor | None) -> Int8:
 
 def to_int4(weight: Tensor, bias: Tensor | None) -> Int4:
     rows, width = weight.shape
-    codes = torch.empty(rows, width // 2, dtype=torch.uint8, device=weight.device)
-    scales = torch.empty(width // GROUP, rows, device=weight.device)
+    slices = -(-width // SLICE)
+    codes = torch.zeros(rows, slices * SLICE // 2, dtype=torch.uint8, device=weight.device)
+    scales = torch.zeros(slices, rows, SLICE // GROUP, dtype=torch.int32, device=weight.device)
     for a, b in chunks(weight):
-        part = weight[a:b].float().view(-1, width // GROUP, GROUP)
-        scale = part.abs().amax(dim=2).clamp_(min=1e-12) / 7
-        whole = (part / scale.unsqueeze(2)).round_().clamp_(-7, 7).add_(8).to(torch.uint8)
+        part = torch.nn.functional.pad(weight[a:b].float(), (0, slices * SLICE - width)).view(b - a, -1, GROUP)
+        least = part.amin(dim=2).bfloat16()
+        scale = ((part.amax(dim=2) - least.float()) / 15).clamp_(min=1e-30).bfloat16()
+        whole = (
+            ((part - least.float().unsqueeze(2)) / scale.float().unsqueeze(2)).round_().clamp_(0, 15).to(torch.uint8)
+        )
         codes[a:b] = (whole[..., : GROUP // 2] | (whole[..., GROUP // 2 :] << 4)).flatten(1)
-        scales[:, a:b] = scale.t()
-    return Int4(codes, scales, bias)
+        words = scale.view(torch.int16).int() & 0xFFFF | least.view(torch.int16).int() << 16
+        scales[:, a:b] = words.view(b - a, slices, -1).transpose(0, 1)
+    return Int4(codes, scales, bias, width)
 
 
 def chunks(weight: Tensor) -> list[tuple[int, int]]:
     """Rows to treat at a time, so that no float copy of the whole matrix is made."""
     step = max(1, (1 << 27) // weight.shape[1])
-    return [(a, a + step) for a in range(0, weight.shape[0], step)]
+    return [(a, min(a + step, weight.shape[0])) for a in range(0, weight.shape[0], step)]
 
 
 @triton.jit
@@ -109,9 +128,11 @@ def rows_kernel(
     k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = k < WIDTH
     if FORMAT == 2:
-        byte = tl.load(codes_ptr + token * (WIDTH // 2) + k // 128 * 64 + k % 64, mask=inside, other=0).to(tl.int32)
-        x = (((byte >> (k % 128 // 64 * 4)) & 15) - 8).to(tl.float32)
-        x *= tl.load(scales_ptr + (k // 128).to(tl.int64) * n_rows + token, mask=inside, other=0.0)
+        SLICES: tl.constexpr = (WIDTH + 127) // 128
+        byte = tl.load(codes_ptr + token * (SLICES * 64) + k // 32 * 16 + k % 16, mask=inside, other=0).to(tl.int32)
+        group = tl.load(scales_ptr + ((k // 128) * n_rows + token) * 4 + k % 128 // 32, mask=inside, other=0)
+        scale_of, least = (group << 16).to(tl.float32, bitcast=True), (group & -65536).to(tl.float32, bitcast=True)
+        x = (((byte >> (k % 32 // 16 * 4)) & 15).to(tl.float32) * scale_of + least).to(tl.bfloat16).to(tl.float32)
     else:
         x = tl.load(codes_ptr + token * WIDTH + k, mask=inside, other=0.0).to(tl.float32)
         x *= tl.load(scales_ptr + token)
@@ -121,7 +142,7 @@ def rows_kernel(
 def rows_of(weight: Narrow, tokens: Tensor | None, scale: float, dtype: torch.dtype) -> Tensor:
     """The named rows of the matrix (None: all), times `scale`."""
     rows = weight.codes.shape[0]
-    width = weight.codes.shape[1] * (2 if weight.format == INT4 else 1)
+    width = weight.inputs
     count = rows if tokens is None else tokens.shape[0]
     block = min(2048, triton.next_power_of_2(width))
     out = torch.empty(count, width, dtype=dtype, device=weight.codes.device)
@@ -137,49 +158,30 @@ def as_float(weight: Narrow, dtype: torch.dtype) -> Tensor:
 
 
 @triton.jit
-def round_rows_kernel(
-    x_ptr, out_ptr, scales_ptr, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr
-):  # fmt: skip
-    """Rows in eight bits, each with its scale: fp8 up to 448, or WHOLE numbers up to 127 and, in a row behind all
-    others, what they leave over in steps of 1 / FINE."""
+def round_rows_kernel(x_ptr, out_ptr, scales_ptr, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Rows in whole numbers up to 127, each with its scale, and in a row behind all others what they leave over in
+    steps of 1 / FINE."""
     row = tl.program_id(0).to(tl.int64)
     dims = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * stride + dims, mask=dims < WIDTH, other=0.0).to(tl.float32)
-    most: tl.constexpr = 127.0 if WHOLE else 448.0
-    scale = tl.maximum(tl.max(tl.abs(x)) / most, 1e-12)
-    x = tl.clamp(x / scale, -most, most)
-    if WHOLE:
-        whole = (x + 12582912.0) - 12582912.0
-        rest = ((x - whole) * FINE + 12582912.0) - 12582912.0
-        behind = (tl.num_programs(0) + row) * WIDTH
-        tl.store(out_ptr + behind + dims, rest.to(out_ptr.dtype.element_ty), mask=dims < WIDTH)
-        x = whole
-    tl.store(out_ptr + row * WIDTH + dims, x.to(out_ptr.dtype.element_ty), mask=dims < WIDTH)
+    scale = tl.maximum(tl.max(tl.abs(x)) / 127.0, 1e-12)
+    x = tl.clamp(x / scale, -127.0, 127.0)
+    whole = (x + 12582912.0) - 12582912.0
+    rest = ((x - whole) * FINE + 12582912.0) - 12582912.0
+    behind = (tl.num_programs(0) + row) * WIDTH
+    tl.store(out_ptr + row * WIDTH + dims, whole.to(tl.int8), mask=dims < WIDTH)
+    tl.store(out_ptr + behind + dims, rest.to(tl.int8), mask=dims < WIDTH)
     tl.store(scales_ptr + row, scale)
 
 
-def rounded_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def rounded_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     rows, width = x.shape
-    whole = dtype == torch.int8
-    codes = torch.empty(rows * (2 if whole else 1), width, dtype=dtype, device=x.device)
+    codes = torch.empty(2 * rows, width, dtype=torch.int8, device=x.device)
     scales = torch.empty(rows, 1, device=x.device)
     round_rows_kernel[(rows,)](
-        x, codes, scales, x.stride(0), WIDTH=width, BLOCK=triton.next_power_of_2(width), WHOLE=whole, num_warps=8
+        x, codes, scales, x.stride(0), WIDTH=width, BLOCK=triton.next_power_of_2(width), num_warps=8
     )
     return codes, scales
-
-
-def fp8_product(x: Tensor, weight: Fp8) -> Tensor:
-    """x (rows, in) @ weight.T, both in fp8, each row and each output with its scale."""
-    codes, scales = rounded_rows(x, torch.float8_e4m3fn)
-    return torch._scaled_mm(
-        codes,
-        weight.codes.t(),
-        scale_a=scales,
-        scale_b=weight.scales.unsqueeze(0),
-        out_dtype=x.dtype,
-        use_fast_accum=True,
-    )
 
 
 @triton.jit
@@ -196,7 +198,7 @@ def scale_kernel(sums_ptr, rows_ptr, scales_ptr, out_ptr, width, BLOCK: tl.const
 
 def int8_product(x: Tensor, weight: Int8) -> Tensor:
     """x (rows, in) @ weight.T with x in two parts of eight bits; at least nine rows."""
-    codes, scales = rounded_rows(x, torch.int8)
+    codes, scales = rounded_rows(x)
     rows, width = x.shape[0], weight.codes.shape[0]
     out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
     sums = torch._int_mm(codes, weight.codes.t())
