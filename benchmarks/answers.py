@@ -1,6 +1,6 @@
 """The semantic answer cache on labelled pairs of questions: how many hits, how many of them wrong.
 
-    python -m benchmarks.answers PAIRS.jsonl.gz [HARD.jsonl.gz] [--vectors FILE.npz] [--redis REDIS_SERVER]
+    python -m benchmarks.answers PAIRS.jsonl.gz [HARD.jsonl.gz] [--vectors FILE.npz]
 
 A file has one pair on each line: [question, question, 1 if the same answer serves both]. The first half of the shuffled
 pairs is for making the guard's table; only the second half is measured. Its questions are a stream: both questions of

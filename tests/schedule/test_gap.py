@@ -108,19 +108,35 @@ def test_prompts_do_not_look_cheap_where_streams_were_thought_to_be_slow(length)
     assert gaps[-1] <= 0.050
 
 
-def test_prompts_whose_log_probabilities_are_wanted_have_a_cost_of_their_own():
-    """Such a token costs three times as much here; ordinary prompts keep their long chunks."""
-    read, score, streams = 1e-4, 2e-4, 0.01
-    pace = Pace(lambda start, count: count, max_gap=0.1)
+def test_prompts_whose_log_probabilities_are_wanted_have_a_price_per_row():
+    """A token deep in its context has three times the FLOPs here; the log probabilities of its row cost the same."""
+    read, score, streams = 1e-4, 3e-4, 0.01
+
+    def flops(start: int, count: int) -> float:
+        return sum(1 + position / 1000 for position in range(start, start + count))
+
+    pace = Pace(flops, max_gap=0.1)
     for _ in range(20):
         pace.learn(0, 4, streams)
-        pace.learn(500, 4, streams + 500 * read)
+        pace.learn(flops(0, 400), 4, streams + flops(0, 400) * read)
     ordinary = pace.affordable(0, 10_000, pace.allowance(False, 4))
     assert ordinary > 500
     steps = []
-    for _ in range(20):
-        count = pace.affordable(0, 10_000, pace.allowance(False, 4), scored=True)
-        steps.append(streams + count * (read + score))
-        pace.learn(count, 4, steps[-1], scored=True)
-    assert max(steps) < 0.1 and 0.05 < steps[-1] < 0.062, "a third below 0.85 max_gap"
+    for _ in range(3):  # prompts: the next one begins after the end of a long context was measured
+        start = 0
+        while start < 2000:
+            count = min(2000 - start, pace.affordable(start, 2000 - start, pace.allowance(False, 4), scored=True))
+            steps.append(streams + flops(start, count) * read + count * score)
+            pace.learn(flops(start, count), 4, steps[-1], count)
+            start += count
+    assert steps[0] < 0.02, "the smallest chunk, until a row was measured"
+    assert 0.07 < max(steps) < 0.0851, "0.85 max_gap"
     assert pace.affordable(0, 10_000, pace.allowance(False, 4)) == ordinary
+
+
+def test_a_mixture_of_both_kinds_of_prompts_teaches_the_price_of_a_row():
+    pace = Pace(lambda start, count: count, max_gap=0.1)
+    pace.learn(500, 0, 500 * 1e-4)
+    pace.learn(500, 0, 500 * 1e-4 + 100 * 3e-4, 100)
+    assert pace.row_price.mean == pytest.approx(3e-4)
+    assert pace.prompt_rate.mean == pytest.approx(1e-4)

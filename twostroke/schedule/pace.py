@@ -12,9 +12,9 @@ free, and the next chunk would be many times too long. Three rules prevent that.
 falls when streams are added. A step in which streams take most of the time never starts the estimate anew. A step in
 which prompts take less than a tenth of the time teaches nothing about prompts.
 
-A prompt whose log probabilities are wanted costs more: every token goes through the head. Such prompts have a rate of
-their own. Until it is measured, they are assumed to take three times as long. A step with both kinds teaches nothing.
-The measured times of such steps stray more, so their chunks are a third smaller than the learnt rate allows.
+A prompt whose log probabilities are wanted costs more: every row of it goes through the head, and its probabilities are
+made and sorted on the host. That does not grow with the context, so it has a price per row, in seconds, learnt from
+what such a step takes beyond its streams and its FLOPs. Until it is measured, the chunks are the smallest ones.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ from twostroke.types import Plan, WorkKind
 READ = WorkKind.READ
 MARGIN = 0.85  # of max_gap that a step may be planned to take; the rest is for what happens between steps
 SMOOTHING = 0.2
-UNMEASURED_SCORED = 3.0  # times as long as other prompts
-SCORED_CARE = 1.5  # times as long as learnt, in plans
 LEAST_SHARE = 0.1  # of a step: prompts that take less teach nothing about prompts
 # The smallest chunk, in tokens: a prompt always advances, even where this chunk takes longer than max_gap. On a GPU a
 # mixed step has a fixed cost that a hundred tokens hardly raise, so smaller chunks would be all fixed cost. Twice as
@@ -63,40 +61,44 @@ class Pace:
         self.min_chunk = min_chunk  # whole blocks
         self.stream_steps: dict[int, Estimate] = {}  # seconds of a step without prompts, by doublings of its streams
         self.prompt_rate = Estimate()  # seconds per prompt FLOP
-        self.scored_rate = Estimate()  # the same where the log probabilities of the prompt are wanted
+        self.row_price = Estimate()  # seconds of a prompt's row whose log probabilities are wanted, beyond its FLOPs
 
     def anew(self, max_gap: float | None = None) -> Pace:
         """The same limits (but for another gap, where one is given), and nothing learnt yet."""
         return Pace(self.flops, self.max_gap if max_gap is None else max_gap, self.min_chunk)
 
     def observe(self, plan: Plan, seconds: float) -> None:
-        prompt, streams, scored = 0.0, 0, set()
+        prompt, streams, scored = 0.0, 0, 0
         for request, start, count, kind, _ in plan.works:
             if kind is READ:
                 prompt += self.flops(start, count)
-                scored.add(request.scores_prompt)
+                scored += count * request.scores_prompt
             else:
                 streams += count
-        if len(scored) < 2:
-            self.learn(prompt, streams, seconds, True in scored)
+        self.learn(prompt, streams, seconds, scored)
 
-    def learn(self, prompt: float, streams: int, seconds: float, scored: bool = False) -> None:
-        """From a step with so many FLOPs of prompts and so many streams; scored: with their log probabilities."""
+    def learn(self, prompt: float, streams: int, seconds: float, scored: int = 0) -> None:
+        """From a step with so many FLOPs of prompts and so many streams; scored: rows with their log probabilities."""
         if not prompt:
             size = streams.bit_length()
             if size not in self.stream_steps:
                 self.stream_steps[size] = Estimate()
             self.stream_steps[size].add(seconds)
             return
-        own, rate = seconds, self.scored_rate if scored else self.prompt_rate
+        own, least = seconds, LEAST_SHARE * seconds
         if streams:
             own -= self.least_of(streams)
-            if own < LEAST_SHARE * seconds:
+            if own < least:
                 # Streams alone cannot take as long as with prompts beside them.
                 self.stream_step(streams).add((1 - LEAST_SHARE) * seconds)
-                if rate.mean is not None:
+                if (self.row_price if scored else self.prompt_rate).mean is not None:
                     return
-        rate.add(max(own, LEAST_SHARE * seconds) / prompt, certain=own > seconds / 2)
+        certain = own > seconds / 2
+        if scored:
+            rows = own - (self.prompt_rate.mean or 0.0) * prompt
+            self.row_price.add(max(rows, least) / scored, certain)
+        else:
+            self.prompt_rate.add(max(own, least) / prompt, certain)
 
     def stream_step(self, streams: int) -> Estimate:
         """The estimate for steps with about so many streams: that of the nearest number that was measured."""
@@ -120,13 +122,13 @@ class Pace:
 
     def seconds(self, start: int, count: int, scored: bool = False) -> float:
         """Of so many tokens of a prompt; scored: with their log probabilities."""
-        rate = self.prompt_rate.careful
-        if scored:
-            rate = UNMEASURED_SCORED * rate if self.scored_rate.mean is None else SCORED_CARE * self.scored_rate.careful
-        return rate * self.flops(start, count)
+        known = self.prompt_rate.careful * self.flops(start, count)
+        return known + self.row_price.careful * count if scored else known
 
     def affordable(self, start: int, want: int, allowance: float, scored: bool = False) -> int:
         """The longest chunk, ending on a block border, that fits the allowance."""
+        if scored and self.row_price.mean is None:
+            want = min(want, self.min_chunk - start % BLOCK)
         if want <= self.min_chunk or self.seconds(start, want, scored) <= allowance:
             return want
         low, high = self.min_chunk // BLOCK, -(-want // BLOCK)  # in blocks: low always granted, high known not to fit

@@ -122,7 +122,9 @@ def diagnose(
             phase, metric, said, evidence, outcome.summary, base.summary, [], untried, overload, mismatch
         )  # fmt: skip
     price = 1.0 if overload is None else PRICE
-    effects, rejected = try_levers(Scenario(deployment, arrivals), base, metric, levers, progress, price)
+    effects, rejected = try_levers(
+        Scenario(deployment, arrivals, served=served or ()), base, metric, levers, progress, price
+    )
     best = effects[0].lever if effects else None
     said = sentence(phase, metric, evidence, outcome.summary, best, slow, overload)
     return Diagnosis(phase, metric, said, evidence, outcome.summary, base.summary, effects, rejected, overload)

@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from twostroke.config import DEFAULT_BATCH_TOKENS, DEFAULT_REQUESTS, QUANTIZATIONS_OF, Config
+from twostroke.cost.answers.tune import tune
 from twostroke.cost.model.devices import Device, known_gpu
 from twostroke.cost.model.drafts import best_length
 from twostroke.cost.simulation.deployment import Deployment
+from twostroke.cost.simulation.served import Served
 from twostroke.cost.simulation.trace import Arrival, shared_first
 from twostroke.errors import ConfigError
 from twostroke.record import replace
@@ -30,6 +32,7 @@ class Scenario(NamedTuple):
     arrivals: Sequence[Arrival]
     known: Sequence[Arrival] = ()  # requests beside them that the answer cache answers,
     lookup: float = 0.0  # after so many seconds, which the others wait for too
+    served: Sequence[Served] = ()  # of each arrival, where it was measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,16 +192,27 @@ def known_questions(scenario: Scenario) -> Scenario | str:
 def without_repeated(scenario: Scenario, key: Callable[[Arrival], Any], what: str, how: str) -> Scenario | str:
     """key: equal for requests that have one answer; None: of no other request."""
     seen: set[Any] = set()
-    first: list[Arrival] = []
+    first: list[int] = []
     known: list[Arrival] = []
-    for arrival in scenario.arrivals:
+    for place, arrival in enumerate(scenario.arrivals):
         mine = key(arrival)
-        (known if mine is not None and mine in seen else first).append(arrival)
+        if mine is not None and mine in seen:
+            known.append(arrival)
+        else:
+            first.append(place)
         seen.add(mine)
     repeated = len(known) / max(1, len(scenario.arrivals))
     if repeated < FEW_REPEATED:
         return f"{repeated:.1%} of the {what} came before as {how}: too few to answer from"
-    return Scenario(scenario.deployment, first, known)
+    return Scenario(at_their_pace(scenario, first), [scenario.arrivals[place] for place in first], known)
+
+
+def at_their_pace(scenario: Scenario, places: Sequence[int]) -> Deployment:
+    """The deployment with rates as these requests met them. An answer that was written before is guessed from the
+    earlier one, several tokens in a step, so the median of all requests is too fast for those that remain."""
+    if not scenario.served:
+        return scenario.deployment
+    return tune(scenario.deployment, scenario.arrivals, scenario.served, places)
 
 
 def more_kv(scenario: Scenario) -> Scenario | str:

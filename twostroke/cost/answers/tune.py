@@ -25,13 +25,17 @@ CLOSE = 0.01  # a median this near to the measured one is met
 FURTHEST = 1.5  # largest change of a rate
 
 
-def tune(deployment: Deployment, arrivals: Sequence[Arrival], served: Sequence[Served]) -> Deployment:
-    """The deployment with rates under which the replay matches the measurement."""
-    target = medians(served)
+def tune(
+    deployment: Deployment, arrivals: Sequence[Arrival], served: Sequence[Served], among: Sequence[int] | None = None
+) -> Deployment:
+    """The deployment with rates under which the replay matches the measurement. among: places of the requests whose
+    medians count; None: all."""
+    among = range(len(arrivals)) if among is None else among
+    target = medians(served, among)
     start = deployment.roofline().rates
     moved = [0.0, 0.0]  # logarithms: bandwidth, compute
     for _ in range(ROUNDS):
-        far = [step(deployment, arrivals, target, start, moved, which) for which in (0, 1)]
+        far = [step(deployment, arrivals, among, target, start, moved, which) for which in (0, 1)]
         if not any(far):
             break
     return replace(deployment, rates=scaled(start, moved))
@@ -40,6 +44,7 @@ def tune(deployment: Deployment, arrivals: Sequence[Arrival], served: Sequence[S
 def step(
     deployment: Deployment,
     arrivals: Sequence[Arrival],
+    among: Sequence[int],
     target: tuple[float, float],
     start: Rates,
     moved: list[float],
@@ -47,11 +52,11 @@ def step(
 ) -> bool:
     """Change one rate (as a logarithm) so that its median meets the measured one; whether it was changed."""
     wanted = target[which]
-    now = medians(replace(deployment, rates=scaled(start, moved)).run(arrivals).served)[which]
+    now = medians(replace(deployment, rates=scaled(start, moved)).run(arrivals).served, among)[which]
     if not (isfinite(now) and isfinite(wanted) and min(now, wanted) > 0) or abs(log(now / wanted)) < CLOSE:
         return False
     probe = [value + (PROBE if index == which else 0.0) for index, value in enumerate(moved)]
-    then = medians(replace(deployment, rates=scaled(start, probe)).run(arrivals).served)[which]
+    then = medians(replace(deployment, rates=scaled(start, probe)).run(arrivals).served, among)[which]
     dependence = log(now / then) / PROBE if isfinite(then) and then > 0 else 0.0
     if dependence <= SENSITIVE:
         return False
@@ -72,9 +77,9 @@ def scaled(rates: Rates, moved: Sequence[float]) -> Rates:
     )
 
 
-def medians(served: Sequence[Served]) -> tuple[float, float]:
+def medians(served: Sequence[Served], among: Sequence[int]) -> tuple[float, float]:
     """Of TPOT and of the prefill time."""
-    done = [one for one in served if one.answered]
+    done = [one for one in (served[place] for place in among) if one.answered]
     tpots = [one.tpot for one in done if one.tpot is not None]
     prefills = [one.first - one.scheduled for one in done]
     return (

@@ -26,7 +26,7 @@ class PaceWithSkipped(Pace):
 
     skipped = 0
 
-    def learn(self, prompt: float, streams: int, seconds: float, scored: bool = False) -> None:
+    def learn(self, prompt: float, streams: int, seconds: float, scored: int = 0) -> None:
         super().learn(prompt, streams + self.skipped, seconds, scored)
 
     def allowance(self, gentle: bool, streams: int) -> float:

@@ -45,10 +45,10 @@ static bool system_says(const char* name) {
     size_t size = sizeof value;
     return sysctlbyname(name, &value, &size, nullptr, 0) == 0 && value != 0;
 }
-static bool has_dot_product() { return system_says("hw.optional.arm.FEAT_DotProd"); }
+static bool has_dot_product() { return system_says("hw.optional.arm.FEAT_DotProd") && system_says("hw.optional.arm.FEAT_FP16"); }
 static bool has_matrix_product() { return system_says("hw.optional.arm.FEAT_I8MM"); }
 #elif defined(__linux__)
-static bool has_dot_product() { return getauxval(AT_HWCAP) >> 20 & 1; }     // HWCAP_ASIMDDP
+static bool has_dot_product() { return getauxval(AT_HWCAP) >> 20 & getauxval(AT_HWCAP) >> 10 & 1; }  // HWCAP_ASIMDDP, HWCAP_ASIMDHP
 static bool has_matrix_product() { return getauxval(AT_HWCAP2) >> 13 & 1; }  // HWCAP2_I8MM
 #else
 static bool has_dot_product() { return false; }

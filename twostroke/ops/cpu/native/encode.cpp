@@ -13,7 +13,6 @@ namespace {
 
 constexpr int kPanels = 2, kPanelsOfOneTile = 4;  // that a task multiplies with
 constexpr size_t kArena = 64u << 20;
-constexpr float kLargestHalf = 65504.f;
 
 int chunks(int count, int size) { return (count + size - 1) / size; }
 
@@ -39,7 +38,7 @@ template <class Body> void each_rows(Context& c, int rows, Body body) {
 
 void product(Context& c, const EncodeWeight& weight, const float* x, int rows, int activation, float* out) {
     const EncodeKernels& kernels = *c.kernels.encode;
-    if (!weight.paneled) {
+    if (!weight.tiles) {
         linear(c, *weight.plain, {x, weight.inputs, rows, Nothing, nullptr, 0.f, out, weight.outputs, 0});
         if (activation)
             each_rows(c, rows, [&](int from, int to) {
@@ -48,15 +47,12 @@ void product(Context& c, const EncodeWeight& weight, const float* x, int rows, i
         return;
     }
     const int tiles = chunks(rows, kEncodeRows), blocks = weight.inputs / kEncodeInputs;
-    uint16_t* split = nullptr;
-    if (kernels.split) {
-        split = workspace_of(c).split.get<uint16_t>((size_t)tiles * (size_t)blocks * 2 * kEncodeTile);
-        auto spread = [&](int i, int) { kernels.split(x, rows, weight.inputs, split, i); };
-        c.pool.each(tiles, spread);
-    }
+    uint16_t* const split = workspace_of(c).split.get<uint16_t>((size_t)tiles * (size_t)blocks * 2 * kEncodeTile);
+    auto spread = [&](int i, int) { kernels.split(x, rows, weight.inputs, split, i); };
+    c.pool.each(tiles, spread);
     c.reserve_scratch(kernels.scratch(weight.inputs));
-    EncodeProduct args{split, x, rows, weight.inputs, weight.tiles, weight.wide,
-                       weight.outputs, weight.bias.empty() ? nullptr : weight.bias.data(), activation, out};
+    EncodeProduct args{split, rows, weight.inputs, weight.tiles, weight.outputs,
+                       weight.bias.empty() ? nullptr : weight.bias.data(), activation, out};
     const int panels = weight.outputs / kLanes;
     const int together = tiles == 1 ? kPanelsOfOneTile : kPanels;
     auto body = [&](int i, int worker) {
@@ -110,31 +106,24 @@ EncodeWeight* pack_encode_weight(Context& c, const float* values, int outputs, i
         pack_plain(c, *weight, Q8_0, codes.data(), bias);
         return weight.release();
     }
+    float most = 0.f;
     std::vector<uint16_t> halves((size_t)outputs * (size_t)inputs);
     for (size_t i = 0; i < halves.size(); ++i) {
         if (!(std::fabs(values[i]) <= kLargestHalf)) throw std::domain_error("a weight does not fit float16");
+        most = std::max(most, std::fabs(values[i]));
         halves[i] = float_to_half(values[i]);
     }
-    if (!c.kernels.encode->multiply || inputs % kEncodeInputs || outputs % kLanes) {
+    const EncodeKernels& kernels = *c.kernels.encode;
+    if (!kernels.multiply || most > kernels.largest || inputs % kEncodeInputs || outputs % kLanes) {
         pack_plain(c, *weight, F16, reinterpret_cast<const uint8_t*>(halves.data()), bias);
         return weight.release();
     }
     if (bias) weight->bias.assign(bias, bias + outputs);
-    const bool wide = c.kernels.encode->wide;
-    uint8_t* const out = take_panels(c, *weight, (wide ? sizeof(float) : sizeof(uint16_t)) * halves.size());
-    uint16_t* const tiles = reinterpret_cast<uint16_t*>(out);
-    float* const floats = reinterpret_cast<float*>(out);
-    size_t at = 0;
+    uint16_t* to = reinterpret_cast<uint16_t*>(take_panels(c, *weight, sizeof(uint16_t) * halves.size()));
+    weight->tiles = to;
     for (int panel = 0; panel < outputs / kLanes; ++panel)
         for (int k = 0; k < inputs; ++k)
-            for (int lane = 0; lane < kLanes; ++lane, ++at) {
-                const uint16_t half = halves[(size_t)(panel * kLanes + lane) * (size_t)inputs + (size_t)k];
-                if (wide) floats[at] = half_to_float(half);
-                else tiles[at] = half;
-            }
-    if (wide) weight->wide = floats;
-    else weight->tiles = tiles;
-    weight->paneled = true;
+            for (int lane = 0; lane < kLanes; ++lane) *to++ = halves[(size_t)(panel * kLanes + lane) * (size_t)inputs + (size_t)k];
     return weight.release();
 }
 

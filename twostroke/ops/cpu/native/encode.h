@@ -11,9 +11,7 @@ struct EncodeWeight {
     int outputs = 0, inputs = 0;
     std::unique_ptr<Weight> plain;  // where there are no products of their own
     std::shared_ptr<Arena> arena;
-    const uint16_t* tiles = nullptr;  // (panels of 16 outputs, inputs, 16 outputs) float16,
-    const float* wide = nullptr;      // or the same as float32
-    bool paneled = false;
+    const uint16_t* tiles = nullptr;  // (panels of 16 outputs, inputs, 16 outputs) float16
     std::vector<float> bias;
 };
 

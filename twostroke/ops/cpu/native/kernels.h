@@ -126,8 +126,10 @@ enum EncodeActivation : int { EncodeLinear, EncodeGelu, EncodeGeluTanh, EncodeRe
 
 constexpr int kEncodeRows = 16;    // of a tile
 constexpr int kEncodeInputs = 32;  // of a tile
-constexpr int kEncodeTile = 512;   // bfloat16 numbers
+constexpr int kEncodeTile = 512;   // numbers of 16 bits
 constexpr int kEncodeQueries = 4;  // rows whose scores are made together
+constexpr float kLargestHalf = 65504.f;
+constexpr float kHalfWeight = 60.f;  // 32 products of a weight below it and an input below 32 fit float16
 
 // One head of one text.
 struct EncodeAttend {
@@ -139,11 +141,9 @@ struct EncodeAttend {
 
 // out = activation(x · weightsᵀ + bias)
 struct EncodeProduct {
-    const uint16_t* x;    // what `split` wrote; null without it
-    const float* floats;  // (rows, inputs)
+    const uint16_t* x;  // what `split` wrote
     int rows, inputs;
     const uint16_t* weights;
-    const float* wide;  // instead of them
     int outputs;
     const float* bias;  // or null
     int activation;
@@ -154,11 +154,11 @@ struct EncodeKernels {
     void (*activate)(float* x, int64_t count, int activation);
     void (*add_norm)(float* x, const float* add, int cols, const float* weight, const float* shift, float eps, int row, int row_end);
     void (*attend)(const EncodeAttend&);
-    // Products with a task's panels at a time; null where there are none of their own. split: null where they read floats.
+    // Products with a task's panels at a time; null where there are none of their own. split: the inputs as they read them.
     void (*split)(const float* x, int rows, int cols, uint16_t* out, int tile);
     void (*multiply)(const EncodeProduct&, int panel, int panel_end, uint8_t* scratch);
     size_t (*scratch)(int inputs);  // bytes
-    bool wide;                      // multiply takes float32 weights
+    float largest;                  // weight that multiply takes; a matrix with a larger one is multiplied in float32
 };
 
 struct Kernels {
