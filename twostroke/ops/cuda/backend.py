@@ -181,13 +181,13 @@ class CudaOps(Ops):
         sent.record()
 
     def adopt(self, weight: Tensor, bias: Tensor | None = None, *, outer: bool = False) -> CudaWeight:
-        """A matrix that is on the device already. outer: the embedding or the head, which keep eight bits."""
+        """A matrix that is on the device already. outer: the embedding or the head, which become int8."""
         if bias is not None:
             bias = bias.to(self.device, torch.float32)
         if self.quantize == "int4" and not outer:
             return to_int4(weight, bias)
         if self.quantize is not None and weight.shape[0] % 16 == 0 and weight.shape[1] % 64 == 0:
-            return to_fp8(weight, bias) if self.quantize == "fp8" else to_int8(weight, bias)
+            return to_fp8(weight, bias) if self.quantize == "fp8" and not outer else to_int8(weight, bias)
         return FloatMatrix(weight, bias)
 
     def weight_bytes(self, weight: CudaWeight) -> int:
