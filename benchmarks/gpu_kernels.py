@@ -18,8 +18,7 @@ from twostroke.ops.cuda.kernels.decode import longer, split_count
 from twostroke.ops.cuda.kernels.dense import sdpa
 from twostroke.ops.cuda.kernels.prefill import make_tiles, prefill_attention
 from twostroke.ops.cuda.kernels.quantized import to_fp8, to_int4, to_int8
-from twostroke.ops.cuda.kernels.skinny import skinny
-from twostroke.ops.interface import BLOCK, Attention, Batch, GroupBlocks, KVLayer, RopeTable
+from twostroke.ops.interface import BLOCK, Attention, Batch, Gate, GroupBlocks, KVLayer, Norm, RopeTable
 from twostroke.record import replace
 
 DEVICE = torch.device("cuda")
@@ -119,11 +118,12 @@ def gemvs() -> None:
 def narrow() -> None:
     """Narrow matrices with one row and several, with the tiles that the backend chooses."""
     kinds = {"int4": to_int4, "fp8": to_fp8, "int8": to_int8}
+    ops = CudaOps()
     for name, (n, k, before, add) in SHAPES.items():
         if name.startswith("1B"):
             continue
         full = torch.randn(n, k, device=DEVICE, dtype=torch.bfloat16)
-        norm = torch.rand(k, device=DEVICE, dtype=torch.bfloat16)
+        steps = {0: None, 1: Norm(torch.rand(k, device=DEVICE), 1e-5), 2: Gate("silu")}
         for kind, to in kinds.items():
             weight = to(full, None)
             read = weight.codes.nbytes + weight.scales.nbytes
@@ -135,7 +135,7 @@ def narrow() -> None:
 
                 def all_of(ws: list = ws, x: torch.Tensor = x, out: torch.Tensor = out) -> None:
                     for w in ws:
-                        skinny(x, w.codes, w.scales, None, out, w.format, before=before, norm=norm, eps=1e-5, add=add)
+                        ops.linear(x, w, before=steps[before], add_to=out if add else None)
 
                 t = seconds(all_of) / copies
                 note("narrow", f"{name} {kind} {rows} rows", f"{t * 1e6:.2f} us {read / t / 1e12:.2f} TB/s")

@@ -33,7 +33,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 ON_GPU: dict[str, dict[str, Any]] = {
     "bfloat16": {},
     **{f"{kind} weights": {"quantize": kind} for kind in ("int8", "fp8", "int4")},
-    **{f"{kind} K and V": {"kv_dtype": kind} for kind in ("int8", "fp8", "int4")},
+    **{f"{kind} K and V": {"kv_dtype": kind} for kind in ("int8", "fp8")},
 }
 GPU_LIMITS = {"int8 weights": 0.006, "fp8 weights": 0.015, "int4 weights": 0.03, "fp8 K and V": 0.004}
 LIMITS = {"as shipped": 0.005, "as shipped, KV float16": 0.005}  # relative change of perplexity

@@ -219,8 +219,8 @@ class Ops(Protocol):
         return self.pack(parts, bias)
 
     def pack_outer(self, parts: Sequence[Stored], bias: Array | None = None) -> Weight:
-        """The embedding or the head. A backend that keeps other weights in four bits keeps these in eight: every token
-        depends on them."""
+        """The embedding or the head. A backend may keep these in more bits than other weights: every token depends on
+        them."""
         return self.pack(parts, bias)
 
     def weight_bytes(self, weight: Weight) -> int:

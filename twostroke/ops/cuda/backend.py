@@ -44,6 +44,7 @@ from twostroke.ops.cuda.weights import CudaWeight, FloatMatrix, LaidExperts, as_
 from twostroke.ops.formats import Stored
 from twostroke.ops.interface import BLOCK, Attention, Batch, ExpertSet, Gate, KVLayer, LatentAttention, Norm, Ops
 
+STAGED = 1 << 25  # elements that are sent to the device at a time
 WIDE_ROWS = 2048  # rows of a wide product made at a time
 FEW = 16  # rows of int8 that are multiplied straight from the codes
 FEW_OF_EXPERTS = 8  # rows of which each reads its experts by itself
@@ -141,6 +142,7 @@ class CudaOps(Ops):
         self.dtype, self.device, self.quantize, self.keep = dtype, torch.device(device), quantize, keep
         self.scratch = DecodeScratch(self.device)
         self._norms: dict[Norm, Norm] = {}
+        self._staged: list[tuple[Tensor, torch.cuda.Event]] = []  # pinned memory, and when its last part was sent
         self._following: dict[CudaWeight, Tensor] = {}  # by matrix: what to prefetch at the end of a product with it
         self._kinds: dict[Attention | LatentAttention, AttentionKind] = {}
         self._cuts: tuple[Batch | None, dict[AttentionKind, Cut]] = (None, {})
@@ -170,28 +172,44 @@ class CudaOps(Ops):
         out = torch.empty(sum(part.shape[0] for part in parts), width, dtype=self.dtype, device=self.device)
         start = 0
         for part in parts:
-            step = max(1, (1 << 26) // width)  # decode a little at a time: no float copy of the whole matrix
+            step = max(1, STAGED // width)  # decode a little at a time: no float copy of the whole matrix
             for a in range(0, part.shape[0], step):
                 rows = as_tensor(part.rows(a, min(a + step, part.shape[0])))
-                out[start : start + rows.shape[0]].copy_(rows)
+                self._send(rows, out[start : start + rows.shape[0]])
                 start += rows.shape[0]
         return out
 
+    def _send(self, rows: Tensor, out: Tensor) -> None:
+        """Large copies go through pinned memory, in turns: several threads fill one part while another is sent."""
+        if self.device.type != "cuda" or rows.dtype != out.dtype or rows.numel() < STAGED // 16:
+            out.copy_(rows)
+            return
+        if not self._staged:
+            self._staged = [(torch.empty(STAGED, dtype=self.dtype, pin_memory=True), torch.cuda.Event()) for _ in "ab"]
+        self._staged.reverse()
+        buffer, sent = self._staged[0]
+        sent.synchronize()
+        buffer[: rows.numel()].view(rows.shape).copy_(rows)
+        out.copy_(buffer[: rows.numel()].view(rows.shape), non_blocking=True)
+        sent.record()
+
     def adopt(self, weight: Tensor, bias: Tensor | None = None, *, outer: bool = False) -> CudaWeight:
-        """A matrix that is on the device already. outer: the embedding or the head, which keep eight bits."""
+        """A matrix that is on the device already. outer: the embedding or the head, which become int8."""
         if bias is not None:
             bias = bias.to(self.device, torch.float32)
         if self.quantize == "int4" and not outer:
             return to_int4(weight, bias)
         if self.quantize is not None and weight.shape[0] % 16 == 0 and weight.shape[1] % 64 == 0:
-            return to_fp8(weight, bias) if self.quantize == "fp8" else to_int8(weight, bias)
+            return to_fp8(weight, bias) if self.quantize == "fp8" and not outer else to_int8(weight, bias)
         return FloatMatrix(weight, bias)
 
     def weight_bytes(self, weight: CudaWeight) -> int:
         return weight.weight.nbytes if isinstance(weight, FloatMatrix) else weight.codes.nbytes + weight.scales.nbytes
 
     def read_in_order(self, weights: Sequence[CudaWeight]) -> None:
-        """Wide matrices are prefetched. Others gain nothing: the kernels before them leave the memory idle anyway."""
+        """Called when all weights are there. Wide matrices are prefetched. Others gain nothing: the kernels before them
+        leave the memory idle anyway."""
+        self._staged.clear()
         for weight, following in zip(weights, [*weights[1:], weights[0]], strict=True):
             if not isinstance(following, FloatMatrix) and following.codes.shape[0] > following.inputs:
                 self._following[weight] = following.codes

@@ -16,13 +16,14 @@ from twostroke.kv.storage import KVStorage
 from twostroke.model.latent import Latent
 from twostroke.model.layers import Dense, Experts, Grouped, Layer, PackedProduct
 from twostroke.model.transformer import Transformer
-from twostroke.ops.cuda.backend import FEW_OF_EXPERTS, CudaOps, Cut, DeviceBatch
+from twostroke.ops.cuda.backend import FEW_OF_EXPERTS, SOME, CudaOps, Cut, DeviceBatch
+from twostroke.ops.cuda.kernels.dense import UNIT, sdpa
 from twostroke.ops.cuda.kernels.grouped import TILE_BORDERS
 from twostroke.ops.cuda.kernels.launch import INTERPRETED
 from twostroke.ops.cuda.kernels.prefill import prefill_attention
 from twostroke.ops.cuda.kernels.rope import rotate_and_store
 from twostroke.ops.cuda.kernels.sample import Filters, resolve_tokens, sample
-from twostroke.ops.cuda.weights import shape_of
+from twostroke.ops.cuda.weights import FloatMatrix, shape_of
 from twostroke.ops.interface import BLOCK, Attention, Gate, GroupBlocks, KVLayer, LatentAttention
 from twostroke.record import replace
 from twostroke.run.cuda.buckets import all_mixed_rows
@@ -32,6 +33,7 @@ from twostroke.run.sample import SLACK
 from twostroke.sampling import SamplingParams
 from twostroke.types import Plan, Request, RequestState, Work
 
+NARROW_ROWS = (2, 5, 9, 17, 33, SOME + 1)  # one for each kernel of a few rows times few bits, and for many rows
 GRAPHS = 1 << 30  # bytes for steps captured later on
 PLANNING = 1.0  # seconds of the start for products with row counts that the library has not planned yet
 COMPILERS = 6  # threads: half of a compilation is Python, so that more would only keep the longest waiting
@@ -62,8 +64,27 @@ def compile_kernels(model: Transformer, settings: Resolved, first: int = 0) -> N
     """Those of a prompt and of a stream, several at a time: each takes a good part of a second. first: the number of
     the model's first layer in the KV cache."""
     products = product_kernels(model, settings.max_batch_tokens)
-    in_parallel([*attention_kernels(model, settings, first), *products, *token_kernels(model)])
-    in_parallel(variant_kernels(model, settings, first))  # they share kernels with those before
+    usual = [*attention_kernels(model, settings, first), *products, *token_kernels(model)]
+    variants = variant_kernels(model, settings, first)
+    if not INTERPRETED:
+        plan_attention(model, settings.max_batch_tokens)
+    in_parallel(usual)
+    in_parallel(variants)  # they share kernels with those before
+
+
+@torch.inference_mode()
+def plan_attention(model: Transformer, most: int) -> None:
+    """The vendor's attention makes a plan for each new shape, and takes a second for the first one on a machine. Here
+    no prompt waits for those of its first run, and of the second where the first is as long as it may be."""
+    ops = cuda_ops(model)
+    shapes = {(a.heads, a.kv_heads, a.head_dim, a.scale) for a in grouped_attentions(model) if ops.kind(a).dense}
+    for heads, kv_heads, dim, scale in shapes:
+        for count in range(UNIT, most + 1, UNIT):
+            q, k = (torch.zeros(count, n, dim, dtype=ops.dtype, device=ops.device) for n in (heads, kv_heads))
+            sdpa(q, k, k, scale, True, False)
+            if count + UNIT > most:
+                sdpa(q, k, k, scale, True, True)
+                sdpa(q, k, k, scale, False, True)
 
 
 def in_parallel(tasks: Sequence[Task]) -> None:
@@ -137,16 +158,21 @@ def latent_kernels(ops: CudaOps, attention: LatentAttention, kv: KVLayer, group:
 
 def product_kernels(model: Transformer, most: int) -> list[Task]:
     """The products of one layer of each kind and the head with one row, as a step runs them. With two rows a norm or a
-    gate is a kernel of its own: one product of each kind. most: rows of a step."""
+    gate is a kernel of its own: one product of each kind. Matrices of few bits have kernels for some numbers of rows.
+    most: rows of a step."""
     tasks: list[Task] = []
     for layer in kinds_of_layers(model):
         products = plain_products(layer)
         tasks += [task for product in products for task in product_tasks(model, layer, product, 1)]
         kinds = {type(product.before): product for product in products if product.before is not None}
         tasks += [task for product in kinds.values() for task in product_tasks(model, layer, product, 2)]
+        narrow = [product for product in products if not isinstance(product.weight, FloatMatrix)]
+        sizes = [rows for rows in NARROW_ROWS if rows <= most]
+        tasks += [t for product in narrow for rows in sizes for t in product_tasks(model, layer, product, rows)]
         if isinstance(layer.feed, Experts):
             tasks += expert_tasks(model, layer.feed, most)
-    return [*tasks, lambda: model.logits(rows_for(model, model.arch.hidden, 1))]
+    heads = [rows for rows in NARROW_ROWS if rows <= min(most, SOME)] if not isinstance(model.head, FloatMatrix) else []
+    return [*tasks, *(partial(model.logits, rows_for(model, model.arch.hidden, rows)) for rows in (1, *heads))]
 
 
 def kinds_of_layers(model: Transformer) -> list[Layer]:

@@ -208,6 +208,9 @@ def shape_for(n: int, wide: int, fmt: int, tokens: int, exact: bool) -> DecodedS
     """As measured on an H200. wide: bytes of a row."""
     if exact:
         return DecodedShape(64, 64, 1, 1, 4)
-    tiles, steps = triton.cdiv(n, 64), triton.cdiv(wide, 128)
-    splits = max(1, min(8, steps // 4, 400 // tiles))
-    return DecodedShape(64, 128, splits, 4, 4)
+    outputs, step, stages, warps, programs = 64, 128, 3, 4, 400
+    if fmt == INT4:
+        outputs, warps = 128, 8
+        step, stages, programs = (64, 5, 256) if tokens <= 32 else (128, 3, 192)
+    most = min(8, programs // triton.cdiv(n, outputs), triton.cdiv(wide, step) // 4)
+    return DecodedShape(outputs, step, 1 << max(0, most.bit_length() - 1), stages, warps)
