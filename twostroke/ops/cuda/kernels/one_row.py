@@ -314,7 +314,7 @@ class Form(NamedTuple):
 def form_for(fmt: int, segments: int) -> Form:
     """As measured on an H200, in whole steps (benchmarks/gpu_products.py)."""
     wide = segments <= 64
-    return Form(8, 4 if fmt == INT4 else 2, 1, 2) if wide else Form(16, 2 if fmt == INT4 else 1, 1, 1)
+    return Form(8, 2, 1, 2) if wide else Form(16, 1, 1, 1)
 
 
 @lru_cache
