@@ -101,6 +101,14 @@ class Stored:
             raise ValueError(f"rows {start}:{stop} lie outside shape {self.shape}")
         return Stored(self.format, (stop - start, *self.shape[1:]), self.by_row()[start:stop].reshape(-1))
 
+    def columns(self, start: int, stop: int) -> Stored:
+        """Elements start..stop-1 of each row of a matrix, as a copy; ValueError unless they are whole blocks."""
+        block, size = FORMATS[self.format].block, FORMATS[self.format].bytes
+        if start % block or stop % block:
+            raise ValueError(f"columns {start}:{stop} are not whole blocks of {self.format}, which have {block}")
+        rows = self.by_row()[:, start // block * size : stop // block * size]
+        return Stored(self.format, (self.shape[0], stop - start), np.ascontiguousarray(rows).reshape(-1))
+
     def entry(self, index: int) -> Stored:
         """Entry `index` of the first axis, as a view without that axis."""
         one = self.rows(index, index + 1)
