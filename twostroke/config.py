@@ -113,8 +113,8 @@ class Config:
         unsimulated="predictions use the machine as it was calibrated; `twostroke plan MODEL --calibrate` takes it",
     )  # fmt: skip
     parallel: int = setting(
-        1, "processes that share the work of each layer (tensor parallelism), each with `threads`", stroke="both",
-        most=64, unsimulated="predictions are for one process; docs/cluster.md has the maths",
+        1, "processes that share the work of each layer (tensor parallelism), each with `threads`", most=64,
+        unsimulated="`twostroke plan --gpus N` predicts N devices that share one model",
     )  # fmt: skip
     quantize: str | None = setting(
         None, "convert the weights as they are loaded", choices=QUANTIZATIONS, derived="off", stroke="decode"
@@ -274,8 +274,7 @@ def resolve(config: Config, arch: Arch, hardware: Hardware, weight_bytes: int, d
 
     device = hardware.device
     check_quantize(config.quantize, device)
-    cores, split = hardware.cores, f", shared by {config.parallel} ranks" if config.parallel > 1 else ""
-    threads = derive("threads", max(1, cores // config.parallel), f"{cores} cores may be used by this process{split}")
+    threads = derive("threads", max(1, hardware.cores // config.parallel), f"{hardware.cores} cores may be used")
     models = [arch] if draft is None else [arch, draft]
     kv_dtype = _kv_dtype(config, models, device, reasons)
     if kv_dtype == "int4":

@@ -77,10 +77,10 @@ def open_sum(folder: Path, rank: int, parts: int) -> Sum:
             group.allgather([gathered], [mine]).wait()  # type: ignore[attr-defined]
         except RuntimeError as error:
             raise RankLostError(f"a rank is gone: {error}") from None
-        total, *rest = gathered
+        total, *rest = [one.numpy() for one in gathered] if isinstance(value, np.ndarray) else gathered
         for one in rest:
             total += one
-        return total.numpy() if isinstance(value, np.ndarray) else total
+        return total
 
     return sum_ranks
 
