@@ -118,11 +118,11 @@ def find_workers(kinds: list[Deployment], dropped: list[Dropped], demand: Demand
             reached = highest_rate(best.deployment, demand.arrivals, demand.targets, demand.per_second, best.trial)
             highest = None if reached is None else reached[0]
     show_needs(found, demand, highest, search)
-    best = next(iter(found.needs), None)
-    if best is not None and best.copies == 1.0 and 2 <= best.deployment.workers <= MOST_DIVIDED and not search:
+    first = next(iter(found.needs), None)
+    if first is not None and first.copies == 1.0 and 2 <= first.deployment.workers <= MOST_DIVIDED and not search:
         from twostroke.cost.answers.split import divide
 
-        console.print(divide(best.deployment, best.load, demand.targets).sentence)
+        console.print(divide(first.deployment, first.load, demand.targets).sentence)
     if not found.needs:
         console.print(
             f"No number of these workers meets {demand.targets}. Try --gpus, a narrower --precision, or --search."
