@@ -112,6 +112,10 @@ class Config:
         None, "processor threads", derived="the cores that this process may use",
         unsimulated="predictions use the machine as it was calibrated; `twostroke plan MODEL --calibrate` takes it",
     )  # fmt: skip
+    parallel: int = setting(
+        1, "processes that share the work of each layer (tensor parallelism), each with `threads`", most=64,
+        unsimulated="`twostroke plan --gpus N` predicts N devices that share one model",
+    )  # fmt: skip
     quantize: str | None = setting(
         None, "convert the weights as they are loaded", choices=QUANTIZATIONS, derived="off", stroke="decode"
     )
@@ -270,7 +274,7 @@ def resolve(config: Config, arch: Arch, hardware: Hardware, weight_bytes: int, d
 
     device = hardware.device
     check_quantize(config.quantize, device)
-    threads = derive("threads", hardware.cores, f"{hardware.cores} cores may be used by this process")
+    threads = derive("threads", max(1, hardware.cores // config.parallel), f"{hardware.cores} cores may be used")
     models = [arch] if draft is None else [arch, draft]
     kv_dtype = _kv_dtype(config, models, device, reasons)
     layout = make_layout(arch, kv_dtype, draft)

@@ -13,7 +13,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.serve.server import OTHER_KEY, Server, wait_until
+from tests.bench.test_apply import command
+from tests.serve.server import KEY, OTHER_KEY, Server, wait_until
+from twostroke.bench.client import Target
+from twostroke.bench.remote import Admin
+from twostroke.bench.split import pools_of
 from twostroke.cluster.deployment import Shape, check_shape
 from twostroke.errors import ConfigError
 
@@ -123,6 +127,36 @@ def test_workers_are_shown_and_change_their_roles(deployment: Server, expected: 
         wait_until(lambda: client.get("/twostroke/workers").json()["transfers"]["done"] > done, "nothing moved")
     with deployment.client(headers={"authorization": f"Bearer {OTHER_KEY}"}) as other:
         assert other.get("/twostroke/workers").status_code == 403
+
+
+@pytest.mark.slow
+def test_diagnose_divides_the_workers_of_a_running_cluster(deployment: Server) -> None:
+    with deployment.client() as client:
+        for _ in range(6):
+            client.post("/v1/completions", json=BODY).raise_for_status()
+    where = ("diagnose", "--url", deployment.url, "--api-key", KEY)
+    shown = command(*where)
+    assert "levers" in shown and "divisions of the workers" in shown and "split 1:1 (now)" in shown
+    applied = command(*where, "--apply", "-w", "chat", "-n", 8, "--rate", 4, "--scale", 8, "--ttft", 5, "--tpot", 1)
+    assert "Nothing was changed" in applied or "Changed: " in applied
+    admin = Admin(Target(deployment.url, key=KEY))
+    workers = admin.workers()
+    assert workers is not None and pools_of(workers).workers + pools_of(workers).prefill == 2
+    for name, role in (("prefill-0", "prefill"), ("decode-0", "decode")):
+        admin.change({"worker": name, "role": role}, "/twostroke/workers")
+
+
+@pytest.mark.slow
+def test_auto_divides_the_workers_before_they_start(llama_folder: Path) -> None:
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'twostroke[cluster]'")
+    auto = ("--workers", "2", "--auto", "--hardware", "h200", "--rate", "1", "-s", "max_model_len=512", "--scale", "8")
+    running = Server(llama_folder, *auto, command="cluster").wait()
+    try:
+        assert any("one pool" in line or "split 1:1" in line for line in running.lines)
+        with running.client() as client:
+            assert len(client.get("/twostroke/workers").json()["workers"]) == 2
+    finally:
+        running.stop()
 
 
 @pytest.mark.slow

@@ -66,12 +66,20 @@ class Admin:
         settings, arrivals = self.get("/twostroke/settings"), self.get("/twostroke/arrivals")
         return read_recording(settings, arrivals, self.get(f"/twostroke/steps?limit={STEPS}"), rates=rates)
 
-    def change(self, settings: dict[str, Any]) -> None:
+    def change(self, settings: dict[str, Any], path: str = "/twostroke/settings") -> None:
         """InputError with the server's message when it refuses them."""
         try:
-            answer = self.http.post("/twostroke/settings", json=settings)
+            answer = self.http.post(path, json=settings)
             if answer.status_code != 200:
                 raise InputError(f"the server did not take {settings}: {answer.json()['error']['message']}")
+        except self.trouble as error:
+            raise InputError(self._unreached(error)) from None
+
+    def workers(self) -> dict[str, Any] | None:
+        """Of a cluster, its workers and transfers; None: there is one engine."""
+        try:
+            answer = self.http.get("/twostroke/workers")
+            return answer.json() if answer.status_code == 200 else None
         except self.trouble as error:
             raise InputError(self._unreached(error)) from None
 

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from twostroke.cli import options
+from twostroke.cli.cluster_auto import Traffic, check_auto, planned
 from twostroke.cli.options import ModelArgument, Settings, parse_settings
 from twostroke.cli.server_options import Given, run_server, say, server_options, takes_server_options
 from twostroke.errors import ConfigError
@@ -35,6 +37,18 @@ def cluster(
     share_cores: Annotated[
         bool, typer.Option(help="Workers need no cores of their own: slower, for trying it out.")
     ] = False,
+    auto: Annotated[
+        bool, typer.Option("--auto", help="Divide --workers by simulating the traffic: one pool, or prompts apart.")
+    ] = False,
+    workload: Annotated[
+        str | None, typer.Option(help="Traffic for --auto: as for `bench`; chat is the default.")
+    ] = None,
+    trace: options.Trace = None,
+    rate: Annotated[float | None, typer.Option(help="Requests/s for --auto.", min=0.001, max=1e6)] = None,
+    scale: Annotated[float | None, typer.Option(help="For --auto: divides all lengths.", min=0.01, max=1e6)] = None,
+    ttft: options.Ttft = None,
+    tpot: options.Tpot = None,
+    hardware: Annotated[str | None, typer.Option(help="Of a worker, for --auto; 'this' is the default.")] = None,
     option: Settings = None,
     *,
     given: Given,
@@ -46,6 +60,14 @@ def cluster(
 
     if route not in ("cost", "apart"):
         raise ConfigError(f"--route: {route!r} is not known; use cost or apart.")
+    traffic = Traffic(workload, trace, rate, scale, ttft, tpot, hardware)
+    check_auto(auto, workers, traffic)
+    if auto:
+        if prefill or decode or prefill_set or decode_set:
+            raise ConfigError("--auto divides --workers N by itself: leave --prefill and --decode out.")
+        found = planned(model, parse_settings(option), workers, traffic, address is None)
+        say(found.sentence)
+        workers, prefill, decode = (0, *found.best[:2]) if found.best.prefill else (workers, 0, 0)
     shape = Shape(
         workers, prefill, decode, parse_settings(option), parse_settings(prefill_set), parse_settings(decode_set),
         route == "apart", share_cores, address,
@@ -53,10 +75,10 @@ def cluster(
     check_shape(shape)
     for role in set(shape.roles().values()):
         make_config(**shape.settings_of(role))
-    options = server_options(model, dict(shape.settings), given)
-    if is_embedder_at(options.path):
+    server = server_options(model, dict(shape.settings), given)
+    if is_embedder_at(server.path):
         raise ConfigError(f"{model} makes vectors and writes no answers: use `twostroke serve {model}`.")
-    where = options.path if Path(model).expanduser().exists() else Path(model)  # a name is fetched on each machine
+    where = server.path if Path(model).expanduser().exists() else Path(model)  # a name is fetched on each machine
     from twostroke.serve.main import run
 
-    run_server(replace(options, client=lambda: Deployment(where, shape, say)), run)
+    run_server(replace(server, client=lambda: Deployment(where, shape, say)), run)

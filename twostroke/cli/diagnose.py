@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from twostroke.bench.remote import Admin
     from twostroke.bench.workload import Load
     from twostroke.cost.answers.diagnose import Diagnosis
+    from twostroke.cost.answers.split import Verdict
     from twostroke.cost.simulation.deployment import Deployment
     from twostroke.cost.simulation.served import Targets
 
@@ -157,6 +158,10 @@ def of_twostroke(admin: Admin, target: Target, load: Load | None, apply: bool, t
         f"[dim]since its start: {now.get('vllm:generation_tokens_total', 0):,.0f} tokens written, prefix hits "
         f"{hits / max(1.0, queries):.0%}, {now.get('vllm:num_preemptions_total', 0):,.0f} preemptions[/dim]"
     )
+    workers = admin.workers()
+    if workers is not None:
+        of_cluster(admin, workers, target, load, apply, targets)
+        return
     path = calibration_path(cache_folder(), admin.get("/twostroke/settings")["model"])
     here = any(name in target.base for name in ("//127.0.0.1", "//localhost", "//[::1]"))
     rates = load_calibration(path).rates if here and path.exists() else None
@@ -166,6 +171,35 @@ def of_twostroke(admin: Admin, target: Target, load: Load | None, apply: bool, t
         show_applied(apply_live(admin, target, load, over_http, targets, rates))
     else:
         show_diagnosis(diagnose_load(admin, target, load, over_http, targets, rates).diagnosis)
+
+
+def of_cluster(
+    admin: Admin, workers: dict[str, Any], target: Target, load: Load | None, apply: bool, targets: Targets
+) -> None:
+    """Which stroke is slow on its workers together, and how they should be divided. With `apply` roles are changed,
+    and the load is measured again."""
+    from twostroke.bench import split
+    from twostroke.cli.watch import over_http
+    from twostroke.cost.answers.diagnose import diagnose
+    from twostroke.cost.answers.split import divide
+
+    if apply:
+        assert load is not None, "--apply has a load"
+        found = split.apply(admin, target, load, over_http, targets)
+        if isinstance(found, split.Changed):
+            show_division(found.verdict)
+            roles = ", ".join(f"{name} is for {role}" for name, role in found.roles.items())
+            measured = f"{found.before:.2f} requests/s within the targets before, {found.after:.2f} after"
+            console.print(f"Changed: {roles}. Measured: {measured}.")
+        else:
+            show_division(found)
+            console.print("Nothing was changed.")
+        return
+    if load is not None:
+        over_http(target, load)
+    record = split.recorded(admin, workers)
+    show_diagnosis(diagnose(record.deployment, record.arrivals, record.served, targets))
+    show_division(divide(record.deployment, record.arrivals, targets))
 
 
 def of_other_server(target: Target, load: Load, described: Described, targets: Targets) -> None:
@@ -258,6 +292,20 @@ def show_applied(found: Applied | Diagnosis) -> None:
     console.print(f"\n[bold]{found.effect.lever.title}[/bold] ({how}):")
     show_predictions([found.prediction])
     ledger.append(cache_folder() / LEDGER, found.prediction)
+
+
+def show_division(found: Verdict) -> None:
+    console.print(f"[bold]{found.sentence}[/bold]")
+    table = Table(title=f"divisions of the workers ({found.targets})", header_style="bold", title_justify="left")
+    for name in ("workers", "goodput", "within", "TTFT p95", "TPOT p95"):
+        table.add_column(name)
+    for one in found.tried:
+        marks = " (now)" if one is found.now else ""
+        s = one.summary
+        table.add_row(
+            f"{one.title}{marks}", f"{one.goodput:.2f}/s", f"{one.share:.0%}", seconds(s.ttft.p95), seconds(s.tpot.p95)
+        )
+    console.print(table)
 
 
 def show_diagnosis(found: Diagnosis) -> None:

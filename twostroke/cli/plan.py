@@ -20,6 +20,8 @@ from twostroke.cli.terminal import console, errors, telling
 from twostroke.errors import ConfigError
 from twostroke.record import replace
 
+MOST_DIVIDED = 16  # workers of which it is said how they should be divided
+
 if TYPE_CHECKING:
     from twostroke.cost.answers.workers import Demand, Dropped
     from twostroke.cost.simulation.deployment import Deployment
@@ -116,6 +118,11 @@ def find_workers(kinds: list[Deployment], dropped: list[Dropped], demand: Demand
             reached = highest_rate(best.deployment, demand.arrivals, demand.targets, demand.per_second, best.trial)
             highest = None if reached is None else reached[0]
     show_needs(found, demand, highest, search)
+    first = next(iter(found.needs), None)
+    if first is not None and first.copies == 1.0 and 2 <= first.deployment.workers <= MOST_DIVIDED and not search:
+        from twostroke.cost.answers.split import divide
+
+        console.print(divide(first.deployment, first.load, demand.targets).sentence)
     if not found.needs:
         console.print(
             f"No number of these workers meets {demand.targets}. Try --gpus, a narrower --precision, or --search."

@@ -1,75 +1,78 @@
-"""Which blocks the workers have, by name, as far as the router was told. Torch-free.
+"""Which workers have a prompt's blocks, by name, as far as the router was told. Torch-free.
 
-Each worker has its names in the order in which they came. Beside that, every sixteenth name of a prompt says which
-workers have it: one bit for each. So the router sees with a few looks, whatever the number of workers, which of them
-may have a part of a prompt, and how much at most. How much it is exactly is looked up for the few that matter.
+Each worker has its names in the order in which they came. Beside that, every sixteenth name of a prompt has a list of
+the workers that have it. So a few looks find those that have the most of a prompt, whatever the number of workers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import islice
+from operator import attrgetter
 
-STRIDE = 16  # blocks between two names that say which workers have them
+from twostroke.cluster.standing import Worker
+
+STRIDE = 16  # blocks between two names that have a list
+SAMPLE = 8  # of many workers that have a name
+WAIT = attrgetter("wait")
 
 
 class Holdings:
     def __init__(self) -> None:
-        self.names: dict[int, dict[bytes, None]] = {}  # by worker, the oldest first
-        self._holders: dict[bytes, int] = {}  # bits of the workers that have a name, for every sixteenth one
+        self._holders: dict[bytes, list[Worker]] = {}  # of every sixteenth name
+        self._turn = 0
 
-    def keep(self, worker: int, names: Sequence[bytes], room: int) -> None:
-        """It has these leading blocks of a prompt now. Of too many the oldest are forgotten, an eighth at once."""
-        held, holders, bit = self.names.setdefault(worker, {}), self._holders, 1 << worker
-        held.update(dict.fromkeys(reversed(names)))
-        for name in names[::STRIDE]:
-            holders[name] = holders.get(name, 0) | bit
+    def keep(self, worker: Worker, names: Sequence[bytes], cached: int = 0) -> None:
+        """It has these leading blocks of a prompt now, and had the first `cached` before. Of too many the oldest are
+        forgotten, an eighth at once."""
+        held, holders, room = worker.held, self._holders, worker.load.blocks
+        if cached == len(names):
+            return
+        for name in names[-(-cached // STRIDE) * STRIDE :: STRIDE]:
+            if name not in held:
+                holders.setdefault(name, []).append(worker)
+        for name in names[: cached - 1 if cached else None : -1]:
+            held[name] = None  # a name that is there keeps its place
         over = len(held) - room
         if over > room // 8:
             self.forget(worker, list(islice(held, over)))
 
-    def forget(self, worker: int, names: Iterable[bytes]) -> None:
-        held, bit = self.names.get(worker, {}), 1 << worker
+    def forget(self, worker: Worker, names: Iterable[bytes]) -> None:
+        held = worker.held
         for name in names:
-            held.pop(name, None)
-            bits = self._holders.get(name)
-            if bits is not None and bits & bit:
-                if bits == bit:
+            those = self._holders.get(name)
+            if those is not None and name in held:
+                those.remove(worker)
+                if not those:
                     del self._holders[name]
-                else:
-                    self._holders[name] = bits ^ bit
+            held.pop(name, None)
 
-    def drop(self, worker: int) -> None:
+    def drop(self, worker: Worker) -> None:
         """All of a worker's."""
-        self.forget(worker, list(self.names.get(worker, ())))
-        self.names.pop(worker, None)
+        self.forget(worker, list(worker.held))
 
-    def most(self, names: Sequence[bytes]) -> list[tuple[int, int]]:
-        """(bits of workers, the most leading blocks that these may have), the most blocks last. A worker counts with
-        the last pair that has its bit; one with no bit has none of them."""
-        found: list[tuple[int, int]] = []
-        for place in range(0, len(names), STRIDE):
-            bits = self._holders.get(names[place], 0)
-            if place == 0 and not bits:
-                break
-            if bits:
-                if found and found[-1][0] == bits:
-                    found.pop()
-                found.append((bits, min(place + STRIDE, len(names))))
+    def most(self, names: Sequence[bytes], count: int) -> list[Worker]:
+        """Up to `count` workers that have the beginning of a prompt, or some more, those with the most of it first.
+        Where many have it, those that wait the least of some of them, and of others each time."""
+        found: list[Worker] = []
+        level = self._deepest(names)
+        while level >= 0 and len(found) < count:
+            those = self._holders.get(names[level * STRIDE], [])  # a beginning may be forgotten before an end
+            if len(those) > count:
+                self._turn += SAMPLE
+                first = self._turn % len(those)
+                those = sorted(those[first : first + SAMPLE], key=WAIT)[:count]
+            found += those
+            level = level // 2 if level else -1
         return found
 
-    def cached(self, worker: int, names: Sequence[bytes]) -> int:
-        """Leading blocks that it has. Names are chained and the end of a prompt is evicted first, so the border is
-        found by bisection."""
-        held = self.names.get(worker)
-        if not held or not names or names[0] not in held:
-            return 0
-        if names[-1] in held:
-            return len(names)
-        low, high = 1, len(names)  # the first `low` are there
+    def _deepest(self, names: Sequence[bytes]) -> int:
+        """The last sixteenth name that a worker has, counted from 0; -1: none. By bisection, as names are chained."""
+        holders = self._holders
+        low, high = -1, (len(names) - 1) // STRIDE
         while low < high:
             middle = (low + high + 1) // 2
-            if names[middle - 1] in held:
+            if names[middle * STRIDE] in holders:
                 low = middle
             else:
                 high = middle - 1

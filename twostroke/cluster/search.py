@@ -1,160 +1,112 @@
-"""The best route for one request, found among all workers at once. Torch-free.
+"""The best route among some workers, and the workers that come into question. Torch-free.
 
-Loads are arrays (standing.py), so the least of all is found with a few operations. What a worker has of the prompt is
-first taken as the most that it may have (holdings.py): its cost is then a lower bound. Where the least value is only a
-bound, the blocks of that worker are looked up, and the least is sought again; so few workers are looked at one by one.
+In a small deployment all do. In a large one it is those that have the most of the prompt (holdings.py), and of those
+that write and of those that do not the ones that cost the least for a prompt of about this length (ranks.py). The work
+of a decision is then the same for a hundred workers and for ten thousand.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from math import inf
-from typing import Any, NamedTuple
-
-import numpy as np
 
 from twostroke.cluster.holdings import Holdings
-from twostroke.cluster.standing import Standing, Vector
+from twostroke.cluster.ranks import Ranks
+from twostroke.cluster.standing import Worker
 from twostroke.ops.interface import BLOCK
 
-FEW = 16  # workers that are taken out of their bits one by one
-ALL = slice(None)
-At = int | slice
+FEW = 12  # workers that are all compared
+WRITERS = 3  # that cost the least
+HELPERS = 2  # that compute prompts alone, and cost the least
+HOLDERS = 3  # that have the most of a prompt
+LENGTHS = (64, 1024, 16384)  # of prompts for which workers are ordered, a factor of 16 apart
+
+# A prompt at one worker: seconds until it is computed and those that the streams there wait meanwhile, together; the
+# number of the worker; seconds until it is computed; leading blocks that the worker has; tokens that it computes.
+Prompt = tuple[float, int, float, int, int, Worker]
+Choice = tuple[float, Prompt, Prompt]  # cost; where the prompt is computed; where the answer is written
 
 
-class Found(NamedTuple):
-    cost: float
-    decode: int
-    prefill: int
+class Shortlist:
+    """Workers that come into question."""
+
+    def __init__(self) -> None:
+        self._writers = [Ranks(tokens) for tokens in LENGTHS]
+        self._helpers = [Ranks(tokens) for tokens in LENGTHS]
+
+    def changed(self, worker: Worker) -> None:
+        for ranks in self._writers if worker.writes else self._helpers:
+            ranks.changed.add(worker)
+
+    def drop(self, worker: Worker) -> None:
+        """It is gone, or has another role."""
+        for ranks in (*self._writers, *self._helpers):
+            ranks.drop(worker)
+
+    def of(self, tokens: int, names: Sequence[bytes], holdings: Holdings) -> Iterable[Worker]:
+        length = min(len(LENGTHS) - 1, max(0, (tokens.bit_length() - 5) // 4))
+        found = self._writers[length].least(WRITERS)
+        if names:
+            found += self._helpers[length].least(HELPERS)
+            found += holdings.most(names, HOLDERS)
+        return dict.fromkeys(found)
 
 
-NONE = Found(inf, -1, -1)
-
-
-class Search:
-    def __init__(
-        self,
-        standing: Standing,
-        holdings: Holdings,
-        tokens: int,
-        names: Sequence[bytes],
-        sending: Callable[[int], float],
-    ):
-        """tokens, names: of the prompt. sending: seconds for so many blocks."""
-        self.standing = standing
-        self.holdings = holdings
-        self.length = tokens
-        self.names = names
-        self.seconds = sending
-        count = standing.rows.shape[1]
-        self.tokens, self.sending, self.cost = standing.scratch
-        self.tokens.fill(max(1, tokens))  # that a worker has to compute
-        self.sending.fill(sending(len(names)))  # seconds, for the blocks that a worker lacks
-        self.unsure = 0  # bits of the workers for which the two are bounds
-        for bits, most in holdings.most(names):
-            at = places(bits, count)
-            self.unsure |= bits
-            self.tokens[at], self.sending[at] = self._with(most)
-        np.multiply(standing.slope, self.tokens, out=self.cost)
-        np.add(self.cost, standing.wait, out=self.cost)
-
-    def _with(self, cached: int) -> tuple[float, float]:
-        """Tokens to compute and seconds to send, for a worker that has so many blocks."""
-        return float(max(1, self.length - cached * BLOCK)), self.seconds(len(self.names) - cached)
-
-    def settle(self, worker: int) -> None:
-        """Look up what it has."""
-        if self.unsure >> worker & 1:
-            self.unsure ^= 1 << worker
-            tokens, sending = self._with(self.holdings.cached(worker, self.names))
-            self.tokens[worker], self.sending[worker] = tokens, sending
-            self.cost[worker] = self.standing.slope[worker] * tokens + self.standing.wait[worker]
-
-    def least(self, value: Callable[[At], Any], but: int | None = None) -> tuple[int, float]:
-        """The worker with the least value, and the value; the first one among equals."""
-        values: Vector = value(ALL)
-        if but is not None:
-            values[but] = inf
-        while True:
-            worker = int(values.argmin())
-            if not self.unsure >> worker & 1:
-                return worker, float(values[worker])
-            self.settle(worker)
-            values[worker] = value(worker)
-
-    # ---- routes ----------------------------------------------------------------------------------------------------
-
-    def best(self, apart: bool) -> Found:
-        """apart: prompts with a full block are computed by workers that do nothing else, or by others than the writer
-        where there are none."""
-        standing = self.standing
-        helps = standing.helps_only if apart and standing.helpers_only else standing.helps
-        helped = bool(self.names) and bool(standing.helpers)
-        found = NONE
-        if not (apart and helped):
-            worker, cost = self.least(self._in_place)
-            found = Found(cost, worker, worker) if cost < inf else NONE
-        return self._with_helper(helps, found, apart) if helped else found
-
-    def _in_place(self, at: At) -> Any:
-        standing = self.standing
-        if not standing.full:
-            return self.cost[at] + standing.step[at]
-        tokens = self.tokens[at]
-        done = np.maximum(standing.wait[at] + standing.token[at] * tokens, standing.place[at])
-        return done + standing.busy[at] * tokens + standing.step[at]
-
-    def _with_helper(self, helps: Vector, found: Found, apart: bool) -> Found:
-        """Of all workers the one that computes the prompt at the least cost is best for every writer, unless answers
-        wait for places: then one whose own streams lose less may be better. Nor can it be its own writer if apart."""
-        standing = self.standing
-        helper, _ = self.least(lambda at: self.cost[at] + helps[at])
-        found = self._better(found, helper)
-        own = apart and standing.step[helper] < inf
-        if own or (standing.full and standing.busy[helper] > 0):
-            found = self._others(helps, found, helper)
-        return found
-
-    def _better(self, found: Found, helper: int) -> Found:
-        """Its best writer, if that is a better route."""
-        standing, tokens = self.standing, self.tokens[helper]
-        done = float(standing.wait[helper] + standing.token[helper] * tokens)
-        lost = float(standing.busy[helper] * tokens)
-
-        def to_writer(at: At) -> Any:
-            ready = self.sending[at] + done
-            if standing.full:
-                ready = np.maximum(ready, standing.place[at])
-            return ready + standing.step[at] + lost
-
-        writer, cost = self.least(to_writer, helper)
-        other = Found(cost, writer, helper)
-        return other if cost < inf and other[:2] < found[:2] else found
-
-    def _others(self, helps: Vector, found: Found, tried: int) -> Found:
-        """As long as one may be better."""
-        standing = self.standing
-        soonest = self.sending.min() + standing.step.min()
-        free = (standing.place + standing.step).min()
-        bound = np.maximum(self.cost + soonest, standing.busy * self.tokens + free) + helps
-        bound[tried] = inf
-        while True:
-            helper = int(bound.argmin())
-            if not bound[helper] < found.cost:
-                return found
-            bound[helper] = inf
-            self.settle(helper)
-            found = self._better(found, helper)
-
-
-def places(bits: int, count: int) -> list[int] | np.ndarray:
-    """The numbers of the bits that are set, or which of `count` are."""
-    if bits.bit_count() > FEW:
-        octets = np.frombuffer(bits.to_bytes((count + 7) // 8, "little"), np.uint8)
-        return np.unpackbits(octets, count=count, bitorder="little").view(np.bool_)
-    found = []
-    while bits:
-        lowest = bits & -bits
-        found.append(lowest.bit_length() - 1)
-        bits ^= lowest
-    return found
+def best(
+    workers: Iterable[Worker],
+    length: int,
+    names: Sequence[bytes],
+    latency: float,
+    block_seconds: float,
+    apart: bool,
+    but: Worker | None,
+) -> Choice | None:
+    """latency, block_seconds: of a transfer. apart: prompts with a full block are computed by workers that do nothing
+    else, or by others than the writer where there are none. but: a worker that is not asked."""
+    prompts: list[Prompt] = []
+    helpers: list[Prompt] = []
+    first, blocks, guess = names[0] if names else b"", len(names), 0
+    for worker in workers:
+        if not worker.open or worker is but:
+            continue
+        cached, tokens = 0, length
+        if first in worker.held:
+            guess = cached = worker.cached(names, guess)
+            tokens = max(1, length - cached * BLOCK)
+        own = tokens * worker.token
+        done = worker.wait + own
+        prompt = (done + worker.streams * own, worker.number, done, cached, tokens, worker)
+        if worker.writes:
+            prompts.append(prompt)
+        if first and worker.helps:
+            helpers.append(prompt)
+    if apart:
+        helpers = [one for one in helpers if not one[-1].writes] or helpers
+    helpers.sort()
+    alone = not (apart and helpers)
+    lost = min([one[0] - one[2] for one in helpers], default=inf)  # the least that streams wait for a helper
+    chosen, least = None, inf
+    for prompt in prompts:
+        cost, _, done, cached, _, writer = prompt
+        step, place = writer.step, writer.place
+        if alone:
+            whole = cost + step if done >= place else place + cost - done + step
+            if whole < least:
+                chosen, least = (whole, prompt, prompt), whole
+        place += step
+        if place + lost >= least:
+            continue  # no helper can make it sooner
+        after = step if cached == blocks else latency + (blocks - cached) * block_seconds + step
+        for helper in helpers:
+            cost = helper[0]
+            if cost + after >= least:
+                break  # the helpers after it cost more still
+            if helper is prompt:
+                continue
+            ready = helper[2] + after
+            whole = (ready if ready > place else place) + cost - helper[2]
+            if whole < least:
+                chosen, least = (whole, helper, prompt), whole
+            if place == step:
+                break  # nor do they where the writer has a place
+    return chosen

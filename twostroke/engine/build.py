@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from twostroke.draft.speculate import make_drafter
 from twostroke.engine.core import Core
 from twostroke.engine.draft_model import open_draft
 from twostroke.engine.intake import Intake, open_tokenizer
+from twostroke.engine.ranks import Ranks, check_parallel
 from twostroke.errors import ConfigError
 from twostroke.grammar.compile import GrammarCompiler
 from twostroke.grammar.forced import ForcedTokens
@@ -24,6 +26,8 @@ from twostroke.kv.storage import KVStorage
 from twostroke.metrics.steplog import StepLog
 from twostroke.model.arch import Arch, ExpertsArch, GroupedArch
 from twostroke.model.latent import LatentArch
+from twostroke.model.parallel import ParallelTransformer
+from twostroke.model.shares import Share, divided
 from twostroke.model.transformer import Transformer
 from twostroke.ops.interface import Ops
 from twostroke.ops.select import make_ops
@@ -56,6 +60,7 @@ class Engine(Record):
     tokenizer: Tokenizer
     arch: Arch
     settings: Resolved
+    ranks: Ranks | None = None  # the other processes, with parallel above 1
 
 
 @collector_paused()
@@ -74,15 +79,20 @@ def build_engine(
     checkpoint = open_checkpoint(locate(model, download_progress))
     arch = load_arch(checkpoint)
     tokenizer = open_tokenizer(checkpoint)
-    draft = open_draft(config.draft_model, arch, tokenizer, download_progress)
     device = choose_device(config)
+    check_parallel(config, device, block_key is not None)
+    draft = open_draft(config.draft_model, arch, tokenizer, download_progress)
     for one in (arch, *([] if draft is None else [draft.arch])):
         check_attention(one, device)
         check_feeds(one, device, config.quantize)
     checkpoints = [checkpoint] if draft is None else [checkpoint, draft.checkpoint]
     weight_bytes = sum(count_weights(one, device, config) for one in checkpoints)
     draft_arch = draft.arch if draft is not None else None
-    settings = resolve(config, arch, hardware_of(device, arch), weight_bytes, draft_arch)
+    parts = config.parallel
+    part = divided(arch, parts) if parts > 1 else arch  # that this process computes
+    hardware = hardware_of(device, arch)
+    hardware = replace(hardware, free_memory=hardware.free_memory // parts)
+    settings = resolve(config, part, hardware, weight_bytes // parts, draft_arch)
     if device == "cuda":
         from twostroke.run.cuda.kernel_cache import use_kernel_cache
 
@@ -90,7 +100,11 @@ def build_engine(
     ops = make_ops(device, settings.dtype, settings.threads, settings.quantize, settings.exact)
     stage("load")
     bits = settings.quantize if device == "cpu" else None  # a GPU packs float weights into its own formats
-    transformer = load_model(checkpoint, ops, settings.max_model_len, load_progress, bits)
+    ranks = Ranks(checkpoint.path, settings) if parts > 1 else None
+    if ranks is None:
+        transformer = load_model(checkpoint, ops, settings.max_model_len, load_progress, bits)
+    else:
+        transformer = load_leading(checkpoint, ops, settings, ranks, load_progress)
     small = load_model(draft.checkpoint, ops, settings.max_model_len, None, bits) if draft is not None else None
     stage("size KV")
     if device == "cuda":
@@ -112,7 +126,19 @@ def build_engine(
     core = Core(scheduler, runner, clock, StepLog())
     defaults = sampling_defaults(checkpoint, arch)
     intake = Intake(tokenizer, settings, arch.vocab, grammars.compiler, defaults=defaults)
-    return Engine(core, intake, tokenizer, arch, settings)
+    return Engine(core, intake, tokenizer, arch, settings, ranks)
+
+
+def load_leading(
+    checkpoint: Checkpoint, ops: Ops, settings: Resolved, ranks: Ranks, progress: Progress | None
+) -> Transformer:
+    """The share of rank 0, once the others have theirs."""
+
+    def make(*parts: Any, **more: Any) -> Transformer:
+        return ParallelTransformer(*parts, sum_ranks=ranks.open_sum(), announce=ranks.announce, **more)
+
+    share = Share(0, settings.parallel)
+    return load_model(checkpoint, ops, settings.max_model_len, progress, settings.quantize, share, make)
 
 
 def block_identity(checkpoint: Checkpoint, settings: Resolved, ops: Ops, draft: Checkpoint | None = None) -> str:
@@ -120,6 +146,8 @@ def block_identity(checkpoint: Checkpoint, settings: Resolved, ops: Ops, draft: 
     parts = [fingerprint(checkpoint), settings.kv_dtype, settings.dtype, settings.quantize, ops.name, settings.exact]
     if draft is not None:
         parts.append(fingerprint(draft))
+    if settings.parallel > 1:
+        parts.append(f"parallel {settings.parallel}")
     return " ".join(map(str, parts))
 
 

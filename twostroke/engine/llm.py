@@ -126,6 +126,8 @@ class LLM(VectorMethods):
         if self.tokenizer.chat is not None:
             self.tokenizer.chat.close()
         self._engine.intake.grammars.close()
+        if self._engine.ranks is not None:
+            self._engine.ranks.close()
         del self._engine
 
     def __enter__(self) -> LLM:

@@ -13,4 +13,5 @@ rope.py           rotary frequencies with every kind of scaling
 layers.py         a loaded layer: a mixer and a feed with their weights
 streams.py        a layer over several residual streams
 transformer.py    the forward pass
+shares.py         a model in equal parts for several processes; parallel.py: the forward pass of one of them
 """

@@ -138,6 +138,15 @@ class Stored(Record, eq=False):
             raise ValueError(f"rows {start}:{stop} lie outside shape {self.shape}")
         return Stored(self.format, (stop - start, *self.shape[1:]), self.by_row()[start:stop].reshape(-1), self.order)
 
+    def columns(self, start: int, stop: int) -> Stored:
+        """Elements start..stop-1 of each row of a matrix, as a copy; ValueError unless they are whole blocks."""
+        own = in_own_order(self)
+        block, size = _KNOWN[own.format].block, _KNOWN[own.format].bytes
+        if start % block or stop % block:
+            raise ValueError(f"columns {start}:{stop} are not whole blocks of {own.format}, which have {block}")
+        rows = own.by_row()[:, start // block * size : stop // block * size]
+        return Stored(own.format, (own.shape[0], stop - start), np.ascontiguousarray(rows).reshape(-1))
+
     def entry(self, index: int) -> Stored:
         """Entry `index` of the first axis, as a view without that axis."""
         one = self.rows(index, index + 1)

@@ -6,6 +6,7 @@ Careful with memory: tensors stay mapped bytes until the backend packs them, one
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,6 +17,7 @@ from twostroke.model.compressed import CompressedArch
 from twostroke.model.latent import Latent, LatentArch
 from twostroke.model.layers import Dense, Experts, Feed, Grouped, Layer, Mixer, SharedExpert
 from twostroke.model.names import ignorable, parameter_sources
+from twostroke.model.shares import BY_COLUMNS, BY_ROWS, Share, divided
 from twostroke.model.transformer import Transformer, rope_table
 from twostroke.ops.arrays import placed
 from twostroke.ops.formats import INTEGERS, Stored, dequantize, from_float, in_own_order, integers
@@ -38,24 +40,33 @@ LATENT_EPS = 1e-6  # of the norms inside latent attention, whatever the config s
 
 
 def load_model(
-    checkpoint: Checkpoint, ops: Ops, max_positions: int, progress: Progress | None = None, bits: str | None = None
+    checkpoint: Checkpoint,
+    ops: Ops,
+    max_positions: int,
+    progress: Progress | None = None,
+    bits: str | None = None,
+    share: Share | None = None,
+    make: Callable[..., Transformer] = Transformer,
 ) -> Transformer:
     """Pack every parameter for `ops`. max_positions: the longest context that will be asked for.
 
     bits: "int8" or "int4" for the layers' matrices; embedding and head, where every error is seen, get int8 in both.
+    share: of one rank of several; `make` then makes a `ParallelTransformer`.
     """
     arch = load_arch(checkpoint)
-    parameters = Parameters(checkpoint, arch, ops, progress, bits)
+    parameters = Parameters(checkpoint, arch, ops, progress, bits, share)
+    arch = arch if share is None else divided(arch, share.parts)
     ropes = RopeTables(max_positions, ops.device)
     layers = [_layer(parameters, layer, f"layers.{index}.", ropes) for index, layer in enumerate(arch.layers)]
     embedding = parameters.matrix("embedding")
-    return Transformer(
+    follows = share is not None and share.rank > 0  # the rank that leads makes the logits
+    return make(
         arch,
         ops,
         embedding=embedding,
         layers=layers,
         final_norm=parameters.norm("final_norm"),
-        head=embedding if arch.tied_head else parameters.matrix("head"),
+        head=embedding if arch.tied_head or follows else parameters.matrix("head"),
         max_positions=max_positions,
         head_streams=parameters.streams("streams") if arch.streams > 1 else None,
     )
@@ -194,9 +205,15 @@ class Parameters:
     """Hands out parameters by our names, checked once against the checkpoint when it is made."""
 
     def __init__(
-        self, checkpoint: Checkpoint, arch: Arch, ops: Ops, progress: Progress | None = None, bits: str | None = None
+        self,
+        checkpoint: Checkpoint,
+        arch: Arch,
+        ops: Ops,
+        progress: Progress | None = None,
+        bits: str | None = None,
+        share: Share | None = None,
     ):
-        self.arch, self.ops, self.progress, self.bits = arch, ops, progress, bits
+        self.arch, self.ops, self.progress, self.bits, self.share = arch, ops, progress, bits, share
         self.tensors, self.where = whole_tensors(checkpoint), checkpoint.path.name
         self.sources = parameter_sources(arch, checkpoint.kind, self.tensors.keys())
         self._check_names()
@@ -281,15 +298,38 @@ class Parameters:
     def _bias(self, names: tuple[str, ...]) -> Array | None:
         if not any(f"{name}_bias" in self.sources for name in names):
             return None
+        if self.share is not None and self.share.rank > 0 and kind_of(names[0]) in BY_COLUMNS:
+            return None  # one rank adds it
         parts = [
             dequantize(self._stored(f"{name}_bias"))
             if f"{name}_bias" in self.sources
-            else np.zeros(self.sources[name].shape[0], np.float32)
+            else np.zeros(self._stored(name).shape[0], np.float32)
             for name in names
         ]
         return placed(np.concatenate(parts), self.ops.device)
 
     def _stored(self, name: str) -> Stored:
+        """A tensor, or the part of it that this rank has."""
+        whole = self._whole(name)
+        if self.share is None or not name.startswith("layers."):
+            return whole
+        if kind_of(name) in BY_ROWS:
+            return whole.rows(*self.share.span(whole.shape[0]))
+        if kind_of(name) not in BY_COLUMNS:
+            return whole
+        first, end = self.share.span(whole.shape[1])
+        if self.bits is not None:
+            return from_float(dequantize(whole)[:, first:end])  # it is quantized after this
+        try:
+            return whole.columns(first, end)
+        except ValueError as error:
+            tensor, parts = self.sources[name].tensor, self.share.parts
+            raise ModelError(
+                f"{self.where}: parallel={parts} cannot divide {tensor}: {error}. Give quantize=int8, which converts "
+                "the weights, or leave parallel out."
+            ) from None
+
+    def _whole(self, name: str) -> Stored:
         source = self.sources[name]
         stored = self._tensor(source.tensor)
         if source.entry is not None:
@@ -360,6 +400,10 @@ class Parameters:
             if (self.tensors[name].format == "U8") != (name in parts):
                 kind = "bytes" if name in parts else "floats"
                 raise ModelError(f"{self.where}: {name} has dtype {self.tensors[name].format}; it must hold {kind}.")
+
+
+def kind_of(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 def halves_order(rows: int, heads: int, tail: int = 0) -> np.ndarray:

@@ -322,6 +322,6 @@ LEVERS: tuple[Lever, ...] = (
           "preemptions end, larger batches", more_kv, takes("kv_blocks", "kv_memory")),
     Lever("replica", "add a worker", "both", False, "more requests arrive than this many workers can serve",
           "queues end; the price grows", replica),
-    Lever("split-pools", "separate pools for prefill and decode (simulated: not built here)", "both", False,
+    Lever("split-pools", "separate pools for prefill and decode: twostroke cluster", "both", False,
           "prefill and decode slow each other down", "gaps become even; K and V must be transferred", split),
 )  # fmt: skip

@@ -1,0 +1,192 @@
+"""Tensor parallelism: one engine whose layers are computed by several processes, the ranks.
+
+The engine's own process is rank 0: it has scheduler, sampling and head, and tells the others of each step (the rows, as
+bytes over a socket pair). All ranks then run the same layers, each with its share (model/shares.py), and give each
+other their parts at every residual add (gloo, over the loopback interface alone). Parts are added in the order of the
+ranks, so the result depends on their number and on nothing else.
+
+A rank that dies closes its connections: the sum of the others fails, and with it the engine. A rank ends when its
+socket closes, so no rank outlives the engine.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import tempfile
+import weakref
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from twostroke.config import Config, Resolved
+from twostroke.errors import ConfigError, ModelError
+from twostroke.model.parallel import Sum
+from twostroke.ops.interface import Array, Batch, GroupBlocks
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+BOOT = "import sys; sys.path.append(sys.argv[2]); from twostroke.engine.rank_main import main; main(sys.argv[1])"
+GATHER = timedelta(minutes=10)  # longest wait for another rank's part: a rank that is gone is seen at once
+SIZE = 8  # bytes of a frame's length
+READY = b"ready"
+SETTINGS = ("device", "dtype", "threads", "quantize", "exact", "max_model_len", "kv_blocks", "kv_dtype")
+
+
+class RankLostError(BaseException):
+    """A rank is gone, and the engine ends. A plain exception would end the requests of one step only."""
+
+
+def check_parallel(config: Config, device: str, exchanges: bool) -> None:
+    """exchanges: K and V go to other engines."""
+    parts, reason = config.parallel, ""
+    if device != "cpu":
+        reason = f"on a CPU, not on device={device!r}: leave it out"
+    elif config.draft_model is not None:
+        reason = "without a draft model: drop draft_model or parallel"
+    elif config.kv_offload:
+        reason = "without kv_offload: drop one of them"
+    elif exchanges:
+        reason = "by one engine, not by workers that exchange blocks: leave it out of a cluster's settings"
+    if parts > 1 and reason:
+        raise ConfigError(f"parallel={parts} is served {reason}.")
+
+
+# ---- sums ----------------------------------------------------------------------------------------------------------
+
+
+def open_sum(folder: Path, rank: int, parts: int) -> Sum:
+    """Waits until all ranks are there. folder: of this engine alone, where they find each other."""
+    import torch
+    from torch.distributed import FileStore, ProcessGroupGloo
+
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    options._timeout = GATHER
+    group = ProcessGroupGloo(FileStore(str(folder / "ranks"), parts), rank, parts, options)
+
+    def sum_ranks(value: Array) -> Array:
+        mine: Tensor = torch.from_numpy(np.ascontiguousarray(value)) if isinstance(value, np.ndarray) else value
+        gathered = [torch.empty_like(mine) for _ in range(parts)]
+        try:
+            group.allgather([gathered], [mine]).wait()  # type: ignore[attr-defined]
+        except RuntimeError as error:
+            raise RankLostError(f"a rank is gone: {error}") from None
+        total, *rest = [one.numpy() for one in gathered] if isinstance(value, np.ndarray) else gathered
+        for one in rest:
+            total += one
+        return total
+
+    return sum_ranks
+
+
+# ---- frames --------------------------------------------------------------------------------------------------------
+
+
+def send_frame(sock: socket.socket, body: bytes) -> None:
+    sock.sendall(len(body).to_bytes(SIZE, "little") + body)
+
+
+def read_frame(sock: socket.socket) -> bytes:
+    """Empty: the other side has ended."""
+    return _read(sock, int.from_bytes(_read(sock, SIZE), "little"))
+
+
+def _read(sock: socket.socket, size: int) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        piece = sock.recv(size - len(data))
+        if not piece:
+            return b""
+        data += piece
+    return bytes(data)
+
+
+def packed(batch: Batch) -> bytes:
+    """The rows of a step as whole numbers of 64 bits, with the sizes first."""
+    columns = [group.tables.shape[1] for group in batch.groups]
+    sizes = [len(batch.tokens), len(batch.contexts), len(batch.logit_rows), len(columns), *columns]
+    arrays = [batch.tokens, batch.positions, batch.starts, batch.contexts, batch.logit_rows]
+    arrays += [array for group in batch.groups for array in (group.slots, group.tables.reshape(-1))]
+    return np.concatenate([np.asarray(array, np.int64) for array in (sizes, *arrays)]).tobytes()
+
+
+def unpacked(body: bytes) -> Batch:
+    numbers = np.frombuffer(body, np.int64)
+    rows, requests, wanted, groups = (int(number) for number in numbers[:4])
+    place = 4 + groups
+
+    def take(count: int, kind: type) -> np.ndarray:
+        nonlocal place
+        place += count
+        return numbers[place - count : place].astype(kind)
+
+    tokens, positions = take(rows, np.int64), take(rows, np.int64)
+    starts, contexts = take(requests + 1, np.int32), take(requests, np.int32)
+    logit_rows = take(wanted, np.int64)
+    found = []
+    for columns in (int(number) for number in numbers[4 : 4 + groups]):
+        slots = take(rows, np.int64)
+        found.append(GroupBlocks(slots, take(requests * columns, np.int32).reshape(requests, columns)))
+    return Batch(tokens, positions, starts, contexts, tuple(found), logit_rows)
+
+
+# ---- the other ranks, as the leading one sees them -----------------------------------------------------------------
+
+
+class Ranks:
+    def __init__(self, model: Path, settings: Resolved):
+        """Start them: they load their shares while this process loads its own."""
+        self.parts = settings.parallel
+        self.folder = tempfile.TemporaryDirectory(prefix="twostroke-ranks-")
+        self.sockets: list[socket.socket] = []
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.close = weakref.finalize(self, end_ranks, self.sockets, self.processes, self.folder)
+        hello = {"model": str(model), "folder": self.folder.name, "parts": self.parts}
+        hello["settings"] = {name: getattr(settings, name) for name in SETTINGS}
+        for rank in range(1, self.parts):
+            self._start(hello | {"rank": rank})
+
+    def _start(self, hello: dict[str, Any]) -> None:
+        ours, theirs = socket.socketpair()
+        self.sockets.append(ours)
+        root = str(Path(__file__).parents[2])  # where this package lies, should it not be installed
+        command = [sys.executable, "-P", "-c", BOOT, str(theirs.fileno()), root]
+        with theirs:
+            self.processes.append(subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL))
+        send_frame(ours, json.dumps(hello).encode())
+
+    def open_sum(self) -> Sum:
+        """When every rank has its share; ModelError: one could not load it."""
+        for rank, sock in enumerate(self.sockets, 1):
+            answer = read_frame(sock)
+            if answer != READY:
+                raise ModelError(f"rank {rank} did not start: {answer.decode() or 'its process ended'}")
+        return open_sum(Path(self.folder.name), 0, self.parts)
+
+    def announce(self, batch: Batch) -> None:
+        body = packed(batch)
+        try:
+            for sock in self.sockets:
+                send_frame(sock, body)
+        except OSError as error:
+            raise RankLostError(f"a rank is gone: {error}") from None
+
+
+def end_ranks(
+    sockets: list[socket.socket], processes: list[subprocess.Popen[bytes]], folder: tempfile.TemporaryDirectory[str]
+) -> None:
+    for sock in sockets:
+        sock.close()
+    for process in processes:
+        try:
+            process.wait(2.0)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    folder.cleanup()

@@ -1,0 +1,35 @@
+"""A rank's part of a model (tensor parallelism): the same layers with fewer heads, and a sum over ranks at each
+residual add. Every rank has the whole residual stream, and the same bits of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from twostroke.kv.storage import KVStorage
+from twostroke.model.layers import Branch
+from twostroke.model.transformer import LayerRun, Transformer
+from twostroke.ops.interface import Array, Batch
+
+Sum = Callable[[Array], Array]  # of what all ranks give, added in the order of the ranks
+
+
+class ParallelTransformer(Transformer):
+    def __init__(self, *parts: Any, sum_ranks: Sum, announce: Callable[[Batch], None] | None = None, **more: Any):
+        """announce: of the rank that leads, tells the others of a step."""
+        super().__init__(*parts, **more)
+        self.sum_ranks = sum_ranks
+        self.announce = announce
+
+    def forward(self, batch: Batch, kv: KVStorage) -> Array:
+        if self.announce is not None:
+            self.announce(batch)
+        return super().forward(batch, kv)
+
+    def _make_runs(self, kv: KVStorage) -> list[LayerRun]:
+        return [self._layer_run(index, kv) for index in range(len(self.layers))]
+
+    def _add(self, x: Array, branch: Branch) -> Array:
+        part = self.ops.linear(branch.inner, branch.weight, before=branch.before)
+        value = self.sum_ranks(part)
+        return x + (value if branch.norm is None else self.ops.norm(value, branch.norm))
