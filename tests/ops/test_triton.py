@@ -213,15 +213,19 @@ def test_many_rows(quantize: str, wide: int, rows: int) -> None:
 
 
 @pytest.mark.parametrize("quantize", ["int4", "fp8"])
-@pytest.mark.parametrize(("rows", "splits"), [(3, 1), (20, 3), (70, 2)])
-def test_shares_of_the_inputs(quantize: str, rows: int, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs that share the inputs of a tile, in the precision that serving has; the last share may be shorter."""
-    shape = DecodedShape(32, 64, splits, 2, 4)
+@pytest.mark.parametrize(("rows", "splits", "step"), [(3, 1, 64), (20, 3, 64), (70, 2, 64), (40, 1, 128)])
+def test_shares_of_the_inputs(
+    quantize: str, rows: int, splits: int, step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Programs that share the inputs of a tile, in the precision that serving has; the last share may be shorter, and
+    so may the last step: 320 inputs are three slices of int4."""
+    shape = DecodedShape(32, step, splits, 2, 4)
     monkeypatch.setattr("twostroke.ops.cuda.kernels.decoded.shape_for", lambda *_: shape)
     ops = CudaOps(torch.bfloat16 if ON_CARD else torch.float32, DEVICE, quantize)
     generator = torch.Generator().manual_seed(rows)
-    x = torch.randn(rows, 448, generator=generator).bfloat16()
-    weight = ops.adopt(torch.randn(48, 448, generator=generator).to(DEVICE), torch.randn(48, generator=generator))
+    wide = 448 if step == 64 else 320
+    x = torch.randn(rows, wide, generator=generator).bfloat16()
+    weight = ops.adopt(torch.randn(48, wide, generator=generator).to(DEVICE), torch.randn(48, generator=generator))
     expected = x.float() @ as_float(weight, torch.float32).cpu().t() + weight.bias.cpu()
     residual = torch.randn(rows, 48, generator=generator).bfloat16()
     given = [value.to(DEVICE, ops.dtype) for value in (x, residual)]

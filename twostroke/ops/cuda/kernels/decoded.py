@@ -78,6 +78,16 @@ def times(weights, x, sums, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
     return tl.dot(weights.to(DTYPE), x, sums, input_precision=PRECISION)
 
 
+@triton.jit
+def step_groups(scales_ptr, step, near, n_rows, WIDE: tl.constexpr, BYTES: tl.constexpr, FAST: tl.constexpr):
+    """The scales of a step's codes. What lies past the last slice takes those of the last: its inputs are zero."""
+    byte = tl.arange(0, BYTES)
+    part = step * (BYTES // 64) + byte // 64
+    if WIDE % BYTES != 0:
+        part = tl.minimum(part, WIDE // 64 - 1)
+    return group_words(scales_ptr + (part * (n_rows * 4) + byte % 64 // 16)[None, :] + (near * 4)[:, None], FAST)
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def decoded_kernel(
     x_ptr, codes_ptr, scales_ptr, bias_ptr, out_ptr, tokens, n_rows, x_stride, K: tl.constexpr, FORMAT: tl.constexpr,
@@ -100,7 +110,6 @@ def decoded_kernel(
     codes_at = codes_ptr + near.to(tl.int64)[:, None] * WIDE + byte[None, :]
     if FORMAT == 2:
         k = byte // 16 * 32 + byte % 16
-        groups_at = scales_ptr + (byte // 64 * (n_rows * 4) + byte % 64 // 16)[None, :] + (near * 4)[:, None]
     else:
         k = byte
     x_at = x_ptr + here.to(tl.int64)[None, :] * x_stride + k[:, None]
@@ -108,7 +117,7 @@ def decoded_kernel(
     first = split * EACH
     last = tl.minimum(first + EACH, STEPS)
     if FORMAT == 2:
-        groups = group_words(groups_at + first * (BYTES // 64) * 4 * n_rows, FAST)
+        groups = step_groups(scales_ptr, tl.minimum(first, STEPS - 1), near, n_rows, WIDE, BYTES, FAST)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -126,8 +135,7 @@ def decoded_kernel(
             else:
                 b = tl.load(x_at + (at + 16), mask=(at + 16 + k < K)[:, None], other=0.0)
             low, high = decoded_nibbles(codes, groups, False, FAST), decoded_nibbles(codes, groups, True, FAST)
-            following = tl.minimum(step + 1, WIDE // BYTES - 1)
-            groups = group_words(groups_at + following * (BYTES // 64) * 4 * n_rows, FAST)
+            groups = step_groups(scales_ptr, tl.minimum(step + 1, STEPS - 1), near, n_rows, WIDE, BYTES, FAST)
             acc = times(low, a, acc, DTYPE, PRECISION)
             acc = times(high, b, acc, DTYPE, PRECISION)
         else:
