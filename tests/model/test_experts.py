@@ -103,7 +103,7 @@ class Part(Parameters):
         self.sources["feed.feed_norm"] = Source(f"{stem}post_attention_layernorm.weight", (hidden,))
         layer = LayerArch(GroupedArch(4, 2, 16), feed)
         self.arch = Arch("feed", 128, hidden, (layer,), 64, 1e-6)
-        self.ops, self.progress, self.bits = ReferenceOps(), None, None
+        self.ops, self.progress, self.bits, self.share = ReferenceOps(), None, None, None
         self.tensors, self.where, self.done, self.total = checkpoint.tensors, "feed", 0, 1
         for name in {source.tensor for source in self.sources.values()}:
             assert name in self.tensors

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from twostroke.cost.answers.split import Verdict, divide
-from twostroke.cost.model.rates import Rates
-from twostroke.cost.simulation.fleet import Pools
 from twostroke.errors import ConfigError
 from twostroke.record import replace
+
+if TYPE_CHECKING:  # the help is shown without what a simulation needs
+    from twostroke.cost.answers.split import Verdict
+    from twostroke.cost.model.rates import Rates
 
 REQUESTS = 300  # of the load that is simulated
 
@@ -50,6 +51,8 @@ def planned(
     from twostroke.bench.workload import choose_load
     from twostroke.cli.deployment import deployment_for
     from twostroke.cli.options import make_targets, refuse_unsimulated
+    from twostroke.cost.answers.split import divide
+    from twostroke.cost.simulation.fleet import Pools
 
     simulated = {name: value for name, value in settings.items() if name != "threads"}
     refuse_unsimulated(simulated)

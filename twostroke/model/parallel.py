@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from twostroke.kv.storage import KVStorage
 from twostroke.model.layers import Branch
 from twostroke.model.transformer import LayerRun, Transformer
@@ -25,6 +27,9 @@ class ParallelTransformer(Transformer):
         if self.announce is not None:
             self.announce(batch)
         return super().forward(batch, kv)
+
+    def decoder(self, kv: KVStorage, tables: np.ndarray) -> None:
+        """Ranks meet at each residual add."""
 
     def _make_runs(self, kv: KVStorage) -> list[LayerRun]:
         return [self._layer_run(index, kv) for index in range(len(self.layers))]

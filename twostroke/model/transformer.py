@@ -90,15 +90,9 @@ class Transformer:
         if not whole or self.arch.streams > 1 or self.arch.logit_softcap:
             return None
         return self.ops.fuse_decode(
-            layers,
-            [kv.layer(index) for index in range(len(layers))],
-            self.embedding,
-            self.arch.embedding_scale,
-            self.final_norm,
-            self.head,
-            tables,
-            [group.span for group in groups],
-        )
+            layers, [kv.layer(index) for index in range(len(layers))], self.embedding, self.arch.embedding_scale,
+            self.final_norm, self.head, tables, [group.span for group in groups],
+        )  # fmt: skip
 
     def logits(self, hidden: Array) -> Array:
         """(S, hidden) -> (S, vocab) float32."""

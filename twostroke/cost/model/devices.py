@@ -27,10 +27,10 @@ class Device:
     cores: int = 8
 
     def peak(self, precision: str) -> float:
-        """FLOP/s for weights of this precision. Integer weights count as 16-bit ones: int4 is widened as it is read,
-        int8 on a CPU too. A GPU multiplies int8 directly, but rounds the rows before and scales the sums after, which
-        costs most of the gain: 8,192 tokens take 194 ms on an H200 instead of 203 (fp8: 135)."""
-        own = () if precision in ("int8", "int4") else (precision,)
+        """FLOP/s for weights of this precision. Narrow weights count as 16-bit ones: fp8 and int4 are widened as they
+        are read, int8 on a CPU too. A GPU multiplies int8 directly, but rounds the rows before and scales the sums
+        after, which costs most of the gain: 8,192 tokens take 194 ms on an H200 instead of 203."""
+        own = () if precision in ("fp8", "int8", "int4") else (precision,)
         for name in (*own, "bfloat16", "float32"):
             if name in self.flops:
                 return self.flops[name]

@@ -40,9 +40,11 @@ WEIGHT_BYTES = {
     "int8": FORMATS["Q8_0"].bits / 8,
     "int4": FORMATS["Q4_0"].bits / 8,
 }
-# On a GPU: codes, and a four-byte scale for every row of a matrix, or for every 128 codes of int4.
-GPU_WEIGHT_BYTES = {**WEIGHT_BYTES, "fp8": 1.0, "int8": 1.0, "int4": 0.5 + 4 / 128}
+# On a GPU: codes, and four bytes of scales for every row of a matrix, or for every 32 codes of int4. The embedding and
+# the head of a model in few bits are int8.
+GPU_WEIGHT_BYTES = {**WEIGHT_BYTES, "fp8": 1.0, "int8": 1.0, "int4": 0.5 + 4 / 32}
 ROW_SCALES = {"fp8": 4, "int8": 4}
+NARROW_OUTER = ("fp8", "int4")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +83,14 @@ def model_cost(
         raise ConfigError(f"precision must be one of {', '.join(WEIGHT_BYTES)}; got {precision!r}.")
     each = (GPU_WEIGHT_BYTES if kind == "cuda" else WEIGHT_BYTES)[precision]
     scale = ROW_SCALES.get(precision, 0) if kind == "cuda" else 0
+    outer_each, outer_scale = (
+        (1.0, ROW_SCALES["int8"]) if kind == "cuda" and precision in NARROW_OUTER else (each, scale)
+    )
     if stored_bytes is not None:
         each, scale = stored_bytes / arch.parameters, 0
+        outer_each, outer_scale = each, scale
     rows = sum(product.outputs * product.matrices for product in arch.products)
-    head = arch.head_weights * each + arch.vocab * scale
+    head = arch.head_weights * outer_each + arch.vocab * outer_scale
     layers = arch.layer_weights * each + rows * scale
     small = arch.parameters - arch.weights  # norms and biases are not quantized
     wide = small * max(2.0, each) if stored_bytes is None else small * each

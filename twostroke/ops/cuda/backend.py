@@ -60,9 +60,7 @@ class AttentionKind(NamedTuple):
     members: int  # requests whose heads fill a tile where they share a prefix; 0: not where layers have windows
 
 
-class Cascade(NamedTuple):
-    """Streams that share a prefix, as ops/cuda/kernels/cascade.py takes them."""
-
+class Cascade(NamedTuple):  # streams that share a prefix, as kernels/cascade.py takes them
     members: Tensor
     shared: Tensor
 
@@ -157,9 +155,8 @@ class CudaOps(Ops):
         return self._kept(parts, bias, four_bits=False) or self.adopt(self._stacked(parts), bias)
 
     def _kept(self, parts: Sequence[Stored], bias: Tensor | None, four_bits: bool) -> CudaWeight | None:
-        if not self.keep:
-            return None
-        return kept_codes(parts, None if bias is None else bias.to(self.device, torch.float32), self.device, four_bits)
+        shift = None if bias is None else bias.to(self.device, torch.float32)
+        return kept_codes(parts, shift, self.device, four_bits) if self.keep else None
 
     def pack_precisely(self, parts: Sequence[Stored], bias: Tensor | None = None) -> CudaWeight:
         return FloatMatrix(self._stacked(parts), None if bias is None else bias.to(self.device, torch.float32))
