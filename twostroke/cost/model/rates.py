@@ -17,7 +17,7 @@ STEP_SECONDS = {"cuda": 0.0006, "cpu": 0.0015}  # planning, launching and sampli
 REQUEST_SECONDS = {"cuda": 4e-6, "cpu": 3e-5}
 KEY_SECONDS = 6e-8  # measured on an H200
 # Bandwidth at which a GPU reads narrow weights for a few streams, as a share of that of 16-bit weights: unpacking costs
-# part of what the bytes save (docs/gpu.md, steps of 2 and 5 streams on an H200). One stream has a kernel of its own that
+# part of what the bytes save (docs/gpu.md, steps of 2 and 5 streams on an H200). One stream has its own kernel, that
 # reads fp8 and int8 as fast as 16-bit weights, so the prediction for one stream is too slow.
 NARROW_READ = {"fp8": 0.50, "int8": 0.76, "int4": 0.38}
 HOST_LINK = 25e9  # bytes/s between a card and the host's memory: PCIe 4 × 16, pinned; assumed, not measured
