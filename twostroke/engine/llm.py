@@ -170,8 +170,10 @@ class LLM(VectorMethods):
         try:
             for tokens, one in zip(prompts, each, strict=True):
                 jobs.append(self._submit(tokens, one, form))
-            while not all(job.finished for job in jobs):
-                self._pump()
+            with interrupt_deferred() as interrupt:  # once for all steps: a handler takes microseconds to set
+                while not all([job.finished for job in jobs]):  # noqa: C419 - a list is faster here
+                    self._pump()
+                    interrupt.deliver()
         finally:
             self._abort(jobs)
         return [job.output() for job in jobs]
@@ -182,7 +184,8 @@ class LLM(VectorMethods):
                 if job.pieces:
                     yield job.pieces.popleft()
                 else:
-                    self._pump()
+                    with interrupt_deferred():
+                        self._pump()
         finally:
             self._abort([job])
 
@@ -200,7 +203,7 @@ class LLM(VectorMethods):
 
     def _pump(self) -> None:
         """One step of the engine; its events go to the jobs that wait for them."""
-        with self._lock, interrupt_deferred():
+        with self._lock:
             for event in self.engine.core.step():
                 self._deliver(event)
 
