@@ -136,6 +136,8 @@ class Speculation:
         known = self._known(request)
         match = known.lookup.update(request.tokens) if self.streams <= self.text_streams else 0
         forced = self.forced(request) if request.params.grammar is not None else ()
+        if not match and not forced and self.model is None:
+            return ()  # most steps of most requests
         most = min(most, MOST)
         best = Proposal(kind_of(match), 0, 0.0, 0.0)
         if match:

@@ -63,9 +63,10 @@ class ModelRunner:
         logits, best = decode(step.given(), plain)
         if best is None:
             return self._choose(step, logits, details)
-        kept = [(token,) if token >= 0 else () for token in best]
-        describe_choices(step, kept, logits, {}, details)
-        return tuple(kept)
+        kept = tuple([(token,) if token >= 0 else () for token in best])
+        if min(best) < 0 or any([choice.request.params.logprobs is not None for choice in step.choices]):  # noqa: C419
+            describe_choices(step, kept, logits, {}, details)
+        return kept
 
     def _run(self, step: StepRows, details: dict[int, Details]) -> tuple[tuple[int, ...], ...]:
         hidden = self._forward(step.batch(self.tables, self.kv.layout.groups))  # (S, hidden): choices, prompt rows
