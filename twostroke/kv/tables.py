@@ -227,10 +227,10 @@ class KVTables:
         if self.missing(request, length) > self.pool.available:
             return False
         for group, blocks in enumerate(self.held[row]):
-            for column in range(len(blocks), -(-length // self.spans[group])):
-                block = self.pool.take()
-                blocks.append(block)
-                self.array[group, row, column] = block
+            first, last = len(blocks), -(-length // self.spans[group])
+            if last > first:
+                blocks += [self.pool.take() for _ in range(first, last)]
+                self.array[group, row, first:last] = blocks[first:]
         return True
 
     def publish(self, request: RequestState, length: int) -> list[int]:

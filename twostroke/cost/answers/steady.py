@@ -16,7 +16,7 @@ import numpy as np
 
 from twostroke.cost.simulation.deployment import Deployment, Outcome
 from twostroke.cost.simulation.fleet import Fleet
-from twostroke.cost.simulation.served import Targets
+from twostroke.cost.simulation.served import Served, Targets
 from twostroke.cost.simulation.trace import Arrival
 
 SHARE = 0.95  # of the requests that must meet the targets
@@ -48,6 +48,7 @@ class Trial:
     requests: int  # that were simulated
     seconds: float  # that were simulated
     lag: float  # of the served rate behind the offered one, as a share of it
+    close: float  # the standard error at which its percentiles counted as steady
 
 
 def try_fleet(
@@ -61,21 +62,22 @@ def try_fleet(
     """`part`: requests in a part; `least`: fewest requests that are simulated before the fleet is accepted; `close`:
     the standard error at which a percentile is steady."""
     fleet, waiting = deployment.fleet(), []
+    settled: list[Part] = []
     decided: bool | None = None
     fed = 0
     while decided is None and fed < len(load):
         fleet.feed(load[fed : fed + part])
         fed = min(len(load), fed + part)
         waiting.append(fleet.outstanding)
-        parts = judged(fleet, load, targets, part, fed)
+        parts = judged(fleet, load, targets, part, fed, settled)
         decided = decide(parts, lag_of(waiting, part), fed >= least, close)
     lag, now = lag_of(waiting, part), fleet.now
     if decided is False:
-        return Trial(False, None, fed, now, lag)
+        return Trial(False, None, fed, now, lag, close)
     fleet.drain()
     outcome = deployment.outcome(fleet, part if fed > part else 0)
     met = targets.met_by_share(outcome.served, SHARE) and lag <= LAG
-    return Trial(met, outcome, fed, now, lag)
+    return Trial(met, outcome, fed, now, lag, close)
 
 
 def lag_of(waiting: Sequence[int], part: int) -> float:
@@ -90,15 +92,27 @@ def lag_of(waiting: Sequence[int], part: int) -> float:
     return growth / (part * (len(filled) - edge)) if growth > CHANCE * sqrt(max(last, 1.0)) else 0.0
 
 
-def judged(fleet: Fleet, load: Sequence[Arrival], targets: Targets, part: int, fed: int) -> list[Part]:
-    """The parts after the first and before the last, whose requests have had time to end."""
-    return [judge(fleet, load, targets, first, first + part) for first in range(part, fed - part, part)]
+def judged(
+    fleet: Fleet, load: Sequence[Arrival], targets: Targets, part: int, fed: int, settled: list[Part]
+) -> list[Part]:
+    """The parts after the first and before the last, whose requests have had time to end. `settled`: the leading parts
+    all of whose requests have ended; they are added to and not judged again."""
+    found = list(settled)
+    for first in range(part * (1 + len(settled)), fed - part, part):
+        found.append(judge(fleet, load, targets, first, first + part))
+        if len(settled) == len(found) - 1 and all(map(has_ended, fleet.served[first : first + part])):
+            settled.append(found[-1])
+    return found
+
+
+def has_ended(served: Served) -> bool:
+    return served.refused or served.end < inf
 
 
 def judge(fleet: Fleet, load: Sequence[Arrival], targets: Targets, first: int, last: int) -> Part:
     ttfts, tpots, met, missed = [], [], 0, 0
     for served, arrival in zip(fleet.served[first:last], load[first:last], strict=True):
-        if served.refused or served.end < inf:
+        if has_ended(served):
             hit = targets.met_by(served)
             met, missed = met + hit, missed + (not hit)
             if served.answered:

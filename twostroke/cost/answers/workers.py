@@ -267,7 +267,10 @@ class Found(NamedTuple):
     dropped: list[Dropped]  # the options that serve the load at no number of workers, or were not simulated
 
 
-Attempt = tuple[Deployment, bool]  # a kind of worker, and whether it has two pools
+class Attempt(NamedTuple):
+    option: Deployment
+    apart: bool  # with two pools
+    demand: Demand
 
 
 def cheapest(
@@ -280,41 +283,59 @@ def cheapest(
 ) -> Found:
     """Options that meet the targets, the cheapest first. Options whose estimate is far above one of them are not
     simulated. With both values of `split`, two pools are tried where one misses the targets, and for the cheapest.
+    They are compared roughly; the cheapest is then simulated as closely as the demand asks.
     jobs: processes that simulate at the same time."""
     needs: list[Need] = []
     estimates, dropped = _by_estimate(options, demand)
     enough = inf  # estimated dollars above which an option is not simulated
+    rough = demand._replace(close=max(ROUGH, demand.close), least=0)
 
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
 
-        def attempt(tried: Sequence[Attempt]) -> None:
-            for option, apart in tried:
+        def attempt(tried: Sequence[Attempt]) -> list[Need]:
+            for one in tried:
                 if progress is not None:
-                    progress("with two pools" if apart else "", option)
+                    progress("with two pools" if one.apart else "", one.option)
             run = pool.map if jobs > 1 and len(tried) > 1 else map  # its processes start when they are first used
-            kinds, apart_or_not = [option for option, _ in tried], [apart for _, apart in tried]
-            found = run(workers_needed, kinds, [demand] * len(tried), apart_or_not)
-            for (option, apart), need in zip(tried, found, strict=True):
+            made = []
+            for (option, apart, _), need in zip(tried, run(_needed, tried), strict=True):
                 if isinstance(need, str):
                     dropped.append(Dropped(option, need, apart))
                 else:
-                    needs.append(need)
+                    made.append(need)
+            return made
 
         while estimates:
             wave, estimates = estimates[:jobs], estimates[jobs:]
-            met = len(needs)
-            attempt([(option, split[0]) for dollars, option in wave if dollars <= enough])
+            made = attempt([Attempt(option, split[0], rough) for dollars, option in wave if dollars <= enough])
             for dollars, option in wave:
                 if dollars > enough:
                     dropped.append(Dropped(option, f"not simulated: about ${dollars:,.2f} an hour", split[0]))
-            if len(needs) > met:
+            if made:
                 enough = min(enough, pricier * wave[0][0])
+            needs += made
         needs.sort(key=_dollars)
+        last = []
         if len(split) > 1:
             again = [one.deployment for one in dropped if not one.reason.startswith("not simulated")]
-            again += [replace(need.deployment, pools=Pools()) for need in needs[:1]]
-            attempt([(option, split[1]) for option in again])
-    return Found(sorted(needs, key=_dollars), dropped)
+            again += [need.deployment for need in needs[:1]]
+            last = [Attempt(replace(option, pools=Pools()), split[1], rough) for option in again]
+        while last or _is_rough(needs, demand):
+            if _is_rough(needs, demand):
+                best = needs.pop(0)
+                last.insert(0, Attempt(replace(best.deployment, pools=Pools()), best.prefill > 0, demand))
+            needs = sorted(attempt(last) + needs, key=_dollars)
+            last = []
+    return Found(needs, dropped)
+
+
+def _is_rough(needs: Sequence[Need], demand: Demand) -> bool:
+    """Whether the first of them was simulated less closely than the demand asks."""
+    return bool(needs) and needs[0].trial.close > demand.close
+
+
+def _needed(one: Attempt) -> Need | str:
+    return workers_needed(one.option, one.demand, one.apart)
 
 
 def _by_estimate(options: Sequence[Deployment], demand: Demand) -> tuple[list[tuple[float, Deployment]], list[Dropped]]:

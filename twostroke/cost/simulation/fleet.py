@@ -210,7 +210,9 @@ class Fleet:
         tokens, salt = transfer.request.tokens, transfer.request.salt
         limit = min(transfer.arrival.prompt + transfer.arrival.output, self.settings.max_model_len)
         request = make_request(transfer.request.id + 1, tokens, transfer.arrival, self.now, limit, salt)
-        deliver(worker.scheduler.tables, RequestState(request), (len(tokens) - 1) // BLOCK)
+        state = RequestState(request)
+        state.hashes = transfer.request.hashes
+        deliver(worker.scheduler.tables, state, (len(tokens) - 1) // BLOCK)
         self._submit(request, transfer.arrival, transfer.served, index, self.now)
 
 

@@ -23,7 +23,6 @@ FORMATS = (
     "a .csv must have Azure's columns (TIMESTAMP, ContextTokens, GeneratedTokens), any other file Mooncake's JSON "
     "lines (timestamp, input_length, output_length, hash_ids)"
 )
-SPACE = 1 << 24  # token ids reserved for one content: more than any prompt has
 
 
 class Part(NamedTuple):
@@ -47,10 +46,11 @@ class Arrival:
         return sum(part.length for part in self.parts)
 
     def tokens(self) -> list[int]:
-        """Made-up token ids: equal for equal content, different for different content."""
+        """Made-up token ids: one for the first token of a content, one for all its others. Two prompts have the same
+        ids up to where their parts differ. Few ids are few objects: plans simulate millions of blocks."""
         ids: list[int] = []
         for content, length in self.parts:
-            ids.extend(range(content * SPACE, content * SPACE + length))
+            ids += ([4 * content] + [4 * content + 1] * (length - 1))[:length]  # none is a simulated output token
         return ids
 
 
