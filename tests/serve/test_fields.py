@@ -175,6 +175,16 @@ def test_null_and_empty_values_of_every_field(client: httpx.Client, server: Serv
     assert ignored(response) == {"metadata", "user", "stream_options"}
 
 
+@pytest.mark.parametrize("value", ["", "auto", 7, True, [], {"a": [1]}, {"include_usage": 3}])
+def test_options_of_a_stream_without_one_are_a_hint(client: httpx.Client, value: object) -> None:
+    """In a stream they must be right."""
+    assert ignored(ask(client, stream_options=value)) == {"stream_options"}
+    answer = ask(client, "/v1/responses", input="hi", max_output_tokens=1, stream_options=value)
+    assert ignored(answer) == {"stream_options"}
+    refused = client.post("/v1/chat/completions", json={**CHAT, "stream": True, "stream_options": value})
+    assert refused.status_code == 400 and refused.json()["error"]["param"].startswith("stream_options")
+
+
 @pytest.mark.parametrize(
     ("field", "value", "param"),
     [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field, ValidationInfo
 
 from twostroke.errors import InputError
 from twostroke.sampling import MAX_STOP_LENGTH, RANGES, SamplingParams
@@ -123,12 +123,20 @@ class MessageHints(Payload):
     thinking_blocks: Hint = None
 
 
+def without_stream_empty(value: Any, info: ValidationInfo) -> Any:
+    """Options of a stream that is not asked for are a hint, whatever they are. `stream` is a field before this one."""
+    return value if value is None or info.data.get("stream") else {}
+
+
+WITH_STREAM = BeforeValidator(without_stream_empty)
+
+
 class SamplingFields(ExplainField, GenerationHints):
     """Fields of OpenAI's chat and completions, then extensions under the names that other engines gave them."""
 
     model: Name | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: Annotated[StreamOptions | None, WITH_STREAM] = None
     n: Integer | None = None
     temperature: float | None = None
     top_p: float | None = None

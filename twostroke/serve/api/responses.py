@@ -15,7 +15,14 @@ from twostroke.serve.api.chat import MAX_MESSAGES, tool_call
 from twostroke.serve.fates import Hint, HintFate, Refused, refusal
 from twostroke.serve.fields import Count, Many, Name, OrEmpty, Payload, Text
 from twostroke.serve.forms import json_grammar
-from twostroke.serve.sampling import MAX_TOP_LOGPROBS, ExplainField, GenerationHints, MessageHints, make_params
+from twostroke.serve.sampling import (
+    MAX_TOP_LOGPROBS,
+    WITH_STREAM,
+    ExplainField,
+    GenerationHints,
+    MessageHints,
+    make_params,
+)
 from twostroke.serve.segments import CONTENT, TOOL_CALL, Segment, SegmentDelta
 from twostroke.serve.service import Generation, GenerationInput, Service
 from twostroke.serve.structured import (
@@ -170,7 +177,7 @@ class ResponsesRequest(ExplainField, GenerationHints, ThinkingFields):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     include: Annotated[Any, HintFate(([], [LOGPROBS]))] = None
     stream: bool | None = None
-    stream_options: ResponsesStreamOptions | None = None
+    stream_options: Annotated[ResponsesStreamOptions | None, WITH_STREAM] = None
     text: TextConfig | None = None
     tools: Annotated[Many[FunctionTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: OrEmpty[Literal["auto", "none", "required"] | FunctionChoice] = None
