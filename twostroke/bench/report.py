@@ -103,7 +103,7 @@ def title(run: Run) -> str:
 
 def overload(run: Run) -> str | None:
     """That more requests arrived than were served; None: they were served, or a closed loop admits no more."""
-    found = None if run.closed is not None else find_overload(run.served())
+    found = None if run.closed is not None else find_overload(run.served(), run.rate is not None)
     return None if found is None else f"{found}."
 
 

@@ -84,3 +84,13 @@ def test_bench_names_the_overload_first():
     run = Run("chat", "in process", 1.0, None, records)
     assert report.overload(run).startswith("Overloaded: 1 request/s arrives, 0.5 are served")
     assert report.overload(replace(run, closed=4)) is None
+
+
+def test_a_rate_that_was_asked_for_is_no_batch_job():
+    """Thirty requests within a second, served at one a second: the last came within 5 % of the whole time."""
+    records = [
+        Record(n / 30, n / 30, [n + 1.0, n + 1.5], n + 1.5, prompt=9, output=2) for n in range(30)
+    ]  # fmt: skip
+    run = Run("chat", "in process", 30.0, None, records)
+    assert report.overload(run).startswith("Overloaded: 30 requests/s arrive, ")
+    assert report.overload(replace(run, rate=None)) is None, "a trace's own burst may be a batch job"

@@ -22,8 +22,6 @@ AT_ONCE = 0.05  # arrivals within this share of the whole time are a batch job, 
 STEEP = 0.1  # seconds that the wait grows in a second, from which on it is an overload
 STRAIGHT = 0.75  # least share of pairs of requests in which the later one waited longer
 GROWN = 3.0  # growth over the whole load, in short waits (the 10th percentile)
-
-
 MOST = 0.5  # share of the requests that waited when the last one arrived, from which on a queue is an overload
 
 
@@ -45,13 +43,15 @@ class Overload(NamedTuple):
         return f"{self.fact}: more capacity, or admit less"
 
 
-def find_overload(served: Sequence[Served]) -> Overload | None:
-    """None: the requests were served as they arrived, or they all came at once."""
+def find_overload(served: Sequence[Served], paced: bool = False) -> Overload | None:
+    """None: the requests were served as they arrived, or they all came at once.
+    paced: they were sent at a rate that was asked for, so they are no batch job however soon the last one came."""
     done = sorted((one for one in served if one.answered), key=lambda one: one.arrival)
     if len(done) < FEWEST:
         return None
     span = done[-1].arrival - done[0].arrival
-    if span < AT_ONCE * (max(one.end for one in done) - done[0].arrival):
+    whole = max(one.end for one in done) - done[0].arrival
+    if span <= 0 or (not paced and span < AT_ONCE * whole):
         return None
     offered = (len(served) - 1) / span
     return _growing_wait(done, offered) or _long_queue(done, offered)
