@@ -95,6 +95,8 @@ def test_the_page_moves_while_requests_run(opened):
     expect(page, "#roofline-text").to_contain_text("FLOP/s")
     expect(page, "#settings tbody tr >> nth=0").to_be_visible()
     assert page.locator("#settings tbody tr").count() > 12
+    shown = dict(row.split("\t")[:2] for row in page.locator("#settings tbody").inner_text().splitlines())
+    assert (shown["dtype"], shown["draft_model"]) == ("as in the file", "not given")
     expect(page, "#verdict-note").to_contain_text("replayed as they were")
     expect(page, "#verdict-note").to_contain_text("ago")
     assert page.locator("#itl-chart canvas").count() == 1
