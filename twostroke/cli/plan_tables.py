@@ -115,11 +115,11 @@ def simulated(needs: list[Need]) -> str:
     least, most = (f"{min(requests):,}", f"{max(requests):,}")
     count = most if least == most else f"{least} to {most}"
     span = seconds(max(times)) if max(times) < 1.2 * min(times) else f"{seconds(min(times))} to {seconds(max(times))}"
-    closes = {need.trial.close for need in needs}
-    how = f" (standard error {min(closes):.0%} in the first row, {max(closes):.0%} below)" if len(closes) > 1 else ""
+    closely = len({need.trial.close for need in needs}) > 1
+    how = ", the first row more closely than the others" if closely else ""
     return (
-        f"Each fleet was simulated until its percentiles were steady{how}: {count} requests, {span} of load. "
-        "hits: the share of prompt tokens that this load finds in the prefix cache."
+        f"Each fleet was simulated until its percentiles were steady or the load ended{how}: {count} requests, "
+        f"{span} of load. hits: the share of prompt tokens that this load finds in the prefix cache."
     )
 
 

@@ -9,10 +9,12 @@ import pytest
 from tests.cost.fleets import poisson
 from twostroke.config import make_config
 from twostroke.cost.answers.sizing import size
-from twostroke.cost.answers.workers import Demand, Need, candidates, cheapest, workers_needed
+from twostroke.cost.answers.steady import CLOSE
+from twostroke.cost.answers.workers import ROUGH, Demand, Need, candidates, cheapest, workers_needed
 from twostroke.cost.model.devices import find_device
 from twostroke.cost.model.known_models import known_arch
 from twostroke.cost.simulation.deployment import Deployment
+from twostroke.cost.simulation.fleet import Pools
 from twostroke.cost.simulation.served import Targets
 from twostroke.cost.simulation.trace import Arrival, Part, at_rate, repeat
 from twostroke.errors import ConfigError
@@ -72,6 +74,9 @@ def test_the_cheapest_comes_first():
     found = cheapest(options, Demand(rows, 3.0, Targets(2.0, 0.1))).needs
     assert found and [one.dollars_per_hour for one in found] == sorted(one.dollars_per_hour for one in found)
     assert found[0].deployment.device.name == "l4"
+    assert [one.trial.close for one in found] == [CLOSE] + [ROUGH] * (len(found) - 1), "only the first one closely"
+    again = workers_needed(replace(found[0].deployment, pools=Pools()), Demand(rows, 3.0, Targets(2.0, 0.1)))
+    assert isinstance(again, Need) and again.outcome.summary == found[0].outcome.summary
 
 
 def test_what_would_cost_far_more_is_not_simulated():
