@@ -78,6 +78,7 @@ def served(store: str, folder: Path, url: str | None) -> Iterator[tuple[str, int
     where = ["--answer-cache-url", url] if url else ["--answer-cache-file", str(folder / "answers.sqlite")]
     words = [sys.executable, "-m", "twostroke", "serve", "--port", "18431", "-s", "prefix_cache=false"]
     words += ["--answer-cache", "semantic", "--answer-cache-error", "0.05", *where]
+    words += [] if url else ["--answer-cache-entries", str(2 * ENTRIES)]
     environment = {**os.environ, "TWOSTROKE_ANSWER_CACHE_KEY": KEY}
     with running(OURS, words, environment) as (address, process):
         yield address, process.pid

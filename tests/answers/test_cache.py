@@ -282,7 +282,7 @@ def test_forgetting(store: Store) -> None:
     cache = cache_on(store)
     for name, tenant in (("cat", TENANT), ("dog", TENANT), ("cat", OTHER)):
         keep(cache, Query(tenant, exact=name.encode() + tenant, context=b"c", question=f"what is a {name}"))
-    assert len(cache.listed(10)) == 3 and len(cache.listed(1)) == 1
+    assert len(cache.listed(10)) == 3 and len(cache.listed(1)) == 1 and cache.listed(0) == []
     assert cache.forget(older_than=3600) == 0
     assert cache.forget(question="CAT", tenant=TENANT) == 1
     assert cache.forget(tenant=OTHER) == 1

@@ -217,6 +217,11 @@ def test_two_servers_share_a_redis_and_go_on_without_it(long_folder: Path, tmp_p
             for number in range(5):
                 gone = second.post("/v1/completions", json=body | {"max_tokens": 40 + number})
                 assert gone.status_code == 200 and gone.json()["answer_cache"]["hit"] is None
+            unanswered = [
+                second.get("/twostroke/answers"),
+                second.post("/twostroke/answers/forget", json={"all": True}),
+            ]
+            assert all(one.status_code == 503 and "does not answer" in one.text for one in unanswered)
             redis.start()
 
             def used_again() -> bool:

@@ -124,6 +124,8 @@ class RedisStore:
         self._call(lambda: self._redis.execute_command("VREM", self._name(b"near", context), entry.encode()))
 
     def entries(self, limit: int) -> list[Known]:
+        if limit <= 0:
+            return []  # for Redis a range up to -1 is the whole one
         found = self._call(lambda: self._redis.zrevrange(PREFIX + b"latest", 0, limit - 1, withscores=True))
         return [Known(entry.decode(), b"", b"", b"", created, 0) for entry, created in found]
 

@@ -309,7 +309,7 @@ def show_division(found: Verdict) -> None:
 
 
 def show_diagnosis(found: Diagnosis) -> None:
-    from twostroke.cost.answers.wording import evidence_lines
+    from twostroke.cost.answers.wording import evidence_lines, known_line
 
     console.print(f"[bold]{found.sentence}[/bold]")
     s = found.measured
@@ -327,6 +327,9 @@ def show_diagnosis(found: Diagnosis) -> None:
         table.add_row(one.lever.name, *cells, "yes" if one.lever.live else "no", one.lever.title)
     if found.effects:
         console.print(table)
+    for one in found.effects:
+        if one.after.known:
+            console.print(f"  {known_line(one.lever.name, one.after)}")
     if found.mismatch is not None:
         return  # no lever was tried
     rest = Table(title="do not help, and why", title_justify="left", show_header=False, box=None, style="dim")

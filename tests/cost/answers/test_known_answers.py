@@ -8,6 +8,7 @@ from tests.cost.cases import on_box
 from twostroke.cost.answers.diagnose import with_known
 from twostroke.cost.answers.levers import LEVERS, Scenario
 from twostroke.cost.answers.tune import tune
+from twostroke.cost.answers.wording import known_line
 from twostroke.cost.simulation.trace import Arrival, Part
 from twostroke.record import replace
 
@@ -78,3 +79,17 @@ def test_questions_that_ask_the_same() -> None:
     assert outcome.summary.requests == 4 and min(one.ttft for one in outcome.served) < 0.02
     unknown = semantic.pull(Scenario(on_box(), asked(1, 1)))
     assert isinstance(unknown, str) and "--record-questions" in unknown
+
+
+def test_a_hit_saves_the_tokens_of_the_stored_answer() -> None:
+    """Another wording is answered with the first one's answer, whatever the length of its own."""
+    semantic = next(lever for lever in LEVERS if lever.name == "semantic-cache")
+    rows = [
+        replace(row, topic=topic, output=output)
+        for row, topic, output in zip(asked(1, 2, 3, 4), (7, 8, 7, 7), (10, 5, 40, 30), strict=True)
+    ]
+    after = semantic.pull(Scenario(on_box(), rows))
+    assert isinstance(after, Scenario) and after.saved == 2 * 10
+    assert known_line("semantic-cache", after) == "semantic-cache: 2 of 4 requests (50%) would have hit, with 20 tokens"
+    outcome = with_known(after.deployment.run(after.arrivals), after)
+    assert sum(one.output for one in outcome.served) == 10 + 5 + 40 + 30  # throughput and cost compare the same work

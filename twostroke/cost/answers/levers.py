@@ -31,7 +31,8 @@ class Scenario(NamedTuple):
     deployment: Deployment
     arrivals: Sequence[Arrival]
     known: Sequence[Arrival] = ()  # requests beside them that the answer cache answers,
-    lookup: float = 0.0  # after so many seconds, which the others wait for too
+    lookup: float = 0.0  # after so many seconds, which the others wait for too,
+    saved: int = 0  # with so many tokens: those of the stored answers, which need not be as long as their own
     served: Sequence[Served] = ()  # of each arrival, where it was measured
 
 
@@ -191,20 +192,23 @@ def known_questions(scenario: Scenario) -> Scenario | str:
 
 def without_repeated(scenario: Scenario, key: Callable[[Arrival], Any], what: str, how: str) -> Scenario | str:
     """key: equal for requests that have one answer; None: of no other request."""
-    seen: set[Any] = set()
+    stored: dict[Any, int] = {}  # tokens of the answer to the first request with each key
     first: list[int] = []
     known: list[Arrival] = []
+    saved = 0
     for place, arrival in enumerate(scenario.arrivals):
         mine = key(arrival)
-        if mine is not None and mine in seen:
+        if mine is not None and mine in stored:
             known.append(arrival)
+            saved += stored[mine]
         else:
             first.append(place)
-        seen.add(mine)
+            stored[mine] = arrival.output
     repeated = len(known) / max(1, len(scenario.arrivals))
     if repeated < FEW_REPEATED:
         return f"{repeated:.1%} of the {what} came before as {how}: too few to answer from"
-    return Scenario(at_their_pace(scenario, first), [scenario.arrivals[place] for place in first], known)
+    rest = [scenario.arrivals[place] for place in first]
+    return Scenario(at_their_pace(scenario, first), rest, known, saved=saved)
 
 
 def at_their_pace(scenario: Scenario, places: Sequence[int]) -> Deployment:

@@ -9,7 +9,7 @@ from twostroke.cost.simulation.served import Summary
 from twostroke.cost.units import seconds
 
 if TYPE_CHECKING:
-    from twostroke.cost.answers.levers import Lever
+    from twostroke.cost.answers.levers import Lever, Scenario
     from twostroke.cost.answers.overload import Overload
 
 
@@ -105,6 +105,12 @@ def evidence_lines(e: Evidence) -> list[str]:
         f"{_utilisation(e)}{kv}",
         f"{_hits(e)}; {e.preemptions} preemptions",
     ]
+
+
+def known_line(name: str, after: Scenario) -> str:
+    """What an answer cache would have answered. name: of the lever."""
+    known, of = len(after.known), len(after.known) + len(after.arrivals)
+    return f"{name}: {known} of {of} requests ({known / of:.0%}) would have hit, with {after.saved:,} tokens"
 
 
 def _over(ratio: float) -> str:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, TypeVar
 
 from pydantic import Field
 
 from twostroke.answers.cache import AnswerCache
+from twostroke.answers.store import StoreError
 from twostroke.serve.fields import Name, Payload, Text, validate, validate_query
 from twostroke.serve.service import Service
 from twostroke.serve.transport.errors import ApiError, bad_request
 from twostroke.serve.transport.http import Exchange, dump_large
 
+T = TypeVar("T")
 PREFIX, WRONG = "/twostroke/answers/", "/wrong"
 
 
@@ -40,6 +43,15 @@ def cache_of(service: Service) -> AnswerCache:
     return service.answers.cache
 
 
+async def asked(function: Callable[[], T]) -> T:
+    """What the store answers; a 503 where it does not."""
+    try:
+        return await asyncio.to_thread(function)
+    except (StoreError, TimeoutError):
+        message = "The store of the answer cache does not answer: see whether it runs, then try again."
+        raise ApiError(503, message, code="store_unavailable", retry_after=2, reason="unavailable") from None
+
+
 async def show(service: Service, exchange: Exchange) -> None:
     cache = cache_of(service)
     query = validate_query(AnswersQuery, exchange.query)
@@ -48,7 +60,7 @@ async def show(service: Service, exchange: Exchange) -> None:
         document = cache.statistics() | {"borderline": list(cache.borderline), "answers": cache.listed(query.limit)}
         return dump_large(document)
 
-    await exchange.respond(200, await asyncio.to_thread(write))
+    await exchange.respond(200, await asked(write))
 
 
 async def forget(service: Service, exchange: Exchange) -> None:
@@ -61,7 +73,7 @@ async def forget(service: Service, exchange: Exchange) -> None:
         tenant = None if request.tenant is None else bytes.fromhex(request.tenant)
     except ValueError:
         raise bad_request("tenant: must be one that the list shows.", "tenant", "invalid_value") from None
-    gone = await asyncio.to_thread(cache.forget, request.question, request.older_than, tenant)
+    gone = await asked(lambda: cache.forget(request.question, request.older_than, tenant))
     await exchange.respond(200, {"forgotten": gone})
 
 
@@ -71,6 +83,6 @@ async def wrong(service: Service, exchange: Exchange) -> None:
     if body:
         validate(WrongRequest, body)
     name = exchange.path.removeprefix(PREFIX)
-    if not name.endswith(WRONG) or not await asyncio.to_thread(cache.wrong, name.removesuffix(WRONG)):
+    if not name.endswith(WRONG) or not await asked(lambda: cache.wrong(name.removesuffix(WRONG))):
         raise ApiError(404, f"{exchange.path[:200]}: there is no such answer.", code="not_found", reason="not_found")
     await exchange.respond(200, {"forgotten": 1})

@@ -51,7 +51,7 @@ void product(Context& c, const EncodeWeight& weight, const float* x, int rows, i
     auto spread = [&](int i, int) { kernels.split(x, rows, weight.inputs, split, i); };
     c.pool.each(tiles, spread);
     c.reserve_scratch(kernels.scratch(weight.inputs));
-    EncodeProduct args{split, rows, weight.inputs, weight.tiles, weight.outputs,
+    EncodeProduct args{split, rows, weight.inputs, weight.tiles, weight.scales.data(), weight.outputs,
                        weight.bias.empty() ? nullptr : weight.bias.data(), activation, out};
     const int panels = weight.outputs / kLanes;
     const int together = tiles == 1 ? kPanelsOfOneTile : kPanels;
@@ -121,6 +121,11 @@ EncodeWeight* pack_encode_weight(Context& c, const float* values, int outputs, i
     if (bias) weight->bias.assign(bias, bias + outputs);
     uint16_t* to = reinterpret_cast<uint16_t*>(take_panels(c, *weight, sizeof(uint16_t) * halves.size()));
     weight->tiles = to;
+    if (kernels.pack) {
+        weight->scales.resize((size_t)outputs);
+        kernels.pack(values, outputs, inputs, to, weight->scales.data());
+        return weight.release();
+    }
     for (int panel = 0; panel < outputs / kLanes; ++panel)
         for (int k = 0; k < inputs; ++k)
             for (int lane = 0; lane < kLanes; ++lane) *to++ = halves[(size_t)(panel * kLanes + lane) * (size_t)inputs + (size_t)k];

@@ -11,7 +11,8 @@ struct EncodeWeight {
     int outputs = 0, inputs = 0;
     std::unique_ptr<Weight> plain;  // where there are no products of their own
     std::shared_ptr<Arena> arena;
-    const uint16_t* tiles = nullptr;  // (panels of 16 outputs, inputs, 16 outputs) float16
+    const uint16_t* tiles = nullptr;  // (panels of 16 outputs, inputs, 16 outputs) float16, or what `pack` makes
+    std::vector<float> scales;        // of the outputs, if `pack` made them
     std::vector<float> bias;
 };
 

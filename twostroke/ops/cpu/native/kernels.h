@@ -144,6 +144,7 @@ struct EncodeProduct {
     const uint16_t* x;  // what `split` wrote
     int rows, inputs;
     const uint16_t* weights;
+    const float* scales;  // of the outputs, where `pack` made them
     int outputs;
     const float* bias;  // or null
     int activation;
@@ -154,7 +155,9 @@ struct EncodeKernels {
     void (*activate)(float* x, int64_t count, int activation);
     void (*add_norm)(float* x, const float* add, int cols, const float* weight, const float* shift, float eps, int row, int row_end);
     void (*attend)(const EncodeAttend&);
-    // Products with a task's panels at a time; null where there are none of their own. split: the inputs as they read them.
+    // Products with a task's panels at a time; null where there are none of their own. pack: the weights as they read them
+    // and a scale for each output, null for float16 without scales. split: the inputs as they read them.
+    void (*pack)(const float* values, int outputs, int inputs, uint16_t* to, float* scales);
     void (*split)(const float* x, int rows, int cols, uint16_t* out, int tile);
     void (*multiply)(const EncodeProduct&, int panel, int panel_end, uint8_t* scratch);
     size_t (*scratch)(int inputs);  // bytes

@@ -124,6 +124,6 @@ static void encode_attend(const EncodeAttend& a) {
     for (; row < a.rows; ++row) encode_rows<1>(a, row, keys, scores, padded);
 }
 
-static const EncodeKernels kEncode = {encode_activate, encode_add_norm, encode_attend, nullptr, nullptr, nullptr, kLargestHalf};
+static const EncodeKernels kEncode = {encode_activate, encode_add_norm, encode_attend, nullptr, nullptr, nullptr, nullptr, kLargestHalf};
 
 }  // namespace

@@ -171,6 +171,6 @@ static void encode_multiply(const EncodeProduct& a, int panel, int panel_end, ui
 
 static size_t encode_scratch(int inputs) { return 4 * sizeof(uint16_t) * 2 * kEncodeTile * (size_t)(inputs / kEncodeInputs); }
 
-static const EncodeKernels kEncodeTiles = {encode_activate, encode_add_norm, encode_attend, encode_split, encode_multiply, encode_scratch, kLargestHalf};
+static const EncodeKernels kEncodeTiles = {encode_activate, encode_add_norm, encode_attend, nullptr, encode_split, encode_multiply, encode_scratch, kLargestHalf};
 
 }  // namespace

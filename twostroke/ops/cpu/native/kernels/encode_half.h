@@ -122,6 +122,6 @@ static void half_multiply(const EncodeProduct& a, int panel, int panel_end, uint
 
 static size_t half_scratch(int) { return 0; }
 
-static const EncodeKernels kEncodeHalf = {encode_activate, encode_add_norm, encode_attend, half_split, half_multiply, half_scratch, kHalfWeight};
+static const EncodeKernels kEncodeHalf = {encode_activate, encode_add_norm, encode_attend, nullptr, half_split, half_multiply, half_scratch, kHalfWeight};
 
 }  // namespace
