@@ -12,10 +12,12 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import pytest
 
 from tests.cluster.pairs import SETTINGS, all_back
+from tests.serve.server import children, command_line, wait_until
 from twostroke.cluster import placement
 from twostroke.cluster.deployment import Deployment, Shape
 from twostroke.remote.async_engine import AsyncEngine
@@ -24,6 +26,7 @@ from twostroke.remote.client import EngineError
 START = "from ray.scripts.scripts import main; main()"
 SHAPES = {"1+1": {"prefill": 1, "decode": 1}, "2+2": {"prefill": 2, "decode": 2}}
 Scenario = Callable[[AsyncEngine, Deployment], Awaitable[None]]
+D = TypeVar("D", bound=Deployment)
 
 
 def free_port() -> int:
@@ -35,65 +38,114 @@ def free_port() -> int:
     raise AssertionError("no port is free")
 
 
-@contextlib.contextmanager
-def running_ray(cores: int = 8) -> Iterator[str]:
-    """Its address. It has no more than the processes that it has started, and ends them."""
-    pytest.importorskip("ray", reason="Ray is not installed: pip install 'twostroke[cluster]'")
-    port = free_port()
-    options = ["--num-cpus", str(cores), "--include-dashboard", "false", "--disable-usage-stats", "--block"]
-    process = subprocess.Popen(
-        [sys.executable, "-c", START, "start", "--head", "--port", str(port), *options],
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-    )  # fmt: skip
-    try:
-        deadline = time.monotonic() + 90
-        while time.monotonic() < deadline and process.poll() is None:
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
-                break
-            time.sleep(0.2)
-        time.sleep(3.0)  # its raylet joins
-        yield f"127.0.0.1:{port}"
-    finally:
-        process.send_signal(signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(20)
+class RunningRay:
+    """It has no more than the processes that it has started, and ends them."""
+
+    def __init__(self, port: int, cores: int = 8):
+        pytest.importorskip("ray", reason="Ray is not installed: pip install 'twostroke[cluster]'")
+        self.address = f"127.0.0.1:{port}"
+        options = ["--num-cpus", str(cores), "--include-dashboard", "false", "--disable-usage-stats", "--block"]
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", START, "start", "--head", "--port", str(port), *options],
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+        wait_until(lambda: self.process.poll() is not None or self._listens(port), "Ray did not start")
+        wait_until(lambda: self.process.poll() is not None or self.pids("raylet"), "Ray did not start")
+        time.sleep(1.0)  # its raylet joins
+
+    def _listens(self, port: int) -> bool:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+            return True
+        return False
+
+    def pids(self, name: str) -> list[int]:
+        """Of its own processes: gcs_server, raylet."""
+        return [pid for pid in children(self.process.pid) if f"/{name}\0".encode() in command_line(pid)]
+
+    def engines(self) -> list[int]:
+        """The engine processes of all workers on it."""
+        return [pid for pid in tree(self.process.pid) if is_engine(pid)]
+
+    def stop(self) -> None:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+            os.killpg(self.process.pid, signal.SIGCONT)
+        self.process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(20)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
 
 
-@pytest.fixture(scope="module")
-def ray_address() -> Iterator[str]:
+@pytest.fixture(scope="session")
+def running_ray() -> Iterator[RunningRay]:
+    """One for all tests."""
+    with without_tokens():
+        ray = RunningRay(free_port())
+        yield ray
+        ray.stop()
+
+
+@pytest.fixture(scope="session")
+def ray_address(running_ray: RunningRay) -> str:
+    return running_ray.address
+
+
+@contextlib.contextmanager
+def without_tokens() -> Iterator[None]:
     before = os.environ.get("RAY_AUTH_MODE")
     os.environ["RAY_AUTH_MODE"] = "disabled"
     try:
-        with running_ray() as address:
-            yield address
+        yield
     finally:
         os.environ.pop("RAY_AUTH_MODE")
         if before is not None:
             os.environ["RAY_AUTH_MODE"] = before
 
 
-def run_deployment(folder: Path, shape: Shape, scenario: Scenario, seconds: float = 400) -> None:
-    """Afterwards every block and lease is back."""
+class Standing(Generic[D]):
+    """A deployment that runs until it is closed, for one scenario after the other."""
 
-    async def whole() -> None:
-        placement.CONNECT_SECONDS = 300.0  # the machine of the tests may be slow and busy
-        deployment = Deployment(folder, shape, print)
-        engine = AsyncEngine(folder, SETTINGS, client=deployment, max_queue=200)
+    def __init__(self, kind: type[D], folder: Path, shape: Shape):
+        self.runner = asyncio.Runner()
+        self.engine: AsyncEngine | None = None
         try:
-            await asyncio.wait_for(engine.start(), 400)
-            try:
-                await asyncio.wait_for(scenario(engine, deployment), seconds)
-            except TimeoutError:
-                print(engine.in_flight, deployment.flights, deployment._moves)
-                print([(one.name, one.up, one.worker.trouble(), one.counts) for one in deployment.members.values()])
-                raise
-            await asyncio.wait_for(all_back(engine, deployment), 60)
-        finally:
-            await engine.stop()
+            self.runner.run(self._start(kind, folder, shape))
+        except BaseException:
+            self.close()
+            raise
 
-    asyncio.run(whole())
+    async def _start(self, kind: type[D], folder: Path, shape: Shape) -> None:
+        placement.CONNECT_SECONDS = 300.0  # the machine of the tests may be slow and busy
+        self.deployment = kind(folder, shape, print)
+        self.engine = AsyncEngine(folder, SETTINGS, client=self.deployment, max_queue=200)
+        await asyncio.wait_for(self.engine.start(), 400)
+
+    def run(self, scenario: Callable[[AsyncEngine, D], Awaitable[None]], seconds: float = 400) -> None:
+        """Afterwards every block and lease is back."""
+        self.runner.run(self._run(scenario, seconds))
+
+    async def _run(self, scenario: Callable[[AsyncEngine, D], Awaitable[None]], seconds: float) -> None:
+        engine, deployment = self.engine, self.deployment
+        assert engine is not None
+        await asyncio.wait_for(all_up(deployment), 120)
+        try:
+            await asyncio.wait_for(scenario(engine, deployment), seconds)
+        except TimeoutError:
+            print(engine.in_flight, deployment.flights, deployment._moves)
+            print([(one.name, one.up, one.worker.trouble(), one.counts) for one in deployment.members.values()])
+            raise
+        await asyncio.wait_for(all_back(engine, deployment), 60)
+
+    def close(self) -> None:
+        with self.runner:
+            if self.engine is not None:
+                self.runner.run(self.engine.stop())
+
+
+def run_deployment(folder: Path, shape: Shape, scenario: Scenario, seconds: float = 400) -> None:
+    with contextlib.closing(Standing(Deployment, folder, shape)) as standing:
+        standing.run(scenario, seconds)
 
 
 def agent_pid(deployment: Deployment, name: str) -> int:
@@ -104,14 +156,21 @@ def agent_pid(deployment: Deployment, name: str) -> int:
 
 def engine_pid(deployment: Deployment, name: str) -> int:
     """The child process of the worker's agent."""
-    agent = agent_pid(deployment, name)
-    for task in Path(f"/proc/{agent}/task").iterdir():
-        for child in (task / "children").read_text().split():
-            if b"child_main" in Path(f"/proc/{child}/cmdline").read_bytes():
-                return int(child)
+    for child in children(agent_pid(deployment, name)):
+        if is_engine(child):
+            return child
     raise EngineError("there is no engine process")
 
 
 async def all_up(deployment: Deployment) -> None:
     while not all(member.usable for member in deployment.members.values()):
         await asyncio.sleep(0.05)
+
+
+def tree(pid: int) -> set[int]:
+    """The process and all that it has started."""
+    return {pid}.union(*map(tree, children(pid)))
+
+
+def is_engine(pid: int) -> bool:
+    return b"remote.child_main" in command_line(pid)

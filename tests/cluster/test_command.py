@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from tests.bench.test_apply import command
+from tests.cluster.rays import is_engine, tree
 from tests.serve.server import KEY, OTHER_KEY, Server, wait_until
 from twostroke.bench.client import Target
 from twostroke.bench.remote import Admin
@@ -39,16 +40,6 @@ SPLIT = ("--prefill", "1", "--decode", "1", "--route", "apart", "-s", "speculate
 def test_shapes_that_are_none(shape: Shape, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         check_shape(shape)
-
-
-def tree(pid: int) -> set[int]:
-    """The process and all that it has started."""
-    found = {pid}
-    with contextlib.suppress(OSError):
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            for child in (task / "children").read_text().split():
-                found |= tree(int(child))
-    return found
 
 
 def alive(pids: set[int]) -> list[str]:
@@ -187,12 +178,6 @@ def kill_engines(deployment: Server, count: int) -> None:
     engines = sorted(pid for pid in tree(deployment.process.pid) if is_engine(pid))
     for pid in engines[-count:]:
         os.kill(pid, signal.SIGKILL)
-
-
-def is_engine(pid: int) -> bool:
-    with contextlib.suppress(OSError):
-        return b"remote.child_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    return False
 
 
 @pytest.mark.slow

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from functools import wraps
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -21,7 +22,7 @@ PoolSettings = Annotated[
 
 
 @takes_server_options
-def cluster(
+def cluster_options(
     model: ModelArgument = DEFAULT,
     prefill: Annotated[int, typer.Option(help="Workers that compute prompts.", min=0, max=10_000)] = 0,
     decode: Annotated[int, typer.Option(help="Workers that write answers.", min=0, max=10_000)] = 0,
@@ -52,7 +53,7 @@ def cluster(
     option: Settings = None,
     *,
     given: Given,
-) -> None:
+) -> Any:  # Options of serve/main_base.py: the help is shown without the server
     """Serve a model with several workers on Ray. Pools for prompts and answers, or workers that do both."""
     from twostroke.cluster.deployment import Deployment, Shape, check_shape
     from twostroke.config import make_config
@@ -79,6 +80,14 @@ def cluster(
     if is_embedder_at(server.path):
         raise ConfigError(f"{model} makes vectors and writes no answers: use `twostroke serve {model}`.")
     where = server.path if Path(model).expanduser().exists() else Path(model)  # a name is fetched on each machine
+    return replace(server, client=lambda: Deployment(where, shape, say))
+
+
+@wraps(cluster_options)
+def cluster(**typed: Any) -> None:
     from twostroke.serve.main import run
 
-    run_server(replace(server, client=lambda: Deployment(where, shape, say)), run)
+    run_server(cluster_options(**typed), run)
+
+
+cluster.__name__ = "cluster"  # of the command

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_type_hints
 
 import typer
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from twostroke.serve.answer_setup import AnswerOptions
     from twostroke.serve.main import Options
 
+T = TypeVar("T")
 EMBEDDER = "all-minilm-l6-v2"  # of the semantic answer cache
 
 
@@ -67,7 +68,7 @@ class Given:
     ] = False
 
 
-def takes_server_options(command: Callable[..., None]) -> Callable[..., None]:
+def takes_server_options(command: Callable[..., T]) -> Callable[..., T]:
     """A command whose parameter `given` is shown as the options of `Given`, each with its help and its default."""
     types, names = get_type_hints(Given, include_extras=True), [option.name for option in fields(Given)]
     options = [
@@ -81,8 +82,8 @@ def takes_server_options(command: Callable[..., None]) -> Callable[..., None]:
     ]
 
     @wraps(command)
-    def run(**values: Any) -> None:
-        command(given=Given(**{name: values.pop(name) for name in names}), **values)
+    def run(**values: Any) -> T:
+        return command(given=Given(**{name: values.pop(name) for name in names}), **values)
 
     parameters = [*own, *options]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}

@@ -205,5 +205,6 @@ def shared_memory(settings: dict[str, Any], path: Path, neighbours: int) -> dict
 def serve(post: Post) -> None:
     """The life of a worker's process."""
     logging.basicConfig(level=logging.WARNING, format=f"%(levelname)s worker {post.number}: %(message)s")
-    with contextlib.suppress(OSError, TransferError):  # the router is gone
-        asyncio.run(Agent(post).run())
+    runner = asyncio.Runner(loop_factory=asyncio.SelectorEventLoop)  # Ray prefers uvloop where it finds it
+    with contextlib.suppress(OSError, TransferError), runner:  # the router is gone
+        runner.run(Agent(post).run())

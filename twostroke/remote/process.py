@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from twostroke import errors
 from twostroke.remote import wire
@@ -63,8 +63,7 @@ class Child(asyncio.BufferedProtocol):
         self.shown = ""  # the same for clients, where it differs
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
+        self.transport = cast(asyncio.Transport, transport)  # other event loops have classes of their own
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return self.buffer
