@@ -9,7 +9,7 @@ import random
 import signal
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,9 +20,11 @@ from tests.cluster.test_faults import LONG, prompts
 from tests.cluster.test_pair import PROMPT, Alone
 from tests.cluster.test_storm import hurt
 from twostroke.cluster.deployment import Deployment, Shape
+from twostroke.cluster.member import Member
 from twostroke.errors import ConfigError
 from twostroke.remote.async_engine import AsyncEngine
 from twostroke.remote.client import EngineError
+from twostroke.remote.messages import Report
 from twostroke.sampling import SamplingParams
 
 pytestmark = pytest.mark.slow
@@ -48,9 +50,19 @@ def standing(llama_folder: Path, ray_address: str) -> Iterator[Standing[Deployme
         yield running
 
 
-async def until_written(deployment: Deployment, count: int) -> None:
-    while sum(len(flight.written) for flight in deployment.flights.values()) < count:
-        await asyncio.sleep(0)
+class WhenWritten:
+    """Does something at the moment when requests in flight have so many tokens."""
+
+    def __init__(self, deployment: Deployment, count: int, act: Callable[[], None]):
+        self.deployment, self.count, self.act, self.done = deployment, count, act, False
+        deployment.on_report = self.on_report  # type: ignore[method-assign]
+
+    def on_report(self, member: Member, report: Report) -> None:
+        Deployment.on_report(self.deployment, member, report)
+        if not self.done and sum(len(flight.written) for flight in self.deployment.flights.values()) >= self.count:
+            self.done = True
+            del self.deployment.on_report
+            self.act()
 
 
 def test_a_prefill_worker_is_killed(llama_alone: Alone, standing: Standing[Deployment]) -> None:
@@ -93,12 +105,15 @@ def test_a_decode_worker_is_killed_or_stopped(llama_alone: Alone, standing: Stan
             (agent_pid, signal.SIGSTOP),
             (engine_pid, signal.SIGSTOP),
         ):
-            streams = [asyncio.ensure_future(answer(engine, prompt, LONG)) for prompt in prompts(4)]
-            await until_written(deployment, 12)
-            hurt = max(deployment.members.values(), key=lambda one: one.streams)
+
+            def strike(pid_of: Callable = pid_of, how: signal.Signals = how) -> None:
+                busiest = max(deployment.members.values(), key=lambda one: one.streams)
+                os.kill(pid_of(deployment, busiest.name), how)
+
             before, began = deployment.resumed, time.monotonic()
-            os.kill(pid_of(deployment, hurt.name), how)
-            assert [await stream for stream in streams] == want
+            struck = WhenWritten(deployment, 12, strike)
+            assert list(await asyncio.gather(*(answer(engine, prompt, LONG) for prompt in prompts(4)))) == want
+            assert struck.done
             assert deployment.resumed > before and time.monotonic() - began < 20
             await asyncio.wait_for(all_up(deployment), 60)
             await asyncio.wait_for(all_back(engine, deployment), 10)
@@ -109,10 +124,12 @@ def test_a_decode_worker_is_killed_or_stopped(llama_alone: Alone, standing: Stan
 
 def test_without_any_worker_each_answer_ends_once(llama_alone: Alone, standing: Standing[Deployment]) -> None:
     async def scenario(engine: AsyncEngine, deployment: Deployment) -> None:
+        def strike() -> None:
+            for name in deployment.members:
+                os.kill(agent_pid(deployment, name), signal.SIGKILL)
+
         stream = engine.submit(prompts(3), LONG)
-        await until_written(deployment, 20)
-        for name in deployment.members:
-            os.kill(agent_pid(deployment, name), signal.SIGKILL)
+        WhenWritten(deployment, 20, strike)
         ends = [piece.event.error async for piece in stream if piece.event.finish_reason is not None]
         assert len(ends) == 3 and all(ends)
         with pytest.raises(EngineError):

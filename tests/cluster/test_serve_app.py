@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -53,9 +51,16 @@ def test_arguments_are_what_would_be_typed() -> None:
     ]  # fmt: skip
 
 
+def healthy(url: str) -> bool:
+    with contextlib.suppress(httpx.HTTPError):
+        return httpx.get(f"{url}/health").status_code == 200
+    return False
+
+
 @contextlib.contextmanager
 def serve_run(address: str, folder: Path, where: Path, **arguments: object) -> Iterator[str]:
     port = free_port()
+    url = f"http://127.0.0.1:{port}"
     application = {
         "name": "llm", "route_prefix": "/", "import_path": "twostroke.cluster.app:app",
         "args": {"model": str(folder), "prefill": 1, "decode": 1, "route": "apart", "set": SETTINGS, **arguments},
@@ -67,11 +72,9 @@ def serve_run(address: str, folder: Path, where: Path, **arguments: object) -> I
     with said.open("wb") as out:
         process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=out, start_new_session=True)
     try:
-        deadline = time.monotonic() + 200
-        while not re.search(r"Application 'llm' is ready", said.read_text(errors="replace")):
-            assert process.poll() is None and time.monotonic() < deadline, said.read_text(errors="replace")
-            time.sleep(0.1)
-        yield f"http://127.0.0.1:{port}"
+        wait_until(lambda: process.poll() is not None or healthy(url), said.read_text(errors="replace"), 200)
+        assert process.poll() is None, said.read_text(errors="replace")
+        yield url
     finally:
         process.send_signal(signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):
