@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.pairs import GREEDY, SETTINGS, answer
-from tests.cluster.rays import RunningRay, Standing, all_up, free_port, without_tokens
+from tests.cluster.rays import RunningRay, Standing, all_up, free_port, tree, without_tokens
 from tests.cluster.test_faults import LONG, prompts
 from tests.cluster.test_pair import PROMPT, Alone
 from twostroke.cluster.deployment import Deployment, Shape
@@ -66,10 +66,10 @@ def test_the_head_is_lost(llama_folder: Path, ray: list[RunningRay]) -> None:
         assert await ends(engine, prompts(3)[1]) == (want[1], None)
 
     async def lose_the_machine(engine: AsyncEngine, deployment: Deployment) -> None:
-        """Workers end with it: each answer is a part of the right one and ends with an error; others are refused."""
+        """And its workers: each answer is a part of the right one and ends with an error; others are refused."""
         running = [asyncio.ensure_future(ends(engine, prompt)) for prompt in prompts(3)]
         await begun(deployment)
-        for pid in ray[0].pids("raylet"):
+        for pid in tree(ray[0].process.pid) - {ray[0].process.pid}:
             os.kill(pid, signal.SIGKILL)
         for one, tokens in zip(running, want, strict=True):
             written, error = await one

@@ -21,6 +21,7 @@ from twostroke.errors import ConfigError
 
 pytest.importorskip("ray.serve", reason="Ray Serve is not installed: pip install 'twostroke[ray-serve]'")
 RUN = "from ray.serve.scripts import cli; cli()"
+KEY = {"authorization": "Bearer key-of-the-admin"}
 SETTINGS = [one for one in SPLIT[6:] if one != "-s"]
 
 
@@ -53,7 +54,7 @@ def test_arguments_are_what_would_be_typed() -> None:
 
 def healthy(url: str) -> bool:
     with contextlib.suppress(httpx.HTTPError):
-        return httpx.get(f"{url}/health").status_code == 200
+        return httpx.get(f"{url}/health", headers=KEY).status_code == 200
     return False
 
 
@@ -87,10 +88,9 @@ def serve_run(address: str, folder: Path, where: Path, **arguments: object) -> I
 def test_the_answer_of_one_engine(llama_folder: Path, running_ray: RunningRay, tmp_path: Path) -> None:
     with one_engine(llama_folder) as client:
         want = client.post("/v1/completions", json=BODY).raise_for_status().json()["choices"]
-    key = {"authorization": "Bearer key-of-the-admin"}
     with (
         serve_run(running_ray.address, llama_folder, tmp_path, admin_key="key-of-the-admin") as url,
-        httpx.Client(base_url=url, timeout=120, headers=key) as client,
+        httpx.Client(base_url=url, timeout=120, headers=KEY) as client,
     ):
         assert client.post("/v1/completions", json=BODY, headers={"authorization": ""}).status_code == 401
         found = client.post("/v1/completions", json=BODY).raise_for_status().json()

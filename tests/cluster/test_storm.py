@@ -66,7 +66,9 @@ async def one_request(engine: AsyncEngine, ask: tuple, rng: random.Random) -> st
 async def hurt(deployment: Deployment, rng: random.Random, happened: Counter[str]) -> None:
     """A process is killed, or stopped for a while, or the line of a worker is cut."""
     name, kind = rng.choice(list(deployment.members)), rng.choice(KINDS)
-    with contextlib.suppress(EngineError, OSError):  # it is being started again
+    with contextlib.suppress(EngineError, OSError):
+        if not deployment.members[name].up:
+            return  # it is being started again
         if kind == "cut line":
             deployment.members[name].worker._line.close()  # type: ignore[attr-defined]
         else:
