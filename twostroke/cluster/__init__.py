@@ -31,5 +31,7 @@ remote_worker    a worker in the router's process: the end of its line
 hub              where workers join the router
 control          what router and worker say to each other
 
-None of it needs torch, and only placement_main needs Ray.
+app              a deployment as a Ray Serve application: an entry point, as the commands are
+
+None of it needs torch, and only placement_main and app need Ray.
 """
