@@ -136,8 +136,8 @@ def test_a_silent_peer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_only_the_configured_interface_is_listened_on(tmp_path: Path) -> None:
     async def scenario(transport: SocketTransport, address: str) -> None:
         assert address.startswith("tcp://127.0.0.1:")
-        assert transport._listening is not None
-        assert transport._listening.getsockname()[0] == "127.0.0.1"
+        assert transport._acceptor is not None
+        assert transport._acceptor._sock.getsockname()[0] == "127.0.0.1"
 
     run(TcpTransport, scenario)
 

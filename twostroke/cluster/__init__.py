@@ -20,6 +20,7 @@ transport        the protocol of all transports
 transports       the one that fits a pair of workers
 sockets          TCP between machines; a Unix socket with shared memory on one machine
 session          what the two ends of a transfer say to each other
+acceptor         a listening socket, and a task for each connection
 channel          proof of the deployment's key, and sealed frames over a socket
 
 deployment       `Deployment`: `Pools` on Ray

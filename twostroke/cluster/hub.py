@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import socket
 from collections.abc import Mapping
 
 import twostroke
+from twostroke.cluster.acceptor import Acceptor, bound, place_of
 from twostroke.cluster.channel import Channel, limited
 from twostroke.cluster.control import Joined, Line, from_worker
 from twostroke.cluster.remote_worker import RemoteWorker
@@ -24,38 +24,13 @@ class Hub:
         """key: of the control lines of a deployment, see `channel.derive`. workers: by number."""
         self._key = key
         self._workers = workers
-        self._listening: socket.socket | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._acceptor: Acceptor | None = None
 
     def listen(self, interface: str) -> str:
         """Returns the address for workers: "HOST:PORT"."""
-        family, kind, _, _, place = socket.getaddrinfo(interface, 0, type=socket.SOCK_STREAM)[0]
-        sock = self._listening = socket.socket(family, kind)
-        sock.setblocking(False)
-        sock.bind(place)
-        sock.listen(128)
-        self._keep(asyncio.get_running_loop().create_task(self._accept(sock)))
-        host, port, *_ = sock.getsockname()
-        return f"{host}:{port}"
-
-    def _keep(self, task: asyncio.Task[None]) -> None:
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _accept(self, listening: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                sock, _ = await loop.sock_accept(listening)
-            except OSError as error:
-                log.warning("a connection could not be accepted: %s", error)
-                await asyncio.sleep(0.1)
-                continue
-            sock.setblocking(False)
-            if len(self._tasks) > MAX_JOINING:
-                sock.close()
-                continue
-            self._keep(loop.create_task(self._welcome(sock)))
+        sock = bound(interface)
+        self._acceptor = Acceptor(sock, self._welcome, MAX_JOINING)
+        return place_of(sock)
 
     async def _welcome(self, sock: socket.socket) -> None:
         channel = Channel(sock)
@@ -84,9 +59,5 @@ class Hub:
             channel.close()
 
     async def close(self) -> None:
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        if self._listening is not None:
-            self._listening.close()
+        if self._acceptor is not None:
+            await self._acceptor.close()

@@ -11,11 +11,11 @@ import logging
 import shutil
 import socket
 import tempfile
-from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
 from twostroke.cluster import session
+from twostroke.cluster.acceptor import Acceptor, bound, place_of
 from twostroke.cluster.channel import HANDSHAKE_SECONDS, Channel, limited
 from twostroke.cluster.session import Connection
 from twostroke.cluster.transport import Source, TransferError
@@ -33,8 +33,7 @@ class SocketTransport:
     def __init__(self, key: bytes):
         """key: of the peers of a deployment, see `channel.derive`."""
         self._key = key
-        self._listening: socket.socket | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._acceptor: Acceptor | None = None
 
     def _bind(self) -> tuple[socket.socket, str]:
         """A socket to listen on, and its address for peers."""
@@ -47,26 +46,9 @@ class SocketTransport:
     # ---- the holder --------------------------------------------------------------------------------------------------
 
     async def listen(self, source: Source) -> str:
-        self._listening, address = self._bind()
-        self._listening.setblocking(False)
-        self._listening.listen(128)
-        self._keep(self._accept(self._listening, source))
+        sock, address = self._bind()
+        self._acceptor = Acceptor(sock, lambda peer: self._serve(peer, source), MAX_PEERS)
         return address
-
-    async def _accept(self, listening: socket.socket, source: Source) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                sock, _ = await loop.sock_accept(listening)
-            except OSError as error:
-                log.warning("a connection could not be accepted: %s", error)
-                await asyncio.sleep(0.1)  # too many open files, perhaps
-                continue
-            sock.setblocking(False)
-            if len(self._tasks) > MAX_PEERS:
-                sock.close()
-                continue
-            self._keep(self._serve(sock, source))
 
     async def _serve(self, sock: socket.socket, source: Source) -> None:
         channel = Channel(sock)
@@ -77,11 +59,6 @@ class SocketTransport:
             log.info("a transfer ended early: %s", error)
         finally:
             channel.close()
-
-    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     # ---- the fetching side -------------------------------------------------------------------------------------------
 
@@ -102,13 +79,9 @@ class SocketTransport:
 
     async def close(self) -> None:
         """Transfers that are under way end with an error for both sides."""
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        if self._listening is not None:
-            self._listening.close()
-            self._listening = None
+        if self._acceptor is not None:
+            await self._acceptor.close()
+            self._acceptor = None
 
 
 class TcpTransport(SocketTransport):
@@ -124,12 +97,8 @@ class TcpTransport(SocketTransport):
         self.port = port
 
     def _bind(self) -> tuple[socket.socket, str]:
-        family, kind, _, _, place = socket.getaddrinfo(self.interface, self.port, type=socket.SOCK_STREAM)[0]
-        sock = socket.socket(family, kind)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(place)
-        host, port, *_ = sock.getsockname()
-        return sock, f"tcp://{host}:{port}"
+        sock = bound(self.interface, self.port)
+        return sock, f"tcp://{place_of(sock)}"
 
     async def _reach(self, address: str) -> socket.socket:
         host, _, port = address.removeprefix("tcp://").rpartition(":")
