@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from tests.bench.test_apply import command
+from tests.cluster.one_server import BODY, SPLIT
 from tests.cluster.rays import is_engine, tree
 from tests.serve.server import KEY, OTHER_KEY, Server, wait_until
 from twostroke.bench.client import Target
@@ -21,10 +22,6 @@ from twostroke.bench.remote import Admin
 from twostroke.bench.split import pools_of
 from twostroke.cluster.deployment import Shape, check_shape
 from twostroke.errors import ConfigError
-
-PROMPT = "The quick brown fox jumps over the lazy dog, and the dog does not mind it at all today. " * 2
-BODY = {"prompt": PROMPT, "max_tokens": 60, "temperature": 0, "ignore_eos": True}
-SPLIT = ("--prefill", "1", "--decode", "1", "--route", "apart", "-s", "speculate=off", "-s", "max_model_len=512")
 
 
 @pytest.mark.parametrize(
@@ -59,22 +56,6 @@ def deployment(llama_folder: Path) -> Iterator[Server]:
     yield running
     assert running.stop() == 0
     wait_until(lambda: not alive(processes), "processes are left", 30)
-
-
-@contextlib.contextmanager
-def one_engine(folder: Path) -> Iterator[httpx.Client]:
-    running = Server(folder, *SPLIT[6:]).wait()
-    try:
-        with running.client() as client:
-            yield client
-    finally:
-        running.stop()
-
-
-@pytest.fixture(scope="module")
-def expected(llama_folder: Path) -> dict:
-    with one_engine(llama_folder) as client:
-        return client.post("/v1/completions", json=BODY).raise_for_status().json()
 
 
 @pytest.mark.slow
@@ -138,19 +119,6 @@ def test_diagnose_divides_the_workers_of_a_running_cluster(deployment: Server) -
 
 
 @pytest.mark.slow
-def test_auto_divides_the_workers_before_they_start(llama_folder: Path) -> None:
-    pytest.importorskip("ray", reason="Ray is not installed: pip install 'twostroke[cluster]'")
-    auto = ("--workers", "2", "--auto", "--hardware", "h200", "--rate", "1", "-s", "max_model_len=512", "--scale", "8")
-    running = Server(llama_folder, *auto, command="cluster").wait()
-    try:
-        assert any("one pool" in line or "split 1:1" in line for line in running.lines)
-        with running.client() as client:
-            assert len(client.get("/twostroke/workers").json()["workers"]) == 2
-    finally:
-        running.stop()
-
-
-@pytest.mark.slow
 def test_a_stream_survives_its_worker(deployment: Server, llama_folder: Path, expected: dict) -> None:
     """The client sees one stream with the right text, while the decode worker's engine is killed."""
     body = BODY | {"stream": True, "max_tokens": 300}
@@ -181,20 +149,25 @@ def kill_engines(deployment: Server, count: int) -> None:
 
 
 @pytest.mark.slow
-def test_nothing_is_left_of_a_router_that_is_killed(llama_folder: Path) -> None:
+def test_auto_divides_the_workers_and_nothing_is_left_of_a_router_that_is_killed(llama_folder: Path) -> None:
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'twostroke[cluster]'")
-    running = Server(llama_folder, "--workers", "1", command="cluster").wait()
+    auto = ("--workers", "2", "--auto", "--hardware", "h200", "--rate", "1", "-s", "max_model_len=512", "--scale", "8")
+    running = Server(llama_folder, *auto, command="cluster").wait()
     processes = tree(running.process.pid)
-    assert len(processes) > 5
-    running.process.kill()
-    running.process.wait()
+    try:
+        assert any("one pool" in line or "split 1:1" in line for line in running.lines)
+        with running.client() as client:
+            assert len(client.get("/twostroke/workers").json()["workers"]) == 2
+        assert len(processes) > 5
+    finally:
+        running.process.kill()
+        running.process.wait()
     began = time.monotonic()
     wait_until(lambda: not alive(processes), "processes are left", 60)
     print(f"gone after {time.monotonic() - began:.1f} s")
 
 
 @pytest.mark.slow
-def test_one_engine_has_no_workers(llama_folder: Path) -> None:
-    with one_engine(llama_folder) as client:
-        answer = client.get("/twostroke/workers")
-        assert answer.status_code == 404 and "twostroke cluster" in answer.json()["error"]["message"]
+def test_one_engine_has_no_workers(one_engine: httpx.Client) -> None:
+    answer = one_engine.get("/twostroke/workers")
+    assert answer.status_code == 404 and "twostroke cluster" in answer.json()["error"]["message"]

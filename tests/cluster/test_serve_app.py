@@ -14,8 +14,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.cluster.one_server import BODY, SPLIT
 from tests.cluster.rays import RunningRay, free_port
-from tests.cluster.test_command import BODY, SPLIT, one_engine
 from tests.serve.server import ROOT, wait_until
 from twostroke.errors import ConfigError
 
@@ -85,9 +85,8 @@ def serve_run(address: str, folder: Path, where: Path, **arguments: object) -> I
 
 
 @pytest.mark.slow
-def test_the_answer_of_one_engine(llama_folder: Path, running_ray: RunningRay, tmp_path: Path) -> None:
-    with one_engine(llama_folder) as client:
-        want = client.post("/v1/completions", json=BODY).raise_for_status().json()["choices"]
+def test_the_answer_of_one_engine(llama_folder: Path, running_ray: RunningRay, expected: dict, tmp_path: Path) -> None:
+    want = expected["choices"]
     with (
         serve_run(running_ray.address, llama_folder, tmp_path, admin_key="key-of-the-admin") as url,
         httpx.Client(base_url=url, timeout=120, headers=KEY) as client,
