@@ -56,7 +56,7 @@ def main(descriptor: str) -> None:
             return
         send_frame(sock, READY)
         with contextlib.suppress(OSError, RankLostError):  # another rank has ended, and with it the engine
-            model.sum_ranks = open_sum(Path(hello["folder"]), hello["rank"], hello["parts"])
+            model.sum_ranks = open_sum(Path(hello["folder"]), hello["rank"], hello["parts"], hello["memory"], [sock])
             while body := read_frame(sock):
                 batch = unpacked(body)
                 model.forward(batch if model.ops.device is None else batch_of_tensors(batch), kv)

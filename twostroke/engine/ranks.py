@@ -2,22 +2,25 @@
 
 The engine's own process is rank 0: it has scheduler, sampling and head, and tells the others of each step (the rows, as
 bytes over a socket pair). All ranks then run the same layers, each with its share (model/shares.py), and give each
-other their parts at every residual add (gloo, over the loopback interface alone). Parts are added in the order of the
-ranks, so the result depends on their number and on nothing else.
+other their parts at every residual add: through shared memory, or over gloo and the loopback interface where rows are
+tensors of torch. Parts are added in the order of the ranks, so the result depends on their number and on nothing else.
 
-A rank that dies closes its connections: the sum of the others fails, and with it the engine. A rank ends when its
-socket closes, so no rank outlives the engine.
+A rank that dies closes its socket: the sum of the others fails, and with it the engine. A rank ends when its socket
+closes, so no rank outlives the engine.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
 import tempfile
 import weakref
+from collections.abc import Sequence
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +29,8 @@ import numpy as np
 from twostroke.config import Config, Resolved
 from twostroke.errors import ConfigError, ModelError
 from twostroke.model.parallel import Sum
+from twostroke.ops.cpu.library import available
+from twostroke.ops.cpu.ranks import SharedSum, memory_bytes
 from twostroke.ops.interface import Array, Batch, GroupBlocks
 
 if TYPE_CHECKING:
@@ -60,8 +65,42 @@ def check_parallel(config: Config, device: str, exchanges: bool) -> None:
 # ---- sums ----------------------------------------------------------------------------------------------------------
 
 
-def open_sum(folder: Path, rank: int, parts: int) -> Sum:
-    """Waits until all ranks are there. folder: of this engine alone, where they find each other."""
+def shared_memory(parts: int) -> int | None:
+    """A descriptor of memory for sums of arrays; None: this system or this install has none."""
+    if not hasattr(os, "memfd_create") or not available():
+        return None
+    descriptor = os.memfd_create("twostroke-ranks")
+    os.ftruncate(descriptor, memory_bytes(parts))
+    return descriptor
+
+
+def open_sum(folder: Path, rank: int, parts: int, memory: int | None, peers: Sequence[socket.socket]) -> Sum:
+    """folder: of this engine alone, where ranks find each other. peers: sockets to ranks that this one waits for."""
+    shared = SharedSum(memory, rank, parts, lambda: any(map(closed, peers))) if memory is not None else None
+    gather = cache(lambda: open_gather(folder, rank, parts))  # tensors alone need it, and all ranks have them then
+
+    def sum_ranks(value: Array) -> Array:
+        if shared is None or not isinstance(value, np.ndarray):
+            return gather()(value)
+        total = shared(value)
+        if total is None:
+            raise RankLostError("a rank is gone")
+        return total
+
+    return sum_ranks
+
+
+def closed(sock: socket.socket) -> bool:
+    try:
+        return not sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+def open_gather(folder: Path, rank: int, parts: int) -> Sum:
+    """Waits until all ranks are there."""
     import torch
     from torch.distributed import FileStore, ProcessGroupGloo
 
@@ -147,7 +186,8 @@ class Ranks:
         self.sockets: list[socket.socket] = []
         self.processes: list[subprocess.Popen[bytes]] = []
         self.close = weakref.finalize(self, end_ranks, self.sockets, self.processes, self.folder)
-        hello = {"model": str(model), "folder": self.folder.name, "parts": self.parts}
+        self.memory = shared_memory(self.parts)
+        hello = {"model": str(model), "folder": self.folder.name, "parts": self.parts, "memory": self.memory}
         hello["settings"] = {name: getattr(settings, name) for name in SETTINGS}
         for rank in range(1, self.parts):
             self._start(hello | {"rank": rank})
@@ -157,8 +197,9 @@ class Ranks:
         self.sockets.append(ours)
         root = str(Path(__file__).parents[2])  # where this package lies, should it not be installed
         command = [sys.executable, "-P", "-c", BOOT, str(theirs.fileno()), root]
+        given = [theirs.fileno()] + ([] if self.memory is None else [self.memory])
         with theirs:
-            self.processes.append(subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL))
+            self.processes.append(subprocess.Popen(command, pass_fds=given, stdin=subprocess.DEVNULL))
         send_frame(ours, json.dumps(hello).encode())
 
     def open_sum(self) -> Sum:
@@ -167,7 +208,10 @@ class Ranks:
             answer = read_frame(sock)
             if answer != READY:
                 raise ModelError(f"rank {rank} did not start: {answer.decode() or 'its process ended'}")
-        return open_sum(Path(self.folder.name), 0, self.parts)
+        total = open_sum(Path(self.folder.name), 0, self.parts, self.memory, self.sockets)
+        if self.memory is not None:
+            os.close(self.memory)  # it stays mapped
+        return total
 
     def announce(self, batch: Batch) -> None:
         body = packed(batch)

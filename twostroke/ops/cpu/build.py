@@ -36,6 +36,7 @@ COMMON = (
     "pack.cpp",
     "pool.cpp",
     "quantize.cpp",
+    "ranks.cpp",
 )
 
 # Products are fused only where the source says so, or instruction sets would round differently.

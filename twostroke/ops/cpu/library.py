@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import POINTER, c_char_p, c_float, c_int, c_int32, c_int64, c_uint32, c_void_p
 from functools import cache
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import ClassVar
 
 NAME = "libtwostroke.so"
-ABI = 13  # ts_version: raised whenever a signature or a shared structure changes
+ABI = 14  # ts_version: raised whenever a signature or a shared structure changes
 
 
 class AttendLayer(ctypes.Structure):
@@ -129,6 +129,9 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
         [c_void_p, c_void_p, c_int, c_int, c_int, c_float, c_void_p, c_int, c_void_p, c_int],
     ),
     "ts_argmax": (c_int, [c_void_p, c_void_p, c_int64, c_int, c_int64, c_void_p]),
+    "ts_ranks_bytes": (c_int64, [c_int, c_int64]),
+    "ts_ranks_give": (None, [c_void_p, c_int, c_int64, c_int, c_uint32, c_void_p, c_int64]),
+    "ts_ranks_take": (c_int, [c_void_p, c_int, c_int64, c_uint32, c_void_p, c_int64, c_int64]),
 }
 
 

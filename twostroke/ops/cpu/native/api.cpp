@@ -10,6 +10,7 @@
 #include "linear.h"
 #include "pack.h"
 #include "quantize.h"
+#include "ranks.h"
 
 #include <cmath>
 
@@ -31,7 +32,7 @@ template <class Body> int guarded(Context* c, Body body) {
 }  // namespace
 
 // Raised whenever a signature or a shared structure changes; library.py expects the same number.
-TS_API int ts_version() { return 13; }
+TS_API int ts_version() { return 14; }
 
 // The name of the i-th instruction set usable here, best first; null past the last.
 TS_API const char* ts_isa(int i) {
@@ -206,4 +207,15 @@ TS_API void ts_quantize(const float* values, int64_t groups, const float* factor
         quantize_four(values, groups, factors, trials, out);
     else
         quantize_eight(values, groups, out);
+}
+
+// Sums over processes (ranks.h). They use no context: a rank waits for others here.
+TS_API int64_t ts_ranks_bytes(int parts, int64_t most) { return (int64_t)ranks_bytes(parts, most); }
+
+TS_API void ts_ranks_give(void* memory, int parts, int64_t most, int rank, uint32_t turn, const float* part, int64_t count) {
+    ranks_give(memory, parts, most, rank, turn, part, count);
+}
+
+TS_API int ts_ranks_take(void* memory, int parts, int64_t most, uint32_t turn, float* out, int64_t count, int64_t micros) {
+    return ranks_take(memory, parts, most, turn, out, count, micros);
 }
