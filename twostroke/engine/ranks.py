@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
@@ -65,13 +65,13 @@ def check_parallel(config: Config, device: str, exchanges: bool) -> None:
 # ---- sums ----------------------------------------------------------------------------------------------------------
 
 
-def shared_memory(parts: int) -> int | None:
-    """A descriptor of memory for sums of arrays; None: this system or this install has none."""
+def shared_memory(parts: int) -> BinaryIO | None:
+    """A file in memory for sums of arrays; None: this system or this install has none."""
     if not hasattr(os, "memfd_create") or not available():
         return None
-    descriptor = os.memfd_create("twostroke-ranks")
-    os.ftruncate(descriptor, memory_bytes(parts))
-    return descriptor
+    file = open(os.memfd_create("twostroke-ranks"), "r+b", buffering=0)  # noqa: SIM115  # its owner closes it
+    file.truncate(memory_bytes(parts))
+    return file
 
 
 def open_sum(folder: Path, rank: int, parts: int, memory: int | None, peers: Sequence[socket.socket]) -> Sum:
@@ -187,7 +187,8 @@ class Ranks:
         self.processes: list[subprocess.Popen[bytes]] = []
         self.close = weakref.finalize(self, end_ranks, self.sockets, self.processes, self.folder)
         self.memory = shared_memory(self.parts)
-        hello = {"model": str(model), "folder": self.folder.name, "parts": self.parts, "memory": self.memory}
+        hello = {"model": str(model), "folder": self.folder.name, "parts": self.parts}
+        hello["memory"] = None if self.memory is None else self.memory.fileno()
         hello["settings"] = {name: getattr(settings, name) for name in SETTINGS}
         for rank in range(1, self.parts):
             self._start(hello | {"rank": rank})
@@ -197,7 +198,7 @@ class Ranks:
         self.sockets.append(ours)
         root = str(Path(__file__).parents[2])  # where this package lies, should it not be installed
         command = [sys.executable, "-P", "-c", BOOT, str(theirs.fileno()), root]
-        given = [theirs.fileno()] + ([] if self.memory is None else [self.memory])
+        given = [theirs.fileno()] + ([] if self.memory is None else [self.memory.fileno()])
         with theirs:
             self.processes.append(subprocess.Popen(command, pass_fds=given, stdin=subprocess.DEVNULL))
         send_frame(ours, json.dumps(hello).encode())
@@ -208,10 +209,8 @@ class Ranks:
             answer = read_frame(sock)
             if answer != READY:
                 raise ModelError(f"rank {rank} did not start: {answer.decode() or 'its process ended'}")
-        total = open_sum(Path(self.folder.name), 0, self.parts, self.memory, self.sockets)
-        if self.memory is not None:
-            os.close(self.memory)  # it stays mapped
-        return total
+        memory = None if self.memory is None else self.memory.fileno()
+        return open_sum(Path(self.folder.name), 0, self.parts, memory, self.sockets)
 
     def announce(self, batch: Batch) -> None:
         body = packed(batch)
