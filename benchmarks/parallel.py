@@ -57,9 +57,7 @@ def main() -> None:
     for name in SHAPES:
         rate, gap, span = median(rates[name]), median(turns[name]), (min(turns[name]), max(turns[name]))
         result["shapes"][name] = {"prompt_tokens_per_s": round(rate, 1), "token_ms": round(gap, 1), "turns_ms": span}
-        print(
-            f"{name:24} {rate:6.0f} tokens/s of a prompt, {gap:6.1f} ms a token (turns {worst[0]:.1f} to {worst[1]:.1f})"
-        )
+        print(f"{name:24} {rate:6.0f} tokens/s of a prompt, {gap:6.1f} ms a token ({span[0]:.1f} to {span[1]:.1f})")
     save("parallel", "parallel", result)
 
 
