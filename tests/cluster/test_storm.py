@@ -98,6 +98,7 @@ def test_a_storm_of_faults(llama_folder: Path, ray_address: str) -> None:
             began = time.monotonic()
             await asyncio.wait_for(all_back(engine, deployment), 10)
             longest = max(longest, time.monotonic() - began)
+            print(network.happened.total(), "faults,", ended.total(), "requests", flush=True)
             while sum(member.usable for member in deployment.members.values()) < 3:
                 await asyncio.sleep(0.05)
         print(f"{network.happened.total()} faults {dict(network.happened)}; requests {dict(ended)}; all back within")
