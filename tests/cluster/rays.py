@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -30,8 +31,8 @@ D = TypeVar("D", bound=Deployment)
 
 
 def free_port() -> int:
-    """Below the ports that Ray gives to workers."""
-    for port in range(6400, 10000):
+    """Below the ports that Ray gives to workers; any of them, as others look for one too."""
+    for port in random.sample(range(6400, 10000), 100):
         with socket.socket() as sock, contextlib.suppress(OSError):
             sock.bind(("127.0.0.1", port))
             return port
@@ -52,6 +53,7 @@ class RunningRay:
         wait_until(lambda: self.process.poll() is not None or self._listens(port), "Ray did not start")
         wait_until(lambda: self.process.poll() is not None or self.pids("raylet"), "Ray did not start")
         time.sleep(1.0)  # its raylet joins
+        assert self.process.poll() is None, "Ray did not start"
 
     def _listens(self, port: int) -> bool:
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
