@@ -12,7 +12,6 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,6 @@ OLDEST = (2, 49)  # version of Ray, as in pyproject.toml
 LOOPBACK = "127.0.0.1"
 CHUNK = 1 << 16
 REACH_SECONDS = 5.0
-WATCH_SECONDS = 2.0
 PLACE_SECONDS = 30.0  # for cores that others give back
 BACKOFF, BACKOFF_MOST = 0.5, 30.0  # seconds before a worker is started again
 OOM = (
@@ -88,19 +86,13 @@ class Driver:
 
     async def obey(self, message: ToDriver) -> None:
         if isinstance(message, Connect):
-            answer = self.connect(message)
-            if isinstance(answer, Connected):
-                self.keep_task(self.watch())
-            self.send(answer)
+            self.send(self.connect(message))
         elif isinstance(message, Place):
             await self.place(message)
         elif isinstance(message, Kill) and message.worker in self.actors:
             import ray
 
             ray.kill(self.actors[message.worker])
-
-    def keep_task(self, work: Coroutine[Any, Any, None]) -> None:
-        self.tasks.add(asyncio.get_running_loop().create_task(work))
 
     # ---- the cluster -------------------------------------------------------------------------------------------------
 
@@ -160,21 +152,6 @@ class Driver:
             _node_ip_address=LOOPBACK,
         )  # fmt: skip
 
-    async def watch(self) -> None:
-        """Ends this process with its cluster. Ray itself may take a head that was started anew for the one it knew."""
-        import ray
-
-        own = ray.get_runtime_context().get_node_id()
-        while True:
-            await asyncio.sleep(WATCH_SECONDS)
-            try:
-                nodes = await asyncio.to_thread(ray.nodes)
-            except Exception:  # the head does not answer: Ray waits a minute for it, and workers serve meanwhile
-                continue
-            if not any(node["NodeID"] == own and node["Alive"] for node in nodes):
-                print("the Ray cluster that it was part of is gone", file=sys.stderr, flush=True)
-                os._exit(1)
-
     # ---- workers -----------------------------------------------------------------------------------------------------
 
     async def place(self, wanted: Place) -> None:
@@ -193,7 +170,10 @@ class Driver:
             table = placement_group_table(group)["bundles_to_node_id"]
             machines = [table[index] for index in range(len(bundles))]
         for number in range(len(bundles)):
-            self.keep_task(self.keep(wanted, number, group, machines.count(machines[number])))
+            task = asyncio.get_running_loop().create_task(
+                self.keep(wanted, number, group, machines.count(machines[number]))
+            )
+            self.tasks.add(task)
 
     def no_room(self, wanted: Place) -> str:
         import ray
