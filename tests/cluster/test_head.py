@@ -1,4 +1,4 @@
-"""Ray's head is lost while requests run: each ends, with the right tokens or with one error, and workers come back."""
+"""Ray's head is lost while requests run: each ends, with the right tokens or with one error."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.pairs import GREEDY, SETTINGS, answer
-from tests.cluster.rays import RunningRay, Standing, all_up, free_port, tree, without_tokens
+from tests.cluster.pairs import SETTINGS
+from tests.cluster.rays import RunningRay, Standing, free_port, tree, without_tokens
 from tests.cluster.test_faults import LONG, prompts
 from tests.cluster.test_pair import PROMPT, Alone
 from twostroke.cluster.deployment import Deployment, Shape
@@ -24,7 +24,7 @@ ENDS = 30.0  # seconds in which a request ends
 
 @pytest.fixture
 def ray() -> Iterator[list[RunningRay]]:
-    """One that is lost, and another one in its place."""
+    """One that is lost."""
     with without_tokens():
         running = [RunningRay(free_port())]
         yield running
@@ -83,18 +83,8 @@ def test_the_head_is_lost(llama_folder: Path, ray: list[RunningRay]) -> None:
                 except EngineError:
                     return
 
-    async def another_head(engine: AsyncEngine, deployment: Deployment) -> None:
-        assert await answer(engine, PROMPT, GREEDY) == alone.answer(PROMPT, GREEDY)
-        done = deployment.counts.done
-        assert await ends(engine, prompts(3)[2]) == (want[2], None)
-        assert deployment.counts.done >= done
-
     try:
         standing.run(lose_the_control_store)
         standing.run(lose_the_machine)
-        ray[0].stop()
-        ray.append(RunningRay(int(ray[0].address.rpartition(":")[2])))
-        standing.runner.run(asyncio.wait_for(all_up(standing.deployment), 120))
-        standing.run(another_head)
     finally:
         standing.close()
