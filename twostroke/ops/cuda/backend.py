@@ -280,10 +280,12 @@ class CudaOps(Ops):
         out = torch.empty(rows, weight.codes.shape[0], dtype=x.dtype, device=x.device) if add_to is None else add_to
         if rows == 1 and x.is_contiguous():
             return self._one_narrow_row(x, weight, before, out, add=add)
-        if not isinstance(weight, Int8):
-            x = self._prepared(x, before)
-            return decoded_product(x, weight.codes, weight.scales, weight.bias, out, weight.format, add=add)
         kind, norm = self._before(before)
+        if not isinstance(weight, Int8):
+            return decoded_product(
+                x, weight.codes, weight.scales, weight.bias, out, weight.format, before=kind,
+                norm=norm.weight if norm else None, eps=norm.eps if norm else 0.0, add=add,
+            )  # fmt: skip
         return skinny(
             x, weight.codes, weight.scales, weight.bias, out, before=kind, norm=norm.weight if norm else None,
             eps=norm.eps if norm else 0.0, add=add,
