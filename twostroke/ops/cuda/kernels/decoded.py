@@ -1,9 +1,9 @@
-"""Some rows times a matrix of int4 or fp8: codes become floats in registers, just before the product.
+"""Some rows times a matrix of few bits: codes become floats in registers, just before the product.
 
 The weights are the tensor cores' tall side, which may lie in registers: four neighbouring lanes hold 64 bytes of an
 output, 16 each, loaded by one instruction. The order of the inputs along the product is free as long as both sides
 agree, so x is put into the lanes' order by a kernel before, which also does the norm or the gate. int4 is multiplied
-as bfloat16, fp8 as float16 (one instruction decodes two codes): a row of x is divided by a unit that makes it fit.
+as bfloat16, fp8 and int8 as float16: a row of x is divided by a unit that makes it fit.
 
 Where the outputs make too few tiles to fill the device, programs share the inputs of a tile. The last of them to end
 adds their sums, in the order of the inputs. From some hundred rows on, a decoded copy and the vendor's product are
@@ -111,9 +111,24 @@ def decoded_nibbles(codes, scale, least, HIGH: tl.constexpr, FAST: tl.constexpr)
 
 
 @triton.jit
-def decoded_bytes(codes, FAST: tl.constexpr):
-    """fp8 codes as float16."""
-    if FAST:
+def decoded_bytes(codes, FORMAT: tl.constexpr, FAST: tl.constexpr):
+    """fp8 and int8 codes as float16. int8: the bits of 1152 + code are set directly, and 1152 is subtracted."""
+    if FAST and FORMAT == 1:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 l, k;
+            xor.b32 l, $2, 0x80808080;
+            mov.b32 k, 0x64806480;
+            prmt.b32 $0, l, 0x64646464, 0x4140;
+            prmt.b32 $1, l, 0x64646464, 0x4342;
+            sub.f16x2 $0, $0, k;
+            sub.f16x2 $1, $1, k;
+            }""",
+            "=&r,=&r,r", [codes], dtype=tl.float16, is_pure=True, pack=4,
+        )  # fmt: skip
+    elif FORMAT == 1:
+        return codes.to(tl.int8, bitcast=True).to(tl.float16)
+    elif FAST:
         return tl.inline_asm_elementwise(
             """{
             .reg .b16 x, y;
@@ -156,7 +171,7 @@ def slice_product(
         acc = times(as_lanes(decoded_nibbles(codes, scale, least, False, FAST), W), a, acc, PRECISION)
         return times(as_lanes(decoded_nibbles(codes, scale, least, True, FAST), W), b, acc, PRECISION)
     else:
-        return times(as_lanes(decoded_bytes(codes, FAST), W), tl.load(x_at + part * 64), acc, PRECISION)
+        return times(as_lanes(decoded_bytes(codes, FORMAT, FAST), W), tl.load(x_at + part * 64), acc, PRECISION)
 
 
 @triton.jit
