@@ -156,14 +156,15 @@ def times(weights, x, sums, PRECISION: tl.constexpr):
 
 @triton.jit
 def slice_product(
-    codes_at, scales_at, x_at, part, n_rows, acc, FORMAT: tl.constexpr, W: tl.constexpr, PRECISION: tl.constexpr,
-    FAST: tl.constexpr,
+    codes_at, scales_at, x_at, part, n_rows, columns, acc, FORMAT: tl.constexpr, W: tl.constexpr,
+    PRECISION: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """The sums, and what slice `part` adds to them."""
     N: tl.constexpr = 16 * W
     codes = tl.load(codes_at + part * BYTES)
     if FORMAT == 2:
-        a, b = tl.load(x_at + part * 128), tl.load(x_at + (part * 128 + 64))
+        a = tl.load(x_at + part * 128, mask=columns, other=0.0)
+        b = tl.load(x_at + (part * 128 + 64), mask=columns, other=0.0)
         groups = tl.load(scales_at + part * n_rows * 4)
         scale, least = halves_twice(groups, False, FAST)[:, :, None], halves_twice(groups, True, FAST)[:, :, None]
         scale = tl.reshape(tl.broadcast_to(scale, (N, 4, 16)), (N, 64))
@@ -171,7 +172,8 @@ def slice_product(
         acc = times(as_lanes(decoded_nibbles(codes, scale, least, False, FAST), W), a, acc, PRECISION)
         return times(as_lanes(decoded_nibbles(codes, scale, least, True, FAST), W), b, acc, PRECISION)
     else:
-        return times(as_lanes(decoded_bytes(codes, FORMAT, FAST), W), tl.load(x_at + part * 64), acc, PRECISION)
+        a = tl.load(x_at + part * 64, mask=columns, other=0.0)
+        return times(as_lanes(decoded_bytes(codes, FORMAT, FAST), W), a, acc, PRECISION)
 
 
 @triton.jit
@@ -205,10 +207,10 @@ def decoded_kernel(
     index, byte = tl.arange(0, N), tl.arange(0, 64)
     near = tl.minimum(tile * N + index // 8 % W * 16 + index // (8 * W) * 8 + index % 8, n_rows - 1)
     t = tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
-    here = tl.minimum(t, tokens - 1).to(tl.int64)  # what lies past the end is not stored
     codes_at = codes_ptr + near.to(tl.int64)[:, None] * WIDE + byte[None, :]
     scales_at = scales_ptr + near[:, None] * 4 + tl.arange(0, 4)[None, :]
-    x_at = x_ptr + here[None, :] * WIDTH + byte[:, None]
+    x_at = x_ptr + t.to(tl.int64)[None, :] * WIDTH + byte[:, None]
+    columns = (t < tokens)[None, :]
     acc = tl.zeros((N, BLOCK_T), tl.float32)
     if PDL:
         gdc_wait()
@@ -216,7 +218,7 @@ def decoded_kernel(
     for step in tl.range(0, EACH, num_stages=STAGES):
         for number in tl.static_range(SLICES):
             part = (split * EACH + step) * SLICES + number
-            acc = slice_product(codes_at, scales_at, x_at, part, n_rows, acc, FORMAT, W, PRECISION, FAST)
+            acc = slice_product(codes_at, scales_at, x_at, part, n_rows, columns, acc, FORMAT, W, PRECISION, FAST)
     n = tile * N + tl.arange(0, N)
     there = (n < n_rows)[:, None] & (t < tokens)[None, :]
     place = t.to(tl.int64)[None, :] * n_rows + n[:, None]
