@@ -299,9 +299,12 @@ def shape_for(n: int, wide: int, fmt: int, tokens: int, whole: bool) -> DecodedS
     count = wide // 64
     if whole:
         return DecodedShape(4, 1, 1, 1)
-    large = tokens > 32 and n * count >= 1 << (18 if fmt == INT4 else 19)
-    warps, programs = (8, 200) if large else (4, 400)
-    tiles = triton.cdiv(n, 16 * warps)
-    splits = next(s for s in (8, 4, 2, 1) if s == 1 or (tiles * s <= programs and count % s == 0 and count // s >= 4))
-    pairs = count // splits % 2 == 0 and (fmt != INT4 or (splits == 1 and not large))
-    return DecodedShape(warps, 2 if pairs else 1, splits, 3 if pairs or (tokens > 32 and not large) else 4)
+    few = tokens <= 32
+    warps = 4 if few or n < 16384 else 8
+    tiles, most = triton.cdiv(n, 16 * warps), 512 if few else 400
+    if fmt == INT4 and few and 264 < tiles <= 528:
+        most = 2 * tiles  # one round of programs would leave some multiprocessors idle at its end
+    least = 8 if fmt == INT4 else 16  # slices of a share
+    splits = next(s for s in (8, 4, 2, 1) if s == 1 or (tiles * s <= most and count % s == 0 and count // s >= least))
+    pairs = fmt != INT4 and count // splits % 2 == 0
+    return DecodedShape(warps, 2 if pairs else 1, splits, 4 if tiles * splits <= 264 else 3)
