@@ -21,8 +21,8 @@ import triton.language as tl
 from torch import Tensor
 
 from twostroke.ops.cuda.kernels.launch import EARLY, INTERPRETED, PDL, gdc_launch_dependents, gdc_wait
+from twostroke.ops.cuda.kernels.narrow_tiles import INT4, NOTHING, SILU
 from twostroke.ops.cuda.kernels.rows import activated
-from twostroke.ops.cuda.kernels.skinny import INT4, NOTHING, SILU
 
 BYTES = tl.constexpr(64)  # of an output in a slice
 
