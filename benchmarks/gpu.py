@@ -70,7 +70,7 @@ PARTS: dict[str, tuple[Callable[[Bench], None], int]] = {  # with the seconds it
     "host": (parts.host, 10),
     "breakdown": (parts.breakdown, 8),
     "small": (parts.small, 10),
-    "weights": (parts.weights, 45),
+    "weights": (parts.weights, 75),
     "kv": (parts.kv, 8),
     "mixture": (parts.mixture, 30),
     "latent": (parts.latent, 30),

@@ -258,8 +258,9 @@ def weights(bench: Bench) -> None:
     for quantize in ("fp8", "int4", "int8"):
         rig = bench.own(LLAMA_8B, quantize=quantize, max_model_len=16384)
         measure_decode(bench, rig, f"{quantize}_decode1")
-        if quantize != "int4":
-            measure_ttft(bench, rig, f"{quantize}_ttft", (8192,))
+        for count in (2, 5, 16, 64):
+            measure_streams(bench, rig, f"{quantize}_decode{count}x512", count, 512)
+        measure_ttft(bench, rig, f"{quantize}_ttft", (8192,))
         del rig
 
 

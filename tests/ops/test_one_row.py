@@ -24,7 +24,7 @@ KINDS = ["fp8", "int8", "int4"]
 def cut_as(form: Form, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("twostroke.ops.cuda.kernels.one_row.form_for", lambda fmt, segments: form)
     monkeypatch.setattr("twostroke.ops.cuda.kernels.one_row.processors", lambda device: 2)
-    monkeypatch.setattr("twostroke.ops.cuda.backend.skinny", None)  # must not be asked
+    monkeypatch.setattr("twostroke.ops.cuda.backend.decoded_product", None)  # must not be asked
 
 
 def on_card(norm: Norm) -> Norm:

@@ -213,17 +213,17 @@ def test_many_rows(quantize: str, wide: int, rows: int) -> None:
 
 
 @pytest.mark.parametrize("quantize", ["int4", "fp8"])
-@pytest.mark.parametrize(("rows", "splits", "step"), [(3, 1, 64), (20, 3, 64), (70, 2, 64), (40, 1, 128)])
+@pytest.mark.parametrize(("rows", "shape"), [
+    (3, (4, 1, 1, 3)), (20, (4, 1, 4, 2)), (70, (8, 1, 2, 4)), (40, (4, 2, 1, 3)), (16, (4, 2, 2, 3)),
+])  # fmt: skip
 def test_shares_of_the_inputs(
-    quantize: str, rows: int, splits: int, step: int, monkeypatch: pytest.MonkeyPatch
+    quantize: str, rows: int, shape: tuple[int, int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Programs that share the inputs of a tile, in the precision that serving has; the last share may be shorter, and
-    so may the last step: 320 inputs are three slices of int4."""
-    shape = DecodedShape(32, step, splits, 2, 4)
-    monkeypatch.setattr("twostroke.ops.cuda.kernels.decoded.shape_for", lambda *_: shape)
+    """Programs that share the inputs of a tile, in the precision that serving has."""
+    monkeypatch.setattr("twostroke.ops.cuda.kernels.decoded.shape_for", lambda *_: DecodedShape(*shape))
     ops = CudaOps(torch.bfloat16 if ON_CARD else torch.float32, DEVICE, quantize)
     generator = torch.Generator().manual_seed(rows)
-    wide = 448 if step == 64 else 320
+    wide = 512
     x = torch.randn(rows, wide, generator=generator).bfloat16()
     weight = ops.adopt(torch.randn(48, wide, generator=generator).to(DEVICE), torch.randn(48, generator=generator))
     expected = x.float() @ as_float(weight, torch.float32).cpu().t() + weight.bias.cpu()

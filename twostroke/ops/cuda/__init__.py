@@ -6,7 +6,7 @@ exact.py      the same with one order of additions for any number of rows (exact
 kernels/      the Triton kernels, one idea for each file
     rows             norm, gate, embedding, argmax: one row at a time
     gemv             one row times a matrix of floats
-    one_row, skinny, decoded  one row, a few rows, tens of rows times a matrix of few bits; narrow_tiles: their operands
+    one_row, decoded          one row and some rows times a matrix of few bits; narrow_tiles: operands of the first
     int4_gemm        tens of rows times an int4 matrix
     quantized        weights in fp8, int8 and int4: packing, and products of many rows
     experts, grouped which experts a row takes; a few rows through theirs, many rows grouped by expert

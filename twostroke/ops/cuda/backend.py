@@ -28,17 +28,14 @@ from twostroke.ops.cuda.kernels.latent import head_product, latent_attention, la
 from twostroke.ops.cuda.kernels.one_row import one_row
 from twostroke.ops.cuda.kernels.prefill import make_tiles, prefill_attention, split_for, tile_rows
 from twostroke.ops.cuda.kernels.quantized import (
-    Int8,
     Narrow,
     as_float,
-    int8_product,
     rows_of,
     to_fp8,
     to_int4,
     to_int8,
 )
 from twostroke.ops.cuda.kernels.rope import rotate_and_store
-from twostroke.ops.cuda.kernels.skinny import skinny
 from twostroke.ops.cuda.kernels.tall_decode import tall_attention
 from twostroke.ops.cuda.weights import CudaWeight, FloatMatrix, LaidExperts, as_tensor, lay_experts
 from twostroke.ops.formats import Stored
@@ -46,7 +43,6 @@ from twostroke.ops.interface import BLOCK, Attention, Batch, ExpertSet, Gate, KV
 
 STAGED = 1 << 25  # elements that are sent to the device at a time
 WIDE_ROWS = 2048  # rows of a wide product made at a time
-FEW = 16  # rows of int8 that are multiplied straight from the codes
 FEW_OF_EXPERTS = 8  # rows of which each reads its experts by itself
 SOME = 256  # rows from which on a decoded copy of a matrix of few bits pays
 
@@ -273,20 +269,13 @@ class CudaOps(Ops):
     def _some_rows(self, x: Tensor, weight: Narrow, before: Norm | Gate | None, add_to: Tensor | None) -> Tensor:
         """x times the codes."""
         rows, add = x.shape[0], add_to is not None
-        if isinstance(weight, Int8) and rows > FEW:
-            out = int8_product(self._prepared(x, before), weight)
-            out = out if weight.bias is None else out.add_(weight.bias)
-            return out if add_to is None else add_to.add_(out)
         out = torch.empty(rows, weight.codes.shape[0], dtype=x.dtype, device=x.device) if add_to is None else add_to
         if rows == 1 and x.is_contiguous():
             return self._one_narrow_row(x, weight, before, out, add=add)
-        if not isinstance(weight, Int8):
-            x = self._prepared(x, before)
-            return decoded_product(x, weight.codes, weight.scales, weight.bias, out, weight.format, add=add)
         kind, norm = self._before(before)
-        return skinny(
-            x, weight.codes, weight.scales, weight.bias, out, before=kind, norm=norm.weight if norm else None,
-            eps=norm.eps if norm else 0.0, add=add,
+        return decoded_product(
+            x, weight.codes, weight.scales, weight.bias, out, weight.format, before=kind,
+            norm=norm.weight if norm else None, eps=norm.eps if norm else 0.0, add=add,
         )  # fmt: skip
 
     def _one_narrow_row(

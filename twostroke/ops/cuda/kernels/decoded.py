@@ -1,13 +1,18 @@
-"""A few to some hundred rows times a matrix of int4 or fp8: codes become bfloat16 in registers, just before the
-product.
+"""Some rows times a matrix of few bits: codes become floats in registers, just before the product.
 
-The weights are the product's tall side, so that decoded tiles stay in registers. Where the outputs make too few tiles
-to fill the device, programs share the inputs of a tile; their sums are added by a second kernel. From some hundred rows
-on, a decoded copy and the vendor's product are faster.
+The weights are the tensor cores' tall side, which may lie in registers: four neighbouring lanes hold 64 bytes of an
+output, 16 each, loaded by one instruction. The order of the inputs along the product is free as long as both sides
+agree, so x is put into the lanes' order by a kernel before, which also does the norm or the gate. int4 is multiplied
+as bfloat16, fp8 and int8 as float16: a row of x is divided by a unit that makes it fit.
+
+Where the outputs make too few tiles to fill the device, programs share the inputs of a tile. The last of them to end
+adds their sums, in the order of the inputs. From some hundred rows on, a decoded copy and the vendor's product are
+faster.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -16,209 +21,290 @@ import triton.language as tl
 from torch import Tensor
 
 from twostroke.ops.cuda.kernels.launch import EARLY, INTERPRETED, PDL, gdc_launch_dependents, gdc_wait
-from twostroke.ops.cuda.kernels.narrow_tiles import group_words
-from twostroke.ops.cuda.kernels.skinny import INT4
+from twostroke.ops.cuda.kernels.narrow_tiles import INT4, NOTHING, SILU
+from twostroke.ops.cuda.kernels.rows import activated
+
+BYTES = tl.constexpr(64)  # of an output in a slice
 
 
 @triton.jit
-def decoded_nibbles(codes, groups, HIGH: tl.constexpr, FAST: tl.constexpr):
+def lane_order(place, FORMAT: tl.constexpr):
+    """The input at each place of the product's inner side. int4: the low nibbles of a slice, then the high ones."""
+    S: tl.constexpr = 128 if FORMAT == 2 else 64
+    lane, within = place // 2 % 4, place // 16 % 4 * 4 + place // 8 % 2 * 2 + place % 2
+    if FORMAT == 2:
+        return place // S * S + lane * 32 + place // 64 % 2 * 16 + within
+    else:
+        return place // S * S + lane * 16 + within
+
+
+@triton.jit
+def row_before(row, norm_ptr, k, eps, size, K: tl.constexpr, BEFORE: tl.constexpr):
+    """Elements k of the row after norm or gate, in float32. size: of the norm."""
+    x = tl.load(row + k, mask=k < K, other=0.0).to(tl.float32)
+    if BEFORE == 1:
+        x *= size * tl.load(norm_ptr + k, mask=k < K, other=0.0).to(tl.float32)
+    elif BEFORE >= 2:
+        x = activated(x, BEFORE == 2) * tl.load(row + K + k, mask=k < K, other=0.0).to(tl.float32)
+    return x
+
+
+@triton.jit
+def order_kernel(
+    x_ptr, norm_ptr, out_ptr, units_ptr, eps, x_stride, K: tl.constexpr, K_2: tl.constexpr, WIDTH: tl.constexpr,
+    BEFORE: tl.constexpr, FORMAT: tl.constexpr, UNITS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A part of a row in the lanes' order. Each program reads the whole row for its norm and its unit."""
+    token = tl.program_id(0).to(tl.int64)
+    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    every = tl.arange(0, K_2)
+    row = x_ptr + token * x_stride
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    size = 1.0
+    if BEFORE == 1:
+        whole = tl.load(row + every, mask=every < K, other=0.0).to(tl.float32)
+        size = tl.rsqrt(tl.sum(whole * whole) / K + eps)
+    x = row_before(row, norm_ptr, lane_order(place, FORMAT), eps, size, K, BEFORE)
+    if UNITS:
+        unit = tl.maximum(tl.max(tl.abs(row_before(row, norm_ptr, every, eps, size, K, BEFORE))), 1e-30) / 16384.0
+        tl.store(units_ptr + token, unit)
+        x *= 1.0 / unit
+    tl.store(out_ptr + token * WIDTH + place, x.to(out_ptr.dtype.element_ty), mask=place < WIDTH)
+
+
+@triton.jit
+def halves_twice(groups, HIGH: tl.constexpr, FAST: tl.constexpr):
+    """The scale (the low half of a word) or the least value, in both halves of a word. The interpreter: as float32."""
+    if FAST:
+        PICK: tl.constexpr = "0x3232" if HIGH else "0x1010"
+        return tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, $1, " + PICK + ";", "=r,r", [groups], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        return ((groups & -65536) if HIGH else (groups << 16)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def decoded_nibbles(codes, scale, least, HIGH: tl.constexpr, FAST: tl.constexpr):
     """The low or the high elements of int4 codes: the bits of 128 + nibble are set directly, 128 is subtracted, and a
-    group's scale and least value are applied. Both at once would be moved through shared memory by the compiler."""
+    group's scale and least value are applied. The compiler may put two bytes each of two outputs into a word."""
     if FAST:
         SHIFT: tl.constexpr = "4" if HIGH else "0"
         return tl.inline_asm_elementwise(
-            "{ .reg .b32 l, s, m, k; shr.u32 l, $2, "
+            "{ .reg .b32 l, k; shr.u32 l, $2, "
             + SHIFT
             + """; and.b32 l, l, 0x0f0f0f0f;
-            prmt.b32 s, $3, $3, 0x1010;
-            prmt.b32 m, $3, $3, 0x3232;
             mov.b32 k, 0x43004300;
             prmt.b32 $0, l, 0x43434343, 0x4140;
             prmt.b32 $1, l, 0x43434343, 0x4342;
             sub.bf16x2 $0, $0, k;
             sub.bf16x2 $1, $1, k;
-            fma.rn.bf16x2 $0, $0, s, m;
-            fma.rn.bf16x2 $1, $1, s, m;
+            fma.rn.bf16x2 $0, $0, $3, $7;
+            fma.rn.bf16x2 $1, $1, $5, $9;
             }""",
-            "=&r,=&r,r,r,r,r,r", [codes, groups], dtype=tl.bfloat16, is_pure=True, pack=4,
+            "=&r,=&r,r,r,r,r,r,r,r,r,r", [codes, scale, least], dtype=tl.bfloat16, is_pure=True, pack=4,
         )  # fmt: skip
     else:
-        scale, least = (groups << 16).to(tl.float32, bitcast=True), (groups & -65536).to(tl.float32, bitcast=True)
         return (((codes >> (4 if HIGH else 0)) & 15).to(tl.float32) * scale + least).to(tl.bfloat16)
 
 
 @triton.jit
-def decoded_bytes(codes, FAST: tl.constexpr):
-    """fp8 codes as bfloat16: sign, exponent and fraction are moved to their places, and the exponent's bias is made up
-    for by a factor of 2^120, which is right for the smallest numbers too."""
-    if FAST:
+def decoded_bytes(codes, FORMAT: tl.constexpr, FAST: tl.constexpr):
+    """fp8 and int8 codes as float16. int8: the bits of 1152 + code are set directly, and 1152 is subtracted."""
+    if FAST and FORMAT == 1:
         return tl.inline_asm_elementwise(
             """{
-            .reg .b32 a, b, s, t, f;
-            mov.b32 f, 0x7b807b80;
-            prmt.b32 a, $2, 0, 0x1404;
-            prmt.b32 b, $2, 0, 0x3424;
-            shr.u32 s, a, 4;
-            shr.u32 t, b, 4;
-            and.b32 s, s, 0x07f007f0;
-            and.b32 t, t, 0x07f007f0;
-            lop3.b32 a, a, 0x80008000, s, 0xea;
-            lop3.b32 b, b, 0x80008000, t, 0xea;
-            mul.bf16x2 $0, a, f;
-            mul.bf16x2 $1, b, f;
+            .reg .b32 l, k;
+            xor.b32 l, $2, 0x80808080;
+            mov.b32 k, 0x64806480;
+            prmt.b32 $0, l, 0x64646464, 0x4140;
+            prmt.b32 $1, l, 0x64646464, 0x4342;
+            sub.f16x2 $0, $0, k;
+            sub.f16x2 $1, $1, k;
             }""",
-            "=&r,=&r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4,
+            "=&r,=&r,r", [codes], dtype=tl.float16, is_pure=True, pack=4,
+        )  # fmt: skip
+    elif FORMAT == 1:
+        return codes.to(tl.int8, bitcast=True).to(tl.float16)
+    elif FAST:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b16 x, y;
+            mov.b32 {x, y}, $2;
+            cvt.rn.f16x2.e4m3x2 $0, x;
+            cvt.rn.f16x2.e4m3x2 $1, y;
+            }""",
+            "=&r,=&r,r", [codes], dtype=tl.float16, is_pure=True, pack=4,
         )  # fmt: skip
     else:
-        return codes.to(tl.float8e4nv, bitcast=True).to(tl.float32).to(tl.bfloat16)
+        return codes.to(tl.float8e4nv, bitcast=True).to(tl.float16)
 
 
 @triton.jit
-def times(weights, x, sums, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
-    return tl.dot(weights.to(DTYPE), x, sums, input_precision=PRECISION)
+def as_lanes(codes, W: tl.constexpr):
+    """(16 W, 64) operand: rows (half, warp, output) become (warp, half, output), inputs come in the lanes' order."""
+    codes = tl.reshape(codes, (2, W, 8, 4, 4, 2, 2))
+    return tl.reshape(tl.permute(codes, (1, 0, 2, 4, 5, 3, 6)), (16 * W, 64))
 
 
 @triton.jit
-def step_groups(scales_ptr, step, near, n_rows, WIDE: tl.constexpr, BYTES: tl.constexpr, FAST: tl.constexpr):
-    """The scales of a step's codes. What lies past the last slice takes those of the last: its inputs are zero."""
-    byte = tl.arange(0, BYTES)
-    part = step * (BYTES // 64) + byte // 64
-    if WIDE % BYTES != 0:
-        part = tl.minimum(part, WIDE // 64 - 1)
-    return group_words(scales_ptr + (part * (n_rows * 4) + byte % 64 // 16)[None, :] + (near * 4)[:, None], FAST)
+def times(weights, x, sums, PRECISION: tl.constexpr):
+    return tl.dot(weights.to(x.dtype), x, sums, input_precision=PRECISION)
+
+
+@triton.jit
+def slice_product(
+    codes_at, scales_at, x_at, part, n_rows, columns, acc, FORMAT: tl.constexpr, W: tl.constexpr,
+    PRECISION: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """The sums, and what slice `part` adds to them."""
+    N: tl.constexpr = 16 * W
+    codes = tl.load(codes_at + part * BYTES)
+    if FORMAT == 2:
+        a = tl.load(x_at + part * 128, mask=columns, other=0.0)
+        b = tl.load(x_at + (part * 128 + 64), mask=columns, other=0.0)
+        groups = tl.load(scales_at + part * n_rows * 4)
+        scale, least = halves_twice(groups, False, FAST)[:, :, None], halves_twice(groups, True, FAST)[:, :, None]
+        scale = tl.reshape(tl.broadcast_to(scale, (N, 4, 16)), (N, 64))
+        least = tl.reshape(tl.broadcast_to(least, (N, 4, 16)), (N, 64))
+        acc = times(as_lanes(decoded_nibbles(codes, scale, least, False, FAST), W), a, acc, PRECISION)
+        return times(as_lanes(decoded_nibbles(codes, scale, least, True, FAST), W), b, acc, PRECISION)
+    else:
+        a = tl.load(x_at + part * 64, mask=columns, other=0.0)
+        return times(as_lanes(decoded_bytes(codes, FORMAT, FAST), W), a, acc, PRECISION)
+
+
+@triton.jit
+def store_sums(
+    acc, n, t, place, there, n_rows, tokens, scales_ptr, units_ptr, bias_ptr, out_ptr, FORMAT: tl.constexpr,
+    BIAS: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    if FORMAT != 2:
+        acc *= tl.load(scales_ptr + n, mask=n < n_rows, other=0.0)[:, None]
+        acc *= tl.load(units_ptr + t, mask=t < tokens, other=0.0)[None, :]
+    if BIAS:
+        acc += tl.load(bias_ptr + n, mask=n < n_rows, other=0.0)[:, None]
+    if ADD:
+        acc += tl.load(out_ptr + place, mask=there, other=0.0).to(tl.float32)
+    tl.store(out_ptr + place, acc.to(out_ptr.dtype.element_ty), mask=there)
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def decoded_kernel(
-    x_ptr, codes_ptr, scales_ptr, bias_ptr, out_ptr, tokens, n_rows, x_stride, K: tl.constexpr, FORMAT: tl.constexpr,
-    BIAS: tl.constexpr, ADD: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BYTES: tl.constexpr,
-    SPLITS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr, FAST: tl.constexpr,
+    x_ptr, units_ptr, codes_ptr, scales_ptr, bias_ptr, sums_ptr, count_ptr, out_ptr, tokens, n_rows,
+    WIDE: tl.constexpr, FORMAT: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, W: tl.constexpr,
+    SLICES: tl.constexpr, BLOCK_T: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    PDL: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """A share of the inputs. With one split the result is stored, with several the sums, (splits, tokens, N)."""
-    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
-    S: tl.constexpr = 128 if FORMAT == 2 else 64  # inputs of 64 bytes
-    WIDE: tl.constexpr = (K + S - 1) // S * 64  # bytes of a row
-    STEPS: tl.constexpr = (WIDE + BYTES - 1) // BYTES
-    EACH: tl.constexpr = (STEPS + SPLITS - 1) // SPLITS
-    WHOLE: tl.constexpr = K % (S * BYTES // 64) == 0  # whether every step is full
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    split = tl.program_id(1)
+    """A share of the inputs of 16 W outputs. The number of steps is a constant: with one that may be 0 the compiler
+    waits for every single instruction of the tensor cores."""
+    N: tl.constexpr = 16 * W
+    WIDTH: tl.constexpr = WIDE // 64 * (128 if FORMAT == 2 else 64)
+    EACH: tl.constexpr = WIDE // (64 * SLICES * SPLITS)
+    tile, split = tl.program_id(0), tl.program_id(1)
+    index, byte = tl.arange(0, N), tl.arange(0, 64)
+    near = tl.minimum(tile * N + index // 8 % W * 16 + index // (8 * W) * 8 + index % 8, n_rows - 1)
     t = tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
-    byte = tl.arange(0, BYTES)
-    rows, columns = n < n_rows, t < tokens
-    near, here = tl.minimum(n, n_rows - 1), tl.minimum(t, tokens - 1)  # what lies past the end is not stored
     codes_at = codes_ptr + near.to(tl.int64)[:, None] * WIDE + byte[None, :]
-    if FORMAT == 2:
-        k = byte // 16 * 32 + byte % 16
+    scales_at = scales_ptr + near[:, None] * 4 + tl.arange(0, 4)[None, :]
+    x_at = x_ptr + t.to(tl.int64)[None, :] * WIDTH + byte[:, None]
+    columns = (t < tokens)[None, :]
+    acc = tl.zeros((N, BLOCK_T), tl.float32)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    for step in tl.range(0, EACH, num_stages=STAGES):
+        for number in tl.static_range(SLICES):
+            part = (split * EACH + step) * SLICES + number
+            acc = slice_product(codes_at, scales_at, x_at, part, n_rows, columns, acc, FORMAT, W, PRECISION, FAST)
+    n = tile * N + tl.arange(0, N)
+    there = (n < n_rows)[:, None] & (t < tokens)[None, :]
+    place = t.to(tl.int64)[None, :] * n_rows + n[:, None]
+    if SPLITS == 1:
+        store_sums(
+            acc, n, t, place, there, n_rows, tokens, scales_ptr, units_ptr, bias_ptr, out_ptr, FORMAT, BIAS, ADD
+        )  # fmt: skip
     else:
-        k = byte
-    x_at = x_ptr + here.to(tl.int64)[None, :] * x_stride + k[:, None]
-    acc = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
-    first = split * EACH
-    last = tl.minimum(first + EACH, STEPS)
-    if FORMAT == 2:
-        groups = step_groups(scales_ptr, tl.minimum(first, STEPS - 1), near, n_rows, WIDE, BYTES, FAST)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    for step in tl.range(first, last, num_stages=STAGES):
-        at = step * (BYTES // 64 * S)
-        if WHOLE:
-            codes = tl.load(codes_at + step * BYTES)
-            a = tl.load(x_at + at)
-        else:
-            codes = tl.load(codes_at + step * BYTES, mask=(step * BYTES + byte < WIDE)[None, :], other=0)
-            a = tl.load(x_at + at, mask=(at + k < K)[:, None], other=0.0)
-        if FORMAT == 2:
-            if WHOLE:
-                b = tl.load(x_at + (at + 16))
-            else:
-                b = tl.load(x_at + (at + 16), mask=(at + 16 + k < K)[:, None], other=0.0)
-            low, high = decoded_nibbles(codes, groups, False, FAST), decoded_nibbles(codes, groups, True, FAST)
-            groups = step_groups(scales_ptr, tl.minimum(step + 1, STEPS - 1), near, n_rows, WIDE, BYTES, FAST)
-            acc = times(low, a, acc, DTYPE, PRECISION)
-            acc = times(high, b, acc, DTYPE, PRECISION)
-        else:
-            acc = times(decoded_bytes(codes, FAST), a, acc, DTYPE, PRECISION)
-    if SPLITS > 1:
-        out_ptr += split.to(tl.int64) * tokens * n_rows
-    elif FORMAT != 2:
-        acc *= tl.load(scales_ptr + n, mask=rows, other=0.0)[:, None]
-    if BIAS:
-        acc += tl.load(bias_ptr + n, mask=rows, other=0.0)[:, None]
-    place = out_ptr + t.to(tl.int64)[None, :] * n_rows + n[:, None]
-    there = rows[:, None] & columns[None, :]
-    if ADD:
-        acc += tl.load(place, mask=there, other=0.0).to(tl.float32)
-    tl.store(place, acc.to(out_ptr.dtype.element_ty), mask=there)
-
-
-@triton.jit(do_not_specialize=["tokens"])
-def add_kernel(
-    sums_ptr, scales_ptr, bias_ptr, out_ptr, tokens, n_rows, SPLITS: tl.constexpr, SCALED: tl.constexpr,
-    BIAS: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    row = tl.program_id(1).to(tl.int64) * n_rows
-    inside = n < n_rows
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    total = tl.zeros((BLOCK,), tl.float32)
-    for split in tl.static_range(SPLITS):
-        total += tl.load(sums_ptr + split * tokens.to(tl.int64) * n_rows + row + n, mask=inside, other=0.0)
-    if SCALED:
-        total *= tl.load(scales_ptr + n, mask=inside, other=0.0)
-    if BIAS:
-        total += tl.load(bias_ptr + n, mask=inside, other=0.0)
-    if ADD:
-        total += tl.load(out_ptr + row + n, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row + n, total.to(out_ptr.dtype.element_ty), mask=inside)
+        apart = tokens.to(tl.int64) * n_rows
+        tl.store(sums_ptr + split * apart + place, acc, mask=there)
+        tl.debug_barrier()
+        counter = count_ptr + tl.program_id(2) * tl.num_programs(0) + tile
+        if tl.atomic_add(counter, 1, sem="acq_rel") == SPLITS - 1:
+            tl.store(counter, 0)
+            total = tl.zeros((N, BLOCK_T), tl.float32)
+            for other in tl.static_range(SPLITS):
+                total += tl.load(sums_ptr + other * apart + place, mask=there, other=0.0)
+            store_sums(
+                total, n, t, place, there, n_rows, tokens, scales_ptr, units_ptr, bias_ptr, out_ptr, FORMAT, BIAS, ADD
+            )  # fmt: skip
 
 
 class DecodedShape(NamedTuple):
     """How the work is divided."""
 
-    outputs: int  # of a program
-    bytes: int  # of a row in a step
-    splits: int
+    warps: int  # of 16 outputs each
+    slices: int  # of 64 bytes in a step
+    splits: int  # programs that share a tile's inputs
     stages: int
-    warps: int
+
+
+@lru_cache
+def counters(device: torch.device) -> Tensor:
+    """Programs of a tile that have ended, all zero between kernels."""
+    return torch.zeros(1 << 14, dtype=torch.int32, device=device)
+
+
+def ordered_rows(
+    x: Tensor, wide: int, fmt: int, before: int, norm: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """before(x) in the lanes' order, and the units of its rows. wide: bytes of an output."""
+    rows, k = x.shape[0], x.shape[1] // (2 if before >= SILU else 1)
+    width = wide // 64 * (128 if fmt == INT4 else 64)
+    units = fmt != INT4 and x.dtype != torch.float32
+    out = torch.empty(rows, width, dtype=torch.float16 if units else x.dtype, device=x.device)
+    factors = torch.empty(rows, device=x.device) if units or fmt == INT4 else torch.ones(rows, device=x.device)
+    block = min(2048, triton.next_power_of_2(width))
+    order_kernel[(rows, triton.cdiv(width, block))](
+        x, x if norm is None else norm, out, factors, eps, x.stride(0), K=k, K_2=triton.next_power_of_2(k),
+        WIDTH=width, BEFORE=before, FORMAT=fmt, UNITS=units, BLOCK=block, PDL=PDL, num_warps=8, **EARLY,
+    )  # fmt: skip
+    return out, factors
 
 
 def decoded_product(
-    x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, out: Tensor, fmt: int, *, add: bool = False,
-    shape: DecodedShape | None = None,
+    x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, out: Tensor, fmt: int, *, before: int = NOTHING,
+    norm: Tensor | None = None, eps: float = 0.0, add: bool = False, shape: DecodedShape | None = None,
 ) -> Tensor:  # fmt: skip
-    """out (rows, N) = x @ matrix.T · scales + bias, added to what `out` holds with `add`."""
-    n, (tokens, k) = codes.shape[0], x.shape
-    exact = x.dtype == torch.float32
-    form = shape or shape_for(n, codes.shape[1], fmt, tokens, exact)
+    """out (rows, N) = before(x) @ matrix.T · scales + bias, added to what `out` holds with `add`."""
+    (n, wide), tokens = codes.shape, x.shape[0]
+    whole = x.dtype == torch.float32
+    form = shape or shape_for(n, wide, fmt, tokens, whole)
+    x, units = ordered_rows(x, wide, fmt, before, norm, eps)
     block_t = max(16, min(64, triton.next_power_of_2(tokens)))
-    alone = form.splits == 1
-    target = out if alone else torch.empty(form.splits, tokens, n, device=x.device)
-    end = scales if bias is None else bias
-    decoded_kernel[(triton.cdiv(n, form.outputs), form.splits, triton.cdiv(tokens, block_t))](
-        x, codes.view(torch.uint8), scales, end, target, tokens, n, x.stride(0), K=k, FORMAT=fmt,
-        BIAS=alone and bias is not None, ADD=alone and add, BLOCK_N=form.outputs, BLOCK_T=block_t, BYTES=form.bytes,
-        SPLITS=form.splits, STAGES=form.stages, PRECISION="ieee" if exact else "tf32", PDL=PDL, FAST=not INTERPRETED,
-        num_warps=form.warps, **EARLY,
+    sums = units if form.splits == 1 else torch.empty(form.splits, tokens, n, device=x.device)
+    grid = (triton.cdiv(n, 16 * form.warps), form.splits, triton.cdiv(tokens, block_t))
+    decoded_kernel[grid](
+        x, units, codes.view(torch.uint8), scales, scales if bias is None else bias, sums, counters(x.device), out,
+        tokens, n, WIDE=wide, FORMAT=fmt, BIAS=bias is not None, ADD=add, W=form.warps, SLICES=form.slices,
+        BLOCK_T=block_t, SPLITS=form.splits, STAGES=form.stages, PRECISION="ieee" if whole else "tf32", PDL=PDL,
+        FAST=not INTERPRETED, num_warps=form.warps, **EARLY,
     )  # fmt: skip
-    if not alone:
-        add_kernel[(triton.cdiv(n, 1024), tokens)](
-            target, scales, end, out, tokens, n, SPLITS=form.splits, SCALED=fmt != INT4, BIAS=bias is not None, ADD=add,
-            BLOCK=1024, PDL=PDL, num_warps=4, **EARLY,
-        )  # fmt: skip
     return out
 
 
-def shape_for(n: int, wide: int, fmt: int, tokens: int, exact: bool) -> DecodedShape:
-    """As measured on an H200. wide: bytes of a row."""
-    if exact:
-        return DecodedShape(64, 64, 1, 1, 4)
-    outputs, step, stages, warps, programs = 64, 128, 3, 4, 400
-    if fmt == INT4:
-        outputs, warps = 128, 8
-        step, stages, programs = (64, 5, 256) if tokens <= 32 else (128, 3, 192)
-    most = min(8, programs // triton.cdiv(n, outputs), triton.cdiv(wide, step) // 4)
-    return DecodedShape(outputs, step, 1 << max(0, most.bit_length() - 1), stages, warps)
+def shape_for(n: int, wide: int, fmt: int, tokens: int, whole: bool) -> DecodedShape:
+    """As measured on an H200. wide: bytes of an output."""
+    count = wide // 64
+    if whole:
+        return DecodedShape(4, 1, 1, 1)
+    few = tokens <= 32
+    warps = 4 if few or n < 16384 else 8
+    tiles, most = triton.cdiv(n, 16 * warps), 512 if few else 400
+    if fmt == INT4 and few and 264 < tiles <= 528:
+        most = 2 * tiles  # one round of programs would leave some multiprocessors idle at its end
+    least = 8 if fmt == INT4 else 16  # slices of a share
+    splits = next(s for s in (8, 4, 2, 1) if s == 1 or (tiles * s <= most and count % s == 0 and count // s >= least))
+    pairs = fmt != INT4 and count // splits % 2 == 0
+    return DecodedShape(warps, 2 if pairs else 1, splits, 4 if tiles * splits <= 264 else 3)

@@ -123,7 +123,7 @@ class ExpertMatrices(NamedTuple):
     places: Tensor  # (experts,) int64: from the first to each expert's, in elements
     scales: Tensor  # the first expert's; `codes` where they are floats
     scale_places: Tensor
-    format: int  # 0: floats; else as in skinny.py
+    format: int  # 0: floats; else as in narrow_tiles.py
 
 
 @triton.jit

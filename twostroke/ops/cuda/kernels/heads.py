@@ -59,14 +59,15 @@ def rounded(x):
 @triton.jit
 def best_factor(x, DTYPE: tl.constexpr):
     """(M,): of eight factors from 1 to 2, the one by which fp8's scale should be larger than the largest element asks
-    for. Errors are squared and added as whole numbers of 1/64, so that the order of the sum does not matter."""
+    for. Factors are eighths, so that their products with codes are exact. Errors are squared and added as whole numbers
+    of 1/64, so that the order of the sum does not matter."""
     best, error = tl.full((x.shape[0],), 1.0, tl.float32), tl.full((x.shape[0],), 0x7FFFFFFF, tl.int32)
     factor = 1.0
     for _ in tl.static_range(8):
         off = tl.clamp(tl.div_rn(x, factor), -448.0, 448.0).to(DTYPE).to(tl.float32) * factor - x
         found = tl.sum((off * off * 64.0).to(tl.int32), axis=1)
         best, error = tl.where(found < error, factor, best), tl.minimum(found, error)
-        factor = factor * 1.0905077326652577  # the eighth root of 2
+        factor = factor + 0.125
     return best
 
 

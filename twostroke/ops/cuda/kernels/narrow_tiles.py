@@ -16,6 +16,10 @@ import triton.language as tl
 WHOLE, WHOLE_BITS = tl.constexpr(12582912.0), tl.constexpr(0x4B400000)
 FINE = tl.constexpr(254.0)  # steps of the second part in one of the first
 
+INT8, INT4, FP8 = 1, 2, 3
+NOTHING, NORM, SILU, GELU = 0, 1, 2, 3  # what happens to x before the product
+BYTES = 64  # of a row of the matrix in a slice
+
 
 @triton.jit
 def bytes_of(words):
@@ -120,3 +124,19 @@ def inner_order(C: tl.constexpr, RUN: tl.constexpr):
     """The element of a token, of C loaded by four lanes, at each place of a product's inner side."""
     k = tl.arange(0, C)
     return k // RUN % 4 * (C // 4) + k // (4 * RUN) * RUN + k % RUN
+
+
+@triton.jit
+def whole_parts(x):
+    """x, over its unit, as two parts: about first + second / FINE."""
+    coarse = x + WHOLE
+    first = coarse.to(tl.int32, bitcast=True).to(tl.int8)
+    second = ((x - (coarse - WHOLE)) * FINE + WHOLE).to(tl.int32, bitcast=True).to(tl.int8)
+    return first, second
+
+
+@triton.jit
+def as_tall(codes, W: tl.constexpr, G: tl.constexpr, EIGHTS: tl.constexpr, RUN: tl.constexpr):
+    """(G · W, 8 EIGHTS, 64) operands of a product, inputs in the lanes' order."""
+    codes = tl.reshape(codes, (G, EIGHTS, W, 8, 4, 16 // RUN, RUN))
+    return tl.reshape(tl.permute(codes, (0, 2, 1, 3, 5, 4, 6)), (G * W, EIGHTS * 8, 64))

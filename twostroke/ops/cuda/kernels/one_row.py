@@ -9,7 +9,7 @@ x, and the loop reads nothing but the matrix.
 
 Programs take tiles of outputs in turn. A program loads its next tile as soon as the registers of the tile before are
 free. The sum over the warps at the end of a tile is a barrier, which keeps the compiler from moving those loads behind
-it (in skinny.py the compiler does move them). Between the last loads of one kernel and the first of the next, the
+it. Between the last loads of one kernel and the first of the next, the
 memory would be idle for two microseconds or more: so a program that has loaded its last tile prefetches the beginning
 of the next matrix into the L2 cache.
 """
@@ -33,9 +33,21 @@ from twostroke.ops.cuda.kernels.launch import (
     gdc_launch_dependents,
     gdc_wait,
 )
-from twostroke.ops.cuda.kernels.narrow_tiles import FINE, WHOLE, WHOLE_BITS, codes_of, group_words, nibbles_of
+from twostroke.ops.cuda.kernels.narrow_tiles import (
+    BYTES,
+    FINE,
+    INT4,
+    NOTHING,
+    SILU,
+    WHOLE,
+    WHOLE_BITS,
+    as_tall,
+    codes_of,
+    group_words,
+    nibbles_of,
+    whole_parts,
+)
 from twostroke.ops.cuda.kernels.rows import activated
-from twostroke.ops.cuda.kernels.skinny import BYTES, INT4, NOTHING, SILU, as_tall, whole_parts
 
 
 @triton.jit

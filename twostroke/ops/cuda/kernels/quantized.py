@@ -1,13 +1,11 @@
-"""Matrices kept in fewer bits than the activations, and products with many rows of x.
+"""Matrices kept in fewer bits than the activations.
 
 fp8 and int8: a scale for each output. An fp8 scale is the best of several, by the squared error of its row.
 int4: 32 neighbouring inputs of an output share a scale and a least value, both bfloat16, and a weight is
 bfloat16(code · scale + least). Rows are made of slices of 128 inputs (zeros fill the last one), 64 bytes each; a byte
 holds inputs j and j + 16 of its group, and the 16 bytes of a group follow each other.
 
-x stays (nearly) whole in all of them. One row: one_row.py. A few: skinny.py (int8), decoded.py (fp8, int4). Tens of
-rows times int8 are cut into two parts of eight bits here, multiplied as rows of their own. For many rows a decoded copy
-is made.
+x stays (nearly) whole in all of them. One row: one_row.py. Some rows: decoded.py. For many rows a decoded copy is made.
 """
 
 from __future__ import annotations
@@ -19,8 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from twostroke.ops.cuda.kernels.narrow_tiles import FINE
-from twostroke.ops.cuda.kernels.skinny import FP8, INT4, INT8
+from twostroke.ops.cuda.kernels.narrow_tiles import FP8, INT4, INT8
 
 GROUP, SLICE = 32, 128  # inputs that share a scale in int4; inputs of 64 bytes
 LARGEST = 448.0  # of fp8 with four bits of exponent
@@ -155,55 +152,3 @@ def rows_of(weight: Narrow, tokens: Tensor | None, scale: float, dtype: torch.dt
 
 def as_float(weight: Narrow, dtype: torch.dtype) -> Tensor:
     return rows_of(weight, None, 1.0, dtype)
-
-
-@triton.jit
-def round_rows_kernel(x_ptr, out_ptr, scales_ptr, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Rows in whole numbers up to 127, each with its scale, and in a row behind all others what they leave over in
-    steps of 1 / FINE."""
-    row = tl.program_id(0).to(tl.int64)
-    dims = tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + row * stride + dims, mask=dims < WIDTH, other=0.0).to(tl.float32)
-    scale = tl.maximum(tl.max(tl.abs(x)) / 127.0, 1e-12)
-    x = tl.clamp(x / scale, -127.0, 127.0)
-    whole = (x + 12582912.0) - 12582912.0
-    rest = ((x - whole) * FINE + 12582912.0) - 12582912.0
-    behind = (tl.num_programs(0) + row) * WIDTH
-    tl.store(out_ptr + row * WIDTH + dims, whole.to(tl.int8), mask=dims < WIDTH)
-    tl.store(out_ptr + behind + dims, rest.to(tl.int8), mask=dims < WIDTH)
-    tl.store(scales_ptr + row, scale)
-
-
-def rounded_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    rows, width = x.shape
-    codes = torch.empty(2 * rows, width, dtype=torch.int8, device=x.device)
-    scales = torch.empty(rows, 1, device=x.device)
-    round_rows_kernel[(rows,)](
-        x, codes, scales, x.stride(0), WIDTH=width, BLOCK=triton.next_power_of_2(width), num_warps=8
-    )
-    return codes, scales
-
-
-@triton.jit
-def scale_kernel(sums_ptr, rows_ptr, scales_ptr, out_ptr, width, BLOCK: tl.constexpr):
-    """The sums of both parts of each row, times the scales of row and output."""
-    row = tl.program_id(1).to(tl.int64)
-    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    behind = (tl.num_programs(1) + row) * width
-    x = tl.load(sums_ptr + row * width + n, mask=n < width, other=0).to(tl.float32)
-    x += tl.load(sums_ptr + behind + n, mask=n < width, other=0).to(tl.float32) * (1.0 / FINE)
-    x *= tl.load(rows_ptr + row) * tl.load(scales_ptr + n, mask=n < width, other=0.0)
-    tl.store(out_ptr + row * width + n, x.to(out_ptr.dtype.element_ty), mask=n < width)
-
-
-def int8_product(x: Tensor, weight: Int8) -> Tensor:
-    """x (rows, in) @ weight.T with x in two parts of eight bits; at least nine rows."""
-    codes, scales = rounded_rows(x)
-    rows, width = x.shape[0], weight.codes.shape[0]
-    out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
-    sums = torch._int_mm(codes, weight.codes.t())
-    block = min(4096, triton.next_power_of_2(width))
-    scale_kernel[(triton.cdiv(width, block), rows)](
-        sums, scales, weight.scales, out, width, BLOCK=block, num_warps=8
-    )  # fmt: skip
-    return out
