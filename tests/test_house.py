@@ -18,7 +18,9 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "mypy" else name for name in COMMANDS]
+)
 def test_tool(name):
     tool, *arguments = COMMANDS[name]
     done = subprocess.run(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import transformers
 
@@ -45,6 +46,7 @@ def disagreements(
     return [(index, float(best[index, 0] - best[index, 1])) for index in wrong]
 
 
+@pytest.mark.slow
 def test_greedy_tokens_equal_transformers(default_model):
     llm = LLM(default_model, dtype="float32")
     ours = llm.generate(PROMPTS, SamplingParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True))
