@@ -91,6 +91,7 @@ def scores(path: Path) -> np.ndarray:
     return np.array([score.logprob for score in read if score is not None])
 
 
+@pytest.mark.slow
 def test_all_experts_score_as_the_dense_model(default_model: Path, tmp_path: Path) -> None:
     """With codes: no further apart than the dense model in codes and in float32, 0.06 a token and 0.01 in the mean."""
     split = write_split(default_model, tmp_path / "split.gguf", EXPERTS)
@@ -99,6 +100,7 @@ def test_all_experts_score_as_the_dense_model(default_model: Path, tmp_path: Pat
     assert abs(apart.mean()) < 0.02
 
 
+@pytest.mark.slow
 def test_some_experts_stream_and_stay_exact(default_model: Path, tmp_path: Path) -> None:
     """Two of six: no longer the dense model, but the same tokens in every batch and in a stream."""
     split = write_split(default_model, tmp_path / "split.gguf", 2)
