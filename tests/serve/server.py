@@ -37,7 +37,7 @@ class Server:
         threads: int = 1,
         command: str = "serve",
     ):
-        where = folder.parent if isinstance(folder, Path) else Path(tempfile.gettempdir())
+        where = folder.parent if isinstance(folder, Path) and folder.is_absolute() else Path(tempfile.gettempdir())
         self.key_file = where / f"keys-{os.getpid()}-{id(self)}"
         self.key_file.write_text("\n".join(keys) + "\n")
         given = ("--api-key-file", str(self.key_file)) if keys else ()
