@@ -41,7 +41,7 @@ def apply(
     model: str,
     calibration: Calibration,
     weight_bytes: int,
-    targets: Targets = Targets(),  # noqa: B008  frozen
+    targets: Targets = Targets(),
 ) -> Applied | Diagnosis:
     """Only the diagnosis when no lever with a setting helps."""
     before = measure(llm, load, model, calibration.machine)

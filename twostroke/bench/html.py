@@ -33,7 +33,7 @@ footer{color:var(--soft);margin-top:3rem;font-size:.85rem}
 """
 
 
-def page(runs: Sequence[Run], command: str, targets: Targets = Targets()) -> str:  # noqa: B008  frozen
+def page(runs: Sequence[Run], command: str, targets: Targets = Targets()) -> str:
     sections = [sweep(runs, targets)] if len(runs) > 1 else []
     sections += [section(run, targets) for run in runs]
     return (

@@ -107,7 +107,7 @@ def overload(run: Run) -> str | None:
     return None if found is None else f"{found}."
 
 
-def lines(run: Run, targets: Targets = Targets()) -> list[str]:  # noqa: B008  frozen
+def lines(run: Run, targets: Targets = Targets()) -> list[str]:
     summary = run.summary()
     shown = [
         f"{summary.requests} answers in {summary.seconds:.1f} s: {summary.request_rate:.2f} requests/s, "

@@ -91,7 +91,7 @@ def diagnose(
     deployment: Deployment,
     arrivals: Sequence[Arrival],
     served: Sequence[Served] | None = None,
-    targets: Targets = Targets(),  # noqa: B008  frozen
+    targets: Targets = Targets(),
     levers: Sequence[Lever] = LEVERS,
     progress: Callable[[str], None] | None = None,
 ) -> Diagnosis:

@@ -61,7 +61,7 @@ class Fleet:
         self,
         roofline: Roofline,
         settings: Resolved,
-        pools: Pools = Pools(),  # noqa: B008  frozen
+        pools: Pools = Pools(),
         depth: int = 1,
         jitter: Jitter | None = None,
         fast: bool = True,
