@@ -5,8 +5,9 @@
 
 REDIS_SERVER is the program of a Redis 8 with vector sets. The entries are copies of one answer, with other questions
 and random vectors in its context, so every search goes over all of them; evidence for all kinds is written beside them.
-Measured are exact hits (the same request), semantic hits (other wordings of the question), and requests that are
-computed: those that were looked up in vain and those that asked not to be looked up take turns.
+Measured are exact hits (the same request), semantic hits (other wordings of the question: three that come again and
+again, and wordings that are new each time, whose vectors are made), and requests that are computed: those that were
+looked up in vain and those that asked not to be looked up take turns.
 """
 
 from __future__ import annotations
@@ -14,13 +15,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import msgspec
@@ -45,6 +51,7 @@ ASKED = "What is the capital of Portugal?"
 OTHERS = ("What is capital of Portugal?", "Which is the capital of Portugal?", "what is the capital of portugal")
 CONTEXT = "You work for a shop that sells tools, plants and bicycles. " * 12  # a prompt of usual length
 STORES = ("embedded", "redis")
+FILE = "answers.sqlite"
 
 
 def body(question: str, **more: Any) -> dict[str, Any]:
@@ -75,7 +82,7 @@ def redis_running(program: str, folder: Path) -> Iterator[str]:
 
 @contextmanager
 def served(store: str, folder: Path, url: str | None) -> Iterator[tuple[str, int]]:
-    where = ["--answer-cache-url", url] if url else ["--answer-cache-file", str(folder / "answers.sqlite")]
+    where = ["--answer-cache-url", url] if url else ["--answer-cache-file", str(folder / FILE)]
     words = [sys.executable, "-m", "twostroke", "serve", "--port", "18431", "-s", "prefix_cache=false"]
     words += ["--answer-cache", "semantic", "--answer-cache-error", "0.05", *where]
     words += [] if url else ["--answer-cache-entries", str(2 * ENTRIES)]
@@ -86,7 +93,7 @@ def served(store: str, folder: Path, url: str | None) -> Iterator[tuple[str, int
 
 def opened(folder: Path, url: str | None) -> Store:
     if url is None:
-        return FileStore(folder / "answers.sqlite", 2 * ENTRIES)
+        return FileStore(folder / FILE, 2 * ENTRIES)
     import redis
 
     store = RedisStore(url, None)
@@ -159,20 +166,26 @@ def resident(process: int) -> float:
 # ---- times ----------------------------------------------------------------------------------------------------------
 
 
-def first_byte(client: httpx.Client, sent: dict[str, Any]) -> tuple[float, float, str | None]:
+def connected(address: str) -> HTTPConnection:
+    parts = urlsplit(address)
+    return HTTPConnection(parts.hostname or "127.0.0.1", parts.port, timeout=120)
+
+
+def first_byte(connection: HTTPConnection, sent: dict[str, Any]) -> tuple[float, float, str | None]:
     """Seconds to the first byte of the body, seconds to the first text, and the hit."""
-    began, text = time.perf_counter(), 0.0
-    with client.stream("POST", "/v1/chat/completions", json=sent) as answer:
-        chunks = answer.iter_lines()
-        lines = [next(chunks)]
-        first = time.perf_counter() - began
-        for line in chunks:
-            lines.append(line)
-            if not text and line.startswith("data: {"):
-                choices = json.loads(line[6:])["choices"]
-                if choices and choices[0]["delta"].get("content"):
-                    text = time.perf_counter() - began
-    found = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    packed, text = json.dumps(sent), 0.0
+    began = time.perf_counter()
+    connection.request("POST", "/v1/chat/completions", packed, {"content-type": "application/json"})
+    answer = connection.getresponse()
+    lines = [answer.readline()]
+    first = time.perf_counter() - began
+    for line in answer:
+        lines.append(line)
+        if not text and line.startswith(b"data: {"):
+            choices = json.loads(line[6:])["choices"]
+            if choices and choices[0]["delta"].get("content"):
+                text = time.perf_counter() - began
+    found = [json.loads(line[6:]) for line in lines if line.startswith(b"data: {")]
     return first, text or first, next((one["answer_cache"]["hit"] for one in found if "answer_cache" in one), None)
 
 
@@ -182,7 +195,16 @@ def spread(seconds: list[float]) -> dict[str, float]:
 
 
 def measure(store: str, folder: Path, url: str | None) -> dict[str, Any]:
-    with served(store, folder, url) as (address, process), httpx.Client(base_url=address, timeout=120) as client:
+    """On a copy: hits that are computed as well become evidence, which would change the next measurement."""
+    with tempfile.TemporaryDirectory() as copied:
+        if url is None:
+            shutil.copy(folder / FILE, copied)
+        return measure_copy(store, Path(copied), url)
+
+
+def measure_copy(store: str, folder: Path, url: str | None) -> dict[str, Any]:
+    with served(store, folder, url) as (address, process):
+        client = connected(address)
         found: dict[str, Any] = {"resident_mb": resident(process) / 1e6}
         if url is not None:
             found["redis_mb"] = used(opened(folder, url)) / 1e6
@@ -190,13 +212,23 @@ def measure(store: str, folder: Path, url: str | None) -> dict[str, Any]:
             first_byte(client, body(question))
         found["exact"] = hits(client, [ASKED], "exact")
         found["semantic"] = hits(client, list(OTHERS), "semantic")
+        found["semantic_new"] = hits(client, new_wordings(), "semantic")
         found["miss"] = misses(client)
-        state = client.get("/twostroke/answers", params={"limit": 0}).json()
+        state = httpx.get(f"{address}/twostroke/answers", params={"limit": 0}).json()
         found["counters"] = {name: state[name] for name in ("hits", "misses", "late", "failed", "entries")}
     return found
 
 
-def hits(client: httpx.Client, questions: list[str], tier: str) -> dict[str, Any]:
+def new_wordings() -> list[str]:
+    """The same words, each time written in another way."""
+    rng, made = random.Random(4), dict[str, None]()
+    while len(made) < HITS:
+        words = [rng.choice((word.title(), word.lower())) for word in rng.choice(OTHERS).rstrip("?").split()]
+        made[rng.choice((" ", "  ")).join(words) + rng.choice(("", "?", "??", " ?", "!", ".", "...", " ??"))] = None
+    return list(made)
+
+
+def hits(client: HTTPConnection, questions: list[str], tier: str) -> dict[str, Any]:
     seconds, other = [], 0
     for number in range(HITS):
         first, _, hit = first_byte(client, body(questions[number % len(questions)]))
@@ -207,7 +239,7 @@ def hits(client: httpx.Client, questions: list[str], tier: str) -> dict[str, Any
     return (spread(seconds) if seconds else {}) | {"hits": len(seconds), "others": other}
 
 
-def misses(client: httpx.Client) -> dict[str, Any]:
+def misses(client: HTTPConnection) -> dict[str, Any]:
     """In turns: looked up in vain, and not looked up. Every question is new; all 180 tokens are read."""
     looked: list[float] = []
     bypassed: list[float] = []

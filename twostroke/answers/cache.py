@@ -17,8 +17,8 @@ import random
 import secrets
 import time
 from collections import OrderedDict, deque
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -47,6 +47,7 @@ from twostroke.answers.store import Known, Store, StoreError
 
 log = logging.getLogger(__name__)
 SERVED = 4096  # hits that can still be called wrong
+VECTORS = 4096  # of the latest questions, which may come again
 BORDERLINE = 50  # decisions that are shown
 NEIGHBOURS = 8  # of a question that the guard looks at
 AGREE = 0.9  # cosine of two answers that count as the same
@@ -70,6 +71,7 @@ class AnswerCache:
         self._embedding = ThreadPoolExecutor(1, thread_name_prefix="answers-embed")
         self._complained = 0.0
         self._pace = 0.0  # seconds that a question's vector takes
+        self._vectors: dict[str, np.ndarray] = {}  # by question; the embedding thread adds to it
         with contextlib.suppress(StoreError):
             self.evidence.read()
 
@@ -137,21 +139,33 @@ class AnswerCache:
             self.begin(query)
             begun, query.begun = query.begun, None  # a query that is asked again is looked up again
             if begun is not None:
-                self._share(query, looked, await begun)
+                self._share(query, looked, await asyncio.wrap_future(begun))
         return looked
 
     def begin(self, query: Query) -> None:
         """Begins the lookup by meaning, unless it was begun. The request's exact key need not be known."""
         if query.begun is None and query.context and self.texts is not None:
-            query.begun = asyncio.ensure_future(self._begin(query))
+            query.begun = begun = Future()
+            begun.set_running_or_notify_cancel()
+            self._next(begun, self._thread, self._begin, query, begun)
 
-    async def _begin(self, query: Query) -> Alike:
-        run = asyncio.get_running_loop().run_in_executor
-        allowed = await run(self._thread, self._look_alike, query)
+    def _begin(self, query: Query, begun: Future[Alike]) -> None:
+        """On the store's thread. The embedder goes on without the event loop, which may be busy with the prompt."""
+        allowed = self._look_alike(query)
         vector = self._known_vector(query, allowed)
         if allowed and vector is None:
-            vector = await run(self._embedding, self._vector, query.question)
-        return Alike(allowed, vector)
+            self._next(begun, self._embedding, self._finish, query, allowed, begun)
+        else:
+            begun.set_result(Alike(allowed, vector))
+
+    def _finish(self, query: Query, allowed: list[Allowed], begun: Future[Alike]) -> None:
+        begun.set_result(Alike(allowed, self._vector(query.question)))
+
+    def _next(self, begun: Future[Alike], thread: ThreadPoolExecutor, do: Callable[..., None], *given: Any) -> None:
+        try:
+            thread.submit(do, *given)
+        except RuntimeError:  # the cache was closed
+            begun.set_result(Alike([], None))
 
     @contextlib.contextmanager
     def _safely(self) -> Iterator[None]:
@@ -171,6 +185,9 @@ class AnswerCache:
             began = time.perf_counter()
             vector: np.ndarray = self.texts.embed([text])[0]
             self._pace += PACE * (time.perf_counter() - began - self._pace)
+            if len(self._vectors) >= VECTORS:
+                del self._vectors[next(iter(self._vectors))]
+            self._vectors[text] = vector
             return vector
         return None
 
@@ -199,7 +216,7 @@ class AnswerCache:
         """The same question has the same vector."""
         same = (one.entry.vector for one in allowed if one.entry.question == query.question and one.entry.vector)
         stored = next(same, None)
-        return None if stored is None else np.frombuffer(stored, np.float32)
+        return self._vectors.get(query.question) if stored is None else np.frombuffer(stored, np.float32)
 
     def _share(self, query: Query, looked: Looked, alike: Alike) -> None:
         """The nearest of the known answers that are near enough."""
@@ -272,7 +289,8 @@ class AnswerCache:
         with self._safely():
             text = computed.decode(computed.tokens)
             if looked.vector is None and query.context and self.texts is not None:
-                looked.vector = self._vector(query.question)
+                known = self._vectors.get(query.question)
+                looked.vector = self._vector(query.question) if known is None else known
             if looked.near is None and looked.vector is not None and not looked.shadow:
                 with contextlib.suppress(RuntimeError):  # the cache was closed
                     looked.near = self._thread.submit(self._neighbour, query, looked.vector).result()

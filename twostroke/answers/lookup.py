@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
@@ -42,7 +43,7 @@ class Query:
     context: bytes = b""  # empty: not compared by meaning
     question: str = ""
     max_age: float | None = None
-    begun: asyncio.Future[Alike] | None = None  # the lookup by meaning
+    begun: Future[Alike] | None = None  # the lookup by meaning
 
 
 class Found(NamedTuple):
