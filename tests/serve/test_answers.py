@@ -68,6 +68,7 @@ def test_an_equal_request_is_not_computed_again(caching: Server) -> None:
         found = again["answer_cache"]
         assert found["hit"] == "exact" and found["saved_s"] > 0 and found["age_s"] >= 0
         assert again["timings"]["prefill_s"] == 0 and again["timings"]["decode_s"] == 0
+        assert again["timings"]["prefill_flops"] == 0 and again["timings"]["decode_bytes"] == 0
         assert client.get("/health").json()["steps"] == steps
         whole = b"".join(client.get("/metrics").iter_bytes())
         assert b'twostroke:answer_cache_hits_total{model_name="' in whole

@@ -126,7 +126,10 @@ class Generation:
 
     def timings(self, choice: int) -> dict[str, Any]:
         service, timeline = self.service, self.stream.answers[choice].sample.timeline
-        return usage.timings(timeline, answer_costs(service.arch, service.settings, service.weight_bytes, timeline))
+        costs = answer_costs(service.arch, service.settings, service.weight_bytes, timeline)
+        if self.cached is not None and self.cached["hit"] is not None:  # not computed for this request
+            costs = dict.fromkeys(costs, 0.0)
+        return usage.timings(timeline, costs)
 
     def extras(self, choice: int = 0) -> dict[str, Any]:
         """The top-level fields that this server adds to an answer."""
