@@ -44,14 +44,13 @@ from twostroke.answers.lookup import (
 from twostroke.answers.pending import Pending
 from twostroke.answers.redis import RedisStore
 from twostroke.answers.store import Known, Store, StoreError
+from twostroke.answers.texts import is_refusal, same_answer
+from twostroke.answers.vectors import Vectors, cosine
 
 log = logging.getLogger(__name__)
 SERVED = 4096  # hits that can still be called wrong
-VECTORS = 4096  # of the latest questions, which may come again
 BORDERLINE = 50  # decisions that are shown
 NEIGHBOURS = 8  # of a question that the guard looks at
-AGREE = 0.9  # cosine of two answers that count as the same
-PACE = 0.1  # weight of the last vector in the mean of their times
 HELD = 0.1  # seconds that a request waits at most for an answer that is there: less than computing it takes
 SLOW_VECTOR = 0.03  # seconds that a request waits for a vector at most
 HIGHEST = 1.001  # similarity, with room for rounding
@@ -60,7 +59,8 @@ EXACT = "exact"  # in the place of a kind: what is learnt from it says nothing a
 
 class AnswerCache:
     def __init__(self, options: CacheOptions, store: Store, secret: bytes, texts: Texts | None = None):
-        self.options, self.store, self.secret, self.texts = options, store, secret, texts
+        self.options, self.store, self.secret = options, store, secret
+        self.vectors = None if texts is None else Vectors(texts)
         self.bound = ErrorBound(options.error)
         self.counters = Counters()
         self.borderline: deque[dict[str, Any]] = deque(maxlen=BORDERLINE)
@@ -70,8 +70,6 @@ class AnswerCache:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="answers")
         self._embedding = ThreadPoolExecutor(1, thread_name_prefix="answers-embed")
         self._complained = 0.0
-        self._pace = 0.0  # seconds that a question's vector takes
-        self._vectors: dict[str, np.ndarray] = {}  # by question; the embedding thread adds to it
         with contextlib.suppress(StoreError):
             self.evidence.read()
 
@@ -99,8 +97,9 @@ class AnswerCache:
         beside a running engine would slow both down."""
         if self._is_held(query):
             return max(HELD, self.options.deadline)
-        embeds = bool(query.context) and self.texts is not None
-        return self.options.deadline + (min(5 * self._pace, SLOW_VECTOR) if embeds else 0.0)
+        if not query.context or self.vectors is None:
+            return self.options.deadline
+        return self.options.deadline + min(5 * self.vectors.pace, SLOW_VECTOR)
 
     def _is_held(self, query: Query) -> bool | None:
         """Whether the answer to the same request is there, or about to be; None: the store must be asked."""
@@ -144,8 +143,9 @@ class AnswerCache:
 
     def begin(self, query: Query) -> None:
         """Begins the lookup by meaning, unless it was begun. The request's exact key need not be known."""
-        if query.begun is None and query.context and self.texts is not None:
-            query.begun = begun = Future()
+        if query.begun is None and query.context and self.vectors is not None:
+            begun: Future[Alike] = Future()
+            query.begun = begun
             begun.set_running_or_notify_cancel()
             self._next(begun, self._thread, self._begin, query, begun)
 
@@ -180,15 +180,10 @@ class AnswerCache:
             log.exception("the answer cache failed")
 
     def _vector(self, text: str) -> np.ndarray | None:
-        assert self.texts is not None
+        assert self.vectors is not None
         with self._safely():
-            began = time.perf_counter()
-            vector: np.ndarray = self.texts.embed([text])[0]
-            self._pace += PACE * (time.perf_counter() - began - self._pace)
-            if len(self._vectors) >= VECTORS:
-                del self._vectors[next(iter(self._vectors))]
-            self._vectors[text] = vector
-            return vector
+            known = self.vectors.get(text)
+            return self.vectors.make(text) if known is None else known
         return None
 
     def _look_exact(self, query: Query, looked: Looked) -> None:
@@ -216,7 +211,9 @@ class AnswerCache:
         """The same question has the same vector."""
         same = (one.entry.vector for one in allowed if one.entry.question == query.question and one.entry.vector)
         stored = next(same, None)
-        return self._vectors.get(query.question) if stored is None else np.frombuffer(stored, np.float32)
+        if stored is not None:
+            return np.frombuffer(stored, np.float32)
+        return None if self.vectors is None else self.vectors.get(query.question)
 
     def _share(self, query: Query, looked: Looked, alike: Alike) -> None:
         """The nearest of the known answers that are near enough."""
@@ -288,15 +285,16 @@ class AnswerCache:
         handed = False
         with self._safely():
             text = computed.decode(computed.tokens)
-            if looked.vector is None and query.context and self.texts is not None:
-                known = self._vectors.get(query.question)
-                looked.vector = self._vector(query.question) if known is None else known
+            if looked.vector is None and query.context and self.vectors is not None:
+                looked.vector = self._vector(query.question)
             if looked.near is None and looked.vector is not None and not looked.shadow:
                 with contextlib.suppress(RuntimeError):  # the cache was closed
                     looked.near = self._thread.submit(self._neighbour, query, looked.vector).result()
             evidence = None
             if looked.near is not None:
-                evidence = looked.near.evidence(self._same(text, computed.decode(looked.near.entry.tokens)))
+                evidence = looked.near.evidence(
+                    same_answer(text, computed.decode(looked.near.entry.tokens), self.vectors)
+                )
             keep = not looked.shadow and bool(text.strip()) and not is_refusal(text)
             with contextlib.suppress(RuntimeError):
                 self._thread.submit(self._store, query, looked.vector, computed if keep else None, evidence)
@@ -347,15 +345,6 @@ class AnswerCache:
         row = Known(entry.id, entry.tenant, entry.exact, entry.context, entry.created, len(entry.tokens), wording)
         self.store.put(row, vector, pack(entry, self.secret))
         self.counters.stored += 1
-
-    def _same(self, one: str, other: str) -> bool:
-        """Whether two answers say the same, as far as that can be told: equal, or near with the same numbers."""
-        if one == other:
-            return True
-        if self.texts is None or guard.GUARD[0].find(one) != guard.GUARD[0].find(other):
-            return False
-        first, second = self.texts.embed([one[:1000], other[:1000]])
-        return float(first @ second) >= AGREE
 
     def wrong(self, hit: str) -> bool:
         """A person says that the answer of this hit, or of this entry, was wrong: it is forgotten, and learnt from."""
@@ -447,19 +436,3 @@ class AnswerCache:
         self._embedding.shutdown(wait=True, cancel_futures=True)
         self._thread.shutdown(wait=True, cancel_futures=True)
         self.store.close()
-
-
-REFUSALS = (
-    "i'm sorry", "i am sorry", "sorry, ", "i cannot", "i can't", "i can’t", "as an ai", "i'm unable", "i am unable",
-)  # fmt: skip
-
-
-def is_refusal(text: str) -> bool:
-    """Whether an answer begins as refusals do: such an answer is not kept."""
-    return text.strip().lower().startswith(REFUSALS)
-
-
-def cosine(vector: np.ndarray, stored: bytes) -> float:
-    if len(stored) != 4 * len(vector):
-        return -1.0
-    return float(vector @ np.frombuffer(stored, np.float32))

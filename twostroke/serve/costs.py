@@ -11,6 +11,8 @@ from twostroke.metrics.steplog import Step
 from twostroke.metrics.timeline import Timeline
 from twostroke.model.arch import Arch, seen_pairs
 
+NO_COSTS = dict.fromkeys(("prefill_flops", "prefill_bytes", "decode_flops", "decode_bytes"), 0.0)  # of a known answer
+
 
 def answer_costs(arch: Arch, settings: Resolved, weight_bytes: int, timeline: Timeline) -> dict[str, float]:
     prompt, cached = timeline.prompt_tokens, timeline.cached_tokens

@@ -35,7 +35,7 @@ from twostroke.serve.answering import Answering, Question, described
 from twostroke.serve.base_service import BaseService
 from twostroke.serve.body_shape import check_text
 from twostroke.serve.cache_miss import Nearest, RecentPrompts, explanation
-from twostroke.serve.costs import answer_costs
+from twostroke.serve.costs import NO_COSTS, answer_costs
 from twostroke.serve.expected import Expectation
 from twostroke.serve.recorder import Recorder
 from twostroke.serve.sampling import AnswerCacheOptions
@@ -126,9 +126,8 @@ class Generation:
 
     def timings(self, choice: int) -> dict[str, Any]:
         service, timeline = self.service, self.stream.answers[choice].sample.timeline
-        costs = answer_costs(service.arch, service.settings, service.weight_bytes, timeline)
-        if self.cached is not None and self.cached["hit"] is not None:  # not computed for this request
-            costs = dict.fromkeys(costs, 0.0)
+        known = self.cached is not None and self.cached["hit"] is not None
+        costs = NO_COSTS if known else answer_costs(service.arch, service.settings, service.weight_bytes, timeline)
         return usage.timings(timeline, costs)
 
     def extras(self, choice: int = 0) -> dict[str, Any]:
