@@ -61,6 +61,8 @@ def nested(count):
         (("json_schema", '{"a": NaN}'), "JSON"),
         (("json_schema", "false"), ""),
         (("json_schema", {"type": "object", "minProperties": 3}), "minProperties"),
+        (("json_schema", {"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True, "minItems": 3}), "minItems"),
+        (("json_schema", {"type": "array", "uniqueItems": "yes"}), "uniqueItems must be true or false"),
         (("json_schema", {"const": "a\x07"}), "control character"),
         (("json_schema", {"properties": {"a": {"enum": [{"\x1f": 1}]}}}), "control character"),
         (("json_schema", {"type": "string", "pattern": r"[\x00-\x1f]"}), "pattern"),

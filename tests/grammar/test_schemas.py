@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests.grammar.walks import PATTERNS, SCHEMAS, accepts, usable, walk
 from twostroke import InputError
+from twostroke.grammar.unique import spell_out
 from twostroke.sampling import Grammar
 
 
@@ -49,3 +50,63 @@ def test_patterns_hold_where_quotes_are_special(compiler, tokenizer, pattern):
 def test_no_property_is_written_twice(compiler, tokenizer, text):
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     assert not accepts(compiler, tokenizer, Grammar("json_schema", schema), text)
+
+
+VALUES = st.lists(st.one_of(st.sampled_from(["a", "ab", "b", 1, 1.0, 10, True, None, [1]]), st.text(max_size=3)))
+COUNTS = st.fixed_dictionaries({}, optional={"minItems": st.integers(0, 2), "maxItems": st.integers(0, 5)})
+
+
+@given(VALUES.filter(bool), COUNTS, st.integers(0, 2**32))
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+def test_lists_of_few_values_have_no_repetition(compiler, tokenizer, values, counts, seed):
+    schema = {"type": "array", "items": {"enum": values}, "uniqueItems": True, **counts}
+    grammar = Grammar("json_schema", schema)
+    try:
+        compiler.prepare(grammar)
+    except InputError:
+        return  # refused is never wrong
+    for number in range(6):
+        tokens = walk(compiler, grammar, seed + number, 80, hurry=0.1) if spell_out(schema)[1] else None
+        if tokens is not None:
+            jsonschema.validate(json.loads(tokenizer.decode(tokens)), schema)
+
+
+COLORS = {"enum": ["red", "green", "blue"], "title": "Color", "type": "string"}
+
+
+@pytest.mark.parametrize("items", [COLORS, {"$ref": "#/$defs/Color"}])
+@pytest.mark.parametrize(
+    ("text", "right"),
+    [
+        ("[]", True), ('["blue"]', True), ('["blue", "red"]', True), ('["green","blue","red"]', True),
+        ('["red","red"]', False), ('["red","green","red"]', False), ('["red","green","blue","red"]', False),
+    ],
+)  # fmt: skip
+def test_every_order_is_allowed_and_no_repetition(compiler, tokenizer, items, text, right):
+    lists = {"type": "array", "items": items, "uniqueItems": True, "title": "Colors"}
+    schema = {"$defs": {"Color": COLORS}, "properties": {"c": lists}, "type": "object", "additionalProperties": False}
+    assert accepts(compiler, tokenizer, Grammar("json_schema", schema), f'{{"c":{text}}}') is right
+
+
+def test_which_lists_a_grammar_can_hold():
+    """The others are bound by their items and counts alone, and the server lists `uniqueItems` as ignored."""
+    few, six = {"enum": [1, 2, 3]}, {"enum": [1, 2, 3, 4, 5, 6]}
+    held = [
+        {"items": few}, {"items": {"type": "boolean"}}, {"items": six, "maxItems": 3}, {"items": {}, "maxItems": 1},
+        {"items": {"enum": [1, "a", None], "type": ["integer", "null"]}}, {"items": {"const": {"a": 1}}},
+    ]  # fmt: skip
+    loose = [
+        {"items": {"type": "string"}}, {"items": six}, {}, {"items": few, "contains": {}}, {"items": few, "type": "x"},
+        {"prefixItems": [few, few]}, {"items": {"$ref": "#/$defs/missing"}}, {"items": {"$ref": "#"}},
+    ]  # fmt: skip
+    for more in held + loose:
+        schema = {"type": "array", "uniqueItems": True, **more}
+        spelled, holds = spell_out(schema)
+        assert holds is (more in held) and "uniqueItems" not in spelled
+        assert spell_out({"anyOf": [{"type": "null"}, schema]})[1] is holds
+    many = {str(number): {"type": "array", "uniqueItems": True, "items": few} for number in range(300)}
+    assert spell_out({"properties": many})[1] is False  # each has 16 lists
+    assert spell_out({"enum": [{"uniqueItems": True}], "uniqueItems": False}) == (
+        {"enum": [{"uniqueItems": True}]},
+        True,
+    )

@@ -386,14 +386,20 @@ def test_a_model_without_a_form_for_tools_calls_them(client: httpx.Client, serve
     assert ask(client, tools=tools).json()["choices"][0]["finish_reason"] in ("length", "stop", "tool_calls")
 
 
-def test_unique_items_are_listed(client: httpx.Client) -> None:
-    listed = {"type": "array", "items": {"enum": [1]}, "uniqueItems": True, "maxItems": 2}
+def test_unique_items_hold_or_are_listed(client: httpx.Client) -> None:
+    few = {"type": "array", "items": {"enum": [1, 2, 3]}, "uniqueItems": True, "minItems": 3}
+    many = {"type": "array", "items": {"type": "integer", "maximum": 9}, "uniqueItems": True, "maxItems": 2}
     data = {"type": "string", "format": "binary", "maxLength": 3}
-    schema = {"type": "object", "properties": {"a": listed, "b": data}, "required": ["a", "b"]}
-    schema["additionalProperties"] = False
-    response = ask(client, max_tokens=200, guided_json=schema)
-    assert ignored(response) == {"uniqueItems"}
-    assert set(json.loads(response.json()["choices"][0]["message"]["content"])) == {"a", "b"}
+    for listed, hints in ((few, set()), (many, {"uniqueItems"})):
+        schema = {"type": "object", "properties": {"a": listed, "b": data}, "required": ["a", "b"]}
+        schema["additionalProperties"] = False
+        response = ask(client, max_tokens=200, guided_json=schema, temperature=2, seed=1)
+        assert ignored(response) == hints
+        found = json.loads(response.json()["choices"][0]["message"]["content"])
+        assert set(found) == {"a", "b"} and (hints or sorted(found["a"]) == [1, 2, 3])
+        tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+        response = ask(client, max_tokens=200, tools=[tool], tool_choice="required")
+        assert ignored(response) == hints
 
 
 TEMPLATE = (

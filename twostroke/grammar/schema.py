@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from twostroke.errors import InputError
+from twostroke.grammar.keywords import MAX_DEPTH, change_inside
+from twostroke.grammar.unique import spell_out
 from twostroke.sampling import schema_text
 
 # Between two elements of a JSON text: nothing, one space, or one line break with an indentation. Without this bound a
@@ -20,11 +22,7 @@ from twostroke.sampling import schema_text
 WHITE_SPACE = r" |\n( {0,32}|\t{0,8})"
 # "u" is missing: a name written with \u0061 could repeat a property that is already there.
 ESCAPES = 'nrbtf\\"'
-MAX_DEPTH = 64  # of schemas inside schemas
 
-_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # names to schemas
-_NESTED = ("allOf", "anyOf", "oneOf", "prefixItems", "items", "additionalProperties", "additionalItems", "not", "if",
-           "then", "else", "contains", "propertyNames", "unevaluatedItems", "unevaluatedProperties")  # fmt: skip
 _CONTROL = re.compile(r"(?<!\\)(?:\\\\)*\\u00[01]|\x7f")  # control characters in JSON text, without a short escape
 _NEVER_WRITTEN = r"\x00-\x07\x0B\x0E-\x1F"  # control characters that no JSON text written here contains
 _UNSUPPORTED = re.compile(r"\\x[01]|\\x\{0*1?[0-9a-fA-F]\}|\\u00[01]|\\[0Pc]|\\p(?!L|N|\{L|\{N)")
@@ -59,12 +57,10 @@ def safe_schema(schema: Any, name: str = "grammar.source") -> Any:
         raise InputError(f"{name}: a JSON schema is an object, got {type(schema).__name__}.")
     if _CONTROL.search(schema_text(schema, name)):
         raise InputError(f"{name}: has a control character, which no JSON text written here can contain; remove it.")
-    return _safe(schema, name, 0)
+    return _safe(spell_out(schema)[0], name, 0)
 
 
 def _safe(schema: Any, name: str, depth: int) -> Any:
-    if isinstance(schema, list):
-        return [_safe(item, name, depth) for item in schema]
     if not isinstance(schema, Mapping):
         return schema
     if depth > MAX_DEPTH:
@@ -72,51 +68,35 @@ def _safe(schema: Any, name: str, depth: int) -> Any:
     if "x-guidance" in schema:
         raise InputError(f"{name}: x-guidance is not supported; remove it.")
     _check_counts(schema, name)
-    kept = {key: value for key, value in schema.items() if not _says_nothing(key, value)}
-    return {key: _safe_value(key, value, name, depth + 1) for key, value in kept.items()}
-
-
-def _says_nothing(key: str, value: Any) -> bool:
-    """Formats that allow every string or number. `uniqueItems` is beyond a grammar: the server lists it as ignored."""
-    return key == "uniqueItems" or (key == "format" and value in _FREE_FORMATS)
-
-
-def has_unique_items(value: Any) -> bool:
-    """Whether a schema, or a list of tools, asks for lists without repetition."""
-    if isinstance(value, Mapping):
-        return value.get("uniqueItems") is True or any(has_unique_items(item) for item in value.values())
-    return isinstance(value, list) and any(has_unique_items(item) for item in value)
+    return {
+        key: _safe_value(key, value, name, depth + 1)
+        for key, value in schema.items()
+        if not (key == "format" and value in _FREE_FORMATS)
+    }
 
 
 def close_objects(schema: Any, depth: int = 0) -> Any:
     """The same schema in which objects that say nothing about further properties have none. Parts of an `allOf` stay
     open: each of them names some of the properties only."""
-    if isinstance(schema, list):
-        return [close_objects(item, depth) for item in schema]
     if not isinstance(schema, Mapping) or depth > MAX_DEPTH:
         return schema
-    closed = {key: _closed_value(key, value, depth + 1) for key, value in schema.items()}
+    kept = ("allOf", "not", "if")
+    closed = {
+        key: value if key in kept else change_inside(key, value, lambda item: close_objects(item, depth + 1))
+        for key, value in schema.items()
+    }
     open_words = ("additionalProperties", "unevaluatedProperties", "patternProperties", "allOf", "$ref")
     if isinstance(schema.get("properties"), Mapping) and not any(word in schema for word in open_words):
         closed["additionalProperties"] = False
     return closed
 
 
-def _closed_value(key: str, value: Any, depth: int) -> Any:
-    if key in _MAPS and isinstance(value, Mapping):
-        return {word: close_objects(item, depth) for word, item in value.items()}
-    return close_objects(value, depth) if key in _NESTED and key not in ("allOf", "not", "if") else value
-
-
 def _safe_value(key: str, value: Any, name: str, depth: int) -> Any:
-    """The value of one keyword. Values of const, enum or default are not schemas and stay as they are."""
     if key == "pattern" and isinstance(value, str):
         return safe_pattern(value, name)
     if key == "patternProperties" and isinstance(value, Mapping):
-        return {safe_pattern(pattern, name): _safe(item, name, depth) for pattern, item in value.items()}
-    if key in _MAPS and isinstance(value, Mapping):
-        return {word: _safe(item, name, depth) for word, item in value.items()}
-    return _safe(value, name, depth) if key in _NESTED else value
+        value = {safe_pattern(pattern, name): item for pattern, item in value.items()}
+    return change_inside(key, value, lambda item: _safe(item, name, depth))
 
 
 def _check_counts(schema: Mapping[str, Any], name: str) -> None:
@@ -128,6 +108,10 @@ def _check_counts(schema: Mapping[str, Any], name: str) -> None:
             f"{name}: minProperties ({least}) beyond the required properties ({known}) and one more cannot be "
             "guaranteed; name them under required, or lower it."
         )
+    if schema.get("uniqueItems") is True:  # after `spell_out` it stays only where no list meets it
+        raise InputError(f"{name}: no list without repetition has minItems items; lower minItems, or raise maxItems.")
+    if "uniqueItems" in schema:
+        raise InputError(f"{name}: uniqueItems must be true or false, got {str(schema['uniqueItems'])[:40]!r}.")
 
 
 def safe_pattern(pattern: str, name: str = "grammar.source") -> str:

@@ -3,6 +3,7 @@ the answer's text."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -11,9 +12,10 @@ from pydantic import AfterValidator, Field
 from twostroke.errors import InputError
 from twostroke.grammar.budget import TOO_SLOW
 from twostroke.grammar.masks import DEAD, TOO_SHORT
-from twostroke.grammar.schema import close_objects, has_unique_items
+from twostroke.grammar.schema import close_objects
 from twostroke.grammar.tagged import unbound
 from twostroke.grammar.tools import answer_grammar, tool_grammar
+from twostroke.grammar.unique import spell_out
 from twostroke.record import replace
 from twostroke.sampling import Grammar
 from twostroke.serve.fates import Hint, refusal
@@ -25,8 +27,6 @@ from twostroke.text.formats import GENERIC, ToolFormat, has_reasoning, tool_form
 from twostroke.text.parse import StreamParser
 from twostroke.text.tokenizer import Tokenizer
 from twostroke.text.tools import MAX_TOOLS, marker_ids, read_choice, read_tools
-
-UNIQUE = frozenset({"uniqueItems"})
 
 
 class FormContext(NamedTuple):
@@ -152,12 +152,18 @@ def chat_format(
     names = {tool.name: tool.parameters for tool in tools}
     hints = grammar_hints(form)
     if grammar is not None:
-        hints |= UNIQUE if has_unique_items(given) else frozenset()
+        hints |= frozenset().union(*(_unheld(tool.parameters) for tool in tools))
         hints |= unbound(given) if calls.tags is not None else frozenset()
     visible = marker_ids(tokenizer, calls)
     return AnswerFormat(grammar, given, calls, names, reasons, visible, hints, parallel is not False)
 
 
 def grammar_hints(form: Grammar | None) -> frozenset[str]:
-    wanted = form is not None and form.kind == "json_schema" and '"uniqueItems":true' in form.source
-    return UNIQUE if wanted else frozenset()
+    """What a form asks for and its grammar cannot promise."""
+    if form is None or form.kind != "json_schema" or '"uniqueItems":true' not in form.source:
+        return frozenset()
+    return _unheld(json.loads(form.source))
+
+
+def _unheld(schema: Any) -> frozenset[str]:
+    return frozenset() if spell_out(schema)[1] else frozenset({"uniqueItems"})

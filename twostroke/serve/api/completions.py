@@ -78,7 +78,8 @@ async def handle(service: Service, exchange: Exchange) -> None:
     service.check_model(request.model)
     grammar = await service.off_loop(exchange, exchange.weight, request.make_grammar, service.forms.closed)
     visible = service.tokenizer.special_ids if request.skip_special_tokens is False else frozenset()
-    form = AnswerFormat(grammar, visible=visible, hints=grammar_hints(grammar))
+    hints = await service.off_loop(exchange, exchange.weight, grammar_hints, grammar)
+    form = AnswerFormat(grammar, visible=visible, hints=hints)
     exchange.ignored |= request.hints()
     infill = request.infill(service.tokenizer)
     ends = {} if infill is None else {"stop_token_ids": [*(request.stop_token_ids or ()), *infill.ends]}
