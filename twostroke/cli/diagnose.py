@@ -243,7 +243,7 @@ def of_run(run: Run, described: Described, targets: Targets) -> None:
     config = config_of(run.settings, described.settings)
     deployment = described.deployment(run.model, {})
     deployment = replace(deployment, config=config, lookup=drafts_of(run.lookup(), deployment.device.kind))
-    show_diagnosis(diagnose(deployment, run.arrivals(), run.served(), targets))
+    show_diagnosis(diagnose(deployment, run.arrivals(), run.served(), targets, paced=run.rate is not None))
 
 
 def of_trace(load: Load, described: Described, targets: Targets) -> None:

@@ -1,7 +1,7 @@
 """Which stroke is slow, why, and what each lever would change.
 
-0. Overload. If the wait grows from request to request, more requests arrive than are served. That comes before all
-   else, and then only what serves more requests counts as help.
+0. Overload. If requests arrive faster than they are served, that comes before all else, whatever a replay says, and
+   then only what serves more requests counts as help.
 1. The complaint. For every request, its time beyond what the same machine needs for that request alone, before the
    first token (start) and after it (stream). The larger sum names the stroke. Where all requests arrive at once, only
    the throughput counts. A target that is given and missed comes first.
@@ -94,9 +94,10 @@ def diagnose(
     targets: Targets = Targets(),
     levers: Sequence[Lever] = LEVERS,
     progress: Callable[[str], None] | None = None,
+    paced: bool = False,
 ) -> Diagnosis:
-    """`served`: the measured results of these arrivals; without them the simulator's are used. InputError where no
-    request was answered."""
+    """`served`: the measured results of these arrivals; without them the simulator's are used. paced: they were sent at
+    a rate that was asked for. InputError where no request was answered."""
     arrivals, served = busiest(arrivals, served)
     if served is not None:
         deployment = tune(deployment, arrivals, served)
@@ -110,7 +111,8 @@ def diagnose(
     alone = times_alone(done, [new for _, new in both], deployment.roofline(base.settings), step)
     shareable = 1 - sum(fresh) / sum(arrival.prompt for arrival in arrivals)
     evidence = gather(outcome, alone, shareable, kv_known=served is None)
-    overload = find_overload(outcome.served)
+    longest = max(start + decode for start, decode in zip(alone.start, alone.decode, strict=True))
+    overload = find_overload(outcome.served, paced, longest)
     phase, metric, slow = complaint(outcome, evidence, done, alone, targets)
     if overload is not None:
         metric, slow = "throughput", True
