@@ -73,14 +73,14 @@ def find_overload(served: Sequence[Served], paced: bool = False, alone: float | 
 
 def busiest_period(served: Sequence[Served]) -> list[Served]:
     """The most answered requests, by their arrival, between which there was always one under way."""
-    best: list[Served] = []
-    now: list[Served] = []
-    until = -inf
-    for one in sorted((one for one in served if one.answered), key=lambda one: one.arrival):
-        now = [*now, one] if one.arrival <= until else [one]
+    rows = sorted((one for one in served if one.answered), key=lambda one: one.arrival)
+    begin, until, best = 0, -inf, slice(0, 0)
+    for place, one in enumerate(rows):
+        begin = place if one.arrival > until else begin
         until = max(until, one.end)
-        best = now if len(now) >= len(best) else best
-    return best
+        if place + 1 - begin >= best.stop - best.start:
+            best = slice(begin, place + 1)
+    return rows[best]
 
 
 def came_at_once(done: Sequence[Served]) -> bool:
