@@ -132,12 +132,116 @@ def test_stopping_an_answer_and_clearing(opened):
     page.fill("#question", "Count to two thousand.")
     page.click("#send")
     expect(page, "#send").to_have_text("Waiting for the answer")
+    expect(page, "[data-try=short]").to_be_disabled()
+    assert "wait for it, or stop it" in page.locator("[data-try=short]").get_attribute("title")
     expect(page, ".answer .message").not_to_be_empty()
     page.click("#clear")  # while it is written: that ends it
     wait_for_answer(page)
     expect(page, "#send").to_have_text("Send")
     expect(page, "#status").to_contain_text("0 running")
     assert page.locator(".answer").count() == 0
+    assert opened.complaints == []
+
+
+def change_diagnosis(page, **changes) -> None:
+    """The server's answer about its verdict, with other values: as it would be later, or for another load."""
+    page.unroute_all()
+    page.route("**/twostroke/diagnosis", lambda route: route.fulfill(json={**route.fetch().json(), **changes}))
+
+
+def with_verdict(page) -> dict[str, object]:
+    """The server's verdict, as soon as it has one."""
+    page.fill("#max-tokens", "16")
+    page.click("[data-try=batch]")
+    expect(page, "#verdict-note").to_contain_text("ago")
+    return page.evaluate("fetch('/twostroke/diagnosis').then((answer) => answer.json())")["verdict"]
+
+
+def test_a_verdict_carries_its_age_and_fades(opened):
+    page = opened.page
+    with_verdict(page)
+    cases = [
+        ({"age_s": 40.0, "outdated": False}, "requests, 40 s ago · ", "1"),
+        ({"age_s": 20.0, "outdated": True}, "requests, 20 s ago · ", "1"),  # another one is made soon
+        ({"age_s": 40.0, "outdated": True}, "40 s ago: the load or the settings have changed since", "0.55"),
+        ({"age_s": 420.0, "outdated": False}, "7 min ago: nothing has run since", "0.55"),
+        ({"age_s": 1.0, "outdated": False}, "requests, 1 s ago · ", "1"),
+    ]
+    for changes, note, opacity in cases:
+        change_diagnosis(page, **changes)
+        expect(page, "#verdict-note").to_contain_text(note)
+        expect(page, "#verdict").to_have_css("opacity", opacity)
+    page.unroute_all()
+    assert opened.complaints == []
+
+
+def test_a_lever_says_that_it_waits_for_the_engine(opened):
+    page = opened.page
+    verdict = with_verdict(page)
+    setting = page.evaluate("fetch('/twostroke/settings').then((answer) => answer.json())")["settings"]["max_gap"]
+    lever = {"name": "gap", "title": "the same gap", "live": True, "settings": {"max_gap": setting["value"]}}
+    lever |= dict.fromkeys(("ttft", "tpot", "stall", "throughput", "cost"), 1.0)
+    change_diagnosis(page, verdict={**verdict, "levers": [lever]}, age_s=1.0)
+    held = []
+    page.route(
+        "**/twostroke/settings",
+        lambda route: held.append(route) if route.request.method == "POST" else route.continue_(),
+    )
+    page.click("#pull")
+    expect(page, "#pull").to_have_text("Waiting for the engine")
+    expect(page, "#pull").to_be_disabled()
+    page.wait_for_timeout(4000)  # the verdict was asked for again
+    expect(page, "#pull").to_have_text("Waiting for the engine")
+    held[0].continue_()
+    expect(page, "#pull").to_have_text("Pulled: watch the numbers")
+    page.unroute_all()
+    assert opened.complaints == []
+
+
+KV_LINE = """() => {
+  const canvas = document.getElementById('lanes');
+  const name = getComputedStyle(document.documentElement).getPropertyValue('--kv-shared').trim();
+  const pen = document.createElement('canvas').getContext('2d');
+  pen.fillStyle = name;
+  pen.fillRect(0, 0, 1, 1);
+  const wanted = pen.getImageData(0, 0, 1, 1).data;
+  const seen = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data;
+  let found = 0;
+  for (let at = 0; at < seen.length; at += 4) {
+    if (seen[at + 3] > 200 && [0, 1, 2].every((part) => Math.abs(seen[at + part] - wanted[part]) < 24)) found += 1;
+  }
+  return found;
+}"""
+
+
+def test_gaps_and_the_growth_of_a_request_can_be_seen(opened):
+    page = opened.page
+    without_early_ends(page)
+    page.fill("#max-tokens", "120")
+    page.click("[data-try=short]")
+    wait_for_answer(page)
+    page.wait_for_timeout(2500)  # a bin of the charts, and one more drawing
+    chart = page.locator("#itl-chart .u-over")
+    chart.scroll_into_view_if_needed()
+    box = chart.bounding_box()
+    for back in range(2, int(box["width"]), 2):
+        page.mouse.move(box["x"] + box["width"] - back, box["y"] + box["height"] / 2)
+        values = page.locator("#itl-chart .u-value").all_inner_texts()
+        if "–" not in values:
+            break
+    assert len(values) == 3 and all(value.endswith(("ms", " s", "µs")) for value in values), values
+    assert page.evaluate(KV_LINE) > 20
+    lanes = page.locator("#lanes")
+    lanes.scroll_into_view_if_needed()
+    box, tips = lanes.bounding_box(), set()
+    for back in range(4, int(box["width"]) - 50, 4):
+        for down in range(6, int(box["height"]) - 24, 10):
+            page.mouse.move(box["x"] + box["width"] - back, box["y"] + down)
+            if page.locator("#lanes-tip").is_visible():
+                tips.add(page.locator("#lanes-tip").inner_text())
+        if any(" wrote " in tip for tip in tips):
+            break
+    assert any(" wrote " in tip and "tokens in its KV cache, " in tip and "KiB" in tip for tip in tips), tips
     assert opened.complaints == []
 
 

@@ -13,8 +13,8 @@ export function drawVerdict() {
   const found = answer.verdict;
   note(answer);
   byId("verdict").closest(".verdict").classList.toggle("faded", Boolean(found) && faded(answer) !== "");
-  const now = JSON.stringify(found) + answer.needed + answer.requests + answer.working;
-  if (now === shown) return;
+  const now = JSON.stringify(found ?? [answer.needed, answer.requests, answer.trouble]);
+  if (now === shown) return;  // the button of a verdict keeps what it says
   shown = now;
   if (!found) {
     byId("verdict").textContent = answer.trouble
