@@ -145,6 +145,7 @@ def test_interactive_chat_keeps_history_and_knows_its_commands(llama_folder):
     assert done.returncode == 0, done.stderr
     for word in ("/reset", "no answer yet", "where the time went", "forgotten", "unknown command /nonsense"):
         assert word in done.stderr
+    assert "> " not in done.stdout and "Type a message" not in done.stderr, "nothing is typed: lines come from a pipe"
 
 
 def test_a_conversation_that_outgrows_the_context_forgets_its_oldest_turn(llama_folder):

@@ -29,7 +29,8 @@ def check(run: Run, roofline: Roofline | None = None) -> list[str]:
         found.append(f"{len(failed)} of {len(run.records)} requests failed; the first: {failed[0].error}")
     late = [record for record in run.records if record.sent - record.arrival > LATE]
     if late and IN_PROCESS not in run.target:  # there a request is handed over between two steps
-        found.append(f"the client sent {len(late)} requests more than {1000 * LATE:.0f} ms late: it is a bottleneck")
+        sent = f"{len(late)} {'request' if len(late) == 1 else 'requests'}"
+        found.append(f"the client sent {sent} more than {1000 * LATE:.0f} ms late: it is a bottleneck")
     silent = [record for record in run.records if not record.pieces and not record.error]
     if silent:
         found.append(f"{len(silent)} answers held no text: they count as failed")

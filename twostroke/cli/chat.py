@@ -96,10 +96,12 @@ class Chat:
                 errors.print("[dim]the conversation has outgrown the context: its oldest turn is forgotten[/dim]")
 
     def loop(self) -> None:
-        errors.print("[dim]Type a message. /help lists the commands.[/dim]")
+        typed = sys.stdin.isatty()  # else each line is a message: no prompt is shown
+        if typed:
+            errors.print("[dim]Type a message. /help lists the commands.[/dim]")
         while True:
             try:
-                text = input("> ").strip()
+                text = input("> " if typed else "").strip()
             except EOFError:
                 return
             except KeyboardInterrupt:

@@ -14,7 +14,7 @@ from twostroke.bench.workload import make_load
 from twostroke.cost.answers.diagnose import diagnose
 from twostroke.cost.answers.levers import LEVERS
 from twostroke.cost.answers.overload import find_overload
-from twostroke.cost.answers.wording import evidence_lines
+from twostroke.cost.answers.wording import evidence_lines, sentence
 from twostroke.cost.simulation.served import Served
 from twostroke.cost.simulation.trace import Part, at_rate
 from twostroke.record import replace
@@ -100,6 +100,16 @@ def test_a_diagnosis_of_an_overload_begins_with_it_and_counts_what_serves_more()
     assert found.sentence.startswith("Overloaded: ") and found.metric == "throughput"
     assert "longer-gap" not in {effect.lever.name for effect in found.effects}
     assert all(effect.throughput > 1.05 for effect in found.effects)
+
+
+def test_a_lever_that_removes_little_of_an_overload_is_not_its_cause():
+    found = diagnose(on_box(max_requests=4), rows(20.0))
+    assert found.overload is not None and found.best is not None
+    lever, much = found.best.lever, found.overload.offered / found.overload.served
+    for gain, cause in ((1.08, False), (much**0.4, False), (much**0.6, True), (much, True)):
+        said = sentence("prefill", "throughput", found.evidence, found.measured, lever, True, found.overload, gain)
+        assert said.startswith("Overloaded: 20 requests/s arrive, ") and lever.title in said and "admit less" in said
+        assert (f"because {lever.because}" in said) is cause and (f"({gain - 1:+.0%})" in said) is not cause
 
 
 def test_a_replay_far_from_the_measurement_recommends_nothing():

@@ -127,8 +127,8 @@ def diagnose(
     effects, rejected = try_levers(
         Scenario(deployment, arrivals, served=served or ()), base, metric, levers, progress, price
     )
-    best = effects[0].lever if effects else None
-    said = sentence(phase, metric, evidence, outcome.summary, best, slow, overload)
+    best, gain = (effects[0].lever, effects[0].throughput) if effects else (None, 1.0)
+    said = sentence(phase, metric, evidence, outcome.summary, best, slow, overload, gain)
     return Diagnosis(phase, metric, said, evidence, outcome.summary, base.summary, effects, rejected, overload)
 
 

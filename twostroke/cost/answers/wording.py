@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from math import log
 from typing import TYPE_CHECKING
 
 from twostroke.cost.answers.evidence import Evidence
 from twostroke.cost.simulation.served import Summary
 from twostroke.cost.units import seconds
+
+ENOUGH = 0.5  # share of an overload (a logarithm) that a lever removes whose cause is named as the overload's
 
 if TYPE_CHECKING:
     from twostroke.cost.answers.levers import Lever, Scenario
@@ -21,10 +24,13 @@ def sentence(
     best: Lever | None,
     slow: bool = True,
     overload: Overload | None = None,
+    gain: float = 1.0,
 ) -> str:
-    """What is slow, and the cause that the best lever removes."""
+    """What is slow, and the cause that the best lever removes. gain: its throughput, new over old."""
     opening = _opening(phase, metric, evidence, summary, slow, overload)
     if overload is not None and best is not None:
+        if log(gain) < ENOUGH * log(overload.offered / overload.served):
+            return f"{opening}. What serves a little more ({gain - 1:+.0%}): {best.title}."
         return f"{overload.fact}, because {best.because}. What serves more: {best.title}; or admit less."
     if best is None:
         return f"{opening}. No lever helps much."
