@@ -60,7 +60,7 @@ class Request:
     sample: int = 0  # index among the samples of the call: part of the key of its randomness
     key: int = 0  # number of the caller's API key, for fairness between keys; 0: there is only one caller
     written: int = 0  # the last so many tokens belong to the answer: a request that another engine began
-    lend: bool = False  # its full blocks stay held after its end, for another engine to fetch (kv/lending.py)
+    lend: int = -1  # its full blocks from this one on are for another engine (kv/lending.py); -1: none are
 
     def siblings(self, count: int) -> list[Request]:
         """This sample and the next ones of the same prompt: their ids and indices count up."""

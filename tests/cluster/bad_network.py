@@ -13,7 +13,7 @@ import socket
 from collections import Counter
 
 from twostroke.cluster.deployment import Deployment
-from twostroke.cluster.holder import Offer
+from twostroke.cluster.holder import Offer, Parcel
 from twostroke.cluster.member import Member
 
 PIECE = 1 << 16
@@ -87,6 +87,12 @@ class Shaken(Deployment):
     """A deployment whose blocks travel over a bad network, while there is one."""
 
     network: BadNetwork | None = None
+
+    def on_parcel(self, member: Member, request_id: int, parcel: Parcel) -> None:
+        if self.network is not None:
+            offer = parcel.offer._replace(address=self.network.through(parcel.offer.address))
+            parcel = parcel._replace(offer=offer)
+        super().on_parcel(member, request_id, parcel)
 
     def on_offer(self, member: Member, request_id: int, offer: Offer) -> None:
         if self.network is not None:

@@ -73,6 +73,7 @@ def run_pair(
             await asyncio.wait_for(engine.start(), 120)
             await asyncio.wait_for(scenario(engine, pair), 240)
             await asyncio.wait_for(all_back(engine, pair), 30)
+            assert not any(one.worker.holder._copies or one.worker.holder._tickets for one in pair.members.values())
         finally:
             await engine.stop()
 

@@ -8,6 +8,7 @@ from math import inf
 from typing import NamedTuple
 
 from twostroke.cluster.router import Ask, Link, Load, Role, Route
+from twostroke.cluster.search import CHUNK
 from twostroke.ops.interface import BLOCK
 
 
@@ -17,6 +18,8 @@ class Prompt(NamedTuple):
     cached: int  # leading blocks that it has
     done: float  # seconds until it is computed
     cost: float  # the same, and what the streams of the worker wait meanwhile, all together
+    fetched: int = 0  # blocks that it gets before from the worker that has the most of the prompt
+    source: str = ""
 
 
 class Worker:
@@ -55,13 +58,22 @@ class Worker:
                 high = middle - 1
         return low
 
+    def wait(self) -> float:
+        """Seconds until it has computed the prompts that it has."""
+        return (self.load.queued_tokens + self.sent_tokens) * self.load.token_seconds
+
     def prompt(self, tokens: int, names: Sequence[bytes]) -> Prompt:
         """What it would cost to compute a prompt here, after those before it. The last token is always computed."""
-        load = self.load
         cached = self.cached(names) if names and names[0] in self.names else 0
-        own = max(1, tokens - cached * BLOCK) * load.token_seconds
-        done = (load.queued_tokens + self.sent_tokens) * load.token_seconds + own
-        return Prompt(cached, done, done + (load.streams + self.sent_streams) * own)
+        own = max(1, tokens - cached * BLOCK) * self.load.token_seconds
+        done = self.wait() + own
+        return Prompt(cached, done, done + (self.load.streams + self.sent_streams) * own)
+
+    def after(self, cached: int, most: int, source: str, seconds: float, tokens: int) -> Prompt:
+        """The same, if the first `most` blocks are here in so many seconds."""
+        own = max(1, tokens - most * BLOCK) * self.load.token_seconds
+        done = max(self.wait(), seconds) + own
+        return Prompt(cached, done, done + (self.load.streams + self.sent_streams) * own, most - cached, source)
 
     def place(self) -> float:
         """Seconds until it can write one more answer: its streams end evenly over time."""
@@ -71,9 +83,10 @@ class Worker:
 
 
 class PlainRouter:
-    def __init__(self, block_bytes: int, link: Link):
+    def __init__(self, block_bytes: int, link: Link, prefix_link: Link | None = None):
         self.block_bytes = block_bytes
         self.link = link
+        self.prefix_link = prefix_link
         self.workers: dict[str, Worker] = {}
 
     # ---- what is known ---------------------------------------------------------------------------------------------
@@ -103,8 +116,7 @@ class PlainRouter:
 
     def choose(self, ask: Ask, apart: bool = False, among: Iterable[str] | None = None) -> Route | None:
         workers = self.workers if among is None else {name: self.workers[name] for name in among}
-        tokens, names = ask
-        prompts = {name: worker.prompt(tokens, names) for name, worker in workers.items()}
+        names, prompts = ask.names, self.prompts(ask, workers)
         helpers = [name for name, worker in workers.items() if worker.role is not Role.DECODE] if names else []
         if apart:
             helpers = [name for name in helpers if workers[name].role is Role.PREFILL] or helpers
@@ -123,6 +135,21 @@ class PlainRouter:
                     best, least = (route, route.cost) if route.cost < least else (best, least)
         return best
 
+    def prompts(self, ask: Ask, workers: dict[str, Worker]) -> dict[str, Prompt]:
+        """At each worker, with what it fetches from the one that has the most of it."""
+        plain = {name: worker.prompt(*ask) for name, worker in workers.items()}
+        most, source = max(((one.cached, name) for name, one in plain.items()), default=(0, ""), key=lambda one: one[0])
+        if self.prefix_link is None or not most:
+            return plain
+        richest = workers[source]
+        busy = min(richest.wait(), CHUNK * richest.load.token_seconds)
+        found = {}
+        for name, prompt in plain.items():
+            seconds = busy + self.prefix_link.seconds((most - prompt.cached) * self.block_bytes)
+            other = workers[name].after(prompt.cached, most, source, seconds, ask.tokens)
+            found[name] = other if prompt.cached < most and other.done < prompt.done else prompt
+        return found
+
     def route(self, prefill: str, decode: str, prompt: Prompt, lacking: int) -> Route:
         writer, sent, ready = self.workers[decode], 0, prompt.done
         if prefill != decode:
@@ -131,11 +158,12 @@ class PlainRouter:
         place = writer.place()
         second = max(ready, place) + writer.load.step_seconds
         ttft = max(prompt.done, place) if prefill == decode else prompt.done
-        return Route(prefill, decode, ttft, second, second + prompt.cost - prompt.done, prompt.cached, sent)
+        cost = second + prompt.cost - prompt.done
+        return Route(prefill, decode, ttft, second, cost, prompt.cached, sent, prompt.fetched, prompt.source)
 
     def take(self, route: Route, ask: Ask) -> None:
         prefill, decode = self.workers[route.prefill], self.workers[route.decode]
-        prefill.sent_tokens += max(1, ask.tokens - route.cached * BLOCK)
+        prefill.sent_tokens += max(1, ask.tokens - (route.cached + route.fetched) * BLOCK)
         decode.sent_streams += 1
         prefill.keep(ask.names)
         if decode is not prefill:

@@ -1,4 +1,5 @@
-"""Ray's head is lost while requests run: each ends, with the right tokens or with one error."""
+"""Ray's head is lost while requests run: each ends, with the right tokens or with one error. A new head at the old
+address gets the workers."""
 
 from __future__ import annotations
 
@@ -83,8 +84,15 @@ def test_the_head_is_lost(llama_folder: Path, ray: list[RunningRay]) -> None:
                 except EngineError:
                     return
 
+    async def a_new_head(engine: AsyncEngine, deployment: Deployment) -> None:
+        """At the old address: workers are placed there, and serve."""
+        assert await ends(engine, prompts(3)[2]) == (want[2], None)
+
     try:
         standing.run(lose_the_control_store)
         standing.run(lose_the_machine)
+        ray[0].stop()
+        ray.append(RunningRay(int(ray[0].address.rpartition(":")[2])))
+        standing.run(a_new_head)
     finally:
         standing.close()

@@ -114,6 +114,29 @@ def test_workers_join_and_share_requests(llama_folder: Path, llama_alone: Alone)
     run_lines(llama_folder, PAIR, scenario)
 
 
+def test_blocks_travel_before_their_requests(llama_folder: Path, llama_alone: Alone) -> None:
+    """Those of a prompt that is computed, and those of a beginning that another worker has."""
+    many = [[*PROMPT, *PROMPT, number] for number in (5, 9)]
+    want = [llama_alone.answer(prompt) for prompt in many]
+
+    async def scenario(engine: AsyncEngine, pools: Lines) -> None:
+        first, second = pools.members["prefill-0"], pools.members["prefill-1"]
+        first.speed.token, second.speed.token = 1e-5, 1.0
+        pools._stale.update({first: None, second: None})
+        assert await answer(engine, many[0]) == want[0]
+        await moved(pools)
+        assert pools.counts.early >= 2 and pools.counts.blocks == 9 and not pools.counts.failed
+        first.speed.token, first.queued, second.speed.token = 1e-5, 10**8, 1.0  # it would take long there
+        pools._stale.update({first: None, second: None})
+        assert await answer(engine, many[1]) == want[1]
+        await moved(pools)
+        assert pools.counts.shared == 9 and second.counts.computed_tokens == 151 - 144 and not pools.counts.failed
+        first.queued = 0
+
+    roles = {"prefill-0": Role.PREFILL, "prefill-1": Role.PREFILL, "decode-0": Role.DECODE}
+    run_lines(llama_folder, roles, scenario, max_batch_tokens=32)
+
+
 def test_a_worker_whose_line_is_cut_joins_again(llama_folder: Path, llama_alone: Alone) -> None:
     """In the middle of streams: they go on at the other worker, with the same tokens."""
     want = [llama_alone.answer(prompt, LONG) for prompt in prompts(3)]

@@ -150,8 +150,8 @@ def test_no_route_begins_sooner_than_the_one_that_is_chosen(many: list, blocks: 
 class Both:
     """A router, and the one by its definition, told the same."""
 
-    def __init__(self, link: Link):
-        self.real, self.plain = Router(BYTES, link), PlainRouter(BYTES, link)
+    def __init__(self, *links: Link | None):
+        self.real, self.plain = Router(BYTES, *links), PlainRouter(BYTES, *links)  # type: ignore[arg-type]
 
     def tell(self, order: str, *facts: object) -> None:
         for one in (self.real, self.plain):
@@ -165,9 +165,10 @@ class Both:
         if found is None or want is None:
             return
         assert found.cost == pytest.approx(want.cost, rel=1e-9, abs=1e-12)
-        prompt = self.plain.workers[found.prefill].prompt(*ask)
+        prompt = self.plain.prompts(ask, {name: one for name, one in self.plain.workers.items() if name != but})
         lacking = len(ask.names) - self.plain.workers[found.decode].cached(ask.names)
-        assert found[2:] == pytest.approx(self.plain.route(found.prefill, found.decode, prompt, lacking)[2:])
+        right = self.plain.route(found.prefill, found.decode, prompt[found.prefill], lacking)
+        assert found[2:-1] == pytest.approx(right[2:-1]) and found.source == right.source
         self.plain.take(found, ask)
 
 
@@ -176,10 +177,14 @@ requests = st.tuples(st.integers(0, 5), st.integers(0, 70), st.booleans(), st.in
 
 
 @settings(max_examples=150)
-@given(st.lists(changes | requests | st.integers(0, FEW - 1), max_size=60), st.sampled_from([Link(), Link(1e8, 0.01)]))
-def test_its_choices_are_those_of_the_plain_router(orders: list, link: Link) -> None:
+@given(
+    st.lists(changes | requests | st.integers(0, FEW - 1), max_size=60),
+    st.sampled_from([Link(), Link(1e8, 0.01)]),
+    st.sampled_from([None, Link(1e9, 0.001), Link(1e8, 0.1)]),
+)
+def test_its_choices_are_those_of_the_plain_router(orders: list, link: Link, prefix_link: Link | None) -> None:
     """Workers join, report, forget and are lost; prompts share beginnings of any length."""
-    both = Both(link)
+    both = Both(link, prefix_link)
     for order in orders:
         if isinstance(order, int):
             both.tell("lost", str(order))
@@ -252,6 +257,23 @@ def test_a_worker_that_pauses_is_not_asked_and_keeps_its_blocks() -> None:
     found.update("a", Role.BOTH, FAST)
     route = found.choose(Ask(170, names(1, 10)))
     assert route is not None and (route.prefill, route.cached) == ("a", 10)
+
+
+def test_a_beginning_is_fetched_where_that_is_sooner_than_to_compute_it() -> None:
+    """800 tokens take 0.8 s to compute. The worker that has them is busy with prompts, or only writes answers."""
+    busy = Load(queued_tokens=3000, max_streams=8, token_seconds=0.001, step_seconds=0.01)
+    for seconds, role, fetched in ((0.01, Role.PREFILL, 50), (0.01, Role.DECODE, 50), (0.5, Role.PREFILL, 0)):
+        found = Router(BYTES, Link(1e9, 0.001), Link(1e9, seconds))
+        found.update("p", Role.PREFILL, FAST)
+        found.update("d", Role.DECODE, FAST)
+        found.update("q", role, busy)
+        found.stored("q", names(1, 50))
+        route = found.choose(Ask(820, names(1, 51)), apart=True)
+        assert route is not None and (route.prefill, route.cached, route.fetched) == ("p", 0, fetched)
+        assert route.source == ("q" if fetched else "") and found.cached("p", names(1, 51)) == 51
+        # The holder ends its step of 512 tokens, then the blocks come, and 20 tokens are computed.
+        assert route.ttft == pytest.approx(0.512 + 0.01 + 50 * BYTES / 1e9 + 0.02 if fetched else 0.82)
+        assert found.workers["p"].sent_tokens == (20 if fetched else 820)
 
 
 def test_many_workers_and_requests() -> None:

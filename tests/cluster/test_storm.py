@@ -82,8 +82,11 @@ async def hurt(deployment: Deployment, rng: random.Random, happened: Counter[str
 
 def test_a_storm_of_faults(llama_folder: Path, ray_address: str) -> None:
     rng, alone = random.Random(23), Alone(llama_folder)
-    settings = SETTINGS | {"max_batch_tokens": 64, "prefix_cache": False}
-    shape = Shape(**SHAPES["2+2"], settings=settings, address=ray_address, apart=True, share_cores=True)  # type: ignore[arg-type]
+    settings = SETTINGS | {"max_batch_tokens": 32}
+    shape = Shape(
+        **SHAPES["2+2"], settings=settings, prefill_settings={"prefix_cache": False}, address=ray_address, apart=True,
+        share_cores=True,
+    )  # type: ignore[arg-type]  # fmt: skip
     ended: Counter[str] = Counter()
 
     async def scenario(engine: AsyncEngine, deployment: Shaken) -> None:

@@ -12,7 +12,7 @@ from tests.schedule.fakes import FakeEngine, make_scheduler
 from twostroke import LLM, SamplingParams
 from twostroke.config import make_config
 from twostroke.engine.build import build_engine
-from twostroke.engine.exchange import arrive, expect, export_lent, export_prefix, submit_with
+from twostroke.engine.exchange import arrive, computed_since, expect, export_lent, export_prefix, store, submit_with
 from twostroke.kv.addresses import Name
 from twostroke.types import FinishReason, Request, RequestState, Status
 
@@ -123,7 +123,7 @@ def test_a_prefix_that_is_here_is_not_fetched():
 
 def lending(number: int, tokens: list[int]) -> Request:
     params = SamplingParams(max_tokens=1, temperature=0)
-    return Request(number, tuple(tokens), params, limit=len(tokens) + 1, salt=b"t", lend=True)
+    return Request(number, tuple(tokens), params, limit=len(tokens) + 1, salt=b"t", lend=0)
 
 
 @pytest.mark.parametrize("prefix_cache", [True, False])
@@ -152,6 +152,51 @@ def test_what_a_request_leaves_is_held_until_it_is_taken_back(llama_folder, pref
     first.scheduler.tables.lent.take_back(5)
     first.scheduler.check()
     assert pool.available == pool.total
+
+
+def test_blocks_leave_an_engine_step_by_step_and_another_one_finds_them(llama_folder):
+    """In its cache: each part follows the one before it, and the last one comes after the end."""
+    settings = SETTINGS | {"max_batch_tokens": 20}
+    first, second = (build_engine(llama_folder, make_config(**settings), block_key=KEY).core for _ in range(2))
+    tables, pool = first.scheduler.tables, second.scheduler.tables.pool
+    state, done, parts = first.submit(lending(5, PROMPT)), 0, []
+    while not first.idle:
+        first.step()
+        end, blocks = computed_since(first, state, done)
+        if blocks:
+            parts.append((end, {name: first.runner.kv.export(block) for name, block in blocks}))
+            done = end
+    assert [(end, len(part)) for end, part in parts] == [(16, 1), (32, 1), (48, 1), (76, 1)]
+    assert list(parts[-1][1]) == [tables.lent.by_id[5][-1][0]]
+    assert store(second, PROMPT[:32], b"t", parts[1][1]) == 0, "it does not follow what is there"
+    assert [store(second, PROMPT[:end], b"t", part) for end, part in parts] == [1, 1, 1, 1]
+    assert store(second, PROMPT[:32], b"t", parts[1][1]) == 0, "it is there"
+    assert store(second, PROMPT[:48], b"another tenant", parts[2][1]) == 0
+    second.scheduler.check()
+    assert pool.available == pool.total and len(pool.cached) == 4
+    found = second.submit(asked())
+    finish(second)
+    alone = build_engine(llama_folder, make_config(**settings), block_key=KEY).core
+    want = alone.submit(asked())
+    finish(alone)
+    assert found.timeline.cached_tokens == 64 and found.tokens == want.tokens
+    assert export_prefix(second, PROMPT, b"t") == export_prefix(alone, PROMPT, b"t")
+
+
+def test_an_engine_stores_only_what_it_can_keep(llama_folder, gemma_folder):
+    blocks = other_process(llama_folder, SETTINGS)
+    for more in ({"prefix_cache": False}, {"kv_blocks": 12}):
+        core = build_engine(llama_folder, make_config(**(SETTINGS | more)), block_key=KEY).core
+        pool = core.scheduler.tables.pool
+        running = core.submit(Request(1, tuple(range(3, 150)), asked().params, limit=190, salt=b"t"))
+        core.step()
+        assert store(core, PROMPT, b"t", blocks) == 0
+        core.scheduler.check()
+        finish(core)
+        assert running.output_length == 43 and pool.available == pool.total
+    windowed = build_engine(gemma_folder, make_config(**SETTINGS), block_key=KEY).core
+    assert store(windowed, PROMPT, b"t", other_process(gemma_folder, SETTINGS)) == 0
+    windowed.scheduler.check()
 
 
 def test_an_aborted_request_leaves_nothing():

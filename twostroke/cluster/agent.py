@@ -20,10 +20,14 @@ import twostroke
 from twostroke.cluster.channel import HANDSHAKE_SECONDS, Channel, derive, limited
 from twostroke.cluster.control import (
     Alive,
+    Collect,
     Ended,
+    Found,
     Joined,
     Line,
+    LookUp,
     Offered,
+    Parted,
     Release,
     Take,
     Taken,
@@ -31,7 +35,7 @@ from twostroke.cluster.control import (
     Unanswered,
     to_worker,
 )
-from twostroke.cluster.holder import Offer
+from twostroke.cluster.holder import Offer, Parcel
 from twostroke.cluster.sockets import reach
 from twostroke.cluster.transport import TransferError
 from twostroke.cluster.transports import both_transports
@@ -112,11 +116,15 @@ class Agent:
         else:
             self._keep(self._reply(self.worker, message))
 
-    async def _reply(self, worker: Worker, message: Change | Recall | Take) -> None:
+    async def _reply(self, worker: Worker, message: Change | Recall | LookUp | Collect | Take) -> None:
         number = message.question
         try:
             if isinstance(message, Take):
                 self.line.send(Taken(number, await worker.take(message.request, message.tokens, message.offer)))
+            elif isinstance(message, LookUp):
+                self.line.send(Found(number, await worker.look_up(message.tokens, message.salt, message.first)))
+            elif isinstance(message, Collect):
+                self.line.send(Taken(number, await worker.collect(message.tokens, message.salt, message.parcel)))
             elif isinstance(message, Recall):
                 self.line.send(Steps(number, await worker.steps(message.since, message.limit)))
             else:
@@ -164,6 +172,9 @@ class Agent:
 
     def on_settings(self, settings: Resolved) -> None:
         self.settings = settings
+
+    def on_parcel(self, request_id: int, parcel: Parcel) -> None:
+        self.line.send(Parted(request_id, parcel))
 
     def on_offer(self, request_id: int, offer: Offer) -> None:
         self.line.send(Offered(request_id, offer))

@@ -1,8 +1,10 @@
 """What the router's process and the process of a worker say to each other. Torch-free.
 
-    worker ─▶ router   Joined first; then what its engine says (remote/messages.py), Offered before the event that ends
-                       a request with `lend`, Alive twice a second, Ended when its engine is lost
-    router ─▶ worker   Hello; then Orders, Change, Recall, Release, and Take: a request comes with another's blocks
+    worker ─▶ router   Joined first; then what its engine says (remote/messages.py), Parted with blocks of a
+                       request with `lend`, Offered before the event that ends it, Alive twice a second, Ended when its
+                       engine is lost
+    router ─▶ worker   Hello; then Orders, Change, Recall, Release; LookUp: blocks go to another worker; Collect: they
+                       come from one; Take: a request does
 
 Messages travel as in remote/wire.py, in sealed frames of a channel (channel.py) whose both ends have the key.
 """
@@ -15,7 +17,7 @@ from typing import Generic, TypeVar
 
 from twostroke.cluster.channel import Channel
 from twostroke.cluster.handover import Moved
-from twostroke.cluster.holder import Offer
+from twostroke.cluster.holder import Offer, Parcel
 from twostroke.cluster.transport import TransferError
 from twostroke.cluster.worker import Held
 from twostroke.remote import wire
@@ -59,15 +61,45 @@ class Ended(Message, frozen=True, tag="ended"):
     why: str
 
 
+class Parted(Message, frozen=True, tag="parted"):
+    """Blocks of a request that is still computed."""
+
+    request_id: int
+    parcel: Parcel
+
+
 class Offered(Message, frozen=True, tag="offered"):
     request_id: int
     offer: Offer
 
 
 class Release(Message, frozen=True, tag="release"):
-    """What these requests have left is not needed any more."""
+    """What these requests have left, or parcels with these numbers, are not needed any more."""
 
     lent: tuple[int, ...]
+
+
+class LookUp(Message, frozen=True, tag="look up"):
+    """Offer what is cached of the beginning of a prompt, from token `first` on. Answered by Found."""
+
+    question: int
+    tokens: tuple[int, ...]
+    salt: bytes
+    first: int
+
+
+class Found(Message, frozen=True, tag="found"):
+    question: int
+    parcel: Parcel | None
+
+
+class Collect(Message, frozen=True, tag="collect"):
+    """Put blocks of the beginning of a prompt, which ends with these tokens, into the cache. Answered by Taken."""
+
+    question: int
+    tokens: tuple[int, ...]
+    salt: bytes
+    parcel: Parcel
 
 
 class Take(Message, frozen=True, tag="take"):
@@ -91,9 +123,10 @@ class Unanswered(Message, frozen=True, tag="unanswered"):
     why: str
 
 
-ToWorker = Hello | Orders | Change | Recall | Release | Take
+ToWorker = Hello | Orders | Change | Recall | Release | LookUp | Collect | Take
 FromWorker = (
-    Joined | Alive | Ended | Offered | Taken | Unanswered | Report | Stage | Ready | Failed | Changed | Steps
+    Joined | Alive | Ended | Parted | Offered | Found | Taken | Unanswered
+    | Report | Stage | Ready | Failed | Changed | Steps
 )  # fmt: skip
 
 

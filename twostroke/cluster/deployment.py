@@ -26,6 +26,8 @@ from twostroke.remote.client import EngineListener
 from twostroke.remote.messages import Ready
 
 SECRET_BYTES = 32
+LOST_SECONDS = 20.0  # without any worker, before Ray is asked anew to place them; twice as long each time
+LOOK_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,7 @@ class Deployment(Pools):
         self.router_address = ""
         cores = max(usable_cores(), 1)
         self.placement = Placement(shape.address, cores, self._plan, self._on_died)
+        self._looking: asyncio.Task[None] | None = None
 
     # ---- life ------------------------------------------------------------------------------------------------------
 
@@ -94,7 +97,9 @@ class Deployment(Pools):
             connected = await self.placement.start()
             where = "a local Ray was started, and ends with this server" if connected.own else "Ray is used"
             self.say(f"{where} ({connected.address}); its workers: {', '.join(self.roles)}")
-            return await self._until_ready(listener)
+            ready = await self._until_ready(listener)
+            self._looking = asyncio.get_running_loop().create_task(self._look())
+            return ready
         except BaseException:
             await self._close()
             raise
@@ -118,8 +123,21 @@ class Deployment(Pools):
         await self._close()
 
     async def _close(self) -> None:
+        if self._looking is not None:
+            self._looking.cancel()
         await self.hub.close()
         await self.placement.stop()
+
+    async def _look(self) -> None:
+        loop = asyncio.get_running_loop()
+        last, wait = loop.time(), LOST_SECONDS
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            if any(worker.there for worker in self.numbered.values()):
+                last, wait = loop.time(), LOST_SECONDS
+            elif loop.time() - last > wait:
+                self.placement.renew()
+                last, wait = loop.time(), 2 * wait
 
     # ---- placement -------------------------------------------------------------------------------------------------
 

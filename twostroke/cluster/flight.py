@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from twostroke.kv.addresses import BlockHasher
 from twostroke.metrics.timeline import Facts
+from twostroke.ops.interface import BLOCK
 from twostroke.record import replace
 from twostroke.types import Event, FinishReason, Request
 
@@ -30,16 +33,25 @@ class Flight:
     resumed: int = 0  # times that its worker was lost
     diverted: bool = False  # its move was cancelled, as the worker that was to take it does not answer
     moving: float = 0.0  # when its move began
+    had: int = 0  # leading blocks of its prompt that its writer had
+    sending: asyncio.Task[None] | None = None  # the last of its parcels that was sent to the writer
+    bringing: asyncio.Task[None] | None = None  # what comes before its first worker gets it: a part of the prompt
 
     def prompt_only(self) -> Request:
         """For a worker that computes the prompt, writes one token and keeps the blocks for another worker."""
-        return replace(self.request, id=self.number, limit=len(self.request.tokens) + 1, lend=True)
+        return replace(self.request, id=self.number, limit=len(self.request.tokens) + 1, lend=self.had)
 
     def rest(self) -> Request:
         """For a worker that goes on after what was written: the same tokens follow as if it had written all."""
         begun, written = self.request, tuple(self.written)
         length = begun.written + len(written)
         return replace(begun, id=self.number, tokens=begun.tokens + written, written=length)
+
+    def names(self, hasher: BlockHasher) -> list[bytes]:
+        """Of the full blocks of the prompt and of what is written, whose last token has no K and V."""
+        tokens, names = (*self.request.tokens, *self.written[:-1]), list[bytes]()
+        hasher.extend(names, tokens, self.request.salt, len(tokens) // BLOCK)
+        return names
 
     @property
     def length(self) -> int:

@@ -1,5 +1,6 @@
 """One request moves from the engine that computed its prompt to the engine that writes its answer. Torch-free.
 
+    parcels ─▶ connect, fetch ─▶ the receiving engine's cache       while the prompt is computed
     offer ─▶ connect ─▶ the receiving engine makes room and names what it lacks ─▶ fetch ─▶ it goes on
 
 Whatever goes wrong on the way (the holder dies, bytes are damaged, the time is over), the receiving engine computes
@@ -11,10 +12,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from twostroke.cluster.holder import Offer
+from twostroke.cluster.holder import Offer, Parcel
 from twostroke.cluster.transport import Incoming, TransferError, Transport
 from twostroke.kv.addresses import Name
 from twostroke.remote.client import BlockClient
@@ -41,6 +43,8 @@ class HandoverCounts:
 
     done: int = 0  # requests that went on after blocks from elsewhere, or found all of them
     blocks: int = 0  # fetched and used
+    early: int = 0  # of these, while their prompt was computed
+    shared: int = 0  # blocks that a worker fetched before it computed the rest of a prompt
     bytes: int = 0
     seconds: float = 0.0  # of all handovers that were done
     failed: Counter[str] = field(default_factory=Counter)  # that computed their prompt again, by reason
@@ -53,6 +57,12 @@ class HandoverCounts:
         self.blocks += moved.blocks
         self.bytes += moved.bytes
         self.seconds += moved.seconds
+
+    def add_early(self, moved: Moved) -> None:
+        """A parcel. One that did not come is no failure: its blocks come when the prompt is computed."""
+        self.blocks += moved.blocks
+        self.early += moved.blocks
+        self.bytes += moved.bytes
 
 
 class Handover:
@@ -97,6 +107,24 @@ class Handover:
             log.warning("request %d is computed again: %s", request.id, failed)
             return Moved(bool(taken), failed=failed)
         return Moved(True, fetched or 0, (fetched or 0) * self._block_bytes(), seconds)
+
+    async def collect(self, tokens: Sequence[int], salt: bytes, parcel: Parcel) -> Moved:
+        """Blocks of the beginning of a prompt, which ends with these tokens, go to the receiver's cache. Not taken:
+        they did not come, or the receiver does not want them."""
+        loop = asyncio.get_running_loop()
+        began, stored, incoming = loop.time(), 0, None
+        try:
+            async with asyncio.timeout(parcel.offer.seconds):
+                incoming = await self.transport.connect(parcel.offer.address, parcel.offer.ticket)
+                blocks = await incoming.fetch(parcel.names, self._block_bytes())
+                with blocks.segment:
+                    stored = await self.receiver.store(tokens, salt, parcel.names, blocks.payload())
+        except (TimeoutError, TransferError) as error:
+            log.info("blocks of a prompt did not come while it was computed: %s", error)
+        finally:
+            if incoming is not None:
+                await incoming.close(stored > 0)
+        return Moved(stored > 0, stored, stored * self._block_bytes(), loop.time() - began)
 
     def _block_bytes(self) -> int:
         ready = self.receiver.ready

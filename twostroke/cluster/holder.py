@@ -1,13 +1,17 @@
 """Lends the blocks of one engine: offers them, serves those that peers fetch, and gives them back. Torch-free.
 
-The engine keeps the blocks of a request that was made with `lend`. Here is decided until when (transfer.py).
+The engine copies out what a request with `lend` computes, step by step, and keeps its blocks after its end. Here is
+decided until when (transfer.py). Each part of a prompt that is still computed is a transfer of its own. What was copied
+out is served from the copy: the engine may be in a long step by then.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -30,6 +34,38 @@ class Offer(NamedTuple):
     seconds: float  # until the transfer's deadline
 
 
+class Copy(NamedTuple):
+    """Blocks that the engine has copied out."""
+
+    names: tuple[Name, ...]
+    segment: Segment
+    checksum: int
+
+    def blocks(self, wanted: Sequence[Name]) -> Blocks | None:
+        """Those that are wanted; None: they are not all here. The copy is used up."""
+        if tuple(wanted) == self.names:
+            return Blocks(self.segment, tuple(range(len(self.names))), self.checksum)
+        with self.segment:
+            places = {name: place for place, name in enumerate(self.names)}
+            if not places.keys() >= set(wanted):
+                return None
+            size = self.segment.size // len(self.names)
+            some = Segment.create(len(wanted) * size)
+            for to, name in enumerate(wanted):
+                start = places[name] * size
+                some.view[to * size : (to + 1) * size] = self.segment.view[start : start + size]
+            return Blocks(some, tuple(range(len(wanted))), zlib.crc32(some.view))
+
+
+class Parcel(NamedTuple):
+    """Blocks of the beginning of a prompt, offered."""
+
+    number: int  # to `release` them with
+    tokens: int  # of the prompt, up to the end of these blocks
+    names: tuple[Name, ...]
+    offer: Offer
+
+
 class Holder:
     """A `Source` of blocks for a transport."""
 
@@ -45,6 +81,8 @@ class Holder:
         self.clock = clock
         self.leases = Leases(lease, self._give_back, clock)
         self._tickets: dict[int, bytes] = {}  # of the open transfers, by the request whose blocks they are
+        self._copies: dict[int, asyncio.Future[Copy | None]] = {}  # of the same; parcels have numbers below zero
+        self._parcels = itertools.count(-1, -1)
         self.address = ""
         self._watching: asyncio.Task[None] | None = None
 
@@ -60,20 +98,45 @@ class Holder:
         await self.transport.close()
         self.leases.fail_all()
 
-    def offer(self, lent: int, seconds: float) -> Offer:
-        """Blocks that a request has left, to be fetched within so many seconds."""
+    def offer(self, lent: int, seconds: float, copied: bool = False) -> Offer:
+        """Blocks that a request has left, to be fetched within so many seconds. copied: the engine has copied out the
+        last of them, and `keep` will be called."""
+        if copied:
+            self._copies[lent] = asyncio.get_running_loop().create_future()
         ticket = self._tickets[lent] = self.leases.offer(lent, seconds)
         return Offer(self.address, ticket, self.leases.seconds, seconds)
 
+    def parcel(self, tokens: int, copy: Copy, seconds: float) -> Parcel:
+        """Blocks of a prompt that is still computed, to be fetched within so many seconds."""
+        number = next(self._parcels)
+        offer = self.offer(number, seconds, copied=True)
+        self.keep(number, copy)
+        return Parcel(number, tokens, copy.names, offer)
+
+    def keep(self, lent: int, copy: Copy | None) -> None:
+        """The last blocks of a request that has ended; None: there are no more."""
+        coming = self._copies.get(lent)
+        if coming is not None and not coming.done():
+            coming.set_result(copy)
+        elif copy is not None:
+            copy.segment.close()
+
     def withdraw(self, lent: int) -> None:
-        """The blocks that a request has left are not needed any more. Nothing, if they are back."""
+        """The blocks that a request has left, or those of a parcel, are not needed any more. Nothing, if they are
+        back."""
         ticket = self._tickets.get(lent)
         if ticket is not None:
             self.leases.end(ticket, False)
 
     def _give_back(self, lent: int) -> None:
         self._tickets.pop(lent, None)
-        self.engine.take_back([lent])
+        copy = self._copies.pop(lent, None)
+        if copy is not None and not copy.done():
+            copy.set_result(None)  # a peer may wait for it
+        elif copy is not None and (known := copy.result()) is not None:
+            known.segment.close()
+        if lent >= 0:
+            self.engine.take_back([lent])
 
     def engine_lost(self) -> None:
         self.leases.fail_all()
@@ -96,6 +159,14 @@ class Holder:
             raise TransferError("this transfer has ended")
         if len(wanted) > ready.settings.kv_blocks:
             raise TransferError("more blocks are wanted than there are")
+        if lent in self._copies:  # it comes in a moment, or the transfer ends
+            copy = await asyncio.shield(self._copies[lent])
+            self._copies.pop(lent, None)
+            copied = None if copy is None or copy.segment.descriptor < 0 else copy.blocks(wanted)
+            if copied is not None:
+                return copied
+        if lent < 0:
+            raise TransferError("a parcel has other blocks than those that are wanted")
         segment = Segment.create(len(wanted) * ready.settings.layout.block_bytes)
         try:
             exported = await self.engine.export(lent, wanted, segment.path)

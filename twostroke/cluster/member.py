@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from twostroke.cluster.holder import Offer
+from twostroke.cluster.holder import Offer, Parcel
 from twostroke.cluster.router import Link, Load, Role
 from twostroke.cluster.worker import WorkerClient
 from twostroke.config import Resolved
@@ -22,6 +22,8 @@ class Owner(Protocol):
     def on_stage(self, member: Member, stage: Stage) -> None: ...
 
     def on_report(self, member: Member, report: Report) -> None: ...
+
+    def on_parcel(self, member: Member, request_id: int, parcel: Parcel) -> None: ...
 
     def on_offer(self, member: Member, request_id: int, offer: Offer) -> None: ...
 
@@ -53,6 +55,12 @@ class Member:
         return self.up and self.worker.healthy
 
     @property
+    def caches(self) -> bool:
+        """Whether it keeps blocks that no request holds."""
+        ready = self.worker.ready
+        return ready is not None and ready.settings.prefix_cache
+
+    @property
     def machine(self) -> str:
         """What computes there, by its own name."""
         ready = self.worker.ready
@@ -63,7 +71,7 @@ class Member:
         assert ready is not None, "only workers that have been ready are asked"
         return Load(
             self.queued, self.streams, ready.settings.max_requests, speed.token, speed.step, speed.stream,
-            ready.settings.kv_blocks,
+            ready.settings.kv_blocks if self.caches else 0,
         )  # fmt: skip
 
     # ---- what the worker says --------------------------------------------------------------------------------------
@@ -82,6 +90,9 @@ class Member:
         self.speed.learn(self.counts, report.counts, report.step_seconds - self.step_seconds)
         self.counts, self.step_seconds = report.counts, report.step_seconds
         self.owner.on_report(self, report)
+
+    def on_parcel(self, request_id: int, parcel: Parcel) -> None:
+        self.owner.on_parcel(self, request_id, parcel)
 
     def on_offer(self, request_id: int, offer: Offer) -> None:
         self.owner.on_offer(self, request_id, offer)

@@ -25,7 +25,7 @@ STOP_SECONDS = 10.0
 NO_CLUSTER = (
     "--address auto: no Ray cluster runs on this machine: start one with `ray start --head`, or leave --address out."
 )
-BACKOFF, BACKOFF_MOST = 2.0, 30.0
+BACKOFF, BACKOFF_MOST = 2.0, 10.0  # seconds before a driver is started again
 CHUNK = 1 << 16
 
 
@@ -47,6 +47,7 @@ class Placement:
         self._said: tempfile._TemporaryFileWrapper[bytes] | None = None
         self._keeping: asyncio.Task[None] | None = None
         self._failed: asyncio.Future[None]
+        self._placed = False  # a driver has been told what to place
 
     async def start(self) -> Connected:
         """Until workers are being placed. ConfigError: they cannot be."""
@@ -78,6 +79,7 @@ class Placement:
         except ConfigError:
             await self._end()
             raise
+        self._placed = True
         return answer
 
     async def _connect(self, address: str | None) -> FromDriver | None:
@@ -159,6 +161,13 @@ class Placement:
                     log.error("workers are not placed again yet: %s", error)
                     self._kill()
 
+    def renew(self) -> None:
+        """No worker is there: another driver is to place them. A driver that has lost its cluster may wait for ever, if
+        another one answers at the old address."""
+        if self._placed and self._process is not None:
+            log.error("no worker is there: Ray is asked anew to place them")
+            self._process.kill()  # `_keep` hears of it
+
     def kill(self, worker: int) -> None:
         self._tell(Kill(worker))
 
@@ -193,4 +202,5 @@ class Placement:
             self._process.wait()
         if self._said is not None:
             self._said.close()
+        self._placed = False
         self._sock = self._process = self._said = None

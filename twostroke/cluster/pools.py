@@ -21,8 +21,9 @@ from weakref import WeakValueDictionary
 from twostroke.cluster.flight import Flight
 from twostroke.cluster.group import Group, check_names
 from twostroke.cluster.handover import HandoverCounts, Moved
-from twostroke.cluster.holder import Offer
+from twostroke.cluster.holder import Offer, Parcel
 from twostroke.cluster.member import LinkSpeed, Member
+from twostroke.cluster.parcels import Parcels
 from twostroke.cluster.router import Ask, Link, Role, Router
 from twostroke.cluster.totals import Totals
 from twostroke.cluster.worker import WorkerClient
@@ -60,6 +61,8 @@ class Pools(Group):
         self.router: Router
         self.link = LinkSpeed(LINK)
         self.counts = HandoverCounts()
+        self.prefix_link = LinkSpeed(LINK)  # for what is cached: it waits for the step of the worker that has it
+        self.parcels = Parcels(self.counts, self.link, self.prefix_link)
         self.settings: dict[str, Any] = self._shown.worker.settings
         self.ready: Ready | None = None
         self.restarts = 0  # times that all workers were gone
@@ -88,7 +91,9 @@ class Pools(Group):
                 task.cancel()
             await self.stop(2.0)
             raise
-        self.router = Router(ready[0].settings.layout.block_bytes, self.link.link)
+        layout = ready[0].settings.layout
+        whole = not layout.state_bytes and all(group.window is None for group in layout.groups)
+        self.router = Router(layout.block_bytes, self.link.link, self.prefix_link.link if whole else None)
         self._watching = asyncio.get_running_loop().create_task(self._watch())
         self.ready = self._joined()
         listener.on_ready(self.ready)
@@ -99,6 +104,7 @@ class Pools(Group):
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self.parcels.stop()
         await asyncio.gather(*(member.worker.stop(seconds) for member in self.members.values()))
 
     # ---- orders ----------------------------------------------------------------------------------------------------
@@ -111,7 +117,7 @@ class Pools(Group):
             flight = self.flights[request.id] = self._by_number[request.id] = Flight(request, request.id)
             same = before is not None and before.request.tokens is request.tokens and before.member is not None
             order = self._send(flight, before if same else None)
-            if order is not None:
+            if order is not None and not self._waits(flight, *order):
                 orders.setdefault(order[0], []).append(order[1])
             before = flight
         for member, many in orders.items():
@@ -129,6 +135,7 @@ class Pools(Group):
             return None
         if like is not None:
             first, writer, tokens = like.member, like.writer, 1
+            flight.had, flight.bringing = like.had, like.bringing
         else:
             first, writer, tokens = self._route(flight, but)
         if first is None or writer is None:
@@ -141,9 +148,11 @@ class Pools(Group):
     def _route(self, flight: Flight, but: Member | None) -> tuple[Member | None, Member | None, int]:
         """The worker that has it first, the one that writes the answer, and the tokens to compute. An answer that is
         begun is not moved between two workers again."""
-        begun = bool(flight.written)
-        ask = Ask(flight.length, [] if begun else self._names_of(flight.request))
+        begun, flight.bringing = bool(flight.written), None
+        ask = Ask(flight.length, [] if begun else flight.names(self._names))
         self.router.link = self.link.link
+        if self.router.prefix_link is not None:
+            self.router.prefix_link = self.prefix_link.link
         while True:
             self._tell_router()
             route = self.router.choose(ask, self.apart, None if but is None else but.name)
@@ -152,12 +161,31 @@ class Pools(Group):
             first, writer = self.members[route.prefill], self.members[route.decode]
             self._stale |= {first: None, writer: None}  # the router has counted the request: `_place` does
             if first.usable and writer.usable:
-                return first, writer, max(1, flight.length - route.cached * BLOCK)
+                flight.had = len(ask.names) - route.sent if writer.caches else len(ask.names)
+                if route.fetched:  # it may take as long as it would take to compute
+                    seconds = route.fetched * BLOCK * first.speed.token
+                    self.parcels.bring(flight, self.members[route.source], first, route, seconds)
+                return first, writer, max(1, flight.length - (route.cached + route.fetched) * BLOCK)
         # No writer is there: a prefill worker has the same engine, and one that is late may yet answer.
         others = [one for one in self.members.values() if one is not but]
         up = [one for one in others if one.usable] or [one for one in others if one.up]
         least = min(up, key=lambda one: one.queued + one.streams, default=None)
         return least, least, flight.length
+
+    def _waits(self, flight: Flight, member: Member, request: Request) -> bool:
+        """Whether its worker gets it later, after a part of its prompt."""
+        if flight.bringing is None or flight.bringing.done():
+            return False
+        flight.bringing.add_done_callback(lambda _: self._begin(flight, member, request))
+        return True
+
+    def _begin(self, flight: Flight, member: Member, request: Request) -> None:
+        if self._by_number.get(request.id) is not flight or flight.member is not member:
+            return  # it has ended, or goes on elsewhere
+        if flight.aborted:
+            self._end(flight, FinishReason.ABORT)
+        else:
+            member.worker.submit([request])
 
     def change_role(self, name: str, role: Role) -> None:
         super().change_role(name, role)
@@ -171,13 +199,6 @@ class Pools(Group):
             else:
                 self.router.pause(member.name)
         self._stale.clear()
-
-    def _names_of(self, request: Request, written: Sequence[int] = ()) -> list[bytes]:
-        """Of the full blocks of a prompt, or of a prompt and its answer."""
-        tokens = (*request.tokens, *written[:-1]) if written else request.tokens  # the last has no K and V
-        names: list[bytes] = []
-        self._names.extend(names, tokens, request.salt, len(tokens) // BLOCK)
-        return names
 
     def _place(self, flight: Flight, member: Member | None, writer: Member | None, tokens: int = 0) -> None:
         """Which worker has it, which one writes, and what is to be computed first: the loads follow."""
@@ -203,7 +224,7 @@ class Pools(Group):
             flight.number = self._numbers.take(1)
             self._by_number[flight.number] = flight
         order = self._send(flight, but=but)
-        if order is not None:
+        if order is not None and not self._waits(flight, *order):
             order[0].worker.submit([order[1]])
 
     def _resume(self, flight: Flight, lost: Member) -> None:
@@ -232,6 +253,8 @@ class Pools(Group):
             flight.aborted = True
             if number in self._moves:
                 self._moves[number].cancel()
+            elif flight.bringing is not None and not flight.bringing.done():
+                flight.bringing.cancel()  # then it ends, and samples beside it begin
             elif flight.member is not None:
                 flight.member.worker.abort([flight.number])
 
@@ -239,6 +262,14 @@ class Pools(Group):
 
     def on_stage(self, member: Member, stage: Stage) -> None:
         self.listener.on_stage(stage)
+
+    def on_parcel(self, member: Member, request_id: int, parcel: Parcel) -> None:
+        flight = self._by_number.get(request_id)
+        writer = None if flight is None or flight.member is not member or flight.aborted else flight.writer
+        if flight is not None and flight.lends and writer is not None and writer.usable:
+            self.parcels.send(flight, member, writer, parcel)
+        else:
+            member.worker.release([parcel.number])
 
     def on_offer(self, member: Member, request_id: int, offer: Offer) -> None:
         flight = self._by_number.get(request_id)
@@ -290,7 +321,7 @@ class Pools(Group):
         if facts is not None and facts.scheduled is not None:
             member.speed.ended(at - facts.scheduled)
         if member.name in self.router.workers:  # a later turn of a conversation finds the answer there too
-            self.router.stored(member.name, self._names_of(flight.request, flight.written))
+            self.router.stored(member.name, flight.names(self._names))
 
     def _emit(self, events: Sequence[Event], at: float | None = None) -> None:
         counts, seconds = self._totals.of(self.members.values())
@@ -316,6 +347,8 @@ class Pools(Group):
         request, losses = flight.request, writer.losses
         lock = self._same_prompt.setdefault((writer.name, request.salt, request.tokens), asyncio.Lock())
         taken, lost = False, None
+        if flight.sending is not None:  # what came early need not come again; the lease is not renewed meanwhile
+            await asyncio.wait([flight.sending], timeout=min(offer.lease, offer.seconds) / 2)
         try:
             async with lock:
                 moved = await writer.worker.take(flight.rest(), len(request.tokens), offer)

@@ -20,18 +20,22 @@ from typing import Any
 from twostroke import errors
 from twostroke.cluster.control import (
     Alive,
+    Collect,
     Ended,
+    Found,
     FromWorker,
     Joined,
     Line,
+    LookUp,
     Offered,
+    Parted,
     Release,
     Take,
     Taken,
     Unanswered,
 )
 from twostroke.cluster.handover import Moved
-from twostroke.cluster.holder import Offer
+from twostroke.cluster.holder import Offer, Parcel
 from twostroke.cluster.transport import TransferError
 from twostroke.cluster.worker import Held, WorkerListener
 from twostroke.record import replace
@@ -151,9 +155,11 @@ class RemoteWorker(MessageClient):
     def _hear(self, message: FromWorker) -> None:
         if isinstance(message, Alive):
             self._trouble, self.held = message.trouble, message.held
+        elif isinstance(message, Parted):
+            self.listener.on_parcel(message.request_id, message.parcel)
         elif isinstance(message, Offered):
             self.listener.on_offer(message.request_id, message.offer)
-        elif isinstance(message, Taken):
+        elif isinstance(message, Taken | Found):
             self._answer(message)  # type: ignore[arg-type]
         elif isinstance(message, Unanswered):
             future = self._questions.get(message.question)
@@ -184,6 +190,16 @@ class RemoteWorker(MessageClient):
         if self._line is not None and self._up:
             self._line.send(Release(tuple(lent)))
 
+    async def look_up(self, tokens: Sequence[int], salt: bytes, first: int) -> Parcel | None:  # type: ignore[override]
+        question = LookUp(next(self._numbers), tuple(tokens), salt, first)
+        answer: Found = await self._ask(question)  # type: ignore[arg-type]
+        return answer.parcel
+
+    async def collect(self, tokens: Sequence[int], salt: bytes, parcel: Parcel) -> Moved:
+        question = Collect(next(self._numbers), tuple(tokens), salt, parcel)
+        answer: Taken = await self._ask(question, parcel.offer.seconds + ANSWER_SECONDS)  # type: ignore[arg-type]
+        return answer.moved
+
     async def take(self, request: Request, tokens: int, offer: Offer) -> Moved:
         request = replace(request, arrival=request.arrival - self._offset)
         question = Take(next(self._numbers), request, tokens, offer)
@@ -191,6 +207,11 @@ class RemoteWorker(MessageClient):
         return answer.moved
 
     # ---- health ----------------------------------------------------------------------------------------------------
+
+    @property
+    def there(self) -> bool:
+        """Its process has joined, whether or not it is ready."""
+        return self._line is not None
 
     @property
     def healthy(self) -> bool:

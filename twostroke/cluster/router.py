@@ -12,6 +12,9 @@ The cost of a route is the time until its stream begins, and the time that other
 waits while it computes the prompt. So a short prompt is computed in place where that is sooner, and a long one goes to
 a worker that writes nothing; no threshold has to be set.
 
+Where another worker has more of the prompt than the one that is to compute it, that part is fetched from there, if this
+is sooner than to compute it: it comes while the prompt waits for its turn.
+
 The router knows by their names (kv/addresses.py) which blocks a worker holds, as far as it was told (holdings.py). A
 worker that has evicted them since costs time and no token. Between two reports the router adds what it has sent itself.
 Which workers are compared is in search.py. Nothing here waits, sends or reads a clock. Torch-free.
@@ -25,7 +28,7 @@ from math import inf
 from typing import NamedTuple
 
 from twostroke.cluster.holdings import Holdings
-from twostroke.cluster.search import FEW, Shortlist, best
+from twostroke.cluster.search import FEW, Shortlist, Times, best
 from twostroke.cluster.standing import Load, Role, Worker
 
 __all__ = ["Ask", "Link", "Load", "Role", "Route", "Router", "Worker"]
@@ -57,16 +60,20 @@ class Route(NamedTuple):
     cost: float  # the same and what other answers wait: what routes are compared by
     cached: int = 0  # blocks of the prompt that the prefill worker has
     sent: int = 0  # blocks that the decode worker lacks
+    fetched: int = 0  # blocks after the cached ones that the prefill worker is to fetch first
+    source: str = ""  # from this worker
 
 
 class Router:
     """`choose` a route for each request, and tell the router what is new: `update`, `pause`, `stored`, `evicted`,
     `lost`."""
 
-    def __init__(self, block_bytes: int, link: Link):
-        """block_bytes: of BLOCK tokens in all layers. link: between two workers."""
+    def __init__(self, block_bytes: int, link: Link, prefix_link: Link | None = None):
+        """block_bytes: of BLOCK tokens in all layers. link: between two workers, for a prompt that was just computed.
+        prefix_link: the same for blocks that are cached; None: they are not fetched."""
         self.block_bytes = block_bytes
         self.link = link
+        self.prefix_link = prefix_link
         self.workers: dict[str, Worker] = {}
         self._numbers = 0  # of workers that have joined
         self._holdings = Holdings()
@@ -120,13 +127,13 @@ class Router:
         workers: Iterable[Worker] = self.workers.values()
         if len(self.workers) > FEW:
             workers = self._shortlist.of(length, names, self._holdings)
-        link = self.link
-        block_seconds, aside = self.block_bytes / link.bandwidth, self.workers.get(but) if but is not None else None
-        chosen = best(workers, max(1, length), names, link.latency, block_seconds, apart, aside)
+        aside = self.workers.get(but) if but is not None else None
+        prefix_times = None if self.prefix_link is None else self._times(self.prefix_link)
+        chosen = best(workers, max(1, length), names, self._times(self.link), prefix_times, apart, aside)
         if chosen is None:
             return None
-        cost, prefill, decode = chosen
-        alone, _, done, cached, tokens, first = prefill
+        cost, prefill, decode, richest = chosen
+        alone, _, done, cached, tokens, fetched, first = prefill
         has, writer = decode[3], decode[-1]
         second = cost - alone + done
         if first is writer:
@@ -136,7 +143,10 @@ class Router:
             route = Route(first.name, writer.name, done, second, cost, cached, len(names) - has)
             self._take(first, tokens, 0, names, cached)
             self._take(writer, 0, 1, names, has)
-        return route
+        return route._replace(fetched=fetched, source=richest.name) if fetched and richest is not None else route
+
+    def _times(self, link: Link) -> Times:
+        return link.latency, self.block_bytes / link.bandwidth
 
     def _take(self, worker: Worker, tokens: int, streams: int, names: Sequence[bytes], cached: int) -> None:
         worker.take(tokens, streams)

@@ -19,12 +19,16 @@ FEW = 12  # workers that are all compared
 WRITERS = 3  # that cost the least
 HELPERS = 2  # that compute prompts alone, and cost the least
 HOLDERS = 3  # that have the most of a prompt
+CHUNK = 512  # tokens of a step at most, after which a worker that computes prompts gives blocks away
 LENGTHS = (64, 1024, 16384)  # of prompts for which workers are ordered, a factor of 16 apart
 
 # A prompt at one worker: seconds until it is computed and those that the streams there wait meanwhile, together; the
-# number of the worker; seconds until it is computed; leading blocks that the worker has; tokens that it computes.
-Prompt = tuple[float, int, float, int, int, Worker]
-Choice = tuple[float, Prompt, Prompt]  # cost; where the prompt is computed; where the answer is written
+# number of the worker; seconds until it is computed; leading blocks that the worker has; tokens that it computes;
+# blocks that it fetches before.
+Prompt = tuple[float, int, float, int, int, int, Worker]
+# Cost; where the prompt is computed; where the answer is written; the worker that has the most of the prompt.
+Choice = tuple[float, Prompt, Prompt, Worker | None]
+Times = tuple[float, float]  # latency of a transfer; seconds for each block
 
 
 class Shortlist:
@@ -56,29 +60,34 @@ def best(
     workers: Iterable[Worker],
     length: int,
     names: Sequence[bytes],
-    latency: float,
-    block_seconds: float,
+    times: Times,
+    prefix_times: Times | None,
     apart: bool,
     but: Worker | None,
 ) -> Choice | None:
-    """latency, block_seconds: of a transfer. apart: prompts with a full block are computed by workers that do nothing
-    else, or by others than the writer where there are none. but: a worker that is not asked."""
+    """times: of a transfer to the writer. prefix_times: of what is fetched before a prompt is computed; None: nothing
+    is. apart: prompts with a full block are computed by workers that do nothing else, or by others than the writer
+    where there are none. but: a worker that is not asked."""
     prompts: list[Prompt] = []
     helpers: list[Prompt] = []
-    first, blocks, guess = names[0] if names else b"", len(names), 0
-    for worker in workers:
-        if not worker.open or worker is but:
-            continue
-        cached, tokens = 0, length
-        if first in worker.held:
-            guess = cached = worker.cached(names, guess)
-            tokens = max(1, length - cached * BLOCK)
+    blocks, (latency, block_seconds) = len(names), times
+    asked = [worker for worker in workers if worker.open and worker is not but]
+    found, richest, most = holdings_of(asked, names)
+    busy = 0.0 if richest is None else min(richest.wait, CHUNK * richest.token)
+    for worker, cached in zip(asked, found, strict=True):
+        tokens, fetched = max(1, length - cached * BLOCK), 0
         own = tokens * worker.token
         done = worker.wait + own
-        prompt = (done + worker.streams * own, worker.number, done, cached, tokens, worker)
+        if cached < most and prefix_times is not None:
+            left = max(1, length - most * BLOCK)
+            coming = busy + prefix_times[0] + (most - cached) * prefix_times[1]
+            sooner = max(worker.wait, coming) + left * worker.token
+            if sooner < done:
+                tokens, fetched, own, done = left, most - cached, left * worker.token, sooner
+        prompt = (done + worker.streams * own, worker.number, done, cached, tokens, fetched, worker)
         if worker.writes:
             prompts.append(prompt)
-        if first and worker.helps:
+        if blocks and worker.helps:
             helpers.append(prompt)
     if apart:
         helpers = [one for one in helpers if not one[-1].writes] or helpers
@@ -87,12 +96,12 @@ def best(
     lost = min([one[0] - one[2] for one in helpers], default=inf)  # the least that streams wait for a helper
     chosen, least = None, inf
     for prompt in prompts:
-        cost, _, done, cached, _, writer = prompt
+        cost, _, done, cached, _, _, writer = prompt
         step, place = writer.step, writer.place
         if alone:
             whole = cost + step if done >= place else place + cost - done + step
             if whole < least:
-                chosen, least = (whole, prompt, prompt), whole
+                chosen, least = (whole, prompt, prompt, richest), whole
         place += step
         if place + lost >= least:
             continue  # no helper can make it sooner
@@ -106,7 +115,19 @@ def best(
             ready = helper[2] + after
             whole = (ready if ready > place else place) + cost - helper[2]
             if whole < least:
-                chosen, least = (whole, helper, prompt), whole
+                chosen, least = (whole, helper, prompt, richest), whole
             if place == step:
                 break  # nor do they where the writer has a place
     return chosen
+
+
+def holdings_of(workers: Sequence[Worker], names: Sequence[bytes]) -> tuple[list[int], Worker | None, int]:
+    """Leading blocks of a prompt that each worker has; the worker that has the most, and how many."""
+    first, guess = names[0] if names else b"", 0
+    found, richest, most = [0] * len(workers), None, 0
+    for place, worker in enumerate(workers):
+        if first in worker.held:
+            guess = found[place] = worker.cached(names, guess)
+            if guess > most:
+                richest, most = worker, guess
+    return found, richest, most

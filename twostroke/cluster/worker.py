@@ -1,6 +1,6 @@
 """A worker: an engine that gives its KV blocks to other workers and takes theirs. Torch-free.
 
-    requests ─▶ engine ─▶ events        a prompt for another worker ends: its blocks are offered (holder.py)
+    requests ─▶ engine ─▶ events        a prompt for another worker is computed: its blocks are offered (holder.py)
     an offer ─▶ handover ─▶ engine      a request comes from another worker, and its blocks with it (handover.py)
 
 `WorkerClient` is the protocol. `Worker` is one in this process; agent.py runs it on its machine, and there
@@ -10,18 +10,22 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 from twostroke.cluster.handover import Handover, Moved
-from twostroke.cluster.holder import LEASE_SECONDS, Holder, Offer
+from twostroke.cluster.holder import LEASE_SECONDS, Copy, Holder, Offer, Parcel
 from twostroke.cluster.transport import Transport
 from twostroke.config import Resolved
+from twostroke.kv.addresses import Name
 from twostroke.metrics.steplog import Step
 from twostroke.remote.client import BlockClient, EngineClient, EngineListener
-from twostroke.remote.messages import Ready, Report, Stage
+from twostroke.remote.messages import Part, Payload, Ready, Report, Stage
+from twostroke.remote.segment import Segment
 from twostroke.types import FinishReason, Request
 
+log = logging.getLogger(__name__)
 TRANSFER_SECONDS = 10.0
 
 
@@ -33,6 +37,9 @@ class Held(NamedTuple):
 
 
 class WorkerListener(EngineListener, Protocol):
+    def on_parcel(self, request_id: int, parcel: Parcel) -> None:
+        """Blocks of a request with `lend` that is still computed. `collect` them elsewhere, or `release` them."""
+
     def on_offer(self, request_id: int, offer: Offer) -> None:
         """The blocks of a request with `lend`. It comes before the event that ends the request."""
 
@@ -47,7 +54,15 @@ class WorkerClient(EngineClient, Protocol):
         """Until it is ready."""
 
     def release(self, lent: Sequence[int]) -> None:
-        """What these requests have left is not needed any more."""
+        """What these requests have left, or parcels with these numbers, are not needed any more."""
+
+    async def look_up(self, tokens: Sequence[int], salt: bytes, first: int) -> Parcel | None:
+        """What is cached here of the beginning of a prompt, from token `first` on. `release` it in the end.
+        EngineError: the worker is gone or does not answer."""
+
+    async def collect(self, tokens: Sequence[int], salt: bytes, parcel: Parcel) -> Moved:
+        """Blocks of the beginning of a prompt, which ends with these tokens, go to the cache here. EngineError: the
+        worker is gone or does not answer."""
 
     async def take(self, request: Request, tokens: int, offer: Offer) -> Moved:
         """A request goes on here, whose first `tokens` tokens another worker has computed and offers. EngineError: the
@@ -74,7 +89,9 @@ class Worker:
         self.transfer_seconds = transfer_seconds
         self.settings: dict[str, Any] = engine.settings
         self.listener: WorkerListener
+        engine.on_part = self._on_part
         self._lending: set[int] = set()  # requests whose blocks are to be offered
+        self._copied: set[int] = set()  # those of which the engine copies out what it computes, to the end
         self._taking: dict[int, asyncio.Task[Moved]] = {}  # by request id
 
     # ---- life ------------------------------------------------------------------------------------------------------
@@ -95,7 +112,8 @@ class Worker:
     # ---- orders ----------------------------------------------------------------------------------------------------
 
     def submit(self, requests: Sequence[Request]) -> None:
-        self._lending.update(request.id for request in requests if request.lend)
+        self._lending.update(request.id for request in requests if request.lend >= 0)
+        self._copied.update(request.id for request in requests if request.lend >= 0 and not request.sample)
         self.engine.submit(requests)
 
     def abort(self, request_ids: Sequence[int]) -> None:
@@ -113,6 +131,14 @@ class Worker:
     def release(self, lent: Sequence[int]) -> None:
         for number in lent:
             self.holder.withdraw(number)
+
+    async def look_up(self, tokens: Sequence[int], salt: bytes, first: int) -> Parcel | None:
+        found = await self.engine.look_up(tokens, salt, first)
+        copy = None if found.payload is None else self._open(found.names, found.payload)
+        return None if copy is None else self.holder.parcel(found.tokens, copy, self.transfer_seconds)
+
+    async def collect(self, tokens: Sequence[int], salt: bytes, parcel: Parcel) -> Moved:
+        return await self.handover.collect(tokens, salt, parcel)
 
     async def take(self, request: Request, tokens: int, offer: Offer) -> Moved:
         task = self._taking[request.id] = asyncio.ensure_future(self.handover.run(offer, request, tokens))
@@ -135,13 +161,33 @@ class Worker:
             if event.finish_reason is not None and event.request_id in self._lending:
                 self._lending.discard(event.request_id)
                 if event.finish_reason is FinishReason.LENGTH:
-                    self.listener.on_offer(event.request_id, self.holder.offer(event.request_id, self.transfer_seconds))
+                    offer = self.holder.offer(event.request_id, self.transfer_seconds, event.request_id in self._copied)
+                    self.listener.on_offer(event.request_id, offer)
                 else:
                     self.engine.take_back([event.request_id])
+                self._copied.discard(event.request_id)
         self.listener.on_report(report)
+
+    def _open(self, names: tuple[Name, ...], payload: Payload) -> Copy | None:
+        """Blocks that the engine has copied out."""
+        try:
+            return Copy(names, Segment.open(payload.path, payload.size), payload.checksum)
+        except OSError as error:
+            log.warning("blocks cannot be offered: %s", error)
+            return None
+        finally:
+            self.engine.opened(payload.path)
+
+    def _on_part(self, part: Part) -> None:
+        copy = None if part.payload is None else self._open(part.names, part.payload)
+        if part.last or part.lent not in self._lending:
+            self.holder.keep(part.lent, copy)
+        elif copy is not None:
+            self.listener.on_parcel(part.lent, self.holder.parcel(part.tokens, copy, self.transfer_seconds))
 
     def on_lost(self, why: str) -> None:
         self._lending.clear()
+        self._copied.clear()
         self.holder.engine_lost()
         self.listener.on_lost(why)
 

@@ -3,8 +3,11 @@
 The receiving request waits in FETCHING while its bytes are transferred. If they do not arrive, it computes its prompt
 itself. The tokens are the same in both cases.
 
-    holder      a request with `lend` ends; its blocks stay held under its id ── export_lent ──▶ bytes ── take_back
-    receiver    expect: the names of the blocks that are not here ── bytes ──▶ arrive: the request goes on after them
+    holder      cached_since: bytes of a prompt's beginning that is cached
+                a request with `lend` computes its prompt ── computed_since, after each step ──▶ bytes
+                it ends; its blocks stay held under its id ── export_lent ──▶ bytes ── take_back
+    receiver    store: bytes of a prompt's beginning go to the cache
+                expect: the names of the blocks that are not here ── bytes ──▶ arrive: the request goes on after them
 """
 
 from __future__ import annotations
@@ -16,8 +19,9 @@ import numpy as np
 
 from twostroke.engine.core import Core
 from twostroke.kv.addresses import Name
+from twostroke.ops.interface import BLOCK
 from twostroke.sampling import SamplingParams
-from twostroke.types import Move, Request, RequestState
+from twostroke.types import Move, Request, RequestState, Status
 
 if TYPE_CHECKING:
     from twostroke.kv.storage import KVStorage
@@ -59,15 +63,36 @@ def export_prefix(core: Core, tokens: Sequence[int], salt: bytes = b"") -> dict[
     }
 
 
+def cached_since(core: Core, tokens: Sequence[int], salt: bytes, first: int) -> tuple[int, list[tuple[Name, int]]]:
+    """Full blocks of a prompt that the engine has, from token `first` on, and the token at which they end. None, where
+    layers have windows or states."""
+    scheduler, tables = core.scheduler, core.scheduler.tables
+    if tables.windowed or tables.layout.state_bytes:
+        return first, []
+    asked = RequestState(Request(-1, (*tokens, 0), params=NOTHING_ASKED, salt=salt))
+    unready = {block for blocks in scheduler.published.values() for block in blocks}
+    hit = tables.match(asked)
+    blocks = [
+        (tables.name(asked, group, column), block)
+        for group, found in enumerate(hit.blocks)
+        for column, block in enumerate(found)
+        if column * tables.spans[group] >= first
+    ]
+    here = all(block >= 0 and block not in unready for _, block in blocks)
+    return (hit.columns * BLOCK, computed_by_all(core, blocks)) if here else (first, [])
+
+
+def computed_by_all(core: Core, blocks: list[tuple[Name, int]]) -> list[tuple[Name, int]]:
+    """Without those that the draft model has not computed."""
+    drafting, filled = core.scheduler.tables.drafting, core.scheduler.tables.pool.filled
+    return [(name, block) for name, block in blocks if name.group not in drafting or block in filled]
+
+
 def export_lent(core: Core, number: int, wanted: Sequence[Name], out: memoryview) -> tuple[int, ...]:
     """Write the bytes of the wanted blocks that were lent under this id to `out`, one after the other. Returns which of
     `wanted` they are. What the draft model has not computed is left out."""
     tables, storage = core.scheduler.tables, storage_of(core)
-    lent = {
-        name: block
-        for name, block in tables.lent.by_id.get(number, ())
-        if name.group not in tables.drafting or block in tables.pool.filled
-    }
+    lent = dict(computed_by_all(core, tables.lent.by_id.get(number, [])))
     found = tuple(index for index, name in enumerate(wanted) if name in lent)
     size = len(found) * tables.layout.block_bytes
     if found:
@@ -75,11 +100,26 @@ def export_lent(core: Core, number: int, wanted: Sequence[Name], out: memoryview
     return found
 
 
+def computed_since(core: Core, state: RequestState, first: int) -> tuple[int, list[tuple[Name, int]]]:
+    """Full blocks of a request with `lend` from token `first` on, and the token at which they end. What the draft model
+    has not computed is left out."""
+    scheduler, tables = core.scheduler, core.scheduler.tables
+    if state.status is Status.FINISHED:
+        before = set(state.hashes[: first // BLOCK])
+        left = tables.lent.by_id.get(state.id, ())
+        end, blocks = len(state.tokens), [(name, block) for name, block in left if name.digest not in before]
+    elif state.status is Status.RUNNING:
+        end, blocks = tables.lent.computed(state, first, scheduler.published)
+    else:
+        return first, []
+    return end, computed_by_all(core, blocks)
+
+
 def export_to(storage: KVStorage, blocks: list[int], out: memoryview) -> None:
     """The bytes of several blocks, one after the other."""
     to = np.frombuffer(out, np.uint8).reshape(len(blocks), storage.layout.block_bytes)
     if isinstance(storage.data, np.ndarray):
-        np.take(storage.data, blocks, axis=0, out=to)
+        np.take(storage.data, blocks, axis=0, out=to, mode="clip")  # the default copies twice
     else:
         to[:] = storage.data[blocks].cpu().numpy()
 
@@ -114,6 +154,34 @@ def arrive(core: Core, expected: Expected, blocks: Mapping[Name, bytes | memoryv
                 filled += [block] if name.group in drafting else []
     scheduler.arrived(expected.state, complete, filled)
     return complete
+
+
+def store(core: Core, tokens: Sequence[int], salt: bytes, blocks: Mapping[Name, bytes | memoryview]) -> int:
+    """Bytes of a prompt's beginning, whose last blocks end with these tokens, go to the cache: how many blocks. None,
+    where they do not follow what is here, there is no room, nothing is cached, or layers have windows or states."""
+    tables, storage = core.scheduler.tables, storage_of(core)
+    pool, length = tables.pool, len(tokens) // tables.unit * tables.unit
+    asked = RequestState(Request(-1, (*tokens, 0), params=NOTHING_ASKED, salt=salt))
+    hit = tables.match(asked)
+    room = tables.free_rows and tables.blocks_needed(asked, hit, len(asked.tokens)) <= pool.available
+    useful = pool.keep_cached and not tables.windowed and not tables.layout.state_bytes
+    if not room or not useful or length <= hit.columns * BLOCK:
+        return 0
+    tables.open(asked, hit)
+    tables.grow(asked, length)
+    wanted = tables.unfilled(asked, length)
+    complete = all(name in blocks for name, _ in wanted if name.group not in tables.drafting)
+    if complete:
+        if pool.host is not None:
+            move_now(storage, pool.host.take_moves())
+        for name, block in wanted:
+            if name in blocks:
+                storage.take_in(block, blocks[name])
+                if name.group in tables.drafting:
+                    pool.filled.add(block)
+        tables.publish(asked, length)
+    tables.close(asked)
+    return len(wanted) if complete else 0
 
 
 def move_now(storage: KVStorage, moves: Sequence[Move]) -> None:

@@ -1,4 +1,5 @@
-"""Blocks of requests that have ended, held for another engine that may fetch them. Torch-free."""
+"""Blocks of requests with `lend`, for another engine: what is computed of a prompt that still runs, and what a request
+that has ended leaves, held until that engine has fetched it. Torch-free."""
 
 from __future__ import annotations
 
@@ -25,21 +26,43 @@ class LentBlocks:
         tables, pool = self.tables, self.tables.pool
         if tables.layout.state_bytes or request.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
             return  # a layer with a state needs it too, and blocks do not hold it
+        lent = self._full(request, 0, (len(request.tokens) - 1) // tables.unit * tables.unit, promised)
+        for _, block in lent:
+            pool.hold(block)
+        if lent:
+            self.by_id[request.id] = lent
+
+    def computed(
+        self, request: RequestState, first: int, promised: Mapping[int, Sequence[int]]
+    ) -> tuple[int, list[tuple[Name, int]]]:
+        """The full blocks of a running request from token `first` on, and the token at which they end. None yet, where
+        a step in flight computes one of them. None at all with windows: what is seen at the end of the prompt is not
+        known before."""
+        tables = self.tables
+        length = request.computed // tables.unit * tables.unit
+        if length <= first or tables.windowed or tables.layout.state_bytes:
+            return first, []
+        blocks = self._full(request, first, length, promised)
+        whole = sum(length // span - first // span for span in tables.spans)
+        return (length, blocks) if len(blocks) == whole else (first, [])
+
+    def _full(
+        self, request: RequestState, first: int, length: int, promised: Mapping[int, Sequence[int]]
+    ) -> list[tuple[Name, int]]:
+        """Of the blocks between two tokens, those that a token at `length` sees and that are there."""
+        tables, pool = self.tables, self.tables.pool
         unready = {block for blocks in promised.values() for block in blocks}
-        length = (len(request.tokens) - 1) // tables.unit * tables.unit
         tables.hasher.extend(request.hashes, request.tokens, request.salt, length // BLOCK)
-        lent: list[tuple[Name, int]] = []
+        full: list[tuple[Name, int]] = []
         for group, span in enumerate(tables.spans):
-            for column in range(tables.first_visible(group, length), length // span):
+            for column in range(max(first // span, tables.first_visible(group, length)), length // span):
                 name, block = tables.name(request, group, column), tables.held[request.row][group][column]
                 if block < 0:  # behind the window by now, and perhaps still cached
                     found = pool.find(name, tables.tokens(request, group, column))
                     block = block if found is None else found
                 if block >= 0 and block not in unready:
-                    pool.hold(block)
-                    lent.append((name, block))
-        if lent:
-            self.by_id[request.id] = lent
+                    full.append((name, block))
+        return full
 
     def take_back(self, number: int) -> None:
         """What this request has left is held no longer."""

@@ -2,18 +2,48 @@
 
 The engine sees a segment of shared memory and a checksum. How the bytes come from another machine, how long they may
 take and when a lease ends is decided by the front end (twostroke.cluster).
+
+Blocks of a prompt for another engine are copied out after each step that has filled some, so that they travel while the
+next step runs: an engine does not read messages in a step.
 """
 
 from __future__ import annotations
 
 import logging
 import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 from twostroke.engine.core import Core
 from twostroke.engine.exchange import Expected as Waiting
-from twostroke.engine.exchange import arrive, expect, export_lent
-from twostroke.remote.messages import Arrive, Arrived, Expect, Expected, Export, Exported, Payload
+from twostroke.engine.exchange import (
+    arrive,
+    cached_since,
+    computed_since,
+    expect,
+    export_lent,
+    export_to,
+    storage_of,
+    store,
+)  # fmt: skip
+from twostroke.kv.addresses import Name
+from twostroke.ops.interface import BLOCK
+from twostroke.remote.messages import (
+    Arrive,
+    Arrived,
+    Expect,
+    Expected,
+    Export,
+    Exported,
+    Found,
+    LookUp,
+    Part,
+    Payload,
+    Store,
+    Stored,
+)  # fmt: skip
 from twostroke.remote.segment import Segment
+from twostroke.types import FinishReason, RequestState
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +53,54 @@ class BlockExchange:
         self.core = core
         self.block_bytes = core.scheduler.tables.layout.block_bytes
         self.waiting: dict[int, Waiting] = {}  # requests whose blocks are on their way, by id
+        self.followed: dict[int, tuple[RequestState, int]] = {}  # with `lend`: the tokens whose blocks were copied out
+        self.segments: dict[str, Segment] = {}  # of parts that are not opened yet, by path
+
+    # ---- given away --------------------------------------------------------------------------------------------------
+
+    def follow(self, state: RequestState) -> None:
+        """Copy its blocks out as they are computed, if they are for another engine. Samples of one prompt share them:
+        the first one's are copied."""
+        if state.request.lend >= 0 and not state.sample:
+            self.followed[state.id] = state, state.request.lend * BLOCK
+
+    def parts(self) -> Iterator[Part]:
+        """What the last step has filled."""
+        for number, (state, first) in list(self.followed.items()):
+            if number in self.core.scheduler.leaving:
+                continue  # a step in flight still writes to it
+            ended = state.finish_reason is not None
+            if ended:
+                del self.followed[number]
+            if state.finish_reason not in (None, FinishReason.LENGTH):
+                continue
+            tokens, blocks = computed_since(self.core, state, first)
+            if not ended:
+                self.followed[number] = state, tokens
+            payload = self._copied(blocks) if blocks else None
+            if payload is not None or ended:
+                yield Part(number, tokens, tuple(name for name, _ in blocks), payload, ended)
+
+    def look_up(self, message: LookUp) -> Found:
+        tokens, blocks = cached_since(self.core, message.tokens, message.salt, message.first)
+        names = tuple(name for name, _ in blocks)
+        return Found(message.question, tokens, names, self._copied(blocks) if blocks else None)
+
+    def _copied(self, blocks: list[tuple[Name, int]]) -> Payload | None:
+        """Their bytes, in a segment that stays open until `opened`."""
+        try:
+            segment = Segment.create(len(blocks) * self.block_bytes)
+        except OSError as error:
+            log.warning("blocks were not copied out: %s", error)
+            return None
+        self.segments[segment.path] = segment
+        export_to(storage_of(self.core), [block for _, block in blocks], segment.view)
+        return Payload(segment.path, segment.size, tuple(range(len(blocks))), zlib.crc32(segment.view))
+
+    def opened(self, path: str) -> None:
+        segment = self.segments.pop(path, None)
+        if segment is not None:
+            segment.close()
 
     def export(self, message: Export) -> Exported:
         size = len(message.wanted) * self.block_bytes
@@ -38,6 +116,12 @@ class BlockExchange:
     def take_back(self, lent: tuple[int, ...]) -> None:
         for number in lent:
             self.core.scheduler.tables.lent.take_back(number)
+
+    # ---- taken in ----------------------------------------------------------------------------------------------------
+
+    def store(self, message: Store) -> Stored:
+        with self._received(message.names, message.payload) as blocks:
+            return Stored(message.question, store(self.core, message.tokens, message.salt, blocks))
 
     def expect(self, message: Expect) -> Expected:
         waiting = expect(self.core, message.request, message.tokens)
@@ -55,7 +139,8 @@ class BlockExchange:
             return Arrived(message.question, None)
         if message.payload is None:
             return Arrived(message.question, arrive(self.core, waiting, {}))
-        return Arrived(message.question, self._take_in(waiting, message.payload))
+        with self._received(waiting.names, message.payload) as blocks:
+            return Arrived(message.question, arrive(self.core, waiting, blocks))
 
     def drop(self, request_id: int) -> None:
         """A request has ended that may still wait for blocks."""
@@ -63,24 +148,26 @@ class BlockExchange:
         if waiting is not None:
             arrive(self.core, waiting, {})
 
-    def _take_in(self, waiting: Waiting, payload: Payload) -> bool:
-        """What does not have the announced length and checksum counts as not arrived."""
+    @contextmanager
+    def _received(self, names: tuple[Name, ...], payload: Payload) -> Iterator[Mapping[Name, memoryview]]:
+        """The blocks in a segment. What does not have the announced length and checksum counts as not arrived."""
         try:
-            with Segment.open(payload.path, payload.size) as segment:
-                size = len(payload.found) * self.block_bytes
-                names = waiting.names
-                whole = size <= payload.size and all(0 <= index < len(names) for index in payload.found)
-                if not whole or zlib.crc32(segment.view[:size]) != payload.checksum:
-                    log.warning("blocks of request %d arrived damaged", waiting.state.id)
-                    return arrive(self.core, waiting, {})
-                parts = {
-                    names[index]: segment.view[place * self.block_bytes : (place + 1) * self.block_bytes]
-                    for place, index in enumerate(payload.found)
-                }
-                complete = arrive(self.core, waiting, parts)
-                for part in parts.values():
-                    part.release()
-                return complete
+            segment = Segment.open(payload.path, payload.size)
         except OSError as error:
-            log.warning("blocks of request %d cannot be read: %s", waiting.state.id, error)
-            return arrive(self.core, waiting, {})
+            log.warning("blocks cannot be read: %s", error)
+            yield {}
+            return
+        with segment:
+            size = len(payload.found) * self.block_bytes
+            whole = size <= payload.size and all(0 <= index < len(names) for index in payload.found)
+            if not whole or zlib.crc32(segment.view[:size]) != payload.checksum:
+                log.warning("blocks arrived damaged")
+                yield {}
+                return
+            parts = {
+                names[index]: segment.view[place * self.block_bytes : (place + 1) * self.block_bytes]
+                for place, index in enumerate(payload.found)
+            }
+            yield parts
+            for part in parts.values():
+                part.release()

@@ -22,7 +22,7 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -42,10 +42,14 @@ from twostroke.remote.messages import (
     Expected,
     Export,
     Exported,
+    Found,
     FromEngine,
     Hello,
+    LookUp,
     Message,
+    Opened,
     Orders,
+    Part,
     Payload,
     Question,
     Ready,
@@ -54,6 +58,8 @@ from twostroke.remote.messages import (
     Report,
     Stage,
     Steps,
+    Store,
+    Stored,
     TakeBack,
     runs_of,
 )
@@ -123,11 +129,22 @@ class EngineClient(Protocol):
 class BlockClient(EngineClient, Protocol):
     """An engine that gives KV blocks to other engines and takes theirs. EngineError: it is gone, or did not answer."""
 
+    on_part: Callable[[Part], None]  # blocks of requests with `lend`, as they are computed; call `opened` for each
+
+    async def look_up(self, tokens: Sequence[int], salt: bytes, first: int) -> Found:
+        """Cached blocks of the beginning of a prompt, from token `first` on. Call `opened` for what is found."""
+
+    def opened(self, path: str) -> None:
+        """A segment of the engine was opened, or cannot be."""
+
     async def export(self, lent: int, wanted: Sequence[Name], path: str) -> Exported:
         """Write blocks that the request `lent` has left (`Request.lend`) to the segment at `path`."""
 
     def take_back(self, lent: Sequence[int]) -> None:
         """What these requests have left is not needed any more."""
+
+    async def store(self, tokens: Sequence[int], salt: bytes, names: Sequence[Name], payload: Payload) -> int:
+        """Put blocks of the beginning of a prompt into the cache, which end with its last whole block: how many."""
 
     async def expect(self, request: Request, tokens: int) -> tuple[Name, ...] | None:
         """Run a request whose first `tokens` tokens another engine has computed: the blocks that it waits for, until
@@ -150,6 +167,7 @@ class MessageClient:
         self.ready: Ready | None = None
         self.restarts = 0
         self.listener: EngineListener
+        self.on_part: Callable[[Part], None] = self._ignore
         self._said_hello = 0.0  # when
         self._offset = 0.0  # the front end's clock less the engine's
         self._requests: list[Request] = []  # to be sent, as are the aborts
@@ -217,6 +235,23 @@ class MessageClient:
         with contextlib.suppress(EngineError):  # it is gone, and with it what was lent
             self._send(TakeBack(tuple(lent)))
 
+    def _ignore(self, part: Part) -> None:
+        if part.payload is not None:
+            self.opened(part.payload.path)
+
+    async def look_up(self, tokens: Sequence[int], salt: bytes, first: int) -> Found:
+        answer: Found = await self._ask(LookUp(next(self._numbers), tuple(tokens), salt, first))
+        return answer
+
+    def opened(self, path: str) -> None:
+        with contextlib.suppress(EngineError):  # it is gone, and the segment with it
+            self._send(Opened(path))
+
+    async def store(self, tokens: Sequence[int], salt: bytes, names: Sequence[Name], payload: Payload) -> int:
+        question = Store(next(self._numbers), tuple(tokens), salt, tuple(names), payload)
+        answer: Stored = await self._ask(question)
+        return answer.blocks
+
     async def expect(self, request: Request, tokens: int) -> tuple[Name, ...] | None:
         request = replace(request, arrival=request.arrival - self._offset)
         answer: Expected = await self._ask(Expect(next(self._numbers), request, tokens))
@@ -259,8 +294,10 @@ class MessageClient:
         elif isinstance(message, Steps):
             steps = tuple(step._replace(launched=step.launched + self._offset) for step in message.steps)
             self._answer(msgspec.structs.replace(message, steps=steps) if self._offset else message)
-        elif isinstance(message, Exported | Expected | Arrived):
+        elif isinstance(message, Exported | Found | Stored | Expected | Arrived):
             self._answer(message)
+        elif isinstance(message, Part):
+            self.on_part(message)
 
     def _on_ready(self, ready: Ready) -> None:
         now = clock()

@@ -30,12 +30,15 @@ from twostroke.remote.messages import (
     Export,
     FromEngine,
     Hello,
+    LookUp,
+    Opened,
     Orders,
     Ready,
     Recall,
     Report,
     Stage,
     Steps,
+    Store,
     TakeBack,
     ToEngine,
 )
@@ -96,6 +99,8 @@ class EngineLoop:
             if not self.core.idle:
                 events += self._step()
             self._report(events)
+            for part in self.blocks.parts():  # after the report: no token waits for it
+                self.port.send(part)
 
     def _take(self, message: ToEngine) -> list[Event]:
         if isinstance(message, Orders):
@@ -109,6 +114,12 @@ class EngineLoop:
             self.port.send(self.blocks.export(message))
         elif isinstance(message, TakeBack):
             self.blocks.take_back(message.lent)
+        elif isinstance(message, Opened):
+            self.blocks.opened(message.path)
+        elif isinstance(message, LookUp):
+            self.port.send(self.blocks.look_up(message))
+        elif isinstance(message, Store):
+            self.port.send(self.blocks.store(message))
         elif isinstance(message, Arrive):
             self.port.send(self.blocks.arrive(message))
         elif isinstance(message, Expect):
@@ -136,7 +147,7 @@ class EngineLoop:
                 self.grammars.add(siblings)
                 continue
             for request in siblings:
-                self.core.submit(request)
+                self.blocks.follow(self.core.submit(request))
         return [event for event in map(self._abort, orders.aborts) if event is not None]
 
     def _join(self, request: Request, error: str | None) -> list[Event]:
@@ -145,7 +156,7 @@ class EngineLoop:
         expected = self.expected.pop(request.id, None)
         if error is None:
             if expected is None:
-                self.core.submit(request)
+                self.blocks.follow(self.core.submit(request))
             else:
                 self.port.send(self.blocks.expect(expected))
             return []

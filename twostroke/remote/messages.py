@@ -6,7 +6,10 @@
 
 KV blocks of one engine for another, as bytes in a shared segment (segment.py):
 
+    engine ─▶ front end    Part: blocks of a request with `lend`, after each of its steps; answered by Opened
     front end ─▶ engine    Export what was lent, answered by Exported; TakeBack when it is not needed any more
+                           LookUp what is cached of a prompt, answered by Found; then Opened, as after Part
+                           Store blocks in the cache, answered by Stored
                            Expect a request whose blocks will come, answered by Expected; Arrive, answered by Arrived
 
 A request travels as the `Request` that the front end made, an event as the `Event` that the scheduler made. Times are
@@ -163,6 +166,56 @@ class Payload(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     checksum: int
 
 
+class Part(Message, frozen=True, tag="part"):
+    """Blocks that a request with `lend` has computed, up to so many tokens. The engine keeps the segment open until
+    Opened. `last`: the request has ended with its limit, which is said even where no block is left."""
+
+    lent: int
+    tokens: int
+    names: tuple[Name, ...]
+    payload: Payload | None
+    last: bool
+
+
+class Opened(Message, frozen=True, tag="opened"):
+    """The segment of a Part is not needed any more: it was opened, or could not be."""
+
+    path: str
+
+
+class LookUp(Message, frozen=True, tag="look up"):
+    """Copy the cached blocks of the beginning of a prompt out, from token `first` on. Answered by Found."""
+
+    question: int
+    tokens: tuple[int, ...]
+    salt: bytes
+    first: int
+
+
+class Found(Message, frozen=True, tag="found"):
+    """Blocks up to so many tokens. The engine keeps the segment open until Opened."""
+
+    question: int
+    tokens: int
+    names: tuple[Name, ...]
+    payload: Payload | None  # None: there are none
+
+
+class Store(Message, frozen=True, tag="store"):
+    """Put blocks of the beginning of a prompt, which ends with these tokens, into the cache. Answered by Stored."""
+
+    question: int
+    tokens: tuple[int, ...]
+    salt: bytes
+    names: tuple[Name, ...]
+    payload: Payload
+
+
+class Stored(Message, frozen=True, tag="stored"):
+    question: int
+    blocks: int  # 0: they are there, do not follow what is there, have no room, or were damaged
+
+
 class Arrive(Message, frozen=True, tag="arrive"):
     """The blocks that a request waits for have arrived; None: they will not. Answered by Arrived."""
 
@@ -178,10 +231,10 @@ class Arrived(Message, frozen=True, tag="arrived"):
     complete: bool | None
 
 
-Question = Change | Recall | Export | Expect | Arrive
-Reply = Changed | Steps | Exported | Expected | Arrived
-ToEngine = Hello | Orders | TakeBack | Question
-FromEngine = Report | Beat | Stage | Ready | Failed | Reply
+Question = Change | Recall | Export | LookUp | Store | Expect | Arrive
+Reply = Changed | Steps | Exported | Found | Stored | Expected | Arrived
+ToEngine = Hello | Orders | TakeBack | Opened | Question
+FromEngine = Report | Beat | Stage | Ready | Failed | Part | Reply
 
 
 def runs_of(requests: Iterable[Request]) -> tuple[tuple[Request, int], ...]:

@@ -47,8 +47,8 @@ class Segment:
 
     @classmethod
     def open(cls, path: str, size: int) -> Segment:
-        """A segment of another process. OSError: there is none of this size."""
-        return cls.adopt(os.open(path, os.O_RDWR | os.O_CLOEXEC), size, path)
+        """A segment of another process, which may close it then. OSError: there is none of this size."""
+        return cls.adopt(os.open(path, os.O_RDWR | os.O_CLOEXEC), size, None if SEALED else path)
 
     @classmethod
     def adopt(cls, descriptor: int, size: int, path: str | None = None) -> Segment:

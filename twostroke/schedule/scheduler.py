@@ -356,7 +356,7 @@ class Scheduler:
     def _leave(self, request: RequestState) -> None:
         """Free a finished request's blocks, once no step in flight writes them any more."""
         if request.in_flight == 0 and self.leaving.pop(request.id, None) is not None:
-            if request.request.lend:
+            if request.request.lend >= 0:
                 self.tables.lent.lend(request, self.published)
             self.tables.close(request)
 

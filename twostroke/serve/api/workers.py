@@ -53,6 +53,8 @@ def document(pools: Pools) -> dict[str, Any]:
             "done": counts.done,
             "failed": dict(counts.failed),
             "blocks": counts.blocks,
+            "early_blocks": counts.early,
+            "shared_blocks": counts.shared,
             "bytes": counts.bytes,
             "seconds": counts.seconds,
             "bandwidth": link.bandwidth,

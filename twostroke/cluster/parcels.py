@@ -1,0 +1,88 @@
+"""Blocks that travel before their request does. Torch-free.
+
+    a worker has the beginning of a prompt ── parcel ──▶ the worker that is to compute the prompt: its cache
+    prefill worker: a step has filled some blocks ── parcel ──▶ the worker that is to write the answer: its cache
+
+What comes late or not at all is fetched or computed with the request itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING
+
+from twostroke.cluster.handover import HandoverCounts
+from twostroke.cluster.holder import Parcel
+from twostroke.ops.interface import BLOCK
+from twostroke.remote.client import EngineError
+from twostroke.types import Request
+
+if TYPE_CHECKING:
+    from twostroke.cluster.flight import Flight
+    from twostroke.cluster.member import LinkSpeed, Member
+    from twostroke.cluster.router import Route
+
+log = logging.getLogger(__name__)
+
+
+class Parcels:
+    def __init__(self, counts: HandoverCounts, link: LinkSpeed, prefix_link: LinkSpeed):
+        self.counts = counts
+        self.link = link
+        self.prefix_link = prefix_link
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def bring(self, flight: Flight, source: Member, to: Member, route: Route, seconds: float) -> None:
+        """Blocks of its prompt that `source` has go to the worker that is to compute it, within so many seconds."""
+        first, last = route.cached * BLOCK, (route.cached + route.fetched) * BLOCK
+        flight.bringing = self._keep(self._bring(flight.request, source, to, first, last, seconds))
+
+    async def _bring(self, request: Request, source: Member, to: Member, first: int, last: int, seconds: float) -> None:
+        began, parcel = time.monotonic(), None
+        try:
+            async with asyncio.timeout(seconds):
+                parcel = await source.worker.look_up(request.tokens[:last], request.salt, first)
+                if parcel is not None:
+                    moved = await to.worker.collect(request.tokens[: parcel.tokens], request.salt, parcel)
+                    self.counts.shared += moved.blocks
+                    if moved.bytes:
+                        self.prefix_link.learn(moved.bytes, time.monotonic() - began)
+        except (EngineError, TimeoutError) as error:
+            log.info("the beginning of request %d was not fetched: %s", request.id, error or "it took too long")
+        finally:
+            if parcel is not None:
+                source.worker.release([parcel.number])
+
+    def send(self, flight: Flight, source: Member, writer: Member, parcel: Parcel) -> None:
+        """One after the other: each follows what is there."""
+        work = self._send(flight, writer, parcel, flight.sending)
+        task = flight.sending = self._keep(work)
+        task.add_done_callback(lambda _: source.worker.release([parcel.number]))  # nothing, if the lease has ended
+
+    async def _send(self, flight: Flight, writer: Member, parcel: Parcel, before: asyncio.Task[None] | None) -> None:
+        if before is not None:
+            await asyncio.wait([before])
+        request = flight.request
+        try:
+            moved = await writer.worker.collect(request.tokens[: parcel.tokens], request.salt, parcel)
+        except EngineError as error:
+            log.info("blocks of request %d did not come while it was computed: %s", request.id, error)
+            return
+        self.counts.add_early(moved)
+        if moved.bytes:
+            self.link.learn(moved.bytes, moved.seconds)
+
+    def _keep(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def stop(self) -> None:
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
