@@ -157,7 +157,8 @@ async def until(condition: Callable[[], object]) -> None:
 def test_a_prefill_process_is_killed(llama_folder: Path, llama_alone: Alone) -> None:
     """In the middle of a transfer, then in the middle of a prefill: the decode engine goes on with the same tokens."""
     transport = FakeTransport(lambda: Fault(delay=0.3))
-    want = llama_alone.answer(PROMPT[:31]), llama_alone.answer(PROMPT[::-1] * 3)
+    others = [[one + turn for one in reversed(PROMPT)] * 3 for turn in range(6)]
+    want = llama_alone.answer(PROMPT[:31]), [llama_alone.answer(other) for other in others]
 
     async def scenario(engine: AsyncEngine, pair: Pair) -> None:
         first = asyncio.ensure_future(answer(engine, PROMPT[:31]))
@@ -166,12 +167,16 @@ def test_a_prefill_process_is_killed(llama_folder: Path, llama_alone: Alone) -> 
         assert await first == want[0]
         assert pair.counts.failed == {"transfer": 1} and pair.prefill.worker.holder.leases.ended == {"failed": 1}
         assert engine.client.healthy and pair.restarts == 0
-        await until(lambda: pair.prefill.worker.engine.healthy)
-        second = asyncio.ensure_future(answer(engine, PROMPT[::-1] * 3))
-        await until(lambda: pair.prefill.counts.running)
-        kill(pair.prefill.worker.engine)
-        assert await second == want[1]
-        assert pair.resumed == 1 and pair.prefill.losses == 2
+        for turn, other in enumerate(others):  # until the prompt had not ended when its engine was killed
+            await until(lambda: pair.prefill.worker.engine.healthy)
+            second = asyncio.ensure_future(answer(engine, other))
+            await until(lambda: pair.prefill.counts.running)
+            kill(pair.prefill.worker.engine)
+            assert await second == want[1][turn]
+            assert pair.prefill.losses == 2 + turn
+            if pair.resumed:
+                break
+        assert pair.resumed == 1
 
     run_pair(llama_folder, scenario, lambda: transport, "process", prefill={"max_batch_tokens": 32})
 
