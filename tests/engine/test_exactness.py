@@ -124,7 +124,7 @@ def on_torch(folder, draft, **settings):
     return folder, settings, alone, draft
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma"])
+@pytest.fixture(scope="module", params=["llama", pytest.param("gemma", marks=pytest.mark.slow)])
 def torch_model(request, llama_pair, gemma_pair):
     """The same on a machine without the native library."""
     return on_torch(*(gemma_pair if request.param == "gemma" else llama_pair))

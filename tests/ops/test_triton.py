@@ -116,9 +116,11 @@ def test_attention(ops: CudaOps, name: str) -> None:
 @pytest.mark.parametrize("change", [
     {}, {"window": 100}, {"qk_norm": True}, {"softcap": 3.0}, {"head_dim": 80, "rotary": 40}, {"format": "int8"},
     {"format": "int4"}, {"heads": 9, "kv_heads": 3}, {"format": "bfloat16"},
-    {"format": "int8", "head_dim": 80, "heads": 2, "kv_heads": 1, "softcap": 3.0},
-    {"format": "int4", "head_dim": 128, "heads": 2, "kv_heads": 1, "qk_norm": True},
-    {"format": "int8", "head_dim": 256, "heads": 8, "kv_heads": 1},
+    *(pytest.param(change, marks=pytest.mark.slow) for change in (
+        {"format": "int8", "head_dim": 80, "heads": 2, "kv_heads": 1, "softcap": 3.0},
+        {"format": "int4", "head_dim": 128, "heads": 2, "kv_heads": 1, "qk_norm": True},
+        {"format": "int8", "head_dim": 256, "heads": 8, "kv_heads": 1},
+    )),
 ], ids=str)  # fmt: skip
 def test_fused_decode(ops: CudaOps, change: dict) -> None:
     requests = DECODE

@@ -79,6 +79,7 @@ def test_the_cheapest_comes_first():
     assert isinstance(again, Need) and again.outcome.summary == found[0].outcome.summary
 
 
+@pytest.mark.slow
 def test_what_would_cost_far_more_is_not_simulated():
     rows = poisson(random.Random(0), 60, 5.0, (200, 600), (50, 150))
     config, tried = make_config(max_model_len=8192, seed=0), []
@@ -111,6 +112,7 @@ def test_a_recording_is_repeated_by_other_users():
     assert again[6][:4] == again[5] and again[5][:2] == again[4]
 
 
+@pytest.mark.slow
 def test_a_load_beyond_simulation_is_many_copies():
     rows = poisson(random.Random(0), 60, 5.0, (300, 600), (50, 100))
     need = workers_needed(deployment(device="l4", precision="int8"), Demand(rows, 2000.0, Targets(1.0, 0.1)))
