@@ -39,9 +39,9 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return run(driver(tmp_path_factory.mktemp("plain")))
 
 
-@pytest.mark.parametrize(("kind", "how"), [("address,undefined", "quick"), ("thread", "threads")])
-def test_sanitizers(kind: str, how: str, tmp_path: Path, expected: list[str]) -> None:
-    assert run(driver(tmp_path, extra=(*SANITIZED, f"-fsanitize={kind}")), how) == expected
+@pytest.mark.parametrize("kind", ["address,undefined", "thread"])
+def test_sanitizers(kind: str, tmp_path: Path, expected: list[str]) -> None:
+    assert run(driver(tmp_path, extra=(*SANITIZED, f"-fsanitize={kind}")), "quick") == expected
 
 
 @pytest.mark.parametrize("processor", ["neoverse-n1", "max", "cortex-a57"])
