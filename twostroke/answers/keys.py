@@ -10,6 +10,8 @@ from dataclasses import fields
 from hashlib import blake2b, sha256
 from typing import Any
 
+import numpy as np
+
 from twostroke.sampling import SamplingParams
 
 UNRELATED = frozenset({"priority", "deadline", "speculate", "given"})  # they change when an answer comes, not which
@@ -35,7 +37,7 @@ def exact_key(
     secret: bytes, salt: bytes, model: str, tokens: Iterable[int], params: SamplingParams, visible: frozenset[int]
 ) -> bytes:
     """Of a request whose answer is determined: tenant, model, prompt tokens, sampling, and which tokens are shown."""
-    prompt = b"".join(token.to_bytes(4, "little") for token in tokens)
+    prompt = np.fromiter(tokens, "<u4").tobytes()
     shown = ",".join(map(str, sorted(visible)))
     return digest(secret, (salt, model, prompt, params_text(params), shown), b"exact")
 
