@@ -12,7 +12,17 @@ from tests.schedule.fakes import FakeEngine, make_scheduler
 from twostroke import LLM, SamplingParams
 from twostroke.config import make_config
 from twostroke.engine.build import build_engine
-from twostroke.engine.exchange import arrive, computed_since, expect, export_lent, export_prefix, store, submit_with
+from twostroke.engine.exchange import (
+    arrive,
+    cached_since,
+    computed_since,
+    expect,
+    export_lent,
+    export_prefix,
+    storage_of,
+    store,
+    submit_with,
+)
 from twostroke.kv.addresses import Name
 from twostroke.types import FinishReason, Request, RequestState, Status
 
@@ -249,3 +259,20 @@ def export_alone(folder, tokens) -> dict[Name, bytes]:
     core.submit(Request(0, tuple(tokens), SamplingParams(max_tokens=1), limit=len(tokens) + 1, salt=b"t"))
     finish(core)
     return export_prefix(core, tokens, b"t")
+
+
+def test_what_comes_back_from_the_host_is_given_away_with_its_own_bytes(llama_folder):
+    """A request that waits for bytes has brought a part of its prompt back from the host. No step has run since."""
+    settings = SETTINGS | {"kv_blocks": 12, "kv_offload": 1 << 18}
+    core = build_engine(llama_folder, make_config(**settings), block_key=KEY).core
+    first, params = [(11 * i) % 290 + 3 for i in range(65)], SamplingParams(max_tokens=1, temperature=0)
+    for number, tokens in enumerate((first, [(13 * i) % 290 + 3 for i in range(180)])):
+        core.submit(Request(number, tuple(tokens), params, limit=len(tokens) + 1, salt=b"t"))
+        finish(core)
+    longer = (*first[:64], *PROMPT)
+    waiting = expect(core, Request(7, longer, params, limit=len(longer) + 1, salt=b"t"), len(longer))
+    assert waiting is not None and core.counts().blocks_restored > 0
+    end, blocks = cached_since(core, first, b"t", 0)
+    assert end == 64
+    found = {name: storage_of(core).export(block) for name, block in blocks}
+    assert found == export_alone(llama_folder, first)

@@ -12,8 +12,11 @@ from hypothesis import strategies as st
 
 from tests.grammar.walks import PATTERNS, SCHEMAS, accepts, usable, walk
 from twostroke import InputError
+from twostroke.grammar.tools import tool_grammar
 from twostroke.grammar.unique import spell_out
-from twostroke.sampling import Grammar
+from twostroke.sampling import MAX_GRAMMAR, Grammar
+from twostroke.text.formats import HERMES
+from twostroke.text.tools import Tool, ToolChoice
 
 
 @given(SCHEMAS.filter(usable), st.integers(0, 2**32))
@@ -94,10 +97,13 @@ def test_which_lists_a_grammar_can_hold():
     held = [
         {"items": few}, {"items": {"type": "boolean"}}, {"items": six, "maxItems": 3}, {"items": {}, "maxItems": 1},
         {"items": {"enum": [1, "a", None], "type": ["integer", "null"]}}, {"items": {"const": {"a": 1}}},
+        {"items": {"enum": [float("inf"), 10**400], "type": "number"}},
     ]  # fmt: skip
     loose = [
         {"items": {"type": "string"}}, {"items": six}, {}, {"items": few, "contains": {}}, {"items": few, "type": "x"},
         {"prefixItems": [few, few]}, {"items": {"$ref": "#/$defs/missing"}}, {"items": {"$ref": "#"}},
+        {"items": {"type": {}, "enum": [1]}}, {"items": {"type": [{}], "enum": [1]}},
+        {"items": {"enum": ["a" * 1000, "b" * 1000, "c" * 1000, "d" * 1000]}},  # 64 lists with 260,000 characters
     ]  # fmt: skip
     for more in held + loose:
         schema = {"type": "array", "uniqueItems": True, **more}
@@ -110,3 +116,12 @@ def test_which_lists_a_grammar_can_hold():
         {"enum": [{"uniqueItems": True}]},
         True,
     )
+
+
+def test_lists_that_would_be_too_long_leave_a_forced_call_possible():
+    """The tools of a request share one limit for their lists, far below that of a grammar."""
+    lists = {"type": "array", "uniqueItems": True, "items": {"enum": ["red", "green", "blue", "black", "white"]}}
+    parameters = {"type": "object", "properties": {str(number): lists for number in range(9)}}
+    tools = [Tool(f"paint_{number}", parameters) for number in range(10)]
+    grammar = tool_grammar(tools, ToolChoice("required"), HERMES)
+    assert len(grammar.source) < MAX_GRAMMAR // 2

@@ -129,7 +129,7 @@ class AnswerCache:
 
     async def _look(self, query: Query) -> Looked:
         looked, run = Looked(), asyncio.get_running_loop().run_in_executor
-        if query.exact:
+        if query.exact and self._is_held(query) is not False:
             pending = self._pending.get(query.exact)
             if pending is not None:
                 await asyncio.wrap_future(pending)
@@ -162,8 +162,12 @@ class AnswerCache:
         begun.set_result(Alike(allowed, self._vector(query.question)))
 
     def _next(self, begun: Future[Alike], thread: ThreadPoolExecutor, do: Callable[..., None], *given: Any) -> None:
+        def ended(done: Future[None]) -> None:
+            if (done.cancelled() or done.exception() is not None) and not begun.done():
+                begun.set_result(Alike([], None))
+
         try:
-            thread.submit(do, *given)
+            thread.submit(do, *given).add_done_callback(ended)
         except RuntimeError:  # the cache was closed
             begun.set_result(Alike([], None))
 
@@ -364,7 +368,7 @@ class AnswerCache:
     def _forget_wrong(self, known: Evidence) -> None:
         with contextlib.suppress(StoreError):
             self.evidence.add(known)
-            self.store.forget([known.entry])
+            self._drop([known.entry])
 
     # ---- the operator ----------------------------------------------------------------------------------------------
 
@@ -402,7 +406,13 @@ class AnswerCache:
             )
             if fits or entry is None:
                 gone.append(known.id)
-        return self.store.forget(gone)
+        return self._drop(gone)
+
+    def _drop(self, entries: list[str]) -> int:
+        """With the texts of questions whose vectors are kept."""
+        if self.vectors is not None:
+            self.vectors.forget()
+        return self.store.forget(entries)
 
     def statistics(self) -> dict[str, Any]:
         """Counts, and the estimated share of wrong answers with the upper end of its 95 % interval."""

@@ -65,7 +65,7 @@ class Alike(NamedTuple):
     """What a lookup by meaning found."""
 
     allowed: list[Allowed]
-    vector: np.ndarray | None  # of the question, where something is allowed
+    vector: np.ndarray | None  # of the question, where something is allowed or it is kept
 
 
 class Similar(NamedTuple):

@@ -27,10 +27,15 @@ class Vectors:
         began = time.perf_counter()
         vector: np.ndarray = self.texts.embed([text])[0]
         self.pace += PACE * (time.perf_counter() - began - self.pace)
-        if len(self._kept) >= KEPT:
-            del self._kept[next(iter(self._kept))]
-        self._kept[text] = vector
+        kept = self._kept
+        if len(kept) >= KEPT:
+            del kept[next(iter(kept))]
+        kept[text] = vector
         return vector
+
+    def forget(self) -> None:
+        """From any thread: no question's text stays here."""
+        self._kept = {}
 
 
 def cosine(vector: np.ndarray, stored: bytes) -> float:

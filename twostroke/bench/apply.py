@@ -47,7 +47,7 @@ def apply(
     before = measure(llm, load, model, calibration.machine)
     deployment = deployment_of(llm.arch, settings_document(llm), calibration, weight_bytes)
     deployment = replace(deployment, lookup=drafts_of(before.lookup(), calibration.kind))
-    found = diagnose(deployment, before.arrivals(), before.served(), targets)
+    found = diagnose(deployment, before.arrivals(), before.served(), targets, paced=before.rate is not None)
     for effect in found.effects:
         try:
             changed = pull(llm, reopen, effect)

@@ -114,7 +114,9 @@ def diagnose_load(
     vocabulary = admin.get("/twostroke/settings")["arch"]["vocab"]
     run = measure(replace(target, vocabulary=vocabulary), load)
     recording = admin.recording(rates)
-    return MeasuredLoad(run, recording, diagnose(recording.deployment, run.arrivals(), run.served(), targets))
+    paced = run.rate is not None
+    found = diagnose(recording.deployment, run.arrivals(), run.served(), targets, paced=paced)
+    return MeasuredLoad(run, recording, found)
 
 
 def diagnose_recorded(admin: Admin, targets: Targets, rates: Rates | None = None) -> Diagnosis:

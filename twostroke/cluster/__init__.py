@@ -6,14 +6,16 @@ file             what it does
 pools            `Pools`: workers as one `EngineClient`; what happens when one of them is lost
 group            their settings, health and roles as those of one engine
 router           which worker computes a prompt and which writes the answer: the least expected time
-search           the best route among all workers at once
-standing         their loads as arrays
+search           the best route among the workers that come into question
+ranks            workers in the order of what a prompt costs there
+standing         what the router knows of one worker
 holdings         which blocks they have, by name
 member           one of these workers: its load, its speed, its events
 totals           the counters of several workers as those of one engine
 flight           a request on its way through several workers: what each is asked, one answer for the caller
 worker           `Worker`: an engine that gives its blocks to others and takes theirs
 handover         one request moves to another worker: room, blocks that are lacking, local prefill when they do not come
+parcels          blocks that travel before their request does
 holder           lends the blocks of an engine: offers, leases, bytes for peers
 transfer         five states with a lease, without bytes or engines
 transport        the protocol of all transports

@@ -74,7 +74,7 @@ class Offered(Message, frozen=True, tag="offered"):
 
 
 class Release(Message, frozen=True, tag="release"):
-    """What these requests have left, or parcels with these numbers, are not needed any more."""
+    """The blocks of these requests or parcels are not needed any more."""
 
     lent: tuple[int, ...]
 

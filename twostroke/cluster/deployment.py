@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +28,7 @@ from twostroke.remote.messages import Ready
 
 SECRET_BYTES = 32
 LOST_SECONDS = 20.0  # without any worker, before Ray is asked anew to place them; twice as long each time
+LONGEST_WAIT = 300.0  # seconds
 LOOK_SECONDS = 0.5
 
 
@@ -129,15 +131,14 @@ class Deployment(Pools):
         await self.placement.stop()
 
     async def _look(self) -> None:
-        loop = asyncio.get_running_loop()
-        last, wait = loop.time(), LOST_SECONDS
+        last, wait = time.monotonic(), LOST_SECONDS
         while True:
             await asyncio.sleep(LOOK_SECONDS)
+            now = time.monotonic()
             if any(worker.there for worker in self.numbered.values()):
-                last, wait = loop.time(), LOST_SECONDS
-            elif loop.time() - last > wait:
-                self.placement.renew()
-                last, wait = loop.time(), 2 * wait
+                last, wait = now, LOST_SECONDS
+            elif now - max(last, self.placement.placed_at) > wait and self.placement.renew():
+                last, wait = now, min(2 * wait, LONGEST_WAIT)
 
     # ---- placement -------------------------------------------------------------------------------------------------
 

@@ -1,8 +1,8 @@
 """Lends the blocks of one engine: offers them, serves those that peers fetch, and gives them back. Torch-free.
 
-The engine copies out what a request with `lend` computes, step by step, and keeps its blocks after its end. Here is
-decided until when (transfer.py). Each part of a prompt that is still computed is a transfer of its own. What was copied
-out is served from the copy: the engine may be in a long step by then.
+The engine copies out what a request with `lend` computes, step by step, and keeps its blocks after its end. This file
+decides for how long (transfer.py). Each part of a prompt that is still computed is a transfer of its own. What was
+copied out is served from the copy: the engine may be in a long step by then.
 """
 
 from __future__ import annotations

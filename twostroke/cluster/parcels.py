@@ -41,10 +41,11 @@ class Parcels:
         flight.bringing = self._keep(self._bring(flight.request, source, to, first, last, seconds))
 
     async def _bring(self, request: Request, source: Member, to: Member, first: int, last: int, seconds: float) -> None:
-        began, parcel = time.monotonic(), None
+        parcel = None
         try:
             async with asyncio.timeout(seconds):
                 parcel = await source.worker.look_up(request.tokens[:last], request.salt, first)
+                began = time.monotonic()  # the step that the source was in is not the transfer's time
                 if parcel is not None:
                     moved = await to.worker.collect(request.tokens[: parcel.tokens], request.salt, parcel)
                     self.counts.shared += moved.blocks

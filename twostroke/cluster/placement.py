@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -48,6 +49,7 @@ class Placement:
         self._keeping: asyncio.Task[None] | None = None
         self._failed: asyncio.Future[None]
         self._placed = False  # a driver has been told what to place
+        self.placed_at = 0.0  # when it was told
 
     async def start(self) -> Connected:
         """Until workers are being placed. ConfigError: they cannot be."""
@@ -79,7 +81,7 @@ class Placement:
         except ConfigError:
             await self._end()
             raise
-        self._placed = True
+        self._placed, self.placed_at = True, time.monotonic()
         return answer
 
     async def _connect(self, address: str | None) -> FromDriver | None:
@@ -161,12 +163,14 @@ class Placement:
                     log.error("workers are not placed again yet: %s", error)
                     self._kill()
 
-    def renew(self) -> None:
-        """No worker is there: another driver is to place them. A driver that has lost its cluster may wait for ever, if
-        another one answers at the old address."""
-        if self._placed and self._process is not None:
-            log.error("no worker is there: Ray is asked anew to place them")
-            self._process.kill()  # `_keep` hears of it
+    def renew(self) -> bool:
+        """No worker is there: another driver is to place them, if one has placed them before. A driver that has lost
+        its cluster may wait for ever, if another cluster answers at the old address."""
+        if not self._placed or self._process is None:
+            return False
+        log.error("no worker is there: Ray is asked anew to place them")
+        self._process.kill()  # `_keep` hears of it
+        return True
 
     def kill(self, worker: int) -> None:
         self._tell(Kill(worker))

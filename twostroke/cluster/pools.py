@@ -217,7 +217,7 @@ class Pools(Group):
     def _go_on(self, flight: Flight, but: Member | None = None) -> None:
         """A worker computes what is missing and writes the rest."""
         flight.settle()
-        flight.offer = None
+        flight.offer = flight.sending = None
         self._place(flight, None, None)
         if flight.request.id in self.flights:  # what a worker may yet say of it under the old number is not heard
             del self._by_number[flight.number]
@@ -336,6 +336,7 @@ class Pools(Group):
         flight.moving = at
         if writer is None or not writer.usable:
             _, writer, _ = self._route(flight, None)
+            flight.sending = None  # that went to another worker
         to = writer or source
         self._place(flight, to, to)  # its events may come before the transfer's last step has returned
         task = self._moves[number] = asyncio.get_running_loop().create_task(self._move(flight, to, offer))
@@ -347,10 +348,10 @@ class Pools(Group):
         request, losses = flight.request, writer.losses
         lock = self._same_prompt.setdefault((writer.name, request.salt, request.tokens), asyncio.Lock())
         taken, lost = False, None
-        if flight.sending is not None:  # what came early need not come again; the lease is not renewed meanwhile
-            await asyncio.wait([flight.sending], timeout=min(offer.lease, offer.seconds) / 2)
         try:
             async with lock:
+                if flight.sending is not None:  # what comes early need not come again; no lease is renewed meanwhile
+                    await asyncio.wait([flight.sending], timeout=min(offer.lease, offer.seconds) / 2)
                 moved = await writer.worker.take(flight.rest(), len(request.tokens), offer)
             taken = moved.taken
             self._count(flight, moved)

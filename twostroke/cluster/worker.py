@@ -54,7 +54,7 @@ class WorkerClient(EngineClient, Protocol):
         """Until it is ready."""
 
     def release(self, lent: Sequence[int]) -> None:
-        """What these requests have left, or parcels with these numbers, are not needed any more."""
+        """The blocks of these requests or parcels are not needed any more."""
 
     async def look_up(self, tokens: Sequence[int], salt: bytes, first: int) -> Parcel | None:
         """What is cached here of the beginning of a prompt, from token `first` on. `release` it in the end.
@@ -113,7 +113,7 @@ class Worker:
 
     def submit(self, requests: Sequence[Request]) -> None:
         self._lending.update(request.id for request in requests if request.lend >= 0)
-        self._copied.update(request.id for request in requests if request.lend >= 0 and not request.sample)
+        self._copied.update(request.id for request in requests if request.copied_out)
         self.engine.submit(requests)
 
     def abort(self, request_ids: Sequence[int]) -> None:

@@ -21,7 +21,7 @@ from twostroke.engine.core import Core
 from twostroke.kv.addresses import Name
 from twostroke.ops.interface import BLOCK
 from twostroke.sampling import SamplingParams
-from twostroke.types import Move, Request, RequestState, Status
+from twostroke.types import Request, RequestState, Status
 
 if TYPE_CHECKING:
     from twostroke.kv.storage import KVStorage
@@ -46,6 +46,25 @@ def storage_of(core: Core) -> KVStorage:
     return storage
 
 
+def prompt_of(tokens: Sequence[int], salt: bytes) -> RequestState:
+    """A request that has this prompt, to ask the cache for it."""
+    return RequestState(Request(-1, (*tokens, 0), params=NOTHING_ASKED, salt=salt))
+
+
+def finish_moves(core: Core) -> None:
+    """Copy what was planned to go to the host or to come back, so that every cached block has its own bytes."""
+    host, storage = core.scheduler.tables.pool.host, storage_of(core)
+    moves = () if host is None else host.take_moves()
+    if not moves or isinstance(storage.data, np.ndarray):
+        storage.move(moves)
+        return
+    import torch
+
+    torch.cuda.synchronize()  # the steps in flight have a stream of their own
+    storage.move(moves)
+    torch.cuda.synchronize()
+
+
 # ---- the holder ------------------------------------------------------------------------------------------------------
 
 
@@ -53,7 +72,8 @@ def export_prefix(core: Core, tokens: Sequence[int], salt: bytes = b"") -> dict[
     """The blocks of these tokens that the engine has, as far as a continuation needs them. The draft model's are among
     them where it has computed them."""
     tables, storage = core.scheduler.tables, storage_of(core)
-    asked = RequestState(Request(-1, (*tokens, 0), params=NOTHING_ASKED, salt=salt))
+    finish_moves(core)
+    asked = prompt_of(tokens, salt)
     hit = tables.match(asked)
     return {
         tables.name(asked, group, column): storage.export(block)
@@ -64,12 +84,13 @@ def export_prefix(core: Core, tokens: Sequence[int], salt: bytes = b"") -> dict[
 
 
 def cached_since(core: Core, tokens: Sequence[int], salt: bytes, first: int) -> tuple[int, list[tuple[Name, int]]]:
-    """Full blocks of a prompt that the engine has, from token `first` on, and the token at which they end. None, where
-    layers have windows or states."""
+    """Full blocks of a prompt that the engine has, from token `first` on, and the token at which they end. No blocks
+    where layers have windows or states."""
     scheduler, tables = core.scheduler, core.scheduler.tables
     if tables.windowed or tables.layout.state_bytes:
         return first, []
-    asked = RequestState(Request(-1, (*tokens, 0), params=NOTHING_ASKED, salt=salt))
+    finish_moves(core)
+    asked = prompt_of(tokens, salt)
     unready = {block for blocks in scheduler.published.values() for block in blocks}
     hit = tables.match(asked)
     blocks = [
@@ -121,6 +142,10 @@ def export_to(storage: KVStorage, blocks: list[int], out: memoryview) -> None:
     if isinstance(storage.data, np.ndarray):
         np.take(storage.data, blocks, axis=0, out=to, mode="clip")  # the default copies twice
     else:
+        if storage.host is not None:
+            import torch
+
+            torch.cuda.synchronize()  # blocks that a step in flight brings back from the host
         to[:] = storage.data[blocks].cpu().numpy()
 
 
@@ -142,12 +167,11 @@ def expect(core: Core, request: Request, tokens: int) -> Expected | None:
 def arrive(core: Core, expected: Expected, blocks: Mapping[Name, bytes | memoryview]) -> bool:
     """The bytes that came. With all of them the request goes on after them, else it computes them. Returns which."""
     scheduler, storage = core.scheduler, storage_of(core)
-    drafting, host = scheduler.tables.drafting, scheduler.tables.pool.host
+    drafting = scheduler.tables.drafting
     complete = all(name in blocks for name in expected.names if name.group not in drafting)
     filled = []
     if complete:
-        if host is not None:
-            move_now(storage, host.take_moves())  # what these blocks held before goes to the host
+        finish_moves(core)  # what these blocks held before goes to the host
         for name, block in expected.wanted:
             if name in blocks:
                 storage.take_in(block, blocks[name])
@@ -157,11 +181,11 @@ def arrive(core: Core, expected: Expected, blocks: Mapping[Name, bytes | memoryv
 
 
 def store(core: Core, tokens: Sequence[int], salt: bytes, blocks: Mapping[Name, bytes | memoryview]) -> int:
-    """Bytes of a prompt's beginning, whose last blocks end with these tokens, go to the cache: how many blocks. None,
-    where they do not follow what is here, there is no room, nothing is cached, or layers have windows or states."""
+    """Bytes of a prompt's beginning, whose last blocks end with these tokens, go to the cache. Returns how many blocks:
+    0 where they do not follow what is here, there is no room, nothing is cached, or layers have windows or states."""
     tables, storage = core.scheduler.tables, storage_of(core)
     pool, length = tables.pool, len(tokens) // tables.unit * tables.unit
-    asked = RequestState(Request(-1, (*tokens, 0), params=NOTHING_ASKED, salt=salt))
+    asked = prompt_of(tokens, salt)
     hit = tables.match(asked)
     room = tables.free_rows and tables.blocks_needed(asked, hit, len(asked.tokens)) <= pool.available
     useful = pool.keep_cached and not tables.windowed and not tables.layout.state_bytes
@@ -172,8 +196,7 @@ def store(core: Core, tokens: Sequence[int], salt: bytes, blocks: Mapping[Name, 
     wanted = tables.unfilled(asked, length)
     complete = all(name in blocks for name, _ in wanted if name.group not in tables.drafting)
     if complete:
-        if pool.host is not None:
-            move_now(storage, pool.host.take_moves())
+        finish_moves(core)
         for name, block in wanted:
             if name in blocks:
                 storage.take_in(block, blocks[name])
@@ -182,18 +205,6 @@ def store(core: Core, tokens: Sequence[int], salt: bytes, blocks: Mapping[Name, 
         tables.publish(asked, length)
     tables.close(asked)
     return len(wanted) if complete else 0
-
-
-def move_now(storage: KVStorage, moves: Sequence[Move]) -> None:
-    """Copy blocks to the host and back outside of a step."""
-    if not moves or isinstance(storage.data, np.ndarray):
-        storage.move(moves)
-        return
-    import torch
-
-    torch.cuda.synchronize()  # the steps in flight have a stream of their own
-    storage.move(moves)
-    torch.cuda.synchronize()
 
 
 def submit_with(core: Core, request: Request, blocks: Mapping[Name, bytes], tokens: int) -> RequestState:

@@ -2,6 +2,8 @@
 
 lark.py     a `Grammar` in the one notation that the grammar library reads
 schema.py   JSON schemas in the form that the library follows exactly; what it cannot follow is refused
+unique.py   lists without repetition, spelled out where they are few
+keywords.py where a schema has other schemas in it
 tools.py    a grammar that forces tool calls
 tagged.py   their arguments between tags
 library.py  the calls into the grammar library (llguidance), with limits

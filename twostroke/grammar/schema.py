@@ -14,7 +14,7 @@ from typing import Any
 
 from twostroke.errors import InputError
 from twostroke.grammar.keywords import MAX_DEPTH, change_inside
-from twostroke.grammar.unique import spell_out
+from twostroke.grammar.unique import CHARACTERS, spell_out
 from twostroke.sampling import schema_text
 
 # Between two elements of a JSON text: nothing, one space, or one line break with an indentation. Without this bound a
@@ -51,13 +51,14 @@ def inline_schema(schema: Any) -> str:
     return "%json " + schema_text({**schema, "x-guidance": options})
 
 
-def safe_schema(schema: Any, name: str = "grammar.source") -> Any:
-    """The same schema in a form that the library follows exactly. InputError where there is none."""
+def safe_schema(schema: Any, name: str = "grammar.source", characters: int = CHARACTERS) -> Any:
+    """The same schema in a form that the library follows exactly. InputError where there is none. characters: of lists
+    without repetition."""
     if not isinstance(schema, (Mapping, bool)):
         raise InputError(f"{name}: a JSON schema is an object, got {type(schema).__name__}.")
     if _CONTROL.search(schema_text(schema, name)):
         raise InputError(f"{name}: has a control character, which no JSON text written here can contain; remove it.")
-    return _safe(spell_out(schema)[0], name, 0)
+    return _safe(spell_out(schema, characters)[0], name, 0)
 
 
 def _safe(schema: Any, name: str, depth: int) -> Any:
@@ -109,7 +110,8 @@ def _check_counts(schema: Mapping[str, Any], name: str) -> None:
             "guaranteed; name them under required, or lower it."
         )
     if schema.get("uniqueItems") is True:  # after `spell_out` it stays only where no list meets it
-        raise InputError(f"{name}: no list without repetition has minItems items; lower minItems, or raise maxItems.")
+        why = "uniqueItems: minItems is larger than maxItems, or than the number of values that an item may have"
+        raise InputError(f"{name}: {why}; lower minItems, or allow more.")
     if "uniqueItems" in schema:
         raise InputError(f"{name}: uniqueItems must be true or false, got {str(schema['uniqueItems'])[:40]!r}.")
 

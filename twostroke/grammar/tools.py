@@ -11,6 +11,7 @@ from twostroke.errors import InputError
 from twostroke.grammar.lark import form_rule
 from twostroke.grammar.schema import inline_schema, safe_schema
 from twostroke.grammar.tagged import Writer, tagged_rules
+from twostroke.grammar.unique import CHARACTERS
 from twostroke.sampling import MAX_GRAMMAR, Grammar
 from twostroke.text.formats import ToolFormat
 from twostroke.text.tokenizer import Tokenizer
@@ -39,7 +40,7 @@ def tool_grammar(
     for index, tool in enumerate(tools):
         if choice.name not in (None, tool.name):
             continue
-        schema = safe_schema(tool.parameters, f"tools[{index}].function.parameters")
+        schema = safe_schema(tool.parameters, f"tools[{index}].function.parameters", CHARACTERS // len(tools))
         rules += _call_rules(form, write, index, tool.name, schema)
         names.append(f"call_{index}")
     more = MAX_CALLS - 1 if parallel and choice.mode != "named" else 0

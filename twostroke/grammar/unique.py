@@ -14,26 +14,28 @@ from itertools import permutations
 from typing import Any
 
 from twostroke.grammar.keywords import MAX_DEPTH, change_inside
+from twostroke.sampling import MAX_GRAMMAR
 
 LISTS = 500  # named for one `uniqueItems`: five values have 326. The library follows about 660 at a time
 ALL_LISTS = 3_000  # in one schema: half a second to compile
+CHARACTERS = MAX_GRAMMAR // 4  # that the lists of one request's schemas have as JSON
 
 _NOTES = {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment"}
 _ROOT = {"$schema", "$id", "$defs", "definitions"}
 _LIST = {"type", "items", "minItems", "maxItems"}
 
 
-def spell_out(schema: Any) -> tuple[Any, bool]:
+def spell_out(schema: Any, characters: int = CHARACTERS) -> tuple[Any, bool]:
     """The same schema without `uniqueItems`, and whether its lists still have no repetition. Where the word stays, its
-    value is no boolean, or no list meets it."""
-    speller = _Speller(schema)
+    value is no boolean, or no list meets it. characters: how long the lists may be together."""
+    speller = _Speller(schema, characters)
     return speller.change(schema), speller.holds
 
 
 class _Speller:
-    def __init__(self, root: Any) -> None:
+    def __init__(self, root: Any, characters: int) -> None:
         self.root = root
-        self.left = ALL_LISTS
+        self.left, self.characters = ALL_LISTS, characters
         self.holds = True
 
     def change(self, schema: Any, depth: int = 0) -> Any:
@@ -53,14 +55,30 @@ class _Speller:
             return schema
         values = self._values(schema.get("items")) if schema.get("type") == "array" else None
         others = schema.keys() - _LIST - _NOTES - _ROOT
-        lists = None if values is None or others else _lists(values, least, most)
-        if lists is None or len(lists) > self.left:
+        lengths = None if values is None or others else _lengths(values, least, most)
+        if values is None or lengths is None or not self._pay(values, lengths):
             self.holds = False
             return schema
+        lists = [list(one) for length in lengths for one in permutations(values, length)]
         if not lists:
             return {**schema, "uniqueItems": True}
-        self.left -= len(lists)
         return {**{key: schema[key] for key in schema if key in _ROOT}, "enum": lists}
+
+    def _pay(self, values: list[Any], lengths: range) -> bool:
+        """Takes the lists of these lengths from what is left; False: they are too many, or too long."""
+        count, size = 0, 0.0
+        each = sum(len(json.dumps(value)) + 2 for value in values) / max(1, len(values))
+        for length in lengths:
+            more = math.perm(len(values), length)
+            count += more
+            if count > min(LISTS, self.left):
+                return False
+            size += more * (length * each + 4)
+        if size > self.characters:
+            return False
+        self.left -= count
+        self.characters -= int(size)
+        return True
 
     def _values(self, items: Any) -> list[Any] | None:
         """The different values that an item may have. None: they are too many, or not listed."""
@@ -70,6 +88,8 @@ class _Speller:
         if given.keys() == {"$ref"}:
             return self._values(self._definition(given["$ref"]))
         kinds = given.pop("type", None)
+        if kinds is not None and not all(isinstance(kind, str) for kind in _as_list(kinds)):
+            return None
         if given.keys() == {"enum"} and isinstance(given["enum"], list):
             listed = given["enum"]
         elif given.keys() == {"const"}:
@@ -91,16 +111,11 @@ class _Speller:
         return None if isinstance(found, Mapping) and "$ref" in found else found
 
 
-def _lists(values: list[Any], least: Any, most: Any) -> list[list[Any]] | None:
-    """All lists of so many different values. None: too many, or the bounds are no bounds."""
-    if not isinstance(least, int) or not (isinstance(most, int) or most == math.inf):
+def _lengths(values: list[Any], least: Any, most: Any) -> range | None:
+    """How long a list of different values may be. None: there are too many values, or the bounds are no bounds."""
+    if not isinstance(least, int) or not (isinstance(most, int) or most == math.inf) or len(values) > LISTS:
         return None
-    found: list[list[Any]] = []
-    for length in range(max(least, 0), min(most, len(values)) + 1):
-        if len(values) > LISTS or len(found) + math.perm(len(values), length) > LISTS:
-            return None
-        found += map(list, permutations(values, length))
-    return found
+    return range(max(least, 0), int(min(most, len(values))) + 1)
 
 
 def _same(value: Any) -> str:
@@ -118,7 +133,11 @@ def _is_of(value: Any, kinds: Any) -> bool:
     if isinstance(value, bool) or value is None:
         own = {"null"} if value is None else {"boolean"}
     elif isinstance(value, (int, float)):
-        own = {"number", "integer"} if value == int(value) else {"number"}
+        own = {"number", "integer"} if isinstance(value, int) or value.is_integer() else {"number"}
     else:
         own = {"string"} if isinstance(value, str) else {"array"} if isinstance(value, list) else {"object"}
-    return not own.isdisjoint(kinds if isinstance(kinds, list) else [kinds])
+    return not own.isdisjoint(_as_list(kinds))
+
+
+def _as_list(kinds: Any) -> list[Any]:
+    return kinds if isinstance(kinds, list) else [kinds]

@@ -4,7 +4,7 @@ layout.py       how the layers' entries are cut into groups and blocks
 blocks.py       the pool: which blocks are held, cached or free
 tables.py       the block tables of running requests, one for each group; the search for cached prefixes
 addresses.py    names of blocks: a keyed hash, chained from block to block
-lending.py      blocks of ended requests, held for another engine that may fetch them
+lending.py      blocks for another engine: held after their request has ended, or copied out before
 offload.py      evicted blocks that the host keeps, and the copies to be made
 storage.py      the memory behind the pool, each layer's view of it, blocks as bytes; host_memory.py: slots on the host
 """

@@ -35,9 +35,9 @@ class LentBlocks:
     def computed(
         self, request: RequestState, first: int, promised: Mapping[int, Sequence[int]]
     ) -> tuple[int, list[tuple[Name, int]]]:
-        """The full blocks of a running request from token `first` on, and the token at which they end. None yet, where
-        a step in flight computes one of them. None at all with windows: what is seen at the end of the prompt is not
-        known before."""
+        """The full blocks of a running request from token `first` on, and the token at which they end. No
+        blocks yet where a step in flight computes one of them, and none at all with windows: what is seen at the end of
+        the prompt is not known before."""
         tables = self.tables
         length = request.computed // tables.unit * tables.unit
         if length <= first or tables.windowed or tables.layout.state_bytes:

@@ -59,9 +59,8 @@ class BlockExchange:
     # ---- given away --------------------------------------------------------------------------------------------------
 
     def follow(self, state: RequestState) -> None:
-        """Copy its blocks out as they are computed, if they are for another engine. Samples of one prompt share them:
-        the first one's are copied."""
-        if state.request.lend >= 0 and not state.sample:
+        """Copy its blocks out as they are computed, if they are for another engine."""
+        if state.request.copied_out:
             self.followed[state.id] = state, state.request.lend * BLOCK
 
     def parts(self) -> Iterator[Part]:

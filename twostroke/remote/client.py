@@ -144,7 +144,7 @@ class BlockClient(EngineClient, Protocol):
         """What these requests have left is not needed any more."""
 
     async def store(self, tokens: Sequence[int], salt: bytes, names: Sequence[Name], payload: Payload) -> int:
-        """Put blocks of the beginning of a prompt into the cache, which end with its last whole block: how many."""
+        """Put the blocks that end the beginning of a prompt into the cache. Returns how many."""
 
     async def expect(self, request: Request, tokens: int) -> tuple[Name, ...] | None:
         """Run a request whose first `tokens` tokens another engine has computed: the blocks that it waits for, until
@@ -274,9 +274,13 @@ class MessageClient:
             del self._questions[question.question]
 
     def _answer(self, answer: Reply) -> None:
+        if self._waits_for(answer):
+            self._questions[answer.question].set_result(answer)
+
+    def _waits_for(self, answer: Reply) -> bool:
+        """Whether the caller still waits: it may have been cancelled, or have waited long enough."""
         future = self._questions.get(answer.question)
-        if future is not None and not future.done():
-            future.set_result(answer)
+        return future is not None and not future.done()
 
     # ---- what the engine says --------------------------------------------------------------------------------------
 
@@ -294,6 +298,8 @@ class MessageClient:
         elif isinstance(message, Steps):
             steps = tuple(step._replace(launched=step.launched + self._offset) for step in message.steps)
             self._answer(msgspec.structs.replace(message, steps=steps) if self._offset else message)
+        elif isinstance(message, Found) and message.payload is not None and not self._waits_for(message):
+            self.opened(message.payload.path)  # the engine need not keep the blocks
         elif isinstance(message, Exported | Found | Stored | Expected | Arrived):
             self._answer(message)
         elif isinstance(message, Part):

@@ -15,7 +15,7 @@ from twostroke.grammar.masks import DEAD, TOO_SHORT
 from twostroke.grammar.schema import close_objects
 from twostroke.grammar.tagged import unbound
 from twostroke.grammar.tools import answer_grammar, tool_grammar
-from twostroke.grammar.unique import spell_out
+from twostroke.grammar.unique import CHARACTERS, spell_out
 from twostroke.record import replace
 from twostroke.sampling import Grammar
 from twostroke.serve.fates import Hint, refusal
@@ -152,7 +152,7 @@ def chat_format(
     names = {tool.name: tool.parameters for tool in tools}
     hints = grammar_hints(form)
     if grammar is not None:
-        hints |= frozenset().union(*(_unheld(tool.parameters) for tool in tools))
+        hints |= frozenset().union(*(_unheld(tool.parameters, len(tools)) for tool in tools))
         hints |= unbound(given) if calls.tags is not None else frozenset()
     visible = marker_ids(tokenizer, calls)
     return AnswerFormat(grammar, given, calls, names, reasons, visible, hints, parallel is not False)
@@ -165,5 +165,6 @@ def grammar_hints(form: Grammar | None) -> frozenset[str]:
     return _unheld(json.loads(form.source))
 
 
-def _unheld(schema: Any) -> frozenset[str]:
-    return frozenset() if spell_out(schema)[1] else frozenset({"uniqueItems"})
+def _unheld(schema: Any, schemas: int = 1) -> frozenset[str]:
+    """schemas: that the request has."""
+    return frozenset() if spell_out(schema, CHARACTERS // schemas)[1] else frozenset({"uniqueItems"})

@@ -30,7 +30,7 @@ def sentence(
     opening = _opening(phase, metric, evidence, summary, slow, overload)
     if overload is not None and best is not None:
         if log(gain) < ENOUGH * log(overload.offered / overload.served):
-            return f"{opening}. What serves a little more ({gain - 1:+.0%}): {best.title}."
+            return f"{opening}. What serves more, but not enough ({gain - 1:+.0%}): {best.title}."
         return f"{overload.fact}, because {best.because}. What serves more: {best.title}; or admit less."
     if best is None:
         return f"{opening}. No lever helps much."
