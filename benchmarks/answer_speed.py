@@ -1,7 +1,7 @@
 """How fast the answer cache is with 100,000 entries, over HTTP: hits, what a miss costs, memory for each entry.
 
     python -m benchmarks.answer_speed fill FOLDER [--redis REDIS_SERVER]      # makes the entries: some minutes
-    python -m benchmarks.answer_speed measure FOLDER [--redis REDIS_SERVER]   # about a minute for each store
+    python -m benchmarks.answer_speed measure FOLDER [--redis REDIS_SERVER]   # some minutes for each store
 
 REDIS_SERVER is the program of a Redis 8 with vector sets. The entries are copies of one answer, with other questions
 and random vectors in its context, so every search goes over all of them; evidence for all kinds is written beside them.
@@ -44,7 +44,7 @@ from twostroke.answers.store import FileStore, Known, Store
 from twostroke.serve.answer_setup import digest
 
 ENTRIES, WIDTH = 100_000, 384
-HITS, PAIRS = 1000, 60  # hits of each kind; pairs of computed requests
+HITS, PAIRS = 1000, 200  # hits of each kind; pairs of computed requests
 KEY = "benchmark key of the answer cache"
 REDIS_PORT = 18439
 ASKED = "What is the capital of Portugal?"
