@@ -18,6 +18,7 @@ from twostroke.remote import client as module
 from twostroke.remote import loop, process, stream
 from twostroke.remote.async_engine import ENGINE_GONE, AsyncEngine
 from twostroke.remote.client import EngineError
+from twostroke.remote.messages import Opened
 from twostroke.sampling import Grammar, SamplingParams
 
 both = pytest.mark.parametrize("client", list(CLIENTS))
@@ -260,3 +261,24 @@ def test_seeds_do_not_depend_on_the_front_end(llama_folder: Path) -> None:
     for _ in range(2):
         run(llama_folder, scenario, client="thread")
     assert found[0] == found[1] and found[0][0] != found[0][1]
+
+
+@both
+def test_blocks_of_a_look_up_that_was_given_up_are_freed(llama_folder: Path, client: str) -> None:
+    async def scenario(engine: AsyncEngine) -> None:
+        tokens, sent = list(range(3, 43)), []
+        async for _ in engine.submit([tokens], SamplingParams(max_tokens=1)):
+            pass
+        blocks = engine.client
+        send = blocks._send
+        blocks._send = lambda message: (sent.append(message), send(message))
+        waiting = asyncio.ensure_future(blocks.look_up(tokens, b"", 0))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        for _ in range(500):
+            if any(isinstance(message, Opened) for message in sent):
+                return
+            await asyncio.sleep(0.01)
+        raise AssertionError("the engine keeps the copied blocks")
+
+    run(llama_folder, scenario, client=client)
