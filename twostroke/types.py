@@ -62,12 +62,6 @@ class Request:
     written: int = 0  # the last so many tokens belong to the answer: a request that another engine began
     lend: int = -1  # its full blocks from this one on are for another engine (kv/lending.py); -1: none are
 
-    @property
-    def copied_out(self) -> bool:
-        """Whether the engine copies its blocks out as they are computed. Samples of one prompt share them: the first
-        one's are copied."""
-        return self.lend >= 0 and not self.sample
-
     def siblings(self, count: int) -> list[Request]:
         """This sample and the next ones of the same prompt: their ids and indices count up."""
         return [self, *(replace(self, id=self.id + i, sample=self.sample + i) for i in range(1, count))]

@@ -19,6 +19,7 @@ from twostroke.cluster.holder import LEASE_SECONDS, Copy, Holder, Offer, Parcel
 from twostroke.cluster.transport import Transport
 from twostroke.config import Resolved
 from twostroke.kv.addresses import Name
+from twostroke.kv.lending import copied_out
 from twostroke.metrics.steplog import Step
 from twostroke.remote.client import BlockClient, EngineClient, EngineListener
 from twostroke.remote.messages import Part, Payload, Ready, Report, Stage
@@ -113,7 +114,7 @@ class Worker:
 
     def submit(self, requests: Sequence[Request]) -> None:
         self._lending.update(request.id for request in requests if request.lend >= 0)
-        self._copied.update(request.id for request in requests if request.copied_out)
+        self._copied.update(request.id for request in requests if copied_out(request))
         self.engine.submit(requests)
 
     def abort(self, request_ids: Sequence[int]) -> None:

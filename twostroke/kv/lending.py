@@ -8,10 +8,16 @@ from typing import TYPE_CHECKING
 
 from twostroke.kv.addresses import Name
 from twostroke.ops.interface import BLOCK
-from twostroke.types import FinishReason, RequestState
+from twostroke.types import FinishReason, Request, RequestState
 
 if TYPE_CHECKING:
     from twostroke.kv.tables import KVTables
+
+
+def copied_out(request: Request) -> bool:
+    """Whether the engine copies its blocks out as they are computed. Samples of one prompt share them: the first one's
+    are copied."""
+    return request.lend >= 0 and not request.sample
 
 
 class LentBlocks:

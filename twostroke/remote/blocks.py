@@ -27,6 +27,7 @@ from twostroke.engine.exchange import (
     store,
 )  # fmt: skip
 from twostroke.kv.addresses import Name
+from twostroke.kv.lending import copied_out
 from twostroke.ops.interface import BLOCK
 from twostroke.remote.messages import (
     Arrive,
@@ -60,7 +61,7 @@ class BlockExchange:
 
     def follow(self, state: RequestState) -> None:
         """Copy its blocks out as they are computed, if they are for another engine."""
-        if state.request.copied_out:
+        if copied_out(state.request):
             self.followed[state.id] = state, state.request.lend * BLOCK
 
     def parts(self) -> Iterator[Part]:
