@@ -20,7 +20,10 @@ from tests.serve.server import ROOT, wait_until
 from twostroke.errors import ConfigError
 
 pytest.importorskip("ray.serve", reason="Ray Serve is not installed: pip install 'twostroke[ray-serve]'")
-RUN = "from ray.serve.scripts import cli; cli()"
+# A job of a shell that has put it into the background ignores SIGINT, and so do its children.
+RUN = (
+    "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from ray.serve.scripts import cli; cli()"
+)
 KEY = {"authorization": "Bearer key-of-the-admin"}
 SETTINGS = [one for one in SPLIT[6:] if one != "-s"]
 
