@@ -108,7 +108,7 @@ def post(server: Server, path: str, body: bytes) -> tuple[int, bytes]:
 
 @pytest.mark.parametrize("name", BODIES)
 def test_probes_are_answered_while_a_large_body_is_read(open_server: Server, name: str) -> None:
-    """50 ms at p99. Others on the machine may spoil a measurement: one of three must show it, each at a quiet moment."""
+    """50 ms at p99. Others on the machine may spoil a measurement: one of three must show it, at quiet moments."""
     path, body = BODIES[name]
     assert len(body) <= MAX_BODY
     answers: list[tuple[int, bytes]] = []
