@@ -12,6 +12,7 @@ import torch
 
 from benchmarks.random_weights import random_model
 from twostroke.config import make_config, resolve
+from twostroke.engine.build import make_runner
 from twostroke.engine.core import Core
 from twostroke.hardware import Hardware
 from twostroke.kv.storage import KVStorage
@@ -32,6 +33,7 @@ class Rig:
     model: Transformer
     core: Core
     runner: CudaRunner
+    draft: Transformer | None = None
     ids: int = 0
 
     def ask(self, tokens: list[int], new: int, **params: object) -> RequestState:
@@ -54,22 +56,25 @@ class Rig:
 
 def make_rig(
     arch: Arch, model: Transformer | None = None, kv_dtype: str = "bfloat16", quantize: str | None = None,
-    **settings: object,
+    ahead: bool = True, draft_arch: Arch | None = None, **settings: object,
 ) -> Rig:  # fmt: skip
+    """ahead: as a server starts. draft_arch: of a draft model beside it."""
     gc.freeze()  # as in the server's process: a full collection of all imported modules takes 50 ms and more
     exact = bool(settings.get("exact", False))
     ops = model.ops if model is not None else make_ops("cuda", "bfloat16", 1, quantize, exact)
     length = settings.setdefault("max_model_len", 131_072)
     model = model or random_model(arch, ops, 131_072)  # type: ignore[arg-type]
+    draft = random_model(draft_arch, ops, 131_072) if draft_arch is not None else None  # type: ignore[arg-type]
     config = make_config(device="cuda", dtype="bfloat16", kv_dtype=kv_dtype, seed=1, **settings)
-    resolved = resolve(config, arch, Hardware("cuda", 16, torch.cuda.mem_get_info()[0]), 0)
-    resolved = prepare(config, resolved, model)
+    resolved = resolve(config, arch, Hardware("cuda", 16, torch.cuda.mem_get_info()[0]), 0, draft_arch)
+    resolved = prepare(config, resolved, model, draft, ahead=ahead)
     kv = KVStorage(
         resolved.layout, resolved.kv_blocks, resolved.kv_dtype, ops.device, resolved.host_slots  # type: ignore[arg-type]
     )  # fmt: skip
     scheduler = make_scheduler(arch, resolved, f"random {length}")
-    runner = CudaRunner(model, kv, scheduler.tables.array, ops)  # type: ignore[arg-type]
-    return Rig(arch, model, Core(scheduler, runner), runner)
+    runner = make_runner(model, kv, scheduler.tables.array, ops, None, draft)  # type: ignore[arg-type]
+    assert isinstance(runner, CudaRunner)
+    return Rig(arch, model, Core(scheduler, runner, steplog=StepLog()), runner, draft)
 
 
 def restore_times(rig: Rig, length: int) -> dict[str, float]:

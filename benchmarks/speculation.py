@@ -4,7 +4,9 @@
     python -m benchmarks.speculation --cuda    # a GPU, random weights in the shape of an 8B model
 
 The grid holds the share of right guesses fixed: an oracle knows the answer and errs at a given rate, under the engine's
-own choice of length. Off and on take turns on one engine, and the tokens must be equal (on a GPU the engine is exact).
+own choice of length. Off and on take turns on one engine, and the tokens must be equal. On a GPU the head's weights are
+such that every token has one successor by far: rounding decides nothing, and a draft model of another shape with the
+same successors, a share of them exchanged, is right at that rate.
 "texts" are prompts with something to look up ("edit", "list") and without ("story", "chat"); earlier answers are
 forgotten before each. The last line is JSON.
 """
@@ -16,6 +18,7 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +26,7 @@ from benchmarks.machine import save
 from twostroke import LLM, SamplingParams
 from twostroke.draft.answers import EarlierAnswers
 from twostroke.draft.lookup import Lookup
-from twostroke.draft.speculate import TEXT_STREAMS, Guessing, Speculation
+from twostroke.draft.speculate import STREAMS, Guessing, Proposal, Speculation, make_drafter, never_forced
 from twostroke.engine.core import Core
 from twostroke.types import Request, RequestState
 from twostroke.weights.catalog import DEFAULT
@@ -52,6 +55,28 @@ class Oracle(Speculation):
         return self.of[request.id]
 
 
+class Fixed(Oracle):
+    """Always so many guesses, all wrong."""
+
+    def __init__(self, count: int):
+        super().__init__({}, 1.0, 64)
+        self.count = count
+        self.guessing = Guessing(self.acceptance, Wrong())
+
+    def begin(self, streams: Sequence[RequestState]) -> bool:
+        self.streams = len(streams)
+        self.texts = {request.id: Proposal(3, self.count, 0.0, 0.0) for request in streams} if self.count else {}
+        return True
+
+    def _known(self, request: RequestState) -> Guessing:
+        return self.guessing
+
+
+class Wrong(Lookup):
+    def guess(self, tokens: Sequence[int], most: int) -> list[int]:
+        return [WRONG] * most
+
+
 class Known(Lookup):
     def __init__(self, oracle: Oracle, prompt: int, answer: Sequence[int]):
         super().__init__()
@@ -77,11 +102,14 @@ class Run(NamedTuple):
 class Engine:
     """Requests of one core, without text."""
 
-    def __init__(self, core: Core, count: int):
+    def __init__(self, core: Core, count: int, depth: int = 1):
+        """depth: plans that an engine without a draft model has in flight at once."""
+        self.depth, self.drafting_depth = depth, core.runner.depth
         self.core, self.count, self.ids = core, count, 0
 
     def run(self, prompts: Sequence[Sequence[int]], drafter: Speculation | None) -> Run:
         self.core.scheduler.drafter = drafter
+        self.core.runner.depth = self.depth if drafter is None or drafter.model is None else self.drafting_depth
         counters = self.core.scheduler.counters
         before = (counters.drafts, counters.drafted_tokens)
         states = [self._submit(prompt) for prompt in prompts]
@@ -128,13 +156,11 @@ def grid(engine: Engine, vocab: int, args: argparse.Namespace) -> dict[str, dict
     found = {}
     for context in args.contexts:
         for streams in args.streams:
-            prompts = [
-                [random.Random(i * 1000 + n).randrange(10, vocab) for n in range(context)] for i in range(streams)
-            ]
+            prompts = random_prompts(streams, context, vocab)
             tokens = engine.run(prompts, None).tokens
             answers = {tuple(prompt): answer for prompt, answer in zip(prompts, tokens, strict=True)}
             for acceptance in args.acceptances:
-                drafter = Oracle(answers, 1 - acceptance, args.most or TEXT_STREAMS["cuda" if args.cuda else "cpu"])
+                drafter = Oracle(answers, 1 - acceptance, args.most or STREAMS["cuda" if args.cuda else "cpu"])
                 row = engine.compare(prompts, drafter, args.rounds, again=True)
                 found[f"{streams} x {context}, {acceptance:.0%} right"] = row
                 print(f"{streams:3d} streams x {context:5d} tokens, {acceptance:4.0%} right: {row['ratio']:.2f} "
@@ -152,13 +178,62 @@ def texts(llm: LLM, engine: Engine, rounds: int) -> dict[str, dict[str, float]]:
 
 def on_a_gpu(args: argparse.Namespace) -> dict[str, Any]:
     from benchmarks.gpu_rig import make_rig  # torch and Triton only where they are wanted
-    from benchmarks.random_weights import LLAMA_8B
+    from benchmarks.random_weights import LLAMA_1B, LLAMA_8B
+    from benchmarks.successors import give_successors
 
-    rig = make_rig(LLAMA_8B, exact=True, max_model_len=16_384)
-    return {
-        "model": "8B shape, random weights, exact",
-        "grid": grid(Engine(rig.core, args.tokens), LLAMA_8B.vocab, args),
-    }
+    drafts = LLAMA_1B if args.draft else None
+    rig = make_rig(LLAMA_8B, exact=args.exact, draft_arch=drafts, max_model_len=16_384)
+    give_successors(rig.model, 0.0)
+    engine, found = Engine(rig.core, args.tokens, depth=2), dict[str, Any]()
+    found["model"] = f"8B shape, random weights{', exact' if args.exact else ''}"
+    if rig.draft is not None:
+        share = LLAMA_1B.used_weights / LLAMA_8B.used_weights
+        found["draft"] = draft_rows(engine, rig, share, args, give_successors)
+    else:
+        found["steps"] = step_times(engine, LLAMA_8B.vocab, args)
+        found["grid"] = grid(engine, LLAMA_8B.vocab, args)
+    return found
+
+
+def step_times(engine: Engine, vocab: int, args: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Milliseconds on the device of a step with 0, 4 and 16 guesses for each stream, and the time from step to step."""
+    found = {}
+    for context in args.contexts:
+        for streams in (1, 16):
+            prompts = random_prompts(streams, context, vocab)
+            for count in (0, 4, 16):
+                for _ in range(2):
+                    engine.run(prompts, Fixed(count))
+                steps = [step for step in engine.core.steplog or () if step.tokens == streams * (1 + count)][-40:]
+                apart = [after.launched - step.launched for step, after in pairwise(steps)]
+                row = found[f"{streams} x {context}, {count} guesses"] = {
+                    "device_ms": statistics.median(step.seconds for step in steps) * 1e3,
+                    "apart_ms": statistics.median(apart) * 1e3,
+                }
+                print(f"{streams:3d} streams x {context:5d} tokens, {count:2d} guesses: {row['device_ms']:.2f} ms, "
+                      f"{row['apart_ms']:.2f} from step to step", flush=True)  # fmt: skip
+    return found
+
+
+def draft_rows(engine: Engine, rig: Any, share: float, args: argparse.Namespace, give: Any) -> dict[str, Any]:
+    """With a draft model that is right at these rates."""
+    found = {}
+    for acceptance in args.acceptances:
+        give(rig.draft, 1 - acceptance)
+        for streams in args.streams:
+            prompts = random_prompts(streams, args.contexts[0], rig.arch.vocab)
+            drafter = make_drafter("draft", "cuda", never_forced, share)
+            assert drafter is not None
+            row = found[f"{streams}, {acceptance:.0%} right"] = engine.compare(
+                prompts, drafter, args.rounds, again=True
+            )
+            print(f"draft model, {streams:3d} streams, {acceptance:4.0%} right: {row['ratio']:.2f} (least "
+                  f"{row['least']:.2f}), k {row['guesses_in_a_draft']:.1f}", flush=True)  # fmt: skip
+    return found
+
+
+def random_prompts(streams: int, context: int, vocab: int) -> list[list[int]]:
+    return [[random.Random(i * 1000 + n).randrange(10, vocab) for n in range(context)] for i in range(streams)]
 
 
 def on_a_cpu(args: argparse.Namespace) -> dict[str, Any]:
@@ -173,6 +248,8 @@ def on_a_cpu(args: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cuda", action="store_true", help="on a GPU, with random weights")
+    parser.add_argument("--exact", action="store_true", help="on a GPU: one order of additions")
+    parser.add_argument("--draft", action="store_true", help="on a GPU: a draft model in the shape of a 1B model")
     parser.add_argument("--model", default=DEFAULT)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=120, help="of each answer")

@@ -137,6 +137,12 @@ class SamplingParams:
         object.__setattr__(made, "given", frozenset(given))
         return made
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether a choice depends on its logits and noise alone, and nothing is reported about it."""
+        penalties = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
+        return not penalties and not self.logit_bias and self.logprobs is None and self.grammar is None
+
     def __post_init__(self) -> None:
         if self.top_p == 0.0:
             raise InputError("top_p must be above 0: for the likeliest token alone use temperature=0.")

@@ -167,6 +167,8 @@ class Work(NamedTuple):
         if not self.draft:
             return [Choice(request, self.start + self.count, request.tokens)]
         tokens, end = request.tokens, self.start + 1
+        if request.params.is_plain:
+            return [Choice(request, end + i, tokens) for i in range(self.count)]
         return [Choice(request, end + i, [*tokens, *self.draft[:i]]) for i in range(self.count)]
 
 
@@ -175,7 +177,8 @@ class Choice(NamedTuple):
 
     request: RequestState
     position: int  # of the token
-    tokens: Sequence[int]  # before it; one fewer than `position` where the newest is still on the device
+    tokens: Sequence[int]  # before it; one fewer than `position` where the newest is still on the device. Where they
+    # decide nothing (`is_plain`), drafts are left out.
 
     @property
     def output_length(self) -> int:
@@ -239,6 +242,7 @@ class Result(NamedTuple):
     details: Mapping[int, Details] = EMPTY  # by index of the work
     seconds: float | None = None  # the step took, where the runner knows better than the engine's clock
     passes: tuple[tuple[int, float], ...] = ()  # rows and seconds of each pass of the draft model, part of the step
+    settled: bool = True  # False: another step of its shape will be faster
 
 
 class Event(NamedTuple):
@@ -256,12 +260,12 @@ class Event(NamedTuple):
 class Drafter(Protocol):
     """Guesses what requests write next. A wrong guess costs time and changes nothing."""
 
-    def begin(self, streams: int) -> bool:
-        """A plan is being made in which so many streams write. False: nothing is guessed in it."""
+    def begin(self, streams: Sequence[RequestState]) -> bool:
+        """A plan is being made in which these streams write. False: nothing is guessed in it."""
         ...
 
-    def waits(self, request: RequestState) -> bool:
-        """Whether a request with a step in flight is planned again only when its result is known."""
+    def waits(self) -> bool:
+        """Whether this plan should be made only when the results of steps in flight are known."""
         ...
 
     def propose(self, request: RequestState, most: int) -> Sequence[int]:
@@ -276,8 +280,8 @@ class Drafter(Protocol):
         """Whether the draft model reads what it has missed of a stream, so that it can draft later."""
         ...
 
-    def learn(self, plan: Plan, result: Result, seconds: float) -> None:
-        """A step was collected."""
+    def learn(self, plan: Plan, result: Result, seconds: float, elapsed: float) -> None:
+        """A step was collected. seconds: of the device; elapsed: with what the host did meanwhile."""
 
     def forget(self, request: RequestState) -> None:
         """The request ended."""

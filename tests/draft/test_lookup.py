@@ -56,3 +56,11 @@ def test_a_loop_is_continued_past_its_end() -> None:
     lookup = Lookup()
     lookup.update(tokens)
     assert lookup.guess(tokens, 8) == [5, 6, 7, 5, 6, 7, 5, 6]
+
+
+def test_the_same_tokens_again_are_no_match() -> None:
+    """On a GPU a plan may be made again before anything new is known."""
+    lookup, tokens = Lookup(), list(range(40))
+    assert [lookup.update(tokens) for _ in range(3)] == [0, 0, 0]
+    again = [*tokens, *range(10)]
+    assert lookup.update(again) == lookup.update(again) == 10

@@ -17,10 +17,21 @@ def speculation(rate: float, cost: float, streams: int) -> Speculation:
     for _ in range(200):
         found.acceptance.add(3, 1, int(rate >= 1) or 0)
     found.acceptance.right[3] = rate * found.acceptance.tried[3]
-    for rows in range(1, streams + MOST + 1):
+    for rows in range(1, streams * (MOST + 1) + 1):
         found.times.add(rows, 0.01 * (1 + cost * (rows - 1)))
-    found.begin(streams)
+    found.begin(others(streams))
     return found
+
+
+def others(count: int) -> list[RequestState]:
+    """Streams that repeat nothing."""
+    return [RequestState(Request(100 + n, tuple(range(50)), SamplingParams(), limit=1000)) for n in range(count)]
+
+
+def guesses(found: Speculation, request: RequestState, most: int) -> list[int]:
+    """Of a request, beside as many others as there were before."""
+    found.begin([request, *others(found.streams - 1)])
+    return list(found.propose(request, most))
 
 
 def repeating(length: int = 60) -> RequestState:
@@ -39,35 +50,54 @@ def repeating(length: int = 60) -> RequestState:
     ],
 )
 def test_as_many_as_pay(rate: float, cost: float, streams: int, least: int, most: int) -> None:
-    assert least <= len(speculation(rate, cost, streams).propose(repeating(), 100)) <= most
+    assert least <= len(guesses(speculation(rate, cost, streams), repeating(), 100)) <= most
 
 
 def test_nothing_before_a_step_was_measured_and_nothing_without_a_match() -> None:
     fresh = Speculation()
-    fresh.begin(1)
-    assert not fresh.propose(repeating(), 10)
-    other = RequestState(Request(2, tuple(range(50)), SamplingParams(), limit=1000))
-    assert not speculation(0.95, 0.02, 1).propose(other, 10)
+    fresh.streams = 1
+    assert not guesses(fresh, repeating(), 10)
+    assert not guesses(speculation(0.95, 0.02, 1), others(1)[0], 10)
 
 
 def test_a_plan_waits_for_a_result_where_guesses_would_pay() -> None:
     """Also for a request that has not been asked before: on a GPU the next plan is made while a step runs."""
-    request = repeating()
-    assert speculation(0.95, 0.02, 1).waits(request)
-    assert not speculation(0.2, 0.3, 1).waits(request)
-    other = RequestState(Request(2, tuple(range(50)), SamplingParams(), limit=1000))
-    assert not speculation(0.95, 0.02, 1).waits(other)
+    for rate, cost, request, waits in (
+        (0.95, 0.02, repeating(), True),
+        (0.2, 0.3, repeating(), False),
+        (0.95, 0.02, others(1)[0], False),
+    ):
+        found = speculation(rate, cost, 1)
+        assert found.begin([request]) and found.waits() is waits
+    assert by_model(0.9, 0.02, 0.1, 1).waits() and not by_model(0.1, 0.02, 0.1, 1).waits()
+
+
+def test_streams_pay_together_for_what_guesses_cost_once_a_step() -> None:
+    """A step with any guesses takes a third longer than one without: too much for one stream of four, not for all."""
+    found = Speculation(text_streams=4, most_streams=4)
+    found.acceptance.right[3] = 0.9 * 1000
+    found.acceptance.tried[3] = 1000
+    for rows in range(4, 80):
+        found.times.add(rows, 0.01 * ((1 if rows == 4 else 1.33) + 0.01 * (rows - 4)))
+    alike = [RequestState(Request(n, repeating().tokens, SamplingParams(), limit=10_000)) for n in range(4)]
+    assert found.begin(alike) and found.waits()
+    assert all(len(found.propose(request, 100)) > 4 for request in alike)
+    assert found.begin([alike[0], *others(3)]) and len(found.propose(alike[0], 100)) > 4
+    found.acceptance.right[3] = 0.5 * 1000
+    found.of.clear()
+    assert found.begin([alike[0], *others(3)]) and not found.propose(alike[0], 100) and not found.waits()
+    assert found.begin(alike) and all(found.propose(request, 100) for request in alike)
 
 
 def test_rows_of_one_plan_add_up() -> None:
     found = speculation(0.95, 0.02, 2)
-    first = len(found.propose(repeating(), 100))
+    first = len(guesses(found, repeating(), 100))
     assert found.rows == 2 + first and found.tokens > 2
 
 
 def test_nothing_is_guessed_for_many_streams() -> None:
-    assert speculation(0.95, 0.0, 2).begin(2)
-    assert not speculation(0.95, 0.0, 3).begin(3)
+    assert speculation(0.95, 0.0, 2).begin(others(2))
+    assert not speculation(0.95, 0.0, 3).begin(others(3))
 
 
 def test_the_source_that_promises_more_is_taken() -> None:
@@ -77,20 +107,19 @@ def test_the_source_that_promises_more_is_taken() -> None:
     request = RequestState(Request(1, request.tokens, grammar, limit=10_000))
     found = speculation(0.1, 0.02, 1)
     found.forced = lambda request: [7, 8, 9]
-    assert found.propose(request, 10) == [7, 8, 9]
+    assert guesses(found, request, 10) == [7, 8, 9]
     found = speculation(0.95, 0.02, 1)
     found.forced = lambda request: [7, 8, 9]
     for _ in range(50):
         found.acceptance.add(FORCED, 3, 0)
-    assert found.propose(request, 10) == list(range(10, 20))
+    assert guesses(found, request, 10) == list(range(10, 20))
 
 
 def test_one_step_in_a_while_goes_without() -> None:
     found = speculation(0.95, 0.02, 1)
     lengths = []
     for _ in range(2 * WITHOUT_EVERY):
-        found.begin(1)
-        lengths.append(len(found.propose(repeating(), 4)))
+        lengths.append(len(guesses(found, repeating(), 4)))
     assert 1 <= lengths.count(0) <= 3
 
 
@@ -129,7 +158,7 @@ def by_model(rate: float, cost: float, share: float, streams: int) -> Speculatio
     found.acceptance.right[MODEL] = rate * found.acceptance.tried[MODEL]
     for rows in range(1, 33):
         found.model.times.add(rows, 0.01 * share * (1 + 0.01 * rows))
-    found.begin(streams)
+    found.begin(others(streams))
     return found
 
 
@@ -159,10 +188,9 @@ def test_a_draft_model_writes_as_many_as_pay(rate, cost, share, streams, least, 
 
 def test_no_step_is_predicted_longer_than_a_stream_may_pause() -> None:
     for found, request in ((speculation(0.95, 0.1, 1), repeating()), (by_model(0.95, 0.1, 0.1, 1), unmatched())):
-        free = len(found.propose(request, 100))
+        free = len(guesses(found, request, 100))
         found.longest = lambda: 0.0135
-        found.begin(1)
-        assert free > 4 > len(found.propose(request, 100)) > 0
+        assert free > 4 > len(guesses(found, request, 100)) > 0
 
 
 def test_a_long_first_pass_says_little_about_short_ones() -> None:
@@ -178,10 +206,10 @@ def test_a_long_first_pass_says_little_about_short_ones() -> None:
 def test_the_better_of_text_and_model_is_taken() -> None:
     request = repeating()
     request.computed = request.drafted = len(request.tokens) - 1
-    assert set(by_model(0.9, 0.02, 0.1, 1).propose(request, 10)) == {UNWRITTEN}  # matches were seldom right
+    assert set(guesses(by_model(0.9, 0.02, 0.1, 1), request, 10)) == {UNWRITTEN}  # matches were seldom right
     found = by_model(0.9, 0.02, 0.3, 1)
     found.acceptance.right[3] = 0.95 * found.acceptance.tried[3]
-    assert found.propose(request, 10) == list(range(10, 20))
+    assert guesses(found, request, 10) == list(range(10, 20))
 
 
 def test_what_the_draft_model_missed_is_read_when_that_pays() -> None:
@@ -207,14 +235,14 @@ def test_prompts_are_read_where_drafts_pay_and_else_once_in_a_while() -> None:
 
 def test_steps_that_were_slower_than_without_drafts_end_in_a_pause() -> None:
     found = speculation(0.95, 0.02, 1)
-    assert found.begin(1) and found.propose(repeating(), 4)
+    assert guesses(found, repeating(), 4)
     slower = found._realised(1)
     for _ in range(JUDGED):
         slower.add(0.02, 0.021)
-    assert [found.begin(1) for _ in range(PAUSE)] == [False] * (PAUSE - 1) + [True]
+    assert [found.begin(others(1)) for _ in range(PAUSE)] == [False] * (PAUSE - 1) + [True]
     for _ in range(JUDGED):
         slower.add(0.02, 0.021)
-    assert [found.begin(1) for _ in range(2 * PAUSE)].count(True) == 1  # the next pause is twice as long
+    assert [found.begin(others(1)) for _ in range(2 * PAUSE)].count(True) == 1  # the next pause is twice as long
     judged = Realised()
     for _ in range(100):
         judged.add(0.02, 0.019)
@@ -243,8 +271,8 @@ def test_the_setting() -> None:
     assert model is not None and not model.text_streams and model.model is not None
     assert both is not None and both.text_streams and both.model is not None
     card = make_drafter("auto", "cuda", never_forced, 0.3)
-    assert card is not None and (card.text_streams, card.most_streams) == (1, 64)
+    assert card is not None and (card.text_streams, card.most_streams) == (64, 64)
     alone = make_drafter("auto", "cuda", never_forced)
-    assert alone is not None and (alone.text_streams, alone.most_streams) == (1, 1)
+    assert alone is not None and (alone.text_streams, alone.most_streams) == (64, 64)
     assert make_drafter("auto", "cpu", never_forced) is not None
     assert make_drafter("lookup", "cuda", never_forced) is not None

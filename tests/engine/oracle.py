@@ -17,7 +17,7 @@ class OracleDrafter:
         self.rng = random.Random(seed)
         self.proposed = 0
 
-    def begin(self, streams: int) -> bool:
+    def begin(self, streams: Sequence[RequestState]) -> bool:
         return True
 
     def reads(self, request: RequestState) -> bool:
@@ -26,10 +26,10 @@ class OracleDrafter:
     def catches_up(self, request: RequestState) -> bool:
         return False
 
-    def waits(self, request: RequestState) -> bool:
+    def waits(self) -> bool:
         return True
 
-    def learn(self, plan: Plan, result: Result, seconds: float) -> None:
+    def learn(self, plan: Plan, result: Result, seconds: float, elapsed: float) -> None:
         pass
 
     def forget(self, request: RequestState) -> None:

@@ -80,6 +80,9 @@ def test_a_draft_has_a_row_for_each_of_its_tokens_and_a_choice_after_each():
     assert built(works) == (rows_of(works, [0, 1, 2, 3, 4]), (0, 0, 0, 0, 1))
     choices = StepRows(tuple(works)).choices
     assert [choice.position for choice in choices] == [23, 24, 25, 26, 6]
+    assert choices[2].tokens is stream.tokens  # they decide nothing
+    stream = request(1, 20, 3, row=2, presence_penalty=1)
+    choices = Work(stream, 22, 4, WorkKind.VERIFY, (71, 72, 73)).choices()
     assert list(choices[2].tokens) == [*stream.tokens, 71, 72]
 
 

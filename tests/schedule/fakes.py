@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
 
 from twostroke.kv.addresses import BlockHasher
@@ -50,13 +50,13 @@ class RandomDrafter:
         assert request.in_flight == 0 and most > 0
         return [self.rng.randint(0, 3) for _ in range(self.rng.choice([0, 0, 1, 2, 5, 20]))]
 
-    def waits(self, request: RequestState) -> bool:
+    def waits(self) -> bool:
         return self.rng.random() < 0.5
 
-    def begin(self, streams: int) -> bool:
+    def begin(self, streams: Sequence[RequestState]) -> bool:
         return self.rng.random() < 0.9
 
-    def learn(self, plan: Plan, result: Result, seconds: float) -> None:
+    def learn(self, plan: Plan, result: Result, seconds: float, elapsed: float) -> None:
         pass
 
     def forget(self, request: RequestState) -> None:

@@ -63,14 +63,10 @@ class RedisStore:
         return self._call(ask)
 
     def alike(self, wording: bytes) -> list[bytes]:
-        """The same as of `Store`."""
-
-        def ask() -> list[bytes]:
-            found = self._redis.lrange(self._name(b"alike", wording), 0, ALIKE - 1)
-            values = self._redis.mget([PREFIX + b"entry:" + entry for entry in found]) if found else []
-            return [value for value in values if value is not None]
-
-        return self._call(ask)
+        """The same as of `Store`. SORT without an order gives the values that a list names in one call."""
+        name = self._name(b"alike", wording)
+        found = self._call(lambda: self._redis.sort(name, start=0, num=ALIKE, by="nosort", get=PREFIX + b"entry:*"))
+        return [value for value in found if value is not None]
 
     def nearest(self, context: bytes, vector: np.ndarray, count: int) -> list[Near]:
         """VSIM's score is (1 + cosine) / 2."""

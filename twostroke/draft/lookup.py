@@ -32,6 +32,8 @@ class Lookup:
 
     def update(self, tokens: Sequence[int]) -> int:
         """Take in the tokens since the last call. Returns the length of the match; 0: there is none."""
+        if len(tokens) == self.indexed:
+            return self.length  # nothing is new: the newest tokens would be found where they are
         self._follow(tokens)
         if not self.length and len(tokens) > KEY:
             self.text = None

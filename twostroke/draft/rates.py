@@ -13,7 +13,7 @@ PRIORS = (0.4, 0.6, 0.8, 0.9, 0.8, 0.7)  # share of right guesses
 FORCED = 4
 MODEL = 5
 WEIGHT = 4.0  # guesses that a prior counts for
-SLOPE = 0.03  # assumed cost of one more row, as a share of the step, until it is measured: low, so that it is tried
+SLOPE = 0.03  # assumed cost of twice the rows, as a share of the step, until it is measured: low, so that it is tried
 NEAR = 1024  # tokens of context, all streams together: with fewer, attention takes no time that matters
 MEASURED = 9  # newest times of which the median counts
 FORGET = 0.9  # of the steps with guesses, for each new one
@@ -50,19 +50,20 @@ class StepTimes:
     so that a single slow step decides nothing. The predicted time never falls when rows are added.
 
     Attention reads the context for every row, so each doubling of the context beyond NEAR tokens has times of its own;
-    they begin with those of the nearest one."""
+    they begin with those of the nearest one. So has each doubling of streams, where that is asked for."""
 
     def __init__(self) -> None:
-        self.by_context: dict[int, Curve] = {}
+        self.curves: dict[tuple[int, int], Curve] = {}
         self.now: Curve = self.at(0)
 
-    def at(self, context: int) -> Curve:
+    def at(self, context: int, streams: int = 0) -> Curve:
         """From now on the steps have so many tokens of context, all streams together."""
-        size = (context // NEAR).bit_length()
-        if size not in self.by_context:
-            nearest = min(self.by_context, key=lambda known: abs(known - size), default=None)
-            self.by_context[size] = Curve() if nearest is None else self.by_context[nearest].copy()
-        self.now = self.by_context[size]
+        size = (context // NEAR).bit_length(), streams.bit_length()
+        if size not in self.curves:
+            known = [other for other in self.curves if self.curves[other].sizes]
+            nearest = min(known, key=lambda other: abs(other[0] - size[0]) + abs(other[1] - size[1]), default=None)
+            self.curves[size] = Curve() if nearest is None else self.curves[nearest].copy()
+        self.now = self.curves[size]
         return self.now
 
     def add(self, rows: int, seconds: float) -> None:
@@ -75,6 +76,10 @@ class StepTimes:
     def is_below(self, rows: int) -> bool:
         """Whether only steps with more rows were measured: such a step may be much shorter than predicted."""
         return not self.now.sizes or rows < self.now.sizes[0]
+
+    def least(self) -> int:
+        """Rows of the smallest step that was measured; 0: none was."""
+        return self.now.sizes[0] if self.now.sizes else 0
 
 
 class Curve:
@@ -109,8 +114,15 @@ class Curve:
         after = bisect_right(self.sizes, rows)
         if after == 0:
             return self.seconds[0]
-        seconds = self.seconds[after - 1] * (1 + SLOPE * (rows - self.sizes[after - 1]))
-        return seconds if after == len(self.sizes) else min(seconds, self.seconds[after])
+        known, seconds = self.sizes[after - 1], self.seconds[after - 1]
+        if after == len(self.sizes):
+            return seconds * (1 + SLOPE * (rows - known) / known)
+        return between(rows, (known, seconds), (self.sizes[after], self.seconds[after]))
+
+
+def between(rows: int, low: tuple[int, float], high: tuple[int, float]) -> float:
+    """Seconds of a step with so many rows, on the line from one (rows, seconds) to another."""
+    return low[1] + (high[1] - low[1]) * (rows - low[0]) / (high[0] - low[0])
 
 
 def never_falling(values: Sequence[tuple[float, int]]) -> list[float]:

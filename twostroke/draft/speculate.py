@@ -3,7 +3,8 @@
 A step with `rows` rows takes T(rows) seconds. If each guess is right with probability p, k guesses of one request bring
 p + p² + … + p^k tokens more. The requests of a step are asked in turn, and each takes the source and the k that give
 the whole step the most expected tokens over its predicted time. Where more rows cost much (many streams) or few guesses
-are right, that is none.
+are right, that is none. What guesses cost once a step, however many there are, is paid by all streams together: on a
+GPU the plan waits for the step before it, which costs the host's time.
 
 Both p and T are learnt while serving. T of what is not chosen would become outdated. So now and then a step verifies no
 guess although it would pay, or a few although they would not. And what was predicted is compared with what steps with
@@ -12,25 +13,24 @@ guesses really brought: where they were slower, guessing pauses.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import inf
 from typing import NamedTuple
 
 from twostroke.draft.answers import EarlierAnswers
 from twostroke.draft.by_model import READY, TRIALS, Choice, ModelDrafts
 from twostroke.draft.lookup import Lookup
-from twostroke.draft.rates import FORCED, MODEL, Acceptance, Realised, StepTimes, kind_of
+from twostroke.draft.rates import FORCED, MODEL, Acceptance, Realised, StepTimes, between, kind_of
 from twostroke.types import UNWRITTEN, Plan, RequestState, Result, WorkKind
 
 MOST = 16  # guesses for one request and step
-# With more streams nothing is guessed: no gain was measured (docs/speculation.md). By a draft model, and from the text:
-STREAMS = {"cpu": 2, "cuda": 64}
-TEXT_STREAMS = {"cpu": 2, "cuda": 1}  # on a GPU a stream that waits for its result leaves the step of the others
+STREAMS = {"cpu": 2, "cuda": 64}  # with more streams nothing is guessed: no gain was measured (docs/speculation.md)
 GAIN = 1.1  # least predicted gain in tokens per second
 WITHOUT_EVERY = 32  # steps that could draft: one of so many does not
-TRY_EVERY = 64  # long matches that do not pay: one of so many is tried
+TRY_EVERY = 64  # steps with long matches that do not pay: one of so many tries them; fewer where streams are many
 TRIED = 3  # guesses of such a try
-LONG = 8  # tokens of a match that is worth a try
+LONG_KIND = kind_of(8)  # of matches that are worth a try
+UNLIKELY = 0.02  # chance of a guess below which it is not made
 
 
 Forced = Callable[[RequestState], Sequence[int]]  # the tokens that a request's grammar leaves no choice about
@@ -50,8 +50,7 @@ def make_drafter(
     if not by_text and not by_model:
         return None
     model = ModelDrafts(draft_share) if by_model and draft_share is not None else None
-    texts = TEXT_STREAMS[device] if by_text else 0
-    return Speculation(forced, texts, model, STREAMS[device] if by_model else texts, longest)
+    return Speculation(forced, STREAMS[device] if by_text else 0, model, STREAMS[device], longest)
 
 
 def never_forced(request: RequestState) -> Sequence[int]:
@@ -82,13 +81,22 @@ class Proposal(NamedTuple):
     speed: float  # expected tokens per second of the whole step
 
 
+def proposals(kinds: dict[int, int], chances: Sequence[tuple[float, int]], speed: float) -> dict[int, Proposal]:
+    """kinds: of each request's guesses; chances: of the guesses that are taken, with the request's id."""
+    found: dict[int, Proposal] = {}
+    for chance, name in chances:
+        before = found.get(name) or Proposal(kinds[name], 0, 0.0, speed)
+        found[name] = before._replace(length=before.length + 1, gained=before.gained + chance)
+    return found
+
+
 class Speculation:
     """The drafter of a scheduler."""
 
     def __init__(
         self,
         forced: Forced = never_forced,
-        text_streams: int = TEXT_STREAMS["cpu"],
+        text_streams: int = STREAMS["cpu"],
         model: ModelDrafts | None = None,
         most_streams: int = STREAMS["cpu"],
         longest: Callable[[], float] = lambda: inf,
@@ -99,49 +107,86 @@ class Speculation:
         self.of: dict[int, Guessing] = {}  # by the request's id
         self.earlier = EarlierAnswers()
         self.acceptance = Acceptance()
-        self.times = StepTimes()
+        self.times = StepTimes()  # of steps without guesses
+        self.verified = StepTimes()  # of steps with guesses
         self.realised: dict[int, Realised] = {}  # by doublings of streams
         self.streams = self.rows = self.chances = self.declined = 0
         self.context = 0  # tokens before the rows of the last step, all streams together
         self.tokens = 0.0  # expected of the step that is being planned
         self.drafting = 0.0  # seconds of the draft model in it
-        self.without = False
+        self.without = self.counted = False  # this plan goes without guesses; it was counted among the chances
+        self.texts: dict[int, Proposal] = {}  # guesses from the text that pay together, by the request's id
 
     # ---- a plan ------------------------------------------------------------------------------------------------------
 
-    def begin(self, streams: int) -> bool:
+    def begin(self, streams: Sequence[RequestState]) -> bool:
         """A plan is being made: each stream writes one token. False: nothing is guessed in it."""
-        self.streams, self.rows, self.tokens, self.drafting = streams, streams, float(streams), 0.0
-        self.without = self.chances % WITHOUT_EVERY == WITHOUT_EVERY - 1
-        if streams > self.most_streams or not self._realised(streams).allows():
+        count = len(streams)
+        self.streams, self.rows, self.tokens, self.drafting, self.texts = count, count, float(count), 0.0, {}
+        self.without, self.counted = self.chances % WITHOUT_EVERY == WITHOUT_EVERY - 1, False
+        if count > self.most_streams or not self._realised(count).allows():
             return False
         self.times.at(self.context)
+        self.verified.at(self.context, count)
         if self.model is not None:
-            chosen = self.model.chosen = self._for_all(self.model, streams)
-            self.drafting = chosen.seconds if streams > 1 else 0.0  # one stream pays for its own passes
+            chosen = self.model.chosen = self._for_all(self.model, count)
+            self.drafting = chosen.seconds if count > 1 else 0.0  # one stream pays for its own passes
+        if count <= self.text_streams:
+            self.texts = self._from_texts(streams)
         return True
 
-    def waits(self, request: RequestState) -> bool:
-        """Whether the next plan of a request with a step in flight should wait for its result: guesses from what is
-        known so far would pay."""
-        if self.streams > self.text_streams or not request.params.speculate:
-            return False
-        known = self._known(request)
-        match = known.lookup.update(request.tokens)
-        return match > 0 and self._choose(known.acceptance, kind_of(match), MOST).length > 0
+    def waits(self) -> bool:
+        """Whether a plan should wait for results in flight: guesses from what is known so far would pay."""
+        return bool(self.texts) or (self.model is not None and self.model.chosen.length > 0)
+
+    def _from_texts(self, streams: Sequence[RequestState]) -> dict[int, Proposal]:
+        """The guesses from the streams' own texts that bring the whole step most tokens per second, if that is enough.
+        Those that are kept most likely come first: however many are taken, no other choice of so many brings more."""
+        count, alone, longest = self.streams, self.times.predict(self.streams), self.longest()
+        kinds, chances = dict[int, int](), list[tuple[float, int]]()
+        if alone is None:
+            return {}
+        for request in streams:
+            if not request.params.speculate:
+                continue
+            known = self._known(request)
+            match = known.lookup.update(request.tokens)
+            if match:
+                kinds[request.id] = kind_of(match)
+                chances += ((chance, request.id) for chance in self._chances(known.acceptance.rate(kind_of(match))))
+        chances.sort(reverse=True)
+        tokens, speed, taken = float(count), GAIN * count / alone, 0
+        for rows, (chance, _) in enumerate(chances, 1):
+            tokens += chance
+            seconds = self._seconds(count + rows, count)
+            if seconds is None or seconds > longest:
+                break
+            if tokens / seconds > speed:
+                speed, taken = tokens / seconds, rows
+        if not taken and any(kind >= LONG_KIND for kind in kinds.values()) and self._is_due():
+            return {name: Proposal(kind, TRIED, 0.0, 0.0) for name, kind in kinds.items() if kind >= LONG_KIND}
+        return proposals(kinds, chances[:taken], speed)
+
+    def _chances(self, rate: float) -> Iterator[float]:
+        """That the first, the second, … guess of a request is kept."""
+        chance = 1.0
+        for _ in range(MOST):
+            chance *= rate
+            if chance < UNLIKELY:
+                return
+            yield chance
 
     def propose(self, request: RequestState, most: int) -> Sequence[int]:
         """The guesses of the source from which the step gains most: the grammar, the request's own tokens, or the draft
         model."""
-        known = self._known(request)
-        match = known.lookup.update(request.tokens) if self.streams <= self.text_streams else 0
+        text = self.texts.get(request.id)
         forced = self.forced(request) if request.params.grammar is not None else ()
-        if not match and not forced and self.model is None:
+        if text is None and not forced and self.model is None:
             return ()  # most steps of most requests
-        most = min(most, MOST)
-        best = Proposal(kind_of(match), 0, 0.0, 0.0)
-        if match:
-            best = self._choose(known.acceptance, kind_of(match), most)
+        known, most = self._known(request), min(most, MOST)
+        best = text or Proposal(0, 0, 0.0, 0.0)
+        if best.length > most:
+            best = best._replace(length=most)
         if forced:
             best = max(best, self._choose(known.acceptance, FORCED, min(most, len(forced))), key=lambda c: c.speed)
         ready = self.model is not None and len(request.tokens) - request.drafted <= READY
@@ -151,21 +196,20 @@ class Speculation:
             if ready and known.trials and most:
                 known.trials -= 1
                 best = Proposal(MODEL, min(most, TRIED), 0.0, 0.0)
-            elif match >= LONG and self._is_due():
-                best = Proposal(kind_of(match), min(most, TRIED), 0.0, 0.0)
-        elif self.without:
-            self.chances += 1
-            return ()
+        else:
+            self.chances += not self.counted
+            self.counted = True
+            if self.without:
+                return ()
         return self._take(request, known, best, forced)
 
     def _is_due(self) -> bool:
         """Once in a while guesses are verified although they do not pay."""
         self.declined += 1
-        return self.declined % TRY_EVERY == 0
+        return self.declined % (TRY_EVERY * max(1, self.streams // 4)) == 0
 
     def _take(self, request: RequestState, known: Guessing, best: Proposal, forced: Sequence[int]) -> Sequence[int]:
         known.kind, count = best.kind, best.length
-        self.chances += best.gained > 0
         self.tokens += best.gained
         draft: Sequence[int]
         if not count:
@@ -189,12 +233,28 @@ class Speculation:
 
     # ---- how many ----------------------------------------------------------------------------------------------------
 
+    def _seconds(self, rows: int, streams: int) -> float | None:
+        """Predicted of a step with so many rows; None: none was measured yet."""
+        if rows <= streams:
+            return self.times.predict(rows)
+        known, least = self.verified.predict(rows), self.verified.least()
+        if known is None:
+            return self.times.predict(rows)
+        alone = self.times.predict(streams)
+        if rows < least and alone is not None and alone < known:
+            return between(rows, (streams, alone), (least, known))
+        return known
+
     def _choose(
-        self, acceptance: Acceptance, kind: int, most: int, drafting: Callable[[int], float] = lambda count: 0.0
+        self,
+        acceptance: Acceptance,
+        kind: int,
+        most: int,
+        drafting: Callable[[int], float] = lambda count: 0.0,
     ) -> Proposal:
         """The count with the most expected tokens per second. drafting: seconds for writing so many guesses."""
         rate, total, chance = acceptance.rate(kind), 0.0, 1.0
-        alone = self.times.predict(self.rows)
+        alone = self._seconds(self.rows, self.streams)
         if alone is None:
             return Proposal(kind, 0, 0.0, 0.0)
         least, longest = 1 + (GAIN - 1) / max(1.0, self.streams / 2), self.longest()  # one stream's part of the gain
@@ -202,7 +262,7 @@ class Speculation:
         for count in range(1, most + 1):
             chance *= rate
             total += chance
-            target = self.times.predict(self.rows + count)
+            target = self._seconds(self.rows + count, self.streams)
             assert target is not None
             seconds = target + self.drafting + drafting(count)
             if seconds > longest:
@@ -221,8 +281,9 @@ class Speculation:
 
     def _for_all(self, model: ModelDrafts, streams: int) -> Choice:
         return model.choose(
-            streams, self.acceptance.rate(MODEL), self.times.predict, gain=GAIN, most=MOST, longest=self.longest()
-        )
+            streams, self.acceptance.rate(MODEL), lambda rows: self._seconds(rows, streams), gain=GAIN, most=MOST,
+            longest=self.longest(),
+        )  # fmt: skip
 
     def _model_seconds(self, model: ModelDrafts, request: RequestState, count: int) -> float:
         alone = self.times.predict(self.streams)
@@ -257,8 +318,9 @@ class Speculation:
 
     # ---- what was measured -------------------------------------------------------------------------------------------
 
-    def learn(self, plan: Plan, result: Result, seconds: float) -> None:
-        """From a step that was collected. Beside many streams nothing is guessed, so nothing is learnt there."""
+    def learn(self, plan: Plan, result: Result, seconds: float, elapsed: float) -> None:
+        """From a step that was collected. Beside many streams nothing is guessed, so nothing is learnt there. Steps
+        with guesses are made one at a time, so the host's time is part of theirs."""
         works = plan.works
         if len(works) > self.most_streams:
             return
@@ -278,9 +340,15 @@ class Speculation:
         if not plain:
             return
         self.context = context
+        if not result.settled:
+            return
         if guessed and (alone := self.times.predict(len(works))) is not None:
-            self._realised(len(works)).add(alone * kept / len(works), seconds)
-        self.times.add(rows, seconds - sum(taken for _, taken in result.passes))
+            self._realised(len(works)).add(alone * kept / len(works), elapsed)
+        passes = sum(taken for _, taken in result.passes)
+        if guessed:
+            self.verified.add(rows, elapsed - passes)
+        else:
+            self.times.add(rows, seconds - passes)
 
     def _realised(self, streams: int) -> Realised:
         size = streams.bit_length()

@@ -72,8 +72,10 @@ def build_engine(
     load_progress: Progress | None = None,
     stage: OnStage = ignore_stage,
     block_key: bytes | None = None,
+    ahead: bool = False,
 ) -> Engine:
-    """block_key: shared by engines that exchange KV blocks; None: the names are valid in this process alone."""
+    """block_key: shared by engines that exchange KV blocks; None: the names are valid in this process alone. ahead: all
+    kernels are compiled now, so that no caller waits for one later."""
     stage("open")
     check_host_memory(config.kv_offload, free_memory())
     checkpoint = open_checkpoint(locate(model, download_progress))
@@ -110,7 +112,7 @@ def build_engine(
     if device == "cuda":
         from twostroke.run.cuda.warm_up import prepare  # Triton is not installed everywhere
 
-        settings = prepare(config, settings, transformer, small)
+        settings = prepare(config, settings, transformer, small, ahead=ahead)
     for name, reason in settings.reasons.items():
         log.info("%s = %s: %s", name, getattr(settings, name), reason)
     kv = KVStorage(settings.layout, settings.kv_blocks, settings.kv_dtype, ops.device, settings.host_slots)

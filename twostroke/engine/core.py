@@ -81,13 +81,12 @@ class Core:
             return self._fail(f"{type(error).__name__}: {error}")
         self.in_flight.popleft()
         now = self.clock()
-        seconds = result.seconds
-        if seconds is None:
-            seconds = now - max(oldest.launched, self.collected)  # a step that waited for the one before is not slower
+        elapsed = now - max(oldest.launched, self.collected)  # a step that waited for the one before is not slower
+        seconds = elapsed if result.seconds is None else result.seconds
         self.collected = now
         if self.steplog is not None:
             self.steplog.add(describe(oldest, result, seconds, self.scheduler))
-        return self.scheduler.commit(oldest.plan, result, now, seconds)
+        return self.scheduler.commit(oldest.plan, result, now, seconds, elapsed)
 
     def _fail(self, error: str) -> list[Event]:
         plans = [flight.plan for flight in self.in_flight]

@@ -218,7 +218,9 @@ def start(port: Port, hello: Hello) -> tuple[Engine, Ready]:
             port.send(Stage("load", done, total))
 
     config = make_config(**hello.settings)
-    engine = build_engine(hello.model, config, clock, load_progress=loaded, stage=stage, block_key=hello.block_key)
+    engine = build_engine(
+        hello.model, config, clock, load_progress=loaded, stage=stage, block_key=hello.block_key, ahead=True
+    )
     stage("warm up")
     count, first = warm_up(engine)
     longest = first * max(1.0, engine.settings.max_batch_tokens / count)

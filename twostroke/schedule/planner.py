@@ -27,6 +27,7 @@ class Planner:
             start = request.computed + request.in_flight
             stream = start >= request.prompt_length and start >= len(request.tokens) - 1
             (self.streams if stream else self.prompts).append(request)
+        self.drafting = False  # whether streams may guess
         self.promised: list[int] = []  # blocks published before their content is there
         self.drafts: list[DraftWork] = []
         self.filled: list[int] = []  # blocks that the draft model has promised to compute
@@ -36,10 +37,16 @@ class Planner:
         self.seconds_left: float | None = None  # of prompt work; None: no stream is waiting for this step
         self.chunks = 0
 
+    def waits(self) -> bool:
+        """Whether nothing is planned now: streams have a step in flight, and a draft continues its unknown token. Where
+        nothing is drafted, the next step is planned while one runs."""
+        drafter = self.scheduler.drafter
+        self.drafting = drafter is not None and drafter.begin(self.streams)
+        return self.drafting and drafter.waits() and any(request.in_flight for request in self.streams)
+
     def add_streams(self) -> None:
         """Every running stream advances by one, or by what is kept of a draft."""
-        scheduler, tables = self.scheduler, self.tables
-        drafting = scheduler.drafter is not None and scheduler.drafter.begin(len(self.streams))
+        scheduler, tables, drafting = self.scheduler, self.tables, self.drafting
         if tables.pool.available < len(self.streams) * len(tables.windows):
             # Requests that would be preempted first are planned last.
             self.streams.sort(key=worth_keeping, reverse=True)
@@ -51,7 +58,7 @@ class Planner:
             start, known = request.computed + request.in_flight, len(request.tokens)
             # Steps in flight bring it to its limit, or it is already one unknown token ahead.
             complete = start > known or known + (start == known) >= request.limit
-            if complete or request.id not in running or (drafting and self._waits(request)):
+            if complete or request.id not in running:
                 continue
             if start % BLOCK == 0 and not self._make_room(request, start + 1):
                 continue
@@ -69,12 +76,6 @@ class Planner:
             budget -= count
         scheduler.counters.computed_tokens += self.tokens_left - budget
         self.tokens_left = budget
-
-    def _waits(self, request: RequestState) -> bool:
-        """Whether its next plan depends on a result that is not known yet: a draft continues the newest token. Where
-        nothing is drafted, the next step is planned while one runs."""
-        drafter = self.scheduler.drafter
-        return request.in_flight > 0 and drafter is not None and drafter.waits(request)
 
     def _draft(self, request: RequestState, rows: int) -> tuple[int, ...]:
         """Tokens to verify after the newest one. They take rows and blocks that are free: none evicts or preempts."""

@@ -122,6 +122,8 @@ class Scheduler:
         planner = Planner(self, now)
         if self.suspects:
             planner.add_suspect(self.suspects)
+        elif planner.waits():
+            return Plan(self.plans, ())
         elif self.policy.prompts_first:
             planner.add_prompts()
             planner.add_streams()
@@ -253,12 +255,15 @@ class Scheduler:
 
     # ---- commit ----------------------------------------------------------------------------------------------------
 
-    def commit(self, plan: Plan, result: Result, now: float, seconds: float) -> list[Event]:
+    def commit(
+        self, plan: Plan, result: Result, now: float, seconds: float, elapsed: float | None = None
+    ) -> list[Event]:  # fmt: skip
+        """seconds: that the step took; elapsed: with what the host did meanwhile, where that is not part of them."""
         self.published.pop(plan.number, None)
         self.filled.pop(plan.number, None)
         self.pace.observe(plan, seconds)
         if self.drafter is not None:
-            self.drafter.learn(plan, result, seconds)
+            self.drafter.learn(plan, result, seconds, seconds if elapsed is None else elapsed)
         self.counters.steps += 1
         events, described, written = [], result.details, 0
         for index, (work, tokens) in enumerate(zip(plan.works, result.tokens, strict=True)):

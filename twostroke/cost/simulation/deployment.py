@@ -20,7 +20,7 @@ from twostroke.cost.simulation.served import Served, Summary, summarize
 from twostroke.cost.simulation.trace import Arrival
 from twostroke.cost.simulation.worker import Jitter
 from twostroke.draft.replay import GUESSED, LookupCounts
-from twostroke.draft.speculate import TEXT_STREAMS
+from twostroke.draft.speculate import STREAMS
 from twostroke.model.arch import Arch
 from twostroke.record import replace
 
@@ -142,7 +142,7 @@ def drafts_of(counts: LookupCounts, kind: str) -> Drafts | None:
     sources = (
         Source(covered / counts.steps, right_for(right / covered, GUESSED)) for covered, tried, right in kinds if tried
     )
-    return Drafts(tuple(sources), TEXT_STREAMS[kind])
+    return Drafts(tuple(sources), STREAMS[kind])
 
 
 def deployment_of(

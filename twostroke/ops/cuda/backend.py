@@ -26,7 +26,7 @@ from twostroke.ops.cuda.kernels.experts import pair_experts, route
 from twostroke.ops.cuda.kernels.grouped import grouped_experts
 from twostroke.ops.cuda.kernels.latent import head_product, latent_attention, latent_tile, store_latents
 from twostroke.ops.cuda.kernels.one_row import one_row
-from twostroke.ops.cuda.kernels.prefill import make_tiles, prefill_attention, split_for, tile_rows
+from twostroke.ops.cuda.kernels.prefill import draft_splits, make_tiles, prefill_attention, split_for, tile_rows
 from twostroke.ops.cuda.kernels.quantized import (
     Narrow,
     as_float,
@@ -43,7 +43,9 @@ from twostroke.ops.interface import BLOCK, Attention, Batch, ExpertSet, Gate, KV
 
 STAGED = 1 << 25  # elements that are sent to the device at a time
 WIDE_ROWS = 2048  # rows of a wide product made at a time
+FEW_ROWS = 32  # that our product with float weights multiplies faster than the library
 FEW_OF_EXPERTS = 8  # rows of which each reads its experts by itself
+FEW_QUERIES = 8  # of a request that verifies a short draft
 SOME = 256  # rows from which on a decoded copy of a matrix of few bits pays
 
 
@@ -74,6 +76,7 @@ class Cut:
     rows: tuple[tuple[int, int, int], ...] = ()  # (first row, count, context) of each of `long`
     cascade: Cascade | None = None
     scale: int = 1  # factor by which splits are longer than usual
+    queries: int = 0  # the most of a tile, where they are few
 
 
 class DeviceBatch(Batch, eq=False):
@@ -95,6 +98,14 @@ class HostCut(NamedTuple):
     tile_splits: int
     long: tuple[int, ...]
     rows: tuple[tuple[int, int, int], ...]
+
+
+def cut_drafts(counts: np.ndarray, lengths: np.ndarray, kind: AttentionKind) -> HostCut:
+    """The same for a step that verifies drafts and reads no prompt: a few rows of each request are a tile, also where
+    there is only one. Many programs share a tile's context, as those of a decode step do."""
+    tiles = make_tiles(counts, lengths, np.arange(len(counts)), kind.queries)
+    splits = draft_splits(len(tiles), kind.kv_heads, int(lengths.max()))
+    return HostCut(np.zeros(0, np.int32), 1, tiles, splits, (), ())
 
 
 def cut_step(counts: np.ndarray, lengths: np.ndarray, kind: AttentionKind) -> HostCut:
@@ -134,6 +145,7 @@ class CudaOps(Ops):
         """quantize: pack matrices into "fp8", "int8" or "int4" instead of `dtype`. keep: matrices that come in codes
         which there are kernels for stay in them (kept.py)."""
         self.dtype, self.device, self.quantize, self.keep = dtype, torch.device(device), quantize, keep
+        self.few_rows = FEW_ROWS if self.device.type == "cuda" and dtype != torch.float32 else 0
         self.scratch = DecodeScratch(self.device)
         self._norms: dict[Norm, Norm] = {}
         self._staged: list[tuple[Tensor, torch.cuda.Event]] = []  # pinned memory, and when its last part was sent
@@ -239,6 +251,8 @@ class CudaOps(Ops):
         if isinstance(weight, FloatMatrix):
             if x.shape[0] == 1 and x.is_contiguous():
                 return self._one_row(x, weight, before, add_to)
+            if x.shape[0] <= self.few_rows:
+                return self._few_rows(x, weight, before, add_to)
         elif x.shape[0] <= SOME:
             return self._some_rows(x, weight, before, add_to)
         x = self._prepared(x, before)
@@ -265,6 +279,12 @@ class CudaOps(Ops):
             x, weight.weight, weight.bias, out, before=kind, norm=norm.weight if norm else None,
             eps=norm.eps if norm else 0.0, add=add_to is not None,
         )  # fmt: skip
+
+    def _few_rows(self, x: Tensor, weight: FloatMatrix, before: Norm | Gate | None, add_to: Tensor | None) -> Tensor:
+        shape = x.shape[0], weight.weight.shape[0]
+        out = torch.empty(shape, dtype=x.dtype, device=x.device) if add_to is None else add_to
+        exact_product(self._prepared(x, before), weight.weight, out, add_to is not None)
+        return out if weight.bias is None else out.add_(weight.bias)
 
     def _some_rows(self, x: Tensor, weight: Narrow, before: Norm | Gate | None, add_to: Tensor | None) -> Tensor:
         """x times the codes."""
@@ -331,7 +351,9 @@ class CudaOps(Ops):
         if cut.single_count:
             self._attend_singles(q, attention, kv, batch, group, out, cut, fused=False)
         if cut.tiles is not None:
-            prefill_attention(q, attention, kv, batch, group, out, cut.tiles, splits=cut.tile_splits)
+            prefill_attention(
+                q, attention, kv, batch, group, out, cut.tiles, splits=cut.tile_splits, queries=cut.queries
+            )
         for request, (first, count, context) in zip(cut.long, cut.rows, strict=True):
             v = qkv[:, -attention.kv_heads * attention.head_dim :]
             table = batch.groups[group].tables[request]

@@ -70,6 +70,7 @@ class Handle:
     clocked: Clocked | None = None
     began: Any = None
     passes: Passes = ()
+    settled: bool = True
 
 
 class CudaRunner:
@@ -134,7 +135,7 @@ class CudaRunner:
         kept = rows.accepted([None if token < 0 else token for token in chosen])
         describe_choices(rows, kept, handle.logits, handle.errors, details)
         self.results.append(handle.tokens)
-        return Result(tuple(kept), details, seconds, handle.passes)
+        return Result(tuple(kept), details, seconds, handle.passes, handle.settled)
 
     def _wait(self, handle: Handle) -> float | None:
         """Until the device is done. Returns the seconds that the step took, where the device measures them."""
@@ -145,6 +146,7 @@ class CudaRunner:
         if handle.clocked is not None:
             alone = seconds - sum(taken for _, taken in handle.passes)
             handle.clocked.entry.worthwhile = handle.clocked.host_seconds > BEHIND * alone
+            handle.settled = not handle.clocked.entry.worthwhile
         return seconds
 
     # ---- steps of a shape that others share ------------------------------------------------------------------------
@@ -168,16 +170,24 @@ class CudaRunner:
     def _run_shape(self, rows: StepRows, shape: Shape, entry: Captured) -> Handle:
         self.staging.send(entry.arrays, entry.buffer)
         entry.occurred += 1
-        if entry.graph is None and entry.worthwhile and entry.occurred > OCCURRENCES and self.captures < MOST_GRAPHS:
+        known = entry.graph is not None
+        if not known and self._wants_graph(shape, entry):
             self._capture(shape, entry)
         if entry.graph is not None:
             entry.graph.replay()
             assert entry.tokens is not None
-            return self._finish(rows, entry.tokens)
+            handle = self._finish(rows, entry.tokens)
+            handle.settled = known
+            return handle
         began = time.perf_counter()
         tokens = self._step(shape, entry.there)
         clocked = Clocked(entry, time.perf_counter() - began) if self.graphs else None
         return self._finish(rows, tokens, clocked=clocked)
+
+    def _wants_graph(self, shape: Shape, entry: Captured) -> bool:
+        """No plan is made while drafts are verified, so that the device always waits for the host then."""
+        needed = entry.occurred > 1 if shape.drafts else entry.worthwhile and entry.occurred > OCCURRENCES
+        return self.graphs and needed and self.captures < MOST_GRAPHS
 
     def _capture(self, shape: Shape, entry: Captured) -> None:
         self.captures += 1
@@ -206,7 +216,8 @@ class CudaRunner:
             tiles = there[f"tiles{index}"] if shape.tiles[index] else None
             long, rows = ((), ()) if mixture is None else (mixture.cuts[index].long, mixture.cuts[index].rows)
             cuts[kind] = Cut(
-                there["singles"], shape.singles, shape.splits, tiles, shape.tile_splits[index], long, rows
+                there["singles"], shape.singles, shape.splits, tiles, shape.tile_splits[index], long, rows,
+                queries=shape.queries,
             )  # fmt: skip
         slots = there["positions"].expand(len(there["tables"]), -1) if shape.fused else there["slots"]
         requests = shape.requests + (mixture is None and not shape.streams)  # with the one that stands for padding

@@ -13,15 +13,16 @@ from typing import NamedTuple
 import numpy as np
 
 from twostroke.kv.layout import KVGroup
-from twostroke.ops.cuda.backend import AttentionKind, HostCut, cut_step
+from twostroke.ops.cuda.backend import FEW_QUERIES, AttentionKind, HostCut, cut_drafts, cut_step
 from twostroke.ops.cuda.kernels.decode import longer, split_count
+from twostroke.ops.cuda.kernels.prefill import draft_splits
 from twostroke.ops.interface import BLOCK
 from twostroke.run.cuda.buckets import CAPTURED_TOKENS, mixed_rows, stream_rows
 from twostroke.run.cuda.shared_prefix import Sharing, find_sharing
 from twostroke.run.cuda.staging import StagedArrays
 from twostroke.run.sample import MASK, has_tiny_temperature, needs_adjusting, noise_key
 from twostroke.run.step import StepRows
-from twostroke.types import Choice
+from twostroke.types import Choice, WorkKind
 
 MIXED_REQUESTS = (1, 4, 16, 32, 40, 64, 80, 128, 160, 256, 512)
 COLUMNS = 16  # fewest block columns of a padded step
@@ -42,6 +43,8 @@ class Shape(NamedTuple):
     cascade: int = 0  # tiles of streams that share a prefix
     members: int = 0  # of such a tile
     scale: int = 1  # times that splits are longer than usual
+    queries: int = 0  # the most of a request that verifies a draft, where they are few
+    drafts: bool = False  # some are verified, and no prompt is read
 
     @property
     def fused(self) -> bool:
@@ -120,17 +123,21 @@ class Mixture:
 
     rows: StepRows
     cuts: tuple[HostCut, ...]  # for each kind of attention
+    drafts: bool  # some are verified, and no prompt is read
 
     @classmethod
     def of(cls, rows: StepRows, kinds: tuple[AttentionKind, ...]) -> Mixture:
-        return cls(rows, tuple(cut_step(rows.counts, rows.contexts, kind) for kind in kinds))
+        kinds_of_work = {work.kind for work in rows.works}
+        drafts = WorkKind.VERIFY in kinds_of_work and WorkKind.READ not in kinds_of_work
+        cut = cut_drafts if drafts else cut_step
+        return cls(rows, tuple(cut(rows.counts, rows.contexts, kind) for kind in kinds), drafts)
 
     def exact_shape(self) -> Shape:
         rows, first = self.rows, self.cuts[0]
         return Shape(
             rows.total, len(rows.works), -(-rows.columns // BLOCK), len(rows.choices), len(first.singles), first.splits,
             tuple(len(cut.tiles) for cut in self.cuts), tuple(cut.tile_splits for cut in self.cuts),
-            filtered=is_filtered(rows.choices),
+            filtered=is_filtered(rows.choices), queries=self._few_queries(),
         )  # fmt: skip
 
     def padded_shape(self, kinds: tuple[AttentionKind, ...], most_columns: int) -> Shape | None:
@@ -140,6 +147,8 @@ class Mixture:
             return None
         tokens = mixed_rows(rows.total)
         requests = next((size for size in MIXED_REQUESTS if size >= count), count)
+        if self.drafts:
+            return self._draft_shape(kinds, tokens, requests, column_bucket(rows.columns, most_columns))
         choosing = next((size for size in MIXED_REQUESTS if size >= len(rows.choices)), len(rows.choices))
         singles = self.cuts[0].singles
         reach = column_bucket(int(rows.contexts[singles].max()), most_columns) if len(singles) else 0
@@ -151,6 +160,17 @@ class Mixture:
             tuple(1 << (cut.tile_splits.bit_length() - 1) for cut in self.cuts),
             filtered=is_filtered(rows.choices),
         )  # fmt: skip
+
+    def _draft_shape(self, kinds: tuple[AttentionKind, ...], tokens: int, requests: int, columns: int) -> Shape:
+        """Depends on nothing but these numbers, so that few graphs serve drafts of all lengths."""
+        return Shape(
+            tokens, requests, columns, tokens, 0, 1, tuple(tokens // kind.queries + requests for kind in kinds),
+            tuple(draft_splits(requests, kind.kv_heads, columns * BLOCK) for kind in kinds),
+            filtered=is_filtered(self.rows.choices), queries=self._few_queries(), drafts=True,
+        )  # fmt: skip
+
+    def _few_queries(self) -> int:
+        return FEW_QUERIES if self.drafts and self.rows.counts.max() <= FEW_QUERIES else 0
 
     def fill(self, host: dict[str, np.ndarray], tables: np.ndarray, groups: Sequence[KVGroup]) -> None:
         rows, count, padding = self.rows, len(self.rows.works), len(host["contexts"]) - 1

@@ -33,6 +33,7 @@ from twostroke.run.sample import SLACK
 from twostroke.sampling import SamplingParams
 from twostroke.types import Plan, Request, RequestState, Work
 
+FLOAT_ROWS = (2, 9, 17)  # one for each kernel of a few rows times floats
 NARROW_ROWS = (2, 5, 9, 17, 33, SOME + 1)  # one for each kernel of a few rows times few bits, and for many rows
 GRAPHS = 1 << 30  # bytes for steps captured later on
 PLANNING = 1.0  # seconds of the start for products with row counts that the library has not planned yet
@@ -40,13 +41,17 @@ COMPILERS = 6  # threads: half of a compilation is Python, so that more would on
 Task = Callable[[], object]
 
 
-def prepare(config: Config, settings: Resolved, model: Transformer, draft: Transformer | None = None) -> Resolved:
+def prepare(
+    config: Config, settings: Resolved, model: Transformer, draft: Transformer | None = None, *, ahead: bool
+) -> Resolved:
     """Compile the kernels before the first request. Returns the settings, with a KV cache of what is really free where
-    its size was not given."""
-    compile_kernels(model, settings)
+    its size was not given. ahead: all that steps can meet, so that no stream waits for a compiler later; else what a
+    prompt and its stream need, for a first token as soon as possible."""
+    compile_kernels(model, settings, ahead=ahead)
     if draft is not None:
-        compile_kernels(draft, settings, len(model.layers))
-    plan_row_counts(model, all_mixed_rows(settings.max_batch_tokens), PLANNING)
+        compile_kernels(draft, settings, len(model.layers), ahead=ahead)
+    if ahead:
+        plan_row_counts(model, all_mixed_rows(settings.max_batch_tokens), PLANNING)
     return (
         resized(config, settings, model, draft) if config.kv_blocks is None and config.kv_memory is None else settings
     )
@@ -60,13 +65,13 @@ def resized(config: Config, settings: Resolved, model: Transformer, draft: Trans
     return replace(sized, reasons={**settings.reasons, **sized.reasons})
 
 
-def compile_kernels(model: Transformer, settings: Resolved, first: int = 0) -> None:
+def compile_kernels(model: Transformer, settings: Resolved, first: int = 0, *, ahead: bool) -> None:
     """Those of a prompt and of a stream, several at a time: each takes a good part of a second. first: the number of
-    the model's first layer in the KV cache."""
-    products = product_kernels(model, settings.max_batch_tokens)
-    usual = [*attention_kernels(model, settings, first), *products, *token_kernels(model)]
-    variants = variant_kernels(model, settings, first)
-    if not INTERPRETED:
+    the model's first layer in the KV cache. ahead: also those of all other steps."""
+    products = product_kernels(model, settings.max_batch_tokens, ahead)
+    usual = [*attention_kernels(model, settings, first), *products, *token_kernels(model, ahead)]
+    variants = variant_kernels(model, settings, first) if ahead else []
+    if ahead and not INTERPRETED:
         plan_attention(model, settings.max_batch_tokens)
     in_parallel(usual)
     in_parallel(variants)  # they share kernels with those before
@@ -156,22 +161,24 @@ def latent_kernels(ops: CudaOps, attention: LatentAttention, kv: KVLayer, group:
     return [lambda: attend(2), lambda: attend(1)]
 
 
-def product_kernels(model: Transformer, most: int) -> list[Task]:
+def product_kernels(model: Transformer, most: int, ahead: bool) -> list[Task]:
     """The products of one layer of each kind and the head with one row, as a step runs them. With two rows a norm or a
-    gate is a kernel of its own: one product of each kind. Matrices of few bits have kernels for some numbers of rows.
-    most: rows of a step."""
+    gate is a kernel of its own: one product of each kind. ahead: also those of other numbers of rows, of which some
+    have kernels of their own. most: rows of a step."""
     tasks: list[Task] = []
+    few = [rows for rows in FLOAT_ROWS if rows <= min(most, cuda_ops(model).few_rows)] if ahead else []
+    some = [rows for rows in NARROW_ROWS if rows <= most] if ahead else []
     for layer in kinds_of_layers(model):
         products = plain_products(layer)
         tasks += [task for product in products for task in product_tasks(model, layer, product, 1)]
         kinds = {type(product.before): product for product in products if product.before is not None}
         tasks += [task for product in kinds.values() for task in product_tasks(model, layer, product, 2)]
-        narrow = [product for product in products if not isinstance(product.weight, FloatMatrix)]
-        sizes = [rows for rows in NARROW_ROWS if rows <= most]
-        tasks += [t for product in narrow for rows in sizes for t in product_tasks(model, layer, product, rows)]
+        for product in products:
+            sizes = few if isinstance(product.weight, FloatMatrix) else some
+            tasks += [task for rows in sizes for task in product_tasks(model, layer, product, rows)]
         if isinstance(layer.feed, Experts):
             tasks += expert_tasks(model, layer.feed, most)
-    heads = [rows for rows in NARROW_ROWS if rows <= min(most, SOME)] if not isinstance(model.head, FloatMatrix) else []
+    heads = few if isinstance(model.head, FloatMatrix) else [rows for rows in some if rows <= SOME]
     return [*tasks, *(partial(model.logits, rows_for(model, model.arch.hidden, rows)) for rows in (1, *heads))]
 
 
@@ -219,8 +226,8 @@ def rows_for(model: Transformer, width: int, rows: int) -> torch.Tensor:
     return torch.zeros(rows, width, dtype=ops.dtype, device=ops.device)
 
 
-def token_kernels(model: Transformer) -> list[Task]:
-    """From a token to the first row, and from logits to a token."""
+def token_kernels(model: Transformer, ahead: bool) -> list[Task]:
+    """From a token to the first row, and from logits to a token. ahead: also with filters, which take longest."""
     ops, arch = cuda_ops(model), model.arch
     numbers = torch.zeros(1, 2, dtype=torch.int32, device=ops.device)
     token, newest = numbers[0, :1], torch.zeros(1, dtype=torch.int32, device=ops.device)
@@ -230,8 +237,9 @@ def token_kernels(model: Transformer) -> list[Task]:
         sample(logits, cold, numbers, token, newest, torch.empty_like(newest), filters)
 
     nothing = Filters(newest, torch.zeros(1, 2, dtype=torch.float64, device=ops.device), SLACK)
+    filtered: list[Task] = [lambda: sample_one(nothing)] if ahead else []
     return [
-        lambda: sample_one(nothing),
+        *filtered,
         sample_one,
         lambda: resolve_tokens(token, newest),
         lambda: ops.embed(model.embedding, token, arch.embedding_scale),

@@ -19,6 +19,7 @@ from twostroke.ops.interface import BLOCK, Attention, Batch, KVLayer
 
 LOG2E = tl.constexpr(1.4426950408889634)
 PROCESSORS = 132  # of an H200, with room for two programs each; elsewhere the last round of programs is less full
+MOST_SPLITS = 16  # programs that share a tile's context
 LONE = 0.65  # time of a program alone on a multiprocessor, over that of two side by side
 
 
@@ -157,28 +158,25 @@ def prefill_kernel(
 @triton.jit(do_not_specialize=["rows", "splits"])
 def combine_kernel(
     part_ptr, part_max_ptr, part_sum_ptr, out_ptr, tiles_ptr, starts_ptr, rows, splits,
-    HEADS: tl.constexpr, HEAD: tl.constexpr, WIDE: tl.constexpr,
+    HEADS: tl.constexpr, HEAD: tl.constexpr, WIDE: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
-    """Merges the partial results of one query, head by head, in order of position."""
+    """Merges the partial results of one query and head."""
     tile, query = tl.program_id(0), tl.program_id(1)
     request, first_query = tl.load(tiles_ptr + 2 * tile), tl.load(tiles_ptr + 2 * tile + 1)
     start, stop = tl.load(starts_ptr + request), tl.load(starts_ptr + request + 1)
     row = (start + first_query + query).to(tl.int64)
     if row >= stop:
         return
-    dims = tl.arange(0, WIDE)
-    place = row * HEADS + tl.program_id(2)
-    top = tl.load(part_max_ptr + place)
-    for split in range(1, splits):
-        top = tl.maximum(top, tl.load(part_max_ptr + place + split * rows.to(tl.int64) * HEADS))
-    acc = tl.zeros((WIDE,), tl.float32)
-    total = 0.0
-    for split in range(splits):
-        at = place + split * rows.to(tl.int64) * HEADS
-        weight = tl.exp2(tl.load(part_max_ptr + at) - top)
-        total += weight * tl.load(part_sum_ptr + at)
-        acc += weight * tl.load(part_ptr + at * HEAD + dims, mask=dims < HEAD, other=0.0)
-    tl.store(out_ptr + place * HEAD + dims, (acc / total).to(out_ptr.dtype.element_ty), mask=dims < HEAD)
+    dims, split = tl.arange(0, WIDE), tl.arange(0, MOST)
+    place, mine = row * HEADS + tl.program_id(2), split < splits
+    at = place + split * rows.to(tl.int64) * HEADS
+    best = tl.load(part_max_ptr + at, mask=mine, other=float("-inf"))
+    sums = tl.load(part_sum_ptr + at, mask=mine, other=0.0)
+    inside = mine[:, None] & (dims < HEAD)[None, :]
+    parts = tl.load(part_ptr + (at * HEAD)[:, None] + dims[None, :], mask=inside, other=0.0)
+    weight = tl.exp2(best - tl.max(best, axis=0))
+    out = tl.sum(weight[:, None] * parts, axis=0) / tl.sum(weight * sums, axis=0)
+    tl.store(out_ptr + place * HEAD + dims, out.to(out_ptr.dtype.element_ty), mask=dims < HEAD)
 
 
 def split_for(tiles: int, kv_heads: int, rows: int, context: int) -> int:
@@ -190,8 +188,14 @@ def split_for(tiles: int, kv_heads: int, rows: int, context: int) -> int:
         last = 0.0 if rest == 0 else LONE if rest <= PROCESSORS else 1.0
         return (rounds + last) / splits + splits * rows / (6 * context)  # partial results are written, read and merged
 
-    most = max(1, min(context // 1024, 16384 // max(rows, 1), 16))
+    most = max(1, min(context // 1024, 16384 // max(rows, 1), MOST_SPLITS))
     return min((splits for splits in (1, 2, 4, 8, 16) if splits <= most), key=cost)
+
+
+def draft_splits(tiles: int, kv_heads: int, context: int) -> int:
+    """The same for tiles of a few rows, where reading the context is all there is to do."""
+    splits = max(1, min(2 * PROCESSORS // (tiles * kv_heads), context // 256, MOST_SPLITS))
+    return 1 << (splits.bit_length() - 1)
 
 
 def tile_rows(dtype: torch.dtype, wide: int, share: int) -> int:
@@ -215,8 +219,9 @@ def make_tiles(
 
 def prefill_attention(
     q: Tensor, attention: Attention, kv: KVLayer, batch: Batch, group: int, out: Tensor, tiles: Tensor, *,
-    splits: int = 1, tile_n: int | None = None, stages: int | None = None, warps: int | None = None,
+    splits: int = 1, queries: int = 0, tile_n: int | None = None, stages: int | None = None, warps: int | None = None,
 ) -> Tensor:  # fmt: skip
+    """queries: the most that a tile has, where they are few; 0: as many as it may."""
     dim, share = attention.head_dim, attention.heads // attention.kv_heads
     wide = max(16, triton.next_power_of_2(dim))
     scales = kv.key_scales if kv.key_scales is not None else kv.keys
@@ -224,6 +229,7 @@ def prefill_attention(
     tables = batch.groups[group].tables
     wide_float = q.dtype == torch.float32
     rows, heads = q.shape[0], attention.heads
+    tile_m = max(16, triton.next_power_of_2(queries * share)) if queries else tile_rows(q.dtype, wide, share)
     parts = out if splits == 1 else torch.empty(splits, rows, heads, dim, device=q.device)
     part_max, part_sum = (out, out) if splits == 1 else torch.empty(2, splits, rows, heads, device=q.device)
     prefill_kernel[(attention.kv_heads, tiles.shape[0], splits)](
@@ -231,15 +237,14 @@ def prefill_attention(
         value_scales, attention.scale, attention.softcap, rows, splits, q.stride(0), tables.stride(0),
         *kv.keys.stride()[:3], *scales.stride()[:2],
         HEADS=attention.heads, KV_HEADS=attention.kv_heads, HEAD=dim, WIDE=wide, FORMAT=FORMATS[kv.format],
-        WINDOW=attention.window, SOFTCAP=attention.softcap > 0, BLOCK=BLOCK, TILE_M=tile_rows(q.dtype, wide, share),
+        WINDOW=attention.window, SOFTCAP=attention.softcap > 0, BLOCK=BLOCK, TILE_M=tile_m,
         TILE_N=tile_n or (32 if wide_float or wide > 128 else 64), PRECISION="ieee" if wide_float else "tf32",
         STAGES=stages or (2 if wide_float or wide > 128 else 3), num_warps=warps or (8 if wide > 128 else 4),
         SPLIT=splits > 1,
     )  # fmt: skip
     if splits > 1:
-        queries = tile_rows(q.dtype, wide, share) // share
-        combine_kernel[(tiles.shape[0], queries, heads)](
+        combine_kernel[(tiles.shape[0], tile_m // share, heads)](
             parts, part_max, part_sum, out, tiles, batch.starts, rows, splits,
-            HEADS=heads, HEAD=dim, WIDE=wide, num_warps=1,
+            HEADS=heads, HEAD=dim, WIDE=wide, MOST=MOST_SPLITS, num_warps=1,
         )  # fmt: skip
     return out
