@@ -11,7 +11,7 @@ import pytest
 
 from tests import tiny
 from tests.engine.oracle import RandomModelDrafter
-from tests.engine.test_exactness import BASE, FreeRows, result
+from tests.engine.test_exactness import BASE, make_rows_free, result
 from tests.engine.test_exchange import KEY, PROMPT, asked, finish
 from tests.grammar.test_tools import TOOLS, calls_in
 from tests.remote.engines import answer, healthy, run
@@ -183,7 +183,7 @@ def test_a_question_that_comes_again_is_answered_from_the_same_tenants_answer(ll
 
 def make_drafts_cheap(drafter: Speculation) -> None:
     """As if a step took the same time for any number of rows, and a pass of the draft model a tenth of it."""
-    drafter.times = FreeRows()
+    make_rows_free(drafter)
     drafter.realised = {size: Unjudged() for size in range(4)}
     if drafter.model is not None:
         drafter.model.share, drafter.model.times.add = 0.1, lambda rows, seconds: None

@@ -336,11 +336,15 @@ class FreeRows(StepTimes):
         return 0.1
 
 
+def make_rows_free(drafter):
+    drafter.times = drafter.verified = FreeRows()
+
+
 def test_lookup_drafts_are_verified_and_change_nothing(default_model):
     """A text that repeats itself: fewer steps, the same tokens and log probabilities."""
     alone = Alone(default_model)
     llm = LLM(default_model, kv_blocks=100, **BASE)
-    llm.engine.core.scheduler.drafter.times = FreeRows()
+    make_rows_free(llm.engine.core.scheduler.drafter)
     text = "Line 1: the cat sat on the mat.\nLine 2: the dog lay on the rug.\n"
     tokens = tuple(llm.tokenizer.encode(text * 2))
     for temperature in (0.0, 1.0):
@@ -385,7 +389,7 @@ def test_tokens_that_a_grammar_forces_are_drafted_and_change_nothing(default_mod
     grammar = Grammar("json_schema", json.dumps(schema))
     plain = LLM(default_model, kv_blocks=100, speculate="off", **BASE)
     llm = LLM(default_model, kv_blocks=100, **BASE)
-    llm.engine.core.scheduler.drafter.times = FreeRows()
+    make_rows_free(llm.engine.core.scheduler.drafter)
     for temperature in (0.0, 1.0):
         asked = SamplingParams(max_tokens=90, temperature=temperature, seed=5, grammar=grammar, logprobs=1)
         want = plain.generate(["A person as JSON:\n"], asked)[0]
@@ -397,7 +401,7 @@ def test_tokens_that_a_grammar_forces_are_drafted_and_change_nothing(default_mod
 
 def test_a_long_forced_text_is_tokenized_in_part(default_model):
     llm = LLM(default_model, kv_blocks=100, **BASE)
-    llm.engine.core.scheduler.drafter.times = FreeRows()
+    make_rows_free(llm.engine.core.scheduler.drafter)
     encoded = []
     forced = llm.engine.core.scheduler.forced
     plain = forced.tokenizer.encode
