@@ -59,7 +59,7 @@ class Fixed(Oracle):
     """Always so many guesses, all wrong."""
 
     def __init__(self, count: int):
-        super().__init__({}, 1.0, 64)
+        super().__init__({}, 1.0, 32)
         self.count = count
         self.guessing = Guessing(self.acceptance, Wrong())
 

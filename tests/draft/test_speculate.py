@@ -271,8 +271,8 @@ def test_the_setting() -> None:
     assert model is not None and not model.text_streams and model.model is not None
     assert both is not None and both.text_streams and both.model is not None
     card = make_drafter("auto", "cuda", never_forced, 0.3)
-    assert card is not None and (card.text_streams, card.most_streams) == (64, 64)
+    assert card is not None and (card.text_streams, card.most_streams) == (32, 32)
     alone = make_drafter("auto", "cuda", never_forced)
-    assert alone is not None and (alone.text_streams, alone.most_streams) == (64, 64)
+    assert alone is not None and (alone.text_streams, alone.most_streams) == (32, 32)
     assert make_drafter("auto", "cpu", never_forced) is not None
     assert make_drafter("lookup", "cuda", never_forced) is not None

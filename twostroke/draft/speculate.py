@@ -24,7 +24,7 @@ from twostroke.draft.rates import FORCED, MODEL, Acceptance, Realised, StepTimes
 from twostroke.types import UNWRITTEN, Plan, RequestState, Result, WorkKind
 
 MOST = 16  # guesses for one request and step
-STREAMS = {"cpu": 2, "cuda": 64}  # with more streams nothing is guessed: no gain was measured (docs/speculation.md)
+STREAMS = {"cpu": 2, "cuda": 32}  # with more streams nothing is guessed: no gain was measured (docs/speculation.md)
 GAIN = 1.1  # least predicted gain in tokens per second
 WITHOUT_EVERY = 32  # steps that could draft: one of so many does not
 TRY_EVERY = 64  # steps with long matches that do not pay: one of so many tries them; fewer where streams are many

@@ -6,6 +6,7 @@ from bisect import bisect_left
 
 BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 MIXED_TOKENS = (8, 16, 32, 64, 128, 192, 256)  # then multiples of TILE_ROWS
+DRAFTED = (8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
 TILE_ROWS = 128  # rows that a product takes at a time
 CAPTURED_TOKENS = 2047  # of a step that may be captured; longer ones keep the device busy for longer than the host
 
@@ -20,6 +21,11 @@ def mixed_rows(tokens: int) -> int:
     if tokens > MIXED_TOKENS[-1]:
         return -(-tokens // TILE_ROWS) * TILE_ROWS
     return MIXED_TOKENS[bisect_left(MIXED_TOKENS, tokens)]
+
+
+def draft_rows(tokens: int) -> int:
+    """Rows of a step that verifies drafts."""
+    return DRAFTED[bisect_left(DRAFTED, tokens)] if tokens <= DRAFTED[-1] else mixed_rows(tokens)
 
 
 def all_mixed_rows(most: int) -> list[int]:

@@ -17,7 +17,7 @@ from twostroke.ops.cuda.backend import FEW_QUERIES, AttentionKind, HostCut, cut_
 from twostroke.ops.cuda.kernels.decode import longer, split_count
 from twostroke.ops.cuda.kernels.prefill import draft_splits
 from twostroke.ops.interface import BLOCK
-from twostroke.run.cuda.buckets import CAPTURED_TOKENS, mixed_rows, stream_rows
+from twostroke.run.cuda.buckets import CAPTURED_TOKENS, draft_rows, mixed_rows, stream_rows
 from twostroke.run.cuda.shared_prefix import Sharing, find_sharing
 from twostroke.run.cuda.staging import StagedArrays
 from twostroke.run.sample import MASK, has_tiny_temperature, needs_adjusting, noise_key
@@ -25,6 +25,7 @@ from twostroke.run.step import StepRows
 from twostroke.types import Choice, WorkKind
 
 MIXED_REQUESTS = (1, 4, 16, 32, 40, 64, 80, 128, 160, 256, 512)
+DRAFT_REQUESTS = (1, 4, 16, 64)  # fewer, because drafts of all lengths make many shapes
 COLUMNS = 16  # fewest block columns of a padded step
 FEW_CHUNKS = 4
 
@@ -148,7 +149,8 @@ class Mixture:
         tokens = mixed_rows(rows.total)
         requests = next((size for size in MIXED_REQUESTS if size >= count), count)
         if self.drafts:
-            return self._draft_shape(kinds, tokens, requests, column_bucket(rows.columns, most_columns))
+            requests = next((size for size in DRAFT_REQUESTS if size >= count), count)
+            return self._draft_shape(kinds, draft_rows(rows.total), requests, column_bucket(rows.columns, most_columns))
         choosing = next((size for size in MIXED_REQUESTS if size >= len(rows.choices)), len(rows.choices))
         singles = self.cuts[0].singles
         reach = column_bucket(int(rows.contexts[singles].max()), most_columns) if len(singles) else 0

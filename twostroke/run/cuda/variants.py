@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from twostroke.ops.cuda.backend import AttentionKind, Cascade, CudaOps, Cut, DeviceBatch
+from twostroke.ops.cuda.backend import FEW_QUERIES, AttentionKind, Cascade, CudaOps, Cut, DeviceBatch
 from twostroke.ops.cuda.kernels.decode import longer, split_count
 from twostroke.ops.cuda.kernels.dense import gather, merge
 from twostroke.ops.cuda.kernels.rope import rotate_and_store
@@ -36,6 +36,7 @@ class Case(NamedTuple):
     streams: bool = False
     members: int = 0  # of a tile of streams that share a prefix
     tile_splits: int = 0  # programs that share a tile of queries; 0: there are no tiles
+    queries: int = 0  # the most of a tile, where they are few
 
 
 def cases_of(kind: AttentionKind, requests: int, length: int, *, grouped: bool, shares: bool) -> list[Case]:
@@ -45,6 +46,7 @@ def cases_of(kind: AttentionKind, requests: int, length: int, *, grouped: bool, 
     tiles = [Case(0, 1, tile_splits=splits) for splits in (1, 2)]
     if not grouped:
         return [Case(1, LONG, streams=True), *mixed, *tiles]
+    tiles += [case._replace(queries=FEW_QUERIES) for case in tiles]
     found: dict[tuple[bool, int, bool, bool], Case] = {}
     for rows in BATCHES:
         if rows > stream_rows(requests):
@@ -69,7 +71,8 @@ def batch_of(case: Case, ops: CudaOps, kind: AttentionKind, group: int) -> Devic
     cascade = Cascade(zeros(1, case.members) - 1, zeros(rows + 1)) if case.members else None
     listed = None if case.streams else zeros(case.rows)
     tiles = zeros(1, 2) if case.tile_splits else None
-    cut = Cut(listed, case.rows, case.splits, tiles, max(1, case.tile_splits), cascade=cascade, scale=case.scale)
+    cut = Cut(listed, case.rows, case.splits, tiles, max(1, case.tile_splits), cascade=cascade,
+              scale=case.scale, queries=case.queries)  # fmt: skip
     starts = torch.arange(rows + 1, dtype=torch.int32, device=ops.device)
     none = np.zeros(rows, np.int64)
     return DeviceBatch(

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from twostroke.ops.cuda.kernels.heads import FORMATS, load_tile
+from twostroke.ops.cuda.kernels.launch import EARLY, gdc_launch_dependents, gdc_wait
 from twostroke.ops.cuda.kernels.rows import tanh
 from twostroke.ops.interface import BLOCK, Attention, Batch, KVLayer
 
@@ -91,8 +92,11 @@ def prefill_kernel(
     scale_head_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD: tl.constexpr, WIDE: tl.constexpr, FORMAT: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     SHARE: tl.constexpr = HEADS // KV_HEADS
     QUERIES: tl.constexpr = TILE_M // SHARE
     DTYPE: tl.constexpr = q_ptr.dtype.element_ty
@@ -158,9 +162,12 @@ def prefill_kernel(
 @triton.jit(do_not_specialize=["rows", "splits"])
 def combine_kernel(
     part_ptr, part_max_ptr, part_sum_ptr, out_ptr, tiles_ptr, starts_ptr, rows, splits,
-    HEADS: tl.constexpr, HEAD: tl.constexpr, WIDE: tl.constexpr, MOST: tl.constexpr,
+    HEADS: tl.constexpr, HEAD: tl.constexpr, WIDE: tl.constexpr, MOST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Merges the partial results of one query and head."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     tile, query = tl.program_id(0), tl.program_id(1)
     request, first_query = tl.load(tiles_ptr + 2 * tile), tl.load(tiles_ptr + 2 * tile + 1)
     start, stop = tl.load(starts_ptr + request), tl.load(starts_ptr + request + 1)
@@ -229,6 +236,7 @@ def prefill_attention(
     tables = batch.groups[group].tables
     wide_float = q.dtype == torch.float32
     rows, heads = q.shape[0], attention.heads
+    early = EARLY if queries else {}  # the kernel after long tiles would take room from them
     tile_m = max(16, triton.next_power_of_2(queries * share)) if queries else tile_rows(q.dtype, wide, share)
     parts = out if splits == 1 else torch.empty(splits, rows, heads, dim, device=q.device)
     part_max, part_sum = (out, out) if splits == 1 else torch.empty(2, splits, rows, heads, device=q.device)
@@ -240,11 +248,11 @@ def prefill_attention(
         WINDOW=attention.window, SOFTCAP=attention.softcap > 0, BLOCK=BLOCK, TILE_M=tile_m,
         TILE_N=tile_n or (32 if wide_float or wide > 128 else 64), PRECISION="ieee" if wide_float else "tf32",
         STAGES=stages or (2 if wide_float or wide > 128 else 3), num_warps=warps or (8 if wide > 128 else 4),
-        SPLIT=splits > 1,
+        SPLIT=splits > 1, PDL=bool(early), **early,
     )  # fmt: skip
     if splits > 1:
         combine_kernel[(tiles.shape[0], tile_m // share, heads)](
             parts, part_max, part_sum, out, tiles, batch.starts, rows, splits,
-            HEADS=heads, HEAD=dim, WIDE=wide, MOST=MOST_SPLITS, num_warps=1,
+            HEADS=heads, HEAD=dim, WIDE=wide, MOST=MOST_SPLITS, PDL=bool(early), num_warps=1, **early,
         )  # fmt: skip
     return out
