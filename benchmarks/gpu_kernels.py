@@ -12,7 +12,8 @@ from collections.abc import Callable
 
 import torch
 
-from twostroke.ops.cuda.backend import CudaOps, Cut, DeviceBatch
+from twostroke.ops.cuda.backend import CudaOps
+from twostroke.ops.cuda.cuts import Cut, DeviceBatch
 from twostroke.ops.cuda.kernels import gemv as g
 from twostroke.ops.cuda.kernels.decode import longer, split_count
 from twostroke.ops.cuda.kernels.dense import sdpa

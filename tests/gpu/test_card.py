@@ -21,7 +21,8 @@ from tests.model.test_parity import load, tokens_of
 from twostroke.kv.layout import make_layout
 from twostroke.kv.storage import KVStorage
 from twostroke.model.transformer import Transformer
-from twostroke.ops.cuda.backend import CudaOps, DeviceBatch
+from twostroke.ops.cuda.backend import CudaOps
+from twostroke.ops.cuda.cuts import DeviceBatch
 from twostroke.ops.cuda.exact import ExactCudaOps
 from twostroke.ops.interface import BLOCK, Attention, GroupBlocks, KVLayer
 

@@ -12,7 +12,8 @@ from twostroke.record import replace
 pytest.importorskip("triton")
 
 from tests.ops.cases import Case, make_step
-from twostroke.ops.cuda.backend import Cascade, CudaOps, Cut
+from twostroke.ops.cuda.backend import CudaOps
+from twostroke.ops.cuda.cuts import Cascade, Cut
 from twostroke.ops.cuda.kernels.decode import split_count
 from twostroke.ops.interface import BLOCK, GroupBlocks
 from twostroke.run.cuda.shared_prefix import find_sharing, split_end, whole_splits

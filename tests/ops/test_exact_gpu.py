@@ -20,7 +20,7 @@ pytest.importorskip("triton")
 
 from tests.ops.cases import DECODE, MIXED, Case, make_step, slots_of  # noqa: E402
 from tests.ops.test_triton import DEVICE, LIMITS, check_attention, copied, on_device  # noqa: E402
-from twostroke.ops.cuda.backend import DeviceBatch  # noqa: E402
+from twostroke.ops.cuda.cuts import DeviceBatch  # noqa: E402
 from twostroke.ops.cuda.exact import ExactCudaOps  # noqa: E402
 from twostroke.ops.cuda.kernels.exact_matmul import Products  # noqa: E402
 from twostroke.ops.interface import GroupBlocks, Norm  # noqa: E402

@@ -14,7 +14,8 @@ from tests.ops.test_triton import DEVICE, ON_CARD, close, pytestmark  # noqa: F4
 from twostroke.model.arch import Rope
 from twostroke.model.rope import plain_frequencies
 from twostroke.model.transformer import rope_table
-from twostroke.ops.cuda.backend import CudaOps, DeviceBatch
+from twostroke.ops.cuda.backend import CudaOps
+from twostroke.ops.cuda.cuts import DeviceBatch
 from twostroke.ops.cuda.exact import ExactCudaOps
 from twostroke.ops.formats import from_float
 from twostroke.ops.interface import BLOCK, GroupBlocks, KVFormat, KVLayer, LatentAttention, Norm

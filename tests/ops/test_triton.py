@@ -17,7 +17,8 @@ if not ON_CARD and "TRITON_COMPILE_ONLY" not in os.environ:
 pytest.importorskip("triton")
 
 from tests.ops.cases import CASES, DECODE, MIXED, Case, make_step  # noqa: E402
-from twostroke.ops.cuda.backend import CudaOps, DeviceBatch  # noqa: E402
+from twostroke.ops.cuda.backend import CudaOps  # noqa: E402
+from twostroke.ops.cuda.cuts import DeviceBatch  # noqa: E402
 from twostroke.ops.cuda.kernels.decoded import DecodedShape  # noqa: E402
 from twostroke.ops.cuda.kernels.prefill import split_for  # noqa: E402
 from twostroke.ops.cuda.kernels.quantized import Int4, Int8, as_float, to_fp8, to_int4  # noqa: E402
@@ -155,14 +156,14 @@ def test_linear(ops: CudaOps, rows: int, before: str, bias: bool) -> None:
 
 def test_shared_tiles(ops: CudaOps, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several programs may share the context of one tile."""
-    monkeypatch.setattr("twostroke.ops.cuda.backend.split_for", lambda *_: 3)
+    monkeypatch.setattr("twostroke.ops.cuda.cuts.split_for", lambda *_: 3)
     check_attention(ops, Case(((0, 9), (200, 3), (63, 1), (250, 34))), streams=False)
     check_attention(ops, Case(((200, 12), (16, 5)), window=24), streams=False)
 
 
 def test_a_share_of_a_tile_may_hold_nothing_for_some_queries(ops: CudaOps, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tile of 64 queries from the start of a prompt, in shares of 32 keys: half of them see nothing of the second."""
-    monkeypatch.setattr("twostroke.ops.cuda.backend.split_for", lambda *_: 2)
+    monkeypatch.setattr("twostroke.ops.cuda.cuts.split_for", lambda *_: 2)
     check_attention(ops, Case(((0, 64),), heads=1, kv_heads=1), streams=False)
 
 

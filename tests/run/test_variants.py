@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from twostroke.ops.cuda.backend import AttentionKind
+from twostroke.ops.cuda.cuts import AttentionKind
 from twostroke.ops.cuda.kernels.decode import longer, split_count
 from twostroke.ops.interface import BLOCK
 from twostroke.run.cuda.buckets import stream_rows

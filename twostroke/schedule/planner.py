@@ -41,7 +41,9 @@ class Planner:
         """Whether nothing is planned now: streams have a step in flight, and a draft continues its unknown token. Where
         nothing is drafted, the next step is planned while one runs."""
         drafter = self.scheduler.drafter
-        self.drafting = drafter is not None and drafter.begin(self.streams)
+        if drafter is None:
+            return False
+        self.drafting = drafter.begin(self.streams)
         return self.drafting and drafter.waits() and any(request.in_flight for request in self.streams)
 
     def add_streams(self) -> None:

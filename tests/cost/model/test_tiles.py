@@ -29,7 +29,7 @@ LLAMA = known_arch("llama-3.1-8b")
 
 @pytest.mark.parametrize("model", ["llama-3.1-8b", "qwen2.5-7b", "llama-2-7b", "smollm2-135m"])
 def test_prompts_are_shared_out_as_the_kernels_do_it(model):
-    cuda, steps = pytest.importorskip("twostroke.ops.cuda.backend"), pytest.importorskip("twostroke.run.cuda.steps")
+    cuda, steps = pytest.importorskip("twostroke.ops.cuda.cuts"), pytest.importorskip("twostroke.run.cuda.steps")
     torch, prefill = pytest.importorskip("torch"), pytest.importorskip("twostroke.ops.cuda.kernels.prefill")
     mixer = known_arch(model).layers[0].mixer
     share = mixer.heads // mixer.kv_heads

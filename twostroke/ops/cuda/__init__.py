@@ -1,17 +1,17 @@
 """The GPU backend: cuBLAS for large products, Triton kernels for the rest.
 
 backend.py    the ops, and which kernel serves which shape
+cuts.py       how a step's requests are divided among the attention kernels
 weights.py    weights as the kernels take them; kept.py: those that keep a file's codes
 exact.py      the same with one order of additions for any number of rows (exact=True)
 kernels/      the Triton kernels, one idea for each file
     rows             norm, gate, embedding, argmax: one row at a time
     gemv             one row times a matrix of floats
     one_row, decoded          one row and some rows times a matrix of few bits; narrow_tiles: operands of the first
-    int4_gemm        tens of rows times an int4 matrix
     quantized        weights in fp8, int8 and int4: packing, and products of many rows
     experts, grouped which experts a row takes; a few rows through theirs, many rows grouped by expert
     latent           latent attention in the absorbed form
-    exact_matmul     products with one order of additions
+    exact_matmul     products with one order of additions; those of a few rows
     rope, heads      norm and rotate q and k, write K and V; what one head needs for it
     prefill, dense   attention of many new tokens: our tiles, and the vendor's kernel for long runs
     decode           attention of one new token over a cache of floats; cascade: over a shared prefix, read once

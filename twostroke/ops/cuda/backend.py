@@ -6,27 +6,26 @@ weights are kept in the same type. Under Triton's interpreter the same code runs
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from twostroke.ops.cuda.cuts import AttentionKind, Cut, DeviceBatch, cut_step
 from twostroke.ops.cuda.kept import kept_codes
 from twostroke.ops.cuda.kernels import gemv as gemv_
 from twostroke.ops.cuda.kernels import rows as rows_
 from twostroke.ops.cuda.kernels.cascade import cascade_attention, members_of_tile
 from twostroke.ops.cuda.kernels.decode import DecodeScratch, decode_attention, split_count
 from twostroke.ops.cuda.kernels.decoded import decoded_product
-from twostroke.ops.cuda.kernels.dense import UNIT, attend_long
+from twostroke.ops.cuda.kernels.dense import attend_long
 from twostroke.ops.cuda.kernels.exact_matmul import exact_product
 from twostroke.ops.cuda.kernels.experts import pair_experts, route
 from twostroke.ops.cuda.kernels.grouped import grouped_experts
 from twostroke.ops.cuda.kernels.latent import head_product, latent_attention, latent_tile, store_latents
 from twostroke.ops.cuda.kernels.one_row import one_row
-from twostroke.ops.cuda.kernels.prefill import draft_splits, make_tiles, prefill_attention, split_for, tile_rows
+from twostroke.ops.cuda.kernels.prefill import prefill_attention, tile_rows
 from twostroke.ops.cuda.kernels.quantized import (
     Narrow,
     as_float,
@@ -45,88 +44,7 @@ STAGED = 1 << 25  # elements that are sent to the device at a time
 WIDE_ROWS = 2048  # rows of a wide product made at a time
 FEW_ROWS = 32  # that our product with float weights multiplies faster than the library
 FEW_OF_EXPERTS = 8  # rows of which each reads its experts by itself
-FEW_QUERIES = 8  # of a request that verifies a short draft
 SOME = 256  # rows from which on a decoded copy of a matrix of few bits pays
-
-
-class AttentionKind(NamedTuple):
-    """What decides how a step is divided among attention kernels: layers of one kind share a Cut."""
-
-    queries: int  # of a tile
-    dense: bool  # whether long runs of new tokens may go to the vendor's kernel
-    kv_heads: int
-    members: int  # requests whose heads fill a tile where they share a prefix; 0: not where layers have windows
-
-
-class Cascade(NamedTuple):  # streams that share a prefix, as kernels/cascade.py takes them
-    members: Tensor
-    shared: Tensor
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Cut:
-    """How a step's requests are divided among the attention kernels."""
-
-    singles: Tensor | None  # (n,) int32 requests with one new token; None: the first `single_count`
-    single_count: int
-    splits: int  # of the decode kernel: at least split_count of the longest context over `scale`
-    tiles: Tensor | None  # of queries of the requests with several new tokens
-    tile_splits: int
-    long: tuple[int, ...] = ()  # requests whose first new tokens fill the tensor cores by themselves
-    rows: tuple[tuple[int, int, int], ...] = ()  # (first row, count, context) of each of `long`
-    cascade: Cascade | None = None
-    scale: int = 1  # factor by which splits are longer than usual
-    queries: int = 0  # the most of a tile, where they are few
-
-
-class DeviceBatch(Batch, eq=False):
-    """A batch on the device, and the numbers of it that the host knows: reading them does not wait for the device."""
-
-    counts: np.ndarray | None = None  # (R,) new tokens of each request
-    lengths: np.ndarray | None = None  # (R,) the same numbers as `contexts`
-    streams: bool = False  # one new token each, and no request reads blocks that this step fills
-    splits: int = 0  # of streams: enough for the longest context that such a step may meet
-    cuts: Mapping[AttentionKind, Cut] | None = None  # by kind of attention; None: not made yet
-
-
-class HostCut(NamedTuple):
-    """A Cut in arrays of the host."""
-
-    singles: np.ndarray
-    splits: int
-    tiles: np.ndarray  # (n, 2)
-    tile_splits: int
-    long: tuple[int, ...]
-    rows: tuple[tuple[int, int, int], ...]
-
-
-def cut_drafts(counts: np.ndarray, lengths: np.ndarray, kind: AttentionKind) -> HostCut:
-    """The same for a step that verifies drafts and reads no prompt: a few rows of each request are a tile, also where
-    there is only one. Many programs share a tile's context, as those of a decode step do."""
-    tiles = make_tiles(counts, lengths, np.arange(len(counts)), kind.queries)
-    splits = draft_splits(len(tiles), kind.kv_heads, int(lengths.max()))
-    return HostCut(np.zeros(0, np.int32), 1, tiles, splits, (), ())
-
-
-def cut_step(counts: np.ndarray, lengths: np.ndarray, kind: AttentionKind) -> HostCut:
-    """counts: new tokens of each request; lengths: its tokens in the cache once the new ones are written."""
-    singles = np.flatnonzero(counts == 1).astype(np.int32)
-    whole = np.where((lengths - counts) % UNIT == 0, counts // UNIT * UNIT, 0) if kind.dense else np.zeros_like(counts)
-    large = np.flatnonzero(whole)
-    some = np.flatnonzero((counts > 1) & (counts > whole))
-    tiles, tile_splits = np.zeros((0, 2), np.int32), 1
-    if len(some):
-        tiles = make_tiles(counts, lengths, some, kind.queries, whole[some])
-        tile_splits = split_for(len(tiles), kind.kv_heads, int(counts.sum()), int(lengths[some].max()))
-    starts = np.cumsum(counts) - counts
-    return HostCut(
-        singles=singles,
-        splits=split_count(int(lengths[singles].max())) if len(singles) else 1,
-        tiles=tiles,
-        tile_splits=tile_splits,
-        long=tuple(int(r) for r in large),
-        rows=tuple((int(starts[r]), int(whole[r]), int(lengths[r] - counts[r] + whole[r])) for r in large),
-    )
 
 
 class CudaOps(Ops):

@@ -22,7 +22,8 @@ from twostroke.kv.storage import KVStorage
 from twostroke.model.latent import Latent
 from twostroke.model.layers import Grouped
 from twostroke.model.transformer import Transformer
-from twostroke.ops.cuda.backend import Cascade, CudaOps, Cut, DeviceBatch
+from twostroke.ops.cuda.backend import CudaOps
+from twostroke.ops.cuda.cuts import Cascade, Cut, DeviceBatch
 from twostroke.ops.cuda.kernels.sample import Filters, resolve_tokens, sample
 from twostroke.ops.interface import KV_SCALE_BYTES, Attention, GroupBlocks, LatentAttention
 from twostroke.run.cuda.staging import StagedArrays, Staging

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from twostroke.kv.layout import KVGroup
-from twostroke.ops.cuda.backend import FEW_QUERIES, AttentionKind, HostCut, cut_drafts, cut_step
+from twostroke.ops.cuda.cuts import FEW_QUERIES, AttentionKind, HostCut, cut_drafts, cut_step
 from twostroke.ops.cuda.kernels.decode import longer, split_count
 from twostroke.ops.cuda.kernels.prefill import draft_splits
 from twostroke.ops.interface import BLOCK

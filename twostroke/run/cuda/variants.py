@@ -1,6 +1,6 @@
 """The variants of the attention kernels that steps of a model can meet, each as a small step over padding.
 
-Kernels are compiled for each way in which a step is divided (ops/cuda/backend.py's Cut): how many streams there are,
+Kernels are compiled for each way in which a step is divided (ops/cuda/cuts.py): how many streams there are,
 how long their contexts may be, whether prompts are read beside them. There are few such ways, so all of them are
 compiled before the first request, and no stream waits for a compiler.
 """
@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from twostroke.ops.cuda.backend import FEW_QUERIES, AttentionKind, Cascade, CudaOps, Cut, DeviceBatch
+from twostroke.ops.cuda.backend import CudaOps
+from twostroke.ops.cuda.cuts import FEW_QUERIES, AttentionKind, Cascade, Cut, DeviceBatch
 from twostroke.ops.cuda.kernels.decode import longer, split_count
 from twostroke.ops.cuda.kernels.dense import gather, merge
 from twostroke.ops.cuda.kernels.rope import rotate_and_store

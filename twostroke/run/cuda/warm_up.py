@@ -16,7 +16,8 @@ from twostroke.kv.storage import KVStorage
 from twostroke.model.latent import Latent
 from twostroke.model.layers import Dense, Experts, Grouped, Layer, PackedProduct
 from twostroke.model.transformer import Transformer
-from twostroke.ops.cuda.backend import FEW_OF_EXPERTS, SOME, CudaOps, Cut, DeviceBatch
+from twostroke.ops.cuda.backend import FEW_OF_EXPERTS, SOME, CudaOps
+from twostroke.ops.cuda.cuts import Cut, DeviceBatch
 from twostroke.ops.cuda.kernels.dense import UNIT, sdpa
 from twostroke.ops.cuda.kernels.grouped import TILE_BORDERS
 from twostroke.ops.cuda.kernels.launch import INTERPRETED
