@@ -124,7 +124,7 @@ class Mixture:
 
     rows: StepRows
     cuts: tuple[HostCut, ...]  # for each kind of attention
-    drafts: bool  # some are verified, and no prompt is read
+    drafts: bool = False  # some are verified, and no prompt is read
 
     @classmethod
     def of(cls, rows: StepRows, kinds: tuple[AttentionKind, ...]) -> Mixture:
