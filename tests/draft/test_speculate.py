@@ -6,14 +6,15 @@ import pytest
 
 from twostroke.draft.by_model import READY, TRIAL_EVERY, ModelDrafts
 from twostroke.draft.rates import FORCED, JUDGED, MODEL, PAUSE, Acceptance, Realised, StepTimes, kind_of
-from twostroke.draft.speculate import MOST, WITHOUT_EVERY, Speculation, make_drafter, never_forced
+from twostroke.draft.speculate import MOST, TRY_EVERY, WITHOUT_EVERY, Speculation, make_drafter, never_forced
 from twostroke.sampling import Grammar, SamplingParams
-from twostroke.types import UNWRITTEN, Request, RequestState
+from twostroke.types import UNWRITTEN, Plan, Request, RequestState, Result, Work, WorkKind
 
 
-def speculation(rate: float, cost: float, streams: int) -> Speculation:
-    """Guesses are right with probability `rate`; each row costs `cost` of a step with one."""
-    found = Speculation()
+def speculation(rate: float, cost: float, streams: int, many: bool = False) -> Speculation:
+    """Guesses are right with probability `rate`; each row costs `cost` of a step with one. many: more than two streams
+    may guess."""
+    found = Speculation(text_streams=max(2, streams) if many else 2, most_streams=max(2, streams) if many else 2)
     for _ in range(200):
         found.acceptance.add(3, 1, int(rate >= 1) or 0)
     found.acceptance.right[3] = rate * found.acceptance.tried[3]
@@ -50,7 +51,7 @@ def repeating(length: int = 60) -> RequestState:
     ],
 )
 def test_as_many_as_pay(rate: float, cost: float, streams: int, least: int, most: int) -> None:
-    assert least <= len(guesses(speculation(rate, cost, streams), repeating(), 100)) <= most
+    assert least <= len(guesses(speculation(rate, cost, streams, many=True), repeating(), 100)) <= most
 
 
 def test_nothing_before_a_step_was_measured_and_nothing_without_a_match() -> None:
@@ -73,7 +74,8 @@ def test_a_plan_waits_for_a_result_where_guesses_would_pay() -> None:
 
 
 def test_streams_pay_together_for_what_guesses_cost_once_a_step() -> None:
-    """A step with any guesses takes a third longer than one without: too much for one stream of four, not for all."""
+    """A step with any guesses takes a third longer than one without. Poor guesses of one stream do not pay for that;
+    those of four streams together do."""
     found = Speculation(text_streams=4, most_streams=4)
     found.acceptance.right[3] = 0.9 * 1000
     found.acceptance.tried[3] = 1000
@@ -276,3 +278,35 @@ def test_the_setting() -> None:
     assert alone is not None and (alone.text_streams, alone.most_streams) == (32, 32)
     assert make_drafter("auto", "cpu", never_forced) is not None
     assert make_drafter("lookup", "cuda", never_forced) is not None
+
+
+def test_a_try_stays_due_until_a_plan_makes_it() -> None:
+    """On a GPU the plan in which it falls due waits for the step in flight, and is made again."""
+    found = speculation(0.2, 0.3, 1)
+    request, tries = repeating(), 0
+    for _ in range(4 * TRY_EVERY):
+        assert found.begin([request])
+        if found.waits():
+            assert found.begin([request]) and found.waits()
+            tries += 0 < len(found.propose(request, 100)) <= 3
+    assert 3 <= tries <= 5
+
+
+def verified(request: RequestState, drafted: int, kept: int) -> tuple[Plan, Result]:
+    work = Work(request, 10, 1 + drafted, WorkKind.VERIFY, (5,) * drafted)
+    return Plan(0, (work,)), Result(((5,) * (kept + 1),))
+
+
+def test_steps_with_guesses_are_learnt_with_the_time_of_the_host() -> None:
+    found, request = Speculation(), repeating()
+    found.begin([request])
+    found.learn(Plan(0, (Work(request, 10, 1, WorkKind.WRITE),)), Result(((5,),)), 0.004, 0.009)
+    assert found.times.predict(1) == 0.004 and found.verified.predict(5) is None
+    plan, result = verified(request, 4, 2)
+    found.learn(plan, result._replace(settled=False), 0.005, 0.05)
+    assert found.verified.predict(5) is None, "such a step will be faster"
+    found.learn(plan, result, 0.005, 0.006)
+    assert found.verified.predict(5) == 0.006 and found.times.predict(1) == 0.004
+    found.begin([request])
+    assert found._seconds(3, 1) == pytest.approx(0.005)  # on the line from one row without guesses to five with
+    assert list(found._seconds_of(4, 0.004)) == pytest.approx([0.0045, 0.005, 0.0055, 0.006])

@@ -10,6 +10,7 @@ import json
 from dataclasses import dataclass
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
@@ -334,6 +335,9 @@ class FreeRows(StepTimes):
 
     def predict(self, rows: int) -> float:
         return 0.1
+
+    def predict_all(self, rows, below):
+        return np.full(len(rows), 0.1)
 
 
 def make_rows_free(drafter):

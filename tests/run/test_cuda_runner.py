@@ -13,6 +13,7 @@ if not ON_CARD:
     os.environ["TRITON_INTERPRET"] = "1"  # before the first import of Triton
 pytest.importorskip("triton")
 
+from tests.engine.oracle import OracleDrafter  # noqa: E402
 from tests.model import test_latent, test_parity  # noqa: E402
 from twostroke.config import make_config, resolve  # noqa: E402
 from twostroke.engine.core import Core  # noqa: E402
@@ -45,7 +46,7 @@ PROMPTS = [[(7 * i + 31 * number) % 300 + 3 for i in range(9 + 11 * number)] for
 
 
 def tokens_of(
-    folder: Path, kind: str, prompts: list[list[int]] = PROMPTS, batch: int = 24
+    folder: Path, kind: str, prompts: list[list[int]] = PROMPTS, batch: int = 24, drafter: OracleDrafter | None = None
 ) -> list[tuple[list[int], object]]:
     checkpoint = open_checkpoint(folder)
     arch = load_arch(checkpoint)
@@ -57,6 +58,7 @@ def tokens_of(
     scheduler = make_scheduler(arch, settings, "tiny")
     runner = (CudaRunner if kind == "cuda" else TorchRunner)(model, kv, scheduler.tables.array, ops)
     core = Core(scheduler, runner)
+    scheduler.drafter = drafter
     requests = []
     for number, tokens in enumerate(prompts):
         request = Request(number, tuple(tokens), ASKED[number % 3], 7 + number, limit=len(tokens) + 4)
@@ -68,6 +70,31 @@ def tokens_of(
 
 def test_both_runners_choose_the_same_tokens(llama_folder: Path) -> None:
     assert tokens_of(llama_folder, "cuda") == tokens_of(llama_folder, "cpu")
+
+
+def test_drafts_are_verified_in_steps_of_their_own_shape(llama_folder: Path, monkeypatch) -> None:
+    """Few rows of each request and many, and one program or two for the context of a tile."""
+    right = tokens_of(llama_folder, "cpu")
+    monkeypatch.setattr(cuda_steps, "FEW_QUERIES", 3)
+    for splits in (1, 2):
+        monkeypatch.setattr(cuda_steps, "draft_splits", lambda *_, splits=splits: splits)
+        shapes: set[tuple[bool, int, int]] = set()
+        find = cuda_steps.Mixture.padded_shape
+
+        def padded(self, kinds, most, find=find, shapes=shapes):
+            shape = find(self, kinds, most)
+            shapes.add((shape.drafts, shape.queries, shape.tile_splits[0]))
+            return shape
+
+        monkeypatch.setattr(cuda_steps.Mixture, "padded_shape", padded)
+        answers = {
+            (tuple(prompt), ASKED[n].temperature): [tokens[len(prompt) :]]
+            for n, (prompt, (tokens, _)) in enumerate(zip(PROMPTS, right, strict=True))
+        }
+        drafter = OracleDrafter(answers, most=3, errors=0.3, seed=splits)
+        assert tokens_of(llama_folder, "cuda", drafter=drafter) == right
+        assert drafter.proposed and any(drafts and parts == splits for drafts, _, parts in shapes), shapes
+        monkeypatch.setattr(cuda_steps.Mixture, "padded_shape", find)
 
 
 @slow_here

@@ -36,6 +36,8 @@ class RedisStore:
         except ValueError as error:
             raise ConfigError(f"--answer-cache-url: {error}; write redis://HOST:PORT.") from None
         self._error: type[Exception] = redis.RedisError
+        self._refusal: type[Exception] = redis.ResponseError  # of a command, by a Redis that answers
+        self._sorts = True
         self._ttl = ttl
         self._away_until = 0.0
         self.clock = time.monotonic
@@ -63,10 +65,20 @@ class RedisStore:
         return self._call(ask)
 
     def alike(self, wording: bytes) -> list[bytes]:
-        """The same as of `Store`. SORT without an order gives the values that a list names in one call."""
+        """The same as of `Store`. SORT without an order gives the values that a list names in one call. Not every user
+        of a Redis may call it: then the list and the values are two calls."""
         name = self._name(b"alike", wording)
-        found = self._call(lambda: self._redis.sort(name, start=0, num=ALIKE, by="nosort", get=PREFIX + b"entry:*"))
-        return [value for value in found if value is not None]
+
+        def ask() -> list[bytes | None]:
+            if self._sorts:
+                try:
+                    return self._redis.sort(name, start=0, num=ALIKE, by="nosort", get=PREFIX + b"entry:*")
+                except self._refusal:
+                    self._sorts = False
+            found = self._redis.lrange(name, 0, ALIKE - 1)
+            return self._redis.mget([PREFIX + b"entry:" + entry for entry in found]) if found else []
+
+        return [value for value in self._call(ask) if value is not None]
 
     def nearest(self, context: bytes, vector: np.ndarray, count: int) -> list[Near]:
         """VSIM's score is (1 + cosine) / 2."""

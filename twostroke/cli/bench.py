@@ -130,7 +130,7 @@ def in_process(model: str, settings: dict[str, Any], loads: list[Load]) -> list[
     from twostroke.cli.watch import watching
     from twostroke.hardware import machine_name
 
-    llm = open_llm(model, settings)
+    llm = open_llm(model, settings, ahead=True)
     warm_up(llm)
     roofline = calibrated_roofline(llm, model)
     runs = []
@@ -230,7 +230,7 @@ def levers(
         locate(model, fetching)  # `describe` counts the bytes of the file
     rounds = 1 if quick else rounds
     stored, drafts = describe(model)[1], "draft_model" in base
-    how = Round(lambda settings: open_llm(model, base | settings), rounds, quick, stored, drafts)
+    how = Round(lambda settings: open_llm(model, base | settings, ahead=True), rounds, quick, stored, drafts)
     where, rows = f"{model} on {machine_name()}", []
     try:
         with telling("measuring") as say:

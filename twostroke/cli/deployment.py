@@ -84,7 +84,7 @@ def check_precision(precision: str | None, device: Device, gpus: int) -> None:
 def calibrate_here(model: str, settings: dict[str, Any]) -> Calibration:
     from twostroke.bench.calibrate import calibrate
 
-    llm = open_llm(model, settings)
+    llm = open_llm(model, settings, ahead=True)
     _, stored = describe(model, llm.settings.device)
     assert stored is not None, "an engine that runs has a checkpoint"
     with errors.status("calibrating") as status:

@@ -269,7 +269,7 @@ def apply_here(described: Described, load: Load, targets: Targets) -> None:
     assert stored is not None
 
     def reopen(changed: dict[str, Any]) -> Any:
-        fresh = open_llm(model, settings | changed)
+        fresh = open_llm(model, settings | changed, ahead=True)
         warm_up(fresh)
         return fresh
 

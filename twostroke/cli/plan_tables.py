@@ -144,6 +144,7 @@ def show_drafts(deployment: Deployment, draft: str, acceptance: float, context: 
     from twostroke.cli.deployment import describe
     from twostroke.cost.model.drafts import Drafts, Source, best_length
     from twostroke.cost.simulation.deployment import Deployment as Kind
+    from twostroke.draft.speculate import STREAMS
 
     line, helper = deployment.roofline(), None
     if draft != "lookup":
@@ -157,11 +158,12 @@ def show_drafts(deployment: Deployment, draft: str, acceptance: float, context: 
     )  # fmt: skip
     for name in ("streams", "without", "with", "speed-up", "drafted", "tokens/step"):
         table.add_column(name, justify="right")
+    drafts = Drafts((Source(1.0, acceptance),), STREAMS[deployment.device.kind], helper)
     for streams in (1, 2, 4, 8, 16, 32, 64):
         if streams > deployment.settings.max_requests:
             break
         alone = line.decode_seconds(streams, context)
-        best = best_length(line, Drafts((Source(1.0, acceptance),), draft=helper), streams, context)
+        best = best_length(line, drafts, streams, context)
         table.add_row(
             str(streams), seconds(alone), seconds(best.tpot), f"×{alone / best.tpot:.2f}", str(best.length),
             f"{best.tokens:.2f}",

@@ -46,11 +46,12 @@ def telling(title: str) -> Iterator[Callable[[str], None]]:
         yield lambda text: status.update(escape(text))
 
 
-def open_llm(model: str, settings: dict[str, Any]) -> LLM:
+def open_llm(model: str, settings: dict[str, Any], ahead: bool = False) -> LLM:
+    """ahead: as of LLM; for measurements."""
     from twostroke import LLM
 
     with progress_bar(f"fetching {model}") as fetching, progress_bar(f"loading {model}") as loading:
-        return LLM(model, download_progress=fetching, load_progress=loading, **settings)
+        return LLM(model, download_progress=fetching, load_progress=loading, ahead=ahead, **settings)
 
 
 def phase_table(timeline: Timeline) -> Table:

@@ -15,6 +15,7 @@ from twostroke.draft.answers import EarlierAnswers
 
 KEY = 3  # tokens that must agree for a match
 CANDIDATES = 8
+INDEXED = 4096  # tokens that one call takes in at most: a few milliseconds
 COMPARED = 32  # longest past that is compared
 
 
@@ -34,6 +35,9 @@ class Lookup:
         """Take in the tokens since the last call. Returns the length of the match; 0: there is none."""
         if len(tokens) == self.indexed:
             return self.length  # nothing is new: the newest tokens would be found where they are
+        if len(tokens) - self.indexed > INDEXED:  # a long prompt, of which each plan takes in a part
+            self._index(tokens, self.indexed + INDEXED)
+            return 0
         self._follow(tokens)
         if not self.length and len(tokens) > KEY:
             self.text = None

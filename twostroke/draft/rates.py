@@ -3,9 +3,11 @@ with guesses were faster."""
 
 from __future__ import annotations
 
-from bisect import bisect_right, insort
+from bisect import insort
 from collections import deque
 from collections.abc import Sequence
+
+import numpy as np
 
 DECAY = 0.98  # of what was counted, for each new guess
 # Kinds of guesses: from matches of 3, 4-7, 8-15 and 16 tokens or more, what a grammar forces, and a draft model's.
@@ -73,13 +75,13 @@ class StepTimes:
         """None: no step was measured yet."""
         return self.now.predict(rows)
 
+    def predict_all(self, rows: np.ndarray, below: tuple[int, float]) -> np.ndarray | None:
+        """The same for several numbers of rows. below: (rows, seconds) of a smaller step of another kind."""
+        return self.now.predict_all(rows, below) if self.now.sizes else None
+
     def is_below(self, rows: int) -> bool:
         """Whether only steps with more rows were measured: such a step may be much shorter than predicted."""
         return not self.now.sizes or rows < self.now.sizes[0]
-
-    def least(self) -> int:
-        """Rows of the smallest step that was measured; 0: none was."""
-        return self.now.sizes[0] if self.now.sizes else 0
 
 
 class Curve:
@@ -109,20 +111,18 @@ class Curve:
     def predict(self, rows: int) -> float | None:
         if not self.sizes:
             return None
+        return float(self.predict_all(np.array([rows]))[0])
+
+    def predict_all(self, rows: np.ndarray, below: tuple[int, float] | None = None) -> np.ndarray:
+        """For several numbers of rows, when something was measured. below: (rows, seconds) of a smaller step of another
+        kind, from which the line to the smallest of these begins."""
         if not self.seconds:
             self.seconds = never_falling([(self.medians[size], len(self.newest[size])) for size in self.sizes])
-        after = bisect_right(self.sizes, rows)
-        if after == 0:
-            return self.seconds[0]
-        known, seconds = self.sizes[after - 1], self.seconds[after - 1]
-        if after == len(self.sizes):
-            return seconds * (1 + SLOPE * (rows - known) / known)
-        return between(rows, (known, seconds), (self.sizes[after], self.seconds[after]))
-
-
-def between(rows: int, low: tuple[int, float], high: tuple[int, float]) -> float:
-    """Seconds of a step with so many rows, on the line from one (rows, seconds) to another."""
-    return low[1] + (high[1] - low[1]) * (rows - low[0]) / (high[0] - low[0])
+        sizes, seconds = self.sizes, self.seconds
+        if below is not None and below[0] < sizes[0] and below[1] < seconds[0]:
+            sizes, seconds = [below[0], *sizes], [below[1], *seconds]
+        beyond = np.maximum(rows - sizes[-1], 0) / sizes[-1]
+        return np.interp(rows, sizes, seconds) * (1 + SLOPE * beyond)
 
 
 def never_falling(values: Sequence[tuple[float, int]]) -> list[float]:

@@ -1,10 +1,10 @@
 """How many guesses a step verifies: as many as raise the expected tokens per second.
 
 A step with `rows` rows takes T(rows) seconds. If each guess is right with probability p, k guesses of one request bring
-p + p² + … + p^k tokens more. The requests of a step are asked in turn, and each takes the source and the k that give
-the whole step the most expected tokens over its predicted time. Where more rows cost much (many streams) or few guesses
-are right, that is none. What guesses cost once a step, however many there are, is paid by all streams together: on a
-GPU the plan waits for the step before it, which costs the host's time.
+p + p² + … + p^k tokens more. Guesses from texts are chosen for all requests of a step together, so that the whole step
+has the most expected tokens over its predicted time; then each request takes its best source. Where more rows cost much
+(many streams) or few guesses are right, nothing is guessed. On a GPU a plan with guesses waits for the step before it,
+which costs the host's time once, however many guesses there are.
 
 Both p and T are learnt while serving. T of what is not chosen would become outdated. So now and then a step verifies no
 guess although it would pay, or a few although they would not. And what was predicted is compared with what steps with
@@ -17,14 +17,16 @@ from collections.abc import Callable, Iterator, Sequence
 from math import inf
 from typing import NamedTuple
 
+import numpy as np
+
 from twostroke.draft.answers import EarlierAnswers
 from twostroke.draft.by_model import READY, TRIALS, Choice, ModelDrafts
 from twostroke.draft.lookup import Lookup
-from twostroke.draft.rates import FORCED, MODEL, Acceptance, Realised, StepTimes, between, kind_of
+from twostroke.draft.rates import FORCED, MODEL, Acceptance, Realised, StepTimes, kind_of
 from twostroke.types import UNWRITTEN, Plan, RequestState, Result, WorkKind
 
 MOST = 16  # guesses for one request and step
-STREAMS = {"cpu": 2, "cuda": 32}  # with more streams nothing is guessed: no gain was measured (docs/speculation.md)
+STREAMS = {"cpu": 2, "cuda": 32}  # with more streams nothing is guessed: some loads lost by it (docs/speculation.md)
 GAIN = 1.1  # least predicted gain in tokens per second
 WITHOUT_EVERY = 32  # steps that could draft: one of so many does not
 TRY_EVERY = 64  # steps with long matches that do not pay: one of so many tries them; fewer where streams are many
@@ -115,6 +117,7 @@ class Speculation:
         self.tokens = 0.0  # expected of the step that is being planned
         self.drafting = 0.0  # seconds of the draft model in it
         self.without = self.counted = False  # this plan goes without guesses; it was counted among the chances
+        self.trying = False  # guesses that do not pay are due to be tried
         self.texts: dict[int, Proposal] = {}  # guesses from the text that pay together, by the request's id
 
     # ---- a plan ------------------------------------------------------------------------------------------------------
@@ -154,18 +157,26 @@ class Speculation:
             if match:
                 kinds[request.id] = kind_of(match)
                 chances += ((chance, request.id) for chance in self._chances(known.acceptance.rate(kind_of(match))))
+        if not chances:
+            return {}
         chances.sort(reverse=True)
-        tokens, speed, taken = float(count), GAIN * count / alone, 0
-        for rows, (chance, _) in enumerate(chances, 1):
-            tokens += chance
-            seconds = self._seconds(count + rows, count)
-            if seconds is None or seconds > longest:
-                break
-            if tokens / seconds > speed:
-                speed, taken = tokens / seconds, rows
-        if not taken and any(kind >= LONG_KIND for kind in kinds.values()) and self._is_due():
-            return {name: Proposal(kind, TRIED, 0.0, 0.0) for name, kind in kinds.items() if kind >= LONG_KIND}
-        return proposals(kinds, chances[:taken], speed)
+        seconds = self._seconds_of(len(chances), alone)
+        allowed = int(np.searchsorted(seconds, longest, "right"))
+        speeds = (count + np.cumsum([chance for chance, _ in chances[:allowed]])) / seconds[:allowed]
+        best = int(speeds.argmax()) if allowed else 0
+        if allowed and speeds[best] > GAIN * count / alone:
+            return proposals(kinds, chances[: best + 1], float(speeds[best]))
+        tried = {name: Proposal(kind, TRIED, 0.0, 0.0) for name, kind in kinds.items() if kind >= LONG_KIND}
+        return tried if tried and self._is_due() else {}
+
+    def _seconds_of(self, most: int, alone: float) -> np.ndarray:
+        """Predicted of steps with 1, 2, … `most` guesses. alone: of a step without."""
+        rows = np.arange(self.streams + 1, self.streams + most + 1)
+        known = self.verified.predict_all(rows, (self.streams, alone))
+        if known is None:
+            known = self.times.predict_all(rows, (self.streams, alone))
+        assert known is not None, "`alone` was predicted from measured times"
+        return known
 
     def _chances(self, rate: float) -> Iterator[float]:
         """That the first, the second, … guess of a request is kept."""
@@ -184,14 +195,13 @@ class Speculation:
         if text is None and not forced and self.model is None:
             return ()  # most steps of most requests
         known, most = self._known(request), min(most, MOST)
-        best = text or Proposal(0, 0, 0.0, 0.0)
-        if best.length > most:
-            best = best._replace(length=most)
+        offers = [] if text is None else [text._replace(length=min(text.length, most))]
         if forced:
-            best = max(best, self._choose(known.acceptance, FORCED, min(most, len(forced))), key=lambda c: c.speed)
+            offers.append(self._choose(known.acceptance, FORCED, min(most, len(forced))))
         ready = self.model is not None and len(request.tokens) - request.drafted <= READY
         if ready:
-            best = max(best, self._choose_model(request, known, most), key=lambda c: c.speed)
+            offers.append(self._choose_model(request, known, most))
+        best = max((one for one in offers if one.length), key=self._worth, default=Proposal(0, 0, 0.0, 0.0))
         if not best.length:
             if ready and known.trials and most:
                 known.trials -= 1
@@ -203,14 +213,22 @@ class Speculation:
                 return ()
         return self._take(request, known, best, forced)
 
+    def _worth(self, offer: Proposal) -> float:
+        """Of one stream the speed, with what its guesses cost. Several share that cost: there the tokens count."""
+        return offer.speed if self.streams == 1 else offer.gained
+
     def _is_due(self) -> bool:
-        """Once in a while guesses are verified although they do not pay."""
-        self.declined += 1
-        return self.declined % (TRY_EVERY * max(1, self.streams // 4)) == 0
+        """Once in a while guesses are verified although they do not pay. A plan that waits for a step in flight is made
+        again, so a try stays due until it is made."""
+        if not self.trying:
+            self.declined += 1
+            self.trying = self.declined % (TRY_EVERY * max(1, self.streams // 4)) == 0
+        return self.trying
 
     def _take(self, request: RequestState, known: Guessing, best: Proposal, forced: Sequence[int]) -> Sequence[int]:
         known.kind, count = best.kind, best.length
         self.tokens += best.gained
+        self.trying = self.trying and not count
         draft: Sequence[int]
         if not count:
             return ()
@@ -237,13 +255,11 @@ class Speculation:
         """Predicted of a step with so many rows; None: none was measured yet."""
         if rows <= streams:
             return self.times.predict(rows)
-        known, least = self.verified.predict(rows), self.verified.least()
-        if known is None:
-            return self.times.predict(rows)
         alone = self.times.predict(streams)
-        if rows < least and alone is not None and alone < known:
-            return between(rows, (streams, alone), (least, known))
-        return known
+        if alone is None:
+            return None
+        known = self.verified.predict_all(np.array([rows]), (streams, alone))
+        return self.times.predict(rows) if known is None else float(known[0])
 
     def _choose(
         self,

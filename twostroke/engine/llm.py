@@ -54,6 +54,9 @@ class LLM(VectorMethods):
     `model` is a catalog name, a folder with safetensors, a .gguf file or a hub id. Every setting is optional and
     derived when absent: `llm.settings.reasons` says why. Calls from several threads share the engine's batches.
     `close()`, or a `with` block, gives the memory back.
+
+    `ahead`: on a GPU, compile every kernel that steps can meet before the first request, as a server does. Else the
+    kernels of a prompt and its stream are compiled, for a first token sooner, and the others when they are met.
     """
 
     def __init__(
@@ -62,6 +65,7 @@ class LLM(VectorMethods):
         *,
         download_progress: Progress | None = None,
         load_progress: Progress | None = None,
+        ahead: bool = False,
         **settings: Any,
     ):
         config, path = make_config(**settings), locate(model, download_progress)
@@ -70,7 +74,7 @@ class LLM(VectorMethods):
 
             self._embedder = open_embedder(path, settings)
             return
-        self._engine = build_engine(path, config, load_progress=load_progress)
+        self._engine = build_engine(path, config, load_progress=load_progress, ahead=ahead)
         self.settings = self.engine.settings
         self.tokenizer = self.engine.tokenizer
         self.arch = self.engine.arch

@@ -147,7 +147,7 @@ class CudaRunner:
         if handle.clocked is not None:
             alone = seconds - sum(taken for _, taken in handle.passes)
             handle.clocked.entry.worthwhile = handle.clocked.host_seconds > BEHIND * alone
-            handle.settled = not handle.clocked.entry.worthwhile
+            handle.settled = not handle.clocked.entry.worthwhile or self.captures >= MOST_GRAPHS
         return seconds
 
     # ---- steps of a shape that others share ------------------------------------------------------------------------

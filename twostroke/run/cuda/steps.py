@@ -46,6 +46,7 @@ class Shape(NamedTuple):
     scale: int = 1  # times that splits are longer than usual
     queries: int = 0  # the most of a request that verifies a draft, where they are few
     drafts: bool = False  # some are verified, and no prompt is read
+    few: bool = False  # each request has few rows
 
     @property
     def fused(self) -> bool:
@@ -131,14 +132,15 @@ class Mixture:
         kinds_of_work = {work.kind for work in rows.works}
         drafts = WorkKind.VERIFY in kinds_of_work and WorkKind.READ not in kinds_of_work
         cut = cut_drafts if drafts else cut_step
-        return cls(rows, tuple(cut(rows.counts, rows.contexts, kind) for kind in kinds), drafts)
+        few = drafts and rows.counts.max() <= FEW_QUERIES <= min(kind.queries for kind in kinds)
+        return cls(rows, tuple(cut(rows.counts, rows.contexts, kind) for kind in kinds), drafts, few)
 
     def exact_shape(self) -> Shape:
         rows, first = self.rows, self.cuts[0]
         return Shape(
             rows.total, len(rows.works), -(-rows.columns // BLOCK), len(rows.choices), len(first.singles), first.splits,
             tuple(len(cut.tiles) for cut in self.cuts), tuple(cut.tile_splits for cut in self.cuts),
-            filtered=is_filtered(rows.choices), queries=self._few_queries(),
+            filtered=is_filtered(rows.choices), queries=FEW_QUERIES if self.few else 0,
         )  # fmt: skip
 
     def padded_shape(self, kinds: tuple[AttentionKind, ...], most_columns: int) -> Shape | None:
@@ -168,11 +170,8 @@ class Mixture:
         return Shape(
             tokens, requests, columns, tokens, 0, 1, tuple(tokens // kind.queries + requests for kind in kinds),
             tuple(draft_splits(requests, kind.kv_heads, columns * BLOCK) for kind in kinds),
-            filtered=is_filtered(self.rows.choices), queries=self._few_queries(), drafts=True,
+            filtered=is_filtered(self.rows.choices), queries=FEW_QUERIES if self.few else 0, drafts=True,
         )  # fmt: skip
-
-    def _few_queries(self) -> int:
-        return FEW_QUERIES if self.drafts and self.rows.counts.max() <= FEW_QUERIES else 0
 
     def fill(self, host: dict[str, np.ndarray], tables: np.ndarray, groups: Sequence[KVGroup]) -> None:
         rows, count, padding = self.rows, len(self.rows.works), len(host["contexts"]) - 1

@@ -1,8 +1,8 @@
 """The variants of the attention kernels that steps of a model can meet, each as a small step over padding.
 
 Kernels are compiled for each way in which a step is divided (ops/cuda/cuts.py): how many streams there are,
-how long their contexts may be, whether prompts are read beside them. There are few such ways, so all of them are
-compiled before the first request, and no stream waits for a compiler.
+how long their contexts may be, whether prompts are read beside them. There are few such ways, so a server compiles all
+of them before its first request, and no stream waits for a compiler.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ def cases_of(kind: AttentionKind, requests: int, length: int, *, grouped: bool, 
     tiles = [Case(0, 1, tile_splits=splits) for splits in (1, 2)]
     if not grouped:
         return [Case(1, LONG, streams=True), *mixed, *tiles]
-    tiles += [case._replace(queries=FEW_QUERIES) for case in tiles]
+    if kind.queries >= FEW_QUERIES:
+        tiles += [case._replace(queries=FEW_QUERIES) for case in tiles]
     found: dict[tuple[bool, int, bool, bool], Case] = {}
     for rows in BATCHES:
         if rows > stream_rows(requests):
