@@ -154,6 +154,21 @@ def test_nothing_crosses_tenants(store: Store) -> None:
     assert look(cache, Query(TENANT, context=b"context", question="what is a cat")).found is not None
 
 
+def test_a_user_that_may_not_sort_finds_wordings_too(redis_server: Redis) -> None:
+    import redis
+
+    owner = redis.Redis.from_url(redis_server.url)
+    owner.acl_setuser(
+        "limited", enabled=True, passwords=["+secret"], keys=["twostroke:*"], categories=["+@all", "-@dangerous"]
+    )
+    store = RedisStore(redis_server.url.replace("//", "//limited:secret@"), None)
+    known = Known("one", TENANT, b"", b"", 1.0, 0, b"wording")
+    store.put(known, None, b"sealed")
+    assert store.alike(b"wording") == [b"sealed"] and store.alike(b"other") == []
+    assert store.count() >= 1 and not store._sorts, "a refused command is no absence"
+    owner.acl_deluser("limited")
+
+
 def test_forged_and_damaged_entries_are_never_served(redis_server: Redis) -> None:
     store = RedisStore(redis_server.url, None)
     client = store._redis

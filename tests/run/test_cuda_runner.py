@@ -72,29 +72,25 @@ def test_both_runners_choose_the_same_tokens(llama_folder: Path) -> None:
     assert tokens_of(llama_folder, "cuda") == tokens_of(llama_folder, "cpu")
 
 
-def test_drafts_are_verified_in_steps_of_their_own_shape(llama_folder: Path, monkeypatch) -> None:
-    """Few rows of each request and many, and one program or two for the context of a tile."""
-    right = tokens_of(llama_folder, "cpu")
-    monkeypatch.setattr(cuda_steps, "FEW_QUERIES", 3)
-    for splits in (1, 2):
-        monkeypatch.setattr(cuda_steps, "draft_splits", lambda *_, splits=splits: splits)
-        shapes: set[tuple[bool, int, int]] = set()
-        find = cuda_steps.Mixture.padded_shape
-
-        def padded(self, kinds, most, find=find, shapes=shapes):
-            shape = find(self, kinds, most)
-            shapes.add((shape.drafts, shape.queries, shape.tile_splits[0]))
-            return shape
-
-        monkeypatch.setattr(cuda_steps.Mixture, "padded_shape", padded)
-        answers = {
-            (tuple(prompt), ASKED[n].temperature): [tokens[len(prompt) :]]
-            for n, (prompt, (tokens, _)) in enumerate(zip(PROMPTS, right, strict=True))
-        }
-        drafter = OracleDrafter(answers, most=3, errors=0.3, seed=splits)
-        assert tokens_of(llama_folder, "cuda", drafter=drafter) == right
-        assert drafter.proposed and any(drafts and parts == splits for drafts, _, parts in shapes), shapes
-        monkeypatch.setattr(cuda_steps.Mixture, "padded_shape", find)
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize("few", [2, 8])
+def test_drafts_are_verified_in_steps_of_their_own_shape(llama_folder: Path, monkeypatch, splits, few) -> None:
+    """Two requests whose tokens the device chooses. few: rows of a request that make a small tile."""
+    prompts = PROMPTS[:2]
+    right = tokens_of(llama_folder, "cpu", prompts)
+    monkeypatch.setattr(cuda_steps, "FEW_QUERIES", few)
+    monkeypatch.setattr(cuda_steps, "draft_splits", lambda *_: splits)
+    shapes, find = [], cuda_steps.Mixture.padded_shape
+    monkeypatch.setattr(cuda_steps.Mixture, "padded_shape", lambda *args: shapes.append(find(*args)) or shapes[-1])
+    answers = {
+        (tuple(prompt), ASKED[n].temperature): [tokens[len(prompt) :]]
+        for n, (prompt, (tokens, _)) in enumerate(zip(prompts, right, strict=True))
+    }
+    drafter = OracleDrafter(answers, most=3, errors=0.3)
+    assert tokens_of(llama_folder, "cuda", prompts, drafter=drafter) == right
+    drafted = [shape for shape in shapes if shape.drafts]
+    assert drafted and {shape.tile_splits for shape in drafted} == {(splits,)}
+    assert (few == 8) <= any(shape.queries for shape in drafted)
 
 
 @slow_here

@@ -46,7 +46,6 @@ class Shape(NamedTuple):
     scale: int = 1  # times that splits are longer than usual
     queries: int = 0  # the most of a request that verifies a draft, where they are few
     drafts: bool = False  # some are verified, and no prompt is read
-    few: bool = False  # each request has few rows
 
     @property
     def fused(self) -> bool:
@@ -126,13 +125,14 @@ class Mixture:
     rows: StepRows
     cuts: tuple[HostCut, ...]  # for each kind of attention
     drafts: bool = False  # some are verified, and no prompt is read
+    few: bool = False  # each request has few rows
 
     @classmethod
     def of(cls, rows: StepRows, kinds: tuple[AttentionKind, ...]) -> Mixture:
         kinds_of_work = {work.kind for work in rows.works}
         drafts = WorkKind.VERIFY in kinds_of_work and WorkKind.READ not in kinds_of_work
         cut = cut_drafts if drafts else cut_step
-        few = drafts and rows.counts.max() <= FEW_QUERIES <= min(kind.queries for kind in kinds)
+        few = drafts and int(rows.counts.max()) <= FEW_QUERIES <= min(kind.queries for kind in kinds)
         return cls(rows, tuple(cut(rows.counts, rows.contexts, kind) for kind in kinds), drafts, few)
 
     def exact_shape(self) -> Shape:
