@@ -280,9 +280,10 @@ def test_the_setting() -> None:
     assert make_drafter("lookup", "cuda", never_forced) is not None
 
 
-def test_a_try_stays_due_until_a_plan_makes_it() -> None:
+@pytest.mark.parametrize("rate", [0.2, 0.0])
+def test_a_try_stays_due_until_a_plan_makes_it(rate: float) -> None:
     """On a GPU the plan in which it falls due waits for the step in flight, and is made again."""
-    found = speculation(0.2, 0.3, 1)
+    found = speculation(rate, 0.3, 1)
     request, tries = repeating(), 0
     for _ in range(4 * TRY_EVERY):
         assert found.begin([request])

@@ -145,7 +145,7 @@ class Speculation:
     def _from_texts(self, streams: Sequence[RequestState]) -> dict[int, Proposal]:
         """The guesses from the streams' own texts that bring the whole step most tokens per second, if that is enough.
         Those that are kept most likely come first: however many are taken, no other choice of so many brings more."""
-        count, alone, longest = self.streams, self.times.predict(self.streams), self.longest()
+        alone = self.times.predict(self.streams)
         kinds, chances = dict[int, int](), list[tuple[float, int]]()
         if alone is None:
             return {}
@@ -157,17 +157,26 @@ class Speculation:
             if match:
                 kinds[request.id] = kind_of(match)
                 chances += ((chance, request.id) for chance in self._chances(known.acceptance.rate(kind_of(match))))
-        if not chances:
+        if not kinds:
             return {}
         chances.sort(reverse=True)
-        seconds = self._seconds_of(len(chances), alone)
-        allowed = int(np.searchsorted(seconds, longest, "right"))
-        speeds = (count + np.cumsum([chance for chance, _ in chances[:allowed]])) / seconds[:allowed]
-        best = int(speeds.argmax()) if allowed else 0
-        if allowed and speeds[best] > GAIN * count / alone:
-            return proposals(kinds, chances[: best + 1], float(speeds[best]))
+        taken, speed = self._fastest([chance for chance, _ in chances], alone)
+        if taken:
+            return proposals(kinds, chances[:taken], speed)
         tried = {name: Proposal(kind, TRIED, 0.0, 0.0) for name, kind in kinds.items() if kind >= LONG_KIND}
         return tried if tried and self._is_due() else {}
+
+    def _fastest(self, chances: list[float], alone: float) -> tuple[int, float]:
+        """How many of the guesses make the step fastest, and its tokens per second; 0: without them it is as fast.
+        alone: seconds of a step without guesses."""
+        seconds = self._seconds_of(len(chances), alone)
+        allowed = int(np.searchsorted(seconds, self.longest(), "right"))
+        if not allowed:
+            return 0, 0.0
+        speeds = (self.streams + np.cumsum(chances[:allowed])) / seconds[:allowed]
+        best = int(speeds.argmax())
+        pays = speeds[best] > GAIN * self.streams / alone
+        return (best + 1, float(speeds[best])) if pays else (0, 0.0)
 
     def _seconds_of(self, most: int, alone: float) -> np.ndarray:
         """Predicted of steps with 1, 2, … `most` guesses. alone: of a step without."""
