@@ -52,14 +52,17 @@ def test_the_head_is_lost(llama_folder: Path, ray: list[RunningRay]) -> None:
     shape = Shape(prefill=1, decode=1, settings=SETTINGS | {"speculate": "off"}, address=ray[0].address, apart=True)
     standing = Standing(Deployment, llama_folder, shape)
 
-    async def begun(deployment: Deployment) -> None:
-        while not sum(len(flight.written) for flight in deployment.flights.values()):
+    async def begun(deployment: Deployment, running: list[asyncio.Future]) -> None:
+        """Until an answer has begun, or all have ended."""
+        while not all(one.done() for one in running):
+            if any(flight.written for flight in deployment.flights.values()):
+                return
             await asyncio.sleep(0.001)
 
     async def lose_the_control_store(engine: AsyncEngine, deployment: Deployment) -> None:
         """Workers live: nothing is lost, and nothing is refused."""
         running = [asyncio.ensure_future(ends(engine, prompt)) for prompt in prompts(3)]
-        await begun(deployment)
+        await begun(deployment, running)
         os.kill(ray[0].process.pid, signal.SIGSTOP)  # it would end what is left
         for pid in ray[0].pids("gcs_server"):
             os.kill(pid, signal.SIGKILL)
@@ -67,13 +70,17 @@ def test_the_head_is_lost(llama_folder: Path, ray: list[RunningRay]) -> None:
         assert await ends(engine, prompts(3)[1]) == (want[1], None)
 
     async def lose_the_machine(engine: AsyncEngine, deployment: Deployment) -> None:
-        """And its workers: each answer is a part of the right one and ends with an error; others are refused."""
+        """And its workers: each answer is a part of the right one and ends with an error; others are refused. Without
+        its control store Ray ends its workers by itself after a while, so that all may be refused."""
         running = [asyncio.ensure_future(ends(engine, prompt)) for prompt in prompts(3)]
-        await begun(deployment)
+        await begun(deployment, running)
         for pid in tree(ray[0].process.pid) - {ray[0].process.pid}:
             os.kill(pid, signal.SIGKILL)
         for one, tokens in zip(running, want, strict=True):
-            written, error = await one
+            try:
+                written, error = await one
+            except EngineError:
+                continue
             assert written == tokens[: len(written)]
             assert error or written == tokens
         async with asyncio.timeout(ENDS):
