@@ -102,14 +102,11 @@ class Run(NamedTuple):
 class Engine:
     """Requests of one core, without text."""
 
-    def __init__(self, core: Core, count: int, depth: int = 1):
-        """depth: plans that an engine without a draft model has in flight at once."""
-        self.depth, self.drafting_depth = depth, core.runner.depth
+    def __init__(self, core: Core, count: int):
         self.core, self.count, self.ids = core, count, 0
 
     def run(self, prompts: Sequence[Sequence[int]], drafter: Speculation | None) -> Run:
         self.core.scheduler.drafter = drafter
-        self.core.runner.depth = self.depth if drafter is None or drafter.model is None else self.drafting_depth
         counters = self.core.scheduler.counters
         before = (counters.drafts, counters.drafted_tokens)
         states = [self._submit(prompt) for prompt in prompts]
@@ -184,7 +181,7 @@ def on_a_gpu(args: argparse.Namespace) -> dict[str, Any]:
     drafts = LLAMA_1B if args.draft else None
     rig = make_rig(LLAMA_8B, exact=args.exact, draft_arch=drafts, max_model_len=16_384)
     give_successors(rig.model, 0.0)
-    engine, found = Engine(rig.core, args.tokens, depth=2), dict[str, Any]()
+    engine, found = Engine(rig.core, args.tokens), dict[str, Any]()
     found["model"] = f"8B shape, random weights{', exact' if args.exact else ''}"
     if rig.draft is not None:
         share = LLAMA_1B.used_weights / LLAMA_8B.used_weights

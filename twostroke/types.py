@@ -143,6 +143,7 @@ class WorkKind(StrEnum):
 
 
 UNWRITTEN = -1  # a token of a draft that the draft model writes when the step runs
+MOST_DRAFTED = 16  # tokens of one draft
 
 
 class Work(NamedTuple):

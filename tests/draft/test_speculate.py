@@ -6,9 +6,9 @@ import pytest
 
 from twostroke.draft.by_model import READY, TRIAL_EVERY, ModelDrafts
 from twostroke.draft.rates import FORCED, JUDGED, MODEL, PAUSE, Acceptance, Realised, StepTimes, kind_of
-from twostroke.draft.speculate import MOST, TRY_EVERY, WITHOUT_EVERY, Speculation, make_drafter, never_forced
+from twostroke.draft.speculate import TRY_EVERY, WITHOUT_EVERY, Speculation, make_drafter, never_forced
 from twostroke.sampling import Grammar, SamplingParams
-from twostroke.types import UNWRITTEN, Plan, Request, RequestState, Result, Work, WorkKind
+from twostroke.types import MOST_DRAFTED, UNWRITTEN, Plan, Request, RequestState, Result, Work, WorkKind
 
 
 def speculation(rate: float, cost: float, streams: int, many: bool = False) -> Speculation:
@@ -18,7 +18,7 @@ def speculation(rate: float, cost: float, streams: int, many: bool = False) -> S
     for _ in range(200):
         found.acceptance.add(3, 1, int(rate >= 1) or 0)
     found.acceptance.right[3] = rate * found.acceptance.tried[3]
-    for rows in range(1, streams * (MOST + 1) + 1):
+    for rows in range(1, streams * (MOST_DRAFTED + 1) + 1):
         found.times.add(rows, 0.01 * (1 + cost * (rows - 1)))
     found.begin(others(streams))
     return found

@@ -23,9 +23,8 @@ from twostroke.draft.answers import EarlierAnswers
 from twostroke.draft.by_model import READY, TRIALS, Choice, ModelDrafts
 from twostroke.draft.lookup import Lookup
 from twostroke.draft.rates import FORCED, MODEL, Acceptance, Realised, StepTimes, kind_of
-from twostroke.types import UNWRITTEN, Plan, RequestState, Result, WorkKind
+from twostroke.types import MOST_DRAFTED, UNWRITTEN, Plan, RequestState, Result, WorkKind
 
-MOST = 16  # guesses for one request and step
 STREAMS = {"cpu": 2, "cuda": 32}  # with more streams nothing is guessed: some loads lost by it (docs/speculation.md)
 GAIN = 1.1  # least predicted gain in tokens per second
 WITHOUT_EVERY = 32  # steps that could draft: one of so many does not
@@ -83,6 +82,11 @@ class Proposal(NamedTuple):
     speed: float  # expected tokens per second of the whole step
 
 
+def is_ready(request: RequestState) -> bool:
+    """Whether the draft model has read enough to write in the next step."""
+    return len(request.tokens) - request.drafted <= READY
+
+
 def proposals(kinds: dict[int, int], chances: Sequence[tuple[float, int]], speed: float) -> dict[int, Proposal]:
     """kinds: of each request's guesses; chances: of the guesses that are taken, with the request's id."""
     found: dict[int, Proposal] = {}
@@ -119,6 +123,7 @@ class Speculation:
         self.without = self.counted = False  # this plan goes without guesses; it was counted among the chances
         self.trying = False  # guesses that do not pay are due to be tried
         self.texts: dict[int, Proposal] = {}  # guesses from the text that pay together, by the request's id
+        self.on_trial = False  # a draft model that does not seem to pay writes for one of the streams
 
     # ---- a plan ------------------------------------------------------------------------------------------------------
 
@@ -134,21 +139,19 @@ class Speculation:
         if self.model is not None:
             chosen = self.model.chosen = self._for_all(self.model, count)
             self.drafting = chosen.seconds if count > 1 else 0.0  # one stream pays for its own passes
+            self.on_trial = any(self._is_on_trial(request) for request in streams)
         if count <= self.text_streams:
             self.texts = self._from_texts(streams)
         return True
 
     def waits(self) -> bool:
-        """Whether a plan should wait for results in flight: guesses from what is known so far would pay."""
-        return bool(self.texts) or (self.model is not None and self.model.chosen.length > 0)
+        """Whether a plan should wait for results in flight: guesses would pay, or are due to be tried."""
+        return bool(self.texts) or (self.model is not None and (self.model.chosen.length > 0 or self.on_trial))
 
     def _from_texts(self, streams: Sequence[RequestState]) -> dict[int, Proposal]:
         """The guesses from the streams' own texts that bring the whole step most tokens per second, if that is enough.
         Those that are kept most likely come first: however many are taken, no other choice of so many brings more."""
-        alone = self.times.predict(self.streams)
         kinds, chances = dict[int, int](), list[tuple[float, int]]()
-        if alone is None:
-            return {}
         for request in streams:
             if not request.params.speculate:
                 continue
@@ -157,7 +160,8 @@ class Speculation:
             if match:
                 kinds[request.id] = kind_of(match)
                 chances += ((chance, request.id) for chance in self._chances(known.acceptance.rate(kind_of(match))))
-        if not kinds:
+        alone = self.times.predict(self.streams) if kinds else None
+        if alone is None:
             return {}
         chances.sort(reverse=True)
         taken, speed = self._fastest([chance for chance, _ in chances], alone)
@@ -190,7 +194,7 @@ class Speculation:
     def _chances(self, rate: float) -> Iterator[float]:
         """That the first, the second, … guess of a request is kept."""
         chance = 1.0
-        for _ in range(MOST):
+        for _ in range(MOST_DRAFTED):
             chance *= rate
             if chance < UNLIKELY:
                 return
@@ -203,11 +207,11 @@ class Speculation:
         forced = self.forced(request) if request.params.grammar is not None else ()
         if text is None and not forced and self.model is None:
             return ()  # most steps of most requests
-        known, most = self._known(request), min(most, MOST)
+        known, most = self._known(request), min(most, MOST_DRAFTED)
         offers = [] if text is None else [text._replace(length=min(text.length, most))]
         if forced:
             offers.append(self._choose(known.acceptance, FORCED, min(most, len(forced))))
-        ready = self.model is not None and len(request.tokens) - request.drafted <= READY
+        ready = self.model is not None and is_ready(request)
         if ready:
             offers.append(self._choose_model(request, known, most))
         best = max((one for one in offers if one.length), key=self._worth, default=Proposal(0, 0, 0.0, 0.0))
@@ -221,6 +225,10 @@ class Speculation:
             if self.without:
                 return ()
         return self._take(request, known, best, forced)
+
+    def _is_on_trial(self, request: RequestState) -> bool:
+        known = self.of.get(request.id)
+        return known is not None and known.trials > 0 and is_ready(request)
 
     def _worth(self, offer: Proposal) -> float:
         """Of one stream the speed, with what its guesses cost. Several share that cost: there the tokens count."""
@@ -306,7 +314,7 @@ class Speculation:
 
     def _for_all(self, model: ModelDrafts, streams: int) -> Choice:
         return model.choose(
-            streams, self.acceptance.rate(MODEL), lambda rows: self._seconds(rows, streams), gain=GAIN, most=MOST,
+            streams, self.acceptance.rate(MODEL), lambda rows: self._seconds(rows, streams), gain=GAIN, most=MOST_DRAFTED,
             longest=self.longest(),
         )  # fmt: skip
 

@@ -247,9 +247,7 @@ def make_runner(
         if draft is None or part is None:
             return CudaRunner(model, kv, tables, ops, grammars)
         small = CudaRunner(draft, part, tables, ops, vocab=model.arch.vocab)
-        runner = CudaRunner(model, kv, tables, ops, grammars, drafting=Drafting(small, draft.arch.vocab))
-        small.stream = runner.stream  # the target's copies of blocks come before the draft model's step
-        return runner
+        return CudaRunner(model, kv, tables, ops, grammars, drafting=Drafting(small, draft.arch.vocab))
     kind = ModelRunner
     if ops.device is not None:
         from twostroke.run.torch_runner import TorchRunner

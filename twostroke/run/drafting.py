@@ -8,14 +8,15 @@ same noise, so a draft model that agrees with the target draws the same token.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
 
 from twostroke.run.step import StepRows
-from twostroke.types import UNWRITTEN, Choice, Plan, RequestState, Work, WorkKind
+from twostroke.types import UNWRITTEN, Choice, DraftWork, Plan, RequestState, Work, WorkKind
 
+FEW = 8  # rows of a request
 Passes = tuple[tuple[int, float], ...]  # rows and seconds of each
 
 
@@ -32,9 +33,37 @@ class DraftRows(StepRows):
         self.prompts, self.chooser, self.choices = (), list(self.written), []
         for index, tokens in self.written.items():
             request = self.works[index].request
-            before = [*request.tokens, *tokens] if tokens else request.tokens
-            self.choices.append(Choice(request, len(before), before))
+            known, position = request.tokens, len(request.tokens) + len(tokens)
+            before = known if request.params.is_plain or not tokens else [*known, *tokens]
+            self.choices.append(Choice(request, position, before))
         self.logit_rows = self.starts[1:][self.chooser].astype(np.int64) - 1
+
+
+class Drafts:
+    """The drafts of a plan while the draft model writes them."""
+
+    def __init__(self, drafts: Sequence[DraftWork], vocab: int):
+        """vocab: of the draft model."""
+        self.drafts, self.vocab = drafts, vocab
+        self.written: dict[int, list[int]] = {index: [] for index, draft in enumerate(drafts) if draft.writes}
+
+    def passes(self) -> Iterator[DraftRows]:
+        """The rows of each pass. What a pass chooses is added to its `written` before the next one is asked for."""
+        works = [first_rows(draft) for draft in self.drafts]
+        going: Mapping[int, list[int]] = self.written
+        while works:
+            yield DraftRows(works, going, self.vocab)
+            left = [index for index, tokens in self.written.items() if len(tokens) < self.drafts[index].writes]
+            works = [newest_row(self.drafts[index].request, self.written[index]) for index in left]
+            going = {n: self.written[index] for n, index in enumerate(left)}
+
+    def fill_in(self, works: Sequence[Work]) -> tuple[Work, ...]:
+        """The plan's works with the drafts that were written for them."""
+        texts = {self.drafts[index].request.id: tokens for index, tokens in self.written.items()}
+        return tuple(
+            work._replace(draft=tuple(texts[work.request.id][: len(work.draft)])) if is_unwritten(work) else work
+            for work in works
+        )
 
 
 class DraftRunner(Protocol):
@@ -44,6 +73,8 @@ class DraftRunner(Protocol):
 
 
 class Drafting:
+    """Writes the drafts of a plan, and waits for each pass."""
+
     def __init__(self, runner: DraftRunner, vocab: int):
         """vocab: of the draft model."""
         self.runner, self.vocab = runner, vocab
@@ -52,22 +83,21 @@ class Drafting:
         """The plan's works with their drafts written."""
         if not plan.drafts:
             return plan.works, ()
-        drafts, passes = plan.drafts, []
-        works = [Work(draft.request, draft.start, draft.count) for draft in drafts]
-        written: dict[int, list[int]] = {index: [] for index, draft in enumerate(drafts) if draft.writes}
-        going = dict(written)
-        while works:
-            began = time.perf_counter()
-            rows = DraftRows(works, going, self.vocab)
-            chosen = self.runner.next_tokens(rows)
-            passes.append((rows.total, time.perf_counter() - began))
-            for tokens, token in zip(going.values(), chosen, strict=True):
+        drafts, passes = Drafts(plan.drafts, self.vocab), []
+        began = time.perf_counter()
+        for rows in drafts.passes():
+            for tokens, token in zip(rows.written.values(), self.runner.next_tokens(rows), strict=True):
                 tokens.append(0 if token is None else token)  # a guess like any other
-            left = [index for index, tokens in written.items() if len(tokens) < drafts[index].writes]
-            works = [newest_row(drafts[index].request, written[index]) for index in left]
-            going = {n: written[index] for n, index in enumerate(left)}
-        texts = {drafts[index].request.id: tuple(tokens) for index, tokens in written.items()}
-        return tuple(fill_in(work, texts) for work in plan.works), tuple(passes)
+            ended = time.perf_counter()
+            passes.append((rows.total, ended - began))
+            began = ended
+        return drafts.fill_in(plan.works), tuple(passes)
+
+
+def first_rows(draft: DraftWork) -> Work:
+    """What the draft model lacks of a request. Few rows are computed as those of a draft are."""
+    few = draft.writes and draft.count <= FEW
+    return Work(draft.request, draft.start, draft.count, WorkKind.VERIFY if few else WorkKind.READ)
 
 
 def newest_row(request: RequestState, written: Sequence[int]) -> Work:
@@ -75,8 +105,5 @@ def newest_row(request: RequestState, written: Sequence[int]) -> Work:
     return Work(request, len(request.tokens) + len(written) - 1, 1, WorkKind.VERIFY, (written[-1],))
 
 
-def fill_in(work: Work, texts: Mapping[int, tuple[int, ...]]) -> Work:
-    """The work with the draft that was written for it."""
-    if not work.draft or work.draft[0] != UNWRITTEN:
-        return work
-    return work._replace(draft=texts[work.request.id][: len(work.draft)])
+def is_unwritten(work: Work) -> bool:
+    return bool(work.draft) and work.draft[0] == UNWRITTEN

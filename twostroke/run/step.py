@@ -27,6 +27,8 @@ class PromptRows(Record):
 class StepRows:
     """The rows of a plan's works, request by request, each request's in order."""
 
+    kept_at: np.ndarray | None = None  # on a GPU: where each choice is kept; None: at its request's row
+
     def __init__(self, works: Sequence[Work]):
         self.works = works
         if all([work.count == 1 for work in works]):  # noqa: C419 - a list is faster here

@@ -38,12 +38,15 @@ class Planner:
         self.chunks = 0
 
     def waits(self) -> bool:
-        """Whether nothing is planned now: streams have a step in flight, and a draft continues its unknown token. Where
-        nothing is drafted, the next step is planned while one runs."""
+        """Whether nothing is planned now: streams have a step in flight, and a draft continues its unknown token; or the
+        draft model is reading a prompt, of which it reads one part after the other. Where nothing is drafted, the next
+        step is planned while one runs."""
         drafter = self.scheduler.drafter
         if drafter is None:
             return False
         self.drafting = drafter.begin(self.streams)
+        if self.tables.drafting and any(request.in_flight and drafter.reads(request) for request in self.prompts):
+            return True
         return self.drafting and drafter.waits() and any(request.in_flight for request in self.streams)
 
     def add_streams(self) -> None:

@@ -26,6 +26,7 @@ from twostroke.ops.cuda.backend import CudaOps
 from twostroke.ops.cuda.cuts import Cascade, Cut, DeviceBatch
 from twostroke.ops.cuda.kernels.sample import Filters, resolve_tokens, sample
 from twostroke.ops.interface import KV_SCALE_BYTES, Attention, GroupBlocks, LatentAttention
+from twostroke.run.cuda.draft_chain import DraftChain, DraftPass
 from twostroke.run.cuda.staging import StagedArrays, Staging
 from twostroke.run.cuda.steps import Mixture, Shape, Streams, on_device
 from twostroke.run.drafting import Drafting, Passes
@@ -71,18 +72,19 @@ class Handle:
     clocked: Clocked | None = None
     began: Any = None
     passes: Passes = ()
+    launched: tuple[DraftPass, ...] = ()  # passes of the draft model before it that are not collected yet
     settled: bool = True
 
 
 class CudaRunner:
+    depth = 2
+
     def __init__(
         self, model: Transformer, kv: KVStorage, tables: np.ndarray, ops: CudaOps,
         grammars: GrammarRows | None = None, graphs: bool = True, drafting: Drafting | None = None,
         vocab: int | None = None,
     ):  # fmt: skip
-        """drafting and vocab: as in run/runner.py. A draft continues tokens that must be known, so with a draft model
-        one plan is in flight at a time."""
-        self.depth = 2 if drafting is None else 1
+        """drafting and vocab: as in run/runner.py."""
         self.grammars, self.drafting, self.vocab = grammars, drafting, vocab
         self.model, self.kv, self.tables, self.ops = model, kv, tables, ops
         self.on_card = ops.device.type == "cuda"
@@ -94,6 +96,10 @@ class CudaRunner:
         self.pool: Any = torch.cuda.graph_pool_handle() if self.graphs else None
         self.staging = Staging(ops.device)
         self.newest = torch.zeros(tables.shape[1], dtype=torch.int32, device=ops.device)
+        self.chain = None
+        if drafting is not None:
+            assert isinstance(drafting.runner, CudaRunner)
+            self.chain = DraftChain(drafting.runner, self, drafting.vocab)
         self.kinds = tuple(dict.fromkeys(ops.kind(attention) for attention in attentions(model)))
         plain = ops.shares_steps and kv.format not in KV_SCALE_BYTES  # K and V as floats
         self.members = self.kinds[0].members if plain and len(self.kinds) == 1 else 0
@@ -110,28 +116,45 @@ class CudaRunner:
         with torch.cuda.stream(self.stream) if self.on_card else nullcontext():
             began = timing_event() if self.on_card else None
             self.kv.move(plan.moves)
-            works, passes = self.drafting.write(plan) if self.drafting is not None else (plan.works, ())
+            works, passes, launched = plan.works, (), ()
+            if self.chain is not None and plan.drafts and self.chain.can_write(plan):
+                works, launched = self.chain.launch(plan)
+            elif self.drafting is not None:
+                works, passes = self.drafting.write(plan)
             rows = StepRows(works)
             streams = all(work.kind is WorkKind.WRITE for work in works) and all(map(on_device, rows.choices))
             handle = self._launch_streams(rows) if streams else self._launch_mixed(rows)
-            handle.began, handle.passes = began, passes
+            handle.began, handle.passes, handle.launched = began, passes, launched
             return handle
 
-    def next_tokens(self, rows: StepRows) -> list[int | None]:
-        """What follows the rows that choose; for a draft model, of which nothing else is asked. It waits."""
+    def launch_rows(self, rows: StepRows) -> Handle:
+        """Rows of a draft model, of which nothing is asked but the tokens that they choose."""
         streams = rows.single and len(rows.choices) == rows.total and all(map(on_device, rows.choices))
         began = timing_event() if self.on_card else None
         handle = self._launch_streams(rows) if streams else self._launch_mixed(rows)
         handle.began = began
-        self._wait(handle)
-        chosen = handle.tokens[: len(rows.choices)].tolist()
+        return handle
+
+    def collect_rows(self, handle: Handle) -> tuple[list[int], float | None]:
+        """The tokens and the seconds that the device took."""
+        seconds = self._wait(handle)
+        chosen = handle.tokens[: len(handle.rows.choices)].tolist()
         self.results.append(handle.tokens)
+        return chosen, seconds
+
+    def next_tokens(self, rows: StepRows) -> list[int | None]:
+        """What follows the rows that choose. It waits."""
+        chosen, _ = self.collect_rows(self.launch_rows(rows))
         most = self.model.arch.vocab if self.vocab is None else self.vocab
         return [token if 0 <= token < most else None for token in chosen]
 
     def collect(self, handle: Handle) -> Result:
+        rows, details, settled = handle.rows, handle.details, True
+        if handle.launched:
+            assert self.chain is not None
+            rows.works, handle.passes, settled = self.chain.collect(handle.launched, rows.works)
         seconds = self._wait(handle)
-        rows, details = handle.rows, handle.details
+        handle.settled = handle.settled and settled
         chosen = handle.tokens[: len(rows.choices)].tolist()
         kept = rows.accepted([None if token < 0 else token for token in chosen])
         describe_choices(rows, kept, handle.logits, handle.errors, details)
@@ -223,7 +246,7 @@ class CudaRunner:
         slots = there["positions"].expand(len(there["tables"]), -1) if shape.fused else there["slots"]
         requests = shape.requests + (mixture is None and not shape.streams)  # with the one that stands for padding
         return DeviceBatch(
-            tokens=resolve_tokens(there["tokens"], self.newest), positions=there["positions"],
+            tokens=resolve_tokens(there["tokens"], self.newest, self.model.arch.vocab), positions=there["positions"],
             starts=there["starts"][: requests + 1], contexts=there["contexts"][:requests],
             groups=tuple(GroupBlocks(*places) for places in zip(slots, there["tables"], strict=True)),
             logit_rows=slice(None) if shape.streams else there["logit_rows"],

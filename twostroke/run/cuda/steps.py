@@ -25,7 +25,7 @@ from twostroke.run.step import StepRows
 from twostroke.types import Choice, WorkKind
 
 MIXED_REQUESTS = (1, 4, 16, 32, 40, 64, 80, 128, 160, 256, 512)
-DRAFT_REQUESTS = (1, 4, 16, 64)  # fewer, because drafts of all lengths make many shapes
+DRAFT_REQUESTS = (1, 4, 16, 32)  # fewer, because drafts of all lengths make many shapes
 COLUMNS = 16  # fewest block columns of a padded step
 FEW_CHUNKS = 4
 
@@ -101,7 +101,7 @@ class Streams:
         host["positions"][:count] = rows.positions
         host["contexts"][:count] = rows.contexts  # the rest stays 0: padding attends to nothing
         host["starts"][:] = np.arange(len(host["starts"]))
-        host["rows"][:count] = rows.table_rows
+        host["rows"][:count] = rows.table_rows if rows.kept_at is None else rows.kept_at
         host["rows"][count:] = -1
         host["tables"][:, :count] = self.tables
         fill_sampling(host, rows.choices)
@@ -185,7 +185,7 @@ class Mixture:
         fill_slots(host["slots"], rows, table, groups)
         host["logit_rows"][: len(rows.logit_rows)] = rows.logit_rows
         chosen = len(rows.choices)
-        host["rows"][:chosen] = rows.table_rows[rows.chooser]
+        host["rows"][:chosen] = rows.table_rows[rows.chooser] if rows.kept_at is None else rows.kept_at
         host["rows"][chosen:] = -1
         fill_sampling(host, rows.choices)
         singles = self.cuts[0].singles

@@ -242,7 +242,7 @@ def token_kernels(model: Transformer, ahead: bool) -> list[Task]:
     return [
         *filtered,
         sample_one,
-        lambda: resolve_tokens(token, newest),
+        lambda: resolve_tokens(token, newest, arch.vocab),
         lambda: ops.embed(model.embedding, token, arch.embedding_scale),
     ]
 

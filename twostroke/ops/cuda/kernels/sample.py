@@ -27,20 +27,22 @@ class Filters(NamedTuple):
     slack: float  # taken off top_p
 
 
-@triton.jit(do_not_specialize=["count"])
-def resolve_kernel(tokens_ptr, newest_ptr, out_ptr, count, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["count", "vocab"])
+def resolve_kernel(tokens_ptr, newest_ptr, out_ptr, count, vocab, BLOCK: tl.constexpr):
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = index < count
     token = tl.load(tokens_ptr + index, mask=inside, other=0)
     ahead = token < 0
     known = tl.load(newest_ptr + tl.where(ahead, -token - 1, 0), mask=inside & ahead, other=0)
-    tl.store(out_ptr + index, tl.maximum(tl.where(ahead, known, token), 0), mask=inside)
+    found = tl.where(ahead, known, token)
+    tl.store(out_ptr + index, tl.minimum(tl.maximum(found, 0), vocab - 1), mask=inside)
 
 
-def resolve_tokens(tokens: Tensor, newest: Tensor) -> Tensor:
-    """Replaces each token -1 - row by the token that this row sampled last, which the host may not know yet."""
-    out = torch.empty_like(tokens)
-    resolve_kernel[(triton.cdiv(tokens.numel(), 1024),)](tokens, newest, out, tokens.numel(), BLOCK=1024, num_warps=4)
+def resolve_tokens(tokens: Tensor, newest: Tensor, vocab: int) -> Tensor:
+    """Replaces each token -1 - place by the token that is kept at this place, which the host may not know yet. A draft
+    model may have chosen one that this model does not have: it becomes another one, and is not accepted."""
+    out, count = torch.empty_like(tokens), tokens.numel()
+    resolve_kernel[(triton.cdiv(count, 1024),)](tokens, newest, out, count, vocab, BLOCK=1024, num_warps=4)
     return out
 
 
