@@ -20,6 +20,7 @@ from tests.ops.cases import CASES, DECODE, MIXED, Case, make_step  # noqa: E402
 from twostroke.ops.cuda.backend import CudaOps  # noqa: E402
 from twostroke.ops.cuda.cuts import DeviceBatch  # noqa: E402
 from twostroke.ops.cuda.kernels.decoded import DecodedShape  # noqa: E402
+from twostroke.ops.cuda.kernels.draft_decode import draft_attention  # noqa: E402
 from twostroke.ops.cuda.kernels.prefill import split_for  # noqa: E402
 from twostroke.ops.cuda.kernels.quantized import Int4, Int8, as_float, to_fp8, to_int4  # noqa: E402
 from twostroke.ops.cuda.weights import as_tensor  # noqa: E402
@@ -127,6 +128,27 @@ def test_fused_decode(ops: CudaOps, change: dict) -> None:
     requests = DECODE
     case = Case(requests, **change)
     check_attention(ops, case, streams=True, limit=LIMITS.get(case.format, 1e-4))
+
+
+@pytest.mark.parametrize("change", [
+    {}, {"qk_norm": True}, {"softcap": 3.0}, {"head_dim": 80, "rotary": 40}, {"heads": 9, "kv_heads": 3},
+    {"format": "bfloat16"},
+], ids=str)  # fmt: skip
+def test_attention_of_drafts(ops: CudaOps, change: dict) -> None:
+    """Rows of several requests with one split, two, a full one, and nothing before them."""
+    case = Case(((0, 3), (200, 5), (63, 1), (128, 8), (124, 7)), **change)
+    qkv, attention, kv, batch = make_step(case)
+    mine, there, step = copied(kv, DEVICE), on_device(attention, DEVICE), moved(batch, streams=False)
+    expected = REFERENCE.attend(qkv, attention, kv, batch, 0)
+    for few_heads in (0, 64):  # the first tile loaded before the projection ends, and not
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("twostroke.ops.cuda.kernels.draft_decode.FEW_HEADS", few_heads)
+            out = torch.empty(expected.shape, device=DEVICE)
+            draft_attention(qkv.to(DEVICE), there, mine, step, 0, out, ops.scratch, queries=8)
+        close(out, expected, LIMITS.get(case.format, 1e-4))
+        block, offset = batch.groups[0].slots // 16, batch.groups[0].slots % 16
+        close(mine.keys[block.to(DEVICE), :, offset.to(DEVICE)].float(), kv.keys[block, :, offset].float(), 5e-3)
+        close(mine.values[block.to(DEVICE), :, offset.to(DEVICE)].float(), kv.values[block, :, offset].float(), 5e-3)
 
 
 @pytest.mark.parametrize("rows", [1, 3])

@@ -21,7 +21,7 @@ def tiles_of(rows: int, splits: int, scale: int) -> tuple[bool, int, bool, bool]
 
 
 def test_every_batch_of_streams_has_its_variant() -> None:
-    cases = cases_of(KIND, 256, 131_072, grouped=True, shares=True)
+    cases = cases_of(KIND, 256, 131_072, grouped=True, shares=True, drafts=True)
     assert len(cases) <= 24
     known = {tiles_of(case.rows, case.splits, case.scale) for case in cases if case.streams and not case.members}
     for count in range(1, 257):
@@ -32,8 +32,8 @@ def test_every_batch_of_streams_has_its_variant() -> None:
 
 
 def test_prompts_chunks_and_prefixes_are_among_them() -> None:
-    cases = cases_of(KIND, 256, 131_072, grouped=True, shares=True)
+    cases = cases_of(KIND, 256, 131_072, grouped=True, shares=True, drafts=True)
     assert {case.tile_splits > 1 for case in cases if case.tile_splits} == {True, False}
     assert any(case.members for case in cases) and any(case.rows and not case.streams for case in cases)
-    assert not any(case.members for case in cases_of(KIND, 256, 4096, grouped=True, shares=False))
-    assert len(cases_of(KIND, 256, 131_072, grouped=False, shares=False)) == 4
+    assert not any(case.members for case in cases_of(KIND, 256, 4096, grouped=True, shares=False, drafts=True))
+    assert len(cases_of(KIND, 256, 131_072, grouped=False, shares=False, drafts=True)) == 4

@@ -8,8 +8,9 @@ text that it has missed is read when its drafts would have saved more time meanw
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
+
+import numpy as np
 
 from twostroke.draft.rates import StepTimes
 
@@ -42,32 +43,25 @@ class ModelDrafts:
             return assumed
         return min(seconds, assumed) if self.times.is_below(rows) else seconds
 
-    def draft_seconds(self, streams: int, count: int, missed: int, target: float) -> float:
-        """Of writing `count` tokens for each stream, after reading `missed` tokens in all."""
-        return self.pass_seconds(missed, target) + (count - 1) * self.pass_seconds(streams, target)
+    def draft_seconds(self, streams: int, counts: np.ndarray, missed: int, target: float) -> np.ndarray:
+        """Of writing so many tokens for each stream, after reading `missed` tokens in all."""
+        return self.pass_seconds(missed, target) + (counts - 1) * self.pass_seconds(streams, target)
 
     def choose(
-        self, streams: int, rate: float, step: Callable[[int], float | None], *, gain: float, most: int, longest: float
+        self, streams: int, rate: float, alone: float, steps: np.ndarray, *, gain: float, longest: float
     ) -> Choice:
-        """The count for a step in which all streams draft alike. rate: share of right guesses; step: seconds of the
-        target's step by rows; gain: least predicted gain; longest: seconds that the step may take."""
-        alone = step(streams)
-        best = Choice(0)
-        if alone is None or not streams:
-            return best
-        speed, tokens, chance = gain * streams / alone, 1.0, 1.0
-        for count in range(1, most + 1):
-            chance *= rate
-            tokens += chance
-            target = step(streams * (1 + count))
-            assert target is not None
-            drafting = self.draft_seconds(streams, count, 2 * streams, alone)
-            if target + drafting > longest:
-                break
-            if streams * tokens / (target + drafting) > speed:
-                speed = streams * tokens / (target + drafting)
-                best = Choice(count, drafting, alone * tokens - (target + drafting))
-        return best
+        """The count for a step in which all streams draft alike. rate: share of right guesses; alone and steps: seconds
+        of the target's step without guesses, and with 1, 2, … for each stream; gain: least predicted gain; longest:
+        seconds that the step may take."""
+        counts = np.arange(1, len(steps) + 1)
+        tokens = 1 + np.cumsum(rate**counts)
+        drafting = self.draft_seconds(streams, counts, 2 * streams, alone)
+        seconds = steps + drafting
+        speeds = np.where(seconds <= longest, streams * tokens / seconds, 0.0)
+        best = int(speeds.argmax())
+        if speeds[best] <= gain * streams / alone:
+            return Choice(0)
+        return Choice(best + 1, float(drafting[best]), float(alone * tokens[best] - seconds[best]))
 
     def is_trial(self) -> bool:
         """A prompt is not worth reading. Once in a while it is read nevertheless, to learn whether that is still so."""

@@ -173,7 +173,7 @@ class Speculation:
     def _fastest(self, chances: list[float], alone: float) -> tuple[int, float]:
         """How many of the guesses make the step fastest, and its tokens per second; 0: without them it is as fast.
         alone: seconds of a step without guesses."""
-        seconds = self._seconds_of(len(chances), alone)
+        seconds = self._seconds_of(self.streams + 1 + np.arange(len(chances)), self.streams, alone)
         allowed = int(np.searchsorted(seconds, self.longest(), "right"))
         if not allowed:
             return 0, 0.0
@@ -181,15 +181,6 @@ class Speculation:
         best = int(speeds.argmax())
         pays = speeds[best] > GAIN * self.streams / alone
         return (best + 1, float(speeds[best])) if pays else (0, 0.0)
-
-    def _seconds_of(self, most: int, alone: float) -> np.ndarray:
-        """Predicted of steps with 1, 2, … `most` guesses. alone: of a step without."""
-        rows = np.arange(self.streams + 1, self.streams + most + 1)
-        known = self.verified.predict_all(rows, (self.streams, alone))
-        if known is None:
-            known = self.times.predict_all(rows, (self.streams, alone))
-        assert known is not None, "`alone` was predicted from measured times"
-        return known
 
     def _chances(self, rate: float) -> Iterator[float]:
         """That the first, the second, … guess of a request is kept."""
@@ -252,7 +243,7 @@ class Speculation:
         if best.kind == MODEL:
             draft = (UNWRITTEN,) * count
             if self.streams == 1 and self.model is not None:
-                self.drafting = self._model_seconds(self.model, request, count)
+                self.drafting = float(np.max(self._model_seconds(self.model, request, count)))
         elif best.kind == FORCED:
             draft = forced[:count]
         else:
@@ -268,59 +259,50 @@ class Speculation:
 
     # ---- how many ----------------------------------------------------------------------------------------------------
 
-    def _seconds(self, rows: int, streams: int) -> float | None:
-        """Predicted of a step with so many rows; None: none was measured yet."""
-        if rows <= streams:
-            return self.times.predict(rows)
-        alone = self.times.predict(streams)
-        if alone is None:
-            return None
-        known = self.verified.predict_all(np.array([rows]), (streams, alone))
-        return self.times.predict(rows) if known is None else float(known[0])
+    def _seconds_of(self, rows: np.ndarray, streams: int, alone: float) -> np.ndarray:
+        """Predicted of steps with guesses and so many rows. alone: of a step without."""
+        known = self.verified.predict_all(rows, (streams, alone))
+        if known is None:
+            known = self.times.predict_all(rows, (streams, alone))
+        assert known is not None, "`alone` was predicted from measured times"
+        return known
 
-    def _choose(
-        self,
-        acceptance: Acceptance,
-        kind: int,
-        most: int,
-        drafting: Callable[[int], float] = lambda count: 0.0,
-    ) -> Proposal:
-        """The count with the most expected tokens per second. drafting: seconds for writing so many guesses."""
-        rate, total, chance = acceptance.rate(kind), 0.0, 1.0
-        alone = self._seconds(self.rows, self.streams)
-        if alone is None:
+    def _choose(self, acceptance: Acceptance, kind: int, most: int, drafting: np.ndarray | float = 0.0) -> Proposal:
+        """The count with the most expected tokens per second. drafting: seconds for writing 1, 2, … guesses."""
+        alone = self.times.predict(self.streams)
+        if alone is None or most < 1:
             return Proposal(kind, 0, 0.0, 0.0)
-        least, longest = 1 + (GAIN - 1) / max(1.0, self.streams / 2), self.longest()  # one stream's part of the gain
-        best = Proposal(kind, 0, 0.0, least * self.tokens / (alone + self.drafting))
-        for count in range(1, most + 1):
-            chance *= rate
-            total += chance
-            target = self._seconds(self.rows + count, self.streams)
-            assert target is not None
-            seconds = target + self.drafting + drafting(count)
-            if seconds > longest:
-                break
-            if (self.tokens + total) / seconds > best.speed:
-                best = Proposal(kind, count, total, (self.tokens + total) / seconds)
-        return best
+        before = alone if self.rows <= self.streams else self._seconds_of(np.array([self.rows]), self.streams, alone)[0]
+        least = 1 + (GAIN - 1) / max(1.0, self.streams / 2)  # one stream's part of the gain
+        counts = np.arange(1, most + 1)
+        gained = np.cumsum(acceptance.rate(kind) ** counts)
+        seconds = self._seconds_of(self.rows + counts, self.streams, alone) + self.drafting + drafting
+        speeds = np.where(seconds <= self.longest(), (self.tokens + gained) / seconds, 0.0)
+        best, enough = int(speeds.argmax()), least * self.tokens / (before + self.drafting)
+        if speeds[best] <= enough:
+            return Proposal(kind, 0, 0.0, enough)
+        return Proposal(kind, best + 1, float(gained[best]), float(speeds[best]))
 
     def _choose_model(self, request: RequestState, known: Guessing, most: int) -> Proposal:
         """One stream pays for its passes. Several share them: what the whole step pays for was chosen before."""
-        model = self.model
-        assert model is not None
+        assert self.model is not None
         if self.streams == 1:
-            return self._choose(known.acceptance, MODEL, most, lambda count: self._model_seconds(model, request, count))
-        return self._choose(known.acceptance, MODEL, min(most, model.chosen.length))
+            return self._choose(known.acceptance, MODEL, most, self._model_seconds(self.model, request, most))
+        return self._choose(known.acceptance, MODEL, min(most, self.model.chosen.length))
 
     def _for_all(self, model: ModelDrafts, streams: int) -> Choice:
+        alone = self.times.predict(streams)
+        if alone is None or not streams:
+            return Choice(0)
+        steps = self._seconds_of(streams * np.arange(2, MOST_DRAFTED + 2), streams, alone)
         return model.choose(
-            streams, self.acceptance.rate(MODEL), lambda rows: self._seconds(rows, streams), gain=GAIN, most=MOST_DRAFTED,
-            longest=self.longest(),
+            streams, self.acceptance.rate(MODEL), alone, steps, gain=GAIN, longest=self.longest()
         )  # fmt: skip
 
-    def _model_seconds(self, model: ModelDrafts, request: RequestState, count: int) -> float:
-        alone = self.times.predict(self.streams)
-        return inf if alone is None else model.draft_seconds(1, count, len(request.tokens) - request.drafted, alone)
+    def _model_seconds(self, model: ModelDrafts, request: RequestState, most: int) -> np.ndarray | float:
+        """Of writing 1, 2, … guesses for one stream."""
+        alone, missed = self.times.predict(self.streams), len(request.tokens) - request.drafted
+        return inf if alone is None else model.draft_seconds(1, np.arange(1, most + 1), missed, alone)
 
     # ---- what the draft model reads ----------------------------------------------------------------------------------
 

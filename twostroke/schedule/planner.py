@@ -38,9 +38,9 @@ class Planner:
         self.chunks = 0
 
     def waits(self) -> bool:
-        """Whether nothing is planned now: streams have a step in flight, and a draft continues its unknown token; or the
-        draft model is reading a prompt, of which it reads one part after the other. Where nothing is drafted, the next
-        step is planned while one runs."""
+        """Whether nothing is planned now: streams have a step in flight, and a draft continues its unknown token; or
+        the draft model is reading a prompt, of which it reads one part after the other. Where nothing is drafted, the
+        next step is planned while one runs."""
         drafter = self.scheduler.drafter
         if drafter is None:
             return False

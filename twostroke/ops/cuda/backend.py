@@ -20,6 +20,7 @@ from twostroke.ops.cuda.kernels.cascade import cascade_attention, members_of_til
 from twostroke.ops.cuda.kernels.decode import DecodeScratch, decode_attention, split_count
 from twostroke.ops.cuda.kernels.decoded import decoded_product
 from twostroke.ops.cuda.kernels.dense import attend_long
+from twostroke.ops.cuda.kernels.draft_decode import draft_attention
 from twostroke.ops.cuda.kernels.exact_matmul import exact_product
 from twostroke.ops.cuda.kernels.experts import pair_experts, route
 from twostroke.ops.cuda.kernels.grouped import grouped_experts
@@ -43,6 +44,7 @@ from twostroke.ops.interface import BLOCK, Attention, Batch, ExpertSet, Gate, KV
 STAGED = 1 << 25  # elements that are sent to the device at a time
 WIDE_ROWS = 2048  # rows of a wide product made at a time
 FEW_ROWS = 32  # that our product with float weights multiplies faster than the library
+FETCHED = 512  # bytes of each row of weights that a product of few rows asks for while its norm or gate is computed
 FEW_OF_EXPERTS = 8  # rows of which each reads its experts by itself
 SOME = 256  # rows from which on a decoded copy of a matrix of few bits pays
 
@@ -201,7 +203,8 @@ class CudaOps(Ops):
     def _few_rows(self, x: Tensor, weight: FloatMatrix, before: Norm | Gate | None, add_to: Tensor | None) -> Tensor:
         shape = x.shape[0], weight.weight.shape[0]
         out = torch.empty(shape, dtype=x.dtype, device=x.device) if add_to is None else add_to
-        exact_product(self._prepared(x, before), weight.weight, out, add_to is not None)
+        fetch = 0 if before is None else FETCHED
+        exact_product(self._prepared(x, before), weight.weight, out, add_to is not None, fetch=fetch)
         return out if weight.bias is None else out.add_(weight.bias)
 
     def _some_rows(self, x: Tensor, weight: Narrow, before: Norm | Gate | None, add_to: Tensor | None) -> Tensor:
@@ -260,6 +263,8 @@ class CudaOps(Ops):
         if streams and kv.format != "fp8":  # compiled for fp8, the fused kernel weighs the newest token wrongly
             self._attend_singles(qkv, attention, kv, batch, group, out, cut, fused=True)
             return out
+        if cut.queries and kv.key_scales is None and not attention.window:
+            return draft_attention(qkv, attention, kv, batch, group, out, self.scratch, queries=cut.queries)
         q, k = rotate_and_store(qkv, attention, kv, batch, group, keep_k=bool(cut.long), streams=streams)
         if cut.cascade is not None:
             members, shared = cut.cascade

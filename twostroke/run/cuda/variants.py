@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 SHORT_SPLITS, ONE_WORD, FEW_HEADS = 8, 16, 64  # where decode.py chooses other tiles
 LONG = 40  # splits of a long context
+LONG_COLUMNS = 512  # block columns with more splits than ONE_WORD
 
 
 class Case(NamedTuple):
@@ -38,17 +39,21 @@ class Case(NamedTuple):
     members: int = 0  # of a tile of streams that share a prefix
     tile_splits: int = 0  # programs that share a tile of queries; 0: there are no tiles
     queries: int = 0  # the most of a tile, where they are few
+    columns: int = 16  # of the block tables
 
 
-def cases_of(kind: AttentionKind, requests: int, length: int, *, grouped: bool, shares: bool) -> list[Case]:
+def cases_of(
+    kind: AttentionKind, requests: int, length: int, *, grouped: bool, shares: bool, drafts: bool
+) -> list[Case]:
     """requests and length: the most of a step. grouped: the kernels of grouped attention, which choose by the number of
-    streams; those of exact and of latent attention do not. shares: streams may share a prefix."""
+    streams; those of exact and of latent attention do not. shares: streams may share a prefix. drafts: there is a
+    kernel for short drafts alone."""
     mixed = [Case(4, splits) for splits in ((SHORT_SPLITS, LONG) if grouped else (LONG,))]
     tiles = [Case(0, 1, tile_splits=splits) for splits in (1, 2)]
     if not grouped:
         return [Case(1, LONG, streams=True), *mixed, *tiles]
     if kind.queries >= FEW_QUERIES:
-        tiles += [case._replace(queries=FEW_QUERIES) for case in tiles]
+        tiles += draft_cases(kind, requests, length) if drafts else [t._replace(queries=FEW_QUERIES) for t in tiles]
     found: dict[tuple[bool, int, bool, bool], Case] = {}
     for rows in BATCHES:
         if rows > stream_rows(requests):
@@ -61,6 +66,13 @@ def cases_of(kind: AttentionKind, requests: int, length: int, *, grouped: bool, 
             columns *= 2
     shared = [Case(4, splits, streams=True, members=kind.members) for splits in (SHORT_SPLITS, LONG)]
     return [*found.values(), *mixed, *tiles, *(shared if shares and kind.members else [])]
+
+
+def draft_cases(kind: AttentionKind, requests: int, length: int) -> list[Case]:
+    """Of the kernel for short drafts, which chooses by the number of requests and, where they are few, of splits."""
+    few = Case(1, 1, tile_splits=1, queries=FEW_QUERIES)
+    more, long = few._replace(rows=FEW_HEADS // kind.kv_heads + 1), few._replace(columns=LONG_COLUMNS)
+    return [few, *([more] if requests >= more.rows else []), *([long] if length > LONG_COLUMNS * BLOCK // 2 else [])]
 
 
 def batch_of(case: Case, ops: CudaOps, kind: AttentionKind, group: int) -> DeviceBatch:
@@ -76,10 +88,10 @@ def batch_of(case: Case, ops: CudaOps, kind: AttentionKind, group: int) -> Devic
     cut = Cut(listed, case.rows, case.splits, tiles, max(1, case.tile_splits), cascade=cascade,
               scale=case.scale, queries=case.queries)  # fmt: skip
     starts = torch.arange(rows + 1, dtype=torch.int32, device=ops.device)
-    none = np.zeros(rows, np.int64)
+    none, blocks = np.zeros(rows, np.int64), GroupBlocks(zeros(rows) - 1, zeros(rows, case.columns))
     return DeviceBatch(
-        zeros(rows), zeros(rows), starts, zeros(rows), (GroupBlocks(zeros(rows) - 1, zeros(rows, 16)),) * (group + 1),
-        zeros(rows), none, none, streams=case.streams, splits=case.splits, cuts={kind: cut},
+        zeros(rows), zeros(rows), starts, zeros(rows), (blocks,) * (group + 1), zeros(rows), none, none,
+        streams=case.streams, splits=case.splits, cuts={kind: cut},
     )  # fmt: skip
 
 
@@ -89,7 +101,8 @@ def attention_variants(
     kind = ops.kind(attention)
     grouped = isinstance(attention, Attention) and not ops.one_order
     shares = ops.shares_steps and kv.format not in KV_SCALE_BYTES
-    cases = cases_of(kind, requests, length, grouped=grouped, shares=shares)
+    drafts = isinstance(attention, Attention) and not attention.window and kv.key_scales is None
+    cases = cases_of(kind, requests, length, grouped=grouped, shares=shares, drafts=drafts)
     tasks: list[Callable[[], object]] = [partial(run_case, case, ops, attention, kv, group) for case in cases]
     if isinstance(attention, Attention) and kind.dense:
         tasks.append(partial(run_long, ops, attention, kv, group))

@@ -14,7 +14,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from twostroke.ops.cuda.kernels.launch import EARLY, INTERPRETED, PDL, gdc_launch_dependents, gdc_wait
+from twostroke.ops.cuda.kernels.launch import (
+    EARLY,
+    INTERPRETED,
+    PDL,
+    gdc_launch_dependents,
+    gdc_wait,
+    prefetch_rows,
+)
 
 FEW = 64  # rows that our kernel multiplies as fast as the library
 MOST = 8192  # rows that the library is handed at a time
@@ -24,10 +31,10 @@ MOST = 8192  # rows that the library is handed at a time
 def product_kernel(
     x_ptr, w_ptr, out_ptr, rows, n_rows, x_stride, w_stride, out_stride,
     K: tl.constexpr, ADD: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    WEIGHTS_FIRST: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    WEIGHTS_FIRST: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, FETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """WEIGHTS_FIRST: the weights are the left operand of the instruction, which has 16 or 64 rows; x is the right one,
-    with as few as 8."""
+    with as few as 8. FETCH: bytes of each row of weights that are prefetched while the kernel before is running."""
     EVEN: tl.constexpr = K % BLOCK_K == 0
     r = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -35,6 +42,8 @@ def product_kernel(
     mine = r < rows
     w_rows = w_ptr + tl.where(n < n_rows, n, 0).to(tl.int64) * w_stride
     x_rows = x_ptr + tl.where(mine, r, 0).to(tl.int64) * x_stride
+    if FETCH > 0:
+        prefetch_rows(w_rows, FETCH)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -86,14 +95,18 @@ def tile_of(rows: int, n: int, dtype: torch.dtype) -> Tile:
     return 128, 256, 64, 3, 8, False
 
 
-def exact_product(x: Tensor, weight: Tensor, out: Tensor, add: bool, tile: Tile | None = None) -> Tensor:
-    """out (rows, N) = x @ weight.T, added to what `out` holds with `add`; the product is rounded first."""
+def exact_product(
+    x: Tensor, weight: Tensor, out: Tensor, add: bool, tile: Tile | None = None, *, fetch: int = 0
+) -> Tensor:
+    """out (rows, N) = x @ weight.T, added to what `out` holds with `add`; the product is rounded first. fetch: bytes of
+    each row of weights to be prefetched while the kernel before is running."""
     (rows, k), n = x.shape, weight.shape[0]
     block_r, block_n, block_k, stages, warps, first = tile or tile_of(rows, n, x.dtype)
+    fetch = min(fetch, k * x.element_size()) if PDL and k % 8 == 0 else 0
     product_kernel[(triton.cdiv(n, block_n), triton.cdiv(rows, block_r))](
         x, weight, out, rows, n, x.stride(0), weight.stride(0), out.stride(0), K=k, ADD=add, BLOCK_R=block_r,
         BLOCK_N=block_n, BLOCK_K=block_k, WEIGHTS_FIRST=first, STAGES=stages,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", PDL=PDL, num_warps=warps, **EARLY,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", FETCH=fetch, PDL=PDL, num_warps=warps, **EARLY,
     )  # fmt: skip
     return out
 

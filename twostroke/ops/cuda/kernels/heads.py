@@ -31,7 +31,8 @@ def turned(
     heads, mask, dims, scale, norm_ptr, cos_ptr, sin_ptr, position,
     HEAD: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """Elements `dims` of the heads, normed and rotated: (M, len(dims)) float32. HALF: rotated pairs, 0 for none."""
+    """Elements `dims` of the heads, normed and rotated: (M, len(dims)) float32. position: of all heads, or (M, 1) of
+    each. HALF: rotated pairs, 0 for none."""
     inside = mask[:, None] & (dims < HEAD)[None, :]
     x = tl.load(heads[:, None] + dims[None, :], mask=inside, other=0.0).to(tl.float32)
     if NORM:
@@ -41,12 +42,12 @@ def turned(
         y = tl.load(heads[:, None] + other[None, :], mask=inside, other=0.0).to(tl.float32)
         if NORM:
             y = y * scale[:, None] * tl.load(norm_ptr + other, mask=dims < HEAD, other=0.0)[None, :]
-        pair = tl.where(dims < HALF, dims, dims - HALF)
-        moves = dims < 2 * HALF
+        pair = tl.where(dims < HALF, dims, dims - HALF)[None, :]
+        moves = (dims < 2 * HALF)[None, :]
         cos = tl.load(cos_ptr + position * HALF + pair, mask=moves, other=1.0)
         sin = tl.load(sin_ptr + position * HALF + pair, mask=moves, other=0.0)
-        sin = tl.where(dims < HALF, -sin, sin)
-        x = x * cos[None, :] + y * sin[None, :]
+        sin = tl.where((dims < HALF)[None, :], -sin, sin)
+        x = x * cos + y * sin
     return x
 
 

@@ -20,8 +20,8 @@ gdc_wait = _cuda.gdc_wait
 gdc_launch_dependents = _cuda.gdc_launch_dependents
 
 __all__ = [
-    "EARLY", "FETCH_BYTES", "INTERPRETED", "PDL", "ask_ahead", "gdc_launch_dependents", "gdc_wait", "triton",
-    "wake_driver",
+    "EARLY", "FETCH_BYTES", "INTERPRETED", "PDL", "ask_ahead", "gdc_launch_dependents", "gdc_wait", "prefetch_rows",
+    "triton", "wake_driver",
 ]  # fmt: skip
 
 
@@ -47,3 +47,13 @@ def ask_ahead(ptr, mine, turn, count):
             "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
         at += turn * FETCH_BYTES
+
+
+@triton.jit
+def prefetch_rows(rows, BYTES: tl.constexpr):
+    """Prefetch the first BYTES (a multiple of 16) at each of the pointers `rows` into the L2 cache."""
+    size = tl.full(rows.shape, BYTES, tl.int32)
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r", [rows, size], dtype=tl.int32,
+        is_pure=False, pack=1,
+    )  # fmt: skip
