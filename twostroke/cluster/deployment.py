@@ -21,6 +21,7 @@ from twostroke.cluster.placing import Connected, Died, Place
 from twostroke.cluster.pools import Pools, Seat
 from twostroke.cluster.remote_worker import RemoteWorker, Silence
 from twostroke.cluster.router import Role
+from twostroke.cluster.transports import CHOICES
 from twostroke.errors import ConfigError
 from twostroke.hardware import usable_cores
 from twostroke.remote.client import EngineListener
@@ -45,6 +46,7 @@ class Shape:
     apart: bool = False  # prefill workers compute every prompt with a full block
     share_cores: bool = False  # workers need no cores of their own
     address: str | None = None  # of the Ray cluster
+    transport: str = "auto"  # of blocks between workers, see transports.py
 
     def roles(self) -> dict[str, Role]:
         """By the name of the worker, in the order of their numbers."""
@@ -68,6 +70,8 @@ def check_shape(shape: Shape) -> None:
         raise ConfigError(
             "--route apart needs --prefill and --decode: with --workers, each prompt stays on one worker."
         )
+    if shape.transport not in CHOICES:
+        raise ConfigError(f"--transport: {shape.transport!r} is not known; use {', '.join(CHOICES)}.")
 
 
 class Deployment(Pools):
@@ -149,7 +153,7 @@ class Deployment(Pools):
         device = self._devices(connected)
         cores = self._cores(connected, device)
         gpus = tuple(1.0 if device[number] == "cuda" else 0.0 for number in self.numbered)
-        return Place(self.router_address, self.secret, cores, gpus)
+        return Place(self.router_address, self.secret, cores, gpus, self.shape.transport)
 
     def _devices(self, connected: Connected) -> list[str]:
         """A GPU for each worker, if there are so many; else none for all whose device is not given."""
