@@ -103,7 +103,7 @@ async def bring(worker: Worker, transport: SocketTransport, prompt: list[int], p
     address = next(part for part in parcel.offer.address.split(" ") if part.startswith(scheme))
     began = time.perf_counter()
     incoming = await transport.connect(address, parcel.offer.ticket)
-    blocks = await incoming.fetch(parcel.names, ready.settings.layout.block_bytes)
+    blocks = await incoming.fetch(parcel.names, ready.settings.exchanged_bytes)
     moved = time.perf_counter()
     with blocks.segment:
         stored = await worker.engine.store(prompt[: parcel.tokens], b"", parcel.names, blocks.payload())

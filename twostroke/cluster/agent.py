@@ -212,7 +212,8 @@ def shared_memory(settings: dict[str, Any], path: Path, neighbours: int) -> dict
     if neighbours < 2 or settings.get("device") == "cuda" or {"kv_memory", "kv_blocks"} & settings.keys():
         return dict(settings)
     left = free_memory() - neighbours * (checkpoint_bytes(open_checkpoint(path)) + settings.get("kv_offload", 0))
-    return settings | {"kv_memory": max(1, int(KV_SHARE["cpu"] * max(0, left) / neighbours))}
+    processes = neighbours * settings.get("parallel", 1)  # kv_memory is of each rank
+    return settings | {"kv_memory": max(1, int(KV_SHARE["cpu"] * max(0, left) / processes))}
 
 
 def serve(post: Post) -> None:

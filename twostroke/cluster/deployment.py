@@ -169,17 +169,19 @@ class Deployment(Pools):
     def _cores(self, connected: Connected, device: list[str]) -> tuple[float, ...]:
         total, count = int(sum(connected.cores)), len(self.numbered)
         each = max(1, min(int(max(connected.cores)), total // count))
+        needed = []
         for number, worker in self.numbered.items():
-            worker.settings.setdefault("threads", each if device[number] == "cpu" else 1)
-        threads = [worker.settings["threads"] for worker in self.numbered.values()]
+            ranks = worker.settings.get("parallel", 1)
+            threads = worker.settings.setdefault("threads", max(1, each // ranks) if device[number] == "cpu" else 1)
+            needed.append(ranks * threads)
         if self.shape.share_cores:
             return (0.0,) * count
-        if sum(threads) > total or max(threads) > max(connected.cores):
+        if sum(needed) > total or max(needed) > max(connected.cores):
             raise ConfigError(
-                f"{count} workers need {sum(threads)} cores together (threads), and the Ray cluster has {total}: start "
-                "fewer workers, set threads lower, add machines, or let them share cores (--share-cores)."
+                f"{count} workers need {sum(needed)} cores together (parallel × threads), and the Ray cluster has "
+                f"{total}: start fewer workers, set these lower, add machines, or let them share cores (--share-cores)."
             )
-        return tuple(map(float, threads))
+        return tuple(map(float, needed))
 
     def _on_died(self, died: Died) -> None:
         worker = self.numbered[died.worker]

@@ -65,15 +65,45 @@ class KVStorage:
             assert self.host is not None, "blocks are to be moved to a host that has no place for them"
             self.host.move(moves)
 
+    @property
+    def exchanged_bytes(self) -> int:
+        """Of a block, as other engines get it."""
+        return self.layout.block_bytes
+
     def export(self, block: int) -> bytes:
         """The bytes of a block of any group. Waits for the device."""
-        here = self.data[block]
-        return here.tobytes() if isinstance(here, np.ndarray) else here.cpu().numpy().tobytes()
+        content = bytearray(self.exchanged_bytes)
+        self.export_to([block], memoryview(content))
+        return bytes(content)
+
+    def export_to(self, blocks: list[int], out: memoryview) -> None:
+        """The bytes of several blocks, one after the other."""
+        to = np.frombuffer(out, np.uint8).reshape(len(blocks), self.layout.block_bytes)
+        if isinstance(self.data, np.ndarray):
+            np.take(self.data, blocks, axis=0, out=to, mode="clip")  # the default copies twice
+        else:
+            to[:] = self.gathered(blocks)
+
+    def gathered(self, blocks: list[int]) -> np.ndarray:
+        """(blocks, bytes of a block) of this process."""
+        if isinstance(self.data, np.ndarray):
+            return self.data[blocks]
+        if self.host is not None and self.data.is_cuda:
+            import torch
+
+            torch.cuda.synchronize()  # blocks that a step in flight brings back from the host
+        return self.data[blocks].cpu().numpy()
 
     def take_in(self, block: int, content: bytes | memoryview) -> None:
         """Bytes that `export` gave, in another process perhaps."""
-        if len(content) != self.layout.block_bytes:
-            raise ValueError(f"a block has {self.layout.block_bytes} bytes, not {len(content)}")
+        self._check(content)
+        self._put(block, content)
+
+    def _check(self, content: bytes | memoryview) -> None:
+        if len(content) != self.exchanged_bytes:
+            raise ValueError(f"a block has {self.exchanged_bytes} bytes, not {len(content)}")
+
+    def _put(self, block: int, content: bytes | memoryview) -> None:
         values = np.frombuffer(content, np.uint8)
         if isinstance(self.data, np.ndarray):
             self.data[block] = values
