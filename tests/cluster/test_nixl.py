@@ -14,16 +14,22 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.fakes import Shelf
-from tests.cluster.pairs import PEERS
+from tests.cluster.pairs import PEERS, answer, moved
+from tests.cluster.rays import run_deployment
 from tests.cluster.test_early import segments
+from tests.cluster.test_faults import prompts
+from tests.cluster.test_pair import Alone
+from tests.cluster.test_ray import shape
 from tests.cluster.test_sockets import NAMES, TICKET, until
 from twostroke.cluster import nixl, nixl_agent, session
+from twostroke.cluster.deployment import Deployment
 from twostroke.cluster.nixl import PIECE, PLACES, NixlTransport
 from twostroke.cluster.nixl_agent import NixlError, devices, package
 from twostroke.cluster.sockets import SharedMemoryTransport, TcpTransport
 from twostroke.cluster.transport import Incoming, TransferError
 from twostroke.cluster.transports import FittingTransport, fitting_transport
 from twostroke.errors import ConfigError
+from twostroke.remote.async_engine import AsyncEngine
 
 needs_nixl = pytest.mark.skipif(package() is None, reason="nixl is not installed")
 LARGE = 3 * PIECE // len(NAMES)  # bytes of a block: all of them are three pieces
@@ -31,7 +37,8 @@ LARGE = 3 * PIECE // len(NAMES)  # bytes of a block: all of them are three piece
 HOLDER = """
 import asyncio, sys
 from tests.cluster.fakes import Shelf
-from tests.cluster.pairs import PEERS
+from tests.cluster.pairs import PEERS, answer, moved
+from tests.cluster.rays import run_deployment
 from twostroke.cluster.nixl import NixlTransport
 
 async def serve():
@@ -214,3 +221,27 @@ def fails(transport: NixlTransport) -> Callable[[], None]:
         transport._agent._meet = lambda peer: transport._agent._agent.add_remote_agent(b"nothing")
 
     return begin
+
+
+@pytest.mark.slow
+@needs_nixl
+def test_workers_on_ray(llama_folder: Path, ray_address: str) -> None:
+    alone = Alone(llama_folder)
+    want = [alone.answer(prompt) for prompt in prompts(4)]
+
+    async def scenario(engine: AsyncEngine, deployment: Deployment) -> None:
+        assert [await answer(engine, prompt) for prompt in prompts(4)] == want
+        await moved(deployment)
+        assert deployment.counts.done == 4 and deployment.counts.blocks and not deployment.counts.failed
+
+    run_deployment(llama_folder, shape(ray_address, transport="nixl"), scenario)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(package() is not None, reason="nixl is installed")
+def test_workers_without_it_say_so(llama_folder: Path, ray_address: str) -> None:
+    async def nothing(engine: AsyncEngine, deployment: Deployment) -> None:
+        raise AssertionError("it started")
+
+    with pytest.raises(ConfigError, match="--transport nixl: NIXL is not installed"):
+        run_deployment(llama_folder, shape(ray_address, transport="nixl"), nothing)
