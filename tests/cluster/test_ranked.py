@@ -54,10 +54,10 @@ def test_parts_of_all_ranks_are_in_a_block(llama_folder: Path, in_two: Alone) ->
     ours.export_to([2, 0, 1], memoryview(memory))
     size = ours.exchanged_bytes
     assert bytes(memory[:size]) == ours.export(2) and any(memory[size // 2 : size]), "rank 1 has written nothing"
-    theirs.take_in(7, memory[:size])
+    theirs.take_in([(7, memory[:size])])
     assert theirs.export(7) == ours.export(2)
     with pytest.raises(ValueError, match="a block has"):
-        theirs.take_in(7, memory[: size // 2])
+        theirs.take_in([(7, memory[: size // 2])])
     second.close()
 
 

@@ -155,13 +155,12 @@ def arrive(core: Core, expected: Expected, blocks: Mapping[Name, bytes | memoryv
     scheduler, storage = core.scheduler, storage_of(core)
     drafting = scheduler.tables.drafting
     complete = all(name in blocks for name in expected.names if name.group not in drafting)
-    filled = []
+    filled: list[int] = []
     if complete:
         finish_moves(core)  # what these blocks held before goes to the host
-        for name, block in expected.wanted:
-            if name in blocks:
-                storage.take_in(block, blocks[name])
-                filled += [block] if name.group in drafting else []
+        here = [(name, block) for name, block in expected.wanted if name in blocks]
+        storage.take_in([(block, blocks[name]) for name, block in here])
+        filled = [block for name, block in here if name.group in drafting]
     scheduler.arrived(expected.state, complete, filled)
     return complete
 
@@ -183,11 +182,9 @@ def store(core: Core, tokens: Sequence[int], salt: bytes, blocks: Mapping[Name, 
     complete = all(name in blocks for name, _ in wanted if name.group not in tables.drafting)
     if complete:
         finish_moves(core)
-        for name, block in wanted:
-            if name in blocks:
-                storage.take_in(block, blocks[name])
-                if name.group in tables.drafting:
-                    pool.filled.add(block)
+        here = [(name, block) for name, block in wanted if name in blocks]
+        storage.take_in([(block, blocks[name]) for name, block in here])
+        pool.filled.update(block for name, block in here if name.group in tables.drafting)
         tables.publish(asked, length)
     tables.close(asked)
     return len(wanted) if complete else 0

@@ -61,10 +61,12 @@ def obey(kind: bytes, body: bytes, model: ParallelTransformer, kv: KVStorage, so
         model.forward(batch if model.ops.device is None else batch_of_tensors(batch), kv)
     elif kind == GIVE:
         blocks = np.frombuffer(body, np.int64).tolist()
-        send_frame(sock, kv.gathered(blocks).tobytes())
+        content = bytearray(len(blocks) * kv.exchanged_bytes)
+        kv.export_to(blocks, memoryview(content))
+        send_frame(sock, bytes(content))
     else:
         assert kind == TAKE, "a rank is told three things"
-        kv.take_in(int.from_bytes(body[:SIZE], "little"), body[SIZE:])
+        kv.take_in([(int.from_bytes(body[:SIZE], "little"), body[SIZE:])])
 
 
 def main(descriptor: str) -> None:

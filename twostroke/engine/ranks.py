@@ -225,7 +225,7 @@ class Ranks:
 
     # ---- bytes of blocks, between two steps --------------------------------------------------------------------------
 
-    def ask_for(self, blocks: list[int]) -> None:
+    def ask_for(self, blocks: Sequence[int]) -> None:
         """The parts of all ranks; `answers` has them."""
         self._tell_all(GIVE + np.asarray(blocks, np.int64).tobytes())
 

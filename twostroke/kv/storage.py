@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,6 +17,8 @@ from twostroke.types import Move
 
 if TYPE_CHECKING:
     import torch
+
+    from twostroke.kv.staging import Staging
 
 
 class KVStorage:
@@ -76,41 +79,36 @@ class KVStorage:
         self.export_to([block], memoryview(content))
         return bytes(content)
 
-    def export_to(self, blocks: list[int], out: memoryview) -> None:
+    def export_to(self, blocks: Sequence[int], out: memoryview) -> None:
         """The bytes of several blocks, one after the other."""
-        to = np.frombuffer(out, np.uint8).reshape(len(blocks), self.layout.block_bytes)
+        self._copy_out(blocks, np.frombuffer(out, np.uint8).reshape(len(blocks), self.layout.block_bytes))
+
+    def _copy_out(self, blocks: Sequence[int], to: np.ndarray) -> None:
+        """to: (blocks, bytes of a block of this process)."""
         if isinstance(self.data, np.ndarray):
             np.take(self.data, blocks, axis=0, out=to, mode="clip")  # the default copies twice
-        else:
-            to[:] = self.gathered(blocks)
-
-    def gathered(self, blocks: list[int]) -> np.ndarray:
-        """(blocks, bytes of a block) of this process."""
-        if isinstance(self.data, np.ndarray):
-            return self.data[blocks]
+            return
         if self.host is not None and self.data.is_cuda:
             import torch
 
             torch.cuda.synchronize()  # blocks that a step in flight brings back from the host
-        return self.data[blocks].cpu().numpy()
+        self._staging.copy_out(blocks, to)
 
-    def take_in(self, block: int, content: bytes | memoryview) -> None:
-        """Bytes that `export` gave, in another process perhaps."""
-        self._check(content)
-        self._put(block, content)
-
-    def _check(self, content: bytes | memoryview) -> None:
-        if len(content) != self.exchanged_bytes:
-            raise ValueError(f"a block has {self.exchanged_bytes} bytes, not {len(content)}")
-
-    def _put(self, block: int, content: bytes | memoryview) -> None:
-        values = np.frombuffer(content, np.uint8)
+    def take_in(self, parts: Sequence[tuple[int, bytes | memoryview]]) -> None:
+        """Blocks, and the bytes for them that `export` gave, in another process perhaps."""
+        if any(len(content) != self.layout.block_bytes for _, content in parts):
+            raise ValueError(f"a block has {self.layout.block_bytes} bytes, and others came")
         if isinstance(self.data, np.ndarray):
-            self.data[block] = values
+            for block, content in parts:
+                self.data[block] = np.frombuffer(content, np.uint8)
         else:
-            import torch
+            self._staging.take_in(parts)
 
-            self.data[block].copy_(torch.from_numpy(values.copy()))
+    @cached_property
+    def _staging(self) -> Staging:
+        from twostroke.kv.staging import Staging  # torch
+
+        return Staging(self.data)
 
 
 def places(layout: KVLayout) -> dict[int, list[tuple[int, int]]]:
