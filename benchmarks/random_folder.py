@@ -18,6 +18,10 @@ SHAPES: dict[str, dict[str, int]] = {
         "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32, "num_attention_heads": 32,
         "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128_256, "max_position_embeddings": 131_072,
     },
+    "cache": {  # much to cache for what it computes
+        "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 16, "num_attention_heads": 8,
+        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 2048, "max_position_embeddings": 131_072,
+    },
     "tiny": {
         "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 2048, "max_position_embeddings": 131_072,

@@ -255,6 +255,11 @@ class Resolved(Config):
         """The values are derived from a `Config` that was checked."""
 
     @property
+    def exchanged_bytes(self) -> int:
+        """Of a block, as other engines get it: the parts of all ranks."""
+        return self.parallel * self.layout.block_bytes
+
+    @property
     def host_slots(self) -> int:
         """Evicted blocks that the host keeps."""
         return self.kv_offload // self.layout.block_bytes

@@ -7,11 +7,16 @@ import contextlib
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import pytest
+
 from tests.cluster.fakes import FakeTransport
 from twostroke.cluster.channel import derive
 from twostroke.cluster.member import Member
+from twostroke.cluster.nixl import NixlTransport
+from twostroke.cluster.nixl_agent import package
 from twostroke.cluster.pools import Pools, Seat
 from twostroke.cluster.router import Role
+from twostroke.cluster.sockets import SharedMemoryTransport, TcpTransport
 from twostroke.cluster.transport import Transport
 from twostroke.cluster.worker import Worker
 from twostroke.remote.async_engine import AsyncEngine
@@ -24,6 +29,8 @@ SECRET = bytes(range(32))
 PEERS = derive(SECRET, "peers")
 NAMES = derive(SECRET, "names")
 SETTINGS: dict = {"threads": 1, "seed": 3, "max_model_len": 256, "kv_blocks": 80}
+NIXL = pytest.param(NixlTransport, marks=pytest.mark.skipif(package() is None, reason="nixl is not installed"))
+REAL = [TcpTransport, SharedMemoryTransport, NIXL]
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 
 

@@ -32,6 +32,7 @@ from twostroke.errors import ConfigError
         (Shape(workers=1, decode=1), "give it without --prefill and --decode"),
         (Shape(workers=1, decode_settings={"threads": 1}), "need --prefill and --decode"),
         (Shape(workers=1, apart=True), "--route apart needs"),
+        (Shape(workers=1, transport="rdma"), "--transport: 'rdma' is not known; use auto, tcp, nixl"),
     ],
 )
 def test_shapes_that_are_none(shape: Shape, words: str) -> None:

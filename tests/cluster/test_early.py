@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.fakes import BLOCK_BYTES, FakeTransport, Fault
-from tests.cluster.pairs import GREEDY, PEERS, Pair, all_back, answer, moved, run_pair
+from tests.cluster.pairs import GREEDY, PEERS, REAL, Pair, all_back, answer, moved, run_pair
 from tests.cluster.test_faults import FAULTS, kill, until
 from tests.cluster.test_pair import Alone
 from twostroke.cluster.holder import Copy
-from twostroke.cluster.sockets import SharedMemoryTransport, TcpTransport
 from twostroke.kv.addresses import Name
 from twostroke.remote.async_engine import AsyncEngine
 from twostroke.remote.blocks import BlockExchange
@@ -94,7 +93,7 @@ def test_what_the_decode_worker_has_forgotten_is_sent_with_the_request(llama_fol
     run_pair(llama_folder, scenario, prefill=CHUNKS | {"kv_blocks": 200}, decode=small)
 
 
-@pytest.mark.parametrize("transport", [SharedMemoryTransport, TcpTransport])
+@pytest.mark.parametrize("transport", REAL)
 def test_two_processes(llama_folder: Path, llama_alone: Alone, transport: type) -> None:
     want = llama_alone.answer(prompt(2, 240))
 

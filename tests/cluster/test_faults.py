@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.fakes import FakeTransport, Fault
-from tests.cluster.pairs import GREEDY, PEERS, Pair, all_back, answer, moved, run_pair
+from tests.cluster.pairs import GREEDY, PEERS, REAL, Pair, all_back, answer, moved, run_pair
 from tests.cluster.test_pair import PROMPT, Alone
 from twostroke.cluster.pools import GONE
-from twostroke.cluster.sockets import SharedMemoryTransport, TcpTransport
+from twostroke.cluster.sockets import SharedMemoryTransport
 from twostroke.remote import client
 from twostroke.remote.async_engine import ENGINE_GONE, AsyncEngine
 from twostroke.remote.blocks import BlockExchange
@@ -241,7 +241,7 @@ def test_five_hundred_random_faults(llama_folder: Path, llama_alone: Alone) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", [SharedMemoryTransport, TcpTransport])
+@pytest.mark.parametrize("transport", REAL)
 def test_processes_that_are_killed_and_stopped_again_and_again(
     llama_folder: Path, llama_alone: Alone, transport: type
 ) -> None:

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.cluster.fakes import FakeTransport
-from tests.cluster.pairs import GREEDY, PEERS, SETTINGS, Pair, answer, moved, run_pair
-from twostroke.cluster.sockets import SharedMemoryTransport, TcpTransport
+from tests.cluster.pairs import GREEDY, PEERS, REAL, SETTINGS, Pair, answer, moved, run_pair
 from twostroke.engine.llm import LLM
 from twostroke.errors import ConfigError
 from twostroke.record import replace
@@ -42,7 +41,7 @@ def llama_alone(llama_folder: Path) -> Alone:
     return Alone(llama_folder)
 
 
-@pytest.mark.parametrize("transport", [SharedMemoryTransport, TcpTransport])
+@pytest.mark.parametrize("transport", REAL)
 def test_two_processes_write_one_answer(llama_folder: Path, llama_alone: Alone, transport: type) -> None:
     want, sampled = llama_alone.answer(PROMPT), llama_alone.answer(PROMPT[:50], SAMPLED)
 

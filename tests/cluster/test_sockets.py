@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import importlib
 import os
 import socket
 import stat
@@ -14,17 +16,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.cluster.fakes import BLOCK_BYTES, Shelf
-from tests.cluster.pairs import PEERS
+from tests.cluster.pairs import PEERS, REAL
 from twostroke.cluster import channel as channels
 from twostroke.cluster import session, sockets
 from twostroke.cluster.channel import HEADER, Channel, derive
+from twostroke.cluster.nixl import NixlTransport
+from twostroke.cluster.nixl_agent import package
 from twostroke.cluster.sockets import SharedMemoryTransport, SocketTransport, TcpTransport
 from twostroke.cluster.transport import TransferError
 from twostroke.kv.addresses import Name
 
 TICKET = bytes(range(16))
 NAMES = tuple(Name(i % 2, bytes([i, 255 - i] * 8)) for i in range(40))
-both = pytest.mark.parametrize("kind", [TcpTransport, SharedMemoryTransport])
+every = pytest.mark.parametrize("kind", REAL)
 
 
 def run(kind: type[SocketTransport], scenario: Callable[..., Awaitable[None]], shelf: Shelf | None = None) -> Shelf:
@@ -37,6 +41,9 @@ def run(kind: type[SocketTransport], scenario: Callable[..., Awaitable[None]], s
         finally:
             await transport.close()
 
+    if kind is NixlTransport:
+        importlib.import_module(f"{package()}._api")  # it closes the handlers of `logging`
+    gc.collect()
     before = len(os.listdir("/proc/self/fd"))
     asyncio.run(whole())
     assert all(segment.descriptor < 0 for segment in shelf.segments), "a segment was left open"
@@ -49,7 +56,7 @@ async def until(condition: Callable[[], object]) -> None:
         await asyncio.sleep(0.01)
 
 
-@both
+@every
 @pytest.mark.parametrize("block_bytes", [BLOCK_BYTES, 100_000])  # one frame, and several
 def test_blocks_arrive_as_they_were_sent(kind: type[SocketTransport], block_bytes: int) -> None:
     shelf = Shelf(block_bytes)
@@ -70,7 +77,7 @@ def test_blocks_arrive_as_they_were_sent(kind: type[SocketTransport], block_byte
     assert shelf.renewed >= 2
 
 
-@both
+@every
 def test_a_side_that_dies_ends_the_transfer(kind: type[SocketTransport]) -> None:
     shelf = Shelf()
 
@@ -88,7 +95,7 @@ def test_a_side_that_dies_ends_the_transfer(kind: type[SocketTransport]) -> None
     run(kind, scenario, shelf)
 
 
-@both
+@every
 def test_a_peer_without_the_key_gets_nothing(kind: type[SocketTransport]) -> None:
     shelf = Shelf()
 

@@ -16,7 +16,6 @@ import transformers
 
 from tests.tiny import VOCAB, save
 from twostroke import LLM, SamplingParams
-from twostroke.config import make_config
 from twostroke.engine import build
 from twostroke.engine.rank_main import load_share
 from twostroke.engine.ranks import SETTINGS, RankLostError, packed, unpacked
@@ -181,14 +180,12 @@ def test_what_cannot_be_divided_is_said(llama_folder: Path, given: dict[str, Any
         LLM(llama_folder, **GIVEN, **given)
 
 
-def test_other_kinds_of_layers_and_exchanging_workers_are_refused(
+def test_other_kinds_of_layers_are_refused(
     llama_folder: Path, mixture_pair: tuple[Path, Path], deepseek_pair: tuple[Path, Path], compressed_folder: Path
 ) -> None:
     for folder, what in ((mixture_pair[0], "experts"), (deepseek_pair[0], "latent"), (compressed_folder, "streams")):
         with pytest.raises(ConfigError, match=what):
             LLM(folder, **GIVEN, parallel=2)
-    with pytest.raises(ConfigError, match="exchange blocks"):
-        build.build_engine(llama_folder, make_config(**GIVEN, parallel=2), block_key=b"k" * 32)
     wide = LayerArch(GroupedArch(4, 4, 16, wide_qk_norm=True), DenseArch(64))
     with pytest.raises(ConfigError, match="norms over all heads"):
         divided(Arch("olmo2", 320, 48, (wide,), 512, 1e-5), 2)

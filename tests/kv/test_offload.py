@@ -125,10 +125,10 @@ def test_bytes_come_back_as_they_went(kv_format, device, monkeypatch):
     kv.move([Move(block, Place(slot), False) for block, slot in zip((5, 0, 3), (4, 0, 1), strict=True)])
     assert np.array_equal(pool[[5, 0, 3]], before[[1, 2, 4]]) and not pool[[1, 2, 4]].any()
     assert kv.export(5) == before[1].tobytes()
-    kv.take_in(1, before[2].tobytes())
+    kv.take_in([(1, before[2].tobytes())])
     assert kv.export(1) == before[2].tobytes()
     with pytest.raises(ValueError, match="a block has"):
-        kv.take_in(1, b"too short")
+        kv.take_in([(1, b"too short")])
 
 
 def test_llm_counts_what_went_and_came_and_says_the_same(llama_folder):

@@ -35,6 +35,9 @@ def cluster_options(
     address: Annotated[
         str | None, typer.Option(help="Of a Ray cluster; default: one on this machine, else a new local one.")
     ] = None,
+    transport: Annotated[
+        str, typer.Option(help="Of KV blocks between workers. auto: shared memory, NIXL or TCP; tcp; nixl.")
+    ] = "auto",
     share_cores: Annotated[
         bool, typer.Option(help="Workers need no cores of their own: slower, for trying it out.")
     ] = False,
@@ -71,7 +74,7 @@ def cluster_options(
         workers, prefill, decode = (0, *found.best[:2]) if found.best.prefill else (workers, 0, 0)
     shape = Shape(
         workers, prefill, decode, parse_settings(option), parse_settings(prefill_set), parse_settings(decode_set),
-        route == "apart", share_cores, address,
+        route == "apart", share_cores, address, transport,
     )  # fmt: skip
     check_shape(shape)
     for role in set(shape.roles().values()):

@@ -38,7 +38,7 @@ from twostroke.cluster.control import (
 from twostroke.cluster.holder import Offer, Parcel
 from twostroke.cluster.sockets import reach
 from twostroke.cluster.transport import TransferError
-from twostroke.cluster.transports import both_transports
+from twostroke.cluster.transports import fitting_transport
 from twostroke.cluster.worker import Worker
 from twostroke.config import KV_SHARE, Resolved
 from twostroke.errors import ConfigError, ModelError, TwostrokeError
@@ -62,6 +62,7 @@ class Post:
     secret: bytes  # of the deployment
     interface: str  # to listen on for other workers
     neighbours: int  # workers on this machine, this one among them
+    transport: str = "auto"  # see transports.py
 
 
 class Agent:
@@ -150,7 +151,8 @@ class Agent:
             if "draft_model" in settings:
                 settings["draft_model"] = str(await asyncio.to_thread(find, settings["draft_model"]))
             engine = ProcessEngine(path, settings, block_key=derive(self.post.secret, "names"))
-            transport = both_transports(derive(self.post.secret, "peers"), self.post.interface)
+            key = derive(self.post.secret, "peers")
+            transport = fitting_transport(key, self.post.interface, self.post.transport)
             self.worker = Worker(engine, transport)
             await self.worker.start(self)
         except (TwostrokeError, EngineError, OSError, MemoryError) as error:
@@ -210,7 +212,8 @@ def shared_memory(settings: dict[str, Any], path: Path, neighbours: int) -> dict
     if neighbours < 2 or settings.get("device") == "cuda" or {"kv_memory", "kv_blocks"} & settings.keys():
         return dict(settings)
     left = free_memory() - neighbours * (checkpoint_bytes(open_checkpoint(path)) + settings.get("kv_offload", 0))
-    return settings | {"kv_memory": max(1, int(KV_SHARE["cpu"] * max(0, left) / neighbours))}
+    processes = neighbours * settings.get("parallel", 1)  # kv_memory is of each rank
+    return settings | {"kv_memory": max(1, int(KV_SHARE["cpu"] * max(0, left) / processes))}
 
 
 def serve(post: Post) -> None:

@@ -21,6 +21,7 @@ from twostroke.cluster.placing import Connected, Died, Place
 from twostroke.cluster.pools import Pools, Seat
 from twostroke.cluster.remote_worker import RemoteWorker, Silence
 from twostroke.cluster.router import Role
+from twostroke.cluster.transports import CHOICES
 from twostroke.errors import ConfigError
 from twostroke.hardware import usable_cores
 from twostroke.remote.client import EngineListener
@@ -45,6 +46,7 @@ class Shape:
     apart: bool = False  # prefill workers compute every prompt with a full block
     share_cores: bool = False  # workers need no cores of their own
     address: str | None = None  # of the Ray cluster
+    transport: str = "auto"  # of blocks between workers, see transports.py
 
     def roles(self) -> dict[str, Role]:
         """By the name of the worker, in the order of their numbers."""
@@ -68,6 +70,8 @@ def check_shape(shape: Shape) -> None:
         raise ConfigError(
             "--route apart needs --prefill and --decode: with --workers, each prompt stays on one worker."
         )
+    if shape.transport not in CHOICES:
+        raise ConfigError(f"--transport: {shape.transport!r} is not known; use {', '.join(CHOICES)}.")
 
 
 class Deployment(Pools):
@@ -149,7 +153,7 @@ class Deployment(Pools):
         device = self._devices(connected)
         cores = self._cores(connected, device)
         gpus = tuple(1.0 if device[number] == "cuda" else 0.0 for number in self.numbered)
-        return Place(self.router_address, self.secret, cores, gpus)
+        return Place(self.router_address, self.secret, cores, gpus, self.shape.transport)
 
     def _devices(self, connected: Connected) -> list[str]:
         """A GPU for each worker, if there are so many; else none for all whose device is not given."""
@@ -165,17 +169,19 @@ class Deployment(Pools):
     def _cores(self, connected: Connected, device: list[str]) -> tuple[float, ...]:
         total, count = int(sum(connected.cores)), len(self.numbered)
         each = max(1, min(int(max(connected.cores)), total // count))
+        needed = []
         for number, worker in self.numbered.items():
-            worker.settings.setdefault("threads", each if device[number] == "cpu" else 1)
-        threads = [worker.settings["threads"] for worker in self.numbered.values()]
+            ranks = worker.settings.get("parallel", 1)
+            threads = worker.settings.setdefault("threads", max(1, each // ranks) if device[number] == "cpu" else 1)
+            needed.append(ranks * threads)
         if self.shape.share_cores:
             return (0.0,) * count
-        if sum(threads) > total or max(threads) > max(connected.cores):
+        if sum(needed) > total or max(needed) > max(connected.cores):
             raise ConfigError(
-                f"{count} workers need {sum(threads)} cores together (threads), and the Ray cluster has {total}: start "
-                "fewer workers, set threads lower, add machines, or let them share cores (--share-cores)."
+                f"{count} workers need {sum(needed)} cores together (parallel × threads), and the Ray cluster has "
+                f"{total}: start fewer workers, set these lower, add machines, or let them share cores (--share-cores)."
             )
-        return tuple(map(float, threads))
+        return tuple(map(float, needed))
 
     def _on_died(self, died: Died) -> None:
         worker = self.numbered[died.worker]

@@ -16,7 +16,15 @@ from twostroke.record import replace
 from twostroke.remote.client import EngineError, EngineListener
 from twostroke.remote.messages import Ready
 
-NAMED_BY = ("kv_dtype", "dtype", "quantize", "exact", "device", "draft_model")  # what names of blocks depend on
+NAMED_BY = (
+    "kv_dtype",
+    "dtype",
+    "quantize",
+    "exact",
+    "device",
+    "draft_model",
+    "parallel",
+)  # what names of blocks depend on
 
 
 class Group:

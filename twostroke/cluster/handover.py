@@ -129,7 +129,7 @@ class Handover:
     def _block_bytes(self) -> int:
         ready = self.receiver.ready
         assert ready is not None, "an engine that expects blocks has said that it is ready"
-        return ready.settings.layout.block_bytes
+        return ready.settings.exchanged_bytes
 
     async def _take(
         self, request: Request, tokens: int, incoming: Incoming, every: float, taken: list[tuple[Name, ...]]

@@ -167,7 +167,7 @@ class Holder:
                 return copied
         if lent < 0:
             raise TransferError("a parcel has other blocks than those that are wanted")
-        segment = Segment.create(len(wanted) * ready.settings.layout.block_bytes)
+        segment = Segment.create(len(wanted) * ready.settings.exchanged_bytes)
         try:
             exported = await self.engine.export(lent, wanted, segment.path)
             if not self.leases.renew(ticket):

@@ -43,11 +43,11 @@ OOM = (
 class WorkerProcess:
     """The actor. Its process is the agent of a worker (agent.py)."""
 
-    def run(self, number: int, router: str, secret: bytes, interface: str, neighbours: int) -> None:
+    def run(self, number: int, router: str, secret: bytes, interface: str, neighbours: int, transport: str) -> None:
         """Until the router is gone."""
         from twostroke.cluster.agent import Post, serve
 
-        serve(Post(number, router, secret, interface or own_address(), neighbours))
+        serve(Post(number, router, secret, interface or own_address(), neighbours, transport))
 
 
 def own_address() -> str:
@@ -202,7 +202,7 @@ class Driver:
             self.actors[number] = actor
             interface = LOOPBACK if self.own else ""
             try:
-                await actor.run.remote(number, wanted.router, wanted.secret, interface, neighbours)
+                await actor.run.remote(number, wanted.router, wanted.secret, interface, neighbours, wanted.transport)
                 why, fatal = "it lost its line to the router", False
             except ray.exceptions.RayError as error:
                 why, fatal = reason(error)

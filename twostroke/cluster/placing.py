@@ -36,6 +36,7 @@ class Place(Message, frozen=True, tag="place"):
     secret: bytes
     cores: tuple[float, ...]
     gpus: tuple[float, ...]
+    transport: str  # see transports.py
 
 
 class Kill(Message, frozen=True, tag="kill"):

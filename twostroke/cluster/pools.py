@@ -91,9 +91,10 @@ class Pools(Group):
                 task.cancel()
             await self.stop(2.0)
             raise
-        layout = ready[0].settings.layout
+        settings = ready[0].settings
+        layout = settings.layout
         whole = not layout.state_bytes and all(group.window is None for group in layout.groups)
-        self.router = Router(layout.block_bytes, self.link.link, self.prefix_link.link if whole else None)
+        self.router = Router(settings.exchanged_bytes, self.link.link, self.prefix_link.link if whole else None)
         self._watching = asyncio.get_running_loop().create_task(self._watch())
         self.ready = self._joined()
         listener.on_ready(self.ready)

@@ -87,6 +87,7 @@ class SocketTransport:
 class TcpTransport(SocketTransport):
     """Block data as frames of a TCP stream."""
 
+    scheme = "tcp://"
     send_bytes = staticmethod(session.send_frames)
     receive_bytes = staticmethod(session.receive_frames)
 
@@ -98,10 +99,10 @@ class TcpTransport(SocketTransport):
 
     def _bind(self) -> tuple[socket.socket, str]:
         sock = bound(self.interface, self.port)
-        return sock, f"tcp://{place_of(sock)}"
+        return sock, f"{self.scheme}{place_of(sock)}"
 
     async def _reach(self, address: str) -> socket.socket:
-        host, _, port = address.removeprefix("tcp://").rpartition(":")
+        host, _, port = address.removeprefix(self.scheme).rpartition(":")
         loop = asyncio.get_running_loop()
         family, kind, _, _, place = (await loop.getaddrinfo(host, int(port), type=socket.SOCK_STREAM))[0]
         return await reach(socket.socket(family, kind), place)

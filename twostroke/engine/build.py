@@ -16,6 +16,7 @@ from twostroke.draft.speculate import make_drafter
 from twostroke.engine.core import Core
 from twostroke.engine.draft_model import open_draft
 from twostroke.engine.intake import Intake, open_tokenizer
+from twostroke.engine.ranked_storage import RankedStorage
 from twostroke.engine.ranks import Ranks, check_parallel
 from twostroke.errors import ConfigError
 from twostroke.grammar.compile import GrammarCompiler
@@ -82,7 +83,7 @@ def build_engine(
     arch = load_arch(checkpoint)
     tokenizer = open_tokenizer(checkpoint)
     device = choose_device(config)
-    check_parallel(config, device, block_key is not None)
+    check_parallel(config, device)
     draft = open_draft(config.draft_model, arch, tokenizer, download_progress)
     for one in (arch, *([] if draft is None else [draft.arch])):
         check_attention(one, device)
@@ -115,7 +116,8 @@ def build_engine(
         settings = prepare(config, settings, transformer, small, ahead=ahead)
     for name, reason in settings.reasons.items():
         log.info("%s = %s: %s", name, getattr(settings, name), reason)
-    kv = KVStorage(settings.layout, settings.kv_blocks, settings.kv_dtype, ops.device, settings.host_slots)
+    sizes = (settings.layout, settings.kv_blocks, settings.kv_dtype, ops.device, settings.host_slots)
+    kv = KVStorage(*sizes) if ranks is None else RankedStorage(ranks, *sizes)
     identity = block_identity(checkpoint, settings, ops, draft.checkpoint if draft is not None else None)
     scheduler = make_scheduler(arch, settings, identity, block_key)
     grammars = GrammarRows(GrammarCompiler(tokenizer, arch.vocab, lambda: scheduler.pace.max_gap))

@@ -115,9 +115,8 @@ def export_lent(core: Core, number: int, wanted: Sequence[Name], out: memoryview
     tables, storage = core.scheduler.tables, storage_of(core)
     lent = dict(computed_by_all(core, tables.lent.by_id.get(number, [])))
     found = tuple(index for index, name in enumerate(wanted) if name in lent)
-    size = len(found) * tables.layout.block_bytes
     if found:
-        export_to(storage, [lent[wanted[index]] for index in found], out[:size])
+        storage.export_to([lent[wanted[index]] for index in found], out[: len(found) * storage.exchanged_bytes])
     return found
 
 
@@ -134,19 +133,6 @@ def computed_since(core: Core, state: RequestState, first: int) -> tuple[int, li
     else:
         return first, []
     return end, computed_by_all(core, blocks)
-
-
-def export_to(storage: KVStorage, blocks: list[int], out: memoryview) -> None:
-    """The bytes of several blocks, one after the other."""
-    to = np.frombuffer(out, np.uint8).reshape(len(blocks), storage.layout.block_bytes)
-    if isinstance(storage.data, np.ndarray):
-        np.take(storage.data, blocks, axis=0, out=to, mode="clip")  # the default copies twice
-    else:
-        if storage.host is not None:
-            import torch
-
-            torch.cuda.synchronize()  # blocks that a step in flight brings back from the host
-        to[:] = storage.data[blocks].cpu().numpy()
 
 
 # ---- the receiver ----------------------------------------------------------------------------------------------------
@@ -169,13 +155,12 @@ def arrive(core: Core, expected: Expected, blocks: Mapping[Name, bytes | memoryv
     scheduler, storage = core.scheduler, storage_of(core)
     drafting = scheduler.tables.drafting
     complete = all(name in blocks for name in expected.names if name.group not in drafting)
-    filled = []
+    filled: list[int] = []
     if complete:
         finish_moves(core)  # what these blocks held before goes to the host
-        for name, block in expected.wanted:
-            if name in blocks:
-                storage.take_in(block, blocks[name])
-                filled += [block] if name.group in drafting else []
+        here = [(name, block) for name, block in expected.wanted if name in blocks]
+        storage.take_in([(block, blocks[name]) for name, block in here])
+        filled = [block for name, block in here if name.group in drafting]
     scheduler.arrived(expected.state, complete, filled)
     return complete
 
@@ -197,11 +182,9 @@ def store(core: Core, tokens: Sequence[int], salt: bytes, blocks: Mapping[Name, 
     complete = all(name in blocks for name, _ in wanted if name.group not in tables.drafting)
     if complete:
         finish_moves(core)
-        for name, block in wanted:
-            if name in blocks:
-                storage.take_in(block, blocks[name])
-                if name.group in tables.drafting:
-                    pool.filled.add(block)
+        here = [(name, block) for name, block in wanted if name in blocks]
+        storage.take_in([(block, blocks[name]) for name, block in here])
+        pool.filled.update(block for name, block in here if name.group in tables.drafting)
         tables.publish(asked, length)
     tables.close(asked)
     return len(wanted) if complete else 0

@@ -10,7 +10,20 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from twostroke.engine.ranks import READY, RankLostError, open_sum, read_frame, send_frame, unpacked
+import numpy as np
+
+from twostroke.engine.ranks import (
+    GIVE,
+    READY,
+    SIZE,
+    STEP,
+    TAKE,
+    RankLostError,
+    open_sum,
+    read_frame,
+    send_frame,
+    unpacked,
+)
 from twostroke.errors import TwostrokeError
 from twostroke.kv.layout import make_layout
 from twostroke.kv.storage import KVStorage
@@ -42,6 +55,20 @@ def load_share(hello: dict[str, Any]) -> tuple[ParallelTransformer, KVStorage]:
     return model, KVStorage(layout, given["kv_blocks"], given["kv_dtype"], ops.device)
 
 
+def obey(kind: bytes, body: bytes, model: ParallelTransformer, kv: KVStorage, sock: socket.socket) -> None:
+    if kind == STEP:
+        batch = unpacked(body)
+        model.forward(batch if model.ops.device is None else batch_of_tensors(batch), kv)
+    elif kind == GIVE:
+        blocks = np.frombuffer(body, np.int64).tolist()
+        content = bytearray(len(blocks) * kv.exchanged_bytes)
+        kv.export_to(blocks, memoryview(content))
+        send_frame(sock, bytes(content))
+    else:
+        assert kind == TAKE, "a rank is told three things"
+        kv.take_in([(int.from_bytes(body[:SIZE], "little"), body[SIZE:])])
+
+
 def main(descriptor: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the leading rank handles it
     with socket.socket(fileno=int(descriptor)) as sock:
@@ -58,6 +85,5 @@ def main(descriptor: str) -> None:
         with contextlib.suppress(OSError, RankLostError):  # another rank has ended, and with it the engine
             model.sum_ranks = open_sum(Path(hello["folder"]), hello["rank"], hello["parts"], hello["memory"], [sock])
             while body := read_frame(sock):
-                batch = unpacked(body)
-                model.forward(batch if model.ops.device is None else batch_of_tensors(batch), kv)
+                obey(body[:1], body[1:], model, kv, sock)
     os._exit(0)  # taking torch down takes longer than all else

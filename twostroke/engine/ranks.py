@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -40,6 +40,7 @@ BOOT = "import sys; sys.path.append(sys.argv[2]); from twostroke.engine.rank_mai
 GATHER = timedelta(minutes=10)  # longest wait for another rank's part: a rank that is gone is seen at once
 SIZE = 8  # bytes of a frame's length
 READY = b"ready"
+STEP, GIVE, TAKE = b"s", b"g", b"t"  # what a rank is told: run these rows, give these blocks, take this one
 SETTINGS = ("device", "dtype", "threads", "quantize", "exact", "max_model_len", "kv_blocks", "kv_dtype")
 
 
@@ -47,8 +48,7 @@ class RankLostError(BaseException):
     """A rank is gone, and the engine ends. A plain exception would end the requests of one step only."""
 
 
-def check_parallel(config: Config, device: str, exchanges: bool) -> None:
-    """exchanges: K and V go to other engines."""
+def check_parallel(config: Config, device: str) -> None:
     parts, reason = config.parallel, ""
     if device != "cpu":
         reason = f"on a CPU, not on device={device!r}: leave it out"
@@ -56,8 +56,6 @@ def check_parallel(config: Config, device: str, exchanges: bool) -> None:
         reason = "without a draft model: drop draft_model or parallel"
     elif config.kv_offload:
         reason = "without kv_offload: drop one of them"
-    elif exchanges:
-        reason = "by one engine, not by workers that exchange blocks: leave it out of a cluster's settings"
     if parts > 1 and reason:
         raise ConfigError(f"parallel={parts} is served {reason}.")
 
@@ -213,12 +211,36 @@ class Ranks:
         return open_sum(Path(self.folder.name), 0, self.parts, memory, self.sockets)
 
     def announce(self, batch: Batch) -> None:
-        body = packed(batch)
+        self._tell_all(STEP + packed(batch))
+
+    def _tell_all(self, body: bytes) -> None:
+        for sock in self.sockets:
+            self._tell(sock, body)
+
+    def _tell(self, sock: socket.socket, body: bytes) -> None:
         try:
-            for sock in self.sockets:
-                send_frame(sock, body)
+            send_frame(sock, body)
         except OSError as error:
             raise RankLostError(f"a rank is gone: {error}") from None
+
+    # ---- bytes of blocks, between two steps --------------------------------------------------------------------------
+
+    def ask_for(self, blocks: Sequence[int]) -> None:
+        """The parts of all ranks; `answers` has them."""
+        self._tell_all(GIVE + np.asarray(blocks, np.int64).tobytes())
+
+    def answers(self) -> Iterator[tuple[int, bytes]]:
+        for rank, sock in enumerate(self.sockets, 1):
+            try:
+                content = read_frame(sock)
+            except OSError:
+                content = b""
+            if not content:
+                raise RankLostError(f"rank {rank} is gone")
+            yield rank, content
+
+    def give(self, rank: int, block: int, content: bytes | memoryview) -> None:
+        self._tell(self.sockets[rank - 1], b"".join((TAKE, block.to_bytes(SIZE, "little"), content)))
 
 
 def end_ranks(

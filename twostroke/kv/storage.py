@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,6 +17,8 @@ from twostroke.types import Move
 
 if TYPE_CHECKING:
     import torch
+
+    from twostroke.kv.staging import Staging
 
 
 class KVStorage:
@@ -65,22 +68,47 @@ class KVStorage:
             assert self.host is not None, "blocks are to be moved to a host that has no place for them"
             self.host.move(moves)
 
+    @property
+    def exchanged_bytes(self) -> int:
+        """Of a block, as other engines get it."""
+        return self.layout.block_bytes
+
     def export(self, block: int) -> bytes:
         """The bytes of a block of any group. Waits for the device."""
-        here = self.data[block]
-        return here.tobytes() if isinstance(here, np.ndarray) else here.cpu().numpy().tobytes()
+        content = bytearray(self.exchanged_bytes)
+        self.export_to([block], memoryview(content))
+        return bytes(content)
 
-    def take_in(self, block: int, content: bytes | memoryview) -> None:
-        """Bytes that `export` gave, in another process perhaps."""
-        if len(content) != self.layout.block_bytes:
-            raise ValueError(f"a block has {self.layout.block_bytes} bytes, not {len(content)}")
-        values = np.frombuffer(content, np.uint8)
+    def export_to(self, blocks: Sequence[int], out: memoryview) -> None:
+        """The bytes of several blocks, one after the other."""
+        self._copy_out(blocks, np.frombuffer(out, np.uint8).reshape(len(blocks), self.layout.block_bytes))
+
+    def _copy_out(self, blocks: Sequence[int], to: np.ndarray) -> None:
+        """to: (blocks, bytes of a block of this process)."""
         if isinstance(self.data, np.ndarray):
-            self.data[block] = values
-        else:
+            np.take(self.data, blocks, axis=0, out=to, mode="clip")  # the default copies twice
+            return
+        if self.host is not None and self.data.is_cuda:
             import torch
 
-            self.data[block].copy_(torch.from_numpy(values.copy()))
+            torch.cuda.synchronize()  # blocks that a step in flight brings back from the host
+        self._staging.copy_out(blocks, to)
+
+    def take_in(self, parts: Sequence[tuple[int, bytes | memoryview]]) -> None:
+        """Blocks, and the bytes for them that `export` gave, in another process perhaps."""
+        if any(len(content) != self.layout.block_bytes for _, content in parts):
+            raise ValueError(f"a block has {self.layout.block_bytes} bytes, and others came")
+        if isinstance(self.data, np.ndarray):
+            for block, content in parts:
+                self.data[block] = np.frombuffer(content, np.uint8)
+        else:
+            self._staging.take_in(parts)
+
+    @cached_property
+    def _staging(self) -> Staging:
+        from twostroke.kv.staging import Staging  # torch
+
+        return Staging(self.data)
 
 
 def places(layout: KVLayout) -> dict[int, list[tuple[int, int]]]:

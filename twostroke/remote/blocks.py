@@ -22,7 +22,6 @@ from twostroke.engine.exchange import (
     computed_since,
     expect,
     export_lent,
-    export_to,
     storage_of,
     store,
 )  # fmt: skip
@@ -52,7 +51,7 @@ log = logging.getLogger(__name__)
 class BlockExchange:
     def __init__(self, core: Core):
         self.core = core
-        self.block_bytes = core.scheduler.tables.layout.block_bytes
+        self.block_bytes = storage_of(core).exchanged_bytes
         self.waiting: dict[int, Waiting] = {}  # requests whose blocks are on their way, by id
         self.followed: dict[int, tuple[RequestState, int]] = {}  # with `lend`: the tokens whose blocks were copied out
         self.segments: dict[str, Segment] = {}  # of parts that are not opened yet, by path
@@ -94,7 +93,7 @@ class BlockExchange:
             log.warning("blocks were not copied out: %s", error)
             return None
         self.segments[segment.path] = segment
-        export_to(storage_of(self.core), [block for _, block in blocks], segment.view)
+        storage_of(self.core).export_to([block for _, block in blocks], segment.view)
         return Payload(segment.path, segment.size, tuple(range(len(blocks))), zlib.crc32(segment.view))
 
     def opened(self, path: str) -> None:

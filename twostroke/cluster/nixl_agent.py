@@ -1,0 +1,221 @@
+"""NIXL in this process: memory that peers may read, and reads of theirs. Torch-free.
+
+Nothing of NIXL is imported before an agent is made. The agent has no thread of its own, which would use up a core:
+`progress` moves what is under way, and is called as long as something is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import importlib
+import logging
+import os
+import secrets
+import socket
+import struct
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from twostroke.cluster.transport import TransferError
+
+log = logging.getLogger(__name__)
+PACKAGES = ("nixl_cu12", "nixl_cu13")  # either does: only memory of the host is registered
+INSTALL = "pip install 'twostroke[nixl]'"
+BACKEND = "UCX"
+DEVICES = "UCX_NET_DEVICES"  # what the user has set here is kept
+RDMA = Path("/sys/class/infiniband")
+SIOCGIFADDR = 0x8915
+
+
+class NixlError(TransferError):
+    """NIXL is not there, or could not move the bytes."""
+
+
+def package() -> str | None:
+    """The one that is installed."""
+    return next((name for name in PACKAGES if find_spec(name) is not None), None)
+
+
+class Peer(NamedTuple):
+    """The agent of a process, as others know it."""
+
+    name: str
+    metadata: bytes
+
+
+class Memory:
+    """Bytes that NIXL may read or write."""
+
+    def __init__(self, view: memoryview, close: Callable[[], None]):
+        self.view = view
+        self.close = close
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(view))
+        self.descriptors: Any = None
+
+
+class Read:
+    """Of a peer's memory."""
+
+    def __init__(self, peer: Peer, memory: Memory, handle: Any):
+        self.peer = peer
+        self.memory = memory  # which is written
+        self.handle = handle
+        self.begun = self.complete = False
+
+
+class NixlAgent:
+    """Used by one thread."""
+
+    def __init__(self, interface: str):
+        """interface: the address to listen on, and no other; RDMA devices are used beside it, except on the loopback
+        interface. NixlError: NIXL is missing, or cannot work here."""
+        found = package()
+        if found is None:
+            raise NixlError(f"NIXL is not installed: {INSTALL}.")
+        self.name = secrets.token_hex(8)
+        try:
+            api = importlib.import_module(f"{found}._api")
+            logging.getLogger("nixl").setLevel(logging.WARNING)
+            config = api.nixl_agent_config(enable_prog_thread=False, backends=[])
+            self._agent: Any = api.nixl_agent(self.name, config)
+            with listening_on(interface):
+                self._agent.create_backend(BACKEND, {})
+        except Exception as error:  # what NIXL raises has no base class of its own
+            raise NixlError(f"NIXL does not work here: {describe(error)}") from None
+        self._known: set[str] = set()  # names of peers
+        self._stuck: list[Read] = []  # that could not be ended: their memory is not given back
+
+    # ---- memory ----------------------------------------------------------------------------------------------------
+
+    def register(self, view: memoryview, close: Callable[[], None] = lambda: None) -> Memory:
+        """close: to be called by `discard`."""
+        memory = Memory(view, close)
+        try:
+            memory.descriptors = self._agent.register_memory([(memory.address, len(view), 0, "")], "DRAM", [BACKEND])
+        except Exception as error:
+            raise NixlError(f"memory cannot be registered: {describe(error)}") from None
+        return memory
+
+    def release(self, memory: Memory) -> None:
+        """It is neither read nor written any more."""
+        with contextlib.suppress(Exception):  # the agent forgets it with its own end
+            self._agent.deregister_memory(memory.descriptors, [BACKEND])
+
+    def discard(self, memory: Memory) -> None:
+        """It is not wanted any more: release and close it, as soon as no read writes to it."""
+        if all(read.memory is not memory for read in self._stuck):
+            self.release(memory)
+            memory.close()
+
+    def as_peer(self) -> Peer:
+        """What others need to read the memory that is registered now."""
+        return Peer(self.name, bytes(self._agent.get_agent_metadata()))
+
+    # ---- reads -----------------------------------------------------------------------------------------------------
+
+    def progress(self) -> None:
+        with contextlib.suppress(Exception):  # a peer that is gone; its reads say so themselves
+            self._agent.get_new_notifs([BACKEND])
+
+    def begin(self, peer: Peer, address: int, memory: Memory, start: int, size: int) -> Read:
+        """Read a peer's memory into this one. `end` it in any case."""
+        try:
+            self._meet(peer)
+            here = self._agent.get_xfer_descs([(memory.address + start, size, 0)], "DRAM")
+            there = self._agent.get_xfer_descs([(address, size, 0)], "DRAM")
+            handle = self._agent.initialize_xfer("READ", here, there, peer.name, b"", [BACKEND])
+        except Exception as error:
+            self._forget(peer)
+            raise NixlError(f"the peer's memory cannot be reached: {describe(error)}") from None
+        return Read(peer, memory, handle)
+
+    def done(self, read: Read) -> bool:
+        """Moves it on. NixlError: it has failed."""
+        step = self._agent.check_xfer_state if read.begun else self._agent.transfer
+        read.begun = True
+        try:
+            state = step(read.handle)
+        except Exception as error:
+            raise NixlError(f"a read failed: {describe(error)}") from None
+        if state == "ERR":
+            raise NixlError("a read failed")
+        read.complete = state == "DONE"
+        return read.complete
+
+    def end(self, read: Read) -> None:
+        """One that is not complete is given up, and with it what is known of the peer."""
+        if not read.complete:
+            self._forget(read.peer)
+        try:
+            read.handle.release()
+        except Exception:  # it is under way, and cannot be ended yet
+            self._stuck.append(read)
+
+    def reap(self) -> None:
+        """Try again to end reads that are stuck."""
+        stuck, self._stuck = self._stuck, []
+        for read in stuck:
+            self.end(read)
+            self.discard(read.memory)
+
+    def _meet(self, peer: Peer) -> None:
+        if peer.name != self.name and peer.name not in self._known:
+            if self._agent.add_remote_agent(peer.metadata) != peer.name.encode():
+                raise NixlError("it names itself in two ways")
+            self._known.add(peer.name)
+
+    def _forget(self, peer: Peer) -> None:
+        if peer.name in self._known:
+            self._known.discard(peer.name)
+            with contextlib.suppress(Exception):
+                self._agent.remove_remote_agent(peer.name)
+
+    def close(self) -> None:
+        self.reap()
+        stuck, self._stuck = self._stuck, []
+        del self._agent  # and with it all that is under way
+        for read in stuck:
+            read.memory.close()
+
+
+def describe(error: Exception) -> str:
+    return str(error) or type(error).__name__
+
+
+# ---- the devices to use ----------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def listening_on(interface: str) -> Iterator[None]:
+    """UCX opens ports on all devices that it may use, and reads which from the environment."""
+    wanted = devices(interface)
+    if DEVICES in os.environ or not wanted:
+        yield
+        return
+    os.environ[DEVICES] = ",".join(wanted)
+    try:
+        yield
+    finally:
+        del os.environ[DEVICES]
+
+
+def devices(interface: str) -> list[str]:
+    """The network device that has this address, and RDMA devices beside it. Empty: none has it."""
+    address = socket.getaddrinfo(interface, 0, socket.AF_INET, socket.SOCK_STREAM)[0][4][0]
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        found = [name for _, name in socket.if_nameindex() if address_of(sock, name) == address]
+    if not found or str(address).startswith("127."):
+        return found
+    return found + [f"{port.parts[-3]}:{port.name}" for port in sorted(RDMA.glob("*/ports/*"))]
+
+
+def address_of(sock: socket.socket, device: str) -> str | None:
+    try:
+        found = fcntl.ioctl(sock, SIOCGIFADDR, struct.pack("256s", device.encode()[:15]))
+    except OSError:
+        return None  # it has none
+    return socket.inet_ntoa(found[20:24])

@@ -1,0 +1,64 @@
+"""Blocks of a pool of tensors to the host's memory and back, through pinned memory on a GPU.
+
+The pinned memory has two halves: while the device fills or empties one, this process copies the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+HALF = 64 << 20  # bytes
+
+
+class Staging:
+    def __init__(self, data: torch.Tensor):
+        """data: the pool, (blocks, bytes)."""
+        self.data = data
+        self.each = max(1, HALF // data.shape[1])  # blocks in a half
+        size = (self.each, data.shape[1])
+        self.halves = [torch.empty(size, dtype=torch.uint8, pin_memory=data.is_cuda) for _ in range(2)]
+        self.events = [torch.cuda.Event() for _ in range(2)] if data.is_cuda else []
+
+    def copy_out(self, blocks: Sequence[int], to: np.ndarray) -> None:
+        """to: (blocks, bytes)."""
+        before: tuple[int, int, int] | None = None
+        for number, first in enumerate(range(0, len(blocks), self.each)):
+            some, half = blocks[first : first + self.each], number % 2
+            self.halves[half][: len(some)].copy_(self.data[list(some)], non_blocking=True)
+            self._mark(half)
+            self._land(before, to)
+            before = half, first, len(some)
+        self._land(before, to)
+
+    def _land(self, arrived: tuple[int, int, int] | None, to: np.ndarray) -> None:
+        if arrived is not None:
+            half, first, count = arrived
+            self._wait(half)
+            to[first : first + count] = self.halves[half][:count].numpy()
+
+    def take_in(self, parts: Sequence[tuple[int, bytes | memoryview]]) -> None:
+        """Afterwards all of them are on the device."""
+        for number, first in enumerate(range(0, len(parts), self.each)):
+            some, half = parts[first : first + self.each], number % 2
+            if number > 1:
+                self._wait(half)
+            rows = self.halves[half].numpy()
+            for place, (_, content) in enumerate(some):
+                rows[place] = np.frombuffer(content, np.uint8)
+            there = self.halves[half][: len(some)].to(self.data.device, non_blocking=True)
+            self.data[[block for block, _ in some]] = there
+            self._mark(half)
+        for half in range(min(2, -(-len(parts) // self.each))):
+            self._wait(half)
+
+    def _mark(self, half: int) -> None:
+        if self.events:
+            self.events[half].record()
+
+    def _wait(self, half: int) -> None:
+        """Until the device has done what it was told to do with this half."""
+        if self.events:
+            self.events[half].synchronize()
