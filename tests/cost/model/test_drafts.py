@@ -11,8 +11,8 @@ from twostroke.cost.model.known_models import known_arch
 from twostroke.cost.simulation.deployment import drafts_of
 from twostroke.cost.simulation.trace import Arrival, Contents
 from twostroke.draft.replay import LookupCounts
-from twostroke.draft.speculate import MOST
 from twostroke.record import replace
+from twostroke.types import MOST_DRAFTED
 
 LOOKUP = next(lever for lever in LEVERS if lever.name == "prompt-lookup")
 
@@ -46,7 +46,7 @@ def test_a_draft_model_costs_its_own_steps():
     line = on_gpu().roofline()
     helper = replace(on_gpu(), arch=known_arch("llama-3.2-1b")).roofline()
     free, paid = best_length(line, always(0.8), 1, 500), best_length(line, always(0.8, draft=helper), 1, 500)
-    assert free.tpot < paid.tpot < line.decode_seconds(1, 500) and paid.length < free.length <= MOST
+    assert free.tpot < paid.tpot < line.decode_seconds(1, 500) and paid.length < free.length <= MOST_DRAFTED
 
 
 def test_a_simulated_stream_is_as_fast_as_the_best_length():

@@ -18,7 +18,8 @@ from typing import NamedTuple
 import numpy as np
 
 from twostroke.cost.model.roofline import Roofline
-from twostroke.draft.speculate import GAIN, MOST
+from twostroke.draft.speculate import GAIN
+from twostroke.types import MOST_DRAFTED
 
 NEAR = 128  # tokens of context: within so many the gain is taken to be the same
 
@@ -86,10 +87,10 @@ def best_length(line: Roofline, drafts: Drafts, streams: int, context: int) -> B
     if drafts.streams is not None and streams > drafts.streams:
         return none
     helper = drafts.draft.decode_seconds(streams, context) if drafts.draft is not None else 0.0
-    times = [verify_seconds(line, streams, context, length) + length * helper for length in range(MOST + 1)]
+    times = [verify_seconds(line, streams, context, length) + length * helper for length in range(MOST_DRAFTED + 1)]
     lengths, best = [0] * len(drafts.sources), none
     for place in range(len(lengths)):  # each source in turn, with those before it at their best
-        for length in range(1, MOST + 1):
+        for length in range(1, MOST_DRAFTED + 1):
             tried = [*lengths[:place], length, *lengths[place + 1 :]]
             found = with_lengths(drafts.sources, tried, times)
             if found.tpot < best.tpot:
