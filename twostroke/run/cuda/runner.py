@@ -116,7 +116,7 @@ class CudaRunner:
         with torch.cuda.stream(self.stream) if self.on_card else nullcontext():
             began = timing_event() if self.on_card else None
             self.kv.move(plan.moves)
-            works, passes, launched = plan.works, (), ()
+            works, passes, launched = plan.works, Passes(), tuple[DraftPass, ...]()
             if self.chain is not None and plan.drafts and self.chain.can_write(plan):
                 works, launched = self.chain.launch(plan)
             elif self.drafting is not None:
