@@ -87,7 +87,7 @@ def draft_kernel(
         gdc_launch_dependents()
     heads = qkv_ptr + row * qkv_stride + place * HEAD
     rms = head_scale(heads, q_eps, HEAD, WIDE, NORM)
-    q = turned(heads, mine, dims, rms, qnorm_ptr, cos_ptr, sin_ptr, (before + query)[:, None], HEAD, HALF, NORM)
+    q = turned(heads, mine, dims, rms, qnorm_ptr, cos_ptr, sin_ptr, (before + query)[:, None], HEAD, HALF, NORM, True)
     q = q.to(DTYPE)
     best = tl.full((TILE_M,), float("-inf"), tl.float32)
     total = tl.zeros((TILE_M,), tl.float32)
@@ -100,11 +100,11 @@ def draft_kernel(
         k_heads = qkv_ptr + (first + tl.where(new, other, 0)).to(tl.int64) * qkv_stride + (HEADS + head) * HEAD
         new_k = store_head(
             keys + token, keys, k_heads, new, knorm_ptr, k_eps, cos_ptr, sin_ptr, at[:, None],
-            HEAD, WIDE, HALF, NORM, 0, 1,
+            HEAD, WIDE, HALF, NORM, 0, 1, True,
         )  # fmt: skip
         new_v = store_head(
             values + token, values, k_heads + KV_HEADS * HEAD, new, knorm_ptr, k_eps, cos_ptr, sin_ptr, at[:, None],
-            HEAD, WIDE, 0, False, 0, 1,
+            HEAD, WIDE, 0, False, 0, 1, True,
         )  # fmt: skip
         best, total, acc = attend_new(
             q, total, acc, new_k.to(DTYPE), new_v.to(DTYPE), query, count, scale, softcap, SOFTCAP, PRECISION

@@ -29,10 +29,10 @@ def head_scale(heads, eps, HEAD: tl.constexpr, WIDE: tl.constexpr, NORM: tl.cons
 @triton.jit
 def turned(
     heads, mask, dims, scale, norm_ptr, cos_ptr, sin_ptr, position,
-    HEAD: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr,
+    HEAD: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, EACH: tl.constexpr = False,
 ):  # fmt: skip
-    """Elements `dims` of the heads, normed and rotated: (M, len(dims)) float32. position: of all heads, or (M, 1) of
-    each. HALF: rotated pairs, 0 for none."""
+    """Elements `dims` of the heads, normed and rotated: (M, len(dims)) float32. HALF: rotated pairs, 0 for none. EACH:
+    `position` (M, 1) is that of each head, else of all of them."""
     inside = mask[:, None] & (dims < HEAD)[None, :]
     x = tl.load(heads[:, None] + dims[None, :], mask=inside, other=0.0).to(tl.float32)
     if NORM:
@@ -42,12 +42,17 @@ def turned(
         y = tl.load(heads[:, None] + other[None, :], mask=inside, other=0.0).to(tl.float32)
         if NORM:
             y = y * scale[:, None] * tl.load(norm_ptr + other, mask=dims < HEAD, other=0.0)[None, :]
-        pair = tl.where(dims < HALF, dims, dims - HALF)[None, :]
-        moves = (dims < 2 * HALF)[None, :]
-        cos = tl.load(cos_ptr + position * HALF + pair, mask=moves, other=1.0)
-        sin = tl.load(sin_ptr + position * HALF + pair, mask=moves, other=0.0)
-        sin = tl.where((dims < HALF)[None, :], -sin, sin)
-        x = x * cos + y * sin
+        pair = tl.where(dims < HALF, dims, dims - HALF)
+        moves = dims < 2 * HALF
+        if EACH:
+            cos = tl.load(cos_ptr + position * HALF + pair[None, :], mask=moves[None, :], other=1.0)
+            sin = tl.load(sin_ptr + position * HALF + pair[None, :], mask=moves[None, :], other=0.0)
+            x = x * cos + y * tl.where((dims < HALF)[None, :], -sin, sin)
+        else:
+            cos = tl.load(cos_ptr + position * HALF + pair, mask=moves, other=1.0)
+            sin = tl.load(sin_ptr + position * HALF + pair, mask=moves, other=0.0)
+            sin = tl.where(dims < HALF, -sin, sin)
+            x = x * cos[None, :] + y * sin[None, :]
     return x
 
 
@@ -76,7 +81,7 @@ def best_factor(x, DTYPE: tl.constexpr):
 def store_head(
     codes, scales, heads, mask, norm_ptr, eps, cos_ptr, sin_ptr, position,
     HEAD: tl.constexpr, WIDE: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, FORMAT: tl.constexpr,
-    STEP: tl.constexpr,
+    STEP: tl.constexpr, EACH: tl.constexpr = False,
 ):  # fmt: skip
     """Norm, rotate and write one token's heads. `codes` and `scales` (M,) point to the places of each head, whose
     elements are STEP apart. Returns what was stored as attention will read it, (M, WIDE) float32.
@@ -99,7 +104,7 @@ def store_head(
         tl.store(scales, scale, mask=mask)
         stored = tl.interleave(low, high) * scale[:, None]
     else:
-        x = turned(heads, mask, dims, inverse_rms, norm_ptr, cos_ptr, sin_ptr, position, HEAD, HALF, NORM)
+        x = turned(heads, mask, dims, inverse_rms, norm_ptr, cos_ptr, sin_ptr, position, HEAD, HALF, NORM, EACH)
         inside = mask[:, None] & (dims < HEAD)[None, :]
         if FORMAT == 0:
             code = x.to(codes.dtype.element_ty)
