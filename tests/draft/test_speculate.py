@@ -189,6 +189,15 @@ def test_a_draft_model_writes_as_many_as_pay(rate, cost, share, streams, least, 
         assert least <= len(draft) <= most and set(draft) <= {UNWRITTEN}
 
 
+def test_one_prediction_is_as_one_of_many() -> None:
+    times = StepTimes()
+    for rows, seconds in ((3, 0.5), (9, 0.2), (17, 0.4), (17, 0.6), (4, 0.3)):
+        times.add(rows, seconds)
+    many = times.predict_all(np.arange(1, 40), (0, 0.9))
+    assert many is not None
+    assert [times.predict(rows) for rows in range(1, 40)] == pytest.approx(list(many))
+
+
 def test_no_step_is_predicted_longer_than_a_stream_may_pause() -> None:
     for found, request in ((speculation(0.95, 0.1, 1), repeating()), (by_model(0.95, 0.1, 0.1, 1), unmatched())):
         free = len(guesses(found, request, 100))

@@ -3,7 +3,7 @@ with guesses were faster."""
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Sequence
 
@@ -109,16 +109,27 @@ class Curve:
         self.seconds = []
 
     def predict(self, rows: int) -> float | None:
+        """As `predict_all` does, for one number: every plan asks for some."""
         if not self.sizes:
             return None
-        return float(self.predict_all(np.array([rows]))[0])
+        sizes, seconds = self.sizes, self._in_order()
+        index = bisect_left(sizes, rows)
+        if index == len(sizes):
+            return seconds[-1] * (1 + SLOPE * (rows - sizes[-1]) / sizes[-1])
+        if index == 0 or sizes[index] == rows:
+            return seconds[index]
+        share = (rows - sizes[index - 1]) / (sizes[index] - sizes[index - 1])
+        return seconds[index - 1] + share * (seconds[index] - seconds[index - 1])
+
+    def _in_order(self) -> list[float]:
+        if not self.seconds:
+            self.seconds = never_falling([(self.medians[size], len(self.newest[size])) for size in self.sizes])
+        return self.seconds
 
     def predict_all(self, rows: np.ndarray, below: tuple[int, float] | None = None) -> np.ndarray:
         """For several numbers of rows, when something was measured. below: (rows, seconds) of a smaller step of another
         kind, from which the line to the smallest of these begins."""
-        if not self.seconds:
-            self.seconds = never_falling([(self.medians[size], len(self.newest[size])) for size in self.sizes])
-        sizes, seconds = self.sizes, self.seconds
+        sizes, seconds = self.sizes, self._in_order()
         if below is not None and below[0] < sizes[0] and below[1] < seconds[0]:
             sizes, seconds = [below[0], *sizes], [below[1], *seconds]
         beyond = np.maximum(rows - sizes[-1], 0) / sizes[-1]
