@@ -20,7 +20,7 @@ from tests.ops.cases import CASES, DECODE, MIXED, Case, make_step  # noqa: E402
 from twostroke.ops.cuda.backend import CudaOps  # noqa: E402
 from twostroke.ops.cuda.cuts import DeviceBatch  # noqa: E402
 from twostroke.ops.cuda.kernels.decoded import DecodedShape  # noqa: E402
-from twostroke.ops.cuda.kernels.draft_decode import draft_attention  # noqa: E402
+from twostroke.ops.cuda.kernels.draft_decode import draft_attention, serves  # noqa: E402
 from twostroke.ops.cuda.kernels.prefill import split_for  # noqa: E402
 from twostroke.ops.cuda.kernels.quantized import Int4, Int8, as_float, to_fp8, to_int4  # noqa: E402
 from twostroke.ops.cuda.weights import as_tensor  # noqa: E402
@@ -140,15 +140,13 @@ def test_attention_of_drafts(ops: CudaOps, change: dict) -> None:
     qkv, attention, kv, batch = make_step(case)
     mine, there, step = copied(kv, DEVICE), on_device(attention, DEVICE), moved(batch, streams=False)
     expected = REFERENCE.attend(qkv, attention, kv, batch, 0)
-    for few_heads in (0, 64):  # the first tile loaded before the projection ends, and not
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("twostroke.ops.cuda.kernels.draft_decode.FEW_HEADS", few_heads)
-            out = torch.empty(expected.shape, device=DEVICE)
-            draft_attention(qkv.to(DEVICE), there, mine, step, 0, out, ops.scratch, queries=8)
-        close(out, expected, LIMITS.get(case.format, 1e-4))
-        block, offset = batch.groups[0].slots // 16, batch.groups[0].slots % 16
-        close(mine.keys[block.to(DEVICE), :, offset.to(DEVICE)].float(), kv.keys[block, :, offset].float(), 5e-3)
-        close(mine.values[block.to(DEVICE), :, offset.to(DEVICE)].float(), kv.values[block, :, offset].float(), 5e-3)
+    assert serves(there, mine, step, 0)
+    out = torch.empty(expected.shape, device=DEVICE)
+    draft_attention(qkv.to(DEVICE), there, mine, step, 0, out, ops.scratch, queries=8)
+    close(out, expected, LIMITS.get(case.format, 1e-4))
+    block, offset = batch.groups[0].slots // 16, batch.groups[0].slots % 16
+    close(mine.keys[block.to(DEVICE), :, offset.to(DEVICE)].float(), kv.keys[block, :, offset].float(), 5e-3)
+    close(mine.values[block.to(DEVICE), :, offset.to(DEVICE)].float(), kv.values[block, :, offset].float(), 5e-3)
 
 
 @pytest.mark.parametrize("rows", [1, 3])

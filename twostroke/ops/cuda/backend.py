@@ -14,13 +14,13 @@ from torch import Tensor
 
 from twostroke.ops.cuda.cuts import AttentionKind, Cut, DeviceBatch, cut_step
 from twostroke.ops.cuda.kept import kept_codes
+from twostroke.ops.cuda.kernels import draft_decode
 from twostroke.ops.cuda.kernels import gemv as gemv_
 from twostroke.ops.cuda.kernels import rows as rows_
 from twostroke.ops.cuda.kernels.cascade import cascade_attention, members_of_tile
 from twostroke.ops.cuda.kernels.decode import DecodeScratch, decode_attention, split_count
 from twostroke.ops.cuda.kernels.decoded import decoded_product
 from twostroke.ops.cuda.kernels.dense import attend_long
-from twostroke.ops.cuda.kernels.draft_decode import draft_attention
 from twostroke.ops.cuda.kernels.exact_matmul import exact_product
 from twostroke.ops.cuda.kernels.experts import pair_experts, route
 from twostroke.ops.cuda.kernels.grouped import grouped_experts
@@ -263,8 +263,10 @@ class CudaOps(Ops):
         if streams and kv.format != "fp8":  # compiled for fp8, the fused kernel weighs the newest token wrongly
             self._attend_singles(qkv, attention, kv, batch, group, out, cut, fused=True)
             return out
-        if cut.queries and kv.key_scales is None and not attention.window:
-            return draft_attention(qkv, attention, kv, batch, group, out, self.scratch, queries=cut.queries)
+        if cut.queries and draft_decode.serves(attention, kv, batch, group):
+            return draft_decode.draft_attention(
+                qkv, attention, kv, batch, group, out, self.scratch, queries=cut.queries
+            )
         q, k = rotate_and_store(qkv, attention, kv, batch, group, keep_k=bool(cut.long), streams=streams)
         if cut.cascade is not None:
             members, shared = cut.cascade

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 SHORT_SPLITS, ONE_WORD, FEW_HEADS = 8, 16, 64  # where decode.py chooses other tiles
 LONG = 40  # splits of a long context
-LONG_COLUMNS = 512  # block columns with more splits than ONE_WORD
+LONG_COLUMNS = 128  # block columns of a context that is not short for draft_decode.py
 
 
 class Case(NamedTuple):
@@ -47,13 +47,14 @@ def cases_of(
 ) -> list[Case]:
     """requests and length: the most of a step. grouped: the kernels of grouped attention, which choose by the number of
     streams; those of exact and of latent attention do not. shares: streams may share a prefix. drafts: there is a
-    kernel for short drafts alone."""
+    kernel for drafts with short contexts."""
     mixed = [Case(4, splits) for splits in ((SHORT_SPLITS, LONG) if grouped else (LONG,))]
     tiles = [Case(0, 1, tile_splits=splits) for splits in (1, 2)]
     if not grouped:
         return [Case(1, LONG, streams=True), *mixed, *tiles]
     if kind.queries >= FEW_QUERIES:
-        tiles += draft_cases(kind, requests, length) if drafts else [t._replace(queries=FEW_QUERIES) for t in tiles]
+        tiles += [case._replace(queries=FEW_QUERIES, columns=LONG_COLUMNS if drafts else 16) for case in tiles]
+        tiles += [Case(0, 1, tile_splits=1, queries=FEW_QUERIES)] if drafts else []
     found: dict[tuple[bool, int, bool, bool], Case] = {}
     for rows in BATCHES:
         if rows > stream_rows(requests):
@@ -66,13 +67,6 @@ def cases_of(
             columns *= 2
     shared = [Case(4, splits, streams=True, members=kind.members) for splits in (SHORT_SPLITS, LONG)]
     return [*found.values(), *mixed, *tiles, *(shared if shares and kind.members else [])]
-
-
-def draft_cases(kind: AttentionKind, requests: int, length: int) -> list[Case]:
-    """Of the kernel for short drafts, which chooses by the number of requests and, where they are few, of splits."""
-    few = Case(1, 1, tile_splits=1, queries=FEW_QUERIES)
-    more, long = few._replace(rows=FEW_HEADS // kind.kv_heads + 1), few._replace(columns=LONG_COLUMNS)
-    return [few, *([more] if requests >= more.rows else []), *([long] if length > LONG_COLUMNS * BLOCK // 2 else [])]
 
 
 def batch_of(case: Case, ops: CudaOps, kind: AttentionKind, group: int) -> DeviceBatch:

@@ -1,9 +1,10 @@
-"""Attention of a step that verifies short drafts: a few new rows of each request, and one read of its context.
+"""Attention of a step in which few requests with short contexts verify short drafts, in one kernel.
 
 The context is divided into splits as in decode.py, and the program that ends last merges the splits of a head in their
-order. All new rows of a request and all query heads that share a K/V head are one tile. A program norms and rotates the
-q that it needs. The program of the last split does the same with the new K and V, writes them to the cache, and attends
-to them. It reads caches of floats, without a window; prefill.py serves the others.
+order. All new rows of a request and all query heads that share a K/V head are one tile. A program loads its first tile
+of K and V before the projection ends; then it norms and rotates the q that it needs. The program of the last split does
+the same with the new K and V, writes them to the cache, and attends to them. It reads caches of floats, without a
+window. Other drafts go through rope.py and prefill.py, which are faster where there is much to read.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from twostroke.ops.cuda.kernels.launch import EARLY, PDL, gdc_launch_dependents,
 from twostroke.ops.cuda.kernels.rows import tanh
 from twostroke.ops.interface import BLOCK, Attention, Batch, KVLayer
 
-FEW_HEADS = 64  # K/V heads of all requests: with no more, a program loads its first tile before the projection ends
+FEW_HEADS = 64  # K/V heads of all requests, the most that it serves
+SHORT = 1024  # tokens of context, the most that it serves
 
 
 @triton.jit
@@ -52,8 +54,8 @@ def draft_kernel(
     scale, softcap, qkv_stride, table_stride, block_stride, head_stride, token_stride, splits,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD: tl.constexpr, WIDE: tl.constexpr, HALF: tl.constexpr,
     NORM: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr, QUERIES: tl.constexpr, TILE_M: tl.constexpr,
-    NEW: tl.constexpr, TILE: tl.constexpr, SPLITS_2: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
-    PDL: tl.constexpr, AHEAD: tl.constexpr,
+    NEW: tl.constexpr, TILE: tl.constexpr, SPLITS_2: tl.constexpr, PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     SHARE: tl.constexpr = HEADS // KV_HEADS
     DTYPE: tl.constexpr = qkv_ptr.dtype.element_ty
@@ -77,11 +79,9 @@ def draft_kernel(
     place = head * SHARE + index % SHARE
     keys += head * head_stride
     values += head * head_stride
-    start = begin
-    if AHEAD:
-        seen, k, v = load_kv(
-            start, begin, end, table, keys, values, block_stride, token_stride, HEAD, WIDE, BLOCK, TILE, DTYPE
-        )
+    seen, k, v = load_kv(
+        begin, begin, end, table, keys, values, block_stride, token_stride, HEAD, WIDE, BLOCK, TILE, DTYPE
+    )
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -109,11 +109,9 @@ def draft_kernel(
         best, total, acc = attend_new(
             q, total, acc, new_k.to(DTYPE), new_v.to(DTYPE), query, count, scale, softcap, SOFTCAP, PRECISION
         )
-    if AHEAD:
-        if begin < end:
-            best, total, acc = attend_tile(q, best, total, acc, seen, k, v, scale, softcap, SOFTCAP, DTYPE, PRECISION)
-        start += TILE
-    for n0 in tl.range(start, end, TILE, num_stages=STAGES):
+    if begin < end:
+        best, total, acc = attend_tile(q, best, total, acc, seen, k, v, scale, softcap, SOFTCAP, DTYPE, PRECISION)
+    for n0 in tl.range(begin + TILE, end, TILE, num_stages=1):
         seen, k, v = load_kv(
             n0, begin, end, table, keys, values, block_stride, token_stride, HEAD, WIDE, BLOCK, TILE, DTYPE
         )
@@ -137,6 +135,12 @@ def draft_kernel(
     tl.store(to, (acc / sums[:, None]).to(DTYPE), mask=inside)
 
 
+def serves(attention: Attention, kv: KVLayer, batch: Batch, group: int) -> bool:
+    few = batch.contexts.shape[0] * attention.kv_heads <= FEW_HEADS
+    short = batch.groups[group].tables.shape[1] * BLOCK <= SHORT
+    return few and short and kv.key_scales is None and not attention.window
+
+
 def draft_attention(
     qkv: Tensor, attention: Attention, kv: KVLayer, batch: Batch, group: int, out: Tensor, scratch: DecodeScratch, *,
     queries: int,
@@ -150,7 +154,6 @@ def draft_attention(
     splits = split_count(tables.shape[1] * BLOCK)
     part, part_max, part_sum, done = scratch.reserve(qkv.shape[0], attention.heads, splits, dim)
     wide_float = qkv.dtype == torch.float32
-    ahead = requests * attention.kv_heads <= FEW_HEADS
     draft_kernel[(attention.kv_heads, splits, requests)](
         qkv, out, part, part_max, part_sum, done, batch.starts, batch.contexts, tables, kv.keys, kv.values,
         rope.cos if rope else qkv, rope.sin if rope else qkv,
@@ -159,9 +162,8 @@ def draft_attention(
         HEADS=attention.heads, KV_HEADS=attention.kv_heads, HEAD=dim, WIDE=wide,
         HALF=rope.cos.shape[1] if rope else 0, NORM=qn is not None, SOFTCAP=attention.softcap > 0, BLOCK=BLOCK,
         QUERIES=queries, TILE_M=max(16, triton.next_power_of_2(queries * share)),
-        NEW=max(16, triton.next_power_of_2(queries)), TILE=32 if wide_float or wide > 128 else 128 if ahead else 64,
-        SPLITS_2=16 if ahead and splits <= 16 else max(128, triton.next_power_of_2(splits)),
-        PRECISION="ieee" if wide_float else "tf32", STAGES=1 if ahead else 2, PDL=PDL, AHEAD=ahead,
+        NEW=max(16, triton.next_power_of_2(queries)), TILE=32 if wide_float or wide > 128 else 128,
+        SPLITS_2=max(16, triton.next_power_of_2(splits)), PRECISION="ieee" if wide_float else "tf32", PDL=PDL,
         num_warps=4, **EARLY,
     )  # fmt: skip
     return out
