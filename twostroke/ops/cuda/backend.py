@@ -22,7 +22,8 @@ from twostroke.ops.cuda.kernels.decoded import decoded_product
 from twostroke.ops.cuda.kernels.dense import attend_long
 from twostroke.ops.cuda.kernels.draft_decode import draft_attention
 from twostroke.ops.cuda.kernels.exact_matmul import exact_product
-from twostroke.ops.cuda.kernels.experts import pair_experts, route
+from twostroke.ops.cuda.kernels.experts import route
+from twostroke.ops.cuda.kernels.few_rows import FewExperts, few_rows_experts
 from twostroke.ops.cuda.kernels.grouped import grouped_experts
 from twostroke.ops.cuda.kernels.latent import head_product, latent_attention, latent_tile, store_latents
 from twostroke.ops.cuda.kernels.one_row import one_row
@@ -37,7 +38,15 @@ from twostroke.ops.cuda.kernels.quantized import (
 )
 from twostroke.ops.cuda.kernels.rope import rotate_and_store
 from twostroke.ops.cuda.kernels.tall_decode import tall_attention
-from twostroke.ops.cuda.weights import CudaWeight, FloatMatrix, LaidExperts, as_tensor, lay_experts
+from twostroke.ops.cuda.weights import (
+    CudaWeight,
+    FloatMatrix,
+    LaidExperts,
+    SharedWeights,
+    as_tensor,
+    lay_experts,
+    lay_few,
+)
 from twostroke.ops.formats import Stored
 from twostroke.ops.interface import BLOCK, Attention, Batch, ExpertSet, Gate, KVLayer, LatentAttention, Norm, Ops
 
@@ -73,6 +82,8 @@ class CudaOps(Ops):
         self._kinds: dict[Attention | LatentAttention, AttentionKind] = {}
         self._cuts: tuple[Batch | None, dict[AttentionKind, Cut]] = (None, {})
         self._experts: dict[ExpertSet, LaidExperts] = {}
+        self._few_experts: dict[tuple[ExpertSet, bool], FewExperts | None] = {}
+        self._done = torch.zeros(FEW_OF_EXPERTS, dtype=torch.int32, device=self.device)  # of a layer's routers
 
     # ---- weights -------------------------------------------------------------------------------------------------
 
@@ -150,14 +161,36 @@ class CudaOps(Ops):
         return rows_.rms_norm(x, norm.weight, norm.eps)
 
     def experts(self, x: Tensor, norm: Norm, experts: ExpertSet, tokens: Tensor | None = None) -> Tensor:
+        if self._alone(x):
+            found = self._few_rows_experts(x, norm, experts, None, None)
+            assert found is not None
+            return found
         normed = self.norm(x, norm)
         laid = self._laid(experts)
         logits = torch.empty(x.shape[0], experts.routing.experts, dtype=torch.float32, device=x.device)
         exact_product(normed, laid.router.weight, logits, False)
         ids, weights = route(logits, laid.router.bias, experts.correction, experts.routing)
-        few = x.shape[0] <= FEW_OF_EXPERTS and not self.one_order
-        run = pair_experts if few else grouped_experts
-        return run(normed, ids, weights, laid.gate_up, laid.down, experts.gate.activation == "silu")
+        return grouped_experts(normed, ids, weights, laid.gate_up, laid.down, experts.gate.activation == "silu")
+
+    def add_experts(
+        self, x: Tensor, norm: Norm, experts: ExpertSet, shared: tuple[CudaWeight, CudaWeight] | None
+    ) -> Tensor | None:
+        if not self._alone(x) or not x.is_contiguous():
+            return None
+        return self._few_rows_experts(x, norm, experts, None if shared is None else SharedWeights(*shared), x)
+
+    def _alone(self, x: Tensor) -> bool:
+        """Whether each row reads its experts by itself."""
+        return x.shape[0] <= FEW_OF_EXPERTS and not self.one_order
+
+    def _few_rows_experts(
+        self, x: Tensor, norm: Norm, experts: ExpertSet, shared: SharedWeights | None, out: Tensor | None
+    ) -> Tensor | None:
+        key = experts, shared is not None
+        if key not in self._few_experts:
+            self._few_experts[key] = lay_few(experts, shared)
+        laid, narrow = self._few_experts[key], self._narrow(norm)
+        return None if laid is None else few_rows_experts(x, narrow.weight, narrow.eps, laid, self._done, out)
 
     def _laid(self, experts: ExpertSet) -> LaidExperts:
         found = self._experts.get(experts)

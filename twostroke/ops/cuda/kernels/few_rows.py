@@ -1,0 +1,266 @@
+"""A few rows through the experts they choose, in three kernels: each pair of row and expert reads its own matrices.
+
+router   a program for each expert: norm, product. The last one to finish chooses the row's experts
+gate     activation(gate) · up of every pair, times what the expert counts
+down     the sum of a row's pairs, added to the row
+
+An expert that every row takes, where there is one, is cut into PARTS of the width of the others. They come first in a
+row's list, as the experts EXPERTS, EXPERTS + 1 …, and count 1.
+
+All three start early (launch.py). Router and down load their first weights then: the choice was made before the kernel
+in front of down began. The gate's choice is not known yet: it asks for its part of the expert that every row takes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from twostroke.ops.cuda.kernels.experts import ExpertMatrices, as_weights, choice, routing_constants
+from twostroke.ops.cuda.kernels.launch import (
+    EARLY,
+    FETCH_BYTES,
+    INTERPRETED,
+    PDL,
+    ask_ahead,
+    gdc_launch_dependents,
+    gdc_wait,
+)
+from twostroke.ops.cuda.kernels.rows import activated
+from twostroke.ops.interface import Routing
+
+
+@triton.jit
+def router_kernel(
+    x_ptr, norm_ptr, w_ptr, bias_ptr, correction_ptr, logits_ptr, done_ptr, ids_ptr, weights_ptr, eps, factor, x_stride,
+    K: tl.constexpr, K_2: tl.constexpr, PARTS: tl.constexpr, EXPERTS: tl.constexpr, GROUPS: tl.constexpr,
+    G: tl.constexpr, S: tl.constexpr, KEPT: tl.constexpr, BEST: tl.constexpr, CHOSEN: tl.constexpr,
+    CHOSEN_2: tl.constexpr, SIGMOID: tl.constexpr, NORMALISED: tl.constexpr, BIASED: tl.constexpr,
+    CORRECTED: tl.constexpr, PARTS_2: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    expert, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    k = tl.arange(0, K_2)
+    w = tl.load(w_ptr + expert.to(tl.int64) * K + k, mask=k < K, other=0.0).to(tl.float32)
+    w *= tl.load(norm_ptr + k, mask=k < K, other=0.0).to(tl.float32)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    x = tl.load(x_ptr + row * x_stride + k, mask=k < K, other=0.0).to(tl.float32)
+    logit = tl.sum(w * x, axis=0) * tl.rsqrt(tl.sum(x * x, axis=0) / K + eps)
+    tl.store(logits_ptr + row * EXPERTS + expert, logit)
+    tl.debug_barrier()
+    if tl.atomic_add(done_ptr + row, 1, sem="acq_rel") != EXPERTS - 1:
+        return
+    tl.store(done_ptr + row, 0)
+    ids, weights = choice(
+        logits_ptr + row * EXPERTS, bias_ptr, correction_ptr, factor, EXPERTS, GROUPS, G, S, KEPT, BEST, CHOSEN,
+        CHOSEN_2, SIGMOID, NORMALISED, BIASED, CORRECTED,
+    )  # fmt: skip
+    places, first = tl.arange(0, CHOSEN_2), row * (PARTS + CHOSEN)
+    tl.store(ids_ptr + first + PARTS + places, ids, mask=places < CHOSEN)
+    tl.store(weights_ptr + first + PARTS + places, weights, mask=places < CHOSEN)
+    if PARTS > 0:
+        part = tl.arange(0, PARTS_2)
+        tl.store(ids_ptr + first + part, EXPERTS + part, mask=part < PARTS)
+        tl.store(weights_ptr + first + part, part * 0.0 + 1.0, mask=part < PARTS)
+
+
+@triton.jit
+def gate_tile(w_rows, inside, k0, k, K: tl.constexpr):
+    """(rows, BLOCK_K) weights or codes of columns k0 on; zeros past the end."""
+    return tl.load(w_rows + (k0 + k)[None, :], mask=inside[:, None] & (k0 + k < K)[None, :], other=0.0)
+
+
+@triton.jit
+def few_gate_kernel(
+    x_ptr, norm_ptr, w_ptr, places_ptr, scales_ptr, scale_places_ptr, ids_ptr, weights_ptr, out_ptr, eps, x_stride,
+    K: tl.constexpr, WIDTH: tl.constexpr, SHARED: tl.constexpr, EXPERTS: tl.constexpr, PARTS: tl.constexpr,
+    PAIRS: tl.constexpr, FORMAT: tl.constexpr, SILU: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    ASK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """out (pairs, WIDTH). The first half of an expert's rows is gate. PAIRS of each row."""
+    pair = tl.program_id(1).to(tl.int64)
+    part = tl.program_id(1) % PAIRS
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    inside = n < WIDTH
+    if ASK > 0:  # noqa: SIM102  (one is known at compile time)
+        if part < PARTS:
+            gates = w_ptr + tl.load(places_ptr + EXPERTS + part) + tl.program_id(0) * BLOCK_N * K
+            ask_ahead(gates, 0, 1, ASK)
+            ask_ahead(gates + SHARED * K, 0, 1, ASK)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    expert = tl.load(ids_ptr + pair)
+    place = tl.multiple_of(tl.load(places_ptr + expert), 16)
+    between = tl.where(part < PARTS, SHARED, WIDTH)  # rows from gate to up
+    gates = w_ptr + place + n.to(tl.int64)[:, None] * K
+    ups = gates + between * K
+    x_row = x_ptr + pair // PAIRS * x_stride
+    gate, up = gate_tile(gates, inside, 0, k, K), gate_tile(ups, inside, 0, k, K)
+    left, right = tl.zeros((BLOCK_N, BLOCK_K), tl.float32), tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    squares = tl.zeros((BLOCK_K,), tl.float32)
+    for k0 in range(0, K, BLOCK_K):
+        next_gate, next_up = gate, up
+        if BLOCK_K < K:
+            next_gate = gate_tile(gates, inside, k0 + BLOCK_K, k, K)
+            next_up = gate_tile(ups, inside, k0 + BLOCK_K, k, K)
+        x = tl.load(x_row + k0 + k, mask=k0 + k < K, other=0.0).to(tl.float32)
+        squares += x * x
+        x *= tl.load(norm_ptr + k0 + k, mask=k0 + k < K, other=0.0).to(tl.float32)
+        left += gate.to(tl.float32) * x[None, :]
+        right += up.to(tl.float32) * x[None, :]
+        gate, up = next_gate, next_up
+    size = tl.rsqrt(tl.sum(squares, axis=0) / K + eps)
+    gate, up = tl.sum(left, axis=1) * size, tl.sum(right, axis=1) * size
+    if FORMAT > 0:
+        scales = scales_ptr + tl.load(scale_places_ptr + expert) + n
+        gate *= tl.load(scales, mask=inside, other=0.0)
+        up *= tl.load(scales + between, mask=inside, other=0.0)
+    out = activated(gate, SILU) * up * tl.load(weights_ptr + pair)
+    tl.store(out_ptr + pair * WIDTH + n, out.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def down_tile(
+    w_ptr, places_ptr, ids_row, turn, n, inside, k, K: tl.constexpr, SHARED: tl.constexpr, PARTS: tl.constexpr,
+    TURNS: tl.constexpr, ROUNDS: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """The tile of a turn: turns go along the columns of a row's first pair, then of its second …; zeros past the
+    last."""
+    pair, k0 = tl.minimum(turn, TURNS - 1) // ROUNDS, turn % ROUNDS * BLOCK_K
+    place = tl.multiple_of(tl.load(places_ptr + tl.load(ids_row + pair)), 16)
+    width = tl.where(pair < PARTS, SHARED, K)
+    rows = w_ptr + place + n.to(tl.int64)[:, None] * width
+    mask = (inside & (turn < TURNS))[:, None] & (k0 + k < K)[None, :]
+    return tl.load(rows + (k0 + k)[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def few_down_kernel(
+    inner_ptr, w_ptr, places_ptr, scales_ptr, scale_places_ptr, ids_ptr, out_ptr, N: tl.constexpr, K: tl.constexpr,
+    SHARED: tl.constexpr, PARTS: tl.constexpr, PAIRS: tl.constexpr, FORMAT: tl.constexpr, ADD: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DEPTH: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """out (T, N): the sum of a row's pairs; ADD: added to what `out` holds. One loop runs over all pairs' columns, so
+    that the next DEPTH tiles are being loaded at all times."""
+    ROUNDS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    TURNS: tl.constexpr = PAIRS * ROUNDS
+    row = tl.program_id(1).to(tl.int64)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    inside = n < N
+    ids_row, inner_row = ids_ptr + row * PAIRS, inner_ptr + row * PAIRS * K
+    tile = down_tile(w_ptr, places_ptr, ids_row, 0, n, inside, k, K, SHARED, PARTS, TURNS, ROUNDS, BLOCK_K)
+    second, third = tile, tile
+    if DEPTH > 1:
+        second = down_tile(w_ptr, places_ptr, ids_row, 1, n, inside, k, K, SHARED, PARTS, TURNS, ROUNDS, BLOCK_K)
+    if DEPTH > 2:
+        third = down_tile(w_ptr, places_ptr, ids_row, 2, n, inside, k, K, SHARED, PARTS, TURNS, ROUNDS, BLOCK_K)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    total = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    for turn in range(TURNS):
+        new = down_tile(
+            w_ptr, places_ptr, ids_row, turn + DEPTH, n, inside, k, K, SHARED, PARTS, TURNS, ROUNDS, BLOCK_K
+        )  # fmt: skip
+        pair, k0 = turn // ROUNDS, turn % ROUNDS * BLOCK_K
+        x = tl.load(inner_row + pair * K + k0 + k, mask=k0 + k < K, other=0.0).to(tl.float32)
+        scales = scales_ptr
+        if FORMAT > 0:
+            scales = scales_ptr + tl.load(scale_places_ptr + tl.load(ids_row + pair))
+        total += as_weights(tile, scales, n, inside, FORMAT) * x[None, :]
+        if DEPTH == 1:
+            tile = new
+        elif DEPTH == 2:
+            tile, second = second, new
+        else:
+            tile, second, third = second, third, new
+    out = tl.sum(total, axis=1)
+    if ADD:
+        out += tl.load(out_ptr + row * N + n, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * N + n, out.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+class FewExperts(NamedTuple):
+    """A layer's experts for few rows. Matrices past the router's experts are the parts of one that every row takes."""
+
+    router: Tensor  # (experts, hidden)
+    bias: Tensor | None  # of the router
+    correction: Tensor | None
+    routing: Routing
+    gate_up: ExpertMatrices
+    down: ExpertMatrices
+    width: int  # of an expert
+    shared: int  # width of the one that every row takes; 0: there is none
+    silu: bool
+
+    @property
+    def parts(self) -> int:
+        return self.shared // self.width
+
+
+class GateTile(NamedTuple):
+    n: int
+    k: int
+    warps: int
+
+
+class DownTile(NamedTuple):
+    n: int
+    k: int
+    warps: int
+    depth: int
+
+
+def gate_shape(hidden: int) -> GateTile:
+    """As measured on an H200."""
+    return GateTile(8, min(512, triton.next_power_of_2(hidden)), 4)
+
+
+def down_shape(width: int) -> DownTile:
+    return DownTile(8, min(256, triton.next_power_of_2(width)), 4, 3)
+
+
+def few_rows_experts(
+    x: Tensor, norm: Tensor, eps: float, experts: FewExperts, done: Tensor, out: Tensor | None,
+    gate_tile: GateTile | None = None, down_tile: DownTile | None = None,
+) -> Tensor:  # fmt: skip
+    """x (T, hidden), not normed -> what its experts add; with `out` that is added to it. done: zeros, one for each
+    row."""
+    (rows, hidden), routing, parts = x.shape, experts.routing, experts.parts
+    pairs, width, device = parts + routing.chosen, experts.width, x.device
+    logits = torch.empty(rows, routing.experts, dtype=torch.float32, device=device)
+    ids = torch.empty(rows, pairs, dtype=torch.int32, device=device)
+    weights = torch.empty(rows, pairs, dtype=torch.float32, device=device)
+    inner = torch.empty(rows, pairs, width, dtype=x.dtype, device=device)
+    router_kernel[(routing.experts, rows)](
+        x, norm, experts.router, experts.router if experts.bias is None else experts.bias,
+        experts.router if experts.correction is None else experts.correction, logits, done, ids, weights, eps,
+        routing.factor, x.stride(0), K=hidden, K_2=triton.next_power_of_2(hidden), PARTS=parts,
+        PARTS_2=triton.next_power_of_2(max(1, parts)), **routing_constants(routing, experts.bias, experts.correction),
+        PDL=PDL, num_warps=4 if hidden <= 4096 else 8, **EARLY,
+    )  # fmt: skip
+    tile = gate_tile or gate_shape(hidden)
+    piece = tile.n * hidden * experts.gate_up.codes.element_size()
+    ask = piece // FETCH_BYTES.value if parts and not INTERPRETED and piece % FETCH_BYTES.value == 0 else 0
+    few_gate_kernel[(triton.cdiv(width, tile.n), rows * pairs)](
+        x, norm, *experts.gate_up[:4], ids, weights, inner, eps, x.stride(0), K=hidden, WIDTH=width,
+        SHARED=experts.shared, EXPERTS=routing.experts, PARTS=parts, PAIRS=pairs, FORMAT=experts.gate_up.format,
+        SILU=experts.silu, BLOCK_N=tile.n, BLOCK_K=tile.k, ASK=ask if width % tile.n == 0 else 0, PDL=PDL,
+        num_warps=tile.warps, **EARLY,
+    )  # fmt: skip
+    cut = down_tile or down_shape(width)
+    into = torch.empty(rows, hidden, dtype=x.dtype, device=device) if out is None else out
+    few_down_kernel[(triton.cdiv(hidden, cut.n), rows)](
+        inner, *experts.down[:4], ids, into, N=hidden, K=width, SHARED=experts.shared, PARTS=parts, PAIRS=pairs,
+        FORMAT=experts.down.format, ADD=out is not None, BLOCK_N=cut.n, BLOCK_K=cut.k, DEPTH=cut.depth, PDL=PDL,
+        num_warps=cut.warps, **EARLY,
+    )  # fmt: skip
+    return into
