@@ -25,7 +25,8 @@ from twostroke.ops.cuda.kernels.exact_matmul import exact_product
 from twostroke.ops.cuda.kernels.experts import route
 from twostroke.ops.cuda.kernels.few_rows import FewExperts, few_rows_experts
 from twostroke.ops.cuda.kernels.grouped import grouped_experts
-from twostroke.ops.cuda.kernels.latent import head_product, latent_attention, latent_tile, store_latents
+from twostroke.ops.cuda.kernels.latent import TALL_HEADS, latent_attention, latent_tile, tall_parts
+from twostroke.ops.cuda.kernels.latent_ends import enter, head_product, leave, store_latents
 from twostroke.ops.cuda.kernels.one_row import one_row
 from twostroke.ops.cuda.kernels.prefill import prefill_attention, tile_rows
 from twostroke.ops.cuda.kernels.quantized import (
@@ -55,6 +56,7 @@ WIDE_ROWS = 2048  # rows of a wide product made at a time
 FEW_ROWS = 32  # that our product with float weights multiplies faster than the library
 FETCHED = 512  # bytes of each row of weights that a product of few rows asks for while its norm or gate is computed
 FEW_OF_EXPERTS = 8  # rows of which each reads its experts by itself
+FEW_STREAMS = 8  # of latent attention, whose products read each head's matrix for each of them
 SOME = 256  # rows from which on a decoded copy of a matrix of few bits pays
 
 
@@ -325,9 +327,14 @@ class CudaOps(Ops):
             torch.empty(rows, heads, width, dtype=q.dtype, device=q.device)
             for width in (latent + attention.rope_dim, latent, attention.value_dim)
         )
+        streams = isinstance(batch, DeviceBatch) and batch.streams
+        if streams and rows <= FEW_STREAMS and heads <= TALL_HEADS and not self.one_order:
+            enter(q, kv, query, attention.key_up.weight, attention, cache, batch, group)
+            parts = tall_parts(query, attention, cache, batch, group, self.scratch, None, rows)
+            leave(parts, attention, attention.value_up.weight, batch, out)
+            return out.flatten(1)
         plain = q.unflatten(1, (heads, -1))[:, :, : attention.plain_dim]
         head_product(plain, attention.key_up.weight, query[:, :, :latent])
-        streams = isinstance(batch, DeviceBatch) and batch.streams
         store_latents(q, kv, query, attention, cache, batch, group, streams)
         cut = self._cut(batch, attention)
         if cut.single_count:
