@@ -25,7 +25,7 @@ from twostroke.ops.cuda.kernels.exact_matmul import exact_product
 from twostroke.ops.cuda.kernels.experts import route
 from twostroke.ops.cuda.kernels.few_rows import FewExperts, few_rows_experts
 from twostroke.ops.cuda.kernels.grouped import grouped_experts
-from twostroke.ops.cuda.kernels.latent import TALL_HEADS, latent_attention, latent_tile, tall_parts
+from twostroke.ops.cuda.kernels.latent import FEW_HEADS, few_heads_parts, latent_attention, latent_tile
 from twostroke.ops.cuda.kernels.latent_ends import enter, head_product, leave, store_latents
 from twostroke.ops.cuda.kernels.one_row import one_row
 from twostroke.ops.cuda.kernels.prefill import prefill_attention, tile_rows
@@ -232,7 +232,7 @@ class CudaOps(Ops):
         kind, norm = self._before(before)
         return gemv_.gemv(
             x, weight.weight, weight.bias, out, before=kind, norm=norm.weight if norm else None,
-            eps=norm.eps if norm else 0.0, add=add_to is not None,
+            eps=norm.eps if norm else 0.0, add=add_to is not None, idle=before is None and add_to is not None,
         )  # fmt: skip
 
     def _few_rows(self, x: Tensor, weight: FloatMatrix, before: Norm | Gate | None, add_to: Tensor | None) -> Tensor:
@@ -328,9 +328,9 @@ class CudaOps(Ops):
             for width in (latent + attention.rope_dim, latent, attention.value_dim)
         )
         streams = isinstance(batch, DeviceBatch) and batch.streams
-        if streams and rows <= FEW_STREAMS and heads <= TALL_HEADS and not self.one_order:
+        if streams and rows <= FEW_STREAMS and heads <= FEW_HEADS and not self.one_order:
             enter(q, kv, query, attention.key_up.weight, attention, cache, batch, group)
-            parts = tall_parts(query, attention, cache, batch, group, self.scratch, None, rows)
+            parts = few_heads_parts(query, attention, cache, batch, group, self.scratch, None, rows)
             leave(parts, attention, attention.value_up.weight, batch, out)
             return out.flatten(1)
         plain = q.unflatten(1, (heads, -1))[:, :, : attention.plain_dim]

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from twostroke.ops.cuda.kernels.experts import ExpertMatrices, as_weights, choice, routing_constants
+from twostroke.ops.cuda.kernels.experts import ExpertMatrices, choice, routing_constants
 from twostroke.ops.cuda.kernels.launch import (
     EARLY,
     FETCH_BYTES,
@@ -127,65 +127,66 @@ def few_gate_kernel(
 
 
 @triton.jit
-def down_tile(
-    w_ptr, places_ptr, ids_row, turn, n, inside, k, K: tl.constexpr, SHARED: tl.constexpr, PARTS: tl.constexpr,
-    TURNS: tl.constexpr, ROUNDS: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """The tile of a turn: turns go along the columns of a row's first pair, then of its second …; zeros past the
-    last."""
-    pair, k0 = tl.minimum(turn, TURNS - 1) // ROUNDS, turn % ROUNDS * BLOCK_K
-    place = tl.multiple_of(tl.load(places_ptr + tl.load(ids_row + pair)), 16)
-    width = tl.where(pair < PARTS, SHARED, K)
-    rows = w_ptr + place + n.to(tl.int64)[:, None] * width
-    mask = (inside & (turn < TURNS))[:, None] & (k0 + k < K)[None, :]
-    return tl.load(rows + (k0 + k)[None, :], mask=mask, other=0.0)
+def down_tile(rows, mask, k0, k, K: tl.constexpr):
+    """(outputs, pairs, BLOCK_K) weights or codes of columns k0 on of every pair; zeros past the end."""
+    return tl.load(rows + (k0 + k)[None, None, :], mask=mask & (k0 + k < K)[None, None, :], other=0.0)
+
+
+@triton.jit
+def inner_tile(inner, pair, k0, k, K: tl.constexpr, PAIRS: tl.constexpr):
+    at = inner + pair[:, None] * K + (k0 + k)[None, :]
+    return tl.load(at, mask=(pair < PAIRS)[:, None] & (k0 + k < K)[None, :], other=0.0)
 
 
 @triton.jit
 def few_down_kernel(
     inner_ptr, w_ptr, places_ptr, scales_ptr, scale_places_ptr, ids_ptr, out_ptr, N: tl.constexpr, K: tl.constexpr,
-    SHARED: tl.constexpr, PARTS: tl.constexpr, PAIRS: tl.constexpr, FORMAT: tl.constexpr, ADD: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DEPTH: tl.constexpr, PDL: tl.constexpr,
+    SHARED: tl.constexpr, PARTS: tl.constexpr, PAIRS: tl.constexpr, PAIRS_2: tl.constexpr, FORMAT: tl.constexpr,
+    ADD: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DEPTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out (T, N): the sum of a row's pairs; ADD: added to what `out` holds. One loop runs over all pairs' columns, so
-    that the next DEPTH tiles are being loaded at all times."""
-    ROUNDS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    TURNS: tl.constexpr = PAIRS * ROUNDS
+    """out (T, N): the sum of a row's pairs; ADD: added to what `out` holds. All pairs' matrices are read side by side,
+    the first DEPTH tiles before the kernel in front has ended."""
     row = tl.program_id(1).to(tl.int64)
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, BLOCK_K)
-    inside = n < N
-    ids_row, inner_row = ids_ptr + row * PAIRS, inner_ptr + row * PAIRS * K
-    tile = down_tile(w_ptr, places_ptr, ids_row, 0, n, inside, k, K, SHARED, PARTS, TURNS, ROUNDS, BLOCK_K)
+    n, k, pair = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K), tl.arange(0, PAIRS_2)
+    expert = tl.load(ids_ptr + row * PAIRS + pair, mask=pair < PAIRS, other=0)
+    place = tl.multiple_of(tl.load(places_ptr + expert), 16)
+    width = tl.where(pair < PARTS, SHARED, K)
+    rows = w_ptr + place[None, :, None] + n.to(tl.int64)[:, None, None] * width[None, :, None]
+    mask = (n < N)[:, None, None] & (pair < PAIRS)[None, :, None]
+    tile = down_tile(rows, mask, 0, k, K)
     second, third = tile, tile
     if DEPTH > 1:
-        second = down_tile(w_ptr, places_ptr, ids_row, 1, n, inside, k, K, SHARED, PARTS, TURNS, ROUNDS, BLOCK_K)
+        second = down_tile(rows, mask, BLOCK_K, k, K)
     if DEPTH > 2:
-        third = down_tile(w_ptr, places_ptr, ids_row, 2, n, inside, k, K, SHARED, PARTS, TURNS, ROUNDS, BLOCK_K)
+        third = down_tile(rows, mask, 2 * BLOCK_K, k, K)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    total = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-    for turn in range(TURNS):
-        new = down_tile(
-            w_ptr, places_ptr, ids_row, turn + DEPTH, n, inside, k, K, SHARED, PARTS, TURNS, ROUNDS, BLOCK_K
-        )  # fmt: skip
-        pair, k0 = turn // ROUNDS, turn % ROUNDS * BLOCK_K
-        x = tl.load(inner_row + pair * K + k0 + k, mask=k0 + k < K, other=0.0).to(tl.float32)
-        scales = scales_ptr
-        if FORMAT > 0:
-            scales = scales_ptr + tl.load(scale_places_ptr + tl.load(ids_row + pair))
-        total += as_weights(tile, scales, n, inside, FORMAT) * x[None, :]
+    inner = inner_ptr + row * PAIRS * K
+    x = inner_tile(inner, pair, 0, k, K, PAIRS)
+    total = tl.zeros((BLOCK_N, PAIRS_2, BLOCK_K), tl.float32)
+    for k0 in range(0, K, BLOCK_K):
+        new, next_x = tile, x
+        if K > DEPTH * BLOCK_K:
+            new = down_tile(rows, mask, k0 + DEPTH * BLOCK_K, k, K)
+        if K > BLOCK_K:
+            next_x = inner_tile(inner, pair, k0 + BLOCK_K, k, K, PAIRS)
+        total += tile.to(tl.float32) * x.to(tl.float32)[None, :, :]
+        x = next_x
         if DEPTH == 1:
             tile = new
         elif DEPTH == 2:
             tile, second = second, new
         else:
             tile, second, third = second, third, new
-    out = tl.sum(total, axis=1)
+    sums = tl.sum(total, axis=2)
+    if FORMAT > 0:
+        at = scales_ptr + tl.load(scale_places_ptr + expert)[None, :] + n[:, None]
+        sums *= tl.load(at, mask=(n < N)[:, None] & (pair < PAIRS)[None, :], other=0.0)
+    out = tl.sum(sums, axis=1)
     if ADD:
-        out += tl.load(out_ptr + row * N + n, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row * N + n, out.to(out_ptr.dtype.element_ty), mask=inside)
+        out += tl.load(out_ptr + row * N + n, mask=n < N, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * N + n, out.to(out_ptr.dtype.element_ty), mask=n < N)
 
 
 class FewExperts(NamedTuple):
@@ -221,11 +222,11 @@ class DownTile(NamedTuple):
 
 def gate_shape(hidden: int) -> GateTile:
     """As measured on an H200."""
-    return GateTile(8, min(512, triton.next_power_of_2(hidden)), 4)
+    return GateTile(2, min(2048, triton.next_power_of_2(hidden)), 4)
 
 
 def down_shape(width: int) -> DownTile:
-    return DownTile(8, min(256, triton.next_power_of_2(width)), 4, 3)
+    return DownTile(4, min(256, triton.next_power_of_2(width)), 4, 2)
 
 
 def few_rows_experts(
@@ -260,7 +261,7 @@ def few_rows_experts(
     into = torch.empty(rows, hidden, dtype=x.dtype, device=device) if out is None else out
     few_down_kernel[(triton.cdiv(hidden, cut.n), rows)](
         inner, *experts.down[:4], ids, into, N=hidden, K=width, SHARED=experts.shared, PARTS=parts, PAIRS=pairs,
-        FORMAT=experts.down.format, ADD=out is not None, BLOCK_N=cut.n, BLOCK_K=cut.k, DEPTH=cut.depth, PDL=PDL,
+        PAIRS_2=triton.next_power_of_2(pairs), FORMAT=experts.down.format, ADD=out is not None, BLOCK_N=cut.n, BLOCK_K=cut.k, DEPTH=cut.depth, PDL=PDL,
         num_warps=cut.warps, **EARLY,
     )  # fmt: skip
     return into

@@ -18,13 +18,13 @@ from torch import Tensor
 
 from twostroke.ops.cuda.kernels.decode import DecodeScratch, split_of, split_start
 from twostroke.ops.cuda.kernels.exact_attention import LOG2E, MOST_PARTS, SUMS, merge
-from twostroke.ops.cuda.kernels.latent_decode import part_length, tall_latent_kernel
+from twostroke.ops.cuda.kernels.latent_decode import part_length, few_heads_kernel
 from twostroke.ops.cuda.kernels.latent_ends import MOST_EVEN, Parts, merge_parts
 from twostroke.ops.cuda.kernels.launch import EARLY, INTERPRETED, PDL, gdc_launch_dependents, gdc_wait
 from twostroke.ops.interface import BLOCK, Batch, KVLayer, LatentAttention
 
-PLACES, TALL_PLACES = 264, 132  # programs that fill an H200: of latent_kernel, of tall_latent_kernel
-TALL_HEADS = 16  # up to which entries are the tall side of a product
+PLACES = 264  # programs that fill an H200
+FEW_HEADS = 16  # that latent_decode.py serves
 
 
 @triton.jit
@@ -195,7 +195,7 @@ def latent_attention(
         heads_t = min(heads, rows)
     groups = triton.cdiv(heads, heads_t)
     if single and not exact:
-        parts = tall_parts if heads <= TALL_HEADS else wide_parts
+        parts = few_heads_parts if heads <= FEW_HEADS else many_heads_parts
         merge_parts(parts(query, attention, cache, batch, group, scratch, tiles, count), attention, batch, tiles, out)
         return
     if count * groups * rows * splits * latent > (4 if single else 1) * MOST_PARTS:
@@ -221,11 +221,11 @@ def latent_constants(attention: LatentAttention, wide: bool, rows: int, heads_t:
     }  # fmt: skip
 
 
-def wide_parts(
+def many_heads_parts(
     query: Tensor, attention: LatentAttention, cache: KVLayer, batch: Batch, group: int, scratch: DecodeScratch,
     listed: Tensor | None, count: int,
 ) -> Parts:  # fmt: skip
-    """Single tokens with heads enough to be the tall side of the instruction."""
+    """Single tokens of any number of heads."""
     wide = query.dtype == torch.float32
     rows = 16 if wide or INTERPRETED else max(16, min(64, triton.next_power_of_2(attention.heads)))
     heads_t, tables = min(attention.heads, rows), batch.groups[group].tables
@@ -242,22 +242,22 @@ def wide_parts(
     return Parts(part, part_max, part_sum, count, splits, 16 if wide else 32, heads_t, rows)
 
 
-def tall_parts(
+def few_heads_parts(
     query: Tensor, attention: LatentAttention, cache: KVLayer, batch: Batch, group: int, scratch: DecodeScratch,
     listed: Tensor | None, count: int,
 ) -> Parts:  # fmt: skip
     """Single tokens with few heads."""
     heads, tables, wide = attention.heads, batch.groups[group].tables, query.dtype == torch.float32
-    splits = even_parts(count, tables.shape[1] * BLOCK, TALL_PLACES)
+    splits = even_parts(count, tables.shape[1] * BLOCK, PLACES)
     part, part_max, part_sum, _ = scratch.reserve(count, heads, splits, attention.latent)
-    tile = 16 if wide else 64
-    tall_latent_kernel[(count, splits)](
+    tile = 16 if wide else 32
+    few_heads_kernel[(count, splits)](
         query, part, part_max, part_sum, tables if listed is None else listed, batch.starts, batch.contexts, tables,
         cache.keys, attention.scale * LOG2E, tables.stride(0), cache.keys.stride(0), cache.keys.stride(2), splits,
         HEADS=heads, HEADS_2=max(16, triton.next_power_of_2(heads)), LATENT=attention.latent, ROPE=attention.rope_dim,
         ROPE_2=max(16, triton.next_power_of_2(attention.rope_dim)), CUT=64, BLOCK=BLOCK, TILE_N=tile,
         PRECISION="ieee" if wide else "tf32", STAGES=1 if wide else 3, LISTED=listed is not None,
-        FAST=not INTERPRETED, PDL=PDL, num_warps=4, **EARLY,
+        PDL=PDL, num_warps=4, **EARLY,
     )  # fmt: skip
     return Parts(part, part_max, part_sum, count, splits, tile, heads, heads)
 

@@ -321,5 +321,5 @@ def leave(parts: Parts, attention: LatentAttention, value_up: Tensor, batch: Bat
     leave_kernel[(attention.heads * triton.cdiv(attention.value_dim, 32), parts.count)](
         *parts[:3], value_up, out, batch.contexts, parts.splits, HEADS=attention.heads, LATENT=attention.latent,
         LATENT_2=triton.next_power_of_2(attention.latent), VALUE=attention.value_dim, TILE_N=parts.tile_n,
-        MOST=MOST_EVEN, CHUNK=32, BLOCK_N=32, PDL=PDL, num_warps=8, **EARLY,
+        MOST=MOST_EVEN, CHUNK=16, BLOCK_N=32, PDL=PDL, num_warps=8, **EARLY,
     )  # fmt: skip
