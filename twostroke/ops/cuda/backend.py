@@ -85,7 +85,7 @@ class CudaOps(Ops):
         self._cuts: tuple[Batch | None, dict[AttentionKind, Cut]] = (None, {})
         self._experts: dict[ExpertSet, LaidExperts] = {}
         self._few_experts: dict[tuple[ExpertSet, bool], FewExperts | None] = {}
-        self._done = torch.zeros(FEW_OF_EXPERTS, dtype=torch.int32, device=self.device)  # of a layer's routers
+        self._done = torch.zeros(2 * FEW_OF_EXPERTS, dtype=torch.int32, device=self.device)  # counters and flags
 
     # ---- weights -------------------------------------------------------------------------------------------------
 
@@ -232,7 +232,7 @@ class CudaOps(Ops):
         kind, norm = self._before(before)
         return gemv_.gemv(
             x, weight.weight, weight.bias, out, before=kind, norm=norm.weight if norm else None,
-            eps=norm.eps if norm else 0.0, add=add_to is not None, idle=before is None and add_to is not None,
+            eps=norm.eps if norm else 0.0, add=add_to is not None,
         )  # fmt: skip
 
     def _few_rows(self, x: Tensor, weight: FloatMatrix, before: Norm | Gate | None, add_to: Tensor | None) -> Tensor:

@@ -3,8 +3,7 @@
 cuBLAS reads large matrices at full bandwidth but reaches only two thirds of it on the small ones (the attention
 output), and needs a kernel of its own for the norm, the gate and the residual. Here a program owns BLOCK_N rows of the
 matrix and walks along K while the next tile is being loaded. It starts to load its first tile before the kernel that
-makes `x` has ended (programmatic dependent launch), because no kernel writes weights. Where that kernel leaves the
-memory idle (attention over a short context), it asks the L2 cache for the rest of its rows as well.
+makes `x` has ended (programmatic dependent launch), because no kernel writes weights.
 """
 
 from __future__ import annotations
@@ -13,15 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from twostroke.ops.cuda.kernels.launch import (
-    EARLY,
-    FETCH_BYTES,
-    INTERPRETED,
-    PDL,
-    ask_ahead,
-    gdc_launch_dependents,
-    gdc_wait,
-)
+from twostroke.ops.cuda.kernels.launch import EARLY, PDL, gdc_launch_dependents, gdc_wait
 from twostroke.ops.cuda.kernels.rows import activated
 
 NOTHING, NORM, SILU, GELU = 0, 1, 2, 3  # what happens to x before the product
@@ -41,7 +32,7 @@ def weight_tile(w_rows, rows, k0, k, K: tl.constexpr, EVEN: tl.constexpr):
 def gemv_kernel(
     x_ptr, w_ptr, bias_ptr, norm_ptr, out_ptr, eps, n_rows, w_stride,
     K: tl.constexpr, BEFORE: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DEPTH: tl.constexpr, ASK: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DEPTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     EVEN: tl.constexpr = K % BLOCK_K == 0
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -54,8 +45,6 @@ def gemv_kernel(
         w1 = weight_tile(w_rows, rows, BLOCK_K, k, K, EVEN)
     if DEPTH > 2:
         w2 = weight_tile(w_rows, rows, 2 * BLOCK_K, k, K, EVEN)
-    if ASK > 0:
-        ask_ahead(w_ptr + tl.program_id(0).to(tl.int64) * BLOCK_N * K, 0, 1, ASK)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -105,6 +94,8 @@ def tile_of(n: int, k: int) -> tuple[int, int, int, int]:
     if k <= 2048 and n <= 8192:
         block_n, block_k = (4, 2048) if n <= 2048 else (16, 512)
         return block_n, min(block_k, triton.next_power_of_2(k)), 8, 1
+    if 2048 < k <= 4096 and n <= 2048:
+        return 4, 2048, 8, 1
     if k <= 2048 or n <= 2048:
         return 8, min(1024, triton.next_power_of_2(k)), 8, 1
     if k > 8192:
@@ -116,20 +107,16 @@ def tile_of(n: int, k: int) -> tuple[int, int, int, int]:
 
 def gemv(
     x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *, before: int = NOTHING, norm: Tensor | None = None,
-    eps: float = 0.0, add: bool = False, idle: bool = False,
+    eps: float = 0.0, add: bool = False,
     tile: tuple[int, int, int, int] | None = None,
 ) -> Tensor:  # fmt: skip
-    """out (1, N) = before(x) @ weight.T + bias, added to what `out` holds with `add`. idle: the kernel before leaves
-    the memory idle."""
+    """out (1, N) = before(x) @ weight.T + bias, added to what `out` holds with `add`."""
     n, k = weight.shape
     block_n, block_k, warps, depth = tile or tile_of(n, k)
-    piece = block_n * k * weight.element_size()
-    whole = weight.is_contiguous() and n % block_n == 0 and piece % FETCH_BYTES.value == 0
-    ask = piece // FETCH_BYTES.value if idle and whole and not INTERPRETED else 0
     gemv_kernel[(triton.cdiv(n, block_n),)](
         x, weight, weight if bias is None else bias,
         weight if norm is None else norm, out, eps, n, weight.stride(0), K=k, BEFORE=before, BIAS=bias is not None,
-        ADD=add, BLOCK_N=block_n, BLOCK_K=block_k, DEPTH=depth, ASK=ask, PDL=PDL, num_warps=warps,
+        ADD=add, BLOCK_N=block_n, BLOCK_K=block_k, DEPTH=depth, PDL=PDL, num_warps=warps,
         **EARLY,
     )  # fmt: skip
     return out
