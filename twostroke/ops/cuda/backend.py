@@ -85,7 +85,7 @@ class CudaOps(Ops):
         self._cuts: tuple[Batch | None, dict[AttentionKind, Cut]] = (None, {})
         self._experts: dict[ExpertSet, LaidExperts] = {}
         self._few_experts: dict[tuple[ExpertSet, bool], FewExperts | None] = {}
-        self._done = torch.zeros(2 * FEW_OF_EXPERTS, dtype=torch.int32, device=self.device)  # counters and flags
+        self._done = torch.zeros(FEW_OF_EXPERTS, dtype=torch.int32, device=self.device)  # counters of routers
 
     # ---- weights -------------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from twostroke.ops.cuda.kernels.decode import DecodeScratch, split_of, split_start
 from twostroke.ops.cuda.kernels.exact_attention import LOG2E, MOST_PARTS, SUMS, merge
-from twostroke.ops.cuda.kernels.latent_decode import part_length, few_heads_kernel
+from twostroke.ops.cuda.kernels.latent_decode import few_heads_kernel, part_length
 from twostroke.ops.cuda.kernels.latent_ends import MOST_EVEN, Parts, merge_parts
 from twostroke.ops.cuda.kernels.launch import EARLY, INTERPRETED, PDL, gdc_launch_dependents, gdc_wait
 from twostroke.ops.interface import BLOCK, Batch, KVLayer, LatentAttention
@@ -187,7 +187,7 @@ def latent_attention(
 ) -> None:  # fmt: skip
     """query (T, heads, latent + rope_dim) -> out (T, heads, latent), the weighted sums of latents. tiles, count, splits
     and single: as in exact_attention.py."""
-    heads, latent, rope = attention.heads, attention.latent, attention.rope_dim
+    heads, latent = attention.heads, attention.latent
     wide = query.dtype == torch.float32
     rows, heads_t = latent_tile(query.dtype, heads, exact)
     if single:

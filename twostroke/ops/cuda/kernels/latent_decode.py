@@ -40,9 +40,9 @@ def slice_of(rows, valid, first, CUT: tl.constexpr, NUMBERS: tl.constexpr, DTYPE
 def few_heads_kernel(
     q_ptr, part_ptr, part_max_ptr, part_sum_ptr, listed_ptr, starts_ptr, contexts_ptr, tables_ptr, keys, factor,
     table_stride, block_stride, token_stride, splits,
-    HEADS: tl.constexpr, HEADS_2: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr,
-    ROPE_2: tl.constexpr, CUT: tl.constexpr, BLOCK: tl.constexpr, TILE_N: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, LISTED: tl.constexpr,
-    PDL: tl.constexpr,
+    HEADS: tl.constexpr, HEADS_2: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, ROPE_2: tl.constexpr,
+    CUT: tl.constexpr, BLOCK: tl.constexpr, TILE_N: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    LISTED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One part of one token's context, for all heads. part (tokens, HEADS, splits, LATENT)."""
     DTYPE: tl.constexpr = q_ptr.dtype.element_ty
@@ -68,8 +68,8 @@ def few_heads_kernel(
     q, acc = (), ()
     for cut in tl.static_range(CUTS):
         at = cut * CUT + dims[None, :]
-        q = q + (tl.load(q_rows + at, mask=there & (at < LATENT), other=0.0),)
-        acc = acc + (tl.zeros((HEADS_2, CUT), tl.float32),)
+        q = q + (tl.load(q_rows + at, mask=there & (at < LATENT), other=0.0),)  # noqa: RUF005
+        acc = acc + (tl.zeros((HEADS_2, CUT), tl.float32),)  # noqa: RUF005
     best = tl.full((HEADS_2,), float("-inf"), tl.float32)
     total = tl.zeros((HEADS_2,), tl.float32)
     for n0 in tl.range(begin, end, TILE_N, num_stages=STAGES):
@@ -82,7 +82,7 @@ def few_heads_kernel(
         other = tl.zeros((HEADS_2, TILE_N), tl.float32)  # two sums: an instruction need not wait for the one before
         entry = ()
         for cut in tl.static_range(CUTS):
-            entry = entry + (slice_of(rows, valid, cut * CUT, CUT, LATENT, DTYPE),)
+            entry = entry + (slice_of(rows, valid, cut * CUT, CUT, LATENT, DTYPE),)  # noqa: RUF005
             if cut % 2 == 0:
                 other = tl.dot(q[cut], tl.trans(entry[cut]), other, input_precision=PRECISION)
             else:
@@ -94,7 +94,8 @@ def few_heads_kernel(
         best, total = new, total * shrink + tl.sum(p, axis=1)
         weights, sums = p.to(DTYPE), ()
         for cut in tl.static_range(CUTS):
-            sums = sums + (tl.dot(weights, entry[cut], acc[cut] * shrink[:, None], input_precision=PRECISION),)
+            found = tl.dot(weights, entry[cut], acc[cut] * shrink[:, None], input_precision=PRECISION)
+            sums = sums + (found,)  # noqa: RUF005
         acc, blocks = sums, following
     part = (token * HEADS + head) * splits + split
     for cut in tl.static_range(CUTS):
