@@ -68,8 +68,8 @@ def few_heads_kernel(
     q, acc = (), ()
     for cut in tl.static_range(CUTS):
         at = cut * CUT + dims[None, :]
-        q = q + (tl.load(q_rows + at, mask=there & (at < LATENT), other=0.0),)  # noqa: RUF005
-        acc = acc + (tl.zeros((HEADS_2, CUT), tl.float32),)  # noqa: RUF005
+        q = q + (tl.load(q_rows + at, mask=there & (at < LATENT), other=0.0),)  # type: ignore[assignment]  # noqa: RUF005
+        acc = acc + (tl.zeros((HEADS_2, CUT), tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
     best = tl.full((HEADS_2,), float("-inf"), tl.float32)
     total = tl.zeros((HEADS_2,), tl.float32)
     for n0 in tl.range(begin, end, TILE_N, num_stages=STAGES):
@@ -82,7 +82,7 @@ def few_heads_kernel(
         other = tl.zeros((HEADS_2, TILE_N), tl.float32)  # two sums: an instruction need not wait for the one before
         entry = ()
         for cut in tl.static_range(CUTS):
-            entry = entry + (slice_of(rows, valid, cut * CUT, CUT, LATENT, DTYPE),)  # noqa: RUF005
+            entry = entry + (slice_of(rows, valid, cut * CUT, CUT, LATENT, DTYPE),)  # type: ignore[assignment]  # noqa: RUF005
             if cut % 2 == 0:
                 other = tl.dot(q[cut], tl.trans(entry[cut]), other, input_precision=PRECISION)
             else:
@@ -95,7 +95,7 @@ def few_heads_kernel(
         weights, sums = p.to(DTYPE), ()
         for cut in tl.static_range(CUTS):
             found = tl.dot(weights, entry[cut], acc[cut] * shrink[:, None], input_precision=PRECISION)
-            sums = sums + (found,)  # noqa: RUF005
+            sums = sums + (found,)  # type: ignore[assignment]  # noqa: RUF005
         acc, blocks = sums, following
     part = (token * HEADS + head) * splits + split
     for cut in tl.static_range(CUTS):

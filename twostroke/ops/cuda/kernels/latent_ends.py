@@ -293,12 +293,12 @@ def leave_kernel(
 
 
 class Parts(NamedTuple):
-    """Results over equal parts of the contexts of `count` tokens, not yet divided by their sums."""
+    """Results over equal parts of the contexts of some tokens, not yet divided by their sums."""
 
     values: Tensor  # of (tile · groups + group of heads) · tile_m + head of the group, then of the part
     most: Tensor
     sums: Tensor
-    count: int
+    tokens: int
     splits: int
     tile_n: int  # parts are multiples of so many tokens
     heads_t: int  # heads of a group
@@ -307,7 +307,7 @@ class Parts(NamedTuple):
 
 def merge_parts(parts: Parts, attention: LatentAttention, batch: Batch, listed: Tensor | None, out: Tensor) -> None:
     """out (T, heads, latent)."""
-    latent_merge_kernel[(parts.count, attention.heads, triton.cdiv(attention.latent, 128))](
+    latent_merge_kernel[(parts.tokens, attention.heads, triton.cdiv(attention.latent, 128))](
         *parts[:3], out, out if listed is None else listed, batch.starts, batch.contexts, parts.splits,
         HEADS=attention.heads, HEADS_T=parts.heads_t, LATENT=attention.latent, TILE_M=parts.tile_m,
         TILE_N=parts.tile_n, LISTED=listed is not None, MOST=MOST_EVEN, CHUNK=16, BLOCK=128, PDL=PDL, num_warps=4,
@@ -318,7 +318,7 @@ def merge_parts(parts: Parts, attention: LatentAttention, batch: Batch, listed: 
 def leave(parts: Parts, attention: LatentAttention, value_up: Tensor, batch: Batch, out: Tensor) -> None:
     """merge_parts and head_product with value_up, for a step of few streams: out (T, heads, value_dim)."""
     assert parts.heads_t == parts.tile_m == attention.heads
-    leave_kernel[(attention.heads * triton.cdiv(attention.value_dim, 32), parts.count)](
+    leave_kernel[(attention.heads * triton.cdiv(attention.value_dim, 32), parts.tokens)](
         *parts[:3], value_up, out, batch.contexts, parts.splits, HEADS=attention.heads, LATENT=attention.latent,
         LATENT_2=triton.next_power_of_2(attention.latent), VALUE=attention.value_dim, TILE_N=parts.tile_n,
         MOST=MOST_EVEN, CHUNK=16, BLOCK_N=32, PDL=PDL, num_warps=8, **EARLY,
