@@ -153,7 +153,8 @@ def few_down_kernel(
     the first DEPTH tiles before the kernel in front has ended."""
     row = tl.program_id(1).to(tl.int64)
     n, k, pair = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K), tl.arange(0, PAIRS_2)
-    expert = tl.load(ids_ptr + row * PAIRS + pair, mask=pair < PAIRS, other=0)
+    # Not from the L1 cache: it may hold what lay there before, and nothing was waited for yet.
+    expert = tl.load(ids_ptr + row * PAIRS + pair, mask=pair < PAIRS, other=0, cache_modifier=".cg")
     place = tl.multiple_of(tl.load(places_ptr + expert), 16)
     width = tl.where(pair < PARTS, SHARED, K)
     rows = w_ptr + place[None, :, None] + n.to(tl.int64)[:, None, None] * width[None, :, None]
