@@ -151,11 +151,11 @@ def test_attention_of_drafts(ops: CudaOps, change: dict) -> None:
         close(mine.values[block.to(DEVICE), :, offset.to(DEVICE)].float(), kv.values[block, :, offset].float(), 5e-3)
 
 
-@pytest.mark.skipif(not ON_CARD, reason="the interpreter cuts bfloat16 off, and knows no warps")
+@pytest.mark.skipif(not ON_CARD, reason="the interpreter cuts bfloat16 off")
 @pytest.mark.parametrize(("heads", "kv_heads"), [(32, 4), (32, 8), (8, 1)])
 @pytest.mark.parametrize("context", [5, 127, 300, 900])
 def test_one_stream_in_bfloat16(heads: int, kv_heads: int, context: int) -> None:
-    """With eight query heads for each of K and V a program has twice the warps."""
+    """As compiled for one stream, where the first tile is loaded before the projection ends."""
     case = Case(((context, 1),), head_dim=128, heads=heads, kv_heads=kv_heads, qk_norm=True, format="bfloat16")
     check_attention(CudaOps(torch.bfloat16, DEVICE), case, streams=True, limit=1e-2)
 
