@@ -11,6 +11,7 @@ from itertools import pairwise
 import torch
 
 from benchmarks.gpu_bench import Bench
+from benchmarks.gpu_filled import filled_step
 from benchmarks.gpu_rig import Rig, longest_steps, restore_times
 from benchmarks.random_weights import LLAMA_1B, LLAMA_8B, qwen3_30b_shape, v2_lite_shape
 from twostroke.metrics.steplog import StepLog
@@ -39,10 +40,19 @@ def measure_ttft(bench: Bench, rig: Rig, name: str, lengths: tuple[int, ...]) ->
             rig.run()
             times.append(request.timeline.token_times[0] - began)
         flops = rig.arch.linear_flops(length, 1) + rig.arch.attention_flops(0, length)
-        limit = flops / bench.ceilings["gemm_TFLOPs"] / 1e12
+        read = weight_bytes(rig, length) / bench.ceilings["read_TBps"] / 1e12  # of a mixture: nearly all experts
+        limit = max(flops / bench.ceilings["gemm_TFLOPs"] / 1e12, read)
         bench.report(
             f"{name}{length}", min(times[1:]) * 1e3, "ms", limit * 1e3, higher=False, first=round(times[0] * 1e3, 1)
         )
+
+
+def weight_bytes(rig: Rig, rows: int) -> float:
+    """Bytes of weights that a step of so many rows reads: of experts those that so many rows are expected to choose,
+    in bf16."""
+    products = [product for layer in rig.arch.layers for product in layer.products(rig.arch.hidden)]
+    more = sum(product.read(rows) - product.row_weights for product in products if product.matrices > 1)
+    return rig.model.weight_bytes() + 2 * more
 
 
 def decode1(bench: Bench) -> None:
@@ -111,11 +121,22 @@ def mixture(bench: Bench) -> None:
 
 def latent(bench: Bench) -> None:
     """DeepSeek-V2-Lite's shape."""
-    rig = bench.own(v2_lite_shape(), max_model_len=40960)
+    rig, context = bench.own(v2_lite_shape(), max_model_len=40960), 32768
     measure_decode(bench, rig, "latent_decode1")
     measure_ttft(bench, rig, "latent_ttft", (512, 8192))
-    for count in (1, 16):
-        measure_streams(bench, rig, f"latent_decode{count}x32768", count, 32768)
+    entry = rig.core.scheduler.tables.layout.token_bytes
+    for count in (1, 16, 64):
+        read = weight_bytes(rig, count) + count * context * entry
+        step = filled_step(rig, count, context) * 1e3
+        limit = read / bench.ceilings["read_TBps"] / 1e9
+        bench.report(f"latent_decode{count}x{context}", step, "ms/step", limit, higher=False)
+    grouped = 2 * 8 * 128 * 2 * len(rig.arch.layers)  # K and V of eight heads of 128 in bf16, in as many layers
+    free, _ = torch.cuda.mem_get_info()
+    room = (free + rig.runner.kv.data.nbytes) / 1e9
+    bench.report(
+        f"latent_kv64x{context}", 64 * context * entry / 1e9, "GB", room=round(room, 1),
+        grouped_heads_GB=round(64 * context * grouped / 1e9, 1),
+    )  # fmt: skip
 
 
 def measure_streams(bench: Bench, rig: Rig, name: str, count: int, context: int, steps: int = 24) -> None:
@@ -126,9 +147,7 @@ def measure_streams(bench: Bench, rig: Rig, name: str, count: int, context: int,
     times = min(requests, key=lambda r: len(r.timeline.token_times)).timeline.token_times
     step = (times[-1] - times[-1 - steps]) / steps
     entry = rig.core.scheduler.tables.layout.token_bytes
-    products = [product for layer in rig.arch.layers for product in layer.products(rig.arch.hidden)]
-    chosen = sum(product.read(count) - product.row_weights for product in products if product.matrices > 1)
-    read = rig.model.weight_bytes() + 2 * chosen + sum(r.computed for r in requests) * entry
+    read = weight_bytes(rig, count) + sum(r.computed for r in requests) * entry
     for request in requests:
         rig.core.abort(request.id)
     rig.run()

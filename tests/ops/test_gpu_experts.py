@@ -84,6 +84,38 @@ def test_experts_of_few_bits(quantize: str, rows: int, monkeypatch: pytest.Monke
     close(ops.experts(x.to(DEVICE), norm, experts), expected, 1e-5)
 
 
+@pytest.mark.parametrize(
+    ("quantize", "rows"), [(None, 1), *(pytest.param(q, r, marks=slow_here) for q in (None, "fp8") for r in (2, 8))]
+)
+def test_the_expert_that_every_row_takes(quantize: str | None, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is as wide as three others, whose kernels compute it in parts; all is added to x in place."""
+    for name, value in (("HIDDEN", 192), ("WIDTH", 64)):
+        monkeypatch.setitem(globals(), name, value)
+    ops, x, rng = CudaOps(torch.float32, DEVICE, quantize), rows_of(rows), np.random.default_rng(3)
+    norm, experts = make(ops, ROUTINGS["sigmoid groups"])
+    shared = (
+        ops.pack([random_matrix(rng, 3 * WIDTH, HIDDEN) for _ in "gu"]),
+        ops.pack([random_matrix(rng, HIDDEN, 3 * WIDTH)]),
+    )
+    mine = x.to(DEVICE).clone()
+    total = ops.experts(mine, norm, experts)
+    inner = ops.linear(mine, shared[0], before=norm)
+    expected = mine + ops.linear(inner, shared[1], before=experts.gate, add_to=total)
+    found = ops.add_experts(mine, norm, experts, shared)
+    assert found is mine
+    close(found, expected.cpu(), 1e-5 if quantize is None else 1e-4)
+
+
+def test_an_expert_of_another_width_is_left_alone() -> None:
+    """So are rows that are grouped by expert, and an engine with one order of additions."""
+    ops, rng = CudaOps(torch.float32, DEVICE), np.random.default_rng(3)
+    made = make(ops, ROUTINGS["softmax"])
+    odd = ops.pack([random_matrix(rng, 2 * 56, HIDDEN)]), ops.pack([random_matrix(rng, HIDDEN, 56)])
+    assert ops.add_experts(rows_of(1).to(DEVICE), *made, odd) is None
+    assert ops.add_experts(rows_of(9).to(DEVICE), *made, None) is None
+    assert ExactCudaOps(torch.float32, DEVICE).add_experts(rows_of(1).to(DEVICE), *made, None) is None
+
+
 @slow_here
 @pytest.mark.parametrize("rows", [2, 10])
 def test_gelu(rows: int) -> None:

@@ -17,6 +17,7 @@ from twostroke.model.transformer import rope_table
 from twostroke.ops.cuda.backend import CudaOps
 from twostroke.ops.cuda.cuts import DeviceBatch
 from twostroke.ops.cuda.exact import ExactCudaOps
+from twostroke.ops.cuda.kernels import latent
 from twostroke.ops.formats import from_float
 from twostroke.ops.interface import BLOCK, GroupBlocks, KVFormat, KVLayer, LatentAttention, Norm
 from twostroke.ops.reference.backend import ReferenceOps
@@ -91,6 +92,21 @@ def test_numbers_of_the_specification(name: str) -> None:
         if dtype == torch.bfloat16:
             lives[0].dtype = torch.float32  # the specification computes in floats over the same cache
         for work in (((0, 21),), ((0, 1), (1, 127)), ((0, 9), (1, 1)), ((0, 1), (1, 1))):
+            expected, found = (torch.cat(life.step(*work)) for life in lives)
+            close(found, expected, limit)
+
+
+@slow_here
+@pytest.mark.parametrize("name", ["odd", "many heads"] if not ON_CARD else SHAPES)
+@pytest.mark.parametrize("places", [1, 6])
+def test_parts_of_several_tiles(name: str, places: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few programs: a part of a context has several tiles, and the last one is not full."""
+    monkeypatch.setattr(latent, "PLACES", places)
+    for dtype, limit in ((torch.float32, 1e-5), (torch.bfloat16, 1e-2))[: 2 if ON_CARD else 1]:
+        lives = [Life(ops, name, dtype, 2) for ops in (ReferenceOps(), CudaOps(dtype, DEVICE))]
+        if dtype == torch.bfloat16:
+            lives[0].dtype = torch.float32
+        for work in (((0, 100),), ((1, 37),), ((0, 1), (1, 1))):
             expected, found = (torch.cat(life.step(*work)) for life in lives)
             close(found, expected, limit)
 

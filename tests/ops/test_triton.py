@@ -149,6 +149,15 @@ def test_attention_of_drafts(ops: CudaOps, change: dict) -> None:
     close(mine.values[block.to(DEVICE), :, offset.to(DEVICE)].float(), kv.values[block, :, offset].float(), 5e-3)
 
 
+@pytest.mark.skipif(not ON_CARD, reason="the interpreter cuts bfloat16 off")
+@pytest.mark.parametrize(("heads", "kv_heads"), [(32, 4), (32, 8), (8, 1)])
+@pytest.mark.parametrize("context", [5, 127, 300, 900])
+def test_one_stream_in_bfloat16(heads: int, kv_heads: int, context: int) -> None:
+    """As compiled for one stream, where the first tile is loaded before the projection ends."""
+    case = Case(((context, 1),), head_dim=128, heads=heads, kv_heads=kv_heads, qk_norm=True, format="bfloat16")
+    check_attention(CudaOps(torch.bfloat16, DEVICE), case, streams=True, limit=1e-2)
+
+
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("before", ["none", "norm", "silu", "gelu_tanh"])
 @pytest.mark.parametrize("bias", [False, True])

@@ -36,4 +36,4 @@ def test_prompts_chunks_and_prefixes_are_among_them() -> None:
     assert {case.tile_splits > 1 for case in cases if case.tile_splits} == {True, False}
     assert any(case.members for case in cases) and any(case.rows and not case.streams for case in cases)
     assert not any(case.members for case in cases_of(KIND, 256, 4096, grouped=True, shares=False, drafts=True))
-    assert len(cases_of(KIND, 256, 131_072, grouped=False, shares=False, drafts=True)) == 4
+    assert len(cases_of(KIND, 256, 131_072, grouped=False, shares=False, drafts=True)) == 5

@@ -122,6 +122,10 @@ class Experts(Record, eq=False):
             total = ops.linear(inner, self.shared.down, before=self.experts.gate, add_to=total)
         return Branch(total, None, None, self.out_norm)
 
+    def added(self, ops: Ops, x: Array) -> Array | None:
+        """x with all of it added, where the backend does that at once."""
+        return None if self.out_norm is not None else ops.add_experts(x, self.norm, self.experts, self.shared)
+
     def chosen_bytes(self, ops: Ops) -> int:
         """Of the experts of one row."""
         one = ops.weight_bytes(self.experts.gate_up[0]) + ops.weight_bytes(self.experts.down[0])

@@ -131,6 +131,9 @@ class Transformer:
             if rows is not None:
                 x, branch = x[rows], branch._replace(inner=branch.inner[rows])
             x = self._add(x, branch)
+            done = layer.feed.added(self.ops, x) if isinstance(layer.feed, Experts) else None
+            if done is not None:
+                return done
             tokens = batch.tokens if rows is None else batch.tokens[rows]
             return self._add(x, layer.feed.run(self.ops, x, tokens))
 

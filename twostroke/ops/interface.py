@@ -284,6 +284,13 @@ class Ops(Protocol):
         """gate(linear(x, weight, before=norm)); None where the gate is better left to the next product."""
         return None
 
+    def add_experts(
+        self, x: Array, norm: Norm, experts: ExpertSet, shared: tuple[Weight, Weight] | None
+    ) -> Array | None:
+        """`experts`, added to x in place; shared: gate_up and down of an expert that every row takes beside. None where
+        that is better done op by op."""
+        return None
+
     def fuse(
         self, layers: Sequence[FusedLayer], caches: Sequence[tuple[KVLayer, int]]
     ) -> Callable[[Array, Batch, Array | None], Array] | None:

@@ -22,9 +22,11 @@ from twostroke.ops.cuda.kernels.decode import DecodeScratch, decode_attention, s
 from twostroke.ops.cuda.kernels.decoded import decoded_product
 from twostroke.ops.cuda.kernels.dense import attend_long
 from twostroke.ops.cuda.kernels.exact_matmul import exact_product
-from twostroke.ops.cuda.kernels.experts import pair_experts, route
+from twostroke.ops.cuda.kernels.experts import route
+from twostroke.ops.cuda.kernels.few_rows import FewExperts, few_rows_experts
 from twostroke.ops.cuda.kernels.grouped import grouped_experts
-from twostroke.ops.cuda.kernels.latent import head_product, latent_attention, latent_tile, store_latents
+from twostroke.ops.cuda.kernels.latent import FEW_HEADS, few_heads_parts, latent_attention, latent_tile
+from twostroke.ops.cuda.kernels.latent_ends import enter, head_product, leave, store_latents
 from twostroke.ops.cuda.kernels.one_row import one_row
 from twostroke.ops.cuda.kernels.prefill import prefill_attention, tile_rows
 from twostroke.ops.cuda.kernels.quantized import (
@@ -37,7 +39,15 @@ from twostroke.ops.cuda.kernels.quantized import (
 )
 from twostroke.ops.cuda.kernels.rope import rotate_and_store
 from twostroke.ops.cuda.kernels.tall_decode import tall_attention
-from twostroke.ops.cuda.weights import CudaWeight, FloatMatrix, LaidExperts, as_tensor, lay_experts
+from twostroke.ops.cuda.weights import (
+    CudaWeight,
+    FloatMatrix,
+    LaidExperts,
+    SharedWeights,
+    as_tensor,
+    lay_experts,
+    lay_few,
+)
 from twostroke.ops.formats import Stored
 from twostroke.ops.interface import BLOCK, Attention, Batch, ExpertSet, Gate, KVLayer, LatentAttention, Norm, Ops
 
@@ -46,6 +56,7 @@ WIDE_ROWS = 2048  # rows of a wide product made at a time
 FEW_ROWS = 32  # that our product with float weights multiplies faster than the library
 FETCHED = 512  # bytes of each row of weights that a product of few rows asks for while its norm or gate is computed
 FEW_OF_EXPERTS = 8  # rows of which each reads its experts by itself
+FEW_STREAMS = 8  # of latent attention, whose products read each head's matrix for each of them
 SOME = 256  # rows from which on a decoded copy of a matrix of few bits pays
 
 
@@ -73,6 +84,8 @@ class CudaOps(Ops):
         self._kinds: dict[Attention | LatentAttention, AttentionKind] = {}
         self._cuts: tuple[Batch | None, dict[AttentionKind, Cut]] = (None, {})
         self._experts: dict[ExpertSet, LaidExperts] = {}
+        self._few_experts: dict[tuple[ExpertSet, bool], FewExperts | None] = {}
+        self._done = torch.zeros(FEW_OF_EXPERTS, dtype=torch.int32, device=self.device)  # counters of routers
 
     # ---- weights -------------------------------------------------------------------------------------------------
 
@@ -150,14 +163,36 @@ class CudaOps(Ops):
         return rows_.rms_norm(x, norm.weight, norm.eps)
 
     def experts(self, x: Tensor, norm: Norm, experts: ExpertSet, tokens: Tensor | None = None) -> Tensor:
+        if self._alone(x):
+            found = self._few_rows_experts(x, norm, experts, None, None)
+            assert found is not None
+            return found
         normed = self.norm(x, norm)
         laid = self._laid(experts)
         logits = torch.empty(x.shape[0], experts.routing.experts, dtype=torch.float32, device=x.device)
         exact_product(normed, laid.router.weight, logits, False)
         ids, weights = route(logits, laid.router.bias, experts.correction, experts.routing)
-        few = x.shape[0] <= FEW_OF_EXPERTS and not self.one_order
-        run = pair_experts if few else grouped_experts
-        return run(normed, ids, weights, laid.gate_up, laid.down, experts.gate.activation == "silu")
+        return grouped_experts(normed, ids, weights, laid.gate_up, laid.down, experts.gate.activation == "silu")
+
+    def add_experts(
+        self, x: Tensor, norm: Norm, experts: ExpertSet, shared: tuple[CudaWeight, CudaWeight] | None
+    ) -> Tensor | None:
+        if not self._alone(x) or not x.is_contiguous():
+            return None
+        return self._few_rows_experts(x, norm, experts, None if shared is None else SharedWeights(*shared), x)
+
+    def _alone(self, x: Tensor) -> bool:
+        """Whether each row reads its experts by itself."""
+        return x.shape[0] <= FEW_OF_EXPERTS and not self.one_order
+
+    def _few_rows_experts(
+        self, x: Tensor, norm: Norm, experts: ExpertSet, shared: SharedWeights | None, out: Tensor | None
+    ) -> Tensor | None:
+        key = experts, shared is not None
+        if key not in self._few_experts:
+            self._few_experts[key] = lay_few(experts, shared)
+        laid, narrow = self._few_experts[key], self._narrow(norm)
+        return None if laid is None else few_rows_experts(x, narrow.weight, narrow.eps, laid, self._done, out)
 
     def _laid(self, experts: ExpertSet) -> LaidExperts:
         found = self._experts.get(experts)
@@ -294,9 +329,14 @@ class CudaOps(Ops):
             torch.empty(rows, heads, width, dtype=q.dtype, device=q.device)
             for width in (latent + attention.rope_dim, latent, attention.value_dim)
         )
+        streams = isinstance(batch, DeviceBatch) and batch.streams
+        if streams and rows <= FEW_STREAMS and heads <= FEW_HEADS and not self.one_order:
+            enter(q, kv, query, attention.key_up.weight, attention, cache, batch, group)
+            parts = few_heads_parts(query, attention, cache, batch, group, self.scratch, None, rows)
+            leave(parts, attention, attention.value_up.weight, batch, out)
+            return out.flatten(1)
         plain = q.unflatten(1, (heads, -1))[:, :, : attention.plain_dim]
         head_product(plain, attention.key_up.weight, query[:, :, :latent])
-        streams = isinstance(batch, DeviceBatch) and batch.streams
         store_latents(q, kv, query, attention, cache, batch, group, streams)
         cut = self._cut(batch, attention)
         if cut.single_count:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from twostroke.ops.cuda.kernels.experts import ExpertMatrices
+from twostroke.ops.cuda.kernels.few_rows import FewExperts
 from twostroke.ops.cuda.kernels.quantized import Int4, Narrow, as_float
 from twostroke.ops.formats import Stored, dequantize
 from twostroke.ops.interface import ExpertSet
@@ -24,6 +25,13 @@ class FloatMatrix:
 
 
 CudaWeight = FloatMatrix | Narrow
+
+
+class SharedWeights(NamedTuple):
+    """Of an expert that every row takes."""
+
+    gate_up: CudaWeight
+    down: CudaWeight
 
 
 class LaidExperts(NamedTuple):
@@ -59,6 +67,32 @@ def distances(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     found = [(tensor.data_ptr() - first.data_ptr()) // first.element_size() for tensor in tensors]
     assert not any(distance % 16 for distance in found), "matrices must lie on borders of 16 elements"
     return first, torch.tensor(found, dtype=torch.int64, device=first.device)
+
+
+def lay_few(experts: ExpertSet, shared: SharedWeights | None) -> FewExperts | None:
+    """For few rows; None: the expert that every row takes cannot be cut into parts of the others' width and format."""
+    assert isinstance(experts.router, FloatMatrix)
+    width, wide = shape_of(experts.down[0])[1], 0
+    gate_up, down = list(experts.gate_up), list(experts.down)
+    if shared is not None:
+        wide = shape_of(shared.down)[1]
+        kinds = {type(one) for one in (*gate_up, *down, *shared)}
+        if wide % width or width % 16 or len(kinds) > 1 or any(one.bias is not None for one in shared):
+            return None
+        for first in range(0, wide, width):
+            gate_up.append(part_of(shared.gate_up, slice(first, None), slice(None)))
+            down.append(part_of(shared.down, slice(None), slice(first, None)))
+    return FewExperts(
+        experts.router.weight, experts.router.bias, experts.correction, experts.routing, lay_matrices(gate_up),
+        lay_matrices(down), width, wide, experts.gate.activation == "silu",
+    )  # fmt: skip
+
+
+def part_of(weight: CudaWeight, outputs: slice, inputs: slice) -> CudaWeight:
+    """A view of the matrix, for its place alone."""
+    if isinstance(weight, FloatMatrix):
+        return FloatMatrix(weight.weight[outputs, inputs], None)
+    return replace(weight, codes=weight.codes[outputs, inputs], scales=weight.scales[outputs])
 
 
 def shape_of(weight: CudaWeight) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from twostroke.ops.cuda.backend import CudaOps
+from twostroke.ops.cuda.backend import FEW_STREAMS, CudaOps
 from twostroke.ops.cuda.cuts import FEW_QUERIES, AttentionKind, Cascade, Cut, DeviceBatch
 from twostroke.ops.cuda.kernels.decode import longer, split_count
 from twostroke.ops.cuda.kernels.dense import gather, merge
@@ -51,7 +51,7 @@ def cases_of(
     mixed = [Case(4, splits) for splits in ((SHORT_SPLITS, LONG) if grouped else (LONG,))]
     tiles = [Case(0, 1, tile_splits=splits) for splits in (1, 2)]
     if not grouped:
-        return [Case(1, LONG, streams=True), *mixed, *tiles]
+        return [*(Case(rows, LONG, streams=True) for rows in (1, FEW_STREAMS + 1)), *mixed, *tiles]
     if kind.queries >= FEW_QUERIES:
         tiles += [case._replace(queries=FEW_QUERIES, columns=LONG_COLUMNS if drafts else 16) for case in tiles]
         tiles += [Case(0, 1, tile_splits=1, queries=FEW_QUERIES)] if drafts else []

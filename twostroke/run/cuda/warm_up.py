@@ -217,7 +217,9 @@ def expert_tasks(model: Transformer, feed: Experts, most: int) -> list[Task]:
     each = [1, FEW_OF_EXPERTS + 1, *(rows * routing.experts // routing.chosen + 1 for rows in TILE_BORDERS)]
 
     def run(rows: int) -> None:
-        ops.experts(rows_for(model, model.arch.hidden, rows), feed.norm, feed.experts)
+        x = rows_for(model, model.arch.hidden, rows)
+        if feed.added(ops, x) is None:
+            ops.experts(x, feed.norm, feed.experts)
 
     return [partial(run, rows) for rows in each if rows <= max(most, 1)]
 

@@ -91,8 +91,10 @@ def gemv_kernel(
 
 def tile_of(n: int, k: int) -> tuple[int, int, int, int]:
     """BLOCK_N, BLOCK_K, warps and tiles loaded ahead, as measured on an H200."""
-    if k <= 2048 and n <= 8192:
-        block_n, block_k = (4, 2048) if n <= 2048 else (16, 512)
+    if k <= 2048 and 4096 < n <= 8192:
+        return 16, min(256, triton.next_power_of_2(k)), 4, 3
+    if k <= 2048 and n <= 4096:
+        block_n, block_k = (4, 2048) if n <= 2048 else (16, 512) if n <= 3072 else (8, 1024)
         return block_n, min(block_k, triton.next_power_of_2(k)), 8, 1
     if k <= 2048 or n <= 2048:
         return 8, min(1024, triton.next_power_of_2(k)), 8, 1
