@@ -4,7 +4,8 @@
 
 Prompts of 1,000 tokens share beginnings of 30 blocks in groups, as conversations do. A third of the workers computes
 prompts, the others write; or all do both, and every place is taken. Loads are reported anew for one worker before each
-decision.
+decision. Then the prompts of the traces at full length: decisions alone, and all that the router does for a request,
+the names of its blocks and of its answer's.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ import tracemalloc
 from typing import Any
 
 from benchmarks.machine import save
+from twostroke.bench.workload import shipped_trace
 from twostroke.cluster.router import Ask, Link, Load, Role, Router
+from twostroke.kv.addresses import QuickNames
+from twostroke.ops.interface import BLOCK
 
 BLOCKS = 62  # of a prompt
 SHARED = 30
@@ -39,9 +43,9 @@ def decisions(workers: int, full: bool = False) -> float:
     roles = [Role.BOTH] * workers if full else roles
     for name, role in zip(names, roles, strict=True):
         router.update(name, role, load(rng, full))
-    beginnings = [[secrets.token_bytes(16) for _ in range(SHARED)] for _ in range(GROUPS)]
+    beginnings = [[secrets.token_bytes(8) for _ in range(SHARED)] for _ in range(GROUPS)]
     asks = [
-        Ask(1000, rng.choice(beginnings) + [secrets.token_bytes(16) for _ in range(BLOCKS - SHARED)])
+        Ask(1000, rng.choice(beginnings) + [secrets.token_bytes(8) for _ in range(BLOCKS - SHARED)])
         for _ in range(5000)
     ]
     loads = [load(rng, full) for _ in range(1000)]
@@ -60,10 +64,41 @@ def memory(blocks: int = 1_000_000) -> float:
     router.update("worker-0", Role.BOTH, Load())
     tracemalloc.start()
     for _ in range(blocks // BLOCKS):
-        router.stored("worker-0", [secrets.token_bytes(16) for _ in range(BLOCKS)])
+        router.stored("worker-0", [secrets.token_bytes(8) for _ in range(BLOCKS)])
     size = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
     return size / blocks
+
+
+def on_trace(trace: str, workers: int) -> dict[str, Any]:
+    """Requests a second: decisions alone, and with the names of blocks and with what is stored at the end."""
+    rows = shipped_trace(trace)
+    prompts = [row.tokens() for row in rows]
+    answers = [[7] * (row.output - 1) for row in rows]
+    router = Router(BLOCK_BYTES, Link(10e9, 0.002), Link(10e9, 0.002))
+    roles = [Role.PREFILL if number % 3 == 0 else Role.DECODE for number in range(workers)]
+    rng, hasher = random.Random(1), QuickNames("router")
+    loads = [load(rng) for _ in range(1000)]
+    for number, role in enumerate(roles):
+        router.update(f"worker-{number}", role, loads[number % 1000])
+    done, deciding, began = 0, 0.0, time.process_time()
+    while (spent := time.process_time() - began) < 2 * SECONDS:
+        place, one = done % workers, done % len(rows)
+        names: list[bytes] = []
+        hasher.extend(names, prompts[one], b"", len(prompts[one]) // BLOCK)
+        before = time.process_time()
+        router.update(f"worker-{place}", roles[place], loads[done % 1000])
+        route = router.choose(Ask(len(prompts[one]), list(names)))
+        deciding += time.process_time() - before
+        assert route is not None
+        whole = prompts[one] + answers[one]
+        hasher.extend(names, whole, b"", len(whole) // BLOCK)
+        router.stored(route.decode, names)
+        done += 1
+    blocks = sum(len(tokens) // BLOCK for tokens in prompts) / len(prompts)
+    found = {"blocks_of_a_prompt": round(blocks), "decisions": round(done / deciding), "requests": round(done / spent)}
+    print(f"{trace}, {workers} workers: {found}", flush=True)
+    return found
 
 
 def main() -> None:
@@ -72,6 +107,10 @@ def main() -> None:
         free, full = round(decisions(workers)), round(decisions(workers, True))
         result["decisions_per_second"][workers], result["when_full"][workers] = free, full
         print(f"{workers:6} workers: {free:8,} decisions/s; {full:8,} where all places are taken")
+    result["traces"] = {
+        trace: {workers: on_trace(trace, workers) for workers in (12, 120, 10_000)}
+        for trace in ("azure-conv", "mooncake")
+    }
     result["bytes_per_block"] = round(memory(), 1)
     print(f"{result['bytes_per_block']:.0f} bytes for each block: {result['bytes_per_block']:.0f} MB per million")
     save("router", "router", result)

@@ -35,7 +35,7 @@ def pools_of(workers: Document) -> Pools:
     """Those that are up. The link is as fast as transfers were."""
     roles = [one["role"] for one in workers["workers"] if one["healthy"]]
     prefill, link = roles.count("prefill"), workers["transfers"]
-    plain = Pools(max(1, len(roles) - prefill), prefill, router="prefix")
+    plain = Pools(max(1, len(roles) - prefill), prefill, router="cost")
     if not link["done"] or not link["bandwidth"] or link["bandwidth"] == float("inf"):
         return plain
     return replace(plain, link=link["bandwidth"], latency=link["latency"])

@@ -63,7 +63,7 @@ def planned(
     load = choose_load(
         traffic.trace, traffic.workload or "chat", count=REQUESTS, per_second=traffic.rate, scale=traffic.scale or 1.0
     )
-    deployment = replace(deployment, pools=Pools(workers, router="prefix"))
+    deployment = replace(deployment, pools=Pools(workers, router="cost"))
     return divide(deployment, load.arrivals, make_targets(traffic.ttft, traffic.tpot), progress)
 
 

@@ -36,6 +36,7 @@ class Flight:
     had: int = 0  # leading blocks of its prompt that its writer had
     sending: asyncio.Task[None] | None = None  # the last of its parcels that was sent to the writer
     bringing: asyncio.Task[None] | None = None  # what comes before its first worker gets it: a part of the prompt
+    _named: list[bytes] = field(default_factory=list)  # names of its first blocks
 
     def prompt_only(self) -> Request:
         """For a worker that computes the prompt, writes one token and keeps the blocks for another worker."""
@@ -48,10 +49,11 @@ class Flight:
         return replace(begun, id=self.number, tokens=begun.tokens + written, written=length)
 
     def names(self, hasher: BlockHasher) -> list[bytes]:
-        """Of the full blocks of the prompt and of what is written, whose last token has no K and V."""
-        tokens, names = (*self.request.tokens, *self.written[:-1]), list[bytes]()
-        hasher.extend(names, tokens, self.request.salt, len(tokens) // BLOCK)
-        return names
+        """Of the full blocks of the prompt and of what is written, whose last token has no K and V. Those that are
+        known already stay."""
+        tokens = (*self.request.tokens, *self.written[:-1])
+        hasher.extend(self._named, tokens, self.request.salt, len(tokens) // BLOCK)
+        return list(self._named)
 
     @property
     def length(self) -> int:

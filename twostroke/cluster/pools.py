@@ -28,7 +28,7 @@ from twostroke.cluster.router import Ask, Link, Role, Router
 from twostroke.cluster.totals import Totals
 from twostroke.cluster.worker import WorkerClient
 from twostroke.engine.intake import RequestIds
-from twostroke.kv.addresses import BlockHasher
+from twostroke.kv.addresses import QuickNames
 from twostroke.ops.interface import BLOCK
 from twostroke.remote.client import EngineError, EngineListener
 from twostroke.remote.messages import Ready, Report, Stage
@@ -71,7 +71,7 @@ class Pools(Group):
         self.flights: dict[int, Flight] = {}  # by request id
         self._by_number: dict[int, Flight] = {}  # by the id that its worker knows
         self._numbers = RequestIds()
-        self._names = BlockHasher("router")  # the router's own: they never leave it
+        self._names = QuickNames("router")  # the router's own: they never leave it
         self._stale = dict.fromkeys(self.members.values())  # workers of which the router knows less than is known here
         self._totals = Totals()
         self._moves: dict[int, asyncio.Task[None]] = {}

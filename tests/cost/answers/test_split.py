@@ -77,11 +77,11 @@ def test_a_running_cluster_is_one_worker_of_several() -> None:
         {"role": "decode", "healthy": False}
     ]
     transfers = {"done": 0, "bandwidth": 1e9, "latency": 0.1}
-    assert pools_of({"workers": rows, "transfers": transfers}) == Pools(2, 1, router="prefix")
+    assert pools_of({"workers": rows, "transfers": transfers}) == Pools(2, 1, router="cost")
     found = as_cluster(
         workers(1, max_requests=64, kv_blocks=4000), {"workers": rows, "transfers": {**transfers, "done": 3}}
     )
-    assert found.pools == Pools(2, 1, 1e9, 0.1, "prefix")
+    assert found.pools == Pools(2, 1, 1e9, 0.1, "cost")
     assert (found.config.max_requests, found.config.kv_blocks) == (32, 2000)
     assert part_of(CPU, 2).compute == CPU.compute / 2
 
@@ -100,3 +100,16 @@ def test_a_verdict_without_any_goodput_now() -> None:
     some = divide(workers(2), poisson(random.Random(2), 10, 3.0, (50, 60), (5, 6)), Targets(9.0, 9.0))
     none = some.now._replace(goodput=0.0)
     assert "goodput instead of none" in Verdict(none, some.tried[-1], [none], some.targets).sentence
+
+
+def test_a_large_fleet_is_divided_as_a_part_of_it_is() -> None:
+    """The part has its share of the rate: a thousand workers do not look idle because few requests are simulated."""
+    load = poisson(random.Random(1), 200, 0.5 * 32, (900, 1100), (60, 120))
+    targets, settings = Targets(8.0, 0.02), {"chunked_prefill": False, "max_batch_tokens": 8192}
+    part = divide(workers(32, **settings), load, targets)
+    whole = divide(workers(3200, **settings), [replace(one, at=one.at / 100) for one in load], targets)
+    assert part.changes and part.best.prefill
+    assert (whole.best.prefill, whole.best.workers) == (100 * part.best.prefill, 100 * part.best.workers)
+    assert whole.best.goodput == pytest.approx(100 * part.best.goodput, rel=0.01)
+    present = divide(workers(3200, 1234, **settings), load, targets).now
+    assert (present.prefill, present.workers) == (1234, 1966)

@@ -1,6 +1,7 @@
 """How a number of workers is best divided: all of them do both, or some compute prompts and the others write answers.
 
-Every division is simulated with the same arrivals. The best one has the most requests a second within the targets.
+Every division is simulated with the same arrivals. The best one has the most requests a second within the targets. A
+large fleet is divided as a part of it is, at that part's share of the rate.
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ from twostroke.cost.answers.workers import prefill_share
 from twostroke.cost.simulation.deployment import Deployment
 from twostroke.cost.simulation.fleet import Pools
 from twostroke.cost.simulation.served import Summary, Targets
-from twostroke.cost.simulation.trace import Arrival
+from twostroke.cost.simulation.trace import Arrival, faster
 from twostroke.cost.units import seconds
 from twostroke.record import replace
 
 GAIN = 0.05  # smallest gain of goodput that is worth a change
 FEWEST = 0.05  # share of the requests within the targets below which no division is any good
 AROUND = 2  # divisions on each side of the estimate that are simulated
+FINEST = 16  # of a fleet: the difference between two of them
+MOST = 32  # workers that are simulated
 USUAL_TTFT = 2.0  # seconds, where no target is given
 
 
@@ -96,22 +99,43 @@ def divide(
     """deployment: with its pools as they are now."""
     arrivals, _ = busiest(arrivals, None)
     targets = targets if targets.given else usual_targets(deployment.device.kind)
+    part = part_of(deployment)
+    arrivals = faster(arrivals, part.workers / deployment.workers)
     tried = []
-    for pools in divisions(deployment, arrivals):
+    for pools in divisions(part, arrivals):
         if progress is not None:
             progress(f"simulating {pools.prefill}:{pools.workers}" if pools.prefill else "simulating one pool")
-        tried.append(simulate(replace(deployment, pools=pools), arrivals, targets))
+        found = simulate(replace(part, pools=pools), arrivals, targets)
+        tried.append(in_whole(found, deployment, pools == part.pools))
     now = next(one for one in tried if one[:2] == (deployment.pools.prefill, deployment.pools.workers))
     best = max(tried, key=lambda one: one.goodput)
     worth = best.goodput > (1 + GAIN) * now.goodput and best.share >= FEWEST
     return Verdict(now, best if worth else now, tried, targets)
 
 
+def part_of(deployment: Deployment) -> Deployment:
+    """At most MOST of its workers, divided as they all are."""
+    count, pools = deployment.workers, deployment.pools
+    if count <= MOST:
+        return deployment
+    prefill = min(MOST - 1, max(1, round(pools.prefill * MOST / count))) if pools.prefill else 0
+    return replace(deployment, pools=replace(pools, workers=MOST - prefill, prefill=prefill))
+
+
+def in_whole(one: Division, deployment: Deployment, present: bool) -> Division:
+    """A division of a part as one of the whole fleet. present: it stands for the one that is."""
+    times = deployment.workers / (one.prefill + one.workers)
+    prefill = deployment.pools.prefill if present else round(one.prefill * times)
+    return one._replace(prefill=prefill, workers=deployment.workers - prefill, goodput=one.goodput * times)
+
+
 def divisions(deployment: Deployment, arrivals: Sequence[Arrival]) -> list[Pools]:
     """The one that is, one pool, and those around the share of the time that prompts take."""
     count, like = deployment.workers, deployment.pools
     middle = round(prefill_share(deployment, arrivals) * count)
-    near = {prefill for prefill in range(middle - AROUND, middle + AROUND + 1) if 0 < prefill < count}
+    step = -(-count // FINEST)
+    tried = range(middle - AROUND * step, middle + AROUND * step + 1, step)
+    near = {prefill for prefill in tried if 0 < prefill < count}
     wanted = sorted({0, like.prefill, *near, *([min(max(1, middle), count - 1)] if count > 1 else [])})
     return [replace(like, workers=count - prefill, prefill=prefill) for prefill in wanted]
 

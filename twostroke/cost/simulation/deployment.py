@@ -16,6 +16,7 @@ from twostroke.cost.model.drafts import DraftingRoofline, Drafts, Source, right_
 from twostroke.cost.model.rates import Rates, datasheet_rates, narrow_read
 from twostroke.cost.model.roofline import ModelCost, Roofline, model_cost
 from twostroke.cost.simulation.fleet import Fleet, Pools
+from twostroke.cost.simulation.routed import RoutedFleet
 from twostroke.cost.simulation.served import Served, Summary, summarize
 from twostroke.cost.simulation.trace import Arrival
 from twostroke.cost.simulation.worker import Jitter
@@ -95,7 +96,8 @@ class Deployment:
     def fleet(self, jitter: Jitter | None = None) -> Fleet:
         """Its workers, idle, at the start of a simulation."""
         settings = self.settings
-        return Fleet(self.roofline(settings), settings, self.pools, jitter=jitter)
+        kind = RoutedFleet if self.pools.router in ("cost", "apart") else Fleet
+        return kind(self.roofline(settings), settings, self.pools, jitter=jitter)
 
     def outcome(self, fleet: Fleet, skipped: int = 0) -> Outcome:
         """Of a fleet that has served everything, the first `skipped` requests left out."""

@@ -42,7 +42,8 @@ class Pools:
     prefill: int = 0
     link: float = 25e9  # bytes/s from a prefill worker to a decode worker
     latency: float = 0.002  # seconds before the first byte
-    router: Literal["least-loaded", "round-robin", "prefix"] = "least-loaded"
+    # "cost" and "apart" are those of a real deployment (routed.py); the others are simple ones.
+    router: Literal["least-loaded", "round-robin", "prefix", "cost", "apart"] = "least-loaded"
 
 
 @dataclass(slots=True)
@@ -135,9 +136,12 @@ class Fleet:
             self._schedule(index)
             return
         for event in worker.advance():
-            if event.finish_reason is not None:
-                self._finish(event, index)
+            self._event(event, index)
         self._schedule(index)
+
+    def _event(self, event: Event, index: int) -> None:
+        if event.finish_reason is not None:
+            self._finish(event, index)
 
     def _schedule(self, index: int) -> None:
         worker = self.workers[index]
@@ -154,19 +158,27 @@ class Fleet:
         if arrival.prompt + 1 > self.settings.max_model_len:
             served.refused = True
             return
-        split = self.pools.prefill > 0
-        limit = min(arrival.prompt + arrival.output, self.settings.max_model_len)
         salt = b"" if self.settings.prefix_cache else b"request %d" % number  # as the engine does: no shared blocks
-        request = make_request(
-            2 * number, arrival.tokens(), arrival, arrival.at, arrival.prompt + 1 if split else limit, salt
-        )
+        self._send(number, arrival, served, salt)
+
+    def _send(self, number: int, arrival: Arrival, served: Served, salt: bytes) -> None:
+        split = self.pools.prefill > 0
+        limit = arrival.prompt + 1 if split else self._limit(arrival)
+        request = make_request(2 * number, arrival.tokens(), arrival, arrival.at, limit, salt)
         pool = range(self.pools.workers, len(self.workers)) if split else range(self.pools.workers)
         self._submit(request, arrival, served, self._route(arrival, pool), arrival.at)
 
-    def _submit(self, request: Request, arrival: Arrival, served: Served, index: int, at: float) -> None:
+    def _limit(self, arrival: Arrival) -> int:
+        return min(arrival.prompt + arrival.output, self.settings.max_model_len)
+
+    def _worker(self, index: int) -> SimulatedWorker:
         worker = self.workers[index]
         if worker is None:
             worker = self.workers[index] = self._make_worker()
+        return worker
+
+    def _submit(self, request: Request, arrival: Arrival, served: Served, index: int, at: float) -> None:
+        worker = self._worker(index)
         self.loads[index] += 1
         self.live[request.id] = (arrival, served, index)
         worker.submit(request, at)
@@ -204,11 +216,8 @@ class Fleet:
         """The prompt's blocks reach a decode worker's cache; then the request is submitted there."""
         pool = range(self.pools.workers)
         index = self._route(transfer.arrival, pool)
-        worker = self.workers[index]
-        if worker is None:
-            worker = self.workers[index] = self._make_worker()
-        tokens, salt = transfer.request.tokens, transfer.request.salt
-        limit = min(transfer.arrival.prompt + transfer.arrival.output, self.settings.max_model_len)
+        worker = self._worker(index)
+        tokens, salt, limit = transfer.request.tokens, transfer.request.salt, self._limit(transfer.arrival)
         request = make_request(transfer.request.id + 1, tokens, transfer.arrival, self.now, limit, salt)
         state = RequestState(request)
         state.hashes = transfer.request.hashes

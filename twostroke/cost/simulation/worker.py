@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from math import inf
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ from twostroke.cost.model.rates import COLD_LEFT
 from twostroke.cost.model.roofline import Roofline
 from twostroke.cost.simulation.fast_forward import TOKEN, FastForward, is_stream
 from twostroke.engine.core import Core
-from twostroke.kv.addresses import BlockHasher
+from twostroke.kv.addresses import QuickNames
 from twostroke.ops.interface import BLOCK
 from twostroke.schedule.make import make_scheduler
 from twostroke.schedule.pace import Estimate
@@ -38,16 +38,6 @@ class VirtualClock:
 
     def __call__(self) -> float:
         return self.now
-
-
-class QuickNames(BlockHasher):
-    """Names that keep no secrets, the same on every worker. Blocks are compared by their tokens too, as everywhere."""
-
-    def extend(self, chain: list[bytes], tokens: Sequence[int], salt: bytes, blocks: int) -> None:
-        parent = chain[-1] if chain else self.root(salt)
-        for start in range(len(chain) * BLOCK, blocks * BLOCK, BLOCK):
-            parent = hash((parent, *tokens[start : start + BLOCK])).to_bytes(8, "little", signed=True)
-            chain.append(parent)
 
 
 class Launched(NamedTuple):
