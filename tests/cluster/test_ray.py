@@ -25,9 +25,10 @@ from twostroke.errors import ConfigError
 from twostroke.remote.async_engine import AsyncEngine
 from twostroke.remote.client import EngineError
 from twostroke.remote.messages import Report
-from twostroke.sampling import SamplingParams
+from twostroke.sampling import Grammar, SamplingParams
 
 pytestmark = pytest.mark.slow
+SEED = os.environ.get("TWOSTROKE_SEED", "1")  # of the random levers
 
 
 @pytest.fixture(scope="module")
@@ -156,14 +157,20 @@ def test_without_any_worker_each_answer_ends_once(llama_alone: Alone, standing: 
 # ---- identical tokens under random levers and faults -----------------------------------------------------------------
 
 
+GRAMMARS = (None, None, Grammar("regex", "(yes|no|perhaps)( [a-z]{1,8})*"))
+
+
 def levers(rng: random.Random) -> dict:
+    caches = rng.random() < 0.7
     return {
         "max_batch_tokens": rng.choice([16, 50, 512]),
         "max_requests": rng.choice([2, 5, 16]),
-        "prefix_cache": rng.random() < 0.7,
+        "prefix_cache": caches,
         "speculate": rng.choice(["auto", "off"]),
         "policy": rng.choice(["fcfs", "shortest", "prefill-first"]),
+        "batching": rng.choice(["continuous", "continuous", "static"]),
         "kv_blocks": rng.choice([40, 60, 200]),
+        "kv_offload": rng.choice([0, 1 << 17]) if caches else 0,
     }
 
 
@@ -171,8 +178,9 @@ async def one_request(engine: AsyncEngine, alone: Alone, rng: random.Random) -> 
     shared = [(7 * i + 3) % 300 + 3 for i in range(rng.choice([0, 16, 45, 100]))]
     prompt = shared + [(rng.randrange(20) + 11 * i) % 300 + 3 for i in range(rng.randint(1, 60))]
     params = SamplingParams(
-        max_tokens=rng.randint(1, 30), temperature=rng.choice([0.0, 1.0]), seed=17, n=rng.choice([1, 1, 3]), logprobs=1
-    )
+        max_tokens=rng.randint(1, 30), temperature=rng.choice([0.0, 1.0]), seed=17, n=rng.choice([1, 1, 3]), logprobs=1,
+        grammar=rng.choice(GRAMMARS), frequency_penalty=rng.choice([0.0, 0.0, 0.7]),
+    )  # fmt: skip
     await asyncio.sleep(rng.random() * 0.3)
     if rng.random() < 0.1:
         stream = engine.submit([prompt], params)
@@ -186,20 +194,26 @@ async def one_request(engine: AsyncEngine, alone: Alone, rng: random.Random) -> 
         assert found == want, "the tokens are right, and log probabilities are not"
 
 
-@pytest.mark.parametrize("kind", ["1+1", "2+2"])
+@pytest.mark.parametrize(
+    ("kind", "family", "kv_dtype"),
+    [("1+1", "llama", "int8"), ("2+2", "llama", "int4"), ("1+1", "gemma", "int4"), ("2+2", "gemma", "float16")],
+)
 def test_tokens_do_not_depend_on_levers_and_faults(
-    llama_folder: Path, llama_alone: Alone, ray_address: str, kind: str
+    llama_folder: Path, gemma_folder: Path, ray_address: str, kind: str, family: str, kv_dtype: str
 ) -> None:
-    rng = random.Random(1)
+    """Greedy and seeded, with windows (gemma) and without."""
+    rng = random.Random(f"{kind} {family} {SEED}")
     happened: Counter[str] = Counter()
-    common = {"max_model_len": 192}
+    folder = gemma_folder if family == "gemma" else llama_folder
+    alone = Alone(folder, kv_dtype=kv_dtype)
+    common = {"max_model_len": 192, "kv_dtype": kv_dtype}
     made = shape(
         ray_address, kind, settings=common, prefill_settings=levers(rng), decode_settings=levers(rng), share_cores=True
     )
 
     async def scenario(engine: AsyncEngine, deployment: Deployment) -> None:
         for _ in range(3):
-            running = [asyncio.ensure_future(one_request(engine, llama_alone, rng)) for _ in range(12)]
+            running = [asyncio.ensure_future(one_request(engine, alone, rng)) for _ in range(12)]
             await asyncio.sleep(rng.random() * 0.3)
             await hurt(deployment, rng, happened)
             await asyncio.gather(*running)
@@ -207,7 +221,7 @@ def test_tokens_do_not_depend_on_levers_and_faults(
             await asyncio.wait_for(all_up(deployment), 60)
         assert deployment.restarts == 0 and happened
 
-    run_deployment(llama_folder, made, scenario)
+    run_deployment(folder, made, scenario)
 
 
 # ---- what cannot start -----------------------------------------------------------------------------------------------

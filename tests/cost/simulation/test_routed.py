@@ -16,7 +16,8 @@ def fleet(pools: Pools, **settings: object) -> RoutedFleet:
 
 
 @pytest.mark.parametrize(
-    "pools", [Pools(4, router="cost"), Pools(3, 2, router="cost"), Pools(3, 2, router="apart"), Pools(30, router="cost")]
+    "pools",
+    [Pools(4, router="cost"), Pools(3, 2, router="cost"), Pools(3, 2, router="apart"), Pools(30, router="cost")],
 )
 def test_everyone_is_served_once_in_order_of_arrival(pools: Pools) -> None:
     rows = requests(count=200, rate=40.0, prompt=(1, 800), output=(1, 60), shared=100)
