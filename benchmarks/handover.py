@@ -5,7 +5,8 @@
 One engine process alone, and a prefill and a decode worker on one machine, in turns; each engine has one thread. The
 time between the first and the second token of an answer is a step alone, and a step and what is left of the transfer in
 two workers. `free`: the prefill worker has one prompt. `queue`: another prompt waits behind it, so that the worker
-begins its next step at once. Medians over turns, beside the time of one layer of the last chunk.
+begins its next step at once. Medians over turns, beside the time of one layer of the last chunk, and what two workers
+cost as a share of the time to the first token.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from twostroke.weights.checkpoint import locate
 MODEL = "smollm2-135m"
 LAYERS = 30
 TURNS = 7
-PROMPTS = {"400 tokens, one chunk": 400, "1,400 tokens, three chunks": 1400}
+PROMPTS = {"400 tokens, one chunk": 400, "700 tokens, two chunks": 700, "1,400 tokens, three chunks": 1400}
 PARAMS = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
 SETTINGS = {"threads": 1, "seed": 1, "speculate": "off", "max_model_len": 2048, "kv_blocks": 1500}
 
@@ -56,20 +57,26 @@ def gap(timeline: Timeline) -> float:
 async def turns(alone: AsyncEngine, apart: AsyncEngine, length: int) -> dict[str, Any]:
     gaps: dict[str, list[float]] = {"alone": [], "free": [], "queue": []}
     layers: list[float] = []
+    firsts: list[float] = []  # milliseconds to the first token
+    shares: list[float] = []
     for turn in range(TURNS):
         first = 9_000 * turn + length
         prompts = [[(first + number + 7 * i) % 40_000 + 100 for i in range(length)] for number in range(3)]
         timeline = await served(alone, prompts[0])
         gaps["alone"].append(gap(timeline))
         layers.append(1e3 * timeline.prefill * min(512, length % 512 or 512) / length / LAYERS)
-        gaps["free"].append(gap(await served(apart, prompts[0])))
+        moved = await served(apart, prompts[0])
+        gaps["free"].append(gap(moved))
+        firsts.append(1e3 * (moved.ttft or 0.0))
+        shares.append((gaps["free"][-1] - gaps["alone"][-1]) / firsts[-1])
         first, _ = await asyncio.gather(*(served(apart, prompt) for prompt in prompts[1:]))
         gaps["queue"].append(gap(first))
     found = {
         name: {"median_ms": round(median(some), 1), "turns_ms": [round(one, 1) for one in some]}
         for name, some in gaps.items()
     }
-    return found | {"layer_of_last_chunk_ms": round(median(layers), 1)}
+    layer, first, share = round(median(layers), 1), round(median(firsts), 1), round(median(shares), 4)
+    return found | {"layer_of_last_chunk_ms": layer, "ttft_ms": first, "share_of_ttft": share}
 
 
 async def main() -> None:
@@ -87,7 +94,8 @@ async def main() -> None:
             found = result["prompts"][name] = await turns(alone, apart, length)
             shown = ", ".join(f"{kind} {found[kind]['median_ms']} ms" for kind in ("alone", "free", "queue"))
             print(f"{name}: second token after {shown}; a layer takes {found['layer_of_last_chunk_ms']} ms", flush=True)
-        result["early_blocks"] = getattr(pools.counts, "early", None)
+            print(f"    {found['share_of_ttft']:.1%} of the time to the first token, {found['ttft_ms']} ms", flush=True)
+        result["early_blocks"] = pools.counts.early
         result["blocks"] = pools.counts.blocks
     finally:
         await alone.stop()

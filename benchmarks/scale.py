@@ -7,7 +7,7 @@ divided so that it can serve them. Workers run the engine's scheduler, and the d
 come at the same rate for each worker: the excerpt of the trace, repeated by other users. Small fleets are simulated
 several times with other parts of the load. The first quarter of the requests is left out, as workers are idle at first.
 Up to 320 workers a run is long enough for queues to settle. Larger fleets have fewer requests for each worker (short),
-and small ones are simulated that way too, to compare.
+and 100 are simulated that way too, to compare.
 
     mixed   all workers do both
     split   the share of the workers that prompts take by the cost model; every prompt goes to a prefill worker (apart)
@@ -38,8 +38,8 @@ from twostroke.cost.simulation.trace import Arrival, at_rate, from_zero, repeat,
 from twostroke.record import replace
 
 SHAPES = ("mixed", "split", "auto")
-COUNTS = {"long": (8, 32, 100, 320), "short": (8, 100, 1000, 10_000)}
-LONGER = 8  # times as many requests for each worker
+COUNTS = {"long": (8, 32, 100, 320), "short": (100, 1000, 10_000)}
+LONGER = 10  # times as many requests for each worker
 DIVIDED = 600  # requests by which a fleet is divided
 FEWEST = 2000  # requests for each number of workers
 LINK, LATENCY = 1e9, 0.005  # of shared memory between two busy workers, about
@@ -54,8 +54,8 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "azure": Case("azure-conv", 4.0, 2.0, Targets(2.0, 0.02), 5),
-    "mooncake": Case("mooncake", 16.0, 0.5, Targets(4.0, 0.02), 4),
+    "azure": Case("azure-conv", 4.0, 2.0, Targets(2.0, 0.02), 3),
+    "mooncake": Case("mooncake", 16.0, 0.5, Targets(4.0, 0.02), 3),
 }
 
 

@@ -214,6 +214,32 @@ KV_LINE = """() => {
 }"""
 
 
+SPANS = """async ([steps, arrivals, now]) => {
+  const { collect } = await import('/static/lanes.js');
+  return collect(steps, arrivals, now).map((row) => row.spans);
+}"""
+
+
+def test_a_lane_shows_where_the_time_went_before_the_first_step(opened):
+    """In the queue; and of a prompt that another worker has read: there, on the way, and in the queue here."""
+
+    def lane(request, begin):
+        work = {"request": request, "stage": "decode", "start": 40, "tokens": 1}
+        return {"time": begin, "seconds": 0.1, "lanes": [work]}
+
+    alone = {"request": 1, "time": 100.0, "queue_s": 0.5, "prefill_s": 1.0, "transfer_s": 0.0}
+    moved = alone | {"request": 2, "transfer_s": 0.25}
+    late = alone | {"request": 3, "transfer_s": 9.0}  # it was known later that it had come
+    steps = [lane(1, 101.5), lane(2, 102.0), lane(3, 102.0)]
+    found = opened.page.evaluate(SPANS, [steps, [alone, moved, late], 110.0])
+    spans = [[(span["stage"], span["begin"], span["end"]) for span in row] for row in found]
+    waits, read = ("queue", 100.0, 100.5), ("elsewhere", 100.5, 101.5)
+    assert spans[0] == [waits]
+    assert spans[1] == [waits, read, ("transfer", 101.5, 101.75), ("queue", 101.75, 102.0)]
+    assert spans[2] == [waits, read, ("transfer", 101.5, 102.0)]
+    assert opened.complaints == []
+
+
 TIPS = """() => {
   const canvas = document.getElementById('lanes');
   const tip = document.getElementById('lanes-tip');

@@ -189,6 +189,7 @@ def arrival_document(one: EndedRequest, wall: float, topic: int | None) -> dict[
         "queue_s": timeline.queue,
         "prefill_s": timeline.prefill,
         "decode_s": timeline.decode,
+        "transfer_s": timeline.transfer,
         "ttft_s": one.ttft,
         "tpot_s": one.tpot,
         "e2e_s": timeline.e2e,

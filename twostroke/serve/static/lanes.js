@@ -1,5 +1,6 @@
 // The batch as lanes: a row for each request, blue where it reads a chunk of its prompt, orange where it writes, dark
-// orange where it verifies several drafted tokens in one step. The line in a row is the growth of its K and V.
+// orange where it verifies several drafted tokens in one step. The line in a row is the growth of its K and V. Where
+// another worker has read the prompt, that and the way of its blocks are shown too, once the request has ended.
 
 import { byId, colour, count, seconds } from "./format.js";
 import { serverNow, state, stepsSince } from "./store.js";
@@ -8,6 +9,7 @@ const WINDOW = 30;
 const GUTTER = 44;
 const AXIS = 20;
 const MOST = 40;
+const SHORTEST = 0.002;  // seconds of a span
 
 let drawn = [];
 
@@ -19,7 +21,7 @@ export function collect(steps, arrivals, now) {
     const end = step.time + step.seconds;
     for (const lane of step.lanes) {
       let one = requests.get(lane.request);
-      if (!one) requests.set(lane.request, (one = { request: lane.request, queue: null, stretches: [], last: 0 }));
+      if (!one) requests.set(lane.request, (one = { request: lane.request, spans: [], stretches: [], last: 0 }));
       const before = one.stretches[one.stretches.length - 1];
       // Of a draft only the right tokens are kept: the next step begins where they end.
       if (before && before.stage !== "prefill" && lane.start > before.until) before.until = lane.start;
@@ -39,11 +41,25 @@ export function collect(steps, arrivals, now) {
   }
   for (const arrival of arrivals) {
     const one = requests.get(arrival.request);
-    if (one && arrival.queue_s > 0.002) one.queue = { begin: arrival.time, end: arrival.time + arrival.queue_s };
+    if (one) one.spans = spansOf(arrival, one.stretches[0].begin).filter((span) => span.end - span.begin > SHORTEST);
   }
   const rows = [...requests.values()].filter((one) => one.last > begin);
   rows.sort((a, b) => a.request - b.request);
   return rows.slice(-MOST);
+}
+
+// Where the time went before this worker's first step: in a queue, and where another worker has read the prompt, there,
+// on the way from there, and in the queue here.
+function spansOf(arrival, begin) {
+  const read = arrival.time + arrival.queue_s;
+  const waits = { stage: "queue", begin: arrival.time, end: read };
+  if (!arrival.transfer_s) return [waits];
+  const first = read + arrival.prefill_s;
+  const moved = Math.min(first + arrival.transfer_s, Math.max(first, begin));
+  return [
+    waits, { stage: "elsewhere", begin: read, end: first }, { stage: "transfer", begin: first, end: moved },
+    { stage: "queue", begin: moved, end: begin },
+  ];
 }
 
 export function drawLanes() {
@@ -84,10 +100,11 @@ export function drawLanes() {
       pen.textAlign = "right";
       pen.fillText(name(row.request), GUTTER - 6, top + thick / 2);
     }
-    if (row.queue) bar(row, row.queue, top, "queue");
+    for (const span of row.spans) bar(row, span, top, span.stage);
     for (const stretch of row.stretches) bar(row, stretch, top, stretch.stage);
     if (thick >= 8) drawGrowth(pen, row, place, top, thick, longest);
   });
+  byId("lanes-moved").hidden = !rows.some((row) => row.spans.some((span) => span.stage === "transfer"));
   canvas.dataset.rows = rows.length;
   canvas.dataset.bars = drawn.length;
   describe(rows, now);
@@ -167,6 +184,8 @@ function name(request) {
 function words({ kind, stretch, request }) {
   const took = seconds(stretch.end - stretch.begin);
   if (kind === "queue") return `${name(request)} waited ${took}`;
+  if (kind === "elsewhere") return `${name(request)} was read by another worker in ${took}`;
+  if (kind === "transfer") return `${name(request)} moved here in ${took}`;
   const tokens = stretch.until - stretch.start;
   if (kind === "prefill") return `${name(request)} read ${tokens} tokens from position ${stretch.start} in ${took}; ${held(stretch)}`;
   const steps = kind === "verify" ? ` in ${stretch.steps} steps that verified ${stretch.rows - stretch.steps} drafted tokens` : "";
