@@ -4,10 +4,10 @@
 
 A worker is one core with SmolLM2-135M, at half the rates that were measured for two cores; lengths of the traces are
 divided so that it can serve them. Workers run the engine's scheduler, and the deployment's router decides. Requests
-come at the same rate for each worker: the excerpt of the trace, repeated by other users. Small fleets are simulated
-several times with other parts of the load. The first quarter of the requests is left out, as workers are idle at first.
-Up to 320 workers a run is long enough for queues to settle. Larger fleets have fewer requests for each worker (short),
-and 100 are simulated that way too, to compare.
+come at the same rate for each worker: the excerpt of the trace, repeated by other users. Up to 320 workers a run is
+long enough for queues to settle, and its first quarter is left out; small fleets are simulated several times with other
+parts of the load. Runs of larger fleets are short: three requests for each worker, of which the first come faster, so
+that the fleet is as full as it would be, and are left out. A fleet of 100 is simulated in both ways, to compare.
 
     mixed   all workers do both
     split   the share of the workers that prompts take by the cost model; every prompt goes to a prefill worker (apart)
@@ -39,7 +39,9 @@ from twostroke.record import replace
 
 SHAPES = ("mixed", "split", "auto")
 COUNTS = {"long": (8, 32, 100, 320), "short": (100, 1000, 10_000)}
-LONGER = 10  # times as many requests for each worker
+EACH = {"long": 30, "short": 3}  # requests for each worker
+LEFT_OUT = {"long": 0.25, "short": 0.4}  # of them
+FASTER = {"long": 1.0, "short": 3.0}  # at which these come
 DIVIDED = 600  # requests by which a fleet is divided
 FEWEST = 2000  # requests for each number of workers
 LINK, LATENCY = 1e9, 0.005  # of shared memory between two busy workers, about
@@ -50,12 +52,11 @@ class Case(NamedTuple):
     scale: float  # lengths are divided by it
     rate: float  # requests/s for each worker
     targets: Targets
-    each: int  # requests for each worker
 
 
 CASES = {
-    "azure": Case("azure-conv", 4.0, 2.0, Targets(2.0, 0.02), 3),
-    "mooncake": Case("mooncake", 16.0, 0.5, Targets(4.0, 0.02), 3),
+    "azure": Case("azure-conv", 4.0, 2.2, Targets(2.0, 0.02)),
+    "mooncake": Case("mooncake", 16.0, 0.6, Targets(4.0, 0.02)),
 }
 
 
@@ -68,11 +69,20 @@ def worker() -> Deployment:
 
 def loads(case: Case, run: str, workers: int) -> list[list[Arrival]]:
     """One load, or several for a small fleet."""
-    length = case.each * workers * (LONGER if run == "long" else 1)
+    length = EACH[run] * workers
     turns = -(-FEWEST // length)
     rows = repeat(shorter(shipped_trace(case.trace), case.scale), turns * length)
     rows = at_rate(rows, case.rate * workers)
-    return [from_zero(rows[turn * length : (turn + 1) * length]) for turn in range(turns)]
+    return [filled(from_zero(rows[turn * length : (turn + 1) * length]), run) for turn in range(turns)]
+
+
+def filled(rows: list[Arrival], run: str) -> list[Arrival]:
+    """The first ones come faster."""
+    left_out = int(LEFT_OUT[run] * len(rows))
+    began = rows[left_out].at
+    saved = began - began / FASTER[run]
+    first = [replace(row, at=row.at / FASTER[run]) for row in rows[:left_out]]
+    return first + [replace(row, at=row.at - saved) for row in rows[left_out:]]
 
 
 def pools_for(shape: str, case: Case, workers: int) -> Pools:
@@ -93,7 +103,7 @@ def cell(name: str, shape: str, run: str, workers: int) -> dict[str, Any]:
     pools = pools_for(shape, case, workers)
     gc.disable()  # nothing here is a cycle, and a collection looks at millions of blocks
     for load in loads(case, run, workers):
-        served += replace(worker(), pools=pools).run(load).served[len(load) // 4 :]
+        served += replace(worker(), pools=pools).run(load).served[int(LEFT_OUT[run] * len(load)) :]
     met, summary = sum(map(case.targets.met_by, served)) / len(served), summarize(served)
     row = {
         "trace": name, "shape": shape, "run": run, "workers": workers, "prefill": pools.prefill, "counted": len(served),
