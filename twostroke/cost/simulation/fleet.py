@@ -14,7 +14,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -77,7 +77,7 @@ class Fleet:
         self.heap: list[tuple[float, int]] = []  # (boundary, worker); entries may be outdated, never too late
         self.due = [inf] * count  # the valid entry of each worker
         self.live: dict[int, tuple[Arrival, Served, int]] = {}  # request id -> arrival, result, worker
-        self.transfers: list[tuple[float, int, Transfer]] = []
+        self.transfers: list[tuple[float, int, Any]] = []  # when it lands, request id, `Transfer` or `routed.Move`
         self.homes: dict[int, int] = {}  # content of a prompt's first part -> worker that has it cached
         self.turn = 0
         self.served: list[Served] = []
