@@ -58,7 +58,7 @@ COPIES = 5
 def settings_for(device: str, longest: int, threads: int) -> dict[str, Any]:
     return {
         "device": device, "threads": threads, "seed": 1, "speculate": "off", "max_model_len": longest + 64,
-        "kv_blocks": 3 * (longest // BLOCK + 8),
+        "kv_blocks": 3 * (longest // BLOCK + 8), "exact": device == "cuda",
     }  # fmt: skip
 
 

@@ -20,7 +20,7 @@ class Ranks:
     def __init__(self, tokens: int):
         """tokens: of the prompt, of which no worker has anything."""
         self.tokens = tokens
-        self.changed: set[Worker] = set()  # since they were last ordered
+        self.changed: dict[Worker, None] = {}  # since they were last ordered; a dict, for it keeps its order
         self._ranks: dict[int, dict[Worker, None]] = {}
         self._filled = 0  # a bit for each rank that has workers
         self._at: dict[Worker, int] = {}  # rank of each worker, from 1
@@ -65,6 +65,6 @@ class Ranks:
 
     def drop(self, worker: Worker) -> None:
         """It is gone, or has another role."""
-        self.changed.discard(worker)
+        self.changed.pop(worker, None)
         if worker in self._at:
             self._leave(worker, self._at[worker])

@@ -40,7 +40,7 @@ class Shortlist:
 
     def changed(self, worker: Worker) -> None:
         for ranks in self._writers if worker.writes else self._helpers:
-            ranks.changed.add(worker)
+            ranks.changed[worker] = None
 
     def drop(self, worker: Worker) -> None:
         """It is gone, or has another role."""
