@@ -97,6 +97,7 @@ class Run(NamedTuple):
     tokens: list[list[int]]
     drafted: float  # guesses in a draft
     drafts: int
+    accepted: int  # guesses that were right
 
 
 class Engine:
@@ -108,7 +109,7 @@ class Engine:
     def run(self, prompts: Sequence[Sequence[int]], drafter: Speculation | None) -> Run:
         self.core.scheduler.drafter = drafter
         counters = self.core.scheduler.counters
-        before = (counters.drafts, counters.drafted_tokens)
+        before = (counters.drafts, counters.drafted_tokens, counters.accepted_tokens)
         states = [self._submit(prompt) for prompt in prompts]
         while not self.core.idle:
             self.core.step()
@@ -117,7 +118,8 @@ class Engine:
         written = sum(sum(moment > begin for moment in state.timeline.token_times) for state in states)
         drafts, drafted = counters.drafts - before[0], counters.drafted_tokens - before[1]
         tokens = [state.tokens[state.prompt_length :] for state in states]
-        return Run(written / (end - begin), tokens, drafted / max(1, drafts), drafts)
+        accepted = counters.accepted_tokens - before[2]
+        return Run(written / (end - begin), tokens, drafted / max(1, drafts), drafts, accepted)
 
     def _submit(self, prompt: Sequence[int]) -> RequestState:
         params = SamplingParams(max_tokens=self.count, temperature=0.0, ignore_eos=True)

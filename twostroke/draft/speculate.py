@@ -30,7 +30,9 @@ GAIN = 1.1  # least predicted gain in tokens per second
 WITHOUT_EVERY = 32  # steps that could draft: one of so many does not
 TRY_EVERY = 64  # steps with long matches that do not pay: one of so many tries them; fewer where streams are many
 TRIED = 3  # guesses of such a try
+TRY_COST = 0.005  # of the time of steps without guesses: more than this is not spent on tries
 LONG_KIND = kind_of(8)  # of matches that are worth a try
+HELD = 8  # plans for which it holds that guesses do not pay, unless some are verified meanwhile
 UNLIKELY = 0.02  # chance of a guess below which it is not made
 
 
@@ -122,6 +124,8 @@ class Speculation:
         self.drafting = 0.0  # seconds of the draft model in it
         self.without = self.counted = False  # this plan goes without guesses; it was counted among the chances
         self.trying = False  # guesses that do not pay are due to be tried
+        self.refused: tuple[int, dict[int, int]] | None = None  # streams and kinds of guesses that did not pay,
+        self.held = 0  # for so many plans more
         self.texts: dict[int, Proposal] = {}  # guesses from the text that pay together, by the request's id
         self.on_trial = False  # a draft model that does not seem to pay writes for one of the streams
 
@@ -151,24 +155,32 @@ class Speculation:
     def _from_texts(self, streams: Sequence[RequestState]) -> dict[int, Proposal]:
         """The guesses from the streams' own texts that bring the whole step most tokens per second, if that is enough.
         Those that are kept most likely come first: however many are taken, no other choice of so many brings more."""
-        kinds, chances = dict[int, int](), list[tuple[float, int]]()
+        kinds = dict[int, int]()
         for request in streams:
-            if not request.params.speculate:
-                continue
-            known = self._known(request)
-            match = known.lookup.update(request.tokens)
-            if match:
+            if request.params.speculate and (match := self._known(request).lookup.update(request.tokens)):
                 kinds[request.id] = kind_of(match)
-                chances += ((chance, request.id) for chance in self._chances(known.acceptance.rate(kind_of(match))))
         alone = self.times.predict(self.streams) if kinds else None
         if alone is None:
             return {}
-        chances.sort(reverse=True)
-        taken, speed = self._fastest([chance for chance, _ in chances], alone)
-        if taken:
-            return proposals(kinds, chances[:taken], speed)
+        if not self._is_refused(kinds):
+            chances = sorted(self._chances_of(kinds), reverse=True)
+            taken, speed = self._fastest([chance for chance, _ in chances], alone)
+            if taken:
+                return proposals(kinds, chances[:taken], speed)
+            self.refused, self.held = (self.streams, kinds), HELD
         tried = {name: Proposal(kind, TRIED, 0.0, 0.0) for name, kind in kinds.items() if kind >= LONG_KIND}
-        return tried if tried and self._is_due() else {}
+        return tried if tried and self._is_due(self.streams + TRIED * len(tried), alone) else {}
+
+    def _is_refused(self, kinds: dict[int, int]) -> bool:
+        """Such guesses do not pay, as a plan before has found: finding it out costs a share of a short step."""
+        self.held -= 1
+        return self.held > 0 and self.refused == (self.streams, kinds)
+
+    def _chances_of(self, kinds: dict[int, int]) -> Iterator[tuple[float, int]]:
+        """Of each guess that could be made, with the request's id."""
+        for name, kind in kinds.items():
+            for chance in self._chances(self.of[name].acceptance.rate(kind)):
+                yield chance, name
 
     def _fastest(self, chances: list[float], alone: float) -> tuple[int, float]:
         """How many of the guesses make the step fastest, and its tokens per second; 0: without them it is as fast.
@@ -225,12 +237,16 @@ class Speculation:
         """Of one stream the speed, with what its guesses cost. Several share that cost: there the tokens count."""
         return offer.speed if self.streams == 1 else offer.gained
 
-    def _is_due(self) -> bool:
-        """Once in a while guesses are verified although they do not pay. A plan that waits for a step in flight is made
-        again, so a try stays due until it is made."""
+    def _is_due(self, rows: int, alone: float) -> bool:
+        """Once in a while guesses are verified although they do not pay: the more rarely, the longer a step with so
+        many rows takes. A plan that waits for a step in flight is made again, so a try stays due until it is made."""
         if not self.trying:
             self.declined += 1
-            self.trying = self.declined % (TRY_EVERY * max(1, self.streams // 4)) == 0
+            if self.declined >= TRY_EVERY * max(1, self.streams // 4):
+                lost = self._seconds_of(np.array([rows]), self.streams, alone)[0] / alone - 1
+                self.trying = self.declined >= lost / TRY_COST
+        if self.trying:
+            self.declined = 0
         return self.trying
 
     def _take(self, request: RequestState, known: Guessing, best: Proposal, forced: Sequence[int]) -> Sequence[int]:
@@ -372,7 +388,7 @@ class Speculation:
         return self.realised[size]
 
     def _count(self, request: RequestState, drafted: int, accepted: int) -> None:
-        known = self.of.get(request.id)
+        known, self.held = self.of.get(request.id), 0
         if known is not None:
             self.acceptance.add(known.kind, drafted, accepted)
             known.acceptance.add(known.kind, drafted, accepted)

@@ -51,19 +51,19 @@ class ModelRunner:
         self.kv.move(plan.moves)
         works, passes = self.drafting.write(plan) if self.drafting is not None else (plan.works, ())
         details: dict[int, Details] = {}
-        if self._decode is not None and all([work.kind is WorkKind.WRITE for work in works]):  # noqa: C419 - faster
+        if self._decode is not None and all([work.kind is not WorkKind.READ for work in works]):  # noqa: C419 - faster
             tokens = self._write(self._decode, NewestRows(works), details)
         else:
             tokens = self._run(StepRows(works), details)
         return Result(tokens, details, passes=passes)
 
     def _write(self, decode: Decode, step: NewestRows, details: dict[int, Details]) -> tuple[tuple[int, ...], ...]:
-        """A step of newest tokens. The backend makes plain greedy choices itself."""
+        """A step of newest tokens and guesses. The backend makes plain greedy choices itself."""
         plain = all(map(is_plain_greedy, step.choices))
         logits, best = decode(step.given(), plain)
         if best is None:
             return self._choose(step, logits, details)
-        kept = tuple([(token,) if token >= 0 else () for token in best])
+        kept = tuple(step.accepted([token if token >= 0 else None for token in best]))
         if min(best) < 0 or any([choice.request.params.logprobs is not None for choice in step.choices]):  # noqa: C419
             describe_choices(step, kept, logits, {}, details)
         return kept

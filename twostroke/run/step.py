@@ -133,15 +133,27 @@ class StepRows:
 
 
 class NewestRows(StepRows):
-    """Rows of a step that only writes, for a backend that lays them out by itself."""
+    """Rows of a step that only writes and verifies, for a backend that lays them out by itself. Every row chooses."""
 
     def __init__(self, works: Sequence[Work]):
-        self.works, self.total, self.single, self.prompts = works, len(works), True, ()
-        self.choices = [Choice(work.request, work.start + 1, work.request.tokens) for work in works]
-        self.chooser = list(range(len(works)))
+        self.works, self.prompts = works, ()
+        self.single = all([work.kind is WorkKind.WRITE for work in works])  # noqa: C419 - a list is faster here
+        if self.single:
+            self.choices = [Choice(work.request, work.start + 1, work.request.tokens) for work in works]
+            self.chooser = list(range(len(works)))
+        else:
+            self.choices = [choice for work in works for choice in work.choices()]
+            self.chooser = [index for index, work in enumerate(works) for _ in range(work.count)]
+        self.total = len(self.choices)
 
     def given(self) -> list[DecodeRow]:
-        return [(work.request.tokens[work.start], work.start, work.request.row) for work in self.works]
+        if self.single:
+            return [(work.request.tokens[work.start], work.start, work.request.row) for work in self.works]
+        return [
+            (token, position, work.request.row)
+            for work in self.works
+            for position, token in enumerate(input_tokens(work), work.start)
+        ]
 
 
 @lru_cache(maxsize=1024)

@@ -9,17 +9,24 @@ namespace {
 struct Rows {
     int64_t *tokens, *positions, *all;
     int32_t *starts, *contexts;
+    int requests;
 };
+
+// Rows of one request stand together: the newest token, then its guesses.
+bool continues(const DecodeRow& row, const DecodeRow& before) {
+    return row.request == before.request && row.position == before.position + 1;
+}
 
 Rows lay_out(Context& c, const DecodeRow* given, int rows) {
     int64_t* wide = c.decode_rows.get<int64_t>(3 * (size_t)rows);
     int32_t* narrow = c.decode_lengths.get<int32_t>(2 * (size_t)rows + 1);
-    const Rows made{wide, wide + rows, wide + 2 * rows, narrow, narrow + rows + 1};
+    Rows made{wide, wide + rows, wide + 2 * rows, narrow, narrow + rows + 1, 0};
     for (int r = 0; r < rows; ++r) {
         made.tokens[r] = given[r].token, made.positions[r] = given[r].position, made.all[r] = r;
-        made.starts[r] = r, made.contexts[r] = (int32_t)given[r].position + 1;
+        if (r == 0 || !continues(given[r], given[r - 1])) made.starts[made.requests++] = r;
+        made.contexts[made.requests - 1] = (int32_t)given[r].position + 1;
     }
-    made.starts[rows] = rows;
+    made.starts[made.requests] = rows;
     return made;
 }
 
@@ -35,16 +42,18 @@ int columns_of(const DecodeGroup& group, const DecodeRow* given, int rows) {
     return (int)(last / group.span) + 1;
 }
 
-// The rows' block tables, one after the other, and the slot that each row's entry is written to.
+// The requests' block tables, one after the other, and the slot that each row's entry is written to.
 AttendBatch batch_of(const DecodeGroup& group, const DecodeRow* given, int rows, int columns, const Rows& laid, int64_t* slots,
                      int32_t* tables) {
     for (int r = 0; r < rows; ++r) {
-        const int32_t* blocks = group.tables + given[r].request * group.stride;
         const int64_t position = given[r].position;
-        std::copy(blocks, blocks + columns, tables + (int64_t)r * columns);
-        slots[r] = (int64_t)blocks[position / group.span] * group.span + position % group.span;
+        slots[r] = (int64_t)group.tables[given[r].request * group.stride + position / group.span] * group.span + position % group.span;
     }
-    return {rows, rows, laid.positions, slots, tables, columns, laid.starts, laid.contexts};
+    for (int i = 0; i < laid.requests; ++i) {
+        const int32_t* blocks = group.tables + given[laid.starts[i]].request * group.stride;
+        std::copy(blocks, blocks + columns, tables + (int64_t)i * columns);
+    }
+    return {rows, laid.requests, laid.positions, slots, tables, columns, laid.starts, laid.contexts};
 }
 
 }  // namespace

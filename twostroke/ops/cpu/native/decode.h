@@ -1,5 +1,5 @@
-// A step whose rows are the newest tokens of as many requests, from token ids to logits in one call: the interpreter's
-// work between the ops of such a step costs up to a twentieth of it.
+// A step whose rows are the newest tokens of requests and their guesses, from token ids to logits in one call: the
+// interpreter's work between the ops of such a step costs up to a twentieth of it.
 #pragma once
 #include "layers.h"
 
