@@ -79,6 +79,10 @@ class StepTimes:
         """The same for several numbers of rows. below: (rows, seconds) of a smaller step of another kind."""
         return self.now.predict_all(rows, below) if self.now.sizes else None
 
+    def is_full(self, rows: int) -> bool:
+        """Whether a new time of such steps would replace an old one."""
+        return len(self.now.newest.get(rows, ())) == MEASURED
+
     def is_below(self, rows: int) -> bool:
         """Whether only steps with more rows were measured: such a step may be much shorter than predicted."""
         return not self.now.sizes or rows < self.now.sizes[0]

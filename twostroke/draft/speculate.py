@@ -32,7 +32,8 @@ TRY_EVERY = 64  # steps with long matches that do not pay: one of so many tries 
 TRIED = 3  # guesses of such a try
 TRY_COST = 0.005  # of the time of steps without guesses: more than this is not spent on tries
 LONG_KIND = kind_of(8)  # of matches that are worth a try
-HELD = 8  # plans for which it holds that guesses do not pay, unless some are verified meanwhile
+LEARN_EVERY = 4  # steps without guesses: the time of one of so many is kept
+HELD = 16  # plans for which it holds that guesses do not pay, unless some are verified meanwhile
 UNLIKELY = 0.02  # chance of a guess below which it is not made
 
 
@@ -118,7 +119,8 @@ class Speculation:
         self.times = StepTimes()  # of steps without guesses
         self.verified = StepTimes()  # of steps with guesses
         self.realised: dict[int, Realised] = {}  # by doublings of streams
-        self.streams = self.rows = self.chances = self.declined = 0
+        self.streams = self.rows = self.chances = self.declined = self.plain = 0
+        self.patience = float(TRY_EVERY)  # plans between two tries of guesses that do not pay
         self.context = 0  # tokens before the rows of the last step, all streams together
         self.tokens = 0.0  # expected of the step that is being planned
         self.drafting = 0.0  # seconds of the draft model in it
@@ -168,8 +170,10 @@ class Speculation:
             if taken:
                 return proposals(kinds, chances[:taken], speed)
             self.refused, self.held = (self.streams, kinds), HELD
-        tried = {name: Proposal(kind, TRIED, 0.0, 0.0) for name, kind in kinds.items() if kind >= LONG_KIND}
-        return tried if tried and self._is_due(self.streams + TRIED * len(tried), alone) else {}
+            self.patience = self._patience(self.streams + TRIED * len(kinds), alone)
+        if max(kinds.values()) < LONG_KIND or not self._is_due():
+            return {}
+        return {name: Proposal(kind, TRIED, 0.0, 0.0) for name, kind in kinds.items() if kind >= LONG_KIND}
 
     def _is_refused(self, kinds: dict[int, int]) -> bool:
         """Such guesses do not pay, as a plan before has found: finding it out costs a share of a short step."""
@@ -237,17 +241,20 @@ class Speculation:
         """Of one stream the speed, with what its guesses cost. Several share that cost: there the tokens count."""
         return offer.speed if self.streams == 1 else offer.gained
 
-    def _is_due(self, rows: int, alone: float) -> bool:
-        """Once in a while guesses are verified although they do not pay: the more rarely, the longer a step with so
-        many rows takes. A plan that waits for a step in flight is made again, so a try stays due until it is made."""
+    def _is_due(self) -> bool:
+        """Once in a while guesses are verified although they do not pay. A plan that waits for a step in flight is made
+        again, so a try stays due until it is made."""
         if not self.trying:
             self.declined += 1
-            if self.declined >= TRY_EVERY * max(1, self.streams // 4):
-                lost = self._seconds_of(np.array([rows]), self.streams, alone)[0] / alone - 1
-                self.trying = self.declined >= lost / TRY_COST
+            self.trying = self.declined >= self.patience
         if self.trying:
             self.declined = 0
         return self.trying
+
+    def _patience(self, rows: int, alone: float) -> float:
+        """Plans between two tries: the more, the longer a step with so many rows takes."""
+        lost = float(self._seconds_of(np.array([rows]), self.streams, alone)[0]) / alone - 1
+        return max(TRY_EVERY * max(1, self.streams // 4), lost / TRY_COST)
 
     def _take(self, request: RequestState, known: Guessing, best: Proposal, forced: Sequence[int]) -> Sequence[int]:
         known.kind, count = best.kind, best.length
@@ -378,7 +385,9 @@ class Speculation:
         passes = sum(taken for _, taken in result.passes)
         if guessed:
             self.verified.add(rows, elapsed - passes)
-        else:
+            return
+        self.plain += 1
+        if self.plain % LEARN_EVERY == 0 or not self.times.is_full(rows):
             self.times.add(rows, seconds - passes)
 
     def _realised(self, streams: int) -> Realised:
