@@ -83,6 +83,7 @@ class Suite:
             "llama.cpp, shipped file": Llama(args.llama, self.shipped),
         }
         if args.q4:
+            engines["twostroke, Q4_0"] = self.our("twostroke, Q4_0", args.q4)
             engines["llama.cpp, Q4_0"] = Llama(args.llama, args.q4)
         if args.q4_pure:
             engines["twostroke, Q4_0 pure"] = self.our("twostroke, Q4_0 pure", args.q4_pure)
