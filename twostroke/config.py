@@ -113,7 +113,7 @@ class Config:
         unsimulated="predictions use the machine as it was calibrated; `twostroke plan MODEL --calibrate` takes it",
     )  # fmt: skip
     parallel: int = setting(
-        1, "processes that share the work of each layer (tensor parallelism), each with `threads`", most=64,
+        1, "processes that share the work of each layer (tensor parallelism), each with `threads` or a GPU", most=64,
         unsimulated="`twostroke plan --gpus N` predicts N devices that share one model",
     )  # fmt: skip
     quantize: str | None = setting(

@@ -15,3 +15,8 @@ class ModelError(TwostrokeError):
 
 class ConfigError(TwostrokeError, ValueError):
     """A setting of the engine is wrong or does not go together with another one."""
+
+
+class RankLostError(BaseException):
+    """A rank is gone, or stands within a step that another one gave up: the engine ends. A plain exception would end
+    the requests of one step only."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -97,3 +98,18 @@ def test_ranks_need_cores(llama_folder: Path, ray_address: str) -> None:
 
     with pytest.raises(ConfigError, match=r"2 workers need 12 cores together \(parallel × threads\)"):
         run_deployment(llama_folder, shape(ray_address, settings=RANKS | {"threads": 3}), nothing)
+
+
+def test_a_worker_on_gpus_takes_one_for_each_rank() -> None:
+    def devices(gpus: float, **settings: object) -> tuple[list[str], list[int]]:
+        deployment = Deployment.__new__(Deployment)
+        deployment.numbered = {n: SimpleNamespace(settings={**RANKS, **settings}) for n in range(2)}  # type: ignore
+        found = deployment._devices(SimpleNamespace(gpus=gpus))  # type: ignore[arg-type]
+        return found, deployment._gpus(found)
+
+    assert devices(4.0) == (["cuda", "cuda"], [2, 2])
+    assert devices(3.0) == (["cpu", "cpu"], [0, 0])
+    with pytest.raises(ConfigError, match=r"2 workers with device=cuda need 2 GPUs \(parallel\) each, .* has 3 free"):
+        devices(3.0, device="cuda")
+    with pytest.raises(ConfigError, match="need a GPU each"):
+        devices(1.0, device="cuda", parallel=1)

@@ -18,8 +18,8 @@ from tests.tiny import VOCAB, save
 from twostroke import LLM, SamplingParams
 from twostroke.engine import build
 from twostroke.engine.rank_main import load_share
-from twostroke.engine.ranks import SETTINGS, RankLostError, packed, unpacked
-from twostroke.errors import ConfigError, ModelError
+from twostroke.engine.ranks import SETTINGS, packed, unpacked
+from twostroke.errors import ConfigError, ModelError, RankLostError
 from twostroke.model.arch import Arch, DenseArch, GroupedArch, LayerArch
 from twostroke.model.shares import divided
 from twostroke.ops.formats import from_float

@@ -152,19 +152,26 @@ class Deployment(Pools):
             self.router_address = self.hub.listen(connected.interface)
         device = self._devices(connected)
         cores = self._cores(connected, device)
-        gpus = tuple(1.0 if device[number] == "cuda" else 0.0 for number in self.numbered)
+        gpus = tuple(map(float, self._gpus(device)))
         return Place(self.router_address, self.secret, cores, gpus, self.shape.transport)
 
     def _devices(self, connected: Connected) -> list[str]:
-        """A GPU for each worker, if there are so many; else none for all whose device is not given."""
-        default = "cuda" if connected.gpus >= len(self.numbered) else "cpu"
+        """A GPU for each rank of each worker, if there are so many; else none for all whose device is not given."""
+        default = "cuda" if connected.gpus >= sum(self._gpus(["cuda"] * len(self.numbered))) else "cpu"
         devices = [worker.settings.setdefault("device", default) for worker in self.numbered.values()]
-        if devices.count("cuda") > connected.gpus:
+        needed = self._gpus(devices)
+        if sum(needed) > connected.gpus:
+            each = "a GPU" if max(needed) == 1 else f"{max(needed)} GPUs (parallel)"
             raise ConfigError(
-                f"{devices.count('cuda')} workers with device=cuda need a GPU each, and the Ray cluster has "
+                f"{devices.count('cuda')} workers with device=cuda need {each} each, and the Ray cluster has "
                 f"{connected.gpus:g} free: start fewer, or use device=cpu."
             )
         return devices
+
+    def _gpus(self, devices: list[str]) -> list[int]:
+        """That each worker needs: one for each of its ranks."""
+        ranks = [worker.settings.get("parallel", 1) for worker in self.numbered.values()]
+        return [count if device == "cuda" else 0 for device, count in zip(devices, ranks, strict=True)]
 
     def _cores(self, connected: Connected, device: list[str]) -> tuple[float, ...]:
         total, count = int(sum(connected.cores)), len(self.numbered)

@@ -83,7 +83,7 @@ def build_engine(
     arch = load_arch(checkpoint)
     tokenizer = open_tokenizer(checkpoint)
     device = choose_device(config)
-    check_parallel(config, device)
+    check_parallel(config)
     draft = open_draft(config.draft_model, arch, tokenizer, download_progress)
     for one in (arch, *([] if draft is None else [draft.arch])):
         check_attention(one, device)
@@ -94,7 +94,8 @@ def build_engine(
     parts = config.parallel
     part = divided(arch, parts) if parts > 1 else arch  # that this process computes
     hardware = hardware_of(device, arch)
-    hardware = replace(hardware, free_memory=hardware.free_memory // parts)
+    if device == "cpu":
+        hardware = replace(hardware, free_memory=hardware.free_memory // parts)
     settings = resolve(config, part, hardware, weight_bytes // parts, draft_arch)
     if device == "cuda":
         from twostroke.run.cuda.kernel_cache import use_kernel_cache
@@ -103,11 +104,11 @@ def build_engine(
     ops = make_ops(device, settings.dtype, settings.threads, settings.quantize, settings.exact)
     stage("load")
     bits = settings.quantize if device == "cpu" else None  # a GPU packs float weights into its own formats
-    ranks = Ranks(checkpoint.path, settings) if parts > 1 else None
+    ranks = start_ranks(checkpoint, settings) if parts > 1 else None
     if ranks is None:
         transformer = load_model(checkpoint, ops, settings.max_model_len, load_progress, bits)
     else:
-        transformer = load_leading(checkpoint, ops, settings, ranks, load_progress)
+        transformer = load_leading(checkpoint, ops, settings, ranks, load_progress, bits)
     small = load_model(draft.checkpoint, ops, settings.max_model_len, None, bits) if draft is not None else None
     stage("size KV")
     if device == "cuda":
@@ -118,6 +119,8 @@ def build_engine(
         log.info("%s = %s: %s", name, getattr(settings, name), reason)
     sizes = (settings.layout, settings.kv_blocks, settings.kv_dtype, ops.device, settings.host_slots)
     kv = KVStorage(*sizes) if ranks is None else RankedStorage(ranks, *sizes)
+    if ranks is not None and device == "cuda":
+        ranks.reserve(settings.kv_blocks)
     identity = block_identity(checkpoint, settings, ops, draft.checkpoint if draft is not None else None)
     scheduler = make_scheduler(arch, settings, identity, block_key)
     grammars = GrammarRows(GrammarCompiler(tokenizer, arch.vocab, lambda: scheduler.pace.max_gap))
@@ -133,16 +136,29 @@ def build_engine(
     return Engine(core, intake, tokenizer, arch, settings, ranks)
 
 
+def start_ranks(checkpoint: Checkpoint, settings: Resolved) -> Ranks:
+    if settings.device == "cpu":
+        return Ranks(checkpoint.path, settings)
+    from twostroke.engine.cards import CardRanks  # Triton is not installed everywhere
+
+    return CardRanks(checkpoint.path, settings)
+
+
 def load_leading(
-    checkpoint: Checkpoint, ops: Ops, settings: Resolved, ranks: Ranks, progress: Progress | None
+    checkpoint: Checkpoint, ops: Ops, settings: Resolved, ranks: Ranks, progress: Progress | None, bits: str | None
 ) -> Transformer:
     """The share of rank 0, once the others have theirs."""
 
     def make(*parts: Any, **more: Any) -> Transformer:
-        return ParallelTransformer(*parts, sum_ranks=ranks.open_sum(), announce=ranks.announce, **more)
+        if settings.device == "cpu":
+            return ParallelTransformer(*parts, sum_ranks=ranks.open_sum(), announce=ranks.announce, **more)
+        from twostroke.engine.cards import CardRanks
+
+        assert isinstance(ranks, CardRanks)
+        return ranks.leading(ops, *parts, **more)
 
     share = Share(0, settings.parallel)
-    return load_model(checkpoint, ops, settings.max_model_len, progress, settings.quantize, share, make)
+    return load_model(checkpoint, ops, settings.max_model_len, progress, bits, share, make)
 
 
 def block_identity(checkpoint: Checkpoint, settings: Resolved, ops: Ops, draft: Checkpoint | None = None) -> str:

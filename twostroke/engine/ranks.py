@@ -4,6 +4,7 @@ The engine's own process is rank 0: it has scheduler, sampling and head, and tel
 bytes over a socket pair). All ranks then run the same layers, each with its share (model/shares.py), and give each
 other their parts at every residual add: through shared memory, or over gloo and the loopback interface where rows are
 tensors of torch. Parts are added in the order of the ranks, so the result depends on their number and on nothing else.
+Ranks on GPUs, with a card each, are in cards.py.
 
 A rank that dies closes its socket: the sum of the others fails, and with it the engine. A rank ends when its socket
 closes, so no rank outlives the engine.
@@ -27,7 +28,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 
 from twostroke.config import Config, Resolved
-from twostroke.errors import ConfigError, ModelError
+from twostroke.errors import ConfigError, ModelError, RankLostError
 from twostroke.model.parallel import Sum
 from twostroke.ops.cpu.library import available
 from twostroke.ops.cpu.ranks import SharedSum, memory_bytes
@@ -41,18 +42,13 @@ GATHER = timedelta(minutes=10)  # longest wait for another rank's part: a rank t
 SIZE = 8  # bytes of a frame's length
 READY = b"ready"
 STEP, GIVE, TAKE = b"s", b"g", b"t"  # what a rank is told: run these rows, give these blocks, take this one
+RESERVE, FREE = b"r", b"f"  # and on a card: make a cache of so many blocks, drop it and say how much memory is free
 SETTINGS = ("device", "dtype", "threads", "quantize", "exact", "max_model_len", "kv_blocks", "kv_dtype")
 
 
-class RankLostError(BaseException):
-    """A rank is gone, and the engine ends. A plain exception would end the requests of one step only."""
-
-
-def check_parallel(config: Config, device: str) -> None:
+def check_parallel(config: Config) -> None:
     parts, reason = config.parallel, ""
-    if device != "cpu":
-        reason = f"on a CPU, not on device={device!r}: leave it out"
-    elif config.draft_model is not None:
+    if config.draft_model is not None:
         reason = "without a draft model: drop draft_model or parallel"
     elif config.kv_offload:
         reason = "without kv_offload: drop one of them"
@@ -98,20 +94,15 @@ def closed(sock: socket.socket) -> bool:
 
 
 def open_gather(folder: Path, rank: int, parts: int) -> Sum:
-    """Waits until all ranks are there."""
     import torch
-    from torch.distributed import FileStore, ProcessGroupGloo
 
-    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-    options._timeout = GATHER
-    group = ProcessGroupGloo(FileStore(str(folder / "ranks"), parts), rank, parts, options)
+    group = open_gloo(folder, rank, parts)
 
     def sum_ranks(value: Array) -> Array:
         mine: Tensor = torch.from_numpy(np.ascontiguousarray(value)) if isinstance(value, np.ndarray) else value
         gathered = [torch.empty_like(mine) for _ in range(parts)]
         try:
-            group.allgather([gathered], [mine]).wait()  # type: ignore[attr-defined]
+            group.allgather([gathered], [mine]).wait()
         except RuntimeError as error:
             raise RankLostError(f"a rank is gone: {error}") from None
         total, *rest = [one.numpy() for one in gathered] if isinstance(value, np.ndarray) else gathered
@@ -120,6 +111,16 @@ def open_gather(folder: Path, rank: int, parts: int) -> Sum:
         return total
 
     return sum_ranks
+
+
+def open_gloo(folder: Path, rank: int, parts: int) -> Any:
+    """Waits until all ranks are there."""
+    from torch.distributed import FileStore, ProcessGroupGloo
+
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    options._timeout = GATHER
+    return ProcessGroupGloo(FileStore(str(folder / "ranks"), parts), rank, parts, options)
 
 
 # ---- frames --------------------------------------------------------------------------------------------------------
@@ -177,15 +178,16 @@ def unpacked(body: bytes) -> Batch:
 
 
 class Ranks:
-    def __init__(self, model: Path, settings: Resolved):
-        """Start them: they load their shares while this process loads its own."""
+    def __init__(self, model: Path, settings: Resolved, cards: int = 0):
+        """Start them: they load their shares while this process loads its own. cards: GPUs that they have."""
         self.parts = settings.parallel
         self.folder = tempfile.TemporaryDirectory(prefix="twostroke-ranks-")
         self.sockets: list[socket.socket] = []
         self.processes: list[subprocess.Popen[bytes]] = []
-        self.close = weakref.finalize(self, end_ranks, self.sockets, self.processes, self.folder)
-        self.memory = shared_memory(self.parts)
-        hello = {"model": str(model), "folder": self.folder.name, "parts": self.parts}
+        self.collectives: list[Any] = []  # of cards; they have a `close`
+        self.close = weakref.finalize(self, end_ranks, self.sockets, self.processes, self.folder, self.collectives)
+        self.memory = None if cards else shared_memory(self.parts)
+        hello = {"model": str(model), "folder": self.folder.name, "parts": self.parts, "cards": cards}
         hello["memory"] = None if self.memory is None else self.memory.fileno()
         hello["settings"] = {name: getattr(settings, name) for name in SETTINGS}
         for rank in range(1, self.parts):
@@ -201,21 +203,30 @@ class Ranks:
             self.processes.append(subprocess.Popen(command, pass_fds=given, stdin=subprocess.DEVNULL))
         send_frame(ours, json.dumps(hello).encode())
 
-    def open_sum(self) -> Sum:
-        """When every rank has its share; ModelError: one could not load it."""
+    def await_shares(self) -> None:
+        """Until every rank has its share; ModelError: one could not load it."""
         for rank, sock in enumerate(self.sockets, 1):
             answer = read_frame(sock)
             if answer != READY:
                 raise ModelError(f"rank {rank} did not start: {answer.decode() or 'its process ended'}")
+
+    def open_sum(self) -> Sum:
+        self.await_shares()
         memory = None if self.memory is None else self.memory.fileno()
         return open_sum(Path(self.folder.name), 0, self.parts, memory, self.sockets)
 
     def announce(self, batch: Batch) -> None:
-        self._tell_all(STEP + packed(batch))
+        self.tell_all(STEP + packed(batch))
 
-    def _tell_all(self, body: bytes) -> None:
+    def tell_all(self, body: bytes) -> None:
         for sock in self.sockets:
             self._tell(sock, body)
+
+    def reserve(self, blocks: int) -> None:
+        """Blocks of the cache of each, on cards: rank 0 has measured how many fit. Afterwards all have them."""
+        self.tell_all(RESERVE + blocks.to_bytes(SIZE, "little"))
+        for rank, content in self.answers():
+            assert content == READY, f"rank {rank} was asked for something else"
 
     def _tell(self, sock: socket.socket, body: bytes) -> None:
         try:
@@ -227,7 +238,7 @@ class Ranks:
 
     def ask_for(self, blocks: Sequence[int]) -> None:
         """The parts of all ranks; `answers` has them."""
-        self._tell_all(GIVE + np.asarray(blocks, np.int64).tobytes())
+        self.tell_all(GIVE + np.asarray(blocks, np.int64).tobytes())
 
     def answers(self) -> Iterator[tuple[int, bytes]]:
         for rank, sock in enumerate(self.sockets, 1):
@@ -244,8 +255,9 @@ class Ranks:
 
 
 def end_ranks(
-    sockets: list[socket.socket], processes: list[subprocess.Popen[bytes]], folder: tempfile.TemporaryDirectory[str]
-) -> None:
+    sockets: list[socket.socket], processes: list[subprocess.Popen[bytes]], folder: tempfile.TemporaryDirectory[str],
+    collectives: list[Any],
+) -> None:  # fmt: skip
     for sock in sockets:
         sock.close()
     for process in processes:
@@ -254,4 +266,6 @@ def end_ranks(
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+    for collective in collectives:
+        collective.close()
     folder.cleanup()

@@ -3,17 +3,33 @@ residual add. Every rank has the whole residual stream, and the same bits of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
+from twostroke.errors import RankLostError
 from twostroke.kv.storage import KVStorage
 from twostroke.model.layers import Branch
 from twostroke.model.transformer import LayerRun, Transformer
 from twostroke.ops.interface import Array, Batch
 
-Sum = Callable[[Array], Array]  # of what all ranks give, added in the order of the ranks
+Sum = Callable[[Array], Array]  # of what all ranks give, added in the order of the ranks; it may use the memory of it
+
+
+def not_yet(value: Array) -> Array:
+    """The sum of a rank that has not found the others yet."""
+    raise RuntimeError("a step before the ranks have found each other")
+
+
+@contextmanager
+def whole_step() -> Iterator[None]:
+    """Around what follows once the other ranks were told of a step: they wait in it for all that this rank gives."""
+    try:
+        yield
+    except Exception as error:
+        raise RankLostError(f"a step failed on one rank: {type(error).__name__}: {error}") from error
 
 
 class ParallelTransformer(Transformer):
@@ -26,7 +42,8 @@ class ParallelTransformer(Transformer):
     def forward(self, batch: Batch, kv: KVStorage) -> Array:
         if self.announce is not None:
             self.announce(batch)
-        return super().forward(batch, kv)
+        with whole_step():
+            return super().forward(batch, kv)
 
     def decoder(self, kv: KVStorage, tables: np.ndarray) -> None:
         """Ranks meet at each residual add."""

@@ -318,7 +318,7 @@ class Parameters:
         if kind_of(name) not in BY_COLUMNS:
             return whole
         first, end = self.share.span(whole.shape[1])
-        if self.bits is not None:
+        if self.bits is not None or getattr(self.ops, "quantize", None) is not None:
             return from_float(dequantize(whole)[:, first:end])  # it is quantized after this
         try:
             return whole.columns(first, end)

@@ -1,7 +1,8 @@
 """The runner of a GPU.
 
 runner.py          launches steps, two in flight; captures shapes that occur again as graphs
-steps.py           the shape of a step, and its arrays padded to it
+steps.py           the shape of a step, and its arrays padded to it; batches.py: the same on the device
+ranked.py          steps of a model that is divided among several cards; collective.py: what these give each other
 buckets.py         the row counts that steps are padded to
 shared_prefix.py   streams that hold the same leading blocks
 staging.py         a step's numbers in one pinned copy

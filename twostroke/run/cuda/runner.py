@@ -19,16 +19,17 @@ from torch import Tensor
 
 from twostroke.grammar.masks import NO_MASKS, GrammarRows
 from twostroke.kv.storage import KVStorage
-from twostroke.model.latent import Latent
-from twostroke.model.layers import Grouped
+from twostroke.model.parallel import whole_step
 from twostroke.model.transformer import Transformer
 from twostroke.ops.cuda.backend import CudaOps
-from twostroke.ops.cuda.cuts import Cascade, Cut, DeviceBatch
+from twostroke.ops.cuda.cuts import DeviceBatch
 from twostroke.ops.cuda.kernels.sample import Filters, resolve_tokens, sample
-from twostroke.ops.interface import KV_SCALE_BYTES, Attention, GroupBlocks, LatentAttention
+from twostroke.ops.interface import KV_SCALE_BYTES
+from twostroke.run.cuda.batches import attention_kinds, grouped_attentions, make_batch
 from twostroke.run.cuda.draft_chain import DraftChain, DraftPass
+from twostroke.run.cuda.ranked import Told, lead_of
 from twostroke.run.cuda.staging import StagedArrays, Staging
-from twostroke.run.cuda.steps import Mixture, Shape, Streams, on_device
+from twostroke.run.cuda.steps import Known, Mixture, Shape, Streams, on_device
 from twostroke.run.drafting import Drafting, Passes
 from twostroke.run.runner import describe_choices, score_prompt
 from twostroke.run.sample import SLACK, choose_one, of_width, prompt_details
@@ -88,7 +89,8 @@ class CudaRunner:
         self.grammars, self.drafting, self.vocab = grammars, drafting, vocab
         self.model, self.kv, self.tables, self.ops = model, kv, tables, ops
         self.on_card = ops.device.type == "cuda"
-        self.graphs = graphs and self.on_card
+        self.lead = lead_of(model)
+        self.graphs = graphs and self.on_card and self.lead is None  # no capture with sums over ranks has been tried
         self.stream: Any = None
         if self.on_card:
             self.stream = torch.cuda.Stream()
@@ -100,7 +102,7 @@ class CudaRunner:
         if drafting is not None:
             assert isinstance(drafting.runner, CudaRunner)
             self.chain = DraftChain(drafting.runner, self, drafting.vocab)
-        self.kinds = tuple(dict.fromkeys(ops.kind(attention) for attention in attentions(model)))
+        self.kinds = attention_kinds(model, ops)
         plain = ops.shares_steps and kv.format not in KV_SCALE_BYTES  # K and V as floats
         self.members = self.kinds[0].members if plain and len(self.kinds) == 1 else 0
         grouped = len(grouped_attentions(model)) == len(model.layers)
@@ -165,13 +167,19 @@ class CudaRunner:
         """Until the device is done. Returns the seconds that the step took, where the device measures them."""
         if handle.done is None:
             return None
-        handle.done.synchronize()
+        self._until(handle.done)
         seconds: float = handle.began.elapsed_time(handle.done) / 1e3
         if handle.clocked is not None:
             alone = seconds - sum(taken for _, taken in handle.passes)
             handle.clocked.entry.worthwhile = handle.clocked.host_seconds > BEHIND * alone
             handle.settled = not handle.clocked.entry.worthwhile or self.captures >= MOST_GRAPHS
         return seconds
+
+    def _until(self, event: torch.cuda.Event) -> None:
+        if self.lead is None:
+            event.synchronize()
+        else:
+            self.lead.wait(event)
 
     # ---- steps of a shape that others share ------------------------------------------------------------------------
 
@@ -204,7 +212,7 @@ class CudaRunner:
             handle.settled = known
             return handle
         began = time.perf_counter()
-        tokens = self._step(shape, entry.there)
+        tokens = self._step(shape, entry)
         clocked = Clocked(entry, time.perf_counter() - began) if self.graphs else None
         return self._finish(rows, tokens, clocked=clocked)
 
@@ -218,42 +226,33 @@ class CudaRunner:
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
         try:
-            tokens = self._step(shape, entry.there)
+            tokens = self._step(shape, entry)
         finally:
             graph.capture_end()
         entry.graph, entry.tokens = graph, tokens  # at the end: a capture that failed must not be replayed
 
-    def _step(self, shape: Shape, there: dict[str, Tensor]) -> Tensor:
-        hidden = self.model.forward(self._batch(shape, there), self.kv)
+    def _step(self, shape: Shape, entry: Captured) -> Tensor:
+        hidden = self._forward(shape, entry.arrays, entry.there)
         if not shape.samplers:
             return self.newest[:0]
-        return self._sample(self.model.logits(hidden[: shape.samplers]), there)
+        return self._sample(self.model.logits(hidden[: shape.samplers]), entry.there)
 
-    def _batch(self, shape: Shape, there: dict[str, Tensor], mixture: Mixture | None = None) -> DeviceBatch:
-        """mixture: the step itself, where its shape is not shared with other steps."""
-        cuts = {}
-        for index, kind in enumerate(self.kinds):
-            if shape.streams:
-                cascade = Cascade(there["members"], there["shared"]) if shape.cascade else None
-                cuts[kind] = Cut(None, shape.singles, shape.splits, None, 1, cascade=cascade, scale=shape.scale)
-                continue
-            tiles = there[f"tiles{index}"] if shape.tiles[index] else None
-            long, rows = ((), ()) if mixture is None else (mixture.cuts[index].long, mixture.cuts[index].rows)
-            cuts[kind] = Cut(
-                there["singles"], shape.singles, shape.splits, tiles, shape.tile_splits[index], long, rows,
-                queries=shape.queries,
-            )  # fmt: skip
-        slots = there["positions"].expand(len(there["tables"]), -1) if shape.fused else there["slots"]
-        requests = shape.requests + (mixture is None and not shape.streams)  # with the one that stands for padding
-        return DeviceBatch(
-            tokens=resolve_tokens(there["tokens"], self.newest, self.model.arch.vocab), positions=there["positions"],
-            starts=there["starts"][: requests + 1], contexts=there["contexts"][:requests],
-            groups=tuple(GroupBlocks(*places) for places in zip(slots, there["tables"], strict=True)),
-            logit_rows=slice(None) if shape.streams else there["logit_rows"],
-            counts=mixture.rows.counts if mixture is not None else None,
-            lengths=mixture.rows.contexts if mixture is not None else None,
-            streams=shape.streams, splits=shape.splits, cuts=cuts if self.ops.shares_steps else None,
-        )  # fmt: skip
+    def _forward(
+        self, shape: Shape, arrays: StagedArrays, there: dict[str, Tensor], prompt_rows: int = 0,
+        known: Known | None = None,
+    ) -> Tensor:  # fmt: skip
+        """The model's pass over the step's rows, on all ranks where there are several."""
+        if self.lead is None:
+            return self.model.forward(self._batch(shape, there, known), self.kv)
+        self.lead.tell(Told(shape, prompt_rows, known, self.staging.filled(arrays)).packed())
+        with whole_step():
+            batch = self._batch(shape, there, known)
+            self.lead.collective.share(batch.tokens)
+            return self.model.forward(batch, self.kv)
+
+    def _batch(self, shape: Shape, there: dict[str, Tensor], known: Known | None) -> DeviceBatch:
+        tokens = resolve_tokens(there["tokens"], self.newest, self.model.arch.vocab)
+        return make_batch(shape, there, tokens, self.kinds, known, self.ops.shares_steps)
 
     def _sample(self, logits: Tensor, there: dict[str, Tensor]) -> Tensor:
         out = torch.empty(logits.shape[0], dtype=torch.int32, device=logits.device)
@@ -278,10 +277,13 @@ class CudaRunner:
 
     def _launch_once(self, mixture: Mixture, hosted: list[int]) -> Handle:
         rows, shape = mixture.rows, mixture.exact_shape()
-        arrays = shape.arrays(self.tables.shape[0], sum(prompt.count for prompt in rows.prompts))
+        prompt_rows = sum(prompt.count for prompt in rows.prompts)
+        arrays = shape.arrays(self.tables.shape[0], prompt_rows)
         mixture.fill(self.staging.begin(arrays), self.tables, self.kv.layout.groups)
         there = arrays.views(self.staging.send(arrays))
-        hidden = self.model.forward(self._batch(shape, there, mixture), self.kv)
+        hidden = self._forward(shape, arrays, there, prompt_rows, mixture.known())
+        if self.lead is not None and self.on_card and (hosted or rows.prompts):
+            self.lead.wait(timing_event())
         details: dict[int, Details] = {}
         for prompt in rows.prompts:
             scores = score_prompt(rows.works[prompt.work].request, prompt, hidden, self._host_logits)
@@ -336,15 +338,6 @@ class CudaRunner:
             out = torch.empty(most, dtype=torch.int32, pin_memory=True)
         out[:count].copy_(tokens[:count], non_blocking=True)
         return Handle(rows, out, timing_event(), details or {}, clocked=clocked)
-
-
-def grouped_attentions(model: Transformer) -> list[Attention]:
-    """Of the layers that cache K and V of heads."""
-    return [layer.mixer.attention for layer in model.layers if isinstance(layer.mixer, Grouped)]
-
-
-def attentions(model: Transformer) -> list[Attention | LatentAttention]:
-    return [layer.mixer.attention for layer in model.layers if isinstance(layer.mixer, Grouped | Latent)]
 
 
 def timing_event() -> Any:

@@ -56,6 +56,10 @@ class Staging:
         flat[: arrays.size] = 0
         return {name: flat[place].reshape(shape) for name, (place, shape) in arrays.places.items()}
 
+    def filled(self, arrays: StagedArrays) -> np.ndarray:
+        """What was filled in, as one array of the host."""
+        return self.host[self.turn].numpy()[: arrays.size]
+
     def send(self, arrays: StagedArrays, into: Tensor | None = None) -> Tensor:
         """What was filled in, on the device; `into` is the buffer to use there."""
         if into is None:

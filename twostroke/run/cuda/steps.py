@@ -67,6 +67,15 @@ class Shape(NamedTuple):
         return StagedArrays.lay(shapes)
 
 
+class Known(NamedTuple):
+    """What the host knows of a step whose shape no other step shares."""
+
+    counts: np.ndarray  # (R,) new tokens of each request
+    lengths: np.ndarray  # (R,) its tokens once they are written
+    long: tuple[tuple[int, ...], ...]  # for each kind of attention, as `Cut` has them
+    rows: tuple[tuple[tuple[int, int, int], ...], ...]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Streams:
     """A plan in which every request advances by one."""
@@ -134,6 +143,10 @@ class Mixture:
         cut = cut_drafts if drafts else cut_step
         few = drafts and int(rows.counts.max()) <= FEW_QUERIES <= min(kind.queries for kind in kinds)
         return cls(rows, tuple(cut(rows.counts, rows.contexts, kind) for kind in kinds), drafts, few)
+
+    def known(self) -> Known:
+        long, rows = (cut.long for cut in self.cuts), (cut.rows for cut in self.cuts)
+        return Known(self.rows.counts, self.rows.contexts, tuple(long), tuple(rows))
 
     def exact_shape(self) -> Shape:
         rows, first = self.rows, self.cuts[0]

@@ -27,8 +27,10 @@ from twostroke.ops.cuda.kernels.sample import Filters, resolve_tokens, sample
 from twostroke.ops.cuda.weights import FloatMatrix, shape_of
 from twostroke.ops.interface import BLOCK, Attention, Gate, GroupBlocks, KVLayer, LatentAttention
 from twostroke.record import replace
+from twostroke.run.cuda.batches import attentions, grouped_attentions
 from twostroke.run.cuda.buckets import all_mixed_rows
-from twostroke.run.cuda.runner import CudaRunner, attentions, grouped_attentions
+from twostroke.run.cuda.ranked import lead_of
+from twostroke.run.cuda.runner import CudaRunner
 from twostroke.run.cuda.variants import attention_variants
 from twostroke.run.sample import SLACK
 from twostroke.sampling import SamplingParams
@@ -62,7 +64,8 @@ def resized(config: Config, settings: Resolved, model: Transformer, draft: Trans
     """The KV cache takes what the weights and the largest step leave."""
     free = free_after_warm_up(model, settings)
     known = replace(config, max_model_len=settings.max_model_len, seed=settings.seed)
-    sized = resolve(known, model.arch, Hardware("cuda", settings.threads, free), 0, draft.arch if draft else None)
+    hardware = Hardware("cuda", settings.threads * settings.parallel, free)
+    sized = resolve(known, model.arch, hardware, 0, draft.arch if draft else None)
     return replace(sized, reasons={**settings.reasons, **sized.reasons})
 
 
@@ -200,7 +203,8 @@ def plain_products(layer: Layer) -> list[PackedProduct]:
 def product_tasks(model: Transformer, layer: Layer, product: PackedProduct, rows: int) -> list[Task]:
     ops, (outputs, inputs) = cuda_ops(model), shape_of(product.weight)
     x = rows_for(model, inputs * (2 if isinstance(product.before, Gate) else 1), rows)
-    out = rows_for(model, outputs, rows) if product.adds else None
+    adds = product.adds and lead_of(model) is None  # ranks add after their sum
+    out = rows_for(model, outputs, rows) if adds else None
     tasks: list[Task] = [lambda: ops.linear(x, product.weight, before=product.before, add_to=out)]
     feed = layer.feed
     if isinstance(feed, Dense) and ops.gates_early(x, product.weight):  # the gate is part of the product before
@@ -289,10 +293,12 @@ def free_after_warm_up(model: Transformer, settings: Resolved) -> int:
     ops = cuda_ops(model)
     run_largest_step(model, ops, settings)
     torch.cuda.synchronize()
+    lead = lead_of(model)
+    free = torch.cuda.mem_get_info()[0] if lead is None else lead.free()
     widths = (2 * attention.kv_heads * attention.head_dim for attention in grouped_attentions(model))
     width = max(widths, default=0)
     gathered = settings.max_model_len * width * ops.dtype.itemsize  # K and V in one row
-    return max(0, torch.cuda.mem_get_info()[0] - gathered - GRAPHS)
+    return max(0, free - gathered - GRAPHS)
 
 
 def run_largest_step(model: Transformer, ops: CudaOps, settings: Resolved) -> list[int]:
@@ -302,6 +308,9 @@ def run_largest_step(model: Transformer, ops: CudaOps, settings: Resolved) -> li
     groups, columns = len(settings.layout.groups), -(-tokens // BLOCK)
     tables = np.arange(groups * requests * columns, dtype=np.int32).reshape(groups, requests, columns)
     kv = KVStorage(settings.layout, tables.size, settings.kv_dtype, ops.device)
+    lead = lead_of(model)
+    if lead is not None:
+        lead.reserve(tables.size)
     runner = CudaRunner(model, kv, tables, ops, graphs=False)
     works = []
     for row in range(requests):
