@@ -10,6 +10,10 @@ from pathlib import Path
 from twostroke.record import Record
 
 CGROUP = Path("/sys/fs/cgroup")
+ARM_CORES = {  # by their part number
+    "0xd03": "ARM Cortex-A53", "0xd08": "ARM Cortex-A72", "0xd0b": "ARM Cortex-A76", "0xd0c": "ARM Neoverse-N1",
+    "0xd40": "ARM Neoverse-V1", "0xd49": "ARM Neoverse-N2", "0xd4f": "ARM Neoverse-V2",
+}  # fmt: skip
 
 
 class Hardware(Record):
@@ -51,10 +55,16 @@ def _available_memory() -> int:
 
 def machine_name() -> str:
     """The processor in words, where the system tells."""
-    for line in _read(Path("/proc/cpuinfo")).splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    return _processor(_read(Path("/proc/cpuinfo"))) or platform.processor() or platform.machine()
+
+
+def _processor(told: str) -> str:
+    """From /proc/cpuinfo, which names an ARM core by numbers; "" where it is not known."""
+    lines = (line.partition(":") for line in told.splitlines())
+    fields = {name.strip(): value.strip() for name, _, value in lines}
+    if "model name" in fields:
+        return fields["model name"]
+    return ARM_CORES.get(fields.get("CPU part", ""), "") if fields.get("CPU implementer") == "0x41" else ""
 
 
 def cuda_devices() -> int:
