@@ -267,12 +267,17 @@ def test_missing_and_odd_tensors(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-def test_a_gpu_refuses_experts_of_four_bits() -> None:
+def test_a_gpu_refuses_experts_that_it_has_no_kernels_for() -> None:
     arch = arch_from_config(QWEN)
-    check_feeds(arch, "cpu", "int4")
-    check_feeds(arch, "cuda", "fp8")
-    with pytest.raises(ConfigError, match=r"quantize='int4' is not served for experts \(qwen3_moe\)"):
-        check_feeds(arch, "cuda", "int4")
+    check_feeds(arch, "cuda")
+    feed = arch.layers[0].feed
+    assert isinstance(feed, ExpertsArch)
+    for change in ({"by_token": True}, {"activation": "swiglu_10"},
+                   {"routing": replace(feed.routing, scores="sqrt_softplus")}):  # fmt: skip
+        other = replace(arch, layers=(replace(arch.layers[0], feed=replace(feed, **change)),))
+        check_feeds(other, "cpu")
+        with pytest.raises(ConfigError, match=r"does not serve experts of qwen3_moe's kind: use device='cpu'"):
+            check_feeds(other, "cuda")
 
 
 def test_a_gguf_file_without_routers(tmp_path: Path) -> None:

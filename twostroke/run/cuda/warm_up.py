@@ -188,6 +188,8 @@ def kinds_of_layers(model: Transformer) -> list[Layer]:
     found: dict[tuple[type, ...], Layer] = {}
     for layer in model.layers:
         weights = [type(product.weight) for product in layer.products()]
+        if isinstance(layer.feed, Experts):
+            weights += [type(layer.feed.experts.gate_up[0]), type(layer.feed.experts.down[0])]
         found.setdefault((type(layer.mixer), type(layer.feed), *weights), layer)
     return list(found.values())
 
