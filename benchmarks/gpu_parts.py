@@ -14,7 +14,7 @@ import torch
 from benchmarks.gpu_bench import Bench
 from benchmarks.gpu_filled import filled_step
 from benchmarks.gpu_rig import Rig, longest_steps, restore_times
-from benchmarks.random_weights import LLAMA_1B, LLAMA_8B, gpt_oss_20b_shape, qwen3_30b_shape, v2_lite_shape
+from benchmarks.random_weights import GPT_OSS_20B, LLAMA_1B, LLAMA_8B, qwen3_30b_shape, v2_lite_shape
 from twostroke.metrics.steplog import StepLog
 from twostroke.model.layers import Experts
 from twostroke.ops.cuda.weights import shape_of
@@ -132,7 +132,7 @@ def mixture(bench: Bench) -> None:
 
 def oai(bench: Bench) -> None:
     """gpt-oss-20b's shape, its experts in MXFP4."""
-    rig = bench.own(gpt_oss_20b_shape(), max_model_len=16384, mxfp4=True)
+    rig = bench.own(GPT_OSS_20B, max_model_len=16384, mxfp4=True)
     measure_decode(bench, rig, "oai_decode1")
     measure_ttft(bench, rig, "oai_ttft", (512, 8192))
     measure_streams(bench, rig, "oai_decode32", 32, 512)

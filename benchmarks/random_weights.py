@@ -60,14 +60,18 @@ def v2_lite_shape(layers: int = 27) -> Arch:
     )  # fmt: skip
 
 
-def gpt_oss_20b_shape(layers: int = 24) -> Arch:
-    """gpt-oss-20b's, without its sinks: 4 of 32 experts, every other layer with a window of 128 tokens."""
-    mixers = [GroupedArch(64, 8, 64, rope=turns(64, 150_000.0), window=window) for window in (128, None)]
-    feed = ExpertsArch(Routing(32, 4, normalised=True), 2880, "swiglu_oai", router_bias=True, expert_bias=True)
+def gpt_oss_shape(hidden: int, width: int, experts: int, layers: int, heads: int, kv_heads: int, vocab: int) -> Arch:
+    """gpt-oss' without its sinks: 4 experts are chosen, every other layer has a window of 128 tokens."""
+    mixers = [GroupedArch(heads, kv_heads, 64, rope=turns(64, 150_000.0), window=window) for window in (128, None)]
+    routing = Routing(experts, 4, normalised=True)
+    feed = ExpertsArch(routing, width, "swiglu_oai", router_bias=True, expert_bias=True)
     return Arch(
-        family="gpt_oss", vocab=201_088, hidden=2880, max_positions=131_072, norm_eps=1e-5,
+        family="gpt_oss", vocab=vocab, hidden=hidden, max_positions=131_072, norm_eps=1e-5,
         layers=tuple(LayerArch(mixers[index % 2], feed) for index in range(layers)),
     )  # fmt: skip
+
+
+GPT_OSS_20B = gpt_oss_shape(2880, 2880, 32, 24, 64, 8, 201_088)
 
 
 def random_model(arch: Arch, ops: CudaOps, max_positions: int, seed: int = 0, mxfp4: bool = False) -> Transformer:

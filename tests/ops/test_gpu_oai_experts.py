@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,17 +13,32 @@ import torch
 
 pytest.importorskip("triton")
 
+from benchmarks.random_weights import gpt_oss_shape, random_model
+from tests import tiny
+from tests.helpers import run_tokens
 from tests.ops.test_gpu_experts import slow_here
 from tests.ops.test_triton import DEVICE, ON_CARD, REFERENCE, close, pytestmark  # noqa: F401
+from tests.published import code_experts
+from twostroke.model.layers import Experts
 from twostroke.ops.cuda.backend import CudaOps
 from twostroke.ops.cuda.exact import ExactCudaOps
-from twostroke.ops.cuda.kernels.four_bits import LARGEST, FourBits, decoded, pack_words, unpack_words
+from twostroke.ops.cuda.kernels.four_bits import (
+    LARGEST,
+    FourBits,
+    decoded,
+    pack_words,
+    random_mxfp4,
+    unpack_words,
+)
 from twostroke.ops.cuda.kernels.narrow_tiles import INT4, MXFP4
 from twostroke.ops.cuda.weights import FloatMatrix, lay_matrices
 from twostroke.ops.formats import Stored, dequantize, from_float, stored_bytes
 from twostroke.ops.interface import ExpertSet, Gate, Norm, Routing
 from twostroke.ops.reference.backend import ReferenceMatrix
 from twostroke.record import replace
+from twostroke.weights.checkpoint import open_checkpoint
+from twostroke.weights.describe import kept_weights
+from twostroke.weights.load import load_model
 
 ROUTING = Routing(experts=6, chosen=3, normalised=True)
 HIDDEN, WIDTH = 160, 96  # five and three groups: neither is whole slices
@@ -174,3 +192,74 @@ def test_what_is_decoded() -> None:
     assert laid.format == 0 and laid.bias is not None and laid.bias.sum(dim=1).tolist() == [16, 0]
     assert lay_matrices([kept, kept], torch.float32).four_bits
     torch.testing.assert_close(laid.codes.cpu(), torch.from_numpy(dequantize(good)))
+
+
+@pytest.mark.parametrize(("coded", "keep"), many((True, True), (False, False), (True, False)))
+@torch.no_grad()
+def test_a_checkpoint(coded: bool, keep: bool, tmp_path: Path) -> None:
+    """gpt-oss' experts from safetensors, in floats and in MXFP4: kept as they are, or decoded."""
+    folder = tiny.tiny_gpt_oss(tmp_path / "model", hidden_size=64, intermediate_size=96)
+    if coded:
+        code_experts(folder)
+    checkpoint = open_checkpoint(folder)
+    expected, feed = (load_model(checkpoint, ops, 64).layers[1].feed
+                      for ops in (REFERENCE, CudaOps(torch.float32, DEVICE, keep=keep)))  # fmt: skip
+    assert isinstance(feed, Experts) and isinstance(expected, Experts)
+    assert isinstance(feed.experts.down[0], FourBits) == (coded and keep)
+    bytes_kept = kept_weights(checkpoint, "cuda").bytes
+    assert kept_weights(checkpoint, "cuda", "bfloat16", but_mxfp4=True).bytes == bytes_kept
+    numbers = 2 * 6 * 3 * 64 * 96  # of the experts: two layers, six experts, three matrices
+    widened = kept_weights(checkpoint, "cuda", "bfloat16").bytes - bytes_kept
+    assert widened == (numbers * 2 - numbers // 32 * 17 if coded else 0)
+    ops = CudaOps(torch.float32, DEVICE)
+    for rows in (2, 9):
+        x = rows_of(rows, 64)
+        found = ops.experts(x.to(DEVICE), feed.norm, feed.experts)
+        close(found, REFERENCE.experts(x, expected.norm, expected.experts), 1e-5)
+
+
+@pytest.mark.skipif(not ON_CARD, reason="as wide as gpt-oss-20b")
+@pytest.mark.parametrize("exact", [False, True])
+def test_the_width_of_gpt_oss_20b(exact: bool) -> None:
+    """In bfloat16: codes give what decoded matrices give, for every tile; the exact ones for any batch the same."""
+    make_ops = ExactCudaOps if exact else CudaOps
+    ops, generator = make_ops(torch.bfloat16, DEVICE), torch.Generator(DEVICE).manual_seed(3)
+    routing, size = Routing(8, 4, normalised=True), 2880
+    vector = partial(torch.randn, generator=generator, device=DEVICE)
+    gate_up = tuple(random_mxfp4(2 * size, size, vector(2 * size), generator) for _ in range(8))
+    down = tuple(random_mxfp4(size, size, vector(size), generator) for _ in range(8))
+    plain = [tuple(FloatMatrix(decoded(one, torch.bfloat16), one.bias) for one in part) for part in (gate_up, down)]
+    router = FloatMatrix((vector(8, size) * size**-0.5).bfloat16(), vector(8))
+    norm = Norm(torch.ones(size, device=DEVICE), 1e-5)
+    kept = ExpertSet(routing, router, None, gate_up, Gate("swiglu_oai"), down)
+    wide = replace(kept, gate_up=plain[0], down=plain[1])
+    x = vector(3000, size).bfloat16()
+    whole = ops.experts(x, norm, kept)
+    for rows in (1, 3, 8, 9, 30, 60, 200, 3000):
+        found, expected = (ops.experts(x[:rows], norm, one).float() for one in (kept, wide))
+        assert (found - expected).norm() < 1e-2 * expected.norm(), rows
+        assert not exact or torch.equal(found, whole[:rows].float()), rows
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_a_random_model_of_the_benchmarks() -> None:
+    """`benchmarks.gpu oai` on a small shape: what a step reads, and logits that decoded experts give too."""
+    from benchmarks.gpu_parts import bytes_of_expert_weight, weight_bytes
+
+    arch = gpt_oss_shape(64, 96, 6, 2, 2, 1, 128)
+    model = random_model(arch, CudaOps(torch.float32, DEVICE), 64, mxfp4=True)
+    rig: Any = SimpleNamespace(arch=arch, model=model)
+    assert bytes_of_expert_weight(rig) == (64 + 4) / 96  # a slice of 128 inputs that has 96
+    assert weight_bytes(rig, 1) == model.weight_bytes() < weight_bytes(rig, 2)
+    tokens = [5, 90, 17]
+    found = run_tokens(model, tokens, chunks=[2, 1])
+    for layer in model.layers:
+        feed = layer.feed
+        assert isinstance(feed, Experts)
+        plain = {name: tuple(FloatMatrix(decoded(one, torch.float32), one.bias) for one in getattr(feed.experts, name))
+                 for name in ("gate_up", "down")}  # fmt: skip
+        object.__setattr__(feed, "experts", replace(feed.experts, **plain))
+    expected = run_tokens(model, tokens)
+    assert expected.isfinite().all()
+    close(found, expected, 1e-3)

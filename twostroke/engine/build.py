@@ -174,9 +174,9 @@ def check_host_memory(wanted: int, free: int) -> None:
 
 def check_feeds(arch: Arch, device: str) -> None:
     """A GPU has kernels for experts that scores of softmax or sigmoid choose, with the usual activations."""
-    for feed in (layer.feed for layer in arch.layers if device == "cuda"):
-        mixture = isinstance(feed, ExpertsArch)
-        if mixture and (feed.by_token or feed.activation == "swiglu_10" or feed.routing.scores == "sqrt_softplus"):
+    mixtures = [layer.feed for layer in arch.layers if isinstance(layer.feed, ExpertsArch)]
+    for feed in mixtures if device == "cuda" else []:
+        if feed.by_token or feed.activation == "swiglu_10" or feed.routing.scores == "sqrt_softplus":
             raise ConfigError(f"device='cuda' does not serve experts of {arch.family}'s kind: use device='cpu'.")
 
 

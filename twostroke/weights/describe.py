@@ -39,9 +39,7 @@ class Kept(NamedTuple):
     widened: int  # matrices of few bits that become 16-bit floats
 
 
-def kept_weights(
-    checkpoint: Checkpoint, device: str, decoded: str | None = None, *, but_mxfp4: bool = False
-) -> Kept:
+def kept_weights(checkpoint: Checkpoint, device: str, decoded: str | None = None, *, but_mxfp4: bool = False) -> Kept:
     """decoded: the float type that codes of few bits become, where one is asked for. but_mxfp4: not these."""
     total = widened = 0
     for name, tensor in whole_tensors(checkpoint).items():

@@ -21,9 +21,7 @@ from twostroke.ops.interface import BLOCK, Attention, Batch, Gate, KVLayer, Norm
 class ExactCudaOps(CudaOps):
     one_order = True
 
-    def __init__(
-        self, dtype: torch.dtype = torch.bfloat16, device: str | torch.device = "cuda", keep: bool = False
-    ):
+    def __init__(self, dtype: torch.dtype = torch.bfloat16, device: str | torch.device = "cuda", keep: bool = False):
         """keep: experts that come in MXFP4 stay in it. Their numbers are exact in bfloat16, and every tile adds them in
         one order."""
         super().__init__(dtype, device, keep=keep)

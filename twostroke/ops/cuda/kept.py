@@ -17,7 +17,7 @@ from torch import Tensor
 
 from twostroke.ops.cuda.kernels.four_bits import LARGEST, FourBits, from_int4, from_mxfp4
 from twostroke.ops.cuda.kernels.quantized import GROUP, SLICE, Fp8, Int4, Int8, Narrow
-from twostroke.ops.formats import FOUR_BITS, FORMATS, Stored, group_scales, to_nibbles
+from twostroke.ops.formats import FORMATS, FOUR_BITS, Stored, group_scales, to_nibbles
 
 MXFP4_BYTES = FORMATS["MXFP4"].bytes  # of a group
 

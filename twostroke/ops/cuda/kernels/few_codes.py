@@ -1,8 +1,8 @@
 """A few rows through experts of four bits: the gate's and the last product of few_rows.py, for four_bits.py.
 
-A tensor-core instruction multiplies 16 rows by 8 columns. The 16 rows are two outputs times eight neighbouring slices of
-the weights, the columns are the same eight slices of x. Only products of a slice with itself are needed; the others are
-dropped, and cost nothing. So a warp reads 512 neighbouring bytes of an output, and all of its lanes' loads count.
+A tensor-core instruction multiplies 16 rows by 8 columns. The 16 rows are two outputs times eight neighbouring slices
+of the weights, the columns are the same eight slices of x. Only products of a slice with itself are needed; the others
+are dropped, and cost nothing. So a warp reads 512 neighbouring bytes of an output.
 
 gate    the two outputs are gate and up; warps have outputs of their own
 down    the two outputs are neighbours; warps have pairs of their own, and their sums are added
@@ -52,36 +52,64 @@ def same_slices(found, TURNS: tl.constexpr, W: tl.constexpr):
 
 
 @triton.jit
+def chosen_place(places, every, expert):
+    return tl.sum(tl.where(every == expert, places, 0), axis=0)
+
+
+@triton.jit
 def gate_codes_kernel(
     x_ptr, codes_ptr, places_ptr, scales_ptr, scale_places_ptr, bias_ptr, ids_ptr, weights_ptr, out_ptr,
-    K: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr, FORMAT: tl.constexpr, ACTIVATION: tl.constexpr,
-    W: tl.constexpr, TURNS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr, FAST: tl.constexpr,
+    K: tl.constexpr, WIDTH: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_2: tl.constexpr, PAIRS: tl.constexpr,
+    FORMAT: tl.constexpr, ACTIVATION: tl.constexpr, W: tl.constexpr, TURNS: tl.constexpr, TILES: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """out (pairs, WIDTH) from x (T, K), normed."""
+    """out (pairs, WIDTH) from x (T, K), normed. A program has TILES tiles of TURNS · W outputs, and loads the next
+    words before it multiplies. All matrices' places are loaded before the choice is known."""
     SLICES: tl.constexpr = (K + 127) // 128
+    ROUNDS: tl.constexpr = (SLICES + 7) // 8
     pair = tl.program_id(1).to(tl.int64)
-    first = tl.program_id(0) * (W * TURNS)
+    first, every = tl.program_id(0) * (TILES * TURNS * W), tl.arange(0, EXPERTS_2)
+    places = tl.load(places_ptr + every, mask=every < EXPERTS, other=0) // 16
+    scale_places = tl.load(scale_places_ptr + every, mask=every < EXPERTS, other=0)
     index = tl.arange(0, TURNS * W * 16)
     n = first + index // (16 * W) * W + index // 8 % W
-    there, part = n < WIDTH, index % 8
-    row = tl.minimum(n, WIDTH - 1) + index // (8 * W) % 2 * WIDTH
+    part, up_rows = index % 8, index // (8 * W) % 2 * WIDTH
     x_rows = x_ptr + pair // PAIRS * K + tl.arange(0, 1)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    expert = tl.load(ids_ptr + pair)
-    start, scales = tl.load(places_ptr + expert), tl.load(scale_places_ptr + expert)
-    words = slice_words(codes_ptr, start, row, there, part, SLICES)
-    scale = slice_scales(scales_ptr, scales, row, part, SLICES, FORMAT, FAST)
     x = slices_of_x(x_rows, 0, K)
+    expert = tl.load(ids_ptr + pair)
+    start, scales = chosen_place(places, every, expert) * 16, chosen_place(scale_places, every, expert)
+    row = tl.minimum(n, WIDTH - 1) + up_rows
+    words = slice_words(codes_ptr, start, row, n < WIDTH, part, SLICES)
+    scale = slice_scales(scales_ptr, scales, row, part, SLICES, FORMAT, FAST)
+    count = tl.load(weights_ptr + pair)
     acc = tl.zeros((TURNS * W, 16, 8), tl.float32)
-    for slice in tl.range(0, SLICES, EIGHT, num_stages=1):
-        next_x = slices_of_x(x_rows, slice + 8, K)
-        next_words = slice_words(codes_ptr, start, row, there, slice + 8 + part, SLICES)
-        next_scale = slice_scales(scales_ptr, scales, row, slice + 8 + part, SLICES, FORMAT, FAST)
+    for step in tl.range(0, TILES * ROUNDS, num_stages=1):
+        tile, eight = (step + 1) // ROUNDS, (step + 1) % ROUNDS * 8  # the next
+        next_x = slices_of_x(x_rows, eight, K)
+        here = n + tile * (TURNS * W)
+        row = tl.minimum(here, WIDTH - 1) + up_rows
+        next_words = slice_words(codes_ptr, start, row, (here < WIDTH) & (tile < TILES), eight + part, SLICES)
+        next_scale = slice_scales(scales_ptr, scales, row, eight + part, SLICES, FORMAT, FAST)
         weights = as_eights(weights_of(words, word_scales(scale, FORMAT), FORMAT, FAST), TURNS, W, x.dtype)
         acc = tl.dot(weights, for_all(x, TURNS, W), acc, input_precision=PRECISION)
         words, scale, x = next_words, next_scale, next_x
+        if eight == 0:
+            store_gated(
+                acc, first + (tile - 1) * (TURNS * W), expert, count, bias_ptr, out_ptr + pair * WIDTH, WIDTH,
+                ACTIVATION, TURNS, W,
+            )  # fmt: skip
+            acc = tl.zeros((TURNS * W, 16, 8), tl.float32)
+
+
+@triton.jit
+def store_gated(
+    acc, first, expert, count, bias_ptr, out_ptr, WIDTH: tl.constexpr, ACTIVATION: tl.constexpr, TURNS: tl.constexpr,
+    W: tl.constexpr,
+):  # fmt: skip
+    """A tile's outputs: activation(gate) · up, times what the expert counts."""
     gate, up = tl.split(same_slices(acc, TURNS, W))
     gate, up = tl.reshape(gate, (TURNS * W,)), tl.reshape(up, (TURNS * W,))
     n = first + tl.arange(0, TURNS * W)
@@ -89,8 +117,8 @@ def gate_codes_kernel(
         bias = bias_ptr + expert * (2 * WIDTH) + n
         gate += tl.load(bias, mask=n < WIDTH, other=0.0)
         up += tl.load(bias + WIDTH, mask=n < WIDTH, other=0.0)
-    out = gated_pair(gate, up, ACTIVATION) * tl.load(weights_ptr + pair)
-    tl.store(out_ptr + pair * WIDTH + n, out.to(out_ptr.dtype.element_ty), mask=n < WIDTH)
+    out = gated_pair(gate, up, ACTIVATION) * count
+    tl.store(out_ptr + n, out.to(out_ptr.dtype.element_ty), mask=n < WIDTH)
 
 
 @triton.jit
@@ -99,8 +127,8 @@ def down_codes_kernel(
     N: tl.constexpr, K: tl.constexpr, PAIRS: tl.constexpr, FORMAT: tl.constexpr, ADD: tl.constexpr, W: tl.constexpr,
     TURNS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """out (T, N): the sum of a row's pairs; ADD: added to what `out` holds. The first words are loaded before the kernel
-    in front has ended."""
+    """out (T, N): the sum of a row's pairs; ADD: added to what `out` holds. The first words are loaded before the
+    kernel in front has ended."""
     SLICES: tl.constexpr = (K + 127) // 128
     token = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0) * (2 * TURNS)
@@ -130,10 +158,10 @@ def down_codes_kernel(
         x_rows = inner_ptr + (token * PAIRS + tl.minimum(turn + mine, PAIRS - 1)) * K
         x = slices_of_x(x_rows, 0, K)
         acc = tl.zeros((TURNS * W, 16, 8), tl.float32)
-        for slice in tl.range(0, SLICES, EIGHT, num_stages=1):
-            next_x = slices_of_x(x_rows, slice + 8, K)
-            next_words = slice_words(codes_ptr, start, row, there, slice + 8 + part, SLICES)
-            next_scale = slice_scales(scales_ptr, scales, row, slice + 8 + part, SLICES, FORMAT, FAST)
+        for eight in tl.range(0, SLICES, EIGHT, num_stages=1):
+            next_x = slices_of_x(x_rows, eight + 8, K)
+            next_words = slice_words(codes_ptr, start, row, there, eight + 8 + part, SLICES)
+            next_scale = slice_scales(scales_ptr, scales, row, eight + 8 + part, SLICES, FORMAT, FAST)
             weights = as_eights(weights_of(words, word_scales(scale, FORMAT), FORMAT, FAST), TURNS, W, x.dtype)
             acc = tl.dot(weights, for_all(x, TURNS, W), acc, input_precision=PRECISION)
             words, scale, x = next_words, next_scale, next_x
@@ -150,13 +178,14 @@ class CodeForm(NamedTuple):
 
     warps: int
     turns: int  # tiles of 16 rows of weights that a warp multiplies side by side
+    tiles: int  # of so many turns, one after the other
 
 
 def gate_form(width: int) -> CodeForm:
-    """Chosen by what registers hold, so that three programs share a multiprocessor; not measured."""
-    return CodeForm(4, 4 if width >= 1024 else 1)
+    """By what registers hold, so that four programs of a wide matrix share a multiprocessor; not measured."""
+    return CodeForm(4, 2, 4) if width >= 1024 else CodeForm(4, 2, 1)
 
 
 def down_form(pairs: int) -> CodeForm:
     """A warp for each pair."""
-    return CodeForm(min(8, triton.next_power_of_2(pairs)), 4)
+    return CodeForm(min(8, triton.next_power_of_2(pairs)), 2, 1)

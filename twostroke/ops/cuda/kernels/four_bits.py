@@ -1,14 +1,14 @@
 """Matrices of experts in four bits, laid out so that the tensor cores take the codes where they were loaded.
 
-A row is made of slices of 128 inputs (zeros fill the last one), 16 words of 32 bits each. Four neighbouring lanes load a
-slice, four words each; word j of a lane has eight codes of the slice's group j, those of the inputs that a tensor-core
-operand keeps in that lane. So codes become floats in registers and stay there, and the other operand keeps its order.
+A row is made of slices of 128 inputs (zeros fill the last one), 16 words of 32 bits each. Four neighbouring lanes load
+a slice, four words each; word j of a lane has eight codes of the slice's group j, those of the inputs that an operand
+of the tensor cores keeps in that lane. So codes become floats in registers and stay there, and x keeps its order.
 
     lane q, word j       inputs 32 j + 16 t + 8 h + 2 q + i      t, h, i: 0 or 1
     pair 2 t + h         inputs i = 0 and i = 1 of the word, in the lower and the upper half of its bits
 
-MXFP4   codes of four bits (a sign, two bits of exponent, one of mantissa) times 2^(s - 127), s a byte for each group. The
-        bits of a code lie in a word so that a shift and a mask put them where bfloat16 has them: that is the code's
+MXFP4   codes of four bits (a sign, two bits of exponent, one of mantissa) times 2^(s - 127), s a byte for each group.
+        The bits of a code lie in a word so that a shift and a mask put them where bfloat16 has them: that is the code's
         value times 2^-126. The product with 2^(s - 1) is exact.
 INT4    bfloat16(code · scale + least), both bfloat16, for each group.
 """
@@ -107,7 +107,9 @@ def placed(codes: Tensor, pair: int, fmt: int) -> Tensor:
     body, sign = BODIES[pair], codes >> 3 << SIGNS[pair]
     if body is not None:
         return sign | (codes & 7) << body
-    return sign | sum(((codes >> bit & 1) << place for bit, place in enumerate(LAST_BODY)), start=torch.zeros_like(sign))
+    for bit, place in enumerate(LAST_BODY):
+        sign |= (codes >> bit & 1) << place
+    return sign
 
 
 def unpack_words(words: Tensor, fmt: int, width: int) -> Tensor:
@@ -127,7 +129,9 @@ def taken(half: Tensor, pair: int, fmt: int) -> Tensor:
     body, sign = BODIES[pair], (half >> SIGNS[pair] & 1) << 3
     if body is not None:
         return sign | (half >> body & 7)
-    return sign | sum(((half >> place & 1) << bit for bit, place in enumerate(LAST_BODY)), start=torch.zeros_like(sign))
+    for bit, place in enumerate(LAST_BODY):
+        sign |= (half >> place & 1) << bit
+    return sign
 
 
 @triton.jit
@@ -191,7 +195,8 @@ def weights_of(words, scale, FORMAT: tl.constexpr, FAST: tl.constexpr):
 def slice_words(codes_ptr, start, row, there, part, SLICES: tl.constexpr):
     """(rows, 16): the words of slice `part` of a row; zeros past the end. start: the matrix's place."""
     at = tl.multiple_of(start + (row.to(tl.int64) * SLICES + part) * 16, 16)
-    return tl.load(codes_ptr + at[:, None] + tl.arange(0, 16)[None, :], mask=(there & (part < SLICES))[:, None], other=0)
+    inside = there & (part < SLICES)
+    return tl.load(codes_ptr + at[:, None] + tl.arange(0, 16)[None, :], mask=inside[:, None], other=0)
 
 
 @triton.jit

@@ -1,8 +1,9 @@
 """Many rows through experts of four bits: the two products of grouped.py, for four_bits.py.
 
-The weights are the tensor cores' tall side, which may lie in registers: codes become bfloat16 where they were loaded. A
-tile has 16 outputs for each warp. With a gate these are eight of gate and the same eight of up, so that both of an output
-lie in one lane. Every output adds its products along K from the first column to the last, whatever the tile's shape.
+The weights are the tensor cores' tall side, which may lie in registers: codes become bfloat16 where they were loaded.
+A tile has 16 outputs for each warp. With a gate these are eight of gate and the same eight of up, so that both of an
+output lie in one lane. Every output adds its products along K from the first column to the last, whatever the tile's
+shape.
 """
 
 from __future__ import annotations
