@@ -16,6 +16,8 @@ pytest.importorskip("triton")
 from benchmarks.random_weights import gpt_oss_shape, random_model
 from tests import tiny
 from tests.helpers import run_tokens
+from tests.model.test_gguf_parity import write_gguf
+from tests.model.test_parity import make_peer
 from tests.ops.test_gpu_experts import slow_here
 from tests.ops.test_triton import DEVICE, ON_CARD, REFERENCE, close, pytestmark  # noqa: F401
 from tests.published import code_experts
@@ -36,7 +38,7 @@ from twostroke.ops.formats import Stored, dequantize, from_float, stored_bytes
 from twostroke.ops.interface import ExpertSet, Gate, Norm, Routing
 from twostroke.ops.reference.backend import ReferenceMatrix
 from twostroke.record import replace
-from twostroke.weights.checkpoint import open_checkpoint
+from twostroke.weights.checkpoint import Checkpoint, open_checkpoint
 from twostroke.weights.describe import kept_weights
 from twostroke.weights.load import load_model
 
@@ -263,3 +265,22 @@ def test_a_random_model_of_the_benchmarks() -> None:
     expected = run_tokens(model, tokens)
     assert expected.isfinite().all()
     close(found, expected, 1e-3)
+
+
+@slow_here
+@torch.no_grad()
+def test_a_gguf_file(tmp_path: Path) -> None:
+    """Experts in MXFP4 from GGUF, in a family whose attention has no sinks."""
+    shape = {"hidden_size": 64, "num_attention_heads": 4, "moe_intermediate_size": 32}
+    write_gguf(tmp_path / "model.gguf", "qwen3moe", make_peer("qwen3_moe", tmp_path / "folder", **shape), {})
+    checkpoint, rng = open_checkpoint(tmp_path / "model.gguf"), np.random.default_rng(2)
+    tensors = dict(checkpoint.tensors)
+    for name, tensor in checkpoint.tensors.items():
+        if "_exps" in name:
+            experts, rows, columns = tensor.shape
+            tensors[name] = Stored("MXFP4", tensor.shape, matrix(rng, "MXFP4", experts * rows, columns).data)
+    coded = Checkpoint("gguf", checkpoint.path, checkpoint.config, tensors)
+    model = load_model(coded, CudaOps(torch.float32, DEVICE, keep=True), 64)
+    feed, tokens = model.layers[2].feed, [5, 90, 17, 33, 60]
+    assert isinstance(feed, Experts) and isinstance(feed.experts.gate_up[0], FourBits)
+    close(run_tokens(model, tokens, chunks=[4, 1]), run_tokens(load_model(coded, REFERENCE, 64), tokens), 1e-4)
