@@ -243,6 +243,13 @@ def test_the_width_of_gpt_oss_20b(exact: bool) -> None:
         assert not exact or torch.equal(found, whole[:rows].float()), rows
 
 
+def with_floats(feed: Any) -> Experts:
+    experts = feed.experts
+    gate_up, down = ([FloatMatrix(decoded(one, torch.float32), one.bias) for one in part]
+                     for part in (experts.gate_up, experts.down))  # fmt: skip
+    return replace(feed, experts=replace(experts, gate_up=tuple(gate_up), down=tuple(down)))
+
+
 @pytest.mark.slow
 @torch.no_grad()
 def test_a_random_model_of_the_benchmarks() -> None:
@@ -256,12 +263,7 @@ def test_a_random_model_of_the_benchmarks() -> None:
     assert weight_bytes(rig, 1) == model.weight_bytes() < weight_bytes(rig, 2)
     tokens = [5, 90, 17]
     found = run_tokens(model, tokens, chunks=[2, 1])
-    for layer in model.layers:
-        feed = layer.feed
-        assert isinstance(feed, Experts)
-        plain = {name: tuple(FloatMatrix(decoded(one, torch.float32), one.bias) for one in getattr(feed.experts, name))
-                 for name in ("gate_up", "down")}  # fmt: skip
-        object.__setattr__(feed, "experts", replace(feed.experts, **plain))
+    model.layers = tuple(replace(layer, feed=with_floats(layer.feed)) for layer in model.layers)
     expected = run_tokens(model, tokens)
     assert expected.isfinite().all()
     close(found, expected, 1e-3)

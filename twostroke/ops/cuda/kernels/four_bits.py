@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from twostroke.ops.cuda.kernels.narrow_tiles import INT4, MXFP4, group_words
+from twostroke.ops.cuda.kernels.narrow_tiles import INT4, MXFP4
 from twostroke.ops.cuda.kernels.quantized import GROUP, SLICE, Int4
 from twostroke.ops.formats import FOUR_BIT_FLOATS
 
@@ -192,6 +192,18 @@ def weights_of(words, scale, FORMAT: tl.constexpr, FAST: tl.constexpr):
 
 
 @triton.jit
+def row_words(at, FAST: tl.constexpr):
+    """The words at these addresses, equal along a row. In assembly, so that they are loaded in the layout of the codes
+    that they belong to: the compiler would choose another one, and move them. It loads equal ones of a lane once."""
+    if FAST:
+        return tl.inline_asm_elementwise(
+            "ld.global.nc.b32 $0, [$1];", "=r,l", [at], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        return tl.load(at)
+
+
+@triton.jit
 def slice_words(codes_ptr, start, row, there, part, SLICES: tl.constexpr):
     """(rows, 16): the words of slice `part` of a row; zeros past the end. start: the matrix's place."""
     at = tl.multiple_of(start + (row.to(tl.int64) * SLICES + part) * 16, 16)
@@ -207,7 +219,7 @@ def slice_scales(scales_ptr, start, row, part, SLICES: tl.constexpr, FORMAT: tl.
     if FORMAT == 2:
         return tl.load(scales_ptr + tl.multiple_of(start + at * 4, 4)[:, None] + column % 4)
     else:
-        return group_words(scales_ptr + ((start + at)[:, None] + column // 16), FAST)
+        return row_words(scales_ptr + ((start + at)[:, None] + column * 0), FAST)
 
 
 @triton.jit
