@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -286,3 +289,16 @@ def test_a_gguf_file(tmp_path: Path) -> None:
     feed, tokens = model.layers[2].feed, [5, 90, 17, 33, 60]
     assert isinstance(feed, Experts) and isinstance(feed.experts.gate_up[0], FourBits)
     close(run_tokens(model, tokens, chunks=[4, 1]), run_tokens(load_model(coded, REFERENCE, 64), tokens), 1e-4)
+
+
+def test_compiled_weights_stay_in_registers() -> None:
+    """Two instructions of the tensor cores for 32 inputs of 16 outputs; what few stores to shared memory there are hold
+    x, or sums at the end."""
+    plain = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.ops.compile_codes"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=plain)
+    found = {name: [int(part) for part in rest] for name, *rest in map(str.split, done.stdout.splitlines())}
+    assert len(found) == 4
+    for name, (products, scalings, stores) in found.items():
+        assert (products, scalings) == ((8, 32) if name.startswith("grouped") else (16, 64)), name
+        assert stores < 20, name
