@@ -73,6 +73,7 @@ PARTS: dict[str, tuple[Callable[[Bench], None], int]] = {  # with the seconds it
     "weights": (parts.weights, 75),
     "kv": (parts.kv, 8),
     "mixture": (parts.mixture, 30),
+    "oai": (parts.oai, 30),
     "latent": (parts.latent, 30),
     "transformers": (parts.transformers, 110),
 }

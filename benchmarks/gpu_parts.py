@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 import time
@@ -13,8 +14,10 @@ import torch
 from benchmarks.gpu_bench import Bench
 from benchmarks.gpu_filled import filled_step
 from benchmarks.gpu_rig import Rig, longest_steps, restore_times
-from benchmarks.random_weights import LLAMA_1B, LLAMA_8B, qwen3_30b_shape, v2_lite_shape
+from benchmarks.random_weights import GPT_OSS_20B, LLAMA_1B, LLAMA_8B, qwen3_30b_shape, v2_lite_shape
 from twostroke.metrics.steplog import StepLog
+from twostroke.model.layers import Experts
+from twostroke.ops.cuda.weights import shape_of
 from twostroke.types import RequestState
 
 # ---- one stream, one prompt ------------------------------------------------------------------------------------------
@@ -48,11 +51,19 @@ def measure_ttft(bench: Bench, rig: Rig, name: str, lengths: tuple[int, ...]) ->
 
 
 def weight_bytes(rig: Rig, rows: int) -> float:
-    """Bytes of weights that a step of so many rows reads: of experts those that so many rows are expected to choose,
-    in bf16."""
+    """Bytes of weights that a step of so many rows reads: of experts those that so many rows are expected to choose."""
     products = [product for layer in rig.arch.layers for product in layer.products(rig.arch.hidden)]
     more = sum(product.read(rows) - product.row_weights for product in products if product.matrices > 1)
-    return rig.model.weight_bytes() + 2 * more
+    return rig.model.weight_bytes() + bytes_of_expert_weight(rig) * more
+
+
+def bytes_of_expert_weight(rig: Rig) -> float:
+    """Of one number, scales included."""
+    feeds = [layer.feed for layer in rig.model.layers if isinstance(layer.feed, Experts)]
+    if not feeds:
+        return 0.0
+    down = feeds[0].experts.down[0]
+    return rig.model.ops.weight_bytes(down) / math.prod(shape_of(down))
 
 
 def decode1(bench: Bench) -> None:
@@ -117,6 +128,14 @@ def mixture(bench: Bench) -> None:
     measure_decode(bench, rig, "mixture_decode1")
     measure_ttft(bench, rig, "mixture_ttft", (512, 8192))
     measure_streams(bench, rig, "mixture_decode32", 32, 512)
+
+
+def oai(bench: Bench) -> None:
+    """gpt-oss-20b's shape, its experts in MXFP4."""
+    rig = bench.own(GPT_OSS_20B, max_model_len=16384, mxfp4=True)
+    measure_decode(bench, rig, "oai_decode1")
+    measure_ttft(bench, rig, "oai_ttft", (512, 8192))
+    measure_streams(bench, rig, "oai_decode32", 32, 512)
 
 
 def latent(bench: Bench) -> None:

@@ -56,14 +56,14 @@ class Rig:
 
 def make_rig(
     arch: Arch, model: Transformer | None = None, kv_dtype: str = "bfloat16", quantize: str | None = None,
-    ahead: bool = True, draft_arch: Arch | None = None, **settings: object,
+    ahead: bool = True, draft_arch: Arch | None = None, mxfp4: bool = False, **settings: object,
 ) -> Rig:  # fmt: skip
-    """ahead: as a server starts. draft_arch: of a draft model beside it."""
+    """ahead: as a server starts. draft_arch: of a draft model beside it. mxfp4: of the experts."""
     gc.freeze()  # as in the server's process: a full collection of all imported modules takes 50 ms and more
     exact = bool(settings.get("exact", False))
     ops = model.ops if model is not None else make_ops("cuda", "bfloat16", 1, quantize, exact)
     length = settings.setdefault("max_model_len", 131_072)
-    model = model or random_model(arch, ops, 131_072)  # type: ignore[arg-type]
+    model = model or random_model(arch, ops, 131_072, mxfp4=mxfp4)  # type: ignore[arg-type]
     draft = random_model(draft_arch, ops, 131_072) if draft_arch is not None else None  # type: ignore[arg-type]
     config = make_config(device="cuda", dtype="bfloat16", kv_dtype=kv_dtype, seed=1, **settings)
     resolved = resolve(config, arch, Hardware("cuda", 16, torch.cuda.mem_get_info()[0]), 0, draft_arch)

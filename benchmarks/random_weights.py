@@ -14,7 +14,9 @@ from twostroke.ops.interface import Attention, ExpertSet, Gate, LatentAttention,
 from twostroke.weights.load import RopeTables
 
 if TYPE_CHECKING:  # the shapes below serve without Triton
-    from twostroke.ops.cuda.backend import CudaOps, CudaWeight
+    from torch import Tensor
+
+    from twostroke.ops.cuda.backend import CudaOps, CudaWeight, ExpertWeight
 
 THETA = 500_000.0
 
@@ -58,9 +60,24 @@ def v2_lite_shape(layers: int = 27) -> Arch:
     )  # fmt: skip
 
 
-def random_model(arch: Arch, ops: CudaOps, max_positions: int, seed: int = 0) -> Transformer:
-    """Normal weights with a deviation that keeps activations near 1."""
-    from twostroke.ops.cuda.weights import FloatMatrix  # needs Triton
+def gpt_oss_shape(hidden: int, width: int, experts: int, layers: int, heads: int, kv_heads: int, vocab: int) -> Arch:
+    """gpt-oss' without its sinks: 4 experts are chosen, every other layer has a window of 128 tokens."""
+    mixers = [GroupedArch(heads, kv_heads, 64, rope=turns(64, 150_000.0), window=window) for window in (128, None)]
+    routing = Routing(experts, 4, normalised=True)
+    feed = ExpertsArch(routing, width, "swiglu_oai", router_bias=True, expert_bias=True)
+    return Arch(
+        family="gpt_oss", vocab=vocab, hidden=hidden, max_positions=131_072, norm_eps=1e-5,
+        layers=tuple(LayerArch(mixers[index % 2], feed) for index in range(layers)),
+    )  # fmt: skip
+
+
+GPT_OSS_20B = gpt_oss_shape(2880, 2880, 32, 24, 64, 8, 201_088)
+
+
+def random_model(arch: Arch, ops: CudaOps, max_positions: int, seed: int = 0, mxfp4: bool = False) -> Transformer:
+    """Normal weights with a deviation that keeps activations near 1. mxfp4: experts have random codes of it."""
+    from twostroke.ops.cuda.kernels.four_bits import random_mxfp4  # needs Triton
+    from twostroke.ops.cuda.weights import FloatMatrix
 
     generator = torch.Generator(ops.device).manual_seed(seed)
 
@@ -68,16 +85,21 @@ def random_model(arch: Arch, ops: CudaOps, max_positions: int, seed: int = 0) ->
         weight = torch.empty(rows, columns, dtype=ops.dtype, device=ops.device)
         return ops.adopt(weight.normal_(std=columns**-0.5, generator=generator), outer=outer)
 
-    def floats(rows: int, columns: int) -> CudaWeight:
+    def floats(rows: int, columns: int, bias: Tensor | None = None) -> CudaWeight:
         """One that is not rounded to fewer bits."""
         return FloatMatrix(torch.empty(rows, columns, dtype=ops.dtype, device=ops.device).normal_(
-            std=columns**-0.5, generator=generator), None)  # fmt: skip
+            std=columns**-0.5, generator=generator), bias)  # fmt: skip
 
-    def stack(count: int, rows: int, columns: int) -> tuple[CudaWeight, ...]:
-        """So many matrices beside each other."""
+    def vector(size: int, there: bool) -> Tensor | None:
+        return torch.randn(size, generator=generator, device=ops.device) * 0.1 if there else None
+
+    def stack(count: int, rows: int, columns: int, biased: bool) -> tuple[ExpertWeight, ...]:
+        """So many matrices of experts; floats lie beside each other."""
+        if mxfp4:
+            return tuple(random_mxfp4(rows, columns, vector(rows, biased), generator) for _ in range(count))
         whole = torch.empty(count, rows, columns, dtype=ops.dtype, device=ops.device)
         whole.normal_(std=columns**-0.5, generator=generator)
-        return tuple(ops.adopt(one) for one in whole)
+        return tuple(ops.adopt_expert(one, vector(rows, biased)) for one in whole)
 
     def norm(width: int = arch.hidden) -> Norm:
         return Norm(torch.ones(width, device=ops.device), arch.norm_eps)
@@ -108,10 +130,10 @@ def random_model(arch: Arch, ops: CudaOps, max_positions: int, seed: int = 0) ->
         if isinstance(feed, DenseArch):
             return Dense(norm(), matrix(*shapes["gate_up"]), Gate(feed.activation), matrix(*shapes["down"]))
         assert isinstance(feed, ExpertsArch)
-        count = feed.routing.experts
+        count, biased = feed.routing.experts, feed.expert_bias
         experts = ExpertSet(
-            feed.routing, floats(*shapes["router"]), None, stack(count, *shapes["gate_up"]), Gate(feed.activation),
-            stack(count, *shapes["down"]),
+            feed.routing, floats(*shapes["router"], vector(count, feed.router_bias)), None,
+            stack(count, *shapes["gate_up"], biased), Gate(feed.activation), stack(count, *shapes["down"], biased),
         )  # fmt: skip
         shared = None
         if feed.shared:

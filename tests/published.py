@@ -229,3 +229,23 @@ def rewrite(folder: Path, kind: str) -> dict[str, Tensor]:
     settings = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(settings | {"quantization_config": config}))
     return meant
+
+
+def mxfp4(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(experts, inputs, outputs) -> blocks and scales as gpt-oss' files hold them, and the rounded values."""
+    table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    groups = values.transpose(1, 2).unflatten(-1, (-1, 32))
+    exponents = torch.ceil(torch.log2(groups.abs().amax(-1) / 6))
+    codes = (groups / 2.0 ** exponents[..., None])[..., None].sub(table).abs().argmin(-1)
+    blocks = (codes[..., 0::2] | (codes[..., 1::2] << 4)).to(torch.uint8)
+    rounded = (table[codes] * 2.0 ** exponents[..., None]).flatten(-2).transpose(1, 2)
+    return blocks.contiguous(), (exponents + 127).to(torch.uint8).contiguous(), rounded
+
+
+def code_experts(folder: Path) -> dict[str, Tensor]:
+    """Codes the experts of a gpt-oss checkpoint in MXFP4. What they mean, by the names they had."""
+    tensors, meant = safetensors.torch.load_file(folder / "model.safetensors"), {}
+    for name in [name for name in tensors if name.endswith("_proj")]:
+        tensors[f"{name}_blocks"], tensors[f"{name}_scales"], meant[name] = mxfp4(tensors.pop(name))
+    safetensors.torch.save_file(tensors, folder / "model.safetensors")
+    return meant

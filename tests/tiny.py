@@ -207,13 +207,13 @@ def tiny_mixture(folder: Path, **changes: object) -> Path:
     return save(transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**(settings | changes))), folder)
 
 
-def tiny_gpt_oss(folder: Path) -> Path:
+def tiny_gpt_oss(folder: Path, hidden_size: int = 48, intermediate_size: int = 32) -> Path:
     """Sinks, a window of 40 tokens on the first layer, biases, experts in both layers."""
     torch.manual_seed(5)
     config = transformers.GptOssConfig(
         vocab_size=VOCAB,
-        hidden_size=48,
-        intermediate_size=32,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
         num_local_experts=6,
         num_experts_per_tok=2,
         num_hidden_layers=2,

@@ -18,6 +18,8 @@ from tests import published, tiny
 from tests.helpers import run_tokens
 from tests.model import test_latent, test_parity
 from tests.model.test_parity import load, tokens_of
+from twostroke.engine.build import check_attention
+from twostroke.errors import ConfigError
 from twostroke.kv.layout import make_layout
 from twostroke.kv.storage import KVStorage
 from twostroke.model.transformer import Transformer
@@ -25,6 +27,8 @@ from twostroke.ops.cuda.backend import CudaOps
 from twostroke.ops.cuda.cuts import DeviceBatch
 from twostroke.ops.cuda.exact import ExactCudaOps
 from twostroke.ops.interface import BLOCK, Attention, GroupBlocks, KVLayer
+from twostroke.weights.checkpoint import open_checkpoint
+from twostroke.weights.describe import load_arch
 
 pytestmark = pytest.mark.gpu
 CARD = torch.device("cuda")
@@ -111,6 +115,29 @@ def test_published_formats(kind: str, tmp_path: Path) -> None:
         for chunks in ([61], [7, 51, 1, 1, 1]):
             error = row_error(logits_of(model, tokens, chunks, "bfloat16"), expected)
             assert error < 0.1, f"{kind} {keep} {chunks}: relative error {error:.2e}"
+
+
+@pytest.mark.parametrize("coded", [False, True])
+@torch.no_grad()
+def test_gpt_oss(coded: bool, tmp_path: Path) -> None:
+    """Its experts in floats and in MXFP4, beside the specification; an exact engine has the same bits in any chunks."""
+    folder = tiny.tiny_gpt_oss(tmp_path / "model", hidden_size=64, intermediate_size=96)
+    if coded:
+        published.code_experts(folder)
+    try:
+        check_attention(load_arch(open_checkpoint(folder)), "cuda")
+    except ConfigError as error:
+        pytest.skip(str(error))
+    tokens = tokens_of(61)
+    expected = run_tokens(load(folder), tokens)
+    for dtype, limit in ((torch.float32, 1e-3), (torch.bfloat16, 0.1)):
+        kv_format = "float32" if dtype == torch.float32 else "bfloat16"
+        for ops in (CudaOps(dtype, CARD, keep=True), ExactCudaOps(dtype, CARD, keep=True)):
+            model = load(folder, ops)
+            found = [logits_of(model, tokens, chunks, kv_format) for chunks in ([61], [7, 51, 1, 1, 1])]
+            for logits in found:
+                assert row_error(logits, expected) < limit, (dtype, ops.one_order)
+            assert not ops.one_order or torch.equal(*found)
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (3, 1), (8, 2)], ids=str)

@@ -16,6 +16,7 @@ import transformers
 from tests.helpers import run_tokens
 from tests.model.test_gguf_parity import write_gguf
 from tests.model.test_parity import MIXTURES, SHAPE, load, make_peer, rewrite, tokens_of
+from tests.published import code_experts
 from twostroke.engine.build import check_feeds
 from twostroke.errors import ConfigError, ModelError
 from twostroke.model.arch import Arch, ExpertsArch, GroupedArch, LayerArch
@@ -151,31 +152,15 @@ def test_deepseek_feeds(kind: str, make: Any, changes: dict[str, Any], tmp_path:
     torch.testing.assert_close(feed_of(tmp_path, sparse, 1)(x), expected, atol=1e-4, rtol=0)
 
 
-def mxfp4(values: torch.Tensor, folder: Path) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(experts, inputs, outputs) -> blocks and scales as gpt-oss' files hold them, and the rounded values."""
-    table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
-    groups = values.transpose(1, 2).unflatten(-1, (-1, 32))
-    exponents = torch.ceil(torch.log2(groups.abs().amax(-1) / 6))
-    codes = (groups / 2.0 ** exponents[..., None])[..., None].sub(table).abs().argmin(-1)
-    blocks = (codes[..., 0::2] | (codes[..., 1::2] << 4)).to(torch.uint8)
-    rounded = (table[codes] * 2.0 ** exponents[..., None]).flatten(-2).transpose(1, 2)
-    return blocks.contiguous(), (exponents + 127).to(torch.uint8).contiguous(), rounded
-
-
 @pytest.mark.parametrize("coded", [False, True])
 def test_gpt_oss_feeds(coded: bool, tmp_path: Path) -> None:
     shape = {"num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 96, "head_dim": 16}
     peer = save_random("gpt_oss", tmp_path, num_key_value_heads=2, sliding_window=16, **shape)
     experts = peer.model.layers[1].mlp.experts
     if coded:
-
-        def encode(tensors: dict[str, torch.Tensor]) -> None:
-            for name in [name for name in tensors if name.endswith("_proj")]:
-                tensors[f"{name}_blocks"], tensors[f"{name}_scales"], rounded = mxfp4(tensors.pop(name), tmp_path)
-                if "layers.1." in name:
-                    getattr(experts, name.rsplit(".", 1)[1]).copy_(rounded)
-
-        rewrite(tmp_path, encode)
+        for name, rounded in code_experts(tmp_path).items():
+            if "layers.1." in name:
+                getattr(experts, name.rsplit(".", 1)[1]).copy_(rounded)
     feed = gpt_oss_feeds(Fields(json.loads((tmp_path / "config.json").read_text()), "config.json"), 2)[1]
     x = 3 * torch.randn(30, 64)
     block = peer.model.layers[1]
@@ -267,12 +252,17 @@ def test_missing_and_odd_tensors(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-def test_a_gpu_refuses_experts_of_four_bits() -> None:
+def test_a_gpu_refuses_experts_that_it_has_no_kernels_for() -> None:
     arch = arch_from_config(QWEN)
-    check_feeds(arch, "cpu", "int4")
-    check_feeds(arch, "cuda", "fp8")
-    with pytest.raises(ConfigError, match=r"quantize='int4' is not served for experts \(qwen3_moe\)"):
-        check_feeds(arch, "cuda", "int4")
+    check_feeds(arch, "cuda")
+    feed = arch.layers[0].feed
+    assert isinstance(feed, ExpertsArch)
+    for change in ({"by_token": True}, {"activation": "swiglu_10"},
+                   {"routing": replace(feed.routing, scores="sqrt_softplus")}):  # fmt: skip
+        other = replace(arch, layers=(replace(arch.layers[0], feed=replace(feed, **change)),))
+        check_feeds(other, "cpu")
+        with pytest.raises(ConfigError, match=r"does not serve experts of qwen3_moe's kind: use device='cpu'"):
+            check_feeds(other, "cuda")
 
 
 def test_a_gguf_file_without_routers(tmp_path: Path) -> None:

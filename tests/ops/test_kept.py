@@ -18,6 +18,7 @@ pytest.importorskip("triton")
 from tests import published, tiny  # noqa: E402
 from tests.helpers import run_tokens  # noqa: E402
 from twostroke.ops.cuda.backend import CudaOps  # noqa: E402
+from twostroke.ops.cuda.kernels.four_bits import FourBits  # noqa: E402
 from twostroke.ops.cuda.kernels.quantized import Fp8, Int4, Int8, as_float  # noqa: E402
 from twostroke.ops.cuda.weights import FloatMatrix, lay_matrices  # noqa: E402
 from twostroke.ops.formats import Stored, dequantize, layout_of, stored_bytes  # noqa: E402
@@ -107,13 +108,13 @@ def test_what_is_decoded() -> None:
 
 
 def test_experts() -> None:
-    """They have no kernels for four bits, and are all of one kind."""
+    """They have a layout of their own for four bits, and are all of one kind."""
     ops = CudaOps(torch.float32, DEVICE, keep=True)
-    assert isinstance(ops.pack_expert([random_blocks("Q4_0", 32, 256)]), FloatMatrix)
+    assert isinstance(ops.pack_expert([random_blocks("Q4_0", 32, 256)]), FourBits)
     coded = ops.pack_expert([random_blocks("Q8_0", 32, 256, by_output=True)])
     assert isinstance(coded, Int8)
-    assert lay_matrices([coded, coded]).format != 0
-    assert lay_matrices([coded, ops.pack_expert([random_blocks("Q8_0", 32, 256)])]).format == 0
+    assert lay_matrices([coded, coded], torch.float32).format != 0
+    assert lay_matrices([coded, ops.pack_expert([random_blocks("Q8_0", 32, 256)])], torch.float32).format == 0
 
 
 @pytest.mark.slow

@@ -87,7 +87,7 @@ def build_engine(
     draft = open_draft(config.draft_model, arch, tokenizer, download_progress)
     for one in (arch, *([] if draft is None else [draft.arch])):
         check_attention(one, device)
-        check_feeds(one, device, config.quantize)
+        check_feeds(one, device)
     checkpoints = [checkpoint] if draft is None else [checkpoint, draft.checkpoint]
     weight_bytes = sum(count_weights(one, device, config) for one in checkpoints)
     draft_arch = draft.arch if draft is not None else None
@@ -173,8 +173,8 @@ def block_identity(checkpoint: Checkpoint, settings: Resolved, ops: Ops, draft: 
 
 def count_weights(checkpoint: Checkpoint, device: str, config: Config) -> int:
     """Their bytes in memory. Formats of few bits that a device cannot keep are no error, but cost memory."""
-    decoded = "bfloat16" if device == "cuda" and config.exact else None  # its products are of floats
-    kept = kept_weights(checkpoint, device, config.dtype or decoded)
+    decoded = "bfloat16" if device == "cuda" and config.exact else None  # its products are of floats, but for MXFP4
+    kept = kept_weights(checkpoint, device, config.dtype or decoded, but_mxfp4=config.dtype is None)
     if kept.widened:
         log.info(
             "%s: %d matrices of few bits are kept in 16 bits on a %s; the weights take %s bytes",
@@ -188,15 +188,12 @@ def check_host_memory(wanted: int, free: int) -> None:
         raise ConfigError(f"kv_offload ({wanted:,}) is above the {free:,} bytes that this machine has free: lower it.")
 
 
-def check_feeds(arch: Arch, device: str, quantize: str | None) -> None:
-    """A GPU has kernels for experts in floats, int8 and fp8, without biases."""
+def check_feeds(arch: Arch, device: str) -> None:
+    """A GPU has kernels for experts that scores of softmax or sigmoid choose, with the usual activations."""
     mixtures = [layer.feed for layer in arch.layers if isinstance(layer.feed, ExpertsArch)]
-    if device != "cuda" or not mixtures:
-        return
-    if any(feed.expert_bias or feed.activation == "swiglu_oai" for feed in mixtures):
-        raise ConfigError(f"device='cuda' does not serve experts with biases ({arch.family}): use device='cpu'.")
-    if quantize == "int4":
-        raise ConfigError(f"quantize='int4' is not served for experts ({arch.family}) on a GPU: use fp8 or int8.")
+    for feed in mixtures if device == "cuda" else []:
+        if feed.by_token or feed.activation == "swiglu_10" or feed.routing.scores == "sqrt_softplus":
+            raise ConfigError(f"device='cuda' does not serve experts of {arch.family}'s kind: use device='cpu'.")
 
 
 def choose_device(config: Config) -> str:

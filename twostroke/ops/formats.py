@@ -75,9 +75,9 @@ def kept_format(format_name: str, device: str, by_output: bool = False, expert: 
     """What a matrix takes the memory of, on a "cpu" or on "cuda". by_output: all inputs of an output share a scale."""
     if format_name not in _WEIGHTS or device == "cpu":
         return {"F8_32": "BF16", "Q4_Z": "Q4_1"}.get(format_name, format_name)
-    if format_name == "MXFP4":
-        return format_name  # part of a family that a GPU does not serve
-    if format_name in FOUR_BITS and not expert:
+    if format_name == "MXFP4" and expert:
+        return format_name
+    if format_name in FOUR_BITS:
         return "Q4_1"
     eight_bits = {"F8_32": FP8.name, "Q8_0": SMALL_INTEGERS.name} if by_output else {}
     return eight_bits.get(format_name, "BF16")

@@ -52,4 +52,4 @@ def _cuda_ops(dtype: str, quantize: str | None, exact: bool, keep: bool) -> Ops:
 
     if quantize is not None:
         raise ValueError(f"Products with {quantize} weights are not exact on a GPU: drop quantize or exact.")
-    return ExactCudaOps(getattr(torch, dtype))
+    return ExactCudaOps(getattr(torch, dtype), keep=keep)

@@ -39,17 +39,25 @@ class Kept(NamedTuple):
     widened: int  # matrices of few bits that become 16-bit floats
 
 
-def kept_weights(checkpoint: Checkpoint, device: str, decoded: str | None = None) -> Kept:
-    """decoded: the float type that codes of few bits become, where one is asked for."""
+def kept_weights(checkpoint: Checkpoint, device: str, decoded: str | None = None, *, but_mxfp4: bool = False) -> Kept:
+    """decoded: the float type that codes of few bits become, where one is asked for. but_mxfp4: not these."""
     total = widened = 0
     for name, tensor in whole_tensors(checkpoint).items():
         by_output = isinstance(tensor, Coded) and tensor.by_output
-        kept = kept_format(tensor.format, device, by_output, _EXPERT.search(name) is not None)
-        if decoded is not None and tensor.format not in FLOATS:
-            kept = _DTYPES[decoded]
-        total += stored_bytes(kept, tensor.shape)
+        kept, shape = kept_format(tensor.format, device, by_output, _EXPERT.search(name) is not None), tensor.shape
+        stays = but_mxfp4 and (tensor.format == "U8" or kept == "MXFP4")
+        if decoded is not None and tensor.format not in FLOATS and not stays:
+            kept, shape = _DTYPES[decoded], decoded_shape(name, tensor)
+        total += stored_bytes(kept, shape)
         widened += kept == "BF16" and tensor.format not in FLOATS
     return Kept(total, widened)
+
+
+def decoded_shape(name: str, tensor: Stored | Coded) -> tuple[int, ...]:
+    """Bytes of a safetensors file hold two codes of MXFP4 each, or a scale, which floats need no more."""
+    if tensor.format != "U8":
+        return tensor.shape
+    return (0,) if name.endswith("_scales") else (*tensor.shape[:-1], 2 * tensor.shape[-1])
 
 
 def checkpoint_bytes(checkpoint: Checkpoint, device: str = "cpu") -> int:

@@ -9,7 +9,9 @@ kernels/      the Triton kernels, one idea for each file
     gemv             one row times a matrix of floats
     one_row, decoded          one row and some rows times a matrix of few bits; narrow_tiles: operands of the first
     quantized        weights in fp8, int8 and int4: packing, and products of many rows
-    experts, grouped which experts a row takes; a few rows through theirs, many rows grouped by expert
+    experts          which experts a row takes; few_rows: a few rows through theirs
+    grouping, grouped         rows in the order of their experts, and multiplied in that order
+    four_bits        weights of experts in MXFP4 and int4; few_codes, grouped_codes: products with them
     latent           latent attention in the absorbed form
     exact_matmul     products with one order of additions; those of a few rows
     rope, heads      norm and rotate q and k, write K and V; what one head needs for it

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from twostroke.ops.cuda.cuts import AttentionKind, Cut, DeviceBatch, cut_step
-from twostroke.ops.cuda.kept import kept_codes
+from twostroke.ops.cuda.kept import kept_codes, kept_expert
 from twostroke.ops.cuda.kernels import draft_decode
 from twostroke.ops.cuda.kernels import gemv as gemv_
 from twostroke.ops.cuda.kernels import rows as rows_
@@ -24,12 +24,14 @@ from twostroke.ops.cuda.kernels.dense import attend_long
 from twostroke.ops.cuda.kernels.exact_matmul import exact_product
 from twostroke.ops.cuda.kernels.experts import route
 from twostroke.ops.cuda.kernels.few_rows import FewExperts, few_rows_experts
+from twostroke.ops.cuda.kernels.four_bits import from_int4
 from twostroke.ops.cuda.kernels.grouped import grouped_experts
 from twostroke.ops.cuda.kernels.latent import FEW_HEADS, few_heads_parts, latent_attention, latent_tile
 from twostroke.ops.cuda.kernels.latent_ends import enter, head_product, leave, store_latents
 from twostroke.ops.cuda.kernels.one_row import one_row
 from twostroke.ops.cuda.kernels.prefill import prefill_attention, tile_rows
 from twostroke.ops.cuda.kernels.quantized import (
+    Int4,
     Narrow,
     as_float,
     rows_of,
@@ -38,9 +40,11 @@ from twostroke.ops.cuda.kernels.quantized import (
     to_int8,
 )
 from twostroke.ops.cuda.kernels.rope import rotate_and_store
+from twostroke.ops.cuda.kernels.rows import ACTIVATIONS
 from twostroke.ops.cuda.kernels.tall_decode import tall_attention
 from twostroke.ops.cuda.weights import (
     CudaWeight,
+    ExpertWeight,
     FloatMatrix,
     LaidExperts,
     SharedWeights,
@@ -90,20 +94,25 @@ class CudaOps(Ops):
     # ---- weights -------------------------------------------------------------------------------------------------
 
     def pack(self, parts: Sequence[Stored], bias: Tensor | None = None) -> CudaWeight:
-        return self._kept(parts, bias, four_bits=True) or self.adopt(self._stacked(parts), bias)
+        return self._kept(parts, bias) or self.adopt(self._stacked(parts), bias)
 
-    def pack_expert(self, parts: Sequence[Stored], bias: Tensor | None = None) -> CudaWeight:
-        return self._kept(parts, bias, four_bits=False) or self.adopt(self._stacked(parts), bias)
+    def pack_expert(self, parts: Sequence[Stored], bias: Tensor | None = None) -> ExpertWeight:
+        return self._kept_expert(parts, bias) or self.adopt_expert(self._stacked(parts), bias)
 
-    def _kept(self, parts: Sequence[Stored], bias: Tensor | None, four_bits: bool) -> CudaWeight | None:
-        shift = None if bias is None else bias.to(self.device, torch.float32)
-        return kept_codes(parts, shift, self.device, four_bits) if self.keep else None
+    def _kept(self, parts: Sequence[Stored], bias: Tensor | None) -> CudaWeight | None:
+        return kept_codes(parts, self._placed(bias), self.device) if self.keep else None
+
+    def _kept_expert(self, parts: Sequence[Stored], bias: Tensor | None) -> ExpertWeight | None:
+        return kept_expert(parts, self._placed(bias), self.device) if self.keep else None
+
+    def _placed(self, bias: Tensor | None) -> Tensor | None:
+        return None if bias is None else bias.to(self.device, torch.float32)
 
     def pack_precisely(self, parts: Sequence[Stored], bias: Tensor | None = None) -> CudaWeight:
-        return FloatMatrix(self._stacked(parts), None if bias is None else bias.to(self.device, torch.float32))
+        return FloatMatrix(self._stacked(parts), self._placed(bias))
 
     def pack_outer(self, parts: Sequence[Stored], bias: Tensor | None = None) -> CudaWeight:
-        return self._kept(parts, bias, four_bits=True) or self.adopt(self._stacked(parts), bias, outer=True)
+        return self._kept(parts, bias) or self.adopt(self._stacked(parts), bias, outer=True)
 
     def _stacked(self, parts: Sequence[Stored]) -> Tensor:
         width = parts[0].shape[1]
@@ -133,15 +142,18 @@ class CudaOps(Ops):
 
     def adopt(self, weight: Tensor, bias: Tensor | None = None, *, outer: bool = False) -> CudaWeight:
         """A matrix that is on the device already. outer: the embedding or the head, which become int8."""
-        if bias is not None:
-            bias = bias.to(self.device, torch.float32)
+        bias = self._placed(bias)
         if self.quantize == "int4" and not outer:
             return to_int4(weight, bias)
         if self.quantize is not None and weight.shape[0] % 16 == 0 and weight.shape[1] % 64 == 0:
             return to_fp8(weight, bias) if self.quantize == "fp8" and not outer else to_int8(weight, bias)
         return FloatMatrix(weight, bias)
 
-    def weight_bytes(self, weight: CudaWeight) -> int:
+    def adopt_expert(self, weight: Tensor, bias: Tensor | None = None) -> ExpertWeight:
+        found = self.adopt(weight, bias)
+        return from_int4(found) if isinstance(found, Int4) else found
+
+    def weight_bytes(self, weight: ExpertWeight) -> int:
         return weight.weight.nbytes if isinstance(weight, FloatMatrix) else weight.codes.nbytes + weight.scales.nbytes
 
     def read_in_order(self, weights: Sequence[CudaWeight]) -> None:
@@ -172,7 +184,7 @@ class CudaOps(Ops):
         logits = torch.empty(x.shape[0], experts.routing.experts, dtype=torch.float32, device=x.device)
         exact_product(normed, laid.router.weight, logits, False)
         ids, weights = route(logits, laid.router.bias, experts.correction, experts.routing)
-        return grouped_experts(normed, ids, weights, laid.gate_up, laid.down, experts.gate.activation == "silu")
+        return grouped_experts(normed, ids, weights, laid.gate_up, laid.down, ACTIVATIONS[experts.gate.activation])
 
     def add_experts(
         self, x: Tensor, norm: Norm, experts: ExpertSet, shared: tuple[CudaWeight, CudaWeight] | None

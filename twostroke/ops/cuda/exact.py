@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -11,16 +13,26 @@ from twostroke.ops.cuda.kernels.decode import split_count
 from twostroke.ops.cuda.kernels.exact_attention import exact_attention
 from twostroke.ops.cuda.kernels.exact_matmul import Products
 from twostroke.ops.cuda.kernels.rope import rotate_and_store
-from twostroke.ops.cuda.weights import CudaWeight, FloatMatrix
+from twostroke.ops.cuda.weights import CudaWeight, ExpertWeight, FloatMatrix
+from twostroke.ops.formats import Stored
 from twostroke.ops.interface import BLOCK, Attention, Batch, Gate, KVLayer, Norm
 
 
 class ExactCudaOps(CudaOps):
     one_order = True
 
-    def __init__(self, dtype: torch.dtype = torch.bfloat16, device: str | torch.device = "cuda"):
-        super().__init__(dtype, device)
+    def __init__(self, dtype: torch.dtype = torch.bfloat16, device: str | torch.device = "cuda", keep: bool = False):
+        """keep: experts that come in MXFP4 stay in it. Their numbers are exact in bfloat16, and every tile adds them in
+        one order."""
+        super().__init__(dtype, device, keep=keep)
         self.products = Products()
+
+    def _kept(self, parts: Sequence[Stored], bias: Tensor | None) -> CudaWeight | None:
+        return None  # products are of floats
+
+    def _kept_expert(self, parts: Sequence[Stored], bias: Tensor | None) -> ExpertWeight | None:
+        coded = self.keep and all(part.format == "MXFP4" for part in parts)
+        return super()._kept_expert(parts, bias) if coded else None
 
     def linear(
         self, x: Tensor, weight: CudaWeight, *, before: Norm | Gate | None = None, add_to: Tensor | None = None

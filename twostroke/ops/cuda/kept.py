@@ -1,6 +1,7 @@
 """Matrices whose codes the GPU's kernels take as a file has them: nothing is rounded to fewer bits.
 
-Q4_0, Q4_1, Q4_Z, Q4_K   Int4: a group's scale and its least value become bfloat16
+Q4_0, Q4_1, Q4_Z, Q4_K   Int4, of an expert FourBits: a group's scale and its least value become bfloat16
+MXFP4                    FourBits, of an expert
 F8_32                    Fp8, where all inputs of an output share a scale
 Q8_0                     Int8, likewise
 """
@@ -14,17 +15,36 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from twostroke.ops.cuda.kernels.four_bits import LARGEST, FourBits, from_int4, from_mxfp4
 from twostroke.ops.cuda.kernels.quantized import GROUP, SLICE, Fp8, Int4, Int8, Narrow
-from twostroke.ops.formats import FOUR_BITS, Stored, group_scales, to_nibbles
+from twostroke.ops.formats import FORMATS, FOUR_BITS, Stored, group_scales, to_nibbles
+
+MXFP4_BYTES = FORMATS["MXFP4"].bytes  # of a group
 
 
-def kept_codes(parts: Sequence[Stored], bias: Tensor | None, device: torch.device, four_bits: bool) -> Narrow | None:
-    """The parts stacked; None: they must be decoded. four_bits: whether Int4 may be given."""
+def kept_expert(parts: Sequence[Stored], bias: Tensor | None, device: torch.device) -> Narrow | FourBits | None:
+    """A matrix of an expert; None: it must be decoded."""
+    if all(part.format == "MXFP4" for part in parts):
+        return kept_mxfp4(parts, bias, device)
+    found = kept_codes(parts, bias, device)
+    return from_int4(found) if isinstance(found, Int4) else found
+
+
+def kept_mxfp4(parts: Sequence[Stored], bias: Tensor | None, device: torch.device) -> FourBits | None:
+    """None: a group's exponent is so large that its numbers are not decoded in bfloat16."""
+    if any(int(part.blocks()["e"].max(initial=0)) > LARGEST for part in parts):
+        return None
+    blocks = [torch.from_numpy(np.array(part.data)).view(part.shape[0], -1, MXFP4_BYTES) for part in parts]
+    return from_mxfp4(torch.cat(blocks).to(device), bias)
+
+
+def kept_codes(parts: Sequence[Stored], bias: Tensor | None, device: torch.device) -> Narrow | None:
+    """The parts stacked; None: they must be decoded."""
     formats = {part.format for part in parts}
     if any(part.order is not None for part in parts):
         return None
     if formats <= set(FOUR_BITS):
-        return _int4(parts, bias, device) if four_bits else None
+        return _int4(parts, bias, device)
     if len(formats) > 1 or not formats & {"F8_32", "Q8_0"}:
         return None
     outputs, inputs = sum(part.shape[0] for part in parts), parts[0].shape[1]

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from twostroke.ops.cuda.kernels.experts import ExpertMatrices
 from twostroke.ops.cuda.kernels.few_rows import FewExperts
+from twostroke.ops.cuda.kernels.four_bits import FourBits, decoded
 from twostroke.ops.cuda.kernels.quantized import Int4, Narrow, as_float
+from twostroke.ops.cuda.kernels.rows import ACTIVATIONS
 from twostroke.ops.formats import Stored, dequantize
 from twostroke.ops.interface import ExpertSet
 
@@ -25,6 +27,7 @@ class FloatMatrix:
 
 
 CudaWeight = FloatMatrix | Narrow
+ExpertWeight = CudaWeight | FourBits
 
 
 class SharedWeights(NamedTuple):
@@ -44,21 +47,37 @@ class LaidExperts(NamedTuple):
 
 def lay_experts(experts: ExpertSet) -> LaidExperts:
     assert isinstance(experts.router, FloatMatrix)
-    return LaidExperts(experts.router, lay_matrices(experts.gate_up), lay_matrices(experts.down))
+    dtype = experts.router.weight.dtype
+    return LaidExperts(experts.router, lay_matrices(experts.gate_up, dtype), lay_matrices(experts.down, dtype))
 
 
-def lay_matrices(weights: Sequence[CudaWeight]) -> ExpertMatrices:
-    floats = [weight.weight.dtype for weight in weights if isinstance(weight, FloatMatrix)]
-    if floats:  # then all of them
-        weights = [
-            one if isinstance(one, FloatMatrix) else FloatMatrix(as_float(one, floats[0]), None) for one in weights
-        ]
-    kinds = {type(weight) for weight in weights}
-    assert len(kinds) == 1 and not any(weight.bias is not None for weight in weights) and Int4 not in kinds
-    plain = kinds == {FloatMatrix}
+def lay_matrices(weights: Sequence[ExpertWeight], dtype: torch.dtype) -> ExpertMatrices:
+    """Matrices of several formats become floats of this type."""
+    if len({0 if isinstance(weight, FloatMatrix) else weight.format for weight in weights}) > 1:
+        weights = [in_floats(weight, dtype) for weight in weights]
+    first, bias = weights[0], laid_biases(weights)
+    assert not isinstance(first, Int4), "experts of four bits are FourBits"
     codes = distances([weight.weight if isinstance(weight, FloatMatrix) else weight.codes for weight in weights])
-    scales = codes if plain else distances([weight.scales for weight in weights])  # type: ignore[union-attr]
-    return ExpertMatrices(*codes, *scales, 0 if plain else weights[0].format)  # type: ignore[union-attr]
+    if isinstance(first, FloatMatrix):
+        return ExpertMatrices(*codes, *codes, bias, 0)
+    scales = distances([weight.scales for weight in weights])  # type: ignore[union-attr]
+    return ExpertMatrices(*codes, *scales, bias, first.format)
+
+
+def in_floats(weight: ExpertWeight, dtype: torch.dtype) -> FloatMatrix:
+    if isinstance(weight, FloatMatrix):
+        return weight
+    floats = decoded(weight, dtype) if isinstance(weight, FourBits) else as_float(weight, dtype)
+    return FloatMatrix(floats, weight.bias)
+
+
+def laid_biases(weights: Sequence[ExpertWeight]) -> Tensor | None:
+    """(experts, outputs); None: no expert has one."""
+    found = [weight.bias for weight in weights]
+    if all(bias is None for bias in found):
+        return None
+    there = next(bias for bias in found if bias is not None)
+    return torch.stack([torch.zeros_like(there) if bias is None else bias for bias in found])
 
 
 def distances(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -72,19 +91,20 @@ def distances(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 def lay_few(experts: ExpertSet, shared: SharedWeights | None) -> FewExperts | None:
     """For few rows; None: the expert that every row takes cannot be cut into parts of the others' width and format."""
     assert isinstance(experts.router, FloatMatrix)
-    width, wide = shape_of(experts.down[0])[1], 0
+    width, wide, dtype = shape_of(experts.down[0])[1], 0, experts.router.weight.dtype
     gate_up, down = list(experts.gate_up), list(experts.down)
     if shared is not None:
         wide = shape_of(shared.down)[1]
-        kinds = {type(one) for one in (*gate_up, *down, *shared)}
-        if wide % width or width % 16 or len(kinds) > 1 or any(one.bias is not None for one in shared):
+        kinds: set[type] = {type(one) for one in (*gate_up, *down, *shared)}
+        plain = all(one.bias is None for one in (*gate_up, *down, *shared))
+        if wide % width or width % 16 or len(kinds) > 1 or not plain or FourBits in kinds:
             return None
         for first in range(0, wide, width):
             gate_up.append(part_of(shared.gate_up, slice(first, None), slice(None)))
             down.append(part_of(shared.down, slice(None), slice(first, None)))
     return FewExperts(
-        experts.router.weight, experts.router.bias, experts.correction, experts.routing, lay_matrices(gate_up),
-        lay_matrices(down), width, wide, experts.gate.activation == "silu",
+        experts.router.weight, experts.router.bias, experts.correction, experts.routing, lay_matrices(gate_up, dtype),
+        lay_matrices(down, dtype), width, wide, ACTIVATIONS[experts.gate.activation],
     )  # fmt: skip
 
 
@@ -95,7 +115,7 @@ def part_of(weight: CudaWeight, outputs: slice, inputs: slice) -> CudaWeight:
     return replace(weight, codes=weight.codes[outputs, inputs], scales=weight.scales[outputs])
 
 
-def shape_of(weight: CudaWeight) -> tuple[int, int]:
+def shape_of(weight: ExpertWeight) -> tuple[int, int]:
     """Outputs and inputs."""
     if isinstance(weight, FloatMatrix):
         return weight.weight.shape[0], weight.weight.shape[1]

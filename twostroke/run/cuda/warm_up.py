@@ -188,10 +188,13 @@ def product_kernels(model: Transformer, most: int, ahead: bool) -> list[Task]:
 
 def kinds_of_layers(model: Transformer) -> list[Layer]:
     """The first layer of each kind: layers of one file may be in several formats."""
-    found: dict[tuple[type, ...], Layer] = {}
+    found: dict[tuple[object, ...], Layer] = {}
     for layer in model.layers:
-        weights = [type(product.weight) for product in layer.products()]
-        found.setdefault((type(layer.mixer), type(layer.feed), *weights), layer)
+        weights = [product.weight for product in layer.products()]
+        if isinstance(layer.feed, Experts):
+            weights += [layer.feed.experts.gate_up[0], layer.feed.experts.down[0]]
+        formats = [(type(weight), getattr(weight, "format", 0)) for weight in weights]
+        found.setdefault((type(layer.mixer), type(layer.feed), *formats), layer)
     return list(found.values())
 
 

@@ -4,7 +4,7 @@ A pair is a row and one of its chosen experts, numbered row · CHOSEN + place. W
 matrices by itself (few_rows.py), so a step reads the chosen experts and no others; grouped.py multiplies many rows.
 
 An expert's matrix is found by its distance, in elements, from the first expert's: matrices need not lie together. Its
-weights are floats, or codes of 8 bits as in quantized.py.
+weights are floats, codes of 8 bits as in quantized.py, or of 4 bits as in four_bits.py.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from twostroke.ops.cuda.kernels.launch import EARLY, PDL, gdc_launch_dependents, gdc_wait
+from twostroke.ops.cuda.kernels.narrow_tiles import INT4, MXFP4
 from twostroke.ops.interface import Routing
 
 TINY = tl.constexpr(1e-20)  # added to a sum of weights before it divides
@@ -137,7 +138,16 @@ class ExpertMatrices(NamedTuple):
     places: Tensor  # (experts,) int64: from the first to each expert's, in elements
     scales: Tensor  # the first expert's; `codes` where they are floats
     scale_places: Tensor
+    bias: Tensor | None  # (experts, outputs) float32
     format: int  # 0: floats; else as in narrow_tiles.py
+
+    @property
+    def outputs(self) -> int:
+        return self.codes.shape[0]
+
+    @property
+    def four_bits(self) -> bool:
+        return self.format in (INT4, MXFP4)
 
 
 @triton.jit

@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from twostroke.ops.cuda.kernels.experts import ExpertMatrices, choice, routing_constants
+from twostroke.ops.cuda.kernels.few_codes import down_codes_kernel, down_form, gate_codes_kernel, gate_form
 from twostroke.ops.cuda.kernels.launch import (
     EARLY,
     FETCH_BYTES,
@@ -30,7 +31,7 @@ from twostroke.ops.cuda.kernels.launch import (
     gdc_launch_dependents,
     gdc_wait,
 )
-from twostroke.ops.cuda.kernels.rows import activated
+from twostroke.ops.cuda.kernels.rows import gated_pair
 from twostroke.ops.interface import Routing
 
 
@@ -83,9 +84,9 @@ def gate_tile(w_rows, inside, k0, k, K: tl.constexpr):
 
 @triton.jit
 def few_gate_kernel(
-    x_ptr, w_ptr, places_ptr, scales_ptr, scale_places_ptr, ids_ptr, weights_ptr, out_ptr, K: tl.constexpr,
+    x_ptr, w_ptr, places_ptr, scales_ptr, scale_places_ptr, bias_ptr, ids_ptr, weights_ptr, out_ptr, K: tl.constexpr,
     WIDTH: tl.constexpr, SHARED: tl.constexpr, EXPERTS: tl.constexpr, MATRICES_2: tl.constexpr, PARTS: tl.constexpr,
-    PAIRS: tl.constexpr, FORMAT: tl.constexpr, SILU: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PAIRS: tl.constexpr, FORMAT: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     ASK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out (pairs, WIDTH) from x (T, K), normed. The first half of an expert's rows is gate. PAIRS of each row. All
@@ -127,7 +128,11 @@ def few_gate_kernel(
         scales = scales_ptr + tl.load(scale_places_ptr + expert) + n
         gate *= tl.load(scales, mask=inside, other=0.0)
         up *= tl.load(scales + between, mask=inside, other=0.0)
-    out = activated(gate, SILU) * up * tl.load(weights_ptr + pair)
+    if bias_ptr is not None:
+        side = bias_ptr + expert * (2 * WIDTH) + n
+        gate += tl.load(side, mask=inside, other=0.0)
+        up += tl.load(side + WIDTH, mask=inside, other=0.0)
+    out = gated_pair(gate, up, ACTIVATION) * tl.load(weights_ptr + pair)
     tl.store(out_ptr + pair * WIDTH + n, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -145,9 +150,10 @@ def inner_tile(inner, pair, k0, k, K: tl.constexpr, PAIRS: tl.constexpr):
 
 @triton.jit
 def few_down_kernel(
-    inner_ptr, w_ptr, places_ptr, scales_ptr, scale_places_ptr, ids_ptr, out_ptr, N: tl.constexpr, K: tl.constexpr,
-    SHARED: tl.constexpr, PARTS: tl.constexpr, PAIRS: tl.constexpr, PAIRS_2: tl.constexpr, FORMAT: tl.constexpr,
-    ADD: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DEPTH: tl.constexpr, PDL: tl.constexpr,
+    inner_ptr, w_ptr, places_ptr, scales_ptr, scale_places_ptr, bias_ptr, ids_ptr, weights_ptr, out_ptr,
+    N: tl.constexpr, K: tl.constexpr, SHARED: tl.constexpr, PARTS: tl.constexpr, PAIRS: tl.constexpr,
+    PAIRS_2: tl.constexpr, FORMAT: tl.constexpr, ADD: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    DEPTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out (T, N): the sum of a row's pairs; ADD: added to what `out` holds. All pairs' matrices are read side by side,
     the first DEPTH tiles before the kernel in front has ended."""
@@ -189,6 +195,10 @@ def few_down_kernel(
     if FORMAT > 0:
         at = scales_ptr + tl.load(scale_places_ptr + expert)[None, :] + n[:, None]
         sums *= tl.load(at, mask=(n < N)[:, None] & (pair < PAIRS)[None, :], other=0.0)
+    if bias_ptr is not None:
+        counts = tl.load(weights_ptr + row * PAIRS + pair, mask=pair < PAIRS, other=0.0)
+        side = bias_ptr + expert[None, :] * N + n[:, None]
+        sums += tl.load(side, mask=(n < N)[:, None] & (pair < PAIRS)[None, :], other=0.0) * counts[None, :]
     out = tl.sum(sums, axis=1)
     if ADD:
         out += tl.load(out_ptr + row * N + n, mask=n < N, other=0.0).to(tl.float32)
@@ -206,7 +216,7 @@ class FewExperts(NamedTuple):
     down: ExpertMatrices
     width: int  # of an expert
     shared: int  # width of the one that every row takes; 0: there is none
-    silu: bool
+    activation: int  # as in rows.py
 
     @property
     def parts(self) -> int:
@@ -230,7 +240,9 @@ class DownTile(NamedTuple):
 
 
 def gate_shape(hidden: int) -> GateTile:
-    """As measured on an H200, in whole steps."""
+    """As measured on an H200, in whole steps; but for widths that 2,048 would leave a third of the lanes idle in."""
+    if hidden > 2048 and -(-hidden // 2048) * 2048 > 1.3 * hidden:
+        return GateTile(4, 1024, 4)
     return GateTile(2, min(2048, triton.next_power_of_2(hidden)), 4)
 
 
@@ -258,22 +270,55 @@ def few_rows_experts(
         PARTS_2=triton.next_power_of_2(max(1, parts)), **routing_constants(routing, experts.bias, experts.correction),
         BLOCK_E=ROUTED, PDL=PDL, num_warps=8, **EARLY,
     )  # fmt: skip
-    tile = gate_tile or gate_shape(hidden)
-    piece = tile.n * hidden * experts.gate_up.codes.element_size()
+    launch_gate(normed, experts, ids, weights, inner, gate_tile)
+    into = torch.empty(rows, hidden, dtype=x.dtype, device=device) if out is None else out
+    launch_down(inner, experts, ids, weights, into, out is not None, down_tile)
+    return into
+
+
+def launch_gate(
+    normed: Tensor, experts: FewExperts, ids: Tensor, weights: Tensor, inner: Tensor, given: GateTile | None
+) -> None:
+    (rows, pairs, width), hidden, matrices = inner.shape, normed.shape[1], experts.gate_up
+    common = {"K": hidden, "WIDTH": width, "PAIRS": pairs, "FORMAT": matrices.format, "PDL": PDL,
+              "ACTIVATION": experts.activation, **EARLY}  # fmt: skip
+    if matrices.four_bits:
+        form, every = gate_form(width), len(matrices.places)
+        gate_codes_kernel[(triton.cdiv(width, form.warps * form.turns * form.tiles), rows * pairs)](
+            normed, *matrices[:5], ids, weights, inner, **common, EXPERTS=every,
+            EXPERTS_2=triton.next_power_of_2(every), W=form.warps, TURNS=form.turns, TILES=form.tiles,
+            PRECISION=precision(normed), FAST=not INTERPRETED, num_warps=form.warps,
+        )  # fmt: skip
+        return
+    tile, parts = given or gate_shape(hidden), experts.parts
+    piece = tile.n * hidden * matrices.codes.element_size()
     whole = width % tile.n == 0 and piece % FETCH_BYTES.value == 0
     few_gate_kernel[(triton.cdiv(width, tile.n), rows * pairs)](
-        normed, *experts.gate_up[:4], ids, weights, inner, K=hidden, WIDTH=width, SHARED=experts.shared,
-        EXPERTS=routing.experts, MATRICES_2=triton.next_power_of_2(routing.experts + parts), PARTS=parts, PAIRS=pairs,
-        FORMAT=experts.gate_up.format, SILU=experts.silu, BLOCK_N=tile.n, BLOCK_K=tile.k,
-        ASK=piece // FETCH_BYTES.value if parts and whole and not INTERPRETED else 0, PDL=PDL, num_warps=tile.warps,
-        **EARLY,
+        normed, *matrices[:5], ids, weights, inner, **common, SHARED=experts.shared, EXPERTS=experts.routing.experts,
+        MATRICES_2=triton.next_power_of_2(experts.routing.experts + parts), PARTS=parts, BLOCK_N=tile.n, BLOCK_K=tile.k,
+        ASK=piece // FETCH_BYTES.value if parts and whole and not INTERPRETED else 0, num_warps=tile.warps,
     )  # fmt: skip
-    cut = down_tile or down_shape(width)
-    into = torch.empty(rows, hidden, dtype=x.dtype, device=device) if out is None else out
+
+
+def launch_down(
+    inner: Tensor, experts: FewExperts, ids: Tensor, weights: Tensor, into: Tensor, add: bool, given: DownTile | None
+) -> None:
+    (rows, pairs, width), hidden, matrices = inner.shape, into.shape[1], experts.down
+    common = {"N": hidden, "K": width, "PAIRS": pairs, "FORMAT": matrices.format, "ADD": add, "PDL": PDL, **EARLY}
+    if matrices.four_bits:
+        form = down_form(pairs)
+        down_codes_kernel[(triton.cdiv(hidden, 2 * form.turns), rows)](
+            inner, *matrices[:5], ids, weights, into, **common, W=form.warps, TURNS=form.turns,
+            PRECISION=precision(inner), FAST=not INTERPRETED, num_warps=form.warps,
+        )  # fmt: skip
+        return
+    cut = given or down_shape(width)
     few_down_kernel[(triton.cdiv(hidden, cut.n), rows)](
-        inner, *experts.down[:4], ids, into, N=hidden, K=width, SHARED=experts.shared, PARTS=parts, PAIRS=pairs,
-        PAIRS_2=triton.next_power_of_2(pairs), FORMAT=experts.down.format, ADD=out is not None, BLOCK_N=cut.n,
-        BLOCK_K=cut.k, DEPTH=cut.depth, PDL=PDL,
-        num_warps=cut.warps, **EARLY,
+        inner, *matrices[:5], ids, weights if matrices.bias is not None else None, into, **common,
+        SHARED=experts.shared, PARTS=experts.parts, PAIRS_2=triton.next_power_of_2(pairs), BLOCK_N=cut.n, BLOCK_K=cut.k,
+        DEPTH=cut.depth, num_warps=cut.warps,
     )  # fmt: skip
-    return into
+
+
+def precision(x: Tensor) -> str:
+    return "ieee" if x.dtype == torch.float32 else "tf32"

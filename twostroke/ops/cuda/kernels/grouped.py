@@ -1,9 +1,6 @@
 """Many rows through the experts they chose: pairs of row and expert are grouped by expert, and tiles of a group are
 multiplied with its expert's matrices, so that each chosen expert is read about once.
 
-Everything is decided on the device. The host does not know the number of tiles: enough programs for the worst case are
-launched, and those without a tile end at once. So a step of fixed size can be captured.
-
 The order of pairs within a group is any. It does not matter: an output adds its products in one order, along K from the
 first column to the last as in exact_matmul.py, wherever its row lies in a tile and whatever the tile's shape.
 """
@@ -18,59 +15,24 @@ import triton.language as tl
 from torch import Tensor
 
 from twostroke.ops.cuda.kernels.experts import ExpertMatrices, as_weights
+from twostroke.ops.cuda.kernels.grouped_codes import (
+    code_tile,
+    grouped_down_codes_kernel,
+    grouped_gate_codes_kernel,
+)
+from twostroke.ops.cuda.kernels.grouping import Grouped, group, most_tiles, tile_of
 from twostroke.ops.cuda.kernels.launch import INTERPRETED
-from twostroke.ops.cuda.kernels.rows import activated
+from twostroke.ops.cuda.kernels.rows import gated_pair
 
 TILE_BORDERS = (12, 24, 64)  # rows of each expert on average from which on tiles are larger
-COUNTED = 256  # pairs that a program counts or sorts at a time
-
-
-@triton.jit(do_not_specialize=["pairs"])
-def count_kernel(ids_ptr, counts_ptr, ranks_ptr, pairs, BLOCK: tl.constexpr):
-    """Pairs of each expert, and each pair's number among them."""
-    pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = pair < pairs
-    expert = tl.load(ids_ptr + pair, mask=inside, other=0)
-    rank = tl.atomic_add(counts_ptr + expert, 1, mask=inside)
-    tl.store(ranks_ptr + pair, rank, mask=inside)
-
-
-@triton.jit(do_not_specialize=["pairs"])
-def place_kernel(
-    ids_ptr, counts_ptr, ranks_ptr, order_ptr, pairs, EXPERTS: tl.constexpr, EXPERTS_2: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """order: the pairs, those of the first expert first."""
-    pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = pair < pairs
-    expert = tl.load(ids_ptr + pair, mask=inside, other=0)
-    every = tl.arange(0, EXPERTS_2)
-    counts = tl.load(counts_ptr + every, mask=every < EXPERTS, other=0)
-    before = tl.sum(tl.where(every[None, :] < expert[:, None], counts[None, :], 0), axis=1)
-    tl.store(order_ptr + before + tl.load(ranks_ptr + pair, mask=inside, other=0), pair, mask=inside)
-
-
-@triton.jit
-def tile_of(counts_ptr, tile, EXPERTS: tl.constexpr, EXPERTS_2: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The expert of a tile, its first place in `order`, and one past the last of the expert's places. Past the last
-    tile the expert is EXPERTS or more."""
-    every = tl.arange(0, EXPERTS_2)
-    counts = tl.load(counts_ptr + every, mask=every < EXPERTS, other=0)
-    tiles = (counts + BLOCK_M - 1) // BLOCK_M
-    ends = tl.cumsum(tiles, axis=0)
-    expert = tl.sum((ends <= tile).to(tl.int32), axis=0)
-    before = every < expert
-    start = tl.sum(tl.where(before, counts, 0), axis=0)
-    first = start + (tile - tl.sum(tl.where(before, tiles, 0), axis=0)) * BLOCK_M
-    return expert, first, start + tl.sum(tl.where(every == expert, counts, 0), axis=0)
 
 
 @triton.jit
 def grouped_gate_kernel(
-    x_ptr, w_ptr, places_ptr, scales_ptr, scale_places_ptr, counts_ptr, order_ptr, out_ptr,
+    x_ptr, w_ptr, places_ptr, scales_ptr, scale_places_ptr, bias_ptr, counts_ptr, order_ptr, out_ptr,
     EXPERTS: tl.constexpr, EXPERTS_2: tl.constexpr, CHOSEN: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr,
-    FORMAT: tl.constexpr, SILU: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    WEIGHTS_FIRST: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    FORMAT: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, WEIGHTS_FIRST: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out (pairs in order, WIDTH) = activation(gate) · up."""
     expert, first, end = tile_of(counts_ptr, tl.program_id(1), EXPERTS, EXPERTS_2, BLOCK_M)
@@ -111,7 +73,14 @@ def grouped_gate_kernel(
         else:
             gate = tl.dot(x, tl.trans(g), gate, input_precision=PRECISION)
             up = tl.dot(x, tl.trans(u), up, input_precision=PRECISION)
-    out = activated(gate, SILU) * up
+    if bias_ptr is not None:
+        side = bias_ptr + expert * (2 * WIDTH) + n
+        gate_bias, up_bias = tl.load(side, mask=there, other=0.0), tl.load(side + WIDTH, mask=there, other=0.0)
+        if WEIGHTS_FIRST:
+            gate, up = gate + gate_bias[:, None], up + up_bias[:, None]
+        else:
+            gate, up = gate + gate_bias[None, :], up + up_bias[None, :]
+    out = gated_pair(gate, up, ACTIVATION)
     if WEIGHTS_FIRST:
         out = tl.trans(out)
     to = out_ptr + place.to(tl.int64)[:, None] * WIDTH + n[None, :]
@@ -120,7 +89,7 @@ def grouped_gate_kernel(
 
 @triton.jit
 def grouped_down_kernel(
-    inner_ptr, w_ptr, places_ptr, scales_ptr, scale_places_ptr, counts_ptr, order_ptr, out_ptr,
+    inner_ptr, w_ptr, places_ptr, scales_ptr, scale_places_ptr, bias_ptr, counts_ptr, order_ptr, out_ptr,
     EXPERTS: tl.constexpr, EXPERTS_2: tl.constexpr, K: tl.constexpr, N: tl.constexpr, FORMAT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WEIGHTS_FIRST: tl.constexpr, STAGES: tl.constexpr,
@@ -159,6 +128,8 @@ def grouped_down_kernel(
             acc = tl.dot(x, tl.trans(w), acc, input_precision=PRECISION)
     if WEIGHTS_FIRST:
         acc = tl.trans(acc)
+    if bias_ptr is not None:
+        acc += tl.load(bias_ptr + expert * N + n, mask=n < N, other=0.0)[None, :]
     pair = tl.load(order_ptr + place, mask=mine, other=0).to(tl.int64)
     to = out_ptr + pair[:, None] * N + n[None, :]
     tl.store(to, acc.to(out_ptr.dtype.element_ty), mask=mine[:, None] & (n < N)[None, :])
@@ -205,32 +176,15 @@ def tile_for(rows: float, dtype: torch.dtype, two: bool, narrow: bool = False) -
 
 
 def grouped_experts(
-    x: Tensor, ids: Tensor, weights: Tensor, gate_up: ExpertMatrices, down: ExpertMatrices, silu: bool
+    x: Tensor, ids: Tensor, weights: Tensor, gate_up: ExpertMatrices, down: ExpertMatrices, activation: int
 ) -> Tensor:
-    """x (T, hidden) normed -> (T, hidden)."""
+    """x (T, hidden) normed -> (T, hidden). activation: as in rows.py."""
     rows, hidden = x.shape
-    experts, width = len(down.places), down.codes.shape[1]
-    pairs, experts_2 = ids.numel(), triton.next_power_of_2(experts)
-    counts, order = torch.zeros(experts, dtype=torch.int32, device=x.device), torch.empty_like(ids)
-    ranks, blocks = torch.empty_like(ids), (triton.cdiv(pairs, COUNTED),)
-    count_kernel[blocks](ids, counts, ranks, pairs, BLOCK=COUNTED)
-    place_kernel[blocks](ids, counts, ranks, order, pairs, EXPERTS=experts, EXPERTS_2=experts_2, BLOCK=COUNTED)
-    inner = torch.empty(pairs, width, dtype=x.dtype, device=x.device)
-    each = torch.empty(pairs, hidden, dtype=x.dtype, device=x.device)
-    common = {"EXPERTS": experts, "EXPERTS_2": experts_2, "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32"}
-    tile = tile_for(pairs / experts, x.dtype, True, gate_up.format > 0)
-    grouped_gate_kernel[(triton.cdiv(width, tile.n), most_tiles(pairs, experts, tile.m))](
-        x, *gate_up[:4], counts, order, inner, CHOSEN=ids.shape[1], K=hidden, WIDTH=width, FORMAT=gate_up.format,
-        SILU=silu, **common,
-        BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k, WEIGHTS_FIRST=tile.weights_first, STAGES=tile.stages,
-        num_warps=tile.warps,
-    )  # fmt: skip
-    tile = tile_for(pairs / experts, x.dtype, False, down.format > 0)
-    grouped_down_kernel[(triton.cdiv(hidden, tile.n), most_tiles(pairs, experts, tile.m))](
-        inner, *down[:4], counts, order, each, K=width, N=hidden, FORMAT=down.format, **common,
-        BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k, WEIGHTS_FIRST=tile.weights_first, STAGES=tile.stages,
-        num_warps=tile.warps,
-    )  # fmt: skip
+    grouped, width = group(ids, len(down.places)), gate_up.outputs // 2
+    inner = torch.empty(ids.numel(), width, dtype=x.dtype, device=x.device)
+    each = torch.empty(ids.numel(), hidden, dtype=x.dtype, device=x.device)
+    launch_gate(x, gate_up, grouped, inner, ids.shape[1], activation)
+    launch_down(inner, down, grouped, each)
     out = torch.empty(rows, hidden, dtype=x.dtype, device=x.device)
     block = min(1024, triton.next_power_of_2(hidden))
     sum_kernel[(rows, triton.cdiv(hidden, block))](
@@ -239,6 +193,51 @@ def grouped_experts(
     return out
 
 
-def most_tiles(pairs: int, experts: int, size: int) -> int:
-    """Every expert may have a tile that is not full."""
-    return min(pairs, pairs // size + experts)
+def launch_gate(
+    x: Tensor, matrices: ExpertMatrices, grouped: Grouped, inner: Tensor, chosen: int, activation: int
+) -> None:
+    (pairs, width), experts = inner.shape, len(matrices.places)
+    common = {"CHOSEN": chosen, "K": x.shape[1], "WIDTH": width, "ACTIVATION": activation, **constants(x, matrices)}
+    if matrices.four_bits:
+        cut = code_tile(pairs / experts, x.dtype, TILE_BORDERS)
+        grouped_gate_codes_kernel[(triton.cdiv(width, 8 * cut.warps), most_tiles(pairs, experts, cut.m))](
+            x, *matrices[:5], *grouped, inner, **common, BLOCK_M=cut.m, W=cut.warps, STAGES=cut.stages,
+            FAST=not INTERPRETED, num_warps=cut.warps,
+        )  # fmt: skip
+        return
+    tile = fitted(tile_for(pairs / experts, x.dtype, True, matrices.format > 0), x.shape[1])
+    grouped_gate_kernel[(triton.cdiv(width, tile.n), most_tiles(pairs, experts, tile.m))](
+        x, *matrices[:5], *grouped, inner, **common, BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k,
+        WEIGHTS_FIRST=tile.weights_first, STAGES=tile.stages, num_warps=tile.warps,
+    )  # fmt: skip
+
+
+def launch_down(inner: Tensor, matrices: ExpertMatrices, grouped: Grouped, each: Tensor) -> None:
+    (pairs, hidden), experts = each.shape, len(matrices.places)
+    common = {"K": inner.shape[1], "N": hidden, **constants(inner, matrices)}
+    if matrices.four_bits:
+        cut = code_tile(pairs / experts, inner.dtype, TILE_BORDERS)
+        grouped_down_codes_kernel[(triton.cdiv(hidden, 16 * cut.warps), most_tiles(pairs, experts, cut.m))](
+            inner, *matrices[:5], *grouped, each, **common, BLOCK_M=cut.m, W=cut.warps, STAGES=cut.stages,
+            FAST=not INTERPRETED, num_warps=cut.warps,
+        )  # fmt: skip
+        return
+    tile = fitted(tile_for(pairs / experts, inner.dtype, False, matrices.format > 0), inner.shape[1])
+    grouped_down_kernel[(triton.cdiv(hidden, tile.n), most_tiles(pairs, experts, tile.m))](
+        inner, *matrices[:5], *grouped, each, **common, BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k,
+        WEIGHTS_FIRST=tile.weights_first, STAGES=tile.stages, num_warps=tile.warps,
+    )  # fmt: skip
+
+
+def constants(x: Tensor, matrices: ExpertMatrices) -> dict[str, object]:
+    experts = len(matrices.places)
+    return {
+        "EXPERTS": experts, "EXPERTS_2": triton.next_power_of_2(experts), "FORMAT": matrices.format,
+        "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
+    }  # fmt: skip
+
+
+def fitted(tile: Tile, inputs: int) -> Tile:
+    """A tile of 128 inputs with half as many, where those divide the inputs and 128 do not: no load has a mask."""
+    halved = tile.k == 128 and inputs % 128 and inputs % 64 == 0
+    return tile._replace(k=64, stages=tile.stages + 2) if halved else tile

@@ -16,7 +16,7 @@ import triton.language as tl
 WHOLE, WHOLE_BITS = tl.constexpr(12582912.0), tl.constexpr(0x4B400000)
 FINE = tl.constexpr(254.0)  # steps of the second part in one of the first
 
-INT8, INT4, FP8 = 1, 2, 3
+INT8, INT4, FP8, MXFP4 = 1, 2, 3, 4
 NOTHING, NORM, SILU, GELU = 0, 1, 2, 3  # what happens to x before the product
 BYTES = 64  # of a row of the matrix in a slice
 

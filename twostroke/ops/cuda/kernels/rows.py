@@ -23,6 +23,20 @@ def activated(x, SILU: tl.constexpr):
 
 
 @triton.jit
+def gated_pair(gate, up, ACTIVATION: tl.constexpr):
+    """ACTIVATION: as in ACTIVATIONS."""
+    if ACTIVATION == 2:
+        gate = tl.minimum(gate, 7.0, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.clamp(up, -7.0, 7.0, propagate_nan=tl.PropagateNan.ALL)
+        return gate / (1.0 + tl.exp(-1.702 * gate)) * (up + 1.0)
+    else:
+        return activated(gate, ACTIVATION == 1) * up
+
+
+ACTIVATIONS = {"gelu_tanh": 0, "silu": 1, "swiglu_oai": 2}
+
+
+@triton.jit
 def norm_kernel(
     x_ptr, weight_ptr, out_ptr, eps, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip

@@ -1,0 +1,80 @@
+"""Pairs of row and expert in the order of their experts, and the tiles that this order is cut into.
+
+Everything is decided on the device. The host does not know the number of tiles: enough programs for the worst case are
+launched, and those without a tile end at once. So a step of fixed size can be captured.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+COUNTED = 256  # pairs that a program counts or sorts at a time
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def count_kernel(ids_ptr, counts_ptr, ranks_ptr, pairs, BLOCK: tl.constexpr):
+    """Pairs of each expert, and each pair's number among them."""
+    pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = pair < pairs
+    expert = tl.load(ids_ptr + pair, mask=inside, other=0)
+    rank = tl.atomic_add(counts_ptr + expert, 1, mask=inside)
+    tl.store(ranks_ptr + pair, rank, mask=inside)
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def place_kernel(
+    ids_ptr, counts_ptr, ranks_ptr, order_ptr, pairs, EXPERTS: tl.constexpr, EXPERTS_2: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """order: the pairs, those of the first expert first."""
+    pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = pair < pairs
+    expert = tl.load(ids_ptr + pair, mask=inside, other=0)
+    every = tl.arange(0, EXPERTS_2)
+    counts = tl.load(counts_ptr + every, mask=every < EXPERTS, other=0)
+    before = tl.sum(tl.where(every[None, :] < expert[:, None], counts[None, :], 0), axis=1)
+    tl.store(order_ptr + before + tl.load(ranks_ptr + pair, mask=inside, other=0), pair, mask=inside)
+
+
+@triton.jit
+def tile_of(counts_ptr, tile, EXPERTS: tl.constexpr, EXPERTS_2: tl.constexpr, BLOCK_M: tl.constexpr):
+    """The expert of a tile, its first place in `order`, and one past the last of the expert's places. Past the last
+    tile the expert is EXPERTS or more."""
+    every = tl.arange(0, EXPERTS_2)
+    counts = tl.load(counts_ptr + every, mask=every < EXPERTS, other=0)
+    tiles = (counts + BLOCK_M - 1) // BLOCK_M
+    ends = tl.cumsum(tiles, axis=0)
+    expert = tl.sum((ends <= tile).to(tl.int32), axis=0)
+    before = every < expert
+    start = tl.sum(tl.where(before, counts, 0), axis=0)
+    first = start + (tile - tl.sum(tl.where(before, tiles, 0), axis=0)) * BLOCK_M
+    return expert, first, start + tl.sum(tl.where(every == expert, counts, 0), axis=0)
+
+
+class Grouped(NamedTuple):
+    """The pairs of a step."""
+
+    counts: Tensor  # (experts,) int32: pairs of each
+    order: Tensor  # the pairs, those of the first expert first
+
+
+def group(ids: Tensor, experts: int) -> Grouped:
+    """ids (T, chosen): the experts of each row."""
+    pairs, blocks = ids.numel(), (triton.cdiv(ids.numel(), COUNTED),)
+    counts = torch.zeros(experts, dtype=torch.int32, device=ids.device)
+    order, ranks = torch.empty_like(ids), torch.empty_like(ids)
+    count_kernel[blocks](ids, counts, ranks, pairs, BLOCK=COUNTED)
+    place_kernel[blocks](
+        ids, counts, ranks, order, pairs, EXPERTS=experts, EXPERTS_2=triton.next_power_of_2(experts), BLOCK=COUNTED
+    )
+    return Grouped(counts, order)
+
+
+def most_tiles(pairs: int, experts: int, size: int) -> int:
+    """Every expert may have a tile that is not full."""
+    return min(pairs, pairs // size + experts)
