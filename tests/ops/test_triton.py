@@ -74,7 +74,9 @@ def on_device(attention, device):
         return None if n is None else Norm(n.weight.to(device), n.eps)
 
     rope = attention.rope and RopeTable(attention.rope.cos.to(device), attention.rope.sin.to(device))
-    return replace(attention, rope=rope, query_norm=norm(attention.query_norm), key_norm=norm(attention.key_norm))
+    sinks = None if attention.sinks is None else attention.sinks.to(device)
+    norms = {"query_norm": norm(attention.query_norm), "key_norm": norm(attention.key_norm)}
+    return replace(attention, rope=rope, sinks=sinks, **norms)
 
 
 def close(a: torch.Tensor, b: torch.Tensor, limit: float = 2e-5) -> None:
