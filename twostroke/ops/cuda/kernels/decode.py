@@ -184,8 +184,6 @@ def decode_kernel(
     total = tl.zeros((SHARE_2,), tl.float32)
     acc = tl.zeros((SHARE_2, WIDE), tl.float32)
     start = begin // BLOCK * BLOCK
-    if sinks_ptr is not None:
-        sinks = load_sinks(sinks_ptr, head * SHARE + tl.where(shared, index, 0))
     if AHEAD:
         seen, k, v = load_kv(
             start, begin, end, table, keys, values, block_stride, token_stride, HEAD, WIDE, BLOCK, TILE, DTYPE
@@ -228,6 +226,8 @@ def decode_kernel(
             n0, begin, end, table, keys, values, block_stride, token_stride, HEAD, WIDE, BLOCK, TILE, DTYPE
         )
         best, total, acc = attend_tile(q, best, total, acc, seen, k, v, scale, softcap, SOFTCAP, DTYPE, PRECISION)
+    if sinks_ptr is not None:
+        sinks = load_sinks(sinks_ptr, head * SHARE + tl.where(shared, index, 0))
     place = out_ptr + row * HEADS * HEAD + (head * SHARE + index)[:, None] * HEAD
     if first_split == last_split:  # one split: nothing to merge
         if sinks_ptr is not None:

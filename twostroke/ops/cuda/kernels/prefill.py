@@ -193,7 +193,8 @@ def combine_kernel(
     acc, total = tl.sum(weight[:, None] * parts, axis=0), tl.sum(weight * sums, axis=0)
     if sinks_ptr is not None:
         total += tl.exp2(sink - top)
-    tl.store(out_ptr + place * HEAD + dims, (acc / total).to(out_ptr.dtype.element_ty), mask=dims < HEAD)
+    out = acc / total
+    tl.store(out_ptr + place * HEAD + dims, out.to(out_ptr.dtype.element_ty), mask=dims < HEAD)
 
 
 def split_for(tiles: int, kv_heads: int, rows: int, context: int) -> int:
