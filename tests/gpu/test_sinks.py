@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 from tests import tiny
 from tests.gpu.test_card import CARD, logits_of, row_error
 from tests.model import test_sinks
-from tests.model.test_parity import load, tokens_of
+from tests.model.test_parity import tokens_of
 from twostroke import LLM, SamplingParams
 from twostroke.engine.build import check_feeds
 from twostroke.errors import ConfigError
@@ -24,12 +24,13 @@ from twostroke.ops.cuda.backend import CudaOps
 from twostroke.ops.cuda.exact import ExactCudaOps
 from twostroke.weights.checkpoint import open_checkpoint
 from twostroke.weights.describe import load_arch
+from twostroke.weights.load import load_model
 
 pytestmark = pytest.mark.gpu
 # The heads of the published models: 64 of 64 numbers, 8 of K and V, a window of 128.
 PUBLISHED = {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128}
-LENGTH = 400
-BASE = {"dtype": "float32", "kv_dtype": "float32", "max_model_len": 512, "kv_blocks": 400, "seed": 1}
+LENGTH, POSITIONS = 400, 512
+BASE = {"dtype": "float32", "kv_dtype": "float32", "max_model_len": POSITIONS, "kv_blocks": 400, "seed": 1}
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {"speculate": "off"},
     "chunks": {"speculate": "off", "max_batch_tokens": 16},
@@ -51,7 +52,7 @@ def published(_dense_feeds: None, tmp_path_factory: pytest.TempPathFactory) -> t
     """A small model with the published heads, and transformers' one."""
     folder = tmp_path_factory.mktemp("published")
     with torch.no_grad():
-        return folder, test_sinks.make_peer(folder, "yarn", max_position_embeddings=512, **PUBLISHED)
+        return folder, test_sinks.make_peer(folder, "yarn", max_position_embeddings=POSITIONS, **PUBLISHED)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -61,7 +62,7 @@ def test_logits_equal_transformers(published: tuple[Path, Any], dtype: torch.dty
     tokens = tokens_of(LENGTH)
     expected = peer(torch.tensor([tokens]), use_cache=False).logits[0]
     kv_format, limit = ("float32", 1e-3) if dtype == torch.float32 else ("bfloat16", 0.1)
-    model = load(folder, CudaOps(dtype, CARD))
+    model = load_model(open_checkpoint(folder), CudaOps(dtype, CARD), POSITIONS)
     for chunks in ([LENGTH], [7, 290, 1, 1, 101], [120, *[1] * 20, 5, 255]):
         found = logits_of(model, tokens, chunks, kv_format)
         assert row_error(found, expected) < limit, chunks
@@ -75,7 +76,7 @@ def test_exact_logits_have_the_same_bits_in_any_chunks(published: tuple[Path, An
     folder, peer = published
     tokens = tokens_of(LENGTH)
     kv_format, limit = ("float32", 1e-3) if dtype == torch.float32 else ("bfloat16", 0.1)
-    model = load(folder, ExactCudaOps(dtype, CARD))
+    model = load_model(open_checkpoint(folder), ExactCudaOps(dtype, CARD), POSITIONS)
     whole = logits_of(model, tokens, [LENGTH], kv_format)
     assert row_error(whole, peer(torch.tensor([tokens]), use_cache=False).logits[0]) < limit
     for chunks in ([7, 290, 1, 1, 101], [120, *[1] * 20, 5, 255], [16] * 25):
@@ -88,7 +89,7 @@ def test_caches_of_few_bits(published: tuple[Path, Any], kv_format: str) -> None
     """One new token reads them in a kernel of its own: what it gives is what a prompt's kernel gives."""
     folder, peer = published
     tokens = tokens_of(LENGTH)
-    model = load(folder, CudaOps(torch.bfloat16, CARD))
+    model = load_model(open_checkpoint(folder), CudaOps(torch.bfloat16, CARD), POSITIONS)
     expected = peer(torch.tensor([tokens]), use_cache=False).logits[0]
     whole = logits_of(model, tokens, [LENGTH], kv_format)
     parts = logits_of(model, tokens, [LENGTH - 40, *[1] * 40], kv_format)
@@ -103,7 +104,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         if request.param == "dense feeds":
             test_sinks.without_experts(patch)
-            test_sinks.make_peer(found, "yarn", vocab_size=tiny.VOCAB, max_position_embeddings=512)
+            test_sinks.make_peer(found, "yarn", vocab_size=tiny.VOCAB, max_position_embeddings=POSITIONS)
             tiny.save_tokenizer(found)
         else:
             tiny.tiny_gpt_oss(found)
