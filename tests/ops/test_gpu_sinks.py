@@ -64,7 +64,7 @@ def check(ops: CudaOps, case: Case, streams: bool = False, cut: Cut | None = Non
         step = replace(step, cuts={ops.kind(there): cut})
     expected = REFERENCE.attend(qkv, attention, kv, batch, 0)
     without = REFERENCE.attend(qkv, replace(attention, sinks=None), kv, batch, 0)
-    assert (without - expected).norm() / expected.norm() > 10 * limit  # sinks matter
+    assert (without - expected).norm() / expected.norm() > 0.1  # sinks matter
     close_by_head(ops.attend(qkv.to(DEVICE, ops.dtype), there, mine, step, 0), expected, attention, limit)
 
 
