@@ -81,9 +81,13 @@ def random_model(arch: Arch, ops: CudaOps, max_positions: int, seed: int = 0, mx
 
     generator = torch.Generator(ops.device).manual_seed(seed)
 
-    def matrix(rows: int, columns: int, *, outer: bool = False) -> CudaWeight:
+    def matrix(rows: int, columns: int, *, outer: bool = False, bias: bool = False) -> CudaWeight:
         weight = torch.empty(rows, columns, dtype=ops.dtype, device=ops.device)
-        return ops.adopt(weight.normal_(std=columns**-0.5, generator=generator), outer=outer)
+        weight.normal_(std=columns**-0.5, generator=generator)
+        return ops.adopt(weight, vector(rows) if bias else None, outer=outer)
+
+    def vector(count: int) -> torch.Tensor:
+        return torch.empty(count, device=ops.device).normal_(generator=generator)
 
     def floats(rows: int, columns: int, bias: Tensor | None = None) -> CudaWeight:
         """One that is not rounded to fewer bits."""
@@ -121,9 +125,10 @@ def random_model(arch: Arch, ops: CudaOps, max_positions: int, seed: int = 0, mx
         heads = (norm(mixer.head_dim), norm(mixer.head_dim)) if mixer.qk_norm else (None, None)
         attention = Attention(
             mixer.heads, mixer.kv_heads, mixer.head_dim, mixer.factor, mixer.window or 0, mixer.softcap,
-            ropes.get(mixer.rope), *heads,
+            ropes.get(mixer.rope), *heads, sinks=vector(mixer.heads) if mixer.sinks else None,
         )  # fmt: skip
-        return Grouped(norm(), matrix(*shapes["qkv"]), attention, matrix(*shapes["output"]))
+        qkv = matrix(*shapes["qkv"], bias=mixer.qkv_bias)
+        return Grouped(norm(), qkv, attention, matrix(*shapes["output"], bias=mixer.output_bias))
 
     def make_feed(feed: FeedArch) -> Feed:
         shapes = {product.name: (product.outputs, product.inputs) for product in feed.products(arch.hidden)}

@@ -36,6 +36,7 @@ class Case:
     rotary: int = -1  # rotated dimensions; -1: all of them, 0: none
     qk_norm: bool = False
     format: KVFormat = "float32"
+    sinks: tuple[float, ...] = ()  # of the query heads, which take them in turn; (): there are none
 
 
 MIXED = ((0, 37), (20, 13), (63, 1), (0, 1), (15, 1), (16, 17), (200, 3))
@@ -82,6 +83,8 @@ def make_attention(case: Case, generator: torch.Generator) -> Attention:
     rotary = case.head_dim if case.rotary < 0 else case.rotary
     rope = Rope(tuple(100.0 ** (-2 * i / rotary) for i in range(rotary // 2)), 1.1) if rotary else None
 
+    sinks = torch.tensor([case.sinks[head % len(case.sinks)] for head in range(case.heads)]) if case.sinks else None
+
     def norm() -> Norm:
         return Norm(1 + 0.3 * torch.randn(case.head_dim, generator=generator), 1e-6)
 
@@ -95,6 +98,7 @@ def make_attention(case: Case, generator: torch.Generator) -> Attention:
         rope=rope_table(rope, 512, torch.device("cpu")) if rope else None,
         query_norm=norm() if case.qk_norm else None,
         key_norm=norm() if case.qk_norm else None,
+        sinks=sinks,
     )
 
 

@@ -19,10 +19,11 @@ if not ON_CARD:
 pytest.importorskip("triton")
 
 from tests.ops.cases import DECODE, MIXED, Case, make_step, slots_of  # noqa: E402
-from tests.ops.test_triton import DEVICE, LIMITS, check_attention, copied, on_device  # noqa: E402
+from tests.ops.test_triton import DEVICE, LIMITS, REFERENCE, check_attention, close, copied, on_device  # noqa: E402
 from twostroke.ops.cuda.cuts import DeviceBatch  # noqa: E402
 from twostroke.ops.cuda.exact import ExactCudaOps  # noqa: E402
 from twostroke.ops.cuda.kernels.exact_matmul import Products  # noqa: E402
+from twostroke.ops.formats import from_float  # noqa: E402
 from twostroke.ops.interface import GroupBlocks, Norm  # noqa: E402
 
 pytestmark = [pytest.mark.gpu] if ON_CARD else []
@@ -102,6 +103,18 @@ def test_no_number_of_rows_changes_a_bit(shape: tuple[int, int], dtype: torch.dt
         mine = slice(total - rows - 1, total - 1)
         assert torch.equal(products(x[mine], weight, None), whole[mine]), rows
         assert torch.equal(products(x[mine], weight, base[mine].clone()), added[mine]), rows
+
+
+@pytest.mark.parametrize("rows", [1, 5, 70])
+@pytest.mark.parametrize("adds", [False, True])
+def test_biases(rows: int, adds: bool) -> None:
+    """Of q, k and v, and of the output, which is added to the residual stream."""
+    ops, generator = ExactCudaOps(torch.float32, DEVICE), torch.Generator().manual_seed(rows)
+    x, base = torch.randn(rows, 72, generator=generator), torch.randn(rows, 50, generator=generator)
+    parts, bias = [from_float(torch.randn(50, 72, generator=generator).numpy())], torch.randn(50, generator=generator)
+    expected = REFERENCE.linear(x, REFERENCE.pack(parts, bias), add_to=base.clone() if adds else None)
+    got = ops.linear(x.to(DEVICE), ops.pack(parts, bias), add_to=base.clone().to(DEVICE) if adds else None)
+    close(got, expected)
 
 
 def test_rows_before_the_product_are_treated_alike() -> None:

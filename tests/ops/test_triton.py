@@ -74,7 +74,9 @@ def on_device(attention, device):
         return None if n is None else Norm(n.weight.to(device), n.eps)
 
     rope = attention.rope and RopeTable(attention.rope.cos.to(device), attention.rope.sin.to(device))
-    return replace(attention, rope=rope, query_norm=norm(attention.query_norm), key_norm=norm(attention.key_norm))
+    sinks = None if attention.sinks is None else attention.sinks.to(device)
+    norms = {"query_norm": norm(attention.query_norm), "key_norm": norm(attention.key_norm)}
+    return replace(attention, rope=rope, sinks=sinks, **norms)
 
 
 def close(a: torch.Tensor, b: torch.Tensor, limit: float = 2e-5) -> None:
@@ -158,10 +160,11 @@ def test_one_stream_in_bfloat16(heads: int, kv_heads: int, context: int) -> None
     check_attention(CudaOps(torch.bfloat16, DEVICE), case, streams=True, limit=1e-2)
 
 
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("rows", [1, 3, 40])
 @pytest.mark.parametrize("before", ["none", "norm", "silu", "gelu_tanh"])
 @pytest.mark.parametrize("bias", [False, True])
 def test_linear(ops: CudaOps, monkeypatch: pytest.MonkeyPatch, rows: int, before: str, bias: bool) -> None:
+    """One row, few rows, and many, which the library multiplies."""
     monkeypatch.setattr(ops, "few_rows", 32)  # on the card; the interpreter uses the library otherwise
     generator = torch.Generator().manual_seed(rows)
     wide, out = 72, 50

@@ -14,7 +14,7 @@ if not ON_CARD:
 pytest.importorskip("triton")
 
 from tests.engine.oracle import OracleDrafter  # noqa: E402
-from tests.model import test_latent, test_parity  # noqa: E402
+from tests.model import test_latent, test_parity, test_sinks  # noqa: E402
 from twostroke.config import make_config, resolve  # noqa: E402
 from twostroke.engine.core import Core  # noqa: E402
 from twostroke.hardware import this_machine  # noqa: E402
@@ -68,6 +68,21 @@ def tokens_of(
     return [(request.tokens, request.finish_reason) for request in requests]
 
 
+def known_answers(
+    prompts: list[list[int]], right: list[tuple[list[int], object]]
+) -> dict[tuple[tuple[int, ...], float], list[list[int]]]:
+    """As OracleDrafter takes them."""
+    found = enumerate(zip(prompts, right, strict=True))
+    return {(tuple(prompt), ASKED[n].temperature): [tokens[len(prompt) :]] for n, (prompt, (tokens, _)) in found}
+
+
+def watch_shapes(monkeypatch: pytest.MonkeyPatch) -> list[cuda_steps.Shape]:
+    """A list that grows by the shape of every mixed step."""
+    shapes, find = [], cuda_steps.Mixture.padded_shape
+    monkeypatch.setattr(cuda_steps.Mixture, "padded_shape", lambda *args: shapes.append(find(*args)) or shapes[-1])
+    return shapes
+
+
 def test_both_runners_choose_the_same_tokens(llama_folder: Path) -> None:
     assert tokens_of(llama_folder, "cuda") == tokens_of(llama_folder, "cpu")
 
@@ -80,17 +95,26 @@ def test_drafts_are_verified_in_steps_of_their_own_shape(llama_folder: Path, mon
     right = tokens_of(llama_folder, "cpu", prompts)
     monkeypatch.setattr(cuda_steps, "FEW_QUERIES", few)
     monkeypatch.setattr(cuda_steps, "draft_splits", lambda *_: splits)
-    shapes, find = [], cuda_steps.Mixture.padded_shape
-    monkeypatch.setattr(cuda_steps.Mixture, "padded_shape", lambda *args: shapes.append(find(*args)) or shapes[-1])
-    answers = {
-        (tuple(prompt), ASKED[n].temperature): [tokens[len(prompt) :]]
-        for n, (prompt, (tokens, _)) in enumerate(zip(prompts, right, strict=True))
-    }
-    drafter = OracleDrafter(answers, most=3, errors=0.3)
+    shapes = watch_shapes(monkeypatch)
+    drafter = OracleDrafter(known_answers(prompts, right), most=3, errors=0.3)
     assert tokens_of(llama_folder, "cuda", prompts, drafter=drafter) == right
     drafted = [shape for shape in shapes if shape.drafts]
     assert drafted and {shape.tile_splits for shape in drafted} == {(splits,)}
     assert (few == 8) <= any(shape.queries for shape in drafted)
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+@torch.no_grad()
+def test_with_sinks_biases_and_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drafts: bool) -> None:
+    """Contexts on both sides of the window's border, also where drafts are verified."""
+    test_sinks.without_experts(monkeypatch)
+    test_sinks.make_peer(tmp_path, "yarn", num_hidden_layers=2)
+    prompts = [[token % 90 for token in prompt[:22]] for prompt in PROMPTS[:2]]
+    right = tokens_of(tmp_path, "cpu", prompts)
+    shapes = watch_shapes(monkeypatch)
+    drafter = OracleDrafter(known_answers(prompts, right), most=3, errors=0.3) if drafts else None
+    assert tokens_of(tmp_path, "cuda", prompts, drafter=drafter) == right
+    assert any(shape.queries for shape in shapes) == drafts
 
 
 @slow_here

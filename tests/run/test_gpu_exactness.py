@@ -39,13 +39,21 @@ LAYERS = tuple(LayerArch(GroupedArch(2, 1, 16, window, ROPE), DenseArch(32)) for
 TINY = Arch(
     family="llama", vocab=64, hidden=32, layers=LAYERS[: 2 if ON_CARD else 1], max_positions=512, norm_eps=1e-5
 )  # fmt: skip
+SINKS = replace(  # as gpt-oss has them, with biases and windows on every other layer
+    TINY,
+    layers=tuple(
+        LayerArch(replace(layer.mixer, sinks=True, qkv_bias=True, output_bias=True), layer.feed) for layer in LAYERS
+    ),
+)
 NEW = 24 if ON_CARD else 3
 LENGTHS = (1100, 37, 700, 64) if ON_CARD else (23, 7)
 MODELS = {
     "8B": (replace(LLAMA_8B, layers=LLAMA_8B.layers[:3], vocab=32000), torch.bfloat16),
     "tiny": (TINY, torch.bfloat16),
     "tiny float32": (TINY, torch.float32),
-} if ON_CARD else {"tiny float32": (TINY, torch.float32)}  # fmt: skip
+    "sinks": (SINKS, torch.bfloat16),
+    "sinks float32": (SINKS, torch.float32),
+} if ON_CARD else {"tiny float32": (TINY, torch.float32), "sinks float32": (SINKS, torch.float32)}  # fmt: skip
 
 
 class Served:
@@ -91,16 +99,20 @@ def prompt(arch: Arch, number: int, length: int) -> list[int]:
 def served(request: pytest.FixtureRequest) -> tuple[Transformer, list[list[int]], list[list[int]]]:
     """A model, prompts, and what it answers to each alone."""
     arch, dtype = MODELS[request.param]
-    lengths = tuple(min(length, 400) for length in LENGTHS) if arch is TINY else LENGTHS
-    model = random_model(arch, ExactCudaOps(dtype, "cuda" if ON_CARD else "cpu"), 2048 if arch is not TINY else 512)
+    lengths = tuple(min(length, longest(arch) - 112) for length in LENGTHS)
+    model = random_model(arch, ExactCudaOps(dtype, "cuda" if ON_CARD else "cpu"), longest(arch))
     prompts = [prompt(arch, number, length) for number, length in enumerate(lengths)]
     alone = [engine(model).answers([p])[0] for p in prompts]
     return model, prompts, alone
 
 
 def engine(model: Transformer, draft: Transformer | None = None, **changes: object) -> Served:
-    longest = 2048 if model.arch is not TINY else 512
-    return Served(model, draft, **{"max_model_len": longest, "kv_blocks": 1200, "max_batch_tokens": 2048, **changes})
+    sizes = {"max_model_len": longest(model.arch), "kv_blocks": 1200, "max_batch_tokens": 2048}
+    return Served(model, draft, **(sizes | changes))
+
+
+def longest(arch: Arch) -> int:
+    return min(2048, arch.max_positions)
 
 
 def test_among_neighbours(served) -> None:  # type: ignore[no-untyped-def]

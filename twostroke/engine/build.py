@@ -206,14 +206,14 @@ def choose_device(config: Config) -> str:
 
 
 def check_attention(arch: Arch, device: str) -> None:
-    """A GPU has kernels for grouped attention without sinks, and for latent attention."""
+    """A GPU has kernels for grouped and for latent attention."""
     if device != "cuda":
         return
     for mixer, _ in arch.mixers:
-        sinks = isinstance(mixer, GroupedArch) and mixer.sinks
-        if sinks or not isinstance(mixer, GroupedArch | LatentArch):
-            feature = "attention with sinks" if sinks else f"{mixer.kind} attention"
-            raise ConfigError(f"device='cuda' does not serve {feature}, which {arch.family} has: use device='cpu'.")
+        if not isinstance(mixer, GroupedArch | LatentArch):
+            raise ConfigError(
+                f"device='cuda' does not serve {mixer.kind} attention, which {arch.family} has: use device='cpu'."
+            )
 
 
 def cuda_available() -> bool:

@@ -390,9 +390,9 @@ class CudaOps(Ops):
     def _kind(self, attention: Attention) -> AttentionKind:
         share = attention.heads // attention.kv_heads
         queries = tile_rows(self.dtype, attention.head_dim, share) // share
-        dense = attention.window == 0 and attention.softcap == 0 and self._dense_ok(attention)
+        plain = attention.window == 0 and attention.softcap == 0 and attention.sinks is None
         members = 0 if attention.window else members_of_tile(attention)
-        return AttentionKind(queries, dense, attention.kv_heads, members)
+        return AttentionKind(queries, plain and self._dense_ok(attention), attention.kv_heads, members)
 
     def _dense_ok(self, attention: Attention) -> bool:
         return self.dtype == torch.bfloat16 and self.device.type == "cuda" and attention.head_dim in (64, 128)

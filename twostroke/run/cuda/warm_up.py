@@ -104,27 +104,31 @@ def in_parallel(tasks: Sequence[Task]) -> None:
 
 def variant_kernels(model: Transformer, settings: Resolved, first: int = 0) -> list[Task]:
     """What other steps than a first prompt and its stream need: of one layer for each kind of attention."""
-    ops, found = cuda_ops(model), dict[tuple[object, ...], int]()
-    for number, attention in enumerate(attentions(model)):
-        window, cap = getattr(attention, "window", 0), getattr(attention, "softcap", 0.0)
-        found.setdefault((ops.kind(attention), window, cap), number)
+    ops = cuda_ops(model)
     storage, tasks = KVStorage(settings.layout, 2, settings.kv_dtype, ops.device), []
-    for number in found.values():
+    for number in kinds_of_attention(model):
         kv, group = storage.layer(first + number)
         attention = attentions(model)[number]
         tasks += attention_variants(ops, attention, kv, group, settings.max_requests, settings.max_model_len)
     return tasks
 
 
+def kinds_of_attention(model: Transformer) -> list[int]:
+    """The first layer of each kind that kernels are compiled for: with and without a window, a cap or sinks."""
+    ops, found = cuda_ops(model), dict[tuple[object, ...], int]()
+    for number, attention in enumerate(attentions(model)):
+        window, cap = getattr(attention, "window", 0), getattr(attention, "softcap", 0.0)
+        sinks = getattr(attention, "sinks", None) is not None
+        found.setdefault((type(attention), ops.kind(attention), window, cap, sinks), number)
+    return list(found.values())
+
+
 def attention_kernels(model: Transformer, settings: Resolved, first: int = 0) -> list[Task]:
-    """Of one layer for each kind of mixer."""
+    """Of one layer for each kind of attention."""
     ops = cuda_ops(model)
-    found: dict[type, int] = {}
-    for number, layer in enumerate(model.layers):
-        found.setdefault(type(layer.mixer), number)
     storage = KVStorage(settings.layout, 2, settings.kv_dtype, ops.device)
     tasks: list[Task] = []
-    for number in found.values():
+    for number in kinds_of_attention(model):
         mixer, (kv, group) = model.layers[number].mixer, storage.layer(first + number)
         if isinstance(mixer, Grouped):
             tasks += grouped_kernels(ops, mixer.attention, kv, group)

@@ -22,6 +22,7 @@ from torch import Tensor
 from twostroke.ops.cuda.kernels.heads import head_scale, load_tile, store_head, turned
 from twostroke.ops.cuda.kernels.launch import EARLY, PDL, gdc_launch_dependents, gdc_wait
 from twostroke.ops.cuda.kernels.rows import tanh
+from twostroke.ops.cuda.kernels.sinks import add_sinks, load_sinks
 from twostroke.ops.interface import BLOCK, Attention, Batch, KVLayer
 
 # Splits of NEAR tokens up to position 1024, of MIDDLE up to 16384, of FAR beyond.
@@ -129,7 +130,8 @@ def combine(
     part, part_ptr, part_max_ptr, part_sum_ptr, first_split, last_split, shared, dims, HEAD: tl.constexpr,
     SPLITS_2: tl.constexpr,
 ):  # fmt: skip
-    """Merges the splits of a head in order of position: elements `dims`, not yet divided by the sums, and the sums."""
+    """Merges the splits of a head in order of position: the maximum, the sums, and elements `dims`, which are not yet
+    divided by the sums."""
     every = tl.arange(0, SPLITS_2)
     active = shared[:, None] & ((every >= first_split) & (every <= last_split))[None, :]
     place = part_max_ptr + part[:, None] + every[None, :]
@@ -143,14 +145,14 @@ def combine(
         total += weight * tl.load(part_sum_ptr + part + split, mask=shared, other=0.0, cache_modifier=".cg")
         at = part_ptr + ((part + split) * HEAD)[:, None] + dims[None, :]
         acc += weight[:, None] * tl.load(at, mask=inside, other=0.0, cache_modifier=".cg")
-    return acc, total
+    return top, total, acc
 
 
 @triton.jit(do_not_specialize=["table_stride", "splits"])
 def decode_kernel(
     q_ptr, out_ptr, part_ptr, part_max_ptr, part_sum_ptr, done_ptr, rows_ptr, shared_ptr, starts_ptr,
     contexts_ptr, tables_ptr,
-    keys, values, cos_ptr, sin_ptr, qnorm_ptr, knorm_ptr, q_eps, k_eps,
+    keys, values, cos_ptr, sin_ptr, qnorm_ptr, knorm_ptr, sinks_ptr, q_eps, k_eps,
     scale, softcap, q_stride, table_stride, block_stride, head_stride, token_stride, splits,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SHARE_2: tl.constexpr, HEAD: tl.constexpr, WIDE: tl.constexpr,
     HALF: tl.constexpr, NORM: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
@@ -224,8 +226,12 @@ def decode_kernel(
             n0, begin, end, table, keys, values, block_stride, token_stride, HEAD, WIDE, BLOCK, TILE, DTYPE
         )
         best, total, acc = attend_tile(q, best, total, acc, seen, k, v, scale, softcap, SOFTCAP, DTYPE, PRECISION)
+    if sinks_ptr is not None:
+        sinks = load_sinks(sinks_ptr, head * SHARE + tl.where(shared, index, 0))
     place = out_ptr + row * HEADS * HEAD + (head * SHARE + index)[:, None] * HEAD
     if first_split == last_split:  # one split: nothing to merge
+        if sinks_ptr is not None:
+            total, acc = add_sinks(best, total, acc, sinks)
         tl.store(place + dims[None, :], (acc / total[:, None]).to(DTYPE), mask=inside)
         return
     part = (request * HEADS + head * SHARE + index) * splits  # (SHARE_2,): first part of each head
@@ -239,10 +245,12 @@ def decode_kernel(
         return
     tl.store(counter, 0)
     tl.debug_barrier()
-    acc, sums = combine(
+    best, total, acc = combine(
         part, part_ptr, part_max_ptr, part_sum_ptr, first_split, last_split, shared, dims, HEAD, SPLITS_2
     )
-    tl.store(place + dims[None, :], (acc / sums[:, None]).to(DTYPE), mask=inside)
+    if sinks_ptr is not None:
+        total, acc = add_sinks(best, total, acc, sinks)
+    tl.store(place + dims[None, :], (acc / total[:, None]).to(DTYPE), mask=inside)
 
 
 class DecodeScratch:
@@ -292,7 +300,7 @@ def decode_attention(
         q, out, part, part_max, part_sum, done, tables if listed is None else listed,
         tables if shared is None else shared, batch.starts, batch.contexts, tables, kv.keys, kv.values,
         rope.cos if rope else q, rope.sin if rope else q,
-        qn.weight if qn else q, kn.weight if kn else q, qn.eps if qn else 0.0, kn.eps if kn else 0.0,
+        qn.weight if qn else q, kn.weight if kn else q, attention.sinks, qn.eps if qn else 0.0, kn.eps if kn else 0.0,
         attention.scale, attention.softcap, q.stride(0), tables.stride(0), *kv.keys.stride()[:3], splits,
         HEADS=attention.heads, KV_HEADS=attention.kv_heads, SHARE_2=max(16, triton.next_power_of_2(share)),
         HEAD=dim, WIDE=wide, HALF=rope.cos.shape[1] if rope else 0, NORM=qn is not None,

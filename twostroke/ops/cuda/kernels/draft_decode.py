@@ -27,6 +27,7 @@ from twostroke.ops.cuda.kernels.decode import (
 from twostroke.ops.cuda.kernels.heads import head_scale, store_head, turned
 from twostroke.ops.cuda.kernels.launch import EARLY, PDL, gdc_launch_dependents, gdc_wait
 from twostroke.ops.cuda.kernels.rows import tanh
+from twostroke.ops.cuda.kernels.sinks import add_sinks, load_sinks
 from twostroke.ops.interface import BLOCK, Attention, Batch, KVLayer
 
 FEW_HEADS = 64  # K/V heads of all requests, the most that it serves
@@ -50,7 +51,7 @@ def attend_new(q, total, acc, k, v, query, count, scale, softcap, SOFTCAP: tl.co
 @triton.jit(do_not_specialize=["table_stride", "splits"])
 def draft_kernel(
     qkv_ptr, out_ptr, part_ptr, part_max_ptr, part_sum_ptr, done_ptr, starts_ptr, contexts_ptr, tables_ptr,
-    keys, values, cos_ptr, sin_ptr, qnorm_ptr, knorm_ptr, q_eps, k_eps,
+    keys, values, cos_ptr, sin_ptr, qnorm_ptr, knorm_ptr, sinks_ptr, q_eps, k_eps,
     scale, softcap, qkv_stride, table_stride, block_stride, head_stride, token_stride, splits,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD: tl.constexpr, WIDE: tl.constexpr, HALF: tl.constexpr,
     NORM: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr, QUERIES: tl.constexpr, TILE_M: tl.constexpr,
@@ -77,6 +78,8 @@ def draft_kernel(
     mine = (index < QUERIES * SHARE) & (query < count)
     row = (first + tl.where(mine, query, 0)).to(tl.int64)
     place = head * SHARE + index % SHARE
+    if sinks_ptr is not None:
+        sinks = load_sinks(sinks_ptr, place)
     keys += head * head_stride
     values += head * head_stride
     seen, k, v = load_kv(
@@ -119,6 +122,8 @@ def draft_kernel(
     inside = mine[:, None] & (dims < HEAD)[None, :]
     to = out_ptr + ((row * HEADS + place) * HEAD)[:, None] + dims[None, :]
     if last_split == 0:  # one split: nothing to merge
+        if sinks_ptr is not None:
+            total, acc = add_sinks(best, total, acc, sinks)
         tl.store(to, (acc / total[:, None]).to(DTYPE), mask=inside)
         return
     part = (row * HEADS + place) * splits  # (TILE_M,): first part of each row's head
@@ -131,8 +136,10 @@ def draft_kernel(
         return
     tl.store(counter, 0)
     tl.debug_barrier()
-    acc, sums = combine(part, part_ptr, part_max_ptr, part_sum_ptr, 0, last_split, mine, dims, HEAD, SPLITS_2)
-    tl.store(to, (acc / sums[:, None]).to(DTYPE), mask=inside)
+    best, total, acc = combine(part, part_ptr, part_max_ptr, part_sum_ptr, 0, last_split, mine, dims, HEAD, SPLITS_2)
+    if sinks_ptr is not None:
+        total, acc = add_sinks(best, total, acc, sinks)
+    tl.store(to, (acc / total[:, None]).to(DTYPE), mask=inside)
 
 
 def serves(attention: Attention, kv: KVLayer, batch: Batch, group: int) -> bool:
@@ -157,7 +164,8 @@ def draft_attention(
     draft_kernel[(attention.kv_heads, splits, requests)](
         qkv, out, part, part_max, part_sum, done, batch.starts, batch.contexts, tables, kv.keys, kv.values,
         rope.cos if rope else qkv, rope.sin if rope else qkv,
-        qn.weight if qn else qkv, kn.weight if kn else qkv, qn.eps if qn else 0.0, kn.eps if kn else 0.0,
+        qn.weight if qn else qkv, kn.weight if kn else qkv, attention.sinks,
+        qn.eps if qn else 0.0, kn.eps if kn else 0.0,
         attention.scale, attention.softcap, qkv.stride(0), tables.stride(0), *kv.keys.stride()[:3], splits,
         HEADS=attention.heads, KV_HEADS=attention.kv_heads, HEAD=dim, WIDE=wide,
         HALF=rope.cos.shape[1] if rope else 0, NORM=qn is not None, SOFTCAP=attention.softcap > 0, BLOCK=BLOCK,

@@ -23,6 +23,7 @@ from twostroke.ops.cuda.kernels.heads import FORMATS, load_tile, store_head, tur
 from twostroke.ops.cuda.kernels.launch import EARLY, INTERPRETED, PDL, gdc_launch_dependents, gdc_wait
 from twostroke.ops.cuda.kernels.prefill import products, tile_rows, visible
 from twostroke.ops.cuda.kernels.rows import tanh
+from twostroke.ops.cuda.kernels.sinks import add_sinks, load_sinks
 from twostroke.ops.interface import BLOCK, Attention, Batch, KVLayer
 
 LOG2E = 1.4426950408889634
@@ -88,8 +89,8 @@ def merge(best, total, acc, next_best, next_total, next_acc):
 @triton.jit(do_not_specialize=["splits", "table_stride"])
 def attend_kernel(
     q_ptr, out_ptr, part_ptr, part_max_ptr, part_sum_ptr, done_ptr, tiles_ptr, starts_ptr, contexts_ptr, tables_ptr,
-    keys, values, key_scales, value_scales, cos_ptr, sin_ptr, factor, softcap, q_stride, table_stride, block_stride,
-    head_stride, token_stride, scale_block_stride, scale_head_stride, splits,
+    keys, values, key_scales, value_scales, cos_ptr, sin_ptr, sinks_ptr, factor, softcap, q_stride, table_stride,
+    block_stride, head_stride, token_stride, scale_block_stride, scale_head_stride, splits,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD: tl.constexpr, WIDE: tl.constexpr, FORMAT: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr, PARALLEL: tl.constexpr, LISTED: tl.constexpr, PDL: tl.constexpr,
@@ -221,9 +222,12 @@ def attend_kernel(
                 next_acc = tl.load(at, mask=inside, other=0.0, cache_modifier=".cg")
                 best, total, acc = merge(best, total, acc, next_best, next_total, next_acc)
     else:
-        total, acc = all_total, all_acc
+        best, total, acc = all_best, all_total, all_acc
     place = out_ptr + ((row * HEADS + head * SHARE + index % SHARE) * HEAD)[:, None] + dims[None, :]
-    tl.store(place, (acc * (1.0 / tl.max(total, axis=1))[:, None]).to(DTYPE), mask=inside)
+    sums = tl.max(total, axis=1)
+    if sinks_ptr is not None:
+        sums, acc = add_sinks(best, sums, acc, load_sinks(sinks_ptr, head * SHARE + index % SHARE))
+    tl.store(place, (acc * (1.0 / sums)[:, None]).to(DTYPE), mask=inside)
 
 
 def tile_shape(dtype: torch.dtype, wide: int, share: int, single: bool) -> tuple[int, int]:
@@ -256,8 +260,8 @@ def exact_attention(
     attend_kernel[(attention.kv_heads, count, max(1, splits))](
         q, out, part, part_max, part_sum, done, tables if tiles is None else tiles, batch.starts, batch.contexts,
         tables, kv.keys, kv.values, scales, value_scales, rope.cos if rope else q, rope.sin if rope else q,
-        attention.scale * LOG2E, attention.softcap, q.stride(0), tables.stride(0), *kv.keys.stride()[:3],
-        *scales.stride()[:2], splits,
+        attention.sinks, attention.scale * LOG2E, attention.softcap, q.stride(0), tables.stride(0),
+        *kv.keys.stride()[:3], *scales.stride()[:2], splits,
         HEADS=attention.heads, KV_HEADS=attention.kv_heads, HEAD=dim, WIDE=wide, FORMAT=FORMATS[kv.format],
         WINDOW=attention.window, SOFTCAP=attention.softcap > 0, BLOCK=BLOCK, TILE_M=rows,
         TILE_N=32 if q.dtype == torch.float32 or wide > 128 else 64,

@@ -16,6 +16,7 @@ from torch import Tensor
 from twostroke.ops.cuda.kernels.heads import FORMATS, load_tile
 from twostroke.ops.cuda.kernels.launch import EARLY, gdc_launch_dependents, gdc_wait
 from twostroke.ops.cuda.kernels.rows import tanh
+from twostroke.ops.cuda.kernels.sinks import add_sinks, load_sinks
 from twostroke.ops.interface import BLOCK, Attention, Batch, KVLayer
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -87,7 +88,7 @@ def step(
 @triton.jit(do_not_specialize=["rows", "table_stride", "splits"])
 def prefill_kernel(
     q_ptr, out_ptr, part_ptr, part_max_ptr, part_sum_ptr, tiles_ptr, starts_ptr, contexts_ptr, tables_ptr, keys, values,
-    key_scales, value_scales, scale, softcap, rows, splits, q_stride, table_stride,
+    key_scales, value_scales, sinks_ptr, scale, softcap, rows, splits, q_stride, table_stride,
     block_stride, head_stride, token_stride, scale_block_stride,
     scale_head_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD: tl.constexpr, WIDE: tl.constexpr, FORMAT: tl.constexpr,
@@ -151,6 +152,9 @@ def prefill_kernel(
         )  # fmt: skip
     place = row * HEADS + head * SHARE + index % SHARE
     if not SPLIT:
+        if sinks_ptr is not None:
+            sinks = load_sinks(sinks_ptr, head * SHARE + index % SHARE)
+            total, acc = add_sinks(best, total, acc, sinks)
         tl.store(out_ptr + (place * HEAD)[:, None] + dims[None, :], (acc / total[:, None]).to(DTYPE), mask=inside)
     else:
         place += tl.program_id(2).to(tl.int64) * rows * HEADS
@@ -161,7 +165,7 @@ def prefill_kernel(
 
 @triton.jit(do_not_specialize=["rows", "splits"])
 def combine_kernel(
-    part_ptr, part_max_ptr, part_sum_ptr, out_ptr, tiles_ptr, starts_ptr, rows, splits,
+    part_ptr, part_max_ptr, part_sum_ptr, sinks_ptr, out_ptr, tiles_ptr, starts_ptr, rows, splits,
     HEADS: tl.constexpr, HEAD: tl.constexpr, WIDE: tl.constexpr, MOST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Merges the partial results of one query and head."""
@@ -181,8 +185,15 @@ def combine_kernel(
     sums = tl.load(part_sum_ptr + at, mask=mine, other=0.0)
     inside = mine[:, None] & (dims < HEAD)[None, :]
     parts = tl.load(part_ptr + (at * HEAD)[:, None] + dims[None, :], mask=inside, other=0.0)
-    weight = tl.exp2(best - tl.max(best, axis=0))
-    out = tl.sum(weight[:, None] * parts, axis=0) / tl.sum(weight * sums, axis=0)
+    top = tl.max(best, axis=0)
+    if sinks_ptr is not None:
+        sink = load_sinks(sinks_ptr, tl.program_id(2))
+        top = tl.maximum(top, sink)
+    weight = tl.exp2(best - top)
+    acc, total = tl.sum(weight[:, None] * parts, axis=0), tl.sum(weight * sums, axis=0)
+    if sinks_ptr is not None:
+        total += tl.exp2(sink - top)
+    out = acc / total
     tl.store(out_ptr + place * HEAD + dims, out.to(out_ptr.dtype.element_ty), mask=dims < HEAD)
 
 
@@ -242,7 +253,7 @@ def prefill_attention(
     part_max, part_sum = (out, out) if splits == 1 else torch.empty(2, splits, rows, heads, device=q.device)
     prefill_kernel[(attention.kv_heads, tiles.shape[0], splits)](
         q, out, parts, part_max, part_sum, tiles, batch.starts, batch.contexts, tables, kv.keys, kv.values, scales,
-        value_scales, attention.scale, attention.softcap, rows, splits, q.stride(0), tables.stride(0),
+        value_scales, attention.sinks, attention.scale, attention.softcap, rows, splits, q.stride(0), tables.stride(0),
         *kv.keys.stride()[:3], *scales.stride()[:2],
         HEADS=attention.heads, KV_HEADS=attention.kv_heads, HEAD=dim, WIDE=wide, FORMAT=FORMATS[kv.format],
         WINDOW=attention.window, SOFTCAP=attention.softcap > 0, BLOCK=BLOCK, TILE_M=tile_m,
@@ -252,7 +263,7 @@ def prefill_attention(
     )  # fmt: skip
     if splits > 1:
         combine_kernel[(tiles.shape[0], tile_m // share, heads)](
-            parts, part_max, part_sum, out, tiles, batch.starts, rows, splits,
+            parts, part_max, part_sum, attention.sinks, out, tiles, batch.starts, rows, splits,
             HEADS=heads, HEAD=dim, WIDE=wide, MOST=MOST_SPLITS, PDL=bool(early), num_warps=1, **early,
         )  # fmt: skip
     return out

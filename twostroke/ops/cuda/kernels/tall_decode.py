@@ -16,6 +16,7 @@ from twostroke.ops.cuda.kernels.heads import FORMATS, head_scale, store_head, tu
 from twostroke.ops.cuda.kernels.launch import EARLY, INTERPRETED, PDL, gdc_launch_dependents, gdc_wait
 from twostroke.ops.cuda.kernels.narrow_tiles import inner_order
 from twostroke.ops.cuda.kernels.rows import tanh
+from twostroke.ops.cuda.kernels.sinks import add_sinks, load_sinks
 from twostroke.ops.cuda.kernels.tall_tiles import (
     as_left,
     as_right,
@@ -181,7 +182,7 @@ def inner_seen(n0, begin, end, TILE: tl.constexpr, RUN: tl.constexpr):
 def tall_kernel(
     q_ptr, out_ptr, part_ptr, part_max_ptr, part_sum_ptr, done_ptr, rows_ptr, shared_ptr, starts_ptr, contexts_ptr,
     tables_ptr,
-    keys, values, key_scales, value_scales, cos_ptr, sin_ptr, qnorm_ptr, knorm_ptr, q_eps, k_eps,
+    keys, values, key_scales, value_scales, cos_ptr, sin_ptr, qnorm_ptr, knorm_ptr, sinks_ptr, q_eps, k_eps,
     scale, softcap, q_stride, table_stride, block_stride, head_stride, scale_block_stride,
     scale_head_stride, splits,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, R: tl.constexpr, HEAD: tl.constexpr, WIDE: tl.constexpr,
@@ -345,7 +346,11 @@ def tall_kernel(
     dims = tl.arange(0, WIDE)
     inside = shared[:, None] & (dims < HEAD)[None, :]
     place = out_ptr + row * HEADS * HEAD + (head * SHARE + index)[:, None] * HEAD + dims[None, :]
+    if sinks_ptr is not None:
+        sinks = load_sinks(sinks_ptr, head * SHARE + tl.where(shared, index, 0))
     if first_split == last_split:
+        if sinks_ptr is not None:
+            sums, acc = add_sinks(best, sums, acc, sinks)
         tl.store(place, (acc / sums[:, None]).to(DTYPE), mask=inside)
         return
     part = (request * HEADS + head * SHARE + index) * splits  # (R,): first part of each head
@@ -358,9 +363,11 @@ def tall_kernel(
         return
     tl.store(counter, 0)
     tl.debug_barrier()
-    acc, sums = combine(
+    best, sums, acc = combine(
         part, part_ptr, part_max_ptr, part_sum_ptr, first_split, last_split, shared, dims, HEAD, SPLITS_2
     )
+    if sinks_ptr is not None:
+        sums, acc = add_sinks(best, sums, acc, sinks)
     tl.store(place, (acc / sums[:, None]).to(DTYPE), mask=inside)
 
 
@@ -382,7 +389,7 @@ def tall_attention(
         q, out, part, part_max, part_sum, done, tables if listed is None else listed,
         tables if shared is None else shared, batch.starts, batch.contexts, tables, kv.keys, kv.values,
         kv.key_scales, kv.value_scales, rope.cos if rope else q, rope.sin if rope else q,
-        qn.weight if qn else q, kn.weight if kn else q, qn.eps if qn else 0.0, kn.eps if kn else 0.0,
+        qn.weight if qn else q, kn.weight if kn else q, attention.sinks, qn.eps if qn else 0.0, kn.eps if kn else 0.0,
         attention.scale, attention.softcap, q.stride(0), tables.stride(0), *kv.keys.stride()[:2],
         *kv.key_scales.stride()[:2], splits,
         HEADS=attention.heads, KV_HEADS=attention.kv_heads, R=max(4, triton.next_power_of_2(share)), HEAD=dim,
