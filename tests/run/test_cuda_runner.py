@@ -20,12 +20,14 @@ from twostroke.engine.core import Core  # noqa: E402
 from twostroke.hardware import this_machine  # noqa: E402
 from twostroke.kv.storage import KVStorage  # noqa: E402
 from twostroke.ops.cuda.backend import CudaOps  # noqa: E402
+from twostroke.ops.cuda.exact import ExactCudaOps  # noqa: E402
+from twostroke.ops.cuda.weights import shape_of  # noqa: E402
 from twostroke.ops.reference.backend import ReferenceOps  # noqa: E402
 from twostroke.run.cuda import shared_prefix  # noqa: E402
 from twostroke.run.cuda import steps as cuda_steps  # noqa: E402
 from twostroke.run.cuda.buckets import all_mixed_rows  # noqa: E402
 from twostroke.run.cuda.runner import CudaRunner  # noqa: E402
-from twostroke.run.cuda.warm_up import compile_kernels, plan_row_counts, run_largest_step  # noqa: E402
+from twostroke.run.cuda.warm_up import compile_kernels, plan_row_counts, product_kernels, run_largest_step  # noqa: E402
 from twostroke.run.torch_runner import TorchRunner  # noqa: E402
 from twostroke.sampling import SamplingParams  # noqa: E402
 from twostroke.schedule.make import make_scheduler  # noqa: E402
@@ -113,6 +115,26 @@ def test_streams_that_share_a_prefix_choose_the_same_tokens(llama_folder: Path, 
     prompts = [[*shared, 5], [*shared, 9, 8]]
     assert tokens_of(llama_folder, "cuda", prompts, 160) == tokens_of(llama_folder, "cpu", prompts, 160)
     assert any(sharing is not None for sharing in found)
+
+
+@slow_here
+@torch.inference_mode()
+def test_exact_products_with_codes_are_compiled_and_tried_ahead(llama_folder: Path) -> None:
+    """Each tile for each shape: no stream waits for a compiler or a trial."""
+    checkpoint = open_checkpoint(llama_folder)
+    config = make_config(max_model_len=96, max_batch_tokens=40, max_requests=3, kv_blocks=40, seed=1)
+    settings = resolve(config, load_arch(checkpoint), this_machine("cpu"), 0)
+    ops = ExactCudaOps(torch.bfloat16 if ON_CARD else torch.float32, "cuda" if ON_CARD else "cpu", "int8")
+    model = load_model(checkpoint, ops, settings.max_model_len)
+    for task in product_kernels(model, 40, ahead=True):
+        task()
+    known = dict(ops.narrow_products.same)
+    assert known and all(known.values())
+    weights = [*(product.weight for product in model.layers[0].products()), model.head]
+    for weight in weights:
+        for rows in (1, 9, 16, 17, 33, 40):
+            ops.linear(torch.zeros(rows, shape_of(weight)[1], dtype=ops.dtype, device=ops.device), weight)
+    assert ops.narrow_products.same == known
 
 
 @slow_here

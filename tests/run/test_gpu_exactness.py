@@ -41,11 +41,16 @@ TINY = Arch(
 )  # fmt: skip
 NEW = 24 if ON_CARD else 3
 LENGTHS = (1100, 37, 700, 64) if ON_CARD else (23, 7)
-MODELS = {
-    "8B": (replace(LLAMA_8B, layers=LLAMA_8B.layers[:3], vocab=32000), torch.bfloat16),
-    "tiny": (TINY, torch.bfloat16),
-    "tiny float32": (TINY, torch.float32),
-} if ON_CARD else {"tiny float32": (TINY, torch.float32)}  # fmt: skip
+LARGE = replace(LLAMA_8B, layers=LLAMA_8B.layers[:3], vocab=32000)
+MODELS: dict[str, tuple[Arch, torch.dtype, str | None]] = {
+    "8B": (LARGE, torch.bfloat16, None),
+    "8B fp8": (LARGE, torch.bfloat16, "fp8"),
+    "8B int8": (LARGE, torch.bfloat16, "int8"),
+    "8B int4": (LARGE, torch.bfloat16, "int4"),
+    "tiny": (TINY, torch.bfloat16, None),
+    "tiny int4": (TINY, torch.bfloat16, "int4"),
+    "tiny float32": (TINY, torch.float32, None),
+} if ON_CARD else {"tiny float32": (TINY, torch.float32, None), "tiny int4": (TINY, torch.float32, "int4")}  # fmt: skip
 
 
 class Served:
@@ -87,12 +92,15 @@ def prompt(arch: Arch, number: int, length: int) -> list[int]:
     return [(7919 * i + 104729 * number * (i + 1)) % arch.vocab for i in range(1, length + 1)]
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=slow_here) if "int4" in name else name for name in MODELS]
+)
 def served(request: pytest.FixtureRequest) -> tuple[Transformer, list[list[int]], list[list[int]]]:
     """A model, prompts, and what it answers to each alone."""
-    arch, dtype = MODELS[request.param]
+    arch, dtype, quantize = MODELS[request.param]
     lengths = tuple(min(length, 400) for length in LENGTHS) if arch is TINY else LENGTHS
-    model = random_model(arch, ExactCudaOps(dtype, "cuda" if ON_CARD else "cpu"), 2048 if arch is not TINY else 512)
+    ops = ExactCudaOps(dtype, "cuda" if ON_CARD else "cpu", quantize)
+    model = random_model(arch, ops, 2048 if arch is not TINY else 512)
     prompts = [prompt(arch, number, length) for number, length in enumerate(lengths)]
     alone = [engine(model).answers([p])[0] for p in prompts]
     return model, prompts, alone

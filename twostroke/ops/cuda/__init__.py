@@ -12,6 +12,7 @@ kernels/      the Triton kernels, one idea for each file
     experts, grouped which experts a row takes; a few rows through theirs, many rows grouped by expert
     latent           latent attention in the absorbed form
     exact_matmul     products with one order of additions; those of a few rows
+    exact_narrow     the same with weights of few bits
     rope, heads      norm and rotate q and k, write K and V; what one head needs for it
     prefill, dense   attention of many new tokens: our tiles, and the vendor's kernel for long runs
     decode           attention of one new token over a cache of floats; cascade: over a shared prefix, read once
