@@ -6,6 +6,9 @@ Under Triton's interpreter anywhere, and on the card with `-m gpu`.
 from __future__ import annotations
 
 import os
+import re
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -132,6 +135,19 @@ def test_where_the_kernel_has_other_bits_the_copy_serves(
         assert torch.equal(other.linear(x, weight), expected)
     assert len(asked) == 1  # when it was tried
     assert "decoded in each step" in caplog.text
+
+
+def test_the_tensor_cores_take_the_inputs_as_they_are_given() -> None:
+    """wgmma, whose lanes hold two neighbours each. Before mma.sync the compiler takes four where bytes are loaded, and
+    so changes the order of additions."""
+    plain = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.ops.compile_narrow"], capture_output=True, text=True, check=True, env=plain
+    )
+    lines = done.stdout.splitlines()
+    assert len(lines) == 3
+    for line in lines:
+        assert re.fullmatch(r"wgmma\.mma_async\.sync\.aligned\.m64n(16|32|64)k16 kWidth 2", line), line
 
 
 @pytest.mark.parametrize("kind", KINDS)
