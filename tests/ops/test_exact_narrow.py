@@ -80,8 +80,8 @@ def test_no_number_of_rows_changes_a_bit(bits: str, shape: tuple[int, int], dtyp
     x, base = randn(MOST, shape[1], seed=2).to(DEVICE, dtype), randn(MOST, shape[0], seed=3).to(DEVICE, dtype)
     norm = Norm((randn(shape[1], seed=4) * 0.2 + 1).to(DEVICE), 1e-5)
     check_rows(lambda rows: ops.linear(x[rows], weight, before=norm, add_to=base[rows].clone()))
-    assert dtype == torch.float32 and ON_CARD or all(ops.narrow_products.same.values())
-    assert ops.narrow_products.same or dtype == torch.float32
+    if dtype == torch.bfloat16 or not ON_CARD:  # codes are not multiplied with float32 on a card
+        assert ops.narrow_products.same and all(ops.narrow_products.same.values())
 
 
 @pytest.mark.parametrize("bits", BITS)

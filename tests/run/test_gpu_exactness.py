@@ -34,11 +34,17 @@ from twostroke.types import Request  # noqa: E402
 
 pytestmark = [pytest.mark.gpu] if ON_CARD else []
 slow_here = pytest.mark.gpu if ON_CARD else pytest.mark.slow  # the interpreter takes long
-ROPE = Rope(tuple(100.0 ** (-2 * i / 16) for i in range(8)))
-LAYERS = tuple(LayerArch(GroupedArch(2, 1, 16, window, ROPE), DenseArch(32)) for window in (None, 24))
-TINY = Arch(
-    family="llama", vocab=64, hidden=32, layers=LAYERS[: 2 if ON_CARD else 1], max_positions=512, norm_eps=1e-5
-)  # fmt: skip
+WINDOWS = (None, 24) if ON_CARD else (None,)
+
+
+def tiny_arch(hidden: int) -> Arch:
+    """With heads and a feed-forward part in proportion."""
+    rope = Rope(tuple(100.0 ** (-4 * i / hidden) for i in range(hidden // 4)))
+    layers = tuple(LayerArch(GroupedArch(2, 1, hidden // 2, w, rope), DenseArch(hidden)) for w in WINDOWS)
+    return Arch(family="llama", vocab=64, hidden=hidden, layers=layers, max_positions=512, norm_eps=1e-5)
+
+
+TINY, SLICED = tiny_arch(32), tiny_arch(64)  # codes of eight bits come in slices of 64 inputs
 NEW = 24 if ON_CARD else 3
 LENGTHS = (1100, 37, 700, 64) if ON_CARD else (23, 7)
 LARGE = replace(LLAMA_8B, layers=LLAMA_8B.layers[:3], vocab=32000)
@@ -49,8 +55,15 @@ MODELS: dict[str, tuple[Arch, torch.dtype, str | None]] = {
     "8B int4": (LARGE, torch.bfloat16, "int4"),
     "tiny": (TINY, torch.bfloat16, None),
     "tiny int4": (TINY, torch.bfloat16, "int4"),
+    "tiny fp8": (SLICED, torch.bfloat16, "fp8"),
+    "tiny int8": (SLICED, torch.bfloat16, "int8"),
     "tiny float32": (TINY, torch.float32, None),
-} if ON_CARD else {"tiny float32": (TINY, torch.float32, None), "tiny int4": (TINY, torch.float32, "int4")}  # fmt: skip
+} if ON_CARD else {
+    "tiny float32": (TINY, torch.float32, None),
+    "tiny int4": (TINY, torch.float32, "int4"),
+    "tiny fp8": (SLICED, torch.float32, "fp8"),
+    "tiny int8": (SLICED, torch.float32, "int8"),
+}  # fmt: skip
 
 
 class Served:
@@ -93,21 +106,22 @@ def prompt(arch: Arch, number: int, length: int) -> list[int]:
 
 
 @pytest.fixture(
-    scope="module", params=[pytest.param(name, marks=slow_here) if "int4" in name else name for name in MODELS]
+    scope="module",
+    params=[pytest.param(name, marks=slow_here) if quantize else name for name, (_, _, quantize) in MODELS.items()],
 )
 def served(request: pytest.FixtureRequest) -> tuple[Transformer, list[list[int]], list[list[int]]]:
     """A model, prompts, and what it answers to each alone."""
     arch, dtype, quantize = MODELS[request.param]
-    lengths = tuple(min(length, 400) for length in LENGTHS) if arch is TINY else LENGTHS
+    lengths = tuple(min(length, 400) for length in LENGTHS) if arch.hidden <= 64 else LENGTHS
     ops = ExactCudaOps(dtype, "cuda" if ON_CARD else "cpu", quantize)
-    model = random_model(arch, ops, 2048 if arch is not TINY else 512)
+    model = random_model(arch, ops, 2048 if arch.hidden > 64 else 512)
     prompts = [prompt(arch, number, length) for number, length in enumerate(lengths)]
     alone = [engine(model).answers([p])[0] for p in prompts]
     return model, prompts, alone
 
 
 def engine(model: Transformer, draft: Transformer | None = None, **changes: object) -> Served:
-    longest = 2048 if model.arch is not TINY else 512
+    longest = 2048 if model.arch.hidden > 64 else 512
     return Served(model, draft, **{"max_model_len": longest, "kv_blocks": 1200, "max_batch_tokens": 2048, **changes})
 
 
