@@ -85,8 +85,9 @@ def test_exactness_on_a_gpu_is_a_choice():
     assert not settings.exact
     assert "exact=True" in settings.reasons["exact"]
     assert resolve(make_config(exact=True), LLAMA_8B, card, 0).exact
-    with pytest.raises(ConfigError, match="Drop quantize"):
-        resolve(make_config(exact=True, quantize="int4"), LLAMA_8B, card, 0)
+    for bits in ("fp8", "int8", "int4"):
+        assert resolve(make_config(exact=True, quantize=bits), LLAMA_8B, card, 0).exact
+        assert "not measured" in resolve(make_config(quantize=bits), LLAMA_8B, card, 0).reasons["exact"]
 
 
 def test_a_narrow_cache_and_float32_do_not_go_together_on_a_gpu():

@@ -15,6 +15,7 @@ from twostroke.ops.cuda.backend import CudaOps
 from twostroke.ops.cuda.exact import ExactCudaOps
 from twostroke.ops.cuda.kernels.experts import route
 from twostroke.ops.cuda.kernels.quantized import as_float
+from twostroke.ops.cuda.weights import FloatMatrix
 from twostroke.ops.formats import Stored, from_float
 from twostroke.ops.interface import ExpertSet, Gate, Norm, Routing
 from twostroke.ops.reference.backend import ReferenceMatrix
@@ -125,14 +126,22 @@ def test_gelu(rows: int) -> None:
 
 
 @slow_here
-@pytest.mark.parametrize("name", ["normalised", "sigmoid groups"])
-def test_bits_do_not_depend_on_the_batch(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "quantize"), [("normalised", None), ("sigmoid groups", None), ("softmax", "int8"), ("softmax", "fp8")]
+)
+def test_bits_do_not_depend_on_the_batch(
+    name: str, quantize: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    if quantize is not None:  # codes of 8 bits need whole slices
+        for side, value in (("HIDDEN", 192), ("WIDTH", 64)):
+            monkeypatch.setitem(globals(), side, value)
     for dtype in (torch.float32, torch.bfloat16) if ON_CARD else (torch.float32,):
-        ops, x = ExactCudaOps(dtype, DEVICE), rows_of(700 if ON_CARD else 20).to(DEVICE, dtype)
+        ops, x = ExactCudaOps(dtype, DEVICE, quantize), rows_of(700 if ON_CARD else 20).to(DEVICE, dtype)
         made = make(ops, ROUTINGS[name])
         whole = ops.experts(x, *made)
         for a, b in ((0, 1), (1, 3), (3, 20), (20, 700))[: 4 if ON_CARD else 3]:
             assert torch.equal(ops.experts(x[a:b].contiguous(), *made), whole[a:b]), (dtype, a, b)
+        assert isinstance(made[1].down[0], FloatMatrix) == (quantize is None)
 
 
 def test_equal_scores_take_the_lowest_index() -> None:

@@ -13,6 +13,7 @@ if not ON_CARD:
     os.environ["TRITON_INTERPRET"] = "1"  # before the first import of Triton
 pytest.importorskip("triton")
 
+from tests import tiny  # noqa: E402
 from tests.engine.oracle import OracleDrafter  # noqa: E402
 from tests.model import test_latent, test_parity, test_sinks  # noqa: E402
 from twostroke.config import make_config, resolve  # noqa: E402
@@ -20,12 +21,14 @@ from twostroke.engine.core import Core  # noqa: E402
 from twostroke.hardware import this_machine  # noqa: E402
 from twostroke.kv.storage import KVStorage  # noqa: E402
 from twostroke.ops.cuda.backend import CudaOps  # noqa: E402
+from twostroke.ops.cuda.exact import ExactCudaOps  # noqa: E402
+from twostroke.ops.cuda.weights import shape_of  # noqa: E402
 from twostroke.ops.reference.backend import ReferenceOps  # noqa: E402
 from twostroke.run.cuda import shared_prefix  # noqa: E402
 from twostroke.run.cuda import steps as cuda_steps  # noqa: E402
 from twostroke.run.cuda.buckets import all_mixed_rows  # noqa: E402
 from twostroke.run.cuda.runner import CudaRunner  # noqa: E402
-from twostroke.run.cuda.warm_up import compile_kernels, plan_row_counts, run_largest_step  # noqa: E402
+from twostroke.run.cuda.warm_up import compile_kernels, plan_row_counts, product_kernels, run_largest_step  # noqa: E402
 from twostroke.run.torch_runner import TorchRunner  # noqa: E402
 from twostroke.sampling import SamplingParams  # noqa: E402
 from twostroke.schedule.make import make_scheduler  # noqa: E402
@@ -137,6 +140,25 @@ def test_streams_that_share_a_prefix_choose_the_same_tokens(llama_folder: Path, 
     prompts = [[*shared, 5], [*shared, 9, 8]]
     assert tokens_of(llama_folder, "cuda", prompts, 160) == tokens_of(llama_folder, "cpu", prompts, 160)
     assert any(sharing is not None for sharing in found)
+
+
+@slow_here
+@torch.inference_mode()
+def test_exact_products_with_codes_are_compiled_and_tried_ahead(tmp_path: Path) -> None:
+    """Each tile for each shape: no stream waits for a compiler or a trial."""
+    shape = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 1, "head_dim": 64}
+    folder = tiny.tiny_llama(tmp_path / "model", num_attention_heads=2, num_key_value_heads=1, **shape)
+    ops = ExactCudaOps(torch.bfloat16 if ON_CARD else torch.float32, "cuda" if ON_CARD else "cpu", "int8")
+    model = load_model(open_checkpoint(folder), ops, 96)
+    for task in product_kernels(model, 40, ahead=True):
+        task()
+    known = dict(ops.narrow_products.same)
+    assert known and all(known.values())
+    weights = [*(product.weight for product in model.layers[0].products()), model.head]
+    for weight in weights:
+        for rows in (1, 9, 16, 17, 33, 40) if ON_CARD else (1, 17):
+            ops.linear(torch.zeros(rows, shape_of(weight)[1], dtype=ops.dtype, device=ops.device), weight)
+    assert ops.narrow_products.same == known
 
 
 @slow_here

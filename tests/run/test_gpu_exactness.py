@@ -34,26 +34,41 @@ from twostroke.types import Request  # noqa: E402
 
 pytestmark = [pytest.mark.gpu] if ON_CARD else []
 slow_here = pytest.mark.gpu if ON_CARD else pytest.mark.slow  # the interpreter takes long
-ROPE = Rope(tuple(100.0 ** (-2 * i / 16) for i in range(8)))
-LAYERS = tuple(LayerArch(GroupedArch(2, 1, 16, window, ROPE), DenseArch(32)) for window in (None, 24))
-TINY = Arch(
-    family="llama", vocab=64, hidden=32, layers=LAYERS[: 2 if ON_CARD else 1], max_positions=512, norm_eps=1e-5
-)  # fmt: skip
-SINKS = replace(  # as gpt-oss has them, with biases and windows on every other layer
-    TINY,
-    layers=tuple(
-        LayerArch(replace(layer.mixer, sinks=True, qkv_bias=True, output_bias=True), layer.feed) for layer in LAYERS
-    ),
-)
+WINDOWS = (None, 24) if ON_CARD else (None,)
+
+
+def tiny_arch(hidden: int, windows: tuple[int | None, ...] = WINDOWS, *, sinks: bool = False) -> Arch:
+    """With heads and a feed-forward part in proportion. sinks: with biases too, as gpt-oss has them."""
+    rope = Rope(tuple(100.0 ** (-4 * i / hidden) for i in range(hidden // 4)))
+    mixers = [GroupedArch(2, 1, hidden // 2, w, rope, sinks=sinks, qkv_bias=sinks, output_bias=sinks) for w in windows]
+    layers = tuple(LayerArch(mixer, DenseArch(hidden)) for mixer in mixers)
+    return Arch(family="llama", vocab=64, hidden=hidden, layers=layers, max_positions=512, norm_eps=1e-5)
+
+
+TINY, SLICED = tiny_arch(32), tiny_arch(64)  # codes of eight bits come in slices of 64 inputs
+SINKS = tiny_arch(32, (None, 24), sinks=True)
 NEW = 24 if ON_CARD else 3
 LENGTHS = (1100, 37, 700, 64) if ON_CARD else (23, 7)
-MODELS = {
-    "8B": (replace(LLAMA_8B, layers=LLAMA_8B.layers[:3], vocab=32000), torch.bfloat16),
-    "tiny": (TINY, torch.bfloat16),
-    "tiny float32": (TINY, torch.float32),
-    "sinks": (SINKS, torch.bfloat16),
-    "sinks float32": (SINKS, torch.float32),
-} if ON_CARD else {"tiny float32": (TINY, torch.float32), "sinks float32": (SINKS, torch.float32)}  # fmt: skip
+LARGE = replace(LLAMA_8B, layers=LLAMA_8B.layers[:3], vocab=32000)
+MODELS: dict[str, tuple[Arch, torch.dtype, str | None]] = {
+    "8B": (LARGE, torch.bfloat16, None),
+    "8B fp8": (LARGE, torch.bfloat16, "fp8"),
+    "8B int8": (LARGE, torch.bfloat16, "int8"),
+    "8B int4": (LARGE, torch.bfloat16, "int4"),
+    "tiny": (TINY, torch.bfloat16, None),
+    "tiny int4": (TINY, torch.bfloat16, "int4"),
+    "tiny fp8": (SLICED, torch.bfloat16, "fp8"),
+    "tiny int8": (SLICED, torch.bfloat16, "int8"),
+    "tiny float32": (TINY, torch.float32, None),
+    "sinks": (SINKS, torch.bfloat16, None),
+    "sinks float32": (SINKS, torch.float32, None),
+} if ON_CARD else {
+    "tiny float32": (TINY, torch.float32, None),
+    "tiny int4": (TINY, torch.float32, "int4"),
+    "tiny fp8": (SLICED, torch.float32, "fp8"),
+    "tiny int8": (SLICED, torch.float32, "int8"),
+    "sinks float32": (SINKS, torch.float32, None),
+}  # fmt: skip
 
 
 class Served:
@@ -95,12 +110,16 @@ def prompt(arch: Arch, number: int, length: int) -> list[int]:
     return [(7919 * i + 104729 * number * (i + 1)) % arch.vocab for i in range(1, length + 1)]
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=slow_here) if quantize else name for name, (_, _, quantize) in MODELS.items()],
+)
 def served(request: pytest.FixtureRequest) -> tuple[Transformer, list[list[int]], list[list[int]]]:
     """A model, prompts, and what it answers to each alone."""
-    arch, dtype = MODELS[request.param]
+    arch, dtype, quantize = MODELS[request.param]
     lengths = tuple(min(length, longest(arch) - 112) for length in LENGTHS)
-    model = random_model(arch, ExactCudaOps(dtype, "cuda" if ON_CARD else "cpu"), longest(arch))
+    ops = ExactCudaOps(dtype, "cuda" if ON_CARD else "cpu", quantize)
+    model = random_model(arch, ops, longest(arch))
     prompts = [prompt(arch, number, length) for number, length in enumerate(lengths)]
     alone = [engine(model).answers([p])[0] for p in prompts]
     return model, prompts, alone

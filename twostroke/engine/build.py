@@ -173,8 +173,7 @@ def block_identity(checkpoint: Checkpoint, settings: Resolved, ops: Ops, draft: 
 
 def count_weights(checkpoint: Checkpoint, device: str, config: Config) -> int:
     """Their bytes in memory. Formats of few bits that a device cannot keep are no error, but cost memory."""
-    decoded = "bfloat16" if device == "cuda" and config.exact else None  # its products are of floats, but for MXFP4
-    kept = kept_weights(checkpoint, device, config.dtype or decoded, but_mxfp4=config.dtype is None)
+    kept = kept_weights(checkpoint, device, config.dtype)
     if kept.widened:
         log.info(
             "%s: %d matrices of few bits are kept in 16 bits on a %s; the weights take %s bytes",

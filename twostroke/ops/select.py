@@ -50,6 +50,4 @@ def _cuda_ops(dtype: str, quantize: str | None, exact: bool, keep: bool) -> Ops:
         return CudaOps(getattr(torch, dtype), quantize=quantize, keep=keep)
     from twostroke.ops.cuda.exact import ExactCudaOps
 
-    if quantize is not None:
-        raise ValueError(f"Products with {quantize} weights are not exact on a GPU: drop quantize or exact.")
-    return ExactCudaOps(getattr(torch, dtype), keep=keep)
+    return ExactCudaOps(getattr(torch, dtype), quantize=quantize, keep=keep)

@@ -39,14 +39,13 @@ class Kept(NamedTuple):
     widened: int  # matrices of few bits that become 16-bit floats
 
 
-def kept_weights(checkpoint: Checkpoint, device: str, decoded: str | None = None, *, but_mxfp4: bool = False) -> Kept:
-    """decoded: the float type that codes of few bits become, where one is asked for. but_mxfp4: not these."""
+def kept_weights(checkpoint: Checkpoint, device: str, decoded: str | None = None) -> Kept:
+    """decoded: the float type that codes of few bits become, where one is asked for."""
     total = widened = 0
     for name, tensor in whole_tensors(checkpoint).items():
         by_output = isinstance(tensor, Coded) and tensor.by_output
         kept, shape = kept_format(tensor.format, device, by_output, _EXPERT.search(name) is not None), tensor.shape
-        stays = but_mxfp4 and (tensor.format == "U8" or kept == "MXFP4")
-        if decoded is not None and tensor.format not in FLOATS and not stays:
+        if decoded is not None and tensor.format not in FLOATS:
             kept, shape = _DTYPES[decoded], decoded_shape(name, tensor)
         total += stored_bytes(kept, shape)
         widened += kept == "BF16" and tensor.format not in FLOATS

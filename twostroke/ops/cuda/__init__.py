@@ -14,6 +14,7 @@ kernels/      the Triton kernels, one idea for each file
     four_bits        weights of experts in MXFP4 and int4; few_codes, grouped_codes: products with them
     latent           latent attention in the absorbed form
     exact_matmul     products with one order of additions; those of a few rows
+    exact_narrow     the same with weights of few bits
     rope, heads      norm and rotate q and k, write K and V; what one head needs for it
     prefill, dense   attention of many new tokens: our tiles, and the vendor's kernel for long runs
     decode           attention of one new token over a cache of floats; cascade: over a shared prefix, read once

@@ -2,44 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from twostroke.ops.cuda.backend import CudaOps
+from twostroke.ops.cuda.backend import SOME, CudaOps
 from twostroke.ops.cuda.cuts import AttentionKind, DeviceBatch
 from twostroke.ops.cuda.kernels.decode import split_count
+from twostroke.ops.cuda.kernels.decoded import ordered_rows
 from twostroke.ops.cuda.kernels.exact_attention import exact_attention
 from twostroke.ops.cuda.kernels.exact_matmul import Products
+from twostroke.ops.cuda.kernels.exact_narrow import NarrowProducts
+from twostroke.ops.cuda.kernels.quantized import Narrow
 from twostroke.ops.cuda.kernels.rope import rotate_and_store
-from twostroke.ops.cuda.weights import CudaWeight, ExpertWeight, FloatMatrix
-from twostroke.ops.formats import Stored
+from twostroke.ops.cuda.weights import CudaWeight, FloatMatrix
 from twostroke.ops.interface import BLOCK, Attention, Batch, Gate, KVLayer, Norm
 
 
 class ExactCudaOps(CudaOps):
     one_order = True
 
-    def __init__(self, dtype: torch.dtype = torch.bfloat16, device: str | torch.device = "cuda", keep: bool = False):
-        """keep: experts that come in MXFP4 stay in it. Their numbers are exact in bfloat16, and every tile adds them in
-        one order."""
-        super().__init__(dtype, device, keep=keep)
+    def __init__(
+        self,
+        dtype: torch.dtype = torch.bfloat16,
+        device: str | torch.device = "cuda",
+        quantize: str | None = None,
+        keep: bool = False,
+    ):
+        super().__init__(dtype, device, quantize, keep)
         self.products = Products()
-
-    def _kept(self, parts: Sequence[Stored], bias: Tensor | None) -> CudaWeight | None:
-        return None  # products are of floats
-
-    def _kept_expert(self, parts: Sequence[Stored], bias: Tensor | None) -> ExpertWeight | None:
-        coded = self.keep and all(part.format == "MXFP4" for part in parts)
-        return super()._kept_expert(parts, bias) if coded else None
+        self.narrow_products = NarrowProducts(self.products, SOME)
 
     def linear(
         self, x: Tensor, weight: CudaWeight, *, before: Norm | Gate | None = None, add_to: Tensor | None = None
     ) -> Tensor:
-        assert isinstance(weight, FloatMatrix)
-        out = self.products(self._prepared(x, before), weight.weight, add_to)
+        if isinstance(weight, FloatMatrix):
+            out = self.products(self._prepared(x, before), weight.weight, add_to)
+        else:
+            out = self.narrow_products(self._ordered(x, weight, before), weight, add_to)
         return out if weight.bias is None else out.add_(weight.bias)
+
+    def _ordered(self, x: Tensor, weight: Narrow, before: Norm | Gate | None) -> Tensor:
+        """x after norm or gate, its elements in the order in which the weight's codes are multiplied."""
+        kind, norm = self._before(before)
+        weights, eps = (norm.weight, norm.eps) if norm is not None else (None, 0.0)
+        return ordered_rows(x, weight.codes.shape[1], weight.format, kind, weights, eps, plain=True)[0]
+
+    def gates_early(self, x: Tensor, weight: CudaWeight) -> bool:
+        """The kernel that does so has an order of its own, and serves one row alone."""
+        return False
 
     def attend(self, qkv: Tensor, attention: Attention, kv: KVLayer, batch: Batch, group: int) -> Tensor:
         cut = self._cut(batch, attention)

@@ -257,14 +257,16 @@ def counters(device: torch.device) -> Tensor:
 
 
 def ordered_rows(
-    x: Tensor, wide: int, fmt: int, before: int, norm: Tensor | None, eps: float
+    x: Tensor, wide: int, fmt: int, before: int, norm: Tensor | None, eps: float, *, plain: bool = False
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """before(x) in the lanes' order, and the units of its rows. wide: bytes of an output."""
+    """before(x) in the lanes' order, and the units of its rows. wide: bytes of an output. plain: in its own type and
+    without units."""
     rows, k = x.shape[0], x.shape[1] // (2 if before >= SILU else 1)
     width = wide // 64 * (128 if fmt == INT4 else 64)
-    units = fmt != INT4 and x.dtype != torch.float32
+    units = fmt != INT4 and x.dtype != torch.float32 and not plain
     out = torch.empty(rows, width, dtype=torch.float16 if units else x.dtype, device=x.device)
-    factors = torch.empty(rows, device=x.device) if units or fmt == INT4 else torch.ones(rows, device=x.device)
+    unread = fmt == INT4 or plain
+    factors = torch.empty(rows, device=x.device) if units or unread else torch.ones(rows, device=x.device)
     block = min(2048, triton.next_power_of_2(width))
     order_kernel[(rows, triton.cdiv(width, block))](
         x, x if norm is None else norm, out, factors, eps, x.stride(0), K=k, K_2=triton.next_power_of_2(k),
