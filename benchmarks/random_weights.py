@@ -61,8 +61,11 @@ def v2_lite_shape(layers: int = 27) -> Arch:
 
 
 def gpt_oss_shape(hidden: int, width: int, experts: int, layers: int, heads: int, kv_heads: int, vocab: int) -> Arch:
-    """gpt-oss' without its sinks: 4 experts are chosen, every other layer has a window of 128 tokens."""
-    mixers = [GroupedArch(heads, kv_heads, 64, rope=turns(64, 150_000.0), window=window) for window in (128, None)]
+    """gpt-oss': 4 experts are chosen, every other layer has a window of 128 tokens."""
+    mixers = [
+        GroupedArch(heads, kv_heads, 64, window, turns(64, 150_000.0), sinks=True, qkv_bias=True, output_bias=True)
+        for window in (128, None)
+    ]
     routing = Routing(experts, 4, normalised=True)
     feed = ExpertsArch(routing, width, "swiglu_oai", router_bias=True, expert_bias=True)
     return Arch(
@@ -84,10 +87,7 @@ def random_model(arch: Arch, ops: CudaOps, max_positions: int, seed: int = 0, mx
     def matrix(rows: int, columns: int, *, outer: bool = False, bias: bool = False) -> CudaWeight:
         weight = torch.empty(rows, columns, dtype=ops.dtype, device=ops.device)
         weight.normal_(std=columns**-0.5, generator=generator)
-        return ops.adopt(weight, vector(rows) if bias else None, outer=outer)
-
-    def vector(count: int) -> torch.Tensor:
-        return torch.empty(count, device=ops.device).normal_(generator=generator)
+        return ops.adopt(weight, vector(rows, bias), outer=outer)
 
     def floats(rows: int, columns: int, bias: Tensor | None = None) -> CudaWeight:
         """One that is not rounded to fewer bits."""
@@ -125,7 +125,7 @@ def random_model(arch: Arch, ops: CudaOps, max_positions: int, seed: int = 0, mx
         heads = (norm(mixer.head_dim), norm(mixer.head_dim)) if mixer.qk_norm else (None, None)
         attention = Attention(
             mixer.heads, mixer.kv_heads, mixer.head_dim, mixer.factor, mixer.window or 0, mixer.softcap,
-            ropes.get(mixer.rope), *heads, sinks=vector(mixer.heads) if mixer.sinks else None,
+            ropes.get(mixer.rope), *heads, sinks=vector(mixer.heads, mixer.sinks),
         )  # fmt: skip
         qkv = matrix(*shapes["qkv"], bias=mixer.qkv_bias)
         return Grouped(norm(), qkv, attention, matrix(*shapes["output"], bias=mixer.output_bias))
