@@ -67,9 +67,9 @@ def random_model(arch: Arch, ops: CudaOps, max_positions: int, seed: int = 0) ->
     def matrix(rows: int, columns: int, *, outer: bool = False, bias: bool = False) -> CudaWeight:
         weight = torch.empty(rows, columns, dtype=ops.dtype, device=ops.device)
         weight.normal_(std=columns**-0.5, generator=generator)
-        return ops.adopt(weight, vector(rows) if bias else None, outer=outer)
+        return ops.adopt(weight, normals(rows) if bias else None, outer=outer)
 
-    def vector(count: int) -> torch.Tensor:
+    def normals(count: int) -> torch.Tensor:
         return torch.empty(count, device=ops.device).normal_(generator=generator)
 
     def floats(rows: int, columns: int) -> CudaWeight:
@@ -103,7 +103,7 @@ def random_model(arch: Arch, ops: CudaOps, max_positions: int, seed: int = 0) ->
         heads = (norm(mixer.head_dim), norm(mixer.head_dim)) if mixer.qk_norm else (None, None)
         attention = Attention(
             mixer.heads, mixer.kv_heads, mixer.head_dim, mixer.factor, mixer.window or 0, mixer.softcap,
-            ropes.get(mixer.rope), *heads, sinks=vector(mixer.heads) if mixer.sinks else None,
+            ropes.get(mixer.rope), *heads, sinks=normals(mixer.heads) if mixer.sinks else None,
         )  # fmt: skip
         qkv = matrix(*shapes["qkv"], bias=mixer.qkv_bias)
         return Grouped(norm(), qkv, attention, matrix(*shapes["output"], bias=mixer.output_bias))
