@@ -94,8 +94,8 @@ def random_model(arch: Arch, ops: CudaOps, max_positions: int, seed: int = 0, mx
         return FloatMatrix(torch.empty(rows, columns, dtype=ops.dtype, device=ops.device).normal_(
             std=columns**-0.5, generator=generator), bias)  # fmt: skip
 
-    def vector(size: int, there: bool) -> Tensor | None:
-        return torch.randn(size, generator=generator, device=ops.device) * 0.1 if there else None
+    def vector(size: int, there: bool, deviation: float = 0.1) -> Tensor | None:
+        return torch.randn(size, generator=generator, device=ops.device) * deviation if there else None
 
     def stack(count: int, rows: int, columns: int, biased: bool) -> tuple[ExpertWeight, ...]:
         """So many matrices of experts; floats lie beside each other."""
@@ -125,7 +125,7 @@ def random_model(arch: Arch, ops: CudaOps, max_positions: int, seed: int = 0, mx
         heads = (norm(mixer.head_dim), norm(mixer.head_dim)) if mixer.qk_norm else (None, None)
         attention = Attention(
             mixer.heads, mixer.kv_heads, mixer.head_dim, mixer.factor, mixer.window or 0, mixer.softcap,
-            ropes.get(mixer.rope), *heads, sinks=vector(mixer.heads, mixer.sinks),
+            ropes.get(mixer.rope), *heads, sinks=vector(mixer.heads, mixer.sinks, 1.0),
         )  # fmt: skip
         qkv = matrix(*shapes["qkv"], bias=mixer.qkv_bias)
         return Grouped(norm(), qkv, attention, matrix(*shapes["output"], bias=mixer.output_bias))

@@ -9,8 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from benchmarks.random_weights import gpt_oss_shape, random_model, turns
-from twostroke.model.arch import Arch, DenseArch, GroupedArch, LayerArch
+from benchmarks.random_weights import gpt_oss_shape, random_model
 from twostroke.model.layers import Experts
 from twostroke.ops.cuda.backend import FEW_OF_EXPERTS, CudaOps
 from twostroke.ops.cuda.cuts import AttentionKind
@@ -23,7 +22,7 @@ from twostroke.ops.interface import BLOCK
 from twostroke.record import replace
 from twostroke.run.cuda.buckets import stream_rows
 from twostroke.run.cuda.variants import cases_of
-from twostroke.run.cuda.warm_up import expert_tasks, kinds_of_attention, kinds_of_layers
+from twostroke.run.cuda.warm_up import expert_tasks, kinds_of_layers
 
 KIND = AttentionKind(32, True, 8, 16)
 
@@ -68,13 +67,3 @@ def test_every_tile_of_experts_of_four_bits_is_among_them(monkeypatch: pytest.Mo
     chosen = {code_tile(rows * 4 / 32, torch.bfloat16, TILE_BORDERS) for rows in compiled if rows > FEW_OF_EXPERTS}
     assert chosen == {code_tile(rows / 32, torch.bfloat16, TILE_BORDERS) for rows in range(36, 32768, 4)}
     assert 1 in compiled and len(chosen) == 4
-
-
-def test_layers_with_windows_and_sinks_are_kinds_of_their_own() -> None:
-    """Each has kernels of its own, though some share a way of dividing steps."""
-    forms = ((None, False), (24, False), (None, True), (24, True), (24, True), (None, False))
-    mixers = [GroupedArch(2, 1, 16, window, turns(16, 100.0), sinks=sinks) for window, sinks in forms]
-    layers = tuple(LayerArch(mixer, DenseArch(32)) for mixer in mixers)
-    arch = Arch(family="llama", vocab=64, hidden=32, layers=layers, max_positions=64, norm_eps=1e-5)
-    model = random_model(arch, CudaOps(torch.float32, "cpu"), 64)
-    assert kinds_of_attention(model) == [0, 1, 2, 3]

@@ -20,6 +20,7 @@ kernels/      the Triton kernels, one idea for each file
     decode           attention of one new token over a cache of floats; cascade: over a shared prefix, read once
     tall_decode      the same over int8, int4 and fp8; tall_tiles: its operands
     exact_attention  attention with one order of additions
+    sinks            one more logit of each query head, added after all keys
     sample           from logits to tokens
     launch           kernels that start before the one before them ends
 """
