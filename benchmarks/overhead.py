@@ -13,9 +13,9 @@ from statistics import median
 
 from benchmarks.machine import save
 from twostroke.config import make_config, resolve
-from twostroke.engine.build import make_scheduler
 from twostroke.hardware import this_machine
 from twostroke.sampling import SamplingParams
+from twostroke.schedule.make import make_scheduler
 from twostroke.types import Request, RequestState, Result
 from twostroke.weights.catalog import DEFAULT, fetch
 from twostroke.weights.checkpoint import open_checkpoint

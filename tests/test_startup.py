@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from twostroke.config import Config
-from twostroke.engine import build
+from twostroke.engine import device
 from twostroke.errors import ConfigError
 from twostroke.ops.cpu.library import available
 from twostroke.startup import collector_paused
@@ -79,21 +79,21 @@ def test_nothing_on_the_native_cpu_path_imports_torch(llama_folder):
 
 @pytest.mark.parametrize(("triton", "devices"), [(True, 0), (False, 1)])
 def test_torch_is_not_asked_where_there_is_no_device_or_no_triton(triton, devices, monkeypatch):
-    monkeypatch.setattr(build, "find_spec", lambda name: object() if triton else None)
-    monkeypatch.setattr(build, "cuda_devices", lambda: devices)
-    monkeypatch.setattr(build, "cuda_available", lambda: pytest.fail("torch was asked"))
-    assert build.choose_device(Config()) == "cpu"
-    assert build.choose_device(Config(device="cpu")) == "cpu"
+    monkeypatch.setattr(device, "find_spec", lambda name: object() if triton else None)
+    monkeypatch.setattr(device, "cuda_devices", lambda: devices)
+    monkeypatch.setattr(device, "cuda_available", lambda: pytest.fail("torch was asked"))
+    assert device.choose_device(Config()) == "cpu"
+    assert device.choose_device(Config(device="cpu")) == "cpu"
 
 
 @pytest.mark.parametrize("seen", [True, False])
 def test_torch_has_the_last_word_on_a_device(seen, monkeypatch):
-    monkeypatch.setattr(build, "find_spec", lambda name: object())
-    monkeypatch.setattr(build, "cuda_devices", lambda: 1)
-    monkeypatch.setattr(build, "cuda_available", lambda: seen)
-    assert build.choose_device(Config()) == ("cuda" if seen else "cpu")
+    monkeypatch.setattr(device, "find_spec", lambda name: object())
+    monkeypatch.setattr(device, "cuda_devices", lambda: 1)
+    monkeypatch.setattr(device, "cuda_available", lambda: seen)
+    assert device.choose_device(Config()) == ("cuda" if seen else "cpu")
     if seen:
-        assert build.choose_device(Config(device="cuda")) == "cuda"
+        assert device.choose_device(Config(device="cuda")) == "cuda"
     else:
         with pytest.raises(ConfigError, match="sees no CUDA device"):
-            build.choose_device(Config(device="cuda"))
+            device.choose_device(Config(device="cuda"))

@@ -16,7 +16,7 @@ from tests.helpers import run_tokens
 from tests.model.test_parity import tokens_of
 from twostroke.cost.model.known_models import known_arch
 from twostroke.cost.model.roofline import lasting_bytes, window_bytes
-from twostroke.engine.build import check_attention
+from twostroke.engine.device import check_attention
 from twostroke.errors import ConfigError, ModelError
 from twostroke.kv.layout import make_layout
 from twostroke.model.document import arch_document, read_arch

@@ -17,7 +17,7 @@ from tests.helpers import run_tokens
 from tests.model.test_gguf_parity import write_gguf
 from tests.model.test_parity import MIXTURES, SHAPE, load, make_peer, rewrite, tokens_of
 from tests.published import code_experts
-from twostroke.engine.build import check_feeds
+from twostroke.engine.device import check_feeds
 from twostroke.errors import ConfigError, ModelError
 from twostroke.model.arch import Arch, ExpertsArch, GroupedArch, LayerArch
 from twostroke.model.document import arch_document, read_arch

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from tests.helpers import run_tokens
 from tests.model.test_parity import SHAPE, YARN, load, tokens_of
-from twostroke.engine.build import check_attention
+from twostroke.engine.device import check_attention
 from twostroke.model import families
 from twostroke.model.arch import DenseArch, GroupedArch
 from twostroke.model.fields import Fields

@@ -14,7 +14,8 @@ from typing import Protocol
 import msgspec
 
 from twostroke.config import make_config
-from twostroke.engine.build import Engine, build_engine, device_name
+from twostroke.engine.build import Engine, build_engine
+from twostroke.engine.device import device_name
 from twostroke.engine.settings import change
 from twostroke.errors import ConfigError, TwostrokeError
 from twostroke.grammar.compile import GrammarCompiler

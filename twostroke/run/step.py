@@ -137,23 +137,14 @@ class NewestRows(StepRows):
 
     def __init__(self, works: Sequence[Work]):
         self.works, self.prompts = works, ()
-        self.single = all([work.kind is WorkKind.WRITE for work in works])  # noqa: C419 - a list is faster here
-        if self.single:
-            self.choices = [Choice(work.request, work.start + 1, work.request.tokens) for work in works]
-            self.chooser = list(range(len(works)))
-        else:
-            self.choices = [choice for work in works for choice in work.choices()]
-            self.chooser = [index for index, work in enumerate(works) for _ in range(work.count)]
+        self.choices = [choice for work in works for choice in work.choices()]
+        self.chooser = [index for index, work in enumerate(works) for _ in range(work.count)]
         self.total = len(self.choices)
+        self.single = self.total == len(works)
 
     def given(self) -> list[DecodeRow]:
-        if self.single:
-            return [(work.request.tokens[work.start], work.start, work.request.row) for work in self.works]
-        return [
-            (token, position, work.request.row)
-            for work in self.works
-            for position, token in enumerate(input_tokens(work), work.start)
-        ]
+        return [(token, place, work.request.row)
+                for work in self.works for place, token in enumerate(input_tokens(work), work.start)]  # fmt: skip
 
 
 @lru_cache(maxsize=1024)
