@@ -115,7 +115,8 @@ def test_refusals(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_step_of_newest_tokens_in_one_call(family: str, tmp_path: Path) -> None:
-    """The same logits as embedding, layers and head one by one, and the best tokens of the rows."""
+    """The same logits as embedding, layers and head one by one, and the best tokens of the rows. A request may have
+    several rows: its newest token and guesses."""
     make_peer(family, tmp_path)
     model = load_model(open_checkpoint(tmp_path), NativeCpuOps(2), 256)
     sequences, apart = (Sequences(model, 3, 64, "int8") for _ in range(2))
@@ -125,12 +126,16 @@ def test_a_step_of_newest_tokens_in_one_call(family: str, tmp_path: Path) -> Non
         return
     prompt = [(which, tokens_of(count)) for which, count in ((0, 31), (1, 5), (2, 16))]
     sequences.step(prompt), apart.step(prompt)
-    for order in ((2, 0, 1), (1,), (0, 1, 2)):
-        newest = [(which, tokens_of(which + 1)[-1:]) for which in order]
-        given = [(int(token[0]), sequences.computed[which], which) for which, token in newest]
+    for works in (((2, 1), (0, 1), (1, 1)), ((1, 1),), ((0, 1), (1, 1), (2, 1)), ((1, 3), (2, 1), (0, 17)), ((2, 4),)):
+        newest = [(which, tokens_of(which + count)[-count:]) for which, count in works]
+        given = [
+            (int(token), place, which)
+            for which, tokens in newest
+            for place, token in enumerate(tokens, sequences.computed[which])
+        ]
         logits, best = decode(given, True)
-        for which in order:
-            sequences.computed[which] += 1
+        for which, count in works:
+            sequences.computed[which] += count
         expected = apart.step(newest).numpy()
         assert np.array_equal(logits, expected) and best == expected.argmax(1).tolist()
         assert decode([(token, place, which) for token, place, which in given], False)[1] is None
