@@ -33,7 +33,8 @@ from twostroke.ops.select import make_ops  # noqa: E402
 
 DEVICE = torch.device("cuda" if ON_CARD else "cpu")
 DTYPES = [torch.bfloat16, torch.float32] if ON_CARD else [torch.float32]  # the interpreter multiplies no bfloat16
-BITS = ("fp8", "int8", "int4")
+slow_here = pytest.mark.gpu if ON_CARD else pytest.mark.slow  # the interpreter takes long
+BITS = ("int8", *(pytest.param(name, marks=slow_here) for name in ("fp8", "int4")))
 # Outputs and inputs that do not fill the last tile, and for int4 the last slice.
 SHAPES = [(80, 192), (4096, 14336), (6144, 4096), (28672, 4096)] if ON_CARD else [(80, 192)]
 ROWS = (1, 2, 5, 16, 17, 64, 130, *((9, 33, 65, 200, 256, 257, 500, 1024) if ON_CARD else ()))

@@ -37,6 +37,12 @@ CHANGES = [
     {"heads": 6, "kv_heads": 2, "sinks": SINKS[:6]}, {"format": "bfloat16"},
 ]  # fmt: skip
 NARROW = [{"format": "int8"}, {"format": "int8", "window": 24}, {"format": "int4"}, {"format": "int4", "window": 128}]
+slow_here = pytest.mark.gpu if ON_CARD else pytest.mark.slow  # the interpreter takes long
+
+
+def first_of(cases: list[dict], count: int) -> list:
+    """So many of them run with the plain tests, the others with the slow ones."""
+    return [*cases[:count], *(pytest.param(case, marks=slow_here) for case in cases[count:])]
 
 
 @pytest.fixture(scope="module")
@@ -68,13 +74,13 @@ def check(ops: CudaOps, case: Case, streams: bool = False, cut: Cut | None = Non
     close_by_head(ops.attend(qkv.to(DEVICE, ops.dtype), there, mine, step, 0), expected, attention, limit)
 
 
-@pytest.mark.parametrize("change", CHANGES + NARROW, ids=str)
+@pytest.mark.parametrize("change", first_of(CHANGES + NARROW, 4), ids=str)
 def test_streams(ops: CudaOps, change: dict) -> None:
     """One new token each, projections as they come: with one split, and with several that are merged."""
     check(ops, Case(STREAMS, **(LIKE | change)), streams=True)
 
 
-@pytest.mark.parametrize("change", CHANGES + NARROW, ids=str)
+@pytest.mark.parametrize("change", first_of(CHANGES + NARROW, 4), ids=str)
 def test_prompts_chunks_and_single_tokens(ops: CudaOps, change: dict) -> None:
     check(ops, Case(PROMPTS, **(LIKE | change)))
 
@@ -87,7 +93,7 @@ def test_fp8_cache(ops: CudaOps, change: dict) -> None:
     check(ops, replace(case, requests=((310, 1), (400, 3))), limit=4e-2)
 
 
-@pytest.mark.parametrize("change", [{}, {"window": 24}, {"window": 128}, {"format": "int8"}], ids=str)
+@pytest.mark.parametrize("change", first_of([{}, {"window": 24}, {"window": 128}, {"format": "int8"}], 1), ids=str)
 def test_programs_that_share_a_tile_count_a_sink_once(
     ops: CudaOps, change: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,10 +101,10 @@ def test_programs_that_share_a_tile_count_a_sink_once(
     check(ops, Case(((0, 9), (200, 3), (127, 4), (250, 34)), **(LIKE | change)))
 
 
-@pytest.mark.parametrize("change", [
-    {}, {"head_dim": 64}, {"qk_norm": True, "softcap": 3.0}, {"heads": 6, "kv_heads": 2, "sinks": SINKS[:6]},
-    {"format": "bfloat16"}, {"window": 24}, {"window": 128}, {"format": "int8"},
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize("change", first_of([
+    {}, {"window": 128}, {"head_dim": 64}, {"qk_norm": True, "softcap": 3.0},
+    {"heads": 6, "kv_heads": 2, "sinks": SINKS[:6]}, {"format": "bfloat16"}, {"window": 24}, {"format": "int8"},
+], 2), ids=str)  # fmt: skip
 @pytest.mark.parametrize("splits", [1, 2])
 def test_rows_that_verify_drafts(ops: CudaOps, change: dict, splits: int) -> None:
     """In the kernel for short drafts, and in small tiles where there is a window or a cache of few bits. Rows have one
@@ -131,13 +137,15 @@ def test_streams_that_share_a_prefix(change: dict) -> None:
     close_by_head(out, REFERENCE.attend(qkv, attention, kv, batch, 0), attention, 1e-4)
 
 
-@pytest.mark.parametrize("change", [{}, {"window": 128}, {"format": "int8"}], ids=str)
+@pytest.mark.parametrize("change", first_of([{}, {"window": 128}, {"format": "int8"}], 1), ids=str)
 def test_splits_longer_than_usual(ops: CudaOps, change: dict) -> None:
     requests = ((700, 1), (129, 1), (5, 1), (511, 1))
     check(ops, Case(requests, rotary=0, **(LIKE | change)), True, Cut(None, 4, split_count(351), None, 1, scale=2))
 
 
-@pytest.mark.parametrize("change", [{}, {"window": 24}, {"window": 128, "head_dim": 64}, {"format": "int8"}], ids=str)
+@pytest.mark.parametrize(
+    "change", first_of([{}, {"window": 24}, {"window": 128, "head_dim": 64}, {"format": "int8"}], 2), ids=str
+)
 def test_exact_values(change: dict) -> None:
     ops = ExactCudaOps(torch.float32, DEVICE)
     check(ops, Case(((0, 17), (126, 5), (63, 1)), **(LIKE | change)))

@@ -114,6 +114,7 @@ def test_exact_ranks_choose_the_tokens_of_one(llama_folder: Path, in_two: Engine
     engine.ranks.close()
 
 
+@pytest.mark.slow
 def test_drafts_are_verified_on_both_ranks(in_two: Engine, llama_folder: Path) -> None:
     right = tokens_of(llama_folder, "cpu", PROMPTS[:2])
     answers = {
@@ -123,6 +124,7 @@ def test_drafts_are_verified_on_both_ranks(in_two: Engine, llama_folder: Path) -
     assert in_two.tokens(PROMPTS[:2], OracleDrafter(answers, most=3, errors=0.3)) == right
 
 
+@pytest.mark.slow
 def test_blocks_have_the_parts_of_both_cards(in_two: Engine) -> None:
     in_two.tokens(PROMPTS[:1])
     size = in_two.settings.layout.block_bytes
