@@ -24,7 +24,7 @@ class Fault:
     cut: bool = False  # it ends while they are sent
     corrupt: bool = False
     truncate: bool = False
-    forget: bool = False  # a block is left out
+    forget: int = 0  # so many of the last blocks are not found
     delay: float = 0.0  # seconds before the first byte
 
     @property
@@ -79,7 +79,7 @@ class FakeIncoming:
             if self.fault.corrupt:
                 blocks.segment.view[size // 2] ^= 1
             if self.fault.forget:
-                found = found[:-1]
+                found = found[: -self.fault.forget]
                 return replace(
                     blocks, found=found, checksum=zlib.crc32(blocks.segment.view[: len(found) * block_bytes])
                 )

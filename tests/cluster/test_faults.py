@@ -17,6 +17,7 @@ from tests.cluster.pairs import GREEDY, PEERS, REAL, Pair, all_back, answer, mov
 from tests.cluster.test_pair import PROMPT, Alone
 from twostroke.cluster.pools import GONE
 from twostroke.cluster.sockets import SharedMemoryTransport
+from twostroke.ops.interface import BLOCK
 from twostroke.remote import client
 from twostroke.remote.async_engine import ENGINE_GONE, AsyncEngine
 from twostroke.remote.blocks import BlockExchange
@@ -30,7 +31,7 @@ FAULTS = {
     "cut": Fault(cut=True),
     "corrupt": Fault(corrupt=True),
     "truncate": Fault(truncate=True),
-    "forget": Fault(forget=True),
+    "forget": Fault(forget=2),
     "too late": Fault(delay=5.0),
 }
 LONG = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
@@ -61,6 +62,21 @@ def test_every_fault_of_a_transport_costs_time_and_no_token(llama_folder: Path, 
         assert pair.decode.counts.computed_tokens >= sum(map(len, prompts(len(FAULTS))))
 
     run_pair(llama_folder, scenario, lambda: transport, transfer_seconds=0.5)
+
+
+def test_the_tokens_after_the_last_full_block_are_computed_where_their_bytes_do_not_come(
+    llama_folder: Path, llama_alone: Alone
+) -> None:
+    want = llama_alone.answer(PROMPT)
+
+    async def scenario(engine: AsyncEngine, pair: Pair) -> None:
+        assert await answer(engine, PROMPT) == want
+        await moved(pair)
+        assert pair.counts.done == 1 and not pair.counts.failed
+        assert pair.decode.counts.computed_tokens == len(PROMPT) % BLOCK + len(want[0][0]) - 1
+        await all_back(engine, pair)
+
+    run_pair(llama_folder, scenario, lambda: FakeTransport(lambda: Fault(forget=1)), decode={"speculate": "off"})
 
 
 def test_a_lease_that_is_not_renewed_ends(llama_folder: Path, llama_alone: Alone) -> None:

@@ -35,10 +35,11 @@ class Expected(NamedTuple):
 
     state: RequestState
     wanted: list[tuple[Name, int]]
+    cut: list[tuple[Name, int]]  # the last ones, full in part: without them their few tokens are computed here
 
     @property
     def names(self) -> tuple[Name, ...]:
-        return tuple(name for name, _ in self.wanted)
+        return tuple(name for name, _ in (*self.wanted, *self.cut))
 
 
 def storage_of(core: Core) -> KVStorage:
@@ -147,22 +148,30 @@ def expect(core: Core, request: Request, tokens: int) -> Expected | None:
     if wanted is None:
         scheduler.waiting.remove(state)
         return None
-    return Expected(state, wanted)
+    end = state.computed + state.in_flight
+    return Expected(state, wanted, scheduler.tables.cut(state, end) if state.in_flight else [])
 
 
 def arrive(core: Core, expected: Expected, blocks: Mapping[Name, bytes | memoryview]) -> bool:
-    """The bytes that came. With all of them the request goes on after them, else it computes them. Returns which."""
-    scheduler, storage = core.scheduler, storage_of(core)
+    """The bytes that came. With all full blocks the request goes on after them; else it computes all. Returns which."""
+    scheduler, storage, state = core.scheduler, storage_of(core), expected.state
     drafting = scheduler.tables.drafting
-    complete = all(name in blocks for name in expected.names if name.group not in drafting)
-    filled: list[int] = []
-    if complete:
-        finish_moves(core)  # what these blocks held before goes to the host
-        here = [(name, block) for name, block in expected.wanted if name in blocks]
-        storage.take_in([(block, blocks[name]) for name, block in here])
-        filled = [block for name, block in here if name.group in drafting]
-    scheduler.arrived(expected.state, complete, filled)
-    return complete
+
+    def all_here(some: list[tuple[Name, int]]) -> bool:
+        return all(name in blocks for name, _ in some if name.group not in drafting)
+
+    if not all_here(expected.wanted):
+        scheduler.arrived(state, 0)
+        return False
+    cut = bool(expected.cut) and all_here(expected.cut)
+    finish_moves(core)  # what these blocks held before goes to the host
+    here = [(name, block) for name, block in expected.wanted if name in blocks]
+    last = [(name, block) for name, block in expected.cut if cut and name in blocks]
+    storage.take_in([(block, blocks[name]) for name, block in (*here, *last)])
+    end = state.computed + state.in_flight
+    left = 0 if cut or not expected.cut else end % BLOCK  # tokens whose bytes did not come
+    scheduler.arrived(state, state.in_flight - left, [block for name, block in here if name.group in drafting])
+    return True
 
 
 def store(core: Core, tokens: Sequence[int], salt: bytes, blocks: Mapping[Name, bytes | memoryview]) -> int:

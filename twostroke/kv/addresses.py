@@ -49,6 +49,14 @@ class BlockHasher:
             parent = blake2b(data, key=self.key, digest_size=DIGEST_BYTES).digest()
             chain.append(parent)
 
+    def cut(self, chain: Sequence[bytes], tokens: Sequence[int], salt: bytes) -> bytes:
+        """The name of the block that holds the last of `tokens` and is not full; `chain` names the full ones. A name
+        between a sender and its receiver: no cache has it."""
+        full = len(tokens) // BLOCK
+        parent = chain[full - 1] if full else self.root(salt)
+        content = array("q", tokens[full * BLOCK :]).tobytes()
+        return blake2b(parent + content, key=self.key, digest_size=DIGEST_BYTES).digest()
+
 
 class QuickNames(BlockHasher):
     """Names of 64 bits for one process that only guesses by them, as a router does, or compares tokens beside them."""

@@ -26,13 +26,15 @@ class LentBlocks:
         self.by_id: dict[int, list[tuple[Name, int]]] = {}  # of the request that left them, the oldest first
 
     def lend(self, request: RequestState, promised: Mapping[int, Sequence[int]]) -> None:
-        """Hold the full blocks of a request that ends, under its id, until `take_back`: those that a continuation on
-        another engine needs. promised: blocks that have a name, and whose content a step in flight computes, by plan.
+        """Hold the blocks of a request that ends, under its id, until `take_back`: those that a continuation on another
+        engine needs, the last one too, which is full in part. promised: blocks that have a name, and whose content a
+        step in flight computes, by plan.
         A request that was aborted or failed leaves none."""
         tables, pool = self.tables, self.tables.pool
         if tables.layout.state_bytes or request.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
             return  # a layer with a state needs it too, and blocks do not hold it
-        lent = self._full(request, 0, (len(request.tokens) - 1) // tables.unit * tables.unit, promised)
+        computed = len(request.tokens) - 1
+        lent = self._full(request, 0, computed // tables.unit * tables.unit, promised) + tables.cut(request, computed)
         for _, block in lent:
             pool.hold(block)
         if lent:

@@ -46,6 +46,8 @@ class KVTables:
         self.spans = [group.span for group in layout.groups]  # tokens of a column
         self.unit = lcm(*self.spans)  # tokens after which every group's block is full
         self.whole = self.unit // BLOCK
+        # Whether a block that is full in part can be used: no entry of it stands for several tokens.
+        self.divisible = all(group.entry.tokens == 1 for group in layout.groups)
         self.simple = self.windows == [None] and self.spans == [BLOCK]
         self.free_rows = list(range(rows - 1, -1, -1))
         self.held: list[list[list[int]]] = [[[] for _ in layout.groups] for _ in range(rows)]  # [row][group][column]
@@ -263,6 +265,16 @@ class KVTables:
             for group, span in enumerate(self.spans)
             for column in range(max(request.computed // span, self.first_visible(group, length)), length // span)
         ]
+
+    def cut(self, request: RequestState, length: int) -> list[tuple[Name, int]]:
+        """The request's blocks that `length` tokens fill in part, one of each group, named by these tokens. None where
+        the length is a whole number of blocks, or an entry stands for several tokens: it may be computed in part."""
+        column = length // BLOCK
+        if length % BLOCK == 0 or not self.divisible:
+            return []
+        self.hasher.extend(request.hashes, request.tokens, request.salt, column)
+        digest = self.hasher.cut(request.hashes, request.tokens[:length], request.salt)
+        return [(Name(group, digest), blocks[column]) for group, blocks in enumerate(self.held[request.row])]
 
     def holds_any(self, request: RequestState, wanted: set[int]) -> bool:
         return any(not wanted.isdisjoint(blocks) for blocks in self.held[request.row])

@@ -126,7 +126,7 @@ class BlockExchange:
         waiting = expect(self.core, message.request, message.tokens)
         if waiting is None:
             return Expected(message.question, None)
-        if waiting.wanted:
+        if waiting.names:
             self.waiting[message.request.id] = waiting
         else:
             arrive(self.core, waiting, {})

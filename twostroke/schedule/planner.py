@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from twostroke.kv.lending import copied_out
 from twostroke.ops.interface import BLOCK
 from twostroke.types import UNWRITTEN, DraftWork, RequestState, Status, Work, WorkKind
 
 if TYPE_CHECKING:
     from twostroke.schedule.scheduler import Scheduler
 
+TAIL_FROM = 16  # smallest chunks: a shorter last part of a prompt is computed in one step, also for another engine
 WRITE, VERIFY = WorkKind.WRITE, WorkKind.VERIFY  # looked up once: every stream of every step needs one
 
 
@@ -188,6 +190,8 @@ class Planner:
         if want <= 0:
             return True
         count = self._affordable(request, start, want)
+        if count == want and copied_out(request.request):
+            count = self._up_to_tail(start, want)
         if count < 1 or not self._make_room(request, start + count):
             return False
         self._add(request, start, count)
@@ -206,6 +210,15 @@ class Planner:
         if self.seconds_left is not None:
             count = self.scheduler.pace.affordable(start, count, self.seconds_left, request.scores_prompt)
         return count
+
+    def _up_to_tail(self, start: int, want: int) -> int:
+        """Of the last part of a prompt whose blocks another engine wants: up to its last full block. These blocks
+        travel while the next step computes the few tokens after them, so hardly any bytes follow the first token.
+        All of it where the prompt is short: there the second step costs more than the transfer."""
+        unit = self.tables.unit
+        body = (start + want - 1) // unit * unit - start
+        worth = self.scheduler.limits.chunked and not self.tables.windowed and not self.tables.layout.state_bytes
+        return body if worth and body >= TAIL_FROM * self.scheduler.pace.min_chunk else want
 
     def _add(self, request: RequestState, start: int, count: int) -> None:
         self.works.append(Work(request, start, count, WorkKind.READ))

@@ -185,7 +185,9 @@ class Scheduler:
     def expect(self, request: RequestState, tokens: int) -> list[tuple[Name, int]] | None:
         """Admit a waiting request whose first `tokens` tokens were computed elsewhere. It gets blocks for them and
         waits in FETCHING. Returns the blocks to be filled with their names; None: there is no room now."""
-        tokens = min(tokens, len(request.tokens) - 1) // self.tables.unit * self.tables.unit
+        tokens = min(tokens, len(request.tokens) - 1)
+        if not self.tables.divisible:
+            tokens -= tokens % self.tables.unit
         if self.shares().full(request.key) or not self._open(request):
             return None
         if tokens <= request.computed or not self.tables.grow(request, tokens):
@@ -193,13 +195,13 @@ class Scheduler:
         request.status = Status.FETCHING
         request.in_flight = tokens - request.computed  # until their bytes arrive, no other request gets these blocks
         self.fetching[request.id] = request
-        return self.tables.unfilled(request, tokens)
+        return self.tables.unfilled(request, tokens - tokens % self.tables.unit)
 
-    def arrived(self, request: RequestState, complete: bool, filled: Sequence[int] = ()) -> None:
-        """The bytes have arrived (`complete`), or will not: the request continues after them or computes them.
-        filled: the draft model's blocks among them."""
+    def arrived(self, request: RequestState, count: int, filled: Sequence[int] = ()) -> None:
+        """The bytes of `count` tokens have arrived, and no more will: the request continues after them and computes
+        the others. filled: the draft model's blocks among them."""
         del self.fetching[request.id]
-        count, request.in_flight = request.in_flight, 0
+        request.in_flight = 0
         if request.status is Status.FINISHED:  # it ended meanwhile
             self._leave(request)
             return
@@ -209,7 +211,7 @@ class Scheduler:
             self.broken.remove(request.id)
             self._restart(request)
             return
-        if complete:
+        if count:
             request.computed += count
             self.tables.pool.filled.update(filled)
             self.tables.count_filled(request)
