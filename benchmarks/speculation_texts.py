@@ -30,6 +30,7 @@ from twostroke.bench.calibrate import calibrate
 from twostroke.cost.model.drafts import Drafts, Source, best_length, right_for
 from twostroke.cost.model.roofline import Roofline, model_cost
 from twostroke.draft.answers import EarlierAnswers
+from twostroke.draft.rates import MODEL
 from twostroke.draft.speculate import Speculation, make_drafter, never_forced
 from twostroke.text.conversation import render_conversation
 from twostroke.weights.catalog import DEFAULT, fetch
@@ -113,11 +114,13 @@ def roofline_of(model: str) -> Roofline:
     return line
 
 
-def predicted_gain(target: Roofline, draft: Roofline, runs: list[Run], context: int) -> dict[str, float]:
-    """From the accepted tokens of each draft to the chance of one guess, and from it to the gain of the best length."""
-    drafts = sum(run.drafts for run in runs)
-    length = round(sum(run.drafted * run.drafts for run in runs) / drafts)
-    right = right_for(sum(run.accepted for run in runs) / drafts, length)
+def predicted_gain(target: Roofline, draft: Roofline, runs: list[Run], context: int, learnt: float) -> dict[str, float]:
+    """From the accepted tokens of each draft to the chance of one guess, and from it to the gain of the best length.
+    learnt: the chance that the engine assumes, for runs in which nothing was drafted because it did not pay."""
+    drafts, right = sum(run.drafts for run in runs), learnt
+    if drafts:
+        length = round(sum(run.drafted * run.drafts for run in runs) / drafts)
+        right = right_for(sum(run.accepted for run in runs) / drafts, length)
     best = best_length(target, Drafts((Source(1.0, right),), 2, draft), 1, context)
     return {"right": right, "length": best.length, "gain": target.decode_seconds(1, context) / best.tpot}
 
@@ -178,7 +181,10 @@ def main() -> None:
     found["texts"] = {kind: summary(rows) for kind, rows in runs.items()}
     if lines is not None:
         context = round(statistics.fmean(map(len, tokens["humaneval"]))) + args.tokens // 2
-        found["predicted"] = predicted_gain(*lines, runs["humaneval"]["draft"], context)
+        drafter = modes["draft"]
+        assert drafter is not None
+        learnt = drafter.acceptance.rate(MODEL)
+        found["predicted"] = predicted_gain(*lines, runs["humaneval"]["draft"], context, learnt)
         print("predicted for humaneval:", found["predicted"], flush=True)
     llm.close()
     if args.llama:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from twostroke.draft.by_model import READY, TRIAL_EVERY, ModelDrafts
+from twostroke.draft.by_model import CAUGHT_UP, READY, TRIAL_EVERY, ModelDrafts
 from twostroke.draft.rates import FORCED, JUDGED, MODEL, PAUSE, Acceptance, Realised, StepTimes, kind_of
 from twostroke.draft.speculate import TRY_EVERY, WITHOUT_EVERY, Speculation, make_drafter, never_forced
 from twostroke.sampling import Grammar, SamplingParams
@@ -231,7 +231,12 @@ def test_what_the_draft_model_missed_is_read_when_that_pays() -> None:
     steps = next(n for n in range(1000) if found.catches_up(missed))
     assert steps < 20  # seconds saved in so many steps exceed those of a pass over 80 tokens
     missed.drafted = len(missed.tokens) - READY
-    assert not found.catches_up(missed) and found.propose(missed, 10)
+    assert found.propose(missed, 10), "it may write now"
+    assert found.catches_up(missed), "if it does not, it reads on: what is left would make the next draft longer"
+    missed.drafted = len(missed.tokens) - CAUGHT_UP
+    assert not found.catches_up(missed)
+    missed.drafted = len(missed.tokens) - READY
+    assert not found.catches_up(missed), "it begins again only when it has missed more"
     poor = by_model(0.1, 0.02, 0.1, 1)
     assert not any(poor.catches_up(missed) for _ in range(100))
 
@@ -259,6 +264,19 @@ def test_steps_that_were_slower_than_without_drafts_end_in_a_pause() -> None:
     for _ in range(100):
         judged.add(0.02, 0.019)
         assert judged.allows()
+
+
+def test_reading_a_long_text_costs_what_its_rows_cost() -> None:
+    times = StepTimes()
+    times.add(1, 0.02)
+    assert times.predict_more(100) == times.predict(100), "one number of rows says nothing about the others"
+    times.add(16, 0.08)  # a processor: 4 ms a row
+    assert times.predict_more(8) == times.predict(8)
+    assert times.predict_more(116) == pytest.approx(0.48) and (times.predict(116) or 0.0) < 0.1
+    free = StepTimes()  # a GPU: rows are free
+    free.add(1, 0.002)
+    free.add(32, 0.002)
+    assert free.predict_more(320) == free.predict(320)
 
 
 def test_each_length_of_context_has_times_of_its_own() -> None:

@@ -15,6 +15,7 @@ import numpy as np
 from twostroke.draft.rates import StepTimes
 
 READY = 32  # tokens that it may have missed and still write in the same step
+CAUGHT_UP = 2  # tokens that it has missed at most when it has caught up
 TRIAL_EVERY = 16  # prompts: one of so many is read although drafts did not pay
 TRIALS = 8  # steps with drafts of such a request
 
@@ -38,7 +39,7 @@ class ModelDrafts:
 
     def pass_seconds(self, rows: int, target: float) -> float:
         """target: seconds of the target's step with one row for each stream."""
-        seconds, assumed = self.times.predict(rows), self.share * target
+        seconds, assumed = self.times.predict_more(rows), self.share * target
         if seconds is None:
             return assumed
         return min(seconds, assumed) if self.times.is_below(rows) else seconds

@@ -75,6 +75,15 @@ class StepTimes:
         """None: no step was measured yet."""
         return self.now.predict(rows)
 
+    def predict_more(self, rows: int) -> float | None:
+        """The same, but for more rows than were measured along the line through what was: a text of any length is read
+        in one pass, and where rows cost much it must not look cheap."""
+        sizes, known = self.now.sizes, self.now.predict(rows)
+        if known is None or len(sizes) < 2 or rows <= sizes[-1]:
+            return known
+        first, last = (self.now.predict(size) or 0.0 for size in (sizes[0], sizes[-1]))
+        return max(known, last + (last - first) * (rows - sizes[-1]) / (sizes[-1] - sizes[0]))
+
     def predict_all(self, rows: np.ndarray, below: tuple[int, float]) -> np.ndarray | None:
         """The same for several numbers of rows. below: (rows, seconds) of a smaller step of another kind."""
         return self.now.predict_all(rows, below) if self.now.sizes else None

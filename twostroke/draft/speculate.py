@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from twostroke.draft.answers import EarlierAnswers
-from twostroke.draft.by_model import READY, TRIALS, Choice, ModelDrafts
+from twostroke.draft.by_model import CAUGHT_UP, READY, TRIALS, Choice, ModelDrafts
 from twostroke.draft.lookup import Lookup
 from twostroke.draft.rates import FORCED, MODEL, Acceptance, Realised, StepTimes, kind_of
 from twostroke.types import MOST_DRAFTED, UNWRITTEN, Plan, RequestState, Result, WorkKind
@@ -345,7 +345,8 @@ class Speculation:
         """Whether the draft model reads what it has missed of a stream: its drafts would have saved more meanwhile."""
         model, known = self.model, self._known(request)
         missed = len(request.tokens) - request.drafted
-        if model is None or not request.params.speculate or missed <= READY:
+        enough = CAUGHT_UP if known.catching_up else READY  # what it has not read makes the next draft longer
+        if model is None or not request.params.speculate or missed <= enough:
             known.catching_up, known.missed = False, 0.0
             return False
         known.missed += model.chosen.saved
