@@ -176,6 +176,15 @@ def test_a_prefill_process_is_killed(llama_folder: Path, llama_alone: Alone) -> 
     others = [[one + turn for one in reversed(PROMPT)] * 3 for turn in range(6)]
     want = llama_alone.answer(PROMPT[:31]), [llama_alone.answer(other) for other in others]
 
+    async def strike(engine: AsyncEngine, pair: Pair, turn: int) -> None:
+        """While it has a prompt, or after that."""
+        await until(lambda: pair.prefill.worker.engine.healthy)
+        second = asyncio.ensure_future(answer(engine, others[turn]))
+        await until(lambda: pair.prefill.counts.running or second.done())
+        kill(pair.prefill.worker.engine)
+        assert await second == want[1][turn]
+        await until(lambda: pair.prefill.losses == 2 + turn)
+
     async def scenario(engine: AsyncEngine, pair: Pair) -> None:
         first = asyncio.ensure_future(answer(engine, PROMPT[:31]))
         await until(lambda: transport.fetched)
@@ -183,13 +192,8 @@ def test_a_prefill_process_is_killed(llama_folder: Path, llama_alone: Alone) -> 
         assert await first == want[0]
         assert pair.counts.failed == {"transfer": 1} and pair.prefill.worker.holder.leases.ended == {"failed": 1}
         assert engine.client.healthy and pair.restarts == 0
-        for turn, other in enumerate(others):  # until the prompt had not ended when its engine was killed
-            await until(lambda: pair.prefill.worker.engine.healthy)
-            second = asyncio.ensure_future(answer(engine, other))
-            await until(lambda: pair.prefill.counts.running)
-            kill(pair.prefill.worker.engine)
-            assert await second == want[1][turn]
-            assert pair.prefill.losses == 2 + turn
+        for turn in range(len(others)):  # until the prompt had not ended when its engine was killed
+            await strike(engine, pair, turn)
             if pair.resumed:
                 break
         assert pair.resumed == 1
