@@ -18,7 +18,7 @@ from tests.cluster.test_pair import PROMPT, Alone
 from twostroke.cluster.pools import GONE
 from twostroke.cluster.sockets import SharedMemoryTransport
 from twostroke.ops.interface import BLOCK
-from twostroke.remote import client
+from twostroke.remote import client, process
 from twostroke.remote.async_engine import ENGINE_GONE, AsyncEngine
 from twostroke.remote.blocks import BlockExchange
 from twostroke.remote.messages import Expect, Expected
@@ -170,8 +170,18 @@ async def until(condition: Callable[[], object]) -> None:
         await asyncio.sleep(0.002)
 
 
-def test_a_prefill_process_is_killed(llama_folder: Path, llama_alone: Alone) -> None:
+SLOW = """
+import time, twostroke.remote.loop as loop
+def slow(self, step=loop.EngineLoop._step):
+    time.sleep(0.1 if self.blocks.followed else 0.0)
+    return step(self)
+loop.EngineLoop._step = slow
+"""  # an engine that computes for another one
+
+
+def test_a_prefill_process_is_killed(llama_folder: Path, llama_alone: Alone, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the middle of a transfer, then in the middle of a prefill: the decode engine goes on with the same tokens."""
+    monkeypatch.setattr(process, "BOOT", SLOW + process.BOOT)  # a prompt is not computed before its engine is killed
     transport = FakeTransport(lambda: Fault(delay=0.3))
     others = [[one + turn for one in reversed(PROMPT)] * 3 for turn in range(6)]
     want = llama_alone.answer(PROMPT[:31]), [llama_alone.answer(other) for other in others]
