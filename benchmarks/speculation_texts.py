@@ -45,7 +45,9 @@ SPEED = re.compile(r"decoded\s+\d+ tokens in\s+[\d.]+ seconds, speed:\s+([\d.]+)
 def prompts_of(args: argparse.Namespace, llm: LLM) -> Prompts:
     with gzip.open(args.humaneval, "rt") as lines:
         functions = [json.loads(line)["prompt"] for _, line in zip(range(args.count), lines, strict=False)]
-    questions = [json.loads(line)["turns"][0] for line in args.chat.read_text().splitlines()[:: 80 // args.count]]
+    asked = args.chat.read_text().splitlines()
+    every = max(1, len(asked) // args.count)
+    questions = [json.loads(line)["turns"][0] for line in asked[::every]]
     ask = "Write this function in full, with its docstring.\n```python\n{}```\n\n```python\n"
     return {
         "edit": [edit(name, *names) for name, names in FILES.items()],

@@ -7,6 +7,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
+from tests.measured import measured
 from twostroke import LLM
 from twostroke.bench import inprocess, known_answers, ledger, levers, plots
 from twostroke.bench.apply import Applied, apply
@@ -28,13 +29,18 @@ def open_tiny(folder, **settings):
     return LLM(folder, threads=1, **({"max_model_len": 400} | settings))
 
 
+def calibrated(folder):
+    return calibrate(open_tiny(folder), "tiny", checkpoint_bytes(open_checkpoint(folder)), seconds=3.0)
+
+
 @pytest.fixture(scope="module")
 def calibration(llama_folder):
-    llm = open_tiny(llama_folder)
-    return calibrate(llm, "tiny", checkpoint_bytes(open_checkpoint(llama_folder)), seconds=3.0)
+    return calibrated(llama_folder)
 
 
-def test_calibration_fits_its_own_steps(calibration):
+@measured
+def test_calibration_fits_its_own_steps(llama_folder):
+    calibration = calibrated(llama_folder)
     assert calibration.steps > 50 and calibration.rates.source == "step log"
     assert calibration.rates.host_link > 1e7  # bytes/s: a copy in memory was measured
     assert calibration.errors["median"] < 0.5  # a tiny model on a shared machine: noise is most of a step
@@ -98,6 +104,7 @@ def test_every_lever_has_a_row_as_soon_as_it_is_measured(llama_folder):
         assert fresh[len(fresh) // 2] < 50, "the median request finds its document in the cache"
 
 
+@measured
 def test_a_known_answer_costs_a_lookup(llama_folder):
     how = tiny_round(llama_folder)
     row = levers.answer_cache(how)

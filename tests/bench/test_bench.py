@@ -138,6 +138,7 @@ def tiny_load(**changes):
     return make_load("batch", **({"count": 8, "per_second": 20.0, "scale": 10.0, "kind": "constant"} | changes))
 
 
+@measured
 def test_the_client_sees_what_the_server_does():
     server = FakeServer()
     run = measure(Target(server.url + "/v1"), tiny_load())

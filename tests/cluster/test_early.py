@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,12 +16,13 @@ from tests.cluster.test_faults import FAULTS, kill, until
 from tests.cluster.test_pair import Alone
 from twostroke.cluster.holder import Copy
 from twostroke.kv.addresses import Name
+from twostroke.ops.interface import BLOCK
 from twostroke.remote.async_engine import AsyncEngine
 from twostroke.remote.blocks import BlockExchange
 from twostroke.remote.loop import EngineLoop
 from twostroke.remote.messages import Export, Exported
 from twostroke.remote.segment import Segment
-from twostroke.types import Event
+from twostroke.types import Event, RequestState
 
 CHUNKS = {"max_batch_tokens": 32}
 
@@ -34,20 +36,21 @@ def llama_alone(llama_folder: Path) -> Alone:
     return Alone(llama_folder)
 
 
-@pytest.fixture
-def slow_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of engines on threads that compute for others: a transfer is shorter than a step, as it is with larger models."""
+def delay_steps(monkeypatch: pytest.MonkeyPatch, delay: Callable[[RequestState, int], object]) -> None:
+    """delay: called before each step of an engine that computes for another one, with the request and its tokens whose
+    blocks were copied out."""
     plain = EngineLoop._step
 
     def slow(self: EngineLoop) -> list[Event]:
-        time.sleep(0.1 if self.blocks.followed else 0.0)
+        for state, copied in self.blocks.followed.values():
+            delay(state, copied)
         return plain(self)
 
     monkeypatch.setattr(EngineLoop, "_step", slow)
 
 
 def test_all_but_the_last_chunk_is_there_when_the_prompt_is_computed(
-    llama_folder: Path, llama_alone: Alone, slow_steps: None, monkeypatch: pytest.MonkeyPatch
+    llama_folder: Path, llama_alone: Alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """150 tokens in chunks of 32: eight of ten blocks travel before the first token, the last two after it, and the
     engine that has computed them is not asked for any."""
@@ -61,6 +64,13 @@ def test_all_but_the_last_chunk_is_there_when_the_prompt_is_computed(
     monkeypatch.setattr(BlockExchange, "export", export)
 
     async def scenario(engine: AsyncEngine, pair: Pair) -> None:
+        def until_there(state: RequestState, copied: int) -> None:
+            """A transfer is shorter than a step, as it is with larger models."""
+            blocks, deadline = copied // BLOCK - state.request.lend, time.monotonic() + 60
+            while pair.counts.early < blocks and time.monotonic() < deadline:
+                time.sleep(0.001)
+
+        delay_steps(monkeypatch, until_there)
         running = asyncio.ensure_future(answer(engine, prompt(1)))
         await until(lambda: any(flight.written for flight in pair.flights.values()))
         assert pair.counts.early == 8
@@ -174,8 +184,9 @@ def test_a_decode_process_is_killed_while_blocks_come(llama_folder: Path, llama_
     run_pair(llama_folder, scenario, lambda: transport, "process", prefill={"max_batch_tokens": 16})
 
 
-def test_a_prompt_that_is_aborted_leaves_no_parcel(llama_folder: Path, slow_steps: None) -> None:
+def test_a_prompt_that_is_aborted_leaves_no_parcel(llama_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     transport = FakeTransport(lambda: Fault(delay=0.05))
+    delay_steps(monkeypatch, lambda state, copied: time.sleep(0.1))
 
     async def scenario(engine: AsyncEngine, pair: Pair) -> None:
         stream = engine.submit([prompt(5, 240)], GREEDY)

@@ -18,7 +18,7 @@ from tests.cluster.test_pair import PROMPT, Alone
 from twostroke.cluster.pools import GONE
 from twostroke.cluster.sockets import SharedMemoryTransport
 from twostroke.ops.interface import BLOCK
-from twostroke.remote import client
+from twostroke.remote import client, process
 from twostroke.remote.async_engine import ENGINE_GONE, AsyncEngine
 from twostroke.remote.blocks import BlockExchange
 from twostroke.remote.messages import Expect, Expected
@@ -170,11 +170,30 @@ async def until(condition: Callable[[], object]) -> None:
         await asyncio.sleep(0.002)
 
 
-def test_a_prefill_process_is_killed(llama_folder: Path, llama_alone: Alone) -> None:
+SLOW = """
+import time, twostroke.remote.loop as loop
+def slow(self, step=loop.EngineLoop._step):
+    time.sleep(0.1 if self.blocks.followed else 0.0)
+    return step(self)
+loop.EngineLoop._step = slow
+"""  # an engine that computes for another one
+
+
+def test_a_prefill_process_is_killed(llama_folder: Path, llama_alone: Alone, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the middle of a transfer, then in the middle of a prefill: the decode engine goes on with the same tokens."""
+    monkeypatch.setattr(process, "BOOT", SLOW + process.BOOT)  # a prompt is not computed before its engine is killed
     transport = FakeTransport(lambda: Fault(delay=0.3))
     others = [[one + turn for one in reversed(PROMPT)] * 3 for turn in range(6)]
     want = llama_alone.answer(PROMPT[:31]), [llama_alone.answer(other) for other in others]
+
+    async def strike(engine: AsyncEngine, pair: Pair, turn: int) -> None:
+        """While it has a prompt, or after that."""
+        await until(lambda: pair.prefill.worker.engine.healthy)
+        second = asyncio.ensure_future(answer(engine, others[turn]))
+        await until(lambda: pair.prefill.counts.running or second.done())
+        kill(pair.prefill.worker.engine)
+        assert await second == want[1][turn]
+        await until(lambda: pair.prefill.losses == 2 + turn)
 
     async def scenario(engine: AsyncEngine, pair: Pair) -> None:
         first = asyncio.ensure_future(answer(engine, PROMPT[:31]))
@@ -183,13 +202,8 @@ def test_a_prefill_process_is_killed(llama_folder: Path, llama_alone: Alone) -> 
         assert await first == want[0]
         assert pair.counts.failed == {"transfer": 1} and pair.prefill.worker.holder.leases.ended == {"failed": 1}
         assert engine.client.healthy and pair.restarts == 0
-        for turn, other in enumerate(others):  # until the prompt had not ended when its engine was killed
-            await until(lambda: pair.prefill.worker.engine.healthy)
-            second = asyncio.ensure_future(answer(engine, other))
-            await until(lambda: pair.prefill.counts.running)
-            kill(pair.prefill.worker.engine)
-            assert await second == want[1][turn]
-            assert pair.prefill.losses == 2 + turn
+        for turn in range(len(others)):  # until the prompt had not ended when its engine was killed
+            await strike(engine, pair, turn)
             if pair.resumed:
                 break
         assert pair.resumed == 1

@@ -184,17 +184,8 @@ def test_a_question_that_comes_again_is_answered_from_the_same_tenants_answer(ll
 def make_drafts_cheap(drafter: Speculation) -> None:
     """As if a step took the same time for any number of rows, and a pass of the draft model a tenth of it."""
     make_rows_free(drafter)
-    drafter.realised = {size: Unjudged() for size in range(4)}
     if drafter.model is not None:
         drafter.model.share, drafter.model.times.add = 0.1, lambda rows, seconds: None
-
-
-class Unjudged:
-    def add(self, without: float, taken: float) -> None:
-        pass
-
-    def allows(self) -> bool:
-        return True
 
 
 def test_blocks_of_the_draft_model_move_to_another_engine(llama_pair, plain) -> None:
@@ -233,8 +224,10 @@ def test_in_a_child_process_that_ends_and_starts_again(llama_pair, plain) -> Non
     async def scenario(engine) -> None:
         assert engine.intake.settings.draft_model == str(llama_pair[1])
         assert await answer(engine, PROMPT) == want
-        engine.client.child.process.kill()
-        await asyncio.sleep(0.5)
+        first = engine.client.child
+        first.process.kill()
+        while engine.client.child is first:
+            await asyncio.sleep(0.01)
         await healthy(engine)
         assert await answer(engine, PROMPT) == want
 

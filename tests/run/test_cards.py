@@ -47,6 +47,12 @@ from twostroke.weights.load import load_arch
 
 CPU = torch.device("cpu")
 BOOT = "import sys; sys.path.append(sys.argv[2]); from tests.run.card_rank import main; main(sys.argv[1])"
+GONE = """import socket, sys; sys.path.append(sys.argv[2])
+from twostroke.engine.ranks import READY, read_frame, send_frame
+with socket.socket(fileno=int(sys.argv[1])) as sock:
+    read_frame(sock)
+    send_frame(sock, READY)
+"""
 
 
 class Engine:
@@ -93,6 +99,8 @@ def in_two(llama_folder: Path) -> Iterator[Engine]:
         patch.setattr(ranks_, "BOOT", BOOT)
         patch.setattr(cards, "count_cards", lambda: 1)
         patch.setattr(cards, "free_on_card", lambda: 9000)
+        patch.setattr(cards, "current_card", lambda: 0)
+        patch.setattr(cards, "take_card", lambda number: None)
         patch.setenv(cards.SHARE_VARIABLE, "1")
         engine = Engine(llama_folder)
         yield engine
@@ -164,6 +172,15 @@ def test_an_engine_ends_with_a_rank(llama_folder: Path, in_two: Engine) -> None:
         engine.tokens(PROMPTS[:1])
     assert engine.ranks.lost()
     engine.ranks.close()
+
+
+def test_a_rank_that_ends_before_all_have_met_is_an_error_of_the_start(
+    llama_folder: Path, in_two: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has its share, and ends: the sum of the others would wait for it."""
+    monkeypatch.setattr(ranks_, "BOOT", GONE)
+    with pytest.raises(ModelError, match="a rank has ended before all had met"):
+        Engine(llama_folder)
 
 
 def test_a_step_is_the_same_after_its_way() -> None:
@@ -313,7 +330,7 @@ def test_a_rank_ends_with_the_engine_while_its_card_waits() -> None:
     code = (
         "import socket, sys, time; from twostroke.engine.rank_main import end_with;"
         "import threading; sock = socket.socket(fileno=int(sys.argv[1]));"
-        "threading.Thread(target=end_with, args=(sock,), daemon=True).start(); sock.send(b'1'); time.sleep(60)"
+        "threading.Thread(target=end_with, args=(sock,), daemon=True).start(); sock.send(b'1'); time.sleep(600)"
     )
     ours, theirs = socket.socketpair()
     with theirs:
@@ -323,7 +340,7 @@ def test_a_rank_ends_with_the_engine_while_its_card_waits() -> None:
     ours.send(b"a frame that is not read")
     assert process.poll() is None
     ours.close()
-    assert process.wait(10) == 0
+    assert process.wait(60) == 0
 
 
 def test_fewer_cards_than_ranks_are_refused(caplog: pytest.LogCaptureFixture) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch
 
 from twostroke.config import Resolved
 from twostroke.engine.ranks import FREE, STEP, Ranks, closed, open_gloo
-from twostroke.errors import ConfigError, ModelError
+from twostroke.errors import ConfigError, ModelError, RankLostError
 from twostroke.kv.layout import make_layout
 from twostroke.kv.storage import KVStorage
 from twostroke.model.parallel import ParallelTransformer, not_yet
@@ -21,7 +23,7 @@ from twostroke.ops.cuda.backend import CudaOps
 from twostroke.ops.interface import Ops
 from twostroke.ops.select import make_ops
 from twostroke.run.cuda.collective import Collective, HostCollective, check, open_nccl
-from twostroke.run.cuda.ranked import Follower, Lead, LeadingTransformer
+from twostroke.run.cuda.ranked import LOOK_SECONDS, Follower, Lead, LeadingTransformer
 from twostroke.weights.checkpoint import open_checkpoint
 from twostroke.weights.load import load_model
 
@@ -66,7 +68,7 @@ def open_collective(folder: Path, rank: int, parts: int, cards: int, ops: Ops) -
         else:
             collective = open_nccl(folder, rank, parts, ops.one_order and parts > IN_ANY_ORDER)
         check(collective, rank, parts, ops.device)
-    except RuntimeError as error:
+    except (RuntimeError, RankLostError) as error:
         raise ModelError(f"the {parts} ranks do not reach each other: {error}") from None
     return collective
 
@@ -82,9 +84,27 @@ class CardRanks(Ranks):
     def lead(self, ops: Ops) -> Lead:
         """When every rank has its share."""
         self.await_shares()
-        collective = open_collective(Path(self.folder.name), 0, self.parts, self.cards, ops)
+        collective = self._opened(ops)
         self.collectives.append(collective)
         return Lead(collective, self.tell_step, self.lost, self.reserve, self.free)
+
+    def _opened(self, ops: Ops) -> Collective:
+        """Opened by a thread that cannot be interrupted while it waits for the others: this one looks at their sockets
+        meanwhile. ModelError: one has ended."""
+        made, folder, card = Future[Collective](), Path(self.folder.name), current_card()
+
+        def work() -> None:
+            try:
+                take_card(card)
+                made.set_result(open_collective(folder, 0, self.parts, self.cards, ops))
+            except BaseException as error:
+                made.set_exception(error)
+
+        threading.Thread(target=work, daemon=True).start()
+        while not wait([made], LOOK_SECONDS).done:
+            if self.lost():
+                raise ModelError("a rank has ended before all had met: what it printed says why")
+        return made.result()
 
     def leading(self, ops: Ops, *parts: Any, **more: Any) -> Transformer:
         return LeadingTransformer(*parts, lead=self.lead(ops), **more)
@@ -145,4 +165,9 @@ class CardRank:
 
 
 def take_card(number: int) -> None:
+    """For the thread that calls it."""
     torch.cuda.set_device(number)
+
+
+def current_card() -> int:
+    return torch.cuda.current_device()

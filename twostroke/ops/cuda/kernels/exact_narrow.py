@@ -29,6 +29,15 @@ from twostroke.ops.cuda.kernels.quantized import Int4, Narrow
 
 log = logging.getLogger(__name__)
 TRIED = 512  # outputs of a matrix that a shape is tried with
+SCALED = tl.constexpr(  # the end of the instructions below: four numbers times their scales, rounded
+    """mul.rn.f32 e, e, $3;
+    mul.rn.f32 f, f, $4;
+    mul.rn.f32 g, g, $5;
+    mul.rn.f32 h, h, $6;
+    cvt.rn.bf16x2.f32 $0, f, e;
+    cvt.rn.bf16x2.f32 $1, h, g;
+    }"""
+)
 
 
 @triton.jit
@@ -50,13 +59,8 @@ def scaled_bytes(codes, scale, FORMAT: tl.constexpr, FAST: tl.constexpr):
             sub.rn.f32 f, f, 0f4B000080;
             sub.rn.f32 g, g, 0f4B000080;
             sub.rn.f32 h, h, 0f4B000080;
-            mul.rn.f32 e, e, $3;
-            mul.rn.f32 f, f, $4;
-            mul.rn.f32 g, g, $5;
-            mul.rn.f32 h, h, $6;
-            cvt.rn.bf16x2.f32 $0, f, e;
-            cvt.rn.bf16x2.f32 $1, h, g;
-            }""",
+            """
+            + SCALED,
             "=&r,=&r,r,f,f,f,f", [codes, scale], dtype=tl.bfloat16, is_pure=True, pack=4,
         )  # fmt: skip
     elif FORMAT == 1:
@@ -73,13 +77,8 @@ def scaled_bytes(codes, scale, FORMAT: tl.constexpr, FAST: tl.constexpr):
             mov.b32 {a, b}, u;
             mov.b32 {c, d}, v;
             cvt.f32.f16 e, a; cvt.f32.f16 f, b; cvt.f32.f16 g, c; cvt.f32.f16 h, d;
-            mul.rn.f32 e, e, $3;
-            mul.rn.f32 f, f, $4;
-            mul.rn.f32 g, g, $5;
-            mul.rn.f32 h, h, $6;
-            cvt.rn.bf16x2.f32 $0, f, e;
-            cvt.rn.bf16x2.f32 $1, h, g;
-            }""",
+            """
+            + SCALED,
             "=&r,=&r,r,f,f,f,f", [codes, scale], dtype=tl.bfloat16, is_pure=True, pack=4,
         )  # fmt: skip
     else:

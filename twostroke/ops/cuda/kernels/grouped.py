@@ -7,7 +7,7 @@ first column to the last as in exact_matmul.py, wherever its row lies in a tile 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -183,8 +183,8 @@ def grouped_experts(
     grouped, width = group(ids, len(down.places)), gate_up.outputs // 2
     inner = torch.empty(ids.numel(), width, dtype=x.dtype, device=x.device)
     each = torch.empty(ids.numel(), hidden, dtype=x.dtype, device=x.device)
-    launch_gate(x, gate_up, grouped, inner, ids.shape[1], activation)
-    launch_down(inner, down, grouped, each)
+    launch(GATE, x, gate_up, grouped, inner, CHOSEN=ids.shape[1], WIDTH=width, ACTIVATION=activation)
+    launch(DOWN, inner, down, grouped, each, N=hidden)
     out = torch.empty(rows, hidden, dtype=x.dtype, device=x.device)
     block = min(1024, triton.next_power_of_2(hidden))
     sum_kernel[(rows, triton.cdiv(hidden, block))](
@@ -193,48 +193,40 @@ def grouped_experts(
     return out
 
 
-def launch_gate(
-    x: Tensor, matrices: ExpertMatrices, grouped: Grouped, inner: Tensor, chosen: int, activation: int
+class Kernels(NamedTuple):
+    """Of one of the two products."""
+
+    floats: Any  # and codes of 8 bits
+    codes: Any  # of 4 bits
+    outputs: int  # of a warp that multiplies these
+    two: bool  # matrices at once
+
+
+GATE = Kernels(grouped_gate_kernel, grouped_gate_codes_kernel, 8, True)
+DOWN = Kernels(grouped_down_kernel, grouped_down_codes_kernel, 16, False)
+
+
+def launch(
+    kernels: Kernels, x: Tensor, matrices: ExpertMatrices, grouped: Grouped, out: Tensor, **constants: int
 ) -> None:
-    (pairs, width), experts = inner.shape, len(matrices.places)
-    common = {"CHOSEN": chosen, "K": x.shape[1], "WIDTH": width, "ACTIVATION": activation, **constants(x, matrices)}
+    """out (pairs, outputs). constants: of this product alone."""
+    (pairs, width), experts = out.shape, len(matrices.places)
+    given = x, *matrices[:5], *grouped, out
+    common = {
+        **constants, "K": x.shape[1], "EXPERTS": experts, "EXPERTS_2": triton.next_power_of_2(experts),
+        "FORMAT": matrices.format, "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
+    }  # fmt: skip
     if matrices.four_bits:
         cut = code_tile(pairs / experts, x.dtype, TILE_BORDERS)
-        grouped_gate_codes_kernel[(triton.cdiv(width, 8 * cut.warps), most_tiles(pairs, experts, cut.m))](
-            x, *matrices[:5], *grouped, inner, **common, BLOCK_M=cut.m, W=cut.warps, STAGES=cut.stages,
-            FAST=not INTERPRETED, num_warps=cut.warps,
-        )  # fmt: skip
+        kernels.codes[(triton.cdiv(width, kernels.outputs * cut.warps), most_tiles(pairs, experts, cut.m))](
+            *given, **common, BLOCK_M=cut.m, W=cut.warps, STAGES=cut.stages, FAST=not INTERPRETED, num_warps=cut.warps
+        )
         return
-    tile = fitted(tile_for(pairs / experts, x.dtype, True, matrices.format > 0), x.shape[1])
-    grouped_gate_kernel[(triton.cdiv(width, tile.n), most_tiles(pairs, experts, tile.m))](
-        x, *matrices[:5], *grouped, inner, **common, BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k,
-        WEIGHTS_FIRST=tile.weights_first, STAGES=tile.stages, num_warps=tile.warps,
+    tile = fitted(tile_for(pairs / experts, x.dtype, kernels.two, matrices.format > 0), x.shape[1])
+    kernels.floats[(triton.cdiv(width, tile.n), most_tiles(pairs, experts, tile.m))](
+        *given, **common, BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k, WEIGHTS_FIRST=tile.weights_first,
+        STAGES=tile.stages, num_warps=tile.warps,
     )  # fmt: skip
-
-
-def launch_down(inner: Tensor, matrices: ExpertMatrices, grouped: Grouped, each: Tensor) -> None:
-    (pairs, hidden), experts = each.shape, len(matrices.places)
-    common = {"K": inner.shape[1], "N": hidden, **constants(inner, matrices)}
-    if matrices.four_bits:
-        cut = code_tile(pairs / experts, inner.dtype, TILE_BORDERS)
-        grouped_down_codes_kernel[(triton.cdiv(hidden, 16 * cut.warps), most_tiles(pairs, experts, cut.m))](
-            inner, *matrices[:5], *grouped, each, **common, BLOCK_M=cut.m, W=cut.warps, STAGES=cut.stages,
-            FAST=not INTERPRETED, num_warps=cut.warps,
-        )  # fmt: skip
-        return
-    tile = fitted(tile_for(pairs / experts, inner.dtype, False, matrices.format > 0), inner.shape[1])
-    grouped_down_kernel[(triton.cdiv(hidden, tile.n), most_tiles(pairs, experts, tile.m))](
-        inner, *matrices[:5], *grouped, each, **common, BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k,
-        WEIGHTS_FIRST=tile.weights_first, STAGES=tile.stages, num_warps=tile.warps,
-    )  # fmt: skip
-
-
-def constants(x: Tensor, matrices: ExpertMatrices) -> dict[str, object]:
-    experts = len(matrices.places)
-    return {
-        "EXPERTS": experts, "EXPERTS_2": triton.next_power_of_2(experts), "FORMAT": matrices.format,
-        "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
-    }  # fmt: skip
 
 
 def fitted(tile: Tile, inputs: int) -> Tile:
