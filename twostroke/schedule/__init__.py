@@ -2,6 +2,7 @@
 
 scheduler.py   requests wait, run and end; `plan`, `commit`, `fail`
 planner.py     makes one plan within the budgets
+draft_rows.py  its rows for drafts, and what the draft model reads
 policy.py      the order of requests: a policy is a sort key
 pace.py        how much prompt a step may carry beside running streams
 keys.py        turns and shares of API keys

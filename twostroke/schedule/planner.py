@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from twostroke.kv.lending import copied_out
 from twostroke.ops.interface import BLOCK
+from twostroke.schedule.draft_rows import catch_up, guesses_of, read_for_draft
 from twostroke.types import UNWRITTEN, DraftWork, RequestState, Status, Work, WorkKind
 
 if TYPE_CHECKING:
@@ -70,59 +71,19 @@ class Planner:
             if start % BLOCK == 0 and not self._make_room(request, start + 1):
                 continue
             count = 1
-            if drafting and not request.in_flight and (draft := self._draft(request, budget - 1 - left)):
+            if drafting and not request.in_flight and (draft := guesses_of(self, request, budget - 1 - left)):
                 count += len(draft)
                 works.append(Work(request, start, count, VERIFY, draft))
                 if draft[0] == UNWRITTEN:
-                    self._read_for_draft(request, len(request.tokens), len(draft))
+                    read_for_draft(self, request, len(request.tokens), len(draft))
             else:
                 works.append(Work(request, start, 1, WRITE))
                 if drafting and tables.drafting and not request.in_flight:
-                    self._catch_up(request)
+                    catch_up(self, request)
             request.in_flight += count
             budget -= count
         scheduler.counters.computed_tokens += self.tokens_left - budget
         self.tokens_left = budget
-
-    def _draft(self, request: RequestState, rows: int) -> tuple[int, ...]:
-        """Tokens to verify after the newest one. They take rows and blocks that are free: none evicts or preempts."""
-        drafter = self.scheduler.drafter
-        known = len(request.tokens)
-        most = min(request.limit - known - 1, rows)
-        if drafter is None or most < 1 or not request.params.speculate:
-            return ()
-        draft = tuple(drafter.propose(request, most))[:most]
-        if draft and draft[0] == UNWRITTEN and known - request.drafted > self.draft_rows_left:
-            return ()
-        while draft and self.tables.missing(request, known + len(draft)) > len(self.tables.pool.free):
-            draft = draft[: len(draft) // 2]
-        if draft:
-            self.tables.grow(request, known + len(draft))
-        return draft
-
-    def _catch_up(self, request: RequestState) -> None:
-        """The draft model reads a part of what it has missed, as much as the pause of a stream allows."""
-        scheduler = self.scheduler
-        if scheduler.drafter is None or not scheduler.drafter.catches_up(request):
-            return
-        pace, known = scheduler.pace, len(request.tokens)
-        allowance = pace.allowance(scheduler.policy.gentle, len(self.streams)) - self.seconds_read
-        if allowance <= 0 and self.seconds_read:
-            return  # another stream's turn; the first one always advances
-        count = pace.affordable(request.drafted, known - request.drafted, allowance)
-        if self._read_for_draft(request, min(known, request.drafted + count)):
-            self.seconds_read += pace.seconds(request.drafted, count)
-
-    def _read_for_draft(self, request: RequestState, end: int, writes: int = 0) -> bool:
-        """The draft model computes what it lacks before `end`, then writes. What it reads can be found by others from
-        this plan on."""
-        start, count = request.drafted, end - request.drafted
-        if count < 1 or count > self.draft_rows_left:
-            return False
-        self.drafts.append(DraftWork(request, start, count, writes))
-        self.draft_rows_left -= count
-        self.filled += self.tables.fill(request, start, end)
-        return True
 
     def add_prompts(self) -> None:
         """Prompts that are under way and prompts that wait, merged in the order of the policy."""
@@ -197,7 +158,7 @@ class Planner:
         self._add(request, start, count)
         drafter = scheduler.drafter
         if self.tables.drafting and drafter is not None and request.drafted >= start - BLOCK and drafter.reads(request):
-            self._read_for_draft(request, start + count)
+            read_for_draft(self, request, start + count)
         self.chunks += 1
         if self.seconds_left is not None:
             self.seconds_left -= scheduler.pace.seconds(start, count, request.scores_prompt)
