@@ -213,7 +213,8 @@ def test_help_lists_the_settings(capsys):
 
 
 def test_a_setting_is_checked_as_the_table_says():
-    for name, wrong in (("seed", 2**64), ("max_gap", float("inf")), ("kv_blocks", True), ("device", "tpu")):
+    wrongs = {"seed": 2**64, "threads": 1025, "max_gap": float("inf"), "kv_blocks": True, "device": "tpu"}
+    for name, wrong in wrongs.items():
         with pytest.raises(ConfigError, match=f"^{name} must be {SETTINGS[name].values}, got {wrong!r}"):
             make_config(**{name: wrong})
     assert tuple(name for name in SETTINGS if SETTINGS[name].live) == LIVE and "policy" in LIVE

@@ -110,7 +110,7 @@ class Config:
         None, "type of the weights", choices=DTYPES, derived="as in the file", stroke="decode"
     )  # fmt: skip
     threads: int | None = setting(
-        None, "processor threads", derived="the cores that this process may use",
+        None, "processor threads", most=1024, derived="the cores that this process may use",
         unsimulated="predictions use the machine as it was calibrated; `twostroke plan MODEL --calibrate` takes it",
     )  # fmt: skip
     parallel: int = setting(

@@ -84,6 +84,14 @@ def test_help_is_whole_at_80_columns(words, capsys, monkeypatch):
     assert words != ("serve",) or any("--answer-cache-file <path>" in line for line in lines)
 
 
+@pytest.mark.parametrize("words", [(), ("serve",), ("bench", "levers")])
+def test_help_has_a_short_form(words, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["twostroke", *words, "-h"])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert not end.value.code and capsys.readouterr().out.startswith("Usage: ")
+
+
 def test_generate_json_is_one_document(llama_folder):
     done = run("generate", str(llama_folder), "-", "--max-tokens", "5", "--json", stdin="Once upon a time")
     document = json.loads(done.stdout)

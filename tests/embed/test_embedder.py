@@ -184,6 +184,9 @@ def test_from_python(bert: Path, tmp_path: Path) -> None:
         assert llm.rank(TEXTS[0], TEXTS)[0].index == 0
         with pytest.raises(InputError, match="writes no text"):
             llm.generate("x")
+        for ask in (llm.chat, llm.stream):
+            with pytest.raises(InputError, match="writes no text"):
+                ask([{"role": "user", "content": "x"}])
     with pytest.raises(InputError, match="closed"):
         llm.embed(["x"])
     with pytest.raises(ConfigError, match="kv_blocks"):

@@ -15,7 +15,7 @@ from tests.engine.test_exactness import BASE, make_rows_free, result
 from tests.engine.test_exchange import KEY, PROMPT, asked, finish
 from tests.grammar.test_tools import TOOLS, calls_in
 from tests.remote.engines import answer, healthy, run
-from twostroke import LLM, ConfigError, SamplingParams
+from twostroke import LLM, ConfigError, ModelError, SamplingParams
 from twostroke.config import make_config
 from twostroke.draft.rates import MODEL
 from twostroke.draft.speculate import Speculation
@@ -56,6 +56,8 @@ def test_a_draft_model_that_does_not_fit_is_refused(llama_pair, tmp_path: Path) 
     target, draft = llama_pair
     with pytest.raises(ConfigError, match="speculate='draft' needs a draft model: give draft_model"):
         make_config(speculate="draft")
+    with pytest.raises(ModelError, match=r"^draft_model: /no/such/model: no such file or folder"):
+        LLM(target, draft_model="/no/such/model", **BASE)
     with pytest.raises(ConfigError, match="a draft model must be smaller"):
         LLM(draft, draft_model=str(target), **BASE)
     other = tiny.tiny_llama(tmp_path / "other", num_hidden_layers=1)

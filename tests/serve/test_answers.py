@@ -179,6 +179,7 @@ def test_the_operators_routes_and_commands(caching: Server) -> None:
 
         settle(client, before + 1)
         assert "tokens" in run("list") and "nothing is shared yet" in run("stats")
+        assert "hits             exact " in run("stats")
         assert "forgotten" in run("clear") and run("list") == ""
 
 

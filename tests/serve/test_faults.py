@@ -227,6 +227,23 @@ def test_sigterm_drains(long_folder: Path) -> None:
     assert server.stop() == 0
 
 
+def test_a_second_signal_ends_at_once(long_folder: Path) -> None:
+    server = Server(long_folder, "--drain-timeout", "300").wait()
+    Streaming(server, {**LONG, "max_tokens": 3000, "stream": True}).wait_for_tokens()
+    server.signal()
+    wait_until(lambda: "second Ctrl-C" in server.lines[-1], "it never said that it stops")
+    assert server.lines[-1].startswith("stopping: 1 request in flight may take 300 s more")
+    assert server.stop() == 0
+    assert server.lines[-1] == "stopped" and "ERROR" not in "".join(server.lines)
+
+
+def test_a_server_that_cannot_start_says_only_why(long_folder: Path) -> None:
+    server = Server(long_folder, "-s", f"draft_model={long_folder}")
+    assert server.process.wait(PATIENT) == 2
+    server.stop()
+    assert "stopped" not in server.lines and "must be smaller" in " ".join(server.lines)
+
+
 def test_sigterm_while_it_loads(long_folder: Path) -> None:
     server = Server(long_folder)
     wait_until(lambda: children(server.process.pid), "the engine process was never started")
@@ -234,7 +251,7 @@ def test_sigterm_while_it_loads(long_folder: Path) -> None:
 
 
 def test_what_keeps_it_from_starting_is_one_sentence(tmp_path: Path, long_folder: Path) -> None:
-    with pytest.raises(ModelError, match="no such model"):
+    with pytest.raises(ModelError, match="no such file or folder: check the path"):
         command(tmp_path / "nothing")
     with pytest.raises(ConfigError, match="holds no key"):
         command(tmp_path, keys=Path(os.devnull))

@@ -99,6 +99,14 @@ def test_a_name_that_stands_twice_is_refused(client: httpx.Client, body: str, pa
     assert client.get("/twostroke/steps?limit=1&limit=2").json()["error"]["param"] == "limit"
 
 
+def test_a_refusal_shows_what_was_sent(client: httpx.Client) -> None:
+    for value, got in ((0, "0"), (-1, "-1"), ("5", '"5"'), (True, "true")):
+        error = refused(client.post("/v1/chat/completions", json={**CHAT, "max_tokens": value}), 400, "max_tokens")
+        assert error["message"].endswith(f", got {got}.")
+    error = refused(client.post("/v1/chat/completions", json={"max_tokens": 1}), 400, "messages")
+    assert error["message"] == "messages: is required: add it."
+
+
 def test_a_misspelt_field_gets_a_hint(client: httpx.Client) -> None:
     error = refused(client.post("/v1/chat/completions", json={**CHAT, "max_token": 3}), 400, "max_token")
     assert "'max_tokens'" in error["message"]

@@ -98,6 +98,18 @@ def test_unknown_names_say_what_there_is(name: str) -> None:
         locate(name)
 
 
+@pytest.mark.parametrize("name", ["./model.gguf", "own/m.gguf", "/no/such/file", "a/b/c"])
+def test_a_path_without_a_file_is_called_a_path(name: str) -> None:
+    with pytest.raises(ModelError, match=f"^{name}: no such file or folder: check the path"):
+        locate(name)
+
+
+def test_a_name_that_is_not_near_has_no_suggestion() -> None:
+    with pytest.raises(ModelError) as refused:
+        locate("llama-3.1-8b")
+    assert "no such model" in str(refused.value) and "Did you mean" not in str(refused.value)
+
+
 def test_near_misses_are_named() -> None:
     with pytest.raises(ModelError, match=r"Did you mean qwen2\.5-coder-0\.5b"):
         locate("qwen2.5-coder-0.5")

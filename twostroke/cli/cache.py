@@ -45,6 +45,12 @@ def list_answers(
         )
 
 
+def shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {count}" for name, count in value.items())
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
 @cache_app.command()
 def stats(url: Url = DEFAULT_URL, admin_key: Key = None) -> None:
     """Hits, misses, savings, and the estimated error. The error is shown with its bound."""
@@ -53,7 +59,7 @@ def stats(url: Url = DEFAULT_URL, admin_key: Key = None) -> None:
     for name in ("answers", "borderline", "kinds"):
         found.pop(name)
     for name, value in found.items():
-        typer.echo(f"{name:16} {value}")
+        typer.echo(f"{name:16} {shown(value)}")
     threshold = "nothing is shared yet" if error["threshold"] is None else f"from similarity {error['threshold']:.2f}"
     typer.echo(
         f"{'error':16} {error['rate']:.2%}, at most {error['upper']:.2%} with 95 % confidence, "

@@ -24,6 +24,7 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,  # plain help: boxes cut the names of options at 80 columns
     add_completion=False,
+    context_settings={"help_option_names": ["--help", "-h"]},
     pretty_exceptions_enable=False,
 )
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_type_hin
 import typer
 
 from twostroke.cli.terminal import progress_bar
-from twostroke.errors import ConfigError
+from twostroke.errors import ConfigError, ModelError
 from twostroke.record import replace
 
 if TYPE_CHECKING:
@@ -119,7 +119,10 @@ def server_options(model: str, settings: dict[str, Any], given: Given) -> Option
         path = locate(model, fetching)
     if "draft_model" in settings:
         with progress_bar(f"fetching {settings['draft_model']}") as fetching:
-            settings["draft_model"] = str(locate(settings["draft_model"], fetching).resolve())
+            try:
+                settings["draft_model"] = str(locate(settings["draft_model"], fetching).resolve())
+            except ModelError as error:
+                raise ModelError(f"draft_model: {error}") from None
     answers = answer_files(answers, model)
     return Options(
         path.resolve(), model, settings, given.host, given.port, tuple(keys), tuple(admin_keys),

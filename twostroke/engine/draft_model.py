@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
+from twostroke.embed.description import is_embedder_at
 from twostroke.engine.intake import open_tokenizer
-from twostroke.errors import ConfigError
+from twostroke.errors import ConfigError, ModelError
 from twostroke.model.arch import Arch
 from twostroke.text.tokenizer import Tokenizer
 from twostroke.weights.checkpoint import Checkpoint, locate, open_checkpoint
@@ -25,8 +26,14 @@ def open_draft(
     """model: None for an engine without a draft model. ConfigError where it cannot draft for the target."""
     if model is None:
         return None
-    checkpoint = open_checkpoint(locate(model, progress))
-    arch = load_arch(checkpoint)
+    try:
+        path = locate(model, progress)
+        if is_embedder_at(path):
+            raise ModelError(f"{model}: makes vectors and writes no text. Use a smaller model of the same family.")
+        checkpoint = open_checkpoint(path)
+        arch = load_arch(checkpoint)
+    except ModelError as error:
+        raise ModelError(f"draft_model: {error}") from None
     difference = vocabulary_difference(tokenizer, open_tokenizer(checkpoint))
     if difference:
         raise ConfigError(

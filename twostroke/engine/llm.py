@@ -155,7 +155,7 @@ class LLM(VectorMethods):
     # ---- inside ----------------------------------------------------------------------------------------------------
 
     def _render(self, messages: Messages, arguments: Mapping[str, Any]) -> list[int]:
-        template = self.tokenizer.chat
+        template = self.engine.tokenizer.chat
         if template is None:
             raise InputError("this model has no chat template: use generate() with a plain prompt.")
         text = render_conversation(template, list(messages), **arguments)

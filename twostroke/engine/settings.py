@@ -26,7 +26,8 @@ def change(scheduler: Scheduler, settings: Resolved, wanted: Mapping[str, Any]) 
     check_combination(settings, given)
     rows = len(scheduler.tables.held)
     if given.get("max_requests", 0) > rows:
-        raise ConfigError(f"max_requests was {rows} at the start and cannot grow beyond it: start the engine again.")
+        fix = f"start again with max_requests={given['max_requests']}"
+        raise ConfigError(f"max_requests was {rows} at the start, the most it can have: {fix}.")
     then = replace(settings, **given)
     if then.max_requests > then.max_batch_tokens:
         raise ConfigError("max_batch_tokens must not be below max_requests: every stream needs a token of the step.")

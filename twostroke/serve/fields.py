@@ -82,10 +82,23 @@ def explain(payload: type[Payload], error: ValidationError, body: bytes) -> ApiE
         return bad_request(f"{where}: {problem['msg']}.", where, "unsupported_field")
     if problem["type"] == "extra_forbidden":
         near = get_close_matches(str(path[-1]), list(payload.model_fields), n=1) if len(path) == 1 else []
-        hint = f" Did you mean {near[0]!r}?" if near else ""
+        hint = f" Did you mean {near[0]!r}?" if near else " Leave it out: GET /openapi.json lists the fields."
         return bad_request(f"{where}: unknown or unsupported field.{hint}", where, "unsupported_field")
     why = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] == "missing":
+        why = "is required: add it"
+    elif why.startswith("Input should be"):
+        why += got(value, path)
     return bad_request(f"{where or 'The body'}: {why}.", where or None, "invalid_value")
+
+
+def got(value: Any, path: list[int | str]) -> str:
+    """The value there, in words, where it is a number or a short text."""
+    for part in path:
+        value = value[part]
+    number = isinstance(value, (int, float)) and abs(value) < 1e18  # Python refuses to write very long whole numbers
+    short = number or (isinstance(value, str) and len(value) <= 32)
+    return f", got {json.dumps(value)}" if short else ""
 
 
 def path_of(value: Any, loc: tuple[int | str, ...], missing: bool) -> list[int | str]:

@@ -70,9 +70,11 @@ class BaseServer:
 
     async def _drain(self, service: BaseService) -> None:
         service.draining = True
-        if service.generating:
+        count = service.generating
+        if count:
             self.say(
-                f"stopping: {service.generating} requests in flight may take {self.options.drain_timeout:g} s more"
+                f"stopping: {count} request{'s' * (count != 1)} in flight may take {self.options.drain_timeout:g} s "
+                "more; a second Ctrl-C or SIGTERM ends at once"
             )
         deadline = time.monotonic() + self.options.drain_timeout
         while service.generating and time.monotonic() < deadline and not self.at_once.is_set():
@@ -83,7 +85,6 @@ class BaseServer:
         listener.config.timeout_graceful_shutdown = 0 if self.at_once.is_set() else 1
         listener.should_exit = True
         await asyncio.wait((listening,), timeout=2.0)
-        self.say("stopped")
 
     def _announce_address(self, sock: socket.socket) -> None:
         host, port = sock.getsockname()[:2]

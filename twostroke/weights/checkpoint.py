@@ -112,11 +112,16 @@ def _from_hub(name: str) -> Path:
         ) from error
 
 
+def _is_path(name: str) -> bool:
+    return name.startswith(("/", ".", "~")) or name.endswith((".gguf", ".safetensors")) or name.count("/") > 1
+
+
 def _unknown(name: str) -> str:
-    nearest = difflib.get_close_matches(name.lower(), catalog.CATALOG, n=3, cutoff=0.4)
+    nearest = difflib.get_close_matches(name.lower(), catalog.CATALOG, n=3, cutoff=0.6)
     hint = f"Did you mean {' or '.join(nearest)}? " if nearest else ""
     said = name[:200] or "an empty name"
+    what = "no such file or folder: check the path" if _is_path(name) else "no such model"
     return (
-        f"{said}: no such model. {hint}Give a catalog name ({', '.join(catalog.CATALOG)}), a folder, "
+        f"{said}: {what}. {hint}Give a catalog name ({', '.join(catalog.CATALOG)}), a folder, "
         "a .gguf file, or a hub id like owner/name."
     )

@@ -34,8 +34,15 @@ class Listener(uvicorn.Server):
             sock.listen(WAITING)
 
 
+def is_worth_a_line(record: logging.LogRecord) -> bool:
+    """Not that connections were cut: a server that stops at once was told to do so."""
+    return "timeout graceful shutdown exceeded" not in str(record.msg)
+
+
 def make_listener(app: Any) -> Listener:
-    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # malformed requests are not worth a warning each
+    log = logging.getLogger("uvicorn.error")
+    log.setLevel(logging.ERROR)  # malformed requests are not worth a warning each
+    log.addFilter(is_worth_a_line)
     config = uvicorn.Config(
         app, http=Connection, ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
         proxy_headers=False, timeout_keep_alive=IDLE_SECONDS, h11_max_incomplete_event_size=MAX_HEADER_BYTES,
