@@ -50,13 +50,21 @@ class Sequences:
             groups=tuple(self._group(g, [s for s, _ in work], owner, positions) for g in range(self.groups)),
             logit_rows=torch.arange(len(tokens)),
         )
-        return batch_arrays(batch) if self.model.ops.device is None else batch
+        device = self.model.ops.device
+        return batch_arrays(batch) if device is None else moved(batch, device)
 
     def _group(self, group: int, sequences: list[int], owner: Tensor, positions: Tensor) -> GroupBlocks:
         entry = self.kv.layout.groups[group].entry
         blocks = self.tables[group][owner, positions // entry.span].long()
         slots = blocks * (entry.span // entry.tokens) + positions % entry.span // entry.tokens
         return GroupBlocks(slots, self.tables[group][sequences])
+
+
+def moved(batch: Batch, device: torch.device) -> Batch:
+    groups = tuple(GroupBlocks(group.slots.to(device), group.tables.to(device)) for group in batch.groups)
+    parts = (batch.tokens, batch.positions, batch.starts, batch.contexts)
+    tokens, positions, starts, contexts = (part.to(device) for part in parts)
+    return Batch(tokens, positions, starts, contexts, groups, batch.logit_rows.to(device))
 
 
 def run_tokens(
@@ -69,4 +77,4 @@ def run_tokens(
         out.append(sequences.step([(0, tokens[start : start + size])]))
         start += size
     assert start == len(tokens)
-    return torch.cat(out)
+    return torch.cat(out).cpu()

@@ -95,7 +95,7 @@ def make_attention(case: Case, generator: torch.Generator) -> Attention:
         scale=case.head_dim**-0.5,
         window=case.window,
         softcap=case.softcap,
-        rope=rope_table(rope, 512, torch.device("cpu")) if rope else None,
+        rope=rope_table(rope, 1024, torch.device("cpu")) if rope else None,
         query_norm=norm() if case.qk_norm else None,
         key_norm=norm() if case.qk_norm else None,
         sinks=sinks,
