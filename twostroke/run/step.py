@@ -41,12 +41,12 @@ class StepRows:
         """One row for each request: nearly every decode step, where a few microseconds are a share of the step."""
         works = self.works
         self.total, self.single = len(works), True
-        self.places = [work.start for work in works]
+        places = [work.start for work in works]
         rows, newest = [work.request.row for work in works], [input_tokens(work)[0] for work in works]
-        self.table_rows, self.first, self.tokens = np.array((rows, self.places, newest), np.int64)
+        self.table_rows, self.first, self.tokens = np.array((rows, places, newest), np.int64)
         self.counts, self.owner, self.starts = ones_and_indices(self.total)
         self.contexts, self.positions = self.first + 1, self.first
-        self.columns = max(self.places) + 1
+        self.columns = max(places) + 1
 
     def _lay_out(self) -> None:
         self.table_rows = np.array([work.request.row for work in self.works], np.int64)
@@ -58,7 +58,7 @@ class StepRows:
         np.cumsum(self.counts, out=self.starts[1:])
         self.total, self.single = int(self.starts[-1]), False
         self.owner = np.repeat(np.arange(len(self.counts)), self.counts)
-        self.positions = np.arange(self.total) - self.starts[self.owner] + self.first[self.owner]
+        self.positions = np.arange(self.total) + np.repeat(self.first - self.starts[:-1], self.counts)
         self.columns = int(self.contexts.max())
 
     def _choose_rows(self) -> None:
@@ -97,9 +97,9 @@ class StepRows:
     def slots(self, table: np.ndarray, group: KVGroup) -> np.ndarray:
         """Where each row's cache entry is written: block · entries of a block + place in the block."""
         span, tokens = group.span, group.entry.tokens
-        if self.single and tokens == 1 and self.total <= FEW:  # faster than NumPy's calls
-            found = [table.item(row, place // span) * span + place % span for row, place in enumerate(self.places)]
-            return np.array(found, np.int64)
+        if tokens == 1 and self.total <= FEW:  # faster than NumPy's calls
+            rows = zip(self.owner.tolist(), self.positions.tolist(), strict=True)
+            return np.array([table.item(row, place // span) * span + place % span for row, place in rows], np.int64)
         blocks, offsets = np.divmod(self.positions, span)
         return table[self.owner, blocks] * np.int64(span // tokens) + offsets // tokens
 

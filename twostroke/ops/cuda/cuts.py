@@ -71,7 +71,11 @@ class HostCut(NamedTuple):
 def cut_drafts(counts: np.ndarray, lengths: np.ndarray, kind: AttentionKind) -> HostCut:
     """The same for a step that verifies drafts and reads no prompt: a few rows of each request are a tile, also where
     there is only one. Many programs share a tile's context, as those of a decode step do."""
-    tiles = make_tiles(counts, lengths, np.arange(len(counts)), kind.queries)
+    if int(counts.max()) <= kind.queries:  # a tile for each request: the same as below, in fewer calls
+        tiles = np.zeros((len(counts), 2), np.int32)
+        tiles[:, 0] = np.argsort(counts - lengths, kind="stable")
+    else:
+        tiles = make_tiles(counts, lengths, np.arange(len(counts)), kind.queries)
     splits = draft_splits(len(tiles), kind.kv_heads, int(lengths.max()))
     return HostCut(np.zeros(0, np.int32), 1, tiles, splits, (), ())
 

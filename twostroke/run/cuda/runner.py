@@ -66,12 +66,12 @@ class Clocked:
 class Handle:
     rows: StepRows
     tokens: Tensor  # pinned, (choices,)
+    began: Any  # when the device began with it, and was done
     done: Any
     details: dict[int, Details] = field(default_factory=dict)
     logits: dict[int, np.ndarray] = field(default_factory=dict)  # of choices whose log probabilities are wanted
     errors: dict[int, str] = field(default_factory=dict)  # of choices that the host could not make
     clocked: Clocked | None = None
-    began: Any = None
     passes: Passes = ()
     launched: tuple[DraftPass, ...] = ()  # passes of the draft model before it that are not collected yet
     settled: bool = True
@@ -116,7 +116,8 @@ class CudaRunner:
     @torch.inference_mode()
     def launch(self, plan: Plan) -> Handle:
         with torch.cuda.stream(self.stream) if self.on_card else nullcontext():
-            began = timing_event() if self.on_card else None
+            # What the host prepares is not the device's time, but blocks that move and passes of the draft model are.
+            began = self._event() if plan.moves or plan.drafts else None
             self.kv.move(plan.moves)
             works, passes, launched = plan.works, Passes(), tuple[DraftPass, ...]()
             if self.chain is not None and plan.drafts and self.chain.can_write(plan):
@@ -126,16 +127,14 @@ class CudaRunner:
             rows = StepRows(works)
             streams = all(work.kind is WorkKind.WRITE for work in works) and all(map(on_device, rows.choices))
             handle = self._launch_streams(rows) if streams else self._launch_mixed(rows)
-            handle.began, handle.passes, handle.launched = began, passes, launched
+            handle.began = began or handle.began
+            handle.passes, handle.launched = passes, launched
             return handle
 
     def launch_rows(self, rows: StepRows) -> Handle:
         """Rows of a draft model, of which nothing is asked but the tokens that they choose."""
         streams = rows.single and len(rows.choices) == rows.total and all(map(on_device, rows.choices))
-        began = timing_event() if self.on_card else None
-        handle = self._launch_streams(rows) if streams else self._launch_mixed(rows)
-        handle.began = began
-        return handle
+        return self._launch_streams(rows) if streams else self._launch_mixed(rows)
 
     def collect_rows(self, handle: Handle) -> tuple[list[int], float | None]:
         """The tokens and the seconds that the device took."""
@@ -200,6 +199,7 @@ class CudaRunner:
         return entry
 
     def _run_shape(self, rows: StepRows, shape: Shape, entry: Captured) -> Handle:
+        began = self._event()
         self.staging.send(entry.arrays, entry.buffer)
         entry.occurred += 1
         known = entry.graph is not None
@@ -208,13 +208,13 @@ class CudaRunner:
         if entry.graph is not None:
             entry.graph.replay()
             assert entry.tokens is not None
-            handle = self._finish(rows, entry.tokens)
+            handle = self._finish(rows, entry.tokens, began)
             handle.settled = known
             return handle
-        began = time.perf_counter()
+        host = time.perf_counter()
         tokens = self._step(shape, entry)
-        clocked = Clocked(entry, time.perf_counter() - began) if self.graphs else None
-        return self._finish(rows, tokens, clocked=clocked)
+        clocked = Clocked(entry, time.perf_counter() - host) if self.graphs else None
+        return self._finish(rows, tokens, began, clocked=clocked)
 
     def _wants_graph(self, shape: Shape, entry: Captured) -> bool:
         """No plan is made while drafts are verified, so that the device always waits for the host then."""
@@ -280,6 +280,7 @@ class CudaRunner:
         prompt_rows = sum(prompt.count for prompt in rows.prompts)
         arrays = shape.arrays(self.tables.shape[0], prompt_rows)
         mixture.fill(self.staging.begin(arrays), self.tables, self.kv.layout.groups)
+        began = self._event()
         there = arrays.views(self.staging.send(arrays))
         hidden = self._forward(shape, arrays, there, prompt_rows, mixture.known())
         if self.lead is not None and self.on_card and (hosted or rows.prompts):
@@ -289,15 +290,15 @@ class CudaRunner:
             scores = score_prompt(rows.works[prompt.work].request, prompt, hidden, self._host_logits)
             details[prompt.work] = prompt_details(scores)
         if not rows.choices:
-            return self._finish(rows, self.newest[:0], details)
+            return self._finish(rows, self.newest[:0], began, details)
         logits = self.model.logits(hidden[: len(rows.choices)])
         before = self.newest.to("cpu", copy=True) if hosted else self.newest
         tokens = self._sample(logits, there)
         if not hosted:
-            return self._finish(rows, tokens, details)
+            return self._finish(rows, tokens, began, details)
         kept, errors = self._choose_on_host(logits, rows, hosted, before, tokens)
         self.newest[there["rows"]] = tokens
-        handle = self._finish(rows, tokens, details)
+        handle = self._finish(rows, tokens, began, details)
         handle.logits, handle.errors = kept, errors
         return handle
 
@@ -327,17 +328,21 @@ class CudaRunner:
         return choice._replace(tokens=[*choice.tokens, int(newest[choice.request.row])])
 
     def _finish(
-        self, rows: StepRows, tokens: Tensor, details: dict[int, Details] | None = None, clocked: Clocked | None = None
-    ) -> Handle:
+        self, rows: StepRows, tokens: Tensor, began: Any, details: dict[int, Details] | None = None,
+        clocked: Clocked | None = None,
+    ) -> Handle:  # fmt: skip
         count = len(rows.choices)
         if not self.on_card:
-            return Handle(rows, tokens[:count].clone(), None, details or {})
+            return Handle(rows, tokens[:count].clone(), None, None, details or {})
         most = max(count, self.tables.shape[1])
         out = self.results.pop() if self.results else torch.empty(0, dtype=torch.int32)
         if out.numel() < most:
             out = torch.empty(most, dtype=torch.int32, pin_memory=True)
         out[:count].copy_(tokens[:count], non_blocking=True)
-        return Handle(rows, out, timing_event(), details or {}, clocked=clocked)
+        return Handle(rows, out, began, timing_event(), details or {}, clocked=clocked)
+
+    def _event(self) -> Any:
+        return timing_event() if self.on_card else None
 
 
 def timing_event() -> Any:
