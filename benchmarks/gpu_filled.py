@@ -20,6 +20,7 @@ REPLAYS = 20
 def filled_batch(rig: Rig, count: int, context: int) -> DeviceBatch:
     """`count` streams that hold `context` tokens each once the step has written its own."""
     device, columns = rig.model.ops.device, -(-context // BLOCK)
+    groups = len(rig.runner.kv.layout.groups)
     blocks = rig.runner.kv.data.shape[0]
     if count * columns > blocks:
         raise ValueError(f"{count} streams of {context} tokens need {count * columns} blocks; the cache has {blocks}")
@@ -30,7 +31,7 @@ def filled_batch(rig: Rig, count: int, context: int) -> DeviceBatch:
     lengths = np.full(count, context)
     return DeviceBatch(
         torch.arange(count, device=device), positions, torch.arange(count + 1, dtype=torch.int32, device=device),
-        torch.full((count,), context, dtype=torch.int32, device=device), (GroupBlocks(slots, tables),),
+        torch.full((count,), context, dtype=torch.int32, device=device), (GroupBlocks(slots, tables),) * groups,
         torch.arange(count, device=device), np.ones(count, np.int64), lengths, streams=True,
         splits=split_count(context),
     )  # fmt: skip

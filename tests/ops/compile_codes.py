@@ -16,14 +16,14 @@ POINTERS = {"x_ptr": "*bf16", "inner_ptr": "*bf16", "codes_ptr": "*i32", "places
             "scale_places_ptr": "*i64", "bias_ptr": "*fp32", "ids_ptr": "*i32", "weights_ptr": "*fp32",
             "out_ptr": "*bf16", "counts_ptr": "*i32", "order_ptr": "*i32"}  # fmt: skip
 SHAPE = {"K": 2880, "WIDTH": 2880, "N": 2880, "EXPERTS": 32, "EXPERTS_2": 32, "CHOSEN": 4, "PAIRS": 4, "ACTIVATION": 2,
-         "ADD": True, "FORMAT": 4, "W": 4, "TURNS": 2, "TILES": 4, "BLOCK_M": 64, "STAGES": 3, "PRECISION": "tf32",
+         "ADD": True, "FORMAT": 4, "W": 4, "BLOCK_M": 64, "STAGES": 3, "PRECISION": "tf32",
          "PDL": True, "FAST": True}  # fmt: skip
 
 
 def compiled(kernel: triton.JITFunction) -> str:
-    names = kernel.arg_names
+    names, shape = kernel.arg_names, SHAPE | {"TURNS": 1 if kernel is gate_codes_kernel else 2}
     signature = {name: POINTERS.get(name, "constexpr") for name in names}
-    constants = {(names.index(name),): SHAPE[name] for name in names if name in SHAPE}
+    constants = {(names.index(name),): shape[name] for name in names if name in shape}
     aligned = {(index,): [["tt.divisibility", 16]] for index, name in enumerate(names) if name in POINTERS}
     source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"]

@@ -293,6 +293,7 @@ def decode_attention(
     if tile is None:
         tile = 32 if wide > 128 or wide_float else 128 if ahead else 64
         stages = 1 if ahead else 2
+        warps = 8 if tile == 128 and share >= 8 else warps
         short = scale == LONGEST or (scale == 1 and splits <= 8)  # few tokens for each program, or enough programs
         if not ahead and not wide_float and short:
             tile, stages, warps = 32, 3, 1

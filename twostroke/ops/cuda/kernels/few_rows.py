@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from twostroke.ops.cuda.kernels.experts import ExpertMatrices, choice, routing_constants
-from twostroke.ops.cuda.kernels.few_codes import down_codes_kernel, down_form, gate_codes_kernel, gate_form
+from twostroke.ops.cuda.kernels.few_codes import GATE, down_codes_kernel, down_form, gate_codes_kernel
 from twostroke.ops.cuda.kernels.launch import (
     EARLY,
     FETCH_BYTES,
@@ -224,6 +224,7 @@ class FewExperts(NamedTuple):
 
 
 ROUTED = 1  # experts of a program of the router
+NARROW = 1024  # width below which an expert's matrices are cut in other ways: 768 and 1,408 were measured
 
 
 class GateTile(NamedTuple):
@@ -239,15 +240,16 @@ class DownTile(NamedTuple):
     depth: int
 
 
-def gate_shape(hidden: int) -> GateTile:
+def gate_shape(hidden: int, width: int) -> GateTile:
     """As measured on an H200, in whole steps; but for widths that 2,048 would leave a third of the lanes idle in."""
     if hidden > 2048 and -(-hidden // 2048) * 2048 > 1.3 * hidden:
         return GateTile(4, 1024, 4)
-    return GateTile(2, min(2048, triton.next_power_of_2(hidden)), 4)
+    return GateTile(2, min(2048, triton.next_power_of_2(hidden)), 2 if width < NARROW else 4)
 
 
-def down_shape(width: int) -> DownTile:
-    return DownTile(8, min(128, triton.next_power_of_2(width)), 8, 2)
+def down_shape(width: int, pairs: int) -> DownTile:
+    outputs = 16 if width < NARROW and pairs <= 8 else 8
+    return DownTile(outputs, min(128, triton.next_power_of_2(width)), 8, 2)
 
 
 def few_rows_experts(
@@ -283,14 +285,14 @@ def launch_gate(
     common = {"K": hidden, "WIDTH": width, "PAIRS": pairs, "FORMAT": matrices.format, "PDL": PDL,
               "ACTIVATION": experts.activation, **EARLY}  # fmt: skip
     if matrices.four_bits:
-        form, every = gate_form(width), len(matrices.places)
-        gate_codes_kernel[(triton.cdiv(width, form.warps * form.turns * form.tiles), rows * pairs)](
+        every = len(matrices.places)
+        gate_codes_kernel[(triton.cdiv(width, GATE.warps * GATE.turns), rows * pairs)](
             normed, *matrices[:5], ids, weights, inner, **common, EXPERTS=every,
-            EXPERTS_2=triton.next_power_of_2(every), W=form.warps, TURNS=form.turns, TILES=form.tiles,
-            PRECISION=precision(normed), FAST=not INTERPRETED, num_warps=form.warps,
+            EXPERTS_2=triton.next_power_of_2(every), W=GATE.warps, TURNS=GATE.turns, PRECISION=precision(normed),
+            FAST=not INTERPRETED, num_warps=GATE.warps,
         )  # fmt: skip
         return
-    tile, parts = given or gate_shape(hidden), experts.parts
+    tile, parts = given or gate_shape(hidden, width), experts.parts
     piece = tile.n * hidden * matrices.codes.element_size()
     whole = width % tile.n == 0 and piece % FETCH_BYTES.value == 0
     few_gate_kernel[(triton.cdiv(width, tile.n), rows * pairs)](
@@ -312,7 +314,7 @@ def launch_down(
             PRECISION=precision(inner), FAST=not INTERPRETED, num_warps=form.warps,
         )  # fmt: skip
         return
-    cut = given or down_shape(width)
+    cut = given or down_shape(width, pairs)
     few_down_kernel[(triton.cdiv(hidden, cut.n), rows)](
         inner, *matrices[:5], ids, weights if matrices.bias is not None else None, into, **common,
         SHARED=experts.shared, PARTS=experts.parts, PAIRS_2=triton.next_power_of_2(pairs), BLOCK_N=cut.n, BLOCK_K=cut.k,

@@ -96,6 +96,8 @@ def tile_of(n: int, k: int) -> tuple[int, int, int, int]:
     if k <= 2048 and n <= 4096:
         block_n, block_k = (4, 2048) if n <= 2048 else (16, 512) if n <= 3072 else (8, 1024)
         return block_n, min(block_k, triton.next_power_of_2(k)), 8, 1
+    if n <= 2048 < k <= 4096:
+        return 4, 1024, 8, 1
     if k <= 2048 or n <= 2048:
         return 8, min(1024, triton.next_power_of_2(k)), 8, 1
     if k > 8192:
