@@ -112,8 +112,12 @@ def test_exact_logits_of_few_bits_have_the_same_bits_in_any_chunks(bits: str, tm
     ops = ExactCudaOps(torch.bfloat16, CARD, packed, keep=packed is None)
     model, tokens = load_model(open_checkpoint(folder), ops, 512), tokens_of(400)
     whole = logits_of(model, tokens, [400], "bfloat16")
-    expected = run_tokens(load_model(open_checkpoint(folder), ReferenceOps(), 512), tokens)
-    assert row_error(whole, expected) < (0.1 if packed is None else 0.3)
+    if packed is None:
+        expected, limit = run_tokens(load_model(open_checkpoint(folder), ReferenceOps(), 512), tokens), 0.1
+    else:  # the same codes: packed from weights in float32 they would be others
+        plain = load_model(open_checkpoint(folder), CudaOps(torch.bfloat16, CARD, packed), 512)
+        expected, limit = logits_of(plain, tokens, [400], "bfloat16"), 0.03
+    assert row_error(whole, expected) < limit
     for chunks in ([7, 390, 1, 1, 1], [129] + [1] * 21 + [250], [16] * 8 + [272]):
         assert torch.equal(logits_of(model, tokens, chunks, "bfloat16"), whole), chunks
     assert all(ops.narrow_products.same.values())  # no product needs a decoded copy
