@@ -20,7 +20,7 @@ def driver(folder: Path, compiler: str | None = None, extra: tuple[str, ...] = (
 
 
 def run(*command: str | Path) -> list[str]:
-    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=1200, check=False)
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=3600, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert done.stdout.endswith("ok\n")
     return done.stdout.splitlines()
