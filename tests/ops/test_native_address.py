@@ -1,4 +1,4 @@
-"""The native kernels under sanitizers."""
+"""The native kernels under the sanitizers of addresses and of undefined behaviour."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.ops.native_driver import driver, expected, run
-
-SANITIZED = ("-O0", "-g", "-DTS_SLOW", "-fno-sanitize-recover=all")
+from tests.ops.native_driver import SANITIZED, driver, expected, run
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("kind", ["address,undefined", "thread"])
-def test_sanitizers(kind: str, tmp_path: Path) -> None:
-    assert run(driver(tmp_path, extra=(*SANITIZED, f"-fsanitize={kind}")), "quick") == expected()
+def test_addresses(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    program = driver(tmp_path, extra=(*SANITIZED, "-fsanitize=address,undefined"))
+    assert run(program, "quick") == expected(tmp_path_factory)
