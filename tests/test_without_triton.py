@@ -25,7 +25,7 @@ def hidden(tmp_path: Path) -> dict[str, str]:
 
 def run_pytest(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1800, check=False)
 
 
 def test_every_file_is_collected(hidden: dict[str, str]) -> None:

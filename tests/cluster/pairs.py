@@ -77,9 +77,9 @@ def run_pair(
         pair = Pair(seats, apart=True)
         engine = AsyncEngine(folder, second, client=pair, max_queue=200)
         try:
-            await asyncio.wait_for(engine.start(), 120)
-            await asyncio.wait_for(scenario(engine, pair), 240)
-            await asyncio.wait_for(all_back(engine, pair), 30)
+            await asyncio.wait_for(engine.start(), 600)
+            await asyncio.wait_for(scenario(engine, pair), 900)
+            await asyncio.wait_for(all_back(engine, pair), 300)
             assert not any(one.worker.holder._copies or one.worker.holder._tickets for one in pair.members.values())
         finally:
             await engine.stop()

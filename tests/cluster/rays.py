@@ -121,23 +121,23 @@ class Standing(Generic[D]):
         placement.CONNECT_SECONDS = 300.0  # the machine of the tests may be slow and busy
         self.deployment = kind(folder, shape, print)
         self.engine = AsyncEngine(folder, SETTINGS, client=self.deployment, max_queue=200)
-        await asyncio.wait_for(self.engine.start(), 400)
+        await asyncio.wait_for(self.engine.start(), 900)
 
-    def run(self, scenario: Callable[[AsyncEngine, D], Awaitable[None]], seconds: float = 400) -> None:
+    def run(self, scenario: Callable[[AsyncEngine, D], Awaitable[None]], seconds: float = 900) -> None:
         """Afterwards every block and lease is back."""
         self.runner.run(self._run(scenario, seconds))
 
     async def _run(self, scenario: Callable[[AsyncEngine, D], Awaitable[None]], seconds: float) -> None:
         engine, deployment = self.engine, self.deployment
         assert engine is not None
-        await asyncio.wait_for(all_up(deployment), 120)
+        await asyncio.wait_for(all_up(deployment), 600)
         try:
             await asyncio.wait_for(scenario(engine, deployment), seconds)
         except TimeoutError:
             print(engine.in_flight, deployment.flights, deployment._moves)
             print([(one.name, one.up, one.worker.trouble(), one.counts) for one in deployment.members.values()])
             raise
-        await asyncio.wait_for(all_back(engine, deployment), 60)
+        await asyncio.wait_for(all_back(engine, deployment), 300)
 
     def close(self) -> None:
         with self.runner:
@@ -145,7 +145,7 @@ class Standing(Generic[D]):
                 self.runner.run(self.engine.stop())
 
 
-def run_deployment(folder: Path, shape: Shape, scenario: Scenario, seconds: float = 400) -> None:
+def run_deployment(folder: Path, shape: Shape, scenario: Scenario, seconds: float = 900) -> None:
     with contextlib.closing(Standing(Deployment, folder, shape)) as standing:
         standing.run(scenario, seconds)
 

@@ -56,7 +56,7 @@ def deployment(llama_folder: Path) -> Iterator[Server]:
     processes = tree(running.process.pid)
     yield running
     assert running.stop() == 0
-    wait_until(lambda: not alive(processes), "processes are left", 30)
+    wait_until(lambda: not alive(processes), "processes are left")
 
 
 @pytest.mark.slow
@@ -165,7 +165,7 @@ def test_auto_divides_the_workers_and_nothing_is_left_of_a_router_that_is_killed
         running.process.kill()
         running.process.wait()
     began = time.monotonic()
-    wait_until(lambda: not alive(processes), "processes are left", 60)
+    wait_until(lambda: not alive(processes), "processes are left")
     print(f"gone after {time.monotonic() - began:.1f} s")
 
 

@@ -74,9 +74,9 @@ def run_lines(
         engine = AsyncEngine(folder, SETTINGS, client=pools, max_queue=200)
         pools.listen()
         try:
-            await asyncio.wait_for(engine.start(), 120)
-            await asyncio.wait_for(scenario(engine, pools), 60)
-            await asyncio.wait_for(all_back(engine, pools), 30)
+            await asyncio.wait_for(engine.start(), 600)
+            await asyncio.wait_for(scenario(engine, pools), 600)
+            await asyncio.wait_for(all_back(engine, pools), 300)
         finally:
             await engine.stop()
             await asyncio.wait(pools.tasks.values(), timeout=20)

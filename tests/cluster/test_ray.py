@@ -129,11 +129,11 @@ def test_a_decode_worker_is_killed_or_stopped(llama_alone: Alone, standing: Stan
             assert list(await asyncio.gather(*(answer(engine, prompt, LONG) for prompt in prompts(4)))) == want
             assert struck.done
             assert deployment.resumed > before and time.monotonic() - began < 20
-            await asyncio.wait_for(all_up(deployment), 60)
+            await asyncio.wait_for(all_up(deployment), 300)
             await asyncio.wait_for(all_back(engine, deployment), 10)
         assert deployment.restarts == 0
 
-    standing.run(scenario, 120)
+    standing.run(scenario)
 
 
 def test_without_any_worker_each_answer_ends_once(llama_alone: Alone, standing: Standing[Deployment]) -> None:
@@ -148,7 +148,7 @@ def test_without_any_worker_each_answer_ends_once(llama_alone: Alone, standing: 
         assert len(ends) == 3 and all(ends)
         with pytest.raises(EngineError):
             engine.submit([PROMPT], GREEDY)
-        await asyncio.wait_for(all_up(deployment), 60)
+        await asyncio.wait_for(all_up(deployment), 300)
         assert await answer(engine, PROMPT) == llama_alone.answer(PROMPT)
 
     standing.run(scenario)
@@ -218,7 +218,7 @@ def test_tokens_do_not_depend_on_levers_and_faults(
             await hurt(deployment, rng, happened)
             await asyncio.gather(*running)
             await asyncio.wait_for(all_back(engine, deployment), 10)
-            await asyncio.wait_for(all_up(deployment), 60)
+            await asyncio.wait_for(all_up(deployment), 300)
         assert deployment.restarts == 0 and happened
 
     run_deployment(folder, made, scenario)

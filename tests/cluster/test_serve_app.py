@@ -76,13 +76,13 @@ def serve_run(address: str, folder: Path, where: Path, **arguments: object) -> I
     with said.open("wb") as out:
         process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=out, start_new_session=True)
     try:
-        wait_until(lambda: process.poll() is not None or healthy(url), said.read_text(errors="replace"), 200)
+        wait_until(lambda: process.poll() is not None or healthy(url), said.read_text(errors="replace"))
         assert process.poll() is None, said.read_text(errors="replace")
         yield url
     finally:
         process.send_signal(signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(60)
+            process.wait(600)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
 
@@ -92,7 +92,7 @@ def test_the_answer_of_one_engine(llama_folder: Path, running_ray: RunningRay, e
     want = expected["choices"]
     with (
         serve_run(running_ray.address, llama_folder, tmp_path, admin_key="key-of-the-admin") as url,
-        httpx.Client(base_url=url, timeout=120, headers=KEY) as client,
+        httpx.Client(base_url=url, timeout=600, headers=KEY) as client,
     ):
         assert client.post("/v1/completions", json=BODY, headers={"authorization": ""}).status_code == 401
         found = client.post("/v1/completions", json=BODY).raise_for_status().json()
@@ -105,4 +105,4 @@ def test_the_answer_of_one_engine(llama_folder: Path, running_ray: RunningRay, e
         assert text == want[0]["text"]
         assert client.get("/metrics").text.count("twostroke:worker_up{") == 2
         assert len(running_ray.engines()) == 2
-    wait_until(lambda: not running_ray.engines(), "workers are left", 60)
+    wait_until(lambda: not running_ray.engines(), "workers are left")

@@ -62,11 +62,11 @@ def run_three(
         three = Three(seats, apart=True)
         engine = AsyncEngine(folder, SETTINGS, client=three, max_queue=200)
         try:
-            await asyncio.wait_for(engine.start(), 120)
-            await asyncio.wait_for(scenario(engine, three), 120)
+            await asyncio.wait_for(engine.start(), 600)
+            await asyncio.wait_for(scenario(engine, three), 600)
             three.prefill_at("p0")
-            await asyncio.wait_for(all_back(engine, three), 30)
-            await asyncio.wait_for(until(lambda: not three.parcels._tasks), 30)
+            await asyncio.wait_for(all_back(engine, three), 300)
+            await asyncio.wait_for(until(lambda: not three.parcels._tasks), 300)
         finally:
             await engine.stop()
 

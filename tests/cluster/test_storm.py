@@ -112,4 +112,4 @@ def test_a_storm_of_faults(llama_folder: Path, ray_address: str) -> None:
         await network.close()
 
     with contextlib.closing(Standing(Shaken, llama_folder, shape)) as standing:
-        standing.run(scenario, 60 + 3 * FAULTS)
+        standing.run(scenario, 600 + 10 * FAULTS)

@@ -54,11 +54,11 @@ class ThreadRanks:
     def sum_of(self, rank: int) -> Callable[[np.ndarray], np.ndarray]:
         def total(value: np.ndarray) -> np.ndarray:
             self.values[rank] = value
-            self.given.wait(60)
+            self.given.wait(600)
             found = self.values[0].copy()  # type: ignore[union-attr]
             for part in self.values[1:]:
                 found = found + part
-            self.taken.wait(60)
+            self.taken.wait(600)
             return found
 
         return total

@@ -21,7 +21,7 @@ from tests.hostile.test_bodies import BODIES
 from tests.hostile.test_grammar_budget import AMBIGUOUS
 
 CLIENTS = 6
-PATIENCE = 120.0  # seconds for one request
+PATIENCE = 300.0  # seconds for one request
 NOT_HTTP = (
     b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
     b"GET /v1/models HTTP/1.1\nhost: localhost\n\n",

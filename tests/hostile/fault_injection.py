@@ -11,7 +11,7 @@ from collections import Counter
 
 from tests.serve.server import Server, children, command_line
 
-HEAL_SECONDS = 60.0  # for a new engine process to serve
+HEAL_SECONDS = 300.0  # for a new engine process to serve
 EVERY = 15.0  # seconds between two faults, at least
 NAMES = {"engine": b"remote.child_main", "checker": b"grammar.check", "renderer": b"text.render"}
 

@@ -109,6 +109,7 @@ def limit_files(soft: int, hard: int) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.parametrize("kind", ["idle", "busy"])
 def test_the_real_number_of_connections(long_folder: Path, many_files: None, kind: str) -> None:
     """1,024 places under the usual limit of 1,024 open files: more connections than that, and probes are answered."""

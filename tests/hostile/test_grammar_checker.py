@@ -45,6 +45,7 @@ def ask(client: httpx.Client, regex: str) -> httpx.Response:
     return client.post("/v1/completions", json={"prompt": "x", "regex": regex, "max_tokens": 4})
 
 
+@pytest.mark.alone
 def test_a_stopped_checker_is_replaced_at_once(server: Server) -> None:
     with server.client() as client:
         assert ask(client, fresh()).status_code == 200

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow  # many files
 
 WANTED = 500  # files that open
 MOST = 4000  # files that are tried
-SECONDS = 60.0  # for one file
+SECONDS = 600.0  # for one file: only a process that hangs needs so long
 KINDS = ("Q4_1", "Q6_K", "F16", "Q8_0")
 BAD_FLOATS = (float("nan"), float("inf"), float("-inf"), 0.0, -1.0, 1e-45, 3e38)
 BAD_COUNTS = (0, 1, 2, 3, 7, 255, 2**16, 2**31 - 1, 2**31, 2**32 - 1)

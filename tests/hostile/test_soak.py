@@ -90,6 +90,6 @@ def check_leaks(server: Server, before: Held) -> None:
         return max(grown) < 50 and now[1:] == before[1:]
 
     try:
-        wait_until(returned, f"held before {before}", 100)
+        wait_until(returned, f"held before {before}")
     finally:
         print(f"held before {before}, after {seen[-1]}")

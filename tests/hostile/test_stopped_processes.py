@@ -20,13 +20,13 @@ from tests.serve.server import PATIENT, Server, events, wait_until
 
 pytestmark = pytest.mark.slow  # seconds for each case
 
-# Late after a second, dead after three, cut off after two: a stop of six seconds is beyond all of them.
+# Late after a second, dead after eight, cut off after five: a stop of ten seconds is beyond all of them.
 HASTY = (
-    "import twostroke.remote.process as p; p.Patience.__init__.__defaults__ = (1.0, 3.0, 20.0, 600.0, 0.1, 0.5)\n"
+    "import twostroke.remote.process as p; p.Patience.__init__.__defaults__ = (1.0, 8.0, 20.0, 600.0, 0.1, 0.5)\n"
     "import twostroke.serve.transport.connection as c, twostroke.serve.transport.http as h\n"
-    "c.HEADER_SECONDS = 2.0; c.STALL_SECONDS = 2.0; h.BODY_SECONDS = 2.0\n"
+    "c.HEADER_SECONDS = 5.0; c.STALL_SECONDS = 5.0; h.BODY_SECONDS = 5.0\n"
 )
-STOP = 6.0  # seconds
+STOP = 10.0  # seconds
 BODIES = [
     {"prompt": f"Once upon {number}", "max_tokens": 2500, "temperature": 0, "ignore_eos": True, "stream": True}
     for number in range(4)
@@ -81,7 +81,7 @@ def stop(*pids: int, seconds: float = STOP) -> None:
 
 def assert_as_before(server: Server, before: Held) -> None:
     server.assert_no_blocks_held()
-    wait_until(lambda: held(server)[1:] == before[1:], f"descriptors, threads or processes are not as in {before}", 20)
+    wait_until(lambda: held(server)[1:] == before[1:], f"descriptors, threads or processes are not as in {before}")
 
 
 @pytest.mark.parametrize("who", ["server", "both"])

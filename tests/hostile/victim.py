@@ -52,7 +52,7 @@ class Victim:
 
     def _client(self) -> httpx.AsyncClient:
         headers = {"authorization": f"Bearer {self.key}"}
-        return httpx.AsyncClient(base_url=self.url, headers=headers, timeout=120.0)
+        return httpx.AsyncClient(base_url=self.url, headers=headers, timeout=300.0)
 
     async def _go_on(self, client: httpx.AsyncClient, until: float, first: int) -> None:
         number = first

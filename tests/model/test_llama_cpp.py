@@ -40,7 +40,7 @@ def llama_cpp_greedy(path, prompts: list[list[int]]) -> list[list[int]]:
         request = urllib.request.Request(
             f"{server.listening_address}/completion", json.dumps(wanted).encode(), {"Content-Type": "application/json"}
         )
-        with urllib.request.urlopen(request, timeout=120) as answer:
+        with urllib.request.urlopen(request, timeout=600) as answer:
             answers.append(json.load(answer)["tokens"])
     return answers
 

@@ -6,18 +6,19 @@ import shutil
 
 import pytest
 
-from tests.ops.native_driver import driver, expected, run
+from tests.ops.native_driver import built_once, expected, plain, run
+from twostroke.ops.cpu.build import find_compiler, machine_of
 
 
 @pytest.mark.system
 @pytest.mark.parametrize("processor", ["neoverse-n1", "max", "cortex-a57"])
 def test_arm(processor: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Cross-compiled and emulated: with dot products, with everything, and without them (plain C++ only)."""
+    """Cross-compiled and emulated: with dot products, with everything, and without them (plain C++ only). On such a
+    machine the plain build is the same code, and is not compiled again."""
     compiler, emulator = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64")
     if not compiler or not emulator:
         pytest.skip("needs aarch64-linux-gnu-g++ and qemu-aarch64 (Debian: g++-aarch64-linux-gnu, qemu-user)")
-    folder = tmp_path_factory.getbasetemp() / "arm"
-    program = folder / "selftest"
-    if not program.exists():
-        driver(folder, compiler, ("-static",))
-    assert run(emulator, "-cpu", processor, program, "quick") == expected()
+    right = expected(tmp_path_factory)
+    here = machine_of(find_compiler()) == "aarch64"
+    program = plain(tmp_path_factory) if here else built_once("arm", tmp_path_factory, compiler, ("-static",))
+    assert run(emulator, "-cpu", processor, program, "quick") == right

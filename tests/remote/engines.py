@@ -34,8 +34,8 @@ def run(
             made = ThreadEngine(folder, given, block_key)
         engine = AsyncEngine(folder, given, client=made)
         try:
-            await asyncio.wait_for(engine.start(), 240)
-            await asyncio.wait_for(scenario(engine), 240)
+            await asyncio.wait_for(engine.start(), 600)
+            await asyncio.wait_for(scenario(engine), 600)
         finally:
             child = made.child if isinstance(made, ProcessEngine) else None
             await engine.stop()

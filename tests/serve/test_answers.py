@@ -21,7 +21,7 @@ from tests.serve.test_fuzz import QUICK, VALUES
 
 SLOW_DEADLINE = (
     "import twostroke.answers.lookup as c, twostroke.serve.answer_setup as s\n"
-    "patient = lambda **given: c.CacheOptions(**given, deadline=5.0)\n"
+    "patient = lambda **given: c.CacheOptions(**given, deadline=60.0)\n"
     "s.CacheOptions = patient\n"
 )  # the machine may be busy: what is tested is not the deadline
 

@@ -6,7 +6,7 @@ import anthropic
 import openai
 import pytest
 
-from tests.serve.server import KEY, Server
+from tests.serve.server import KEY, PATIENT, Server
 
 MESSAGES = [{"role": "user", "content": "Tell me about the lazy dog."}]
 GREEDY = {"extra_body": {"temperature": 0}}  # newer versions of the client have no such argument of their own
@@ -14,12 +14,12 @@ GREEDY = {"extra_body": {"temperature": 0}}  # newer versions of the client have
 
 @pytest.fixture
 def ai(server: Server) -> openai.OpenAI:
-    return openai.OpenAI(base_url=server.url + "/v1", api_key=KEY, max_retries=0, timeout=60)
+    return openai.OpenAI(base_url=server.url + "/v1", api_key=KEY, max_retries=0, timeout=PATIENT)
 
 
 @pytest.fixture
 def claude(server: Server) -> anthropic.Anthropic:
-    return anthropic.Anthropic(base_url=server.url, api_key=KEY, max_retries=0, timeout=60)
+    return anthropic.Anthropic(base_url=server.url, api_key=KEY, max_retries=0, timeout=PATIENT)
 
 
 def test_models(ai: openai.OpenAI, server: Server) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from tests import tiny
 from tests.serve.conftest import TEMPLATE
-from tests.serve.server import KEY, Server, events
+from tests.serve.server import KEY, PATIENT, Server, events
 from twostroke.engine.answer import StreamEvent
 from twostroke.serve.api.chat import ChatRequest
 from twostroke.serve.segments import CONTENT, REASONING, SegmentReader
@@ -258,9 +258,9 @@ def test_qwen_calls_a_tool(tmp_path: Path) -> None:
             "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
         },
     }
-    server = Server(fetch("qwen2.5-coder-0.5b"), threads=2).wait(300)
+    server = Server(fetch("qwen2.5-coder-0.5b"), threads=2).wait()
     try:
-        ai = openai.OpenAI(base_url=server.url + "/v1", api_key=KEY, max_retries=0, timeout=300)
+        ai = openai.OpenAI(base_url=server.url + "/v1", api_key=KEY, max_retries=0, timeout=PATIENT)
         messages = [{"role": "user", "content": "What is the weather in Paris? Use the tool."}]
         settings = {"model": server.model, "messages": messages, "tools": [weather], "temperature": 0, "max_tokens": 80}
         answer = ai.chat.completions.create(**settings, tool_choice="required").choices[0]

@@ -116,14 +116,13 @@ def check_access(who: str, response: requests.Response) -> None:
 
 
 MODES = {"allowed": GenerationMode.POSITIVE, "not allowed": GenerationMode.NEGATIVE}
-DESCRIBED = [("allowed", 5), ("not allowed", 5), *(pytest.param(mode, 150, marks=pytest.mark.slow) for mode in MODES)]
+MANY = 150  # examples of every operation and mode, each sent by every caller
 
 
-@pytest.mark.parametrize(("mode", "examples"), DESCRIBED)
-def test_what_the_description_says(fuzzed: Server, mode: str, examples: int) -> None:
-    """Schemathesis reads the server's own OpenAPI document. What it allows, and what it does not, is sent by every
+def send_what_is_described(server: Server, mode: str, examples: int) -> None:
+    """Schemathesis reads the server's own OpenAPI document. What it allows, or what it does not, is sent by every
     caller."""
-    with fuzzed.client() as client:
+    with server.client() as client:
         schema = schemathesis.openapi.from_dict(client.get("/openapi.json").json())
         for result in schema.get_all_operations():
             operation = result.ok()
@@ -132,9 +131,20 @@ def test_what_the_description_says(fuzzed: Server, mode: str, examples: int) -> 
             @given(operation.as_strategy(generation_mode=MODES[mode]))
             def run(case: schemathesis.Case) -> None:
                 for who, headers in CALLERS.items():
-                    check_access(who, case.call(base_url=fuzzed.url, headers=headers, timeout=600))
+                    check_access(who, case.call(base_url=server.url, headers=headers, timeout=600))
 
             run()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_the_description_says(fuzzed: Server, mode: str) -> None:
+    send_what_is_described(fuzzed, mode, 5)
+
+
+@pytest.mark.slow
+def test_much_of_what_is_allowed(fuzzed: Server) -> None:
+    """test_fuzz_not_allowed.py has the rest: one process tests each."""
+    send_what_is_described(fuzzed, "allowed", MANY)
 
 
 def test_the_description_has_the_ranges_that_are_checked(fuzzed: Server) -> None:

@@ -30,7 +30,7 @@ def made_folder(folder: Path) -> Path:
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     folder = made_folder(tmp_path_factory.mktemp("made"))
     running = Server(folder, "-s", f"max_model_len={LONGEST}", keys=()).wait()
-    with running.client(timeout=20.0) as client:
+    with running.client() as client:
         yield client
     assert running.stop() == 0
 

@@ -22,7 +22,7 @@ from twostroke.weights.catalog import DEFAULT, fetch
 
 pytestmark = pytest.mark.slow
 SECRET = "the key of these tests"
-CODE = SLOW_DEADLINE.replace("deadline=5.0", "deadline=5.0, shadow=0.0") + (
+CODE = SLOW_DEADLINE.replace("deadline=60.0", "deadline=60.0, shadow=0.0") + (
     f"import os; os.environ['{KEY_VARIABLE}'] = '{SECRET}'\n"
 )
 

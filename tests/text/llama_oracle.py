@@ -36,7 +36,7 @@ def _main() -> None:
         request = urllib.request.Request(
             f"{server.listening_address}/tokenize", body, {"Content-Type": "application/json"}
         )
-        with urllib.request.urlopen(request, timeout=300) as answer:
+        with urllib.request.urlopen(request, timeout=600) as answer:
             return list(json.load(answer)["tokens"])
 
     print(json.dumps([tokens(text) for text in asked["texts"]]), flush=True)

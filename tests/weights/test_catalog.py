@@ -267,7 +267,7 @@ def start_and_kill(signal_number: int) -> list[int]:
             os.killpg(child.pid, signal_number)
             break
     child.stdout.close()
-    child.wait(300)
+    child.wait(600)
     return seen
 
 
