@@ -16,6 +16,7 @@ if not ON_CARD and "TRITON_COMPILE_ONLY" not in os.environ:
     os.environ["TRITON_INTERPRET"] = "1"  # before the first import of Triton: its own library is compiled by it too
 pytest.importorskip("triton")
 
+from tests import helpers  # noqa: E402
 from tests.ops.cases import CASES, DECODE, MIXED, Case, make_step  # noqa: E402
 from twostroke.ops.cuda.backend import CudaOps  # noqa: E402
 from twostroke.ops.cuda.cuts import DeviceBatch  # noqa: E402
@@ -25,7 +26,7 @@ from twostroke.ops.cuda.kernels.prefill import split_for  # noqa: E402
 from twostroke.ops.cuda.kernels.quantized import Int4, Int8, as_float, to_fp8, to_int4  # noqa: E402
 from twostroke.ops.cuda.weights import as_tensor  # noqa: E402
 from twostroke.ops.formats import Stored, from_float  # noqa: E402
-from twostroke.ops.interface import Batch, Gate, GroupBlocks, KVLayer, Norm  # noqa: E402
+from twostroke.ops.interface import Batch, Gate, KVLayer, Norm  # noqa: E402
 from twostroke.ops.reference.backend import ReferenceMatrix, ReferenceOps  # noqa: E402
 
 DEVICE = torch.device("cuda" if ON_CARD else "cpu")
@@ -44,13 +45,12 @@ def ops() -> CudaOps:
 
 
 def moved(batch: Batch, streams: bool) -> Batch:
-    groups = tuple(GroupBlocks(g.slots.to(DEVICE), g.tables.to(DEVICE)) for g in batch.groups)
-    parts = (x.to(DEVICE) for x in (batch.tokens, batch.positions, batch.starts, batch.contexts))
-    tokens, positions, starts, contexts = parts
+    there = helpers.moved(batch, DEVICE)
     counts, lengths = batch.starts.diff().numpy(), batch.contexts.numpy()
     return DeviceBatch(
-        tokens, positions, starts, contexts, groups, batch.logit_rows.to(DEVICE), counts, lengths, streams
-    )
+        there.tokens, there.positions, there.starts, there.contexts, there.groups, there.logit_rows, counts, lengths,
+        streams,
+    )  # fmt: skip
 
 
 def copied(kv: KVLayer, device: torch.device) -> KVLayer:
