@@ -18,12 +18,13 @@ import pytest
 from tests.hostile.fault_injection import Faults
 from tests.hostile.held import Held, held
 from tests.hostile.victim import Victim
-from tests.serve.server import KEY, OTHER_KEY, ROOT, Server, wait_until
+from tests.serve.server import KEY, OTHER_KEY, PATIENT, ROOT, Server, wait_until
 
 pytestmark = pytest.mark.slow
 
 MINUTES = float(os.environ.get("SOAK_MINUTES", "10"))
 WARM_UP = 30.0  # seconds of the same traffic before anything is measured
+POOLED = 8  # threads of the server once each pool has all of its own: a pool starts a thread when it is needed
 HOSTILE_KEY = "test-key-three"
 MAX_GAP = 0.25  # seconds
 SETTINGS = ("-s", f"max_gap={MAX_GAP}", "-s", "kv_blocks=4096")  # a small cache: its memory is touched in the warm-up
@@ -38,11 +39,25 @@ async def attack(server: Server, seconds: float, seed: int) -> dict:
     return json.loads(output)
 
 
+async def start_every_thread(server: Server) -> None:
+    """A long request is recorded by a thread. Long texts of two keys at a time need two: one key alone gets one."""
+    body = {"prompt": "so it goes " * 100_000}
+    long = {"prompt": "so it goes " * 200, "max_tokens": 1}
+    keys = [{"authorization": f"Bearer {key}"} for key in (OTHER_KEY, HOSTILE_KEY)]
+    deadline = time.monotonic() + PATIENT
+    async with server.async_client() as client:
+        assert (await client.post("/v1/completions", json=long)).status_code == 200
+        while held(server).threads[0] < POOLED:
+            assert time.monotonic() < deadline, held(server)
+            await asyncio.gather(*(client.post("/tokenize", json=body, headers=key) for key in keys))
+
+
 async def soak(server: Server, seconds: float) -> tuple[dict, Victim, Faults, Held]:
     victim = Victim(server.url, OTHER_KEY)
     await victim.learn()
     warm = await attack(server, WARM_UP, 0)
     assert not warm["wrong"], warm["wrong"][:10]
+    await start_every_thread(server)
     before = await asyncio.to_thread(held, server)
     faults = Faults(server, 1)
     until = time.monotonic() + seconds
