@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from twostroke.cluster.transport import Blocks, Source, TransferError
 from twostroke.kv.addresses import Name
 from twostroke.record import replace
+from twostroke.remote.messages import Located
 from twostroke.remote.segment import Segment
 
 BLOCK_BYTES = 1000
@@ -66,12 +67,14 @@ class FakeIncoming:
         if self.fault.cut_renewals or not self.source.renew(self.ticket):
             raise TransferError("the peer closed the connection")
 
-    async def fetch(self, wanted: Sequence[Name], block_bytes: int) -> Blocks:
+    async def fetch(self, wanted: Sequence[Name], block_bytes: int, direct: bool = False) -> Blocks | Located:
         self.transport.fetched.append(len(wanted))
         await asyncio.sleep(self.fault.delay)
         if self.fault.cut_renewals:
             raise TransferError("the peer closed the connection")
-        blocks = await self.source.fetch(self.ticket, wanted)
+        blocks = await self.source.fetch(self.ticket, wanted, direct)
+        if isinstance(blocks, Located):
+            return blocks
         size, found = blocks.segment.size, blocks.found
         try:
             if self.fault.cut:
@@ -112,7 +115,7 @@ class Shelf:
         self.renewed += 1
         return ticket not in self.closed_tickets
 
-    async def fetch(self, ticket: bytes, wanted: Sequence[Name]) -> Blocks:
+    async def fetch(self, ticket: bytes, wanted: Sequence[Name], direct: bool = False) -> Blocks:
         if ticket in self.closed_tickets:
             raise TransferError("this transfer has ended")
         segment = Segment.create(len(wanted) * self.block_bytes)

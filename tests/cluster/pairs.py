@@ -12,8 +12,6 @@ import pytest
 from tests.cluster.fakes import FakeTransport
 from twostroke.cluster.channel import derive
 from twostroke.cluster.member import Member
-from twostroke.cluster.nixl import NixlTransport
-from twostroke.cluster.nixl_agent import package
 from twostroke.cluster.pools import Pools, Seat
 from twostroke.cluster.router import Role
 from twostroke.cluster.sockets import SharedMemoryTransport, TcpTransport
@@ -21,6 +19,8 @@ from twostroke.cluster.transport import Transport
 from twostroke.cluster.worker import Worker
 from twostroke.remote.async_engine import AsyncEngine
 from twostroke.remote.client import BlockClient, EngineError
+from twostroke.remote.messages import Direct
+from twostroke.remote.nixl_agent import package
 from twostroke.remote.process import ProcessEngine
 from twostroke.remote.thread import ThreadEngine
 from twostroke.sampling import SamplingParams
@@ -29,9 +29,16 @@ SECRET = bytes(range(32))
 PEERS = derive(SECRET, "peers")
 NAMES = derive(SECRET, "names")
 SETTINGS: dict = {"threads": 1, "seed": 3, "max_model_len": 256, "kv_blocks": 80}
-NIXL = pytest.param(NixlTransport, marks=pytest.mark.skipif(package() is None, reason="nixl is not installed"))
-REAL = [TcpTransport, SharedMemoryTransport, NIXL]
+SOCKETS = [TcpTransport, SharedMemoryTransport]
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
+
+
+class NixlTransport(TcpTransport):
+    """It carries messages: the engines of a pair that has it read blocks from each other's pools."""
+
+
+needs_nixl = pytest.mark.skipif(package() is None, reason="nixl is not installed")
+REAL = [*SOCKETS, pytest.param(NixlTransport, marks=needs_nixl)]
 
 
 class Pair(Pools):
@@ -49,10 +56,12 @@ class Pair(Pools):
 Scenario = Callable[[AsyncEngine, Pair], Awaitable[None]]
 
 
-def client(folder: Path, kind: str, settings: dict, key: bytes = NAMES) -> BlockClient:
+def client(
+    folder: Path, kind: str, settings: dict, key: bytes = NAMES, direct: Direct | None = None
+) -> BlockClient:  # fmt: skip
     if kind == "process":
-        return ProcessEngine(folder, settings, block_key=key)
-    return ThreadEngine(folder, settings, key)
+        return ProcessEngine(folder, settings, block_key=key, direct=direct)
+    return ThreadEngine(folder, settings, key, direct)
 
 
 def run_pair(
@@ -70,9 +79,11 @@ def run_pair(
         first, second = SETTINGS | (prefill or {}), SETTINGS | (decode or {})
         one = transport()
         other = one if isinstance(one, FakeTransport) else transport()
+        direct = Direct("127.0.0.1", True) if isinstance(one, NixlTransport) else None
+        clients = [client(folder, kind, settings, direct=direct) for settings in (first, second)]
         seats = {
-            "prefill": Seat(Role.PREFILL, Worker(client(folder, kind, first), one, **options)),  # type: ignore[arg-type]
-            "decode": Seat(Role.DECODE, Worker(client(folder, kind, second), other, **options)),  # type: ignore[arg-type]
+            "prefill": Seat(Role.PREFILL, Worker(clients[0], one, **options)),  # type: ignore[arg-type]
+            "decode": Seat(Role.DECODE, Worker(clients[1], other, **options)),  # type: ignore[arg-type]
         }
         pair = Pair(seats, apart=True)
         engine = AsyncEngine(folder, second, client=pair, max_queue=200)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import importlib
 import os
 import socket
 import stat
@@ -16,19 +15,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.cluster.fakes import BLOCK_BYTES, Shelf
-from tests.cluster.pairs import PEERS, REAL
+from tests.cluster.pairs import PEERS, SOCKETS
 from twostroke.cluster import channel as channels
 from twostroke.cluster import session, sockets
 from twostroke.cluster.channel import HEADER, Channel, derive
-from twostroke.cluster.nixl import NixlTransport
-from twostroke.cluster.nixl_agent import package
 from twostroke.cluster.sockets import SharedMemoryTransport, SocketTransport, TcpTransport
 from twostroke.cluster.transport import TransferError
 from twostroke.kv.addresses import Name
 
 TICKET = bytes(range(16))
 NAMES = tuple(Name(i % 2, bytes([i, 255 - i] * 8)) for i in range(40))
-every = pytest.mark.parametrize("kind", REAL)
+every = pytest.mark.parametrize("kind", SOCKETS)
 
 
 def run(kind: type[SocketTransport], scenario: Callable[..., Awaitable[None]], shelf: Shelf | None = None) -> Shelf:
@@ -41,8 +38,6 @@ def run(kind: type[SocketTransport], scenario: Callable[..., Awaitable[None]], s
         finally:
             await transport.close()
 
-    if kind is NixlTransport:
-        importlib.import_module(f"{package()}._api")  # it closes the handlers of `logging`
     gc.collect()
     before = len(os.listdir("/proc/self/fd"))
     asyncio.run(whole())

@@ -38,7 +38,7 @@ from twostroke.cluster.control import (
 from twostroke.cluster.holder import Offer, Parcel
 from twostroke.cluster.sockets import reach
 from twostroke.cluster.transport import TransferError
-from twostroke.cluster.transports import fitting_transport
+from twostroke.cluster.transports import direct_reads, fitting_transport
 from twostroke.cluster.worker import Worker
 from twostroke.config import KV_SHARE, Resolved
 from twostroke.errors import ConfigError, ModelError, TwostrokeError
@@ -150,7 +150,8 @@ class Agent:
             settings = shared_memory(hello.settings, path, self.post.neighbours)
             if "draft_model" in settings:
                 settings["draft_model"] = str(await asyncio.to_thread(find, settings["draft_model"]))
-            engine = ProcessEngine(path, settings, block_key=derive(self.post.secret, "names"))
+            direct = direct_reads(self.post.interface, self.post.transport)
+            engine = ProcessEngine(path, settings, block_key=derive(self.post.secret, "names"), direct=direct)
             key = derive(self.post.secret, "peers")
             transport = fitting_transport(key, self.post.interface, self.post.transport)
             self.worker = Worker(engine, transport)

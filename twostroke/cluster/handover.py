@@ -12,17 +12,20 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from twostroke.cluster.holder import Offer, Parcel
-from twostroke.cluster.transport import Incoming, TransferError, Transport
+from twostroke.cluster.transport import Blocks, Incoming, TransferError, Transport
 from twostroke.kv.addresses import Name
 from twostroke.remote.client import BlockClient
+from twostroke.remote.messages import BlockData, Located
 from twostroke.types import Request
 
 log = logging.getLogger(__name__)
+AVOID_SECONDS = 60.0  # for which blocks of a holder that could not be read from its pool come as bytes
 ROOM_SECONDS = 0.02  # between two tries to find room for a request
 TRANSFER, DEADLINE, DAMAGED = "transfer", "deadline", "damaged or missing"  # why blocks did not come
 
@@ -71,6 +74,7 @@ class Handover:
     def __init__(self, receiver: BlockClient, transport: Transport):
         self.receiver = receiver
         self.transport = transport
+        self._avoided: dict[str, float] = {}  # holders whose pool cannot be read, and until when
 
     async def run(self, offer: Offer, request: Request, tokens: int) -> Moved:
         """A request goes on at the receiver; its first `tokens` tokens were computed where the offer comes from. Not
@@ -87,7 +91,7 @@ class Handover:
             async with asyncio.timeout(offer.seconds):
                 incoming = await self.transport.connect(offer.address, offer.ticket)
                 await self._take(request, tokens, incoming, offer.lease / 3, taken)
-                fetched = await self._fetch(request, taken[0], incoming) if taken[0] else 0
+                fetched = await self._fetch(request, taken[0], incoming, offer.address) if taken[0] else 0
                 failed = DAMAGED if fetched is None else ""
                 seconds = loop.time() - began
         except TimeoutError:
@@ -116,9 +120,12 @@ class Handover:
         try:
             async with asyncio.timeout(parcel.offer.seconds):
                 incoming = await self.transport.connect(parcel.offer.address, parcel.offer.ticket)
-                blocks = await incoming.fetch(parcel.names, self._block_bytes())
-                with blocks.segment:
-                    stored = await self.receiver.store(tokens, salt, parcel.names, blocks.payload())
+                address = parcel.offer.address
+                blocks = await incoming.fetch(parcel.names, self._block_bytes(), self._reads(address))
+                with payload_of(blocks) as payload:
+                    answer = await self.receiver.store(tokens, salt, parcel.names, payload)
+                stored = answer.blocks
+                self._judge(address, answer.unread)
         except (TimeoutError, TransferError) as error:
             log.info("blocks of a prompt did not come while it was computed: %s", error)
         finally:
@@ -153,15 +160,39 @@ class Handover:
                 await incoming.renew()
                 renewed = loop.time()
 
-    async def _fetch(self, request: Request, wanted: tuple[Name, ...], incoming: Incoming) -> int | None:
+    async def _fetch(
+        self, request: Request, wanted: tuple[Name, ...], incoming: Incoming, address: str
+    ) -> int | None:  # fmt: skip
         """How many blocks came. None: they were damaged, or not all of them."""
-        blocks = await incoming.fetch(wanted, self._block_bytes())
-        with blocks.segment:
-            # From here on the bytes are on this machine: the answer is awaited even if the time is over.
-            arriving = asyncio.ensure_future(self.receiver.arrive(request.id, blocks.payload()))
+        blocks = await incoming.fetch(wanted, self._block_bytes(), self._reads(address))
+        with payload_of(blocks) as payload:
+            # From here on the receiver has them, or reads them: the answer is awaited even if the time is over.
+            arriving = asyncio.ensure_future(self.receiver.arrive(request.id, payload))
             try:
-                complete = await asyncio.shield(arriving)
+                answer = await asyncio.shield(arriving)
             except asyncio.CancelledError:
                 await arriving
                 raise
-        return len(blocks.found) if complete else None
+        self._judge(address, answer.unread)
+        return len(blocks.found) if answer.complete else None
+
+    def _reads(self, address: str) -> bool:
+        """Whether the receiver reads blocks of this holder from its pool, if the holder allows it."""
+        ready = self.receiver.ready
+        avoided = self._avoided.get(address, 0.0) > asyncio.get_running_loop().time()
+        return ready is not None and ready.direct and not avoided
+
+    def _judge(self, address: str, unread: bool) -> None:
+        if unread:
+            log.warning("blocks of %s come as bytes for %g s: they could not be read", address, AVOID_SECONDS)
+            self._avoided[address] = asyncio.get_running_loop().time() + AVOID_SECONDS
+
+
+@contextmanager
+def payload_of(blocks: Blocks | Located) -> Iterator[BlockData]:
+    """As the receiver takes them."""
+    if isinstance(blocks, Located):
+        yield blocks
+    else:
+        with blocks.segment:
+            yield blocks.payload()

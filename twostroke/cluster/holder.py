@@ -2,7 +2,8 @@
 
 The engine copies out what a request with `lend` computes, step by step, and keeps its blocks after its end. This file
 decides for how long (transfer.py). Each part of a prompt that is still computed is a transfer of its own. What was
-copied out is served from the copy: the engine may be in a long step by then.
+copied out is served from the copy: the engine may be in a long step by then. An engine whose pool others read copies
+nothing out: it says where the blocks lie, and keeps them.
 """
 
 from __future__ import annotations
@@ -15,10 +16,13 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import msgspec
+
 from twostroke.cluster.transfer import Leases
 from twostroke.cluster.transport import Blocks, TransferError, Transport
 from twostroke.kv.addresses import Name
 from twostroke.remote.client import BlockClient, EngineError
+from twostroke.remote.messages import Exported, Located
 from twostroke.remote.segment import Segment
 
 LEASE_SECONDS = 5.0  # without renewal
@@ -57,6 +61,24 @@ class Copy(NamedTuple):
             return Blocks(some, tuple(range(len(wanted))), zlib.crc32(some.view))
 
 
+class InPool(NamedTuple):
+    """Blocks that the engine keeps in its pool."""
+
+    names: tuple[Name, ...]
+    located: Located
+
+    def has(self, wanted: Sequence[Name]) -> bool:
+        return set(self.names) >= set(wanted)
+
+    def blocks(self, wanted: Sequence[Name]) -> Located:
+        """Those that are wanted, all of which are here."""
+        places = {name: place for place, name in enumerate(self.names)}
+        some = [places[name] for name in wanted]
+        addresses = tuple(self.located.addresses[place] for place in some)
+        sums = tuple(self.located.sums[place] for place in some)
+        return msgspec.structs.replace(self.located, addresses=addresses, sums=sums, found=tuple(range(len(wanted))))
+
+
 class Parcel(NamedTuple):
     """Blocks of the beginning of a prompt, offered."""
 
@@ -81,7 +103,7 @@ class Holder:
         self.clock = clock
         self.leases = Leases(lease, self._give_back, clock)
         self._tickets: dict[int, bytes] = {}  # of the open transfers, by the request whose blocks they are
-        self._copies: dict[int, asyncio.Future[Copy | None]] = {}  # of the same; parcels have numbers below zero
+        self._copies: dict[int, asyncio.Future[Copy | InPool | None]] = {}  # of the same; parcels: numbers below zero
         self._parcels = itertools.count(-1, -1)
         self.address = ""
         self._watching: asyncio.Task[None] | None = None
@@ -106,18 +128,24 @@ class Holder:
         ticket = self._tickets[lent] = self.leases.offer(lent, seconds)
         return Offer(self.address, ticket, self.leases.seconds, seconds)
 
-    def parcel(self, tokens: int, copy: Copy, seconds: float) -> Parcel:
+    def parcel(self, tokens: int, copy: Copy | InPool, seconds: float) -> Parcel:
         """Blocks of a prompt that is still computed, to be fetched within so many seconds."""
         number = next(self._parcels)
         offer = self.offer(number, seconds, copied=True)
         self.keep(number, copy)
         return Parcel(number, tokens, copy.names, offer)
 
-    def keep(self, lent: int, copy: Copy | None) -> None:
+    def keep(self, lent: int, copy: Copy | InPool | None) -> None:
         """The last blocks of a request that has ended; None: there are no more."""
         coming = self._copies.get(lent)
         if coming is not None and not coming.done():
             coming.set_result(copy)
+        else:
+            self._let_go(copy)
+
+    def _let_go(self, copy: Copy | InPool | None) -> None:
+        if isinstance(copy, InPool):
+            self.engine.take_back([copy.located.held])
         elif copy is not None:
             copy.segment.close()
 
@@ -133,8 +161,8 @@ class Holder:
         copy = self._copies.pop(lent, None)
         if copy is not None and not copy.done():
             copy.set_result(None)  # a peer may wait for it
-        elif copy is not None and (known := copy.result()) is not None:
-            known.segment.close()
+        elif copy is not None:
+            self._let_go(copy.result())
         if lent >= 0:
             self.engine.take_back([lent])
 
@@ -152,33 +180,59 @@ class Holder:
     def renew(self, ticket: bytes) -> bool:
         return self.leases.renew(ticket)
 
-    async def fetch(self, ticket: bytes, wanted: Sequence[Name]) -> Blocks:
+    async def fetch(self, ticket: bytes, wanted: Sequence[Name], direct: bool = False) -> Blocks | Located:
         ready = self.engine.ready
         lent = self.leases.begin(ticket)
         if lent is None or ready is None:
             raise TransferError("this transfer has ended")
         if len(wanted) > ready.settings.kv_blocks:
             raise TransferError("more blocks are wanted than there are")
-        if lent in self._copies:  # it comes in a moment, or the transfer ends
-            copy = await asyncio.shield(self._copies[lent])
-            self._copies.pop(lent, None)
-            copied = None if copy is None or copy.segment.descriptor < 0 else copy.blocks(wanted)
-            if copied is not None:
-                return copied
+        copy = await self._copy(lent)
+        if isinstance(copy, InPool) and copy.has(wanted):
+            return copy.blocks(wanted) if direct else await self._export(ticket, copy.located.held, wanted)
+        if isinstance(copy, Copy) and (copied := copy.blocks(wanted)) is not None:
+            return copied
         if lent < 0:
             raise TransferError("a parcel has other blocks than those that are wanted")
+        return await (self._locate if direct and ready.direct else self._export)(ticket, lent, wanted)
+
+    async def _copy(self, lent: int) -> Copy | InPool | None:
+        """What the engine has given of these blocks: it comes in a moment, or the transfer ends."""
+        if lent not in self._copies:
+            return None
+        copy = await asyncio.shield(self._copies[lent])
+        if isinstance(copy, InPool):
+            return copy
+        self._copies.pop(lent, None)
+        return None if copy is None or copy.segment.descriptor < 0 else copy
+
+    async def _export(self, ticket: bytes, lent: int, wanted: Sequence[Name]) -> Blocks:
+        """Bytes of blocks that the engine keeps under this number."""
+        ready = self.engine.ready
+        if ready is None:
+            raise TransferError("this transfer has ended")
         segment = Segment.create(len(wanted) * ready.settings.exchanged_bytes)
         try:
-            exported = await self.engine.export(lent, wanted, segment.path)
-            if not self.leases.renew(ticket):
-                raise TransferError("this transfer has ended")
+            exported = await self._exported(ticket, lent, wanted, segment.path)
             return Blocks(segment, exported.found, exported.checksum)
-        except EngineError as error:
-            segment.close()
-            raise TransferError(f"the engine that has the blocks is gone: {error}") from None
         except BaseException:
             segment.close()
             raise
+
+    async def _locate(self, ticket: bytes, lent: int, wanted: Sequence[Name]) -> Located:
+        exported = await self._exported(ticket, lent, wanted, "")
+        if exported.located is None:
+            raise TransferError("the engine that has the blocks lets no other read them")
+        return exported.located
+
+    async def _exported(self, ticket: bytes, lent: int, wanted: Sequence[Name], path: str) -> Exported:
+        try:
+            exported = await self.engine.export(lent, wanted, path)
+        except EngineError as error:
+            raise TransferError(f"the engine that has the blocks is gone: {error}") from None
+        if not self.leases.renew(ticket):
+            raise TransferError("this transfer has ended")
+        return exported
 
     def end(self, ticket: bytes, complete: bool) -> None:
         self.leases.end(ticket, complete)

@@ -3,7 +3,8 @@
     fetching side ─▶ holder   Open, Renew any number of times, Fetch once, Close
     holder ─▶ fetching side   Kept after Open and Renew, Granted and the bytes after Fetch, or Refused at any time
 
-The bytes are sent as frames (TCP), or as the descriptor of the memory that holds them (one machine).
+The bytes are sent as frames (TCP), or as the descriptor of the memory that holds them (one machine). Between engines
+that read each other's pools Located is sent instead: where the blocks lie.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import msgspec
 from twostroke.cluster.channel import Channel, limited
 from twostroke.cluster.transport import Blocks, Source, TransferError
 from twostroke.kv.addresses import Name
+from twostroke.remote.messages import Located
 from twostroke.remote.segment import Segment
 
 ANSWER_SECONDS = 10.0  # for an answer without bytes
@@ -37,6 +39,7 @@ class Renew(Message, frozen=True, tag="renew"):
 
 class Fetch(Message, frozen=True, tag="fetch"):
     wanted: tuple[Name, ...]
+    direct: bool = False
 
 
 class Close(Message, frozen=True, tag="close"):
@@ -60,13 +63,14 @@ class Refused(Message, frozen=True, tag="refused"):
 
 
 ENCODER = msgspec.msgpack.Encoder()
-FROM_HOLDER: msgspec.msgpack.Decoder[Kept | Granted | Refused] = msgspec.msgpack.Decoder(Kept | Granted | Refused)
+Answer = Kept | Granted | Located | Refused
+FROM_HOLDER: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 TO_HOLDER: msgspec.msgpack.Decoder[Open | Renew | Fetch | Close] = msgspec.msgpack.Decoder(Open | Renew | Fetch | Close)
 SendBytes = Callable[[Channel, Blocks, Callable[[], bool]], Awaitable[None]]
 ReceiveBytes = Callable[[Channel, int], Awaitable[Segment]]
 
 
-async def say(channel: Channel, message: Message) -> None:
+async def say(channel: Channel, message: Message | Located) -> None:
     await channel.send(ENCODER.encode(message))
 
 
@@ -96,9 +100,12 @@ async def answer(
 ) -> None:
     if isinstance(message, Fetch):
         try:
-            blocks = await source.fetch(ticket, message.wanted)
+            blocks = await source.fetch(ticket, message.wanted, message.direct)
         except TransferError as error:
             await say(channel, Refused(str(error)))
+            return
+        if isinstance(blocks, Located):
+            await say(channel, blocks)
             return
         with blocks.segment:
             await say(channel, Granted(blocks.segment.size, blocks.found, blocks.checksum))
@@ -139,14 +146,16 @@ class Connection:
             if not isinstance(await self._heard(), Kept):
                 raise TransferError("the peer sent an answer that was not asked for")
 
-    async def fetch(self, wanted: Sequence[Name], block_bytes: int) -> Blocks:
-        await say(self.channel, Fetch(tuple(wanted)))
+    async def fetch(self, wanted: Sequence[Name], block_bytes: int, direct: bool = False) -> Blocks | Located:
+        await say(self.channel, Fetch(tuple(wanted), direct))
         granted = await self._heard()
+        if direct and isinstance(granted, Located):
+            return granted
         if not isinstance(granted, Granted) or granted.size != len(wanted) * block_bytes:
             raise TransferError("the peer sent blocks of another size")
         return Blocks(await self._receive_bytes(self.channel, granted.size), granted.found, granted.checksum)
 
-    async def _heard(self) -> Kept | Granted:
+    async def _heard(self) -> Kept | Granted | Located:
         try:
             message = FROM_HOLDER.decode(await self.channel.receive())
         except msgspec.MsgspecError as error:

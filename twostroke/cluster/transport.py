@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from twostroke.kv.addresses import Name
-from twostroke.remote.messages import Payload
+from twostroke.remote.messages import Located, Payload
 from twostroke.remote.segment import Segment
 
 
@@ -39,8 +39,9 @@ class Source(Protocol):
     def renew(self, ticket: bytes) -> bool:
         """False: this transfer has ended."""
 
-    async def fetch(self, ticket: bytes, wanted: Sequence[Name]) -> Blocks:
-        """The blocks of a transfer. TransferError: it has ended, or they are gone."""
+    async def fetch(self, ticket: bytes, wanted: Sequence[Name], direct: bool = False) -> Blocks | Located:
+        """The blocks of a transfer. direct: the other side can read them from the pool of their engine. TransferError:
+        it has ended, or they are gone."""
 
     def end(self, ticket: bytes, complete: bool) -> None:
         """The other side has taken everything, or is gone."""
@@ -52,8 +53,9 @@ class Incoming(Protocol):
     async def renew(self) -> None:
         """Keep the lease, and see that the holder is there."""
 
-    async def fetch(self, wanted: Sequence[Name], block_bytes: int) -> Blocks:
-        """The bytes of these blocks, as far as the holder has them. The caller closes their segment."""
+    async def fetch(self, wanted: Sequence[Name], block_bytes: int, direct: bool = False) -> Blocks | Located:
+        """The bytes of these blocks, as far as the holder has them; the caller closes their segment. direct: or, where
+        the holder's engine allows it, the place in its pool. They are kept there until this end is closed."""
 
     async def close(self, complete: bool) -> None:
         """Complete: the blocks were used, or none were lacking. The holder has then ended the transfer, if it lives."""

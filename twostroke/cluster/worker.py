@@ -15,14 +15,14 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 from twostroke.cluster.handover import Handover, Moved
-from twostroke.cluster.holder import LEASE_SECONDS, Copy, Holder, Offer, Parcel
+from twostroke.cluster.holder import LEASE_SECONDS, Copy, Holder, InPool, Offer, Parcel
 from twostroke.cluster.transport import Transport
 from twostroke.config import Resolved
 from twostroke.kv.addresses import Name
 from twostroke.kv.lending import copied_out
 from twostroke.metrics.steplog import Step
 from twostroke.remote.client import BlockClient, EngineClient, EngineListener
-from twostroke.remote.messages import Part, Payload, Ready, Report, Stage
+from twostroke.remote.messages import BlockData, Located, Part, Ready, Report, Stage
 from twostroke.remote.segment import Segment
 from twostroke.types import FinishReason, Request
 
@@ -169,8 +169,10 @@ class Worker:
                 self._copied.discard(event.request_id)
         self.listener.on_report(report)
 
-    def _open(self, names: tuple[Name, ...], payload: Payload) -> Copy | None:
-        """Blocks that the engine has copied out."""
+    def _open(self, names: tuple[Name, ...], payload: BlockData) -> Copy | InPool | None:
+        """Blocks that the engine has copied out, or keeps for others to read."""
+        if isinstance(payload, Located):
+            return InPool(names, payload)
         try:
             return Copy(names, Segment.open(payload.path, payload.size), payload.checksum)
         except OSError as error:

@@ -12,7 +12,7 @@ itself. The tokens are the same in both cases.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 
 NOTHING_ASKED = SamplingParams()
+Fill = Callable[[list[tuple[Name, int]]], None]  # writes the bytes of these blocks to the pool
 
 
 class Expected(NamedTuple):
@@ -40,6 +41,14 @@ class Expected(NamedTuple):
     @property
     def names(self) -> tuple[Name, ...]:
         return tuple(name for name, _ in (*self.wanted, *self.cut))
+
+
+class Storing(NamedTuple):
+    """Blocks of a prompt's beginning that are to be filled and cached."""
+
+    asked: RequestState
+    length: int
+    wanted: list[tuple[Name, int]]
 
 
 def storage_of(core: Core) -> KVStorage:
@@ -113,12 +122,18 @@ def computed_by_all(core: Core, blocks: list[tuple[Name, int]]) -> list[tuple[Na
 def export_lent(core: Core, number: int, wanted: Sequence[Name], out: memoryview) -> tuple[int, ...]:
     """Write the bytes of the wanted blocks that were lent under this id to `out`, one after the other. Returns which of
     `wanted` they are. What the draft model has not computed is left out."""
-    tables, storage = core.scheduler.tables, storage_of(core)
-    lent = dict(computed_by_all(core, tables.lent.by_id.get(number, [])))
-    found = tuple(index for index, name in enumerate(wanted) if name in lent)
+    storage = storage_of(core)
+    found, blocks = find_lent(core, number, wanted)
     if found:
-        storage.export_to([lent[wanted[index]] for index in found], out[: len(found) * storage.exchanged_bytes])
+        storage.export_to(blocks, out[: len(found) * storage.exchanged_bytes])
     return found
+
+
+def find_lent(core: Core, number: int, wanted: Sequence[Name]) -> tuple[tuple[int, ...], list[int]]:
+    """Which of the wanted blocks were lent under this id, and where they are."""
+    lent = dict(computed_by_all(core, core.scheduler.tables.lent.by_id.get(number, [])))
+    found = tuple(index for index, name in enumerate(wanted) if name in lent)
+    return found, [lent[wanted[index]] for index in found]
 
 
 def computed_since(core: Core, state: RequestState, first: int) -> tuple[int, list[tuple[Name, int]]]:
@@ -152,9 +167,20 @@ def expect(core: Core, request: Request, tokens: int) -> Expected | None:
     return Expected(state, wanted, scheduler.tables.cut(state, end) if state.in_flight else [])
 
 
+def taken_in(core: Core, blocks: Mapping[Name, bytes | memoryview]) -> Fill:
+    """From these bytes."""
+    storage = storage_of(core)
+    return lambda some: storage.take_in([(block, blocks[name]) for name, block in some])
+
+
 def arrive(core: Core, expected: Expected, blocks: Mapping[Name, bytes | memoryview]) -> bool:
     """The bytes that came. With all full blocks the request goes on after them; else it computes all. Returns which."""
-    scheduler, storage, state = core.scheduler, storage_of(core), expected.state
+    return go_on(core, expected, blocks, taken_in(core, blocks))
+
+
+def go_on(core: Core, expected: Expected, blocks: Collection[Name], fill: Fill | None = None) -> bool:
+    """fill: None where the bytes are in the pool already."""
+    scheduler, state = core.scheduler, expected.state
     drafting = scheduler.tables.drafting
 
     def all_here(some: list[tuple[Name, int]]) -> bool:
@@ -164,36 +190,56 @@ def arrive(core: Core, expected: Expected, blocks: Mapping[Name, bytes | memoryv
         scheduler.arrived(state, 0)
         return False
     cut = bool(expected.cut) and all_here(expected.cut)
-    finish_moves(core)  # what these blocks held before goes to the host
     here = [(name, block) for name, block in expected.wanted if name in blocks]
     last = [(name, block) for name, block in expected.cut if cut and name in blocks]
-    storage.take_in([(block, blocks[name]) for name, block in (*here, *last)])
+    if fill is not None:
+        finish_moves(core)  # what these blocks held before goes to the host
+        fill([*here, *last])
     end = state.computed + state.in_flight
     left = 0 if cut or not expected.cut else end % BLOCK  # tokens whose bytes did not come
     scheduler.arrived(state, state.in_flight - left, [block for name, block in here if name.group in drafting])
     return True
 
 
+def start_anew(core: Core, expected: Expected) -> None:
+    """The blocks did not come, and may still be written: the request gets others and computes all."""
+    if expected.state.status is not Status.FINISHED:
+        core.scheduler.broken.add(expected.state.id)
+    core.scheduler.arrived(expected.state, 0)
+
+
 def store(core: Core, tokens: Sequence[int], salt: bytes, blocks: Mapping[Name, bytes | memoryview]) -> int:
     """Bytes of a prompt's beginning, whose last blocks end with these tokens, go to the cache. Returns how many blocks:
     0 where they do not follow what is here, there is no room, nothing is cached, or layers have windows or states."""
-    tables, storage = core.scheduler.tables, storage_of(core)
+    storing = begin_store(core, tokens, salt)
+    return 0 if storing is None else end_store(core, storing, blocks, taken_in(core, blocks))
+
+
+def begin_store(core: Core, tokens: Sequence[int], salt: bytes) -> Storing | None:
+    """Blocks for a prompt's beginning. `end_store` it in any case."""
+    tables = core.scheduler.tables
     pool, length = tables.pool, len(tokens) // tables.unit * tables.unit
     asked = prompt_of(tokens, salt)
     hit = tables.match(asked)
     room = tables.free_rows and tables.blocks_needed(asked, hit, len(asked.tokens)) <= pool.available
     useful = pool.keep_cached and not tables.windowed and not tables.layout.state_bytes
     if not room or not useful or length <= hit.columns * BLOCK:
-        return 0
+        return None
     tables.open(asked, hit)
     tables.grow(asked, length)
-    wanted = tables.unfilled(asked, length)
+    return Storing(asked, length, tables.unfilled(asked, length))
+
+
+def end_store(core: Core, storing: Storing, blocks: Collection[Name], fill: Fill | None = None) -> int:
+    """These came: all go to the cache, or none. fill: as for `go_on`."""
+    tables, (asked, length, wanted) = core.scheduler.tables, storing
     complete = all(name in blocks for name, _ in wanted if name.group not in tables.drafting)
     if complete:
-        finish_moves(core)
         here = [(name, block) for name, block in wanted if name in blocks]
-        storage.take_in([(block, blocks[name]) for name, block in here])
-        pool.filled.update(block for name, block in here if name.group in tables.drafting)
+        if fill is not None:
+            finish_moves(core)
+            fill(here)
+        tables.pool.filled.update(block for name, block in here if name.group in tables.drafting)
         tables.publish(asked, length)
     tables.close(asked)
     return len(wanted) if complete else 0

@@ -30,15 +30,19 @@ class LentBlocks:
         engine needs, the last one too, which is full in part. promised: blocks that have a name, and whose content a
         step in flight computes, by plan.
         A request that was aborted or failed leaves none."""
-        tables, pool = self.tables, self.tables.pool
+        tables = self.tables
         if tables.layout.state_bytes or request.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
             return  # a layer with a state needs it too, and blocks do not hold it
         computed = len(request.tokens) - 1
         lent = self._full(request, 0, computed // tables.unit * tables.unit, promised) + tables.cut(request, computed)
-        for _, block in lent:
-            pool.hold(block)
         if lent:
-            self.by_id[request.id] = lent
+            self.keep(request.id, lent)
+
+    def keep(self, number: int, blocks: list[tuple[Name, int]]) -> None:
+        """Hold these blocks until `take_back`."""
+        for _, block in blocks:
+            self.tables.pool.hold(block)
+        self.by_id[number] = blocks
 
     def computed(
         self, request: RequestState, first: int, promised: Mapping[int, Sequence[int]]

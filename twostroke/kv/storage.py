@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -103,6 +104,26 @@ class KVStorage:
                 self.data[block] = np.frombuffer(content, np.uint8)
         else:
             self._staging.take_in(parts)
+
+    def memory(self) -> tuple[int, int, str, int]:
+        """Where the pool lies: address, bytes, "DRAM" or "VRAM", and the number of the GPU."""
+        if isinstance(self.data, np.ndarray):
+            return self.data.ctypes.data, self.data.nbytes, "DRAM", 0
+        kind, device = ("VRAM", self.data.get_device()) if self.data.is_cuda else ("DRAM", 0)
+        return self.data.data_ptr(), self.data.nbytes, kind, device
+
+    def sums(self, blocks: Sequence[int]) -> tuple[int, ...]:
+        """A checksum of each block's bytes, the same in other processes with such a pool. Waits for the device."""
+        if isinstance(self.data, np.ndarray):
+            return tuple(zlib.crc32(self.data[block]) for block in blocks)
+        return self._staging.sums(blocks)
+
+    def use_device(self) -> None:
+        """On this thread."""
+        if not isinstance(self.data, np.ndarray) and self.data.is_cuda:
+            import torch
+
+            torch.cuda.set_device(self.data.device)
 
     @cached_property
     def _staging(self) -> Staging:

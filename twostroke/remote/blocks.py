@@ -1,14 +1,16 @@
 """KV blocks that an engine gives to other engines or gets from them: what `EngineLoop` does with such messages.
 
-The engine sees a segment of shared memory and a checksum. How the bytes come from another machine, how long they may
-take and when a lease ends is decided by the front end (twostroke.cluster).
+The engine sees a segment of shared memory and a checksum, or with NIXL the place of the blocks in the pool of another
+engine (direct.py). How bytes in a segment come from another machine, how long they may take and when a lease ends is
+decided by the front end (twostroke.cluster).
 
-Blocks of a prompt for another engine are copied out after each step that has filled some, so that they travel while the
-next step runs: an engine does not read messages in a step.
+Blocks of a prompt for another engine are copied out, or kept, after each step that has filled some, so that they travel
+while the next step runs: an engine does not read messages in a step.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import zlib
 from collections.abc import Iterator, Mapping
@@ -18,30 +20,40 @@ from twostroke.engine.core import Core
 from twostroke.engine.exchange import Expected as Waiting
 from twostroke.engine.exchange import (
     arrive,
+    begin_store,
     cached_since,
     computed_since,
+    end_store,
     expect,
     export_lent,
+    find_lent,
+    finish_moves,
+    go_on,
+    start_anew,
     storage_of,
     store,
 )  # fmt: skip
 from twostroke.kv.addresses import Name
 from twostroke.kv.lending import copied_out
 from twostroke.ops.interface import BLOCK
+from twostroke.remote.direct import DirectBlocks, Done
 from twostroke.remote.messages import (
     Arrive,
     Arrived,
+    BlockData,
     Expect,
     Expected,
     Export,
     Exported,
     Found,
+    Located,
     LookUp,
     Part,
     Payload,
     Store,
     Stored,
 )  # fmt: skip
+from twostroke.remote.nixl_agent import NixlError
 from twostroke.remote.segment import Segment
 from twostroke.types import FinishReason, RequestState
 
@@ -49,12 +61,15 @@ log = logging.getLogger(__name__)
 
 
 class BlockExchange:
-    def __init__(self, core: Core):
+    def __init__(self, core: Core, direct: DirectBlocks | None = None):
         self.core = core
+        self.direct = direct
+        self.replies: list[Stored | Arrived] = []  # about blocks that were read from another pool
         self.block_bytes = storage_of(core).exchanged_bytes
         self.waiting: dict[int, Waiting] = {}  # requests whose blocks are on their way, by id
         self.followed: dict[int, tuple[RequestState, int]] = {}  # with `lend`: the tokens whose blocks were copied out
         self.segments: dict[str, Segment] = {}  # of parts that are not opened yet, by path
+        self.kept = itertools.count(-1, -1)  # numbers for blocks that are read from here
 
     # ---- given away --------------------------------------------------------------------------------------------------
 
@@ -76,14 +91,23 @@ class BlockExchange:
             tokens, blocks = computed_since(self.core, state, first)
             if not ended:
                 self.followed[number] = state, tokens
-            payload = self._copied(blocks) if blocks else None
+            payload = self._given(blocks) if blocks else None
             if payload is not None or ended:
                 yield Part(number, tokens, tuple(name for name, _ in blocks), payload, ended)
 
     def look_up(self, message: LookUp) -> Found:
         tokens, blocks = cached_since(self.core, message.tokens, message.salt, message.first)
         names = tuple(name for name, _ in blocks)
-        return Found(message.question, tokens, names, self._copied(blocks) if blocks else None)
+        return Found(message.question, tokens, names, self._given(blocks) if blocks else None)
+
+    def _given(self, blocks: list[tuple[Name, int]]) -> BlockData | None:
+        return self._copied(blocks) if self.direct is None else self._located(blocks, self.direct)
+
+    def _located(self, blocks: list[tuple[Name, int]], direct: DirectBlocks) -> Located:
+        """Where they lie: they stay there until `take_back`."""
+        number = next(self.kept)
+        self.core.scheduler.tables.lent.keep(number, blocks)
+        return direct.place([block for _, block in blocks], range(len(blocks)), number)
 
     def _copied(self, blocks: list[tuple[Name, int]]) -> Payload | None:
         """Their bytes, in a segment that stays open until `opened`."""
@@ -102,6 +126,10 @@ class BlockExchange:
             segment.close()
 
     def export(self, message: Export) -> Exported:
+        if not message.path and self.direct is not None:
+            found, blocks = find_lent(self.core, message.lent, message.wanted)
+            finish_moves(self.core)
+            return Exported(message.question, located=self.direct.place(blocks, found, message.lent))
         size = len(message.wanted) * self.block_bytes
         try:
             with Segment.open(message.path, size) as segment:
@@ -118,7 +146,61 @@ class BlockExchange:
 
     # ---- taken in ----------------------------------------------------------------------------------------------------
 
-    def store(self, message: Store) -> Stored:
+    def finish(self) -> list[Stored | Arrived]:
+        """Replies about blocks that were read from another pool."""
+        if self.direct is None:
+            return []
+        self.direct.lend(bool(self.core.scheduler.tables.lent.by_id))
+        self.direct.finish()
+        replies, self.replies = self.replies, []
+        return replies
+
+    def _read(self, located: Located, wanted: list[tuple[Name, int]], names: tuple[Name, ...], done: Done) -> None:
+        """Bring what was located into the wanted blocks. done: called now if that cannot begin."""
+        blocks = dict(wanted)
+        into = [blocks.get(names[index], -1) for index in located.found if 0 <= index < len(names)]
+        if self.direct is None or len(into) != len(located.addresses) or -1 in into or not into:
+            done("other blocks came than those that are wanted", True)
+            return
+        finish_moves(self.core)  # what these blocks held before goes to the host
+        try:
+            self.direct.begin(located, into, done)
+        except NixlError as error:
+            done(str(error), True)
+
+    def _read_to_store(self, message: Store, located: Located) -> None:
+        storing = begin_store(self.core, message.tokens, message.salt)
+        if storing is None:
+            self.replies.append(Stored(message.question, 0))
+            return
+
+        def done(error: str, ended: bool) -> None:
+            if error:
+                log.warning("blocks were not read: %s", error)
+            names = () if error else [message.names[index] for index in located.found]
+            self.replies.append(Stored(message.question, end_store(self.core, storing, names), bool(error)))
+
+        self._read(located, storing.wanted, message.names, done)
+
+    def _read_to_go_on(self, message: Arrive, waiting: Waiting, located: Located) -> None:
+        def done(error: str, ended: bool) -> None:
+            complete = False
+            if error:
+                log.warning("blocks were not read: %s", error)
+            if error and not ended:
+                start_anew(self.core, waiting)
+            else:
+                names = () if error else [waiting.names[index] for index in located.found]
+                complete = go_on(self.core, waiting, names)
+            self.replies.append(Arrived(message.question, complete, bool(error)))
+
+        self._read(located, [*waiting.wanted, *waiting.cut], waiting.names, done)
+
+    def store(self, message: Store) -> Stored | None:
+        """None: the reply comes later."""
+        if isinstance(message.payload, Located):
+            self._read_to_store(message, message.payload)
+            return None
         with self._received(message.names, message.payload) as blocks:
             return Stored(message.question, store(self.core, message.tokens, message.salt, blocks))
 
@@ -132,12 +214,16 @@ class BlockExchange:
             arrive(self.core, waiting, {})
         return Expected(message.question, waiting.names)
 
-    def arrive(self, message: Arrive) -> Arrived:
+    def arrive(self, message: Arrive) -> Arrived | None:
+        """None: the reply comes later."""
         waiting = self.waiting.pop(message.request_id, None)
         if waiting is None:
             return Arrived(message.question, None)
         if message.payload is None:
             return Arrived(message.question, arrive(self.core, waiting, {}))
+        if isinstance(message.payload, Located):
+            self._read_to_go_on(message, waiting, message.payload)
+            return None
         with self._received(waiting.names, message.payload) as blocks:
             return Arrived(message.question, arrive(self.core, waiting, blocks))
 

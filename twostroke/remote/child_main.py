@@ -112,14 +112,14 @@ def main(descriptor: str, parent: str) -> None:
         logging.basicConfig(level=hello.log_level, format="%(levelname)s engine: %(message)s")
         try:
             engine, ready = loop.start(port, hello)
+            running = loop.EngineLoop(port, engine, hello.direct)
         except (TwostrokeError, OSError, MemoryError) as error:
             port.send(Failed(type(error).__name__, str(error)))
             return
         gc.collect()
         gc.freeze()  # the model stays: no later collection needs to look at it again
-        running = loop.EngineLoop(port, engine)
         threading.Thread(target=beat, args=(port, running), daemon=True).start()
-        loop.announce(port, ready)
+        loop.announce(port, ready, running)
         running.run()
     except ClosedError:
         return

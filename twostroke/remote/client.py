@@ -36,8 +36,10 @@ from twostroke.record import replace
 from twostroke.remote.messages import (
     Arrive,
     Arrived,
+    BlockData,
     Change,
     Changed,
+    Direct,
     Expect,
     Expected,
     Export,
@@ -129,40 +131,44 @@ class EngineClient(Protocol):
 class BlockClient(EngineClient, Protocol):
     """An engine that gives KV blocks to other engines and takes theirs. EngineError: it is gone, or did not answer."""
 
-    on_part: Callable[[Part], None]  # blocks of requests with `lend`, as they are computed; call `opened` for each
+    on_part: Callable[[Part], None]  # blocks of requests with `lend`, to be `opened` or taken back
 
     async def look_up(self, tokens: Sequence[int], salt: bytes, first: int) -> Found:
-        """Cached blocks of the beginning of a prompt, from token `first` on. Call `opened` for what is found."""
+        """Cached blocks of the beginning of a prompt, from token `first` on: `opened` or `take_back` what is found."""
 
     def opened(self, path: str) -> None:
         """A segment of the engine was opened, or cannot be."""
 
     async def export(self, lent: int, wanted: Sequence[Name], path: str) -> Exported:
-        """Write blocks that the request `lent` has left (`Request.lend`) to the segment at `path`."""
+        """Write blocks that the request `lent` has left (`Request.lend`) to the segment at `path`; without one, say
+        where they lie."""
 
     def take_back(self, lent: Sequence[int]) -> None:
-        """What these requests have left is not needed any more."""
+        """What these requests have left, or what was located, is not needed any more."""
 
-    async def store(self, tokens: Sequence[int], salt: bytes, names: Sequence[Name], payload: Payload) -> int:
-        """Put the blocks that end the beginning of a prompt into the cache. Returns how many."""
+    async def store(self, tokens: Sequence[int], salt: bytes, names: Sequence[Name], payload: BlockData) -> Stored:
+        """Put the blocks that end the beginning of a prompt into the cache."""
 
     async def expect(self, request: Request, tokens: int) -> tuple[Name, ...] | None:
         """Run a request whose first `tokens` tokens another engine has computed: the blocks that it waits for, until
         `arrive` is called. None: there is no room for it now, and it was not taken."""
 
-    async def arrive(self, request_id: int, payload: Payload | None) -> bool | None:
-        """Its blocks have arrived, or will not (None). Whether it goes on after them; else it computes them. None: no
-        such request waits."""
+    async def arrive(self, request_id: int, payload: BlockData | None) -> Arrived:
+        """Its blocks have arrived, or will not (None)."""
 
 
 class MessageClient:
     """The part of an `EngineClient` that does not depend on how messages travel."""
 
-    def __init__(self, model: Path, settings: dict[str, Any], block_key: bytes | None = None):
-        """block_key: shared by engines that are to agree on the names of KV blocks (kv/addresses.py)."""
+    def __init__(
+        self, model: Path, settings: dict[str, Any], block_key: bytes | None = None, direct: Direct | None = None
+    ):
+        """block_key: shared by engines that are to agree on the names of KV blocks (kv/addresses.py). direct: how
+        other engines read its blocks."""
         self.model = model
         self.settings = settings
         self.block_key = block_key
+        self.direct = direct
         self.changed: dict[str, Any] = {}
         self.ready: Ready | None = None
         self.restarts = 0
@@ -182,7 +188,7 @@ class MessageClient:
             settings = settings | {"seed": self.ready.settings.seed}
         self._said_hello = clock()
         level = logging.getLogger("twostroke").getEffectiveLevel()
-        return Hello(str(self.model), settings, level, self.block_key)
+        return Hello(str(self.model), settings, level, self.block_key, self.direct)
 
     def _send(self, message: Message) -> None:
         """Give a message to the engine; EngineError when it is not there."""
@@ -236,30 +242,36 @@ class MessageClient:
             self._send(TakeBack(tuple(lent)))
 
     def _ignore(self, part: Part) -> None:
-        if part.payload is not None:
-            self.opened(part.payload.path)
+        self.give_up(part.payload)
 
     async def look_up(self, tokens: Sequence[int], salt: bytes, first: int) -> Found:
         answer: Found = await self._ask(LookUp(next(self._numbers), tuple(tokens), salt, first))
         return answer
 
+    def give_up(self, payload: BlockData | None) -> None:
+        """Blocks that the engine gave are not wanted."""
+        if isinstance(payload, Payload):
+            self.opened(payload.path)
+        elif payload is not None:
+            self.take_back([payload.held])
+
     def opened(self, path: str) -> None:
         with contextlib.suppress(EngineError):  # it is gone, and the segment with it
             self._send(Opened(path))
 
-    async def store(self, tokens: Sequence[int], salt: bytes, names: Sequence[Name], payload: Payload) -> int:
+    async def store(self, tokens: Sequence[int], salt: bytes, names: Sequence[Name], payload: BlockData) -> Stored:
         question = Store(next(self._numbers), tuple(tokens), salt, tuple(names), payload)
         answer: Stored = await self._ask(question)
-        return answer.blocks
+        return answer
 
     async def expect(self, request: Request, tokens: int) -> tuple[Name, ...] | None:
         request = replace(request, arrival=request.arrival - self._offset)
         answer: Expected = await self._ask(Expect(next(self._numbers), request, tokens))
         return answer.wanted
 
-    async def arrive(self, request_id: int, payload: Payload | None) -> bool | None:
+    async def arrive(self, request_id: int, payload: BlockData | None) -> Arrived:
         answer: Arrived = await self._ask(Arrive(next(self._numbers), request_id, payload))
-        return answer.complete
+        return answer
 
     async def _ask(self, question: Question, seconds: float | None = None) -> Any:
         limit = ANSWER_SECONDS if seconds is None else seconds
@@ -299,7 +311,7 @@ class MessageClient:
             steps = tuple(step._replace(launched=step.launched + self._offset) for step in message.steps)
             self._answer(msgspec.structs.replace(message, steps=steps) if self._offset else message)
         elif isinstance(message, Found) and message.payload is not None and not self._waits_for(message):
-            self.opened(message.payload.path)  # the engine need not keep the blocks
+            self.give_up(message.payload)
         elif isinstance(message, Exported | Found | Stored | Expected | Arrived):
             self._answer(message)
         elif isinstance(message, Part):

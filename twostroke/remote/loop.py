@@ -22,10 +22,13 @@ from twostroke.grammar.compile import GrammarCompiler
 from twostroke.grammar.queue import GrammarQueue
 from twostroke.metrics.timeline import Facts
 from twostroke.remote.blocks import BlockExchange
+from twostroke.remote.direct import open_direct
 from twostroke.remote.messages import (
     Arrive,
+    Arrived,
     Change,
     Changed,
+    Direct,
     Expect,
     Expected,
     Export,
@@ -40,6 +43,7 @@ from twostroke.remote.messages import (
     Stage,
     Steps,
     Store,
+    Stored,
     TakeBack,
     ToEngine,
 )
@@ -70,12 +74,13 @@ class Port(Protocol):
 
 
 class EngineLoop:
-    def __init__(self, port: Port, engine: Engine):
+    def __init__(self, port: Port, engine: Engine, direct: Direct | None = None):
+        """ConfigError: other engines cannot read its blocks, and must."""
         self.port = port
         self.core = engine.core
         self.settings = engine.settings
         self.grammars = GrammarQueue(compiler_of(engine), port.wake)
-        self.blocks = BlockExchange(engine.core)
+        self.blocks = BlockExchange(engine.core, open_direct(engine.core, direct, port.wake))
         self.expected: dict[int, Expect] = {}  # requests that come with blocks and wait for their grammar, by id
         self.steps = 0  # begun
         self.working = False  # the last of them has not ended
@@ -97,6 +102,9 @@ class EngineLoop:
                 events += self._take(message)
             for request, error in self.grammars.take():
                 events += self._join(request, error)
+            for reply in self.blocks.finish():
+                self.empty_steps = 0
+                self.port.send(reply)
             if not self.core.idle:
                 events += self._step()
             self._report(events)
@@ -120,12 +128,16 @@ class EngineLoop:
         elif isinstance(message, LookUp):
             self.port.send(self.blocks.look_up(message))
         elif isinstance(message, Store):
-            self.port.send(self.blocks.store(message))
+            self._reply(self.blocks.store(message))
         elif isinstance(message, Arrive):
-            self.port.send(self.blocks.arrive(message))
+            self._reply(self.blocks.arrive(message))
         elif isinstance(message, Expect):
             self._expect(message)
         return []
+
+    def _reply(self, reply: Stored | Arrived | None) -> None:
+        if reply is not None:
+            self.port.send(reply)
 
     def _expect(self, message: Expect) -> None:
         if message.request.params.grammar is None:
@@ -234,8 +246,8 @@ def start(port: Port, hello: Hello) -> tuple[Engine, Ready]:
     return engine, Ready(engine.settings, seconds, longest, (count, first), machine, clock(), names)
 
 
-def announce(port: Port, ready: Ready) -> None:
-    port.send(msgspec.structs.replace(ready, clock=clock()))
+def announce(port: Port, ready: Ready, running: EngineLoop) -> None:
+    port.send(msgspec.structs.replace(ready, clock=clock(), direct=running.blocks.direct is not None))
 
 
 def warm_up(engine: Engine) -> tuple[int, float]:

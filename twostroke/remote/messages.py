@@ -4,7 +4,7 @@
     engine ─▶ front end    Stage and Ready (or Failed) while it starts, then a Report for each step, a Beat twice a
                            second, and the answers Changed and Steps, each under the number of its question
 
-KV blocks of one engine for another, as bytes in a shared segment (segment.py):
+KV blocks of one engine for another, as bytes in a shared segment (segment.py) or in the pool of the engine (direct.py):
 
     engine ─▶ front end    Part: blocks of a request with `lend`, after each of its steps; answered by Opened
     front end ─▶ engine    Export what was lent, answered by Exported; TakeBack when it is not needed any more
@@ -19,7 +19,7 @@ seconds of the engine's clock (client.py converts them). wire.py turns messages 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -34,6 +34,13 @@ class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     """On the wire: an array that starts with the name of the message."""
 
 
+class Direct(NamedTuple):
+    """Other engines read blocks from the pool, over NIXL (direct.py)."""
+
+    interface: str  # the address to listen on
+    always: bool  # the engine does not start without it, and uses it for a pool in the host's memory too
+
+
 class Hello(Message, frozen=True, tag="hello"):
     """The first message: which model to run and how."""
 
@@ -41,6 +48,7 @@ class Hello(Message, frozen=True, tag="hello"):
     settings: dict[str, Any]
     log_level: int  # a number of the logging module
     block_key: bytes | None = None  # key of the names of KV blocks, shared by a deployment; None: the engine draws one
+    direct: Direct | None = None  # how other engines read its blocks; None: as bytes in a segment
 
 
 class Orders(Message, frozen=True, tag="orders"):
@@ -94,6 +102,7 @@ class Ready(Message, frozen=True, tag="ready"):
     machine: str  # the processor or the card that computes, by its own name
     clock: float  # the engine's clock when it sent this
     names: bytes = b""  # equal for engines that give equal names to equal KV blocks
+    direct: bool = False  # it reads blocks from the pools of other engines
 
 
 class Failed(Message, frozen=True, tag="failed"):
@@ -120,7 +129,8 @@ class Report(Message, frozen=True, tag="report"):
 
 
 class Export(Message, frozen=True, tag="export"):
-    """Write blocks that the request `lent` has left to the segment at `path`. Answered by Exported."""
+    """Write blocks that the request `lent` has left to the segment at `path`; without one, say where they lie. Answered
+    by Exported."""
 
     question: int
     lent: int
@@ -129,15 +139,17 @@ class Export(Message, frozen=True, tag="export"):
 
 
 class Exported(Message, frozen=True, tag="exported"):
-    """Which of the wanted blocks are in the segment, one after the other, and the CRC-32 of their bytes."""
+    """Which of the wanted blocks are in the segment, one after the other, and the CRC-32 of their bytes; or where they
+    lie."""
 
     question: int
-    found: tuple[int, ...]
-    checksum: int
+    found: tuple[int, ...] = ()
+    checksum: int = 0
+    located: Located | None = None
 
 
 class TakeBack(Message, frozen=True, tag="take back"):
-    """What these requests have left is not needed any more."""
+    """What these requests have left, or what was located, is not needed any more."""
 
     lent: tuple[int, ...]
 
@@ -157,8 +169,8 @@ class Expected(Message, frozen=True, tag="expected"):
     wanted: tuple[Name, ...] | None
 
 
-class Payload(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Bytes of blocks in a segment of another process: which of the wanted ones, one after the other."""
+class Payload(Message, frozen=True, tag="segment"):
+    """BlockData of blocks in a segment of another process: which of the wanted ones, one after the other."""
 
     path: str
     size: int
@@ -166,14 +178,31 @@ class Payload(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     checksum: int
 
 
+class Located(Message, frozen=True, tag="located"):
+    """Blocks in the pool of an engine: which of the wanted ones, where they lie, and their checksums."""
+
+    peer: str  # the engine, as NIXL knows it
+    metadata: bytes
+    kind: str  # of its memory
+    device: int
+    addresses: tuple[int, ...]
+    sums: tuple[int, ...]
+    found: tuple[int, ...]
+    held: int  # the engine keeps them until TakeBack of this number
+
+
+BlockData = Payload | Located
+
+
 class Part(Message, frozen=True, tag="part"):
     """Blocks that a request with `lend` has computed, up to so many tokens. The engine keeps the segment open until
-    Opened. `last`: the request has ended with its limit, which is said even where no block is left."""
+    Opened, or the blocks until TakeBack. `last`: the request has ended with its limit, which is said even where no
+    block is left."""
 
     lent: int
     tokens: int
     names: tuple[Name, ...]
-    payload: Payload | None
+    payload: BlockData | None
     last: bool
 
 
@@ -193,12 +222,12 @@ class LookUp(Message, frozen=True, tag="look up"):
 
 
 class Found(Message, frozen=True, tag="found"):
-    """Blocks up to so many tokens. The engine keeps the segment open until Opened."""
+    """Blocks up to so many tokens. The engine keeps the segment open until Opened, or the blocks until TakeBack."""
 
     question: int
     tokens: int
     names: tuple[Name, ...]
-    payload: Payload | None  # None: there are none
+    payload: BlockData | None  # None: there are none
 
 
 class Store(Message, frozen=True, tag="store"):
@@ -208,12 +237,13 @@ class Store(Message, frozen=True, tag="store"):
     tokens: tuple[int, ...]
     salt: bytes
     names: tuple[Name, ...]
-    payload: Payload
+    payload: BlockData
 
 
 class Stored(Message, frozen=True, tag="stored"):
     question: int
     blocks: int  # 0: they are there, do not follow what is there, have no room, or were damaged
+    unread: bool = False  # they could not be read from the pool of the other engine
 
 
 class Arrive(Message, frozen=True, tag="arrive"):
@@ -221,7 +251,7 @@ class Arrive(Message, frozen=True, tag="arrive"):
 
     question: int
     request_id: int
-    payload: Payload | None
+    payload: BlockData | None
 
 
 class Arrived(Message, frozen=True, tag="arrived"):
@@ -229,6 +259,7 @@ class Arrived(Message, frozen=True, tag="arrived"):
 
     question: int
     complete: bool | None
+    unread: bool = False  # they could not be read from the pool of the other engine
 
 
 Question = Change | Recall | Export | LookUp | Store | Expect | Arrive

@@ -26,7 +26,7 @@ from typing import Any, cast
 from twostroke import errors
 from twostroke.remote import wire
 from twostroke.remote.client import EngineError, EngineListener, MessageClient
-from twostroke.remote.messages import Beat, Failed, FromEngine, Hello, Message, Ready, Report
+from twostroke.remote.messages import Beat, Direct, Failed, FromEngine, Hello, Message, Ready, Report
 
 log = logging.getLogger(__name__)
 NOT_STARTED = "it could not start, and the server's log has the reason"  # which may name files: not for clients
@@ -125,8 +125,9 @@ class ProcessEngine(MessageClient):
         settings: dict[str, Any],
         patience: Patience | None = None,
         block_key: bytes | None = None,
+        direct: Direct | None = None,
     ):
-        super().__init__(model, settings, block_key)
+        super().__init__(model, settings, block_key, direct)
         self.patience = patience or Patience()
         self.child: Child | None = None
         self.why = "it has not been started"  # in words that clients may read: no paths

@@ -17,7 +17,7 @@ from twostroke.errors import TwostrokeError
 from twostroke.remote import loop
 from twostroke.remote.client import EngineError, EngineListener, MessageClient
 from twostroke.remote.loop import ClosedError
-from twostroke.remote.messages import FromEngine, Hello, Message, Ready, ToEngine
+from twostroke.remote.messages import Direct, FromEngine, Hello, Message, Ready, ToEngine
 
 log = logging.getLogger(__name__)
 ENDED = "it ended, and the log has the reason"  # which may name files: not for clients
@@ -64,8 +64,10 @@ class QueuePort:
 class ThreadEngine(MessageClient):
     """An `EngineClient` whose engine runs on a thread."""
 
-    def __init__(self, model: Path, settings: dict[str, Any], block_key: bytes | None = None):
-        super().__init__(model, settings, block_key)
+    def __init__(
+        self, model: Path, settings: dict[str, Any], block_key: bytes | None = None, direct: Direct | None = None
+    ):
+        super().__init__(model, settings, block_key, direct)
         self.why = "it has not been started"
         self._port: QueuePort
         self._thread: threading.Thread | None = None
@@ -91,8 +93,8 @@ class ThreadEngine(MessageClient):
         """On the thread."""
         try:
             engine, ready = loop.start(port, hello)
-            running = loop.EngineLoop(port, engine)
-            loop.announce(port, ready)
+            running = loop.EngineLoop(port, engine, hello.direct)
+            loop.announce(port, ready, running)
             running.run()
         except ClosedError:
             return

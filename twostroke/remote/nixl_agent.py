@@ -1,13 +1,15 @@
 """NIXL in this process: memory that peers may read, and reads of theirs. Torch-free.
 
-Nothing of NIXL is imported before an agent is made. The agent has no thread of its own, which would use up a core:
+Nothing of NIXL is imported before an agent is made. NIXL's own thread would use up a core and is not started:
 `progress` moves what is under way, and is called as long as something is.
+
+UCX, which moves the bytes, asks its peers for no key: a process that reaches its ports may read and write the memory
+of this one.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import importlib
 import logging
@@ -15,15 +17,12 @@ import os
 import secrets
 import socket
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from twostroke.cluster.transport import TransferError
-
-log = logging.getLogger(__name__)
-PACKAGES = ("nixl_cu12", "nixl_cu13")  # either does: only memory of the host is registered
+PACKAGES = ("nixl_cu12", "nixl_cu13")  # for a GPU: the one that has torch's version of CUDA
 INSTALL = "pip install 'twostroke[nixl]'"
 BACKEND = "UCX"
 DEVICES = "UCX_NET_DEVICES"  # what the user has set here is kept
@@ -31,7 +30,7 @@ RDMA = Path("/sys/class/infiniband")
 SIOCGIFADDR = 0x8915
 
 
-class NixlError(TransferError):
+class NixlError(Exception):
     """NIXL is not there, or could not move the bytes."""
 
 
@@ -47,28 +46,26 @@ class Peer(NamedTuple):
     metadata: bytes
 
 
-class Memory:
-    """Bytes that NIXL may read or write."""
+class Memory(NamedTuple):
+    """One run of bytes."""
 
-    def __init__(self, view: memoryview, close: Callable[[], None]):
-        self.view = view
-        self.close = close
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(view))
-        self.descriptors: Any = None
+    address: int
+    size: int
+    kind: str = "DRAM"  # or "VRAM": of a GPU
+    device: int = 0
 
 
 class Read:
     """Of a peer's memory."""
 
-    def __init__(self, peer: Peer, memory: Memory, handle: Any):
+    def __init__(self, peer: Peer, handle: Any):
         self.peer = peer
-        self.memory = memory  # which is written
         self.handle = handle
         self.begun = self.complete = False
 
 
 class NixlAgent:
-    """Used by one thread."""
+    """Used by one thread at a time."""
 
     def __init__(self, interface: str):
         """interface: the address to listen on, and no other; RDMA devices are used beside it, except on the loopback
@@ -87,51 +84,35 @@ class NixlAgent:
         except Exception as error:  # what NIXL raises has no base class of its own
             raise NixlError(f"NIXL does not work here: {describe(error)}") from None
         self._known: set[str] = set()  # names of peers
-        self._stuck: list[Read] = []  # that could not be ended: their memory is not given back
 
-    # ---- memory ----------------------------------------------------------------------------------------------------
-
-    def register(self, view: memoryview, close: Callable[[], None] = lambda: None) -> Memory:
-        """close: to be called by `discard`."""
-        memory = Memory(view, close)
+    def register(self, memory: Memory) -> None:
+        """Peers may read it from now on, as long as this agent lives, and reads may write it."""
         try:
-            memory.descriptors = self._agent.register_memory([(memory.address, len(view), 0, "")], "DRAM", [BACKEND])
+            self._agent.register_memory([(memory.address, memory.size, memory.device, "")], memory.kind, [BACKEND])
         except Exception as error:
             raise NixlError(f"memory cannot be registered: {describe(error)}") from None
-        return memory
-
-    def release(self, memory: Memory) -> None:
-        """It is neither read nor written any more."""
-        with contextlib.suppress(Exception):  # the agent forgets it with its own end
-            self._agent.deregister_memory(memory.descriptors, [BACKEND])
-
-    def discard(self, memory: Memory) -> None:
-        """It is not wanted any more: release and close it, as soon as no read writes to it."""
-        if all(read.memory is not memory for read in self._stuck):
-            self.release(memory)
-            memory.close()
 
     def as_peer(self) -> Peer:
         """What others need to read the memory that is registered now."""
         return Peer(self.name, bytes(self._agent.get_agent_metadata()))
 
-    # ---- reads -----------------------------------------------------------------------------------------------------
-
     def progress(self) -> None:
         with contextlib.suppress(Exception):  # a peer that is gone; its reads say so themselves
             self._agent.get_new_notifs([BACKEND])
 
-    def begin(self, peer: Peer, address: int, memory: Memory, start: int, size: int) -> Read:
-        """Read a peer's memory into this one. `end` it in any case."""
+    def begin(self, peer: Peer, there: Sequence[Memory], here: Sequence[Memory]) -> Read:
+        """Read runs of a peer's memory into as many of this process. `end` it in any case."""
         try:
             self._meet(peer)
-            here = self._agent.get_xfer_descs([(memory.address + start, size, 0)], "DRAM")
-            there = self._agent.get_xfer_descs([(address, size, 0)], "DRAM")
-            handle = self._agent.initialize_xfer("READ", here, there, peer.name, b"", [BACKEND])
+            theirs, ours = (self._descriptors(some) for some in (there, here))
+            handle = self._agent.initialize_xfer("READ", ours, theirs, peer.name, b"", [BACKEND])
         except Exception as error:
             self._forget(peer)
             raise NixlError(f"the peer's memory cannot be reached: {describe(error)}") from None
-        return Read(peer, memory, handle)
+        return Read(peer, handle)
+
+    def _descriptors(self, some: Sequence[Memory]) -> Any:
+        return self._agent.get_xfer_descs([(one.address, one.size, one.device) for one in some], some[0].kind)
 
     def done(self, read: Read) -> bool:
         """Moves it on. NixlError: it has failed."""
@@ -146,21 +127,16 @@ class NixlAgent:
         read.complete = state == "DONE"
         return read.complete
 
-    def end(self, read: Read) -> None:
-        """One that is not complete is given up, and with it what is known of the peer."""
+    def end(self, read: Read) -> bool:
+        """One that is not complete is given up, and with it what is known of the peer. False: it is still under way;
+        its memory may be written, and it has to be ended again."""
         if not read.complete:
             self._forget(read.peer)
         try:
             read.handle.release()
-        except Exception:  # it is under way, and cannot be ended yet
-            self._stuck.append(read)
-
-    def reap(self) -> None:
-        """Try again to end reads that are stuck."""
-        stuck, self._stuck = self._stuck, []
-        for read in stuck:
-            self.end(read)
-            self.discard(read.memory)
+        except Exception:
+            return False
+        return True
 
     def _meet(self, peer: Peer) -> None:
         if peer.name != self.name and peer.name not in self._known:
@@ -173,13 +149,6 @@ class NixlAgent:
             self._known.discard(peer.name)
             with contextlib.suppress(Exception):
                 self._agent.remove_remote_agent(peer.name)
-
-    def close(self) -> None:
-        self.reap()
-        stuck, self._stuck = self._stuck, []
-        del self._agent  # and with it all that is under way
-        for read in stuck:
-            read.memory.close()
 
 
 def describe(error: Exception) -> str:
