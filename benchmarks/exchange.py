@@ -5,9 +5,11 @@
 Two workers, each a process with an engine process of its own. One computes a prompt and offers its blocks, the other
 brings them into its cache, as workers of a cluster do. Each transport gets new prompts, in turns. Three times are kept:
 `out` (the engine copies its blocks into shared memory), `move` (the transport), `in` (the other engine checks their
-CRC-32 and copies them into its pool). The limits are measured in the same run, with as many bytes: a copy in the host's
-memory, to memory that was written before and to new memory, and on a GPU copies between it and the host. After each
-turn the second engine goes on after the prompt with the tokens of the first. Random weights; the last line is JSON.
+CRC-32 and copies them into its pool). Over NIXL, which has a pair of workers of its own, `out` is the checksum, `move`
+a message, and `in` the read from pool to pool with its checksum. The limits are measured in the same run, with as many
+bytes: a copy in the host's memory, to memory that was written before and to new memory, and on a GPU copies between it
+and the host. After each turn the second engine goes on after the prompt with the tokens of the first. Random weights;
+the last line is JSON.
 """
 
 from __future__ import annotations
@@ -31,21 +33,23 @@ import torch
 from benchmarks.machine import save
 from benchmarks.random_folder import SHAPES, write_folder
 from twostroke.cluster.channel import derive
+from twostroke.cluster.handover import payload_of
 from twostroke.cluster.holder import Parcel
-from twostroke.cluster.nixl import NixlTransport
-from twostroke.cluster.nixl_agent import package
 from twostroke.cluster.sockets import SharedMemoryTransport, SocketTransport, TcpTransport
 from twostroke.cluster.transports import FittingTransport
 from twostroke.cluster.worker import Worker
 from twostroke.remote.async_engine import AsyncEngine
+from twostroke.remote.messages import Direct
+from twostroke.remote.nixl_agent import package
 from twostroke.remote.process import ProcessEngine
 from twostroke.remote.segment import Segment
 from twostroke.sampling import SamplingParams
 
 KINDS: dict[str, type[SocketTransport]] = {
-    "shared memory": SharedMemoryTransport, "tcp": TcpTransport, "nixl": NixlTransport,
+    "shared memory": SharedMemoryTransport, "tcp": TcpTransport, "nixl": TcpTransport,
 }  # fmt: skip
-SCHEMES = {"shared memory": "unix://", "tcp": "tcp://", "nixl": "nixl://"}
+SCHEMES = {"shared memory": "unix://", "tcp": "tcp://", "nixl": "tcp://"}
+OVER_NIXL = Direct("127.0.0.1", True)
 BLOCK = 16  # tokens
 ANSWER = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
 ROOM = 40e9  # bytes that must be free in memory for weights to be written there
@@ -64,8 +68,10 @@ def settings_for(device: str, longest: int, threads: int) -> dict[str, Any]:
 
 def make_worker(folder: Path, settings: dict[str, Any], secret: bytes, nixl: bool) -> Worker:
     key = derive(secret, "peers")
-    ways = FittingTransport(SharedMemoryTransport(key), NixlTransport(key) if nixl else None, TcpTransport(key))
-    return Worker(ProcessEngine(folder, settings, block_key=derive(secret, "names")), ways, transfer_seconds=120.0)
+    ways = FittingTransport(SharedMemoryTransport(key), TcpTransport(key))
+    direct = OVER_NIXL if nixl else None
+    engine = ProcessEngine(folder, settings, block_key=derive(secret, "names"), direct=direct)
+    return Worker(engine, ways, transfer_seconds=120.0)
 
 
 async def answer(engine: AsyncEngine, prompt: list[int]) -> list[int]:
@@ -95,23 +101,25 @@ def hold(pipe: Connection, folder: Path, settings: dict[str, Any], secret: bytes
     asyncio.run(serve())
 
 
-async def bring(worker: Worker, transport: SocketTransport, prompt: list[int], parcel: Parcel) -> dict[str, float]:
+async def bring(
+    worker: Worker, kind: str, transport: SocketTransport, prompt: list[int], parcel: Parcel
+) -> dict[str, float]:
     """As `Handover.collect` does, with the time of each part."""
     ready = worker.ready
     assert ready is not None
-    scheme = SCHEMES[next(name for name, kind in KINDS.items() if type(transport) is kind)]
-    address = next(part for part in parcel.offer.address.split(" ") if part.startswith(scheme))
+    address = next(part for part in parcel.offer.address.split(" ") if part.startswith(SCHEMES[kind]))
     began = time.perf_counter()
     incoming = await transport.connect(address, parcel.offer.ticket)
-    blocks = await incoming.fetch(parcel.names, ready.settings.exchanged_bytes)
+    blocks = await incoming.fetch(parcel.names, ready.settings.exchanged_bytes, kind == "nixl")
     moved = time.perf_counter()
-    with blocks.segment:
-        stored = await worker.engine.store(prompt[: parcel.tokens], b"", parcel.names, blocks.payload())
+    with payload_of(blocks) as payload:
+        answer = await worker.engine.store(prompt[: parcel.tokens], b"", parcel.names, payload)
     taken = time.perf_counter()
     await incoming.close(True)
-    if stored != len(parcel.names):
-        raise RuntimeError(f"{stored} of {len(parcel.names)} blocks were stored")
-    return {"bytes": blocks.segment.size, "move": moved - began, "in": taken - moved}
+    if answer.blocks != len(parcel.names):
+        raise RuntimeError(f"{answer.blocks} of {len(parcel.names)} blocks were stored")
+    size = len(parcel.names) * ready.settings.exchanged_bytes
+    return {"bytes": size, "move": moved - began, "in": taken - moved}
 
 
 # ---- the limits ------------------------------------------------------------------------------------------------------
@@ -164,7 +172,7 @@ async def exchange(args: argparse.Namespace, folder: Path, kinds: list[str]) -> 
     holder = context.Process(target=hold, args=(theirs, folder, settings, secret, "nixl" in kinds))
     holder.start()
     theirs.close()
-    worker = make_worker(folder, settings, secret, False)
+    worker = make_worker(folder, settings, secret, "nixl" in kinds)
     engine = AsyncEngine(folder, settings, client=worker)
     ways = {kind: KINDS[kind](derive(secret, "peers")) for kind in kinds}
     result: dict[str, Any] = {"settings": settings, "sizes": {}}
@@ -196,7 +204,7 @@ async def one_size(
             prompt = [(first + 31 * i) % (vocabulary - 300) + 300 for i in range(count)]
             pipe.send(prompt)
             wrote, parcel, out = await asyncio.to_thread(pipe.recv)
-            found = await bring(worker, transport, prompt, parcel)
+            found = await bring(worker, kind, transport, prompt, parcel)
             size, same = int(found.pop("bytes")), same and await answer(engine, prompt) == wrote
             if turn:
                 times[kind].append({"out": out, **found, "whole": out + found["move"] + found["in"]})
@@ -243,7 +251,12 @@ def main() -> None:
             began = time.perf_counter()
             write_folder(folder, args.shape, args.device)
             print(f"weights were written in {time.perf_counter() - began:.1f} s", flush=True)
-        result = asyncio.run(exchange(args, folder, kinds))
+        result = asyncio.run(exchange(args, folder, ["shared memory", "tcp"]))
+        if "nixl" in kinds:
+            other = asyncio.run(exchange(args, folder, ["nixl"]))
+            for length, found in result["sizes"].items():
+                found["nixl"] = other["sizes"][length]["nixl"]
+                found["same_tokens"] = found["same_tokens"] and other["sizes"][length]["same_tokens"]
     asked = {"device": args.device, "shape": args.shape, "turns": args.turns, "transports": kinds}
     save("exchange", "exchange", {**asked, **result}, args.json)
 

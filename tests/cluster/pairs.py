@@ -37,6 +37,7 @@ class NixlTransport(TcpTransport):
     """It carries messages: the engines of a pair that has it read blocks from each other's pools."""
 
 
+OVER_NIXL = Direct("127.0.0.1", True)
 needs_nixl = pytest.mark.skipif(package() is None, reason="nixl is not installed")
 REAL = [*SOCKETS, pytest.param(NixlTransport, marks=needs_nixl)]
 
@@ -71,16 +72,18 @@ def run_pair(
     kind: str = "thread",
     prefill: dict | None = None,
     decode: dict | None = None,
+    direct: Direct | None = None,
     **options: object,
 ) -> None:
-    """prefill, decode: settings of one engine beside SETTINGS. Afterwards every block is back in both engines."""
+    """prefill, decode: settings of one engine beside SETTINGS. direct: how they read each other's blocks. Afterwards
+    every block is back in both engines."""
 
     async def whole() -> None:
         first, second = SETTINGS | (prefill or {}), SETTINGS | (decode or {})
         one = transport()
         other = one if isinstance(one, FakeTransport) else transport()
-        direct = Direct("127.0.0.1", True) if isinstance(one, NixlTransport) else None
-        clients = [client(folder, kind, settings, direct=direct) for settings in (first, second)]
+        reads = OVER_NIXL if isinstance(one, NixlTransport) else direct
+        clients = [client(folder, kind, settings, direct=reads) for settings in (first, second)]
         seats = {
             "prefill": Seat(Role.PREFILL, Worker(clients[0], one, **options)),  # type: ignore[arg-type]
             "decode": Seat(Role.DECODE, Worker(clients[1], other, **options)),  # type: ignore[arg-type]

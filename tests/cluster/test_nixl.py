@@ -1,4 +1,5 @@
-"""Blocks over NIXL: pieces, places, and peers that fail. The tests of all transports (test_sockets.py) have it too."""
+"""Blocks over NIXL: engines read them from each other's pools. What pairs and processes do with every transport
+(test_pair.py, test_early.py, test_faults.py) is tested with it too."""
 
 from __future__ import annotations
 
@@ -7,87 +8,134 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
+import numpy as np
 import pytest
 
-from tests.cluster.fakes import Shelf
-from tests.cluster.pairs import PEERS, answer, moved
+from tests.cluster.pairs import OVER_NIXL, PEERS, NixlTransport, Pair, all_back, answer, moved, needs_nixl, run_pair
 from tests.cluster.rays import run_deployment
-from tests.cluster.test_early import segments
-from tests.cluster.test_faults import prompts
-from tests.cluster.test_pair import Alone
+from tests.cluster.test_faults import prompts, until
+from tests.cluster.test_pair import PROMPT, Alone
 from tests.cluster.test_ray import shape
-from tests.cluster.test_sockets import NAMES, TICKET, until
-from twostroke.cluster import nixl, nixl_agent, session
 from twostroke.cluster.deployment import Deployment
-from twostroke.cluster.nixl import PIECE, PLACES, NixlTransport
-from twostroke.cluster.nixl_agent import NixlError, devices, package
-from twostroke.cluster.sockets import SharedMemoryTransport, TcpTransport
-from twostroke.cluster.transport import Incoming, TransferError
-from twostroke.cluster.transports import FittingTransport, fitting_transport
+from twostroke.cluster.sockets import TcpTransport
+from twostroke.cluster.transports import FittingTransport, direct_reads, fitting_transport
 from twostroke.errors import ConfigError
+from twostroke.kv.blocks import BlockPool
+from twostroke.remote import direct, nixl_agent
 from twostroke.remote.async_engine import AsyncEngine
+from twostroke.remote.direct import DirectBlocks
+from twostroke.remote.messages import Direct, Located
+from twostroke.remote.nixl_agent import NixlAgent, NixlError, devices, package
 
-needs_nixl = pytest.mark.skipif(package() is None, reason="nixl is not installed")
-LARGE = 3 * PIECE // len(NAMES)  # bytes of a block: all of them are three pieces
-
-HOLDER = """
-import asyncio, sys
-from tests.cluster.fakes import Shelf
-from tests.cluster.pairs import PEERS, answer, moved
-from tests.cluster.rays import run_deployment
-from twostroke.cluster.nixl import NixlTransport
-
-async def serve():
-    print(await NixlTransport(PEERS).listen(Shelf(int(sys.argv[1]))), flush=True)
-    await asyncio.sleep(60)
-
-asyncio.run(serve())
-"""
+BLOCKS, SIZE = 24, 5_000  # bytes of a block
 
 
-def run(scenario: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(scenario(), 60))
+class Layout:
+    block_bytes = SIZE
 
 
-def holder(block_bytes: int) -> subprocess.Popen[str]:
-    """In another process."""
-    return subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(block_bytes)], stdout=subprocess.PIPE, text=True,
-        cwd=Path(__file__).parents[2],
-    )  # fmt: skip
+class Pool:
+    """A pool of bytes, as `KVStorage` has one."""
+
+    layout = Layout
+
+    def __init__(self, seed: int):
+        self.data = np.random.default_rng(seed).integers(0, 256, (BLOCKS, SIZE), np.uint8)
+
+    def memory(self) -> tuple[int, int, str, int]:
+        return self.data.ctypes.data, self.data.nbytes, "DRAM", 0
+
+    def sums(self, blocks: list[int]) -> tuple[int, ...]:
+        return tuple(int(self.data[block].astype(np.int64).sum()) for block in blocks)
+
+    def use_device(self) -> None:
+        pass
 
 
-async def fetched(incoming: Incoming, block_bytes: int) -> bytes:
-    blocks = await incoming.fetch(NAMES, block_bytes)
-    with blocks.segment:
-        return bytes(blocks.segment.view)
+class End:
+    """One engine's part of it."""
+
+    def __init__(self, seed: int):
+        self.storage, self.pool = Pool(seed), BlockPool(BLOCKS)
+        for _ in range(BLOCKS):  # requests have them all
+            self.pool.take()
+        self.woken = threading.Event()
+        self.blocks = DirectBlocks(self.storage, self.pool, "127.0.0.1", self.woken.set)  # type: ignore[arg-type]
+        self.results: list[tuple[str, bool]] = []
+
+    def read(self, located: Located, into: list[int]) -> None:
+        self.blocks.begin(located, into, lambda error, ended: self.results.append((error, ended)))
+
+    def wait(self, condition: Callable[[], object]) -> None:
+        deadline = time.monotonic() + 30
+        while not condition():
+            assert time.monotonic() < deadline
+            self.woken.wait(0.01)
+            self.blocks.finish()
+
+
+@pytest.fixture
+def ends():  # type: ignore[no-untyped-def]
+    made = [End(1), End(2)]
+    yield made
+    for end in made:
+        end.blocks.close()
+
+
+# ---- where it is used ------------------------------------------------------------------------------------------------
 
 
 def test_nothing_of_nixl_is_imported_before_it_is_used() -> None:
-    load = "import sys, twostroke.cluster.agent, twostroke.cluster.deployment"
+    load = "import sys, twostroke.cluster.agent, twostroke.cluster.deployment, twostroke.remote.child_main"
     code = f"{load}; print([name for name in sys.modules if 'nixl' in name])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "['twostroke.cluster.nixl_agent', 'twostroke.cluster.nixl']"
+    assert done.stdout.strip() == "['twostroke.remote.nixl_agent']"
 
 
 def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nixl_agent, "PACKAGES", ())
     with pytest.raises(ConfigError, match=r"--transport nixl: NIXL is not installed: pip install 'twostroke\[nixl\]'"):
-        fitting_transport(PEERS, "127.0.0.1", "nixl")
-    found = fitting_transport(PEERS, "192.0.2.1", "auto")
-    assert isinstance(found, FittingTransport) and found.nixl is None
+        direct_reads("127.0.0.1", "nixl")
+    assert direct_reads("192.0.2.1", "auto") is None
+    with pytest.raises(NixlError, match="not installed"):
+        NixlAgent("127.0.0.1")
 
 
 @needs_nixl
-def test_one_machine_has_no_use_for_it() -> None:
-    """Its ports are not opened where workers have shared memory."""
-    found = fitting_transport(PEERS, "127.0.0.1")
-    assert isinstance(found, FittingTransport) and found.nixl is None
+def test_what_a_choice_means() -> None:
+    assert isinstance(fitting_transport(PEERS, "127.0.0.1"), FittingTransport)
     assert isinstance(fitting_transport(PEERS, "127.0.0.1", "tcp"), TcpTransport)
+    assert isinstance(fitting_transport(PEERS, "127.0.0.1", "nixl"), TcpTransport)
+    assert direct_reads("127.0.0.1", "tcp") is None
+    assert direct_reads("127.0.0.1", "auto") == Direct("127.0.0.1", False)
+    assert direct_reads("127.0.0.1", "nixl") == OVER_NIXL
+
+
+@needs_nixl
+def test_pools_in_the_memory_of_one_host_have_shared_memory(llama_folder: Path) -> None:
+    """Ports are not opened where workers have it."""
+
+    async def scenario(engine: AsyncEngine, pair: Pair) -> None:
+        assert not pair.decode.worker.engine.ready.direct
+        await answer(engine, PROMPT)
+
+    run_pair(llama_folder, scenario, direct=Direct("127.0.0.1", False))
+
+
+@needs_nixl
+def test_several_ranks_are_refused(llama_folder: Path) -> None:
+    async def nothing(engine: AsyncEngine, pair: Pair) -> None:
+        raise AssertionError("it started")
+
+    ranks = {"parallel": 2}
+    with pytest.raises(ConfigError, match="--transport nixl: it cannot be used with parallel above 1"):
+        run_pair(llama_folder, nothing, kind="process", prefill=ranks, decode=ranks, direct=OVER_NIXL)
 
 
 def test_the_device_of_an_address() -> None:
@@ -97,16 +145,12 @@ def test_the_device_of_an_address() -> None:
 
 @needs_nixl
 def test_only_the_configured_interface_is_listened_on() -> None:
-    async def scenario() -> None:
-        transport = NixlTransport(PEERS)
-        before = listening()
-        await transport.listen(Shelf())
-        opened = listening() - before
-        await transport.close()
-        assert len(opened) == 2 and {place.split(":")[0] for place in opened} == {"0100007F"}
-        assert nixl_agent.DEVICES not in os.environ
-
-    run(scenario)
+    before = listening()
+    agent = NixlAgent("127.0.0.1")
+    opened = listening() - before
+    assert opened and {place.split(":")[0] for place in opened} == {"0100007F"}
+    assert nixl_agent.DEVICES not in os.environ
+    del agent
 
 
 def listening() -> set[str]:
@@ -122,105 +166,146 @@ def listening() -> set[str]:
     return {row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in inodes}
 
 
-@needs_nixl
-def test_two_processes() -> None:
-    """Pieces arrive in order, again and again, and more transfers at once than there are places."""
-
-    async def scenario() -> None:
-        there, transport, shelf = holder(LARGE), NixlTransport(PEERS), Shelf(LARGE)
-        try:
-            address = await asyncio.to_thread(there.stdout.readline)
-            want = b"".join(map(shelf.content, NAMES))
-            many = [await transport.connect(address.strip(), bytes([i] * 16)) for i in range(PLACES + 4)]
-            found = await asyncio.gather(*(fetched(incoming, LARGE) for incoming in many))
-            assert all(one == want for one in found)
-            for incoming in many:
-                await incoming.close(True)
-        finally:
-            there.kill()
-            there.wait()
-            await transport.close()
-
-    run(scenario)
+# ---- reads -----------------------------------------------------------------------------------------------------------
 
 
 @needs_nixl
-@pytest.mark.parametrize(
-    ("how", "ways"),
-    [(signal.SIGKILL, "all"), (signal.SIGKILL, "tcp"), (signal.SIGSTOP, "tcp")],  # tcp: the holder must help to read
-)
-def test_a_holder_that_is_gone_ends_the_transfer(
-    how: signal.Signals, ways: str, monkeypatch: pytest.MonkeyPatch
+def test_blocks_are_read_into_others(ends: list[End]) -> None:
+    """Several reads at once, blocks in any order; the others keep their bytes."""
+    holder, reader = ends
+    before = reader.storage.data.copy()
+    into = {1: 20, 5: 3, 2: 21, 9: 0, 8: 1, 7: 2}
+    for some in ([1, 5, 2], [9, 8, 7]):
+        reader.read(holder.blocks.place(some, range(3), -1), [into[block] for block in some])
+    assert [reader.pool.references[block] for block in into.values()] == [2] * 6
+    reader.wait(lambda: len(reader.results) == 2)
+    assert reader.results == [("", True)] * 2
+    for block, to in into.items():
+        assert (reader.storage.data[to] == holder.storage.data[block]).all()
+        before[to] = holder.storage.data[block]
+    assert (reader.storage.data == before).all()
+    assert reader.pool.references == [1] * BLOCKS, "blocks are kept after their reads"
+
+
+@needs_nixl
+def test_blocks_that_changed_meanwhile_are_not_used(ends: list[End]) -> None:
+    """The holder's lease was over, and another request got them."""
+    holder, reader = ends
+    located = holder.blocks.place([4], [0], -1)
+    holder.storage.data[4, 77] ^= 1
+    reader.read(located, [6])
+    reader.wait(lambda: reader.results)
+    assert reader.results == [("blocks arrived damaged", True)] and reader.pool.references == [1] * BLOCKS
+
+
+@needs_nixl
+def test_a_peer_that_is_not_one(ends: list[End]) -> None:
+    holder, reader = ends
+    located = holder.blocks.place([4], [0], -1)
+    foreign = msgspec.structs.replace(located, metadata=b"nothing")
+    with pytest.raises(NixlError, match="cannot be reached"):
+        reader.read(foreign, [6])
+    outside = msgspec.structs.replace(located, addresses=(located.addresses[0] + (1 << 30),))
+    with pytest.raises(NixlError, match="cannot be reached"):
+        reader.read(outside, [6])
+    assert reader.pool.references == [1] * BLOCKS
+    reader.read(located, [6])
+    reader.wait(lambda: reader.results)
+    assert reader.results == [("", True)], "one that fails does not keep others from being read"
+
+
+@needs_nixl
+def test_blocks_of_a_read_that_cannot_be_ended_are_kept(ends: list[End], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its caller knows at once that it failed; what may still be written is not given to another request."""
+    holder, reader = ends
+    end, stuck = NixlAgent.end, [True]
+    monkeypatch.setattr(direct, "READ_SECONDS", 0.05)
+    monkeypatch.setattr(NixlAgent, "done", lambda self, read: False)
+    monkeypatch.setattr(NixlAgent, "end", lambda self, read: not stuck[0] and end(self, read))
+    reader.read(holder.blocks.place([4], [0], -1), [6])
+    reader.wait(lambda: reader.results)
+    assert reader.results == [("no bytes came within 0.05 s", False)]
+    time.sleep(0.05)
+    reader.blocks.finish()
+    assert reader.pool.references[6] == 2 and len(reader.results) == 1
+    stuck.clear()
+    stuck.append(False)
+    reader.wait(lambda: reader.pool.references[6] == 1)
+    assert len(reader.results) == 1, "the caller hears of it once"
+
+
+# ---- engines ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def llama_alone(llama_folder: Path) -> Alone:
+    return Alone(llama_folder)
+
+
+@needs_nixl
+@pytest.mark.parametrize("ended", [True, False])
+def test_reads_that_fail_cost_time_and_no_token(
+    llama_folder: Path, llama_alone: Alone, ended: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed: at once. Stopped: when a read takes too long; it is avoided then."""
-    monkeypatch.setattr(nixl, "READ_SECONDS", 0.5)
-    monkeypatch.setenv("UCX_TLS", ways)
+    """What cannot be read is computed; then the blocks of this holder come as bytes."""
+    want = [llama_alone.answer(prompt) for prompt in prompts(3)]
+    begin, failing = DirectBlocks.begin, [True]
 
-    async def scenario() -> None:
-        there, transport = holder(LARGE), NixlTransport(PEERS)
-        try:
-            address = (await asyncio.to_thread(there.stdout.readline)).strip()
-            first, second = [await transport.connect(address, bytes([i] * 16)) for i in range(2)]
-            await fetched(first, LARGE)
-            read, began = transport._read, time.monotonic()
+    def fail(self: DirectBlocks, located: Located, blocks: list[int], done: direct.Done) -> None:
+        if failing:
+            done("it is made to fail", ended)
+        else:
+            begin(self, located, blocks, done)
 
-            async def strike(*given: object) -> None:
-                there.send_signal(how)
-                await asyncio.sleep(0.05)
-                await read(*given)
+    monkeypatch.setattr(DirectBlocks, "begin", fail)
 
-            monkeypatch.setattr(transport, "_read", strike)
-            with pytest.raises(NixlError if how is signal.SIGSTOP else TransferError):
-                await fetched(second, LARGE)
-            assert time.monotonic() - began < 3
-            assert transport.avoids(address) == (how is signal.SIGSTOP)
-            for one in (first, second):
-                one.channel.close()
-        finally:
-            there.kill()
-            there.wait()
-            await transport.close()
-        assert not segments(os.getpid())
+    async def scenario(engine: AsyncEngine, pair: Pair) -> None:
+        assert await answer(engine, prompts(3)[0]) == want[0]
+        await moved(pair)
+        assert sum(pair.counts.failed.values()) == 1 and not pair.counts.blocks
+        assert await answer(engine, prompts(3)[1]) == want[1]
+        await moved(pair)
+        assert pair.counts.done == 1 and pair.counts.blocks, "they came as bytes"
+        failing.clear()
+        pair.decode.worker.handover._avoided.clear()
+        assert await answer(engine, prompts(3)[2]) == want[2]
+        await moved(pair)
+        assert pair.counts.done == 2 and sum(pair.counts.failed.values()) == 1
 
-    run(scenario)
+    run_pair(llama_folder, scenario, direct=OVER_NIXL)
 
 
 @needs_nixl
-def test_a_read_that_fails_is_followed_by_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between machines that NIXL cannot connect."""
+@pytest.mark.parametrize("ways", ["all", "tcp"])  # tcp: the holder's process must help to read
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_holder_that_is_gone(
+    llama_folder: Path, llama_alone: Alone, how: signal.Signals, ways: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While its blocks are read: the answer is the same, and every block is back."""
+    monkeypatch.setenv("UCX_TLS", ways)
+    want = llama_alone.answer(PROMPT)
 
-    async def scenario() -> None:
-        one, other = (
-            FittingTransport(SharedMemoryTransport(PEERS), NixlTransport(PEERS), TcpTransport(PEERS)) for _ in range(2)
-        )
-        shelf = Shelf(LARGE)
-        address = await one.listen(shelf)
-        other.machine = "another one"
-        monkeypatch.setattr(other.nixl, "start", fails(other.nixl))
-        incoming = await other.connect(address, TICKET)
-        with pytest.raises(NixlError, match="cannot be reached"):
-            await incoming.fetch(NAMES, LARGE)
-        await incoming.close(False)
-        await until(lambda: shelf.ended == [(TICKET, False)])
-        incoming = await other.connect(address, bytes(16))
-        assert await fetched(incoming, LARGE) == b"".join(map(shelf.content, NAMES))
-        await incoming.close(True)
-        assert incoming._receive_bytes is session.receive_frames
-        await other.close()
-        await one.close()
+    async def scenario(engine: AsyncEngine, pair: Pair) -> None:
+        child = pair.prefill.worker.engine.child
+        handover, fetched = pair.decode.worker.handover, []
+        arrive = handover.receiver.arrive
 
-    run(scenario)
+        async def strike(request_id: int, payload: object) -> object:
+            if isinstance(payload, Located) and not fetched:
+                fetched.append(payload)
+                os.kill(child.process.pid, how)
+            return await arrive(request_id, payload)  # type: ignore[arg-type]
 
+        monkeypatch.setattr(handover.receiver, "arrive", strike)
+        assert await answer(engine, PROMPT) == want
+        assert fetched
+        if how is signal.SIGSTOP:
+            os.kill(child.process.pid, signal.SIGCONT)
+        await until(lambda: pair.prefill.worker.engine.healthy)
+        assert await answer(engine, PROMPT[:70]) == llama_alone.answer(PROMPT[:70])
+        await asyncio.wait_for(all_back(engine, pair), 30)
 
-def fails(transport: NixlTransport) -> Callable[[], None]:
-    """NIXL is there, and does not know what the peer sends."""
-    start = transport.start
-
-    def begin() -> None:
-        start()
-        transport._agent._meet = lambda peer: transport._agent._agent.add_remote_agent(b"nothing")
-
-    return begin
+    run_pair(llama_folder, scenario, lambda: NixlTransport(PEERS), "process")
 
 
 @pytest.mark.slow

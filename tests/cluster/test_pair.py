@@ -10,11 +10,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.cluster.fakes import FakeTransport
-from tests.cluster.pairs import GREEDY, PEERS, REAL, SETTINGS, Pair, answer, moved, run_pair
+from tests.cluster.pairs import (
+    GREEDY,
+    OVER_NIXL,
+    PEERS,
+    REAL,
+    SETTINGS,
+    Pair,
+    answer,
+    moved,
+    needs_nixl,
+    run_pair,
+)  # fmt: skip
 from twostroke.engine.llm import LLM
 from twostroke.errors import ConfigError
 from twostroke.record import replace
 from twostroke.remote.async_engine import AsyncEngine
+from twostroke.remote.messages import Direct
 from twostroke.sampling import Grammar, SamplingParams
 
 PROMPT = [(7 * i) % 290 + 3 for i in range(75)]
@@ -83,7 +95,9 @@ engines = st.fixed_dictionaries(
 )
 
 
-def check_levers(folder: Path, alone: Alone, many: list, prefill: dict, decode: dict, **common: object) -> Pair:
+def check_levers(
+    folder: Path, alone: Alone, many: list, prefill: dict, decode: dict, direct: Direct | None = None, **common: object
+) -> Pair:
     """Requests at once, twice: the second time with what the caches hold by then."""
     for one in (prefill, decode):
         if not one["prefix_cache"]:
@@ -102,8 +116,17 @@ def check_levers(folder: Path, alone: Alone, many: list, prefill: dict, decode: 
             await asyncio.gather(*(one(engine, ask) for ask in many))
 
     base = {"max_model_len": 192} | common
-    run_pair(folder, scenario, FakeTransport, "thread", prefill=base | prefill, decode=base | decode)
+    run_pair(folder, scenario, FakeTransport, "thread", prefill=base | prefill, decode=base | decode, direct=direct)
     return pairs[0]
+
+
+@needs_nixl
+@settings(max_examples=3)
+@given(st.lists(asks, min_size=2, max_size=5), engines, engines)
+def test_tokens_do_not_depend_on_any_lever_over_nixl(
+    llama_folder: Path, llama_alone: Alone, many: list, prefill: dict, decode: dict
+) -> None:
+    check_levers(llama_folder, llama_alone, many, prefill, decode, OVER_NIXL)
 
 
 @settings(max_examples=3)
@@ -115,10 +138,11 @@ def test_tokens_do_not_depend_on_any_lever(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("direct", [None, pytest.param(OVER_NIXL, marks=needs_nixl)], ids=["bytes", "nixl"])
 @pytest.mark.parametrize("kv_dtype", ["int8", "int4", "float16"])
 @pytest.mark.parametrize("family", ["llama", "gemma"])
 def test_tokens_do_not_depend_on_any_lever_with_narrow_blocks_and_windows(
-    family: str, kv_dtype: str, llama_folder: Path, gemma_folder: Path
+    family: str, kv_dtype: str, direct: Direct | None, llama_folder: Path, gemma_folder: Path
 ) -> None:
     folder = gemma_folder if family == "gemma" else llama_folder
     alone = Alone(folder, kv_dtype=kv_dtype)
@@ -126,7 +150,7 @@ def test_tokens_do_not_depend_on_any_lever_with_narrow_blocks_and_windows(
     @settings(max_examples=12)
     @given(st.lists(asks, min_size=2, max_size=6), engines, engines)
     def check(many: list, prefill: dict, decode: dict) -> None:
-        check_levers(folder, alone, many, prefill, decode, kv_dtype=kv_dtype)
+        check_levers(folder, alone, many, prefill, decode, direct, kv_dtype=kv_dtype)
 
     check()
 

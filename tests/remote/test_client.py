@@ -264,7 +264,10 @@ def test_seeds_do_not_depend_on_the_front_end(llama_folder: Path) -> None:
 
 
 @both
-def test_blocks_of_a_look_up_that_was_given_up_are_freed(llama_folder: Path, client: str) -> None:
+@pytest.mark.parametrize("late", [False, True])
+def test_blocks_of_a_look_up_that_was_given_up_are_freed(llama_folder: Path, client: str, late: bool) -> None:
+    """late: given up when the answer is there, before the caller has got it."""
+
     async def scenario(engine: AsyncEngine) -> None:
         tokens, sent = list(range(3, 43)), []
         async for _ in engine.submit([tokens], SamplingParams(max_tokens=1)):
@@ -274,6 +277,8 @@ def test_blocks_of_a_look_up_that_was_given_up_are_freed(llama_folder: Path, cli
         blocks._send = lambda message: (sent.append(message), send(message))
         waiting = asyncio.ensure_future(blocks.look_up(tokens, b"", 0))
         await asyncio.sleep(0)
+        while late and not any(future.done() for future in blocks._questions.values()):
+            await asyncio.sleep(0)
         waiting.cancel()
         for _ in range(500):
             if any(isinstance(message, Opened) for message in sent):

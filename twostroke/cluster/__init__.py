@@ -19,7 +19,7 @@ parcels          blocks that travel before their request does
 holder           lends the blocks of an engine: offers, leases, bytes for peers
 transfer         five states with a lease, without bytes or engines
 transport        the protocol of all transports
-transports       the one that fits a pair of workers
+transports       the one that fits a pair of workers, and whether their engines read each other's pools
 sockets          TCP between machines; a Unix socket with shared memory on one machine
 session          what the two ends of a transfer say to each other
 acceptor         a listening socket, and a task for each connection

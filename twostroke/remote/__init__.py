@@ -16,10 +16,12 @@ process        `ProcessEngine`: the engine in a child process, watched and start
 thread         `ThreadEngine`: the engine on a thread of this process
 loop           `EngineLoop`: takes messages between steps, runs the core, reports each step; start and warm-up
 blocks         KV blocks that the engine gives to other engines or gets from them
+direct         blocks that engines read from each other's pools: from GPU to GPU, or from host to host
+nixl_agent     NIXL in this process: memory that peers may read, and reads of theirs
 segment        memory that two processes share, in which the bytes of blocks travel
 child_main     the main program of the child process
 messages       what front end and engine say to each other
 wire           messages as bytes
 
-The server's process imports all of it but loop, blocks, child_main and thread, and none of that needs torch.
+The server's process imports all of it but loop, blocks, direct, child_main and thread, and none of that needs torch.
 """

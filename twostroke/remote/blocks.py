@@ -140,6 +140,10 @@ class BlockExchange:
             return Exported(message.question, (), 0)
         return Exported(message.question, found, checksum)
 
+    def close(self) -> None:
+        if self.direct is not None:
+            self.direct.close()
+
     def take_back(self, lent: tuple[int, ...]) -> None:
         for number in lent:
             self.core.scheduler.tables.lent.take_back(number)

@@ -280,6 +280,10 @@ class MessageClient:
             self._send(question)
             async with asyncio.timeout(limit):
                 return await future
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled() and isinstance(future.result(), Found):
+                self.give_up(future.result().payload)  # it came in the moment in which the caller left
+            raise
         except TimeoutError:
             raise EngineError(f"it did not answer within {limit:g} s") from None
         finally:

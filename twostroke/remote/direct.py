@@ -81,9 +81,12 @@ class DirectBlocks:
 
     def lend(self, lending: bool) -> None:
         """Whether peers may read blocks now."""
-        self._lending = lending
-        if lending:
-            self._busy.set()
+        if lending == self._lending:
+            return
+        with self._lock:
+            self._lending = lending
+            if lending:
+                self._busy.set()
 
     def _part(self, block: int) -> Memory:
         size = self.storage.layout.block_bytes
@@ -100,9 +103,9 @@ class DirectBlocks:
             peer = Peer(located.peer, located.metadata)
             read = self._agent.begin(peer, there, [self._part(block) for block in blocks])
             self._readings.append(Reading(read, blocks, located.sums, done))
+            self._busy.set()
         for block in blocks:
             self.pool.hold(block)
-        self._busy.set()
 
     def finish(self) -> None:
         """For reads that are over."""
@@ -118,6 +121,7 @@ class DirectBlocks:
                 reading.done = nothing
                 with self._lock:
                     self._stuck.append(reading)
+                    self._busy.set()
 
     def _finish(self, reading: Reading) -> None:
         if not reading.error and self.storage.sums(reading.blocks) != reading.sums:

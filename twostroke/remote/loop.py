@@ -95,21 +95,27 @@ class EngineLoop:
 
     def run(self) -> None:
         """Until ClosedError."""
-        while True:
-            events: list[Event] = []
-            for message in self.port.receive(wait=self.core.idle or self._stalled):
-                self.empty_steps = 0
-                events += self._take(message)
-            for request, error in self.grammars.take():
-                events += self._join(request, error)
-            for reply in self.blocks.finish():
-                self.empty_steps = 0
-                self.port.send(reply)
-            if not self.core.idle:
-                events += self._step()
-            self._report(events)
-            for part in self.blocks.parts():  # after the report: no token waits for it
-                self.port.send(part)
+        try:
+            while True:
+                self._turn()
+        finally:
+            self.blocks.close()
+
+    def _turn(self) -> None:
+        events: list[Event] = []
+        for message in self.port.receive(wait=self.core.idle or self._stalled):
+            self.empty_steps = 0
+            events += self._take(message)
+        for request, error in self.grammars.take():
+            events += self._join(request, error)
+        for reply in self.blocks.finish():
+            self.empty_steps = 0
+            self.port.send(reply)
+        if not self.core.idle:
+            events += self._step()
+        self._report(events)
+        for part in self.blocks.parts():  # after the report: no token waits for it
+            self.port.send(part)
 
     def _take(self, message: ToEngine) -> list[Event]:
         if isinstance(message, Orders):
