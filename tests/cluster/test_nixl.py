@@ -48,15 +48,6 @@ class Pool:
     def __init__(self, seed: int):
         self.data = np.random.default_rng(seed).integers(0, 256, (BLOCKS, SIZE), np.uint8)
 
-    def memory(self) -> tuple[int, int, str, int]:
-        return self.data.ctypes.data, self.data.nbytes, "DRAM", 0
-
-    def sums(self, blocks: list[int]) -> tuple[int, ...]:
-        return tuple(int(self.data[block].astype(np.int64).sum()) for block in blocks)
-
-    def use_device(self) -> None:
-        pass
-
 
 class End:
     """One engine's part of it."""

@@ -1,4 +1,4 @@
-"""Two engines on the card: blocks go from one pool to the other over NIXL, without the host's memory. Run with `-m gpu`."""
+"""Two engines on the card: blocks go from one pool to the other over NIXL, not through the host's memory. `-m gpu`."""
 
 from __future__ import annotations
 

@@ -25,11 +25,8 @@ def test_sums_tell_blocks_apart(device: str, size: int, monkeypatch: pytest.Monk
     data[7, size - 1] ^= 128
     data[9, [0, 4]] = data[9, [4, 0]]
     data[11, 500] ^= 1
-    assert [place for place, (a, b) in enumerate(zip(before, sums(list(range(24))), strict=True)) if a != b] == [
-        7,
-        9,
-        11,
-    ]
+    after = sums(list(range(24)))
+    assert [place for place in range(24) if after[place] != before[place]] == [7, 9, 11]
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

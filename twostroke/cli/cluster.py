@@ -36,7 +36,8 @@ def cluster_options(
         str | None, typer.Option(help="Of a Ray cluster; default: one on this machine, else a new local one.")
     ] = None,
     transport: Annotated[
-        str, typer.Option(help="Of KV blocks between workers. auto: shared memory or TCP, and NIXL from GPU to GPU and between machines; tcp; nixl.")
+        str,
+        typer.Option(help="Of KV blocks between workers. auto: NIXL if installed, shared memory or TCP; tcp; nixl."),
     ] = "auto",
     share_cores: Annotated[
         bool, typer.Option(help="Workers need no cores of their own: slower, for trying it out.")

@@ -6,6 +6,7 @@ The pinned memory has two halves: while the device fills or empties one, this pr
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -18,9 +19,12 @@ class Staging:
         """data: the pool, (blocks, bytes)."""
         self.data = data
         self.each = max(1, HALF // data.shape[1])  # blocks in a half
-        size = (self.each, data.shape[1])
-        self.halves = [torch.empty(size, dtype=torch.uint8, pin_memory=data.is_cuda) for _ in range(2)]
         self.events = [torch.cuda.Event() for _ in range(2)] if data.is_cuda else []
+
+    @cached_property
+    def halves(self) -> list[torch.Tensor]:
+        size, pinned = (self.each, self.data.shape[1]), self.data.is_cuda
+        return [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
 
     def copy_out(self, blocks: Sequence[int], to: np.ndarray) -> None:
         """to: (blocks, bytes)."""

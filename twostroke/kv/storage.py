@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -89,11 +88,15 @@ class KVStorage:
         if isinstance(self.data, np.ndarray):
             np.take(self.data, blocks, axis=0, out=to, mode="clip")  # the default copies twice
             return
-        if self.host is not None and self.data.is_cuda:
+        self.settle()
+        self.staging.copy_out(blocks, to)
+
+    def settle(self) -> None:
+        """Wait for blocks that a step in flight brings back from the host."""
+        if self.host is not None and not isinstance(self.data, np.ndarray) and self.data.is_cuda:
             import torch
 
-            torch.cuda.synchronize()  # blocks that a step in flight brings back from the host
-        self._staging.copy_out(blocks, to)
+            torch.cuda.synchronize()
 
     def take_in(self, parts: Sequence[tuple[int, bytes | memoryview]]) -> None:
         """Blocks, and the bytes for them that `export` gave, in another process perhaps."""
@@ -103,30 +106,10 @@ class KVStorage:
             for block, content in parts:
                 self.data[block] = np.frombuffer(content, np.uint8)
         else:
-            self._staging.take_in(parts)
-
-    def memory(self) -> tuple[int, int, str, int]:
-        """Where the pool lies: address, bytes, "DRAM" or "VRAM", and the number of the GPU."""
-        if isinstance(self.data, np.ndarray):
-            return self.data.ctypes.data, self.data.nbytes, "DRAM", 0
-        kind, device = ("VRAM", self.data.get_device()) if self.data.is_cuda else ("DRAM", 0)
-        return self.data.data_ptr(), self.data.nbytes, kind, device
-
-    def sums(self, blocks: Sequence[int]) -> tuple[int, ...]:
-        """A checksum of each block's bytes, the same in other processes with such a pool. Waits for the device."""
-        if isinstance(self.data, np.ndarray):
-            return tuple(zlib.crc32(self.data[block]) for block in blocks)
-        return self._staging.sums(blocks)
-
-    def use_device(self) -> None:
-        """On this thread."""
-        if not isinstance(self.data, np.ndarray) and self.data.is_cuda:
-            import torch
-
-            torch.cuda.set_device(self.data.device)
+            self.staging.take_in(parts)
 
     @cached_property
-    def _staging(self) -> Staging:
+    def staging(self) -> Staging:
         from twostroke.kv.staging import Staging  # torch
 
         return Staging(self.data)

@@ -18,6 +18,7 @@ from twostroke.engine.core import Core
 from twostroke.engine.exchange import storage_of
 from twostroke.errors import ConfigError
 from twostroke.kv.blocks import BlockPool
+from twostroke.kv.raw_access import memory_of, sums_of, use_device
 from twostroke.kv.storage import KVStorage
 from twostroke.remote.messages import Direct, Located
 from twostroke.remote.nixl_agent import Memory, NixlAgent, NixlError, Peer, Read
@@ -51,7 +52,7 @@ class DirectBlocks:
         self.storage = storage
         self.pool = pool
         self._wake = wake
-        self._memory = Memory(*storage.memory())
+        self._memory = Memory(*memory_of(storage))
         self._agent = NixlAgent(interface)
         self._agent.register(self._memory)
         self._self = self._agent.as_peer()
@@ -75,7 +76,7 @@ class DirectBlocks:
         """Where these blocks lie. found: which of the wanted ones they are. held: the number to take them back."""
         memory = self._memory
         addresses = tuple(self._part(block).address for block in blocks)
-        sums = self.storage.sums(blocks)
+        sums = sums_of(self.storage, blocks)
         self.lend(True)
         return Located(*self._self, memory.kind, memory.device, addresses, sums, tuple(found), held)
 
@@ -124,14 +125,14 @@ class DirectBlocks:
                     self._busy.set()
 
     def _finish(self, reading: Reading) -> None:
-        if not reading.error and self.storage.sums(reading.blocks) != reading.sums:
+        if not reading.error and sums_of(self.storage, reading.blocks) != reading.sums:
             reading.error = "blocks arrived damaged"
         reading.done(reading.error, reading.ended)
 
     # ---- on the thread -----------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
-        self.storage.use_device()
+        use_device(self.storage)
         while not self._closed:
             self._busy.wait()
             with self._lock:
@@ -177,7 +178,7 @@ def open_direct(core: Core, wanted: Direct | None, wake: Callable[[], None]) -> 
     storage, why = storage_of(core), ""
     if storage.exchanged_bytes != storage.layout.block_bytes:
         why = "it cannot be used with parallel above 1."
-    elif not wanted.always and storage.memory()[2] == "DRAM" and wanted.interface.startswith("127."):
+    elif not wanted.always and memory_of(storage)[2] == "DRAM" and wanted.interface.startswith("127."):
         return None  # on one machine there is shared memory
     else:
         try:
