@@ -32,6 +32,7 @@ from twostroke.remote.async_engine import AsyncEngine
 from twostroke.remote.direct import DirectBlocks
 from twostroke.remote.messages import Direct, Located
 from twostroke.remote.nixl_agent import NixlAgent, NixlError, devices, package
+from twostroke.sampling import SamplingParams
 
 BLOCKS, SIZE = 24, 5_000  # bytes of a block
 
@@ -262,6 +263,31 @@ def test_reads_that_fail_cost_time_and_no_token(
         assert await answer(engine, prompts(3)[2]) == want[2]
         await moved(pair)
         assert pair.counts.done == 2 and sum(pair.counts.failed.values()) == 1
+
+    run_pair(llama_folder, scenario, direct=OVER_NIXL)
+
+
+@needs_nixl
+def test_only_what_lacks_is_read(llama_folder: Path, llama_alone: Alone, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part of what another engine has is there already."""
+    begin, read = DirectBlocks.begin, []
+
+    def count(self: DirectBlocks, located: Located, blocks: list[int], done: direct.Done) -> None:
+        read.append(len(blocks))
+        begin(self, located, blocks, done)
+
+    monkeypatch.setattr(DirectBlocks, "begin", count)
+
+    async def scenario(engine: AsyncEngine, pair: Pair) -> None:
+        source, to = pair.prefill.worker, pair.decode.worker
+        await answer(engine, PROMPT[:65], SamplingParams(max_tokens=1, temperature=0))  # no other engine goes on
+        for length, lacking in ((32, [2]), (64, [2, 2]), (64, [2, 2])):
+            parcel = await source.look_up(PROMPT[:length], b"", 0)
+            assert parcel is not None and len(parcel.names) == length // 16
+            await to.collect(PROMPT[:length], b"", parcel)
+            assert read == lacking
+            source.release([parcel.number])
+        assert await answer(engine, PROMPT[:65]) == llama_alone.answer(PROMPT[:65])
 
     run_pair(llama_folder, scenario, direct=OVER_NIXL)
 

@@ -201,11 +201,12 @@ def go_on(core: Core, expected: Expected, blocks: Collection[Name], fill: Fill |
     return True
 
 
-def start_anew(core: Core, expected: Expected) -> None:
-    """The blocks did not come, and may still be written: the request gets others and computes all."""
+def start_anew(core: Core, expected: Expected) -> bool:
+    """The blocks did not come, and may still be written: the request gets others and computes all. Returns False."""
     if expected.state.status is not Status.FINISHED:
         core.scheduler.broken.add(expected.state.id)
     core.scheduler.arrived(expected.state, 0)
+    return False
 
 
 def store(core: Core, tokens: Sequence[int], salt: bytes, blocks: Mapping[Name, bytes | memoryview]) -> int:

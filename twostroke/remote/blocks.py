@@ -13,8 +13,10 @@ from __future__ import annotations
 import itertools
 import logging
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+
+import msgspec
 
 from twostroke.engine.core import Core
 from twostroke.engine.exchange import Expected as Waiting
@@ -36,7 +38,7 @@ from twostroke.engine.exchange import (
 from twostroke.kv.addresses import Name
 from twostroke.kv.lending import copied_out
 from twostroke.ops.interface import BLOCK
-from twostroke.remote.direct import DirectBlocks, Done
+from twostroke.remote.direct import DirectBlocks
 from twostroke.remote.messages import (
     Arrive,
     Arrived,
@@ -58,6 +60,7 @@ from twostroke.remote.segment import Segment
 from twostroke.types import FinishReason, RequestState
 
 log = logging.getLogger(__name__)
+ReadDone = Callable[[Collection[Name], str, bool], None]  # what came, what went wrong, whether the read has ended
 
 
 class BlockExchange:
@@ -159,18 +162,26 @@ class BlockExchange:
         replies, self.replies = self.replies, []
         return replies
 
-    def _read(self, located: Located, wanted: list[tuple[Name, int]], names: tuple[Name, ...], done: Done) -> None:
-        """Bring what was located into the wanted blocks. done: called now if that cannot begin."""
-        blocks = dict(wanted)
-        into = [blocks.get(names[index], -1) for index in located.found if 0 <= index < len(names)]
-        if self.direct is None or len(into) != len(located.addresses) or -1 in into or not into:
-            done("other blocks came than those that are wanted", True)
+    def _read(self, located: Located, names: tuple[Name, ...], wanted: list[tuple[Name, int]], done: ReadDone) -> None:
+        """Bring those of the wanted blocks that were located into the pool. names: what `located.found` counts."""
+        blocks, parts = dict(wanted), zip(located.found, located.addresses, located.sums, strict=False)
+        some = {names[i]: part for i, *part in parts if 0 <= i < len(names) and names[i] in blocks}
+
+        def over(error: str, ended: bool) -> None:
+            if error:
+                log.warning("blocks were not read: %s", error)
+            done(() if error else some, error, ended)
+
+        if not some or self.direct is None:
+            over("" if self.direct is not None else "this engine reads no pools", True)
             return
         finish_moves(self.core)  # what these blocks held before goes to the host
+        addresses, sums = zip(*some.values(), strict=True)
         try:
-            self.direct.begin(located, into, done)
+            chosen = msgspec.structs.replace(located, addresses=addresses, sums=sums, found=())
+            self.direct.begin(chosen, [blocks[name] for name in some], over)
         except NixlError as error:
-            done(str(error), True)
+            over(str(error), True)
 
     def _read_to_store(self, message: Store, located: Located) -> None:
         storing = begin_store(self.core, message.tokens, message.salt)
@@ -178,27 +189,17 @@ class BlockExchange:
             self.replies.append(Stored(message.question, 0))
             return
 
-        def done(error: str, ended: bool) -> None:
-            if error:
-                log.warning("blocks were not read: %s", error)
-            names = () if error else [message.names[index] for index in located.found]
+        def done(names: Collection[Name], error: str, ended: bool) -> None:
             self.replies.append(Stored(message.question, end_store(self.core, storing, names), bool(error)))
 
-        self._read(located, storing.wanted, message.names, done)
+        self._read(located, message.names, storing.wanted, done)
 
     def _read_to_go_on(self, message: Arrive, waiting: Waiting, located: Located) -> None:
-        def done(error: str, ended: bool) -> None:
-            complete = False
-            if error:
-                log.warning("blocks were not read: %s", error)
-            if error and not ended:
-                start_anew(self.core, waiting)
-            else:
-                names = () if error else [waiting.names[index] for index in located.found]
-                complete = go_on(self.core, waiting, names)
+        def done(names: Collection[Name], error: str, ended: bool) -> None:
+            complete = go_on(self.core, waiting, names) if ended else start_anew(self.core, waiting)
             self.replies.append(Arrived(message.question, complete, bool(error)))
 
-        self._read(located, [*waiting.wanted, *waiting.cut], waiting.names, done)
+        self._read(located, waiting.names, [*waiting.wanted, *waiting.cut], done)
 
     def store(self, message: Store) -> Stored | None:
         """None: the reply comes later."""
