@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -27,6 +28,7 @@ from twostroke.cluster.sockets import TcpTransport
 from twostroke.cluster.transports import FittingTransport, direct_reads, fitting_transport
 from twostroke.errors import ConfigError
 from twostroke.kv.blocks import BlockPool
+from twostroke.kv.lending import LentBlocks
 from twostroke.remote import direct, nixl_agent
 from twostroke.remote.async_engine import AsyncEngine
 from twostroke.remote.direct import DirectBlocks
@@ -34,31 +36,35 @@ from twostroke.remote.messages import Direct, Located
 from twostroke.remote.nixl_agent import NixlAgent, NixlError, devices, package
 from twostroke.sampling import SamplingParams
 
-BLOCKS, SIZE = 24, 5_000  # bytes of a block
-
-
-class Layout:
-    block_bytes = SIZE
+BLOCKS, SIZE, LARGE = 24, 5_000, 1 << 20  # bytes of a block
+HOLDER = """
+import msgspec
+from tests.cluster.test_nixl import BLOCKS, LARGE, End
+end = End(1, LARGE)
+located = end.blocks.place(list(range(BLOCKS)), range(BLOCKS), -1)
+print(msgspec.msgpack.encode(located).hex(), flush=True)
+input()
+"""
 
 
 class Pool:
     """A pool of bytes, as `KVStorage` has one."""
 
-    layout = Layout
-
-    def __init__(self, seed: int):
-        self.data = np.random.default_rng(seed).integers(0, 256, (BLOCKS, SIZE), np.uint8)
+    def __init__(self, seed: int, size: int):
+        self.data = np.random.default_rng(seed).integers(0, 256, (BLOCKS, size), np.uint8)
+        self.layout = SimpleNamespace(block_bytes=size)
 
 
 class End:
     """One engine's part of it."""
 
-    def __init__(self, seed: int):
-        self.storage, self.pool = Pool(seed), BlockPool(BLOCKS)
+    def __init__(self, seed: int, size: int = SIZE):
+        self.storage, self.pool = Pool(seed, size), BlockPool(BLOCKS)
         for _ in range(BLOCKS):  # requests have them all
             self.pool.take()
         self.woken = threading.Event()
-        self.blocks = DirectBlocks(self.storage, self.pool, "127.0.0.1", self.woken.set)  # type: ignore[arg-type]
+        lent = LentBlocks(SimpleNamespace(pool=self.pool))  # type: ignore[arg-type]
+        self.blocks = DirectBlocks(self.storage, lent, "127.0.0.1", self.woken.set)  # type: ignore[arg-type]
         self.results: list[tuple[str, bool]] = []
 
     def read(self, located: Located, into: list[int]) -> None:
@@ -187,7 +193,7 @@ def test_blocks_that_changed_meanwhile_are_not_used(ends: list[End]) -> None:
     holder.storage.data[4, 77] ^= 1
     reader.read(located, [6])
     reader.wait(lambda: reader.results)
-    assert reader.results == [("blocks arrived damaged", True)] and reader.pool.references == [1] * BLOCKS
+    assert reader.results == [(direct.DAMAGED, True)] and reader.pool.references == [1] * BLOCKS
 
 
 @needs_nixl
@@ -195,35 +201,50 @@ def test_a_peer_that_is_not_one(ends: list[End]) -> None:
     holder, reader = ends
     located = holder.blocks.place([4], [0], -1)
     foreign = msgspec.structs.replace(located, metadata=b"nothing")
-    with pytest.raises(NixlError, match="cannot be reached"):
-        reader.read(foreign, [6])
     outside = msgspec.structs.replace(located, addresses=(located.addresses[0] + (1 << 30),))
-    with pytest.raises(NixlError, match="cannot be reached"):
-        reader.read(outside, [6])
-    assert reader.pool.references == [1] * BLOCKS
+    for number, wrong in enumerate((foreign, outside), 1):
+        reader.read(wrong, [6])
+        reader.wait(lambda number=number: len(reader.results) == number)
+        (error, ended) = reader.results[-1]
+        assert "cannot be reached" in error and ended and reader.pool.references == [1] * BLOCKS
     reader.read(located, [6])
-    reader.wait(lambda: reader.results)
-    assert reader.results == [("", True)], "one that fails does not keep others from being read"
+    reader.wait(lambda: len(reader.results) == 3)
+    assert reader.results[-1] == ("", True), "one that fails does not keep others from being read"
 
 
 @needs_nixl
-def test_blocks_of_a_read_that_cannot_be_ended_are_kept(ends: list[End], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its caller knows at once that it failed; what may still be written is not given to another request."""
-    holder, reader = ends
-    end, stuck = NixlAgent.end, [True]
-    monkeypatch.setattr(direct, "READ_SECONDS", 0.05)
-    monkeypatch.setattr(NixlAgent, "done", lambda self, read: False)
-    monkeypatch.setattr(NixlAgent, "end", lambda self, read: not stuck[0] and end(self, read))
-    reader.read(holder.blocks.place([4], [0], -1), [6])
-    reader.wait(lambda: reader.results)
-    assert reader.results == [("no bytes came within 0.05 s", False)]
-    time.sleep(0.05)
-    reader.blocks.finish()
-    assert reader.pool.references[6] == 2 and len(reader.results) == 1
-    stuck.clear()
-    stuck.append(False)
-    reader.wait(lambda: reader.pool.references[6] == 1)
-    assert len(reader.results) == 1, "the caller hears of it once"
+@pytest.mark.parametrize("how", [signal.SIGCONT, signal.SIGKILL])
+def test_blocks_of_a_read_that_goes_on_are_kept(how: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A holder is stopped. The caller hears that no bytes came, and the blocks are kept until the read has ended: the
+    bytes come when the holder goes on, whether they are wanted or not."""
+    monkeypatch.setenv("UCX_TLS", "tcp")  # the holder must help to read
+    monkeypatch.setattr(direct, "READ_SECONDS", 0.5)
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER], stdout=subprocess.PIPE, stdin=subprocess.PIPE, cwd=Path(__file__).parents[2]
+    )
+    reader = End(2, LARGE)
+    try:
+        located = msgspec.msgpack.decode(bytes.fromhex(holder.stdout.readline().decode()), type=Located)
+        every = list(range(BLOCKS))
+        reader.read(located, every)
+        reader.wait(lambda: reader.results)
+        assert reader.results == [("", True)]
+        reader.storage.data[:] = 0
+        holder.send_signal(signal.SIGSTOP)
+        reader.read(located, every)
+        reader.wait(lambda: len(reader.results) == 2)
+        assert reader.results[-1] == ("no bytes came within 0.5 s", False)
+        time.sleep(0.2)
+        reader.blocks.finish()
+        assert reader.pool.references == [2] * BLOCKS and not reader.storage.data[-1].any()
+        holder.send_signal(how)
+        reader.wait(lambda: reader.pool.references == [1] * BLOCKS)
+        assert reader.storage.data[-1].any() == (how is signal.SIGCONT)
+        assert len(reader.results) == 2, "the caller hears of it once"
+    finally:
+        holder.kill()
+        holder.wait()
+        reader.blocks.close()
 
 
 # ---- engines ---------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -91,7 +91,7 @@ class Handover:
             async with asyncio.timeout(offer.seconds):
                 incoming = await self.transport.connect(offer.address, offer.ticket)
                 await self._take(request, tokens, incoming, offer.lease / 3, taken)
-                fetched = await self._fetch(request, taken[0], incoming, offer.address) if taken[0] else 0
+                fetched = await self._fetch(request, taken[0], incoming, offer) if taken[0] else 0
                 failed = DAMAGED if fetched is None else ""
                 seconds = loop.time() - began
         except TimeoutError:
@@ -120,12 +120,12 @@ class Handover:
         try:
             async with asyncio.timeout(parcel.offer.seconds):
                 incoming = await self.transport.connect(parcel.offer.address, parcel.offer.ticket)
-                address = parcel.offer.address
-                blocks = await incoming.fetch(parcel.names, self._block_bytes(), self._reads(address))
-                with payload_of(blocks) as payload:
+                offer = parcel.offer
+                blocks = await incoming.fetch(parcel.names, self._block_bytes(), self._reads(offer.address))
+                with payload_of(blocks) as payload, renewing(incoming, offer.lease, payload):
                     answer = await self.receiver.store(tokens, salt, parcel.names, payload)
                 stored = answer.blocks
-                self._judge(address, answer.unread)
+                self._judge(offer.address, answer.unread)
         except (TimeoutError, TransferError) as error:
             log.info("blocks of a prompt did not come while it was computed: %s", error)
         finally:
@@ -161,19 +161,19 @@ class Handover:
                 renewed = loop.time()
 
     async def _fetch(
-        self, request: Request, wanted: tuple[Name, ...], incoming: Incoming, address: str
+        self, request: Request, wanted: tuple[Name, ...], incoming: Incoming, offer: Offer
     ) -> int | None:  # fmt: skip
         """How many blocks came. None: they were damaged, or not all of them."""
-        blocks = await incoming.fetch(wanted, self._block_bytes(), self._reads(address))
-        with payload_of(blocks) as payload:
+        blocks = await incoming.fetch(wanted, self._block_bytes(), self._reads(offer.address))
+        with payload_of(blocks) as payload, renewing(incoming, offer.lease, payload):
             # From here on the receiver has them, or reads them: the answer is awaited even if the time is over.
             arriving = asyncio.ensure_future(self.receiver.arrive(request.id, payload))
             try:
                 answer = await asyncio.shield(arriving)
             except asyncio.CancelledError:
-                await arriving
+                self._judge(offer.address, (await arriving).unread)
                 raise
-        self._judge(address, answer.unread)
+        self._judge(offer.address, answer.unread)
         return len(blocks.found) if answer.complete else None
 
     def _reads(self, address: str) -> bool:
@@ -186,6 +186,24 @@ class Handover:
         if unread:
             log.warning("blocks of %s come as bytes for %g s: they could not be read", address, AVOID_SECONDS)
             self._avoided[address] = asyncio.get_running_loop().time() + AVOID_SECONDS
+
+
+@contextmanager
+def renewing(incoming: Incoming, lease: float, payload: BlockData) -> Iterator[None]:
+    """While blocks are read from the holder's pool, their lease goes on. Bytes that have come need none."""
+
+    async def renew() -> None:
+        with suppress(TransferError):  # the checksums show what it meant
+            while True:
+                await asyncio.sleep(lease / 3)
+                await incoming.renew()
+
+    task = asyncio.ensure_future(renew()) if isinstance(payload, Located) else None
+    try:
+        yield
+    finally:
+        if task is not None:
+            task.cancel()
 
 
 @contextmanager

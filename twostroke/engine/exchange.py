@@ -15,8 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-
 from twostroke.engine.core import Core
 from twostroke.kv.addresses import Name
 from twostroke.ops.interface import BLOCK
@@ -44,11 +42,11 @@ class Expected(NamedTuple):
 
 
 class Storing(NamedTuple):
-    """Blocks of a prompt's beginning that are to be filled and cached."""
+    """A block of a prompt's beginning that is to be filled and cached."""
 
-    asked: RequestState
-    length: int
-    wanted: list[tuple[Name, int]]
+    name: Name
+    tokens: tuple[int, ...]
+    block: int
 
 
 def storage_of(core: Core) -> KVStorage:
@@ -64,15 +62,10 @@ def prompt_of(tokens: Sequence[int], salt: bytes) -> RequestState:
 def finish_moves(core: Core) -> None:
     """Copy what was planned to go to the host or to come back, so that every cached block has its own bytes."""
     host, storage = core.scheduler.tables.pool.host, storage_of(core)
-    moves = () if host is None else host.take_moves()
-    if not moves or isinstance(storage.data, np.ndarray):
-        storage.move(moves)
-        return
-    import torch
-
-    torch.cuda.synchronize()  # the steps in flight have a stream of their own
-    storage.move(moves)
-    torch.cuda.synchronize()
+    storage.settle()  # the steps in flight have a stream of their own
+    if host is not None:
+        storage.move(host.take_moves())
+        storage.settle()
 
 
 # ---- the holder ------------------------------------------------------------------------------------------------------
@@ -216,34 +209,42 @@ def store(core: Core, tokens: Sequence[int], salt: bytes, blocks: Mapping[Name, 
     return 0 if storing is None else end_store(core, storing, blocks, taken_in(core, blocks))
 
 
-def begin_store(core: Core, tokens: Sequence[int], salt: bytes) -> Storing | None:
-    """Blocks for a prompt's beginning. `end_store` it in any case."""
-    tables = core.scheduler.tables
-    pool, length = tables.pool, len(tokens) // tables.unit * tables.unit
-    asked = prompt_of(tokens, salt)
+def begin_store(core: Core, tokens: Sequence[int], salt: bytes) -> list[Storing] | None:
+    """Blocks to be filled for a prompt's beginning, its first ones first. `end_store` them in any case."""
+    scheduler, tables, pool = core.scheduler, core.scheduler.tables, core.scheduler.tables.pool
+    asked, length = prompt_of(tokens, salt), len(tokens) // tables.unit * tables.unit
     hit = tables.match(asked)
-    room = tables.free_rows and tables.blocks_needed(asked, hit, len(asked.tokens)) <= pool.available
     useful = pool.keep_cached and not tables.windowed and not tables.layout.state_bytes
-    if not room or not useful or length <= hit.columns * BLOCK:
+    if not useful or length <= hit.columns * BLOCK or scheduler.needed(asked, hit) > pool.available:
         return None
-    tables.open(asked, hit)
-    tables.grow(asked, length)
-    return Storing(asked, length, tables.unfilled(asked, length))
+    tables.hasher.extend(asked.hashes, asked.tokens, asked.salt, length // BLOCK)
+    missing = [
+        place for column in range(hit.columns, length // BLOCK) for place in tables.ends(column)
+    ]  # fmt: skip
+    before = [block for blocks in hit.blocks for block in blocks if block >= 0]
+    for block in before:
+        pool.hold(block)  # what these follow is not evicted for them
+    storing = [Storing(tables.name(asked, *place), tables.tokens(asked, *place), pool.take()) for place in missing]
+    for block in reversed(before):
+        pool.release(block)
+    return storing
 
 
-def end_store(core: Core, storing: Storing, blocks: Collection[Name], fill: Fill | None = None) -> int:
-    """These came: all go to the cache, or none. fill: as for `go_on`."""
-    tables, (asked, length, wanted) = core.scheduler.tables, storing
-    complete = all(name in blocks for name, _ in wanted if name.group not in tables.drafting)
-    if complete:
-        here = [(name, block) for name, block in wanted if name in blocks]
-        if fill is not None:
-            finish_moves(core)
-            fill(here)
-        tables.pool.filled.update(block for name, block in here if name.group in tables.drafting)
-        tables.publish(asked, length)
-    tables.close(asked)
-    return len(wanted) if complete else 0
+def end_store(core: Core, storing: list[Storing], blocks: Collection[Name], fill: Fill | None = None) -> int:
+    """These came: all go to the cache, or none. fill: as for `go_on`. Returns how many."""
+    tables, pool = core.scheduler.tables, core.scheduler.tables.pool
+    complete = all(one.name in blocks for one in storing if one.name.group not in tables.drafting)
+    here = [one for one in storing if complete and one.name in blocks]
+    if fill is not None and here:
+        finish_moves(core)
+        fill([(one.name, one.block) for one in here])
+    for name, tokens, block in here:
+        pool.publish(block, name, tokens)
+        if name.group in tables.drafting:
+            pool.filled.add(block)
+    for one in reversed(storing):  # the first ones, which others may share, are evicted last
+        pool.release(one.block)
+    return len(storing) if complete else 0
 
 
 def submit_with(core: Core, request: Request, blocks: Mapping[Name, bytes], tokens: int) -> RequestState:

@@ -1,5 +1,6 @@
 """Blocks of requests with `lend`, for another engine: what is computed of a prompt that still runs, and what a request
-that has ended leaves, held until that engine has fetched it. Torch-free."""
+that has ended leaves, held until that engine has fetched it. And blocks that are read from another engine. Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ def copied_out(request: Request) -> bool:
 class LentBlocks:
     def __init__(self, tables: KVTables):
         self.tables = tables
-        self.by_id: dict[int, list[tuple[Name, int]]] = {}  # of the request that left them, the oldest first
+        # Of the request that left them, the oldest first; below zero: of prompts that run or are cached.
+        self.by_id: dict[int, list[tuple[Name, int]]] = {}
+        self.reading: dict[int, Sequence[int]] = {}  # blocks that are read from other engines, by read
 
     def lend(self, request: RequestState, promised: Mapping[int, Sequence[int]]) -> None:
         """Hold the blocks of a request that ends, under its id, until `take_back`: those that a continuation on another
@@ -76,6 +79,16 @@ class LentBlocks:
                     full.append((name, block))
         return full
 
+    def hold_for_read(self, number: int, blocks: Sequence[int]) -> None:
+        """Until `release_read`: no other request gets blocks that a read may still write."""
+        for block in blocks:
+            self.tables.pool.hold(block)
+        self.reading[number] = blocks
+
+    def release_read(self, number: int) -> None:
+        for block in self.reading.pop(number, ()):
+            self.tables.pool.release(block)
+
     def take_back(self, number: int) -> None:
         """What this request has left is held no longer."""
         for _, block in reversed(self.by_id.pop(number, [])):
@@ -91,4 +104,5 @@ class LentBlocks:
 
     def blocks(self) -> Iterator[int]:
         """Each as often as it is held here."""
-        return (block for lent in self.by_id.values() for _, block in lent)
+        yield from (block for lent in self.by_id.values() for _, block in lent)
+        yield from (block for blocks in self.reading.values() for block in blocks)

@@ -28,8 +28,10 @@ def sums_of(storage: KVStorage, blocks: Sequence[int]) -> tuple[int, ...]:
 
 
 def use_device(storage: KVStorage) -> None:
-    """On this thread."""
+    """On this thread: the first allocation makes the device's context current."""
     if not isinstance(storage.data, np.ndarray) and storage.data.is_cuda:
         import torch
 
         torch.cuda.set_device(storage.data.device)
+        torch.cuda.current_stream().synchronize()
+        torch.empty(1, device=storage.data.device)

@@ -63,8 +63,9 @@ class Staging:
         words = self.data.view(torch.int32 if self.data.shape[1] % 4 == 0 else torch.uint8)
         factors = torch.arange(words.shape[1], device=words.device) * 2 + 1
         found: list[int] = []
-        for first in range(0, len(blocks), self.each):
-            some = words[list(blocks[first : first + self.each])]
+        each = max(1, self.each // 8)
+        for first in range(0, len(blocks), each):
+            some = words[list(blocks[first : first + each])]
             found += (some * factors).sum(1).tolist()
         return tuple(found)
 

@@ -92,7 +92,7 @@ class KVStorage:
         self.staging.copy_out(blocks, to)
 
     def settle(self) -> None:
-        """Wait for blocks that a step in flight brings back from the host."""
+        """Wait for blocks that steps in flight bring back from the host or copy to it."""
         if self.host is not None and not isinstance(self.data, np.ndarray) and self.data.is_cuda:
             import torch
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import secrets
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -38,7 +39,7 @@ from twostroke.engine.exchange import (
 from twostroke.kv.addresses import Name
 from twostroke.kv.lending import copied_out
 from twostroke.ops.interface import BLOCK
-from twostroke.remote.direct import DirectBlocks
+from twostroke.remote.direct import DAMAGED, DirectBlocks
 from twostroke.remote.messages import (
     Arrive,
     Arrived,
@@ -55,7 +56,6 @@ from twostroke.remote.messages import (
     Store,
     Stored,
 )  # fmt: skip
-from twostroke.remote.nixl_agent import NixlError
 from twostroke.remote.segment import Segment
 from twostroke.types import FinishReason, RequestState
 
@@ -72,7 +72,8 @@ class BlockExchange:
         self.waiting: dict[int, Waiting] = {}  # requests whose blocks are on their way, by id
         self.followed: dict[int, tuple[RequestState, int]] = {}  # with `lend`: the tokens whose blocks were copied out
         self.segments: dict[str, Segment] = {}  # of parts that are not opened yet, by path
-        self.kept = itertools.count(-1, -1)  # numbers for blocks that are read from here
+        # Numbers for blocks that are read from here: after a restart others than before.
+        self.kept = itertools.count(-1 - secrets.randbits(60), -1)
 
     # ---- given away --------------------------------------------------------------------------------------------------
 
@@ -153,6 +154,11 @@ class BlockExchange:
 
     # ---- taken in ----------------------------------------------------------------------------------------------------
 
+    @property
+    def reading(self) -> bool:
+        """Whether blocks are read from another pool."""
+        return bool(self.core.scheduler.tables.lent.reading)
+
     def finish(self) -> list[Stored | Arrived]:
         """Replies about blocks that were read from another pool."""
         if self.direct is None:
@@ -177,11 +183,8 @@ class BlockExchange:
             return
         finish_moves(self.core)  # what these blocks held before goes to the host
         addresses, sums = zip(*some.values(), strict=True)
-        try:
-            chosen = msgspec.structs.replace(located, addresses=addresses, sums=sums, found=())
-            self.direct.begin(chosen, [blocks[name] for name in some], over)
-        except NixlError as error:
-            over(str(error), True)
+        chosen = msgspec.structs.replace(located, addresses=addresses, sums=sums, found=())
+        self.direct.begin(chosen, [blocks[name] for name in some], over)
 
     def _read_to_store(self, message: Store, located: Located) -> None:
         storing = begin_store(self.core, message.tokens, message.salt)
@@ -190,14 +193,15 @@ class BlockExchange:
             return
 
         def done(names: Collection[Name], error: str, ended: bool) -> None:
-            self.replies.append(Stored(message.question, end_store(self.core, storing, names), bool(error)))
+            unread = error not in ("", DAMAGED)
+            self.replies.append(Stored(message.question, end_store(self.core, storing, names), unread))
 
-        self._read(located, message.names, storing.wanted, done)
+        self._read(located, message.names, [(one.name, one.block) for one in storing], done)
 
     def _read_to_go_on(self, message: Arrive, waiting: Waiting, located: Located) -> None:
         def done(names: Collection[Name], error: str, ended: bool) -> None:
             complete = go_on(self.core, waiting, names) if ended else start_anew(self.core, waiting)
-            self.replies.append(Arrived(message.question, complete, bool(error)))
+            self.replies.append(Arrived(message.question, complete, error not in ("", DAMAGED)))
 
         self._read(located, waiting.names, [*waiting.wanted, *waiting.cut], done)
 

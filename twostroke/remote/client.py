@@ -281,13 +281,19 @@ class MessageClient:
             async with asyncio.timeout(limit):
                 return await future
         except asyncio.CancelledError:
-            if future.done() and not future.cancelled() and isinstance(future.result(), Found):
-                self.give_up(future.result().payload)  # it came in the moment in which the caller left
+            self._leave(future)
             raise
         except TimeoutError:
+            self._leave(future)
             raise EngineError(f"it did not answer within {limit:g} s") from None
         finally:
             del self._questions[question.question]
+
+    def _leave(self, future: asyncio.Future[Any]) -> None:
+        """The caller leaves. An answer may have come in the same moment."""
+        came = future.done() and not future.cancelled() and future.exception() is None
+        if came and isinstance(future.result(), Found):
+            self.give_up(future.result().payload)
 
     def _answer(self, answer: Reply) -> None:
         if self._waits_for(answer):

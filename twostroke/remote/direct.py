@@ -1,65 +1,72 @@
 """Blocks straight from the pool of one engine to the pool of another, over NIXL: from GPU to GPU, or from host to host.
 
     holder      place: where blocks lie in its pool, with their checksums; it keeps them until they are taken back
-    receiver    begin: read them into blocks of its own, which are kept until the read has ended
+    receiver    begin: read them into blocks of its own, which are kept until nothing writes to them any more
 
 A thread moves reads on, and answers peers that cannot read this memory by themselves: an engine that computes a step
-does neither. It sleeps while nothing is read and nothing is lent.
+does neither. It looks up rarely while nothing is read and nothing is lent.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from twostroke.engine.core import Core
 from twostroke.engine.exchange import storage_of
 from twostroke.errors import ConfigError
-from twostroke.kv.blocks import BlockPool
+from twostroke.kv.lending import LentBlocks
 from twostroke.kv.raw_access import memory_of, sums_of, use_device
 from twostroke.kv.storage import KVStorage
 from twostroke.remote.messages import Direct, Located
-from twostroke.remote.nixl_agent import Memory, NixlAgent, NixlError, Peer, Read
+from twostroke.remote.nixl_agent import RDMA, Memory, NixlAgent, NixlError, Peer, Read
 
 log = logging.getLogger(__name__)
-READ_SECONDS = 4.0  # for all blocks of a read: less than the holder's lease
+READ_SECONDS = 4.0  # for all blocks of a read
 EAGER_SECONDS = 0.002  # after a read began: without a pause between two looks; then
 PAUSE = 0.0002
-Done = Callable[[str, bool], None]  # what went wrong, and whether the blocks may be written again
+IDLE = 0.01  # between two looks where nothing is read or lent: a peer may not have ended a read whose lease is over
+QUARANTINE = 1.0  # seconds after an error of one part of a read, in which other parts may still be written
+DAMAGED = "blocks arrived damaged, or their lease was over"
+Done = Callable[[str, bool], None]  # what went wrong, and whether nothing writes to the blocks any more
 
 
 class Reading:
     """Blocks that are read from a peer."""
 
-    def __init__(self, read: Read, blocks: Sequence[int], sums: tuple[int, ...], done: Done):
-        self.read = read
+    def __init__(self, number: int, located: Located, blocks: Sequence[int], done: Done):
+        self.number = number
+        self.located = located
         self.blocks = blocks
-        self.sums = sums
-        self.done = done
+        self.done: Done | None = done  # None: it was called
         self.began = time.monotonic()
+        self.read: Read | None = None  # None: not begun
         self.error = ""
+        self.failed = 0.0  # when NIXL said so
         self.ended = False  # nothing writes to the blocks any more
 
 
 class DirectBlocks:
     """All methods are called by the thread that steps the engine."""
 
-    def __init__(self, storage: KVStorage, pool: BlockPool, interface: str, wake: Callable[[], None]):
+    def __init__(self, storage: KVStorage, lent: LentBlocks, interface: str, wake: Callable[[], None]):
         """interface: see `NixlAgent`. wake: called on another thread when there is something to `finish`. NixlError:
         NIXL is missing, or cannot work here."""
         self.storage = storage
-        self.pool = pool
+        self.lent = lent
         self._wake = wake
         self._memory = Memory(*memory_of(storage))
-        self._agent = NixlAgent(interface)
+        self._agent = NixlAgent(interface)  # after this, of the thread alone
         self._agent.register(self._memory)
         self._self = self._agent.as_peer()
-        self._lock = threading.Lock()  # of all that follows, and of the agent
-        self._readings: list[Reading] = []  # under way
-        self._over: list[Reading] = []  # for `finish`
-        self._stuck: list[Reading] = []  # failed, and not ended yet
+        self._numbers = itertools.count()
+        self._asked: deque[Reading] = deque()  # to the thread
+        self._over: deque[Reading] = deque()  # from the thread: for `finish`
+        self._reading: list[Reading] = []  # the thread's: not over, or failed and not ended
         self._busy = threading.Event()
         self._lending = self._closed = False
         self._thread = threading.Thread(target=self._work, name="direct", daemon=True)
@@ -82,12 +89,9 @@ class DirectBlocks:
 
     def lend(self, lending: bool) -> None:
         """Whether peers may read blocks now."""
-        if lending == self._lending:
-            return
-        with self._lock:
-            self._lending = lending
-            if lending:
-                self._busy.set()
+        self._lending = lending
+        if lending:
+            self._busy.set()
 
     def _part(self, block: int) -> Memory:
         size = self.storage.layout.block_bytes
@@ -96,79 +100,76 @@ class DirectBlocks:
     # ---- the receiver ----------------------------------------------------------------------------------------------
 
     def begin(self, located: Located, blocks: Sequence[int], done: Done) -> None:
-        """Read what was located into these blocks. `finish` calls `done`, and no other request gets the blocks before
-        the read has ended. NixlError: it cannot begin."""
-        size = self.storage.layout.block_bytes
-        there = [Memory(address, size, located.kind, located.device) for address in located.addresses]
-        with self._lock:
-            peer = Peer(located.peer, located.metadata)
-            read = self._agent.begin(peer, there, [self._part(block) for block in blocks])
-            self._readings.append(Reading(read, blocks, located.sums, done))
-            self._busy.set()
-        for block in blocks:
-            self.pool.hold(block)
+        """Read what was located into these blocks. `finish` calls `done`. No request gets the blocks before nothing
+        writes to them any more."""
+        reading = Reading(next(self._numbers), located, blocks, done)
+        self.lent.hold_for_read(reading.number, blocks)
+        self._asked.append(reading)
+        self._busy.set()
 
     def finish(self) -> None:
         """For reads that are over."""
-        with self._lock:
-            over, self._over = self._over, []
-        for reading in over:
-            if reading.done is not nothing:
-                self._finish(reading)
+        while self._over:
+            reading = self._over.popleft()
+            if reading.done is not None:
+                if not reading.error and sums_of(self.storage, reading.blocks) != reading.located.sums:
+                    reading.error = DAMAGED
+                reading.done(reading.error, reading.ended)
+                reading.done = None
             if reading.ended:
-                for block in reading.blocks:
-                    self.pool.release(block)
-            else:
-                reading.done = nothing
-                with self._lock:
-                    self._stuck.append(reading)
-                    self._busy.set()
-
-    def _finish(self, reading: Reading) -> None:
-        if not reading.error and sums_of(self.storage, reading.blocks) != reading.sums:
-            reading.error = "blocks arrived damaged"
-        reading.done(reading.error, reading.ended)
+                self.lent.release_read(reading.number)
 
     # ---- on the thread -----------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
         use_device(self.storage)
         while not self._closed:
-            self._busy.wait()
-            with self._lock:
-                began = self._turn()
-            eager = time.monotonic() - began < EAGER_SECONDS
-            time.sleep(0 if eager else PAUSE)
+            if not (self._asked or self._reading or self._lending):
+                self._busy.wait(IDLE)
+                self._busy.clear()
+            self._turn()
 
-    def _turn(self) -> float:
-        """Returns when the last read that is under way began."""
+    def _turn(self) -> None:
+        while self._asked:
+            self._reading.append(self._asked.popleft())
         self._agent.progress()
-        over = [reading for reading in self._readings if self._moved_on(reading)]
-        over += [reading for reading in self._stuck if self._ended(reading)]
+        over = [reading for reading in self._reading if self._moved_on(reading)]
         if over:
-            self._readings = [reading for reading in self._readings if reading not in over]
-            self._stuck = [reading for reading in self._stuck if reading not in over]
-            self._over += over
+            self._reading = [reading for reading in self._reading if not reading.ended]
+            self._over.extend(over)
             self._wake()
-        if not (self._readings or self._stuck or self._lending or self._closed):
-            self._busy.clear()
-        return max((reading.began for reading in self._readings), default=0.0)
+        began = max((reading.began for reading in self._reading), default=0.0)
+        time.sleep(0 if time.monotonic() - began < EAGER_SECONDS else PAUSE)
 
     def _moved_on(self, reading: Reading) -> bool:
-        """Whether it is over."""
+        """Whether `finish` is to hear of it: it is over, or has failed; and again when a failed one has ended."""
+        now = time.monotonic()
+        if reading.failed:
+            return now - reading.failed > QUARANTINE and self._end(reading)
         try:
-            if not self._agent.done(reading.read):
-                if time.monotonic() - reading.began < READ_SECONDS:
-                    return False
-                reading.error = f"no bytes came within {READ_SECONDS:g} s"
+            if reading.read is None:
+                reading.read = self._begun(reading)
+            if self._agent.done(reading.read):
+                return self._end(reading)
         except NixlError as error:
-            reading.error = str(error)
-        self._ended(reading)
+            reading.error, reading.failed = reading.error or str(error), now
+            return self._end(reading) if reading.read is None else True
+        if reading.error or now - reading.began < READ_SECONDS:
+            return False
+        reading.error = f"no bytes came within {READ_SECONDS:g} s"
         return True
 
-    def _ended(self, reading: Reading) -> bool:
-        reading.ended = self._agent.end(reading.read)
-        return reading.ended
+    def _end(self, reading: Reading) -> bool:
+        if reading.read is not None:
+            self._agent.end(reading.read)
+        reading.ended = True
+        return True
+
+    def _begun(self, reading: Reading) -> Read:
+        located, size = reading.located, self.storage.layout.block_bytes
+        there = [Memory(address, size, located.kind, located.device) for address in located.addresses]
+        here = [self._part(block) for block in reading.blocks]
+        return self._agent.begin(Peer(located.peer, located.metadata), there, here)
 
 
 def open_direct(core: Core, wanted: Direct | None, wake: Callable[[], None]) -> DirectBlocks | None:
@@ -176,20 +177,19 @@ def open_direct(core: Core, wanted: Direct | None, wake: Callable[[], None]) -> 
     if wanted is None:
         return None
     storage, why = storage_of(core), ""
+    on_gpu, one_machine = memory_of(storage)[2] == "VRAM", wanted.interface.startswith("127.")
     if storage.exchanged_bytes != storage.layout.block_bytes:
         why = "it cannot be used with parallel above 1."
-    elif not wanted.always and memory_of(storage)[2] == "DRAM" and wanted.interface.startswith("127."):
-        return None  # on one machine there is shared memory
+    elif not wanted.always and not on_gpu and one_machine:
+        return None  # there is shared memory
+    elif on_gpu and not one_machine and not any(RDMA.glob("*/ports/*")):
+        why = "between machines it reads the memory of GPUs over RDMA, and this machine has no such device."
     else:
         try:
-            return DirectBlocks(storage, core.scheduler.tables.pool, wanted.interface, wake)
+            return DirectBlocks(storage, core.scheduler.tables.lent, wanted.interface, wake)
         except NixlError as error:
             why = str(error)
     if wanted.always:
         raise ConfigError(f"--transport nixl: {why} Or use --transport auto.")
     log.warning("NIXL is installed and not used: %s", why)
     return None
-
-
-def nothing(error: str, ended: bool) -> None:
-    """The caller knows already that the read has failed."""

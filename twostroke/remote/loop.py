@@ -91,7 +91,7 @@ class EngineLoop:
     def _stalled(self) -> bool:
         """Nothing can be planned before blocks arrive from elsewhere. Two empty steps in a row show it: the first may
         have preempted a request, which the second could admit again."""
-        return self.empty_steps > 1 and bool(self.core.scheduler.fetching)
+        return self.empty_steps > 1 and (bool(self.core.scheduler.fetching) or self.blocks.reading)
 
     def run(self) -> None:
         """Until ClosedError."""

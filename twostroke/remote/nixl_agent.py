@@ -17,6 +17,7 @@ import os
 import secrets
 import socket
 import struct
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -84,6 +85,7 @@ class NixlAgent:
         except Exception as error:  # what NIXL raises has no base class of its own
             raise NixlError(f"NIXL does not work here: {describe(error)}") from None
         self._known: set[str] = set()  # names of peers
+        self._open: Counter[str] = Counter()  # reads that are not ended, by the name of the peer
 
     def register(self, memory: Memory) -> None:
         """Peers may read it from now on, as long as this agent lives, and reads may write it."""
@@ -101,7 +103,7 @@ class NixlAgent:
             self._agent.get_new_notifs([BACKEND])
 
     def begin(self, peer: Peer, there: Sequence[Memory], here: Sequence[Memory]) -> Read:
-        """Read runs of a peer's memory into as many of this process. `end` it in any case."""
+        """Read runs of a peer's memory into as many of this process. `end` it when it is over."""
         try:
             self._meet(peer)
             theirs, ours = (self._descriptors(some) for some in (there, here))
@@ -109,13 +111,14 @@ class NixlAgent:
         except Exception as error:
             self._forget(peer)
             raise NixlError(f"the peer's memory cannot be reached: {describe(error)}") from None
+        self._open[peer.name] += 1
         return Read(peer, handle)
 
     def _descriptors(self, some: Sequence[Memory]) -> Any:
         return self._agent.get_xfer_descs([(one.address, one.size, one.device) for one in some], some[0].kind)
 
     def done(self, read: Read) -> bool:
-        """Moves it on. NixlError: it has failed."""
+        """Moves it on. NixlError: it has failed, and writes nothing any more."""
         step = self._agent.check_xfer_state if read.begun else self._agent.transfer
         read.begun = True
         try:
@@ -127,16 +130,13 @@ class NixlAgent:
         read.complete = state == "DONE"
         return read.complete
 
-    def end(self, read: Read) -> bool:
-        """One that is not complete is given up, and with it what is known of the peer. False: it is still under way;
-        its memory may be written, and it has to be ended again."""
+    def end(self, read: Read) -> None:
+        """One that is complete or has failed. One that is under way cannot be ended: UCX goes on writing."""
+        self._open -= Counter({read.peer.name: 1})
+        with contextlib.suppress(Exception):
+            read.handle.release()
         if not read.complete:
             self._forget(read.peer)
-        try:
-            read.handle.release()
-        except Exception:
-            return False
-        return True
 
     def _meet(self, peer: Peer) -> None:
         if peer.name != self.name and peer.name not in self._known:
@@ -145,7 +145,8 @@ class NixlAgent:
             self._known.add(peer.name)
 
     def _forget(self, peer: Peer) -> None:
-        if peer.name in self._known:
+        """After a failure it is met anew. Other reads of it would fail by that, and go on writing."""
+        if peer.name in self._known and not self._open[peer.name]:
             self._known.discard(peer.name)
             with contextlib.suppress(Exception):
                 self._agent.remove_remote_agent(peer.name)

@@ -129,7 +129,8 @@ class Planner:
                 scheduler.preempt(victim)
                 if scheduler.admit(request):
                     break
-        self._add_chunk(request)
+        if request.status is Status.RUNNING:
+            self._add_chunk(request)
 
     def _admissible(self) -> list[RequestState]:
         scheduler = self.scheduler

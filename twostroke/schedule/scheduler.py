@@ -163,8 +163,10 @@ class Scheduler:
         if not self.tables.free_rows or len(self.running) + len(self.fetching) >= self.limits.max_requests:
             return False
         hit = self.tables.match(request)
-        while self._needed(request, hit) > self.tables.pool.available:
-            if self.running or self.fetching or self.leaving or not self.tables.lent.take_back_oldest():
+        while self.needed(request, hit) > self.tables.pool.available:
+            if self.running or self.fetching or self.leaving or self.tables.lent.reading:
+                return False
+            if not self.tables.lent.take_back_oldest():
                 return False
             hit = self.tables.match(request)
         self.tables.open(request, hit)
@@ -172,7 +174,7 @@ class Scheduler:
         self.turns.take(request.turn)
         return True
 
-    def _needed(self, request: RequestState, hit: Hit) -> int:
+    def needed(self, request: RequestState, hit: Hit) -> int:
         """Blocks for its prompt, and some for streams and prompts that are in the batch already."""
         step = self.limits.max_batch_tokens if self.limits.chunked else len(request.tokens)
         needed = self.tables.blocks_needed(request, hit, step)
