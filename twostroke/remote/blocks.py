@@ -70,7 +70,7 @@ class BlockExchange:
         self.replies: list[Stored | Arrived] = []  # about blocks that were read from another pool
         self.block_bytes = storage_of(core).exchanged_bytes
         self.waiting: dict[int, Waiting] = {}  # requests whose blocks are on their way, by id
-        self.followed: dict[int, tuple[RequestState, int]] = {}  # with `lend`: the tokens whose blocks were copied out
+        self.followed: dict[int, tuple[RequestState, int]] = {}  # with `lend`: the tokens whose blocks were given
         self.segments: dict[str, Segment] = {}  # of parts that are not opened yet, by path
         # Numbers for blocks that are read from here: after a restart others than before.
         self.kept = itertools.count(-1 - secrets.randbits(60), -1)
@@ -78,7 +78,7 @@ class BlockExchange:
     # ---- given away --------------------------------------------------------------------------------------------------
 
     def follow(self, state: RequestState) -> None:
-        """Copy its blocks out as they are computed, if they are for another engine."""
+        """Give its blocks as they are computed, if they are for another engine."""
         if copied_out(state.request):
             self.followed[state.id] = state, state.request.lend * BLOCK
 

@@ -6,9 +6,9 @@
 
 KV blocks of one engine for another, as bytes in a shared segment (segment.py) or in the pool of the engine (direct.py):
 
-    engine ─▶ front end    Part: blocks of a request with `lend`, after each of its steps; answered by Opened
+    engine ─▶ front end    Part: blocks of a request with `lend`, after each of its steps; then Opened or TakeBack
     front end ─▶ engine    Export what was lent, answered by Exported; TakeBack when it is not needed any more
-                           LookUp what is cached of a prompt, answered by Found; then Opened, as after Part
+                           LookUp what is cached of a prompt, answered by Found; then as after Part
                            Store blocks in the cache, answered by Stored
                            Expect a request whose blocks will come, answered by Expected; Arrive, answered by Arrived
 
