@@ -20,8 +20,7 @@ settings.load_profile("steady")
 
 
 def pytest_collection_finish() -> None:
-    interpreter.replace_once_a_launch()
-    interpreter.drop_what_is_not_asked()
+    interpreter.prepare()
 
 
 def quiet_pair(factory: pytest.TempPathFactory, plain: Path, **shape: int) -> tuple[Path, Path]:
