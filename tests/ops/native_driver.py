@@ -8,14 +8,17 @@ from __future__ import annotations
 import fcntl
 import os
 import subprocess
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-from twostroke.ops.cpu.build import NATIVE, BuildError, build, find_compiler
+from twostroke.ops.cpu.build import FLAGS, NATIVE, BuildError, build, find_compiler
+from twostroke.ops.cpu.library import library_path
 
-SANITIZED = ("-O0", "-g", "-DTS_SLOW", "-fno-sanitize-recover=all")  # more of -O takes minutes to compile
+# -O1 takes minutes to compile, -O0 minutes to run. Lines for reports, without variables.
+SANITIZED = ("-Og", "-g1", "-DTS_SLOW", "-fno-sanitize-recover=all")
 
 
 def driver(folder: Path, compiler: str | None = None, extra: tuple[str, ...] = ()) -> Path:
@@ -29,26 +32,44 @@ def run(*command: str | Path) -> list[str]:
     return done.stdout.splitlines()
 
 
-def built_once(
-    name: str, factory: pytest.TempPathFactory, compiler: str | None = None, extra: tuple[str, ...] = ()
-) -> Path:
-    """The same as driver(), for all processes of this run of the tests: the first one that asks compiles."""
+def built_once(name: str, factory: pytest.TempPathFactory, make: Callable[[Path], Path]) -> Path:
+    """What make(folder) builds, for all processes of this run of the tests: the first one that asks compiles."""
     base = factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / f"native_{name}"
     folder.mkdir(exist_ok=True)
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         program = folder / "selftest"
-        return program if program.exists() else driver(folder, compiler, extra)
+        return program if program.exists() else make(folder)
 
 
 def plain(factory: pytest.TempPathFactory) -> Path:
-    """The driver as the library is built here."""
+    """The driver with the library as it is built here."""
     try:
         find_compiler()
     except BuildError:
         pytest.skip("no C++ compiler")
-    return built_once("plain", factory)
+    library = library_path()
+    return built_once("plain", factory, driver if library is None or is_older(library) else beside(library))
+
+
+def is_older(library: Path) -> bool:
+    """Older than a source or the recipe: then it may hold other code."""
+    sources = [path for path in NATIVE.rglob("*") if path.suffix in (".cpp", ".h")]
+    return library.stat().st_mtime < max(path.stat().st_mtime for path in [*sources, NATIVE.parent / "build.py"])
+
+
+def beside(library: Path) -> Callable[[Path], Path]:
+    """The driver alone is compiled, and calls the library."""
+
+    def link(folder: Path) -> Path:
+        program = folder / "selftest"
+        sources = [str(NATIVE / name) for name in ("selftest.cpp", "pack.cpp")]
+        link_to = [str(library), f"-Wl,-rpath,{library.parent}", "-pthread"]
+        subprocess.run([find_compiler(), *FLAGS, "-I", str(NATIVE), *sources, *link_to, "-o", str(program)], check=True)
+        return program
+
+    return link
 
 
 def expected(factory: pytest.TempPathFactory) -> list[str]:

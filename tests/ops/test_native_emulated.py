@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import shutil
+from functools import partial
 
 import pytest
 
-from tests.ops.native_driver import built_once, expected, plain, run
+from tests.ops.native_driver import built_once, driver, expected, plain, run
 from twostroke.ops.cpu.build import find_compiler, machine_of
 
 
@@ -20,5 +21,6 @@ def test_arm(processor: str, tmp_path_factory: pytest.TempPathFactory) -> None:
         pytest.skip("needs aarch64-linux-gnu-g++ and qemu-aarch64 (Debian: g++-aarch64-linux-gnu, qemu-user)")
     right = expected(tmp_path_factory)
     here = machine_of(find_compiler()) == "aarch64"
-    program = plain(tmp_path_factory) if here else built_once("arm", tmp_path_factory, compiler, ("-static",))
+    cross = partial(driver, compiler=compiler, extra=("-static",))
+    program = plain(tmp_path_factory) if here else built_once("arm", tmp_path_factory, cross)
     assert run(emulator, "-cpu", processor, program, "quick") == right
