@@ -11,6 +11,7 @@ import subprocess
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -25,11 +26,16 @@ def driver(folder: Path, compiler: str | None = None, extra: tuple[str, ...] = (
     return build(folder / "selftest", compiler, extra, sources=[NATIVE / "selftest.cpp"], shared=False)
 
 
-def run(*command: str | Path) -> list[str]:
+class Run(NamedTuple):
+    lines: list[str]
+    best: str  # instruction set
+
+
+def run(*command: str | Path) -> Run:
     done = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=3600, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert done.stdout.endswith("ok\n")
-    return done.stdout.splitlines()
+    return Run(done.stdout.splitlines(), done.stderr.partition("best: ")[2].partition("\n")[0])
 
 
 def built_once(name: str, factory: pytest.TempPathFactory, make: Callable[[Path], Path]) -> Path:
@@ -55,7 +61,7 @@ def plain(factory: pytest.TempPathFactory) -> Path:
 
 def is_older(library: Path) -> bool:
     """Older than a source or the recipe: then it may hold other code."""
-    sources = [path for path in NATIVE.rglob("*") if path.suffix in (".cpp", ".h")]
+    sources = [path for path in NATIVE.rglob("*.[ch]*") if not path.name.startswith("selftest")]
     return library.stat().st_mtime < max(path.stat().st_mtime for path in [*sources, NATIVE.parent / "build.py"])
 
 
@@ -79,4 +85,4 @@ def expected(factory: pytest.TempPathFactory) -> list[str]:
 
 @cache
 def printed(program: Path) -> list[str]:
-    return run(program)
+    return run(program).lines
