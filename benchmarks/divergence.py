@@ -9,6 +9,7 @@ difference between int8 and Q8_0 has a standard error of 1.5 % of either, so "wo
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -25,22 +26,26 @@ NO_WORSE_THAN = {"int8": "gguf Q8_0", "int4": "gguf Q4_0"}
 TWO_ERRORS = 1.03
 
 
-def divergences(data: bytes, stories: int = 32, length: int = 200) -> dict[str, float]:
-    """Mean KL in nats for each variant, over stories that the float model wrote."""
+def divergences(
+    data: bytes, stories: int = 32, length: int = 200, names: Collection[str] | None = None
+) -> dict[str, float]:
+    """Mean KL in nats for each variant, over stories that the float model wrote. names: of variants; None: all."""
     with tempfile.TemporaryDirectory() as folder:
         exact = write_stories(data, Path(folder) / "float.gguf")
-        variants: dict[str, tuple[Path, dict[str, Any]]] = {
-            "int8": (exact, {"quantize": "int8"}),
-            "gguf Q8_0": (write_stories(data, Path(folder) / "q8.gguf", all_in(Q8)), {}),
-            "int4": (exact, {"quantize": "int4"}),
-            "gguf Q4_0": (write_stories(data, Path(folder) / "q4.gguf", layers_in_four), {}),
-            "gguf Q4_0 pure": (write_stories(data, Path(folder) / "pure.gguf", all_in(Q4)), {}),
+        variants: dict[str, tuple[Any, dict[str, Any]]] = {  # (how the file stores tensors, settings)
+            "int8": (None, {"quantize": "int8"}),
+            "gguf Q8_0": (all_in(Q8), {}),
+            "int4": (None, {"quantize": "int4"}),
+            "gguf Q4_0": (layers_in_four, {}),
+            "gguf Q4_0 pure": (all_in(Q4), {}),
         }
         reference = LLM(exact, dtype="float32", prefix_cache=False)
         texts = write(reference, stories, length)
         wanted = [distributions(reference, text) for text in texts]
         found = {}
-        for name, (path, settings) in variants.items():
+        for name in variants if names is None else names:
+            stored, settings = variants[name]
+            path = exact if stored is None else write_stories(data, Path(folder) / f"{name}.gguf", stored)
             llm = LLM(path, prefix_cache=False, kv_dtype="float32", **settings)
             sums = [divergence(p, distributions(llm, text)) for p, text in zip(wanted, texts, strict=True)]
             found[name] = float(torch.cat(sums).mean())

@@ -19,9 +19,24 @@ settings.register_profile(
 settings.load_profile("steady")
 
 
+# Files that take a minute or more. In front, so that with `--no-loadscope-reorder` no process waits for one at the end.
+LONG = (
+    "tests/ops/test_native_address.py",
+    "tests/ops/test_native_threads.py",
+    "tests/ops/test_native_emulated.py",
+    "tests/test_house.py",
+    "tests/model/test_default_model.py",
+    "tests/weights/test_divergence.py",
+    "tests/cost/answers/",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: not item.nodeid.startswith(LONG))
+
+
 def pytest_collection_finish() -> None:
-    interpreter.replace_once_a_launch()
-    interpreter.drop_what_is_not_asked()
+    interpreter.prepare()
 
 
 def quiet_pair(factory: pytest.TempPathFactory, plain: Path, **shape: int) -> tuple[Path, Path]:

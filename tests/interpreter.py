@@ -8,8 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from functools import cache
 from types import FunctionType
 from typing import Any
+
+from tests import interpreter_types
+
+
+def prepare() -> None:
+    """When all kernels have been imported."""
+    replace_once_a_launch()
+    drop_what_is_not_asked()
+    interpreter_types.install()
 
 
 class Kept:
@@ -39,8 +49,12 @@ def replace_once_a_launch() -> None:
     language = sys.modules["triton.language"]
     done: set[int] = set()
 
+    @cache
+    def modules_of(function: FunctionType) -> set[int]:
+        return {id(value) for value in function.__globals__.values() if value is language or value is language.core}
+
     def once(function: FunctionType) -> Any:
-        modules = {id(value) for value in function.__globals__.values() if value is language or value is language.core}
+        modules = modules_of(function)
         if done and modules <= done:
             return Kept()
         outermost = not done

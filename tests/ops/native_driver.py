@@ -8,47 +8,74 @@ from __future__ import annotations
 import fcntl
 import os
 import subprocess
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
-from twostroke.ops.cpu.build import NATIVE, BuildError, build, find_compiler
+from twostroke.ops.cpu.build import FLAGS, NATIVE, BuildError, build, find_compiler
+from twostroke.ops.cpu.library import library_path
 
-SANITIZED = ("-O0", "-g", "-DTS_SLOW", "-fno-sanitize-recover=all")  # more of -O takes minutes to compile
+# -O1 takes minutes to compile, -O0 minutes to run. Lines for reports, without variables.
+SANITIZED = ("-Og", "-g1", "-DTS_SLOW", "-fno-sanitize-recover=all")
 
 
 def driver(folder: Path, compiler: str | None = None, extra: tuple[str, ...] = ()) -> Path:
     return build(folder / "selftest", compiler, extra, sources=[NATIVE / "selftest.cpp"], shared=False)
 
 
-def run(*command: str | Path) -> list[str]:
+class Run(NamedTuple):
+    lines: list[str]
+    best: str  # instruction set
+
+
+def run(*command: str | Path) -> Run:
     done = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=3600, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert done.stdout.endswith("ok\n")
-    return done.stdout.splitlines()
+    return Run(done.stdout.splitlines(), done.stderr.partition("best: ")[2].partition("\n")[0])
 
 
-def built_once(
-    name: str, factory: pytest.TempPathFactory, compiler: str | None = None, extra: tuple[str, ...] = ()
-) -> Path:
-    """The same as driver(), for all processes of this run of the tests: the first one that asks compiles."""
+def built_once(name: str, factory: pytest.TempPathFactory, make: Callable[[Path], Path]) -> Path:
+    """What make(folder) builds, for all processes of this run of the tests: the first one that asks compiles."""
     base = factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / f"native_{name}"
     folder.mkdir(exist_ok=True)
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         program = folder / "selftest"
-        return program if program.exists() else driver(folder, compiler, extra)
+        return program if program.exists() else make(folder)
 
 
 def plain(factory: pytest.TempPathFactory) -> Path:
-    """The driver as the library is built here."""
+    """The driver with the library as it is built here."""
     try:
         find_compiler()
     except BuildError:
         pytest.skip("no C++ compiler")
-    return built_once("plain", factory)
+    library = library_path()
+    return built_once("plain", factory, driver if library is None or is_older(library) else beside(library))
+
+
+def is_older(library: Path) -> bool:
+    """Older than a source or the recipe: then it may hold other code."""
+    sources = [path for path in NATIVE.rglob("*.[ch]*") if not path.name.startswith("selftest")]
+    return library.stat().st_mtime < max(path.stat().st_mtime for path in [*sources, NATIVE.parent / "build.py"])
+
+
+def beside(library: Path) -> Callable[[Path], Path]:
+    """The driver alone is compiled, and calls the library."""
+
+    def link(folder: Path) -> Path:
+        program = folder / "selftest"
+        sources = [str(NATIVE / name) for name in ("selftest.cpp", "pack.cpp")]
+        link_to = [str(library), f"-Wl,-rpath,{library.parent}", "-pthread"]
+        subprocess.run([find_compiler(), *FLAGS, "-I", str(NATIVE), *sources, *link_to, "-o", str(program)], check=True)
+        return program
+
+    return link
 
 
 def expected(factory: pytest.TempPathFactory) -> list[str]:
@@ -58,4 +85,4 @@ def expected(factory: pytest.TempPathFactory) -> list[str]:
 
 @cache
 def printed(program: Path) -> list[str]:
-    return run(program)
+    return run(program).lines

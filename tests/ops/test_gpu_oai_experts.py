@@ -101,7 +101,7 @@ def test_biases(rows: int, gate: str) -> None:
 @pytest.mark.parametrize(
     ("rows", "hidden", "width", "bias"),
     many((1, HIDDEN, WIDTH, True), (10, HIDDEN, WIDTH, True), (2, 128, 256, False), (9, 128, 256, False),
-         (3, 1056, 64, True), (11, 1056, 64, True), (2, 64, 1088, True)),
+         (1, 1056, 64, True), (11, 1056, 64, True), (1, 64, 1088, True)),
 )  # fmt: skip
 def test_mxfp4(rows: int, hidden: int, width: int, bias: bool) -> None:
     """Few rows and many. More than eight slices take a second round."""

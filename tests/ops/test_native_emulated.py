@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import shutil
+from functools import partial
 
 import pytest
 
-from tests.ops.native_driver import built_once, expected, plain, run
+from tests.ops.native_driver import built_once, driver, expected, plain, run
 from twostroke.ops.cpu.build import find_compiler, machine_of
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("processor", ["neoverse-n1", "max", "cortex-a57"])
-def test_arm(processor: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Cross-compiled and emulated: with dot products, with everything, and without them (plain C++ only). On such a
-    machine the plain build is the same code, and is not compiled again."""
+@pytest.mark.parametrize(("processor", "best"), [("neoverse-n1", "neon"), ("max", "i8mm"), ("cortex-a57", "portable")])
+def test_arm(processor: str, best: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Cross-compiled and emulated: with dot products, with everything, and without them (plain C++ only). Each
+    processor runs the best kernels that it has; all others are the best of another processor here. On such a machine
+    the plain build is the same code, and is not compiled again."""
     compiler, emulator = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64")
     if not compiler or not emulator:
         pytest.skip("needs aarch64-linux-gnu-g++ and qemu-aarch64 (Debian: g++-aarch64-linux-gnu, qemu-user)")
     right = expected(tmp_path_factory)
     here = machine_of(find_compiler()) == "aarch64"
-    program = plain(tmp_path_factory) if here else built_once("arm", tmp_path_factory, compiler, ("-static",))
-    assert run(emulator, "-cpu", processor, program, "quick") == right
+    cross = partial(driver, compiler=compiler, extra=("-static",))
+    program = plain(tmp_path_factory) if here else built_once("arm", tmp_path_factory, cross)
+    done = run(emulator, "-cpu", processor, program, "best")
+    assert done.lines == right and done.best == best

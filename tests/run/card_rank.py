@@ -8,6 +8,7 @@ os.environ["TRITON_INTERPRET"] = "1"  # before the first import of Triton
 
 import torch
 
+from tests import interpreter
 from twostroke.engine import cards, rank_main
 from twostroke.ops.cuda.backend import CudaOps
 from twostroke.ops.cuda.exact import ExactCudaOps
@@ -19,6 +20,7 @@ def interpreted(device: str, dtype: str, threads: int, quantize: str | None, exa
 
 
 def main(descriptor: str) -> None:
+    interpreter.prepare()
     cards.make_ops = interpreted  # type: ignore[assignment]
     cards.take_card = lambda number: None
     cards.free_on_card = lambda: 5000
