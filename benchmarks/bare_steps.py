@@ -25,8 +25,8 @@ FIRST, COUNTED = 1, 2  # steps of each kind in a turn
 
 
 class TurnTaker(loop.EngineLoop):
-    def __init__(self, port: loop.Port, engine: Any):
-        super().__init__(port, engine)
+    def __init__(self, *given: Any):
+        super().__init__(*given)
         name, _, rows = os.environ[TURNS].rpartition(":")
         self.turns, self.rows = open(name, "a"), int(rows)  # noqa: SIM115  # until the process ends
         self.run_model = self.core.runner.launch
