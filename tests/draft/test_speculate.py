@@ -7,7 +7,7 @@ import pytest
 
 from twostroke.draft.by_model import CAUGHT_UP, READY, TRIAL_EVERY, ModelDrafts
 from twostroke.draft.rates import FORCED, JUDGED, MODEL, PAUSE, Acceptance, Realised, StepTimes, kind_of
-from twostroke.draft.speculate import TRY_EVERY, WITHOUT_EVERY, Speculation, make_drafter, never_forced
+from twostroke.draft.speculate import REST, TRY_EVERY, WITHOUT_EVERY, Speculation, make_drafter, never_forced
 from twostroke.sampling import Grammar, SamplingParams
 from twostroke.types import MOST_DRAFTED, UNWRITTEN, Plan, Request, RequestState, Result, Work, WorkKind
 
@@ -70,7 +70,7 @@ def test_a_plan_waits_for_a_result_where_guesses_would_pay() -> None:
         (0.95, 0.02, others(1)[0], False),
     ):
         found = speculation(rate, cost, 1)
-        assert found.begin([request]) and found.waits() is waits
+        assert found.begin([request]) is found.waits() is waits
     assert by_model(0.9, 0.02, 0.1, 1).waits() and not by_model(0.1, 0.02, 0.1, 1).waits()
 
 
@@ -88,8 +88,9 @@ def test_streams_pay_together_for_what_guesses_cost_once_a_step() -> None:
     assert found.begin([alike[0], *others(3)]) and len(found.propose(alike[0], 100)) > 4
     found.acceptance.right[3] = 0.5 * 1000
     found.of.clear()
-    assert found.begin([alike[0], *others(3)]) and not found.propose(alike[0], 100) and not found.waits()
-    assert found.begin(alike) and all(found.propose(request, 100) for request in alike)
+    assert not found.begin([alike[0], *others(3)]) and not found.propose(alike[0], 100) and not found.waits()
+    assert [found.begin(alike) for _ in range(REST)] == [False] * (REST - 1) + [True]
+    assert all(found.propose(request, 100) for request in alike)
 
 
 def test_rows_of_one_plan_add_up() -> None:
@@ -99,8 +100,15 @@ def test_rows_of_one_plan_add_up() -> None:
 
 
 def test_nothing_is_guessed_for_many_streams() -> None:
-    assert speculation(0.95, 0.0, 2).begin(others(2))
-    assert not speculation(0.95, 0.0, 3).begin(others(3))
+    assert speculation(0.95, 0.0, 2).begin([repeating(), *others(1)])
+    assert not speculation(0.95, 0.0, 3).begin([repeating(), *others(2)])
+
+
+def test_a_plan_asks_for_guesses_where_a_grammar_may_force_them() -> None:
+    """Also where nothing is found in the texts."""
+    found, (plain,) = speculation(0.95, 0.02, 1), others(1)
+    forced = RequestState(Request(9, plain.tokens, SamplingParams(grammar=Grammar("regex", "ab")), limit=1000))
+    assert not found.begin([plain]) and found.begin([forced]) and not found.waits()
 
 
 def test_the_source_that_promises_more_is_taken() -> None:
@@ -256,10 +264,10 @@ def test_steps_that_were_slower_than_without_drafts_end_in_a_pause() -> None:
     slower = found._realised(1)
     for _ in range(JUDGED):
         slower.add(0.02, 0.021)
-    assert [found.begin(others(1)) for _ in range(PAUSE)] == [False] * (PAUSE - 1) + [True]
+    assert [found.begin([repeating()]) for _ in range(PAUSE)] == [False] * (PAUSE - 1) + [True]
     for _ in range(JUDGED):
         slower.add(0.02, 0.021)
-    assert [found.begin(others(1)) for _ in range(2 * PAUSE)].count(True) == 1  # the next pause is twice as long
+    assert [found.begin([repeating()]) for _ in range(2 * PAUSE)].count(True) == 1  # the next pause is twice as long
     judged = Realised()
     for _ in range(100):
         judged.add(0.02, 0.019)
@@ -309,17 +317,21 @@ def test_the_setting() -> None:
 
 
 @pytest.mark.parametrize("again", [True, False])
-@pytest.mark.parametrize(("rate", "cost", "expected"), [(0.15, 0.1, 12), (0.0, 0.1, 12), (0.2, 0.3, 4), (0.0, 0.6, 2)])
-def test_a_try_stays_due_until_a_plan_makes_it(rate: float, cost: float, expected: int, again: bool) -> None:
+@pytest.mark.parametrize(
+    ("rate", "cost", "expected", "guesses"),
+    [(0.0, 0.05, 12, 3), (0.15, 0.1, 11, 2), (0.0, 0.1, 11, 2), (0.2, 0.3, 8, 1), (0.0, 0.6, 4, 1)],
+)
+def test_a_try_stays_due_until_a_plan_makes_it(
+    rate: float, cost: float, expected: int, guesses: int, again: bool
+) -> None:
     """On a GPU the plan in which it falls due waits for the step in flight, and is made again. Where a step with
-    guesses takes much longer, tries are rarer."""
+    guesses takes much longer, tries are rarer, and have fewer guesses."""
     found = speculation(rate, cost, 1)
     request, tries = repeating(), 0
     for _ in range(12 * TRY_EVERY):
-        assert found.begin([request])
-        if found.waits():
-            assert not again or (found.begin([request]) and found.waits())
-            tries += 0 < len(found.propose(request, 100)) <= 3
+        if found.begin([request]):
+            assert found.waits() and (not again or (found.begin([request]) and found.waits()))
+            tries += len(found.propose(request, 100)) == guesses
     assert abs(tries - expected) <= expected // 4
 
 

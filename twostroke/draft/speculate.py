@@ -22,18 +22,20 @@ import numpy as np
 from twostroke.draft.answers import EarlierAnswers
 from twostroke.draft.by_model import CAUGHT_UP, READY, TRIALS, Choice, ModelDrafts
 from twostroke.draft.lookup import Lookup
-from twostroke.draft.rates import FORCED, MODEL, Acceptance, Realised, StepTimes, kind_of
+from twostroke.draft.rates import FORCED, MODEL, NEAR, Acceptance, Realised, StepTimes, kind_of
 from twostroke.types import MOST_DRAFTED, UNWRITTEN, Plan, RequestState, Result, WorkKind
 
 STREAMS = {"cpu": 2, "cuda": 32}  # with more streams nothing is guessed: some loads lost by it (docs/speculation.md)
 GAIN = 1.1  # least predicted gain in tokens per second
 WITHOUT_EVERY = 32  # steps that could draft: one of so many does not
 TRY_EVERY = 64  # steps with long matches that do not pay: one of so many tries them; fewer where streams are many
-TRIED = 3  # guesses of such a try
-TRY_COST = 0.005  # of the time of steps without guesses: more than this is not spent on tries
+TRIED = 3  # most guesses of such a try
+TRY_LOSS = 0.25  # of a step's time: a try has fewer guesses where it would take so much longer
+TRY_COST = 0.003  # of the time of steps without guesses: more than this is not spent on tries
 LONG_KIND = kind_of(8)  # of matches that are worth a try
 LEARN_EVERY = 4  # steps without guesses: the time of one of so many is kept
 HELD = 16  # plans for which it holds that guesses do not pay, unless some are verified meanwhile
+REST = 4  # plans, of which one looks at the texts where even long matches do not pay
 UNLIKELY = 0.02  # chance of a guess below which it is not made
 
 
@@ -85,6 +87,10 @@ class Proposal(NamedTuple):
     speed: float  # expected tokens per second of the whole step
 
 
+def has_grammar(request: RequestState) -> bool:
+    return request.params.grammar is not None
+
+
 def is_ready(request: RequestState) -> bool:
     """Whether the draft model has read enough to write in the next step."""
     return len(request.tokens) - request.drafted <= READY
@@ -92,11 +98,10 @@ def is_ready(request: RequestState) -> bool:
 
 def proposals(kinds: dict[int, int], chances: Sequence[tuple[float, int]], speed: float) -> dict[int, Proposal]:
     """kinds: of each request's guesses; chances: of the guesses that are taken, with the request's id."""
-    found: dict[int, Proposal] = {}
+    of: dict[int, list[float]] = {}
     for chance, name in chances:
-        before = found.get(name) or Proposal(kinds[name], 0, 0.0, speed)
-        found[name] = before._replace(length=before.length + 1, gained=before.gained + chance)
-    return found
+        of.setdefault(name, []).append(chance)
+    return {name: Proposal(kinds[name], len(taken), sum(taken), speed) for name, taken in of.items()}
 
 
 class Speculation:
@@ -121,13 +126,16 @@ class Speculation:
         self.realised: dict[int, Realised] = {}  # by doublings of streams
         self.streams = self.rows = self.chances = self.declined = self.plain = 0
         self.patience = float(TRY_EVERY)  # plans between two tries of guesses that do not pay
+        self.tried = TRIED  # guesses of a try, for each stream
         self.context = 0  # tokens before the rows of the last step, all streams together
+        self.size: tuple[int, int] | None = None  # of the context, and streams, to which the times belong
         self.tokens = 0.0  # expected of the step that is being planned
         self.drafting = 0.0  # seconds of the draft model in it
         self.without = self.counted = False  # this plan goes without guesses; it was counted among the chances
         self.trying = False  # guesses that do not pay are due to be tried
         self.refused: tuple[int, dict[int, int]] | None = None  # streams and kinds of guesses that did not pay,
         self.held = 0  # for so many plans more
+        self.resting = 0  # plans in which no text is looked at
         self.texts: dict[int, Proposal] = {}  # guesses from the text that pay together, by the request's id
         self.on_trial = False  # a draft model that does not seem to pay writes for one of the streams
 
@@ -140,15 +148,17 @@ class Speculation:
         self.without, self.counted = self.chances % WITHOUT_EVERY == WITHOUT_EVERY - 1, False
         if count > self.most_streams or not self._realised(count).allows():
             return False
-        self.times.at(self.context)
-        self.verified.at(self.context, count)
+        if (size := (self.context // NEAR, count)) != self.size:
+            self.size = size
+            self.times.at(self.context)
+            self.verified.at(self.context, count)
         if self.model is not None:
             chosen = self.model.chosen = self._for_all(self.model, count)
             self.drafting = chosen.seconds if count > 1 else 0.0  # one stream pays for its own passes
             self.on_trial = any(self._is_on_trial(request) for request in streams)
-        if count <= self.text_streams:
+        if count <= self.text_streams and not self._rests():
             self.texts = self._from_texts(streams)
-        return True
+        return bool(self.texts) or self.model is not None or any(map(has_grammar, streams))
 
     def waits(self) -> bool:
         """Whether a plan should wait for results in flight: guesses would pay, or are due to be tried."""
@@ -170,10 +180,22 @@ class Speculation:
             if taken:
                 return proposals(kinds, chances[:taken], speed)
             self.refused, self.held = (self.streams, kinds), HELD
-            self.patience = self._patience(self.streams + TRIED * len(kinds), alone)
-        if max(kinds.values()) < LONG_KIND or not self._is_due():
+            self._price_tries(len(kinds), alone)
+        if max(kinds.values()) < LONG_KIND:
             return {}
-        return {name: Proposal(kind, TRIED, 0.0, 0.0) for name, kind in kinds.items() if kind >= LONG_KIND}
+        if not self._is_due():
+            self.resting = REST - 1
+            return {}
+        return {name: Proposal(kind, self.tried, 0.0, 0.0) for name, kind in kinds.items() if kind >= LONG_KIND}
+
+    def _rests(self) -> bool:
+        """Long matches did not pay a moment ago. Looking at the texts again costs a share of a short step."""
+        if not self.resting or self.refused is None or self.refused[0] != self.streams:
+            return False
+        self.resting -= 1
+        self.held -= 1
+        self.declined += 1
+        return True
 
     def _is_refused(self, kinds: dict[int, int]) -> bool:
         """Such guesses do not pay, as a plan before has found: finding it out costs a share of a short step."""
@@ -251,10 +273,12 @@ class Speculation:
             self.declined = 0
         return self.trying
 
-    def _patience(self, rows: int, alone: float) -> float:
-        """Plans between two tries: the more, the longer a step with so many rows takes."""
-        lost = float(self._seconds_of(np.array([rows]), self.streams, alone)[0]) / alone - 1
-        return max(TRY_EVERY * max(1, self.streams // 4), lost / TRY_COST)
+    def _price_tries(self, streams: int, alone: float) -> None:
+        """Guesses of a try for so many streams, and plans between two tries: the more, the longer such a step takes."""
+        rows = self.streams + streams * np.arange(1, TRIED + 1)
+        lost = self._seconds_of(rows, self.streams, alone) / alone - 1
+        self.tried = max(1, int(np.searchsorted(lost, TRY_LOSS, "right")))
+        self.patience = max(TRY_EVERY * max(1, self.streams // 4), float(lost[self.tried - 1]) / TRY_COST)
 
     def _take(self, request: RequestState, known: Guessing, best: Proposal, forced: Sequence[int]) -> Sequence[int]:
         known.kind, count = best.kind, best.length
