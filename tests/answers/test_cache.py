@@ -13,6 +13,7 @@ import pytest
 
 from tests.answers.servers import Redis
 from twostroke.answers import cache as cache_module
+from twostroke.answers import redis as redis_module
 from twostroke.answers.bound import Evidence
 from twostroke.answers.cache import AnswerCache
 from twostroke.answers.entry import pack, unpack
@@ -42,6 +43,12 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Redis]:
     server = Redis(tmp_path_factory.mktemp("redis")).start()
     yield server
     server.stop()
+
+
+@pytest.fixture(autouse=True)
+def patient_with_redis(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine may be busy: Redis may need longer for a call than a server would wait."""
+    monkeypatch.setattr(redis_module, "SOCKET", 30.0)
 
 
 @pytest.fixture(params=["file", "redis"])
