@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import random
 import shutil
 import socket
 import subprocess
@@ -27,12 +29,19 @@ def redis_program() -> str:
     return on_path
 
 
+def free_port() -> int:
+    """Below the ports that the system gives to connections: none of those takes it while Redis is stopped."""
+    while True:
+        port = random.randrange(20_000, 32_000)
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port
+
+
 class Redis:
     def __init__(self, folder: Path):
         self.folder, self.program = folder, redis_program()
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         self.url = f"redis://127.0.0.1:{self.port}"
         self.process: subprocess.Popen[bytes] | None = None
 

@@ -22,12 +22,14 @@ def test_another_program_is_seen():
 
 
 def test_our_own_work_is_taken_off():
-    watch, began = processor.OtherPrograms(), processor.processor_seconds()
+    began = processor.processor_seconds()
+    watch = processor.OtherPrograms()
     until = time.process_time() + 0.4
     while time.process_time() < until:
         pass
-    used = processor.processor_seconds() - began
-    assert watch.seconds < used - 0.3
+    others = watch.seconds
+    used = processor.processor_seconds() - began  # begins before the watch and ends after it, whatever comes between
+    assert others < used - 0.3
 
 
 def test_where_the_system_does_not_report_it_is_zero(monkeypatch, tmp_path):

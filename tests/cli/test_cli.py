@@ -63,7 +63,7 @@ def test_help_is_there_at_once():
 
 
 def test_generate_prints_text_and_where_the_time_went(llama_folder):
-    done = run("generate", str(llama_folder), "Once upon a time", "--max-tokens", "8", "--stats")
+    done = run("generate", str(llama_folder), "Once upon a time", "--max-tokens", "8", "--seed", "1", "--stats")
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
     for word in ("queue", "prefill", "decode", "TTFT", "TPOT", "tokens/s"):
@@ -93,7 +93,9 @@ def test_help_has_a_short_form(words, capsys, monkeypatch):
 
 
 def test_generate_json_is_one_document(llama_folder):
-    done = run("generate", str(llama_folder), "-", "--max-tokens", "5", "--json", stdin="Once upon a time")
+    done = run(
+        "generate", str(llama_folder), "-", "--max-tokens", "5", "--seed", "1", "--json", stdin="Once upon a time"
+    )
     document = json.loads(done.stdout)
     sample = document["samples"][0]
     assert document["text"].startswith(sample["text"][:1]) and len(document["text"]) > 0
@@ -149,7 +151,7 @@ def test_chat_answers_one_question(llama_folder):
 
 def test_interactive_chat_keeps_history_and_knows_its_commands(llama_folder):
     lines = ["/help", "/stats", "Hello", "/stats", "/reset", "/nonsense", "Again", "/exit"]
-    done = run("chat", "--model", str(llama_folder), "--max-tokens", "6", stdin="\n".join(lines) + "\n")
+    done = run("chat", "--model", str(llama_folder), "--max-tokens", "6", "--seed", "1", stdin="\n".join(lines) + "\n")
     assert done.returncode == 0, done.stderr
     for word in ("/reset", "no answer yet", "where the time went", "forgotten", "unknown command /nonsense"):
         assert word in done.stderr
@@ -166,7 +168,7 @@ def test_a_conversation_that_outgrows_the_context_forgets_its_oldest_turn(llama_
 
 def test_ctrl_c_stops_one_answer_and_not_the_program(default_model):
     process = subprocess.Popen(
-        command("chat", "--max-tokens", "4000", "-s", "threads=1"),
+        command("chat", "--max-tokens", "4000", "--seed", "1", "-s", "threads=1"),
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # the parent process may ignore it
     )  # fmt: skip
@@ -175,7 +177,9 @@ def test_ctrl_c_stops_one_answer_and_not_the_program(default_model):
     process.stdin.flush()
     seen = b""
     while len(seen) < 40:
-        seen += os.read(process.stdout.fileno(), 64)
+        part = os.read(process.stdout.fileno(), 64)
+        assert part, "it ended before it was stopped"
+        seen += part
     process.send_signal(signal.SIGINT)
     time.sleep(0.5)
     assert process.poll() is None

@@ -32,6 +32,17 @@ def step(self):
 core.Core.step = step
 child_main.main(*sys.argv[1:3])
 """
+SLOW_TO_CHANGE = """
+import sys, time
+sys.path.append(sys.argv[3])
+from twostroke.remote import child_main, loop
+plain = loop.change
+def change(*given):
+    time.sleep(0.5)
+    return plain(*given)
+loop.change = change
+child_main.main(*sys.argv[1:3])
+"""
 POISON = STUCK.replace("time.sleep(1000)", "raise MemoryError('not caught by the core')")
 
 
@@ -71,6 +82,26 @@ def test_a_crash_ends_every_stream_once_and_the_next_is_served(
         assert await answer(engine, [9] * 20) == right
 
     run(llama_folder, scenario)
+
+
+def test_changed_settings_hold_from_the_first_moment_of_a_new_process(
+    llama_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also before the new process has said that it uses them: it reads them before any request."""
+    monkeypatch.setattr(process, "BOOT", SLOW_TO_CHANGE)
+
+    async def scenario(engine: AsyncEngine) -> None:
+        await engine.change({"max_requests": 2})
+        assert isinstance(engine.client, ProcessEngine) and engine.client.child is not None
+        engine.client.child.process.kill()
+        while engine.client.restarts == 0:
+            await asyncio.sleep(0.01)
+        await healthy(engine)
+        assert engine.intake.settings.max_requests == 2
+        assert engine.client.ready is not None and engine.client.ready.settings.max_requests == 4
+        assert await answer(engine, [5] * 20)
+
+    run(llama_folder, scenario, max_requests=4)
 
 
 def test_a_warm_up_changes_no_limit_and_teaches_nothing_of_first_times(llama_folder: Path) -> None:

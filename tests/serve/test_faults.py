@@ -16,7 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.serve.server import PATIENT, Server, alive, children, events, wait_until
+from tests.serve.server import PATIENT, Server, alive, children, command_line, events, wait_until
 from twostroke.cli.serve import serve
 from twostroke.cli.server_options import Given
 from twostroke.errors import ConfigError, ModelError
@@ -24,14 +24,26 @@ from twostroke.errors import ConfigError, ModelError
 # Late after a second, dead after eight; two and a half pass before a new engine is started, in which time we look at
 # what a server without one says.
 IMPATIENT = "import twostroke.remote.process as p; p.Patience.__init__.__defaults__ = (1.0, 8.0, 20.0, 600.0, 2.5, 2.5)"
-LONG = {"prompt": "Once upon a time", "max_tokens": 6000, "temperature": 0, "ignore_eos": True}
+# Every step takes 5 ms at least, so that an answer lasts as long as it has tokens, however fast the machine is: seconds
+# in which the test may be kept waiting for a core.
+UNHURRIED = """
+import twostroke.remote.process as p
+SLOW = (
+    "import time, twostroke.remote.loop as l; l.step = l.EngineLoop._step; "
+    "l.EngineLoop._step = lambda self: time.sleep(0.005) or l.step(self); "
+)
+p.BOOT = p.BOOT.replace("from twostroke", SLOW + "from twostroke")
+"""
+LONG = {
+    "prompt": "Once upon a time", "max_tokens": 6000, "temperature": 0, "ignore_eos": True, "speculate": False,
+}  # fmt: skip
 SHORT = {"prompt": "Once upon a time", "max_tokens": 8, "temperature": 0}
 
 
 @pytest.fixture(scope="module")
 def mortal(long_folder: Path) -> Iterator[Server]:
     """A server whose engine is stopped and killed."""
-    running = Server(long_folder, code=IMPATIENT).wait()
+    running = Server(long_folder, code=IMPATIENT + UNHURRIED).wait()
     yield running
     running.stop()
 
@@ -153,7 +165,7 @@ def test_a_killed_engine_ends_its_streams_and_comes_back(mortal: Server) -> None
 
 def test_a_stopped_engine_turns_health_and_recovers(mortal: Server) -> None:
     """SIGSTOP for less than the patience: nothing is lost."""
-    streaming = Streaming(mortal, {**LONG, "max_tokens": 1000, "stream": True}).wait_for_tokens()
+    streaming = Streaming(mortal, {**LONG, "max_tokens": 600, "stream": True}).wait_for_tokens()
     engine = mortal.engine_pid()
     os.kill(engine, signal.SIGSTOP)
     wait_until(lambda: mortal.health()["status"] != "ok", "health stayed good while nothing moved")
@@ -214,8 +226,8 @@ def check_unavailable(server: Server) -> None:
 
 
 def test_sigterm_drains(long_folder: Path) -> None:
-    server = Server(long_folder, "--drain-timeout", "300").wait()
-    streaming = Streaming(server, {**LONG, "max_tokens": 3000, "stream": True}).wait_for_tokens()
+    server = Server(long_folder, "--drain-timeout", "300", code=UNHURRIED).wait()
+    streaming = Streaming(server, {**LONG, "max_tokens": 600, "stream": True}).wait_for_tokens()
     server.signal()
     with server.client() as client:
         wait_until(lambda: client.get("/health/ready").status_code == 503, "still ready after SIGTERM")
@@ -223,13 +235,13 @@ def test_sigterm_drains(long_folder: Path) -> None:
         assert refused.status_code == 503 and refused.json()["error"]["code"] == "shutting_down"
     documents = streaming.documents()
     assert documents[-1]["choices"][0]["finish_reason"] == "length"
-    assert documents[-1]["timings"]["output_tokens"] == 3000
+    assert documents[-1]["timings"]["output_tokens"] == 600
     assert server.stop() == 0
 
 
 def test_a_second_signal_ends_at_once(long_folder: Path) -> None:
-    server = Server(long_folder, "--drain-timeout", "300").wait()
-    Streaming(server, {**LONG, "max_tokens": 3000, "stream": True}).wait_for_tokens()
+    server = Server(long_folder, "--drain-timeout", "300", code=UNHURRIED).wait()
+    Streaming(server, {**LONG, "stream": True}).wait_for_tokens()
     server.signal()
     wait_until(lambda: "second Ctrl-C" in server.lines[-1], "it never said that it stops")
     assert server.lines[-1].startswith("stopping: 1 request in flight may take 300 s more")
@@ -246,7 +258,10 @@ def test_a_server_that_cannot_start_says_only_why(long_folder: Path) -> None:
 
 def test_sigterm_while_it_loads(long_folder: Path) -> None:
     server = Server(long_folder)
-    wait_until(lambda: children(server.process.pid), "the engine process was never started")
+    wait_until(
+        lambda: any(b"remote.child_main" in command_line(pid) for pid in children(server.process.pid)),
+        "the engine process was never started",
+    )
     assert server.stop() == 0
 
 

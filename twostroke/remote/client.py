@@ -332,8 +332,9 @@ class MessageClient:
         self._offset = 0.0 if self._said_hello <= ready.clock <= now else now - ready.clock
         self.ready = ready
         self.listener.on_ready(ready)
-        if self.changed:  # the engine starts with the settings of the first start
+        if self.changed:  # the engine starts with the settings of the first start, and takes no order before these
             self._send(Change(next(self._numbers), self.changed))
+            self.listener.on_settings(replace(ready.settings, **self.changed))
 
     def _on_our_clock(self, report: Report) -> Report:
         return msgspec.structs.replace(
