@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -124,7 +125,10 @@ def segments(pid: int) -> list[str]:
     folder = f"/proc/{pid}/fd"
     if not os.path.isdir(folder):
         return []
-    links = [os.readlink(f"{folder}/{name}") for name in os.listdir(folder) if os.path.lexists(f"{folder}/{name}")]
+    links = []
+    for name in os.listdir(folder):
+        with contextlib.suppress(OSError):  # closed since they were listed
+            links.append(os.readlink(f"{folder}/{name}"))
     return [link for link in links if "memfd:twostroke" in link]
 
 
