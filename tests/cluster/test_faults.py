@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.fakes import FakeTransport, Fault
-from tests.cluster.pairs import GREEDY, PEERS, REAL, Pair, all_back, answer, moved, run_pair
+from tests.cluster.pairs import GREEDY, PEERS, REAL, Pair, all_back, answer, held_answers, moved, run_pair
 from tests.cluster.test_pair import PROMPT, Alone
 from twostroke.cluster.pools import GONE
 from twostroke.cluster.sockets import SharedMemoryTransport
@@ -211,7 +211,9 @@ def test_a_prefill_process_is_killed(llama_folder: Path, llama_alone: Alone, mon
     run_pair(llama_folder, scenario, lambda: transport, "process", prefill={"max_batch_tokens": 32})
 
 
-def test_a_decode_process_is_killed(llama_folder: Path, llama_alone: Alone) -> None:
+def test_a_decode_process_is_killed(
+    llama_folder: Path, llama_alone: Alone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In the middle of streams: they go on where they were, on the other engine. Without any engine each ends once."""
     want = [llama_alone.answer(prompt, LONG) for prompt in prompts(3)]
 
@@ -219,19 +221,24 @@ def test_a_decode_process_is_killed(llama_folder: Path, llama_alone: Alone) -> N
         streams = [asyncio.ensure_future(answer(engine, prompt, LONG)) for prompt in prompts(3)]
         await until(lambda: sum(len(flight.written) for flight in pair.flights.values()) > 60)
         kill(pair.decode.worker.engine)
+        go_on()
         assert [await stream for stream in streams] == want
         assert pair.resumed >= 1 and pair.restarts == 0
+        hold.touch()
         lost = engine.submit(prompts(2), LONG)
         await until(lambda: any(flight.written for flight in pair.flights.values()))
         for side in (pair.prefill, pair.decode):
             if side.up:
                 kill(side.worker.engine)
+        go_on()
         pieces = [piece async for piece in lost]
         assert [piece.event.error for piece in pieces if piece.event.finish_reason is not None] == [ENGINE_GONE] * 2
         await until(lambda: pair.prefill.worker.engine.healthy and pair.decode.worker.engine.healthy)
         assert await answer(engine, prompts(1)[0], LONG) == want[0]
 
-    run_pair(llama_folder, scenario, lambda: SharedMemoryTransport(PEERS), "process")
+    hold = tmp_path / "hold"
+    with held_answers(monkeypatch, hold) as go_on:
+        run_pair(llama_folder, scenario, lambda: SharedMemoryTransport(PEERS), "process")
 
 
 # ---- storms ----------------------------------------------------------------------------------------------------------
