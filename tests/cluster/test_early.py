@@ -170,6 +170,7 @@ def test_a_prefill_process_is_killed_while_its_blocks_travel(llama_folder: Path,
         assert await running == want
         holder = pair.prefill.worker.holder
         await until(lambda: not pair.parcels._tasks)
+        assert pair.prefill.losses == 1
         assert not holder._copies and not holder._tickets and holder.leases.ended.keys() <= {"failed"}
         assert pair.counts.early == 0 and transport.open == 0
 
@@ -188,6 +189,7 @@ def test_a_decode_process_is_killed_while_blocks_come(llama_folder: Path, llama_
         await until(lambda: pair.decode.losses == 1)
         transport.gate.set()
         assert await running == want
+        assert pair.decode.losses == 1
 
     run_pair(llama_folder, scenario, lambda: transport, "process", prefill={"max_batch_tokens": 16})
 
