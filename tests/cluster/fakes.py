@@ -41,6 +41,8 @@ class FakeTransport:
         self.sources: dict[str, Source] = {}  # by address
         self.fetched: list[int] = []  # blocks of each transfer that was begun
         self.open = 0
+        self.gate = asyncio.Event()  # transfers that have begun go on while it is set
+        self.gate.set()
 
     async def listen(self, source: Source) -> str:
         address = f"fake {len(self.sources)}"
@@ -70,6 +72,7 @@ class FakeIncoming:
     async def fetch(self, wanted: Sequence[Name], block_bytes: int, direct: bool = False) -> Blocks | Located:
         self.transport.fetched.append(len(wanted))
         await asyncio.sleep(self.fault.delay)
+        await self.transport.gate.wait()
         if self.fault.cut_renewals:
             raise TransferError("the peer closed the connection")
         blocks = await self.source.fetch(self.ticket, wanted, direct)

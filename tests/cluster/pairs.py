@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,7 @@ from twostroke.cluster.router import Role
 from twostroke.cluster.sockets import SharedMemoryTransport, TcpTransport
 from twostroke.cluster.transport import Transport
 from twostroke.cluster.worker import Worker
+from twostroke.remote import process
 from twostroke.remote.async_engine import AsyncEngine
 from twostroke.remote.client import BlockClient, EngineError
 from twostroke.remote.messages import Direct
@@ -99,6 +100,30 @@ def run_pair(
             await engine.stop()
 
     asyncio.run(whole())
+
+
+HOLD = """
+import os, time, twostroke.remote.loop as loop
+def hold(self, step=loop.EngineLoop._step):
+    while os.path.exists({path!r}) and any(
+        state.output_length >= {tokens} for state in self.core.scheduler.running.values()
+    ):
+        time.sleep(0.001)
+    return step(self)
+loop.EngineLoop._step = hold
+"""
+
+
+@contextlib.contextmanager
+def held_answers(monkeypatch: pytest.MonkeyPatch, path: Path, tokens: int = 80) -> Iterator[Callable[[], None]]:
+    """Engine processes that are started now write so many tokens of an answer and wait, until the function is called
+    that this gives: what happens meanwhile happens in the middle of the answer, however slow this process is."""
+    path.touch()
+    monkeypatch.setattr(process, "BOOT", HOLD.format(path=str(path), tokens=tokens) + process.BOOT)
+    try:
+        yield lambda: path.unlink(missing_ok=True)
+    finally:
+        path.unlink(missing_ok=True)
 
 
 async def moved(pair: Pools) -> None:

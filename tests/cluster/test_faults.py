@@ -6,14 +6,14 @@ import asyncio
 import os
 import random
 import signal
-import time
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.cluster.fakes import FakeTransport, Fault
-from tests.cluster.pairs import GREEDY, PEERS, REAL, Pair, all_back, answer, moved, run_pair
+from tests.cluster.pairs import GREEDY, PEERS, REAL, Pair, all_back, answer, held_answers, moved, run_pair
 from tests.cluster.test_pair import PROMPT, Alone
 from twostroke.cluster.pools import GONE
 from twostroke.cluster.sockets import SharedMemoryTransport
@@ -32,7 +32,7 @@ FAULTS = {
     "corrupt": Fault(corrupt=True),
     "truncate": Fault(truncate=True),
     "forget": Fault(forget=2),
-    "too late": Fault(delay=5.0),
+    "too late": Fault(delay=60.0),
 }
 LONG = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
 
@@ -61,7 +61,7 @@ def test_every_fault_of_a_transport_costs_time_and_no_token(llama_folder: Path, 
         assert pair.counts.done == 0 and transport.open == 0
         assert pair.decode.counts.computed_tokens >= sum(map(len, prompts(len(FAULTS))))
 
-    run_pair(llama_folder, scenario, lambda: transport, transfer_seconds=0.5)
+    run_pair(llama_folder, scenario, lambda: transport, transfer_seconds=3.0)
 
 
 def test_the_tokens_after_the_last_full_block_are_computed_where_their_bytes_do_not_come(
@@ -140,20 +140,22 @@ def test_a_decode_engine_that_answers_too_late_keeps_nothing(
     llama_folder: Path, llama_alone: Alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether it took the request is not known in time: the other engine goes on, and the late one gives all back."""
-    want, plain = llama_alone.answer(PROMPT), BlockExchange.expect
+    want, plain, over = llama_alone.answer(PROMPT), BlockExchange.expect, threading.Event()
 
     def late(self: BlockExchange, message: Expect) -> Expected:
-        time.sleep(0.5)
+        over.wait(60)
         return plain(self, message)
 
     monkeypatch.setattr(BlockExchange, "expect", late)
-    monkeypatch.setattr(client, "ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(client, "ANSWER_SECONDS", 1.5)
 
     async def scenario(engine: AsyncEngine, pair: Pair) -> None:
         assert await answer(engine, PROMPT) == want
+        over.set()
         assert pair.prefill.counts.output_tokens == 12 and pair.counts.done == 0
 
-    for transfer_seconds in (10.0, 0.1):
+    for transfer_seconds in (10.0, 1.0):
+        over.clear()
         run_pair(llama_folder, scenario, transfer_seconds=transfer_seconds)
 
 
@@ -182,7 +184,7 @@ loop.EngineLoop._step = slow
 def test_a_prefill_process_is_killed(llama_folder: Path, llama_alone: Alone, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the middle of a transfer, then in the middle of a prefill: the decode engine goes on with the same tokens."""
     monkeypatch.setattr(process, "BOOT", SLOW + process.BOOT)  # a prompt is not computed before its engine is killed
-    transport = FakeTransport(lambda: Fault(delay=0.3))
+    transport = FakeTransport()
     others = [[one + turn for one in reversed(PROMPT)] * 3 for turn in range(6)]
     want = llama_alone.answer(PROMPT[:31]), [llama_alone.answer(other) for other in others]
 
@@ -197,9 +199,13 @@ def test_a_prefill_process_is_killed(llama_folder: Path, llama_alone: Alone, mon
 
     async def scenario(engine: AsyncEngine, pair: Pair) -> None:
         first = asyncio.ensure_future(answer(engine, PROMPT[:31]))
+        transport.gate.clear()
         await until(lambda: transport.fetched)
         kill(pair.prefill.worker.engine)
+        await until(lambda: pair.prefill.losses == 1)
+        transport.gate.set()
         assert await first == want[0]
+        await moved(pair)
         assert pair.counts.failed == {"transfer": 1} and pair.prefill.worker.holder.leases.ended == {"failed": 1}
         assert engine.client.healthy and pair.restarts == 0
         for turn in range(len(others)):  # until the prompt had not ended when its engine was killed
@@ -211,7 +217,9 @@ def test_a_prefill_process_is_killed(llama_folder: Path, llama_alone: Alone, mon
     run_pair(llama_folder, scenario, lambda: transport, "process", prefill={"max_batch_tokens": 32})
 
 
-def test_a_decode_process_is_killed(llama_folder: Path, llama_alone: Alone) -> None:
+def test_a_decode_process_is_killed(
+    llama_folder: Path, llama_alone: Alone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In the middle of streams: they go on where they were, on the other engine. Without any engine each ends once."""
     want = [llama_alone.answer(prompt, LONG) for prompt in prompts(3)]
 
@@ -219,19 +227,24 @@ def test_a_decode_process_is_killed(llama_folder: Path, llama_alone: Alone) -> N
         streams = [asyncio.ensure_future(answer(engine, prompt, LONG)) for prompt in prompts(3)]
         await until(lambda: sum(len(flight.written) for flight in pair.flights.values()) > 60)
         kill(pair.decode.worker.engine)
+        go_on()
         assert [await stream for stream in streams] == want
         assert pair.resumed >= 1 and pair.restarts == 0
+        hold.touch()
         lost = engine.submit(prompts(2), LONG)
         await until(lambda: any(flight.written for flight in pair.flights.values()))
         for side in (pair.prefill, pair.decode):
             if side.up:
                 kill(side.worker.engine)
+        go_on()
         pieces = [piece async for piece in lost]
         assert [piece.event.error for piece in pieces if piece.event.finish_reason is not None] == [ENGINE_GONE] * 2
         await until(lambda: pair.prefill.worker.engine.healthy and pair.decode.worker.engine.healthy)
         assert await answer(engine, prompts(1)[0], LONG) == want[0]
 
-    run_pair(llama_folder, scenario, lambda: SharedMemoryTransport(PEERS), "process")
+    hold = tmp_path / "hold"
+    with held_answers(monkeypatch, hold) as go_on:
+        run_pair(llama_folder, scenario, lambda: SharedMemoryTransport(PEERS), "process")
 
 
 # ---- storms ----------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import twostroke
-from tests.cluster.pairs import NAMES, SECRET, SETTINGS, all_back, answer, moved
+from tests.cluster.pairs import NAMES, SECRET, SETTINGS, all_back, answer, held_answers, moved
 from tests.cluster.test_faults import LONG, prompts
 from tests.cluster.test_pair import PROMPT, SAMPLED, Alone
 from twostroke.cluster import agent
@@ -137,7 +137,9 @@ def test_blocks_travel_before_their_requests(llama_folder: Path, llama_alone: Al
     run_lines(llama_folder, roles, scenario, max_batch_tokens=32)
 
 
-def test_a_worker_whose_line_is_cut_joins_again(llama_folder: Path, llama_alone: Alone) -> None:
+def test_a_worker_whose_line_is_cut_joins_again(
+    llama_folder: Path, llama_alone: Alone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In the middle of streams: they go on at the other worker, with the same tokens."""
     want = [llama_alone.answer(prompt, LONG) for prompt in prompts(3)]
 
@@ -146,6 +148,7 @@ def test_a_worker_whose_line_is_cut_joins_again(llama_folder: Path, llama_alone:
         while sum(len(flight.written) for flight in pools.flights.values()) < 60:
             await asyncio.sleep(0.002)
         pools.agents[1].line.close()
+        go_on()
         await asyncio.wait((pools.tasks[1],))
         assert [await stream for stream in streams] == want
         assert pools.resumed >= 1 and pools.restarts == 0
@@ -160,11 +163,14 @@ def test_a_worker_whose_line_is_cut_joins_again(llama_folder: Path, llama_alone:
         steps = engine.counts.steps
         assert steps >= 100, "what a lost worker has counted stays"
 
-    run_lines(llama_folder, PAIR, scenario)
+    with held_answers(monkeypatch, tmp_path / "hold") as go_on:
+        run_lines(llama_folder, PAIR, scenario)
 
 
 @pytest.mark.slow
-def test_what_a_stopped_engine_has_goes_on_elsewhere(llama_folder: Path, llama_alone: Alone) -> None:
+def test_what_a_stopped_engine_has_goes_on_elsewhere(
+    llama_folder: Path, llama_alone: Alone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     want = [llama_alone.answer(prompt, LONG) for prompt in prompts(3)]
 
     async def scenario(engine: AsyncEngine, pools: Lines) -> None:
@@ -173,13 +179,15 @@ def test_what_a_stopped_engine_has_goes_on_elsewhere(llama_folder: Path, llama_a
             await asyncio.sleep(0.002)
         pid = pools.pid(1)
         os.kill(pid, signal.SIGSTOP)
+        go_on()
         try:
             assert [await stream for stream in streams] == want
             assert pools.members["decode-0"].up and pools.resumed >= 1
         finally:
             os.kill(pid, signal.SIGCONT)
 
-    run_lines(llama_folder, PAIR, scenario)
+    with held_answers(monkeypatch, tmp_path / "hold") as go_on:
+        run_lines(llama_folder, PAIR, scenario)
 
 
 def test_a_stranger_does_not_join(llama_folder: Path) -> None:

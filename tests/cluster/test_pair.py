@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 
 import pytest
@@ -26,8 +27,10 @@ from twostroke.engine.llm import LLM
 from twostroke.errors import ConfigError
 from twostroke.record import replace
 from twostroke.remote.async_engine import AsyncEngine
+from twostroke.remote.loop import EngineLoop
 from twostroke.remote.messages import Direct
 from twostroke.sampling import Grammar, SamplingParams
+from twostroke.types import Event
 
 PROMPT = [(7 * i) % 290 + 3 for i in range(75)]
 SAMPLED = SamplingParams(max_tokens=14, temperature=1.0, seed=17, logprobs=2, n=2)
@@ -215,19 +218,28 @@ def test_short_prompts_stay_on_the_decode_engine(llama_folder: Path, llama_alone
     run_pair(llama_folder, scenario)
 
 
-def test_a_decode_engine_without_room_keeps_the_lease_until_it_has_some(llama_folder: Path, llama_alone: Alone) -> None:
-    """One request at a time, and leases that are shorter than the answers: each waits for its turn, none is lost."""
+def test_a_decode_engine_without_room_keeps_the_lease_until_it_has_some(
+    llama_folder: Path, llama_alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One request at a time, and leases that are shorter than two answers: each waits for its turn, none is lost."""
     prompts = [[(i * k) % 290 + 3 for i in range(40)] for k in (3, 5, 11, 13)]
     long = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
     want = [llama_alone.answer(prompt, long) for prompt in prompts]
+    step = EngineLoop._step
+
+    def slow(self: EngineLoop) -> list[Event]:
+        time.sleep(0.02 if self.settings.max_requests == 1 else 0.0)  # 1.2 s for an answer
+        return step(self)
+
+    monkeypatch.setattr(EngineLoop, "_step", slow)
 
     async def scenario(engine: AsyncEngine, pair: Pair) -> None:
         assert list(await asyncio.gather(*(answer(engine, prompt, long) for prompt in prompts))) == want
         await moved(pair)
         assert pair.counts.done == 4 and not pair.counts.failed
 
-    slow = {"max_requests": 1, "speculate": "off"}
-    run_pair(llama_folder, scenario, decode=slow, lease=0.3, transfer_seconds=60.0)
+    one = {"max_requests": 1, "speculate": "off"}
+    run_pair(llama_folder, scenario, decode=one, lease=2.0, transfer_seconds=60.0)
 
 
 def test_engines_that_name_blocks_differently_do_not_start(llama_folder: Path) -> None:

@@ -150,6 +150,6 @@ def test_a_caller_leaves_and_the_holder_dies_while_a_beginning_comes(llama_folde
         await until(lambda: transport.fetched)
         kill(three.members["p0"].worker.engine)
         assert await running == llama_alone.answer(prompts[2], PARAMS)
-        assert three.members["p0"].losses == 1
+        await until(lambda: three.members["p0"].losses == 1)
 
     run_three(llama_folder, scenario, lambda: transport, "process")

@@ -7,7 +7,6 @@ import contextlib
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,13 +16,14 @@ import httpx
 import pytest
 
 from tests.hostile.small_disk import make_read_only, small_disk
-from tests.serve.server import PATIENT, ROOT
+from tests.serve.server import PATIENT, ROOT, wait_until
 from tests.weights.test_catalog import WHOLE, index, left_behind, put_parts  # noqa: F401
 from twostroke.errors import ModelError
 from twostroke.weights import catalog
 from twostroke.weights.catalog import fetch, installed
 
 SLOW = pytest.mark.slow  # seconds
+LISTENS = "0A"  # as the system writes the state of a socket
 
 
 @pytest.mark.parametrize("size", [pytest.param(1_000_000, marks=SLOW), 4_000_000])
@@ -70,19 +70,29 @@ def fill(disk: Path) -> None:
             filler.write(bytes(1024))
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        return int(sock.getsockname()[1])
+def port_of(pid: int) -> int | None:
+    """The port on which a process listens, if it does: its log may be lost."""
+    sockets = set()
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):  # closed since it was listed
+            sockets.add(os.readlink(entry))
+    for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]:
+        row = line.split()
+        if row[3] == LISTENS and f"socket:[{row[9]}]" in sockets:
+            return int(row[1].rpartition(":")[2], 16)
+    return None
 
 
 def serve_and_ask(home: Path, stderr: int) -> int:
     """Starts a server with the default model, asks it once, and ends it; the exit status."""
-    port = free_port()
     process = subprocess.Popen(
-        [sys.executable, "-m", "twostroke", "serve", catalog.DEFAULT, "--port", str(port), "-s", "threads=1"],
+        [sys.executable, "-m", "twostroke", "serve", catalog.DEFAULT, "--port", "0", "-s", "threads=1"],
         cwd=ROOT, env={**os.environ, "TWOSTROKE_HOME": str(home)}, stderr=stderr,
     )  # fmt: skip
     try:
+        wait_until(lambda: process.poll() is not None or port_of(process.pid), "the server does not listen")
+        assert process.poll() is None, "the server did not start"
+        port = port_of(process.pid)
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=PATIENT) as client:
             deadline = time.monotonic() + PATIENT
             while not is_ready(client):

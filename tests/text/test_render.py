@@ -135,9 +135,9 @@ def _stopped(source: str) -> TwostrokeError:
 
 @pytest.mark.parametrize("name", sorted(ENDLESS))
 def test_endless_templates_are_stopped(name: str) -> None:
-    threads = threading.active_count()
+    before = set(threading.enumerate())  # some may end meanwhile: those of other tests
     assert isinstance(_stopped(ENDLESS[name]), InputError)
-    assert threading.active_count() == threads
+    assert set(threading.enumerate()) <= before
 
 
 @pytest.mark.parametrize("name", sorted(EXPLODING))
@@ -187,7 +187,7 @@ def test_the_output_is_bounded() -> None:
 def test_a_long_honest_conversation_fits() -> None:
     source = "{% for m in messages %}{{ '<' + m.role + '>' ~ m.content.strip().split('</t>')[-1] }}{% if '<t>' in m.content %}!{% endif %}{% endfor %}"
     talk = [{"role": "user", "content": "語 " * 1000}] * 400
-    began = _cpu_seconds()
+    began = _begin()
     template = ChatTemplate(source)
     assert len(template.render(talk)) == 400 * (6 + 1999)
     template.close()
@@ -269,9 +269,15 @@ _STATEMENTS = st.recursive(
 )
 
 
+@pytest.fixture(scope="module")
+def counted() -> None:
+    """Children of other tests have ended: the CPU seconds of one that ends later would count here."""
+    _begin()
+
+
 @settings(max_examples=250, deadline=None)
 @given(body=_STATEMENTS)
-def test_random_templates_end_in_time(body: str) -> None:
+def test_random_templates_end_in_time(counted: None, body: str) -> None:
     source = "{% set ns = namespace(x='ab', y=[1]) %}" + body
     began = _cpu_seconds()
     with suppress(TwostrokeError):
