@@ -225,7 +225,7 @@ class MessageClient:
         answer: Changed = await self._ask(Change(next(self._numbers), wanted))
         if answer.settings is None:
             raise ConfigError(answer.error)
-        self.changed |= wanted
+        self.changed |= {name: value for name, value in wanted.items() if value is not None}
 
     async def steps(self, since: int, limit: int) -> tuple[Step, ...]:
         answer: Steps = await self._ask(Recall(next(self._numbers), since, limit))
