@@ -17,6 +17,7 @@ from twostroke.remote.client import EngineError
 from twostroke.remote.loop import warm_up
 from twostroke.remote.process import Patience, ProcessEngine
 from twostroke.sampling import SamplingParams
+from twostroke.types import Request
 
 IMPATIENT = Patience(step=4.0)
 STUCK = """
@@ -104,13 +105,18 @@ def test_changed_settings_hold_from_the_first_moment_of_a_new_process(
     run(llama_folder, scenario, max_requests=4)
 
 
-def test_a_warm_up_changes_no_limit_and_teaches_nothing_of_first_times(llama_folder: Path) -> None:
+def test_a_warm_up_changes_no_limit_and_teaches_nothing_of_first_times(
+    llama_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = LLM(llama_folder, **SETTINGS).engine
+    submit, asked = engine.core.submit, list[Request]()
+    monkeypatch.setattr(engine.core, "submit", lambda request: asked.append(request) or submit(request))
     pace = engine.core.scheduler.pace
     pace.min_chunk, pace.max_gap = 128, 7.0  # as they are on a GPU
     pace.prompt_rate.add(1e9)
     tokens, seconds = warm_up(engine)
     assert tokens > 0 and seconds > 0
+    assert [request.params.logprobs for request in asked] == [1, None, None], "the host chooses tokens too"
     found = engine.core.scheduler.pace
     assert (found.min_chunk, found.max_gap, found.flops) == (128, 7.0, pace.flops)
     assert found.prompt_rate.mean is not None and found.prompt_rate.mean < 1.0

@@ -53,6 +53,8 @@ from twostroke.types import Event, FinishReason, Request
 
 clock = time.monotonic  # the engine's own: a front end may have another (client.py)
 WARM_UP_TOKENS = 48
+GREEDY = SamplingParams(temperature=0, max_tokens=2)
+SCORED = SamplingParams(temperature=0, max_tokens=2, logprobs=1)  # on a GPU, the host chooses such tokens
 PROGRESS_SECONDS = 0.1  # between two reports of how much is loaded
 
 
@@ -257,10 +259,11 @@ def announce(port: Port, ready: Ready, running: EngineLoop) -> None:
 
 
 def warm_up(engine: Engine) -> tuple[int, float]:
-    """Run a prompt and two tokens, so that the first caller does not pay for what only a first run costs. Returns the
-    length of the prompt and the seconds it took. Leaves no trace in the cache, the counters or the log of steps."""
+    """Run prompts and two tokens each, so that the first caller does not pay for what only a first run costs. Returns
+    the length of the prompt and the seconds it took. Leaves no trace in the cache, the counters or the log of steps."""
     scheduler = engine.core.scheduler
     count = max(1, min(WARM_UP_TOKENS, engine.settings.max_model_len - 3))
+    rehearse(engine, 1, SCORED)
     rehearse(engine, count)
     scheduler.pace = scheduler.pace.anew()  # a first run is slower than later ones
     first = rehearse(engine, count)
@@ -270,10 +273,9 @@ def warm_up(engine: Engine) -> tuple[int, float]:
     return count, first
 
 
-def rehearse(engine: Engine, count: int) -> float:
+def rehearse(engine: Engine, count: int, params: SamplingParams = GREEDY) -> float:
     """One made-up request from start to end; the seconds of its prompt."""
     tokens = tuple(number % engine.arch.vocab for number in range(count))
-    params = SamplingParams(temperature=0, max_tokens=2)
     state = engine.core.submit(Request(-1, tokens, params, 0, clock(), count + 2, salt=b"warm up"))
     errors: list[str] = []
     while not engine.core.idle:
