@@ -50,12 +50,14 @@ def test_calibration_fits_its_own_steps(llama_folder):
 @pytest.mark.alone
 def test_the_best_lever_is_pulled_and_measured(llama_folder, calibration):
     """One request at a time by construction: the remedy is known. Other programs on the machine may make a measurement
-    that the replay does not agree with; then nothing is pulled, and the load is run again."""
+    that the replay does not agree with; then nothing is pulled, and the load is run again. No drafts: to plan them
+    takes as long as a step of this model, which no simulation knows."""
     contents = Contents()
     load = Load("queue", [Arrival(0.002 * i, (contents.own(30),), 40) for i in range(24)])
-    llm = open_tiny(llama_folder, max_requests=1)
+    given = {"max_requests": 1, "speculate": "off"}
+    llm = open_tiny(llama_folder, **given)
     size = checkpoint_bytes(open_checkpoint(llama_folder))
-    reopen = lambda settings: open_tiny(llama_folder, **({"max_requests": 1} | settings))  # noqa: E731
+    reopen = lambda settings: open_tiny(llama_folder, **(given | settings))  # noqa: E731
     tries = (apply(llm, reopen, load, "tiny", calibration, size) for _ in range(4))
     found = next(one for one in tries if isinstance(one, Applied))
     assert found.effect.lever.name == "batch-cap" and not found.live
