@@ -28,8 +28,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.tiny_llama(tmp_path_factory.mktemp("card"), max_position_embeddings=1024)
 
 
-@pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
-def test_blocks_go_from_pool_to_pool(folder: Path, kv_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kv_dtype", [None, "fp8"])
+def test_blocks_go_from_pool_to_pool(folder: Path, kv_dtype: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """With what `--transport auto` chooses for workers of one machine."""
     settings = ON_CARD | {"kv_dtype": kv_dtype}
     alone = Alone(folder, **settings)

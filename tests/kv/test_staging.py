@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from twostroke.kv import staging
-from twostroke.kv.staging import Staging
+from twostroke.kv.staging import BlockStaging
 
 
 @pytest.mark.parametrize("size", [1000, 1002])
@@ -18,7 +18,7 @@ def test_sums_tell_blocks_apart(device: str, size: int, monkeypatch: pytest.Monk
     data = np.random.default_rng(size).integers(0, 256, (24, size), np.uint8)
 
     def sums(blocks: list[int]) -> tuple[int, ...]:
-        return Staging(torch.from_numpy(data).to(device, copy=True)).sums(blocks)
+        return BlockStaging(torch.from_numpy(data).to(device, copy=True)).sums(blocks)
 
     before = sums(list(range(24)))
     assert len(set(before)) == 24 and sums([5, 3, 17, 3, 20, 0]) == tuple(before[i] for i in (5, 3, 17, 3, 20, 0))
@@ -38,7 +38,7 @@ def test_blocks_go_out_and_come_in(device: str, count: int, monkeypatch: pytest.
     data = torch.from_numpy(before).to(device, copy=True)
     blocks = rng.permutation(24)[:count].tolist()
     out = np.zeros((count, 1000), np.uint8)
-    stage = Staging(data)
+    stage = BlockStaging(data)
     assert stage.each == 4
     stage.copy_out(blocks, out)
     assert np.array_equal(out, before[blocks])

@@ -17,8 +17,7 @@ from tests.helpers import run_tokens
 from tests.model.test_gguf_parity import write_gguf
 from tests.model.test_parity import MIXTURES, SHAPE, load, make_peer, rewrite, tokens_of
 from tests.published import code_experts
-from twostroke.engine.device import check_feeds
-from twostroke.errors import ConfigError, ModelError
+from twostroke.errors import ModelError
 from twostroke.model.arch import Arch, ExpertsArch, GroupedArch, LayerArch
 from twostroke.model.document import arch_document, read_arch
 from twostroke.model.expert_names import expert_sources
@@ -250,19 +249,6 @@ def test_missing_and_odd_tensors(tmp_path: Path) -> None:
     rewrite(tmp_path, lambda t: t.update({name: kept, name.replace(".5.", ".8."): kept.clone()}))
     with pytest.raises(ModelError, match=r"experts\.8\.up_proj\.weight is left over"):
         load(tmp_path)
-
-
-def test_a_gpu_refuses_experts_that_it_has_no_kernels_for() -> None:
-    arch = arch_from_config(QWEN)
-    check_feeds(arch, "cuda")
-    feed = arch.layers[0].feed
-    assert isinstance(feed, ExpertsArch)
-    for change in ({"by_token": True}, {"activation": "swiglu_10"},
-                   {"routing": replace(feed.routing, scores="sqrt_softplus")}):  # fmt: skip
-        other = replace(arch, layers=(replace(arch.layers[0], feed=replace(feed, **change)),))
-        check_feeds(other, "cpu")
-        with pytest.raises(ConfigError, match=r"does not serve experts of qwen3_moe's kind: use device='cpu'"):
-            check_feeds(other, "cuda")
 
 
 def test_a_gguf_file_without_routers(tmp_path: Path) -> None:

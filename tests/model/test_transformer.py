@@ -10,9 +10,8 @@ import pytest
 
 from tests.helpers import run_tokens
 from tests.model.test_parity import load, make_peer, tokens_of
-from twostroke.model import transformer
 from twostroke.model.arch import Rope
-from twostroke.model.transformer import rope_table
+from twostroke.model.rope_table import rope_table
 from twostroke.ops.cpu.backend import NativeCpuOps
 from twostroke.ops.cpu.library import available
 
@@ -25,7 +24,7 @@ def test_rotary_tables_are_the_same_however_many_angles_are_made_at_a_time(monke
             angle = float(np.float32(position) * np.float32(frequency))  # rounded as in training
             assert whole.cos[position, pair] == pytest.approx(1.25 * math.cos(angle), abs=1e-7)
             assert whole.sin[position, pair] == pytest.approx(1.25 * math.sin(angle), abs=1e-7)
-    monkeypatch.setattr(transformer, "ANGLES", 100)
+    monkeypatch.setattr("twostroke.model.rope_table.ANGLES", 100)
     pieces = rope_table(rope, 1000, None)
     assert np.array_equal(pieces.cos, whole.cos) and np.array_equal(pieces.sin, whole.sin)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from twostroke.model.arch import Rope
-from twostroke.model.transformer import rope_table
+from twostroke.model.rope_table import rope_table
 from twostroke.ops.interface import BLOCK, Attention, Batch, GroupBlocks, KVFormat, KVLayer, Norm
 from twostroke.ops.reference.kv_codec import write_kv
 

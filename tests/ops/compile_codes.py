@@ -15,7 +15,7 @@ from twostroke.ops.cuda.kernels.grouped_codes import grouped_down_codes_kernel, 
 POINTERS = {"x_ptr": "*bf16", "inner_ptr": "*bf16", "codes_ptr": "*i32", "places_ptr": "*i64", "scales_ptr": "*i32",
             "scale_places_ptr": "*i64", "bias_ptr": "*fp32", "ids_ptr": "*i32", "weights_ptr": "*fp32",
             "out_ptr": "*bf16", "counts_ptr": "*i32", "order_ptr": "*i32"}  # fmt: skip
-SHAPE = {"K": 2880, "WIDTH": 2880, "N": 2880, "EXPERTS": 32, "EXPERTS_2": 32, "CHOSEN": 4, "PAIRS": 4, "ACTIVATION": 2,
+SHAPE = {"K": 2880, "WIDTH": 2880, "N": 2880, "EXPERTS": 32, "EXPERTS_2": 32, "CHOSEN": 4, "PAIRS": 4, "ACTIVATION": 4,
          "ADD": True, "FORMAT": 4, "W": 4, "BLOCK_M": 64, "STAGES": 3, "PRECISION": "tf32",
          "PDL": True, "FAST": True}  # fmt: skip
 

@@ -5,7 +5,6 @@ It prints a checksum of every result, so the bits can be compared between builds
 
 from __future__ import annotations
 
-import fcntl
 import os
 import subprocess
 from collections.abc import Callable
@@ -15,15 +14,9 @@ from typing import NamedTuple
 
 import pytest
 
-from twostroke.ops.cpu.build import FLAGS, NATIVE, BuildError, build, find_compiler
+from tests.ops.native_builds import built, compiled, made_once
+from twostroke.ops.cpu.build import FLAGS, NATIVE, BuildError, find_compiler
 from twostroke.ops.cpu.library import library_path
-
-# -O1 takes minutes to compile, -O0 minutes to run. Lines for reports, without variables.
-SANITIZED = ("-Og", "-g1", "-DTS_SLOW", "-fno-sanitize-recover=all")
-
-
-def driver(folder: Path, compiler: str | None = None, extra: tuple[str, ...] = ()) -> Path:
-    return build(folder / "selftest", compiler, extra, sources=[NATIVE / "selftest.cpp"], shared=False)
 
 
 class Run(NamedTuple):
@@ -38,15 +31,17 @@ def run(*command: str | Path) -> Run:
     return Run(done.stdout.splitlines(), done.stderr.partition("best: ")[2].partition("\n")[0])
 
 
-def built_once(name: str, factory: pytest.TempPathFactory, make: Callable[[Path], Path]) -> Path:
-    """What make(folder) builds, for all processes of this run of the tests: the first one that asks compiles."""
+def folder_of_builds(factory: pytest.TempPathFactory) -> Path:
+    """One for all processes of this run of the tests, or the one that was filled before."""
+    if "NATIVE_BUILDS" in os.environ:
+        return Path(os.environ["NATIVE_BUILDS"])
     base = factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / f"native_{name}"
-    folder.mkdir(exist_ok=True)
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        program = folder / "selftest"
-        return program if program.exists() else make(folder)
+    return (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "native"
+
+
+def special(factory: pytest.TempPathFactory, name: str) -> Path:
+    """One of native_builds.BUILDS."""
+    return built(folder_of_builds(factory), name)
 
 
 def plain(factory: pytest.TempPathFactory) -> Path:
@@ -56,7 +51,8 @@ def plain(factory: pytest.TempPathFactory) -> Path:
     except BuildError:
         pytest.skip("no C++ compiler")
     library = library_path()
-    return built_once("plain", factory, driver if library is None or is_older(library) else beside(library))
+    make = compiled if library is None or is_older(library) else beside(library)
+    return made_once(folder_of_builds(factory) / "plain", make)
 
 
 def is_older(library: Path) -> bool:

@@ -33,7 +33,7 @@ STREAMS = DECODE if ON_CARD else ((5, 1), (130, 1))
 VALUES = (
     Case(FEW, window=100),
     Case(FEW, softcap=3.0, head_dim=20, rotary=8),
-    Case(FEW, format="int4", head_dim=32, window=40),
+    Case(FEW, format="int8", head_dim=32, window=40),
 )
 ORDERS = (
     Case(((0, 1300) if ON_CARD else (122, 9),), qk_norm=True),
@@ -42,7 +42,7 @@ ORDERS = (
 CARD_ORDERS = (
     Case(((0, 3000),), head_dim=128, heads=32, kv_heads=8, format="bfloat16"),
     Case(((0, 1300),), head_dim=256, heads=4, kv_heads=1, window=512, qk_norm=True, format="bfloat16"),
-    Case(((0, 700),), head_dim=64, heads=9, kv_heads=3, softcap=20.0, format="int4"),
+    Case(((0, 700),), head_dim=64, heads=9, kv_heads=3, softcap=20.0, format="int8"),
 ) if ON_CARD else ()  # fmt: skip
 
 

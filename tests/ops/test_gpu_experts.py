@@ -29,6 +29,7 @@ ROUTINGS = {
     "normalised": Routing(experts=33, chosen=5, normalised=True),
     "greedy groups": Routing(experts=20, chosen=3, factor=1.5, groups=4, kept_groups=2),
     "sigmoid groups": Routing(16, 4, "sigmoid", True, 2.5, groups=4, kept_groups=2, group_best=2),
+    "softplus": Routing(9, 3, "sqrt_softplus", True, 1.5),
 }
 
 
@@ -49,7 +50,7 @@ def make(ops, routing: Routing, gate: str = "silu") -> tuple[Norm, ExpertSet]:  
     for _ in range(routing.experts):
         gate_up.append(ops.pack([random_matrix(rng, WIDTH, HIDDEN) for _ in range(2)]))
         down.append(ops.pack([random_matrix(rng, HIDDEN, WIDTH)]))
-    correction = place(rng.standard_normal(routing.experts) * 0.3) if routing.scores == "sigmoid" else None
+    correction = place(rng.standard_normal(routing.experts) * 0.3) if routing.scores != "softmax" else None
     return norm, ExpertSet(routing, router, correction, tuple(gate_up), Gate(gate), tuple(down))  # type: ignore[arg-type]
 
 
@@ -143,6 +144,45 @@ def test_bits_do_not_depend_on_the_batch(
         for a, b in ((0, 1), (1, 3), (3, 20), (20, 700))[: 4 if ON_CARD else 3]:
             assert torch.equal(ops.experts(x[a:b].contiguous(), *made), whole[a:b]), (dtype, a, b)
         assert isinstance(made[1].down[0], FloatMatrix) == (quantize is None)
+
+
+@pytest.mark.parametrize("rows", [2, pytest.param(10, marks=slow_here)])
+def test_a_table_chooses(rows: int) -> None:
+    """DeepSeek V4's first layers: the experts of each token, which the scores weigh. Gates are clamped."""
+    table = torch.stack([torch.randperm(9, generator=torch.Generator().manual_seed(n))[:3] for n in range(20)]).int()
+    tokens, x = torch.arange(rows) * 7 % 20, rows_of(rows) * 3
+    found = []
+    for ops in (REFERENCE, CudaOps(torch.float32, DEVICE), ExactCudaOps(torch.float32, DEVICE)):
+        norm, experts = make(ops, ROUTINGS["softplus"], "swiglu_10")
+        experts = replace(experts, table=table.to(ops.device), correction=None)
+        norm = Norm(norm.weight * 30, norm.eps)  # outputs of gate and up reach the clamp
+        found.append(ops.experts(x.to(ops.device), norm, experts, tokens.to(ops.device)))
+    for mine in found[1:]:
+        close(mine, found[0], 1e-5)
+    assert ops.add_experts(x[:1].to(ops.device), norm, experts, None) is None  # it is not told the tokens
+
+
+@pytest.mark.parametrize("quantize", [None, "int8"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_clamped_gate_before_a_product(quantize: str | None, rows: int) -> None:
+    """Of the expert that every row takes."""
+    rng = np.random.default_rng(5)
+    x = torch.from_numpy(rng.standard_normal((rows, 128), np.float32) * 12)
+    down, gate = random_matrix(rng, 64, 64), Gate("swiglu_10")
+    for kind in (CudaOps, ExactCudaOps):
+        ops = kind(torch.float32, DEVICE, quantize)
+        weight = ops.pack([down])
+        matrix = weight.weight if quantize is None else as_float(weight, torch.float32)
+        expected = REFERENCE.linear(x, ReferenceMatrix(matrix.cpu(), None), before=gate)
+        close(ops.linear(x.to(DEVICE), weight, before=gate), expected, 1e-5 if quantize is None else 1e-4)
+
+
+def test_scores_of_softplus_far_from_zero() -> None:
+    logits = torch.tensor([[-80.0, -30, -17, -9, 0, 9, 17, 30, 80]])
+    ids, weights = route(logits.to(DEVICE), None, None, Routing(9, 9, "sqrt_softplus"))
+    expected = reference_route(logits[0], None, Routing(9, 9, "sqrt_softplus"))
+    assert ids[0].tolist() == [expert for expert, _ in expected]
+    torch.testing.assert_close(weights[0].cpu(), torch.tensor([weight for _, weight in expected]), rtol=1e-5, atol=0)
 
 
 def test_equal_scores_take_the_lowest_index() -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import shutil
-from functools import partial
 
 import pytest
 
-from tests.ops.native_driver import built_once, driver, expected, plain, run
+from tests.ops.native_builds import ARM
+from tests.ops.native_driver import expected, plain, run, special
 from twostroke.ops.cpu.build import find_compiler, machine_of
 
 
@@ -17,12 +17,11 @@ def test_arm(processor: str, best: str, tmp_path_factory: pytest.TempPathFactory
     """Cross-compiled and emulated: with dot products, with everything, and without them (plain C++ only). Each
     processor runs the best kernels that it has; all others are the best of another processor here. On such a machine
     the plain build is the same code, and is not compiled again."""
-    compiler, emulator = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64")
+    compiler, emulator = shutil.which(ARM), shutil.which("qemu-aarch64")
     if not compiler or not emulator:
-        pytest.skip("needs aarch64-linux-gnu-g++ and qemu-aarch64 (Debian: g++-aarch64-linux-gnu, qemu-user)")
+        pytest.skip(f"needs {ARM} and qemu-aarch64 (Debian: g++-aarch64-linux-gnu, qemu-user)")
     right = expected(tmp_path_factory)
     here = machine_of(find_compiler()) == "aarch64"
-    cross = partial(driver, compiler=compiler, extra=("-static",))
-    program = plain(tmp_path_factory) if here else built_once("arm", tmp_path_factory, cross)
+    program = plain(tmp_path_factory) if here else special(tmp_path_factory, "arm")
     done = run(emulator, "-cpu", processor, program, "best")
     assert done.lines == right and done.best == best

@@ -13,7 +13,7 @@ import torch
 from tests.ops.tensors import batch_arrays
 from twostroke.model.arch import Rope
 from twostroke.model.rope import plain_frequencies
-from twostroke.model.transformer import rope_table
+from twostroke.model.rope_table import rope_table
 from twostroke.ops.cpu.backend import NativeCpuOps, instruction_sets
 from twostroke.ops.cpu.library import available
 from twostroke.ops.formats import Stored, from_float

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from tests.ops.native_driver import SANITIZED, driver, expected, run
+from tests.ops.native_driver import expected, run, special
 
 
 @pytest.mark.system
-def test_threads(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    program = driver(tmp_path, extra=(*SANITIZED, "-fsanitize=thread"))
+def test_threads(tmp_path_factory: pytest.TempPathFactory) -> None:
+    program = special(tmp_path_factory, "threads")
     assert run(program, "quick").lines == expected(tmp_path_factory)

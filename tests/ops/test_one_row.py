@@ -9,19 +9,20 @@ pytest.importorskip("triton")
 
 from tests.ops.test_triton import DEVICE, REFERENCE, close, pytestmark  # noqa: F401
 from twostroke.ops.cuda.backend import CudaOps
-from twostroke.ops.cuda.kernels.one_row import Form
+from twostroke.ops.cuda.kernels.one_row import RowForm
 from twostroke.ops.cuda.kernels.quantized import as_float
 from twostroke.ops.interface import Gate, Norm
 from twostroke.ops.reference.backend import ReferenceMatrix
 
 CASES = [  # widths that do and do not fill the rounds; outputs that end amid a tile; one tile or several in a program
-    (1024, 48, "norm", Form(4, 2, 2, 2)), (1408, 80, "none", Form(2, 1, 1, 1)), (512, 16, "silu", Form(8, 1, 2, 1)),
-    (1024, 80, "gelu_tanh", Form(1, 8, 1, 1)), (512, 112, "norm", Form(2, 8, 2, 1)),
+    (1024, 48, "norm", RowForm(4, 2, 2, 2)), (1408, 80, "none", RowForm(2, 1, 1, 1)),
+    (512, 16, "silu", RowForm(8, 1, 2, 1)),
+    (1024, 80, "gelu_tanh", RowForm(1, 8, 1, 1)), (512, 112, "norm", RowForm(2, 8, 2, 1)),
 ]  # fmt: skip
 KINDS = ["fp8", "int8", "int4"]
 
 
-def cut_as(form: Form, monkeypatch: pytest.MonkeyPatch) -> None:
+def cut_as(form: RowForm, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("twostroke.ops.cuda.kernels.one_row.form_for", lambda fmt, segments: form)
     monkeypatch.setattr("twostroke.ops.cuda.kernels.one_row.processors", lambda device: 2)
     monkeypatch.setattr("twostroke.ops.cuda.backend.decoded_product", None)  # must not be asked
@@ -33,7 +34,9 @@ def on_card(norm: Norm) -> Norm:
 
 @pytest.mark.parametrize("quantize", KINDS)
 @pytest.mark.parametrize(("wide", "out", "before", "form"), CASES)
-def test_one_row(quantize: str, wide: int, out: int, before: str, form: Form, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_row(
+    quantize: str, wide: int, out: int, before: str, form: RowForm, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cut_as(form, monkeypatch)
     ops = CudaOps(torch.float32, DEVICE, quantize)
     generator = torch.Generator().manual_seed(wide)
@@ -50,9 +53,9 @@ def test_one_row(quantize: str, wide: int, out: int, before: str, form: Form, mo
 
 @pytest.mark.parametrize("quantize", KINDS)
 @pytest.mark.parametrize(
-    ("activation", "out", "form"), [("silu", 48, Form(4, 2, 1, 2)), ("gelu_tanh", 80, Form(2, 4, 2, 1))]
+    ("activation", "out", "form"), [("silu", 48, RowForm(4, 2, 1, 2)), ("gelu_tanh", 80, RowForm(2, 4, 2, 1))]
 )
-def test_gated_row(quantize: str, activation: str, out: int, form: Form, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gated_row(quantize: str, activation: str, out: int, form: RowForm, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pairs of outputs that do and do not fill the tiles, from either half of the matrix."""
     cut_as(form, monkeypatch)
     ops, gate = CudaOps(torch.float32, DEVICE, quantize), Gate(activation)

@@ -20,18 +20,17 @@ from twostroke.ops.interface import BLOCK, Attention, Batch, GroupBlocks, KVLaye
 from twostroke.ops.reference.kv_codec import write_kv  # noqa: E402
 
 TOKENS, HEADS, DIM = 24, 2, 64
-ELEMENTS = {"int8": torch.int8, "int4": torch.uint8, "fp8": torch.float8_e4m3fn}
+ELEMENTS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
 def empty_cache(kv_format: str) -> KVLayer:
-    width = DIM // 2 if kv_format == "int4" else DIM
-    data = torch.zeros(2, 2, HEADS, BLOCK, width).to(ELEMENTS[kv_format])
+    data = torch.zeros(2, 2, HEADS, BLOCK, DIM).to(ELEMENTS[kv_format])
     scales = torch.zeros(2, 2, HEADS, BLOCK)
     return KVLayer(kv_format, data[0], data[1], scales[0], scales[1])  # type: ignore[arg-type]
 
 
 # The interpreter loses a carry where a number rounds up to the next power of two in fp8.
-@pytest.mark.parametrize("kv_format", ELEMENTS if ON_CARD else ["int8", "int4"])
+@pytest.mark.parametrize("kv_format", ELEMENTS if ON_CARD else ["int8"])
 @pytest.mark.gpu if ON_CARD else lambda test: test
 def test_codes_and_scales_are_the_specifications(kv_format):
     """Numbers of eight bits, as projections are: many lie between two codes, where a last bit decides."""
@@ -69,5 +68,5 @@ def test_compiled_divisions_are_rounded_as_ieee_asks_for():
     done = subprocess.run(
         [sys.executable, "-m", "tests.ops.compile_store"], capture_output=True, text=True, check=True, env=plain
     )
-    assert done.stdout.count("div.rn.f32") >= 3 * 2
+    assert done.stdout.count("div.rn.f32") >= 2 * 2
     assert "div.full" not in done.stdout and "div.approx" not in done.stdout

@@ -35,7 +35,7 @@ REFERENCE = ReferenceOps()
 # tiles are what a case is about, requests are long enough for several of them.
 SHORT = ((0, 18), (20, 3), (63, 1), (0, 1), (15, 1), (16, 2), (200, 3))
 SEVERAL_TILES = ("mixed", "multi-head", "groups of 3", "window")
-LIMITS = {"int8": 1e-2, "int4": 1e-2, "bfloat16": 8e-3}  # codes on a border, and the interpreter cuts bfloat16 off
+LIMITS = {"int8": 1e-2, "bfloat16": 8e-3}  # codes on a border, and the interpreter cuts bfloat16 off
 pytestmark = [pytest.mark.gpu] if ON_CARD else []
 
 
@@ -85,7 +85,7 @@ def close(a: torch.Tensor, b: torch.Tensor, limit: float = 2e-5) -> None:
 
 
 def check_attention(ops: CudaOps, case: Case, streams: bool, limit: float = 2e-5) -> None:
-    if ON_CARD and case.format in ("int8", "int4", "fp8"):
+    if ON_CARD and case.format in ("int8", "fp8"):
         ops = type(ops)(torch.bfloat16, DEVICE)  # in float32 such a cache is refused on a card
         limit += 4e-3  # what bfloat16 rounds off
     qkv, attention, kv, batch = make_step(case)
@@ -94,7 +94,7 @@ def check_attention(ops: CudaOps, case: Case, streams: bool, limit: float = 2e-5
     expected = REFERENCE.attend(qkv, attention, kv, batch, 0)
     out = ops.attend(qkv.to(DEVICE, ops.dtype), there, mine, moved(batch, streams), 0)
     close(out, expected, limit)
-    if ops.dtype == torch.float32 and kv.format not in ("int8", "int4", "fp8"):
+    if ops.dtype == torch.float32 and kv.format not in ("int8", "fp8"):
         block, offset = batch.groups[0].slots // 16, batch.groups[0].slots % 16
         close(mine.keys[block.to(DEVICE), :, offset.to(DEVICE)].float(), kv.keys[block, :, offset].float(), 5e-3)
 
@@ -109,7 +109,7 @@ def test_fp8_cache(ops: CudaOps, change: dict) -> None:
         check_attention(ops, Case(requests, format="fp8", **change), streams, limit=8e-3)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.format != "int4"])  # a CPU's
 def test_attention(ops: CudaOps, name: str) -> None:
     case = CASES[name]
     if case.requests == MIXED and name not in SEVERAL_TILES and not ON_CARD:
@@ -119,10 +119,10 @@ def test_attention(ops: CudaOps, name: str) -> None:
 
 @pytest.mark.parametrize("change", [
     {}, {"window": 100}, {"qk_norm": True}, {"softcap": 3.0}, {"head_dim": 80, "rotary": 40}, {"format": "int8"},
-    {"format": "int4"}, {"heads": 9, "kv_heads": 3}, {"format": "bfloat16"},
+    {"heads": 9, "kv_heads": 3}, {"format": "bfloat16"},
     *(pytest.param(change, marks=pytest.mark.slow) for change in (
         {"format": "int8", "head_dim": 80, "heads": 2, "kv_heads": 1, "softcap": 3.0},
-        {"format": "int4", "head_dim": 128, "heads": 2, "kv_heads": 1, "qk_norm": True},
+        {"format": "int8", "head_dim": 128, "heads": 2, "kv_heads": 1, "qk_norm": True},
         {"format": "int8", "head_dim": 256, "heads": 8, "kv_heads": 1},
     )),
 ], ids=str)  # fmt: skip

@@ -36,7 +36,7 @@ from twostroke.model.parallel import whole_step
 from twostroke.model.shares import divided
 from twostroke.run.cuda import ranked
 from twostroke.run.cuda.collective import HostCollective, NcclCollective, in_order
-from twostroke.run.cuda.ranked import Lead, Told, lead_of
+from twostroke.run.cuda.ranked import Lead, StepMessage, lead_of
 from twostroke.run.cuda.runner import CudaRunner
 from twostroke.run.cuda.steps import Known, Shape
 from twostroke.run.cuda.warm_up import product_tasks, run_largest_step
@@ -187,13 +187,13 @@ def test_a_step_is_the_same_after_its_way() -> None:
     shape = Shape(5, 2, 16, 2, 1, 1, (3, 1), (1, 2), filtered=True)
     known = Known(np.array([4, 1]), np.array([4, 9]), ((0,), ()), (((0, 4, 4),), ()))
     for given in (known, None):
-        told = Told(shape, 3, given, np.arange(7, dtype=np.int32))
-        found = Told.unpacked(told.packed())
+        message = StepMessage(shape, 3, given, np.arange(7, dtype=np.int32))
+        found = StepMessage.unpacked(message.packed())
         assert found.shape == shape and type(found.shape.tiles) is tuple and found.prompt_rows == 3
         assert found.numbers.tolist() == list(range(7))
         assert (found.known is None) == (given is None)
     assert found.known is None
-    found = Told.unpacked(Told(shape, 0, known, np.zeros(1, np.int32)).packed())
+    found = StepMessage.unpacked(StepMessage(shape, 0, known, np.zeros(1, np.int32)).packed())
     assert found.known is not None and found.known.counts.tolist() == [4, 1] and found.known[2:] == known[2:]
 
 

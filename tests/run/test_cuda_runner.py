@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -24,15 +28,23 @@ from twostroke.ops.cuda.backend import CudaOps  # noqa: E402
 from twostroke.ops.cuda.exact import ExactCudaOps  # noqa: E402
 from twostroke.ops.cuda.weights import shape_of  # noqa: E402
 from twostroke.ops.reference.backend import ReferenceOps  # noqa: E402
-from twostroke.run.cuda import shared_prefix  # noqa: E402
+from twostroke.run.cuda import capture, shared_prefix  # noqa: E402
+from twostroke.run.cuda import runner as cuda_runner  # noqa: E402
 from twostroke.run.cuda import steps as cuda_steps  # noqa: E402
 from twostroke.run.cuda.buckets import all_mixed_rows  # noqa: E402
+from twostroke.run.cuda.capture import Chain  # noqa: E402
 from twostroke.run.cuda.runner import CudaRunner  # noqa: E402
-from twostroke.run.cuda.warm_up import compile_kernels, plan_row_counts, product_kernels, run_largest_step  # noqa: E402
+from twostroke.run.cuda.warm_up import (  # noqa: E402
+    compile_kernels,
+    kinds_of_attention,
+    plan_row_counts,
+    product_kernels,
+    run_largest_step,
+)
 from twostroke.run.torch_runner import TorchRunner  # noqa: E402
 from twostroke.sampling import SamplingParams  # noqa: E402
 from twostroke.schedule.make import make_scheduler  # noqa: E402
-from twostroke.types import Request  # noqa: E402
+from twostroke.types import Request, Result  # noqa: E402
 from twostroke.weights.checkpoint import open_checkpoint  # noqa: E402
 from twostroke.weights.load import load_arch, load_model  # noqa: E402
 
@@ -49,8 +61,9 @@ PROMPTS = [[(7 * i + 31 * number) % 300 + 3 for i in range(9 + 11 * number)] for
 
 
 def tokens_of(
-    folder: Path, kind: str, prompts: list[list[int]] = PROMPTS, batch: int = 24, drafter: OracleDrafter | None = None
-) -> list[tuple[list[int], object]]:
+    folder: Path, kind: str, prompts: list[list[int]] = PROMPTS, batch: int = 24, drafter: OracleDrafter | None = None,
+    runner_type: type | None = None, asked: tuple[SamplingParams, ...] = ASKED,
+) -> list[tuple[list[int], object]]:  # fmt: skip
     checkpoint = open_checkpoint(folder)
     arch = load_arch(checkpoint)
     config = make_config(max_model_len=160, dtype="float32", max_batch_tokens=batch, kv_blocks=40, seed=1)
@@ -59,12 +72,14 @@ def tokens_of(
     model = load_model(checkpoint, ops, settings.max_model_len)
     kv = KVStorage(settings.layout, settings.kv_blocks, settings.kv_dtype, ops.device)
     scheduler = make_scheduler(arch, settings, "tiny")
-    runner = (CudaRunner if kind == "cuda" else TorchRunner)(model, kv, scheduler.tables.array, ops)
+    made = runner_type or (CudaRunner if kind == "cuda" else TorchRunner)
+    runner = made(model, kv, scheduler.tables.array, ops)
     core = Core(scheduler, runner)
     scheduler.drafter = drafter
     requests = []
     for number, tokens in enumerate(prompts):
-        request = Request(number, tuple(tokens), ASKED[number % 3], 7 + number, limit=len(tokens) + 4)
+        params = asked[number % len(asked)]
+        request = Request(number, tuple(tokens), params, 7 + number, limit=len(tokens) + params.max_tokens)
         requests.append(core.submit(request))
     while not core.idle:
         core.step()
@@ -84,6 +99,65 @@ def watch_shapes(monkeypatch: pytest.MonkeyPatch) -> list[cuda_steps.Shape]:
     shapes, find = [], cuda_steps.Mixture.padded_shape
     monkeypatch.setattr(cuda_steps.Mixture, "padded_shape", lambda *args: shapes.append(find(*args)) or shapes[-1])
     return shapes
+
+
+class CapturingRunner(CudaRunner):
+    """As on a card, with graphs that run the step again. A capture computes on a CPU, so it has padding to compute."""
+
+    made: ClassVar[list[CapturingRunner]] = []
+
+    def __init__(self, *args: Any, **more: Any):
+        super().__init__(*args, **more)
+        self.graphs = True
+        self.left_out = 0
+        self.made.append(self)
+
+    def _entry(self, shape: cuda_steps.Shape) -> Any:
+        known = shape in self.shapes
+        entry = super()._entry(shape)
+        if not known:
+            shape.fill_padding(self.staging.begin(entry.arrays))
+            self.staging.send(entry.arrays, entry.buffer)
+        return entry
+
+    def collect(self, handle: Any) -> Result:
+        if self.capturing:
+            self._capture_more()
+        for shape, entry in self.shapes.items():
+            if isinstance(entry.graph, Chain):
+                assert len(entry.graph.graphs) > 1, "a step in several parts"
+                entry.graph = SimpleNamespace(replay=partial(self._again, shape, entry))
+        result = super().collect(handle)
+        self.left_out += not result.verified
+        return result
+
+    def _again(self, shape: cuda_steps.Shape, entry: Any) -> None:
+        entry.tokens.copy_(self._step(shape, entry))
+
+
+@pytest.mark.skipif(ON_CARD, reason="a card has graphs of its own: tests/run/test_gpu_exactness.py")
+@pytest.mark.parametrize("trouble", ["", "a capture fails", "too many graphs"])
+def test_drafts_are_left_out_until_their_step_is_captured(llama_folder: Path, monkeypatch, caplog, trouble) -> None:
+    asked = (SamplingParams(max_tokens=16, temperature=0.0),)
+    right = tokens_of(llama_folder, "cpu", PROMPTS[:2], asked=asked)
+    monkeypatch.setattr(capture, "LAYERS", 1)
+    monkeypatch.setattr(capture, "capturing", lambda pool: nullcontext(object()))
+    if trouble == "a capture fails":
+        monkeypatch.setattr(capture.Capture, "advance", lambda self: 1 / 0)
+    if trouble == "too many graphs":
+        monkeypatch.setattr(cuda_runner, "MOST_GRAPHS", 0)
+    answers = {(tuple(p), 0.0): [tokens[len(p) :]] for p, (tokens, _) in zip(PROMPTS[:2], right, strict=True)}
+    drafter = OracleDrafter(answers, most=2, errors=0.3)
+    found = tokens_of(llama_folder, "cuda", PROMPTS[:2], drafter=drafter, runner_type=CapturingRunner, asked=asked)
+    assert found == right
+    runner = CapturingRunner.made.pop()
+    drafted = {shape: entry for shape, entry in runner.shapes.items() if shape.drafts}
+    assert drafted and (runner.left_out > 0) is (trouble != "too many graphs")
+    assert all(entry.occurred for entry in drafted.values() if entry.failed or not entry.pending), "verified in the end"
+    if trouble == "a capture fails":
+        assert any(entry.failed for entry in drafted.values()) and "cannot be captured" in caplog.text
+    elif not trouble:
+        assert any(entry.graph is not None and entry.occurred for entry in drafted.values())
 
 
 def test_both_runners_choose_the_same_tokens(llama_folder: Path) -> None:
@@ -127,6 +201,27 @@ def test_with_experts_and_latent_attention(family: str, tmp_path: Path) -> None:
     (test_latent if family in test_latent.FAMILIES else test_parity).make_peer(family, tmp_path)
     prompts = [[token % 90 for token in prompt[:23]] for prompt in PROMPTS]
     assert tokens_of(tmp_path, "cuda", prompts) == tokens_of(tmp_path, "cpu", prompts)
+
+
+@slow_here
+@pytest.mark.parametrize("drafts", [False, True])
+def test_with_compressed_attention(compressed_folder: Path, drafts: bool) -> None:
+    """Contexts past the window and the first entry of 32 tokens; residual streams, experts chosen by a table."""
+    prompts = PROMPTS if not drafts else PROMPTS[:2]
+    right = tokens_of(compressed_folder, "cpu", prompts)
+    drafter = OracleDrafter(known_answers(prompts, right), most=3, errors=0.3) if drafts else None
+    assert tokens_of(compressed_folder, "cuda", prompts, drafter=drafter) == right
+
+
+@slow_here
+@pytest.mark.parametrize("ahead", [False, True])
+def test_kernels_of_compressed_attention_are_compiled_before_they_are_needed(compressed_folder: Path, ahead) -> None:
+    checkpoint = open_checkpoint(compressed_folder)
+    config = make_config(max_model_len=160, dtype="float32", kv_blocks=100, max_batch_tokens=24, seed=1)
+    settings = resolve(config, load_arch(checkpoint), this_machine("cpu"), 0)
+    model = load_model(checkpoint, CudaOps(torch.float32, "cuda" if ON_CARD else "cpu"), settings.max_model_len)
+    assert kinds_of_attention(model) == [0, 1, 2]  # the window alone, entries that are chosen, all entries
+    compile_kernels(model, settings, ahead=ahead)
 
 
 @pytest.mark.slow

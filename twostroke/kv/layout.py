@@ -56,7 +56,7 @@ class KVLayout(Record):
 
     @property
     def state_bytes(self) -> int:
-        """Of one running request, beside its blocks."""
+        """Bytes of the states of one running request, beside its blocks."""
         return sum(len(group.layers) * group.entry.state_bytes for group in self.groups)
 
     @property
@@ -74,7 +74,7 @@ class KVLayout(Record):
         return tuple(index for index, group in enumerate(self.groups) if group.draft)
 
     def document(self) -> dict[str, Any]:
-        """As plain data, for a server's description of its cache."""
+        """The layout as plain data, for a server's description of its cache."""
         groups = [
             {
                 "window": group.window,
@@ -110,8 +110,8 @@ def make_layout(arch: Arch, kv_dtype: str, draft: Arch | None = None) -> KVLayou
 
 
 def least_of_long_requests(kinds: Sequence[Kind]) -> KVLayout:
-    """For layers that cache several kinds: of very different sizes, some for a few tokens and some for all. The cut
-    with which a long request takes the least memory, in few groups."""
+    """The cut with which a long request takes the least memory, in few groups. It is for layers that cache several
+    kinds of entries of very different sizes, some for a few tokens and some for all."""
     least = max(entry.block_bytes for entry, _, _ in kinds)
     sizes = {-(-len(layers) // count) * entry.block_bytes for entry, layers, _ in kinds for count in range(1, 9)}
     fitting = [cut(kinds, size) for size in sizes | {least} if size >= least]
@@ -124,7 +124,8 @@ Kind = tuple[KVEntry, list[int], bool]  # layers that cache alike, and whether t
 
 
 def layers_by_kind(arch: Arch, kv_dtype: str) -> list[Kind]:
-    """Those without a window first, then those on a grid: the order in which a mixer lists its entries."""
+    """The layers by the kind that they cache: those without a window first, then those on a grid: the order in which a
+    mixer lists its entries."""
     kinds: dict[KVEntry, list[int]] = {}
     for index, layer in enumerate(arch.layers):
         for entry in layer.mixer.entries(kv_dtype):

@@ -64,7 +64,7 @@ class LentBlocks:
     def _full(
         self, request: RequestState, first: int, length: int, promised: Mapping[int, Sequence[int]]
     ) -> list[tuple[Name, int]]:
-        """Of the blocks between two tokens, those that a token at `length` sees and that are there."""
+        """The blocks between two tokens that a token at `length` sees and that are there."""
         tables, pool = self.tables, self.tables.pool
         unready = {block for blocks in promised.values() for block in blocks}
         tables.hasher.extend(request.hashes, request.tokens, request.salt, length // BLOCK)
@@ -80,7 +80,7 @@ class LentBlocks:
         return full
 
     def hold_for_read(self, number: int, blocks: Sequence[int]) -> None:
-        """Until `release_read`: no other request gets blocks that a read may still write."""
+        """Hold blocks until `release_read`: no other request gets blocks that a read may still write."""
         for block in blocks:
             self.tables.pool.hold(block)
         self.reading[number] = blocks
@@ -95,14 +95,14 @@ class LentBlocks:
             self.tables.pool.release(block)
 
     def take_back_oldest(self) -> bool:
-        """For a request that cannot run otherwise. The engine that wanted these blocks computes them itself. False:
-        none are lent."""
+        """Take back the blocks that were lent first, for a request that cannot run otherwise. The engine that wanted
+        them computes them itself. False: none are lent."""
         if not self.by_id:
             return False
         self.take_back(next(iter(self.by_id)))
         return True
 
     def blocks(self) -> Iterator[int]:
-        """Each as often as it is held here."""
+        """The held blocks, each as often as it is held here."""
         yield from (block for lent in self.by_id.values() for _, block in lent)
         yield from (block for blocks in self.reading.values() for block in blocks)

@@ -28,7 +28,7 @@ def sums_of(storage: KVStorage, blocks: Sequence[int]) -> tuple[int, ...]:
 
 
 def use_device(storage: KVStorage) -> None:
-    """On this thread: the first allocation makes the device's context current."""
+    """Use the pool's device on this thread: the first allocation makes the device's context current."""
     if not isinstance(storage.data, np.ndarray) and storage.data.is_cuda:
         import torch
 

@@ -14,7 +14,7 @@ import torch
 HALF = 64 << 20  # bytes
 
 
-class Staging:
+class BlockStaging:
     def __init__(self, data: torch.Tensor):
         """data: the pool, (blocks, bytes)."""
         self.data = data
@@ -44,7 +44,7 @@ class Staging:
             to[first : first + count] = self.halves[half][:count].numpy()
 
     def take_in(self, parts: Sequence[tuple[int, bytes | memoryview]]) -> None:
-        """Afterwards all of them are on the device."""
+        """Copy these bytes to their blocks. Afterwards all of them are on the device."""
         for number, first in enumerate(range(0, len(parts), self.each)):
             some, half = parts[first : first + self.each], number % 2
             if number > 1:
@@ -59,7 +59,7 @@ class Staging:
             self._wait(half)
 
     def sums(self, blocks: Sequence[int]) -> tuple[int, ...]:
-        """Of each block: its words, each times another odd number, added without regard to overflow."""
+        """A checksum of each block: its words, each times another odd number, added without regard to overflow."""
         words = self.data.view(torch.int32 if self.data.shape[1] % 4 == 0 else torch.uint8)
         factors = torch.arange(words.shape[1], device=words.device) * 2 + 1
         found: list[int] = []
@@ -74,6 +74,6 @@ class Staging:
             self.events[half].record()
 
     def _wait(self, half: int) -> None:
-        """Until the device has done what it was told to do with this half."""
+        """Wait until the device has finished its copies from or to this half."""
         if self.events:
             self.events[half].synchronize()

@@ -18,7 +18,7 @@ from twostroke.types import Move
 if TYPE_CHECKING:
     import torch
 
-    from twostroke.kv.staging import Staging
+    from twostroke.kv.staging import BlockStaging
 
 
 class KVStorage:
@@ -70,7 +70,7 @@ class KVStorage:
 
     @property
     def exchanged_bytes(self) -> int:
-        """Of a block, as other engines get it."""
+        """Bytes of a block as other engines get it."""
         return self.layout.block_bytes
 
     def export(self, block: int) -> bytes:
@@ -101,7 +101,7 @@ class KVStorage:
     def take_in(self, parts: Sequence[tuple[int, bytes | memoryview]]) -> None:
         """Blocks, and the bytes for them that `export` gave, in another process perhaps."""
         if any(len(content) != self.layout.block_bytes for _, content in parts):
-            raise ValueError(f"a block has {self.layout.block_bytes} bytes, and others came")
+            raise ValueError(f"a block has {self.layout.block_bytes} bytes; content of another size arrived")
         if isinstance(self.data, np.ndarray):
             for block, content in parts:
                 self.data[block] = np.frombuffer(content, np.uint8)
@@ -109,14 +109,14 @@ class KVStorage:
             self.staging.take_in(parts)
 
     @cached_property
-    def staging(self) -> Staging:
-        from twostroke.kv.staging import Staging  # torch
+    def staging(self) -> BlockStaging:
+        from twostroke.kv.staging import BlockStaging  # torch
 
-        return Staging(self.data)
+        return BlockStaging(self.data)
 
 
 def places(layout: KVLayout) -> dict[int, list[tuple[int, int]]]:
-    """From a layer to where each kind that it caches lies: the group, and the layer's index within it."""
+    """For each layer, where each kind of entry that it caches lies: the group, and the layer's index within it."""
     found: dict[int, list[tuple[int, int]]] = {}
     for number, group in enumerate(layout.groups):
         for index, layer in enumerate(group.layers):

@@ -188,7 +188,7 @@ class KVTables:
             self.pool.publish(block, name, self.tokens(request, group, column))
 
     def name(self, request: RequestState, group: int, column: int) -> Name:
-        """Of a column of a group: the hash at its end."""
+        """The name of a column of a group: the hash at its end."""
         return Name(group, request.hashes[(column + 1) * self.spans[group] // BLOCK - 1])
 
     def close(self, request: RequestState) -> None:

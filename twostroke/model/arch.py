@@ -42,12 +42,12 @@ class Product(Record):
 
     @property
     def weights(self) -> int:
-        """Of all matrices."""
+        """Weights of all matrices."""
         return self.inputs * self.outputs * self.matrices
 
     @property
     def row_weights(self) -> int:
-        """Those that one row is multiplied with."""
+        """Weights that one row is multiplied with."""
         return self.inputs * self.outputs * self.used
 
     def read(self, rows: int) -> float:
@@ -118,7 +118,7 @@ class GroupedArch(Record):
 
     @property
     def width(self) -> int:
-        """Of all query heads together."""
+        """Numbers of all query heads together."""
         return self.heads * self.head_dim
 
     def products(self, hidden: int) -> tuple[Product, ...]:
@@ -197,7 +197,7 @@ class LayerArch(Record):
     out_norms: bool = False  # norms after mixer and feed too, before each residual add
 
     def products(self, hidden: int) -> tuple[Product, ...]:
-        """In the order in which a step runs them."""
+        """The products of the layer in the order in which a step runs them."""
         return (*self.mixer.products(hidden), *self.feed.products(hidden))
 
 
@@ -224,7 +224,7 @@ class Arch(Record, dict=True):
 
     @cached_property
     def products(self) -> tuple[Product, ...]:
-        """Those of all layers, as a step runs them."""
+        """The products of all layers in the order in which a step runs them."""
         found = {layer: layer.products(self.hidden) for layer in set(self.layers)}
         return tuple(product for layer in self.layers for product in found[layer])
 
@@ -235,7 +235,7 @@ class Arch(Record, dict=True):
 
     @cached_property
     def row_weights(self) -> int:
-        """Those of them that one row is multiplied with."""
+        """The weights of the layers' products that one row is multiplied with."""
         return sum(product.row_weights for product in self.products)
 
     @property
@@ -249,7 +249,7 @@ class Arch(Record, dict=True):
 
     @property
     def used_weights(self) -> int:
-        """Those that one token uses."""
+        """The weights that one token uses."""
         return self.weights - self.layer_weights + self.row_weights
 
     @property
@@ -266,7 +266,7 @@ class Arch(Record, dict=True):
 
     @property
     def stream_weights(self) -> int:
-        """Of reading and mixing several residual streams."""
+        """The weights that read and mix several residual streams."""
         if self.streams == 1:
             return 0
         parts = 2 * len(self.layers) * self.streams * (2 + self.streams)

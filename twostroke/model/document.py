@@ -16,7 +16,7 @@ _FEEDS: dict[str, type] = {"dense": DenseArch, "experts": ExpertsArch}
 
 
 def arch_document(arch: Arch) -> dict[str, Any]:
-    """As plain data. Rotary positions cost no time and are left out."""
+    """An `Arch` as plain data. Rotary positions cost no time and are left out."""
     described = {name: value for name, value in values(arch).items() if name != "layers"}
     described["layers"] = [
         {
@@ -34,7 +34,7 @@ def _plain(part: Any) -> dict[str, Any]:
 
 
 def read_arch(document: Mapping[str, Any]) -> Arch:
-    """From such a document; KeyError or TypeError where it is not one."""
+    """An `Arch` from such a document; KeyError or TypeError where it is not one."""
 
     def part(values: Mapping[str, Any], kinds: Mapping[str, type]) -> Any:
         found = {name: value for name, value in values.items() if name != "kind"}

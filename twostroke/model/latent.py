@@ -14,6 +14,7 @@ from twostroke.model.entry import KVEntry, KVPart
 from twostroke.model.layers import Branch, PackedProduct
 from twostroke.ops.interface import (
     KV_SCALE_BYTES,
+    LATENT_GROUP,
     Array,
     Batch,
     KVLayer,
@@ -51,7 +52,7 @@ class LatentArch(Record):
 
     @property
     def query_width(self) -> int:
-        """Of all query heads together."""
+        """Numbers of all query heads together."""
         return self.heads * (self.plain_dim + self.rope_dim)
 
     @property
@@ -83,6 +84,11 @@ class LatentArch(Record):
 
     def stores(self, kv_dtype: str) -> bool:
         return kv_dtype == "int8" or kv_dtype not in KV_SCALE_BYTES
+
+    @property
+    def whole_groups(self) -> bool:
+        """Whether the rotated numbers have one scale, of their own, in a format with scales."""
+        return self.latent % LATENT_GROUP == 0 and self.rope_dim <= LATENT_GROUP
 
     def small_weights(self) -> int:
         return self.latent + (self.query_rank or 0)

@@ -127,7 +127,7 @@ class Experts(Record, eq=False):
         return None if self.out_norm is not None else ops.add_experts(x, self.norm, self.experts, self.shared)
 
     def chosen_bytes(self, ops: Ops) -> int:
-        """Of the experts of one row."""
+        """Bytes of the experts that one row chooses."""
         one = ops.weight_bytes(self.experts.gate_up[0]) + ops.weight_bytes(self.experts.down[0])
         return self.experts.routing.chosen * one
 
@@ -149,7 +149,7 @@ class Layer(Record, eq=False):
         return (*self.mixer.products(), *self.feed.products())
 
     def fused(self) -> FusedLayer | None:
-        """For a backend that runs whole layers in one call; None for other kinds of mixers and feeds."""
+        """The layer for a backend that runs whole layers in one call; None for other kinds of mixers and feeds."""
         mixer, feed = self.mixer, self.feed
         if self.streams is not None or not (isinstance(mixer, Grouped) and isinstance(feed, Dense | Experts)):
             return None

@@ -25,7 +25,8 @@ def not_yet(value: Array) -> Array:
 
 @contextmanager
 def whole_step() -> Iterator[None]:
-    """Around what follows once the other ranks were told of a step: they wait in it for all that this rank gives."""
+    """A context for what follows once the other ranks know of a step. They wait for all that this rank gives, so an
+    error inside is the end of the engine: RankLostError."""
     try:
         yield
     except Exception as error:

@@ -22,8 +22,8 @@ def streams_run(ops: Ops, layer: Layer, cache: KVLayer, group: int) -> Callable[
         if rows is not None:
             x, weights, tokens = x[rows], weights[rows], tokens[rows]
             branch = branch._replace(inner=branch.inner[rows])
-        x = expand(x, value_of(ops, branch), weights, streams)
+        x = expand(ops, x, value_of(ops, branch), weights, streams)
         read, weights = collapse(ops, x, feed_mix)
-        return expand(x, value_of(ops, layer.feed.run(ops, read, tokens)), weights, streams)
+        return expand(ops, x, value_of(ops, layer.feed.run(ops, read, tokens)), weights, streams)
 
     return run

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from twostroke.kv.storage import KVStorage
-from twostroke.model.arch import Arch, Rope
+from twostroke.model.arch import Arch
 from twostroke.model.layers import Branch, Experts, Layer, PackedProduct, value_of
 from twostroke.model.streams import streams_run
-from twostroke.ops.arrays import placed
-from twostroke.ops.interface import Array, Batch, Decode, FusedLayer, Norm, Ops, RopeTable, Weight
+from twostroke.ops.interface import Array, Batch, Decode, FusedLayer, Norm, Ops, Weight
 from twostroke.ops.streams import StreamMix, collapse_last, spread
-
-if TYPE_CHECKING:
-    import torch
-
-ANGLES = 1 << 20  # computed at a time
 
 LayerRun = Callable[[Array, Batch, Array | None], Array]  # rows through some layers; the last argument: rows that go on
 
@@ -68,6 +61,10 @@ class Transformer:
 
     def forward(self, batch: Batch, kv: KVStorage) -> Array:
         """Compute the batch's rows and write their K and V to `kv`. Returns the rows batch.logit_rows, (S, hidden)."""
+        return deque(self.layer_by_layer(batch, kv), maxlen=1)[0]
+
+    def layer_by_layer(self, batch: Batch, kv: KVStorage) -> Iterator[Array]:
+        """`forward`, with a pause after each of its calls: the rows so far, and last what `forward` returns."""
         x = self.ops.embed(self.embedding, batch.tokens, self.arch.embedding_scale)  # (T, hidden)
         if self.arch.streams > 1:
             x = spread(x, self.arch.streams)  # (T, streams · hidden)
@@ -76,8 +73,9 @@ class Transformer:
             runs = self._runs[kv] = self._make_runs(kv)
         for run in runs[:-1]:
             x = run(x, batch, None)
+            yield x
         x = runs[-1](x, batch, batch.logit_rows)  # after the last mixer only the rows asked for
-        return x if self.head_streams is None else collapse_last(self.ops, x, self.head_streams)
+        yield x if self.head_streams is None else collapse_last(self.ops, x, self.head_streams)
 
     def decoder(self, kv: KVStorage, tables: np.ndarray) -> Decode | None:
         """A whole step of newest tokens as one call; None where the backend or the architecture has no such call.
@@ -96,14 +94,21 @@ class Transformer:
 
     def logits(self, hidden: Array) -> Array:
         """(S, hidden) -> (S, vocab) float32."""
+        out = self.narrow_logits(hidden)
+        return out if isinstance(out, np.ndarray) else out.float()
+
+    def narrow_logits(self, hidden: Array) -> Array:
+        """The same numbers, in the type in which the backend computes them."""
         out = self.ops.linear(hidden, self.head, before=self.final_norm)
+        cap = self.arch.logit_softcap
+        if not cap:
+            return out
         in_numpy = isinstance(out, np.ndarray)
         if not in_numpy:
             out = out.float()
-        if cap := self.arch.logit_softcap:
-            out /= cap
-            np.tanh(out, out=out) if in_numpy else out.tanh_()
-            out *= cap
+        out /= cap
+        np.tanh(out, out=out) if in_numpy else out.tanh_()
+        out *= cap
         return out
 
     def _make_runs(self, kv: KVStorage) -> list[LayerRun]:
@@ -144,25 +149,3 @@ class Transformer:
         if branch.norm is None and branch.weight is not None:
             return self.ops.linear(branch.inner, branch.weight, before=branch.before, add_to=x)
         return x + value_of(self.ops, branch)
-
-
-def rope_table(rope: Rope, positions: int, device: torch.device | None) -> RopeTable:
-    """cos and sin of every position below `positions`.
-
-    Angles are rounded to float32 as transformers does, in training too: at position 10,000 that is an error of about
-    0.001 radians, and a model must be run with the angles it learnt. The factor is rounded to float32 too: a GGUF file
-    stores it so, and both files of a model must give the same table.
-    """
-    frequencies, factor = np.asarray(rope.frequencies, np.float32), float(np.float32(rope.factor))
-    cos, sin = (np.empty((positions, len(frequencies)), np.float32) for _ in "cs")
-    step = max(1, ANGLES // len(frequencies))
-
-    def fill(first: int) -> None:
-        places = np.arange(first, min(first + step, positions), dtype=np.float32)
-        angles = np.outer(places, frequencies).astype(np.float64)
-        for table, function in ((cos, np.cos), (sin, np.sin)):
-            np.multiply(function(angles), factor, out=table[first : first + step], casting="same_kind")
-
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(fill, range(0, positions, step)))
-    return RopeTable(placed(cos, device), placed(sin, device))

@@ -5,7 +5,7 @@
     entries           one for 4 tokens (CSA) or for 128 (HCA)             all that are complete; CSA: the best 512
 
 A row at position t reads entries below (t + 1) // ratio. All writes of a step come before its reads. The two functions
-that multiply (`Core`) are the backend's.
+that multiply (`EntryKernels`) are the backend's.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Places(NamedTuple):
         self.data[slots // size, slots % size] = encoded(values, self.format)
 
 
-class Core(Protocol):
+class EntryKernels(Protocol):
     """The products of compressed attention."""
 
     def attend(self, q: np.ndarray, lists: Sequence[Lists], attention: CompressedAttention) -> np.ndarray:
@@ -68,7 +68,7 @@ class Lists(Record):
 
 
 def attend_compressed(
-    core: Core,
+    core: EntryKernels,
     norm: Normed,
     parts: CompressedRows,
     attention: CompressedAttention,
@@ -150,7 +150,7 @@ class Made:
         numbers = first[:, None] + np.arange(-before, self.ratio)
         return self.state.read(owner[:, None], np.maximum(numbers, 0))  # before the first entry: not used
 
-    def chosen(self, core: Core) -> Lists:
+    def chosen(self, core: EntryKernels) -> Lists:
         """The entries that each row reads."""
         counts = (self.positions + 1) // self.ratio
         if self.indexer is None:
@@ -163,7 +163,7 @@ class Made:
             lists.blocks[mine], lists.offsets[mine] = self.entries.find(self.owner[row], best)
         return lists
 
-    def _best(self, core: Core, indexer: Indexer, row: int, count: int) -> np.ndarray:
+    def _best(self, core: EntryKernels, indexer: Indexer, row: int, count: int) -> np.ndarray:
         """The numbers of the best entries of a row, in order; the lowest numbers among equals."""
         assert self.parts.index_q is not None and self.parts.index_weights is not None and self.keys is not None
         q = self.parts.index_q[row].reshape(1, indexer.heads, indexer.dim)

@@ -129,7 +129,7 @@ class Stored(Record, eq=False):
         return self.data.reshape(self.shape[0], stored_bytes(self.format, self.shape[1:]) if self.nbytes else 0)
 
     def blocks(self) -> np.ndarray:
-        """As an array of blocks with named fields, no copy."""
+        """The bytes as an array of blocks with named fields, no copy."""
         return self.data.view(layout_of(self.format))
 
     def rows(self, start: int, stop: int) -> Stored:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # neither the block bookkeeping nor the native CPU backend br
 
     from twostroke.ops.compressed_interface import CompressedAttention, CompressedRows
     from twostroke.ops.formats import Stored
+    from twostroke.ops.streams import StreamKernels
 
 BLOCK = 16  # tokens in one KV block
 
@@ -205,6 +206,7 @@ class Ops(Protocol):
     name: str
 
     device: torch.device | None  # where the tensors it is given must lie; None: it takes NumPy arrays
+    streams: StreamKernels | None = None  # for several residual streams; None: streams.py computes them op by op
 
     def pack(self, parts: Sequence[Stored], bias: Array | None = None) -> Weight:
         """One (out, in) matrix made of `parts` stacked along the output, in the layout this backend multiplies best."""

@@ -5,12 +5,14 @@
              └─ mixᵀ · streams + add · result ──▶ streams
 
 `mix` is made doubly stochastic by dividing columns and rows by their sums in turn, in float32. Every sum has a few
-terms and is written out, so a row's bits depend on that row alone. Arrays of NumPy and of torch.
+terms and is written out, so a row's bits depend on that row alone. Streams are float32 on every device. Arrays of NumPy
+and of torch; a backend may have kernels of its own (`Ops.streams`).
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -18,26 +20,48 @@ from twostroke.ops.interface import Array, Norm, Ops, Weight
 from twostroke.ops.joined import side_by_side
 from twostroke.record import Record
 
+if TYPE_CHECKING:
+    from twostroke.ops.formats import Stored
+
 
 class StreamMix(Record, eq=False):
     """How a part of a layer reads several residual streams and adds to them."""
 
     streams: int
     norm: Norm  # of all streams of a row together
-    weight: Weight  # (streams · (2 + streams), streams · hidden); of the head (streams, streams · hidden)
+    weight: Weight  # float32, (streams · (2 + streams), streams · hidden); of the head (streams, streams · hidden)
     base: Array  # float32, one for each output of `weight`
     scale: Array  # float32: of reading, adding and mixing; of the head one
     eps: float
     rounds: int  # of making the mixing matrix doubly stochastic
 
 
+class StreamKernels(Protocol):
+    """A backend's own form of the functions below."""
+
+    def pack(self, parts: Sequence[Stored]) -> Weight: ...
+
+    def collapse(self, x: Array, mix: StreamMix) -> tuple[Array, Array]:
+        """Of the head the second array has no use."""
+        ...
+
+    def expand(self, x: Array, result: Array, weights: Array, streams: int) -> Array: ...
+
+
+def pack(ops: Ops, parts: Sequence[Stored]) -> Weight:
+    """`StreamMix.weight`, which is multiplied in float32 even where activations are narrower."""
+    return ops.pack_precisely(parts) if ops.streams is None else ops.streams.pack(parts)
+
+
 def spread(x: Array, streams: int) -> Array:
     """(T, hidden) -> (T, streams · hidden): every stream begins as the embedding."""
-    return np.tile(x, (1, streams)) if isinstance(x, np.ndarray) else x.repeat(1, streams)
+    return np.tile(x, (1, streams)) if isinstance(x, np.ndarray) else x.float().repeat(1, streams)
 
 
 def collapse(ops: Ops, x: Array, mix: StreamMix) -> tuple[Array, Array]:
     """What a part of a layer reads, (T, hidden), and its weights for `expand`."""
+    if ops.streams is not None:
+        return ops.streams.collapse(x, mix)
     n = mix.streams
     weights = ops.linear(x, mix.weight, before=mix.norm)  # (T, n · (2 + n))
     base, scale = mix.base, mix.scale
@@ -48,8 +72,10 @@ def collapse(ops: Ops, x: Array, mix: StreamMix) -> tuple[Array, Array]:
     return _weighted(x, read, n), side_by_side((adds, flat))
 
 
-def expand(x: Array, result: Array, weights: Array, streams: int) -> Array:
+def expand(ops: Ops, x: Array, result: Array, weights: Array, streams: int) -> Array:
     """The streams after a part of a layer: (T, streams · hidden)."""
+    if ops.streams is not None:
+        return ops.streams.expand(x, result, weights, streams)
     n = streams
     rows = x.reshape(len(x), n, x.shape[1] // n)
     adds, mixing = weights[:, :n], weights[:, n:].reshape(-1, n, n)
@@ -64,8 +90,10 @@ def expand(x: Array, result: Array, weights: Array, streams: int) -> Array:
 
 def collapse_last(ops: Ops, x: Array, mix: StreamMix) -> Array:
     """What the head reads: (T, hidden)."""
-    read = _sigmoid(ops.linear(x, mix.weight, before=mix.norm) * mix.scale[0] + mix.base) + mix.eps
-    return _weighted(x, read, mix.streams)
+    if ops.streams is not None:
+        return ops.streams.collapse(x, mix)[0]
+    weights = ops.linear(x, mix.weight, before=mix.norm)  # (T, n)
+    return _weighted(x, _sigmoid(weights * mix.scale[0] + mix.base) + mix.eps, mix.streams)
 
 
 def _stochastic(mixing: Array, mix: StreamMix) -> Array:

@@ -190,7 +190,8 @@ def gumbel(key: int, ids: np.ndarray) -> np.ndarray:
 
 
 def logprobs(row: np.ndarray, token: int, best: int) -> TokenLogprobs:
-    """Of the model's own distribution, before temperature, penalties and filters. NaN if it has none."""
+    """Log probabilities of the model's own distribution, before temperature, penalties and filters. NaN if it has
+    none."""
     peak = float(row.max())
     total = peak + float(np.log(np.exp(row.astype(np.float64) - peak).sum())) if isfinite(peak) else nan
     top: tuple[tuple[int, float], ...] = ()
@@ -203,6 +204,6 @@ def logprobs(row: np.ndarray, token: int, best: int) -> TokenLogprobs:
 
 
 def prompt_details(scores: dict[int, TokenLogprobs]) -> Details:
-    """What is said of a work that scores its prompt; an error if a score is not a number."""
+    """The details of a work that scores its prompt; an error if a score is not a number."""
     bad = any(isnan(score.logprob) for score in scores.values())
     return Details(prompt_logprobs=scores, error=NOT_FINITE if bad else None)

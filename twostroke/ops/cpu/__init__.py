@@ -4,7 +4,9 @@ backend.py    the ops, called with NumPy arrays; checks every shape before a poi
 convert.py    weights put into formats that the library has
 describe.py   layers, batches and caches as structures of addresses
 experts.py    a layer's experts as a structure; arrays.py: addresses of arrays
+decode.py     a step of newest tokens as one call; encode.py: encoders (the BERT family)
 entries.py    lists of cache entries for compressed attention
+ranks.py      sums over processes that share each layer's work
 library.py    where the compiled library is, its functions and the structures it shares
 build.py      compiles it: each instruction set is a translation unit with its own flags
 native/       the C++ sources

@@ -1,4 +1,4 @@
-"""Addresses of what the native library reads."""
+"""Addresses of what the native library reads, and owners of what it allocates."""
 
 from __future__ import annotations
 
@@ -10,6 +10,12 @@ from twostroke.ops.cpu.library import NormRef
 from twostroke.ops.interface import Norm
 
 _NOTHING = ctypes.c_char * 0
+
+
+class NativeOwner:
+    """An object whose end frees what the native library allocated for it."""
+
+    __slots__ = ("__weakref__",)
 
 
 def address(array: np.ndarray) -> int:

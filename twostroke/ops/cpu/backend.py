@@ -17,7 +17,7 @@ import numpy as np
 
 from twostroke.ops.compressed import attend_compressed
 from twostroke.ops.compressed_interface import CompressedAttention, CompressedRows
-from twostroke.ops.cpu.arrays import address, any_address, norm_reference
+from twostroke.ops.cpu.arrays import NativeOwner, address, any_address, norm_reference
 from twostroke.ops.cpu.convert import in_one_order, narrowed, packable
 from twostroke.ops.cpu.decode import NativeDecode
 from twostroke.ops.cpu.describe import describe_batch, describe_latent, describe_layer, signature
@@ -54,12 +54,6 @@ class FusedLayers(Record, eq=False):
 
     def __call__(self, x: np.ndarray, batch: Batch, rows: np.ndarray | None) -> np.ndarray:
         return self.ops.run_layers(self, x, batch, rows)
-
-
-class _Owner:
-    """Something a finalizer can hold on to."""
-
-    __slots__ = ("__weakref__",)
 
 
 class NativeCpuOps(Ops):
@@ -115,7 +109,7 @@ class NativeCpuOps(Ops):
         if order is not None:
             places = np.ascontiguousarray(order, np.int32)
             self._lib.ts_weight_order(handle, places.ctypes.data)
-        owner = _Owner()
+        owner = NativeOwner()
         weakref.finalize(owner, self._lib.ts_weight_free, handle)
         return PackedWeight(handle, outputs, inputs, owner)
 

@@ -13,8 +13,8 @@ RUN = 128  # rows converted at a time
 
 
 def packable(part: Stored, threads: int = 1) -> Stored:
-    """In a format that the library has: the two others become the nearest of them. A zero point becomes a minimum in
-    float16, which is off by 2^-11 of it at most."""
+    """The matrix in a format that the library has: the two others become the nearest of them. A zero point becomes a
+    minimum in float16, which is off by 2^-11 of it at most."""
     if part.format == "F8_32":
         return brain_floats(part, threads)
     if part.format != "Q4_Z":

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from twostroke.ops.cpu.arrays import NativeOwner
 from twostroke.ops.cpu.library import EncodeLayer, load_library
 from twostroke.record import Record
 
@@ -34,12 +35,6 @@ class EncoderWeights(Record, eq=False):
     up: tuple[np.ndarray, np.ndarray]
     down: tuple[np.ndarray, np.ndarray]
     feed_norm: LayerNorm
-
-
-class _Owner:
-    """Something a finalizer can hold on to."""
-
-    __slots__ = ("__weakref__",)
 
 
 class NativeEncoder:
@@ -79,7 +74,7 @@ class NativeEncoder:
         )
         if not handle:
             raise ValueError(f"a matrix of {outputs} x {inputs} has a number or a width that cannot be held")
-        owner = _Owner()
+        owner = NativeOwner()
         weakref.finalize(owner, self._lib.ts_encode_weight_free, handle)
         self._kept.append(owner)
         return int(handle)

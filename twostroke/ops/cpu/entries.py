@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from twostroke.ops.compressed import Core, Lists
+from twostroke.ops.compressed import EntryKernels, Lists
 from twostroke.ops.compressed_interface import CompressedAttention
 from twostroke.ops.cpu.arrays import address
 from twostroke.ops.cpu.library import EntriesCall
@@ -16,7 +16,7 @@ from twostroke.ops.cpu.library import EntriesCall
 _FORMATS = {"float32": 0, "float16": 1, "bfloat16": 2}  # KVFormat in kernels.h
 
 
-class NativeCore(Core):
+class NativeCore(EntryKernels):
     def __init__(self, lib: Any, context: int, check: Callable[[int], None]):
         self._lib, self._context, self._check = lib, context, check
 

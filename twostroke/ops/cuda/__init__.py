@@ -2,7 +2,8 @@
 
 backend.py    the ops, and which kernel serves which shape
 cuts.py       how a step's requests are divided among the attention kernels
-weights.py    weights as the kernels take them; kept.py: those that keep a file's codes
+weights.py    weights as the kernels take them; kept.py: those that keep a file's codes; sending.py: to the device
+compressed.py compressed attention, kernel by kernel; streams.py: several residual streams
 exact.py      the same with one order of additions for any number of rows (exact=True)
 kernels/      the Triton kernels, one idea for each file
     rows             norm, gate, embedding, argmax: one row at a time
@@ -12,13 +13,17 @@ kernels/      the Triton kernels, one idea for each file
     experts          which experts a row takes; few_rows: a few rows through theirs
     grouping, grouped         rows in the order of their experts, and multiplied in that order
     four_bits        weights of experts in MXFP4 and int4; few_codes, grouped_codes: products with them
-    latent           latent attention in the absorbed form
+    latent           latent attention in the absorbed form; latent_decode: of one token
+    latent_ends      what stands before latent attention and after it
+    entries, listed  what compressed attention writes, and attention over lists of entries
+    streams          several residual streams: what is read of them, and added
     exact_matmul     products with one order of additions; those of a few rows
     exact_narrow     the same with weights of few bits
     rope, heads      norm and rotate q and k, write K and V; what one head needs for it
     prefill, dense   attention of many new tokens: our tiles, and the vendor's kernel for long runs
     decode           attention of one new token over a cache of floats; cascade: over a shared prefix, read once
-    tall_decode      the same over int8, int4 and fp8; tall_tiles: its operands
+    draft_decode     attention of the few tokens of a verified draft
+    tall_decode      the same over int8 and fp8; tall_tiles: its operands
     exact_attention  attention with one order of additions
     sinks            one more logit of each query head, added after all keys
     sample           from logits to tokens

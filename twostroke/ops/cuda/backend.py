@@ -12,7 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from twostroke.ops.cuda.cuts import AttentionKind, Cut, DeviceBatch, cut_step
+from twostroke.ops.compressed_interface import CompressedAttention, CompressedRows
+from twostroke.ops.cuda.compressed import CompressedKernels
+from twostroke.ops.cuda.cuts import UNDIVIDED, AttentionKind, Cut, DeviceBatch, cut_step
 from twostroke.ops.cuda.kept import kept_codes, kept_expert
 from twostroke.ops.cuda.kernels import draft_decode
 from twostroke.ops.cuda.kernels import gemv as gemv_
@@ -42,26 +44,27 @@ from twostroke.ops.cuda.kernels.quantized import (
 from twostroke.ops.cuda.kernels.rope import rotate_and_store
 from twostroke.ops.cuda.kernels.rows import ACTIVATIONS
 from twostroke.ops.cuda.kernels.tall_decode import tall_attention
+from twostroke.ops.cuda.sending import Sender
+from twostroke.ops.cuda.streams import CudaStreams
 from twostroke.ops.cuda.weights import (
     CudaWeight,
     ExpertWeight,
     FloatMatrix,
     LaidExperts,
     SharedWeights,
-    as_tensor,
     lay_experts,
     lay_few,
 )
 from twostroke.ops.formats import Stored
 from twostroke.ops.interface import BLOCK, Attention, Batch, ExpertSet, Gate, KVLayer, LatentAttention, Norm, Ops
 
-STAGED = 1 << 25  # elements that are sent to the device at a time
 WIDE_ROWS = 2048  # rows of a wide product made at a time
 FEW_ROWS = 32  # that our product with float weights multiplies faster than the library
 FETCHED = 512  # bytes of each row of weights that a product of few rows asks for while its norm or gate is computed
 FEW_OF_EXPERTS = 8  # rows of which each reads its experts by itself
 FEW_STREAMS = 8  # of latent attention, whose products read each head's matrix for each of them
 SOME = 256  # rows from which on a decoded copy of a matrix of few bits pays
+AnyAttention = Attention | LatentAttention | CompressedAttention
 
 
 class CudaOps(Ops):
@@ -81,11 +84,12 @@ class CudaOps(Ops):
         which there are kernels for stay in them (kept.py)."""
         self.dtype, self.device, self.quantize, self.keep = dtype, torch.device(device), quantize, keep
         self.few_rows = FEW_ROWS if self.device.type == "cuda" and dtype != torch.float32 else 0
-        self.scratch = DecodeScratch(self.device)
+        self.scratch, self.compressed = DecodeScratch(self.device), CompressedKernels()
         self._norms: dict[Norm, Norm] = {}
-        self._staged: list[tuple[Tensor, torch.cuda.Event]] = []  # pinned memory, and when its last part was sent
+        self.sender = Sender(dtype, self.device)
+        self.streams = CudaStreams(self.sender)
         self._following: dict[CudaWeight, Tensor] = {}  # by matrix: what to prefetch at the end of a product with it
-        self._kinds: dict[Attention | LatentAttention, AttentionKind] = {}
+        self._kinds: dict[AnyAttention, AttentionKind] = {}
         self._cuts: tuple[Batch | None, dict[AttentionKind, Cut]] = (None, {})
         self._experts: dict[ExpertSet, LaidExperts] = {}
         self._few_experts: dict[tuple[ExpertSet, bool], FewExperts | None] = {}
@@ -94,10 +98,10 @@ class CudaOps(Ops):
     # ---- weights -------------------------------------------------------------------------------------------------
 
     def pack(self, parts: Sequence[Stored], bias: Tensor | None = None) -> CudaWeight:
-        return self._kept(parts, bias) or self.adopt(self._stacked(parts), bias)
+        return self._kept(parts, bias) or self.adopt(self.sender.stacked(parts), bias)
 
     def pack_expert(self, parts: Sequence[Stored], bias: Tensor | None = None) -> ExpertWeight:
-        return self._kept_expert(parts, bias) or self.adopt_expert(self._stacked(parts), bias)
+        return self._kept_expert(parts, bias) or self.adopt_expert(self.sender.stacked(parts), bias)
 
     def _kept(self, parts: Sequence[Stored], bias: Tensor | None) -> CudaWeight | None:
         return kept_codes(parts, self._placed(bias), self.device) if self.keep else None
@@ -109,36 +113,10 @@ class CudaOps(Ops):
         return None if bias is None else bias.to(self.device, torch.float32)
 
     def pack_precisely(self, parts: Sequence[Stored], bias: Tensor | None = None) -> CudaWeight:
-        return FloatMatrix(self._stacked(parts), self._placed(bias))
+        return FloatMatrix(self.sender.stacked(parts), self._placed(bias))
 
     def pack_outer(self, parts: Sequence[Stored], bias: Tensor | None = None) -> CudaWeight:
-        return self._kept(parts, bias) or self.adopt(self._stacked(parts), bias, outer=True)
-
-    def _stacked(self, parts: Sequence[Stored]) -> Tensor:
-        width = parts[0].shape[1]
-        out = torch.empty(sum(part.shape[0] for part in parts), width, dtype=self.dtype, device=self.device)
-        start = 0
-        for part in parts:
-            step = max(1, STAGED // width)  # decode a little at a time: no float copy of the whole matrix
-            for a in range(0, part.shape[0], step):
-                rows = as_tensor(part.rows(a, min(a + step, part.shape[0])))
-                self._send(rows, out[start : start + rows.shape[0]])
-                start += rows.shape[0]
-        return out
-
-    def _send(self, rows: Tensor, out: Tensor) -> None:
-        """Large copies go through pinned memory, in turns: several threads fill one part while another is sent."""
-        if self.device.type != "cuda" or rows.dtype != out.dtype or rows.numel() < STAGED // 16:
-            out.copy_(rows)
-            return
-        if not self._staged:
-            self._staged = [(torch.empty(STAGED, dtype=self.dtype, pin_memory=True), torch.cuda.Event()) for _ in "ab"]
-        self._staged.reverse()
-        buffer, sent = self._staged[0]
-        sent.synchronize()
-        buffer[: rows.numel()].view(rows.shape).copy_(rows)
-        out.copy_(buffer[: rows.numel()].view(rows.shape), non_blocking=True)
-        sent.record()
+        return self._kept(parts, bias) or self.adopt(self.sender.stacked(parts), bias, outer=True)
 
     def adopt(self, weight: Tensor, bias: Tensor | None = None, *, outer: bool = False) -> CudaWeight:
         """A matrix that is on the device already. outer: the embedding or the head, which become int8."""
@@ -159,7 +137,7 @@ class CudaOps(Ops):
     def read_in_order(self, weights: Sequence[CudaWeight]) -> None:
         """Called when all weights are there. Wide matrices are prefetched. Others gain nothing: the kernels before them
         leave the memory idle anyway."""
-        self._staged.clear()
+        self.sender.forget()
         for weight, following in zip(weights, [*weights[1:], weights[0]], strict=True):
             if not isinstance(following, FloatMatrix) and following.codes.shape[0] > following.inputs:
                 self._following[weight] = following.codes
@@ -176,20 +154,20 @@ class CudaOps(Ops):
 
     def experts(self, x: Tensor, norm: Norm, experts: ExpertSet, tokens: Tensor | None = None) -> Tensor:
         if self._alone(x):
-            found = self._few_rows_experts(x, norm, experts, None, None)
+            found = self._few_rows_experts(x, norm, experts, None, None, tokens)
             assert found is not None
             return found
         normed = self.norm(x, norm)
         laid = self._laid(experts)
         logits = torch.empty(x.shape[0], experts.routing.experts, dtype=torch.float32, device=x.device)
         exact_product(normed, laid.router.weight, logits, False)
-        ids, weights = route(logits, laid.router.bias, experts.correction, experts.routing)
+        ids, weights = route(logits, laid.router.bias, experts.correction, experts.routing, experts.table, tokens)
         return grouped_experts(normed, ids, weights, laid.gate_up, laid.down, ACTIVATIONS[experts.gate.activation])
 
     def add_experts(
         self, x: Tensor, norm: Norm, experts: ExpertSet, shared: tuple[CudaWeight, CudaWeight] | None
     ) -> Tensor | None:
-        if not self._alone(x) or not x.is_contiguous():
+        if not self._alone(x) or not x.is_contiguous() or experts.table is not None:
             return None
         return self._few_rows_experts(x, norm, experts, None if shared is None else SharedWeights(*shared), x)
 
@@ -198,13 +176,16 @@ class CudaOps(Ops):
         return x.shape[0] <= FEW_OF_EXPERTS and not self.one_order
 
     def _few_rows_experts(
-        self, x: Tensor, norm: Norm, experts: ExpertSet, shared: SharedWeights | None, out: Tensor | None
-    ) -> Tensor | None:
+        self, x: Tensor, norm: Norm, experts: ExpertSet, shared: SharedWeights | None, out: Tensor | None,
+        tokens: Tensor | None = None,
+    ) -> Tensor | None:  # fmt: skip
         key = experts, shared is not None
         if key not in self._few_experts:
             self._few_experts[key] = lay_few(experts, shared)
         laid, narrow = self._few_experts[key], self._narrow(norm)
-        return None if laid is None else few_rows_experts(x, narrow.weight, narrow.eps, laid, self._done, out)
+        if laid is None:
+            return None
+        return few_rows_experts(x, narrow.weight, narrow.eps, laid, tokens, self._done, out)
 
     def _laid(self, experts: ExpertSet) -> LaidExperts:
         found = self._experts.get(experts)
@@ -279,13 +260,13 @@ class CudaOps(Ops):
     def _before(self, before: Norm | Gate | None) -> tuple[int, Norm | None]:
         """What a kernel does to x first, as its number, and the norm's weights."""
         if isinstance(before, Gate):
-            return gemv_.SILU if before.activation == "silu" else gemv_.GELU, None
-        return (gemv_.NOTHING, None) if before is None else (gemv_.NORM, self._narrow(before))
+            return ACTIVATIONS[before.activation], None
+        return (rows_.NOTHING, None) if before is None else (rows_.NORM, self._narrow(before))
 
     def _prepared(self, x: Tensor, before: Norm | Gate | None) -> Tensor:
         if isinstance(before, Norm):
             return rows_.rms_norm(x, before.weight, before.eps)
-        return rows_.gated(x, before.activation == "silu") if isinstance(before, Gate) else x
+        return rows_.gated(x, ACTIVATIONS[before.activation]) if isinstance(before, Gate) else x
 
     def _narrow(self, norm: Norm) -> Norm:
         """The norm with its weight in the activations' type, where that loses nothing: half the bytes to read."""
@@ -365,6 +346,11 @@ class CudaOps(Ops):
         head_product(sums, attention.value_up.weight, out)
         return out.flatten(1)
 
+    def attend_compressed(
+        self, parts: CompressedRows, attention: CompressedAttention, cache: KVLayer, batch: Batch, group: int
+    ) -> Tensor:
+        return self.compressed.attend(parts, attention, ((cache, group), *cache.further), batch)
+
     def _attend_singles(
         self, q: Tensor, attention: Attention, kv: KVLayer, batch: Batch, group: int, out: Tensor, cut: Cut, fused: bool
     ) -> None:
@@ -375,7 +361,9 @@ class CudaOps(Ops):
             shared=cut.cascade and cut.cascade.shared,
         )  # fmt: skip
 
-    def kind(self, attention: Attention | LatentAttention) -> AttentionKind:
+    def kind(self, attention: AnyAttention) -> AttentionKind:
+        if isinstance(attention, CompressedAttention):
+            return UNDIVIDED
         found = self._kinds.get(attention)
         if found is None:
             latent = isinstance(attention, LatentAttention)

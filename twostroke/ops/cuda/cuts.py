@@ -20,10 +20,13 @@ FEW_QUERIES = 8  # of a request that verifies a short draft
 class AttentionKind(NamedTuple):
     """What decides how a step is divided among attention kernels: layers of one kind share a Cut."""
 
-    queries: int  # of a tile
+    queries: int  # of a tile; 0: rows are not divided, each finds its context by itself
     dense: bool  # whether long runs of new tokens may go to the vendor's kernel
     kv_heads: int
     members: int  # requests whose heads fill a tile where they share a prefix; 0: not where layers have windows
+
+
+UNDIVIDED = AttentionKind(0, False, 1, 0)  # compressed attention
 
 
 class Cascade(NamedTuple):  # streams that share a prefix, as kernels/cascade.py takes them
@@ -68,9 +71,14 @@ class HostCut(NamedTuple):
     rows: tuple[tuple[int, int, int], ...]
 
 
+NOT_CUT = HostCut(np.zeros(0, np.int32), 1, np.zeros((0, 2), np.int32), 1, (), ())
+
+
 def cut_drafts(counts: np.ndarray, lengths: np.ndarray, kind: AttentionKind) -> HostCut:
     """The same for a step that verifies drafts and reads no prompt: a few rows of each request are a tile, also where
     there is only one. Many programs share a tile's context, as those of a decode step do."""
+    if not kind.queries:
+        return NOT_CUT
     if int(counts.max()) <= kind.queries:  # a tile for each request: the same as below, in fewer calls
         tiles = np.zeros((len(counts), 2), np.int32)
         tiles[:, 0] = np.argsort(counts - lengths, kind="stable")
@@ -82,6 +90,8 @@ def cut_drafts(counts: np.ndarray, lengths: np.ndarray, kind: AttentionKind) -> 
 
 def cut_step(counts: np.ndarray, lengths: np.ndarray, kind: AttentionKind) -> HostCut:
     """counts: new tokens of each request; lengths: its tokens in the cache once the new ones are written."""
+    if not kind.queries:
+        return NOT_CUT
     singles = np.flatnonzero(counts == 1).astype(np.int32)
     whole = np.where((lengths - counts) % UNIT == 0, counts // UNIT * UNIT, 0) if kind.dense else np.zeros_like(counts)
     large = np.flatnonzero(whole)

@@ -103,8 +103,8 @@ def lay_few(experts: ExpertSet, shared: SharedWeights | None) -> FewExperts | No
             gate_up.append(part_of(shared.gate_up, slice(first, None), slice(None)))
             down.append(part_of(shared.down, slice(None), slice(first, None)))
     return FewExperts(
-        experts.router.weight, experts.router.bias, experts.correction, experts.routing, lay_matrices(gate_up, dtype),
-        lay_matrices(down, dtype), width, wide, ACTIVATIONS[experts.gate.activation],
+        experts.router.weight, experts.router.bias, experts.correction, experts.table, experts.routing,
+        lay_matrices(gate_up, dtype), lay_matrices(down, dtype), width, wide, ACTIVATIONS[experts.gate.activation],
     )  # fmt: skip
 
 

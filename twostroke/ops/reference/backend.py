@@ -213,6 +213,6 @@ def attended_bytes(
 
 
 def rounded(x: Tensor) -> Tensor:
-    """Each row as codes of 8 bits with one scale, and back; a row of zeros stays one."""
+    """x with each row turned into codes of 8 bits with one scale, and back; a row of zeros stays one."""
     step = x.abs().amax(dim=-1, keepdim=True) / 127
     return torch.where(step > 0, torch.round(x / step) * step, 0.0)

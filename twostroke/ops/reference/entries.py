@@ -9,13 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from twostroke.ops.compressed import Core, Lists, attend_compressed
+from twostroke.ops.compressed import EntryKernels, Lists, attend_compressed
 from twostroke.ops.compressed_interface import CompressedAttention, CompressedRows
 from twostroke.ops.interface import Batch, KVLayer, Norm, Ops
 from twostroke.record import Record, values
 
 
-class ReferenceCore(Core):
+class ReferenceCore(EntryKernels):
     def attend(self, q: np.ndarray, lists: Sequence[Lists], attention: CompressedAttention) -> np.ndarray:
         rows = [self._row(one, [part.read(row) for part in lists], attention) for row, one in enumerate(q)]
         return np.stack(rows) if rows else np.empty_like(q)

@@ -1,6 +1,7 @@
 """The runner of a GPU.
 
 runner.py          launches steps, two in flight; captures shapes that occur again as graphs
+capture.py         graphs captured a few layers at a time; draft_chain.py: the passes of a draft model
 steps.py           the shape of a step, and its arrays padded to it; batches.py: the same on the device
 ranked.py          steps of a model that is divided among several cards; collective.py: what these give each other
 buckets.py         the row counts that steps are padded to

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from twostroke.model.compressed import Compressed
 from twostroke.model.latent import Latent
 from twostroke.model.layers import Grouped
 from twostroke.model.transformer import Transformer
-from twostroke.ops.cuda.backend import CudaOps
+from twostroke.ops.cuda.backend import AnyAttention, CudaOps
 from twostroke.ops.cuda.cuts import AttentionKind, Cascade, Cut, DeviceBatch
-from twostroke.ops.interface import Attention, GroupBlocks, LatentAttention
+from twostroke.ops.interface import Attention, GroupBlocks
 from twostroke.run.cuda.steps import Known, Shape
 
 
@@ -50,14 +51,14 @@ def cuts_of(
 
 
 def attention_kinds(model: Transformer, ops: CudaOps) -> tuple[AttentionKind, ...]:
-    """In the order in which a step's arrays have them."""
+    """The kinds of attention, in the order in which a step's arrays have them."""
     return tuple(dict.fromkeys(ops.kind(attention) for attention in attentions(model)))
 
 
 def grouped_attentions(model: Transformer) -> list[Attention]:
-    """Of the layers that cache K and V of heads."""
+    """The attentions of the layers that cache K and V of heads."""
     return [layer.mixer.attention for layer in model.layers if isinstance(layer.mixer, Grouped)]
 
 
-def attentions(model: Transformer) -> list[Attention | LatentAttention]:
-    return [layer.mixer.attention for layer in model.layers if isinstance(layer.mixer, Grouped | Latent)]
+def attentions(model: Transformer) -> list[AnyAttention]:
+    return [layer.mixer.attention for layer in model.layers if isinstance(layer.mixer, Grouped | Latent | Compressed)]

@@ -29,7 +29,7 @@ LOOK_SECONDS = 0.05  # between two looks for ranks that are gone, while rank 0 w
 SIZE = 4  # bytes of the length of what comes before a step's numbers
 
 
-class Told(NamedTuple):
+class StepMessage(NamedTuple):
     """A step as rank 0 tells the others of it."""
 
     shape: Shape
@@ -45,7 +45,7 @@ class Told(NamedTuple):
         return b"".join((len(head).to_bytes(SIZE, "little"), head, self.numbers.tobytes()))
 
     @classmethod
-    def unpacked(cls, body: bytes) -> Told:
+    def unpacked(cls, body: bytes) -> StepMessage:
         end = SIZE + int.from_bytes(body[:SIZE], "little")
         shape, prompt_rows, known = json.loads(body[SIZE:end])
         return cls(
@@ -93,7 +93,7 @@ def lead_of(model: Transformer) -> Lead | None:
 
 
 class Follower:
-    """Any other rank: its part of the model, and its part of the cache once it is told how large that is."""
+    """Any other rank: its part of the model, and its part of the cache once it knows how large that is."""
 
     def __init__(self, model: ParallelTransformer, ops: CudaOps, collective: Collective):
         self.model, self.collective = model, collective
@@ -103,11 +103,11 @@ class Follower:
 
     @torch.inference_mode()
     def step(self, body: bytes, kv: KVStorage) -> None:
-        told = Told.unpacked(body)
-        arrays = told.shape.arrays(len(kv.layout.groups), told.prompt_rows)
+        message = StepMessage.unpacked(body)
+        arrays = message.shape.arrays(len(kv.layout.groups), message.prompt_rows)
         self.staging.begin(arrays)
-        self.staging.filled(arrays)[:] = told.numbers
+        self.staging.filled(arrays)[:] = message.numbers
         there = arrays.views(self.staging.send(arrays))
         self.collective.share(there["tokens"])
-        batch = make_batch(told.shape, there, there["tokens"], self.kinds, told.known, self.shares_steps)
+        batch = make_batch(message.shape, there, there["tokens"], self.kinds, message.known, self.shares_steps)
         self.model.forward(batch, kv)

@@ -3,15 +3,19 @@
 Nothing here waits for the device but `collect`, and rows that need the host (penalties, log probabilities). A token
 sampled by a step still in flight never leaves the device: the next step reads it from `newest`, by the request's row.
 Steps that kept the device waiting for the host are captured as graphs, one for each shape (run/cuda/steps.py), when
-such a step occurs again: the first tokens do not wait for captures, and long steps are not captured at all.
+such a step occurs again: the first tokens do not wait for captures, and long steps are not captured at all. Of drafts
+from texts the first of a shape are left out, while its graph is made beside the steps (run/cuda/capture.py).
 """
 
 from __future__ import annotations
 
+import logging
 import time
+from collections import deque
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import proxy
 
 import numpy as np
 import torch
@@ -26,8 +30,9 @@ from twostroke.ops.cuda.cuts import DeviceBatch
 from twostroke.ops.cuda.kernels.sample import Filters, resolve_tokens, sample
 from twostroke.ops.interface import KV_SCALE_BYTES
 from twostroke.run.cuda.batches import attention_kinds, grouped_attentions, make_batch
+from twostroke.run.cuda.capture import Capture, Pieces, capturing
 from twostroke.run.cuda.draft_chain import DraftChain, DraftPass
-from twostroke.run.cuda.ranked import Told, lead_of
+from twostroke.run.cuda.ranked import StepMessage, lead_of
 from twostroke.run.cuda.staging import StagedArrays, Staging
 from twostroke.run.cuda.steps import Known, Mixture, Shape, Streams, on_device
 from twostroke.run.drafting import Drafting, Passes
@@ -36,8 +41,10 @@ from twostroke.run.sample import SLACK, choose_one, of_width, prompt_details
 from twostroke.run.step import StepRows
 from twostroke.types import Choice, Details, Plan, Result, WorkKind
 
+log = logging.getLogger(__name__)
 OCCURRENCES = 2  # of a shape before it is captured
-MOST_GRAPHS = 200  # a few megabytes each
+MOST_GRAPHS = 200  # shapes; a few megabytes each
+LEFT_OUT = 8  # times that drafts of a shape are left out before its capture goes on though the device is done
 BEHIND = 0.6  # share of a step's time: a host that took longer kept the device waiting
 
 
@@ -52,6 +59,9 @@ class Captured:
     worthwhile: bool = False  # the device waited for the host
     graph: Any = None
     tokens: Tensor | None = None
+    pending: bool = False  # its graph is being made while steps run
+    failed: bool = False  # and could not be made
+    left_out: int = 0  # steps of this shape that ran without their drafts
 
 
 @dataclass(slots=True, eq=False)
@@ -75,6 +85,7 @@ class Handle:
     passes: Passes = ()
     launched: tuple[DraftPass, ...] = ()  # passes of the draft model before it that are not collected yet
     settled: bool = True
+    verified: bool = True
 
 
 class CudaRunner:
@@ -109,6 +120,7 @@ class CudaRunner:
         self.kv_heads = self.kinds[0].kv_heads if ops.shares_steps and grouped else 0  # where splits may be longer
         self.shapes: dict[Shape, Captured] = {}
         self.captures = 0
+        self.capturing = deque[tuple[Captured, Capture]]()  # the first of them is being made
         self.results: list[Tensor] = []  # pinned, back from `collect`, to be used again
 
     # ---- the protocol ----------------------------------------------------------------------------------------------
@@ -126,7 +138,7 @@ class CudaRunner:
                 works, passes = self.drafting.write(plan)
             rows = StepRows(works)
             streams = all(work.kind is WorkKind.WRITE for work in works) and all(map(on_device, rows.choices))
-            handle = self._launch_streams(rows) if streams else self._launch_mixed(rows)
+            handle = self._launch_streams(rows) if streams else self._launch_mixed(rows, written=bool(plan.drafts))
             handle.began = began or handle.began
             handle.passes, handle.launched = passes, launched
             return handle
@@ -134,7 +146,7 @@ class CudaRunner:
     def launch_rows(self, rows: StepRows) -> Handle:
         """Rows of a draft model, of which nothing is asked but the tokens that they choose."""
         streams = rows.single and len(rows.choices) == rows.total and all(map(on_device, rows.choices))
-        return self._launch_streams(rows) if streams else self._launch_mixed(rows)
+        return self._launch_streams(rows) if streams else self._launch_mixed(rows, written=True)
 
     def collect_rows(self, handle: Handle) -> tuple[list[int], float | None]:
         """The tokens and the seconds that the device took."""
@@ -160,12 +172,15 @@ class CudaRunner:
         kept = rows.accepted([None if token < 0 else token for token in chosen])
         describe_choices(rows, kept, handle.logits, handle.errors, details)
         self.results.append(handle.tokens)
-        return Result(tuple(kept), details, seconds, handle.passes, handle.settled)
+        return Result(tuple(kept), details, seconds, handle.passes, handle.settled, handle.verified)
 
     def _wait(self, handle: Handle) -> float | None:
         """Until the device is done. Returns the seconds that the step took, where the device measures them."""
         if handle.done is None:
             return None
+        if self.capturing and (not handle.done.query() or self.capturing[0][0].left_out > LEFT_OUT):
+            self._capture_more()
+            handle.settled = handle.settled and not handle.done.query()  # else the host was late
         self._until(handle.done)
         seconds: float = handle.began.elapsed_time(handle.done) / 1e3
         if handle.clocked is not None:
@@ -209,7 +224,7 @@ class CudaRunner:
             entry.graph.replay()
             assert entry.tokens is not None
             handle = self._finish(rows, entry.tokens, began)
-            handle.settled = known
+            handle.settled = known and entry.occurred > 1
             return handle
         host = time.perf_counter()
         tokens = self._step(shape, entry)
@@ -219,23 +234,63 @@ class CudaRunner:
     def _wants_graph(self, shape: Shape, entry: Captured) -> bool:
         """No plan is made while drafts are verified, so that the device always waits for the host then."""
         needed = entry.occurred > 1 if shape.drafts else entry.worthwhile and entry.occurred > OCCURRENCES
-        return self.graphs and needed and self.captures < MOST_GRAPHS
+        return self.graphs and needed and not entry.failed and self.captures < MOST_GRAPHS
 
     def _capture(self, shape: Shape, entry: Captured) -> None:
         self.captures += 1
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
-        try:
+        with capturing(self.pool) as graph:
             tokens = self._step(shape, entry)
-        finally:
-            graph.capture_end()
         entry.graph, entry.tokens = graph, tokens  # at the end: a capture that failed must not be replayed
 
     def _step(self, shape: Shape, entry: Captured) -> Tensor:
         hidden = self._forward(shape, entry.arrays, entry.there)
         if not shape.samplers:
             return self.newest[:0]
-        return self._sample(self.model.logits(hidden[: shape.samplers]), entry.there)
+        return self._sample(self.model.narrow_logits(hidden[: shape.samplers]), entry.there)
+
+    # ---- graphs of steps that verify drafts ------------------------------------------------------------------------
+
+    def _capture_later(self, shape: Shape, entry: Captured) -> bool:
+        """False: no graph will be made."""
+        if not entry.pending:
+            if entry.failed or self.captures >= MOST_GRAPHS:
+                return False
+            entry.pending = True
+            self.captures += 1
+            host = self.staging.begin(entry.arrays)
+            shape.fill_padding(host)
+            padding = self.staging.send(entry.arrays, torch.empty_like(entry.buffer))
+            runner = proxy(self)  # an engine that ends is not kept by its own captures
+            rehearsal = CudaRunner._pieces(runner, shape, entry.arrays.views(padding))
+            recording = CudaRunner._pieces(runner, shape, entry.there)
+            self.capturing.append((entry, Capture(rehearsal, recording, self.pool)))
+        entry.left_out += 1
+        return True
+
+    def _capture_more(self) -> None:
+        """Of the first graph that is not complete."""
+        entry, capture = self.capturing.popleft()
+        if entry.graph is not None:
+            return  # drafts of a draft model have such a shape too, and were faster
+        try:
+            with torch.cuda.stream(self.stream) if self.on_card else nullcontext():
+                tokens = capture.advance()
+        except Exception:
+            log.exception("a step that verifies drafts cannot be captured: it is launched kernel by kernel")
+            entry.pending, entry.failed = False, True
+            self.pool = torch.cuda.graph_pool_handle() if self.on_card else None  # a failed capture may hold the other
+            return
+        if tokens is None:
+            self.capturing.appendleft((entry, capture))
+        else:
+            entry.graph, entry.tokens = capture.chain, tokens
+
+    def _pieces(self, shape: Shape, there: dict[str, Tensor]) -> Pieces:
+        """`_step`, one layer at a time."""
+        hidden = self.newest
+        for hidden in self.model.layer_by_layer(self._batch(shape, there, None), self.kv):
+            yield hidden
+        return self._sample(self.model.narrow_logits(hidden[: shape.samplers]), there)
 
     def _forward(
         self, shape: Shape, arrays: StagedArrays, there: dict[str, Tensor], prompt_rows: int = 0,
@@ -244,7 +299,7 @@ class CudaRunner:
         """The model's pass over the step's rows, on all ranks where there are several."""
         if self.lead is None:
             return self.model.forward(self._batch(shape, there, known), self.kv)
-        self.lead.tell(Told(shape, prompt_rows, known, self.staging.filled(arrays)).packed())
+        self.lead.tell(StepMessage(shape, prompt_rows, known, self.staging.filled(arrays)).packed())
         with whole_step():
             batch = self._batch(shape, there, known)
             self.lead.collective.share(batch.tokens)
@@ -259,12 +314,13 @@ class CudaRunner:
         temperatures = there["temperatures"].view(torch.float32)
         filters = None
         if len(there["top_k"]):
-            filters = Filters(there["top_k"], there["top_p"].view(torch.float64), SLACK)
+            filters, logits = Filters(there["top_k"], there["top_p"].view(torch.float64), SLACK), logits.float()
         return sample(logits, temperatures, there["keys"], there["rows"], self.newest, out, filters)
 
     # ---- prompts, chunks and mixtures ------------------------------------------------------------------------------
 
-    def _launch_mixed(self, rows: StepRows) -> Handle:
+    def _launch_mixed(self, rows: StepRows, written: bool = False) -> Handle:
+        """written: the rows are the draft model's, or verify what it wrote: none is left out."""
         mixture = Mixture.of(rows, self.kinds)
         hosted = [n for n, choice in enumerate(rows.choices) if not on_device(choice)]
         shared = self.ops.shares_steps and not hosted
@@ -272,6 +328,11 @@ class CudaRunner:
         if padded is None:
             return self._launch_once(mixture, hosted)
         entry = self._entry(padded)
+        waits = padded.drafts and self.graphs and entry.graph is None and not written
+        if waits and self._capture_later(padded, entry):
+            handle = self._launch_streams(StepRows([work.undrafted() for work in rows.works]))
+            handle.verified = False
+            return handle
         mixture.fill(self.staging.begin(entry.arrays), self.tables, self.kv.layout.groups)
         return self._run_shape(rows, padded, entry)
 
@@ -291,7 +352,7 @@ class CudaRunner:
             details[prompt.work] = prompt_details(scores)
         if not rows.choices:
             return self._finish(rows, self.newest[:0], began, details)
-        logits = self.model.logits(hidden[: len(rows.choices)])
+        logits = self.model.narrow_logits(hidden[: len(rows.choices)])
         before = self.newest.to("cpu", copy=True) if hosted else self.newest
         tokens = self._sample(logits, there)
         if not hosted:
@@ -311,7 +372,7 @@ class CudaRunner:
     ) -> tuple[dict[int, np.ndarray], dict[int, str]]:
         """The whole chain of run/sample.py, for what the device does not do. Waits for the device. Returns the logits
         of these choices, and why some could not be made."""
-        found = {n: of_width(logits[n].cpu().numpy(), self.vocab) for n in hosted}
+        found = {n: of_width(logits[n].float().cpu().numpy(), self.vocab) for n in hosted}
         choices = [self._with_newest(rows.choices[n], before) for n in hosted]
         masks = self.grammars.masks(choices) if self.grammars is not None else NO_MASKS
         for index, (n, choice) in enumerate(zip(hosted, choices, strict=True)):

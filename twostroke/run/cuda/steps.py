@@ -66,6 +66,13 @@ class Shape(NamedTuple):
             shapes[f"tiles{index}"] = (count, 2)
         return StagedArrays.lay(shapes)
 
+    def fill_padding(self, host: dict[str, np.ndarray]) -> None:
+        """A step without a request, into arrays of zeros: its kernels run, and neither read nor write the cache."""
+        host["slots"][:] = host["rows"][:] = -1
+        host["singles"][:] = self.requests
+        for index in range(len(self.tiles)):
+            host[f"tiles{index}"][:] = (self.requests, 0)
+
 
 class Known(NamedTuple):
     """What the host knows of a step whose shape no other step shares."""
@@ -173,7 +180,7 @@ class Mixture:
         return Shape(
             tokens, requests, column_bucket(rows.columns, most_columns),
             max(requests, choosing) if rows.choices else 0, requests if len(singles) else 0, split_count(reach * BLOCK),
-            tuple(tokens // kind.queries + chunks for kind in kinds),
+            tuple(most_tiles(kind, tokens, chunks) for kind in kinds),
             tuple(1 << (cut.tile_splits.bit_length() - 1) for cut in self.cuts),
             filtered=is_filtered(rows.choices),
         )  # fmt: skip
@@ -181,8 +188,8 @@ class Mixture:
     def _draft_shape(self, kinds: tuple[AttentionKind, ...], tokens: int, requests: int, columns: int) -> Shape:
         """Depends on nothing but these numbers, so that few graphs serve drafts of all lengths."""
         return Shape(
-            tokens, requests, columns, tokens, 0, 1, tuple(tokens // kind.queries + requests for kind in kinds),
-            tuple(draft_splits(requests, kind.kv_heads, columns * BLOCK) for kind in kinds),
+            tokens, requests, columns, tokens, 0, 1, tuple(most_tiles(kind, tokens, requests) for kind in kinds),
+            tuple(draft_splits(requests, kind.kv_heads, columns * BLOCK) if kind.queries else 1 for kind in kinds),
             filtered=is_filtered(self.rows.choices), queries=FEW_QUERIES if self.few else 0, drafts=True,
         )  # fmt: skip
 
@@ -208,6 +215,10 @@ class Mixture:
             tiles = host[f"tiles{index}"]
             tiles[: len(cut.tiles)] = cut.tiles
             tiles[len(cut.tiles) :] = (padding, 0)
+
+
+def most_tiles(kind: AttentionKind, tokens: int, chunks: int) -> int:
+    return tokens // kind.queries + chunks if kind.queries else 0
 
 
 def fill_slots(slots: np.ndarray, rows: StepRows, tables: np.ndarray, groups: Sequence[KVGroup]) -> None:

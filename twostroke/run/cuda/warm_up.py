@@ -13,10 +13,13 @@ import torch
 from twostroke.config import Config, Resolved, resolve
 from twostroke.hardware import Hardware
 from twostroke.kv.storage import KVStorage
+from twostroke.model.compressed import Compressed
 from twostroke.model.latent import Latent
 from twostroke.model.layers import Dense, Experts, Grouped, Layer, PackedProduct
 from twostroke.model.transformer import Transformer
-from twostroke.ops.cuda.backend import FEW_OF_EXPERTS, SOME, CudaOps
+from twostroke.ops.compressed_interface import CompressedAttention, CompressedRows
+from twostroke.ops.cuda.backend import FEW_OF_EXPERTS, SOME, AnyAttention, CudaOps
+from twostroke.ops.cuda.compressed import compressors_of
 from twostroke.ops.cuda.cuts import Cut, DeviceBatch
 from twostroke.ops.cuda.kernels.dense import UNIT, sdpa
 from twostroke.ops.cuda.kernels.grouped import TILE_BORDERS
@@ -26,6 +29,7 @@ from twostroke.ops.cuda.kernels.rope import rotate_and_store
 from twostroke.ops.cuda.kernels.sample import Filters, resolve_tokens, sample
 from twostroke.ops.cuda.weights import FloatMatrix, shape_of
 from twostroke.ops.interface import BLOCK, Attention, Gate, GroupBlocks, KVLayer, LatentAttention
+from twostroke.ops.streams import collapse, collapse_last, expand
 from twostroke.record import replace
 from twostroke.run.cuda.batches import attentions, grouped_attentions
 from twostroke.run.cuda.buckets import all_mixed_rows
@@ -109,17 +113,21 @@ def variant_kernels(model: Transformer, settings: Resolved, first: int = 0) -> l
     for number in kinds_of_attention(model):
         kv, group = storage.layer(first + number)
         attention = attentions(model)[number]
+        if isinstance(attention, CompressedAttention):
+            tasks += compressed_kernels(ops, attention, kv, group, -(-settings.max_model_len // BLOCK))
+            continue
         tasks += attention_variants(ops, attention, kv, group, settings.max_requests, settings.max_model_len)
     return tasks
 
 
 def kinds_of_attention(model: Transformer) -> list[int]:
-    """The first layer of each kind that kernels are compiled for: with and without a window, a cap or sinks."""
+    """The first layer of each kind that kernels are compiled for: with and without a window, a cap, sinks, entries."""
     ops, found = cuda_ops(model), dict[tuple[object, ...], int]()
     for number, attention in enumerate(attentions(model)):
         window, cap = getattr(attention, "window", 0), getattr(attention, "softcap", 0.0)
         sinks = getattr(attention, "sinks", None) is not None
-        found.setdefault((type(attention), ops.kind(attention), window, cap, sinks), number)
+        ratio = getattr(getattr(attention, "compressor", None), "ratio", 0)
+        found.setdefault((type(attention), ops.kind(attention), window, cap, sinks, ratio), number)
     return list(found.values())
 
 
@@ -134,6 +142,8 @@ def attention_kernels(model: Transformer, settings: Resolved, first: int = 0) ->
             tasks += grouped_kernels(ops, mixer.attention, kv, group)
         elif isinstance(mixer, Latent):
             tasks += latent_kernels(ops, mixer.attention, kv, group)
+        elif isinstance(mixer, Compressed):
+            tasks += compressed_kernels(ops, mixer.attention, kv, group, 16)
     return tasks
 
 
@@ -169,6 +179,27 @@ def latent_kernels(ops: CudaOps, attention: LatentAttention, kv: KVLayer, group:
     return [lambda: attend(2), lambda: attend(1)]
 
 
+def compressed_kernels(
+    ops: CudaOps, attention: CompressedAttention, kv: KVLayer, group: int, columns: int
+) -> list[Task]:  # fmt: skip
+    """Of one row, as of any. columns: of the block tables, which decide whether entries are chosen."""
+
+    def attend() -> None:
+        def zeros(width: int) -> torch.Tensor:
+            return torch.zeros(1, width, dtype=ops.dtype, device=ops.device)
+
+        indexer, states = attention.indexer, [2 * one.width for one in compressors_of(attention)]
+        parts = CompressedRows(
+            zeros(attention.heads * attention.dim), zeros(attention.dim), zeros(sum(states)) if states else None,
+            None if indexer is None else zeros(indexer.heads * indexer.dim),
+            None if indexer is None else zeros(indexer.heads),
+        )  # fmt: skip
+        batch = small_batch(ops, attention, 1, max(group, *(other for _, other in kv.further), 0), columns)
+        ops.attend_compressed(parts, attention, kv, batch, group)
+
+    return [attend]
+
+
 def product_kernels(model: Transformer, most: int, ahead: bool) -> list[Task]:
     """The products of one layer of each kind and the head with one row, as a step runs them. With two rows a norm or a
     gate is a kernel of its own: one product of each kind. ahead: also those of other numbers of rows, of which some
@@ -186,8 +217,25 @@ def product_kernels(model: Transformer, most: int, ahead: bool) -> list[Task]:
             tasks += [task for rows in sizes for task in product_tasks(model, layer, product, rows)]
         if isinstance(layer.feed, Experts):
             tasks += expert_tasks(model, layer.feed, most)
+    tasks += stream_tasks(model, most)
     heads = few if isinstance(model.head, FloatMatrix) else [rows for rows in some if rows <= SOME]
     return [*tasks, *(partial(model.logits, rows_for(model, model.arch.hidden, rows)) for rows in (1, *heads))]
+
+
+def stream_tasks(model: Transformer, most: int) -> list[Task]:
+    """What stands around the parts of a layer with several residual streams, and in front of the head."""
+    mixes, ops = model.layers[0].streams, cuda_ops(model)
+    if mixes is None or model.head_streams is None:
+        return []
+    mix, head, hidden = mixes[0], model.head_streams, model.arch.hidden
+
+    def run(rows: int) -> None:
+        x = torch.zeros(rows, mix.streams * hidden, device=ops.device)
+        read, weights = collapse(ops, x, mix)
+        expand(ops, x, read, weights, mix.streams)
+        collapse_last(ops, x, head)
+
+    return [partial(run, rows) for rows in (1, 2, 17) if rows <= most]
 
 
 def kinds_of_layers(model: Transformer) -> list[Layer]:
@@ -198,7 +246,8 @@ def kinds_of_layers(model: Transformer) -> list[Layer]:
         if isinstance(layer.feed, Experts):
             weights += [layer.feed.experts.gate_up[0], layer.feed.experts.down[0]]
         formats = [(type(weight), getattr(weight, "format", 0)) for weight in weights]
-        found.setdefault((type(layer.mixer), type(layer.feed), *formats), layer)
+        given = isinstance(layer.feed, Experts) and layer.feed.experts.table is not None
+        found.setdefault((type(layer.mixer), type(layer.feed), given, *formats), layer)
     return list(found.values())
 
 
@@ -230,7 +279,8 @@ def expert_tasks(model: Transformer, feed: Experts, most: int) -> list[Task]:
     def run(rows: int) -> None:
         x = rows_for(model, model.arch.hidden, rows)
         if feed.added(ops, x) is None:
-            ops.experts(x, feed.norm, feed.experts)
+            tokens = torch.zeros(rows, dtype=torch.int32, device=ops.device)
+            ops.experts(x, feed.norm, feed.experts, tokens)
 
     return [partial(run, rows) for rows in each if rows <= max(most, 1)]
 
@@ -247,7 +297,9 @@ def token_kernels(model: Transformer, ahead: bool) -> list[Task]:
     token, newest = numbers[0, :1], torch.zeros(1, dtype=torch.int32, device=ops.device)
 
     def sample_one(filters: Filters | None = None) -> None:
-        logits, cold = torch.zeros(1, arch.vocab, device=ops.device), torch.zeros(1, device=ops.device)
+        wide = filters is not None or arch.logit_softcap
+        logits = torch.zeros(1, arch.vocab, dtype=torch.float32 if wide else ops.dtype, device=ops.device)
+        cold = torch.zeros(1, device=ops.device)
         sample(logits, cold, numbers, token, newest, torch.empty_like(newest), filters)
 
     nothing = Filters(newest, torch.zeros(1, 2, dtype=torch.float64, device=ops.device), SLACK)
@@ -283,11 +335,13 @@ def plan_row_counts(model: Transformer, sizes: Sequence[int], seconds: float) ->
     return done
 
 
-def small_batch(ops: CudaOps, attention: Attention | LatentAttention, count: int, group: int) -> DeviceBatch:
+def small_batch(
+    ops: CudaOps, attention: AnyAttention, count: int, group: int, columns: int = 16
+) -> DeviceBatch:  # fmt: skip
     """`count` new tokens of one request in block 0."""
     positions = torch.arange(count, dtype=torch.int32, device=ops.device)
     starts, context = positions.new_tensor([0, count]), positions.new_tensor([count])
-    blocks = GroupBlocks(positions, positions.new_zeros(1, 16))
+    blocks = GroupBlocks(positions, positions.new_zeros(1, columns))
     cut = Cut(None, 1, 1, None, 1) if count == 1 else Cut(None, 0, 1, positions.new_zeros(1, 2), 1)
     return DeviceBatch(
         positions, positions, starts, context, (blocks,) * (group + 1), positions, np.array([count]), np.array([count]),

@@ -9,7 +9,7 @@ owns the newest position writes its K and V and attends to them. It needs a step
 the step itself fills. The cached tokens were then written by earlier steps, and with AHEAD a program loads their first
 tile before the projection ends.
 
-This kernel reads caches of floats; tall_decode.py reads int8, int4 and fp8.
+This kernel reads caches of floats; tall_decode.py reads int8 and fp8.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ def load_kv(
     places = n0 + tl.arange(0, TILE)
     seen = (places >= begin) & (places < end)
     blocks = tl.load(table + places // BLOCK, mask=seen, other=0)
-    k = load_tile(keys, blocks, places % BLOCK, seen, block_stride, token_stride, 1, HEAD, WIDE, 0, True, DTYPE)
-    v = load_tile(values, blocks, places % BLOCK, seen, block_stride, token_stride, 1, HEAD, WIDE, 0, True, DTYPE)
+    k = load_tile(keys, blocks, places % BLOCK, seen, block_stride, token_stride, 1, HEAD, WIDE, True, DTYPE)
+    v = load_tile(values, blocks, places % BLOCK, seen, block_stride, token_stride, 1, HEAD, WIDE, True, DTYPE)
     return seen, k, v
 
 
@@ -263,14 +263,20 @@ class DecodeScratch:
         self.done = torch.zeros(0, dtype=torch.int32, device=device)
 
     def reserve(self, requests: int, heads: int, splits: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """A step of this size has run before where it is captured: memory of a graph is not kept between steps."""
         parts = -(-requests * heads * splits // 16) * 16
         if self.floats.numel() < parts * (head_dim + 2):
-            self.kept.append(self.floats)
+            self._grow(self.floats)
             self.floats = torch.empty(2 * parts * (head_dim + 2), device=self.device)
         if self.done.numel() < requests * heads:
-            self.kept.append(self.done)
+            self._grow(self.done)
             self.done = torch.zeros(2 * requests * heads, dtype=torch.int32, device=self.device)
         return self.floats[2 * parts :], self.floats[:parts], self.floats[parts : 2 * parts], self.done
+
+    def _grow(self, small: Tensor) -> None:
+        capturing = small.is_cuda and torch.cuda.is_current_stream_capturing()
+        assert not capturing, "scratch memory grows inside a capture"
+        self.kept.append(small)
 
 
 def decode_attention(

@@ -21,8 +21,8 @@ import triton.language as tl
 from torch import Tensor
 
 from twostroke.ops.cuda.kernels.launch import EARLY, INTERPRETED, PDL, gdc_launch_dependents, gdc_wait
-from twostroke.ops.cuda.kernels.narrow_tiles import INT4, NOTHING, SILU
-from twostroke.ops.cuda.kernels.rows import activated
+from twostroke.ops.cuda.kernels.narrow_tiles import INT4
+from twostroke.ops.cuda.kernels.rows import NORM, NOTHING, gated_pair
 
 BYTES = tl.constexpr(64)  # of an output in a slice
 
@@ -45,7 +45,7 @@ def row_before(row, norm_ptr, k, eps, size, K: tl.constexpr, BEFORE: tl.constexp
     if BEFORE == 1:
         x *= size * tl.load(norm_ptr + k, mask=k < K, other=0.0).to(tl.float32)
     elif BEFORE >= 2:
-        x = activated(x, BEFORE == 2) * tl.load(row + K + k, mask=k < K, other=0.0).to(tl.float32)
+        x = gated_pair(x, tl.load(row + K + k, mask=k < K, other=0.0).to(tl.float32), BEFORE)
     return x
 
 
@@ -261,7 +261,7 @@ def ordered_rows(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """before(x) in the lanes' order, and the units of its rows. wide: bytes of an output. plain: in its own type and
     without units."""
-    rows, k = x.shape[0], x.shape[1] // (2 if before >= SILU else 1)
+    rows, k = x.shape[0], x.shape[1] // (2 if before > NORM else 1)
     width = wide // 64 * (128 if fmt == INT4 else 64)
     units = fmt != INT4 and x.dtype != torch.float32 and not plain
     out = torch.empty(rows, width, dtype=torch.float16 if units else x.dtype, device=x.device)

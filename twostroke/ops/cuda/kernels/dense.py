@@ -38,7 +38,7 @@ def gather_kernel(
         base = (keys if which == 0 else values) + head * head_stride
         x = load_tile(
             base, blocks, places % BLOCK, valid, block_stride, 1 if FORMAT > 0 and which == 1 else token_stride,
-            BLOCK if FORMAT > 0 and which == 1 else 1, HEAD, WIDE, FORMAT, True, tl.float32,
+            BLOCK if FORMAT > 0 and which == 1 else 1, HEAD, WIDE, True, tl.float32,
         )  # fmt: skip
         if FORMAT > 0:
             scales = key_scales if which == 0 else value_scales

@@ -65,7 +65,7 @@ def visit(
     shrink = tl.exp2(best - stable)
     v = load_tile(
         values, blocks, places % BLOCK, valid, block_stride, 1 if FORMAT > 0 else token_stride,
-        BLOCK if FORMAT > 0 else 1, HEAD, WIDE, FORMAT, MASKED, DTYPE,
+        BLOCK if FORMAT > 0 else 1, HEAD, WIDE, MASKED, DTYPE,
     )  # fmt: skip
     ones = tl.full((TILE_N, SUMS), 1.0, DTYPE)
     total = tl.dot(p.to(DTYPE), ones, total * shrink[:, None], input_precision=PRECISION)

@@ -22,6 +22,7 @@ from twostroke.ops.interface import Routing
 
 TINY = tl.constexpr(1e-20)  # added to a sum of weights before it divides
 NONE = tl.constexpr(1 << 30)  # an index that no expert has
+SCORES = {"softmax": 0, "sigmoid": 1, "sqrt_softplus": 2}
 
 
 @triton.jit
@@ -45,14 +46,25 @@ def kept_groups(keys, GROUPS: tl.constexpr, G: tl.constexpr, S: tl.constexpr, KE
 
 
 @triton.jit
+def softplus(x):
+    """log(1 + exp(x)). The sum is rounded, and the factor makes up for it."""
+    small = tl.exp(-tl.abs(x))
+    more = 1.0 + small
+    made = tl.where(more == 1.0, 1.0, more - 1.0)
+    return tl.maximum(x, 0.0) + tl.where(more == 1.0, small, tl.log(more) * (small / made))
+
+
+@triton.jit
 def choice(
-    logits_ptr, bias_ptr, correction_ptr, factor, EXPERTS: tl.constexpr, GROUPS: tl.constexpr, G: tl.constexpr,
-    S: tl.constexpr, KEPT: tl.constexpr, BEST: tl.constexpr, CHOSEN: tl.constexpr, CHOSEN_2: tl.constexpr,
-    SIGMOID: tl.constexpr, NORMALISED: tl.constexpr, BIASED: tl.constexpr, CORRECTED: tl.constexpr,
+    logits_ptr, bias_ptr, correction_ptr, table_ptr, tokens_ptr, row, factor, EXPERTS: tl.constexpr,
+    GROUPS: tl.constexpr, G: tl.constexpr, S: tl.constexpr, KEPT: tl.constexpr, BEST: tl.constexpr,
+    CHOSEN: tl.constexpr, CHOSEN_2: tl.constexpr, SCORES: tl.constexpr, NORMALISED: tl.constexpr, BIASED: tl.constexpr,
+    CORRECTED: tl.constexpr,
 ):  # fmt: skip
     """The experts of one row and their weights, (CHOSEN_2,) each, the best first. Experts are laid out as G groups of S
     places, of which GROUPS times EXPERTS / GROUPS are taken. All keys are compared with each other at once: an expert's
-    place is the number of better ones. A row with a logit that is not a number gets such weights."""
+    place is the number of better ones. A row with a logit that is not a number gets such weights. table_ptr: the
+    experts of each token, or None."""
     SIZE: tl.constexpr = EXPERTS // GROUPS
     group, place = tl.arange(0, G)[:, None], tl.arange(0, S)[None, :]
     there = (group < GROUPS) & (place < SIZE)
@@ -62,8 +74,10 @@ def choice(
     if BIASED:
         logits += tl.load(bias_ptr + at)
     logits = tl.where(there, logits, float("-inf"))
-    if SIGMOID:
+    if SCORES == 1:
         scores = 1.0 / (1.0 + tl.exp(-logits))
+    elif SCORES == 2:
+        scores = tl.sqrt(softplus(logits))
     else:
         shares = tl.exp(logits - tl.max(tl.max(logits, axis=1), axis=0))
         scores = shares / tl.sum(tl.sum(shares, axis=1), axis=0)
@@ -75,11 +89,16 @@ def choice(
         keys = tl.where(kept_groups(keys, GROUPS, G, S, KEPT, BEST), keys, float("-inf"))
     key, number = tl.reshape(keys, (G * S, 1)), tl.reshape(index, (G * S, 1))
     others, numbers = tl.reshape(keys, (1, G * S)), tl.reshape(index, (1, G * S))
-    better = (others > key) | ((others == key) & (numbers < number))
-    rank = tl.sum(better.to(tl.int32), axis=1)[:, None]
     places = tl.arange(0, CHOSEN_2)
-    mine = (rank == places[None, :]) & (number < EXPERTS)
-    ids = tl.maximum(tl.max(tl.where(mine, number, -1), axis=0), 0)
+    if table_ptr is not None:
+        given = table_ptr + tl.load(tokens_ptr + row).to(tl.int64) * CHOSEN
+        ids = tl.load(given + places, mask=places < CHOSEN, other=0)
+        mine = (number == ids[None, :]) & (places < CHOSEN)[None, :]
+    else:
+        better = (others > key) | ((others == key) & (numbers < number))
+        rank = tl.sum(better.to(tl.int32), axis=1)[:, None]
+        mine = (rank == places[None, :]) & (number < EXPERTS)
+        ids = tl.maximum(tl.max(tl.where(mine, number, -1), axis=0), 0)
     weights = tl.sum(tl.where(mine, tl.reshape(scores, (G * S, 1)), 0.0), axis=0)
     weights = tl.where(places < CHOSEN, weights, 0.0)
     if NORMALISED:
@@ -89,19 +108,19 @@ def choice(
 
 @triton.jit
 def route_kernel(
-    logits_ptr, bias_ptr, correction_ptr, ids_ptr, weights_ptr, factor,
+    logits_ptr, bias_ptr, correction_ptr, table_ptr, tokens_ptr, ids_ptr, weights_ptr, factor,
     EXPERTS: tl.constexpr, GROUPS: tl.constexpr, G: tl.constexpr, S: tl.constexpr, KEPT: tl.constexpr,
-    BEST: tl.constexpr, CHOSEN: tl.constexpr, CHOSEN_2: tl.constexpr, SIGMOID: tl.constexpr, NORMALISED: tl.constexpr,
+    BEST: tl.constexpr, CHOSEN: tl.constexpr, CHOSEN_2: tl.constexpr, SCORES: tl.constexpr, NORMALISED: tl.constexpr,
     BIASED: tl.constexpr, CORRECTED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program chooses for one row."""
+    """A program chooses for one row. table_ptr: the experts of each token, or None."""
     row = tl.program_id(0).to(tl.int64)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     ids, weights = choice(
-        logits_ptr + row * EXPERTS, bias_ptr, correction_ptr, factor, EXPERTS, GROUPS, G, S, KEPT, BEST, CHOSEN,
-        CHOSEN_2, SIGMOID, NORMALISED, BIASED, CORRECTED,
+        logits_ptr + row * EXPERTS, bias_ptr, correction_ptr, table_ptr, tokens_ptr, row, factor, EXPERTS, GROUPS, G, S,
+        KEPT, BEST, CHOSEN, CHOSEN_2, SCORES, NORMALISED, BIASED, CORRECTED,
     )  # fmt: skip
     places = tl.arange(0, CHOSEN_2)
     tl.store(ids_ptr + row * CHOSEN + places, ids, mask=places < CHOSEN)
@@ -114,19 +133,23 @@ def routing_constants(routing: Routing, bias: Tensor | None, correction: Tensor 
         "EXPERTS": routing.experts, "GROUPS": routing.groups, "G": triton.next_power_of_2(routing.groups),
         "S": triton.next_power_of_2(routing.experts // routing.groups), "KEPT": routing.kept_groups,
         "BEST": routing.group_best, "CHOSEN": routing.chosen, "CHOSEN_2": triton.next_power_of_2(routing.chosen),
-        "SIGMOID": routing.scores == "sigmoid", "NORMALISED": routing.normalised, "BIASED": bias is not None,
+        "SCORES": SCORES[routing.scores], "NORMALISED": routing.normalised, "BIASED": bias is not None,
         "CORRECTED": correction is not None,
     }  # fmt: skip
 
 
-def route(logits: Tensor, bias: Tensor | None, correction: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
-    """logits (T, experts) float32 -> the chosen experts (T, chosen) int32 and their weights float32, the best first."""
+def route(
+    logits: Tensor, bias: Tensor | None, correction: Tensor | None, routing: Routing, table: Tensor | None = None,
+    tokens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """logits (T, experts) float32 -> the chosen experts (T, chosen) int32 and their weights float32, the best first.
+    table (vocab, chosen), tokens (T,): experts that a table chooses."""
     rows = logits.shape[0]
     ids = torch.empty(rows, routing.chosen, dtype=torch.int32, device=logits.device)
     weights = torch.empty(rows, routing.chosen, dtype=torch.float32, device=logits.device)
     route_kernel[(rows,)](
-        logits, logits if bias is None else bias, logits if correction is None else correction, ids, weights,
-        routing.factor, **routing_constants(routing, bias, correction), PDL=PDL, num_warps=4, **EARLY,
+        logits, logits if bias is None else bias, logits if correction is None else correction, table, tokens,
+        ids, weights, routing.factor, **routing_constants(routing, bias, correction), PDL=PDL, num_warps=4, **EARLY,
     )  # fmt: skip
     return ids, weights
 

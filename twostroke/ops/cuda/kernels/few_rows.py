@@ -37,10 +37,10 @@ from twostroke.ops.interface import Routing
 
 @triton.jit
 def router_kernel(
-    x_ptr, norm_ptr, w_ptr, bias_ptr, correction_ptr, normed_ptr, logits_ptr, done_ptr, ids_ptr, weights_ptr, eps,
-    factor, x_stride, K: tl.constexpr, K_2: tl.constexpr, PARTS: tl.constexpr, PARTS_2: tl.constexpr,
+    x_ptr, norm_ptr, w_ptr, bias_ptr, correction_ptr, table_ptr, tokens_ptr, normed_ptr, logits_ptr, done_ptr, ids_ptr,
+    weights_ptr, eps, factor, x_stride, K: tl.constexpr, K_2: tl.constexpr, PARTS: tl.constexpr, PARTS_2: tl.constexpr,
     EXPERTS: tl.constexpr, GROUPS: tl.constexpr, G: tl.constexpr, S: tl.constexpr, KEPT: tl.constexpr,
-    BEST: tl.constexpr, CHOSEN: tl.constexpr, CHOSEN_2: tl.constexpr, SIGMOID: tl.constexpr, NORMALISED: tl.constexpr,
+    BEST: tl.constexpr, CHOSEN: tl.constexpr, CHOSEN_2: tl.constexpr, SCORES: tl.constexpr, NORMALISED: tl.constexpr,
     BIASED: tl.constexpr, CORRECTED: tl.constexpr, BLOCK_E: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program has BLOCK_E experts. The first of a row also stores the normed row."""
@@ -64,8 +64,8 @@ def router_kernel(
         return
     tl.store(done_ptr + row, 0)
     ids, weights = choice(
-        logits_ptr + row * EXPERTS, bias_ptr, correction_ptr, factor, EXPERTS, GROUPS, G, S, KEPT, BEST, CHOSEN,
-        CHOSEN_2, SIGMOID, NORMALISED, BIASED, CORRECTED,
+        logits_ptr + row * EXPERTS, bias_ptr, correction_ptr, table_ptr, tokens_ptr, row, factor, EXPERTS, GROUPS, G, S,
+        KEPT, BEST, CHOSEN, CHOSEN_2, SCORES, NORMALISED, BIASED, CORRECTED,
     )  # fmt: skip
     places, first = tl.arange(0, CHOSEN_2), row * (PARTS + CHOSEN)
     tl.store(ids_ptr + first + PARTS + places, ids, mask=places < CHOSEN)
@@ -211,6 +211,7 @@ class FewExperts(NamedTuple):
     router: Tensor  # (experts, hidden)
     bias: Tensor | None  # of the router
     correction: Tensor | None
+    table: Tensor | None  # the experts of each token
     routing: Routing
     gate_up: ExpertMatrices
     down: ExpertMatrices
@@ -253,7 +254,7 @@ def down_shape(width: int, pairs: int) -> DownTile:
 
 
 def few_rows_experts(
-    x: Tensor, norm: Tensor, eps: float, experts: FewExperts, done: Tensor, out: Tensor | None,
+    x: Tensor, norm: Tensor, eps: float, experts: FewExperts, tokens: Tensor | None, done: Tensor, out: Tensor | None,
     gate_tile: GateTile | None = None, down_tile: DownTile | None = None,
 ) -> Tensor:  # fmt: skip
     """x (T, hidden), not normed -> what its experts add; with `out` that is added to it. done: zeros, one for each
@@ -267,8 +268,8 @@ def few_rows_experts(
     normed = torch.empty(rows, hidden, dtype=x.dtype, device=device)
     router_kernel[(triton.cdiv(routing.experts, ROUTED), rows)](
         x, norm, experts.router, experts.router if experts.bias is None else experts.bias,
-        experts.router if experts.correction is None else experts.correction, normed, logits, done, ids, weights, eps,
-        routing.factor, x.stride(0), K=hidden, K_2=triton.next_power_of_2(hidden), PARTS=parts,
+        experts.router if experts.correction is None else experts.correction, experts.table, tokens, normed, logits,
+        done, ids, weights, eps, routing.factor, x.stride(0), K=hidden, K_2=triton.next_power_of_2(hidden), PARTS=parts,
         PARTS_2=triton.next_power_of_2(max(1, parts)), **routing_constants(routing, experts.bias, experts.correction),
         BLOCK_E=ROUTED, PDL=PDL, num_warps=8, **EARLY,
     )  # fmt: skip

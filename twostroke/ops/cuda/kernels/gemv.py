@@ -13,9 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from twostroke.ops.cuda.kernels.launch import EARLY, PDL, gdc_launch_dependents, gdc_wait
-from twostroke.ops.cuda.kernels.rows import activated
-
-NOTHING, NORM, SILU, GELU = 0, 1, 2, 3  # what happens to x before the product
+from twostroke.ops.cuda.kernels.rows import NOTHING, gated_pair
 
 
 @triton.jit
@@ -70,7 +68,7 @@ def gemv_kernel(
             squares += row * row
             row *= side.to(tl.float32)
         if BEFORE >= 2:
-            row = activated(row, BEFORE == 2) * side.to(tl.float32)
+            row = gated_pair(row, side.to(tl.float32), BEFORE)
         total += w0.to(tl.float32) * row[None, :]
         x, side = next_x, next_side
         if DEPTH == 1:
@@ -96,8 +94,8 @@ def tile_of(n: int, k: int) -> tuple[int, int, int, int]:
     if k <= 2048 and n <= 4096:
         block_n, block_k = (4, 2048) if n <= 2048 else (16, 512) if n <= 3072 else (8, 1024)
         return block_n, min(block_k, triton.next_power_of_2(k)), 8, 1
-    if n <= 2048 < k <= 4096:
-        return 4, 1024, 8, 1
+    if n <= 3072 and 2048 < k <= 4096:
+        return 4, 1024, 8 if n <= 2048 else 4, 1
     if k <= 2048 or n <= 2048:
         return 8, min(1024, triton.next_power_of_2(k)), 8, 1
     if k > 8192:

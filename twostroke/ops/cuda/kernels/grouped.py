@@ -20,7 +20,7 @@ from twostroke.ops.cuda.kernels.grouped_codes import (
     grouped_down_codes_kernel,
     grouped_gate_codes_kernel,
 )
-from twostroke.ops.cuda.kernels.grouping import Grouped, group, most_tiles, tile_of
+from twostroke.ops.cuda.kernels.grouping import GroupedRows, group, most_tiles, tile_of
 from twostroke.ops.cuda.kernels.launch import INTERPRETED
 from twostroke.ops.cuda.kernels.rows import gated_pair
 
@@ -207,7 +207,7 @@ DOWN = Kernels(grouped_down_kernel, grouped_down_codes_kernel, 16, False)
 
 
 def launch(
-    kernels: Kernels, x: Tensor, matrices: ExpertMatrices, grouped: Grouped, out: Tensor, **constants: int
+    kernels: Kernels, x: Tensor, matrices: ExpertMatrices, grouped: GroupedRows, out: Tensor, **constants: int
 ) -> None:
     """out (pairs, outputs). constants: of this product alone."""
     (pairs, width), experts = out.shape, len(matrices.places)

@@ -56,14 +56,14 @@ def tile_of(counts_ptr, tile, EXPERTS: tl.constexpr, EXPERTS_2: tl.constexpr, BL
     return expert, first, start + tl.sum(tl.where(every == expert, counts, 0), axis=0)
 
 
-class Grouped(NamedTuple):
+class GroupedRows(NamedTuple):
     """The pairs of a step."""
 
     counts: Tensor  # (experts,) int32: pairs of each
     order: Tensor  # the pairs, those of the first expert first
 
 
-def group(ids: Tensor, experts: int) -> Grouped:
+def group(ids: Tensor, experts: int) -> GroupedRows:
     """ids (T, chosen): the experts of each row."""
     pairs, blocks = ids.numel(), (triton.cdiv(ids.numel(), COUNTED),)
     counts = torch.zeros(experts, dtype=torch.int32, device=ids.device)
@@ -72,7 +72,7 @@ def group(ids: Tensor, experts: int) -> Grouped:
     place_kernel[blocks](
         ids, counts, ranks, order, pairs, EXPERTS=experts, EXPERTS_2=triton.next_power_of_2(experts), BLOCK=COUNTED
     )
-    return Grouped(counts, order)
+    return GroupedRows(counts, order)
 
 
 def most_tiles(pairs: int, experts: int, size: int) -> int:

@@ -1,8 +1,9 @@
 """What kernels do with one head of a token: norm and rotate it, write it to the cache, read tiles back.
 
-Formats of the cache, a compile-time number: 0 floats as they are, 1 int8, 2 int4, 3 fp8 (all but 0 with a float32 scale
-for each token and head). K lies token by token. V of few bits lies transposed within its block, element by element with
-the block's tokens side by side: that is how the tensor cores take it (tall_decode.py).
+Formats of the cache, a compile-time number: 0 floats as they are, 1 int8, 3 fp8 (both with a float32 scale for each
+token and head; the numbers are those of narrow_tiles.py). K lies token by token. V of eight bits lies transposed within
+its block, element by element with the block's tokens side by side: that is how the tensor cores take it
+(tall_decode.py).
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-FLOATS, INT8, INT4, FP8 = 0, 1, 2, 3
-FORMATS = {"float32": FLOATS, "float16": FLOATS, "bfloat16": FLOATS, "int8": INT8, "int4": INT4, "fp8": FP8}
+FLOATS, INT8, FP8 = 0, 1, 3
+FORMATS = {"float32": FLOATS, "float16": FLOATS, "bfloat16": FLOATS, "int8": INT8, "fp8": FP8}
 
 
 @triton.jit
@@ -90,63 +91,38 @@ def store_head(
     two codes would then get another code than in the specification."""
     inverse_rms = head_scale(heads, eps, HEAD, WIDE, NORM)
     dims = tl.arange(0, WIDE)
-    if FORMAT == 2:
-        half = tl.arange(0, WIDE // 2)
-        a = turned(heads, mask, 2 * half, inverse_rms, norm_ptr, cos_ptr, sin_ptr, position, HEAD, HALF, NORM)
-        b = turned(heads, mask, 2 * half + 1, inverse_rms, norm_ptr, cos_ptr, sin_ptr, position, HEAD, HALF, NORM)
-        scale = tl.div_rn(tl.maximum(tl.max(tl.abs(a), axis=1), tl.max(tl.abs(b), axis=1)), 7.0)
-        safe = tl.where(scale > 0, scale, 1.0)[:, None]
-        low = tl.clamp(rounded(tl.div_rn(a, safe)), -7.0, 7.0)
-        high = tl.clamp(rounded(tl.div_rn(b, safe)), -7.0, 7.0)
-        packed = (low + 8.0).to(tl.int32) | ((high + 8.0).to(tl.int32) << 4)
-        inside = mask[:, None] & (half < HEAD // 2)[None, :]
-        tl.store(codes[:, None] + half[None, :] * STEP, packed.to(tl.uint8), mask=inside)
-        tl.store(scales, scale, mask=mask)
-        stored = tl.interleave(low, high) * scale[:, None]
+    x = turned(heads, mask, dims, inverse_rms, norm_ptr, cos_ptr, sin_ptr, position, HEAD, HALF, NORM, EACH)
+    inside = mask[:, None] & (dims < HEAD)[None, :]
+    if FORMAT == 0:
+        code = x.to(codes.dtype.element_ty)
+        stored = code.to(tl.float32)
     else:
-        x = turned(heads, mask, dims, inverse_rms, norm_ptr, cos_ptr, sin_ptr, position, HEAD, HALF, NORM, EACH)
-        inside = mask[:, None] & (dims < HEAD)[None, :]
-        if FORMAT == 0:
-            code = x.to(codes.dtype.element_ty)
-            stored = code.to(tl.float32)
-        else:
-            largest: tl.constexpr = 127.0 if FORMAT == 1 else 448.0
-            scale = tl.div_rn(tl.max(tl.abs(x), axis=1), largest)
-            x = tl.div_rn(x, tl.where(scale > 0, scale, 1.0)[:, None])
-            if FORMAT == 3:
-                factor = best_factor(x, codes.dtype.element_ty)
-                scale *= factor
-                x = tl.div_rn(x, factor[:, None])
-            code = tl.clamp(rounded(x) if FORMAT == 1 else x, -largest, largest).to(codes.dtype.element_ty)
-            tl.store(scales, scale, mask=mask)
-            stored = code.to(tl.float32) * scale[:, None]
-        tl.store(codes[:, None] + dims[None, :] * STEP, code, mask=inside)
+        largest: tl.constexpr = 127.0 if FORMAT == 1 else 448.0
+        scale = tl.div_rn(tl.max(tl.abs(x), axis=1), largest)
+        x = tl.div_rn(x, tl.where(scale > 0, scale, 1.0)[:, None])
+        if FORMAT == 3:
+            factor = best_factor(x, codes.dtype.element_ty)
+            scale *= factor
+            x = tl.div_rn(x, factor[:, None])
+        code = tl.clamp(rounded(x) if FORMAT == 1 else x, -largest, largest).to(codes.dtype.element_ty)
+        tl.store(scales, scale, mask=mask)
+        stored = code.to(tl.float32) * scale[:, None]
+    tl.store(codes[:, None] + dims[None, :] * STEP, code, mask=inside)
     return stored
 
 
 @triton.jit
 def load_tile(
     base, blocks, offsets, valid, block_stride, token_stride, STEP: tl.constexpr,
-    HEAD: tl.constexpr, WIDE: tl.constexpr, FORMAT: tl.constexpr, MASKED: tl.constexpr, DTYPE: tl.constexpr,
+    HEAD: tl.constexpr, WIDE: tl.constexpr, MASKED: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Codes of N tokens of one head, its elements STEP apart, as DTYPE, (N, WIDE); their scales are not applied. Zero
     where not `valid`."""
     rows = base + blocks.to(tl.int64) * block_stride + offsets * token_stride
-    if FORMAT == 2:
-        half = tl.arange(0, WIDE // 2)
-        if MASKED or HEAD != WIDE:
-            inside = valid[:, None] & (half < HEAD // 2)[None, :]
-            packed = tl.load(rows[:, None] + half[None, :] * STEP, mask=inside, other=0x88)
-        else:
-            packed = tl.load(rows[:, None] + half[None, :] * STEP)
-        low = (packed & 15).to(tl.int8) - 8
-        high = (packed >> 4).to(tl.int8) - 8
-        tile = tl.interleave(low, high).to(DTYPE)
+    dims = tl.arange(0, WIDE)
+    if MASKED or HEAD != WIDE:
+        inside = valid[:, None] & (dims < HEAD)[None, :]
+        tile = tl.load(rows[:, None] + dims[None, :] * STEP, mask=inside, other=0.0).to(DTYPE)
     else:
-        dims = tl.arange(0, WIDE)
-        if MASKED or HEAD != WIDE:
-            inside = valid[:, None] & (dims < HEAD)[None, :]
-            tile = tl.load(rows[:, None] + dims[None, :] * STEP, mask=inside, other=0.0).to(DTYPE)
-        else:
-            tile = tl.load(rows[:, None] + dims[None, :] * STEP).to(DTYPE)
+        tile = tl.load(rows[:, None] + dims[None, :] * STEP).to(DTYPE)
     return tile

@@ -19,19 +19,21 @@ from torch import Tensor
 from twostroke.ops.cuda.kernels.decode import DecodeScratch, split_of, split_start
 from twostroke.ops.cuda.kernels.exact_attention import LOG2E, MOST_PARTS, SUMS, merge
 from twostroke.ops.cuda.kernels.latent_decode import few_heads_kernel, part_length
-from twostroke.ops.cuda.kernels.latent_ends import MOST_EVEN, Parts, merge_parts
+from twostroke.ops.cuda.kernels.latent_ends import MOST_EVEN, Parts, cache_strides, merge_parts
 from twostroke.ops.cuda.kernels.launch import EARLY, INTERPRETED, PDL, gdc_launch_dependents, gdc_wait
-from twostroke.ops.interface import BLOCK, Batch, KVLayer, LatentAttention
+from twostroke.ops.interface import BLOCK, LATENT_GROUP, Batch, KVLayer, LatentAttention
 
 PLACES = 264  # programs that fill an H200
 FEW_HEADS = 16  # that latent_decode.py serves
+GROUP = tl.constexpr(LATENT_GROUP)  # numbers that share a scale
 
 
 @triton.jit
 def visit(
-    q, turned, best, total, acc, n0, context, positions, table, keys, factor, block_stride, token_stride,
-    LATENT: tl.constexpr, LATENT_2: tl.constexpr, ROPE: tl.constexpr, ROPE_2: tl.constexpr, BLOCK: tl.constexpr,
-    TILE_N: tl.constexpr, MASKED: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+    q, turned, best, total, acc, n0, context, positions, table, keys, scales, factor, block_stride, token_stride,
+    scale_block_stride, scale_group_stride, LATENT: tl.constexpr, LATENT_2: tl.constexpr, ROPE: tl.constexpr,
+    ROPE_2: tl.constexpr, BLOCK: tl.constexpr, TILE_N: tl.constexpr, MASKED: tl.constexpr, DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile of entries added to a split's maximum, sum and accumulator."""
     places = n0 + tl.arange(0, TILE_N)
@@ -39,10 +41,16 @@ def visit(
     blocks = tl.load(table + places // BLOCK, mask=valid, other=0).to(tl.int64)
     rows = keys + blocks * block_stride + places % BLOCK * token_stride
     dims, pairs = tl.arange(0, LATENT_2), tl.arange(0, ROPE_2)
-    entry = tl.load(rows[:, None] + dims[None, :], mask=valid[:, None] & (dims < LATENT)[None, :], other=0.0).to(DTYPE)
-    shared = tl.load(
-        rows[:, None] + LATENT + pairs[None, :], mask=valid[:, None] & (pairs < ROPE)[None, :], other=0.0
-    ).to(DTYPE)
+    inside = valid[:, None] & (dims < LATENT)[None, :]
+    entry = tl.load(rows[:, None] + dims[None, :], mask=inside, other=0.0)
+    shared = tl.load(rows[:, None] + LATENT + pairs[None, :], mask=valid[:, None] & (pairs < ROPE)[None, :], other=0.0)
+    if scales is not None:
+        factors = scales + blocks * scale_block_stride + places % BLOCK
+        groups = (dims // GROUP * scale_group_stride)[None, :]
+        entry = entry.to(tl.float32) * tl.load(factors[:, None] + groups, mask=inside, other=0.0)
+        turned_scale = tl.load(factors + LATENT // GROUP * scale_group_stride, mask=valid, other=0.0)
+        shared = shared.to(tl.float32) * turned_scale[:, None]
+    entry, shared = entry.to(DTYPE), shared.to(DTYPE)
     s = tl.dot(q, tl.trans(entry), input_precision=PRECISION)
     s = tl.dot(turned, tl.trans(shared), s, input_precision=PRECISION)
     if MASKED:
@@ -60,7 +68,7 @@ def visit(
 @triton.jit(do_not_specialize=["splits", "table_stride"])
 def latent_kernel(
     q_ptr, out_ptr, part_ptr, part_max_ptr, part_sum_ptr, done_ptr, tiles_ptr, starts_ptr, contexts_ptr, tables_ptr,
-    keys, factor, table_stride, block_stride, token_stride, splits,
+    keys, scales, factor, table_stride, block_stride, token_stride, scale_block_stride, scale_group_stride, splits,
     HEADS: tl.constexpr, HEADS_T: tl.constexpr, LATENT: tl.constexpr, LATENT_2: tl.constexpr, ROPE: tl.constexpr,
     ROPE_2: tl.constexpr, BLOCK: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr, PARALLEL: tl.constexpr, EXACT: tl.constexpr, LISTED: tl.constexpr, EVEN: tl.constexpr,
@@ -119,13 +127,15 @@ def latent_kernel(
         until = tl.maximum(begin, tl.minimum(whole, end // TILE_N * TILE_N))
         for n0 in tl.range(begin, until, TILE_N, num_stages=STAGES):
             best, total, acc = visit(
-                q, turned, best, total, acc, n0, context, positions, table, keys, factor, block_stride, token_stride,
-                LATENT, LATENT_2, ROPE, ROPE_2, BLOCK, TILE_N, False, DTYPE, PRECISION,
+                q, turned, best, total, acc, n0, context, positions, table, keys, scales, factor, block_stride,
+                token_stride, scale_block_stride, scale_group_stride, LATENT, LATENT_2, ROPE, ROPE_2, BLOCK, TILE_N,
+                False, DTYPE, PRECISION,
             )  # fmt: skip
         for n0 in tl.range(until, end, TILE_N, num_stages=STAGES):
             best, total, acc = visit(
-                q, turned, best, total, acc, n0, context, positions, table, keys, factor, block_stride, token_stride,
-                LATENT, LATENT_2, ROPE, ROPE_2, BLOCK, TILE_N, True, DTYPE, PRECISION,
+                q, turned, best, total, acc, n0, context, positions, table, keys, scales, factor, block_stride,
+                token_stride, scale_block_stride, scale_group_stride, LATENT, LATENT_2, ROPE, ROPE_2, BLOCK, TILE_N,
+                True, DTYPE, PRECISION,
             )  # fmt: skip
     else:
         all_best, all_total, all_acc = best, total, acc
@@ -136,8 +146,9 @@ def latent_kernel(
             acc = tl.zeros((TILE_M, LATENT_2), tl.float32)
             for n0 in tl.range(begin, end, TILE_N, num_stages=STAGES):
                 best, total, acc = visit(
-                    q, turned, best, total, acc, n0, context, positions, table, keys, factor, block_stride,
-                    token_stride, LATENT, LATENT_2, ROPE, ROPE_2, BLOCK, TILE_N, True, DTYPE, PRECISION,
+                    q, turned, best, total, acc, n0, context, positions, table, keys, scales, factor, block_stride,
+                    token_stride, scale_block_stride, scale_group_stride, LATENT, LATENT_2, ROPE, ROPE_2, BLOCK,
+                    TILE_N, True, DTYPE, PRECISION,
                 )  # fmt: skip
             all_best, all_total, all_acc = merge(all_best, all_total, all_acc, best, total, acc)
         best, total, acc = all_best, all_total, all_acc
@@ -204,8 +215,8 @@ def latent_attention(
     tables = batch.groups[group].tables
     latent_kernel[(groups, count, max(1, splits))](
         query, out, part, part_max, part_sum, done, tables if tiles is None else tiles, batch.starts, batch.contexts,
-        tables, cache.keys, attention.scale * LOG2E, tables.stride(0), cache.keys.stride(0), cache.keys.stride(2),
-        splits, **latent_constants(attention, wide, rows, heads_t), PARALLEL=splits > 0, EXACT=exact,
+        tables, cache.keys, cache.key_scales, attention.scale * LOG2E, tables.stride(0), *cache_strides(cache), splits,
+        **latent_constants(attention, wide, rows, heads_t), PARALLEL=splits > 0, EXACT=exact,
         LISTED=0 if tiles is None else 1 if single else 2, EVEN=False, PDL=PDL, num_warps=8 if rows >= 32 else 4,
         enable_fp_fusion=False, **EARLY,
     )  # fmt: skip
@@ -234,8 +245,8 @@ def many_heads_parts(
     part, part_max, part_sum, done = scratch.reserve(count, groups * rows, splits, attention.latent)
     latent_kernel[(groups, count, splits)](
         query, query, part, part_max, part_sum, done, tables if listed is None else listed, batch.starts,
-        batch.contexts, tables, cache.keys, attention.scale * LOG2E, tables.stride(0), cache.keys.stride(0),
-        cache.keys.stride(2), splits, **latent_constants(attention, wide, rows, heads_t), PARALLEL=True, EXACT=False,
+        batch.contexts, tables, cache.keys, cache.key_scales, attention.scale * LOG2E, tables.stride(0),
+        *cache_strides(cache), splits, **latent_constants(attention, wide, rows, heads_t), PARALLEL=True, EXACT=False,
         LISTED=0 if listed is None else 1, EVEN=True, PDL=PDL, num_warps=8 if rows >= 32 else 4,
         enable_fp_fusion=False, **EARLY,
     )  # fmt: skip
@@ -253,9 +264,9 @@ def few_heads_parts(
     tile = 16 if wide else 32
     few_heads_kernel[(count, splits)](
         query, part, part_max, part_sum, tables if listed is None else listed, batch.starts, batch.contexts, tables,
-        cache.keys, attention.scale * LOG2E, tables.stride(0), cache.keys.stride(0), cache.keys.stride(2), splits,
+        cache.keys, cache.key_scales, attention.scale * LOG2E, tables.stride(0), *cache_strides(cache), splits,
         HEADS=heads, HEADS_2=max(16, triton.next_power_of_2(heads)), LATENT=attention.latent, ROPE=attention.rope_dim,
-        ROPE_2=max(16, triton.next_power_of_2(attention.rope_dim)), CUT=64, BLOCK=BLOCK, TILE_N=tile,
+        ROPE_2=max(16, triton.next_power_of_2(attention.rope_dim)), CUT=LATENT_GROUP, BLOCK=BLOCK, TILE_N=tile,
         PRECISION="ieee" if wide else "tf32", STAGES=1 if wide else 3, LISTED=listed is not None,
         PDL=PDL, num_warps=4, **EARLY,
     )  # fmt: skip

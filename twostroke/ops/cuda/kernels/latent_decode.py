@@ -29,22 +29,27 @@ def blocks_of(table, n0, end, BLOCK: tl.constexpr, TILE_N: tl.constexpr):
 
 
 @triton.jit
-def slice_of(rows, valid, first, CUT: tl.constexpr, NUMBERS: tl.constexpr, DTYPE: tl.constexpr):
-    """(TILE_N, CUT) numbers from `first` on, of entries of NUMBERS."""
+def slice_of(rows, factors, valid, first, CUT: tl.constexpr, NUMBERS: tl.constexpr, DTYPE: tl.constexpr):
+    """(TILE_N, CUT) numbers from `first` on, of entries of NUMBERS. factors: where the scales of their codes are; None:
+    they are floats."""
     dims = first + tl.arange(0, CUT)
     mask = valid[:, None] if NUMBERS % CUT == 0 else valid[:, None] & (dims < NUMBERS)[None, :]
-    return tl.load(rows + dims[None, :], mask=mask, other=0.0).to(DTYPE)
+    found = tl.load(rows + dims[None, :], mask=mask, other=0.0)
+    if factors is not None:
+        found = found.to(tl.float32) * tl.load(factors, mask=valid, other=0.0)[:, None]
+    return found.to(DTYPE)
 
 
 @triton.jit(do_not_specialize=["splits", "table_stride"])
 def few_heads_kernel(
-    q_ptr, part_ptr, part_max_ptr, part_sum_ptr, listed_ptr, starts_ptr, contexts_ptr, tables_ptr, keys, factor,
-    table_stride, block_stride, token_stride, splits,
+    q_ptr, part_ptr, part_max_ptr, part_sum_ptr, listed_ptr, starts_ptr, contexts_ptr, tables_ptr, keys, scales,
+    factor, table_stride, block_stride, token_stride, scale_block_stride, scale_group_stride, splits,
     HEADS: tl.constexpr, HEADS_2: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, ROPE_2: tl.constexpr,
     CUT: tl.constexpr, BLOCK: tl.constexpr, TILE_N: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
     LISTED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One part of one token's context, for all heads. part (tokens, HEADS, splits, LATENT)."""
+    """One part of one token's context, for all heads. part (tokens, HEADS, splits, LATENT). scales: of each CUT numbers
+    of an entry; None: the cache holds floats."""
     DTYPE: tl.constexpr = q_ptr.dtype.element_ty
     CUTS: tl.constexpr = (LATENT + CUT - 1) // CUT
     token, split = tl.program_id(0), tl.program_id(1)
@@ -77,12 +82,17 @@ def few_heads_kernel(
         valid = places < end
         following = blocks_of(table, n0 + TILE_N, end, BLOCK, TILE_N)
         rows = (keys + blocks.to(tl.int64) * block_stride + places % BLOCK * token_stride)[:, None]
-        shared = slice_of(rows + LATENT, valid, 0, ROPE_2, ROPE, DTYPE)
+        factors = scales
+        if scales is not None:
+            factors = scales + blocks.to(tl.int64) * scale_block_stride + places % BLOCK + CUTS * scale_group_stride
+        shared = slice_of(rows + LATENT, factors, valid, 0, ROPE_2, ROPE, DTYPE)
         s = tl.dot(turned, tl.trans(shared), input_precision=PRECISION)
         other = tl.zeros((HEADS_2, TILE_N), tl.float32)  # two sums: an instruction need not wait for the one before
         entry = ()
         for cut in tl.static_range(CUTS):
-            entry = entry + (slice_of(rows, valid, cut * CUT, CUT, LATENT, DTYPE),)  # type: ignore[assignment]  # noqa: RUF005
+            if scales is not None:
+                factors = scales + blocks.to(tl.int64) * scale_block_stride + places % BLOCK + cut * scale_group_stride
+            entry = entry + (slice_of(rows, factors, valid, cut * CUT, CUT, LATENT, DTYPE),)  # type: ignore[assignment]  # noqa: RUF005
             if cut % 2 == 0:
                 other = tl.dot(q[cut], tl.trans(entry[cut]), other, input_precision=PRECISION)
             else:

@@ -14,11 +14,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from twostroke.ops.cuda.kernels.heads import rounded
 from twostroke.ops.cuda.kernels.latent_decode import part_length
 from twostroke.ops.cuda.kernels.launch import EARLY, INTERPRETED, PDL, gdc_launch_dependents, gdc_wait
-from twostroke.ops.interface import BLOCK, Batch, KVLayer, LatentAttention
+from twostroke.ops.interface import BLOCK, LATENT_GROUP, Batch, KVLayer, LatentAttention
 
 MOST_EVEN = 128  # equal parts of a context
+GROUP = tl.constexpr(LATENT_GROUP)  # numbers that share a scale
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -93,12 +95,12 @@ def turn_queries(
 
 @triton.jit
 def store_entry(
-    kv_ptr, keys, norm_ptr, cos_ptr, sin_ptr, slots_ptr, contexts_ptr, position, row, eps, kv_stride, block_stride,
-    token_stride, table_stride, LATENT: tl.constexpr, LATENT_2: tl.constexpr, HALF: tl.constexpr, HALF_2: tl.constexpr,
-    BLOCK: tl.constexpr, STREAMS: tl.constexpr,
+    kv_ptr, keys, scales, norm_ptr, cos_ptr, sin_ptr, slots_ptr, contexts_ptr, position, row, eps, kv_stride,
+    block_stride, token_stride, scale_block_stride, scale_group_stride, table_stride, LATENT: tl.constexpr,
+    LATENT_2: tl.constexpr, HALF: tl.constexpr, HALF_2: tl.constexpr, BLOCK: tl.constexpr, STREAMS: tl.constexpr,
 ):  # fmt: skip
     """The latent and the shared key part go to the cache. STREAMS: a row is a request, and `slots_ptr` its table of
-    blocks; rows without a context are padding."""
+    blocks; rows without a context are padding. scales: of each GROUP numbers; None: the cache holds floats."""
     pair = tl.arange(0, HALF_2)
     if STREAMS:
         block = tl.load(slots_ptr + row * table_stride + position // BLOCK).to(tl.int64)
@@ -112,19 +114,40 @@ def store_entry(
     dims = tl.arange(0, LATENT_2)
     x = tl.load(kv_ptr + row * kv_stride + dims, mask=dims < LATENT, other=0.0).to(tl.float32)
     x = x * tl.rsqrt(tl.sum(x * x) / LATENT + eps) * tl.load(norm_ptr + dims, mask=dims < LATENT, other=0.0)
+    if scales is not None:
+        scales += block * scale_block_stride + offset
+        GROUPS: tl.constexpr = LATENT_2 // GROUP
+        group = tl.arange(0, GROUPS)
+        parts = tl.reshape(x, (GROUPS, GROUP))
+        scale = tl.div_rn(tl.max(tl.abs(parts), axis=1), 127.0)
+        tl.store(scales + group * scale_group_stride, scale, mask=group < tl.where(stored, LATENT // GROUP, 0))
+        x = tl.reshape(rounded(tl.div_rn(parts, tl.where(scale > 0, scale, 1.0)[:, None])), (LATENT_2,))
     tl.store(to + dims, x.to(keys.dtype.element_ty), mask=dims < tl.where(stored, LATENT, 0))
     left, right = rotated(
         kv_ptr + row * kv_stride + LATENT, 0, tl.arange(0, 1), cos_ptr, sin_ptr, position, HALF, HALF_2
     )  # fmt: skip
     known = (pair < tl.where(stored, HALF, 0))[None, :]
+    if scales is not None:
+        largest = tl.maximum(tl.max(tl.abs(left), axis=1), tl.max(tl.abs(right), axis=1))
+        scale = tl.div_rn(largest, 127.0)
+        one = tl.arange(0, 1)
+        tl.store(scales + LATENT // GROUP * scale_group_stride + one, scale, mask=one < tl.where(stored, 1, 0))
+        safe = tl.where(scale > 0, scale, 1.0)[:, None]
+        left, right = rounded(tl.div_rn(left, safe)), rounded(tl.div_rn(right, safe))
     tl.store(to + LATENT + pair[None, :], left.to(keys.dtype.element_ty), mask=known)
     tl.store(to + LATENT + HALF + pair[None, :], right.to(keys.dtype.element_ty), mask=known)
 
 
+def cache_strides(cache: KVLayer) -> tuple[int, ...]:
+    """Of blocks and tokens, and of blocks and groups of the scales, where there are any."""
+    scales = (0, 0) if cache.key_scales is None else cache.key_scales.stride()[:2]
+    return cache.keys.stride(0), cache.keys.stride(2), *scales
+
+
 @triton.jit(do_not_specialize=["table_stride"])
 def latent_store_kernel(
-    q_ptr, kv_ptr, query_ptr, keys, norm_ptr, cos_ptr, sin_ptr, positions_ptr, slots_ptr, contexts_ptr, eps,
-    q_stride, kv_stride, block_stride, token_stride, table_stride,
+    q_ptr, kv_ptr, query_ptr, keys, scales, norm_ptr, cos_ptr, sin_ptr, positions_ptr, slots_ptr, contexts_ptr, eps,
+    q_stride, kv_stride, block_stride, token_stride, scale_block_stride, scale_group_stride, table_stride,
     HEADS: tl.constexpr, HEADS_2: tl.constexpr, PLAIN: tl.constexpr, LATENT: tl.constexpr, LATENT_2: tl.constexpr,
     HALF: tl.constexpr, HALF_2: tl.constexpr, BLOCK: tl.constexpr, STREAMS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -139,8 +162,9 @@ def latent_store_kernel(
         )  # fmt: skip
     else:
         store_entry(
-            kv_ptr, keys, norm_ptr, cos_ptr, sin_ptr, slots_ptr, contexts_ptr, position, row, eps, kv_stride,
-            block_stride, token_stride, table_stride, LATENT, LATENT_2, HALF, HALF_2, BLOCK, STREAMS,
+            kv_ptr, keys, scales, norm_ptr, cos_ptr, sin_ptr, slots_ptr, contexts_ptr, position, row, eps, kv_stride,
+            block_stride, token_stride, scale_block_stride, scale_group_stride, table_stride, LATENT, LATENT_2,
+            HALF, HALF_2, BLOCK, STREAMS,
         )  # fmt: skip
 
 
@@ -152,9 +176,9 @@ def store_latents(
     slot are padding."""
     blocks, half = batch.groups[group], attention.rope_dim // 2
     latent_store_kernel[(q.shape[0], 2)](
-        q, kv, query, cache.keys, attention.norm.weight, attention.rope.cos, attention.rope.sin, batch.positions,
-        blocks.tables if streams else blocks.slots, batch.contexts, attention.norm.eps, q.stride(0), kv.stride(0),
-        cache.keys.stride(0), cache.keys.stride(2), blocks.tables.stride(0),
+        q, kv, query, cache.keys, cache.key_scales, attention.norm.weight, attention.rope.cos, attention.rope.sin,
+        batch.positions, blocks.tables if streams else blocks.slots, batch.contexts, attention.norm.eps, q.stride(0),
+        kv.stride(0), *cache_strides(cache), blocks.tables.stride(0),
         HEADS=attention.heads, HEADS_2=triton.next_power_of_2(attention.heads), PLAIN=attention.plain_dim,
         LATENT=attention.latent, LATENT_2=triton.next_power_of_2(attention.latent), HALF=half,
         HALF_2=triton.next_power_of_2(half), BLOCK=BLOCK, STREAMS=streams, PDL=PDL, num_warps=4,
@@ -164,8 +188,8 @@ def store_latents(
 
 @triton.jit(do_not_specialize=["table_stride"])
 def enter_kernel(
-    q_ptr, kv_ptr, query_ptr, w_ptr, keys, norm_ptr, cos_ptr, sin_ptr, positions_ptr, slots_ptr, contexts_ptr, eps,
-    q_stride, kv_stride, block_stride, token_stride, table_stride,
+    q_ptr, kv_ptr, query_ptr, w_ptr, keys, scales, norm_ptr, cos_ptr, sin_ptr, positions_ptr, slots_ptr, contexts_ptr,
+    eps, q_stride, kv_stride, block_stride, token_stride, scale_block_stride, scale_group_stride, table_stride,
     HEADS: tl.constexpr, HEADS_2: tl.constexpr, PLAIN: tl.constexpr, PLAIN_2: tl.constexpr, LATENT: tl.constexpr,
     LATENT_2: tl.constexpr, HALF: tl.constexpr, HALF_2: tl.constexpr, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
     PDL: tl.constexpr,
@@ -197,8 +221,9 @@ def enter_kernel(
             )  # fmt: skip
         else:
             store_entry(
-                kv_ptr, keys, norm_ptr, cos_ptr, sin_ptr, slots_ptr, contexts_ptr, position, row, eps, kv_stride,
-                block_stride, token_stride, table_stride, LATENT, LATENT_2, HALF, HALF_2, BLOCK, True,
+                kv_ptr, keys, scales, norm_ptr, cos_ptr, sin_ptr, slots_ptr, contexts_ptr, position, row, eps,
+                kv_stride, block_stride, token_stride, scale_block_stride, scale_group_stride, table_stride, LATENT,
+                LATENT_2, HALF, HALF_2, BLOCK, True,
             )  # fmt: skip
 
 
@@ -209,9 +234,9 @@ def enter(
     """head_product with key_up and store_latents, for a step of few streams."""
     tables, half = batch.groups[group].tables, attention.rope_dim // 2
     enter_kernel[(attention.heads * triton.cdiv(attention.latent, 64) + 2, q.shape[0])](
-        q, kv, query, key_up, cache.keys, attention.norm.weight, attention.rope.cos, attention.rope.sin,
-        batch.positions, tables, batch.contexts, attention.norm.eps, q.stride(0), kv.stride(0), cache.keys.stride(0),
-        cache.keys.stride(2), tables.stride(0),
+        q, kv, query, key_up, cache.keys, cache.key_scales, attention.norm.weight, attention.rope.cos,
+        attention.rope.sin, batch.positions, tables, batch.contexts, attention.norm.eps, q.stride(0), kv.stride(0),
+        *cache_strides(cache), tables.stride(0),
         HEADS=attention.heads, HEADS_2=triton.next_power_of_2(attention.heads), PLAIN=attention.plain_dim,
         PLAIN_2=triton.next_power_of_2(attention.plain_dim), LATENT=attention.latent,
         LATENT_2=triton.next_power_of_2(attention.latent), HALF=half, HALF_2=triton.next_power_of_2(half), BLOCK=BLOCK,

@@ -3,8 +3,8 @@
 A tensor-core operand has RUN neighbours along the product's inner side in one lane, but the order of the elements along
 that side is free as long as both operands agree. So a lane loads 16 bytes with one instruction, and nothing moves
 through shared memory. Codes are kept as words of four. The other operand (x, q or p) is split into two parts of eight
-bits or more, which keeps sixteen bits of it: int8 is multiplied as integers, fp8 as float16. int4 K and V are integers
-too, int4 weights become bfloat16.
+bits or more, which keeps sixteen bits of it: int8 is multiplied as integers, fp8 as float16. int4 weights become
+bfloat16.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ WHOLE, WHOLE_BITS = tl.constexpr(12582912.0), tl.constexpr(0x4B400000)
 FINE = tl.constexpr(254.0)  # steps of the second part in one of the first
 
 INT8, INT4, FP8, MXFP4 = 1, 2, 3, 4
-NOTHING, NORM, SILU, GELU = 0, 1, 2, 3  # what happens to x before the product
 BYTES = 64  # of a row of the matrix in a slice
 
 

@@ -37,8 +37,6 @@ from twostroke.ops.cuda.kernels.narrow_tiles import (
     BYTES,
     FINE,
     INT4,
-    NOTHING,
-    SILU,
     WHOLE,
     WHOLE_BITS,
     as_tall,
@@ -47,7 +45,7 @@ from twostroke.ops.cuda.kernels.narrow_tiles import (
     nibbles_of,
     whole_parts,
 )
-from twostroke.ops.cuda.kernels.rows import activated
+from twostroke.ops.cuda.kernels.rows import NORM, NOTHING, gated_pair
 
 
 @triton.jit
@@ -93,7 +91,7 @@ def row_places(shift, S: tl.constexpr, W: tl.constexpr, ROUNDS: tl.constexpr):
 def raw_row(x_ptr, k, K: tl.constexpr, BEFORE: tl.constexpr):
     x = tl.load(x_ptr + k, mask=k < K, other=0.0).to(tl.float32)
     if BEFORE >= 2:
-        x = activated(x, BEFORE == 2) * tl.load(x_ptr + K + k, mask=k < K, other=0.0).to(tl.float32)
+        x = gated_pair(x, tl.load(x_ptr + K + k, mask=k < K, other=0.0).to(tl.float32), BEFORE)
     return x
 
 
@@ -237,7 +235,7 @@ def do_tile(
         out += tl.load(bias_ptr + n, mask=n < n_rows, other=0.0)
     if GATE:
         gate, up = tl.split(tl.reshape(out, (2 * FOURS, 2)))
-        out = activated(gate, GATE == 2) * up
+        out = gated_pair(gate, up, GATE)
         n = tile * (2 * FOURS) + tl.arange(0, 2 * FOURS)
         n_rows = n_rows // 2
     tl.store(out_ptr + n, (out + residual).to(out_ptr.dtype.element_ty), mask=n < n_rows)
@@ -314,7 +312,7 @@ def one_row_kernel(
 FETCHES = 6  # of the next matrix by each program, FETCH_BYTES each; as measured on an H200
 
 
-class Form(NamedTuple):
+class RowForm(NamedTuple):
     """How the work is divided."""
 
     warps: int
@@ -323,10 +321,10 @@ class Form(NamedTuple):
     programs: int  # on a multiprocessor
 
 
-def form_for(fmt: int, segments: int) -> Form:
+def form_for(fmt: int, segments: int) -> RowForm:
     """As measured on an H200, in whole steps (benchmarks/gpu_products.py)."""
     wide = segments <= 64
-    return Form(8, 2, 1, 2) if wide else Form(16, 1, 1, 1)
+    return RowForm(8, 2, 1, 2) if wide else RowForm(16, 1, 1, 1)
 
 
 @lru_cache
@@ -345,7 +343,7 @@ def one_row(
     following: the matrix that is read next, if its beginning is to be prefetched into the L2 cache.
     """
     n, segments = codes.shape[0], codes.shape[1] // BYTES
-    s, k = 128 if fmt == INT4 else 64, x.shape[1] // (2 if before >= SILU else 1)
+    s, k = 128 if fmt == INT4 else 64, x.shape[1] // (2 if before > NORM else 1)
     assert triton.cdiv(k, s) == segments and x.shape[0] == 1 and x.is_contiguous()
     form = form_for(fmt, segments)
     programs = min(triton.cdiv(n, 4 * form.fours), processors(x.device) * form.programs)

@@ -35,7 +35,7 @@ def products(
     places = n0 + tl.arange(0, TILE_N)
     valid = places < end
     blocks = tl.load(table + places // BLOCK, mask=valid, other=0) if MASKED else tl.load(table + places // BLOCK)
-    k = load_tile(keys, blocks, places % BLOCK, valid, block_stride, token_stride, 1, HEAD, WIDE, FORMAT, MASKED, DTYPE)
+    k = load_tile(keys, blocks, places % BLOCK, valid, block_stride, token_stride, 1, HEAD, WIDE, MASKED, DTYPE)
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     where = blocks.to(tl.int64) * scale_block_stride + places % BLOCK
     if FORMAT > 0:
@@ -76,7 +76,7 @@ def step(
     total = total * shrink + tl.sum(p, axis=1)
     v = load_tile(
         values, blocks, places % BLOCK, valid, block_stride, 1 if FORMAT > 0 else token_stride,
-        BLOCK if FORMAT > 0 else 1, HEAD, WIDE, FORMAT, MASKED, DTYPE,
+        BLOCK if FORMAT > 0 else 1, HEAD, WIDE, MASKED, DTYPE,
     )  # fmt: skip
     if FORMAT > 0:
         p *= tl.load(value_scales + where, mask=valid, other=0.0)[None, :]

@@ -25,15 +25,20 @@ def activated(x, SILU: tl.constexpr):
 @triton.jit
 def gated_pair(gate, up, ACTIVATION: tl.constexpr):
     """ACTIVATION: as in ACTIVATIONS."""
-    if ACTIVATION == 2:
+    if ACTIVATION == 4:
         gate = tl.minimum(gate, 7.0, propagate_nan=tl.PropagateNan.ALL)
         up = tl.clamp(up, -7.0, 7.0, propagate_nan=tl.PropagateNan.ALL)
         return gate / (1.0 + tl.exp(-1.702 * gate)) * (up + 1.0)
+    elif ACTIVATION == 5:
+        gate = tl.minimum(gate, 10.0, propagate_nan=tl.PropagateNan.ALL)
+        return activated(gate, True) * tl.clamp(up, -10.0, 10.0, propagate_nan=tl.PropagateNan.ALL)
     else:
-        return activated(gate, ACTIVATION == 1) * up
+        return activated(gate, ACTIVATION == 2) * up
 
 
-ACTIVATIONS = {"gelu_tanh": 0, "silu": 1, "swiglu_oai": 2}
+# What products do to x first: nothing, a norm, or one of the gates, which have these numbers everywhere.
+NOTHING, NORM = 0, 1
+ACTIVATIONS = {"silu": 2, "gelu_tanh": 3, "swiglu_oai": 4, "swiglu_10": 5}
 
 
 @triton.jit
@@ -65,7 +70,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 @triton.jit
 def gate_kernel(
-    x_ptr, out_ptr, stride, WIDTH: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    x_ptr, out_ptr, stride, WIDTH: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     if PDL:
@@ -75,24 +80,30 @@ def gate_kernel(
     inside = dims < WIDTH
     gate = tl.load(x_ptr + row * stride + dims, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + row * stride + WIDTH + dims, mask=inside, other=0.0).to(tl.float32)
-    out = activated(gate, SILU) * up
+    out = gated_pair(gate, up, ACTIVATION)
     tl.store(out_ptr + row * WIDTH + dims, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def gated(x: Tensor, silu: bool) -> Tensor:
+def gated(x: Tensor, activation: int) -> Tensor:
     """activation(gate) · up of rows gate | up."""
     width = x.shape[1] // 2
     out = torch.empty(x.shape[0], width, dtype=x.dtype, device=x.device)
     block = min(2048, triton.next_power_of_2(width))
     gate_kernel[(x.shape[0], triton.cdiv(width, block))](
-        x, out, x.stride(0), WIDTH=width, SILU=silu, BLOCK=block, PDL=PDL, num_warps=4 if block >= 1024 else 1, **EARLY
-    )
+        x, out, x.stride(0), WIDTH=width, ACTIVATION=activation, BLOCK=block, PDL=PDL,
+        num_warps=4 if block >= 1024 else 1, **EARLY,
+    )  # fmt: skip
     return out
 
 
 @triton.jit
-def embed_kernel(tokens_ptr, table_ptr, out_ptr, scale, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def embed_kernel(
+    tokens_ptr, table_ptr, out_ptr, scale, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     dims = tl.arange(0, BLOCK)
     token = tl.load(tokens_ptr + row).to(tl.int64)
     x = tl.load(table_ptr + token * stride + dims, mask=dims < WIDTH, other=0.0).to(tl.float32) * scale
@@ -103,5 +114,7 @@ def embed(table: Tensor, tokens: Tensor, scale: float, dtype: torch.dtype) -> Te
     width = table.shape[1]
     out = torch.empty(tokens.shape[0], width, dtype=dtype, device=table.device)
     block = triton.next_power_of_2(width)
-    embed_kernel[(tokens.shape[0],)](tokens, table, out, scale, table.stride(0), WIDTH=width, BLOCK=block, num_warps=4)
+    embed_kernel[(tokens.shape[0],)](
+        tokens, table, out, scale, table.stride(0), WIDTH=width, BLOCK=block, PDL=PDL, num_warps=4, **EARLY
+    )
     return out

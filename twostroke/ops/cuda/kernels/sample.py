@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from twostroke.ops.cuda.kernels.launch import EARLY, PDL, gdc_launch_dependents, gdc_wait
+
 CHUNK = 4096
 
 
@@ -28,8 +30,11 @@ class Filters(NamedTuple):
 
 
 @triton.jit(do_not_specialize=["count", "vocab"])
-def resolve_kernel(tokens_ptr, newest_ptr, out_ptr, count, vocab, BLOCK: tl.constexpr):
+def resolve_kernel(tokens_ptr, newest_ptr, out_ptr, count, vocab, BLOCK: tl.constexpr, PDL: tl.constexpr):
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     inside = index < count
     token = tl.load(tokens_ptr + index, mask=inside, other=0)
     ahead = token < 0
@@ -42,7 +47,9 @@ def resolve_tokens(tokens: Tensor, newest: Tensor, vocab: int) -> Tensor:
     """Replaces each token -1 - place by the token that is kept at this place, which the host may not know yet. A draft
     model may have chosen one that this model does not have: it becomes another one, and is not accepted."""
     out, count = torch.empty_like(tokens), tokens.numel()
-    resolve_kernel[(triton.cdiv(count, 1024),)](tokens, newest, out, count, vocab, BLOCK=1024, num_warps=4)
+    resolve_kernel[(triton.cdiv(count, 1024),)](
+        tokens, newest, out, count, vocab, BLOCK=1024, PDL=PDL, num_warps=4, **EARLY
+    )  # fmt: skip
     return out
 
 
@@ -175,9 +182,12 @@ def nth_equal(base, temperature, key, count, vocab, CHUNK: tl.constexpr):
 @triton.jit
 def chunk_kernel(
     logits_ptr, temperatures_ptr, keys_ptr, key_ptr, last_ptr, best_ptr, index_ptr, vocab, stride, chunks,
-    FILTERED: tl.constexpr, CHUNK: tl.constexpr,
+    FILTERED: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row, chunk = tl.program_id(0), tl.program_id(1)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     inside = ids < vocab
     x = tl.load(logits_ptr + row.to(tl.int64) * stride + ids, mask=inside, other=float("-inf")).to(tl.float32)
@@ -199,8 +209,13 @@ def chunk_kernel(
 
 
 @triton.jit
-def pick_kernel(best_ptr, index_ptr, rows_ptr, newest_ptr, out_ptr, chunks, CHUNKS_2: tl.constexpr):
+def pick_kernel(
+    best_ptr, index_ptr, rows_ptr, newest_ptr, out_ptr, chunks, CHUNKS_2: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     row = tl.program_id(0)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     chunk = tl.arange(0, CHUNKS_2)
     inside = chunk < chunks
     best = tl.load(best_ptr + row * chunks + chunk, mask=inside, other=float("-inf"))
@@ -221,9 +236,9 @@ def sample(
     logits: Tensor, temperatures: Tensor, keys: Tensor, rows: Tensor, newest: Tensor, out: Tensor,
     filters: Filters | None = None,
 ) -> Tensor:  # fmt: skip
-    """One token for each row of logits (S, V) float32 into out (S,) and newest[rows] (rows of -1 are left out); -1:
-    the logits are not numbers. temperatures (S,) float32, 0 for greedy; keys (S, 2) int32: the low and the high half of
-    the noise's key."""
+    """One token for each row of logits (S, V) into out (S,) and newest[rows] (rows of -1 are left out); -1: the logits
+    are not numbers. With filters logits are float32. temperatures (S,) float32, 0 for greedy; keys (S, 2) int32: the
+    low and the high half of the noise's key."""
     count, vocab = logits.shape
     chunks = triton.cdiv(vocab, CHUNK)
     best = torch.empty(count, chunks, device=logits.device)
@@ -237,7 +252,9 @@ def sample(
         )  # fmt: skip
     chunk_kernel[(count, chunks)](
         logits, temperatures, keys, key, last, best, index, vocab, logits.stride(0), chunks,
-        FILTERED=filters is not None, CHUNK=CHUNK, num_warps=8,
+        FILTERED=filters is not None, CHUNK=CHUNK, PDL=PDL, num_warps=8, **EARLY,
     )  # fmt: skip
-    pick_kernel[(count,)](best, index, rows, newest, out, chunks, CHUNKS_2=triton.next_power_of_2(chunks), num_warps=1)
+    pick_kernel[(count,)](
+        best, index, rows, newest, out, chunks, CHUNKS_2=triton.next_power_of_2(chunks), PDL=PDL, num_warps=1, **EARLY
+    )
     return out

@@ -1,4 +1,4 @@
-"""Attention of one new token per request over a cache of few bits: K and V are loaded as operands of the tensor cores.
+"""Attention of one new token per request over K and V of eight bits, loaded as operands of the tensor cores.
 
 A warp works alone. K and V are the tall sides of its products, the heads that share them the narrow side
 (tall_tiles.py). q is read in the order in which the lanes hold K; q, and later p, are split into two parts. Splits are
@@ -25,7 +25,6 @@ from twostroke.ops.cuda.kernels.tall_tiles import (
     load_keys,
     load_scales,
     load_values,
-    nibbles_of,
     one_sum,
     start_sum,
     times,
@@ -54,36 +53,24 @@ def weigh(s, best, total, v_scale, FORMAT: tl.constexpr, RUN: tl.constexpr):
 
 @triton.jit
 def add_values(
-    acc_a, acc_b, shrink, parts, factor, words, seen, PART: tl.constexpr, TILE: tl.constexpr,
+    acc, shrink, parts, factor, words, seen, WIDE: tl.constexpr, TILE: tl.constexpr,
     MASKED: tl.constexpr, FORMAT: tl.constexpr, RUN: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    start = start_sum(PART, parts.shape[1], FORMAT)
-    factor = tl.broadcast_to(factor[None, :], (PART, 4))
-    if FORMAT == 2:
-        low, high = nibbles_of(words, FAST)
-        low = as_left(low, PART, TILE, FORMAT, RUN, FAST)
-        high = as_left(high, PART, TILE, FORMAT, RUN, FAST)
-        factor *= 1.0 / 16.0  # nibbles_of
-        acc_b = acc_b * shrink[None, :] + by_heads(one_sum(times(high, parts, start, FORMAT), FORMAT), factor)
-    else:
-        low = as_left(words, PART, TILE, FORMAT, RUN, FAST)
-        if MASKED and FORMAT == 3:  # where nothing is `seen`, memory may hold NaN
-            low = tl.where(seen[None, :], low, 0.0)
-    acc_a = acc_a * shrink[None, :] + by_heads(one_sum(times(low, parts, start, FORMAT), FORMAT), factor)
-    return acc_a, acc_b
+    start = start_sum(WIDE, parts.shape[1], FORMAT)
+    factor = tl.broadcast_to(factor[None, :], (WIDE, 4))
+    codes = as_left(words, WIDE, TILE, FORMAT, RUN, FAST)
+    if MASKED and FORMAT == 3:  # where nothing is `seen`, memory may hold NaN
+        codes = tl.where(seen[None, :], codes, 0.0)
+    return acc * shrink[None, :] + by_heads(one_sum(times(codes, parts, start, FORMAT), FORMAT), factor)
 
 
 @triton.jit
 def piece_of_q(
     heads, shared, which: tl.constexpr, rms, norm_ptr, cos_ptr, sin_ptr, position, HEAD: tl.constexpr,
-    HALF: tl.constexpr, NORM: tl.constexpr, N: tl.constexpr, DTYPE: tl.constexpr, FORMAT: tl.constexpr,
-    RUN: tl.constexpr,
+    HALF: tl.constexpr, NORM: tl.constexpr, N: tl.constexpr, DTYPE: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
-    """(R, N): the elements of q that are multiplied with N bytes of K; for int4 low and high elements in turn."""
-    if FORMAT == 2:
-        dims = 2 * (which // 2 * N + inner_order(N, RUN)) + which % 2
-    else:
-        dims = which * N + inner_order(N, RUN)
+    """(R, N): the elements of q that are multiplied with N bytes of K."""
+    dims = which * N + inner_order(N, RUN)
     q = turned(heads, shared, dims, rms, norm_ptr, cos_ptr, sin_ptr, position, HEAD, HALF, NORM)
     return q.to(DTYPE).to(tl.float32)
 
@@ -113,32 +100,25 @@ def load_pieces(
 @triton.jit
 def load_tokens(
     table, key_words, value_words, key_scales, value_scales, n0, begin, end, until, block_stride,
-    scale_block_stride, WIDTH: tl.constexpr, PART: tl.constexpr, N: tl.constexpr, PIECES: tl.constexpr,
+    scale_block_stride, HEAD: tl.constexpr, WIDE: tl.constexpr, N: tl.constexpr, PIECES: tl.constexpr,
     BLOCK: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """K and V of a tile with their scales, from blocks that the table names up to `until`."""
     k_ids, v_ids = load_blocks(table, n0, until, BLOCK, TILE)
     k_0, k_1, k_2, k_3, k_scale = load_pieces(
         key_words, key_scales, k_ids, n0, begin, end, block_stride, scale_block_stride,
-        WIDTH, N, PIECES, BLOCK, TILE, MASKED,
+        HEAD, N, PIECES, BLOCK, TILE, MASKED,
     )  # fmt: skip
-    v = load_values(value_words, v_ids, n0, end, block_stride, WIDTH, PART, BLOCK, TILE, MASKED)
+    v = load_values(value_words, v_ids, n0, end, block_stride, HEAD, WIDE, BLOCK, TILE, MASKED)
     v_scale = load_scales(value_scales, k_ids, n0, begin, end, scale_block_stride, BLOCK, TILE, MASKED)
     return k_0, k_1, k_2, k_3, k_scale, v, v_scale
 
 
 @triton.jit
 def add_piece(
-    s, words, q_a, q_b, N: tl.constexpr, TILE: tl.constexpr, FORMAT: tl.constexpr, RUN: tl.constexpr,
-    FAST: tl.constexpr,
-):  # fmt: skip
-    if FORMAT == 2:
-        low, high = nibbles_of(words, FAST)
-        s = times(as_left(low, TILE, N, FORMAT, RUN, FAST), q_a, s, FORMAT)
-        s = times(as_left(high, TILE, N, FORMAT, RUN, FAST), q_b, s, FORMAT)
-    else:
-        s = times(as_left(words, TILE, N, FORMAT, RUN, FAST), q_a, s, FORMAT)
-    return s
+    s, words, q, N: tl.constexpr, TILE: tl.constexpr, FORMAT: tl.constexpr, RUN: tl.constexpr, FAST: tl.constexpr
+):
+    return times(as_left(words, TILE, N, FORMAT, RUN, FAST), q, s, FORMAT)
 
 
 @triton.jit
@@ -148,19 +128,14 @@ def scores(
     SOFTCAP: tl.constexpr, FORMAT: tl.constexpr, RUN: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """(TILE, R) scores in the order of K's rows, times log2 e; q_scale (R,) holds all factors but the tokens' own."""
-    WIDE: tl.constexpr = start.shape[1]
-    s = tl.reshape(tl.broadcast_to(start[None, :, :], (TILE // 16, 16, WIDE)), (TILE, WIDE))
-    if FORMAT == 2:
-        s = add_piece(s, k_0, q_0, q_1, N, TILE, FORMAT, RUN, FAST)
-        if PIECES > 1:
-            s = add_piece(s, k_1, q_2, q_3, N, TILE, FORMAT, RUN, FAST)
-    else:
-        s = add_piece(s, k_0, q_0, q_0, N, TILE, FORMAT, RUN, FAST)
-        if PIECES > 1:
-            s = add_piece(s, k_1, q_1, q_1, N, TILE, FORMAT, RUN, FAST)
-        if PIECES > 2:
-            s = add_piece(s, k_2, q_2, q_2, N, TILE, FORMAT, RUN, FAST)
-            s = add_piece(s, k_3, q_3, q_3, N, TILE, FORMAT, RUN, FAST)
+    COLUMNS: tl.constexpr = start.shape[1]
+    s = tl.reshape(tl.broadcast_to(start[None, :, :], (TILE // 16, 16, COLUMNS)), (TILE, COLUMNS))
+    s = add_piece(s, k_0, q_0, N, TILE, FORMAT, RUN, FAST)
+    if PIECES > 1:
+        s = add_piece(s, k_1, q_1, N, TILE, FORMAT, RUN, FAST)
+    if PIECES > 2:
+        s = add_piece(s, k_2, q_2, N, TILE, FORMAT, RUN, FAST)
+        s = add_piece(s, k_3, q_3, N, TILE, FORMAT, RUN, FAST)
     s = by_heads(one_sum(s, FORMAT), k_scale) * q_scale[None, :]
     if SOFTCAP:
         s = softcap * LOG2E * tanh(s / softcap)
@@ -193,12 +168,8 @@ def tall_kernel(
 ):  # fmt: skip
     SHARE: tl.constexpr = HEADS // KV_HEADS
     DTYPE: tl.constexpr = q_ptr.dtype.element_ty
-    PAIRS: tl.constexpr = FORMAT == 2
-    WIDTH: tl.constexpr = HEAD // 2 if PAIRS else HEAD
-    PART: tl.constexpr = WIDE // 2 if PAIRS else WIDE  # bytes of a token
-    N: tl.constexpr = min(PART, 64)  # bytes of a piece of K
-    PIECES: tl.constexpr = PART // N
-    QS: tl.constexpr = 2 * PIECES if PAIRS else PIECES
+    N: tl.constexpr = min(WIDE, 64)  # bytes of a piece of K
+    PIECES: tl.constexpr = WIDE // N
     head, split = tl.program_id(0), tl.program_id(1)
     request, context, first_split, last_split, first_own, begin, end = share_of(
         split, tl.program_id(2), rows_ptr, shared_ptr, contexts_ptr, WINDOW, SCALE, LISTED, FUSED, CASCADE
@@ -222,7 +193,7 @@ def tall_kernel(
     if FUSED:  # no kernel of this step writes cached tokens: load them before the projection ends
         k_0, k_1, k_2, k_3, k_scale, v, v_scale = load_tokens(
             table, key_words, value_words, key_scales, value_scales, begin, begin, end, whole, block_stride,
-            scale_block_stride, WIDTH, PART, N, PIECES, BLOCK, TILE, False,
+            scale_block_stride, HEAD, WIDE, N, PIECES, BLOCK, TILE, False,
         )  # fmt: skip
     if PDL:
         gdc_wait()
@@ -233,23 +204,15 @@ def tall_kernel(
     TURN: tl.constexpr = HALF if FUSED else 0
     QNORM: tl.constexpr = NORM and FUSED
     rms = head_scale(heads, q_eps, HEAD, WIDE, QNORM)
-    q_0 = piece_of_q(
-        heads, shared, 0, rms, qnorm_ptr, cos_ptr, sin_ptr, newest, HEAD, TURN, QNORM, N, DTYPE, FORMAT, RUN
-    )
+    q_0 = piece_of_q(heads, shared, 0, rms, qnorm_ptr, cos_ptr, sin_ptr, newest, HEAD, TURN, QNORM, N, DTYPE, RUN)
     q_1, q_2, q_3 = q_0, q_0, q_0
-    if QS > 1:
-        q_1 = piece_of_q(
-            heads, shared, 1, rms, qnorm_ptr, cos_ptr, sin_ptr, newest, HEAD, TURN, QNORM, N, DTYPE, FORMAT, RUN
-        )
-    if QS > 2:
-        q_2 = piece_of_q(
-            heads, shared, 2, rms, qnorm_ptr, cos_ptr, sin_ptr, newest, HEAD, TURN, QNORM, N, DTYPE, FORMAT, RUN
-        )
-        q_3 = piece_of_q(
-            heads, shared, 3, rms, qnorm_ptr, cos_ptr, sin_ptr, newest, HEAD, TURN, QNORM, N, DTYPE, FORMAT, RUN
-        )
+    if PIECES > 1:
+        q_1 = piece_of_q(heads, shared, 1, rms, qnorm_ptr, cos_ptr, sin_ptr, newest, HEAD, TURN, QNORM, N, DTYPE, RUN)
+    if PIECES > 2:
+        q_2 = piece_of_q(heads, shared, 2, rms, qnorm_ptr, cos_ptr, sin_ptr, newest, HEAD, TURN, QNORM, N, DTYPE, RUN)
+        q_3 = piece_of_q(heads, shared, 3, rms, qnorm_ptr, cos_ptr, sin_ptr, newest, HEAD, TURN, QNORM, N, DTYPE, RUN)
     largest = tl.maximum(tl.max(tl.abs(q_0), axis=1), tl.max(tl.abs(q_1), axis=1))
-    if QS > 2:
+    if PIECES > 2:
         largest = tl.maximum(largest, tl.maximum(tl.max(tl.abs(q_2), axis=1), tl.max(tl.abs(q_3), axis=1)))
     most: tl.constexpr = 16.0 if FORMAT == 3 else 127.0
     unit = tl.maximum(largest, 1e-30) / most
@@ -258,23 +221,22 @@ def tall_kernel(
     # Sums start from a product with zeros, so that q is in its lanes before the loop.
     nothing = tl.zeros((16, N), tl.float16 if FORMAT == 3 else tl.int8)
     start = times(nothing, q_0, start_sum(16, 2 * R, FORMAT), FORMAT)
-    if QS > 1:
+    if PIECES > 1:
         start = times(nothing, q_1, start, FORMAT)
-    if QS > 2:
+    if PIECES > 2:
         start = times(nothing, q_2, start, FORMAT)
         start = times(nothing, q_3, start, FORMAT)
-    q_scale = unit * (scale / 16.0 if PAIRS else scale)
+    q_scale = unit * scale
     if not SOFTCAP:
         q_scale *= LOG2E
     best = tl.full((R,), float("-inf"), tl.float32)
     total = tl.zeros((8, R), tl.float32)
-    acc_a = tl.zeros((PART, R), tl.float32)
-    acc_b = acc_a
+    acc = tl.zeros((WIDE, R), tl.float32)
     there = tl.full((TILE,), 1, tl.int1)
     if not FUSED:
         k_0, k_1, k_2, k_3, k_scale, v, v_scale = load_tokens(
             table, key_words, value_words, key_scales, value_scales, begin, begin, end, whole, block_stride,
-            scale_block_stride, WIDTH, PART, N, PIECES, BLOCK, TILE, False,
+            scale_block_stride, HEAD, WIDE, N, PIECES, BLOCK, TILE, False,
         )  # fmt: skip
     k_ids, v_ids = load_blocks(table, begin + TILE, whole, BLOCK, TILE)
     for n0 in tl.range(begin, whole, TILE, num_stages=1):
@@ -284,17 +246,17 @@ def tall_kernel(
         )  # fmt: skip
         k_0, k_1, k_2, k_3, k_scale = load_pieces(
             key_words, key_scales, k_ids, n0, begin, end, block_stride, scale_block_stride,
-            WIDTH, N, PIECES, BLOCK, TILE, False,
+            HEAD, N, PIECES, BLOCK, TILE, False,
         )  # fmt: skip
         best, total, shrink, parts, factor = weigh(s, best, total, v_scale, FORMAT, RUN)
-        acc_a, acc_b = add_values(acc_a, acc_b, shrink, parts, factor, v, there, PART, TILE, False, FORMAT, RUN, FAST)
-        v = load_values(value_words, v_ids, n0, end, block_stride, WIDTH, PART, BLOCK, TILE, False)
+        acc = add_values(acc, shrink, parts, factor, v, there, WIDE, TILE, False, FORMAT, RUN, FAST)
+        v = load_values(value_words, v_ids, n0, end, block_stride, HEAD, WIDE, BLOCK, TILE, False)
         v_scale = load_scales(value_scales, k_ids, n0, begin, end, scale_block_stride, BLOCK, TILE, False)
         k_ids, v_ids = load_blocks(table, n0 + 2 * TILE, whole, BLOCK, TILE)
     for n0 in tl.range(whole, end, TILE, num_stages=1):
         k_0, k_1, k_2, k_3, k_scale, v, v_scale = load_tokens(
             table, key_words, value_words, key_scales, value_scales, n0, begin, end, end, block_stride,
-            scale_block_stride, WIDTH, PART, N, PIECES, BLOCK, TILE, True,
+            scale_block_stride, HEAD, WIDE, N, PIECES, BLOCK, TILE, True,
         )  # fmt: skip
         s = scores(
             q_0, q_1, q_2, q_3, q_scale, start, k_0, k_1, k_2, k_3, k_scale, n0, begin, end, softcap,
@@ -302,7 +264,7 @@ def tall_kernel(
         )  # fmt: skip
         best, total, shrink, parts, factor = weigh(s, best, total, v_scale, FORMAT, RUN)
         seen = inner_seen(n0, begin, end, TILE, RUN)
-        acc_a, acc_b = add_values(acc_a, acc_b, shrink, parts, factor, v, seen, PART, TILE, True, FORMAT, RUN, FAST)
+        acc = add_values(acc, shrink, parts, factor, v, seen, WIDE, TILE, True, FORMAT, RUN, FAST)
     sums = tl.sum(total, axis=0)
     if FUSED:
         owner = split == last_split  # of the newest token
@@ -311,7 +273,7 @@ def tall_kernel(
             offset = newest % BLOCK
             one = tl.arange(0, 2)
             mine = one < 1
-            k_at = keys + block * block_stride + offset * WIDTH + one * 0
+            k_at = keys + block * block_stride + offset * HEAD + one * 0
             v_at = values + block * block_stride + offset + one * 0
             at = block * scale_block_stride + offset + one * 0
             k_head = q_ptr + row * q_stride + (HEADS + head) * HEAD + one * 0
@@ -333,16 +295,8 @@ def tall_kernel(
             new = tl.maximum(best, s * LOG2E)
             p, shrink = tl.exp2(s * LOG2E - new), tl.exp2(best - new)
             best, sums = new, sums * shrink + p
-            if PAIRS:
-                v_a, v_b = tl.split(tl.reshape(new_v, (WIDE // 2, 2)))
-                acc_b = acc_b * shrink[None, :] + p[None, :] * v_b[:, None]
-                acc_a = acc_a * shrink[None, :] + p[None, :] * v_a[:, None]
-            else:
-                acc_a = acc_a * shrink[None, :] + p[None, :] * new_v[:, None]
-    if PAIRS:
-        acc = tl.reshape(tl.permute(tl.join(acc_a, acc_b), (1, 0, 2)), (R, WIDE))
-    else:
-        acc = tl.trans(acc_a)
+            acc = acc * shrink[None, :] + p[None, :] * new_v[:, None]
+    acc = tl.trans(acc)
     dims = tl.arange(0, WIDE)
     inside = shared[:, None] & (dims < HEAD)[None, :]
     place = out_ptr + row * HEADS * HEAD + (head * SHARE + index)[:, None] * HEAD + dims[None, :]
@@ -376,9 +330,9 @@ def tall_attention(
     requests: int, listed: Tensor | None, splits: int, fused: bool, scale: int = 1,
     shared: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """As decode_attention, over int8, int4 or fp8."""
+    """As decode_attention, over int8 or fp8."""
     dim, share = attention.head_dim, attention.heads // attention.kv_heads
-    wide = max(64 if kv.format == "int4" else 32, triton.next_power_of_2(dim))
+    wide = max(32, triton.next_power_of_2(dim))
     rope, qn, kn = attention.rope, attention.query_norm, attention.key_norm
     assert kv.key_scales is not None and kv.value_scales is not None
     assert kv.keys.stride(2) == kv.keys.shape[3]  # tokens of a block side by side
@@ -395,7 +349,7 @@ def tall_attention(
         HEADS=attention.heads, KV_HEADS=attention.kv_heads, R=max(4, triton.next_power_of_2(share)), HEAD=dim,
         WIDE=wide, HALF=rope.cos.shape[1] if rope else 0, NORM=qn is not None, FORMAT=FORMATS[kv.format],
         WINDOW=attention.window, SOFTCAP=attention.softcap > 0, BLOCK=BLOCK,
-        TILE=64 if kv.format == "int4" and wide <= 128 else 32, SCALE=scale,
+        TILE=32, SCALE=scale,
         SPLITS_2=max(128, triton.next_power_of_2(splits)),
         LISTED=listed is not None, FUSED=fused, PDL=PDL, FAST=not INTERPRETED,
         CASCADE=shared is not None, num_warps=1, **EARLY,

@@ -109,25 +109,6 @@ def load_values(
 
 
 @triton.jit
-def nibbles_of(words, FAST: tl.constexpr):
-    """Sixteen times the low and the high elements of words of int4 codes, as words of int8. In assembly, because the
-    compiler would take the words apart."""
-    if FAST:
-        low, high = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 up;
-            shl.b32 up, $2, 4;
-            lop3.b32 $0, up, 0x88888888, 0xf0f0f0f0, 0x28;
-            lop3.b32 $1, $2, 0x88888888, 0xf0f0f0f0, 0x28;
-            }""",
-            "=&r,=&r,r", [words], dtype=(tl.int32, tl.int32), is_pure=True, pack=1,
-        )  # fmt: skip
-    else:
-        low, high = ((words << 4) ^ -0x77777778) & -0x0F0F0F10, (words ^ -0x77777778) & -0x0F0F0F10
-    return low, high
-
-
-@triton.jit
 def as_left(
     words, ROWS: tl.constexpr, INNER: tl.constexpr, FORMAT: tl.constexpr, RUN: tl.constexpr, FAST: tl.constexpr
 ):
