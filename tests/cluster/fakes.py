@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from twostroke.cluster.transport import Blocks, Source, TransferError
+from twostroke.cluster.transport import Blocks, BlockSource, TransferError
 from twostroke.kv.addresses import Name
 from twostroke.record import replace
 from twostroke.remote.messages import Located
@@ -38,13 +38,13 @@ class FakeTransport:
 
     def __init__(self, fault: Callable[[], Fault] = Fault):
         self.fault = fault
-        self.sources: dict[str, Source] = {}  # by address
+        self.sources: dict[str, BlockSource] = {}  # by address
         self.fetched: list[int] = []  # blocks of each transfer that was begun
         self.open = 0
         self.gate = asyncio.Event()  # transfers that have begun go on while it is set
         self.gate.set()
 
-    async def listen(self, source: Source) -> str:
+    async def listen(self, source: BlockSource) -> str:
         address = f"fake {len(self.sources)}"
         self.sources[address] = source
         return address
@@ -62,7 +62,7 @@ class FakeTransport:
 
 
 class FakeIncoming:
-    def __init__(self, transport: FakeTransport, source: Source, ticket: bytes, fault: Fault):
+    def __init__(self, transport: FakeTransport, source: BlockSource, ticket: bytes, fault: Fault):
         self.transport, self.source, self.ticket, self.fault = transport, source, ticket, fault
 
     async def renew(self) -> None:
@@ -105,7 +105,7 @@ class FakeIncoming:
 
 
 class Shelf:
-    """A `Source` that has any block: its bytes are made from its name."""
+    """A `BlockSource` that has any block: its bytes are made from its name."""
 
     def __init__(self, block_bytes: int = BLOCK_BYTES):
         self.block_bytes = block_bytes

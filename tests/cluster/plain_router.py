@@ -7,7 +7,7 @@ from itertools import islice
 from math import inf
 from typing import NamedTuple
 
-from twostroke.cluster.router import Ask, Link, Load, Role, Route
+from twostroke.cluster.router import Ask, Link, Role, Route, WorkerLoad
 from twostroke.cluster.search import CHUNK
 from twostroke.ops.interface import BLOCK
 
@@ -22,12 +22,12 @@ class Prompt(NamedTuple):
     source: str = ""
 
 
-class Worker:
+class RoutedWorker:
     """What the router knows of one worker."""
 
     __slots__ = ("load", "names", "role", "sent_streams", "sent_tokens")
 
-    def __init__(self, role: Role, load: Load):
+    def __init__(self, role: Role, load: WorkerLoad):
         self.role = role
         self.load = load
         self.names: dict[bytes, None] = {}  # of blocks that it has, the oldest first
@@ -87,15 +87,15 @@ class PlainRouter:
         self.block_bytes = block_bytes
         self.link = link
         self.prefix_link = prefix_link
-        self.workers: dict[str, Worker] = {}
+        self.workers: dict[str, RoutedWorker] = {}
 
     # ---- what is known ---------------------------------------------------------------------------------------------
 
-    def update(self, name: str, role: Role, load: Load) -> None:
+    def update(self, name: str, role: Role, load: WorkerLoad) -> None:
         """A worker joins, or reports anew. Its report covers what was sent to it before."""
         worker = self.workers.get(name)
         if worker is None:
-            self.workers[name] = Worker(role, load)
+            self.workers[name] = RoutedWorker(role, load)
             return
         worker.role, worker.load = role, load
         worker.sent_tokens = worker.sent_streams = 0
@@ -135,9 +135,9 @@ class PlainRouter:
                     best, least = (route, route.cost) if route.cost < least else (best, least)
         return best
 
-    def prompts(self, ask: Ask, workers: dict[str, Worker]) -> dict[str, Prompt]:
+    def prompts(self, ask: Ask, workers: dict[str, RoutedWorker]) -> dict[str, Prompt]:
         """At each worker, with what it fetches from the one that has the most of it."""
-        plain = {name: worker.prompt(*ask) for name, worker in workers.items()}
+        plain = {name: worker.prompt(ask.tokens, ask.names) for name, worker in workers.items()}
         most, source = max(((one.cached, name) for name, one in plain.items()), default=(0, ""), key=lambda one: one[0])
         if self.prefix_link is None or not most:
             return plain

@@ -20,7 +20,7 @@ import pytest
 from tests.cluster.pairs import SETTINGS, all_back
 from tests.serve.server import children, command_line, wait_until
 from twostroke.cluster import placement
-from twostroke.cluster.deployment import Deployment, Shape
+from twostroke.cluster.deployment import Deployment, DeploymentPlan
 from twostroke.remote.async_engine import AsyncEngine
 from twostroke.remote.client import EngineError
 
@@ -108,7 +108,7 @@ def without_tokens() -> Iterator[None]:
 class Standing(Generic[D]):
     """A deployment that runs until it is closed, for one scenario after the other."""
 
-    def __init__(self, kind: type[D], folder: Path, shape: Shape):
+    def __init__(self, kind: type[D], folder: Path, shape: DeploymentPlan):
         self.runner = asyncio.Runner()
         self.engine: AsyncEngine | None = None
         try:
@@ -117,7 +117,7 @@ class Standing(Generic[D]):
             self.close()
             raise
 
-    async def _start(self, kind: type[D], folder: Path, shape: Shape) -> None:
+    async def _start(self, kind: type[D], folder: Path, shape: DeploymentPlan) -> None:
         placement.CONNECT_SECONDS = 300.0  # the machine of the tests may be slow and busy
         self.deployment = kind(folder, shape, print)
         self.engine = AsyncEngine(folder, SETTINGS, client=self.deployment, max_queue=200)
@@ -145,7 +145,7 @@ class Standing(Generic[D]):
                 self.runner.run(self.engine.stop())
 
 
-def run_deployment(folder: Path, shape: Shape, scenario: Scenario, seconds: float = 900) -> None:
+def run_deployment(folder: Path, shape: DeploymentPlan, scenario: Scenario, seconds: float = 900) -> None:
     with contextlib.closing(Standing(Deployment, folder, shape)) as standing:
         standing.run(scenario, seconds)
 

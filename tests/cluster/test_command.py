@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,23 +19,23 @@ from tests.cluster.rays import is_engine, tree
 from tests.serve.server import KEY, OTHER_KEY, Server, wait_until
 from twostroke.bench.client import Target
 from twostroke.bench.remote import Admin
-from twostroke.bench.split import pools_of
-from twostroke.cluster.deployment import Shape, check_shape
+from twostroke.cluster.deployment import DeploymentPlan, check_shape
+from twostroke.cost.simulation.clustered import pools_of
 from twostroke.errors import ConfigError
 
 
 @pytest.mark.parametrize(
     ("shape", "words"),
     [
-        (Shape(), "give --prefill P and --decode D, both 1 or more, or --workers N"),
-        (Shape(prefill=2), "give --prefill P and --decode D"),
-        (Shape(workers=1, decode=1), "give it without --prefill and --decode"),
-        (Shape(workers=1, decode_settings={"threads": 1}), "need --prefill and --decode"),
-        (Shape(workers=1, apart=True), "--route apart needs"),
-        (Shape(workers=1, transport="rdma"), "--transport: 'rdma' is not known; use auto, tcp, nixl"),
+        (DeploymentPlan(), "give --prefill P and --decode D, both 1 or more, or --workers N"),
+        (DeploymentPlan(prefill=2), "give --prefill P and --decode D"),
+        (DeploymentPlan(workers=1, decode=1), "give it without --prefill and --decode"),
+        (DeploymentPlan(workers=1, decode_settings={"threads": 1}), "need --prefill and --decode"),
+        (DeploymentPlan(workers=1, apart=True), "--route apart needs"),
+        (DeploymentPlan(workers=1, transport="rdma"), "--transport: 'rdma' is not known; use auto, tcp, nixl"),
     ],
 )
-def test_shapes_that_are_none(shape: Shape, words: str) -> None:
+def test_shapes_that_are_none(shape: DeploymentPlan, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         check_shape(shape)
 
@@ -68,8 +68,13 @@ def test_the_answer_of_one_engine(deployment: Server, expected: dict) -> None:
         timings = found["timings"]
         assert 0 < timings["transfer_s"] < timings["decode_s"]
         assert sum(timings[name] for name in ("queue_s", "prefill_s", "decode_s")) == pytest.approx(timings["e2e_s"])
+        arrived = client.get("/twostroke/arrivals").json()["arrivals"][-1]
+        for name in ("transfer_s", "decode_queue_s"):
+            assert arrived[name] == timings[name]
         metrics = client.get("/metrics").text
         assert "twostroke:transfers_done_total{model_name=" in metrics
+        for name in ("transfer_time_seconds", "transfer_size_bytes", "request_decode_queue_time_seconds"):
+            assert re.search(rf"^twostroke:{name}_count{{.*}} [1-9]", metrics, re.MULTILINE), name
         assert metrics.count("twostroke:worker_up{") == 2
         settings = client.get("/twostroke/settings").json()
         assert settings["workers"] == 2 and settings["settings"]["max_requests"]["value"] == 32
@@ -90,7 +95,11 @@ def test_workers_are_shown_and_change_their_roles(deployment: Server, expected: 
         assert [(one["name"], one["role"], one["healthy"]) for one in document["workers"]] == [
             ("prefill-0", "prefill", True), ("decode-0", "decode", True),
         ]  # fmt: skip
-        assert document["transfers"]["failed"] == {}
+        transfers = document["transfers"]
+        assert transfers["failed"] == {}
+        assert sum(one["bytes"] for one in transfers["last"]) == transfers["bytes"]
+        assert all(one["from"] == "prefill-0" and one["seconds"] > 0 for one in transfers["last"])
+        assert [one["received_bytes"] for one in document["workers"]] == [0, transfers["bytes"]]
         wrong = {"worker": "decode-0", "role": "prefill"}
         refused = client.post("/twostroke/workers", json=wrong)
         assert refused.status_code == 400 and "last worker that writes answers" in refused.json()["error"]["message"]
@@ -106,6 +115,26 @@ def test_workers_are_shown_and_change_their_roles(deployment: Server, expected: 
         wait_until(lambda: workers()["transfers"]["done"] > done, "nothing moved")
     with deployment.client(headers={"authorization": f"Bearer {OTHER_KEY}"}) as other:
         assert other.get("/twostroke/workers").status_code == 403
+
+
+@pytest.mark.slow
+def test_the_steps_of_each_worker_are_shown(deployment: Server) -> None:
+    """A request has the same id in both, so a lane of the dashboard goes from one to the other."""
+    with deployment.client() as client:
+        client.post("/v1/completions", json=BODY | {"prompt": "Another prompt. " * 12}).raise_for_status()
+        request = client.get("/twostroke/arrivals").json()["arrivals"][-1]["request"]
+        shown = {}
+        for name in ("prefill-0", "decode-0"):
+            document = client.get("/twostroke/steps", params={"worker": name}).raise_for_status().json()
+            assert document["worker"] == name and document["restarts"] == 0
+            lanes = [lane for step in document["steps"] for lane in step["lanes"] if lane["request"] == request]
+            shown[name] = {lane["stage"] for lane in lanes}
+            blocks = [step["blocks"] for step in document["steps"]]
+            assert all(one["free"] + one["held"] + one["cached"] == one["total"] for one in blocks)
+        assert shown["prefill-0"] == {"prefill"} and "decode" in shown["decode-0"]
+        assert client.get("/twostroke/steps").json()["worker"] == "decode-0"
+        refused = client.get("/twostroke/steps", params={"worker": "x"})
+        assert refused.status_code == 400 and "there is no x" in refused.json()["error"]["message"]
 
 
 @pytest.mark.slow
@@ -170,12 +199,12 @@ def test_auto_divides_the_workers_and_nothing_is_left_of_a_router_that_is_killed
     finally:
         running.process.kill()
         running.process.wait()
-    began = time.monotonic()
-    wait_until(lambda: not alive(processes), "processes are left")
-    print(f"gone after {time.monotonic() - began:.1f} s")
+    wait_until(lambda: not alive(processes), "processes are left", seconds=10)
 
 
 @pytest.mark.slow
 def test_one_engine_has_no_workers(one_engine: httpx.Client) -> None:
     answer = one_engine.get("/twostroke/workers")
     assert answer.status_code == 404 and "twostroke cluster" in answer.json()["error"]["message"]
+    assert one_engine.get("/twostroke/steps", params={"worker": "decode-0"}).status_code == 404
+    assert one_engine.get("/twostroke/steps").json()["worker"] is None

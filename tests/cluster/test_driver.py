@@ -13,7 +13,7 @@ import pytest
 
 from twostroke.cluster import placement_main
 from twostroke.cluster.placement import Placement
-from twostroke.cluster.placing import Connected, Place
+from twostroke.cluster.placing import Connected, PlaceWorkers
 from twostroke.cluster.remote_worker import start_error
 from twostroke.errors import ConfigError
 from twostroke.remote.messages import Failed
@@ -32,7 +32,7 @@ def shutdown():
 """
 
 
-def never_placed(connected: Connected) -> Place:
+def never_placed(connected: Connected) -> PlaceWorkers:
     raise AssertionError(connected)
 
 

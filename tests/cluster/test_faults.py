@@ -15,9 +15,10 @@ import pytest
 from tests.cluster.fakes import FakeTransport, Fault
 from tests.cluster.pairs import GREEDY, PEERS, REAL, Pair, all_back, answer, held_answers, moved, run_pair
 from tests.cluster.test_pair import PROMPT, Alone
-from twostroke.cluster.pools import GONE
+from twostroke.cluster.pools import GONE, NO_RETRY
 from twostroke.cluster.sockets import SharedMemoryTransport
 from twostroke.ops.interface import BLOCK
+from twostroke.record import replace
 from twostroke.remote import client, process
 from twostroke.remote.async_engine import ENGINE_GONE, AsyncEngine
 from twostroke.remote.blocks import BlockExchange
@@ -244,6 +245,35 @@ def test_a_decode_process_is_killed(
 
     hold = tmp_path / "hold"
     with held_answers(monkeypatch, hold) as go_on:
+        run_pair(llama_folder, scenario, lambda: SharedMemoryTransport(PEERS), "process")
+
+
+def test_an_answer_without_retry_ends_with_an_error(
+    llama_folder: Path, llama_alone: Alone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has begun when its engine is killed. The one beside it goes on elsewhere."""
+    once = replace(LONG, retry=False)
+    want = [llama_alone.answer(prompt, LONG) for prompt in prompts(3)]
+
+    async def ended(engine: AsyncEngine, prompt: list[int]) -> tuple[list[int], list[str | None]]:
+        pieces = [piece.event async for piece in engine.submit([prompt], once)]
+        tokens = [token for event in pieces for token in event.token_ids]
+        return tokens, [event.error for event in pieces if event.finish_reason is not None]
+
+    async def scenario(engine: AsyncEngine, pair: Pair) -> None:
+        first = asyncio.ensure_future(ended(engine, prompts(1)[0]))
+        second = asyncio.ensure_future(answer(engine, prompts(2)[1], LONG))
+        await until(lambda: [len(flight.written) > 30 for flight in pair.flights.values()] == [True, True])
+        kill(pair.decode.worker.engine)
+        go_on()
+        tokens, errors = await first
+        assert tokens == list(want[0][0][0])[: len(tokens)] and len(tokens) > 30 and errors == [NO_RETRY]
+        assert await second == want[1]
+        await until(lambda: pair.decode.worker.engine.healthy)
+        third = asyncio.ensure_future(ended(engine, prompts(3)[2]))
+        assert await third == (list(want[2][0][0]), [None])
+
+    with held_answers(monkeypatch, tmp_path / "hold") as go_on:
         run_pair(llama_folder, scenario, lambda: SharedMemoryTransport(PEERS), "process")
 
 

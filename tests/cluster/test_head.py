@@ -15,7 +15,7 @@ from tests.cluster.pairs import SETTINGS
 from tests.cluster.rays import RunningRay, Standing, free_port, tree, without_tokens
 from tests.cluster.test_faults import LONG, prompts
 from tests.cluster.test_pair import PROMPT, Alone
-from twostroke.cluster.deployment import Deployment, Shape
+from twostroke.cluster.deployment import Deployment, DeploymentPlan
 from twostroke.remote.async_engine import AsyncEngine
 from twostroke.remote.client import EngineError
 
@@ -49,7 +49,9 @@ async def collected(stream) -> list:
 def test_the_head_is_lost(llama_folder: Path, ray: list[RunningRay]) -> None:
     alone = Alone(llama_folder)
     want = [tuple(alone.answer(prompt, LONG)[0][0]) for prompt in prompts(3)]
-    shape = Shape(prefill=1, decode=1, settings=SETTINGS | {"speculate": "off"}, address=ray[0].address, apart=True)
+    shape = DeploymentPlan(
+        prefill=1, decode=1, settings=SETTINGS | {"speculate": "off"}, address=ray[0].address, apart=True
+    )
     standing = Standing(Deployment, llama_folder, shape)
 
     async def begun(deployment: Deployment, running: list[asyncio.Future]) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from math import inf
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -23,6 +25,7 @@ from tests.cluster.pairs import (
     needs_nixl,
     run_pair,
 )  # fmt: skip
+from twostroke.cluster.router import Ask, Router
 from twostroke.engine.llm import LLM
 from twostroke.errors import ConfigError
 from twostroke.record import replace
@@ -214,6 +217,27 @@ def test_short_prompts_stay_on_the_decode_engine(llama_folder: Path, llama_alone
     async def scenario(engine: AsyncEngine, pair: Pair) -> None:
         assert await answer(engine, PROMPT[:15]) == want
         assert pair.prefill.counts.computed_tokens == 0
+
+    run_pair(llama_folder, scenario)
+
+
+def test_routes_know_when_a_first_token_is_due(llama_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the request, or from the target of the deployment."""
+    due: list[float] = []
+    choose = Router.choose
+
+    def asked(router: Router, ask: Ask, *others: Any) -> Any:
+        due.append(ask.due)
+        return choose(router, ask, *others)
+
+    monkeypatch.setattr(Router, "choose", asked)
+
+    async def scenario(engine: AsyncEngine, pair: Pair) -> None:
+        await answer(engine, PROMPT)
+        await answer(engine, PROMPT, replace(GREEDY, deadline=50.0))
+        pair.ttft = 9.0
+        await answer(engine, PROMPT)
+        assert due[0] == inf and 40 < due[1] < 50 and 8 < due[2] < 9
 
     run_pair(llama_folder, scenario)
 

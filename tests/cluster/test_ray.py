@@ -19,7 +19,7 @@ from tests.cluster.rays import SHAPES, Standing, agent_pid, all_up, engine_pid, 
 from tests.cluster.test_faults import LONG, prompts
 from tests.cluster.test_pair import PROMPT, Alone
 from tests.cluster.test_storm import hurt
-from twostroke.cluster.deployment import Deployment, Shape
+from twostroke.cluster.deployment import Deployment, DeploymentPlan
 from twostroke.cluster.member import Member
 from twostroke.errors import ConfigError
 from twostroke.remote.async_engine import AsyncEngine
@@ -36,9 +36,9 @@ def llama_alone(llama_folder: Path) -> Alone:
     return Alone(llama_folder)
 
 
-def shape(address: str | None, kind: str = "1+1", **more: object) -> Shape:
+def shape(address: str | None, kind: str = "1+1", **more: object) -> DeploymentPlan:
     settings = SETTINGS | {"max_batch_tokens": 64} | dict(more.pop("settings", {}))  # type: ignore[call-overload]
-    return Shape(**SHAPES[kind], settings=settings, address=address, apart=True, **more)  # type: ignore[arg-type]
+    return DeploymentPlan(**SHAPES[kind], settings=settings, address=address, apart=True, **more)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")

@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.cluster.plain_router import PlainRouter
-from twostroke.cluster.router import Ask, Link, Load, Role, Route, Router
+from twostroke.cluster.router import Ask, Link, Role, Route, Router, WorkerLoad
 from twostroke.cluster.search import FEW
 from twostroke.ops.interface import BLOCK
 from twostroke.record import replace
 
 BYTES = 1_000_000  # of a block
-FAST = Load(max_streams=8, token_seconds=0.001, step_seconds=0.01)
+FAST = WorkerLoad(max_streams=8, token_seconds=0.001, step_seconds=0.01)
 
 
 def names(prompt: int, count: int) -> list[bytes]:
@@ -34,13 +34,13 @@ def router(link: Link | None = None, **roles: Role) -> Router:
 def test_a_long_prompt_goes_to_a_prefill_worker_and_a_short_one_stays() -> None:
     """Streams wait while a decode worker computes a prompt; a transfer has its latency."""
     found = router(Link(1e9, 0.05), p=Role.PREFILL, d=Role.DECODE)
-    found.update("d", Role.DECODE, Load(streams=2, max_streams=8, token_seconds=0.001, step_seconds=0.01))
+    found.update("d", Role.DECODE, WorkerLoad(streams=2, max_streams=8, token_seconds=0.001, step_seconds=0.01))
     long = found.choose(Ask(1000, names(1, 62)))
     assert long is not None and (long.prefill, long.decode, long.sent) == ("p", "d", 62)
     assert long.ttft == pytest.approx(1.0) and long.second == pytest.approx(1.0 + 0.05 + 62 * BYTES / 1e9 + 0.01)
     assert long.cost == pytest.approx(long.second)
     found.update("p", Role.PREFILL, FAST)
-    found.update("d", Role.DECODE, Load(streams=2, max_streams=8, token_seconds=0.001, step_seconds=0.01))
+    found.update("d", Role.DECODE, WorkerLoad(streams=2, max_streams=8, token_seconds=0.001, step_seconds=0.01))
     short = found.choose(Ask(16, names(2, 1)))
     assert short is not None and (short.prefill, short.decode) == ("d", "d")
     assert short.ttft == pytest.approx(0.016) and short.cost == pytest.approx(0.016 + 0.01 + 2 * 0.016)
@@ -49,7 +49,7 @@ def test_a_long_prompt_goes_to_a_prefill_worker_and_a_short_one_stays() -> None:
 def test_a_slow_link_keeps_prompts_where_they_are() -> None:
     for bandwidth, prefill in ((1e9, "p"), (1e6, "d")):
         found = router(Link(bandwidth), p=Role.PREFILL, d=Role.DECODE)
-        found.update("d", Role.DECODE, Load(streams=4, max_streams=8, token_seconds=0.002))
+        found.update("d", Role.DECODE, WorkerLoad(streams=4, max_streams=8, token_seconds=0.002))
         route = found.choose(Ask(160, names(1, 10)))
         assert route is not None and route.prefill == prefill
 
@@ -60,7 +60,7 @@ def test_a_prompt_goes_where_its_beginning_is_unless_that_worker_is_busy() -> No
     route = found.choose(Ask(820, names(1, 51)))
     assert route is not None and (route.prefill, route.decode, route.cached) == ("b", "b", 50)
     assert route.ttft == pytest.approx(0.02)
-    found.update("b", Role.BOTH, Load(queued_tokens=5000, max_streams=8, token_seconds=0.001))
+    found.update("b", Role.BOTH, WorkerLoad(queued_tokens=5000, max_streams=8, token_seconds=0.001))
     route = found.choose(Ask(820, names(1, 51)))
     assert route is not None and (route.prefill, route.cached) == ("a", 0)
 
@@ -68,7 +68,7 @@ def test_a_prompt_goes_where_its_beginning_is_unless_that_worker_is_busy() -> No
 def test_blocks_that_the_decode_worker_has_are_not_counted_as_sent() -> None:
     found = router(Link(1e6), p=Role.PREFILL, d=Role.DECODE, e=Role.DECODE)
     for name in "de":
-        found.update(name, Role.DECODE, Load(max_streams=8, token_seconds=1.0))
+        found.update(name, Role.DECODE, WorkerLoad(max_streams=8, token_seconds=1.0))
     found.stored("e", names(1, 9))
     route = found.choose(Ask(160, names(1, 10)))
     assert route is not None and (route.prefill, route.decode, route.sent) == ("p", "e", 1)
@@ -84,7 +84,7 @@ def test_what_was_sent_counts_until_the_next_report() -> None:
 
 def test_a_full_worker_is_waited_for_or_passed_over() -> None:
     found = router(a=Role.BOTH, b=Role.BOTH)
-    full = Load(streams=8, max_streams=8, token_seconds=0.001, stream_seconds=40.0)
+    full = WorkerLoad(streams=8, max_streams=8, token_seconds=0.001, stream_seconds=40.0)
     found.update("a", Role.BOTH, full)
     assert found.choose(Ask(100)).decode == "b"  # type: ignore[union-attr]
     found.update("b", Role.BOTH, full)
@@ -105,7 +105,7 @@ def test_a_worker_that_is_lost_is_not_chosen_and_its_blocks_are_forgotten() -> N
 
 
 seconds = st.sampled_from([0.0, 0.001, 0.01, 0.3])
-loads = st.builds(Load, st.integers(0, 3000), st.integers(0, 9), st.integers(1, 8), seconds, seconds, seconds)
+loads = st.builds(WorkerLoad, st.integers(0, 3000), st.integers(0, 9), st.integers(1, 8), seconds, seconds, seconds)
 workers = st.lists(st.tuples(st.sampled_from(Role), loads, st.integers(0, 12)), max_size=6)
 
 
@@ -145,6 +145,39 @@ def test_no_route_begins_sooner_than_the_one_that_is_chosen(many: list, blocks: 
         close = [route.cost == pytest.approx(chosen.cost) for route in routes if route[:2] == chosen[:2]]
         assert close == [True]
         assert chosen.cost == pytest.approx(min((route.cost for route in routes), default=inf))
+
+
+@settings(max_examples=120)
+@given(workers, st.integers(0, 12), seconds, st.sampled_from([Link(), Link(1e8, 0.01)]))
+def test_a_first_token_is_late_only_where_the_soonest_route_is_late_too(
+    many: list, blocks: int, due: float, link: Link
+) -> None:
+    found = Router(BYTES, link)
+    for number, (role, load, held) in enumerate(many):
+        found.update(str(number), role, load)
+        found.stored(str(number), names(1, held))
+    ask = Ask(blocks * BLOCK + 5, names(1, blocks), due)
+    routes = every_route(found, ask)
+    chosen = found.choose(ask)
+    if chosen is None:
+        return
+    cheapest = pytest.approx(min(route.cost for route in routes))
+    soonest = pytest.approx(min(route.second for route in routes))
+    assert chosen.cost == cheapest or (chosen.second == soonest and chosen.ttft <= due)
+    if all(route.ttft <= due for route in routes if route.cost == cheapest):
+        assert chosen.cost == cheapest
+    elif chosen.ttft > due:
+        assert any(route.ttft > due for route in routes if route.second == soonest)
+
+
+def test_a_prompt_that_is_due_does_not_wait_for_a_worker_without_streams() -> None:
+    """In place it takes 1 s, for which eight streams wait; the prefill worker is busy for 5 s."""
+    for due, where in ((inf, "p"), (2.0, "d"), (0.5, "p")):
+        found = router(p=Role.PREFILL, d=Role.DECODE)
+        found.update("p", Role.PREFILL, replace(FAST, queued_tokens=5000))
+        found.update("d", Role.DECODE, replace(FAST, streams=8, max_streams=16))
+        route = found.choose(Ask(1000, names(1, 62), due))
+        assert route is not None and route.prefill == where
 
 
 class Both:
@@ -197,10 +230,10 @@ def test_its_choices_are_those_of_the_plain_router(orders: list, link: Link, pre
             both.choose(ask, apart, str(but))
 
 
-def random_load(rng: random.Random, role: Role, full: bool) -> Load:
+def random_load(rng: random.Random, role: Role, full: bool) -> WorkerLoad:
     streams = 0 if role is Role.PREFILL else rng.randrange(24, 40) if full else rng.randrange(24)
     queued, slower = rng.choice((0, rng.randrange(4000))), rng.choice((0.5, 1.0, 2.0))
-    return Load(queued, streams, 32, 1e-4 * slower, 0.01 * slower * (1 + streams / 32), 5.0, 1 << 16)
+    return WorkerLoad(queued, streams, 32, 1e-4 * slower, 0.01 * slower * (1 + streams / 32), 5.0, 1 << 16)
 
 
 @pytest.mark.parametrize(("roles", "full"), [("pdd", False), ("pdd", True), ("b", False), ("b", True)])
@@ -253,7 +286,7 @@ def test_a_worker_that_pauses_is_not_asked_and_keeps_its_blocks() -> None:
     found.stored("a", names(1, 10))
     found.pause("a")
     assert found.choose(Ask(170, names(1, 10))).decode == "b"  # type: ignore[union-attr]
-    found.update("b", Role.BOTH, Load(queued_tokens=5000, max_streams=8, token_seconds=0.001))
+    found.update("b", Role.BOTH, WorkerLoad(queued_tokens=5000, max_streams=8, token_seconds=0.001))
     found.update("a", Role.BOTH, FAST)
     route = found.choose(Ask(170, names(1, 10)))
     assert route is not None and (route.prefill, route.cached) == ("a", 10)
@@ -261,7 +294,7 @@ def test_a_worker_that_pauses_is_not_asked_and_keeps_its_blocks() -> None:
 
 def test_a_beginning_is_fetched_where_that_is_sooner_than_to_compute_it() -> None:
     """800 tokens take 0.8 s to compute. The worker that has them is busy with prompts, or only writes answers."""
-    busy = Load(queued_tokens=3000, max_streams=8, token_seconds=0.001, step_seconds=0.01)
+    busy = WorkerLoad(queued_tokens=3000, max_streams=8, token_seconds=0.001, step_seconds=0.01)
     for seconds, role, fetched in ((0.01, Role.PREFILL, 50), (0.01, Role.DECODE, 50), (0.5, Role.PREFILL, 0)):
         found = Router(BYTES, Link(1e9, 0.001), Link(1e9, seconds))
         found.update("p", Role.PREFILL, FAST)
@@ -281,7 +314,7 @@ def test_many_workers_and_requests() -> None:
     rng = random.Random(1)
     found = Router(BYTES, Link(25e9, 0.002))
     for number in range(32):
-        found.update(str(number), Role.BOTH, Load(max_streams=10**6, token_seconds=1e-4, step_seconds=0.01))
+        found.update(str(number), Role.BOTH, WorkerLoad(max_streams=10**6, token_seconds=1e-4, step_seconds=0.01))
     hits = 0
     for _ in range(2000):
         group = rng.randrange(20)

@@ -21,7 +21,7 @@ from tests.cluster.bad_network import BadNetwork, Shaken
 from tests.cluster.pairs import SETTINGS, all_back
 from tests.cluster.rays import SHAPES, Standing, agent_pid, engine_pid
 from tests.cluster.test_pair import Alone
-from twostroke.cluster.deployment import Deployment, Shape
+from twostroke.cluster.deployment import Deployment, DeploymentPlan
 from twostroke.remote.async_engine import AsyncEngine
 from twostroke.remote.client import EngineError
 from twostroke.sampling import SamplingParams
@@ -83,7 +83,7 @@ async def hurt(deployment: Deployment, rng: random.Random, happened: Counter[str
 def test_a_storm_of_faults(llama_folder: Path, ray_address: str) -> None:
     rng, alone = random.Random(23), Alone(llama_folder)
     settings = SETTINGS | {"max_batch_tokens": 32}
-    shape = Shape(
+    shape = DeploymentPlan(
         **SHAPES["2+2"], settings=settings, prefill_settings={"prefix_cache": False}, address=ray_address, apart=True,
         share_cores=True,
     )  # type: ignore[arg-type]  # fmt: skip

@@ -15,7 +15,7 @@ from twostroke.cost.model.devices import Device, find_device
 from twostroke.cost.model.known_models import known_arch
 from twostroke.cost.simulation.deployment import Deployment
 from twostroke.cost.simulation.fleet import Pools
-from twostroke.cost.simulation.trace import Arrival, Contents, Part
+from twostroke.cost.simulation.trace import Arrival, Contents, PromptPart
 from twostroke.record import replace
 
 BOX = Device("this", "a small machine", "cpu", 4 * 10**9, 20e9, {"float32": 200e9, "bfloat16": 200e9})
@@ -90,7 +90,7 @@ def timestamp():
     rng, contents, at, rows = random.Random(6), Contents(), 0.0, []
     for _ in range(40):
         at += rng.expovariate(0.25)
-        rows.append(Arrival(at, (contents.own(16), Part(1, 1600), contents.own(rng.randint(60, 120))), 20))
+        rows.append(Arrival(at, (contents.own(16), PromptPart(1, 1600), contents.own(rng.randint(60, 120))), 20))
     return Labelled(on_box(), rows, "prefill", ("stable-prefix",), "ttft")
 
 

@@ -9,7 +9,7 @@ from twostroke.cost.model.known_models import known_arch
 from twostroke.cost.model.rates import Rates
 from twostroke.cost.model.roofline import Roofline, model_cost
 from twostroke.cost.simulation.fleet import Fleet, Pools
-from twostroke.cost.simulation.trace import Arrival, Contents, Part
+from twostroke.cost.simulation.trace import Arrival, Contents, PromptPart
 from twostroke.hardware import Hardware
 
 CPU = Rates(20e9, 200e9, 15e9, 80e9, 0.0015, 3e-5, source="made up")
@@ -34,7 +34,7 @@ def poisson(rng, count, rate, prompt, output, shared=0, contents=None):
     for _ in range(count):
         at += rng.expovariate(rate)
         own = contents.own(rng.randint(*prompt))
-        head = (Part(rng.randrange(3), shared),) if shared else ()
+        head = (PromptPart(rng.randrange(3), shared),) if shared else ()
         rows.append(Arrival(at, (*head, own), rng.randint(*output)))
     return rows
 

@@ -10,10 +10,10 @@ from twostroke.types import UNWRITTEN, Plan, RequestState, Result
 
 class OracleDrafter:
     """answers: by (prompt, temperature) the tokens of each sample. Proposes up to `most` of them, each wrong with
-    probability `errors`; of a request that it does not know, tokens drawn at random."""
+    probability `errors`; of a request that it does not know, tokens drawn at random. last: of the vocabulary."""
 
-    def __init__(self, answers: dict[tuple, list[list[int]]], most: int, errors: float, seed: int = 0):
-        self.answers, self.most, self.errors = answers, most, errors
+    def __init__(self, answers: dict[tuple, list[list[int]]], most: int, errors: float, seed: int = 0, last: int = 299):
+        self.answers, self.most, self.errors, self.last = answers, most, errors, last
         self.rng = random.Random(seed)
         self.proposed = 0
 
@@ -41,8 +41,8 @@ class OracleDrafter:
         samples = self.answers.get((prompt, request.params.temperature))
         known = samples[request.sample] if samples is not None and request.sample < len(samples) else []
         draft = known[request.output_length :][:count]
-        draft = [token if self.rng.random() >= self.errors else self.rng.randint(3, 299) for token in draft]
-        draft += [self.rng.randint(3, 299) for _ in range(count - len(draft))]
+        draft = [token if self.rng.random() >= self.errors else self.rng.randint(3, self.last) for token in draft]
+        draft += [self.rng.randint(3, self.last) for _ in range(count - len(draft))]
         self.proposed += len(draft)
         return draft
 

@@ -10,6 +10,7 @@ import jsonschema
 import pytest
 
 from tests import tiny
+from tests.engine.exchanges import export_prefix, submit_with
 from tests.engine.oracle import RandomModelDrafter
 from tests.engine.test_exactness import BASE, make_rows_free, result
 from tests.engine.test_exchange import KEY, PROMPT, asked, finish
@@ -20,7 +21,6 @@ from twostroke.config import make_config
 from twostroke.draft.rates import MODEL
 from twostroke.draft.speculate import Speculation
 from twostroke.engine.build import build_engine
-from twostroke.engine.exchange import export_prefix, submit_with
 from twostroke.engine.settings import change
 from twostroke.grammar.tools import tool_grammar
 from twostroke.record import replace

@@ -330,6 +330,45 @@ def test_drafts_are_really_verified_and_change_nothing(llama_folder):
     assert drafter.proposed > 40 and llm.stats()["steps"] < 14
 
 
+class Unready:
+    """A runner that leaves out the drafts of every other plan, as one does on a GPU before a graph is made."""
+
+    def __init__(self, runner):
+        self.runner, self.plans, self.left_out = runner, 0, 0
+
+    def __getattr__(self, name):
+        return getattr(self.runner, name)
+
+    def launch(self, plan):
+        self.plans += 1
+        left_out = self.plans % 2 == 0 and plan != plan.undrafted()
+        self.left_out += left_out
+        return left_out, self.runner.launch(plan.undrafted() if left_out else plan)
+
+    def collect(self, handle):
+        left_out, inner = handle
+        return self.runner.collect(inner)._replace(verified=not left_out)
+
+
+def test_drafts_that_a_runner_leaves_out_change_nothing_and_are_not_counted(llama_folder):
+    alone = Alone(llama_folder)
+    many = [Ask(tuple(range(10 * i + 3, 10 * i + 33)), 24, float(i % 2), 1, 0, None) for i in range(4)]
+    llm = LLM(llama_folder, kv_blocks=100, **BASE)
+    core = llm.engine.core
+    runner = core.runner = Unready(core.runner)
+    known = {(ask.tokens, ask.temperature): [s[0] for s in alone.answer(ask)] for ask in many}
+    drafter = core.scheduler.drafter = OracleDrafter(known, 8, 0.0)
+    for ask, output in run_together(llm, many):
+        assert result(output) == alone.answer(ask)
+    stats = llm.stats()
+    assert runner.left_out > 3 and 0 < stats["drafted_tokens"] < drafter.proposed
+    assert stats["accepted_tokens"] > 0.9 * stats["drafted_tokens"], "those at the end of an answer may be too many"
+    drafted = sum(work.count - 1 for step in core.steplog for work in step.works if work.kind == "verify")
+    wrong = drafted - stats["accepted_tokens"]
+    assert drafted == stats["drafted_tokens"] and stats["computed_tokens"] == 4 * 30 + 4 * 23 + wrong
+    assert all(work.count == 1 for step in core.steplog for work in step.works if work.kind == "write")
+
+
 class FreeRows(StepTimes):
     """As if every step took the same time."""
 

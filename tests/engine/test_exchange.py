@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from tests.engine.exchanges import export_prefix, submit_with
 from tests.schedule.fakes import FakeEngine, make_scheduler
 from twostroke import LLM, SamplingParams
 from twostroke.config import make_config
@@ -18,10 +19,8 @@ from twostroke.engine.exchange import (
     computed_since,
     expect,
     export_lent,
-    export_prefix,
     storage_of,
     store,
-    submit_with,
 )
 from twostroke.kv.addresses import Name
 from twostroke.types import FinishReason, Request, RequestState, Status
@@ -33,7 +32,7 @@ OTHER_PROCESS = """
 import json, sys
 from twostroke.config import make_config
 from twostroke.engine.build import build_engine
-from twostroke.engine.exchange import export_prefix
+from tests.engine.exchanges import export_prefix
 from twostroke.sampling import SamplingParams
 from twostroke.types import Request
 folder, settings, prompt = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])

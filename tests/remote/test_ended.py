@@ -30,6 +30,14 @@ def test_the_record_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(len(one.segments) for one in record.latest()) <= 100
 
 
+def test_the_way_of_the_blocks_is_kept() -> None:
+    record = EndedRequests()
+    timeline = Timeline(0.0, 1.0, 5.0, [2.0, 5.0], prompt_tokens=8, transfer=0.25, decode_queue=0.5)
+    record.add(Request(1, tuple(range(8)), SamplingParams()), timeline, b"", "stop")
+    kept = record.latest()[0].timeline
+    assert (kept.transfer, kept.decode_queue, kept.e2e) == (0.25, 0.5, 5.0)
+
+
 def test_tenants_share_no_contents() -> None:
     record = EndedRequests()
     tokens = list(range(200))

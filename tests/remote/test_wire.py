@@ -19,7 +19,7 @@ from twostroke.config import make_config, resolve
 from twostroke.hardware import Hardware
 from twostroke.kv.addresses import Name
 from twostroke.metrics.counts import Counts
-from twostroke.metrics.steplog import Blocks, LoggedWork, Step
+from twostroke.metrics.steplog import BlockCounts, LoggedWork, Step
 from twostroke.metrics.timeline import Facts
 from twostroke.record import replace
 from twostroke.remote import messages, wire
@@ -35,7 +35,7 @@ request_ids = st.integers(0, 2**53 - 1)
 scores = st.builds(
     TokenLogprobs, ids, st.floats(allow_nan=False), st.lists(st.tuples(ids, st.floats(allow_nan=False))).map(tuple)
 )
-facts = st.builds(Facts, *[st.none() | st.floats(0, 1e9)] * 2, *[ids] * 6, st.floats(0, 1e9))
+facts = st.builds(Facts, *[st.none() | st.floats(0, 1e9)] * 2, *[ids] * 6, *[st.floats(0, 1e9)] * 2)
 events = st.builds(
     Event, request_ids, st.lists(ids).map(tuple), st.none() | st.sampled_from(FinishReason),
     st.lists(scores).map(tuple), st.none() | st.dictionaries(ids, scores, max_size=3), st.none() | st.text(min_size=1),
@@ -177,7 +177,7 @@ def test_settings_arrive_as_they_were_sent(llama_folder: Path) -> None:
 @settings(deadline=None, max_examples=30)
 @given(requests, st.lists(st.tuples(ids, st.binary(min_size=16, max_size=16)).map(lambda one: Name(*one))).map(tuple))
 def test_messages_about_blocks_arrive_as_they_were_sent(request: Request, names: tuple[Name, ...]) -> None:
-    payload = messages.Payload("/proc/1/fd/2", 100, (0, 2), 2**32 - 1)
+    payload = messages.BlockPayload("/proc/1/fd/2", 100, (0, 2), 2**32 - 1)
     assert same(to_engine(), messages.Expect(1, request, 64), messages.Export(2, 3, names, "/proc/1/fd/2"))
     assert same(to_engine(), messages.Arrive(4, 5, payload), messages.Arrive(4, 5, None), messages.TakeBack((6, 7)))
     assert same(from_engine(), messages.Expected(1, names), messages.Expected(1, None), messages.Exported(2, (0,), 9))
@@ -186,7 +186,7 @@ def test_messages_about_blocks_arrive_as_they_were_sent(request: Request, names:
 
 def test_questions_and_steps_arrive_as_they_were_sent() -> None:
     assert same(to_engine(), Change(1, {"max_gap": 0.5, "policy": "fcfs"}), Recall(2, 3, 4))
-    step = Step(9, 1.5, 0.01, (LoggedWork(1, 0, 16, "read"), LoggedWork(2, 40, 1)), 2, Blocks(5, 4, 3, 2, 1), 2, 1)
+    step = Step(9, 1.5, 0.01, (LoggedWork(1, 0, 16, "read"), LoggedWork(2, 40, 1)), 2, BlockCounts(5, 4, 3, 2, 1), 2, 1)
     assert same(from_engine(), Steps(3, (step, step._replace(works=()))))
     with pytest.raises(WireError):
         from_engine().decode(msgspec.msgpack.encode(["steps", 3, [[9, 1.5, 0.01, [[1, 2, 3, 4, 5]], 2, [1], 0, 0]]]))

@@ -16,6 +16,7 @@ flight           a request on its way through several workers: what each is aske
 worker           `Worker`: an engine that gives its blocks to others and takes theirs
 handover         one request moves to another worker: room, blocks that are lacking, local prefill when they do not come
 parcels          blocks that travel before their request does
+journal          what has travelled, one by one
 holder           lends the blocks of an engine: offers, leases, bytes for peers
 transfer         five states with a lease, without bytes or engines
 transport        the protocol of all transports

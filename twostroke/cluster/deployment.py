@@ -17,7 +17,7 @@ from typing import Any
 from twostroke.cluster.channel import derive
 from twostroke.cluster.hub import Hub
 from twostroke.cluster.placement import Placement
-from twostroke.cluster.placing import Connected, Died, Place
+from twostroke.cluster.placing import Connected, Died, PlaceWorkers
 from twostroke.cluster.pools import Pools, Seat
 from twostroke.cluster.remote_worker import RemoteWorker, Silence
 from twostroke.cluster.router import Role
@@ -34,7 +34,7 @@ LOOK_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class DeploymentPlan:
     """How many workers of which kind, and their settings."""
 
     workers: int = 0
@@ -47,6 +47,7 @@ class Shape:
     share_cores: bool = False  # workers need no cores of their own
     address: str | None = None  # of the Ray cluster
     transport: str = "auto"  # of blocks between workers, see transports.py
+    ttft: float | None = None  # target in seconds, to which routes keep where they can
 
     def roles(self) -> dict[str, Role]:
         """By the name of the worker, in the order of their numbers."""
@@ -59,7 +60,7 @@ class Shape:
         return {**self.settings, **own[role]}
 
 
-def check_shape(shape: Shape) -> None:
+def check_shape(shape: DeploymentPlan) -> None:
     if shape.workers and (shape.prefill or shape.decode):
         raise ConfigError("--workers N makes workers that do both: give it without --prefill and --decode.")
     if not shape.workers and not (shape.prefill and shape.decode):
@@ -75,7 +76,7 @@ def check_shape(shape: Shape) -> None:
 
 
 class Deployment(Pools):
-    def __init__(self, model: Path, shape: Shape, say: Callable[[str], None], silence: Silence | None = None):
+    def __init__(self, model: Path, shape: DeploymentPlan, say: Callable[[str], None], silence: Silence | None = None):
         check_shape(shape)
         self.shape = shape
         self.say = say
@@ -88,7 +89,9 @@ class Deployment(Pools):
             for number, (name, role) in enumerate(self.roles.items())
         }  # fmt: skip
         names = dict(zip(self.roles, self.numbered.values(), strict=True))
-        super().__init__({name: Seat(role, names[name]) for name, role in self.roles.items()}, apart=shape.apart)
+        super().__init__(
+            {name: Seat(role, names[name]) for name, role in self.roles.items()}, apart=shape.apart, ttft=shape.ttft
+        )
         self.secret = secrets.token_bytes(SECRET_BYTES)
         self.hub = Hub(derive(self.secret, "control"), self.numbered)
         self.router_address = ""
@@ -146,14 +149,14 @@ class Deployment(Pools):
 
     # ---- placement -------------------------------------------------------------------------------------------------
 
-    def _plan(self, connected: Connected) -> Place:
+    def _plan(self, connected: Connected) -> PlaceWorkers:
         """Where the hub listens, and what each worker needs."""
         if not self.router_address:
             self.router_address = self.hub.listen(connected.interface)
         device = self._devices(connected)
         cores = self._cores(connected, device)
         gpus = tuple(map(float, self._gpus(device)))
-        return Place(self.router_address, self.secret, cores, gpus, self.shape.transport)
+        return PlaceWorkers(self.router_address, self.secret, cores, gpus, self.shape.transport)
 
     def _devices(self, connected: Connected) -> list[str]:
         """A GPU for each rank of each worker, if there are so many; else none for all whose device is not given."""

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import dataclass, field
+from math import inf
 from typing import TYPE_CHECKING
 
+from twostroke.cluster.router import Ask
 from twostroke.kv.addresses import BlockHasher
 from twostroke.metrics.timeline import Facts
 from twostroke.ops.interface import BLOCK
@@ -32,7 +35,9 @@ class Flight:
     aborted: bool = False  # by the caller
     resumed: int = 0  # times that its worker was lost
     diverted: bool = False  # its move was cancelled, as the worker that was to take it does not answer
-    moving: float = 0.0  # when its move began
+    moving: float = 0.0  # when its move began; 0: it does not move, or goes on after a loss
+    sent_in: float | None = None  # seconds in which its blocks came to the worker that writes
+    runs: float | None = None  # when that worker first ran it
     had: int = 0  # leading blocks of its prompt that its writer had
     sending: asyncio.Task[None] | None = None  # the last of its parcels that was sent to the writer
     bringing: asyncio.Task[None] | None = None  # what comes before its first worker gets it: a part of the prompt
@@ -55,6 +60,15 @@ class Flight:
         hasher.extend(self._named, tokens, self.request.salt, len(tokens) // BLOCK)
         return list(self._named)
 
+    def ask(self, hasher: BlockHasher, ttft: float | None) -> Ask:
+        """As the router sees it. An answer that is begun stays on one worker, and its first token is out. ttft: seconds
+        within which first tokens are due, where a request does not say it."""
+        if self.written:
+            return Ask(self.length)
+        wanted = ttft if self.request.params.deadline is None else self.request.params.deadline
+        due = inf if wanted is None else self.request.arrival + wanted - time.monotonic()
+        return Ask(self.length, self.names(hasher), due)
+
     @property
     def length(self) -> int:
         """Of the prompt and what is written."""
@@ -68,12 +82,18 @@ class Flight:
     def settle(self) -> None:
         """What its worker measured counts for the whole: another one goes on."""
         self.before, self.latest = self.facts(self.latest), None
-        self.lends = False
+        self.lends, self.moving = False, 0.0
 
-    def moved_in(self, seconds: float) -> None:
-        """Its blocks were on their way for so long."""
-        if self.before is not None:
-            self.before = self.before._replace(transfer=self.before.transfer + seconds)
+    def count_move(self, sent_in: float | None = None, runs: float | None = None) -> None:
+        """What is new of its move: one half of its time may be known before the other. While its blocks are not on
+        their way, it waits for a place, and then for its first step."""
+        self.sent_in = self.sent_in if sent_in is None else sent_in
+        self.runs = self.runs if runs is None else runs
+        if self.before is None or not self.moving:
+            return
+        whole = (self.sent_in or 0.0) if self.runs is None else max(0.0, self.runs - self.moving)
+        sent = whole if self.sent_in is None else min(self.sent_in, whole)
+        self.before = self.before._replace(transfer=sent, decode_queue=whole - sent)
 
     def take(self, event: Event) -> Event:
         """An event of the worker that has it, as the caller is to see it."""

@@ -25,6 +25,7 @@ NAMED_BY = (
     "draft_model",
     "parallel",
 )  # what names of blocks depend on
+MOST_READ = 8  # workers whose steps are read
 
 
 class Group:
@@ -98,9 +99,7 @@ class Group:
     def change_role(self, name: str, role: Role) -> None:
         """From the next request on; what the worker has it ends. All workers run the same engine, so any can take any
         role; each keeps its settings."""
-        member = self.members.get(name)
-        if member is None:
-            raise ConfigError(f"worker: there is no {name}; the workers are {', '.join(self.members)}.")
+        member = self.named(name)
         others = [one.role for one in self.members.values() if one is not member]
         if all(one is Role.PREFILL for one in (role, *others)):
             raise ConfigError(f"role: {name} is the last worker that writes answers: give another one that role first.")
@@ -110,6 +109,12 @@ class Group:
     async def steps(self, since: int, limit: int) -> tuple[Step, ...]:
         """Of one worker that writes answers."""
         return await self._shown.worker.steps(since, limit)
+
+    def named(self, name: str | None) -> Member:
+        """A worker; without a name, the one that stands for all. ConfigError: there is none of this name."""
+        if name is not None and name not in self.members:
+            raise ConfigError(f"worker: there is no {name}; the workers are {', '.join(self.members)}.")
+        return self._shown if name is None else self.members[name]
 
     @property
     def healthy(self) -> bool:
@@ -140,3 +145,12 @@ def check_names(ready: Mapping[str, Ready]) -> None:
         differing = [f"{name} is {mine} for {one} and {its} for {other}" for name, mine, its in pairs if mine != its]
         why = "; ".join(differing) or f"{one} and {other} have other weights or another block key"
         raise ConfigError(f"the workers do not give equal names to equal KV blocks: {why}. Start them alike.")
+
+
+def workers_to_read(workers: Mapping[str, Any]) -> list[str]:
+    """Names of workers whose steps together show how fast prompts and answers are: some of each role. workers: what the
+    route /twostroke/workers gives."""
+    up = [one for one in workers["workers"] if one["healthy"]]
+    prefill = [one["name"] for one in up if one["role"] == "prefill"]
+    others = [one["name"] for one in up if one["role"] != "prefill"]
+    return prefill[: MOST_READ // 2] + others[: MOST_READ - min(len(prefill), MOST_READ // 2)]

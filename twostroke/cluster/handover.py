@@ -36,8 +36,14 @@ class Moved(NamedTuple):
     taken: bool  # the receiver has it
     blocks: int = 0  # fetched and used
     bytes: int = 0
-    seconds: float = 0.0  # until it could go on
+    seconds: float = 0.0  # until it could go on, or has failed
+    waited: float = 0.0  # of these, until the receiver had room for it
     failed: str = ""  # why the receiver computes the prompt itself; empty: it does not
+
+    @property
+    def on_way(self) -> float:
+        """Seconds that the blocks took, without the wait for room."""
+        return self.seconds - self.waited
 
 
 @dataclass(slots=True)
@@ -49,7 +55,7 @@ class HandoverCounts:
     early: int = 0  # of these, while their prompt was computed
     shared: int = 0  # blocks that a worker fetched before it computed the rest of a prompt
     bytes: int = 0
-    seconds: float = 0.0  # of all handovers that were done
+    seconds: float = 0.0  # in which the blocks of all handovers that were done came
     failed: Counter[str] = field(default_factory=Counter)  # that computed their prompt again, by reason
 
     def add(self, moved: Moved) -> None:
@@ -59,7 +65,7 @@ class HandoverCounts:
         self.done += 1
         self.blocks += moved.blocks
         self.bytes += moved.bytes
-        self.seconds += moved.seconds
+        self.seconds += moved.on_way
 
     def add_early(self, moved: Moved) -> None:
         """A parcel. One that did not come is no failure: its blocks come when the prompt is computed."""
@@ -86,14 +92,16 @@ class Handover:
         taken: list[tuple[Name, ...]] = []  # the blocks that it waits for, once it is taken
         fetched: int | None = None  # blocks, once all that lacked are there
         failed, seconds = "", 0.0
+        asked = room = None  # when
         incoming: Incoming | None = None
         try:
             async with asyncio.timeout(offer.seconds):
                 incoming = await self.transport.connect(offer.address, offer.ticket)
+                asked = loop.time()
                 await self._take(request, tokens, incoming, offer.lease / 3, taken)
+                room = loop.time()
                 fetched = await self._fetch(request, taken[0], incoming, offer) if taken[0] else 0
                 failed = DAMAGED if fetched is None else ""
-                seconds = loop.time() - began
         except TimeoutError:
             failed = DEADLINE
         except TransferError as error:
@@ -101,6 +109,8 @@ class Handover:
             failed = TRANSFER
         finally:
             complete = fetched is not None and not failed
+            seconds = loop.time() - began
+            waited = 0.0 if asked is None else (room or loop.time()) - asked
             try:
                 if taken and taken[0] and not complete:
                     await self.receiver.arrive(request.id, None)  # it computes them; nothing, if it waits for none
@@ -109,8 +119,8 @@ class Handover:
                     await incoming.close(complete)
         if failed:
             log.warning("request %d is computed again: %s", request.id, failed)
-            return Moved(bool(taken), failed=failed)
-        return Moved(True, fetched or 0, (fetched or 0) * self._block_bytes(), seconds)
+            return Moved(bool(taken), 0, 0, seconds, waited, failed)
+        return Moved(True, fetched or 0, (fetched or 0) * self._block_bytes(), seconds, waited)
 
     async def collect(self, tokens: Sequence[int], salt: bytes, parcel: Parcel) -> Moved:
         """Blocks of the beginning of a prompt, which ends with these tokens, go to the receiver's cache. Not taken:

@@ -89,7 +89,7 @@ class Parcel(NamedTuple):
 
 
 class Holder:
-    """A `Source` of blocks for a transport."""
+    """A `BlockSource` of blocks for a transport."""
 
     def __init__(
         self,

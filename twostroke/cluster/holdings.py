@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 from operator import attrgetter
 
-from twostroke.cluster.standing import Worker
+from twostroke.cluster.standing import RoutedWorker
 
 STRIDE = 16  # blocks between two names that have a list
 SAMPLE = 8  # of many workers that have a name
@@ -19,10 +19,10 @@ WAIT = attrgetter("wait")
 
 class Holdings:
     def __init__(self) -> None:
-        self._holders: dict[bytes, list[Worker]] = {}  # of every sixteenth name
+        self._holders: dict[bytes, list[RoutedWorker]] = {}  # of every sixteenth name
         self._turn = 0
 
-    def keep(self, worker: Worker, names: Sequence[bytes], cached: int = 0) -> None:
+    def keep(self, worker: RoutedWorker, names: Sequence[bytes], cached: int = 0) -> None:
         """It has these leading blocks of a prompt now, and had the first `cached` before. Of too many the oldest are
         forgotten, an eighth at once."""
         held, holders, room = worker.held, self._holders, worker.load.blocks
@@ -37,7 +37,7 @@ class Holdings:
         if over > room // 8:
             self.forget(worker, list(islice(held, over)))
 
-    def forget(self, worker: Worker, names: Iterable[bytes]) -> None:
+    def forget(self, worker: RoutedWorker, names: Iterable[bytes]) -> None:
         held = worker.held
         for name in names:
             those = self._holders.get(name)
@@ -47,14 +47,14 @@ class Holdings:
                     del self._holders[name]
             held.pop(name, None)
 
-    def drop(self, worker: Worker) -> None:
+    def drop(self, worker: RoutedWorker) -> None:
         """All of a worker's."""
         self.forget(worker, list(worker.held))
 
-    def most(self, names: Sequence[bytes], count: int) -> list[Worker]:
+    def most(self, names: Sequence[bytes], count: int) -> list[RoutedWorker]:
         """Up to `count` workers that have the beginning of a prompt, or some more, those with the most of it first.
         Where many have it, those that wait the least of some of them, and of others each time."""
-        found: list[Worker] = []
+        found: list[RoutedWorker] = []
         level = self._deepest(names)
         while level >= 0 and len(found) < count:
             those = self._holders.get(names[level * STRIDE], [])  # a beginning may be forgotten before an end

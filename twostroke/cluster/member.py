@@ -6,10 +6,11 @@ from __future__ import annotations
 from typing import Protocol
 
 from twostroke.cluster.holder import Offer, Parcel
-from twostroke.cluster.router import Link, Load, Role
+from twostroke.cluster.router import Link, Role, WorkerLoad
 from twostroke.cluster.worker import WorkerClient
 from twostroke.config import Resolved
 from twostroke.metrics.counts import Counts
+from twostroke.record import replace
 from twostroke.remote.messages import Ready, Report, Stage
 
 SMOOTHING = 0.2
@@ -61,15 +62,22 @@ class Member:
         return ready is not None and ready.settings.prefix_cache
 
     @property
+    def settings(self) -> Resolved:
+        """Its own, as they are now."""
+        ready = self.worker.ready
+        assert ready is not None, "it was ready at the start"
+        return replace(ready.settings, **self.worker.changed)
+
+    @property
     def machine(self) -> str:
         """What computes there, by its own name."""
         ready = self.worker.ready
         return "" if ready is None else ready.machine
 
-    def load(self) -> Load:
+    def load(self) -> WorkerLoad:
         ready, speed = self.worker.ready, self.speed
         assert ready is not None, "only workers that have been ready are asked"
-        return Load(
+        return WorkerLoad(
             self.queued, self.streams, ready.settings.max_requests, speed.token, speed.step, speed.stream,
             ready.settings.kv_blocks if self.caches else 0,
         )  # fmt: skip

@@ -22,6 +22,7 @@ from twostroke.types import Request
 
 if TYPE_CHECKING:
     from twostroke.cluster.flight import Flight
+    from twostroke.cluster.journal import Journal
     from twostroke.cluster.member import LinkSpeed, Member
     from twostroke.cluster.router import Route
 
@@ -29,15 +30,17 @@ log = logging.getLogger(__name__)
 
 
 class Parcels:
-    def __init__(self, counts: HandoverCounts, link: LinkSpeed, prefix_link: LinkSpeed):
+    def __init__(self, counts: HandoverCounts, link: LinkSpeed, prefix_link: LinkSpeed, journal: Journal):
         self.counts = counts
+        self.journal = journal
         self.link = link
         self.prefix_link = prefix_link
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def bring(self, flight: Flight, source: Member, to: Member, route: Route, seconds: float) -> None:
-        """Blocks of its prompt that `source` has go to the worker that is to compute it, within so many seconds."""
+    def bring(self, flight: Flight, source: Member, to: Member, route: Route) -> None:
+        """Blocks of its prompt that `source` has go to the worker that is to compute it."""
         first, last = route.cached * BLOCK, (route.cached + route.fetched) * BLOCK
+        seconds = patience(flight.request, (last - first) * to.speed.token, (flight.length - first) * to.speed.token)
         flight.bringing = self._keep(self._bring(flight.request, source, to, first, last, seconds))
 
     async def _bring(self, request: Request, source: Member, to: Member, first: int, last: int, seconds: float) -> None:
@@ -50,6 +53,7 @@ class Parcels:
                     moved = await to.worker.collect(request.tokens[: parcel.tokens], request.salt, parcel)
                     self.counts.shared += moved.blocks
                     if moved.bytes:
+                        self.journal.add("shared", request.id, source.name, to.name, moved)
                         self.prefix_link.learn(moved.bytes, time.monotonic() - began)
         except (EngineError, TimeoutError) as error:
             log.info("the beginning of request %d was not fetched: %s", request.id, error or "it took too long")
@@ -59,11 +63,13 @@ class Parcels:
 
     def send(self, flight: Flight, source: Member, writer: Member, parcel: Parcel) -> None:
         """One after the other: each follows what is there."""
-        work = self._send(flight, writer, parcel, flight.sending)
+        work = self._send(flight, source, writer, parcel, flight.sending)
         task = flight.sending = self._keep(work)
         task.add_done_callback(lambda _: source.worker.release([parcel.number]))  # nothing, if the lease has ended
 
-    async def _send(self, flight: Flight, writer: Member, parcel: Parcel, before: asyncio.Task[None] | None) -> None:
+    async def _send(
+        self, flight: Flight, source: Member, writer: Member, parcel: Parcel, before: asyncio.Task[None] | None
+    ) -> None:
         if before is not None:
             await asyncio.wait([before])
         request = flight.request
@@ -74,6 +80,7 @@ class Parcels:
             return
         self.counts.add_early(moved)
         if moved.bytes:
+            self.journal.add("early", request.id, source.name, writer.name, moved)
             self.link.learn(moved.bytes, moved.seconds)
 
     def _keep(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
@@ -87,3 +94,14 @@ class Parcels:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def patience(request: Request, fetched: float, alone: float) -> float:
+    """Seconds that a fetch may take: as long as to compute these blocks. Less where the deadline of the request's first
+    token then leaves just the time to compute them after all. fetched: seconds to compute these blocks, alone: all that
+    the worker lacks."""
+    due = request.params.deadline
+    if due is None:
+        return fetched
+    left = request.arrival + due - time.monotonic() - alone
+    return min(fetched, left) if left > 0 else fetched  # it can only be kept, if at all, with these blocks

@@ -15,7 +15,17 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from twostroke.cluster.placing import Absent, Connect, Connected, Died, FromDriver, Impossible, Kill, Place, ToDriver
+from twostroke.cluster.placing import (
+    Absent,
+    Connect,
+    Connected,
+    Died,
+    FromDriver,
+    Impossible,
+    Kill,
+    PlaceWorkers,
+    ToDriver,
+)
 from twostroke.errors import ConfigError
 from twostroke.remote import wire
 
@@ -34,7 +44,7 @@ class Placement:
     """Keeps one driver process."""
 
     def __init__(
-        self, address: str | None, cores: int, plan: Callable[[Connected], Place], died: Callable[[Died], None]
+        self, address: str | None, cores: int, plan: Callable[[Connected], PlaceWorkers], died: Callable[[Died], None]
     ):
         """address: of a Ray cluster; None: one that runs on this machine, else a new one with so many cores. plan: what
         to place on a cluster, or ConfigError; it is called again for each driver. died: a worker has."""

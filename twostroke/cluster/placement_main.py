@@ -23,7 +23,7 @@ from twostroke.cluster.placing import (
     FromDriver,
     Impossible,
     Kill,
-    Place,
+    PlaceWorkers,
     ToDriver,
 )
 from twostroke.remote import wire
@@ -87,7 +87,7 @@ class Driver:
     async def obey(self, message: ToDriver) -> None:
         if isinstance(message, Connect):
             self.send(self.connect(message))
-        elif isinstance(message, Place):
+        elif isinstance(message, PlaceWorkers):
             await self.place(message)
         elif isinstance(message, Kill) and message.worker in self.actors:
             import ray
@@ -154,7 +154,7 @@ class Driver:
 
     # ---- workers -----------------------------------------------------------------------------------------------------
 
-    async def place(self, wanted: Place) -> None:
+    async def place(self, wanted: PlaceWorkers) -> None:
         from ray.util.placement_group import placement_group, placement_group_table
 
         bundles = [
@@ -175,7 +175,7 @@ class Driver:
             )
             self.tasks.add(task)
 
-    def no_room(self, wanted: Place) -> str:
+    def no_room(self, wanted: PlaceWorkers) -> str:
         import ray
 
         free = ray.available_resources()
@@ -186,7 +186,7 @@ class Driver:
             "threads, or end what else runs there."
         )
 
-    async def keep(self, wanted: Place, number: int, group: Any, neighbours: int) -> None:
+    async def keep(self, wanted: PlaceWorkers, number: int, group: Any, neighbours: int) -> None:
         """One worker's processes, one after the other."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy

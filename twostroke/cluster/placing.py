@@ -29,7 +29,7 @@ class Absent(Message, frozen=True, tag="absent"):
     """No cluster runs on this machine."""
 
 
-class Place(Message, frozen=True, tag="place"):
+class PlaceWorkers(Message, frozen=True, tag="place"):
     """Run workers 0, 1, …, each with so many cores and GPUs."""
 
     router: str
@@ -57,7 +57,7 @@ class Impossible(Message, frozen=True, tag="impossible"):
     why: str
 
 
-ToDriver = Connect | Place | Kill
+ToDriver = Connect | PlaceWorkers | Kill
 FromDriver = Connected | Absent | Died | Impossible
 TO_DRIVER: msgspec.msgpack.Decoder[ToDriver] = msgspec.msgpack.Decoder(ToDriver)
 FROM_DRIVER: msgspec.msgpack.Decoder[FromDriver] = msgspec.msgpack.Decoder(FromDriver)

@@ -22,9 +22,10 @@ from twostroke.cluster.flight import Flight
 from twostroke.cluster.group import Group, check_names
 from twostroke.cluster.handover import HandoverCounts, Moved
 from twostroke.cluster.holder import Offer, Parcel
+from twostroke.cluster.journal import Journal
 from twostroke.cluster.member import LinkSpeed, Member
 from twostroke.cluster.parcels import Parcels
-from twostroke.cluster.router import Ask, Link, Role, Router
+from twostroke.cluster.router import Link, Role, Router
 from twostroke.cluster.totals import Totals
 from twostroke.cluster.worker import WorkerClient
 from twostroke.engine.intake import RequestIds
@@ -37,6 +38,7 @@ from twostroke.types import Event, FinishReason, Request
 log = logging.getLogger(__name__)
 GONE = "no worker is left to write this answer"
 TOO_OFTEN = "the workers that wrote this answer were lost again and again"
+NO_RETRY = "the worker that wrote this answer was lost, and the request says retry=false"
 MOST_RESUMED = 3  # times that an answer goes on elsewhere: a request that ends its workers shall not end all of them
 LOOK_SECONDS = 0.25  # between two looks for workers that do not answer
 PREFILL = "prefill"  # why a prompt is computed again: its worker failed
@@ -53,16 +55,18 @@ class Seat(NamedTuple):
 class Pools(Group):
     """An `EngineClient`. Everything here runs on one event loop."""
 
-    def __init__(self, seats: Mapping[str, Seat], *, apart: bool = False):
+    def __init__(self, seats: Mapping[str, Seat], *, apart: bool = False, ttft: float | None = None):
         """seats: by name. All workers have been given the same block key. apart: prefill workers compute every prompt
-        that has a full block; else the router decides by the expected time."""
+        that has a full block; else the router decides by the expected time. ttft: seconds within which first tokens
+        are due, where a request does not say it."""
         self.members = {name: Member(self, name, *seat) for name, seat in seats.items()}
-        self.apart = apart
+        self.apart, self.ttft = apart, ttft
         self.router: Router
         self.link = LinkSpeed(LINK)
         self.counts = HandoverCounts()
         self.prefix_link = LinkSpeed(LINK)  # for what is cached: it waits for the step of the worker that has it
-        self.parcels = Parcels(self.counts, self.link, self.prefix_link)
+        self.journal = Journal()
+        self.parcels = Parcels(self.counts, self.link, self.prefix_link, self.journal)
         self.settings: dict[str, Any] = self._shown.worker.settings
         self.ready: Ready | None = None
         self.restarts = 0  # times that all workers were gone
@@ -149,8 +153,7 @@ class Pools(Group):
     def _route(self, flight: Flight, but: Member | None) -> tuple[Member | None, Member | None, int]:
         """The worker that has it first, the one that writes the answer, and the tokens to compute. An answer that is
         begun is not moved between two workers again."""
-        begun, flight.bringing = bool(flight.written), None
-        ask = Ask(flight.length, [] if begun else flight.names(self._names))
+        flight.bringing, ask = None, flight.ask(self._names, self.ttft)
         self.router.link = self.link.link
         if self.router.prefix_link is not None:
             self.router.prefix_link = self.prefix_link.link
@@ -163,9 +166,8 @@ class Pools(Group):
             self._stale |= {first: None, writer: None}  # the router has counted the request: `_place` does
             if first.usable and writer.usable:
                 flight.had = len(ask.names) - route.sent if writer.caches else len(ask.names)
-                if route.fetched:  # it may take as long as it would take to compute
-                    seconds = route.fetched * BLOCK * first.speed.token
-                    self.parcels.bring(flight, self.members[route.source], first, route, seconds)
+                if route.fetched:
+                    self.parcels.bring(flight, self.members[route.source], first, route)
                 return first, writer, max(1, flight.length - (route.cached + route.fetched) * BLOCK)
         # No writer is there: a prefill worker has the same engine, and one that is late may yet answer.
         others = [one for one in self.members.values() if one is not but]
@@ -231,8 +233,8 @@ class Pools(Group):
     def _resume(self, flight: Flight, lost: Member) -> None:
         self.resumed += 1
         flight.resumed += 1
-        if flight.resumed > MOST_RESUMED:
-            self._end(flight, FinishReason.ERROR, TOO_OFTEN)
+        if flight.resumed > MOST_RESUMED or (flight.written and not flight.request.params.retry):
+            self._end(flight, FinishReason.ERROR, TOO_OFTEN if flight.request.params.retry else NO_RETRY)
         else:
             self._go_on(flight, but=lost)
 
@@ -294,9 +296,8 @@ class Pools(Group):
         if event.token_ids and flight.queued:
             member.queued -= flight.queued
             flight.queued = 0
-        if flight.moving and event.facts is not None:
-            flight.moved_in(at - flight.moving)  # it goes on before its move has been closed
-            flight.moving = 0.0
+        if flight.moving and flight.runs is None and event.facts is not None:
+            flight.count_move(runs=event.facts.scheduled)
         seen = flight.take(event)
         if reason is None:
             return [seen]
@@ -340,11 +341,11 @@ class Pools(Group):
             flight.sending = None  # that went to another worker
         to = writer or source
         self._place(flight, to, to)  # its events may come before the transfer's last step has returned
-        task = self._moves[number] = asyncio.get_running_loop().create_task(self._move(flight, to, offer))
+        task = self._moves[number] = asyncio.get_running_loop().create_task(self._move(flight, source, to, offer))
         lent = flight.number
         task.add_done_callback(lambda _: self._moved(flight, source, to, lent, task))
 
-    async def _move(self, flight: Flight, writer: Member, offer: Offer) -> None:
+    async def _move(self, flight: Flight, source: Member, writer: Member, offer: Offer) -> None:
         """The samples of one prompt move one after the other: the first brings the blocks for all."""
         request, losses = flight.request, writer.losses
         lock = self._same_prompt.setdefault((writer.name, request.salt, request.tokens), asyncio.Lock())
@@ -355,6 +356,7 @@ class Pools(Group):
                     await asyncio.wait([flight.sending], timeout=min(offer.lease, offer.seconds) / 2)
                 moved = await writer.worker.take(flight.rest(), len(request.tokens), offer)
             taken = moved.taken
+            self.journal.add("request", request.id, source.name, writer.name, moved)
             self._count(flight, moved)
         except EngineError as error:
             log.warning("request %d lost the worker that was to take it: %s", request.id, error)
@@ -371,10 +373,8 @@ class Pools(Group):
     def _count(self, flight: Flight, moved: Moved) -> None:
         self.counts.add(moved)
         if moved.bytes:
-            self.link.learn(moved.bytes, moved.seconds)
-        if flight.moving:
-            flight.moved_in(moved.seconds)
-            flight.moving = 0.0
+            self.link.learn(moved.bytes, moved.on_way)
+        flight.count_move(sent_in=moved.on_way)
 
     def _moved(self, flight: Flight, source: Member, writer: Member, lent: int, task: asyncio.Task[None]) -> None:
         """The transfer has ended, perhaps because it was cancelled. The worker may have the request by now."""
@@ -442,6 +442,6 @@ class Pools(Group):
             self._tell_settings()
 
     @property
-    def moving(self) -> int:
+    def moving(self) -> list[Flight]:
         """Requests on their way from one worker to another."""
-        return len(self._moves)
+        return [self.flights[number] for number in self._moves if number in self.flights]

@@ -9,28 +9,28 @@ from __future__ import annotations
 from itertools import islice
 from math import log2
 
-from twostroke.cluster.standing import Worker
+from twostroke.cluster.standing import RoutedWorker
 
 STEPS = 12  # in an octave
 LEAST = 1e-6  # seconds: what costs less than that is all the same
 FIRST = STEPS * log2(LEAST) - 1
 
 
-class Ranks:
+class CostRanks:
     def __init__(self, tokens: int):
         """tokens: of the prompt, of which no worker has anything."""
         self.tokens = tokens
-        self.changed: dict[Worker, None] = {}  # since they were last ordered; a dict, for it keeps its order
-        self._ranks: dict[int, dict[Worker, None]] = {}
+        self.changed: dict[RoutedWorker, None] = {}  # since they were last ordered; a dict, for it keeps its order
+        self._ranks: dict[int, dict[RoutedWorker, None]] = {}
         self._filled = 0  # a bit for each rank that has workers
-        self._at: dict[Worker, int] = {}  # rank of each worker, from 1
+        self._at: dict[RoutedWorker, int] = {}  # rank of each worker, from 1
 
-    def least(self, count: int) -> list[Worker]:
+    def least(self, count: int) -> list[RoutedWorker]:
         """The first `count`, or all that there are."""
         if self.changed:
             self._order()
         ranks, left = self._ranks, self._filled
-        found: list[Worker] = []
+        found: list[RoutedWorker] = []
         while left and len(found) < count:
             lowest = left & -left
             found += islice(ranks[lowest.bit_length()], count - len(found))
@@ -52,18 +52,18 @@ class Ranks:
                     self._join(worker, rank)
         self.changed.clear()
 
-    def _leave(self, worker: Worker, rank: int) -> None:
+    def _leave(self, worker: RoutedWorker, rank: int) -> None:
         those = self._ranks[rank]
         del those[worker], self._at[worker]
         if not those:
             self._filled ^= 1 << rank - 1
 
-    def _join(self, worker: Worker, rank: int) -> None:
+    def _join(self, worker: RoutedWorker, rank: int) -> None:
         self._at[worker] = rank
         self._ranks.setdefault(rank, {})[worker] = None
         self._filled |= 1 << rank - 1
 
-    def drop(self, worker: Worker) -> None:
+    def drop(self, worker: RoutedWorker) -> None:
         """It is gone, or has another role."""
         self.changed.pop(worker, None)
         if worker in self._at:

@@ -12,6 +12,9 @@ The cost of a route is the time until its stream begins, and the time that other
 waits while it computes the prompt. So a short prompt is computed in place where that is sooner, and a long one goes to
 a worker that writes nothing; no threshold has to be set.
 
+A request may say when its first token is due. If the route of the least cost would be late, and the one whose stream
+begins soonest would not, that one is taken: others wait longer for it.
+
 Where another worker has more of the prompt than the one that is to compute it, that part is fetched from there, if this
 is sooner than to compute it: it comes while the prompt waits for its turn.
 
@@ -28,10 +31,10 @@ from math import inf
 from typing import NamedTuple
 
 from twostroke.cluster.holdings import Holdings
-from twostroke.cluster.search import FEW, Shortlist, Times, best
-from twostroke.cluster.standing import Load, Role, Worker
+from twostroke.cluster.search import FEW, Shortlist, Times, best, first_token
+from twostroke.cluster.standing import Role, RoutedWorker, WorkerLoad
 
-__all__ = ["Ask", "Link", "Load", "Role", "Route", "Router", "Worker"]
+__all__ = ["Ask", "Link", "Role", "Route", "RoutedWorker", "Router", "WorkerLoad"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,7 @@ class Ask(NamedTuple):
 
     tokens: int  # of its prompt
     names: Sequence[bytes] = ()  # of the prompt's full blocks, in order
+    due: float = inf  # seconds within which its first token should be out
 
 
 class Route(NamedTuple):
@@ -57,7 +61,7 @@ class Route(NamedTuple):
     decode: str  # the same worker, where nothing is sent
     ttft: float  # seconds until the first token, expected
     second: float  # seconds until the second token, expected
-    cost: float  # the same and what other answers wait: what routes are compared by
+    cost: float  # the same and what other answers wait, all together
     cached: int = 0  # blocks of the prompt that the prefill worker has
     sent: int = 0  # blocks that the decode worker lacks
     fetched: int = 0  # blocks after the cached ones that the prefill worker is to fetch first
@@ -74,18 +78,18 @@ class Router:
         self.block_bytes = block_bytes
         self.link = link
         self.prefix_link = prefix_link
-        self.workers: dict[str, Worker] = {}
+        self.workers: dict[str, RoutedWorker] = {}
         self._numbers = 0  # of workers that have joined
         self._holdings = Holdings()
         self._shortlist = Shortlist()
 
     # ---- what is known ---------------------------------------------------------------------------------------------
 
-    def update(self, name: str, role: Role, load: Load) -> None:
+    def update(self, name: str, role: Role, load: WorkerLoad) -> None:
         """A worker joins, or reports anew. Its report covers what was sent to it before."""
         worker = self.workers.get(name)
         if worker is None:
-            worker = self.workers[name] = Worker(self._numbers, name, role, load)
+            worker = self.workers[name] = RoutedWorker(self._numbers, name, role, load)
             self._numbers += 1
         else:
             if role is not worker.role:
@@ -123,19 +127,25 @@ class Router:
     def choose(self, ask: Ask, apart: bool = False, but: str | None = None) -> Route | None:
         """The best route, which then counts as taken. None: no worker can write the answer. apart: prompts with a full
         block are computed by prefill workers alone, where there are any. but: a worker that is not asked."""
-        length, names = ask
-        workers: Iterable[Worker] = self.workers.values()
+        length, names, due = ask
+        workers: Iterable[RoutedWorker] = self.workers.values()
         if len(self.workers) > FEW:
             workers = self._shortlist.of(length, names, self._holdings)
         aside = self.workers.get(but) if but is not None else None
         prefix_times = None if self.prefix_link is None else self._times(self.prefix_link)
-        chosen = best(workers, max(1, length), names, self._times(self.link), prefix_times, apart, aside)
+        given = max(1, length), names, self._times(self.link), prefix_times, apart, aside
+        chosen = best(workers, *given)
         if chosen is None:
             return None
-        cost, prefill, decode, richest = chosen
+        if first_token(chosen) > due:
+            soonest = best(workers, *given, others=False)
+            if soonest is not None and first_token(soonest) <= due:
+                chosen = soonest
+        least, prefill, decode, richest = chosen
         alone, _, done, cached, tokens, fetched, first = prefill
         has, writer = decode[3], decode[-1]
-        second = cost - alone + done
+        second = least - alone + done
+        cost = second + first.streams * tokens * first.token
         if first is writer:
             route = Route(first.name, first.name, max(done, first.place), second, cost, cached)
             self._take(first, tokens, 1, names, cached)
@@ -148,7 +158,7 @@ class Router:
     def _times(self, link: Link) -> Times:
         return link.latency, self.block_bytes / link.bandwidth
 
-    def _take(self, worker: Worker, tokens: int, streams: int, names: Sequence[bytes], cached: int) -> None:
+    def _take(self, worker: RoutedWorker, tokens: int, streams: int, names: Sequence[bytes], cached: int) -> None:
         worker.take(tokens, streams)
         self._holdings.keep(worker, names, cached)
         self._shortlist.changed(worker)

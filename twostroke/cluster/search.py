@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from math import inf
 
 from twostroke.cluster.holdings import Holdings
-from twostroke.cluster.ranks import Ranks
-from twostroke.cluster.standing import Worker
+from twostroke.cluster.ranks import CostRanks
+from twostroke.cluster.standing import RoutedWorker
 from twostroke.ops.interface import BLOCK
 
 FEW = 12  # workers that are all compared
@@ -25,9 +25,9 @@ LENGTHS = (64, 1024, 16384)  # of prompts for which workers are ordered, a facto
 # A prompt at one worker: seconds until it is computed and those that the streams there wait meanwhile, together; the
 # number of the worker; seconds until it is computed; leading blocks that the worker has; tokens that it computes;
 # blocks that it fetches before.
-Prompt = tuple[float, int, float, int, int, int, Worker]
+Prompt = tuple[float, int, float, int, int, int, RoutedWorker]
 # Cost; where the prompt is computed; where the answer is written; the worker that has the most of the prompt.
-Choice = tuple[float, Prompt, Prompt, Worker | None]
+Choice = tuple[float, Prompt, Prompt, RoutedWorker | None]
 Times = tuple[float, float]  # latency of a transfer; seconds for each block
 
 
@@ -35,19 +35,19 @@ class Shortlist:
     """Workers that come into question."""
 
     def __init__(self) -> None:
-        self._writers = [Ranks(tokens) for tokens in LENGTHS]
-        self._helpers = [Ranks(tokens) for tokens in LENGTHS]
+        self._writers = [CostRanks(tokens) for tokens in LENGTHS]
+        self._helpers = [CostRanks(tokens) for tokens in LENGTHS]
 
-    def changed(self, worker: Worker) -> None:
+    def changed(self, worker: RoutedWorker) -> None:
         for ranks in self._writers if worker.writes else self._helpers:
             ranks.changed[worker] = None
 
-    def drop(self, worker: Worker) -> None:
+    def drop(self, worker: RoutedWorker) -> None:
         """It is gone, or has another role."""
         for ranks in (*self._writers, *self._helpers):
             ranks.drop(worker)
 
-    def of(self, tokens: int, names: Sequence[bytes], holdings: Holdings) -> Iterable[Worker]:
+    def of(self, tokens: int, names: Sequence[bytes], holdings: Holdings) -> Iterable[RoutedWorker]:
         length = min(len(LENGTHS) - 1, max(0, (tokens.bit_length() - 5) // 4))
         found = self._writers[length].least(WRITERS)
         if names:
@@ -57,17 +57,19 @@ class Shortlist:
 
 
 def best(
-    workers: Iterable[Worker],
+    workers: Iterable[RoutedWorker],
     length: int,
     names: Sequence[bytes],
     times: Times,
     prefix_times: Times | None,
     apart: bool,
-    but: Worker | None,
+    but: RoutedWorker | None,
+    others: bool = True,
 ) -> Choice | None:
-    """times: of a transfer to the writer. prefix_times: of what is fetched before a prompt is computed; None: nothing
-    is. apart: prompts with a full block are computed by workers that do nothing else, or by others than the writer
-    where there are none. but: a worker that is not asked."""
+    """The choice with the least cost. times: of a transfer to the writer. prefix_times: of what is fetched before a
+    prompt is computed; None: nothing is. apart: prompts with a full block are computed by workers that do nothing else,
+    or by others than the writer where there are none. but: a worker that is not asked. others: what other answers wait
+    counts too."""
     prompts: list[Prompt] = []
     helpers: list[Prompt] = []
     blocks, (latency, block_seconds) = len(names), times
@@ -84,7 +86,8 @@ def best(
             sooner = max(worker.wait, coming) + left * worker.token
             if sooner < done:
                 tokens, fetched, own, done = left, most - cached, left * worker.token, sooner
-        prompt = (done + worker.streams * own, worker.number, done, cached, tokens, fetched, worker)
+        waiting = worker.streams * own if others else 0.0
+        prompt = (done + waiting, worker.number, done, cached, tokens, fetched, worker)
         if worker.writes:
             prompts.append(prompt)
         if blocks and worker.helps:
@@ -121,7 +124,13 @@ def best(
     return chosen
 
 
-def holdings_of(workers: Sequence[Worker], names: Sequence[bytes]) -> tuple[list[int], Worker | None, int]:
+def first_token(choice: Choice) -> float:
+    """Seconds until it is out. A worker that also writes the answer needs a place for it before."""
+    _, prompt, decode, _ = choice
+    return max(prompt[2], prompt[-1].place) if prompt is decode else prompt[2]
+
+
+def holdings_of(workers: Sequence[RoutedWorker], names: Sequence[bytes]) -> tuple[list[int], RoutedWorker | None, int]:
     """Leading blocks of a prompt that each worker has; the worker that has the most, and how many."""
     first, guess = names[0] if names else b"", 0
     found, richest, most = [0] * len(workers), None, 0

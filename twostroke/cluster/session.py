@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Sequence
 import msgspec
 
 from twostroke.cluster.channel import Channel, limited
-from twostroke.cluster.transport import Blocks, Source, TransferError
+from twostroke.cluster.transport import Blocks, BlockSource, TransferError
 from twostroke.kv.addresses import Name
 from twostroke.remote.messages import Located
 from twostroke.remote.segment import Segment
@@ -77,7 +77,7 @@ async def say(channel: Channel, message: Message | Located) -> None:
 # ---- the holder ------------------------------------------------------------------------------------------------------
 
 
-async def serve(channel: Channel, source: Source, send_bytes: SendBytes) -> None:
+async def serve(channel: Channel, source: BlockSource, send_bytes: SendBytes) -> None:
     """One transfer, until its other side closes it or is gone. However it ends, the source hears of it once."""
     message = await heard(channel)
     if not isinstance(message, Open):
@@ -96,7 +96,7 @@ async def serve(channel: Channel, source: Source, send_bytes: SendBytes) -> None
 
 
 async def answer(
-    channel: Channel, source: Source, ticket: bytes, message: Open | Renew | Fetch, send_bytes: SendBytes
+    channel: Channel, source: BlockSource, ticket: bytes, message: Open | Renew | Fetch, send_bytes: SendBytes
 ) -> None:
     if isinstance(message, Fetch):
         try:

@@ -18,7 +18,7 @@ from twostroke.cluster import session
 from twostroke.cluster.acceptor import Acceptor, bound, place_of
 from twostroke.cluster.channel import HANDSHAKE_SECONDS, Channel, limited
 from twostroke.cluster.session import Connection
-from twostroke.cluster.transport import Source, TransferError
+from twostroke.cluster.transport import BlockSource, TransferError
 
 log = logging.getLogger(__name__)
 MAX_PEERS = 512  # connections that a holder serves at once
@@ -45,12 +45,12 @@ class SocketTransport:
 
     # ---- the holder --------------------------------------------------------------------------------------------------
 
-    async def listen(self, source: Source) -> str:
+    async def listen(self, source: BlockSource) -> str:
         sock, address = self._bind()
         self._acceptor = Acceptor(sock, lambda peer: self._serve(peer, source), MAX_PEERS)
         return address
 
-    async def _serve(self, sock: socket.socket, source: Source) -> None:
+    async def _serve(self, sock: socket.socket, source: BlockSource) -> None:
         channel = Channel(sock)
         try:
             await channel.prove_as_server(self._key)

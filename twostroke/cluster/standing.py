@@ -20,7 +20,7 @@ class Role(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class WorkerLoad:
     """What a worker reports of itself."""
 
     queued_tokens: int = 0  # of prompts that it has and has not computed
@@ -32,19 +32,19 @@ class Load:
     blocks: int = 1 << 62  # that it can keep; of the names that the router knows, the oldest beyond that are forgotten
 
 
-class Worker:
+class RoutedWorker:
     __slots__ = (
         *("held", "helps", "load", "name", "number", "open", "place", "role", "sent_streams", "sent_tokens", "step"),
         *("streams", "token", "wait", "writes"),
     )
 
-    def __init__(self, number: int, name: str, role: Role, load: Load):
+    def __init__(self, number: int, name: str, role: Role, load: WorkerLoad):
         self.number = number  # in the order in which workers joined
         self.name = name
         self.held: dict[bytes, None] = {}  # names of its blocks, the oldest first
         self.report(role, load)
 
-    def report(self, role: Role, load: Load) -> None:
+    def report(self, role: Role, load: WorkerLoad) -> None:
         """Its report covers what was sent to it before."""
         self.role = role
         self.load = load

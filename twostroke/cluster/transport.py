@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from twostroke.kv.addresses import Name
-from twostroke.remote.messages import Located, Payload
+from twostroke.remote.messages import BlockPayload, Located
 from twostroke.remote.segment import Segment
 
 
@@ -28,12 +28,12 @@ class Blocks:
     found: tuple[int, ...]
     checksum: int
 
-    def payload(self) -> Payload:
+    def payload(self) -> BlockPayload:
         """As an engine process of this machine reads it."""
-        return Payload(self.segment.path, self.segment.size, self.found, self.checksum)
+        return BlockPayload(self.segment.path, self.segment.size, self.found, self.checksum)
 
 
-class Source(Protocol):
+class BlockSource(Protocol):
     """What a transport serves from: the holder of blocks."""
 
     def renew(self, ticket: bytes) -> bool:
@@ -62,7 +62,7 @@ class Incoming(Protocol):
 
 
 class Transport(Protocol):
-    async def listen(self, source: Source) -> str:
+    async def listen(self, source: BlockSource) -> str:
         """Serve the source's transfers. Returns the address for peers."""
 
     async def connect(self, address: str, ticket: bytes) -> Incoming:

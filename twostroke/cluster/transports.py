@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from twostroke.cluster.sockets import SharedMemoryTransport, TcpTransport
-from twostroke.cluster.transport import Incoming, Source, TransferError, Transport
+from twostroke.cluster.transport import BlockSource, Incoming, TransferError, Transport
 from twostroke.errors import ConfigError
 from twostroke.remote.messages import Direct
 from twostroke.remote.nixl_agent import INSTALL, package
@@ -29,7 +29,7 @@ class FittingTransport:
         self.tcp = tcp
         self.machine = machine_id()
 
-    async def listen(self, source: Source) -> str:
+    async def listen(self, source: BlockSource) -> str:
         return " ".join([self.machine, await self.shared.listen(source), await self.tcp.listen(source)])
 
     async def connect(self, address: str, ticket: bytes) -> Incoming:

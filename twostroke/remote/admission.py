@@ -36,7 +36,7 @@ class BusyError(Exception):
         self.why = why
 
 
-class Held:
+class HeldByKey:
     """What one key holds."""
 
     __slots__ = ("blocks", "samples")
@@ -46,7 +46,7 @@ class Held:
         self.blocks = 0
 
 
-NOTHING = Held()
+NOTHING = HeldByKey()
 
 
 class Admission:
@@ -60,7 +60,7 @@ class Admission:
         self.finishing = finishing
         self.samples = 0
         self.blocks = 0
-        self.held: dict[int, Held] = {}  # by key
+        self.held: dict[int, HeldByKey] = {}  # by key
         self._busy_since = 0.0  # when the first sample came that the present ones overlap with
         self._released: deque[tuple[float, int, int]] = deque(maxlen=HISTORY)  # (when, key, blocks)
 
@@ -88,7 +88,7 @@ class Admission:
         self.samples += samples
         self.blocks += blocks
         if key:
-            held = self.held.setdefault(key, Held())
+            held = self.held.setdefault(key, HeldByKey())
             held.samples += samples
             held.blocks += blocks
 

@@ -209,7 +209,7 @@ class AsyncEngine:
         self._to_wake[stream] = None
 
     def _wake(self) -> None:
-        """Each stream once, however many of its answers got pieces."""
+        """Wake each stream once, however many of its answers got pieces."""
         streams, self._to_wake = self._to_wake, {}
         for stream in streams:
             stream.wake()

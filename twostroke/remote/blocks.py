@@ -20,8 +20,8 @@ from contextlib import contextmanager
 import msgspec
 
 from twostroke.engine.core import Core
-from twostroke.engine.exchange import Expected as Waiting
 from twostroke.engine.exchange import (
+    WaitingRequest,
     arrive,
     begin_store,
     cached_since,
@@ -44,6 +44,8 @@ from twostroke.remote.messages import (
     Arrive,
     Arrived,
     BlockData,
+    BlockPayload,
+    BlocksStored,
     Expect,
     Expected,
     Export,
@@ -52,11 +54,10 @@ from twostroke.remote.messages import (
     Located,
     LookUp,
     Part,
-    Payload,
     Store,
-    Stored,
 )  # fmt: skip
 from twostroke.remote.segment import Segment
+from twostroke.schedule.asking import Asking
 from twostroke.types import FinishReason, RequestState
 
 log = logging.getLogger(__name__)
@@ -67,9 +68,10 @@ class BlockExchange:
     def __init__(self, core: Core, direct: DirectBlocks | None = None):
         self.core = core
         self.direct = direct
-        self.replies: list[Stored | Arrived] = []  # about blocks that were read from another pool
+        self.replies: list[BlocksStored | Arrived] = []  # about blocks that were read from another pool
         self.block_bytes = storage_of(core).exchanged_bytes
-        self.waiting: dict[int, Waiting] = {}  # requests whose blocks are on their way, by id
+        self.waiting: dict[int, WaitingRequest] = {}  # requests whose blocks are on their way, by id
+        self.asking = Asking(core.scheduler)
         self.followed: dict[int, tuple[RequestState, int]] = {}  # with `lend`: the tokens whose blocks were given
         self.segments: dict[str, Segment] = {}  # of parts that are not opened yet, by path
         # Numbers for blocks that are read from here: after a restart others than before.
@@ -108,12 +110,12 @@ class BlockExchange:
         return self._copied(blocks) if self.direct is None else self._located(blocks, self.direct)
 
     def _located(self, blocks: list[tuple[Name, int]], direct: DirectBlocks) -> Located:
-        """Where they lie: they stay there until `take_back`."""
+        """The places of these blocks: they stay there until `take_back`."""
         number = next(self.kept)
         self.core.scheduler.tables.lent.keep(number, blocks)
         return direct.place([block for _, block in blocks], range(len(blocks)), number)
 
-    def _copied(self, blocks: list[tuple[Name, int]]) -> Payload | None:
+    def _copied(self, blocks: list[tuple[Name, int]]) -> BlockPayload | None:
         """Their bytes, in a segment that stays open until `opened`."""
         try:
             segment = Segment.create(len(blocks) * self.block_bytes)
@@ -122,7 +124,7 @@ class BlockExchange:
             return None
         self.segments[segment.path] = segment
         storage_of(self.core).export_to([block for _, block in blocks], segment.view)
-        return Payload(segment.path, segment.size, tuple(range(len(blocks))), zlib.crc32(segment.view))
+        return BlockPayload(segment.path, segment.size, tuple(range(len(blocks))), zlib.crc32(segment.view))
 
     def opened(self, path: str) -> None:
         segment = self.segments.pop(path, None)
@@ -159,7 +161,7 @@ class BlockExchange:
         """Whether blocks are read from another pool."""
         return bool(self.core.scheduler.tables.lent.reading)
 
-    def finish(self) -> list[Stored | Arrived]:
+    def finish(self) -> list[BlocksStored | Arrived]:
         """Replies about blocks that were read from another pool."""
         if self.direct is None:
             return []
@@ -189,32 +191,32 @@ class BlockExchange:
     def _read_to_store(self, message: Store, located: Located) -> None:
         storing = begin_store(self.core, message.tokens, message.salt)
         if storing is None:
-            self.replies.append(Stored(message.question, 0))
+            self.replies.append(BlocksStored(message.question, 0))
             return
 
         def done(names: Collection[Name], error: str, ended: bool) -> None:
             unread = error not in ("", DAMAGED)
-            self.replies.append(Stored(message.question, end_store(self.core, storing, names), unread))
+            self.replies.append(BlocksStored(message.question, end_store(self.core, storing, names), unread))
 
         self._read(located, message.names, [(one.name, one.block) for one in storing], done)
 
-    def _read_to_go_on(self, message: Arrive, waiting: Waiting, located: Located) -> None:
+    def _read_to_go_on(self, message: Arrive, waiting: WaitingRequest, located: Located) -> None:
         def done(names: Collection[Name], error: str, ended: bool) -> None:
             complete = go_on(self.core, waiting, names) if ended else start_anew(self.core, waiting)
             self.replies.append(Arrived(message.question, complete, error not in ("", DAMAGED)))
 
         self._read(located, waiting.names, [*waiting.wanted, *waiting.cut], done)
 
-    def store(self, message: Store) -> Stored | None:
+    def store(self, message: Store) -> BlocksStored | None:
         """None: the reply comes later."""
         if isinstance(message.payload, Located):
             self._read_to_store(message, message.payload)
             return None
         with self._received(message.names, message.payload) as blocks:
-            return Stored(message.question, store(self.core, message.tokens, message.salt, blocks))
+            return BlocksStored(message.question, store(self.core, message.tokens, message.salt, blocks))
 
     def expect(self, message: Expect) -> Expected:
-        waiting = expect(self.core, message.request, message.tokens)
+        waiting = expect(self.core, message.request, message.tokens, self.asking)
         if waiting is None:
             return Expected(message.question, None)
         if waiting.names:
@@ -237,13 +239,14 @@ class BlockExchange:
             return Arrived(message.question, arrive(self.core, waiting, blocks))
 
     def drop(self, request_id: int) -> None:
-        """A request has ended that may still wait for blocks."""
+        """A request has ended that may still wait for blocks, or ask for room."""
+        self.asking.forget(request_id)
         waiting = self.waiting.pop(request_id, None)
         if waiting is not None:
             arrive(self.core, waiting, {})
 
     @contextmanager
-    def _received(self, names: tuple[Name, ...], payload: Payload) -> Iterator[Mapping[Name, memoryview]]:
+    def _received(self, names: tuple[Name, ...], payload: BlockPayload) -> Iterator[Mapping[Name, memoryview]]:
         """The blocks in a segment. What does not have the announced length and checksum counts as not arrived."""
         try:
             segment = Segment.open(payload.path, payload.size)

@@ -37,6 +37,8 @@ from twostroke.remote.messages import (
     Arrive,
     Arrived,
     BlockData,
+    BlockPayload,
+    BlocksStored,
     Change,
     Changed,
     Direct,
@@ -52,7 +54,6 @@ from twostroke.remote.messages import (
     Opened,
     Orders,
     Part,
-    Payload,
     Question,
     Ready,
     Recall,
@@ -61,7 +62,6 @@ from twostroke.remote.messages import (
     Stage,
     Steps,
     Store,
-    Stored,
     TakeBack,
     runs_of,
 )
@@ -106,7 +106,7 @@ class EngineClient(Protocol):
     def restarts(self) -> int: ...
 
     async def start(self, listener: EngineListener) -> Ready:
-        """Until the engine is ready. What keeps it from starting is raised in the words of the engine."""
+        """Start the engine, and wait until it is ready. What keeps it from starting is raised in its own words."""
 
     async def stop(self, seconds: float) -> None:
         """End the engine, by force after so many seconds."""
@@ -146,7 +146,9 @@ class BlockClient(EngineClient, Protocol):
     def take_back(self, lent: Sequence[int]) -> None:
         """What these requests have left, or what was located, is not needed any more."""
 
-    async def store(self, tokens: Sequence[int], salt: bytes, names: Sequence[Name], payload: BlockData) -> Stored:
+    async def store(
+        self, tokens: Sequence[int], salt: bytes, names: Sequence[Name], payload: BlockData
+    ) -> BlocksStored:
         """Put the blocks that end the beginning of a prompt into the cache."""
 
     async def expect(self, request: Request, tokens: int) -> tuple[Name, ...] | None:
@@ -250,7 +252,7 @@ class MessageClient:
 
     def give_up(self, payload: BlockData | None) -> None:
         """Blocks that the engine gave are not wanted."""
-        if isinstance(payload, Payload):
+        if isinstance(payload, BlockPayload):
             self.opened(payload.path)
         elif payload is not None:
             self.take_back([payload.held])
@@ -259,9 +261,11 @@ class MessageClient:
         with contextlib.suppress(EngineError):  # it is gone, and the segment with it
             self._send(Opened(path))
 
-    async def store(self, tokens: Sequence[int], salt: bytes, names: Sequence[Name], payload: BlockData) -> Stored:
+    async def store(
+        self, tokens: Sequence[int], salt: bytes, names: Sequence[Name], payload: BlockData
+    ) -> BlocksStored:
         question = Store(next(self._numbers), tuple(tokens), salt, tuple(names), payload)
-        answer: Stored = await self._ask(question)
+        answer: BlocksStored = await self._ask(question)
         return answer
 
     async def expect(self, request: Request, tokens: int) -> tuple[Name, ...] | None:
@@ -322,7 +326,7 @@ class MessageClient:
             self._answer(msgspec.structs.replace(message, steps=steps) if self._offset else message)
         elif isinstance(message, Found) and message.payload is not None and not self._waits_for(message):
             self.give_up(message.payload)
-        elif isinstance(message, Exported | Found | Stored | Expected | Arrived):
+        elif isinstance(message, Exported | Found | BlocksStored | Expected | Arrived):
             self._answer(message)
         elif isinstance(message, Part):
             self.on_part(message)

@@ -108,7 +108,7 @@ class DirectBlocks:
         self._busy.set()
 
     def finish(self) -> None:
-        """For reads that are over."""
+        """Call `done` of reads that are over."""
         while self._over:
             reading = self._over.popleft()
             if reading.done is not None:
@@ -142,7 +142,7 @@ class DirectBlocks:
         time.sleep(0 if time.monotonic() - began < EAGER_SECONDS else PAUSE)
 
     def _moved_on(self, reading: Reading) -> bool:
-        """Whether `finish` is to hear of it: it is over, or has failed; and again when a failed one has ended."""
+        """Whether `finish` must handle this read: it is over, or has failed; and again when a failed one has ended."""
         now = time.monotonic()
         if reading.failed:
             return now - reading.failed > QUARANTINE and self._end(reading)

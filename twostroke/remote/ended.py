@@ -90,6 +90,7 @@ class EndedRequests:
         kept = Timeline(timeline.arrival, timeline.scheduled, timeline.end, timeline.token_times[:1])
         kept.prompt_tokens, kept.cached_tokens = padded(timeline.prompt_tokens), timeline.cached_tokens
         kept.preemptions = timeline.preemptions
+        kept.transfer, kept.decode_queue = timeline.transfer, timeline.decode_queue
         determined = params.temperature == 0 or params.seed is not None
         ended = EndedRequest(
             request.id, kept, timeline.ttft, timeline.tpot, timeline.output_tokens, params.max_tokens, params.priority,
@@ -102,7 +103,7 @@ class EndedRequests:
                 self._segments -= len(self._ended.popleft().packed) // PACKED.size
 
     def _replayed(self, prompt: Sequence[int], written: Sequence[int]) -> LookupCounts | None:
-        """Not of every answer: replays take a small share of the time."""
+        """A replay of prompt lookup over this answer; None for most answers: replays take a small share of the time."""
         began = time.perf_counter()
         if len(written) < 2 or len(prompt) + len(written) > REPLAYED or began < self._next_replay:
             return None

@@ -26,6 +26,7 @@ from twostroke.remote.direct import open_direct
 from twostroke.remote.messages import (
     Arrive,
     Arrived,
+    BlocksStored,
     Change,
     Changed,
     Direct,
@@ -43,7 +44,6 @@ from twostroke.remote.messages import (
     Stage,
     Steps,
     Store,
-    Stored,
     TakeBack,
     ToEngine,
 )
@@ -96,7 +96,7 @@ class EngineLoop:
         return self.empty_steps > 1 and (bool(self.core.scheduler.fetching) or self.blocks.reading)
 
     def run(self) -> None:
-        """Until ClosedError."""
+        """Run the engine until ClosedError."""
         try:
             while True:
                 self._turn()
@@ -143,7 +143,7 @@ class EngineLoop:
             self._expect(message)
         return []
 
-    def _reply(self, reply: Stored | Arrived | None) -> None:
+    def _reply(self, reply: BlocksStored | Arrived | None) -> None:
         if reply is not None:
             self.port.send(reply)
 

@@ -9,7 +9,7 @@ KV blocks of one engine for another, as bytes in a shared segment (segment.py) o
     engine ─▶ front end    Part: blocks of a request with `lend`, after each of its steps; then Opened or TakeBack
     front end ─▶ engine    Export what was lent, answered by Exported; TakeBack when it is not needed any more
                            LookUp what is cached of a prompt, answered by Found; then as after Part
-                           Store blocks in the cache, answered by Stored
+                           Store blocks in the cache, answered by BlocksStored
                            Expect a request whose blocks will come, answered by Expected; Arrive, answered by Arrived
 
 A request travels as the `Request` that the front end made, an event as the `Event` that the scheduler made. Times are
@@ -31,7 +31,7 @@ from twostroke.types import Event, Request
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """On the wire: an array that starts with the name of the message."""
+    """What travels on the wire: an array that starts with the name of the message."""
 
 
 class Direct(NamedTuple):
@@ -169,7 +169,7 @@ class Expected(Message, frozen=True, tag="expected"):
     wanted: tuple[Name, ...] | None
 
 
-class Payload(Message, frozen=True, tag="segment"):
+class BlockPayload(Message, frozen=True, tag="segment"):
     """BlockData of blocks in a segment of another process: which of the wanted ones, one after the other."""
 
     path: str
@@ -191,13 +191,13 @@ class Located(Message, frozen=True, tag="located"):
     held: int  # the engine keeps them until TakeBack of this number
 
 
-BlockData = Payload | Located
+BlockData = BlockPayload | Located
 
 
 class Part(Message, frozen=True, tag="part"):
     """Blocks that a request with `lend` has computed, up to so many tokens. The engine keeps the segment open until
-    Opened, or the blocks until TakeBack. `last`: the request has ended with its limit, which is said even where no
-    block is left."""
+    Opened, or the blocks until TakeBack. `last`: the request has ended with its limit, which is reported even where
+    no block is left."""
 
     lent: int
     tokens: int
@@ -231,7 +231,8 @@ class Found(Message, frozen=True, tag="found"):
 
 
 class Store(Message, frozen=True, tag="store"):
-    """Put blocks of the beginning of a prompt, which ends with these tokens, into the cache. Answered by Stored."""
+    """Put blocks of the beginning of a prompt, which ends with these tokens, into the cache. The answer is a
+    BlocksStored."""
 
     question: int
     tokens: tuple[int, ...]
@@ -240,7 +241,7 @@ class Store(Message, frozen=True, tag="store"):
     payload: BlockData
 
 
-class Stored(Message, frozen=True, tag="stored"):
+class BlocksStored(Message, frozen=True, tag="stored"):
     question: int
     blocks: int  # 0: they are there, do not follow what is there, have no room, or were damaged
     unread: bool = False  # they could not be read from the pool of the other engine
@@ -263,7 +264,7 @@ class Arrived(Message, frozen=True, tag="arrived"):
 
 
 Question = Change | Recall | Export | LookUp | Store | Expect | Arrive
-Reply = Changed | Steps | Exported | Found | Stored | Expected | Arrived
+Reply = Changed | Steps | Exported | Found | BlocksStored | Expected | Arrived
 ToEngine = Hello | Orders | TakeBack | Opened | Question
 FromEngine = Report | Beat | Stage | Ready | Failed | Part | Reply
 

@@ -57,7 +57,7 @@ class Memory(NamedTuple):
 
 
 class Read:
-    """Of a peer's memory."""
+    """A read of a peer's memory."""
 
     def __init__(self, peer: Peer, handle: Any):
         self.peer = peer
@@ -141,11 +141,12 @@ class NixlAgent:
     def _meet(self, peer: Peer) -> None:
         if peer.name != self.name and peer.name not in self._known:
             if self._agent.add_remote_agent(peer.metadata) != peer.name.encode():
-                raise NixlError("it names itself in two ways")
+                raise NixlError("its metadata has another name than the peer gave")
             self._known.add(peer.name)
 
     def _forget(self, peer: Peer) -> None:
-        """After a failure it is met anew. Other reads of it would fail by that, and go on writing."""
+        """Forget a peer after a failure: the next read meets it anew. Other reads of it would fail by that, and go on
+        writing."""
         if peer.name in self._known and not self._open[peer.name]:
             self._known.discard(peer.name)
             with contextlib.suppress(Exception):

@@ -94,7 +94,7 @@ class Child(asyncio.BufferedProtocol):
 
 
 def ended_with(status: int | None) -> str:
-    """In words that clients may read."""
+    """How the process ended, in words that clients may read."""
     if status == -signal.SIGKILL:
         return "it was killed (signal 9), as the system does where memory runs out: see kv_memory and kv_blocks"
     return f"it ended with exit status {status}"

@@ -90,7 +90,7 @@ class ThreadEngine(MessageClient):
             await asyncio.to_thread(self._thread.join, seconds)
 
     def _run(self, port: QueuePort, hello: Hello) -> None:
-        """On the thread."""
+        """The main function of the thread."""
         try:
             engine, ready = loop.start(port, hello)
             running = loop.EngineLoop(port, engine, hello.direct)

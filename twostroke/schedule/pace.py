@@ -1,8 +1,8 @@
 """How much prompt a step may carry so that no running stream waits longer than `max_gap`. Torch-free.
 
 A mixed step costs what its streams cost plus what its prompt tokens cost. Both are learnt from measured steps: the
-streams' own step in seconds, for each doubling of their number; the prompts' in seconds per FLOP (FLOPs know that a
-token deep in a long context costs more). Each estimate is a moving mean with a moving deviation, as TCP estimates its
+streams' own step in seconds, for each doubling of their number; the prompts' in seconds per FLOP, because a token
+deep in a long context costs more. Each estimate is a moving mean with a moving deviation, as TCP estimates its
 round-trip time, and plans use mean + 2 deviations: a noisy machine makes the chunks smaller instead of the gaps longer.
 A value below half the mean starts the estimate anew: the values before it included a cost that does not recur (a kernel
 was compiled, a step was captured), and with small chunks the mean would fall slowly.
@@ -78,7 +78,8 @@ class Pace:
         self.learn(prompt, streams, seconds, scored)
 
     def learn(self, prompt: float, streams: int, seconds: float, scored: int = 0) -> None:
-        """From a step with so many FLOPs of prompts and so many streams; scored: rows with their log probabilities."""
+        """Learn from a step with so many FLOPs of prompts and so many streams; scored: rows with their log
+        probabilities."""
         if not prompt:
             size = streams.bit_length()
             if size not in self.stream_steps:
@@ -121,7 +122,7 @@ class Pace:
         return max(0.0, target - alone.careful)
 
     def seconds(self, start: int, count: int, scored: bool = False) -> float:
-        """Of so many tokens of a prompt; scored: with their log probabilities."""
+        """Seconds of so many tokens of a prompt; scored: with their log probabilities."""
         known = self.prompt_rate.careful * self.flops(start, count)
         return known + self.row_price.careful * count if scored else known
 

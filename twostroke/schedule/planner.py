@@ -146,7 +146,7 @@ class Planner:
         return self.tokens_left > 0 and (self.seconds_left is None or self.seconds_left > 0 or self.chunks == 0)
 
     def _add_chunk(self, request: RequestState) -> bool:
-        """As much of the prompt as the budget allows. False if none of it does."""
+        """Add as much of the prompt as the budget allows. False if it allows none."""
         scheduler, start = self.scheduler, request.start
         want = len(request.tokens) - start
         if want <= 0:
@@ -174,9 +174,10 @@ class Planner:
         return count
 
     def _up_to_tail(self, start: int, want: int) -> int:
-        """Of the last part of a prompt whose blocks another engine wants: up to its last full block. These blocks
-        travel while the next step computes the few tokens after them, so hardly any bytes follow the first token.
-        All of it where the prompt is short: there the second step costs more than the transfer."""
+        """How many tokens to compute of the last part of a prompt whose blocks another engine wants: those up to its
+        last full block. These blocks travel while the next step computes the few tokens after them, so hardly any bytes
+        follow the first token. All of it where the prompt is short: there the second step costs more than the
+        transfer."""
         unit = self.tables.unit
         body = (start + want - 1) // unit * unit - start
         worth = self.scheduler.limits.chunked and not self.tables.windowed and not self.tables.layout.state_bytes

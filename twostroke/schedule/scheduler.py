@@ -144,7 +144,7 @@ class Scheduler:
         return sorted(self.waiting, key=lambda r: (-self.tables.match(r).columns, *self.policy.key(r)))
 
     def shares(self) -> Shares:
-        """Of the API keys in the batch."""
+        """The shares of the API keys in the batch."""
         held = Count(request.key for request in (*self.running.values(), *self.fetching.values()))
         return Shares(self.limits.key_share, self.limits.max_requests, held)
 
@@ -265,13 +265,18 @@ class Scheduler:
         """seconds: that the step took; elapsed: with what the host did meanwhile, where that is not part of them."""
         self.published.pop(plan.number, None)
         self.filled.pop(plan.number, None)
-        self.pace.observe(plan, seconds)
+        done = plan
+        if not result.verified:
+            done = plan.undrafted()
+            self.counters.computed_tokens -= sum([len(work.draft) for work in plan.works])
+        self.pace.observe(done, seconds)
         if self.drafter is not None:
-            self.drafter.learn(plan, result, seconds, seconds if elapsed is None else elapsed)
+            self.drafter.learn(done, result, seconds, seconds if elapsed is None else elapsed)
         self.counters.steps += 1
         events, described, written = [], result.details, 0
         for index, (work, tokens) in enumerate(zip(plan.works, result.tokens, strict=True)):
-            event = self._commit_one(work, tokens, described.get(index, NOTHING) if described else NOTHING, now)
+            found = described.get(index, NOTHING) if described else NOTHING
+            event = self._commit_one(work, tokens, found, now, result.verified)
             if event is not None:
                 events.append(event)
                 written += len(event.token_ids)
@@ -284,7 +289,9 @@ class Scheduler:
                     del self.suspects[request.id]  # alone it passed the point of failure: it was not the cause
         return events
 
-    def _commit_one(self, work: Work, tokens: tuple[int, ...], details: Details, now: float) -> Event | None:
+    def _commit_one(
+        self, work: Work, tokens: tuple[int, ...], details: Details, now: float, verified: bool
+    ) -> Event | None:  # fmt: skip
         request, _, count, kind, _ = work
         request.in_flight -= count
         if request.status is FINISHED:  # it ended while this step ran
@@ -295,7 +302,7 @@ class Scheduler:
         # Of a draft only what was kept counts: K and V of the rest lie beyond `computed` and are written again.
         request.computed += len(tokens) if kind is VERIFY else count
         kept, reason = self._append(request, tokens, now)
-        if kind is VERIFY:
+        if kind is VERIFY and verified:
             self._count_draft(request, count - 1, max(0, len(kept) - 1))
         if kind is not WRITE or request.computed % BLOCK == 0:  # else no block became full
             self.tables.publish(request, request.computed)

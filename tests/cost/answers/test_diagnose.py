@@ -16,7 +16,7 @@ from twostroke.cost.answers.evidence import tpot_slopes
 from twostroke.cost.answers.levers import LEVERS, Scenario
 from twostroke.cost.answers.wording import sentence
 from twostroke.cost.simulation.served import Served, Targets
-from twostroke.cost.simulation.trace import Arrival, Part
+from twostroke.cost.simulation.trace import Arrival, PromptPart
 from twostroke.errors import InputError
 from twostroke.record import replace
 
@@ -67,7 +67,7 @@ def middle(spread):
 
 def test_without_an_answer_there_is_nothing_to_diagnose():
     short = replace(on_gpu(), config=replace(on_gpu().config, max_model_len=1024))
-    long = [Arrival(0.1 * n, (Part(n, 5000),), 8) for n in range(5)]
+    long = [Arrival(0.1 * n, (PromptPart(n, 5000),), 8) for n in range(5)]
     with pytest.raises(InputError, match="the shortest has 5,008 tokens, max_model_len is 1,024: raise"):
         diagnose(short, long)
     with pytest.raises(InputError, match="no request was answered"):
@@ -102,7 +102,7 @@ def test_a_machine_that_does_what_it_can_is_not_called_slow():
 def test_streams_stall_only_where_somebody_would_notice(times, metric):
     """Gaps of a tenth of a second are slow writing on a CPU; gaps of a second are something else."""
     gaps = times * np.array([0.01] * 20 + [0.1] * 3, dtype=np.float32)
-    rows = [Arrival(60.0 * number, (Part(number, 40),), 24) for number in range(8)]
+    rows = [Arrival(60.0 * number, (PromptPart(number, 40),), 24) for number in range(8)]
     served = []
     for row in rows:
         one = Served(row.at, 40, 0, row.at, row.at + 0.05, row.at + 0.05 + float(gaps.sum()), output=24, gaps=gaps)

@@ -9,7 +9,7 @@ from twostroke.cost.answers.diagnose import with_known
 from twostroke.cost.answers.levers import LEVERS, Scenario
 from twostroke.cost.answers.tune import tune
 from twostroke.cost.answers.wording import known_line
-from twostroke.cost.simulation.trace import Arrival, Part
+from twostroke.cost.simulation.trace import Arrival, PromptPart
 from twostroke.record import replace
 
 LEVER = next(lever for lever in LEVERS if lever.name == "answer-cache")
@@ -17,7 +17,8 @@ LEVER = next(lever for lever in LEVERS if lever.name == "answer-cache")
 
 def asked(*prompts: int) -> list[Arrival]:
     return [
-        Arrival(float(at), (Part(0, 64), Part(content, 32)), 20, determined=True) for at, content in enumerate(prompts)
+        Arrival(float(at), (PromptPart(0, 64), PromptPart(content, 32)), 20, determined=True)
+        for at, content in enumerate(prompts)
     ]
 
 
@@ -41,7 +42,7 @@ def test_it_says_when_it_does_not_help() -> None:
 
 
 def test_the_others_wait_less() -> None:
-    busy = [Arrival(0.01 * at, (Part(at % 4, 600),), 40, determined=True) for at in range(60)]
+    busy = [Arrival(0.01 * at, (PromptPart(at % 4, 600),), 40, determined=True) for at in range(60)]
     case = Scenario(on_box(prefix_cache=False), busy)
     after = LEVER.pull(case)
     assert isinstance(after, Scenario)

@@ -9,14 +9,14 @@ import pytest
 from tests.cost.cases import cap_of_one, on_box
 from tests.cost.fleets import poisson
 from twostroke.bench import report
-from twostroke.bench.record import Record, Run
+from twostroke.bench.record import RequestRecord, Run
 from twostroke.bench.workload import make_load
 from twostroke.cost.answers.diagnose import diagnose
 from twostroke.cost.answers.levers import LEVERS
 from twostroke.cost.answers.overload import find_overload
 from twostroke.cost.answers.wording import evidence_lines, sentence
 from twostroke.cost.simulation.served import Served
-from twostroke.cost.simulation.trace import Part, at_rate
+from twostroke.cost.simulation.trace import PromptPart, at_rate
 from twostroke.record import replace
 
 
@@ -76,7 +76,7 @@ def mixed(count, rate, start=0.0):
     rows = []
     for number, kind in enumerate(("chat", "code", "rag", "agent")):
         for row in make_load(kind, count=count // 4, per_second=rate / 4, seed=number, scale=4.0).arrivals:
-            parts = tuple(Part(part.content + number * 10**7, part.length) for part in row.parts)
+            parts = tuple(PromptPart(part.content + number * 10**7, part.length) for part in row.parts)
             rows.append(replace(row, at=row.at + start, parts=parts))
     return sorted(rows, key=lambda row: row.at)
 
@@ -137,7 +137,8 @@ def test_the_evidence_agrees_with_itself():
 
 def test_bench_names_the_overload_first():
     records = [
-        Record(float(n), float(n), [2.0 * n + 1, 2.0 * n + 2], 2.0 * n + 2, prompt=9, output=2) for n in range(12)
+        RequestRecord(float(n), float(n), [2.0 * n + 1, 2.0 * n + 2], 2.0 * n + 2, prompt=9, output=2)
+        for n in range(12)
     ]
     run = Run("chat", "in process", 1.0, None, records)
     assert report.overload(run).startswith("Overloaded: 1 request/s arrives, 0.5 are served")
@@ -147,7 +148,7 @@ def test_bench_names_the_overload_first():
 def test_a_rate_that_was_asked_for_is_no_batch_job():
     """Thirty requests within a second, served at one a second: the last came within 5 % of the whole time."""
     records = [
-        Record(n / 30, n / 30, [n + 1.0, n + 1.5], n + 1.5, prompt=9, output=2) for n in range(30)
+        RequestRecord(n / 30, n / 30, [n + 1.0, n + 1.5], n + 1.5, prompt=9, output=2) for n in range(30)
     ]  # fmt: skip
     run = Run("chat", "in process", 30.0, None, records)
     assert report.overload(run).startswith("Overloaded: 30 requests/s arrive, ")

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.cost.fleets import CPU, poisson
-from twostroke.bench.split import as_cluster, pools_of
-from twostroke.cli.cluster_auto import Traffic, check_auto, part_of
+from twostroke.cli.cluster_auto import Traffic, check_auto, part_of, planned
 from twostroke.config import make_config
 from twostroke.cost.answers.split import Division, Verdict, divide, divisions, role_changes
 from twostroke.cost.model.devices import DEVICES
 from twostroke.cost.model.known_models import known_arch
+from twostroke.cost.simulation.clustered import as_cluster, pools_of
 from twostroke.cost.simulation.deployment import Deployment
-from twostroke.cost.simulation.fleet import Pools
+from twostroke.cost.simulation.fleet import MEASURED_LINKS, Pools
 from twostroke.cost.simulation.served import Targets
 from twostroke.errors import ConfigError
 from twostroke.record import replace
+
+RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 
 
 def workers(count: int, prefill: int = 0, **settings: Any) -> Deployment:
@@ -84,6 +88,28 @@ def test_a_running_cluster_is_one_worker_of_several() -> None:
     assert found.pools == Pools(2, 1, 1e9, 0.1, "cost")
     assert (found.config.max_requests, found.config.kv_blocks) == (32, 2000)
     assert part_of(CPU, 2).compute == CPU.compute / 2
+
+
+@pytest.mark.parametrize(("kind", "machines"), [("cpu", ("aarch64", "x86_64")), ("cuda", ("h200",))])
+def test_links_are_as_they_were_measured(kind: str, machines: tuple[str, ...]) -> None:
+    """A line through both sizes; of the machines of a kind the slower one."""
+    lines = []
+    for machine in machines:
+        measured = json.loads((RESULTS / f"exchange-{machine}.json").read_text())["sizes"].values()
+        (small, first), (large, second) = [
+            (one["bytes"], one["shared memory"]["whole"]["ms"] / 1e3) for one in measured
+        ]
+        bandwidth = (large - small) / (second - first)
+        lines.append((bandwidth, first - small / bandwidth))
+    link = min(lines)[0], max(latency for _, latency in lines)
+    assert MEASURED_LINKS[kind] == pytest.approx(link, rel=0.04)
+
+
+def test_auto_simulates_the_measured_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Deployment] = []
+    monkeypatch.setattr("twostroke.cost.answers.split.divide", lambda deployment, *rest: seen.append(deployment))
+    planned("llama-3.1-8b", {}, 3, Traffic(rate=2.0, hardware="h200"), one_machine=True)
+    assert seen[0].pools == Pools(3, 0, *MEASURED_LINKS["cuda"], "cost")
 
 
 def test_what_auto_needs_is_said() -> None:

@@ -16,7 +16,7 @@ from twostroke.cost.model.known_models import known_arch
 from twostroke.cost.simulation.deployment import Deployment
 from twostroke.cost.simulation.fleet import Pools
 from twostroke.cost.simulation.served import Targets
-from twostroke.cost.simulation.trace import Arrival, Part, at_rate, repeat
+from twostroke.cost.simulation.trace import Arrival, PromptPart, at_rate, repeat
 from twostroke.errors import ConfigError
 from twostroke.record import replace
 
@@ -102,8 +102,8 @@ def test_what_would_cost_far_more_is_not_simulated():
 
 def test_a_recording_is_repeated_by_other_users():
     """What all prompts begin with stays the same; a conversation has new text each time, and grows as before."""
-    talk = [(Part(1, 60), *(Part(2 + turn, 20) for turn in range(length))) for length in (1, 3, 5)]
-    other = (Part(1, 60), Part(99, 30))
+    talk = [(PromptPart(1, 60), *(PromptPart(2 + turn, 20) for turn in range(length))) for length in (1, 3, 5)]
+    other = (PromptPart(1, 60), PromptPart(99, 30))
     rows = [Arrival(float(number), parts, 10) for number, parts in enumerate([*talk, other])]
     again = [tuple(part.content for part in row.parts) for row in repeat(rows, 8)]
     assert again[:4] == [tuple(part.content for part in row.parts) for row in rows]

@@ -6,7 +6,14 @@ import pytest
 
 from tests.cost.cases import on_gpu
 from twostroke.cost.answers.levers import LEVERS, Scenario
-from twostroke.cost.model.drafts import DraftingRoofline, Drafts, Source, best_length, expected_tokens, right_for
+from twostroke.cost.model.drafts import (
+    DraftingRoofline,
+    DraftQuality,
+    DraftSource,
+    best_length,
+    expected_tokens,
+    right_for,
+)
 from twostroke.cost.model.known_models import known_arch
 from twostroke.cost.simulation.deployment import drafts_of
 from twostroke.cost.simulation.trace import Arrival, Contents
@@ -18,7 +25,7 @@ LOOKUP = next(lever for lever in LEVERS if lever.name == "prompt-lookup")
 
 
 def always(right, **more):
-    return Drafts((Source(1.0, right),), **more)
+    return DraftQuality((DraftSource(1.0, right),), **more)
 
 
 def test_expected_tokens_are_the_sum_of_powers():

@@ -15,7 +15,7 @@ from twostroke.cost.model.known_models import known_arch
 from twostroke.cost.model.rates import HOST_LINK, datasheet_rates
 from twostroke.cost.model.roofline import Roofline
 from twostroke.cost.simulation.fleet import Fleet, Pools, deliver
-from twostroke.cost.simulation.trace import Arrival, Contents, Part, faster, read_trace, shared_first, shorter
+from twostroke.cost.simulation.trace import Arrival, Contents, PromptPart, faster, read_trace, shared_first, shorter
 from twostroke.cost.simulation.worker import SimulatedWorker
 from twostroke.errors import InputError
 from twostroke.ops.interface import BLOCK
@@ -61,7 +61,7 @@ def test_many_steps_at_once_after_prompts_that_left_the_cache_cold():
     rows = requests(count=60, rate=5.0, prompt=(5, 400), output=(1, 120), shared=64)
     fast, slow = (fleet(rates=rates, fast=fast).run(rows) for fast in (True, False))
     assert [one.end for one in fast] == pytest.approx([one.end for one in slow], rel=1e-9)
-    one = Arrival(0.0, (Part(1, 200),), 50)
+    one = Arrival(0.0, (PromptPart(1, 200),), 50)
     warm, cold = (fleet(rates=some).run([one])[0] for some in (CPU, rates))
     assert cold.ttft == pytest.approx(warm.ttft), "prompts themselves are no slower"
     longer = cold.gaps - warm.gaps
@@ -80,7 +80,7 @@ def test_many_steps_at_once_with_windows():
 
 def test_time_is_what_the_roofline_says():
     roofline, settings = parts()
-    served = fleet().run([Arrival(0.0, (Part(1, 200),), 50)])[0]
+    served = fleet().run([Arrival(0.0, (PromptPart(1, 200),), 50)])[0]
     assert served.ttft == pytest.approx(roofline.prefill_seconds(200))
     steps = [roofline.step([], [200 + written], 1) for written in range(1, 50)]
     assert served.end - served.first == pytest.approx(sum(steps))
@@ -105,7 +105,7 @@ def test_streams_cost_little_beside_prompts(monkeypatch, pools):
 
 def test_copies_to_the_host_and_back_take_their_time():
     """Requests one after another, so that both do the same: what differs is what the copies take."""
-    rows = [Arrival(100.0 * at, (Part(at % 5, 400),), 10) for at in range(20)]
+    rows = [Arrival(100.0 * at, (PromptPart(at % 5, 400),), 10) for at in range(20)]
     settings = {"kv_blocks": 60, "max_model_len": 600, "kv_offload": 1 << 28}
     fleets = [fleet(rates=replace(CPU, host_link=link), **settings) for link in (1e12, 1e9)]
     quick, slow = ([one.end for one in each.run(rows)] for each in fleets)
@@ -187,7 +187,9 @@ def test_a_plan_ahead_hides_nothing_and_changes_little():
 
 
 def test_too_long_a_prompt_is_refused_not_lost():
-    served = fleet(max_model_len=256).run([Arrival(0.0, (Part(1, 300),), 5), Arrival(0.1, (Part(2, 200),), 500)])
+    served = fleet(max_model_len=256).run(
+        [Arrival(0.0, (PromptPart(1, 300),), 5), Arrival(0.1, (PromptPart(2, 200),), 500)]
+    )
     assert served[0].refused and not served[1].refused
     assert served[1].output == 56
 
@@ -232,7 +234,7 @@ def test_traces_are_read(tmp_path):
 
 def test_shared_parts_first():
     contents = Contents()
-    rows = [Arrival(i, (contents.own(8), Part(3, 500), contents.own(20)), 5) for i in range(3)]
+    rows = [Arrival(i, (contents.own(8), PromptPart(3, 500), contents.own(20)), 5) for i in range(3)]
     assert [part.length for part in shared_first(rows)[0].parts] == [500, 8, 20]
 
 

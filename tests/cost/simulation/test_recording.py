@@ -7,10 +7,15 @@ import random
 import pytest
 
 from tests.cost.cases import static
+from twostroke.cluster.group import workers_to_read
+from twostroke.cost.answers import verdict as module
+from twostroke.cost.answers.diagnose import diagnose
 from twostroke.cost.answers.levers import LEVERS, Scenario
 from twostroke.cost.answers.verdict import verdict
 from twostroke.cost.model.fit import predicted
 from twostroke.cost.model.roofline import Roofline
+from twostroke.cost.simulation.clustered import joined_steps
+from twostroke.cost.simulation.fleet import Pools
 from twostroke.cost.simulation.recording import read_recording, read_step, token_times
 from twostroke.errors import InputError
 from twostroke.model.document import arch_document
@@ -69,10 +74,34 @@ def test_rates_come_from_the_steps(documents):
 
 
 def test_the_fault_is_named(documents):
-    found = verdict(documents)
+    found = verdict({**documents, "steps": [documents["steps"]], "workers": None})
     assert found["levers"][0]["name"] == "continuous-batching" and found["phase"] == "prefill"
     assert found["levers"][0]["settings"] == {"batching": "continuous"} and found["levers"][0]["live"]
     assert "because a batch admits no request" in found["sentence"] and len(found["evidence"]) == 6
+
+
+def test_a_deployment_is_diagnosed_with_its_workers(documents, monkeypatch):
+    """The steps of all workers are one log, and the room of all is divided among those that write."""
+    steps = documents["steps"]["steps"]
+    reads = [step for step in steps if any(lane["stage"] == "prefill" for lane in step["lanes"])]
+    writes = [step for step in steps if step not in reads]
+    rows = [{"name": name, "role": name[:-2], "healthy": True} for name in ("prefill-0", "decode-0", "decode-1")]
+    rows.append({"name": "decode-2", "role": "decode", "healthy": False})
+    workers = {"workers": rows, "transfers": {"done": 3, "bandwidth": 1e9, "latency": 0.1}}
+    assert workers_to_read(workers) == ["prefill-0", "decode-0", "decode-1"]
+    many = [{"name": f"{role}-{n}", "role": role, "healthy": True} for role in ("prefill", "decode") for n in range(9)]
+    assert len(workers_to_read({"workers": many})) == 8
+    assert joined_steps([{"steps": reads}, {"steps": writes}])["steps"] == steps
+    seen = []
+
+    def heard(deployment, *rest):
+        seen.append(deployment)
+        return diagnose(deployment, *rest)
+
+    monkeypatch.setattr(module, "diagnose", heard)
+    room = documents["settings"]["settings"]["max_requests"]["value"]
+    verdict({**documents, "steps": [{"steps": reads}, {"steps": writes}], "workers": workers})
+    assert seen[0].pools == Pools(2, 1, 1e9, 0.1, "cost") and seen[0].config.max_requests == room // 2
 
 
 @pytest.mark.parametrize(("machine", "said"), [

@@ -8,7 +8,7 @@ import pytest
 from tests.cost.fleets import parts, requests
 from twostroke.cost.simulation.fleet import Pools
 from twostroke.cost.simulation.routed import RoutedFleet
-from twostroke.cost.simulation.trace import Arrival, Part
+from twostroke.cost.simulation.trace import Arrival, PromptPart
 
 
 def fleet(pools: Pools, **settings: object) -> RoutedFleet:
@@ -34,7 +34,7 @@ def test_everyone_is_served_once_in_order_of_arrival(pools: Pools) -> None:
 
 
 def test_prompts_are_computed_where_the_route_says() -> None:
-    rows = [Arrival(30.0 * turn, (Part(turn, 600),), 20) for turn in range(8)]
+    rows = [Arrival(30.0 * turn, (PromptPart(turn, 600),), 20) for turn in range(8)]
     apart, cost = (fleet(Pools(2, 1, router=router)) for router in ("apart", "cost"))
     for one in (apart, cost):
         one.run(rows)
@@ -47,7 +47,7 @@ def test_prompts_are_computed_where_the_route_says() -> None:
 
 def test_only_the_last_chunk_is_waited_for() -> None:
     """Blocks travel while their prompt is computed."""
-    rows = [Arrival(60.0 * turn, (Part(turn, 2000),), 4) for turn in range(4)]
+    rows = [Arrival(60.0 * turn, (PromptPart(turn, 2000),), 4) for turn in range(4)]
     gaps = {}
     for link in (1e12, 10e6):
         found = fleet(Pools(1, 1, link=link, latency=0.0, router="apart"), max_batch_tokens=512)
@@ -57,17 +57,17 @@ def test_only_the_last_chunk_is_waited_for() -> None:
 
 
 def test_turns_of_a_conversation_return_or_their_blocks_move() -> None:
-    talks = [[Part(100 + talk, 400)] for talk in range(12)]
+    talks = [[PromptPart(100 + talk, 400)] for talk in range(12)]
     rows = []
     for turn in range(60):
         talk = talks[turn % 12]
         rows.append(Arrival(0.8 * turn, tuple(talk), 10))
-        talk.append(Part(1000 + turn, 60))
+        talk.append(PromptPart(1000 + turn, 60))
     calm = fleet(Pools(4, router="cost"))
     hits = sum(one.cached for one in calm.run(rows)) / sum(row.prompt for row in rows)
     assert hits > 0.6
-    crowd = [Arrival(0.001 * turn, (Part(7, 1600), Part(2000 + turn, 40)), 30) for turn in range(40)]
-    early = Arrival(-30.0, (Part(7, 1600), Part(1999, 40)), 30)
+    crowd = [Arrival(0.001 * turn, (PromptPart(7, 1600), PromptPart(2000 + turn, 40)), 30) for turn in range(40)]
+    early = Arrival(-30.0, (PromptPart(7, 1600), PromptPart(1999, 40)), 30)
     shared = fleet(Pools(4, link=1e10, router="cost"))
     assert sum(one.cached > 1500 for one in shared.run([early, *crowd])) >= 36 and shared.moved > 0
 

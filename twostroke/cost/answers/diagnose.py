@@ -231,7 +231,7 @@ def try_levers(
 
 
 def with_known(outcome: Outcome, scenario: Scenario) -> Outcome:
-    """With the requests that the answer cache answers; the others wait for their lookups."""
+    """The outcome with the requests that the answer cache answers; the others wait for their lookups."""
     if not scenario.known:
         return outcome
     wait = scenario.lookup

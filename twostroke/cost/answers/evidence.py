@@ -123,7 +123,7 @@ def varies(values: Sequence[float] | np.ndarray) -> bool:
 
 
 def slope(x: Sequence[float], y: Sequence[float] | np.ndarray) -> float:
-    """Of the straight line through the points; 0 where x hardly varies."""
+    """The slope of the straight line through the points; 0 where x hardly varies."""
     if len(x) < 3 or not varies(x):
         return 0.0
     return float(np.polyfit(np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64), 1)[0])

@@ -43,7 +43,7 @@ class Lever:
     phase: str  # "prefill", "decode" or "both": the stroke it is meant for
     live: bool  # whether a running server can take it
     because: str  # the cause that this lever removes: the end of "slow …, because"
-    expect: str  # what textbooks say of it
+    expect: str  # the effect that textbooks expect
     pull: Callable[[Scenario], Scenario | str]
     setting: Callable[[Deployment], dict[str, Any]] | None = None  # the settings that pull it; None: no setting does
     lossy: float = 0.0  # gain that it must have to be worth a change of the answers

@@ -138,5 +138,5 @@ def fastest(gaps: np.ndarray) -> float:
 
 
 def rounded(rate: float) -> float:
-    """To two digits behind the point, or three in all."""
+    """The rate to two digits behind the point, or three in all."""
     return round(rate, 2) if rate < 10 else float(f"{rate:.3g}")

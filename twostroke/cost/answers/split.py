@@ -114,7 +114,7 @@ def divide(
 
 
 def part_of(deployment: Deployment) -> Deployment:
-    """At most MOST of its workers, divided as they all are."""
+    """A smaller deployment: at most MOST of its workers, divided as they all are."""
     count, pools = deployment.workers, deployment.pools
     if count <= MOST:
         return deployment

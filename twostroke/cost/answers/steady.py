@@ -31,7 +31,7 @@ UNKNOWN = 1e9  # seconds: a percentile of a part without an answer
 CHANCE = 2.5  # square roots of the requests under way: growth by less than this may be chance
 
 
-class Part(NamedTuple):
+class JudgedPart(NamedTuple):
     """One part of the load, judged."""
 
     share: float  # of the requests that met the targets
@@ -62,7 +62,7 @@ def try_fleet(
     """`part`: requests in a part; `least`: fewest requests that are simulated before the fleet is accepted; `close`:
     the standard error at which a percentile is steady."""
     fleet, waiting = deployment.fleet(), []
-    settled: list[Part] = []
+    settled: list[JudgedPart] = []
     decided: bool | None = None
     fed = 0
     while decided is None and fed < len(load):
@@ -93,8 +93,8 @@ def lag_of(waiting: Sequence[int], part: int) -> float:
 
 
 def judged(
-    fleet: Fleet, load: Sequence[Arrival], targets: Targets, part: int, fed: int, settled: list[Part]
-) -> list[Part]:
+    fleet: Fleet, load: Sequence[Arrival], targets: Targets, part: int, fed: int, settled: list[JudgedPart]
+) -> list[JudgedPart]:
     """The parts after the first and before the last, whose requests have had time to end. `settled`: the leading parts
     all of whose requests have ended; they are added to and not judged again."""
     found = list(settled)
@@ -109,7 +109,7 @@ def has_ended(served: Served) -> bool:
     return served.refused or served.end < inf
 
 
-def judge(fleet: Fleet, load: Sequence[Arrival], targets: Targets, first: int, last: int) -> Part:
+def judge(fleet: Fleet, load: Sequence[Arrival], targets: Targets, first: int, last: int) -> JudgedPart:
     ttfts, tpots, met, missed = [], [], 0, 0
     for served, arrival in zip(fleet.served[first:last], load[first:last], strict=True):
         if has_ended(served):
@@ -121,11 +121,11 @@ def judge(fleet: Fleet, load: Sequence[Arrival], targets: Targets, first: int, l
         elif fleet.now - served.arrival > targets.ttft + targets.tpot * arrival.output:
             missed += 1
     if not ttfts:
-        return Part(0.0 if missed else 1.0, UNKNOWN, UNKNOWN)
-    return Part(met / max(1, met + missed), float(np.percentile(ttfts, 95)), float(np.percentile(tpots, 95)))
+        return JudgedPart(0.0 if missed else 1.0, UNKNOWN, UNKNOWN)
+    return JudgedPart(met / max(1, met + missed), float(np.percentile(ttfts, 95)), float(np.percentile(tpots, 95)))
 
 
-def decide(parts: Sequence[Part], lag: float, enough: bool, close: float) -> bool | None:
+def decide(parts: Sequence[JudgedPart], lag: float, enough: bool, close: float) -> bool | None:
     """True: it meets the targets; False: it does not, or is overloaded; None: not clear yet."""
     if len(parts) < 2:
         return None

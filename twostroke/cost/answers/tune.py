@@ -78,7 +78,7 @@ def scaled(rates: Rates, moved: Sequence[float]) -> Rates:
 
 
 def medians(served: Sequence[Served], among: Sequence[int]) -> tuple[float, float]:
-    """Of TPOT and of the prefill time."""
+    """The medians of TPOT and of the prefill time."""
     done = [one for one in (served[place] for place in among) if one.answered]
     tpots = [one.tpot for one in done if one.tpot is not None]
     prefills = [one.first - one.scheduled for one in done]

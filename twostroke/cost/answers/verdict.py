@@ -2,7 +2,8 @@
 
     python -m twostroke.cost.answers.verdict < documents > verdict
 
-In: {"settings": …, "arrivals": …, "steps": …, "memory": bytes}, from the admin routes. Out: what the dashboard shows.
+In: {"settings": …, "arrivals": …, "steps": [… of each worker], "memory": bytes, "workers": … or null}, from the admin
+routes. Out: what the dashboard shows.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 from twostroke.cost.answers.diagnose import Diagnosis, Effect, diagnose
 from twostroke.cost.answers.wording import evidence_lines
+from twostroke.cost.simulation.clustered import as_cluster, joined_steps
 from twostroke.cost.simulation.recording import read_recording
 from twostroke.errors import TwostrokeError
 
@@ -23,8 +25,10 @@ NICE = 15
 
 def verdict(documents: dict[str, Any]) -> dict[str, Any]:
     arrivals = {**documents["arrivals"], "arrivals": documents["arrivals"]["arrivals"][-LATEST:]}
-    recording = read_recording(documents["settings"], arrivals, documents["steps"], documents.get("memory"))
-    found = diagnose(recording.deployment, recording.arrivals, recording.served)
+    steps, workers = joined_steps(documents["steps"]), documents["workers"]
+    recording = read_recording(documents["settings"], arrivals, steps, documents.get("memory"))
+    deployment = recording.deployment if workers is None else as_cluster(recording.deployment, workers)
+    found = diagnose(deployment, recording.arrivals, recording.served)
     return as_document(found, len(recording.arrivals))
 
 

@@ -124,7 +124,7 @@ def _over(ratio: float) -> str:
 
 
 def _utilisation(e: Evidence) -> str:
-    """Without the shares that the recording does not show."""
+    """The utilisation in words, without the shares that the recording does not show."""
     shares = [("prefill MFU", e.prefill_mfu), ("decode MBU", e.decode_mbu)]
     known = [f"{name} {share:.0%}" if share >= 0.01 else f"{name} {share:.1%}" for name, share in shares if share]
     return f"{', '.join(known)} of what the machine reaches" if known else "too few tokens for MFU or MBU"

@@ -180,7 +180,7 @@ def _smallest(
 
 
 class MeanRequest(NamedTuple):
-    """In tokens."""
+    """The mean lengths of a request, in tokens."""
 
     prompt: float
     output: float
@@ -262,7 +262,7 @@ def precisions(device: Device) -> list[str]:
     return ["bfloat16", *narrow]
 
 
-class Found(NamedTuple):
+class WorkerPlan(NamedTuple):
     needs: list[Need]  # the cheapest first
     dropped: list[Dropped]  # the options that serve the load at no number of workers, or were not simulated
 
@@ -280,7 +280,7 @@ def cheapest(
     split: Sequence[bool] = (False,),
     pricier: float = PRICIER,
     jobs: int = 1,
-) -> Found:
+) -> WorkerPlan:
     """Options that meet the targets, the cheapest first. Options whose estimate is far above one of them are not
     simulated. With both values of `split`, two pools are tried where one misses the targets, and for the cheapest.
     They are compared roughly; the cheapest is then simulated as closely as the demand asks.
@@ -319,14 +319,16 @@ def cheapest(
         if len(split) > 1:
             again = [one.deployment for one in dropped if not one.reason.startswith("not simulated")]
             again += [need.deployment for need in needs[:1]]
-            last = [Attempt(replace(option, pools=Pools()), split[1], rough) for option in again]
+            one_pool = [replace(option, pools=_pools(1, False, 0.0, option.pools)) for option in again]
+            last = [Attempt(option, split[1], rough) for option in one_pool]
         while last or _is_rough(needs, demand):
             if _is_rough(needs, demand):
                 best = needs.pop(0)
-                last.insert(0, Attempt(replace(best.deployment, pools=Pools()), best.prefill > 0, demand))
+                one = _pools(1, False, 0.0, best.deployment.pools)
+                last.insert(0, Attempt(replace(best.deployment, pools=one), best.prefill > 0, demand))
             needs = sorted(attempt(last) + needs, key=_dollars)
             last = []
-    return Found(needs, dropped)
+    return WorkerPlan(needs, dropped)
 
 
 def _is_rough(needs: Sequence[Need], demand: Demand) -> bool:

@@ -6,5 +6,6 @@ calibration.py   rates that were measured on a machine, kept as JSON
 known_models.py  architectures of well-known models, so that a plan needs no download
 roofline.py      bytes and FLOPs of a step divided by the rates: its seconds
 tiles.py         what a GPU adds: padded rows, attention over prompts in tiles
-fit.py           the rates under which logged steps take what they took
+drafts.py        what speculative decoding changes in the time of a token
+fit.py           the rates with which the predicted times of logged steps are the measured ones
 """

@@ -24,7 +24,7 @@ from twostroke.types import MOST_DRAFTED
 NEAR = 128  # tokens of context: within so many the gain is taken to be the same
 
 
-class Source(NamedTuple):
+class DraftSource(NamedTuple):
     """One kind of drafts."""
 
     covered: float  # share of a stream's steps that have one
@@ -32,10 +32,10 @@ class Source(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Drafts:
+class DraftQuality:
     """How good drafts are, and what makes them."""
 
-    sources: tuple[Source, ...]
+    sources: tuple[DraftSource, ...]
     streams: int | None = None  # with more streams nothing is drafted; None: no limit
     draft: Roofline | None = None  # of a draft model; None: drafts cost nothing
 
@@ -45,7 +45,7 @@ class Drafts:
 
     @property
     def right(self) -> float:
-        """Of all drafted tokens."""
+        """The probability that a drafted token is right, over all sources."""
         return sum(one.covered * one.right for one in self.sources) / max(self.covered, 1e-12)
 
 
@@ -81,7 +81,7 @@ def verify_seconds(line: Roofline, streams: int, context: int, length: int) -> f
     )
 
 
-def best_length(line: Roofline, drafts: Drafts, streams: int, context: int) -> Best:
+def best_length(line: Roofline, drafts: DraftQuality, streams: int, context: int) -> Best:
     """The lengths with the shortest time per token; 0 where drafts do not pay."""
     none = Best(0, 1.0, line.decode_seconds(streams, context))
     if drafts.streams is not None and streams > drafts.streams:
@@ -98,7 +98,7 @@ def best_length(line: Roofline, drafts: Drafts, streams: int, context: int) -> B
     return best if best.tpot * GAIN <= none.tpot else none
 
 
-def with_lengths(sources: Sequence[Source], lengths: Sequence[int], times: Sequence[float]) -> Best:
+def with_lengths(sources: Sequence[DraftSource], lengths: Sequence[int], times: Sequence[float]) -> Best:
     """times: seconds of a step by the length of its drafts. Where some streams draft and others do not, the time lies
     between."""
     mean, tokens = times[0], 1.0
@@ -111,7 +111,7 @@ def with_lengths(sources: Sequence[Source], lengths: Sequence[int], times: Seque
 class DraftingRoofline(Roofline):
     """Steps without prompts take what a token takes with drafts: a simulated stream writes one token in each."""
 
-    def __init__(self, plain: Roofline, drafts: Drafts):
+    def __init__(self, plain: Roofline, drafts: DraftQuality):
         super().__init__(plain.model, plain.layout, plain.rates, plain.count, plain.link)
         self.plain = plain
         self.drafts = drafts

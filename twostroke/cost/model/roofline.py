@@ -71,14 +71,15 @@ class ModelCost:
         return self.arch.row_weights
 
     def read_bytes(self, rows: int) -> float:
-        """Of the layers' matrices in a step of so many rows."""
+        """Bytes of the layers' matrices that a step of so many rows reads."""
         return self.layer_bytes * self.arch.read_share(rows)
 
 
 def model_cost(
     arch: Arch, precision: str = "bfloat16", stored_bytes: int | None = None, kind: str = "cpu"
 ) -> ModelCost:
-    """From the precision of the weights as this kind of device stores them, or from the bytes of a checkpoint."""
+    """The cost from the precision of the weights as this kind of device stores them, or from the bytes of a
+    checkpoint."""
     if precision not in WEIGHT_BYTES:
         raise ConfigError(f"precision must be one of {', '.join(WEIGHT_BYTES)}; got {precision!r}.")
     each = (GPU_WEIGHT_BYTES if kind == "cuda" else WEIGHT_BYTES)[precision]

@@ -7,5 +7,6 @@ fleet.py         several workers behind a router, in one pool or with pools for 
 routed.py        the same behind the router of a real deployment
 served.py        what happened to each request, and a summary of many
 deployment.py    a model on machines with settings; `run` simulates arrivals on it
+clustered.py     a running deployment of several workers, from its admin routes
 recording.py     a running server's documents as a deployment, arrivals and served requests
 """

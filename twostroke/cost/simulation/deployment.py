@@ -12,7 +12,7 @@ from typing import Any
 from twostroke.config import SETTINGS, Config, Resolved, make_config, resolve
 from twostroke.cost.model.calibration import Calibration
 from twostroke.cost.model.devices import Device
-from twostroke.cost.model.drafts import DraftingRoofline, Drafts, Source, right_for
+from twostroke.cost.model.drafts import DraftingRoofline, DraftQuality, DraftSource, right_for
 from twostroke.cost.model.rates import Rates, datasheet_rates, narrow_read
 from twostroke.cost.model.roofline import ModelCost, Roofline, model_cost
 from twostroke.cost.simulation.fleet import Fleet, Pools
@@ -42,7 +42,7 @@ class Deployment:
     rates: Rates | None = None  # measured; None: a share of the datasheet
     gpus: int = 1  # devices that make up one worker
     pools: Pools = field(default_factory=Pools)
-    lookup: Drafts | None = None  # how good prompt lookup's guesses are on the recorded answers; None: not known
+    lookup: DraftQuality | None = None  # how good prompt lookup's guesses are on the recorded answers; None: not known
 
     @property
     def looks_up(self) -> bool:
@@ -100,7 +100,7 @@ class Deployment:
         return kind(self.roofline(settings), settings, self.pools, jitter=jitter)
 
     def outcome(self, fleet: Fleet, skipped: int = 0) -> Outcome:
-        """Of a fleet that has served everything, the first `skipped` requests left out."""
+        """The outcome of a fleet that has served everything, without the first `skipped` requests."""
         settings, workers = fleet.settings, [worker for worker in fleet.workers if worker is not None]
         held = max((worker.held_peak for worker in workers), default=0)
         busy = sum(worker.busy_seconds for worker in workers)
@@ -136,15 +136,18 @@ def config_of(settings: dict[str, Any], changes: dict[str, Any] | None = None) -
     return make_config(**known)
 
 
-def drafts_of(counts: LookupCounts, kind: str) -> Drafts | None:
-    """From a replay of prompt lookup over answers, on a kind of device; None where there were none."""
+def drafts_of(counts: LookupCounts, kind: str) -> DraftQuality | None:
+    """How good drafts are by a replay of prompt lookup over answers, on a kind of device; None where there were
+    none."""
     if not counts.steps:
         return None
     kinds = zip(counts.covered, counts.tried, counts.right, strict=True)
     sources = (
-        Source(covered / counts.steps, right_for(right / covered, GUESSED)) for covered, tried, right in kinds if tried
+        DraftSource(covered / counts.steps, right_for(right / covered, GUESSED))
+        for covered, tried, right in kinds
+        if tried
     )
-    return Drafts(tuple(sources), STREAMS[kind])
+    return DraftQuality(tuple(sources), STREAMS[kind])
 
 
 def deployment_of(

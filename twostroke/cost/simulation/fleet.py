@@ -30,6 +30,10 @@ from twostroke.ops.interface import BLOCK
 from twostroke.sampling import SamplingParams
 from twostroke.types import Event, Request, RequestState
 
+# Bytes/s from engine to engine of one machine, and seconds before the first byte, by the kind of their devices: a line
+# through both sizes of benchmarks/results/exchange-*.json over shared memory, copies and checksums included; of the
+# machines of a kind the slower one.
+MEASURED_LINKS = {"cpu": (0.48e9, 0.025), "cuda": (0.51e9, 0.026)}
 AFFINITY_SLACK = 4  # requests that a worker with the prefix may have more than the least loaded one
 PARAMS = {0: SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)}
 
@@ -40,14 +44,14 @@ class Pools:
 
     workers: int = 1
     prefill: int = 0
-    link: float = 25e9  # bytes/s from a prefill worker to a decode worker
+    link: float = 25e9  # bytes/s from a prefill worker to a decode worker: of a network card of 200 Gbit/s
     latency: float = 0.002  # seconds before the first byte
     # "cost" and "apart" are those of a real deployment (routed.py); the others are simple ones.
     router: Literal["least-loaded", "round-robin", "prefix", "cost", "apart"] = "least-loaded"
 
 
 @dataclass(slots=True)
-class Transfer:
+class SimulatedTransfer:
     """A request on its way from a prefill worker to a decode worker."""
 
     arrival: Arrival
@@ -77,7 +81,9 @@ class Fleet:
         self.heap: list[tuple[float, int]] = []  # (boundary, worker); entries may be outdated, never too late
         self.due = [inf] * count  # the valid entry of each worker
         self.live: dict[int, tuple[Arrival, Served, int]] = {}  # request id -> arrival, result, worker
-        self.transfers: list[tuple[float, int, Any]] = []  # when it lands, request id, `Transfer` or `routed.Move`
+        self.transfers: list[
+            tuple[float, int, Any]
+        ] = []  # when it lands, request id, `SimulatedTransfer` or `routed.Move`
         self.homes: dict[int, int] = {}  # content of a prompt's first part -> worker that has it cached
         self.turn = 0
         self.served: list[Served] = []
@@ -207,12 +213,12 @@ class Fleet:
         self.loads[index] -= 1
         add_timeline(served, request.timeline, request.id % 2 == 1)
         if self.pools.prefill and index >= self.pools.workers and arrival.output > 1:
-            transfer = Transfer(arrival, served, request)
+            transfer = SimulatedTransfer(arrival, served, request)
             size = arrival.prompt * kv_bytes_per_token(self.settings.layout)
             landing = self.now + self.pools.latency + size / self.pools.link
             heapq.heappush(self.transfers, (landing, request.id, transfer))
 
-    def _land(self, transfer: Transfer) -> None:
+    def _land(self, transfer: SimulatedTransfer) -> None:
         """The prompt's blocks reach a decode worker's cache; then the request is submitted there."""
         pool = range(self.pools.workers)
         index = self._route(transfer.arrival, pool)

@@ -18,7 +18,7 @@ from twostroke.cost.model.rates import KEY_SECONDS, REQUEST_SECONDS, STEP_SECOND
 from twostroke.cost.model.roofline import Roofline
 from twostroke.cost.simulation.deployment import Deployment, deployment_of, drafts_of
 from twostroke.cost.simulation.served import Served
-from twostroke.cost.simulation.trace import Arrival, Part
+from twostroke.cost.simulation.trace import Arrival, PromptPart
 from twostroke.draft.replay import LookupCounts
 from twostroke.errors import InputError
 from twostroke.metrics.steplog import LoggedWork, Step
@@ -41,8 +41,8 @@ class Recording:
 def read_recording(
     settings: Document, arrivals: Document, steps: Document, memory: int | None = None, rates: Rates | None = None
 ) -> Recording:
-    """From the three documents of the admin routes. `memory`: bytes that the server may use, where known; `rates`: from
-    a calibration of its machine with its model."""
+    """Read a recording from the three documents of the admin routes. `memory`: bytes that the server may use, where
+    known; `rates`: from a calibration of its machine with its model."""
     try:
         arch = read_arch(settings["arch"])
         values = {name: one["value"] for name, one in settings["settings"].items()}
@@ -68,7 +68,7 @@ def read_recording(
 
 
 def read_counts(document: Document | None) -> LookupCounts:
-    """Of a replay of prompt lookup; a server that does not report them counts none."""
+    """The counts of a replay of prompt lookup; a server that does not report them counts none."""
     if document is None:
         return LookupCounts()
     columns = (tuple(int(value) for value in document[name]) for name in ("covered", "tried", "right"))
@@ -84,7 +84,9 @@ def read_step(document: Document) -> Step:
 
 
 def read_arrival(document: Document, first: float) -> Arrival:
-    parts = tuple(Part(*part) for part in document["parts"]) or (Part(-document["request"], document["prompt_tokens"]),)
+    parts = tuple(PromptPart(*part) for part in document["parts"]) or (
+        PromptPart(-document["request"], document["prompt_tokens"]),
+    )
     return Arrival(
         document["time"] - first,
         parts,

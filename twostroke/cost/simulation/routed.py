@@ -4,9 +4,9 @@
                     ├──▶ a worker that computes the prompt ─▶ last chunk's blocks ─▶ the worker that writes
                     └──▶ before that, perhaps: a beginning that another worker has is fetched
 
-The router is told what `Pools` tells it: prompts that are sent and not computed, answers that are written, blocks by
-name. Speeds are those of the roofline, as moving means would find them. Blocks travel while their prompt is computed,
-so only those of its last chunk are waited for. Transfers do not share the link.
+The router gets the reports that `Pools` gives it: prompts that are sent and not computed, answers that are written,
+blocks by name. Speeds are those of the roofline, as moving means would find them. Blocks travel while their prompt is
+computed, so only those of its last chunk are waited for. Transfers do not share the link.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from twostroke.cluster.router import Ask, Link, Load, Role, Route, Router
+from twostroke.cluster.router import Ask, Link, Role, Route, Router, WorkerLoad
 from twostroke.cluster.search import CHUNK
 from twostroke.cost.simulation.fleet import Fleet, add_timeline, deliver, make_request
 from twostroke.cost.simulation.served import Served
@@ -31,7 +31,7 @@ SMOOTHING = 0.2  # of the moving means, as in a deployment
 
 
 @dataclass(slots=True)
-class Flight:
+class SimulatedFlight:
     """A request on its way. Workers by number."""
 
     arrival: Arrival
@@ -45,14 +45,14 @@ class Flight:
 
 
 @dataclass(slots=True)
-class Move:
+class Transit:
     """Blocks on their way to a worker, and the request that follows them."""
 
     request: Request
     names: list[bytes]
     columns: int  # that are there when they have landed
     index: int
-    flight: Flight
+    flight: SimulatedFlight
 
 
 class RoutedFleet(Fleet):
@@ -67,7 +67,7 @@ class RoutedFleet(Fleet):
         writes = Role.DECODE if pools.prefill else Role.BOTH
         self.roles = [writes] * pools.workers + [Role.PREFILL] * pools.prefill
         self.queued, self.streams = [0] * count, [0] * count
-        self.flights: dict[int, Flight] = {}
+        self.flights: dict[int, SimulatedFlight] = {}
         self.hasher = QuickNames("simulated", key=b"")
         self.moved = 0  # bytes from worker to worker
         self._token = 0.0  # seconds for a token of a prompt
@@ -82,11 +82,11 @@ class RoutedFleet(Fleet):
 
     # ---- what the router knows -------------------------------------------------------------------------------------
 
-    def _load(self, index: int) -> Load:
+    def _load(self, index: int) -> WorkerLoad:
         settings, streams = self.settings, self.streams[index]
         blocks = settings.kv_blocks if settings.prefix_cache else 0
         step = self._step_seconds(streams)
-        return Load(self.queued[index], streams, settings.max_requests, self._token, step, self._stream, blocks)
+        return WorkerLoad(self.queued[index], streams, settings.max_requests, self._token, step, self._stream, blocks)
 
     def _choose(self, arrival: Arrival, names: list[bytes]) -> Route:
         length = min(arrival.prompt, self.settings.max_batch_tokens)
@@ -99,7 +99,7 @@ class RoutedFleet(Fleet):
         assert route is not None, "every worker is up"
         return route
 
-    def _place(self, flight: Flight, tokens: int, streams: int) -> None:
+    def _place(self, flight: SimulatedFlight, tokens: int, streams: int) -> None:
         """The loads follow what is sent and what has ended."""
         self.queued[flight.first] += tokens
         self.streams[flight.writer] += streams
@@ -112,7 +112,7 @@ class RoutedFleet(Fleet):
         self.hasher.extend(names, tokens, salt, len(tokens) // BLOCK)
         route = self._choose(arrival, names)
         known = route.cached + route.fetched
-        flight = Flight(
+        flight = SimulatedFlight(
             arrival, served, names, salt, int(route.prefill), int(route.decode),
             max(1, arrival.prompt - known * BLOCK), route.sent,
         )  # fmt: skip
@@ -125,13 +125,13 @@ class RoutedFleet(Fleet):
             return
         source = self.router.workers[route.source]
         busy = min(source.wait, CHUNK * source.token)  # it gives blocks away between two steps
-        self._travel(Move(request, names, known, flight.first, flight), route.fetched, arrival.at + busy)
+        self._travel(Transit(request, names, known, flight.first, flight), route.fetched, arrival.at + busy)
 
-    def _travel(self, move: Move, blocks: int, begin: float) -> None:
+    def _travel(self, move: Transit, blocks: int, begin: float) -> None:
         size = blocks * self.settings.layout.block_bytes
         heapq.heappush(self.transfers, (begin + self.router.link.seconds(size), move.request.id, move))
 
-    def _land(self, move: Move) -> None:  # type: ignore[override]
+    def _land(self, move: Transit) -> None:  # type: ignore[override]
         worker = self._worker(move.index)
         state = RequestState(move.request)
         state.hashes = move.names
@@ -158,7 +158,7 @@ class RoutedFleet(Fleet):
                 request.id + 1, request.tokens, arrival, self.now, self._limit(arrival), flight.salt
             )  # fmt: skip
             last = min(flight.lacking, -(-self.settings.max_batch_tokens // BLOCK))
-            self._travel(Move(after, flight.names, len(flight.names), flight.writer, flight), last, self.now)
+            self._travel(Transit(after, flight.names, len(flight.names), flight.writer, flight), last, self.now)
             return
         del self.flights[number]
         self._place(flight, 0, -1)

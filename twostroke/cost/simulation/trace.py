@@ -25,7 +25,7 @@ FORMATS = (
 )
 
 
-class Part(NamedTuple):
+class PromptPart(NamedTuple):
     content: int
     length: int
 
@@ -35,7 +35,7 @@ class Arrival:
     """One recorded request. `at` is in seconds from the start of the recording."""
 
     at: float
-    parts: tuple[Part, ...]
+    parts: tuple[PromptPart, ...]
     output: int  # tokens written
     priority: int = 0
     determined: bool = False  # an equal prompt would get an equal answer: temperature 0, or a seed
@@ -60,9 +60,9 @@ class Contents:
     def __init__(self, first: int = 1 << 34):
         self.next = first
 
-    def own(self, length: int) -> Part:
+    def own(self, length: int) -> PromptPart:
         self.next -= 1
-        return Part(self.next, length)
+        return PromptPart(self.next, length)
 
 
 def read_trace(path: str | Path, limit: int | None = None) -> list[Arrival]:
@@ -104,12 +104,12 @@ def mooncake(lines: Iterable[str]) -> Iterator[Arrival]:
         row = json.loads(line)
         length, parts = max(1, int(row["input_length"])), []
         for content in row["hash_ids"]:
-            parts.append(Part(int(content), min(MOONCAKE_BLOCK, length)))
+            parts.append(PromptPart(int(content), min(MOONCAKE_BLOCK, length)))
             length -= parts[-1].length
             if length <= 0:
                 break
         if length > 0:
-            parts.append(Part((1 << 33) + int(row["hash_ids"][-1] if row["hash_ids"] else 0), length))
+            parts.append(PromptPart((1 << 33) + int(row["hash_ids"][-1] if row["hash_ids"] else 0), length))
         yield Arrival(int(row["timestamp"]) / 1000, tuple(parts), max(1, int(row["output_length"])))
 
 
@@ -135,7 +135,7 @@ def shorter(rows: Sequence[Arrival], scale: float) -> list[Arrival]:
     """The same requests with lengths divided by `scale`, so that a small machine can serve them."""
     cut = []
     for row in rows:
-        parts = tuple(Part(part.content, max(1, round(part.length / scale))) for part in row.parts)
+        parts = tuple(PromptPart(part.content, max(1, round(part.length / scale))) for part in row.parts)
         cut.append(replace(row, parts=parts, output=max(2, round(row.output / scale))))
     return cut
 
@@ -176,7 +176,7 @@ def repeat(rows: Sequence[Arrival], count: int) -> list[Arrival]:
     public = _public(rows)
     period = (rows[-1].at - rows[0].at) * len(rows) / max(1, len(rows) - 1)
     contents, made = Contents(1 << 36), []
-    renewed: dict[int, Part] = {}
+    renewed: dict[int, PromptPart] = {}
     for number in range(count):
         row, turn = rows[number % len(rows)], number // len(rows)
         if number % len(rows) == 0:
@@ -186,7 +186,7 @@ def repeat(rows: Sequence[Arrival], count: int) -> list[Arrival]:
             for part in parts:
                 if part.content not in public and part.content not in renewed:
                     renewed[part.content] = contents.own(part.length)
-            parts = tuple(Part(renewed.get(part.content, part).content, part.length) for part in parts)
+            parts = tuple(PromptPart(renewed.get(part.content, part).content, part.length) for part in parts)
         made.append(replace(row, at=row.at + turn * period, parts=parts))
     return made
 

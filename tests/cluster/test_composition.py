@@ -1,0 +1,195 @@
+"""What a deployment is made of works together: kinds of attention, drafts, tenants, priorities, limits."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster.pairs import GREEDY, Pair, answer, moved, run_pair
+from tests.cluster.test_pair import PROMPT, SAMPLED, Alone
+from twostroke.cluster.parcels import patience
+from twostroke.cluster.router import Role
+from twostroke.remote.admission import BusyError
+from twostroke.remote.async_engine import AsyncEngine
+from twostroke.remote.loop import EngineLoop
+from twostroke.sampling import SamplingParams
+from twostroke.types import Request
+
+LONG = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+
+
+@pytest.mark.parametrize(
+    ("family", "kv_dtype"),
+    [("latent", "int8"), ("latent", "float32"), ("compressed", "bfloat16"), ("compressed", "float32")],
+)
+def test_latent_and_compressed_entries_travel(
+    family: str, kv_dtype: str, deepseek_pair: tuple[Path, Path], compressed_folder: Path
+) -> None:
+    folder, narrow = deepseek_pair[0] if family == "latent" else compressed_folder, {"kv_dtype": kv_dtype}
+    alone = Alone(folder, **narrow)
+    want = alone.answer(PROMPT), alone.answer(PROMPT[:50], SAMPLED)
+
+    async def scenario(engine: AsyncEngine, pair: Pair) -> None:
+        assert (await answer(engine, PROMPT), await answer(engine, PROMPT[:50], SAMPLED)) == want
+        await moved(pair)
+        assert pair.counts.done == 3 and pair.counts.bytes and not pair.counts.failed
+        assert pair.decode.counts.cached_tokens >= 64 + 2 * 32, "no prompt was computed again"
+
+    run_pair(folder, scenario, prefill=narrow, decode=narrow | {"speculate": "off"})
+
+
+@pytest.mark.parametrize("family", ["llama", "latent"])
+def test_a_draft_model_goes_on_where_the_answer_is_written(
+    family: str, llama_pair: tuple[Path, Path], deepseek_pair: tuple[Path, Path]
+) -> None:
+    target, draft = llama_pair if family == "llama" else deepseek_pair
+    drafting = {"draft_model": str(draft), "speculate": "auto"}
+    want = Alone(target).answer(PROMPT, LONG)
+
+    async def scenario(engine: AsyncEngine, pair: Pair) -> None:
+        assert await answer(engine, PROMPT, LONG) == want
+        await moved(pair)
+        assert pair.counts.done == 1 and not pair.counts.failed
+        assert pair.decode.counts.drafted_tokens > 0 and pair.prefill.counts.drafted_tokens == 0
+
+    run_pair(target, scenario, prefill=drafting, decode=drafting)
+
+
+def test_tenants_share_no_blocks_in_any_worker(llama_folder: Path) -> None:
+    want = Alone(llama_folder).answer(PROMPT)[0][0]
+
+    async def asked(engine: AsyncEngine, pair: Pair, salt: bytes) -> tuple[int, int]:
+        """Blocks that travelled, and tokens of the prompt that were found."""
+        before = pair.counts.blocks
+        stream = engine.submit([PROMPT], GREEDY, salt)
+        async for _ in stream:
+            pass
+        await moved(pair)
+        sample = stream.answers[0].sample
+        assert sample.token_ids == want
+        return pair.counts.blocks - before, sample.timeline.cached_tokens
+
+    async def scenario(engine: AsyncEngine, pair: Pair) -> None:
+        assert await asked(engine, pair, b"one") == (5, 0)
+        assert await asked(engine, pair, b"two") == (5, 0), "the other tenant's blocks are in both workers"
+        assert await asked(engine, pair, b"one") == (1, 64)
+
+    run_pair(llama_folder, scenario, decode={"speculate": "off"})
+
+
+def test_the_more_important_request_gets_the_place_where_answers_are_written(
+    llama_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One place there. Requests that come from the other worker wait for it, and ask again and again. The answer that
+    has it waits until all of them have come."""
+    priorities, came = [7, 2, 9, 4], threading.Event()
+    ended: list[int] = []
+
+    def held(self: EngineLoop, step: Any = EngineLoop._step) -> Any:
+        while not came.is_set() and any(one.output_length >= 5 for one in self.core.scheduler.running.values()):
+            time.sleep(0.001)
+        return step(self)
+
+    monkeypatch.setattr(EngineLoop, "_step", held)
+
+    async def one(engine: AsyncEngine, prompt: list[int], priority: int) -> None:
+        await answer(engine, prompt, SamplingParams(max_tokens=60, temperature=0, ignore_eos=True, priority=priority))
+        ended.append(priority)
+
+    async def scenario(engine: AsyncEngine, pair: Pair) -> None:
+        first = asyncio.ensure_future(one(engine, PROMPT, 0))
+        while not pair.decode.counts.running:
+            await asyncio.sleep(0.001)
+        prompts = [[token + place + 1 for token in PROMPT[:40]] for place in range(len(priorities))]
+        others = [asyncio.ensure_future(one(engine, *given)) for given in zip(prompts, priorities, strict=True)]
+        while sum(flight.request.params.priority > 0 for flight in pair.moving) < len(priorities):
+            await asyncio.sleep(0.001)
+        came.set()
+        await asyncio.gather(first, *others)
+        assert ended == [0, *sorted(priorities)]
+        assert not pair.counts.failed
+
+    place = {"max_requests": 1, "speculate": "off", "policy": "priority"}
+    run_pair(llama_folder, scenario, prefill={"policy": "priority"}, decode=place, transfer_seconds=120.0)
+
+
+def test_a_deployment_admits_and_refuses_as_a_whole(llama_folder: Path) -> None:
+    async def scenario(engine: AsyncEngine, pair: Pair) -> None:
+        queue = engine.admission.max_queue
+        assert engine.admission.max_samples == 3 + queue, "the worker that writes has three places"
+        pair.change_role("prefill", Role.BOTH)
+        assert engine.admission.max_samples == 3 + 2 + queue
+        pair.change_role("prefill", Role.PREFILL)
+        engine.admission.max_queue = 1
+        engine.admission.adapt(engine.intake.settings)
+        streams = [engine.submit([PROMPT[:20]], LONG) for _ in range(4)]
+        with pytest.raises(BusyError) as refused:
+            engine.submit([PROMPT[:20]], LONG)
+        assert refused.value.retry_after >= 1
+        for stream in streams:
+            assert sum([piece.event.finish_reason is not None async for piece in stream]) == 1
+
+    run_pair(llama_folder, scenario, prefill={"max_requests": 2}, decode={"max_requests": 3})
+
+
+def test_a_fetch_leaves_the_time_to_compute_before_the_deadline() -> None:
+    def request(due: float | None) -> Request:
+        return Request(1, (1, 2), SamplingParams(deadline=due), arrival=time.monotonic())
+
+    assert patience(request(None), 2.0, 5.0) == 2.0
+    assert patience(request(60.0), 2.0, 5.0) == 2.0
+    assert 0.5 < patience(request(6.0), 2.0, 5.0) <= 1.0
+    assert patience(request(4.0), 2.0, 5.0) == 2.0, "computing all comes too late: only the fetch can keep it"
+
+
+def test_a_conversation_returns_to_the_worker_that_has_it(llama_folder: Path) -> None:
+    """Its prompt, and the answer that was written there."""
+    alone = Alone(llama_folder)
+
+    async def scenario(engine: AsyncEngine, pair: Pair) -> None:
+        pair.apart = False
+        for name in pair.members:
+            pair.change_role(name, Role.BOTH)
+        written = (await answer(engine, PROMPT))[0][0]
+        (home,) = [one for one in pair.members.values() if one.counts.computed_tokens]
+        turn = [*PROMPT, *written, 7, 8, 9]
+        assert await answer(engine, turn) == alone.answer(turn)
+        assert home.counts.cached_tokens == 80 and home.counts.computed_tokens < 2 * len(PROMPT)
+        assert sum(one.counts.prompt_tokens for one in pair.members.values()) == home.counts.prompt_tokens
+
+    run_pair(llama_folder, scenario, prefill={"speculate": "off"}, decode={"speculate": "off"})
+
+
+def test_roles_change_while_requests_run(llama_folder: Path) -> None:
+    """Nothing is lost: what a worker has it ends."""
+    alone = Alone(llama_folder)
+    prompts = [[(place * 13 + token * 7) % 290 + 3 for token in range(40 + place)] for place in range(12)]
+
+    async def one(engine: AsyncEngine, place: int) -> None:
+        await asyncio.sleep(0.03 * place)
+        assert await answer(engine, prompts[place], LONG) == alone.answer(prompts[place], LONG)
+
+    async def scenario(engine: AsyncEngine, pair: Pair) -> None:
+        running = [asyncio.ensure_future(one(engine, place)) for place in range(len(prompts))]
+        roles = [
+            (Role.BOTH, Role.BOTH),
+            (Role.DECODE, Role.PREFILL),
+            (Role.BOTH, Role.DECODE),
+            (Role.PREFILL, Role.DECODE),
+        ]
+        turn = 0
+        while not all(one.done() for one in running):
+            first, second = roles[turn % len(roles)]
+            for name, role in (("prefill", Role.BOTH), ("decode", second), ("prefill", first)):
+                pair.change_role(name, role)
+            turn += 1
+            await asyncio.sleep(0.05)
+        await asyncio.gather(*running)
+        assert turn > len(roles) and not pair.counts.failed and not pair.resumed
+
+    run_pair(llama_folder, scenario)
