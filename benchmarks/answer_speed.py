@@ -34,13 +34,13 @@ import numpy as np
 
 from benchmarks.machine import RESULTS, save
 from benchmarks.serving_servers import OURS, running
-from twostroke.answers.bound import ErrorBound, Evidence
+from twostroke.answers.bound import ErrorBound, JudgedPair
 from twostroke.answers.entry import Entry, pack, unpack
 from twostroke.answers.evidence import SharedEvidence
 from twostroke.answers.guard import KINDS, wording
 from twostroke.answers.keys import wording_key
 from twostroke.answers.redis import RedisStore
-from twostroke.answers.store import FileStore, Known, Store
+from twostroke.answers.store import AnswerStore, FileStore, IndexedEntry
 from twostroke.serve.answer_setup import digest
 
 ENTRIES, WIDTH = 100_000, 384
@@ -91,7 +91,7 @@ def served(store: str, folder: Path, url: str | None) -> Iterator[tuple[str, int
         yield address, process.pid
 
 
-def opened(folder: Path, url: str | None) -> Store:
+def opened(folder: Path, url: str | None) -> AnswerStore:
     if url is None:
         return FileStore(folder / FILE, 2 * ENTRIES)
     import redis
@@ -127,14 +127,14 @@ def fill(store_name: str, folder: Path, url: str | None) -> dict[str, Any]:
     return found
 
 
-def believe(store: Store, secret: bytes) -> None:
+def believe(store: AnswerStore, secret: bytes) -> None:
     """Evidence of every kind and similarity."""
     evidence = SharedEvidence(ErrorBound(0.05), store, secret)
     for number in range(600):
-        evidence.add(Evidence(f"elsewhere-{number}", KINDS[number % len(KINDS)], 0.8 + number / 3000, True))
+        evidence.add(JudgedPair(f"elsewhere-{number}", KINDS[number % len(KINDS)], 0.8 + number / 3000, True))
 
 
-def copy(store: Store, model: Entry, secret: bytes) -> None:
+def copy(store: AnswerStore, model: Entry, secret: bytes) -> None:
     rng = np.random.default_rng(3)
     fields = {name: getattr(model, name) for name in model.__struct_fields__}
     for number in range(ENTRIES):
@@ -144,7 +144,7 @@ def copy(store: Store, model: Entry, secret: bytes) -> None:
         other = {"id": name, "exact": b"%d" % number, "vector": vector.tobytes(), "question": f"{ASKED[:-1]} {number}?"}
         entry = Entry(**fields | other)
         key = wording_key(secret, entry.context, wording(entry.question))
-        row = Known(name, entry.tenant, entry.exact, entry.context, entry.created, len(entry.tokens), key)
+        row = IndexedEntry(name, entry.tenant, entry.exact, entry.context, entry.created, len(entry.tokens), key)
         if isinstance(store, RedisStore):  # as `put` does, with less care for the graph, which takes its time
             near = store._name(b"near", row.context)
             store._redis.execute_command("VADD", near, "FP32", entry.vector, name, "NOQUANT", "EF", 16)
@@ -152,7 +152,7 @@ def copy(store: Store, model: Entry, secret: bytes) -> None:
         store.put(row, vector, pack(entry, secret))
 
 
-def used(store: Store) -> float:
+def used(store: AnswerStore) -> float:
     """Bytes of memory: of this process, or of Redis."""
     if isinstance(store, RedisStore):
         return float(store._redis.info("memory")["used_memory"])

@@ -32,7 +32,7 @@ import numpy as np
 from benchmarks.machine import save
 from benchmarks.swaps import SWAPS
 from twostroke.answers import guard
-from twostroke.answers.bound import NEAREST, ErrorBound, Evidence, upper_limit
+from twostroke.answers.bound import NEAREST, ErrorBound, JudgedPair, upper_limit
 from twostroke.answers.cache import NEIGHBOURS
 from twostroke.embed.embedder import Embedder
 
@@ -179,7 +179,7 @@ def ask(stream: Stream, text: str, stored: set[int], bound: ErrorBound, chance: 
         tally.hits[kind] += 1
         tally.wrong[kind] += not right
         if chance.random() < SHADOW:
-            bound.learn(Evidence(known, kind, near.similarity, right))
+            bound.learn(JudgedPair(known, kind, near.similarity, right))
         return True
     learn(stream, text, stored, bound)
     return False
@@ -195,7 +195,7 @@ def learn(stream: Stream, text: str, stored: set[int], bound: ErrorBound) -> Non
         if looked > NEIGHBOURS:
             return
         if kind is not None and right is not None:
-            return bound.learn(Evidence(known, kind, near.similarity, right))
+            return bound.learn(JudgedPair(known, kind, near.similarity, right))
 
 
 def fitting(asked: str, known: str) -> str | None:

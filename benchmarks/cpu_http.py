@@ -12,13 +12,13 @@ import numpy as np
 from benchmarks.serving_servers import SLOTS, VOCAB, started
 from twostroke.bench.client import Target, measure
 from twostroke.bench.workload import Load
-from twostroke.cost.simulation.trace import Arrival, Part
+from twostroke.cost.simulation.trace import Arrival, PromptPart
 
 PROMPT, ANSWER = 96, 128
 
 
 def served(name: str, llama: Path) -> dict[str, float]:
-    arrivals = [Arrival(0.0, (Part(i, PROMPT),), ANSWER) for i in range(SLOTS)]
+    arrivals = [Arrival(0.0, (PromptPart(i, PROMPT),), ANSWER) for i in range(SLOTS)]
     with started(name, llama) as (url, process):
         target = Target(url, vocabulary=VOCAB)
         measure(target, Load("warm up", arrivals[:2], closed=2))

@@ -30,7 +30,7 @@ from twostroke.bench.remote import Admin, apply_live
 from twostroke.bench.workload import Load
 from twostroke.cost.model.rates import Rates
 from twostroke.cost.simulation.served import Targets
-from twostroke.cost.simulation.trace import Arrival, Contents, Part
+from twostroke.cost.simulation.trace import Arrival, Contents, PromptPart
 from twostroke.weights.catalog import DEFAULT
 from twostroke.weights.checkpoint import locate, open_checkpoint
 from twostroke.weights.describe import checkpoint_bytes
@@ -67,7 +67,7 @@ def one_by_one(count: int, shared: int, own: tuple[int, int], every: float) -> L
     rows = []
     for number in range(count):
         parts = (contents.own(rng.randint(*own)),)
-        rows.append(Arrival(every * number, (Part(7, shared), *parts) if shared else parts, 8))
+        rows.append(Arrival(every * number, (PromptPart(7, shared), *parts) if shared else parts, 8))
     return Load("one by one", rows)
 
 

@@ -16,7 +16,7 @@ from twostroke.cost.model.devices import find_device
 from twostroke.cost.model.known_models import known_arch
 from twostroke.cost.simulation.deployment import Deployment
 from twostroke.cost.simulation.served import Served
-from twostroke.cost.simulation.trace import Arrival, Contents, Part
+from twostroke.cost.simulation.trace import Arrival, Contents, PromptPart
 
 STYLE = """text{font:11px system-ui,sans-serif;fill:#3b4552}.title{font-size:13px;font-weight:600}.grid{stroke:#e3e7ec}
 rect.queue{fill:#b9bfc7}rect.prefill{fill:#3a6ea5}rect.decode{fill:#d9822b}"""
@@ -26,7 +26,7 @@ def stamped(count: int = 80, per_second: float = 6.0) -> list[Arrival]:
     rng, contents, at, rows = random.Random(0), Contents(), 0.0, []
     for _ in range(count):
         at += rng.expovariate(per_second)
-        rows.append(Arrival(at, (contents.own(16), Part(1, 4000), contents.own(rng.randint(40, 120))), 30))
+        rows.append(Arrival(at, (contents.own(16), PromptPart(1, 4000), contents.own(rng.randint(40, 120))), 30))
     return rows
 
 

@@ -31,7 +31,7 @@ import numpy as np
 
 from benchmarks.machine import RESULTS, save
 from benchmarks.serving_servers import OURS, running
-from twostroke.answers.bound import ErrorBound, Evidence
+from twostroke.answers.bound import ErrorBound, JudgedPair
 from twostroke.answers.evidence import SharedEvidence
 from twostroke.answers.guard import KINDS
 from twostroke.answers.store import FileStore
@@ -120,7 +120,7 @@ def believe(file: Path) -> None:
     evidence = SharedEvidence(ErrorBound(ERROR), store, digest(KEY.encode()))
     for kind in KINDS:
         for number in range(BELIEVED):
-            evidence.add(Evidence(f"elsewhere-{number}", kind, 0.8 + 0.2 * number / BELIEVED, True))
+            evidence.add(JudgedPair(f"elsewhere-{number}", kind, 0.8 + 0.2 * number / BELIEVED, True))
     store.close()
 
 

@@ -146,12 +146,11 @@ def narrow() -> None:
 def paged(requests: int, context: int, new: int, kv_format: str = "bfloat16", dim: int = 128, kv_heads: int = 8):
     columns = -(-context // BLOCK)
     blocks = requests * columns
-    width = dim // 2 if kv_format == "int4" else dim
-    dtype = {"bfloat16": torch.bfloat16, "int8": torch.int8, "int4": torch.uint8, "fp8": torch.float8_e4m3fn}[kv_format]
+    dtype = {"bfloat16": torch.bfloat16, "int8": torch.int8, "fp8": torch.float8_e4m3fn}[kv_format]
     if kv_format == "bfloat16":
-        data = torch.randn(2, blocks, kv_heads, BLOCK, width, device=DEVICE, dtype=dtype)
+        data = torch.randn(2, blocks, kv_heads, BLOCK, dim, device=DEVICE, dtype=dtype)
     else:
-        data = torch.randint(0, 100, (2, blocks, kv_heads, BLOCK, width), device=DEVICE, dtype=torch.uint8).view(dtype)
+        data = torch.randint(0, 100, (2, blocks, kv_heads, BLOCK, dim), device=DEVICE, dtype=torch.uint8).view(dtype)
     scales = torch.rand(2, blocks, kv_heads, BLOCK, device=DEVICE) * 0.02 if kv_format != "bfloat16" else None
     kv = KVLayer(kv_format, data[0], data[1], *([None, None] if scales is None else [scales[0], scales[1]]))  # type: ignore[arg-type]
     tables = torch.randperm(blocks, device=DEVICE).to(torch.int32).view(requests, columns)
@@ -189,7 +188,7 @@ def time_decode(requests: int, context: int, kv_format: str) -> tuple[float, int
 
 def decodes() -> None:
     for requests, context in ((64, 4096), (1, 384), (256, 576), (32, 16384)):
-        for kv_format in ("bfloat16", "int8", "int4", "fp8"):
+        for kv_format in ("bfloat16", "int8", "fp8"):
             t, read = time_decode(requests, context, kv_format)
             note("decode", f"{requests}x{context} {kv_format}", f"{t * 1e6:.1f} us {read / t / 1e12:.2f} TB/s")
 

@@ -308,7 +308,7 @@ def kv(bench: Bench) -> None:
 
     bench.drop()
     floats = 0.0
-    for kind in ("bfloat16", "int8", "int4", "fp8"):
+    for kind in ("bfloat16", "int8", "fp8"):
         seconds, read = time_decode(32, 16384, kind)
         floats = floats or seconds
         limit = read / bench.ceilings["read_TBps"] / 1e6

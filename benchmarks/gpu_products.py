@@ -1,10 +1,10 @@
 """The fastest tiling of products of one row with narrow matrices: `python -m benchmarks.gpu_products [--json F]`.
 
-First every tiling (`Form`) is compiled and checked against the product in double precision, in several processes. Then
-a step of one stream of Llama-3.1-8B with fp8 and with int4 weights is captured and timed with one form after the other
-for each matrix, and the fastest is kept; likewise for how much of the next matrix is prefetched. The form that is
-fastest alone need not be the fastest within a step. `check I N` is what the processes run: every Nth form from I on.
-"""
+First every tiling (`RowForm`) is compiled and checked against the product in double precision, in several processes.
+Then a step of one stream of Llama-3.1-8B with fp8 and with int4 weights is captured and timed with one form after the
+other for each matrix, and the fastest is kept; likewise for how much of the next matrix is prefetched. The form that
+is fastest alone need not be the fastest within a step. `check I N` is what the processes run: every Nth form from I
+on."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from benchmarks.random_weights import LLAMA_8B
 from twostroke.ops.cuda import backend as cuda
 from twostroke.ops.cuda.kernels import one_row as one_row_
 from twostroke.ops.cuda.kernels.narrow_tiles import FP8, INT4, NORM, NOTHING, SILU
-from twostroke.ops.cuda.kernels.one_row import Form, one_row
+from twostroke.ops.cuda.kernels.one_row import RowForm, one_row
 from twostroke.ops.cuda.kernels.quantized import as_float, to_fp8, to_int4
 
 KINDS = {FP8: ("fp8", to_fp8), INT4: ("int4", to_int4)}
@@ -37,12 +37,26 @@ SHAPES = {
     "head": (128256, 4096, NORM, NOTHING, False),
 }  # fmt: skip
 WIDE = {
-    FP8: [Form(8, 2, 1, 2), Form(8, 1, 2, 2), Form(8, 4, 1, 1), Form(4, 2, 1, 2), Form(16, 4, 1, 1), Form(4, 2, 1, 3)],
-    INT4: [Form(8, 4, 1, 2), Form(8, 2, 2, 2), Form(8, 2, 1, 2), Form(8, 8, 1, 1), Form(4, 4, 1, 2), Form(8, 4, 1, 3)],
+    FP8: [
+        RowForm(8, 2, 1, 2),
+        RowForm(8, 1, 2, 2),
+        RowForm(8, 4, 1, 1),
+        RowForm(4, 2, 1, 2),
+        RowForm(16, 4, 1, 1),
+        RowForm(4, 2, 1, 3),
+    ],
+    INT4: [
+        RowForm(8, 4, 1, 2),
+        RowForm(8, 2, 2, 2),
+        RowForm(8, 2, 1, 2),
+        RowForm(8, 8, 1, 1),
+        RowForm(4, 4, 1, 2),
+        RowForm(8, 4, 1, 3),
+    ],
 }
 LONG = {
-    FP8: [Form(16, 1, 1, 1), Form(8, 1, 1, 1), Form(8, 1, 2, 1), Form(8, 2, 1, 1)],
-    INT4: [Form(16, 2, 1, 1), Form(8, 1, 1, 1), Form(8, 2, 1, 1), Form(16, 1, 2, 1), Form(8, 1, 2, 1)],
+    FP8: [RowForm(16, 1, 1, 1), RowForm(8, 1, 1, 1), RowForm(8, 1, 2, 1), RowForm(8, 2, 1, 1)],
+    INT4: [RowForm(16, 2, 1, 1), RowForm(8, 1, 1, 1), RowForm(8, 2, 1, 1), RowForm(16, 1, 2, 1), RowForm(8, 1, 2, 1)],
 }
 FETCHES = (0, 1, 2, 4, 6, 8, 12)
 NEXT = {
@@ -58,7 +72,7 @@ LIMIT = 4e-3  # bfloat16 results lie 1.7e-3 from the true ones by rounding alone
 class Variant(NamedTuple):
     fmt: int
     shape: str
-    form: Form
+    form: RowForm
 
     @property
     def name(self) -> str:
@@ -66,7 +80,7 @@ class Variant(NamedTuple):
         return f"{KINDS[self.fmt][0]} {self.shape} W{f.warps} f{f.fours} b{f.buffers} p{f.programs}"
 
 
-def forms_of(shape: str, fmt: int) -> list[Form]:
+def forms_of(shape: str, fmt: int) -> list[RowForm]:
     return (LONG if shape == "down" else WIDE)[fmt]
 
 
@@ -187,7 +201,7 @@ class Tuning:
             if candidate == kept:
                 continue
             chosen[shape] = candidate
-            ms = self.measure(f"{shape} {tuple(candidate) if isinstance(candidate, Form) else candidate}")
+            ms = self.measure(f"{shape} {tuple(candidate) if isinstance(candidate, RowForm) else candidate}")
             if ms < best:
                 best, kept = ms, candidate
         chosen[shape] = kept

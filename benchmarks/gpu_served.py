@@ -30,8 +30,8 @@ from typing import Any, NamedTuple
 from benchmarks.machine import save
 from benchmarks.random_folder import SHAPES, write_folder
 from benchmarks.raw_client import RawClient
-from twostroke.bench.record import Record
-from twostroke.cost.simulation.trace import Arrival, Part
+from twostroke.bench.record import RequestRecord
+from twostroke.cost.simulation.trace import Arrival, PromptPart
 from twostroke.weights.catalog import DEFAULT, cache_folder
 
 READY_SECONDS = 120
@@ -72,13 +72,13 @@ def arrivals(name: str, turn: int, scale: float) -> list[Arrival]:
         if load.shortest:
             length = load.shortest + (load.prompt - load.shortest) * one // max(1, count - 1)
         length, same = max(16, round(length * scale)), round(load.shared * scale)
-        own = Part(1_000_000 + 100_000 * turn + 1000 * number + one, max(1, length - same))
-        parts = (Part(1000 * turn + number, same), own) if same else (own,)
+        own = PromptPart(1_000_000 + 100_000 * turn + 1000 * number + one, max(1, length - same))
+        parts = (PromptPart(1000 * turn + number, same), own) if same else (own,)
         found.append(Arrival(0.0, parts, max(4, round(load.new * scale))))
     return found
 
 
-def ask(url: str, vocabulary: int, name: str, load: list[Arrival]) -> list[Record]:
+def ask(url: str, vocabulary: int, name: str, load: list[Arrival]) -> list[RequestRecord]:
     return RawClient(url, vocabulary, LOADS[name].more).open_loop(load)
 
 
@@ -124,7 +124,7 @@ def wait_until_ready(url: str, process: subprocess.Popen[bytes]) -> None:
     raise RuntimeError(f"the server was not ready after {READY_SECONDS} s")
 
 
-def seen(records: list[Record]) -> dict[str, Any]:
+def seen(records: list[RequestRecord]) -> dict[str, Any]:
     """What the clients saw of one burst."""
     failed = [record.error for record in records if record.error]
     good = [record for record in records if not record.error]

@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from twostroke.bench.prompts import token_ids
-from twostroke.bench.record import Record
+from twostroke.bench.record import RequestRecord
 from twostroke.cost.simulation.trace import Arrival
 
 clock = time.perf_counter
@@ -58,14 +58,14 @@ class RawClient:
         head = f"POST /v1/completions HTTP/1.1\r\nhost: {self.host}\r\nconnection: close\r\n"
         return f"{head}content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
 
-    def open_loop(self, arrivals: Sequence[Arrival]) -> list[Record]:
+    def open_loop(self, arrivals: Sequence[Arrival]) -> list[RequestRecord]:
         """Send each request when it is due."""
         requests = [self.request(arrival) for arrival in arrivals]
 
-        async def run() -> list[Record]:
+        async def run() -> list[RequestRecord]:
             began = clock() + 0.1
 
-            async def one(arrival: Arrival, request: bytes) -> Record:
+            async def one(arrival: Arrival, request: bytes) -> RequestRecord:
                 await asyncio.sleep(max(0.0, began + arrival.at - clock()))
                 return await self._ask(arrival, request, began, arrival.at)
 
@@ -73,11 +73,11 @@ class RawClient:
 
         return asyncio.run(run())
 
-    def closed_loop(self, arrivals: Sequence[Arrival], at_once: int) -> list[Record]:
+    def closed_loop(self, arrivals: Sequence[Arrival], at_once: int) -> list[RequestRecord]:
         """Send the next request when one has ended."""
         left = [(arrival, self.request(arrival)) for arrival in arrivals][::-1]
 
-        async def run() -> list[Record]:
+        async def run() -> list[RequestRecord]:
             began, records = clock(), []
 
             async def one_after_the_other() -> None:
@@ -90,8 +90,8 @@ class RawClient:
 
         return asyncio.run(run())
 
-    async def _ask(self, arrival: Arrival, request: bytes, began: float, due: float) -> Record:
-        record = Record(due, clock() - began, prompt=arrival.prompt)
+    async def _ask(self, arrival: Arrival, request: bytes, began: float, due: float) -> RequestRecord:
+        record = RequestRecord(due, clock() - began, prompt=arrival.prompt)
         try:
             make = lambda: Exchange(request)  # noqa: E731
             _, exchange = await asyncio.get_running_loop().create_connection(make, self.host, self.port)
@@ -104,7 +104,7 @@ class RawClient:
         return record
 
 
-def read(received: Sequence[tuple[float, bytes]], began: float, record: Record) -> None:
+def read(received: Sequence[tuple[float, bytes]], began: float, record: RequestRecord) -> None:
     """Server-sent events; both servers put each into one chunk of its own."""
     status = received[0][1][:40] if received else b"nothing"
     if b" 200 " not in status:
@@ -120,7 +120,7 @@ def read(received: Sequence[tuple[float, bytes]], began: float, record: Record) 
         record.error = "no usage in the stream"
 
 
-def take(event: dict, moment: float, record: Record) -> None:
+def take(event: dict, moment: float, record: RequestRecord) -> None:
     if event.get("error"):
         record.error = str(event["error"])[:200]
     if any(choice.get("text") for choice in event.get("choices") or ()):

@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.machine import save
 from twostroke.bench.workload import shipped_trace
-from twostroke.cluster.router import Ask, Link, Load, Role, Router
+from twostroke.cluster.router import Ask, Link, Role, Router, WorkerLoad
 from twostroke.kv.addresses import QuickNames
 from twostroke.ops.interface import BLOCK
 
@@ -29,9 +29,9 @@ SECONDS = 2.0
 BLOCK_BYTES = 1 << 20
 
 
-def load(rng: random.Random, full: bool = False) -> Load:
+def load(rng: random.Random, full: bool = False) -> WorkerLoad:
     streams = 32 + rng.randrange(8) if full else rng.randrange(8)
-    return Load(rng.randrange(4000), streams, 32, 1e-4, 0.01, 5.0, 1 << 16)
+    return WorkerLoad(rng.randrange(4000), streams, 32, 1e-4, 0.01, 5.0, 1 << 16)
 
 
 def decisions(workers: int, full: bool = False) -> float:
@@ -61,7 +61,7 @@ def decisions(workers: int, full: bool = False) -> float:
 def memory(blocks: int = 1_000_000) -> float:
     """Bytes for each block whose name the router knows."""
     router = Router(BLOCK_BYTES, Link())
-    router.update("worker-0", Role.BOTH, Load())
+    router.update("worker-0", Role.BOTH, WorkerLoad())
     tracemalloc.start()
     for _ in range(blocks // BLOCKS):
         router.stored("worker-0", [secrets.token_bytes(8) for _ in range(BLOCKS)])

@@ -32,7 +32,7 @@ from benchmarks.bare_steps import TURNS
 from benchmarks.machine import save
 from benchmarks.raw_client import RawClient
 from benchmarks.serving_servers import SLOTS, VOCAB, started_by
-from twostroke.cost.simulation.trace import Arrival, Part
+from twostroke.cost.simulation.trace import Arrival, PromptPart
 from twostroke.hardware import usable_cores
 
 PROMPT, OUTPUT = 64, 204  # tokens
@@ -74,7 +74,7 @@ class Round(NamedTuple):
 
 
 def streams(turn: int) -> list[Arrival]:
-    return [Arrival(0.0, (Part(5_000_000 + turn * SLOTS + i, PROMPT),), OUTPUT) for i in range(SLOTS)]
+    return [Arrival(0.0, (PromptPart(5_000_000 + turn * SLOTS + i, PROMPT),), OUTPUT) for i in range(SLOTS)]
 
 
 def ask_and_sleep(url: str, turn: int) -> None:

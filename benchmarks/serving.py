@@ -27,10 +27,10 @@ from typing import Any
 from benchmarks.machine import save
 from benchmarks.raw_client import RawClient
 from benchmarks.serving_servers import CONTEXT, OURS, REPACKED, SAME, SLOTS, VOCAB, started
-from twostroke.bench.record import Record
+from twostroke.bench.record import RequestRecord
 from twostroke.bench.workload import trace_load
 from twostroke.cost.simulation.served import Spread, Targets, summarize
-from twostroke.cost.simulation.trace import Arrival, Part
+from twostroke.cost.simulation.trace import Arrival, PromptPart
 from twostroke.record import replace
 
 COLOURS = {SAME: "#b9b9b9", REPACKED: "#6a6a6a", OURS: "#d9822b"}
@@ -40,14 +40,14 @@ SHARES = (0.3, 0.6, 0.9, 1.3)  # of the highest request rate of a server
 def arrivals(count: int, rate: float | None, shorter: float, turn: int) -> list[Arrival]:
     """The trace's first requests, with texts that no other turn has."""
     rows = trace_load("azure-conv", count, rate, shorter, CONTEXT - 8).arrivals
-    return [replace(row, parts=(Part(turn * 100_000 + i, row.prompt),)) for i, row in enumerate(rows)]
+    return [replace(row, parts=(PromptPart(turn * 100_000 + i, row.prompt),)) for i, row in enumerate(rows)]
 
 
 def percentiles(spread: Spread) -> dict[str, float]:
     return {name: getattr(spread, name) for name in ("p50", "p95", "p99")}
 
 
-def summary(records: Sequence[Record], ttft: float, tpot: float) -> dict[str, Any]:
+def summary(records: Sequence[RequestRecord], ttft: float, tpot: float) -> dict[str, Any]:
     served = [record.served() for record in records if record.error is None]
     found = summarize(served)
     if not found.requests:

@@ -6,9 +6,10 @@
 Three kinds of prompts: "edit" (write a file again with one change), "humaneval" (write a function in full, with its
 docstring) and "chat" (first turns of MT-Bench, in the model's chat format). The modes take turns on one engine, prompt
 by prompt, and their tokens must be equal. Each mode keeps what it learns from prompt to prompt, as a server does;
-earlier answers are forgotten. With --draft, the cost model predicts the gain of the draft model at the share of right
-guesses that was measured; both models are calibrated first. With --llama, llama.cpp answers the same prompts from the
-same files: llama-lookup with 8 and with no guesses, and llama-speculative-simple with 4. The last line is JSON.
+earlier answers are forgotten, and each mode reads the prompt anew, the draft model too. With --draft, the cost model
+predicts the gain of the draft model at the share of right guesses that was measured; both models are calibrated first.
+With --llama, llama.cpp answers the same prompts from the same files: llama-lookup with 8 and with no guesses, and
+llama-speculative-simple with 4. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from benchmarks.machine import save
 from benchmarks.speculation import Engine, Run
 from twostroke import LLM
 from twostroke.bench.calibrate import calibrate
-from twostroke.cost.model.drafts import Drafts, Source, best_length, right_for
+from twostroke.cost.model.drafts import DraftQuality, DraftSource, best_length, right_for
 from twostroke.cost.model.roofline import Roofline, model_cost
 from twostroke.draft.answers import EarlierAnswers
 from twostroke.draft.rates import MODEL
@@ -123,7 +124,7 @@ def predicted_gain(target: Roofline, draft: Roofline, runs: list[Run], context: 
     if drafts:
         length = round(sum(run.drafted * run.drafts for run in runs) / drafts)
         right = right_for(sum(run.accepted for run in runs) / drafts, length)
-    best = best_length(target, Drafts((Source(1.0, right),), 2, draft), 1, context)
+    best = best_length(target, DraftQuality((DraftSource(1.0, right),), 2, draft), 1, context)
     return {"right": right, "length": best.length, "gain": target.decode_seconds(1, context) / best.tpot}
 
 
@@ -172,7 +173,8 @@ def main() -> None:
     args = parser.parse_args()
 
     lines = (roofline_of(args.model), roofline_of(args.draft)) if args.draft else None
-    llm = LLM(args.model, max_model_len=2048, **({"draft_model": args.draft} if args.draft else {}))
+    drafting = {"draft_model": args.draft} if args.draft else {}
+    llm = LLM(args.model, max_model_len=2048, prefix_cache=False, **drafting)
     core, texts = llm.engine.core, prompts_of(args, llm)
     names = ("lookup", "draft", "auto") if args.draft else ("auto",)
     modes: dict[str, Speculation | None] = {"off": None}
