@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,35 @@ def test_files_that_are_named_exist():
     named = [(path, name) for path in files for name in path_of.findall(path.read_text())]
     assert len(named) > 200
     assert not [f"{path.relative_to(ROOT)}: {name}" for path, name in named if name not in ends]
+
+
+def test_every_file_is_on_a_map():
+    """A folder's docstring names its files, the one above it those of a folder that has no map of its own."""
+    package = ROOT / "twostroke"
+    missing = []
+    for folder in sorted({path.parent for path in package.rglob("*.py")} - {package}):
+        page = "".join((place / "__init__.py").read_text() for place in (folder, folder.parent))
+        missing += [str(path.relative_to(ROOT)) for path in folder.glob("*.py")
+                    if path.stem != "__init__" and not re.search(rf"\b{path.stem}\b", page)]  # fmt: skip
+    house = (ROOT / "docs/life-of-a-request.md").read_text().split("## Where things are")[1]
+    tops = [path.name for path in package.iterdir() if not path.name.startswith("_")]
+    missing += [name for name in tops if f"`{name}" not in house]
+    assert len(tops) > 20 and not missing
+
+
+# Names that two classes have: a thing and its simulation, an API's own noun, messages between other processes, kernels.
+NAMED_TWICE = {
+    "Connection", "Deployment", "Found", "LookUp", "Message", "Pools", "Route", "Tool",
+}  # fmt: skip
+
+
+def test_a_class_name_stands_for_one_thing():
+    names = Counter(
+        name
+        for path in (ROOT / "twostroke").rglob("*.py")
+        for name in re.findall(r"^class (\w+)", path.read_text(), re.MULTILINE)
+    )
+    assert {name for name, count in names.items() if count > 1} <= NAMED_TWICE
 
 
 def test_the_reading_path_is_an_afternoon():

@@ -257,7 +257,7 @@ class Resolved(Config):
 
     @property
     def exchanged_bytes(self) -> int:
-        """Of a block, as other engines get it: the parts of all ranks."""
+        """Bytes of a block as other engines get it: the parts of all ranks."""
         return self.parallel * self.layout.block_bytes
 
     @property
@@ -331,14 +331,16 @@ def _kv_dtype(config: Config, models: Sequence[Arch], device: str, reasons: dict
     kinds = {mixer.kind for arch in models for mixer, _ in arch.mixers}
     if config.kv_dtype is not None and not stored(config.kv_dtype):
         kind = "compressed" if "compressed" in kinds else "latent"
-        narrow = "int8, " if kind == "latent" and device == "cpu" else ""
+        narrow = "int8, " if kind == "latent" else ""
         raise ConfigError(
             f"kv_dtype={config.kv_dtype!r} is not served for {kind} attention, whose entries are small already: use "
             f"{narrow}float16, bfloat16 or float32."
         )
-    if config.kv_dtype == "int8" and "latent" in kinds and device != "cpu":
+    groups = all(getattr(mixer, "whole_groups", True) for arch in models for mixer, _ in arch.mixers)
+    if config.kv_dtype == "int8" and device == "cuda" and not groups:
         raise ConfigError(
-            f"kv_dtype='int8' is not served for latent attention on a {device}, only on a CPU: use bfloat16 or float32."
+            "kv_dtype='int8' on a GPU is for latents of whole groups of 64 numbers with up to 64 rotated ones, which "
+            "these are not: use bfloat16 or float32."
         )
     if config.kv_dtype == "fp8" and device != "cuda":
         raise ConfigError(f"kv_dtype='fp8' needs a GPU; on a {device} int8 takes the same room and keeps more.")
@@ -373,7 +375,7 @@ def _kv_dtype(config: Config, models: Sequence[Arch], device: str, reasons: dict
 
 
 def _offload(config: Config, device: str, layout: KVLayout, reasons: dict[str, str]) -> int:
-    """Whole blocks of what was given."""
+    """kv_offload rounded down to whole blocks."""
     slots = config.kv_offload // layout.block_bytes
     if not config.kv_offload:
         reasons["kv_offload"] = "evicted blocks are forgotten unless the host's memory is given to them"

@@ -58,9 +58,9 @@ def machine_name() -> str:
     return _processor(_read(Path("/proc/cpuinfo"))) or platform.processor() or platform.machine()
 
 
-def _processor(told: str) -> str:
-    """From /proc/cpuinfo, which names an ARM core by numbers; "" where it is not known."""
-    lines = (line.partition(":") for line in told.splitlines())
+def _processor(cpuinfo: str) -> str:
+    """The processor's name from /proc/cpuinfo, which names an ARM core by numbers; "" where it is not known."""
+    lines = (line.partition(":") for line in cpuinfo.splitlines())
     fields = {name.strip(): value.strip() for name, _, value in lines}
     if "model name" in fields:
         return fields["model name"]

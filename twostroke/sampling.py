@@ -120,6 +120,7 @@ class SamplingParams:
     grammar: Grammar | None = None  # what the answer must look like; it decides where the answer may end
     n: int = 1
     speculate: bool = True  # False: no drafts for this request; they change when its tokens come, never which
+    retry: bool = True  # False: an answer that has begun ends with an error where the worker that writes it is lost
     priority: int = 0  # lower first (policy "priority"; victims of preemption are chosen from the highest)
     deadline: float | None = None  # seconds after arrival by which the first token should be out (policy "deadline")
 
@@ -153,6 +154,7 @@ class SamplingParams:
         self._check_stops()
         flag(self, "ignore_eos")
         flag(self, "speculate")
+        flag(self, "retry")
         self._check_bias()
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
             raise InputError(f"grammar must be a Grammar, got {type(self.grammar).__name__}.")

@@ -160,6 +160,10 @@ class Work(NamedTuple):
         """Whether the last of these tokens is the newest, so that its logits choose the next one."""
         return self.kind is not WorkKind.READ or self.start + self.count >= len(self.request.tokens)
 
+    def undrafted(self) -> Work:
+        """The same without its draft."""
+        return self._replace(count=1, kind=WorkKind.WRITE, draft=()) if self.draft else self
+
     def choices(self) -> list[Choice]:
         """The tokens that this work chooses, one for each of its last rows."""
         request = self.request
@@ -225,6 +229,10 @@ class Plan(NamedTuple):
     moves: tuple[Move, ...] = ()  # to be made before the step, in this order
     drafts: tuple[DraftWork, ...] = ()  # of the draft model, before the works
 
+    def undrafted(self) -> Plan:
+        """The same without drafts of its works."""
+        return self._replace(works=tuple([work.undrafted() for work in self.works]))
+
 
 @dataclass(slots=True)
 class Details:
@@ -244,6 +252,7 @@ class Result(NamedTuple):
     seconds: float | None = None  # the step took, where the runner knows better than the engine's clock
     passes: tuple[tuple[int, float], ...] = ()  # rows and seconds of each pass of the draft model, part of the step
     settled: bool = True  # False: another step of its shape will be faster
+    verified: bool = True  # False: the runner was not ready for these drafts, and left them out
 
 
 class Event(NamedTuple):
@@ -282,7 +291,8 @@ class Drafter(Protocol):
         ...
 
     def learn(self, plan: Plan, result: Result, seconds: float, elapsed: float) -> None:
-        """A step was collected. seconds: of the device; elapsed: with what the host did meanwhile."""
+        """A step was collected. seconds: of the device; elapsed: with what the host did meanwhile. Drafts that the
+        runner left out (`result.verified`) are not in the plan."""
 
     def forget(self, request: RequestState) -> None:
         """The request ended."""

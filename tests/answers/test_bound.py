@@ -6,14 +6,14 @@ import random
 
 import pytest
 
-from twostroke.answers.bound import ErrorBound, Evidence, upper_limit
+from twostroke.answers.bound import ErrorBound, JudgedPair, upper_limit
 
 KIND, OTHER = "small words", "synonyms"
 
 
 def learn(bound: ErrorBound, count: int, similarity: float, right: bool = True, entry: str = "other") -> None:
     for _ in range(count):
-        bound.learn(Evidence(entry, KIND, similarity, right))
+        bound.learn(JudgedPair(entry, KIND, similarity, right))
 
 
 def test_without_evidence_nothing_is_shared() -> None:
@@ -30,7 +30,7 @@ def test_each_kind_has_evidence_of_its_own() -> None:
     bound = ErrorBound(0.05)
     learn(bound, 500, 0.99)
     assert bound.allows("x", KIND, 0.99) and not bound.allows("x", OTHER, 0.99)
-    bound.learn(Evidence("x", "a kind of another version", 0.99, False))  # is left out
+    bound.learn(JudgedPair("x", "a kind of another version", 0.99, False))  # is left out
     assert bound.allows("x", KIND, 0.99)
 
 
@@ -65,6 +65,6 @@ def test_the_share_of_wrong_answers_stays_below_the_bound(most: float) -> None:
                 wrong += not right
                 if chance.random() > 0.05:
                     continue  # no shadow check
-            bound.learn(Evidence(str(number), KIND, similarity, right))
+            bound.learn(JudgedPair(str(number), KIND, similarity, right))
     assert wrong <= most * max(served, 1), (wrong, served)
     assert most == 0.01 or served > 100

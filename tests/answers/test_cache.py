@@ -14,12 +14,12 @@ import pytest
 from tests.answers.servers import Redis
 from twostroke.answers import cache as cache_module
 from twostroke.answers import redis as redis_module
-from twostroke.answers.bound import Evidence
+from twostroke.answers.bound import JudgedPair
 from twostroke.answers.cache import AnswerCache
 from twostroke.answers.entry import pack, unpack
 from twostroke.answers.lookup import CacheOptions, Computed, Looked, Query
 from twostroke.answers.redis import PREFIX, RedisStore
-from twostroke.answers.store import FileStore, Known, Rows, Store
+from twostroke.answers.store import AnswerStore, FileStore, IndexedEntry, Rows
 
 SECRET = b"s" * 32
 TENANT, OTHER = b"tenant-1", b"tenant-2"
@@ -52,9 +52,9 @@ def patient_with_redis(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(params=["file", "redis"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[AnswerStore]:
     if request.param == "file":
-        made: Store = FileStore(tmp_path / "answers.sqlite", 100)
+        made: AnswerStore = FileStore(tmp_path / "answers.sqlite", 100)
     else:
         server = request.getfixturevalue("redis_server")
         made = RedisStore(server.url, None)
@@ -63,7 +63,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
     made.close()
 
 
-def cache_on(store: Store, options: CacheOptions = PATIENT) -> AnswerCache:
+def cache_on(store: AnswerStore, options: CacheOptions = PATIENT) -> AnswerCache:
     return AnswerCache(options, store, SECRET, Letters())
 
 
@@ -81,7 +81,7 @@ def keep(cache: AnswerCache, query: Query, tokens: tuple[int, ...] = (7, 8, 2), 
 def convinced(cache: AnswerCache) -> AnswerCache:
     for kind in cache.bound.kinds:
         for _ in range(400):
-            cache.bound.learn(Evidence("elsewhere", kind, 0.8, True))
+            cache.bound.learn(JudgedPair("elsewhere", kind, 0.8, True))
     return cache
 
 
@@ -91,7 +91,7 @@ def pairs(cache: AnswerCache) -> tuple[int, int]:
     return sum(one.pairs for one in found), sum(one.wrong for one in found)
 
 
-def test_an_equal_request_is_found(store: Store) -> None:
+def test_an_equal_request_is_found(store: AnswerStore) -> None:
     cache = cache_on(store)
     query = Query(TENANT, exact=b"key")
     assert look(cache, query).found is None
@@ -103,7 +103,7 @@ def test_an_equal_request_is_found(store: Store) -> None:
     assert cache.counters.hits["exact"] == 1 and cache.counters.misses == 2 and cache.counters.tokens_saved == 3
 
 
-def test_a_question_is_shared_only_with_evidence(store: Store) -> None:
+def test_a_question_is_shared_only_with_evidence(store: AnswerStore) -> None:
     cache = cache_on(store)
     asked = Query(TENANT, context=b"context", question="How do I repair a bicycle?")
     keep(cache, asked)
@@ -119,7 +119,7 @@ def test_a_question_is_shared_only_with_evidence(store: Store) -> None:
     assert any(one["decision"].startswith("guard") for one in cache.borderline) and pairs(cache) == before
 
 
-def test_a_vector_is_made_before_the_answer_only_if_it_may_be_shared(store: Store) -> None:
+def test_a_vector_is_made_before_the_answer_only_if_it_may_be_shared(store: AnswerStore) -> None:
     class Counted(Letters):
         made = 0
 
@@ -143,7 +143,7 @@ def test_a_vector_is_made_before_the_answer_only_if_it_may_be_shared(store: Stor
     assert found is not None and found.similarity < 1 and texts.made == 1
 
 
-def test_what_was_computed_is_evidence(store: Store) -> None:
+def test_what_was_computed_is_evidence(store: AnswerStore) -> None:
     cache = cache_on(store)
     asked = Query(TENANT, context=b"context", question="How do I repair a bicycle?")
     keep(cache, asked)
@@ -153,7 +153,7 @@ def test_what_was_computed_is_evidence(store: Store) -> None:
         assert pairs(cache) == (before[0] + 1, before[1] + (not right))
 
 
-def test_nothing_crosses_tenants(store: Store) -> None:
+def test_nothing_crosses_tenants(store: AnswerStore) -> None:
     cache = cache_on(store)
     keep(cache, Query(TENANT, exact=b"key", context=b"context", question="what is a cat"))
     convinced(cache)
@@ -171,7 +171,7 @@ def test_a_user_that_may_not_sort_finds_wordings_too(redis_server: Redis) -> Non
         "limited", enabled=True, passwords=["+secret"], keys=["twostroke:*"], categories=["+@all", "-@dangerous"]
     )
     store = RedisStore(redis_server.url.replace("//", "//limited:secret@"), None)
-    known = Known("one", TENANT, b"", b"", 1.0, 0, b"wording")
+    known = IndexedEntry("one", TENANT, b"", b"", 1.0, 0, b"wording")
     store.put(known, None, b"sealed")
     assert store.alike(b"wording") == [b"sealed"] and store.alike(b"other") == []
     assert store.count() >= 1 and not store._sorts, "a refused command is no absence"
@@ -264,7 +264,7 @@ def test_a_busy_machine_finds_what_the_embedded_store_holds(monkeypatch: pytest.
             time.sleep(0.02)
             return super().exact(key)
 
-        def put(self, known: Known, vector: np.ndarray | None, sealed: bytes) -> None:
+        def put(self, known: IndexedEntry, vector: np.ndarray | None, sealed: bytes) -> None:
             time.sleep(0.02)
             super().put(known, vector, sealed)
 
@@ -282,7 +282,7 @@ def test_a_busy_machine_finds_what_the_embedded_store_holds(monkeypatch: pytest.
     assert look(cache, closed).found is None
 
 
-def test_age(store: Store) -> None:
+def test_age(store: AnswerStore) -> None:
     cache = cache_on(store)
     query = Query(TENANT, exact=b"key")
     keep(cache, query)
@@ -298,7 +298,7 @@ def test_refusals_and_empty_answers_are_not_stored(text: str) -> None:
     assert look(cache, Query(TENANT, exact=b"key")).found is None and cache.counters.stored == 0
 
 
-def test_a_wrong_answer_is_forgotten_and_learnt_from(store: Store) -> None:
+def test_a_wrong_answer_is_forgotten_and_learnt_from(store: AnswerStore) -> None:
     cache = convinced(cache_on(store))
     query = Query(TENANT, context=b"context", question="what is a cat")
     keep(cache, query)
@@ -309,7 +309,7 @@ def test_a_wrong_answer_is_forgotten_and_learnt_from(store: Store) -> None:
     assert pairs(cache)[1] == 1
 
 
-def test_forgetting(store: Store) -> None:
+def test_forgetting(store: AnswerStore) -> None:
     cache = cache_on(store)
     for name, tenant in (("cat", TENANT), ("dog", TENANT), ("cat", OTHER)):
         keep(cache, Query(tenant, exact=name.encode() + tenant, context=b"c", question=f"what is a {name}"))
@@ -327,7 +327,7 @@ def test_a_file_is_used_again(tmp_path: Path) -> None:
     query = Query(TENANT, exact=b"key", context=b"c", question="what is a cat")
     keep(cache, query)
     for _ in range(150):
-        cache.evidence.add(Evidence("elsewhere", "same words", 1.0, True))
+        cache.evidence.add(JudgedPair("elsewhere", "same words", 1.0, True))
     cache.close()
     assert path.stat().st_mode & 0o077 == 0
     again = cache_on(FileStore(path, 10))
@@ -338,7 +338,7 @@ def test_a_file_is_used_again(tmp_path: Path) -> None:
 def test_a_file_of_another_version_loses_its_answers(tmp_path: Path) -> None:
     path = tmp_path / "answers.sqlite"
     store = FileStore(path, 10)
-    store.put(Known("old", TENANT, b"key", b"", 1.0, 10), None, b"x")
+    store.put(IndexedEntry("old", TENANT, b"key", b"", 1.0, 10), None, b"x")
     store.add_evidence(b"kept")
     store._data.execute("PRAGMA user_version=1")
     store.close()
@@ -349,7 +349,7 @@ def test_a_file_of_another_version_loses_its_answers(tmp_path: Path) -> None:
 def test_hits_are_counted_in_the_file_too(tmp_path: Path) -> None:
     path = tmp_path / "answers.sqlite"
     store = FileStore(path, 10)
-    store.put(Known("one", TENANT, b"key", b"", 1.0, 10), None, b"x")
+    store.put(IndexedEntry("one", TENANT, b"key", b"", 1.0, 10), None, b"x")
     for _ in range(300):
         store.hit("one")
     store.close()
@@ -359,17 +359,17 @@ def test_hits_are_counted_in_the_file_too(tmp_path: Path) -> None:
 def test_the_least_valuable_go_first() -> None:
     store = FileStore(None, 50)
     for number in range(50):
-        store.put(Known(str(number), TENANT, b"%d" % number, b"", float(number), 10), None, b"x")
+        store.put(IndexedEntry(str(number), TENANT, b"%d" % number, b"", float(number), 10), None, b"x")
     for number in (0, 1, 2):
         store.hit(str(number))
-    store.put(Known("new", TENANT, b"new", b"", 99.0, 10), None, b"x")
+    store.put(IndexedEntry("new", TENANT, b"new", b"", 99.0, 10), None, b"x")
     assert store.count() == 50 and store.get("0") and store.get("2") and store.get("3") is None
 
 
-def test_servers_share_their_evidence(store: Store) -> None:
+def test_servers_share_their_evidence(store: AnswerStore) -> None:
     first, second = cache_on(store), cache_on(store)
     for number in range(150):
-        first.evidence.add(Evidence(str(number), "same words", 1.0, True))
+        first.evidence.add(JudgedPair(str(number), "same words", 1.0, True))
     assert not second.bound.allows("x", "same words", 1.0)
     second.evidence.read()
     assert second.bound.allows("x", "same words", 1.0) and first.bound.estimate() == second.bound.estimate()

@@ -18,11 +18,11 @@ from twostroke.bench import html, inprocess, report
 from twostroke.bench.client import Target, measure
 from twostroke.bench.compare import changes
 from twostroke.bench.prompts import text, token_ids
-from twostroke.bench.record import Record, Run, fitted, load_runs, save
+from twostroke.bench.record import RequestRecord, Run, fitted, load_runs, save
 from twostroke.bench.workload import TRACES, WORKLOADS, make_load, shipped_trace, times, trace_load
 from twostroke.cost.model.roofline import Roofline
 from twostroke.cost.simulation.served import Targets
-from twostroke.cost.simulation.trace import Arrival, Part
+from twostroke.cost.simulation.trace import Arrival, PromptPart
 from twostroke.errors import InputError
 from twostroke.record import replace
 
@@ -66,8 +66,8 @@ def test_traces_ship_with_the_package(name):
 
 
 def test_prompts_share_what_their_parts_share():
-    one = Arrival(0.0, (Part(5, 40), Part(6, 10)), 1)
-    other = Arrival(0.0, (Part(5, 40), Part(7, 10)), 1)
+    one = Arrival(0.0, (PromptPart(5, 40), PromptPart(6, 10)), 1)
+    other = Arrival(0.0, (PromptPart(5, 40), PromptPart(7, 10)), 1)
     assert text(one).split()[:40] == text(other).split()[:40]
     assert text(one) != text(other)
     ids = token_ids(one, 5000)
@@ -179,7 +179,7 @@ def made_up(count=40, ttft=0.1, tpot=0.02, seed=0):
         at = number / 2
         first = at + ttft * rng.uniform(0.8, 1.2)
         pieces = [first + i * tpot * rng.uniform(0.95, 1.05) for i in range(20)]
-        run.records.append(Record(at, at, sorted(pieces), max(pieces), 50, 0, 20, parts=[[number, 50]]))
+        run.records.append(RequestRecord(at, at, sorted(pieces), max(pieces), 50, 0, 20, parts=[[number, 50]]))
     return run
 
 

@@ -15,10 +15,10 @@ from twostroke.bench.client import Target, measure
 from twostroke.bench.remote import Admin
 from twostroke.bench.workload import Load
 from twostroke.cli.main import app
-from twostroke.cost.simulation.trace import Arrival, Part
+from twostroke.cost.simulation.trace import Arrival, PromptPart
 from twostroke.errors import InputError
 
-ONE = Load("one", [Arrival(0.0, (Part(1, 8),), 3)])
+ONE = Load("one", [Arrival(0.0, (PromptPart(1, 8),), 3)])
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from twostroke.bench.client import Target, measure
 from twostroke.bench.remote import Admin, apply_live, diagnose_recorded
 from twostroke.bench.workload import Load, renewed
 from twostroke.cost.simulation.served import Targets
-from twostroke.cost.simulation.trace import Arrival, Contents, Part
+from twostroke.cost.simulation.trace import Arrival, Contents, PromptPart
 from twostroke.errors import InputError
 
 
@@ -67,7 +67,13 @@ def test_what_a_server_refuses_is_said(hobbled: Server):
 
 
 def test_a_load_in_other_words_shares_what_it_shared():
-    load = Load("x", [Arrival(0.0, (Part(1, 30), Part(2, 5)), 4), Arrival(1.0, (Part(1, 30), Part(3, 5)), 4)])
+    load = Load(
+        "x",
+        [
+            Arrival(0.0, (PromptPart(1, 30), PromptPart(2, 5)), 4),
+            Arrival(1.0, (PromptPart(1, 30), PromptPart(3, 5)), 4),
+        ],
+    )
     other = renewed(load)
     first, second = (arrival.parts for arrival in other.arrivals)
     assert first[0] == second[0] and first[1] != second[1] and first[0].content != 1

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.served_trace import Excerpt, at_utilisation, beside, cut_out, following, replay, with_time_between
 from tests.cost.fleets import CPU, requests
-from twostroke.bench.record import Record, Run
+from twostroke.bench.record import RequestRecord, Run
 from twostroke.bench.workload import trace_load
 from twostroke.cost.model.calibration import Calibration
 from twostroke.cost.model.known_models import known_arch
@@ -38,7 +38,7 @@ def served_by(machine, deployment, number):
     for row, one in zip(rows, fleet.run(rows), strict=True):
         times = np.cumsum([one.first, *one.gaps.tolist()]).tolist()
         parts = [list(part) for part in row.parts]
-        records.append(Record(row.at, row.at, times, one.end, row.prompt, output=one.output, parts=parts))
+        records.append(RequestRecord(row.at, row.at, times, one.end, row.prompt, output=one.output, parts=parts))
     return Excerpt(rows, Run("trace", "simulated", None, None, records), with_time_between(list(log)), 0.0)
 
 

@@ -217,28 +217,73 @@ KV_LINE = """() => {
 
 SPANS = """async ([steps, arrivals, now]) => {
   const { collect } = await import('/static/lanes.js');
-  return collect(steps, arrivals, now).map((row) => row.spans);
+  return collect(steps, arrivals, now).map((row) => [row.spans, row.stretches]);
 }"""
 
 
-def test_a_lane_shows_where_the_time_went_before_the_first_step(opened):
-    """In the queue; and of a prompt that another worker has read: there, on the way, and in the queue here."""
+def test_a_lane_shows_where_the_time_went(opened):
+    """In the queue; and of a request that two workers had: what each did, the way from one to the other, the queue
+    there. What the first one did is one span where its steps are not known."""
 
-    def lane(request, begin):
-        work = {"request": request, "stage": "decode", "start": 40, "tokens": 1}
-        return {"time": begin, "seconds": 0.1, "lanes": [work]}
+    def step(request, begin, worker="decode-0", stage="decode", start=40, tokens=1):
+        work = {"request": request, "stage": stage, "start": start, "tokens": tokens}
+        return {"time": begin, "seconds": 0.1, "worker": worker, "lanes": [work]}
 
-    alone = {"request": 1, "time": 100.0, "queue_s": 0.5, "prefill_s": 1.0, "transfer_s": 0.0}
-    moved = alone | {"request": 2, "transfer_s": 0.25}
-    late = alone | {"request": 3, "transfer_s": 9.0}  # it was known later that it had come
-    steps = [lane(1, 101.5), lane(2, 102.0), lane(3, 102.0)]
-    found = opened.page.evaluate(SPANS, [steps, [alone, moved, late], 110.0])
-    spans = [[(span["stage"], span["begin"], span["end"]) for span in row] for row in found]
-    waits, read = ("queue", 100.0, 100.5), ("elsewhere", 100.5, 101.5)
-    assert spans[0] == [waits]
-    assert spans[1] == [waits, read, ("transfer", 101.5, 101.75), ("queue", 101.75, 102.0)]
-    assert spans[2] == [waits, read, ("transfer", 101.5, 102.0)]
+    alone = {"request": 1, "time": 100.0, "queue_s": 0.5, "prefill_s": 1.0, "transfer_s": 0.0, "decode_queue_s": 0.0}
+    moved = alone | {"request": 2, "transfer_s": 0.25, "decode_queue_s": 0.125}
+    unseen = moved | {"request": 3}
+    steps = [
+        step(2, 101.0, "prefill-0", "prefill", 0, 40), step(1, 101.5), step(2, 102.0), step(2, 102.1), step(3, 102.0),
+    ]  # fmt: skip
+    found = opened.page.evaluate(SPANS, [steps, [alone, moved, unseen], 110.0])
+    spans = [[(span["stage"], span["begin"], span["end"]) for span in row] for row, _ in found]
+    waits, way = ("queue", 100.0, 100.5), [("transfer", 101.5, 101.75), ("queue", 101.75, 101.875)]
+    assert spans == [[waits], [waits, *way], [waits, ("elsewhere", 100.5, 101.5), *way]]
+    stretches = [(one["stage"], one["worker"], one["steps"]) for one in found[1][1]]
+    assert stretches == [("prefill", "prefill-0", 1), ("decode", "decode-0", 2)]
     assert opened.complaints == []
+
+
+WORKERS = """async (document) => {
+  const { drawWorkers } = await import('/static/workers.js');
+  const { state, fetchSteps } = await import('/static/store.js');
+  window.fetch = (ask => async (path, ...rest) => {
+    const url = new URL(path, location.href);
+    if (url.pathname === '/twostroke/workers') return new Response(JSON.stringify(document));
+    const name = url.searchParams.get('worker');
+    if (name === null) return ask(path, ...rest);
+    if (name === 'decode-1') return new Response('{}', { status: 503 });
+    const lanes = [{ request: 5, stage: name === 'prefill-0' ? 'prefill' : 'decode', start: 0, tokens: 1 }];
+    const now = Date.now() / 1000;
+    const steps = Number(url.searchParams.get('since')) ? [] : [{ number: 1, time: now, seconds: 0.1, lanes }];
+    return new Response(JSON.stringify({ worker: name, restarts: 0, now, last: 1, steps }));
+  })(window.fetch);
+  await drawWorkers();
+  for (let turn = 0; turn < 6; turn += 1) await fetchSteps();
+  const rows = [...window.document.querySelectorAll('#transfers-table tbody tr')].map((row) => row.textContent);
+  const seen = new Set(state.steps.filter((step) => step.lanes[0].request === 5).map((step) => step.worker));
+  return [rows, [...seen].sort()];
+}"""
+
+
+def test_transfers_and_the_steps_of_all_workers_are_fetched(opened):
+    """A worker that does not answer keeps the others from nothing."""
+    blocks = {"total": 10, "free": 5, "cached": 1}
+    row = {
+        "healthy": True, "trouble": None, "machine": "m", "running": 0, "waiting": 0, "queued_tokens": 0, "streams": 0,
+        "blocks": blocks, "leases": 0, "prompt_tokens_s": None, "step_s": 0.01, "losses": 0, "sent_bytes": 2e6,
+        "received_bytes": 0,
+    }  # fmt: skip
+    names = ("prefill-0", "decode-0", "decode-1")
+    last = {"time": 1e9, "kind": "early", "request": 5, "from": "prefill-0", "to": "decode-0", "blocks": 4,
+            "bytes": 2e6, "seconds": 0.02, "waited_s": 0.0, "failed": ""}  # fmt: skip
+    transfers = {"in_flight": 1, "now": [{"request": 6, "to": "decode-1", "since": 1e9}], "last": [last], "done": 1,
+                 "failed": {}, "blocks": 4, "bytes": 2e6, "seconds": 0.02}  # fmt: skip
+    workers = [row | {"name": name, "role": name[:-2]} for name in names]
+    rows, steps = opened.page.evaluate(WORKERS, {"workers": workers, "transfers": transfers, "resumed": 0})
+    assert "#6" in rows[0] and "moves now" in rows[0]
+    assert "#5" in rows[1] and "prefill-0" in rows[1] and "2.0 MB" in rows[1] and "20" in rows[1]
+    assert steps == ["decode-0", "prefill-0"]
 
 
 TIPS = """() => {

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from twostroke.bench.levers import Row
-from twostroke.bench.record import IN_PROCESS, Record, Run
+from twostroke.bench.record import IN_PROCESS, RequestRecord, Run
 from twostroke.cli import bench
 from twostroke.cost.simulation.served import Targets
 
@@ -16,7 +16,10 @@ WORDS = "1 of 2 requests failed: 503 no such token [/INST]"
 
 
 def a_run() -> Run:
-    records = [Record(0.0, 0.0, [0.1, 0.2, 0.3], 0.3, prompt=9, output=3), Record(0.0, 0.0, error="503 [/INST]")]
+    records = [
+        RequestRecord(0.0, 0.0, [0.1, 0.2, 0.3], 0.3, prompt=9, output=3),
+        RequestRecord(0.0, 0.0, error="503 [/INST]"),
+    ]
     return Run("chat", "http://127.0.0.1:1", 1.0, None, records, model="name[/x]", flags=[WORDS])
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from twostroke.draft.by_model import CAUGHT_UP, READY, TRIAL_EVERY, ModelDrafts
 from twostroke.draft.rates import FORCED, JUDGED, MODEL, PAUSE, Acceptance, Realised, StepTimes, kind_of
-from twostroke.draft.speculate import REST, TRY_EVERY, WITHOUT_EVERY, Speculation, make_drafter, never_forced
+from twostroke.draft.speculate import REST, TRY_EVERY, UNREADY, WITHOUT_EVERY, Speculation, make_drafter, never_forced
 from twostroke.sampling import Grammar, SamplingParams
 from twostroke.types import MOST_DRAFTED, UNWRITTEN, Plan, Request, RequestState, Result, Work, WorkKind
 
@@ -348,6 +348,10 @@ def test_steps_with_guesses_are_learnt_with_the_time_of_the_host() -> None:
     plan, result = verified(request, 4, 2)
     found.learn(plan, result._replace(settled=False), 0.005, 0.05)
     assert found.verified.predict(5) is None, "such a step will be faster"
+    for found.on_try in (False, True):
+        found.learn(plan.undrafted(), Result(((5,),), settled=False, verified=False), 0.004, 0.004)
+        assert [found.begin([request]) for _ in range(UNREADY)] == [False] * UNREADY and not found.unready
+        assert found.trying is found.on_try, "a try that was left out stays due"
     found.learn(plan, result, 0.005, 0.006)
     assert found.verified.predict(5) == 0.006 and found.times.predict(1) == 0.004
     found.begin([request])

@@ -13,7 +13,7 @@ import pytest
 
 from twostroke.errors import ModelError
 from twostroke.weights import catalog, verified
-from twostroke.weights.catalog import Entry, fetch, installed
+from twostroke.weights.catalog import CatalogEntry, fetch, installed
 
 BYTES = bytes(range(256)) * 4096
 
@@ -22,7 +22,7 @@ BYTES = bytes(range(256)) * 4096
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A model of the catalog that was fetched before."""
     sha256 = hashlib.sha256(BYTES).hexdigest()
-    entry = Entry("tiny", "a test", "none", len(BYTES), sha256, (), "", "tiny/model", "tiny.gguf")
+    entry = CatalogEntry("tiny", "a test", "none", len(BYTES), sha256, (), "", "tiny/model", "tiny.gguf")
     monkeypatch.setitem(catalog.CATALOG, "tiny", entry)
     monkeypatch.setenv("TWOSTROKE_HOME", str(tmp_path))
     path = tmp_path / "models" / "tiny.gguf"

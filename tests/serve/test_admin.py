@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from tests.serve.server import Server, wait_until
-from twostroke.cost.simulation.trace import Arrival, Part
+from twostroke.cost.simulation.trace import Arrival, PromptPart
 from twostroke.hardware import machine_name
 
 ADMIN = ("/twostroke/settings", "/twostroke/steps", "/twostroke/arrivals")
@@ -143,7 +143,7 @@ def test_arrivals_can_be_replayed(admin: Server) -> None:
         first, second = found.json()["arrivals"]
         assert "library" not in found.text and "careful" not in found.text
     for one, output in ((first, 5), (second, 7)):
-        row = Arrival(one["time"], tuple(Part(*part) for part in one["parts"]), one["output_tokens"])
+        row = Arrival(one["time"], tuple(PromptPart(*part) for part in one["parts"]), one["output_tokens"])
         assert row.prompt == one["prompt_tokens"] and row.output == output and one["finish_reason"] == "length"
         assert one["queue_s"] + one["prefill_s"] + one["decode_s"] == pytest.approx(one["e2e_s"])
     shared = {content for content, _ in first["parts"]} & {content for content, _ in second["parts"]}

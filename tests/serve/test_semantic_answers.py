@@ -10,7 +10,7 @@ import pytest
 
 from tests.serve.server import KEY, Server, wait_until
 from tests.serve.test_answers import SLOW_DEADLINE, settle, stored
-from twostroke.answers.bound import ErrorBound, Evidence
+from twostroke.answers.bound import ErrorBound, JudgedPair
 from twostroke.answers.evidence import SharedEvidence
 from twostroke.answers.guard import KINDS
 from twostroke.answers.store import FileStore
@@ -33,7 +33,7 @@ def believe(file: Path) -> None:
     evidence = SharedEvidence(ErrorBound(0.05), store, digest(SECRET.encode()))
     for kind in KINDS:
         for number in range(200):
-            evidence.add(Evidence(str(number), kind, 0.8 + number / 1000, True))
+            evidence.add(JudgedPair(str(number), kind, 0.8 + number / 1000, True))
     store.close()
 
 

@@ -179,6 +179,8 @@ TAGGED = [
      [Reasoning("Hm."), Content("I look. "), Call(0, "f", '{"city": "Bern"}')]),
     ("harmony", f' to=functions.f{CHANNEL}commentary json{MESSAGE}{{"a": [', [Call(0, "f", '{"a": [')]),
     ("harmony", f"{CHANNEL}commentary to=functions.rm{MESSAGE}{{}}<|call|>", [Content("{}")]),
+    ("harmony", f' to=functions.f{CHANNEL}commentary json{MESSAGE}{{"a": "\\"<|call|>"}}<|call|>',
+     [Call(0, "f", '{"a": "\\"<|call|>"}')]),
     ("harmony", f"{CHANNEL}analysis{MESSAGE}cut <|en", [Reasoning("cut <|en")]),
     ("harmony", f"{CHANNEL}anal", []),
     ("harmony", '{"a": 1}', [Content('{"a": 1}')]),

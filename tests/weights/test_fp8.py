@@ -94,9 +94,9 @@ def squares(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     return codes, scale.to(torch.float8_e8m0fnu), codes.float() * scale
 
 
-def test_deepseek_v4_as_published(tmp_path: Path) -> None:
-    """8-bit floats with scales in powers of two, experts of 4-bit floats: the same logits as their values in floats,
-    which are held to transformers' elsewhere."""
+def published_v4(tmp_path: Path) -> tuple[Path, Path, dict[str, torch.Tensor]]:
+    """A small DeepSeek V4 in 8-bit floats with scales in powers of two, experts in 4-bit floats: a checkpoint of their
+    values, one as published, and its tensors."""
     plain, coded = tiny.tiny_deepseek_v4(tmp_path / "plain", hidden=64), tmp_path / "coded"
     shutil.copytree(plain, coded)
     floats = safetensors.torch.load_file(plain / "model.safetensors")
@@ -111,6 +111,12 @@ def test_deepseek_v4_as_published(tmp_path: Path) -> None:
     config = json.loads((coded / "config.json").read_text()) | {"expert_dtype": "fp4"}
     config["quantization_config"] = published.SQUARES | {"scale_fmt": "ue8m0"}
     (coded / "config.json").write_text(json.dumps(config))
+    return plain, coded, tensors
+
+
+def test_deepseek_v4_as_published(tmp_path: Path) -> None:
+    """The same logits as the values in floats, which are held to transformers' elsewhere."""
+    plain, coded, tensors = published_v4(tmp_path)
     tokens = [(7 * i + 3) % 90 + 3 for i in range(40)]
     expected, found = (
         run_tokens(load_model(open_checkpoint(folder), NativeCpuOps(2, weights="float32"), 64), tokens)

@@ -11,7 +11,7 @@ redis     the same on Redis: shared by all servers of a deployment
 pending   answers on their way to the store
 lookup    what a lookup is asked and finds, the options, the counters
 vectors   vectors of questions; the latest are kept
-texts     what is said of an answer's text: a refusal, the same as another one
+texts     judges an answer's text: a refusal, the same as another one
 cache     `AnswerCache`: looks up, stores, learns; on a thread of its own
 topics    which recorded questions ask the same, for `diagnose`
 """

@@ -31,7 +31,7 @@ MANY = 200  # wrong ones among the nearest pairs: there is no need for an interv
 MAX_ENTRIES = 100_000  # that have a threshold of their own
 
 
-class Estimate(NamedTuple):
+class ErrorEstimate(NamedTuple):
     threshold: float | None  # None: nothing is shared. Of several kinds: the lowest
     pairs: int  # at or above it, or at or above the highest that is tried
     wrong: int
@@ -39,7 +39,7 @@ class Estimate(NamedTuple):
     upper: float  # of the 95 % interval
 
 
-class Evidence(NamedTuple):
+class JudgedPair(NamedTuple):
     entry: str
     kind: str
     similarity: float
@@ -53,7 +53,7 @@ class ErrorBound:
         self.kinds = {kind: Kind(most, (1 - CONFIDENCE) / len(KINDS)) for kind in KINDS}
         self._own: dict[str, float] = {}  # by entry
 
-    def learn(self, one: Evidence) -> None:
+    def learn(self, one: JudgedPair) -> None:
         """Evidence of a kind that is not known is left out."""
         kind = self.kinds.get(one.kind)
         if kind is None:
@@ -63,7 +63,7 @@ class ErrorBound:
         if one.similarity >= NEAREST:
             kind.add(one.similarity, one.right)
 
-    def _raise(self, one: Evidence) -> None:
+    def _raise(self, one: JudgedPair) -> None:
         before = self._own.pop(one.entry, 0.0)
         if len(self._own) >= MAX_ENTRIES:
             self._own.pop(next(iter(self._own)))
@@ -73,8 +73,8 @@ class ErrorBound:
         threshold = self.kinds[kind].estimate().threshold
         return threshold is not None and similarity >= max(threshold, self._own.get(entry, 0.0))
 
-    def estimate(self) -> Estimate:
-        """Of all kinds that are shared together; of all kinds while none is."""
+    def estimate(self) -> ErrorEstimate:
+        """The estimate of the kinds that are shared; while none is shared, that of all kinds."""
         found = [kind.estimate() for kind in self.kinds.values()]
         shared = [one for one in found if one.threshold is not None]
         counted = shared or found
@@ -93,7 +93,7 @@ class Kind:
         self._evidence: deque[tuple[float, bool]] = deque()
         self._pairs = [0] * len(GRID)  # at or above each threshold
         self._wrong = [0] * len(GRID)
-        self._made: Estimate | None = None
+        self._made: ErrorEstimate | None = None
 
     def add(self, similarity: float, right: bool) -> None:
         self._evidence.append((similarity, right))
@@ -109,15 +109,15 @@ class Kind:
             self._pairs[place] += by
             self._wrong[place] += 0 if right else by
 
-    def estimate(self) -> Estimate:
+    def estimate(self) -> ErrorEstimate:
         if self._made is None:
             self._made = self._estimate()
         return self._made
 
-    def _estimate(self) -> Estimate:
+    def _estimate(self) -> ErrorEstimate:
         """The lowest threshold that keeps the bound, sought from above. A threshold is lowered over similarities that
         have evidence of their own, and not after a failure."""
-        found: Estimate | None = None
+        found: ErrorEstimate | None = None
         for place in reversed(range(len(GRID))):
             pairs, wrong = self._pairs[place], self._wrong[place]
             new_pairs, new_wrong = (pairs, wrong) if found is None else (pairs - found.pairs, wrong - found.wrong)
@@ -131,9 +131,9 @@ class Kind:
         return found or made(None, self._pairs[-1], self._wrong[-1])
 
 
-def made(threshold: float | None, pairs: int, wrong: int) -> Estimate:
+def made(threshold: float | None, pairs: int, wrong: int) -> ErrorEstimate:
     upper = upper_limit(wrong, pairs, 1 - CONFIDENCE) if wrong <= MANY else 1.0
-    return Estimate(threshold, pairs, wrong, wrong / pairs if pairs else 0.0, upper)
+    return ErrorEstimate(threshold, pairs, wrong, wrong / pairs if pairs else 0.0, upper)
 
 
 def upper_limit(wrong: int, count: int, level: float) -> float:

@@ -24,17 +24,17 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from twostroke.answers import guard
-from twostroke.answers.bound import NEAREST, ErrorBound, Estimate, Evidence
+from twostroke.answers.bound import NEAREST, ErrorBound, ErrorEstimate, JudgedPair
 from twostroke.answers.entry import Entry, pack, unpack
 from twostroke.answers.evidence import SharedEvidence
 from twostroke.answers.keys import wording_key
 from twostroke.answers.lookup import (
     Alike,
     Allowed,
+    CacheCounters,
     CacheOptions,
     Computed,
-    Counters,
-    Found,
+    KnownAnswer,
     Looked,
     Query,
     Similar,
@@ -43,7 +43,7 @@ from twostroke.answers.lookup import (
 )  # fmt: skip
 from twostroke.answers.pending import Pending
 from twostroke.answers.redis import RedisStore
-from twostroke.answers.store import Known, Store, StoreError
+from twostroke.answers.store import AnswerStore, IndexedEntry, StoreError
 from twostroke.answers.texts import is_refusal, same_answer
 from twostroke.answers.vectors import Vectors, cosine
 
@@ -58,14 +58,14 @@ EXACT = "exact"  # in the place of a kind: what is learnt from it says nothing a
 
 
 class AnswerCache:
-    def __init__(self, options: CacheOptions, store: Store, secret: bytes, texts: Texts | None = None):
+    def __init__(self, options: CacheOptions, store: AnswerStore, secret: bytes, texts: Texts | None = None):
         self.options, self.store, self.secret = options, store, secret
         self.vectors = None if texts is None else Vectors(texts)
         self.bound = ErrorBound(options.error)
-        self.counters = Counters()
+        self.counters = CacheCounters()
         self.borderline: deque[dict[str, Any]] = deque(maxlen=BORDERLINE)
         self.evidence = SharedEvidence(self.bound, store, secret)
-        self._served: OrderedDict[str, Evidence] = OrderedDict()  # by hit: what is learnt if it was wrong
+        self._served: OrderedDict[str, JudgedPair] = OrderedDict()  # by hit: what is learnt if it was wrong
         self._pending = Pending()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="answers")
         self._embedding = ThreadPoolExecutor(1, thread_name_prefix="answers-embed")
@@ -253,15 +253,15 @@ class AnswerCache:
         limits = [limit for limit in (self.options.ttl, query.max_age) if limit is not None]
         return None if limits and age > min(limits) else entry
 
-    def _hit(self, entry: Entry, tier: Tier, similar: Similar | None = None) -> Found:
+    def _hit(self, entry: Entry, tier: Tier, similar: Similar | None = None) -> KnownAnswer:
         hit = f"ans_{secrets.token_hex(10)}"
-        self._served[hit] = Evidence(entry.id, EXACT, 1.0, False) if similar is None else similar.evidence(False)
+        self._served[hit] = JudgedPair(entry.id, EXACT, 1.0, False) if similar is None else similar.evidence(False)
         while len(self._served) > SERVED:
             self._served.popitem(last=False)
         with contextlib.suppress(RuntimeError):  # the cache was closed
             self._thread.submit(self._count_hit, entry.id)
         similarity = 1.0 if similar is None else similar.similarity
-        return Found(entry, tier, similarity, hit, max(0.0, time.time() - entry.created))
+        return KnownAnswer(entry, tier, similarity, hit, max(0.0, time.time() - entry.created))
 
     def _count_hit(self, entry: str) -> None:
         with contextlib.suppress(StoreError):
@@ -329,7 +329,7 @@ class AnswerCache:
         return entry if self._fits(entry, query) and entry.id == name else None
 
     def _store(
-        self, query: Query, vector: np.ndarray | None, computed: Computed | None, evidence: Evidence | None
+        self, query: Query, vector: np.ndarray | None, computed: Computed | None, evidence: JudgedPair | None
     ) -> None:
         """computed: None if the answer is not kept."""
         with self._safely():
@@ -346,7 +346,9 @@ class AnswerCache:
             b"" if vector is None else vector.astype(np.float32).tobytes(),
         )  # fmt: skip
         wording = b"" if vector is None else self._wording(query)
-        row = Known(entry.id, entry.tenant, entry.exact, entry.context, entry.created, len(entry.tokens), wording)
+        row = IndexedEntry(
+            entry.id, entry.tenant, entry.exact, entry.context, entry.created, len(entry.tokens), wording
+        )
         self.store.put(row, vector, pack(entry, self.secret))
         self.counters.stored += 1
 
@@ -354,7 +356,7 @@ class AnswerCache:
         """A person says that the answer of this hit, or of this entry, was wrong: it is forgotten, and learnt from."""
         known = self._served.pop(hit, None)
         if known is None and self._exists(hit):
-            known = Evidence(hit, EXACT, 1.0, False)
+            known = JudgedPair(hit, EXACT, 1.0, False)
         if known is not None:
             self._thread.submit(self._forget_wrong, known).result(5.0)
         return known is not None
@@ -365,7 +367,7 @@ class AnswerCache:
         except StoreError:
             return False
 
-    def _forget_wrong(self, known: Evidence) -> None:
+    def _forget_wrong(self, known: JudgedPair) -> None:
         with contextlib.suppress(StoreError):
             self.evidence.add(known)
             self._drop([known.entry])
@@ -409,7 +411,7 @@ class AnswerCache:
         return self._drop(gone)
 
     def _drop(self, entries: list[str]) -> int:
-        """With the texts of questions whose vectors are kept."""
+        """Drop these entries, and the texts of questions whose vectors are kept."""
         if self.vectors is not None:
             self.vectors.forget()
         return self.store.forget(entries)
@@ -433,7 +435,7 @@ class AnswerCache:
             "kinds": {name: kind.estimate()._asdict() for name, kind in self.bound.kinds.items()},
         }  # fmt: skip
 
-    def estimate(self) -> Estimate:
+    def estimate(self) -> ErrorEstimate:
         return self.bound.estimate()
 
     def _complain(self, why: str) -> None:

@@ -11,31 +11,31 @@ from collections import OrderedDict
 
 import msgspec
 
-from twostroke.answers.bound import ErrorBound, Evidence
+from twostroke.answers.bound import ErrorBound, JudgedPair
 from twostroke.answers.entry import sealed, unseal
-from twostroke.answers.store import MAX_EVIDENCE, Store
+from twostroke.answers.store import MAX_EVIDENCE, AnswerStore
 
 READ_AGAIN = 5.0  # seconds
 TOGETHER = 1000  # records of one call
 
 
-class Record(msgspec.Struct, frozen=True, array_like=True):
+class EvidenceRecord(msgspec.Struct, frozen=True, array_like=True):
     number: bytes  # a random one
-    evidence: Evidence
+    evidence: JudgedPair
 
 
 class SharedEvidence:
     """Used on the cache's thread."""
 
-    def __init__(self, bound: ErrorBound, store: Store, secret: bytes):
+    def __init__(self, bound: ErrorBound, store: AnswerStore, secret: bytes):
         self.bound, self.store, self.secret = bound, store, secret
         self._mark = ""
         self._seen: OrderedDict[bytes, None] = OrderedDict()
         self._read_at = 0.0
 
-    def add(self, one: Evidence) -> None:
+    def add(self, one: JudgedPair) -> None:
         """StoreError: it counts on this server, and the others do not learn it."""
-        record = Record(secrets.token_bytes(8), one)
+        record = EvidenceRecord(secrets.token_bytes(8), one)
         self._count(record)
         self.store.add_evidence(sealed(msgspec.msgpack.encode(record), self.secret))
 
@@ -53,14 +53,14 @@ class SharedEvidence:
                 if record is not None:
                     self._count(record)
 
-    def _open(self, data: bytes) -> Record | None:
+    def _open(self, data: bytes) -> EvidenceRecord | None:
         inner = unseal(data, self.secret)
         try:
-            return None if inner is None else msgspec.msgpack.decode(inner, type=Record)
+            return None if inner is None else msgspec.msgpack.decode(inner, type=EvidenceRecord)
         except msgspec.DecodeError:
             return None
 
-    def _count(self, record: Record) -> None:
+    def _count(self, record: EvidenceRecord) -> None:
         if record.number in self._seen:
             return
         self._seen[record.number] = None

@@ -116,12 +116,12 @@ def _with_synonyms(text: str) -> tuple[str, ...]:
 
 
 def _bare(word: str) -> str:
-    """Without an apostrophe's "s" and without marks at its ends."""
+    """The word without an apostrophe's "s" and without marks at its ends."""
     return word.removesuffix("'s").removesuffix("’s").strip(".,:'’-")
 
 
 def stem(word: str) -> str:
-    """Without the ending of a plural."""
+    """The word without the ending of a plural."""
     for end, instead in (("ies", "y"), ("sses", "ss"), ("s", "")):
         if word.endswith(end) and len(word) - len(end) >= 3 and not word.endswith("ss" if end == "s" else " "):
             return word[: -len(end)] + instead

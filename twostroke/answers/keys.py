@@ -14,7 +14,7 @@ import numpy as np
 
 from twostroke.sampling import SamplingParams
 
-UNRELATED = frozenset({"priority", "deadline", "speculate", "given"})  # they change when an answer comes, not which
+UNRELATED = frozenset({"priority", "deadline", "speculate", "retry", "given"})  # they change when an answer comes
 Part = str | bytes | None
 
 
@@ -36,21 +36,23 @@ def params_text(params: SamplingParams) -> str:
 def exact_key(
     secret: bytes, salt: bytes, model: str, tokens: Iterable[int], params: SamplingParams, visible: frozenset[int]
 ) -> bytes:
-    """Of a request whose answer is determined: tenant, model, prompt tokens, sampling, and which tokens are shown."""
+    """The key of a request whose answer is determined: tenant, model, prompt tokens, sampling, and which tokens are
+    shown."""
     prompt = np.fromiter(tokens, "<u4").tobytes()
     shown = ",".join(map(str, sorted(visible)))
     return digest(secret, (salt, model, prompt, params_text(params), shown), b"exact")
 
 
 def context_key(secret: bytes, salt: bytes, model: str, before: Any, params: SamplingParams) -> bytes:
-    """Of everything but the last question. before: the other messages, tools, form and template arguments, as JSON."""
+    """The key of everything but the last question. before: the other messages, tools, form and template arguments, as
+    JSON."""
     return digest(
         secret, (salt, model, json.dumps(before, sort_keys=True, default=repr), params_text(params)), b"context"
     )
 
 
 def wording_key(secret: bytes, context: bytes, wording: str) -> bytes:
-    """Of questions in one context that may differ in small words and synonyms only."""
+    """The key of questions in one context that may differ in small words and synonyms only."""
     return digest(secret, (context, wording), b"wording")[:16]
 
 

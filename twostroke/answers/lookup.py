@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple, Protocol
 import numpy as np
 
 from twostroke.answers import guard
-from twostroke.answers.bound import Evidence
+from twostroke.answers.bound import JudgedPair
 from twostroke.answers.entry import Entry
 
 Tier = Literal["exact", "semantic"]
@@ -46,7 +46,7 @@ class Query:
     begun: Future[Alike] | None = None  # the lookup by meaning
 
 
-class Found(NamedTuple):
+class KnownAnswer(NamedTuple):
     entry: Entry
     tier: Tier
     similarity: float
@@ -75,15 +75,15 @@ class Similar(NamedTuple):
     kind: str
     similarity: float
 
-    def evidence(self, right: bool) -> Evidence:
-        return Evidence(self.entry.id, self.kind, self.similarity, right)
+    def evidence(self, right: bool) -> JudgedPair:
+        return JudgedPair(self.entry.id, self.kind, self.similarity, right)
 
 
 @dataclass(slots=True)
 class Looked:
     """What a lookup found out."""
 
-    found: Found | None = None
+    found: KnownAnswer | None = None
     vector: np.ndarray | None = None
     near: Similar | None = None  # of a hit that is to be computed as well: what the answer is compared with
     shadow: bool = False  # the hit is to be computed as well
@@ -101,7 +101,7 @@ class Computed(NamedTuple):
 
 
 @dataclass(slots=True)
-class Counters:
+class CacheCounters:
     hits: dict[str, int] = field(default_factory=lambda: {"exact": 0, "semantic": 0, "coalesced": 0})
     misses: int = 0
     bypassed: int = 0

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from twostroke.answers.store import ALIKE, MAX_EVIDENCE, Known, Near, StoreError
+from twostroke.answers.store import ALIKE, MAX_EVIDENCE, IndexedEntry, Near, StoreError
 from twostroke.errors import ConfigError
 
 T = TypeVar("T")
@@ -93,7 +93,7 @@ class RedisStore:
     def get(self, entry: str) -> bytes | None:
         return self._call(lambda: self._redis.get(PREFIX + b"entry:" + entry.encode()))
 
-    def put(self, known: Known, vector: np.ndarray | None, sealed: bytes) -> None:
+    def put(self, known: IndexedEntry, vector: np.ndarray | None, sealed: bytes) -> None:
         life = None if self._ttl is None else max(1, int(self._ttl))
         entry = known.id.encode()
 
@@ -131,11 +131,11 @@ class RedisStore:
         """Takes an element out of a vector set whose entry is gone."""
         self._call(lambda: self._redis.execute_command("VREM", self._name(b"near", context), entry.encode()))
 
-    def entries(self, limit: int) -> list[Known]:
+    def entries(self, limit: int) -> list[IndexedEntry]:
         if limit <= 0:
             return []  # for Redis a range up to -1 is the whole one
         found = self._call(lambda: self._redis.zrevrange(PREFIX + b"latest", 0, limit - 1, withscores=True))
-        return [Known(entry.decode(), b"", b"", b"", created, 0) for entry, created in found]
+        return [IndexedEntry(entry.decode(), b"", b"", b"", created, 0) for entry, created in found]
 
     def count(self) -> int:
         return int(self._call(lambda: self._redis.zcard(PREFIX + b"latest")))
@@ -145,7 +145,7 @@ class RedisStore:
         self._call(lambda: self._redis.xadd(name, record, maxlen=MAX_EVIDENCE, approximate=True))
 
     def evidence(self, after: str, limit: int) -> list[tuple[str, bytes]]:
-        """From all servers of the deployment."""
+        """Evidence from all servers of the deployment."""
         first = f"({after}" if after else "-"
         found = self._call(lambda: self._redis.xrange(PREFIX + b"evidence", first, "+", count=limit))
         return [(mark.decode(), record.get(b"v", b"")) for mark, record in found]

@@ -37,7 +37,7 @@ UNWRITTEN = 256  # hits that are counted in memory before they are written to th
 MAX_EVIDENCE = 60_000  # records: the oldest go first
 
 
-class Known(NamedTuple):
+class IndexedEntry(NamedTuple):
     """What is kept in memory of an entry."""
 
     id: str
@@ -58,7 +58,7 @@ class StoreError(Exception):
     """The store did not answer."""
 
 
-class Store(Protocol):
+class AnswerStore(Protocol):
     def exact(self, key: bytes) -> bytes | None: ...
 
     def holds(self, key: bytes) -> bool | None:
@@ -73,13 +73,13 @@ class Store(Protocol):
 
     def get(self, entry: str) -> bytes | None: ...
 
-    def put(self, known: Known, vector: np.ndarray | None, sealed: bytes) -> None: ...
+    def put(self, known: IndexedEntry, vector: np.ndarray | None, sealed: bytes) -> None: ...
 
     def hit(self, entry: str) -> None: ...
 
     def forget(self, entries: list[str]) -> int: ...
 
-    def entries(self, limit: int) -> list[Known]: ...
+    def entries(self, limit: int) -> list[IndexedEntry]: ...
 
     def count(self) -> int: ...
 
@@ -138,7 +138,7 @@ class Rows:
 
 
 def products(rows: np.ndarray, vector: np.ndarray) -> np.ndarray:
-    """On this thread alone: threads of a BLAS wait for each other where the engine has the cores."""
+    """Products on this thread alone: threads of a BLAS wait for each other where the engine has the cores."""
     made: np.ndarray = np.einsum("ij,j->i", rows, vector)
     return made
 
@@ -167,7 +167,7 @@ class FileStore:
     def __init__(self, path: Path | None, max_entries: int):
         """path: None keeps everything in memory."""
         self.max_entries = max_entries
-        self._known: dict[str, Known] = {}
+        self._known: dict[str, IndexedEntry] = {}
         self._by_exact: dict[bytes, str] = {}
         self._by_wording: dict[bytes, tuple[str, ...]] = {}
         self._rows: dict[bytes, Rows] = {}
@@ -197,11 +197,11 @@ class FileStore:
         columns = "id, tenant, exact, context, created, tokens, wording, vector, hits"
         rows = self._data.execute(f"SELECT {columns} FROM answers ORDER BY created")
         for *fields, vector, hits in rows:
-            known = Known(*fields)
+            known = IndexedEntry(*fields)
             self._index(known, np.frombuffer(vector, np.float32) if vector else None)
             self._hits[known.id] = hits
 
-    def _index(self, known: Known, vector: np.ndarray | None) -> None:
+    def _index(self, known: IndexedEntry, vector: np.ndarray | None) -> None:
         self._known[known.id] = known
         if known.exact:
             self._by_exact[known.exact] = known.id
@@ -231,7 +231,7 @@ class FileStore:
         found = self._data.execute("SELECT sealed FROM answers WHERE id = ?", (entry,)).fetchone()
         return None if found is None else found[0]
 
-    def put(self, known: Known, vector: np.ndarray | None, sealed: bytes) -> None:
+    def put(self, known: IndexedEntry, vector: np.ndarray | None, sealed: bytes) -> None:
         same = self._by_exact.get(known.exact) if known.exact else None
         if same is not None:
             self.forget([same])
@@ -246,9 +246,9 @@ class FileStore:
             self._evict()
 
     def _evict(self) -> None:
-        """Those that saved least: tokens × hits; among equals the oldest."""
+        """Remove the entries that saved least: tokens × hits; among equals the oldest."""
 
-        def value(known: Known) -> tuple[int, float]:
+        def value(known: IndexedEntry) -> tuple[int, float]:
             return known.tokens * self._hits.get(known.id, 0), known.created
 
         worst = sorted(self._known.values(), key=value)[: max(1, int(EVICTED * self.max_entries))]
@@ -286,15 +286,15 @@ class FileStore:
             self._data.execute("DELETE FROM answers WHERE id = ?", (entry,))
         return gone
 
-    def _forget_wording(self, known: Known) -> None:
+    def _forget_wording(self, known: IndexedEntry) -> None:
         left = tuple(one for one in self._by_wording.pop(known.wording, ()) if one != known.id)
         if left:
             self._by_wording[known.wording] = left
 
-    def entries(self, limit: int) -> list[Known]:
+    def entries(self, limit: int) -> list[IndexedEntry]:
         return list(self._latest(limit))
 
-    def _latest(self, limit: int) -> Iterator[Known]:
+    def _latest(self, limit: int) -> Iterator[IndexedEntry]:
         for number, known in enumerate(reversed(self._known.values())):
             if number == limit:
                 return

@@ -1,4 +1,4 @@
-"""What is said of a computed answer's text: whether it is a refusal, and whether it says the same as another one."""
+"""Judges the text of a computed answer: whether it is a refusal, and whether it says the same as another one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def is_refusal(text: str) -> bool:
 
 
 def same_answer(one: str, other: str, vectors: Vectors | None) -> bool:
-    """As far as that can be told: equal, or near with the same numbers."""
+    """Whether two answers say the same, as far as can be seen: equal, or near with the same numbers."""
     if one == other:
         return True
     if vectors is None or guard.GUARD[0].find(one) != guard.GUARD[0].find(other):

@@ -7,5 +7,6 @@ report.py, html.py, plots.py, compare.py   results in a terminal, on a page, bes
 grid.py, calibrate.py, processor.py        steps of every kind, measured; rates fitted to them
 remote.py, black_box.py   diagnose a running twostroke, or any other server
 apply.py, ledger.py       pull the best lever, measure again, keep predicted and measured
-levers.py, kernels.py     every lever off and on
+levers.py, kernels.py     every lever off and on; known_answers.py: the answer cache
+split.py                  how the workers of a running cluster should be divided; their roles changed
 """

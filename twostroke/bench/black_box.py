@@ -17,7 +17,7 @@ from twostroke.bench.client import Target, measure
 from twostroke.bench.record import Run
 from twostroke.bench.workload import Load
 from twostroke.cost.simulation.served import Summary
-from twostroke.cost.simulation.trace import Arrival, Contents, Part
+from twostroke.cost.simulation.trace import Arrival, Contents, PromptPart
 from twostroke.errors import InputError
 
 PROMPTS = (32, 128, 512, 1024)  # words
@@ -70,7 +70,7 @@ def probe(target: Target) -> Probe:
             batches.append((count, median(tpots)))
     if not batches:
         raise InputError(f"{target.base}: answers of several tokens did not come back; is it the right address?")
-    same = Part(contents.own(1).content, PROMPTS[-1])
+    same = PromptPart(contents.own(1).content, PROMPTS[-1])
     run = measure(target, Load("again", [Arrival(0.0, (same,), 2) for _ in range(1 + REPEATS)], 1))
     ttfts = [record.ttft for record in run.records if record.ttft is not None]
     return fit_probe(prompts, batches, ttfts[0], median(ttfts[1:]))

@@ -15,12 +15,12 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from twostroke.bench import prompts
-from twostroke.bench.record import Record, Run, new_run
+from twostroke.bench.record import RequestRecord, Run, new_run
 from twostroke.bench.workload import Load
 from twostroke.cost.simulation.trace import Arrival
 from twostroke.errors import InputError
 
-OnRecord = Callable[[Record], None]
+OnRecord = Callable[[RequestRecord], None]
 clock = time.perf_counter
 DENIED = (401, 403)  # statuses for a wrong key
 
@@ -134,14 +134,14 @@ class Client:
 
     # ---- arrivals --------------------------------------------------------------------------------------------------
 
-    async def _due(self, arrival: Arrival, body: dict[str, Any]) -> Record:
+    async def _due(self, arrival: Arrival, body: dict[str, Any]) -> RequestRecord:
         await asyncio.sleep(max(0.0, self.began + arrival.at - clock()))
         return await self._ask(arrival, arrival.at, body)
 
-    async def _closed(self, bodies: list[dict[str, Any]]) -> list[Record]:
+    async def _closed(self, bodies: list[dict[str, Any]]) -> list[RequestRecord]:
         assert self.load.closed is not None
         left = list(zip(self.load.arrivals, bodies, strict=True))[::-1]
-        records: list[Record] = []
+        records: list[RequestRecord] = []
 
         async def one_after_the_other() -> None:
             while left:
@@ -153,8 +153,8 @@ class Client:
 
     # ---- one request -----------------------------------------------------------------------------------------------
 
-    async def _ask(self, arrival: Arrival, due: float, body: dict[str, Any]) -> Record:
-        record = Record(due, clock() - self.began, prompt=arrival.prompt)
+    async def _ask(self, arrival: Arrival, due: float, body: dict[str, Any]) -> RequestRecord:
+        record = RequestRecord(due, clock() - self.began, prompt=arrival.prompt)
         record.parts = [list(part) for part in arrival.parts]
         path = "/v1/chat/completions" if self.target.chat else "/v1/completions"
         try:
@@ -174,7 +174,7 @@ class Client:
             self.progress(record)
         return record
 
-    def _event(self, record: Record, data: str) -> None:
+    def _event(self, record: RequestRecord, data: str) -> None:
         if data == "[DONE]":
             return
         event = json.loads(data)

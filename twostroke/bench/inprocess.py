@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from twostroke.bench import prompts
 from twostroke.bench.client import OnRecord
-from twostroke.bench.record import IN_PROCESS, Record, Run, new_run
+from twostroke.bench.record import IN_PROCESS, RequestRecord, Run, new_run
 from twostroke.bench.workload import Load
 from twostroke.cost.simulation.trace import Arrival, Contents
 from twostroke.draft.replay import replay
@@ -26,16 +26,16 @@ def measure(llm: LLM, load: Load, model: str, machine: str = "", progress: OnRec
     run.settings = settings_document(llm)
     core, clock = llm.engine.core, llm.engine.core.clock
     waiting = deque(zip(load.arrivals, prompts_of(llm, load), strict=True))
-    ended: list[tuple[Record, RequestState]] = []
-    live: dict[int, tuple[Record, RequestState]] = {}
-    records: list[Record] = []
+    ended: list[tuple[RequestRecord, RequestState]] = []
+    live: dict[int, tuple[RequestRecord, RequestState]] = {}
+    records: list[RequestRecord] = []
     began = clock()
     while waiting or live:
         now = clock() - began
         while waiting and is_due(load, waiting[0][0], now, len(live)):
             arrival, tokens = waiting.popleft()
             due = arrival.at if load.closed is None else now
-            record = Record(due, now, prompt=len(tokens), parts=[list(part) for part in arrival.parts])
+            record = RequestRecord(due, now, prompt=len(tokens), parts=[list(part) for part in arrival.parts])
             records.append(record)
             request = submit(llm, arrival, tokens, began + due, record, load.temperature)
             if request is not None:
@@ -73,7 +73,7 @@ def is_due(load: Load, arrival: Arrival, now: float, live: int) -> bool:
 
 
 def submit(
-    llm: LLM, arrival: Arrival, tokens: list[int], at: float, record: Record, temperature: float = 0.0
+    llm: LLM, arrival: Arrival, tokens: list[int], at: float, record: RequestRecord, temperature: float = 0.0
 ) -> RequestState | None:
     params = SamplingParams(max_tokens=arrival.output, temperature=temperature, seed=len(tokens), ignore_eos=True)
     try:
@@ -84,7 +84,7 @@ def submit(
     return llm.engine.core.submit(request)
 
 
-def finish(record: Record, request: RequestState, began: float, error: str | None) -> None:
+def finish(record: RequestRecord, request: RequestState, began: float, error: str | None) -> None:
     timeline = request.timeline
     record.pieces = [moment - began for moment in timeline.token_times]
     record.end = (timeline.end or began) - began

@@ -16,7 +16,7 @@ from twostroke.answers.keys import exact_key, tenant_key
 from twostroke.answers.lookup import CacheOptions, Computed, Looked, Query
 from twostroke.answers.store import FileStore
 from twostroke.bench.inprocess import prompts_of
-from twostroke.bench.record import IN_PROCESS, Record, Run, new_run
+from twostroke.bench.record import IN_PROCESS, RequestRecord, Run, new_run
 from twostroke.bench.workload import Load
 from twostroke.cost.simulation.trace import Arrival, Contents
 from twostroke.sampling import SamplingParams
@@ -54,7 +54,7 @@ async def run_asked(llm: LLM, load: Load, cache: AnswerCache | None) -> Run:
     began = clock()
     for arrival, tokens in zip(load.arrivals, prompts_of(llm, load), strict=True):
         now = clock() - began
-        record = Record(now, now, prompt=len(tokens), output=arrival.output)
+        record = RequestRecord(now, now, prompt=len(tokens), output=arrival.output)
         params = SamplingParams(max_tokens=arrival.output, temperature=0, ignore_eos=True)
         query = None if cache is None else query_of(cache, tokens, params)
         looked = Looked() if cache is None or query is None else await cache.lookup(query)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Of one lever, with the measurement after it."""
+    """The predicted effect of one lever, with the measurement after it."""
 
     when: str  # ISO date and time
     machine: str

@@ -197,7 +197,7 @@ def measures(how: Round) -> dict[str, Callable[[], Row]]:
 
 
 def run(how: Round, progress: Callable[[str], None] | None = None) -> Iterator[Row]:
-    """Each row when it is measured."""
+    """Yields each row when it is measured."""
     all_of_them = measures(how)
     for number, (name, measured) in enumerate(all_of_them.items(), 1):
         if progress is not None:
@@ -235,7 +235,7 @@ def numbers(llm: LLM, load: Load, stored: int | None) -> Numbers:
 
 
 def weight_bytes(llm: LLM, stored: int | None) -> float | None:
-    """Of the weights in memory: as in the file, unless a setting converts them."""
+    """Bytes of the weights in memory: as in the file, unless a setting converts them."""
     settings = llm.settings
     held = settings.quantize or settings.dtype
     return stored if held is None else model_cost(llm.arch, held, None, settings.device).bytes

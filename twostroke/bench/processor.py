@@ -29,12 +29,12 @@ class OtherPrograms:
 
     @property
     def share(self) -> float:
-        """Of one core."""
+        """What other programs took, as a share of one core."""
         return self.seconds / max(time.monotonic() - self.began, 1e-6)
 
 
 def processor_seconds() -> float | None:
-    """Of all cores since the system started, including what a hypervisor took."""
+    """Seconds of all cores since the system started, including what a hypervisor took."""
     try:
         fields = [int(field) for field in STAT.read_text().split("\n", 1)[0].split()[1:9]]
     except (OSError, ValueError):

@@ -12,7 +12,7 @@ import numpy as np
 
 from twostroke.bench.workload import Load
 from twostroke.cost.simulation.served import Served, Summary, summarize
-from twostroke.cost.simulation.trace import Arrival, Part
+from twostroke.cost.simulation.trace import Arrival, PromptPart
 from twostroke.draft.replay import LookupCounts, total
 from twostroke.errors import InputError
 
@@ -22,7 +22,7 @@ IN_PROCESS = "in process"
 
 
 @dataclass(slots=True)
-class Record:
+class RequestRecord:
     """Times in seconds from the start of the run, on the client's clock."""
 
     arrival: float  # when it was due
@@ -48,8 +48,8 @@ class Record:
         return None if inside is None or self.ttft is None else self.ttft - inside
 
     def served(self) -> Served:
-        """For the cost model. Without the server's own timings queueing counts as prefill; with them the time on the
-        network counts as queueing."""
+        """The request as the cost model takes it. Without the server's own timings queueing counts as prefill; with
+        them the time on the network counts as queueing."""
         if not self.pieces or self.end is None:
             return Served(self.arrival, self.prompt, refused=True)
         timings = self.timings or {}
@@ -71,7 +71,7 @@ class Run:
     target: str  # a URL, or IN_PROCESS
     rate: float | None
     closed: int | None
-    records: list[Record]
+    records: list[RequestRecord]
     machine: str = ""
     settings: dict[str, Any] = field(default_factory=dict)
     model: str = ""
@@ -98,7 +98,9 @@ class Run:
         """The requests with the lengths that the server counted, for a replay."""
         rows: list[Arrival] = []
         for record in self.records:
-            parts = tuple(Part(*part) for part in record.parts) or (Part(-1 - len(rows), max(1, record.prompt)),)
+            parts = tuple(PromptPart(*part) for part in record.parts) or (
+                PromptPart(-1 - len(rows), max(1, record.prompt)),
+            )
             at = record.arrival if self.closed is None else record.sent
             rows.append(Arrival(at, fitted(parts, record.prompt), max(1, record.output)))
         return rows
@@ -112,14 +114,14 @@ class Run:
         return {**asdict(self), "summary": None if summary is None else summary.document()}
 
 
-def fitted(parts: tuple[Part, ...], length: int) -> tuple[Part, ...]:
+def fitted(parts: tuple[PromptPart, ...], length: int) -> tuple[PromptPart, ...]:
     """The parts scaled so that they add up to the length that the server counted."""
     whole = sum(part.length for part in parts)
     if length < 1 or length == whole:
         return parts
-    scaled = [Part(part.content, max(1, round(part.length * length / whole))) for part in parts]
+    scaled = [PromptPart(part.content, max(1, round(part.length * length / whole))) for part in parts]
     rest = length - sum(part.length for part in scaled)
-    scaled[-1] = Part(scaled[-1].content, max(1, scaled[-1].length + rest))
+    scaled[-1] = PromptPart(scaled[-1].content, max(1, scaled[-1].length + rest))
     return tuple(scaled)
 
 
@@ -153,7 +155,7 @@ def load_runs(path: Path) -> list[Run]:
         runs = []
         for one in document["runs"]:
             one.pop("summary")
-            one["records"] = [Record(**record) for record in one["records"]]
+            one["records"] = [RequestRecord(**record) for record in one["records"]]
             runs.append(Run(**one))
         return runs
     except OSError as error:

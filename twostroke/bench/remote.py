@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +11,10 @@ from twostroke.bench.apply import Applied, make_prediction
 from twostroke.bench.client import Target
 from twostroke.bench.record import Run
 from twostroke.bench.workload import Load, renewed
+from twostroke.cluster.group import workers_to_read
 from twostroke.cost.answers.diagnose import Diagnosis, Effect, diagnose
 from twostroke.cost.model.rates import Rates
+from twostroke.cost.simulation.clustered import joined_steps
 from twostroke.cost.simulation.recording import Recording, read_recording
 from twostroke.cost.simulation.served import Targets
 from twostroke.errors import InputError
@@ -62,9 +64,15 @@ class Admin:
             raise InputError(f"{self.http.base_url}: is still loading its model: ask again in a moment.")
         return answer.status_code == 200
 
-    def recording(self, rates: Rates | None = None) -> Recording:
+    def recording(self, rates: Rates | None = None, workers: Mapping[str, Any] | None = None) -> Recording:
+        """workers: of a cluster, what `workers` gave."""
         settings, arrivals = self.get("/twostroke/settings"), self.get("/twostroke/arrivals")
-        return read_recording(settings, arrivals, self.get(f"/twostroke/steps?limit={STEPS}"), rates=rates)
+        return read_recording(settings, arrivals, self._steps(workers), rates=rates)
+
+    def _steps(self, workers: Mapping[str, Any] | None) -> dict[str, Any]:
+        path = f"/twostroke/steps?limit={STEPS}"
+        names = [] if workers is None else workers_to_read(workers)
+        return joined_steps([self.get(f"{path}&worker={name}") for name in names] or [self.get(path)])
 
     def change(self, settings: dict[str, Any], path: str = "/twostroke/settings") -> None:
         """InputError with the server's message when it refuses them."""
@@ -76,7 +84,7 @@ class Admin:
             raise InputError(self._unreached(error)) from None
 
     def workers(self) -> dict[str, Any] | None:
-        """Of a cluster, its workers and transfers; None: there is one engine."""
+        """The workers of a cluster and its transfers; None: there is one engine."""
         try:
             answer = self.http.get("/twostroke/workers")
             return answer.json() if answer.status_code == 200 else None
@@ -110,7 +118,8 @@ class MeasuredLoad:
 def diagnose_load(
     admin: Admin, target: Target, load: Load, measure: Measure, targets: Targets, rates: Rates | None = None
 ) -> MeasuredLoad:
-    """Under a given load: the client's times, and rates from a calibration or from the steps of that load."""
+    """A diagnosis under a given load: the client's times, and rates from a calibration or from the steps of that
+    load."""
     vocabulary = admin.get("/twostroke/settings")["arch"]["vocab"]
     run = measure(replace(target, vocabulary=vocabulary), load)
     recording = admin.recording(rates)
@@ -120,7 +129,7 @@ def diagnose_load(
 
 
 def diagnose_recorded(admin: Admin, targets: Targets, rates: Rates | None = None) -> Diagnosis:
-    """From the requests that it served last; nothing is sent."""
+    """A diagnosis from the requests that the server answered last; nothing is sent."""
     recording = admin.recording(rates)
     if not recording.arrivals:
         raise InputError("the server has answered nothing yet: give a load with --workload, or try again later.")

@@ -11,8 +11,7 @@ from twostroke.bench.record import Run
 from twostroke.bench.remote import Admin, Measure
 from twostroke.bench.workload import Load, renewed
 from twostroke.cost.answers.split import Verdict, divide, role_changes
-from twostroke.cost.simulation.deployment import Deployment
-from twostroke.cost.simulation.fleet import Pools
+from twostroke.cost.simulation.clustered import as_cluster
 from twostroke.cost.simulation.recording import Recording
 from twostroke.cost.simulation.served import Targets
 from twostroke.errors import InputError
@@ -22,7 +21,7 @@ Document = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Changed:
+class RolesChanged:
     """Roles that were changed, and the load before and after, where one was measured."""
 
     verdict: Verdict
@@ -31,38 +30,15 @@ class Changed:
     after: float
 
 
-def pools_of(workers: Document) -> Pools:
-    """Those that are up. The link is as fast as transfers were."""
-    roles = [one["role"] for one in workers["workers"] if one["healthy"]]
-    prefill, link = roles.count("prefill"), workers["transfers"]
-    plain = Pools(max(1, len(roles) - prefill), prefill, router="cost")
-    if not link["done"] or not link["bandwidth"] or link["bandwidth"] == float("inf"):
-        return plain
-    return replace(plain, link=link["bandwidth"], latency=link["latency"])
-
-
-def as_cluster(deployment: Deployment, workers: Document) -> Deployment:
-    """One worker of several: a cluster shows the sums over those that write."""
-    pools = pools_of(workers)
-    config, writers = deployment.config, pools.workers
-    requests, blocks = config.max_requests, config.kv_blocks
-    config = replace(
-        config,
-        max_requests=None if requests is None else max(1, requests // writers),
-        kv_blocks=None if blocks is None else max(1, blocks // writers),
-    )
-    return replace(deployment, config=config, pools=pools)
-
-
 def recorded(admin: Admin, workers: Document) -> Recording:
-    """Rates come from the steps of a worker, as a calibration measured the whole machine."""
-    found = admin.recording()
+    """Rates come from the steps of the workers, as a calibration measured the whole machine."""
+    found = admin.recording(workers=workers)
     if not found.arrivals:
         raise InputError("the cluster has answered nothing yet: give a load with --workload, or try again later.")
     return replace(found, deployment=as_cluster(found.deployment, workers))
 
 
-def apply(admin: Admin, target: Target, load: Load, measure: Measure, targets: Targets) -> Changed | Verdict:
+def apply(admin: Admin, target: Target, load: Load, measure: Measure, targets: Targets) -> RolesChanged | Verdict:
     """Measure, divide, change roles, measure again. Only the verdict where nothing is to be changed."""
     workers = admin.workers()
     assert workers is not None, "a cluster"
@@ -76,7 +52,7 @@ def apply(admin: Admin, target: Target, load: Load, measure: Measure, targets: T
     for name, role in changes.items():
         admin.change({"worker": name, "role": role}, "/twostroke/workers")
     after = measure(target, renewed(load))
-    return Changed(found, changes, goodput(before, found.targets), goodput(after, found.targets))
+    return RolesChanged(found, changes, goodput(before, found.targets), goodput(after, found.targets))
 
 
 def goodput(run: Run, targets: Targets) -> float:

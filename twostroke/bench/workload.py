@@ -21,7 +21,7 @@ from itertools import islice
 from pathlib import Path
 
 from twostroke.bench.texts import CHARACTERS, TEMPERATURE, TEXTS
-from twostroke.cost.simulation.trace import Arrival, Contents, Part, at_rate, from_zero, read_trace, shorter
+from twostroke.cost.simulation.trace import Arrival, Contents, PromptPart, at_rate, from_zero, read_trace, shorter
 from twostroke.errors import InputError
 from twostroke.record import replace
 
@@ -33,7 +33,7 @@ TRACES = {
     "azure-conv": "azure_conv.csv",
     "mooncake": "mooncake_conversation.jsonl",
 }
-Lengths = tuple[tuple[Part, ...], int]  # parts of the prompt, tokens of the answer
+Lengths = tuple[tuple[PromptPart, ...], int]  # parts of the prompt, tokens of the answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ def rag(rng: random.Random, contents: Contents) -> Iterator[Lengths]:
     while True:
         document = rng.randrange(8)
         question = contents.own(rng.randint(15, 60))
-        yield (Part(1000, 200), Part(1001 + document, 900 + 100 * document), question), rng.randint(40, 160)
+        yield (PromptPart(1000, 200), PromptPart(1001 + document, 900 + 100 * document), question), rng.randint(40, 160)
 
 
 def code(rng: random.Random, contents: Contents) -> Iterator[Lengths]:
@@ -74,8 +74,8 @@ def code(rng: random.Random, contents: Contents) -> Iterator[Lengths]:
 
 
 def chat(rng: random.Random, contents: Contents) -> Iterator[Lengths]:
-    system = Part(2000, 60)
-    talks: list[list[Part]] = []
+    system = PromptPart(2000, 60)
+    talks: list[list[PromptPart]] = []
     while True:
         if len(talks) < 8 or rng.random() < 0.3:
             talks.append([system])
@@ -90,12 +90,12 @@ def chat(rng: random.Random, contents: Contents) -> Iterator[Lengths]:
 
 def batch(rng: random.Random, contents: Contents) -> Iterator[Lengths]:
     while True:
-        yield (Part(3000, 50), contents.own(rng.randint(150, 450))), rng.randint(100, 250)
+        yield (PromptPart(3000, 50), contents.own(rng.randint(150, 450))), rng.randint(100, 250)
 
 
 def agent(rng: random.Random, contents: Contents) -> Iterator[Lengths]:
-    tools = Part(4000, 1400)
-    runs: list[list[Part]] = []
+    tools = PromptPart(4000, 1400)
+    runs: list[list[PromptPart]] = []
     while True:
         if len(runs) < 4 or rng.random() < 0.15:
             runs.append([tools, contents.own(rng.randint(30, 120))])
@@ -227,7 +227,7 @@ def choose_load(
 def renewed(load: Load, times: int = 1) -> Load:
     """The same load with other text, which no cache has; prompts share the same parts as before."""
     rows = [
-        replace(row, parts=tuple(Part(part.content + times * OTHER, part.length) for part in row.parts))
+        replace(row, parts=tuple(PromptPart(part.content + times * OTHER, part.length) for part in row.parts))
         for row in load.arrivals
     ]
     texts = tuple(numbered(times, text) if times else text for text in load.texts)
@@ -239,7 +239,7 @@ def cut(row: Arrival, longest: int) -> Arrival:
     output = min(row.output, max(1, longest // 2))
     left, parts = longest - output, []
     for part in row.parts:
-        parts.append(Part(part.content, min(part.length, left)))
+        parts.append(PromptPart(part.content, min(part.length, left)))
         left -= parts[-1].length
         if left <= 0:
             break

@@ -142,7 +142,7 @@ def in_process(model: str, settings: dict[str, Any], loads: list[Load]) -> list[
 
 
 def calibrated_roofline(llm: LLM, model: str) -> Roofline | None:
-    """With the rates measured on this machine with this model; None where there is no calibration."""
+    """The roofline with the rates measured on this machine with this model; None where there is no calibration."""
     from twostroke.cli.deployment import describe
     from twostroke.cost.model.calibration import calibration_path, load_calibration
     from twostroke.cost.model.roofline import Roofline, model_cost

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,6 +15,9 @@ from twostroke.cli.server_options import Given, run_server, say, server_options,
 from twostroke.errors import ConfigError
 from twostroke.record import replace
 from twostroke.weights.catalog import DEFAULT
+
+if TYPE_CHECKING:
+    from twostroke.cluster.deployment import DeploymentPlan
 
 PoolSettings = Annotated[
     list[str] | None, typer.Option(metavar="NAME=VALUE", help="A setting of this pool, beside --set; may be repeated.")
@@ -51,7 +54,10 @@ def cluster_options(
     trace: options.Trace = None,
     rate: Annotated[float | None, typer.Option(help="Requests/s for --auto.", min=0.001, max=1e6)] = None,
     scale: Annotated[float | None, typer.Option(help="For --auto: divides all lengths.", min=0.01, max=1e6)] = None,
-    ttft: options.Ttft = None,
+    ttft: Annotated[
+        float | None,
+        typer.Option(callback=options.above_zero, help="Target for TTFT, in seconds: for routes and --auto."),
+    ] = None,
     tpot: options.Tpot = None,
     hardware: Annotated[str | None, typer.Option(help="Of a worker, for --auto; 'this' is the default.")] = None,
     option: Settings = None,
@@ -59,9 +65,8 @@ def cluster_options(
     given: Given,
 ) -> Any:  # Options of serve/main_base.py: the help is shown without the server
     """Serve a model with several workers on Ray. Pools for prompts and answers, or workers that do both."""
-    from twostroke.cluster.deployment import Deployment, Shape, check_shape
+    from twostroke.cluster.deployment import DeploymentPlan, check_shape
     from twostroke.config import make_config
-    from twostroke.embed.description import is_embedder_at
 
     if route not in ("cost", "apart"):
         raise ConfigError(f"--route: {route!r} is not known; use cost or apart.")
@@ -73,13 +78,21 @@ def cluster_options(
         found = planned(model, parse_settings(option), workers, traffic, address is None)
         say(found.sentence)
         workers, prefill, decode = (0, *found.best[:2]) if found.best.prefill else (workers, 0, 0)
-    shape = Shape(
+    shape = DeploymentPlan(
         workers, prefill, decode, parse_settings(option), parse_settings(prefill_set), parse_settings(decode_set),
-        route == "apart", share_cores, address, transport,
+        route == "apart", share_cores, address, transport, ttft,
     )  # fmt: skip
     check_shape(shape)
     for role in set(shape.roles().values()):
         make_config(**shape.settings_of(role))
+    return in_front_of(shape, model, given)
+
+
+def in_front_of(shape: DeploymentPlan, model: str, given: Given) -> Any:
+    """The options of the server in front of this deployment."""
+    from twostroke.cluster.deployment import Deployment
+    from twostroke.embed.description import is_embedder_at
+
     server = server_options(model, dict(shape.settings), given)
     if is_embedder_at(server.path):
         raise ConfigError(f"{model} makes vectors and writes no answers: use `twostroke serve {model}`.")

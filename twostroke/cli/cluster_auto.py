@@ -18,7 +18,7 @@ REQUESTS = 300  # of the load that is simulated
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """As typed; None: the default."""
+    """The expected traffic as typed; None: the default."""
 
     workload: str | None = None
     trace: str | None = None
@@ -30,7 +30,7 @@ class Traffic:
 
 
 def check_auto(auto: bool, workers: int, traffic: Traffic) -> None:
-    typed = [name for name in Traffic.__slots__ if getattr(traffic, name) is not None]
+    typed = [name for name in Traffic.__slots__ if getattr(traffic, name) is not None and name != "ttft"]
     if not auto and typed:
         raise ConfigError(f"--{typed[0]} is for --auto: give both, or leave it out.")
     if auto and workers < 2:
@@ -52,7 +52,7 @@ def planned(
     from twostroke.cli.deployment import deployment_for
     from twostroke.cli.options import make_targets, refuse_unsimulated
     from twostroke.cost.answers.split import divide
-    from twostroke.cost.simulation.fleet import Pools
+    from twostroke.cost.simulation.fleet import MEASURED_LINKS, Pools
 
     simulated = {name: value for name, value in settings.items() if name != "threads"}
     refuse_unsimulated(simulated)
@@ -63,7 +63,7 @@ def planned(
     load = choose_load(
         traffic.trace, traffic.workload or "chat", count=REQUESTS, per_second=traffic.rate, scale=traffic.scale or 1.0
     )
-    deployment = replace(deployment, pools=Pools(workers, router="cost"))
+    deployment = replace(deployment, pools=Pools(workers, 0, *MEASURED_LINKS[deployment.device.kind], "cost"))
     return divide(deployment, load.arrivals, make_targets(traffic.ttft, traffic.tpot), progress)
 
 

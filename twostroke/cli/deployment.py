@@ -13,6 +13,7 @@ from twostroke.cost.model.calibration import Calibration, calibration_path, load
 from twostroke.cost.model.devices import DEVICES, Device, find_device
 from twostroke.cost.model.known_models import CONFIGS, known_arch
 from twostroke.cost.simulation.deployment import Deployment
+from twostroke.cost.simulation.fleet import MEASURED_LINKS, Pools
 from twostroke.cost.units import seconds
 from twostroke.errors import ConfigError, ModelError
 from twostroke.model.arch import Arch
@@ -58,7 +59,8 @@ def deployment_for(
     check_precision(precision, device, gpus)
     exact = stored if precision is None else None
     if calibration is not None:
-        return Deployment(arch, device, config, precision or "float32", exact, calibration.rates), calibration
+        rates, pools = calibration.rates, Pools(1, 0, *MEASURED_LINKS[device.kind])
+        return Deployment(arch, device, config, precision or "float32", exact, rates, pools=pools), calibration
     return Deployment(arch, device, config, precision or "bfloat16", exact, gpus=gpus), None
 
 

@@ -186,7 +186,7 @@ def of_cluster(
     if apply:
         assert load is not None, "--apply has a load"
         found = split.apply(admin, target, load, over_http, targets)
-        if isinstance(found, split.Changed):
+        if isinstance(found, split.RolesChanged):
             show_division(found.verdict)
             roles = ", ".join(f"{name} is for {role}" for name, role in found.roles.items())
             measured = f"{found.before:.2f} requests/s within the targets before, {found.after:.2f} after"

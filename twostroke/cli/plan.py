@@ -20,7 +20,7 @@ from twostroke.cli.terminal import console, errors, telling
 from twostroke.errors import ConfigError
 from twostroke.record import replace
 
-MOST_DIVIDED = 16  # workers of which it is said how they should be divided
+MOST_DIVIDED = 16  # workers: beyond them the plan does not say how they should be divided
 
 if TYPE_CHECKING:
     from twostroke.cost.answers.workers import Demand, Dropped

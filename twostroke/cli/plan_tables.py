@@ -13,7 +13,7 @@ from twostroke.kv.layout import KVLayout
 
 if TYPE_CHECKING:
     from twostroke.cost.answers.sizing import Sizing
-    from twostroke.cost.answers.workers import Demand, Found, Need
+    from twostroke.cost.answers.workers import Demand, Need, WorkerPlan
     from twostroke.cost.simulation.deployment import Deployment
 
 MOST_ROWS = 12
@@ -83,7 +83,7 @@ def source(deployment: Deployment) -> str:
     )
 
 
-def show_needs(found: Found, demand: Demand, highest: float | None, search: bool) -> None:
+def show_needs(found: WorkerPlan, demand: Demand, highest: float | None, search: bool) -> None:
     title = f"{per_second(demand.per_second)} with {demand.targets} for 95 % of requests"
     table = Table(title=title, header_style="bold", title_justify="left")
     for name in ("worker", "workers", "$/hour", "$/M out", "TTFT p95", "TPOT p95", "hits"):
@@ -123,7 +123,7 @@ def simulated(needs: list[Need]) -> str:
     )
 
 
-def show_dropped(found: Found, search: bool) -> None:
+def show_dropped(found: WorkerPlan, search: bool) -> None:
     """One line for each kind of worker that is not in the table; in a search only how many there are."""
     pricier = [one for one in found.dropped if one.reason.startswith("not simulated")]
     rest = [one for one in found.dropped if one not in pricier]
@@ -142,7 +142,7 @@ def show_dropped(found: Found, search: bool) -> None:
 def show_drafts(deployment: Deployment, draft: str, acceptance: float, context: int) -> None:
     """TPOT with drafts beside that without, for several batches."""
     from twostroke.cli.deployment import describe
-    from twostroke.cost.model.drafts import Drafts, Source, best_length
+    from twostroke.cost.model.drafts import DraftQuality, DraftSource, best_length
     from twostroke.cost.simulation.deployment import Deployment as Kind
     from twostroke.draft.speculate import STREAMS
 
@@ -158,7 +158,7 @@ def show_drafts(deployment: Deployment, draft: str, acceptance: float, context: 
     )  # fmt: skip
     for name in ("streams", "without", "with", "speed-up", "drafted", "tokens/step"):
         table.add_column(name, justify="right")
-    drafts = Drafts((Source(1.0, acceptance),), STREAMS[deployment.device.kind], helper)
+    drafts = DraftQuality((DraftSource(1.0, acceptance),), STREAMS[deployment.device.kind], helper)
     for streams in (1, 2, 4, 8, 16, 32, 64):
         if streams > deployment.settings.max_requests:
             break

@@ -144,7 +144,7 @@ def checked_tier(given: str) -> Literal["off", "exact", "semantic"]:
 
 
 def answer_files(answers: AnswerOptions, model: str) -> AnswerOptions:
-    """With the file of the embedded store and the folder of the embedder, which is fetched on first use."""
+    """The options with the file of the embedded store and the folder of the embedder, which is fetched on first use."""
     from twostroke.weights.catalog import cache_folder
     from twostroke.weights.checkpoint import locate
 
@@ -160,6 +160,7 @@ def answer_files(answers: AnswerOptions, model: str) -> AnswerOptions:
 
 
 def say(line: str) -> None:
-    """On stderr. The server does not end because its log cannot be written: a full disk, a pipe without a reader."""
+    """Print a line on stderr. The server does not end because its log cannot be written: a full disk, a pipe without a
+    reader."""
     with contextlib.suppress(OSError):
         print(line, file=sys.stderr, flush=True)

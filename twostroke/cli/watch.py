@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from twostroke.bench.client import Target, measure
-from twostroke.bench.record import Record, Run
+from twostroke.bench.record import RequestRecord, Run
 from twostroke.bench.workload import Load
 from twostroke.cli.terminal import errors
 from twostroke.cost.units import seconds
@@ -16,14 +16,14 @@ from twostroke.hardware import machine_name
 
 
 @contextmanager
-def watching(load: Load) -> Iterator[Callable[[Record], None]]:
+def watching(load: Load) -> Iterator[Callable[[RequestRecord], None]]:
     """Shows how many requests have ended, their tokens and their failures."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as progress:
         task = progress.add_task(load.name, total=len(load.arrivals))
         tokens = failed = 0
 
-        def show(record: Record) -> None:
+        def show(record: RequestRecord) -> None:
             nonlocal tokens, failed
             tokens += record.output
             failed += record.error is not None

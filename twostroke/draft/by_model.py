@@ -20,7 +20,7 @@ TRIAL_EVERY = 16  # prompts: one of so many is read although drafts did not pay
 TRIALS = 8  # steps with drafts of such a request
 
 
-class Choice(NamedTuple):
+class DraftLength(NamedTuple):
     """How many tokens the draft model writes for each stream of a step."""
 
     length: int
@@ -34,7 +34,7 @@ class ModelDrafts:
     def __init__(self, share: float):
         self.share = share
         self.times = StepTimes()  # of one pass
-        self.chosen = Choice(0)  # for the step that is being planned
+        self.chosen = DraftLength(0)  # for the step that is being planned
         self.declined = 0  # prompts that were not read
 
     def pass_seconds(self, rows: int, target: float) -> float:
@@ -45,12 +45,12 @@ class ModelDrafts:
         return min(seconds, assumed) if self.times.is_below(rows) else seconds
 
     def draft_seconds(self, streams: int, counts: np.ndarray, missed: int, target: float) -> np.ndarray:
-        """Of writing so many tokens for each stream, after reading `missed` tokens in all."""
+        """Seconds of writing so many tokens for each stream, after reading `missed` tokens in all."""
         return self.pass_seconds(missed, target) + (counts - 1) * self.pass_seconds(streams, target)
 
     def choose(
         self, streams: int, rate: float, alone: float, steps: np.ndarray, *, gain: float, longest: float
-    ) -> Choice:
+    ) -> DraftLength:
         """The count for a step in which all streams draft alike. rate: share of right guesses; alone and steps: seconds
         of the target's step without guesses, and with 1, 2, … for each stream; gain: least predicted gain; longest:
         seconds that the step may take."""
@@ -61,8 +61,8 @@ class ModelDrafts:
         speeds = np.where(seconds <= longest, streams * tokens / seconds, 0.0)
         best = int(speeds.argmax())
         if speeds[best] <= gain * streams / alone:
-            return Choice(0)
-        return Choice(best + 1, float(drafting[best]), float(alone * tokens[best] - seconds[best]))
+            return DraftLength(0)
+        return DraftLength(best + 1, float(drafting[best]), float(alone * tokens[best] - seconds[best]))
 
     def is_trial(self) -> bool:
         """A prompt is not worth reading. Once in a while it is read nevertheless, to learn whether that is still so."""

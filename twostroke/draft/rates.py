@@ -187,6 +187,6 @@ class Realised:
             self.pause = PAUSE
 
     def allows(self) -> bool:
-        """For the next step. Counts the pause down."""
+        """Whether the next step may draft. Counts the pause down."""
         self.left -= self.left > 0
         return self.left == 0

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from twostroke.draft.answers import EarlierAnswers
-from twostroke.draft.by_model import CAUGHT_UP, READY, TRIALS, Choice, ModelDrafts
+from twostroke.draft.by_model import CAUGHT_UP, READY, TRIALS, DraftLength, ModelDrafts
 from twostroke.draft.lookup import Lookup
 from twostroke.draft.rates import FORCED, MODEL, NEAR, Acceptance, Realised, StepTimes, kind_of
 from twostroke.types import MOST_DRAFTED, UNWRITTEN, Plan, RequestState, Result, WorkKind
@@ -35,6 +35,7 @@ TRY_COST = 0.003  # of the time of steps without guesses: more than this is not 
 LONG_KIND = kind_of(8)  # of matches that are worth a try
 LEARN_EVERY = 4  # steps without guesses: the time of one of so many is kept
 HELD = 16  # plans for which it holds that guesses do not pay, unless some are verified meanwhile
+UNREADY = 4  # plans without guesses after a step that could not verify them yet
 REST = 4  # plans, of which one looks at the texts where even long matches do not pay
 UNLIKELY = 0.02  # chance of a guess below which it is not made
 
@@ -49,8 +50,8 @@ def make_drafter(
     draft_share: float | None = None,
     longest: Callable[[], float] = lambda: inf,
 ) -> Speculation | None:
-    """For a setting. draft_share: None where there is no draft model, else its weights as a share of the target's.
-    longest: seconds that a step with guesses may take."""
+    """The drafter for a setting. draft_share: None where there is no draft model, else its weights as a share of the
+    target's. longest: seconds that a step with guesses may take."""
     by_text = speculate in ("auto", "lookup")
     by_model = speculate in ("auto", "draft") and draft_share is not None
     if not by_text and not by_model:
@@ -133,9 +134,11 @@ class Speculation:
         self.drafting = 0.0  # seconds of the draft model in it
         self.without = self.counted = False  # this plan goes without guesses; it was counted among the chances
         self.trying = False  # guesses that do not pay are due to be tried
+        self.on_try = False  # the last guesses were such
         self.refused: tuple[int, dict[int, int]] | None = None  # streams and kinds of guesses that did not pay,
         self.held = 0  # for so many plans more
         self.resting = 0  # plans in which no text is looked at
+        self.unready = 0  # plans without guesses: the runner prepares for them
         self.texts: dict[int, Proposal] = {}  # guesses from the text that pay together, by the request's id
         self.on_trial = False  # a draft model that does not seem to pay writes for one of the streams
 
@@ -147,6 +150,9 @@ class Speculation:
         self.streams, self.rows, self.tokens, self.drafting, self.texts = count, count, float(count), 0.0, {}
         self.without, self.counted = self.chances % WITHOUT_EVERY == WITHOUT_EVERY - 1, False
         if count > self.most_streams or not self._realised(count).allows():
+            return False
+        if self.unready:
+            self.unready -= 1
             return False
         if (size := (self.context // NEAR, count)) != self.size:
             self.size = size
@@ -203,7 +209,7 @@ class Speculation:
         return self.held > 0 and self.refused == (self.streams, kinds)
 
     def _chances_of(self, kinds: dict[int, int]) -> Iterator[tuple[float, int]]:
-        """Of each guess that could be made, with the request's id."""
+        """The chance of each guess that could be made, with the request's id."""
         for name, kind in kinds.items():
             for chance in self._chances(self.of[name].acceptance.rate(kind)):
                 yield chance, name
@@ -260,7 +266,8 @@ class Speculation:
         return known is not None and known.trials > 0 and is_ready(request)
 
     def _worth(self, offer: Proposal) -> float:
-        """Of one stream the speed, with what its guesses cost. Several share that cost: there the tokens count."""
+        """What an offer is worth: for one stream its speed, with what its guesses cost. Several streams share that
+        cost: there the tokens count."""
         return offer.speed if self.streams == 1 else offer.gained
 
     def _is_due(self) -> bool:
@@ -287,6 +294,7 @@ class Speculation:
         draft: Sequence[int]
         if not count:
             return ()
+        self.on_try = not best.gained
         if best.kind == MODEL:
             draft = (UNWRITTEN,) * count
             if self.streams == 1 and self.model is not None:
@@ -337,17 +345,17 @@ class Speculation:
             return self._choose(known.acceptance, MODEL, most, self._model_seconds(self.model, request, most))
         return self._choose(known.acceptance, MODEL, min(most, self.model.chosen.length))
 
-    def _for_all(self, model: ModelDrafts, streams: int) -> Choice:
+    def _for_all(self, model: ModelDrafts, streams: int) -> DraftLength:
         alone = self.times.predict(streams)
         if alone is None or not streams:
-            return Choice(0)
+            return DraftLength(0)
         steps = self._seconds_of(streams * np.arange(2, MOST_DRAFTED + 2), streams, alone)
         return model.choose(
             streams, self.acceptance.rate(MODEL), alone, steps, gain=GAIN, longest=self.longest()
         )  # fmt: skip
 
     def _model_seconds(self, model: ModelDrafts, request: RequestState, most: int) -> np.ndarray | float:
-        """Of writing 1, 2, … guesses for one stream."""
+        """Seconds of writing 1, 2, … guesses for one stream."""
         alone, missed = self.times.predict(self.streams), len(request.tokens) - request.drafted
         return inf if alone is None else model.draft_seconds(1, np.arange(1, most + 1), missed, alone)
 
@@ -382,9 +390,11 @@ class Speculation:
     # ---- what was measured -------------------------------------------------------------------------------------------
 
     def learn(self, plan: Plan, result: Result, seconds: float, elapsed: float) -> None:
-        """From a step that was collected. Beside many streams nothing is guessed, so nothing is learnt there. Steps
-        with guesses are made one at a time, so the host's time is part of theirs."""
+        """Learn from a step that was collected. Beside many streams nothing is guessed, so nothing is learnt there.
+        Steps with guesses are made one at a time, so the host's time is part of theirs."""
         works = plan.works
+        if not result.verified:
+            self.unready, self.trying = UNREADY, self.trying or self.on_try  # a try that has not been made stays due
         if len(works) > self.most_streams:
             return
         rows = kept = context = 0

@@ -26,20 +26,20 @@ class FullError(Exception):
     """Too many texts wait."""
 
 
-class Vectors(NamedTuple):
+class ComputedVectors(NamedTuple):
     rows: np.ndarray  # one for each text
     queue: float  # seconds until its first text was computed
     compute: float  # from there to the last
 
 
-class Job:
+class EmbeddingJob:
     def __init__(self, texts: Sequence[Tokens], arrival: float):
         self.texts = texts
         self.arrival = arrival
         self.began = 0.0
         self.taken = 0
         self.rows: list[np.ndarray] = []
-        self.future: Future[Vectors] = Future()
+        self.future: Future[ComputedVectors] = Future()
 
 
 class Batcher:
@@ -49,7 +49,7 @@ class Batcher:
         self.steps = 0
         self.tokens = 0  # computed so far
         self.waiting = 0  # tokens
-        self._jobs: dict[int, deque[Job]] = {}  # by key, in the order of their turns
+        self._jobs: dict[int, deque[EmbeddingJob]] = {}  # by key, in the order of their turns
         self._condition = threading.Condition()
         self._stopped = False
         self._thread = threading.Thread(target=self._work, name="embed", daemon=True)
@@ -59,15 +59,15 @@ class Batcher:
     def alive(self) -> bool:
         return self._thread.is_alive()
 
-    def submit(self, texts: Sequence[Tokens], key: int = 0) -> Future[Vectors]:
+    def submit(self, texts: Sequence[Tokens], key: int = 0) -> Future[ComputedVectors]:
         """FullError when too much waits. Cancelling the future drops what has not been computed."""
-        job = Job(texts, self.clock())
+        job = EmbeddingJob(texts, self.clock())
         count = sum(len(text.ids) for text in texts)
         with self._condition:
             if self._stopped or (self.waiting and self.waiting + count > MAX_WAITING):
                 raise FullError
             if not texts:
-                job.future.set_result(Vectors(np.empty((0, self.embedder.width), np.float32), 0.0, 0.0))
+                job.future.set_result(ComputedVectors(np.empty((0, self.embedder.width), np.float32), 0.0, 0.0))
                 return job.future
             self.waiting += count
             self._jobs.setdefault(key, deque()).append(job)
@@ -94,9 +94,9 @@ class Batcher:
             if step:
                 self._run(step)
 
-    def _next_step(self) -> list[tuple[Job, Tokens]]:
+    def _next_step(self) -> list[tuple[EmbeddingJob, Tokens]]:
         """Texts of the keys in turn, up to the size of a batch."""
-        step: list[tuple[Job, Tokens]] = []
+        step: list[tuple[EmbeddingJob, Tokens]] = []
         tokens = 0
         while self._jobs and len(step) < STEP_TEXTS:
             key = next(iter(self._jobs))
@@ -120,7 +120,7 @@ class Batcher:
                 self._jobs[key] = jobs  # behind the other keys
         return step
 
-    def _run(self, step: list[tuple[Job, Tokens]]) -> None:
+    def _run(self, step: list[tuple[EmbeddingJob, Tokens]]) -> None:
         began = self.clock()
         try:
             rows = self.embedder.run([text for _, text in step])
@@ -136,4 +136,4 @@ class Batcher:
             job.rows.append(row)
             if len(job.rows) == len(job.texts) and not job.future.done():
                 ended = self.clock()
-                job.future.set_result(Vectors(np.stack(job.rows), job.began - job.arrival, ended - job.began))
+                job.future.set_result(ComputedVectors(np.stack(job.rows), job.began - job.arrival, ended - job.began))

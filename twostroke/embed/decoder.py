@@ -27,7 +27,7 @@ TOGETHER = 32  # texts that are in the cache at a time
 BUDGET = 4096  # tokens that are in the cache at a time, if no text is longer
 
 
-class Part(NamedTuple):
+class TextPart(NamedTuple):
     """Tokens of one text in one step."""
 
     text: int
@@ -83,7 +83,7 @@ class DecoderModel:
         return table
 
     def _batch(
-        self, texts: Sequence[Sequence[int]], parts: Sequence[Part], ended: Sequence[int], tables: list[np.ndarray]
+        self, texts: Sequence[Sequence[int]], parts: Sequence[TextPart], ended: Sequence[int], tables: list[np.ndarray]
     ) -> Batch:
         counts = np.array([part.end - part.start for part in parts])
         starts = np.zeros(len(parts) + 1, np.int32)
@@ -120,15 +120,15 @@ def cut(texts: Sequence[Sequence[int]], budget: int) -> Iterator[list[Sequence[i
         yield together
 
 
-def steps(lengths: Sequence[int]) -> Iterator[list[Part]]:
+def steps(lengths: Sequence[int]) -> Iterator[list[TextPart]]:
     """The texts in order, CHUNK tokens at a time."""
-    parts: list[Part] = []
+    parts: list[TextPart] = []
     room = CHUNK
     for text, length in enumerate(lengths):
         start = 0
         while start < length:
             end = min(length, start + room)
-            parts.append(Part(text, start, end))
+            parts.append(TextPart(text, start, end))
             room -= end - start
             start = end
             if not room:

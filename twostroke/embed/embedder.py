@@ -105,7 +105,8 @@ class Embedder:
         return self.scores_of(self.run([tokens for pair in pairs for tokens in pair]))
 
     def scores_of(self, rows: np.ndarray) -> list[float]:
-        """From what `run` gives for pairs: a cross-encoder's score from 0 to 1, or the cosine of both vectors."""
+        """The scores of what `run` gives for pairs: a cross-encoder's score from 0 to 1, or the cosine of both
+        vectors."""
         if self.ranks_only:
             return [relevance(row) for row in rows]
         return [float(np.dot(unit(a).astype(np.float64), unit(b))) for a, b in zip(rows[::2], rows[1::2], strict=True)]

@@ -16,7 +16,7 @@ from twostroke.weights.checkpoint import Checkpoint
 _PREFIXES = ("", "bert.", "model.")
 
 
-class Parameters:
+class EncoderParameters:
     """Tensors of a checkpoint as float32 arrays, checked for their shape."""
 
     def __init__(self, checkpoint: Checkpoint):
@@ -44,7 +44,7 @@ class Parameters:
         return LayerNorm(self.get(f"{name}.weight", width), self.get(f"{name}.bias", width))
 
 
-def encoder_layer(parameters: Parameters, arch: EncoderArch, index: int) -> EncoderWeights:
+def encoder_layer(parameters: EncoderParameters, arch: EncoderArch, index: int) -> EncoderWeights:
     stem, hidden, inner = f"encoder.layer.{index}.", arch.hidden, arch.inner
     parts = [parameters.linear(f"{stem}attention.self.{name}", hidden, hidden) for name in ("query", "key", "value")]
     return EncoderWeights(
@@ -73,7 +73,7 @@ class EncoderModel:
             raise ModelError(
                 f"{checkpoint.path.name}: {arch.heads} heads in {arch.hidden} numbers; multiples of {LANES} are needed."
             )
-        parameters = Parameters(checkpoint)
+        parameters = EncoderParameters(checkpoint)
         self.arch, self.description = arch, description
         self.words = parameters.get("embeddings.word_embeddings.weight", arch.vocab, arch.hidden)
         self.places = parameters.get("embeddings.position_embeddings.weight", arch.positions, arch.hidden)

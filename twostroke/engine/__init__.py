@@ -3,6 +3,7 @@
 file          what it does
 llm           `LLM`: load a model and ask it, from Python
 several       one prompt or several, with their sampling parameters
+vectors       the part of `LLM` for models that make vectors and scores
 intake        checks prompts and sampling parameters, and makes a frozen `Request` for each sample
 core          `Core`: one step is plan → run → commit; a submitted `Request` becomes a `RequestState` here
 answer        from the core's events to text: `Answer` decodes and finds stop strings
@@ -11,7 +12,8 @@ chat_form     of models with channels: reasoning apart from the text
 build         puts an engine together: checkpoint, settings, backend, model, KV cache, scheduler, core
 device        which device computes, what it has free, and which models it serves
 draft_model   opens the draft model's checkpoint, and checks that it fits
-ranks         several processes that share the work of each layer; rank_main: one of them; cards: the same on GPUs
+ranks         several processes that share the work of each layer; rank_main: one of them; cards: the same on GPUs;
+              ranked_storage: their KV cache as one
 settings      settings that can change while the engine runs
 exchange      KV blocks that leave one engine and enter another
 interrupt     Ctrl-C takes effect between steps, never within one

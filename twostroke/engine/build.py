@@ -13,8 +13,8 @@ import numpy as np
 from twostroke.config import Config, Resolved, resolve
 from twostroke.draft.speculate import make_drafter
 from twostroke.engine.core import Core
-from twostroke.engine.device import check_attention, check_feeds, choose_device, device_name, hardware_of
-from twostroke.engine.draft_model import open_draft
+from twostroke.engine.device import check_attention, choose_device, device_name, hardware_of
+from twostroke.engine.draft_model import DraftCheckpoint, open_draft
 from twostroke.engine.intake import Intake, open_tokenizer
 from twostroke.engine.ranked_storage import RankedStorage
 from twostroke.engine.ranks import Ranks, check_parallel
@@ -51,7 +51,7 @@ OnStage = Callable[[str], None]
 
 
 def ignore_stage(name: str) -> None:
-    """For a caller that does not show the stages of the start."""
+    """Does nothing: for a caller that does not show the stages of the start."""
 
 
 class Engine(Record):
@@ -61,6 +61,25 @@ class Engine(Record):
     arch: Arch
     settings: Resolved
     ranks: Ranks | None = None  # the other processes, with parallel above 1
+
+
+class OpenedModel(Record):
+    """A model's files, read as far as their description."""
+
+    checkpoint: Checkpoint
+    arch: Arch
+    tokenizer: Tokenizer
+    device: str
+    draft: DraftCheckpoint | None
+
+
+class Loaded(Record):
+    """The weights, on the device."""
+
+    ops: Ops
+    model: Transformer
+    draft: Transformer | None
+    ranks: Ranks | None
 
 
 @collector_paused()
@@ -78,47 +97,75 @@ def build_engine(
     kernels are compiled now, so that no caller waits for one later."""
     stage("open")
     check_host_memory(config.kv_offload, free_memory())
-    checkpoint = open_checkpoint(locate(model, download_progress))
+    opened = open_model(model, config, download_progress)
+    settings = settings_for(opened, config)
+    ops = backend_for(settings)
+    stage("load")
+    loaded = load_weights(opened, ops, settings, load_progress)
+    stage("size KV")
+    if settings.device == "cuda":
+        from twostroke.run.cuda.warm_up import prepare  # Triton is not installed everywhere
+
+        settings = prepare(config, settings, loaded.model, loaded.draft, ahead=ahead)
+    for name, reason in settings.reasons.items():
+        log.info("%s = %s: %s", name, getattr(settings, name), reason)
+    return assemble(opened, loaded, settings, clock, block_key)
+
+
+def open_model(model: str | Path, config: Config, progress: Progress | None) -> OpenedModel:
+    """ConfigError where the device cannot run it."""
+    checkpoint = open_checkpoint(locate(model, progress))
     arch = load_arch(checkpoint)
     tokenizer = open_tokenizer(checkpoint)
     device = choose_device(config)
     check_parallel(config)
-    draft = open_draft(config.draft_model, arch, tokenizer, download_progress)
+    draft = open_draft(config.draft_model, arch, tokenizer, progress)
     for one in (arch, *([] if draft is None else [draft.arch])):
         check_attention(one, device)
-        check_feeds(one, device)
-    checkpoints = [checkpoint] if draft is None else [checkpoint, draft.checkpoint]
+    return OpenedModel(checkpoint, arch, tokenizer, device, draft)
+
+
+def settings_for(opened: OpenedModel, config: Config) -> Resolved:
+    """The settings of this process, which computes a part of the model with parallel above 1."""
+    arch, device, draft, parts = opened.arch, opened.device, opened.draft, config.parallel
+    checkpoints = [opened.checkpoint] if draft is None else [opened.checkpoint, draft.checkpoint]
     weight_bytes = sum(count_weights(one, device, config) for one in checkpoints)
-    draft_arch = draft.arch if draft is not None else None
-    parts = config.parallel
-    part = divided(arch, parts) if parts > 1 else arch  # that this process computes
     hardware = hardware_of(device, arch)
     if device == "cpu":
         hardware = replace(hardware, free_memory=hardware.free_memory // parts)
-    settings = resolve(config, part, hardware, weight_bytes // parts, draft_arch)
-    if device == "cuda":
+    part = divided(arch, parts) if parts > 1 else arch
+    return resolve(config, part, hardware, weight_bytes // parts, None if draft is None else draft.arch)
+
+
+def backend_for(settings: Resolved) -> Ops:
+    if settings.device == "cuda":
         from twostroke.run.cuda.kernel_cache import use_kernel_cache
 
-        use_kernel_cache(cache_folder(), device_name(device))
-    ops = make_ops(device, settings.dtype, settings.threads, settings.quantize, settings.exact)
-    stage("load")
-    bits = settings.quantize if device == "cpu" else None  # a GPU packs float weights into its own formats
-    ranks = start_ranks(checkpoint, settings) if parts > 1 else None
-    if ranks is None:
-        transformer = load_model(checkpoint, ops, settings.max_model_len, load_progress, bits)
-    else:
-        transformer = load_leading(checkpoint, ops, settings, ranks, load_progress, bits)
-    small = load_model(draft.checkpoint, ops, settings.max_model_len, None, bits) if draft is not None else None
-    stage("size KV")
-    if device == "cuda":
-        from twostroke.run.cuda.warm_up import prepare  # Triton is not installed everywhere
+        use_kernel_cache(cache_folder(), device_name(settings.device))
+    return make_ops(settings.device, settings.dtype, settings.threads, settings.quantize, settings.exact)
 
-        settings = prepare(config, settings, transformer, small, ahead=ahead)
-    for name, reason in settings.reasons.items():
-        log.info("%s = %s: %s", name, getattr(settings, name), reason)
+
+def load_weights(opened: OpenedModel, ops: Ops, settings: Resolved, progress: Progress | None) -> Loaded:
+    checkpoint, draft, longest = opened.checkpoint, opened.draft, settings.max_model_len
+    bits = settings.quantize if settings.device == "cpu" else None  # a GPU packs float weights into its own formats
+    ranks = start_ranks(checkpoint, settings) if settings.parallel > 1 else None
+    if ranks is None:
+        model = load_model(checkpoint, ops, longest, progress, bits)
+    else:
+        model = load_leading(checkpoint, ops, settings, ranks, progress, bits)
+    small = load_model(draft.checkpoint, ops, longest, None, bits) if draft is not None else None
+    return Loaded(ops, model, small, ranks)
+
+
+def assemble(
+    opened: OpenedModel, loaded: Loaded, settings: Resolved, clock: Callable[[], float], block_key: bytes | None
+) -> Engine:
+    """The cache, the scheduler and the runner around a loaded model."""
+    checkpoint, arch, tokenizer, draft = opened.checkpoint, opened.arch, opened.tokenizer, opened.draft
+    ops, ranks = loaded.ops, loaded.ranks
     sizes = (settings.layout, settings.kv_blocks, settings.kv_dtype, ops.device, settings.host_slots)
     kv = KVStorage(*sizes) if ranks is None else RankedStorage(ranks, *sizes)
-    if ranks is not None and device == "cuda":
+    if ranks is not None and settings.device == "cuda":
         ranks.reserve(settings.kv_blocks)
     identity = block_identity(checkpoint, settings, ops, draft.checkpoint if draft is not None else None)
     scheduler = make_scheduler(arch, settings, identity, block_key)
@@ -126,9 +173,9 @@ def build_engine(
     scheduler.forced = ForcedTokens(grammars, tokenizer)
     scheduler.draft_share = draft.arch.used_weights / arch.used_weights if draft is not None else None
     scheduler.drafter = make_drafter(
-        settings.speculate, device, scheduler.forced, scheduler.draft_share, scheduler.longest_step
+        settings.speculate, settings.device, scheduler.forced, scheduler.draft_share, scheduler.longest_step
     )
-    runner = make_runner(transformer, kv, scheduler.tables.array, ops, grammars, small)
+    runner = make_runner(loaded.model, kv, scheduler.tables.array, ops, grammars, loaded.draft)
     core = Core(scheduler, runner, clock, StepLog())
     defaults = sampling_defaults(checkpoint, arch)
     intake = Intake(tokenizer, settings, arch.vocab, grammars.compiler, defaults=defaults)

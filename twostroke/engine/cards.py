@@ -82,7 +82,7 @@ class CardRanks(Ranks):
         super().__init__(model, settings, self.cards)
 
     def lead(self, ops: Ops) -> Lead:
-        """When every rank has its share."""
+        """Called when every rank has its share."""
         self.await_shares()
         collective = self._opened(ops)
         self.collectives.append(collective)
@@ -165,7 +165,7 @@ class CardRank:
 
 
 def take_card(number: int) -> None:
-    """For the thread that calls it."""
+    """Make this the card of the thread that calls it."""
     torch.cuda.set_device(number)
 
 

@@ -25,8 +25,8 @@ class ChatForm(NamedTuple):
     thinks: Tokenizer | None = None  # of a model that may begin with <think>
 
     def division(self, prompt: Sequence[int], constrained: bool) -> Division | None:
-        """For one answer; None: all text is shown. constrained: by a grammar, which covers the whole answer, so that a
-        model that thinks does not. The prompt itself may have opened the reasoning."""
+        """The division of one answer; None: all text is shown. constrained: by a grammar, which covers the whole
+        answer, so that a model that thinks does not. The prompt itself may have opened the reasoning."""
         if self.channels is not None:
             return partial(divided, StreamParser(self.channels, {}))
         if self.thinks is None or constrained:
@@ -39,7 +39,8 @@ AS_WRITTEN = ChatForm()
 
 
 def chat_form(tokenizer: Tokenizer, tools: bool) -> ChatForm:
-    """With tools the text has all channels and marks: the caller reads calls from it."""
+    """The form of answers of this model. With tools the text has all channels and marks: the caller reads calls from
+    it."""
     source = tokenizer.chat.source if tokenizer.chat is not None else None
     form = tool_format(source)
     channels = form if form is not None and form.channels else None

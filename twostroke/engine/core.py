@@ -96,7 +96,7 @@ class Core:
 
 def describe(flight: InFlight, result: Result, seconds: float, scheduler: Scheduler) -> RawStep:
     """A collected step as the log keeps it: numbers only, so that it keeps no request alive."""
-    plan, launched = flight.plan, flight.launched
+    plan, launched = flight.plan if result.verified else flight.plan.undrafted(), flight.launched
     works = tuple([(work.request.id, work.start, work.count, work.kind) for work in plan.works])
     pool = scheduler.tables.pool
     free, cached = len(pool.free), len(pool.cached)

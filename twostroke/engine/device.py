@@ -7,17 +7,10 @@ from importlib.util import find_spec
 from twostroke.config import DEFAULT_BATCH_TOKENS, DEFAULT_REQUESTS, Config
 from twostroke.errors import ConfigError
 from twostroke.hardware import Hardware, cuda_devices, machine_name, this_machine
-from twostroke.model.arch import Arch, ExpertsArch, GroupedArch
+from twostroke.model.arch import Arch, GroupedArch
+from twostroke.model.compressed import CompressedArch
 from twostroke.model.latent import LatentArch
 from twostroke.record import replace
-
-
-def check_feeds(arch: Arch, device: str) -> None:
-    """A GPU has kernels for experts that scores of softmax or sigmoid choose, with the usual activations."""
-    mixtures = [layer.feed for layer in arch.layers if isinstance(layer.feed, ExpertsArch)]
-    for feed in mixtures if device == "cuda" else []:
-        if feed.by_token or feed.activation == "swiglu_10" or feed.routing.scores == "sqrt_softplus":
-            raise ConfigError(f"device='cuda' does not serve experts of {arch.family}'s kind: use device='cpu'.")
 
 
 def choose_device(config: Config) -> str:
@@ -30,11 +23,11 @@ def choose_device(config: Config) -> str:
 
 
 def check_attention(arch: Arch, device: str) -> None:
-    """A GPU has kernels for grouped and for latent attention."""
+    """A GPU has kernels for grouped, latent and compressed attention."""
     if device != "cuda":
         return
     for mixer, _ in arch.mixers:
-        if not isinstance(mixer, GroupedArch | LatentArch):
+        if not isinstance(mixer, GroupedArch | LatentArch | CompressedArch):
             raise ConfigError(
                 f"device='cuda' does not serve {mixer.kind} attention, which {arch.family} has: use device='cpu'."
             )

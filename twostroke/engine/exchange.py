@@ -19,6 +19,7 @@ from twostroke.engine.core import Core
 from twostroke.kv.addresses import Name
 from twostroke.ops.interface import BLOCK
 from twostroke.sampling import SamplingParams
+from twostroke.schedule.asking import Asking
 from twostroke.types import Request, RequestState, Status
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ NOTHING_ASKED = SamplingParams()
 Fill = Callable[[list[tuple[Name, int]]], None]  # writes the bytes of these blocks to the pool
 
 
-class Expected(NamedTuple):
+class WaitingRequest(NamedTuple):
     """A request in FETCHING, and the blocks that it waits for."""
 
     state: RequestState
@@ -71,21 +72,6 @@ def finish_moves(core: Core) -> None:
 # ---- the holder ------------------------------------------------------------------------------------------------------
 
 
-def export_prefix(core: Core, tokens: Sequence[int], salt: bytes = b"") -> dict[Name, bytes]:
-    """The blocks of these tokens that the engine has, as far as a continuation needs them. The draft model's are among
-    them where it has computed them."""
-    tables, storage = core.scheduler.tables, storage_of(core)
-    finish_moves(core)
-    asked = prompt_of(tokens, salt)
-    hit = tables.match(asked)
-    return {
-        tables.name(asked, group, column): storage.export(block)
-        for group, blocks in enumerate(hit.blocks)
-        for column, block in enumerate(blocks)
-        if block >= 0 and (group not in tables.drafting or block in tables.pool.filled)
-    }
-
-
 def cached_since(core: Core, tokens: Sequence[int], salt: bytes, first: int) -> tuple[int, list[tuple[Name, int]]]:
     """Full blocks of a prompt that the engine has, from token `first` on, and the token at which they end. No blocks
     where layers have windows or states."""
@@ -107,7 +93,7 @@ def cached_since(core: Core, tokens: Sequence[int], salt: bytes, first: int) -> 
 
 
 def computed_by_all(core: Core, blocks: list[tuple[Name, int]]) -> list[tuple[Name, int]]:
-    """Without those that the draft model has not computed."""
+    """These blocks without those that the draft model has not computed."""
     drafting, filled = core.scheduler.tables.drafting, core.scheduler.tables.pool.filled
     return [(name, block) for name, block in blocks if name.group not in drafting or block in filled]
 
@@ -147,31 +133,34 @@ def computed_since(core: Core, state: RequestState, first: int) -> tuple[int, li
 # ---- the receiver ----------------------------------------------------------------------------------------------------
 
 
-def expect(core: Core, request: Request, tokens: int) -> Expected | None:
+def expect(core: Core, request: Request, tokens: int, asking: Asking | None = None) -> WaitingRequest | None:
     """Take a request in whose first `tokens` tokens were computed elsewhere. It gets blocks and waits in FETCHING until
-    `arrive` is called. None: there is no room now, and nothing was changed."""
-    scheduler, state = core.scheduler, RequestState(request)
+    `arrive` is called. None: there is no room now, and nothing was changed. asking: others that ask."""
+    scheduler, asking = core.scheduler, asking or Asking(core.scheduler)
+    state = asking.state_of(request)
     scheduler.add(state)
-    wanted = scheduler.expect(state, tokens)
+    wanted = scheduler.expect(state, tokens) if asking.goes_first(state, core.clock()) else None
     if wanted is None:
         scheduler.waiting.remove(state)
+        asking.refuse(state, core.clock())
         return None
+    asking.forget(request.id)
     end = state.computed + state.in_flight
-    return Expected(state, wanted, scheduler.tables.cut(state, end) if state.in_flight else [])
+    return WaitingRequest(state, wanted, scheduler.tables.cut(state, end) if state.in_flight else [])
 
 
 def taken_in(core: Core, blocks: Mapping[Name, bytes | memoryview]) -> Fill:
-    """From these bytes."""
+    """A `Fill` that copies these bytes."""
     storage = storage_of(core)
     return lambda some: storage.take_in([(block, blocks[name]) for name, block in some])
 
 
-def arrive(core: Core, expected: Expected, blocks: Mapping[Name, bytes | memoryview]) -> bool:
+def arrive(core: Core, expected: WaitingRequest, blocks: Mapping[Name, bytes | memoryview]) -> bool:
     """The bytes that came. With all full blocks the request goes on after them; else it computes all. Returns which."""
     return go_on(core, expected, blocks, taken_in(core, blocks))
 
 
-def go_on(core: Core, expected: Expected, blocks: Collection[Name], fill: Fill | None = None) -> bool:
+def go_on(core: Core, expected: WaitingRequest, blocks: Collection[Name], fill: Fill | None = None) -> bool:
     """fill: None where the bytes are in the pool already."""
     scheduler, state = core.scheduler, expected.state
     drafting = scheduler.tables.drafting
@@ -191,10 +180,12 @@ def go_on(core: Core, expected: Expected, blocks: Collection[Name], fill: Fill |
     end = state.computed + state.in_flight
     left = 0 if cut or not expected.cut else end % BLOCK  # tokens whose bytes did not come
     scheduler.arrived(state, state.in_flight - left, [block for name, block in here if name.group in drafting])
+    if state.status is Status.RUNNING:
+        state.timeline.scheduled = core.clock()  # it may have nothing to read, and be a stream at once
     return True
 
 
-def start_anew(core: Core, expected: Expected) -> bool:
+def start_anew(core: Core, expected: WaitingRequest) -> bool:
     """The blocks did not come, and may still be written: the request gets others and computes all. Returns False."""
     if expected.state.status is not Status.FINISHED:
         core.scheduler.broken.add(expected.state.id)
@@ -231,7 +222,7 @@ def begin_store(core: Core, tokens: Sequence[int], salt: bytes) -> list[Storing]
 
 
 def end_store(core: Core, storing: list[Storing], blocks: Collection[Name], fill: Fill | None = None) -> int:
-    """These came: all go to the cache, or none. fill: as for `go_on`. Returns how many."""
+    """Blocks for a prompt's beginning came: all go to the cache, or none. fill: as for `go_on`. Returns how many."""
     tables, pool = core.scheduler.tables, core.scheduler.tables.pool
     complete = all(one.name in blocks for one in storing if one.name.group not in tables.drafting)
     here = [one for one in storing if complete and one.name in blocks]
@@ -245,12 +236,3 @@ def end_store(core: Core, storing: list[Storing], blocks: Collection[Name], fill
     for one in reversed(storing):  # the first ones, which others may share, are evicted last
         pool.release(one.block)
     return len(storing) if complete else 0
-
-
-def submit_with(core: Core, request: Request, blocks: Mapping[Name, bytes], tokens: int) -> RequestState:
-    """Take a request in whose first `tokens` tokens were computed elsewhere, with their blocks."""
-    expected = expect(core, request, tokens)
-    if expected is None:
-        return core.submit(request)  # no room now: it waits, and computes its prompt itself
-    arrive(core, expected, blocks)
-    return expected.state

@@ -38,7 +38,7 @@ class Deferred:
 
 
 class Unhandled:
-    """Where no SIGINT can arrive."""
+    """Takes the place of `Deferred` where no SIGINT can arrive."""
 
     def deliver(self) -> None:
         return

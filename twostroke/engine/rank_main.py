@@ -1,4 +1,4 @@
-"""A rank of an engine (ranks.py) in a process of its own: it loads its share, then runs each step it is told of."""
+"""A rank of an engine (ranks.py) in a process of its own: it loads its share, then runs each step that rank 0 sends."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def obey(kind: bytes, body: bytes, rank: Rank, sock: socket.socket) -> None:
     else:
         from twostroke.engine.cards import CardRank
 
-        assert isinstance(rank, CardRank) and kind in (RESERVE, FREE), "a rank is told five things"
+        assert isinstance(rank, CardRank) and kind in (RESERVE, FREE), "a rank knows five orders"
         if kind == RESERVE:
             rank.reserve(int.from_bytes(body, "little"))
             send_frame(sock, READY)

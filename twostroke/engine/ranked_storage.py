@@ -37,7 +37,7 @@ class RankedStorage(KVStorage):
     def take_in(self, parts: Sequence[tuple[int, bytes | memoryview]]) -> None:
         size = self.layout.block_bytes
         if any(len(content) != self.exchanged_bytes for _, content in parts):
-            raise ValueError(f"a block has {self.exchanged_bytes} bytes, and others came")
+            raise ValueError(f"a block has {self.exchanged_bytes} bytes; content of another size arrived")
         super().take_in([(block, content[:size]) for block, content in parts])
         for rank in range(1, self.ranks.parts):
             for block, content in parts:

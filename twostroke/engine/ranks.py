@@ -41,7 +41,7 @@ BOOT = "import sys; sys.path.append(sys.argv[2]); from twostroke.engine.rank_mai
 GATHER = timedelta(minutes=10)  # longest wait for another rank's part: a rank that is gone is seen at once
 SIZE = 8  # bytes of a frame's length
 READY = b"ready"
-STEP, GIVE, TAKE = b"s", b"g", b"t"  # what a rank is told: run these rows, give these blocks, take this one
+STEP, GIVE, TAKE = b"s", b"g", b"t"  # orders to a rank: run these rows, give these blocks, take this one
 RESERVE, FREE = b"r", b"f"  # and on a card: make a cache of so many blocks, drop it and say how much memory is free
 SETTINGS = ("device", "dtype", "threads", "quantize", "exact", "max_model_len", "kv_blocks", "kv_dtype")
 
@@ -204,7 +204,7 @@ class Ranks:
         send_frame(ours, json.dumps(hello).encode())
 
     def await_shares(self) -> None:
-        """Until every rank has its share; ModelError: one could not load it."""
+        """Wait until every rank has its share; ModelError: one could not load it."""
         for rank, sock in enumerate(self.sockets, 1):
             answer = read_frame(sock)
             if answer != READY:

@@ -10,6 +10,7 @@ library.py  the calls into the grammar library (llguidance), with limits
 check.py    the child process in which every new grammar is tried
 compile.py  compiled grammars of one vocabulary
 masks.py    the state of each answer in its grammar, and the masks of a step
+forced.py   tokens that a grammar leaves no choice about, as drafts
 budget.py   the time that grammars may take of the engine's steps
 queue.py    requests that wait until their grammar is compiled
 """

@@ -78,7 +78,8 @@ def _common(left: Sequence[int], right: Sequence[int]) -> int:
 
 
 class RowMasks(NamedTuple):
-    """By row of the logits: the tokens that a grammar allows, or why its request cannot go on."""
+    """What grammars say of each row of the logits: the tokens that a grammar allows, or why its request cannot go
+    on."""
 
     allowed: dict[int, np.ndarray]
     errors: dict[int, str]

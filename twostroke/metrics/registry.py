@@ -83,6 +83,12 @@ class Metrics:
         self.queue = self._seconds("vllm:request_queue_time_seconds", "Arrival to first scheduled.", PHASES)
         self.prefill = self._seconds("vllm:request_prefill_time_seconds", "First scheduled to first token.", PHASES)
         self.decode = self._seconds("vllm:request_decode_time_seconds", "First token to end.", PHASES)
+        self.transfer = self._seconds(
+            "twostroke:request_transfer_time_seconds", "KV blocks on their way to another worker.", PHASES
+        )
+        self.decode_queue = self._seconds(
+            "twostroke:request_decode_queue_time_seconds", "Wait there, for a place and the first step.", PHASES
+        )
         self.inference = self._seconds("vllm:request_inference_time_seconds", "First scheduled to end.", PHASES)
         self.prompt_length = self._seconds("vllm:request_prompt_tokens", "Prompt tokens of a request.", LENGTHS)
         self.prompt_computed = self._seconds(
@@ -168,6 +174,9 @@ class Metrics:
             self.prefill.observe(timeline.prefill)
             self.decode.observe(timeline.decode)
             self.inference.observe(timeline.prefill + timeline.decode)
+        if timeline.transfer or timeline.decode_queue:
+            self.transfer.observe(timeline.transfer)
+            self.decode_queue.observe(timeline.decode_queue)
         if timeline.tpot is not None:
             self.tpot.observe(timeline.tpot)
         self.prompt_length.observe(timeline.prompt_tokens)

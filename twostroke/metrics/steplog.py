@@ -22,7 +22,7 @@ class LoggedWork(NamedTuple):
     kind: str = "write"  # "read", "write" or "verify", as in types.WorkKind
 
 
-class Blocks(NamedTuple):
+class BlockCounts(NamedTuple):
     """The KV pool while a step ran. `shared`: held by more than one request; `host`: evicted, and kept there."""
 
     free: int = 0
@@ -38,7 +38,7 @@ class Step(NamedTuple):
     seconds: float  # less what it spent waiting for the step before it
     works: tuple[LoggedWork, ...]
     sampled: int  # rows of logits made
-    blocks: Blocks = Blocks()
+    blocks: BlockCounts = BlockCounts()
     running: int = 0
     waiting: int = 0
 
@@ -95,7 +95,7 @@ class StepLog:
 
 
 def make_step(raw: Sequence[Any]) -> Step:
-    """From numbers in the order of the fields. TypeError: too few or too many of them."""
+    """A step from numbers in the order of its fields. TypeError: too few or too many of them."""
     number, launched, seconds, works, sampled, blocks, running, waiting = raw
     made = tuple([LoggedWork(*work) for work in works])
-    return Step(number, launched, seconds, made, sampled, Blocks(*blocks), running, waiting)
+    return Step(number, launched, seconds, made, sampled, BlockCounts(*blocks), running, waiting)

@@ -26,6 +26,7 @@ class Facts(NamedTuple):
     drafted_tokens: int
     accepted_tokens: int
     transfer: float = 0.0  # seconds in which its KV blocks were on their way to another worker
+    decode_queue: float = 0.0  # seconds in which it waited there, for a place and for its first step
 
     def shifted(self, seconds: float) -> Facts:
         """The same facts on a clock that is ahead by so many seconds."""
@@ -51,17 +52,18 @@ class Timeline:
     drafted_tokens: int = 0  # guessed, and verified by a step
     accepted_tokens: int = 0  # of those: the model chose the same
     transfer: float = 0.0  # seconds of `decode` in which KV blocks were on their way to another worker
+    decode_queue: float = 0.0  # seconds of `decode` in which it waited there, for a place and for its first step
 
     def facts(self) -> Facts:
         return Facts(
             self.scheduled, self.end, self.cached_tokens, self.chunks, self.preemptions, self.recomputed_tokens,
-            self.drafted_tokens, self.accepted_tokens, self.transfer,
+            self.drafted_tokens, self.accepted_tokens, self.transfer, self.decode_queue,
         )  # fmt: skip
 
     def update(self, facts: Facts) -> None:
         (
             self.scheduled, self.end, self.cached_tokens, self.chunks, self.preemptions, self.recomputed_tokens,
-            self.drafted_tokens, self.accepted_tokens, self.transfer,
+            self.drafted_tokens, self.accepted_tokens, self.transfer, self.decode_queue,
         ) = facts  # fmt: skip
 
     @property

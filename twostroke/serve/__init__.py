@@ -9,7 +9,10 @@
 `segments`      an answer's text as content, reasoning and tool calls; `sse`: answers as events, or whole
 `usage`, `costs`, `cache_miss`, `verdicts`   what an answer says about itself, and the server about its load
 `expected`      what the cost model expects of the engine's work: a slow engine is not healthy
-`main`          bind, load, serve, drain, stop
+`body_shape`    limits on large bodies, checked before they are parsed; `off_loop`: large work, in threads
+`answering`, `answer_setup`   the answer cache; `shadow`: hits that are computed as well; `recorder`: recorded questions
+`main`, `main_base`   bind, load, serve, drain, stop; `serving`: the same without a socket; `pool_metrics`: of workers
+`embedding`, `embedding_main`, `embedding_routes`   a server of an embedder; `base_service`: what both kinds have
 
 The server needs only the packages of the default install, and its process does not import torch.
 """

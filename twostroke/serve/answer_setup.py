@@ -18,7 +18,7 @@ from prometheus_client.registry import Collector
 from twostroke.answers.cache import AnswerCache
 from twostroke.answers.lookup import ALLOWED, CacheOptions
 from twostroke.answers.redis import RedisStore
-from twostroke.answers.store import FileStore, Store
+from twostroke.answers.store import AnswerStore, FileStore
 from twostroke.answers.topics import Topics
 from twostroke.embed.embedder import Embedder
 from twostroke.errors import ConfigError
@@ -26,12 +26,11 @@ from twostroke.serve.recorder import Recorder
 
 KEY_VARIABLE = "TWOSTROKE_ANSWER_CACHE_KEY"  # shared by all servers of a deployment
 SHORT_KEY = 16  # characters
-LONGEST = 256  # tokens of a question that are compared
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerOptions:
-    """As the command line has them."""
+    """The options of the answer cache, as the command line has them."""
 
     tier: Literal["off", "exact", "semantic"] = "off"
     url: str | None = None
@@ -92,15 +91,15 @@ def open_texts(options: AnswerOptions) -> Questions:
 
 
 def open_recorder(options: AnswerOptions) -> Recorder:
-    """In a thread, as the cache."""
+    """Open the record of questions; called in a thread, as `open_cache` is."""
     return Recorder(Topics(open_texts(options)))
 
 
 def open_cache(options: AnswerOptions) -> AnswerCache:
-    """In a thread: it reads the embedder's weights and the stored vectors."""
+    """Open the cache. Called in a thread: it reads the embedder's weights and the stored vectors."""
     assert options.tier != "off"
     texts = open_texts(options) if options.tier == "semantic" else None
-    store: Store
+    store: AnswerStore
     if options.url is not None:
         store, secret = RedisStore(options.url, options.ttl), digest(os.environ[KEY_VARIABLE].encode())
     else:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from twostroke.answers import guard
 from twostroke.answers.cache import AnswerCache
 from twostroke.answers.keys import context_key, exact_key, tenant_key
-from twostroke.answers.lookup import Computed, Found, Looked, Query
+from twostroke.answers.lookup import Computed, KnownAnswer, Looked, Query
 from twostroke.engine.answer import Answer, StreamEvent
 from twostroke.remote.admission import BusyError
 from twostroke.remote.client import EngineError
@@ -79,7 +79,7 @@ class Planned(NamedTuple):
 
 
 class ReplayOwner:
-    """Of a stream that no engine fills."""
+    """The owner of a stream that no engine fills."""
 
     def __init__(self, leader: Stream | None = None):
         self.leader = leader
@@ -146,7 +146,8 @@ class Answering:
         self, exchange: Exchange, question: Question | None, params: SamplingParams, visible: frozenset[int],
         cache: AnswerCacheOptions | None,
     ) -> Query:  # fmt: skip
-        """Without a context where the question is not compared by meaning. params: with the server's defaults."""
+        """The query for a question, without a context where the question is not compared by meaning. params: with the
+        server's defaults."""
         salt, secret, options = exchange.caller.salt, self.cache.secret, self.cache.options
         query = Query(tenant_key(secret, salt), max_age=None if cache is None else cache.max_age)
         if options.tier == "semantic" and question is not None and comparable(question, params, options.allow):
@@ -158,7 +159,7 @@ class Answering:
         return Planned(query, await self.cache.lookup(query))
 
     async def look_again(self, looked: Looked, stream: Stream) -> None:
-        """After a late lookup, when the engine has the request: what is found before the answer begins."""
+        """Wait for a late lookup while the engine has the request. What is found before the answer begins is used."""
         if looked.late is None:
             return
         begun = asyncio.get_running_loop().create_future()
@@ -188,7 +189,7 @@ class Answering:
             self.check_in_shadow(exchange, given, planned)
         return self.replay(exchange, given, found), described(found, False)
 
-    def replay(self, exchange: Exchange, given: GenerationInput, found: Found) -> Stream:
+    def replay(self, exchange: Exchange, given: GenerationInput, found: KnownAnswer) -> Stream:
         """A stream that has all of its pieces."""
         stream, answer = self._stream(exchange, given, ReplayOwner())
         entry, now = found.entry, self.service.clock()
@@ -286,7 +287,7 @@ def ended_by_string(answer: Answer) -> bool:
     return answer.stops is not None and not (tokens and tokens[-1] in answer.request.stop_ids)
 
 
-def described(found: Found | None, joined: bool) -> dict[str, Any]:
+def described(found: KnownAnswer | None, joined: bool) -> dict[str, Any]:
     """What an answer says about the cache."""
     if joined:
         return {"hit": "coalesced"}

@@ -86,7 +86,7 @@ class App:
 
     async def _refuse(self, exchange: Exchange, error: ApiError) -> None:
         self.service.metrics.refused(error.reason)
-        if exchange.started:  # nothing more can be said on this connection; uvicorn closes it
+        if exchange.started:  # no error answer can follow on this connection; uvicorn closes it
             log.error("%r: failed after its answer had begun", exchange.path[:100])
             return
         headers = {} if error.retry_after is None else {"retry-after": str(error.retry_after)}

@@ -37,7 +37,7 @@ class BaseService(ABC):
     @property
     @abstractmethod
     def key_share(self) -> float:
-        """Of what other keys leave free, the most that one key may have; 1 until the model is loaded."""
+        """The most that one key may have of what other keys leave free; 1 until the model is loaded."""
 
     @property
     @abstractmethod

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from prometheus_client import Counter
 
 from twostroke.config import make_config
-from twostroke.embed.batcher import Batcher, FullError, Vectors
+from twostroke.embed.batcher import Batcher, ComputedVectors, FullError
 from twostroke.embed.embedder import Embedder, open_embedder
 from twostroke.embed.texts import Tokens
 from twostroke.errors import InputError
@@ -101,7 +101,7 @@ class EmbeddingService(BaseService):
             field = str(error).partition(":")[0]
             raise errors.bad_request(str(error), field, "invalid_value") from None
 
-    async def compute(self, exchange: Exchange, texts: Sequence[Tokens]) -> Vectors:
+    async def compute(self, exchange: Exchange, texts: Sequence[Tokens]) -> ComputedVectors:
         """A row for each text. A client that disconnects drops what is not computed yet."""
         exchange.release_body()
         assert self._batcher is not None
@@ -123,13 +123,13 @@ class EmbeddingService(BaseService):
         self._count(texts, found)
         return found
 
-    def _count(self, texts: Sequence[Tokens], found: Vectors) -> None:
+    def _count(self, texts: Sequence[Tokens], found: ComputedVectors) -> None:
         self._seconds.labels(self.name, "queue").inc(found.queue)
         self._seconds.labels(self.name, "prefill").inc(found.compute)
         self._texts.labels(self.name).inc(len(texts))
         self._tokens.labels(self.name).inc(sum(len(text.ids) for text in texts))
 
 
-def timings(found: Vectors, tokens: int) -> dict[str, Any]:
+def timings(found: ComputedVectors, tokens: int) -> dict[str, Any]:
     """Where the time of a request went: the prefill stroke alone."""
     return {"queue_s": found.queue, "prefill_s": found.compute, "decode_s": 0.0, "prompt_tokens": tokens}

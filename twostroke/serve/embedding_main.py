@@ -54,4 +54,4 @@ class EmbeddingServer(BaseServer):
         finally:
             service.stop()
             await self._stop_listening(listener, listening)
-        self.say("stopped")  # where it could not start, the error is said instead
+        self.say("stopped")  # where it could not start, the error is printed instead

@@ -35,8 +35,8 @@ class Expectation:
             self.scale = seconds / self.line.step([(0, tokens)], [], 1)
 
     def seconds(self, done: Done, contexts: Sequence[int]) -> float:
-        """For as many steps as were done, each with the mean of their tokens. contexts: tokens known of each request
-        that is in the engine now."""
+        """Expected seconds of as many steps as were done, each with the mean of their tokens. contexts: tokens known of
+        each request that is in the engine now."""
         if not done.steps:
             return 0.0
         context = round(sum(contexts) / len(contexts)) if contexts else 0
@@ -48,7 +48,7 @@ class Expectation:
 
 
 def slow(done: Done, expected: float) -> str | None:
-    """In words, where what was done should have taken less than a tenth of the time."""
+    """What is slow, in words, where the work done should have taken less than a tenth of the time."""
     if expected >= SLOW * done.busy:
         return None
     return (

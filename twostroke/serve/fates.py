@@ -134,7 +134,7 @@ Refused = Annotated[Any, RefusedFate(), AfterValidator(_only_empty), WithJsonSch
 
 
 def refusal(why: str) -> PydanticCustomError:
-    """For a validator of a value that is refused with a sentence of its own."""
+    """A validator's error for a value that is refused with a sentence of its own."""
     return PydanticCustomError(REFUSED_TYPE, "{why}", {"why": why})
 
 

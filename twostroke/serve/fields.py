@@ -115,7 +115,7 @@ def path_of(value: Any, loc: tuple[int | str, ...], missing: bool) -> list[int |
 
 
 def written(path: list[int | str]) -> str:
-    """As in messages[0].content, with long names cut."""
+    """The path written as in messages[0].content, with long names cut."""
     text = ""
     for part in path:
         text += f"[{part}]" if isinstance(part, int) else f".{part[:64]}" if text else part[:64]

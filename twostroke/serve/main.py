@@ -37,7 +37,7 @@ class Server(BaseServer):
         finally:
             await serving.close(0.0 if self.at_once.is_set() else 1.0)
             await self._stop_listening(listener, listening)
-        self.say("stopped")  # where it could not start, the error is said instead
+        self.say("stopped")  # where it could not start, the error is printed instead
 
     async def _load(self, serving: Serving) -> Ready | None:
         """Returns when the engine is ready; None when a signal comes first."""

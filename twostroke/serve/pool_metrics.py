@@ -8,9 +8,13 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from twostroke.cluster.journal import EndedTransfer
 from twostroke.cluster.member import Member
 from twostroke.cluster.pools import Pools
+from twostroke.metrics.histogram import Histogram
 
+SIZES = tuple(4.0**power * 1e4 for power in range(10))  # 10 kB to 2.6 GB
+TIMES = tuple(2.0**power * 1e-3 for power in range(14))  # 1 ms to 8 s
 GAUGES: dict[str, tuple[str, Callable[[Member], float]]] = {
     "up": ("1 while it takes requests.", lambda one: float(one.usable)),
     "requests_running": ("Samples in its batch.", lambda one: one.counts.running),
@@ -32,7 +36,16 @@ class PoolMetrics(Collector):
 
     def __init__(self, pools: Pools, model: str, registry: CollectorRegistry):
         self.pools, self.model = pools, model
-        registry.register(self)
+        self.bytes = Histogram("twostroke:transfer_size_bytes", "Bytes of one transfer.", model, SIZES)
+        self.times = Histogram("twostroke:transfer_time_seconds", "Seconds of one transfer.", model, TIMES)
+        pools.journal.hear = self._hear
+        for part in (self, self.bytes, self.times):
+            registry.register(part)
+
+    def _hear(self, entry: EndedTransfer) -> None:
+        if entry.moved.bytes:
+            self.bytes.observe(entry.moved.bytes)
+            self.times.observe(entry.moved.on_way)
 
     def collect(self) -> Iterator[Metric]:
         labels = ["model_name", "worker", "role"]
@@ -45,6 +58,16 @@ class PoolMetrics(Collector):
         for member in self.pools.members.values():
             losses.add_metric([self.model, member.name, member.role.value], member.losses)
         yield losses
+        journal = self.pools.journal
+        for name, text, sums in (
+            ("sent_bytes", "Bytes of KV blocks that it sent to others.", journal.sent),
+            ("received_bytes", "Bytes of KV blocks that came from others.", journal.received),
+            ("received_seconds", "Seconds in which they came.", journal.seconds),
+        ):
+            total = CounterMetricFamily(f"twostroke:worker_{name}", text, labels=labels)
+            for member in self.pools.members.values():
+                total.add_metric([self.model, member.name, member.role.value], sums[member.name])
+            yield total
         yield from self._transfers()
 
     def _transfers(self) -> Iterator[Metric]:
@@ -58,7 +81,7 @@ class PoolMetrics(Collector):
         totals = {
             "transfers_done": ("Requests that went on after blocks of another worker.", counts.done),
             "transfer_bytes": ("Bytes of these blocks.", counts.bytes),
-            "transfer_seconds": ("Seconds until these requests could go on.", counts.seconds),
+            "transfer_seconds": ("Seconds in which they came.", counts.seconds),
             "requests_resumed": ("Requests that another worker went on with.", self.pools.resumed),
         }
         for name, (text, value) in totals.items():
@@ -66,5 +89,5 @@ class PoolMetrics(Collector):
             total.add_metric([self.model], value)
             yield total
         moving = GaugeMetricFamily("twostroke:transfers_in_flight", "Requests that move now.", labels=["model_name"])
-        moving.add_metric([self.model], self.pools.moving)
+        moving.add_metric([self.model], len(self.pools.moving))
         yield moving

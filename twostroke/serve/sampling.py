@@ -15,7 +15,7 @@ from twostroke.serve.transport.errors import bad_request
 MAX_TOP_LOGPROBS = 20
 SAME_NAME = (  # fields that SamplingParams has under the same name
     "n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens",
-    "presence_penalty", "frequency_penalty", "repetition_penalty", "priority", "deadline", "speculate",
+    "presence_penalty", "frequency_penalty", "repetition_penalty", "priority", "deadline", "speculate", "retry",
 )  # fmt: skip
 
 StopString = Annotated[str, Field(max_length=MAX_STOP_LENGTH)]  # an empty one stops nothing
@@ -94,7 +94,7 @@ class CommonHints(Payload):
 
     @property
     def user_name(self) -> str | None:
-        """For the log."""
+        """The name that the client gave for its user, for the log."""
         return self.user[:64] if isinstance(self.user, str) else None
 
 
@@ -160,6 +160,7 @@ class SamplingFields(ExplainField, GenerationHints):
     priority: Integer | None = None
     deadline: float | None = None
     speculate: bool | None = None
+    retry: bool | None = None
 
     @property
     def include_usage(self) -> bool:
@@ -182,7 +183,7 @@ class SamplingFields(ExplainField, GenerationHints):
 
 
 def stop_strings(given: str | list[str] | None) -> list[str]:
-    """Without empty ones, which stop nothing."""
+    """The stop strings without empty ones, which stop nothing."""
     return [stop for stop in ([given] if isinstance(given, str) else given or ()) if stop]
 
 

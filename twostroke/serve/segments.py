@@ -16,7 +16,7 @@ CONTENT, REASONING, TOOL_CALL = "content", "reasoning", "tool_call"
 
 
 @dataclass(slots=True)
-class Segment:
+class AnswerSegment:
     """Consecutive text of one kind. The text of a tool call is its arguments: JSON as the model wrote it."""
 
     kind: str
@@ -29,7 +29,7 @@ class Segment:
 class SegmentDelta(NamedTuple):
     """More text of a segment."""
 
-    segment: Segment
+    segment: AnswerSegment
     text: str
     opens: bool  # it is the segment's first
 
@@ -40,7 +40,7 @@ class SegmentReader:
     def __init__(self, parser: StreamParser | None = None, parallel: bool = True):
         """Without a parser, all text is content. parallel: False keeps only the first call."""
         self.parser, self.parallel = parser, parallel
-        self.segments: list[Segment] = []
+        self.segments: list[AnswerSegment] = []
 
     def push(self, event: StreamEvent) -> list[SegmentDelta]:
         deltas: list[Delta] = []
@@ -64,7 +64,7 @@ class SegmentReader:
         return "".join(segment.text for segment in self.segments if segment.kind == kind)
 
     @property
-    def calls(self) -> list[Segment]:
+    def calls(self) -> list[AnswerSegment]:
         return [segment for segment in self.segments if segment.kind == TOOL_CALL]
 
     def finish_reason(self, reason: str | None) -> str | None:
@@ -76,13 +76,13 @@ def is_further_call(delta: Delta) -> bool:
     return isinstance(delta, Call) and delta.number > 0
 
 
-def continues(delta: Delta, segment: Segment) -> bool:
+def continues(delta: Delta, segment: AnswerSegment) -> bool:
     if isinstance(delta, Call):
         return segment.kind == TOOL_CALL and segment.number == delta.number
     return segment.kind == (REASONING if isinstance(delta, Reasoning) else CONTENT)
 
 
-def opened(delta: Delta) -> Segment:
+def opened(delta: Delta) -> AnswerSegment:
     if isinstance(delta, Call):
-        return Segment(TOOL_CALL, number=delta.number, id=f"call_{new_call_id()}", name=delta.name or "")
-    return Segment(REASONING if isinstance(delta, Reasoning) else CONTENT)
+        return AnswerSegment(TOOL_CALL, number=delta.number, id=f"call_{new_call_id()}", name=delta.name or "")
+    return AnswerSegment(REASONING if isinstance(delta, Reasoning) else CONTENT)

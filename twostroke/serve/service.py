@@ -1,6 +1,6 @@
 """The engine as the routes see it: what it serves, how it is, and the way from a prompt to an answer.
 
-Only this file and main.py, which starts the engine, use the engine itself.
+serving.py starts the engine. The answer cache (answering.py, recorder.py) and the route of workers use it directly.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from twostroke.metrics.steplog import Step
 from twostroke.model.arch import Arch
 from twostroke.remote.admission import BusyError
 from twostroke.remote.async_engine import ENGINE_GONE, AsyncEngine
-from twostroke.remote.client import EngineError
+from twostroke.remote.client import EngineClient, EngineError
 from twostroke.remote.ended import KEPT, EndedRequest
 from twostroke.remote.messages import Ready
 from twostroke.remote.stream import SLOW_READER, Piece, Stream
@@ -117,7 +117,7 @@ class Generation:
             self.service.recent.add(self.exchange.caller.salt, prompt + answer.sample.token_ids)
 
     def usage(self, written: int | None = None) -> dict[str, Any]:
-        """In OpenAI's form. written: tokens that count as written; None: all."""
+        """The usage in OpenAI's form. written: tokens that count as written; None: all."""
         firsts = [answer.sample.timeline for answer in self.stream.answers[:: self.stream.params.n]]
         if written is None:
             written = sum(len(answer.sample.token_ids) for answer in self.stream.answers)
@@ -142,7 +142,7 @@ class Generation:
         return document
 
     def choice_extras(self, choice: int) -> dict[str, Any]:
-        """Of several choices each has its own timings; the timings of a single one are at the top."""
+        """Fields beside its text. Each of several choices has its own timings; those of a single one are at the top."""
         return {} if len(self.stream.answers) == 1 else {"timings": self.timings(choice)}
 
     def headers(self) -> dict[str, str]:
@@ -184,12 +184,12 @@ class Service(BaseService):
 
     @property
     def settings(self) -> Resolved:
-        """As they are now."""
+        """The settings as they are now."""
         return self.engine.intake.settings
 
     @property
     def key_share(self) -> float:
-        """Of what other keys leave free, the most that one key may have; 1 until the model is loaded."""
+        """The most that one key may have of what other keys leave free; 1 until the model is loaded."""
         return 1.0 if self.engine.client.ready is None else self.settings.key_share
 
     @property
@@ -276,13 +276,13 @@ class Service(BaseService):
 
     @property
     def workers(self) -> int:
-        """Of a deployment; 0: one engine, which is none."""
+        """How many workers a deployment has; 0: this is one engine and no deployment."""
         client = self.engine.client
         return len(client.members) if isinstance(client, Pools) else 0
 
     @property
     def given_settings(self) -> Mapping[str, Any]:
-        """Set at the start."""
+        """The settings that were given at the start."""
         return self.engine.client.settings
 
     @property
@@ -302,9 +302,9 @@ class Service(BaseService):
         except EngineError as error:
             raise unavailable_engine(error) from None
 
-    async def steps(self, since: int, limit: int) -> Sequence[Step]:
+    async def steps(self, since: int, limit: int, worker: EngineClient | None = None) -> Sequence[Step]:
         try:
-            return await self.engine.steps(since, limit)
+            return await (worker or self.engine.client).steps(since, limit)
         except EngineError as error:
             raise unavailable_engine(error) from None
 

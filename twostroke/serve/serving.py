@@ -81,7 +81,7 @@ async def open_serving(options: Options, say: Say) -> Serving:
 
 
 def cache_labels(settings: Resolved) -> dict[str, Any]:
-    """Under vLLM's names."""
+    """The labels of the cache's metric, under vLLM's names."""
     return {
         "block_size": BLOCK, "num_gpu_blocks": settings.kv_blocks, "cache_dtype": settings.kv_dtype,
         "enable_prefix_caching": settings.prefix_cache,

@@ -111,7 +111,7 @@ class AnswerFormat(NamedTuple):
     parallel: bool = True  # False: the answer has one call, whatever the model writes
 
     def reader(self, prompt: str) -> SegmentReader:
-        """For one answer to this prompt. The prompt itself may have opened the reasoning."""
+        """The reader of one answer to this prompt. The prompt itself may have opened the reasoning."""
         if self.calls is None and not self.reasons:
             return SegmentReader()
         inside = self.reasons and prompt.rstrip().endswith("<think>")

@@ -32,7 +32,7 @@ class Wish(NamedTuple):
     enabled: bool | None = None
 
     def arguments(self, variables: Collection[str]) -> dict[str, Any]:
-        """For a template that reads these variables; empty if it has no switch."""
+        """The arguments for a template that reads these variables; empty if it has no switch."""
         if self.effort is not None and "reasoning_effort" in variables:
             return {"reasoning_effort": self.effort}
         enabled = self.effort != "none" if self.enabled is None else self.enabled
@@ -40,7 +40,7 @@ class Wish(NamedTuple):
 
 
 class ThinkingFields(Payload):
-    """Under the names that other servers gave them, on every route with a conversation."""
+    """Switches of reasoning under the names that other servers gave them, on every route with a conversation."""
 
     reasoning_effort: Name | None = None
     thinking: OrEmpty[ThinkingConfig] = None

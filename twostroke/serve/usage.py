@@ -23,13 +23,14 @@ def openai_usage(prompt: int, cached: int, written: int) -> dict[str, Any]:
 
 
 def timings(timeline: Timeline, costs: dict[str, float]) -> dict[str, Any]:
-    """Where the time of one answer went: queue_s + prefill_s + decode_s = e2e_s, and transfer_s is a part of decode_s.
-    costs: FLOPs and bytes by phase."""
+    """Where the time of one answer went: queue_s + prefill_s + decode_s = e2e_s; transfer_s and decode_queue_s are
+    parts of decode_s. costs: FLOPs and bytes by phase."""
     return {
         "queue_s": timeline.queue,
         "prefill_s": timeline.prefill,
         "decode_s": timeline.decode,
         "transfer_s": timeline.transfer,
+        "decode_queue_s": timeline.decode_queue,
         "ttft_s": timeline.ttft,
         "tpot_s": timeline.tpot,
         "e2e_s": timeline.e2e,

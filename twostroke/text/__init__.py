@@ -1,6 +1,7 @@
 """Strings to tokens and back, chat messages to prompts, and the text of an answer as it is generated.
 
 tokenizer.py          encodes and decodes; what the rest of the engine uses
+encode.py             encodes one text while other threads run
 vocabulary.py         the record that both vocabulary readers make
 folder_vocabulary.py  reads tokenizer.json and the files beside it
 gguf_vocabulary.py    reads the vocabulary in a GGUF header

@@ -45,7 +45,7 @@ class Channels(Characters):
         if recipient and self._is_known(recipient[1]):
             sink = partial(self._emit_arguments, self._begin(recipient[1]))
             try:
-                return (yield from self._until(HARMONY_ENDS, (yield from self._space(char)), sink))
+                return (yield from self._until(HARMONY_ENDS, (yield from self._space(char)), sink, strings=True))
             except NotACallError as error:  # max_tokens ended it
                 self._held.clear()
                 return error.char

@@ -41,7 +41,7 @@ class Controls:
         return set(self._token.findall(text))
 
     def composed(self, text: str, words: Iterable[str]) -> set[str]:
-        """Of the spelled tokens those with one of these words: a template may have put them together from parts, such
+        """The spelled tokens that have one of these words: a template may have put them together from parts, such
         as "<|" + role + "|>"."""
         known = [word.lower() for word in words]
         return {token for token in self.spelled(text) if any(word in token.lower() for word in known)}
@@ -52,7 +52,7 @@ class Controls:
         return _map_texts(value, lambda text: pattern.sub(lambda found: found[0][:1] + self._mark + found[0][1:], text))
 
     def hide_composed(self, text: str, tokens: set[str]) -> str:
-        """These tokens as aliases, except where they are marked. The marks are removed."""
+        """The text with these tokens as aliases, except where they are marked. The marks are removed."""
         return any_of(tokens).sub(lambda found: self._aliases[found[0]], text).replace(self._mark, "")
 
 

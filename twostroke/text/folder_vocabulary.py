@@ -111,7 +111,8 @@ def _around(
 def _token_bytes(
     encoder: Tokenizer, special: frozenset[int], added: frozenset[int]
 ) -> tuple[Callable[[int], bytes], bool]:
-    """From id to bytes, and whether decoding drops a leading space. Both follow from the file's decoder."""
+    """The bytes of each token by its id, and whether decoding drops a leading space. Both follow from the file's
+    decoder."""
     steps = _decoder_steps(encoder)
     kinds = {step.get("type") for step in steps}
     if "ByteLevel" in kinds:

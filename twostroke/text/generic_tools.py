@@ -47,7 +47,8 @@ def with_generic_tools(
 def with_described_tools(
     messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], form: ToolFormat, system: bool = True
 ) -> list[Message]:
-    """For a template that writes calls in a form of its own, but does not tell the model which tools there are."""
+    """The messages for a template that writes calls in a form of its own, but does not tell the model which tools there
+    are."""
     return _with_opening(list(messages), _preamble(tools, form), system)
 
 

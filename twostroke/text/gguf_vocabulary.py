@@ -117,7 +117,7 @@ def _unsupported(kind: str) -> ModelError:
 
 
 def _index(tokens: list[str]) -> dict[str, int]:
-    """From text to id. Rows without a text pad the embedding and are left out."""
+    """The id of each text. Rows without a text pad the embedding and are left out."""
     ids = dict(zip(tokens, range(len(tokens)), strict=True))
     if len(ids) == len(tokens) and "" not in ids:
         return ids
@@ -183,7 +183,7 @@ def _add_tokens(encoder: Tokenizer, header: _Header, special: set[int]) -> None:
 
 
 def _token_bytes(header: _Header, special: frozenset[int]) -> Callable[[int], bytes]:
-    """From id to bytes. A row marked unused pads the embedding and has no text."""
+    """The bytes of each token by its id. A row marked unused pads the embedding and has no text."""
     tokens, types = header.tokens, header.types
     plain = token_bytes.byte_level if header.kind == "gpt2" else token_bytes.sentencepiece
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Generator
 from functools import partial
 
-from twostroke.text.reading import END, MAX_DEPTH, Call, Characters, NotACallError, Reading
+from twostroke.text.reading import END, MAX_DEPTH, Call, Characters, NotACallError, Reading, in_string
 
 ARGUMENTS = ("arguments", "parameters")  # models mix the two up
 OTHER_KEYS = ("name", "type", "id")  # further keys that a call may have
@@ -105,8 +105,7 @@ class JsonCalls(Characters):
             last = False
             if quoted:
                 last = char == '"' and not escaped and not open_brackets
-                quoted = escaped or char != '"'
-                escaped = char == "\\" and not escaped
+                quoted, escaped = in_string(char, quoted, escaped)
             elif char == '"':
                 quoted = True
             elif char in "{[":

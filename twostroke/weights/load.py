@@ -17,12 +17,14 @@ from twostroke.model.compressed import CompressedArch
 from twostroke.model.latent import Latent, LatentArch
 from twostroke.model.layers import Dense, Experts, Feed, Grouped, Layer, Mixer, SharedExpert
 from twostroke.model.names import ignorable, parameter_sources
+from twostroke.model.rope_table import rope_table
 from twostroke.model.shares import BY_COLUMNS, BY_ROWS, Share, divided
-from twostroke.model.transformer import Transformer, rope_table
+from twostroke.model.transformer import Transformer
 from twostroke.ops.arrays import placed
 from twostroke.ops.formats import INTEGERS, Stored, dequantize, from_float, in_own_order, integers
 from twostroke.ops.interface import Array, Attention, ExpertSet, Gate, LatentAttention, Norm, Ops, RopeTable, Weight
 from twostroke.ops.streams import StreamMix
+from twostroke.ops.streams import pack as pack_streams
 from twostroke.weights.checkpoint import Checkpoint
 from twostroke.weights.compressed import load_compressed
 from twostroke.weights.describe import load_arch, whole_tensors
@@ -275,13 +277,14 @@ class Parameters:
         return placed(np.ascontiguousarray(values, np.int32), self.ops.device)
 
     def streams(self, name: str) -> StreamMix:
-        """The weights that mix several residual streams. They keep the precision of the file."""
-        arch = self.arch
+        """The weights that mix several residual streams."""
+        arch, weight = self.arch, pack_streams(self.ops, [self._stored(name)])
+        self._advance((name,))
         ones = np.ones(arch.streams * arch.hidden, np.float32)
         return StreamMix(
             streams=arch.streams,
             norm=Norm(placed(ones, self.ops.device), arch.norm_eps),
-            weight=self.matrix(name, exact=True),
+            weight=weight,
             base=self.vector(f"{name}_base"),
             scale=self.vector(f"{name}_scale"),
             eps=arch.stream_eps,

@@ -29,7 +29,8 @@ class Scales(Record, eq=False):
 
 
 def find_scales(tensor: Stored, matrix: tuple[int, ...], square: tuple[int, int]) -> Scales | None:
-    """By the shapes. None: they do not fit each other. square: the size of squares, if these are scales of squares."""
+    """The scales, and what each of them covers, found by the shapes. None: the shapes do not fit each other. square:
+    the size of squares, if these are scales of squares."""
     if len(matrix) != 2 or len(tensor.shape) > 2 or not tensor.nbytes:
         return None
     rows, columns = {0: (1, 1), 1: (*tensor.shape, 1), 2: tensor.shape}[len(tensor.shape)]

@@ -1,6 +1,6 @@
 """Whether a cached model file still has the bytes that were verified, without reading them at every start.
 
-Beside the file lies a small record: its sha256, and what the file system said of it then (size, times, inode). If the
+Beside the file lies a small record: its sha256, and what the file system reported then (size, times, inode). If the
 file system says the same now, the file was not written since. Otherwise it is read and hashed again. The time of the
 last change (ctime) cannot be set by a program, so a file that is altered and given its old date is found too.
 """
@@ -49,7 +49,8 @@ def _record(file: Path) -> Path:
 
 
 def _write(record: Path, line: str) -> None:
-    """In one step. Where nothing can be written (a read-only folder, a full disk) the file is hashed at every start."""
+    """Write the record in one step. Where nothing can be written (a read-only folder, a full disk) the file is hashed
+    at every start."""
     with contextlib.suppress(OSError):
         handle, temporary = tempfile.mkstemp(prefix=record.name, dir=record.parent)
         try:

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, create_model
 
+from twostroke.cluster.member import Member
 from twostroke.config import SETTINGS, Resolved
 from twostroke.draft.replay import total
 from twostroke.engine.settings import LIVE
@@ -16,8 +17,9 @@ from twostroke.metrics.steplog import Step
 from twostroke.model.arch import Arch
 from twostroke.model.document import arch_document
 from twostroke.remote.ended import KEPT, EndedRequest, by_arrival
+from twostroke.serve.api.workers import pools_of
 from twostroke.serve.costs import step_costs
-from twostroke.serve.fields import Payload, validate_query
+from twostroke.serve.fields import Name, Payload, validate_query
 from twostroke.serve.off_loop import LARGE
 from twostroke.serve.service import Service
 from twostroke.serve.transport import errors
@@ -44,6 +46,7 @@ SettingsRequest = settings_payload()
 class StepsQuery(Payload):
     since: Annotated[int, Field(ge=0)] = 0
     limit: Annotated[int, Field(ge=1, le=1024)] = 256
+    worker: Name | None = None  # of a deployment
 
 
 class ArrivalsQuery(Payload):
@@ -113,21 +116,39 @@ def setting(service: Service, now: Resolved, name: str) -> dict[str, Any]:
 
 async def steps(service: Service, exchange: Exchange) -> None:
     query = validate_query(StepsQuery, exchange.query)
-    document = await steps_document(service, query.since, query.limit)
+    document = await steps_document(service, query.since, query.limit, query.worker)
     await exchange.respond(200, await service.off_loop(exchange, LARGE, lambda: dump_large(document())))
 
 
-async def steps_document(service: Service, since: int, limit: int) -> Callable[[], dict[str, Any]]:
-    """Asks the engine for its steps. The function that is returned makes the document and may run in a thread."""
-    found = await service.steps(since, limit)
+async def steps_document(
+    service: Service, since: int, limit: int, worker: str | None = None
+) -> Callable[[], dict[str, Any]]:
+    """Asks the engine for its steps; in a deployment that of one worker. The function that is returned makes the
+    document and may run in a thread."""
+    member = member_of(service, worker)
+    found = await service.steps(since, limit, None if member is None else member.worker)
     now, restarts, wall = service.settings, service.restarts, service.wall
+    if member is not None:
+        now, restarts = member.settings, member.losses
     return lambda: {
+        "worker": None if member is None else member.name,
         "restarts": restarts,
         "kept": steplog.KEPT,
         "now": service.clock() + wall,
         "last": found[-1].number if found else since,
         "steps": [step_document(one, service.arch, now, service.weight_bytes, wall) for one in found],
     }
+
+
+def member_of(service: Service, name: str | None) -> Member | None:
+    """The worker of a deployment that is asked for; without a name, the one that stands for all. None: there is one
+    engine."""
+    if name is None and not service.workers:
+        return None
+    try:
+        return pools_of(service).named(name)
+    except ConfigError as error:
+        raise errors.bad_request(str(error), "worker", "invalid_value") from None
 
 
 def step_document(step: Step, arch: Arch, now: Resolved, weight_bytes: int, wall: float) -> dict[str, Any]:
@@ -190,6 +211,7 @@ def arrival_document(one: EndedRequest, wall: float, topic: int | None) -> dict[
         "prefill_s": timeline.prefill,
         "decode_s": timeline.decode,
         "transfer_s": timeline.transfer,
+        "decode_queue_s": timeline.decode_queue,
         "ttft_s": one.ttft,
         "tpot_s": one.tpot,
         "e2e_s": timeline.e2e,

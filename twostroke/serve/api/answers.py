@@ -33,7 +33,7 @@ class ForgetRequest(Payload):
 
 
 class WrongRequest(Payload):
-    """Nothing more is said: the address names the answer. The body may be empty."""
+    """The body has no field, and may be empty: the address names the answer."""
 
 
 def cache_of(service: Service) -> AnswerCache:

@@ -25,7 +25,7 @@ from twostroke.serve.sampling import (
     make_params,
     stop_strings,
 )
-from twostroke.serve.segments import CONTENT, TOOL_CALL, Segment, SegmentDelta
+from twostroke.serve.segments import CONTENT, TOOL_CALL, AnswerSegment, SegmentDelta
 from twostroke.serve.service import Generation, GenerationInput, Service
 from twostroke.serve.structured import AnswerFormat, FormContext, chat_format, function_choice, function_tool
 from twostroke.serve.thinking import ThinkingFields, Wish, template_arguments
@@ -211,7 +211,7 @@ class MessagesRequest(Conversation, ExplainField):
 
     @property
     def user_name(self) -> str | None:
-        """For the log."""
+        """The name that the client gave for its user, for the log."""
         name = self.metadata.get("user_id") if isinstance(self.metadata, dict) else None
         return name[:64] if isinstance(name, str) else super().user_name
 
@@ -265,11 +265,11 @@ def thinking_block(text: str) -> dict[str, Any]:
     return {"type": "thinking", "thinking": text, "signature": ""}
 
 
-def tool_block(segment: Segment, arguments: dict[str, Any]) -> dict[str, Any]:
+def tool_block(segment: AnswerSegment, arguments: dict[str, Any]) -> dict[str, Any]:
     return {"type": "tool_use", "id": segment.id, "name": segment.name, "input": arguments}
 
 
-def whole_block(segment: Segment) -> dict[str, Any]:
+def whole_block(segment: AnswerSegment) -> dict[str, Any]:
     if segment.kind == CONTENT:
         return text_block(segment.text)
     if segment.kind != TOOL_CALL:
@@ -280,7 +280,7 @@ def whole_block(segment: Segment) -> dict[str, Any]:
         return tool_block(segment, {})  # cut off by max_tokens, as stop_reason says
 
 
-def empty_block(segment: Segment) -> dict[str, Any]:
+def empty_block(segment: AnswerSegment) -> dict[str, Any]:
     if segment.kind == CONTENT:
         return text_block("")
     return tool_block(segment, {}) if segment.kind == TOOL_CALL else thinking_block("")
@@ -350,7 +350,7 @@ class MessageWriter(sse.Writer):
         self.begun = True
         return sse.typed_event("message_start", message=self._message([], None, None))
 
-    def _open(self, segment: Segment) -> bytes:
+    def _open(self, segment: AnswerSegment) -> bytes:
         self.index += 1
         self.open = True
         return sse.typed_event("content_block_start", index=self.index, content_block=empty_block(segment))

@@ -131,7 +131,8 @@ class ChatRequest(SamplingFields, ToolFields, ThinkingFields):
         return [message.for_template() for message in self.messages]
 
     def template_arguments(self, variables: Collection[str]) -> tuple[dict[str, Any], set[str]]:
-        """For a template that reads these variables, and the fields that are hints because it has no switch."""
+        """The arguments for a template that reads these variables, and the fields that are hints because it has no
+        switch."""
         return template_arguments(variables, self.wishes(), self.chat_template_kwargs)
 
     def ending(self) -> dict[str, bool]:
@@ -255,7 +256,7 @@ class ChatWriter(sse.Writer):
         return sse.data(self._document([one]) | self._usage() | (extras or {}))
 
     def _usage(self) -> dict[str, Any]:
-        """Of a chunk: so far, or null where only the last chunk has it."""
+        """The usage in a chunk: so far, or null where only the last chunk has it."""
         if self.usage_in_chunks:
             return {"usage": self.generation.usage(self.written)}
         return {"usage": None} if self.include_usage else {}

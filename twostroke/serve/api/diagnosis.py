@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import json
 
+from twostroke.cluster.group import workers_to_read
 from twostroke.hardware import free_memory
-from twostroke.serve.api import admin
+from twostroke.serve.api import admin, workers
 from twostroke.serve.service import Service
 from twostroke.serve.transport.http import Exchange
 
@@ -31,8 +32,15 @@ async def documents(service: Service) -> bytes:
     settings = admin.settings_document(service)
     kv_bytes = settings["layout"]["block_bytes"] * settings["settings"]["kv_blocks"]["value"]
     on_cpu = settings["settings"]["device"]["value"] == "cpu"
-    memory = free_memory() + settings["weight_bytes"] + kv_bytes if on_cpu else None
-    steps = await admin.steps_document(service, 0, STEPS)
+    alone = on_cpu and not service.workers  # the memory of workers is on other machines, or shared
+    memory = free_memory() + settings["weight_bytes"] + kv_bytes if alone else None
+    deployed = workers.document(workers.pools_of(service), service.wall) if service.workers else None
+    names = [None] if deployed is None else workers_to_read(deployed)
+    steps = [await admin.steps_document(service, 0, STEPS, name) for name in names]
     arrivals = admin.arrivals_document(service, STEPS)
-    facts = {"settings": settings, "memory": memory}
-    return await asyncio.to_thread(lambda: json.dumps({**facts, "steps": steps(), "arrivals": arrivals()}).encode())
+    facts = {"settings": settings, "memory": memory, "workers": deployed}
+
+    def made() -> bytes:
+        return json.dumps({**facts, "steps": [one() for one in steps], "arrivals": arrivals()}).encode()
+
+    return await asyncio.to_thread(made)

@@ -90,7 +90,7 @@ def encoded(vector: np.ndarray, form: str) -> Any:
 
 
 async def refuse(service: BaseService, exchange: Exchange) -> None:
-    """On a server of a generative model."""
+    """The refusal of a server with a generative model."""
     message = (
         f"{exchange.path}: {service.name!r} writes text and makes no vectors or scores: start a server of an embedder, "
         "as in `twostroke serve all-minilm-l6-v2`."
@@ -99,6 +99,6 @@ async def refuse(service: BaseService, exchange: Exchange) -> None:
 
 
 async def refuse_generation(service: BaseService, exchange: Exchange) -> None:
-    """On a server of an embedder."""
+    """The refusal of a server with an embedder."""
     message = f"{exchange.path}: {service.name!r} makes vectors and writes no text: start a server of another model."
     raise ApiError(400, message, param="model", code="not_generative", reason="model")

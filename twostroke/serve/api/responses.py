@@ -23,7 +23,7 @@ from twostroke.serve.sampling import (
     MessageHints,
     make_params,
 )
-from twostroke.serve.segments import CONTENT, TOOL_CALL, Segment, SegmentDelta
+from twostroke.serve.segments import CONTENT, TOOL_CALL, AnswerSegment, SegmentDelta
 from twostroke.serve.service import Generation, GenerationInput, Service
 from twostroke.serve.structured import (
     AnswerFormat,
@@ -302,7 +302,7 @@ class ResponseWriter(sse.Writer):
         self.begun = response(generation.service.head("resp_"), request, params)
         self.ids: list[str] = []  # of the items
         self.index = -1  # of the newest item
-        self.open: Segment | None = None
+        self.open: AnswerSegment | None = None
         self.sequence = 0
 
     def whole(self) -> dict[str, Any]:
@@ -355,7 +355,7 @@ class ResponseWriter(sse.Writer):
 
     # ---- items -----------------------------------------------------------------------------------------------------
 
-    def _item(self, index: int, segment: Segment, status: str, scores: list[dict[str, Any]]) -> dict[str, Any]:
+    def _item(self, index: int, segment: AnswerSegment, status: str, scores: list[dict[str, Any]]) -> dict[str, Any]:
         number = self._id(index, segment)
         if segment.kind == CONTENT:
             content = [text_part(segment.text, scores)]
@@ -368,7 +368,7 @@ class ResponseWriter(sse.Writer):
         content = [{"type": "reasoning_text", "text": segment.text}] if segment.text else []
         return {"id": number, "type": "reasoning", "summary": [], "content": content}
 
-    def _id(self, index: int, segment: Segment) -> str:
+    def _id(self, index: int, segment: AnswerSegment) -> str:
         prefix = {CONTENT: "msg_", TOOL_CALL: "fc_"}.get(segment.kind, "rs_")
         while len(self.ids) <= index:
             self.ids.append(prefix + secrets.token_hex(12))
@@ -387,10 +387,10 @@ class ResponseWriter(sse.Writer):
         assert self.open is not None
         return {"item_id": self._id(self.index, self.open), "output_index": self.index}
 
-    def _open(self, segment: Segment) -> bytes:
+    def _open(self, segment: AnswerSegment) -> bytes:
         self.index += 1
         self.open = segment
-        empty = Segment(segment.kind, "", segment.number, segment.id, segment.name)
+        empty = AnswerSegment(segment.kind, "", segment.number, segment.id, segment.name)
         item = self._item(self.index, empty, "in_progress", [])
         if segment.kind != CONTENT:
             return self._event("response.output_item.added", output_index=self.index, item=item)

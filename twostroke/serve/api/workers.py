@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from twostroke.cluster.flight import Flight
+from twostroke.cluster.journal import EndedTransfer
 from twostroke.cluster.member import Member
 from twostroke.cluster.pools import Pools
 from twostroke.cluster.router import Role
@@ -12,6 +14,8 @@ from twostroke.serve.fields import Name, Payload
 from twostroke.serve.service import Service
 from twostroke.serve.transport import errors
 from twostroke.serve.transport.http import Exchange
+
+SHOWN = 64  # requests on their way
 
 
 class RoleRequest(Payload):
@@ -30,7 +34,7 @@ def pools_of(service: Service) -> Pools:
 
 
 async def show(service: Service, exchange: Exchange) -> None:
-    await exchange.respond(200, document(pools_of(service)))
+    await exchange.respond(200, document(pools_of(service), service.wall))
 
 
 async def change(service: Service, exchange: Exchange) -> None:
@@ -41,15 +45,18 @@ async def change(service: Service, exchange: Exchange) -> None:
     except ConfigError as error:
         raise errors.bad_request(str(error), str(error).split(":")[0], "invalid_value") from None
     errors.log.warning("%s made %s a worker for %s", exchange.caller.name, request.worker, request.role)
-    await exchange.respond(200, document(pools))
+    await exchange.respond(200, document(pools, service.wall))
 
 
-def document(pools: Pools) -> dict[str, Any]:
+def document(pools: Pools, wall: float) -> dict[str, Any]:
+    """wall: added to the engine's clock, it gives unix time."""
     counts, link = pools.counts, pools.link.link
     return {
-        "workers": [worker(member) for member in pools.members.values()],
+        "workers": [worker(pools, member) for member in pools.members.values()],
         "transfers": {
-            "in_flight": pools.moving,
+            "in_flight": len(pools.moving),
+            "now": [moving(flight, wall) for flight in pools.moving[:SHOWN]],
+            "last": [travelled(entry, wall) for entry in pools.journal.last],
             "done": counts.done,
             "failed": dict(counts.failed),
             "blocks": counts.blocks,
@@ -64,8 +71,30 @@ def document(pools: Pools) -> dict[str, Any]:
     }
 
 
-def worker(member: Member) -> dict[str, Any]:
-    counts, speed = member.counts, member.speed
+def moving(flight: Flight, wall: float) -> dict[str, Any]:
+    """A request on its way."""
+    to = "" if flight.member is None else flight.member.name
+    return {"request": flight.request.id, "to": to, "since": flight.moving + wall}
+
+
+def travelled(entry: EndedTransfer, wall: float) -> dict[str, Any]:
+    moved = entry.moved
+    return {
+        "time": entry.at + wall,
+        "kind": entry.kind,
+        "request": entry.request,
+        "from": entry.source,
+        "to": entry.to,
+        "blocks": moved.blocks,
+        "bytes": moved.bytes,
+        "seconds": moved.on_way,
+        "waited_s": moved.waited,
+        "failed": moved.failed,
+    }
+
+
+def worker(pools: Pools, member: Member) -> dict[str, Any]:
+    counts, speed, journal = member.counts, member.speed, pools.journal
     return {
         "name": member.name,
         "role": member.role.value,
@@ -78,6 +107,9 @@ def worker(member: Member) -> dict[str, Any]:
         "streams": member.streams,
         "blocks": {"total": counts.blocks_total, "free": counts.blocks_free, "cached": counts.blocks_cached},
         "leases": member.worker.held.leases,
+        "sent_bytes": journal.sent[member.name],
+        "received_bytes": journal.received[member.name],
+        "received_s": journal.seconds[member.name],
         "prompt_tokens_s": 1 / speed.token if speed.token else None,
         "step_s": speed.step,
         "losses": member.losses,

@@ -69,3 +69,8 @@ export function colour(name) {
   if (!colours.has(key)) colours.set(key, getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim());
   return colours.get(key);
 }
+
+// Of a request. An id is a random number of the front end and, in its last 24 bits, a counter.
+export function nameOf(request) {
+  return `#${request % 2 ** 24}`;
+}

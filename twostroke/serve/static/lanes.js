@@ -1,8 +1,8 @@
 // The batch as lanes: a row for each request, blue where it reads a chunk of its prompt, orange where it writes, dark
-// orange where it verifies several drafted tokens in one step. The line in a row is the growth of its K and V. Where
-// another worker has read the prompt, that and the way of its blocks are shown too, once the request has ended.
+// orange where it verifies several drafted tokens in one step. The line in a row is the growth of its K and V. In a
+// deployment a row goes through several workers; between them its blocks move, which is known once it has ended.
 
-import { byId, colour, count, seconds } from "./format.js";
+import { byId, colour, count, nameOf as name, seconds } from "./format.js";
 import { serverNow, state, stepsSince } from "./store.js";
 
 const WINDOW = 30;
@@ -27,39 +27,38 @@ export function collect(steps, arrivals, now) {
       if (before && before.stage !== "prefill" && lane.start > before.until) before.until = lane.start;
       const stage = lane.stage === "decode" && lane.tokens > 1 ? "verify" : lane.stage;
       const until = lane.start + (stage === "prefill" ? lane.tokens : 1);
-      if (before && stage !== "prefill" && before.stage === stage && step.time - before.end < 0.05) {
+      if (before && stage !== "prefill" && before.stage === stage && before.worker === step.worker && step.time - before.end < 0.05) {
         before.end = end;
         before.until = until;
         before.rows += lane.tokens;
         before.steps += 1;
         before.longest = Math.max(before.longest, step.seconds);
       } else {
-        one.stretches.push({ stage, begin: step.time, end, start: lane.start, until, rows: lane.tokens, steps: 1, longest: step.seconds });
+        one.stretches.push({ stage, worker: step.worker, begin: step.time, end, start: lane.start, until, rows: lane.tokens, steps: 1, longest: step.seconds });
       }
       one.last = end;
     }
   }
   for (const arrival of arrivals) {
     const one = requests.get(arrival.request);
-    if (one) one.spans = spansOf(arrival, one.stretches[0].begin).filter((span) => span.end - span.begin > SHORTEST);
+    if (one) one.spans = spansOf(arrival, one.stretches).filter((span) => span.end - span.begin > SHORTEST);
   }
   const rows = [...requests.values()].filter((one) => one.last > begin);
   rows.sort((a, b) => a.request - b.request);
   return rows.slice(-MOST);
 }
 
-// Where the time went before this worker's first step: in a queue, and where another worker has read the prompt, there,
-// on the way from there, and in the queue here.
-function spansOf(arrival, begin) {
+// Where the time went between the steps: in a queue, and where two workers had the request, on the way from one to the
+// other and in the queue there. Of a worker whose steps are not known, what it read is one span.
+function spansOf(arrival, stretches) {
   const read = arrival.time + arrival.queue_s;
-  const waits = { stage: "queue", begin: arrival.time, end: read };
-  if (!arrival.transfer_s) return [waits];
+  const spans = [{ stage: "queue", begin: arrival.time, end: read }];
+  if (!arrival.transfer_s && !arrival.decode_queue_s) return spans;
   const first = read + arrival.prefill_s;
-  const moved = Math.min(first + arrival.transfer_s, Math.max(first, begin));
-  return [
-    waits, { stage: "elsewhere", begin: read, end: first }, { stage: "transfer", begin: first, end: moved },
-    { stage: "queue", begin: moved, end: begin },
-  ];
+  if (stretches[0].begin >= first) spans.push({ stage: "elsewhere", begin: read, end: first });
+  const moved = first + arrival.transfer_s;
+  spans.push({ stage: "transfer", begin: first, end: moved }, { stage: "queue", begin: moved, end: moved + arrival.decode_queue_s });
+  return spans;
 }
 
 export function drawLanes() {
@@ -151,9 +150,8 @@ function describe(rows, now) {
   if (now - described < 1) return;
   described = now;
   const writing = rows.filter((row) => row.last > now - 1 && row.stretches.at(-1).stage !== "prefill").length;
-  const waiting = state.steps.length ? state.steps.at(-1).waiting : 0;
   const text = rows.length
-    ? `${count(rows.length)} ${rows.length === 1 ? "request" : "requests"} in the last 30 seconds; ${count(writing)} ${writing === 1 ? "stream is" : "streams are"} being written, ${count(writing ? waiting : 0)} waiting.`
+    ? `${count(rows.length)} ${rows.length === 1 ? "request" : "requests"} in the last 30 seconds; ${count(writing)} ${writing === 1 ? "stream is" : "streams are"} being written, ${count(writing ? state.waiting : 0)} waiting.`
     : "No request ran in the last 30 seconds.";
   if (byId("lanes-text").textContent !== text) byId("lanes-text").textContent = text;
 }
@@ -176,20 +174,16 @@ export function watchPointer() {
   canvas.addEventListener("pointerleave", () => { tip.hidden = true; });
 }
 
-// An id is a random number of the front end and, in its last 24 bits, a counter.
-function name(request) {
-  return `#${request % 2 ** 24}`;
-}
-
 function words({ kind, stretch, request }) {
   const took = seconds(stretch.end - stretch.begin);
   if (kind === "queue") return `${name(request)} waited ${took}`;
   if (kind === "elsewhere") return `${name(request)} was read by another worker in ${took}`;
-  if (kind === "transfer") return `${name(request)} moved here in ${took}`;
+  if (kind === "transfer") return `${name(request)} moved to another worker in ${took}`;
   const tokens = stretch.until - stretch.start;
-  if (kind === "prefill") return `${name(request)} read ${tokens} tokens from position ${stretch.start} in ${took}; ${held(stretch)}`;
+  const where = stretch.worker ? ` on ${stretch.worker}` : "";
+  if (kind === "prefill") return `${name(request)} read ${tokens} tokens from position ${stretch.start} in ${took}${where}; ${held(stretch)}`;
   const steps = kind === "verify" ? ` in ${stretch.steps} steps that verified ${stretch.rows - stretch.steps} drafted tokens` : "";
-  return `${name(request)} wrote ${tokens} tokens${steps} in ${took}, the longest step ${seconds(stretch.longest)}; ${held(stretch)}`;
+  return `${name(request)} wrote ${tokens} tokens${steps} in ${took}${where}, the longest step ${seconds(stretch.longest)}; ${held(stretch)}`;
 }
 
 // What the request's K and V take at the end of a stretch.

@@ -43,6 +43,7 @@ async function health() {
   const answer = await get("/health");
   status("ok", `${count(answer.running)} running, ${count(answer.waiting)} waiting`);
   state.blocks = answer.blocks;
+  state.waiting = answer.waiting;
   drawMemory();
 }
 

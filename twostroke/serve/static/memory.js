@@ -6,9 +6,9 @@ import { serverNow, state } from "./store.js";
 const TILE = 16;  // pixels
 let shown = "";
 
-// While the engine works its last step tells; afterwards what it holds now does.
+// While one engine works its last step tells; afterwards, and of a deployment, what is held now does.
 export function drawMemory() {
-  const last = state.steps.at(-1);
+  const last = state.workers.length ? undefined : state.steps.at(-1);
   const blocks = last && serverNow() - last.time - last.seconds < 1.5 ? last.blocks : state.blocks;
   if (!blocks || !blocks.total) return;
   const held = blocks.held ?? blocks.total - blocks.free - blocks.cached;

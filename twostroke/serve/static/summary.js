@@ -44,7 +44,8 @@ function drawShare(now) {
     if (step.prefill_tokens > 0) reading += inside(step);
     else writing += inside(step);
   }
-  const parts = [reading / SHARED, writing / SHARED];
+  const engines = Math.max(1, new Set(steps.map((step) => step.worker)).size, state.workers.length);
+  const parts = [reading / SHARED / engines, writing / SHARED / engines];
   const [first, second] = byId("share").children;
   first.style.width = `${Math.min(100, 100 * parts[0])}%`;
   second.style.width = `${Math.min(100, 100 * parts[1])}%`;

@@ -68,7 +68,8 @@ def is_preflight(method: str, headers: Mapping[bytes, bytes]) -> bool:
 
 
 def preflight_headers(headers: Mapping[bytes, bytes]) -> dict[str, str]:
-    """For a page that is let in: every method and header that it asks for. Keys are checked with the request itself."""
+    """The headers for a page that is let in: every method and header that it asks for. Keys are checked with the
+    request itself."""
     lines = {
         "access-control-allow-methods": "GET, POST",
         "access-control-allow-headers": headers.get(b"access-control-request-headers", b"").decode("latin-1"),

@@ -35,7 +35,7 @@ class Listener(uvicorn.Server):
 
 
 def is_worth_a_line(record: logging.LogRecord) -> bool:
-    """Not that connections were cut: a server that stops at once was told to do so."""
+    """False for lines that say that connections were cut: the operator asked for an end at once."""
     return "timeout graceful shutdown exceeded" not in str(record.msg)
 
 
