@@ -3,11 +3,13 @@
     python -m benchmarks.speculation_texts --humaneval HumanEval.jsonl.gz --chat mt_bench_question.jsonl
     … --model qwen2.5-coder-1.5b --draft qwen2.5-coder-0.5b --llama BUILD/bin
 
-Three kinds of prompts: "edit" (write a file again with one change), "humaneval" (write a function in full, with its
-docstring) and "chat" (first turns of MT-Bench, in the model's chat format). The modes take turns on one engine, prompt
+Kinds of prompts: "edit" (write a file again with one change), "humaneval" (write a function in full, with its
+docstring), "later" (more such functions, when each mode has learnt from the first ones) and "chat" (first turns of
+MT-Bench, in the model's chat format). The modes take turns on one engine, prompt
 by prompt, and their tokens must be equal. Each mode keeps what it learns from prompt to prompt, as a server does;
 earlier answers are forgotten, and each mode reads the prompt anew, the draft model too. With --draft, the cost model
-predicts the gain of the draft model at the share of right guesses that was measured; both models are calibrated first.
+predicts the gain of the draft model at the share of right guesses that was measured. Both models are calibrated before
+the runs and after them: where the two predictions differ much, the machine was disturbed.
 With --llama, llama.cpp answers the same prompts from the same files: llama-lookup with 8 and with no guesses, and
 llama-speculative-simple with 4. The last line is JSON.
 """
@@ -45,14 +47,15 @@ SPEED = re.compile(r"decoded\s+\d+ tokens in\s+[\d.]+ seconds, speed:\s+([\d.]+)
 
 def prompts_of(args: argparse.Namespace, llm: LLM) -> Prompts:
     with gzip.open(args.humaneval, "rt") as lines:
-        functions = [json.loads(line)["prompt"] for _, line in zip(range(args.count), lines, strict=False)]
+        functions = [json.loads(line)["prompt"] for _, line in zip(range(2 * args.count), lines, strict=False)]
     asked = args.chat.read_text().splitlines()
     every = max(1, len(asked) // args.count)
     questions = [json.loads(line)["turns"][0] for line in asked[::every]]
     ask = "Write this function in full, with its docstring.\n```python\n{}```\n\n```python\n"
     return {
         "edit": [edit(name, *names) for name, names in FILES.items()],
-        "humaneval": [ask.format(text) for text in functions],
+        "humaneval": [ask.format(text) for text in functions[: args.count]],
+        "later": [ask.format(text) for text in functions[args.count :]],
         "chat": [chat(llm, text) for text in questions[: args.count]],
     }
 
@@ -117,15 +120,22 @@ def roofline_of(model: str) -> Roofline:
     return line
 
 
-def predicted_gain(target: Roofline, draft: Roofline, runs: list[Run], context: int, learnt: float) -> dict[str, float]:
-    """From the accepted tokens of each draft to the chance of one guess, and from it to the gain of the best length.
-    learnt: the chance that the engine assumes, for runs in which nothing was drafted because it did not pay."""
+def predict(
+    lines: list[Roofline], prompts: list[list[int]], modes: dict[str, list[Run]], written: int, learnt: float
+) -> dict[str, float]:
+    """The gain of the best length at the measured share of right guesses, and the measured gain. lines: of the target
+    and of the draft model. The accepted tokens of each draft give the chance of one guess. learnt: the chance that the
+    engine assumes, for runs in which nothing was drafted because it did not pay."""
+    target, draft = lines
+    runs, context = modes["draft"], round(statistics.fmean(map(len, prompts))) + written // 2
     drafts, right = sum(run.drafts for run in runs), learnt
     if drafts:
         length = round(sum(run.drafted * run.drafts for run in runs) / drafts)
         right = right_for(sum(run.accepted for run in runs) / drafts, length)
     best = best_length(target, DraftQuality((DraftSource(1.0, right),), 2, draft), 1, context)
-    return {"right": right, "length": best.length, "gain": target.decode_seconds(1, context) / best.tpot}
+    predicted, measured = target.decode_seconds(1, context) / best.tpot, gain(runs, modes["off"])
+    print(f"the draft model's gain: predicted {predicted:.2f}, measured {measured:.2f}", flush=True)
+    return {"right": right, "length": best.length, "predicted": predicted, "measured": measured}
 
 
 def llama_speeds(args: argparse.Namespace, prompts: Prompts) -> dict[str, dict[str, list[float]]]:
@@ -172,7 +182,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="instead of a file under results/")
     args = parser.parse_args()
 
-    lines = (roofline_of(args.model), roofline_of(args.draft)) if args.draft else None
+    pair = (args.model, args.draft) if args.draft else ()
+    before = [roofline_of(name) for name in pair]
     drafting = {"draft_model": args.draft} if args.draft else {}
     llm = LLM(args.model, max_model_len=2048, prefix_cache=False, **drafting)
     core, texts = llm.engine.core, prompts_of(args, llm)
@@ -181,16 +192,17 @@ def main() -> None:
     modes |= {name: make_drafter(name, "cpu", never_forced, core.scheduler.draft_share) for name in names}
     tokens = {kind: [llm.tokenizer.encode(text) for text in each] for kind, each in texts.items()}
     runs = run_modes(Engine(core, args.tokens), tokens, modes)
+    llm.close()
     found: dict[str, Any] = {"model": args.model, "draft": args.draft, "tokens": args.tokens}
     found["texts"] = {kind: summary(rows) for kind, rows in runs.items()}
-    if lines is not None:
-        context = round(statistics.fmean(map(len, tokens["humaneval"]))) + args.tokens // 2
-        drafter = modes["draft"]
-        assert drafter is not None
+    drafter = modes.get("draft")
+    if drafter is not None:
         learnt = drafter.acceptance.rate(MODEL)
-        found["predicted"] = predicted_gain(*lines, runs["humaneval"]["draft"], context, learnt)
-        print("predicted for humaneval:", found["predicted"], flush=True)
-    llm.close()
+        lines = {"before": before, "after": [roofline_of(name) for name in pair]}
+        found["predicted"] = {
+            kind: {when: predict(line, tokens[kind], runs[kind], args.tokens, learnt) for when, line in lines.items()}
+            for kind in ("humaneval", "later")
+        }
     if args.llama:
         found["llama.cpp"] = llama_speeds(args, texts)
     save(f"speculation-texts-{args.model}", "speculation_texts", found, args.json)
