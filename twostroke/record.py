@@ -28,7 +28,7 @@ def replace(one: T, /, **changes: Any) -> T:
 
 
 def values(one: Record) -> dict[str, Any]:
-    """Its values by name, as they are."""
+    """The values of a record by name, as they are."""
     return structs.asdict(one)
 
 

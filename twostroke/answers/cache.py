@@ -150,7 +150,7 @@ class AnswerCache:
             self._next(begun, self._thread, self._begin, query, begun)
 
     def _begin(self, query: Query, begun: Future[Alike]) -> None:
-        """On the store's thread. The embedder goes on without the event loop, which may be busy with the prompt."""
+        """Runs on the store's thread. The embedder needs no event loop: that may be busy with the prompt."""
         allowed = self._look_alike(query)
         vector = self._known_vector(query, allowed)
         if allowed and vector is None:

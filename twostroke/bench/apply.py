@@ -43,7 +43,7 @@ def apply(
     weight_bytes: int,
     targets: Targets = Targets(),
 ) -> Applied | Diagnosis:
-    """Only the diagnosis when no lever with a setting helps."""
+    """Diagnose, pull the best lever and measure again. Without a lever that helps: the diagnosis alone."""
     before = measure(llm, load, model, calibration.machine)
     deployment = deployment_of(llm.arch, settings_document(llm), calibration, weight_bytes)
     deployment = replace(deployment, lookup=drafts_of(before.lookup(), calibration.kind))

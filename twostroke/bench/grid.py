@@ -210,8 +210,8 @@ def settled(steps: list[Step]) -> list[Step]:
 
 
 def counts(step: Step, cell: Cell) -> bool:
-    """Not the step that admits the streams of a cell (their context is whole blocks then), nor one that computes what
-    should have been found in the cache."""
+    """Whether a step counts: not the step that admits the streams of a cell (their context is whole blocks then), nor
+    one that computes what should have been found in the cache."""
     if step.chunks:
         return [(work.start, work.count) for work in step.chunks] == [(cell.start, cell.count)]
     return len(step.streams) == cell.streams and all(work.start % BLOCK for work in step.streams)

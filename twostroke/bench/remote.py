@@ -139,7 +139,8 @@ def diagnose_recorded(admin: Admin, targets: Targets, rates: Rates | None = None
 def apply_live(
     admin: Admin, target: Target, load: Load, measure: Measure, targets: Targets, rates: Rates | None = None
 ) -> Applied | Diagnosis:
-    """Only the diagnosis when no lever helps that the running server takes."""
+    """Diagnose, pull the best lever that the running server takes, and measure again. Without one: the diagnosis
+    alone."""
     before = diagnose_load(admin, target, load, measure, targets, rates)
     effect = next((one for one in before.diagnosis.effects if pull(admin, one)), None)
     if effect is None:

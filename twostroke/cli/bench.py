@@ -254,7 +254,7 @@ def shown_effect(row: Row) -> str:
 
 
 def show_levers(title: str, rows: list[Row]) -> None:
-    """On a narrow terminal the textbooks' words are lines below the table, so that every name can be read."""
+    """Print the levers. On a narrow terminal the textbooks' words are lines below the table."""
     narrow = console.width < WIDE
     style: dict[str, Any] = {"box": None, "padding": (0, 1, 0, 0)} if narrow else {}
     table = Table(title=title, header_style="bold", title_justify="left", **style)

@@ -51,7 +51,7 @@ class Acceptor:
 
 
 def bound(interface: str, port: int = 0) -> socket.socket:
-    """On this address and no other. port: 0 for any that is free."""
+    """A socket on this address and no other. port: 0 for any that is free."""
     family, kind, _, _, place = socket.getaddrinfo(interface, port, type=socket.SOCK_STREAM)[0]
     sock = socket.socket(family, kind)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -73,7 +73,7 @@ class Agent:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
-        """Until the router closes the line."""
+        """Serve the router until it closes the line."""
         self.line = await join(self.post)
         self.line.send(Joined(self.post.number, twostroke.__version__, os.getpid(), platform.node()))
         self._keep(self._beat())

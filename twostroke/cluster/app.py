@@ -44,7 +44,7 @@ def command() -> Any:
 
 
 def command_line(arguments: Mapping[str, Any]) -> list[str]:
-    """As it would be typed. ConfigError: these are no options of the command."""
+    """The command line as it would be typed. ConfigError: these are no options of the command."""
     known = {option.name: option for option in command().params if option.name not in SERVES}
     known |= {flag.lstrip("-").replace("-", "_"): option for option in known.values() for flag in option.opts}
     typed: list[str] = []

@@ -56,7 +56,7 @@ class Alive(Message, frozen=True, tag="alive"):
 
 
 class Ended(Message, frozen=True, tag="ended"):
-    """Its engine is lost; the worker starts it again."""
+    """The worker's engine is lost; the worker starts it again."""
 
     why: str
 

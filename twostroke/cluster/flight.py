@@ -54,15 +54,15 @@ class Flight:
         return replace(begun, id=self.number, tokens=begun.tokens + written, written=length)
 
     def names(self, hasher: BlockHasher) -> list[bytes]:
-        """Of the full blocks of the prompt and of what is written, whose last token has no K and V. Those that are
-        known already stay."""
+        """The names of the full blocks of the prompt and of what is written. The last token has no K and V. Names that
+        are known already stay."""
         tokens = (*self.request.tokens, *self.written[:-1])
         hasher.extend(self._named, tokens, self.request.salt, len(tokens) // BLOCK)
         return list(self._named)
 
     def ask(self, hasher: BlockHasher, ttft: float | None) -> Ask:
-        """As the router sees it. An answer that is begun stays on one worker, and its first token is out. ttft: seconds
-        within which first tokens are due, where a request does not say it."""
+        """The request as the router sees it. An answer that is begun stays on one worker, and its first token is out.
+        ttft: seconds within which first tokens are due, where a request does not say it."""
         if self.written:
             return Ask(self.length)
         wanted = ttft if self.request.params.deadline is None else self.request.params.deadline
@@ -71,7 +71,7 @@ class Flight:
 
     @property
     def length(self) -> int:
-        """Of the prompt and what is written."""
+        """The tokens of the prompt and of what is written."""
         return len(self.request.tokens) + len(self.written)
 
     @property
@@ -104,7 +104,7 @@ class Flight:
         return event._replace(request_id=self.request.id, facts=self.facts(event.facts))
 
     def facts(self, latest: Facts | None) -> Facts | None:
-        """Of all its workers."""
+        """The facts of all its workers together."""
         if self.before is None or latest is None:
             return latest or self.before
         return Facts(

@@ -47,7 +47,7 @@ class Group:
         return msgspec.structs.replace(ready, settings=self._joined_settings())
 
     def _joined_settings(self) -> Resolved:
-        """Those of one worker that writes, with the room of all that do. Requests must fit every worker."""
+        """The settings of one worker that writes, with the room of all that do. Requests must fit every worker."""
         known = [(member, member.worker.ready.settings) for member in self.members.values() if member.worker.ready]
         up = [pair for pair in known if pair[0].up] or known
         writing = [settings for member, settings in up if member.role is not Role.PREFILL]
@@ -107,7 +107,7 @@ class Group:
         self._tell_settings()
 
     async def steps(self, since: int, limit: int) -> tuple[Step, ...]:
-        """Of one worker that writes answers."""
+        """The steps of one worker that writes answers."""
         return await self._shown.worker.steps(since, limit)
 
     def named(self, name: str | None) -> Member:

@@ -151,7 +151,7 @@ class Handover:
     async def _take(
         self, request: Request, tokens: int, incoming: Incoming, every: float, taken: list[tuple[Name, ...]]
     ) -> None:
-        """Until the receiver has room for it. The lease is renewed meanwhile."""
+        """Wait until the receiver has room for the request. The lease is renewed meanwhile."""
         loop = asyncio.get_running_loop()
         renewed = loop.time()
         while not taken:
@@ -218,7 +218,7 @@ def renewing(incoming: Incoming, lease: float, payload: BlockData) -> Iterator[N
 
 @contextmanager
 def payload_of(blocks: Blocks | Located) -> Iterator[BlockData]:
-    """As the receiver takes them."""
+    """The blocks in the form that the receiver takes."""
     if isinstance(blocks, Located):
         yield blocks
     else:

@@ -46,7 +46,7 @@ class Copy(NamedTuple):
     checksum: int
 
     def blocks(self, wanted: Sequence[Name]) -> Blocks | None:
-        """Those that are wanted; None: they are not all here. The copy is used up."""
+        """The wanted blocks; None: they are not all here. The copy is used up."""
         if tuple(wanted) == self.names:
             return Blocks(self.segment, tuple(range(len(self.names))), self.checksum)
         with self.segment:
@@ -71,7 +71,7 @@ class InPool(NamedTuple):
         return set(self.names) >= set(wanted)
 
     def blocks(self, wanted: Sequence[Name]) -> Located:
-        """Those that are wanted, all of which are here."""
+        """The wanted blocks, all of which are here."""
         places = {name: place for place, name in enumerate(self.names)}
         some = [places[name] for name in wanted]
         addresses = tuple(self.located.addresses[place] for place in some)

@@ -63,7 +63,7 @@ class Member:
 
     @property
     def settings(self) -> Resolved:
-        """Its own, as they are now."""
+        """The worker's own settings, as they are now."""
         ready = self.worker.ready
         assert ready is not None, "it was ready at the start"
         return replace(ready.settings, **self.worker.changed)
@@ -118,7 +118,7 @@ class Speed:
     """How fast a worker is, as moving means of what it reports. A report covers one step."""
 
     def __init__(self, tokens: int = 1, seconds: float = 0.0):
-        """Of the warm-up's prompt."""
+        """tokens, seconds: of the warm-up's prompt."""
         self.token = seconds / max(1, tokens)  # seconds for a token of a prompt
         self.step = self.token  # seconds of a step that reads no prompt
         self.stream = STREAM_SECONDS  # seconds that an answer is written for

@@ -62,14 +62,14 @@ class Placement:
         self.placed_at = 0.0  # when it was told
 
     async def start(self) -> Connected:
-        """Until workers are being placed. ConfigError: they cannot be."""
+        """Wait until workers are being placed. ConfigError: they cannot be placed."""
         connected = await self._begin()
         self._failed = asyncio.get_running_loop().create_future()
         self._keeping = asyncio.get_running_loop().create_task(self._keep())
         return connected
 
     async def impossible(self) -> None:
-        """Until the first driver says that workers cannot be placed: ConfigError."""
+        """Wait until the first driver says that workers cannot be placed: ConfigError."""
         await asyncio.shield(self._failed)
 
     async def _begin(self) -> Connected:
@@ -200,7 +200,7 @@ class Placement:
         await self._end()
 
     async def _end(self) -> None:
-        """Its socket closes: it ends its actors, a Ray of its own, and itself."""
+        """Close the driver's socket: it ends its actors, a Ray of its own, and itself."""
         if self._sock is not None:
             self._sock.close()
         if self._process is not None:

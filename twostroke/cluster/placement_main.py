@@ -44,7 +44,7 @@ class WorkerProcess:
     """The actor. Its process is the agent of a worker (agent.py)."""
 
     def run(self, number: int, router: str, secret: bytes, interface: str, neighbours: int, transport: str) -> None:
-        """Until the router is gone."""
+        """Run the worker's agent until the router is gone."""
         from twostroke.cluster.agent import Post, serve
 
         serve(Post(number, router, secret, interface or own_address(), neighbours, transport))

@@ -291,7 +291,8 @@ class Pools(Group):
         self._emit(events, report.at)
 
     def _translate(self, flight: Flight, member: Member, event: Event, at: float) -> list[Event]:
-        """As the caller is to see it; what begins the move to another worker is not the end for the caller."""
+        """The event as the caller is to see it. What begins the move to another worker is not the end for the
+        caller."""
         lends, reason = flight.lends, event.finish_reason
         if event.token_ids and flight.queued:
             member.queued -= flight.queued

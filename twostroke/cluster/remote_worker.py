@@ -96,7 +96,7 @@ class RemoteWorker(MessageClient):
             self._first.exception()  # it may have no reader any more
 
     def not_placed(self, why: str) -> None:
-        """Its process has ended, or waits for a place."""
+        """The worker's process has ended, or waits for a place."""
         self.why = why
 
     async def stop(self, seconds: float) -> None:
@@ -110,7 +110,7 @@ class RemoteWorker(MessageClient):
         task.add_done_callback(self._tasks.discard)
 
     def connect(self, line: Line[FromWorker], joined: Joined) -> None:
-        """Its process is there. One that was there before is gone, or will be."""
+        """The worker's process has joined. An earlier process is gone, or will be soon."""
         if self._line is not None:
             self._drop("it has joined again")
         self._line, self.joined, self._trouble = line, joined, None
@@ -210,7 +210,7 @@ class RemoteWorker(MessageClient):
 
     @property
     def there(self) -> bool:
-        """Its process has joined, whether or not it is ready."""
+        """Whether the worker's process has joined, ready or not."""
         return self._line is not None
 
     @property
@@ -240,7 +240,7 @@ class RemoteWorker(MessageClient):
 
 
 def start_error(who: str, failed: Failed) -> Exception:
-    """In the words of the engine, with the worker that says it."""
+    """The error in the words of the engine, with the name of the worker."""
     if failed.kind == "MemoryError":
         return errors.ConfigError(
             f"{who} ran out of memory while it started: lower kv_memory or kv_blocks, take quantize=int8 or int4, or "

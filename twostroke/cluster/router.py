@@ -39,7 +39,7 @@ __all__ = ["Ask", "Link", "Role", "Route", "RoutedWorker", "Router", "WorkerLoad
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """From one worker to another."""
+    """The way from one worker to another."""
 
     bandwidth: float = inf  # bytes/s
     latency: float = 0.0  # seconds before the first byte

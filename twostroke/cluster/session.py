@@ -26,7 +26,7 @@ DATA_FRAME = 1 << 20
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """On the wire: an array that starts with the name of the message."""
+    """A message is an array on the wire that starts with the name of the message."""
 
 
 class Open(Message, frozen=True, tag="open"):

@@ -45,7 +45,7 @@ class RoutedWorker:
         self.report(role, load)
 
     def report(self, role: Role, load: WorkerLoad) -> None:
-        """Its report covers what was sent to it before."""
+        """Take a worker's report. It covers what was sent to the worker before."""
         self.role = role
         self.load = load
         self.open = True  # it may be asked

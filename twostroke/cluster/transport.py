@@ -29,7 +29,7 @@ class Blocks:
     checksum: int
 
     def payload(self) -> BlockPayload:
-        """As an engine process of this machine reads it."""
+        """The blocks in the form that an engine process of this machine reads."""
         return BlockPayload(self.segment.path, self.segment.size, self.found, self.checksum)
 
 

@@ -52,7 +52,7 @@ class WorkerClient(EngineClient, Protocol):
     def held(self) -> Held: ...
 
     async def start(self, listener: WorkerListener) -> Ready:  # type: ignore[override]
-        """Until it is ready."""
+        """Start the worker and wait until it is ready."""
 
     def release(self, lent: Sequence[int]) -> None:
         """The blocks of these requests or parcels are not needed any more."""

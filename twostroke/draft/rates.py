@@ -122,7 +122,7 @@ class Curve:
         self.seconds = []
 
     def predict(self, rows: int) -> float | None:
-        """As `predict_all` does, for one number: every plan asks for some."""
+        """`predict_all` for one number of rows: every plan asks for some."""
         if not self.sizes:
             return None
         sizes, seconds = self.sizes, self._in_order()

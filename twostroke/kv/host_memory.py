@@ -14,8 +14,8 @@ ALLOCATION = 1 << 30  # bytes: the allocator of pinned memory rounds up to a pow
 
 
 class HostMemory:
-    """On a GPU the memory is pinned, and copies are queued in the stream of the steps: after all earlier steps, before
-    the kernels of the step that needs them."""
+    """Memory of the host for blocks. On a GPU it is pinned, and copies are queued in the stream of the steps: after all
+    earlier steps, before the kernels of the step that needs them."""
 
     def __init__(self, slots: int, data: Array):
         """data: the pool, (blocks, bytes). A slot holds the bytes of one block."""

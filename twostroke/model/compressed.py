@@ -53,7 +53,7 @@ class CompressedArch(Record):
 
     @property
     def width(self) -> int:
-        """Of all query heads together."""
+        """The elements of all query heads together."""
         return self.heads * self.dim
 
     @property

@@ -50,7 +50,8 @@ class EntryKernels(Protocol):
         ...
 
     def score(self, q: np.ndarray, weights: np.ndarray, keys: np.ndarray) -> np.ndarray:
-        """Of one row: q (heads, dim), weights (heads,), keys (n, dim) -> (n,): Σ weights · max(0, q · key)."""
+        """The indexer's scores of one row: q (heads, dim), weights (heads,), keys (n, dim) -> (n,): Σ weights · max(0,
+        q · key)."""
         ...
 
 

@@ -42,7 +42,7 @@ class StreamKernels(Protocol):
     def pack(self, parts: Sequence[Stored]) -> Weight: ...
 
     def collapse(self, x: Array, mix: StreamMix) -> tuple[Array, Array]:
-        """Of the head the second array has no use."""
+        """The second array is not used when x goes to the head."""
         ...
 
     def expand(self, x: Array, result: Array, weights: Array, streams: int) -> Array: ...
@@ -132,7 +132,7 @@ def _sigmoid(x: Array) -> Array:
 
 
 def _exp(x: Array) -> Array:
-    """In float64, rounded to float32: one value at a time, whatever stands beside it."""
+    """e^x in float64, rounded to float32. A value does not depend on its neighbours."""
     if isinstance(x, np.ndarray):
         return np.exp(x.astype(np.float64)).astype(np.float32)
     return x.double().exp().float()

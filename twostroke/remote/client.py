@@ -156,7 +156,7 @@ class BlockClient(EngineClient, Protocol):
         `arrive` is called. None: there is no room for it now, and it was not taken."""
 
     async def arrive(self, request_id: int, payload: BlockData | None) -> Arrived:
-        """Its blocks have arrived, or will not (None)."""
+        """The request's blocks have arrived. None: they will not come."""
 
 
 class MessageClient:

@@ -116,7 +116,7 @@ class Stream:
 
     @property
     def ending(self) -> bool:
-        """Its reader has gone, and no other stream holds it."""
+        """Whether the reader has gone and no other stream holds the answer."""
         return self._closed and not self.holders
 
     def release(self) -> None:

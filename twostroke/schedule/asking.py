@@ -27,7 +27,7 @@ class Asking:
         self._asked: dict[int, RoomQuestion] = {}  # by request id
 
     def state_of(self, request: Request) -> RequestState:
-        """With the turn of its API key that it got when it first asked."""
+        """The request's state. It keeps the turn that its API key had when it first asked."""
         before = self._asked.get(request.id)
         return RequestState(request) if before is None else before.state
 

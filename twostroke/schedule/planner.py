@@ -118,7 +118,7 @@ class Planner:
             scheduler.batch_open = False
 
     def add_suspect(self, suspects: dict[int, int]) -> None:
-        """Only the first suspect, alone, and only when nothing else is in flight."""
+        """Plan the first suspect alone, and only when nothing else is in flight."""
         scheduler = self.scheduler
         if any(request.in_flight for request in (*scheduler.running.values(), *scheduler.leaving.values())):
             return

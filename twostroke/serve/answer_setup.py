@@ -43,7 +43,7 @@ class AnswerOptions:
     embedder: Path | None = None  # its folder; of the semantic tier and of recorded questions
 
     def check(self) -> None:
-        """Before anything is fetched."""
+        """Check the options before anything is fetched."""
         if self.tier == "off" and self.url is not None:
             raise ConfigError("--answer-cache-url: needs --answer-cache exact or semantic.")
         if self.url is not None and len(os.environ.get(KEY_VARIABLE, "")) < SHORT_KEY:

@@ -89,7 +89,7 @@ class ReplayOwner:
         stream.wake()
 
     def abort(self, request_ids: list[int]) -> None:
-        """Its reader has gone, or it has ended."""
+        """Called when the stream's reader has gone, or when the stream has ended."""
         leader, self.leader = self.leader, None
         if leader is not None:
             if self.tap in leader.taps:

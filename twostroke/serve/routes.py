@@ -42,7 +42,7 @@ def openapi_text(locked: bool) -> bytes:
 
 
 async def openapi(service: Service, exchange: Exchange) -> None:
-    """In a thread: the schemas of all payloads take a tenth of a second the first time."""
+    """Runs in a thread: the schemas of all payloads take a tenth of a second the first time."""
     await exchange.respond(200, await service.off_loop(exchange, LARGE, openapi_text, service.keys.required))
 
 

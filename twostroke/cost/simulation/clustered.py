@@ -19,7 +19,7 @@ def joined_steps(documents: Sequence[Document]) -> dict[str, Any]:
 
 
 def pools_of(workers: Document) -> Pools:
-    """Those that are up. The link is as fast as transfers were."""
+    """The pools of the workers that are up. The link is as fast as transfers were."""
     roles = [one["role"] for one in workers["workers"] if one["healthy"]]
     prefill, link = roles.count("prefill"), workers["transfers"]
     plain = Pools(max(1, len(roles) - prefill), prefill, router="cost")

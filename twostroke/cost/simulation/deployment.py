@@ -94,7 +94,7 @@ class Deployment:
         return self.outcome(fleet)
 
     def fleet(self, jitter: Jitter | None = None) -> Fleet:
-        """Its workers, idle, at the start of a simulation."""
+        """The deployment's workers, idle, at the start of a simulation."""
         settings = self.settings
         kind = RoutedFleet if self.pools.router in ("cost", "apart") else Fleet
         return kind(self.roofline(settings), settings, self.pools, jitter=jitter)

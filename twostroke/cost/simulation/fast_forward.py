@@ -133,7 +133,8 @@ class FastForward:
         self.scheduler.running[number] = request
 
     def _adjust_scheduler(self) -> None:
-        """Its order of requests and its limits, and the pace's number of streams, without the skipped streams."""
+        """Set the scheduler's order of requests and its limits, and the pace's number of streams, as without the
+        skipped streams."""
         scheduler, count = self.scheduler, len(self.skipped)
         scheduler.running = dict(sorted(scheduler.running.items(), key=lambda pair: self.order[pair[0]]))
         self.pace.skipped = count

@@ -183,7 +183,7 @@ class SimulatedWorker:
         return DecodeRun(streams, seconds, (self.clock.now + np.cumsum(seconds)).tolist())
 
     def _steps_with_blocks(self, streams: list[RequestState], steps: int) -> int:
-        """As many steps as the pool has blocks for without preempting or copying."""
+        """The number of steps that the pool has blocks for without preempting or copying."""
         tables = self.scheduler.tables
         only_free = any(tables.windows) or tables.pool.host is not None  # an evicted block would be copied
         room = len(tables.pool.free) if only_free else tables.pool.available

@@ -80,7 +80,7 @@ class CompressedKernels:
 
 
 def compressors_of(attention: CompressedAttention) -> list[Compressor]:
-    """Of the entries, and of the indexer's keys."""
+    """The compressor of the entries, and that of the indexer's keys."""
     entries = [attention.compressor] if attention.compressor is not None else []
     return entries if attention.indexer is None else [*entries, attention.indexer.compressor]
 

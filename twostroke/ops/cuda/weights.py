@@ -31,7 +31,7 @@ ExpertWeight = CudaWeight | FourBits
 
 
 class SharedWeights(NamedTuple):
-    """Of an expert that every row takes."""
+    """The weights of an expert that every row takes."""
 
     gate_up: CudaWeight
     down: CudaWeight
@@ -123,7 +123,7 @@ def shape_of(weight: ExpertWeight) -> tuple[int, int]:
 
 
 def as_tensor(stored: Stored) -> Tensor:
-    """On the host, in the stored precision where torch has it."""
+    """The weight on the host, in the stored precision where torch has it."""
     if stored.format == "BF16":
         with warnings.catch_warnings():  # a mapped file is read-only, and so is what reads it here
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")

@@ -35,7 +35,7 @@ def encode_kv(x: Tensor, kv_format: KVFormat) -> tuple[Tensor, Tensor | None]:
 
 
 def _best_factor(x: Tensor) -> Tensor:
-    """Of eight factors from 1 to 2, the one by which a scale of fp8 should be larger than the largest element asks for.
+    """The best of eight factors from 1 to 2 by which a scale of fp8 should be larger than the largest element asks for.
     Steps of fp8 grow with the value, so it matters where the values fall between them. Factors are
     eighths: their products with codes are exact. Errors are squared and added as whole numbers of 1/64: the order of
     the sum does not matter."""

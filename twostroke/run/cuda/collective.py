@@ -24,10 +24,10 @@ class Collective(Protocol):
     """Every rank makes the same calls in the same order, with arrays of the same shapes."""
 
     def sum(self, part: Tensor) -> Tensor:
-        """Of what all ranks give, the same bits on each. It may use the memory of `part`."""
+        """The sum of what all ranks give, the same bits on each. It may use the memory of `part`."""
 
     def share(self, numbers: Tensor) -> None:
-        """Those of rank 0, on all ranks, in place."""
+        """Give all ranks the numbers of rank 0, in place."""
 
     def close(self) -> None:
         """Ends what waits for other ranks."""

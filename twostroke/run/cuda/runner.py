@@ -175,7 +175,7 @@ class CudaRunner:
         return Result(tuple(kept), details, seconds, handle.passes, handle.settled, handle.verified)
 
     def _wait(self, handle: Handle) -> float | None:
-        """Until the device is done. Returns the seconds that the step took, where the device measures them."""
+        """Wait until the device is done. Returns the seconds that the step took, where the device measures them."""
         if handle.done is None:
             return None
         if self.capturing and (not handle.done.query() or self.capturing[0][0].left_out > LEFT_OUT):
@@ -268,7 +268,7 @@ class CudaRunner:
         return True
 
     def _capture_more(self) -> None:
-        """Of the first graph that is not complete."""
+        """Capture more layers of the first graph that is not complete."""
         entry, capture = self.capturing.popleft()
         if entry.graph is not None:
             return  # drafts of a draft model have such a shape too, and were faster
@@ -383,7 +383,7 @@ class CudaRunner:
         return found, {hosted[index]: error for index, error in masks.errors.items()}
 
     def _with_newest(self, choice: Choice, newest: Tensor) -> Choice:
-        """With the token that is still in flight, if there is one."""
+        """The choice with the token that is still in flight, if there is one."""
         if len(choice.tokens) == choice.position:
             return choice
         return choice._replace(tokens=[*choice.tokens, int(newest[choice.request.row])])

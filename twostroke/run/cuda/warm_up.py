@@ -74,8 +74,8 @@ def resized(config: Config, settings: Resolved, model: Transformer, draft: Trans
 
 
 def compile_kernels(model: Transformer, settings: Resolved, first: int = 0, *, ahead: bool) -> None:
-    """Those of a prompt and of a stream, several at a time: each takes a good part of a second. first: the number of
-    the model's first layer in the KV cache. ahead: also those of all other steps."""
+    """Compile the kernels of a prompt and of a stream, several at a time: each takes a good part of a second. first:
+    the number of the model's first layer in the KV cache. ahead: also those of all other steps."""
     products = product_kernels(model, settings.max_batch_tokens, ahead)
     usual = [*attention_kernels(model, settings, first), *products, *token_kernels(model, ahead)]
     variants = variant_kernels(model, settings, first) if ahead else []
@@ -132,7 +132,7 @@ def kinds_of_attention(model: Transformer) -> list[int]:
 
 
 def attention_kernels(model: Transformer, settings: Resolved, first: int = 0) -> list[Task]:
-    """Of one layer for each kind of attention."""
+    """The kernels of one layer for each kind of attention."""
     ops = cuda_ops(model)
     storage = KVStorage(settings.layout, 2, settings.kv_dtype, ops.device)
     tasks: list[Task] = []
@@ -182,7 +182,8 @@ def latent_kernels(ops: CudaOps, attention: LatentAttention, kv: KVLayer, group:
 def compressed_kernels(
     ops: CudaOps, attention: CompressedAttention, kv: KVLayer, group: int, columns: int
 ) -> list[Task]:  # fmt: skip
-    """Of one row, as of any. columns: of the block tables, which decide whether entries are chosen."""
+    """The kernels of one row; any number of rows takes the same. columns: of the block tables, which decide whether
+    entries are chosen."""
 
     def attend() -> None:
         def zeros(width: int) -> torch.Tensor:
@@ -252,7 +253,7 @@ def kinds_of_layers(model: Transformer) -> list[Layer]:
 
 
 def plain_products(layer: Layer) -> list[PackedProduct]:
-    """Those that `linear` multiplies."""
+    """The products that `linear` multiplies."""
     return [product for product in layer.products() if product.name not in ("router", "key_up", "value_up")]
 
 
@@ -291,7 +292,8 @@ def rows_for(model: Transformer, width: int, rows: int) -> torch.Tensor:
 
 
 def token_kernels(model: Transformer, ahead: bool) -> list[Task]:
-    """From a token to the first row, and from logits to a token. ahead: also with filters, which take longest."""
+    """The kernels from a token to the first row, and from logits to a token. ahead: also with filters, which take
+    longest."""
     ops, arch = cuda_ops(model), model.arch
     numbers = torch.zeros(1, 2, dtype=torch.int32, device=ops.device)
     token, newest = numbers[0, :1], torch.zeros(1, dtype=torch.int32, device=ops.device)
@@ -363,7 +365,8 @@ def free_after_warm_up(model: Transformer, settings: Resolved) -> int:
 
 
 def run_largest_step(model: Transformer, ops: CudaOps, settings: Resolved) -> list[int]:
-    """As many requests and tokens as a step may have, in a cache of their own. Returns what they sampled."""
+    """Run a step with as many requests and tokens as a step may have, in a cache of their own. Returns the sampled
+    tokens."""
     requests = settings.max_requests
     tokens = max(1, settings.max_batch_tokens // requests)
     groups, columns = len(settings.layout.groups), -(-tokens // BLOCK)

@@ -101,7 +101,7 @@ def settings_document(service: Service) -> dict[str, Any]:
 
 
 def setting(service: Service, now: Resolved, name: str) -> dict[str, Any]:
-    """Its value, why it has it, and whether it can change while the engine runs."""
+    """A setting's value, the reason for it, and whether it can change while the engine runs."""
     if name in service.changed_settings:
         reason = "changed while running"
     elif name in service.given_settings:

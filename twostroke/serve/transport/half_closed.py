@@ -15,7 +15,7 @@ TCP_CLOSE = 7  # of the kernel's states: a reset has come
 
 
 def can_watch(transport: asyncio.BaseTransport) -> bool:
-    """Only Linux shows the state of a socket."""
+    """Whether the state of the socket can be seen: only Linux shows it."""
     sock = transport.get_extra_info("socket")
     return hasattr(socket, "TCP_INFO") and sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6)
 

@@ -76,7 +76,7 @@ Tile = tuple[int, int, int, int, int, bool]  # BLOCK_R, BLOCK_N, BLOCK_K, stages
 
 
 def tile_of(rows: int, n: int, dtype: torch.dtype) -> Tile:
-    """As measured on an H200. No choice here changes a bit."""
+    """The fastest tile, as measured on an H200. No choice here changes a bit."""
     if INTERPRETED:
         return 16, 64, 64, 2, 4, True  # the interpreter multiplies with a library, whose order may depend on the shape
     if dtype == torch.float32:

@@ -36,7 +36,7 @@ LAST_BODY = (11, 10, 13)  # those of the last pair: what the others leave
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FourBits:
-    """Of one expert."""
+    """The 4-bit weights of one expert."""
 
     codes: Tensor  # (out, slices · 16) int32
     scales: Tensor  # (out, slices) int32: four bytes for MXFP4; (out, slices · 4): scale, and least value above it

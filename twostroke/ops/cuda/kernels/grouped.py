@@ -194,7 +194,7 @@ def grouped_experts(
 
 
 class Kernels(NamedTuple):
-    """Of one of the two products."""
+    """The kernels of one of the two products."""
 
     floats: Any  # and codes of 8 bits
     codes: Any  # of 4 bits

@@ -22,8 +22,8 @@ def part_length(context, splits, TILE_N: tl.constexpr):
 
 @triton.jit
 def blocks_of(table, n0, end, BLOCK: tl.constexpr, TILE_N: tl.constexpr):
-    """Of the entries from n0 on. Looked up a tile ahead: the compiler would wait for what a tile looks up for itself
-    before it asks for the tile after it."""
+    """The blocks of the entries from n0 on. They are looked up a tile ahead: the compiler would wait for what a tile
+    looks up for itself before it asks for the tile after it."""
     places = n0 + tl.arange(0, TILE_N)
     return tl.load(table + places // BLOCK, mask=places < end, other=0)
 

@@ -139,7 +139,7 @@ def store_entry(
 
 
 def cache_strides(cache: KVLayer) -> tuple[int, ...]:
-    """Of blocks and tokens, and of blocks and groups of the scales, where there are any."""
+    """The strides of blocks and tokens; then those of the scales' blocks and groups, where there are scales."""
     scales = (0, 0) if cache.key_scales is None else cache.key_scales.stride()[:2]
     return cache.keys.stride(0), cache.keys.stride(2), *scales
 

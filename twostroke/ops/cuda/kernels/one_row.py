@@ -126,7 +126,7 @@ def as_narrow(
 
 @triton.jit
 def largest_of(x, W: tl.constexpr, ROUNDS: tl.constexpr):
-    """Of every segment, (ROUNDS · W · 4,)."""
+    """The largest magnitude of every segment, (ROUNDS · W · 4,)."""
     return tl.maximum(tl.max(tl.reshape(tl.abs(x), (ROUNDS * W * 4, 64)), axis=1), 1e-30)
 
 
@@ -322,7 +322,7 @@ class RowForm(NamedTuple):
 
 
 def form_for(fmt: int, segments: int) -> RowForm:
-    """As measured on an H200, in whole steps (benchmarks/gpu_products.py)."""
+    """The fastest form, as measured on an H200 in whole steps (benchmarks/gpu_products.py)."""
     wide = segments <= 64
     return RowForm(8, 2, 1, 2) if wide else RowForm(16, 1, 1, 1)
 

@@ -201,7 +201,8 @@ def split_for(tiles: int, kv_heads: int, rows: int, context: int) -> int:
     """Programs that share one tile's context: the power of two that keeps all multiprocessors busy longest."""
 
     def cost(splits: int) -> float:
-        """In units of the time that one of two programs on a multiprocessor takes for a whole context."""
+        """The time of so many splits, in units of the time that one of two programs on a multiprocessor takes for a
+        whole context."""
         rounds, rest = divmod(tiles * kv_heads * splits, 2 * PROCESSORS)
         last = 0.0 if rest == 0 else LONE if rest <= PROCESSORS else 1.0
         return (rounds + last) / splits + splits * rows / (6 * context)  # partial results are written, read and merged

@@ -15,8 +15,8 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def load_sinks(sinks_ptr, heads):
-    """Of these query heads, as kernels count scores: times log2 e. No kernel writes sinks, so they can be loaded before
-    the kernel before has ended."""
+    """The sinks of these query heads, as kernels count scores: times log2 e. No kernel writes sinks, so they can be
+    loaded before the kernel before has ended."""
     return tl.load(sinks_ptr + heads) * LOG2E
 
 

@@ -330,7 +330,7 @@ def tall_attention(
     requests: int, listed: Tensor | None, splits: int, fused: bool, scale: int = 1,
     shared: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """As decode_attention, over int8 or fp8."""
+    """`decode_attention` over int8 or fp8 K and V."""
     dim, share = attention.head_dim, attention.heads // attention.kv_heads
     wide = max(32, triton.next_power_of_2(dim))
     rope, qn, kn = attention.rope, attention.query_norm, attention.key_norm
