@@ -383,9 +383,11 @@ def test_servers_share_their_evidence(store: AnswerStore) -> None:
 
 
 def test_a_late_lookup_counts_until_the_answer_begins() -> None:
+    asked_for = threading.Semaphore(0)
+
     class Slow(Afar):
         def exact(self, key: bytes) -> bytes | None:
-            time.sleep(0.1)
+            assert asked_for.acquire(timeout=60)
             return super().exact(key)
 
     cache = AnswerCache(CacheOptions("exact", deadline=0.005), Slow(None, 10), SECRET)
@@ -395,6 +397,7 @@ def test_a_late_lookup_counts_until_the_answer_begins() -> None:
     async def scene(begins: bool) -> Looked:
         looked = await cache.lookup(query)
         assert looked.found is None and looked.late is not None
+        asked_for.release()
         begun = asyncio.get_running_loop().create_future()
         if begins:
             begun.set_result(None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.fakes import BLOCK_BYTES, FakeTransport, Fault
-from tests.cluster.pairs import GREEDY, PEERS, REAL, Pair, all_back, answer, moved, run_pair
-from tests.cluster.test_faults import FAULTS, kill, until
+from tests.cluster.pairs import GREEDY, PEERS, REAL, Pair, all_back, answer, held_prompts, moved, run_pair
+from tests.cluster.test_faults import FAULTS, kill
 from tests.cluster.test_pair import Alone
+from tests.waiting import until
 from twostroke.cluster.flight import Flight
 from twostroke.cluster.holder import Copy
 from twostroke.kv.addresses import Name
@@ -122,19 +124,25 @@ def test_what_the_decode_worker_has_forgotten_is_sent_with_the_request(llama_fol
 
 
 @pytest.mark.parametrize("transport", REAL)
-def test_two_processes(llama_folder: Path, llama_alone: Alone, transport: type) -> None:
+def test_two_processes(
+    llama_folder: Path, llama_alone: Alone, transport: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     want = llama_alone.answer(prompt(2, 240))
 
     async def scenario(engine: AsyncEngine, pair: Pair) -> None:
-        assert await answer(engine, prompt(2, 240)) == want
+        running = asyncio.ensure_future(answer(engine, prompt(2, 240)))
+        await until(lambda: pair.counts.early >= 2, "no block came while the prompt was computed")
+        go_on()
+        assert await running == want
         await moved(pair)
         assert pair.counts.blocks == 15 and pair.counts.early >= 2 and not pair.counts.failed
         await all_back(engine, pair)
         child = pair.prefill.worker.engine.child
         assert child is not None
-        await until(lambda: not segments(os.getpid()) and not segments(child.process.pid))  # else one stays open
+        await until(lambda: not segments(os.getpid()) and not segments(child.process.pid), "a segment stays open")
 
-    run_pair(llama_folder, scenario, lambda: transport(PEERS), "process", prefill={"max_batch_tokens": 16})
+    with held_prompts(monkeypatch, tmp_path / "hold", 64) as go_on:
+        run_pair(llama_folder, scenario, lambda: transport(PEERS), "process", prefill={"max_batch_tokens": 16})
 
 
 def segments(pid: int) -> list[str]:
@@ -169,7 +177,7 @@ def test_parcels_that_are_lost_cost_time_and_no_token(llama_folder: Path, llama_
         assert pair.counts.done == len(faults) and pair.counts.blocks == 10 * len(faults)
         assert not pair.counts.failed and len(set(happened)) == len(faults) and pair.counts.early < 8 * len(faults)
 
-    run_pair(llama_folder, scenario, lambda: transport, prefill=CHUNKS, transfer_seconds=3.0)
+    run_pair(llama_folder, scenario, lambda: transport, prefill=CHUNKS, transfer_seconds=6.0)
 
 
 def test_a_prefill_process_is_killed_while_its_blocks_travel(llama_folder: Path, llama_alone: Alone) -> None:
@@ -180,13 +188,13 @@ def test_a_prefill_process_is_killed_while_its_blocks_travel(llama_folder: Path,
     async def scenario(engine: AsyncEngine, pair: Pair) -> None:
         transport.gate.clear()
         running = asyncio.ensure_future(answer(engine, prompt(3, 240)))
-        await until(lambda: transport.fetched)
+        await until(lambda: transport.fetched, "nothing was fetched")
         kill(pair.prefill.worker.engine)
-        await until(lambda: pair.prefill.losses == 1)
+        await until(lambda: pair.prefill.losses == 1, "its death was not seen")
         transport.gate.set()
         assert await running == want
         holder = pair.prefill.worker.holder
-        await until(lambda: not pair.parcels._tasks)
+        await until(lambda: not pair.parcels._tasks, "parcels are left")
         assert pair.prefill.losses == 1
         assert not holder._copies and not holder._tickets and holder.leases.ended.keys() <= {"failed"}
         assert pair.counts.early == 0 and transport.open == 0
@@ -201,9 +209,9 @@ def test_a_decode_process_is_killed_while_blocks_come(llama_folder: Path, llama_
     async def scenario(engine: AsyncEngine, pair: Pair) -> None:
         transport.gate.clear()
         running = asyncio.ensure_future(answer(engine, prompt(4, 240)))
-        await until(lambda: transport.fetched)
+        await until(lambda: transport.fetched, "nothing was fetched")
         kill(pair.decode.worker.engine)
-        await until(lambda: pair.decode.losses == 1)
+        await until(lambda: pair.decode.losses == 1, "its death was not seen")
         transport.gate.set()
         assert await running == want
         assert pair.decode.losses == 1
@@ -212,13 +220,15 @@ def test_a_decode_process_is_killed_while_blocks_come(llama_folder: Path, llama_
 
 
 def test_a_prompt_that_is_aborted_leaves_no_parcel(llama_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    transport = FakeTransport(lambda: Fault(delay=0.05))
-    delay_steps(monkeypatch, lambda state, copied: time.sleep(0.1))
+    """While it is computed: after its first blocks no step begins before it is aborted."""
+    transport, aborted = FakeTransport(lambda: Fault(delay=0.05)), threading.Event()
+    delay_steps(monkeypatch, lambda state, copied: copied and aborted.wait(60))
 
     async def scenario(engine: AsyncEngine, pair: Pair) -> None:
         stream = engine.submit([prompt(5, 240)], GREEDY)
-        await until(lambda: transport.fetched)
+        await until(lambda: transport.fetched, "nothing was fetched")
         stream.close()
+        aborted.set()
         assert [piece.event.finish_reason async for piece in stream][-1] == "abort"
 
     run_pair(llama_folder, scenario, lambda: transport, prefill=CHUNKS)

@@ -7,7 +7,6 @@ import os
 import random
 import signal
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ import pytest
 from tests.cluster.fakes import FakeTransport, Fault
 from tests.cluster.pairs import GREEDY, PEERS, REAL, Pair, all_back, answer, held_answers, moved, run_pair
 from tests.cluster.test_pair import PROMPT, Alone
+from tests.waiting import until
 from twostroke.cluster.pools import GONE, NO_RETRY
 from twostroke.cluster.sockets import SharedMemoryTransport
 from twostroke.ops.interface import BLOCK
@@ -168,11 +168,6 @@ def kill(engine: object, how: int = signal.SIGKILL) -> None:
     os.kill(engine.child.process.pid, how)
 
 
-async def until(condition: Callable[[], object]) -> None:
-    while not condition():
-        await asyncio.sleep(0.002)
-
-
 SLOW = """
 import time, twostroke.remote.loop as loop
 def slow(self, step=loop.EngineLoop._step):
@@ -191,19 +186,19 @@ def test_a_prefill_process_is_killed(llama_folder: Path, llama_alone: Alone, mon
 
     async def strike(engine: AsyncEngine, pair: Pair, turn: int) -> None:
         """While it has a prompt, or after that."""
-        await until(lambda: pair.prefill.worker.engine.healthy)
+        await until(lambda: pair.prefill.worker.engine.healthy, "it was not started again")
         second = asyncio.ensure_future(answer(engine, others[turn]))
-        await until(lambda: pair.prefill.counts.running or second.done())
+        await until(lambda: pair.prefill.counts.running or second.done(), "the prompt is not computed")
         kill(pair.prefill.worker.engine)
         assert await second == want[1][turn]
-        await until(lambda: pair.prefill.losses == 2 + turn)
+        await until(lambda: pair.prefill.losses == 2 + turn, "its death was not seen")
 
     async def scenario(engine: AsyncEngine, pair: Pair) -> None:
         first = asyncio.ensure_future(answer(engine, PROMPT[:31]))
         transport.gate.clear()
-        await until(lambda: transport.fetched)
+        await until(lambda: transport.fetched, "nothing was fetched")
         kill(pair.prefill.worker.engine)
-        await until(lambda: pair.prefill.losses == 1)
+        await until(lambda: pair.prefill.losses == 1, "its death was not seen")
         transport.gate.set()
         assert await first == want[0]
         await moved(pair)
@@ -226,21 +221,21 @@ def test_a_decode_process_is_killed(
 
     async def scenario(engine: AsyncEngine, pair: Pair) -> None:
         streams = [asyncio.ensure_future(answer(engine, prompt, LONG)) for prompt in prompts(3)]
-        await until(lambda: sum(len(flight.written) for flight in pair.flights.values()) > 60)
+        await until(lambda: sum(len(flight.written) for flight in pair.flights.values()) > 60, "nothing was written")
         kill(pair.decode.worker.engine)
         go_on()
         assert [await stream for stream in streams] == want
         assert pair.resumed >= 1 and pair.restarts == 0
+        await until(lambda: pair.decode.worker.engine.healthy, "it was not started again")  # else it may come between
         hold.touch()
         lost = engine.submit(prompts(2), LONG)
-        await until(lambda: any(flight.written for flight in pair.flights.values()))
+        await until(lambda: any(flight.written for flight in pair.flights.values()), "nothing was written")
         for side in (pair.prefill, pair.decode):
-            if side.up:
-                kill(side.worker.engine)
+            kill(side.worker.engine)
         go_on()
         pieces = [piece async for piece in lost]
         assert [piece.event.error for piece in pieces if piece.event.finish_reason is not None] == [ENGINE_GONE] * 2
-        await until(lambda: pair.prefill.worker.engine.healthy and pair.decode.worker.engine.healthy)
+        await until(lambda: pair.prefill.usable and pair.decode.usable, "they were not started again")
         assert await answer(engine, prompts(1)[0], LONG) == want[0]
 
     hold = tmp_path / "hold"
@@ -263,18 +258,22 @@ def test_an_answer_without_retry_ends_with_an_error(
     async def scenario(engine: AsyncEngine, pair: Pair) -> None:
         first = asyncio.ensure_future(ended(engine, prompts(1)[0]))
         second = asyncio.ensure_future(answer(engine, prompts(2)[1], LONG))
-        await until(lambda: [len(flight.written) > 30 for flight in pair.flights.values()] == [True, True])
+        await until(
+            lambda: [len(flight.written) > 30 for flight in pair.flights.values()] == [True, True],
+            "the answers have not begun",
+        )
         kill(pair.decode.worker.engine)
         go_on()
         tokens, errors = await first
         assert tokens == list(want[0][0][0])[: len(tokens)] and len(tokens) > 30 and errors == [NO_RETRY]
         assert await second == want[1]
-        await until(lambda: pair.decode.worker.engine.healthy)
+        await until(lambda: pair.decode.usable, "it was not started again")
         third = asyncio.ensure_future(ended(engine, prompts(3)[2]))
         assert await third == (list(want[2][0][0]), [None])
 
-    with held_answers(monkeypatch, tmp_path / "hold") as go_on:
-        run_pair(llama_folder, scenario, lambda: SharedMemoryTransport(PEERS), "process")
+    off = {"speculate": "off"}  # both answers grow by one token in each step
+    with held_answers(monkeypatch, tmp_path / "hold", answers=2) as go_on:
+        run_pair(llama_folder, scenario, lambda: SharedMemoryTransport(PEERS), "process", prefill=off, decode=off)
 
 
 # ---- storms ----------------------------------------------------------------------------------------------------------
@@ -327,7 +326,7 @@ def test_processes_that_are_killed_and_stopped_again_and_again(
 
     async def scenario(engine: AsyncEngine, pair: Pair) -> None:
         for _ in range(8):
-            await until(lambda: pair.prefill.worker.engine.healthy and pair.decode.worker.engine.healthy)
+            await until(lambda: pair.prefill.usable and pair.decode.usable, "they were not started again")
             running = [asyncio.ensure_future(one(engine, prompt)) for prompt in prompts(6)]
             await asyncio.sleep(rng.random() * 0.4)
             side = rng.choice([pair.prefill, pair.decode])

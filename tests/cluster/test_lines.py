@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 import twostroke
-from tests.cluster.pairs import NAMES, SECRET, SETTINGS, all_back, answer, held_answers, moved
+from tests.cluster.pairs import NAMES, SECRET, SETTINGS, all_back, answer, held_answers, held_prompts, moved
 from tests.cluster.test_faults import LONG, prompts
 from tests.cluster.test_pair import PROMPT, SAMPLED, Alone
+from tests.waiting import until
 from twostroke.cluster import agent
 from twostroke.cluster.agent import Agent, Post, join, shared_memory
 from twostroke.cluster.channel import derive
@@ -114,7 +115,9 @@ def test_workers_join_and_share_requests(llama_folder: Path, llama_alone: Alone)
     run_lines(llama_folder, PAIR, scenario)
 
 
-def test_blocks_travel_before_their_requests(llama_folder: Path, llama_alone: Alone) -> None:
+def test_blocks_travel_before_their_requests(
+    llama_folder: Path, llama_alone: Alone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Those of a prompt that is computed, and those of a beginning that another worker has."""
     many = [[*PROMPT, *PROMPT, number] for number in (5, 9)]
     want = [llama_alone.answer(prompt) for prompt in many]
@@ -123,7 +126,10 @@ def test_blocks_travel_before_their_requests(llama_folder: Path, llama_alone: Al
         first, second = pools.members["prefill-0"], pools.members["prefill-1"]
         first.speed.token, second.speed.token = 1e-5, 1.0
         pools._stale.update({first: None, second: None})
-        assert await answer(engine, many[0]) == want[0]
+        running = asyncio.ensure_future(answer(engine, many[0]))
+        await until(lambda: pools.counts.early >= 2, "no block came while the prompt was computed")
+        go_on()
+        assert await running == want[0]
         await moved(pools)
         assert pools.counts.early >= 2 and pools.counts.blocks == 10 and not pools.counts.failed
         first.speed.token, first.queued, second.speed.token = 1e-5, 10**8, 1.0  # it would take long there
@@ -134,7 +140,8 @@ def test_blocks_travel_before_their_requests(llama_folder: Path, llama_alone: Al
         first.queued = 0
 
     roles = {"prefill-0": Role.PREFILL, "prefill-1": Role.PREFILL, "decode-0": Role.DECODE}
-    run_lines(llama_folder, roles, scenario, max_batch_tokens=32)
+    with held_prompts(monkeypatch, tmp_path / "hold", 64) as go_on:
+        run_lines(llama_folder, roles, scenario, max_batch_tokens=32)
 
 
 def test_a_worker_whose_line_is_cut_joins_again(
@@ -145,8 +152,7 @@ def test_a_worker_whose_line_is_cut_joins_again(
 
     async def scenario(engine: AsyncEngine, pools: Lines) -> None:
         streams = [asyncio.ensure_future(answer(engine, prompt, LONG)) for prompt in prompts(3)]
-        while sum(len(flight.written) for flight in pools.flights.values()) < 60:
-            await asyncio.sleep(0.002)
+        await until(lambda: sum(len(flight.written) for flight in pools.flights.values()) >= 60, "nothing was written")
         pools.agents[1].line.close()
         go_on()
         await asyncio.wait((pools.tasks[1],))
@@ -154,8 +160,7 @@ def test_a_worker_whose_line_is_cut_joins_again(
         assert pools.resumed >= 1 and pools.restarts == 0
         assert engine.intake.settings.max_requests == pools.members["prefill-0"].worker.ready.settings.max_requests
         pools.place(1)
-        while not pools.members["decode-0"].usable:
-            await asyncio.sleep(0.01)
+        await until(lambda: pools.members["decode-0"].usable, "it has not joined again")
         before = pools.counts.done
         assert await answer(engine, prompts(1)[0], LONG) == want[0]
         await moved(pools)
@@ -175,8 +180,7 @@ def test_what_a_stopped_engine_has_goes_on_elsewhere(
 
     async def scenario(engine: AsyncEngine, pools: Lines) -> None:
         streams = [asyncio.ensure_future(answer(engine, prompt, LONG)) for prompt in prompts(3)]
-        while sum(len(flight.written) for flight in pools.flights.values()) < 30:
-            await asyncio.sleep(0.002)
+        await until(lambda: sum(len(flight.written) for flight in pools.flights.values()) >= 30, "nothing was written")
         pid = pools.pid(1)
         os.kill(pid, signal.SIGSTOP)
         go_on()

@@ -20,9 +20,10 @@ import pytest
 
 from tests.cluster.pairs import OVER_NIXL, PEERS, NixlTransport, Pair, all_back, answer, moved, needs_nixl, run_pair
 from tests.cluster.rays import run_deployment
-from tests.cluster.test_faults import prompts, until
+from tests.cluster.test_faults import prompts
 from tests.cluster.test_pair import PROMPT, Alone
 from tests.cluster.test_ray import shape
+from tests.waiting import until
 from twostroke.cluster.deployment import Deployment
 from twostroke.cluster.sockets import TcpTransport
 from twostroke.cluster.transports import FittingTransport, direct_reads, fitting_transport
@@ -339,7 +340,7 @@ def test_a_holder_that_is_gone(
         assert fetched
         if how is signal.SIGSTOP:
             os.kill(child.process.pid, signal.SIGCONT)
-        await until(lambda: pair.prefill.worker.engine.healthy)
+        await until(lambda: pair.prefill.usable, "it was not started again")
         assert await answer(engine, PROMPT[:70]) == llama_alone.answer(PROMPT[:70])
         await asyncio.wait_for(all_back(engine, pair), 30)
 

@@ -234,10 +234,10 @@ def test_routes_know_when_a_first_token_is_due(llama_folder: Path, monkeypatch: 
 
     async def scenario(engine: AsyncEngine, pair: Pair) -> None:
         await answer(engine, PROMPT)
-        await answer(engine, PROMPT, replace(GREEDY, deadline=50.0))
-        pair.ttft = 9.0
+        await answer(engine, PROMPT, replace(GREEDY, deadline=5000.0))
+        pair.ttft = 900.0
         await answer(engine, PROMPT)
-        assert due[0] == inf and 40 < due[1] < 50 and 8 < due[2] < 9
+        assert due[0] == inf and 4900 < due[1] < 5000 and 800 < due[2] < 900
 
     run_pair(llama_folder, scenario)
 

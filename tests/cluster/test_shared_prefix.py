@@ -10,8 +10,9 @@ import pytest
 
 from tests.cluster.fakes import FakeTransport, Fault
 from tests.cluster.pairs import GREEDY, PEERS, SETTINGS, all_back, answer, client, moved
-from tests.cluster.test_faults import FAULTS, kill, until
+from tests.cluster.test_faults import FAULTS, kill
 from tests.cluster.test_pair import Alone
+from tests.waiting import until
 from twostroke.cluster.pools import Pools, Seat
 from twostroke.cluster.router import Role
 from twostroke.cluster.sockets import SharedMemoryTransport
@@ -66,7 +67,7 @@ def run_three(
             await asyncio.wait_for(scenario(engine, three), 600)
             three.prefill_at("p0")
             await asyncio.wait_for(all_back(engine, three), 300)
-            await asyncio.wait_for(until(lambda: not three.parcels._tasks), 300)
+            await until(lambda: not three.parcels._tasks, "parcels are left")
         finally:
             await engine.stop()
 
@@ -142,14 +143,14 @@ def test_a_caller_leaves_and_the_holder_dies_while_a_beginning_comes(llama_folde
         transport.fault = lambda: Fault(delay=0.3)
         three.prefill_at("p1")
         stream = engine.submit([prompts[1]], PARAMS)
-        await until(lambda: transport.fetched)
+        await until(lambda: transport.fetched, "nothing was fetched")
         stream.close()
         assert [piece.event.finish_reason async for piece in stream] == ["abort"]
         transport.fetched.clear()
         running = asyncio.ensure_future(answer(engine, prompts[2], PARAMS))
-        await until(lambda: transport.fetched)
+        await until(lambda: transport.fetched, "nothing was fetched")
         kill(three.members["p0"].worker.engine)
         assert await running == llama_alone.answer(prompts[2], PARAMS)
-        await until(lambda: three.members["p0"].losses == 1)
+        await until(lambda: three.members["p0"].losses == 1, "its death was not seen")
 
     run_three(llama_folder, scenario, lambda: transport, "process")

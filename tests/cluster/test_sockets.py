@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from tests.cluster.fakes import BLOCK_BYTES, Shelf
 from tests.cluster.pairs import PEERS, SOCKETS
+from tests.waiting import until
 from twostroke.cluster import channel as channels
 from twostroke.cluster import session, sockets
 from twostroke.cluster.channel import HEADER, Channel, derive
@@ -56,11 +57,6 @@ def descriptors() -> set[tuple[str, str]]:
     return found
 
 
-async def until(condition: Callable[[], object]) -> None:
-    while not condition():
-        await asyncio.sleep(0.01)
-
-
 @every
 @pytest.mark.parametrize("block_bytes", [BLOCK_BYTES, 100_000])  # one frame, and several
 def test_blocks_arrive_as_they_were_sent(kind: type[SocketTransport], block_bytes: int) -> None:
@@ -89,7 +85,7 @@ def test_a_side_that_dies_ends_the_transfer(kind: type[SocketTransport]) -> None
     async def scenario(transport: SocketTransport, address: str) -> None:
         incoming = await transport.connect(address, TICKET)
         incoming.channel.close()  # as the end of its process does
-        await until(lambda: shelf.ended == [(TICKET, False)])
+        await until(lambda: shelf.ended == [(TICKET, False)], "its end was not seen")
         other = await transport.connect(address, bytes(16))
         await transport.close()
         with pytest.raises(TransferError):

@@ -11,6 +11,7 @@ import pytest
 from tests.cluster.fakes import FakeTransport, Fault
 from tests.cluster.pairs import GREEDY, Pair, moved, run_pair
 from tests.cluster.test_pair import PROMPT
+from tests.measured import measured
 from twostroke.cluster.flight import Flight
 from twostroke.metrics.timeline import Facts, Timeline
 from twostroke.remote.async_engine import AsyncEngine
@@ -19,6 +20,7 @@ from twostroke.sampling import SamplingParams
 from twostroke.types import Event, Request
 
 LONG = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+STEP = EngineLoop._step
 
 
 async def timeline_of(engine: AsyncEngine, prompt: list[int], params: SamplingParams = GREEDY) -> Timeline:
@@ -28,15 +30,15 @@ async def timeline_of(engine: AsyncEngine, prompt: list[int], params: SamplingPa
     return stream.answers[0].sample.timeline
 
 
+@measured
 def test_the_way_of_the_blocks_is_told_from_the_wait_for_a_place(
     llama_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The decode engine has one place. The second request waits there while the first one is written."""
-    step = EngineLoop._step
 
     def slow(self: EngineLoop) -> list[Event]:
         time.sleep(0.02 if self.settings.max_requests == 1 else 0.0)
-        return step(self)
+        return STEP(self)
 
     monkeypatch.setattr(EngineLoop, "_step", slow)
     prompts = [PROMPT, PROMPT[::-1]]
