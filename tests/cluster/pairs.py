@@ -106,43 +106,30 @@ def run_pair(
 HOLD = """
 import os, time, twostroke.remote.loop as loop
 def hold(self, step=loop.EngineLoop._step):
-    if os.path.exists({path!r}) and ({condition}):
+    running = self.core.scheduler.running.values()
+    enough = {tokens} if len(running) >= {answers} else 2
+    if os.path.exists({path!r}) and any(one.output_length >= enough for one in running):
         time.sleep(0.005)
         return []  # no step: it takes messages meanwhile
     return step(self)
 loop.EngineLoop._step = hold
 """
-LONG_ENOUGH = """any(
-    one.output_length >= ({tokens} if len(self.core.scheduler.running) >= {answers} else 2)
-    for one in self.core.scheduler.running.values()
-)"""
-GIVEN = "any(first >= {tokens} for _, first in self.blocks.followed.values())"
 
 
 @contextlib.contextmanager
-def held(monkeypatch: pytest.MonkeyPatch, path: Path, condition: str) -> Iterator[Callable[[], None]]:
-    """Engine processes that are started now make no step while the condition holds, until the function is called that
-    this gives: what happens meanwhile happens in the middle, however slow or fast this process is."""
+def held_answers(
+    monkeypatch: pytest.MonkeyPatch, path: Path, tokens: int = 80, answers: int = 1
+) -> Iterator[Callable[[], None]]:
+    """Engine processes that are started now write so many tokens of an answer and wait, until the function is called
+    that this gives: what happens meanwhile happens in the middle of the answer, however slow this process is. answers:
+    none goes far before so many are written at once."""
     path.touch()
-    monkeypatch.setattr(process, "BOOT", HOLD.format(path=str(path), condition=condition) + process.BOOT)
+    code = HOLD.format(path=str(path), tokens=tokens, answers=answers)
+    monkeypatch.setattr(process, "BOOT", code + process.BOOT)
     try:
         yield lambda: path.unlink(missing_ok=True)
     finally:
         path.unlink(missing_ok=True)
-
-
-def held_answers(
-    monkeypatch: pytest.MonkeyPatch, path: Path, tokens: int = 80, answers: int = 1
-) -> contextlib.AbstractContextManager[Callable[[], None]]:
-    """They write so many tokens of an answer and wait. answers: none goes far before so many are written at once."""
-    return held(monkeypatch, path, LONG_ENOUGH.format(tokens=tokens, answers=answers))
-
-
-def held_prompts(
-    monkeypatch: pytest.MonkeyPatch, path: Path, tokens: int
-) -> contextlib.AbstractContextManager[Callable[[], None]]:
-    """They compute and give so many tokens of a prompt for another engine and wait."""
-    return held(monkeypatch, path, GIVEN.format(tokens=tokens))
 
 
 async def moved(pair: Pools) -> None:

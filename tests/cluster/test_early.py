@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.fakes import BLOCK_BYTES, FakeTransport, Fault
-from tests.cluster.pairs import GREEDY, PEERS, REAL, Pair, all_back, answer, held_prompts, moved, run_pair
+from tests.cluster.pairs import GREEDY, PEERS, REAL, Pair, all_back, answer, moved, run_pair
 from tests.cluster.test_faults import FAULTS, kill
 from tests.cluster.test_pair import Alone
 from tests.waiting import until
@@ -124,16 +124,11 @@ def test_what_the_decode_worker_has_forgotten_is_sent_with_the_request(llama_fol
 
 
 @pytest.mark.parametrize("transport", REAL)
-def test_two_processes(
-    llama_folder: Path, llama_alone: Alone, transport: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_processes(llama_folder: Path, llama_alone: Alone, transport: type) -> None:
     want = llama_alone.answer(prompt(2, 240))
 
     async def scenario(engine: AsyncEngine, pair: Pair) -> None:
-        running = asyncio.ensure_future(answer(engine, prompt(2, 240)))
-        await until(lambda: pair.counts.early >= 2, "no block came while the prompt was computed")
-        go_on()
-        assert await running == want
+        assert await answer(engine, prompt(2, 240)) == want
         await moved(pair)
         assert pair.counts.blocks == 15 and pair.counts.early >= 2 and not pair.counts.failed
         await all_back(engine, pair)
@@ -141,8 +136,7 @@ def test_two_processes(
         assert child is not None
         await until(lambda: not segments(os.getpid()) and not segments(child.process.pid), "a segment stays open")
 
-    with held_prompts(monkeypatch, tmp_path / "hold", 64) as go_on:
-        run_pair(llama_folder, scenario, lambda: transport(PEERS), "process", prefill={"max_batch_tokens": 16})
+    run_pair(llama_folder, scenario, lambda: transport(PEERS), "process", prefill={"max_batch_tokens": 16})
 
 
 def segments(pid: int) -> list[str]:
