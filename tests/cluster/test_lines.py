@@ -163,7 +163,7 @@ def test_a_worker_whose_line_is_cut_joins_again(
         assert steps >= 100, "what a lost worker has counted stays"
 
     with held_answers(monkeypatch, tmp_path / "hold") as go_on:
-        run_lines(llama_folder, PAIR, scenario)
+        run_lines(llama_folder, PAIR, scenario, speculate="off")
 
 
 @pytest.mark.slow
