@@ -19,6 +19,7 @@ import pytest
 
 from tests.cluster.pairs import SETTINGS, all_back
 from tests.serve.server import children, command_line, wait_until
+from tests.waiting import until
 from twostroke.cluster import placement
 from twostroke.cluster.deployment import Deployment, DeploymentPlan
 from twostroke.remote.async_engine import AsyncEngine
@@ -130,7 +131,7 @@ class Standing(Generic[D]):
     async def _run(self, scenario: Callable[[AsyncEngine, D], Awaitable[None]], seconds: float) -> None:
         engine, deployment = self.engine, self.deployment
         assert engine is not None
-        await asyncio.wait_for(all_up(deployment), 600)
+        await all_up(deployment, 600)
         try:
             await asyncio.wait_for(scenario(engine, deployment), seconds)
         except TimeoutError:
@@ -164,9 +165,8 @@ def engine_pid(deployment: Deployment, name: str) -> int:
     raise EngineError("there is no engine process")
 
 
-async def all_up(deployment: Deployment) -> None:
-    while not all(member.usable for member in deployment.members.values()):
-        await asyncio.sleep(0.05)
+async def all_up(deployment: Deployment, seconds: float = 300) -> None:
+    await until(lambda: all(one.usable for one in deployment.members.values()), "workers are not back", seconds)
 
 
 def tree(pid: int) -> set[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from tests.engine.test_exactness import BASE, make_rows_free, result
 from tests.engine.test_exchange import KEY, PROMPT, asked, finish
 from tests.grammar.test_tools import TOOLS, calls_in
 from tests.remote.engines import answer, healthy, run
+from tests.waiting import until
 from twostroke import LLM, ConfigError, ModelError, SamplingParams
 from twostroke.config import make_config
 from twostroke.draft.rates import MODEL
@@ -228,8 +228,7 @@ def test_in_a_child_process_that_ends_and_starts_again(llama_pair, plain) -> Non
         assert await answer(engine, PROMPT) == want
         first = engine.client.child
         first.process.kill()
-        while engine.client.child is first:
-            await asyncio.sleep(0.01)
+        await until(lambda: engine.client.child is not first, "its death was not seen")
         await healthy(engine)
         assert await answer(engine, PROMPT) == want
 

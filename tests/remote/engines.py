@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+from tests.waiting import until
 from twostroke.remote.async_engine import AsyncEngine
 from twostroke.remote.client import EngineClient
 from twostroke.remote.process import Patience, ProcessEngine
@@ -47,8 +48,7 @@ def run(
 
 
 async def healthy(engine: AsyncEngine) -> None:
-    while not engine.client.healthy:
-        await asyncio.sleep(0.02)
+    await until(lambda: engine.client.healthy, "the engine was not started again")
 
 
 async def answer(engine: AsyncEngine, tokens: list[int], params: SamplingParams = GREEDY) -> list[int]:

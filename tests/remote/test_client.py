@@ -10,6 +10,7 @@ import pytest
 
 from tests import tiny
 from tests.remote.engines import CLIENTS, GREEDY, SETTINGS, answer, run
+from tests.waiting import until
 from twostroke.config import make_config
 from twostroke.engine.build import build_engine
 from twostroke.engine.intake import COUNTER_BITS, RequestIds
@@ -54,8 +55,7 @@ def test_the_same_tokens_as_in_process(llama_folder: Path, client: str) -> None:
             assert (timeline.chunks, timeline.prompt_tokens) == (theirs.timeline.chunks, theirs.timeline.prompt_tokens)
         scores = [stream.prompt_logprobs[0].get(position) for position in range(len(here.prompt_token_ids))]
         assert scores == here.prompt_logprobs
-        while engine.in_flight:  # what a stop string ended here ends there a moment later
-            await asyncio.sleep(0.01)
+        await until(lambda: not engine.in_flight, "what a stop string ended here has not ended there")
         assert engine.admission.samples == engine.admission.blocks == 0
 
     run(llama_folder, scenario, client=client)
@@ -99,8 +99,7 @@ def test_a_slow_reader_is_given_up(llama_folder: Path, monkeypatch: pytest.Monke
 
     async def scenario(engine: AsyncEngine) -> None:
         unread = engine.submit([[5, 6, 7]], SamplingParams(max_tokens=400, ignore_eos=True))
-        while engine.in_flight:
-            await asyncio.sleep(0.02)
+        await until(lambda: not engine.in_flight, "the slow reader was not given up")
         pieces = await unread.take()
         assert sum(len(piece.event.token_ids) for piece in pieces) < 60
         assert pieces[-1].event.finish_reason == "error" and pieces[-1].event.error == stream.SLOW_READER
@@ -120,8 +119,7 @@ def test_a_closed_stream_ends_in_the_engine(long_folder: Path, client: str) -> N
         pieces = [piece async for piece in left]
         assert sorted(piece.choice for piece in pieces if piece.event.finish_reason == "abort") == [0, 1]
         assert engine.in_flight == engine.admission.samples == 0
-        while engine.counts.running:
-            await asyncio.sleep(0.01)
+        await until(lambda: not engine.counts.running, "the engine goes on")
         assert engine.counts.blocks_free + engine.counts.blocks_cached == engine.counts.blocks_total
 
     run(long_folder, scenario, client=client, speculate="off")
@@ -288,10 +286,6 @@ def test_blocks_of_a_look_up_that_was_given_up_are_freed(llama_folder: Path, cli
         while late and not any(future.done() for future in blocks._questions.values()):
             await asyncio.sleep(0)
         waiting.cancel()
-        for _ in range(500):
-            if any(isinstance(message, Opened) for message in sent):
-                return
-            await asyncio.sleep(0.01)
-        raise AssertionError("the engine keeps the copied blocks")
+        await until(lambda: any(isinstance(one, Opened) for one in sent), "the engine keeps the copied blocks")
 
     run(llama_folder, scenario, client=client)

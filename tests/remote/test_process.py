@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.remote.engines import GREEDY, SETTINGS, answer, healthy, run
+from tests.waiting import until
 from twostroke.engine.llm import LLM
 from twostroke.errors import ConfigError, ModelError
 from twostroke.remote import async_engine, process
@@ -95,8 +96,7 @@ def test_changed_settings_hold_from_the_first_moment_of_a_new_process(
         await engine.change({"max_requests": 2})
         assert isinstance(engine.client, ProcessEngine) and engine.client.child is not None
         engine.client.child.process.kill()
-        while engine.client.restarts == 0:
-            await asyncio.sleep(0.01)
+        await until(lambda: engine.client.restarts, "its death was not seen")
         await healthy(engine)
         assert engine.intake.settings.max_requests == 2
         assert engine.client.ready is not None and engine.client.ready.settings.max_requests == 4
