@@ -31,6 +31,10 @@ SECRET_BYTES = 32
 LOST_SECONDS = 20.0  # without any worker, before Ray is asked anew to place them; twice as long each time
 LONGEST_WAIT = 300.0  # seconds
 LOOK_SECONDS = 0.5
+MIXED = (
+    "the pools have weights of different formats ({}): an answer depends on which worker reads its prompt, so this "
+    "deployment is not exact"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +63,16 @@ class DeploymentPlan:
         own = {Role.PREFILL: self.prefill_settings, Role.DECODE: self.decode_settings, Role.BOTH: {}}
         return {**self.settings, **own[role]}
 
+    def mixed(self) -> tuple[str, ...]:
+        """Formats of the pools' weights, where they differ."""
+        found = {weights_of(self.settings_of(role)) for role in self.roles().values()}
+        return tuple(sorted(found)) if len(found) > 1 else ()
+
+
+def weights_of(settings: Mapping[str, Any]) -> str:
+    """Their format in words."""
+    return settings.get("quantize") or settings.get("dtype") or "as in the file"
+
 
 def check_shape(shape: DeploymentPlan) -> None:
     if shape.workers and (shape.prefill or shape.decode):
@@ -70,6 +84,11 @@ def check_shape(shape: DeploymentPlan) -> None:
     if shape.workers and shape.apart:
         raise ConfigError(
             "--route apart needs --prefill and --decode: with --workers, each prompt stays on one worker."
+        )
+    if shape.mixed() and any(shape.settings_of(role).get("exact") for role in shape.roles().values()):
+        raise ConfigError(
+            f"exact=True does not go with weights of different formats ({', '.join(shape.mixed())}): an answer depends "
+            "on which worker reads its prompt. Drop one of them."
         )
     if shape.transport not in CHOICES:
         raise ConfigError(f"--transport: {shape.transport!r} is not known; use {', '.join(CHOICES)}.")
@@ -84,7 +103,8 @@ class Deployment(Pools):
         seed = {"seed": secrets.randbits(63)}  # one for all: requests without a seed get theirs from it
         self.numbered = {
             number: RemoteWorker(
-                name, model, {**seed, **shape.settings_of(role)}, lambda number=number: self._kill(number), silence  # type: ignore[misc]
+                name, model, {**seed, **shape.settings_of(role)}, lambda number=number: self._kill(number), silence,  # type: ignore[misc]
+                shape.mixed(),
             )
             for number, (name, role) in enumerate(self.roles.items())
         }  # fmt: skip
@@ -106,6 +126,8 @@ class Deployment(Pools):
             connected = await self.placement.start()
             where = "a local Ray was started, and ends with this server" if connected.own else "Ray is used"
             self.say(f"{where} ({connected.address}); its workers: {', '.join(self.roles)}")
+            if self.shape.mixed():
+                self.say(MIXED.format(", ".join(self.shape.mixed())))
             ready = await self._until_ready(listener)
             self._looking = asyncio.get_running_loop().create_task(self._look())
             return ready

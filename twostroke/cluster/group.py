@@ -25,6 +25,7 @@ NAMED_BY = (
     "draft_model",
     "parallel",
 )  # what names of blocks depend on
+PRECISION = ("dtype", "quantize")  # of the weights; pools may differ in it
 MOST_READ = 8  # workers whose steps are read
 
 
@@ -53,7 +54,7 @@ class Group:
         writing = [settings for member, settings in up if member.role is not Role.PREFILL]
         writing = writing or [settings for _, settings in up]
         return replace(
-            writing[0],
+            without_promise(writing[0], self._mixed),
             max_model_len=min(settings.max_model_len for _, settings in known),
             max_requests=sum(settings.max_requests for settings in writing),
             kv_blocks=sum(settings.kv_blocks for settings in writing),
@@ -61,7 +62,12 @@ class Group:
 
     def on_settings(self, member: Member, settings: Resolved) -> None:
         if self.ready is not None and member is self._shown:
-            self.listener.on_settings(replace(settings, **self._sums()))
+            self.listener.on_settings(replace(without_promise(settings, self._mixed), **self._sums()))
+
+    @property
+    def _mixed(self) -> tuple[str, ...]:
+        ready = self._shown.worker.ready
+        return () if ready is None else ready.mixed
 
     def _sums(self) -> dict[str, Any]:
         joined = self._joined_settings()
@@ -135,13 +141,22 @@ def current(member: Member, wanted: Mapping[str, Any]) -> dict[str, Any]:
     return values | {name: value for name, value in member.worker.changed.items() if name in wanted}
 
 
+def without_promise(settings: Resolved, mixed: tuple[str, ...]) -> Resolved:
+    """mixed: formats of the pools' weights, where they differ. Then nothing is exact."""
+    if not mixed:
+        return settings
+    why = f"the pools have weights of different formats ({', '.join(mixed)}), and each may read a prompt"
+    return replace(settings, exact=False, reasons=settings.reasons | {"exact": why})
+
+
 def check_names(ready: Mapping[str, Ready]) -> None:
     """ConfigError: the workers would not find each other's blocks."""
     (one, first), *others = ready.items()
     for other, second in others:
         if first.names == second.names:
             continue
-        pairs = [(name, getattr(first.settings, name), getattr(second.settings, name)) for name in NAMED_BY]
+        named_by = [name for name in NAMED_BY if not (first.mixed and name in PRECISION)]
+        pairs = [(name, getattr(first.settings, name), getattr(second.settings, name)) for name in named_by]
         differing = [f"{name} is {mine} for {one} and {its} for {other}" for name, mine, its in pairs if mine != its]
         why = "; ".join(differing) or f"{one} and {other} have other weights or another block key"
         raise ConfigError(f"the workers do not give equal names to equal KV blocks: {why}. Start them alike.")
