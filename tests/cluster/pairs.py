@@ -83,7 +83,7 @@ def run_pair(
     **options: object,
 ) -> None:
     """prefill, decode: settings of one engine beside SETTINGS. direct: how they read each other's blocks. mixed: the
-    formats of their weights, where they differ. Afterwards every block is back in both engines."""
+    ways in which they compute, where these differ. Afterwards every block is back in both engines."""
 
     async def whole() -> None:
         first, second = SETTINGS | (prefill or {}), SETTINGS | (decode or {})

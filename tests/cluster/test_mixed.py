@@ -1,4 +1,4 @@
-"""Pools whose weights have different formats: blocks travel between them, and the deployment says that it is not
+"""Pools that compute K and V in different ways: blocks travel between them, and the deployment says that it is not
 exact."""
 
 from __future__ import annotations
@@ -15,20 +15,25 @@ from tests.cluster.test_faults import FAULTS, LONG, kill, prompts, until
 from tests.cluster.test_pair import PROMPT, Alone
 from tests.cluster.test_ray import shape
 from tests.cluster.test_shared_prefix import SAMPLES, SHARED, Three, at, run_three
-from twostroke.cluster.deployment import Deployment, DeploymentPlan, check_shape
+from twostroke.cluster.deployment import Deployment
+from twostroke.cluster.group import check_names
+from twostroke.cluster.mixed import ways_of
 from twostroke.cluster.sockets import SharedMemoryTransport
-from twostroke.config import make_config
+from twostroke.config import make_config, resolve
 from twostroke.engine.build import build_engine
 from twostroke.errors import ConfigError
+from twostroke.hardware import this_machine
 from twostroke.record import replace
 from twostroke.remote.async_engine import AsyncEngine
+from twostroke.remote.messages import Ready
 from twostroke.types import FinishReason
 from twostroke.weights.checkpoint import open_checkpoint
 from twostroke.weights.fingerprint import fingerprint
+from twostroke.weights.load import load_arch
 
 NARROW = {"quantize": "int4"}
 PLAIN = {"speculate": "off"}
-MIXED = ("as in the file", "int4")
+MIXED = ("weights as in the file", "weights int4")
 FIRST = replace(GREEDY, max_tokens=1)
 ENDS = (FinishReason.LENGTH, FinishReason.STOP)
 
@@ -63,7 +68,7 @@ def test_the_blocks_of_one_pool_are_used_in_the_other(
             assert pair.decode.counts.computed_tokens - before == len(together[-1]) - 1, "it computed the prompt again"
             assert together[-1][0] == tokens(narrow.answer(prompt, FIRST))[0]
         known = engine.intake.settings
-        assert not known.exact and "different formats (as in the file, int4)" in known.reasons["exact"]
+        assert not known.exact and "with pools that compute in different ways (weights as in" in known.reasons["exact"]
         await engine.change({"max_gap": 0.5})
         assert not engine.intake.settings.exact
 
@@ -140,8 +145,8 @@ def test_what_names_depend_on(llama_folder: Path) -> None:
     backend = identity().split()[-2]
     assert identity() == f"{weights} int8 None None {backend} True"
     assert identity(**NARROW) == f"{weights} int8 None int4 {backend} True"
-    assert identity(MIXED) == identity(MIXED, **NARROW) == f"{weights} int8 as in the file int4 {backend} True"
-    assert identity(MIXED, kv_dtype="float16") != identity(MIXED)
+    assert identity(MIXED) == identity(MIXED, **NARROW) == f"{weights} int8 {' '.join(MIXED)} {backend}"
+    assert identity(MIXED, kv_dtype="float16", **NARROW) == f"{weights} float16 {' '.join(MIXED)} floats"
 
 
 @pytest.mark.parametrize(
@@ -159,16 +164,30 @@ def test_what_does_not_start(llama_folder: Path, prefill: dict, mixed: tuple[str
         run_pair(llama_folder, nothing, prefill=prefill, mixed=mixed)
 
 
-def test_when_formats_differ() -> None:
-    def mixed(**settings: dict) -> tuple[str, ...]:
-        return DeploymentPlan(prefill=1, decode=1, **settings).mixed()  # type: ignore[arg-type]
+def test_in_which_ways_workers_compute() -> None:
+    cpu, cuda = {"device": "cpu"}, {"device": "cuda"}
+    assert ways_of([cpu, cpu]) == ways_of([NARROW, NARROW]) == ways_of([cuda | {"threads": 2}, cuda]) == ()
+    assert ways_of([NARROW, {}]) == ways_of([{}, NARROW, {}]) == MIXED
+    assert ways_of([{"dtype": "float16"}, {"quantize": "int8"}]) == ("weights float16", "weights int8")
+    assert ways_of([cpu, cuda]) == ("weights as in the file on cpu", "weights as in the file on cuda")
+    with pytest.raises(ConfigError, match="exact=True does not go with pools that compute in different ways"):
+        ways_of([{"exact": True}, NARROW | {"exact": True}])
 
-    assert mixed() == mixed(settings=NARROW) == mixed(prefill_settings=NARROW, decode_settings=NARROW) == ()
-    assert mixed(prefill_settings=NARROW) == mixed(decode_settings=NARROW) == MIXED
-    assert mixed(settings=NARROW, decode_settings={"quantize": "int8"}) == ("int4", "int8")
-    assert mixed(prefill_settings={"dtype": "float16"}, decode_settings=NARROW) == ("float16", "int4")
-    with pytest.raises(ConfigError, match="exact=True does not go with weights of different formats"):
-        check_shape(DeploymentPlan(prefill=1, decode=1, settings={"exact": True}, prefill_settings=NARROW))
+
+@pytest.mark.parametrize(
+    ("kv_dtype", "words"),
+    [
+        ("int8", "prefill on cuda and decode on cpu keep int8 in different ways: give all kv_dtype=bfloat16. Start"),
+        ("bfloat16", "other weights or another block key"),
+    ],
+)
+def test_why_two_devices_do_not_go_together(llama_folder: Path, kv_dtype: str, words: str) -> None:
+    settings = resolve(make_config(kv_dtype=kv_dtype), load_arch(open_checkpoint(llama_folder)), this_machine("cpu"), 0)
+    here = Ready(settings, {}, 0.0, (1, 0.0), "", 0.0, b"one", mixed=MIXED)
+    other = replace(settings, device="cuda") if kv_dtype == "int8" else settings
+    there = Ready(other, {}, 0.0, (1, 0.0), "", 0.0, b"another", mixed=MIXED)
+    with pytest.raises(ConfigError, match=words):
+        check_names({"prefill": there, "decode": here})
 
 
 @pytest.mark.slow
@@ -183,4 +202,7 @@ def test_a_deployment_says_it(
         assert not engine.intake.settings.exact
 
     run_deployment(llama_folder, shape(ray_address, prefill_settings=NARROW, share_cores=True), scenario)
-    assert capsys.readouterr().out.count("weights of different formats (as in the file, int4)") == 1
+    assert (
+        capsys.readouterr().out.count("not exact: with pools that compute in different ways (weights as in the file; ")
+        == 1
+    )

@@ -50,7 +50,7 @@ def run_three(
     prefill: dict | None = None,
     mixed: tuple[str, ...] = (),
 ) -> None:
-    """prefill: settings of two engines beside SETTINGS. mixed: the formats of their weights, where they differ.
+    """prefill: settings of two engines beside SETTINGS. mixed: the ways in which they compute.
     Afterwards every block is back in all engines."""
 
     async def whole() -> None:

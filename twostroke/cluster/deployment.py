@@ -16,6 +16,7 @@ from typing import Any
 
 from twostroke.cluster.channel import derive
 from twostroke.cluster.hub import Hub
+from twostroke.cluster.mixed import DEPENDS, in_words, ways_of
 from twostroke.cluster.placement import Placement
 from twostroke.cluster.placing import Connected, Died, PlaceWorkers
 from twostroke.cluster.pools import Pools, Seat
@@ -31,10 +32,6 @@ SECRET_BYTES = 32
 LOST_SECONDS = 20.0  # without any worker, before Ray is asked anew to place them; twice as long each time
 LONGEST_WAIT = 300.0  # seconds
 LOOK_SECONDS = 0.5
-MIXED = (
-    "the pools have weights of different formats ({}): an answer depends on which worker reads its prompt, so this "
-    "deployment is not exact"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +60,6 @@ class DeploymentPlan:
         own = {Role.PREFILL: self.prefill_settings, Role.DECODE: self.decode_settings, Role.BOTH: {}}
         return {**self.settings, **own[role]}
 
-    def mixed(self) -> tuple[str, ...]:
-        """Formats of the pools' weights, where they differ."""
-        found = {weights_of(self.settings_of(role)) for role in self.roles().values()}
-        return tuple(sorted(found)) if len(found) > 1 else ()
-
-
-def weights_of(settings: Mapping[str, Any]) -> str:
-    """Their format in words."""
-    return settings.get("quantize") or settings.get("dtype") or "as in the file"
-
 
 def check_shape(shape: DeploymentPlan) -> None:
     if shape.workers and (shape.prefill or shape.decode):
@@ -84,11 +71,6 @@ def check_shape(shape: DeploymentPlan) -> None:
     if shape.workers and shape.apart:
         raise ConfigError(
             "--route apart needs --prefill and --decode: with --workers, each prompt stays on one worker."
-        )
-    if shape.mixed() and any(shape.settings_of(role).get("exact") for role in shape.roles().values()):
-        raise ConfigError(
-            f"exact=True does not go with weights of different formats ({', '.join(shape.mixed())}): an answer depends "
-            "on which worker reads its prompt. Drop one of them."
         )
     if shape.transport not in CHOICES:
         raise ConfigError(f"--transport: {shape.transport!r} is not known; use {', '.join(CHOICES)}.")
@@ -103,8 +85,7 @@ class Deployment(Pools):
         seed = {"seed": secrets.randbits(63)}  # one for all: requests without a seed get theirs from it
         self.numbered = {
             number: RemoteWorker(
-                name, model, {**seed, **shape.settings_of(role)}, lambda number=number: self._kill(number), silence,  # type: ignore[misc]
-                shape.mixed(),
+                name, model, {**seed, **shape.settings_of(role)}, lambda number=number: self._kill(number), silence  # type: ignore[misc]
             )
             for number, (name, role) in enumerate(self.roles.items())
         }  # fmt: skip
@@ -115,6 +96,7 @@ class Deployment(Pools):
         self.secret = secrets.token_bytes(SECRET_BYTES)
         self.hub = Hub(derive(self.secret, "control"), self.numbered)
         self.router_address = ""
+        self.ways: tuple[str, ...] = ()  # in which workers compute, where these differ
         cores = max(usable_cores(), 1)
         self.placement = Placement(shape.address, cores, self._plan, self._on_died)
         self._looking: asyncio.Task[None] | None = None
@@ -126,8 +108,8 @@ class Deployment(Pools):
             connected = await self.placement.start()
             where = "a local Ray was started, and ends with this server" if connected.own else "Ray is used"
             self.say(f"{where} ({connected.address}); its workers: {', '.join(self.roles)}")
-            if self.shape.mixed():
-                self.say(MIXED.format(", ".join(self.shape.mixed())))
+            if self.ways:
+                self.say(f"not exact: with {in_words(self.ways)} {DEPENDS}")
             ready = await self._until_ready(listener)
             self._looking = asyncio.get_running_loop().create_task(self._look())
             return ready
@@ -176,6 +158,9 @@ class Deployment(Pools):
         if not self.router_address:
             self.router_address = self.hub.listen(connected.interface)
         device = self._devices(connected)
+        self.ways = ways_of([worker.settings for worker in self.numbered.values()])
+        for worker in self.numbered.values():
+            worker.mixed = self.ways
         cores = self._cores(connected, device)
         gpus = tuple(map(float, self._gpus(device)))
         return PlaceWorkers(self.router_address, self.secret, cores, gpus, self.shape.transport)

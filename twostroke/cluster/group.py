@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from twostroke.cluster.member import Member
+from twostroke.cluster.mixed import without_promise
 from twostroke.cluster.router import Role
 from twostroke.config import Resolved
 from twostroke.errors import ConfigError
@@ -25,7 +26,7 @@ NAMED_BY = (
     "draft_model",
     "parallel",
 )  # what names of blocks depend on
-PRECISION = ("dtype", "quantize")  # of the weights; pools may differ in it
+MAY_DIFFER = ("dtype", "quantize", "exact", "device")  # of these, in pools that are told so (mixed.py)
 MOST_READ = 8  # workers whose steps are read
 
 
@@ -103,7 +104,7 @@ class Group:
             raise
 
     def change_role(self, name: str, role: Role) -> None:
-        """From the next request on; what the worker has it ends. All workers run the same engine, so any can take any
+        """From the next request on; what the worker has it ends. All workers have the same model, so any can take any
         role; each keeps its settings."""
         member = self.named(name)
         others = [one.role for one in self.members.values() if one is not member]
@@ -141,25 +142,24 @@ def current(member: Member, wanted: Mapping[str, Any]) -> dict[str, Any]:
     return values | {name: value for name, value in member.worker.changed.items() if name in wanted}
 
 
-def without_promise(settings: Resolved, mixed: tuple[str, ...]) -> Resolved:
-    """mixed: formats of the pools' weights, where they differ. Then nothing is exact."""
-    if not mixed:
-        return settings
-    why = f"the pools have weights of different formats ({', '.join(mixed)}), and each may read a prompt"
-    return replace(settings, exact=False, reasons=settings.reasons | {"exact": why})
-
-
 def check_names(ready: Mapping[str, Ready]) -> None:
     """ConfigError: the workers would not find each other's blocks."""
     (one, first), *others = ready.items()
     for other, second in others:
         if first.names == second.names:
             continue
-        named_by = [name for name in NAMED_BY if not (first.mixed and name in PRECISION)]
+        named_by = [name for name in NAMED_BY if not (first.mixed and name in MAY_DIFFER)]
         pairs = [(name, getattr(first.settings, name), getattr(second.settings, name)) for name in named_by]
         differing = [f"{name} is {mine} for {one} and {its} for {other}" for name, mine, its in pairs if mine != its]
-        why = "; ".join(differing) or f"{one} and {other} have other weights or another block key"
+        why = "; ".join(differing) or unlike(one, first, other, second)
         raise ConfigError(f"the workers do not give equal names to equal KV blocks: {why}. Start them alike.")
+
+
+def unlike(one: str, first: Ready, other: str, second: Ready) -> str:
+    mine, its, kv_dtype = first.settings.device, second.settings.device, first.settings.kv_dtype
+    if first.mixed and mine != its:
+        return f"{one} on {mine} and {other} on {its} keep {kv_dtype} in different ways: give all kv_dtype=bfloat16"
+    return f"{one} and {other} have other weights or another block key"
 
 
 def workers_to_read(workers: Mapping[str, Any]) -> list[str]:

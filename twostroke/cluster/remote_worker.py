@@ -65,10 +65,9 @@ class RemoteWorker(MessageClient):
         settings: dict[str, Any],
         kill: Callable[[], None],
         silence: Silence | None = None,
-        mixed: tuple[str, ...] = (),
     ):
         """kill: end the process of the worker; it is then started again, and joins again."""
-        super().__init__(model, settings, mixed=mixed)
+        super().__init__(model, settings)
         self.name = name
         self.kill = kill
         self.silence = silence or Silence()

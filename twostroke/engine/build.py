@@ -29,7 +29,7 @@ from twostroke.model.arch import Arch
 from twostroke.model.parallel import ParallelTransformer
 from twostroke.model.shares import Share, divided
 from twostroke.model.transformer import Transformer
-from twostroke.ops.interface import Ops
+from twostroke.ops.interface import KV_SCALE_BYTES, Ops
 from twostroke.ops.select import make_ops
 from twostroke.record import Record, replace
 from twostroke.run.drafting import Drafting
@@ -95,7 +95,7 @@ def build_engine(
     ahead: bool = False,
 ) -> Engine:
     """block_key: shared by engines that exchange KV blocks; None: the names are valid in this process alone. mixed:
-    formats of the weights of these engines, where they differ. ahead: all kernels are compiled now, so that no caller
+    how these engines compute K and V, where they differ in it. ahead: all kernels are compiled now, so that no caller
     waits for one later."""
     stage("open")
     check_host_memory(config.kv_offload, free_memory())
@@ -222,9 +222,13 @@ def block_identity(
     mixed: tuple[str, ...] = (),
 ) -> str:
     """What determines the bytes of a KV block beside its tokens: weights, their precision, the format, the backend.
-    mixed: precisions of engines that agree to take each other's blocks although these differ."""
-    precision = mixed or (settings.dtype, settings.quantize)
-    parts = [fingerprint(checkpoint), settings.kv_dtype, *precision, ops.name, settings.exact]
+    mixed: how engines compute them that take each other's blocks although they differ in it. Each backend has codes of
+    its own, and floats lie alike in all."""
+    parts: list[object] = [fingerprint(checkpoint), settings.kv_dtype]
+    if mixed:
+        parts += [*mixed, ops.name if settings.kv_dtype in KV_SCALE_BYTES else "floats"]
+    else:
+        parts += [settings.dtype, settings.quantize, ops.name, settings.exact]
     if draft is not None:
         parts.append(fingerprint(draft))
     if settings.parallel > 1:

@@ -171,7 +171,7 @@ class MessageClient:
         mixed: tuple[str, ...] = (),
     ):
         """block_key: shared by engines that are to agree on the names of KV blocks (kv/addresses.py). direct: how
-        other engines read its blocks. mixed: formats of weights of these engines, where they differ."""
+        other engines read its blocks. mixed: how these engines compute K and V, where they differ."""
         self.model = model
         self.settings = settings
         self.block_key = block_key

@@ -426,10 +426,8 @@ class Service(BaseService):
     def fingerprint(self) -> str:
         """Changes when the same request may be answered with other tokens: other weights, precision or version."""
         settings, ready = self.settings, self.engine.client.ready
-        mixed = () if ready is None else ready.mixed
-        precision = (settings.dtype, settings.kv_dtype, settings.quantize, *mixed)
-        parts = (twostroke.__version__, self.engine.weights, *precision)
-        return "fp_" + blake2b(repr(parts).encode(), digest_size=6).hexdigest()
+        parts = (twostroke.__version__, self.engine.weights, settings.dtype, settings.kv_dtype, settings.quantize)
+        return "fp_" + blake2b(repr(parts + (ready.mixed if ready else ())).encode(), digest_size=6).hexdigest()
 
 
 def unavailable_engine(error: EngineError) -> errors.ApiError:
