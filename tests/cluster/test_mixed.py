@@ -4,17 +4,20 @@ exact."""
 from __future__ import annotations
 
 import asyncio
+import random
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from tests.cluster.fakes import FakeTransport
 from tests.cluster.pairs import GREEDY, NAMES, PEERS, SETTINGS, Pair, all_back, answer, held_answers, moved, run_pair
-from tests.cluster.rays import run_deployment
+from tests.cluster.rays import all_up, run_deployment
 from tests.cluster.test_faults import FAULTS, LONG, kill, prompts, until
 from tests.cluster.test_pair import PROMPT, Alone
 from tests.cluster.test_ray import shape
 from tests.cluster.test_shared_prefix import SAMPLES, SHARED, Three, at, run_three
+from tests.cluster.test_storm import hurt
 from twostroke.cluster.deployment import Deployment
 from twostroke.cluster.group import check_names
 from twostroke.cluster.mixed import ways_of
@@ -68,7 +71,7 @@ def test_the_blocks_of_one_pool_are_used_in_the_other(
             assert pair.decode.counts.computed_tokens - before == len(together[-1]) - 1, "it computed the prompt again"
             assert together[-1][0] == tokens(narrow.answer(prompt, FIRST))[0]
         known = engine.intake.settings
-        assert not known.exact and "with pools that compute in different ways (weights as in" in known.reasons["exact"]
+        assert not known.exact and known.reasons["exact"].startswith("pools that compute in different ways (weights as")
         await engine.change({"max_gap": 0.5})
         assert not engine.intake.settings.exact
 
@@ -206,3 +209,27 @@ def test_a_deployment_says_it(
         capsys.readouterr().out.count("not exact: with pools that compute in different ways (weights as in the file; ")
         == 1
     )
+
+
+@pytest.mark.slow
+def test_every_request_ends_whatever_is_killed(llama_folder: Path, ray_address: str) -> None:
+    """With all its tokens and no error."""
+    rng, happened = random.Random(5), Counter[str]()
+
+    async def one(engine: AsyncEngine, prompt: list[int]) -> None:
+        await asyncio.sleep(rng.random() * 0.3)
+        (written, reason, _), *others = await answer(engine, prompt, LONG)
+        assert len(written) == LONG.max_tokens and reason == FinishReason.LENGTH and not others
+
+    async def scenario(engine: AsyncEngine, deployment: Deployment) -> None:
+        while happened.total() < 4:
+            running = [asyncio.ensure_future(one(engine, prompt)) for prompt in prompts(8)]
+            await asyncio.sleep(rng.random() * 0.3)
+            await hurt(deployment, rng, happened)
+            await asyncio.gather(*running)
+            await asyncio.wait_for(all_back(engine, deployment), 10)
+            await asyncio.wait_for(all_up(deployment), 300)
+        assert deployment.restarts == 0 and deployment.counts.done > 0
+
+    mixed = shape(ray_address, "2+2", prefill_settings=NARROW, decode_settings={"quantize": "int8"}, share_cores=True)
+    run_deployment(llama_folder, mixed, scenario)

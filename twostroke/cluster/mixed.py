@@ -39,4 +39,4 @@ def without_promise(settings: Resolved, ways: Sequence[str]) -> Resolved:
     """As they are shown."""
     if not ways:
         return settings
-    return replace(settings, exact=False, reasons=settings.reasons | {"exact": f"with {in_words(ways)} {DEPENDS}"})
+    return replace(settings, exact=False, reasons=settings.reasons | {"exact": in_words(ways)})
