@@ -60,11 +60,16 @@ Scenario = Callable[[AsyncEngine, Pair], Awaitable[None]]
 
 
 def client(
-    folder: Path, kind: str, settings: dict, key: bytes = NAMES, direct: Direct | None = None
-) -> BlockClient:  # fmt: skip
+    folder: Path,
+    kind: str,
+    settings: dict,
+    key: bytes = NAMES,
+    direct: Direct | None = None,
+    mixed: tuple[str, ...] = (),
+) -> BlockClient:
     if kind == "process":
-        return ProcessEngine(folder, settings, block_key=key, direct=direct)
-    return ThreadEngine(folder, settings, key, direct)
+        return ProcessEngine(folder, settings, block_key=key, direct=direct, mixed=mixed)
+    return ThreadEngine(folder, settings, key, direct, mixed)
 
 
 def run_pair(
@@ -75,17 +80,18 @@ def run_pair(
     prefill: dict | None = None,
     decode: dict | None = None,
     direct: Direct | None = None,
+    mixed: tuple[str, ...] = (),
     **options: object,
 ) -> None:
-    """prefill, decode: settings of one engine beside SETTINGS. direct: how they read each other's blocks. Afterwards
-    every block is back in both engines."""
+    """prefill, decode: settings of one engine beside SETTINGS. direct: how they read each other's blocks. mixed: the
+    ways in which they compute, where these differ. Afterwards every block is back in both engines."""
 
     async def whole() -> None:
         first, second = SETTINGS | (prefill or {}), SETTINGS | (decode or {})
         one = transport()
         other = one if isinstance(one, FakeTransport) else transport()
         reads = OVER_NIXL if isinstance(one, NixlTransport) else direct
-        clients = [client(folder, kind, settings, direct=reads) for settings in (first, second)]
+        clients = [client(folder, kind, settings, direct=reads, mixed=mixed) for settings in (first, second)]
         seats = {
             "prefill": Seat(Role.PREFILL, Worker(clients[0], one, **options)),  # type: ignore[arg-type]
             "decode": Seat(Role.DECODE, Worker(clients[1], other, **options)),  # type: ignore[arg-type]

@@ -48,15 +48,22 @@ def run_three(
     scenario: Callable[[AsyncEngine, Three], Awaitable[None]],
     transport: Callable[[], Transport] = FakeTransport,
     kind: str = "thread",
+    prefill: dict | None = None,
+    mixed: tuple[str, ...] = (),
 ) -> None:
-    """Afterwards every block is back in all engines."""
+    """prefill: settings of two engines beside SETTINGS. mixed: the ways in which they compute.
+    Afterwards every block is back in all engines."""
 
     async def whole() -> None:
         one = transport()
         roles = {"p0": Role.PREFILL, "p1": Role.PREFILL, "d": Role.DECODE}
+        own = {Role.PREFILL: SETTINGS | (prefill or {}), Role.DECODE: SETTINGS}
         seats = {
             name: Seat(
-                role, Worker(client(folder, kind, SETTINGS), one if isinstance(one, FakeTransport) else transport())
+                role,
+                Worker(
+                    client(folder, kind, own[role], mixed=mixed), one if isinstance(one, FakeTransport) else transport()
+                ),
             )
             for name, role in roles.items()
         }

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -35,7 +36,7 @@ from twostroke.hardware import Hardware
 from twostroke.model.parallel import whole_step
 from twostroke.model.shares import divided
 from twostroke.run.cuda import ranked
-from twostroke.run.cuda.collective import HostCollective, NcclCollective, in_order
+from twostroke.run.cuda.collective import HostCollective, NcclCollective, in_order, open_nccl
 from twostroke.run.cuda.ranked import Lead, StepMessage, lead_of
 from twostroke.run.cuda.runner import CudaRunner
 from twostroke.run.cuda.steps import Known, Shape
@@ -290,6 +291,26 @@ def test_exact_sums_of_more_than_two_ranks_are_ordered(tmp_path: Path, monkeypat
     monkeypatch.setattr(cards, "check", lambda *_: None)
     cards.open_collective(tmp_path, 0, parts, parts, interpreted("cuda", "float32", 1, None, exact))
     assert asked == [ordered]
+
+
+@pytest.mark.parametrize("given", [None, "eth1"])
+def test_nccl_listens_on_loopback_unless_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str | None
+) -> None:
+    interfaces: list[str | None] = []
+
+    class ProcessGroup:
+        Options = SimpleNamespace
+
+        def __init__(self, *given: object):
+            interfaces.append(os.environ.get("NCCL_SOCKET_IFNAME"))
+
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", given or "")
+    if given is None:
+        monkeypatch.delenv("NCCL_SOCKET_IFNAME")
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", ProcessGroup, raising=False)
+    open_nccl(tmp_path, 0, 1, False)
+    assert interfaces == [given or "lo"]
 
 
 def test_in_order_rounds_once() -> None:

@@ -5,6 +5,7 @@
 file             what it does
 pools            `Pools`: workers as one `EngineClient`; what happens when one of them is lost
 group            their settings, health and roles as those of one engine
+mixed            pools that compute K and V in different ways: what is said of them
 router           which worker computes a prompt and which writes the answer: the least expected time
 search           the best route among the workers that come into question
 ranks            workers in the order of what a prompt costs there

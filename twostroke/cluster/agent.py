@@ -151,7 +151,8 @@ class Agent:
             if "draft_model" in settings:
                 settings["draft_model"] = str(await asyncio.to_thread(find, settings["draft_model"]))
             direct = direct_reads(self.post.interface, self.post.transport)
-            engine = ProcessEngine(path, settings, block_key=derive(self.post.secret, "names"), direct=direct)
+            names = derive(self.post.secret, "names")
+            engine = ProcessEngine(path, settings, block_key=names, direct=direct, mixed=hello.mixed)
             key = derive(self.post.secret, "peers")
             transport = fitting_transport(key, self.post.interface, self.post.transport)
             self.worker = Worker(engine, transport)

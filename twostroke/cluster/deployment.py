@@ -16,6 +16,7 @@ from typing import Any
 
 from twostroke.cluster.channel import derive
 from twostroke.cluster.hub import Hub
+from twostroke.cluster.mixed import DEPENDS, in_words, ways_of
 from twostroke.cluster.placement import Placement
 from twostroke.cluster.placing import Connected, Died, PlaceWorkers
 from twostroke.cluster.pools import Pools, Seat
@@ -95,6 +96,7 @@ class Deployment(Pools):
         self.secret = secrets.token_bytes(SECRET_BYTES)
         self.hub = Hub(derive(self.secret, "control"), self.numbered)
         self.router_address = ""
+        self.ways: tuple[str, ...] = ()  # in which workers compute, where these differ
         cores = max(usable_cores(), 1)
         self.placement = Placement(shape.address, cores, self._plan, self._on_died)
         self._looking: asyncio.Task[None] | None = None
@@ -106,6 +108,8 @@ class Deployment(Pools):
             connected = await self.placement.start()
             where = "a local Ray was started, and ends with this server" if connected.own else "Ray is used"
             self.say(f"{where} ({connected.address}); its workers: {', '.join(self.roles)}")
+            if self.ways:
+                self.say(f"not exact: with {in_words(self.ways)} {DEPENDS}")
             ready = await self._until_ready(listener)
             self._looking = asyncio.get_running_loop().create_task(self._look())
             return ready
@@ -154,6 +158,9 @@ class Deployment(Pools):
         if not self.router_address:
             self.router_address = self.hub.listen(connected.interface)
         device = self._devices(connected)
+        self.ways = ways_of([worker.settings for worker in self.numbered.values()])
+        for worker in self.numbered.values():
+            worker.mixed = self.ways
         cores = self._cores(connected, device)
         gpus = tuple(map(float, self._gpus(device)))
         return PlaceWorkers(self.router_address, self.secret, cores, gpus, self.shape.transport)

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from twostroke.cluster.member import Member
+from twostroke.cluster.mixed import without_promise
 from twostroke.cluster.router import Role
 from twostroke.config import Resolved
 from twostroke.errors import ConfigError
@@ -25,6 +26,7 @@ NAMED_BY = (
     "draft_model",
     "parallel",
 )  # what names of blocks depend on
+MAY_DIFFER = ("dtype", "quantize", "exact", "device")  # of these, in pools that are told so (mixed.py)
 MOST_READ = 8  # workers whose steps are read
 
 
@@ -53,7 +55,7 @@ class Group:
         writing = [settings for member, settings in up if member.role is not Role.PREFILL]
         writing = writing or [settings for _, settings in up]
         return replace(
-            writing[0],
+            without_promise(writing[0], self._mixed),
             max_model_len=min(settings.max_model_len for _, settings in known),
             max_requests=sum(settings.max_requests for settings in writing),
             kv_blocks=sum(settings.kv_blocks for settings in writing),
@@ -61,7 +63,12 @@ class Group:
 
     def on_settings(self, member: Member, settings: Resolved) -> None:
         if self.ready is not None and member is self._shown:
-            self.listener.on_settings(replace(settings, **self._sums()))
+            self.listener.on_settings(replace(without_promise(settings, self._mixed), **self._sums()))
+
+    @property
+    def _mixed(self) -> tuple[str, ...]:
+        ready = self._shown.worker.ready
+        return () if ready is None else ready.mixed
 
     def _sums(self) -> dict[str, Any]:
         joined = self._joined_settings()
@@ -97,7 +104,7 @@ class Group:
             raise
 
     def change_role(self, name: str, role: Role) -> None:
-        """From the next request on; what the worker has it ends. All workers run the same engine, so any can take any
+        """From the next request on; what the worker has it ends. All workers have the same model, so any can take any
         role; each keeps its settings."""
         member = self.named(name)
         others = [one.role for one in self.members.values() if one is not member]
@@ -141,10 +148,18 @@ def check_names(ready: Mapping[str, Ready]) -> None:
     for other, second in others:
         if first.names == second.names:
             continue
-        pairs = [(name, getattr(first.settings, name), getattr(second.settings, name)) for name in NAMED_BY]
+        named_by = [name for name in NAMED_BY if not (first.mixed and name in MAY_DIFFER)]
+        pairs = [(name, getattr(first.settings, name), getattr(second.settings, name)) for name in named_by]
         differing = [f"{name} is {mine} for {one} and {its} for {other}" for name, mine, its in pairs if mine != its]
-        why = "; ".join(differing) or f"{one} and {other} have other weights or another block key"
+        why = "; ".join(differing) or unlike(one, first, other, second)
         raise ConfigError(f"the workers do not give equal names to equal KV blocks: {why}. Start them alike.")
+
+
+def unlike(one: str, first: Ready, other: str, second: Ready) -> str:
+    mine, its, kv_dtype = first.settings.device, second.settings.device, first.settings.kv_dtype
+    if first.mixed and mine != its:
+        return f"{one} on {mine} and {other} on {its} keep {kv_dtype} in different ways: give all kv_dtype=bfloat16"
+    return f"{one} and {other} have other weights or another block key"
 
 
 def workers_to_read(workers: Mapping[str, Any]) -> list[str]:

@@ -36,6 +36,7 @@ STOP_SECONDS = 10.0
 NO_CLUSTER = (
     "--address auto: no Ray cluster runs on this machine: start one with `ray start --head`, or leave --address out."
 )
+LOOPBACK_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # Ray's processes then listen on 127.0.0.1, on Linux too
 BACKOFF, BACKOFF_MOST = 2.0, 10.0  # seconds before a driver is started again
 CHUNK = 1 << 16
 
@@ -117,6 +118,8 @@ class Placement:
         root = str(Path(__file__).parents[2])  # where this package lies, should it not be installed
         paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+        if own:
+            environment |= LOOPBACK_ONLY
         if own and os.environ.get("RAY_AUTH_MODE", "token") == "token":
             environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         command = [sys.executable, "-P", "-c", BOOT, str(theirs.fileno()), root]

@@ -11,7 +11,6 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -110,12 +109,8 @@ class Driver:
             )
         if wanted.address is None:
             self.start_own(wanted.cores)
-        elif wanted.address == "auto" and not os.environ.get("RAY_ADDRESS") and left_behind():
+        elif not self.join(wanted.address):
             return Absent()
-        else:
-            check_reachable(os.environ.get("RAY_ADDRESS", "auto") if wanted.address == "auto" else wanted.address)
-            if not self.init(wanted.address):
-                return Absent()
         nodes = [node for node in ray.nodes() if node["Alive"]]
         free = ray.available_resources()
         cores = tuple(float(node["Resources"].get("CPU", 0.0)) for node in nodes)
@@ -123,14 +118,22 @@ class Driver:
         interface = LOOPBACK if self.own else own_address()
         return Connected(self.own, address, interface, cores, float(free.get("GPU", 0.0)))
 
-    def init(self, address: str) -> bool:
+    def join(self, wanted: str) -> bool:
         """False: no cluster runs on this machine, and none was named."""
+        named = os.environ.get("RAY_ADDRESS") if wanted == "auto" else wanted
+        if named:
+            check_reachable(named)
+            return self.init(named, True)
+        noted = noted_cluster()
+        return noted is not None and self.init(noted, False)
+
+    def init(self, address: str, named: bool) -> bool:
         import ray
 
         try:
             ray.init(address=address, log_to_driver=False, configure_logging=False)
         except ConnectionError as error:
-            if address == "auto" and not os.environ.get("RAY_ADDRESS"):
+            if not named:
                 return False
             raise ImpossibleError(not_there(address, first_line(error))) from None
         except RuntimeError as error:
@@ -248,16 +251,16 @@ def check_reachable(address: str) -> None:
         raise ImpossibleError(not_there(address, first_line(error))) from None
 
 
-def left_behind() -> bool:
-    """Whether Ray's note of a cluster on this machine names one that is gone: Ray itself would try for minutes."""
-    note = Path(os.environ.get("RAY_TMPDIR", tempfile.gettempdir())) / "ray" / "ray_current_cluster"
+def noted_cluster() -> str | None:
+    """The cluster that `ray start` has begun on this machine, as it notes it, if one still answers there. Ray itself
+    would also try any Ray that it finds among the processes, such as the local one of another deployment."""
+    folder = os.environ.get("RAY_TMPDIR") or (sys.platform == "linux" and os.environ.get("TMPDIR")) or "/tmp"
     try:
-        check_reachable(note.read_text().strip())
-    except OSError:
-        return False  # there is none
-    except ImpossibleError:
-        return True
-    return False
+        address = (Path(folder) / "ray" / "ray_current_cluster").read_text().strip()
+        check_reachable(address)
+    except (OSError, ImpossibleError):  # there is none, or it is gone
+        return None
+    return address
 
 
 def first_line(error: Exception) -> str:

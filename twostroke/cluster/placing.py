@@ -8,7 +8,7 @@ from twostroke.remote.messages import Message
 
 
 class Connect(Message, frozen=True, tag="connect"):
-    """Join the Ray cluster at this address, or one that runs on this machine ("auto": Absent if none does). None: start
+    """Join the Ray cluster at this address, or the one of this machine ("auto": Absent if there is none). None: start
     one with so many cores."""
 
     address: str | None

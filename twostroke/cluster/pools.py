@@ -3,10 +3,10 @@
     submit ─▶ router ─▶ a worker that does both: prompt and answer ─▶ events
                     └─▶ prefill worker: prompt and first token ── offer ──▶ decode worker: blocks, the rest ─▶ events
 
-The caller sees one answer for each request, with the tokens that one engine alone would have written. A failure on the
-way costs time and no answer: if blocks do not come, the decode worker computes them; if a worker is lost or silent,
-another one goes on after what was written. An answer ends with an error only where no worker is left, or where its
-workers were lost again and again.
+The caller sees one answer for each request, with the tokens that one engine alone would have written (but see mixed.py,
+where workers compute in different ways). A failure on the way costs time and no answer: if blocks do not
+come, the decode worker computes them; if a worker is lost or silent, another one goes on after what was written. An
+answer ends with an error only where no worker is left, or where its workers were lost again and again.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ class Pools(Group):
                 if route.fetched:
                     self.parcels.bring(flight, self.members[route.source], first, route)
                 return first, writer, max(1, flight.length - (route.cached + route.fetched) * BLOCK)
-        # No writer is there: a prefill worker has the same engine, and one that is late may yet answer.
+        # No writer is there: a prefill worker has the same model, and one that is late may yet answer.
         others = [one for one in self.members.values() if one is not but]
         up = [one for one in others if one.usable] or [one for one in others if one.up]
         least = min(up, key=lambda one: one.queued + one.streams, default=None)

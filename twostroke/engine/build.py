@@ -29,7 +29,7 @@ from twostroke.model.arch import Arch
 from twostroke.model.parallel import ParallelTransformer
 from twostroke.model.shares import Share, divided
 from twostroke.model.transformer import Transformer
-from twostroke.ops.interface import Ops
+from twostroke.ops.interface import KV_SCALE_BYTES, Ops
 from twostroke.ops.select import make_ops
 from twostroke.record import Record, replace
 from twostroke.run.drafting import Drafting
@@ -91,10 +91,12 @@ def build_engine(
     load_progress: Progress | None = None,
     stage: OnStage = ignore_stage,
     block_key: bytes | None = None,
+    mixed: tuple[str, ...] = (),
     ahead: bool = False,
 ) -> Engine:
-    """block_key: shared by engines that exchange KV blocks; None: the names are valid in this process alone. ahead: all
-    kernels are compiled now, so that no caller waits for one later."""
+    """block_key: shared by engines that exchange KV blocks; None: the names are valid in this process alone. mixed:
+    how these engines compute K and V, where they differ in it. ahead: all kernels are compiled now, so that no caller
+    waits for one later."""
     stage("open")
     check_host_memory(config.kv_offload, free_memory())
     opened = open_model(model, config, download_progress)
@@ -109,7 +111,7 @@ def build_engine(
         settings = prepare(config, settings, loaded.model, loaded.draft, ahead=ahead)
     for name, reason in settings.reasons.items():
         log.info("%s = %s: %s", name, getattr(settings, name), reason)
-    return assemble(opened, loaded, settings, clock, block_key)
+    return assemble(opened, loaded, settings, clock, block_key, mixed)
 
 
 def open_model(model: str | Path, config: Config, progress: Progress | None) -> OpenedModel:
@@ -158,7 +160,12 @@ def load_weights(opened: OpenedModel, ops: Ops, settings: Resolved, progress: Pr
 
 
 def assemble(
-    opened: OpenedModel, loaded: Loaded, settings: Resolved, clock: Callable[[], float], block_key: bytes | None
+    opened: OpenedModel,
+    loaded: Loaded,
+    settings: Resolved,
+    clock: Callable[[], float],
+    block_key: bytes | None,
+    mixed: tuple[str, ...],
 ) -> Engine:
     """The cache, the scheduler and the runner around a loaded model."""
     checkpoint, arch, tokenizer, draft = opened.checkpoint, opened.arch, opened.tokenizer, opened.draft
@@ -167,7 +174,7 @@ def assemble(
     kv = KVStorage(*sizes) if ranks is None else RankedStorage(ranks, *sizes)
     if ranks is not None and settings.device == "cuda":
         ranks.reserve(settings.kv_blocks)
-    identity = block_identity(checkpoint, settings, ops, draft.checkpoint if draft is not None else None)
+    identity = block_identity(checkpoint, settings, ops, draft.checkpoint if draft is not None else None, mixed)
     scheduler = make_scheduler(arch, settings, identity, block_key)
     grammars = GrammarRows(GrammarCompiler(tokenizer, arch.vocab, lambda: scheduler.pace.max_gap))
     scheduler.forced = ForcedTokens(grammars, tokenizer)
@@ -207,9 +214,21 @@ def load_leading(
     return load_model(checkpoint, ops, settings.max_model_len, progress, bits, share, make)
 
 
-def block_identity(checkpoint: Checkpoint, settings: Resolved, ops: Ops, draft: Checkpoint | None = None) -> str:
-    """What determines the bytes of a KV block beside its tokens: weights, their precision, the format, the backend."""
-    parts = [fingerprint(checkpoint), settings.kv_dtype, settings.dtype, settings.quantize, ops.name, settings.exact]
+def block_identity(
+    checkpoint: Checkpoint,
+    settings: Resolved,
+    ops: Ops,
+    draft: Checkpoint | None = None,
+    mixed: tuple[str, ...] = (),
+) -> str:
+    """What determines the bytes of a KV block beside its tokens: weights, their precision, the format, the backend.
+    mixed: how engines compute them that take each other's blocks although they differ in it. Each backend has codes of
+    its own, and floats lie alike in all."""
+    parts: list[object] = [fingerprint(checkpoint), settings.kv_dtype]
+    if mixed:
+        parts += [*mixed, ops.name if settings.kv_dtype in KV_SCALE_BYTES else "floats"]
+    else:
+        parts += [settings.dtype, settings.quantize, ops.name, settings.exact]
     if draft is not None:
         parts.append(fingerprint(draft))
     if settings.parallel > 1:

@@ -5,7 +5,7 @@ compressed.py  compressed attention apart from its products; compressed_interfac
 streams.py     several residual streams; joined.py: arrays side by side
 reference/     the specification in plain torch
 cpu/           C++ kernels for x86 and ARM (docs/cpu.md)
-cuda/          Triton kernels and cuBLAS (docs/gpu.md)
+cuda/          Triton kernels and cuBLAS (docs/gpu-kernels.md)
 formats.py     weights in memory: floats, and ggml's blocks of few bits
 arrays.py      from NumPy to a backend's arrays
 select.py      the backend for a device

@@ -163,14 +163,20 @@ class MessageClient:
     """The part of an `EngineClient` that does not depend on how messages travel."""
 
     def __init__(
-        self, model: Path, settings: dict[str, Any], block_key: bytes | None = None, direct: Direct | None = None
+        self,
+        model: Path,
+        settings: dict[str, Any],
+        block_key: bytes | None = None,
+        direct: Direct | None = None,
+        mixed: tuple[str, ...] = (),
     ):
         """block_key: shared by engines that are to agree on the names of KV blocks (kv/addresses.py). direct: how
-        other engines read its blocks."""
+        other engines read its blocks. mixed: how these engines compute K and V, where they differ."""
         self.model = model
         self.settings = settings
         self.block_key = block_key
         self.direct = direct
+        self.mixed = mixed
         self.changed: dict[str, Any] = {}
         self.ready: Ready | None = None
         self.restarts = 0
@@ -190,7 +196,7 @@ class MessageClient:
             settings = settings | {"seed": self.ready.settings.seed}
         self._said_hello = clock()
         level = logging.getLogger("twostroke").getEffectiveLevel()
-        return Hello(str(self.model), settings, level, self.block_key, self.direct)
+        return Hello(str(self.model), settings, level, self.block_key, self.direct, self.mixed)
 
     def _send(self, message: Message) -> None:
         """Give a message to the engine; EngineError when it is not there."""

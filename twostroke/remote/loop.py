@@ -240,8 +240,9 @@ def start(port: Port, hello: Hello) -> tuple[Engine, Ready]:
 
     config = make_config(**hello.settings)
     engine = build_engine(
-        hello.model, config, clock, load_progress=loaded, stage=stage, block_key=hello.block_key, ahead=True
-    )
+        hello.model, config, clock, load_progress=loaded, stage=stage, block_key=hello.block_key, mixed=hello.mixed,
+        ahead=True,
+    )  # fmt: skip
     stage("warm up")
     count, first = warm_up(engine)
     longest = first * max(1.0, engine.settings.max_batch_tokens / count)
@@ -251,7 +252,8 @@ def start(port: Port, hello: Hello) -> tuple[Engine, Ready]:
     seconds = {name: after - began for (name, began), (_, after) in pairwise(times)}
     machine = device_name(engine.settings.device)
     names = engine.core.scheduler.tables.hasher.root(b"")
-    return engine, Ready(engine.settings, seconds, longest, (count, first), machine, clock(), names)
+    ready = Ready(engine.settings, seconds, longest, (count, first), machine, clock(), names, mixed=hello.mixed)
+    return engine, ready
 
 
 def announce(port: Port, ready: Ready, running: EngineLoop) -> None:

@@ -49,6 +49,7 @@ class Hello(Message, frozen=True, tag="hello"):
     log_level: int  # a number of the logging module
     block_key: bytes | None = None  # key of the names of KV blocks, shared by a deployment; None: the engine draws one
     direct: Direct | None = None  # how other engines read its blocks; None: as bytes in a segment
+    mixed: tuple[str, ...] = ()  # how the deployment's pools compute K and V, where they differ in it
 
 
 class Orders(Message, frozen=True, tag="orders"):
@@ -103,6 +104,7 @@ class Ready(Message, frozen=True, tag="ready"):
     clock: float  # the engine's clock when it sent this
     names: bytes = b""  # equal for engines that give equal names to equal KV blocks
     direct: bool = False  # it reads blocks from the pools of other engines
+    mixed: tuple[str, ...] = ()  # how the deployment's pools compute K and V, where they differ: it is not exact
 
 
 class Failed(Message, frozen=True, tag="failed"):

@@ -126,8 +126,9 @@ class ProcessEngine(MessageClient):
         patience: Patience | None = None,
         block_key: bytes | None = None,
         direct: Direct | None = None,
+        mixed: tuple[str, ...] = (),
     ):
-        super().__init__(model, settings, block_key, direct)
+        super().__init__(model, settings, block_key, direct, mixed)
         self.patience = patience or Patience()
         self.child: Child | None = None
         self.why = "it has not been started"  # in words that clients may read: no paths

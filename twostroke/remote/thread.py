@@ -65,9 +65,14 @@ class ThreadEngine(MessageClient):
     """An `EngineClient` whose engine runs on a thread."""
 
     def __init__(
-        self, model: Path, settings: dict[str, Any], block_key: bytes | None = None, direct: Direct | None = None
+        self,
+        model: Path,
+        settings: dict[str, Any],
+        block_key: bytes | None = None,
+        direct: Direct | None = None,
+        mixed: tuple[str, ...] = (),
     ):
-        super().__init__(model, settings, block_key, direct)
+        super().__init__(model, settings, block_key, direct, mixed)
         self.why = "it has not been started"
         self._port: QueuePort
         self._thread: threading.Thread | None = None

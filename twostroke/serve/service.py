@@ -425,9 +425,9 @@ class Service(BaseService):
     @property
     def fingerprint(self) -> str:
         """Changes when the same request may be answered with other tokens: other weights, precision or version."""
-        settings = self.settings
+        settings, ready = self.settings, self.engine.client.ready
         parts = (twostroke.__version__, self.engine.weights, settings.dtype, settings.kv_dtype, settings.quantize)
-        return "fp_" + blake2b(repr(parts).encode(), digest_size=6).hexdigest()
+        return "fp_" + blake2b(repr(parts + (ready.mixed if ready else ())).encode(), digest_size=6).hexdigest()
 
 
 def unavailable_engine(error: EngineError) -> errors.ApiError:

@@ -1,7 +1,7 @@
 """The CUDA backend: cuBLAS for large products, our Triton kernels for everything else.
 
-Which kernel serves which case is decided here, by measurement (docs/gpu.md). Activations are bfloat16 or float32, and
-weights are kept in the same type. Under Triton's interpreter the same code runs on a CPU, for tests.
+Which kernel serves which case is decided here, by measurement (docs/gpu-kernels.md). Activations are bfloat16 or
+float32, and weights are kept in the same type. Under Triton's interpreter the same code runs on a CPU, for tests.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ numbers go through the host's memory over gloo, which is slow and serves trials.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -111,9 +112,11 @@ def gloo_errors() -> Iterator[None]:
 
 
 def open_nccl(folder: Path, rank: int, parts: int, ordered: bool) -> NcclCollective:
-    """Waits until all ranks are there. folder: of this engine alone, where ranks find each other."""
+    """Waits until all ranks are there. folder: of this engine alone, where ranks find each other. All are on one
+    machine, so NCCL's sockets are on its loopback interface, unless the environment names another one."""
     from torch.distributed import FileStore, ProcessGroupNCCL  # a torch without CUDA has no such class
 
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     options = ProcessGroupNCCL.Options()
     options._timeout = TIMEOUT
     group = ProcessGroupNCCL(FileStore(str(folder / "cards"), parts), rank, parts, options)
