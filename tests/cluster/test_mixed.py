@@ -13,11 +13,12 @@ import pytest
 from tests.cluster.fakes import FakeTransport
 from tests.cluster.pairs import GREEDY, NAMES, PEERS, SETTINGS, Pair, all_back, answer, held_answers, moved, run_pair
 from tests.cluster.rays import all_up, run_deployment
-from tests.cluster.test_faults import FAULTS, LONG, kill, prompts, until
+from tests.cluster.test_faults import FAULTS, LONG, kill, prompts
 from tests.cluster.test_pair import PROMPT, Alone
 from tests.cluster.test_ray import shape
 from tests.cluster.test_shared_prefix import SAMPLES, SHARED, Three, at, run_three
 from tests.cluster.test_storm import hurt
+from tests.waiting import until
 from twostroke.cluster.deployment import Deployment
 from twostroke.cluster.group import check_names
 from twostroke.cluster.mixed import ways_of
@@ -107,7 +108,7 @@ def test_streams_go_on_in_the_other_pool(llama_folder: Path, tmp_path: Path, mon
 
     async def scenario(engine: AsyncEngine, pair: Pair) -> None:
         streams = [asyncio.ensure_future(answer(engine, prompt, LONG)) for prompt in prompts(3)]
-        await until(lambda: sum(len(flight.written) for flight in pair.flights.values()) > 60)
+        await until(lambda: sum(len(flight.written) for flight in pair.flights.values()) > 60, "nothing was written")
         kill(pair.decode.worker.engine)
         go_on()
         for stream in streams:
@@ -228,7 +229,7 @@ def test_every_request_ends_whatever_is_killed(llama_folder: Path, ray_address: 
             await hurt(deployment, rng, happened)
             await asyncio.gather(*running)
             await asyncio.wait_for(all_back(engine, deployment), 10)
-            await asyncio.wait_for(all_up(deployment), 300)
+            await all_up(deployment)
         assert deployment.restarts == 0 and deployment.counts.done > 0
 
     mixed = shape(ray_address, "2+2", prefill_settings=NARROW, decode_settings={"quantize": "int8"}, share_cores=True)
