@@ -63,6 +63,30 @@ def test_the_same_bits(dtype: torch.dtype) -> None:
     assert torch.equal(found, expected)
 
 
+@triton.jit
+def product_kernel(a, b, out, height: tl.constexpr, inner_size: tl.constexpr, width: tl.constexpr):  # type: ignore[no-untyped-def]
+    rows, middle, columns = tl.arange(0, height), tl.arange(0, inner_size), tl.arange(0, width)
+    x = tl.load(a + rows[:, None] * inner_size + middle[None, :])
+    y = tl.load(b + middle[:, None] * width + columns[None, :])
+    tl.store(out + rows[:, None] * width + columns[None, :], tl.dot(x, y, input_precision="ieee"))
+
+
+def test_a_row_of_a_product_has_the_same_bits_wherever_it_is() -> None:
+    """As on a GPU. OpenBLAS alone does not promise it (OPENBLAS_CORETYPE=Haswell)."""
+    generator = torch.Generator().manual_seed(1)
+    a, b = torch.randn(16, 64, generator=generator), torch.randn(64, 64, generator=generator)
+
+    def product(x: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros(16, 64)
+        product_kernel[(1,)](x.contiguous(), b, out, 16, 64, 64)
+        return out
+
+    whole = product(a)
+    torch.testing.assert_close(whole, a @ b)
+    for shift in range(1, 16):
+        assert torch.equal(product(a.roll(shift, 0)).roll(-shift, 0), whole)
+
+
 def test_shapes_and_types_are_refused_as_before() -> None:
     core = tl.core
     for shape in ([3], [0], [2.0], [True, 3], [core.constexpr(6)], [1 << 21]):
