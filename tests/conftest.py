@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import gc
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,7 +22,7 @@ settings.register_profile(
 settings.load_profile("steady")
 
 
-# Files that take a minute or more. In front, so that with `--no-loadscope-reorder` no process waits for one at the end.
+# Files that take long. In front, so that no process waits for one at the end.
 LONG = (
     "tests/ops/test_native_address.py",
     "tests/ops/test_native_threads.py",
@@ -28,7 +31,32 @@ LONG = (
     "tests/model/test_default_model.py",
     "tests/weights/test_divergence.py",
     "tests/cost/answers/",
+    "tests/engine/test_exactness.py",
+    "tests/ops/test_gpu_",
+    "tests/weights/test_catalog.py",
 )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Tests start hundreds of processes. Each would compile this package, and each run of the tests all tests.
+    sys.dont_write_bytecode = False
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    # Processes of xdist get the files in the order of this process, and an environment in which threads of torch that
+    # have nothing to do sleep: another process can use their core.
+    if getattr(config.option, "numprocesses", None):
+        config.option.loadscopereorder = False
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Modules of tests and of libraries are a million objects that stay: no collection of garbage looks at them."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

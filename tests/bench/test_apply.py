@@ -200,10 +200,14 @@ def test_plan_with_lengths_and_drafts():
         assert result.exit_code != 0 and word in str(result.exception), word
 
 
-def test_diagnose_a_trace_and_a_result(llama_folder, tmp_path, monkeypatch, calibration):
+def test_diagnose_a_trace():
     shown = command("diagnose", "--trace", "azure-code", "-m", "llama-3.1-8b", "--hardware", "l4", "-n", 20,
                     "-s", "max_model_len=16384")  # fmt: skip
     assert "do not help" in shown and "MFU" in shown
+
+
+@measured  # a replay that is far from what was measured recommends nothing
+def test_diagnose_a_result(llama_folder, tmp_path, monkeypatch, calibration):
     monkeypatch.setenv("TWOSTROKE_HOME", str(tmp_path))
     calibration.save(tmp_path / "calibration" / f"{llama_folder.name}.json")
     llm = open_tiny(llama_folder)
