@@ -96,6 +96,7 @@ def test_workers_are_shown_and_change_their_roles(deployment: Server, expected: 
         assert [(one["name"], one["role"], one["healthy"]) for one in document["workers"]] == [
             ("prefill-0", "prefill", True), ("decode-0", "decode", True),
         ]  # fmt: skip
+        assert (document["route"], document["ttft"]) == ("apart", None)
         transfers = document["transfers"]
         assert transfers["failed"] == {}
         assert sum(one["bytes"] for one in transfers["last"]) == transfers["bytes"]

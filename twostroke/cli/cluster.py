@@ -75,9 +75,12 @@ def cluster_options(
     if auto:
         if prefill or decode or prefill_set or decode_set:
             raise ConfigError("--auto divides --workers N by itself: leave --prefill and --decode out.")
-        found = planned(model, parse_settings(option), workers, traffic, address is None)
+        found = planned(model, parse_settings(option), workers, traffic, address is None, route == "apart")
         say(found.sentence)
-        workers, prefill, decode = (0, *found.best[:2]) if found.best.prefill else (workers, 0, 0)
+        if found.best.prefill:
+            workers, prefill, decode = 0, *found.best[:2]
+        else:
+            route = "cost"  # without pools there is nothing apart
     shape = DeploymentPlan(
         workers, prefill, decode, parse_settings(option), parse_settings(prefill_set), parse_settings(decode_set),
         route == "apart", share_cores, address, transport, ttft,

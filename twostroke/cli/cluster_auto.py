@@ -45,9 +45,11 @@ def planned(
     workers: int,
     traffic: Traffic,
     one_machine: bool,
+    apart: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> Verdict:
-    """one_machine: the workers share this machine, so each has a part of its rates."""
+    """one_machine: the workers share this machine, so each has a part of its rates. apart: prefill workers compute
+    every prompt, where there are any."""
     from twostroke.bench.workload import choose_load
     from twostroke.cli.deployment import deployment_for
     from twostroke.cli.options import make_targets, refuse_unsimulated
@@ -63,7 +65,8 @@ def planned(
     load = choose_load(
         traffic.trace, traffic.workload or "chat", count=REQUESTS, per_second=traffic.rate, scale=traffic.scale or 1.0
     )
-    deployment = replace(deployment, pools=Pools(workers, 0, *MEASURED_LINKS[deployment.device.kind], "cost"))
+    link = MEASURED_LINKS[deployment.device.kind]
+    deployment = replace(deployment, pools=Pools(workers, 0, *link, "apart" if apart else "cost", traffic.ttft))
     return divide(deployment, load.arrivals, make_targets(traffic.ttft, traffic.tpot), progress)
 
 

@@ -81,10 +81,10 @@ def test_a_running_cluster_is_one_worker_of_several() -> None:
         {"role": "decode", "healthy": False}
     ]
     transfers = {"done": 0, "bandwidth": 1e9, "latency": 0.1}
-    assert pools_of({"workers": rows, "transfers": transfers}) == Pools(2, 1, router="cost")
-    found = as_cluster(
-        workers(1, max_requests=64, kv_blocks=4000), {"workers": rows, "transfers": {**transfers, "done": 3}}
-    )
+    shown = {"workers": rows, "transfers": transfers, "route": "apart", "ttft": 1.5}
+    assert pools_of(shown) == Pools(2, 1, router="apart", ttft=1.5)
+    shown |= {"transfers": {**transfers, "done": 3}, "route": "cost", "ttft": None}
+    found = as_cluster(workers(1, max_requests=64, kv_blocks=4000), shown)
     assert found.pools == Pools(2, 1, 1e9, 0.1, "cost")
     assert (found.config.max_requests, found.config.kv_blocks) == (32, 2000)
     assert part_of(CPU, 2).compute == CPU.compute / 2
@@ -109,7 +109,9 @@ def test_auto_simulates_the_measured_link(monkeypatch: pytest.MonkeyPatch) -> No
     seen: list[Deployment] = []
     monkeypatch.setattr("twostroke.cost.answers.split.divide", lambda deployment, *rest: seen.append(deployment))
     planned("llama-3.1-8b", {}, 3, Traffic(rate=2.0, hardware="h200"), one_machine=True)
-    assert seen[0].pools == Pools(3, 0, *MEASURED_LINKS["cuda"], "cost")
+    planned("llama-3.1-8b", {}, 3, Traffic(rate=2.0, ttft=1.5, hardware="h200"), one_machine=True, apart=True)
+    link = MEASURED_LINKS["cuda"]
+    assert [one.pools for one in seen] == [Pools(3, 0, *link, "cost"), Pools(3, 0, *link, "apart", 1.5)]
 
 
 def test_what_auto_needs_is_said() -> None:

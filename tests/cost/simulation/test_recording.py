@@ -87,7 +87,8 @@ def test_a_deployment_is_diagnosed_with_its_workers(documents, monkeypatch):
     writes = [step for step in steps if step not in reads]
     rows = [{"name": name, "role": name[:-2], "healthy": True} for name in ("prefill-0", "decode-0", "decode-1")]
     rows.append({"name": "decode-2", "role": "decode", "healthy": False})
-    workers = {"workers": rows, "transfers": {"done": 3, "bandwidth": 1e9, "latency": 0.1}}
+    transfers = {"done": 3, "bandwidth": 1e9, "latency": 0.1}
+    workers = {"workers": rows, "transfers": transfers, "route": "cost", "ttft": 2.0}
     assert workers_to_read(workers) == ["prefill-0", "decode-0", "decode-1"]
     many = [{"name": f"{role}-{n}", "role": role, "healthy": True} for role in ("prefill", "decode") for n in range(9)]
     assert len(workers_to_read({"workers": many})) == 8
@@ -101,7 +102,7 @@ def test_a_deployment_is_diagnosed_with_its_workers(documents, monkeypatch):
     monkeypatch.setattr(module, "diagnose", heard)
     room = documents["settings"]["settings"]["max_requests"]["value"]
     verdict({**documents, "steps": [{"steps": reads}, {"steps": writes}], "workers": workers})
-    assert seen[0].pools == Pools(2, 1, 1e9, 0.1, "cost") and seen[0].config.max_requests == room // 2
+    assert seen[0].pools == Pools(2, 1, 1e9, 0.1, "cost", 2.0) and seen[0].config.max_requests == room // 2
 
 
 @pytest.mark.parametrize(("machine", "said"), [

@@ -45,6 +45,15 @@ def test_prompts_are_computed_where_the_route_says() -> None:
     assert busy.moved > 0
 
 
+def test_routes_keep_to_a_target_for_the_first_token() -> None:
+    """A prompt that would be late behind others goes to the worker that writes, as in a deployment."""
+    writes = [Arrival(0.0, (PromptPart(900 + turn, 16),), 400) for turn in range(8)]
+    rows = [*writes, *(Arrival(1.0 + 0.01 * turn, (PromptPart(turn, 1500),), 4) for turn in range(2))]
+    free, kept = (fleet(Pools(1, 1, router="cost", ttft=ttft), max_requests=32) for ttft in (None, 3.0))
+    late, early = (one.run(rows)[-1] for one in (free, kept))
+    assert late.first - late.arrival > 3.0 > early.first - early.arrival
+
+
 def test_only_the_last_chunk_is_waited_for() -> None:
     """Blocks travel while their prompt is computed."""
     rows = [Arrival(60.0 * turn, (PromptPart(turn, 2000),), 4) for turn in range(4)]

@@ -22,7 +22,7 @@ def pools_of(workers: Document) -> Pools:
     """The pools of the workers that are up. The link is as fast as transfers were."""
     roles = [one["role"] for one in workers["workers"] if one["healthy"]]
     prefill, link = roles.count("prefill"), workers["transfers"]
-    plain = Pools(max(1, len(roles) - prefill), prefill, router="cost")
+    plain = Pools(max(1, len(roles) - prefill), prefill, router=workers["route"], ttft=workers["ttft"])
     if not link["done"] or not link["bandwidth"] or link["bandwidth"] == float("inf"):
         return plain
     return replace(plain, link=link["bandwidth"], latency=link["latency"])

@@ -48,6 +48,7 @@ class Pools:
     latency: float = 0.002  # seconds before the first byte
     # "cost" and "apart" are those of a real deployment (routed.py); the others are simple ones.
     router: Literal["least-loaded", "round-robin", "prefix", "cost", "apart"] = "least-loaded"
+    ttft: float | None = None  # seconds within which first tokens are due, for routes by cost and apart
 
 
 @dataclass(slots=True)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass
 from functools import cache
+from math import inf
 from typing import Any
 
 from twostroke.cluster.router import Ask, Link, Role, Route, Router, WorkerLoad
@@ -66,6 +67,7 @@ class RoutedFleet(Fleet):
         self.router = Router(layout.block_bytes, link, link if whole else None)
         writes = Role.DECODE if pools.prefill else Role.BOTH
         self.roles = [writes] * pools.workers + [Role.PREFILL] * pools.prefill
+        self.due_in = inf if pools.ttft is None else pools.ttft  # seconds, of every first token
         self.queued, self.streams = [0] * count, [0] * count
         self.flights: dict[int, SimulatedFlight] = {}
         self.hasher = QuickNames("simulated", key=b"")
@@ -95,7 +97,7 @@ class RoutedFleet(Fleet):
         for index in self._stale:
             self.router.update(str(index), self.roles[index], self._load(index))
         self._stale.clear()
-        route = self.router.choose(Ask(arrival.prompt, names), self.pools.router == "apart")
+        route = self.router.choose(Ask(arrival.prompt, names, self.due_in), self.pools.router == "apart")
         assert route is not None, "every worker is up"
         return route
 

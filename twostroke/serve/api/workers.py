@@ -68,6 +68,8 @@ def document(pools: Pools, wall: float) -> dict[str, Any]:
             "latency": link.latency,
         },
         "resumed": pools.resumed,
+        "route": "apart" if pools.apart else "cost",
+        "ttft": pools.ttft,
     }
 
 
