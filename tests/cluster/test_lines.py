@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,15 @@ Scenario = Callable[[AsyncEngine, "Lines"], Awaitable[None]]
 @pytest.fixture(scope="module")
 def llama_alone(llama_folder: Path) -> Alone:
     return Alone(llama_folder)
+
+
+@pytest.fixture(autouse=True)
+def log_level() -> Iterator[None]:
+    """An agent sets the log level of its process, which is the process of all tests here."""
+    log = logging.getLogger("twostroke")
+    before = log.level
+    yield
+    log.setLevel(before)
 
 
 class Lines(Pools):

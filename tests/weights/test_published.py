@@ -159,7 +159,7 @@ def test_experts_with_act_order(tmp_path: Path) -> None:
 
 def test_memory_and_what_the_log_says(plain: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A plan counts what a device keeps, not what the file has."""
-    caplog.set_level("INFO")
+    caplog.set_level("INFO", logger="twostroke")
     floats = checkpoint_bytes(open_checkpoint(plain))
     weights = 2 * 256 * 256 + 2 * 128 * 256 + 3 * 384 * 256  # in the layers
     rest = floats - 4 * weights
