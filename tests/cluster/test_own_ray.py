@@ -85,8 +85,10 @@ def test_a_cluster_is_joined_where_it_is_noted_and_lives(tmp_path: Path, monkeyp
     assert placement_main.noted_cluster() is None
     (tmp_path / "ray").mkdir()
     note = tmp_path / "ray" / "ray_current_cluster"
-    with socket.create_server(("127.0.0.1", 0)) as head:
+    with socket.socket() as head:  # it keeps its port while nothing answers there
+        head.bind(("127.0.0.1", 0))
         where = f"127.0.0.1:{head.getsockname()[1]}"
         note.write_text(where)
+        assert placement_main.noted_cluster() is None
+        head.listen()
         assert placement_main.noted_cluster() == where
-    assert placement_main.noted_cluster() is None
