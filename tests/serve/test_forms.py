@@ -124,7 +124,7 @@ def test_a_named_call_in_other_apis(tooled: Server) -> None:
 
     claude = anthropic.Anthropic(base_url=tooled.url, api_key=KEY, max_retries=0)
     tool = {"name": "look_up", "input_schema": SCHEMA}
-    body = {"model": tooled.model, "max_tokens": 300, "messages": CHAT["messages"], "tools": [tool]}
+    body = {"model": tooled.model, "max_tokens": 300, "messages": CHAT["messages"], "tools": [tool], "temperature": 0}
     answer = claude.messages.create(**body, tool_choice={"type": "tool", "name": "look_up"})
     assert answer.stop_reason == "tool_use"
     (block,) = answer.content
