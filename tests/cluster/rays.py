@@ -105,6 +105,14 @@ def without_tokens() -> Iterator[None]:
             os.environ["RAY_AUTH_MODE"] = before
 
 
+@contextlib.contextmanager
+def without_other_rays() -> Iterator[None]:
+    """A Ray of other tests, or of another program, is not noted where a deployment looks that is started here."""
+    with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as place, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_TMPDIR", place)  # paths of sockets are short
+        yield
+
+
 class Standing(Generic[D]):
     """A deployment that runs until it is closed, for one scenario after the other."""
 
