@@ -13,9 +13,14 @@ from collections.abc import Callable
 PATIENT = 120.0  # seconds for what takes moments: only to end a test that hangs
 
 
-async def until(condition: Callable[[], object], missed: str, seconds: float = PATIENT) -> None:
-    """missed: what the test says where it never becomes true."""
+async def until(
+    condition: Callable[[], object],
+    missed: str,
+    seconds: float = PATIENT,
+    seen: Callable[[], object] = lambda: "",
+) -> None:
+    """missed: what the test says where it never becomes true. seen: what is there instead."""
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, f"{missed} ({seconds:.0f} s)"
+        assert time.monotonic() < deadline, f"{missed} ({seconds:.0f} s) {seen()}"
         await asyncio.sleep(0.002)

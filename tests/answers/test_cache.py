@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.answers.servers import Redis
+from tests.measured import measured
 from twostroke.answers import cache as cache_module
 from twostroke.answers import redis as redis_module
 from twostroke.answers.bound import JudgedPair
@@ -202,8 +203,16 @@ def test_forged_and_damaged_entries_are_never_served(redis_server: Redis) -> Non
     store.close()
 
 
+@measured
 def test_redis_that_dies_is_a_miss_and_is_used_again(tmp_path: Path) -> None:
     server = Redis(tmp_path).start()
+    try:
+        check_a_loss_of(server)
+    finally:
+        server.stop()
+
+
+def check_a_loss_of(server: Redis) -> None:
     store = RedisStore(server.url, None)
     cache = AnswerCache(PATIENT, store, SECRET)
     query = Query(TENANT, exact=b"key")
@@ -223,7 +232,6 @@ def test_redis_that_dies_is_a_miss_and_is_used_again(tmp_path: Path) -> None:
         assert time.monotonic() < deadline, "Redis is not used again"
         time.sleep(0.1)
     cache.close()
-    server.stop()
 
 
 class Afar(FileStore):

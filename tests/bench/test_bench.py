@@ -86,7 +86,7 @@ class FakeServer:
         self.ready = threading.Event()
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self._run, daemon=True).start()
-        self.ready.wait(10)
+        assert self.ready.wait(60), "the fake server did not start"
 
     def _run(self):
         asyncio.set_event_loop(self.loop)

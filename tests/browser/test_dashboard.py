@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -36,13 +37,35 @@ def wait_for_answer(page) -> None:
     expect(page, "#send").to_be_enabled()
 
 
+def lengthen(route) -> None:
+    route.continue_(post_data=json.dumps({**json.loads(route.request.post_data), "ignore_eos": True}))
+
+
 def without_early_ends(page) -> None:
     """Answers are as long as was asked for: what is seen while they come must not depend on when a model is done."""
-
-    def lengthen(route) -> None:
-        route.continue_(post_data=json.dumps({**json.loads(route.request.post_data), "ignore_eos": True}))
-
     page.route("**/v1/chat/completions", lengthen)
+
+
+def held_requests(page) -> Callable[[], None]:
+    """The next request is sent when the function is called that this gives: what the page shows until its answer has
+    come can be looked at, however slow this machine is."""
+    held: list = []
+    page.route("**/v1/chat/completions", lambda route: held.append(route))
+
+    def send() -> None:
+        while not held:
+            page.wait_for_timeout(50)
+        lengthen(held.pop())
+
+    return send
+
+
+NOTE_TEXTS = """() => {
+  const lanes = document.getElementById('lanes-text');
+  window.noted = [];
+  const watch = new MutationObserver(() => window.noted.push(lanes.textContent));
+  watch.observe(lanes, { childList: true, characterData: true, subtree: true });
+}"""  # what is shown for a moment is noted when it is
 
 
 @pytest.fixture
@@ -55,11 +78,12 @@ def opened(server: Server, watched):
 
 def test_an_answer_streams_with_its_two_strokes(opened):
     page = opened.page
-    without_early_ends(page)
+    send = held_requests(page)
     page.fill("#max-tokens", "160")
     page.fill("#question", "Write one sentence about engines.")
     page.press("#question", "Enter")
     expect(page, "#stop").to_be_visible()
+    send()
     expect(page, ".answer .message").not_to_be_empty()
     wait_for_answer(page)
     caption = page.locator(".answer .caption")
@@ -82,9 +106,10 @@ def test_the_page_moves_while_requests_run(opened):
     expect(page, "#lanes-text").to_contain_text("in the last 30 seconds")
     wait_for_answer(page)
     without_early_ends(page)
-    page.fill("#max-tokens", "300")  # long enough to be seen on a fast machine
+    page.fill("#max-tokens", "400")  # long enough to be seen on a fast machine
+    page.evaluate(NOTE_TEXTS)
     page.click("[data-try=batch]")
-    expect(page, "#lanes-text").to_contain_text("streams are being written")
+    page.wait_for_function("window.noted.some((text) => /[2-8] streams are being written/.test(text))")
     page.wait_for_timeout(1200)
     picture(page, "dashboard-live.png", whole=False)
     wait_for_answer(page)

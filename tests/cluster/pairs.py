@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.cluster.fakes import FakeTransport
+from tests.holding import holding
 from tests.waiting import until
 from twostroke.cluster.channel import derive
 from twostroke.cluster.member import Member
@@ -101,25 +103,12 @@ def run_pair(
         try:
             await asyncio.wait_for(engine.start(), 600)
             await asyncio.wait_for(scenario(engine, pair), 900)
-            await asyncio.wait_for(all_back(engine, pair), 300)
+            await all_back(engine, pair)
             assert not any(one.worker.holder._copies or one.worker.holder._tickets for one in pair.members.values())
         finally:
             await engine.stop()
 
     asyncio.run(whole())
-
-
-HOLD = """
-import os, time, twostroke.remote.loop as loop
-def hold(self, step=loop.EngineLoop._step):
-    running = self.core.scheduler.running.values()
-    enough = {tokens} if len(running) >= {answers} else 2
-    if os.path.exists({path!r}) and any(one.output_length >= enough for one in running):
-        time.sleep(0.005)
-        return []  # no step: it takes messages meanwhile
-    return step(self)
-loop.EngineLoop._step = hold
-"""
 
 
 @contextlib.contextmanager
@@ -130,8 +119,7 @@ def held_answers(
     that this gives: what happens meanwhile happens in the middle of the answer, however slow this process is. answers:
     none goes far before so many are written at once."""
     path.touch()
-    code = HOLD.format(path=str(path), tokens=tokens, answers=answers)
-    monkeypatch.setattr(process, "BOOT", code + process.BOOT)
+    monkeypatch.setattr(process, "BOOT", holding(path, tokens, answers) + process.BOOT)
     try:
         yield lambda: path.unlink(missing_ok=True)
     finally:
@@ -143,22 +131,31 @@ async def moved(pair: Pools) -> None:
     await until(lambda: not pair._moves, "a transfer does not end")
 
 
-async def all_back(engine: AsyncEngine, pair: Pools) -> None:
+async def all_back(engine: AsyncEngine, pair: Pools, seconds: float = 300.0) -> None:
     """Until no request, lease or transfer is left, and every block is free or cached in both engines."""
-    while (
-        engine.in_flight or pair.flights or pair._moves or any(one.worker.held.leases for one in pair.members.values())
-    ):
-        await asyncio.sleep(0.01)
+    deadline = time.monotonic() + seconds
+
+    def left() -> list[object]:
+        held = {one.name: one.worker.held for one in pair.members.values() if one.worker.held.leases}
+        return [one for one in (engine.in_flight, pair.flights, pair._moves, held) if one]
+
+    await until(lambda: not left(), "requests, transfers or leases are left", seconds, left)
     assert not pair._by_number and not any(one.queued or one.streams for one in pair.members.values())
     for side in pair.members.values():
-        while side.up:
-            with contextlib.suppress(EngineError):  # it may have been killed a moment ago
-                await side.worker.steps(0, 1)  # an engine reports its counts after each message
-            await asyncio.sleep(0.02)
-            counts = side.counts
-            if counts.blocks_free + counts.blocks_cached == counts.blocks_total and not counts.running + counts.waiting:
-                break
+        empty = False
+        while side.up and not empty:
+            empty = await is_empty(side)
+            assert time.monotonic() < deadline, f"{side.name} holds blocks after {seconds:.0f} s: {side.counts}"
     assert engine.admission.samples == engine.admission.blocks == 0
+
+
+async def is_empty(side: Member) -> bool:
+    """Whether its engine has no request, and every block is free or cached."""
+    with contextlib.suppress(EngineError):  # it may have been killed a moment ago
+        await side.worker.steps(0, 1)  # an engine reports its counts after each message
+    await asyncio.sleep(0.02)
+    counts = side.counts
+    return counts.blocks_free + counts.blocks_cached == counts.blocks_total and not counts.running + counts.waiting
 
 
 async def answer(engine: AsyncEngine, tokens: list[int], params: SamplingParams = GREEDY) -> list:

@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
+import tempfile
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -47,19 +47,17 @@ class RunningRay:
         pytest.importorskip("ray", reason="Ray is not installed: pip install 'twostroke[cluster]'")
         self.address = f"127.0.0.1:{port}"
         options = ["--num-cpus", str(cores), "--include-dashboard", "false", "--disable-usage-stats", "--block"]
+        self.said = tempfile.TemporaryFile()  # noqa: SIM115  (closed by `stop`)
         self.process = subprocess.Popen(
-            [sys.executable, "-c", START, "start", "--head", "--port", str(port), *options],
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+            [sys.executable, "-u", "-c", START, "start", "--head", "--port", str(port), *options],
+            stdout=self.said, stderr=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
-        wait_until(lambda: self.process.poll() is not None or self._listens(port), "Ray did not start")
-        wait_until(lambda: self.process.poll() is not None or self.pids("raylet"), "Ray did not start")
-        time.sleep(1.0)  # its raylet joins
+        wait_until(lambda: self.process.poll() is not None or self._started(), "Ray did not start")
         assert self.process.poll() is None, "Ray did not start"
 
-    def _listens(self, port: int) -> bool:
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
-            return True
-        return False
+    def _started(self) -> bool:
+        """It says so when its raylet has joined."""
+        return b"Ray runtime started" in os.pread(self.said.fileno(), 1 << 16, 0)
 
     def pids(self, name: str) -> list[int]:
         """Of its own processes: gcs_server, raylet."""
@@ -78,6 +76,7 @@ class RunningRay:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+        self.said.close()
 
 
 @pytest.fixture(scope="session")
@@ -104,6 +103,14 @@ def without_tokens() -> Iterator[None]:
         os.environ.pop("RAY_AUTH_MODE")
         if before is not None:
             os.environ["RAY_AUTH_MODE"] = before
+
+
+@contextlib.contextmanager
+def without_other_rays() -> Iterator[None]:
+    """A Ray of other tests, or of another program, is not noted where a deployment looks that is started here."""
+    with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as place, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_TMPDIR", place)  # paths of sockets are short
+        yield
 
 
 class Standing(Generic[D]):
@@ -138,7 +145,7 @@ class Standing(Generic[D]):
             print(engine.in_flight, deployment.flights, deployment._moves)
             print([(one.name, one.up, one.worker.trouble(), one.counts) for one in deployment.members.values()])
             raise
-        await asyncio.wait_for(all_back(engine, deployment), 300)
+        await all_back(engine, deployment)
 
     def close(self) -> None:
         with self.runner:

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import pytest
 
 from tests.bench.test_apply import command
 from tests.cluster.one_server import BODY, SPLIT
-from tests.cluster.rays import is_engine, tree
+from tests.cluster.rays import is_engine, tree, without_other_rays
 from tests.serve.server import KEY, OTHER_KEY, Server, wait_until
 from twostroke.bench.client import Target
 from twostroke.bench.remote import Admin
@@ -52,11 +53,12 @@ def alive(pids: set[int]) -> list[str]:
 @pytest.fixture(scope="module")
 def deployment(llama_folder: Path) -> Iterator[Server]:
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'twostroke[cluster]'")
-    running = Server(llama_folder, *SPLIT, command="cluster").wait()
-    processes = tree(running.process.pid)
-    yield running
-    assert running.stop() == 0
-    wait_until(lambda: not alive(processes), "processes are left")
+    with without_other_rays():
+        running = Server(llama_folder, *SPLIT, command="cluster").wait()
+        processes = tree(running.process.pid)
+        yield running
+        assert running.stop() == 0
+        wait_until(lambda: not alive(processes), "processes are left")
 
 
 @pytest.mark.slow
@@ -196,17 +198,20 @@ def kill_engines(deployment: Server, count: int) -> None:
 def test_auto_divides_the_workers_and_nothing_is_left_of_a_router_that_is_killed(llama_folder: Path) -> None:
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'twostroke[cluster]'")
     auto = ("--workers", "2", "--auto", "--hardware", "h200", "--rate", "1", "-s", "max_model_len=512", "--scale", "8")
-    running = Server(llama_folder, *auto, command="cluster").wait()
-    processes = tree(running.process.pid)
-    try:
-        assert any("one pool" in line or "split 1:1" in line for line in running.lines)
-        with running.client() as client:
-            assert len(client.get("/twostroke/workers").json()["workers"]) == 2
-        assert len(processes) > 5
-    finally:
-        running.process.kill()
-        running.process.wait()
-    wait_until(lambda: not alive(processes), "processes are left", seconds=10)
+    with without_other_rays():
+        running = Server(llama_folder, *auto, command="cluster").wait()
+        processes = tree(running.process.pid)
+        try:
+            assert any("one pool" in line or "split 1:1" in line for line in running.lines)
+            with running.client() as client:
+                assert len(client.get("/twostroke/workers").json()["workers"]) == 2
+            assert len(processes) > 5
+        finally:
+            running.process.kill()
+            running.process.wait()
+        began = time.monotonic()
+        wait_until(lambda: not alive(processes), "processes are left", seconds=60)
+        print(f"all processes have ended after {time.monotonic() - began:.1f} s")
 
 
 @pytest.mark.slow

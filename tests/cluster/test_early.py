@@ -125,7 +125,7 @@ def test_what_the_decode_worker_has_forgotten_is_sent_with_the_request(llama_fol
 
 @pytest.mark.parametrize("transport", REAL)
 def test_two_processes(llama_folder: Path, llama_alone: Alone, transport: type) -> None:
-    want = llama_alone.answer(prompt(2, 240))
+    want, before = llama_alone.answer(prompt(2, 240)), segments(os.getpid())  # of other tests
 
     async def scenario(engine: AsyncEngine, pair: Pair) -> None:
         assert await answer(engine, prompt(2, 240)) == want
@@ -134,21 +134,21 @@ def test_two_processes(llama_folder: Path, llama_alone: Alone, transport: type) 
         await all_back(engine, pair)
         child = pair.prefill.worker.engine.child
         assert child is not None
-        await until(lambda: not segments(os.getpid()) and not segments(child.process.pid), "a segment stays open")
+        await until(lambda: segments(os.getpid()) <= before and not segments(child.process.pid), "a segment stays open")
 
     run_pair(llama_folder, scenario, lambda: transport(PEERS), "process", prefill={"max_batch_tokens": 16})
 
 
-def segments(pid: int) -> list[str]:
-    """Shared memory that a process has open, on Linux."""
-    folder = f"/proc/{pid}/fd"
+def segments(pid: int) -> set[tuple[str, int]]:
+    """Shared memory that a process has open, on Linux: descriptors and inodes."""
+    folder, found = f"/proc/{pid}/fd", set()
     if not os.path.isdir(folder):
-        return []
-    links = []
+        return found
     for name in os.listdir(folder):
         with contextlib.suppress(OSError):  # closed since they were listed
-            links.append(os.readlink(f"{folder}/{name}"))
-    return [link for link in links if "memfd:twostroke" in link]
+            if "memfd:twostroke" in os.readlink(f"{folder}/{name}"):
+                found.add((name, os.stat(f"{folder}/{name}").st_ino))
+    return found
 
 
 def test_parcels_that_are_lost_cost_time_and_no_token(llama_folder: Path, llama_alone: Alone) -> None:

@@ -87,7 +87,7 @@ def run_lines(
         try:
             await asyncio.wait_for(engine.start(), 600)
             await asyncio.wait_for(scenario(engine, pools), 600)
-            await asyncio.wait_for(all_back(engine, pools), 300)
+            await all_back(engine, pools)
         finally:
             await engine.stop()
             await asyncio.wait(pools.tasks.values(), timeout=20)

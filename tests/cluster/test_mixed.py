@@ -228,7 +228,7 @@ def test_every_request_ends_whatever_is_killed(llama_folder: Path, ray_address: 
             await asyncio.sleep(rng.random() * 0.3)
             await hurt(deployment, rng, happened)
             await asyncio.gather(*running)
-            await asyncio.wait_for(all_back(engine, deployment), 10)
+            await all_back(engine, deployment, 10)
             await all_up(deployment)
         assert deployment.restarts == 0 and deployment.counts.done > 0
 

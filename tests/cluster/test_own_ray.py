@@ -8,14 +8,13 @@ import os
 import socket
 import struct
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.cluster.one_server import BODY, SPLIT
-from tests.cluster.rays import tree
+from tests.cluster.rays import tree, without_other_rays
 from tests.serve.server import Server, command_line
 from twostroke.cluster import placement_main
 
@@ -63,21 +62,17 @@ def deployment(folder: Path) -> Iterator[Server]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")
-def test_two_beside_each_other_listen_on_loopback_alone(
-    llama_folder: Path, expected: dict, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_beside_each_other_listen_on_loopback_alone(llama_folder: Path, expected: dict) -> None:
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'twostroke[cluster]'")
-    with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as place:  # paths of sockets are short
-        monkeypatch.setenv("RAY_TMPDIR", place)  # a cluster of other tests is not noted here
-        with deployment(llama_folder) as first, deployment(llama_folder) as second:
-            for one in (first, second):
-                assert any("a local Ray was started" in line for line in one.lines)
-                with one.client() as client:
-                    found = client.post("/v1/completions", json=BODY).raise_for_status().json()
-                assert found["choices"] == expected["choices"]
-                open_to = listening(tree(one.process.pid))
-                assert len(open_to) > 5, "the processes of Ray were not found"
-                assert {where for where, _ in open_to} == {"127.0.0.1"}, open_to
+    with without_other_rays(), deployment(llama_folder) as first, deployment(llama_folder) as second:
+        for one in (first, second):
+            assert any("a local Ray was started" in line for line in one.lines)
+            with one.client() as client:
+                found = client.post("/v1/completions", json=BODY).raise_for_status().json()
+            assert found["choices"] == expected["choices"]
+            open_to = listening(tree(one.process.pid))
+            assert len(open_to) > 5, "the processes of Ray were not found"
+            assert {where for where, _ in open_to} == {"127.0.0.1"}, open_to
 
 
 def test_a_cluster_is_joined_where_it_is_noted_and_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,8 +80,10 @@ def test_a_cluster_is_joined_where_it_is_noted_and_lives(tmp_path: Path, monkeyp
     assert placement_main.noted_cluster() is None
     (tmp_path / "ray").mkdir()
     note = tmp_path / "ray" / "ray_current_cluster"
-    with socket.create_server(("127.0.0.1", 0)) as head:
+    with socket.socket() as head:  # it keeps its port while nothing answers there
+        head.bind(("127.0.0.1", 0))
         where = f"127.0.0.1:{head.getsockname()[1]}"
         note.write_text(where)
+        assert placement_main.noted_cluster() is None
+        head.listen()
         assert placement_main.noted_cluster() == where
-    assert placement_main.noted_cluster() is None

@@ -252,7 +252,7 @@ def test_a_decode_engine_without_room_keeps_the_lease_until_it_has_some(
     step = EngineLoop._step
 
     def slow(self: EngineLoop) -> list[Event]:
-        time.sleep(0.02 if self.settings.max_requests == 1 else 0.0)  # 1.2 s for an answer
+        time.sleep(0.03 if self.settings.max_requests == 1 else 0.0)  # 1.8 s for an answer
         return step(self)
 
     monkeypatch.setattr(EngineLoop, "_step", slow)
@@ -263,7 +263,7 @@ def test_a_decode_engine_without_room_keeps_the_lease_until_it_has_some(
         assert pair.counts.done == 4 and not pair.counts.failed
 
     one = {"max_requests": 1, "speculate": "off"}
-    run_pair(llama_folder, scenario, decode=one, lease=2.0, transfer_seconds=60.0)
+    run_pair(llama_folder, scenario, decode=one, lease=3.0, transfer_seconds=60.0)
 
 
 def test_engines_that_name_blocks_differently_do_not_start(llama_folder: Path) -> None:

@@ -19,6 +19,7 @@ from tests.cluster.rays import SHAPES, Standing, agent_pid, all_up, engine_pid, 
 from tests.cluster.test_faults import LONG, prompts
 from tests.cluster.test_pair import PROMPT, Alone
 from tests.cluster.test_storm import hurt
+from tests.waiting import until
 from twostroke.cluster.deployment import Deployment, DeploymentPlan
 from twostroke.cluster.member import Member
 from twostroke.errors import ConfigError
@@ -85,7 +86,8 @@ def test_a_prefill_worker_is_killed(llama_alone: Alone, standing: Standing[Deplo
         if hit is None:
             return False
         began = time.monotonic()
-        await asyncio.wait_for(all_back(engine, deployment), 10)
+        await all_back(engine, deployment, 10)
+        await until(lambda: hit.losses > before, "its death was not seen")
         await all_up(deployment)
         print(f"back after {time.monotonic() - began:.1f} s")
         assert hit.losses == before + 1
@@ -125,7 +127,7 @@ def test_a_decode_worker_is_killed_or_stopped(llama_alone: Alone, standing: Stan
         assert struck.done and time.monotonic() - began < 20
         resumed = deployment.resumed > before
         await all_up(deployment)
-        await asyncio.wait_for(all_back(engine, deployment), 10)
+        await all_back(engine, deployment, 10)
         return resumed
 
     async def scenario(engine: AsyncEngine, deployment: Deployment) -> None:
@@ -231,7 +233,7 @@ def test_tokens_do_not_depend_on_levers_and_faults(
             await asyncio.sleep(rng.random() * 0.3)
             await hurt(deployment, rng, happened)
             await asyncio.gather(*running)
-            await asyncio.wait_for(all_back(engine, deployment), 10)
+            await all_back(engine, deployment, 10)
             await all_up(deployment)
         assert deployment.restarts == 0 and happened
 

@@ -73,7 +73,7 @@ def run_three(
             await asyncio.wait_for(engine.start(), 600)
             await asyncio.wait_for(scenario(engine, three), 600)
             three.prefill_at("p0")
-            await asyncio.wait_for(all_back(engine, three), 300)
+            await all_back(engine, three)
             await until(lambda: not three.parcels._tasks, "parcels are left")
         finally:
             await engine.stop()

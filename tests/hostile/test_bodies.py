@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.measured import measured
 from tests.serve.server import HEADERS, OTHER_KEY, PATIENT, Server
 from twostroke.serve.body_shape import MAX_DEPTH, MAX_ELEMENTS, MAX_FIELDS, check_shape
 from twostroke.serve.transport.errors import ApiError
@@ -134,6 +135,7 @@ def test_memory_comes_back(open_server: Server) -> None:
     assert after < before + 50, (before, after)
 
 
+@measured
 def test_long_texts_of_one_key_do_not_delay_another(long_folder: Path) -> None:
     """Ten texts of 4 MiB take seconds each. Another key's long text is tokenized meanwhile, and its chat rendered."""
     server = Server(long_folder).wait()

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.measured import measured
 from tests.serve.server import Server, wait_until
 from tests.serve.test_listen import KEY_LINE, connect, read_answer
 from twostroke.serve.transport.strict_buffer import MAX_CHUNKS
@@ -108,6 +109,7 @@ def limit_files(soft: int, hard: int) -> str:
     return f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))"
 
 
+@measured
 @pytest.mark.slow
 @pytest.mark.alone
 @pytest.mark.parametrize("kind", ["idle", "busy"])
@@ -137,6 +139,7 @@ def test_the_real_number_of_connections(long_folder: Path, many_files: None, kin
         assert server.stop() == 0
 
 
+@measured
 def test_few_open_files_mean_fewer_places(long_folder: Path) -> None:
     """A server that may open 256 files has 24 places, and says so; 300 connections do not keep a probe waiting."""
     server = Server(long_folder, code=limit_files(256, 256), keys=()).wait()
@@ -231,6 +234,7 @@ def test_pipelined_requests_of_a_half_closed_client_are_answered(server: Server)
     assert data.count(b"HTTP/1.1 200 ") == 2
 
 
+@measured
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_is_gone_is_not_taken_for_half_closed(server: Server, stream: bool) -> None:
     """Its request ends at once, though nothing is written for it yet."""
@@ -297,6 +301,7 @@ def test_a_body_in_tiny_chunks_does_not_stop_the_server(server: Server) -> None:
     assert len(probes_beside_tiny_chunks(server)) == 100
 
 
+@measured
 @pytest.mark.slow
 @pytest.mark.alone
 def test_a_body_in_tiny_chunks_does_not_delay_others(server: Server) -> None:

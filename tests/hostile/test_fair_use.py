@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from tests import tiny
+from tests.measured import measured
 from tests.serve.server import HEADERS, KEY, OTHER_KEY, PATIENT, Server
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone]  # seconds for each case
@@ -30,6 +31,7 @@ async def in_flight(client: httpx.AsyncClient, count: int) -> None:
         await asyncio.sleep(0.02)
 
 
+@measured
 def test_a_flood_of_one_key_leaves_room_for_another(folder: Path) -> None:
     """40 long requests at once: three quarters of what runs and queues are taken, the rest is refused. The other key's
     requests are answered while the flood still runs, one after the other."""
@@ -64,6 +66,7 @@ async def flooded(server: Server, flood: int, others: int) -> tuple[list[httpx.R
     return answers, found
 
 
+@measured
 def test_retry_after_is_when_there_is_room(folder: Path) -> None:
     """All places are taken by long answers, and blocks are plenty: the time is that of the first answer that ends."""
     server = Server(folder, "-s", "max_requests=2", "--max-queue", "0", "--drain-timeout", "0", keys=(KEY,)).wait()

@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from tests import tiny
+from tests.measured import measured
 from tests.serve.server import OTHER_KEY, Server, children, command_line, wait_until
 from twostroke.confined import Confined, WallTimeError
 
@@ -45,6 +46,7 @@ def ask(client: httpx.Client, regex: str) -> httpx.Response:
     return client.post("/v1/completions", json={"prompt": "x", "regex": regex, "max_tokens": 4})
 
 
+@measured
 @pytest.mark.alone
 def test_a_stopped_checker_is_replaced_at_once(server: Server) -> None:
     with server.client() as client:

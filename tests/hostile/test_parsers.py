@@ -27,7 +27,7 @@ from twostroke.text.tokenizer import from_folder
 from twostroke.weights.gguf import open_gguf
 from twostroke.weights.safetensors import open_safetensors
 
-SECONDS = 5.0  # for one file, on a busy machine
+SECONDS = 5.0  # for one file
 MEMORY = 4_000_000  # bytes for a file of a few kilobytes
 FUZZ = settings(
     max_examples=150, deadline=None, database=None, derandomize=True, phases=[Phase.generate],
@@ -49,11 +49,11 @@ JUNK = st.recursive(
 def bounded(memory: int | None = MEMORY) -> Iterator[None]:
     """Only our errors, in time, without memory for sizes that a file merely claims."""
     tracemalloc.start()
-    began = time.monotonic()
+    began = time.thread_time()  # whatever else runs here
     try:
         with suppress(ModelError, InputError):
             yield
-        assert time.monotonic() - began < SECONDS
+        assert time.thread_time() - began < SECONDS
         assert memory is None or tracemalloc.get_traced_memory()[1] < memory
     finally:
         tracemalloc.stop()

@@ -14,6 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.measured import measured
 from tests.serve.server import KEY, OTHER_KEY, Server, wait_until
 from tests.serve.test_listen import KEY_LINE
 from tests.serve.test_load import memory
@@ -127,6 +128,7 @@ def ask(client: httpx.Client) -> tuple[str, list[float]]:
     return "".join(parts), pauses
 
 
+@measured
 @pytest.mark.parametrize("kind", KINDS)
 def test_slow_clients_are_cut_off_and_harm_no_other(server: Server, kind: str) -> None:
     """The other key keeps its one connection, which is counted each time."""

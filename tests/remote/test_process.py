@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -120,6 +121,41 @@ def test_a_warm_up_changes_no_limit_and_teaches_nothing_of_first_times(
     found = engine.core.scheduler.pace
     assert (found.min_chunk, found.max_gap, found.flops) == (128, 7.0, pace.flops)
     assert found.prompt_rate.mean is not None and found.prompt_rate.mean < 1.0
+
+
+def test_the_silence_of_a_process_that_slept_itself_is_not_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after SIGSTOP: until it has looked again, and for as long as the engine may be silent after that."""
+    now = [100.0]
+    monkeypatch.setattr(process, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    client = ProcessEngine(Path("nowhere"), {}, Patience(late=3.0, dead=10.0))
+    killed: list[str] = []
+    client.child = SimpleNamespace(kill=killed.append)  # type: ignore[assignment]
+
+    async def watched(seconds: float) -> None:
+        now[0] += seconds
+        await asyncio.sleep(0)
+
+    async def scenario() -> None:
+        sleep = asyncio.sleep
+        monkeypatch.setattr(process, "asyncio", SimpleNamespace(sleep=lambda seconds: sleep(0)))
+        client._up, client._heard, client._moved, client._looked = True, now[0], now[0], now[0]
+        watching = asyncio.ensure_future(client._watch())
+        await watched(0.5)
+        now[0] += 60.0
+        assert client.healthy, "what it sent meanwhile is not read yet"
+        await watched(0.0)
+        assert client.healthy and not killed
+        for _ in range(5):
+            await watched(0.5)
+        assert client.healthy
+        await watched(1.0)
+        assert "no sign of life for 4 s" in (client.trouble() or "") and not killed
+        for _ in range(7):
+            await watched(1.0)
+        assert killed == ["it gave no sign of life for 10 s"]
+        watching.cancel()
+
+    asyncio.run(scenario())
 
 
 class IgnoringListener:

@@ -14,6 +14,7 @@ import pytest
 from tests import tiny
 from tests.serve.conftest import TEMPLATE
 from tests.serve.server import KEY, PATIENT, Server, events
+from tests.serve.test_clients import GREEDY
 from twostroke.engine.answer import StreamEvent
 from twostroke.serve.api.chat import ChatRequest
 from twostroke.serve.segments import CONTENT, REASONING, SegmentReader
@@ -124,7 +125,7 @@ def test_a_named_call_in_other_apis(tooled: Server) -> None:
 
     claude = anthropic.Anthropic(base_url=tooled.url, api_key=KEY, max_retries=0)
     tool = {"name": "look_up", "input_schema": SCHEMA}
-    body = {"model": tooled.model, "max_tokens": 300, "messages": CHAT["messages"], "tools": [tool]}
+    body = {"model": tooled.model, "max_tokens": 300, "messages": CHAT["messages"], "tools": [tool], **GREEDY}
     answer = claude.messages.create(**body, tool_choice={"type": "tool", "name": "look_up"})
     assert answer.stop_reason == "tool_use"
     (block,) = answer.content

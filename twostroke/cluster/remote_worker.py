@@ -79,6 +79,7 @@ class RemoteWorker(MessageClient):
         self._line: Line[FromWorker] | None = None
         self._trouble: str | None = None
         self._heard = 0.0
+        self._looked = 0.0  # when `_watch` last looked
         self._first: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -86,6 +87,7 @@ class RemoteWorker(MessageClient):
 
     async def start(self, listener: WorkerListener) -> Ready:
         self.listener = listener
+        self._looked = time.monotonic()
         self._keep(asyncio.get_running_loop().create_task(self._watch()))
         return await asyncio.shield(self._first)
 
@@ -220,19 +222,22 @@ class RemoteWorker(MessageClient):
     def trouble(self) -> str | None:
         if not self._up:
             return self.why
-        silent = time.monotonic() - self._heard
-        if silent > self.silence.late:
-            return f"no sign of life for {silent:.0f} s"
+        now = time.monotonic()
+        if not self._slept(now) and now - self._heard > self.silence.late:
+            return f"no sign of life for {now - self._heard:.0f} s"
         return self._trouble
 
+    def _slept(self, now: float) -> bool:
+        """Whether this process itself did not run: what came meanwhile is still unread."""
+        return now - self._looked > 4 * LOOK_SECONDS
+
     async def _watch(self) -> None:
-        before = time.monotonic()
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             now = time.monotonic()
-            slept, before = now - before, now
-            if slept > 4 * LOOK_SECONDS:
-                self._heard += slept  # this process did not run: what came meanwhile is still unread
+            slept, before, self._looked = self._slept(now), self._looked, now
+            if slept:
+                self._heard = min(now, self._heard + now - before)
             elif self._line is not None and now - self._heard > self.silence.dead:
                 log.error("%s gave no sign of life for %g s and is killed", self.name, self.silence.dead)
                 self.kill()

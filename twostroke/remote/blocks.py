@@ -149,6 +149,8 @@ class BlockExchange:
     def close(self) -> None:
         if self.direct is not None:
             self.direct.close()
+        for path in list(self.segments):
+            self.opened(path)  # it never will be: the front end has gone
 
     def take_back(self, lent: tuple[int, ...]) -> None:
         for number in lent:

@@ -134,6 +134,7 @@ class ProcessEngine(MessageClient):
         self.why = "it has not been started"  # in words that clients may read: no paths
         self._up = False
         self._heard = 0.0  # when the last message came
+        self._looked = 0.0  # when `_watch` last looked
         self._moved = 0.0  # when the child last began or ended a step, or had nothing to do
         self._beat = Beat(0, False)
         self._born = 0.0  # when it last became ready
@@ -149,6 +150,7 @@ class ProcessEngine(MessageClient):
         self._first = asyncio.get_running_loop().create_future()
         self.why = "it is starting"
         await self._spawn()
+        self._looked = time.monotonic()
         self._keep(self._watch())
         return await self._first
 
@@ -248,11 +250,22 @@ class ProcessEngine(MessageClient):
         if not self._up:
             return self.why
         now = time.monotonic()
+        if self._slept(now):
+            return None  # what the child sent meanwhile is still unread
         if now - self._heard > self.patience.late:
             return f"no sign of life for {now - self._heard:.0f} s"
         if now - self._moved > self._step_patience() / 2:
             return f"no step has ended for {now - self._moved:.0f} s"
         return None
+
+    @property
+    def _tick(self) -> float:
+        """Seconds between two looks."""
+        return min(0.5, self.patience.late / 4)
+
+    def _slept(self, now: float) -> bool:
+        """Whether this process itself did not run: its silence is not the child's."""
+        return now - self._looked > 4 * self._tick
 
     def _step_patience(self) -> float:
         longest = self.ready.longest_step if self.ready is not None else 0.0
@@ -260,14 +273,15 @@ class ProcessEngine(MessageClient):
 
     async def _watch(self) -> None:
         """Kills a process that is silent or stuck for too long; `_lost` then starts it again."""
-        tick = min(0.5, self.patience.late / 4)
-        before = time.monotonic()
         while True:
-            await asyncio.sleep(tick)
+            await asyncio.sleep(self._tick)
             now = time.monotonic()
-            late, before = now - before > 4 * tick, now
-            if late or self.child is None:
-                continue  # this process itself slept: what the child sent meanwhile is still unread
+            slept, before, self._looked = self._slept(now), self._looked, now
+            if slept:  # the child may have been stopped too: its time goes on from here
+                self._heard = min(now, self._heard + now - before)
+                self._moved = min(now, self._moved + now - before)
+            if slept or self.child is None:
+                continue
             silent = self.patience.dead if self._up else self.patience.start
             if now - self._heard > silent:
                 self.child.kill(f"it gave no sign of life for {silent:g} s")
