@@ -20,6 +20,8 @@ PIECE = 1 << 16
 KINDS = ("refuse", "cut", "corrupt", "truncate", "delay")
 LATEST = 6000  # bytes that the holder sends before something happens: the handshake is 200, blocks are 4,000 and more
 
+CARRIED = 2000  # bytes that a stuck network carries
+
 
 class BadNetwork:
     def __init__(self, rng: random.Random, share: float):
@@ -76,6 +78,31 @@ class BadNetwork:
             (await serving).close()
 
 
+class StuckNetwork(BadNetwork):
+    """It carries the first bytes of what a holder sends, and no more. A connection ends when one of its sides does."""
+
+    def __init__(self) -> None:
+        super().__init__(random.Random(0), 0.0)
+        self.stuck = 0  # connections
+
+    async def _carry(self, address: str, near: asyncio.StreamReader, back: asyncio.StreamWriter) -> None:
+        host, _, port = address.rpartition("tcp://")[2].rpartition(":")
+        with contextlib.suppress(OSError), contextlib.closing(back):  # OSError: a worker is gone
+            far, there = await asyncio.open_connection(host, int(port))
+            ways = [asyncio.ensure_future(copy(near, there)), asyncio.ensure_future(self._begin(far, back))]
+            with contextlib.closing(there):
+                await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+            for way in ways:
+                way.cancel()
+
+    async def _begin(self, far: asyncio.StreamReader, back: asyncio.StreamWriter) -> None:
+        left = CARRIED
+        while data := await far.read(PIECE):
+            self.stuck += 0 < left <= len(data)
+            back.write(data[:left])
+            left = max(0, left - len(data))
+
+
 async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     with contextlib.suppress(OSError):
         while data := await reader.read(PIECE):
@@ -87,6 +114,7 @@ class Shaken(Deployment):
     """A deployment whose blocks travel over a bad network, while there is one."""
 
     network: BadNetwork | None = None
+    offered: Member | None = None  # the worker that has offered blocks of a request last
 
     def on_parcel(self, member: Member, request_id: int, parcel: Parcel) -> None:
         if self.network is not None:
@@ -95,6 +123,7 @@ class Shaken(Deployment):
         super().on_parcel(member, request_id, parcel)
 
     def on_offer(self, member: Member, request_id: int, offer: Offer) -> None:
+        self.offered = member
         if self.network is not None:
             offer = offer._replace(address=self.network.through(offer.address))
         super().on_offer(member, request_id, offer)

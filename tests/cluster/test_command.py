@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
 import re
 import signal
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
+from typer.testing import CliRunner
 
+from tests import tiny
 from tests.bench.test_apply import command
 from tests.cluster.one_server import BODY, SPLIT
-from tests.cluster.rays import is_engine, tree, without_other_rays
+from tests.cluster.rays import RunningRay, is_engine, tree, without_other_rays
 from tests.serve.server import KEY, OTHER_KEY, Server, wait_until
 from twostroke.bench.client import Target
 from twostroke.bench.remote import Admin
-from twostroke.cluster.deployment import DeploymentPlan, check_shape
+from twostroke.cli.main import app
+from twostroke.cluster.deployment import Deployment, DeploymentPlan, check_shape
+from twostroke.cluster.placing import Connected
+from twostroke.cost.answers.split import Verdict, divide
 from twostroke.cost.simulation.clustered import pools_of
 from twostroke.errors import ConfigError
 
@@ -39,6 +48,48 @@ from twostroke.errors import ConfigError
 def test_shapes_that_are_none(shape: DeploymentPlan, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         check_shape(shape)
+
+
+@pytest.mark.parametrize(
+    ("typed", "words"),
+    [
+        (("--prefill-set", "max_batch=64"), "unknown setting 'max_batch'"),
+        (("--decode-set", "kv_dtype=int5"), "kv_dtype"),
+        (("--prefill-set", "threads"), "threads"),
+    ],
+)
+def test_settings_of_a_pool_are_checked(typed: tuple[str, ...], words: str, llama_folder: Path) -> None:
+    result = CliRunner().invoke(app, ["cluster", str(llama_folder), "--prefill", "1", "--decode", "1", *typed])
+    assert result.exit_code and words in result.output + str(result.exception)
+
+
+def test_each_pool_has_its_own_settings(llama_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any setting of `serve`, as it is typed. Each worker takes as many cores as its threads."""
+    made: list[DeploymentPlan] = []
+    monkeypatch.setattr("twostroke.cli.cluster.in_front_of", lambda shape, model, given: made.append(shape))
+    monkeypatch.setattr("twostroke.cli.cluster.run_server", lambda options, run: None)
+    of_all = {"max_model_len": 512, "kv_blocks": 90}
+    of_one = {
+        "prefill": {"max_batch_tokens": 64, "threads": 3, "quantize": "int8", "device": "cpu", "kv_blocks": 70},
+        "decode": {"max_batch_tokens": 32, "threads": 1, "speculate": "off", "policy": "priority", "max_requests": 4},
+    }
+    typed = [f"--set={name}={value}" for name, value in of_all.items()]
+    typed += [f"--{pool}-set={name}={value}" for pool, own in of_one.items() for name, value in own.items()]
+    result = CliRunner().invoke(app, ["cluster", str(llama_folder), "--prefill", "2", "--decode", "1", *typed])
+    assert result.exit_code == 0, result.output
+
+    async def placed() -> tuple[list[dict], tuple[float, ...]]:
+        deployment = Deployment(llama_folder, made[0], print)
+        connected = Connected(False, "", "", (8.0,), 0.0)
+        cores = deployment._cores(connected, deployment._devices(connected))
+        return [worker.settings for worker in deployment.numbered.values()], cores
+
+    settings, cores = asyncio.run(placed())
+    assert cores == (3.0, 3.0, 1.0)
+    for pool, worker in zip(("prefill", "prefill", "decode"), settings, strict=True):
+        wanted = of_all | of_one[pool]
+        assert {name: worker.get(name) for name in wanted} == wanted
+    assert "policy" not in settings[0] and "quantize" not in settings[2]
 
 
 def alive(pids: set[int]) -> list[str]:
@@ -160,6 +211,45 @@ def test_diagnose_divides_the_workers_of_a_running_cluster(deployment: Server) -
 
 
 @pytest.mark.slow
+def test_applied_divisions_change_roles_while_requests_run(
+    deployment: Server, expected: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the simulation finds, the other division is taken here, twice. No request is lost meanwhile."""
+
+    def the_other(*given: Any) -> Verdict:
+        found = divide(*given)
+        other = next(one for one in found.tried if one is not found.now)
+        return Verdict(found.now, other, found.tried, found.targets)
+
+    monkeypatch.setattr("twostroke.bench.split.divide", the_other)
+    applying = threading.Event()
+    applying.set()
+
+    def ask() -> int:
+        asked = 0
+        with deployment.client() as client:
+            while applying.is_set():
+                found = client.post("/v1/completions", json=BODY).raise_for_status().json()
+                assert found["choices"] == expected["choices"]
+                asked += 1
+        return asked
+
+    admin = Admin(Target(deployment.url, key=KEY))
+    load = ("-w", "chat", "-n", 8, "--rate", 4, "--scale", 8, "--ttft", 60, "--tpot", 60)
+    for roles in ({"prefill-0": "both", "decode-0": "both"}, {"prefill-0": "prefill", "decode-0": "decode"}):
+        applying.set()
+        with ThreadPoolExecutor(2) as threads:
+            asking = [threads.submit(ask) for _ in range(2)]
+            shown = command("diagnose", "--url", deployment.url, "--api-key", KEY, "--apply", *load)
+            applying.clear()
+            assert all(one.result() for one in asking)
+        assert "Changed: " + ", ".join(f"{name} is for {role}" for name, role in roles.items()) in shown
+        workers = admin.workers()
+        assert workers is not None and {one["name"]: one["role"] for one in workers["workers"]} == roles
+        assert workers["resumed"] == 0 and not workers["transfers"]["failed"]
+
+
+@pytest.mark.slow
 def test_a_stream_survives_its_worker(deployment: Server, llama_folder: Path, expected: dict) -> None:
     """The client sees one stream with the right text, while the decode worker's engine is killed."""
     body = BODY | {"stream": True, "max_tokens": 300}
@@ -209,9 +299,46 @@ def test_auto_divides_the_workers_and_nothing_is_left_of_a_router_that_is_killed
         finally:
             running.process.kill()
             running.process.wait()
-        began = time.monotonic()
-        wait_until(lambda: not alive(processes), "processes are left", seconds=60)
-        print(f"all processes have ended after {time.monotonic() - began:.1f} s")
+        wait_until(lambda: not alive(processes), "processes are left", seconds=10)
+
+
+@pytest.mark.slow
+def test_a_router_that_is_killed_in_a_stream_leaves_nothing_on_a_cluster(
+    running_ray: RunningRay, tmp_path: Path
+) -> None:
+    """The Ray goes on, without the workers: their cores are free for the same deployment, and the stream has ended. A
+    second one beside it is told that there is no room."""
+    folder = tiny.tiny_llama(tmp_path, max_position_embeddings=8192)
+    body = {"prompt": "The quick brown fox", "temperature": 0, "ignore_eos": True, "max_tokens": 6000}
+    shape = ("--prefill", "1", "--decode", "1", "--route", "apart", "-s", "speculate=off", "-s", "max_model_len=8000")
+    where = ("--address", running_ray.address)  # with 8 cores, of which two workers take 6
+    text = ""
+    first = Server(folder, *shape, *where, threads=3, command="cluster").wait()
+    router = tree(first.process.pid)
+    with first.client() as client:
+        try:
+            with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
+                for line in response.iter_lines():
+                    text += json.loads(line[6:])["choices"][0]["text"] if line.startswith("data: {") else ""
+                    if len(text) > 20 and first.process.poll() is None:
+                        assert len(running_ray.engines()) == 2
+                        first.process.kill()
+                        first.process.wait()
+                        killed = time.monotonic()
+            raise AssertionError("the stream ended as if it were complete")
+        except httpx.HTTPError:
+            assert time.monotonic() - killed < 5
+    wait_until(lambda: not running_ray.engines() and not alive(router), "processes are left", seconds=10)
+    first.key_file.unlink()
+    second = Server(folder, *shape, *where, threads=3, command="cluster").wait()
+    with second.client() as client:
+        found = client.post("/v1/completions", json=body | {"max_tokens": 100}).raise_for_status().json()
+    again = found["choices"][0]["text"]
+    assert len(text) > 20 and (again.startswith(text) or text.startswith(again))
+    with pytest.raises(AssertionError, match=r"has no room for 2 workers with 3 cores each: 2 cores .* are free"):
+        Server(folder, *shape, *where, threads=3, command="cluster").wait()
+    assert second.stop() == 0
+    wait_until(lambda: not running_ray.engines(), "workers are left", seconds=10)
 
 
 @pytest.mark.slow

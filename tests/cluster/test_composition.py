@@ -99,16 +99,17 @@ def test_tenants_share_no_blocks_in_any_worker(llama_folder: Path) -> None:
     run_pair(llama_folder, scenario, decode={"speculate": "off"})
 
 
+@pytest.mark.parametrize(("policy", "field"), [("priority", "priority"), ("deadline", "deadline")])
 def test_the_more_important_request_gets_the_place_where_answers_are_written(
-    llama_folder: Path, monkeypatch: pytest.MonkeyPatch
+    llama_folder: Path, monkeypatch: pytest.MonkeyPatch, policy: str, field: str
 ) -> None:
-    """One place there. Requests that come from the other worker wait for it, and ask again and again. The answer that
-    has it goes on when all of them have asked."""
-    priorities, all_asked = [7, 2, 9, 4], threading.Event()
+    """By priority, or the one whose first token is due soonest, in hours. One place there. Requests that come from the
+    other worker wait for it, and ask again and again. The answer that has it goes on when all of them have asked."""
+    order, all_asked = [7, 2, 9, 4], threading.Event()
     ended: list[int] = []
 
     def held(self: EngineLoop, step: Any = EngineLoop._step) -> Any:
-        if len(self.blocks.asking._asked) == len(priorities):
+        if len(self.blocks.asking._asked) == len(order):
             all_asked.set()
         if not all_asked.is_set() and any(one.output_length >= 5 for one in self.core.scheduler.running.values()):
             time.sleep(0.001)
@@ -118,22 +119,43 @@ def test_the_more_important_request_gets_the_place_where_answers_are_written(
     monkeypatch.setattr(EngineLoop, "_step", held)
     monkeypatch.setattr(asking, "SILENT_SECONDS", 60.0)  # none of them asks no more, however slow this machine is
 
-    async def one(engine: AsyncEngine, prompt: list[int], priority: int) -> None:
-        await answer(engine, prompt, SamplingParams(max_tokens=60, temperature=0, ignore_eos=True, priority=priority))
-        ended.append(priority)
+    async def one(engine: AsyncEngine, prompt: list[int], place: int) -> None:
+        given: dict[str, Any] = {field: place if field == "priority" else 3600.0 * place}
+        await answer(engine, prompt, SamplingParams(max_tokens=60, temperature=0, ignore_eos=True, **given))
+        ended.append(place)
 
     async def scenario(engine: AsyncEngine, pair: Pair) -> None:
         first = asyncio.ensure_future(one(engine, PROMPT, 0))
         await until(lambda: pair.decode.counts.running, "the first answer has not begun")
-        prompts = [[token + place + 1 for token in PROMPT[:40]] for place in range(len(priorities))]
-        others = [asyncio.ensure_future(one(engine, *given)) for given in zip(prompts, priorities, strict=True)]
+        prompts = [[token + place + 1 for token in PROMPT[:40]] for place in range(len(order))]
+        others = [asyncio.ensure_future(one(engine, *given)) for given in zip(prompts, order, strict=True)]
         await until(all_asked.is_set, "not all requests have come")
         await asyncio.gather(first, *others)
-        assert ended == [0, *sorted(priorities)]
+        assert ended == [0, *sorted(order)]
         assert not pair.counts.failed
 
-    place = {"max_requests": 1, "speculate": "off", "policy": "priority"}
-    run_pair(llama_folder, scenario, prefill={"policy": "priority"}, decode=place, transfer_seconds=120.0)
+    one_place = {"max_requests": 1, "speculate": "off", "policy": policy}
+    run_pair(llama_folder, scenario, prefill={"policy": policy}, decode=one_place, transfer_seconds=120.0)
+
+
+def test_blocks_that_come_back_from_the_host_travel(llama_folder: Path) -> None:
+    """Prompts that were evicted to the host in both workers come again: what is brought back is used and sent."""
+    alone = Alone(llama_folder)
+    prompts = [[(place * 13 + token * 7) % 290 + 3 for token in range(100)] for place in range(4)]
+    want = [alone.answer(prompt) for prompt in prompts]
+
+    async def scenario(engine: AsyncEngine, pair: Pair) -> None:
+        for turn in range(2):
+            for prompt, right in zip(prompts, want, strict=True):
+                assert await answer(engine, prompt) == right
+                await moved(pair)
+            restored = [one.counts.blocks_restored for one in (pair.prefill, pair.decode)]
+            assert all(restored) if turn else not any(restored)
+        assert pair.counts.done == 8 and not pair.counts.failed
+        assert pair.prefill.counts.computed_tokens < 6 * 100, "prompts were computed again"
+
+    small = {"kv_blocks": 18, "max_model_len": 160, "kv_offload": 1 << 20, "speculate": "off"}
+    run_pair(llama_folder, scenario, prefill=small, decode=small)
 
 
 def test_a_deployment_admits_and_refuses_as_a_whole(llama_folder: Path) -> None:

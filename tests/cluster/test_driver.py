@@ -36,6 +36,15 @@ def never_placed(connected: Connected) -> PlaceWorkers:
     raise AssertionError(connected)
 
 
+def refused(package: str, address: str, words: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (place / "ray.py").write_text(package)
+    monkeypatch.setenv("PYTHONPATH", str(place))
+    placement = Placement(address, 2, never_placed, lambda died: None)
+    with pytest.raises(ConfigError, match=words):
+        asyncio.run(placement.start())
+    assert placement._process is None
+
+
 @pytest.mark.parametrize(
     ("package", "words"),
     [
@@ -49,12 +58,21 @@ def never_placed(connected: Connected) -> PlaceWorkers:
 def test_ray_is_not_there_or_another_one(
     package: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "ray.py").write_text(package)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    placement = Placement("cluster", 2, never_placed, lambda died: None)  # a name that Ray would look up
-    with pytest.raises(ConfigError, match=words):
-        asyncio.run(placement.start())
-    assert placement._process is None
+    refused(package, "cluster", words, tmp_path, monkeypatch)  # a name that Ray would look up
+
+
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [
+        ("auto", "--address auto: no Ray cluster runs on this machine: start one with `ray start --head`, or leave"),
+        ("127.0.0.1:1", "no Ray cluster answers at 127.0.0.1:1 .*: start one with `ray start --head` there, or leave"),
+        ("ray://head:10001", "--address ray://head:10001: .* run this command on a machine of the cluster, with"),
+    ],
+)
+def test_no_cluster_is_there(address: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))  # where a cluster of this machine would be noted
+    refused(INIT.format(error='ValueError("it is not asked")'), address, words, tmp_path, monkeypatch)
 
 
 def test_why_a_worker_has_ended() -> None:

@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -15,16 +16,19 @@ from tests.cluster.fakes import FakeTransport, Fault
 from tests.cluster.pairs import GREEDY, PEERS, REAL, Pair, all_back, answer, held_answers, moved, run_pair
 from tests.cluster.test_pair import PROMPT, Alone
 from tests.waiting import until
-from twostroke.cluster.pools import GONE, NO_RETRY
+from twostroke.cluster import flight
+from twostroke.cluster.pools import GONE, MOST_RESUMED, NO_RETRY, TOO_OFTEN
 from twostroke.cluster.sockets import SharedMemoryTransport
 from twostroke.ops.interface import BLOCK
 from twostroke.record import replace
 from twostroke.remote import client, process
 from twostroke.remote.async_engine import ENGINE_GONE, AsyncEngine
 from twostroke.remote.blocks import BlockExchange
+from twostroke.remote.loop import EngineLoop
 from twostroke.remote.messages import Expect, Expected
 from twostroke.remote.process import ProcessEngine
 from twostroke.sampling import SamplingParams
+from twostroke.types import Event
 
 FAULTS = {
     "refuse": Fault(refuse=True),
@@ -91,6 +95,31 @@ def test_a_lease_that_is_not_renewed_ends(llama_folder: Path, llama_alone: Alone
         assert pair.counts.failed == {"transfer": 1}
 
     run_pair(llama_folder, scenario, lambda: FakeTransport(lambda: Fault(delay=0.4)), lease=0.1)
+
+
+def test_blocks_are_not_waited_for_beyond_the_deadline_of_the_request(
+    llama_folder: Path, llama_alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The transfer itself may take ten minutes. A request without a deadline waits for it."""
+    monkeypatch.setattr(flight, "LEAST_FETCH", 0.2)
+    want = llama_alone.answer(PROMPT)
+    transport = FakeTransport(lambda: Fault(delay=600.0))
+
+    async def scenario(engine: AsyncEngine, pair: Pair) -> None:
+        pair.decode.speed.token = 1e-6
+        assert await asyncio.wait_for(answer(engine, PROMPT, replace(GREEDY, deadline=0.5)), 120) == want
+        await moved(pair)
+        assert pair.counts.failed == {"deadline": 1} and pair.counts.done == 0
+        assert pair.prefill.worker.holder.leases.ended == {"failed": 1}
+        await all_back(engine, pair)
+        patient = engine.submit([prompts(1)[0]], GREEDY)
+        await until(lambda: len(transport.fetched) == 2, "nothing was fetched")
+        await asyncio.sleep(1.5)
+        assert pair.moving and pair.counts.failed == {"deadline": 1}
+        patient.close()
+        assert [piece.event.finish_reason async for piece in patient][-1] == "abort"
+
+    run_pair(llama_folder, scenario, lambda: transport, lease=600.0, transfer_seconds=600.0)
 
 
 def test_requests_that_the_caller_aborts_leave_nothing(llama_folder: Path) -> None:
@@ -274,6 +303,37 @@ def test_an_answer_without_retry_ends_with_an_error(
     off = {"speculate": "off"}  # both answers grow by one token in each step
     with held_answers(monkeypatch, tmp_path / "hold", answers=2) as go_on:
         run_pair(llama_folder, scenario, lambda: SharedMemoryTransport(PEERS), "process", prefill=off, decode=off)
+
+
+def test_an_answer_whose_workers_are_lost_again_and_again_ends_with_an_error(
+    llama_folder: Path, llama_alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request that ends its workers does not end all of them. Here they only count as lost."""
+    want = list(llama_alone.answer(PROMPT, LONG)[0][0])
+    step = EngineLoop._step
+
+    def slow(self: EngineLoop) -> list[Event]:
+        time.sleep(0.01)
+        return step(self)
+
+    monkeypatch.setattr(EngineLoop, "_step", slow)
+
+    async def scenario(engine: AsyncEngine, pair: Pair) -> None:
+        stream, written = engine.submit([PROMPT], LONG), 0
+        (one,) = pair.flights.values()
+        for turn in range(MOST_RESUMED + 1):
+            await until(lambda before=written: len(one.written) > before and not pair._moves, "nothing was written")  # type: ignore[misc]
+            written, lost, number = len(one.written), one.member, one.number
+            assert lost is not None and pair.resumed == turn
+            pair.on_lost(lost, "it ended")
+            lost.worker.abort([number])
+        pieces = [piece.event async for piece in stream]
+        tokens = [token for event in pieces for token in event.token_ids]
+        assert [event.error for event in pieces if event.finish_reason is not None] == [TOO_OFTEN]
+        assert tokens == want[: len(tokens)] and MOST_RESUMED < len(tokens) < len(want)
+        assert pair.prefill.usable and pair.decode.usable
+
+    run_pair(llama_folder, scenario, prefill={"speculate": "off"}, decode={"speculate": "off"})
 
 
 # ---- storms ----------------------------------------------------------------------------------------------------------

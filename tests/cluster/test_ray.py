@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cluster.bad_network import BadNetwork, Shaken, StuckNetwork
 from tests.cluster.pairs import GREEDY, SETTINGS, all_back, answer, moved
 from tests.cluster.rays import SHAPES, Standing, agent_pid, all_up, engine_pid, run_deployment
 from tests.cluster.test_faults import LONG, prompts
@@ -22,6 +23,7 @@ from tests.cluster.test_storm import hurt
 from tests.waiting import until
 from twostroke.cluster.deployment import Deployment, DeploymentPlan
 from twostroke.cluster.member import Member
+from twostroke.cluster.router import Role
 from twostroke.errors import ConfigError
 from twostroke.remote.async_engine import AsyncEngine
 from twostroke.remote.client import EngineError
@@ -43,11 +45,11 @@ def shape(address: str | None, kind: str = "1+1", **more: object) -> DeploymentP
 
 
 @pytest.fixture(scope="module")
-def standing(llama_folder: Path, ray_address: str) -> Iterator[Standing[Deployment]]:
+def standing(llama_folder: Path, ray_address: str) -> Iterator[Standing[Shaken]]:
     """Two workers of each kind, for several tests."""
     levers = {"speculate": "off", "prefix_cache": False}
     with contextlib.closing(
-        Standing(Deployment, llama_folder, shape(ray_address, "2+2", share_cores=True, settings=levers))
+        Standing(Shaken, llama_folder, shape(ray_address, "2+2", share_cores=True, settings=levers))
     ) as running:
         yield running
 
@@ -67,7 +69,7 @@ class WhenWritten:
             self.act()
 
 
-def test_a_prefill_worker_is_killed(llama_alone: Alone, standing: Standing[Deployment]) -> None:
+def test_a_prefill_worker_is_killed(llama_alone: Alone, standing: Standing[Shaken]) -> None:
     """In the middle of prompts: they are computed elsewhere, and the worker is there again."""
 
     async def strike(engine: AsyncEngine, deployment: Deployment, pid_of: Callable, turn: int) -> bool:
@@ -109,7 +111,47 @@ def test_a_prefill_worker_is_killed(llama_alone: Alone, standing: Standing[Deplo
     standing.run(scenario)
 
 
-def test_a_decode_worker_is_killed_or_stopped(llama_alone: Alone, standing: Standing[Deployment]) -> None:
+def test_a_worker_is_lost_in_the_middle_of_a_transfer(llama_alone: Alone, standing: Standing[Shaken]) -> None:
+    """A part of the blocks has come, and no more does. The worker that has them is lost, or the one that waits."""
+
+    async def strike(
+        engine: AsyncEngine, deployment: Shaken, turn: int, role: Role, pid_of: Callable, how: signal.Signals
+    ) -> None:
+        prompt = [(one * 7 + turn) % 290 + 3 for one in range(150 + turn)]
+        network = deployment.network = StuckNetwork()
+        running = asyncio.ensure_future(answer(engine, prompt))
+        await until(lambda: network.stuck and deployment.moving, "no blocks are on their way")
+        (flight,) = deployment.moving
+        hit = deployment.offered if role is Role.PREFILL else flight.member
+        assert hit is not None and hit.role is role and len(flight.written) == 1
+        before, failed = hit.losses, sum(deployment.counts.failed.values())
+        began = time.monotonic()
+        os.kill(pid_of(deployment, hit.name), how)
+        assert await running == llama_alone.answer(prompt)
+        assert time.monotonic() - began < 20
+        await moved(deployment)  # the answer may be complete before
+        if role is Role.PREFILL:
+            assert sum(deployment.counts.failed.values()) == failed + 1, "the other worker computes the prompt"
+        deployment.network = None
+        await until(lambda: hit.losses > before, "its loss was not seen")
+        await all_up(deployment)
+        await asyncio.wait_for(all_back(engine, deployment), 10)
+        await network.close()
+
+    async def scenario(engine: AsyncEngine, deployment: Shaken) -> None:
+        cases = [
+            (role, pid_of, how)
+            for role in (Role.PREFILL, Role.DECODE)
+            for pid_of, how in ((agent_pid, signal.SIGKILL), (engine_pid, signal.SIGKILL), (agent_pid, signal.SIGSTOP))
+        ]
+        for turn, case in enumerate(cases):
+            await strike(engine, deployment, turn, *case)
+        assert deployment.restarts == 0
+
+    standing.run(scenario)
+
+
+def test_a_decode_worker_is_killed_or_stopped(llama_alone: Alone, standing: Standing[Shaken]) -> None:
     """In the middle of streams: they go on at another worker after what was streamed."""
     want = [llama_alone.answer(prompt, LONG) for prompt in prompts(4)]
 
@@ -147,7 +189,7 @@ def test_a_decode_worker_is_killed_or_stopped(llama_alone: Alone, standing: Stan
     standing.run(scenario)
 
 
-def test_without_any_worker_each_answer_ends_once(llama_alone: Alone, standing: Standing[Deployment]) -> None:
+def test_without_any_worker_each_answer_ends_once(llama_alone: Alone, standing: Standing[Shaken]) -> None:
     async def scenario(engine: AsyncEngine, deployment: Deployment) -> None:
         def strike() -> None:
             for name in deployment.members:
@@ -217,9 +259,8 @@ async def one_request(engine: AsyncEngine, alone: Alone, rng: random.Random) -> 
 def test_tokens_do_not_depend_on_levers_and_faults(
     llama_folder: Path, gemma_folder: Path, ray_address: str, kind: str, family: str, kv_dtype: str
 ) -> None:
-    """Greedy and seeded, with windows (gemma) and without."""
+    """Greedy and seeded, with windows (gemma) and without. Workers are killed and stopped, on a bad network."""
     rng = random.Random(f"{kind} {family} {SEED}")
-    happened: Counter[str] = Counter()
     folder = gemma_folder if family == "gemma" else llama_folder
     alone = Alone(folder, kv_dtype=kv_dtype)
     common = {"max_model_len": 192, "kv_dtype": kv_dtype}
@@ -227,7 +268,9 @@ def test_tokens_do_not_depend_on_levers_and_faults(
         ray_address, kind, settings=common, prefill_settings=levers(rng), decode_settings=levers(rng), share_cores=True
     )
 
-    async def scenario(engine: AsyncEngine, deployment: Deployment) -> None:
+    async def scenario(engine: AsyncEngine, deployment: Shaken) -> None:
+        network = deployment.network = BadNetwork(rng, 0.3)
+        happened: Counter[str] = Counter()
         for _ in range(3):
             running = [asyncio.ensure_future(one_request(engine, alone, rng)) for _ in range(12)]
             await asyncio.sleep(rng.random() * 0.3)
@@ -235,9 +278,11 @@ def test_tokens_do_not_depend_on_levers_and_faults(
             await asyncio.gather(*running)
             await all_back(engine, deployment, 10)
             await all_up(deployment)
-        assert deployment.restarts == 0 and happened
+        assert deployment.restarts == 0 and happened and network.happened
+        await network.close()
 
-    run_deployment(folder, made, scenario)
+    with contextlib.closing(Standing(Shaken, folder, made)) as running:
+        running.run(scenario)
 
 
 # ---- what cannot start -----------------------------------------------------------------------------------------------

@@ -24,7 +24,9 @@ from twostroke.cluster import session, sockets
 from twostroke.cluster.channel import HEADER, Channel, derive
 from twostroke.cluster.sockets import SharedMemoryTransport, SocketTransport, TcpTransport
 from twostroke.cluster.transport import TransferError
+from twostroke.cluster.transports import fitting_transport
 from twostroke.kv.addresses import Name
+from twostroke.remote.messages import Located
 
 TICKET = bytes(range(16))
 NAMES = tuple(Name(i % 2, bytes([i, 255 - i] * 8)) for i in range(40))
@@ -78,6 +80,33 @@ def test_blocks_arrive_as_they_were_sent(kind: type[SocketTransport], block_byte
 
     run(kind, scenario, shelf)
     assert shelf.renewed >= 2
+
+
+def test_each_pair_of_workers_takes_the_way_that_fits_it() -> None:
+    """Shared memory where the holder's socket is on this machine and is seen, else TCP."""
+
+    async def scenario() -> None:
+        shelf, holder, ours = Shelf(), fitting_transport(PEERS, "127.0.0.1"), fitting_transport(PEERS, "127.0.0.1")
+        machine, shared, tcp = (await holder.listen(shelf)).split(" ")
+        ways = [
+            (f"{machine} {shared} {tcp}", socket.AF_UNIX),
+            (f"another-machine {shared} {tcp}", socket.AF_INET),
+            (f"{machine} unix:///of-another-container {tcp}", socket.AF_INET),
+        ]
+        for number, (address, family) in enumerate(ways):
+            incoming = await ours.connect(address, bytes([number] * 16))
+            assert incoming.channel.sock.family == family  # type: ignore[attr-defined]
+            blocks = await incoming.fetch(NAMES, BLOCK_BYTES)
+            assert not isinstance(blocks, Located)
+            with blocks.segment:
+                assert bytes(blocks.segment.view) == b"".join(map(shelf.content, NAMES))
+            await incoming.close(True)
+        with pytest.raises(TransferError, match="no address of a worker with this transport"):
+            await ours.connect(f"another-machine {shared}", TICKET)
+        await ours.close()
+        await holder.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
 
 
 @every

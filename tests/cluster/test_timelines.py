@@ -1,4 +1,4 @@
-"""The timeline of a request that two workers had, and the list of transfers."""
+"""The timeline of a request that two workers had, the list of transfers, and the metrics of both."""
 
 from __future__ import annotations
 
@@ -7,16 +7,19 @@ import time
 from pathlib import Path
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from tests.cluster.fakes import FakeTransport, Fault
 from tests.cluster.pairs import GREEDY, Pair, moved, run_pair
 from tests.cluster.test_pair import PROMPT
 from tests.measured import measured
+from tests.waiting import until
 from twostroke.cluster.flight import Flight
 from twostroke.metrics.timeline import Facts, Timeline
 from twostroke.remote.async_engine import AsyncEngine
 from twostroke.remote.loop import EngineLoop
 from twostroke.sampling import SamplingParams
+from twostroke.serve.pool_metrics import PoolMetrics
 from twostroke.types import Event, Request
 
 LONG = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
@@ -78,6 +81,46 @@ def test_both_halves_of_a_move_are_counted_in_any_order() -> None:
                 flight.count_move(runs=11.0)
         assert flight.before is not None
         assert (flight.before.transfer, flight.before.decode_queue) == (0.25, 0.75)
+
+
+def test_metrics_tell_of_workers_and_transfers(llama_folder: Path) -> None:
+    """While blocks are on their way, after they have come, and where they did not."""
+    network = FakeTransport()
+
+    async def scenario(engine: AsyncEngine, pair: Pair) -> None:
+        registry = CollectorRegistry()
+        PoolMetrics(pair, "tiny", registry)
+
+        def value(name: str, worker: str | None = None, **more: str) -> float:
+            own = {} if worker is None else {"worker": worker, "role": worker}
+            found = registry.get_sample_value(f"twostroke:{name}", {"model_name": "tiny", **own, **more})
+            assert found is not None, f"{name} is not there"
+            return found
+
+        network.gate.clear()
+        running = asyncio.ensure_future(timeline_of(engine, PROMPT))
+        await until(lambda: network.fetched, "nothing was fetched")
+        assert value("transfers_in_flight") == value("worker_leases", "prefill") == 1
+        assert value("worker_streams", "decode") == value("worker_up", "decode") == 1
+        assert value("worker_streams", "prefill") == value("worker_queued_tokens", "prefill") == 0
+        network.gate.set()
+        timeline = await running
+        await moved(pair)
+        assert value("transfers_in_flight") == 0 and value("transfers_done_total") == 1
+        size, seconds = value("transfer_bytes_total"), value("transfer_seconds_total")
+        assert size == pair.counts.bytes > 0 and 0 < timeline.transfer <= seconds
+        assert size == value("worker_sent_bytes_total", "prefill") == value("worker_received_bytes_total", "decode")
+        assert size == value("transfer_size_bytes_sum") and value("transfer_time_seconds_count") == 1
+        assert seconds == value("worker_received_seconds_total", "decode") == value("transfer_time_seconds_sum")
+        network.fault = lambda: Fault(corrupt=True)
+        await timeline_of(engine, PROMPT[:50][::-1])
+        await moved(pair)
+        assert value("transfers_failed_total", reason="damaged or missing") == 1 and value("transfers_done_total") == 1
+        pair.prefill.up = False
+        assert value("worker_up", "prefill") == 0 and value("worker_losses_total", "prefill") == 0
+        pair.prefill.up = True
+
+    run_pair(llama_folder, scenario, lambda: network)
 
 
 def test_each_transfer_is_told(llama_folder: Path) -> None:

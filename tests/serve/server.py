@@ -152,9 +152,10 @@ class Server:
 
 def children(pid: int) -> list[int]:
     found = []
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):  # a thread that has ended meanwhile
-            found += [int(child) for child in task.read_text().split()]
+    with contextlib.suppress(OSError):  # the process has ended meanwhile
+        for task in Path(f"/proc/{pid}/task").glob("*/children"):
+            with contextlib.suppress(OSError):  # a thread has
+                found += [int(child) for child in task.read_text().split()]
     return found
 
 

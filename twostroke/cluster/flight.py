@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from twostroke.cluster.holder import Offer
     from twostroke.cluster.member import Member
 
+LEAST_FETCH = 1.0  # seconds: deadlines below order requests, and are no reason to compute a prompt twice
+
 
 @dataclass(slots=True, eq=False)
 class Flight:
@@ -78,6 +80,13 @@ class Flight:
     def continues(self) -> bool:
         """Whether more tokens may follow those that are written."""
         return self.length < self.request.limit
+
+    def fetch_seconds(self, token: float) -> float | None:
+        """How long its blocks may be on their way: as long as its first token, and no shorter than it takes to compute
+        them. token: seconds for one. None: the request has no deadline."""
+        due = self.request.params.deadline
+        lacking = len(self.request.tokens) - self.had * BLOCK
+        return None if due is None else max(due, lacking * token, LEAST_FETCH)
 
     def settle(self) -> None:
         """What its worker measured counts for the whole: another one goes on."""

@@ -100,7 +100,8 @@ class Handover:
                 asked = loop.time()
                 await self._take(request, tokens, incoming, offer.lease / 3, taken)
                 room = loop.time()
-                fetched = await self._fetch(request, taken[0], incoming, offer) if taken[0] else 0
+                async with asyncio.timeout(offer.fetch):
+                    fetched = await self._fetch(request, taken[0], incoming, offer) if taken[0] else 0
                 failed = DAMAGED if fetched is None else ""
         except TimeoutError:
             failed = DEADLINE

@@ -36,6 +36,7 @@ class Offer(NamedTuple):
     ticket: bytes
     lease: float  # seconds after which it must be renewed
     seconds: float  # until the transfer's deadline
+    fetch: float | None = None  # in which the blocks are to come, once there is room for the request; None: until then
 
 
 class Copy(NamedTuple):

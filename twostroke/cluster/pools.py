@@ -349,6 +349,7 @@ class Pools(Group):
     async def _move(self, flight: Flight, source: Member, writer: Member, offer: Offer) -> None:
         """The samples of one prompt move one after the other: the first brings the blocks for all."""
         request, losses = flight.request, writer.losses
+        offer = offer._replace(fetch=flight.fetch_seconds(writer.speed.token))
         lock = self._same_prompt.setdefault((writer.name, request.salt, request.tokens), asyncio.Lock())
         taken, lost = False, None
         try:
