@@ -33,6 +33,15 @@ def picture(page, name: str, whole: bool = True) -> None:
         Path(PICTURES, name).write_bytes(data)
 
 
+def wait_for(page, expression: str) -> None:
+    """Until it is true. Playwright's own wait evaluates text within the page after its first look, and what the server
+    allows its page forbids that."""
+    deadline = time.monotonic() + PATIENT / 1000
+    while not page.evaluate(expression):
+        assert time.monotonic() < deadline, f"never true: {expression}"
+        page.wait_for_timeout(100)
+
+
 def wait_for_answer(page) -> None:
     expect(page, "#send").to_be_enabled()
 
@@ -109,12 +118,12 @@ def test_the_page_moves_while_requests_run(opened):
     page.fill("#max-tokens", "400")  # long enough to be seen on a fast machine
     page.evaluate(NOTE_TEXTS)
     page.click("[data-try=batch]")
-    page.wait_for_function("window.noted.some((text) => /[2-8] streams are being written/.test(text))")
+    wait_for(page, "window.noted.some((text) => /[2-8] streams are being written/.test(text))")
     page.wait_for_timeout(1200)
     picture(page, "dashboard-live.png", whole=False)
     wait_for_answer(page)
     # Bars of the first request may have left the picture by now, where the machine is slow.
-    page.wait_for_function("(lanes => lanes.rows >= 8 && lanes.bars >= 8)(document.getElementById('lanes').dataset)")
+    wait_for(page, "(lanes => lanes.rows >= 8 && lanes.bars >= 8)(document.getElementById('lanes').dataset)")
     assert len(page.locator(".answer").last.locator(".strip").all()) == 8
     expect(page, "#share-text").not_to_contain_text("100 % idle")
     expect(page, "#kv-list").to_contain_text("cached for reuse")
