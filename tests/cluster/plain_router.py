@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import islice
 from math import inf
 from typing import NamedTuple
 
 from twostroke.cluster.router import Ask, Link, Role, Route, WorkerLoad
 from twostroke.cluster.search import CHUNK
+from twostroke.cluster.standing import EXACT, STRIDE
 from twostroke.ops.interface import BLOCK
 
 
@@ -30,33 +30,39 @@ class RoutedWorker:
     def __init__(self, role: Role, load: WorkerLoad):
         self.role = role
         self.load = load
-        self.names: dict[bytes, None] = {}  # of blocks that it has, the oldest first
+        self.names: dict[bytes, int] = {}  # that are kept, the oldest first, and how many blocks each stands for
         self.sent_tokens = 0  # since its last report, as are the streams
         self.sent_streams = 0
 
     def keep(self, names: Sequence[bytes]) -> None:
         """It has these blocks now. Of too many the oldest are forgotten, an eighth at once."""
-        self.names.update(dict.fromkeys(reversed(names)))
-        over = len(self.names) - self.load.blocks
+        places = kept_places(len(names))
+        if names and (len(names) - 1) not in places:
+            self.names.setdefault(names[-1], len(names) - 1 - places[-1])
+        for place in reversed(places):
+            self.names.setdefault(names[place], 1 if place < EXACT else STRIDE)
+        over = sum(self.names.values()) - self.load.blocks
         if over > self.load.blocks // 8:
-            for name in list(islice(self.names, over)):
-                del self.names[name]
+            while over > 0:
+                over -= self.names.pop(next(iter(self.names)))
 
     def cached(self, names: Sequence[bytes]) -> int:
-        """Leading blocks that it has. Names are chained and the end of a prompt is evicted first, so the border is
-        found by bisection."""
+        """Leading blocks that it has. Names are chained and the end of a prompt is forgotten first, so the border is
+        found by bisection among the kept names. The end of another prompt may lie behind it."""
         if not names or names[0] not in self.names:
             return 0
         if names[-1] in self.names:
             return len(names)
-        low, high = 1, len(names)  # the first `low` are there
+        places = kept_places(len(names))
+        low, high = 0, len(places) - 1
         while low < high:
             middle = (low + high + 1) // 2
-            if names[middle - 1] in self.names:
+            if names[places[middle]] in self.names:
                 low = middle
             else:
                 high = middle - 1
-        return low
+        behind = range(places[low] + 1, (*places, len(names))[low + 1])
+        return 1 + max((place for place in behind if names[place] in self.names), default=places[low])
 
     def wait(self) -> float:
         """Seconds until it has computed the prompts that it has."""
@@ -80,6 +86,11 @@ class RoutedWorker:
         load = self.load
         over = load.streams + self.sent_streams + 1 - load.max_streams
         return over * load.stream_seconds / load.max_streams if over > 0 else 0.0
+
+
+def kept_places(blocks: int) -> list[int]:
+    """Places of the blocks whose names are kept, beside that of the last one."""
+    return [place for place in range(blocks) if place < EXACT or (place - EXACT) % STRIDE == 0]
 
 
 class PlainRouter:
@@ -107,10 +118,6 @@ class PlainRouter:
     def stored(self, name: str, names: Sequence[bytes]) -> None:
         """A worker has these blocks."""
         self.workers[name].keep(names)
-
-    def evicted(self, name: str, names: Iterable[bytes]) -> None:
-        for one in names:
-            self.workers[name].names.pop(one, None)
 
     # ---- routes ----------------------------------------------------------------------------------------------------
 

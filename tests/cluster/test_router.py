@@ -99,9 +99,6 @@ def test_a_worker_that_is_lost_is_not_chosen_and_its_blocks_are_forgotten() -> N
     found.update("d", Role.DECODE, FAST)
     route = found.choose(Ask(100, names(1, 6)))
     assert route is not None and route.cached == 0
-    found.stored("d", names(2, 4))
-    found.evicted("d", names(2, 4)[2:])
-    assert found.cached("d", names(2, 4)) == 2
 
 
 seconds = st.sampled_from([0.0, 0.001, 0.01, 0.3])
@@ -206,7 +203,8 @@ class Both:
 
 
 changes = st.tuples(st.integers(0, FEW - 1), st.sampled_from(Role), loads, st.sampled_from([9, 40, 1 << 62]))
-requests = st.tuples(st.integers(0, 5), st.integers(0, 70), st.booleans(), st.integers(-1, FEW - 1))
+lengths = st.integers(0, 70) | st.integers(0, 170)
+requests = st.tuples(st.integers(0, 5), lengths, st.booleans(), st.integers(-1, FEW - 1))
 
 
 @settings(max_examples=150)
@@ -226,7 +224,8 @@ def test_its_choices_are_those_of_the_plain_router(orders: list, link: Link, pre
             both.tell("update", str(number), role, replace(load, blocks=blocks))
         else:
             prompt, blocks, apart, but = order
-            ask = Ask(blocks * BLOCK + 5, [*names(0, min(blocks, 20)), *names(prompt, blocks)[20:]])
+            shared = 90 if prompt < 2 else 20
+            ask = Ask(blocks * BLOCK + 5, [*names(0, min(blocks, shared)), *names(prompt, blocks)[shared:]])
             both.choose(ask, apart, str(but))
 
 
@@ -290,6 +289,22 @@ def test_a_worker_that_pauses_is_not_asked_and_keeps_its_blocks() -> None:
     found.update("a", Role.BOTH, FAST)
     route = found.choose(Ask(170, names(1, 10)))
     assert route is not None and (route.prefill, route.cached) == ("a", 10)
+
+
+def test_long_prompts_are_known_to_a_multiple_of_blocks_and_at_their_ends() -> None:
+    """The next turn of a conversation finds all of the one before. Few names are kept, and they count as all blocks."""
+    found = router(a=Role.BOTH)
+    talk, other = names(1, 250), names(2, 250)
+    found.stored("a", talk[:205])
+    assert found.cached("a", talk) == 205
+    assert [found.cached("a", [*talk[:same], *other[same:]]) for same in (40, 64, 80, 95, 96, 200)] == (
+        [40, 64, 65, 81, 81, 193]
+    )
+    worker = found.workers["a"]
+    assert len(worker.held) == 64 + 9 + 1 and worker.blocks == 64 + 9 * 16 + 12
+    found.update("a", Role.BOTH, replace(FAST, blocks=300))
+    found.stored("a", other)
+    assert found.cached("a", other) == 250 and 0 < found.cached("a", talk) < 205 and worker.blocks <= 338
 
 
 def test_a_beginning_is_fetched_where_that_is_sooner_than_to_compute_it() -> None:

@@ -1,18 +1,18 @@
 """Which workers have a prompt's blocks, by name, as far as the router was told. Torch-free.
 
-Each worker has its names in the order in which they came. Beside that, every sixteenth name of a prompt has a list of
-the workers that have it. So a few looks find those that have the most of a prompt, whatever the number of workers.
+Each worker has names in the order in which they came: those of the first 64 blocks of a prompt, every sixteenth of
+those after them, and that of the last one. Beside that, every sixteenth name of a prompt has a list of the workers that
+have it. So a few looks find those that have the most of a prompt, whatever the number of workers, and a long prompt
+takes hardly more time and memory than a short one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import islice
 from operator import attrgetter
 
-from twostroke.cluster.standing import RoutedWorker
+from twostroke.cluster.standing import EXACT, STRIDE, RoutedWorker, stands_for
 
-STRIDE = 16  # blocks between two names that have a list
 SAMPLE = 8  # of many workers that have a name
 WAIT = attrgetter("wait")
 
@@ -25,17 +25,27 @@ class Holdings:
     def keep(self, worker: RoutedWorker, names: Sequence[bytes], cached: int = 0) -> None:
         """It has these leading blocks of a prompt now, and had the first `cached` before. Of too many the oldest are
         forgotten, an eighth at once."""
-        held, holders, room = worker.held, self._holders, worker.load.blocks
-        if cached == len(names):
+        held, holders, room, count = worker.held, self._holders, worker.load.blocks, len(names)
+        if cached == count:
             return
         for name in names[-(-cached // STRIDE) * STRIDE :: STRIDE]:
             if name not in held:
                 holders.setdefault(name, []).append(worker)
-        for name in names[: cached - 1 if cached else None : -1]:
-            held[name] = None  # a name that is there keeps its place
-        over = len(held) - room
+        # The end first, as it is forgotten first. A name that is there keeps its place.
+        if count > EXACT:
+            self._add(worker, names[-1:], stands_for(count - 1))
+            self._add(worker, names[max(EXACT, -(-cached // STRIDE) * STRIDE) :: STRIDE], STRIDE)
+        if cached < EXACT:
+            self._add(worker, names[cached:EXACT], 1)
+        over = worker.blocks - room
         if over > room // 8:
-            self.forget(worker, list(islice(held, over)))
+            self.forget(worker, oldest(worker, over))
+
+    def _add(self, worker: RoutedWorker, names: Sequence[bytes], blocks: int) -> None:
+        """blocks: that each name stands for."""
+        before = len(worker.held)
+        worker.held.update(dict.fromkeys(reversed(names), blocks))
+        worker.blocks += (len(worker.held) - before) * blocks
 
     def forget(self, worker: RoutedWorker, names: Iterable[bytes]) -> None:
         held = worker.held
@@ -45,7 +55,7 @@ class Holdings:
                 those.remove(worker)
                 if not those:
                     del self._holders[name]
-            held.pop(name, None)
+            worker.blocks -= held.pop(name, 0)
 
     def drop(self, worker: RoutedWorker) -> None:
         """All of a worker's."""
@@ -77,3 +87,14 @@ class Holdings:
             else:
                 high = middle - 1
         return low
+
+
+def oldest(worker: RoutedWorker, blocks: int) -> list[bytes]:
+    """Names that stand for so many blocks, or some more."""
+    found = []
+    for name, many in worker.held.items():
+        if blocks <= 0:
+            break
+        found.append(name)
+        blocks -= many
+    return found

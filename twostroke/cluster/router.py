@@ -18,9 +18,10 @@ begins soonest would not, that one is taken: others wait longer for it.
 Where another worker has more of the prompt than the one that is to compute it, that part is fetched from there, if this
 is sooner than to compute it: it comes while the prompt waits for its turn.
 
-The router knows by their names (kv/addresses.py) which blocks a worker holds, as far as it was told (holdings.py). A
-worker that has evicted them since costs time and no token. Between two reports the router adds what it has sent itself.
-Which workers are compared is in search.py. Nothing here waits, sends or reads a clock. Torch-free.
+The router knows by their names (kv/addresses.py) which blocks a worker holds, as far as it was told (holdings.py): of
+the first 64 of a prompt each, of the others to a multiple of 16. A wrong guess costs time and no token. Between two
+reports the router adds what it has sent itself. Which workers are compared is in search.py. Nothing here waits, sends
+or reads a clock. Torch-free.
 """
 
 from __future__ import annotations
@@ -69,8 +70,7 @@ class Route(NamedTuple):
 
 
 class Router:
-    """`choose` a route for each request, and tell the router what is new: `update`, `pause`, `stored`, `evicted`,
-    `lost`."""
+    """`choose` a route for each request, and tell the router what is new: `update`, `pause`, `stored`, `lost`."""
 
     def __init__(self, block_bytes: int, link: Link, prefix_link: Link | None = None):
         """block_bytes: of BLOCK tokens in all layers. link: between two workers, for a prompt that was just computed.
@@ -114,9 +114,6 @@ class Router:
         """A worker has these blocks, the first of a prompt."""
         worker = self.workers[name]
         self._holdings.keep(worker, names, worker.cached(names))
-
-    def evicted(self, name: str, names: Iterable[bytes]) -> None:
-        self._holdings.forget(self.workers[name], names)
 
     def cached(self, name: str, names: Sequence[bytes]) -> int:
         """Leading blocks that a worker has."""

@@ -12,7 +12,7 @@ from math import inf
 
 from twostroke.cluster.holdings import Holdings
 from twostroke.cluster.ranks import CostRanks
-from twostroke.cluster.standing import RoutedWorker
+from twostroke.cluster.standing import RoutedWorker, kept_of
 from twostroke.ops.interface import BLOCK
 
 FEW = 12  # workers that are all compared
@@ -132,11 +132,11 @@ def first_token(choice: Choice) -> float:
 
 def holdings_of(workers: Sequence[RoutedWorker], names: Sequence[bytes]) -> tuple[list[int], RoutedWorker | None, int]:
     """Leading blocks of a prompt that each worker has; the worker that has the most, and how many."""
-    first, guess = names[0] if names else b"", 0
+    first, kept, guess = names[0] if names else b"", kept_of(names), 0
     found, richest, most = [0] * len(workers), None, 0
     for place, worker in enumerate(workers):
         if first in worker.held:
-            guess = found[place] = worker.cached(names, guess)
+            guess = found[place] = worker.cached(names, kept, guess)
             if guess > most:
                 richest, most = worker, guess
     return found, richest, most

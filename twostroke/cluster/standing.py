@@ -12,6 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+EXACT = 64  # leading blocks of a prompt of which each name is kept
+STRIDE = 16  # of those after them: blocks from one name that is kept to the next
+
 
 class Role(StrEnum):
     BOTH = "both"
@@ -34,14 +37,15 @@ class WorkerLoad:
 
 class RoutedWorker:
     __slots__ = (
-        *("held", "helps", "load", "name", "number", "open", "place", "role", "sent_streams", "sent_tokens", "step"),
-        *("streams", "token", "wait", "writes"),
+        *("blocks", "held", "helps", "load", "name", "number", "open", "place", "role", "sent_streams", "sent_tokens"),
+        *("step", "streams", "token", "wait", "writes"),
     )
 
     def __init__(self, number: int, name: str, role: Role, load: WorkerLoad):
         self.number = number  # in the order in which workers joined
         self.name = name
-        self.held: dict[bytes, None] = {}  # names of its blocks, the oldest first
+        self.held: dict[bytes, int] = {}  # names of its blocks, the oldest first, and how many each stands for
+        self.blocks = 0  # that they all stand for
         self.report(role, load)
 
     def report(self, role: Role, load: WorkerLoad) -> None:
@@ -68,21 +72,40 @@ class RoutedWorker:
         # Seconds until it can write one more answer: its streams end evenly over time.
         self.place = over * load.stream_seconds / load.max_streams if over > 0 else 0.0
 
-    def cached(self, names: Sequence[bytes], guess: int = 0) -> int:
-        """Leading blocks that it has. Names are chained and the end of a prompt is evicted first, so the border is
-        found by bisection. guess: where it may be."""
+    def cached(self, names: Sequence[bytes], kept: Sequence[bytes] | None = None, guess: int = 0) -> int:
+        """Leading blocks that it has. Names are chained and the end of a prompt is forgotten first, so the border is
+        found by bisection among the names that are kept. The end of another prompt may lie behind it. kept: `kept_of`
+        the names, where that is known. guess: where the border may be."""
         held = self.held
         if not names or names[0] not in held:
             return 0
-        if guess and names[guess - 1] in held and (guess == len(names) or names[guess] not in held):
+        if 0 < guess < EXACT and names[guess - 1] in held and (guess == len(names) or names[guess] not in held):
             return guess
         if names[-1] in held:
             return len(names)
-        low, high = 1, len(names)  # the first `low` are there
+        kept = kept_of(names) if kept is None else kept
+        low, high = 0, len(kept) - 1  # the kept name `low` is there
         while low < high:
             middle = (low + high + 1) // 2
-            if names[middle - 1] in held:
+            if kept[middle] in held:
                 low = middle
             else:
                 high = middle - 1
-        return low
+        if low < EXACT:
+            return low + 1
+        found = EXACT + (low - EXACT) * STRIDE
+        for place in range(min(found + STRIDE, len(names)) - 1, found, -1):
+            if names[place] in held:
+                return place + 1
+        return found + 1
+
+
+def kept_of(names: Sequence[bytes]) -> Sequence[bytes]:
+    """The names that are kept of those of leading blocks, without that of the last one."""
+    return names if len(names) <= EXACT else [*names[:EXACT], *names[EXACT::STRIDE]]
+
+
+def stands_for(place: int) -> int:
+    """For how many blocks the name at this place stands, if it is kept: itself, or those from one kept name to the
+    next, or, as the last name of a prompt, those after the kept name before it."""
+    return 1 if place < EXACT else (place - EXACT) % STRIDE or STRIDE
