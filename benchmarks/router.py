@@ -23,6 +23,7 @@ from twostroke.kv.addresses import QuickNames
 from twostroke.ops.interface import BLOCK
 
 BLOCKS = 62  # of a prompt
+MANY = 863  # of a long one, as in the Mooncake trace
 SHARED = 30
 GROUPS = 200
 SECONDS = 2.0
@@ -58,13 +59,13 @@ def decisions(workers: int, full: bool = False) -> float:
     return done / spent
 
 
-def memory(blocks: int = 1_000_000) -> float:
-    """Bytes for each block whose name the router knows."""
+def memory(length: int, blocks: int = 1_000_000) -> float:
+    """Bytes for each block of prompts of so many blocks that a worker has."""
     router = Router(BLOCK_BYTES, Link())
     router.update("worker-0", Role.BOTH, WorkerLoad())
     tracemalloc.start()
-    for _ in range(blocks // BLOCKS):
-        router.stored("worker-0", [secrets.token_bytes(8) for _ in range(BLOCKS)])
+    for _ in range(blocks // length):
+        router.stored("worker-0", [secrets.token_bytes(8) for _ in range(length)])
     size = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
     return size / blocks
@@ -111,8 +112,9 @@ def main() -> None:
         trace: {workers: on_trace(trace, workers) for workers in (12, 120, 10_000)}
         for trace in ("azure-conv", "mooncake")
     }
-    result["bytes_per_block"] = round(memory(), 1)
-    print(f"{result['bytes_per_block']:.0f} bytes for each block: {result['bytes_per_block']:.0f} MB per million")
+    result["bytes_per_block"] = {length: round(memory(length), 1) for length in (BLOCKS, MANY)}
+    for length, size in result["bytes_per_block"].items():
+        print(f"prompts of {length} blocks: {size:.0f} bytes for each block, {size:.0f} MB per million")
     save("router", "router", result)
 
 
