@@ -48,7 +48,7 @@ class RunningRay:
         self.address = f"127.0.0.1:{port}"
         options = ["--num-cpus", str(cores), "--include-dashboard", "false", "--disable-usage-stats", "--block"]
         self.said = tempfile.TemporaryFile()  # noqa: SIM115  (closed by `stop`)
-        usual = {name: value for name, value in os.environ.items() if name != "RAY_TMPDIR"}  # that of a test ends with it
+        usual = {name: value for name, value in os.environ.items() if name != "RAY_TMPDIR"}  # a test's own ends with it
         self.process = subprocess.Popen(
             [sys.executable, "-u", "-c", START, "start", "--head", "--port", str(port), *options],
             stdout=self.said, stderr=subprocess.DEVNULL, start_new_session=True, env=usual,
