@@ -3,8 +3,8 @@
 It looks through its whole language for what to replace whenever one kernel function calls another: within a launch once
 is enough. It computes whether each sum and product of integers overflows, and without `debug` drops the answer.
 
-And one thing that a GPU does: a row of a product has the same bits wherever it is in its tile. OpenBLAS has that for
-some processors only: with AVX-512, and not with AVX2.
+And one thing that a GPU does: a number of a product has the same bits wherever it is in its tile, and whichever of the
+two matrices is the first. OpenBLAS has that for some processors only. So products are added in 64 bits and rounded once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def prepare() -> None:
     """When all kernels have been imported."""
     replace_once_a_launch()
     drop_what_is_not_asked()
-    multiply_each_row_alone()
+    add_in_64_bits()
     interpreter_types.install()
 
 
@@ -80,7 +80,7 @@ def drop_what_is_not_asked() -> None:
         builder.options = dataclasses.replace(options, sanitize_overflow=options.debug)  # type: ignore[union-attr]
 
 
-def multiply_each_row_alone() -> None:
+def add_in_64_bits() -> None:
     """Where Triton has been imported and works as it does in the versions we know; otherwise nothing changes."""
     interpreter = sys.modules.get("triton.runtime.interpreter")
     builder = getattr(interpreter, "InterpreterBuilder", None)
@@ -92,5 +92,5 @@ def dot(builder: Any, whole: Any, handle: Any, a: Any, b: Any, d: Any, *how: Any
     """whole: of products that it cannot make itself."""
     if a.data.dtype.kind != "f" or b.data.dtype.kind != "f" or d.data.dtype.kind != "f":
         return whole(builder, a, b, d, *how)
-    rows = np.matmul(a.data[..., None, :], b.data[..., None, :, :], dtype=d.data.dtype)[..., 0, :]
-    return handle(rows + d.data, d.dtype.scalar)
+    found = np.matmul(a.data, b.data, dtype=np.float64) + d.data
+    return handle(found.astype(d.data.dtype), d.dtype.scalar)
