@@ -4,7 +4,8 @@ It looks through its whole language for what to replace whenever one kernel func
 is enough. It computes whether each sum and product of integers overflows, and without `debug` drops the answer.
 
 And one thing that a GPU does: a number of a product has the same bits wherever it is in its tile, and whichever of the
-two matrices is the first. OpenBLAS has that for some processors only. So products are added in 64 bits and rounded once.
+two matrices is the first. OpenBLAS has that for some processors only. So products are added in 64 bits, and rounded
+once.
 """
 
 from __future__ import annotations
