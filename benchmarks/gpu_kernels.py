@@ -19,6 +19,7 @@ from twostroke.ops.cuda.kernels.decode import longer, split_count
 from twostroke.ops.cuda.kernels.dense import sdpa
 from twostroke.ops.cuda.kernels.prefill import make_tiles, prefill_attention
 from twostroke.ops.cuda.kernels.quantized import to_fp8, to_int4, to_int8
+from twostroke.ops.cuda.kernels.rows import ACTIVATIONS, NORM, NOTHING
 from twostroke.ops.interface import BLOCK, Attention, Batch, Gate, GroupBlocks, KVLayer, Norm, RopeTable
 from twostroke.record import replace
 
@@ -67,12 +68,13 @@ def ceilings() -> dict[str, float]:
     return found
 
 
+SILU = ACTIVATIONS["silu"]
 SHAPES = {
-    "8B qkv": (6144, 4096, g.NORM, False), "8B o": (4096, 4096, g.NOTHING, True),
-    "8B gate_up": (28672, 4096, g.NORM, False), "8B down": (4096, 14336, g.SILU, True),
-    "8B head": (128256, 4096, g.NORM, False), "1B qkv": (3072, 2048, g.NORM, False),
-    "1B o": (2048, 2048, g.NOTHING, True), "1B gate_up": (16384, 2048, g.NORM, False),
-    "1B down": (2048, 8192, g.SILU, True),
+    "8B qkv": (6144, 4096, NORM, False), "8B o": (4096, 4096, NOTHING, True),
+    "8B gate_up": (28672, 4096, NORM, False), "8B down": (4096, 14336, SILU, True),
+    "8B head": (128256, 4096, NORM, False), "1B qkv": (3072, 2048, NORM, False),
+    "1B o": (2048, 2048, NOTHING, True), "1B gate_up": (16384, 2048, NORM, False),
+    "1B down": (2048, 8192, SILU, True),
 }  # fmt: skip
 TILES = [
     (2, 1024, 4, 1),

@@ -25,10 +25,12 @@ from benchmarks.gpu_rig import Rig
 from benchmarks.random_weights import LLAMA_8B
 from twostroke.ops.cuda import backend as cuda
 from twostroke.ops.cuda.kernels import one_row as one_row_
-from twostroke.ops.cuda.kernels.narrow_tiles import FP8, INT4, NORM, NOTHING, SILU
+from twostroke.ops.cuda.kernels.narrow_tiles import FP8, INT4
 from twostroke.ops.cuda.kernels.one_row import RowForm, one_row
 from twostroke.ops.cuda.kernels.quantized import as_float, to_fp8, to_int4
+from twostroke.ops.cuda.kernels.rows import ACTIVATIONS, NORM, NOTHING
 
+SILU = ACTIVATIONS["silu"]
 KINDS = {FP8: ("fp8", to_fp8), INT4: ("int4", to_int4)}
 # outputs, inputs, what happens to x before, what happens after, whether the result is added
 SHAPES = {

@@ -40,7 +40,8 @@ found = {
     "prefill_512": engine.prefill(512, repeats=3),
     "prefill_2048": engine.prefill(2048, repeats=2),
 }
-engine.llm.close()
+if hasattr(engine.llm, "close"):
+    engine.llm.close()
 found["served_http_16"] = served("twostroke", None)["output_tokens_per_s"]
 found["plan_and_commit_us"] = plan_and_commit()
 found["start_to_first_token_s"] = start_to_first_token(7)["start_to_first_token_s"]

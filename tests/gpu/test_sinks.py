@@ -37,19 +37,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def _dense_feeds() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        test_sinks.without_experts(patch)
-        yield
-
-
-@pytest.fixture(scope="module")
-def published(_dense_feeds: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """A small model with the published heads, and transformers' one."""
-    folder = tmp_path_factory.mktemp("published")
+@pytest.fixture
+def published(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Path, Any]:
+    """A small model with the published heads, and transformers' one. Feeds are dense as long as a test runs."""
+    test_sinks.without_experts(monkeypatch)
     with torch.no_grad():
-        return folder, test_sinks.make_peer(folder, "yarn", max_position_embeddings=POSITIONS, **PUBLISHED)
+        return tmp_path, test_sinks.make_peer(tmp_path, "yarn", max_position_embeddings=POSITIONS, **PUBLISHED)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -117,9 +110,10 @@ def answers(folder: Path, **settings: Any) -> list[tuple[int, ...]]:
     """Twice: the second time with what the prefix cache holds by then."""
     with LLM(folder, **(BASE | settings)) as llm:
         params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
-        first, again = ([tuple(out.token_ids) for out in llm.generate(PROMPTS, params)] for _ in range(2))
-    assert first == again
-    return first
+        first, again = (llm.generate(PROMPTS, params) for _ in range(2))
+    assert [out.error for out in first + again] == [None] * 2 * len(PROMPTS)
+    assert [out.token_ids for out in first] == [out.token_ids for out in again]
+    return [tuple(out.token_ids) for out in first]
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,8 @@ Under Triton's interpreter anywhere, and on the card with `-m gpu`.
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -123,3 +125,13 @@ def test_rows_before_the_product_are_treated_alike() -> None:
     x = torch.randn(5, 72, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     norm = Norm(torch.rand(72, generator=torch.Generator().manual_seed(1)).to(DEVICE), 1e-6)
     assert torch.equal(ops.norm(x, norm)[3:4], ops.norm(x[3:4].contiguous(), norm))
+
+
+def test_codes_are_multiplied_in_the_order_in_which_they_are_given() -> None:
+    """On an H200 that need not be there: else a token alone and a row of a chunk would add in different orders."""
+    plain = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.ops.compile_orders"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=plain)
+    found = [line.split() for line in done.stdout.splitlines()]
+    assert {instruction for _, instruction, *_ in found} == {"wgmma", "mma.sync"}
+    assert all(widths == ["2"] for _, _, *widths in found), done.stdout

@@ -174,7 +174,10 @@ def test_a_clamped_gate_before_a_product(quantize: str | None, rows: int) -> Non
         weight = ops.pack([down])
         matrix = weight.weight if quantize is None else as_float(weight, torch.float32)
         expected = REFERENCE.linear(x, ReferenceMatrix(matrix.cpu(), None), before=gate)
-        close(ops.linear(x.to(DEVICE), weight, before=gate), expected, 1e-5 if quantize is None else 1e-4)
+        limit = 1e-5 if quantize is None else 1e-4
+        if ON_CARD and quantize is not None and kind is ExactCudaOps:
+            limit = 4e-3  # its weights are rounded to bfloat16
+        close(ops.linear(x.to(DEVICE), weight, before=gate), expected, limit)
 
 
 def test_scores_of_softplus_far_from_zero() -> None:

@@ -184,9 +184,11 @@ def test_drafted_by_an_oracle(served, monkeypatch) -> None:  # type: ignore[no-u
     drafted = engine(model, max_requests=8)
     known = {(tuple(p), 0.0): [answer] for p, answer in zip(prompts, alone, strict=True)}
     drafted.scheduler.drafter = OracleDrafter(known, 4, 0.2, last=model.arch.vocab - 1)
-    for _ in range(6 if ON_CARD else 1):
-        assert drafted.answers(prompts) == alone
     counters, runner = drafted.scheduler.counters, drafted.core.runner
+    for turn in range(60 if ON_CARD else 1):
+        assert drafted.answers(prompts) == alone
+        if turn >= 5 and counters.accepted_tokens:
+            break
     assert 0 < counters.accepted_tokens < counters.drafted_tokens
     graphs = [entry.graph for shape, entry in runner.shapes.items() if shape.drafts and entry.graph is not None]
     assert all(len(graph.graphs) > 1 for graph in graphs) and (graphs or not ON_CARD)
@@ -239,7 +241,7 @@ def test_after_blocks_went_to_the_host(served) -> None:  # type: ignore[no-untyp
 def test_preempted(served) -> None:  # type: ignore[no-untyped-def]
     """All prompts find room at once, but not all that they grow by."""
     model = served[0]
-    growing = [prompt(model.arch, 90 + n, 47 if ON_CARD else 15) for n in range(8 if ON_CARD else 2)]
+    growing = [prompt(model.arch, 90 + n, 15) for n in range(8 if ON_CARD else 2)]
     alone = [engine(model).answers([p])[0] for p in growing]
     each = sum(-(-len(growing[0]) // group.span) for group in layout_of(model).groups)
     tight = engine(

@@ -70,4 +70,5 @@ def test_blocks_are_the_same_but_for_rounding(
     assert len(used) >= len(PROMPT) // 16
     for here, there in used:
         ours, theirs = numbers(here, kv_dtype), numbers(there, kv_dtype)
-        np.testing.assert_allclose(theirs, ours, atol=1e-4 if kv_dtype == "float32" else 0.06)
+        written = ours != 0  # the rest of a block is never read, and on a card it may hold anything
+        np.testing.assert_allclose(theirs[written], ours[written], atol=1e-4 if kv_dtype == "float32" else 0.06)

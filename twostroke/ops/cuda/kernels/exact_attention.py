@@ -8,7 +8,8 @@ not see add exact zeros.
 
 Every operation that is rounded is written out (`enable_fp_fusion` is off, multiply-adds are explicit), so that no
 compiler decides differently for another tile. All sums over keys are the tensor cores' (the sum of a row's weights is
-their product with ones), whose order does not depend on how a tile is spread over lanes and warps.
+their product with ones), whose order does not depend on how a tile is spread over lanes and warps, once codes are put
+in_order (heads.py).
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def visit(
     """One tile of keys added to a split's maximum, sum and accumulator."""
     places, valid, blocks, where, s = products(
         q, n0, context, table, keys, key_scales, block_stride, token_stride, scale_block_stride,
-        HEAD, WIDE, FORMAT, BLOCK, TILE_N, MASKED, DTYPE, PRECISION,
+        HEAD, WIDE, FORMAT, BLOCK, TILE_N, MASKED, DTYPE, PRECISION, FORMAT > 0,
     )  # fmt: skip
     if SOFTCAP:
         s = softcap * tanh(s * (factor * 0.6931471805599453) / softcap) * 1.4426950408889634
@@ -65,7 +66,7 @@ def visit(
     shrink = tl.exp2(best - stable)
     v = load_tile(
         values, blocks, places % BLOCK, valid, block_stride, 1 if FORMAT > 0 else token_stride,
-        BLOCK if FORMAT > 0 else 1, HEAD, WIDE, MASKED, DTYPE,
+        BLOCK if FORMAT > 0 else 1, HEAD, WIDE, MASKED, DTYPE, FORMAT > 0,
     )  # fmt: skip
     ones = tl.full((TILE_N, SUMS), 1.0, DTYPE)
     total = tl.dot(p.to(DTYPE), ones, total * shrink[:, None], input_precision=PRECISION)

@@ -112,12 +112,20 @@ def store_head(
 
 
 @triton.jit
+def in_order(tile):
+    """The (M, N) tile as it is, for products that must add in one order. Where mma.sync multiplies numbers that were
+    loaded as bytes, the compiler permutes the inputs, so that each instruction adds another sixteen of them than wgmma
+    does. It looks for the load through casts and products, but not through a sum, here of one number."""
+    return tl.sum(tile.to(tl.float32)[:, :, None], axis=2).to(tile.dtype)
+
+
+@triton.jit
 def load_tile(
     base, blocks, offsets, valid, block_stride, token_stride, STEP: tl.constexpr,
-    HEAD: tl.constexpr, WIDE: tl.constexpr, MASKED: tl.constexpr, DTYPE: tl.constexpr,
+    HEAD: tl.constexpr, WIDE: tl.constexpr, MASKED: tl.constexpr, DTYPE: tl.constexpr, ORDERED: tl.constexpr = False,
 ):  # fmt: skip
     """Codes of N tokens of one head, its elements STEP apart, as DTYPE, (N, WIDE); their scales are not applied. Zero
-    where not `valid`."""
+    where not `valid`. ORDERED: products with them add in one order."""
     rows = base + blocks.to(tl.int64) * block_stride + offsets * token_stride
     dims = tl.arange(0, WIDE)
     if MASKED or HEAD != WIDE:
@@ -125,4 +133,6 @@ def load_tile(
         tile = tl.load(rows[:, None] + dims[None, :] * STEP, mask=inside, other=0.0).to(DTYPE)
     else:
         tile = tl.load(rows[:, None] + dims[None, :] * STEP).to(DTYPE)
+    if ORDERED:
+        tile = in_order(tile)
     return tile

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from twostroke.ops.cuda.kernels.decode import DecodeScratch, split_of, split_start
 from twostroke.ops.cuda.kernels.exact_attention import LOG2E, MOST_PARTS, SUMS, merge
+from twostroke.ops.cuda.kernels.heads import in_order
 from twostroke.ops.cuda.kernels.latent_decode import few_heads_kernel, part_length
 from twostroke.ops.cuda.kernels.latent_ends import MOST_EVEN, Parts, cache_strides, merge_parts
 from twostroke.ops.cuda.kernels.launch import EARLY, INTERPRETED, PDL, gdc_launch_dependents, gdc_wait
@@ -33,7 +34,7 @@ def visit(
     q, turned, best, total, acc, n0, context, positions, table, keys, scales, factor, block_stride, token_stride,
     scale_block_stride, scale_group_stride, LATENT: tl.constexpr, LATENT_2: tl.constexpr, ROPE: tl.constexpr,
     ROPE_2: tl.constexpr, BLOCK: tl.constexpr, TILE_N: tl.constexpr, MASKED: tl.constexpr, DTYPE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """One tile of entries added to a split's maximum, sum and accumulator."""
     places = n0 + tl.arange(0, TILE_N)
@@ -51,6 +52,8 @@ def visit(
         turned_scale = tl.load(factors + LATENT // GROUP * scale_group_stride, mask=valid, other=0.0)
         shared = shared.to(tl.float32) * turned_scale[:, None]
     entry, shared = entry.to(DTYPE), shared.to(DTYPE)
+    if EXACT and scales is not None:
+        entry, shared = in_order(entry), in_order(shared)
     s = tl.dot(q, tl.trans(entry), input_precision=PRECISION)
     s = tl.dot(turned, tl.trans(shared), s, input_precision=PRECISION)
     if MASKED:
@@ -129,13 +132,13 @@ def latent_kernel(
             best, total, acc = visit(
                 q, turned, best, total, acc, n0, context, positions, table, keys, scales, factor, block_stride,
                 token_stride, scale_block_stride, scale_group_stride, LATENT, LATENT_2, ROPE, ROPE_2, BLOCK, TILE_N,
-                False, DTYPE, PRECISION,
+                False, DTYPE, PRECISION, EXACT,
             )  # fmt: skip
         for n0 in tl.range(until, end, TILE_N, num_stages=STAGES):
             best, total, acc = visit(
                 q, turned, best, total, acc, n0, context, positions, table, keys, scales, factor, block_stride,
                 token_stride, scale_block_stride, scale_group_stride, LATENT, LATENT_2, ROPE, ROPE_2, BLOCK, TILE_N,
-                True, DTYPE, PRECISION,
+                True, DTYPE, PRECISION, EXACT,
             )  # fmt: skip
     else:
         all_best, all_total, all_acc = best, total, acc
@@ -148,7 +151,7 @@ def latent_kernel(
                 best, total, acc = visit(
                     q, turned, best, total, acc, n0, context, positions, table, keys, scales, factor, block_stride,
                     token_stride, scale_block_stride, scale_group_stride, LATENT, LATENT_2, ROPE, ROPE_2, BLOCK,
-                    TILE_N, True, DTYPE, PRECISION,
+                    TILE_N, True, DTYPE, PRECISION, EXACT,
                 )  # fmt: skip
             all_best, all_total, all_acc = merge(all_best, all_total, all_acc, best, total, acc)
         best, total, acc = all_best, all_total, all_acc

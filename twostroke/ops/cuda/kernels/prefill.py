@@ -29,13 +29,15 @@ LONE = 0.65  # time of a program alone on a multiprocessor, over that of two sid
 def products(
     q, n0, end, table, keys, key_scales, block_stride, token_stride, scale_block_stride,
     HEAD: tl.constexpr, WIDE: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr, TILE_N: tl.constexpr,
-    MASKED: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, ORDERED: tl.constexpr = False,
 ):  # fmt: skip
     """q times the keys of a tile of positions, and where the tile's tokens and their scales lie."""
     places = n0 + tl.arange(0, TILE_N)
     valid = places < end
     blocks = tl.load(table + places // BLOCK, mask=valid, other=0) if MASKED else tl.load(table + places // BLOCK)
-    k = load_tile(keys, blocks, places % BLOCK, valid, block_stride, token_stride, 1, HEAD, WIDE, MASKED, DTYPE)
+    k = load_tile(
+        keys, blocks, places % BLOCK, valid, block_stride, token_stride, 1, HEAD, WIDE, MASKED, DTYPE, ORDERED
+    )
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     where = blocks.to(tl.int64) * scale_block_stride + places % BLOCK
     if FORMAT > 0:
