@@ -30,6 +30,7 @@ from twostroke.ops.cuda.kernels.four_bits import from_int4
 from twostroke.ops.cuda.kernels.grouped import grouped_experts
 from twostroke.ops.cuda.kernels.latent import FEW_HEADS, few_heads_parts, latent_attention, latent_tile
 from twostroke.ops.cuda.kernels.latent_ends import enter, head_product, leave, store_latents
+from twostroke.ops.cuda.kernels.launch import hash_functions
 from twostroke.ops.cuda.kernels.one_row import one_row
 from twostroke.ops.cuda.kernels.prefill import prefill_attention, tile_rows
 from twostroke.ops.cuda.kernels.quantized import (
@@ -82,6 +83,7 @@ class CudaOps(Ops):
     ):
         """quantize: pack matrices into "fp8", "int8" or "int4" instead of `dtype`. keep: matrices that come in codes
         which there are kernels for stay in them (kept.py)."""
+        hash_functions()
         self.dtype, self.device, self.quantize, self.keep = dtype, torch.device(device), quantize, keep
         self.few_rows = FEW_ROWS if self.device.type == "cuda" and dtype != torch.float32 else 0
         self.scratch, self.compressed = DecodeScratch(self.device), CompressedKernels()

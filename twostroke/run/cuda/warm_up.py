@@ -23,7 +23,7 @@ from twostroke.ops.cuda.compressed import compressors_of
 from twostroke.ops.cuda.cuts import Cut, DeviceBatch
 from twostroke.ops.cuda.kernels.dense import UNIT, sdpa
 from twostroke.ops.cuda.kernels.grouped import TILE_BORDERS
-from twostroke.ops.cuda.kernels.launch import INTERPRETED
+from twostroke.ops.cuda.kernels.launch import INTERPRETED, hash_functions
 from twostroke.ops.cuda.kernels.prefill import prefill_attention
 from twostroke.ops.cuda.kernels.rope import rotate_and_store
 from twostroke.ops.cuda.kernels.sample import Filters, resolve_tokens, sample
@@ -76,6 +76,7 @@ def resized(config: Config, settings: Resolved, model: Transformer, draft: Trans
 def compile_kernels(model: Transformer, settings: Resolved, first: int = 0, *, ahead: bool) -> None:
     """Compile the kernels of a prompt and of a stream, several at a time: each takes a good part of a second. first:
     the number of the model's first layer in the KV cache. ahead: also those of all other steps."""
+    hash_functions()
     products = product_kernels(model, settings.max_batch_tokens, ahead)
     usual = [*attention_kernels(model, settings, first), *products, *token_kernels(model, ahead)]
     variants = variant_kernels(model, settings, first) if ahead else []

@@ -6,12 +6,13 @@ Every kernel launched in this way waits before it touches anything that another 
 from __future__ import annotations
 
 import os
+import sys
 from threading import Thread
 
 import triton
 import triton.language as tl
 from triton.language.extra import cuda as _cuda
-from triton.runtime import driver
+from triton.runtime import JITFunction, driver
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 PDL = not INTERPRETED
@@ -20,14 +21,39 @@ gdc_wait = _cuda.gdc_wait
 gdc_launch_dependents = _cuda.gdc_launch_dependents
 
 __all__ = [
-    "EARLY", "FETCH_BYTES", "INTERPRETED", "PDL", "ask_ahead", "gdc_launch_dependents", "gdc_wait", "prefetch_rows",
-    "triton", "wake_driver",
+    "EARLY", "FETCH_BYTES", "INTERPRETED", "PDL", "ask_ahead", "gdc_launch_dependents", "gdc_wait", "hash_functions",
+    "prefetch_rows", "triton", "wake_driver",
 ]  # fmt: skip
 
 
 def wake_driver() -> None:
     """Starts Triton's driver on a thread: Triton compiles its interface to the device in C before its first kernel."""
     Thread(target=lambda: driver.active.utils, daemon=True).start()
+
+
+_seen: set[str] = set()  # modules of kernels whose functions are hashed
+
+
+def hash_functions() -> None:
+    """Let Triton hash the functions that kernels call, each after those that it calls itself.
+
+    A compiled kernel is found again by a hash of its source and of the functions it calls. Up to Triton 3.6 the
+    constants of a function are part of it only if that function was hashed before. Threads that compile kernels side by
+    side hash in any order, so that a start did not find some kernels of the last one, and compiled them again."""
+    package = __name__.rpartition(".")[0] + "."
+    for name in [name for name in sys.modules if name.startswith(package) and name not in _seen]:
+        _seen.add(name)
+        for function in vars(sys.modules[name]).values():
+            if isinstance(function, JITFunction):
+                _hash_called(function)
+
+
+def _hash_called(function: JITFunction) -> None:
+    for name in function.fn.__code__.co_names:
+        called = function.fn.__globals__.get(name)
+        if isinstance(called, JITFunction) and called.hash is None:
+            _hash_called(called)
+            _ = called.cache_key
 
 
 FETCH_BYTES = tl.constexpr(4096)  # bytes that one prefetch brings into the L2 cache
