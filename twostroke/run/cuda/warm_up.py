@@ -80,16 +80,16 @@ def compile_kernels(model: Transformer, settings: Resolved, first: int = 0, *, a
     products = product_kernels(model, settings.max_batch_tokens, ahead)
     usual = [*attention_kernels(model, settings, first), *products, *token_kernels(model, ahead)]
     variants = variant_kernels(model, settings, first) if ahead else []
-    if ahead and not INTERPRETED:
-        plan_attention(model, settings.max_batch_tokens)
-    in_parallel(usual)
+    plan = partial(plan_attention, model, settings.max_batch_tokens)
+    in_parallel(usual, beside=plan if ahead and not INTERPRETED else None)
     in_parallel(variants)  # they share kernels with those before
 
 
 @torch.inference_mode()
 def plan_attention(model: Transformer, most: int) -> None:
-    """The vendor's attention makes a plan for each new shape, and takes a second for the first one on a machine. Here
-    no prompt waits for those of its first run, and of the second where the first is as long as it may be."""
+    """The vendor's attention makes a plan for each new shape, and takes seconds for the first ones on a machine. Here
+    no prompt waits for those of its first run, and of the second where the first is as long as it may be. The plans
+    belong to the thread that makes them: the one that runs the steps."""
     ops = cuda_ops(model)
     shapes = {(a.heads, a.kv_heads, a.head_dim, a.scale) for a in grouped_attentions(model) if ops.kind(a).dense}
     for heads, kv_heads, dim, scale in shapes:
@@ -101,9 +101,13 @@ def plan_attention(model: Transformer, most: int) -> None:
                 sdpa(q, k, k, scale, False, True)
 
 
-def in_parallel(tasks: Sequence[Task]) -> None:
+def in_parallel(tasks: Sequence[Task], beside: Task | None = None) -> None:
+    """beside: done by this thread meanwhile."""
     with ThreadPoolExecutor(1 if INTERPRETED else COMPILERS) as pool:
-        for done in [pool.submit(torch.inference_mode()(task)) for task in tasks]:
+        begun = [pool.submit(torch.inference_mode()(task)) for task in tasks]
+        if beside is not None:
+            beside()
+        for done in begun:
             done.result()
 
 
