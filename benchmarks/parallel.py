@@ -15,7 +15,7 @@ from unittest import mock
 
 from benchmarks.machine import save
 from twostroke import LLM, SamplingParams
-from twostroke.engine import ranks
+from twostroke.ranks import group as ranks
 
 MODEL = "qwen2.5-coder-0.5b"
 TOKENS, PROMPT, TURNS = 25, 128, 9

@@ -17,13 +17,13 @@ import transformers
 from tests.tiny import VOCAB, save
 from twostroke import LLM, SamplingParams
 from twostroke.engine import build
-from twostroke.engine.rank_main import load_share
-from twostroke.engine.ranks import SETTINGS, packed, unpacked
 from twostroke.errors import ConfigError, ModelError, RankLostError
 from twostroke.model.arch import Arch, DenseArch, GroupedArch, LayerArch
 from twostroke.model.shares import divided
 from twostroke.ops.formats import from_float
 from twostroke.ops.interface import Batch, GroupBlocks
+from twostroke.ranks.group import SETTINGS, packed, unpacked
+from twostroke.ranks.rank import load_share
 from twostroke.weights.quantize import quantize
 
 PROMPTS = [list(range(5, 60)), list(range(40, 20, -1)), [7]]

@@ -16,9 +16,9 @@ pytest.importorskip("triton")
 
 from tests.engine.test_parallel import PROMPTS, answers
 from twostroke import LLM, SamplingParams
-from twostroke.engine import cards
 from twostroke.errors import ConfigError, RankLostError
 from twostroke.ops.cuda.backend import CudaOps
+from twostroke.ranks import cards
 from twostroke.run.cuda.collective import HostCollective, NcclCollective, open_nccl
 from twostroke.run.cuda.ranked import lead_of
 

@@ -9,9 +9,10 @@ os.environ["TRITON_INTERPRET"] = "1"  # before the first import of Triton
 import torch
 
 from tests import interpreter
-from twostroke.engine import cards, rank_main
 from twostroke.ops.cuda.backend import CudaOps
 from twostroke.ops.cuda.exact import ExactCudaOps
+from twostroke.ranks import cards
+from twostroke.ranks import rank as rank_main
 
 
 def interpreted(device: str, dtype: str, threads: int, quantize: str | None, exact: bool) -> CudaOps:

@@ -25,16 +25,17 @@ from tests.engine.oracle import OracleDrafter
 from tests.run.card_rank import interpreted
 from tests.run.test_cuda_runner import ASKED, PROMPTS, tokens_of
 from twostroke.config import Resolved, make_config, resolve
-from twostroke.engine import build, cards
-from twostroke.engine import ranks as ranks_
-from twostroke.engine.cards import CardRanks, check_cards
+from twostroke.engine import build
 from twostroke.engine.core import Core
-from twostroke.engine.ranked_storage import RankedStorage
-from twostroke.engine.ranks import open_gloo
 from twostroke.errors import ConfigError, ModelError, RankLostError
 from twostroke.hardware import Hardware
 from twostroke.model.parallel import whole_step
 from twostroke.model.shares import divided
+from twostroke.ranks import cards
+from twostroke.ranks import group as ranks_
+from twostroke.ranks.cards import CardRanks, check_cards
+from twostroke.ranks.group import open_gloo
+from twostroke.ranks.storage import RankedStorage
 from twostroke.run.cuda import ranked
 from twostroke.run.cuda.collective import HostCollective, NcclCollective, in_order, open_nccl
 from twostroke.run.cuda.ranked import Lead, StepMessage, lead_of
@@ -49,7 +50,7 @@ from twostroke.weights.load import load_arch
 CPU = torch.device("cpu")
 BOOT = "import sys; sys.path.append(sys.argv[2]); from tests.run.card_rank import main; main(sys.argv[1])"
 GONE = """import socket, sys; sys.path.append(sys.argv[2])
-from twostroke.engine.ranks import READY, read_frame, send_frame
+from twostroke.ranks.group import READY, read_frame, send_frame
 with socket.socket(fileno=int(sys.argv[1])) as sock:
     read_frame(sock)
     send_frame(sock, READY)
@@ -349,7 +350,7 @@ def test_a_step_that_fails_on_one_rank_ends_the_engine() -> None:
 
 def test_a_rank_ends_with_the_engine_while_its_card_waits() -> None:
     code = (
-        "import socket, sys, time; from twostroke.engine.rank_main import end_with;"
+        "import socket, sys, time; from twostroke.ranks.rank import end_with;"
         "import threading; sock = socket.socket(fileno=int(sys.argv[1]));"
         "threading.Thread(target=end_with, args=(sock,), daemon=True).start(); sock.send(b'1'); time.sleep(600)"
     )

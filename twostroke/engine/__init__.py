@@ -12,8 +12,6 @@ chat_form     of models with channels: reasoning apart from the text
 build         puts an engine together: checkpoint, settings, backend, model, KV cache, scheduler, core
 device        which device computes, what it has free, and which models it serves
 draft_model   opens the draft model's checkpoint, and checks that it fits
-ranks         several processes that share the work of each layer; rank_main: one of them; cards: the same on GPUs;
-              ranked_storage: their KV cache as one
 settings      settings that can change while the engine runs
 exchange      KV blocks that leave one engine and enter another
 interrupt     Ctrl-C takes effect between steps, never within one

@@ -16,8 +16,6 @@ from twostroke.engine.core import Core
 from twostroke.engine.device import check_attention, choose_device, device_name, hardware_of
 from twostroke.engine.draft_model import DraftCheckpoint, open_draft
 from twostroke.engine.intake import Intake, open_tokenizer
-from twostroke.engine.ranked_storage import RankedStorage
-from twostroke.engine.ranks import Ranks, check_parallel
 from twostroke.errors import ConfigError
 from twostroke.grammar.compile import GrammarCompiler
 from twostroke.grammar.forced import ForcedTokens
@@ -31,6 +29,8 @@ from twostroke.model.shares import Share, divided
 from twostroke.model.transformer import Transformer
 from twostroke.ops.interface import KV_SCALE_BYTES, Ops
 from twostroke.ops.select import make_ops
+from twostroke.ranks.group import Ranks, check_parallel
+from twostroke.ranks.storage import RankedStorage
 from twostroke.record import Record, replace
 from twostroke.run.drafting import Drafting
 from twostroke.run.runner import ModelRunner
@@ -192,7 +192,7 @@ def assemble(
 def start_ranks(checkpoint: Checkpoint, settings: Resolved) -> Ranks:
     if settings.device == "cpu":
         return Ranks(checkpoint.path, settings)
-    from twostroke.engine.cards import CardRanks  # Triton is not installed everywhere
+    from twostroke.ranks.cards import CardRanks  # Triton is not installed everywhere
 
     return CardRanks(checkpoint.path, settings)
 
@@ -205,7 +205,7 @@ def load_leading(
     def make(*parts: Any, **more: Any) -> Transformer:
         if settings.device == "cpu":
             return ParallelTransformer(*parts, sum_ranks=ranks.open_sum(), announce=ranks.announce, **more)
-        from twostroke.engine.cards import CardRanks
+        from twostroke.ranks.cards import CardRanks
 
         assert isinstance(ranks, CardRanks)
         return ranks.leading(ops, *parts, **more)

@@ -1,4 +1,4 @@
-"""Steps of a model that is divided among ranks, each with a card (engine/ranks.py): rank 0 tells the others of a step,
+"""Steps of a model that is divided among ranks, each with a card (ranks/group.py): rank 0 tells the others of a step,
 in the bytes that it sends to its own card, and they run the same layers.
 
 A token of a step still in flight is known on rank 0's card alone, so the cards exchange the tokens at the start of a
@@ -7,7 +7,6 @@ step. Nothing else differs: no rank waits for its card, and rank 0 plans the nex
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -20,13 +19,13 @@ from twostroke.kv.storage import KVStorage
 from twostroke.model.parallel import ParallelTransformer
 from twostroke.model.transformer import Transformer
 from twostroke.ops.cuda.backend import CudaOps
+from twostroke.run.array_messages import decode, encode
 from twostroke.run.cuda.batches import attention_kinds, make_batch
 from twostroke.run.cuda.collective import Collective
 from twostroke.run.cuda.staging import Staging
 from twostroke.run.cuda.steps import Known, Shape
 
 LOOK_SECONDS = 0.05  # between two looks for ranks that are gone, while rank 0 waits for its card
-SIZE = 4  # bytes of the length of what comes before a step's numbers
 
 
 class StepMessage(NamedTuple):
@@ -38,25 +37,11 @@ class StepMessage(NamedTuple):
     numbers: np.ndarray  # int32, all arrays of the step one after the other
 
     def packed(self) -> bytes:
-        known = None
-        if self.known is not None:
-            known = [self.known.counts.tolist(), self.known.lengths.tolist(), self.known.long, self.known.rows]
-        head = json.dumps([self.shape, self.prompt_rows, known], default=int).encode()
-        return b"".join((len(head).to_bytes(SIZE, "little"), head, self.numbers.tobytes()))
+        return encode(self)
 
     @classmethod
     def unpacked(cls, body: bytes) -> StepMessage:
-        end = SIZE + int.from_bytes(body[:SIZE], "little")
-        shape, prompt_rows, known = json.loads(body[SIZE:end])
-        return cls(
-            Shape(*map(as_tuples, shape)), prompt_rows,
-            None if known is None else Known(np.array(known[0]), np.array(known[1]), *map(as_tuples, known[2:])),
-            np.frombuffer(body, np.int32, offset=end),
-        )  # fmt: skip
-
-
-def as_tuples(value: Any) -> Any:
-    return tuple(map(as_tuples, value)) if isinstance(value, list) else value
+        return decode(body, cls)
 
 
 class Lead(NamedTuple):

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from twostroke.engine.ranks import Ranks
 from twostroke.kv.storage import KVStorage
+from twostroke.ranks.group import Ranks
 
 
 class RankedStorage(KVStorage):

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from twostroke.config import Resolved
-from twostroke.engine.ranks import FREE, STEP, Ranks, closed, open_gloo
 from twostroke.errors import ConfigError, ModelError, RankLostError
 from twostroke.kv.layout import make_layout
 from twostroke.kv.storage import KVStorage
@@ -22,6 +21,7 @@ from twostroke.model.transformer import Transformer
 from twostroke.ops.cuda.backend import CudaOps
 from twostroke.ops.interface import Ops
 from twostroke.ops.select import make_ops
+from twostroke.ranks.group import FREE, STEP, Ranks, closed, open_gloo
 from twostroke.run.cuda.collective import Collective, HostCollective, check, open_nccl
 from twostroke.run.cuda.ranked import LOOK_SECONDS, Follower, Lead, LeadingTransformer
 from twostroke.weights.checkpoint import open_checkpoint

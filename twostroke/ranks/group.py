@@ -33,11 +33,12 @@ from twostroke.model.parallel import Sum
 from twostroke.ops.cpu.library import available
 from twostroke.ops.cpu.ranks import SharedSum, memory_bytes
 from twostroke.ops.interface import Array, Batch, GroupBlocks
+from twostroke.run.array_messages import decode, encode
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-BOOT = "import sys; sys.path.append(sys.argv[2]); from twostroke.engine.rank_main import main; main(sys.argv[1])"
+BOOT = "import sys; sys.path.append(sys.argv[2]); from twostroke.ranks.rank import main; main(sys.argv[1])"
 GATHER = timedelta(minutes=10)  # longest wait for another rank's part: a rank that is gone is seen at once
 SIZE = 8  # bytes of a frame's length
 READY = b"ready"
@@ -146,32 +147,16 @@ def _read(sock: socket.socket, size: int) -> bytes:
 
 
 def packed(batch: Batch) -> bytes:
-    """The rows of a step as whole numbers of 64 bits, with the sizes first."""
-    columns = [group.tables.shape[1] for group in batch.groups]
-    sizes = [len(batch.tokens), len(batch.contexts), len(batch.logit_rows), len(columns), *columns]
-    arrays = [batch.tokens, batch.positions, batch.starts, batch.contexts, batch.logit_rows]
-    arrays += [array for group in batch.groups for array in (group.slots, group.tables.reshape(-1))]
-    return np.concatenate([np.asarray(array, np.int64) for array in (sizes, *arrays)]).tobytes()
+    """The rows of a step."""
+    groups = [array for group in batch.groups for array in (group.slots, group.tables)]
+    rows = (batch.tokens, batch.positions, batch.starts, batch.contexts, batch.logit_rows)
+    return encode([np.asarray(array) for array in (*rows, *groups)])
 
 
 def unpacked(body: bytes) -> Batch:
-    numbers = np.frombuffer(body, np.int64)
-    rows, requests, wanted, groups = (int(number) for number in numbers[:4])
-    place = 4 + groups
-
-    def take(count: int, kind: type) -> np.ndarray:
-        nonlocal place
-        place += count
-        return numbers[place - count : place].astype(kind)
-
-    tokens, positions = take(rows, np.int64), take(rows, np.int64)
-    starts, contexts = take(requests + 1, np.int32), take(requests, np.int32)
-    logit_rows = take(wanted, np.int64)
-    found = []
-    for columns in (int(number) for number in numbers[4 : 4 + groups]):
-        slots = take(rows, np.int64)
-        found.append(GroupBlocks(slots, take(requests * columns, np.int32).reshape(requests, columns)))
-    return Batch(tokens, positions, starts, contexts, tuple(found), logit_rows)
+    tokens, positions, starts, contexts, logit_rows, *groups = decode(body, list[np.ndarray])
+    pairs = zip(groups[::2], groups[1::2], strict=True)
+    return Batch(tokens, positions, starts, contexts, tuple(GroupBlocks(*pair) for pair in pairs), logit_rows)
 
 
 # ---- the other ranks, as the leading one sees them -----------------------------------------------------------------

@@ -15,7 +15,15 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from twostroke.engine.ranks import (
+from twostroke.errors import RankLostError
+from twostroke.kv.layout import make_layout
+from twostroke.kv.storage import KVStorage
+from twostroke.model.parallel import ParallelTransformer, not_yet
+from twostroke.model.shares import Share
+from twostroke.model.transformer import Transformer
+from twostroke.ops.arrays import batch_of_tensors
+from twostroke.ops.select import make_ops
+from twostroke.ranks.group import (
     FREE,
     GIVE,
     READY,
@@ -28,14 +36,6 @@ from twostroke.engine.ranks import (
     send_frame,
     unpacked,
 )
-from twostroke.errors import RankLostError
-from twostroke.kv.layout import make_layout
-from twostroke.kv.storage import KVStorage
-from twostroke.model.parallel import ParallelTransformer, not_yet
-from twostroke.model.shares import Share
-from twostroke.model.transformer import Transformer
-from twostroke.ops.arrays import batch_of_tensors
-from twostroke.ops.select import make_ops
 from twostroke.weights.checkpoint import open_checkpoint
 from twostroke.weights.load import load_model
 
@@ -82,7 +82,7 @@ def load_share(hello: dict[str, Any]) -> tuple[ParallelTransformer, KVStorage]:
 def load(hello: dict[str, Any], sock: socket.socket) -> Rank:
     if not hello["cards"]:
         return CpuRank(hello, sock)
-    from twostroke.engine.cards import CardRank  # Triton is not installed everywhere
+    from twostroke.ranks.cards import CardRank  # Triton is not installed everywhere
 
     threading.Thread(target=end_with, args=(sock,), daemon=True).start()
     return CardRank(hello)
@@ -107,7 +107,7 @@ def obey(kind: bytes, body: bytes, rank: Rank, sock: socket.socket) -> None:
     elif kind == TAKE:
         rank.kv.take_in([(int.from_bytes(body[:SIZE], "little"), body[SIZE:])])
     else:
-        from twostroke.engine.cards import CardRank
+        from twostroke.ranks.cards import CardRank
 
         assert isinstance(rank, CardRank) and kind in (RESERVE, FREE), "a rank knows five orders"
         if kind == RESERVE:
