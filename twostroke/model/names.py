@@ -61,9 +61,9 @@ _PAIRED_FAMILIES = ("llama", "mistral", "smollm3")  # in GGUF
 # Tensors that carry no weights of the language model: buffers, and the image half of a multimodal checkpoint.
 _IGNORABLE = re.compile(
     r".*rotary_emb\.inv_freq|rope_freqs\.weight|rope_factors_(long|short)\.weight"
-    r"|(model\.)?(vision_tower|multi_modal_projector)\..*"
+    r"|(model\.)?(vision_tower|multi_modal_projector|mm_projector)\..*"
 )
-_LAYER = re.compile(r"(?:(?:model\.)?layers|blk)\.(\d{1,6})\.|(?:model\.)?mtp\.(\d{1,6})\.")
+_LAYER = re.compile(r"(?:(?:language_model\.|model\.)*layers|blk)\.(\d{1,6})\.|(?:model\.)?mtp\.(\d{1,6})\.")
 # Families with layers after the last one that predict further tokens; they are not run.
 _DRAFT_LAYERS = ("deepseek_v3", "deepseek_v4")
 _PREFIXES = ("model.", "model.language_model.", "language_model.model.", "")  # of transformers' text models
