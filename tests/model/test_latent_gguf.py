@@ -1,7 +1,7 @@
 """DeepSeek and gpt-oss attention in GGUF files: the same model as the safetensors folder it was converted from.
 
 The files are written here with the gguf package, doing what llama.cpp's converter does. gpt-oss has a dense feed in the
-place of its experts.
+place of its experts; test_gpt_oss_gguf.py has it whole.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.helpers import run_tokens
-from tests.model.test_gguf_parity import SPELLINGS, assert_same, write_tensors
+from tests.model.test_gguf_parity import SPELLINGS, Tensors, assert_same, write_tensors
 from tests.model.test_latent import make_peer
 from tests.model.test_parity import tokens_of
 from tests.model.test_sinks import make_peer as make_sinks
@@ -72,7 +72,7 @@ def converted(peer: Any, split: bool, more: dict[str, str]) -> dict[str, np.ndar
     return tensors
 
 
-def write(path: Path, arch: str, tensors: dict[str, np.ndarray], keys: dict[str, Any], quantized: bool = False) -> None:
+def write(path: Path, arch: str, tensors: Tensors, keys: dict[str, Any], quantized: bool = False) -> None:
     writer = gguf.GGUFWriter(str(path), arch)
     for key, value in keys.items():
         if isinstance(value, str):
