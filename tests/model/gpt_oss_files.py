@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,15 @@ def random_peer(**more: Any) -> Any:
     return peer
 
 
-def write_gpt_oss(path: Path, peer: Any, coded: bool, extra: dict[str, Any] | None = None) -> None:
-    """coded: the experts are in MXFP4, and the peer gets the values that they have there. extra: keys."""
+def write_gpt_oss(
+    path: Path,
+    peer: Any,
+    coded: bool,
+    extra: dict[str, Any] | None = None,
+    header: Mapping[str, Any] | None = None,
+) -> None:
+    """coded: the experts are in MXFP4, and the peer gets the values that they have there. extra: keys. header: a
+    vocabulary."""
     c, tensors = peer.config, {}
     for name, parameter in peer.named_parameters():
         prefix, stem = "", name.removesuffix(".weight").removesuffix(".bias")
@@ -47,7 +55,7 @@ def write_gpt_oss(path: Path, peer: Any, coded: bool, extra: dict[str, Any] | No
             tensors[f"{prefix}attn_sinks.weight"] = data
         else:
             tensors[f"{prefix}{(SPELLINGS | ROUTER)[stem]}.{name.rsplit('.', 1)[1]}"] = data
-    write(path, "gpt-oss", tensors, gpt_oss_keys(c) | (extra or {}))
+    write(path, "gpt-oss", tensors, gpt_oss_keys(c) | (extra or {}), header=header)
 
 
 def gpt_oss_keys(c: Any) -> dict[str, Any]:

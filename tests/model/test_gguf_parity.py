@@ -16,6 +16,7 @@ import torch
 
 from tests.helpers import run_tokens
 from tests.model.test_parity import FAMILIES, LLAMA3, arch_of, make_peer, tokens_of
+from tests.text.vocabularies import write_value
 from twostroke.errors import ModelError
 from twostroke.ops.reference.backend import ReferenceOps
 from twostroke.record import Record, values
@@ -100,9 +101,19 @@ def converted(peer: Any, arch: str) -> dict[str, np.ndarray]:
     return tensors
 
 
-def write_gguf(path: Path, arch: str, peer: Any, extra: dict[str, Any], quantized: bool = False) -> None:
+def write_gguf(
+    path: Path,
+    arch: str,
+    peer: Any,
+    extra: dict[str, Any],
+    quantized: bool = False,
+    header: Mapping[str, Any] | None = None,
+) -> None:
+    """header: a vocabulary."""
     c = peer.config
     writer = gguf.GGUFWriter(str(path), arch)
+    for key, value in (header or {}).items():
+        write_value(writer, key, value)
     writer.add_block_count(c.num_hidden_layers)
     writer.add_context_length(c.max_position_embeddings)
     writer.add_embedding_length(c.hidden_size)

@@ -6,6 +6,7 @@ place of its experts; test_gpt_oss_gguf.py has it whole.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from tests.model.test_gguf_parity import SPELLINGS, Tensors, assert_same, write_
 from tests.model.test_latent import make_peer
 from tests.model.test_parity import tokens_of
 from tests.model.test_sinks import make_peer as make_sinks
+from tests.text.vocabularies import write_value
 from twostroke.errors import ModelError
 from twostroke.model import families
 from twostroke.model.arch import DenseArch
@@ -72,8 +74,18 @@ def converted(peer: Any, split: bool, more: dict[str, str]) -> dict[str, np.ndar
     return tensors
 
 
-def write(path: Path, arch: str, tensors: Tensors, keys: dict[str, Any], quantized: bool = False) -> None:
+def write(
+    path: Path,
+    arch: str,
+    tensors: Tensors,
+    keys: dict[str, Any],
+    quantized: bool = False,
+    header: Mapping[str, Any] | None = None,
+) -> None:
+    """header: a vocabulary."""
     writer = gguf.GGUFWriter(str(path), arch)
+    for key, value in (header or {}).items():
+        write_value(writer, key, value)
     for key, value in keys.items():
         if isinstance(value, str):
             writer.add_string(f"{arch}.{key}", value)
