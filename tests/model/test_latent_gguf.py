@@ -89,6 +89,8 @@ def write(
     for key, value in keys.items():
         if isinstance(value, str):
             writer.add_string(f"{arch}.{key}", value)
+        elif isinstance(value, list):
+            writer.add_array(f"{arch}.{key}", value)
         else:
             add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}[type(value)]
             add(f"{arch}.{key}", value)

@@ -14,6 +14,7 @@ from tests.helpers import run_tokens
 from tests.model import test_latent, test_parity
 from tests.model.gpt_oss_files import random_peer, write_gpt_oss
 from tests.model.llama_logprobs import llama_logprobs
+from tests.model.test_compressed_gguf import write_v4
 from tests.model.test_gguf_parity import write_gguf
 from tests.model.test_latent_gguf import SAME_MSCALE, converted, deepseek_keys, write
 from tests.model.test_sinks import ROPES
@@ -82,6 +83,12 @@ def gpt_oss(coded: bool) -> Write:
     return write_file
 
 
+def deepseek_v4(path: Path, header: Header) -> None:
+    """llama.cpp wants dimensions that 64 divides, and heads of another width than the indexer's."""
+    sizes = {"head_dim": 128, "index_head_dim": 64, "qk_rope_head_dim": 16, "max_position_embeddings": 512}
+    write_v4(path, header=header, vocab_size=size(header), **sizes)
+
+
 FILES: dict[str, Write] = {
     "olmoe": grouped("olmoe", "olmoe", num_key_value_heads=6),
     "qwen3moe": grouped("qwen3_moe", "qwen3moe", mlp_only_layers=[]),
@@ -92,6 +99,7 @@ FILES: dict[str, Write] = {
     "deepseek v2 lite": deepseek("v2 lite experts", topk_group=1, num_hidden_layers=27),
     "deepseek v3": deepseek("v3 experts"),
     "deepseek v3, yarn": deepseek("v3 experts", rope_parameters=SAME_MSCALE),
+    "deepseek v4": deepseek_v4,
     "gpt-oss": gpt_oss(False),
     "gpt-oss in MXFP4": gpt_oss(True),
 }
@@ -103,7 +111,7 @@ def test_same_probabilities_as_llama_cpp(name: str, tmp_path: Path) -> None:
     path, header = tmp_path / "model.gguf", vocabulary()
     FILES[name](path, header)
     generator = torch.Generator().manual_seed(5)
-    prompts = [torch.randint(3, size(header), (n,), generator=generator).tolist() for n in (5, 40, 100)]
+    prompts = [torch.randint(3, size(header), (n,), generator=generator).tolist() for n in (5, 40, 150)]
     theirs = llama_logprobs(path, prompts, NEW_TOKENS)
     model = load_model(open_checkpoint(path), ReferenceOps(), 256)
     close = CLOSE_CODES if "MXFP4" in name else CLOSE

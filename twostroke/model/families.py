@@ -185,7 +185,7 @@ def _deepseek(c: Fields, family: str, feeds: Callable[[Fields, int], list[FeedAr
     )
 
 
-def _deepseek_v4(c: Fields) -> Arch:
+def deepseek_v4(c: Fields) -> Arch:
     """Compressed attention over several residual streams, experts in all layers."""
     c.only("hidden_act", "silu")
     for key in ("mlp_bias", "attention_bias", "tie_word_embeddings"):
@@ -259,7 +259,7 @@ _FAMILIES: dict[str, Callable[[Fields], Arch]] = {
     "deepseek_v3": _deepseek_v3,
     "kimi_k2": _deepseek_v3,
     "kimi_k25": _kimi_with_vision,
-    "deepseek_v4": _deepseek_v4,
+    "deepseek_v4": deepseek_v4,
     "gpt_oss": _gpt_oss,
     "qwen3_moe": _qwen3_moe,
     "mixtral": _mixtral,

@@ -274,7 +274,7 @@ class Parameters:
             tensor = self.sources[name].tensor
             raise ModelError(f"{self.where}: {tensor} names experts outside 0 to {experts - 1}. The file is damaged.")
         self._advance((name,))
-        return placed(np.ascontiguousarray(values, np.int32), self.ops.device)
+        return placed(np.array(values, np.int32, order="C"), self.ops.device)
 
     def streams(self, name: str) -> StreamMix:
         """The weights that mix several residual streams."""
