@@ -6,6 +6,7 @@ The names of keys and tensors are those that llama.cpp reads: test_llama_cpp_mix
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from twostroke.errors import ModelError
 from twostroke.model.compressed_gguf import _OUTSIDE, _STACKS, _inside
 from twostroke.ops.cpu.backend import NativeCpuOps
 from twostroke.ops.reference.backend import ReferenceOps
-from twostroke.weights.checkpoint import open_checkpoint
+from twostroke.weights.checkpoint import Checkpoint, open_checkpoint
 from twostroke.weights.load import load_arch, load_model
 
 RATIOS = {SLIDING: 0, SPARSE: 4, HEAVY: 128}
@@ -162,3 +163,15 @@ def test_refusals(change: dict[str, Any], named: str, tmp_path: Path) -> None:
     write_v4(tmp_path / "model.gguf", change=change)
     with pytest.raises(ModelError, match=named):
         load_model(open_checkpoint(tmp_path / "model.gguf"), ReferenceOps(), 64)
+
+
+def test_any_value_gives_our_own_error(tmp_path: Path) -> None:
+    """Whatever stands under whatever key: an Arch or a ModelError, nothing else."""
+    write_v4(tmp_path / "model.gguf")
+    file = open_checkpoint(tmp_path / "model.gguf")
+    odd: list[Any] = [None, -1, 0, 2**63, 0.5, float("nan"), "x", True, ["x"] * 4, np.zeros(4), np.full(4, 4, np.int32)]
+    odd += [[np.zeros(2), np.zeros(2)] * 2, np.array([True] * 4)]
+    for key in [key for key in file.config if key.startswith("deepseek4.")]:
+        for value in odd:
+            with suppress(ModelError):
+                load_arch(Checkpoint("gguf", file.path, {**file.config, key: value}, file.tensors))

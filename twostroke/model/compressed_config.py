@@ -67,8 +67,8 @@ def _kinds(c: Fields, count: int) -> list[str]:
     return given[:count]  # some configs list the layers that predict further tokens too
 
 
-def _kind_of(ratio: Any) -> Any:
-    return _BY_RATIO.get(ratio, ratio) if isinstance(ratio, int) else ratio
+def _kind_of(ratio: Any) -> str | None:
+    return _BY_RATIO.get(ratio) if isinstance(ratio, int) else None
 
 
 def _ratio(c: Fields, kind: str, older: str, default: int) -> int:

@@ -96,7 +96,7 @@ _OUTSIDE = {
 _EXPERT = re.compile(r"ffn\.experts\.(\d+)\.(w[123])\.weight")
 
 
-class Renamed(Fields):
+class KeysUnderOtherNames(Fields):
     """A file's keys under other names. Errors have the file's own."""
 
     def __init__(self, keys: Fields, names: Mapping[str, str], found: Mapping[str, Any]):
@@ -121,7 +121,7 @@ def compressed_fields(keys: Fields, found: Mapping[str, Any]) -> Fields:
     if not keys.has("attention.compress_ratios"):
         raise keys.error("attention.compress_ratios", "is missing")
     ratios = _plain(keys.get("attention.compress_ratios"))
-    return Renamed(keys, _KEYS, {**found, "compress_ratios": ratios})
+    return KeysUnderOtherNames(keys, _KEYS, {**found, "compress_ratios": ratios})
 
 
 def _check_limits(keys: Fields, key: str) -> None:
@@ -130,7 +130,7 @@ def _check_limits(keys: Fields, key: str) -> None:
     if value is None and key == "swiglu_clamp_exp":
         raise keys.error(key, "is missing")
     for limit in value if isinstance(value, list) else [value]:
-        if limit is not None and limit != LIMIT:
+        if limit is not None and (not isinstance(limit, int | float) or limit != LIMIT):
             raise keys.error(key, f"has {limit!r:.80}, which is not supported (it must be {LIMIT:g} in each layer)")
 
 
