@@ -9,7 +9,7 @@ import gguf
 import numpy as np
 
 from tests import tiny
-from tests.text.vocabularies import _write_value, byte_level_header
+from tests.text.vocabularies import byte_level_header, write_value
 from twostroke.ops.formats import FORMATS
 
 HIDDEN, FEED, LAYERS, HEADS, KV_HEADS = 256, 256, 2, 4, 2
@@ -72,7 +72,7 @@ def write(path: Path, kind: str, change: Change = keep) -> Path:
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_vocab_size(vocab)
     for key, value in header.items():
-        _write_value(writer, key, value)
+        write_value(writer, key, value)
     for name, rows, columns in matrices(vocab):
         data = random_matrix(rng, rows, columns, kind)
         change(name, data)

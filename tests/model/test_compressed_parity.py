@@ -142,6 +142,7 @@ def test_names_of_published_checkpoints(tmp_path: Path) -> None:
     expected = run_tokens(load(tmp_path, NativeCpuOps(2)), tokens)
     tensors = safetensors.torch.load_file(tmp_path / "model.safetensors")
     renamed = {name.removeprefix("model.").replace("hc_head.hc_", "hc_head_"): t for name, t in tensors.items()}
+    renamed = {name.replace(".attn.norm.", ".attn.kv_norm."): t for name, t in renamed.items()}
     renamed["embed.weight"] = renamed.pop("embed_tokens.weight")
     renamed |= {"mtp.0.norm.weight": torch.ones(48), "layers.4.attn_norm.weight": torch.ones(48)}
     safetensors.torch.save_file(renamed, tmp_path / "model.safetensors")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ GEMMA = {**SHAPE, "model_type": "gemma3_text", "head_dim": 8}
 DEEPSEEK_V4 = {**SHAPE, "model_type": "deepseek_v4", "num_key_value_heads": 1, "head_dim": 32, "qk_rope_head_dim": 8}
 DEEPSEEK_V4 |= {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "o_groups": 2}
 DEEPSEEK = {**SHAPE, "model_type": "deepseek_v3", "num_key_value_heads": 6, "first_k_dense_replace": 3}
-
+ROUTED = {"first_k_dense_replace": 1, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+ROUTED |= {"n_group": 2, "topk_group": 1}
 
 COMPRESSED: dict[str, object] = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
 
@@ -148,22 +150,46 @@ def test_refused_descriptions(base: dict[str, Any], change: dict[str, Any], name
 
 def test_any_value_gives_our_own_error() -> None:
     """Whatever stands under whatever key: an Arch or a ModelError, nothing else."""
-    odd: list[Any] = [None, -1, 0, 1, 2**70, 0.5, float("inf"), "x", [], [1], {}, {"rope_type": 3}, True]
-    dense = ("llama", "smollm3", "mistral", "qwen2", "qwen3", "gemma3_text", "phi3", "deepseek_v3")
-    for model_type in (*dense, *MIXTURES):
+    odd: list[Any] = [
+        None,
+        -1,
+        0,
+        1,
+        2**70,
+        0.5,
+        float("inf"),
+        "x",
+        [],
+        [1],
+        [[1], {}, "x"],
+        {},
+        {"rope_type": 3},
+        True,
+    ]
+    dense = ("llama", "smollm3", "mistral", "qwen2", "qwen3", "gemma3_text", "phi3")
+    bases: dict[str, dict[str, Any]] = {
+        **{name: {} for name in dense},
+        **dict.fromkeys(MIXTURES, EXPERTS),
+        "deepseek_v4": DEEPSEEK_V4,
+    }
+    bases |= {"deepseek_v2": DEEPSEEK | ROUTED, "deepseek_v3": DEEPSEEK | ROUTED, "kimi_k2": DEEPSEEK | ROUTED}
+    for model_type, more in bases.items():
         keys = [*SHAPE, "head_dim", "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta", "sliding_window"]
         keys += ["kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "v_head_dim", "first_k_dense_replace"]
         keys += ["layer_types", "no_rope_layers", "sliding_window_pattern", "use_sliding_window", "attention_bias"]
         keys += ["num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "mlp_only_layers"]
         keys += ["decoder_sparse_step", "norm_topk_prob"]
-        more = EXPERTS if model_type in MIXTURES else DEEPSEEK if model_type == "deepseek_v3" else {}
+        keys += [*ROUTED, *DEEPSEEK_V4, "n_shared_experts", "routed_scaling_factor", "topk_method", "scoring_func"]
+        keys += ["compress_rates", "compress_ratios", "index_n_heads", "index_head_dim", "index_topk", "hc_mult"]
+        keys += ["mlp_layer_types", "num_hash_layers", "o_lora_rank", "partial_rotary_factor", "quantization_config"]
         base = {**SHAPE, **more, "model_type": model_type}
         for key in keys:
             for value in odd:
-                try:
+                with suppress(ModelError):
                     arch_from_config({**base, key: value})
-                except ModelError:
-                    continue
+                if model_type == "kimi_k2":
+                    with suppress(ModelError):
+                        arch_from_config({"model_type": "kimi_k25", "text_config": {**base, key: value}})
 
 
 @pytest.mark.parametrize(

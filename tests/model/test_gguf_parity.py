@@ -5,8 +5,9 @@ The files are written here with the gguf package, doing what llama.cpp's convert
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import gguf
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 
 from tests.helpers import run_tokens
 from tests.model.test_parity import FAMILIES, LLAMA3, arch_of, make_peer, tokens_of
+from tests.text.vocabularies import write_value
 from twostroke.errors import ModelError
 from twostroke.ops.reference.backend import ReferenceOps
 from twostroke.record import Record, values
@@ -99,9 +101,19 @@ def converted(peer: Any, arch: str) -> dict[str, np.ndarray]:
     return tensors
 
 
-def write_gguf(path: Path, arch: str, peer: Any, extra: dict[str, Any], quantized: bool = False) -> None:
+def write_gguf(
+    path: Path,
+    arch: str,
+    peer: Any,
+    extra: dict[str, Any],
+    quantized: bool = False,
+    header: Mapping[str, Any] | None = None,
+) -> None:
+    """header: a vocabulary."""
     c = peer.config
     writer = gguf.GGUFWriter(str(path), arch)
+    for key, value in (header or {}).items():
+        write_value(writer, key, value)
     writer.add_block_count(c.num_hidden_layers)
     writer.add_context_length(c.max_position_embeddings)
     writer.add_embedding_length(c.hidden_size)
@@ -128,10 +140,22 @@ def write_gguf(path: Path, arch: str, peer: Any, extra: dict[str, Any], quantize
     write_tensors(writer, tensors, quantized)
 
 
-def write_tensors(writer: gguf.GGUFWriter, tensors: dict[str, np.ndarray], quantized: bool) -> None:
+class Packed(NamedTuple):
+    """A tensor in a format of few bits."""
+
+    data: np.ndarray
+    kind: gguf.GGMLQuantizationType
+
+
+Tensors = Mapping[str, np.ndarray | Packed]
+
+
+def write_tensors(writer: gguf.GGUFWriter, tensors: Tensors, quantized: bool) -> None:
     """And end the file. quantized: matrices whose rows are whole blocks are Q8_0."""
     for name, data in tensors.items():
-        if quantized and data.ndim > 1 and data.shape[-1] % 32 == 0:
+        if isinstance(data, Packed):
+            writer.add_tensor(name, data.data, raw_dtype=data.kind)
+        elif quantized and data.ndim > 1 and data.shape[-1] % 32 == 0:
             packed = gguf.quants.quantize(data, gguf.GGMLQuantizationType.Q8_0)
             writer.add_tensor(name, packed, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
         else:

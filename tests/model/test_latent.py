@@ -37,6 +37,7 @@ EXPERTS = {
     "topk_group": 2,
 }
 LOUD = {**YARN, "mscale": 0.7, "mscale_all_dim": 1.2}
+STEP = {**YARN, "beta_fast": 1.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}  # a ramp of no width
 # name -> (config class, what differs)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "v2": ("DeepseekV2", {}),
@@ -49,6 +50,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "v2 experts": ("DeepseekV2", {**EXPERTS, "topk_method": "group_limited_greedy", "routed_scaling_factor": 1.7}),
     "v2 lite experts": ("DeepseekV2", {**EXPERTS, "q_lora_rank": None, "n_shared_experts": 2, "n_group": 1}),
     "v3 experts": ("DeepseekV3", EXPERTS),
+    "moonlight": (
+        "DeepseekV3",
+        {**EXPERTS, "q_lora_rank": None, "n_shared_experts": 2, "n_group": 1, "topk_group": 1},
+    ),
+    "kimi": ("DeepseekV3", {**EXPERTS, "n_group": 1, "topk_group": 1, "rope_parameters": STEP}),
     "v3 biases, direct q": ("DeepseekV3", {"attention_bias": True, "q_lora_rank": None}),
 }
 LENGTHS = (9, 17, 150)
@@ -105,7 +111,7 @@ def test_logits_equal_transformers(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not available(), reason="the native library is not built")
-@pytest.mark.parametrize("family", ["v2 lite", "v3", "v3 yarn", "v3 experts", "v3 biases, direct q"])
+@pytest.mark.parametrize("family", ["v2 lite", "v3", "v3 yarn", "v3 experts", "moonlight", "v3 biases, direct q"])
 def test_native_kernels_agree(family: str, tmp_path: Path) -> None:
     """On every instruction set of this machine the same bits, and those of transformers within rounding."""
     peer = make_peer(family, tmp_path)

@@ -1,11 +1,12 @@
 """DeepSeek and gpt-oss attention in GGUF files: the same model as the safetensors folder it was converted from.
 
 The files are written here with the gguf package, doing what llama.cpp's converter does. gpt-oss has a dense feed in the
-place of its experts.
+place of its experts; test_gpt_oss_gguf.py has it whole.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,11 @@ import pytest
 import torch
 
 from tests.helpers import run_tokens
-from tests.model.test_gguf_parity import SPELLINGS, assert_same, write_tensors
+from tests.model.test_gguf_parity import SPELLINGS, Tensors, assert_same, write_tensors
 from tests.model.test_latent import make_peer
 from tests.model.test_parity import tokens_of
 from tests.model.test_sinks import make_peer as make_sinks
+from tests.text.vocabularies import write_value
 from twostroke.errors import ModelError
 from twostroke.model import families
 from twostroke.model.arch import DenseArch
@@ -72,11 +74,23 @@ def converted(peer: Any, split: bool, more: dict[str, str]) -> dict[str, np.ndar
     return tensors
 
 
-def write(path: Path, arch: str, tensors: dict[str, np.ndarray], keys: dict[str, Any], quantized: bool = False) -> None:
+def write(
+    path: Path,
+    arch: str,
+    tensors: Tensors,
+    keys: dict[str, Any],
+    quantized: bool = False,
+    header: Mapping[str, Any] | None = None,
+) -> None:
+    """header: a vocabulary."""
     writer = gguf.GGUFWriter(str(path), arch)
+    for key, value in (header or {}).items():
+        write_value(writer, key, value)
     for key, value in keys.items():
         if isinstance(value, str):
             writer.add_string(f"{arch}.{key}", value)
+        elif isinstance(value, list):
+            writer.add_array(f"{arch}.{key}", value)
         else:
             add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}[type(value)]
             add(f"{arch}.{key}", value)

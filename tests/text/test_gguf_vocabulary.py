@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -22,15 +23,33 @@ from twostroke.text.pretokenize import PRE_TOKENIZERS
 from twostroke.text.tokenizer import from_gguf
 
 COMBINING = [text for text in TEXTS if "\u0301" in text]
-# llama.cpp does not compose characters for Qwen and simplifies two patterns where combining marks are concerned. There
-# we follow the families' own tokenizer.json, which the folder tests compare with.
-EXCEPT_COMBINING = ("qwen2", "gpt-4o", "tekken")
+# llama.cpp does not compose characters for Qwen and simplifies some patterns where combining marks are concerned. There
+# we follow the families' own files, which the folder tests compare with.
+EXCEPT_COMBINING = ("qwen2", "gpt-4o", "tekken", "kimi-k2")
+SPLITS = [
+    "gpt-2", "smollm", "llama-bpe", "smaug-bpe", "qwen2", "gpt-4o", "tekken", "deepseek-llm", "deepseek-coder",
+    "deepseek-v3", "kimi-k2", "default",
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("pre", ["gpt-2", "smollm", "llama-bpe", "smaug-bpe", "qwen2", "gpt-4o", "tekken", "default"])
+def turns_upper(text: str) -> bool:
+    """Whether an upper-case letter comes after a lower-case one in a word: Kimi's own pattern ends the word there,
+    llama.cpp's does not."""
+    kinds = ["U" if one.isupper() else "l" if one.islower() else "o" if one.isalpha() else " " for one in text]
+    return re.search("lo*U", "".join(kinds)) is not None
+
+
+def compared(pre: str, text: str) -> bool:
+    """Whether llama.cpp splits this text as the family does."""
+    if pre == "kimi-k2" and turns_upper(text):
+        return False
+    return pre not in EXCEPT_COMBINING or text not in COMBINING
+
+
+@pytest.mark.parametrize("pre", SPLITS)
 def test_same_tokens_as_llama_cpp(tmp_path: Path, pre: str) -> None:
     header = vocabularies.byte_level_header(vocabularies.train_byte_level(tmp_path, pre), pre)
-    texts = [text for text in (*TEXTS, *mixtures(120)) if pre not in EXCEPT_COMBINING or text not in COMBINING]
+    texts = [text for text in (*TEXTS, *mixtures(120)) if compared(pre, text)]
     tokenizer = from_gguf(header)
     theirs = llama_tokens(vocabularies.write_gguf(tmp_path / "vocabulary.gguf", header), texts)
     assert [tokenizer.encode(text, parse_special=False) for text in texts] == theirs

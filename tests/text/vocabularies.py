@@ -120,7 +120,7 @@ def write_gguf(path: Path, header: dict[str, Any]) -> Path:
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_vocab_size(len(header["tokenizer.ggml.tokens"]))
     for key, value in header.items():
-        _write_value(writer, key, value)
+        write_value(writer, key, value)
     square = np.zeros((32, 32), np.float32)
     names = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
     writer.add_tensor("token_embd.weight", np.zeros((len(header["tokenizer.ggml.tokens"]), 32), np.float32))
@@ -135,7 +135,7 @@ def write_gguf(path: Path, header: dict[str, Any]) -> Path:
     return path
 
 
-def _write_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+def write_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
     if isinstance(value, bool):
         writer.add_bool(key, value)
     elif isinstance(value, int):

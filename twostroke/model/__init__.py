@@ -7,7 +7,8 @@ fields.py         values of such files, read without trusting them; quantization
 names.py          our parameter names, and where each lies in a checkpoint; source.py: one such place
 entry.py          what a layer keeps in the KV cache
 latent.py         latent attention: its description and its layer
-compressed.py     compressed attention, the same; compressed_config.py, compressed_names.py: from DeepSeek V4's files
+compressed.py     compressed attention, the same; compressed_config.py, compressed_names.py: from DeepSeek V4's files;
+                  compressed_gguf.py: from its GGUF files
 experts.py        feeds with experts from a config; expert_names.py: where they lie in a checkpoint
 rope.py           rotary frequencies with every kind of scaling; rope_table.py: their cosines and sines
 layers.py         a loaded layer: a mixer and a feed with their weights

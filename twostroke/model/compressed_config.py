@@ -58,13 +58,17 @@ def _kinds(c: Fields, count: int) -> list[str]:
     key = "layer_types"
     if given is None and c.has("compress_ratios"):
         key, ratios = "compress_ratios", c.get("compress_ratios")
-        given = [_BY_RATIO.get(ratio, ratio) for ratio in ratios] if isinstance(ratios, list) else ratios
+        given = [_kind_of(ratio) for ratio in ratios] if isinstance(ratios, list) else ratios
     if given is None:
         return [HEAVY if i < 2 or i % 2 == 0 else SPARSE for i in range(count)]
     known = (SLIDING, SPARSE, HEAVY)
     if not isinstance(given, list) or len(given) < count or any(kind not in known for kind in given):
         raise c.error(key, f"must be a list of {count} entries, each {SLIDING}, {SPARSE} or {HEAVY}")
     return given[:count]  # some configs list the layers that predict further tokens too
+
+
+def _kind_of(ratio: Any) -> str | None:
+    return _BY_RATIO.get(ratio) if isinstance(ratio, int) else None
 
 
 def _ratio(c: Fields, kind: str, older: str, default: int) -> int:

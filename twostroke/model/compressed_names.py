@@ -1,7 +1,8 @@
 """Names of DeepSeek V4's tensors. Torch-free.
 
 Published checkpoints have the names of DeepSeek's own code (embed, layers.0.attn.wq_a …); what transformers saves has
-the same inside a layer and its own around them (model.embed_tokens, model.layers.0.attn.wq_a …).
+the same inside a layer and its own around them (model.embed_tokens, model.layers.0.attn.wq_a …). One norm differs
+inside: attn.kv_norm and attn.norm. GGUF's names are in compressed_gguf.py.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ def compressed_sources(arch: Arch, present: Collection[str]) -> dict[str, Source
         stem = f"{prefix}layers.{index}."
         assert isinstance(layer.mixer, CompressedArch) and isinstance(layer.feed, ExpertsArch)
         found = _streams(arch, stem) | _mixer(arch.hidden, layer.mixer, stem) | _feed(arch, layer.feed, stem)
+        if f"{stem}attn.kv_norm.weight" in present:
+            found["key_norm"] = Source(f"{stem}attn.kv_norm.weight", (layer.mixer.dim,))
         sources |= {f"layers.{index}.{name}": source for name, source in found.items()}
     return sources
 

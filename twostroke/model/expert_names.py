@@ -108,7 +108,10 @@ def _alternating(hidden: int, feed: ExpertsArch, block: str, present: Collection
         step = 1 if part == "down" else 2
         coded = f"{name}_blocks" in present
         if coded and inputs % MXFP4_GROUP:
-            raise ModelError(f"{name}_blocks: MXFP4 has groups of {MXFP4_GROUP}, which do not divide {inputs} inputs.")
+            raise ModelError(
+                f"{name}_blocks: MXFP4 has groups of {MXFP4_GROUP}, which do not divide {inputs} inputs. Weights and "
+                "description do not fit: fetch both again."
+            )
         for expert in range(count):
             if coded:
                 shape: tuple[int, ...] = (count, outputs, inputs // MXFP4_GROUP, MXFP4_GROUP // 2)

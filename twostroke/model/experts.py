@@ -92,7 +92,7 @@ def deepseek_v4_feeds(c: Fields, count: int) -> list[FeedArch]:
         first = c.integer("num_hash_layers", 3, least=0, most=MAX_LAYERS)
         return [by_token if i < first else sparse for i in range(count)]
     kinds = {"hash_moe": by_token, "moe": sparse}
-    if not isinstance(given, list) or len(given) != count or any(kind not in kinds for kind in given):
+    if not isinstance(given, list) or len(given) != count or any(kind not in tuple(kinds) for kind in given):
         raise c.error("mlp_layer_types", f"must be a list of {count} entries, each hash_moe or moe")
     return [kinds[kind] for kind in given]
 

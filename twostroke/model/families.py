@@ -139,8 +139,17 @@ def _deepseek_v2(c: Fields) -> Arch:
 
 
 def _deepseek_v3(c: Fields) -> Arch:
-    """Moonlight, and the text half of Kimi K2.5, are this family too."""
+    """Moonlight and Kimi K2 are this family too."""
     return _deepseek(c, "deepseek_v3", deepseek_v3_feeds, interleaved=c.flag("rope_interleave", True))
+
+
+def _kimi_with_vision(c: Fields) -> Arch:
+    """The text half of Kimi K2.5: its image layers are not loaded. The head is described beside the text half."""
+    text = c.section("text_config")
+    text.only("model_type", "kimi_k2", "deepseek_v3")
+    if c.has("tie_word_embeddings"):
+        text.values = {**text.values, "tie_word_embeddings": c.get("tie_word_embeddings")}
+    return _deepseek_v3(text)
 
 
 def _deepseek(c: Fields, family: str, feeds: Callable[[Fields, int], list[FeedArch]], interleaved: bool) -> Arch:
@@ -176,7 +185,7 @@ def _deepseek(c: Fields, family: str, feeds: Callable[[Fields, int], list[FeedAr
     )
 
 
-def _deepseek_v4(c: Fields) -> Arch:
+def deepseek_v4(c: Fields) -> Arch:
     """Compressed attention over several residual streams, experts in all layers."""
     c.only("hidden_act", "silu")
     for key in ("mlp_bias", "attention_bias", "tie_word_embeddings"):
@@ -234,7 +243,9 @@ def _olmoe(c: Fields) -> Arch:
 
 
 # families that read the keys of experts
-_MIXTURES = ("qwen3_moe", "mixtral", "olmoe", "deepseek_v2", "deepseek_v3", "deepseek_v4", "gpt_oss")
+_MIXTURES = (
+    "qwen3_moe", "mixtral", "olmoe", "deepseek_v2", "deepseek_v3", "kimi_k2", "kimi_k25", "deepseek_v4", "gpt_oss",
+)  # fmt: skip
 _FAMILIES: dict[str, Callable[[Fields], Arch]] = {
     "llama": _llama,
     "smollm3": _smollm3,
@@ -246,7 +257,9 @@ _FAMILIES: dict[str, Callable[[Fields], Arch]] = {
     "phi3": _phi3,
     "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _deepseek_v3,
-    "deepseek_v4": _deepseek_v4,
+    "kimi_k2": _deepseek_v3,
+    "kimi_k25": _kimi_with_vision,
+    "deepseek_v4": deepseek_v4,
     "gpt_oss": _gpt_oss,
     "qwen3_moe": _qwen3_moe,
     "mixtral": _mixtral,

@@ -11,8 +11,9 @@ from typing import Any
 
 from twostroke.errors import ModelError
 from twostroke.model.arch import Arch, DenseArch, FeedArch, GroupedArch, LayerArch, Rope
+from twostroke.model.compressed_gguf import compressed_fields
 from twostroke.model.experts import gguf_feeds
-from twostroke.model.families import Reach, grouped_layers
+from twostroke.model.families import Reach, deepseek_v4, grouped_layers
 from twostroke.model.fields import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_POSITIONS, MAX_VOCAB, Fields
 from twostroke.model.latent import LatentArch
 from twostroke.model.rope import divided, latent_scale, make_rope, plain_frequencies
@@ -160,7 +161,28 @@ def _gpt_oss(g: Gguf) -> Arch:
     return _arch(g, "gpt_oss", reaches, feeds=feeds)
 
 
-_MIXTURES = ("llama", "olmoe", "qwen3moe", "deepseek2", "gpt-oss")  # families that read the keys of experts
+def _deepseek_v4(g: Gguf) -> Arch:
+    """Rotations are scaled in layers with entries alone. The layers may count those that predict further tokens."""
+    scaling = {key: value for key, value in _scaling(g).values.items() if value is not None}
+    count, further = _layers(g), g.keys.integer("nextn_predict_layers", 0, least=0, most=MAX_LAYERS)
+    if further < count and f"blk.{count - further}.nextn.eh_proj.weight" in g.shapes:
+        count -= further
+    found = {
+        "vocab_size": _vocab(g),
+        "num_hidden_layers": count,
+        "rope_scaling": {**scaling, "rope_type": _scaling_kind(g)},
+    }
+    return deepseek_v4(compressed_fields(g.keys, found))
+
+
+_MIXTURES = (
+    "llama",
+    "olmoe",
+    "qwen3moe",
+    "deepseek2",
+    "deepseek4",
+    "gpt-oss",
+)  # families that read the keys of experts
 _FAMILIES: dict[str, Callable[[Gguf], Arch]] = {
     "llama": _llama,
     "smollm3": _smollm3,
@@ -169,6 +191,7 @@ _FAMILIES: dict[str, Callable[[Gguf], Arch]] = {
     "gemma3": _gemma3,
     "phi3": _phi3,
     "deepseek2": _deepseek,
+    "deepseek4": _deepseek_v4,
     "gpt-oss": _gpt_oss,
     "olmoe": _olmoe,
     "qwen3moe": _qwen3_moe,

@@ -97,7 +97,8 @@ class Fields:
     def only(self, key: str, *supported: Any) -> None:
         """Refuse a setting whose value changes the model in a way that is not implemented. Missing is fine."""
         value = self.get(key)
-        if value is not None and value not in supported:
+        plain = isinstance(value, str | int | float | list | dict)  # an array of a GGUF file equals nothing
+        if value is not None and not (plain and value in supported):
             wanted = " or ".join(repr(s) for s in supported) or "absent"
             raise self.error(key, f"is {value!r:.80}, which is not supported (it must be {wanted})")
 

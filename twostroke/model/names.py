@@ -16,6 +16,7 @@ from collections.abc import Collection
 from typing import Literal
 
 from twostroke.model.arch import Arch, DenseArch, ExpertsArch, GroupedArch, LayerArch, MixerArch
+from twostroke.model.compressed_gguf import gguf_compressed_sources
 from twostroke.model.compressed_names import compressed_sources
 from twostroke.model.expert_names import expert_sources
 from twostroke.model.latent import LatentArch
@@ -61,9 +62,9 @@ _PAIRED_FAMILIES = ("llama", "mistral", "smollm3")  # in GGUF
 # Tensors that carry no weights of the language model: buffers, and the image half of a multimodal checkpoint.
 _IGNORABLE = re.compile(
     r".*rotary_emb\.inv_freq|rope_freqs\.weight|rope_factors_(long|short)\.weight"
-    r"|(model\.)?(vision_tower|multi_modal_projector)\..*"
+    r"|(model\.)?(vision_tower|multi_modal_projector|mm_projector)\..*"
 )
-_LAYER = re.compile(r"(?:(?:model\.)?layers|blk)\.(\d{1,6})\.|(?:model\.)?mtp\.(\d{1,6})\.")
+_LAYER = re.compile(r"(?:(?:language_model\.|model\.)*layers|blk)\.(\d{1,6})\.|(?:model\.)?mtp\.(\d{1,6})\.")
 # Families with layers after the last one that predict further tokens; they are not run.
 _DRAFT_LAYERS = ("deepseek_v3", "deepseek_v4")
 _PREFIXES = ("model.", "model.language_model.", "language_model.model.", "")  # of transformers' text models
@@ -80,7 +81,7 @@ def ignorable(tensor: str, arch: Arch) -> bool:
 def parameter_sources(arch: Arch, kind: FileKind, present: Collection[str]) -> dict[str, Source]:
     """Every parameter of `arch`, `layers.3.q` and the like, with its place. present: the checkpoint's tensor names."""
     if arch.family == "deepseek_v4":
-        return compressed_sources(arch, present)
+        return gguf_compressed_sources(arch) if kind == "gguf" else compressed_sources(arch, present)
     gguf = kind == "gguf"
     prefix = "" if gguf else _find_prefix(present)
     add = 1.0 if arch.family == "gemma3" and not gguf else 0.0

@@ -33,7 +33,7 @@ class Scheme:
 def read_scheme(c: Fields) -> Scheme | None:
     """None: floats. ModelError: a format that is not read."""
     if not c.has("quantization_config"):
-        return None
+        return read_scheme(c.section("text_config")) if c.get("model_type") == "kimi_k25" else None
     q, family = c.section("quantization_config"), c.text("model_type")
     method = q.text("quant_method", "missing")
     if method == "mxfp4" and family == "gpt_oss":

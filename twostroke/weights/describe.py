@@ -8,7 +8,7 @@ from typing import NamedTuple
 from twostroke.model.arch import Arch
 from twostroke.model.families import arch_from_config
 from twostroke.model.families_gguf import arch_from_gguf
-from twostroke.ops.formats import FLOATS, Stored, dequantize, kept_format, stored_bytes
+from twostroke.ops.formats import FLOATS, INTEGERS, Stored, dequantize, integers, kept_format, stored_bytes
 from twostroke.weights.checkpoint import Checkpoint
 from twostroke.weights.published import Coded, assembled
 
@@ -22,9 +22,13 @@ def load_arch(checkpoint: Checkpoint) -> Arch:
     if checkpoint.kind == "safetensors":
         return arch_from_config(checkpoint.config, f"{where}/config.json")
     shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
-    return arch_from_gguf(
-        checkpoint.config, shapes, lambda name: dequantize(checkpoint.tensors[name]).tolist(), f"{where} metadata"
-    )
+
+    def values(name: str) -> list[float]:
+        tensor = checkpoint.tensors[name]
+        found = integers(tensor) if tensor.format in INTEGERS else dequantize(tensor)
+        return [float(value) for value in found.reshape(-1)]
+
+    return arch_from_gguf(checkpoint.config, shapes, values, f"{where} metadata")
 
 
 def whole_tensors(checkpoint: Checkpoint) -> dict[str, Stored | Coded]:

@@ -274,7 +274,7 @@ class Parameters:
             tensor = self.sources[name].tensor
             raise ModelError(f"{self.where}: {tensor} names experts outside 0 to {experts - 1}. The file is damaged.")
         self._advance((name,))
-        return placed(np.ascontiguousarray(values, np.int32), self.ops.device)
+        return placed(np.array(values, np.int32, order="C"), self.ops.device)
 
     def streams(self, name: str) -> StreamMix:
         """The weights that mix several residual streams."""
@@ -372,7 +372,7 @@ class Parameters:
         wanted |= {source.scales for source in self.sources.values() if source.scales}
         missing = sorted(wanted - self.tensors.keys())
         if missing:
-            raise ModelError(f"{self.where}: {_listed(missing)} missing; the checkpoint is incomplete.")
+            raise ModelError(f"{self.where}: {_listed(missing)} missing; the checkpoint is incomplete: fetch it again.")
         left = sorted(
             name
             for name in self.tensors.keys() - wanted
@@ -395,14 +395,18 @@ class Parameters:
         parts = {name for source in self.sources.values() if source.scales for name in (source.tensor, source.scales)}
         tables = {source.tensor for source in self.sources.values() if source.integers}
         for name, shape in shapes.items():
-            if self.tensors[name].shape != shape:
-                raise ModelError(f"{self.where}: {name} has shape {self.tensors[name].shape}, expected {shape}.")
-            if (self.tensors[name].format in INTEGERS) != (name in tables):
+            found = self.tensors[name]
+            if found.shape != shape:
+                raise self._unfit(name, f"has shape {found.shape}, expected {shape}")
+            if (found.format in INTEGERS) != (name in tables):
                 kind = "whole numbers" if name in tables else "floats"
-                raise ModelError(f"{self.where}: {name} has dtype {self.tensors[name].format}; it must hold {kind}.")
-            if (self.tensors[name].format == "U8") != (name in parts):
+                raise self._unfit(name, f"has dtype {found.format}; it must hold {kind}")
+            if (found.format == "U8") != (name in parts):
                 kind = "bytes" if name in parts else "floats"
-                raise ModelError(f"{self.where}: {name} has dtype {self.tensors[name].format}; it must hold {kind}.")
+                raise self._unfit(name, f"has dtype {found.format}; it must hold {kind}")
+
+    def _unfit(self, name: str, reason: str) -> ModelError:
+        return ModelError(f"{self.where}: {name} {reason}. Weights and description do not fit: fetch both again.")
 
 
 def kind_of(name: str) -> str:
