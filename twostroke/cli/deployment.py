@@ -22,7 +22,7 @@ from twostroke.model.families import arch_from_config
 from twostroke.weights.catalog import CATALOG, cache_folder, installed
 
 
-class Facts(NamedTuple):
+class ModelFacts(NamedTuple):
     """What is known of a model before it is loaded."""
 
     arch: Arch
@@ -30,7 +30,7 @@ class Facts(NamedTuple):
     published: str | None  # the format of the weights (PUBLISHED); None: floats
 
 
-def describe(model: str, device: str = "cpu") -> Facts:
+def describe(model: str, device: str = "cpu") -> ModelFacts:
     """Nothing is downloaded for a model whose architecture is known."""
     from twostroke.weights.checkpoint import locate, open_checkpoint
     from twostroke.weights.describe import checkpoint_bytes, load_arch
@@ -41,10 +41,10 @@ def describe(model: str, device: str = "cpu") -> Facts:
             config = json.loads(path.read_text())
         except ValueError as error:
             raise ModelError(f"{path}: not JSON ({error}): fetch it again.") from None
-        return Facts(arch_from_config(config, str(path)), None, published_format(config, str(path)))
+        return ModelFacts(arch_from_config(config, str(path)), None, published_format(config, str(path)))
     known = known_arch(model)
     if known is not None and not (model in CATALOG and installed(model)):
-        return Facts(known, None, known_format(model))
+        return ModelFacts(known, None, known_format(model))
     try:
         checkpoint = open_checkpoint(locate(model))
     except ModelError as error:
@@ -52,7 +52,7 @@ def describe(model: str, device: str = "cpu") -> Facts:
             f"{error} For a plan a config.json is enough, or a known model: {', '.join(CONFIGS)}."
         ) from None
     published = published_format(checkpoint.config) if checkpoint.scheme is not None else None
-    return Facts(load_arch(checkpoint), checkpoint_bytes(checkpoint, device), published and HELD[published])
+    return ModelFacts(load_arch(checkpoint), checkpoint_bytes(checkpoint, device), published and HELD[published])
 
 
 def deployment_for(
@@ -70,9 +70,8 @@ def deployment_for(
     if calibration is not None:
         rates, pools = calibration.rates, Pools(1, 0, *MEASURED_LINKS[device.kind])
         return Deployment(arch, device, config, precision or "float32", exact, rates, pools=pools), calibration
-    return Deployment(
-        arch, device, config, precision or config.dtype or published or "bfloat16", exact, gpus=gpus
-    ), None
+    planned = precision or config.dtype or published or "bfloat16"
+    return Deployment(arch, device, config, planned, exact, gpus=gpus), None
 
 
 def calibrated(model: str) -> Calibration:

@@ -35,7 +35,7 @@ def plan(
     ],
     hardware: Annotated[str, typer.Option(help="h200, a100, m4-max, …; 'this' after --calibrate.")] = "h200",
     gpus: Annotated[int, typer.Option(min=1, help="Devices that share one copy of the model.")] = 1,
-    precision: Annotated[str | None, typer.Option(help="bfloat16, int8, int4, fp8 or float32 weights; without: as published.")] = None,
+    precision: Annotated[str | None, typer.Option(help="Of the weights: bfloat16, int8, int4, fp8, float32.")] = None,
     workload: options.Workload = "chat",
     trace: options.Trace = None,
     prompt: options.Prompt = None,

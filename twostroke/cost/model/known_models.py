@@ -52,7 +52,12 @@ def _deepseek(
 
 
 def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
-    more = {"head_dim": 64, "num_local_experts": experts, "num_experts_per_tok": 4, "attention_bias": True}
+    more: dict[str, Any] = {
+        "head_dim": 64,
+        "num_local_experts": experts,
+        "num_experts_per_tok": 4,
+        "attention_bias": True,
+    }
     more["quantization_config"] = {"quant_method": "mxfp4"}
     return _config("gpt_oss", layers, 2880, 2880, 64, 8, 201088, 131072, sliding_window=128, **more)
 

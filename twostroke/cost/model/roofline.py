@@ -66,8 +66,8 @@ class ModelCost:
 def model_cost(
     arch: Arch, precision: str = "bfloat16", stored_bytes: int | None = None, kind: str = "cpu"
 ) -> ModelCost:
-    """The cost from the precision of the weights as this kind of device stores them. A checkpoint's bytes are shared out
-    among the parts as that precision does it."""
+    """The cost from the precision of the weights as this kind of device stores them. A checkpoint's bytes are shared
+    out among the parts as that precision does it."""
     form = weight_format(precision, kind)
     rows = sum(product.outputs * product.matrices for product in arch.products)
     expert_rows = sum(product.outputs * product.matrices for product in arch.expert_products)
