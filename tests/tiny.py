@@ -68,8 +68,9 @@ def tiny_draft(folder: Path, target: Path, layers: int = 1) -> Path:
     them add little: see `quiet_end`."""
     config = transformers.AutoConfig.from_pretrained(target)
     config.num_hidden_layers = layers
-    if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[:layers]
+    for one_each in ("layer_types", "no_rope_layers"):
+        if getattr(config, one_each, None):
+            setattr(config, one_each, getattr(config, one_each)[:layers])
     model = transformers.AutoModelForCausalLM.from_config(config)
     weights = transformers.AutoModelForCausalLM.from_pretrained(target).state_dict()
     model.load_state_dict({name: weights[name] for name in model.state_dict()})
