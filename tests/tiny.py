@@ -68,8 +68,9 @@ def tiny_draft(folder: Path, target: Path, layers: int = 1) -> Path:
     them add little: see `quiet_end`."""
     config = transformers.AutoConfig.from_pretrained(target)
     config.num_hidden_layers = layers
-    if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[:layers]
+    for one_each in ("layer_types", "no_rope_layers"):
+        if getattr(config, one_each, None):
+            setattr(config, one_each, getattr(config, one_each)[:layers])
     model = transformers.AutoModelForCausalLM.from_config(config)
     weights = transformers.AutoModelForCausalLM.from_pretrained(target).state_dict()
     model.load_state_dict({name: weights[name] for name in model.state_dict()})
@@ -205,6 +206,47 @@ def tiny_mixture(folder: Path, **changes: object) -> Path:
         "initializer_range": 0.15,
     }
     return save(transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**(settings | changes))), folder)
+
+
+EXPERTS = {"moe_intermediate_size": 32, "num_experts_per_tok": 3}
+LATENT = {
+    "num_key_value_heads": 6, "kv_lora_rank": 32, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10,
+    "first_k_dense_replace": 1, "n_routed_experts": 8, "n_shared_experts": 1, **EXPERTS,
+}  # fmt: skip
+WINDOWED = {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1}
+# name -> (class of transformers, what differs from a small model with two layers)
+FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
+    "mixtral": ("Mixtral", {"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 40}),
+    "olmoe": ("Olmoe", {"num_experts": 7, **EXPERTS}),
+    "v2": ("DeepseekV2", {**LATENT, "q_lora_rank": 24, "topk_method": "group_limited_greedy", "n_group": 4,
+                          "topk_group": 2}),
+    "v2 lite": ("DeepseekV2", {**LATENT, "q_lora_rank": None, "n_group": 1, "topk_group": 1}),
+    "mistral": ("Mistral", {"sliding_window": 40}),
+    "qwen2": ("Qwen2", WINDOWED),
+    "qwen3": ("Qwen3", {"head_dim": 16}),
+    "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2}),
+    "phi3": ("Phi3", {"sliding_window": 40}),
+}  # fmt: skip
+
+
+def tiny_family(folder: Path, name: str) -> Path:
+    kind, changes = FAMILIES[name]
+    torch.manual_seed(6)
+    settings = {
+        "vocab_size": VOCAB,
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "bos_token_id": 0,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        "initializer_range": 0.15,
+    }
+    config = getattr(transformers, f"{kind}Config")(**(settings | changes))
+    return save(getattr(transformers, f"{kind}ForCausalLM")(config), folder)
 
 
 def tiny_gpt_oss(folder: Path, hidden_size: int = 48, intermediate_size: int = 32) -> Path:

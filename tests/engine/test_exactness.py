@@ -15,7 +15,9 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from tests.conftest import quiet_pair
 from tests.engine.oracle import OracleDrafter, RandomModelDrafter
+from tests.tiny import FAMILIES, tiny_family
 from twostroke import LLM, SamplingParams
 from twostroke.draft.rates import FORCED, StepTimes
 from twostroke.grammar.forced import BYTES
@@ -257,6 +259,23 @@ def mixture_model(mixture_pair):
 @random_lives(12)
 def test_levers_do_not_change_a_token_of_a_mixture(mixture_model, many, lever):
     check_levers(mixture_model, many, lever)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family_model(request, tmp_path_factory):
+    folder, draft = quiet_pair(tmp_path_factory, tiny_family(tmp_path_factory.mktemp("plain"), request.param))
+    return folder, {}, Alone(folder), draft
+
+
+@random_lives(6)
+def test_levers_do_not_change_a_token_of_any_family(family_model, many, lever):
+    check_levers(family_model, many, lever)
+
+
+@pytest.mark.slow
+@random_lives(40)
+def test_many_levers_do_not_change_a_token_of_any_family(family_model, many, lever):
+    check_levers(family_model, many, lever)
 
 
 @pytest.fixture(scope="module")

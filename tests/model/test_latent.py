@@ -93,8 +93,9 @@ def cached_logits(peer: Any, tokens: list[int], start: int) -> torch.Tensor:
     return torch.cat(rows)
 
 
-def check_parity(peer: Any, model: Transformer) -> None:
-    for length in LENGTHS:
+def check_parity(peer: Any, model: Transformer, lengths: tuple[int, ...] = LENGTHS) -> None:
+    """Whole, in chunks, and one token at a time over the cache of transformers."""
+    for length in lengths:
         tokens = tokens_of(length)
         expected = peer(torch.tensor([tokens]), use_cache=False).logits[0]
         assert expected.std() > 0.3  # the comparison means something

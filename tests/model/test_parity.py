@@ -169,7 +169,7 @@ def test_logits_equal_transformers(family: str, tmp_path: Path) -> None:
         assert torch.equal(run_tokens(model, tokens, chunks), whole)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3 scaled"])
+@pytest.mark.parametrize("family", ["llama", "gemma3 scaled", *MIXTURES])
 def test_native_ops_agree(family: str, tmp_path: Path) -> None:
     make_peer(family, tmp_path)
     tokens = tokens_of(40)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import transformers
 from torch import Tensor, nn
 
 from tests.helpers import run_tokens
+from tests.model.test_latent import check_parity
 from tests.model.test_parity import SHAPE, YARN, load, tokens_of
 from twostroke.engine.device import check_attention
 from twostroke.model import families
@@ -96,22 +98,19 @@ def test_logits_equal_transformers(rope: str, tmp_path: Path) -> None:
         assert torch.equal(run_tokens(model, tokens, [7, length - 8, 1]), whole)
 
 
-def test_whole_models_equal_transformers(tmp_path: Path) -> None:
-    """With experts, on both backends."""
+@pytest.mark.parametrize("ops", [ReferenceOps, *([partial(NativeCpuOps, 2, "float32")] if available() else [])])
+@pytest.mark.parametrize("rope", ROPES)
+def test_whole_models_equal_transformers(rope: str, ops: Any, tmp_path: Path) -> None:
+    """With experts, across borders of blocks and of the window, with transformers' cached decode."""
     torch.manual_seed(2)
     shape = {**SHAPE, "num_hidden_layers": 4, "head_dim": 16, "num_local_experts": 8, "num_experts_per_tok": 2}
-    config = transformers.GptOssConfig(**shape, sliding_window=WINDOW, rope_parameters=ROPES["yarn"])
+    config = transformers.GptOssConfig(**shape, sliding_window=WINDOW, rope_parameters=ROPES[rope])
     peer = transformers.GptOssForCausalLM._from_config(config, attn_implementation="eager").eval()
     for name, parameter in peer.named_parameters():
         if "norm" in name or "bias" in name:
             parameter.add_(torch.randn_like(parameter) * 0.2)
     peer.save_pretrained(tmp_path)
-    tokens = tokens_of(90)
-    expected = peer(torch.tensor([tokens]), use_cache=False).logits[0]
-    assert expected.std() > 0.3
-    for ops in [ReferenceOps(), *([NativeCpuOps(2, "float32")] if available() else [])]:
-        got = run_tokens(load(tmp_path, ops), tokens, [50, 39, 1])
-        torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
+    check_parity(peer, load(tmp_path, ops()), (9, 16, 17, WINDOW, WINDOW + 1, 61, 150))
 
 
 @pytest.mark.usefixtures("dense_feeds")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from twostroke.ops.cpu.library import available
-from twostroke.ops.formats import Stored, from_float, stored_bytes
+from twostroke.ops.formats import FLOATS, Stored, from_float, layout_of, stored_bytes
 from twostroke.ops.interface import ExpertSet, Gate, Norm, Routing
 from twostroke.ops.reference.backend import ReferenceOps
 from twostroke.ops.reference.routing import route
@@ -30,7 +30,13 @@ ROUTINGS = {
     "greedy groups": Routing(experts=16, chosen=3, factor=1.5, groups=4, kept_groups=2),
     "sigmoid groups": Routing(16, 4, "sigmoid", True, 2.5, groups=4, kept_groups=2, group_best=2),
 }
-FORMATS = {"F32": 256, "BF16": 96, "Q8_0": 256, "Q4_0": 96, "Q4_K": 256, "Q6_K": 256, "MXFP4": 96}  # and the width
+FORMATS = {  # and the width
+    "F32": 256, "F16": 96, "BF16": 96, "Q8_0": 256, "Q4_0": 96, "Q4_1": 96, "Q5_0": 96, "Q5_1": 96, "Q4_K": 256,
+    "Q5_K": 256, "Q6_K": 256, "MXFP4": 96,
+}  # fmt: skip
+SCALES = {  # of random codes, so that weights have about the same size
+    "Q8_0": 1e-3, "Q4_0": 1e-2, "Q4_1": 1e-2, "Q5_0": 5e-3, "Q5_1": 5e-3, "Q4_K": 3e-4, "Q5_K": 2e-4, "Q6_K": 3e-5,
+}  # fmt: skip
 
 
 def stored(name: str, rows: int, cols: int, rng: np.random.Generator) -> Stored:
@@ -40,15 +46,15 @@ def stored(name: str, rows: int, cols: int, rng: np.random.Generator) -> Stored:
     if name == "BF16":
         values = rng.standard_normal((rows, cols), np.float32) * np.float32(cols**-0.5)
         data = (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
+    elif name == "F16":
+        data = (rng.standard_normal((rows, cols)) * cols**-0.5).astype(np.float16).view(np.uint8)
     elif name == "MXFP4":
         data.reshape(rows, -1, 17)[..., 0] = rng.integers(118, 124, (rows, cols // 32))
-    else:  # scales at the start, but for Q6_K
-        blocks = data.reshape(rows, -1, {"Q8_0": 34, "Q4_0": 18, "Q4_K": 144, "Q6_K": 210}[name])
-        size = {"Q8_0": 1e-3, "Q4_0": 1e-2, "Q4_K": 3e-4, "Q6_K": 3e-5}[name]
-        place = slice(208, 210) if name == "Q6_K" else slice(0, 2)
-        blocks[..., place] = np.frombuffer(np.float16(size).tobytes(), np.uint8)
-        if name == "Q4_K":
-            blocks[..., 2:4] = np.frombuffer(np.float16(size).tobytes(), np.uint8)
+    else:
+        layout = layout_of(name)
+        for field in ("d", "m"):
+            if field in layout.names:
+                data.view(layout)[field] = SCALES[name]
     return Stored(name, (rows, cols), data.reshape(-1))
 
 
@@ -96,7 +102,7 @@ def test_every_routing(name: str) -> None:
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_format(name: str) -> None:
     """Quantized weights are multiplied with inputs of 8 bits."""
-    close(NativeCpuOps(2), rows_of(21), 1e-5 if name in ("F32", "BF16") else 2e-2, PLAIN, name)
+    close(NativeCpuOps(2), rows_of(21), 1e-5 if name in FLOATS else 2e-2, PLAIN, name)
 
 
 @pytest.mark.parametrize("gate", ["silu", "gelu_tanh", "swiglu_oai"])
@@ -104,7 +110,7 @@ def test_gates_and_biases(gate: str) -> None:
     close(NativeCpuOps(1), 3 * rows_of(9), 1e-5, PLAIN, "F32", gate, True)
 
 
-@pytest.mark.parametrize("name", ["F32", "Q4_0", "Q6_K", "MXFP4"])
+@pytest.mark.parametrize("name", ["F32", "F16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q5_K", "Q6_K", "MXFP4"])
 def test_bits_do_not_depend_on_the_batch(name: str) -> None:
     """Alone, in a batch, on every instruction set, with any number of threads."""
     x = rows_of(70)

@@ -20,7 +20,7 @@ pytest.importorskip("triton")
 
 from benchmarks.random_weights import LLAMA_8B, random_model  # noqa: E402
 from tests.engine.oracle import OracleDrafter, RandomModelDrafter  # noqa: E402
-from tests.tiny import tiny_deepseek_v4  # noqa: E402
+from tests.tiny import tiny_deepseek, tiny_deepseek_v4, tiny_mixture  # noqa: E402
 from twostroke.config import make_config, resolve  # noqa: E402
 from twostroke.engine.core import Core  # noqa: E402
 from twostroke.hardware import this_machine  # noqa: E402
@@ -77,13 +77,16 @@ MODELS: dict[str, tuple[Arch, torch.dtype, str | None]] = {
 }  # fmt: skip
 
 
-def compressed_model(folder: Path, dtype: torch.dtype) -> Transformer:
-    """DeepSeek V4's layers, each of another kind."""
-    ops = ExactCudaOps(dtype, "cuda" if ON_CARD else "cpu")
-    return load_model(open_checkpoint(tiny_deepseek_v4(folder)), ops, 512)
+CHECKPOINTS = {  # DeepSeek V4's layers, each of another kind; V3's with experts in groups; Qwen3's mixture
+    f"{kind} {name}": (make, getattr(torch, name))
+    for kind, make in (("compressed", tiny_deepseek_v4), ("latent", tiny_deepseek), ("mixture", tiny_mixture))
+    for name in ("bfloat16", "float32")[0 if ON_CARD else 1 :]
+}
 
 
-COMPRESSED = {f"compressed {name}": getattr(torch, name) for name in ("bfloat16", "float32")[0 if ON_CARD else 1 :]}
+def loaded_model(name: str, folder: Path) -> Transformer:
+    make, dtype = CHECKPOINTS[name]
+    return load_model(open_checkpoint(make(folder)), ExactCudaOps(dtype, "cuda" if ON_CARD else "cpu"), 512)
 
 
 class Served:
@@ -129,7 +132,7 @@ def prompt(arch: Arch, number: int, length: int) -> list[int]:
     scope="module",
     params=[
         *(pytest.param(name, marks=slow_here) if quantize else name for name, (_, _, quantize) in MODELS.items()),
-        *(pytest.param(name, marks=slow_here) for name in COMPRESSED),
+        *(pytest.param(name, marks=slow_here) for name in CHECKPOINTS),
     ],
 )
 def served(
@@ -137,9 +140,11 @@ def served(
 ) -> tuple[Transformer, list[list[int]], list[list[int]]]:  # fmt: skip
     """A model, prompts, and what it answers to each alone."""
     lengths = LENGTHS
-    if request.param in COMPRESSED:
-        model = compressed_model(tmp_path_factory.mktemp("compressed"), COMPRESSED[request.param])
-        arch, lengths = model.arch, LENGTHS if ON_CARD else (41, 7)  # entries of 32 tokens are shared
+    if request.param in CHECKPOINTS:
+        model = loaded_model(request.param, tmp_path_factory.mktemp("checkpoint"))
+        arch = model.arch
+        if arch.streams > 1 and not ON_CARD:
+            lengths = (41, 7)  # entries of 32 tokens are shared
     else:
         arch, dtype, quantize = MODELS[request.param]
         ops = ExactCudaOps(dtype, "cuda" if ON_CARD else "cpu", quantize)

@@ -151,7 +151,7 @@ def calibrated_roofline(llm: LLM, model: str) -> Roofline | None:
     if not path.exists():
         return None
     narrow = llm.settings.quantize
-    stored = None if narrow else describe(model, llm.settings.device)[1]
+    stored = None if narrow else describe(model, llm.settings.device).stored
     cost = model_cost(llm.arch, narrow or "float32", stored, llm.settings.device)
     return Roofline(cost, llm.settings.layout, load_calibration(path).rates)
 
@@ -229,7 +229,7 @@ def levers(
     with progress_bar(f"fetching {model}") as fetching:
         locate(model, fetching)  # `describe` counts the bytes of the file
     rounds = 1 if quick else rounds
-    stored, drafts = describe(model)[1], "draft_model" in base
+    stored, drafts = describe(model).stored, "draft_model" in base
     how = Round(lambda settings: open_llm(model, base | settings, ahead=True), rounds, quick, stored, drafts)
     where, rows = f"{model} on {machine_name()}", []
     try:

@@ -265,7 +265,7 @@ def apply_here(described: Described, load: Load, targets: Targets) -> None:
     model, settings = described.model or DEFAULT, described.settings
     path = calibration_path(cache_folder(), model)
     calibration = load_calibration(path) if path.exists() else calibrate_here(model, settings)
-    _, stored = describe(model, calibration.device().kind)
+    stored = describe(model, calibration.device().kind).stored
     assert stored is not None
 
     def reopen(changed: dict[str, Any]) -> Any:

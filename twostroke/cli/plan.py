@@ -35,7 +35,7 @@ def plan(
     ],
     hardware: Annotated[str, typer.Option(help="h200, a100, m4-max, …; 'this' after --calibrate.")] = "h200",
     gpus: Annotated[int, typer.Option(min=1, help="Devices that share one copy of the model.")] = 1,
-    precision: Annotated[str | None, typer.Option(help="bfloat16, int8, int4, fp8 or float32 weights.")] = None,
+    precision: Annotated[str | None, typer.Option(help="Of the weights: bfloat16, int8, int4, fp8, float32.")] = None,
     workload: options.Workload = "chat",
     trace: options.Trace = None,
     prompt: options.Prompt = None,
@@ -163,10 +163,12 @@ def kinds_of_workers(
     from twostroke.config import QUANTIZATIONS_OF
     from twostroke.cost.answers.sizing import check_weights
     from twostroke.cost.answers.workers import GPUS, Dropped, candidates, does_not_fit, precisions, priced
+    from twostroke.cost.model.weight_formats import PUBLISHED
 
     device = deployment.device
     if search:
-        found = candidates(deployment.arch, priced(), deployment.config)
+        published = [deployment.precision] if deployment.precision in PUBLISHED else []
+        found = candidates(deployment.arch, priced(), deployment.config, published=published)
         if not found:
             raise ConfigError(f"{model}: no worker of {max(GPUS)} devices of the table holds it, in any precision.")
         return found, []

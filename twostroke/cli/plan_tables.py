@@ -8,8 +8,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from twostroke.cli.terminal import console
+from twostroke.cost.model.weight_formats import HELD, PUBLISHED
 from twostroke.cost.units import per_second, seconds
 from twostroke.kv.layout import KVLayout
+from twostroke.model.compressed import CompressedArch
+from twostroke.model.latent import LatentArch
+from twostroke.ops.interface import KV_BITS
+from twostroke.record import replace
 
 if TYPE_CHECKING:
     from twostroke.cost.answers.sizing import Sizing
@@ -30,6 +35,8 @@ def devices(deployment: Deployment) -> str:
 def weights(deployment: Deployment) -> str:
     if deployment.config.quantize is None and deployment.stored_bytes is not None:
         return "as stored"
+    if deployment.config.quantize is None and deployment.precision in PUBLISHED:
+        return "as published"
     return deployment.config.quantize or deployment.precision
 
 
@@ -53,12 +60,50 @@ def show_sizing(found: Sizing) -> None:
         f"memory holds the K and V of {found.largest_batch:,} requests of {found.prompt:,} + {found.output:,} tokens; "
         f"at most {deployment.settings.max_requests:,} run at once (max_requests)"
     )
+    for told in (published_text(deployment), context_text(deployment)):
+        if told is not None:
+            console.print(told)
     prices = (
         "this machine counts as one dollar an hour"
         if deployment.device.price is None
         else "prices are typical on-demand ones, yours may differ"
     )
     console.print(f"[dim]Times by {source(deployment)}; {prices}.[/dim]")
+
+
+def published_text(deployment: Deployment) -> str | None:
+    """What a published format is, and what the engine holds of it where that is more."""
+    if weights(deployment) != "as published":
+        return None
+    now = deployment.precision
+    told = f"Weights as published: {PUBLISHED[now]}."
+    if HELD[now] == now:
+        return told
+    held = replace(deployment, precision=HELD[now]).model.bytes
+    narrow = "; -s quantize=fp8 keeps a byte a weight" if HELD[now] == "bfloat16" else ""
+    return f"{told} This engine decodes squares of fp8 to bfloat16, and would hold {held:,} bytes{narrow}."
+
+
+def context_text(deployment: Deployment) -> str | None:
+    """Why a long context is cheap, where attention makes it so."""
+    arch, size = deployment.arch, KV_BITS["bfloat16"] // 8
+    latent = [(mixer, layers) for mixer, layers in arch.mixers if isinstance(mixer, LatentArch)]
+    if latent:
+        mixer, _ = latent[0]
+        heads = sum(layers * one.heads * (one.plain_dim + one.rope_dim + one.value_dim) for one, layers in latent)
+        return (
+            f"Long contexts are cheap: latent attention caches {mixer.cached} numbers of a token in a layer for all "
+            f"{mixer.heads} heads. K and V of each head would take {size * heads:,} bytes a token."
+        )
+    compressed = [(mixer, layers) for mixer, layers in arch.mixers if isinstance(mixer, CompressedArch)]
+    if not compressed:
+        return None
+    ratios = " or ".join(str(ratio) for ratio in sorted({one.ratio for one, _ in compressed if one.ratio}))
+    keys = sum(layers * one.dim for one, layers in compressed)
+    return (
+        f"Long contexts are cheap: beside a window of {compressed[0][0].window} tokens, an entry stands for {ratios} "
+        f"tokens. A key for each token would take {size * keys:,} bytes a token."
+    )
 
 
 def kv_text(layout: KVLayout) -> str:
@@ -148,7 +193,7 @@ def show_drafts(deployment: Deployment, draft: str, acceptance: float, context: 
 
     line, helper = deployment.roofline(), None
     if draft != "lookup":
-        arch, stored = describe(draft, deployment.device.kind)
+        arch, stored, _ = describe(draft, deployment.device.kind)
         precision = deployment.config.quantize or deployment.precision
         helper = Kind(arch, deployment.device, deployment.config, precision, stored, gpus=deployment.gpus).roofline()
     how = "prompt lookup" if helper is None else f"drafts of {draft}"

@@ -234,6 +234,15 @@ class Arch(Record, dict=True):
         return sum(product.weights for product in self.products)
 
     @cached_property
+    def expert_products(self) -> tuple[Product, ...]:
+        """The products of which each row uses some matrices."""
+        return tuple(product for product in self.products if product.matrices > 1)
+
+    @cached_property
+    def expert_weights(self) -> int:
+        return sum(product.weights for product in self.expert_products)
+
+    @cached_property
     def row_weights(self) -> int:
         """The weights of the layers' products that one row is multiplied with."""
         return sum(product.row_weights for product in self.products)
@@ -277,9 +286,15 @@ class Arch(Record, dict=True):
 
     def read_share(self, rows: int) -> float:
         """The part of the layers' weights that a step of so many rows is expected to read; 1 without experts."""
-        if self.row_weights == self.layer_weights or not rows:
-            return 1.0 if rows else 0.0
-        return sum(product.read(rows) for product in self.products) / self.layer_weights
+        if not rows:
+            return 0.0
+        return 1.0 - self.expert_weights / self.layer_weights * (1 - self.expert_share(rows))
+
+    def expert_share(self, rows: int) -> float:
+        """The part of the experts' weights that a step of so many rows is expected to read; 1 without experts."""
+        if not self.expert_weights:
+            return 1.0
+        return sum(product.read(rows) for product in self.expert_products) / self.expert_weights
 
     def attention_flops(self, start: int, count: int) -> int:
         """q·k and p·v of `count` tokens after `start` cached ones, over all layers, windows respected."""

@@ -237,12 +237,15 @@ def prefill_share(deployment: Deployment, load: Sequence[Arrival]) -> float:
     return prefill / (prefill + decode)
 
 
-def candidates(arch: Arch, devices: Sequence[Device], config: Config, gpus: Sequence[int] = GPUS) -> list[Deployment]:
-    """Every kind of worker that the model fits on, cheapest first."""
+def candidates(
+    arch: Arch, devices: Sequence[Device], config: Config, gpus: Sequence[int] = GPUS, published: Sequence[str] = ()
+) -> list[Deployment]:
+    """Every kind of worker that the model fits on, cheapest first. published: formats of the weights beside those that
+    the engine converts to."""
     found = []
     for device in devices:
         for count in gpus if device.kind == "cuda" else (1,):
-            for precision in precisions(device):
+            for precision in (*published, *precisions(device)):
                 deployment = Deployment(arch, device, config, precision, gpus=count)
                 if does_not_fit(deployment) is None:
                     found.append(deployment)

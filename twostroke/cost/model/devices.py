@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 
+from twostroke.cost.model.weight_formats import NARROW
 from twostroke.errors import ConfigError
 from twostroke.hardware import Hardware
 
@@ -30,7 +31,7 @@ class Device:
         """FLOP/s for weights of this precision. Narrow weights count as 16-bit ones: fp8 and int4 are widened as they
         are read, int8 on a CPU too. A GPU multiplies int8 directly, but rounds the rows before and scales the sums
         after, which costs most of the gain: 8,192 tokens take 194 ms on an H200 instead of 203."""
-        own = () if precision in ("fp8", "int8", "int4") else (precision,)
+        own = () if precision in NARROW else (precision,)
         for name in (*own, "bfloat16", "float32"):
             if name in self.flops:
                 return self.flops[name]

@@ -1,12 +1,14 @@
 """Architectures of well-known models by name, so that a plan needs no download.
 
-The numbers are those of the published config.json. Rope frequencies cost no time and stay at their defaults.
+The numbers are those of the published config.json, with the format of the weights (`quantization_config`). Rope
+frequencies cost no time and stay at their defaults.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from twostroke.cost.model.weight_formats import published_format
 from twostroke.model.arch import Arch
 from twostroke.model.families import arch_from_config
 
@@ -30,6 +32,9 @@ def _config(
     }
 
 
+_FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+
+
 def _qwen3_moe(layers: int, hidden: int, ffn: int, heads: int, width: int) -> dict[str, Any]:
     more = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": width, "norm_topk_prob": True}
     return _config("qwen3_moe", layers, hidden, ffn, heads, 4, 151936, 40960, head_dim=128, **more)
@@ -42,12 +47,18 @@ def _deepseek(
     """Heads and latent are those of V3; V2-Lite's too."""
     head = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
     routed = {"n_routed_experts": experts, "num_experts_per_tok": chosen, "moe_intermediate_size": width}
-    given = {"q_lora_rank": 1536, "n_shared_experts": 1, **more}
+    given = {"q_lora_rank": 1536, "n_shared_experts": 1, "quantization_config": _FP8, **more}
     return _config("deepseek_v3", layers, hidden, ffn, heads, heads, vocab, context, **{**head, **routed, **given})
 
 
 def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
-    more = {"head_dim": 64, "num_local_experts": experts, "num_experts_per_tok": 4, "attention_bias": True}
+    more: dict[str, Any] = {
+        "head_dim": 64,
+        "num_local_experts": experts,
+        "num_experts_per_tok": 4,
+        "attention_bias": True,
+    }
+    more["quantization_config"] = {"quant_method": "mxfp4"}
     return _config("gpt_oss", layers, 2880, 2880, 64, 8, 201088, 131072, sliding_window=128, **more)
 
 
@@ -89,6 +100,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         q_lora_rank=None,
         n_shared_experts=2,
         first_k_dense_replace=1,
+        quantization_config=None,
     ),
     "kimi-k2": _deepseek(61, 7168, 18432, 64, 163840, 131072, 384, 8, 2048, first_k_dense_replace=1),
     "deepseek-v4-flash": _config(
@@ -104,6 +116,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         n_routed_experts=256,
         num_experts_per_tok=6,
         moe_intermediate_size=2048,
+        quantization_config=_FP8,
+        expert_dtype="fp4",
     ),
     "gpt-oss-20b": _gpt_oss(24, 32),
     "gpt-oss-120b": _gpt_oss(36, 128),
@@ -115,3 +129,8 @@ def known_arch(name: str) -> Arch | None:
     """The architecture of a well-known model, by its short name in any case; None if the table has no such name."""
     config = CONFIGS.get(name.lower())
     return None if config is None else arch_from_config(config, name)
+
+
+def known_format(name: str) -> str | None:
+    """The published format of a well-known model's weights; None: bfloat16, or the table has no such name."""
+    return published_format(CONFIGS.get(name.lower(), {}), name)

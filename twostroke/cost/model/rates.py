@@ -19,8 +19,8 @@ KEY_SECONDS = 6e-8  # measured on an H200
 # Bandwidth at which a GPU reads narrow weights for a few streams, as a share of that of 16-bit weights: unpacking costs
 # part of what the bytes save (docs/gpu.md, steps of 2 and 5 streams on an H200). One stream has its own kernel, that
 # reads fp8 and int8 as fast as 16-bit weights, so the prediction for one stream is too slow. For tens of streams it is
-# too fast.
-NARROW_READ = {"fp8": 0.82, "int8": 0.81, "int4": 0.69}
+# too fast. Published formats count as the one whose codes have as many bits.
+NARROW_READ = {"fp8": 0.82, "int8": 0.81, "int4": 0.69, "mxfp4": 0.69, "fp8-squares": 0.82, "fp8-mxfp4": 0.69}
 HOST_LINK = 25e9  # bytes/s between a card and the host's memory: PCIe 4 × 16, pinned; assumed, not measured
 # Share of `cold_seconds` that is left one step later. Measured on two cores of a Xeon with a 135M model: half is left
 # after 5 steps, a tenth after 18.

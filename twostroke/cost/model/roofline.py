@@ -26,25 +26,10 @@ import numpy as np
 
 from twostroke.cost.model.rates import HOST_LINK, LINK_LATENCY, Rates
 from twostroke.cost.model.tiles import attend, rows_run
-from twostroke.errors import ConfigError
+from twostroke.cost.model.weight_formats import weight_format
 from twostroke.kv.layout import KVLayout, make_layout
 from twostroke.model.arch import Arch
 from twostroke.model.latent import LatentArch
-from twostroke.ops.formats import FORMATS
-
-WEIGHT_BYTES = {
-    "float32": 4.0,
-    "float16": 2.0,
-    "bfloat16": 2.0,
-    "fp8": 1.0,
-    "int8": FORMATS["Q8_0"].bits / 8,
-    "int4": FORMATS["Q4_0"].bits / 8,
-}
-# On a GPU: codes, and four bytes of scales for every row of a matrix, or for every 32 codes of int4. The embedding and
-# the head of a model in few bits are int8.
-GPU_WEIGHT_BYTES = {**WEIGHT_BYTES, "fp8": 1.0, "int8": 1.0, "int4": 0.5 + 4 / 32}
-ROW_SCALES = {"fp8": 4, "int8": 4}
-NARROW_OUTER = ("fp8", "int4")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +38,7 @@ class ModelCost:
 
     arch: Arch
     layer_bytes: float  # of the matrices of all layers: read in every step, of experts those that are chosen
+    expert_bytes: float  # of these, the experts'
     head_bytes: float  # of the output matrix: read in every step that samples
     other_bytes: float  # in memory but hardly read: input embeddings, norms
     precision: str  # of the weights; it selects the peak rate of the products
@@ -72,30 +58,25 @@ class ModelCost:
 
     def read_bytes(self, rows: int) -> float:
         """Bytes of the layers' matrices that a step of so many rows reads."""
-        return self.layer_bytes * self.arch.read_share(rows)
+        if not rows:
+            return 0.0
+        return self.layer_bytes - self.expert_bytes * (1 - self.arch.expert_share(rows))
 
 
 def model_cost(
     arch: Arch, precision: str = "bfloat16", stored_bytes: int | None = None, kind: str = "cpu"
 ) -> ModelCost:
-    """The cost from the precision of the weights as this kind of device stores them, or from the bytes of a
-    checkpoint."""
-    if precision not in WEIGHT_BYTES:
-        raise ConfigError(f"precision must be one of {', '.join(WEIGHT_BYTES)}; got {precision!r}.")
-    each = (GPU_WEIGHT_BYTES if kind == "cuda" else WEIGHT_BYTES)[precision]
-    scale = ROW_SCALES.get(precision, 0) if kind == "cuda" else 0
-    outer_each, outer_scale = (
-        (1.0, ROW_SCALES["int8"]) if kind == "cuda" and precision in NARROW_OUTER else (each, scale)
-    )
-    if stored_bytes is not None:
-        each, scale = stored_bytes / arch.parameters, 0
-        outer_each, outer_scale = each, scale
+    """The cost from the precision of the weights as this kind of device stores them. A checkpoint's bytes are shared
+    out among the parts as that precision does it."""
+    form = weight_format(precision, kind)
     rows = sum(product.outputs * product.matrices for product in arch.products)
-    head = arch.head_weights * outer_each + arch.vocab * outer_scale
-    layers = arch.layer_weights * each + rows * scale
-    small = arch.parameters - arch.weights  # norms and biases are not quantized
-    wide = small * max(2.0, each) if stored_bytes is None else small * each
-    return ModelCost(arch, layers, head, wide + (0.0 if arch.tied_head else head), precision)
+    expert_rows = sum(product.outputs * product.matrices for product in arch.expert_products)
+    experts = arch.expert_weights * form.experts + expert_rows * form.row_scale
+    layers = (arch.layer_weights - arch.expert_weights) * form.layers + (rows - expert_rows) * form.row_scale + experts
+    head = arch.head_weights * form.outer + arch.vocab * form.outer_row_scale
+    other = (arch.parameters - arch.weights) * form.small + (0.0 if arch.tied_head else head)
+    fill = 1.0 if stored_bytes is None else stored_bytes / (layers + head + other)
+    return ModelCost(arch, layers * fill, experts * fill, head * fill, other * fill, precision)
 
 
 class Roofline:
