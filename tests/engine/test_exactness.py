@@ -33,6 +33,8 @@ class Ask:
     n: int
     priority: int
     abort_after: int | None  # steps after which the caller hangs up
+    stop: tuple[str, ...] = ()
+    logit_bias: tuple[tuple[int, float], ...] = ()
 
 
 asks = st.builds(
@@ -49,6 +51,8 @@ asks = st.builds(
     n=st.sampled_from([1, 1, 1, 3]),
     priority=st.integers(0, 2),
     abort_after=st.sampled_from([None, None, None, None, 2, 9]),
+    stop=st.sampled_from([(), (), (), ("e",), ("dd", "ee", "v" * 9)]),
+    logit_bias=st.sampled_from([(), (), ((70, 2.0), (71, 2.0)), ((70, 6.0), (71, 6.0)), ((88, 100.0), (75, -100.0))]),
 )
 levers = st.fixed_dictionaries(
     {
@@ -66,16 +70,18 @@ levers = st.fixed_dictionaries(
     }
 )
 BASE = {"max_model_len": 192, "threads": 1, "seed": 1}
+LETTER_E = 71  # a token of the tiny models
 
 
 def params(ask: Ask) -> SamplingParams:
     return SamplingParams(
-        max_tokens=ask.max_tokens, temperature=ask.temperature, n=ask.n, priority=ask.priority, seed=17, logprobs=2
-    )
+        max_tokens=ask.max_tokens, temperature=ask.temperature, n=ask.n, priority=ask.priority, seed=17, logprobs=2,
+        stop=ask.stop, logit_bias=dict(ask.logit_bias),
+    )  # fmt: skip
 
 
 def result(output):
-    return [(s.token_ids, s.finish_reason, s.logprobs) for s in output.samples]
+    return [(s.token_ids, s.finish_reason, s.logprobs, s.text) for s in output.samples]
 
 
 class Alone:
@@ -86,7 +92,7 @@ class Alone:
         self.known: dict[tuple, list] = {}
 
     def answer(self, ask: Ask):
-        key = (ask.tokens, ask.max_tokens, ask.temperature, ask.n)
+        key = (ask.tokens, ask.max_tokens, ask.temperature, ask.n, ask.stop, ask.logit_bias)
         if key not in self.known:
             self.known[key] = result(self.llm.generate([list(ask.tokens)], params(ask))[0])
         return self.known[key]
@@ -413,8 +419,8 @@ def test_lookup_drafts_are_verified_and_change_nothing(default_model):
     assert llm.stats()["drafted_tokens"] == stats["drafted_tokens"]
 
 
-def test_penalties_and_grammars_see_the_tokens_before_each_draft(llama_folder):
-    """Per position: a penalty counts what was accepted, a mask follows the text."""
+def test_penalties_grammars_and_stops_see_the_tokens_before_each_draft(llama_folder):
+    """Per position: a penalty counts what was accepted, a mask follows the text, a stop string ends it."""
     prompt = [5, 6, 7, 8]
     asked = [
         SamplingParams(max_tokens=20, temperature=t, seed=3, logprobs=1, **more)
@@ -424,16 +430,22 @@ def test_penalties_and_grammars_see_the_tokens_before_each_draft(llama_folder):
             {"min_tokens": 9, "top_k": 20, "top_p": 0.9, "min_p": 0.01},
             {"grammar": Grammar("regex", "[a-z ]{4,60}")},
             {"grammar": Grammar("json_object")},
+            {"logit_bias": {70: 7.0, 71: 7.0, 72: -100.0}},
+            {"logit_bias": {LETTER_E: 6.0}, "stop": ["ee", "x"]},
+            {"logit_bias": {LETTER_E: 100.0}, "stop": ["eeeeee"], "min_tokens": 9},
         )
     ]
     plain = LLM(llama_folder, kv_blocks=100, **BASE)
+    assert plain.tokenizer.decode([LETTER_E]) == "e"
     wanted = [result(plain.generate([prompt], one)[0]) for one in asked]
+    assert len(wanted[-1][0][0]) in range(10, 16) and wanted[-1][0][1] == "stop"
     for errors in (0.0, 0.4):
         drafted = LLM(llama_folder, kv_blocks=100, **BASE)
         for one, want in zip(asked, wanted, strict=True):
             known = {(tuple(prompt), one.temperature): [s[0] for s in want]}
             drafted.engine.core.scheduler.drafter = OracleDrafter(known, 8, errors)
             assert result(drafted.generate([prompt], one)[0]) == want
+        assert drafted.stats()["accepted_tokens"] > 60
 
 
 def test_tokens_that_a_grammar_forces_are_drafted_and_change_nothing(default_model):
