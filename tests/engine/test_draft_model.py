@@ -9,9 +9,10 @@ import jsonschema
 import pytest
 
 from tests import tiny
+from tests.draft.paying import make_drafts_cheap
 from tests.engine.exchanges import export_prefix, submit_with
 from tests.engine.oracle import RandomModelDrafter
-from tests.engine.test_exactness import BASE, make_rows_free, result
+from tests.engine.test_exactness import BASE, result
 from tests.engine.test_exchange import KEY, PROMPT, asked, finish
 from tests.grammar.test_tools import TOOLS, calls_in
 from tests.remote.engines import answer, healthy, run
@@ -19,7 +20,6 @@ from tests.waiting import until
 from twostroke import LLM, ConfigError, ModelError, SamplingParams
 from twostroke.config import make_config
 from twostroke.draft.rates import MODEL
-from twostroke.draft.speculate import Speculation
 from twostroke.engine.build import build_engine
 from twostroke.engine.settings import change
 from twostroke.grammar.tools import tool_grammar
@@ -181,13 +181,6 @@ def test_a_question_that_comes_again_is_answered_from_the_same_tenants_answer(ll
     assert ask(2, b"b") == (tokens, accepted)  # another tenant: as if it had never been asked
     again, found = ask(3, b"a")
     assert again == tokens and found > accepted + 20
-
-
-def make_drafts_cheap(drafter: Speculation) -> None:
-    """As if a step took the same time for any number of rows, and a pass of the draft model a tenth of it."""
-    make_rows_free(drafter)
-    if drafter.model is not None:
-        drafter.model.share, drafter.model.times.add = 0.1, lambda rows, seconds: None
 
 
 def test_blocks_of_the_draft_model_move_to_another_engine(llama_pair, plain) -> None:

@@ -10,14 +10,14 @@ import json
 from dataclasses import dataclass
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from tests.draft.paying import make_rows_free
 from tests.engine.oracle import OracleDrafter, RandomModelDrafter
 from twostroke import LLM, SamplingParams
-from twostroke.draft.rates import FORCED, StepTimes
+from twostroke.draft.rates import FORCED
 from twostroke.grammar.forced import BYTES
 from twostroke.ops.reference.backend import ReferenceOps
 from twostroke.sampling import Grammar
@@ -373,31 +373,6 @@ def test_drafts_that_a_runner_leaves_out_change_nothing_and_are_not_counted(llam
     wrong = drafted - stats["accepted_tokens"]
     assert drafted == stats["drafted_tokens"] and stats["computed_tokens"] == 4 * 30 + 4 * 23 + wrong
     assert all(work.count == 1 for step in core.steplog for work in step.works if work.kind == "write")
-
-
-class FreeRows(StepTimes):
-    """As if every step took the same time."""
-
-    def predict(self, rows: int) -> float:
-        return 0.1
-
-    def predict_all(self, rows, below):
-        return np.full(len(rows), 0.1)
-
-
-class Unjudged:
-    """Whether drafts have paid is not asked: that depends on how fast this machine is."""
-
-    def add(self, without: float, taken: float) -> None:
-        pass
-
-    def allows(self) -> bool:
-        return True
-
-
-def make_rows_free(drafter):
-    drafter.times = drafter.verified = FreeRows()
-    drafter.realised = {size: Unjudged() for size in range(8)}  # by doublings of streams
 
 
 def test_lookup_drafts_are_verified_and_change_nothing(default_model):

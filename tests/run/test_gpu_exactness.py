@@ -21,8 +21,8 @@ if not ON_CARD:
 pytest.importorskip("triton")
 
 from benchmarks.random_weights import LLAMA_8B, random_model  # noqa: E402
+from tests.draft.paying import make_rows_free  # noqa: E402
 from tests.engine.oracle import OracleDrafter, RandomModelDrafter  # noqa: E402
-from tests.engine.test_exactness import make_rows_free  # noqa: E402
 from tests.tiny import tiny_deepseek_v4  # noqa: E402
 from twostroke.config import make_config, resolve  # noqa: E402
 from twostroke.draft import answers  # noqa: E402
