@@ -55,7 +55,6 @@ def test_a_draft_model_goes_on_where_the_answer_is_written(
     family: str, llama_pair: tuple[Path, Path], deepseek_pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever steps take on this machine: drafts pay."""
-
     monkeypatch.setattr(build, "make_drafter", make_paying_drafter)
     target, draft = llama_pair if family == "llama" else deepseek_pair
     drafting = {"draft_model": str(draft), "speculate": "auto"}
