@@ -7,9 +7,13 @@ import sys
 import pytest
 from rich.console import Console
 
+from tests.draft.paying import make_drafts_cheap
+from twostroke import LLM, SamplingParams
 from twostroke.bench.levers import Row
 from twostroke.bench.record import IN_PROCESS, RequestRecord, Run
 from twostroke.cli import bench
+from twostroke.cli.generate import timeline_document
+from twostroke.cli.terminal import phase_table
 from twostroke.cost.simulation.served import Targets
 
 WORDS = "1 of 2 requests failed: 503 no such token [/INST]"
@@ -61,3 +65,20 @@ def test_every_lever_can_be_read(width: int, capsys: pytest.CaptureFixture[str],
     assert "…" not in shown and shown.count("many") == 12
     if width == 80:
         assert all(f"{name}: many words" in shown for name in names)
+
+
+def test_stats_show_what_was_drafted(llama_folder, capsys: pytest.CaptureFixture[str]):
+    llm = LLM(llama_folder, seed=1, threads=1, max_model_len=192)
+    make_drafts_cheap(llm.engine.core.scheduler.drafter)
+    always_e = {71: 100.0}  # a letter of the tiny models: the answer repeats itself
+    for speculate in (True, False):
+        params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True, logit_bias=always_e, speculate=speculate)
+        timeline = llm.generate(["Once"], params)[0].timeline
+        Console(width=200).print(phase_table(timeline))
+        shown, document = capsys.readouterr().out, timeline_document(timeline)
+        drafted, accepted = document["drafted_tokens"], document["accepted_tokens"]
+        each = document["tokens_per_step"]
+        assert (drafted >= accepted > 20) if speculate else (drafted == accepted == 0)
+        assert each == pytest.approx(39 / (39 - accepted))
+        note = f"{accepted} of {drafted} drafted tokens right, {each:.2f} tokens a step"
+        assert (note in shown) == speculate and ("drafted" in shown) == speculate

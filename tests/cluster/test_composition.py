@@ -13,13 +13,12 @@ import pytest
 
 from tests.cluster.pairs import GREEDY, Pair, answer, moved, run_pair
 from tests.cluster.test_pair import PROMPT, SAMPLED, Alone
-from tests.engine.test_draft_model import make_drafts_cheap
+from tests.draft.paying import make_paying_drafter
 from tests.waiting import until
 from twostroke.cluster import parcels
 from twostroke.cluster.member import Speed
 from twostroke.cluster.parcels import patience
 from twostroke.cluster.router import Role
-from twostroke.draft.speculate import Speculation, make_drafter
 from twostroke.engine import build
 from twostroke.remote.admission import BusyError
 from twostroke.remote.async_engine import AsyncEngine
@@ -56,14 +55,7 @@ def test_a_draft_model_goes_on_where_the_answer_is_written(
     family: str, llama_pair: tuple[Path, Path], deepseek_pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever steps take on this machine: drafts pay."""
-
-    def cheap(*given: Any) -> Speculation | None:
-        made = make_drafter(*given)
-        if made is not None:
-            make_drafts_cheap(made)
-        return made
-
-    monkeypatch.setattr(build, "make_drafter", cheap)
+    monkeypatch.setattr(build, "make_drafter", make_paying_drafter)
     target, draft = llama_pair if family == "llama" else deepseek_pair
     drafting = {"draft_model": str(draft), "speculate": "auto"}
     want = Alone(target).answer(PROMPT, LONG)

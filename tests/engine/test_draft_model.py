@@ -9,21 +9,23 @@ import jsonschema
 import pytest
 
 from tests import tiny
+from tests.draft.paying import make_drafts_cheap
 from tests.engine.exchanges import export_prefix, submit_with
 from tests.engine.oracle import RandomModelDrafter
-from tests.engine.test_exactness import BASE, make_rows_free, result
+from tests.engine.test_exactness import BASE, result
 from tests.engine.test_exchange import KEY, PROMPT, asked, finish
 from tests.grammar.test_tools import TOOLS, calls_in
-from tests.remote.engines import answer, healthy, run
+from tests.remote.engines import healthy, run
 from tests.waiting import until
 from twostroke import LLM, ConfigError, ModelError, SamplingParams
 from twostroke.config import make_config
-from twostroke.draft.rates import MODEL
-from twostroke.draft.speculate import Speculation
+from twostroke.draft.rates import FORCED, MODEL
 from twostroke.engine.build import build_engine
 from twostroke.engine.settings import change
 from twostroke.grammar.tools import tool_grammar
 from twostroke.record import replace
+from twostroke.remote import process
+from twostroke.remote.async_engine import ENGINE_GONE
 from twostroke.sampling import Grammar
 from twostroke.text.formats import HERMES
 from twostroke.text.tools import read_choice
@@ -41,6 +43,15 @@ def drafted(pair, most: int = 6, **settings) -> LLM:
     """An engine whose drafter asks the draft model for a random number of tokens, also where that is slower."""
     llm = LLM(pair[0], draft_model=str(pair[1]), **(BASE | {"kv_blocks": 400} | settings))
     llm.engine.core.scheduler.drafter = RandomModelDrafter(most)
+    return llm
+
+
+def looked_up(pair) -> LLM:
+    """An engine that guesses from the texts of all its streams wherever there is a match."""
+    llm = LLM(pair[0], speculate="lookup", **(BASE | {"kv_blocks": 400}))
+    drafter = llm.engine.core.scheduler.drafter
+    make_drafts_cheap(drafter)
+    drafter.text_streams = drafter.most_streams = 32
     return llm
 
 
@@ -94,7 +105,9 @@ def test_padding_of_the_vocabularies_may_differ(llama_pair, plain, tmp_path: Pat
         same(drafted((target, folder)), plain, prompts, params)
 
 
-def test_schemas_and_tools_under_load(llama_pair, plain) -> None:
+@pytest.mark.parametrize("kind", ["draft", "lookup"])
+def test_schemas_and_tools_under_load(kind, llama_pair, plain) -> None:
+    """The second time lookup finds what was answered to the same prompts."""
     keys = ("name", "age_in_years")
     schema = {"type": "object", "properties": {keys[0]: {"type": "string", "maxLength": 6}, keys[1]: {"enum": [1, 22]}}}
     schema |= {"required": list(keys), "additionalProperties": False}
@@ -104,14 +117,17 @@ def test_schemas_and_tools_under_load(llama_pair, plain) -> None:
         for n in range(4)
         for grammar in (Grammar("json_schema", json.dumps(schema)), call)
     ]
-    llm = drafted(llama_pair)
-    outputs = same(llm, plain, [PROMPTS[n % 5] for n in range(8)], params)
+    llm = drafted(llama_pair) if kind == "draft" else looked_up(llama_pair)
+    for _ in range(2):
+        outputs = same(llm, plain, [PROMPTS[n % 5] for n in range(8)], params)
     assert {one.finish_reason for one in outputs} == {"stop"}
     for one in outputs[::2]:
         jsonschema.validate(json.loads(one.text), schema)
     for one in outputs[1::2]:
         assert [name for name, _ in calls_in(one.text, HERMES)] == ["tree"]
     assert llm.stats()["accepted_tokens"] > 0
+    if kind == "lookup":
+        assert sum(llm.engine.core.scheduler.drafter.acceptance.right[:FORCED]) > 20, "beside what a grammar forces"
 
 
 def test_samples_of_one_prompt_share_what_the_draft_model_has_read(llama_pair, plain) -> None:
@@ -125,6 +141,7 @@ def test_samples_of_one_prompt_share_what_the_draft_model_has_read(llama_pair, p
     before = len(reads)
     same(llm, plain, [PROMPT], SamplingParams(max_tokens=1, n=1, temperature=0.0, logprobs=1))
     assert reads[before] == 75 - 64  # and are found again
+    assert llm.stats()["accepted_tokens"] > 0
 
 
 def test_preempted_while_drafts_are_verified(llama_pair, plain) -> None:
@@ -183,13 +200,6 @@ def test_a_question_that_comes_again_is_answered_from_the_same_tenants_answer(ll
     assert again == tokens and found > accepted + 20
 
 
-def make_drafts_cheap(drafter: Speculation) -> None:
-    """As if a step took the same time for any number of rows, and a pass of the draft model a tenth of it."""
-    make_rows_free(drafter)
-    if drafter.model is not None:
-        drafter.model.share, drafter.model.times.add = 0.1, lambda rows, seconds: None
-
-
 def test_blocks_of_the_draft_model_move_to_another_engine(llama_pair, plain) -> None:
     settings = BASE | {"kv_blocks": 200, "draft_model": str(llama_pair[1])}
     want = plain.generate([PROMPT], SamplingParams(max_tokens=12, temperature=0))[0].token_ids
@@ -222,15 +232,47 @@ def test_a_request_that_another_engine_began(llama_pair, plain) -> None:
     assert state.tokens == whole.tokens and core.scheduler.counters.accepted_tokens > 0
 
 
-def test_in_a_child_process_that_ends_and_starts_again(llama_pair, plain) -> None:
+STOPS_IN_ONE = """
+import sys, time
+sys.path.append(sys.argv[3])
+from tests.draft import paying
+from twostroke.engine import core
+from twostroke.remote import child_main
+paying.install()
+plain = core.Core.step
+def step(self):
+    if any(r.params.max_tokens == 101 and r.output_length > 40 for r in self.scheduler.running.values()):
+        time.sleep(1000)
+    return plain(self)
+core.Core.step = step
+child_main.main(*sys.argv[1:3])
+"""
+
+
+def test_in_a_child_process_that_ends_and_starts_again(llama_pair, plain, monkeypatch) -> None:
+    """Killed in the middle of an answer of 101 tokens, in which it stops. Drafts are accepted before and after."""
+    monkeypatch.setattr(process, "BOOT", STOPS_IN_ONE)
+    whole, broken = (SamplingParams(temperature=0, max_tokens=most, ignore_eos=True) for most in (100, 101))
+
+    async def whole_answer(engine) -> None:
+        stream = engine.submit([PROMPT], whole)
+        assert [token async for piece in stream for token in piece.event.token_ids] == want
+        assert stream.answers[0].sample.timeline.accepted_tokens > 0
+
     async def scenario(engine) -> None:
         assert engine.intake.settings.draft_model == str(llama_pair[1])
-        assert await answer(engine, PROMPT) == want
-        first = engine.client.child
-        first.process.kill()
+        await whole_answer(engine)
+        first, tokens, most = engine.client.child, [], 0
+        async for piece in engine.submit([PROMPT], broken):
+            tokens += piece.event.token_ids
+            most = max(most, len(piece.event.token_ids))
+            if len(tokens) > 40:
+                first.process.kill()
+        assert piece.event.error == ENGINE_GONE and most > 1
+        assert 40 < len(tokens) < 100 and tokens == want[: len(tokens)]
         await until(lambda: engine.client.child is not first, "its death was not seen")
         await healthy(engine)
-        assert await answer(engine, PROMPT) == want
+        await whole_answer(engine)
 
-    want = plain.generate([PROMPT], SamplingParams(temperature=0, max_tokens=12))[0].token_ids
+    want = plain.generate([PROMPT], whole)[0].token_ids
     run(llama_pair[0], scenario, speculate="draft", draft_model=str(llama_pair[1]), max_model_len=192)

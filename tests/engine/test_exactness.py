@@ -10,16 +10,16 @@ import json
 from dataclasses import dataclass
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from tests.conftest import quiet_pair
+from tests.draft.paying import make_rows_free
 from tests.engine.oracle import OracleDrafter, RandomModelDrafter
 from tests.tiny import FAMILIES, tiny_family
 from twostroke import LLM, SamplingParams
-from twostroke.draft.rates import FORCED, StepTimes
+from twostroke.draft.rates import FORCED
 from twostroke.grammar.forced import BYTES
 from twostroke.ops.reference.backend import ReferenceOps
 from twostroke.sampling import Grammar
@@ -35,6 +35,8 @@ class Ask:
     n: int
     priority: int
     abort_after: int | None  # steps after which the caller hangs up
+    stop: tuple[str, ...] = ()
+    logit_bias: tuple[tuple[int, float], ...] = ()
 
 
 asks = st.builds(
@@ -51,6 +53,8 @@ asks = st.builds(
     n=st.sampled_from([1, 1, 1, 3]),
     priority=st.integers(0, 2),
     abort_after=st.sampled_from([None, None, None, None, 2, 9]),
+    stop=st.sampled_from([(), (), (), ("e",), ("dd", "ee", "v" * 9)]),
+    logit_bias=st.sampled_from([(), (), ((70, 2.0), (71, 2.0)), ((70, 6.0), (71, 6.0)), ((88, 100.0), (75, -100.0))]),
 )
 levers = st.fixed_dictionaries(
     {
@@ -68,16 +72,18 @@ levers = st.fixed_dictionaries(
     }
 )
 BASE = {"max_model_len": 192, "threads": 1, "seed": 1}
+LETTER_E = 71  # a token of the tiny models
 
 
 def params(ask: Ask) -> SamplingParams:
     return SamplingParams(
-        max_tokens=ask.max_tokens, temperature=ask.temperature, n=ask.n, priority=ask.priority, seed=17, logprobs=2
-    )
+        max_tokens=ask.max_tokens, temperature=ask.temperature, n=ask.n, priority=ask.priority, seed=17, logprobs=2,
+        stop=ask.stop, logit_bias=dict(ask.logit_bias),
+    )  # fmt: skip
 
 
 def result(output):
-    return [(s.token_ids, s.finish_reason, s.logprobs) for s in output.samples]
+    return [(s.token_ids, s.finish_reason, s.logprobs, s.text) for s in output.samples]
 
 
 class Alone:
@@ -88,7 +94,7 @@ class Alone:
         self.known: dict[tuple, list] = {}
 
     def answer(self, ask: Ask):
-        key = (ask.tokens, ask.max_tokens, ask.temperature, ask.n)
+        key = (ask.tokens, ask.max_tokens, ask.temperature, ask.n, ask.stop, ask.logit_bias)
         if key not in self.known:
             self.known[key] = result(self.llm.generate([list(ask.tokens)], params(ask))[0])
         return self.known[key]
@@ -388,31 +394,6 @@ def test_drafts_that_a_runner_leaves_out_change_nothing_and_are_not_counted(llam
     assert all(work.count == 1 for step in core.steplog for work in step.works if work.kind == "write")
 
 
-class FreeRows(StepTimes):
-    """As if every step took the same time."""
-
-    def predict(self, rows: int) -> float:
-        return 0.1
-
-    def predict_all(self, rows, below):
-        return np.full(len(rows), 0.1)
-
-
-class Unjudged:
-    """Whether drafts have paid is not asked: that depends on how fast this machine is."""
-
-    def add(self, without: float, taken: float) -> None:
-        pass
-
-    def allows(self) -> bool:
-        return True
-
-
-def make_rows_free(drafter):
-    drafter.times = drafter.verified = FreeRows()
-    drafter.realised = {size: Unjudged() for size in range(8)}  # by doublings of streams
-
-
 def test_lookup_drafts_are_verified_and_change_nothing(default_model):
     """A text that repeats itself: fewer steps, the same tokens and log probabilities."""
     alone = Alone(default_model)
@@ -432,8 +413,8 @@ def test_lookup_drafts_are_verified_and_change_nothing(default_model):
     assert llm.stats()["drafted_tokens"] == stats["drafted_tokens"]
 
 
-def test_penalties_and_grammars_see_the_tokens_before_each_draft(llama_folder):
-    """Per position: a penalty counts what was accepted, a mask follows the text."""
+def test_penalties_grammars_and_stops_see_the_tokens_before_each_draft(llama_folder):
+    """Per position: a penalty counts what was accepted, a mask follows the text, a stop string ends it."""
     prompt = [5, 6, 7, 8]
     asked = [
         SamplingParams(max_tokens=20, temperature=t, seed=3, logprobs=1, **more)
@@ -443,16 +424,22 @@ def test_penalties_and_grammars_see_the_tokens_before_each_draft(llama_folder):
             {"min_tokens": 9, "top_k": 20, "top_p": 0.9, "min_p": 0.01},
             {"grammar": Grammar("regex", "[a-z ]{4,60}")},
             {"grammar": Grammar("json_object")},
+            {"logit_bias": {70: 7.0, 71: 7.0, 72: -100.0}},
+            {"logit_bias": {LETTER_E: 6.0}, "stop": ["ee", "x"]},
+            {"logit_bias": {LETTER_E: 100.0}, "stop": ["eeeeee"], "min_tokens": 9},
         )
     ]
     plain = LLM(llama_folder, kv_blocks=100, **BASE)
+    assert plain.tokenizer.decode([LETTER_E]) == "e"
     wanted = [result(plain.generate([prompt], one)[0]) for one in asked]
+    assert len(wanted[-1][0][0]) in range(10, 16) and wanted[-1][0][1] == "stop"
     for errors in (0.0, 0.4):
         drafted = LLM(llama_folder, kv_blocks=100, **BASE)
         for one, want in zip(asked, wanted, strict=True):
             known = {(tuple(prompt), one.temperature): [s[0] for s in want]}
             drafted.engine.core.scheduler.drafter = OracleDrafter(known, 8, errors)
             assert result(drafted.generate([prompt], one)[0]) == want
+        assert drafted.stats()["accepted_tokens"] > 60
 
 
 def test_tokens_that_a_grammar_forces_are_drafted_and_change_nothing(default_model):

@@ -6,6 +6,8 @@ On the card with layers in the shape of Llama-3.1-8B; under Triton's interpreter
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 
 import pytest
@@ -19,9 +21,12 @@ if not ON_CARD:
 pytest.importorskip("triton")
 
 from benchmarks.random_weights import LLAMA_8B, random_model  # noqa: E402
+from tests.draft.paying import make_rows_free  # noqa: E402
 from tests.engine.oracle import OracleDrafter, RandomModelDrafter  # noqa: E402
 from tests.tiny import tiny_deepseek, tiny_deepseek_v4, tiny_mixture  # noqa: E402
 from twostroke.config import make_config, resolve  # noqa: E402
+from twostroke.draft import answers  # noqa: E402
+from twostroke.draft.speculate import Speculation, make_drafter, never_forced  # noqa: E402
 from twostroke.engine.core import Core  # noqa: E402
 from twostroke.hardware import this_machine  # noqa: E402
 from twostroke.kv.layout import KVLayout, make_layout  # noqa: E402
@@ -111,10 +116,11 @@ class Served:
         self.core = Core(self.scheduler, CudaRunner(model, kv, tables, ops, drafting=drafting))
         self.asked = 0
 
-    def answers(self, prompts: list[list[int]]) -> list[list[int]]:
+    def answers(self, prompts: list[list[int]], temperatures: Sequence[float] = ()) -> list[list[int]]:
+        """temperatures: of the first requests; the others are greedy."""
         requests = []
-        for prompt in prompts:
-            params = SamplingParams(max_tokens=NEW, temperature=0.0)
+        for prompt, temperature in zip_longest(prompts, temperatures, fillvalue=0.0):
+            params = SamplingParams(max_tokens=NEW, temperature=temperature)
             request = Request(self.asked, tuple(prompt), params, 7, limit=len(prompt) + NEW)
             self.asked += 1
             requests.append(self.core.submit(request))
@@ -197,6 +203,36 @@ def test_drafted_by_an_oracle(served, monkeypatch) -> None:  # type: ignore[no-u
     assert 0 < counters.accepted_tokens < counters.drafted_tokens
     graphs = [entry.graph for shape, entry in runner.shapes.items() if shape.drafts and entry.graph is not None]
     assert all(len(graph.graphs) > 1 for graph in graphs) and (graphs or not ON_CARD)
+
+
+def lookup_drafter() -> Speculation:
+    """Guesses wherever there is a match, as if rows cost no time."""
+    drafter = make_drafter("lookup", "cuda", never_forced)
+    assert drafter is not None
+    make_rows_free(drafter)
+    return drafter
+
+
+@slow_here
+@pytest.mark.parametrize("kind", ["oracle", "lookup"])
+def test_seeded_samples_beside_greedy_answers_with_drafts(served, kind: str, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    """In chunks and after hits, in one batch: as each alone without drafts. Lookup finds what was answered before."""
+    model, prompts, greedy = served
+    monkeypatch.setattr(capture, "LAYERS", 1)
+    monkeypatch.setattr(answers, "PAST", 2)  # also answers as short as these are kept
+    hot = [1.0] * len(prompts)
+    sampled = [engine(model).answers([p], hot[:1])[0] for p in prompts]
+    mixed = engine(model, max_requests=8, max_batch_tokens=256 if ON_CARD else 16)
+    known = {(tuple(p), 0.0): [answer] for p, answer in zip(prompts, greedy, strict=True)}
+    known |= {(tuple(p), 1.0): [answer] for p, answer in zip(prompts, sampled, strict=True)}
+    oracle = OracleDrafter(known, 4, 0.2, last=model.arch.vocab - 1)
+    mixed.scheduler.drafter = oracle if kind == "oracle" else lookup_drafter()
+    for turn in range(60 if ON_CARD else 2):
+        assert mixed.answers(prompts * 2, hot) == sampled + greedy
+        if turn and mixed.scheduler.counters.accepted_tokens:
+            break
+    assert mixed.scheduler.counters.accepted_tokens > 0
+    assert ON_CARD or sampled != greedy
 
 
 @slow_here

@@ -47,7 +47,7 @@ class RandomDrafter:
         self.rng = rng
 
     def propose(self, request: RequestState, most: int) -> list[int]:
-        assert request.in_flight == 0 and most > 0
+        assert request.in_flight == 1 and most > 0  # its newest token's row, and no unknown token
         return [self.rng.randint(0, 3) for _ in range(self.rng.choice([0, 0, 1, 2, 5, 20]))]
 
     def waits(self) -> bool:

@@ -253,6 +253,8 @@ def test_metrics(client: httpx.Client) -> None:
         "vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total", "vllm:num_requests_running",
         "vllm:num_requests_waiting", "vllm:generation_tokens_total", "vllm:prompt_tokens_total",
         "vllm:request_success_total", "vllm:num_preemptions_total", "twostroke:engine_up", "vllm:cache_config_info",
+        "vllm:spec_decode_num_drafts_total", "vllm:spec_decode_num_draft_tokens_total",
+        "vllm:spec_decode_num_accepted_tokens_total",
         "vllm:gpu_cache_usage_perc", "vllm:prompt_tokens_cached_total", "vllm:request_params_n_bucket",
         "vllm:request_params_max_tokens_bucket", "vllm:request_prefill_kv_computed_tokens_sum",
         "vllm:time_per_output_token_seconds_sum", "vllm:request_max_num_generation_tokens_bucket",

@@ -235,6 +235,16 @@ class KVTables:
                 self.array[group, row, first:last] = blocks[first:]
         return True
 
+    def shorten(self, request: RequestState, length: int) -> None:
+        """Give back the columns after `length` tokens. They have no names yet."""
+        row = request.row
+        for group, blocks in enumerate(self.held[row]):
+            needed = -(-length // self.spans[group])
+            if len(blocks) > needed:
+                self.array[group, row, needed : len(blocks)] = 0
+                while len(blocks) > needed:
+                    self.pool.release(blocks.pop())
+
     def publish(self, request: RequestState, length: int) -> list[int]:
         """Name the full blocks within the first `length` tokens. Returns those now findable under a new name."""
         row = request.row

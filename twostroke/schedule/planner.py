@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING
 
 from twostroke.kv.lending import copied_out
 from twostroke.ops.interface import BLOCK
-from twostroke.schedule.draft_rows import catch_up, guesses_of, read_for_draft
-from twostroke.types import UNWRITTEN, DraftWork, RequestState, Status, Work, WorkKind
+from twostroke.schedule.draft_rows import choose_guesses, read_for_draft
+from twostroke.types import DraftWork, RequestState, Status, Work, WorkKind
 
 if TYPE_CHECKING:
     from twostroke.schedule.scheduler import Scheduler
 
 TAIL_FROM = 16  # smallest chunks: a shorter last part of a prompt is computed in one step, also for another engine
-WRITE, VERIFY = WorkKind.WRITE, WorkKind.VERIFY  # looked up once: every stream of every step needs one
+WRITE = WorkKind.WRITE  # looked up once: every stream of every step needs it
 
 
 class Planner:
@@ -31,6 +31,7 @@ class Planner:
             stream = start >= request.prompt_length and start >= len(request.tokens) - 1
             (self.streams if stream else self.prompts).append(request)
         self.drafting = False  # whether streams may guess
+        self.guesses: list[tuple[int, tuple[int, ...]]] = []  # of the work at this place; they have rows, but no blocks
         self.promised: list[int] = []  # blocks published before their content is there
         self.drafts: list[DraftWork] = []
         self.filled: list[int] = []  # blocks that the draft model has promised to compute
@@ -41,10 +42,12 @@ class Planner:
         self.chunks = 0
 
     def waits(self) -> bool:
-        """Whether nothing is planned now: streams have a step in flight, and a draft continues its unknown token; or
-        the draft model is reading a prompt, of which it reads one part after the other. Where nothing is drafted, the
-        next step is planned while one runs."""
+        """Whether nothing is planned now: guesses are being verified; or streams have a step in flight, and a draft
+        continues its unknown token; or the draft model is reading a prompt, of which it reads one part after the other.
+        Where nothing is drafted, the next step is planned while one runs."""
         drafter = self.scheduler.drafter
+        if self.scheduler.verifying:
+            return True
         if drafter is None:
             return False
         self.drafting = drafter.begin(self.streams)
@@ -53,14 +56,14 @@ class Planner:
         return self.drafting and drafter.waits() and any(request.in_flight for request in self.streams)
 
     def add_streams(self) -> None:
-        """Every running stream advances by one, or by what is kept of a draft."""
+        """Every running stream advances by one. Guesses share the rows that are left."""
         scheduler, tables, drafting = self.scheduler, self.tables, self.drafting
         if tables.pool.available < len(self.streams) * len(tables.windows):
             # Requests that would be preempted first are planned last.
             self.streams.sort(key=worth_keeping, reverse=True)
-        running, works, budget, left = scheduler.running, self.works, self.tokens_left, len(self.streams)
+        running, works, budget = scheduler.running, self.works, self.tokens_left
+        guessing: list[int] = []
         for request in self.streams:
-            left -= 1
             if budget < 1:
                 break
             start, known = request.computed + request.in_flight, len(request.tokens)
@@ -70,20 +73,15 @@ class Planner:
                 continue
             if start % BLOCK == 0 and not self._make_room(request, start + 1):
                 continue
-            count = 1
-            if drafting and not request.in_flight and (draft := guesses_of(self, request, budget - 1 - left)):
-                count += len(draft)
-                works.append(Work(request, start, count, VERIFY, draft))
-                if draft[0] == UNWRITTEN:
-                    read_for_draft(self, request, len(request.tokens), len(draft))
-            else:
-                works.append(Work(request, start, 1, WRITE))
-                if drafting and tables.drafting and not request.in_flight:
-                    catch_up(self, request)
-            request.in_flight += count
-            budget -= count
+            if drafting and not request.in_flight:
+                guessing.append(len(works))
+            works.append(Work(request, start, 1, WRITE))
+            request.in_flight += 1
+            budget -= 1
         scheduler.counters.computed_tokens += self.tokens_left - budget
         self.tokens_left = budget
+        for index in guessing:
+            choose_guesses(self, index)
 
     def add_prompts(self) -> None:
         """Prompts that are under way and prompts that wait, merged in the order of the policy."""
@@ -93,7 +91,7 @@ class Planner:
             return
         key = scheduler.policy.key
         if self.works:
-            rows = sum(work.count for work in self.works)
+            rows = sum(work.count for work in self.works) + sum(len(draft) for _, draft in self.guesses)
             self.seconds_left = scheduler.pace.allowance(scheduler.policy.gentle, rows) - self.seconds_read
         started = sorted((r for r in self.prompts if r.id in scheduler.running), key=key)
         waiting = self._admissible()

@@ -19,9 +19,10 @@ from twostroke.kv.addresses import Name
 from twostroke.kv.tables import Hit, KVTables
 from twostroke.ops.interface import BLOCK
 from twostroke.record import Record
+from twostroke.schedule.draft_rows import add_guesses
 from twostroke.schedule.keys import Shares, Turns
 from twostroke.schedule.pace import MARGIN, Pace
-from twostroke.schedule.planner import VERIFY, WRITE, Planner
+from twostroke.schedule.planner import WRITE, Planner
 from twostroke.schedule.policy import Policy
 from twostroke.types import (
     Details,
@@ -34,10 +35,11 @@ from twostroke.types import (
     Result,
     Status,
     Work,
+    WorkKind,
 )
 
 WATERMARK = 0.01  # of the pool kept free at admission, so that streams can grow before a request is preempted
-FINISHED = Status.FINISHED  # looked up once: every work of every step needs it
+FINISHED, VERIFY = Status.FINISHED, WorkKind.VERIFY  # looked up once: every work of every step needs them
 NOTHING = Details()
 
 
@@ -83,6 +85,7 @@ class Scheduler:
         self.suspects: dict[int, int] = {}
         self.published: dict[int, list[int]] = {}  # plan number -> blocks whose content it promised
         self.filled: dict[int, list[int]] = {}  # the same of the draft model
+        self.verifying = 0  # number of a plan in flight with guesses; 0: there is none
         self.turns = Turns()  # of API keys
         self.batch_open = True  # static batching: whether the batch still takes requests
         self.plans = 0
@@ -130,6 +133,8 @@ class Scheduler:
         else:
             planner.add_streams()
             planner.add_prompts()
+        if planner.guesses and add_guesses(planner):
+            self.verifying = self.plans
         if planner.promised:
             self.published[self.plans] = planner.promised
         if planner.filled:
@@ -265,6 +270,8 @@ class Scheduler:
         """seconds: that the step took; elapsed: with what the host did meanwhile, where that is not part of them."""
         self.published.pop(plan.number, None)
         self.filled.pop(plan.number, None)
+        if self.verifying == plan.number:
+            self.verifying = 0
         done = plan
         if not result.verified:
             done = plan.undrafted()
@@ -302,8 +309,10 @@ class Scheduler:
         # Of a draft only what was kept counts: K and V of the rest lie beyond `computed` and are written again.
         request.computed += len(tokens) if kind is VERIFY else count
         kept, reason = self._append(request, tokens, now)
-        if kind is VERIFY and verified:
-            self._count_draft(request, count - 1, max(0, len(kept) - 1))
+        if kind is VERIFY:
+            self.tables.shorten(request, request.computed)
+            if verified:
+                self._count_draft(request, count - 1, max(0, len(kept) - 1))
         if kind is not WRITE or request.computed % BLOCK == 0:  # else no block became full
             self.tables.publish(request, request.computed)
         if self.tables.windowed:
@@ -381,6 +390,7 @@ class Scheduler:
     def fail(self, plans: Sequence[Plan], error: str, now: float) -> list[Event]:
         """Undo all steps in flight, because one of them raised. A request that was alone caused the error and ends.
         Others start again, each alone at first, so that one faulty request does not end its neighbours."""
+        self.verifying = 0
         broken = {block for plan in plans for block in self.published.pop(plan.number, ())}
         if self.tables.pool.host is not None:
             broken |= self.tables.pool.host.undo(move for plan in plans for move in plan.moves)
