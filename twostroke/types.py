@@ -153,7 +153,7 @@ class Work(NamedTuple):
     start: int
     count: int  # type: ignore[assignment]  # hides tuple.count
     kind: WorkKind = WorkKind.READ
-    draft: tuple[int, ...] = ()  # tokens after the newest one; count = 1 + len(draft)
+    draft: tuple[int, ...] = ()  # tokens after the newest one; count = 1 + len(draft), but in run/drafting.py
 
     @property
     def samples(self) -> bool:
@@ -207,7 +207,8 @@ class DraftWork(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where the bytes of a KV block can be, beside the pool: a slot of the host's memory, or of a peer's."""
+    """Where the bytes of a KV block can be, beside the pool: a slot of the host's memory, or of a peer's. Blocks of
+    peers come and go by export and import (engine/exchange.py), so a plan's moves name slots of this host."""
 
     slot: int
     peer: str = ""  # its address; empty: this host

@@ -1,7 +1,8 @@
 """The server's own tests over an engine on a thread: the server needs nothing that only a child process has.
 
 Requests of every API with the official clients, raw HTTP with every refusal, forms and tools, and the operator's routes
-run as in tests/serve; only the server that they ask differs. Left out: tests of a process that is killed or stopped.
+run as in tests/serve; only the server that they ask differs. Left out: tests of a process that is killed or stopped,
+of floods, and of random requests.
 """
 
 from __future__ import annotations
@@ -16,11 +17,14 @@ from tests.serve.conftest import tooled_folder
 from tests.serve.server import Server, children, command_line
 from tests.serve.test_admin import (  # noqa: F401
     complete,
+    test_arrivals_can_be_replayed,
     test_every_setting_has_a_reason,
     test_only_with_a_key,
+    test_steps_account_for_every_token,
     test_what_cannot_change_is_refused_by_name,
 )
 from tests.serve.test_clients import *  # noqa: F403
+from tests.serve.test_fields import *  # noqa: F403
 from tests.serve.test_forms import (  # noqa: F401
     test_a_form_in_a_stream,
     test_a_named_call_in_other_apis,
@@ -32,7 +36,12 @@ from tests.serve.test_forms import (  # noqa: F401
     test_what_was_thought_and_called_may_be_sent_back,
 )
 from tests.serve.test_http import *  # noqa: F403
-from tests.serve.test_trust import test_a_user_name_is_no_identity, test_an_id_opens_nothing  # noqa: F401
+from tests.serve.test_trust import (  # noqa: F401
+    test_a_user_name_is_no_identity,
+    test_an_id_opens_nothing,
+    test_no_address_is_fetched,
+    test_nobody_chooses_an_id,
+)
 
 pytestmark = pytest.mark.slow
 THREAD = (

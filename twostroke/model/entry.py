@@ -20,12 +20,15 @@ class KVPart(Record):
 
 
 class KVEntry(Record):
-    """What one layer keeps in the KV cache. Sizing and cost read bytes, window, tokens and state_bytes alone."""
+    """What one layer keeps in the KV cache. Storage, sizing, layout and cost know no more of a mixer.
+
+    Most layers need three numbers: the bytes of an entry, the window, the tokens that share an entry. Compressed
+    attention has windows on a grid and reads a choice of its entries."""
 
     parts: tuple[KVPart, ...]  # of one entry
     window: int | None = None  # tokens that a token sees, itself included; None: all before it
     tokens: int = 1  # tokens that share one entry
-    state_bytes: int = 0  # fixed, for each running request
+    state_bytes: int = 0  # fixed, for each running request; no mixer here has any
     grid: int = 0  # a token sees back to the last multiple of this, and `window - grid` tokens before; 0: the window
     most: int = 0  # entries whose first part a token reads at most; 0: all that it sees
     block_tokens: int = BLOCK  # a block has the entries of so many tokens, or one

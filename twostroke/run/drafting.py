@@ -101,7 +101,7 @@ def first_rows(draft: DraftWork) -> Work:
 
 
 def newest_row(request: RequestState, written: Sequence[int]) -> Work:
-    """One row: the newest token of a draft."""
+    """One row of the draft model: the newest token of a draft, which takes the place of a verified row."""
     return Work(request, len(request.tokens) + len(written) - 1, 1, WorkKind.VERIFY, (written[-1],))
 
 
