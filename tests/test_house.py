@@ -84,7 +84,7 @@ def test_a_class_name_stands_for_one_thing():
     names = Counter(
         name
         for path in (ROOT / "twostroke").rglob("*.py")
-        for name in re.findall(r"^class (\w+)", path.read_text(), re.MULTILINE)
+        for name in re.findall(r"^(?:class )?([A-Z][a-z]\w*)(?:[(:]| = )", path.read_text(), re.MULTILINE)
     )
     assert {name for name, count in names.items() if count > 1} <= NAMED_TWICE
 

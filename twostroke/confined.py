@@ -31,7 +31,7 @@ MAX_ANSWER = 64 << 20  # bytes
 MAX_CHUNK = 1 << 18
 LENGTH = struct.Struct("<I")
 
-Message = dict[str, Any]
+JsonMessage = dict[str, Any]
 
 
 class LimitError(Exception):
@@ -49,7 +49,7 @@ class AccidentError(RuntimeError):
 class Confined:
     """Sends messages to a child process and starts it when there is none. Thread-safe; one message at a time."""
 
-    def __init__(self, module: str, setup: Callable[[], Message] = dict, *, seconds: float, memory: int) -> None:
+    def __init__(self, module: str, setup: Callable[[], JsonMessage] = dict, *, seconds: float, memory: int) -> None:
         """module: its `main` calls `answer_messages` in the child. setup: the first message to every new child.
 
         seconds: CPU time for one message. memory: bytes beyond what the child uses after its setup.
@@ -60,7 +60,7 @@ class Confined:
         self._child: _Child | None = None
         self._lock = threading.Lock()
 
-    def ask(self, message: Message) -> Message:
+    def ask(self, message: JsonMessage) -> JsonMessage:
         """The child's answer. LimitError if the message takes too much. After an accident a new child is asked once;
         AccidentError if that one has an accident too."""
         data = _packed(message)
@@ -103,7 +103,7 @@ class Confined:
 class _Child:
     """One child process and the parent's end of its socket."""
 
-    def __init__(self, module: str, first: Message) -> None:
+    def __init__(self, module: str, first: JsonMessage) -> None:
         root = str(Path(__file__).parents[1])
         path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
         self._socket, inside = socket.socketpair()
@@ -123,7 +123,7 @@ class _Child:
             self.end()
             raise RuntimeError(f"the child process {module} does not start") from error
 
-    def ask(self, data: bytes, seconds: float) -> Message:
+    def ask(self, data: bytes, seconds: float) -> JsonMessage:
         deadline = time.monotonic() + seconds
         try:
             _send(self._socket, data, lambda: self._check(deadline))
@@ -158,7 +158,7 @@ def _end(process: subprocess.Popen[bytes], channel: socket.socket) -> None:
     process.wait()
 
 
-def _packed(message: Message) -> bytes:
+def _packed(message: JsonMessage) -> bytes:
     body = msgspec.msgpack.encode(message)
     return LENGTH.pack(len(body)) + body
 
@@ -174,14 +174,14 @@ def _send(channel: socket.socket, data: bytes, check: Callable[[], None]) -> Non
             check()
 
 
-def _receive(channel: socket.socket, check: Callable[[], None] | None = None) -> Message:
+def _receive(channel: socket.socket, check: Callable[[], None] | None = None) -> JsonMessage:
     """check: called while the message is not complete; it raises to end the wait. None: wait without end."""
     channel.settimeout(None if check is None else LOOK_SECONDS)
     (size,) = LENGTH.unpack(_read(channel, LENGTH.size, check))
     if check is not None and size > MAX_ANSWER:
         raise LimitError
     try:
-        message: Message = msgspec.msgpack.decode(_read(channel, size, check))
+        message: JsonMessage = msgspec.msgpack.decode(_read(channel, size, check))
     except msgspec.MsgspecError as error:
         raise LimitError from error
     return message
@@ -205,7 +205,7 @@ def _read(channel: socket.socket, size: int, check: Callable[[], None] | None) -
 # ---- in the child --------------------------------------------------------------------------------------------------
 
 
-def answer_messages(prepare: Callable[[Message], Callable[[Message], Message]]) -> None:
+def answer_messages(prepare: Callable[[JsonMessage], Callable[[JsonMessage], JsonMessage]]) -> None:
     """Answer every message until the parent closes its end. prepare: makes the answering function from the setup."""
     with socket.socket(fileno=os.dup(0)) as channel, contextlib.suppress(ConnectionError):
         first = _receive(channel)

@@ -15,7 +15,7 @@ from tests.holding import holding
 from tests.waiting import until
 from twostroke.cluster.channel import derive
 from twostroke.cluster.member import Member
-from twostroke.cluster.pools import Pools, Seat
+from twostroke.cluster.pools import Pools, WorkerRole
 from twostroke.cluster.router import Role
 from twostroke.cluster.sockets import SharedMemoryTransport, TcpTransport
 from twostroke.cluster.transport import Transport
@@ -95,8 +95,8 @@ def run_pair(
         reads = OVER_NIXL if isinstance(one, NixlTransport) else direct
         clients = [client(folder, kind, settings, direct=reads, mixed=mixed) for settings in (first, second)]
         seats = {
-            "prefill": Seat(Role.PREFILL, Worker(clients[0], one, **options)),  # type: ignore[arg-type]
-            "decode": Seat(Role.DECODE, Worker(clients[1], other, **options)),  # type: ignore[arg-type]
+            "prefill": WorkerRole(Role.PREFILL, Worker(clients[0], one, **options)),  # type: ignore[arg-type]
+            "decode": WorkerRole(Role.DECODE, Worker(clients[1], other, **options)),  # type: ignore[arg-type]
         }
         pair = Pair(seats, apart=True)
         engine = AsyncEngine(folder, second, client=pair, max_queue=200)

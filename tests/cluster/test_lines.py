@@ -22,7 +22,7 @@ from twostroke.cluster.agent import Agent, Post, join, shared_memory
 from twostroke.cluster.channel import derive
 from twostroke.cluster.control import Joined
 from twostroke.cluster.hub import Hub
-from twostroke.cluster.pools import Pools, Seat
+from twostroke.cluster.pools import Pools, WorkerRole
 from twostroke.cluster.remote_worker import RemoteWorker, Silence
 from twostroke.cluster.router import Role
 from twostroke.cluster.transport import TransferError
@@ -57,7 +57,7 @@ class Lines(Pools):
             for number, name in enumerate(roles)
         }
         seats = zip(roles.items(), self.remote.values(), strict=True)
-        super().__init__({name: Seat(role, worker) for (name, role), worker in seats}, apart=True)
+        super().__init__({name: WorkerRole(role, worker) for (name, role), worker in seats}, apart=True)
         self.hub = Hub(derive(SECRET, "control"), self.remote)
         self.agents: dict[int, Agent] = {}
         self.tasks: dict[int, asyncio.Task] = {}

@@ -264,7 +264,7 @@ def test_reads_that_fail_cost_time_and_no_token(
     want = [llama_alone.answer(prompt) for prompt in prompts(3)]
     begin, failing = DirectBlocks.begin, [True]
 
-    def fail(self: DirectBlocks, located: Located, blocks: list[int], done: direct.Done) -> None:
+    def fail(self: DirectBlocks, located: Located, blocks: list[int], done: direct.OnDone) -> None:
         if failing:
             done("it is made to fail", ended)
         else:
@@ -293,7 +293,7 @@ def test_only_what_lacks_is_read(llama_folder: Path, llama_alone: Alone, monkeyp
     """A part of what another engine has is there already."""
     begin, read = DirectBlocks.begin, []
 
-    def count(self: DirectBlocks, located: Located, blocks: list[int], done: direct.Done) -> None:
+    def count(self: DirectBlocks, located: Located, blocks: list[int], done: direct.OnDone) -> None:
         read.append(len(blocks))
         begin(self, located, blocks, done)
 

@@ -13,7 +13,7 @@ from tests.cluster.pairs import GREEDY, PEERS, SETTINGS, all_back, answer, clien
 from tests.cluster.test_faults import FAULTS, kill
 from tests.cluster.test_pair import Alone
 from tests.waiting import until
-from twostroke.cluster.pools import Pools, Seat
+from twostroke.cluster.pools import Pools, WorkerRole
 from twostroke.cluster.router import Role
 from twostroke.cluster.sockets import SharedMemoryTransport
 from twostroke.cluster.transport import Transport
@@ -59,7 +59,7 @@ def run_three(
         roles = {"p0": Role.PREFILL, "p1": Role.PREFILL, "d": Role.DECODE}
         own = {Role.PREFILL: SETTINGS | (prefill or {}), Role.DECODE: SETTINGS}
         seats = {
-            name: Seat(
+            name: WorkerRole(
                 role,
                 Worker(
                     client(folder, kind, own[role], mixed=mixed), one if isinstance(one, FakeTransport) else transport()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from twostroke.draft.by_model import CAUGHT_UP, READY, TRIAL_EVERY, ModelDrafts
-from twostroke.draft.rates import FORCED, JUDGED, MODEL, PAUSE, Acceptance, Realised, StepTimes, kind_of
+from twostroke.draft.rates import FORCED, JUDGED, MODEL, PAUSE, Acceptance, RealisedGain, StepTimes, kind_of
 from twostroke.draft.speculate import REST, TRY_EVERY, UNREADY, WITHOUT_EVERY, Speculation, make_drafter, never_forced
 from twostroke.sampling import Grammar, SamplingParams
 from twostroke.types import MOST_DRAFTED, UNWRITTEN, Plan, Request, RequestState, Result, Work, WorkKind
@@ -268,7 +268,7 @@ def test_steps_that_were_slower_than_without_drafts_end_in_a_pause() -> None:
     for _ in range(JUDGED):
         slower.add(0.02, 0.021)
     assert [found.begin([repeating()]) for _ in range(2 * PAUSE)].count(True) == 1  # the next pause is twice as long
-    judged = Realised()
+    judged = RealisedGain()
     for _ in range(100):
         judged.add(0.02, 0.019)
         assert judged.allows()

@@ -15,10 +15,10 @@ import numpy as np
 from twostroke.sampling import SamplingParams
 
 UNRELATED = frozenset({"priority", "deadline", "speculate", "retry", "given"})  # they change when an answer comes
-Part = str | bytes | None
+KeyPart = str | bytes | None
 
 
-def digest(secret: bytes, parts: Iterable[Part], person: bytes) -> bytes:
+def digest(secret: bytes, parts: Iterable[KeyPart], person: bytes) -> bytes:
     made = blake2b(key=secret, digest_size=24, person=person)
     for part in parts:
         data = b"" if part is None else part.encode("utf-8", "surrogatepass") if isinstance(part, str) else part

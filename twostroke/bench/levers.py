@@ -34,17 +34,17 @@ from twostroke.record import replace
 if TYPE_CHECKING:
     from twostroke.engine.llm import LLM
 
-Settings = dict[str, Any]
+LeverSettings = dict[str, Any]
 Numbers = dict[str, float]
-Open = Callable[[Settings], "LLM"]
+OpenEngine = Callable[[LeverSettings], "LLM"]
 
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
     name: str
     stroke: str
-    off: Settings
-    on: Settings
+    off: LeverSettings
+    on: LeverSettings
     load: Callable[[bool], Load]  # True: a smaller one
     textbook: str
 
@@ -128,9 +128,9 @@ def open_questions(quick: bool) -> Load:
     return make_load("questions", "closed", 2 if quick else 4, seed=4, concurrency=1)
 
 
-SAME_KV: Settings = {"kv_dtype": "float16"}  # otherwise it follows `dtype`: two levers at once
-FLOAT_WEIGHTS: Settings = {"dtype": "float32"} | SAME_KV
-SMALL_CACHE: Settings = {"kv_blocks": 100, "max_model_len": 1024, "max_requests": 1}
+SAME_KV: LeverSettings = {"kv_dtype": "float16"}  # otherwise it follows `dtype`: two levers at once
+FLOAT_WEIGHTS: LeverSettings = {"dtype": "float32"} | SAME_KV
+SMALL_CACHE: LeverSettings = {"kv_blocks": 100, "max_model_len": 1024, "max_requests": 1}
 EXPERIMENTS = (
     Experiment("continuous batching", "both", {"batching": "static", "max_requests": 8}, {"max_requests": 8}, offline,
                "2–20× throughput over static batches"),
@@ -173,7 +173,7 @@ DRAFT_MODEL = Experiment(
 class Round:
     """How experiments are measured."""
 
-    open_llm: Open
+    open_llm: OpenEngine
     rounds: int = 3
     quick: bool = False  # smaller loads
     stored: int | None = None  # bytes of the weights in the file
@@ -250,7 +250,7 @@ def medians(rounds: list[Numbers]) -> Numbers:
     return {name: median(one[name] for one in rounds) for name in rounds[0]}
 
 
-def kv_cache(open_llm: Open, rounds: int, prompt: int = 128, tokens: int = 24) -> Row:
+def kv_cache(open_llm: OpenEngine, rounds: int, prompt: int = 128, tokens: int = 24) -> Row:
     """Without the cache every token needs a prefill of the whole text: one request for each token."""
     row = Row("KV cache", "decode", "without it every token costs a prefill: decode many times faster with it")
     contents = Contents()
@@ -282,7 +282,7 @@ def answer_cache(how: Round) -> Row:
     return row
 
 
-def attention_kernel(open_llm: Open) -> Row:
+def attention_kernel(open_llm: OpenEngine) -> Row:
     """Attention alone: the end of a prompt under TTFT, a step of streams under TPOT."""
     from twostroke.bench.kernels import attention_seconds  # imports torch
 
@@ -295,7 +295,7 @@ def attention_kernel(open_llm: Open) -> Row:
     return row
 
 
-def grouped_queries(open_llm: Open) -> Row:
+def grouped_queries(open_llm: OpenEngine) -> Row:
     """K and V of the model against those of one without shared heads. Computed, not measured."""
     llm = open_llm({})
     row = Row("grouped queries (computed)", "decode", "KV memory over the heads that share it")
@@ -306,7 +306,7 @@ def grouped_queries(open_llm: Open) -> Row:
     return row
 
 
-def sliding_windows(open_llm: Open) -> Row:
+def sliding_windows(open_llm: OpenEngine) -> Row:
     """K and V of one request of the longest length, with the model's windows and without. Computed, not measured."""
     llm = open_llm({})
     row = Row("sliding windows (computed)", "decode", "K and V of a long context shrink to those of its windows")
@@ -320,7 +320,7 @@ def sliding_windows(open_llm: Open) -> Row:
     return row
 
 
-def blocks_of_tokens(open_llm: Open) -> Row:
+def blocks_of_tokens(open_llm: OpenEngine) -> Row:
     """K and V held by the chat workload: room for the longest answer reserved for every request, or blocks as they
     fill. Computed, not measured."""
     llm = open_llm({})

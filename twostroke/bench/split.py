@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from twostroke.bench.client import Target
 from twostroke.bench.record import Run
@@ -12,12 +10,10 @@ from twostroke.bench.remote import Admin, Measure
 from twostroke.bench.workload import Load, renewed
 from twostroke.cost.answers.split import Verdict, divide, role_changes
 from twostroke.cost.simulation.clustered import as_cluster
-from twostroke.cost.simulation.recording import Recording
+from twostroke.cost.simulation.recording import Parsed, Recording
 from twostroke.cost.simulation.served import Targets
 from twostroke.errors import InputError
 from twostroke.record import replace
-
-Document = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +26,7 @@ class RolesChanged:
     after: float
 
 
-def recorded(admin: Admin, workers: Document) -> Recording:
+def recorded(admin: Admin, workers: Parsed) -> Recording:
     """Rates come from the steps of the workers, as a calibration measured the whole machine."""
     found = admin.recording(workers=workers)
     if not found.arrivals:

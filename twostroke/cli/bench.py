@@ -47,8 +47,8 @@ def bench(
     model: Annotated[str | None, typer.Option("--model", "-m", help="Model in process, or its name there.")] = None,
     workload: options.Workload = "chat",
     trace: options.Trace = None,
-    prompt: options.Prompt = None,
-    output: options.Output = None,
+    prompt: options.PromptOption = None,
+    output: options.OutputOption = None,
     arrivals: Annotated[str, typer.Option(help="poisson, burst, constant or closed.")] = "poisson",
     rate: Annotated[str, typer.Option(help="Requests/s; several, as 1,2,4, are measured one after another.")] = "1",
     requests: options.Requests = 100,
@@ -65,7 +65,7 @@ def bench(
     html_out: Annotated[
         Path | None, typer.Option("--html", callback=can_be_written, help="Write one page with plots.")
     ] = None,
-    option: options.Settings = None,
+    option: options.SettingsOption = None,
 ) -> None:
     """Send requests at a given rate, whether or not earlier ones have ended, and report TTFT, TPOT and throughput."""
     if context.invoked_subcommand is not None:
@@ -208,14 +208,14 @@ def compare(before: Path, after: Path) -> None:
 @bench_app.command()
 def levers(
     context: typer.Context,
-    model: options.Model = DEFAULT,
+    model: options.ModelOption = DEFAULT,
     rounds: Annotated[int, typer.Option(min=1, help="Times that every variant is measured.")] = 3,
     quick: Annotated[bool, typer.Option("--quick", help="One round of smaller loads: about two minutes.")] = False,
     json_out: options.Json = None,
     svg_out: Annotated[
         Path | None, typer.Option("--svg", callback=can_be_written, help="Write the table as a plot.")
     ] = None,
-    option: options.Settings = None,
+    option: options.SettingsOption = None,
 ) -> None:
     """Every lever off and on, on this machine and model. Beside it what textbooks say. A round takes minutes."""
     refuse_unused(context, {"rounds": "has no effect with --quick, which is one round"} if quick else {})

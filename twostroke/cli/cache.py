@@ -11,7 +11,7 @@ from twostroke.errors import ConfigError, InputError
 
 cache_app = typer.Typer(no_args_is_help=True, help="The answer cache of a running server.", rich_markup_mode=None)
 Url = Annotated[str, typer.Option(help="Where the server listens.")]
-Key = Annotated[str | None, typer.Option(envvar="TWOSTROKE_ADMIN_KEY", help="An admin key of the server.")]
+AdminKey = Annotated[str | None, typer.Option(envvar="TWOSTROKE_ADMIN_KEY", help="An admin key of the server.")]
 DEFAULT_URL = "http://127.0.0.1:8000"
 
 
@@ -32,7 +32,7 @@ def ask(url: str, key: str | None, method: str, path: str, **more: Any) -> dict[
 @cache_app.command("list")
 def list_answers(
     url: Url = DEFAULT_URL,
-    admin_key: Key = None,
+    admin_key: AdminKey = None,
     limit: Annotated[int, typer.Option(min=1, max=1000, help="How many, the latest first.")] = 20,
 ) -> None:
     """The latest stored answers: id, age, tokens, tenant, question."""
@@ -52,7 +52,7 @@ def shown(value: Any) -> str:
 
 
 @cache_app.command()
-def stats(url: Url = DEFAULT_URL, admin_key: Key = None) -> None:
+def stats(url: Url = DEFAULT_URL, admin_key: AdminKey = None) -> None:
     """Hits, misses, savings, and the estimated error. The error is shown with its bound."""
     found = ask(url, admin_key, "GET", "/twostroke/answers", params={"limit": 0})
     error = found.pop("error")
@@ -70,7 +70,7 @@ def stats(url: Url = DEFAULT_URL, admin_key: Key = None) -> None:
 @cache_app.command()
 def forget(
     url: Url = DEFAULT_URL,
-    admin_key: Key = None,
+    admin_key: AdminKey = None,
     question: Annotated[str | None, typer.Option(help="A part of the question.")] = None,
     older_than: Annotated[float | None, typer.Option(min=0, help="Seconds.")] = None,
     tenant: Annotated[str | None, typer.Option(help="As `cache list` shows it.")] = None,
@@ -84,7 +84,7 @@ def forget(
 
 
 @cache_app.command()
-def clear(url: Url = DEFAULT_URL, admin_key: Key = None) -> None:
+def clear(url: Url = DEFAULT_URL, admin_key: AdminKey = None) -> None:
     """Forget everything."""
     body = {"all": True}
     typer.echo(f"forgotten: {ask(url, admin_key, 'POST', '/twostroke/answers/forget', json=body)['forgotten']}")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from twostroke.cli.options import MaxTokens, Model, Seed, Settings, Temperature, make_params, parse_settings
+from twostroke.cli.options import MaxTokens, ModelOption, Seed, SettingsOption, Temperature, make_params, parse_settings
 from twostroke.cli.terminal import errors, open_llm, phase_table
 from twostroke.errors import InputError
 from twostroke.metrics.timeline import Timeline
@@ -27,13 +27,13 @@ Ctrl-C stops the answer being written."""
 
 def chat(
     text: Annotated[str | None, typer.Argument(help="One question. Without it: an interactive chat.")] = None,
-    model: Model = DEFAULT,
+    model: ModelOption = DEFAULT,
     system: Annotated[str | None, typer.Option(help="A system message.")] = None,
     max_tokens: MaxTokens = 1024,
     temperature: Temperature = None,
     seed: Seed = None,
     stats: Annotated[bool, typer.Option(help="Print where the time went.")] = False,
-    option: Settings = None,
+    option: SettingsOption = None,
 ) -> None:
     """Ask a question, or talk: the answer streams as it is written."""
     params = make_params(max_tokens, temperature, seed)

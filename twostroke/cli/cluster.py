@@ -10,7 +10,7 @@ import typer
 
 from twostroke.cli import options
 from twostroke.cli.cluster_auto import Traffic, check_auto, planned
-from twostroke.cli.options import ModelArgument, Settings, parse_settings
+from twostroke.cli.options import ModelArgument, SettingsOption, parse_settings
 from twostroke.cli.server_options import Given, run_server, say, server_options, takes_server_options
 from twostroke.errors import ConfigError
 from twostroke.record import replace
@@ -60,7 +60,7 @@ def cluster_options(
     ] = None,
     tpot: options.Tpot = None,
     hardware: Annotated[str | None, typer.Option(help="Of a worker, for --auto; 'this' is the default.")] = None,
-    option: Settings = None,
+    option: SettingsOption = None,
     *,
     given: Given,
 ) -> Any:  # Options of serve/main_base.py: the help is shown without the server

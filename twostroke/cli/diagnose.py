@@ -72,7 +72,7 @@ def diagnose(
         bool, typer.Option("--apply", help="Pull the best lever, on a running twostroke or in process; measure again.")
     ] = False,
     show_ledger: Annotated[bool, typer.Option("--ledger", help="All predictions so far beside the results.")] = False,
-    option: options.Settings = None,
+    option: options.SettingsOption = None,
 ) -> None:
     """Which stroke is slow, why, and what would help by how much."""
     source = "ledger" if show_ledger else "url" if url else "result" if result else "apply" if apply else "trace"

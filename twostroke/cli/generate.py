@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from twostroke.cli.options import MaxTokens, ModelArgument, Seed, Settings, Temperature, make_params, parse_settings
+from twostroke.cli.options import (
+    MaxTokens,
+    ModelArgument,
+    Seed,
+    SettingsOption,
+    Temperature,
+    make_params,
+    parse_settings,
+)
 from twostroke.cli.terminal import errors, open_llm, phase_table
 from twostroke.metrics.timeline import Timeline
 
@@ -25,7 +33,7 @@ def generate(
     seed: Seed = None,
     stats: Annotated[bool, typer.Option("--stats", help="Print where the time went.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")] = False,
-    option: Settings = None,
+    option: SettingsOption = None,
 ) -> None:
     """Continue a text exactly as given, without a chat template."""
     if prompt == "-":

@@ -108,7 +108,7 @@ def refuse_unsimulated(settings: Iterable[str]) -> None:
             raise ConfigError(f"--set {name} has no effect here: {SETTINGS[name].unsimulated}.")
 
 
-Model = Annotated[str, typer.Option("--model", "-m", help="Catalog name, folder, .gguf file or hub id.")]
+ModelOption = Annotated[str, typer.Option("--model", "-m", help="Catalog name, folder, .gguf file or hub id.")]
 ModelArgument = Annotated[str, typer.Argument(help="Catalog name, folder, .gguf file or hub id.")]
 MaxTokens = Annotated[int, typer.Option(help="Longest answer, in tokens.")]
 Temperature = Annotated[
@@ -117,7 +117,7 @@ Temperature = Annotated[
 ]
 Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.")]
 ApiKey = Annotated[str | None, typer.Option(envvar="TWOSTROKE_API_KEY", help="For the server.")]
-Settings = Annotated[
+SettingsOption = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
@@ -131,8 +131,10 @@ Trace = Annotated[
     str | None, typer.Option(help="azure-conv, azure-code, mooncake, or a file in Azure's or Mooncake's format.")
 ]
 Requests = Annotated[int, typer.Option("--requests", "-n", min=1, max=10**6, help="How many requests.")]
-Prompt = Annotated[int | None, typer.Option(min=1, help="Tokens of every prompt, instead of a workload's lengths.")]
-Output = Annotated[int | None, typer.Option(min=1, help="Tokens of every answer, with --prompt.")]
+PromptOption = Annotated[
+    int | None, typer.Option(min=1, help="Tokens of every prompt, instead of a workload's lengths.")
+]
+OutputOption = Annotated[int | None, typer.Option(min=1, help="Tokens of every answer, with --prompt.")]
 Scale = Annotated[float, typer.Option(callback=sane_scale, help="Divides all lengths, for small machines.")]
 Ttft = Annotated[float | None, typer.Option(callback=above_zero, help="Target for TTFT, in seconds.")]
 Tpot = Annotated[float | None, typer.Option(callback=above_zero, help="Target for TPOT, in seconds.")]

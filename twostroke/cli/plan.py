@@ -38,8 +38,8 @@ def plan(
     precision: Annotated[str | None, typer.Option(help="Of the weights: bfloat16, int8, int4, fp8, float32.")] = None,
     workload: options.Workload = "chat",
     trace: options.Trace = None,
-    prompt: options.Prompt = None,
-    output: options.Output = None,
+    prompt: options.PromptOption = None,
+    output: options.OutputOption = None,
     requests: Annotated[
         int | None,
         typer.Option(
@@ -60,7 +60,7 @@ def plan(
     acceptance: Annotated[
         float, typer.Option(min=0.0, max=0.99, help="Share of drafted tokens that are right, with --draft.")
     ] = 0.7,
-    option: options.Settings = None,
+    option: options.SettingsOption = None,
 ) -> None:  # fmt: skip
     """Size a deployment before there is one. Does it fit, how fast, what does it cost, how many workers?"""
     lengths = lengths_of(prompt, output)

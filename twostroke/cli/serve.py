@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from twostroke.cli.options import ModelArgument, Settings, parse_settings
+from twostroke.cli.options import ModelArgument, SettingsOption, parse_settings
 from twostroke.cli.server_options import Given, run_server, server_options, takes_server_options
 from twostroke.weights.catalog import DEFAULT
 
@@ -10,7 +10,7 @@ from twostroke.weights.catalog import DEFAULT
 @takes_server_options
 def serve(
     model: ModelArgument = DEFAULT,
-    option: Settings = None,
+    option: SettingsOption = None,
     *,
     given: Given,
 ) -> None:

@@ -19,7 +19,7 @@ from twostroke.cli.cluster import cluster_options
 from twostroke.cli.server_options import say
 from twostroke.errors import ConfigError
 from twostroke.serve.serving import Serving, open_serving
-from twostroke.serve.transport.http import Message, Receive, Send
+from twostroke.serve.transport.http import AsgiMessage, Receive, Send
 
 SERVES = ("host", "port")  # what Serve's proxy listens on
 MOST_REQUESTS = (
@@ -102,7 +102,7 @@ class Front:
     def __init__(self, serving: Serving):
         self.serving = serving
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: AsgiMessage, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self._live(receive, send)
         elif scope["type"] == "http":

@@ -18,8 +18,8 @@ from twostroke.cluster.channel import derive
 from twostroke.cluster.hub import Hub
 from twostroke.cluster.mixed import DEPENDS, in_words, ways_of
 from twostroke.cluster.placement import Placement
-from twostroke.cluster.placing import Connected, Died, PlaceWorkers
-from twostroke.cluster.pools import Pools, Seat
+from twostroke.cluster.placing import Connected, PlaceWorkers, WorkerDied
+from twostroke.cluster.pools import Pools, WorkerRole
 from twostroke.cluster.remote_worker import RemoteWorker, Silence
 from twostroke.cluster.router import Role
 from twostroke.cluster.transports import CHOICES
@@ -91,7 +91,9 @@ class Deployment(Pools):
         }  # fmt: skip
         names = dict(zip(self.roles, self.numbered.values(), strict=True))
         super().__init__(
-            {name: Seat(role, names[name]) for name, role in self.roles.items()}, apart=shape.apart, ttft=shape.ttft
+            {name: WorkerRole(role, names[name]) for name, role in self.roles.items()},
+            apart=shape.apart,
+            ttft=shape.ttft,
         )
         self.secret = secrets.token_bytes(SECRET_BYTES)
         self.hub = Hub(derive(self.secret, "control"), self.numbered)
@@ -200,7 +202,7 @@ class Deployment(Pools):
             )
         return tuple(map(float, needed))
 
-    def _on_died(self, died: Died) -> None:
+    def _on_died(self, died: WorkerDied) -> None:
         worker = self.numbered[died.worker]
         worker.not_placed(died.why)
         if died.fatal:

@@ -16,15 +16,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 from twostroke.cluster.placing import (
-    Absent,
     Connect,
     Connected,
-    Died,
     FromDriver,
-    Impossible,
     Kill,
+    PlacementImpossible,
     PlaceWorkers,
     ToDriver,
+    WorkerAbsent,
+    WorkerDied,
 )
 from twostroke.errors import ConfigError
 from twostroke.remote import wire
@@ -45,7 +45,11 @@ class Placement:
     """Keeps one driver process."""
 
     def __init__(
-        self, address: str | None, cores: int, plan: Callable[[Connected], PlaceWorkers], died: Callable[[Died], None]
+        self,
+        address: str | None,
+        cores: int,
+        plan: Callable[[Connected], PlaceWorkers],
+        died: Callable[[WorkerDied], None],
     ):
         """address: of a Ray cluster; None: one that runs on this machine, else a new one with so many cores. plan: what
         to place on a cluster, or ConfigError; it is called again for each driver. died: a worker has."""
@@ -75,12 +79,12 @@ class Placement:
 
     async def _begin(self) -> Connected:
         answer = await self._connect(self.address or "auto")
-        if isinstance(answer, Absent) and self.address is None:
+        if isinstance(answer, WorkerAbsent) and self.address is None:
             await self._end()
             answer = await self._connect(None)
-        if isinstance(answer, Absent):
-            answer = Impossible(NO_CLUSTER)
-        if isinstance(answer, Impossible):
+        if isinstance(answer, WorkerAbsent):
+            answer = PlacementImpossible(NO_CLUSTER)
+        if isinstance(answer, PlacementImpossible):
             self._kill()
             raise ConfigError(answer.why)
         if not isinstance(answer, Connected):
@@ -152,9 +156,9 @@ class Placement:
         return pending[0]
 
     def _take(self, message: FromDriver) -> None:
-        if isinstance(message, Died):
+        if isinstance(message, WorkerDied):
             self.died(message)
-        elif isinstance(message, Impossible) and not self._failed.done():
+        elif isinstance(message, PlacementImpossible) and not self._failed.done():
             self._failed.set_exception(ConfigError(message.why))
 
     async def _keep(self) -> None:

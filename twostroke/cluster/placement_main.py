@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from twostroke.cluster.placing import (
-    Absent,
     Connect,
     Connected,
-    Died,
     FromDriver,
-    Impossible,
     Kill,
+    PlacementImpossible,
     PlaceWorkers,
     ToDriver,
+    WorkerAbsent,
+    WorkerDied,
 )
 from twostroke.remote import wire
 
@@ -80,7 +80,7 @@ class Driver:
                 try:
                     await self.obey(message)
                 except ImpossibleError as error:
-                    self.send(Impossible(str(error)))
+                    self.send(PlacementImpossible(str(error)))
                     return
 
     async def obey(self, message: ToDriver) -> None:
@@ -95,7 +95,7 @@ class Driver:
 
     # ---- the cluster -------------------------------------------------------------------------------------------------
 
-    def connect(self, wanted: Connect) -> Connected | Absent:
+    def connect(self, wanted: Connect) -> Connected | WorkerAbsent:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         try:
             import ray
@@ -110,7 +110,7 @@ class Driver:
         if wanted.address is None:
             self.start_own(wanted.cores)
         elif not self.join(wanted.address):
-            return Absent()
+            return WorkerAbsent()
         nodes = [node for node in ray.nodes() if node["Alive"]]
         free = ray.available_resources()
         cores = tuple(float(node["Resources"].get("CPU", 0.0)) for node in nodes)
@@ -209,7 +209,7 @@ class Driver:
                 why, fatal = "it lost its line to the router", False
             except ray.exceptions.RayError as error:
                 why, fatal = reason(error)
-            self.send(Died(number, why, fatal))
+            self.send(WorkerDied(number, why, fatal))
             failures = 0 if loop.time() - began > 60 else failures + 1
             await asyncio.sleep(min(BACKOFF_MOST, BACKOFF * 2 ** max(0, failures - 1)))
 

@@ -8,8 +8,8 @@ from twostroke.remote.messages import Message
 
 
 class Connect(Message, frozen=True, tag="connect"):
-    """Join the Ray cluster at this address, or the one of this machine ("auto": Absent if there is none). None: start
-    one with so many cores."""
+    """Join the Ray cluster at this address, or the one of this machine ("auto": WorkerAbsent if there is none). None:
+    start one with so many cores."""
 
     address: str | None
     cores: int
@@ -25,7 +25,7 @@ class Connected(Message, frozen=True, tag="connected"):
     gpus: float  # free, of all machines
 
 
-class Absent(Message, frozen=True, tag="absent"):
+class WorkerAbsent(Message, frozen=True, tag="absent"):
     """No cluster runs on this machine."""
 
 
@@ -43,7 +43,7 @@ class Kill(Message, frozen=True, tag="kill"):
     worker: int
 
 
-class Died(Message, frozen=True, tag="died"):
+class WorkerDied(Message, frozen=True, tag="died"):
     """The process of a worker has ended; another one is started. fatal: it makes no sense to wait for it."""
 
     worker: int
@@ -51,13 +51,13 @@ class Died(Message, frozen=True, tag="died"):
     fatal: bool
 
 
-class Impossible(Message, frozen=True, tag="impossible"):
+class PlacementImpossible(Message, frozen=True, tag="impossible"):
     """There is no deployment, in one sentence."""
 
     why: str
 
 
 ToDriver = Connect | PlaceWorkers | Kill
-FromDriver = Connected | Absent | Died | Impossible
+FromDriver = Connected | WorkerAbsent | WorkerDied | PlacementImpossible
 TO_DRIVER: msgspec.msgpack.Decoder[ToDriver] = msgspec.msgpack.Decoder(ToDriver)
 FROM_DRIVER: msgspec.msgpack.Decoder[FromDriver] = msgspec.msgpack.Decoder(FromDriver)

@@ -45,7 +45,7 @@ PREFILL = "prefill"  # why a prompt is computed again: its worker failed
 LINK = Link(1e9, 0.005)  # between workers, until transfers were measured
 
 
-class Seat(NamedTuple):
+class WorkerRole(NamedTuple):
     """A place in the deployment."""
 
     role: Role
@@ -55,7 +55,7 @@ class Seat(NamedTuple):
 class Pools(Group):
     """An `EngineClient`. Everything here runs on one event loop."""
 
-    def __init__(self, seats: Mapping[str, Seat], *, apart: bool = False, ttft: float | None = None):
+    def __init__(self, seats: Mapping[str, WorkerRole], *, apart: bool = False, ttft: float | None = None):
         """seats: by name. All workers have been given the same block key. apart: prefill workers compute every prompt
         that has a full block; else the router decides by the expected time. ttft: seconds within which first tokens
         are due, where a request does not say it."""

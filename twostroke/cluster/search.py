@@ -25,9 +25,9 @@ LENGTHS = (64, 1024, 16384)  # of prompts for which workers are ordered, a facto
 # A prompt at one worker: seconds until it is computed and those that the streams there wait meanwhile, together; the
 # number of the worker; seconds until it is computed; leading blocks that the worker has; tokens that it computes;
 # blocks that it fetches before.
-Prompt = tuple[float, int, float, int, int, int, RoutedWorker]
+PromptCost = tuple[float, int, float, int, int, int, RoutedWorker]
 # Cost; where the prompt is computed; where the answer is written; the worker that has the most of the prompt.
-Choice = tuple[float, Prompt, Prompt, RoutedWorker | None]
+RouteChoice = tuple[float, PromptCost, PromptCost, RoutedWorker | None]
 Times = tuple[float, float]  # latency of a transfer; seconds for each block
 
 
@@ -65,13 +65,13 @@ def best(
     apart: bool,
     but: RoutedWorker | None,
     others: bool = True,
-) -> Choice | None:
+) -> RouteChoice | None:
     """The choice with the least cost. times: of a transfer to the writer. prefix_times: of what is fetched before a
     prompt is computed; None: nothing is. apart: prompts with a full block are computed by workers that do nothing else,
     or by others than the writer where there are none. but: a worker that is not asked. others: what other answers wait
     counts too."""
-    prompts: list[Prompt] = []
-    helpers: list[Prompt] = []
+    prompts: list[PromptCost] = []
+    helpers: list[PromptCost] = []
     blocks, (latency, block_seconds) = len(names), times
     asked = [worker for worker in workers if worker.open and worker is not but]
     found, richest, most = holdings_of(asked, names)
@@ -124,7 +124,7 @@ def best(
     return chosen
 
 
-def first_token(choice: Choice) -> float:
+def first_token(choice: RouteChoice) -> float:
     """Seconds until it is out. A worker that also writes the answer needs a place for it before."""
     _, prompt, decode, _ = choice
     return max(prompt[2], prompt[-1].place) if prompt is decode else prompt[2]

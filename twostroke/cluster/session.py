@@ -63,8 +63,8 @@ class Refused(Message, frozen=True, tag="refused"):
 
 
 ENCODER = msgspec.msgpack.Encoder()
-Answer = Kept | Granted | Located | Refused
-FROM_HOLDER: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+PeerReply = Kept | Granted | Located | Refused
+FROM_HOLDER: msgspec.msgpack.Decoder[PeerReply] = msgspec.msgpack.Decoder(PeerReply)
 TO_HOLDER: msgspec.msgpack.Decoder[Open | Renew | Fetch | Close] = msgspec.msgpack.Decoder(Open | Renew | Fetch | Close)
 SendBytes = Callable[[Channel, Blocks, Callable[[], bool]], Awaitable[None]]
 ReceiveBytes = Callable[[Channel, int], Awaitable[Segment]]

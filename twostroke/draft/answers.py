@@ -15,16 +15,16 @@ TEMPLATE = 16  # the same near an answer's start: the last tokens of a prompt ar
 BEFORE = 32  # of the prompt, kept before an answer: the match begins there
 MOST = 1 << 16  # tokens of all tenants; each takes about 250 bytes
 
-Text = tuple[int, ...]
-Place = tuple[int, int]  # number of a text, and a position in it
+TokenText = tuple[int, ...]
+TextPlace = tuple[int, int]  # number of a text, and a position in it
 
 
 class EarlierAnswers:
     def __init__(self, most: int = MOST):
         self.most, self.held, self.number = most, 0, 0
         # By number, least recently used first: the salt, the text, and where the answer starts in it.
-        self.texts: OrderedDict[int, tuple[bytes, Text, int]] = OrderedDict()
-        self.places: dict[bytes, dict[Text, Place]] = {}  # salt -> KEY tokens -> the newest place after them
+        self.texts: OrderedDict[int, tuple[bytes, TokenText, int]] = OrderedDict()
+        self.places: dict[bytes, dict[TokenText, TextPlace]] = {}  # salt -> KEY tokens -> the newest place after them
 
     def add(self, salt: bytes, tokens: Sequence[int], prompt_length: int) -> None:
         """Keep the answer after `prompt_length` tokens."""
@@ -40,7 +40,7 @@ class EarlierAnswers:
         while self.held > self.most:
             self._forget()
 
-    def find(self, salt: bytes, tokens: Sequence[int]) -> tuple[Text, int, int] | None:
+    def find(self, salt: bytes, tokens: Sequence[int]) -> tuple[TokenText, int, int] | None:
         """A text of this tenant in which the last tokens stand, the position after them, and how many agree."""
         place = self.places.get(salt, {}).get(tuple(tokens[-KEY:]))
         if place is None:

@@ -163,7 +163,7 @@ def never_falling(values: Sequence[tuple[float, int]]) -> list[float]:
     return [mean for mean, _, count in runs for _ in range(count)]
 
 
-class Realised:
+class RealisedGain:
     """Whether steps with guesses were faster than the same tokens without: measured, whatever was predicted. If they
     were not, nothing is guessed for a pause, which doubles each time."""
 

@@ -22,7 +22,7 @@ import numpy as np
 from twostroke.draft.answers import EarlierAnswers
 from twostroke.draft.by_model import CAUGHT_UP, READY, TRIALS, DraftLength, ModelDrafts
 from twostroke.draft.lookup import Lookup
-from twostroke.draft.rates import FORCED, MODEL, NEAR, Acceptance, Realised, StepTimes, kind_of
+from twostroke.draft.rates import FORCED, MODEL, NEAR, Acceptance, RealisedGain, StepTimes, kind_of
 from twostroke.types import MOST_DRAFTED, UNWRITTEN, Plan, RequestState, Result, WorkKind
 
 STREAMS = {"cpu": 2, "cuda": 32}  # with more streams nothing is guessed: some loads lost by it (docs/speculation.md)
@@ -124,7 +124,7 @@ class Speculation:
         self.acceptance = Acceptance()
         self.times = StepTimes()  # of steps without guesses
         self.verified = StepTimes()  # of steps with guesses
-        self.realised: dict[int, Realised] = {}  # by doublings of streams
+        self.realised: dict[int, RealisedGain] = {}  # by doublings of streams
         self.streams = self.rows = self.chances = self.declined = self.plain = 0
         self.patience = float(TRY_EVERY)  # plans between two tries of guesses that do not pay
         self.tried = TRIED  # guesses of a try, for each stream
@@ -425,10 +425,10 @@ class Speculation:
         if self.plain % LEARN_EVERY == 0 or not self.times.is_full(rows):
             self.times.add(rows, seconds - passes)
 
-    def _realised(self, streams: int) -> Realised:
+    def _realised(self, streams: int) -> RealisedGain:
         size = streams.bit_length()
         if size not in self.realised:
-            self.realised[size] = Realised()
+            self.realised[size] = RealisedGain()
         return self.realised[size]
 
     def _count(self, request: RequestState, drafted: int, accepted: int) -> None:

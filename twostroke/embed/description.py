@@ -17,7 +17,7 @@ from twostroke.weights.checkpoint import CONFIG, Checkpoint, open_checkpoint
 from twostroke.weights.files import read_json_list, read_json_object
 
 Pooling = Literal["mean", "cls", "last"]
-Kind = Literal["encoder", "cross-encoder", "decoder"]
+EmbedderKind = Literal["encoder", "cross-encoder", "decoder"]
 
 MODULES = "modules.json"
 ENCODERS = ("bert",)  # model_type
@@ -44,7 +44,7 @@ class EncoderArch(Record):
 
 
 class Description(Record):
-    kind: Kind
+    kind: EmbedderKind
     pooling: Pooling = "mean"
     normalize: bool = True
     max_tokens: int = 0  # of one text; 0: as many as the model has positions for

@@ -18,7 +18,7 @@ from twostroke.errors import ConfigError, InputError
 from twostroke.hardware import usable_cores
 from twostroke.weights.checkpoint import Checkpoint, locate, open_checkpoint
 from twostroke.weights.describe import load_arch
-from twostroke.weights.files import Progress
+from twostroke.weights.files import OnProgress
 
 MAX_DECODER_TOKENS = 8192
 BATCH_TOKENS = 4096  # of one batch
@@ -63,7 +63,7 @@ class Embedder:
 
     @classmethod
     def open(
-        cls, model: str | Path, threads: int = 0, progress: Progress | None = None, coded: bool = False
+        cls, model: str | Path, threads: int = 0, progress: OnProgress | None = None, coded: bool = False
     ) -> Embedder:
         """model: a catalog name, a folder or a hub id."""
         return cls(open_checkpoint(locate(model, progress)), threads, coded)

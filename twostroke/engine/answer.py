@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from twostroke.engine.chat_form import Division
+from twostroke.engine.chat_form import Divide
 from twostroke.engine.output import Output, Sample, StreamEvent
 from twostroke.metrics.timeline import Timeline
 from twostroke.text.stream import StopMatcher, StreamDecoder
@@ -22,7 +22,7 @@ class Answer:
         request: Request,
         tokenizer: Tokenizer,
         visible: frozenset[int] = frozenset(),
-        division: Division | None = None,
+        division: Divide | None = None,
     ):
         """visible: special tokens that are part of the text, such as the marks around a call. division: into what is
         shown and reasoning; None: all of it is shown."""

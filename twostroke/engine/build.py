@@ -41,7 +41,7 @@ from twostroke.types import Runner
 from twostroke.weights.catalog import cache_folder
 from twostroke.weights.checkpoint import Checkpoint, locate, open_checkpoint
 from twostroke.weights.describe import kept_weights, load_arch
-from twostroke.weights.files import Progress
+from twostroke.weights.files import OnProgress
 from twostroke.weights.fingerprint import fingerprint
 from twostroke.weights.generation import sampling_defaults
 from twostroke.weights.load import load_model
@@ -87,8 +87,8 @@ def build_engine(
     model: str | Path,
     config: Config,
     clock: Callable[[], float] = time.perf_counter,
-    download_progress: Progress | None = None,
-    load_progress: Progress | None = None,
+    download_progress: OnProgress | None = None,
+    load_progress: OnProgress | None = None,
     stage: OnStage = ignore_stage,
     block_key: bytes | None = None,
     mixed: tuple[str, ...] = (),
@@ -114,7 +114,7 @@ def build_engine(
     return assemble(opened, loaded, settings, clock, block_key, mixed)
 
 
-def open_model(model: str | Path, config: Config, progress: Progress | None) -> OpenedModel:
+def open_model(model: str | Path, config: Config, progress: OnProgress | None) -> OpenedModel:
     """ConfigError where the device cannot run it."""
     checkpoint = open_checkpoint(locate(model, progress))
     arch = load_arch(checkpoint)
@@ -147,7 +147,7 @@ def backend_for(settings: Resolved) -> Ops:
     return make_ops(settings.device, settings.dtype, settings.threads, settings.quantize, settings.exact)
 
 
-def load_weights(opened: OpenedModel, ops: Ops, settings: Resolved, progress: Progress | None) -> Loaded:
+def load_weights(opened: OpenedModel, ops: Ops, settings: Resolved, progress: OnProgress | None) -> Loaded:
     checkpoint, draft, longest = opened.checkpoint, opened.draft, settings.max_model_len
     bits = settings.quantize if settings.device == "cpu" else None  # a GPU packs float weights into its own formats
     ranks = start_ranks(checkpoint, settings) if settings.parallel > 1 else None
@@ -198,7 +198,7 @@ def start_ranks(checkpoint: Checkpoint, settings: Resolved) -> Ranks:
 
 
 def load_leading(
-    checkpoint: Checkpoint, ops: Ops, settings: Resolved, ranks: Ranks, progress: Progress | None, bits: str | None
+    checkpoint: Checkpoint, ops: Ops, settings: Resolved, ranks: Ranks, progress: OnProgress | None, bits: str | None
 ) -> Transformer:
     """The share of rank 0, once the others have theirs."""
 

@@ -12,7 +12,7 @@ from twostroke.text.parse import Content, Reasoning, StreamParser
 from twostroke.text.tokenizer import Tokenizer
 from twostroke.text.tools import marker_ids
 
-Division = Callable[[str, bool], tuple[str, str]]  # more text, and whether it ends -> what is shown, and reasoning
+Divide = Callable[[str, bool], tuple[str, str]]  # more text, and whether it ends -> what is shown, and reasoning
 
 
 THINK = "<think>"
@@ -24,7 +24,7 @@ class ChatForm(NamedTuple):
     channels: ToolFormat | None = None
     thinks: Tokenizer | None = None  # of a model that may begin with <think>
 
-    def division(self, prompt: Sequence[int], constrained: bool) -> Division | None:
+    def division(self, prompt: Sequence[int], constrained: bool) -> Divide | None:
         """The division of one answer; None: all text is shown. constrained: by a grammar, which covers the whole
         answer, so that a model that thinks does not. The prompt itself may have opened the reasoning."""
         if self.channels is not None:

@@ -12,7 +12,7 @@ from twostroke.model.arch import Arch
 from twostroke.text.tokenizer import Tokenizer
 from twostroke.weights.checkpoint import Checkpoint, locate, open_checkpoint
 from twostroke.weights.describe import load_arch
-from twostroke.weights.files import Progress
+from twostroke.weights.files import OnProgress
 
 
 class DraftCheckpoint(NamedTuple):
@@ -21,7 +21,7 @@ class DraftCheckpoint(NamedTuple):
 
 
 def open_draft(
-    model: str | Path | None, target: Arch, tokenizer: Tokenizer, progress: Progress | None
+    model: str | Path | None, target: Arch, tokenizer: Tokenizer, progress: OnProgress | None
 ) -> DraftCheckpoint | None:
     """model: None for an engine without a draft model. ConfigError where it cannot draft for the target."""
     if model is None:

@@ -22,9 +22,9 @@ from twostroke.sampling import SamplingParams
 from twostroke.text.conversation import render_conversation
 from twostroke.types import Event, TokenLogprobs
 from twostroke.weights.checkpoint import locate
-from twostroke.weights.files import Progress
+from twostroke.weights.files import OnProgress
 
-Messages = Sequence[Mapping[str, Any]]
+ChatMessages = Sequence[Mapping[str, Any]]
 DEFAULT_MODEL = "smollm2-135m"
 
 
@@ -63,8 +63,8 @@ class LLM(VectorMethods):
         self,
         model: str | Path = DEFAULT_MODEL,
         *,
-        download_progress: Progress | None = None,
-        load_progress: Progress | None = None,
+        download_progress: OnProgress | None = None,
+        load_progress: OnProgress | None = None,
         ahead: bool = False,
         **settings: Any,
     ):
@@ -92,7 +92,7 @@ class LLM(VectorMethods):
 
     def chat(
         self,
-        messages: Messages | Sequence[Messages],
+        messages: ChatMessages | Sequence[ChatMessages],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         **template_arguments: Any,
     ) -> Output | list[Output]:
@@ -108,10 +108,10 @@ class LLM(VectorMethods):
         outputs = self._run(prompts, params, chat_form(self.tokenizer, bool(template_arguments.get("tools"))))
         return outputs[0] if single else outputs
 
-    def stream(self, prompt: Prompt | Messages, params: SamplingParams | None = None) -> Iterator[StreamEvent]:
+    def stream(self, prompt: Prompt | ChatMessages, params: SamplingParams | None = None) -> Iterator[StreamEvent]:
         """Pieces of the answer as they are written; a list of messages is a chat. Closing the iterator aborts it."""
         if not isinstance(prompt, str) and prompt and isinstance(prompt[0], Mapping):
-            tokens, form = self._render(cast(Messages, prompt), {}), chat_form(self.tokenizer, tools=False)
+            tokens, form = self._render(cast(ChatMessages, prompt), {}), chat_form(self.tokenizer, tools=False)
         else:
             tokens, form = self.engine.intake.tokenize(cast(Prompt, prompt)), AS_WRITTEN
         params = params or SamplingParams()
@@ -154,7 +154,7 @@ class LLM(VectorMethods):
 
     # ---- inside ----------------------------------------------------------------------------------------------------
 
-    def _render(self, messages: Messages, arguments: Mapping[str, Any]) -> list[int]:
+    def _render(self, messages: ChatMessages, arguments: Mapping[str, Any]) -> list[int]:
         template = self.engine.tokenizer.chat
         if template is None:
             raise InputError("this model has no chat template: use generate() with a plain prompt.")

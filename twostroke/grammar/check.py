@@ -12,7 +12,7 @@ from collections import OrderedDict
 from hashlib import blake2b
 from typing import Any
 
-from twostroke.confined import AccidentError, Confined, LimitError, Message, WallTimeError, answer_messages
+from twostroke.confined import AccidentError, Confined, JsonMessage, LimitError, WallTimeError, answer_messages
 from twostroke.errors import InputError, TwostrokeError
 from twostroke.grammar.lark import to_lark
 from twostroke.grammar.library import GrammarError, TokenTable, compile_lark, make_tokenizer, next_tokens, token_table
@@ -92,7 +92,7 @@ def _digest(grammar: Grammar) -> bytes:
 
 
 def main() -> None:
-    def prepare(setup: Message) -> Any:
+    def prepare(setup: JsonMessage) -> Any:
         table = TokenTable(**setup)
         tokenizer = make_tokenizer(table)
         return lambda message: {"error": _tried(tokenizer, table.ends, Grammar(message["kind"], message["source"]))}

@@ -16,12 +16,12 @@ from twostroke.grammar.schema import inline_schema
 from twostroke.text.formats import Tags
 from twostroke.text.tagged_calls import allowed_types
 
-Writer = Callable[[str], str]  # from a text to an expression
+ToExpression = Callable[[str], str]  # from a text to an expression
 UNBOUND = ("pattern", "format", "minLength", "maxLength")  # of strings: beyond these grammars
 _COMBINED = ("$ref", "allOf", "anyOf", "oneOf", "not", "if", "patternProperties", "dependentSchemas", "minProperties")
 
 
-def tagged_rules(tags: Tags, write: Writer, index: int, schema: Any) -> list[str]:
+def tagged_rules(tags: Tags, write: ToExpression, index: int, schema: Any) -> list[str]:
     """The rule `arguments_<index>`: the arguments that the schema names, in its order, the required ones always."""
     for word in _COMBINED:
         if word in schema:
@@ -52,7 +52,7 @@ def _rooted(value: Any, schema: Mapping[str, Any]) -> Any:
     return {**shared, **value} if isinstance(value, Mapping) else value
 
 
-def _argument(tags: Tags, write: Writer, rule: str, key: str, schema: Any) -> list[str]:
+def _argument(tags: Tags, write: ToExpression, rule: str, key: str, schema: Any) -> list[str]:
     types = allowed_types(schema)
     choices, rules = [], []
     if not types or "string" in types:
@@ -79,7 +79,7 @@ def _text_rule(rule: str, after: str, schema: Any) -> str:
     return f"{rule}: {rule}_body {after[length:]}\n{rule}_body[lazy]: /(?s:.*){pattern}/"
 
 
-def _around(tags: Tags, write: Writer, key: str, is_text: bool) -> tuple[str, str]:
+def _around(tags: Tags, write: ToExpression, key: str, is_text: bool) -> tuple[str, str]:
     """What stands before a value and after it. The second begins with text."""
     opening = next((text for text, kind in tags.values if kind is is_text), "")
     before, after = tags.argument.format(key=key, open=opening, value="\0").split("\0")

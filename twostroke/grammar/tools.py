@@ -10,7 +10,7 @@ from typing import Any
 from twostroke.errors import InputError
 from twostroke.grammar.lark import form_rule
 from twostroke.grammar.schema import inline_schema, safe_schema
-from twostroke.grammar.tagged import Writer, tagged_rules
+from twostroke.grammar.tagged import ToExpression, tagged_rules
 from twostroke.grammar.unique import CHARACTERS
 from twostroke.sampling import MAX_GRAMMAR, Grammar
 from twostroke.text.formats import ToolFormat
@@ -64,7 +64,7 @@ def _final(form: ToolFormat, tokenizer: Tokenizer | None, grammar: Grammar) -> l
     return [f"final: {header}form", form_rule(grammar)]
 
 
-def _call_rules(form: ToolFormat, write: Writer, index: int, name: str, schema: Any) -> list[str]:
+def _call_rules(form: ToolFormat, write: ToExpression, index: int, name: str, schema: Any) -> list[str]:
     """The rule `call_<index>`: what stands between the marks of a call."""
     lead, tail = '"' + form.arguments + '": ', "}"
     if form.head or form.tags:
@@ -79,7 +79,7 @@ def _call_rules(form: ToolFormat, write: Writer, index: int, name: str, schema: 
     return [call, f"arguments_{index}: {inline_schema(schema)}"]  # a root of its own for $ref
 
 
-def _frame(form: ToolFormat, write: Writer, more: int) -> list[str]:
+def _frame(form: ToolFormat, write: ToExpression, more: int) -> list[str]:
     """The rule `calls` around the rule `call`."""
     begin, end = write(form.begin), write(form.end)
     times = f"{{0,{more}}}"
@@ -99,7 +99,7 @@ def _frame(form: ToolFormat, write: Writer, more: int) -> list[str]:
     return [f"calls: one{several}", f'one: {begin} "\\n" call "\\n" {end}']
 
 
-def writer(form: ToolFormat, tokenizer: Tokenizer | None) -> Writer:
+def writer(form: ToolFormat, tokenizer: Tokenizer | None) -> ToExpression:
     """From a text to an expression. Marks in it are single tokens where the vocabulary has them, as the model was
     trained to write them; else text."""
     found = {mark: tokenizer.token_id(mark) for mark in form.marks} if tokenizer is not None else {}

@@ -109,7 +109,7 @@ def make_layout(arch: Arch, kv_dtype: str, draft: Arch | None = None) -> KVLayou
     return min(fitting, key=lambda one: len(one.groups) * one.block_bytes * (1 + GROUP_COST * len(one.groups)))
 
 
-def least_of_long_requests(kinds: Sequence[Kind]) -> KVLayout:
+def least_of_long_requests(kinds: Sequence[LayerKind]) -> KVLayout:
     """The cut with which a long request takes the least memory, in few groups. It is for layers that cache several
     kinds of entries of very different sizes, some for a few tokens and some for all."""
     least = max(entry.block_bytes for entry, _, _ in kinds)
@@ -120,10 +120,10 @@ def least_of_long_requests(kinds: Sequence[Kind]) -> KVLayout:
                * (1 + GROUP_COST * len(one.groups)))  # fmt: skip
 
 
-Kind = tuple[KVEntry, list[int], bool]  # layers that cache alike, and whether they are the draft model's
+LayerKind = tuple[KVEntry, list[int], bool]  # layers that cache alike, and whether they are the draft model's
 
 
-def layers_by_kind(arch: Arch, kv_dtype: str) -> list[Kind]:
+def layers_by_kind(arch: Arch, kv_dtype: str) -> list[LayerKind]:
     """The layers by the kind that they cache: those without a window first, then those on a grid: the order in which a
     mixer lists its entries."""
     kinds: dict[KVEntry, list[int]] = {}
@@ -138,7 +138,7 @@ def _place(entry: KVEntry) -> tuple[bool, bool, int]:
     return entry.window is not None, not entry.grid, entry.window or 0
 
 
-def cut(kinds: Sequence[Kind], size: int) -> KVLayout:
+def cut(kinds: Sequence[LayerKind], size: int) -> KVLayout:
     """Into groups of at most `size` bytes for each block (of one layer, where that has more)."""
     groups = []
     for entry, layers, draft in kinds:

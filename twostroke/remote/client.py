@@ -42,6 +42,7 @@ from twostroke.remote.messages import (
     Change,
     Changed,
     Direct,
+    EngineQuestion,
     Expect,
     Expected,
     Export,
@@ -54,7 +55,6 @@ from twostroke.remote.messages import (
     Opened,
     Orders,
     Part,
-    Question,
     Ready,
     Recall,
     Reply,
@@ -283,7 +283,7 @@ class MessageClient:
         answer: Arrived = await self._ask(Arrive(next(self._numbers), request_id, payload))
         return answer
 
-    async def _ask(self, question: Question, seconds: float | None = None) -> Any:
+    async def _ask(self, question: EngineQuestion, seconds: float | None = None) -> Any:
         limit = ANSWER_SECONDS if seconds is None else seconds
         future = self._questions[question.question] = asyncio.get_running_loop().create_future()
         try:

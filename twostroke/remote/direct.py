@@ -32,17 +32,17 @@ PAUSE = 0.0002
 IDLE = 0.01  # between two looks where nothing is read or lent: a peer may not have ended a read whose lease is over
 QUARANTINE = 1.0  # seconds after an error of one part of a read, in which other parts may still be written
 DAMAGED = "blocks arrived damaged, or their lease was over"
-Done = Callable[[str, bool], None]  # what went wrong, and whether nothing writes to the blocks any more
+OnDone = Callable[[str, bool], None]  # what went wrong, and whether nothing writes to the blocks any more
 
 
-class Reading:
+class BlockReading:
     """Blocks that are read from a peer."""
 
-    def __init__(self, number: int, located: Located, blocks: Sequence[int], done: Done):
+    def __init__(self, number: int, located: Located, blocks: Sequence[int], done: OnDone):
         self.number = number
         self.located = located
         self.blocks = blocks
-        self.done: Done | None = done  # None: it was called
+        self.done: OnDone | None = done  # None: it was called
         self.began = time.monotonic()
         self.read: Read | None = None  # None: not begun
         self.error = ""
@@ -64,9 +64,9 @@ class DirectBlocks:
         self._agent.register(self._memory)
         self._self = self._agent.as_peer()
         self._numbers = itertools.count()
-        self._asked: deque[Reading] = deque()  # to the thread
-        self._over: deque[Reading] = deque()  # from the thread: for `finish`
-        self._reading: list[Reading] = []  # the thread's: not over, or failed and not ended
+        self._asked: deque[BlockReading] = deque()  # to the thread
+        self._over: deque[BlockReading] = deque()  # from the thread: for `finish`
+        self._reading: list[BlockReading] = []  # the thread's: not over, or failed and not ended
         self._busy = threading.Event()
         self._lending = self._closed = False
         self._thread = threading.Thread(target=self._work, name="direct", daemon=True)
@@ -99,10 +99,10 @@ class DirectBlocks:
 
     # ---- the receiver ----------------------------------------------------------------------------------------------
 
-    def begin(self, located: Located, blocks: Sequence[int], done: Done) -> None:
+    def begin(self, located: Located, blocks: Sequence[int], done: OnDone) -> None:
         """Read what was located into these blocks. `finish` calls `done`. No request gets the blocks before nothing
         writes to them any more."""
-        reading = Reading(next(self._numbers), located, blocks, done)
+        reading = BlockReading(next(self._numbers), located, blocks, done)
         self.lent.hold_for_read(reading.number, blocks)
         self._asked.append(reading)
         self._busy.set()
@@ -141,7 +141,7 @@ class DirectBlocks:
         began = max((reading.began for reading in self._reading), default=0.0)
         time.sleep(0 if time.monotonic() - began < EAGER_SECONDS else PAUSE)
 
-    def _moved_on(self, reading: Reading) -> bool:
+    def _moved_on(self, reading: BlockReading) -> bool:
         """Whether `finish` must handle this read: it is over, or has failed; and again when a failed one has ended."""
         now = time.monotonic()
         if reading.failed:
@@ -159,13 +159,13 @@ class DirectBlocks:
         reading.error = f"no bytes came within {READ_SECONDS:g} s"
         return True
 
-    def _end(self, reading: Reading) -> bool:
+    def _end(self, reading: BlockReading) -> bool:
         if reading.read is not None:
             self._agent.end(reading.read)
         reading.ended = True
         return True
 
-    def _begun(self, reading: Reading) -> Read:
+    def _begun(self, reading: BlockReading) -> Read:
         located, size = reading.located, self.storage.layout.block_bytes
         there = [Memory(address, size, located.kind, located.device) for address in located.addresses]
         here = [self._part(block) for block in reading.blocks]

@@ -265,9 +265,9 @@ class Arrived(Message, frozen=True, tag="arrived"):
     unread: bool = False  # they could not be read from the pool of the other engine
 
 
-Question = Change | Recall | Export | LookUp | Store | Expect | Arrive
+EngineQuestion = Change | Recall | Export | LookUp | Store | Expect | Arrive
 Reply = Changed | Steps | Exported | Found | BlocksStored | Expected | Arrived
-ToEngine = Hello | Orders | TakeBack | Opened | Question
+ToEngine = Hello | Orders | TakeBack | Opened | EngineQuestion
 FromEngine = Report | Beat | Stage | Ready | Failed | Part | Reply
 
 

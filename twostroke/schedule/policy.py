@@ -20,31 +20,31 @@ from typing import NamedTuple
 
 from twostroke.types import RequestState
 
-Key = tuple[float, ...]
+SortKey = tuple[float, ...]
 
 
 class Policy(NamedTuple):
     name: str
-    key: Callable[[RequestState], Key]
+    key: Callable[[RequestState], SortKey]
     by_cached_prefix: bool = False  # the key changes with the cache: longest cached prefix before everything else
     prompts_first: bool = False  # streams get only what the prompts leave of the budget
     gentle: bool = False  # a prompt may at most double the step of the running streams
 
 
-def _arrival(request: RequestState) -> Key:
+def _arrival(request: RequestState) -> SortKey:
     return (request.turn, request.timeline.arrival, request.id)
 
 
-def _priority(request: RequestState) -> Key:
+def _priority(request: RequestState) -> SortKey:
     return (request.params.priority, *_arrival(request))
 
 
-def _deadline(request: RequestState) -> Key:
+def _deadline(request: RequestState) -> SortKey:
     due = request.params.deadline
     return (inf if due is None else request.timeline.arrival + due, *_arrival(request))
 
 
-def _shortest(request: RequestState) -> Key:
+def _shortest(request: RequestState) -> SortKey:
     return (len(request.tokens) - request.computed, *_arrival(request))
 
 

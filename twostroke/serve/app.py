@@ -10,7 +10,7 @@ from twostroke.serve.routes import ROUTES
 from twostroke.serve.transport.auth import OPEN_PATHS, PROBES, STATIC
 from twostroke.serve.transport.browsers import Browsers, is_preflight, preflight_headers
 from twostroke.serve.transport.errors import ApiError, anthropic_error, busy, full, internal, not_found, openai_error
-from twostroke.serve.transport.http import BodyMemory, Exchange, GoneError, Message, Receive, Send
+from twostroke.serve.transport.http import AsgiMessage, BodyMemory, Exchange, GoneError, Receive, Send
 
 log = logging.getLogger(__name__)
 ANTHROPIC = "/v1/messages"
@@ -23,7 +23,7 @@ class App:
         self.memory = BodyMemory()
         self.routes = routes
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: AsgiMessage, receive: Receive, send: Send) -> None:
         assert scope["type"] == "http", "uvicorn is configured for HTTP only"
         exchange = Exchange(scope, receive, send, self.service.clock(), self.memory)
         if exchange.path.startswith(ANTHROPIC):

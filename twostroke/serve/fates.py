@@ -130,7 +130,7 @@ def _only_empty(value: Any, info: ValidationInfo) -> None:
 
 
 Hint = Annotated[Any, HintFate()]
-Refused = Annotated[Any, RefusedFate(), AfterValidator(_only_empty), WithJsonSchema({"type": "null"})]
+RefusedField = Annotated[Any, RefusedFate(), AfterValidator(_only_empty), WithJsonSchema({"type": "null"})]
 
 
 def refusal(why: str) -> PydanticCustomError:

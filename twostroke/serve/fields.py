@@ -21,14 +21,15 @@ from twostroke.serve.transport.errors import ApiError, bad_request
 T = TypeVar("T")
 MAX_COUNT = 2**31 - 1
 
-Text = Annotated[str, Field(max_length=4 << 20)]
-Name = Annotated[str, Field(max_length=256)]
+LongText = Annotated[str, Field(max_length=4 << 20)]
+ShortText = Annotated[str, Field(max_length=256)]
 Integer = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 Natural = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 TokenId = Natural
 OrEmpty = Annotated[T | None, BeforeValidator(lambda value: None if value in ("", {}) else value)]  # means null
 Many = Annotated[list[T], Field(fail_fast=True)]  # checked up to its first wrong element
+TokenIds = Annotated[Many[TokenId], Field(min_length=1)]
 
 
 class Payload(BaseModel):

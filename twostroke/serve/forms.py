@@ -12,8 +12,8 @@ from pydantic import Field
 from twostroke.errors import InputError
 from twostroke.grammar.schema import close_objects
 from twostroke.sampling import Grammar, schema_text
-from twostroke.serve.fates import Hint, Refused
-from twostroke.serve.fields import Many, Name, OrEmpty, Payload, Text
+from twostroke.serve.fates import Hint, RefusedField
+from twostroke.serve.fields import LongText, Many, OrEmpty, Payload, ShortText
 from twostroke.serve.transport.errors import bad_request
 
 MAX_CHOICES = 1024
@@ -29,7 +29,7 @@ class JsonObject(Payload):
 
 
 class JsonSchema(Payload):
-    name: Name | None = None
+    name: ShortText | None = None
     description: Hint = None
     schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
     strict: Hint = None
@@ -41,22 +41,22 @@ class JsonSchemaFormat(Payload):
 
 
 AnyFormat = Annotated[PlainText | JsonObject | JsonSchemaFormat, Field(discriminator="type")]
-Choices = Annotated[Many[Text], Field(min_length=1, max_length=MAX_CHOICES)]
+Choices = Annotated[Many[LongText], Field(min_length=1, max_length=MAX_CHOICES)]
 
 
 class StructuredOutputs(Payload):
     """vLLM's one field for every form."""
 
-    json_: Annotated[dict[str, Any] | Text | None, Field(alias="json")] = None
-    regex: Text | None = None
+    json_: Annotated[dict[str, Any] | LongText | None, Field(alias="json")] = None
+    regex: LongText | None = None
     choice: Choices | None = None
-    grammar: Text | None = None
+    grammar: LongText | None = None
     json_object: bool | None = None
-    structural_tag: Refused = None
+    structural_tag: RefusedField = None
     disable_additional_properties: bool | None = None  # objects are closed where their schema says nothing
     disable_any_whitespace: Literal[False] | None = None
     disable_fallback: Hint = None
-    whitespace_pattern: Refused = None
+    whitespace_pattern: RefusedField = None
 
     def form(self) -> Form | None:
         """At most one of the fields that give a form."""
@@ -72,16 +72,16 @@ class FormatFields(Payload):
     """The form of the whole answer: OpenAI's field, then those of other engines."""
 
     response_format: OrEmpty[AnyFormat] = None
-    regex: Text | None = None
-    grammar: Text | None = None
+    regex: LongText | None = None
+    grammar: LongText | None = None
     json_schema: dict[str, Any] | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: dict[str, Any] | Text | None = None
-    guided_regex: Text | None = None
+    guided_json: dict[str, Any] | LongText | None = None
+    guided_regex: LongText | None = None
     guided_choice: Choices | None = None
-    guided_grammar: Text | None = None
+    guided_grammar: LongText | None = None
     guided_decoding_backend: Hint = None
-    guided_whitespace_pattern: Refused = None
+    guided_whitespace_pattern: RefusedField = None
 
     def form(self) -> Form | None:
         """At most one field may give a form; null and empty texts give none."""

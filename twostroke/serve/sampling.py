@@ -8,8 +8,8 @@ from pydantic import BeforeValidator, ConfigDict, Field, ValidationInfo
 
 from twostroke.errors import InputError
 from twostroke.sampling import MAX_STOP_LENGTH, RANGES, SamplingParams
-from twostroke.serve.fates import Hint, HintFate, Refused
-from twostroke.serve.fields import Integer, Many, Name, Natural, Payload, TokenId
+from twostroke.serve.fates import Hint, HintFate, RefusedField
+from twostroke.serve.fields import Integer, Many, Natural, Payload, ShortText, TokenId
 from twostroke.serve.transport.errors import bad_request
 
 MAX_TOP_LOGPROBS = 20
@@ -134,7 +134,7 @@ WITH_STREAM = BeforeValidator(without_stream_empty)
 class SamplingFields(ExplainField, GenerationHints):
     """Fields of OpenAI's chat and completions, then extensions under the names that other engines gave them."""
 
-    model: Name | None = None
+    model: ShortText | None = None
     stream: bool | None = None
     stream_options: Annotated[StreamOptions | None, WITH_STREAM] = None
     n: Integer | None = None
@@ -144,7 +144,7 @@ class SamplingFields(ExplainField, GenerationHints):
     stop: StopString | Many[StopString] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[Name, Bias] | None = None
+    logit_bias: dict[ShortText, Bias] | None = None
 
     top_k: TopK | None = None
     min_p: float | None = None
@@ -155,8 +155,8 @@ class SamplingFields(ExplainField, GenerationHints):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None  # False: special tokens are part of the text
     spaces_between_special_tokens: Hint = None
-    use_beam_search: Refused = None
-    include_stop_str_in_output: Refused = None
+    use_beam_search: RefusedField = None
+    include_stop_str_in_output: RefusedField = None
     priority: Integer | None = None
     deadline: float | None = None
     speculate: bool | None = None

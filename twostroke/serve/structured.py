@@ -19,7 +19,7 @@ from twostroke.grammar.unique import CHARACTERS, spell_out
 from twostroke.record import replace
 from twostroke.sampling import Grammar
 from twostroke.serve.fates import Hint, refusal
-from twostroke.serve.fields import Many, Name, OrEmpty, Payload, Text
+from twostroke.serve.fields import LongText, Many, OrEmpty, Payload, ShortText
 from twostroke.serve.forms import FormatFields
 from twostroke.serve.segments import SegmentReader
 from twostroke.serve.transport.errors import ApiError, bad_request
@@ -37,8 +37,8 @@ class FormContext(NamedTuple):
 
 
 class Function(Payload):
-    name: Name
-    description: Text | None = None
+    name: ShortText
+    description: LongText | None = None
     parameters: dict[str, Any] | None = None
     strict: Hint = None
 
@@ -61,7 +61,7 @@ class Tool(Payload):
 
 
 class FunctionName(Payload):
-    name: Name
+    name: ShortText
 
 
 class NamedTool(Payload):

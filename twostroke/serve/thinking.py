@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, Literal, NamedTuple
 
 from twostroke.serve.fates import Hint
-from twostroke.serve.fields import Name, OrEmpty, Payload
+from twostroke.serve.fields import OrEmpty, Payload, ShortText
 from twostroke.serve.transport.errors import bad_request
 from twostroke.text.chat import ARGUMENTS
 
@@ -24,7 +24,7 @@ class ThinkingConfig(Payload):
         return self.type != "disabled"
 
 
-class Wish(NamedTuple):
+class ThinkingOption(NamedTuple):
     """What one field of a request says."""
 
     field: str
@@ -42,16 +42,16 @@ class Wish(NamedTuple):
 class ThinkingFields(Payload):
     """Switches of reasoning under the names that other servers gave them, on every route with a conversation."""
 
-    reasoning_effort: Name | None = None
+    reasoning_effort: ShortText | None = None
     thinking: OrEmpty[ThinkingConfig] = None
     enable_thinking: bool | None = None
-    chat_template_kwargs: dict[Name, Any] | None = None
+    chat_template_kwargs: dict[ShortText, Any] | None = None
 
-    def wishes(self) -> list[Wish]:
+    def wishes(self) -> list[ThinkingOption]:
         return [
-            Wish("reasoning_effort", self.reasoning_effort),
-            Wish("thinking", enabled=None if self.thinking is None else self.thinking.enabled),
-            Wish("enable_thinking", enabled=self.enable_thinking),
+            ThinkingOption("reasoning_effort", self.reasoning_effort),
+            ThinkingOption("thinking", enabled=None if self.thinking is None else self.thinking.enabled),
+            ThinkingOption("enable_thinking", enabled=self.enable_thinking),
         ]
 
 
@@ -65,7 +65,7 @@ class ThinkingHints(Payload):
 
 
 def template_arguments(
-    variables: Collection[str], wishes: Collection[Wish], given: Mapping[str, Any] | None = None
+    variables: Collection[str], wishes: Collection[ThinkingOption], given: Mapping[str, Any] | None = None
 ) -> tuple[dict[str, Any], set[str]]:
     """The arguments of the template, and the fields that are hints. given: chat_template_kwargs, which come first."""
     arguments, all_wishes = dict(given or {}), list(wishes)
@@ -75,7 +75,7 @@ def template_arguments(
         value = arguments[name]
         if name in SWITCHES and name not in variables and isinstance(value, bool):
             del arguments[name]
-            all_wishes.append(Wish(f"chat_template_kwargs.{name}", enabled=value))
+            all_wishes.append(ThinkingOption(f"chat_template_kwargs.{name}", enabled=value))
     hints = set()
     for wish in all_wishes:
         if not wish.effort and wish.enabled is None:

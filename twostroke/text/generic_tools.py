@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from twostroke.text.formats import GENERIC, ToolFormat
+from twostroke.text.history import ChatMessage
 
 PREAMBLE = """You can call functions. These are available:
 <tools>
@@ -19,15 +20,13 @@ To call a function, answer only with its name and arguments as JSON, in this for
 {example}"""
 EXAMPLE = ("the function's name", '{"an argument": "its value"}')
 
-Message = Mapping[str, Any]
-
 
 def with_generic_tools(
-    messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, system: bool = True
-) -> list[Message]:
+    messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] | None, system: bool = True
+) -> list[ChatMessage]:
     """Messages of roles that every template knows. system: the template has the role system; without it the preamble
     and the system's text stand at the beginning of the first user message."""
-    written: list[Message] = []
+    written: list[ChatMessage] = []
     before = ""  # the role of the message before
     for message in messages:
         role, content = message["role"], message.get("content") or ""
@@ -45,14 +44,14 @@ def with_generic_tools(
 
 
 def with_described_tools(
-    messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], form: ToolFormat, system: bool = True
-) -> list[Message]:
+    messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], form: ToolFormat, system: bool = True
+) -> list[ChatMessage]:
     """The messages for a template that writes calls in a form of its own, but does not tell the model which tools there
     are."""
     return _with_opening(list(messages), _preamble(tools, form), system)
 
 
-def _with_opening(written: list[Message], opening: str, system: bool) -> list[Message]:
+def _with_opening(written: list[ChatMessage], opening: str, system: bool) -> list[ChatMessage]:
     if written and written[0].get("role") == "system" and (opening or not system):
         own = str(written.pop(0).get("content") or "")
         opening = f"{own}\n\n{opening}" if own and opening else own or opening
@@ -75,7 +74,7 @@ def _call(call: Mapping[str, Any]) -> str:
     return f"{GENERIC.begin}\n{json.dumps(written, ensure_ascii=False)}\n{GENERIC.end}"
 
 
-def _before_user(opening: str, written: list[Message]) -> list[Message]:
+def _before_user(opening: str, written: list[ChatMessage]) -> list[ChatMessage]:
     for index, message in enumerate(written):
         if message.get("role") == "user":
             content = f"{opening}\n\n{message.get('content') or ''}"

@@ -10,10 +10,10 @@ from typing import Any
 from twostroke.text.formats import MISTRAL, ToolFormat
 from twostroke.text.tools import with_parsed_arguments
 
-Message = Mapping[str, Any]
+ChatMessage = Mapping[str, Any]
 
 
-def for_family(messages: Sequence[Message], form: ToolFormat | None) -> list[Message]:
+def for_family(messages: Sequence[ChatMessage], form: ToolFormat | None) -> list[ChatMessage]:
     """The same messages for a template of this format: arguments as objects or as text, reasoning and calls where the
     template looks for them."""
     parsed = with_parsed_arguments(messages)
@@ -30,7 +30,7 @@ def for_family(messages: Sequence[Message], form: ToolFormat | None) -> list[Mes
     return [part for message in parsed for part in _apart(message)] if form.calls_alone else parsed
 
 
-def _with_text_arguments(message: Message) -> Message:
+def _with_text_arguments(message: ChatMessage) -> ChatMessage:
     calls = message.get("tool_calls")
     return {**message, "tool_calls": [_text_call(call) for call in calls]} if isinstance(calls, list) else message
 
@@ -43,7 +43,7 @@ def _text_call(call: Any) -> Any:
     return {**call, "function": {**function, "arguments": text}}
 
 
-def _apart(message: Message) -> Iterator[Message]:
+def _apart(message: ChatMessage) -> Iterator[ChatMessage]:
     """Content and calls as two messages; one with calls has no content."""
     if not message.get("tool_calls"):
         yield message
@@ -53,7 +53,7 @@ def _apart(message: Message) -> Iterator[Message]:
     yield {**message, "content": None}
 
 
-def _with_thinking(message: Message) -> Message:
+def _with_thinking(message: ChatMessage) -> ChatMessage:
     """Reasoning under the name of these templates. They take either it or content beside a call."""
     thought = message.get("reasoning_content") or ""
     if message.get("role") != "assistant" or not thought:
@@ -64,9 +64,9 @@ def _with_thinking(message: Message) -> Message:
     return {**kept, "thinking": thought}
 
 
-def _one_call_each(messages: Sequence[Message]) -> Iterator[Message]:
+def _one_call_each(messages: Sequence[ChatMessage]) -> Iterator[ChatMessage]:
     """A message with several calls as several messages, each followed by its own results."""
-    waiting: list[Message] = []  # calls whose results may follow
+    waiting: list[ChatMessage] = []  # calls whose results may follow
     for message in messages:
         if message.get("role") == "tool" and waiting:
             number = message.get("tool_call_id")
@@ -86,7 +86,7 @@ def _one_call_each(messages: Sequence[Message]) -> Iterator[Message]:
     yield from waiting
 
 
-def _with_short_ids(message: Message) -> Message:
+def _with_short_ids(message: ChatMessage) -> ChatMessage:
     """Ids of nine letters and digits, the only ones that Mistral's templates take."""
     calls, number = message.get("tool_calls"), message.get("tool_call_id")
     if isinstance(calls, list):
@@ -98,10 +98,10 @@ def _short(number: object) -> str:
     return re.sub("[^a-zA-Z0-9]", "", str(number))[-9:].rjust(9, "0")
 
 
-def _with_numbered_ids(messages: Sequence[Message]) -> list[Message]:
+def _with_numbered_ids(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
     """Calls and results under ids with the name and a count through the conversation, as Kimi's models write them."""
     known: dict[str, str] = {}
-    written: list[Message] = []
+    written: list[ChatMessage] = []
     count = 0
     for message in messages:
         calls = message.get("tool_calls")

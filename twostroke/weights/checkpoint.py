@@ -17,7 +17,7 @@ from twostroke.model.quantization import Scheme, read_scheme
 from twostroke.ops.formats import Stored
 from twostroke.record import Record
 from twostroke.weights import catalog
-from twostroke.weights.files import Progress, read_json_object
+from twostroke.weights.files import OnProgress, read_json_object
 from twostroke.weights.gguf import open_gguf
 from twostroke.weights.safetensors import open_safetensors_folder
 
@@ -44,7 +44,7 @@ class Checkpoint(Record):
     scheme: Scheme | None = None  # of matrices in a published format of few bits
 
 
-def locate(model: str | Path, progress: Progress | None = None) -> Path:
+def locate(model: str | Path, progress: OnProgress | None = None) -> Path:
     """The file or folder that `model` names, fetched first if need be.
 
     In this order: a catalog name, an existing path, a hub id "owner/name". `progress(done, total)` counts bytes.

@@ -12,7 +12,7 @@ from typing import Any
 
 from twostroke.errors import ModelError
 
-Progress = Callable[[int, int], None]  # (bytes done, bytes in all), a few times a second
+OnProgress = Callable[[int, int], None]  # (bytes done, bytes in all), a few times a second
 JSON_LIMIT = 32 << 20  # bytes; the index of a trillion-weight checkpoint is about 15 MB, a config a few KB
 
 

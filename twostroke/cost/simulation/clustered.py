@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from twostroke.cost.simulation.deployment import Deployment
 from twostroke.cost.simulation.fleet import Pools
+from twostroke.cost.simulation.recording import Parsed
 from twostroke.record import replace
 
-Document = Mapping[str, Any]
 
-
-def joined_steps(documents: Sequence[Document]) -> dict[str, Any]:
+def joined_steps(documents: Sequence[Parsed]) -> dict[str, Any]:
     """The steps of several workers as those of one log."""
     steps = [step for document in documents for step in document["steps"]]
     return {**documents[0], "steps": sorted(steps, key=lambda step: step["time"] + step["seconds"])}
 
 
-def pools_of(workers: Document) -> Pools:
+def pools_of(workers: Parsed) -> Pools:
     """The pools of the workers that are up. The link is as fast as transfers were."""
     roles = [one["role"] for one in workers["workers"] if one["healthy"]]
     prefill, link = roles.count("prefill"), workers["transfers"]
@@ -28,7 +27,7 @@ def pools_of(workers: Document) -> Pools:
     return replace(plain, link=link["bandwidth"], latency=link["latency"])
 
 
-def as_cluster(deployment: Deployment, workers: Document) -> Deployment:
+def as_cluster(deployment: Deployment, workers: Parsed) -> Deployment:
     """One worker of several: a cluster shows the sums over those that write."""
     pools = pools_of(workers)
     config, writers = deployment.config, pools.workers

@@ -27,7 +27,7 @@ from twostroke.record import replace
 
 FEWEST_STEPS = 24  # that a fit needs
 GOOD = 75  # percentile of the steps' rates that counts as what the machine reaches
-Document = Mapping[str, Any]
+Parsed = Mapping[str, Any]  # a JSON object
 UNKNOWN = Rates(1e10, 1e11, 1e10, 5e10, STEP_SECONDS["cpu"], REQUEST_SECONDS["cpu"], source="a guess")
 
 
@@ -39,7 +39,7 @@ class Recording:
 
 
 def read_recording(
-    settings: Document, arrivals: Document, steps: Document, memory: int | None = None, rates: Rates | None = None
+    settings: Parsed, arrivals: Parsed, steps: Parsed, memory: int | None = None, rates: Rates | None = None
 ) -> Recording:
     """Read a recording from the three documents of the admin routes. `memory`: bytes that the server may use, where
     known; `rates`: from a calibration of its machine with its model."""
@@ -67,7 +67,7 @@ def read_recording(
     )
 
 
-def read_counts(document: Document | None) -> LookupCounts:
+def read_counts(document: Parsed | None) -> LookupCounts:
     """The counts of a replay of prompt lookup; a server that does not report them counts none."""
     if document is None:
         return LookupCounts()
@@ -75,7 +75,7 @@ def read_counts(document: Document | None) -> LookupCounts:
     return LookupCounts(int(document["steps"]), *columns)
 
 
-def read_step(document: Document) -> Step:
+def read_step(document: Parsed) -> Step:
     works = tuple(
         LoggedWork(lane["request"], lane["start"], lane["tokens"], "read" if lane["stage"] == "prefill" else "write")
         for lane in document["lanes"]
@@ -83,7 +83,7 @@ def read_step(document: Document) -> Step:
     return Step(document["number"], document["time"], document["seconds"], works, document["sampled"])
 
 
-def read_arrival(document: Document, first: float) -> Arrival:
+def read_arrival(document: Parsed, first: float) -> Arrival:
     parts = tuple(PromptPart(*part) for part in document["parts"]) or (
         PromptPart(-document["request"], document["prompt_tokens"]),
     )
@@ -97,7 +97,7 @@ def read_arrival(document: Document, first: float) -> Arrival:
     )
 
 
-def read_served(document: Document, first: float, times: Sequence[float]) -> Served:
+def read_served(document: Parsed, first: float, times: Sequence[float]) -> Served:
     arrival = document["time"] - first
     if document["ttft_s"] is None:
         return Served(arrival, document["prompt_tokens"], refused=True)
@@ -115,7 +115,7 @@ def read_served(document: Document, first: float, times: Sequence[float]) -> Ser
     return served
 
 
-def token_times(steps: Sequence[Document]) -> dict[int, list[float]]:
+def token_times(steps: Sequence[Parsed]) -> dict[int, list[float]]:
     """When each request got its tokens: at the end of the step that finished its prompt, and of each decode step."""
     found: dict[int, list[float]] = {}
     for step in steps:

@@ -19,7 +19,7 @@ from twostroke.model.document import arch_document
 from twostroke.remote.ended import KEPT, EndedRequest, by_arrival
 from twostroke.serve.api.workers import pools_of
 from twostroke.serve.costs import step_costs
-from twostroke.serve.fields import Name, Payload, validate_query
+from twostroke.serve.fields import Payload, ShortText, validate_query
 from twostroke.serve.off_loop import LARGE
 from twostroke.serve.service import Service
 from twostroke.serve.transport import errors
@@ -46,7 +46,7 @@ SettingsRequest = settings_payload()
 class StepsQuery(Payload):
     since: Annotated[int, Field(ge=0)] = 0
     limit: Annotated[int, Field(ge=1, le=1024)] = 256
-    worker: Name | None = None  # of a deployment
+    worker: ShortText | None = None  # of a deployment
 
 
 class ArrivalsQuery(Payload):

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from twostroke.answers.cache import AnswerCache
 from twostroke.answers.store import StoreError
-from twostroke.serve.fields import Name, Payload, Text, validate, validate_query
+from twostroke.serve.fields import LongText, Payload, ShortText, validate, validate_query
 from twostroke.serve.service import Service
 from twostroke.serve.transport.errors import ApiError, bad_request
 from twostroke.serve.transport.http import Exchange, dump_large
@@ -26,9 +26,9 @@ class AnswersQuery(Payload):
 class ForgetRequest(Payload):
     """Entries that fulfil all conditions that are given; `all` for those without any condition."""
 
-    question: Text | None = None  # a part of it
+    question: LongText | None = None  # a part of it
     older_than: Annotated[float, Field(ge=0)] | None = None  # seconds
-    tenant: Name | None = None  # as the list shows it
+    tenant: ShortText | None = None  # as the list shows it
     all: bool = False
 
 

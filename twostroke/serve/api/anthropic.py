@@ -13,8 +13,8 @@ from twostroke.engine.answer import StreamEvent
 from twostroke.sampling import MAX_STOPS, SamplingParams
 from twostroke.serve import sse
 from twostroke.serve.api.chat import MAX_MESSAGES
-from twostroke.serve.fates import Hint, Refused, refusal
-from twostroke.serve.fields import Count, Many, Name, OrEmpty, Payload, Text
+from twostroke.serve.fates import Hint, RefusedField, refusal
+from twostroke.serve.fields import Count, LongText, Many, OrEmpty, Payload, ShortText
 from twostroke.serve.forms import json_grammar
 from twostroke.serve.sampling import (
     ExplainField,
@@ -28,7 +28,7 @@ from twostroke.serve.sampling import (
 from twostroke.serve.segments import CONTENT, TOOL_CALL, AnswerSegment, SegmentDelta
 from twostroke.serve.service import Generation, GenerationInput, Service
 from twostroke.serve.structured import AnswerFormat, FormContext, chat_format, function_choice, function_tool
-from twostroke.serve.thinking import ThinkingFields, Wish, template_arguments
+from twostroke.serve.thinking import ThinkingFields, ThinkingOption, template_arguments
 from twostroke.serve.transport.errors import ApiError, anthropic_error, bad_request
 from twostroke.serve.transport.http import Exchange
 from twostroke.text.tools import MAX_TOOLS
@@ -41,15 +41,15 @@ STOP_REASONS = {"stop": "end_turn", "length": "max_tokens"}
 
 class TextBlock(Payload):
     type: Literal["text"]
-    text: Text
+    text: LongText
     cache_control: Hint = None
-    citations: Refused = None
+    citations: RefusedField = None
 
 
 class ToolUseBlock(Payload):
     type: Literal["tool_use"]
-    id: Name
-    name: Name
+    id: ShortText
+    name: ShortText
     input: dict[str, Any]
     cache_control: Hint = None
     caller: Hint = None
@@ -57,8 +57,8 @@ class ToolUseBlock(Payload):
 
 class ToolResultBlock(Payload):
     type: Literal["tool_result"]
-    tool_use_id: Name
-    content: Text | Annotated[Many[TextBlock], Field(max_length=MAX_MESSAGES)] | None = None
+    tool_use_id: ShortText
+    content: LongText | Annotated[Many[TextBlock], Field(max_length=MAX_MESSAGES)] | None = None
     is_error: bool | None = None
     cache_control: Hint = None
 
@@ -67,7 +67,7 @@ class ThinkingBlock(Payload):
     """The reasoning of an earlier answer. It is not given to the model again."""
 
     type: Literal["thinking", "redacted_thinking"]
-    thinking: Text | None = None
+    thinking: LongText | None = None
     signature: Hint = None
     data: Hint = None
     cache_control: Hint = None
@@ -87,7 +87,7 @@ Block = Annotated[AnyBlock, BeforeValidator(_known_block)]
 
 class Turn(MessageHints):
     role: Literal["user", "assistant"]
-    content: Text | Annotated[Many[Block], Field(max_length=MAX_MESSAGES)]
+    content: LongText | Annotated[Many[Block], Field(max_length=MAX_MESSAGES)]
     name: Hint = None
     reasoning_content: Hint = None
 
@@ -124,8 +124,8 @@ def _only_functions(kind: str | None) -> str | None:
 
 class AnthropicTool(Payload):
     type: Annotated[str | None, AfterValidator(_only_functions)] = None
-    name: Name
-    description: Text | None = None
+    name: ShortText
+    description: LongText | None = None
     input_schema: dict[str, Any] = Field(default_factory=dict)
     strict: Hint = None
     cache_control: Hint = None
@@ -137,7 +137,7 @@ class AnthropicTool(Payload):
 
 class AnthropicChoice(Payload):
     type: Literal["auto", "any", "tool", "none"]
-    name: Name | None = None
+    name: ShortText | None = None
     disable_parallel_tool_use: bool | None = None
 
 
@@ -147,16 +147,16 @@ class OutputFormat(Payload):
 
 
 class OutputConfig(Payload):
-    effort: Name | None = None
+    effort: ShortText | None = None
     format: OrEmpty[OutputFormat] = None
 
 
 class Conversation(GenerationHints, ThinkingFields):
     """The fields that /v1/messages and /v1/messages/count_tokens have in common."""
 
-    model: Name
+    model: ShortText
     messages: Annotated[Many[Turn], Field(min_length=1, max_length=MAX_MESSAGES)]
-    system: Text | Annotated[Many[TextBlock], Field(max_length=MAX_MESSAGES)] | None = None
+    system: LongText | Annotated[Many[TextBlock], Field(max_length=MAX_MESSAGES)] | None = None
     tools: Annotated[Many[AnthropicTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: OrEmpty[AnthropicChoice] = None
     output_config: OutputConfig | None = None
@@ -166,8 +166,8 @@ class Conversation(GenerationHints, ThinkingFields):
     speed: Hint = None
     user_profile_id: Hint = None
     workspace_id: Hint = None
-    container: Refused = None
-    mcp_servers: Refused = None
+    container: RefusedField = None
+    mcp_servers: RefusedField = None
 
     def for_template(self) -> list[dict[str, Any]]:
         opening = [{"role": "system", "content": joined(self.system)}] if self.system else []
@@ -179,7 +179,7 @@ class Conversation(GenerationHints, ThinkingFields):
 
     def template_arguments(self, variables: Collection[str]) -> tuple[dict[str, Any], set[str]]:
         wishes = (
-            Wish("output_config.effort", None if self.output_config is None else self.output_config.effort),
+            ThinkingOption("output_config.effort", None if self.output_config is None else self.output_config.effort),
             *self.wishes(),
         )
         return template_arguments(variables, wishes, self.chat_template_kwargs)

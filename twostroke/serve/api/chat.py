@@ -12,8 +12,8 @@ from twostroke.engine.answer import StreamEvent
 from twostroke.sampling import SamplingParams
 from twostroke.serve import sse
 from twostroke.serve.answering import question_of
-from twostroke.serve.fates import Hint, HintFate, Refused, refusal
-from twostroke.serve.fields import Count, Many, Name, Payload, Text
+from twostroke.serve.fates import Hint, HintFate, RefusedField, refusal
+from twostroke.serve.fields import Count, LongText, Many, Payload, ShortText
 from twostroke.serve.sampling import MAX_TOP_LOGPROBS, MessageHints, SamplingFields, same_value
 from twostroke.serve.segments import CONTENT, REASONING, SegmentDelta
 from twostroke.serve.service import Generation, GenerationInput, Service
@@ -39,8 +39,8 @@ def _text_only(kind: str) -> str:
 
 class ContentPart(Payload):
     type: Annotated[str, AfterValidator(_text_only)]
-    text: Text | None = None
-    refusal: Text | None = None
+    text: LongText | None = None
+    refusal: LongText | None = None
     cache_control: Hint = None
     annotations: Hint = None
     prompt_cache_breakpoint: Hint = None
@@ -56,13 +56,13 @@ class ContentPart(Payload):
 
 
 class CalledFunction(Payload):
-    name: Name
-    arguments: Text | dict[str, Any] | None = None
+    name: ShortText
+    arguments: LongText | dict[str, Any] | None = None
     parsed_arguments: Hint = None
 
 
 class ToolCall(Payload):
-    id: Name | None = None
+    id: ShortText | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
     index: int | None = None
@@ -77,15 +77,15 @@ class Message(MessageHints):
     """The fields after `reasoning_content` are those of an answer that a client sends back as it got it."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | Annotated[Many[ContentPart], Field(max_length=MAX_MESSAGES)] | None = None
-    name: Name | None = None
+    content: LongText | Annotated[Many[ContentPart], Field(max_length=MAX_MESSAGES)] | None = None
+    name: ShortText | None = None
     tool_calls: Annotated[Many[ToolCall], Field(max_length=128)] | None = None
-    tool_call_id: Name | None = None
-    reasoning_content: Text | None = None
-    refusal: Text | None = None
+    tool_call_id: ShortText | None = None
+    reasoning_content: LongText | None = None
+    refusal: LongText | None = None
     annotations: Annotated[Any, HintFate(([],))] = None
-    audio: Refused = None
-    function_call: Refused = None
+    audio: RefusedField = None
+    function_call: RefusedField = None
 
     def for_template(self) -> dict[str, Any]:
         """Chat templates have no role `developer`: it is read as `system`."""
@@ -114,11 +114,11 @@ class ChatRequest(SamplingFields, ToolFields, ThinkingFields):
     continue_final_message: bool | None = None  # the last message is the beginning of the answer
     modalities: Annotated[Many[Literal["text"]], Field(max_length=1)] | None = None
     prediction: Hint = None
-    audio: Refused = None
-    function_call: Refused = None
-    functions: Refused = None
-    moderation: Refused = None
-    web_search_options: Refused = None
+    audio: RefusedField = None
+    function_call: RefusedField = None
+    functions: RefusedField = None
+    moderation: RefusedField = None
+    web_search_options: RefusedField = None
 
     def to_params(self, **more: Any) -> SamplingParams:
         if self.top_logprobs and not self.logprobs:

@@ -11,7 +11,7 @@ from twostroke.engine.answer import StreamEvent
 from twostroke.remote.stream import Piece
 from twostroke.sampling import MAX_SAMPLES, SamplingParams
 from twostroke.serve import sse
-from twostroke.serve.fields import Many, Natural, Text, TokenId
+from twostroke.serve.fields import LongText, Many, Natural, TokenIds
 from twostroke.serve.forms import FormatFields
 from twostroke.serve.sampling import MAX_TOP_LOGPROBS, SamplingFields
 from twostroke.serve.service import Generation, GenerationInput, Service
@@ -25,16 +25,15 @@ from twostroke.text.tokenizer import Tokenizer
 from twostroke.types import TokenLogprobs
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
-Tokens = Annotated[Many[TokenId], Field(min_length=1)]
 
 
 class CompletionRequest(SamplingFields, FormatFields, ThinkingHints):
-    prompt: Text | Tokens | Annotated[Many[Text | Tokens], Field(min_length=1, max_length=MAX_SAMPLES)]
+    prompt: LongText | TokenIds | Annotated[Many[LongText | TokenIds], Field(min_length=1, max_length=MAX_SAMPLES)]
     max_tokens: Natural | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     echo: bool | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] | None = None
-    suffix: Text | None = None  # the answer is the text between prompt and suffix
+    suffix: LongText | None = None  # the answer is the text between prompt and suffix
     add_special_tokens: bool | None = None
 
     def prompts(self) -> list[str | list[int]]:

@@ -14,15 +14,14 @@ from twostroke.embed.texts import Tokens
 from twostroke.serve.base_service import BaseService
 from twostroke.serve.embedding import EmbeddingService, timings
 from twostroke.serve.fates import Hint, refusal
-from twostroke.serve.fields import Count, Many, Name, Text, TokenId
+from twostroke.serve.fields import Count, LongText, Many, ShortText, TokenIds
 from twostroke.serve.sampling import CommonHints
 from twostroke.serve.transport.errors import ApiError, bad_request
 from twostroke.serve.transport.http import Exchange, dump_large
 
 MAX_INPUTS = 2048  # OpenAI's
 NUMBER = 22  # characters that a number takes as JSON
-TokenIds = Annotated[Many[TokenId], Field(min_length=1)]
-Several = Annotated[Many[Text | TokenIds], Field(min_length=1, max_length=MAX_INPUTS)]
+Several = Annotated[Many[LongText | TokenIds], Field(min_length=1, max_length=MAX_INPUTS)]
 
 
 def _something(value: Any) -> Any:
@@ -32,8 +31,8 @@ def _something(value: Any) -> Any:
 
 
 class EmbeddingsRequest(CommonHints):
-    model: Name | None = None
-    input: Annotated[Text | TokenIds | Several, BeforeValidator(_something)]
+    model: ShortText | None = None
+    input: Annotated[LongText | TokenIds | Several, BeforeValidator(_something)]
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Count | None = None
     truncate: bool = False  # extension: a text beyond the model's length loses its end

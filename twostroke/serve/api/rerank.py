@@ -10,7 +10,7 @@ from pydantic import Field
 from twostroke.embed.embedder import Embedder
 from twostroke.embed.texts import Tokens
 from twostroke.serve.embedding import EmbeddingService, timings
-from twostroke.serve.fields import Count, Many, Name, Payload, Text
+from twostroke.serve.fields import Count, LongText, Many, Payload, ShortText
 from twostroke.serve.sampling import CommonHints
 from twostroke.serve.transport.errors import bad_request
 from twostroke.serve.transport.http import Exchange, dump_large
@@ -19,13 +19,13 @@ MAX_DOCUMENTS = 1000  # Cohere's
 
 
 class Document(Payload):
-    text: Text
+    text: LongText
 
 
 class RerankRequest(CommonHints):
-    model: Name | None = None
-    query: Text
-    documents: Annotated[Many[Text | Document], Field(min_length=1, max_length=MAX_DOCUMENTS)]
+    model: ShortText | None = None
+    query: LongText
+    documents: Annotated[Many[LongText | Document], Field(min_length=1, max_length=MAX_DOCUMENTS)]
     top_n: Count | None = None
     return_documents: bool = False
 
@@ -33,9 +33,9 @@ class RerankRequest(CommonHints):
 class ScoreRequest(CommonHints):
     """Scores of pairs: one text with each of several, or two lists of the same length."""
 
-    model: Name | None = None
-    text_1: Text | Annotated[Many[Text], Field(min_length=1, max_length=MAX_DOCUMENTS)]
-    text_2: Text | Annotated[Many[Text], Field(min_length=1, max_length=MAX_DOCUMENTS)]
+    model: ShortText | None = None
+    text_1: LongText | Annotated[Many[LongText], Field(min_length=1, max_length=MAX_DOCUMENTS)]
+    text_2: LongText | Annotated[Many[LongText], Field(min_length=1, max_length=MAX_DOCUMENTS)]
 
     def pairs(self) -> list[tuple[str, str]]:
         first = [self.text_1] if isinstance(self.text_1, str) else self.text_1

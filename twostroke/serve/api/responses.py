@@ -12,8 +12,8 @@ from twostroke.engine.answer import StreamEvent
 from twostroke.sampling import Grammar, SamplingParams
 from twostroke.serve import sse
 from twostroke.serve.api.chat import MAX_MESSAGES, tool_call
-from twostroke.serve.fates import Hint, HintFate, Refused, refusal
-from twostroke.serve.fields import Count, Many, Name, OrEmpty, Payload, Text
+from twostroke.serve.fates import Hint, HintFate, RefusedField, refusal
+from twostroke.serve.fields import Count, LongText, Many, OrEmpty, Payload, ShortText
 from twostroke.serve.forms import json_grammar
 from twostroke.serve.sampling import (
     MAX_TOP_LOGPROBS,
@@ -33,7 +33,7 @@ from twostroke.serve.structured import (
     function_choice,
     function_tool,
 )
-from twostroke.serve.thinking import ThinkingFields, Wish, template_arguments
+from twostroke.serve.thinking import ThinkingFields, ThinkingOption, template_arguments
 from twostroke.serve.transport.errors import ApiError, bad_request
 from twostroke.serve.transport.http import Exchange
 from twostroke.serve.usage import chat_logprobs
@@ -53,8 +53,8 @@ def _text_only(kind: str) -> str:
 
 class TextContent(Payload):
     type: Annotated[str, AfterValidator(_text_only)]
-    text: Text | None = None
-    refusal: Text | None = None
+    text: LongText | None = None
+    refusal: LongText | None = None
     annotations: Annotated[Any, HintFate(([],))] = None
     logprobs: Annotated[Any, HintFate(([],))] = None
     parsed: Hint = None
@@ -67,7 +67,7 @@ class TextContent(Payload):
         return self
 
 
-Contents = Text | Annotated[Many[TextContent], Field(max_length=MAX_MESSAGES)]
+ContentParts = LongText | Annotated[Many[TextContent], Field(max_length=MAX_MESSAGES)]
 
 
 def joined(content: str | list[TextContent]) -> str:
@@ -83,7 +83,7 @@ class Item(MessageHints):
 class MessageItem(Item):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: Contents
+    content: ContentParts
     name: Hint = None
     reasoning_content: Hint = None
 
@@ -93,9 +93,9 @@ class MessageItem(Item):
 
 class CallItem(Item):
     type: Literal["function_call"]
-    call_id: Name
-    name: Name
-    arguments: Text
+    call_id: ShortText
+    name: ShortText
+    arguments: LongText
     parsed_arguments: Hint = None
 
     def for_template(self) -> dict[str, Any]:
@@ -105,8 +105,8 @@ class CallItem(Item):
 
 class ResultItem(Item):
     type: Literal["function_call_output"]
-    call_id: Name
-    output: Contents
+    call_id: ShortText
+    output: ContentParts
 
     def for_template(self) -> dict[str, Any]:
         return {"role": "tool", "tool_call_id": self.call_id, "content": joined(self.output)}
@@ -129,7 +129,7 @@ AnyItem = CallItem | ResultItem | ReasoningItem | MessageItem
 
 class TextFormat(Payload):
     type: Literal["text", "json_object", "json_schema"]
-    name: Name | None = None
+    name: ShortText | None = None
     description: Hint = None
     schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
     strict: Hint = None
@@ -142,8 +142,8 @@ class TextConfig(Payload):
 
 class FunctionTool(Payload):
     type: FunctionType
-    name: Name
-    description: Text | None = None
+    name: ShortText
+    description: LongText | None = None
     parameters: dict[str, Any] | None = None
     strict: Hint = None
     defer_loading: Hint = None
@@ -152,7 +152,7 @@ class FunctionTool(Payload):
 
 class FunctionChoice(Payload):
     type: Literal["function"]
-    name: Name
+    name: ShortText
 
 
 class ResponsesStreamOptions(Payload):
@@ -162,15 +162,15 @@ class ResponsesStreamOptions(Payload):
 
 
 class ReasoningConfig(Payload):
-    effort: Name | None = None
+    effort: ShortText | None = None
     summary: Hint = None
     generate_summary: Hint = None
 
 
 class ResponsesRequest(ExplainField, GenerationHints, ThinkingFields):
-    input: Text | Annotated[Many[AnyItem], Field(min_length=1, max_length=MAX_MESSAGES)]
-    model: Name | None = None
-    instructions: Text | None = None
+    input: LongText | Annotated[Many[AnyItem], Field(min_length=1, max_length=MAX_MESSAGES)]
+    model: ShortText | None = None
+    instructions: LongText | None = None
     max_output_tokens: Count | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -186,11 +186,11 @@ class ResponsesRequest(ExplainField, GenerationHints, ThinkingFields):
     access_programs: Hint = None
     image: Hint = None
     max_tool_calls: Hint = None
-    background: Refused = None
-    conversation: Refused = None
-    moderation: Refused = None
-    previous_response_id: Refused = None
-    prompt: Refused = None
+    background: RefusedField = None
+    conversation: RefusedField = None
+    moderation: RefusedField = None
+    previous_response_id: RefusedField = None
+    prompt: RefusedField = None
 
     def for_template(self) -> list[dict[str, Any]]:
         opening = [{"role": "system", "content": self.instructions}] if self.instructions else []
@@ -230,7 +230,7 @@ class ResponsesRequest(ExplainField, GenerationHints, ThinkingFields):
 
     def template_arguments(self, variables: Collection[str]) -> tuple[dict[str, Any], set[str]]:
         effort = None if self.reasoning is None else self.reasoning.effort
-        wishes = [Wish("reasoning.effort", effort), *self.wishes()]
+        wishes = [ThinkingOption("reasoning.effort", effort), *self.wishes()]
         return template_arguments(variables, wishes, self.chat_template_kwargs)
 
 

@@ -7,7 +7,7 @@ from pydantic import model_validator
 from twostroke.errors import InputError
 from twostroke.serve.api.chat import Messages
 from twostroke.serve.body_shape import MAX_ELEMENTS
-from twostroke.serve.fields import Many, Name, Payload, Text, TokenId
+from twostroke.serve.fields import LongText, Many, Payload, ShortText, TokenId
 from twostroke.serve.service import Service
 from twostroke.serve.transport.errors import bad_request
 from twostroke.serve.transport.http import Exchange, dump, dump_large
@@ -16,8 +16,8 @@ from twostroke.serve.transport.http import Exchange, dump, dump_large
 class TokenizeRequest(Payload):
     """A prompt, or messages as the chat template writes them."""
 
-    model: Name | None = None
-    prompt: Text | None = None
+    model: ShortText | None = None
+    prompt: LongText | None = None
     messages: Messages | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
@@ -31,7 +31,7 @@ class TokenizeRequest(Payload):
 
 
 class DetokenizeRequest(Payload):
-    model: Name | None = None
+    model: ShortText | None = None
     tokens: Many[TokenId]
 
 

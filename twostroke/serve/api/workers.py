@@ -10,7 +10,7 @@ from twostroke.cluster.member import Member
 from twostroke.cluster.pools import Pools
 from twostroke.cluster.router import Role
 from twostroke.errors import ConfigError
-from twostroke.serve.fields import Name, Payload
+from twostroke.serve.fields import Payload, ShortText
 from twostroke.serve.service import Service
 from twostroke.serve.transport import errors
 from twostroke.serve.transport.http import Exchange
@@ -21,7 +21,7 @@ SHOWN = 64  # requests on their way
 class RoleRequest(Payload):
     """The worker does this from its next request on; what it has it ends."""
 
-    worker: Name
+    worker: ShortText
     role: Literal["prefill", "decode", "both"]
 
 

@@ -16,9 +16,9 @@ from twostroke.schedule.keys import most_of
 from twostroke.serve.transport.auth import Caller
 from twostroke.serve.transport.errors import ApiError, busy
 
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
+AsgiMessage = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[AsgiMessage]]
+Send = Callable[[AsgiMessage], Awaitable[None]]
 WriteNow = Callable[[Callable[[], bytes]], bool]
 Accepted = Callable[[int, float], bool]  # (key, its share): whether one more connection of this key may be busy
 
@@ -67,7 +67,7 @@ class BodyMemory:
 class Exchange:
     """One request and its answer."""
 
-    def __init__(self, scope: Message, receive: Receive, send: Send, arrival: float, memory: BodyMemory):
+    def __init__(self, scope: AsgiMessage, receive: Receive, send: Send, arrival: float, memory: BodyMemory):
         self.method: str = scope["method"]
         self.path: str = scope["path"]
         self.query: bytes = scope["query_string"]

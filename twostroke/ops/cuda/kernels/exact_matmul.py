@@ -72,10 +72,10 @@ def product_kernel(
     tl.store(place, acc.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-Tile = tuple[int, int, int, int, int, bool]  # BLOCK_R, BLOCK_N, BLOCK_K, stages, warps, weights first
+ProductTile = tuple[int, int, int, int, int, bool]  # BLOCK_R, BLOCK_N, BLOCK_K, stages, warps, weights first
 
 
-def tile_of(rows: int, n: int, dtype: torch.dtype) -> Tile:
+def tile_of(rows: int, n: int, dtype: torch.dtype) -> ProductTile:
     """The fastest tile, as measured on an H200. No choice here changes a bit."""
     if INTERPRETED:
         return 16, 64, 64, 2, 4, True  # the interpreter multiplies with a library, whose order may depend on the shape
@@ -96,7 +96,7 @@ def tile_of(rows: int, n: int, dtype: torch.dtype) -> Tile:
 
 
 def exact_product(
-    x: Tensor, weight: Tensor, out: Tensor, add: bool, tile: Tile | None = None, *, fetch: int = 0
+    x: Tensor, weight: Tensor, out: Tensor, add: bool, tile: ProductTile | None = None, *, fetch: int = 0
 ) -> Tensor:
     """out (rows, N) = x @ weight.T, added to what `out` holds with `add`; the product is rounded first. fetch: bytes of
     each row of weights to be prefetched while the kernel before is running."""
