@@ -117,7 +117,8 @@ def test_blocks_are_not_waited_for_beyond_the_deadline_of_the_request(
         await asyncio.sleep(1.5)
         assert pair.moving and pair.counts.failed == {"deadline": 1}
         patient.close()
-        assert [piece.event.finish_reason async for piece in patient][-1] == "abort"
+        ends = [piece.event.finish_reason async for piece in patient]
+        assert ends[-1] in ("abort", "length")  # its worker may have written all of it before it is told
 
     run_pair(llama_folder, scenario, lambda: transport, lease=600.0, transfer_seconds=600.0)
 
