@@ -60,8 +60,12 @@ class CostRanks:
 
     def _join(self, worker: RoutedWorker, rank: int) -> None:
         self._at[worker] = rank
-        self._ranks.setdefault(rank, {})[worker] = None
-        self._filled |= 1 << rank - 1
+        those = self._ranks.get(rank)
+        if those:
+            those[worker] = None
+        else:
+            self._ranks[rank] = {worker: None}
+            self._filled |= 1 << rank - 1
 
     def drop(self, worker: RoutedWorker) -> None:
         """It is gone, or has another role."""

@@ -75,19 +75,20 @@ def best(
     blocks, (latency, block_seconds) = len(names), times
     asked = [worker for worker in workers if worker.open and worker is not but]
     found, richest, most = holdings_of(asked, names)
-    busy = 0.0 if richest is None else min(richest.wait, CHUNK * richest.token)
+    left, coming = max(1, length - most * BLOCK), 0.0
+    if richest is not None and prefix_times is not None:
+        coming = min(richest.wait, CHUNK * richest.token) + prefix_times[0]
     for worker, cached in zip(asked, found, strict=True):
-        tokens, fetched = max(1, length - cached * BLOCK), 0
-        own = tokens * worker.token
-        done = worker.wait + own
+        tokens, fetched, wait, token = length - cached * BLOCK, 0, worker.wait, worker.token
+        own = token * tokens if tokens > 1 else token
+        done = wait + own
         if cached < most and prefix_times is not None:
-            left = max(1, length - most * BLOCK)
-            coming = busy + prefix_times[0] + (most - cached) * prefix_times[1]
-            sooner = max(worker.wait, coming) + left * worker.token
+            there = coming + (most - cached) * prefix_times[1]
+            sooner = (wait if wait > there else there) + left * token
             if sooner < done:
-                tokens, fetched, own, done = left, most - cached, left * worker.token, sooner
-        waiting = worker.streams * own if others else 0.0
-        prompt = (done + waiting, worker.number, done, cached, tokens, fetched, worker)
+                tokens, fetched, own, done = left, most - cached, left * token, sooner
+        cost = done + worker.streams * own if others else done
+        prompt = (cost, worker.number, done, cached, tokens if tokens > 1 else 1, fetched, worker)
         if worker.writes:
             prompts.append(prompt)
         if blocks and worker.helps:
