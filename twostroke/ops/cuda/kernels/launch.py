@@ -41,9 +41,11 @@ def hash_functions() -> None:
     constants of a function are part of it only if that function was hashed before. Threads that compile kernels side by
     side hash in any order, so that a start did not find some kernels of the last one, and compiled them again."""
     package = __name__.rpartition(".")[0] + "."
-    for name in [name for name in sys.modules if name.startswith(package) and name not in _seen]:
+    for name, module in list(sys.modules.items()):  # another thread may be importing: `wake_driver` does
+        if not name.startswith(package) or name in _seen:
+            continue
         _seen.add(name)
-        for function in vars(sys.modules[name]).values():
+        for function in list(vars(module).values()):
             if isinstance(function, JITFunction):
                 _hash_called(function)
 
