@@ -71,6 +71,7 @@ def deployment_for(
         rates, pools = calibration.rates, Pools(1, 0, *MEASURED_LINKS[device.kind])
         return Deployment(arch, device, config, precision or "float32", exact, rates, pools=pools), calibration
     planned = precision or config.dtype or published or "bfloat16"
+    exact = exact if config.dtype is None else None  # codes of the file are decoded to it
     return Deployment(arch, device, config, planned, exact, gpus=gpus), None
 
 

@@ -79,7 +79,8 @@ def plan(
     else:
         refuse_unsimulated(settings)
     deployment = with_room_for(rows, deployment_for(model, hardware, precision, gpus, settings)[0])
-    any_precision = precision is None and hardware != "this" and deployment.config.quantize is None
+    chosen = precision or deployment.config.dtype or deployment.config.quantize
+    any_precision = chosen is None and hardware != "this"
     kinds, dropped = kinds_of_workers(deployment, model, search, any_precision)
     check_lengths(kinds[0], rows)
     show_one_worker(kinds[0], rows, draft, acceptance)

@@ -96,9 +96,9 @@ def context_text(deployment: Deployment) -> str | None:
             f"{mixer.heads} heads. K and V of each head would take {size * heads:,} bytes a token."
         )
     compressed = [(mixer, layers) for mixer, layers in arch.mixers if isinstance(mixer, CompressedArch)]
-    if not compressed:
-        return None
     ratios = " or ".join(str(ratio) for ratio in sorted({one.ratio for one, _ in compressed if one.ratio}))
+    if not ratios:
+        return None
     keys = sum(layers * one.dim for one, layers in compressed)
     return (
         f"Long contexts are cheap: beside a window of {compressed[0][0].window} tokens, an entry stands for {ratios} "
@@ -193,8 +193,10 @@ def show_drafts(deployment: Deployment, draft: str, acceptance: float, context: 
 
     line, helper = deployment.roofline(), None
     if draft != "lookup":
-        arch, stored, _ = describe(draft, deployment.device.kind)
+        arch, stored, published = describe(draft, deployment.device.kind)
         precision = deployment.config.quantize or deployment.precision
+        if precision in PUBLISHED:  # of the target's file, not of the draft's
+            precision = published or "bfloat16"
         helper = Kind(arch, deployment.device, deployment.config, precision, stored, gpus=deployment.gpus).roofline()
     how = "prompt lookup" if helper is None else f"drafts of {draft}"
     table = Table(

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from unittest import mock
 
 import pytest
 from typer.testing import CliRunner
 
+from tests.hostile.tiny_gguf import write
 from twostroke.cli.deployment import deployment_for, describe
 from twostroke.cli.main import app
+from twostroke.cli.plan_tables import context_text, show_drafts
 from twostroke.cost.answers.workers import candidates
+from twostroke.cost.model import drafts
 from twostroke.cost.model.devices import find_device
 from twostroke.cost.model.known_models import CONFIGS
 from twostroke.cost.model.roofline import model_cost
 from twostroke.cost.model.weight_formats import PUBLISHED
 from twostroke.errors import ConfigError, ModelError
+from twostroke.record import replace
 
 SIZES = {  # bytes of the published weights, without layers that predict further tokens
     "gpt-oss-20b": 13.76e9,
@@ -45,6 +51,30 @@ def test_what_is_asked_for_comes_first() -> None:
     assert small.model.bytes == pytest.approx(wide / 2, rel=0.01)
     with pytest.raises(ConfigError, match="--precision mxfp4: it must be one of float32"):
         deployment_for("gpt-oss-20b", "h200", "mxfp4", 1, {})
+
+
+def test_a_dtype_decodes_the_codes_of_a_file(tmp_path: Path) -> None:
+    path = str(write(tmp_path / "model.gguf", "Q4_0"))
+    stored, decoded = (deployment_for(path, "h200", None, 1, more)[0] for more in ({}, {"dtype": "bfloat16"}))
+    assert stored.stored_bytes is not None and decoded.stored_bytes is None
+    assert decoded.model.bytes == pytest.approx(2 * decoded.arch.parameters)
+
+
+def test_a_dtype_that_is_asked_for_is_the_only_one() -> None:
+    load = ("--prompt", "400", "--output", "20", "--ttft", "0.0001")
+    asked = ["plan", "llama-3.2-1b", "-s", "dtype=bfloat16", *load]
+    shown = CliRunner().invoke(app, asked, env={"COLUMNS": "200"}).output
+    assert "h200, bfloat16" in shown and not [name for name in ("int8", "int4", "fp8") if f"h200, {name}" in shown]
+
+
+def test_a_draft_has_a_format_of_its_own() -> None:
+    """Not that of the model which it drafts for."""
+    target, wide = (deployment_for("deepseek-v3", "h200", precision, 8, {})[0] for precision in (None, "bfloat16"))
+    line = replace(wide, arch=describe("llama-3.2-3b").arch).roofline()
+    with mock.patch.object(drafts, "best_length", wraps=drafts.best_length) as chosen:
+        show_drafts(target, "llama-3.2-3b", 0.7, 400)
+    helper = chosen.call_args.args[1].draft
+    assert helper is not None and helper.model.bytes == line.model.bytes
 
 
 def test_a_stream_reads_narrow_experts() -> None:
@@ -81,6 +111,14 @@ def test_a_format_that_is_not_read_is_refused(tmp_path) -> None:
     path.write_text(json.dumps({**CONFIGS["llama-3.1-8b"], "quantization_config": {"quant_method": "bitsandbytes"}}))
     with pytest.raises(ModelError, match="'bitsandbytes', which is not read"):
         describe(str(path))
+
+
+def test_windows_alone_do_not_make_contexts_cheap(tmp_path: Path) -> None:
+    """Of a config in which no layer has entries for several tokens."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIGS["deepseek-v4-flash"] | {"layer_types": ["sliding_attention"] * 43}))
+    found, whole = (deployment_for(name, "h200", None, 2, {})[0] for name in (str(path), "deepseek-v4-flash"))
+    assert context_text(found) is None and context_text(whole) is not None
 
 
 def test_a_search_tries_the_published_format_too() -> None:
