@@ -136,11 +136,13 @@ def main() -> None:
     parser.add_argument("before", type=Path, help="the other checkout")
     parser.add_argument("--gpu", action="store_true")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--rows", nargs="+", choices=ROWS_ON_A_CPU, default=ROWS_ON_A_CPU, help="on a CPU: only these")
+    parser.add_argument("--rows", nargs="+", choices=ROWS_ON_A_CPU, help="on a CPU: only these")
     parser.add_argument("--json", type=Path, help="instead of a file under results/")
     args = parser.parse_args()
+    if args.gpu and args.rows:
+        parser.error("--rows are those on a CPU: leave out --gpu or --rows")
     trees = {"before": args.before.resolve(), "now": HERE}
-    rounds = gpu_rounds(trees, args.rounds) if args.gpu else cpu_rounds(trees, args.rounds, args.rows)
+    rounds = gpu_rounds(trees, args.rounds) if args.gpu else cpu_rounds(trees, args.rounds, args.rows or ROWS_ON_A_CPU)
     found: dict[str, dict[str, Any]] = {}
     for row in rounds["now"][0]:
         old, new = ([figures[row] for figures in rounds[name]] for name in trees)

@@ -1,4 +1,4 @@
-"""A rank of an engine (ranks.py) in a process of its own: it loads its share, then runs each step that rank 0 sends."""
+"""A rank of an engine (group.py) in a process of its own: it loads its share, then runs each step that rank 0 sends."""
 
 from __future__ import annotations
 
