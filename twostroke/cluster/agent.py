@@ -25,9 +25,9 @@ from twostroke.cluster.control import (
     Found,
     Joined,
     Line,
-    LineClosed,
     LookUp,
     Offered,
+    ParcelReady,
     Release,
     Take,
     Taken,
@@ -178,7 +178,7 @@ class Agent:
         self.settings = settings
 
     def on_parcel(self, request_id: int, parcel: Parcel) -> None:
-        self.line.send(LineClosed(request_id, parcel))
+        self.line.send(ParcelReady(request_id, parcel))
 
     def on_offer(self, request_id: int, offer: Offer) -> None:
         self.line.send(Offered(request_id, offer))

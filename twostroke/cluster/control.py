@@ -1,6 +1,6 @@
 """What the router's process and the process of a worker say to each other. Torch-free.
 
-    worker ─▶ router   Joined first; then what its engine says (remote/messages.py), LineClosed with blocks of a
+    worker ─▶ router   Joined first; then what its engine says (remote/messages.py), ParcelReady with blocks of a
                        request with `lend`, Offered before the event that ends it, Alive twice a second, Ended when its
                        engine is lost
     router ─▶ worker   Hello; then Orders, Change, Recall, Release; LookUp: blocks go to another worker; Collect: they
@@ -61,7 +61,7 @@ class Ended(Message, frozen=True, tag="ended"):
     why: str
 
 
-class LineClosed(Message, frozen=True, tag="parted"):
+class ParcelReady(Message, frozen=True, tag="parcel"):
     """Blocks of a request that is still computed."""
 
     request_id: int
@@ -125,7 +125,7 @@ class Unanswered(Message, frozen=True, tag="unanswered"):
 
 ToWorker = Hello | Orders | Change | Recall | Release | LookUp | Collect | Take
 FromWorker = (
-    Joined | Alive | Ended | LineClosed | Offered | Found | Taken | Unanswered
+    Joined | Alive | Ended | ParcelReady | Offered | Found | Taken | Unanswered
     | Report | Stage | Ready | Failed | Changed | Steps
 )  # fmt: skip
 

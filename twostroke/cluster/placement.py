@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from twostroke.cluster.placing import (
+    ClusterAbsent,
     Connect,
     Connected,
     FromDriver,
@@ -23,7 +24,6 @@ from twostroke.cluster.placing import (
     PlacementImpossible,
     PlaceWorkers,
     ToDriver,
-    WorkerAbsent,
     WorkerDied,
 )
 from twostroke.errors import ConfigError
@@ -79,10 +79,10 @@ class Placement:
 
     async def _begin(self) -> Connected:
         answer = await self._connect(self.address or "auto")
-        if isinstance(answer, WorkerAbsent) and self.address is None:
+        if isinstance(answer, ClusterAbsent) and self.address is None:
             await self._end()
             answer = await self._connect(None)
-        if isinstance(answer, WorkerAbsent):
+        if isinstance(answer, ClusterAbsent):
             answer = PlacementImpossible(NO_CLUSTER)
         if isinstance(answer, PlacementImpossible):
             self._kill()

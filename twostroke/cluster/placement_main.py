@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from twostroke.cluster.placing import (
+    ClusterAbsent,
     Connect,
     Connected,
     FromDriver,
@@ -22,7 +23,6 @@ from twostroke.cluster.placing import (
     PlacementImpossible,
     PlaceWorkers,
     ToDriver,
-    WorkerAbsent,
     WorkerDied,
 )
 from twostroke.remote import wire
@@ -95,7 +95,7 @@ class Driver:
 
     # ---- the cluster -------------------------------------------------------------------------------------------------
 
-    def connect(self, wanted: Connect) -> Connected | WorkerAbsent:
+    def connect(self, wanted: Connect) -> Connected | ClusterAbsent:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         try:
             import ray
@@ -110,7 +110,7 @@ class Driver:
         if wanted.address is None:
             self.start_own(wanted.cores)
         elif not self.join(wanted.address):
-            return WorkerAbsent()
+            return ClusterAbsent()
         nodes = [node for node in ray.nodes() if node["Alive"]]
         free = ray.available_resources()
         cores = tuple(float(node["Resources"].get("CPU", 0.0)) for node in nodes)

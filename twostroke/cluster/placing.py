@@ -8,7 +8,7 @@ from twostroke.remote.messages import Message
 
 
 class Connect(Message, frozen=True, tag="connect"):
-    """Join the Ray cluster at this address, or the one of this machine ("auto": WorkerAbsent if there is none). None:
+    """Join the Ray cluster at this address, or the one of this machine ("auto": ClusterAbsent if there is none). None:
     start one with so many cores."""
 
     address: str | None
@@ -25,7 +25,7 @@ class Connected(Message, frozen=True, tag="connected"):
     gpus: float  # free, of all machines
 
 
-class WorkerAbsent(Message, frozen=True, tag="absent"):
+class ClusterAbsent(Message, frozen=True, tag="absent"):
     """No cluster runs on this machine."""
 
 
@@ -58,6 +58,6 @@ class PlacementImpossible(Message, frozen=True, tag="impossible"):
 
 
 ToDriver = Connect | PlaceWorkers | Kill
-FromDriver = Connected | WorkerAbsent | WorkerDied | PlacementImpossible
+FromDriver = Connected | ClusterAbsent | WorkerDied | PlacementImpossible
 TO_DRIVER: msgspec.msgpack.Decoder[ToDriver] = msgspec.msgpack.Decoder(ToDriver)
 FROM_DRIVER: msgspec.msgpack.Decoder[FromDriver] = msgspec.msgpack.Decoder(FromDriver)

@@ -26,9 +26,9 @@ from twostroke.cluster.control import (
     FromWorker,
     Joined,
     Line,
-    LineClosed,
     LookUp,
     Offered,
+    ParcelReady,
     Release,
     Take,
     Taken,
@@ -157,7 +157,7 @@ class RemoteWorker(MessageClient):
     def _hear(self, message: FromWorker) -> None:
         if isinstance(message, Alive):
             self._trouble, self.held = message.trouble, message.held
-        elif isinstance(message, LineClosed):
+        elif isinstance(message, ParcelReady):
             self.listener.on_parcel(message.request_id, message.parcel)
         elif isinstance(message, Offered):
             self.listener.on_offer(message.request_id, message.offer)
