@@ -128,6 +128,21 @@ def test_a_search_tries_the_published_format_too() -> None:
 
 
 @pytest.mark.parametrize(
+    ("settings", "kinds"),
+    [
+        ({}, {("h100", "bfloat16"), ("h100", "fp8"), ("a100", "bfloat16"), ("a100", "int8")}),
+        ({"dtype": "float16"}, {("h100", "float16"), ("a100", "float16")}),
+        ({"quantize": "fp8"}, {("h100", "fp8")}),
+    ],
+)
+def test_a_search_tries_what_is_asked_for_alone(settings: dict[str, str], kinds: set[tuple[str, str]]) -> None:
+    found, _ = deployment_for("llama-3.1-8b", "h200", None, 1, settings)
+    devices = [find_device("h100"), find_device("a100")]
+    options = [(one.device.name, one.precision) for one in candidates(found.arch, devices, found.config, (1,))]
+    assert kinds <= set(options) and len(options) == len(kinds if settings else set(options))
+
+
+@pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (("gpt-oss-20b",), ["weights 13,761,264,768 bytes", PUBLISHED["mxfp4"], "h200, as published"]),

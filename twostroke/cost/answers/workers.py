@@ -241,11 +241,11 @@ def candidates(
     arch: Arch, devices: Sequence[Device], config: Config, gpus: Sequence[int] = GPUS, published: Sequence[str] = ()
 ) -> list[Deployment]:
     """Every kind of worker that the model fits on, cheapest first. published: formats of the weights beside those that
-    the engine converts to."""
+    the engine converts to. Where the configuration names a precision, that alone."""
     found = []
     for device in devices:
         for count in gpus if device.kind == "cuda" else (1,):
-            for precision in (*published, *precisions(device)):
+            for precision in choices(device, config, published):
                 deployment = Deployment(arch, device, config, precision, gpus=count)
                 if does_not_fit(deployment) is None:
                     found.append(deployment)
@@ -257,6 +257,13 @@ def does_not_fit(deployment: Deployment) -> str | None:
     if weights < 0.9 * memory:
         return None
     return f"its weights take {weights / 1e9:,.0f} GB of {memory / 1e9:,.0f}: no room for K and V"
+
+
+def choices(device: Device, config: Config, published: Sequence[str]) -> list[str]:
+    """Precisions of the weights to compare: the one that the configuration names, else all."""
+    if config.quantize is not None:
+        return [config.quantize] if config.quantize in precisions(device) else []
+    return [*published, *precisions(device)] if config.dtype is None else [config.dtype]
 
 
 def precisions(device: Device) -> list[str]:
