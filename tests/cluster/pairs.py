@@ -15,7 +15,7 @@ from tests.holding import holding
 from tests.waiting import until
 from twostroke.cluster.channel import derive
 from twostroke.cluster.member import Member
-from twostroke.cluster.pools import Pools, WorkerRole
+from twostroke.cluster.pools import PlacedWorker, Pools
 from twostroke.cluster.router import Role
 from twostroke.cluster.sockets import SharedMemoryTransport, TcpTransport
 from twostroke.cluster.transport import Transport
@@ -94,11 +94,11 @@ def run_pair(
         other = one if isinstance(one, FakeTransport) else transport()
         reads = OVER_NIXL if isinstance(one, NixlTransport) else direct
         clients = [client(folder, kind, settings, direct=reads, mixed=mixed) for settings in (first, second)]
-        seats = {
-            "prefill": WorkerRole(Role.PREFILL, Worker(clients[0], one, **options)),  # type: ignore[arg-type]
-            "decode": WorkerRole(Role.DECODE, Worker(clients[1], other, **options)),  # type: ignore[arg-type]
+        workers = {
+            "prefill": PlacedWorker(Role.PREFILL, Worker(clients[0], one, **options)),  # type: ignore[arg-type]
+            "decode": PlacedWorker(Role.DECODE, Worker(clients[1], other, **options)),  # type: ignore[arg-type]
         }
-        pair = Pair(seats, apart=True)
+        pair = Pair(workers, apart=True)
         engine = AsyncEngine(folder, second, client=pair, max_queue=200)
         try:
             await asyncio.wait_for(engine.start(), 600)

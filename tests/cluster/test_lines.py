@@ -22,7 +22,7 @@ from twostroke.cluster.agent import Agent, Post, join, shared_memory
 from twostroke.cluster.channel import derive
 from twostroke.cluster.control import Joined
 from twostroke.cluster.hub import Hub
-from twostroke.cluster.pools import Pools, WorkerRole
+from twostroke.cluster.pools import PlacedWorker, Pools
 from twostroke.cluster.remote_worker import RemoteWorker, Silence
 from twostroke.cluster.router import Role
 from twostroke.cluster.transport import TransferError
@@ -56,8 +56,8 @@ class Lines(Pools):
             number: RemoteWorker(name, folder, SETTINGS | settings, lambda: None, silence)
             for number, name in enumerate(roles)
         }
-        seats = zip(roles.items(), self.remote.values(), strict=True)
-        super().__init__({name: WorkerRole(role, worker) for (name, role), worker in seats}, apart=True)
+        workers = zip(roles.items(), self.remote.values(), strict=True)
+        super().__init__({name: PlacedWorker(role, worker) for (name, role), worker in workers}, apart=True)
         self.hub = Hub(derive(SECRET, "control"), self.remote)
         self.agents: dict[int, Agent] = {}
         self.tasks: dict[int, asyncio.Task] = {}

@@ -13,7 +13,7 @@ from tests.cluster.pairs import GREEDY, PEERS, SETTINGS, all_back, answer, clien
 from tests.cluster.test_faults import FAULTS, kill
 from tests.cluster.test_pair import Alone
 from tests.waiting import until
-from twostroke.cluster.pools import Pools, WorkerRole
+from twostroke.cluster.pools import PlacedWorker, Pools
 from twostroke.cluster.router import Role
 from twostroke.cluster.sockets import SharedMemoryTransport
 from twostroke.cluster.transport import Transport
@@ -58,8 +58,8 @@ def run_three(
         one = transport()
         roles = {"p0": Role.PREFILL, "p1": Role.PREFILL, "d": Role.DECODE}
         own = {Role.PREFILL: SETTINGS | (prefill or {}), Role.DECODE: SETTINGS}
-        seats = {
-            name: WorkerRole(
+        workers = {
+            name: PlacedWorker(
                 role,
                 Worker(
                     client(folder, kind, own[role], mixed=mixed), one if isinstance(one, FakeTransport) else transport()
@@ -67,7 +67,7 @@ def run_three(
             )
             for name, role in roles.items()
         }
-        three = Three(seats, apart=True)
+        three = Three(workers, apart=True)
         engine = AsyncEngine(folder, SETTINGS, client=three, max_queue=200)
         try:
             await asyncio.wait_for(engine.start(), 600)

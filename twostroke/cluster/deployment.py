@@ -19,7 +19,7 @@ from twostroke.cluster.hub import Hub
 from twostroke.cluster.mixed import DEPENDS, in_words, ways_of
 from twostroke.cluster.placement import Placement
 from twostroke.cluster.placing import Connected, PlaceWorkers, WorkerDied
-from twostroke.cluster.pools import Pools, WorkerRole
+from twostroke.cluster.pools import PlacedWorker, Pools
 from twostroke.cluster.remote_worker import RemoteWorker, Silence
 from twostroke.cluster.router import Role
 from twostroke.cluster.transports import CHOICES
@@ -91,7 +91,7 @@ class Deployment(Pools):
         }  # fmt: skip
         names = dict(zip(self.roles, self.numbered.values(), strict=True))
         super().__init__(
-            {name: WorkerRole(role, names[name]) for name, role in self.roles.items()},
+            {name: PlacedWorker(role, names[name]) for name, role in self.roles.items()},
             apart=shape.apart,
             ttft=shape.ttft,
         )

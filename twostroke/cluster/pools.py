@@ -45,8 +45,8 @@ PREFILL = "prefill"  # why a prompt is computed again: its worker failed
 LINK = Link(1e9, 0.005)  # between workers, until transfers were measured
 
 
-class WorkerRole(NamedTuple):
-    """A place in the deployment."""
+class PlacedWorker(NamedTuple):
+    """A worker, and its role in the deployment."""
 
     role: Role
     worker: WorkerClient
@@ -55,11 +55,11 @@ class WorkerRole(NamedTuple):
 class Pools(Group):
     """An `EngineClient`. Everything here runs on one event loop."""
 
-    def __init__(self, seats: Mapping[str, WorkerRole], *, apart: bool = False, ttft: float | None = None):
-        """seats: by name. All workers have been given the same block key. apart: prefill workers compute every prompt
+    def __init__(self, workers: Mapping[str, PlacedWorker], *, apart: bool = False, ttft: float | None = None):
+        """workers: by name. All workers have been given the same block key. apart: prefill workers compute every prompt
         that has a full block; else the router decides by the expected time. ttft: seconds within which first tokens
         are due, where a request does not say it."""
-        self.members = {name: Member(self, name, *seat) for name, seat in seats.items()}
+        self.members = {name: Member(self, name, *placed) for name, placed in workers.items()}
         self.apart, self.ttft = apart, ttft
         self.router: Router
         self.link = LinkSpeed(LINK)

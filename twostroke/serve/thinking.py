@@ -47,7 +47,7 @@ class ThinkingFields(Payload):
     enable_thinking: bool | None = None
     chat_template_kwargs: dict[ShortText, Any] | None = None
 
-    def wishes(self) -> list[ThinkingOption]:
+    def thinking_options(self) -> list[ThinkingOption]:
         return [
             ThinkingOption("reasoning_effort", self.reasoning_effort),
             ThinkingOption("thinking", enabled=None if self.thinking is None else self.thinking.enabled),
@@ -65,24 +65,24 @@ class ThinkingHints(Payload):
 
 
 def template_arguments(
-    variables: Collection[str], wishes: Collection[ThinkingOption], given: Mapping[str, Any] | None = None
+    variables: Collection[str], options: Collection[ThinkingOption], given: Mapping[str, Any] | None = None
 ) -> tuple[dict[str, Any], set[str]]:
     """The arguments of the template, and the fields that are hints. given: chat_template_kwargs, which come first."""
-    arguments, all_wishes = dict(given or {}), list(wishes)
+    arguments, all_options = dict(given or {}), list(options)
     for name in given or ():
         if name not in ARGUMENTS:
             raise bad_request(f"chat_template_kwargs: {name!r} may not be set.", "chat_template_kwargs")
         value = arguments[name]
         if name in SWITCHES and name not in variables and isinstance(value, bool):
             del arguments[name]
-            all_wishes.append(ThinkingOption(f"chat_template_kwargs.{name}", enabled=value))
+            all_options.append(ThinkingOption(f"chat_template_kwargs.{name}", enabled=value))
     hints = set()
-    for wish in all_wishes:
-        if not wish.effort and wish.enabled is None:
+    for option in all_options:
+        if not option.effort and option.enabled is None:
             continue
-        found = wish.arguments(variables)
+        found = option.arguments(variables)
         if not found:
-            hints.add(wish.field)
+            hints.add(option.field)
         for name, value in found.items():
             arguments.setdefault(name, value)
     return arguments, hints

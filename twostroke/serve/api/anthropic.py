@@ -178,11 +178,11 @@ class Conversation(GenerationHints, ThinkingFields):
         return {"continue_final_message": True} if self.messages[-1].role == "assistant" else {}
 
     def template_arguments(self, variables: Collection[str]) -> tuple[dict[str, Any], set[str]]:
-        wishes = (
+        options = (
             ThinkingOption("output_config.effort", None if self.output_config is None else self.output_config.effort),
-            *self.wishes(),
+            *self.thinking_options(),
         )
-        return template_arguments(variables, wishes, self.chat_template_kwargs)
+        return template_arguments(variables, options, self.chat_template_kwargs)
 
     def answer_format(self, context: FormContext) -> AnswerFormat:
         tools = [function_tool(tool.name, tool.description, tool.input_schema) for tool in self.tools or ()]

@@ -133,7 +133,7 @@ class ChatRequest(SamplingFields, ToolFields, ThinkingFields):
     def template_arguments(self, variables: Collection[str]) -> tuple[dict[str, Any], set[str]]:
         """The arguments for a template that reads these variables, and the fields that are hints because it has no
         switch."""
-        return template_arguments(variables, self.wishes(), self.chat_template_kwargs)
+        return template_arguments(variables, self.thinking_options(), self.chat_template_kwargs)
 
     def ending(self) -> dict[str, bool]:
         """How the prompt ends: with the beginning of an answer, or with a message that is continued."""

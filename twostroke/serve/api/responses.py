@@ -230,8 +230,8 @@ class ResponsesRequest(ExplainField, GenerationHints, ThinkingFields):
 
     def template_arguments(self, variables: Collection[str]) -> tuple[dict[str, Any], set[str]]:
         effort = None if self.reasoning is None else self.reasoning.effort
-        wishes = [ThinkingOption("reasoning.effort", effort), *self.wishes()]
-        return template_arguments(variables, wishes, self.chat_template_kwargs)
+        options = [ThinkingOption("reasoning.effort", effort), *self.thinking_options()]
+        return template_arguments(variables, options, self.chat_template_kwargs)
 
 
 def merged(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
