@@ -19,6 +19,7 @@ METRICS = {
     "drafted": "vllm:spec_decode_num_draft_tokens_total",
     "accepted": "vllm:spec_decode_num_accepted_tokens_total",
 }
+PER_PLACE = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
 PAGES = ("settings", "arrivals", "steps")
 
 
@@ -43,6 +44,14 @@ def counted(client: httpx.Client) -> dict[str, float]:
     return {short: values[name] for short, name in METRICS.items()}
 
 
+def accepted_at(client: httpx.Client) -> list[float]:
+    """By the place in the draft."""
+    lines = client.get("/metrics").text.splitlines()
+    rows = [line.split() for line in lines if line.startswith(f"{PER_PLACE}{{")]
+    assert [f'position="{place}"' in name for place, (name, _) in enumerate(rows)] == [True] * len(rows)
+    return [float(value) for _, value in rows]
+
+
 def lanes_since(client: httpx.Client, last: int) -> list[dict]:
     steps = client.get("/twostroke/steps", params={"since": last}).json()["steps"]
     return [lane for step in steps for lane in step["lanes"] if lane["stage"] == "decode"]
@@ -61,6 +70,8 @@ def test_timings_metrics_and_lanes_agree_on_what_was_drafted(drafting: httpx.Cli
         "drafts": len(verified), "drafted": drafted, "accepted": accepted,
     }  # fmt: skip
     assert sum(lane["tokens"] - 1 for lane in verified) == drafted
+    places = accepted_at(drafting)
+    assert sum(places) == after["accepted"] and places == sorted(places, reverse=True) and len(places) > 1
     assert len(lanes) == 59 - accepted
     starts = [lane["start"] for lane in lanes]
     assert starts == sorted(set(starts)) and starts[-1] - starts[0] <= 58

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import zip_longest
 
 from twostroke.cluster.member import Member
 from twostroke.metrics.counts import Counts
@@ -34,4 +35,6 @@ class Totals:
 
 
 def added(one: Counts, other: Counts) -> Counts:
-    return Counts(*map(sum, zip(one, other, strict=True)))
+    places = tuple(map(sum, zip_longest(one.accepted_at, other.accepted_at, fillvalue=0)))
+    numbers = {name: getattr(one, name) + getattr(other, name) for name in Counts._fields}
+    return Counts(**numbers | {"accepted_at": places})

@@ -61,7 +61,7 @@ class Core:
             c.steps, c.prompt_tokens, c.cached_tokens, c.computed_tokens, c.output_tokens, c.preemptions,
             c.recomputed_tokens, c.drafts, c.drafted_tokens, c.accepted_tokens,
             len(self.scheduler.running), len(self.scheduler.waiting), pool.total, len(pool.free), len(pool.cached),
-            kept, kept * tables.layout.block_bytes, *moved,
+            kept, kept * tables.layout.block_bytes, *moved, tuple(c.accepted_at),
         )  # fmt: skip
 
     def step(self) -> list[Event]:

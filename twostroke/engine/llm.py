@@ -150,7 +150,9 @@ class LLM(VectorMethods):
 
     def stats(self) -> dict[str, int]:
         """Totals since the start, and the requests and KV blocks now."""
-        return self.engine.core.counts()._asdict()
+        counts = self.engine.core.counts()._asdict()
+        del counts["accepted_at"]  # a number for each place of a draft
+        return counts
 
     # ---- inside ----------------------------------------------------------------------------------------------------
 

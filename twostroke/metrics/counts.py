@@ -27,3 +27,4 @@ class Counts(NamedTuple):
     host_bytes: int = 0  # of these blocks
     blocks_offloaded: int = 0  # since the start
     blocks_restored: int = 0  # since the start
+    accepted_at: tuple[int, ...] = ()  # since the start: accepted tokens by their place in the draft

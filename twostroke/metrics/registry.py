@@ -3,6 +3,7 @@ is under `twostroke:`. docs/metrics.md is the glossary."""
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
@@ -63,6 +64,9 @@ class Metrics:
         self.drafts = self._make(Counter, "vllm:spec_decode_num_drafts", "Drafts verified.")
         self.drafted = self._make(Counter, "vllm:spec_decode_num_draft_tokens", "Tokens of drafts.")
         self.accepted = self._make(Counter, "vllm:spec_decode_num_accepted_tokens", "Of these, what the model chose.")
+        self._accepted_at = self._labelled(
+            "vllm:spec_decode_num_accepted_tokens_per_pos", "These by their place in the draft.", "position"
+        )
         self.offloaded = self._make(Counter, "twostroke:kv_blocks_offloaded", "Evicted KV blocks copied to the host.")
         self.restored = self._make(Counter, "twostroke:kv_blocks_restored", "KV blocks copied back from the host.")
         self.steps = self._make(Counter, "twostroke:steps", "Steps of the engine.")
@@ -146,6 +150,8 @@ class Metrics:
         self.drafts.inc(now.drafts - last.drafts)
         self.drafted.inc(now.drafted_tokens - last.drafted_tokens)
         self.accepted.inc(now.accepted_tokens - last.accepted_tokens)
+        for place, (count, before) in enumerate(zip_longest(now.accepted_at, last.accepted_at, fillvalue=0)):
+            self._accepted_at.labels(self.model, str(place)).inc(count - before)
 
     def lost(self) -> None:
         """The engine process died; it is being started again."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 from bisect import insort
 from collections import Counter as Count
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 
 from twostroke.kv.addresses import Name
@@ -65,6 +65,7 @@ class Counters:
     drafts: int = 0  # verified
     drafted_tokens: int = 0
     accepted_tokens: int = 0  # of these, what the model itself chose
+    accepted_at: list[int] = field(default_factory=list)  # the same by their place in the draft
 
 
 class Scheduler:
@@ -338,6 +339,10 @@ class Scheduler:
         self.counters.drafts += 1
         self.counters.drafted_tokens += drafted
         self.counters.accepted_tokens += accepted
+        places = self.counters.accepted_at
+        places.extend([0] * (accepted - len(places)))
+        for place in range(accepted):
+            places[place] += 1
         request.timeline.drafted_tokens += drafted
         request.timeline.accepted_tokens += accepted
 
