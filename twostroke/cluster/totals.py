@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import zip_longest
+from operator import add
 
 from twostroke.cluster.member import Member
 from twostroke.metrics.counts import Counts
-
-PRESENT = (
-    "running", "waiting", "blocks_total", "blocks_free", "blocks_cached", "blocks_on_host", "host_bytes",
-)  # fmt: skip
 
 
 class Totals:
@@ -22,7 +19,7 @@ class Totals:
 
     def retire(self, member: Member) -> None:
         """A worker is lost, and counts from zero when it is back."""
-        self.retired = added(self.retired, member.counts._replace(**dict.fromkeys(PRESENT, 0)))
+        self.retired = added(self.retired, without_present(member.counts))
         self.retired_seconds += member.step_seconds
         member.counts, member.step_seconds = Counts(), 0.0
 
@@ -34,7 +31,12 @@ class Totals:
         return total, seconds
 
 
+def without_present(counts: Counts) -> Counts:
+    return counts._replace(
+        running=0, waiting=0, blocks_total=0, blocks_free=0, blocks_cached=0, blocks_on_host=0, host_bytes=0
+    )
+
+
 def added(one: Counts, other: Counts) -> Counts:
     places = tuple(map(sum, zip_longest(one.accepted_at, other.accepted_at, fillvalue=0)))
-    numbers = {name: getattr(one, name) + getattr(other, name) for name in Counts._fields}
-    return Counts(**numbers | {"accepted_at": places})
+    return Counts._make((*map(add, one[:-1], other[:-1]), places))  # the last field is no number

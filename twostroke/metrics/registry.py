@@ -156,8 +156,9 @@ class Metrics:
     def lost(self) -> None:
         """The engine process died; it is being started again."""
         self.restarts.inc()
-        empty = {"blocks_free": self._now.blocks_total, "blocks_cached": 0, "blocks_on_host": 0, "host_bytes": 0}
-        self._now = self._now._replace(running=0, waiting=0, **empty)
+        self._now = self._now._replace(
+            running=0, waiting=0, blocks_free=self._now.blocks_total, blocks_cached=0, blocks_on_host=0, host_bytes=0
+        )
 
     def gaps(self, seconds: list[float]) -> None:
         """Since the last token of each answer that got one more."""
