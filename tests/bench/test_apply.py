@@ -7,10 +7,11 @@ import json
 import pytest
 from typer.testing import CliRunner
 
+from tests.cost.answers.test_prompt_lookup import case, edits, verdict
 from tests.measured import measured
 from twostroke import LLM
 from twostroke.bench import inprocess, known_answers, ledger, levers, plots
-from twostroke.bench.apply import Applied, apply
+from twostroke.bench.apply import Applied, apply, pull
 from twostroke.bench.calibrate import calibrate
 from twostroke.bench.record import save
 from twostroke.bench.workload import Load, make_load
@@ -63,6 +64,16 @@ def test_the_best_lever_is_pulled_and_measured(llama_folder, calibration):
     assert found.effect.lever.name == "batch-cap" and not found.live
     assert found.prediction.measured < found.prediction.before or found.prediction.metric == "throughput"
     assert found.prediction.predicted > 0
+
+
+def test_prompt_lookup_is_pulled_on_the_running_engine(llama_folder):
+    best = verdict(case(edits)).best
+    assert best.lever.name == "prompt-lookup"
+    llm = open_tiny(llama_folder, speculate="off")
+    scheduler = llm.engine.core.scheduler
+    assert scheduler.drafter is None
+    assert pull(llm, lambda settings: pytest.fail("no new engine is needed"), best) is llm
+    assert llm.settings.speculate == "auto" and scheduler.drafter is not None
 
 
 def test_live_settings_change_between_steps(llama_folder):

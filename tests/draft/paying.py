@@ -8,7 +8,7 @@ import numpy as np
 
 from twostroke.draft.rates import StepTimes
 from twostroke.draft.speculate import Speculation, make_drafter
-from twostroke.engine import build
+from twostroke.engine import build, settings
 
 # For `Server(code=…)`: its engine's process begins with `install`.
 PAYING_SERVER = """
@@ -60,4 +60,4 @@ def make_paying_drafter(*given: Any) -> Speculation | None:
 
 def install() -> None:
     """Engines that are built from now on draft wherever there is something to guess."""
-    build.make_drafter = make_paying_drafter
+    build.make_drafter = settings.make_drafter = make_paying_drafter

@@ -95,3 +95,15 @@ def test_what_lookup_would_have_guessed_reaches_the_diagnosis(drafting: httpx.Cl
     assert counts.steps >= sum(counts.covered) > 0 and sum(counts.right) == sum(counts.tried) > 3 * counts.steps
     quality = read_recording(**documents).deployment.lookup
     assert quality is not None and quality.right > 0.9 and quality.covered > 0.5
+
+
+def test_drafts_end_and_begin_while_the_server_runs(drafting: httpx.Client) -> None:
+    """As a diagnosis pulls prompt lookup on a running server."""
+    right = ask(drafting)
+    for speculate, drafts in (("off", False), ("lookup", True), ("auto", True)):
+        asked = drafting.post("/twostroke/settings", json={"speculate": speculate})
+        setting = asked.raise_for_status().json()["settings"]["speculate"]
+        assert setting == {"value": speculate, "reason": "changed while running", "live": True}
+        found = ask(drafting)
+        assert found["choices"] == right["choices"]
+        assert (found["timings"]["accepted_tokens"] > 30) is drafts is (found["timings"]["drafted_tokens"] > 0)
