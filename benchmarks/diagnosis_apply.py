@@ -1,10 +1,11 @@
-"""Four servers with one fault each, diagnosed and corrected while they run: predicted and measured values.
+"""Servers with one fault each, diagnosed and corrected while they run: predicted and measured values.
 
-    python -m benchmarks.diagnosis_apply              # about three minutes on two cores; JSON under results/
+    python -m benchmarks.diagnosis_apply              # about five minutes on two cores; JSON under results/
 
 The machine is calibrated first. For every fault `twostroke serve` is started with it, a load is measured over HTTP, the
 diagnosis names a lever, the lever is pulled through POST /twostroke/settings, and the same load with other text is
-measured again. The right lever is known from the fault.
+measured again. The right lever is known from the fault. Two servers have drafts off: for one that repeats a file prompt
+lookup is the right lever, and for one that answers open questions the diagnosis must say why it is none.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from twostroke.bench.apply import Applied
 from twostroke.bench.calibrate import calibrate
 from twostroke.bench.client import Target, measure
 from twostroke.bench.remote import Admin, apply_live
-from twostroke.bench.workload import Load
+from twostroke.bench.workload import Load, make_load
 from twostroke.cost.model.rates import Rates
 from twostroke.cost.simulation.served import Targets
 from twostroke.cost.simulation.trace import Arrival, Contents, PromptPart
@@ -43,7 +44,7 @@ TARGET = 0.20  # of |predicted − measured| / measured
 class Fault:
     name: str
     load: Callable[[], Load]
-    levers: tuple[str, ...]  # any of these is right
+    levers: tuple[str, ...]  # any of these is right; empty: any but prompt lookup
     started: tuple[str, ...] = ()  # settings of the start
     changed: dict[str, Any] = field(default_factory=dict)  # settings changed before the load
 
@@ -71,6 +72,7 @@ def one_by_one(count: int, shared: int, own: tuple[int, int], every: float) -> L
     return Load("one by one", rows)
 
 
+LOOKUP = "prompt-lookup"
 FAULTS = (
     Fault("static batching", lambda: poisson(36, 2.5, (30, 80), (10, 200)), ("continuous-batching",),
          ("batching=static",)),
@@ -78,6 +80,8 @@ FAULTS = (
     Fault("prefix cache off", lambda: one_by_one(20, 360, (20, 60), 1.0), ("prefix-cache",), ("prefix_cache=false",)),
     Fault("tiny token budget", lambda: one_by_one(10, 0, (120, 200), 1.5), ("token-budget",),
          ("max_requests=1", "max_batch_tokens=1")),
+    Fault("drafts off, a file repeated", lambda: make_load("edit", "constant", 8, 0.25), (LOOKUP,), ("speculate=off",)),
+    Fault("drafts off, open questions", lambda: make_load("questions", "constant", 8, 0.5), (), ("speculate=off",)),
 )  # fmt: skip
 
 
@@ -97,13 +101,19 @@ def run_fault(fault: Fault, model: str, rates: Rates) -> dict[str, Any]:
         server.wait(20)
     diagnosis = found.diagnosis if isinstance(found, Applied) else found
     document: dict[str, Any] = {"case": fault.name, "expected": fault.levers, "sentence": diagnosis.sentence}
+    reasons = {one.lever.name: one.reason for one in diagnosis.rejected}
+    document["why_no_lookup"] = reasons.get(LOOKUP)
     if isinstance(found, Applied):
         one = found.prediction
         document |= {"lever": one.lever, "metric": one.metric, "before": one.before, "measured": one.measured,
-                     "predicted": one.predicted, "error": one.error, "right": one.lever in fault.levers,
+                     "predicted": one.predicted, "error": one.error, "right": is_right(fault, one.lever),
                      "within": abs(one.error) <= TARGET}  # fmt: skip
     print(json.dumps(document), flush=True)
     return document
+
+
+def is_right(fault: Fault, lever: str) -> bool:
+    return lever in fault.levers if fault.levers else lever != LOOKUP
 
 
 def rates_here(model: str, seconds: float = 30.0) -> Rates:
