@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import tokenizers
@@ -276,19 +277,23 @@ def tiny_gpt_oss(folder: Path, hidden_size: int = 48, intermediate_size: int = 3
     return save(transformers.GptOssForCausalLM(config), folder)
 
 
-def tiny_harmony(folder: Path) -> Path:
-    """A vocabulary with Harmony's marks as special tokens, and a template that writes them."""
+def tiny_marked(folder: Path, marks: Sequence[str], template: str) -> Path:
+    """A vocabulary with these marks as special tokens, and a template that writes them."""
     folder = tiny_llama(folder, vocab_size=VOCAB + 16)
     data = json.loads((folder / "tokenizer.json").read_text())
     number = max(token["id"] for token in data["added_tokens"])
     known = max(max(data["model"]["vocab"].values()), number) + 1
     data["added_tokens"] += [
         {"id": known + index, "content": mark, "special": True, "single_word": False, "lstrip": False, "rstrip": False,
-         "normalized": False} for index, mark in enumerate(HARMONY.marks)
+         "normalized": False} for index, mark in enumerate(marks)
     ]  # fmt: skip
     (folder / "tokenizer.json").write_text(json.dumps(data))
     config = json.loads((folder / "tokenizer_config.json").read_text())
-    template = "{{ tools }}{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}"
-    template += "<|start|>assistant{# <|channel|> #}"
     (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": template}))
     return folder
+
+
+def tiny_harmony(folder: Path) -> Path:
+    """With Harmony's marks."""
+    template = "{{ tools }}{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}"
+    return tiny_marked(folder, HARMONY.marks, template + "<|start|>assistant{# <|channel|> #}")

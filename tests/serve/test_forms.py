@@ -15,10 +15,13 @@ from tests import tiny
 from tests.serve.conftest import TEMPLATE
 from tests.serve.server import KEY, PATIENT, Server, events
 from tests.serve.test_clients import GREEDY
+from tests.text.test_history import TEMPLATES
+from tests.text.test_parse import FORMS, written
 from twostroke.engine.answer import StreamEvent
 from twostroke.serve.api.chat import ChatRequest
 from twostroke.serve.segments import CONTENT, REASONING, SegmentReader
 from twostroke.serve.structured import AnswerFormat, FormContext
+from twostroke.text.stream import StreamDecoder
 from twostroke.text.tokenizer import from_folder
 
 SCHEMA = {
@@ -191,29 +194,32 @@ def test_what_a_grammar_binds_is_all_answer(tmp_path: Path) -> None:
     assert forced.grammar is not None and not forced.reasons
 
 
+def read_answer(folder: Path, answer: str, prompt: str, **more: object) -> SegmentReader:
+    """The answer as the engine decodes it: special tokens are skipped, except those that the form needs. prompt: its
+    end."""
+    tokenizer = from_folder(folder)
+    form = ChatRequest.model_validate({**CHAT, **more}).answer_format(FormContext(tokenizer))
+    reader = form.reader(prompt)
+    decoder = StreamDecoder(tokenizer, at_start=False, visible=form.visible)
+    for number in tokenizer.encode(answer, add_special=False):
+        reader.push(StreamEvent(decoder.push([number]), (number,), None, 0))
+    reader.push(StreamEvent("", (), "stop", 0))
+    return reader
+
+
 def test_channels_become_content_reasoning_and_calls(tmp_path: Path) -> None:
-    tokenizer = from_folder(tiny.tiny_harmony(tmp_path / "harmony"))
+    folder, prompt = tiny.tiny_harmony(tmp_path / "harmony"), "<|start|>assistant"
     text = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>"
     call = 'commentary to=functions.look_up <|constrain|>json<|message|>{"name": "A", "age": 3}<|call|>'
-
-    def read(answer: str, **more: object) -> SegmentReader:
-        """The answer as the engine decodes it: special tokens are skipped, except those that the form needs."""
-        form = ChatRequest.model_validate({**CHAT, **more}).answer_format(FormContext(tokenizer))
-        reader = form.reader("<|start|>assistant")
-        ids = tokenizer.encode(answer, add_special=False)
-        shown = [number for number in ids if number not in tokenizer.special_ids or number in form.visible]
-        for number in shown:
-            reader.push(StreamEvent(tokenizer.decode([number], skip_special=False, at_start=False), (number,), None, 0))
-        reader.push(StreamEvent("", (), "stop", 0))
-        return reader
-
-    plain = read(text + "final<|message|>Yes.<|return|>")
+    plain = read_answer(folder, text + "final<|message|>Yes.<|return|>", prompt)
     assert (plain.text(REASONING), plain.text(CONTENT), plain.calls) == ("Hm.", "Yes.", [])
-    called = read(text + call, tools=[TOOL])
+    called = read_answer(folder, text + call, prompt, tools=[TOOL])
     assert called.text(REASONING) == "Hm." and called.text(CONTENT) == ""
     assert [(one.name, json.loads(one.text)) for one in called.calls] == [("look_up", {"name": "A", "age": 3})]
     assert called.finish_reason("stop") == "tool_calls"
-    assert read(text + call).text(CONTENT) == '{"name": "A", "age": 3}'  # no tools: there is nothing to call
+    without_tools = read_answer(folder, text + call, prompt)  # there is nothing to call
+    assert without_tools.text(CONTENT) == '{"name": "A", "age": 3}'
+    tokenizer = from_folder(folder)
     form = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}
     bound = ChatRequest.model_validate({**CHAT, "response_format": form}).answer_format(FormContext(tokenizer))
     assert bound.grammar is not None and '"final"' in bound.grammar.source
@@ -222,6 +228,20 @@ def test_channels_become_content_reasoning_and_calls(tmp_path: Path) -> None:
     assert both is not None and '"final"' in both.source and "to=functions.look_up" in both.source
     ends = {tokenizer.token_id("<|return|>"), tokenizer.token_id("<|call|>")}
     assert ends <= tokenizer.eos_ids and tokenizer.token_id("<|end|>") not in tokenizer.eos_ids
+
+
+@pytest.mark.parametrize("family", sorted(TEMPLATES.keys() - {"harmony"}))
+def test_reasoning_and_calls_of_every_family(family: str, tmp_path: Path) -> None:
+    """DeepSeek, Qwen3-Coder, GLM, Kimi, Mistral: marks are special tokens, or not; the prompt may begin the thought."""
+    asked = {"name": "A", "age": 3}
+    text = "Hm.</think>" + written(family, [("look_up", asked), ("look_up", asked)], False)
+    template = TEMPLATES[family] + "{# </think> #}"
+    for marks, prompt in ((FORMS[family].marks, "<think>\n"), ((), "")):
+        folder = tiny.tiny_marked(tmp_path / str(len(marks)), marks, template)
+        read = read_answer(folder, text if prompt else f"<think>{text}", prompt, tools=[TOOL])
+        assert read.text(REASONING) == "Hm." and not read.text(CONTENT).strip()
+        assert [(one.name, json.loads(one.text)) for one in read.calls] == [("look_up", asked)] * 2
+        assert read.finish_reason("stop") == "tool_calls"
 
 
 def test_how_many_calls_an_answer_has(tmp_path: Path) -> None:
