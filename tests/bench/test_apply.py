@@ -103,6 +103,8 @@ def test_every_lever_has_a_row_as_soon_as_it_is_measured(llama_folder):
     """The computed and simulated ones here; the others are measured by the command."""
     made = levers.measures(tiny_round(llama_folder))
     assert len(made) == len(levers.EXPERIMENTS) + 7
+    with_draft_model = levers.measures(replace(tiny_round(llama_folder), drafts=True))
+    assert with_draft_model.keys() - made.keys() == {"draft model, open questions"}
     for name in ("grouped queries", "blocks of tokens", "separate pools"):
         row = made[name]()
         assert row.trouble is None and row.effect, name

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from twostroke.draft.lookup import COMPARED, KEY, Lookup
+from twostroke.draft.lookup import CANDIDATES, COMPARED, KEY, Lookup
 
 
 def longest_match(tokens: list[int]) -> int:
@@ -64,3 +64,29 @@ def test_the_same_tokens_again_are_no_match() -> None:
     assert [lookup.update(tokens) for _ in range(3)] == [0, 0, 0]
     again = [*tokens, *range(10)]
     assert lookup.update(again) == lookup.update(again) == 10
+
+
+class Counted(list[int]):
+    """Counts the tokens that are looked at."""
+
+    seen = 0
+
+    def __getitem__(self, place):
+        self.seen += len(range(*place.indices(len(self)))) if isinstance(place, slice) else 1
+        return super().__getitem__(place)
+
+
+def test_a_token_costs_the_same_in_any_context() -> None:
+    """Of three kinds of tokens: there is always a match, and it soon ends."""
+    seen = []
+    for length in (500, 4000, 40_000):
+        rng, lookup = random.Random(0), Lookup()
+        tokens = Counted(rng.randrange(3) for _ in range(length))
+        while lookup.indexed < length:
+            lookup.update(tokens)
+        tokens.seen = 0
+        for _ in range(100):
+            tokens.append(rng.randrange(3))
+            lookup.update(tokens)
+        seen.append(tokens.seen / 100)
+    assert max(seen) < 2 * COMPARED * CANDIDATES + 10 and seen[2] < 1.5 * seen[0]

@@ -233,10 +233,11 @@ def test_compressed_entries_are_shared_at_whole_multiples(compressed_folder):
         assert llm.stats()["cached_tokens"] - before == 32 * (kept // 32)
 
 
-@pytest.fixture(scope="module")
-def sinks_model(gpt_oss_pair):
+@pytest.fixture(scope="module", params=["float16", "int8"])
+def sinks_model(request, gpt_oss_pair):
     folder, draft = gpt_oss_pair
-    return folder, {}, Alone(folder), draft
+    kv = {"kv_dtype": request.param}
+    return folder, kv, Alone(folder, **kv), draft
 
 
 @random_lives(8)
