@@ -8,8 +8,9 @@ docstring), "later" (more such functions, when each mode has learnt from the fir
 MT-Bench, in the model's chat format). The modes take turns on one engine, prompt
 by prompt, and their tokens must be equal. Each mode keeps what it learns from prompt to prompt, as a server does;
 earlier answers are forgotten, and each mode reads the prompt anew, the draft model too. With --draft, the cost model
-predicts the gain of the draft model at the share of right guesses that was measured. Both models are calibrated before
-the runs and after them: where the two predictions differ much, the machine was disturbed.
+predicts the gain of the draft model at the share of right guesses that was measured: for the best length, and for the
+drafts as the engine made them, with the steps between them. Both models are calibrated before the runs and after them:
+where the two predictions differ much, the machine was disturbed.
 With --llama, llama.cpp answers the same prompts from the same files: llama-lookup with 8 and with no guesses, and
 llama-speculative-simple with 4. The last line is JSON.
 """
@@ -30,7 +31,7 @@ from benchmarks.machine import save
 from benchmarks.speculation import Engine, Run
 from twostroke import LLM
 from twostroke.bench.calibrate import calibrate
-from twostroke.cost.model.drafts import DraftQuality, DraftSource, best_length, right_for
+from twostroke.cost.model.drafts import DraftQuality, DraftSource, best_length, right_for, verify_seconds
 from twostroke.cost.model.roofline import Roofline, model_cost
 from twostroke.draft.answers import EarlierAnswers
 from twostroke.draft.rates import MODEL
@@ -129,13 +130,20 @@ def predict(
     target, draft = lines
     runs, context = modes["draft"], round(statistics.fmean(map(len, prompts))) + written // 2
     drafts, right = sum(run.drafts for run in runs), learnt
+    drafted, accepted = sum(run.drafted * run.drafts for run in runs), sum(run.accepted for run in runs)
     if drafts:
-        length = round(sum(run.drafted * run.drafts for run in runs) / drafts)
-        right = right_for(sum(run.accepted for run in runs) / drafts, length)
+        right = right_for(accepted / drafts, round(drafted / drafts))
     best = best_length(target, DraftQuality((DraftSource(1.0, right),), 2, draft), 1, context)
-    predicted, measured = target.decode_seconds(1, context) / best.tpot, gain(runs, modes["off"])
-    print(f"the draft model's gain: predicted {predicted:.2f}, measured {measured:.2f}", flush=True)
-    return {"right": right, "length": best.length, "predicted": predicted, "measured": measured}
+    step = target.decode_seconds(1, context)
+    plain = len(runs) * (written - 1) - drafts - accepted  # steps
+    verified = verify_seconds(target, 1, context, round(drafted / max(1, drafts)))
+    spent = plain * step + drafts * verified + drafted * draft.decode_seconds(1, context)
+    as_drafted = len(runs) * (written - 1) * step / spent
+    predicted, measured = step / best.tpot, gain(runs, modes["off"])
+    print(f"the draft model's gain: predicted {predicted:.2f}, as drafted {as_drafted:.2f}, measured {measured:.2f}")
+    return {
+        "right": right, "length": best.length, "predicted": predicted, "as_drafted": as_drafted, "measured": measured
+    }  # fmt: skip
 
 
 def llama_speeds(args: argparse.Namespace, prompts: Prompts) -> dict[str, dict[str, list[float]]]:
