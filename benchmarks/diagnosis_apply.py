@@ -80,7 +80,7 @@ FAULTS = (
     Fault("prefix cache off", lambda: one_by_one(20, 360, (20, 60), 1.0), ("prefix-cache",), ("prefix_cache=false",)),
     Fault("tiny token budget", lambda: one_by_one(10, 0, (120, 200), 1.5), ("token-budget",),
          ("max_requests=1", "max_batch_tokens=1")),
-    Fault("drafts off, a file repeated", lambda: make_load("edit", "constant", 8, 0.25), (LOOKUP,), ("speculate=off",)),
+    Fault("drafts off, a file repeated", lambda: make_load("edit", "constant", 24, 0.5), (LOOKUP,), ("speculate=off",)),
     Fault("drafts off, open questions", lambda: make_load("questions", "constant", 8, 0.5), (), ("speculate=off",)),
 )  # fmt: skip
 

@@ -37,7 +37,9 @@ class Text(NamedTuple):
 
 def edit(rng: random.Random) -> Iterator[Text]:
     while True:
-        source = (files("twostroke") / rng.choice(SOURCES)).read_text()[:LONGEST]
+        lines = (files("twostroke") / rng.choice(SOURCES)).read_text().splitlines(keepends=True)
+        # From another line each time: the same prompt twice would be answered from the earlier answer.
+        source = "".join(lines[rng.randrange(len(lines) // 2) :])[:LONGEST]
         prompt = f"Here is a file:\n```python\n{source}\n```\nThe same file again:\n```python\n"
         yield Text(prompt, rng.randint(80, 160))
 
