@@ -150,6 +150,7 @@ def test_experts_in_four_bits(tmp_path: Path) -> None:
         ({"attention.compress_ratios": None}, "deepseek4.attention.compress_ratios is missing"),
         ({"attention.compress_ratios": [0, 4, 7, 4]}, "deepseek4.attention.compress_ratios must be a list of 4"),
         ({"swiglu_clamp_exp": None}, "deepseek4.swiglu_clamp_exp is missing"),
+        ({"swiglu_clamp_exp": [10.0, 10.0]}, "deepseek4.swiglu_clamp_exp has 2 numbers for 4 layers"),
         ({"swiglu_clamp_exp": [10.0, 10.0, 7.0, 10.0]}, r"deepseek4.swiglu_clamp_exp has 7.0, .*it must be 10"),
         ({"expert_gating_func": 2}, "deepseek4.expert_gating_func is 2"),
         ({"expert_used_count": 9}, "deepseek4.expert_used_count is 9, but there are 8 experts"),

@@ -197,7 +197,8 @@ def show_drafts(deployment: Deployment, draft: str, acceptance: float, context: 
         precision = deployment.config.quantize or deployment.precision
         if precision in PUBLISHED:  # of the target's file, not of the draft's
             precision = published or "bfloat16"
-        helper = Kind(arch, deployment.device, deployment.config, precision, stored, gpus=deployment.gpus).roofline()
+        exact = stored if deployment.stored_bytes is not None else None  # --precision and dtype hold for both
+        helper = Kind(arch, deployment.device, deployment.config, precision, exact, gpus=deployment.gpus).roofline()
     how = "prompt lookup" if helper is None else f"drafts of {draft}"
     table = Table(
         title=f"TPOT with {how}, {acceptance:.0%} of the drafted tokens right, {context:,} tokens of context",

@@ -129,6 +129,9 @@ def _check_limits(keys: Fields, key: str) -> None:
     value = _plain(keys.get(key))
     if value is None and key == "swiglu_clamp_exp":
         raise keys.error(key, "is missing")
+    layers = keys.get("block_count")
+    if isinstance(value, list) and len(value) != layers:
+        raise keys.error(key, f"has {len(value)} numbers for {layers} layers")
     for limit in value if isinstance(value, list) else [value]:
         if limit is not None and (not isinstance(limit, int | float) or limit != LIMIT):
             raise keys.error(key, f"has {limit!r:.80}, which is not supported (it must be {LIMIT:g} in each layer)")

@@ -49,7 +49,7 @@ def kept_weights(checkpoint: Checkpoint, device: str, decoded: str | None = None
     for name, tensor in whole_tensors(checkpoint).items():
         by_output = isinstance(tensor, Coded) and tensor.by_output
         kept, shape = kept_format(tensor.format, device, by_output, _EXPERT.search(name) is not None), tensor.shape
-        if decoded is not None and tensor.format not in FLOATS:
+        if decoded is not None and tensor.format not in FLOATS and tensor.format not in INTEGERS:
             kept, shape = _DTYPES[decoded], decoded_shape(name, tensor)
         total += stored_bytes(kept, shape)
         widened += kept == "BF16" and tensor.format not in FLOATS
