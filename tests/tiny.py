@@ -93,21 +93,21 @@ def quiet_end(folder: Path, source: Path, share: float = 0.2) -> Path:
     return save(model, folder)
 
 
-def tiny_gemma(folder: Path) -> Path:
-    """Alternating windows: layers 0 and 1 see 40 tokens, layer 2 everything."""
+def tiny_gemma(folder: Path, sliding: int = 2) -> Path:
+    """Alternating windows: the first layers see 40 tokens, the last one everything."""
     torch.manual_seed(1)
     config = transformers.Gemma3TextConfig(
         vocab_size=VOCAB,
         hidden_size=48,
         intermediate_size=80,
-        num_hidden_layers=3,
+        num_hidden_layers=sliding + 1,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16,
         max_position_embeddings=512,
         sliding_window=40,
         query_pre_attn_scalar=16,
-        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+        layer_types=["sliding_attention"] * sliding + ["full_attention"],
         bos_token_id=0,
         eos_token_id=2,
         pad_token_id=0,
@@ -230,7 +230,7 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
 }  # fmt: skip
 
 
-def tiny_family(folder: Path, name: str) -> Path:
+def tiny_family(folder: Path, name: str, **more: object) -> Path:
     kind, changes = FAMILIES[name]
     torch.manual_seed(6)
     settings = {
@@ -246,7 +246,7 @@ def tiny_family(folder: Path, name: str) -> Path:
         "pad_token_id": 0,
         "initializer_range": 0.15,
     }
-    config = getattr(transformers, f"{kind}Config")(**(settings | changes))
+    config = getattr(transformers, f"{kind}Config")(**(settings | changes | more))
     return save(getattr(transformers, f"{kind}ForCausalLM")(config), folder)
 
 
