@@ -1,8 +1,8 @@
 """llama.cpp's own converter makes a file of each family's folder: both are the same model.
 
 The converter is a wheel from the package index. Its files do not say everything. llama.cpp takes for granted: no window
-in Mistral's and Qwen2's models, a full layer after five with a window in Gemma's, every fourth layer without rotation in
-SmolLM3's.
+in Mistral's and Qwen2's models, a full layer after five with a window in Gemma's, every fourth layer without rotation
+in SmolLM3's.
 """
 
 from __future__ import annotations
