@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.machine import save
 from twostroke.cluster.channel import derive
-from twostroke.cluster.pools import Pools, WorkerRole
+from twostroke.cluster.pools import PlacedWorker, Pools
 from twostroke.cluster.router import Role
 from twostroke.cluster.sockets import SharedMemoryTransport
 from twostroke.cluster.worker import Worker
@@ -82,7 +82,7 @@ async def turns(alone: AsyncEngine, apart: AsyncEngine, length: int) -> dict[str
 async def main() -> None:
     folder, secret = locate(MODEL), secrets.token_bytes(32)
     pools = Pools(
-        {"p": WorkerRole(Role.PREFILL, worker(folder, secret)), "d": WorkerRole(Role.DECODE, worker(folder, secret))},
+        {"p": PlacedWorker(Role.PREFILL, worker(folder, secret)), "d": PlacedWorker(Role.DECODE, worker(folder, secret))},
         apart=True,
     )
     alone = AsyncEngine(folder, SETTINGS, client=ProcessEngine(folder, SETTINGS))
