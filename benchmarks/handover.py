@@ -82,7 +82,10 @@ async def turns(alone: AsyncEngine, apart: AsyncEngine, length: int) -> dict[str
 async def main() -> None:
     folder, secret = locate(MODEL), secrets.token_bytes(32)
     pools = Pools(
-        {"p": PlacedWorker(Role.PREFILL, worker(folder, secret)), "d": PlacedWorker(Role.DECODE, worker(folder, secret))},
+        {
+            "p": PlacedWorker(Role.PREFILL, worker(folder, secret)),
+            "d": PlacedWorker(Role.DECODE, worker(folder, secret)),
+        },
         apart=True,
     )
     alone = AsyncEngine(folder, SETTINGS, client=ProcessEngine(folder, SETTINGS))
