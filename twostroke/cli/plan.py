@@ -35,7 +35,7 @@ def plan(
     ],
     hardware: Annotated[str, typer.Option(help="h200, a100, m4-max, …; or 'this', once calibrated.")] = "h200",
     gpus: Annotated[int, typer.Option(min=1, help="Devices that share one copy of the model.")] = 1,
-    precision: Annotated[str | None, typer.Option(help="bfloat16, float16, float32, fp8, int8 or int4 weights.")] = None,
+    precision: Annotated[str | None, typer.Option(help="bfloat16, float16, float32, fp8, int8, int4 weights.")] = None,
     workload: options.Workload = "chat",
     trace: options.Trace = None,
     prompt: options.PromptOption = None,
