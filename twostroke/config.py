@@ -122,19 +122,19 @@ class Config:
     )
     kv_dtype: str | None = setting(
         None, "type of K and V in the cache", choices=tuple(KV_BITS), stroke="decode",
-        derived="dtype, or the usual one of the device",
+        derived="dtype if it is given, else the device's usual type",
     )  # fmt: skip
     max_model_len: int | None = setting(
         None, "longest request in tokens: prompt and answer", derived="what the model and the KV cache allow"
     )
     max_batch_tokens: int | None = setting(
-        None, "most tokens of one step", live=True, stroke="prefill", derived=by_device(DEFAULT_BATCH_TOKENS)
+        None, "most tokens that one step computes", live=True, stroke="prefill", derived=by_device(DEFAULT_BATCH_TOKENS)
     )
     max_requests: int | None = setting(
         None, "most requests that run at once", live=True, stroke="decode", derived=by_device(DEFAULT_REQUESTS)
     )
     kv_memory: int | None = setting(
-        None, "bytes of the KV cache", stroke="decode", derived="a share of the memory beside the weights"
+        None, "bytes of the KV cache", stroke="decode", derived="a share of the memory that the weights leave"
     )
     kv_blocks: int | None = setting(
         None, f"size of the KV cache in blocks of {BLOCK} tokens", stroke="decode", derived="from kv_memory"
@@ -149,12 +149,12 @@ class Config:
         True, "read long prompts in chunks, so that streams continue meanwhile", live=True, stroke="both"
     )
     batching: str = setting(
-        "continuous", "requests join the batch at any step, or only when it is empty", live=True, stroke="decode",
-        choices=("continuous", "static"),
+        "continuous", "requests join the running batch at any step, or wait until it is empty", live=True,
+        stroke="decode", choices=("continuous", "static"),
     )  # fmt: skip
-    policy: str = setting("fcfs", "which request comes first", choices=tuple(POLICIES), live=True, stroke="prefill")
+    policy: str = setting("fcfs", "the order of waiting requests", choices=tuple(POLICIES), live=True, stroke="prefill")
     key_share: float = setting(
-        0.75, "most that one API key may use of what other keys leave free; 1 is no limit",
+        0.75, "largest share that one API key may use of what other keys leave free; 1 is no limit",
         unsimulated="the simulator knows no keys",
     )  # fmt: skip
     max_gap: float | None = setting(
@@ -162,8 +162,9 @@ class Config:
         derived=by_device(DEFAULT_GAP),
     )  # fmt: skip
     speculate: str = setting(
-        "auto", "verify several guessed tokens in one step: lookup guesses from the text so far, draft by draft_model, "
-        "auto takes what pays", live=True, choices=("auto", "lookup", "draft", "off"), stroke="decode",
+        "auto", "verify several guessed tokens in one step: lookup guesses from the text so far, draft with "
+        "draft_model, auto uses what is expected to be fastest", live=True, stroke="decode",
+        choices=("auto", "lookup", "draft", "off"),
         unsimulated="the gain depends on the text, which the cost model does not see",
     )  # fmt: skip
     draft_model: str | None = setting(
@@ -171,7 +172,7 @@ class Config:
         derived="none", stroke="decode", unsimulated="the gain depends on the text, which the cost model does not see",
     )  # fmt: skip
     exact: bool | None = setting(
-        None, "the same output whatever else is served", derived="always on a CPU, off on a GPU",
+        None, "the output does not depend on other requests", derived="always on a CPU, off on a GPU",
         unsimulated="the cost model does not include its cost",
     )  # fmt: skip
     seed: int | None = setting(
@@ -194,14 +195,14 @@ class Config:
                 "speculate='draft' needs a draft model: give draft_model a small model with the same vocabulary."
             )
         if self.kv_offload and not self.prefix_cache:
-            raise ConfigError("kv_offload keeps what the prefix cache evicts: it needs prefix_cache. Drop one of them.")
+            raise ConfigError("kv_offload keeps what the prefix cache evicts: it needs prefix_cache. Leave out one.")
         if self.max_gap is not None and not self.chunked_prefill:
             raise ConfigError(
-                "max_gap needs chunked_prefill: a prompt in one step cannot be kept short. Drop one of them."
+                "max_gap needs chunked_prefill: a prompt in one step may take longer. Leave out one of the two."
             )
         if self.max_gap is not None and POLICIES[self.policy].prompts_first:
             raise ConfigError(
-                f"max_gap cannot hold under policy {self.policy!r}, which lets streams wait. Drop one of them."
+                f"max_gap cannot hold under policy {self.policy!r}, which lets streams wait. Leave out one of the two."
             )
 
 
@@ -290,7 +291,7 @@ def resolve(config: Config, arch: Arch, hardware: Hardware, weight_bytes: int, d
         requests = batch
         reasons["max_requests"] = f"every stream needs a token of the step's {batch} (max_batch_tokens)"
     length, blocks = _size_cache(config, arch, hardware, layout, batch, requests, weight_bytes, reasons)
-    gap = derive("max_gap", DEFAULT_GAP[device], f"a pause a reader hardly notices on a {device}")
+    gap = derive("max_gap", DEFAULT_GAP[device], "a pause that a reader hardly notices")
     derived = {
         "device": device,
         "threads": threads,
@@ -366,7 +367,7 @@ def _kv_dtype(config: Config, models: Sequence[Arch], device: str, reasons: dict
         reasons["kv_dtype"] = "compressed attention keeps its entries as floats"
         return "float16"
     if "latent" in kinds:
-        reasons["kv_dtype"] = "int8 takes about half of it, but no published model with latents was at hand to measure"
+        reasons["kv_dtype"] = "int8 takes about half the bytes, but its quality was not measured with a published model"
         return "float16"
     reasons["kv_dtype"] = (
         "half the bytes of float16, and a CPU multiplies bytes faster; perplexity stays within its noise"
@@ -414,7 +415,7 @@ def _size_cache(
             taken = weight_bytes + (config.kv_offload if hardware.device == "cpu" else 0)  # a GPU has memory of its own
             memory = int(KV_SHARE[hardware.device] * max(0, hardware.free_memory - taken))
             memory = max(0, memory - requests * layout.state_bytes)
-            share = f"{KV_SHARE[hardware.device]:.0%} of the memory left beside the weights"
+            share = f"{KV_SHARE[hardware.device]:.0%} of the memory that the weights leave"
         else:
             share = "kv_memory"
         blocks = min(memory // layout.block_bytes, usable)

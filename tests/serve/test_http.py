@@ -95,7 +95,7 @@ def test_a_name_that_stands_twice_is_refused(client: httpx.Client, body: str, pa
     answer = client.post("/v1/chat/completions", content=body)
     error = answer.json()["error"]
     assert (answer.status_code, error["param"], error["code"]) == (400, param, "repeated_field")
-    assert error["message"] == f"{param}: is there twice in one object; send it once."
+    assert error["message"] == f"{param}: occurs twice in one object; send it once."
     assert client.get("/twostroke/steps?limit=1&limit=2").json()["error"]["param"] == "limit"
 
 

@@ -43,8 +43,12 @@ bench_app = typer.Typer(
 @bench_app.callback(invoke_without_command=True)
 def bench(
     context: typer.Context,
-    url: Annotated[str | None, typer.Option(help="An OpenAI-compatible server. Without it: in process.")] = None,
-    model: Annotated[str | None, typer.Option("--model", "-m", help="Model in process, or its name there.")] = None,
+    url: Annotated[
+        str | None, typer.Option(help="An OpenAI-compatible server. Default: an engine in this process.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", help="Model to load, or its name on the server.")
+    ] = None,
     workload: options.Workload = "chat",
     trace: options.Trace = None,
     prompt: options.PromptOption = None,
@@ -52,12 +56,16 @@ def bench(
     arrivals: Annotated[str, typer.Option(help="poisson, burst, constant or closed.")] = "poisson",
     rate: Annotated[str, typer.Option(help="Requests/s; several, as 1,2,4, are measured one after another.")] = "1",
     requests: options.Requests = 100,
-    concurrency: Annotated[int, typer.Option(min=1, help="Requests under way, in a closed loop.")] = 8,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests in flight, with --arrivals closed.")] = 8,
     scale: options.Scale = 1.0,
     seed: Annotated[int, typer.Option(help="Same seed, same requests.")] = 0,
-    longest: Annotated[int | None, typer.Option(min=2, help="Cut a trace's prompts so that all fits.")] = None,
+    longest: Annotated[
+        int | None, typer.Option(min=2, help="Most tokens of a trace's request: its prompt is cut.")
+    ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Use /v1/chat/completions.")] = False,
-    vocabulary: Annotated[int | None, typer.Option(min=1, help="Send token ids below this: exact lengths.")] = None,
+    vocabulary: Annotated[
+        int | None, typer.Option(min=1, help="Send token ids below this number: prompts of exact lengths.")
+    ] = None,
     api_key: options.ApiKey = None,
     ttft: options.Ttft = None,
     tpot: options.Tpot = None,

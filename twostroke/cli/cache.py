@@ -72,8 +72,8 @@ def forget(
     url: Url = DEFAULT_URL,
     admin_key: AdminKey = None,
     question: Annotated[str | None, typer.Option(help="A part of the question.")] = None,
-    older_than: Annotated[float | None, typer.Option(min=0, help="Seconds.")] = None,
-    tenant: Annotated[str | None, typer.Option(help="As `cache list` shows it.")] = None,
+    older_than: Annotated[float | None, typer.Option(min=0, help="Age in seconds.")] = None,
+    tenant: Annotated[str | None, typer.Option(help="A tenant, as `cache list` shows it.")] = None,
 ) -> None:
     """Forget answers by question, age or tenant."""
     given = {"question": question, "older_than": older_than, "tenant": tenant}

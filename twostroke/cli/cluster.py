@@ -29,28 +29,25 @@ def cluster_options(
     model: ModelArgument = DEFAULT,
     prefill: Annotated[int, typer.Option(help="Workers that compute prompts.", min=0, max=10_000)] = 0,
     decode: Annotated[int, typer.Option(help="Workers that write answers.", min=0, max=10_000)] = 0,
-    workers: Annotated[int, typer.Option(help="Workers that do both, instead.", min=0, max=10_000)] = 0,
+    workers: Annotated[int, typer.Option(help="Workers that do both, instead of two pools.", min=0, max=10_000)] = 0,
     prefill_set: PoolSettings = None,
     decode_set: PoolSettings = None,
     route: Annotated[
-        str, typer.Option(help="cost: by the expected time; apart: prefill workers compute every prompt.")
+        str, typer.Option(help="cost: the least expected time; apart: prefill workers compute every prompt.")
     ] = "cost",
     address: Annotated[
-        str | None, typer.Option(help="Of a Ray cluster; default: one on this machine, else a new local one.")
+        str | None, typer.Option(help="Address of a Ray cluster. Default: the one on this machine, else a new one.")
     ] = None,
     transport: Annotated[
         str,
-        typer.Option(help="Of KV blocks between workers. auto: NIXL if installed, shared memory or TCP; tcp; nixl."),
+        typer.Option(help="How KV blocks travel: auto (NIXL if installed, shared memory or TCP), tcp or nixl."),
     ] = "auto",
-    share_cores: Annotated[
-        bool, typer.Option(help="Workers need no cores of their own: slower, for trying it out.")
-    ] = False,
+    share_cores: Annotated[bool, typer.Option(help="Workers may share cores: slower, for trying it out.")] = False,
     auto: Annotated[
-        bool, typer.Option("--auto", help="Divide --workers by simulating the traffic: one pool, or prompts apart.")
+        bool,
+        typer.Option("--auto", help="Simulate the traffic to divide --workers: one pool, or prefill and decode pools."),
     ] = False,
-    workload: Annotated[
-        str | None, typer.Option(help="Traffic for --auto: as for `bench`; chat is the default.")
-    ] = None,
+    workload: Annotated[str | None, typer.Option(help="Traffic for --auto, as in `bench`. Default: chat.")] = None,
     trace: options.Trace = None,
     rate: Annotated[float | None, typer.Option(help="Requests/s for --auto.", min=0.001, max=1e6)] = None,
     scale: Annotated[float | None, typer.Option(help="For --auto: divides all lengths.", min=0.01, max=1e6)] = None,
@@ -59,7 +56,7 @@ def cluster_options(
         typer.Option(callback=options.above_zero, help="Target for TTFT, in seconds: for routes and --auto."),
     ] = None,
     tpot: options.Tpot = None,
-    hardware: Annotated[str | None, typer.Option(help="Of a worker, for --auto; 'this' is the default.")] = None,
+    hardware: Annotated[str | None, typer.Option(help="Hardware of a worker, for --auto. Default: 'this'.")] = None,
     option: SettingsOption = None,
     *,
     given: Given,

@@ -51,16 +51,18 @@ def diagnose(
     context: typer.Context,
     url: Annotated[
         str | None,
-        typer.Option(help="A running server. A twostroke reports what it served; any other is probed and measured."),
+        typer.Option(help="A running server. A twostroke server reports what it served; others are measured."),
     ] = None,
     result: Annotated[Path | None, typer.Option(help="A result of `twostroke bench --json`.")] = None,
     trace: options.Trace = None,
-    model: Annotated[str | None, typer.Option("--model", "-m", help="What runs there: name or path.")] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", help="Model that the server runs: name or path.")
+    ] = None,
     hardware: Annotated[str, typer.Option(help="Where it runs: a name of the table, or 'this'.")] = "this",
-    precision: Annotated[str | None, typer.Option(help="Of the weights, where there is no file.")] = None,
+    precision: Annotated[str | None, typer.Option(help="Precision of the weights, if there is no file.")] = None,
     workload: Annotated[
         str | None,
-        typer.Option("--workload", "-w", help="As for `bench`. Without: what a twostroke recorded."),
+        typer.Option("--workload", "-w", help="As in `bench`. Default: what the server recorded."),
     ] = None,
     requests: options.Requests = 60,
     rate: Annotated[float, typer.Option(callback=sane_rate, help="Requests/s of the workload.")] = 1.0,
@@ -69,7 +71,8 @@ def diagnose(
     ttft: options.Ttft = None,
     tpot: options.Tpot = None,
     apply: Annotated[
-        bool, typer.Option("--apply", help="Pull the best lever, on a running twostroke or in process; measure again.")
+        bool,
+        typer.Option("--apply", help="Apply the best lever, on a running server or in this process; measure again."),
     ] = False,
     show_ledger: Annotated[bool, typer.Option("--ledger", help="All predictions so far beside the results.")] = False,
     option: options.SettingsOption = None,
@@ -87,7 +90,7 @@ def diagnose(
     elif source == "trace" and trace is not None:
         of_trace(choose_load(trace, count=requests, scale=scale), described, targets)
     elif source == "trace":
-        raise InputError("say what to diagnose: --url, --result, --trace, or --apply for an engine in process.")
+        raise InputError("say what to diagnose: --url, --result, --trace, or --apply for an engine in this process.")
     else:
         load = choose_load(trace, workload or "chat", count=requests, per_second=rate, scale=scale)
         if url is None:
@@ -141,7 +144,7 @@ def of_url(
         refuse_unused(context, dict.fromkeys(("model", "hardware", "precision", "option"), reason))
         of_twostroke(admin, target, given, apply, targets)
     elif apply:
-        raise ConfigError(f"--apply: {target.base} is no twostroke; its settings cannot be changed from here.")
+        raise ConfigError(f"--apply: {target.base} is not a twostroke server: its settings cannot be changed.")
     else:
         of_other_server(target, load, described, targets)
 

@@ -116,7 +116,7 @@ Temperature = Annotated[
     typer.Option(help="0 always takes the likeliest token; higher is more varied. Default: the model's own."),
 ]
 Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.")]
-ApiKey = Annotated[str | None, typer.Option(envvar="TWOSTROKE_API_KEY", help="For the server.")]
+ApiKey = Annotated[str | None, typer.Option(envvar="TWOSTROKE_API_KEY", help="API key of the server.")]
 SettingsOption = Annotated[
     list[str] | None,
     typer.Option(

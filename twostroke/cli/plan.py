@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 def plan(
     context: typer.Context,
     model: Annotated[
-        str, typer.Argument(help="A known model (llama-3-8b, …), a config.json, or a model as elsewhere.")
+        str, typer.Argument(help="A known model (llama-3-8b, …), a config.json, a folder, .gguf file or hub id.")
     ],
-    hardware: Annotated[str, typer.Option(help="h200, a100, m4-max, …; 'this' after --calibrate.")] = "h200",
+    hardware: Annotated[str, typer.Option(help="h200, a100, m4-max, …; or 'this', once calibrated.")] = "h200",
     gpus: Annotated[int, typer.Option(min=1, help="Devices that share one copy of the model.")] = 1,
-    precision: Annotated[str | None, typer.Option(help="Of the weights: bfloat16, int8, int4, fp8, float32.")] = None,
+    precision: Annotated[str | None, typer.Option(help="bfloat16, float16, float32, fp8, int8, int4 weights.")] = None,
     workload: options.Workload = "chat",
     trace: options.Trace = None,
     prompt: options.PromptOption = None,
@@ -62,7 +62,7 @@ def plan(
     ] = 0.7,
     option: options.SettingsOption = None,
 ) -> None:  # fmt: skip
-    """Size a deployment before there is one. Does it fit, how fast, what does it cost, how many workers?"""
+    """Plan a deployment: whether the model fits, how fast it is, how many workers it needs and what they cost."""
     lengths = lengths_of(prompt, output)
     refuse_unused(context, unused(trace is not None, lengths is not None, search, calibrate, draft is not None))
     from twostroke.bench.workload import choose_load

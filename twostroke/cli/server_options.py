@@ -31,27 +31,29 @@ EMBEDDER = "all-minilm-l6-v2"  # of the semantic answer cache
 class Given:
     """What was typed, beside the model and its settings."""
 
-    host: Annotated[str, typer.Option(help="Address to listen on; others than loopback want a key.")] = "127.0.0.1"
+    host: Annotated[str, typer.Option(help="Address to listen on; set a key if it is not loopback.")] = "127.0.0.1"
     port: Annotated[int, typer.Option(help="0 takes any free port.", min=0, max=65535)] = 8000
     api_key: Annotated[str | None, typer.Option(envvar="TWOSTROKE_API_KEY", help="Key that clients must send.")] = None
     api_key_file: Annotated[Path | None, typer.Option(help="A file with one key on each line.")] = None
-    max_queue: Annotated[int | None, typer.Option(help="Samples that may wait beyond those that run.", min=0)] = None
+    max_queue: Annotated[int | None, typer.Option(help="Samples that may wait in the queue.", min=0)] = None
     drain_timeout: Annotated[float, typer.Option(help="Seconds for running requests after SIGTERM.", min=0)] = 30.0
     admin_key: Annotated[
-        str | None, typer.Option(envvar="TWOSTROKE_ADMIN_KEY", help="Key of the operator: settings, steps, arrivals.")
+        str | None,
+        typer.Option(envvar="TWOSTROKE_ADMIN_KEY", help="Key of the operator, for the routes under /twostroke/."),
     ] = None
     admin_key_file: Annotated[Path | None, typer.Option(help="A file with one admin key on each line.")] = None
     allowed_host: Annotated[
-        list[str] | None, typer.Option(help="A further name under which clients reach this server; * for any.")
+        list[str] | None, typer.Option(help="Another name of this server; may be repeated; * for any.")
     ] = None
     allow_origin: Annotated[
-        list[str] | None, typer.Option(help="A web site whose pages may use this server (CORS); * for any.")
+        list[str] | None,
+        typer.Option(help="A site whose pages may use this server (CORS); may be repeated; * for any."),
     ] = None
     closed_objects: Annotated[
-        bool, typer.Option(help="JSON objects have only the properties of their schema, unless it says otherwise.")
+        bool, typer.Option(help="Allow only the properties that a JSON schema names, unless it says otherwise.")
     ] = False
     answer_cache: Annotated[
-        str, typer.Option(help="Answer from known answers: off, exact (equal requests) or semantic (equal questions).")
+        str, typer.Option(help="Reuse stored answers: off, exact (equal requests) or semantic (equal questions).")
     ] = "off"
     answer_cache_url: Annotated[str | None, typer.Option(help="redis://HOST:PORT of a store that servers share.")] = (
         None
@@ -64,7 +66,7 @@ class Given:
         str, typer.Option(help="Requests to compare by meaning too: tools,temperature,personal,referring,changing.")
     ] = ""
     record_questions: Annotated[
-        bool, typer.Option(help="Keep questions in memory, so that diagnose knows which ask the same.")
+        bool, typer.Option(help="Keep questions in memory, so that `diagnose` can estimate a semantic cache.")
     ] = False
 
 

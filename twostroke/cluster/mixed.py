@@ -22,7 +22,7 @@ def ways_of(workers: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     if len(found) < 2:
         return ()
     if any(settings.get("exact") for settings in workers):
-        raise ConfigError(f"exact=True does not go with {in_words(found)}: {DEPENDS}. Drop one of them.")
+        raise ConfigError(f"exact=True does not go with {in_words(found)}: {DEPENDS}. Leave out one of the two.")
     return tuple(sorted(found))
 
 

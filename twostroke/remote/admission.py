@@ -23,7 +23,7 @@ LONGEST_WAIT = 120.0  # seconds ever advised
 HISTORY = 1024  # releases that are remembered
 RECENT = 30.0  # seconds over which their rate is measured
 FULL = "The server is at capacity"
-KEY_FULL = "This API key has as many requests here as one key may have"
+KEY_FULL = "This API key has reached its share of the server"
 Finishing = Callable[[int, int], float | None]
 
 

@@ -183,7 +183,7 @@ def open_direct(core: Core, wanted: Direct | None, wake: Callable[[], None]) -> 
     elif not wanted.always and not on_gpu and one_machine:
         return None  # there is shared memory
     elif on_gpu and not one_machine and not any(RDMA.glob("*/ports/*")):
-        why = "between machines it reads the memory of GPUs over RDMA, and this machine has no such device."
+        why = "between machines it needs an RDMA device to read the memory of GPUs, and this machine has none."
     else:
         try:
             return DirectBlocks(storage, core.scheduler.tables.lent, wanted.interface, wake)

@@ -96,7 +96,7 @@ class Child(asyncio.BufferedProtocol):
 def ended_with(status: int | None) -> str:
     """How the process ended, in words that clients may read."""
     if status == -signal.SIGKILL:
-        return "it was killed (signal 9), as the system does where memory runs out: see kv_memory and kv_blocks"
+        return "it was killed (signal 9), perhaps because memory ran out: see kv_memory and kv_blocks"
     return f"it ended with exit status {status}"
 
 

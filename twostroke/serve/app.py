@@ -73,7 +73,7 @@ class App:
         """429 for a key that is busy on its share of the connections. This connection is closed: it takes a place."""
         if not exchange.accepted(exchange.caller.number, self.service.key_share):
             exchange.extra_headers["connection"] = "close"
-            raise busy(1, "This API key has as many connections here as one key may have")
+            raise busy(1, "This API key has reached its share of the connections")
 
     def find(self, method: str, path: str) -> Route:
         known = {route.method: route for route in self.routes if route.matches(path)}

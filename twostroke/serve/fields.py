@@ -50,7 +50,7 @@ def validate(payload: type[P], body: bytes) -> P:
     repeated = repeated_name(body)
     if repeated is not None:
         where = written(repeated)
-        raise bad_request(f"{where}: is there twice in one object; send it once.", where, "repeated_field")
+        raise bad_request(f"{where}: occurs twice in one object; send it once.", where, "repeated_field")
     return found
 
 
@@ -59,11 +59,11 @@ def validate_query(payload: type[P], query: bytes) -> P:
     try:
         pairs = parse_qsl(query.decode("ascii"), keep_blank_values=True, max_num_fields=16)
     except ValueError:
-        raise bad_request("The query of the address cannot be read.", code="invalid_value") from None
+        raise bad_request("The query of the URL cannot be read.", code="invalid_value") from None
     names = [name for name, _ in pairs]
     for name in names:
         if names.count(name) > 1:
-            raise bad_request(f"{name[:64]}: is there twice in the address; send it once.", name[:64], "repeated_field")
+            raise bad_request(f"{name[:64]}: occurs twice in the query; send it once.", name[:64], "repeated_field")
     values = {name: int(text) if text.isdecimal() and len(text) < 20 else text for name, text in pairs}
     return validate(payload, json.dumps(values).encode())
 

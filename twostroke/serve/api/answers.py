@@ -72,7 +72,7 @@ async def forget(service: Service, exchange: Exchange) -> None:
     try:
         tenant = None if request.tenant is None else bytes.fromhex(request.tenant)
     except ValueError:
-        raise bad_request("tenant: must be one that the list shows.", "tenant", "invalid_value") from None
+        raise bad_request("tenant: must be one that GET /twostroke/answers shows.", "tenant", "invalid_value") from None
     gone = await asked(lambda: cache.forget(request.question, request.older_than, tenant))
     await exchange.respond(200, {"forgotten": gone})
 

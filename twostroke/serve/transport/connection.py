@@ -38,7 +38,7 @@ BAD_HTTP = raw_answer(
     b"400 Bad Request",
     ApiError(
         400,
-        f"What was sent is not an HTTP/1.1 request as RFC 9112 writes it, or has more than {MAX_CHUNKS} chunks.",
+        f"This is not an HTTP/1.1 request by RFC 9112, or its body has more than {MAX_CHUNKS} chunks.",
         code="invalid_http",
     ),
 )

@@ -105,7 +105,7 @@ class Exchange:
         """The whole body. A body over the limit is refused before it is held."""
         check_content_type(self.headers)
         if self.headers.get(b"content-encoding", b"identity") != b"identity":
-            why = "content-encoding: bodies are read as they come: send JSON that is not compressed."
+            why = "content-encoding: compressed bodies are not read: send plain JSON."
             raise ApiError(415, why, param="content-encoding", code="unsupported_encoding")
         length = self.headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > MAX_BODY:
