@@ -62,7 +62,7 @@ def plan(
     ] = 0.7,
     option: options.SettingsOption = None,
 ) -> None:  # fmt: skip
-    """Plan a deployment: whether the model fits, how fast it is, how many workers it needs and what they cost."""
+    """Plan a deployment: whether it fits, its speed, workers and cost."""
     lengths = lengths_of(prompt, output)
     refuse_unused(context, unused(trace is not None, lengths is not None, search, calibrate, draft is not None))
     from twostroke.bench.workload import choose_load

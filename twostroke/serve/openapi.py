@@ -13,9 +13,11 @@ from twostroke.serve.route import Route
 ERRORS = {
     400: "A field is wrong: `param` names it", 401: "No valid API key", 404: "No such route or model",
     403: "An admin key is needed, or the web site is not allowed",
+    405: "Not a method of this route",
     408: "The body arrived too slowly, or the answer was read too slowly",
     413: "The body is too large", 415: "The body is not JSON, or compressed", 421: "Not a name of this server",
-    429: "The queue, or the key's share, is full: see Retry-After", 503: "The engine is not available: see Retry-After",
+    429: "The queue, or the key's share, is full: see Retry-After",
+    431: "The headers are too large", 503: "The engine is not available: see Retry-After",
 }  # fmt: skip
 
 
