@@ -92,5 +92,5 @@ def test_why_a_worker_has_ended() -> None:
 def test_memory_that_runs_out_is_named() -> None:
     error = start_error("decode-0 on host", Failed("MemoryError", ""))
     assert isinstance(error, ConfigError) and "decode-0 on host ran out of memory while it started: lower" in str(error)
-    assert "where memory runs out: see kv_memory" in ended_with(-signal.SIGKILL)
+    assert "because memory ran out: see kv_memory" in ended_with(-signal.SIGKILL)
     assert ended_with(3) == "it ended with exit status 3"
