@@ -367,7 +367,7 @@ def _kv_dtype(config: Config, models: Sequence[Arch], device: str, reasons: dict
         reasons["kv_dtype"] = "compressed attention keeps its entries as floats"
         return "float16"
     if "latent" in kinds:
-        reasons["kv_dtype"] = "int8 takes about half the bytes, but its quality was not measured with a published model"
+        reasons["kv_dtype"] = "int8 takes half the bytes, but was not measured with a published model that has latents"
         return "float16"
     reasons["kv_dtype"] = (
         "half the bytes of float16, and a CPU multiplies bytes faster; perplexity stays within its noise"
