@@ -144,7 +144,7 @@ def latent(bench: Bench) -> None:
     measure_decode(bench, rig, "latent_decode1")
     measure_ttft(bench, rig, "latent_ttft", (512, 8192))
     entry = rig.core.scheduler.tables.layout.token_bytes
-    for count in (1, 16, 64):
+    for count in (1, 16, 32, 64):
         read = weight_bytes(rig, count) + count * context * entry
         step = filled_step(rig, count, context) * 1e3
         limit = read / bench.ceilings["read_TBps"] / 1e9

@@ -111,6 +111,8 @@ def run_together(llm: LLM, many: list[Ask]):
         for ask, job in jobs:
             if ask.abort_after is not None and steps >= ask.abort_after and not job.finished:
                 llm._abort([job])
+    while not llm.engine.core.idle:  # a GPU's step in flight still has blocks of requests that have ended
+        llm._pump()
     return [(ask, job.output()) for ask, job in jobs]
 
 
