@@ -274,6 +274,15 @@ def test_steps_that_were_slower_than_without_drafts_end_in_a_pause() -> None:
         assert judged.allows()
 
 
+def test_beside_other_streams_guesses_must_have_gained_more() -> None:
+    found = speculation(0.95, 0.02, 2)
+    for streams, allowed in ((1, True), (2, False)):
+        judged = found._realised(streams)
+        for _ in range(JUDGED):
+            judged.add(0.0205, 0.02)
+        assert judged.allows() is allowed
+
+
 def test_reading_a_long_text_costs_what_its_rows_cost() -> None:
     times = StepTimes()
     times.add(1, 0.02)

@@ -1,5 +1,6 @@
 """Compiles the products with experts of four bits for an H200 that need not be there. Prints for each kernel its name,
-tensor-core instructions with weights in registers, scalings of two weights, and stores to shared memory."""
+tensor-core instructions with weights in registers, scalings of two weights, stores to shared memory, and exchanges
+between lanes."""
 
 from __future__ import annotations
 
@@ -33,4 +34,4 @@ if __name__ == "__main__":
     for kernel in (gate_codes_kernel, down_codes_kernel, grouped_gate_codes_kernel, grouped_down_codes_kernel):
         ptx = compiled(kernel)
         products = re.findall(r"mma\.sync\.aligned\.m16n8k16|wgmma\.mma_async\S* \{[^}]*\}, \{", ptx)
-        print(kernel.__name__, len(products), ptx.count("mul.rn.bf16x2"), ptx.count("st.shared"))
+        print(kernel.__name__, len(products), ptx.count("mul.rn.bf16x2"), ptx.count("st.shared"), ptx.count("shfl"))

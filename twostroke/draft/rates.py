@@ -21,6 +21,7 @@ MEASURED = 9  # newest times of which the median counts
 FORGET = 0.9  # of the steps with guesses, for each new one
 JUDGED = 8  # steps with guesses, before it is judged whether they were faster
 PAUSE, LONGEST_PAUSE = 64, 2048  # steps without guesses where they were not
+SHARED_GAIN = 1.05  # least measured gain beside other streams: guesses of one make the steps of all longer
 
 
 def kind_of(match: int) -> int:
@@ -165,9 +166,10 @@ def never_falling(values: Sequence[tuple[float, int]]) -> list[float]:
 
 class RealisedGain:
     """Whether steps with guesses were faster than the same tokens without: measured, whatever was predicted. If they
-    were not, nothing is guessed for a pause, which doubles each time."""
+    were not, nothing is guessed for a pause, which doubles each time. least: by what factor they must be faster."""
 
-    def __init__(self) -> None:
+    def __init__(self, least: float = 1.0) -> None:
+        self.least = least
         self.without = self.taken = 0.0  # seconds
         self.steps = 0
         self.left, self.pause = 0, PAUSE  # steps
@@ -179,7 +181,7 @@ class RealisedGain:
         self.steps += 1
         if self.steps < JUDGED:
             return
-        if self.without < self.taken:
+        if self.without < self.least * self.taken:
             self.left, self.pause = self.pause, min(2 * self.pause, LONGEST_PAUSE)
             self.without = self.taken = 0.0
             self.steps = 0

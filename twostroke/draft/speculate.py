@@ -22,7 +22,7 @@ import numpy as np
 from twostroke.draft.answers import EarlierAnswers
 from twostroke.draft.by_model import CAUGHT_UP, READY, TRIALS, DraftLength, ModelDrafts
 from twostroke.draft.lookup import Lookup
-from twostroke.draft.rates import FORCED, MODEL, NEAR, Acceptance, RealisedGain, StepTimes, kind_of
+from twostroke.draft.rates import FORCED, MODEL, NEAR, SHARED_GAIN, Acceptance, RealisedGain, StepTimes, kind_of
 from twostroke.types import MOST_DRAFTED, UNWRITTEN, Plan, RequestState, Result, WorkKind
 
 STREAMS = {"cpu": 2, "cuda": 32}  # with more streams nothing is guessed: some loads lost by it (docs/speculation.md)
@@ -428,7 +428,7 @@ class Speculation:
     def _realised(self, streams: int) -> RealisedGain:
         size = streams.bit_length()
         if size not in self.realised:
-            self.realised[size] = RealisedGain()
+            self.realised[size] = RealisedGain(SHARED_GAIN if streams > 1 else 1.0)
         return self.realised[size]
 
     def _count(self, request: RequestState, drafted: int, accepted: int) -> None:

@@ -21,19 +21,32 @@ from twostroke.ops.cuda.kernels.rows import gated_pair
 
 EIGHT = tl.constexpr(8)  # slices that an instruction multiplies
 
+# Where an operand was joined from parts, Triton up to 3.7 lets a lane hold four neighbouring inputs of a product, not
+# two. Both operands are given in that order: otherwise lanes would exchange all weights.
+BY_FOURS = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) < (3, 8))
+
 
 @triton.jit
 def as_eights(weights, TURNS: tl.constexpr, W: tl.constexpr, dtype: tl.constexpr):
     """(TURNS · W, 16, 128): rows (turn, output, warp, slice) of weights_of as operands of a product."""
     weights = tl.reshape(weights.to(dtype), (TURNS, 2, W, 8, 4, 4, 2, 2, 2))
-    return tl.reshape(tl.permute(weights, (0, 2, 1, 3, 5, 6, 7, 4, 8)), (TURNS * W, 16, 128))
+    if BY_FOURS:
+        weights = tl.permute(weights, (0, 2, 1, 3, 5, 6, 4, 7, 8))
+    else:
+        weights = tl.permute(weights, (0, 2, 1, 3, 5, 6, 7, 4, 8))
+    return tl.reshape(weights, (TURNS * W, 16, 128))
 
 
 @triton.jit
 def slices_of_x(x_rows, first, K: tl.constexpr):
-    """(rows, 128, 8): eight slices of each row of x, from slice `first` on; zeros past the end. x_rows: pointers."""
+    """(rows, 128, 8): eight slices of each row of x, from slice `first` on, in the order of as_eights; zeros past the
+    end. x_rows: pointers."""
     at = (first + tl.arange(0, 8))[None, :] * 128 + tl.arange(0, 128)[:, None]
-    return tl.load(x_rows[:, None, None] + at[None, :, :], mask=(at < K)[None, :, :], other=0.0)
+    x = tl.load(x_rows[:, None, None] + at[None, :, :], mask=(at < K)[None, :, :], other=0.0)
+    if BY_FOURS:
+        x = tl.reshape(x, (x.shape[0], 8, 2, 4, 2, 8))
+        x = tl.reshape(tl.permute(x, (0, 1, 3, 2, 4, 5)), (x.shape[0], 128, 8))
+    return x
 
 
 @triton.jit
