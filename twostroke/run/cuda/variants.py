@@ -15,7 +15,7 @@ import torch
 
 from twostroke.ops.cuda.backend import FEW_STREAMS, CudaOps
 from twostroke.ops.cuda.cuts import FEW_QUERIES, AttentionKind, Cascade, Cut, DeviceBatch
-from twostroke.ops.cuda.kernels.decode import longer, split_count
+from twostroke.ops.cuda.kernels.decode import DecodeForm, form_of, longer, split_count
 from twostroke.ops.cuda.kernels.dense import gather, merge
 from twostroke.ops.cuda.kernels.rope import rotate_and_store
 from twostroke.ops.interface import BLOCK, KV_SCALE_BYTES, Attention, GroupBlocks, KVLayer, LatentAttention
@@ -24,8 +24,7 @@ from twostroke.run.cuda.buckets import BATCHES, stream_rows
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-SHORT_SPLITS, ONE_WORD, FEW_HEADS = 8, 16, 64  # where decode.py chooses other tiles
-LONG = 40  # splits of a long context
+SHORT_SPLITS, LONG = 8, 40  # splits of a short and of a long context
 LONG_COLUMNS = 128  # block columns of a context that is not short for draft_decode.py
 
 
@@ -55,15 +54,15 @@ def cases_of(
     if kind.queries >= FEW_QUERIES:
         tiles += [case._replace(queries=FEW_QUERIES, columns=LONG_COLUMNS if drafts else 16) for case in tiles]
         tiles += [Case(0, 1, tile_splits=1, queries=FEW_QUERIES)] if drafts else []
-    found: dict[tuple[bool, int, bool, bool], Case] = {}
+    found: dict[DecodeForm, Case] = {}
     for rows in BATCHES:
         if rows > stream_rows(requests):
             break
         scale, columns = longer(rows * kind.kv_heads), 16
         while columns <= max(16, -(-length // BLOCK)):
             splits = split_count(-(-columns * BLOCK // scale))
-            key = rows * kind.kv_heads <= FEW_HEADS, scale, splits <= SHORT_SPLITS, splits <= ONE_WORD
-            found.setdefault(key, Case(rows, splits, scale, streams=True))
+            form = form_of(rows * kind.kv_heads, splits, scale)
+            found.setdefault(form, Case(rows, splits, scale, streams=True))
             columns *= 2
     shared = [Case(4, splits, streams=True, members=kind.members) for splits in (SHORT_SPLITS, LONG)]
     return [*found.values(), *mixed, *tiles, *(shared if shares and kind.members else [])]

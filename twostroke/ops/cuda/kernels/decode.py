@@ -1,8 +1,9 @@
 """Attention of one new token per request over its cached context, cut into splits that run side by side.
 
 Splits near the start of a context are short, so that a short context occupies many programs too. Splits further out are
-longer, so that there are few partial results. Where many streams fill the device, all splits are longer (SCALE). The
-program that finishes a head's last split merges the partial results in order of position.
+longer, so that there are few partial results. Where many streams fill the device, all splits are longer, by a
+factor of two for each of `doublings`. The program that finishes a head's last split merges the partial results in order
+of position.
 
 FUSED: q, k and v are the output of the projection. Every program norms and rotates the q it needs; the program that
 owns the newest position writes its K and V and attends to them. It needs a step in which no request reads blocks that
@@ -13,6 +14,8 @@ This kernel reads caches of floats; tall_decode.py reads int8 and fp8.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -32,6 +35,22 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 LONGEST = 8  # largest factor by which splits are longer than usual
+FEW_HEADS = 64  # K/V heads of all streams together
+
+
+class DecodeForm(NamedTuple):
+    """What a compiled kernel depends on, beside the model."""
+
+    ahead: bool  # few programs: latency counts. With many, registers do
+    short: bool  # few tokens for each program, or enough programs
+    merged: int  # splits that the last program can merge
+
+
+def form_of(heads: int, splits: int, scale: int, fused: bool = True) -> DecodeForm:
+    """heads: K/V heads of all streams together. scale: the factor by which splits are longer."""
+    ahead = fused and heads <= FEW_HEADS
+    short = not ahead and (scale == LONGEST or (scale == 1 and splits <= 8))
+    return DecodeForm(ahead, short, 16 if ahead and splits <= 16 else max(128, triton.next_power_of_2(splits)))
 
 
 def longer(heads: int) -> int:
@@ -64,7 +83,7 @@ def split_of(position):
 
 @triton.jit
 def share_of(
-    split, request, rows_ptr, shared_ptr, contexts_ptr, WINDOW: tl.constexpr, SCALE: tl.constexpr, LISTED: tl.constexpr,
+    split, request, rows_ptr, shared_ptr, contexts_ptr, doublings, WINDOW: tl.constexpr, LISTED: tl.constexpr,
     FUSED: tl.constexpr, CASCADE: tl.constexpr,
 ):  # fmt: skip
     """The request of a program, the splits that its token sees, the first of them that is not computed already, and the
@@ -74,12 +93,12 @@ def share_of(
     context = tl.load(contexts_ptr + request)
     newest = context - 1
     first = tl.maximum(context - WINDOW, 0) if WINDOW > 0 else 0
-    first_split, last_split = split_of(first // SCALE), split_of(newest // SCALE)
+    first_split, last_split = split_of(first >> doublings), split_of(newest >> doublings)
     first_own = first_split
     if CASCADE:
         first_own = tl.load(shared_ptr + request)  # the splits before it are computed already
-    begin = tl.maximum(SCALE * split_start(split), first)
-    end = tl.minimum(SCALE * split_start(split + 1), context)
+    begin = tl.maximum(split_start(split) << doublings, first)
+    end = tl.minimum(split_start(split + 1) << doublings, context)
     if FUSED:
         end = tl.minimum(end, newest)
     return request, context, first_split, last_split, first_own, begin, end
@@ -148,15 +167,15 @@ def combine(
     return top, total, acc
 
 
-@triton.jit(do_not_specialize=["table_stride", "splits"])
+@triton.jit(do_not_specialize=["table_stride", "splits", "doublings"])
 def decode_kernel(
     q_ptr, out_ptr, part_ptr, part_max_ptr, part_sum_ptr, done_ptr, rows_ptr, shared_ptr, starts_ptr,
     contexts_ptr, tables_ptr,
     keys, values, cos_ptr, sin_ptr, qnorm_ptr, knorm_ptr, sinks_ptr, q_eps, k_eps,
-    scale, softcap, q_stride, table_stride, block_stride, head_stride, token_stride, splits,
+    scale, softcap, q_stride, table_stride, block_stride, head_stride, token_stride, splits, doublings,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SHARE_2: tl.constexpr, HEAD: tl.constexpr, WIDE: tl.constexpr,
     HALF: tl.constexpr, NORM: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    BLOCK: tl.constexpr, TILE: tl.constexpr, SCALE: tl.constexpr, SPLITS_2: tl.constexpr, LISTED: tl.constexpr,
+    BLOCK: tl.constexpr, TILE: tl.constexpr, SPLITS_2: tl.constexpr, LISTED: tl.constexpr,
     FUSED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr, AHEAD: tl.constexpr,
     CASCADE: tl.constexpr,
 ):  # fmt: skip
@@ -164,7 +183,7 @@ def decode_kernel(
     DTYPE: tl.constexpr = q_ptr.dtype.element_ty
     head, split = tl.program_id(0), tl.program_id(1)
     request, context, first_split, last_split, first_own, begin, end = share_of(
-        split, tl.program_id(2), rows_ptr, shared_ptr, contexts_ptr, WINDOW, SCALE, LISTED, FUSED, CASCADE
+        split, tl.program_id(2), rows_ptr, shared_ptr, contexts_ptr, doublings, WINDOW, LISTED, FUSED, CASCADE
     )
     if (split < first_own) | (split > last_split) | (context <= 0):
         if PDL:
@@ -295,13 +314,12 @@ def decode_attention(
     part, part_max, part_sum, done = scratch.reserve(total, attention.heads, splits, dim)
     tables = batch.groups[group].tables
     wide_float = q.dtype == torch.float32
-    ahead = fused and requests * attention.kv_heads <= 64  # few programs: latency counts; many: registers count
+    form = form_of(requests * attention.kv_heads, splits, scale, fused)
     if tile is None:
-        tile = 32 if wide > 128 or wide_float else 128 if ahead else 64
-        stages = 1 if ahead else 2
+        tile = 32 if wide > 128 or wide_float else 128 if form.ahead else 64
+        stages = 1 if form.ahead else 2
         warps = 8 if tile == 128 and share >= 8 else warps
-        short = scale == LONGEST or (scale == 1 and splits <= 8)  # few tokens for each program, or enough programs
-        if not ahead and not wide_float and short:
+        if form.short and not wide_float:
             tile, stages, warps = 32, 3, 1
     decode_kernel[(attention.kv_heads, splits, requests)](
         q, out, part, part_max, part_sum, done, tables if listed is None else listed,
@@ -309,12 +327,12 @@ def decode_attention(
         rope.cos if rope else q, rope.sin if rope else q,
         qn.weight if qn else q, kn.weight if kn else q, attention.sinks, qn.eps if qn else 0.0, kn.eps if kn else 0.0,
         attention.scale, attention.softcap, q.stride(0), tables.stride(0), *kv.keys.stride()[:3], splits,
+        scale.bit_length() - 1,
         HEADS=attention.heads, KV_HEADS=attention.kv_heads, SHARE_2=max(16, triton.next_power_of_2(share)),
         HEAD=dim, WIDE=wide, HALF=rope.cos.shape[1] if rope else 0, NORM=qn is not None,
         WINDOW=attention.window, SOFTCAP=attention.softcap > 0, BLOCK=BLOCK,
-        TILE=tile, SCALE=scale, SPLITS_2=16 if ahead and splits <= 16 else max(128, triton.next_power_of_2(splits)),
-        LISTED=listed is not None, FUSED=fused, PRECISION="ieee" if wide_float else "tf32", STAGES=stages, PDL=PDL,
-        AHEAD=ahead, CASCADE=shared is not None,
-        num_warps=warps, **EARLY,
+        TILE=tile, SPLITS_2=form.merged, LISTED=listed is not None, FUSED=fused,
+        PRECISION="ieee" if wide_float else "tf32", STAGES=stages, PDL=PDL, AHEAD=form.ahead,
+        CASCADE=shared is not None, num_warps=warps, **EARLY,
     )  # fmt: skip
     return out

@@ -153,16 +153,16 @@ def inner_seen(n0, begin, end, TILE: tl.constexpr, RUN: tl.constexpr):
     return (place >= begin) & (place < end)
 
 
-@triton.jit(do_not_specialize=["table_stride", "splits"])
+@triton.jit(do_not_specialize=["table_stride", "splits", "doublings"])
 def tall_kernel(
     q_ptr, out_ptr, part_ptr, part_max_ptr, part_sum_ptr, done_ptr, rows_ptr, shared_ptr, starts_ptr, contexts_ptr,
     tables_ptr,
     keys, values, key_scales, value_scales, cos_ptr, sin_ptr, qnorm_ptr, knorm_ptr, sinks_ptr, q_eps, k_eps,
     scale, softcap, q_stride, table_stride, block_stride, head_stride, scale_block_stride,
-    scale_head_stride, splits,
+    scale_head_stride, splits, doublings,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, R: tl.constexpr, HEAD: tl.constexpr, WIDE: tl.constexpr,
     HALF: tl.constexpr, NORM: tl.constexpr, FORMAT: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    BLOCK: tl.constexpr, TILE: tl.constexpr, SCALE: tl.constexpr, SPLITS_2: tl.constexpr, LISTED: tl.constexpr,
+    BLOCK: tl.constexpr, TILE: tl.constexpr, SPLITS_2: tl.constexpr, LISTED: tl.constexpr,
     FUSED: tl.constexpr, PDL: tl.constexpr,
     FAST: tl.constexpr, CASCADE: tl.constexpr,
 ):  # fmt: skip
@@ -172,7 +172,7 @@ def tall_kernel(
     PIECES: tl.constexpr = WIDE // N
     head, split = tl.program_id(0), tl.program_id(1)
     request, context, first_split, last_split, first_own, begin, end = share_of(
-        split, tl.program_id(2), rows_ptr, shared_ptr, contexts_ptr, WINDOW, SCALE, LISTED, FUSED, CASCADE
+        split, tl.program_id(2), rows_ptr, shared_ptr, contexts_ptr, doublings, WINDOW, LISTED, FUSED, CASCADE
     )
     if (split < first_own) | (split > last_split) | (context <= 0):
         if PDL:
@@ -345,12 +345,11 @@ def tall_attention(
         kv.key_scales, kv.value_scales, rope.cos if rope else q, rope.sin if rope else q,
         qn.weight if qn else q, kn.weight if kn else q, attention.sinks, qn.eps if qn else 0.0, kn.eps if kn else 0.0,
         attention.scale, attention.softcap, q.stride(0), tables.stride(0), *kv.keys.stride()[:2],
-        *kv.key_scales.stride()[:2], splits,
+        *kv.key_scales.stride()[:2], splits, scale.bit_length() - 1,
         HEADS=attention.heads, KV_HEADS=attention.kv_heads, R=max(4, triton.next_power_of_2(share)), HEAD=dim,
         WIDE=wide, HALF=rope.cos.shape[1] if rope else 0, NORM=qn is not None, FORMAT=FORMATS[kv.format],
         WINDOW=attention.window, SOFTCAP=attention.softcap > 0, BLOCK=BLOCK,
-        TILE=32, SCALE=scale,
-        SPLITS_2=max(128, triton.next_power_of_2(splits)),
+        TILE=32, SPLITS_2=max(128, triton.next_power_of_2(splits)),
         LISTED=listed is not None, FUSED=fused, PDL=PDL, FAST=not INTERPRETED,
         CASCADE=shared is not None, num_warps=1, **EARLY,
     )  # fmt: skip
