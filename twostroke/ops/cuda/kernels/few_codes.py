@@ -17,20 +17,17 @@ import triton.language as tl
 
 from twostroke.ops.cuda.kernels.four_bits import slice_scales, slice_words, weights_of, word_scales
 from twostroke.ops.cuda.kernels.launch import gdc_launch_dependents, gdc_wait
+from twostroke.ops.cuda.kernels.narrow_tiles import JOINED
 from twostroke.ops.cuda.kernels.rows import gated_pair
 
 EIGHT = tl.constexpr(8)  # slices that an instruction multiplies
-
-# Where an operand was joined from parts, Triton up to 3.7 lets a lane hold four neighbouring inputs of a product, not
-# two. Both operands are given in that order: otherwise lanes would exchange all weights.
-BY_FOURS = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) < (3, 8))
 
 
 @triton.jit
 def as_eights(weights, TURNS: tl.constexpr, W: tl.constexpr, dtype: tl.constexpr):
     """(TURNS · W, 16, 128): rows (turn, output, warp, slice) of weights_of as operands of a product."""
     weights = tl.reshape(weights.to(dtype), (TURNS, 2, W, 8, 4, 4, 2, 2, 2))
-    if BY_FOURS:
+    if JOINED == 2:
         weights = tl.permute(weights, (0, 2, 1, 3, 5, 6, 4, 7, 8))
     else:
         weights = tl.permute(weights, (0, 2, 1, 3, 5, 6, 7, 4, 8))
@@ -43,7 +40,7 @@ def slices_of_x(x_rows, first, K: tl.constexpr):
     end. x_rows: pointers."""
     at = (first + tl.arange(0, 8))[None, :] * 128 + tl.arange(0, 128)[:, None]
     x = tl.load(x_rows[:, None, None] + at[None, :, :], mask=(at < K)[None, :, :], other=0.0)
-    if BY_FOURS:
+    if JOINED == 2:
         x = tl.reshape(x, (x.shape[0], 8, 2, 4, 2, 8))
         x = tl.reshape(tl.permute(x, (0, 1, 3, 2, 4, 5)), (x.shape[0], 128, 8))
     return x

@@ -16,6 +16,10 @@ import triton.language as tl
 WHOLE, WHOLE_BITS = tl.constexpr(12582912.0), tl.constexpr(0x4B400000)
 FINE = tl.constexpr(254.0)  # steps of the second part in one of the first
 
+# A lane holds four neighbouring bytes of a product's operand, or two floats; where the operand was joined from parts,
+# Triton up to 3.7 makes it twice as many. Operands are given in that order: otherwise lanes would exchange all weights.
+JOINED = tl.constexpr(2 if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 8) else 1)
+
 INT8, INT4, FP8, MXFP4 = 1, 2, 3, 4
 BYTES = 64  # of a row of the matrix in a slice
 

@@ -37,6 +37,7 @@ from twostroke.ops.cuda.kernels.narrow_tiles import (
     BYTES,
     FINE,
     INT4,
+    JOINED,
     WHOLE,
     WHOLE_BITS,
     as_tall,
@@ -153,15 +154,16 @@ def tile_products(
 ):  # fmt: skip
     """(FOURS · ROUNDS · W, 16, 4): every output's segment times every segment of x. groups: int4's scales."""
     BATCH: tl.constexpr = FOURS * ROUNDS * W
+    RUN: tl.constexpr = (4 if FORMAT == 1 else 2) * JOINED
     if FORMAT == 1:
-        codes = as_tall(codes_of(words, FORMAT, FAST), W, FOURS * ROUNDS, 2, 8)
+        codes = as_tall(codes_of(words, FORMAT, FAST), W, FOURS * ROUNDS, 2, RUN)
         found = tl.dot(codes, x, start, out_dtype=tl.int32).to(tl.float32, bitcast=True) - WHOLE
     elif FORMAT == 2:
         low, high = nibbles_of(words, groups, FAST)
-        found = tl.dot(as_tall(low, W, FOURS * ROUNDS, 2, 4), x, start)
-        found = tl.dot(as_tall(high, W, FOURS * ROUNDS, 2, 4), y, found)
+        found = tl.dot(as_tall(low, W, FOURS * ROUNDS, 2, RUN), x, start)
+        found = tl.dot(as_tall(high, W, FOURS * ROUNDS, 2, RUN), y, found)
     else:
-        found = tl.dot(as_tall(codes_of(words, FORMAT, FAST), W, FOURS * ROUNDS, 2, 4), x, start)
+        found = tl.dot(as_tall(codes_of(words, FORMAT, FAST), W, FOURS * ROUNDS, 2, RUN), x, start)
     one, two = tl.split(tl.reshape(found, (BATCH, 16, 4, 2)))
     return one + two * (1.0 / FINE) if FORMAT == 1 else one + two
 
@@ -251,7 +253,7 @@ def one_row_kernel(
 ):  # fmt: skip
     SEGMENTS: tl.constexpr = (K + S - 1) // S
     TALL: tl.constexpr = 4 * FOURS
-    RUN: tl.constexpr = 8 if FORMAT == 1 else 4
+    RUN: tl.constexpr = (4 if FORMAT == 1 else 2) * JOINED
     w_ptr = w_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
     mine, turn = tl.program_id(0), tl.num_programs(0)
     tiles = tl.cdiv(n_rows, TALL)
