@@ -44,7 +44,8 @@ FLOAT_ROWS = (2, 9, 17)  # one for each kernel of a few rows times floats
 NARROW_ROWS = (2, 5, 9, 17, 33, SOME + 1)  # one for each kernel of a few rows times few bits, and for many rows
 GRAPHS = 1 << 30  # bytes for steps captured later on
 PLANNING = 1.0  # seconds of the start for products with row counts that the library has not planned yet
-COMPILERS = 6  # threads: half of a compilation is Python, so that more would only keep the longest waiting
+FEW_COMPILERS = 6  # threads: half of a compilation is Python, so that more would only keep the longest waiting
+COMPILERS = 10  # the same where dozens of kernels are compiled
 Task = Callable[[], object]
 
 
@@ -81,8 +82,9 @@ def compile_kernels(model: Transformer, settings: Resolved, first: int = 0, *, a
     usual = [*attention_kernels(model, settings, first), *products, *token_kernels(model, ahead)]
     variants = variant_kernels(model, settings, first) if ahead else []
     plan = partial(plan_attention, model, settings.max_batch_tokens)
-    in_parallel(usual, beside=plan if ahead and not INTERPRETED else None)
-    in_parallel(variants)  # they share kernels with those before
+    threads = COMPILERS if ahead else FEW_COMPILERS
+    in_parallel(usual, threads, beside=plan if ahead and not INTERPRETED else None)
+    in_parallel(variants, threads)  # they share kernels with those before
 
 
 @torch.inference_mode()
@@ -101,9 +103,9 @@ def plan_attention(model: Transformer, most: int) -> None:
                 sdpa(q, k, k, scale, False, True)
 
 
-def in_parallel(tasks: Sequence[Task], beside: Task | None = None) -> None:
+def in_parallel(tasks: Sequence[Task], threads: int, beside: Task | None = None) -> None:
     """beside: done by this thread meanwhile."""
-    with ThreadPoolExecutor(1 if INTERPRETED else COMPILERS) as pool:
+    with ThreadPoolExecutor(1 if INTERPRETED else threads) as pool:
         begun = [pool.submit(torch.inference_mode()(task)) for task in tasks]
         if beside is not None:
             beside()
