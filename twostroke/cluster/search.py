@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from math import inf
+from typing import NamedTuple
 
 from twostroke.cluster.holdings import Holdings
 from twostroke.cluster.ranks import CostRanks
@@ -29,6 +30,14 @@ PromptCost = tuple[float, int, float, int, int, int, RoutedWorker]
 # Cost; where the prompt is computed; where the answer is written; the worker that has the most of the prompt.
 RouteChoice = tuple[float, PromptCost, PromptCost, RoutedWorker | None]
 Times = tuple[float, float]  # latency of a transfer; seconds for each block
+
+
+class Ask(NamedTuple):
+    """A request as the router sees it."""
+
+    tokens: int  # of its prompt
+    names: Sequence[bytes] = ()  # of the prompt's full blocks, in order
+    due: float = inf  # seconds within which its first token should be out
 
 
 class Shortlist:

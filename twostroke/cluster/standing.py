@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 EXACT = 64  # leading blocks of a prompt of which each name is kept
 STRIDE = 16  # of those after them: blocks from one name that is kept to the next
@@ -35,15 +36,25 @@ class WorkerLoad:
     blocks: int = 1 << 62  # that it can keep; of the names that the router knows, the oldest beyond that are forgotten
 
 
+class Standing(NamedTuple):
+    """What the router makes of a worker's report and of what was sent to it."""
+
+    wait: float  # seconds for the prompts that it has
+    place: float  # seconds until it can write one more answer
+    sent_tokens: int  # of prompts, since its report
+    sent_streams: int
+    names: int  # that are kept
+    blocks: int  # that these stand for
+
+
 class RoutedWorker:
     __slots__ = (
-        *("blocks", "held", "helps", "load", "name", "number", "open", "place", "role", "sent_streams", "sent_tokens"),
+        *("blocks", "held", "helps", "load", "number", "open", "place", "role", "sent_streams", "sent_tokens"),
         *("step", "streams", "token", "wait", "writes"),
     )
 
-    def __init__(self, number: int, name: str, role: Role, load: WorkerLoad):
+    def __init__(self, number: int, role: Role, load: WorkerLoad):
         self.number = number  # in the order in which workers joined
-        self.name = name
         self.held: dict[bytes, int] = {}  # names of its blocks, the oldest first, and how many each stands for
         self.blocks = 0  # that they all stand for
         self.report(role, load)
@@ -63,6 +74,9 @@ class RoutedWorker:
         self.sent_tokens += tokens
         self.sent_streams += streams
         self._count()
+
+    def standing(self) -> Standing:
+        return Standing(self.wait, self.place, self.sent_tokens, self.sent_streams, len(self.held), self.blocks)
 
     def _count(self) -> None:
         load = self.load

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, c_char_p, c_float, c_int, c_int32, c_int64, c_uint32, c_void_p
+from ctypes import POINTER, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_uint32, c_void_p
 from functools import cache
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import ClassVar
 
 NAME = "libtwostroke.so"
-ABI = 14  # ts_version: raised whenever a signature or a shared structure changes
+ABI = 15  # ts_version: raised whenever a signature or a shared structure changes
 
 
 class AttendLayer(ctypes.Structure):
@@ -94,6 +94,21 @@ class EncodeLayer(ctypes.Structure):
     ]  # fmt: skip
 
 
+class WorkerStanding(ctypes.Structure):
+    _fields_: ClassVar = [
+        ("wait", c_double), ("place", c_double),
+        ("sent_tokens", c_int64), ("sent_streams", c_int64), ("names", c_int64), ("blocks", c_int64),
+    ]  # fmt: skip
+
+
+class RouterAnswer(ctypes.Structure):
+    _fields_: ClassVar = [
+        ("ttft", c_double), ("second", c_double), ("cost", c_double),
+        ("cached", c_int64), ("sent", c_int64), ("fetched", c_int64),
+        ("prefill", c_int32), ("decode", c_int32), ("source", c_int32), ("unused", c_int32),
+    ]  # fmt: skip
+
+
 _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "ts_version": (c_int, []),
     "ts_isa": (c_char_p, [c_int]),
@@ -134,6 +149,28 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "ts_ranks_take": (c_int, [c_void_p, c_int, c_int64, c_uint32, c_void_p, c_int64, c_int64]),
 }
 
+# Functions of some microseconds. They keep the interpreter's lock: so one thread is in them at a time.
+_SHORT: dict[str, tuple[object, list[object]]] = {
+    "ts_router_new": (c_void_p, []),
+    "ts_router_free": (None, [c_void_p]),
+    "ts_router_update": (
+        c_int,
+        [c_void_p, c_int32, c_int, c_int, c_int64, c_int64, c_int64, c_double, c_double, c_double, c_int64],
+    ),
+    "ts_router_pause": (c_int, [c_void_p, c_int32]),
+    "ts_router_lost": (c_int, [c_void_p, c_int32]),
+    "ts_router_stored": (c_int, [c_void_p, c_int32, c_char_p, c_int64]),
+    "ts_router_cached": (c_int64, [c_void_p, c_int32, c_char_p, c_int64]),
+    "ts_router_standing": (None, [c_void_p, c_int32, POINTER(WorkerStanding)]),
+    "ts_router_choose": (
+        c_int,
+        [
+            *(c_void_p, c_int64, c_char_p, c_int64, c_double, c_int, c_int32),
+            *(c_double, c_double, c_double, c_double, POINTER(RouterAnswer)),
+        ],
+    ),
+}
+
 
 class LibraryMissing(ImportError):  # noqa: N818
     """The native library was not built: no compiler at install time, or a checkout that was never built."""
@@ -159,10 +196,23 @@ def load_library() -> ctypes.CDLL:
     lib = ctypes.CDLL(str(path))
     if lib.ts_version() != ABI:
         raise LibraryMissing(f"{path} was built from other sources; run: python -m twostroke.ops.cpu.build")
-    for name, (result, arguments) in _SIGNATURES.items():
+    _declare(lib, _SIGNATURES)
+    return lib
+
+
+@cache
+def load_short() -> ctypes.PyDLL:
+    """The same library, for the functions in _SHORT."""
+    whole = load_library()
+    lib = ctypes.PyDLL(whole._name, handle=whole._handle)
+    _declare(lib, _SHORT)
+    return lib
+
+
+def _declare(lib: ctypes.CDLL, signatures: dict[str, tuple[object, list[object]]]) -> None:
+    for name, (result, arguments) in signatures.items():
         function = getattr(lib, name)
         function.restype, function.argtypes = result, arguments
-    return lib
 
 
 def available() -> bool:

@@ -11,6 +11,7 @@
 #include "pack.h"
 #include "quantize.h"
 #include "ranks.h"
+#include "router.h"
 
 #include <cmath>
 
@@ -29,10 +30,19 @@ template <class Body> int guarded(Context* c, Body body) {
         return BadArgument;
     }
 }
+
+template <class Body> int unlocked(Body body) {
+    try {
+        body();
+        return Fine;
+    } catch (...) {
+        return NoMemory;
+    }
+}
 }  // namespace
 
 // Raised whenever a signature or a shared structure changes; library.py expects the same number.
-TS_API int ts_version() { return 14; }
+TS_API int ts_version() { return 15; }
 
 // The name of the i-th instruction set usable here, best first; null past the last.
 TS_API const char* ts_isa(int i) {
@@ -218,4 +228,45 @@ TS_API void ts_ranks_give(void* memory, int parts, int64_t most, int rank, uint3
 
 TS_API int ts_ranks_take(void* memory, int parts, int64_t most, uint32_t turn, float* out, int64_t count, int64_t micros) {
     return ranks_take(memory, parts, most, turn, out, count, micros);
+}
+
+// The router of a deployment (router.h): one call at a time. names: 8 bytes each.
+TS_API RouterCore* ts_router_new() {
+    RouterCore* router = nullptr;
+    unlocked([&] { router = make_router(); });
+    return router;
+}
+
+TS_API void ts_router_free(RouterCore* router) { free_router(router); }
+
+TS_API int ts_router_update(RouterCore* router, int32_t number, int writes, int helps, int64_t queued, int64_t streams,
+                            int64_t max_streams, double token, double step, double stream, int64_t blocks) {
+    const WorkerReport report = {writes != 0, helps != 0, queued, streams, max_streams, token, step, stream, blocks};
+    return unlocked([&] { router_update(*router, number, report); });
+}
+
+TS_API int ts_router_pause(RouterCore* router, int32_t number) {
+    return unlocked([&] { router_pause(*router, number); });
+}
+
+TS_API int ts_router_lost(RouterCore* router, int32_t number) {
+    return unlocked([&] { router_lost(*router, number); });
+}
+
+TS_API int ts_router_stored(RouterCore* router, int32_t number, const char* names, int64_t count) {
+    return unlocked([&] { router_stored(*router, number, {names, count}); });
+}
+
+TS_API int64_t ts_router_cached(RouterCore* router, int32_t number, const char* names, int64_t count) {
+    return router_cached(*router, number, {names, count});
+}
+
+TS_API void ts_router_standing(RouterCore* router, int32_t number, WorkerStanding* out) { *out = router_standing(*router, number); }
+
+// Blocks are fetched where prefix_latency is not below 0. The answer's `prefill` is below 0 where no worker can write.
+TS_API int ts_router_choose(RouterCore* router, int64_t tokens, const char* names, int64_t count, double due, int apart, int32_t but,
+                            double latency, double block, double prefix_latency, double prefix_block, RouterAnswer* out) {
+    out->prefill = -1;
+    const RouterAsk ask = {tokens, {names, count}, due, apart != 0, but, {latency, block}, {prefix_latency, prefix_block}, prefix_latency >= 0};
+    return unlocked([&] { router_choose(*router, ask, *out); });
 }

@@ -1,0 +1,581 @@
+// The same routes, to the last bit, as those of the Python form, which says why: standing.py, holdings.py, ranks.py and
+// search.py in twostroke/cluster. Names and their order here are those of that form.
+#include "router.h"
+
+#include <algorithm>
+#include <cmath>
+#include <deque>
+#include <limits>
+#include <memory>
+
+namespace {
+
+constexpr double kInf = std::numeric_limits<double>::infinity();
+constexpr int64_t kBlock = 16;  // tokens
+
+// ---- standing.py ---------------------------------------------------------------------------------------------------
+
+constexpr int64_t kExact = 64, kStride = 16;
+constexpr int kLengths = 3;
+
+struct Worker;
+
+// Where a worker stands among those of its kind, by the cost of prompts of one length.
+struct RankPlace {
+    int rank = 0;  // from 1; 0: none
+    bool changed = false;
+    Worker *before = nullptr, *after = nullptr;  // of the same rank
+};
+
+struct Worker {
+    int32_t number;
+    bool open = true;
+    WorkerReport load;
+    int64_t sent_tokens = 0, sent_streams = 0, streams = 0;
+    double wait = 0, place = 0;
+    NameTable<int32_t> held;  // names of its blocks, and how many each stands for
+    std::deque<Name> order;   // the oldest first
+    int64_t blocks = 0;
+    RankPlace at[kLengths];
+
+    Worker(int32_t number, const WorkerReport& report) : number(number) { this->report(report); }
+
+    void report(const WorkerReport& given) {
+        load = given;
+        open = true;
+        sent_tokens = sent_streams = 0;
+        count();
+    }
+
+    void take(int64_t more_tokens, int64_t more_streams) {
+        sent_tokens += more_tokens;
+        sent_streams += more_streams;
+        count();
+    }
+
+    void count() {
+        streams = load.streams + sent_streams;
+        wait = (double)(load.queued + sent_tokens) * load.token;
+        const int64_t over = streams + 1 - load.max_streams;
+        place = over > 0 ? (double)over * load.stream / (double)load.max_streams : 0;
+    }
+
+    bool has(Name name) { return held.find(name) != nullptr; }
+
+    int64_t cached(const Names& names, int64_t guess = 0);
+};
+
+// Place in a prompt of the name that is kept as number `kept`.
+int64_t place_of(int64_t kept) { return kept < kExact ? kept : kExact + (kept - kExact) * kStride; }
+
+int64_t stands_for(int64_t place) {
+    if (place < kExact) return 1;
+    const int64_t after = (place - kExact) % kStride;
+    return after ? after : kStride;
+}
+
+int64_t whole_strides(int64_t blocks) { return (blocks + kStride - 1) / kStride * kStride; }
+
+int64_t Worker::cached(const Names& names, int64_t guess) {
+    const int64_t count = names.count;
+    if (!count || !has(names[0])) return 0;
+    if (0 < guess && guess < kExact && guess <= count && has(names[guess - 1]) && (guess == count || !has(names[guess])))
+        return guess;
+    if (has(names[count - 1])) return count;
+    int64_t low = 0, high = (count <= kExact ? count : kExact + (count - kExact + kStride - 1) / kStride) - 1;
+    while (low < high) {
+        const int64_t middle = (low + high + 1) / 2;
+        if (has(names[place_of(middle)]))
+            low = middle;
+        else
+            high = middle - 1;
+    }
+    const int64_t found = place_of(low);
+    if (low < kExact) return found + 1;
+    for (int64_t place = std::min(found + kStride, count) - 1; place > found; --place)
+        if (has(names[place])) return place + 1;
+    return found + 1;
+}
+
+// Puts one into a sorted list, after those that it does not come before.
+template <class One, class Before> void insert_sorted(std::vector<One>& list, One one, Before before) {
+    size_t place = list.size();
+    while (place > 0 && before(one, list[place - 1])) --place;
+    list.insert(list.begin() + (std::ptrdiff_t)place, one);
+}
+
+// ---- holdings.py ---------------------------------------------------------------------------------------------------
+
+constexpr size_t kHolders = 3, kSample = 8;
+
+// Numbers of the workers that have a name, in the order in which they got it. Most names have one.
+class HolderLists {
+  public:
+    // The pointer holds until the next change.
+    std::pair<const int32_t*, size_t> of(Name name) {
+        const int32_t* one = firsts_.find(name);
+        if (!one) return {nullptr, 0};
+        if (*one >= 0) return {one, 1};
+        const std::vector<int32_t>& list = lists_[(size_t)~*one];
+        return {list.data(), list.size()};
+    }
+
+    void add(Name name, int32_t worker) {
+        int32_t* one = firsts_.find(name);
+        if (!one) {
+            firsts_.put(name, worker);
+            return;
+        }
+        if (*one >= 0) *one = ~new_list(*one);
+        lists_[(size_t)~*one].push_back(worker);
+    }
+
+    void remove(Name name, int32_t worker) {
+        const int32_t* one = firsts_.find(name);
+        if (!one || (*one >= 0 && *one != worker)) return;
+        if (*one < 0) {
+            const int32_t number = ~*one;
+            std::vector<int32_t>& list = lists_[(size_t)number];
+            const auto place = std::find(list.begin(), list.end(), worker);
+            if (place != list.end()) list.erase(place);
+            if (!list.empty()) return;
+            free_.push_back(number);
+            std::vector<int32_t>().swap(list);
+        }
+        firsts_.remove(name);
+    }
+
+    void expect(Name name) const { firsts_.expect(name); }
+
+  private:
+    NameTable<int32_t> firsts_;  // the only worker; or, below 0, ~ the number of a list
+    std::vector<std::vector<int32_t>> lists_;
+    std::vector<int32_t> free_;
+
+    int32_t new_list(int32_t worker) {
+        if (free_.empty()) {
+            lists_.push_back({worker});
+            return (int32_t)lists_.size() - 1;
+        }
+        const int32_t number = free_.back();
+        free_.pop_back();
+        lists_[(size_t)number].push_back(worker);
+        return number;
+    }
+};
+
+class Holdings {
+  public:
+    void keep(Worker& worker, const Names& names, int64_t cached) {
+        const int64_t count = names.count, next = whole_strides(cached);
+        if (cached == count) return;
+        expect(worker, names, cached);
+        for (int64_t place = next; place < count; place += kStride)
+            if (!worker.has(names[place])) holders_.add(names[place], worker.number);
+        if (count > kExact) {
+            add(worker, names[count - 1], stands_for(count - 1));
+            const int64_t first = std::max(kExact, next), last = kExact + (count - 1 - kExact) / kStride * kStride;
+            for (int64_t place = last; place >= first; place -= kStride) add(worker, names[place], kStride);
+        }
+        for (int64_t place = std::min(count, kExact) - 1; place >= cached; --place) add(worker, names[place], 1);
+        const int64_t over = worker.blocks - worker.load.blocks;
+        if (over > worker.load.blocks / 8) forget(worker, over);
+    }
+
+    // The oldest names that stand for so many blocks, or some more.
+    void forget(Worker& worker, int64_t blocks) {
+        while (blocks > 0 && !worker.order.empty()) {
+            const Name name = worker.order.front();
+            worker.order.pop_front();
+            holders_.remove(name, worker.number);
+            const int64_t many = *worker.held.find(name);
+            worker.held.remove(name);
+            worker.blocks -= many;
+            blocks -= many;
+        }
+    }
+
+    void drop(Worker& worker) { forget(worker, std::numeric_limits<int64_t>::max()); }
+
+    // Numbers of workers that have the beginning of a prompt.
+    template <class Wait> void most(const Names& names, const Wait& wait, std::vector<int32_t>& found) {
+        found.clear();
+        int64_t level = deepest(names);
+        while (level >= 0 && found.size() < kHolders) {
+            const auto [those, count] = holders_.of(names[level * kStride]);
+            if (count > kHolders)
+                sample(those, count, wait, found);
+            else
+                found.insert(found.end(), those, those + count);
+            level = level ? level / 2 : -1;
+        }
+    }
+
+  private:
+    HolderLists holders_;
+    uint64_t turn_ = 0;
+    std::vector<int32_t> sampled_;
+
+    static void add(Worker& worker, Name name, int64_t blocks) {
+        if (!worker.held.put(name, (int32_t)blocks)) return;
+        worker.order.push_back(name);
+        worker.blocks += blocks;
+    }
+
+    // Memory is slow: all names that will be looked up are asked for at once.
+    void expect(const Worker& worker, const Names& names, int64_t cached) const {
+        for (int64_t place = cached; place < std::min(names.count, kExact); ++place) worker.held.expect(names[place]);
+        for (int64_t place = whole_strides(cached); place < names.count; place += kStride) {
+            worker.held.expect(names[place]);
+            holders_.expect(names[place]);
+        }
+    }
+
+    template <class Wait> void sample(const int32_t* those, size_t count, const Wait& wait, std::vector<int32_t>& found) {
+        turn_ += kSample;
+        const size_t first = (size_t)(turn_ % count), end = std::min(first + kSample, count);
+        sampled_.clear();
+        for (size_t i = first; i < end; ++i)
+            insert_sorted(sampled_, those[i], [&](int32_t one, int32_t other) { return wait(one) < wait(other); });
+        found.insert(found.end(), sampled_.begin(), sampled_.begin() + (std::ptrdiff_t)std::min(kHolders, end - first));
+    }
+
+    int64_t deepest(const Names& names) {
+        int64_t low = -1, high = (names.count - 1) / kStride;
+        while (low < high) {
+            const int64_t middle = (low + high + 1) / 2;
+            if (holders_.of(names[middle * kStride]).second)
+                low = middle;
+            else
+                high = middle - 1;
+        }
+        return low;
+    }
+};
+
+// ---- ranks.py ------------------------------------------------------------------------------------------------------
+
+constexpr double kSteps = 12, kLeast = 1.0 / (1 << 20), kFirst = kSteps * -20 - 1;
+constexpr int kRanks = 1024;  // the last one for all that would take 2^65 seconds and more
+
+class CostRanks {
+  public:
+    explicit CostRanks(int length) : length_(length), tokens_((double)(64 << 4 * length)), ranks_(kRanks) {}
+
+    void changed(Worker& worker) {
+        if (worker.at[length_].changed) return;
+        worker.at[length_].changed = true;
+        changed_.push_back(&worker);
+    }
+
+    void drop(Worker& worker) {
+        RankPlace& at = worker.at[length_];
+        if (at.changed) changed_.erase(std::find(changed_.begin(), changed_.end(), &worker));
+        at.changed = false;
+        if (at.rank) leave(worker);
+    }
+
+    void least(size_t count, std::vector<Worker*>& found) {
+        for (Worker* worker : changed_) order(*worker);
+        changed_.clear();
+        for (size_t word = 0; word < kRanks / 64; ++word)
+            for (uint64_t left = filled_[word]; left; left &= left - 1)
+                for (Worker* one = ranks_[word * 64 + (size_t)__builtin_ctzll(left)].first; one; one = one->at[length_].after) {
+                    if (!count--) return;
+                    found.push_back(one);
+                }
+    }
+
+  private:
+    struct Rank {
+        Worker *first = nullptr, *last = nullptr;  // in the order in which they came
+    };
+    const int length_;
+    const double tokens_;
+    std::vector<Worker*> changed_;  // since they were last ordered
+    std::vector<Rank> ranks_;
+    uint64_t filled_[kRanks / 64] = {};  // a bit for each rank that has workers
+
+    int rank_of(const Worker& worker) const {
+        const double own = worker.load.token * tokens_, done = worker.wait + own;
+        const double cost = (done > worker.place ? done : worker.place) + own * (double)worker.streams + worker.load.step;
+        if (!(cost > kLeast)) return 1;
+        const double rank = kSteps * std::log2(cost) - kFirst;
+        return rank < kRanks - 1 ? (int)rank : kRanks - 1;
+    }
+
+    void order(Worker& worker) {
+        RankPlace& at = worker.at[length_];
+        at.changed = false;
+        const int rank = rank_of(worker);
+        if (rank == at.rank && worker.open) return;
+        if (at.rank) leave(worker);
+        if (worker.open) join(worker, rank);
+    }
+
+    void join(Worker& worker, int number) {
+        Rank& rank = ranks_[(size_t)number];
+        RankPlace& at = worker.at[length_];
+        at.rank = number;
+        at.before = rank.last;
+        at.after = nullptr;
+        (rank.last ? rank.last->at[length_].after : rank.first) = &worker;
+        rank.last = &worker;
+        filled_[number / 64] |= 1ull << number % 64;
+    }
+
+    void leave(Worker& worker) {
+        RankPlace& at = worker.at[length_];
+        Rank& rank = ranks_[(size_t)at.rank];
+        (at.before ? at.before->at[length_].after : rank.first) = at.after;
+        (at.after ? at.after->at[length_].before : rank.last) = at.before;
+        if (!rank.first) filled_[at.rank / 64] ^= 1ull << at.rank % 64;
+        at.rank = 0;
+    }
+};
+
+// ---- search.py -----------------------------------------------------------------------------------------------------
+
+constexpr size_t kFew = 12, kWriters = 3, kHelpers = 2;
+constexpr int64_t kChunk = 512;
+
+struct PromptCost {
+    double cost, done;
+    int64_t cached, tokens, fetched;
+    Worker* worker;
+};
+
+struct RouteChoice {
+    double least = kInf;
+    PromptCost prefill = {}, decode = {};
+    Worker* richest = nullptr;
+
+    void consider(double cost, const PromptCost& first, const PromptCost& writer) {
+        if (cost < least) least = cost, prefill = first, decode = writer;
+    }
+    bool exists() const { return prefill.worker; }
+    double first_token() const {
+        return prefill.worker == decode.worker ? std::max(prefill.done, prefill.worker->place) : prefill.done;
+    }
+};
+
+}  // namespace
+
+class RouterCore {
+  public:
+    Worker* find(int32_t number) const {
+        return number >= 0 && (size_t)number < workers_.size() ? workers_[(size_t)number].get() : nullptr;
+    }
+
+    void update(int32_t number, const WorkerReport& report) {
+        Worker* worker = find(number);
+        if (!worker) {
+            if (number < 0) return;
+            if ((size_t)number >= workers_.size()) workers_.resize((size_t)number + 1);
+            workers_[(size_t)number] = std::make_unique<Worker>(number, report);
+            live_.push_back(worker = workers_[(size_t)number].get());
+        } else {
+            if (report.writes != worker->load.writes || report.helps != worker->load.helps) drop(*worker);
+            worker->report(report);
+        }
+        changed(*worker);
+    }
+
+    void pause(Worker& worker) {
+        worker.open = false;
+        changed(worker);
+    }
+
+    void lost(Worker& worker) {
+        holdings_.drop(worker);
+        drop(worker);
+        live_.erase(std::find(live_.begin(), live_.end(), &worker));
+        workers_[(size_t)worker.number].reset();
+    }
+
+    void stored(Worker& worker, const Names& names) { holdings_.keep(worker, names, worker.cached(names)); }
+
+    bool choose(const RouterAsk& ask, RouterAnswer& answer) {
+        look_for(ask);
+        weigh_holdings(ask.names);
+        RouteChoice chosen = best(ask, true);
+        if (!chosen.exists()) return false;
+        if (chosen.first_token() > ask.due) {
+            const RouteChoice soonest = best(ask, false);
+            if (soonest.exists() && soonest.first_token() <= ask.due) chosen = soonest;
+        }
+        answer = take(chosen, ask.names);
+        return true;
+    }
+
+  private:
+    std::vector<std::unique_ptr<Worker>> workers_;  // by number
+    std::vector<Worker*> live_;                     // in the order in which they joined
+    Holdings holdings_;
+    CostRanks writers_[kLengths] = {CostRanks(0), CostRanks(1), CostRanks(2)};
+    CostRanks helpers_[kLengths] = {CostRanks(0), CostRanks(1), CostRanks(2)};
+    // Of the request that is being routed:
+    std::vector<Worker*> asked_;   // workers that come into question
+    std::vector<int64_t> cached_;  // leading blocks that each of them has
+    Worker* richest_ = nullptr;    // the one that has the most
+    int64_t most_ = 0;
+    std::vector<int32_t> holders_;
+    std::vector<PromptCost> costs_;
+    std::vector<const PromptCost*> able_;  // to compute the prompt for another worker, those of the least cost first
+
+    void changed(Worker& worker) {
+        for (CostRanks& ranks : worker.load.writes ? writers_ : helpers_) ranks.changed(worker);
+    }
+
+    void drop(Worker& worker) {
+        for (CostRanks& ranks : worker.load.writes ? writers_ : helpers_) ranks.drop(worker);
+    }
+
+    void look_for(const RouterAsk& ask) {
+        asked_.clear();
+        if (live_.size() <= kFew) {
+            asked_ = live_;
+        } else {
+            const int length = ask.tokens < 256 ? 0 : ask.tokens < 4096 ? 1 : 2;
+            writers_[length].least(kWriters, asked_);
+            if (ask.names.count) {
+                helpers_[length].least(kHelpers, asked_);
+                holdings_.most(ask.names, [&](int32_t number) { return find(number) ? find(number)->wait : kInf; }, holders_);
+                for (const int32_t number : holders_)
+                    if (Worker* one = find(number); one && std::find(asked_.begin(), asked_.end(), one) == asked_.end())
+                        asked_.push_back(one);
+            }
+        }
+        const auto aside = [&](const Worker* one) { return !one->open || one->number == ask.but; };
+        asked_.erase(std::remove_if(asked_.begin(), asked_.end(), aside), asked_.end());
+    }
+
+    void weigh_holdings(const Names& names) {
+        richest_ = nullptr;
+        most_ = 0;
+        cached_.assign(asked_.size(), 0);
+        int64_t guess = 0;
+        for (size_t i = 0; i < asked_.size() && names.count; ++i) {
+            if (!asked_[i]->has(names[0])) continue;
+            guess = cached_[i] = asked_[i]->cached(names, guess);
+            if (guess > most_) richest_ = asked_[i], most_ = guess;
+        }
+    }
+
+    // others: what other answers wait counts too.
+    PromptCost cost_of(Worker& worker, int64_t cached, const RouterAsk& ask, bool others) const {
+        const int64_t length = std::max<int64_t>(1, ask.tokens);
+        const double wait = worker.wait, token = worker.load.token;
+        int64_t tokens = length - cached * kBlock, fetched = 0;
+        double own = tokens > 1 ? token * (double)tokens : token;
+        double done = wait + own;
+        if (cached < most_ && ask.fetches) {
+            const int64_t left = std::max<int64_t>(1, length - most_ * kBlock);
+            const double coming = std::min(richest_->wait, (double)kChunk * richest_->load.token) + ask.prefix.latency;
+            const double there = coming + (double)(most_ - cached) * ask.prefix.block;
+            const double sooner = (wait > there ? wait : there) + (double)left * token;
+            if (sooner < done) tokens = left, fetched = most_ - cached, own = (double)left * token, done = sooner;
+        }
+        const double cost = others ? done + (double)worker.streams * own : done;
+        return {cost, done, cached, std::max<int64_t>(1, tokens), fetched, &worker};
+    }
+
+    RouteChoice best(const RouterAsk& ask, bool others) {
+        costs_.clear();
+        for (size_t i = 0; i < asked_.size(); ++i) costs_.push_back(cost_of(*asked_[i], cached_[i], ask, others));
+        find_able(ask);
+        double lost = kInf;
+        for (const PromptCost* one : able_) lost = std::min(lost, one->cost - one->done);
+        RouteChoice chosen;
+        chosen.richest = richest_;
+        for (const PromptCost& prompt : costs_) {
+            if (!prompt.worker->load.writes) continue;
+            const double step = prompt.worker->load.step, place = prompt.worker->place;
+            if (!(ask.apart && !able_.empty()))
+                chosen.consider(prompt.done >= place ? prompt.cost + step : place + prompt.cost - prompt.done + step, prompt, prompt);
+            if (place + step + lost < chosen.least) best_helper(ask, prompt, chosen);
+        }
+        return chosen;
+    }
+
+    void find_able(const RouterAsk& ask) {
+        able_.clear();
+        if (!ask.names.count) return;
+        const auto before = [](const PromptCost* one, const PromptCost* other) {
+            return one->cost != other->cost ? one->cost < other->cost : one->worker->number < other->worker->number;
+        };
+        for (const PromptCost& prompt : costs_)
+            if (prompt.worker->load.helps) insert_sorted(able_, &prompt, before);
+        const auto writes = [](const PromptCost* one) { return one->worker->load.writes; };
+        if (ask.apart && !std::all_of(able_.begin(), able_.end(), writes))
+            able_.erase(std::remove_if(able_.begin(), able_.end(), writes), able_.end());
+    }
+
+    // The best worker to compute a prompt that this one writes the answer of.
+    void best_helper(const RouterAsk& ask, const PromptCost& prompt, RouteChoice& chosen) const {
+        const double step = prompt.worker->load.step, place = prompt.worker->place + step;
+        const int64_t lacking = ask.names.count - prompt.cached;
+        const double after = lacking ? ask.link.latency + (double)lacking * ask.link.block + step : step;
+        for (const PromptCost* helper : able_) {
+            if (helper->cost + after >= chosen.least) break;
+            if (helper == &prompt) continue;
+            const double ready = helper->done + after;
+            chosen.consider((ready > place ? ready : place) + helper->cost - helper->done, *helper, prompt);
+            if (place == step) break;
+        }
+    }
+
+    // ---- router.py -------------------------------------------------------------------------------------------------
+
+    RouterAnswer take(const RouteChoice& chosen, const Names& names) {
+        const PromptCost& prefill = chosen.prefill;
+        Worker &first = *prefill.worker, &writer = *chosen.decode.worker;
+        const double second = chosen.least - prefill.cost + prefill.done;
+        const double cost = second + (double)(first.streams * prefill.tokens) * first.load.token;
+        RouterAnswer answer = {chosen.first_token(), second, cost, prefill.cached, 0, prefill.fetched, first.number, writer.number, -1, 0};
+        if (prefill.fetched) answer.source = chosen.richest->number;
+        send(first, prefill.tokens, &first == &writer, names, prefill.cached);
+        if (&first != &writer) {
+            answer.sent = names.count - chosen.decode.cached;
+            send(writer, 0, 1, names, chosen.decode.cached);
+        }
+        return answer;
+    }
+
+    void send(Worker& worker, int64_t tokens, int64_t streams, const Names& names, int64_t cached) {
+        worker.take(tokens, streams);
+        holdings_.keep(worker, names, cached);
+        changed(worker);
+    }
+};
+
+RouterCore* make_router() { return new RouterCore; }
+
+void free_router(RouterCore* router) { delete router; }
+
+void router_update(RouterCore& router, int32_t number, const WorkerReport& report) { router.update(number, report); }
+
+void router_pause(RouterCore& router, int32_t number) {
+    if (Worker* worker = router.find(number)) router.pause(*worker);
+}
+
+void router_lost(RouterCore& router, int32_t number) {
+    if (Worker* worker = router.find(number)) router.lost(*worker);
+}
+
+void router_stored(RouterCore& router, int32_t number, const Names& names) {
+    if (Worker* worker = router.find(number)) router.stored(*worker, names);
+}
+
+int64_t router_cached(RouterCore& router, int32_t number, const Names& names) {
+    Worker* worker = router.find(number);
+    return worker ? worker->cached(names) : 0;
+}
+
+WorkerStanding router_standing(RouterCore& router, int32_t number) {
+    const Worker* worker = router.find(number);
+    if (!worker) return {};
+    return {worker->wait, worker->place, worker->sent_tokens, worker->sent_streams, (int64_t)worker->held.size(), worker->blocks};
+}
+
+bool router_choose(RouterCore& router, const RouterAsk& ask, RouterAnswer& answer) { return router.choose(ask, answer); }
