@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from twostroke.cluster.holdings import Holdings
 from twostroke.cluster.search import FEW, Ask, Shortlist, Times, best, first_token
 from twostroke.cluster.standing import Role, RoutedWorker, Standing, WorkerLoad
 
-
-class NumberedRoute(NamedTuple):
-    """As `Route`, with numbers of workers."""
-
-    prefill: int
-    decode: int
-    ttft: float
-    second: float
-    cost: float
-    cached: int
-    sent: int
-    fetched: int
-    source: int  # -1: nothing is fetched
+# Numbers of the workers that compute, write, and have what is fetched (-1: nothing is); ttft, second, cost, cached,
+# sent and fetched as in `Route`.
+NumberedRoute = tuple[int, int, int, float, float, float, int, int, int]
 
 
 class RouterCore(Protocol):
@@ -101,7 +91,7 @@ class PythonCore:
             sent = len(names) - has
             self._take(writer, 0, 1, names, has)
         source = richest.number if fetched and richest is not None else -1
-        return NumberedRoute(first.number, writer.number, ttft, second, cost, cached, sent, fetched, source)
+        return first.number, writer.number, source, ttft, second, cost, cached, sent, fetched
 
     def _take(self, worker: RoutedWorker, tokens: int, streams: int, names: Sequence[bytes], cached: int) -> None:
         worker.take(tokens, streams)

@@ -10,7 +10,7 @@ from hashlib import blake2b
 from twostroke.cluster.core import NumberedRoute
 from twostroke.cluster.search import Ask, Times
 from twostroke.cluster.standing import Role, Standing, WorkerLoad
-from twostroke.ops.cpu.library import RouterAnswer, WorkerStanding, load_short
+from twostroke.ops.cpu.library import ROUTER_ANSWER, ROUTER_ASK, WORKER_REPORT, WORKER_STANDING, load_short
 
 NAME_BYTES = 8
 NOT_FETCHED: Times = (-1.0, 0.0)
@@ -25,45 +25,44 @@ class NativeCore:
         weakref.finalize(self, library.ts_router_free, self._router)
         self._library = library
         self._update, self._choose = library.ts_router_update, library.ts_router_choose
-        self._answer = RouterAnswer()
-        self._out = ctypes.byref(self._answer)
+        self._answer = bytearray(ROUTER_ANSWER.size)
+        self._out = ctypes.addressof(ctypes.c_char.from_buffer(self._answer))
 
     def update(self, number: int, role: Role, load: WorkerLoad) -> None:
-        done = self._update(
-            *(self._router, number, role is not Role.PREFILL, role is not Role.DECODE),
-            *(load.queued_tokens, load.streams, load.max_streams),
+        report = WORKER_REPORT.pack(
+            *(role is not Role.PREFILL, role is not Role.DECODE, load.queued_tokens, load.streams, load.max_streams),
             *(load.token_seconds, load.step_seconds, load.stream_seconds, load.blocks),
         )
-        check(done)
+        if self._update(self._router, number, report):
+            raise MemoryError
 
     def pause(self, number: int) -> None:
-        check(self._library.ts_router_pause(self._router, number))
+        if self._library.ts_router_pause(self._router, number):
+            raise MemoryError
 
     def lost(self, number: int) -> None:
-        check(self._library.ts_router_lost(self._router, number))
+        if self._library.ts_router_lost(self._router, number):
+            raise MemoryError
 
     def stored(self, number: int, names: Sequence[bytes]) -> None:
-        check(self._library.ts_router_stored(self._router, number, joined(names), len(names)))
+        if self._library.ts_router_stored(self._router, number, joined(names), len(names)):
+            raise MemoryError
 
     def cached(self, number: int, names: Sequence[bytes]) -> int:
         return int(self._library.ts_router_cached(self._router, number, joined(names), len(names)))
 
     def standing(self, number: int) -> Standing:
-        out = WorkerStanding()
-        self._library.ts_router_standing(self._router, number, ctypes.byref(out))
-        return Standing(out.wait, out.place, out.sent_tokens, out.sent_streams, out.names, out.blocks)
+        out = ctypes.create_string_buffer(WORKER_STANDING.size)
+        self._library.ts_router_standing(self._router, number, out)
+        return Standing(*WORKER_STANDING.unpack(out))
 
     def choose(self, ask: Ask, apart: bool, but: int, times: Times, prefix_times: Times | None) -> NumberedRoute | None:
         tokens, names, due = ask
-        before, out = prefix_times or NOT_FETCHED, self._answer
-        check(
-            self._choose(self._router, tokens, joined(names), len(names), due, apart, but, *times, *before, self._out)
-        )
-        if out.prefill < 0:
-            return None
-        return NumberedRoute(
-            out.prefill, out.decode, out.ttft, out.second, out.cost, out.cached, out.sent, out.fetched, out.source
-        )
+        given = ROUTER_ASK.pack(apart, but, tokens, due, *times, *(prefix_times or NOT_FETCHED))
+        if self._choose(self._router, joined(names), len(names), given, self._out):
+            raise MemoryError
+        route = ROUTER_ANSWER.unpack(self._answer)
+        return route if route[0] >= 0 else None
 
 
 def joined(names: Sequence[bytes]) -> bytes:
@@ -72,8 +71,3 @@ def joined(names: Sequence[bytes]) -> bytes:
     if len(whole) == NAME_BYTES * len(names):
         return whole
     return b"".join(blake2b(name, digest_size=NAME_BYTES).digest() for name in names)
-
-
-def check(done: int) -> None:
-    if done:
-        raise MemoryError

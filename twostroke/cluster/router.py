@@ -136,10 +136,9 @@ class Router:
         chosen = self._core.choose(ask, apart, number, self._times(self.link), prefix_times)
         if chosen is None:
             return None
-        prefill, decode, ttft, second, cost, cached, sent, fetched, source = chosen
+        prefill, decode, source, *expected = chosen
         names = self._names
-        from_where = names[source] if fetched else ""
-        return Route(names[prefill], names[decode], ttft, second, cost, cached, sent, fetched, from_where)
+        return Route(names[prefill], names[decode], *expected, names[source] if source >= 0 else "")
 
     def _times(self, link: Link) -> Times:
         return link.latency, self.block_bytes / link.bandwidth

@@ -14,6 +14,7 @@
 #include "router.h"
 
 #include <cmath>
+#include <cstring>
 
 #define TS_API extern "C" __attribute__((visibility("default")))
 
@@ -38,6 +39,12 @@ template <class Body> int unlocked(Body body) {
     } catch (...) {
         return NoMemory;
     }
+}
+
+template <class Record> Record read_from(const char* bytes) {
+    Record record;
+    std::memcpy(&record, bytes, sizeof record);
+    return record;
 }
 }  // namespace
 
@@ -239,10 +246,9 @@ TS_API RouterCore* ts_router_new() {
 
 TS_API void ts_router_free(RouterCore* router) { free_router(router); }
 
-TS_API int ts_router_update(RouterCore* router, int32_t number, int writes, int helps, int64_t queued, int64_t streams,
-                            int64_t max_streams, double token, double step, double stream, int64_t blocks) {
-    const WorkerReport report = {writes != 0, helps != 0, queued, streams, max_streams, token, step, stream, blocks};
-    return unlocked([&] { router_update(*router, number, report); });
+// report: a WorkerReport at any address.
+TS_API int ts_router_update(RouterCore* router, int32_t number, const char* report) {
+    return unlocked([&] { router_update(*router, number, read_from<WorkerReport>(report)); });
 }
 
 TS_API int ts_router_pause(RouterCore* router, int32_t number) {
@@ -263,10 +269,7 @@ TS_API int64_t ts_router_cached(RouterCore* router, int32_t number, const char* 
 
 TS_API void ts_router_standing(RouterCore* router, int32_t number, WorkerStanding* out) { *out = router_standing(*router, number); }
 
-// Blocks are fetched where prefix_latency is not below 0. The answer's `prefill` is below 0 where no worker can write.
-TS_API int ts_router_choose(RouterCore* router, int64_t tokens, const char* names, int64_t count, double due, int apart, int32_t but,
-                            double latency, double block, double prefix_latency, double prefix_block, RouterAnswer* out) {
-    out->prefill = -1;
-    const RouterAsk ask = {tokens, {names, count}, due, apart != 0, but, {latency, block}, {prefix_latency, prefix_block}, prefix_latency >= 0};
-    return unlocked([&] { router_choose(*router, ask, *out); });
+// ask: a RouterAsk at any address.
+TS_API int ts_router_choose(RouterCore* router, const char* names, int64_t count, const char* ask, RouterAnswer* out) {
+    return unlocked([&] { *out = router_choose(*router, {names, count}, read_from<RouterAsk>(ask)); });
 }

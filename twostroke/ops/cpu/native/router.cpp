@@ -395,17 +395,16 @@ class RouterCore {
 
     void stored(Worker& worker, const Names& names) { holdings_.keep(worker, names, worker.cached(names)); }
 
-    bool choose(const RouterAsk& ask, RouterAnswer& answer) {
-        look_for(ask);
-        weigh_holdings(ask.names);
-        RouteChoice chosen = best(ask, true);
-        if (!chosen.exists()) return false;
+    RouterAnswer choose(const Names& names, const RouterAsk& ask) {
+        look_for(names, ask);
+        weigh_holdings(names);
+        RouteChoice chosen = best(names.count, ask, true);
+        if (!chosen.exists()) return {-1, -1, -1, 0, 0, 0, 0, 0, 0, 0};
         if (chosen.first_token() > ask.due) {
-            const RouteChoice soonest = best(ask, false);
+            const RouteChoice soonest = best(names.count, ask, false);
             if (soonest.exists() && soonest.first_token() <= ask.due) chosen = soonest;
         }
-        answer = take(chosen, ask.names);
-        return true;
+        return take(chosen, names);
     }
 
   private:
@@ -431,16 +430,16 @@ class RouterCore {
         for (CostRanks& ranks : worker.load.writes ? writers_ : helpers_) ranks.drop(worker);
     }
 
-    void look_for(const RouterAsk& ask) {
+    void look_for(const Names& names, const RouterAsk& ask) {
         asked_.clear();
         if (live_.size() <= kFew) {
             asked_ = live_;
         } else {
             const int length = ask.tokens < 256 ? 0 : ask.tokens < 4096 ? 1 : 2;
             writers_[length].least(kWriters, asked_);
-            if (ask.names.count) {
+            if (names.count) {
                 helpers_[length].least(kHelpers, asked_);
-                holdings_.most(ask.names, [&](int32_t number) { return find(number) ? find(number)->wait : kInf; }, holders_);
+                holdings_.most(names, [&](int32_t number) { return find(number) ? find(number)->wait : kInf; }, holders_);
                 for (const int32_t number : holders_)
                     if (Worker* one = find(number); one && std::find(asked_.begin(), asked_.end(), one) == asked_.end())
                         asked_.push_back(one);
@@ -469,10 +468,10 @@ class RouterCore {
         int64_t tokens = length - cached * kBlock, fetched = 0;
         double own = tokens > 1 ? token * (double)tokens : token;
         double done = wait + own;
-        if (cached < most_ && ask.fetches) {
+        if (cached < most_ && ask.fetch_latency >= 0) {
             const int64_t left = std::max<int64_t>(1, length - most_ * kBlock);
-            const double coming = std::min(richest_->wait, (double)kChunk * richest_->load.token) + ask.prefix.latency;
-            const double there = coming + (double)(most_ - cached) * ask.prefix.block;
+            const double coming = std::min(richest_->wait, (double)kChunk * richest_->load.token) + ask.fetch_latency;
+            const double there = coming + (double)(most_ - cached) * ask.fetch_block;
             const double sooner = (wait > there ? wait : there) + (double)left * token;
             if (sooner < done) tokens = left, fetched = most_ - cached, own = (double)left * token, done = sooner;
         }
@@ -480,10 +479,10 @@ class RouterCore {
         return {cost, done, cached, std::max<int64_t>(1, tokens), fetched, &worker};
     }
 
-    RouteChoice best(const RouterAsk& ask, bool others) {
+    RouteChoice best(int64_t blocks, const RouterAsk& ask, bool others) {
         costs_.clear();
         for (size_t i = 0; i < asked_.size(); ++i) costs_.push_back(cost_of(*asked_[i], cached_[i], ask, others));
-        find_able(ask);
+        find_able(blocks, ask.apart);
         double lost = kInf;
         for (const PromptCost* one : able_) lost = std::min(lost, one->cost - one->done);
         RouteChoice chosen;
@@ -493,29 +492,29 @@ class RouterCore {
             const double step = prompt.worker->load.step, place = prompt.worker->place;
             if (!(ask.apart && !able_.empty()))
                 chosen.consider(prompt.done >= place ? prompt.cost + step : place + prompt.cost - prompt.done + step, prompt, prompt);
-            if (place + step + lost < chosen.least) best_helper(ask, prompt, chosen);
+            if (place + step + lost < chosen.least) best_helper(blocks, ask, prompt, chosen);
         }
         return chosen;
     }
 
-    void find_able(const RouterAsk& ask) {
+    void find_able(int64_t blocks, bool apart) {
         able_.clear();
-        if (!ask.names.count) return;
+        if (!blocks) return;
         const auto before = [](const PromptCost* one, const PromptCost* other) {
             return one->cost != other->cost ? one->cost < other->cost : one->worker->number < other->worker->number;
         };
         for (const PromptCost& prompt : costs_)
             if (prompt.worker->load.helps) insert_sorted(able_, &prompt, before);
         const auto writes = [](const PromptCost* one) { return one->worker->load.writes; };
-        if (ask.apart && !std::all_of(able_.begin(), able_.end(), writes))
+        if (apart && !std::all_of(able_.begin(), able_.end(), writes))
             able_.erase(std::remove_if(able_.begin(), able_.end(), writes), able_.end());
     }
 
     // The best worker to compute a prompt that this one writes the answer of.
-    void best_helper(const RouterAsk& ask, const PromptCost& prompt, RouteChoice& chosen) const {
+    void best_helper(int64_t blocks, const RouterAsk& ask, const PromptCost& prompt, RouteChoice& chosen) const {
         const double step = prompt.worker->load.step, place = prompt.worker->place + step;
-        const int64_t lacking = ask.names.count - prompt.cached;
-        const double after = lacking ? ask.link.latency + (double)lacking * ask.link.block + step : step;
+        const int64_t lacking = blocks - prompt.cached;
+        const double after = lacking ? ask.latency + (double)lacking * ask.block + step : step;
         for (const PromptCost* helper : able_) {
             if (helper->cost + after >= chosen.least) break;
             if (helper == &prompt) continue;
@@ -532,7 +531,8 @@ class RouterCore {
         Worker &first = *prefill.worker, &writer = *chosen.decode.worker;
         const double second = chosen.least - prefill.cost + prefill.done;
         const double cost = second + (double)(first.streams * prefill.tokens) * first.load.token;
-        RouterAnswer answer = {chosen.first_token(), second, cost, prefill.cached, 0, prefill.fetched, first.number, writer.number, -1, 0};
+        const double ttft = chosen.first_token();  // before it is sent
+        RouterAnswer answer = {first.number, writer.number, -1, 0, ttft, second, cost, prefill.cached, 0, prefill.fetched};
         if (prefill.fetched) answer.source = chosen.richest->number;
         send(first, prefill.tokens, &first == &writer, names, prefill.cached);
         if (&first != &writer) {
@@ -578,4 +578,4 @@ WorkerStanding router_standing(RouterCore& router, int32_t number) {
     return {worker->wait, worker->place, worker->sent_tokens, worker->sent_streams, (int64_t)worker->held.size(), worker->blocks};
 }
 
-bool router_choose(RouterCore& router, const RouterAsk& ask, RouterAnswer& answer) { return router.choose(ask, answer); }
+RouterAnswer router_choose(RouterCore& router, const Names& names, const RouterAsk& ask) { return router.choose(names, ask); }

@@ -4,9 +4,9 @@
 
 class RouterCore;
 
-// What a worker reports of itself.
+// What a worker reports of itself. Mirrored in library.py.
 struct WorkerReport {
-    bool writes, helps;
+    int32_t writes, helps;  // or 0
     int64_t queued, streams, max_streams;
     double token, step, stream;  // seconds
     int64_t blocks;
@@ -18,25 +18,20 @@ struct WorkerStanding {
     int64_t sent_tokens, sent_streams, names, blocks;
 };
 
-struct LinkTimes {
-    double latency, block;  // seconds
-};
-
+// A request, and the ways between workers now. Mirrored in library.py.
 struct RouterAsk {
+    int32_t apart, but;  // but: a worker that is not asked, or a number that none has
     int64_t tokens;
-    Names names;
     double due;
-    bool apart;
-    int32_t but;      // a worker that is not asked, or a number that none has
-    LinkTimes link, prefix;
-    bool fetches;     // by `prefix`
+    double latency, block;                // seconds: of a transfer to the writer, and of each block
+    double fetch_latency, fetch_block;    // of blocks that are fetched before; latency below 0: none are
 };
 
 // Mirrored in library.py.
 struct RouterAnswer {
+    int32_t prefill, decode, source, unused;  // prefill below 0: no worker can write the answer. source: -1 for none
     double ttft, second, cost;
     int64_t cached, sent, fetched;
-    int32_t prefill, decode, source, unused;
 };
 
 RouterCore* make_router();
@@ -52,5 +47,4 @@ void router_stored(RouterCore& router, int32_t number, const Names& names);
 int64_t router_cached(RouterCore& router, int32_t number, const Names& names);
 WorkerStanding router_standing(RouterCore& router, int32_t number);
 
-// False: no worker can write the answer.
-bool router_choose(RouterCore& router, const RouterAsk& ask, RouterAnswer& answer);
+RouterAnswer router_choose(RouterCore& router, const Names& names, const RouterAsk& ask);
