@@ -36,7 +36,7 @@ from typing import NamedTuple
 
 from twostroke.cluster.core import PythonCore, RouterCore
 from twostroke.cluster.native_core import NativeCore
-from twostroke.cluster.search import Ask, Times
+from twostroke.cluster.search import Ask
 from twostroke.cluster.standing import Role, Standing, WorkerLoad
 from twostroke.ops.cpu.library import available
 
@@ -131,14 +131,13 @@ class Router:
         """The best route, which then counts as taken. None: no worker can write the answer. apart: prompts with a full
         block are computed by prefill workers alone, where there are any. but: a worker that is not asked."""
         aside = self.workers.get(but) if but is not None else None
-        prefix_times = None if self.prefix_link is None else self._times(self.prefix_link)
         number = -1 if aside is None else aside.number
-        chosen = self._core.choose(ask, apart, number, self._times(self.link), prefix_times)
+        size, link, before = self.block_bytes, self.link, self.prefix_link
+        times = link.latency, size / link.bandwidth
+        prefix_times = None if before is None else (before.latency, size / before.bandwidth)
+        chosen = self._core.choose(ask, apart, number, times, prefix_times)
         if chosen is None:
             return None
         prefill, decode, source, *expected = chosen
         names = self._names
         return Route(names[prefill], names[decode], *expected, names[source] if source >= 0 else "")
-
-    def _times(self, link: Link) -> Times:
-        return link.latency, self.block_bytes / link.bandwidth

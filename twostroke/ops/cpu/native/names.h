@@ -1,5 +1,7 @@
 // Names of KV blocks, 64 bits each, as the router knows them.
 #pragma once
+#include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <vector>
@@ -32,7 +34,7 @@ template <class Value> class NameTable {
 
     // True: it is new.
     bool put(Name name, Value value) {
-        if (4 * (size_ + 1) > 3 * slots_.size()) grow();
+        expect(1);
         Slot& slot = slots_[place_of(name)];
         const bool fresh = !slot.name;
         slot = {name, value};
@@ -55,8 +57,15 @@ template <class Value> class NameTable {
         slots_[gap] = {};
     }
 
+    // So many are to come.
+    void expect(size_t names) {
+        size_t wanted = slots_.empty() ? kLeast : slots_.size();
+        while (4 * (size_ + names) > 3 * wanted) wanted *= 2;
+        if (wanted != slots_.size()) grow(wanted);
+    }
+
     // It will be looked for soon.
-    void expect(Name name) const {
+    void prefetch(Name name) const {
         if (!slots_.empty()) __builtin_prefetch(&slots_[first_of(name)]);
     }
 
@@ -65,6 +74,7 @@ template <class Value> class NameTable {
         Name name = 0;
         Value value = {};
     };
+    static constexpr size_t kLeast = 8;
     std::vector<Slot> slots_;
     size_t size_ = 0;
     int shift_ = 64;  // 64 less the bits of a place
@@ -80,11 +90,38 @@ template <class Value> class NameTable {
         return place;
     }
 
-    void grow() {
-        std::vector<Slot> before(slots_.empty() ? 8 : 2 * slots_.size());
+    // places: a power of two
+    void grow(size_t places) {
+        std::vector<Slot> before(places);
         before.swap(slots_);
-        shift_ = before.empty() ? 61 : shift_ - 1;
+        for (shift_ = 64; places > 1; places /= 2) --shift_;
         for (const Slot& slot : before)
             if (slot.name) slots_[place_of(slot.name)] = slot;
     }
+};
+
+// Names in the order in which they came.
+class NameOrder {
+  public:
+    bool empty() const { return first_ == names_.size(); }
+
+    void add(Name name) { names_.push_back(name); }
+
+    // The oldest, which goes.
+    Name take() {
+        const Name name = names_[first_++];
+        if (2 * first_ > names_.size()) {
+            names_.erase(names_.begin(), names_.begin() + (std::ptrdiff_t)first_);
+            first_ = 0;
+        }
+        return name;
+    }
+
+    void expect(size_t names) {
+        if (names_.size() + names > names_.capacity()) names_.reserve(std::max(names_.size() + names, 2 * names_.size()));
+    }
+
+  private:
+    std::vector<Name> names_;
+    size_t first_ = 0;  // those before it are gone
 };

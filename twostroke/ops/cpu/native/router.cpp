@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <deque>
 #include <limits>
 #include <memory>
 
@@ -34,7 +33,7 @@ struct Worker {
     int64_t sent_tokens = 0, sent_streams = 0, streams = 0;
     double wait = 0, place = 0;
     NameTable<int32_t> held;  // names of its blocks, and how many each stands for
-    std::deque<Name> order;   // the oldest first
+    NameOrder order;          // of these
     int64_t blocks = 0;
     RankPlace at[kLengths];
 
@@ -145,7 +144,7 @@ class HolderLists {
         firsts_.remove(name);
     }
 
-    void expect(Name name) const { firsts_.expect(name); }
+    void prefetch(Name name) const { firsts_.prefetch(name); }
 
   private:
     NameTable<int32_t> firsts_;  // the only worker; or, below 0, ~ the number of a list
@@ -185,8 +184,7 @@ class Holdings {
     // The oldest names that stand for so many blocks, or some more.
     void forget(Worker& worker, int64_t blocks) {
         while (blocks > 0 && !worker.order.empty()) {
-            const Name name = worker.order.front();
-            worker.order.pop_front();
+            const Name name = worker.order.take();
             holders_.remove(name, worker.number);
             const int64_t many = *worker.held.find(name);
             worker.held.remove(name);
@@ -218,16 +216,20 @@ class Holdings {
 
     static void add(Worker& worker, Name name, int64_t blocks) {
         if (!worker.held.put(name, (int32_t)blocks)) return;
-        worker.order.push_back(name);
+        worker.order.add(name);
         worker.blocks += blocks;
     }
 
-    // Memory is slow: all names that will be looked up are asked for at once.
-    void expect(const Worker& worker, const Names& names, int64_t cached) const {
-        for (int64_t place = cached; place < std::min(names.count, kExact); ++place) worker.held.expect(names[place]);
-        for (int64_t place = whole_strides(cached); place < names.count; place += kStride) {
-            worker.held.expect(names[place]);
-            holders_.expect(names[place]);
+    // Memory is slow: it is made at once, and asked for all that will be looked up.
+    void expect(Worker& worker, const Names& names, int64_t cached) const {
+        const int64_t exact = std::min(names.count, kExact), next = whole_strides(cached);
+        const int64_t fresh = std::max<int64_t>(0, exact - cached) + std::max<int64_t>(0, names.count - next) / kStride + 1;
+        worker.held.expect((size_t)fresh);
+        worker.order.expect((size_t)fresh);
+        for (int64_t place = cached; place < exact; ++place) worker.held.prefetch(names[place]);
+        for (int64_t place = next; place < names.count; place += kStride) {
+            worker.held.prefetch(names[place]);
+            holders_.prefetch(names[place]);
         }
     }
 
