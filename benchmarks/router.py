@@ -18,6 +18,7 @@ import random
 import resource
 import secrets
 import time
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -107,9 +108,9 @@ def on_trace(trace: str, workers: int, core: str = "native") -> dict[str, Any]:
     done, slices, began = 0, [0.0], time.process_time()
     while (spent := time.process_time() - began) < 2 * SECONDS:
         place, one = done % workers, done % len(rows)
-        names: list[bytes] = []
-        hasher.extend(names, prompts[one], b"", len(prompts[one]) // BLOCK)
-        worker, ask = f"worker-{place}", Ask(len(prompts[one]), list(names))
+        names = array("q")
+        hasher.number(names, prompts[one], b"", len(prompts[one]) // BLOCK)
+        worker, ask = f"worker-{place}", Ask(len(prompts[one]), names[:])
         before = time.process_time()
         router.update(worker, roles[place], loads[done % 1000])
         route = router.choose(ask)
@@ -118,7 +119,7 @@ def on_trace(trace: str, workers: int, core: str = "native") -> dict[str, Any]:
         slices[-1] += time.process_time() - before
         assert route is not None
         whole = prompts[one] + answers[one]
-        hasher.extend(names, whole, b"", len(whole) // BLOCK)
+        hasher.number(names, whole, b"", len(whole) // BLOCK)
         router.stored(route.decode, names)
         done += 1
     blocks = sum(len(tokens) // BLOCK for tokens in prompts) / len(prompts)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import random
 import weakref
+from array import array
+from collections.abc import Sequence
 from math import inf
 
 import pytest
@@ -31,6 +33,7 @@ class Two:
         self.cores = NativeCore(), PythonCore()
         self.routers = [Router(BYTES, link, prefix_link, core) for core in self.cores]
         self.names = [f"worker-{number}" for number in range(workers)]
+        self.numbers = rng.random() < 0.5  # for names of blocks
         self.coarse = rng.random() < 0.5  # loads are often equal
         self.kinds = rng.choice(("b", "pd", "pdd", "bpd"))
         for name in self.names:
@@ -50,14 +53,15 @@ class Two:
         )
         self.tell("update", name, kinds[rng.choice(self.kinds)], load)
 
-    def prompt(self) -> list[bytes]:
+    def prompt(self) -> Sequence[bytes | int]:
         """Its beginning is that of others, up to any of some borders. A name stands for all before it too."""
         rng = self.rng
         count = rng.choice((0, 1, 5, 16, 63, 64, 65, 80, rng.randrange(300)))
         group, border, own = rng.randrange(3), rng.choice((0, 17, 40, 64, 70, 130)), rng.randrange(10)
         both, alone = random.Random(group), random.Random(f"{group} {border} {own}")
         shared = [both.randbytes(8) for _ in range(min(count, border))]
-        return shared + [alone.randbytes(8) for _ in range(count - len(shared))]
+        names = shared + [alone.randbytes(8) for _ in range(count - len(shared))]
+        return array("q", b"".join(names)) if self.numbers else names
 
     def step(self) -> None:
         rng = self.rng

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import weakref
+from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
+from typing import Any
 
 from twostroke.cluster.core import NumberedRoute
 from twostroke.cluster.search import Ask, Times
-from twostroke.cluster.standing import Role, Standing, WorkerLoad
+from twostroke.cluster.standing import Name, Role, Standing, WorkerLoad
 from twostroke.ops.cpu.library import ROUTER_ANSWER, ROUTER_ASK, WORKER_REPORT, WORKER_STANDING, load_short
 
 NAME_BYTES = 8
@@ -44,11 +46,11 @@ class NativeCore:
         if self._library.ts_router_lost(self._router, number):
             raise MemoryError
 
-    def stored(self, number: int, names: Sequence[bytes]) -> None:
+    def stored(self, number: int, names: Sequence[Name]) -> None:
         if self._library.ts_router_stored(self._router, number, joined(names), len(names)):
             raise MemoryError
 
-    def cached(self, number: int, names: Sequence[bytes]) -> int:
+    def cached(self, number: int, names: Sequence[Name]) -> int:
         return int(self._library.ts_router_cached(self._router, number, joined(names), len(names)))
 
     def standing(self, number: int) -> Standing:
@@ -65,8 +67,10 @@ class NativeCore:
         return route if route[0] >= 0 else None
 
 
-def joined(names: Sequence[bytes]) -> bytes:
-    """Side by side. Names that have not 8 bytes each are hashed to so many; those of one router are of one kind."""
+def joined(names: Sequence[Any]) -> bytes:
+    """8 bytes each, side by side. Names of another length are hashed; those of one router are of one kind."""
+    if isinstance(names, array):
+        return names.tobytes()
     whole = b"".join(names)
     if len(whole) == NAME_BYTES * len(names):
         return whole

@@ -37,7 +37,7 @@ from typing import NamedTuple
 from twostroke.cluster.core import PythonCore, RouterCore
 from twostroke.cluster.native_core import NativeCore
 from twostroke.cluster.search import Ask
-from twostroke.cluster.standing import Role, Standing, WorkerLoad
+from twostroke.cluster.standing import Name, Role, Standing, WorkerLoad
 from twostroke.ops.cpu.library import available
 
 __all__ = ["Ask", "KnownWorker", "Link", "Role", "Route", "Router", "Standing", "WorkerLoad"]
@@ -114,11 +114,11 @@ class Router:
             del self._names[worker.number]
             self._core.lost(worker.number)
 
-    def stored(self, name: str, names: Sequence[bytes]) -> None:
+    def stored(self, name: str, names: Sequence[Name]) -> None:
         """A worker has these blocks, the first of a prompt."""
         self._core.stored(self.workers[name].number, names)
 
-    def cached(self, name: str, names: Sequence[bytes]) -> int:
+    def cached(self, name: str, names: Sequence[Name]) -> int:
         """Leading blocks that a worker has."""
         return self._core.cached(self.workers[name].number, names)
 
