@@ -19,6 +19,8 @@ import resource
 import secrets
 import time
 from array import array
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +96,12 @@ def memory(length: int, core: str, blocks: int = 2_000_000) -> float:
     return (resident() - before) / blocks
 
 
+def in_a_fresh_process(length: int, core: str) -> float:
+    """`memory` where none is free from before."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        return pool.submit(memory, length, core).result()
+
+
 def on_trace(trace: str, workers: int, core: str = "native") -> dict[str, Any]:
     """Requests a second: decisions alone, and with the names of blocks and with what is stored at the end."""
     rows = shipped_trace(trace)
@@ -143,7 +151,7 @@ def main() -> None:
     result["traces"] = {trace: {workers: on_trace(trace, workers) for workers in (12, 120, 10_000)} for trace in traces}
     result["traces_in_python"] = {trace: {10_000: on_trace(trace, 10_000, "python")} for trace in traces}
     result["bytes_per_block"] = {
-        core: {length: round(memory(length, core), 1) for length in (BLOCKS, MANY)} for core in CORES
+        core: {length: round(in_a_fresh_process(length, core), 1) for length in (BLOCKS, MANY)} for core in CORES
     }
     print(f"bytes for each block, by the blocks of a prompt: {result['bytes_per_block']}")
     save("router", "router", result)
