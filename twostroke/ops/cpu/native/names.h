@@ -103,7 +103,10 @@ template <class Value> class NameTable {
 // Names in the order in which they came.
 class NameOrder {
   public:
-    bool empty() const { return first_ == names_.size(); }
+    size_t size() const { return names_.size() - first_; }
+
+    // 0: the oldest.
+    Name operator[](size_t place) const { return names_[first_ + place]; }
 
     void add(Name name) { names_.push_back(name); }
 
