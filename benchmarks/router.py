@@ -27,7 +27,7 @@ from typing import Any
 from benchmarks.machine import save
 from twostroke.bench.workload import shipped_trace
 from twostroke.cluster.core import PythonCore, RouterCore
-from twostroke.cluster.native_core import NativeCore
+from twostroke.cluster.native_core import CompiledCore
 from twostroke.cluster.router import Ask, Link, Role, Router, WorkerLoad
 from twostroke.kv.addresses import QuickNames
 from twostroke.ops.interface import BLOCK
@@ -38,7 +38,7 @@ SHARED = 30
 GROUPS = 200
 SECONDS = 2.0
 SLICE = 100  # decisions
-CORES: dict[str, type[RouterCore]] = {"native": NativeCore, "python": PythonCore}
+CORES: dict[str, type[RouterCore]] = {"native": CompiledCore, "python": PythonCore}
 BLOCK_BYTES = 1 << 20
 
 

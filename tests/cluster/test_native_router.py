@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from twostroke.cluster.core import PythonCore
-from twostroke.cluster.native_core import NativeCore, joined
+from twostroke.cluster.native_core import CompiledCore, joined
 from twostroke.cluster.router import Ask, Link, Role, Router, WorkerLoad
 from twostroke.ops.cpu.library import available
 from twostroke.ops.interface import BLOCK
@@ -30,7 +30,7 @@ class Two:
 
     def __init__(self, rng: random.Random, workers: int, room: int, link: Link, prefix_link: Link | None):
         self.rng, self.room = rng, room
-        self.cores = NativeCore(), PythonCore()
+        self.cores = CompiledCore(), PythonCore()
         self.routers = [Router(BYTES, link, prefix_link, core) for core in self.cores]
         self.names = [f"worker-{number}" for number in range(workers)]
         self.numbers = rng.random() < 0.5  # for names of blocks
@@ -113,7 +113,7 @@ def test_a_beginning_that_many_workers_have_is_looked_for_in_turn() -> None:
 
 
 def test_a_router_is_freed_and_forgets_workers_that_it_never_had() -> None:
-    core = NativeCore()
+    core = CompiledCore()
     core.update(0, Role.BOTH, WorkerLoad())
     for number in (1, -1, 1 << 30, -(1 << 31)):
         core.pause(number)

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from twostroke.cluster.holdings import Holdings
 from twostroke.cluster.search import FEW, Ask, Shortlist, Times, best, first_token
-from twostroke.cluster.standing import Name, Role, RoutedWorker, Standing, WorkerLoad
+from twostroke.cluster.standing import BlockName, Role, RoutedWorker, Standing, WorkerLoad
 
 # Numbers of the workers that compute, write, and have what is fetched (-1: nothing is); ttft, second, cost, cached,
 # sent and fetched as in `Route`.
@@ -23,9 +23,9 @@ class RouterCore(Protocol):
 
     def lost(self, number: int) -> None: ...
 
-    def stored(self, number: int, names: Sequence[Name]) -> None: ...
+    def stored(self, number: int, names: Sequence[BlockName]) -> None: ...
 
-    def cached(self, number: int, names: Sequence[Name]) -> int: ...
+    def cached(self, number: int, names: Sequence[BlockName]) -> int: ...
 
     def standing(self, number: int) -> Standing: ...
 
@@ -58,11 +58,11 @@ class PythonCore:
         self._holdings.drop(worker)
         self._shortlist.drop(worker)
 
-    def stored(self, number: int, names: Sequence[Name]) -> None:
+    def stored(self, number: int, names: Sequence[BlockName]) -> None:
         worker = self._workers[number]
         self._holdings.keep(worker, names, worker.cached(names))
 
-    def cached(self, number: int, names: Sequence[Name]) -> int:
+    def cached(self, number: int, names: Sequence[BlockName]) -> int:
         return self._workers[number].cached(names)
 
     def standing(self, number: int) -> Standing:
@@ -93,7 +93,7 @@ class PythonCore:
         source = richest.number if fetched and richest is not None else -1
         return first.number, writer.number, source, ttft, second, cost, cached, sent, fetched
 
-    def _take(self, worker: RoutedWorker, tokens: int, streams: int, names: Sequence[Name], cached: int) -> None:
+    def _take(self, worker: RoutedWorker, tokens: int, streams: int, names: Sequence[BlockName], cached: int) -> None:
         worker.take(tokens, streams)
         self._holdings.keep(worker, names, cached)
         self._shortlist.changed(worker)

@@ -11,14 +11,14 @@ from typing import Any
 
 from twostroke.cluster.core import NumberedRoute
 from twostroke.cluster.search import Ask, Times
-from twostroke.cluster.standing import Name, Role, Standing, WorkerLoad
+from twostroke.cluster.standing import BlockName, Role, Standing, WorkerLoad
 from twostroke.ops.cpu.library import ROUTER_ANSWER, ROUTER_ASK, WORKER_REPORT, WORKER_STANDING, load_short
 
 NAME_BYTES = 8
 NOT_FETCHED: Times = (-1.0, 0.0)
 
 
-class NativeCore:
+class CompiledCore:
     def __init__(self) -> None:
         library = load_short()
         self._router = library.ts_router_new()
@@ -46,11 +46,11 @@ class NativeCore:
         if self._library.ts_router_lost(self._router, number):
             raise MemoryError
 
-    def stored(self, number: int, names: Sequence[Name]) -> None:
+    def stored(self, number: int, names: Sequence[BlockName]) -> None:
         if self._library.ts_router_stored(self._router, number, joined(names), len(names)):
             raise MemoryError
 
-    def cached(self, number: int, names: Sequence[Name]) -> int:
+    def cached(self, number: int, names: Sequence[BlockName]) -> int:
         return int(self._library.ts_router_cached(self._router, number, joined(names), len(names)))
 
     def standing(self, number: int) -> Standing:

@@ -35,9 +35,9 @@ from math import inf
 from typing import NamedTuple
 
 from twostroke.cluster.core import PythonCore, RouterCore
-from twostroke.cluster.native_core import NativeCore
+from twostroke.cluster.native_core import CompiledCore
 from twostroke.cluster.search import Ask
-from twostroke.cluster.standing import Name, Role, Standing, WorkerLoad
+from twostroke.cluster.standing import BlockName, Role, Standing, WorkerLoad
 from twostroke.ops.cpu.library import available
 
 __all__ = ["Ask", "KnownWorker", "Link", "Role", "Route", "Router", "Standing", "WorkerLoad"]
@@ -88,7 +88,7 @@ class Router:
         self.workers: dict[str, KnownWorker] = {}
         self._names: dict[int, str] = {}  # of workers by number
         self._numbers = 0  # of workers that have joined
-        self._core: RouterCore = core or (NativeCore() if available() else PythonCore())
+        self._core: RouterCore = core or (CompiledCore() if available() else PythonCore())
 
     # ---- what is known ---------------------------------------------------------------------------------------------
 
@@ -114,11 +114,11 @@ class Router:
             del self._names[worker.number]
             self._core.lost(worker.number)
 
-    def stored(self, name: str, names: Sequence[Name]) -> None:
+    def stored(self, name: str, names: Sequence[BlockName]) -> None:
         """A worker has these blocks, the first of a prompt."""
         self._core.stored(self.workers[name].number, names)
 
-    def cached(self, name: str, names: Sequence[Name]) -> int:
+    def cached(self, name: str, names: Sequence[BlockName]) -> int:
         """Leading blocks that a worker has."""
         return self._core.cached(self.workers[name].number, names)
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from twostroke.cluster.holdings import Holdings
 from twostroke.cluster.ranks import CostRanks
-from twostroke.cluster.standing import Name, RoutedWorker, kept_of
+from twostroke.cluster.standing import BlockName, RoutedWorker, kept_of
 from twostroke.ops.interface import BLOCK
 
 FEW = 12  # workers that are all compared
@@ -36,7 +36,7 @@ class Ask(NamedTuple):
     """A request as the router sees it."""
 
     tokens: int  # of its prompt
-    names: Sequence[Name] = ()  # of the prompt's full blocks, in order
+    names: Sequence[BlockName] = ()  # of the prompt's full blocks, in order
     due: float = inf  # seconds within which its first token should be out
 
 
@@ -56,7 +56,7 @@ class Shortlist:
         for ranks in (*self._writers, *self._helpers):
             ranks.drop(worker)
 
-    def of(self, tokens: int, names: Sequence[Name], holdings: Holdings) -> Iterable[RoutedWorker]:
+    def of(self, tokens: int, names: Sequence[BlockName], holdings: Holdings) -> Iterable[RoutedWorker]:
         length = min(len(LENGTHS) - 1, max(0, (tokens.bit_length() - 5) // 4))
         found = self._writers[length].least(WRITERS)
         if names:
@@ -68,7 +68,7 @@ class Shortlist:
 def best(
     workers: Iterable[RoutedWorker],
     length: int,
-    names: Sequence[Name],
+    names: Sequence[BlockName],
     times: Times,
     prefix_times: Times | None,
     apart: bool,
@@ -140,7 +140,9 @@ def first_token(choice: RouteChoice) -> float:
     return max(prompt[2], prompt[-1].place) if prompt is decode else prompt[2]
 
 
-def holdings_of(workers: Sequence[RoutedWorker], names: Sequence[Name]) -> tuple[list[int], RoutedWorker | None, int]:
+def holdings_of(
+    workers: Sequence[RoutedWorker], names: Sequence[BlockName]
+) -> tuple[list[int], RoutedWorker | None, int]:
     """Leading blocks of a prompt that each worker has; the worker that has the most, and how many."""
     first, kept, guess = names[0] if names else b"", kept_of(names), 0
     found, richest, most = [0] * len(workers), None, 0

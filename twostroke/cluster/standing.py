@@ -16,7 +16,7 @@ from typing import NamedTuple
 EXACT = 64  # leading blocks of a prompt of which each name is kept
 STRIDE = 16  # of those after them: blocks from one name that is kept to the next
 
-Name = bytes | int  # of a block; 8 bytes, or a number of 64 bits, are what the native core takes as it is
+BlockName = bytes | int  # of a block; 8 bytes, or a number of 64 bits, are what the native core takes as it is
 
 
 class Role(StrEnum):
@@ -57,7 +57,7 @@ class RoutedWorker:
 
     def __init__(self, number: int, role: Role, load: WorkerLoad):
         self.number = number  # in the order in which workers joined
-        self.held: dict[Name, int] = {}  # names of its blocks, the oldest first, and how many each stands for
+        self.held: dict[BlockName, int] = {}  # names of its blocks, the oldest first, and how many each stands for
         self.blocks = 0  # that they all stand for
         self.report(role, load)
 
@@ -88,7 +88,7 @@ class RoutedWorker:
         # Seconds until it can write one more answer: its streams end evenly over time.
         self.place = over * load.stream_seconds / load.max_streams if over > 0 else 0.0
 
-    def cached(self, names: Sequence[Name], kept: Sequence[Name] | None = None, guess: int = 0) -> int:
+    def cached(self, names: Sequence[BlockName], kept: Sequence[BlockName] | None = None, guess: int = 0) -> int:
         """Leading blocks that it has. Names are chained and the end of a prompt is forgotten first, so the border is
         found by bisection among the names that are kept. The end of another prompt may lie behind it. kept: `kept_of`
         the names, where that is known. guess: where the border may be."""
@@ -116,7 +116,7 @@ class RoutedWorker:
         return found + 1
 
 
-def kept_of(names: Sequence[Name]) -> Sequence[Name]:
+def kept_of(names: Sequence[BlockName]) -> Sequence[BlockName]:
     """The names that are kept of those of leading blocks, without that of the last one."""
     return names if len(names) <= EXACT else [*names[:EXACT], *names[EXACT::STRIDE]]
 
