@@ -138,6 +138,7 @@ class Router:
         chosen = self._core.choose(ask, apart, number, times, prefix_times)
         if chosen is None:
             return None
-        prefill, decode, source, *expected = chosen
+        prefill, decode, source, ttft, second, cost, cached, sent, fetched = chosen
         names = self._names
-        return Route(names[prefill], names[decode], *expected, names[source] if source >= 0 else "")
+        origin = names[source] if source >= 0 else ""
+        return Route(names[prefill], names[decode], ttft, second, cost, cached, sent, fetched, origin)
