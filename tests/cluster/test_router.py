@@ -119,10 +119,10 @@ def every_route(found: Router, ask: Ask) -> list[Route]:
             step, lacking = writer.load.step_seconds, len(ask.names) - found.cached(second, ask.names)
             others = helper.load.streams * max(1, ask.tokens - cached * BLOCK) * helper.load.token_seconds
             if first == second:
-                ttft = max(ttft, writer.place)
+                ttft = max(ttft, found.standing(first).place)
                 routes.append(Route(first, first, ttft, ttft + step, ttft + step + others, cached))
             elif ask.names:
-                ready = max(ttft + found.link.seconds(lacking * BYTES), writer.place) + step
+                ready = max(ttft + found.link.seconds(lacking * BYTES), found.standing(second).place) + step
                 routes.append(Route(first, second, ttft, ready, ready + others, cached, lacking))
     return routes
 
@@ -300,11 +300,11 @@ def test_long_prompts_are_known_to_a_multiple_of_blocks_and_at_their_ends() -> N
     assert [found.cached("a", [*talk[:same], *other[same:]]) for same in (40, 64, 80, 95, 96, 200)] == (
         [40, 64, 65, 81, 81, 193]
     )
-    worker = found.workers["a"]
-    assert len(worker.held) == 64 + 9 + 1 and worker.blocks == 64 + 9 * 16 + 12
+    known = found.standing("a")
+    assert known.names == 64 + 9 + 1 and known.blocks == 64 + 9 * 16 + 12
     found.update("a", Role.BOTH, replace(FAST, blocks=300))
     found.stored("a", other)
-    assert found.cached("a", other) == 250 and 0 < found.cached("a", talk) < 205 and worker.blocks <= 338
+    assert found.cached("a", other) == 250 and 0 < found.cached("a", talk) < 205 and found.standing("a").blocks <= 338
 
 
 def test_a_beginning_is_fetched_where_that_is_sooner_than_to_compute_it() -> None:
@@ -321,7 +321,7 @@ def test_a_beginning_is_fetched_where_that_is_sooner_than_to_compute_it() -> Non
         assert route.source == ("q" if fetched else "") and found.cached("p", names(1, 51)) == 51
         # The holder ends its step of 512 tokens, then the blocks come, and 20 tokens are computed.
         assert route.ttft == pytest.approx(0.512 + 0.01 + 50 * BYTES / 1e9 + 0.02 if fetched else 0.82)
-        assert found.workers["p"].sent_tokens == (20 if fetched else 820)
+        assert found.standing("p").sent_tokens == (20 if fetched else 820)
 
 
 def test_many_workers_and_requests() -> None:
@@ -336,5 +336,5 @@ def test_many_workers_and_requests() -> None:
         route = found.choose(Ask(700, [*names(group, 30), *names(rng.randrange(100, 250), 12)]))
         assert route is not None
         hits += route.cached >= 30
-    sent = [worker.sent_streams for worker in found.workers.values()]
+    sent = [found.standing(name).sent_streams for name in found.workers]
     assert sum(sent) == 2000 and max(sent) < 3 * min(sent) and hits > 1000

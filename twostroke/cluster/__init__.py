@@ -7,6 +7,8 @@ pools            `Pools`: workers as one `EngineClient`; what happens when one o
 group            their settings, health and roles as those of one engine
 mixed            pools that compute K and V in different ways: what is said of them
 router           which worker computes a prompt and which writes the answer: the least expected time
+core             what decides behind it, in Python: the specification
+native_core      the same in C++
 search           the best route among the workers that come into question
 ranks            workers in the order of what a prompt costs there
 standing         what the router knows of one worker

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from array import array
 from dataclasses import dataclass, field
 from math import inf
 from typing import TYPE_CHECKING
 
 from twostroke.cluster.router import Ask
-from twostroke.kv.addresses import BlockHasher
+from twostroke.kv.addresses import QuickNames
 from twostroke.metrics.timeline import Facts
 from twostroke.ops.interface import BLOCK
 from twostroke.record import replace
@@ -43,7 +44,7 @@ class Flight:
     had: int = 0  # leading blocks of its prompt that its writer had
     sending: asyncio.Task[None] | None = None  # the last of its parcels that was sent to the writer
     bringing: asyncio.Task[None] | None = None  # what comes before its first worker gets it: a part of the prompt
-    _named: list[bytes] = field(default_factory=list)  # names of its first blocks
+    _named: array[int] = field(default_factory=lambda: array("q"))  # names of its first blocks
 
     def prompt_only(self) -> Request:
         """For a worker that computes the prompt, writes one token and keeps the blocks for another worker."""
@@ -55,14 +56,14 @@ class Flight:
         length = begun.written + len(written)
         return replace(begun, id=self.number, tokens=begun.tokens + written, written=length)
 
-    def names(self, hasher: BlockHasher) -> list[bytes]:
+    def names(self, hasher: QuickNames) -> array[int]:
         """The names of the full blocks of the prompt and of what is written. The last token has no K and V. Names that
         are known already stay."""
         tokens = (*self.request.tokens, *self.written[:-1])
-        hasher.extend(self._named, tokens, self.request.salt, len(tokens) // BLOCK)
-        return list(self._named)
+        hasher.number(self._named, tokens, self.request.salt, len(tokens) // BLOCK)
+        return self._named[:]
 
-    def ask(self, hasher: BlockHasher, ttft: float | None) -> Ask:
+    def ask(self, hasher: QuickNames, ttft: float | None) -> Ask:
         """The request as the router sees it. An answer that is begun stays on one worker, and its first token is out.
         ttft: seconds within which first tokens are due, where a request does not say it."""
         if self.written:

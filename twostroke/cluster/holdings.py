@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
 
-from twostroke.cluster.standing import EXACT, STRIDE, RoutedWorker, stands_for
+from twostroke.cluster.standing import EXACT, STRIDE, BlockName, RoutedWorker, stands_for
 
 SAMPLE = 8  # of many workers that have a name
 WAIT = attrgetter("wait")
@@ -19,10 +19,10 @@ WAIT = attrgetter("wait")
 
 class Holdings:
     def __init__(self) -> None:
-        self._holders: dict[bytes, list[RoutedWorker]] = {}  # of every sixteenth name
+        self._holders: dict[BlockName, list[RoutedWorker]] = {}  # of every sixteenth name
         self._turn = 0
 
-    def keep(self, worker: RoutedWorker, names: Sequence[bytes], cached: int = 0) -> None:
+    def keep(self, worker: RoutedWorker, names: Sequence[BlockName], cached: int = 0) -> None:
         """It has these leading blocks of a prompt now, and had the first `cached` before. Of too many the oldest are
         forgotten, an eighth at once."""
         held, holders, room, count = worker.held, self._holders, worker.load.blocks, len(names)
@@ -41,13 +41,13 @@ class Holdings:
         if over > room // 8:
             self.forget(worker, oldest(worker, over))
 
-    def _add(self, worker: RoutedWorker, names: Sequence[bytes], blocks: int) -> None:
+    def _add(self, worker: RoutedWorker, names: Sequence[BlockName], blocks: int) -> None:
         """blocks: that each name stands for."""
         before = len(worker.held)
         worker.held.update(dict.fromkeys(reversed(names), blocks))
         worker.blocks += (len(worker.held) - before) * blocks
 
-    def forget(self, worker: RoutedWorker, names: Iterable[bytes]) -> None:
+    def forget(self, worker: RoutedWorker, names: Iterable[BlockName]) -> None:
         held = worker.held
         for name in names:
             those = self._holders.get(name)
@@ -61,7 +61,7 @@ class Holdings:
         """All of a worker's."""
         self.forget(worker, list(worker.held))
 
-    def most(self, names: Sequence[bytes], count: int) -> list[RoutedWorker]:
+    def most(self, names: Sequence[BlockName], count: int) -> list[RoutedWorker]:
         """Up to `count` workers that have the beginning of a prompt, or some more, those with the most of it first.
         Where many have it, those that wait the least of some of them, and of others each time."""
         found: list[RoutedWorker] = []
@@ -76,7 +76,7 @@ class Holdings:
             level = level // 2 if level else -1
         return found
 
-    def _deepest(self, names: Sequence[bytes]) -> int:
+    def _deepest(self, names: Sequence[BlockName]) -> int:
         """The last sixteenth name that a worker has, counted from 0; -1: none. By bisection, as names are chained."""
         holders = self._holders
         low, high = -1, (len(names) - 1) // STRIDE
@@ -89,7 +89,7 @@ class Holdings:
         return low
 
 
-def oldest(worker: RoutedWorker, blocks: int) -> list[bytes]:
+def oldest(worker: RoutedWorker, blocks: int) -> list[BlockName]:
     """Names that stand for so many blocks, or some more."""
     found = []
     for name, many in worker.held.items():

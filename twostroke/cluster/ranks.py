@@ -12,7 +12,7 @@ from math import log2
 from twostroke.cluster.standing import RoutedWorker
 
 STEPS = 12  # in an octave
-LEAST = 1e-6  # seconds: what costs less than that is all the same
+LEAST = 2.0**-20  # seconds: what costs less than this microsecond is all the same
 FIRST = STEPS * log2(LEAST) - 1
 
 

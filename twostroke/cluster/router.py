@@ -22,20 +22,25 @@ The router knows by their names (kv/addresses.py) which blocks a worker holds, a
 the first 64 of a prompt each, of the others to a multiple of 16. A wrong guess costs time and no token. Between two
 reports the router adds what it has sent itself. Which workers are compared is in search.py. Nothing here waits, sends
 or reads a clock. Torch-free.
+
+All of this is written twice: in Python (core.py), to be read, and in C++, which runs where it was built and decides the
+same (native_core.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple
 
-from twostroke.cluster.holdings import Holdings
-from twostroke.cluster.search import FEW, Shortlist, Times, best, first_token
-from twostroke.cluster.standing import Role, RoutedWorker, WorkerLoad
+from twostroke.cluster.core import PythonCore, RouterCore
+from twostroke.cluster.native_core import CompiledCore
+from twostroke.cluster.search import Ask
+from twostroke.cluster.standing import BlockName, Role, Standing, WorkerLoad
+from twostroke.ops.cpu.library import available
 
-__all__ = ["Ask", "Link", "Role", "Route", "RoutedWorker", "Router", "WorkerLoad"]
+__all__ = ["Ask", "KnownWorker", "Link", "Role", "Route", "Router", "Standing", "WorkerLoad"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +52,6 @@ class Link:
 
     def seconds(self, size: int) -> float:
         return self.latency + size / self.bandwidth if size else 0.0
-
-
-class Ask(NamedTuple):
-    """A request as the router sees it."""
-
-    tokens: int  # of its prompt
-    names: Sequence[bytes] = ()  # of the prompt's full blocks, in order
-    due: float = inf  # seconds within which its first token should be out
 
 
 class Route(NamedTuple):
@@ -69,19 +66,29 @@ class Route(NamedTuple):
     source: str = ""  # from this worker
 
 
+@dataclass(slots=True)
+class KnownWorker:
+    """A worker and its latest report."""
+
+    number: int  # in the order in which workers joined
+    role: Role
+    load: WorkerLoad
+
+
 class Router:
     """`choose` a route for each request, and tell the router what is new: `update`, `pause`, `stored`, `lost`."""
 
-    def __init__(self, block_bytes: int, link: Link, prefix_link: Link | None = None):
+    def __init__(self, block_bytes: int, link: Link, prefix_link: Link | None = None, core: RouterCore | None = None):
         """block_bytes: of BLOCK tokens in all layers. link: between two workers, for a prompt that was just computed.
-        prefix_link: the same for blocks that are cached; None: they are not fetched."""
+        prefix_link: the same for blocks that are cached; None: they are not fetched. core: the native one if None is
+        given and it was built."""
         self.block_bytes = block_bytes
         self.link = link
         self.prefix_link = prefix_link
-        self.workers: dict[str, RoutedWorker] = {}
+        self.workers: dict[str, KnownWorker] = {}
+        self._names: dict[int, str] = {}  # of workers by number
         self._numbers = 0  # of workers that have joined
-        self._holdings = Holdings()
-        self._shortlist = Shortlist()
+        self._core: RouterCore = core or (CompiledCore() if available() else PythonCore())
 
     # ---- what is known ---------------------------------------------------------------------------------------------
 
@@ -89,73 +96,49 @@ class Router:
         """A worker joins, or reports anew. Its report covers what was sent to it before."""
         worker = self.workers.get(name)
         if worker is None:
-            worker = self.workers[name] = RoutedWorker(self._numbers, name, role, load)
+            worker = self.workers[name] = KnownWorker(self._numbers, role, load)
+            self._names[worker.number] = name
             self._numbers += 1
-        else:
-            if role is not worker.role:
-                self._shortlist.drop(worker)
-            worker.report(role, load)
-        self._shortlist.changed(worker)
+        worker.role, worker.load = role, load
+        self._core.update(worker.number, role, load)
 
     def pause(self, name: str) -> None:
         """A worker is not asked until its next report. What it has is remembered."""
         if name in self.workers:
-            self.workers[name].open = False
-            self._shortlist.changed(self.workers[name])
+            self._core.pause(self.workers[name].number)
 
     def lost(self, name: str) -> None:
         """A worker is gone, and its blocks with it."""
         worker = self.workers.pop(name, None)
         if worker is not None:
-            self._holdings.drop(worker)
-            self._shortlist.drop(worker)
+            del self._names[worker.number]
+            self._core.lost(worker.number)
 
-    def stored(self, name: str, names: Sequence[bytes]) -> None:
+    def stored(self, name: str, names: Sequence[BlockName]) -> None:
         """A worker has these blocks, the first of a prompt."""
-        worker = self.workers[name]
-        self._holdings.keep(worker, names, worker.cached(names))
+        self._core.stored(self.workers[name].number, names)
 
-    def cached(self, name: str, names: Sequence[bytes]) -> int:
+    def cached(self, name: str, names: Sequence[BlockName]) -> int:
         """Leading blocks that a worker has."""
-        return self.workers[name].cached(names)
+        return self._core.cached(self.workers[name].number, names)
+
+    def standing(self, name: str) -> Standing:
+        return self._core.standing(self.workers[name].number)
 
     # ---- routes ----------------------------------------------------------------------------------------------------
 
     def choose(self, ask: Ask, apart: bool = False, but: str | None = None) -> Route | None:
         """The best route, which then counts as taken. None: no worker can write the answer. apart: prompts with a full
         block are computed by prefill workers alone, where there are any. but: a worker that is not asked."""
-        length, names, due = ask
-        workers: Iterable[RoutedWorker] = self.workers.values()
-        if len(self.workers) > FEW:
-            workers = self._shortlist.of(length, names, self._holdings)
         aside = self.workers.get(but) if but is not None else None
-        prefix_times = None if self.prefix_link is None else self._times(self.prefix_link)
-        given = max(1, length), names, self._times(self.link), prefix_times, apart, aside
-        chosen = best(workers, *given)
+        number = -1 if aside is None else aside.number
+        size, link, before = self.block_bytes, self.link, self.prefix_link
+        times = link.latency, size / link.bandwidth
+        prefix_times = None if before is None else (before.latency, size / before.bandwidth)
+        chosen = self._core.choose(ask, apart, number, times, prefix_times)
         if chosen is None:
             return None
-        if first_token(chosen) > due:
-            soonest = best(workers, *given, others=False)
-            if soonest is not None and first_token(soonest) <= due:
-                chosen = soonest
-        least, prefill, decode, richest = chosen
-        alone, _, done, cached, tokens, fetched, first = prefill
-        has, writer = decode[3], decode[-1]
-        second = least - alone + done
-        cost = second + first.streams * tokens * first.token
-        if first is writer:
-            route = Route(first.name, first.name, max(done, first.place), second, cost, cached)
-            self._take(first, tokens, 1, names, cached)
-        else:
-            route = Route(first.name, writer.name, done, second, cost, cached, len(names) - has)
-            self._take(first, tokens, 0, names, cached)
-            self._take(writer, 0, 1, names, has)
-        return route._replace(fetched=fetched, source=richest.name) if fetched and richest is not None else route
-
-    def _times(self, link: Link) -> Times:
-        return link.latency, self.block_bytes / link.bandwidth
-
-    def _take(self, worker: RoutedWorker, tokens: int, streams: int, names: Sequence[bytes], cached: int) -> None:
-        worker.take(tokens, streams)
-        self._holdings.keep(worker, names, cached)
-        self._shortlist.changed(worker)
+        prefill, decode, source, ttft, second, cost, cached, sent, fetched = chosen
+        names = self._names
+        origin = names[source] if source >= 0 else ""
+        return Route(names[prefill], names[decode], ttft, second, cost, cached, sent, fetched, origin)

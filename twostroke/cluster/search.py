@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from math import inf
+from typing import NamedTuple
 
 from twostroke.cluster.holdings import Holdings
 from twostroke.cluster.ranks import CostRanks
-from twostroke.cluster.standing import RoutedWorker, kept_of
+from twostroke.cluster.standing import BlockName, RoutedWorker, kept_of
 from twostroke.ops.interface import BLOCK
 
 FEW = 12  # workers that are all compared
@@ -31,6 +32,14 @@ RouteChoice = tuple[float, PromptCost, PromptCost, RoutedWorker | None]
 Times = tuple[float, float]  # latency of a transfer; seconds for each block
 
 
+class Ask(NamedTuple):
+    """A request as the router sees it."""
+
+    tokens: int  # of its prompt
+    names: Sequence[BlockName] = ()  # of the prompt's full blocks, in order
+    due: float = inf  # seconds within which its first token should be out
+
+
 class Shortlist:
     """Workers that come into question."""
 
@@ -47,7 +56,7 @@ class Shortlist:
         for ranks in (*self._writers, *self._helpers):
             ranks.drop(worker)
 
-    def of(self, tokens: int, names: Sequence[bytes], holdings: Holdings) -> Iterable[RoutedWorker]:
+    def of(self, tokens: int, names: Sequence[BlockName], holdings: Holdings) -> Iterable[RoutedWorker]:
         length = min(len(LENGTHS) - 1, max(0, (tokens.bit_length() - 5) // 4))
         found = self._writers[length].least(WRITERS)
         if names:
@@ -59,7 +68,7 @@ class Shortlist:
 def best(
     workers: Iterable[RoutedWorker],
     length: int,
-    names: Sequence[bytes],
+    names: Sequence[BlockName],
     times: Times,
     prefix_times: Times | None,
     apart: bool,
@@ -131,7 +140,9 @@ def first_token(choice: RouteChoice) -> float:
     return max(prompt[2], prompt[-1].place) if prompt is decode else prompt[2]
 
 
-def holdings_of(workers: Sequence[RoutedWorker], names: Sequence[bytes]) -> tuple[list[int], RoutedWorker | None, int]:
+def holdings_of(
+    workers: Sequence[RoutedWorker], names: Sequence[BlockName]
+) -> tuple[list[int], RoutedWorker | None, int]:
     """Leading blocks of a prompt that each worker has; the worker that has the most, and how many."""
     first, kept, guess = names[0] if names else b"", kept_of(names), 0
     found, richest, most = [0] * len(workers), None, 0

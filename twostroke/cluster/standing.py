@@ -11,9 +11,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 EXACT = 64  # leading blocks of a prompt of which each name is kept
 STRIDE = 16  # of those after them: blocks from one name that is kept to the next
+
+BlockName = bytes | int  # of a block; 8 bytes, or a number of 64 bits, are what the native core takes as it is
 
 
 class Role(StrEnum):
@@ -35,16 +38,26 @@ class WorkerLoad:
     blocks: int = 1 << 62  # that it can keep; of the names that the router knows, the oldest beyond that are forgotten
 
 
+class Standing(NamedTuple):
+    """What the router makes of a worker's report and of what was sent to it."""
+
+    wait: float  # seconds for the prompts that it has
+    place: float  # seconds until it can write one more answer
+    sent_tokens: int  # of prompts, since its report
+    sent_streams: int
+    names: int  # that are kept
+    blocks: int  # that these stand for
+
+
 class RoutedWorker:
     __slots__ = (
-        *("blocks", "held", "helps", "load", "name", "number", "open", "place", "role", "sent_streams", "sent_tokens"),
+        *("blocks", "held", "helps", "load", "number", "open", "place", "role", "sent_streams", "sent_tokens"),
         *("step", "streams", "token", "wait", "writes"),
     )
 
-    def __init__(self, number: int, name: str, role: Role, load: WorkerLoad):
+    def __init__(self, number: int, role: Role, load: WorkerLoad):
         self.number = number  # in the order in which workers joined
-        self.name = name
-        self.held: dict[bytes, int] = {}  # names of its blocks, the oldest first, and how many each stands for
+        self.held: dict[BlockName, int] = {}  # names of its blocks, the oldest first, and how many each stands for
         self.blocks = 0  # that they all stand for
         self.report(role, load)
 
@@ -64,6 +77,9 @@ class RoutedWorker:
         self.sent_streams += streams
         self._count()
 
+    def standing(self) -> Standing:
+        return Standing(self.wait, self.place, self.sent_tokens, self.sent_streams, len(self.held), self.blocks)
+
     def _count(self) -> None:
         load = self.load
         self.streams = load.streams + self.sent_streams
@@ -72,7 +88,7 @@ class RoutedWorker:
         # Seconds until it can write one more answer: its streams end evenly over time.
         self.place = over * load.stream_seconds / load.max_streams if over > 0 else 0.0
 
-    def cached(self, names: Sequence[bytes], kept: Sequence[bytes] | None = None, guess: int = 0) -> int:
+    def cached(self, names: Sequence[BlockName], kept: Sequence[BlockName] | None = None, guess: int = 0) -> int:
         """Leading blocks that it has. Names are chained and the end of a prompt is forgotten first, so the border is
         found by bisection among the names that are kept. The end of another prompt may lie behind it. kept: `kept_of`
         the names, where that is known. guess: where the border may be."""
@@ -100,7 +116,7 @@ class RoutedWorker:
         return found + 1
 
 
-def kept_of(names: Sequence[bytes]) -> Sequence[bytes]:
+def kept_of(names: Sequence[BlockName]) -> Sequence[BlockName]:
     """The names that are kept of those of leading blocks, without that of the last one."""
     return names if len(names) <= EXACT else [*names[:EXACT], *names[EXACT::STRIDE]]
 

@@ -66,3 +66,10 @@ class QuickNames(BlockHasher):
         for start in range(len(chain) * BLOCK, blocks * BLOCK, BLOCK):
             parent = hash((parent, *tokens[start : start + BLOCK])).to_bytes(8, "little", signed=True)
             chain.append(parent)
+
+    def number(self, chain: array[int], tokens: Sequence[int], salt: bytes, blocks: int) -> None:
+        """As `extend`, with numbers for names: an array of "q", that a router takes as it is."""
+        parent: bytes | int = chain[-1] if chain else self.root(salt)
+        for start in range(len(chain) * BLOCK, blocks * BLOCK, BLOCK):
+            parent = hash((parent, *tokens[start : start + BLOCK]))
+            chain.append(parent)

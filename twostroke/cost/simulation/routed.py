@@ -125,8 +125,8 @@ class RoutedFleet(Fleet):
         if not route.fetched:
             self._submit(request, arrival, served, flight.first, arrival.at)
             return
-        source = self.router.workers[route.source]
-        busy = min(source.wait, CHUNK * source.token)  # it gives blocks away between two steps
+        wait, token = self.router.standing(route.source).wait, self.router.workers[route.source].load.token_seconds
+        busy = min(wait, CHUNK * token)  # it gives blocks away between two steps
         self._travel(Transit(request, names, known, flight.first, flight), route.fetched, arrival.at + busy)
 
     def _travel(self, move: Transit, blocks: int, begin: float) -> None:

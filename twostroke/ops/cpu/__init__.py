@@ -19,6 +19,8 @@ native/       the C++ sources
     latent.cpp      latent attention: each head's own products around the attention over shared entries
     pack.cpp        weights from a file's format into panels; quantize.cpp makes int8 and int4 from floats
     pool.cpp        the threads
+    router.cpp      the router of a deployment (cluster/core.py is its specification); names.h: names of blocks;
+                    router_holdings.h: what workers have
     isa/            one header of vector operations for each instruction set
     kernels/        written once with those operations, compiled for each instruction set
 """

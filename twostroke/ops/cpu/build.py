@@ -37,6 +37,7 @@ COMMON = (
     "pool.cpp",
     "quantize.cpp",
     "ranks.cpp",
+    "router.cpp",
 )
 
 # Products are fused only where the source says so, or instruction sets would round differently.

@@ -7,10 +7,11 @@ from ctypes import POINTER, c_char_p, c_float, c_int, c_int32, c_int64, c_uint32
 from functools import cache
 from importlib.metadata import distributions
 from pathlib import Path
+from struct import Struct
 from typing import ClassVar
 
 NAME = "libtwostroke.so"
-ABI = 14  # ts_version: raised whenever a signature or a shared structure changes
+ABI = 15  # ts_version: raised whenever a signature or a shared structure changes
 
 
 class AttendLayer(ctypes.Structure):
@@ -94,6 +95,12 @@ class EncodeLayer(ctypes.Structure):
     ]  # fmt: skip
 
 
+# Of the router: packed and unpacked as a whole, which takes less time than a structure's fields one by one.
+WORKER_REPORT = Struct("=iiqqqdddq")
+WORKER_STANDING = Struct("=ddqqqq")
+ROUTER_ASK = Struct("=iiqddddd")
+ROUTER_ANSWER = Struct("=iii4xdddqqq")
+
 _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "ts_version": (c_int, []),
     "ts_isa": (c_char_p, [c_int]),
@@ -134,6 +141,19 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "ts_ranks_take": (c_int, [c_void_p, c_int, c_int64, c_uint32, c_void_p, c_int64, c_int64]),
 }
 
+# Functions of some microseconds. They keep the interpreter's lock: so one thread is in them at a time.
+_SHORT: dict[str, tuple[object, list[object]]] = {
+    "ts_router_new": (c_void_p, []),
+    "ts_router_free": (None, [c_void_p]),
+    "ts_router_update": (c_int, [c_void_p, c_int32, c_char_p]),
+    "ts_router_pause": (c_int, [c_void_p, c_int32]),
+    "ts_router_lost": (c_int, [c_void_p, c_int32]),
+    "ts_router_stored": (c_int, [c_void_p, c_int32, c_char_p, c_int64]),
+    "ts_router_cached": (c_int64, [c_void_p, c_int32, c_char_p, c_int64]),
+    "ts_router_standing": (None, [c_void_p, c_int32, c_void_p]),
+    "ts_router_choose": (c_int, [c_void_p, c_char_p, c_int64, c_char_p, c_void_p]),
+}
+
 
 class LibraryMissing(ImportError):  # noqa: N818
     """The native library was not built: no compiler at install time, or a checkout that was never built."""
@@ -159,10 +179,23 @@ def load_library() -> ctypes.CDLL:
     lib = ctypes.CDLL(str(path))
     if lib.ts_version() != ABI:
         raise LibraryMissing(f"{path} was built from other sources; run: python -m twostroke.ops.cpu.build")
-    for name, (result, arguments) in _SIGNATURES.items():
+    _declare(lib, _SIGNATURES)
+    return lib
+
+
+@cache
+def load_short() -> ctypes.PyDLL:
+    """The same library, for the functions in _SHORT."""
+    whole = load_library()
+    lib = ctypes.PyDLL(whole._name, handle=whole._handle)
+    _declare(lib, _SHORT)
+    return lib
+
+
+def _declare(lib: ctypes.CDLL, signatures: dict[str, tuple[object, list[object]]]) -> None:
+    for name, (result, arguments) in signatures.items():
         function = getattr(lib, name)
         function.restype, function.argtypes = result, arguments
-    return lib
 
 
 def available() -> bool:

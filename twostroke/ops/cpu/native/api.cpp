@@ -11,8 +11,10 @@
 #include "pack.h"
 #include "quantize.h"
 #include "ranks.h"
+#include "router.h"
 
 #include <cmath>
+#include <cstring>
 
 #define TS_API extern "C" __attribute__((visibility("default")))
 
@@ -29,10 +31,25 @@ template <class Body> int guarded(Context* c, Body body) {
         return BadArgument;
     }
 }
+
+template <class Body> int unlocked(Body body) {
+    try {
+        body();
+        return Fine;
+    } catch (...) {
+        return NoMemory;
+    }
+}
+
+template <class Record> Record read_from(const char* bytes) {
+    Record record;
+    std::memcpy(&record, bytes, sizeof record);
+    return record;
+}
 }  // namespace
 
 // Raised whenever a signature or a shared structure changes; library.py expects the same number.
-TS_API int ts_version() { return 14; }
+TS_API int ts_version() { return 15; }
 
 // The name of the i-th instruction set usable here, best first; null past the last.
 TS_API const char* ts_isa(int i) {
@@ -218,4 +235,41 @@ TS_API void ts_ranks_give(void* memory, int parts, int64_t most, int rank, uint3
 
 TS_API int ts_ranks_take(void* memory, int parts, int64_t most, uint32_t turn, float* out, int64_t count, int64_t micros) {
     return ranks_take(memory, parts, most, turn, out, count, micros);
+}
+
+// The router of a deployment (router.h): one call at a time. names: 8 bytes each.
+TS_API RouterCore* ts_router_new() {
+    RouterCore* router = nullptr;
+    unlocked([&] { router = make_router(); });
+    return router;
+}
+
+TS_API void ts_router_free(RouterCore* router) { free_router(router); }
+
+// report: a WorkerReport at any address.
+TS_API int ts_router_update(RouterCore* router, int32_t number, const char* report) {
+    return unlocked([&] { router_update(*router, number, read_from<WorkerReport>(report)); });
+}
+
+TS_API int ts_router_pause(RouterCore* router, int32_t number) {
+    return unlocked([&] { router_pause(*router, number); });
+}
+
+TS_API int ts_router_lost(RouterCore* router, int32_t number) {
+    return unlocked([&] { router_lost(*router, number); });
+}
+
+TS_API int ts_router_stored(RouterCore* router, int32_t number, const char* names, int64_t count) {
+    return unlocked([&] { router_stored(*router, number, {names, count}); });
+}
+
+TS_API int64_t ts_router_cached(RouterCore* router, int32_t number, const char* names, int64_t count) {
+    return router_cached(*router, number, {names, count});
+}
+
+TS_API void ts_router_standing(RouterCore* router, int32_t number, WorkerStanding* out) { *out = router_standing(*router, number); }
+
+// ask: a RouterAsk at any address.
+TS_API int ts_router_choose(RouterCore* router, const char* names, int64_t count, const char* ask, RouterAnswer* out) {
+    return unlocked([&] { *out = router_choose(*router, {names, count}, read_from<RouterAsk>(ask)); });
 }

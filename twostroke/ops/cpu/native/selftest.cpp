@@ -15,6 +15,7 @@
 #include "kernels.h"
 #include "latent.h"
 #include "pack.h"
+#include "router.h"
 
 extern "C" {
 const char* ts_isa(int);
@@ -28,6 +29,15 @@ int ts_linear(Context*, const Weight*, const float*, int64_t, int, int, const fl
 int ts_attend(Context*, const AttendLayer*, const AttendBatch*, const float*, float*);
 int ts_attend_latent(Context*, const LatentCall*, const AttendBatch*, const float*, int64_t, const float*, int64_t, float*);
 int ts_argmax(Context*, const float*, int64_t, int, int64_t, int64_t*);
+RouterCore* ts_router_new();
+void ts_router_free(RouterCore*);
+int ts_router_update(RouterCore*, int32_t, const char*);
+int ts_router_pause(RouterCore*, int32_t);
+int ts_router_lost(RouterCore*, int32_t);
+int ts_router_stored(RouterCore*, int32_t, const char*, int64_t);
+int64_t ts_router_cached(RouterCore*, int32_t, const char*, int64_t);
+void ts_router_standing(RouterCore*, int32_t, WorkerStanding*);
+int ts_router_choose(RouterCore*, const char*, int64_t, const char*, RouterAnswer*);
 }
 
 namespace {
@@ -403,6 +413,7 @@ void check_attention(const std::vector<Backend>& backends, const AttendCase& c) 
 }
 
 #include "selftest_latent.h"
+#include "selftest_router.h"
 
 void check_argmax(const std::vector<Backend>& backends) {
     Random random{5};
@@ -450,6 +461,8 @@ int main(int count, char** arguments) {
     check_latent(backends, {16, 128, 32, 32, 32, KVLatent8, F32}, "latent int8");
     check_latent(backends, {3, 40, 12, 6, 10, KVLatent8, F32}, "latent int8 odd");
     check_argmax(backends);
+    check_router(8);
+    check_router(100);
     for (Backend& b : backends) ts_free(b.context);
     printf(failures ? "%d failures\n" : "ok\n", failures);
     return failures ? 1 : 0;
