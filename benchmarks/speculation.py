@@ -4,9 +4,10 @@
     python -m benchmarks.speculation --cuda    # a GPU, random weights in the shape of an 8B model
 
 The grid holds the share of right guesses fixed: an oracle knows the answer and errs at a given rate, under the engine's
-own choice of length. Off and on take turns on one engine, and the tokens must be equal. On a GPU the head's weights are
-such that every token has one successor by far: rounding decides nothing, and a draft model of another shape with the
-same successors, a share of them exchanged, is right at that rate.
+own choice of length. The tokens must be equal. On a CPU off and on have an engine each, and these take turns step by
+step: whatever else the machine does then slows both. On a GPU they take turns on one engine, answer by answer. The
+head's weights there are such that every token has one successor by far: rounding decides nothing, and a draft model of
+another shape with the same successors, a share of them exchanged, is right at that rate.
 Steps of fewer streams are captured first: with drafts some streams end before others. A cell whose ratio is below 0.99
 gets twice as many rounds more; the median is over all of them.
 "texts" are prompts with something to look up ("edit", "list") and without ("story", "chat"); earlier answers are
@@ -19,7 +20,8 @@ import argparse
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -104,19 +106,67 @@ class Run(NamedTuple):
     accepted: int  # guesses that were right
 
 
-class Engine:
-    """Requests of one core, without text."""
+Begun = tuple[list[RequestState], tuple[int, int, int]]
+Cores = tuple[Core, Core]  # without drafts; with them
 
-    def __init__(self, core: Core, count: int):
-        self.core, self.count, self.ids = core, count, 0
+
+def ratio(both: list[tuple[Run, Run]]) -> float:
+    """Of the speeds of a round."""
+    return statistics.geometric_mean(on.speed / off.speed for off, on in both)
+
+
+class OwnTime:
+    """A clock that stands still while another engine's step runs."""
+
+    def __init__(self) -> None:
+        self.before, self.began = 0.0, 0.0  # seconds that have run; when it began to run, 0: it stands still
+
+    def __call__(self) -> float:
+        return self.before + (time.perf_counter() - self.began if self.began else 0.0)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        self.began = time.perf_counter()
+        yield
+        self.before, self.began = self(), 0.0
+
+
+class Engine:
+    """Requests of one core, without text. beside: another core with the same weights, for the runs without drafts."""
+
+    def __init__(self, core: Core, count: int, beside: Core | None = None):
+        self.core, self.beside, self.count, self.ids = core, beside, count, 0
 
     def run(self, prompts: Sequence[Sequence[int]], drafter: Speculation | None) -> Run:
-        self.core.scheduler.drafter = drafter
-        counters = self.core.scheduler.counters
-        before = (counters.drafts, counters.drafted_tokens, counters.accepted_tokens)
-        states = [self._submit(prompt) for prompt in prompts]
+        begun = self._begin(self.core, prompts, drafter)
         while not self.core.idle:
             self.core.step()
+        return self._ended(self.core, *begun)
+
+    def _in_turns(self, prompts: Sequence[Sequence[int]], drafter: Speculation, cores: Cores) -> tuple[Run, Run]:
+        """A step of the first core without drafts, then one of the second with them. Each core's time is that of its
+        own steps."""
+        clocks = [OwnTime(), OwnTime()]
+        for core, clock in zip(cores, clocks, strict=True):
+            core.clock, core.collected = clock, 0.0
+        begun = [self._begin(core, prompts, one) for core, one in zip(cores, (None, drafter), strict=True)]
+        while not all(core.idle for core in cores):
+            for core, clock in zip(cores, clocks, strict=True):
+                with clock.running():
+                    core.step()
+        off, on = (self._ended(core, *one) for core, one in zip(cores, begun, strict=True))
+        for core in cores:
+            core.clock, core.collected = time.perf_counter, 0.0
+        return off, on
+
+    def _begin(self, core: Core, prompts: Sequence[Sequence[int]], drafter: Speculation | None) -> Begun:
+        core.scheduler.drafter = drafter
+        counters = core.scheduler.counters
+        before = (counters.drafts, counters.drafted_tokens, counters.accepted_tokens)
+        return [self._submit(core, prompt) for prompt in prompts], before
+
+    def _ended(self, core: Core, states: list[RequestState], before: tuple[int, int, int]) -> Run:
+        counters = core.scheduler.counters
         begin = max(state.timeline.token_times[0] for state in states)
         end = max(state.timeline.token_times[-1] for state in states)
         written = sum(sum(moment > begin for moment in state.timeline.token_times) for state in states)
@@ -125,39 +175,44 @@ class Engine:
         accepted = counters.accepted_tokens - before[2]
         return Run(written / (end - begin), tokens, drafted / max(1, drafts), drafts, accepted)
 
-    def _submit(self, prompt: Sequence[int]) -> RequestState:
+    def _submit(self, core: Core, prompt: Sequence[int]) -> RequestState:
         params = SamplingParams(max_tokens=self.count, temperature=0.0, ignore_eos=True)
         self.ids += 1
         limit = len(prompt) + self.count
-        return self.core.submit(Request(self.ids, tuple(prompt), params, 0, time.perf_counter(), limit))
+        return core.submit(Request(self.ids, tuple(prompt), params, 0, core.clock(), limit))
 
     def compare(
         self, prompts: Sequence[Sequence[int]], drafter: Speculation, rounds: int, again: bool
     ) -> dict[str, float]:
         """again: the drafter has seen such streams before, and keeps what it has learnt."""
         if again:
-            self.run(prompts, drafter)
+            self._pair(prompts, drafter)
         pairs = [self._pair(prompts, drafter) for _ in range(rounds)]
-        if again and statistics.median(on.speed / off.speed for off, on in pairs) < CLOSE:
+        if again and statistics.median(map(ratio, pairs)) < CLOSE:
             pairs += [self._pair(prompts, drafter) for _ in range(2 * rounds)]
-        ratios = [on.speed / off.speed for off, on in pairs]
+        ratios = list(map(ratio, pairs))
         return {
-            "off": statistics.median(off.speed for off, _ in pairs),
-            "on": statistics.median(on.speed for _, on in pairs),
+            "off": statistics.median(off.speed for both in pairs for off, _ in both),
+            "on": statistics.median(on.speed for both in pairs for _, on in both),
             "ratio": statistics.median(ratios),
             "least": min(ratios),
-            "guesses_in_a_draft": statistics.fmean(on.drafted for _, on in pairs),
-            "drafts_of_all_steps": statistics.fmean(on.drafts for _, on in pairs) / (len(prompts) * self.count),
+            "guesses_in_a_draft": statistics.fmean(on.drafted for both in pairs for _, on in both),
+            "drafts_of_all_steps": statistics.fmean(on.drafts for both in pairs for _, on in both)
+            / (len(prompts) * self.count),
             "rounds": len(pairs),
         }
 
-    def _pair(self, prompts: Sequence[Sequence[int]], drafter: Speculation) -> tuple[Run, Run]:
-        """Without drafts and with them."""
-        off = self.run(prompts, None)
+    def _pair(self, prompts: Sequence[Sequence[int]], drafter: Speculation) -> list[tuple[Run, Run]]:
+        """Without drafts and with them. Two cores change places: one may have its memory in a better place."""
         drafter.earlier = EarlierAnswers()  # the same question does not come again
-        on = self.run(prompts, drafter)
-        assert off.tokens == on.tokens, "drafts changed a token"
-        return off, on
+        if self.beside is None:
+            both = [(self.run(prompts, None), self.run(prompts, drafter))]
+        else:
+            first = self._in_turns(prompts, drafter, (self.beside, self.core))
+            drafter.earlier = EarlierAnswers()
+            both = [first, self._in_turns(prompts, drafter, (self.core, self.beside))]
+        assert all(off.tokens == on.tokens for off, on in both), "drafts changed a token"
+        return both
 
     def run_fewer(self, prompts: Sequence[Sequence[int]]) -> None:
         """Short answers of 1, 2, 4, … streams."""
@@ -253,8 +308,8 @@ def random_prompts(streams: int, context: int, vocab: int) -> list[list[int]]:
 
 
 def on_a_cpu(args: argparse.Namespace) -> dict[str, Any]:
-    llm = LLM(args.model)
-    engine = Engine(llm.engine.core, args.tokens)
+    llm, other = LLM(args.model), LLM(args.model)
+    engine = Engine(llm.engine.core, args.tokens, other.engine.core)
     found: dict[str, Any] = {"model": args.model, "texts": texts(llm, engine, args.rounds)}
     if args.acceptances:
         found["grid"] = grid(engine, llm.tokenizer.vocab_size, args)
